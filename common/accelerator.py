@@ -1,0 +1,370 @@
+"""One Accelerator, whoever launched us, on GPUs or as a rehearsal on CPU; agreement of all processes."""
+
+import hashlib
+import json
+import os
+import platform
+import socket
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from datetime import timedelta
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator, DeepSpeedPlugin, DistributedDataParallelKwargs, PartialState
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import (
+    DistributedType,
+    GradientAccumulationPlugin,
+    InitProcessGroupKwargs,
+    gather_object,
+)
+from torch import nn
+
+from common.recipe import Batch, Recipe, recipe_part, share_out
+
+
+class JobError(ValueError):
+    """A mistake that every process knows of: only the main process prints it."""
+
+
+def start(recipe: Recipe, clip_norm: float = 0.0) -> tuple[Accelerator, Batch]:
+    """The Accelerator and this job's batch arithmetic. clip_norm is for DeepSpeed's engine; 0 does not clip.
+
+    Raises ValueError when the batch does not divide or GPUs are too few, JobError when processes disagree.
+    """
+    batch = share_out(recipe.batch_size, recipe.per_device_batch_size, world_size())
+    _check_devices()
+    if not torch.cuda.is_available():
+        os.environ["DS_ACCELERATOR"] = "cpu"  # deepspeed reads it on import, and Accelerate imports deepspeed
+    rehearsal = _launched() and not torch.cuda.is_available()
+    if recipe.deepspeed_config:
+        _check_deepspeed_flag(recipe.deepspeed_config)
+        os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    if rehearsal:
+        _rehearse_on_cpu()
+    accelerator = Accelerator(
+        mixed_precision=_precision(recipe.mixed_precision),
+        deepspeed_plugin=_deepspeed_plugin(recipe.deepspeed_config),
+        gradient_accumulation_plugin=GradientAccumulationPlugin(
+            num_steps=batch.accumulations, sync_with_dataloader=False
+        ),
+        kwargs_handlers=[
+            InitProcessGroupKwargs(timeout=timedelta(seconds=recipe.timeout_s)),
+            # Buckets are the gradients themselves: no copy, a gradient's memory saved.
+            DistributedDataParallelKwargs(gradient_as_bucket_view=True),
+        ],
+    )
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        _fill_deepspeed_config(accelerator.state.deepspeed_plugin.deepspeed_config, batch, clip_norm)
+    if accelerator.device.type == "cpu":
+        _use_all_cores()
+    agree(accelerator, {"script and common/": _code_hash(), "recipe": recipe_part(recipe), **versions()})
+    if rehearsal:
+        accelerator.print(f"rehearsal on CPU: {batch.processes} gloo processes stand for as many GPUs")
+    accelerator.print(f"{strategy(accelerator)}, {batch}, mixed precision {precision(accelerator)}")
+    return accelerator, batch
+
+
+def prepare(
+    accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[nn.Module, AcceleratedOptimizer]:
+    """accelerator.prepare, after a check that all processes made the same weights.
+
+    The model's `_no_split_modules` names the classes that FSDP wraps one by one.
+    """
+    agree(accelerator, {"initial weights": _checksum(model)})
+    if strategy(accelerator) in ("single", "ddp"):  # FSDP and ZeRO lay parameters out flat
+        model = model.to(memory_format=torch.channels_last)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        plain_module(model).register_forward_pre_hook(_cast_inputs(precision(accelerator)))
+    model.train()
+    return model, optimizer
+
+
+def plain_module(model: nn.Module) -> nn.Module:
+    """The model inside of DDP, DeepSpeed or torch.compile; unwrap_model would import deepspeed."""
+    while type(model).__name__ in ("DistributedDataParallel", "DeepSpeedEngine", "OptimizedModule"):
+        model = model._orig_mod if hasattr(model, "_orig_mod") else model.module
+    return model
+
+
+def run(main: Callable[[], None]) -> None:
+    """Calls a script's main(): a mistake is one line and exit status 1, Ctrl-C one line and 130."""
+    try:
+        main()
+    except JobError as error:
+        _leave(f"error: {error}" if rank() == 0 else "", 1)
+    except ValueError as error:
+        _leave(
+            f"error{f' on rank {rank()} ({socket.gethostname()})' if world_size() > 1 else ''}: {error}", 1
+        )
+    except KeyboardInterrupt:
+        _leave("interrupted" if rank() == 0 else "", 130)
+    else:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+            sys.stdout.flush()
+            # About one in a hundred gloo processes aborts in the destructors of its threads, its work done.
+            os._exit(0)
+
+
+def strategy(accelerator: Accelerator) -> str:
+    """single, ddp, fsdp, zero1, zero2 or zero3."""
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        return f"zero{accelerator.state.deepspeed_plugin.zero_stage}"
+    return {DistributedType.NO: "single", DistributedType.FSDP: "fsdp"}.get(
+        accelerator.distributed_type, "ddp"
+    )
+
+
+def precision(accelerator: Accelerator) -> str:
+    """no, bf16 or fp16; under DeepSpeed it is the engine's."""
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        config = accelerator.state.deepspeed_plugin.deepspeed_config
+        return next((kind for kind in ("bf16", "fp16") if config.get(kind, {}).get("enabled") is True), "no")
+    return accelerator.mixed_precision
+
+
+def rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def world_size() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def processes_per_host() -> int:
+    """As the launcher says it: torchrun and accelerate in LOCAL_WORLD_SIZE, deepspeed in LOCAL_SIZE."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or "1")
+
+
+def device_name(accelerator: Accelerator) -> str:
+    return (
+        torch.cuda.get_device_name() if accelerator.device.type == "cuda" else f"CPU ({platform.machine()})"
+    )
+
+
+def versions() -> dict[str, str]:
+    """Of what decides about the numbers and about whether processes understand one another."""
+    packages = {name: version(name) for name in ("torch", "accelerate", "deepspeed", "timm", "numpy")}
+    return {"python": platform.python_version(), **packages}
+
+
+def agree(accelerator: Accelerator, facts: dict[str, Any]) -> None:
+    """Compares the facts of all processes. JobError, on each of them, names the odd ranks and values."""
+    mine = {name: json.dumps(value, sort_keys=True, default=str) for name, value in facts.items()}
+    everyones = gather_object([(socket.gethostname(), mine)])
+    for name in mine:
+        values = [theirs.get(name) for _, theirs in everyones]
+        usual = Counter(values).most_common(1)[0][0]
+        odd = [r for r, value in enumerate(values) if value != usual]
+        if odd:
+            host, theirs = everyones[odd[0]][0], values[odd[0]]
+            raise JobError(
+                f"the processes do not agree: {name} is {_difference(theirs, usual)} on rank"
+                f" {', '.join(map(str, odd))} (host {host}), but {_difference(usual, theirs)} on the others."
+                " Start all of them with the same code, flags, packages and data"
+            )
+
+
+def once_per_host(
+    accelerator: Accelerator, work: Callable[[Callable[[], None]], Path], timeout_s: int
+) -> Path:
+    """Runs work(beat) in one process per host while the others wait; all of a host get its result.
+
+    Work may take hours: nobody sits in a collective. It calls beat() as it gets on; without any beat for
+    timeout_s seconds the job ends. ValueError in work ends all processes with its message.
+    """
+    if accelerator.num_processes == 1:
+        return work(lambda: None)
+    me = accelerator.process_index
+    host_rank = me - accelerator.local_process_index  # the one process of this host that works
+    pending = set(gather_object([host_rank]))
+    store = dist.distributed_c10d._get_default_store()
+    if me == host_rank:
+        try:
+            outcome = {"result": str(work(_heart(store)))}
+        except ValueError as error:
+            outcome = {"error": f"{error} (on host {socket.gethostname()})"}
+        store.set(f"{_BOARD}/{me}", json.dumps(outcome))
+    beats, heard = -1, time.monotonic()
+    while True:
+        for worker in [worker for worker in pending if store.check([f"{_BOARD}/{worker}"])]:
+            outcome = json.loads(store.get(f"{_BOARD}/{worker}"))
+            if "error" in outcome:
+                raise JobError(outcome["error"])
+            pending.remove(worker)
+        if not pending:
+            return Path(json.loads(store.get(f"{_BOARD}/{host_rank}"))["result"])
+        if (latest := store.add(f"{_BOARD}/beats", 0)) != beats:
+            beats, heard = latest, time.monotonic()
+        elif time.monotonic() - heard > timeout_s:
+            raise ValueError(
+                f"rank {', '.join(map(str, sorted(pending)))} gave no sign of life for {timeout_s} s while it"
+                " prepared the data: look at its host, or give a larger --timeout_s"
+            )
+        time.sleep(0.1)
+
+
+_BOARD = "once_per_host"  # a corner of the process group's key-value store
+
+
+def _heart(store: dist.Store) -> Callable[[], None]:
+    """beat(): tells all processes, at most once a second, that the work gets on."""
+    beaten = 0.0
+
+    def beat() -> None:
+        nonlocal beaten
+        if time.monotonic() - beaten > 1:
+            beaten = time.monotonic()
+            store.add(f"{_BOARD}/beats", 1)
+
+    return beat
+
+
+def _launched() -> bool:
+    return "LOCAL_RANK" in os.environ
+
+
+def _launched_with(plugin: str) -> bool:
+    return os.environ.get(f"ACCELERATE_USE_{plugin}", "false").lower() == "true"
+
+
+def _check_devices() -> None:
+    gpus, processes = torch.cuda.device_count(), processes_per_host()
+    if 0 < gpus < processes:
+        raise JobError(
+            f"{processes} processes were started on this host, which has {gpus} GPU{'s' if gpus > 1 else ''}:"
+            f" set num_processes to {gpus} per host (--num_processes {gpus}), take another file of"
+            " accelerate_configs/, or rehearse on CPU by CUDA_VISIBLE_DEVICES= before the same command"
+        )
+
+
+def _rehearse_on_cpu() -> None:
+    """Lets Accelerate run DDP, FSDP2 and DeepSpeed on gloo processes, from the config files meant for GPUs.
+
+    Accelerate 1.15 looks for a GPU in these two methods alone; finding none, it would take each process for a
+    job of its own.
+    """
+    if _launched_with("DEEPSPEED"):
+        import deepspeed
+
+        # gloo instead of the shared-memory op, which is compiled at first use and leaves a lock when killed
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    sharded = _launched_with("FSDP") or _launched_with("DEEPSPEED")
+
+    def prepare_backend(self: PartialState, *_: Any, **__: Any) -> tuple[str, DistributedType]:
+        return "gloo", DistributedType.MULTI_GPU if sharded else DistributedType.MULTI_CPU
+
+    def set_device(self: PartialState) -> None:
+        self.device = torch.device("cpu")
+
+    PartialState._prepare_backend = prepare_backend
+    PartialState.set_device = set_device
+
+
+def _use_all_cores() -> None:
+    """Launchers set OMP_NUM_THREADS=1, right beside a GPU; on CPU a host's processes share its cores."""
+    if os.environ.get("OMP_NUM_THREADS") == "1":
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // processes_per_host()))
+
+
+def _check_deepspeed_flag(config: str) -> None:
+    if not _launched():
+        raise ValueError(
+            f"--deepspeed_config {config} needs a launcher: deepspeed --num_gpus 2 {sys.argv[0]} ..."
+        )
+    if _launched_with("FSDP") or _launched_with("DEEPSPEED"):
+        raise JobError(
+            "--deepspeed_config stands beside an accelerate config that names a strategy: give one of them"
+        )
+
+
+def _deepspeed_plugin(config: str | None) -> DeepSpeedPlugin | None:
+    """For --deepspeed_config; None leaves it to the launcher's own config file."""
+    if config is None:
+        return None
+    try:
+        return DeepSpeedPlugin(hf_ds_config=json.loads(Path(config).read_text()))
+    except OSError as error:
+        raise JobError(f"--deepspeed_config {config}: {error.strerror}") from None
+    except json.JSONDecodeError as error:
+        raise JobError(f"--deepspeed_config {config}, line {error.lineno}: {error.msg}") from None
+
+
+def _fill_deepspeed_config(config: dict[str, Any], batch: Batch, clip_norm: float) -> None:
+    """The recipe's numbers, the same under every strategy; told nothing, DeepSpeed would clip at 1.0."""
+    numbers = {
+        "train_batch_size": batch.total,
+        "train_micro_batch_size_per_gpu": batch.per_device,
+        "gradient_accumulation_steps": batch.accumulations,
+        "gradient_clipping": clip_norm,
+    }
+    for key, number in numbers.items():
+        if config.get(key, "auto") not in ("auto", number) and rank() == 0:
+            print(f"DeepSpeed's {key} {config[key]} gives way to the recipe's {number}", flush=True)
+        config[key] = number
+    config.setdefault("steps_per_print", sys.maxsize)  # the script prints its own log
+
+
+def _precision(flag: str | None) -> str:
+    """The flag, else the launcher's, else bf16 where the device has it natively."""
+    launchers = os.environ.get("ACCELERATE_MIXED_PRECISION")
+    # accelerate launch passes "no" for a DeepSpeed config that leaves the precision to the JSON's "auto".
+    fields = os.environ.get("ACCELERATE_CONFIG_DS_FIELDS", "").split(",")
+    if _launched_with("DEEPSPEED") and "mixed_precision" not in fields and launchers == "no":
+        launchers = None
+    wanted = flag or launchers or ("bf16" if _has_native_bf16() else "no")
+    remark = ""
+    if not torch.cuda.is_available() and (
+        wanted == "fp16" or (wanted == launchers == "bf16" and not _has_native_bf16())
+    ):
+        remark, wanted = f"{wanted} is not native to this CPU: the rehearsal is in fp32", "no"
+    elif wanted == "bf16" and torch.cuda.is_available() and not _has_native_bf16():
+        remark = "this GPU has no native bf16 and emulates it: --mixed_precision fp16 is faster here"
+    if remark and rank() == 0:
+        print(remark, flush=True)
+    return wanted
+
+
+def _has_native_bf16() -> bool:
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_capability() >= (8, 0)
+    return torch.cpu._is_avx512_bf16_supported()
+
+
+def _cast_inputs(kind: str) -> Callable:
+    """DeepSpeed holds the weights in half precision and leaves the inputs as they are."""
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "no": torch.float32}[kind]
+    return lambda module, inputs: tuple(x.to(dtype) if x.is_floating_point() else x for x in inputs)
+
+
+def _checksum(model: nn.Module) -> str:
+    return f"{sum(p.detach().double().abs().sum().item() for p in model.state_dict().values()):.15g}"
+
+
+def _code_hash() -> str:
+    """Of the started script and common/, so that a host with an old copy is found."""
+    files = [Path(sys.argv[0]).resolve(), *sorted(Path(__file__).parent.glob("*.py"))]
+    return hashlib.sha256(b"".join(file.name.encode() + file.read_bytes() for file in files)).hexdigest()[:16]
+
+
+def _difference(ours: str | None, theirs: str | None) -> str:
+    """ours; of two objects only what differs."""
+    ours, theirs = json.loads(ours or "null"), json.loads(theirs or "null")
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        return ", ".join(f"{key}={value}" for key, value in ours.items() if theirs.get(key) != value)
+    return str(ours)
+
+
+def _leave(message: str, status: int) -> None:
+    if message:
+        print(message, file=sys.stderr, flush=True)
+    sys.exit(status)

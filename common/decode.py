@@ -1,0 +1,202 @@
+"""From encoded images to uint8 pixels: decoding, crops, and a process that decodes a share of a data set.
+
+Nothing but numpy is imported at module level: `python -m common.decode` is started once per core.
+"""
+
+import io
+import json
+import math
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+SPLITS = ("train", "val")
+CHUNK_PIXELS = 2**22  # decoded between two reports: some 50 ms
+
+
+def decode(data: bytes) -> np.ndarray:
+    """Decodes one image, turned upright by its EXIF tag: uint8 [H, W, 3]. Raises ValueError with the reason.
+
+    torchvision's JPEG decoder is the fastest; PIL does what it refuses (a PNG named .jpg) and other formats.
+    Both refuse a file that is cut short. On JPEG they agree within 2 of 255 (both use libjpeg-turbo).
+    """
+    if data[:2] == b"\xff\xd8":
+        # A JPEG of too many pixels, at 1 bit per block of 8x8 or more, has at least this many bytes.
+        if len(data) > 250_000:
+            _open(data)
+        pixels = _decode_jpeg(data)
+        if pixels is not None:
+            return pixels
+    return _decode_by_pil(data)
+
+
+def _decode_jpeg(data: bytes) -> np.ndarray | None:
+    """None where torchvision refuses: PIL then decodes, or knows the better reason."""
+    import torch
+    from torchvision.io import ImageReadMode, decode_jpeg
+
+    # bytearray: torch warns about memory that may not be written
+    encoded = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    try:
+        pixels = decode_jpeg(encoded, mode=ImageReadMode.RGB, apply_exif_orientation=True)
+    except RuntimeError:
+        return None
+    return pixels.permute(1, 2, 0).numpy()  # [3, H, W] -> [H, W, 3], which is how it lies in memory
+
+
+def _decode_by_pil(data: bytes) -> np.ndarray:
+    from PIL import ImageOps
+
+    try:
+        image = _open(data)
+        image = ImageOps.exif_transpose(image)
+        if image.mode.startswith("I;16"):  # convert("RGB") would clip all above 255 to white
+            return np.repeat((np.asarray(image) // 257).astype(np.uint8)[:, :, None], 3, axis=2)
+        if image.mode in ("I", "F"):
+            raise ValueError(f"its pixels have 32 bits (PIL's mode {image.mode}), not 8 or 16")
+        if image.mode == "P" and "transparency" in image.info:
+            image = image.convert("RGBA")  # PIL warns about the direct way
+        return np.asarray(image.convert("RGB"))
+    except ValueError:
+        raise
+    except Exception as error:  # what PIL raises on a broken file has no common class
+        raise ValueError(f"{error}" or type(error).__name__) from None
+
+
+def _open(data: bytes):
+    """PIL's lazy image. Raises ValueError where it is none, or so large that PIL would warn of a bomb."""
+    import warnings
+
+    from PIL import Image, UnidentifiedImageError
+
+    if not data:
+        raise ValueError("the file is empty")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            return Image.open(io.BytesIO(data))
+    except UnidentifiedImageError:
+        raise ValueError("not an image that PIL can read") from None
+    except (Image.DecompressionBombWarning, Image.DecompressionBombError) as error:
+        raise ValueError(str(error)) from None
+
+
+class Encoded:
+    """The encoded images of one split, by number: bytes in a memory-mapped file, or paths of image files."""
+
+    def __init__(self, folder: Path, split: str):
+        self.offsets = np.load(folder / f"{split}_offsets.npy", mmap_mode="r")
+        self.items = np.memmap(folder / f"{split}_items.bin", np.uint8, "r")
+        about = json.loads((folder / f"{split}_items.json").read_text())
+        self.root, self.parts = about["root"], about["parts"]
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def where(self, i: int) -> str:
+        """What to call image i in a message: its path, or the row of its table."""
+        if self.root is not None:
+            return os.path.join(self.root, os.fsdecode(self._item(i)))
+        for name, rows in self.parts:
+            if i < rows:
+                return f"row {i} of {name}"
+            i -= rows
+        raise AssertionError("no such image")
+
+    def decode(self, i: int) -> np.ndarray:
+        """uint8 [H, W, 3]. Raises ValueError that names the image."""
+        try:
+            return decode(self._item(i) if self.root is None else Path(self.where(i)).read_bytes())
+        except (ValueError, OSError) as error:
+            reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+            raise ValueError(f"{self.where(i)}: {reason}") from None
+
+    def _item(self, i: int) -> bytes:
+        return self.items[self.offsets[i] : self.offsets[i + 1]].tobytes()
+
+
+def random_resized_crop(image: np.ndarray, size: int, draws: np.ndarray) -> np.ndarray:
+    """Inception's crop (Szegedy et al. 2014), to uint8 [size, size, 3].
+
+    As torchvision's RandomResizedCrop: area 0.08 to 1 of the image, aspect ratio 3/4 to 4/3, ten attempts,
+    then the largest central crop within these ratios. draws: float64 [40] in [0, 1), four for each attempt.
+    """
+    height, width = image.shape[:2]
+    for area, ratio, down, right in draws.reshape(-1, 4):
+        target = height * width * (0.08 + 0.92 * area)
+        aspect = math.exp(math.log(3 / 4) + ratio * (math.log(4 / 3) - math.log(3 / 4)))
+        w, h = round(math.sqrt(target * aspect)), round(math.sqrt(target / aspect))
+        if 0 < w <= width and 0 < h <= height:
+            top, left = int(down * (height - h + 1)), int(right * (width - w + 1))
+            break
+    else:
+        w, h = min(width, round(height * 4 / 3)), min(height, round(width * 4 / 3))
+        top, left = (height - h) // 2, (width - w) // 2
+    return _resize(image[top : top + h, left : left + w], size, size)
+
+
+def central_crop(image: np.ndarray, size: int) -> np.ndarray:
+    """Shorter side to size * 256 / 224, then the middle: uint8 [size, size, 3]; ImageNet's usual way."""
+    height, width = image.shape[:2]
+    short = round(size * 256 / 224)
+    h, w = (short, short * width // height) if height <= width else (short * height // width, short)
+    top, left = round((h - size) / 2), round((w - size) / 2)
+    return _resize(image, h, w)[top : top + size, left : left + size]
+
+
+def _resize(image: np.ndarray, height: int, width: int) -> np.ndarray:
+    """Bilinear with antialiasing on uint8, as torchvision's resize does it."""
+    import torch
+    import torch.nn.functional as F
+
+    pixels = torch.tensor(image).permute(2, 0, 1)[None]  # [1, 3, H, W], channels last in memory
+    pixels = F.interpolate(pixels, (height, width), mode="bilinear", antialias=True)
+    return pixels[0].permute(1, 2, 0).numpy()
+
+
+def decode_share(folder: Path, share: int, shares: int, report: Callable[[dict], None]) -> None:
+    """Decodes every shares-th chunk of both splits into `<split>_images.npy`, which are there already.
+
+    After each chunk report() gets {"done": images, "bad": [messages]}; with "odd" and the image's name in it
+    when one has another size than the array: then the data set is none, and the work ends.
+    """
+    for split in SPLITS:
+        images = Encoded(folder, split)
+        pixels = np.load(folder / f"{split}_images.npy", mmap_mode="r+")
+        chunk = min(256, max(1, CHUNK_PIXELS // math.prod(pixels.shape[1:3])))
+        for start in range(share * chunk, len(images), shares * chunk):
+            bad = []
+            stop = min(start + chunk, len(images))
+            for i in range(start, stop):
+                try:
+                    image = images.decode(i)
+                except ValueError as error:
+                    bad.append(str(error))
+                    continue
+                if image.shape != pixels.shape[1:]:
+                    return report({"done": i - start, "bad": bad, "odd": images.where(i)})
+                pixels[i] = image
+            report({"done": stop - start, "bad": bad})
+
+
+def _main(folder: str, share: str, shares: str) -> None:
+    """One decoding process. Its parent ends it; if the parent is gone, the next report finds no reader."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # sent to a whole group, they are for the parent to judge
+        signal.signal(number, signal.SIG_IGN)
+    import torch
+
+    torch.set_num_threads(1)
+    try:
+        decode_share(
+            Path(folder), int(share), int(shares), lambda report: print(json.dumps(report), flush=True)
+        )
+    except BrokenPipeError:
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

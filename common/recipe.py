@@ -1,0 +1,303 @@
+"""Recipes: one frozen dataclass per script, its flags, its YAML or JSON file; the arithmetic of the batch."""
+
+import argparse
+import dataclasses
+import difflib
+import json
+import math
+import os
+import sys
+import types
+import typing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+def flag(
+    default: Any,
+    help: str,
+    *,
+    choices: tuple = (),
+    minimum: float = -math.inf,
+    maximum: float = math.inf,
+    part_of_recipe: bool = True,
+) -> Any:
+    """A recipe's field that is a flag. part_of_recipe: runs that differ in it are different trainings."""
+    metadata = dict(
+        help=help, choices=choices, minimum=minimum, maximum=maximum, part_of_recipe=part_of_recipe
+    )
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def setting(default: Any, help: str, **bounds: Any) -> Any:
+    """A flag that says where or how to run, not what is trained."""
+    return flag(default, help, part_of_recipe=False, **bounds)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """The flags that every script has. A script's own recipe adds to them and sets their defaults."""
+
+    data: str = flag(
+        "cifar10",
+        "`digits`, `cifar10`, `synthetic`, or a folder: the hub's parquet files, or class folders",
+    )
+    epochs: int = flag(10, "passes over the training images", minimum=1)
+    batch_size: int = flag(256, "images per optimizer step over the whole job", minimum=1)
+    lr: float = flag(1e-3, "peak learning rate", minimum=0)
+    seed: int = flag(
+        0,
+        "of the initial weights, the order of the images and the augmentation",
+        minimum=0,
+        maximum=2**32 - 1,
+    )
+    per_device_batch_size: int | None = setting(
+        None, "images per forward on one device; unset: batch_size / processes", minimum=1
+    )
+    max_steps: int | None = setting(
+        None, "stop early, after so many optimizer steps; changes no schedule", minimum=1
+    )
+    output_dir: str | None = setting(None, "the run's folder; unset: `runs/<script>/<name>`")
+    model_folder: str | None = setting(
+        None, "one folder for all runs: the run's folder is `<model_folder>/<script>/<name>`"
+    )
+    log_every: int = setting(50, "optimizer steps between two lines of the log", minimum=1)
+    log_samples: bool = setting(
+        False, "also write the sample ids of every step to `samples.jsonl` (slow: an audit)"
+    )
+    trackers: str = setting(
+        "tensorboard",
+        "where the metrics go beside `metrics.jsonl`: `tensorboard` or `none`",
+        choices=("tensorboard", "none"),
+    )
+    mixed_precision: str | None = setting(
+        None,
+        "unset: the launcher's; else bf16 where the device has it natively",
+        choices=("no", "bf16", "fp16"),
+    )
+    deepspeed_config: str | None = setting(
+        None, "a file of `ds_configs/`, for the launchers that have no YAML"
+    )
+    cache_dir: str | None = setting(None, "decoded images, on a local disk; unset: `~/.cache/train-images`")
+    workers: int = setting(
+        2, "decoding processes per device, where the images do not fit into memory", minimum=0
+    )
+    timeout_s: int = setting(300, "a process that is silent for so long ends the job", minimum=1)
+
+
+def parse(recipe_class: type[Recipe], argv: list[str] | None = None) -> Recipe:
+    """The recipe from the command line; `--config FILE` sets defaults and flags win.
+
+    What is wrong ends the job with status 2 and one line, printed by rank 0, that names the flag or key.
+    """
+    fields = dataclasses.fields(recipe_class)
+    parser = _Parser(prog=Path(sys.argv[0]).name, allow_abbrev=False)
+    parser.add_argument("--config", metavar="FILE", help="YAML or JSON with any of the flags below as keys")
+    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # given by the deepspeed launcher
+    for field in fields:
+        _add_flag(parser, field)
+    given = vars(parser.parse_args([_underscores(word) for word in (sys.argv[1:] if argv is None else argv)]))
+    try:
+        values = _read_config(Path(given["config"]), fields) if given["config"] else {}
+        for field in fields:
+            if given[field.name] is not None:
+                values[field.name] = _typed(field, given[field.name], f"--{field.name}")
+        if values.get("output_dir") and values.get("model_folder"):
+            raise ValueError("--output_dir and --model_folder exclude one another: give one of them")
+        return recipe_class(**values)
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def recipe_part(recipe: Recipe) -> dict[str, Any]:
+    """The fields that say what is trained, without those that say where."""
+    return {
+        f.name: getattr(recipe, f.name) for f in dataclasses.fields(recipe) if f.metadata["part_of_recipe"]
+    }
+
+
+def flag_table(recipe_class: type[Recipe], without: type[Recipe] | None = None) -> str:
+    """The flags as rows of a Markdown table; those that `without` has with the same default are left out."""
+    known = {f.name: f.default for f in dataclasses.fields(without)} if without else {}
+    rows = ["| flag | default | what it is |", "|---|---|---|"]
+    for field in dataclasses.fields(recipe_class):
+        if field.name in known and known[field.name] == field.default:
+            continue
+        default = "" if field.default is None else _text(field.default)
+        allowed = f" ({', '.join(field.metadata['choices'])})" if field.metadata["choices"] else ""
+        rows.append(f"| `--{field.name}` | {default} | {field.metadata['help']}{allowed} |")
+    return "\n".join(rows)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """How the images of one optimizer step are shared out."""
+
+    total: int  # images per optimizer step over the whole job
+    per_device: int  # images per forward on one device
+    processes: int
+    accumulations: int  # forwards per optimizer step on one device
+
+    def __str__(self) -> str:
+        def plural(n: int, word: str) -> str:
+            return f"{n} {word}{'' if n == 1 else 'es' if word.endswith('s') else 's'}"
+
+        return (
+            f"batch {self.total} = {plural(self.per_device, 'image')} x {plural(self.processes, 'process')}"
+            f" x {plural(self.accumulations, 'accumulation')}"
+        )
+
+
+def share_out(batch_size: int, per_device: int | None, processes: int) -> Batch:
+    """Derives the accumulations; ValueError with the numbers when the batch does not divide."""
+    if per_device is None:
+        if batch_size % processes:
+            raise ValueError(
+                f"--batch_size {batch_size} does not divide among {processes} processes:"
+                f" choose {_multiples_beside(batch_size, processes)}"
+            )
+        per_device = batch_size // processes
+    if batch_size % (per_device * processes):
+        raise ValueError(
+            f"--batch_size {batch_size} is no multiple of --per_device_batch_size {per_device}"
+            f" x {processes} processes = {per_device * processes}:"
+            f" choose {_multiples_beside(batch_size, per_device * processes)}"
+        )
+    return Batch(batch_size, per_device, processes, batch_size // (per_device * processes))
+
+
+def _multiples_beside(number: int, unit: int) -> str:
+    below = number // unit * unit
+    return f"{below} or {below + unit}" if below else f"{unit}"
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> typing.NoReturn:
+        """One line, from one process; an unknown flag comes with the nearest known one."""
+        if message.startswith("unrecognized arguments"):
+            unknown = message.split()[2].split("=")[0]
+            near = difflib.get_close_matches(unknown, self._option_string_actions, n=1)
+            message = f"unknown flag {unknown}" + (
+                f": did you mean {near[0]}?" if near else "; --help lists them all"
+            )
+        if os.environ.get("RANK", "0") == "0":
+            print(f"{self.prog}: error: {message}", file=sys.stderr)
+        sys.exit(2)
+
+    def print_help(self, file: Any = None) -> None:
+        if os.environ.get("RANK", "0") == "0":
+            super().print_help(file)
+
+
+def _underscores(word: str) -> str:
+    """--batch-size=8 -> --batch_size=8: both spellings are understood."""
+    if not word.startswith("--"):
+        return word
+    name, equals, value = word.partition("=")
+    return "--" + name[2:].replace("-", "_") + equals + value
+
+
+def _add_flag(parser: argparse.ArgumentParser, field: dataclasses.Field) -> None:
+    help = field.metadata["help"].replace("%", "%%") + (
+        "" if field.default is None else f" (default: {_text(field.default)})"
+    )
+    if field.type is bool:
+        parser.add_argument(f"--{field.name}", action="store_const", const="true", help=help, default=None)
+        parser.add_argument(
+            f"--no_{field.name}", action="store_const", const="false", dest=field.name, help=argparse.SUPPRESS
+        )
+    else:
+        choices = field.metadata["choices"]
+        metavar = "{" + ",".join(choices) + "}" if choices else _base_type(field).__name__.upper()
+        parser.add_argument(f"--{field.name}", metavar=metavar, help=help, default=argparse.SUPPRESS)
+        parser.set_defaults(**{field.name: None})
+
+
+def _text(value: Any) -> str:
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def _base_type(field: dataclasses.Field) -> type:
+    """int for `int | None`, tuple for `tuple[int, ...]`."""
+    kind = field.type
+    if isinstance(kind, types.UnionType):
+        kind = next(member for member in kind.__args__ if member is not types.NoneType)
+    return typing.get_origin(kind) or kind
+
+
+def _converted(field: dataclasses.Field, value: Any) -> Any:
+    """A flag's text or a config file's value as the field's type. Raises ValueError or TypeError."""
+    kind = _base_type(field)
+    if kind is tuple:
+        parts = value.split(",") if isinstance(value, str) else value if isinstance(value, list) else [value]
+        return tuple(int(part) for part in parts)
+    if kind is bool:
+        if isinstance(value, bool) or value in ("true", "false"):
+            return value in (True, "true")
+        raise ValueError
+    if isinstance(value, bool) or (kind is str and not isinstance(value, str)):
+        raise ValueError
+    if kind is int and isinstance(value, float):
+        raise ValueError
+    return kind(value)
+
+
+def _checked(field: dataclasses.Field, value: Any, name: str) -> Any:
+    """The value, when it is among the choices and within the bounds (a tuple: each of its numbers)."""
+    meta = field.metadata
+    if meta["choices"] and value not in meta["choices"]:
+        raise ValueError(f"{name} {value}: choose one of {', '.join(meta['choices'])}")
+    for number in value if isinstance(value, tuple) else (value,):
+        if isinstance(number, (int, float)) and not meta["minimum"] <= number <= meta["maximum"]:
+            low, high = meta["minimum"], meta["maximum"]
+            bounds = f"at least {low:g}" if math.isinf(high) else f"from {low:g} to {high:g}"
+            raise ValueError(f"{name} {_text(value)}: must be {bounds}")
+        if isinstance(number, float) and not math.isfinite(number):
+            raise ValueError(f"{name} {value}: must be a finite number")
+    return value
+
+
+def _read_config(path: Path, fields: tuple[dataclasses.Field, ...]) -> dict[str, Any]:
+    """Key by key from YAML or JSON. ValueError names the file and the key or the line."""
+    import yaml
+
+    try:
+        text = path.read_text()
+        content = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except OSError as error:
+        raise ValueError(f"--config {path}: {error.strerror}") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"--config {path}, line {error.lineno}: {error.msg}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        line = f", line {error.problem_mark.line + 1}" if getattr(error, "problem_mark", None) else ""
+        raise ValueError(f"--config {path}{line}: {getattr(error, 'problem', None) or error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"--config {path}: expected `key: value` lines")
+    by_name = {field.name: field for field in fields}
+    values = {}
+    for key, value in content.items():
+        name = str(key).replace("-", "_")
+        if name not in by_name:
+            near = difflib.get_close_matches(name, by_name, n=1)
+            raise ValueError(
+                f"--config {path}: unknown key {key}" + (f", did you mean {near[0]}?" if near else "")
+            )
+        if value is None and by_name[name].default is None:
+            continue
+        values[name] = _typed(by_name[name], value, f"--config {path}: {key}")
+    return values
+
+
+def _typed(field: dataclasses.Field, value: Any, name: str) -> Any:
+    try:
+        converted = _converted(field, value)
+    except (ValueError, TypeError):
+        kind = {
+            "int": "a whole number",
+            "float": "a number",
+            "bool": "true or false",
+            "tuple": "numbers as 4,8,32",
+        }
+        raise ValueError(f"{name} {value}: must be {kind.get(_base_type(field).__name__, 'text')}") from None
+    return _checked(field, converted, name)

@@ -1,0 +1,135 @@
+"""Real launches of the real scripts: how a test starts one and reads what came out."""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+BIN = Path(sys.executable).parent
+
+# Small networks, so that a launch costs little more than the import of torch.
+CNN = ["train_cnn_a.py", "--widths", "4,8,32"]
+VIT = ["train_vit.py", "--model", "test_vit", "--image_size", "32", "--patch_size", "8"]
+
+
+def python() -> list[str]:
+    return [sys.executable]
+
+
+def accelerate(config: str, *flags: str) -> list[str]:
+    file = f"accelerate_configs/{config}.yaml"
+    return [str(BIN / "accelerate"), "launch", "--config_file", file, *flags]
+
+
+def torchrun(processes: int, *flags: str) -> list[str]:
+    return [str(BIN / "torchrun"), f"--nproc_per_node={processes}", *(flags or ("--standalone",))]
+
+
+def deepspeed(*flags: str) -> list[str]:
+    return [str(BIN / "deepspeed"), "--master_port", str(free_port()), *flags]
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+class Job:
+    """A command in a session of its own, so that nothing of it outlives the test."""
+
+    def __init__(self, words: list, cwd: Path = ROOT, env: dict[str, str] | None = None):
+        path = f"{BIN}{os.pathsep}{os.environ['PATH']}"
+        self.process = subprocess.Popen(
+            [str(word) for word in words],
+            cwd=cwd,
+            env={**os.environ, "PATH": path, "CUDA_VISIBLE_DEVICES": "", **(env or {})},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    def wait(self, timeout_s: float = 240) -> tuple[int, str]:
+        """Exit status and output. Fails the test when the job takes longer, and always ends all its processes."""
+        try:
+            output, _ = self.process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            output, _ = self.process.communicate()
+            pytest.fail(f"no end within {timeout_s} s:\n{output}")
+        finally:
+            self.kill()
+        return self.process.returncode, output
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+
+def run(words: list, **options) -> str:
+    """Runs a command that must succeed. Returns its output."""
+    status, output = Job(words, **options).wait()
+    assert status == 0, output
+    return output
+
+
+def metrics(folder: Path) -> list[dict]:
+    return lines(folder / "metrics.jsonl")
+
+
+def lines(file: Path) -> list[dict]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def result(folder: Path) -> dict:
+    return json.loads((folder / "result.json").read_text())
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory) -> list:
+    """The flag that lets all launches share one cache of decoded images."""
+    return ["--cache_dir", tmp_path_factory.mktemp("cache")]
+
+
+@pytest.fixture(scope="session")
+def cifar10() -> Path:
+    return real_data() / "cifar10"
+
+
+@pytest.fixture(scope="session")
+def photographs() -> Path:
+    return real_data() / "imagenet_sample"
+
+
+def real_data() -> Path:
+    if "TEST_DATA_DIR" not in os.environ:
+        pytest.skip("TEST_DATA_DIR is not set: no real images on this machine")
+    return Path(os.environ["TEST_DATA_DIR"])
+
+
+@pytest.fixture
+def project_copy(tmp_path) -> Path:
+    """The project's code in a folder of its own, to be broken on purpose."""
+    copy = tmp_path / "project"
+    copy.mkdir()
+    for name in ("common", "accelerate_configs", "ds_configs"):
+        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for script in ROOT.glob("*.py"):
+        shutil.copy(script, copy)
+    return copy
+
+
+def mutate(project: Path, file: str, old: str, new: str) -> None:
+    """Replaces a piece of code that must occur exactly once."""
+    text = (project / file).read_text()
+    assert text.count(old) == 1, f"{file} has {text.count(old)} x {old!r}"
+    (project / file).write_text(text.replace(old, new))

@@ -1,0 +1,123 @@
+"""The same training everywhere: each strategy on 2 processes against one process; broken code must fail.
+
+Batch 96 of 1,437 digits: an epoch has 14 steps, so 20 steps cross its end, and the data of the second epoch.
+"""
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.conftest import CNN, ROOT, VIT, accelerate, deepspeed, lines, metrics, mutate, python, run
+
+STEPS = 20
+FLAGS = ["--data", "digits", "--batch_size", "96", "--per_device_batch_size", "48", "--epochs", "2"]
+FLAGS += ["--max_steps", str(STEPS), "--log_every", "1", "--log_samples", "--mixed_precision", "no"]
+FLAGS += ["--trackers", "none"]
+SCRIPTS = {
+    "cnn_a": [*CNN, *FLAGS],  # its recipe does not clip
+    "vit": [*VIT, *FLAGS, "--dropout", "0.1", "--clip_norm", "0.1"],  # with drop path, mixup, cutmix and EMA
+}
+STRATEGIES = {
+    "ddp": (accelerate("ddp_2gpu"), []),
+    "fsdp": (accelerate("fsdp_2gpu"), []),
+    "zero1": (accelerate("zero1_4gpu", "--num_processes", "2"), []),
+    "zero2": (accelerate("zero2_2gpu"), []),
+    "zero3": (accelerate("zero3_4gpu", "--num_processes", "2"), []),
+    "deepspeed": (deepspeed("--num_gpus", "2"), ["--deepspeed_config", "ds_configs/zero2.json"]),
+}
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory, cache):
+    """The folder of a script's run in one process, with 2 accumulations."""
+    folders = {}
+
+    def folder_of(script: str):
+        if script not in folders:
+            folders[script] = tmp_path_factory.mktemp(script) / "run"
+            run([*python(), *SCRIPTS[script], *cache, "--output_dir", folders[script]])
+        return folders[script]
+
+    return folder_of
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_two_processes_train_as_one_with_two_accumulations(strategy, script, one_process, tmp_path, cache):
+    launcher, flags = STRATEGIES[strategy]
+    run([*launcher, *SCRIPTS[script], *flags, *cache, "--output_dir", tmp_path / "run"])
+    assert_same_training(tmp_path / "run", one_process(script))
+
+
+def test_accumulation_does_not_change_a_model_without_dropout(one_process, tmp_path, cache):
+    flags = [*SCRIPTS["cnn_a"], "--per_device_batch_size", "96", *cache, "--output_dir", tmp_path / "run"]
+    run([*python(), *flags])
+    assert_same_training(tmp_path / "run", one_process("cnn_a"))
+
+
+MUTANTS = {
+    "the rate doubled": ("cnn_a", "ddp", "common/optim.py", 'group["lr"] = lr', 'group["lr"] = 2 * lr'),
+    "clipping at 1.0, DeepSpeed's default": (
+        "vit",
+        "zero2",
+        "common/accelerator.py",
+        '"gradient_clipping": clip_norm',
+        '"gradient_clipping": 1.0',
+    ),
+    "one rank's samples dropped": (
+        "cnn_a",
+        "ddp",
+        "common/order.py",
+        "return range(rank * batch.accumulations, (rank + 1) * batch.accumulations)",
+        "return range(batch.accumulations)",
+    ),
+    "the schedule stepped once per process": (
+        "cnn_a",
+        "ddp",
+        "train_cnn_a.py",
+        "lr = learning_rate(recipe, step, total_steps)",
+        "lr = learning_rate(recipe, step * accelerator.num_processes, total_steps)",
+    ),
+    "the same dropout on all ranks": (
+        "vit",
+        "ddp",
+        "train_vit.py",
+        "reseed(recipe.seed, step, k)",
+        "reseed(recipe.seed, step, 0)",
+    ),
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_parity_finds(mutant, one_process, project_copy, tmp_path, cache):
+    script, strategy, file, old, new = MUTANTS[mutant]
+    mutate(project_copy, file, old, new)
+    launcher, flags = STRATEGIES[strategy]
+    words = [*launcher, *SCRIPTS[script], *flags, *cache, "--output_dir", tmp_path / "run"]
+    run(words, cwd=project_copy)
+    with pytest.raises(AssertionError):
+        assert_same_training(tmp_path / "run", one_process(script))
+
+
+def assert_same_training(folder, reference):
+    ours, theirs = metrics(folder), metrics(reference)
+    assert [line["step"] for line in ours] == [line["step"] for line in theirs]
+    assert lines(folder / "samples.jsonl") == lines(reference / "samples.jsonl")
+    assert len(lines(folder / "samples.jsonl")) == STEPS
+    for our, their in zip(ours, theirs, strict=True):
+        assert our.get("train/lr") == their.get("train/lr")
+        for name in {"train/loss", "val/loss"} & their.keys():
+            assert our[name] == pytest.approx(their[name], abs=1e-5), (name, our["step"])
+    our_weights = load_file(folder / "checkpoints" / f"step_{STEPS:08d}" / "model.safetensors")
+    their_weights = load_file(reference / "checkpoints" / f"step_{STEPS:08d}" / "model.safetensors")
+    assert our_weights.keys() == their_weights.keys()
+    for name, tensor in our_weights.items():
+        assert tensor.dtype == their_weights[name].dtype
+        assert (tensor - their_weights[name]).abs().max() < 1e-4, name
+
+
+def test_the_default_recipes_are_what_is_compared():
+    """The flags above must not switch off what makes parity hard."""
+    text = (ROOT / "train_vit.py").read_text()
+    for name in ("drop_path", "mixup", "cutmix", "ema_decay"):
+        assert f"--{name}" not in SCRIPTS["vit"]
+        assert f"    {name}: float = flag(0.0" not in text, name

@@ -1,0 +1,147 @@
+"""CNN-A: two convolutions and two linear layers on CIFAR-10.
+
+The recipe: AdamW (arXiv 1711.05101), linear warm-up and cosine (arXiv 1608.03983), shifts by up to 4 pixels
+and flips (arXiv 1512.03385, section 4.2).
+
+    accelerate launch --config_file accelerate_configs/cpu.yaml train_cnn_a.py --data digits
+    accelerate launch --config_file accelerate_configs/ddp_2gpu.yaml train_cnn_a.py
+    torchrun --nproc_per_node=2 train_cnn_a.py --widths 4,8,32
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from common.accelerator import prepare, run, start
+from common.augment import crop_and_flip, to_float
+from common.checkpoints import save_weights
+from common.evaluation import evaluate
+from common.images import Images, load
+from common.optim import parameter_groups, set_learning_rate, warmup_cosine
+from common.order import Plan, micro_batches, reseed, steps_per_epoch, training_plan, uniforms
+from common.recipe import Recipe, flag, parse
+from common.tracking import Run
+
+# --- Recipe -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class CnnA(Recipe):
+    epochs: int = flag(10, "passes over the training images", minimum=1)
+    batch_size: int = flag(256, "images per optimizer step over the whole job", minimum=1)
+    lr: float = flag(3e-3, "peak learning rate", minimum=0)
+    widths: tuple[int, ...] = flag(
+        (32, 64, 128), "channels of the convolutions, width of the hidden layer", minimum=1
+    )
+    image_size: int = flag(32, "edge of the square that the network sees, in pixels", minimum=4)
+    weight_decay: float = flag(0.05, "of AdamW, on matrices and convolutions only", minimum=0)
+    warmup: float = flag(0.1, "share of all steps in which the learning rate rises", minimum=0, maximum=1)
+    label_smoothing: float = flag(
+        0.0, "probability given to the wrong classes in training", minimum=0, maximum=1
+    )
+    clip_norm: float = flag(0.0, "largest norm of the gradient; 0 does not clip", minimum=0)
+
+
+# --- Model ------------------------------------------------------------------------------------------------
+
+
+class Block(nn.Sequential):
+    """[B, width_in, H, W] -> [B, width_out, H/2, W/2]"""
+
+    def __init__(self, width_in: int, width_out: int):
+        super().__init__(nn.Conv2d(width_in, width_out, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2))
+
+
+class Net(nn.Module):
+    """[B, 3, image_size, image_size] -> logits [B, classes]"""
+
+    _no_split_modules = ("Block",)  # what FSDP wraps one by one
+
+    def __init__(self, widths: tuple[int, ...], image_size: int, classes: int):
+        super().__init__()
+        self.blocks = nn.Sequential(Block(3, widths[0]), Block(widths[0], widths[1]))
+        self.hidden = nn.Linear(widths[1] * (image_size // 4) ** 2, widths[2])
+        self.head = nn.Linear(widths[2], classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks(x).flatten(1)  # [B, widths[1] * (image_size / 4) ** 2]
+        return self.head(F.relu(self.hidden(x)))
+
+
+# --- Data -------------------------------------------------------------------------------------------------
+
+MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)  # of CIFAR-10's training images, in [0, 1]
+
+
+def training_batches(images: Images, plan: Plan, device: torch.device, recipe: CnnA) -> Iterator[tuple]:
+    """Augmented micro-batches: float [b, 3, S, S] channels_last, labels int64 [b], sample ids [b]."""
+    options = dict(train=True, size=recipe.image_size, seed=recipe.seed, workers=recipe.workers)
+    for epoch, ids, pixels, labels in images.train.batches(plan, device=device, **options):
+        draws = uniforms(recipe.seed, epoch, ids, 3)
+        pad = 0 if images.train.cropped else pixels.shape[1] // 8  # 4 pixels of 32
+        pixels = crop_and_flip(pixels, draws, pad, flip=images.mirror)
+        yield to_float(pixels, MEAN, STD, recipe.image_size), labels, ids
+
+
+# --- Optimizer and learning rate --------------------------------------------------------------------------
+
+
+def build_optimizer(model: nn.Module, recipe: CnnA) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameter_groups(model, recipe.weight_decay), lr=recipe.lr, fused=True)
+
+
+def learning_rate(recipe: CnnA, step: int, total_steps: int) -> float:
+    return recipe.lr * warmup_cosine(step, total_steps, int(recipe.warmup * total_steps))
+
+
+# --- Train ------------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    recipe = parse(CnnA)
+    accelerator, batch = start(recipe, recipe.clip_norm)
+    images = load(accelerator, recipe)
+    torch.manual_seed(recipe.seed)  # the same initial weights in every process
+    model = Net(recipe.widths, recipe.image_size, len(images.classes))
+    optimizer = build_optimizer(model, recipe)
+    model, optimizer = prepare(accelerator, model, optimizer)
+
+    per_epoch = steps_per_epoch(len(images.train), batch)
+    total_steps = recipe.epochs * per_epoch
+    last_step = min(total_steps, recipe.max_steps or total_steps)
+    plan = training_plan(len(images.train), batch, accelerator.process_index, recipe.seed, 0, last_step)
+    batches = training_batches(images, plan, accelerator.device, recipe)
+    with Run(accelerator, recipe, batch, last_step, per_epoch) as run:
+        for step in range(last_step):
+            lr = learning_rate(recipe, step, total_steps)
+            set_learning_rate(optimizer, lr)
+            for k in micro_batches(batch, accelerator.process_index):
+                inputs, labels, ids = next(batches)
+                reseed(recipe.seed, step, k)
+                with accelerator.accumulate(model):
+                    logits = model(inputs).float()
+                    loss = F.cross_entropy(logits, labels, label_smoothing=recipe.label_smoothing)
+                    accelerator.backward(loss)
+                    if recipe.clip_norm and accelerator.sync_gradients:
+                        accelerator.clip_grad_norm_(model.parameters(), recipe.clip_norm)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                run.add(loss, ids)
+            done = step + 1
+            epoch_ends = done % per_epoch == 0 or done == last_step
+            if done % recipe.log_every == 0 or epoch_ends:
+                run.log_training(done, lr)
+            if epoch_ends:
+                run.log_evaluation(
+                    done, evaluate(accelerator, model, images.val, recipe, batch, MEAN, STD, run.tell)
+                )
+        run.finish(save_weights(accelerator, model, run.checkpoint_folder(last_step)), images.val_name)
+
+
+# --- Entry ------------------------------------------------------------------------------------------------
+
+if __name__ == "__main__":
+    run(main)
