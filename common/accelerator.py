@@ -29,14 +29,10 @@ from torch import nn
 from common.recipe import Batch, Recipe, recipe_part, share_out
 
 
-class JobError(ValueError):
-    """A mistake that every process knows of: only the main process prints it."""
-
-
 def start(recipe: Recipe, clip_norm: float = 0.0) -> tuple[Accelerator, Batch]:
     """The Accelerator and this job's batch arithmetic. clip_norm is for DeepSpeed's engine; 0 does not clip.
 
-    Raises ValueError when the batch does not divide or GPUs are too few, JobError when processes disagree.
+    Raises ValueError when the batch does not divide, GPUs are too few, or processes disagree.
     """
     batch = share_out(recipe.batch_size, recipe.per_device_batch_size, world_size())
     _check_devices()
@@ -99,20 +95,19 @@ def run(main: Callable[[], None]) -> None:
     """Calls a script's main(): a mistake is one line and exit status 1, Ctrl-C one line and 130."""
     try:
         main()
-    except JobError as error:
-        _leave(f"error: {error}" if rank() == 0 else "", 1)
-    except ValueError as error:
-        _leave(
-            f"error{f' on rank {rank()} ({socket.gethostname()})' if world_size() > 1 else ''}: {error}", 1
-        )
+    except (ValueError, FloatingPointError) as error:
+        if _first_to_say(str(error)):
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(1)
     except KeyboardInterrupt:
-        _leave("interrupted" if rank() == 0 else "", 130)
-    else:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-            sys.stdout.flush()
-            # About one in a hundred gloo processes aborts in the destructors of its threads, its work done.
-            os._exit(0)
+        if _is_hosts_first():
+            print("interrupted", file=sys.stderr, flush=True)
+        sys.exit(130)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+        sys.stdout.flush()
+        # About one in a hundred gloo processes aborts in the destructors of its threads, its work done.
+        os._exit(0)
 
 
 def strategy(accelerator: Accelerator) -> str:
@@ -158,7 +153,7 @@ def versions() -> dict[str, str]:
 
 
 def agree(accelerator: Accelerator, facts: dict[str, Any]) -> None:
-    """Compares the facts of all processes. JobError, on each of them, names the odd ranks and values."""
+    """Compares the facts of all processes. ValueError, on each of them, names the odd ranks and values."""
     mine = {name: json.dumps(value, sort_keys=True, default=str) for name, value in facts.items()}
     everyones = gather_object([(socket.gethostname(), mine)])
     for name in mine:
@@ -167,7 +162,7 @@ def agree(accelerator: Accelerator, facts: dict[str, Any]) -> None:
         odd = [r for r, value in enumerate(values) if value != usual]
         if odd:
             host, theirs = everyones[odd[0]][0], values[odd[0]]
-            raise JobError(
+            raise ValueError(
                 f"the processes do not agree: {name} is {_difference(theirs, usual)} on rank"
                 f" {', '.join(map(str, odd))} (host {host}), but {_difference(usual, theirs)} on the others."
                 " Start all of them with the same code, flags, packages and data"
@@ -199,7 +194,7 @@ def once_per_host(
         for worker in [worker for worker in pending if store.check([f"{_BOARD}/{worker}"])]:
             outcome = json.loads(store.get(f"{_BOARD}/{worker}"))
             if "error" in outcome:
-                raise JobError(outcome["error"])
+                raise ValueError(outcome["error"])
             pending.remove(worker)
         if not pending:
             return Path(json.loads(store.get(f"{_BOARD}/{host_rank}"))["result"])
@@ -240,7 +235,7 @@ def _launched_with(plugin: str) -> bool:
 def _check_devices() -> None:
     gpus, processes = torch.cuda.device_count(), processes_per_host()
     if 0 < gpus < processes:
-        raise JobError(
+        raise ValueError(
             f"{processes} processes were started on this host, which has {gpus} GPU{'s' if gpus > 1 else ''}:"
             f" set num_processes to {gpus} per host (--num_processes {gpus}), take another file of"
             " accelerate_configs/, or rehearse on CPU by CUDA_VISIBLE_DEVICES= before the same command"
@@ -282,7 +277,7 @@ def _check_deepspeed_flag(config: str) -> None:
             f"--deepspeed_config {config} needs a launcher: deepspeed --num_gpus 2 {sys.argv[0]} ..."
         )
     if _launched_with("FSDP") or _launched_with("DEEPSPEED"):
-        raise JobError(
+        raise ValueError(
             "--deepspeed_config stands beside an accelerate config that names a strategy: give one of them"
         )
 
@@ -294,9 +289,9 @@ def _deepspeed_plugin(config: str | None) -> DeepSpeedPlugin | None:
     try:
         return DeepSpeedPlugin(hf_ds_config=json.loads(Path(config).read_text()))
     except OSError as error:
-        raise JobError(f"--deepspeed_config {config}: {error.strerror}") from None
+        raise ValueError(f"--deepspeed_config {config}: {error.strerror}") from None
     except json.JSONDecodeError as error:
-        raise JobError(f"--deepspeed_config {config}, line {error.lineno}: {error.msg}") from None
+        raise ValueError(f"--deepspeed_config {config}, line {error.lineno}: {error.msg}") from None
 
 
 def _fill_deepspeed_config(config: dict[str, Any], batch: Batch, clip_norm: float) -> None:
@@ -364,7 +359,16 @@ def _difference(ours: str | None, theirs: str | None) -> str:
     return str(ours)
 
 
-def _leave(message: str, status: int) -> None:
-    if message:
-        print(message, file=sys.stderr, flush=True)
-    sys.exit(status)
+def _first_to_say(message: str) -> bool:
+    """Whether no other process has printed this message: most mistakes are found by all of them at once."""
+    if not dist.is_initialized():
+        return _is_hosts_first()
+    key = f"said/{hashlib.sha256(message.encode()).hexdigest()}"
+    try:
+        return dist.distributed_c10d._get_default_store().add(key, 1) == 1
+    except RuntimeError:  # the process that kept the store is gone
+        return True
+
+
+def _is_hosts_first() -> bool:
+    return os.environ.get("LOCAL_RANK", "0") == "0"

@@ -73,7 +73,7 @@ def load_weights(model: nn.Module, file: Path, head: str) -> None:
         n for n in loaded if n.startswith(f"{head}.") and n in own and loaded[n].shape != own[n].shape
     ]:
         loaded[name] = own[name]
-    wrong = [n for n in own.keys() & loaded.keys() if own[n].shape != loaded[n].shape]
+    wrong = [n for n in own if n in loaded and own[n].shape != loaded[n].shape]
     wrong += sorted(own.keys() ^ loaded.keys())
     if wrong:
         name = wrong[0]

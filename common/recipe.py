@@ -89,7 +89,7 @@ class Recipe:
 def parse(recipe_class: type[Recipe], argv: list[str] | None = None) -> Recipe:
     """The recipe from the command line; `--config FILE` sets defaults and flags win.
 
-    What is wrong ends the job with status 2 and one line, printed by rank 0, that names the flag or key.
+    What is wrong ends the job with status 2 and one line, printed once a host, that names the flag or key.
     """
     fields = dataclasses.fields(recipe_class)
     parser = _Parser(prog=Path(sys.argv[0]).name, allow_abbrev=False)
@@ -181,12 +181,12 @@ class _Parser(argparse.ArgumentParser):
             message = f"unknown flag {unknown}" + (
                 f": did you mean {near[0]}?" if near else "; --help lists them all"
             )
-        if os.environ.get("RANK", "0") == "0":
+        if os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"{self.prog}: error: {message}", file=sys.stderr)
         sys.exit(2)
 
     def print_help(self, file: Any = None) -> None:
-        if os.environ.get("RANK", "0") == "0":
+        if os.environ.get("LOCAL_RANK", "0") == "0":
             super().print_help(file)
 
 

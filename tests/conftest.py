@@ -59,7 +59,7 @@ class Job:
         )
 
     def wait(self, timeout_s: float = 240) -> tuple[int, str]:
-        """Exit status and output. Fails the test when the job takes longer, and always ends all its processes."""
+        """Exit status and output; fails the test when it takes longer. Nothing of the job lives on."""
         try:
             output, _ = self.process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:

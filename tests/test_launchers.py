@@ -65,20 +65,21 @@ def test_after_the_users_own_accelerate_config(losses, tmp_path, cache):
     answer_accelerate_config(home, processes=2)
     config = (tmp_path / "hf" / "accelerate" / "default_config.yaml").read_text()
     assert "num_processes: 2" in config
+    assert "distributed_type: MULTI_GPU" in config
     run([BIN / "accelerate", "launch", *CNN, *FLAGS, *cache, "--output_dir", tmp_path / "run"], env=home)
     check(tmp_path / "run", losses, "ddp", 2)
 
 
 def answer_accelerate_config(env: dict[str, str], processes: int) -> None:
-    """Takes the default of each question but for the strategy: multi-CPU is what a machine without GPU has."""
-    command = [str(BIN / "accelerate"), "config"]
-    child = pexpect.spawn(*command[:1], command[1:], env={**os.environ, **env}, encoding="utf-8", timeout=60)
+    """Takes each question's default, but multi-GPU and the number of processes."""
+    env = {**os.environ, **env}
+    child = pexpect.spawn(str(BIN / "accelerate"), ["config"], env=env, encoding="utf-8", timeout=60)
     child.logfile_read = sys.stdout
     answers = {
-        "Which type of machine": "\x1b[B\r",  # one down: multi-CPU
-        "How many (processes|CPU).*:": f"{processes}\r",
+        "Which type of machine": "\x1b[B" * 4 + "\r",  # four down: multi-GPU
+        r"How many GPU.*\]: ?": f"{processes}\r",
         "In which compute environment|mixed precision": "\r",  # menus, at their first entry
-        r"\]: ": "\r",  # all others show their default
+        r"\]: ?": "\r",  # all others show their default
         pexpect.EOF: None,
     }
     while (answer := list(answers.values())[child.expect(list(answers))]) is not None:

@@ -1,0 +1,128 @@
+"""Flags, config files and the arithmetic of the batch."""
+
+import dataclasses
+from dataclasses import dataclass
+
+import pytest
+
+from common.recipe import Recipe, flag, parse, recipe_part, share_out
+from train_cnn_a import CnnA
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample(Recipe):
+    widths: tuple[int, ...] = flag((4, 8), "widths", minimum=1)
+    share: float = flag(0.5, "a share", minimum=0, maximum=1)
+    pretrained: bool = flag(False, "yes or no")
+
+
+def test_defaults_are_the_dataclass():
+    assert parse(Sample, []) == Sample()
+
+
+@pytest.mark.parametrize(
+    ("words", "field", "value"),
+    [
+        (["--batch_size", "8"], "batch_size", 8),
+        (["--batch-size", "8"], "batch_size", 8),
+        (["--batch-size=8"], "batch_size", 8),
+        (["--widths", "1,2,3"], "widths", (1, 2, 3)),
+        (["--lr", "1e-3"], "lr", 1e-3),
+        (["--pretrained"], "pretrained", True),
+        (["--no-pretrained"], "pretrained", False),
+        (["--local_rank=1", "--epochs", "2"], "epochs", 2),  # the deepspeed launcher's first argument
+        (["--model-folder", "./weights-1"], "model_folder", "./weights-1"),  # hyphens in values stay
+    ],
+)
+def test_flags(words, field, value):
+    assert getattr(parse(Sample, words), field) == value
+
+
+@pytest.mark.parametrize("name", ["recipe.yaml", "recipe.json"])
+def test_a_config_file_sets_defaults_and_flags_win(name, tmp_path):
+    text = {
+        "recipe.yaml": "epochs: 3\nlr: 1e-3\nwidths: [1, 2]\npretrained: true\nmax_steps: null\n",
+        "recipe.json": '{"epochs": 3, "lr": 1e-3, "widths": "1,2", "pretrained": true}',
+    }[name]
+    (tmp_path / name).write_text(text)
+    expected = Sample(epochs=5, lr=1e-3, widths=(1, 2), pretrained=True)
+    assert parse(Sample, ["--config", str(tmp_path / name), "--epochs", "5"]) == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--epoch", "3"], "unknown flag --epoch: did you mean --epochs?"),
+        (["--epochs", "many"], "--epochs many: must be a whole number"),
+        (["--epochs", "1.5"], "--epochs 1.5: must be a whole number"),
+        (["--epochs", "0"], "--epochs 0: must be at least 1"),
+        (["--share", "2"], "--share 2.0: must be from 0 to 1"),
+        (["--lr", "nan"], "--lr nan: must be at least 0"),
+        (["--lr", "inf"], "--lr inf: must be a finite number"),
+        (["--widths", "4,x"], "--widths 4,x: must be numbers as 4,8,32"),
+        (["--mixed_precision", "fp8"], "--mixed_precision fp8: choose one of no, bf16, fp16"),
+        (["--output_dir", "a", "--model_folder", "b"], "exclude one another"),
+        (["--config", "nothing.yaml"], "--config nothing.yaml: No such file"),
+    ],
+)
+def test_wrong_flags(words, message, capsys):
+    assert message in refusal(words, capsys)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.yaml", "epoch: 3", "unknown key epoch, did you mean epochs?"),
+        ("a.yaml", "epochs: [3", "a.yaml, line 1"),
+        ("a.yaml", "- 3", "expected `key: value` lines"),
+        ("a.yaml", "epochs: true", "epochs True: must be a whole number"),
+        ("a.yaml", "data: 3", "data 3: must be text"),
+        ("a.yaml", "epochs:", "epochs None: must be a whole number"),
+        ("a.json", '{"epochs": 3,\n', "a.json, line 2"),
+    ],
+)
+def test_wrong_config_files(name, text, message, tmp_path, capsys):
+    (tmp_path / name).write_text(text)
+    assert message in refusal(["--config", str(tmp_path / name)], capsys)
+
+
+def refusal(words, capsys) -> str:
+    with pytest.raises(SystemExit) as stop:
+        parse(Sample, words)
+    assert stop.value.code == 2
+    printed = capsys.readouterr().err
+    assert printed.count("\n") == 1, printed
+    return printed
+
+
+def test_one_process_per_host_prints(monkeypatch, capsys):
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(SystemExit):
+        parse(Sample, ["--epoch", "3"])
+    assert capsys.readouterr().err == ""
+
+
+def test_the_recipe_is_what_is_trained_not_where():
+    where = ("output_dir", "per_device_batch_size", "max_steps", "mixed_precision", "timeout_s", "log_every")
+    assert not set(where) & recipe_part(CnnA()).keys()
+    assert {"data", "epochs", "batch_size", "lr", "seed", "widths"} <= recipe_part(CnnA()).keys()
+
+
+def test_batch_arithmetic():
+    assert str(share_out(256, 32, 4)) == "batch 256 = 32 images x 4 processes x 2 accumulations"
+    assert str(share_out(256, None, 1)) == "batch 256 = 256 images x 1 process x 1 accumulation"
+    assert dataclasses.astuple(share_out(96, 16, 3)) == (96, 16, 3, 2)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "message"),
+    [
+        ((100, None, 3), "--batch_size 100 does not divide among 3 processes: choose 99 or 102"),
+        ((100, 32, 2), "--per_device_batch_size 32 x 2 processes = 64: choose 64 or 128"),
+        ((2, None, 4), "--batch_size 2 does not divide among 4 processes: choose 4"),
+    ],
+)
+def test_a_batch_that_does_not_divide(numbers, message):
+    with pytest.raises(ValueError, match="choose") as refused:
+        share_out(*numbers)
+    assert message in str(refused.value)
