@@ -44,6 +44,12 @@ class CnnA(Recipe):
     )
     clip_norm: float = flag(0.0, "largest norm of the gradient; 0 does not clip", minimum=0)
 
+    def __post_init__(self) -> None:
+        if len(self.widths) != 3:
+            raise ValueError(
+                f"--widths {','.join(map(str, self.widths))}: three numbers are needed, as 32,64,128"
+            )
+
 
 # --- Model ------------------------------------------------------------------------------------------------
 

@@ -1,6 +1,6 @@
 """The kinds of `--data`: what each consists of, and how its images and labels get into a cache folder.
 
-`find_source` looks and lists, nothing more; `Source.write` reads. `common/images.py` makes a cache of it.
+`find_source` looks and lists, nothing more; `Source.write` reads; `common/image_cache.py` decodes and caches.
 """
 
 import json
@@ -8,9 +8,11 @@ import os
 import re
 import threading
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -21,7 +23,7 @@ Beat = Callable[[], None]
 GENERATED = ("digits", "synthetic")
 KNOWN = ("digits", "cifar10", "synthetic")
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
-VAL_NAMES = ("val", "validation", "test")  # the first that exists is taken
+VAL_NAMES = {"val": "val", "validation": "val", "test": "test"}  # the first that exists; what it is called
 IMAGE_COLUMNS, LABEL_COLUMNS = ("img", "image"), ("label", "fine_label")
 
 
@@ -46,7 +48,8 @@ def find_source(data: str, beat: Beat, show_progress: bool) -> Source:
         return Source(data, (), _write_synthetic)
     if data == "cifar10":
         return _find_on_hub(data, "uoft-cs/cifar10", beat, show_progress)
-    root = Path(data).expanduser()
+    # Links are not followed: hosts that keep the data in different places can give it one name.
+    root = Path(os.path.abspath(Path(data).expanduser()))
     if not root.is_dir():
         what = "is a file, not a folder" if root.exists() else "does not exist"
         raise ValueError(f"--data {data}: {what}. Give a folder or one of: {', '.join(KNOWN)}")
@@ -157,15 +160,13 @@ def _find_class_folders(root: Path) -> Source:
     def write(folder: Path, beat: Beat) -> tuple[str, ...]:
         number = {c: k for k, c in enumerate(classes)}
         for split in SPLITS:
-            _save_items(folder, split, (os.fsencode(path) for _, path in names[split]), root.resolve())
+            _save_items(folder, split, (os.fsencode(path) for _, path in names[split]), root)
             _save_labels(folder, split, [number[c] for c, _ in names[split]])
             beat()
         return tuple(classes)
 
     files = tuple((path, root / path) for split in SPLITS for _, path in names[split])
-    return Source(
-        root.resolve().name, files, write, "test" if val_name == "test" else "val", root=root.resolve()
-    )
+    return Source(root.name, files, write, VAL_NAMES[val_name], root=root)
 
 
 def _list_classes(folder: Path) -> dict[str, list[str]]:
@@ -189,13 +190,13 @@ def _is_image(entry: os.DirEntry) -> bool:
     return not name.startswith(".") and name.lower().endswith(EXTENSIONS) and entry.is_file()
 
 
-def _only_in(name: str, classes: set[str]) -> str:
+def _only_in(name: str, classes: set) -> str:
     return f" only in {name}: {_first(sorted(classes))}." if classes else ""
 
 
-def _first(names: list[str], count: int = 10) -> str:
+def _first(names: Sequence, count: int = 10) -> str:
     rest = f" and {len(names) - count} more" if len(names) > count else ""
-    return ", ".join(names[:count]) + rest
+    return ", ".join(map(str, names[:count])) + rest
 
 
 def _find_parquet(root: Path) -> Source | None:
@@ -213,10 +214,10 @@ def _find_parquet(root: Path) -> Source | None:
     splits = {"train": _split_files(folder, "train"), "val": _split_files(folder, val_name)}
 
     def write(out: Path, beat: Beat) -> tuple[str, ...]:
-        return _write_tables({s: [(str(f), _read_parquet(f)) for f in splits[s]] for s in SPLITS}, out, beat)
+        return _write_tables({s: [(str(f), f) for f in splits[s]] for s in SPLITS}, out, beat)
 
     files = tuple((f.name, f) for split in SPLITS for f in splits[split])
-    return Source(root.resolve().name, files, write, "test" if val_name == "test" else "val")
+    return Source(root.name, files, write, VAL_NAMES[val_name])
 
 
 def _split_files(folder: Path, split: str) -> list[Path]:
@@ -249,54 +250,26 @@ def _find_on_hub(name: str, repository: str, beat: Beat, show_progress: bool) ->
     )
 
     def write(out: Path, beat: Beat) -> tuple[str, ...]:
-        parts = {s: [(f"{name}'s {s} split", _read_arrow(tables[s].data.table))] for s in SPLITS}
-        return _write_tables(parts, out, beat)
+        return _write_tables({s: [(f"{name}'s {s} split", tables[s].data.table)] for s in SPLITS}, out, beat)
 
     return Source(name, files, write, "test")
 
 
-# A table: its Arrow schema, and a function from column names to record batches of some 256 rows.
-Table = Callable[[], tuple]
+# What messages call it, and its file or its rows (pyarrow.Table).
+Table = tuple[str, Any]
 
 
-def _read_parquet(path: Path) -> Table:
-    def read():
-        import pyarrow.parquet
-
-        file = pyarrow.parquet.ParquetFile(path)
-        return file.schema_arrow, lambda columns: file.iter_batches(256, columns=columns)
-
-    return read
-
-
-def _read_arrow(table) -> Table:
-    return lambda: (table.schema, lambda columns: table.select(columns).to_batches(256))
-
-
-def _write_tables(splits: dict[str, list[tuple[str, Table]]], out: Path, beat: Beat) -> tuple[str, ...]:
-    """Stores the image bytes and labels of named tables; memory: one row group and the labels."""
-    labels, names = {}, {}
+def _write_tables(splits: dict[str, list[Table]], out: Path, beat: Beat) -> tuple[str, ...]:
+    """Stores the labels, once they are found right, and then the image bytes; memory: one row group and the
+    labels."""
+    names, labels, parts = {}, {}, {}
     for split, tables in splits.items():
-        labels[split], parts = [], []
-        _save_items(out, split, _rows(tables, labels[split], parts, names, split, beat), parts=parts)
+        names[split], labels[split], parts[split] = _read_labels(tables, beat)
         if not labels[split]:
             raise ValueError(f"no images in the {split} split: {_first([where for where, _ in tables])}")
-    if names["train"] != names["val"]:
-        raise ValueError(
-            "the class names of the two splits differ:"
-            + _only_in("train", set(names["train"] or ()) - set(names["val"] or ()))
-            + _only_in("val", set(names["val"] or ()) - set(names["train"] or ()))
-            + f" In order, train has {_first(list(names['train'] or ['none']))};"
-            + f" val {_first(list(names['val'] or ['none']))}"
-        )
-    classes = names["train"]
-    kinds = {type(label) for found in labels.values() for label in found}
-    if len(kinds) > 1 or (classes is not None and str in kinds):
-        raise ValueError("labels must be all numbers, or all names in columns without ClassLabel")
-    if classes is None:
-        classes, labels = _number_labels(labels)
+    classes, numbers = _number_labels(names, labels)
     for split, tables in splits.items():
-        found = np.asarray(labels[split])
+        found = np.asarray(numbers[split])
         wrong = np.flatnonzero((found < 0) | (found >= len(classes)))
         if len(wrong):
             raise ValueError(
@@ -304,45 +277,71 @@ def _write_tables(splits: dict[str, list[tuple[str, Table]]], out: Path, beat: B
                 f" range: there are {len(classes)} classes ({len(wrong):,} such rows)"
             )
         _save_labels(out, split, found)
-    return tuple(classes)
+        _save_items(out, split, _read_images(tables, beat), parts=parts[split])
+    return classes
 
 
-def _number_labels(labels: dict[str, list]) -> tuple[tuple[str, ...], dict[str, list]]:
-    """Without names in the files the classes are the distinct labels, sorted."""
-    train, val = set(labels["train"]), set(labels["val"])
+def _read_labels(tables: list[Table], beat: Beat) -> tuple[tuple[str, ...] | None, list, list]:
+    """Class names (None without), all labels, and [(table, rows)]."""
+    names, labels, parts = [], [], []
+    for where, table in tables:
+        with _open_table(where, table) as (schema, read):
+            label = _column(schema, LABEL_COLUMNS, where)
+            names.append(_class_names(schema, label))
+            found = []
+            for column in read(label):
+                found += _labels(column, where, len(found))
+                beat()
+        if names[-1] != names[0]:
+            raise ValueError(f"{where} has other class names than {tables[0][0]}")
+        labels += found
+        parts.append((where, len(found)))
+    return names[0], labels, parts
+
+
+def _read_images(tables: list[Table], beat: Beat) -> Iterator[bytes]:
+    for where, table in tables:
+        with _open_table(where, table) as (schema, read):
+            rows = 0
+            for column in read(_column(schema, IMAGE_COLUMNS, where)):
+                yield from _encoded(column, where, rows)
+                rows += len(column)
+                beat()
+
+
+@contextmanager
+def _open_table(where: str, table) -> Iterator[tuple]:
+    """Its Arrow schema, and a function from a column's name to its values, some 256 rows at a time."""
+    import pyarrow.parquet
+
+    try:
+        if isinstance(table, Path):
+            file = pyarrow.parquet.ParquetFile(table)
+            schema, read = file.schema_arrow, lambda name: file.iter_batches(256, columns=[name])
+        else:
+            schema, read = table.schema, lambda name: table.select([name]).to_batches(256)
+        yield schema, lambda name: (batch.column(0) for batch in read(name))
+    except (pyarrow.ArrowException, OSError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"{where} cannot be read: {reason}. Is it complete? Fetch it again") from None
+
+
+def _number_labels(names: dict, labels: dict[str, list]) -> tuple[tuple[str, ...], dict[str, list[int]]]:
+    """The class names, and the labels as numbers. Without names in the files the classes are the distinct
+    labels, sorted."""
+    kinds = {type(label) for found in labels.values() for label in found}
+    if len(kinds) > 1 or (names["train"] is not None and str in kinds):
+        raise ValueError("labels must be all numbers, or all names in columns without ClassLabel")
+    train, val = (names[split] or tuple(sorted(set(labels[split]))) for split in SPLITS)
     if train != val:
         raise ValueError(
-            "the labels of the two splits differ:"
-            + _only_in("train", {str(x) for x in train - val})
-            + _only_in("val", {str(x) for x in val - train})
+            f"the classes of the two splits differ:{_only_in('train', set(train) - set(val))}"
+            f"{_only_in('val', set(val) - set(train))} In order, train has {_first(train)}; val {_first(val)}"
         )
-    number = {label: k for k, label in enumerate(sorted(train))}
-    return tuple(map(str, number)), {split: [number[x] for x in found] for split, found in labels.items()}
-
-
-def _rows(
-    tables: list[tuple[str, Table]], labels: list, parts: list, names: dict, split: str, beat: Beat
-) -> Iterator[bytes]:
-    """Yields the encoded images; fills labels, parts [(where, rows)] and names[split] on the way."""
-    import pyarrow
-
-    for where, table in tables:
-        try:
-            schema, read = table()
-            image, label = _column(schema, IMAGE_COLUMNS, where), _column(schema, LABEL_COLUMNS, where)
-            found = _class_names(schema, label)
-            if names.setdefault(split, found) != found:
-                raise ValueError(f"{where} has other class names than {tables[0][0]}")
-            rows = 0
-            for batch in read([image, label]):
-                yield from _encoded(batch.column(image), where, rows)
-                labels += _labels(batch.column(label), where, rows)
-                rows += len(batch)
-                beat()
-            parts.append((where, rows))
-        except (pyarrow.ArrowException, OSError) as error:
-            reason = str(error).splitlines()[0]
-            raise ValueError(f"{where} cannot be read: {reason}. Is it complete? Fetch it again") from None
+    if names["train"] is None:
+        number = {label: k for k, label in enumerate(train)}
+        labels = {split: [number[label] for label in found] for split, found in labels.items()}
+    return tuple(map(str, train)), labels
 
 
 def _column(schema, candidates: tuple[str, ...], where: str) -> str:

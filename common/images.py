@@ -5,6 +5,8 @@ Images that fit in memory are decoded there once, as uint8 arrays; the others st
 the workers of a DataLoader. Batches are uint8 on the device: augmentation and normalisation follow there.
 """
 
+import atexit
+import functools
 import json
 import multiprocessing
 import multiprocessing.forkserver
@@ -23,7 +25,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from common.accelerator import agree, once_per_host
+from common.agreement import agree, once_per_host
 from common.decode import SPLITS, Encoded, central_crop, random_resized_crop
 from common.image_cache import prepare
 from common.order import Plan, uniforms
@@ -114,8 +116,9 @@ class FileSplit:
     ) -> Iterator[MicroBatch]:
         """Yields (epoch, ids [b], uint8 [b, size, size, 3], labels int64 [b]) in the order of the plan.
 
-        The last two are on the device. train: a random resized crop from (seed, epoch, sample) alone; else the central crop. Decoded in
-        `workers` processes, or here with 0. Raises ValueError that names an image which can't be decoded.
+        The last two are on the device. train: a random resized crop from (seed, epoch, sample) alone; else
+        the central crop. Decoded in `workers` processes, or here with 0. Raises ValueError that names an
+        image which can't be decoded.
         """
         device = torch.device(device)
         loader = torch.utils.data.DataLoader(
@@ -167,11 +170,13 @@ class _Crops(torch.utils.data.Dataset):
         return epoch, ids, crops, error
 
 
+@functools.cache
 def _forkserver() -> multiprocessing.context.BaseContext:
     """How workers start. A fork of this process would copy its sockets, and locks that threads of the process
     group, CUDA or telemetry may hold just then; spawn would import the script, and torch, once per worker and
     epoch. The fork server has neither fault: it imports once, has no threads of ours, then forks.
     """
+    atexit.register(_kill_workers)
     # A worker runs the script's top level again (Python 3.11's server does not preload "__main__"): that is
     # quick when the server has imported what the script did.
     values = list(vars(sys.modules["__main__"]).values())
@@ -194,6 +199,14 @@ def _forkserver() -> multiprocessing.context.BaseContext:
         else:
             os.environ["PYTHONPATH"] = before
     return context
+
+
+def _kill_workers() -> None:
+    """At exit, when the traceback of what went wrong still holds the batches: multiprocessing would send its
+    workers SIGTERM, which they ignore, and wait for ever."""
+    for process in multiprocessing.active_children():
+        if process.daemon:
+            process.kill()
 
 
 def _start_worker(_: int) -> None:

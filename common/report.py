@@ -10,7 +10,8 @@ def show(folder: Path, val_name: str) -> None:
     from rich.table import Table
 
     result = json.loads((folder / "result.json").read_text())
-    plot = plot_curves(folder)
+    data = Path(result["data"]).name
+    plot = plot_curves(folder, f"{result['script']} on {data}, {result['strategy']} x {result['processes']}")
     table = Table(
         title=f"{result['script']}, {result['strategy']} on {result['processes']} x {result['device']}"
     )
@@ -38,7 +39,7 @@ def show(folder: Path, val_name: str) -> None:
         console.print(f"{folder / name}", soft_wrap=True, highlight=False)
 
 
-def plot_curves(folder: Path) -> Path:
+def plot_curves(folder: Path, title: str) -> Path:
     """Loss and accuracy against epochs, from metrics.jsonl, into plots/curves.png."""
     import matplotlib
 
@@ -63,7 +64,7 @@ def plot_curves(folder: Path) -> Path:
     left.set_ylabel("cross-entropy")
     right.set_ylabel("accuracy")
     best = max((line["val/accuracy"] for line in lines if "val/accuracy" in line), default=0)
-    figure.suptitle(f"{folder.parent.name} {folder.name}: best accuracy {best:.4f}")
+    figure.suptitle(f"{title}: best accuracy {best:.4f}")
     path = folder / "plots" / "curves.png"
     path.parent.mkdir(exist_ok=True)
     figure.savefig(path, dpi=110)

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-import os
 import resource
 import socket
 import subprocess
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from common import accelerator as job
 from common import report
+from common.progress import progress
 from common.recipe import Batch, Recipe, recipe_part
 
 
@@ -72,7 +72,7 @@ class Run:
             tracker.store_init_configuration({k: str(v) for k, v in about["recipe"].items()})
         if recipe.log_samples:
             self.samples = open(self.folder / "samples.jsonl", "w", buffering=1)  # noqa: SIM115
-        self.progress = _progress(recipe.epochs, steps)
+        self.progress = progress(recipe.epochs, steps)
         print(f"run folder {self.folder}", flush=True)
 
     def __enter__(self) -> "Run":
@@ -288,87 +288,3 @@ def _git_commit() -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return commit.strip() + ("+" if changed.strip() else "")
-
-
-class _Lines:
-    """Progress as plain lines, for logs and pipes."""
-
-    def __init__(self, epochs: int, steps: int):
-        self.epochs, self.steps = epochs, steps
-        self.began = self.shown = time.perf_counter()
-
-    def show(self, step: int, epoch: float, values: dict[str, float]) -> None:
-        left_s = (time.perf_counter() - self.began) / step * (self.steps - step)
-        print(f"{_where(step, epoch, self)}  {_numbers(values)}  {_duration(left_s)} left", flush=True)
-        self.shown = time.perf_counter()
-
-    def tell(self, doing: str) -> None:
-        if time.perf_counter() - self.shown > 30:
-            print(doing, flush=True)
-            self.shown = time.perf_counter()
-
-    def stop(self) -> None:
-        pass
-
-
-class _Bar:
-    """Progress as one live line on a terminal; evaluations stay above it."""
-
-    def __init__(self, epochs: int, steps: int):
-        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-        self.epochs, self.steps, self.values = epochs, steps, {}
-        columns = [
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=20),
-            TimeRemainingColumn(),
-            TextColumn("left"),
-        ]
-        self.bar = Progress(*columns, refresh_per_second=4)
-        self.task = self.bar.add_task("starting", total=steps, doing="")
-        self.bar.start()
-
-    def show(self, step: int, epoch: float, values: dict[str, float]) -> None:
-        self.values |= values
-        shown = {
-            k: v
-            for k, v in self.values.items()
-            if k in ("train/loss", "val/accuracy", "train/lr", "train/images_per_s")
-        }
-        self.bar.update(
-            self.task, completed=step, description=f"{_where(step, epoch, self)}  {_numbers(shown)}"
-        )
-        if "val/accuracy" in values:
-            self.bar.console.print(f"{_where(step, epoch, self)}  {_numbers(values)}")
-
-    def tell(self, doing: str) -> None:
-        self.bar.update(self.task, doing=doing)
-
-    def stop(self) -> None:
-        self.bar.stop()
-
-
-def _progress(epochs: int, steps: int) -> _Lines | _Bar:
-    return (
-        _Bar(epochs, steps) if sys.stdout.isatty() and "NO_COLOR" not in os.environ else _Lines(epochs, steps)
-    )
-
-
-def _where(step: int, epoch: float, progress: _Lines | _Bar) -> str:
-    return f"epoch {math.ceil(epoch)}/{progress.epochs}  step {step:,}/{progress.steps:,}"
-
-
-def _numbers(values: dict[str, float]) -> str:
-    forms = {"lr": "lr {:.2e}", "images_per_s": "{:,.0f} images/s"}
-    parts = []
-    for name, value in values.items():
-        kind, _, short = name.partition("/")
-        label = f"{kind} {short}".replace("train ", "").replace("_", " ")
-        parts.append(forms[short].format(value) if short in forms else f"{label} {value:.4f}")
-    return "  ".join(parts)
-
-
-def _duration(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"

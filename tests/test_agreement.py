@@ -116,7 +116,8 @@ def test_a_rank_that_falls_silent_ends_the_job(tmp_path, cache):
 ONCE_PER_HOST = """
 import sys, time
 from pathlib import Path
-from common.accelerator import once_per_host, run, start
+from common.accelerator import run, start
+from common.agreement import once_per_host
 from common.recipe import Recipe, parse
 
 def main():

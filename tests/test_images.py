@@ -1,5 +1,6 @@
 """common/images.py: every kind of data, the cache under kills and races, decoding, order, bad input."""
 
+import errno
 import io
 import json
 import multiprocessing
@@ -8,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -88,21 +90,20 @@ def start(script: str, *arguments, **options) -> subprocess.Popen:
     return subprocess.Popen(command, env=environment, **pipes, **options)
 
 
-# Prepares, and stops in the middle of decoding until the file `go` appears.
+# Prepares in one thread, and stops between the splits until the file `go` appears.
 STALLED = """
 import sys, time
 from pathlib import Path
 from common import image_cache
-from common.images import prepare
-data, cache, go = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
-def decode_share(folder, share, shares, report):
-    real(folder, share, shares, lambda r: (report(r), stall(folder)))
-def stall(folder):
-    print("MIDDLE", folder, flush=True)
-    while not go.exists():
-        time.sleep(0.05)
-real, image_cache.decode_share = image_cache.decode_share, decode_share
-print("DONE", prepare(data, cache), flush=True)
+data, cache, go = map(Path, sys.argv[1:])
+def decode(images, pixels, ids):
+    if len(images) == 20:
+        print("MIDDLE", flush=True)
+        while not go.exists():
+            time.sleep(0.05)
+    return real(images, pixels, ids)
+real, image_cache._decode, image_cache._cores = image_cache._decode, decode, lambda: 1
+print("DONE", image_cache.prepare(data, cache), flush=True)
 """
 
 
@@ -217,7 +218,7 @@ def test_cifar10_by_name_is_loaded_through_datasets(tmp_path, monkeypatch):
 
 
 def test_cifar10_without_network_says_what_to_do(tmp_path):
-    script = "import sys; from common.images import prepare; prepare('cifar10', sys.argv[1])"
+    script = "import sys; from common.image_cache import prepare; prepare('cifar10', sys.argv[1])"
     offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf")}
     process = start(script, tmp_path / "cache", env=offline, cwd=tmp_path)
     _, err = process.communicate(timeout=60)
@@ -338,89 +339,96 @@ def test_an_index_belongs_to_the_place_of_its_files(tmp_path):
 def test_two_jobs_at_once_make_it_once(tmp_path):
     root, cache, go = parquet_folder(tmp_path / "data"), tmp_path / "cache", tmp_path / "go"
     other = start(STALLED, root, cache, go)
-    assert other.stdout.readline().startswith("MIDDLE")
+    assert other.stdout.readline() == "MIDDLE\n"
     beats = []
-    folder = prepare(
-        str(root), cache, beat=lambda: (beats.append(time.monotonic()), len(beats) > 2 and go.touch())
-    )
+    folder = prepare(str(root), cache, lambda: beats.append(0) or (len(beats) > 2 and go.touch()))
     out, err = other.communicate(timeout=30)
     assert len(beats) > 2
-    assert f"DONE {folder}" in out, err
-    assert [path.name for path in cache.iterdir()] == [folder.name]
+    assert out == f"DONE {folder}\n", err
+    assert list(cache.iterdir()) == [folder]
     assert len(open_images(folder).train) == 40
 
 
 def test_killed_in_the_middle_leaves_nothing_that_counts(tmp_path):
     root, cache = parquet_folder(tmp_path / "data"), tmp_path / "cache"
     other = start(STALLED, root, cache, tmp_path / "never")
-    work = Path(other.stdout.readline().split()[1])
+    assert other.stdout.readline() == "MIDDLE\n"
+    other.kill()
+    other.communicate()
     # it really was in the middle: some images are decoded, nothing has a name yet
+    [work] = cache.iterdir()
+    assert work.name == ".preparing"
     assert np.load(work / "train_images.npy").any()
     assert not np.load(work / "val_images.npy").any()
-    other.kill()
-    other.communicate()
-    assert work.parent == cache
-    assert work.exists()
-    assert not list(cache.glob("[!.]*"))
-    digits = prepare("digits", cache)  # other data: cleans up too
-    assert [path.name for path in cache.iterdir()] == [digits.name]
-
-    other = start(STALLED, root, cache, tmp_path / "never")
-    other.stdout.readline()
-    other.kill()
-    other.communicate()
     folder = prepare(str(root), cache)
-    assert {path.name for path in cache.iterdir()} == {digits.name, folder.name}
+    assert list(cache.iterdir()) == [folder]
     images = open_images(folder)
     assert all((images.val.images[k] == np.asarray(picture(1000 + k))).all() for k in range(20))
 
 
-def test_leftovers_of_a_living_process_stay(tmp_path):
-    root, cache, go = parquet_folder(tmp_path / "data"), tmp_path / "cache", tmp_path / "go"
-    other = start(STALLED, root, cache, go)
-    work = Path(other.stdout.readline().split()[1])
-    prepare("digits", cache)
-    assert work.exists()
-    go.touch()
+def test_an_interrupt_leaves_nothing(tmp_path):
+    cache, go = tmp_path / "cache", tmp_path / "go"
+    other = start(STALLED, parquet_folder(tmp_path / "data"), cache, go)
+    assert other.stdout.readline() == "MIDDLE\n"
+    other.send_signal(signal.SIGINT)
+    go.touch()  # the chunk that a thread is at is finished
     out, err = other.communicate(timeout=30)
-    assert "DONE" in out, err
-    assert len(list(cache.iterdir())) == 2
+    assert out == ""
+    assert err.splitlines()[-1] == "KeyboardInterrupt"
+    assert not list(cache.iterdir())
 
 
-def test_an_exception_from_beat_leaves_nothing(tmp_path):
-    root, beats = parquet_folder(tmp_path / "data"), []
+def test_an_exception_from_beat_ends_the_threads_and_leaves_nothing(tmp_path, monkeypatch):
+    root, decoded = parquet_folder(tmp_path / "data"), []
+    monkeypatch.setattr(image_cache, "CHUNK_PIXELS", 1)  # an image is a chunk
+    monkeypatch.setattr(image_cache, "_decode", lambda *chunk: time.sleep(0.1) or decoded.append(0) or [])
 
     def beat():
-        beats.append(0)
-        if list(tmp_path.glob("cache/.*.tmp/train_images.npy")):
+        if decoded:
             raise SystemExit(75)
 
     with pytest.raises(SystemExit):
         prepare(str(root), tmp_path / "cache", beat)
+    done = len(decoded)
+    assert 0 < done <= 4 * image_cache._cores()  # of 60
     assert not list((tmp_path / "cache").iterdir())
+    time.sleep(0.3)
+    assert len(decoded) == done
 
 
-def test_decoding_in_processes_gives_the_same(tmp_path, monkeypatch, capfd):
-    root = parquet_folder(tmp_path / "data", train=600, val=300)
-    beats = []
-    one = open_images(prepare(str(root), tmp_path / "one"))
-    monkeypatch.setattr(image_cache, "_processes", lambda work_s: 2)
-    two = open_images(prepare(str(root), tmp_path / "two", lambda: beats.append(time.monotonic())))
-    assert (one.train.images == two.train.images).all()
-    assert (one.val.images == two.val.images).all()
-    assert np.diff(beats).max() < 2
-    assert capfd.readouterr().err.count("decoding 900 images of data") == 2
+def test_threads_decode_in_parallel_under_a_progress_bar(tmp_path, monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
 
-    path = class_folders(tmp_path / "bad") / "val" / "b" / "2.png"
-    path.write_bytes(path.read_bytes()[:60])
-    with pytest.raises(ValueError, match=r"1 of 16 images can't be decoded") as error:
-        prepare(str(tmp_path / "bad"), tmp_path / "three")
-    assert str(path) in str(error.value)
+    together, beats, terminal = threading.Barrier(2, timeout=20), [], Terminal()
+    real = image_cache._decode
 
-    monkeypatch.setattr(sys, "executable", shutil.which("false"))
-    with pytest.raises(ValueError, match="a decoding process ended with status 1"):
-        prepare(str(root), tmp_path / "four")
-    assert not list((tmp_path / "three").iterdir()) + list((tmp_path / "four").iterdir())
+    def decode(*chunk):
+        together.wait()  # each of the four chunks has another one beside it
+        time.sleep(1.1)
+        return real(*chunk)
+
+    monkeypatch.setattr(image_cache, "_cores", lambda: 2)
+    monkeypatch.setattr(image_cache, "_decode", decode)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    root = parquet_folder(tmp_path / "data", train=600, val=100)
+    images = open_images(prepare(str(root), tmp_path / "cache", lambda: beats.append(time.monotonic())))
+    for split, seed in ((images.train, 0), (images.val, 1000)):
+        assert all((split.images[k] == np.asarray(picture(seed + k))).all() for k in range(len(split)))
+    assert np.diff(beats).max() < 1
+    assert "decoding 700 images of data" in terminal.getvalue()
+    assert "700/700" in terminal.getvalue()
+
+
+def test_a_full_disk_is_a_clear_error(tmp_path, monkeypatch):
+    def no_room(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", no_room)
+    with pytest.raises(ValueError, match=r"No space left on device.* with room for the decoded images"):
+        prepare(str(parquet_folder(tmp_path / "data")), tmp_path / "cache")
+    assert not list((tmp_path / "cache").iterdir())
 
 
 # Decoding
@@ -474,7 +482,8 @@ def test_a_jpeg_cut_short_is_an_error(options, part):
         decode(data[: int(len(data) * part)])
 
 
-def test_broken_and_dangerous_files(monkeypatch):
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+def test_broken_and_dangerous_files():
     for data, reason in ((b"", "empty"), (b"hello", "not an image"), (b"\xff\xd8\xff\xe0", "not an image")):
         with pytest.raises(ValueError, match=reason):
             decode(data)
@@ -559,7 +568,7 @@ def test_workers_ignore_signals_and_end_when_left(tmp_path):
             yield item
 
     batches = split.batches(plan_with_signals(), device="cpu", train=True, size=32, seed=0, workers=2)
-    got = [next(batches)[0] for _ in range(29)]
+    got = [next(batches)[2] for _ in range(29)]
     assert len(workers) == 2
     assert all(worker.is_alive() for worker in workers)
     assert (torch.cat(got) == read(split, plan[:29], size=32, seed=0)[0]).all()
@@ -578,9 +587,13 @@ from pathlib import Path
 import slow
 if __name__ == "__main__":
     split = open_images(Path(sys.argv[2])).train
-    for _ in split.batches([(0, np.arange(2))] * 100, device="cpu", train=True, size=32, seed=0, workers=2):
-        print(*[p.pid for p in multiprocessing.active_children()], flush=True)
-        time.sleep(60)
+    plan = [(0, np.arange(2))] * 100
+    batches = split.batches(plan, device="cpu", train=True, size=32, seed=0, workers=2)
+    next(batches)
+    print(*[p.pid for p in multiprocessing.active_children()], flush=True)
+    if sys.argv[3] == "fails":
+        raise RuntimeError("out of memory")
+    time.sleep(60)
 """
 
 
@@ -592,7 +605,8 @@ def alive(pid: int) -> bool:
         return False
 
 
-def test_workers_die_with_a_killed_trainer(tmp_path):
+@pytest.mark.parametrize("end", ["fails", "is killed"])
+def test_workers_end_with_the_trainer(tmp_path, end):
     root = class_folders(tmp_path / "data")
     picture(0, 40, 32).save(root / "train" / "a" / "0.png")
     folder = prepare(str(root), tmp_path / "cache")
@@ -600,7 +614,7 @@ def test_workers_die_with_a_killed_trainer(tmp_path):
     (tmp_path / "slow.py").write_text("import sys; print('imported', file=sys.stderr)")
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     trainer = subprocess.Popen(  # from another folder, with nothing in PYTHONPATH
-        [sys.executable, tmp_path / "trainer.py", str(ROOT), str(folder)],
+        [sys.executable, tmp_path / "trainer.py", str(ROOT), str(folder), end],
         env=environment,
         cwd="/",
         stdout=subprocess.PIPE,
@@ -609,14 +623,19 @@ def test_workers_die_with_a_killed_trainer(tmp_path):
     )
     workers = [int(pid) for pid in trainer.stdout.readline().split()]
     assert len(workers) == 2, trainer.stderr.read()
-    assert all(map(alive, workers))
-    trainer.kill()
+    if end == "is killed":
+        assert all(map(alive, workers))
+        trainer.kill()
+    try:
+        _, err = trainer.communicate(timeout=30)
+    finally:
+        trainer.kill()
     deadline = time.monotonic() + 10
     while any(map(alive, workers)) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not any(map(alive, workers))
     # what the script imports is imported by it and by the fork server, not by each worker
-    assert trainer.communicate()[1].count("imported") == 2
+    assert err.count("imported") == 2
 
 
 # Bad input
@@ -665,7 +684,7 @@ def damaged_parquet(root: Path) -> None:
 def with_train(
     root: Path, images: list, labels: list, names=("cat", "dog"), columns=("img", "label")
 ) -> None:
-    parquet_folder(root)
+    parquet_folder(root, names=names and ("cat", "dog"))
     write_parquet(root / "train-00000-of-00001.parquet", images, labels, names and list(names), columns)
 
 
@@ -721,18 +740,14 @@ BAD = {
     "image missing": (lambda root: with_train(root, [PNG, None], [0, 1]), ["row 1 of", "has no image bytes"]),
     "other names": (
         lambda root: with_train(root, [PNG], [0], names=("cat", "cow")),
-        ["class names of the two splits differ", "only in train: cow", "only in val: dog"],
+        ["the classes of the two splits differ", "only in train: cow", "only in val: dog"],
     ),
     "other labels": (
-        lambda root: (parquet_folder(root, names=None), with_train_unnamed(root, [0, 1, 9])),
-        ["labels of the two splits differ", "only in train: 9"],
+        lambda root: with_train(root, [PNG] * 3, [0, 1, 9], names=None),
+        ["the classes of the two splits differ", "only in train: 9"],
     ),
     "no rows": (lambda root: parquet_folder(root, train=0), ["no images in the train split"]),
 }
-
-
-def with_train_unnamed(root: Path, labels: list) -> None:
-    write_parquet(root / "train-00000-of-00001.parquet", [PNG] * len(labels), labels)
 
 
 @pytest.mark.parametrize("case", BAD)

@@ -86,9 +86,13 @@ def test_wrong_config_files(name, text, message, tmp_path, capsys):
     assert message in refusal(["--config", str(tmp_path / name)], capsys)
 
 
-def refusal(words, capsys) -> str:
+def test_the_scripts_own_rule(capsys):
+    assert "--widths 4,8: three numbers are needed" in refusal(["--widths", "4,8"], capsys, CnnA)
+
+
+def refusal(words, capsys, recipe=Sample) -> str:
     with pytest.raises(SystemExit) as stop:
-        parse(Sample, words)
+        parse(recipe, words)
     assert stop.value.code == 2
     printed = capsys.readouterr().err
     assert printed.count("\n") == 1, printed

@@ -1,0 +1,91 @@
+"""What a run shows while it goes on: a live line on a terminal, plain lines elsewhere."""
+
+import math
+import os
+import sys
+import time
+
+
+def progress(epochs: int, steps: int) -> "Lines | Bar":
+    """epochs, steps: of the whole run."""
+    return (
+        Bar(epochs, steps) if sys.stdout.isatty() and "NO_COLOR" not in os.environ else Lines(epochs, steps)
+    )
+
+
+class Lines:
+    """Progress as plain lines, for logs and pipes."""
+
+    def __init__(self, epochs: int, steps: int):
+        self.epochs, self.steps = epochs, steps
+        self.began = self.shown = time.perf_counter()
+
+    def show(self, step: int, epoch: float, values: dict[str, float]) -> None:
+        left_s = (time.perf_counter() - self.began) / step * (self.steps - step)
+        print(f"{_where(step, epoch, self)}  {_numbers(values)}  {_duration(left_s)} left", flush=True)
+        self.shown = time.perf_counter()
+
+    def tell(self, doing: str) -> None:
+        if time.perf_counter() - self.shown > 30:
+            print(doing, flush=True)
+            self.shown = time.perf_counter()
+
+    def stop(self) -> None:
+        pass
+
+
+class Bar:
+    """Progress as one live line on a terminal; evaluations stay above it."""
+
+    def __init__(self, epochs: int, steps: int):
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self.epochs, self.steps, self.values = epochs, steps, {}
+        columns = [
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=20),
+            TimeRemainingColumn(),
+            TextColumn("left"),
+        ]
+        self.bar = Progress(*columns, refresh_per_second=4)
+        self.task = self.bar.add_task("starting", total=steps, doing="")
+        self.bar.start()
+
+    def show(self, step: int, epoch: float, values: dict[str, float]) -> None:
+        self.values |= values
+        shown = {
+            k: v
+            for k, v in self.values.items()
+            if k in ("train/loss", "val/accuracy", "train/lr", "train/images_per_s")
+        }
+        self.bar.update(
+            self.task, completed=step, description=f"{_where(step, epoch, self)}  {_numbers(shown)}"
+        )
+        if "val/accuracy" in values:
+            self.bar.console.print(f"{_where(step, epoch, self)}  {_numbers(values)}")
+
+    def tell(self, doing: str) -> None:
+        self.bar.update(self.task, doing=doing)
+
+    def stop(self) -> None:
+        self.bar.stop()
+
+
+def _where(step: int, epoch: float, progress: Lines | Bar) -> str:
+    return f"epoch {math.ceil(epoch)}/{progress.epochs}  step {step:,}/{progress.steps:,}"
+
+
+def _numbers(values: dict[str, float]) -> str:
+    forms = {"lr": "lr {:.2e}", "images_per_s": "{:,.0f} images/s"}
+    parts = []
+    for name, value in values.items():
+        kind, _, short = name.partition("/")
+        label = f"{kind} {short}".replace("train ", "").replace("_", " ")
+        parts.append(forms[short].format(value) if short in forms else f"{label} {value:.4f}")
+    return "  ".join(parts)
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"

@@ -1,0 +1,62 @@
+"""Real images: CIFAR-10 under every config, and the accuracies that the README shows."""
+
+import re
+from itertools import product
+
+import pytest
+
+from tests.conftest import CNN, ROOT, VIT, Job, accelerate, metrics, result, run, torchrun
+
+CONFIGS = sorted(path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml"))
+SCRIPTS = {"cnn_a": [*CNN, "--widths", "32,64,128"], "vit": VIT}
+# Each config with one of the scripts in turn; the other half of the product is for `make test-all`.
+PAIRS = [
+    pytest.param(config, script, marks=[] if (k + i) % 2 else pytest.mark.full)
+    for (k, config), (i, script) in product(enumerate(CONFIGS), enumerate(SCRIPTS))
+]
+
+
+@pytest.mark.parametrize(("config", "script"), PAIRS)
+def test_cifar10_under_each_config(config, script, cifar10, tmp_path, cache):
+    """Unchanged, with the number of processes and the precision that the file names."""
+    count = re.search(r"_(\d)gpu", config)
+    processes = int(count.group(1)) if count else 1
+    flags = ["--data", cifar10, "--batch_size", "64", "--max_steps", "4", "--log_every", "2", *cache]
+    output = run([*accelerate(config), *SCRIPTS[script], *flags, "--output_dir", tmp_path / "run"])
+    found = result(tmp_path / "run")
+    assert found["processes"] == processes
+    assert found["val_images"] == 10_000
+    assert found["steps"] == 4
+    assert found["strategy"] == config.split("_")[0].replace("cpu", "single")
+    rehearsal = f"rehearsal on CPU: {processes} gloo processes stand for as many GPUs"
+    assert output.count(rehearsal) == (processes > 1)
+
+
+def test_digits_in_a_minute(tmp_path, cache):
+    run([*accelerate("cpu"), "train_cnn_a.py", "--data", "digits", *cache, "--output_dir", tmp_path / "run"])
+    assert result(tmp_path / "run")["best_accuracy"] >= 0.97
+
+
+@pytest.mark.full
+def test_cifar10_in_ten_epochs(cifar10, tmp_path, cache):
+    flags = ["--data", cifar10, *cache, "--output_dir", tmp_path / "run"]
+    status, output = Job([*accelerate("cpu"), "train_cnn_a.py", *flags]).wait(timeout_s=1800)
+    assert status == 0, output
+    assert result(tmp_path / "run")["final_accuracy"] >= 0.73
+
+
+def test_photographs_of_differing_sizes(photographs, tmp_path, cache):
+    """Decoded in the workers of two processes; the losses do not depend on how many workers there are."""
+    for split, part in (("train", slice(0, 12)), ("val", slice(0, 12))):
+        for file in sorted(photographs.iterdir())[part]:
+            folder = tmp_path / "images" / split / file.stem
+            folder.mkdir(parents=True)
+            (folder / file.name).symlink_to(file)
+    flags = ["--data", tmp_path / "images", "--batch_size", "4", "--epochs", "2", "--log_every", "1", *cache]
+    losses = []
+    for workers in ("0", "2"):
+        folder = tmp_path / f"run{workers}"
+        run([*torchrun(2), *CNN, *flags, "--workers", workers, "--output_dir", folder])
+        losses.append([line["train/loss"] for line in metrics(folder) if "train/loss" in line])
+    assert len(losses[0]) == 6
+    assert losses[0] == losses[1]
