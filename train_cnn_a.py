@@ -31,7 +31,7 @@ from common.tracking import Run
 @dataclass(frozen=True, kw_only=True)
 class CnnA(Recipe):
     epochs: int = flag(10, "passes over the training images", minimum=1)
-    batch_size: int = flag(256, "images per optimizer step over the whole job", minimum=1)
+    batch_size: int = flag(128, "images per optimizer step over the whole job", minimum=1)
     lr: float = flag(3e-3, "peak learning rate", minimum=0)
     widths: tuple[int, ...] = flag(
         (32, 64, 128), "channels of the convolutions, width of the hidden layer", minimum=1
@@ -58,7 +58,8 @@ class Block(nn.Sequential):
     """[B, width_in, H, W] -> [B, width_out, H/2, W/2]"""
 
     def __init__(self, width_in: int, width_out: int):
-        super().__init__(nn.Conv2d(width_in, width_out, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2))
+        # The pool before the ReLU: the same function as after it, and a quarter of the work.
+        super().__init__(nn.Conv2d(width_in, width_out, 3, padding=1), nn.MaxPool2d(2), nn.ReLU())
 
 
 class Net(nn.Module):

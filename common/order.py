@@ -75,11 +75,14 @@ _MASK = 2**64 - 1
 
 
 def _hash(*words: int) -> int:
-    """64 well-mixed bits from some integers."""
-    state = np.zeros(1, np.uint64)
+    """64 well-mixed bits from some integers; in Python's own, which are quicker than NumPy one by one."""
+    state = 0
     for word in words:
-        state = _mix(state + np.uint64((word * _GOLDEN + _GOLDEN) & _MASK))
-    return int(state[0])
+        state = (state + (word + 1) * _GOLDEN) & _MASK
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+        state ^= state >> 31
+    return state
 
 
 def uniforms(seed: int, epoch: int, samples: np.ndarray, count: int) -> np.ndarray:
@@ -91,5 +94,11 @@ def uniforms(seed: int, epoch: int, samples: np.ndarray, count: int) -> np.ndarr
 
 
 def reseed(seed: int, step: int, k: int) -> None:
-    """Sets torch's generators before micro-batch k: dropout, drop path and mixup then need no saved state."""
-    torch.manual_seed(_hash(seed, step, k) >> 1)  # 63 bits: manual_seed takes a signed integer
+    """Sets torch's generators before micro-batch k: dropout, drop path and mixup then need no saved state.
+
+    Not torch.manual_seed: without a GPU it formats a stack trace at each call, 0.4 ms.
+    """
+    number = _hash(seed, step, k) >> 1  # 63 bits: generators take a signed integer
+    torch.default_generator.manual_seed(number)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(number)
