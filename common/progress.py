@@ -8,9 +8,8 @@ import time
 
 def progress(epochs: int, steps: int) -> "Lines | Bar":
     """epochs, steps: of the whole run."""
-    return (
-        Bar(epochs, steps) if sys.stdout.isatty() and "NO_COLOR" not in os.environ else Lines(epochs, steps)
-    )
+    on_terminal = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    return Bar(epochs, steps) if on_terminal else Lines(epochs, steps)
 
 
 class Lines:
@@ -45,7 +44,7 @@ class Bar:
             TextColumn("{task.description}"),
             BarColumn(bar_width=20),
             TimeRemainingColumn(),
-            TextColumn("left"),
+            TextColumn("left  {task.fields[doing]}"),
         ]
         self.bar = Progress(*columns, refresh_per_second=4)
         self.task = self.bar.add_task("starting", total=steps, doing="")
@@ -53,14 +52,10 @@ class Bar:
 
     def show(self, step: int, epoch: float, values: dict[str, float]) -> None:
         self.values |= values
-        shown = {
-            k: v
-            for k, v in self.values.items()
-            if k in ("train/loss", "val/accuracy", "train/lr", "train/images_per_s")
-        }
-        self.bar.update(
-            self.task, completed=step, description=f"{_where(step, epoch, self)}  {_numbers(shown)}"
-        )
+        names = ("train/loss", "val/accuracy", "train/lr", "train/images_per_s")
+        shown = {name: self.values[name] for name in names if name in self.values}
+        line = f"{_where(step, epoch, self)}  {_numbers(shown)}"
+        self.bar.update(self.task, completed=step, description=line, doing="")
         if "val/accuracy" in values:
             self.bar.console.print(f"{_where(step, epoch, self)}  {_numbers(values)}")
 

@@ -37,9 +37,8 @@ class Run:
         self.accelerator, self.recipe, self.batch = accelerator, recipe, batch
         self.steps, self.steps_per_epoch = steps, steps_per_epoch  # optimizer steps of this run, of an epoch
         self.is_main = accelerator.is_main_process
-        self.loss = torch.zeros(
-            (), device=accelerator.device
-        )  # summed over the micro-batches since the last line
+        # summed over the micro-batches since the last line
+        self.loss = torch.zeros((), device=accelerator.device)
         self.ids: list[int] = []  # of the samples since the last line, for --log_samples
         self.micro_batches = 0  # of this process, in this run
         self.told = 0.0

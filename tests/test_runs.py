@@ -100,5 +100,5 @@ def test_progress_on_a_terminal(tmp_path, cache):
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", child.before)
     assert re.search(r"epoch \d/2 +step \d+/30 .*lr \d", text), text
     assert re.search(r"val accuracy 0\.\d+", text), text
-    assert "left" in text
+    assert re.search(r"left  (step|evaluated) \d", text), text
     assert "images/s" in text
