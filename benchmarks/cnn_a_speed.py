@@ -1,8 +1,8 @@
 """CNN-A: train_cnn_a.py against the way of PyTorch's CIFAR-10 tutorial, side by side in one run.
 
 On two AVX512-BF16 cores, batch size 512, nothing else running, medians of 5 rounds: ours has 6.8 times the
-tutorial's images/s with the default widths (49 steps a block, bf16; 0.98 of the ceiling) and 5.8 times with
-`--widths 4,8,32` (98 steps, an epoch; 0.88 of the ceiling). Batches of 128 of the small widths spend their
+tutorial's images/s with the default widths (49 steps a block, bf16; 0.98 of the ceiling) and 5.7 times with
+`--widths 4,8,32` (98 steps, an epoch; 0.96 of the ceiling). Batches of 128 of the small widths spend their
 time between the operations: there it is 4.3 times.
 
     python -m benchmarks.cnn_a_speed --batch_size 512 --widths 32,64,128 --steps 49

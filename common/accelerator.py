@@ -50,8 +50,8 @@ def start(recipe: Recipe, clip_norm: float = 0.0) -> tuple[Accelerator, Batch]:
         ),
         kwargs_handlers=[
             InitProcessGroupKwargs(timeout=timedelta(seconds=recipe.timeout_s)),
-            # Buckets are the gradients themselves: no copy, a gradient's memory saved.
-            DistributedDataParallelKwargs(gradient_as_bucket_view=True),
+            # Buckets are the gradients themselves: no copy, a gradient's memory saved. Buffers: see evaluate.
+            DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False),
         ],
     )
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
@@ -193,8 +193,13 @@ def _rehearse_on_cpu() -> None:
 
 
 def _use_all_cores() -> None:
-    """Launchers set OMP_NUM_THREADS=1, right beside a GPU; on CPU a host's processes share its cores."""
-    if os.environ.get("OMP_NUM_THREADS") == "1":
+    """On CPU a host's processes share its cores.
+
+    torchrun and accelerate set OMP_NUM_THREADS=1, right beside a GPU; deepspeed leaves all cores to each.
+    Set by hand before `python` it stays: then one process rounds as each of several does.
+    """
+    by_launcher = _launched() or "ACCELERATE_MIXED_PRECISION" in os.environ
+    if by_launcher and os.environ.get("OMP_NUM_THREADS", "1") == "1":
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // processes_per_host()))
 
 

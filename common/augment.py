@@ -14,13 +14,13 @@ def crop_and_flip(images: Tensor, draws: np.ndarray, pad: int, flip: bool) -> Te
     with mirrored instead of black borders.
     """
     b, h, w, _ = images.shape
-    shift = np.floor(draws[:, :2] * (2 * pad + 1)).astype(np.int64) - pad
+    shift = np.floor(draws[:, :2] * (2 * pad + 1)).astype(np.int32) - pad  # 32 bits: half the index traffic
     mirrored = draws[:, 2:3] < (0.5 if flip else 0.0)
-    rows = _mirror(np.arange(h) + shift[:, :1], h)  # [B, H]
-    columns = _mirror(np.where(mirrored, np.arange(w)[::-1], np.arange(w)) + shift[:, 1:], w)  # [B, W]
-    rows, columns = (torch.from_numpy(i).to(images.device, non_blocking=True) for i in (rows, columns))
-    rows = rows + torch.arange(b, device=images.device)[:, None] * h
-    pixels = rows[:, :, None] * w + columns[:, None, :]  # [B, H, W], into the pixels of the batch
+    y, x = np.arange(h, dtype=np.int32), np.arange(w, dtype=np.int32)
+    rows = _mirror(y + shift[:, :1], h) + np.arange(b, dtype=np.int32)[:, None] * h  # [B, H], of the batch
+    columns = _mirror(np.where(mirrored, x[::-1], x) + shift[:, 1:], w)  # [B, W]
+    rows, columns = (torch.from_numpy(i).to(images.device, non_blocking=True) for i in (rows * w, columns))
+    pixels = rows[:, :, None] + columns[:, None, :]  # [B, H, W], into the pixels of the batch
     return images.reshape(-1, 3).index_select(0, pixels.view(-1)).view(b, h, w, 3)
 
 
@@ -53,5 +53,5 @@ def mixer(mixup: float, cutmix: float, classes: int) -> nn.Module | None:
 
 
 def _mirror(i: np.ndarray, n: int) -> np.ndarray:
-    """Indices outside 0 ... n - 1 are reflected at the border pixel. int64 in, int64 out; |i| < 2n - 1."""
+    """Indices outside 0 ... n - 1 are reflected at the border pixel. |i| < 2n - 1."""
     return (n - 1) - np.abs((n - 1) - np.abs(i))
