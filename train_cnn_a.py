@@ -23,14 +23,14 @@ from common.evaluation import evaluate
 from common.images import Images, load
 from common.optim import parameter_groups, set_learning_rate, warmup_cosine
 from common.order import Plan, micro_batches, reseed, steps_per_epoch, training_plan, uniforms
-from common.recipe import Recipe, flag, parse
+from common.recipe import ImageRecipe, flag, parse
 from common.tracking import Run
 
 # --- Recipe -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
-class CnnA(Recipe):
+class CnnA(ImageRecipe):
     epochs: int = flag(10, "passes over the training images", minimum=1)
     batch_size: int = flag(128, "images per optimizer step over the whole job", minimum=1)
     lr: float = flag(3e-3, "peak learning rate", minimum=0)
@@ -46,6 +46,7 @@ class CnnA(Recipe):
     clip_norm: float = flag(0.0, "largest norm of the gradient; 0 does not clip", minimum=0)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if len(self.widths) != 3:
             raise ValueError(
                 f"--widths {','.join(map(str, self.widths))}: three numbers are needed, as 32,64,128"

@@ -29,14 +29,14 @@ from common.evaluation import evaluate
 from common.images import Images, load
 from common.optim import EMA, parameter_groups, set_learning_rate, warmup_cosine
 from common.order import Plan, micro_batches, reseed, steps_per_epoch, training_plan, uniforms
-from common.recipe import Recipe, flag, parse
+from common.recipe import ImageRecipe, flag, parse
 from common.tracking import Run
 
 # --- Recipe -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
-class Vit(Recipe):
+class Vit(ImageRecipe):
     epochs: int = flag(100, "passes over the training images", minimum=1)
     batch_size: int = flag(512, "images per optimizer step over the whole job", minimum=1)
     lr: float = flag(5e-4, "peak learning rate", minimum=0)

@@ -50,8 +50,8 @@ def start(recipe: Recipe, clip_norm: float = 0.0) -> tuple[Accelerator, Batch]:
         ),
         kwargs_handlers=[
             InitProcessGroupKwargs(timeout=timedelta(seconds=recipe.timeout_s)),
-            # Buckets are the gradients themselves: no copy, a gradient's memory saved. Buffers: see evaluate.
-            DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False),
+            # Buckets are the gradients themselves: no copy, a gradient's memory saved.
+            DistributedDataParallelKwargs(gradient_as_bucket_view=True),
         ],
     )
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
@@ -59,6 +59,9 @@ def start(recipe: Recipe, clip_norm: float = 0.0) -> tuple[Accelerator, Batch]:
     if accelerator.device.type == "cpu":
         _use_all_cores()
         _keep_freed_memory()
+        if precision(accelerator) == "fp16" and accelerator.distributed_type != DistributedType.DEEPSPEED:
+            # As Accelerate does on a GPU; on a CPU it would compute in fp32 without a word.
+            accelerator.native_amp, accelerator.scaler = True, torch.amp.GradScaler("cpu")
     agree(accelerator, {"script and common/": _code_hash(), "recipe": recipe_part(recipe), **versions()})
     if rehearsal:
         accelerator.print(f"rehearsal on CPU: {batch.processes} gloo processes stand for as many GPUs")
@@ -79,6 +82,8 @@ def prepare(
     model, optimizer = accelerator.prepare(model, optimizer)
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         plain_module(model).register_forward_pre_hook(_cast_inputs(precision(accelerator)))
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        model.forward_sync_buffers = False  # common.evaluation broadcasts them where they are used
     model.train()
     return model, optimizer
 
@@ -180,6 +185,8 @@ def _rehearse_on_cpu() -> None:
 
         # gloo instead of the shared-memory op, which is compiled at first use and leaves a lock when killed
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        # torch has fp16 on each CPU, fast or not; DeepSpeed asks for a fast one
+        deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
     sharded = _launched_with("FSDP") or _launched_with("DEEPSPEED")
 
     def prepare_backend(self: PartialState, *_: Any, **__: Any) -> tuple[str, DistributedType]:
@@ -262,10 +269,10 @@ def _precision(flag: str | None) -> str:
         launchers = None
     wanted = flag or launchers or ("bf16" if _has_native_bf16() else "no")
     remark = ""
-    if not torch.cuda.is_available() and (
-        wanted == "fp16" or (wanted == launchers == "bf16" and not _has_native_bf16())
-    ):
-        remark, wanted = f"{wanted} is not native to this CPU: the rehearsal is in fp32", "no"
+    if not torch.cuda.is_available() and wanted == "fp16":
+        remark = "fp16 is slow on a CPU, but the same in its overflows and its loss scale as on a GPU"
+    elif not torch.cuda.is_available() and wanted == launchers == "bf16" and not _has_native_bf16():
+        remark, wanted = "bf16 is not native to this CPU: the rehearsal is in fp32", "no"
     elif wanted == "bf16" and torch.cuda.is_available() and not _has_native_bf16():
         remark = "this GPU has no native bf16 and emulates it: --mixed_precision fp16 is faster here"
     if remark and rank() == 0:

@@ -11,7 +11,7 @@ from torch import nn
 from common.augment import to_float
 from common.images import ArraySplit, FileSplit
 from common.order import evaluation_plan
-from common.recipe import Batch, Recipe
+from common.recipe import Batch, ImageRecipe
 
 
 @torch.no_grad()
@@ -19,7 +19,7 @@ def evaluate(
     accelerator: Accelerator,
     model: nn.Module,
     split: ArraySplit | FileSplit,
-    recipe: Recipe,
+    recipe: ImageRecipe,
     batch: Batch,
     mean: tuple[float, ...],
     std: tuple[float, ...],

@@ -29,7 +29,7 @@ from common.agreement import agree, once_per_host
 from common.decode import SPLITS, Encoded, central_crop, random_resized_crop
 from common.image_cache import prepare
 from common.order import Plan, uniforms
-from common.recipe import Recipe
+from common.recipe import ImageRecipe
 
 MicroBatch = tuple[int, np.ndarray, Tensor, Tensor]  # epoch, sample ids, images, labels
 
@@ -238,7 +238,7 @@ class Images:
     mirror: bool
 
 
-def load(accelerator: Accelerator, recipe: Recipe) -> Images:
+def load(accelerator: Accelerator, recipe: ImageRecipe) -> Images:
     """The data set that recipe.data names, the same on all processes; prepared by one process per host."""
     cache_dir = Path(recipe.cache_dir or "~/.cache/train-images")
     folder = once_per_host(accelerator, lambda beat: prepare(recipe.data, cache_dir, beat), recipe.timeout_s)

@@ -56,7 +56,7 @@ class Bar:
         shown = {name: self.values[name] for name in names if name in self.values}
         line = f"{_where(step, epoch, self)}  {_numbers(shown)}"
         self.bar.update(self.task, completed=step, description=line, doing="")
-        if "val/accuracy" in values:
+        if "val/loss" in values:
             self.bar.console.print(f"{_where(step, epoch, self)}  {_numbers(values)}")
 
     def tell(self, doing: str) -> None:

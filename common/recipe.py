@@ -39,10 +39,7 @@ def setting(default: Any, help: str, **bounds: Any) -> Any:
 class Recipe:
     """The flags that every script has. A script's own recipe adds to them and sets their defaults."""
 
-    data: str = flag(
-        "cifar10",
-        "`digits`, `cifar10`, `synthetic`, or a folder: the hub's parquet files, or class folders",
-    )
+    data: str = flag("generated", "what is learned from")
     epochs: int = flag(10, "passes over the training images", minimum=1)
     batch_size: int = flag(256, "images per optimizer step over the whole job", minimum=1)
     lr: float = flag(1e-3, "peak learning rate", minimum=0)
@@ -66,10 +63,10 @@ class Recipe:
     log_samples: bool = setting(
         False, "also write the sample ids of every step to `samples.jsonl` (slow: an audit)"
     )
-    trackers: str = setting(
-        "tensorboard",
-        "where the metrics go beside `metrics.jsonl`: `tensorboard` or `none`",
-        choices=("tensorboard", "none"),
+    trackers: tuple[str, ...] = setting(
+        ("tensorboard",),
+        "where the metrics go beside `metrics.jsonl`: one, several as `tensorboard,wandb`, or `none`",
+        choices=("tensorboard", "wandb", "none"),
     )
     mixed_precision: str | None = setting(
         None,
@@ -79,21 +76,42 @@ class Recipe:
     deepspeed_config: str | None = setting(
         None, "a file of `ds_configs/`, for the launchers that have no YAML"
     )
+    timeout_s: int = setting(300, "a process that is silent for so long ends the job", minimum=1)
+
+    def __post_init__(self) -> None:
+        if self.output_dir and self.model_folder:
+            raise ValueError("--output_dir and --model_folder exclude one another: give one of them")
+        if "none" in self.trackers and len(self.trackers) > 1:
+            raise ValueError(f"--trackers {_text(self.trackers)}: `none` stands alone")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageRecipe(Recipe):
+    """The flags that every script for images has."""
+
+    data: str = flag(
+        "cifar10",
+        "`digits`, `cifar10`, `synthetic`, or a folder: the hub's parquet files, or class folders",
+    )
+    image_size: int = flag(32, "edge of the square that the network sees, in pixels", minimum=1)
     cache_dir: str | None = setting(None, "decoded images, on a local disk; unset: `~/.cache/train-images`")
     workers: int = setting(
         2, "decoding processes per device, where the images do not fit into memory", minimum=0
     )
-    timeout_s: int = setting(300, "a process that is silent for so long ends the job", minimum=1)
 
 
 def parse(recipe_class: type[Recipe], argv: list[str] | None = None) -> Recipe:
     """The recipe from the command line; `--config FILE` sets defaults and flags win.
 
     What is wrong ends the job with status 2 and one line, printed once a host, that names the flag or key.
+    `--print_config` prints the recipe and ends it with status 0.
     """
     fields = dataclasses.fields(recipe_class)
     parser = _Parser(prog=Path(sys.argv[0]).name, allow_abbrev=False)
     parser.add_argument("--config", metavar="FILE", help="YAML or JSON with any of the flags below as keys")
+    parser.add_argument(
+        "--print_config", action="store_true", help="print all of them, as such a YAML, and end"
+    )
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # given by the deepspeed launcher
     for field in fields:
         _add_flag(parser, field)
@@ -103,11 +121,13 @@ def parse(recipe_class: type[Recipe], argv: list[str] | None = None) -> Recipe:
         for field in fields:
             if given[field.name] is not None:
                 values[field.name] = _typed(field, given[field.name], f"--{field.name}")
-        if values.get("output_dir") and values.get("model_folder"):
-            raise ValueError("--output_dir and --model_folder exclude one another: give one of them")
-        return recipe_class(**values)
+        recipe = recipe_class(**values)
     except ValueError as error:
         parser.error(str(error))
+    if given["print_config"]:
+        parser.print_once(as_yaml(recipe))
+        sys.exit(0)
+    return recipe
 
 
 def recipe_part(recipe: Recipe) -> dict[str, Any]:
@@ -115,6 +135,15 @@ def recipe_part(recipe: Recipe) -> dict[str, Any]:
     return {
         f.name: getattr(recipe, f.name) for f in dataclasses.fields(recipe) if f.metadata["part_of_recipe"]
     }
+
+
+def as_yaml(recipe: Recipe) -> str:
+    """All fields, as a file for --config."""
+    import yaml
+
+    values = dataclasses.asdict(recipe)
+    lists = {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
+    return yaml.safe_dump(lists, sort_keys=False, default_flow_style=None, allow_unicode=True)
 
 
 def flag_table(recipe_class: type[Recipe], without: type[Recipe] | None = None) -> str:
@@ -147,6 +176,11 @@ class Batch:
             f"batch {self.total} = {plural(self.per_device, 'image')} x {plural(self.processes, 'process')}"
             f" x {plural(self.accumulations, 'accumulation')}"
         )
+
+    def smaller(self) -> int | None:
+        """The largest per_device_batch_size up to half of this one that leaves the batch as it is."""
+        share = self.total // self.processes
+        return next((b for b in range(self.per_device // 2, 0, -1) if share % b == 0), None)
 
 
 def share_out(batch_size: int, per_device: int | None, processes: int) -> Batch:
@@ -181,13 +215,15 @@ class _Parser(argparse.ArgumentParser):
             message = f"unknown flag {unknown}" + (
                 f": did you mean {near[0]}?" if near else "; --help lists them all"
             )
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            print(f"{self.prog}: error: {message}", file=sys.stderr)
+        self.print_once(f"{self.prog}: error: {message}\n", sys.stderr)
         sys.exit(2)
 
     def print_help(self, file: Any = None) -> None:
+        self.print_once(self.format_help(), file)
+
+    def print_once(self, text: str, file: Any = None) -> None:
         if os.environ.get("LOCAL_RANK", "0") == "0":
-            super().print_help(file)
+            print(text, end="", file=file or sys.stdout)
 
 
 def _underscores(word: str) -> str:
@@ -231,11 +267,16 @@ def _converted(field: dataclasses.Field, value: Any) -> Any:
     kind = _base_type(field)
     if kind is tuple:
         parts = value.split(",") if isinstance(value, str) else value if isinstance(value, list) else [value]
-        return tuple(int(part) for part in parts)
+        return tuple(_of_type(typing.get_args(field.type)[0], part) for part in parts)
     if kind is bool:
         if isinstance(value, bool) or value in ("true", "false"):
             return value in (True, "true")
         raise ValueError
+    return _of_type(kind, value)
+
+
+def _of_type(kind: type, value: Any) -> Any:
+    """Text or a number; what Python would convert, but nobody means (1.5 as an int), is refused."""
     if isinstance(value, bool) or (kind is str and not isinstance(value, str)):
         raise ValueError
     if kind is int and isinstance(value, float):
@@ -244,16 +285,16 @@ def _converted(field: dataclasses.Field, value: Any) -> Any:
 
 
 def _checked(field: dataclasses.Field, value: Any, name: str) -> Any:
-    """The value, when it is among the choices and within the bounds (a tuple: each of its numbers)."""
+    """The value, when it is among the choices and within the bounds (a tuple: each of its parts)."""
     meta = field.metadata
-    if meta["choices"] and value not in meta["choices"]:
-        raise ValueError(f"{name} {value}: choose one of {', '.join(meta['choices'])}")
-    for number in value if isinstance(value, tuple) else (value,):
-        if isinstance(number, (int, float)) and not meta["minimum"] <= number <= meta["maximum"]:
+    for part in value if isinstance(value, tuple) else (value,):
+        if meta["choices"] and part not in meta["choices"]:
+            raise ValueError(f"{name} {_text(value)}: choose among {', '.join(meta['choices'])}")
+        if isinstance(part, (int, float)) and not meta["minimum"] <= part <= meta["maximum"]:
             low, high = meta["minimum"], meta["maximum"]
             bounds = f"at least {low:g}" if math.isinf(high) else f"from {low:g} to {high:g}"
             raise ValueError(f"{name} {_text(value)}: must be {bounds}")
-        if isinstance(number, float) and not math.isfinite(number):
+        if isinstance(part, float) and not math.isfinite(part):
             raise ValueError(f"{name} {value}: must be a finite number")
     return value
 
@@ -297,7 +338,7 @@ def _typed(field: dataclasses.Field, value: Any, name: str) -> Any:
             "int": "a whole number",
             "float": "a number",
             "bool": "true or false",
-            "tuple": "numbers as 4,8,32",
+            "tuple": "numbers as 4,8,32" if int in typing.get_args(field.type) else "words as a,b",
         }
         raise ValueError(f"{name} {value}: must be {kind.get(_base_type(field).__name__, 'text')}") from None
     return _checked(field, converted, name)

@@ -11,15 +11,17 @@ def show(folder: Path, val_name: str) -> None:
 
     result = json.loads((folder / "result.json").read_text())
     data = Path(result["data"]).name
-    plot = plot_curves(folder, f"{result['script']} on {data}, {result['strategy']} x {result['processes']}")
+    plot_curves(folder, f"{result['script']} on {data}, {result['strategy']} x {result['processes']}")
     table = Table(
         title=f"{result['script']}, {result['strategy']} on {result['processes']} x {result['device']}"
     )
     table.add_column("what")
     table.add_column("value", justify="right")
+    measure = "loss" if result["best_accuracy"] is None else "accuracy"
+    best, final = result[f"best_{measure}"], result[f"final_{measure}"]
     rows = {
-        f"best accuracy ({val_name} split)": f"{result['best_accuracy']:.4f} at step {result['best_step']:,}",
-        f"final accuracy ({val_name} split)": f"{result['final_accuracy']:.4f}",
+        f"best {measure} ({val_name} split)": f"{best:.4f} at step {result['best_step']:,}",
+        f"final {measure} ({val_name} split)": f"{final:.4f}",
         f"{val_name} images": f"{result['val_images']:,}",
         "training time": f"{result['train_s']:.1f} s",
         "whole time": f"{result['wall_s']:.1f} s",
@@ -30,25 +32,28 @@ def show(folder: Path, val_name: str) -> None:
         table.add_row(what, value)
     console = Console()
     console.print(table)
-    for name in (
-        result["checkpoint"] + "/model.safetensors",
-        plot.relative_to(folder),
-        "metrics.jsonl",
-        "result.json",
-    ):
-        console.print(f"{folder / name}", soft_wrap=True, highlight=False)
+    weights = folder / result["checkpoint"] / "model.safetensors"
+    plots = sorted((folder / "plots").glob("*.png"))
+    for path in (weights, *plots, folder / "metrics.jsonl", folder / "result.json"):
+        console.print(f"{path}", soft_wrap=True, highlight=False)
 
 
-def plot_curves(folder: Path, title: str) -> Path:
-    """Loss and accuracy against epochs, from metrics.jsonl, into plots/curves.png."""
+def plot_curves(folder: Path, title: str) -> None:
+    """Loss and, where there is one, accuracy against epochs, from metrics.jsonl, into plots/curves.png."""
     import matplotlib
 
     matplotlib.use("agg")
     from matplotlib import pyplot as plt
 
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
-    for axes, names in ((left, ("train/loss", "val/loss")), (right, ("val/accuracy", "val/raw_accuracy"))):
+    panels = {"loss": ("train/loss", "val/loss"), "accuracy": ("val/accuracy", "val/raw_accuracy")}
+    best = max((line["val/accuracy"] for line in lines if "val/accuracy" in line), default=None)
+    if best is None:
+        del panels["accuracy"]
+    figure, row = plt.subplots(
+        1, len(panels), figsize=(5 * len(panels), 3.6), layout="constrained", squeeze=False
+    )
+    for axes, (label, names) in zip(row[0], panels.items(), strict=True):
         for name in names:
             points = [(line["epoch"], line[name]) for line in lines if name in line]
             if points:
@@ -58,15 +63,11 @@ def plot_curves(folder: Path, title: str) -> Path:
                     marker="o" if len(points) < 40 else None,
                     markersize=3,
                 )
-        axes.set_xlabel("epoch")
+        axes.set(xlabel="epoch", ylabel=label)
         axes.grid(alpha=0.3)
         axes.legend()
-    left.set_ylabel("cross-entropy")
-    right.set_ylabel("accuracy")
-    best = max((line["val/accuracy"] for line in lines if "val/accuracy" in line), default=0)
-    figure.suptitle(f"{title}: best accuracy {best:.4f}")
+    figure.suptitle(title if best is None else f"{title}: best accuracy {best:.4f}")
     path = folder / "plots" / "curves.png"
     path.parent.mkdir(exist_ok=True)
     figure.savefig(path, dpi=110)
     plt.close(figure)
-    return path

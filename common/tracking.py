@@ -1,4 +1,4 @@
-"""One run: its folder, its metrics in metrics.jsonl and TensorBoard, its progress and its result."""
+"""One run: its folder, its metrics in metrics.jsonl and the trackers, its progress and its result."""
 
 import dataclasses
 import json
@@ -15,20 +15,22 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
-from accelerate.tracking import TensorBoardTracker
 from accelerate.utils import gather_object
+from accelerate.utils.memory import should_reduce_batch_size
 from torch import Tensor
 
 from common import accelerator as job
 from common import report
 from common.progress import progress
 from common.recipe import Batch, Recipe, recipe_part
+from common.trackers import finish_trackers, start_trackers
 
 
 class Run:
     """A context manager around the training loop. All processes call it, the main process writes and prints.
 
-    Raises ValueError when the folder holds another run or can't be made.
+    Raises ValueError when the folder holds another run or can't be made, or when the loop inside ran out of
+    memory: then with the size to try.
     """
 
     def __init__(
@@ -63,12 +65,7 @@ class Run:
         }
         write_json(self.folder / "recipe.json", about)
         self.metrics = open(self.folder / "metrics.jsonl", "w", buffering=1)  # noqa: SIM115 (closed in __exit__)
-        self.trackers = []
-        if recipe.trackers == "tensorboard":
-            self.trackers = [TensorBoardTracker("tensorboard", self.folder)]
-        for tracker in self.trackers:
-            tracker.start()
-            tracker.store_init_configuration({k: str(v) for k, v in about["recipe"].items()})
+        self.trackers = start_trackers(recipe.trackers, self.folder, about)
         if recipe.log_samples:
             self.samples = open(self.folder / "samples.jsonl", "w", buffering=1)  # noqa: SIM115
         self.progress = progress(recipe.epochs, steps)
@@ -79,16 +76,30 @@ class Run:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if not self.is_main:
-            return
+        if self.is_main:
+            self._close(failed=kind is not None)
+        if isinstance(error, Exception) and should_reduce_batch_size(error):
+            raise ValueError(self._out_of_memory()) from error
+
+    def _close(self, failed: bool) -> None:
         self.progress.stop()
-        if kind is not None:
+        if failed:
             write_json(self.folder / "result.json", self._result("failed"))
         self.metrics.close()
         if self.recipe.log_samples:
             self.samples.close()
-        for tracker in self.trackers:
-            tracker.finish()
+        finish_trackers(self.trackers, failed)
+
+    def _out_of_memory(self) -> str:
+        batch, smaller = self.batch, self.batch.smaller()
+        advice = "shard the model (fsdp_4gpu, zero3_4gpu, zero3_offload_4gpu) or take a smaller one"
+        if smaller:
+            advice = (
+                f"try --per_device_batch_size {smaller}, the same --batch_size {batch.total} with"
+                f" {batch.total // (smaller * batch.processes)} accumulations, or {advice}"
+            )
+        device = job.device_name(self.accelerator)
+        return f"out of memory on {device} with --per_device_batch_size {batch.per_device}: {advice}"
 
     def add(self, loss: Tensor, ids: np.ndarray) -> None:
         """One micro-batch: its loss stays on the device until the next line."""
@@ -122,10 +133,10 @@ class Run:
             self.progress.tell(doing)
 
     def log_evaluation(self, step: int, metrics: dict[str, float]) -> None:
-        """What common.evaluation.evaluate returned, with raw_accuracy beside it where there is an EMA."""
+        """Loss, images and, of classes, accuracy on held-out data; with an EMA raw_accuracy, without it."""
         self.mark = time.perf_counter()
         self.last = metrics
-        if metrics["accuracy"] > self.best.get("accuracy", -1):
+        if not self.best or _score(metrics) > _score(self.best):
             self.best = metrics | {"step": step}
         self._write(step, {f"val/{k}": v for k, v in metrics.items() if k != "images"})
 
@@ -162,7 +173,7 @@ class Run:
         epoch = step / self.steps_per_epoch
         self.metrics.write(json.dumps({"step": step, "epoch": epoch, **values}) + "\n")
         for tracker in self.trackers:
-            tracker.log(values, step=step)
+            tracker.log({"epoch": epoch, **values}, step=step)
         self.progress.show(step, epoch, values)
 
     def _result(self, status: str) -> dict[str, Any]:
@@ -182,6 +193,7 @@ class Run:
             "epochs": recipe.epochs,
             "steps": self.logged_step,
             "best_accuracy": self.best.get("accuracy"),
+            "best_loss": self.best.get("loss"),
             "best_step": self.best.get("step"),
             "final_accuracy": self.last.get("accuracy"),
             "final_loss": self.last.get("loss"),
@@ -193,6 +205,11 @@ class Run:
             "seed": recipe.seed,
             "checkpoint": str(self.saved_weights.relative_to(self.folder)) if self.saved_weights else None,
         }
+
+
+def _score(metrics: dict[str, float]) -> float:
+    """What the best evaluation has most of: accuracy, or, where there are no classes, the negative loss."""
+    return metrics.get("accuracy", -metrics["loss"])
 
 
 def run_name(accelerator: Accelerator, recipe: Recipe, batch: Batch) -> str:

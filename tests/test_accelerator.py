@@ -43,7 +43,7 @@ def test_too_few_gpus(monkeypatch):
         ("bf16", "no", "old cpu", "bf16"),  # the flag counts most
         ("no", "bf16", "native", "no"),
         ("fp16", None, "old gpu", "fp16"),
-        ("fp16", None, "old cpu", "no"),
+        ("fp16", None, "old cpu", "fp16"),  # slow, with a remark
     ],
 )
 def test_precision(flag, launcher, device, wanted, monkeypatch):

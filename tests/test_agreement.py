@@ -164,3 +164,5 @@ def test_ctrl_c_ends_everything(tmp_path, cache):
     status, output = job.wait(timeout_s=60)
     assert status != 0
     assert not any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks), output
+    assert output.count("\ninterrupted\n") == 1, output
+    assert "train_cnn_a.py" not in output, output  # no traceback of ours; torchrun shows its own

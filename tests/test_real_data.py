@@ -5,13 +5,13 @@ from itertools import product
 
 import pytest
 
-from tests.conftest import CNN, ROOT, VIT, Job, accelerate, metrics, result, run, torchrun
+from tests.conftest import CNN, RESNET, ROOT, VIT, Job, accelerate, metrics, result, run, torchrun
 
 CONFIGS = sorted(path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml"))
-SCRIPTS = {"cnn_a": [*CNN, "--widths", "32,64,128"], "vit": VIT}
-# Each config with one of the scripts in turn; the other half of the product is for `make test-all`.
+SCRIPTS = {"cnn_a": [*CNN, "--widths", "32,64,128"], "cnn_b": RESNET, "vit": VIT}
+# Each config with one of the scripts in turn; the rest of the product is for `make test-all`.
 PAIRS = [
-    pytest.param(config, script, marks=[] if (k + i) % 2 else pytest.mark.full)
+    pytest.param(config, script, marks=[] if (k + i) % 3 == 0 else pytest.mark.full)
     for (k, config), (i, script) in product(enumerate(CONFIGS), enumerate(SCRIPTS))
 ]
 

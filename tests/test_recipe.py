@@ -60,7 +60,7 @@ def test_a_config_file_sets_defaults_and_flags_win(name, tmp_path):
         (["--lr", "nan"], "--lr nan: must be at least 0"),
         (["--lr", "inf"], "--lr inf: must be a finite number"),
         (["--widths", "4,x"], "--widths 4,x: must be numbers as 4,8,32"),
-        (["--mixed_precision", "fp8"], "--mixed_precision fp8: choose one of no, bf16, fp16"),
+        (["--mixed_precision", "fp8"], "--mixed_precision fp8: choose among no, bf16, fp16"),
         (["--output_dir", "a", "--model_folder", "b"], "exclude one another"),
         (["--config", "nothing.yaml"], "--config nothing.yaml: No such file"),
     ],

@@ -7,7 +7,7 @@ import re
 import pytest
 from PIL import Image
 
-from tests.conftest import CNN, ROOT, VIT, Job, metrics, python, result, run, torchrun
+from tests.conftest import CNN, ROOT, VIT, Job, python, result, run, torchrun
 
 FLAGS = ["--data", "digits", "--batch_size", "64", "--epochs", "2", "--max_steps", "30", "--log_every", "10"]
 
@@ -49,20 +49,6 @@ def test_the_result_has_what_a_log_book_needs(folder):
     about = json.loads((folder / "ddp_64_2_1_2" / "recipe.json").read_text())
     assert about["recipe"]["batch_size"] == 64
     assert {"argv", "git_commit", "versions", "hosts", "devices"} <= about.keys()
-
-
-def test_tensorboard_has_what_metrics_jsonl_has(folder):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    lines = metrics(folder / "ddp_64_2_1_2")
-    events = EventAccumulator(str(folder / "ddp_64_2_1_2" / "tensorboard")).Reload()
-    names = {name for line in lines for name in line} - {"step", "epoch"}
-    assert {"train/loss", "train/lr", "train/images_per_s", "val/loss", "val/accuracy"} == names
-    for name in names:
-        ours = [(line["step"], line[name]) for line in lines if name in line]
-        theirs = [(event.step, event.value) for event in events.Scalars(name)]
-        assert [step for step, _ in theirs] == [step for step, _ in ours]
-        assert [value for _, value in theirs] == pytest.approx([value for _, value in ours], rel=1e-6)
 
 
 def test_the_plot_is_a_picture_with_something_in_it(folder):

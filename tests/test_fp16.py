@@ -1,0 +1,59 @@
+"""fp16 with loss scaling, in real fp16 on the CPU: it follows fp32, and a step that overflows is left out."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.conftest import CNN, RESNET, VIT, accelerate, metrics, mutate, python, result, run
+
+FLAGS = [
+    "--data",
+    "digits",
+    "--batch_size",
+    "32",
+    "--max_steps",
+    "4",
+    "--log_every",
+    "1",
+    "--trackers",
+    "none",
+]
+SCRIPTS = {"cnn_a": CNN, "cnn_b": [*RESNET, "--lr", "0.01"], "vit": VIT}
+STRATEGIES = {
+    "cnn_a": python(),
+    "cnn_b": accelerate("zero2_2gpu"),
+    "vit": accelerate("fsdp_2gpu"),
+}
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_fp16_follows_fp32(script, tmp_path, cache):
+    """Mixup, drop path, clipping and the EMA of the ViT included."""
+    words = [*STRATEGIES[script], *SCRIPTS[script], *FLAGS, *cache]
+    losses = {}
+    for precision in ("no", "fp16"):
+        folder = tmp_path / precision
+        output = run([*words, "--mixed_precision", precision, "--output_dir", folder])
+        assert result(folder)["mixed_precision"] == precision
+        assert ("fp16 is slow on a CPU" in output) == (precision == "fp16")
+        losses[precision] = [line["train/loss"] for line in metrics(folder) if "train/loss" in line]
+    assert losses["fp16"] == pytest.approx(losses["no"], rel=0.02)
+    assert losses["fp16"] != losses["no"]
+
+
+@pytest.mark.parametrize("launcher", [python(), accelerate("fsdp_2gpu")], ids=["single", "fsdp"])
+def test_a_step_that_overflows_changes_nothing(launcher, project_copy, tmp_path, cache):
+    """With a loss scale beyond fp16 every gradient is infinite: each step is left out, on all ranks."""
+    mutate(
+        project_copy, "common/accelerator.py", 'GradScaler("cpu")', 'GradScaler("cpu", init_scale=2.0**60)'
+    )
+    weights = []
+    for flags in (["--lr", "0"], ["--lr", "0.1"], ["--lr", "0.1", "--mixed_precision", "no"]):
+        folder = tmp_path / f"run{len(weights)}"
+        words = [*launcher, *CNN, *FLAGS, "--mixed_precision", "fp16", *flags, *cache, "--output_dir", folder]
+        run(words, cwd=project_copy)
+        assert result(folder)["final_loss"] > 0
+        weights.append(load_file(folder / result(folder)["checkpoint"] / "model.safetensors"))
+    untouched, overflowed, trained = weights
+    assert all(torch.equal(overflowed[name], tensor) for name, tensor in untouched.items())
+    assert not any(torch.equal(trained[name], tensor) for name, tensor in untouched.items())

@@ -1,0 +1,34 @@
+"""The hello example: it learns its curve, on any number of processes, and leaves two pictures."""
+
+import pytest
+from PIL import Image
+
+from tests.conftest import accelerate, metrics, python, result, run, torchrun
+
+
+@pytest.mark.parametrize(
+    ("launcher", "processes"), [(python(), 1), (torchrun(3), 3), (accelerate("zero3_4gpu"), 4)]
+)
+def test_it_learns_the_curve(launcher, processes, tmp_path):
+    words = [
+        "train_hello.py",
+        "--batch_size",
+        str(16 * processes),
+        "--hidden_size",
+        "48",
+        "--data_size",
+        "2000",
+    ]
+    output = run([*launcher, *words, "--output_dir", tmp_path / "run"])
+    found = result(tmp_path / "run")
+    assert (found["processes"], found["val_images"]) == (processes, 1000)
+    assert found["final_loss"] < 0.05  # the noise alone has 0.01, the curve without learning 1
+    assert found["best_accuracy"] is None
+    losses = [line["val/loss"] for line in metrics(tmp_path / "run") if "val/loss" in line]
+    assert len(losses) == 10
+    assert losses[-1] < losses[0]
+    for name in ("curves", "fit"):
+        path = tmp_path / "run" / "plots" / f"{name}.png"
+        assert str(path) in output
+        with Image.open(path) as image:
+            assert len(image.convert("RGB").getcolors(1 << 20)) > 50

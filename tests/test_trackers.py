@@ -1,0 +1,152 @@
+"""TensorBoard and W&B hold what metrics.jsonl holds; no server, or a broken one, holds the training up."""
+
+import http.server
+import json
+import struct
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import CNN, metrics, python, result, run, torchrun
+
+FLAGS = ["--data", "digits", "--batch_size", "64", "--epochs", "2", "--max_steps", "30", "--log_every", "10"]
+BOTH = ["--trackers", "tensorboard,wandb"]
+NO_KEY = {"NETRC": "/nonexistent", "WANDB_API_KEY": ""}
+KEY = {"WANDB_API_KEY": "c0ffee" * 6 + "c0ff"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, cache) -> Path:
+    """Of a run by two processes without a key, its W&B id chosen from outside."""
+    folder = tmp_path_factory.mktemp("tracked") / "run"
+    words = [*torchrun(2), *CNN, *FLAGS, *BOTH, *cache, "--output_dir", folder]
+    output = run(words, env=NO_KEY | {"WANDB_RUN_ID": "chosen1"})
+    assert output.count("W&B has no key (wandb login): the run is logged offline") == 1
+    return folder
+
+
+def test_tensorboard_has_what_metrics_jsonl_has(folder):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder / "tensorboard")).Reload()
+    for name, ours in curves(folder).items():
+        theirs = [(event.step, event.value) for event in events.Scalars(name)]
+        assert [step for step, _ in theirs] == [step for step, _ in ours]
+        assert [value for _, value in theirs] == pytest.approx([value for _, value in ours], rel=1e-6)
+    hyper_parameters = next((folder / "tensorboard").glob("*/hparams.yml")).read_text()
+    assert "batch_size: 64" in hyper_parameters
+    assert "widths: 4,8,32" in hyper_parameters.replace("(4, 8, 32)", "4,8,32")
+
+
+def test_wandb_has_what_metrics_jsonl_has(folder):
+    """One run, from one of the processes; the optimizer step is the axis of every curve."""
+    (file,) = folder.glob("wandb/offline-run-*-chosen1/run-chosen1.wandb")
+    records = wandb_records(file)
+    history = [
+        {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
+        for record in records
+        if record.HasField("history")
+    ]
+    for name, ours in curves(folder).items():
+        assert [(row["step"], row[name]) for row in history if name in row] == ours
+    axes = {
+        record.metric.glob_name: record.metric.step_metric for record in records if record.HasField("metric")
+    }
+    assert axes["*"] == "step"
+    config = {
+        item.key: json.loads(item.value_json)
+        for record in records
+        for item in [*record.config.update, *record.run.config.update]
+    }
+    assert (config["batch_size"], config["strategy"], config["processes"]) == (64, "ddp", 2)
+
+
+def test_each_epochs_accuracy_is_there(folder):
+    assert [line["epoch"] for line in metrics(folder) if "val/accuracy" in line] == [1, 30 / 22]
+
+
+def test_wandb_continues_a_run_by_its_id(folder, tmp_path, cache):
+    words = [*python(), *CNN, *FLAGS, *BOTH, *cache, "--output_dir", tmp_path / "run"]
+    run(words, env=NO_KEY | {"WANDB_RUN_ID": "chosen1"})
+    (file,) = (tmp_path / "run").glob("wandb/offline-run-*-chosen1/run-chosen1.wandb")
+    (started,) = [record.run for record in wandb_records(file) if record.HasField("run")]
+    assert started.run_id == "chosen1"
+
+
+@pytest.mark.parametrize(
+    "server", [401, 500, None], ids=["refuses the key", "fails", "is silent"], indirect=True
+)
+def test_training_does_not_depend_on_the_wandb_server(server, tmp_path, cache):
+    url, seen = server
+    words = [*python(), *CNN, *FLAGS, "--trackers", "wandb", *cache, "--output_dir", tmp_path / "run"]
+    output = run(words, env=KEY | {"WANDB_BASE_URL": url})
+    assert seen, "the server was never asked"
+    assert output.count("W&B does not take the run") == 1
+    assert KEY["WANDB_API_KEY"] not in output
+    found = result(tmp_path / "run")
+    assert found["status"] == "finished"
+    assert found["wall_s"] < 60  # 10 s for the server, and what a launch takes: far from W&B's own 90 s
+    assert len(list((tmp_path / "run").glob("wandb/offline-run-*/*.wandb"))) == 1
+
+
+@pytest.fixture
+def server(request) -> Iterator[tuple[str, list]]:
+    """A server that answers with an HTTP status, or (None) never. Yields its URL and who came."""
+    seen: list = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            seen.append(self.path)
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            if request.param is None:
+                closing.wait()
+                return
+            self.send_response(request.param)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        do_GET = do_PUT = do_POST
+
+        def log_message(self, *_) -> None:
+            pass
+
+    closing = threading.Event()
+    http_server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=http_server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{http_server.server_port}", seen
+    closing.set()
+    http_server.shutdown()
+    http_server.server_close()
+
+
+def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """name -> [(step, value)] of metrics.jsonl"""
+    found: dict[str, list] = {}
+    for line in metrics(folder):
+        for name in line.keys() - {"step"}:
+            found.setdefault(name, []).append((line["step"], line[name]))
+    expected = {"epoch", "train/loss", "train/lr", "train/images_per_s", "val/loss", "val/accuracy"}
+    assert found.keys() == expected
+    return found
+
+
+def wandb_records(file: Path) -> list:
+    """The protobuf records of a .wandb file: LevelDB's log format behind a header of 7 bytes."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, records, parts = file.read_bytes(), [], []
+    position = 7
+    while position + 7 <= len(data):
+        left_in_block = 32768 - position % 32768
+        _, length, kind = struct.unpack("<IHB", data[position : position + 7])
+        if left_in_block < 7 or kind == 0:
+            position += left_in_block
+            continue
+        parts.append(data[position + 7 : position + 7 + length])
+        position += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            records.append(Record.FromString(b"".join(parts)))
+            parts = []
+    return records

@@ -1,0 +1,182 @@
+"""Hello: a small network learns a curve. The smallest complete example, and a smoke test of a cluster.
+
+Start here if you have never seen distributed training: what a process does and what all of them do together
+is explained where it happens. The other scripts are the same story with images.
+
+    python train_hello.py
+    torchrun --standalone --nproc_per_node=2 train_hello.py
+    accelerate launch --config_file accelerate_configs/fsdp_4gpu.yaml train_hello.py --hidden_size 256
+
+It takes seconds, and leaves its loss curves and a picture of the learned function in the run folder's plots/.
+What is common to all scripts, as the log, speaks of images: here they are points.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from common.accelerator import prepare, run, start
+from common.checkpoints import save_weights
+from common.optim import set_learning_rate, warmup_cosine
+from common.order import evaluation_plan, micro_batches, reseed, steps_per_epoch, training_plan
+from common.recipe import Batch, Recipe, flag, parse, setting
+from common.tracking import Run
+
+# --- Recipe -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hello(Recipe):
+    data: str = flag("generated", "noisy points of a curve, from the seed", choices=("generated",))
+    data_size: int = flag(4096, "points to learn from", minimum=1)
+    hidden_size: int = flag(64, "width of the hidden layers", minimum=1)
+    epochs: int = flag(10, "passes over the points", minimum=1)
+    batch_size: int = flag(64, "points per optimizer step over the whole job", minimum=1)
+    lr: float = flag(0.01, "peak learning rate", minimum=0)
+    clip_norm: float = flag(0.0, "largest norm of the gradient; 0 does not clip", minimum=0)
+    log_every: int = setting(100, "optimizer steps between two lines of the log", minimum=1)
+
+
+# --- Model ------------------------------------------------------------------------------------------------
+
+
+class Block(nn.Sequential):
+    def __init__(self, width_in: int, width_out: int):
+        super().__init__(nn.Linear(width_in, width_out), nn.GELU())
+
+
+class Net(nn.Module):
+    """[B, 1] -> [B, 1]"""
+
+    # FSDP and ZeRO-3 give each process a part of every weight; a block is gathered whole just when it runs.
+    _no_split_modules = ("Block",)
+
+    def __init__(self, hidden_size: int):
+        super().__init__()
+        self.blocks = nn.Sequential(Block(1, hidden_size), Block(hidden_size, hidden_size))
+        self.head = nn.Linear(hidden_size, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(x))
+
+
+# --- Data -------------------------------------------------------------------------------------------------
+
+
+def curve(x: Tensor) -> Tensor:
+    return torch.sin(3 * x) * (1 + x)
+
+
+def points(count: int, seed: int) -> tuple[Tensor, Tensor]:
+    """x in [-2, 2] and the curve with noise of standard deviation 0.1: two [count, 1] on CPU."""
+    generator = torch.Generator().manual_seed(seed)
+    x = 4 * torch.rand(count, 1, generator=generator) - 2
+    return x, curve(x) + 0.1 * torch.randn(count, 1, generator=generator)
+
+
+# --- Evaluate ---------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def evaluate(
+    accelerator: Accelerator, model: nn.Module, x: Tensor, y: Tensor, batch: Batch
+) -> dict[str, float]:
+    """Mean squared error over all points: each process takes its share, and their sums are added up."""
+    model.eval()
+    sums = torch.zeros(2, dtype=torch.float64, device=x.device)  # squared errors, points
+    shares = evaluation_plan(len(x), batch.per_device, batch.processes, accelerator.process_index)
+    for ids, valid in shares:  # the last share is filled up: what fills it is not counted
+        errors = (model(x[ids]).float() - y[ids])[:valid]
+        sums += torch.stack([errors.double().square().sum(), sums.new_tensor(valid)])
+    # "All-reduce": every process gives its numbers, and every process gets the sum of all.
+    squared, count = accelerator.reduce(sums, "sum").tolist()
+    model.train()
+    return {"loss": squared / count, "images": int(count)}
+
+
+# --- Train ------------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    recipe = parse(Hello)
+    # The launcher started this script several times. The processes find one another at an address that it
+    # passed in environment variables; together they are the "process group". Each has a number in it, its
+    # "rank" (accelerator.process_index), and a device of its own. Rank 0 is the "main process".
+    accelerator, batch = start(recipe, recipe.clip_norm)
+
+    # All ranks make the same points and, from the same seed, the same initial weights. Nothing is sent.
+    x, y = (t.to(accelerator.device) for t in points(recipe.data_size, recipe.seed))
+    val_x, val_y = (t.to(accelerator.device) for t in points(1000, recipe.seed + 1))
+    torch.manual_seed(recipe.seed)
+    model = Net(recipe.hidden_size)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr)
+    # Here the strategy enters. DDP keeps the whole model on every rank; FSDP and ZeRO lay weights, gradients
+    # or the optimizer's moments out over the ranks. The loop below is the same for all of them.
+    model, optimizer = prepare(accelerator, model, optimizer)
+
+    per_epoch = steps_per_epoch(recipe.data_size, batch)
+    total_steps = recipe.epochs * per_epoch
+    last_step = min(total_steps, recipe.max_steps or total_steps)
+    # "Sharding" of the data: all ranks shuffle the points in the same way, and of the batch_size points of a
+    # step each takes other ones, batch_size / ranks of them. (If a share does not fit on the device it is cut
+    # further, into "accumulations": micro-batches of per_device_batch_size points, one after the other.)
+    plan = iter(training_plan(recipe.data_size, batch, accelerator.process_index, recipe.seed, 0, last_step))
+    with Run(accelerator, recipe, batch, last_step, per_epoch) as run:
+        for step in range(last_step):
+            lr = recipe.lr * warmup_cosine(step, total_steps, total_steps // 20)
+            set_learning_rate(optimizer, lr)
+            for k in micro_batches(batch, accelerator.process_index):
+                _, ids = next(plan)
+                reseed(recipe.seed, step, k)
+                with accelerator.accumulate(model):
+                    loss = F.mse_loss(model(x[ids]).float(), y[ids])
+                    # Each rank has the gradient of its own points. While backward runs, the ranks average
+                    # them (all-reduce; FSDP and ZeRO: reduce-scatter, each rank gets its part of the mean).
+                    accelerator.backward(loss)
+                    if recipe.clip_norm and accelerator.sync_gradients:
+                        accelerator.clip_grad_norm_(model.parameters(), recipe.clip_norm)
+                    # So all ranks make the same step, and their weights stay the same without being sent.
+                    optimizer.step()
+                    optimizer.zero_grad()
+                run.add(loss, ids)
+            done = step + 1
+            epoch_ends = done % per_epoch == 0 or done == last_step
+            if done % recipe.log_every == 0 or epoch_ends:
+                run.log_training(done, lr)
+            if epoch_ends:
+                run.log_evaluation(done, evaluate(accelerator, model, val_x, val_y, batch))
+        # The picture needs the model's answers, and under FSDP and ZeRO all ranks must run a model together.
+        grid = torch.linspace(-2, 2, 201, device=accelerator.device)[:, None]
+        with torch.no_grad():
+            learned = model(grid).float().cpu()
+        if accelerator.is_main_process:  # what is written once is written by one rank
+            plot(run.folder / "plots" / "fit.png", x.cpu(), y.cpu(), grid.cpu(), learned)
+        run.finish(save_weights(accelerator, model, run.checkpoint_folder(last_step)), "validation")
+
+
+def plot(path: Path, x: Tensor, y: Tensor, grid: Tensor, learned: Tensor) -> None:
+    """The points, the true curve and the learned one."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    axes.plot(x[:1000], y[:1000], ".", color="0.8", label="points to learn from")
+    axes.plot(grid, curve(grid), "k--", label="the curve behind them")
+    axes.plot(grid, learned, color="C1", label="learned")
+    axes.set(xlabel="x", ylabel="y")
+    axes.legend()
+    path.parent.mkdir(exist_ok=True)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+# --- Entry ------------------------------------------------------------------------------------------------
+
+if __name__ == "__main__":
+    run(main)
