@@ -80,6 +80,10 @@ class Net(nn.Module):
         return self.head(F.relu(self.hidden(x)))
 
 
+def build_model(recipe: CnnA, classes: int) -> nn.Module:
+    return Net(recipe.widths, recipe.image_size, classes)
+
+
 # --- Data -------------------------------------------------------------------------------------------------
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)  # of CIFAR-10's training images, in [0, 1]
@@ -114,7 +118,7 @@ def main() -> None:
     accelerator, batch = start(recipe, recipe.clip_norm)
     images = load(accelerator, recipe)
     torch.manual_seed(recipe.seed)  # the same initial weights in every process
-    model = Net(recipe.widths, recipe.image_size, len(images.classes))
+    model = build_model(recipe, len(images.classes))
     optimizer = build_optimizer(model, recipe)
     model, optimizer = prepare(accelerator, model, optimizer)
 

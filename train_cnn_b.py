@@ -129,6 +129,10 @@ class ResNet18(nn.Module):
         return self.head(x.mean((2, 3)))
 
 
+def build_model(recipe: CnnB, classes: int) -> nn.Module:
+    return ResNet18(recipe.width, recipe.stem, classes)
+
+
 # --- Data -------------------------------------------------------------------------------------------------
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)  # of CIFAR-10's training images, in [0, 1]
@@ -165,7 +169,7 @@ def main() -> None:
     accelerator, batch = start(recipe, recipe.clip_norm)
     images = load(accelerator, recipe)
     torch.manual_seed(recipe.seed)  # the same initial weights in every process
-    model = ResNet18(recipe.width, recipe.stem, len(images.classes))
+    model = build_model(recipe, len(images.classes))
     optimizer = build_optimizer(model, recipe)
     model, optimizer = prepare(accelerator, model, optimizer)
     batch_norms = [module for module in model.modules() if isinstance(module, BatchNorm)]

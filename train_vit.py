@@ -7,8 +7,7 @@ clipping at 1.0 as in "How to train your ViT" (arXiv 2106.10270); an EMA of the 
 Accuracy of this recipe: not yet measured on a GPU.
 
     accelerate launch --config_file accelerate_configs/fsdp_4gpu.yaml train_vit.py
-    accelerate launch --config_file accelerate_configs/cpu.yaml train_vit.py --data digits --epochs 10 \
-        --model vit_tiny_patch16_224 --image_size 32 --patch_size 4 --batch_size 64
+    python train_vit.py --config recipes/vit_tiny_digits.yaml
     deepspeed --num_gpus 2 train_vit.py --deepspeed_config ds_configs/zero2.json --pretrained --lr 1e-4
 """
 

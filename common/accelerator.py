@@ -140,8 +140,11 @@ def world_size() -> int:
 
 
 def processes_per_host() -> int:
-    """As the launcher says it: torchrun and accelerate in LOCAL_WORLD_SIZE, deepspeed in LOCAL_SIZE."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or "1")
+    """As the launcher says it: deepspeed in LOCAL_SIZE, torchrun and accelerate in LOCAL_WORLD_SIZE.
+
+    In this order: on CPU Accelerate itself sets LOCAL_WORLD_SIZE to 1 where the launcher did not.
+    """
+    return int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or "1")
 
 
 def device_name(accelerator: Accelerator) -> str:

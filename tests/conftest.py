@@ -119,6 +119,38 @@ def real_data() -> Path:
 
 
 @pytest.fixture
+def ssh(tmp_path):
+    """A real sshd on loopback, and a PATH on which `ssh localhost` goes to it. Yields the environment."""
+    sshd = shutil.which("sshd", path="/usr/sbin:/usr/bin")
+    if sshd is None or os.geteuid() != 0:
+        pytest.skip("needs root and Debian's openssh-server")
+    folder, port = tmp_path / "ssh", free_port()
+    folder.mkdir(mode=0o700)
+    for key in ("host", "user"):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / key], check=True)
+    (folder / "known_hosts").write_text(f"[127.0.0.1]:{port} {(folder / 'host.pub').read_text()}")
+    (folder / "sshd_config").write_text(
+        f"ListenAddress 127.0.0.1:{port}\nHostKey {folder}/host\nAuthorizedKeysFile {folder}/user.pub\n"
+        f"UsePAM no\nStrictModes no\nPidFile none\nPermitRootLogin prohibit-password\n"
+    )
+    (folder / "config").write_text(
+        f"Host localhost\n  HostName 127.0.0.1\n  Port {port}\n  IdentityFile {folder}/user\n"
+        f"  UserKnownHostsFile {folder}/known_hosts\n  StrictHostKeyChecking yes\n  BatchMode yes\n"
+    )
+    client = folder / "bin" / "ssh"
+    client.parent.mkdir()
+    client.write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -F {folder}/config "$@"\n')
+    client.chmod(0o755)
+    Path("/run/sshd").mkdir(exist_ok=True)
+    server = subprocess.Popen([sshd, "-D", "-e", "-f", folder / "sshd_config"])
+    try:
+        yield {"PATH": os.pathsep.join([str(client.parent), str(BIN), os.environ["PATH"]])}
+    finally:
+        server.terminate()
+        server.wait()
+
+
+@pytest.fixture
 def project_copy(tmp_path) -> Path:
     """The project's code in a folder of its own, to be broken on purpose."""
     copy = tmp_path / "project"

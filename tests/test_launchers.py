@@ -1,73 +1,185 @@
-"""Every way to start a script that the README names, on this host; each ends with the same numbers."""
+"""Every command of the README, as it is written there: only made small, and every host is this one."""
 
 import json
 import os
+import re
+import shlex
 import shutil
-import subprocess
 import sys
-from pathlib import Path
 
 import pexpect
 import pytest
 
-from tests.conftest import BIN, CNN, ROOT, Job, deepspeed, free_port, metrics, python, result, run, torchrun
+from tests.conftest import BIN, ROOT, Job, free_port, lines, result, run
 
-FLAGS = ["--data", "digits", "--batch_size", "64", "--max_steps", "4", "--log_every", "1"]
-FLAGS += ["--mixed_precision", "no", "--trackers", "none"]
-ZERO2 = ["--deepspeed_config", "ds_configs/zero2.json"]
-LAUNCHERS = {  # name: (launcher, flags, strategy, processes)
-    "python": (python(), [], "single", 1),
-    "torchrun": (torchrun(2), [], "ddp", 2),
-    "torchrun with c10d": (
-        torchrun(2, "--nnodes=1", "--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0", "--rdzv_id=7"),
-        [],
-        "ddp",
-        2,
-    ),
-    "deepspeed --num_gpus": (deepspeed("--num_gpus", "2"), [], "ddp", 2),
-    "deepspeed --num_gpus with ZeRO-2": (deepspeed("--num_gpus", "2"), ZERO2, "zero2", 2),
+# Appended to a command, so that it takes seconds and needs no hub: the last of two equal flags counts.
+DIGITS = ["--data", "digits", "--max_steps", "2", "--batch_size", "16"]
+SMALL = {
+    "train_hello.py": ["--max_steps", "20"],
+    "train_cnn_a.py": DIGITS,
+    "train_cnn_b.py": [*DIGITS, "--width", "8"],
+    "train_vit.py": [*DIGITS, "--model", "test_vit", "--image_size", "32", "--patch_size", "8"],
 }
+BENCHMARK = ["--data", "digits", "--blocks", "1", "--steps", "2", "--warmup", "1", "--batch_size", "16"]
+ONE_TWO_AND_TWO_HOSTS = "--model_folder ./weights"  # the commands that work for three scripts alike
 
 
-@pytest.fixture(scope="module")
-def losses(tmp_path_factory, cache) -> list[float]:
-    folder = tmp_path_factory.mktemp("reference") / "run"
-    run([*python(), *CNN, *FLAGS, *cache, "--output_dir", folder])
-    return train_losses(folder)
+def readme_commands() -> tuple[list[str], list[str]]:
+    """The commands in blocks of the README, and those in its tables."""
+    text = (ROOT / "README.md").read_text()
+    blocks = "".join(re.findall(r"```\n(.*?)```", text, re.DOTALL)).splitlines()
+    tables = re.findall(r"^\|.*?\| `([^`]+)` \|", text, re.MULTILINE)
+    starts = ("python", "torchrun", "accelerate", "deepspeed", "make", "tensorboard")
+    return [line for line in blocks if line.startswith(starts)], [c for c in tables if c.startswith(starts)]
 
 
-@pytest.mark.parametrize("name", LAUNCHERS)
-def test_launcher(name, losses, tmp_path, cache):
-    launcher, flags, strategy, processes = LAUNCHERS[name]
-    run([*launcher, *CNN, *FLAGS, *flags, *cache, "--output_dir", tmp_path / "run"])
-    check(tmp_path / "run", losses, strategy, processes)
+IN_BLOCKS, IN_TABLES = readme_commands()
+LAUNCHES = [command for command in IN_BLOCKS if re.search(r"train_\w+\.py", command)]
+LAUNCHES.remove("accelerate launch train_cnn_a.py")  # test_after_the_users_own_accelerate_config
 
 
-def test_two_torchruns_with_static_rendezvous(losses, tmp_path, cache):
-    """As on two hosts with one process each; the run folder is rank 0's alone."""
+@pytest.fixture
+def project(project_copy):
+    """Where a command of the README is typed; what it leaves there ends with the test."""
+    shutil.copytree(ROOT / "recipes", project_copy / "recipes")
+    shutil.copy(ROOT / "hostfile", project_copy)
+    return project_copy
+
+
+@pytest.mark.parametrize("command", LAUNCHES)
+def test_launch(command, project, ssh, cache):
+    launch(command, project, ssh, cache)
+
+
+MODEL_FOLDER = [command for command in LAUNCHES if command.endswith(ONE_TWO_AND_TWO_HOSTS)]
+OTHER_SCRIPTS = [
+    pytest.param(command.replace("train_cnn_a.py", script), marks=marks)
+    for command in MODEL_FOLDER
+    if "--config" not in command
+    for script, marks in (("train_cnn_b.py", []), ("train_vit.py", pytest.mark.full))
+]
+
+
+@pytest.mark.parametrize("command", OTHER_SCRIPTS)
+def test_the_first_course_with_another_script(command, project, ssh, cache):
+    """One GPU, two, two hosts with two: as written, only the script's name is another."""
+    launch(command, project, ssh, cache)
+
+
+def launch(command: str, project, ssh: dict[str, str], cache: list) -> None:
+    script = re.search(r"train_\w+\.py", command).group()
+    small = SMALL[script] if script == "train_hello.py" else [*SMALL[script], *cache]
     port = free_port()
     jobs = []
-    for node in (0, 1):
-        address = ("--nnodes=2", f"--node_rank={node}", "--master_addr=127.0.0.1", f"--master_port={port}")
-        words = [*torchrun(1, *address), *CNN, *FLAGS, *cache, "--output_dir", tmp_path / f"run{node}"]
-        jobs.append(Job(words))
+    for rank in range(2 if "--nnodes=2" in command else 1):
+        line = command.replace("=R ", f"={rank} ").replace("=IP", "=127.0.0.1").replace("29500", str(port))
+        words = [*shlex.split(line), *small]
+        if words[0] == "deepspeed":
+            words[1:1] = ["--master_port", str(port)]
+        jobs.append(Job(words, cwd=project, env=ssh))
     for job in jobs:
         status, output = job.wait()
         assert status == 0, output
-    check(tmp_path / "run0", losses, "ddp", 2)
-    assert result(tmp_path / "run0")["hosts"] == 2
-    assert not (tmp_path / "run1").exists()
+    if "--print_config" in command:
+        assert "stem: imagenet" in output
+        return
+    (folder,) = (path.parent for path in project.glob("*/*/*/result.json"))
+    found = result(folder)
+    hosts, processes, strategy = len(jobs), expected_processes(command), expected_strategy(command)
+    assert (found["script"], found["status"]) == (script.removesuffix(".py"), "finished")
+    assert (found["strategy"], found["hosts"], found["processes"]) == (strategy, hosts, processes)
+    assert folder.parent.parent.name == ("weights" if ONE_TWO_AND_TWO_HOSTS in command else "runs")
+    named = f"{strategy}_{found['batch_size']}_{found['epochs']}_{hosts}_{processes // hosts}"
+    assert folder.name == named
+    assert lines(folder / "metrics.jsonl")
 
 
-def test_after_the_users_own_accelerate_config(losses, tmp_path, cache):
+def expected_processes(command: str) -> int:
+    per_host = re.search(r"nproc_per_node=(\d)|num_gpus (\d)|_(\d)gpu", command)
+    on_host = int(next(filter(None, per_host.groups()))) if per_host else 2 if "hostfile" in command else 1
+    return 2 * on_host if "--nnodes=2" in command else on_host
+
+
+def expected_strategy(command: str) -> str:
+    for strategy in ("fsdp", "zero1", "zero2", "zero3"):
+        if f"configs/{strategy}" in command:
+            return strategy
+    return "ddp" if expected_processes(command) > 1 else "single"
+
+
+def test_no_command_is_left_out():
+    """A new kind of command needs a test of its kind."""
+    kinds = {
+        "make": r"make (train|test|test-all)\b",  # test_make_train; the others are this run of the tests
+        "accelerate config": r"accelerate config$|accelerate launch train_cnn_a.py$",
+        "benchmark": r"python -m benchmarks\.tutorial_speed ",
+        "tests": r"python -m pytest tests/\w+\.py$",
+        "tensorboard": r"tensorboard --logdir runs$",  # a server of its own, for the reader
+        "launch": r".*train_\w+\.py",
+    }
+    for command in [*IN_BLOCKS, *IN_TABLES]:
+        assert any(re.match(pattern, command) for pattern in kinds.values()), command
+    for command in IN_TABLES:
+        if command.startswith("python -m pytest"):
+            assert (ROOT / command.split()[-1]).exists(), command
+    assert len(LAUNCHES) > 15
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("command", [c for c in IN_TABLES if "train_" in c and c not in LAUNCHES])
+def test_launch_of_a_result(command, project, ssh, cache):
+    if "benchmarks" in command:
+        pytest.skip("test_benchmark runs it")
+    launch(command, project, ssh, cache)
+
+
+@pytest.mark.parametrize("script", ["train_cnn_a", "train_cnn_b"])
+def test_benchmark(script, tmp_path, cache):
+    width = ["--widths", "4,8,32"] if script == "train_cnn_a" else ["--width", "8"]
+    words = [
+        sys.executable,
+        "-m",
+        "benchmarks.tutorial_speed",
+        "--script",
+        script,
+        *BENCHMARK,
+        *width,
+        *cache,
+    ]
+    run([*words, "--json", tmp_path / "out.json"])
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert {name: len(blocks) for name, blocks in found["blocks"].items()} == {
+        "tutorial": 1,
+        "ours": 1,
+        "ceiling": 1,
+    }
+    assert found["ours_over_tutorial"] > 0
+
+
+def test_make_train(project, cache):
+    """Installs nothing a second time, and trains."""
+    venv = BIN.parent
+    if not (venv / "installed").exists():
+        pytest.skip(f"{venv} was not made by `make setup`")
+    for name in ("Makefile", "requirements.txt"):
+        shutil.copy2(ROOT / name, project)  # with its time: make compares it
+    output = run(["make", "train", f"VENV={venv}"], cwd=project)
+    assert "pip install" not in output
+    (folder,) = (project / "runs" / "train_cnn_a").iterdir()
+    assert result(folder)["best_accuracy"] >= 0.97
+
+
+def test_after_the_users_own_accelerate_config(project, tmp_path, cache):
     """The questions of accelerate are answered at a terminal; then the plain command works."""
     home = {"HF_HOME": str(tmp_path / "hf"), "CUDA_VISIBLE_DEVICES": "", "TERM": "dumb"}
     answer_accelerate_config(home, processes=2)
     config = (tmp_path / "hf" / "accelerate" / "default_config.yaml").read_text()
     assert "num_processes: 2" in config
     assert "distributed_type: MULTI_GPU" in config
-    run([BIN / "accelerate", "launch", *CNN, *FLAGS, *cache, "--output_dir", tmp_path / "run"], env=home)
-    check(tmp_path / "run", losses, "ddp", 2)
+    words = ["accelerate", "launch", "train_cnn_a.py", *SMALL["train_cnn_a.py"], *cache]
+    run([*words, "--output_dir", tmp_path / "run"], cwd=project, env=home)
+    found = result(tmp_path / "run")
+    assert (found["status"], found["strategy"], found["processes"]) == ("finished", "ddp", 2)
 
 
 def answer_accelerate_config(env: dict[str, str], processes: int) -> None:
@@ -86,62 +198,6 @@ def answer_accelerate_config(env: dict[str, str], processes: int) -> None:
         child.send(answer)
     child.close()
     assert child.exitstatus == 0
-
-
-def test_deepspeed_hostfile_as_committed(ssh, losses, tmp_path, cache):
-    """The deepspeed launcher asks each host for its name over ssh, this one too."""
-    words = [*deepspeed("--hostfile", "hostfile"), *CNN, *FLAGS, *cache, "--output_dir", tmp_path / "run"]
-    run(words, env=ssh)
-    check(tmp_path / "run", losses, "ddp", 2)
-
-
-def test_deepspeed_hostfile_without_ssh(losses, tmp_path, cache):
-    launcher = deepspeed("--hostfile", "hostfile", "--no_ssh_check", "--master_addr", "127.0.0.1")
-    run([*launcher, *CNN, *FLAGS, *ZERO2, *cache, "--output_dir", tmp_path / "run"])
-    check(tmp_path / "run", losses, "zero2", 2)
-
-
-@pytest.fixture
-def ssh(tmp_path):
-    """A real sshd on loopback, and a PATH on which `ssh localhost` goes to it. Yields the environment."""
-    sshd = shutil.which("sshd", path="/usr/sbin:/usr/bin")
-    if sshd is None or os.geteuid() != 0:
-        pytest.skip("needs root and Debian's openssh-server")
-    folder, port = tmp_path / "ssh", free_port()
-    folder.mkdir(mode=0o700)
-    for key in ("host", "user"):
-        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / key], check=True)
-    (folder / "known_hosts").write_text(f"[127.0.0.1]:{port} {(folder / 'host.pub').read_text()}")
-    (folder / "sshd_config").write_text(
-        f"ListenAddress 127.0.0.1:{port}\nHostKey {folder}/host\nAuthorizedKeysFile {folder}/user.pub\n"
-        f"UsePAM no\nStrictModes no\nPidFile none\nPermitRootLogin prohibit-password\n"
-    )
-    (folder / "config").write_text(
-        f"Host localhost\n  HostName 127.0.0.1\n  Port {port}\n  IdentityFile {folder}/user\n"
-        f"  UserKnownHostsFile {folder}/known_hosts\n  StrictHostKeyChecking yes\n  BatchMode yes\n"
-    )
-    client = folder / "bin" / "ssh"
-    client.parent.mkdir()
-    client.write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -F {folder}/config "$@"\n')
-    client.chmod(0o755)
-    Path("/run/sshd").mkdir(exist_ok=True)
-    server = subprocess.Popen([sshd, "-D", "-e", "-f", folder / "sshd_config"])
-    try:
-        yield {"PATH": os.pathsep.join([str(client.parent), str(BIN), os.environ["PATH"]])}
-    finally:
-        server.terminate()
-        server.wait()
-
-
-def check(folder, losses, strategy, processes):
-    found = result(folder)
-    assert (found["status"], found["strategy"], found["processes"]) == ("finished", strategy, processes)
-    assert train_losses(folder) == pytest.approx(losses, abs=1e-5)
-    assert json.loads((folder / "recipe.json").read_text())["recipe"]["data"] == "digits"
-
-
-def train_losses(folder) -> list[float]:
-    return [line["train/loss"] for line in metrics(folder) if "train/loss" in line]
 
 
 def test_the_committed_hostfile_is_this_host():

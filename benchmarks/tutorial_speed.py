@@ -1,22 +1,18 @@
-"""CNN-A: train_cnn_a.py against the way of PyTorch's CIFAR-10 tutorial, side by side in one run.
+"""train_cnn_a.py and train_cnn_b.py against the way of PyTorch's CIFAR-10 tutorial, side by side in one run.
 
-On two AVX512-BF16 cores, batch size 512, nothing else running, medians of 5 rounds: ours has 6.8 times the
-tutorial's images/s with the default widths (49 steps a block, bf16; 0.98 of the ceiling) and 5.7 times with
-`--widths 4,8,32` (98 steps, an epoch; 0.96 of the ceiling). Batches of 128 of the small widths spend their
-time between the operations: there it is 4.3 times.
+What came out, and on what: benchmarks/README.md.
 
-    python -m benchmarks.cnn_a_speed --batch_size 512 --widths 32,64,128 --steps 49
-    python -m benchmarks.cnn_a_speed --batch_size 512 --widths 4,8,32 --steps 98 --mixed_precision no
-    python -m benchmarks.cnn_a_speed --batch_size 512 --widths 4,8,32 --mixed_precision no --accuracy 5
-
-bf16 does not pay for the small widths on a CPU, hence fp32 there.
+    python -m benchmarks.tutorial_speed --batch_size 512 --steps 49
+    python -m benchmarks.tutorial_speed --batch_size 512 --steps 98 --widths 4,8,32 --mixed_precision no
+    python -m benchmarks.tutorial_speed --script train_cnn_b --batch_size 64 --steps 10 --warmup 5
+    python -m benchmarks.tutorial_speed --batch_size 512 --accuracy 3
 
 Each arm is a process of its own, and one of them works at a time: a block of steps of the first, of the
 second, of the third, and again. The arms:
 
-tutorial   PIL images, torchvision transforms in 2 DataLoader workers, float32, contiguous, AdamW as it comes,
-           `.item()` each step; network, batch size, learning rate and weight decay are train_cnn_a.py's
-ours       train_cnn_a.py's main() itself, a stopwatch in its log
+tutorial   PIL images, torchvision transforms in 2 DataLoader workers, float32, contiguous, `.item()` each
+           step; network, optimizer, batch size and learning rate are the script's
+ours       the script's main() itself, a stopwatch in its log
 ceiling    the same main() on one batch that is ready on the device: no data, no augmentation
 
 No arm evaluates during the blocks. On a GPU: not yet measured.
@@ -24,6 +20,7 @@ No arm evaluates during the blocks. On a GPU: not yet measured.
 
 import argparse
 import contextlib
+import importlib
 import io
 import json
 import multiprocessing
@@ -35,6 +32,7 @@ import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -47,12 +45,10 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-import train_cnn_a as script
 from common.accelerator import device_name, precision
 from common.image_cache import prepare
 from common.images import ArraySplit, Images, open_images
-from common.optim import parameter_groups
-from common.recipe import parse
+from common.recipe import ImageRecipe, parse
 from common.tracking import Run
 
 # --- The arms, each in a process of its own ---------------------------------------------------------------
@@ -80,8 +76,8 @@ class Stopwatch:
         self.began = time.perf_counter()
 
 
-def ours(argv: list[str], link: Connection, timed: bool, resident: bool = False) -> None:
-    """train_cnn_a.py's main() with a Run that reports to the parent. resident: always the same batch."""
+def ours(script: ModuleType, argv: list[str], link: Connection, timed: bool, resident: bool = False) -> None:
+    """The script's main() with a Run that reports to the parent. resident: always the same batch."""
     stopwatch = Stopwatch(link)
 
     class ReportingRun(Run):
@@ -109,8 +105,8 @@ def ours(argv: list[str], link: Connection, timed: bool, resident: bool = False)
         script.main()
 
 
-def one_batch(images: Images, plan: Any, device: torch.device, recipe: script.CnnA) -> Iterator[tuple]:
-    """In place of train_cnn_a.training_batches: the shapes and layout of its batches, the same pixels."""
+def one_batch(images: Images, plan: Any, device: torch.device, recipe: ImageRecipe) -> Iterator[tuple]:
+    """In place of the script's training_batches: the shapes and layout of its batches, the same pixels."""
     inputs = labels = None
     for _, ids in plan:
         if inputs is None:
@@ -134,7 +130,7 @@ class TutorialImages(Dataset):
         return len(self.data)
 
 
-def tutorial_loaders(recipe: script.CnnA) -> tuple[DataLoader, DataLoader, int]:
+def tutorial_loaders(script: ModuleType, recipe: ImageRecipe) -> tuple[DataLoader, DataLoader, int]:
     """Training and test images, and the number of classes."""
     from torchvision.transforms import Compose, Normalize, RandomCrop, RandomHorizontalFlip, ToTensor
 
@@ -155,14 +151,16 @@ def tutorial_loaders(recipe: script.CnnA) -> tuple[DataLoader, DataLoader, int]:
     return DataLoader(train, shuffle=True, **options), DataLoader(test, **options), len(images.classes)
 
 
-def tutorial(argv: list[str], link: Connection, timed: bool) -> None:
-    recipe = parse(script.CnnA, argv)
-    train, test, classes = tutorial_loaders(recipe)
+def tutorial(script: ModuleType, argv: list[str], link: Connection, timed: bool) -> None:
+    recipe = parse(getattr(script, RECIPES[script.__name__]), argv)
+    train, test, classes = tutorial_loaders(script, recipe)
     stopwatch = Stopwatch(link)
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(recipe.seed)
-    net = tutorial_network(script.Net(recipe.widths, recipe.image_size, classes)).to(device)
-    optimizer = torch.optim.AdamW(parameter_groups(net, recipe.weight_decay), lr=recipe.lr)
+    net = script.build_model(recipe, classes).to(device)
+    if hasattr(net, "blocks"):
+        relu_before_pool(net)
+    optimizer = script.build_optimizer(net, recipe)
     criterion = nn.CrossEntropyLoss(label_smoothing=recipe.label_smoothing)
     step = 0
     for _ in range(recipe.epochs):
@@ -183,11 +181,10 @@ def tutorial(argv: list[str], link: Connection, timed: bool) -> None:
             link.send(("epoch", tutorial_accuracy(net, test, device)))
 
 
-def tutorial_network(net: script.Net) -> script.Net:
-    """The same layers and weights in the order in which they are written everywhere: ReLU, then pool."""
+def relu_before_pool(net: nn.Module) -> None:
+    """CNN-A's layers in the order in which they are written everywhere: the same function and weights."""
     for block in net.blocks:
         block[1], block[2] = block[2], block[1]
-    return net
 
 
 def tutorial_accuracy(net: nn.Module, test: DataLoader, device: torch.device) -> float:
@@ -200,17 +197,18 @@ def tutorial_accuracy(net: nn.Module, test: DataLoader, device: torch.device) ->
     return correct / total
 
 
-def ceiling(argv: list[str], link: Connection, timed: bool) -> None:
-    ours(argv, link, timed, resident=True)
+def ceiling(script: ModuleType, argv: list[str], link: Connection, timed: bool) -> None:
+    ours(script, argv, link, timed, resident=True)
 
 
+RECIPES = {"train_cnn_a": "CnnA", "train_cnn_b": "CnnB"}
 ARMS = {"tutorial": tutorial, "ours": ours, "ceiling": ceiling}
 
 
-def work(name: str, argv: list[str], link: Connection, timed: bool) -> None:
+def work(name: str, script: str, argv: list[str], link: Connection, timed: bool) -> None:
     """A child's whole life. It ends with the parent: then the link is at its end."""
     try:
-        ARMS[name](argv, link, timed)
+        ARMS[name](importlib.import_module(script), argv, link, timed)
     except (EOFError, BrokenPipeError, KeyboardInterrupt):
         os._exit(0)  # no more is wanted, not even orderly ends
     except ValueError as error:
@@ -225,11 +223,11 @@ def work(name: str, argv: list[str], link: Connection, timed: bool) -> None:
 class Arm:
     """A started arm. A context manager that ends it."""
 
-    def __init__(self, name: str, argv: list[str], timed: bool):
+    def __init__(self, name: str, script: str, argv: list[str], timed: bool):
         context = multiprocessing.get_context("spawn")
         self.name = name
         self.link, theirs = context.Pipe()
-        self.process = context.Process(target=work, args=(name, argv, theirs, timed))
+        self.process = context.Process(target=work, args=(name, script, argv, theirs, timed))
         self.process.start()
         theirs.close()
         self.tree = psutil.Process(self.process.pid)
@@ -278,25 +276,24 @@ def machine_cpu_s() -> float:
     return sum(times) - times.idle - getattr(times, "iowait", 0.0)
 
 
-def measure(widths: str, flags: list[str], options: argparse.Namespace, say: Callable) -> dict[str, Any]:
+def measure(flags: list[str], options: argparse.Namespace, say: Callable) -> dict[str, Any]:
     """Blocks of all arms in turn, their medians and the medians of each round's ratios."""
     blocks: dict[str, list[dict]] = {name: [] for name in ARMS}
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         arms = []
         for name in ARMS:
-            say(f"widths {widths}: starting {name}")
-            words = [*flags, "--widths", widths, "--epochs", "1000", "--output_dir", str(folder / name)]
-            arms.append(stack.enter_context(Arm(name, words, timed=True)))
+            say(f"starting {name}")
+            words = [*flags, "--epochs", "1000", "--output_dir", str(folder / name)]
+            arms.append(stack.enter_context(Arm(name, options.script, words, timed=True)))
             arms[-1].answer()
             arms[-1].block(options.warmup)
         for number in range(1, options.blocks + 1):
             for arm in arms:
                 arm.block(LEAD_IN)
                 blocks[arm.name].append(arm.block(options.steps))
-                words = in_words(blocks[arm.name][-1])
-                say(f"widths {widths}: block {number}/{options.blocks} {arm.name:8} {words}")
-    return {"widths": widths, "blocks": blocks, **summary(blocks)}
+                say(f"block {number}/{options.blocks} {arm.name:8} {in_words(blocks[arm.name][-1])}")
+    return {"blocks": blocks, **summary(blocks)}
 
 
 def in_words(block: dict[str, Any]) -> str:
@@ -327,16 +324,17 @@ def summary(blocks: dict[str, list[dict]]) -> dict[str, Any]:
     }
 
 
-def accuracies(widths: str, flags: list[str], options: argparse.Namespace, say: Callable) -> dict[str, Any]:
+def accuracies(flags: list[str], options: argparse.Namespace, say: Callable) -> dict[str, Any]:
     """Trains both ways to the end, one after the other, with each seed. Accuracies on the test images."""
     finals: dict[str, list[float]] = {"tutorial": [], "ours": []}
     for seed in range(options.seeds):
         for name in finals:
             with tempfile.TemporaryDirectory() as folder:
-                words = [*flags, "--widths", widths, "--epochs", str(options.accuracy), "--seed", str(seed)]
-                with Arm(name, [*words, "--output_dir", folder + "/run"], timed=False) as arm:
-                    finals[name].append(final_accuracy(arm, f"widths {widths}, seed {seed}, {name}", say))
-    return {"widths": widths, "epochs": options.accuracy, "accuracy": finals}
+                words = [*flags, "--epochs", str(options.accuracy), "--seed", str(seed)]
+                words += ["--output_dir", folder + "/run"]
+                with Arm(name, options.script, words, timed=False) as arm:
+                    finals[name].append(final_accuracy(arm, f"seed {seed}, {name}", say))
+    return {"epochs": options.accuracy, "accuracy": finals}
 
 
 def final_accuracy(arm: Arm, about: str, say: Callable) -> float:
@@ -352,51 +350,41 @@ def final_accuracy(arm: Arm, about: str, say: Callable) -> float:
 # --- Output -----------------------------------------------------------------------------------------------
 
 
-def speed_table(results: list[dict], options: argparse.Namespace) -> Table:
+def speed_table(result: dict[str, Any], options: argparse.Namespace) -> Table:
     table = Table(title=f"Medians of {options.blocks} blocks of {options.steps} steps", title_justify="left")
-    table.add_column("widths")
     for name in ARMS:
         table.add_column(f"{name}\nimages/s", justify="right")
     for title in ("ours /\ntutorial", "ours /\nceiling", "tutorial\ncore us/image", "ours\ncore us/image"):
         table.add_column(title, justify="right")
-    for result in results:
-        speeds = [f"{result['images_per_s'][name]:,.0f}" for name in ARMS]
-        ratios = [f"{result['ours_over_tutorial']:.2f}", f"{result['ours_over_ceiling']:.2f}"]
-        cpu = result["cpu_us_per_image"]
-        table.add_row(result["widths"], *speeds, *ratios, f"{cpu['tutorial']:.0f}", f"{cpu['ours']:.0f}")
+    speeds = [f"{result['images_per_s'][name]:,.0f}" for name in ARMS]
+    ratios = [f"{result['ours_over_tutorial']:.2f}", f"{result['ours_over_ceiling']:.2f}"]
+    cpu = result["cpu_us_per_image"]
+    table.add_row(*speeds, *ratios, f"{cpu['tutorial']:.0f}", f"{cpu['ours']:.0f}")
     return table
 
 
-def accuracy_table(results: list[dict], options: argparse.Namespace) -> Table:
+def accuracy_table(result: dict[str, Any], options: argparse.Namespace) -> Table:
     title = f"Test accuracy after {options.accuracy} epochs, mean of {options.seeds} seeds (each)"
-    table = Table("widths", "tutorial", "ours", "difference", title=title, title_justify="left")
-    for result in results:
-        means = {name: statistics.mean(values) for name, values in result["accuracy"].items()}
-        cells = [
-            f"{means[name]:.4f} ({', '.join(f'{a:.4f}' for a in values)})"
-            for name, values in result["accuracy"].items()
-        ]
-        table.add_row(result["widths"], *cells, f"{means['ours'] - means['tutorial']:+.4f}")
+    table = Table("tutorial", "ours", "difference", title=title, title_justify="left")
+    means = {name: statistics.mean(values) for name, values in result["accuracy"].items()}
+    cells = [
+        f"{means[name]:.4f} ({', '.join(f'{a:.4f}' for a in values)})"
+        for name, values in result["accuracy"].items()
+    ]
+    table.add_row(*cells, f"{means['ours'] - means['tutorial']:+.4f}")
     return table
 
 
 def read_options() -> tuple[argparse.Namespace, list[str]]:
-    """The benchmark's own flags, and those that are left for train_cnn_a.py."""
+    """The benchmark's own flags, and those that are left for the script."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.cnn_a_speed",
+        prog="python -m benchmarks.tutorial_speed",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="All other flags are train_cnn_a.py's, for all arms: --batch_size 64, --mixed_precision no",
+        epilog="All other flags are the script's, for all arms: --batch_size 64, --mixed_precision no",
         allow_abbrev=False,
     )
-    parser.add_argument("--data", default="cifar10", help="as train_cnn_a.py's (default: %(default)s)")
-    parser.add_argument(
-        "--widths",
-        nargs="+",
-        default=["32,64,128", "4,8,32"],
-        metavar="A,B,C",
-        help="of the network, one comparison each (default: 32,64,128 4,8,32)",
-    )
+    parser.add_argument("--script", choices=RECIPES, default="train_cnn_a", help="(default: %(default)s)")
     numbers = {
         "blocks": (5, "blocks of each arm"),
         "steps": (100, "optimizer steps of a block"),
@@ -412,10 +400,9 @@ def read_options() -> tuple[argparse.Namespace, list[str]]:
         help="compare test accuracies after so many epochs instead",
     )
     parser.add_argument("--json", metavar="FILE", type=Path, help="write all blocks and results there")
-    options, rest = parser.parse_known_args()
-    flags = ["--data", options.data, *rest]
-    for widths in options.widths:
-        parse(script.CnnA, [*flags, "--widths", widths])  # a mistake ends it here
+    options, flags = parser.parse_known_args()
+    script = importlib.import_module(options.script)
+    parse(getattr(script, RECIPES[options.script]), flags)  # a mistake ends it here
     return options, flags
 
 
@@ -436,21 +423,22 @@ def main() -> None:
 
     compare = accuracies if options.accuracy else measure
     try:
-        results = [compare(widths, flags, options, say) for widths in options.widths]
+        result = compare(flags, options, say)
     except ValueError as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         sys.exit("interrupted")
-    console.print((accuracy_table if options.accuracy else speed_table)(results, options))
+    console.print((accuracy_table if options.accuracy else speed_table)(result, options))
     if not options.accuracy:
-        busy = statistics.mean(result["cores_taken_by_others"] for result in results)
         console.print(
-            f"{results[0]['device']}, {os.cpu_count()} cores, {torch.get_num_threads()} threads, ours in"
-            f" {results[0]['precision']}; other processes took {busy:.2f} cores meanwhile",
+            f"{result['device']}, {os.cpu_count()} cores, {torch.get_num_threads()} threads, ours in"
+            f" {result['precision']}; {result['cores_taken_by_others']:.2f} cores taken by other processes",
             highlight=False,
         )
     if options.json:
-        options.json.write_text(json.dumps({"flags": flags, "results": results}, indent=2) + "\n")
+        options.json.write_text(
+            json.dumps({"script": options.script, "flags": flags, **result}, indent=2) + "\n"
+        )
 
 
 if __name__ == "__main__":
