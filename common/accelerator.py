@@ -273,7 +273,7 @@ def _precision(flag: str | None) -> str:
     wanted = flag or launchers or ("bf16" if _has_native_bf16() else "no")
     remark = ""
     if not torch.cuda.is_available() and wanted == "fp16":
-        remark = "fp16 is slow on a CPU, but the same in its overflows and its loss scale as on a GPU"
+        remark = "fp16 is slow on a CPU; the rehearsal has it all the same, with its loss scaling"
     elif not torch.cuda.is_available() and wanted == launchers == "bf16" and not _has_native_bf16():
         remark, wanted = "bf16 is not native to this CPU: the rehearsal is in fp32", "no"
     elif wanted == "bf16" and torch.cuda.is_available() and not _has_native_bf16():

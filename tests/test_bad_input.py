@@ -3,7 +3,7 @@
 import pytest
 from PIL import Image
 
-from tests.conftest import CNN, VIT, Job, accelerate, deepspeed, python, result, run, torchrun
+from tests.conftest import CNN, RESNET, VIT, Job, accelerate, deepspeed, python, result, run, torchrun
 from tests.data import class_folders
 
 SMALL = ["--data", "digits", "--batch_size", "8", "--max_steps", "1", "--trackers", "none"]
@@ -42,6 +42,11 @@ CASES = {  # name: (launcher, script and flags, message)
     ),
     "no transformer": (python(), [*VIT, *SMALL, "--model", "resnet18"], "is no Vision Transformer"),
     "weights that are none": (python(), [*VIT, *SMALL, "--weights", "BROKEN"], "--weights "),
+    "pretrained without a hub": (
+        torchrun(2),
+        [*VIT, *SMALL, "--model", "vit_tiny_patch16_224", "--pretrained"],
+        "--pretrained: the hub can't be reached",
+    ),
 }
 
 
@@ -51,7 +56,8 @@ def test_one_clear_error(name, tmp_path, cache):
     broken = tmp_path / "broken.json"
     broken.write_text('{\n  "train_batch_size" 8\n}')
     words = [broken if word == "BROKEN" else word for word in words]
-    status, output = Job([*launcher, *words, *cache, "--output_dir", tmp_path / "run"]).wait(60)
+    offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf")}
+    status, output = Job([*launcher, *words, *cache, "--output_dir", tmp_path / "run"], env=offline).wait(60)
     assert status != 0
     assert output.count("error: ") == 1, output
     assert message in output
@@ -66,6 +72,17 @@ def test_more_processes_than_images(tmp_path, cache):
     assert status != 0
     assert "--batch_size 3 is more than the 2 training images" in output
     assert not (tmp_path / "run").exists()
+
+
+def test_out_of_memory_says_which_size_to_try(tmp_path, cache):
+    """A batch of 1.5 TiB a process, which the allocator refuses at once on any machine with less."""
+    flags = ["--data", "digits", "--image_size", "16384", "--batch_size", "1024", "--trackers", "none"]
+    status, output = Job([*torchrun(2), *RESNET, *flags, *cache, "--output_dir", tmp_path / "run"]).wait(90)
+    assert status != 0
+    assert output.count("error: out of memory on CPU") == 1, output
+    assert "with --per_device_batch_size 512: try --per_device_batch_size 256, the same" in output
+    assert "--batch_size 1024 with 2 accumulations" in output
+    assert result(tmp_path / "run")["status"] == "failed"
 
 
 @pytest.mark.parametrize("workers", ["0", "2"])

@@ -41,7 +41,11 @@ def test_fp16_follows_fp32(script, tmp_path, cache):
     assert losses["fp16"] != losses["no"]
 
 
-@pytest.mark.parametrize("launcher", [python(), accelerate("fsdp_2gpu")], ids=["single", "fsdp"])
+@pytest.mark.parametrize(
+    "launcher",
+    [python(), pytest.param(accelerate("fsdp_2gpu"), marks=pytest.mark.full)],
+    ids=["single", "fsdp"],
+)
 def test_a_step_that_overflows_changes_nothing(launcher, project_copy, tmp_path, cache):
     """With a loss scale beyond fp16 every gradient is infinite: each step is left out, on all ranks."""
     mutate(

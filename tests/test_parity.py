@@ -47,15 +47,16 @@ def command(script: str, cache: list) -> list:
 
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory, cache):
-    """The folder of a script's run in one process, with 2 accumulations."""
+    """The folder of a script's run in one process, with 2 accumulations, or as the further flags say."""
     folders = {}
 
-    def folder_of(script: str):
-        if script not in folders:
-            folders[script] = tmp_path_factory.mktemp(script) / "run"
-            words = [*python(), *command(script, cache), "--output_dir", folders[script]]
+    def folder_of(script: str, *flags: str):
+        key = (script, *flags)
+        if key not in folders:
+            folders[key] = tmp_path_factory.mktemp(script) / "run"
+            words = [*python(), *command(script, cache), *flags, "--output_dir", folders[key]]
             run(words, env=HALF_THE_CORES)
-        return folders[script]
+        return folders[key]
 
     return folder_of
 
@@ -65,6 +66,17 @@ def test_two_processes_train_as_one_with_two_accumulations(script, strategy, one
     launcher, flags = STRATEGIES[strategy]
     run([*launcher, *command(script, cache), *flags, "--output_dir", tmp_path / "run"])
     assert_same_training(tmp_path / "run", one_process(script))
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [pytest.param(s, marks=[] if s in ("fsdp", "zero2") else pytest.mark.full) for s in STRATEGIES],
+)
+def test_two_processes_with_two_accumulations_train_as_one_with_four(strategy, one_process, tmp_path, cache):
+    launcher, flags = STRATEGIES[strategy]
+    smaller = ["--per_device_batch_size", "24"]
+    run([*launcher, *command("vit", cache), *smaller, *flags, "--output_dir", tmp_path / "run"])
+    assert_same_training(tmp_path / "run", one_process("vit", *smaller))
 
 
 def test_accumulation_does_not_change_a_model_without_dropout(one_process, tmp_path, cache):

@@ -60,6 +60,8 @@ def test_a_config_file_sets_defaults_and_flags_win(name, tmp_path):
         (["--lr", "nan"], "--lr nan: must be at least 0"),
         (["--lr", "inf"], "--lr inf: must be a finite number"),
         (["--widths", "4,x"], "--widths 4,x: must be numbers as 4,8,32"),
+        (["--trackers", "none,wandb"], "--trackers none,wandb: `none` stands alone"),
+        (["--trackers", "mlflow"], "--trackers mlflow: choose among tensorboard, wandb, none"),
         (["--mixed_precision", "fp8"], "--mixed_precision fp8: choose among no, bf16, fp16"),
         (["--output_dir", "a", "--model_folder", "b"], "exclude one another"),
         (["--config", "nothing.yaml"], "--config nothing.yaml: No such file"),
@@ -110,6 +112,31 @@ def test_the_recipe_is_what_is_trained_not_where():
     where = ("output_dir", "per_device_batch_size", "max_steps", "mixed_precision", "timeout_s", "log_every")
     assert not set(where) & recipe_part(CnnA()).keys()
     assert {"data", "epochs", "batch_size", "lr", "seed", "widths"} <= recipe_part(CnnA()).keys()
+
+
+def test_the_next_smaller_forward_leaves_the_batch_as_it_is():
+    assert share_out(96, 48, 2).smaller() == 24
+    assert share_out(90, 45, 2).smaller() == 15
+    assert share_out(96, 1, 2).smaller() is None
+
+
+def test_the_printed_recipe_is_a_config_file_of_itself(tmp_path, capsys):
+    words = [
+        "--widths",
+        "1,2",
+        "--lr",
+        "1e-5",
+        "--pretrained",
+        "--trackers",
+        "tensorboard,wandb",
+        "--epochs",
+        "3",
+    ]
+    with pytest.raises(SystemExit) as stop:
+        parse(Sample, [*words, "--print_config"])
+    assert stop.value.code == 0
+    (tmp_path / "printed.yaml").write_text(capsys.readouterr().out)
+    assert parse(Sample, ["--config", str(tmp_path / "printed.yaml")]) == parse(Sample, words)
 
 
 def test_batch_arithmetic():
