@@ -4,7 +4,7 @@ What came out, and on what: benchmarks/README.md.
 
     python -m benchmarks.tutorial_speed --batch_size 512 --steps 49
     python -m benchmarks.tutorial_speed --batch_size 512 --steps 98 --widths 4,8,32 --mixed_precision no
-    python -m benchmarks.tutorial_speed --script train_cnn_b --batch_size 64 --steps 10 --warmup 5
+    python -m benchmarks.tutorial_speed --script train_cnn_b
     python -m benchmarks.tutorial_speed --batch_size 512 --accuracy 3
 
 Each arm is a process of its own, and one of them works at a time: a block of steps of the first, of the
@@ -202,6 +202,7 @@ def ceiling(script: ModuleType, argv: list[str], link: Connection, timed: bool) 
 
 
 RECIPES = {"train_cnn_a": "CnnA", "train_cnn_b": "CnnB"}
+STEPS = {"train_cnn_a": 100, "train_cnn_b": 6}  # of a block, some seconds on a CPU
 ARMS = {"tutorial": tutorial, "ours": ours, "ceiling": ceiling}
 
 
@@ -387,8 +388,7 @@ def read_options() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--script", choices=RECIPES, default="train_cnn_a", help="(default: %(default)s)")
     numbers = {
         "blocks": (5, "blocks of each arm"),
-        "steps": (100, "optimizer steps of a block"),
-        "warmup": (20, "optimizer steps of each arm before the first block"),
+        "warmup": (3, "optimizer steps of each arm before the first block"),
         "seeds": (1, "trainings of each way for --accuracy, with the seeds 0, 1, ..."),
     }
     for name, (default, text) in numbers.items():
@@ -400,7 +400,10 @@ def read_options() -> tuple[argparse.Namespace, list[str]]:
         help="compare test accuracies after so many epochs instead",
     )
     parser.add_argument("--json", metavar="FILE", type=Path, help="write all blocks and results there")
+    steps = ", ".join(f"{n} for {script}" for script, n in STEPS.items())
+    parser.add_argument("--steps", type=positive, help=f"optimizer steps of a block (default: {steps})")
     options, flags = parser.parse_known_args()
+    options.steps = options.steps or STEPS[options.script]
     script = importlib.import_module(options.script)
     parse(getattr(script, RECIPES[options.script]), flags)  # a mistake ends it here
     return options, flags

@@ -47,8 +47,8 @@ def project(project_copy):
 
 
 @pytest.mark.parametrize("command", LAUNCHES)
-def test_launch(command, project, ssh, cache):
-    launch(command, project, ssh, cache)
+def test_launch(command, project, request, cache):
+    launch(command, project, request, cache)
 
 
 MODEL_FOLDER = [command for command in LAUNCHES if command.endswith(ONE_TWO_AND_TWO_HOSTS)]
@@ -61,12 +61,14 @@ OTHER_SCRIPTS = [
 
 
 @pytest.mark.parametrize("command", OTHER_SCRIPTS)
-def test_the_first_course_with_another_script(command, project, ssh, cache):
+def test_the_first_course_with_another_script(command, project, request, cache):
     """One GPU, two, two hosts with two: as written, only the script's name is another."""
-    launch(command, project, ssh, cache)
+    launch(command, project, request, cache)
 
 
-def launch(command: str, project, ssh: dict[str, str], cache: list) -> None:
+def launch(command: str, project, request, cache: list) -> None:
+    asks_hosts = "--hostfile" in command and "--no_ssh_check" not in command
+    env = request.getfixturevalue("ssh") if asks_hosts else {}
     script = re.search(r"train_\w+\.py", command).group()
     small = SMALL[script] if script == "train_hello.py" else [*SMALL[script], *cache]
     port = free_port()
@@ -76,7 +78,7 @@ def launch(command: str, project, ssh: dict[str, str], cache: list) -> None:
         words = [*shlex.split(line), *small]
         if words[0] == "deepspeed":
             words[1:1] = ["--master_port", str(port)]
-        jobs.append(Job(words, cwd=project, env=ssh))
+        jobs.append(Job(words, cwd=project, env=env))
     for job in jobs:
         status, output = job.wait()
         assert status == 0, output
@@ -127,10 +129,10 @@ def test_no_command_is_left_out():
 
 @pytest.mark.full
 @pytest.mark.parametrize("command", [c for c in IN_TABLES if "train_" in c and c not in LAUNCHES])
-def test_launch_of_a_result(command, project, ssh, cache):
+def test_launch_of_a_result(command, project, request, cache):
     if "benchmarks" in command:
         pytest.skip("test_benchmark runs it")
-    launch(command, project, ssh, cache)
+    launch(command, project, request, cache)
 
 
 @pytest.mark.parametrize("script", ["train_cnn_a", "train_cnn_b"])
