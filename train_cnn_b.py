@@ -73,8 +73,10 @@ class BatchNorm(nn.BatchNorm2d):
 
     def _apply(self, *args, **kwargs) -> "BatchNorm":
         """Called by .to() and .bfloat16(): DeepSpeed casts the whole model, but running means need fp32."""
+        mean, var = self.running_mean, self.running_var
         super()._apply(*args, **kwargs)
-        self.running_mean, self.running_var = self.running_mean.float(), self.running_var.float()
+        self.running_mean = mean.to(self.running_mean.device)
+        self.running_var = var.to(self.running_var.device)
         return self
 
 
@@ -125,7 +127,7 @@ class ResNet18(nn.Module):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.stages(self.stem(x))  # [B, 8 * width, H / 8, W / 8]
+        x = self.stages(self.stem(x))  # [B, 8 * width, H / 8, W / 8]; H / 32 with the ImageNet stem
         return self.head(x.mean((2, 3)))
 
 
@@ -153,7 +155,8 @@ def training_batches(images: Images, plan: Plan, device: torch.device, recipe: C
 
 def build_optimizer(model: nn.Module, recipe: CnnB) -> torch.optim.Optimizer:
     groups = parameter_groups(model, recipe.weight_decay)
-    # Not fused: FSDP's DTensors know no fused SGD in torch 2.15.
+    # Not fused, as FSDP's DTensors know no fused SGD in torch 2.15; so fp16's scaler waits for the device at
+    # each step, to see whether it overflowed.
     return torch.optim.SGD(groups, lr=recipe.lr, momentum=recipe.momentum, nesterov=recipe.momentum > 0)
 
 

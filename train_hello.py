@@ -103,12 +103,13 @@ def evaluate(
 
 def main() -> None:
     recipe = parse(Hello)
-    # The launcher started this script several times. The processes find one another at an address that it
-    # passed in environment variables; together they are the "process group". Each has a number in it, its
-    # "rank" (accelerator.process_index), and a device of its own. Rank 0 is the "main process".
+    # A launcher has started this script several times (plain python: once). The processes find one another at
+    # an address that it passed in environment variables; together they are the "process group". Each has a
+    # number in it, its "rank" (accelerator.process_index), and a device of its own. Rank 0 is also called the
+    # "main process".
     accelerator, batch = start(recipe, recipe.clip_norm)
 
-    # All ranks make the same points and, from the same seed, the same initial weights. Nothing is sent.
+    # All ranks make the same points and, from the same seed, the same initial weights: no need to send them.
     x, y = (t.to(accelerator.device) for t in points(recipe.data_size, recipe.seed))
     val_x, val_y = (t.to(accelerator.device) for t in points(1000, recipe.seed + 1))
     torch.manual_seed(recipe.seed)
@@ -139,7 +140,8 @@ def main() -> None:
                     accelerator.backward(loss)
                     if recipe.clip_norm and accelerator.sync_gradients:
                         accelerator.clip_grad_norm_(model.parameters(), recipe.clip_norm)
-                    # So all ranks make the same step, and their weights stay the same without being sent.
+                    # With DDP all ranks make the same step, so their weights stay the same and are not sent.
+                    # With FSDP and ZeRO each updates its part; the parts are gathered when a block runs.
                     optimizer.step()
                     optimizer.zero_grad()
                 run.add(loss, ids)

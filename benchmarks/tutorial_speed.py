@@ -203,6 +203,7 @@ def ceiling(script: ModuleType, argv: list[str], link: Connection, timed: bool) 
 
 RECIPES = {"train_cnn_a": "CnnA", "train_cnn_b": "CnnB"}
 STEPS = {"train_cnn_a": 100, "train_cnn_b": 6}  # of a block, some seconds on a CPU
+WARMUP = {"train_cnn_a": 20, "train_cnn_b": 3}  # steps before the first block
 ARMS = {"tutorial": tutorial, "ours": ours, "ceiling": ceiling}
 
 
@@ -388,7 +389,6 @@ def read_options() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--script", choices=RECIPES, default="train_cnn_a", help="(default: %(default)s)")
     numbers = {
         "blocks": (5, "blocks of each arm"),
-        "warmup": (3, "optimizer steps of each arm before the first block"),
         "seeds": (1, "trainings of each way for --accuracy, with the seeds 0, 1, ..."),
     }
     for name, (default, text) in numbers.items():
@@ -400,10 +400,15 @@ def read_options() -> tuple[argparse.Namespace, list[str]]:
         help="compare test accuracies after so many epochs instead",
     )
     parser.add_argument("--json", metavar="FILE", type=Path, help="write all blocks and results there")
-    steps = ", ".join(f"{n} for {script}" for script, n in STEPS.items())
-    parser.add_argument("--steps", type=positive, help=f"optimizer steps of a block (default: {steps})")
+    for name, by_script, text in (
+        ("steps", STEPS, "optimizer steps of a block"),
+        ("warmup", WARMUP, "optimizer steps of each arm before the first block"),
+    ):
+        defaults = ", ".join(f"{script}: {n}" for script, n in by_script.items())
+        parser.add_argument(f"--{name}", type=positive, help=f"{text} (default: {defaults})")
     options, flags = parser.parse_known_args()
     options.steps = options.steps or STEPS[options.script]
+    options.warmup = options.warmup or WARMUP[options.script]
     script = importlib.import_module(options.script)
     parse(getattr(script, RECIPES[options.script]), flags)  # a mistake ends it here
     return options, flags

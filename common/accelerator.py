@@ -82,8 +82,12 @@ def prepare(
     model, optimizer = accelerator.prepare(model, optimizer)
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         plain_module(model).register_forward_pre_hook(_cast_inputs(precision(accelerator)))
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        model.forward_sync_buffers = False  # common.evaluation broadcasts them where they are used
+        if precision(accelerator) == "fp16":
+            # Run finds a loss that is not finite, and says more than DeepSpeed's traceback would.
+            optimizer.optimizer.loss_scaler.raise_error_at_min_scale = False
+    replica = getattr(model, "_orig_mod", model)  # torch.compile stands outside
+    if isinstance(replica, nn.parallel.DistributedDataParallel):
+        replica.forward_sync_buffers = False  # common.evaluation broadcasts them where they are used
     model.train()
     return model, optimizer
 
@@ -273,7 +277,7 @@ def _precision(flag: str | None) -> str:
     wanted = flag or launchers or ("bf16" if _has_native_bf16() else "no")
     remark = ""
     if not torch.cuda.is_available() and wanted == "fp16":
-        remark = "fp16 is slow on a CPU; the rehearsal has it all the same, with its loss scaling"
+        remark = "fp16 is slow on a CPU; it is computed all the same, with loss scaling as on a GPU"
     elif not torch.cuda.is_available() and wanted == launchers == "bf16" and not _has_native_bf16():
         remark, wanted = "bf16 is not native to this CPU: the rehearsal is in fp32", "no"
     elif wanted == "bf16" and torch.cuda.is_available() and not _has_native_bf16():

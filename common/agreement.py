@@ -6,7 +6,8 @@ import os
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,27 @@ def first_to_say(message: str) -> bool:
         return dist.distributed_c10d._get_default_store().add(key, 1) == 1
     except RuntimeError:  # the process that kept the store is gone
         return True
+
+
+@contextmanager
+def close_main_first(accelerator: Accelerator, failed: bool) -> Iterator[None]:
+    """Where a job fails, the main process does what is inside before the others go on to their end.
+
+    A launcher kills all processes as soon as one has ended. The others wait 10 s at most: the main process
+    may be in a collective, and know of nothing.
+    """
+    yield
+    if not failed or not dist.is_initialized():
+        return
+    try:
+        store = dist.distributed_c10d._get_default_store()
+        if accelerator.is_main_process:
+            store.set("closed", "yes")
+        until = time.monotonic() + 10
+        while not store.check(["closed"]) and time.monotonic() < until:
+            time.sleep(0.05)
+    except RuntimeError:  # the process that kept the store is gone
+        return
 
 
 def is_hosts_first() -> bool:

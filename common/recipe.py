@@ -22,10 +22,19 @@ def flag(
     minimum: float = -math.inf,
     maximum: float = math.inf,
     part_of_recipe: bool = True,
+    per_script: bool = False,
 ) -> Any:
-    """A recipe's field that is a flag. part_of_recipe: runs that differ in it are different trainings."""
+    """A recipe's field that is a flag. part_of_recipe: runs that differ in it are different trainings.
+
+    per_script: each script has a default of its own, which its recipe declares.
+    """
     metadata = dict(
-        help=help, choices=choices, minimum=minimum, maximum=maximum, part_of_recipe=part_of_recipe
+        help=help,
+        choices=choices,
+        minimum=minimum,
+        maximum=maximum,
+        part_of_recipe=part_of_recipe,
+        per_script=per_script,
     )
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -39,10 +48,10 @@ def setting(default: Any, help: str, **bounds: Any) -> Any:
 class Recipe:
     """The flags that every script has. A script's own recipe adds to them and sets their defaults."""
 
-    data: str = flag("generated", "what is learned from")
-    epochs: int = flag(10, "passes over the training images", minimum=1)
-    batch_size: int = flag(256, "images per optimizer step over the whole job", minimum=1)
-    lr: float = flag(1e-3, "peak learning rate", minimum=0)
+    data: str = flag("generated", "what is learned from", per_script=True)
+    epochs: int = flag(10, "passes over the training images", minimum=1, per_script=True)
+    batch_size: int = flag(256, "images per optimizer step over the whole job", minimum=1, per_script=True)
+    lr: float = flag(1e-3, "peak learning rate", minimum=0, per_script=True)
     seed: int = flag(
         0,
         "of the initial weights, the order of the images and the augmentation",
@@ -93,7 +102,9 @@ class ImageRecipe(Recipe):
         "cifar10",
         "`digits`, `cifar10`, `synthetic`, or a folder: the hub's parquet files, or class folders",
     )
-    image_size: int = flag(32, "edge of the square that the network sees, in pixels", minimum=1)
+    image_size: int = flag(
+        32, "edge of the square that the network sees, in pixels", minimum=1, per_script=True
+    )
     cache_dir: str | None = setting(None, "decoded images, on a local disk; unset: `~/.cache/train-images`")
     workers: int = setting(
         2, "decoding processes per device, where the images do not fit into memory", minimum=0
@@ -110,7 +121,7 @@ def parse(recipe_class: type[Recipe], argv: list[str] | None = None) -> Recipe:
     parser = _Parser(prog=Path(sys.argv[0]).name, allow_abbrev=False)
     parser.add_argument("--config", metavar="FILE", help="YAML or JSON with any of the flags below as keys")
     parser.add_argument(
-        "--print_config", action="store_true", help="print all of them, as such a YAML, and end"
+        "--print_config", action="store_true", help="print the resolved recipe, as YAML for --config, and end"
     )
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # given by the deepspeed launcher
     for field in fields:
@@ -148,12 +159,14 @@ def as_yaml(recipe: Recipe) -> str:
 
 def flag_table(recipe_class: type[Recipe], without: type[Recipe] | None = None) -> str:
     """The flags as rows of a Markdown table; those that `without` has with the same default are left out."""
-    known = {f.name: f.default for f in dataclasses.fields(without)} if without else {}
+    others = dataclasses.fields(without) if without else ()
+    known = {f.name: (f.default, f.metadata["per_script"]) for f in others}
     rows = ["| flag | default | what it is |", "|---|---|---|"]
     for field in dataclasses.fields(recipe_class):
-        if field.name in known and known[field.name] == field.default:
+        if known.get(field.name) == (field.default, field.metadata["per_script"]):
             continue
         default = "" if field.default is None else _text(field.default)
+        default = "each script's own" if field.metadata["per_script"] else default
         allowed = f" ({', '.join(field.metadata['choices'])})" if field.metadata["choices"] else ""
         rows.append(f"| `--{field.name}` | {default} | {field.metadata['help']}{allowed} |")
     return "\n".join(rows)

@@ -1,15 +1,14 @@
 """Where metrics go beside metrics.jsonl: TensorBoard and Weights & Biases, with Accelerate's trackers."""
 
-import netrc
 import os
 import secrets
+import shlex
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from accelerate.tracking import GeneralTracker, TensorBoardTracker, WandBTracker
 
-INIT_S, FINISH_S = 10, 60  # what a run waits for a W&B server at most, at its beginning and at its end
+INIT_S, FINISH_S = 10, 60  # how long a run waits for a W&B server, at its beginning and at its end
 
 
 def start_trackers(names: tuple[str, ...], folder: Path, about: dict[str, Any]) -> list[GeneralTracker]:
@@ -36,13 +35,24 @@ def start_trackers(names: tuple[str, ...], folder: Path, about: dict[str, Any]) 
 def finish_trackers(trackers: list[GeneralTracker], failed: bool) -> None:
     for tracker in trackers:
         if isinstance(tracker, _WandB):
-            tracker.run.finish(exit_code=int(failed))
+            tracker.finish(failed)
         else:
             tracker.finish()
 
 
+def tracker_ids(trackers: list[GeneralTracker]) -> dict[str, str]:
+    """What continues a run of a tracker, for recipe.json."""
+    ids = [tracker.run.id for tracker in trackers if isinstance(tracker, _WandB)]
+    return {"wandb_id": ids[0]} if ids else {}
+
+
 class _WandB(WandBTracker):
-    """W&B with the optimizer step as the axis of all curves: its own counter takes no step twice."""
+    """W&B with the optimizer step as the axis of all curves: its own counter takes no step twice.
+
+    What fails in it is said once and ends it, not the training.
+    """
+
+    ended = False
 
     def start(self) -> None:
         super().start()
@@ -50,11 +60,30 @@ class _WandB(WandBTracker):
         self.run.define_metric("*", step_metric="step")
 
     def log(self, values: dict[str, float], step: int, **_: Any) -> None:
-        super().log(values | {"step": step})
+        if self.ended:
+            return
+        try:
+            super().log(values | {"step": step})
+        except Exception as error:
+            self.ended = True
+            print(f"W&B has stopped ({error}); metrics.jsonl has everything", flush=True)
+
+    def finish(self, failed: bool) -> None:
+        if self.ended:
+            return
+        if not self.run.offline:
+            print(f"sending what is left to W&B, {FINISH_S} s at most", flush=True)
+        try:
+            self.run.finish(exit_code=int(failed))
+        except Exception as error:
+            print(
+                f"W&B does not have everything ({error}); {_send_later(Path(self.run.dir).parents[2])}",
+                flush=True,
+            )
 
 
 def _start_wandb(folder: Path, project: str) -> _WandB:
-    """One run, continued where WANDB_RUN_ID names it; offline without a key, or where no server answers.
+    """One run, continued where WANDB_RUN_ID names it; offline without a key, or where no server takes it.
 
     WANDB_PROJECT, WANDB_MODE and W&B's other variables hold as everywhere.
     """
@@ -62,35 +91,47 @@ def _start_wandb(folder: Path, project: str) -> _WandB:
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     import wandb
 
+    settings = wandb.Settings(
+        init_timeout=INIT_S, finish_timeout=FINISH_S, finish_timeout_raises=True, console="off", silent=True
+    )
     options = {
         "dir": folder,
         "name": folder.name,
         "id": os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4),
         "resume": "allow",
-        "settings": wandb.Settings(init_timeout=INIT_S, finish_timeout=FINISH_S, console="off", silent=True),
+        "settings": settings,
     }
-    project = os.environ.get("WANDB_PROJECT", project)
-    send_later = f"send it later by: wandb sync {folder}/wandb/offline-*"
-    if "WANDB_MODE" not in os.environ and not _has_wandb_key(wandb.setup().settings.base_url):
-        print(f"W&B has no key (wandb login): the run is logged offline; {send_later}", flush=True)
-        options["mode"] = "offline"
-    tracker = _WandB(project, **options)
+    tracker = _WandB(os.environ.get("WANDB_PROJECT", project), **options)
+    offline = _WandB(tracker.run_name, **options | {"mode": "offline"})
     try:
+        if not _has_wandb_key(settings):
+            print(
+                f"W&B has no key (wandb login): the run is logged offline; {_send_later(folder)}", flush=True
+            )
+            tracker = offline
         tracker.start()
-    except wandb.errors.Error as error:
-        print(f"W&B does not take the run ({error}): it is logged offline; {send_later}", flush=True)
+    except Exception as error:  # of many kinds: a wrong key, no server, no service process
+        print(f"W&B does not take the run ({error}): it is logged offline; {_send_later(folder)}", flush=True)
         wandb.teardown()  # or the offline start would wait for the same server
-        tracker = _WandB(project, **options | {"mode": "offline"})
+        tracker = offline
         tracker.start()
     print(f"W&B run {tracker.run.id if tracker.run.offline else tracker.run.url}", flush=True)
     return tracker
 
 
-def _has_wandb_key(base_url: str) -> bool:
-    """Whether wandb.init would find a key, instead of asking for one at the terminal."""
-    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+def _send_later(folder: Path | str) -> str:
+    return f"send it later by: wandb sync {shlex.quote(str(folder))}/wandb/*run-*"
+
+
+def _has_wandb_key(settings: Any) -> bool:
+    """Whether wandb.init would find a key, or need none, instead of asking for one at the terminal."""
+    import wandb
+    from wandb.sdk.lib import wbauth
+
+    known = wandb.setup(settings).settings
+    if known.mode not in ("online", "run"):
         return True
-    try:
-        return netrc.netrc(os.environ.get("NETRC")).authenticators(urlsplit(base_url).hostname) is not None
-    except (OSError, netrc.NetrcParseError):
-        return False
+    found = wbauth.authenticate_session(
+        host=known.base_url, source="--trackers wandb", prompt=False, update_session=False
+    )
+    return found is not None

@@ -16,14 +16,14 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
-from accelerate.utils.memory import should_reduce_batch_size
 from torch import Tensor
 
 from common import accelerator as job
 from common import report
+from common.agreement import close_main_first
 from common.progress import progress
 from common.recipe import Batch, Recipe, recipe_part
-from common.trackers import finish_trackers, start_trackers
+from common.trackers import finish_trackers, start_trackers, tracker_ids
 
 
 class Run:
@@ -63,9 +63,9 @@ class Run:
             "hosts": list(dict.fromkeys(host for host, _ in places)),
             "devices": [device for _, device in places],
         }
-        write_json(self.folder / "recipe.json", about)
-        self.metrics = open(self.folder / "metrics.jsonl", "w", buffering=1)  # noqa: SIM115 (closed in __exit__)
         self.trackers = start_trackers(recipe.trackers, self.folder, about)
+        write_json(self.folder / "recipe.json", about | tracker_ids(self.trackers))
+        self.metrics = open(self.folder / "metrics.jsonl", "w", buffering=1)  # noqa: SIM115 (closed in __exit__)
         if recipe.log_samples:
             self.samples = open(self.folder / "samples.jsonl", "w", buffering=1)  # noqa: SIM115
         self.progress = progress(recipe.epochs, steps)
@@ -76,9 +76,10 @@ class Run:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self.is_main:
-            self._close(failed=kind is not None)
-        if isinstance(error, Exception) and should_reduce_batch_size(error):
+        with close_main_first(self.accelerator, failed=kind is not None):
+            if self.is_main:
+                self._close(failed=kind is not None)
+        if is_out_of_memory(error):
             raise ValueError(self._out_of_memory()) from error
 
     def _close(self, failed: bool) -> None:
@@ -193,7 +194,7 @@ class Run:
             "epochs": recipe.epochs,
             "steps": self.logged_step,
             "best_accuracy": self.best.get("accuracy"),
-            "best_loss": self.best.get("loss"),
+            "best_loss": self.best.get("loss") if "accuracy" not in self.best else None,
             "best_step": self.best.get("step"),
             "final_accuracy": self.last.get("accuracy"),
             "final_loss": self.last.get("loss"),
@@ -205,6 +206,14 @@ class Run:
             "seed": recipe.seed,
             "checkpoint": str(self.saved_weights.relative_to(self.folder)) if self.saved_weights else None,
         }
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Of torch's allocators on GPU and CPU, of CUDA's libraries, of Python."""
+    texts = ("out of memory", "ALLOC_FAILED", "CUDA calloc", "can't allocate memory")
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
+        isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
+    )
 
 
 def _score(metrics: dict[str, float]) -> float:

@@ -49,11 +49,14 @@ class Job:
     """A command in a session of its own, so that nothing of it outlives the test."""
 
     def __init__(self, words: list, cwd: Path = ROOT, env: dict[str, str] | None = None):
-        path = f"{BIN}{os.pathsep}{os.environ['PATH']}"
+        # No test reaches the W&B account of whoever runs it.
+        mine = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+        mine |= {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": ""}
+        mine |= {"NETRC": "/nonexistent", "WANDB_CONFIG_DIR": "/nonexistent"}
         self.process = subprocess.Popen(
             [str(word) for word in words],
             cwd=cwd,
-            env={**os.environ, "PATH": path, "CUDA_VISIBLE_DEVICES": "", **(env or {})},
+            env=mine | (env or {}),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -5,6 +5,7 @@ import torch
 
 from common import accelerator
 from common.recipe import share_out
+from common.tracking import is_out_of_memory
 
 
 @pytest.fixture(autouse=True)
@@ -71,3 +72,21 @@ def test_the_recipes_numbers_go_into_deepspeeds_config(capsys):
     assert config["gradient_accumulation_steps"] == 4
     assert config["gradient_clipping"] == 0.0
     assert capsys.readouterr().out == "DeepSpeed's gradient_clipping 1.0 gives way to the recipe's 0.0\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "is_one"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), True),
+        (RuntimeError("CUDA error: out of memory"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("NCCL Error 1: Failed to CUDA calloc async 608 bytes"), True),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."), True),
+        (MemoryError(), True),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED"), False),
+        (ValueError("out of memory"), False),
+        (None, False),
+    ],
+)
+def test_what_counts_as_out_of_memory(error, is_one):
+    assert is_out_of_memory(error) == is_one

@@ -42,6 +42,11 @@ CASES = {  # name: (launcher, script and flags, message)
     ),
     "no transformer": (python(), [*VIT, *SMALL, "--model", "resnet18"], "is no Vision Transformer"),
     "weights that are none": (python(), [*VIT, *SMALL, "--weights", "BROKEN"], "--weights "),
+    "CIFAR-10 without a hub": (
+        torchrun(2),
+        [*CNN, "--data", "cifar10"],
+        "Without network use local files: --data FOLDER",
+    ),
     "pretrained without a hub": (
         torchrun(2),
         [*VIT, *SMALL, "--model", "vit_tiny_patch16_224", "--pretrained"],
@@ -75,9 +80,10 @@ def test_more_processes_than_images(tmp_path, cache):
 
 
 def test_out_of_memory_says_which_size_to_try(tmp_path, cache):
-    """A batch of 1.5 TiB a process, which the allocator refuses at once on any machine with less."""
+    """A batch of 1.5 TiB a process, with 256 GiB of addresses."""
     flags = ["--data", "digits", "--image_size", "16384", "--batch_size", "1024", "--trackers", "none"]
-    status, output = Job([*torchrun(2), *RESNET, *flags, *cache, "--output_dir", tmp_path / "run"]).wait(90)
+    words = ["prlimit", f"--as={2**38}", *torchrun(2), *RESNET, *flags, *cache]
+    status, output = Job([*words, "--output_dir", tmp_path / "run"]).wait(90)
     assert status != 0
     assert output.count("error: out of memory on CPU") == 1, output
     assert "with --per_device_batch_size 512: try --per_device_batch_size 256, the same" in output
@@ -110,8 +116,16 @@ def test_a_folder_that_holds_a_run_is_not_touched(tmp_path, cache):
     assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
 
 
-def test_a_loss_that_is_not_finite_stops_all_and_saves_nothing(tmp_path, cache):
-    words = [*torchrun(2), *CNN, *SMALL, "--max_steps", "30", "--lr", "1e30", "--log_every", "3", *cache]
+@pytest.mark.parametrize(
+    "launcher",
+    [torchrun(2), [*accelerate("zero2_2gpu"), "PRECISION"]],
+    ids=["ddp", "zero2 in fp16, beyond its smallest loss scale"],
+)
+def test_a_loss_that_is_not_finite_stops_all_and_saves_nothing(launcher, tmp_path, cache):
+    fp16 = launcher[-1] == "PRECISION"
+    launcher = launcher[:-1] if fp16 else launcher
+    words = [*launcher, *CNN, *SMALL, "--max_steps", "60", "--lr", "1e30", *cache]
+    words += ["--log_every", "30", "--mixed_precision", "fp16" if fp16 else "no"]
     status, output = Job([*words, "--output_dir", tmp_path / "run"]).wait(90)
     assert status != 0
     assert output.count("error: the loss is nan at step") == 1, output

@@ -1,5 +1,7 @@
 """fp16 with loss scaling, in real fp16 on the CPU: it follows fp32, and a step that overflows is left out."""
 
+from itertools import product
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -20,23 +22,31 @@ FLAGS = [
 ]
 SCRIPTS = {"cnn_a": CNN, "cnn_b": [*RESNET, "--lr", "0.01"], "vit": VIT}
 STRATEGIES = {
-    "cnn_a": python(),
-    "cnn_b": accelerate("zero2_2gpu"),
-    "vit": accelerate("fsdp_2gpu"),
+    "single": python(),
+    "ddp": accelerate("ddp_2gpu"),
+    "fsdp": accelerate("fsdp_2gpu"),
+    "zero1": accelerate("zero1_4gpu", "--num_processes", "2"),
+    "zero2": accelerate("zero2_2gpu"),
+    "zero3": accelerate("zero3_4gpu", "--num_processes", "2"),
 }
+QUICK = [("cnn_a", "ddp"), ("cnn_b", "zero2"), ("vit", "fsdp")]
+PAIRS = [
+    pytest.param(script, strategy, marks=[] if (script, strategy) in QUICK else pytest.mark.full)
+    for script, strategy in product(SCRIPTS, STRATEGIES)
+]
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_fp16_follows_fp32(script, tmp_path, cache):
+@pytest.mark.parametrize(("script", "strategy"), PAIRS)
+def test_fp16_follows_fp32(script, strategy, tmp_path, cache):
     """Mixup, drop path, clipping and the EMA of the ViT included."""
-    words = [*STRATEGIES[script], *SCRIPTS[script], *FLAGS, *cache]
+    words = [*STRATEGIES[strategy], *SCRIPTS[script], *FLAGS, *cache]
     losses = {}
     for precision in ("no", "fp16"):
         folder = tmp_path / precision
         output = run([*words, "--mixed_precision", precision, "--output_dir", folder])
         assert result(folder)["mixed_precision"] == precision
         assert ("fp16 is slow on a CPU" in output) == (precision == "fp16")
-        losses[precision] = [line["train/loss"] for line in metrics(folder) if "train/loss" in line]
+        losses[precision] = [line.get("train/loss", line.get("val/loss")) for line in metrics(folder)]
     assert losses["fp16"] == pytest.approx(losses["no"], rel=0.02)
     assert losses["fp16"] != losses["no"]
 

@@ -25,12 +25,11 @@ ONE_TWO_AND_TWO_HOSTS = "--model_folder ./weights"  # the commands that work for
 
 
 def readme_commands() -> tuple[list[str], list[str]]:
-    """The commands in blocks of the README, and those in its tables."""
+    """Every line of the README's blocks of commands, and the commands of its table of results."""
     text = (ROOT / "README.md").read_text()
-    blocks = "".join(re.findall(r"```\n(.*?)```", text, re.DOTALL)).splitlines()
-    tables = re.findall(r"^\|.*?\| `([^`]+)` \|", text, re.MULTILINE)
-    starts = ("python", "torchrun", "accelerate", "deepspeed", "make", "tensorboard")
-    return [line for line in blocks if line.startswith(starts)], [c for c in tables if c.startswith(starts)]
+    blocks = "".join(re.findall(r"```sh\n(.*?)```", text, re.DOTALL)).splitlines()
+    results = text.split("## Results")[1].split("## ")[0]
+    return blocks, re.findall(r"^\|.*?\| `([^`]+)` \|", results, re.MULTILINE)
 
 
 IN_BLOCKS, IN_TABLES = readme_commands()
@@ -114,9 +113,9 @@ def test_no_command_is_left_out():
     kinds = {
         "make": r"make (train|test|test-all)\b",  # test_make_train; the others are this run of the tests
         "accelerate config": r"accelerate config$|accelerate launch train_cnn_a.py$",
-        "benchmark": r"python -m benchmarks\.tutorial_speed ",
+        "benchmark": r"python -m benchmarks\.tutorial_speed ",  # test_benchmark
         "tests": r"python -m pytest tests/\w+\.py$",
-        "tensorboard": r"tensorboard --logdir runs$",  # a server of its own, for the reader
+        "tensorboard": r"tensorboard --logdir runs$",  # test_tensorboard_starts
         "launch": r".*train_\w+\.py",
     }
     for command in [*IN_BLOCKS, *IN_TABLES]:
@@ -128,27 +127,17 @@ def test_no_command_is_left_out():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("command", [c for c in IN_TABLES if "train_" in c and c not in LAUNCHES])
+@pytest.mark.parametrize(
+    "command", [c for c in IN_TABLES if "train_" in c and ".py" in c and c not in LAUNCHES]
+)
 def test_launch_of_a_result(command, project, request, cache):
-    if "benchmarks" in command:
-        pytest.skip("test_benchmark runs it")
     launch(command, project, request, cache)
 
 
-@pytest.mark.parametrize("script", ["train_cnn_a", "train_cnn_b"])
-def test_benchmark(script, tmp_path, cache):
-    width = ["--widths", "4,8,32"] if script == "train_cnn_a" else ["--width", "8"]
-    words = [
-        sys.executable,
-        "-m",
-        "benchmarks.tutorial_speed",
-        "--script",
-        script,
-        *BENCHMARK,
-        *width,
-        *cache,
-    ]
-    run([*words, "--json", tmp_path / "out.json"])
+@pytest.mark.parametrize("command", [c for c in IN_TABLES if c.startswith("python -m benchmarks")])
+def test_benchmark(command, tmp_path, cache):
+    small = [*BENCHMARK, *(["--width", "8"] if "train_cnn_b" in command else []), *cache]
+    run([*shlex.split(command), *small, "--json", tmp_path / "out.json"])
     found = json.loads((tmp_path / "out.json").read_text())
     assert {name: len(blocks) for name, blocks in found["blocks"].items()} == {
         "tutorial": 1,
@@ -156,6 +145,17 @@ def test_benchmark(script, tmp_path, cache):
         "ceiling": 1,
     }
     assert found["ours_over_tutorial"] > 0
+
+
+def test_tensorboard_starts(tmp_path):
+    (tmp_path / "runs").mkdir()
+    job = Job([*shlex.split("tensorboard --logdir runs"), "--port", free_port()], cwd=tmp_path)
+    try:
+        line = next(line for line in job.process.stdout if "Press CTRL+C" in line)
+        assert "http://" in line
+    finally:
+        job.kill()
+        job.process.communicate()
 
 
 def test_make_train(project, cache):
