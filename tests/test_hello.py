@@ -7,7 +7,8 @@ from tests.conftest import accelerate, metrics, python, result, run, torchrun
 
 
 @pytest.mark.parametrize(
-    ("launcher", "processes"), [(python(), 1), (torchrun(3), 3), (accelerate("zero3_4gpu"), 4)]
+    ("launcher", "processes"),
+    [(python(), 1), (torchrun(3), 3), (accelerate("zero3_4gpu", "--num_processes", "2"), 2)],
 )
 def test_it_learns_the_curve(launcher, processes, tmp_path):
     words = [

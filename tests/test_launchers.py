@@ -52,10 +52,13 @@ def test_launch(command, project, request, cache):
 
 MODEL_FOLDER = [command for command in LAUNCHES if command.endswith(ONE_TWO_AND_TWO_HOSTS)]
 OTHER_SCRIPTS = [
-    pytest.param(command.replace("train_cnn_a.py", script), marks=marks)
+    pytest.param(
+        command.replace("train_cnn_a.py", script),
+        marks=[] if script == "train_cnn_b.py" and "--node_rank" in command else pytest.mark.full,
+    )
     for command in MODEL_FOLDER
+    for script in ("train_cnn_b.py", "train_vit.py")
     if "--config" not in command
-    for script, marks in (("train_cnn_b.py", []), ("train_vit.py", pytest.mark.full))
 ]
 
 
@@ -134,7 +137,12 @@ def test_launch_of_a_result(command, project, request, cache):
     launch(command, project, request, cache)
 
 
-@pytest.mark.parametrize("command", [c for c in IN_TABLES if c.startswith("python -m benchmarks")])
+BENCHMARKS = [c for c in IN_TABLES if c.startswith("python -m benchmarks")]
+
+
+@pytest.mark.parametrize(
+    "command", [pytest.param(c, marks=pytest.mark.full if k else []) for k, c in enumerate(BENCHMARKS)]
+)
 def test_benchmark(command, tmp_path, cache):
     small = [*BENCHMARK, *(["--width", "8"] if "train_cnn_b" in command else []), *cache]
     run([*shlex.split(command), *small, "--json", tmp_path / "out.json"])
