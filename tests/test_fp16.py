@@ -71,3 +71,22 @@ def test_a_step_that_overflows_changes_nothing(launcher, project_copy, tmp_path,
     untouched, overflowed, trained = weights
     assert all(torch.equal(overflowed[name], tensor) for name, tensor in untouched.items())
     assert not any(torch.equal(trained[name], tensor) for name, tensor in untouched.items())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero2", "zero3"])
+def test_an_overflow_on_one_rank_leaves_the_step_out_on_all(strategy, project_copy, tmp_path, cache):
+    mutate(
+        project_copy,
+        "train_cnn_a.py",
+        "accelerator.backward(loss)",
+        "accelerator.backward(loss * (1e30 if accelerator.process_index == 1 else 1))",
+    )
+    weights = []
+    for lr in ("0", "0.1"):
+        folder = tmp_path / lr
+        words = [*STRATEGIES[strategy], *CNN, *FLAGS, "--mixed_precision", "fp16", "--lr", lr, *cache]
+        run([*words, "--output_dir", folder], cwd=project_copy)
+        weights.append(load_file(folder / result(folder)["checkpoint"] / "model.safetensors"))
+    untouched, overflowed = weights
+    assert all(torch.equal(overflowed[name], tensor) for name, tensor in untouched.items())

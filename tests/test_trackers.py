@@ -4,12 +4,14 @@ import http.server
 import json
 import struct
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
-from tests.conftest import CNN, metrics, python, result, run, torchrun
+from tests.conftest import CNN, Job, metrics, python, result, run, torchrun
 
 FLAGS = ["--data", "digits", "--batch_size", "64", "--epochs", "2", "--max_steps", "30", "--log_every", "10"]
 BOTH = ["--trackers", "tensorboard,wandb"]
@@ -94,6 +96,22 @@ def test_training_does_not_depend_on_the_wandb_server(server, folder, tmp_path, 
     assert found["status"] == "finished"
     assert found["wall_s"] < result(folder)["wall_s"] + 25  # INIT_S of them for the server; W&B's own is 90 s
     assert len(list((tmp_path / "run").glob("wandb/offline-run-*/*.wandb"))) == 1
+
+
+def test_the_training_outlives_the_wandb_service(tmp_path, cache):
+    words = [*python(), *CNN, "--data", "digits", "--epochs", "20", "--log_every", "2", "--trackers", "wandb"]
+    job = Job([*words, *cache, "--output_dir", tmp_path / "run"])
+    log = tmp_path / "run" / "metrics.jsonl"
+    while job.process.poll() is None and not (log.exists() and log.stat().st_size):
+        time.sleep(0.05)
+    services = [p for p in psutil.Process(job.process.pid).children() if p.name() == "wandb-core"]
+    for service in services:
+        service.kill()
+    status, output = job.wait()
+    assert services, "W&B's service was not found"
+    assert status == 0, output
+    assert output.count("W&B has stopped") == 1, output
+    assert result(tmp_path / "run")["status"] == "finished"
 
 
 @pytest.fixture
