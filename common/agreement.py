@@ -6,8 +6,7 @@ import os
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -99,15 +98,13 @@ def first_to_say(message: str) -> bool:
         return True
 
 
-@contextmanager
-def close_main_first(accelerator: Accelerator, failed: bool) -> Iterator[None]:
-    """Where a job fails, the main process does what is inside before the others go on to their end.
+def let_main_close_first(accelerator: Accelerator) -> None:
+    """Where a job fails: the main process calls it when its files are closed, the others before they end.
 
     A launcher kills all processes as soon as one has ended. The others wait 10 s at most: the main process
     may be in a collective, and know of nothing.
     """
-    yield
-    if not failed or not dist.is_initialized():
+    if not dist.is_initialized():
         return
     try:
         store = dist.distributed_c10d._get_default_store()

@@ -1,6 +1,5 @@
 """The model's weights on disk, the same file from every strategy: safetensors in fp32, no pickle."""
 
-import os
 import shutil
 from pathlib import Path
 
@@ -10,6 +9,7 @@ from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
 from common.accelerator import plain_module
+from common.files import sync
 
 
 def save_weights(accelerator: Accelerator, model: nn.Module, folder: Path) -> Path:
@@ -25,10 +25,10 @@ def save_weights(accelerator: Accelerator, model: nn.Module, folder: Path) -> Pa
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         save_file(weights, temporary / "model.safetensors")
-        _sync(temporary / "model.safetensors")
-        _sync(temporary)
+        sync(temporary / "model.safetensors")
+        sync(temporary)
         temporary.rename(folder)
-        _sync(folder.parent)
+        sync(folder.parent)
     accelerator.wait_for_everyone()
     return folder
 
@@ -83,11 +83,3 @@ def load_weights(model: nn.Module, file: Path, head: str) -> None:
             f" ({theirs} in the file, {ours} in the model): give its --model, --image_size, --patch_size"
         )
     model.load_state_dict(loaded)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from common.decode import SPLITS, Encoded
+from common.files import sync
 from common.image_sources import Beat, Source, find_source, waiting
 
 FORMAT = 1  # part of the key: a change of what a cache folder holds makes old ones unused
@@ -112,19 +113,11 @@ def _make(folder: Path, source: Source, name: str, beat: Beat, show_progress: bo
             "mirror": source.mirror,
         }
         (work / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
-        waiting(beat, lambda: [_sync(path) for path in (*work.iterdir(), work)])
+        waiting(beat, lambda: [sync(path) for path in (*work.iterdir(), work)])
         os.rename(work, folder)
-        _sync(folder.parent)
+        sync(folder.parent)
     finally:
         shutil.rmtree(work, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    file = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)
 
 
 class _OddSize(Exception):

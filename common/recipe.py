@@ -5,13 +5,15 @@ import dataclasses
 import difflib
 import json
 import math
-import os
 import sys
+import time
 import types
 import typing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from common.agreement import is_hosts_first
 
 
 def flag(
@@ -229,14 +231,16 @@ class _Parser(argparse.ArgumentParser):
                 f": did you mean {near[0]}?" if near else "; --help lists them all"
             )
         self.print_once(f"{self.prog}: error: {message}\n", sys.stderr)
+        if not is_hosts_first():
+            time.sleep(5)  # a launcher kills all processes when one ends: not before the first has printed
         sys.exit(2)
 
     def print_help(self, file: Any = None) -> None:
         self.print_once(self.format_help(), file)
 
     def print_once(self, text: str, file: Any = None) -> None:
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            print(text, end="", file=file or sys.stdout)
+        if is_hosts_first():
+            print(text, end="", file=file or sys.stdout, flush=True)
 
 
 def _underscores(word: str) -> str:

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from common import accelerator as job
 from common import report
-from common.agreement import close_main_first
+from common.agreement import let_main_close_first
+from common.files import write_json
 from common.progress import progress
 from common.recipe import Batch, Recipe, recipe_part
 from common.trackers import finish_trackers, start_trackers, tracker_ids
@@ -76,9 +77,10 @@ class Run:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        with close_main_first(self.accelerator, failed=kind is not None):
-            if self.is_main:
-                self._close(failed=kind is not None)
+        if self.is_main:
+            self._close(failed=kind is not None)
+        if kind is not None:
+            let_main_close_first(self.accelerator)
         if is_out_of_memory(error):
             raise ValueError(self._out_of_memory()) from error
 
@@ -269,13 +271,6 @@ def _differences(folder: Path, recipe: Recipe) -> str:
         if theirs.get(key) != value
     ]
     return f" ({'; '.join(differing)})" if differing else ""
-
-
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Whole or not at all."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(json.dumps(content, indent=2) + "\n")
-    temporary.replace(path)
 
 
 def script_name() -> str:
