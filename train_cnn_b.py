@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from common.accelerator import prepare, run, start
 from common.augment import crop_and_flip, to_float
-from common.checkpoints import save_weights
 from common.evaluation import evaluate
 from common.images import Images, load
 from common.optim import parameter_groups, set_learning_rate, warmup_cosine
@@ -170,23 +169,32 @@ def learning_rate(recipe: CnnB, step: int, total_steps: int) -> float:
 def main() -> None:
     recipe = parse(CnnB)
     accelerator, batch = start(recipe, recipe.clip_norm)
-    images = load(accelerator, recipe)
-    torch.manual_seed(recipe.seed)  # the same initial weights in every process
-    model = build_model(recipe, len(images.classes))
-    optimizer = build_optimizer(model, recipe)
-    model, optimizer = prepare(accelerator, model, optimizer)
-    batch_norms = [module for module in model.modules() if isinstance(module, BatchNorm)]
+    with Run(accelerator, recipe, batch) as run:
+        images = load(accelerator, recipe)
+        torch.manual_seed(recipe.seed)  # the same initial weights in every process
+        model = build_model(recipe, len(images.classes))
+        optimizer = build_optimizer(model, recipe)
+        model, optimizer = prepare(accelerator, model, optimizer)
+        batch_norms = [module for module in model.modules() if isinstance(module, BatchNorm)]
 
-    per_epoch = steps_per_epoch(len(images.train), batch)
-    total_steps = recipe.epochs * per_epoch
-    last_step = min(total_steps, recipe.max_steps or total_steps)
-    plan = training_plan(len(images.train), batch, accelerator.process_index, recipe.seed, 0, last_step)
-    batches = training_batches(images, plan, accelerator.device, recipe)
-    with Run(accelerator, recipe, batch, last_step, per_epoch) as run:
-        for step in range(last_step):
+        per_epoch = steps_per_epoch(len(images.train), batch)
+        total_steps = recipe.epochs * per_epoch
+        last_step = min(total_steps, recipe.max_steps or total_steps)
+        first_step = run.begin(model, optimizer, None, images.classes, last_step, per_epoch)
+        rank = accelerator.process_index
+        plan = training_plan(len(images.train), batch, rank, recipe.seed, first_step, last_step)
+        batches = training_batches(images, plan, accelerator.device, recipe)
+        for step in range(first_step, last_step + 1):
+            if run.should_evaluate(step):
+                run.log_evaluation(
+                    step, evaluate(accelerator, model, images.val, recipe, batch, MEAN, STD, run.tell)
+                )
+            run.checkpoint(step)
+            if step == last_step:
+                break
             lr = learning_rate(recipe, step, total_steps)
             set_learning_rate(optimizer, lr)
-            for k in micro_batches(batch, accelerator.process_index):
+            for k in micro_batches(batch, rank):
                 inputs, labels, ids = next(batches)
                 reseed(recipe.seed, step, k)
                 for norm in batch_norms:
@@ -200,15 +208,8 @@ def main() -> None:
                     optimizer.step()
                     optimizer.zero_grad()
                 run.add(loss, ids)
-            done = step + 1
-            epoch_ends = done % per_epoch == 0 or done == last_step
-            if done % recipe.log_every == 0 or epoch_ends:
-                run.log_training(done, lr)
-            if epoch_ends:
-                run.log_evaluation(
-                    done, evaluate(accelerator, model, images.val, recipe, batch, MEAN, STD, run.tell)
-                )
-        run.finish(save_weights(accelerator, model, run.checkpoint_folder(last_step)), images.val_name)
+            run.log_training(step + 1, lr)
+        run.finish(images.val_name)
 
 
 # --- Entry ------------------------------------------------------------------------------------------------

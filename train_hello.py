@@ -20,7 +20,6 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from common.accelerator import prepare, run, start
-from common.checkpoints import save_weights
 from common.optim import set_learning_rate, warmup_cosine
 from common.order import evaluation_plan, micro_batches, reseed, steps_per_epoch, training_plan
 from common.recipe import Batch, Recipe, flag, parse, setting
@@ -109,28 +108,38 @@ def main() -> None:
     # "main process".
     accelerator, batch = start(recipe, recipe.clip_norm)
 
-    # All ranks make the same points and, from the same seed, the same initial weights: no need to send them.
-    x, y = (t.to(accelerator.device) for t in points(recipe.data_size, recipe.seed))
-    val_x, val_y = (t.to(accelerator.device) for t in points(1000, recipe.seed + 1))
-    torch.manual_seed(recipe.seed)
-    model = Net(recipe.hidden_size)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr)
-    # Here the strategy enters. DDP keeps the whole model on every rank; FSDP and ZeRO lay weights, gradients
-    # or the optimizer's moments out over the ranks. The loop below is the same for all of them.
-    model, optimizer = prepare(accelerator, model, optimizer)
+    with Run(accelerator, recipe, batch) as run:
+        # All ranks make the same points and, from the same seed, the same initial weights.
+        x, y = (t.to(accelerator.device) for t in points(recipe.data_size, recipe.seed))
+        val_x, val_y = (t.to(accelerator.device) for t in points(1000, recipe.seed + 1))
+        torch.manual_seed(recipe.seed)
+        model = Net(recipe.hidden_size)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr)
+        # Here the strategy enters. DDP keeps the whole model on every rank; FSDP and ZeRO lay weights,
+        # gradients or the optimizer's moments out over the ranks. The loop below is the same for all of them.
+        model, optimizer = prepare(accelerator, model, optimizer)
 
-    per_epoch = steps_per_epoch(recipe.data_size, batch)
-    total_steps = recipe.epochs * per_epoch
-    last_step = min(total_steps, recipe.max_steps or total_steps)
-    # "Sharding" of the data: all ranks shuffle the points in the same way, and of the batch_size points of a
-    # step each takes other ones, batch_size / ranks of them. (If a share does not fit on the device it is cut
-    # further, into "accumulations": micro-batches of per_device_batch_size points, one after the other.)
-    plan = iter(training_plan(recipe.data_size, batch, accelerator.process_index, recipe.seed, 0, last_step))
-    with Run(accelerator, recipe, batch, last_step, per_epoch) as run:
-        for step in range(last_step):
+        per_epoch = steps_per_epoch(recipe.data_size, batch)
+        total_steps = recipe.epochs * per_epoch
+        last_step = min(total_steps, recipe.max_steps or total_steps)
+        # A run that was interrupted goes on where its newest checkpoint was made: rank 0 reads it, and every
+        # rank gets its part. Without one the first step is 0.
+        first_step = run.begin(model, optimizer, None, (), last_step, per_epoch)
+        rank = accelerator.process_index
+        # "Sharding" of the data: all ranks shuffle the points in the same way, and of the batch_size points
+        # of a step each takes other ones, batch_size / ranks of them. (If a share does not fit on the device
+        # it is cut further, into "accumulations": micro-batches of per_device_batch_size points, one after
+        # the other.)
+        plan = iter(training_plan(recipe.data_size, batch, rank, recipe.seed, first_step, last_step))
+        for step in range(first_step, last_step + 1):
+            if run.should_evaluate(step):
+                run.log_evaluation(step, evaluate(accelerator, model, val_x, val_y, batch))
+            run.checkpoint(step)
+            if step == last_step:
+                break
             lr = recipe.lr * warmup_cosine(step, total_steps, total_steps // 20)
             set_learning_rate(optimizer, lr)
-            for k in micro_batches(batch, accelerator.process_index):
+            for k in micro_batches(batch, rank):
                 _, ids = next(plan)
                 reseed(recipe.seed, step, k)
                 with accelerator.accumulate(model):
@@ -145,19 +154,14 @@ def main() -> None:
                     optimizer.step()
                     optimizer.zero_grad()
                 run.add(loss, ids)
-            done = step + 1
-            epoch_ends = done % per_epoch == 0 or done == last_step
-            if done % recipe.log_every == 0 or epoch_ends:
-                run.log_training(done, lr)
-            if epoch_ends:
-                run.log_evaluation(done, evaluate(accelerator, model, val_x, val_y, batch))
+            run.log_training(step + 1, lr)
         # The picture needs the model's answers, and under FSDP and ZeRO all ranks must run a model together.
         grid = torch.linspace(-2, 2, 201, device=accelerator.device)[:, None]
         with torch.no_grad():
             learned = model(grid).float().cpu()
         if accelerator.is_main_process:  # what is written once is written by one rank
             plot(run.folder / "plots" / "fit.png", x.cpu(), y.cpu(), grid.cpu(), learned)
-        run.finish(save_weights(accelerator, model, run.checkpoint_folder(last_step)), "validation")
+        run.finish("validation")
 
 
 def plot(path: Path, x: Tensor, y: Tensor, grid: Tensor, learned: Tensor) -> None:

@@ -12,7 +12,6 @@ Accuracy of this recipe: not yet measured on a GPU.
 """
 
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +22,7 @@ from torch import nn
 
 from common.accelerator import prepare, run, start
 from common.augment import crop_and_flip, mixer, to_float
-from common.checkpoints import load_weights, save_weights
+from common.checkpoints import load_weights
 from common.evaluation import evaluate
 from common.images import Images, load
 from common.optim import EMA, parameter_groups, set_learning_rate, warmup_cosine
@@ -122,25 +121,39 @@ def learning_rate(recipe: Vit, step: int, total_steps: int) -> float:
 def main() -> None:
     recipe = parse(Vit)
     accelerator, batch = start(recipe, recipe.clip_norm)
-    images = load(accelerator, recipe)
-    torch.manual_seed(recipe.seed)  # the same initial weights in every process
-    model = build_model(recipe, len(images.classes))
-    mean, std = model.pretrained_cfg["mean"], model.pretrained_cfg["std"]
-    optimizer = build_optimizer(model, recipe)
-    model, optimizer = prepare(accelerator, model, optimizer)
-    ema = EMA(model, optimizer, recipe.ema_decay) if recipe.ema_decay else None
-    mix = mixer(recipe.mixup, recipe.cutmix, len(images.classes))
+    with Run(accelerator, recipe, batch) as run:
+        images = load(accelerator, recipe)
+        torch.manual_seed(recipe.seed)  # the same initial weights in every process
+        model = build_model(recipe, len(images.classes))
+        mean, std = model.pretrained_cfg["mean"], model.pretrained_cfg["std"]
+        optimizer = build_optimizer(model, recipe)
+        model, optimizer = prepare(accelerator, model, optimizer)
+        ema = EMA(model, optimizer, recipe.ema_decay) if recipe.ema_decay else None
+        mix = mixer(recipe.mixup, recipe.cutmix, len(images.classes))
 
-    per_epoch = steps_per_epoch(len(images.train), batch)
-    total_steps = recipe.epochs * per_epoch
-    last_step = min(total_steps, recipe.max_steps or total_steps)
-    plan = training_plan(len(images.train), batch, accelerator.process_index, recipe.seed, 0, last_step)
-    batches = training_batches(images, plan, accelerator.device, recipe, mean, std)
-    with Run(accelerator, recipe, batch, last_step, per_epoch) as run:
-        for step in range(last_step):
+        per_epoch = steps_per_epoch(len(images.train), batch)
+        total_steps = recipe.epochs * per_epoch
+        last_step = min(total_steps, recipe.max_steps or total_steps)
+        first_step = run.begin(model, optimizer, ema, images.classes, last_step, per_epoch)
+        rank = accelerator.process_index
+        plan = training_plan(len(images.train), batch, rank, recipe.seed, first_step, last_step)
+        batches = training_batches(images, plan, accelerator.device, recipe, mean, std)
+        for step in range(first_step, last_step + 1):
+            if run.should_evaluate(step):
+                metrics = evaluate(accelerator, model, images.val, recipe, batch, mean, std, run.tell)
+                if ema:
+                    with ema.in_place():
+                        averaged = evaluate(
+                            accelerator, model, images.val, recipe, batch, mean, std, run.tell
+                        )
+                    metrics = averaged | {"raw_accuracy": metrics["accuracy"]}
+                run.log_evaluation(step, metrics)
+            run.checkpoint(step)
+            if step == last_step:
+                break
             lr = learning_rate(recipe, step, total_steps)
             set_learning_rate(optimizer, lr)
-            for k in micro_batches(batch, accelerator.process_index):
+            for k in micro_batches(batch, rank):
                 inputs, labels, ids = next(batches)
                 reseed(recipe.seed, step, k)
                 if mix:
@@ -156,22 +169,8 @@ def main() -> None:
                 run.add(loss, ids)
             if ema:
                 ema.update(step)
-            done = step + 1
-            epoch_ends = done % per_epoch == 0 or done == last_step
-            if done % recipe.log_every == 0 or epoch_ends:
-                run.log_training(done, lr)
-            if epoch_ends:
-                metrics = evaluate(accelerator, model, images.val, recipe, batch, mean, std, run.tell)
-                if ema:
-                    with ema.in_place():
-                        averaged = evaluate(
-                            accelerator, model, images.val, recipe, batch, mean, std, run.tell
-                        )
-                    metrics = averaged | {"raw_accuracy": metrics["accuracy"]}
-                run.log_evaluation(done, metrics)
-        with ema.in_place() if ema else nullcontext():
-            weights = save_weights(accelerator, model, run.checkpoint_folder(last_step))
-        run.finish(weights, images.val_name)
+            run.log_training(step + 1, lr)
+        run.finish(images.val_name)
 
 
 # --- Entry ------------------------------------------------------------------------------------------------

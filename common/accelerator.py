@@ -24,6 +24,7 @@ from accelerate.utils import (
 from torch import nn
 
 from common.agreement import agree, first_to_say, is_hosts_first
+from common.preemption import STATUS, Preempted, launched, watch
 from common.recipe import Batch, Recipe, recipe_part, share_out
 
 
@@ -33,10 +34,11 @@ def start(recipe: Recipe, clip_norm: float = 0.0) -> tuple[Accelerator, Batch]:
     Raises ValueError when the batch does not divide, GPUs are too few, or processes disagree.
     """
     batch = share_out(recipe.batch_size, recipe.per_device_batch_size, world_size())
+    watch()
     _check_devices()
     if not torch.cuda.is_available():
         os.environ["DS_ACCELERATOR"] = "cpu"  # deepspeed reads it on import, and Accelerate imports deepspeed
-    rehearsal = _launched() and not torch.cuda.is_available()
+    rehearsal = "LOCAL_RANK" in os.environ and not torch.cuda.is_available()
     if recipe.deepspeed_config:
         _check_deepspeed_flag(recipe.deepspeed_config)
         os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
@@ -100,22 +102,29 @@ def plain_module(model: nn.Module) -> nn.Module:
 
 
 def run(main: Callable[[], None]) -> None:
-    """Calls a script's main(): a mistake is one line and exit status 1, Ctrl-C one line and 130."""
+    """Calls a script's main(). A mistake is one line and exit status 1, Ctrl-C 130, a preemption 75."""
+    status = 0
     try:
         main()
     except (ValueError, FloatingPointError) as error:
+        status = 1
         if first_to_say(str(error)):
-            print(f"error: {error}", file=sys.stderr, flush=True)
-        sys.exit(1)
+            print(f"error: {error}", file=sys.stderr)
     except KeyboardInterrupt:
+        status = 130
         if is_hosts_first():
-            print("interrupted", file=sys.stderr, flush=True)
-        sys.exit(130)
-    if dist.is_initialized():
+            print("interrupted", file=sys.stderr)
+    except Preempted:
+        status = STATUS
+        if first_to_say("preempted"):
+            print(f"preempted: the same command continues (exit status {STATUS})")
+    if dist.is_initialized() and status in (0, STATUS):
         dist.destroy_process_group()
-        sys.stdout.flush()
-        # About one in a hundred gloo processes aborts in the destructors of its threads, its work done.
-        os._exit(0)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not sys.exit: about one in a hundred gloo processes aborts in the destructors of its threads, its work
+    # done; and an upload to a silent store would be waited for.
+    os._exit(status)
 
 
 def strategy(accelerator: Accelerator) -> str:
@@ -163,10 +172,6 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version(), **packages}
 
 
-def _launched() -> bool:
-    return "LOCAL_RANK" in os.environ
-
-
 def _launched_with(plugin: str) -> bool:
     return os.environ.get(f"ACCELERATE_USE_{plugin}", "false").lower() == "true"
 
@@ -212,8 +217,7 @@ def _use_all_cores() -> None:
     torchrun and accelerate set OMP_NUM_THREADS=1, right beside a GPU; deepspeed leaves all cores to each.
     Set by hand before `python` it stays: then one process rounds as each of several does.
     """
-    by_launcher = _launched() or "ACCELERATE_MIXED_PRECISION" in os.environ
-    if by_launcher and os.environ.get("OMP_NUM_THREADS", "1") == "1":
+    if launched() and os.environ.get("OMP_NUM_THREADS", "1") == "1":
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // processes_per_host()))
 
 
@@ -230,7 +234,7 @@ def _keep_freed_memory() -> None:
 
 
 def _check_deepspeed_flag(config: str) -> None:
-    if not _launched():
+    if "LOCAL_RANK" not in os.environ:
         raise ValueError(
             f"--deepspeed_config {config} needs a launcher: deepspeed --num_gpus 2 {sys.argv[0]} ..."
         )

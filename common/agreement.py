@@ -7,12 +7,15 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import gather_object
+
+from common.preemption import Preempted, wanted
+
+Work = Callable[[Callable[[], None]], Any]  # work(beat)
 
 
 def agree(accelerator: Accelerator, facts: dict[str, Any]) -> None:
@@ -32,59 +35,86 @@ def agree(accelerator: Accelerator, facts: dict[str, Any]) -> None:
             )
 
 
-def once_per_host(
-    accelerator: Accelerator, work: Callable[[Callable[[], None]], Path], timeout_s: int
-) -> Path:
-    """Runs work(beat) in one process per host while the others wait; all of a host get its result.
+def once_per_host(accelerator: Accelerator, topic: str, work: Work, timeout_s: int) -> Any:
+    """Runs work(beat) in one process per host while the others wait; all of a host get its result, as JSON.
 
     Work may take hours: nobody sits in a collective. It calls beat() as it gets on; without any beat for
-    timeout_s seconds the job ends. ValueError in work ends all processes with its message.
+    timeout_s seconds the job ends. ValueError in work ends all processes with its message; a signal to any of
+    them ends the work, and all raise Preempted. topic: of this call alone, such as `data`.
     """
+    return _while_others_wait(
+        accelerator, topic, work, timeout_s, accelerator.process_index - accelerator.local_process_index
+    )
+
+
+def once(accelerator: Accelerator, topic: str, work: Work, timeout_s: int) -> Any:
+    """As once_per_host, in the main process alone; all processes get its result."""
+    return _while_others_wait(accelerator, topic, work, timeout_s, 0)
+
+
+def _while_others_wait(
+    accelerator: Accelerator, topic: str, work: Work, timeout_s: int, my_worker: int
+) -> Any:
+    """my_worker: the rank that works for this process."""
     if accelerator.num_processes == 1:
-        return work(lambda: None)
-    me = accelerator.process_index
-    host_rank = me - accelerator.local_process_index  # the one process of this host that works
-    pending = set(gather_object([host_rank]))
+        return work(_stop_if_wanted)
+    me, board = accelerator.process_index, f"once/{topic}"
+    pending = set(gather_object([my_worker]))
     store = dist.distributed_c10d._get_default_store()
-    if me == host_rank:
+    if me == my_worker:
         try:
-            outcome = {"result": str(work(_heart(store)))}
+            outcome = {"result": work(_heart(store, board))}
         except ValueError as error:
             outcome = {"error": f"{error} (on host {socket.gethostname()})"}
-        store.set(f"{_BOARD}/{me}", json.dumps(outcome))
-    beats, heard = -1, time.monotonic()
-    while True:
-        for worker in [worker for worker in pending if store.check([f"{_BOARD}/{worker}"])]:
-            outcome = json.loads(store.get(f"{_BOARD}/{worker}"))
-            if "error" in outcome:
-                raise ValueError(outcome["error"])
+        except Preempted:
+            outcome = {"preempted": True}
+        store.set(f"{board}/{me}", json.dumps(outcome))
+    outcomes, beats, heard = {}, -1, time.monotonic()
+    while pending:
+        for worker in [worker for worker in pending if store.check([f"{board}/{worker}"])]:
+            outcomes[worker] = json.loads(store.get(f"{board}/{worker}"))
             pending.remove(worker)
-        if not pending:
-            return Path(json.loads(store.get(f"{_BOARD}/{host_rank}"))["result"])
-        if (latest := store.add(f"{_BOARD}/beats", 0)) != beats:
+        if wanted():
+            store.set(f"{board}/stop", "yes")  # the workers' outcomes decide: they are the same for all
+        if (latest := store.add(f"{board}/beats", 0)) != beats:
             beats, heard = latest, time.monotonic()
         elif time.monotonic() - heard > timeout_s:
             raise ValueError(
                 f"rank {', '.join(map(str, sorted(pending)))} gave no sign of life for {timeout_s} s while it"
-                " prepared the data: look at its host, or give a larger --timeout_s"
+                f" prepared the {topic}: look at its host, or give a larger --timeout_s"
             )
-        time.sleep(0.1)
+        if pending:
+            time.sleep(0.05)
+    for outcome in outcomes.values():
+        if "error" in outcome:
+            raise ValueError(outcome["error"])
+    if any("preempted" in outcome for outcome in outcomes.values()):
+        raise Preempted
+    return outcomes[my_worker]["result"]
 
 
-_BOARD = "once_per_host"  # a corner of the process group's key-value store
+def _heart(store: dist.Store, board: str) -> Callable[[], None]:
+    """beat(): tells all processes, at most once a second, that the work gets on.
 
-
-def _heart(store: dist.Store) -> Callable[[], None]:
-    """beat(): tells all processes, at most once a second, that the work gets on."""
+    It raises Preempted when one of them was told to stop.
+    """
     beaten = 0.0
 
     def beat() -> None:
         nonlocal beaten
+        _stop_if_wanted()
         if time.monotonic() - beaten > 1:
             beaten = time.monotonic()
-            store.add(f"{_BOARD}/beats", 1)
+            store.add(f"{board}/beats", 1)
+            if store.check([f"{board}/stop"]):
+                raise Preempted
 
     return beat
+
+
+def _stop_if_wanted() -> None:
+    if wanted():
+        raise Preempted
 
 
 def first_to_say(message: str) -> bool:
@@ -98,23 +128,25 @@ def first_to_say(message: str) -> bool:
         return True
 
 
-def let_main_close_first(accelerator: Accelerator) -> None:
-    """Where a job fails: the main process calls it when its files are closed, the others before they end.
+def let_main_close_first(accelerator: Accelerator, wait_s: float, problem: str) -> str:
+    """Where a job ends early: the main process calls it when its files are closed, the others before that.
 
-    A launcher kills all processes as soon as one has ended. The others wait 10 s at most: the main process
-    may be in a collective, and know of nothing.
+    A launcher kills all processes as soon as one has ended. The others wait wait_s at most: the main process
+    may be in a collective, and know of nothing. Returns the main process's problem, empty for none.
     """
     if not dist.is_initialized():
-        return
+        return problem
     try:
         store = dist.distributed_c10d._get_default_store()
         if accelerator.is_main_process:
-            store.set("closed", "yes")
-        until = time.monotonic() + 10
+            store.set("closed", f"problem: {problem}")
+            return problem
+        until = time.monotonic() + wait_s
         while not store.check(["closed"]) and time.monotonic() < until:
             time.sleep(0.05)
+        return store.get("closed").decode().removeprefix("problem: ") if store.check(["closed"]) else ""
     except RuntimeError:  # the process that kept the store is gone
-        return
+        return problem
 
 
 def is_hosts_first() -> bool:

@@ -1,85 +1,338 @@
-"""The model's weights on disk, the same file from every strategy: safetensors in fp32, no pickle."""
+"""Checkpoints: written whole or not at all, verified before anything is loaded, the same from every strategy.
 
+    checkpoints/index.json                   {"latest": "step_00000390", "best": "step_00000260"}, for people
+    checkpoints/step_00000390/
+        model.safetensors                    fp32, the model's own parameter names; BatchNorm's statistics
+        optimizer.safetensors                `<parameter>/exp_avg`, ...
+        ema.safetensors                      where a recipe has an average
+        state.json                           step, best, what the log needs to go on
+        manifest.json                        last: sizes and SHA-256 of the others, recipe, classes, writer
+
+No file holds code. Data and randomness are functions of seed, epoch and step, so nothing is stored of them.
+"""
+
+import hashlib
+import json
+import os
+import re
 import shutil
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from accelerate import Accelerator
-from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
-from common.accelerator import plain_module
-from common.files import sync
+from common.files import sync, write_json
+
+FORMAT_VERSION = 1
+MODEL, OPTIMIZER, EMA, STATE, MANIFEST = (
+    "model.safetensors",
+    "optimizer.safetensors",
+    "ema.safetensors",
+    "state.json",
+    "manifest.json",
+)
+CHUNK_BYTES = 16 * 2**20  # written, read and hashed in one go
+JSON_LIMIT_BYTES = 2**20
+_DTYPES = {
+    torch.float32: "F32",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
 
 
-def save_weights(accelerator: Accelerator, model: nn.Module, folder: Path) -> Path:
-    """Writes folder/model.safetensors, whole or not at all: into a temporary folder first, then renamed.
+class Damaged(ValueError):
+    """A checkpoint that does not verify."""
 
-    Collective: every process calls it, the main process writes. Returns the folder.
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One that verified."""
+
+    folder: Path
+    manifest: dict[str, Any]
+
+    @property
+    def step(self) -> int:
+        return self.manifest["step"]
+
+    def state(self) -> dict[str, Any]:
+        """ValueError for a state.json that is none."""
+        try:
+            state = json.loads((self.folder / STATE).read_text())
+            if state["step"] != self.step:
+                raise ValueError
+            return state
+        except (OSError, ValueError, KeyError, TypeError):
+            raise ValueError(f"{self.folder / STATE} is no state of step {self.step}") from None
+
+
+def step_name(step: int) -> str:
+    return f"step_{step:08d}"
+
+
+def step_of(name: str) -> int | None:
+    """390 for step_00000390; None for any other name."""
+    found = re.fullmatch(r"step_(\d{8,})", name)
+    return int(found[1]) if found else None
+
+
+def steps_in(parent: Path) -> list[int]:
+    """Of the checkpoints of a run, damaged ones included, newest first."""
+    if not parent.is_dir():
+        return []
+    return sorted(
+        (step for path in parent.iterdir() if (step := step_of(path.name)) is not None), reverse=True
+    )
+
+
+# --- Writing
+
+
+class Snapshot:
+    """The tensors of one safetensors file on the CPU, in one buffer that is used again and again.
+
+    The buffer has the file's own layout, so it is written as it is. specs: name -> (dtype, shape).
     """
-    weights = full_weights(accelerator, model)
-    if accelerator.is_main_process:
-        from safetensors.torch import save_file
 
-        temporary = folder.with_name(f".{folder.name}.tmp")
-        shutil.rmtree(temporary, ignore_errors=True)
+    def __init__(self, specs: dict[str, tuple[torch.dtype, tuple[int, ...]]], pinned: bool):
+        self.specs = specs
+        sizes = {name: dtype.itemsize * torch.Size(shape).numel() for name, (dtype, shape) in specs.items()}
+        self.buffer = torch.empty(sum(sizes.values()), dtype=torch.uint8, pin_memory=pinned)
+        self.views: dict[str, Tensor] = {}
+        header, start = {}, 0
+        for name in sorted(
+            specs, key=lambda name: -specs[name][0].itemsize
+        ):  # each at a multiple of its size
+            dtype, shape = specs[name]
+            end = start + sizes[name]
+            self.views[name] = self.buffer[start:end].view(dtype).view(shape)
+            header[name] = {"dtype": _DTYPES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+            start = end
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        self.header = len(text).to_bytes(8, "little") + text
+
+    def write(self, path: Path) -> dict[str, Any]:
+        """Onto the disk. Returns its size in bytes and SHA-256."""
+        data = self.buffer.numpy().data
+        chunks = (data[start : start + CHUNK_BYTES] for start in range(0, len(data), CHUNK_BYTES))
+        return _write(path, [self.header, *chunks])
+
+
+def commit(parent: Path, step: int, snapshots: dict[str, Snapshot], state: dict, about: dict) -> Path:
+    """Writes parent/step_N, all or nothing, and waits until it is on the disk. about: for the manifest.
+
+    OSError when that fails; what was there before stays.
+    """
+    folder = parent / step_name(step)
+    temporary = parent / f".{folder.name}.tmp"
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
         temporary.mkdir(parents=True)
-        save_file(weights, temporary / "model.safetensors")
-        sync(temporary / "model.safetensors")
+        files = {name: snapshot.write(temporary / name) for name, snapshot in snapshots.items()}
+        files[STATE] = _write(temporary / STATE, [json.dumps(state, indent=1).encode()])
+        manifest = {"format_version": FORMAT_VERSION, "step": step, "files": files, **about}
+        manifest["digest"] = _digest(manifest)
+        _write(temporary / MANIFEST, [json.dumps(manifest, indent=1).encode()])
         sync(temporary)
         temporary.rename(folder)
-        sync(folder.parent)
-    accelerator.wait_for_everyone()
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    sync(parent)
     return folder
 
 
-@torch.no_grad()
-def full_weights(accelerator: Accelerator, model: nn.Module) -> dict[str, Tensor]:
-    """The model's own names -> whole tensors on CPU, floats in fp32; under ZeRO the fp32 masters.
+def mark(parent: Path, latest: int, best: int | None) -> None:
+    """index.json, for people and for `--weights`; nothing is chosen by it."""
+    names = {"latest": step_name(latest)} | ({"best": step_name(best)} if best is not None else {})
+    write_json(parent / "index.json", names)
 
-    Collective. One tensor at a time is gathered; only the main process keeps it, the others return nothing.
+
+def to_keep(steps: Iterable[int], best: int | None, every: int | None) -> set[int]:
+    """Of these steps the last two, the best, and the multiples of --keep_every."""
+    steps = sorted(steps)
+    return {s for s in steps if s in steps[-2:] or s == best or (every and s % every == 0)}
+
+
+def remove(folder: Path) -> None:
+    """In an order that leaves nothing which looks complete: under another name first."""
+    doomed = folder.with_name(f".{folder.name}.old")
+    shutil.rmtree(doomed, ignore_errors=True)
+    folder.rename(doomed)
+    shutil.rmtree(doomed)
+
+
+def tidy(parent: Path) -> None:
+    """Removes what a killed run left half written or half removed. Its owner calls it."""
+    for path in parent.glob(".step_*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+# --- Verifying and choosing
+
+
+def verify(folder: Path, beat: Callable[[], None] = lambda: None) -> Checkpoint:
+    """Reads the manifest and all files that it names. Damaged says which file, and what is wrong with it."""
+    try:
+        manifest = check_manifest(_read_small(folder / MANIFEST), folder)
+        for name, expected in manifest["files"].items():
+            path = folder / name
+            if path.is_symlink() or not path.is_file():
+                raise Damaged(f"{path} is missing")
+            if path.stat().st_size != expected["size"]:
+                raise Damaged(f"{path} has {path.stat().st_size:,} bytes instead of {expected['size']:,}")
+            if sha256_of(path, beat) != expected["sha256"]:
+                raise Damaged(f"{path} has changed since it was written (SHA-256)")
+    except OSError as error:
+        raise Damaged(f"{error.filename}: {error.strerror}") from None
+    return Checkpoint(folder, manifest)
+
+
+def check_manifest(content: bytes, folder: Path | str) -> dict[str, Any]:
+    """The manifest of the checkpoint `folder`, after every check that needs no other file. Damaged if not."""
+    where = f"{folder}/{MANIFEST}"
+    try:
+        manifest = json.loads(content)
+        digest = manifest.pop("digest")
+        version, step, files = manifest["format_version"], manifest["step"], manifest["files"]
+        names, sizes = set(files), [(f["size"], f["sha256"]) for f in files.values()]
+        sound = all(type(size) is int and size >= 0 and type(sha) is str for size, sha in sizes)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise Damaged(f"{where} is no manifest") from None
+    if digest != _digest(manifest):
+        raise Damaged(f"{where} has changed since it was written")
+    if version != FORMAT_VERSION:
+        raise ValueError(f"{where} has format version {version}, this code reads {FORMAT_VERSION}")
+    needed = {MODEL, OPTIMIZER, STATE}
+    if not sound or not needed <= names <= needed | {EMA}:
+        raise Damaged(
+            f"{where} names other files than a checkpoint has: {', '.join(sorted(map(str, names)))}"
+        )
+    if step_of(Path(folder).name) != step:
+        raise Damaged(f"{where} is that of step {step}")
+    return manifest
+
+
+def newest(parent: Path, beat: Callable[[], None], warn: Callable[[str], None]) -> Checkpoint | None:
+    """The newest checkpoint that verifies; None where there is none at all.
+
+    Damaged ones are said and set aside under another name. ValueError when there are some and none verifies.
     """
-    module = plain_module(model)
-    deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
-    if deepspeed:
-        from deepspeed.utils import safe_get_full_fp32_param
-    weights = {}
-    for name, tensor in module.state_dict(keep_vars=True).items():
-        if hasattr(tensor, "full_tensor"):  # an FSDP2 shard
-            tensor = tensor.full_tensor()
-        elif deepspeed and isinstance(tensor, nn.Parameter):
-            tensor = safe_get_full_fp32_param(tensor)
-        if accelerator.is_main_process:
-            kind = torch.float32 if tensor.is_floating_point() else tensor.dtype
-            weights[name] = tensor.detach().to("cpu", kind, copy=True).contiguous()
-    return weights
+    steps, damaged = steps_in(parent), []
+    for step in steps:
+        folder = parent / step_name(step)
+        try:
+            found = verify(folder, beat)
+        except Damaged as error:
+            damaged.append(folder)
+            warn(f"checkpoint of step {step:,} is damaged: {error}")
+            continue
+        for bad in damaged:
+            shutil.rmtree(bad.with_name(f"damaged_{bad.name}"), ignore_errors=True)
+            bad.rename(bad.with_name(f"damaged_{bad.name}"))
+        return found
+    if damaged:
+        raise ValueError(
+            f"none of the {len(damaged)} checkpoints in {parent} verifies: put back an intact copy, or give"
+            " another --output_dir to start afresh"
+        )
+    return None
 
 
-def load_weights(model: nn.Module, file: Path, head: str) -> None:
-    """Copies a safetensors file into a model that is not yet prepared.
+def sha256_of(path: Path, beat: Callable[[], None] = lambda: None) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while chunk := file.read(CHUNK_BYTES):
+            digest.update(chunk)
+            beat()
+    return digest.hexdigest()
+
+
+def _read_small(path: Path) -> bytes:
+    if path.is_symlink() or not path.is_file():
+        raise Damaged(f"{path} is missing")
+    with open(path, "rb") as file:
+        return file.read(JSON_LIMIT_BYTES)
+
+
+def _write(path: Path, chunks: Iterable) -> dict[str, Any]:
+    digest, size = hashlib.sha256(), 0
+    with open(path, "wb") as file:
+        for chunk in chunks:
+            file.write(chunk)
+            digest.update(chunk)
+            size += len(chunk)
+        file.flush()
+        os.fsync(file.fileno())
+    return {"size": size, "sha256": digest.hexdigest()}
+
+
+def _digest(manifest: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+# --- Reading
+
+
+class TensorFile:
+    """A safetensors file that was verified, one tensor at a time. ValueError when it is none."""
+
+    def __init__(self, path: Path):
+        from safetensors import SafetensorError, safe_open
+
+        self.path = path
+        try:
+            self.file = safe_open(path, "pt")
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f"{path} is no safetensors file: {error}") from None
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(self.file.get_slice(name).get_shape()) for name in self.file.keys()}  # noqa: SIM118
+
+    def expect(self, shapes: dict[str, tuple[int, ...]]) -> None:
+        """ValueError unless it has exactly these names and shapes."""
+        own = self.shapes()
+        wrong = sorted(name for name in own.keys() | shapes.keys() if own.get(name) != shapes.get(name))
+        if wrong:
+            theirs, ours = (list(d[wrong[0]]) if wrong[0] in d else "nothing" for d in (own, shapes))
+            raise ValueError(
+                f"{self.path} is not this model's: {len(wrong)} tensors differ, the first is {wrong[0]}"
+                f" ({theirs} in the file, {ours} in the model)"
+            )
+
+    def tensor(self, name: str) -> Tensor:
+        return self.file.get_tensor(name)
+
+
+def load_weights(model: nn.Module, path: Path, head: str) -> None:
+    """Copies saved weights into a model that is not yet prepared: a safetensors file, a checkpoint's folder
+    (its EMA where it has one), or a run's folder (its best checkpoint).
 
     The layer named `head` keeps its fresh weights when the file has another number of classes. ValueError
     names the file and what is missing, unknown or of another shape.
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
+    file = _weights_file(path)
     try:
-        loaded = load_file(file)
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"--weights {file}: {error}") from None
-    own = model.state_dict()
-    for name in [
-        n for n in loaded if n.startswith(f"{head}.") and n in own and loaded[n].shape != own[n].shape
-    ]:
-        loaded[name] = own[name]
-    wrong = [n for n in own if n in loaded and own[n].shape != loaded[n].shape]
-    wrong += sorted(own.keys() ^ loaded.keys())
-    if wrong:
-        name = wrong[0]
-        theirs, ours = (list(d[name].shape) if name in d else "nothing" for d in (loaded, own))
-        raise ValueError(
-            f"--weights {file} is not this model's: {len(wrong)} tensors differ, the first is {name}"
-            f" ({theirs} in the file, {ours} in the model): give its --model, --image_size, --patch_size"
-        )
-    model.load_state_dict(loaded)
+        weights = TensorFile(file)
+        shapes = weights.shapes()
+        own = model.state_dict()
+        fresh = {n for n in shapes if n.startswith(f"{head}.") and n in own and own[n].shape != shapes[n]}
+        weights.expect({n: shapes[n] if n in fresh else tuple(t.shape) for n, t in own.items()})
+    except ValueError as error:
+        raise ValueError(f"--weights: {error}: give its --model, --image_size, --patch_size") from None
+    model.load_state_dict({n: own[n] if n in fresh else weights.tensor(n) for n in own})
+
+
+def _weights_file(path: Path) -> Path:
+    if (path / "checkpoints" / "index.json").is_file():
+        names = json.loads((path / "checkpoints" / "index.json").read_text())
+        path = path / "checkpoints" / Path(names.get("best", names["latest"])).name
+    if path.is_dir():
+        path = path / (EMA if (path / EMA).exists() else MODEL)
+    return path

@@ -16,7 +16,15 @@ def sync(path: Path) -> None:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Whole or not at all."""
+    write_text(path, json.dumps(content, indent=2) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replaces the file; when that fails the old one stays."""
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(json.dumps(content, indent=2) + "\n")
-    temporary.replace(path)
+    try:
+        temporary.write_text(text)
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise

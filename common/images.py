@@ -170,6 +170,9 @@ class _Crops(torch.utils.data.Dataset):
         return epoch, ids, crops, error
 
 
+_FOR_THE_TRAINER = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # it decides what they mean
+
+
 @functools.cache
 def _forkserver() -> multiprocessing.context.BaseContext:
     """How workers start. A fork of this process would copy its sockets, and locks that threads of the process
@@ -189,7 +192,7 @@ def _forkserver() -> multiprocessing.context.BaseContext:
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     # The server and its workers inherit the mask: a signal to the whole group can't end a worker that starts.
     multiprocessing.resource_tracker.ensure_running()  # first, as it unblocks these signals
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_THE_TRAINER)
     try:
         multiprocessing.forkserver.ensure_running()
     finally:
@@ -217,8 +220,8 @@ def _start_worker(_: int) -> None:
         multiprocessing.parent_process().join()
         os._exit(1)
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for number in _FOR_THE_TRAINER:
+        signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=watch, daemon=True).start()
 
 
@@ -241,8 +244,10 @@ class Images:
 def load(accelerator: Accelerator, recipe: ImageRecipe) -> Images:
     """The data set that recipe.data names, the same on all processes; prepared by one process per host."""
     cache_dir = Path(recipe.cache_dir or "~/.cache/train-images")
-    folder = once_per_host(accelerator, lambda beat: prepare(recipe.data, cache_dir, beat), recipe.timeout_s)
-    images = open_images(folder)
+    folder = once_per_host(
+        accelerator, "data", lambda beat: str(prepare(recipe.data, cache_dir, beat)), recipe.timeout_s
+    )
+    images = open_images(Path(folder))
     kind = [images.source, images.val_name, type(images.train).__name__]
     counts = {"training images": len(images.train), "validation images": len(images.val)}
     agree(accelerator, {"data": kind, "classes": images.classes, **counts})

@@ -6,21 +6,22 @@ import sys
 import time
 
 
-def progress(epochs: int, steps: int) -> "Lines | Bar":
-    """epochs, steps: of the whole run."""
+def progress(epochs: int, first_step: int, steps: int) -> "Lines | Bar":
+    """epochs, steps: of the whole run. first_step: where it goes on."""
     on_terminal = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-    return Bar(epochs, steps) if on_terminal else Lines(epochs, steps)
+    return (Bar if on_terminal else Lines)(epochs, first_step, steps)
 
 
 class Lines:
     """Progress as plain lines, for logs and pipes."""
 
-    def __init__(self, epochs: int, steps: int):
-        self.epochs, self.steps = epochs, steps
+    def __init__(self, epochs: int, first_step: int, steps: int):
+        self.epochs, self.first_step, self.steps = epochs, first_step, steps
         self.began = self.shown = time.perf_counter()
 
     def show(self, step: int, epoch: float, values: dict[str, float]) -> None:
-        left_s = (time.perf_counter() - self.began) / step * (self.steps - step)
+        per_step_s = (time.perf_counter() - self.began) / max(1, step - self.first_step)
+        left_s = per_step_s * (self.steps - step)
         print(f"{_where(step, epoch, self)}  {_numbers(values)}  {_duration(left_s)} left", flush=True)
         self.shown = time.perf_counter()
 
@@ -36,7 +37,7 @@ class Lines:
 class Bar:
     """Progress as one live line on a terminal; evaluations stay above it."""
 
-    def __init__(self, epochs: int, steps: int):
+    def __init__(self, epochs: int, first_step: int, steps: int):
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
         self.epochs, self.steps, self.values = epochs, steps, {}
@@ -47,7 +48,7 @@ class Bar:
             TextColumn("left  {task.fields[doing]}"),
         ]
         self.bar = Progress(*columns, refresh_per_second=4)
-        self.task = self.bar.add_task("starting", total=steps, doing="")
+        self.task = self.bar.add_task("starting", total=steps, completed=first_step, doing="")
         self.bar.start()
 
     def show(self, step: int, epoch: float, values: dict[str, float]) -> None:

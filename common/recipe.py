@@ -5,6 +5,7 @@ import dataclasses
 import difflib
 import json
 import math
+import re
 import sys
 import time
 import types
@@ -70,6 +71,23 @@ class Recipe:
     model_folder: str | None = setting(
         None, "one folder for all runs: the run's folder is `<model_folder>/<script>/<name>`"
     )
+    resume: str = setting(
+        "auto",
+        "`auto` continues an unfinished run of the same recipe, `never` starts afresh; or where to begin: a"
+        " run's folder, a checkpoint's, or `s3://bucket/prefix`",
+    )
+    allow_changed: tuple[str, ...] = setting(
+        (), "parts of the recipe in which a continued run may differ, as `epochs,lr`"
+    )
+    checkpoint_every: str = setting(
+        "epoch", "`epoch`, or a number of optimizer steps; the best and the last are always saved"
+    )
+    keep_every: int | None = setting(
+        None, "keep the checkpoints of every so many steps, beside the best and the last two", minimum=1
+    )
+    s3: str | None = setting(
+        None, "`s3://bucket/prefix` of this run alone: where its checkpoints are copied to, and found again"
+    )
     log_every: int = setting(50, "optimizer steps between two lines of the log", minimum=1)
     log_samples: bool = setting(
         False, "also write the sample ids of every step to `samples.jsonl` (slow: an audit)"
@@ -94,6 +112,13 @@ class Recipe:
             raise ValueError("--output_dir and --model_folder exclude one another: give one of them")
         if "none" in self.trackers and len(self.trackers) > 1:
             raise ValueError(f"--trackers {_text(self.trackers)}: `none` stands alone")
+        if self.checkpoint_every != "epoch" and not re.fullmatch("[1-9][0-9]*", self.checkpoint_every):
+            raise ValueError(f"--checkpoint_every {self.checkpoint_every}: `epoch` or a number of steps")
+        if unknown := set(self.allow_changed) - recipe_part(self).keys():
+            raise ValueError(f"--allow_changed {unknown.pop()}: no part of the recipe")
+        for name, value in (("s3", self.s3), ("resume", self.resume)):
+            if value and (name == "s3" or "://" in value) and not re.fullmatch("s3://[^/]+(/.*)?", value):
+                raise ValueError(f"--{name} {value}: expected s3://bucket/prefix")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+from common.checkpoints import EMA, MODEL
+
 
 def show(folder: Path, val_name: str) -> None:
     """Prints the folder's result.json as a table and says where everything lies. Writes plots/curves.png."""
@@ -32,7 +34,8 @@ def show(folder: Path, val_name: str) -> None:
         table.add_row(what, value)
     console = Console()
     console.print(table)
-    weights = folder / result["checkpoint"] / "model.safetensors"
+    best_folder = folder / (result["best_checkpoint"] or result["checkpoint"])
+    weights = next(path for path in map(best_folder.joinpath, (EMA, MODEL)) if path.exists())
     plots = sorted((folder / "plots").glob("*.png"))
     for path in (weights, *plots, folder / "metrics.jsonl", folder / "result.json"):
         console.print(f"{path}", soft_wrap=True, highlight=False)

@@ -3,6 +3,7 @@
 import os
 import secrets
 import shlex
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,13 @@ from accelerate.tracking import GeneralTracker, TensorBoardTracker, WandBTracker
 INIT_S, FINISH_S = 10, 60  # how long a run waits for a W&B server, at its beginning and at its end
 
 
-def start_trackers(names: tuple[str, ...], folder: Path, about: dict[str, Any]) -> list[GeneralTracker]:
+def start_trackers(
+    names: tuple[str, ...], folder: Path, about: dict[str, Any], first_step: int, wandb_id: str | None
+) -> list[GeneralTracker]:
     """The trackers that --trackers names, in the run's folder. Called by the main process only.
 
     about: the run's recipe.json; its recipe, strategy and number of processes are the hyper-parameters.
+    first_step, wandb_id: where a run goes on, and what W&B called it.
     """
     where = {"strategy": about["strategy"], "processes": len(about["devices"])}
     hyper_parameters = {
@@ -23,13 +27,20 @@ def start_trackers(names: tuple[str, ...], folder: Path, about: dict[str, Any]) 
     }
     started: list[GeneralTracker] = []
     if "tensorboard" in names:
-        started.append(TensorBoardTracker("tensorboard", folder))
+        threading.excepthook = _without_full_disks
+        started.append(TensorBoardTracker("tensorboard", folder, purge_step=first_step + 1))
         started[-1].start()
     if "wandb" in names:
-        started.append(_start_wandb(folder, about["script"]))
+        started.append(_start_wandb(folder, about["script"], wandb_id))
     for tracker in started:
         tracker.store_init_configuration(hyper_parameters)
     return started
+
+
+def _without_full_disks(args: threading.ExceptHookArgs) -> None:
+    """TensorBoard's thread raises again in the main one, at the next value: its own traceback is noise."""
+    if not isinstance(args.exc_value, OSError) or type(args.thread).__name__ != "_AsyncWriterThread":
+        threading.__excepthook__(args)
 
 
 def finish_trackers(trackers: list[GeneralTracker], failed: bool) -> None:
@@ -82,7 +93,7 @@ class _WandB(WandBTracker):
             )
 
 
-def _start_wandb(folder: Path, project: str) -> _WandB:
+def _start_wandb(folder: Path, project: str, run_id: str | None) -> _WandB:
     """One run, continued where WANDB_RUN_ID names it; offline without a key, or where no server takes it.
 
     WANDB_PROJECT, WANDB_MODE and W&B's other variables hold as everywhere.
@@ -97,7 +108,7 @@ def _start_wandb(folder: Path, project: str) -> _WandB:
     options = {
         "dir": folder,
         "name": folder.name,
-        "id": os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4),
+        "id": os.environ.get("WANDB_RUN_ID") or run_id or secrets.token_hex(4),
         "resume": "allow",
         "settings": settings,
     }

@@ -1,5 +1,6 @@
-"""One run: its folder, its metrics in metrics.jsonl and the trackers, its progress and its result."""
+"""One run: its folder, its checkpoints, its metrics in metrics.jsonl and the trackers, its result."""
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -8,90 +9,376 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
+import psutil
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
-from torch import Tensor
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import broadcast_object_list, gather_object
+from torch import Tensor, nn
 
 from common import accelerator as job
 from common import report
-from common.agreement import let_main_close_first
-from common.files import write_json
+from common.agreement import let_main_close_first, once
+from common.checkpoints import step_name
+from common.files import write_json, write_text
+from common.object_store import StoreError
+from common.optim import EMA
+from common.preemption import Poll, Preempted, wanted
 from common.progress import progress
 from common.recipe import Batch, Recipe, recipe_part
+from common.resume import Place, open_place
+from common.run_folder import count_restarts, open_folder, script_name
+from common.saver import Saver, read_lines
 from common.trackers import finish_trackers, start_trackers, tracker_ids
+from common.training_state import TrainingState
+
+STOP, PROBLEM = 1, 2  # what a process tells the others at each step
+UPLOAD_GRACE_S = 15  # how long a preempted run waits for S3: launchers kill 30 s after SIGTERM
 
 
 class Run:
-    """A context manager around the training loop. All processes call it, the main process writes and prints.
+    """A context manager around a training. All processes call it, the main process writes and prints.
 
-    Raises ValueError when the folder holds another run or can't be made, or when the loop inside ran out of
-    memory: then with the size to try.
+    Raises ValueError when the folder holds another run or can't be written, or when the training inside ran
+    out of memory: then with the size to try. Preempted when a process was told to stop, after saving.
     """
 
-    def __init__(
-        self, accelerator: Accelerator, recipe: Recipe, batch: Batch, steps: int, steps_per_epoch: int
-    ):
+    def __init__(self, accelerator: Accelerator, recipe: Recipe, batch: Batch):
         self.accelerator, self.recipe, self.batch = accelerator, recipe, batch
-        self.steps, self.steps_per_epoch = steps, steps_per_epoch  # optimizer steps of this run, of an epoch
         self.is_main = accelerator.is_main_process
         # summed over the micro-batches since the last line
         self.loss = torch.zeros((), device=accelerator.device)
         self.ids: list[int] = []  # of the samples since the last line, for --log_samples
-        self.micro_batches = 0  # of this process, in this run
+        self.micro_batches = 0  # of this process, since it started
         self.told = 0.0
-        self.logged_step = 0
-        self.train_s = 0.0
+        self.first_step = self.step = self.logged_step = self.saved_step = self.evaluated_step = 0
+        self.train_s = self.earlier_wall_s = 0.0
         self.best: dict[str, float] = {}
         self.last: dict[str, float] = {}
-        self.saved_weights: Path | None = None
-        places = gather_object([(socket.gethostname(), job.device_name(accelerator))])
-        if not self.is_main:
+        self.place: Place | None = None  # of the main process, once it is open
+        self.problem: str | None = None  # of the main process, for all to hear
+        self.poll: Poll | None = None
+
+    def begin(
+        self,
+        model: nn.Module,
+        optimizer: AcceleratedOptimizer,
+        ema: EMA | None,
+        classes: tuple[str, ...],
+        steps: int,
+        steps_per_epoch: int,
+    ) -> int:
+        """Opens the run's folder and restores the newest checkpoint: the step to go on at, or 0. Collective.
+
+        After prepare, before the first forward. steps: optimizer steps of this run; steps_per_epoch: of one.
+        """
+        self.steps, self.steps_per_epoch = steps, steps_per_epoch
+        self.training = TrainingState(self.accelerator, model, optimizer, ema)
+        self.poll = Poll()
+        places = gather_object([(socket.gethostname(), job.device_name(self.accelerator))])
+        state = once(self.accelerator, "run folder", self._open, self.recipe.timeout_s)
+        if state:
+            self.training.restore(self.place.checkpoint if self.is_main else None, state)
+            self._go_on(state)
+        about = self._about(places)
+        if self.is_main:
+            self._start_logs(about, state)
+        self.saver = Saver(
+            self.training,
+            self.folder if self.is_main else None,
+            self.recipe.keep_every,
+            {"recipe": recipe_part(self.recipe), "classes": classes, "written_by": self._writer(about)},
+            self.place.mirror if self.is_main else None,
+        )
+        self.mark = time.perf_counter()
+        return self.first_step
+
+    def __enter__(self) -> "Run":
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if kind is None:
+            self._close("finished")
             return
-        self.folder = open_folder(recipe, run_name(accelerator, recipe, batch))
-        about = {
+        preempted = isinstance(error, Preempted)
+        if preempted and self.poll and self.step > self.saved_step:
+            self._save()
+        problem = None
+        if self.is_main:
+            problem = self._end(preempted)
+        # What was preempted is saved by the main process, which may take its time; the others wait for it.
+        problem = let_main_close_first(
+            self.accelerator, self.recipe.timeout_s if preempted else 10, problem or ""
+        )
+        if problem:
+            raise ValueError(problem) from error
+        if is_out_of_memory(error):
+            raise ValueError(self._out_of_memory()) from error
+
+    def should_evaluate(self, step: int) -> bool:
+        """Whether `step` steps end an epoch, or the run, and have not been evaluated."""
+        ends = step % self.steps_per_epoch == 0 or step == self.steps
+        return step > 0 and ends and step != self.evaluated_step
+
+    def checkpoint(self, step: int) -> None:
+        """Saves when that is due after `step` steps. Collective.
+
+        Raises Preempted when any process was told to stop, ValueError when what was written before failed.
+        """
+        self._listen()
+        every = self.recipe.checkpoint_every
+        period = self.steps_per_epoch if every == "epoch" else int(every)
+        due = step % period == 0 or step == self.steps or self.best.get("step") == step
+        if due and step > self.saved_step:
+            self._save()
+
+    def finish(self, val_name: str) -> None:
+        """Waits for the last checkpoint, writes result.json and plots/, prints the table. Collective."""
+        self.poll.finish()
+        self.peaks = gather_object([peak_memory_gib(self.accelerator)])
+        once(self.accelerator, "last checkpoint", self._finish, self.recipe.timeout_s)
+        if self.is_main:
+            report.show(self.folder, val_name)
+        once(self.accelerator, "last upload", self._wait_for_upload, self.recipe.timeout_s)
+
+    def add(self, loss: Tensor, ids: np.ndarray) -> None:
+        """One micro-batch: its loss stays on the device until the next line."""
+        self.loss += loss.detach()
+        self.micro_batches += 1
+        done = self.first_step + self.micro_batches // self.batch.accumulations
+        self._show(f"step {done:,}/{self.steps:,}")
+        if self.recipe.log_samples:
+            self.ids.extend(ids.tolist())
+
+    def log_training(self, step: int, lr: float) -> None:
+        """Every --log_every steps, and where an epoch ends, one line on the steps since the last: mean loss,
+        rate, speed. Collective; waits for the device.
+
+        Raises FloatingPointError on all processes when the loss is not finite.
+        """
+        self.step = step
+        if step % self.recipe.log_every and step % self.steps_per_epoch and step != self.steps:
+            return
+        summed = (step - self.logged_step) * self.batch.accumulations
+        loss = (self.accelerator.reduce(self.loss, "mean") / summed).item()
+        self.loss.zero_()
+        now = time.perf_counter()
+        images_per_s = self._timed(now, step)
+        self._write_samples(step)
+        self.logged_step = step
+        if not math.isfinite(loss):
+            raise FloatingPointError(f"the loss is {loss} at step {step} with learning rate {lr:g}")
+        self._write(step, {"train/loss": loss, "train/lr": lr, "train/images_per_s": images_per_s})
+
+    def tell(self, doing: str) -> None:
+        """Shows that an evaluation gets on, without waiting for the device. Collective.
+
+        Raises Preempted when any process was told to stop.
+        """
+        self._show(doing)
+        self._listen()
+
+    def log_evaluation(self, step: int, metrics: dict[str, float]) -> None:
+        """Loss, images and, of classes, accuracy on held-out data; with an EMA raw_accuracy, without it."""
+        self.mark = time.perf_counter()
+        self.last, self.evaluated_step = metrics, step
+        if not self.best or _score(metrics) > _score(self.best):
+            self.best = metrics | {"step": step}
+        self._write(step, {f"val/{k}": v for k, v in metrics.items() if k != "images"})
+
+    # --- Beginning
+
+    @property
+    def folder(self) -> Path:
+        """Of the main process."""
+        return self.place.folder
+
+    def _open(self, beat: Callable[[], None]) -> dict[str, Any] | None:
+        """In the main process: finds the folder and the checkpoint. Returns its state, None if there is none."""
+        folder = open_folder(self.recipe, run_name(self.accelerator, self.recipe, self.batch), self.steps)
+        try:
+            self.place = open_place(folder, self.recipe, beat, self._say)
+        except OSError as error:
+            raise ValueError(f"can't write to the run folder {folder}: {error.strerror}") from None
+        found = self.place.checkpoint
+        state = None
+        if found:
+            self.training.check(found)
+            state = found.state()
+            _check_state(state, found.folder)
+            print(f"continuing at step {found.step:,} with {found.folder}", flush=True)
+        count_restarts(self.folder, found.step if found else 0)
+        return state
+
+    def _go_on(self, state: dict[str, Any]) -> None:
+        self.first_step = self.step = self.saved_step = state["step"]
+        self.logged_step = state["logged_step"]
+        self.evaluated_step = state["step"] if state["evaluated"] else 0
+        self.best, self.last = state["best"], state["last"]
+        self.train_s, self.earlier_wall_s = state["train_s"], state["wall_s"]
+        losses, me = state["losses"], self.accelerator.process_index
+        if len(losses) == self.batch.processes:
+            mine = losses[me]
+        else:  # the mean over the micro-batches stays
+            mine = sum(losses) / len(losses) * self.batch.accumulations / state["accumulations"]
+        self.loss.fill_(mine)
+
+    def _start_logs(self, about: dict[str, Any], state: dict[str, Any] | None) -> None:
+        metrics, samples = self.folder / "metrics.jsonl", self.folder / "samples.jsonl"
+        for file in (metrics, samples):
+            kept = [line for line in read_lines(file) if state and _was_before(line, state)]
+            write_text(file, "".join(json.dumps(line) + "\n" for line in kept))
+        if not self.recipe.log_samples:
+            samples.unlink()
+        (self.folder / "result.json").unlink(missing_ok=True)
+        wandb_id = (state or {}).get("wandb_id")
+        self.trackers = start_trackers(self.recipe.trackers, self.folder, about, self.first_step, wandb_id)
+        write_json(self.folder / "recipe.json", about | tracker_ids(self.trackers))
+        self.metrics = open(metrics, "a", buffering=1)  # noqa: SIM115 (closed in _close)
+        if self.recipe.log_samples:
+            self.samples = open(samples, "a", buffering=1)  # noqa: SIM115
+        self.progress = progress(self.recipe.epochs, self.first_step, self.steps)
+        if self.place.mirror and self.first_step:
+            self.place.mirror.offer(
+                self.first_step, self.best.get("step")
+            )  # what an earlier run did not finish
+        print(f"run folder {self.folder}", flush=True)
+
+    def _about(self, places: list[tuple[str, str]]) -> dict[str, Any]:
+        return {
             "script": script_name(),
-            "strategy": job.strategy(accelerator),
-            "recipe": dataclasses.asdict(recipe),
+            "strategy": job.strategy(self.accelerator),
+            "recipe": dataclasses.asdict(self.recipe),
+            "resumed_from": None if self.recipe.resume in ("auto", "never") else self.recipe.resume,
             "argv": sys.argv,
             "git_commit": _git_commit(),
             "versions": job.versions(),
             "hosts": list(dict.fromkeys(host for host, _ in places)),
             "devices": [device for _, device in places],
         }
-        self.trackers = start_trackers(recipe.trackers, self.folder, about)
-        write_json(self.folder / "recipe.json", about | tracker_ids(self.trackers))
-        self.metrics = open(self.folder / "metrics.jsonl", "w", buffering=1)  # noqa: SIM115 (closed in __exit__)
-        if recipe.log_samples:
-            self.samples = open(self.folder / "samples.jsonl", "w", buffering=1)  # noqa: SIM115
-        self.progress = progress(recipe.epochs, steps)
-        print(f"run folder {self.folder}", flush=True)
 
-    def __enter__(self) -> "Run":
-        self.mark = time.perf_counter()
-        return self
+    def _writer(self, about: dict[str, Any]) -> dict[str, Any]:
+        """Who writes a checkpoint, for its manifest."""
+        names = ("script", "strategy", "git_commit", "versions", "hosts")
+        return {name: about[name] for name in names} | {
+            "processes": self.batch.processes,
+            "mixed_precision": job.precision(self.accelerator),
+        }
 
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    # --- In the training
+
+    def _listen(self) -> None:
+        """Tells the others what this process has to say, and hears what they said at the last call."""
+        if self.is_main and self.place.owner_lost():
+            self.problem = self.place.owner_lost()
+        if self.is_main and self.saver.problem:
+            self.problem = self.saver.problem
+        heard = self.poll(PROBLEM if self.problem else STOP if wanted() else 0)
+        if heard == PROBLEM:
+            raise ValueError(broadcast_object_list([self.problem])[0])
+        if heard == STOP:
+            raise Preempted
+
+    def _save(self) -> None:
+        """A snapshot; the rest goes on beside the training. Collective."""
+        losses = gather_object([self.loss.item()])
+        if not all(math.isfinite(loss) for loss in losses):
+            raise FloatingPointError(f"the loss is {sum(losses)} before step {self.step}: nothing was saved")
+        self._write_samples(self.step)
+        state = {
+            "step": self.step,
+            "epoch": self.step / self.steps_per_epoch,
+            "evaluated": self.evaluated_step == self.step,
+            "best": self.best,
+            "last": self.last,
+            "logged_step": self.logged_step,
+            "losses": losses,  # of each process, summed since the last line
+            "accumulations": self.batch.accumulations,
+            "train_s": self.train_s + time.perf_counter() - self.mark,
+            "wall_s": self._wall_s(),
+            **self.training.scalars(),
+        }
         if self.is_main:
-            self._close(failed=kind is not None)
-        if kind is not None:
-            let_main_close_first(self.accelerator)
-        if is_out_of_memory(error):
-            raise ValueError(self._out_of_memory()) from error
+            state |= tracker_ids(self.trackers)
+        self.saver.save(self.step, state, self.best.get("step"))
+        self.saved_step = self.step
 
-    def _close(self, failed: bool) -> None:
+    def _timed(self, now: float, step: int) -> float:
+        """Adds the time since the last line. Returns images/s."""
+        images = (step - max(self.logged_step, self.first_step)) * self.batch.total
+        spent_s = now - self.mark
+        self.train_s += spent_s
+        self.mark = now
+        return images / spent_s
+
+    # --- Ending
+
+    def _finish(self, beat: Callable[[], None]) -> None:
         self.progress.stop()
-        if failed:
-            write_json(self.folder / "result.json", self._result("failed"))
-        self.metrics.close()
+        self.saver.wait(beat)
+        if self.saver.problem or self.problem:
+            raise ValueError(self.saver.problem or self.problem)
+        write_json(self.folder / "result.json", self._result("finished"))
+
+    def _wait_for_upload(self, beat: Callable[[], None]) -> None:
+        mirror = self.place.mirror
+        if mirror is None:
+            return
+        mirror.retry()
+        while not mirror.wait(0.5):
+            self.progress.tell(f"uploading to {mirror.store.url}")
+            beat()
+        try:
+            mirror.send_run_files()
+        except (OSError, StoreError) as error:
+            self._say(f"the result is not in {mirror.store.url} ({error})")
+
+    def _end(self, preempted: bool) -> str | None:
+        """Of the main process. Returns what went wrong with the save of a preempted run."""
+        problem = None
+        if preempted and self.poll is None:
+            return self._note_preemption()
+        if not self.place or not hasattr(self, "metrics"):
+            return None  # it had not begun
+        if preempted:
+            self.saver.wait()
+            problem = self.saver.problem
+        self._close("preempted" if preempted and not problem else "failed")
+        return problem
+
+    def _close(self, status: str) -> None:
+        """Files, trackers and the folder itself. A full disk is no second error."""
+        if not self.is_main:
+            return
+        self.progress.stop()
+        with contextlib.suppress(OSError):
+            if status != "finished":
+                write_json(self.folder / "result.json", self._result(status))
+        if status == "preempted" and self.place.mirror:
+            self.place.mirror.wait(UPLOAD_GRACE_S)
+        with contextlib.suppress(OSError):
+            self.metrics.close()
         if self.recipe.log_samples:
-            self.samples.close()
-        finish_trackers(self.trackers, failed)
+            with contextlib.suppress(OSError):
+                self.samples.close()
+        with contextlib.suppress(OSError):
+            finish_trackers(self.trackers, failed=status == "failed")
+        self.place.release()
+
+    def _note_preemption(self) -> None:
+        """Before the training began, in the preparation of data: there is nothing to save, but it is said."""
+        with contextlib.suppress(ValueError, OSError):
+            folder = open_folder(self.recipe, run_name(self.accelerator, self.recipe, self.batch), None)
+            places = [(socket.gethostname(), job.device_name(self.accelerator))]
+            if not (folder / "recipe.json").exists():
+                write_json(folder / "recipe.json", self._about(places))
+            write_json(folder / "result.json", self._result("preempted"))
 
     def _out_of_memory(self) -> str:
         batch, smaller = self.batch, self.batch.smaller()
@@ -104,61 +391,8 @@ class Run:
         device = job.device_name(self.accelerator)
         return f"out of memory on {device} with --per_device_batch_size {batch.per_device}: {advice}"
 
-    def add(self, loss: Tensor, ids: np.ndarray) -> None:
-        """One micro-batch: its loss stays on the device until the next line."""
-        self.loss += loss.detach()
-        self.micro_batches += 1
-        self.tell(f"step {self.micro_batches // self.batch.accumulations:,}/{self.steps:,}")
-        if self.recipe.log_samples:
-            self.ids.extend(ids.tolist())
-
-    def log_training(self, step: int, lr: float) -> None:
-        """One line for the steps since the last: mean loss, rate, speed. Collective; waits for the device.
-
-        Raises FloatingPointError on all processes when the loss is not finite.
-        """
-        summed = (step - self.logged_step) * self.batch.accumulations
-        loss = (self.accelerator.reduce(self.loss, "mean") / summed).item()
-        self.loss.zero_()
-        self._write_samples()
-        now = time.perf_counter()
-        images_per_s = (step - self.logged_step) * self.batch.total / (now - self.mark)
-        self.train_s += now - self.mark
-        self.mark, self.logged_step = now, step
-        if not math.isfinite(loss):
-            raise FloatingPointError(f"the loss is {loss} at step {step} with learning rate {lr:g}")
-        self._write(step, {"train/loss": loss, "train/lr": lr, "train/images_per_s": images_per_s})
-
-    def tell(self, doing: str) -> None:
-        """Shows that the work gets on: between two lines of the log, without waiting for the device."""
-        if self.is_main and time.perf_counter() - self.told > 1:
-            self.told = time.perf_counter()
-            self.progress.tell(doing)
-
-    def log_evaluation(self, step: int, metrics: dict[str, float]) -> None:
-        """Loss, images and, of classes, accuracy on held-out data; with an EMA raw_accuracy, without it."""
-        self.mark = time.perf_counter()
-        self.last = metrics
-        if not self.best or _score(metrics) > _score(self.best):
-            self.best = metrics | {"step": step}
-        self._write(step, {f"val/{k}": v for k, v in metrics.items() if k != "images"})
-
-    def finish(self, model_folder: Path, val_name: str) -> None:
-        """Writes result.json and plots/, prints the table. Collective."""
-        self.peaks = gather_object([peak_memory_gib(self.accelerator)])
-        if not self.is_main:
-            return
-        self.progress.stop()
-        self.saved_weights = model_folder
-        write_json(self.folder / "result.json", self._result("finished"))
-        report.show(self.folder, val_name)
-
-    def checkpoint_folder(self, step: int) -> Path:
-        """Where the weights of a step belong; on the other processes a name that is not used."""
-        return (self.folder if self.is_main else Path()) / "checkpoints" / f"step_{step:08d}"
-
-    def _write_samples(self) -> None:
-        """The sample ids since the last line, each step's in the order of its whole batch."""
+    def _write_samples(self, step: int) -> None:
+        """The sample ids since the last call, each step's in the order of its whole batch."""
         if not self.recipe.log_samples:
             return
         per_rank = gather_object([self.ids])
@@ -166,18 +400,45 @@ class Run:
         if not self.is_main:
             return
         share = self.batch.per_device * self.batch.accumulations
-        for i in range(len(per_rank[0]) // share):
+        count = len(per_rank[0]) // share
+        for i in range(count):
             ids = [sample for ids in per_rank for sample in ids[i * share : (i + 1) * share]]
-            self.samples.write(json.dumps({"step": self.logged_step + i + 1, "samples": ids}) + "\n")
+            self._write_line(self.samples, {"step": step - count + i + 1, "samples": ids})
 
     def _write(self, step: int, values: dict[str, float]) -> None:
         if not self.is_main:
             return
         epoch = step / self.steps_per_epoch
-        self.metrics.write(json.dumps({"step": step, "epoch": epoch, **values}) + "\n")
-        for tracker in self.trackers:
-            tracker.log({"epoch": epoch, **values}, step=step)
+        self._write_line(self.metrics, {"step": step, "epoch": epoch, **values})
+        try:
+            for tracker in self.trackers:
+                tracker.log({"epoch": epoch, **values}, step=step)
+        except OSError as error:
+            self._can_not_write("the trackers' files", error)
         self.progress.show(step, epoch, values)
+
+    def _write_line(self, file: TextIO, line: dict[str, Any]) -> None:
+        try:
+            file.write(json.dumps(line) + "\n")
+        except OSError as error:
+            self._can_not_write(file.name, error)
+
+    def _can_not_write(self, what: str, error: OSError) -> None:
+        """The others hear of it with the next step."""
+        self.problem = self.problem or (
+            f"{what} can't be written: {error.strerror or error}. Make room: the same command continues with"
+            " the newest checkpoint"
+        )
+
+    def _show(self, doing: str) -> None:
+        """What goes on between two lines of the log."""
+        if self.is_main and time.perf_counter() - self.told > 1:
+            self.told = time.perf_counter()
+            self.progress.tell(doing)
+
+    def _say(self, message: str) -> None:
+        """Of the main process, also from the threads that save and upload."""
+        print(message, flush=True)
 
     def _result(self, status: str) -> dict[str, Any]:
         recipe, batch, accelerator = self.recipe, self.batch, self.accelerator
@@ -194,7 +455,7 @@ class Run:
             "per_device_batch_size": batch.per_device,
             "accumulation_steps": batch.accumulations,
             "epochs": recipe.epochs,
-            "steps": self.logged_step,
+            "steps": self.step,
             "best_accuracy": self.best.get("accuracy"),
             "best_loss": self.best.get("loss") if "accuracy" not in self.best else None,
             "best_step": self.best.get("step"),
@@ -202,12 +463,17 @@ class Run:
             "final_loss": self.last.get("loss"),
             "val_images": self.last.get("images"),
             "train_s": self.train_s,
-            "wall_s": time.time() - _process_start(),
+            "wall_s": self._wall_s(),
             "images_per_s": self.logged_step * batch.total / self.train_s if self.train_s else None,
             "peak_memory_gib": max(getattr(self, "peaks", [peak_memory_gib(accelerator)])),
             "seed": recipe.seed,
-            "checkpoint": str(self.saved_weights.relative_to(self.folder)) if self.saved_weights else None,
+            "checkpoint": _name(self.saved_step),
+            "best_checkpoint": _name(self.best.get("step")),
         }
+
+    def _wall_s(self) -> float:
+        """Since the run's first process began, imports included, without the pauses between interruptions."""
+        return self.earlier_wall_s + time.time() - psutil.Process().create_time()
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
@@ -229,54 +495,6 @@ def run_name(accelerator: Accelerator, recipe: Recipe, batch: Batch) -> str:
     return f"{job.strategy(accelerator)}_{batch.total}_{recipe.epochs}_{hosts}_{batch.processes // hosts}"
 
 
-def open_folder(recipe: Recipe, name: str) -> Path:
-    """Makes the run's folder: exactly --output_dir, or the next free <name>, <name>-2 in --model_folder."""
-    try:
-        if recipe.output_dir is None:
-            return _next_free(Path(recipe.model_folder or "runs") / script_name(), name)
-        folder = Path(recipe.output_dir)
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"can't make the run folder {error.filename}: {error.strerror}") from None
-    if (folder / "recipe.json").exists():
-        raise ValueError(
-            f"--output_dir {folder} holds a run already{_differences(folder, recipe)}:"
-            " give another folder, or move that one away"
-        )
-    return folder
-
-
-def _next_free(parent: Path, name: str) -> Path:
-    parent.mkdir(parents=True, exist_ok=True)
-    number = 1
-    while True:
-        folder = parent / (name if number == 1 else f"{name}-{number}")
-        try:
-            folder.mkdir()  # fails when it exists, so two runs never share one
-            return folder
-        except FileExistsError:
-            number += 1
-
-
-def _differences(folder: Path, recipe: Recipe) -> str:
-    """' (its epochs is 3, here 10)' for the parts of the recipe in which the folder's run differs."""
-    try:
-        theirs = json.loads((folder / "recipe.json").read_text())["recipe"]
-    except (OSError, ValueError, KeyError):
-        return ""
-    ours = json.loads(json.dumps(recipe_part(recipe)))
-    differing = [
-        f"its {key} is {theirs.get(key)}, here {value}"
-        for key, value in ours.items()
-        if theirs.get(key) != value
-    ]
-    return f" ({'; '.join(differing)})" if differing else ""
-
-
-def script_name() -> str:
-    return Path(sys.argv[0]).stem
-
-
 def peak_memory_gib(accelerator: Accelerator) -> float:
     """Of this process: what torch allocated at most on the GPU, or the resident set on CPU."""
     if accelerator.device.type == "cuda":
@@ -288,11 +506,34 @@ def _hosts(batch: Batch) -> int:
     return max(1, batch.processes // job.processes_per_host())
 
 
-def _process_start() -> float:
-    """Seconds since the epoch at which this process began, imports included."""
-    import psutil
+def _name(step: int | None) -> str | None:
+    """Of a step's checkpoint, in the run's folder."""
+    return f"checkpoints/{step_name(step)}" if step else None
 
-    return psutil.Process().create_time()
+
+def _was_before(line: dict[str, Any], state: dict[str, Any]) -> bool:
+    """Whether a line of the log belongs to what a checkpoint has seen."""
+    again = line["step"] == state["step"] and "val/loss" in line and not state["evaluated"]
+    return line["step"] <= state["step"] and not again
+
+
+def _check_state(state: dict[str, Any], folder: Path) -> None:
+    """ValueError for what no run has written: the checkpoint may come from anywhere."""
+    kinds = {
+        "step": int,
+        "evaluated": bool,
+        "best": dict,
+        "last": dict,
+        "logged_step": int,
+        "losses": list,
+        "accumulations": int,
+        "train_s": float,
+        "wall_s": float,
+    }
+    wrong = [name for name, kind in kinds.items() if not isinstance(state.get(name), kind)]
+    wrong += [name for name in ("optimizer_steps", "loss_scale") if name not in state]
+    if wrong or not state["losses"] or not all(isinstance(loss, float) for loss in state["losses"]):
+        raise ValueError(f"{folder}/state.json is no state: look at its {', '.join(wrong) or 'losses'}")
 
 
 def _git_commit() -> str | None:

@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
+from torch import Tensor
 
 ROOT = Path(__file__).parent.parent
 BIN = Path(sys.executable).parent
@@ -156,7 +158,28 @@ def ssh(tmp_path):
 @pytest.fixture
 def project_copy(tmp_path) -> Path:
     """The project's code in a folder of its own, to be broken on purpose."""
-    copy = tmp_path / "project"
+    return copy_project(tmp_path / "project")
+
+
+@pytest.fixture(scope="session")
+def stoppable(tmp_path_factory) -> Path:
+    """The project's code with scripts that, told by STOP_AT, send themselves SIGTERM after so many steps.
+
+    With several processes rank 0 does it a step earlier: the others agree a step later.
+    """
+    project = copy_project(tmp_path_factory.mktemp("stoppable") / "project")
+    lines = (
+        "            at = int(__import__('os').environ.get('STOP_AT', -1))\n"
+        "            if accelerator.is_main_process and step == at - (accelerator.num_processes > 1):\n"
+        "                __import__('signal').raise_signal(15)\n"
+    )
+    for script in ("train_hello.py", "train_cnn_a.py", "train_cnn_b.py", "train_vit.py"):
+        call = "            run.checkpoint(step)\n"
+        mutate(project, script, call, lines + call)
+    return project
+
+
+def copy_project(copy: Path) -> Path:
     copy.mkdir()
     for name in ("common", "accelerate_configs", "ds_configs"):
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -170,3 +193,14 @@ def mutate(project: Path, file: str, old: str, new: str) -> None:
     text = (project / file).read_text()
     assert text.count(old) == 1, f"{file} has {text.count(old)} x {old!r}"
     (project / file).write_text(text.replace(old, new))
+
+
+def tensors(checkpoint: Path) -> dict[str, Tensor]:
+    """Of all files of a checkpoint, as `<file>:<name>`."""
+    files = sorted(checkpoint.glob("*.safetensors"))
+    return {f"{file.stem}:{name}": tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def latest(folder: Path) -> Path:
+    """The newest checkpoint of a run."""
+    return sorted((folder / "checkpoints").glob("step_*"))[-1]

@@ -66,14 +66,14 @@ def test_other_data_on_one_host(tmp_path, cache):
     assert "on rank 1" in output
 
 
-def ranks_of(job: Job) -> list[psutil.Process]:
+def ranks_of(job: Job, script: str = "train_cnn_a.py") -> list[psutil.Process]:
     """The processes of a launch that have a RANK and run the script, by rank, once all are there."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         found = {}
         for process in psutil.Process(job.process.pid).children(recursive=True):
             try:
-                if "train_cnn_a.py" in process.cmdline():
+                if script in process.cmdline():
                     found[int(process.environ()["RANK"])] = process
             except (psutil.Error, KeyError):
                 continue

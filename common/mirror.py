@@ -1,0 +1,186 @@
+"""Committed checkpoints to a prefix in S3, beside the training, and back.
+
+<prefix>/checkpoints/step_00000390/...   as on the disk; the manifest last, so that none is half there
+<prefix>/checkpoints/index.json          {"latest": ..., "best": ...}
+<prefix>/metrics.jsonl, recipe.json, result.json
+"""
+
+import json
+import shutil
+import threading
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from common.checkpoints import (
+    MANIFEST,
+    Damaged,
+    check_manifest,
+    sha256_of,
+    step_name,
+    step_of,
+    steps_in,
+    to_keep,
+)
+from common.files import sync
+from common.object_store import ObjectStore, StoreError
+
+RUN_FILES = ("recipe.json", "metrics.jsonl", "result.json")
+
+
+class Mirror:
+    """One upload in flight; while it lasts only the newest of the later checkpoints waits for its turn.
+
+    The training never waits for it. A failed upload is said; the next checkpoint's, and the one at the end or
+    of the same command started again, make up for it.
+    """
+
+    def __init__(self, store: ObjectStore, folder: Path, keep_every: int | None, say: Callable[[str], None]):
+        self.store, self.folder, self.keep_every, self.say = store, folder, keep_every, say
+        self.changed = threading.Condition()
+        self.waiting: tuple[int, int | None] | None = None  # (step, best step)
+        self.sending: int | None = None
+        self.failed: tuple[int, int | None] | None = None
+        threading.Thread(target=self._work, daemon=True).start()
+
+    def offer(self, step: int, best: int | None) -> None:
+        """A checkpoint that was committed on the disk."""
+        with self.changed:
+            self.waiting = (step, best)
+            self.changed.notify_all()
+
+    def needs(self) -> set[int]:
+        """Steps that must stay on the disk for now."""
+        with self.changed:
+            waiting = {self.waiting[0]} if self.waiting else set()
+            return waiting | ({self.sending} if self.sending is not None else set())
+
+    def retry(self) -> None:
+        """Tries once more what failed."""
+        with self.changed:
+            if self.failed and not self.waiting:
+                self.waiting = self.failed
+                self.changed.notify_all()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether nothing is under way any more. Each request to the store has a bound of its own."""
+        with self.changed:
+            return self.changed.wait_for(lambda: self.waiting is None and self.sending is None, timeout_s)
+
+    def send_run_files(self) -> None:
+        for name in RUN_FILES:
+            if (self.folder / name).exists():
+                self.store.upload(self.folder / name, name)
+
+    def _work(self) -> None:
+        while True:
+            with self.changed:
+                self.changed.wait_for(lambda: self.waiting is not None)
+                (step, best), self.waiting = self.waiting, None
+                self.sending = step
+            problem = None
+            try:
+                self._send(step, best)
+            except (OSError, StoreError) as error:
+                problem = error
+                self.say(
+                    f"the checkpoint of step {step:,} is not in {self.store.url} ({error}): it is safe on the"
+                    " disk, and the next upload, or the same command later, makes up for it"
+                )
+            with self.changed:
+                self.failed = (step, best) if problem else None
+                self.sending = None
+                self.changed.notify_all()
+
+    def _send(self, step: int, best: int | None) -> None:
+        """What is not there yet: the best checkpoint too, whose own turn may have been passed over."""
+        there = _committed(self.store.list("checkpoints"))
+        for wanted in sorted({step} | ({best} if best in steps_in(self.folder / "checkpoints") else set())):
+            if wanted not in there:
+                self._send_checkpoint(wanted)
+                there.add(wanted)
+        marks = {"latest": step_name(step)} | ({"best": step_name(best)} if best in there else {})
+        self.store.write("checkpoints/index.json", json.dumps(marks).encode())
+        self.send_run_files()
+        self._prune(to_keep(there, best, self.keep_every))
+
+    def _send_checkpoint(self, step: int) -> None:
+        local = self.folder / "checkpoints" / step_name(step)
+        remote = f"checkpoints/{step_name(step)}"
+        for path in sorted(local.iterdir()):
+            if path.name != MANIFEST:
+                self.store.upload(path, f"{remote}/{path.name}")
+        manifest = (local / MANIFEST).read_bytes()
+        made = self.store.create(f"{remote}/{MANIFEST}", manifest)
+        if not made and self.store.read(f"{remote}/{MANIFEST}") != manifest:
+            raise StoreError(f"another run has written step {step:,} to {self.store.url}")
+
+    def _prune(self, keep: set[int]) -> None:
+        """The manifest goes first: what is half removed is no checkpoint."""
+        doomed = [key for key in self.store.list("checkpoints/step_") if _step(key) not in keep]
+        self.store.delete(sorted(doomed, key=lambda key: not key.endswith(MANIFEST)))
+
+
+def fetch_newest(
+    store: ObjectStore,
+    parent: Path,
+    newer_than: int,
+    beat: Callable[[], None],
+    warn: Callable[[str], None],
+) -> int | None:
+    """Downloads the newest committed checkpoint that verifies and is newer than that step into `parent`.
+
+    Returns its step; None when there is none newer. ValueError when there are some and none verifies.
+    """
+    steps = sorted((s for s in _committed(store.list("checkpoints")) if s > newer_than), reverse=True)
+    for step in steps:
+        try:
+            _fetch(store, step, parent, beat, warn)
+            return step
+        except Damaged as error:
+            warn(f"checkpoint of step {step:,} is damaged: {error}")
+        except OSError as error:
+            raise ValueError(
+                f"the checkpoint of step {step:,} can't be downloaded from {store.url} to {parent}:"
+                f" {error.strerror}"
+            ) from None
+    if steps and newer_than < 0:
+        raise ValueError(f"none of the {len(steps)} checkpoints in {store.url} verifies")
+    return None
+
+
+def _fetch(
+    store: ObjectStore, step: int, parent: Path, beat: Callable[[], None], warn: Callable[[str], None]
+) -> None:
+    """To part files, verified, and renamed when all of them are right."""
+    remote, folder = f"checkpoints/{step_name(step)}", parent / step_name(step)
+    content = store.read(f"{remote}/{MANIFEST}") or b""
+    manifest = check_manifest(content, f"{store.url}/{remote}")
+    part = parent / f".{folder.name}.part"
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+    try:
+        total = sum(about["size"] for about in manifest["files"].values())
+        warn(f"downloading the checkpoint of step {step:,} from {store.url}: {total / 2**20:,.1f} MiB")
+        for name, about in manifest["files"].items():
+            store.download(f"{remote}/{name}", part / name, about["size"], beat)
+            if sha256_of(part / name, beat) != about["sha256"]:
+                raise Damaged(f"{store.url}/{remote}/{name} has changed since it was written (SHA-256)")
+            sync(part / name)
+        (part / MANIFEST).write_bytes(content)
+        sync(part / MANIFEST)
+        sync(part)
+        shutil.rmtree(folder, ignore_errors=True)
+        part.rename(folder)
+        sync(parent)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def _committed(keys: Iterable[str]) -> set[int]:
+    """The steps whose manifest is there."""
+    return {_step(key) for key in keys if key.endswith(f"/{MANIFEST}") and _step(key) is not None}
+
+
+def _step(key: str) -> int | None:
+    parts = key.split("/")
+    return step_of(parts[1]) if len(parts) == 3 else None

@@ -1,0 +1,197 @@
+"""One owner of a run folder, or of a prefix in S3: a second run on it is refused.
+
+The owner's record has a counter that goes up while it lives. A dead process of this machine is seen at once;
+a record from elsewhere is watched for a while, as a machine that was lost can't take its record away.
+"""
+
+import contextlib
+import errno
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import psutil
+
+from common.files import write_text
+from common.object_store import ObjectStore, StoreError
+
+BEAT_S = 20  # between two signs of life
+WATCH_S = 65  # a record from elsewhere that shows none for so long is a dead owner's
+RECORD = "owner.json"
+
+
+class Place(Protocol):
+    """Where a record lies."""
+
+    def create(self, text: str) -> bool: ...
+    def read(self) -> str | None: ...
+    def replace(self, text: str) -> None: ...
+    def remove(self) -> None: ...
+
+
+class Folder:
+    def __init__(self, folder: Path):
+        self.name, self.path = str(folder), folder / RECORD
+
+    def create(self, text: str) -> bool:
+        """Complete from the first moment on, unlike a file that is opened and then filled."""
+        mine = self.path.with_name(f".{RECORD}.{secrets.token_hex(4)}")
+        try:
+            mine.write_text(text)
+            os.link(mine, self.path)
+            return True
+        except FileExistsError:
+            return False
+        except OSError as error:
+            if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
+                raise
+            with contextlib.suppress(FileExistsError), open(self.path, "x") as file:  # no hard links there
+                file.write(text)
+                return True
+            return False
+        finally:
+            mine.unlink(missing_ok=True)
+
+    def read(self) -> str | None:
+        try:
+            return self.path.read_text()
+        except FileNotFoundError:
+            return None
+
+    def replace(self, text: str) -> None:
+        write_text(self.path, text)
+
+    def remove(self) -> None:
+        self.path.unlink(missing_ok=True)
+
+
+class Prefix:
+    def __init__(self, store: ObjectStore):
+        self.name, self.store = store.url, store
+
+    def create(self, text: str) -> bool:
+        return self.store.create(RECORD, text.encode())
+
+    def read(self) -> str | None:
+        found = self.store.read(RECORD)
+        return None if found is None else found.decode(errors="replace")
+
+    def replace(self, text: str) -> None:
+        self.store.write(RECORD, text.encode())
+
+    def remove(self) -> None:
+        self.store.delete([RECORD])
+
+
+class Owner:
+    """Ours from here to release(). ValueError names the host, the process and the time of another owner.
+
+    beat() is called about every second while a record from elsewhere is watched.
+    """
+
+    def __init__(self, place: Place, beat: Callable[[], None], warn: Callable[[str], None]):
+        self.place = place
+        self.record = {**_this_process(), "id": secrets.token_hex(8), "beat": 0}
+        self.lost: str | None = None  # what to say when another run has taken over
+        while not place.create(json.dumps(self.record)):
+            _wait_for_end(place, beat, warn)
+        self.released = threading.Event()
+        self.thread = threading.Thread(target=self._live, daemon=True)
+        self.thread.start()
+
+    def release(self) -> None:
+        self.released.set()
+        self.thread.join()
+        if self.lost is None and self._is_ours():
+            self.place.remove()
+
+    def _live(self) -> None:
+        while not self.released.wait(BEAT_S):
+            try:
+                if not self._is_ours():
+                    self.lost = f"{self.place.name} was taken over by {_who(_parsed(self.place.read()))}"
+                    return
+                self.record["beat"] += 1
+                self.place.replace(json.dumps(self.record))
+            except (OSError, StoreError):
+                continue  # a full disk, no network: what it means for the run others will say
+
+    def _is_ours(self) -> bool:
+        return _parsed(self.place.read()).get("id") == self.record["id"]
+
+
+def _wait_for_end(place: Place, beat: Callable[[], None], warn: Callable[[str], None]) -> None:
+    """Returns when the record there is gone, or was a dead owner's and is removed. ValueError if it lives."""
+    text = place.read()
+    if text is None:
+        return
+    theirs = _parsed(text)
+    refusal = ValueError(
+        f"{place.name} belongs to a run that goes on: {_who(theirs)}. Stop that one, or give this one a place"
+        " of its own"
+    )
+    if theirs.get("machine") == _machine():
+        if _lives(theirs):
+            raise refusal
+    else:
+        warn(f"{place.name} has an owner, {_who(theirs)}: watching for {WATCH_S} s whether it still lives")
+        until = time.monotonic() + WATCH_S
+        while time.monotonic() < until:
+            beat()
+            time.sleep(1)
+            now = place.read()
+            if now is None:
+                return
+            if now != text:
+                raise refusal
+    warn(f"{place.name} was left by {_who(theirs)}, which is dead: taken over")
+    if place.read() == text:
+        place.remove()
+
+
+def _this_process() -> dict[str, Any]:
+    me = psutil.Process()
+    return {
+        "host": socket.gethostname(),
+        "machine": _machine(),
+        "pid": me.pid,
+        "started": me.create_time(),
+        "since": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+    }
+
+
+def _machine() -> str:
+    """Of this start of this kernel, and of this container's process numbers."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    space = Path("/proc/self/ns/pid")
+    return (
+        f"{boot.read_text().strip() if boot.exists() else ''} {os.readlink(space) if space.exists() else ''}"
+    )
+
+
+def _lives(record: dict[str, Any]) -> bool:
+    try:
+        process = psutil.Process(int(record["pid"]))
+        same = abs(process.create_time() - float(record["started"])) < 1
+        return same and process.status() != psutil.STATUS_ZOMBIE
+    except (psutil.NoSuchProcess, KeyError, TypeError, ValueError):
+        return False
+
+
+def _who(record: dict[str, Any]) -> str:
+    host, pid, since = (record.get(key, "unknown") for key in ("host", "pid", "since"))
+    return f"process {pid} on host {host} since {since}"
+
+
+def _parsed(text: str | None) -> dict[str, Any]:
+    try:
+        record = json.loads(text or "{}")
+        return record if isinstance(record, dict) else {}
+    except ValueError:
+        return {}

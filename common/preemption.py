@@ -1,0 +1,132 @@
+"""Stopping together: SIGTERM or SIGUSR1, to the launcher or to one process, is agreed by all of them.
+
+A launcher passes SIGTERM on to its processes. One that is killed can't: then the kernel sends SIGTERM to
+them, or, where another process of the launcher stands between, a thread here that watches it.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+
+import psutil
+import torch
+import torch.distributed as dist
+
+STATUS = 75  # of each process that was preempted: EX_TEMPFAIL of sysexits.h, "try again later"
+SILENCE_S = 50  # a process that was told to stop and is still in the same step was left behind by the others
+
+_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+_stop = threading.Event()
+
+
+class Preempted(Exception):
+    """All processes have agreed to save and to end."""
+
+
+def watch() -> None:
+    """From now on SIGTERM and SIGUSR1 are remembered for the next step instead of ending the process."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    # The interpreter calls a handler only when the main thread is out of torch: a thread hears it at once.
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    threading.Thread(target=_listen, args=(reader,), daemon=True).start()
+    for number in _SIGNALS:
+        signal.signal(number, lambda *_: _stop.set())
+    if not launched():
+        return  # a shell that ends does not end what it started
+    _end_with_parent()
+    threading.Thread(target=_watch_launcher, args=(_launchers(),), daemon=True).start()
+
+
+def wanted() -> bool:
+    """Whether this process was told to stop."""
+    return _stop.is_set()
+
+
+def launched() -> bool:
+    """Whether torchrun, accelerate or deepspeed started this process."""
+    return "LOCAL_RANK" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ
+
+
+class Poll:
+    """Each process gives a number, and all get the largest: at the next call, so that nothing waits.
+
+    Over gloo, beside the training's own collectives, so that no GPU is waited for. Making it is collective.
+    """
+
+    def __init__(self) -> None:
+        self.group = dist.new_group(backend="gloo") if dist.is_initialized() else None
+        self.value = torch.zeros(1, dtype=torch.int32)
+        self.work: dist.Work | None = None
+        self.last, self.agreed = time.monotonic(), False
+        threading.Thread(target=self._end_if_left_behind, daemon=True).start()
+
+    def __call__(self, mine: int) -> int:
+        """The largest number given by any process at the last call. Collective; one process gets its own."""
+        self.last = time.monotonic()
+        if self.group is None:
+            return mine
+        answer = self.finish()
+        self.value = torch.tensor([mine], dtype=torch.int32)
+        self.work = dist.all_reduce(self.value, dist.ReduceOp.MAX, group=self.group, async_op=True)
+        return answer
+
+    def finish(self) -> int:
+        """The answer to the last call."""
+        if self.work is None:
+            return 0
+        self.work.wait()
+        self.work = None
+        self.agreed = self.agreed or bool(self.value)
+        return int(self.value)
+
+    def _end_if_left_behind(self) -> None:
+        """A launcher tells the others to stop when one has died; they may wait for that one for ever."""
+        _stop.wait()
+        while True:
+            begun = time.monotonic()
+            time.sleep(SILENCE_S)
+            if self.last < begun and not self.agreed and self.group is not None:
+                print("told to stop, and the other processes do not answer", file=sys.stderr, flush=True)
+                os._exit(1)
+
+
+def _end_with_parent() -> None:
+    """Linux sends SIGTERM when the parent dies, however that is."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+
+
+def _listen(reader: int) -> None:
+    while True:
+        if any(number in _SIGNALS for number in os.read(reader, 64)):
+            _stop.set()
+
+
+def _launchers() -> list[psutil.Process]:
+    """The parent, and above it what belongs to the same launcher: `deepspeed` starts one that starts ours."""
+    found = []
+    for process in psutil.Process().parents():
+        try:
+            words = process.cmdline()[:4]
+        except psutil.Error:
+            break
+        if not words or not words[0].rpartition("/")[2].startswith(("python", "pypy")):
+            break  # a shell or a test: it may end before us
+        if not any(w.rpartition("/")[2] in _LAUNCHERS or w.startswith(_LAUNCHER_MODULES) for w in words[1:]):
+            break
+        found.append(process)
+    return found
+
+
+_LAUNCHERS = ("deepspeed", "accelerate", "torchrun", "launch.py")
+_LAUNCHER_MODULES = ("deepspeed.launcher", "accelerate.commands", "torch.distributed")
+
+
+def _watch_launcher(launchers: list[psutil.Process]) -> None:
+    while all(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in launchers):
+        time.sleep(1)
+    _stop.set()

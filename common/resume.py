@@ -1,0 +1,109 @@
+"""Where a run lives and what it goes on from, decided by the main process alone.
+
+1. The run's own folder is looked at first: its newest checkpoint that verifies.
+2. --s3: a newer one there is downloaded first, as on a fresh machine with an empty folder.
+3. --resume PATH or s3://...: where a run begins that has no checkpoint of its own.
+4. Whatever was chosen must be of the same recipe, but for what --allow_changed names.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from common import checkpoints
+from common.checkpoints import Checkpoint, step_of, steps_in
+from common.mirror import Mirror, fetch_newest
+from common.object_store import ObjectStore
+from common.ownership import Folder, Owner, Prefix
+from common.recipe import Recipe
+from common.run_folder import differences
+
+Beat = Callable[[], None]
+Say = Callable[[str], None]
+
+
+@dataclass
+class Place:
+    """A run's folder, which it owns, its mirror in S3, and the checkpoint to go on from."""
+
+    folder: Path
+    owners: list[Owner] = field(default_factory=list)
+    mirror: Mirror | None = None
+    checkpoint: Checkpoint | None = None
+
+    def owner_lost(self) -> str | None:
+        return next((owner.lost for owner in self.owners if owner.lost), None)
+
+    def release(self) -> None:
+        for owner in self.owners:
+            owner.release()
+
+
+def open_place(folder: Path, recipe: Recipe, beat: Beat, say: Say) -> Place:
+    """ValueError when it has another owner, holds another run, or no checkpoint of several verifies."""
+    place = Place(folder)
+    try:
+        place.owners.append(Owner(Folder(folder), beat, say))
+        checkpoints.tidy(folder / "checkpoints")
+        store = ObjectStore(recipe.s3) if recipe.s3 else None
+        if store:
+            store.probe()
+            place.owners.append(Owner(Prefix(store), beat, say))
+        place.checkpoint = _choose(folder, store, recipe, beat, say)
+        if place.checkpoint:
+            _check_recipe(place.checkpoint, recipe)
+        if store:
+            place.mirror = Mirror(store, folder, recipe.keep_every, say)
+    except BaseException:
+        place.release()
+        raise
+    return place
+
+
+def _choose(
+    folder: Path, store: ObjectStore | None, recipe: Recipe, beat: Beat, say: Say
+) -> Checkpoint | None:
+    own = folder / "checkpoints"
+    if store:
+        if recipe.resume == "never":
+            if store.list("checkpoints"):
+                raise ValueError(f"--resume never, but {store.url} holds a run: give a prefix of its own")
+        elif fetch_newest(store, own, max(steps_in(own), default=-1), beat, say) is not None:
+            _fetch_log(store, folder)
+    found = checkpoints.newest(own, beat, say)
+    if found or recipe.resume in ("auto", "never"):
+        return found
+    if recipe.resume.startswith("s3://"):
+        source = ObjectStore(recipe.resume)
+        if fetch_newest(source, own, -1, beat, say) is None:
+            raise ValueError(f"--resume {recipe.resume} holds no checkpoint")
+        return checkpoints.newest(own, beat, say)
+    return _at_path(Path(recipe.resume), beat, say)
+
+
+def _at_path(path: Path, beat: Beat, say: Say) -> Checkpoint:
+    """A checkpoint's folder, or the newest of a run's."""
+    if step_of(path.resolve().name) is not None:
+        return checkpoints.verify(path.resolve(), beat)
+    for parent in (path / "checkpoints", path):
+        if steps_in(parent) and (found := checkpoints.newest(parent, beat, say)):
+            return found
+    raise ValueError(
+        f"--resume {path} holds no checkpoint: give a run's folder, or one of its checkpoints/step_*"
+    )
+
+
+def _fetch_log(store: ObjectStore, folder: Path) -> None:
+    """The lines that were logged on another machine, so that the curves begin at the beginning."""
+    if not (folder / "metrics.jsonl").exists() and (lines := store.read("metrics.jsonl", limit=2**28)):
+        (folder / "metrics.jsonl").write_bytes(lines)
+
+
+def _check_recipe(found: Checkpoint, recipe: Recipe) -> None:
+    theirs = found.manifest.get("recipe")
+    differing = differences(theirs, recipe) if isinstance(theirs, dict) else "it has none"
+    if differing:
+        raise ValueError(
+            f"{found.folder} is of another recipe ({differing}): give the same flags, or name with"
+            " --allow_changed what may differ"
+        )

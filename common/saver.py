@@ -1,0 +1,90 @@
+"""Writes checkpoints beside the training: the step waits for the snapshot alone."""
+
+import json
+import shutil
+from collections.abc import Callable
+from concurrent import futures
+from pathlib import Path
+from typing import Any
+
+from common import checkpoints
+from common.checkpoints import step_name, steps_in, to_keep
+from common.files import sync
+from common.mirror import Mirror
+from common.training_state import TrainingState
+
+
+class Saver:
+    """One checkpoint in flight. All processes call save; the main process writes, in a thread of its own.
+
+    about: what the manifest says beside the files. mirror: where committed checkpoints go, if anywhere.
+    """
+
+    def __init__(
+        self,
+        training: TrainingState,
+        folder: Path | None,
+        keep_every: int | None,
+        about: dict[str, Any],
+        mirror: Mirror | None,
+    ):
+        self.training, self.folder, self.keep_every = training, folder, keep_every
+        self.about, self.mirror = about, mirror
+        self.thread = futures.ThreadPoolExecutor(1) if folder else None
+        self.writing: futures.Future | None = None
+        self.problem: str | None = None  # of the main process; what came before it is on the disk
+
+    def save(self, step: int, state: dict[str, Any], best: int | None) -> None:
+        """Returns when the snapshot is taken. Collective."""
+        self.wait()
+        snapshots = self.training.take()
+        if self.thread:
+            self.writing = self.thread.submit(self._write, step, snapshots, state, best)
+
+    def wait(self, beat: Callable[[], None] = lambda: None) -> None:
+        """Until the one in flight is on the disk, or has failed."""
+        while self.writing and not self.writing.done():
+            beat()
+            futures.wait([self.writing], 0.2)
+        if self.writing:
+            self.writing.result()  # raises what _write did not expect
+
+    def _write(self, step: int, snapshots: dict, state: dict[str, Any], best: int | None) -> None:
+        parent = self.folder / "checkpoints"
+        try:
+            self.training.wait_until_copied()
+            sync(self.folder / "metrics.jsonl")  # what the checkpoint has seen must not be lost before it
+            if (parent / step_name(step)).exists():
+                checkpoints.remove(parent / step_name(step))
+            checkpoints.commit(parent, step, snapshots, state, self.about)
+            checkpoints.mark(parent, step, best)
+            needed = set()
+            if self.mirror:
+                self.mirror.offer(step, best)
+                needed = self.mirror.needs()
+            kept = to_keep(steps_in(parent), best, self.keep_every) | needed
+            for old in set(steps_in(parent)) - kept:
+                checkpoints.remove(parent / step_name(old))
+        except OSError as error:
+            latest = max(steps_in(parent), default=None)
+            since = "there is none before it" if latest is None else f"that of step {latest:,} is intact"
+            self.problem = (
+                f"the checkpoint of step {step:,} can't be written to {parent}: {error.strerror or error}"
+                f" ({_free(self.folder)}); {since}. Make room, or move the folder and give its new place as"
+                " --output_dir: the same command continues"
+            )
+
+
+def _free(folder: Path) -> str:
+    return f"{shutil.disk_usage(folder).free / 2**20:,.0f} MiB are free"
+
+
+def read_lines(file: Path) -> list[dict[str, Any]]:
+    """The objects of a JSON-lines file; a line that was cut by a kill or a full disk is left out."""
+    lines = []
+    for text in file.read_text().splitlines() if file.exists() else []:
+        try:
+            lines.append(json.loads(text))
+        except ValueError:
+            continue
+    return lines

@@ -1,0 +1,74 @@
+"""Faults at an exact place of a process's file operations, put in from outside by Python's audit events.
+
+`sitecustomize` is imported by every Python process that finds it on its path, before anything else. It counts
+the operations on paths that contain WATCHED, and before the one that is named does what it was told. Once: it
+leaves a mark when it has happened.
+"""
+
+import os
+from pathlib import Path
+
+HOOK = """
+import os, signal, sys
+
+WATCHED, AT, MARK, FILL = (os.environ[name] for name in ("WATCHED", "AT", "MARK", "FILL"))
+EVENTS = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.link", "shutil.rmtree"}
+seen = []
+
+def hook(event, args):
+    if event not in EVENTS or isinstance(args[0], int):
+        return
+    path = os.fsdecode(args[0])
+    if WATCHED not in path or os.path.exists(MARK):
+        return
+    seen.append(f"{event} {path}")
+    what = f"{len(seen)} {event} {os.path.basename(path)}"
+    if AT == "list":
+        with open(MARK + ".list", "a") as file:
+            file.write(what + "\\n")
+    elif AT == str(len(seen)) or AT == f"{event} {os.path.basename(path)}":
+        with open(MARK, "w") as file:
+            file.write(what)
+        if not FILL:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            with open(os.path.join(FILL, "filler"), "ab", buffering=0) as file:
+                while True:
+                    file.write(bytes(4096))
+        except OSError:
+            pass
+
+sys.addaudithook(hook)
+"""
+
+
+def at_file_operation(tmp_path: Path, watched: str, at: int | str, fill: Path | None = None) -> dict:
+    """The environment of a process that is killed (or fills the disk of `fill`) just before it.
+
+    at: a number, counted from 1, or an event and a file's name as "os.rename step_00000008"; "list" writes
+    all of them to <mark>.list.
+    """
+    folder = tmp_path / "hook"
+    folder.mkdir(exist_ok=True)
+    (folder / "sitecustomize.py").write_text(HOOK)
+    return {
+        "PYTHONPATH": str(folder),
+        "WATCHED": watched,
+        "AT": str(at),
+        "MARK": str(mark(tmp_path)),
+        "FILL": str(fill or ""),
+    }
+
+
+def mark(tmp_path: Path) -> Path:
+    """Is there once the fault has happened, and says where."""
+    return tmp_path / "happened"
+
+
+def operations(tmp_path: Path) -> list[str]:
+    """What "list" wrote: "<number> <event> <file>"."""
+    return Path(f"{mark(tmp_path)}.list").read_text().splitlines()
+
+
+def alive(pid: int) -> bool:
+    return os.path.exists(f"/proc/{pid}")

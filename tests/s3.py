@@ -1,0 +1,310 @@
+"""S3 for tests: moto's server as a process on loopback, and a proxy before it that breaks things on purpose.
+
+A test module imports the fixtures `s3` (the server's address) and `s3_proxy` (a FaultProxy of its own).
+"""
+
+import contextlib
+import http.client
+import re
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import urlsplit
+
+import pytest
+
+from tests.conftest import free_port
+
+BUCKET = "training"
+SECRET = "canary-of-the-secret-key"  # no output may ever hold it
+ERROR = "<?xml version='1.0' encoding='UTF-8'?><Error><Code>{}</Code><Message>{}</Message></Error>"
+PAGE = 50  # keys in one answer to a list request; AWS sends 1,000
+
+
+def aws_env(endpoint: str) -> dict[str, str]:
+    """The environment of a client of this endpoint, whatever the machine's own configuration is."""
+    return {
+        "AWS_ENDPOINT_URL": endpoint,
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": SECRET,
+        "AWS_SESSION_TOKEN": "",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_EC2_METADATA_DISABLED": "true",
+        "AWS_CONFIG_FILE": "/nonexistent",
+        "AWS_SHARED_CREDENTIALS_FILE": "/nonexistent",
+        "NO_PROXY": "127.0.0.1",
+    }
+
+
+@contextlib.contextmanager
+def moto_server() -> Iterator[str]:
+    """Starts a server with the bucket BUCKET in a process of its own. Yields its address, http://host:port."""
+    port = free_port()
+    words = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    env = aws_env("") | {"MOTO_S3_DEFAULT_MAX_KEYS": str(PAGE)}
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(words, env=env, stdout=log, stderr=subprocess.STDOUT)
+        try:
+            _make_bucket(port, process, log)
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.kill()
+            process.wait()
+
+
+def _make_bucket(port: int, process: subprocess.Popen, log) -> None:
+    end_s = time.monotonic() + 60
+    while True:
+        with contextlib.suppress(OSError):
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+            connection.request("PUT", f"/{BUCKET}")
+            assert connection.getresponse().status == 200
+            connection.close()
+            return
+        if process.poll() is not None or time.monotonic() > end_s:
+            log.seek(0)
+            pytest.fail(f"moto's server did not start:\n{log.read()}")
+        time.sleep(0.05)
+
+
+@dataclass
+class Fault:
+    """What happens to the next `times` requests that match; None: to all until clear()."""
+
+    name: str
+    times: int | None
+    method: str
+    path: str
+    header: str  # "name: value" of one header, as a regular expression
+    do: Callable  # with the request's handler and body; True when the request has been dealt with
+
+    def matches(self, handler: BaseHTTPRequestHandler) -> bool:
+        headers = [f"{name}: {value}" for name, value in handler.headers.items()]
+        return (
+            self.times != 0
+            and re.fullmatch(self.method, handler.command) is not None
+            and re.search(self.path, handler.path) is not None
+            and (not self.header or any(re.match(self.header, line, re.I) for line in headers))
+        )
+
+
+class FaultProxy:
+    """HTTP from clients to a server, with faults that can be switched at any time; they add up, oldest first.
+
+    `where` of all faults: times=1 (None: until clear()), method and path (with the query) and header ("name:
+    value") as regular expressions. `faults` counts how often each one happened, by name, and `requests` holds
+    (method, path, headers) of all requests that arrived.
+    """
+
+    def __init__(self, server: str):
+        self.faults: Counter[str] = Counter()
+        self.requests: list[tuple[str, str, dict[str, str]]] = []
+        self.target = urlsplit(server).netloc
+        self._faults: list[Fault] = []
+        self._lock = threading.Lock()
+        self._holding = threading.Event()  # set: black holes let go
+        self._http = _Server(("127.0.0.1", 0), _Handler)
+        self._http.proxy = self
+        self.endpoint = f"http://127.0.0.1:{self._http.server_address[1]}"
+        threading.Thread(target=self._http.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
+
+    def close(self) -> None:
+        self.clear()
+        self._http.shutdown()
+        self._http.server_close()
+
+    def clear(self) -> None:
+        """From now on all requests pass; those in a black hole are cut."""
+        with self._lock:
+            self._faults.clear()
+            self._holding.set()
+            self._holding = threading.Event()
+
+    def add(self, name: str, do: Callable, times=1, method="[A-Z]+", path="", header="") -> None:
+        with self._lock:
+            self._faults.append(Fault(name, times, method, path, header, do))
+
+    def fail(self, status: int = 503, code: str = "SlowDown", message: str = "broken on purpose", **where):
+        """Answers with an error, named by its code."""
+        self.add(code, lambda handler: handler.error(status, code, message), **where)
+
+    def delay(self, seconds: float, **where) -> None:
+        self.add("delay", lambda handler: time.sleep(seconds), **{"times": None} | where)
+
+    def cut_upload(self, after: int, **where) -> None:
+        """Resets the connection after so many bytes of a PUT's body."""
+        self.add("cut_upload", lambda handler: handler.cut_upload(after), **{"method": "PUT"} | where)
+
+    def cut_download(self, after: int, **where) -> None:
+        """Closes the connection after so many bytes of the answer to a GET."""
+        self.add("cut_download", lambda handler: handler.forward(after), **{"method": "GET"} | where)
+
+    def stall_download(self, after: int, **where) -> None:
+        """Falls silent after so many bytes of the answer to a GET."""
+        self.add("stall_download", lambda handler: handler.forward(after, True), **{"method": "GET"} | where)
+
+    def lose_answer(self, **where) -> None:
+        """The server does it, the client never hears of it."""
+        self.add("lose_answer", lambda handler: handler.forward(-1), **where)
+
+    def black_hole(self, **where) -> None:
+        """Accepts, and never answers."""
+        self.add("black_hole", lambda handler: handler.hold(), **{"times": None} | where)
+
+    def expire_credentials(self) -> None:
+        self.fail(400, "ExpiredToken", "The provided token has expired.", times=None)
+
+    def refuse_conditional_writes(self, status: int = 501, code: str = "NotImplemented") -> None:
+        self.fail(status, code, "A header you provided is not known", times=None, header="if-none-match:")
+
+    def ignore_conditional_writes(self) -> None:
+        """Writes as if nothing had been said, as some stores do."""
+        header = "if-none-match:"
+        self.add("ignored", lambda handler: handler.headers.__delitem__("If-None-Match"), None, header=header)
+
+    def refuse_checksums(self) -> None:
+        """Knows none of the headers that boto3 sends with its checksums; over TLS they are trailers."""
+        header = r"x-amz-(trailer|sdk-checksum|checksum)|content-encoding:.*aws-chunked"
+        self.fail(501, "NotImplemented", "A header you provided is not known", times=None, header=header)
+
+    def refuse_bulk_delete(self) -> None:
+        self.add("MissingContentMD5", _Handler.refuse_bulk_delete, None, "POST", r"\?delete")
+
+    def on(self, method: str, path: str, callback: Callable[[], None], times: int | None = 1) -> None:
+        """callback() before a request is forwarded: kills a process at this moment, for example."""
+        self.add("callback", lambda handler: bool(callback()) and False, times, method, path)
+
+    def due(self, handler: "_Handler") -> Iterator[Fault]:
+        """The faults that this request meets."""
+        with self._lock:
+            self.requests.append((handler.command, handler.path, dict(handler.headers)))
+            faults = [fault for fault in self._faults if fault.matches(handler)]
+        for fault in faults:
+            with self._lock:
+                if fault.times == 0:  # another request was faster
+                    continue
+                fault.times = fault.times and fault.times - 1
+                self.faults[fault.name] += 1
+            yield fault
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    proxy: FaultProxy
+
+    def handle_error(self, request, client_address) -> None:
+        """A client that went away is part of what is tested."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+    server: _Server
+
+    def log_message(self, format: str, *args) -> None:
+        pass
+
+    def handle_expect_100(self) -> bool:
+        return True  # `continue` is sent when the body is read: a fault may come before
+
+    def __getattr__(self, name: str):
+        if name.startswith("do_"):
+            return self._do
+        raise AttributeError(name)
+
+    def _do(self) -> None:
+        self.content: bytes | None = None
+        for fault in self.server.proxy.due(self):
+            if fault.do(self):
+                return
+        self.forward()
+
+    def _read(self, size: int) -> bytes:
+        if self.headers.get("Expect", "").lower() == "100-continue":
+            self.send_response_only(100)
+            self.end_headers()
+        return self.rfile.read(size)
+
+    def _body(self) -> bytes:
+        if self.content is None:
+            self.content = self._read(int(self.headers.get("Content-Length", 0)))
+        return self.content
+
+    def error(self, status: int, code: str, message: str) -> bool:
+        self._body()
+        text = ERROR.format(code, message).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/xml")
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(text)
+        return True
+
+    def refuse_bulk_delete(self) -> bool:
+        if self.headers.get("Content-MD5"):
+            return False
+        return self.error(400, "MissingContentMD5", "Missing required header for this request: Content-MD5")
+
+    def cut_upload(self, after: int) -> bool:
+        self._read(min(after, int(self.headers.get("Content-Length", 0))))
+        # With what it sent unread, this makes the kernel reset the connection.
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        return self._close()
+
+    def hold(self) -> bool:
+        self.server.proxy._holding.wait()
+        return self._close()
+
+    def _close(self) -> bool:
+        self.close_connection = True
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
+        return True
+
+    def forward(self, cut_after: int | None = None, stall: bool = False) -> bool:
+        """To the server and back. With `cut_after`, bytes of the answer, -1 for not even its head."""
+        body = self._body()
+        server = http.client.HTTPConnection(self.server.proxy.target, timeout=60)
+        server.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
+        for name, value in self.headers.items():
+            if name.lower() not in ("expect", "connection"):
+                server.putheader(name, value)
+        server.endheaders(body)
+        answer = server.getresponse()
+        content = answer.read()
+        server.close()
+        if cut_after == -1:
+            return self._close()
+        self.send_response_only(answer.status, answer.reason)
+        for name, value in answer.getheaders():
+            if name.lower() not in ("connection", "transfer-encoding", "content-length"):
+                self.send_header(name, value)
+        length = answer.getheader("Content-Length") if self.command == "HEAD" else len(content)
+        self.send_header("Content-Length", str(length or 0))
+        self.end_headers()
+        self.wfile.write(content if cut_after is None else content[:cut_after])
+        if cut_after is None:
+            return True
+        return self.hold() if stall else self._close()
+
+
+@pytest.fixture(scope="session")
+def s3() -> Iterator[str]:
+    with moto_server() as endpoint:
+        yield endpoint
+
+
+@pytest.fixture
+def s3_proxy(s3) -> Iterator[FaultProxy]:
+    proxy = FaultProxy(s3)
+    yield proxy
+    proxy.close()
