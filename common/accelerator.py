@@ -24,7 +24,7 @@ from accelerate.utils import (
 from torch import nn
 
 from common.agreement import agree, first_to_say, is_hosts_first
-from common.preemption import STATUS, Preempted, launched, watch
+from common.preemption import STATUS, Preempted, launched, ready, watch
 from common.recipe import Batch, Recipe, recipe_part, share_out
 
 
@@ -44,6 +44,7 @@ def start(recipe: Recipe, clip_norm: float = 0.0) -> tuple[Accelerator, Batch]:
         os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     if rehearsal:
         _rehearse_on_cpu()
+    _meet_again(recipe.timeout_s)
     accelerator = Accelerator(
         mixed_precision=_precision(recipe.mixed_precision),
         deepspeed_plugin=_deepspeed_plugin(recipe.deepspeed_config),
@@ -68,6 +69,7 @@ def start(recipe: Recipe, clip_norm: float = 0.0) -> tuple[Accelerator, Batch]:
     if rehearsal:
         accelerator.print(f"rehearsal on CPU: {batch.processes} gloo processes stand for as many GPUs")
     accelerator.print(f"{strategy(accelerator)}, {batch}, mixed precision {precision(accelerator)}")
+    ready()
     return accelerator, batch
 
 
@@ -184,6 +186,20 @@ def _check_devices() -> None:
             f" set num_processes to {gpus} per host (--num_processes {gpus}), take another file of"
             " accelerate_configs/, or rehearse on CPU by CUDA_VISIBLE_DEVICES= before the same command"
         )
+
+
+def _meet_again(timeout_s: int) -> None:
+    """After a restart by torchrun, in a corner of its store that the processes before have not written to.
+
+    torch 2.15 keeps the store and its keys: who reads there the address of a dead process can't connect.
+    """
+    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    if restarts and world_size() > 1:
+        timeout = timedelta(seconds=timeout_s)
+        store, rank, processes = next(dist.rendezvous("env://", timeout=timeout))
+        store = dist.PrefixStore(f"restart_{restarts}", store)
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=processes, timeout=timeout)
 
 
 def _rehearse_on_cpu() -> None:

@@ -16,6 +16,7 @@ from accelerate.utils import gather_object
 from common.preemption import Preempted, wanted
 
 Work = Callable[[Callable[[], None]], Any]  # work(beat)
+UNANSWERED_S = 10  # after a signal, while another process works: it answers at its next beat
 
 
 def agree(accelerator: Accelerator, facts: dict[str, Any]) -> None:
@@ -64,18 +65,21 @@ def _while_others_wait(
     if me == my_worker:
         try:
             outcome = {"result": work(_heart(store, board))}
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             outcome = {"error": f"{error} (on host {socket.gethostname()})"}
         except Preempted:
             outcome = {"preempted": True}
         store.set(f"{board}/{me}", json.dumps(outcome))
-    outcomes, beats, heard = {}, -1, time.monotonic()
+    outcomes, beats, heard, told = {}, -1, time.monotonic(), 0.0
     while pending:
         for worker in [worker for worker in pending if store.check([f"{board}/{worker}"])]:
             outcomes[worker] = json.loads(store.get(f"{board}/{worker}"))
             pending.remove(worker)
         if wanted():
             store.set(f"{board}/stop", "yes")  # the workers' outcomes decide: they are the same for all
+            told = told or time.monotonic()
+            if time.monotonic() - told > UNANSWERED_S:
+                raise Preempted  # the worker is dead: its launcher has told us so
         if (latest := store.add(f"{board}/beats", 0)) != beats:
             beats, heard = latest, time.monotonic()
         elif time.monotonic() - heard > timeout_s:
@@ -128,25 +132,23 @@ def first_to_say(message: str) -> bool:
         return True
 
 
-def let_main_close_first(accelerator: Accelerator, wait_s: float, problem: str) -> str:
-    """Where a job ends early: the main process calls it when its files are closed, the others before that.
+def let_main_close_first(accelerator: Accelerator) -> None:
+    """Where a job fails: the main process calls it when its files are closed, the others before they end.
 
-    A launcher kills all processes as soon as one has ended. The others wait wait_s at most: the main process
-    may be in a collective, and know of nothing. Returns the main process's problem, empty for none.
+    A launcher kills all processes as soon as one has ended. The others wait 10 s at most: the main process
+    may be in a collective, and know of nothing.
     """
     if not dist.is_initialized():
-        return problem
+        return
     try:
         store = dist.distributed_c10d._get_default_store()
         if accelerator.is_main_process:
-            store.set("closed", f"problem: {problem}")
-            return problem
-        until = time.monotonic() + wait_s
+            store.set("closed", "yes")
+        until = time.monotonic() + 10
         while not store.check(["closed"]) and time.monotonic() < until:
             time.sleep(0.05)
-        return store.get("closed").decode().removeprefix("problem: ") if store.check(["closed"]) else ""
     except RuntimeError:  # the process that kept the store is gone
-        return problem
+        return
 
 
 def is_hosts_first() -> bool:

@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 
 import psutil
 import torch
@@ -26,23 +27,38 @@ class Preempted(Exception):
     """All processes have agreed to save and to end."""
 
 
+class _Main:
+    """What the other threads know of the main one."""
+
+    ready = False  # to be told to stop; before that a signal ends the process at once
+    agreed = False  # to stop: what comes now may take its time
+    seen = 0.0  # when it last looked
+
+
 def watch() -> None:
-    """From now on SIGTERM and SIGUSR1 are remembered for the next step instead of ending the process."""
+    """From now on SIGTERM and SIGUSR1 wait for the end of the step; before ready() they end the process."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     # The interpreter calls a handler only when the main thread is out of torch: a thread hears it at once.
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    threading.Thread(target=_listen, args=(reader,), daemon=True).start()
     for number in _SIGNALS:
         signal.signal(number, lambda *_: _stop.set())
-    if not launched():
-        return  # a shell that ends does not end what it started
-    _end_with_parent()
-    threading.Thread(target=_watch_launcher, args=(_launchers(),), daemon=True).start()
+    threading.Thread(target=_listen, args=(reader,), daemon=True).start()
+    threading.Thread(target=_end_if_stuck, daemon=True).start()
+    if launched():  # a shell that ends does not end what it started
+        _end_with_parent()
+        if _is_orphan():
+            _stop.set()
+        threading.Thread(target=_watch_launcher, args=(_launchers(),), daemon=True).start()
+
+
+def ready() -> None:
+    _Main.ready = True
 
 
 def wanted() -> bool:
-    """Whether this process was told to stop."""
+    """Whether this process was told to stop. Who asks is not stuck."""
+    _Main.seen = time.monotonic()
     return _stop.is_set()
 
 
@@ -61,15 +77,13 @@ class Poll:
         self.group = dist.new_group(backend="gloo") if dist.is_initialized() else None
         self.value = torch.zeros(1, dtype=torch.int32)
         self.work: dist.Work | None = None
-        self.last, self.agreed = time.monotonic(), False
-        threading.Thread(target=self._end_if_left_behind, daemon=True).start()
 
     def __call__(self, mine: int) -> int:
         """The largest number given by any process at the last call. Collective; one process gets its own."""
-        self.last = time.monotonic()
+        answer = mine if self.group is None else self.finish()
+        _Main.agreed = _Main.agreed or answer > 0
         if self.group is None:
-            return mine
-        answer = self.finish()
+            return answer
         self.value = torch.tensor([mine], dtype=torch.int32)
         self.work = dist.all_reduce(self.value, dist.ReduceOp.MAX, group=self.group, async_op=True)
         return answer
@@ -80,18 +94,20 @@ class Poll:
             return 0
         self.work.wait()
         self.work = None
-        self.agreed = self.agreed or bool(self.value)
         return int(self.value)
 
-    def _end_if_left_behind(self) -> None:
-        """A launcher tells the others to stop when one has died; they may wait for that one for ever."""
-        _stop.wait()
-        while True:
-            begun = time.monotonic()
-            time.sleep(SILENCE_S)
-            if self.last < begun and not self.agreed and self.group is not None:
-                print("told to stop, and the other processes do not answer", file=sys.stderr, flush=True)
-                os._exit(1)
+    def wait_for_main(self, is_main: bool, done: Callable[[float], bool]) -> None:
+        """Until done(1.0), of the main process, which waits so many seconds, is true. Collective.
+
+        By messages in between: none of them waits for ever where the main process is gone.
+        """
+        finished = False
+        while not finished:
+            finished = is_main and done(1.0)
+            if self.group is not None:
+                told = torch.tensor([int(finished)])
+                dist.broadcast(told, 0, group=self.group)
+                finished = bool(told)
 
 
 def _end_with_parent() -> None:
@@ -100,10 +116,32 @@ def _end_with_parent() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
+def _is_orphan() -> bool:
+    """Whether the launcher died while this process imported: what each launcher sets is there, it is not."""
+    by_launcher = any(name in os.environ for name in _SET_BY_LAUNCHERS)
+    return (
+        by_launcher
+        and os.getppid() == 1
+        and not psutil.Process(1).name().startswith(("python", "bash", "sh"))
+    )
+
+
 def _listen(reader: int) -> None:
     while True:
         if any(number in _SIGNALS for number in os.read(reader, 64)):
             _stop.set()
+
+
+def _end_if_stuck() -> None:
+    """A launcher tells the others to stop when one has died; they may wait for that one for ever."""
+    _stop.wait()
+    told = time.monotonic()
+    while _Main.ready:
+        time.sleep(1)
+        if not _Main.agreed and time.monotonic() - max(told, _Main.seen) > SILENCE_S:
+            print("told to stop, and the other processes do not answer", file=sys.stderr, flush=True)
+            os._exit(1)
+    os._exit(STATUS)
 
 
 def _launchers() -> list[psutil.Process]:
@@ -122,6 +160,8 @@ def _launchers() -> list[psutil.Process]:
     return found
 
 
+# by torchrun, accelerate and deepspeed, and hardly by hand
+_SET_BY_LAUNCHERS = ("TORCHELASTIC_RUN_ID", "ACCELERATE_DYNAMO_BACKEND", "CROSS_RANK")
 _LAUNCHERS = ("deepspeed", "accelerate", "torchrun", "launch.py")
 _LAUNCHER_MODULES = ("deepspeed.launcher", "accelerate.commands", "torch.distributed")
 

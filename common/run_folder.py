@@ -104,14 +104,15 @@ def count_restarts(folder: Path, step: int) -> None:
     run_id, file = os.environ.get("TORCHELASTIC_RUN_ID"), folder / "restarts.json"
     if run_id is None:
         return
-    begun = {"run_id": run_id, "step": step, "fruitless": 0}
-    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0:
+    restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    begun = {"run_id": run_id, "restart": restart, "step": step, "fruitless": 0}
+    if restart > 0:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             before = json.loads(file.read_text())
             if (before["run_id"], before["step"]) == (run_id, step):
-                begun["fruitless"] = before["fruitless"] + 1
+                begun["fruitless"] = before["fruitless"] + (before["restart"] > 0)
     write_json(file, begun)
-    if begun["fruitless"] > FRUITLESS_RESTARTS:
+    if begun["fruitless"] >= FRUITLESS_RESTARTS:
         raise ValueError(
             f"{FRUITLESS_RESTARTS} restarts without a new checkpoint since step {step:,}: giving up. The log"
             " of the first failure says why; the same command continues when that is mended"

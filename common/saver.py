@@ -43,11 +43,15 @@ class Saver:
 
     def wait(self, beat: Callable[[], None] = lambda: None) -> None:
         """Until the one in flight is on the disk, or has failed."""
-        while self.writing and not self.writing.done():
+        while not self.done(0.2):
             beat()
-            futures.wait([self.writing], 0.2)
-        if self.writing:
+
+    def done(self, wait_s: float) -> bool:
+        """Waits so long, and says whether none is in flight any more."""
+        if self.writing and not futures.wait([self.writing], wait_s).not_done:
             self.writing.result()  # raises what _write did not expect
+            self.writing = None
+        return self.writing is None
 
     def _write(self, step: int, snapshots: dict, state: dict[str, Any], best: int | None) -> None:
         parent = self.folder / "checkpoints"

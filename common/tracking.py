@@ -63,7 +63,7 @@ class Run:
         self.last: dict[str, float] = {}
         self.place: Place | None = None  # of the main process, once it is open
         self.problem: str | None = None  # of the main process, for all to hear
-        self.poll: Poll | None = None
+        self.begun = False
 
     def begin(
         self,
@@ -97,6 +97,7 @@ class Run:
             self.place.mirror if self.is_main else None,
         )
         self.mark = time.perf_counter()
+        self.begun = True
         return self.first_step
 
     def __enter__(self) -> "Run":
@@ -106,18 +107,12 @@ class Run:
         if kind is None:
             self._close("finished")
             return
-        preempted = isinstance(error, Preempted)
-        if preempted and self.poll and self.step > self.saved_step:
-            self._save()
-        problem = None
-        if self.is_main:
-            problem = self._end(preempted)
-        # What was preempted is saved by the main process, which may take its time; the others wait for it.
-        problem = let_main_close_first(
-            self.accelerator, self.recipe.timeout_s if preempted else 10, problem or ""
-        )
-        if problem:
-            raise ValueError(problem) from error
+        if isinstance(error, Preempted):
+            self._end_preempted()
+            return
+        if self.is_main and self.begun:
+            self._close("failed")
+        let_main_close_first(self.accelerator)
         if is_out_of_memory(error):
             raise ValueError(self._out_of_memory()) from error
 
@@ -200,7 +195,7 @@ class Run:
         return self.place.folder
 
     def _open(self, beat: Callable[[], None]) -> dict[str, Any] | None:
-        """In the main process: finds the folder and the checkpoint. Returns its state, None if there is none."""
+        """Of the main process: finds the folder and the checkpoint. Returns its state; None: a fresh run."""
         folder = open_folder(self.recipe, run_name(self.accelerator, self.recipe, self.batch), self.steps)
         try:
             self.place = open_place(folder, self.recipe, beat, self._say)
@@ -212,8 +207,9 @@ class Run:
             self.training.check(found)
             state = found.state()
             _check_state(state, found.folder)
-            print(f"continuing at step {found.step:,} with {found.folder}", flush=True)
         count_restarts(self.folder, found.step if found else 0)
+        if found:
+            print(f"continuing at step {found.step:,} with {found.folder}", flush=True)
         return state
 
     def _go_on(self, state: dict[str, Any]) -> None:
@@ -339,18 +335,22 @@ class Run:
         except (OSError, StoreError) as error:
             self._say(f"the result is not in {mirror.store.url} ({error})")
 
-    def _end(self, preempted: bool) -> str | None:
-        """Of the main process. Returns what went wrong with the save of a preempted run."""
+    def _end_preempted(self) -> None:
+        """Saves, once. The others wait for the main process: a launcher kills all as soon as one has ended."""
+        if not self.begun:
+            if self.is_main:
+                self._note_preemption()
+            let_main_close_first(self.accelerator)
+            return
+        if self.step > self.saved_step:
+            self._save()
+        self.poll.wait_for_main(self.is_main, self.saver.done)
         problem = None
-        if preempted and self.poll is None:
-            return self._note_preemption()
-        if not self.place or not hasattr(self, "metrics"):
-            return None  # it had not begun
-        if preempted:
-            self.saver.wait()
-            problem = self.saver.problem
-        self._close("preempted" if preempted and not problem else "failed")
-        return problem
+        if self.is_main:
+            problem = self.saver.problem or self.problem
+            self._close("failed" if problem else "preempted")
+        if problem := broadcast_object_list([problem])[0]:
+            raise ValueError(problem)
 
     def _close(self, status: str) -> None:
         """Files, trackers and the folder itself. A full disk is no second error."""
@@ -372,7 +372,9 @@ class Run:
         self.place.release()
 
     def _note_preemption(self) -> None:
-        """Before the training began, in the preparation of data: there is nothing to save, but it is said."""
+        """Before the training began, while data is prepared: nothing to save, but it is said."""
+        if self.place:
+            self.place.release()
         with contextlib.suppress(ValueError, OSError):
             folder = open_folder(self.recipe, run_name(self.accelerator, self.recipe, self.batch), None)
             places = [(socket.gethostname(), job.device_name(self.accelerator))]

@@ -1,0 +1,121 @@
+"""A job that is told to stop saves once, on all ranks, says so, and goes on when it is started again."""
+
+import os
+import signal
+import subprocess
+import time
+
+import psutil
+import pytest
+
+from common.checkpoints import steps_in
+from tests.conftest import CNN, Job, accelerate, deepspeed, latest, metrics, python, result, torchrun
+from tests.test_agreement import ranks_of
+from tests.test_checkpoints import LONG, start_and_wait
+
+SLOW = [*LONG, "--epochs", "3000"]
+LAUNCHERS = {
+    "torchrun": torchrun(2),
+    "accelerate": accelerate("ddp_2gpu"),
+    "accelerate, one process": accelerate("single_gpu"),
+    "deepspeed": deepspeed("--num_gpus", "2"),
+}
+
+
+def assert_preempted(folder, output: str, job: Job, ranks: list[psutil.Process]) -> None:
+    deadline = time.monotonic() + 30
+    while any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks):
+        assert time.monotonic() < deadline, "ranks live on"
+        time.sleep(0.1)
+    found = result(folder)
+    assert found["status"] == "preempted", output
+    assert latest(folder).name == f"step_{found['steps']:08d}"
+    assert found["checkpoint"] == f"checkpoints/{latest(folder).name}"
+    assert not (folder / "owner.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("launcher", "number", "to"),
+    [
+        ("torchrun", signal.SIGTERM, "the launcher"),
+        ("torchrun", signal.SIGUSR1, "rank 1"),
+        ("accelerate, one process", signal.SIGTERM, "the launcher"),
+        ("deepspeed", signal.SIGTERM, "the launcher"),
+        pytest.param("torchrun", signal.SIGUSR1, "the launcher", marks=pytest.mark.full),
+        pytest.param("accelerate", signal.SIGTERM, "the launcher", marks=pytest.mark.full),
+        pytest.param("accelerate", signal.SIGTERM, "rank 0", marks=pytest.mark.full),
+        pytest.param("accelerate", signal.SIGKILL, "the launcher", marks=pytest.mark.full),
+        pytest.param("deepspeed", signal.SIGKILL, "the launcher", marks=pytest.mark.full),
+        pytest.param("deepspeed", signal.SIGTERM, "rank 1", marks=pytest.mark.full),
+        pytest.param("accelerate, one process", signal.SIGKILL, "the launcher", marks=pytest.mark.full),
+    ],
+)
+def test_told_to_stop(launcher, number, to, tmp_path):
+    words = [*LAUNCHERS[launcher], *SLOW]
+    job = start_and_wait(words, tmp_path / "run")
+    ranks = ranks_of(job, "train_hello.py", 1 if "one process" in launcher else 2)
+    victim = psutil.Process(job.process.pid) if to == "the launcher" else ranks[int(to[-1])]
+    victim.send_signal(number)
+    if to == "the launcher":
+        job.process.wait(60)  # some end at once, and their processes a little later
+        psutil.wait_procs(ranks, timeout=30)
+    _, output = job.wait(60)
+    assert_preempted(tmp_path / "run", output, job, ranks)
+    step = result(tmp_path / "run")["steps"]
+    job = start_and_wait(words, tmp_path / "run")
+    job.process.send_signal(signal.SIGTERM)
+    _, output = job.wait(60)
+    assert f"continuing at step {step:,} with" in output, output
+
+
+def test_each_rank_exits_75(tmp_path):
+    job = start_and_wait([*torchrun(2), *SLOW], tmp_path / "run")
+    ranks_of(job, "train_hello.py")[0].send_signal(signal.SIGUSR1)
+    status, output = job.wait(60)
+    assert status == 1
+    assert output.count("exitcode  : 75") == 2, output
+    assert output.count("preempted: the same command continues") == 1
+
+
+def test_while_data_is_prepared(cifar10, tmp_path):
+    """Rank 0 decodes, rank 1 waits and is told to stop: both end, the cache is not half made."""
+    words = [*torchrun(2), *CNN, "--data", cifar10, "--cache_dir", tmp_path / "cache", "--trackers", "none"]
+    words += ["--output_dir", tmp_path / "run"]
+    job = Job(words)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "cache" / ".preparing").exists():
+        assert job.process.poll() is None, job.wait()[1]
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    ranks = ranks_of(job)
+    ranks[1].send_signal(signal.SIGTERM)
+    status, output = job.wait(60)
+    assert status == 1
+    assert output.count("exitcode  : 75") == 2, output
+    assert result(tmp_path / "run")["status"] == "preempted"
+    assert not list((tmp_path / "cache").glob("*"))
+
+
+def test_an_evaluation_that_was_cut_off_is_made_up_for(tmp_path, cache, stoppable):
+    """Rank 0 is told in an epoch's last step, the others agree a step later: they stop while they evaluate."""
+    words = [*torchrun(2), *CNN, "--data", "digits", "--batch_size", "96", "--epochs", "2", *cache]
+    words += ["--trackers", "none", "--output_dir", tmp_path / "run"]
+    Job(words, cwd=stoppable, env={"STOP_AT": "14"}).wait()
+    assert result(tmp_path / "run")["status"] == "preempted"
+    assert [line["step"] for line in metrics(tmp_path / "run") if "val/loss" in line] == []
+    status, output = Job(words, cwd=stoppable).wait()
+    assert status == 0, output
+    assert [line["step"] for line in metrics(tmp_path / "run") if "val/loss" in line] == [14, 28]
+
+
+def test_a_shell_that_ends_does_not_end_what_it_started(tmp_path):
+    """nohup python train_hello.py &"""
+    words = [str(word) for word in [*python(), *LONG, "--max_steps", "400", "--output_dir", tmp_path / "run"]]
+    shell = ["sh", "-c", '"$@" > "$0" 2>&1 & sleep 4', tmp_path / "log", *words]
+    subprocess.run(shell, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, check=True)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "run" / "result.json").exists():
+        assert time.monotonic() < deadline, (tmp_path / "log").read_text()
+        time.sleep(0.2)
+    assert result(tmp_path / "run")["status"] == "finished"
+    assert steps_in(tmp_path / "run" / "checkpoints")[0] == 400
