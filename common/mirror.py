@@ -22,7 +22,7 @@ from common.checkpoints import (
     to_keep,
 )
 from common.files import sync
-from common.object_store import ObjectStore, StoreError
+from common.object_store import ObjectStore, StoreError, WrongSize
 
 RUN_FILES = ("recipe.json", "metrics.jsonl", "result.json")
 
@@ -93,7 +93,7 @@ class Mirror:
 
     def _send(self, step: int, best: int | None) -> None:
         """What is not there yet: the best checkpoint too, whose own turn may have been passed over."""
-        there = _committed(self.store.list("checkpoints"))
+        there = _committed(self.store.list("checkpoints/"))
         for wanted in sorted({step} | ({best} if best in steps_in(self.folder / "checkpoints") else set())):
             if wanted not in there:
                 self._send_checkpoint(wanted)
@@ -131,12 +131,12 @@ def fetch_newest(
 
     Returns its step; None when there is none newer. ValueError when there are some and none verifies.
     """
-    steps = sorted((s for s in _committed(store.list("checkpoints")) if s > newer_than), reverse=True)
+    steps = sorted((s for s in _committed(store.list("checkpoints/")) if s > newer_than), reverse=True)
     for step in steps:
         try:
             _fetch(store, step, parent, beat, warn)
             return step
-        except Damaged as error:
+        except (Damaged, WrongSize) as error:
             warn(f"checkpoint of step {step:,} is damaged: {error}")
         except OSError as error:
             raise ValueError(

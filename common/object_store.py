@@ -42,6 +42,10 @@ class StoreError(ValueError):
     """What went wrong, where, and what to do, in one line."""
 
 
+class WrongSize(StoreError):
+    """An object that is absent, or not the one that was expected."""
+
+
 class ObjectStore:
     """One prefix of an S3 bucket, `s3://bucket/prefix`. Thread-safe, not fork-safe: the client is made at the
     first request, per process.
@@ -207,7 +211,7 @@ class ObjectStore:
             [found] = _beside([lambda: self._head(key)], beat)
             if found is None or found["ContentLength"] != size:
                 there = "is not there" if found is None else f"has {found['ContentLength']:,} bytes"
-                raise StoreError(
+                raise WrongSize(
                     f"{self.url}/{key} {there} where {size:,} bytes are expected: use another copy"
                 )
             _reserve(path, size)

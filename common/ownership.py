@@ -23,6 +23,7 @@ from common.object_store import ObjectStore, StoreError
 
 BEAT_S = 20  # between two signs of life
 WATCH_S = 65  # a record from elsewhere that shows none for so long is a dead owner's
+RELEASE_S = 5
 RECORD = "owner.json"
 
 
@@ -106,21 +107,24 @@ class Owner:
         self.thread.start()
 
     def release(self) -> None:
+        """Takes the record away; where that can't be done soon it stays, and shows a dead owner."""
         self.released.set()
-        self.thread.join()
-        if self.lost is None and self._is_ours():
-            self.place.remove()
+        self.thread.join(RELEASE_S)
 
     def _live(self) -> None:
-        while not self.released.wait(BEAT_S):
-            try:
-                if not self._is_ours():
-                    self.lost = f"{self.place.name} was taken over by {_who(_parsed(self.place.read()))}"
-                    return
-                self.record["beat"] += 1
-                self.place.replace(json.dumps(self.record))
-            except (OSError, StoreError):
-                continue  # a full disk, no network: what it means for the run others will say
+        while not self.released.wait(BEAT_S) and not self.lost:
+            with contextlib.suppress(OSError, StoreError):  # what a full disk or no network means others say
+                self._show_life()
+        with contextlib.suppress(OSError, StoreError):
+            if self._is_ours():
+                self.place.remove()
+
+    def _show_life(self) -> None:
+        if not self._is_ours():
+            self.lost = f"{self.place.name} was taken over by {_who(_parsed(self.place.read()))}"
+            return
+        self.record["beat"] += 1
+        self.place.replace(json.dumps(self.record))
 
     def _is_ours(self) -> bool:
         return _parsed(self.place.read()).get("id") == self.record["id"]

@@ -66,7 +66,7 @@ def _choose(
     own = folder / "checkpoints"
     if store:
         if recipe.resume == "never":
-            if store.list("checkpoints"):
+            if store.list("checkpoints/"):
                 raise ValueError(f"--resume never, but {store.url} holds a run: give a prefix of its own")
         elif fetch_newest(store, own, max(steps_in(own), default=-1), beat, say) is not None:
             _fetch_log(store, folder)

@@ -94,7 +94,8 @@ def _is_own(folder: Path, resume: str) -> bool:
 def _is_finished(folder: Path, last_step: int | None) -> bool:
     try:
         result = json.loads((folder / "result.json").read_text())
-        return result["status"] == "finished" and (last_step is None or result["steps"] >= last_step)
+        done = result["status"] == "finished" and result.get("uploaded") is not False
+        return done and (last_step is None or result["steps"] >= last_step)
     except (OSError, ValueError, KeyError, TypeError):
         return False
 

@@ -330,13 +330,16 @@ class Run:
         while not mirror.wait(0.5):
             self.progress.tell(f"uploading to {mirror.store.url}")
             beat()
-        try:
-            mirror.send_run_files()
-        except (OSError, StoreError) as error:
-            self._say(f"the result is not in {mirror.store.url} ({error})")
+        uploaded = mirror.failed is None
+        write_json(self.folder / "result.json", self._result("finished") | {"uploaded": uploaded})
+        if uploaded:
+            try:
+                mirror.send_run_files()
+            except (OSError, StoreError) as error:
+                self._say(f"the result is not in {mirror.store.url} ({error})")
 
     def _end_preempted(self) -> None:
-        """Saves, once. The others wait for the main process: a launcher kills all as soon as one has ended."""
+        """Saves, once. The others wait for the main process: a launcher kills all when one has ended."""
         if not self.begun:
             if self.is_main:
                 self._note_preemption()

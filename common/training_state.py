@@ -105,7 +105,7 @@ class TrainingState:
 
     @torch.no_grad()
     def restore(self, checkpoint: Checkpoint | None, scalars: dict[str, Any]) -> None:
-        """Everything as take() found it. checkpoint: the main process's, which sends its tensors to the others."""
+        """Everything as take() found it. checkpoint: the main process's; it sends its tensors to all."""
         layout = self.layout
         moments = TensorFile(checkpoint.folder / checkpoints.OPTIMIZER) if checkpoint else None
         names = sorted({name.rpartition("/")[2] for name in moments.shapes()}) if moments else None

@@ -97,7 +97,7 @@ def test_while_data_is_prepared(cifar10, tmp_path):
 
 
 def test_an_evaluation_that_was_cut_off_is_made_up_for(tmp_path, cache, stoppable):
-    """Rank 0 is told in an epoch's last step, the others agree a step later: they stop while they evaluate."""
+    """Rank 0 is told in an epoch's last step, all agree a step later: they stop while they evaluate."""
     words = [*torchrun(2), *CNN, "--data", "digits", "--batch_size", "96", "--epochs", "2", *cache]
     words += ["--trackers", "none", "--output_dir", tmp_path / "run"]
     Job(words, cwd=stoppable, env={"STOP_AT": "14"}).wait()

@@ -1,0 +1,109 @@
+"""One owner of a run folder: a second run is refused, a dead one's record is taken over."""
+
+import json
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from common import ownership
+from common.ownership import Folder, Owner
+from tests.conftest import Job, python
+from tests.test_checkpoints import LONG, start_and_wait
+
+
+def test_a_second_run_is_refused_and_the_first_goes_on(tmp_path):
+    words = [*python(), *LONG, "--epochs", "3000"]
+    job = start_and_wait(words, tmp_path / "run")
+    status, output = Job([*words, "--output_dir", tmp_path / "run"]).wait()
+    assert status == 1
+    assert output.count("error: ") == 1, output
+    record = json.loads((tmp_path / "run" / "owner.json").read_text())
+    assert record["pid"] == job.process.pid
+    assert f"process {job.process.pid} on host {record['host']} since {record['since']}" in output
+    assert job.process.poll() is None
+    job.process.terminate()
+    assert job.wait()[0] == 75
+
+
+def own(folder) -> tuple[Owner, list[str]]:
+    said = []
+    return Owner(Folder(folder), lambda: None, said.append), said
+
+
+def test_the_record_goes_with_the_owner(tmp_path):
+    owner, said = own(tmp_path)
+    with pytest.raises(ValueError, match="belongs to a run that goes on: process"):
+        own(tmp_path)
+    owner.release()
+    assert not list(tmp_path.iterdir())
+    own(tmp_path)[0].release()
+    assert not said
+
+
+def test_of_many_at_once_one_wins(tmp_path):
+    script = (
+        "import sys, time; from pathlib import Path; from common.ownership import *\n"
+        "try:\n    Owner(Folder(Path(sys.argv[1])), lambda: None, print)\n"
+        "except ValueError:\n    sys.exit(3)\n"
+        "print('mine', flush=True); time.sleep(60)\n"
+    )
+    words = [sys.executable, "-c", script, tmp_path]
+    processes = [subprocess.Popen(words, stdout=subprocess.PIPE) for _ in range(6)]
+    deadline = time.monotonic() + 60
+    while sum(process.poll() is None for process in processes) > 1:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    [winner] = [process for process in processes if process.poll() is None]
+    assert all(process.returncode == 3 for process in processes if process is not winner)
+    winner.kill()
+    assert b"mine" in winner.communicate()[0]
+
+
+def foreign_record(folder) -> dict:
+    record = ownership._this_process() | {"id": "theirs", "beat": 0, "host": "far", "machine": "another"}
+    (folder / "owner.json").write_text(json.dumps(record))
+    return record
+
+
+def test_a_record_from_elsewhere_that_stands_still_is_taken_over(tmp_path, monkeypatch):
+    monkeypatch.setattr(ownership, "WATCH_S", 3)
+    foreign_record(tmp_path)
+    owner, said = own(tmp_path)
+    assert "on host far" in said[0]
+    assert said[-1].endswith("which is dead: taken over")
+    owner.release()
+
+
+def test_a_record_from_elsewhere_that_moves_is_respected(tmp_path, monkeypatch):
+    monkeypatch.setattr(ownership, "WATCH_S", 30)
+    record = foreign_record(tmp_path)
+    text = json.dumps(record | {"beat": 1})
+    threading.Timer(2, lambda: (tmp_path / "owner.json").write_text(text)).start()
+    with pytest.raises(ValueError, match="goes on: process .* on host far"):
+        own(tmp_path)
+    assert json.loads((tmp_path / "owner.json").read_text())["id"] == "theirs"
+
+
+def test_another_process_with_the_same_number_is_not_the_owner(tmp_path):
+    record = ownership._this_process() | {"id": "old", "beat": 0}
+    record["started"] -= 1000
+    (tmp_path / "owner.json").write_text(json.dumps(record))
+    owner, said = own(tmp_path)
+    assert said[-1].endswith("which is dead: taken over")
+    owner.release()
+
+
+def test_an_owner_that_was_taken_over_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(ownership, "BEAT_S", 0.1)
+    owner, _ = own(tmp_path)
+    foreign_record(tmp_path)
+    deadline = time.monotonic() + 10
+    while owner.lost is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert "was taken over by process" in owner.lost
+    owner.release()
+    assert json.loads((tmp_path / "owner.json").read_text())["id"] == "theirs"
