@@ -286,7 +286,8 @@ def measure(flags: list[str], options: argparse.Namespace, say: Callable) -> dic
         arms = []
         for name in ARMS:
             say(f"starting {name}")
-            words = [*flags, "--epochs", "1000", "--output_dir", str(folder / name)]
+            words = [*flags, "--epochs", "1000", "--checkpoint_every", "1000000000"]
+            words += ["--output_dir", str(folder / name)]
             arms.append(stack.enter_context(Arm(name, options.script, words, timed=True)))
             arms[-1].answer()
             arms[-1].block(options.warmup)

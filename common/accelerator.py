@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import sys
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from importlib.metadata import version
@@ -112,6 +113,8 @@ def run(main: Callable[[], None]) -> None:
         status = 1
         if first_to_say(str(error)):
             print(f"error: {error}", file=sys.stderr)
+        else:  # a launcher kills all processes when one ends: not before the first has printed
+            time.sleep(2)
     except KeyboardInterrupt:
         status = 130
         if is_hosts_first():

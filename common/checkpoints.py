@@ -298,12 +298,13 @@ class TensorFile:
     def expect(self, shapes: dict[str, tuple[int, ...]]) -> None:
         """ValueError unless it has exactly these names and shapes."""
         own = self.shapes()
-        wrong = sorted(name for name in own.keys() | shapes.keys() if own.get(name) != shapes.get(name))
+        wrong = [name for name in shapes if name in own and own[name] != shapes[name]]
+        wrong += sorted(own.keys() ^ shapes.keys())
         if wrong:
             theirs, ours = (list(d[wrong[0]]) if wrong[0] in d else "nothing" for d in (own, shapes))
             raise ValueError(
                 f"{self.path} is not this model's: {len(wrong)} tensors differ, the first is {wrong[0]}"
-                f" ({theirs} in the file, {ours} in the model)"
+                f" ({theirs} in the file, {ours} in the model): give that model's flags"
             )
 
     def tensor(self, name: str) -> Tensor:
@@ -317,15 +318,14 @@ def load_weights(model: nn.Module, path: Path, head: str) -> None:
     The layer named `head` keeps its fresh weights when the file has another number of classes. ValueError
     names the file and what is missing, unknown or of another shape.
     """
-    file = _weights_file(path)
+    own = model.state_dict()
     try:
-        weights = TensorFile(file)
+        weights = TensorFile(_weights_file(path))
         shapes = weights.shapes()
-        own = model.state_dict()
         fresh = {n for n in shapes if n.startswith(f"{head}.") and n in own and own[n].shape != shapes[n]}
         weights.expect({n: shapes[n] if n in fresh else tuple(t.shape) for n, t in own.items()})
     except ValueError as error:
-        raise ValueError(f"--weights: {error}: give its --model, --image_size, --patch_size") from None
+        raise ValueError(f"--weights {error}") from None
     model.load_state_dict({n: own[n] if n in fresh else weights.tensor(n) for n in own})
 
 

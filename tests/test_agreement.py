@@ -118,7 +118,6 @@ def test_a_rank_that_falls_silent_ends_the_job(tmp_path, cache):
 
 ONCE_PER_HOST = """
 import sys, time
-from pathlib import Path
 from common.accelerator import run, start
 from common.agreement import once_per_host
 from common.recipe import Recipe, parse
@@ -131,8 +130,8 @@ def main():
             time.sleep(0.5)
             {beat}
         {end}
-        return Path("done")
-    print("answer", once_per_host(accelerator, work, 4), flush=True)
+        return "done"
+    print("answer", once_per_host(accelerator, "data", work, 4), flush=True)
 
 if __name__ == "__main__":
     run(main)

@@ -82,7 +82,7 @@ def test_a_record_from_elsewhere_that_moves_is_respected(tmp_path, monkeypatch):
     record = foreign_record(tmp_path)
     text = json.dumps(record | {"beat": 1})
     threading.Timer(2, lambda: (tmp_path / "owner.json").write_text(text)).start()
-    with pytest.raises(ValueError, match="goes on: process .* on host far"):
+    with pytest.raises(ValueError, match=r"goes on: process .* on host far"):
         own(tmp_path)
     assert json.loads((tmp_path / "owner.json").read_text())["id"] == "theirs"
 
