@@ -1,10 +1,12 @@
 """One Accelerator, whoever launched us, on GPUs or as a rehearsal on CPU."""
 
+import contextlib
 import ctypes
 import hashlib
 import json
 import os
 import platform
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -13,6 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, DeepSpeedPlugin, DistributedDataParallelKwargs, PartialState
@@ -45,6 +48,7 @@ def start(recipe: Recipe, clip_norm: float = 0.0) -> tuple[Accelerator, Batch]:
         os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     if rehearsal:
         _rehearse_on_cpu()
+    _name_interface()
     _meet_again(recipe.timeout_s)
     accelerator = Accelerator(
         mixed_precision=_precision(recipe.mixed_precision),
@@ -189,6 +193,22 @@ def _check_devices() -> None:
             f" set num_processes to {gpus} per host (--num_processes {gpus}), take another file of"
             " accelerate_configs/, or rehearse on CPU by CUDA_VISIBLE_DEVICES= before the same command"
         )
+
+
+def _name_interface() -> None:
+    """On several hosts gloo would take the address of the host's name, on Debian 127.0.1.1.
+
+    It carries signals beside NCCL, and everything in a rehearsal: over the interface with the route to the
+    master, unless GLOO_SOCKET_IFNAME says otherwise.
+    """
+    if world_size() == processes_per_host() or "MASTER_ADDR" not in os.environ:
+        return
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((os.environ["MASTER_ADDR"], 9))  # sends nothing
+        mine = probe.getsockname()[0]
+        for name, addresses in psutil.net_if_addrs().items():
+            if any(address.address == mine for address in addresses):
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
 def _meet_again(timeout_s: int) -> None:

@@ -11,11 +11,13 @@
 No file holds code. Data and randomness are functions of seed, epoch and step, so nothing is stored of them.
 """
 
+import contextlib
 import hashlib
 import json
 import os
 import re
 import shutil
+import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -243,6 +245,16 @@ def newest(parent: Path, beat: Callable[[], None], warn: Callable[[str], None]) 
             " another --output_dir to start afresh"
         )
     return None
+
+
+def step_aside() -> None:
+    """Gives the calling thread, and those that it starts, what the training leaves of the processor.
+
+    On Linux threads have priorities of their own. With 2 cores for ViT-B/32 a step beside the writing takes
+    1.04 times its time; at equal priority 2.9 times (benchmarks/checkpoint_saves.py).
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
 
 
 def sha256_of(path: Path, beat: Callable[[], None] = lambda: None) -> str:

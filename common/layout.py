@@ -68,6 +68,12 @@ class Layout:
             if isinstance(value, Tensor) and value.shape == self._keys()[0].shape
         }
 
+    def expected_moments(self) -> list[str]:
+        """The names of moments() before the first step, of the optimizers that the scripts use."""
+        inner = getattr(self.optimizer, "optimizer", self.optimizer)
+        names = {"AdamW": ["exp_avg", "exp_avg_sq"], "SGD": ["momentum_buffer"]}
+        return names.get(type(inner).__name__, [])
+
     def optimizer_steps(self) -> int | None:
         """How many steps the optimizer counts (fp16 leaves some out); None for one that does not count."""
         counted = next((state["step"] for state in self.states() if "step" in state), None)

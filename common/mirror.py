@@ -16,6 +16,7 @@ from common.checkpoints import (
     Damaged,
     check_manifest,
     sha256_of,
+    step_aside,
     step_name,
     step_of,
     steps_in,
@@ -72,6 +73,7 @@ class Mirror:
                 self.store.upload(self.folder / name, name)
 
     def _work(self) -> None:
+        step_aside()
         while True:
             with self.changed:
                 self.changed.wait_for(lambda: self.waiting is not None)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from common import checkpoints
-from common.checkpoints import step_name, steps_in, to_keep
+from common.checkpoints import step_aside, step_name, steps_in, to_keep
 from common.files import sync
 from common.mirror import Mirror
 from common.training_state import TrainingState
@@ -30,8 +30,8 @@ class Saver:
     ):
         self.training, self.folder, self.keep_every = training, folder, keep_every
         self.about, self.mirror = about, mirror
-        self.thread = futures.ThreadPoolExecutor(1) if folder else None
-        self.writing: futures.Future | None = None
+        self.thread = futures.ThreadPoolExecutor(1, initializer=step_aside) if folder else None
+        self.writing = self.thread.submit(training.allocate) if self.thread else None
         self.problem: str | None = None  # of the main process; what came before it is on the disk
 
     def save(self, step: int, state: dict[str, Any], best: int | None) -> None:

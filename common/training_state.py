@@ -34,6 +34,15 @@ class TrainingState:
 
     # --- Out
 
+    def allocate(self) -> None:
+        """Makes the snapshots before they are needed, as new memory takes longer than the copy into it.
+
+        Of the main process; in a thread, and before the first take().
+        """
+        moments = self.layout.expected_moments()
+        for file in (checkpoints.MODEL, checkpoints.OPTIMIZER, *([checkpoints.EMA] if self.ema else [])):
+            self._snapshot(file, moments).buffer.zero_()
+
     @torch.no_grad()
     def take(self) -> dict[str, Snapshot]:
         """Copies everything into the snapshots: file name -> its content, empty but on the main process.
@@ -42,7 +51,7 @@ class TrainingState:
         """
         for file, tensors in self._tensors().items():
             if self.accelerator.is_main_process:
-                snapshot = self._snapshot(file)
+                snapshot = self._snapshot(file, list(self.layout.moments()))
                 for name, tensor in tensors:
                     snapshot.views[name].copy_(tensor, non_blocking=True)
             else:
@@ -74,15 +83,14 @@ class TrainingState:
             for name, tensor in self.layout.whole(held):
                 yield f"{name}/{moment}", tensor
 
-    def _snapshot(self, file: str) -> Snapshot:
-        """The one that is used again and again; another one where the optimizer has got its first moments."""
+    def _snapshot(self, file: str, moments: list[str]) -> Snapshot:
+        """The one that is used again and again; another one where the optimizer has other moments."""
         trained = {name: (torch.float32, shape) for name, shape in self.layout.shapes().items()}
         specs = trained
         if file == checkpoints.MODEL:
             buffers = self.layout.untrained().items()
             specs = {name: (_stored(tensor.dtype), tuple(tensor.shape)) for name, tensor in buffers} | trained
         elif file == checkpoints.OPTIMIZER:
-            moments = self.layout.moments()
             specs = {f"{name}/{moment}": trained[name] for moment in moments for name in trained}
         if file not in self.snapshots or self.snapshots[file].specs != specs:
             self.snapshots[file] = Snapshot(specs, pinned=self.accelerator.device.type == "cuda")

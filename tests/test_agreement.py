@@ -12,14 +12,14 @@ from tests.conftest import CNN, ROOT, Job, accelerate, free_port, mutate, torchr
 FLAGS = ["--data", "synthetic", "--batch_size", "64", "--trackers", "none"]
 
 
-def two_hosts(tmp_path, cache, words, projects=(None, None), flags=((), ())):
+def two_hosts(tmp_path, cache, words, projects=(None, None), flags=((), ()), env=None):
     """Two launches with one process each, as on two hosts. Returns [(status, output), ...]."""
     port = free_port()
     jobs = []
     for node in (0, 1):
         address = ("--nnodes=2", f"--node_rank={node}", "--master_addr=127.0.0.1", f"--master_port={port}")
         options = [*flags[node], *cache, "--output_dir", tmp_path / f"run{node}"]
-        jobs.append(Job([*torchrun(1, *address), *words, *options], cwd=projects[node] or ROOT))
+        jobs.append(Job([*torchrun(1, *address), *words, *options], cwd=projects[node] or ROOT, env=env))
     return [job.wait() for job in jobs]
 
 

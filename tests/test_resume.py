@@ -19,6 +19,7 @@ from tests.conftest import (
     run,
     tensors,
 )
+from tests.test_agreement import two_hosts
 from tests.test_parity import HALF_THE_CORES
 
 # 14 steps an epoch; a line of the log every 4 steps, so that most stops lie between two lines.
@@ -232,6 +233,17 @@ def assert_same_training(folder, reference, expected=None, samples=None):
         for name in {"train/loss", "val/loss"} & their.keys():
             assert our[name] == pytest.approx(their[name], abs=1e-5), (name, our["step"])
     assert_same_tensors(folder, reference, tolerance=1e-4)
+
+
+def test_hosts_without_a_shared_folder(tmp_path, cache, stoppable):
+    """Two launches with a folder each, as on two hosts: rank 0's alone is made, and what is in it is sent."""
+    words = [*CNN, *FLAGS]
+    for env, statuses in (({"STOP_AT": "9"}, {1}), ({}, {0})):
+        jobs = two_hosts(tmp_path, cache, words, projects=(stoppable, stoppable), env=env)
+        assert {status for status, _ in jobs} == statuses, jobs
+    assert "continuing at step 9" in jobs[0][1]
+    assert [line["step"] for line in metrics(tmp_path / "run0") if "val/loss" in line] == [14, 28, 32]
+    assert not (tmp_path / "run1").exists()
 
 
 def test_another_recipe_is_refused_unless_a_flag_names_it(tmp_path, cache, stoppable):
