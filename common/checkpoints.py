@@ -221,10 +221,13 @@ def check_manifest(content: bytes, folder: Path | str) -> dict[str, Any]:
     return manifest
 
 
-def newest(parent: Path, beat: Callable[[], None], warn: Callable[[str], None]) -> Checkpoint | None:
+def newest(
+    parent: Path, beat: Callable[[], None], warn: Callable[[str], None], ours: bool = True
+) -> Checkpoint | None:
     """The newest checkpoint that verifies; None where there is none at all.
 
-    Damaged ones are said and set aside under another name. ValueError when there are some and none verifies.
+    Damaged ones are said and, in a folder of ours, set aside under another name. ValueError when there are
+    some and none verifies.
     """
     steps, damaged = steps_in(parent), []
     for step in steps:
@@ -235,7 +238,7 @@ def newest(parent: Path, beat: Callable[[], None], warn: Callable[[str], None]) 
             damaged.append(folder)
             warn(f"checkpoint of step {step:,} is damaged: {error}")
             continue
-        for bad in damaged:
+        for bad in damaged if ours else ():
             shutil.rmtree(bad.with_name(f"damaged_{bad.name}"), ignore_errors=True)
             bad.rename(bad.with_name(f"damaged_{bad.name}"))
         return found
@@ -251,7 +254,7 @@ def step_aside() -> None:
     """Gives the calling thread, and those that it starts, what the training leaves of the processor.
 
     On Linux threads have priorities of their own. With 2 cores for ViT-B/32 a step beside the writing takes
-    1.04 times its time; at equal priority 2.9 times (benchmarks/checkpoint_saves.py).
+    1.0 to 1.3 times its time; at equal priority 2.9 times (benchmarks/checkpoint_saves.py).
     """
     with contextlib.suppress(OSError, AttributeError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)

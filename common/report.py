@@ -34,8 +34,10 @@ def show(folder: Path, val_name: str) -> None:
         table.add_row(what, value)
     console = Console()
     console.print(table)
-    best_folder = folder / (result["best_checkpoint"] or result["checkpoint"])
-    weights = next(path for path in map(best_folder.joinpath, (EMA, MODEL)) if path.exists())
+    # The best one can be elsewhere: in S3, where this machine found only the newest.
+    places = [folder / result[name] for name in ("best_checkpoint", "checkpoint") if result[name]]
+    files = [place / name for place in places for name in (EMA, MODEL)]
+    weights = next(file for file in files if file.exists())
     plots = sorted((folder / "plots").glob("*.png"))
     for path in (weights, *plots, folder / "metrics.jsonl", folder / "result.json"):
         console.print(f"{path}", soft_wrap=True, highlight=False)

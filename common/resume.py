@@ -30,6 +30,7 @@ class Place:
     owners: list[Owner] = field(default_factory=list)
     mirror: Mirror | None = None
     checkpoint: Checkpoint | None = None
+    is_new: bool = True  # whether this run has no checkpoint of its own, though it may begin at another's
 
     def owner_lost(self) -> str | None:
         return next((owner.lost for owner in self.owners if owner.lost), None)
@@ -49,7 +50,10 @@ def open_place(folder: Path, recipe: Recipe, beat: Beat, say: Say) -> Place:
         if store:
             store.probe()
             place.owners.append(Owner(Prefix(store), beat, say))
-        place.checkpoint = _choose(folder, store, recipe, beat, say)
+        place.checkpoint = _own(folder, store, recipe, beat, say)
+        place.is_new = place.checkpoint is None
+        if place.is_new and recipe.resume not in ("auto", "never"):
+            place.checkpoint = _others(folder, recipe.resume, beat, say)
         if place.checkpoint:
             _check_recipe(place.checkpoint, recipe)
         if store:
@@ -60,9 +64,7 @@ def open_place(folder: Path, recipe: Recipe, beat: Beat, say: Say) -> Place:
     return place
 
 
-def _choose(
-    folder: Path, store: ObjectStore | None, recipe: Recipe, beat: Beat, say: Say
-) -> Checkpoint | None:
+def _own(folder: Path, store: ObjectStore | None, recipe: Recipe, beat: Beat, say: Say) -> Checkpoint | None:
     own = folder / "checkpoints"
     if store:
         if recipe.resume == "never":
@@ -70,15 +72,16 @@ def _choose(
                 raise ValueError(f"--resume never, but {store.url} holds a run: give a prefix of its own")
         elif fetch_newest(store, own, max(steps_in(own), default=-1), beat, say) is not None:
             _fetch_log(store, folder)
-    found = checkpoints.newest(own, beat, say)
-    if found or recipe.resume in ("auto", "never"):
-        return found
-    if recipe.resume.startswith("s3://"):
-        source = ObjectStore(recipe.resume)
-        if fetch_newest(source, own, -1, beat, say) is None:
-            raise ValueError(f"--resume {recipe.resume} holds no checkpoint")
-        return checkpoints.newest(own, beat, say)
-    return _at_path(Path(recipe.resume), beat, say)
+    return checkpoints.newest(own, beat, say)
+
+
+def _others(folder: Path, resume: str, beat: Beat, say: Say) -> Checkpoint:
+    """The checkpoint of another run that --resume names."""
+    if not resume.startswith("s3://"):
+        return _at_path(Path(resume), beat, say)
+    if fetch_newest(ObjectStore(resume), folder / "checkpoints", -1, beat, say) is None:
+        raise ValueError(f"--resume {resume} holds no checkpoint")
+    return checkpoints.newest(folder / "checkpoints", beat, say)
 
 
 def _at_path(path: Path, beat: Beat, say: Say) -> Checkpoint:
@@ -86,7 +89,7 @@ def _at_path(path: Path, beat: Beat, say: Say) -> Checkpoint:
     if step_of(path.resolve().name) is not None:
         return checkpoints.verify(path.resolve(), beat)
     for parent in (path / "checkpoints", path):
-        if steps_in(parent) and (found := checkpoints.newest(parent, beat, say)):
+        if steps_in(parent) and (found := checkpoints.newest(parent, beat, say, ours=False)):
             return found
     raise ValueError(
         f"--resume {path} holds no checkpoint: give a run's folder, or one of its checkpoints/step_*"

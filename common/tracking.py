@@ -207,6 +207,8 @@ class Run:
             self.training.check(found)
             state = found.state()
             _check_state(state, found.folder)
+            if self.place.is_new:  # another run's best is not this one's, and its checkpoint not here
+                state |= {"best": {}, "evaluated": False}
         count_restarts(self.folder, found.step if found else 0)
         if found:
             print(f"continuing at step {found.step:,} with {found.folder}", flush=True)

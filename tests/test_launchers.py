@@ -10,7 +10,9 @@ import sys
 import pexpect
 import pytest
 
+from common.object_store import ObjectStore
 from tests.conftest import BIN, ROOT, Job, free_port, lines, result, run
+from tests.s3 import BUCKET, aws_env, s3  # noqa: F401 (a fixture)
 
 # Appended to a command, so that it takes seconds and needs no hub: the last of two equal flags counts.
 DIGITS = ["--data", "digits", "--max_steps", "2", "--batch_size", "16"]
@@ -35,6 +37,8 @@ def readme_commands() -> tuple[list[str], list[str]]:
 IN_BLOCKS, IN_TABLES = readme_commands()
 LAUNCHES = [command for command in IN_BLOCKS if re.search(r"train_\w+\.py", command)]
 LAUNCHES.remove("accelerate launch train_cnn_a.py")  # test_after_the_users_own_accelerate_config
+CONTINUED = [command for command in LAUNCHES if "weights/vit" in command or "s3://" in command]
+LAUNCHES = [command for command in LAUNCHES if command not in CONTINUED]
 
 
 @pytest.fixture
@@ -60,6 +64,31 @@ OTHER_SCRIPTS = [
     for script in ("train_cnn_b.py", "train_vit.py")
     if "--config" not in command
 ]
+
+
+def test_the_section_on_stopped_runs(project, cache, s3):  # noqa: F811
+    """Its commands in their order, each a little longer than the one before."""
+    in_s3 = aws_env(s3)
+    outputs = []
+    for number, command in enumerate(CONTINUED, 1):
+        line = command.replace("my-bucket", BUCKET)
+        small = [*SMALL["train_vit.py"], *cache, "--max_steps", str(2 * number)]
+        jobs = []
+        for _ in range(2 if "--nnodes=2" in line else 1):
+            words = shlex.split(line.replace("=IP", "=127.0.0.1").replace("29500", "29577"))
+            jobs.append(Job([*words, *small], cwd=project, env=in_s3))
+        outputs.append("")
+        for job in jobs:
+            status, output = job.wait()
+            assert status == 0, output
+            outputs[-1] += output
+    for number in (1, 2, 4):
+        assert f"continuing at step {2 * number}" in outputs[number], outputs[number]
+    store = ObjectStore(f"s3://{BUCKET}/vit-2")
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in in_s3.items():
+            patch.setenv(name, value)
+        assert "checkpoints/step_00000010/manifest.json" in store.list()
 
 
 @pytest.mark.parametrize("command", OTHER_SCRIPTS)
@@ -116,7 +145,7 @@ def test_no_command_is_left_out():
     kinds = {
         "make": r"make (train|test|test-all)\b",  # test_make_train; the others are this run of the tests
         "accelerate config": r"accelerate config$|accelerate launch train_cnn_a.py$",
-        "benchmark": r"python -m benchmarks\.tutorial_speed ",  # test_benchmark
+        "benchmark": r"python -m benchmarks\.(tutorial_speed |checkpoint_saves$)",  # test_benchmark*
         "tests": r"python -m pytest tests/\w+\.py$",
         "tensorboard": r"tensorboard --logdir runs$",  # test_tensorboard_starts
         "launch": r".*train_\w+\.py",
@@ -135,6 +164,23 @@ def test_no_command_is_left_out():
 )
 def test_launch_of_a_result(command, project, request, cache):
     launch(command, project, request, cache)
+
+
+def test_benchmark_of_saves(tmp_path):
+    words = [
+        "python",
+        "-m",
+        "benchmarks.checkpoint_saves",
+        "--rounds",
+        "2",
+        "--model",
+        "vit_tiny_patch16_224",
+    ]
+    words += ["--folder", tmp_path / "saves"]
+    output = run([*words, "--json", tmp_path / "out.json"])
+    assert "ours / save_state, held up: " in output
+    assert len(json.loads((tmp_path / "out.json").read_text())) == 3
+    assert "first step after step_0000000" in run([*words, "--resume"])
 
 
 BENCHMARKS = [c for c in IN_TABLES if c.startswith("python -m benchmarks")]
