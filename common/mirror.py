@@ -8,7 +8,7 @@
 import json
 import shutil
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 
 from common.checkpoints import (
@@ -95,7 +95,7 @@ class Mirror:
 
     def _send(self, step: int, best: int | None) -> None:
         """What is not there yet: the best checkpoint too, whose own turn may have been passed over."""
-        there = _committed(self.store.list("checkpoints/"))
+        there = committed(self.store)
         for wanted in sorted({step} | ({best} if best in steps_in(self.folder / "checkpoints") else set())):
             if wanted not in there:
                 self._send_checkpoint(wanted)
@@ -133,7 +133,7 @@ def fetch_newest(
 
     Returns its step; None when there is none newer. ValueError when there are some and none verifies.
     """
-    steps = sorted((s for s in _committed(store.list("checkpoints/")) if s > newer_than), reverse=True)
+    steps = sorted((s for s in committed(store) if s > newer_than), reverse=True)
     for step in steps:
         try:
             _fetch(store, step, parent, beat, warn)
@@ -178,9 +178,10 @@ def _fetch(
         shutil.rmtree(part, ignore_errors=True)
 
 
-def _committed(keys: Iterable[str]) -> set[int]:
-    """The steps whose manifest is there."""
-    return {_step(key) for key in keys if key.endswith(f"/{MANIFEST}") and _step(key) is not None}
+def committed(store: ObjectStore) -> set[int]:
+    """The steps of the checkpoints whose manifest is there."""
+    keys = store.list("checkpoints/step_")
+    return {step for key in keys if key.endswith(f"/{MANIFEST}") and (step := _step(key)) is not None}
 
 
 def _step(key: str) -> int | None:

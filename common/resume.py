@@ -12,7 +12,7 @@ from pathlib import Path
 
 from common import checkpoints
 from common.checkpoints import Checkpoint, step_of, steps_in
-from common.mirror import Mirror, fetch_newest
+from common.mirror import Mirror, committed, fetch_newest
 from common.object_store import ObjectStore
 from common.ownership import Folder, Owner, Prefix
 from common.recipe import Recipe
@@ -40,8 +40,11 @@ class Place:
             owner.release()
 
 
-def open_place(folder: Path, recipe: Recipe, beat: Beat, say: Say) -> Place:
-    """ValueError when it has another owner, holds another run, or no checkpoint of several verifies."""
+def open_place(folder: Path, recipe: Recipe, last_step: int, beat: Beat, say: Say) -> Place:
+    """ValueError when it has another owner, holds another run, or no checkpoint of several verifies.
+
+    last_step: of this run. A prefix in S3 that has it already is another run's.
+    """
     place = Place(folder)
     try:
         place.owners.append(Owner(Folder(folder), beat, say))
@@ -50,7 +53,7 @@ def open_place(folder: Path, recipe: Recipe, beat: Beat, say: Say) -> Place:
         if store:
             store.probe()
             place.owners.append(Owner(Prefix(store), beat, say))
-        place.checkpoint = _own(folder, store, recipe, beat, say)
+        place.checkpoint = _own(folder, store, recipe, last_step, beat, say)
         place.is_new = place.checkpoint is None
         if place.is_new and recipe.resume not in ("auto", "never"):
             place.checkpoint = _others(folder, recipe.resume, beat, say)
@@ -64,13 +67,17 @@ def open_place(folder: Path, recipe: Recipe, beat: Beat, say: Say) -> Place:
     return place
 
 
-def _own(folder: Path, store: ObjectStore | None, recipe: Recipe, beat: Beat, say: Say) -> Checkpoint | None:
+def _own(
+    folder: Path, store: ObjectStore | None, recipe: Recipe, last_step: int, beat: Beat, say: Say
+) -> Checkpoint | None:
     own = folder / "checkpoints"
     if store:
-        if recipe.resume == "never":
-            if store.list("checkpoints/"):
-                raise ValueError(f"--resume never, but {store.url} holds a run: give a prefix of its own")
-        elif fetch_newest(store, own, max(steps_in(own), default=-1), beat, say) is not None:
+        here = max(steps_in(own), default=-1)
+        there = max(committed(store), default=-1)
+        if there >= 0 > here and (recipe.resume == "never" or there >= last_step):
+            what = "and --resume is never" if recipe.resume == "never" else "which is finished"
+            raise ValueError(f"{store.url} holds a run already, {what}: give a prefix of its own")
+        if fetch_newest(store, own, here, beat, say) is not None:
             _fetch_log(store, folder)
     return checkpoints.newest(own, beat, say)
 

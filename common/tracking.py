@@ -39,6 +39,7 @@ from common.trackers import finish_trackers, start_trackers, tracker_ids
 from common.training_state import TrainingState
 
 STOP, PROBLEM = 1, 2  # what a process tells the others at each step
+WRITING_GRACE_S = 8  # how long a failed run waits for a checkpoint in flight: the others wait 10 s for it
 UPLOAD_GRACE_S = 15  # how long a preempted run waits for S3: launchers kill 30 s after SIGTERM
 
 
@@ -111,7 +112,10 @@ class Run:
             self._end_preempted()
             return
         if self.is_main and self.begun:
+            self.saver.done(WRITING_GRACE_S)
             self._close("failed")
+        elif self.place:
+            self.place.release()
         let_main_close_first(self.accelerator)
         if is_out_of_memory(error):
             raise ValueError(self._out_of_memory()) from error
@@ -198,7 +202,7 @@ class Run:
         """Of the main process: finds the folder and the checkpoint. Returns its state; None: a fresh run."""
         folder = open_folder(self.recipe, run_name(self.accelerator, self.recipe, self.batch), self.steps)
         try:
-            self.place = open_place(folder, self.recipe, beat, self._say)
+            self.place = open_place(folder, self.recipe, self.steps, beat, self._say)
         except OSError as error:
             raise ValueError(f"can't write to the run folder {folder}: {error.strerror}") from None
         found = self.place.checkpoint
@@ -348,7 +352,11 @@ class Run:
             let_main_close_first(self.accelerator)
             return
         if self.step > self.saved_step:
-            self._save()
+            try:
+                self._save()
+            except FloatingPointError:
+                self._close("failed")
+                raise
         self.poll.wait_for_main(self.is_main, self.saver.done)
         problem = None
         if self.is_main:
@@ -538,7 +546,11 @@ def _check_state(state: dict[str, Any], folder: Path) -> None:
         "wall_s": float,
     }
     wrong = [name for name, kind in kinds.items() if not isinstance(state.get(name), kind)]
-    wrong += [name for name in ("optimizer_steps", "loss_scale") if name not in state]
+    if not isinstance(state.get("optimizer_steps"), int | None):
+        wrong.append("optimizer_steps")
+    numbers = [state.get("best"), state.get("last"), state.get("loss_scale") or {"scale": 1.0}]
+    if not wrong and not all(isinstance(n, int | float) for group in numbers for n in dict(group).values()):
+        wrong.append("best, last and loss_scale")
     if wrong or not state["losses"] or not all(isinstance(loss, float) for loss in state["losses"]):
         raise ValueError(f"{folder}/state.json is no state: look at its {', '.join(wrong) or 'losses'}")
 
