@@ -38,7 +38,7 @@ def start(recipe: Recipe, clip_norm: float = 0.0) -> tuple[Accelerator, Batch]:
     Raises ValueError when the batch does not divide, GPUs are too few, or processes disagree.
     """
     batch = share_out(recipe.batch_size, recipe.per_device_batch_size, world_size())
-    watch()
+    watch(recipe.timeout_s)
     _check_devices()
     if not torch.cuda.is_available():
         os.environ["DS_ACCELERATOR"] = "cpu"  # deepspeed reads it on import, and Accelerate imports deepspeed
@@ -113,7 +113,7 @@ def run(main: Callable[[], None]) -> None:
     status = 0
     try:
         main()
-    except (ValueError, FloatingPointError) as error:
+    except (ValueError, FloatingPointError, OSError) as error:
         status = 1
         if first_to_say(str(error)):
             print(f"error: {error}", file=sys.stderr)
@@ -206,6 +206,8 @@ def _name_interface() -> None:
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((os.environ["MASTER_ADDR"], 9))  # sends nothing
         mine = probe.getsockname()[0]
+        if mine.startswith("127."):
+            return  # the master, whose own name is a loopback address: gloo finds another
         for name, addresses in psutil.net_if_addrs().items():
             if any(address.address == mine for address in addresses):
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", name)

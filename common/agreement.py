@@ -16,7 +16,7 @@ from accelerate.utils import gather_object
 from common.preemption import Preempted, wanted
 
 Work = Callable[[Callable[[], None]], Any]  # work(beat)
-UNANSWERED_S = 10  # after a signal, while another process works: it answers at its next beat
+UNANSWERED_S = 240  # after a signal, while another process works: a request to S3 may take so long
 
 
 def agree(accelerator: Accelerator, facts: dict[str, Any]) -> None:

@@ -37,7 +37,7 @@ MODEL, OPTIMIZER, EMA, STATE, MANIFEST = (
     "manifest.json",
 )
 CHUNK_BYTES = 16 * 2**20  # written, read and hashed in one go
-JSON_LIMIT_BYTES = 2**20
+JSON_LIMIT_BYTES = 16 * 2**20  # of a manifest: 22,000 class names are 1.2 MB
 _DTYPES = {
     torch.float32: "F32",
     torch.int64: "I64",
@@ -45,6 +45,9 @@ _DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+
+
+Specs = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # name -> dtype and shape
 
 
 class Damaged(ValueError):
@@ -101,7 +104,7 @@ class Snapshot:
     The buffer has the file's own layout, so it is written as it is. specs: name -> (dtype, shape).
     """
 
-    def __init__(self, specs: dict[str, tuple[torch.dtype, tuple[int, ...]]], pinned: bool):
+    def __init__(self, specs: Specs, pinned: bool):
         self.specs = specs
         sizes = {name: dtype.itemsize * torch.Size(shape).numel() for name, (dtype, shape) in specs.items()}
         self.buffer = torch.empty(sum(sizes.values()), dtype=torch.uint8, pin_memory=pinned)
@@ -191,8 +194,10 @@ def verify(folder: Path, beat: Callable[[], None] = lambda: None) -> Checkpoint:
                 raise Damaged(f"{path} has {path.stat().st_size:,} bytes instead of {expected['size']:,}")
             if sha256_of(path, beat) != expected["sha256"]:
                 raise Damaged(f"{path} has changed since it was written (SHA-256)")
-    except OSError as error:
-        raise Damaged(f"{error.filename}: {error.strerror}") from None
+    except FileNotFoundError as error:
+        raise Damaged(f"{error.filename} is missing") from None
+    except OSError as error:  # of the disk, or a permission: the file itself may be intact
+        raise ValueError(f"{error.filename} can't be read: {error.strerror}") from None
     return Checkpoint(folder, manifest)
 
 
@@ -347,7 +352,10 @@ def load_weights(model: nn.Module, path: Path, head: str) -> None:
 def _weights_file(path: Path) -> Path:
     if (path / "checkpoints" / "index.json").is_file():
         names = json.loads((path / "checkpoints" / "index.json").read_text())
-        path = path / "checkpoints" / Path(names.get("best", names["latest"])).name
+        places = [
+            path / "checkpoints" / Path(names[mark]).name for mark in ("best", "latest") if mark in names
+        ]
+        path = next((place for place in places if place.is_dir()), path)
     if path.is_dir():
         path = path / (EMA if (path / EMA).exists() else MODEL)
     return path

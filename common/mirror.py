@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from common.checkpoints import (
+    JSON_LIMIT_BYTES,
     MANIFEST,
     Damaged,
     check_manifest,
@@ -82,7 +83,7 @@ class Mirror:
             problem = None
             try:
                 self._send(step, best)
-            except (OSError, StoreError) as error:
+            except Exception as error:  # of any kind: the run would wait for this thread
                 problem = error
                 self.say(
                     f"the checkpoint of step {step:,} is not in {self.store.url} ({error}): it is safe on the"
@@ -103,7 +104,7 @@ class Mirror:
         marks = {"latest": step_name(step)} | ({"best": step_name(best)} if best in there else {})
         self.store.write("checkpoints/index.json", json.dumps(marks).encode())
         self.send_run_files()
-        self._prune(to_keep(there, best, self.keep_every))
+        self._prune(to_keep({s for s in there if s <= step}, best, self.keep_every))
 
     def _send_checkpoint(self, step: int) -> None:
         local = self.folder / "checkpoints" / step_name(step)
@@ -113,12 +114,13 @@ class Mirror:
                 self.store.upload(path, f"{remote}/{path.name}")
         manifest = (local / MANIFEST).read_bytes()
         made = self.store.create(f"{remote}/{MANIFEST}", manifest)
-        if not made and self.store.read(f"{remote}/{MANIFEST}") != manifest:
+        if not made and self.store.read(f"{remote}/{MANIFEST}", JSON_LIMIT_BYTES) != manifest:
             raise StoreError(f"another run has written step {step:,} to {self.store.url}")
 
     def _prune(self, keep: set[int]) -> None:
-        """The manifest goes first: what is half removed is no checkpoint."""
-        doomed = [key for key in self.store.list("checkpoints/step_") if _step(key) not in keep]
+        """The manifest goes first: what is half removed is no checkpoint. What is none stays."""
+        keys = self.store.list("checkpoints/step_")
+        doomed = [key for key in keys if (step := _step(key)) is not None and step not in keep]
         self.store.delete(sorted(doomed, key=lambda key: not key.endswith(MANIFEST)))
 
 
@@ -128,18 +130,23 @@ def fetch_newest(
     newer_than: int,
     beat: Callable[[], None],
     warn: Callable[[str], None],
+    ours: bool,
 ) -> int | None:
     """Downloads the newest committed checkpoint that verifies and is newer than that step into `parent`.
 
-    Returns its step; None when there is none newer. ValueError when there are some and none verifies.
+    Returns its step; None when there is none newer. ValueError when there are some and none verifies. Damaged
+    ones lose their manifest where the prefix is ours: they don't count any more.
     """
     steps = sorted((s for s in committed(store) if s > newer_than), reverse=True)
+    damaged: list[str] = []
     for step in steps:
         try:
             _fetch(store, step, parent, beat, warn)
+            store.delete(damaged if ours else [])
             return step
         except (Damaged, WrongSize) as error:
             warn(f"checkpoint of step {step:,} is damaged: {error}")
+            damaged.append(f"checkpoints/{step_name(step)}/{MANIFEST}")
         except OSError as error:
             raise ValueError(
                 f"the checkpoint of step {step:,} can't be downloaded from {store.url} to {parent}:"
@@ -155,7 +162,7 @@ def _fetch(
 ) -> None:
     """To part files, verified, and renamed when all of them are right."""
     remote, folder = f"checkpoints/{step_name(step)}", parent / step_name(step)
-    content = store.read(f"{remote}/{MANIFEST}") or b""
+    content = store.read(f"{remote}/{MANIFEST}", JSON_LIMIT_BYTES) or b""
     manifest = check_manifest(content, f"{store.url}/{remote}")
     part = parent / f".{folder.name}.part"
     shutil.rmtree(part, ignore_errors=True)

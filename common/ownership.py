@@ -33,7 +33,7 @@ class Place(Protocol):
     def create(self, text: str) -> bool: ...
     def read(self) -> str | None: ...
     def replace(self, text: str) -> None: ...
-    def remove(self) -> None: ...
+    def remove(self, text: str) -> None: ...
 
 
 class Folder:
@@ -68,8 +68,15 @@ class Folder:
     def replace(self, text: str) -> None:
         write_text(self.path, text)
 
-    def remove(self) -> None:
-        self.path.unlink(missing_ok=True)
+    def remove(self, text: str) -> None:
+        """By a rename: of several that take over a record one does, and none takes away another's new one."""
+        aside = self.path.with_name(f".{RECORD}.{secrets.token_hex(4)}")
+        with contextlib.suppress(FileNotFoundError):
+            self.path.rename(aside)
+            if aside.read_text() != text:
+                with contextlib.suppress(FileExistsError):
+                    os.link(aside, self.path)
+            aside.unlink()
 
 
 class Prefix:
@@ -86,8 +93,9 @@ class Prefix:
     def replace(self, text: str) -> None:
         self.store.write(RECORD, text.encode())
 
-    def remove(self) -> None:
-        self.store.delete([RECORD])
+    def remove(self, text: str) -> None:
+        if self.read() == text:
+            self.store.delete([RECORD])
 
 
 class Owner:
@@ -117,7 +125,7 @@ class Owner:
                 self._show_life()
         with contextlib.suppress(OSError, StoreError):
             if self._is_ours():
-                self.place.remove()
+                self.place.remove(json.dumps(self.record))
 
     def _show_life(self) -> None:
         if not self._is_ours():
@@ -155,8 +163,7 @@ def _wait_for_end(place: Place, beat: Callable[[], None], warn: Callable[[str], 
             if now != text:
                 raise refusal
     warn(f"{place.name} was left by {_who(theirs)}, which is dead: taken over")
-    if place.read() == text:
-        place.remove()
+    place.remove(text)
 
 
 def _this_process() -> dict[str, Any]:

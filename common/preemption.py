@@ -11,13 +11,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 
 import psutil
 import torch
 import torch.distributed as dist
 
 STATUS = 75  # of each process that was preempted: EX_TEMPFAIL of sysexits.h, "try again later"
-SILENCE_S = 50  # a process that was told to stop and is still in the same step was left behind by the others
 
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 _stop = threading.Event()
@@ -31,18 +31,24 @@ class _Main:
     """What the other threads know of the main one."""
 
     ready = False  # to be told to stop; before that a signal ends the process at once
-    agreed = False  # to stop: what comes now may take its time
+    heard = False  # a signal
+    agreed = False
     seen = 0.0  # when it last looked
+    timeout_s = 300.0  # told to stop and silent for so long it was left behind by the others
 
 
-def watch() -> None:
-    """From now on SIGTERM and SIGUSR1 wait for the end of the step; before ready() they end the process."""
+def watch(timeout_s: float) -> None:
+    """From now on SIGTERM and SIGUSR1 wait for the end of the step; before ready() they end the process.
+
+    One of several processes that is in the same step timeout_s after a signal ends.
+    """
+    _Main.timeout_s = timeout_s
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     # The interpreter calls a handler only when the main thread is out of torch: a thread hears it at once.
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     for number in _SIGNALS:
-        signal.signal(number, lambda *_: _stop.set())
+        signal.signal(number, _hear)
     threading.Thread(target=_listen, args=(reader,), daemon=True).start()
     threading.Thread(target=_end_if_stuck, daemon=True).start()
     if launched():  # a shell that ends does not end what it started
@@ -56,10 +62,15 @@ def ready() -> None:
     _Main.ready = True
 
 
+def agreed() -> None:
+    """To stop: what comes now may take its time."""
+    _Main.agreed = True
+
+
 def wanted() -> bool:
     """Whether this process was told to stop. Who asks is not stuck."""
     _Main.seen = time.monotonic()
-    return _stop.is_set()
+    return _Main.heard or _stop.is_set()
 
 
 def launched() -> bool:
@@ -73,17 +84,17 @@ class Poll:
     Over gloo, beside the training's own collectives, so that no GPU is waited for. Making it is collective.
     """
 
-    def __init__(self) -> None:
-        self.group = dist.new_group(backend="gloo") if dist.is_initialized() else None
+    def __init__(self, timeout_s: float) -> None:
+        timeout = timedelta(seconds=timeout_s)
+        self.group = dist.new_group(backend="gloo", timeout=timeout) if dist.is_initialized() else None
         self.value = torch.zeros(1, dtype=torch.int32)
         self.work: dist.Work | None = None
 
     def __call__(self, mine: int) -> int:
         """The largest number given by any process at the last call. Collective; one process gets its own."""
-        answer = mine if self.group is None else self.finish()
-        _Main.agreed = _Main.agreed or answer > 0
         if self.group is None:
-            return answer
+            return mine
+        answer = self.finish()
         self.value = torch.tensor([mine], dtype=torch.int32)
         self.work = dist.all_reduce(self.value, dist.ReduceOp.MAX, group=self.group, async_op=True)
         return answer
@@ -126,6 +137,11 @@ def _is_orphan() -> bool:
     )
 
 
+def _hear(*_) -> None:
+    """Not _stop.set(): it takes a lock, and a second signal may interrupt it."""
+    _Main.heard = True
+
+
 def _listen(reader: int) -> None:
     while True:
         if any(number in _SIGNALS for number in os.read(reader, 64)):
@@ -138,7 +154,8 @@ def _end_if_stuck() -> None:
     told = time.monotonic()
     while _Main.ready:
         time.sleep(1)
-        if not _Main.agreed and time.monotonic() - max(told, _Main.seen) > SILENCE_S:
+        silent_s = time.monotonic() - max(told, _Main.seen)
+        if dist.is_initialized() and not _Main.agreed and silent_s > _Main.timeout_s:
             print("told to stop, and the other processes do not answer", file=sys.stderr, flush=True)
             os._exit(1)
     os._exit(STATUS)

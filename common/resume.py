@@ -30,7 +30,7 @@ class Place:
     owners: list[Owner] = field(default_factory=list)
     mirror: Mirror | None = None
     checkpoint: Checkpoint | None = None
-    is_new: bool = True  # whether this run has no checkpoint of its own, though it may begin at another's
+    is_new: bool = False  # whether it begins now, at another run's checkpoint
 
     def owner_lost(self) -> str | None:
         return next((owner.lost for owner in self.owners if owner.lost), None)
@@ -54,9 +54,10 @@ def open_place(folder: Path, recipe: Recipe, last_step: int, beat: Beat, say: Sa
             store.probe()
             place.owners.append(Owner(Prefix(store), beat, say))
         place.checkpoint = _own(folder, store, recipe, last_step, beat, say)
-        place.is_new = place.checkpoint is None
-        if place.is_new and recipe.resume not in ("auto", "never"):
+        begins_elsewhere = recipe.resume not in ("auto", "never")
+        if place.checkpoint is None and begins_elsewhere:
             place.checkpoint = _others(folder, recipe.resume, beat, say)
+        place.is_new = begins_elsewhere and not (folder / "recipe.json").exists()
         if place.checkpoint:
             _check_recipe(place.checkpoint, recipe)
         if store:
@@ -70,23 +71,29 @@ def open_place(folder: Path, recipe: Recipe, last_step: int, beat: Beat, say: Sa
 def _own(
     folder: Path, store: ObjectStore | None, recipe: Recipe, last_step: int, beat: Beat, say: Say
 ) -> Checkpoint | None:
-    own = folder / "checkpoints"
+    own, found, problem = folder / "checkpoints", None, None
+    try:
+        found = checkpoints.newest(own, beat, say)
+    except ValueError as error:
+        problem = error  # unless there is an intact one in S3
     if store:
-        here = max(steps_in(own), default=-1)
-        there = max(committed(store), default=-1)
-        if there >= 0 > here and (recipe.resume == "never" or there >= last_step):
+        here, there = found.step if found else -1, max(committed(store), default=-1)
+        if there >= 0 and not steps_in(own) and (recipe.resume == "never" or there >= last_step):
             what = "and --resume is never" if recipe.resume == "never" else "which is finished"
             raise ValueError(f"{store.url} holds a run already, {what}: give a prefix of its own")
-        if fetch_newest(store, own, here, beat, say) is not None:
+        if fetch_newest(store, own, here, beat, say, ours=True) is not None:
             _fetch_log(store, folder)
-    return checkpoints.newest(own, beat, say)
+            return checkpoints.newest(own, beat, say)
+    if problem:
+        raise problem
+    return found
 
 
 def _others(folder: Path, resume: str, beat: Beat, say: Say) -> Checkpoint:
     """The checkpoint of another run that --resume names."""
     if not resume.startswith("s3://"):
         return _at_path(Path(resume), beat, say)
-    if fetch_newest(ObjectStore(resume), folder / "checkpoints", -1, beat, say) is None:
+    if fetch_newest(ObjectStore(resume), folder / "checkpoints", -1, beat, say, ours=False) is None:
         raise ValueError(f"--resume {resume} holds no checkpoint")
     return checkpoints.newest(folder / "checkpoints", beat, say)
 

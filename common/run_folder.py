@@ -52,7 +52,7 @@ def _named(parent: Path, name: str, recipe: Recipe, last_step: int | None) -> Pa
 def _why_not(folder: Path, recipe: Recipe, last_step: int | None) -> str:
     """Why the folder is not this run's, as ` (its epochs is 3, here 10)`; nothing if it is, or is empty."""
     if not (folder / "recipe.json").exists():
-        return " without recipe.json" if steps_in(folder / "checkpoints") else ""
+        return ""  # empty, or it was stopped before it began: its checkpoint's recipe will be compared
     try:
         about = json.loads((folder / "recipe.json").read_text())
         theirs, script = about["recipe"], about["script"]
@@ -70,6 +70,14 @@ def _why_not(folder: Path, recipe: Recipe, last_step: int | None) -> str:
     if _is_finished(folder, last_step):
         return ", which is finished"
     return ""
+
+
+def resumed_from(folder: Path) -> str | None:
+    """The --resume at which the folder's run began."""
+    try:
+        return json.loads((folder / "recipe.json").read_text()).get("resumed_from")
+    except (OSError, ValueError, AttributeError):
+        return None
 
 
 def differences(theirs: dict[str, Any], recipe: Recipe) -> str:

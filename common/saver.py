@@ -27,11 +27,13 @@ class Saver:
         keep_every: int | None,
         about: dict[str, Any],
         mirror: Mirror | None,
+        committed: int | None = None,
     ):
         self.training, self.folder, self.keep_every = training, folder, keep_every
         self.about, self.mirror = about, mirror
         self.thread = futures.ThreadPoolExecutor(1, initializer=step_aside) if folder else None
-        self.writing = self.thread.submit(training.allocate) if self.thread else None
+        self.writing = self.thread.submit(training.allocate, training.expected()) if self.thread else None
+        self.committed = committed  # the newest step that is on the disk
         self.problem: str | None = None  # of the main process; what came before it is on the disk
 
     def save(self, step: int, state: dict[str, Any], best: int | None) -> None:
@@ -61,6 +63,7 @@ class Saver:
             if (parent / step_name(step)).exists():
                 checkpoints.remove(parent / step_name(step))
             checkpoints.commit(parent, step, snapshots, state, self.about)
+            self.committed = step
             checkpoints.mark(parent, step, best)
             needed = set()
             if self.mirror:

@@ -25,15 +25,16 @@ from torch import Tensor, nn
 from common import accelerator as job
 from common import report
 from common.agreement import let_main_close_first, once
-from common.checkpoints import step_name
+from common.checkpoints import mark, step_name
 from common.files import write_json, write_text
 from common.object_store import StoreError
 from common.optim import EMA
-from common.preemption import Poll, Preempted, wanted
+from common.ownership import RECORD
+from common.preemption import Poll, Preempted, agreed, wanted
 from common.progress import progress
 from common.recipe import Batch, Recipe, recipe_part
 from common.resume import Place, open_place
-from common.run_folder import count_restarts, open_folder, script_name
+from common.run_folder import count_restarts, open_folder, resumed_from, script_name
 from common.saver import Saver, read_lines
 from common.trackers import finish_trackers, start_trackers, tracker_ids
 from common.training_state import TrainingState
@@ -81,21 +82,21 @@ class Run:
         """
         self.steps, self.steps_per_epoch = steps, steps_per_epoch
         self.training = TrainingState(self.accelerator, model, optimizer, ema)
-        self.poll = Poll()
+        self.poll = Poll(self.recipe.timeout_s)
         places = gather_object([(socket.gethostname(), job.device_name(self.accelerator))])
         state = once(self.accelerator, "run folder", self._open, self.recipe.timeout_s)
         if state:
             self.training.restore(self.place.checkpoint if self.is_main else None, state)
             self._go_on(state)
-        about = self._about(places)
-        if self.is_main:
-            self._start_logs(about, state)
+        about = self._about(places, state)
+        once(self.accelerator, "logs", lambda _: self._start_logs(about, state), self.recipe.timeout_s)
         self.saver = Saver(
             self.training,
             self.folder if self.is_main else None,
             self.recipe.keep_every,
             {"recipe": recipe_part(self.recipe), "classes": classes, "written_by": self._writer(about)},
             self.place.mirror if self.is_main else None,
+            self.saved_step or None,
         )
         self.mark = time.perf_counter()
         self.begun = True
@@ -133,7 +134,7 @@ class Run:
         self._listen()
         every = self.recipe.checkpoint_every
         period = self.steps_per_epoch if every == "epoch" else int(every)
-        due = step % period == 0 or step == self.steps or self.best.get("step") == step
+        due = step % period == 0 or step in (self.steps, self.first_step) or self.best.get("step") == step
         if due and step > self.saved_step:
             self._save()
 
@@ -141,9 +142,7 @@ class Run:
         """Waits for the last checkpoint, writes result.json and plots/, prints the table. Collective."""
         self.poll.finish()
         self.peaks = gather_object([peak_memory_gib(self.accelerator)])
-        once(self.accelerator, "last checkpoint", self._finish, self.recipe.timeout_s)
-        if self.is_main:
-            report.show(self.folder, val_name)
+        once(self.accelerator, "report", lambda beat: self._finish(beat, val_name), self.recipe.timeout_s)
         once(self.accelerator, "last upload", self._wait_for_upload, self.recipe.timeout_s)
 
     def add(self, loss: Tensor, ids: np.ndarray) -> None:
@@ -211,33 +210,38 @@ class Run:
             self.training.check(found)
             state = found.state()
             _check_state(state, found.folder)
-            if self.place.is_new:  # another run's best is not this one's, and its checkpoint not here
-                state |= {"best": {}, "evaluated": False}
+            if found.step > self.steps:
+                raise ValueError(
+                    f"--max_steps {self.steps}: {found.folder} is at step {found.step:,} already; give more"
+                )
+            state |= {"saved": True, "resumed_from": resumed_from(folder)}
+            if self.place.is_new:
+                # Another run's best is not this one's, nor its W&B run, and its checkpoint is not here.
+                state |= {"best": {}, "evaluated": False, "wandb_id": None, "saved": False}
+                state["resumed_from"] = self.recipe.resume
         count_restarts(self.folder, found.step if found else 0)
         if found:
             print(f"continuing at step {found.step:,} with {found.folder}", flush=True)
         return state
 
     def _go_on(self, state: dict[str, Any]) -> None:
-        self.first_step = self.step = self.saved_step = state["step"]
+        self.first_step = self.step = state["step"]
+        self.saved_step = state["step"] if state["saved"] else 0
         self.logged_step = state["logged_step"]
         self.evaluated_step = state["step"] if state["evaluated"] else 0
         self.best, self.last = state["best"], state["last"]
         self.train_s, self.earlier_wall_s = state["train_s"], state["wall_s"]
-        losses, me = state["losses"], self.accelerator.process_index
-        if len(losses) == self.batch.processes:
-            mine = losses[me]
-        else:  # the mean over the micro-batches stays
-            mine = sum(losses) / len(losses) * self.batch.accumulations / state["accumulations"]
-        self.loss.fill_(mine)
+        losses = state["losses"]
+        same = len(losses) == self.batch.processes
+        mine = losses[self.accelerator.process_index] if same else sum(losses) / len(losses)
+        # The mean over the micro-batches stays, however many there are now.
+        self.loss.fill_(mine * self.batch.accumulations / state["accumulations"])
 
     def _start_logs(self, about: dict[str, Any], state: dict[str, Any] | None) -> None:
         metrics, samples = self.folder / "metrics.jsonl", self.folder / "samples.jsonl"
-        for file in (metrics, samples):
+        for file in (metrics, samples) if self.recipe.log_samples else (metrics,):
             kept = [line for line in read_lines(file) if state and _was_before(line, state)]
             write_text(file, "".join(json.dumps(line) + "\n" for line in kept))
-        if not self.recipe.log_samples:
-            samples.unlink()
         (self.folder / "result.json").unlink(missing_ok=True)
         wandb_id = (state or {}).get("wandb_id")
         self.trackers = start_trackers(self.recipe.trackers, self.folder, about, self.first_step, wandb_id)
@@ -246,18 +250,16 @@ class Run:
         if self.recipe.log_samples:
             self.samples = open(samples, "a", buffering=1)  # noqa: SIM115
         self.progress = progress(self.recipe.epochs, self.first_step, self.steps)
-        if self.place.mirror and self.first_step:
-            self.place.mirror.offer(
-                self.first_step, self.best.get("step")
-            )  # what an earlier run did not finish
+        if self.place.mirror and self.saved_step:  # what was interrupted before it was uploaded
+            self.place.mirror.offer(self.saved_step, self.best.get("step"))
         print(f"run folder {self.folder}", flush=True)
 
-    def _about(self, places: list[tuple[str, str]]) -> dict[str, Any]:
+    def _about(self, places: list[tuple[str, str]], state: dict[str, Any] | None) -> dict[str, Any]:
         return {
             "script": script_name(),
             "strategy": job.strategy(self.accelerator),
             "recipe": dataclasses.asdict(self.recipe),
-            "resumed_from": None if self.recipe.resume in ("auto", "never") else self.recipe.resume,
+            "resumed_from": (state or {}).get("resumed_from"),
             "argv": sys.argv,
             "git_commit": _git_commit(),
             "versions": job.versions(),
@@ -289,6 +291,7 @@ class Run:
 
     def _save(self) -> None:
         """A snapshot; the rest goes on beside the training. Collective."""
+        self.poll.wait_for_main(self.is_main, self.saver.done)
         losses = gather_object([self.loss.item()])
         if not all(math.isfinite(loss) for loss in losses):
             raise FloatingPointError(f"the loss is {sum(losses)} before step {self.step}: nothing was saved")
@@ -321,12 +324,18 @@ class Run:
 
     # --- Ending
 
-    def _finish(self, beat: Callable[[], None]) -> None:
+    def _finish(self, beat: Callable[[], None], val_name: str) -> None:
         self.progress.stop()
         self.saver.wait(beat)
         if self.saver.problem or self.problem:
             raise ValueError(self.saver.problem or self.problem)
+        # An evaluation that was interrupted and made up for came after its checkpoint.
+        best = self.best.get("step")
+        mark(self.folder / "checkpoints", self.step, best)
+        if self.place.mirror:
+            self.place.mirror.offer(self.step, best)
         write_json(self.folder / "result.json", self._result("finished"))
+        report.show(self.folder, val_name)
 
     def _wait_for_upload(self, beat: Callable[[], None]) -> None:
         mirror = self.place.mirror
@@ -346,6 +355,7 @@ class Run:
 
     def _end_preempted(self) -> None:
         """Saves, once. The others wait for the main process: a launcher kills all when one has ended."""
+        agreed()
         if not self.begun:
             if self.is_main:
                 self._note_preemption()
@@ -390,10 +400,11 @@ class Run:
             self.place.release()
         with contextlib.suppress(ValueError, OSError):
             folder = open_folder(self.recipe, run_name(self.accelerator, self.recipe, self.batch), None)
-            places = [(socket.gethostname(), job.device_name(self.accelerator))]
-            if not (folder / "recipe.json").exists():
-                write_json(folder / "recipe.json", self._about(places))
-            write_json(folder / "result.json", self._result("preempted"))
+            if (folder / RECORD).exists():
+                return  # a run that goes on, or was killed
+            file = folder / "result.json"
+            before = json.loads(file.read_text()) if file.exists() else self._result("preempted")
+            write_json(file, before | {"status": "preempted"})
 
     def _out_of_memory(self) -> str:
         batch, smaller = self.batch, self.batch.smaller()
@@ -482,7 +493,7 @@ class Run:
             "images_per_s": self.logged_step * batch.total / self.train_s if self.train_s else None,
             "peak_memory_gib": max(getattr(self, "peaks", [peak_memory_gib(accelerator)])),
             "seed": recipe.seed,
-            "checkpoint": _name(self.saved_step),
+            "checkpoint": _name(self.saver.committed if self.begun else None),
             "best_checkpoint": _name(self.best.get("step")),
         }
 

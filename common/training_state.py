@@ -16,7 +16,7 @@ from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 
 from common import checkpoints
-from common.checkpoints import Checkpoint, Snapshot, TensorFile
+from common.checkpoints import Checkpoint, Snapshot, Specs, TensorFile
 from common.layout import layout_of
 from common.optim import EMA
 
@@ -34,14 +34,18 @@ class TrainingState:
 
     # --- Out
 
-    def allocate(self) -> None:
+    def expected(self) -> dict[str, Specs]:
+        """What each snapshot will hold. Not for another thread: modules may change under it."""
+        files = (checkpoints.MODEL, checkpoints.OPTIMIZER, *([checkpoints.EMA] if self.ema else []))
+        return {file: self._specs(file, self.layout.expected_moments()) for file in files}
+
+    def allocate(self, expected: dict[str, Specs]) -> None:
         """Makes the snapshots before they are needed, as new memory takes longer than the copy into it.
 
-        Of the main process; in a thread, and before the first take().
+        Of the main process, in any thread, before the first take().
         """
-        moments = self.layout.expected_moments()
-        for file in (checkpoints.MODEL, checkpoints.OPTIMIZER, *([checkpoints.EMA] if self.ema else [])):
-            self._snapshot(file, moments).buffer.zero_()
+        for file, specs in expected.items():
+            self._snapshot(file, specs).buffer.zero_()
 
     @torch.no_grad()
     def take(self) -> dict[str, Snapshot]:
@@ -51,7 +55,7 @@ class TrainingState:
         """
         for file, tensors in self._tensors().items():
             if self.accelerator.is_main_process:
-                snapshot = self._snapshot(file, list(self.layout.moments()))
+                snapshot = self._snapshot(file, self._specs(file, list(self.layout.moments())))
                 for name, tensor in tensors:
                     snapshot.views[name].copy_(tensor, non_blocking=True)
             else:
@@ -83,15 +87,17 @@ class TrainingState:
             for name, tensor in self.layout.whole(held):
                 yield f"{name}/{moment}", tensor
 
-    def _snapshot(self, file: str, moments: list[str]) -> Snapshot:
-        """The one that is used again and again; another one where the optimizer has other moments."""
+    def _specs(self, file: str, moments: list[str]) -> Specs:
         trained = {name: (torch.float32, shape) for name, shape in self.layout.shapes().items()}
-        specs = trained
         if file == checkpoints.MODEL:
             buffers = self.layout.untrained().items()
-            specs = {name: (_stored(tensor.dtype), tuple(tensor.shape)) for name, tensor in buffers} | trained
-        elif file == checkpoints.OPTIMIZER:
-            specs = {f"{name}/{moment}": trained[name] for moment in moments for name in trained}
+            return {name: (_stored(tensor.dtype), tuple(tensor.shape)) for name, tensor in buffers} | trained
+        if file == checkpoints.OPTIMIZER:
+            return {f"{name}/{moment}": trained[name] for moment in moments for name in trained}
+        return trained
+
+    def _snapshot(self, file: str, specs: Specs) -> Snapshot:
+        """The one that is used again and again; another one where the optimizer has other moments."""
         if file not in self.snapshots or self.snapshots[file].specs != specs:
             self.snapshots[file] = Snapshot(specs, pinned=self.accelerator.device.type == "cuda")
         return self.snapshots[file]
@@ -137,7 +143,7 @@ class TrainingState:
 
         def whole(name: str, shape: tuple | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
             if file:
-                tensor = file.tensor(name + ending).to(device)
+                tensor = file.tensor(name + ending).to(device, dtype)
             else:
                 tensor = torch.empty(shapes[name] if shape is None else shape, dtype=dtype, device=device)
             if dist.is_initialized():

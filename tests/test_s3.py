@@ -69,19 +69,22 @@ def test_a_fresh_machine_goes_on_from_the_bucket(bucket, straight, tmp_path):  #
     index = json.loads(bucket.store.read("checkpoints/index.json"))
     assert index == {"latest": "step_00000014", "best": index["best"]}
     assert json.loads(bucket.store.read("result.json"))["uploaded"] is True
+    status, output = Job(bucket.words(tmp_path / "other", "--lr", "0.1"), env=bucket.env).wait()
+    assert status == 1
+    assert "is of another recipe (its lr is 0.01, here 0.1)" in output
     output = run(bucket.words(tmp_path / "second"), env=bucket.env)
     assert "downloading the checkpoint of step 14" in output
     assert "continuing at step 14" in output
-    log = [line for line in metrics(tmp_path / "second") if line["step"] != 14 or "train/loss" in line]
+    log = metrics(tmp_path / "second")  # its beginning was in the bucket
     assert [line["step"] for line in log if "train/loss" in line] == [*range(1, 25)]
     ours, theirs = tensors(latest(tmp_path / "second")), tensors(latest(straight[0]))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     best = int(result(tmp_path / "second")["best_checkpoint"][-8:])
     assert {best, 24} <= set(bucket.steps())
     assert len(bucket.steps()) <= 3
-    status, output = Job(bucket.words(tmp_path / "third", "--lr", "0.1"), env=bucket.env).wait()
+    status, output = Job(bucket.words(tmp_path / "third"), env=bucket.env).wait()
     assert status == 1
-    assert "is of another recipe (its lr is 0.01, here 0.1)" in output
+    assert "holds a run already, which is finished" in output
 
 
 def test_bursts_slow_answers_and_cuts_are_got_over(bucket, straight, tmp_path):  # noqa: F811
@@ -224,6 +227,26 @@ def test_damage_in_the_bucket_is_found(how, bucket, tmp_path):
     assert "checkpoint of step 12 is damaged" in output
     assert "continuing at step 8" in output
     assert not list((tmp_path / "fresh" / "checkpoints").glob(".*"))
+    assert bucket.steps()[-1] == 13
+    assert "is damaged" not in run(bucket.words(tmp_path / "again"), env=bucket.env)
+
+
+def test_an_intact_copy_in_the_bucket_replaces_a_damaged_one(bucket, tmp_path):
+    words = bucket.words(tmp_path / "run", "--max_steps", "12")
+    run(words, env=bucket.env)
+    for folder in (tmp_path / "run" / "checkpoints").glob("step_*"):
+        (folder / "model.safetensors").write_bytes(b"")
+    output = run([*words, "--max_steps", "13"], env=bucket.env)
+    assert "is damaged" in output
+    assert "downloading the checkpoint of step 12" in output
+    assert "continuing at step 12" in output
+
+
+def test_what_is_no_checkpoint_stays_in_the_bucket(bucket, tmp_path):
+    for key in ("checkpoints/step_00000004_backup/model.safetensors", "notes.txt"):
+        bucket.store.write(key, b"mine")
+    run(bucket.words(tmp_path / "run"), env=bucket.env)
+    assert {"checkpoints/step_00000004_backup/model.safetensors", "notes.txt"} <= set(bucket.store.list())
 
 
 def test_resume_from_a_prefix_of_another_run(bucket, tmp_path):
