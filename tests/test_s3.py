@@ -19,7 +19,7 @@ from common.object_store import ObjectStore
 from tests.conftest import Job, latest, metrics, mutate, python, result, run, tensors, torchrun
 from tests.s3 import BUCKET, SECRET, aws_env, s3, s3_proxy  # noqa: F401 (fixtures)
 from tests.test_checkpoints import HELLO, LAST, start_and_wait, straight  # noqa: F401
-from tests.test_resume import without_times
+from tests.test_resume import full, without_times
 
 
 class Bucket:
@@ -165,7 +165,7 @@ def test_credentials_that_expire_in_the_middle(bucket, tmp_path):
     assert bucket.steps()[-1] == 8
 
 
-@pytest.mark.parametrize("trouble", ["expired", "no bucket", "no credentials"])
+@pytest.mark.parametrize("trouble", ["expired", full("no bucket"), full("no credentials")])
 def test_what_would_fail_later_fails_at_once(trouble, bucket, tmp_path):
     words, env = bucket.words(tmp_path / "run"), dict(bucket.env)
     if trouble == "expired":
@@ -211,7 +211,7 @@ def test_a_prefix_has_one_owner(bucket, tmp_path):
     assert "owner.json" not in bucket.store.list()
 
 
-@pytest.mark.parametrize("how", ["truncated", "one bit flipped", "deleted"])
+@pytest.mark.parametrize("how", ["truncated", full("one bit flipped"), full("deleted")])
 def test_damage_in_the_bucket_is_found(how, bucket, tmp_path):
     run(bucket.words(tmp_path / "run", "--max_steps", "8"), env=bucket.env)
     run(bucket.words(tmp_path / "run", "--max_steps", "12"), env=bucket.env)
