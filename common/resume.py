@@ -54,10 +54,12 @@ def open_place(folder: Path, recipe: Recipe, last_step: int, beat: Beat, say: Sa
             store.probe()
             place.owners.append(Owner(Prefix(store), beat, say))
         place.checkpoint = _own(folder, store, recipe, last_step, beat, say)
-        begins_elsewhere = recipe.resume not in ("auto", "never")
-        if place.checkpoint is None and begins_elsewhere:
-            place.checkpoint = _others(folder, recipe.resume, beat, say)
-        place.is_new = begins_elsewhere and not (folder / "recipe.json").exists()
+        if recipe.resume not in ("auto", "never"):
+            # One that was downloaded by a start that was then stopped is still another run's.
+            began = (folder / "recipe.json").exists() or (store is not None and committed(store))
+            place.is_new = place.checkpoint is None or not began
+            if place.checkpoint is None:
+                place.checkpoint = _others(folder, recipe.resume, beat, say)
         if place.checkpoint:
             _check_recipe(place.checkpoint, recipe)
         if store:

@@ -276,6 +276,31 @@ def test_hosts_without_a_shared_folder(tmp_path, cache, stoppable):
     assert not (tmp_path / "run1").exists()
 
 
+def test_a_run_that_begins_at_anothers_checkpoint(tmp_path, cache, stoppable):
+    """Its best is one of its own, also when it is stopped at once and started again."""
+    first = Training("cnn_a", tmp_path / "first", cache, stoppable)
+    first.go("single", 14)
+    words = [
+        *SCRIPTS["cnn_a"],
+        *FLAGS,
+        *cache,
+        "--resume",
+        tmp_path / "first",
+        "--output_dir",
+        tmp_path / "new",
+    ]
+    for stop in ("14", "15"):
+        status, output = Job([*python(), *words], cwd=stoppable, env={"STOP_AT": stop}).wait()
+        assert status == 75, output
+        assert "continuing at step 14" in output
+        found = result(tmp_path / "new")
+        assert found["best_step"] == 14
+        assert (tmp_path / "new" / found["best_checkpoint"] / "manifest.json").exists()
+    assert "continuing at step 15" in run([*python(), *words], cwd=stoppable)
+    assert metrics(tmp_path / "new")[0]["step"] == 14
+    assert latest(tmp_path / "first").name == "step_00000014"
+
+
 def test_another_recipe_is_refused_unless_a_flag_names_it(tmp_path, cache, stoppable):
     training = Training("cnn_a", tmp_path / "run", cache, stoppable)
     training.go("single", 9)

@@ -254,6 +254,8 @@ def test_resume_from_a_prefix_of_another_run(bucket, tmp_path):
     words = [*python(), *HELLO, "--resume", bucket.url, "--output_dir", tmp_path / "new"]
     assert "continuing at step 12" in run(words, env=bucket.env)
     assert bucket.steps()[-1] == 12
+    made = json.loads((tmp_path / "new" / "checkpoints" / "index.json").read_text())
+    assert (tmp_path / "new" / "checkpoints" / made["best"]).is_dir(), "its best is one of its own"
     status, output = Job([*words[:-2], "--resume", f"{bucket.url}/nothing"], env=bucket.env).wait()
     assert status == 1
     assert "holds no checkpoint" in output
