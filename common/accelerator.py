@@ -116,9 +116,11 @@ def run(main: Callable[[], None]) -> None:
     except (ValueError, FloatingPointError, OSError) as error:
         status = 1
         if first_to_say(str(error)):
-            print(f"error: {error}", file=sys.stderr)
-        else:  # a launcher kills all processes when one ends: not before the first has printed
-            time.sleep(2)
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        # A launcher kills all processes when one ends: not before the first has printed. And where rank 0
+        # keeps the process group's store, the others must have heard of the error before it leaves.
+        if world_size() > 1:
+            time.sleep(1 if rank() == 0 else 2)
     except KeyboardInterrupt:
         status = 130
         if is_hosts_first():

@@ -144,6 +144,7 @@ class Run:
         self.peaks = gather_object([peak_memory_gib(self.accelerator)])
         once(self.accelerator, "report", lambda beat: self._finish(beat, val_name), self.recipe.timeout_s)
         once(self.accelerator, "last upload", self._wait_for_upload, self.recipe.timeout_s)
+        self.accelerator.wait_for_everyone()  # under deepspeed rank 0 keeps the store that the others ask
 
     def add(self, loss: Tensor, ids: np.ndarray) -> None:
         """One micro-batch: its loss stays on the device until the next line."""
