@@ -71,9 +71,33 @@ class Checkpoint:
             state = json.loads((self.folder / STATE).read_text())
             if state["step"] != self.step:
                 raise ValueError
-            return state
         except (OSError, ValueError, KeyError, TypeError):
             raise ValueError(f"{self.folder / STATE} is no state of step {self.step}") from None
+        _check_state(state, self.folder)
+        return state
+
+
+def _check_state(state: dict[str, Any], folder: Path) -> None:
+    """ValueError for what no run has written: the checkpoint may come from anywhere."""
+    kinds = {
+        "step": int,
+        "evaluated": bool,
+        "best": dict,
+        "last": dict,
+        "logged_step": int,
+        "losses": list,
+        "accumulations": int,
+        "train_s": float,
+        "wall_s": float,
+    }
+    wrong = [name for name, kind in kinds.items() if not isinstance(state.get(name), kind)]
+    if not isinstance(state.get("optimizer_steps"), int | None):
+        wrong.append("optimizer_steps")
+    numbers = [state.get("best"), state.get("last"), state.get("loss_scale") or {"scale": 1.0}]
+    if not wrong and not all(isinstance(n, int | float) for group in numbers for n in dict(group).values()):
+        wrong.append("best, last and loss_scale")
+    if wrong or not state["losses"] or not all(isinstance(loss, float) for loss in state["losses"]):
+        raise ValueError(f"{folder}/state.json is no state: look at its {', '.join(wrong) or 'losses'}")
 
 
 def step_name(step: int) -> str:

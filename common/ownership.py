@@ -27,7 +27,7 @@ RELEASE_S = 5
 RECORD = "owner.json"
 
 
-class Place(Protocol):
+class RecordStore(Protocol):
     """Where a record lies."""
 
     def create(self, text: str) -> bool: ...
@@ -104,7 +104,7 @@ class Owner:
     beat() is called about every second while a record from elsewhere is watched.
     """
 
-    def __init__(self, place: Place, beat: Callable[[], None], warn: Callable[[str], None]):
+    def __init__(self, place: RecordStore, beat: Callable[[], None], warn: Callable[[str], None]):
         self.place = place
         self.record = {**_this_process(), "id": secrets.token_hex(8), "beat": 0}
         self.lost: str | None = None  # what to say when another run has taken over
@@ -138,7 +138,7 @@ class Owner:
         return _parsed(self.place.read()).get("id") == self.record["id"]
 
 
-def _wait_for_end(place: Place, beat: Callable[[], None], warn: Callable[[str], None]) -> None:
+def _wait_for_end(place: RecordStore, beat: Callable[[], None], warn: Callable[[str], None]) -> None:
     """Returns when the record there is gone, or was a dead owner's and is removed. ValueError if it lives."""
     text = place.read()
     if text is None:

@@ -1,6 +1,5 @@
 """Writes checkpoints beside the training: the step waits for the snapshot alone."""
 
-import json
 import shutil
 from collections.abc import Callable
 from concurrent import futures
@@ -84,14 +83,3 @@ class Saver:
 
 def _free(folder: Path) -> str:
     return f"{shutil.disk_usage(folder).free / 2**20:,.0f} MiB are free"
-
-
-def read_lines(file: Path) -> list[dict[str, Any]]:
-    """The objects of a JSON-lines file; a line that was cut by a kill or a full disk is left out."""
-    lines = []
-    for text in file.read_text().splitlines() if file.exists() else []:
-        try:
-            lines.append(json.loads(text))
-        except ValueError:
-            continue
-    return lines

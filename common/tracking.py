@@ -26,7 +26,7 @@ from common import accelerator as job
 from common import report
 from common.agreement import let_main_close_first, once
 from common.checkpoints import mark, step_name
-from common.files import write_json, write_text
+from common.files import read_lines, write_json, write_text
 from common.object_store import StoreError
 from common.optim import EMA
 from common.ownership import RECORD
@@ -35,7 +35,7 @@ from common.progress import progress
 from common.recipe import Batch, Recipe, recipe_part
 from common.resume import Place, open_place
 from common.run_folder import count_restarts, open_folder, resumed_from, script_name
-from common.saver import Saver, read_lines
+from common.saver import Saver
 from common.trackers import finish_trackers, start_trackers, tracker_ids
 from common.training_state import TrainingState
 
@@ -210,7 +210,6 @@ class Run:
         if found:
             self.training.check(found)
             state = found.state()
-            _check_state(state, found.folder)
             if found.step > self.steps:
                 raise ValueError(
                     f"--max_steps {self.steps}: {found.folder} is at step {found.step:,} already; give more"
@@ -542,29 +541,6 @@ def _was_before(line: dict[str, Any], state: dict[str, Any]) -> bool:
     """Whether a line of the log belongs to what a checkpoint has seen."""
     again = line["step"] == state["step"] and "val/loss" in line and not state["evaluated"]
     return line["step"] <= state["step"] and not again
-
-
-def _check_state(state: dict[str, Any], folder: Path) -> None:
-    """ValueError for what no run has written: the checkpoint may come from anywhere."""
-    kinds = {
-        "step": int,
-        "evaluated": bool,
-        "best": dict,
-        "last": dict,
-        "logged_step": int,
-        "losses": list,
-        "accumulations": int,
-        "train_s": float,
-        "wall_s": float,
-    }
-    wrong = [name for name, kind in kinds.items() if not isinstance(state.get(name), kind)]
-    if not isinstance(state.get("optimizer_steps"), int | None):
-        wrong.append("optimizer_steps")
-    numbers = [state.get("best"), state.get("last"), state.get("loss_scale") or {"scale": 1.0}]
-    if not wrong and not all(isinstance(n, int | float) for group in numbers for n in dict(group).values()):
-        wrong.append("best, last and loss_scale")
-    if wrong or not state["losses"] or not all(isinstance(loss, float) for loss in state["losses"]):
-        raise ValueError(f"{folder}/state.json is no state: look at its {', '.join(wrong) or 'losses'}")
 
 
 def _git_commit() -> str | None:

@@ -423,12 +423,11 @@ def test_a_giant_header_is_refused(size, hostile):
 )
 def test_a_state_that_no_run_has_written(change, hostile, tmp_path):
     from common.checkpoints import Checkpoint
-    from common.tracking import _check_state
 
     state = json.loads((hostile / "state.json").read_text()) | change
     (hostile / "state.json").write_text(json.dumps(state))
     with pytest.raises(ValueError, match="is no state"):
-        _check_state(Checkpoint(hostile, {"step": 24}).state(), hostile)
+        Checkpoint(hostile, {"step": 24}).state()
 
 
 # --- Retention
