@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from accelerate.utils import broadcast_object_list
 
 from common.accelerator import device_name, prepare, run, start, strategy, world_size
-from common.checkpoints import newest
+from common.checkpoints import STATE, newest
 from common.order import reseed
 from common.saver import Saver
 from common.training_state import TrainingState
@@ -149,7 +149,9 @@ class Benchmark:
                     f"--folder {self.flags.folder} holds no checkpoint: run without --resume first"
                 )
             self.training.check(found)
-        scalars = broadcast_object_list([found.state() if main else None])[0]
+        # Of a state it has what the optimizer counts, and nothing of a run.
+        scalars = json.loads((found.folder / STATE).read_text()) if main else None
+        scalars = broadcast_object_list([scalars])[0]
         self.training.restore(found, scalars)
         self.step()
         self.wait()

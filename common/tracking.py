@@ -1,4 +1,4 @@
-"""One run: its folder, its checkpoints, its metrics in metrics.jsonl and the trackers, its result."""
+"""One run: its folder, its checkpoints, what it says, its result."""
 
 import contextlib
 import dataclasses
@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TextIO
+from typing import Any
 
 import numpy as np
 import psutil
@@ -26,17 +26,16 @@ from common import accelerator as job
 from common import report
 from common.agreement import let_main_close_first, once
 from common.checkpoints import mark, step_name
-from common.files import read_lines, write_json, write_text
+from common.files import write_json
 from common.object_store import StoreError
 from common.optim import EMA
 from common.ownership import RECORD
 from common.preemption import Poll, Preempted, agreed, wanted
-from common.progress import progress
 from common.recipe import Batch, Recipe, recipe_part
 from common.resume import Place, open_place
 from common.run_folder import count_restarts, open_folder, resumed_from, script_name
+from common.run_log import RunLog
 from common.saver import Saver
-from common.trackers import finish_trackers, start_trackers, tracker_ids
 from common.training_state import TrainingState
 
 STOP, PROBLEM = 1, 2  # what a process tells the others at each step
@@ -58,13 +57,12 @@ class Run:
         self.loss = torch.zeros((), device=accelerator.device)
         self.ids: list[int] = []  # of the samples since the last line, for --log_samples
         self.micro_batches = 0  # of this process, since it started
-        self.told = 0.0
         self.first_step = self.step = self.logged_step = self.saved_step = self.evaluated_step = 0
         self.train_s = self.earlier_wall_s = 0.0
         self.best: dict[str, float] = {}
         self.last: dict[str, float] = {}
         self.place: Place | None = None  # of the main process, once it is open
-        self.problem: str | None = None  # of the main process, for all to hear
+        self.log: RunLog | None = None  # of the main process, once the run has begun
         self.begun = False
 
     def begin(
@@ -89,7 +87,7 @@ class Run:
             self.training.restore(self.place.checkpoint if self.is_main else None, state)
             self._go_on(state)
         about = self._about(places, state)
-        once(self.accelerator, "logs", lambda _: self._start_logs(about, state), self.recipe.timeout_s)
+        once(self.accelerator, "log", lambda _: self._start_log(about, state), self.recipe.timeout_s)
         self.saver = Saver(
             self.training,
             self.folder if self.is_main else None,
@@ -151,7 +149,8 @@ class Run:
         self.loss += loss.detach()
         self.micro_batches += 1
         done = self.first_step + self.micro_batches // self.batch.accumulations
-        self._show(f"step {done:,}/{self.steps:,}")
+        if self.is_main:
+            self.log.tell(f"step {done:,}/{self.steps:,}")
         if self.recipe.log_samples:
             self.ids.extend(ids.tolist())
 
@@ -173,14 +172,17 @@ class Run:
         self.logged_step = step
         if not math.isfinite(loss):
             raise FloatingPointError(f"the loss is {loss} at step {step} with learning rate {lr:g}")
-        self._write(step, {"train/loss": loss, "train/lr": lr, "train/images_per_s": images_per_s})
+        if self.is_main:
+            speed = {"train/images_per_s": images_per_s}
+            self.log.write(step, {"train/loss": loss, "train/lr": lr, **speed})
 
     def tell(self, doing: str) -> None:
         """Shows that an evaluation gets on, without waiting for the device. Collective.
 
         Raises Preempted when any process was told to stop.
         """
-        self._show(doing)
+        if self.is_main:
+            self.log.tell(doing)
         self._listen()
 
     def log_evaluation(self, step: int, metrics: dict[str, float]) -> None:
@@ -189,7 +191,8 @@ class Run:
         self.last, self.evaluated_step = metrics, step
         if not self.best or _score(metrics) > _score(self.best):
             self.best = metrics | {"step": step}
-        self._write(step, {f"val/{k}": v for k, v in metrics.items() if k != "images"})
+        if self.is_main:
+            self.log.write(step, {f"val/{k}": v for k, v in metrics.items() if k != "images"})
 
     # --- Beginning
 
@@ -237,19 +240,9 @@ class Run:
         # The mean over the micro-batches stays, however many there are now.
         self.loss.fill_(mine * self.batch.accumulations / state["accumulations"])
 
-    def _start_logs(self, about: dict[str, Any], state: dict[str, Any] | None) -> None:
-        metrics, samples = self.folder / "metrics.jsonl", self.folder / "samples.jsonl"
-        for file in (metrics, samples) if self.recipe.log_samples else (metrics,):
-            kept = [line for line in read_lines(file) if state and _was_before(line, state)]
-            write_text(file, "".join(json.dumps(line) + "\n" for line in kept))
+    def _start_log(self, about: dict[str, Any], state: dict[str, Any] | None) -> None:
         (self.folder / "result.json").unlink(missing_ok=True)
-        wandb_id = (state or {}).get("wandb_id")
-        self.trackers = start_trackers(self.recipe.trackers, self.folder, about, self.first_step, wandb_id)
-        write_json(self.folder / "recipe.json", about | tracker_ids(self.trackers))
-        self.metrics = open(metrics, "a", buffering=1)  # noqa: SIM115 (closed in _close)
-        if self.recipe.log_samples:
-            self.samples = open(samples, "a", buffering=1)  # noqa: SIM115
-        self.progress = progress(self.recipe.epochs, self.first_step, self.steps)
+        self.log = RunLog(self.folder, self.recipe, about, state, self.steps, self.steps_per_epoch)
         if self.place.mirror and self.saved_step:  # what was interrupted before it was uploaded
             self.place.mirror.offer(self.saved_step, self.best.get("step"))
         print(f"run folder {self.folder}", flush=True)
@@ -279,15 +272,18 @@ class Run:
 
     def _listen(self) -> None:
         """Tells the others what this process has to say, and hears what they said at the last call."""
-        if self.is_main and self.place.owner_lost():
-            self.problem = self.place.owner_lost()
-        if self.is_main and self.saver.problem:
-            self.problem = self.saver.problem
-        heard = self.poll(PROBLEM if self.problem else STOP if wanted() else 0)
+        problem = self._problem()
+        heard = self.poll(PROBLEM if problem else STOP if wanted() else 0)
         if heard == PROBLEM:
-            raise ValueError(broadcast_object_list([self.problem])[0])
+            raise ValueError(broadcast_object_list([problem])[0])
         if heard == STOP:
             raise Preempted
+
+    def _problem(self) -> str | None:
+        """Of the main process, for all to hear."""
+        if not self.is_main:
+            return None
+        return self.place.owner_lost() or self.saver.problem or self.log.problem
 
     def _save(self) -> None:
         """A snapshot; the rest goes on beside the training. Collective."""
@@ -310,7 +306,7 @@ class Run:
             **self.training.scalars(),
         }
         if self.is_main:
-            state |= tracker_ids(self.trackers)
+            state |= self.log.tracker_ids()
         self.saver.save(self.step, state, self.best.get("step"))
         self.saved_step = self.step
 
@@ -325,10 +321,10 @@ class Run:
     # --- Ending
 
     def _finish(self, beat: Callable[[], None], val_name: str) -> None:
-        self.progress.stop()
+        self.log.progress.stop()
         self.saver.wait(beat)
-        if self.saver.problem or self.problem:
-            raise ValueError(self.saver.problem or self.problem)
+        if problem := self._problem():
+            raise ValueError(problem)
         # An evaluation that was interrupted and made up for came after its checkpoint.
         best = self.best.get("step")
         mark(self.folder / "checkpoints", self.step, best)
@@ -343,7 +339,7 @@ class Run:
             return
         mirror.retry()
         while not mirror.wait(0.5):
-            self.progress.tell(f"uploading to {mirror.store.url}")
+            self.log.progress.tell(f"uploading to {mirror.store.url}")
             beat()
         uploaded = mirror.failed is None
         write_json(self.folder / "result.json", self._result("finished") | {"uploaded": uploaded})
@@ -370,7 +366,7 @@ class Run:
         self.poll.wait_for_main(self.is_main, self.saver.done)
         problem = None
         if self.is_main:
-            problem = self.saver.problem or self.problem
+            problem = self._problem()
             self._close("failed" if problem else "preempted")
         if problem := broadcast_object_list([problem])[0]:
             raise ValueError(problem)
@@ -379,19 +375,13 @@ class Run:
         """Files, trackers and the folder itself. A full disk is no second error."""
         if not self.is_main:
             return
-        self.progress.stop()
+        self.log.progress.stop()
         with contextlib.suppress(OSError):
             if status != "finished":
                 write_json(self.folder / "result.json", self._result(status))
         if status == "preempted" and self.place.mirror:
             self.place.mirror.wait(UPLOAD_GRACE_S)
-        with contextlib.suppress(OSError):
-            self.metrics.close()
-        if self.recipe.log_samples:
-            with contextlib.suppress(OSError):
-                self.samples.close()
-        with contextlib.suppress(OSError):
-            finish_trackers(self.trackers, failed=status == "failed")
+        self.log.close(failed=status == "failed")
         self.place.release()
 
     def _note_preemption(self) -> None:
@@ -429,38 +419,7 @@ class Run:
         count = len(per_rank[0]) // share
         for i in range(count):
             ids = [sample for ids in per_rank for sample in ids[i * share : (i + 1) * share]]
-            self._write_line(self.samples, {"step": step - count + i + 1, "samples": ids})
-
-    def _write(self, step: int, values: dict[str, float]) -> None:
-        if not self.is_main:
-            return
-        epoch = step / self.steps_per_epoch
-        self._write_line(self.metrics, {"step": step, "epoch": epoch, **values})
-        try:
-            for tracker in self.trackers:
-                tracker.log({"epoch": epoch, **values}, step=step)
-        except OSError as error:
-            self._can_not_write("the trackers' files", error)
-        self.progress.show(step, epoch, values)
-
-    def _write_line(self, file: TextIO, line: dict[str, Any]) -> None:
-        try:
-            file.write(json.dumps(line) + "\n")
-        except OSError as error:
-            self._can_not_write(file.name, error)
-
-    def _can_not_write(self, what: str, error: OSError) -> None:
-        """The others hear of it with the next step."""
-        self.problem = self.problem or (
-            f"{what} can't be written: {error.strerror or error}. Make room: the same command continues with"
-            " the newest checkpoint"
-        )
-
-    def _show(self, doing: str) -> None:
-        """What goes on between two lines of the log."""
-        if self.is_main and time.perf_counter() - self.told > 1:
-            self.told = time.perf_counter()
-            self.progress.tell(doing)
+            self.log.write_samples(step - count + i + 1, ids)
 
     def _say(self, message: str) -> None:
         """Of the main process, also from the threads that save and upload."""
@@ -535,12 +494,6 @@ def _hosts(batch: Batch) -> int:
 def _name(step: int | None) -> str | None:
     """Of a step's checkpoint, in the run's folder."""
     return f"checkpoints/{step_name(step)}" if step else None
-
-
-def _was_before(line: dict[str, Any], state: dict[str, Any]) -> bool:
-    """Whether a line of the log belongs to what a checkpoint has seen."""
-    again = line["step"] == state["step"] and "val/loss" in line and not state["evaluated"]
-    return line["step"] <= state["step"] and not again
 
 
 def _git_commit() -> str | None:
