@@ -1,0 +1,387 @@
+"""Several hosts on one Linux machine, to practise a launch on, and to break: real sshd, real interfaces.
+
+    python cluster/virtual_cluster.py up --hosts 2 --rate 1gbit --delay 2ms
+    python cluster/virtual_cluster.py run python launch.py --hostfile /etc/hostfile train_hello.py
+    python cluster/virtual_cluster.py run --host node2 bash
+    python cluster/virtual_cluster.py cut node2
+    python cluster/virtual_cluster.py heal node2
+    python cluster/virtual_cluster.py down
+
+Each host, node1, node2, ..., is a set of Linux namespaces: its own name, interface eth0 (10.77.0.1,
+10.77.0.2, ...), processes, /dev/shm and /etc/hosts, and an sshd that knows one key, made by `up`. `ssh node2`
+works on each of them. All else is this machine's: cores, memory, GPUs, and its files, like a shared folder.
+--private FOLDER gives each host a copy of one (what it changes is its own), as where nothing is shared.
+
+Nothing of this machine is changed: the hosts hang on a switch in a namespace of its own, and have no way out.
+`down` ends all their processes and removes everything. Needs root, and Debian's iproute2, nftables and
+openssh-server.
+"""
+
+import argparse
+import contextlib
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+STATE = Path("/run/virtual_cluster")
+SWITCH = "vc-switch"
+PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
+NEEDS = {
+    "ip": "iproute2",
+    "tc": "iproute2",
+    "nft": "nftables",
+    "sshd": "openssh-server",
+    "unshare": "util-linux",
+}
+SSHD_CONFIG = """\
+HostKey /etc/ssh/ssh_host_key
+AuthorizedKeysFile /etc/ssh/user.pub
+PermitRootLogin prohibit-password
+PasswordAuthentication no
+UsePAM no
+StrictModes no
+PidFile none
+MaxStartups 100
+Subsystem sftp internal-sftp
+"""
+SSH_CONFIG = """\
+IdentityFile /etc/ssh/user
+GlobalKnownHostsFile /etc/ssh/ssh_known_hosts
+"""
+# The first process of a host: when it ends, the kernel ends all others of that host. $1 is the host's folder.
+INIT = """
+set -e
+folder=$1
+mount --make-rprivate /
+hostname "$(cat $folder/name)"
+ip link set lo up
+mount -t tmpfs tmpfs /dev/shm
+mount --bind $folder/ssh /etc/ssh
+for name in hosts hostname hostfile; do
+    [ -e /etc/$name ] || touch /etc/$name
+    mount --bind $folder/$name /etc/$name
+done
+mkdir -p /run/sshd ~/.ssh
+mount -t tmpfs -o mode=700 tmpfs ~/.ssh
+while read -r private; do
+    own=$folder/private$private
+    mkdir -p $own/changes $own/work
+    mount -t overlay overlay -o lowerdir=$private,upperdir=$own/changes,workdir=$own/work $private
+done < $folder/private_folders
+touch $folder/up
+while true; do
+    [ -e $folder/no_sshd ] || /usr/sbin/sshd -D -e 2> $folder/sshd.log || true
+    sleep 0.2
+done
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], epilog="\n".join(__doc__.splitlines()[1:]), allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    verb = verbs.add_parser("up", help="start the hosts")
+    verb.add_argument("--hosts", type=int, default=2)
+    verb.add_argument("--slots", type=int, default=2, help="for the hostfile, /etc/hostfile on each host")
+    verb.add_argument("--rate", help="at which each host sends, as 1gbit")
+    verb.add_argument("--delay", help="of what a host sends, as 2ms")
+    verb.add_argument("--loss", type=float, help="percent of the packets to each host")
+    verb.add_argument("--private", type=Path, action="append", default=[], metavar="FOLDER")
+    verb = verbs.add_parser("run", help="run a command on a host, in this folder")
+    verb.add_argument("--host", default="node1")
+    verb.add_argument("command", nargs=argparse.REMAINDER)
+    for name, help in (
+        ("cut", "take a host off the network"),
+        ("heal", "put it back"),
+        ("kill", "end a host"),
+    ):
+        verb = verbs.add_parser(name, help=help)
+        verb.add_argument("host")
+    verbs.add_parser("down", help="end and remove everything")
+    flags = parser.parse_args()
+    try:
+        if os.geteuid() != 0:
+            raise ValueError("hosts are namespaces: this needs root")
+        status = act(flags)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        status = 1
+    sys.exit(status)
+
+
+def act(flags: argparse.Namespace) -> int:
+    if flags.verb == "up":
+        up(flags.hosts, flags.slots, flags.rate, flags.delay, flags.loss, flags.private)
+        print(f"{', '.join(names())} are up; python {sys.argv[0]} run --host node1 COMMAND")
+    elif flags.verb == "run":
+        return subprocess.run(inside(flags.host, flags.command or ["bash"])).returncode
+    elif flags.verb == "down":
+        down()
+    else:
+        {"cut": cut, "heal": heal, "kill": kill}[flags.verb](flags.host)
+    return 0
+
+
+def up(
+    hosts: int,
+    slots: int = 2,
+    rate: str | None = None,
+    delay: str | None = None,
+    loss: float | None = None,
+    private: list[Path] = (),
+) -> None:
+    """ValueError when there is one already, or something is missing on this machine."""
+    if STATE.exists():
+        raise ValueError(f"there is a virtual cluster already ({STATE}): `down` removes it")
+    for program, package in NEEDS.items():
+        if not shutil.which(program, path=PATH):
+            raise ValueError(f"{program} is missing: apt-get install {package}")
+    if not 1 <= hosts <= 250:
+        raise ValueError(f"--hosts {hosts}: from 1 to 250")
+    for folder in private:
+        if not folder.is_dir():
+            raise ValueError(f"--private {folder} is no folder")
+    try:
+        _make(hosts, slots, [folder.resolve() for folder in private])
+        for name in names():
+            shape(name, rate, delay)
+            lose(name, loss or 0)
+    except BaseException:
+        down()
+        raise
+
+
+def down() -> None:
+    """All processes of all hosts, their namespaces and files. Nothing happens where there is none."""
+    for name in names():
+        with contextlib.suppress(ValueError):
+            kill(name)
+    for namespace in [SWITCH, *(_namespace(name) for name in names())]:
+        subprocess.run(["ip", "netns", "del", namespace], capture_output=True)
+    shutil.rmtree(STATE, ignore_errors=True)
+
+
+def names() -> list[str]:
+    """Of the hosts that are up."""
+    folders = STATE.glob("node*")
+    return sorted((folder.name for folder in folders), key=lambda name: int(name.removeprefix("node")))
+
+
+def inside(host: str, command: list[str], folder: Path | None = None) -> list[str]:
+    """The words that run a command on a host, in this folder or the one given."""
+    target = ["nsenter", "--target", str(_init(host)), "--mount", "--uts", "--ipc", "--net", "--pid"]
+    # --wd would find the folder as it is outside, without what --private has put there.
+    there = f"cd {shlex.quote(str(folder or Path.cwd()))} && exec {shlex.join(map(str, command))}"
+    return [*target, "sh", "-c", there]
+
+
+def cut(host: str) -> None:
+    """Its cable is pulled out; its processes go on."""
+    _init(host)
+    _run("ip", "-n", SWITCH, "link", "set", _port(host), "down")
+
+
+def heal(host: str) -> None:
+    _init(host)
+    _run("ip", "-n", SWITCH, "link", "set", _port(host), "up")
+
+
+def shape(host: str, rate: str | None = None, delay: str | None = None) -> None:
+    """How the host sends, as tc says it: `1gbit`, `2ms`. Neither: as fast as it goes."""
+    _init(host)
+    discipline = ["tc", "-n", _namespace(host), "qdisc"]
+    subprocess.run([*discipline, "del", "dev", "eth0", "root"], capture_output=True)
+    if delay:
+        rates = ["rate", rate] if rate else []
+        try:
+            _run(*discipline, "add", "dev", "eth0", "root", "netem", "delay", delay, *rates)
+        except ValueError as error:
+            raise ValueError(f"--delay needs the kernel's sch_netem ({error})") from None
+    elif rate:
+        _run(
+            *discipline,
+            "add",
+            "dev",
+            "eth0",
+            "root",
+            "tbf",
+            "rate",
+            rate,
+            "burst",
+            "256kb",
+            "latency",
+            "50ms",
+        )
+
+
+def lose(host: str, percent: float) -> None:
+    """So many of the packets that come to the host, by chance. Not netem's: not every kernel has it."""
+    rules = "table inet lossy\ndelete table inet lossy\n"
+    if percent:
+        chance = f"numgen random mod 10000 < {round(percent * 100)}"
+        rules += (
+            "table inet lossy {\n chain arriving {\n  type filter hook prerouting priority 0\n"
+            f'  iifname "eth0" {chance} drop\n }}\n}}\n'
+        )
+    _run(*inside(host, ["nft", "-f", "-"]), text=rules)
+
+
+def processes(host: str) -> set[int]:
+    """This machine's numbers of the host's processes, all but the first one."""
+    init = _init(host)
+    own = os.readlink(f"/proc/{init}/ns/pid")
+    found = set()
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # ended just now
+            if os.readlink(path / "ns" / "pid") == own and int(path.name) != init:
+                found.add(int(path.name))
+    return found
+
+
+def stop_sshd(host: str) -> None:
+    """Connections that are open stay."""
+    (STATE / host / "no_sshd").touch()
+    for process in processes(host):
+        if "[listener]" in Path(f"/proc/{process}/cmdline").read_text():
+            os.kill(process, signal.SIGTERM)
+
+
+def start_sshd(host: str) -> None:
+    (STATE / host / "no_sshd").unlink()
+
+
+def kill(host: str) -> None:
+    """As if its power was cut: all its processes are gone at once."""
+    init = _init(host)
+    os.kill(init, signal.SIGKILL)
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{init}").exists() and time.monotonic() < deadline:
+        with contextlib.suppress(ChildProcessError):  # a zombie of ours, if the cluster is of this process
+            os.waitpid(-1, os.WNOHANG)
+        time.sleep(0.01)
+
+
+def _make(hosts: int, slots: int, private: list[Path]) -> None:
+    STATE.mkdir(parents=True, mode=0o700)
+    _keygen(STATE / "user")
+    everyone = {f"node{n}": f"10.77.0.{n}" for n in range(1, hosts + 1)}
+    _run("ip", "netns", "add", SWITCH)
+    _run("ip", "-n", SWITCH, "link", "add", "br0", "type", "bridge")
+    _run("ip", "-n", SWITCH, "link", "set", "br0", "up")
+    for name in everyone:
+        (STATE / name).mkdir()
+        _keygen(STATE / name / "host_key")
+    for name, address in everyone.items():
+        _write_files(name, everyone, slots, private)
+        _plug_in(name, address)
+    starting = [(name, _start(name)) for name in everyone]
+    for name, process in starting:
+        _wait_for(name, process)
+
+
+def _write_files(name: str, everyone: dict[str, str], slots: int, private: list[Path]) -> None:
+    folder = STATE / name
+    (folder / "ssh").mkdir()
+    known = (f"{n},{a} {(STATE / n / 'host_key.pub').read_text()}" for n, a in everyone.items())
+    files = {
+        "name": name,
+        "hostname": name + "\n",
+        # As Debian's installer leaves it: a host's own name is a loopback address on that host.
+        "hosts": f"127.0.0.1 localhost\n127.0.1.1 {name}\n"
+        + "".join(f"{address} {other}\n" for other, address in everyone.items() if other != name),
+        "hostfile": "".join(f"{other} slots={slots}\n" for other in everyone),
+        "private_folders": "".join(f"{folder}\n" for folder in private),
+        "ssh/sshd_config": SSHD_CONFIG,
+        "ssh/ssh_config": SSH_CONFIG,
+        "ssh/ssh_known_hosts": "".join(known),
+    }
+    for file, text in files.items():
+        (folder / file).write_text(text)
+    shutil.copy(folder / "host_key", folder / "ssh" / "ssh_host_key")
+    shutil.copy(folder / "host_key.pub", folder / "ssh" / "ssh_host_key.pub")
+    shutil.copy(STATE / "user", folder / "ssh" / "user")
+    shutil.copy(STATE / "user.pub", folder / "ssh" / "user.pub")
+
+
+def _plug_in(name: str, address: str) -> None:
+    namespace = _namespace(name)
+    _run("ip", "netns", "add", namespace)
+    ends = ["link", "add", _port(name), "type", "veth", "peer", "name", "eth0", "netns", namespace]
+    _run("ip", "-n", SWITCH, *ends)
+    _run("ip", "-n", SWITCH, "link", "set", _port(name), "master", "br0", "up")
+    _run("ip", "-n", namespace, "address", "add", f"{address}/24", "dev", "eth0")
+    _run("ip", "-n", namespace, "link", "set", "eth0", "up")
+
+
+def _start(name: str) -> subprocess.Popen:
+    words = [
+        "nsenter",
+        f"--net=/run/netns/{_namespace(name)}",
+        "unshare",
+        "--mount",
+        "--uts",
+        "--ipc",
+        "--pid",
+    ]
+    words += ["--fork", "--kill-child", "--mount-proc", "bash", "-c", INIT, "init", str(STATE / name)]
+    with open(STATE / name / "init.log", "w") as log:
+        process = subprocess.Popen(
+            words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+        )
+    (STATE / name / "outer_pid").write_text(str(process.pid))
+    return process
+
+
+def _wait_for(name: str, process: subprocess.Popen) -> None:
+    """Until sshd answers."""
+    deadline = time.monotonic() + 20
+    while True:
+        problem = (STATE / name / "init.log").read_text().strip()
+        if process.poll() is not None or time.monotonic() > deadline:
+            raise ValueError(f"{name} does not start: {problem or 'sshd does not answer'}")
+        if (STATE / name / "up").exists():
+            probe = inside(name, ["bash", "-c", "exec 3<>/dev/tcp/127.0.0.1/22 && head -c 4 <&3"])
+            if subprocess.run(probe, capture_output=True).stdout == b"SSH-":
+                return
+        time.sleep(0.05)
+
+
+def _init(host: str) -> int:
+    """The number that this machine gives the host's first process."""
+    try:
+        outer = (STATE / host / "outer_pid").read_text()
+        words = Path(f"/proc/{outer}/task/{outer}/children").read_text().split()
+        return int(words[0])
+    except (OSError, IndexError, ValueError):
+        there = ", ".join(names()) or "none: `up` starts them"
+        raise ValueError(f"no host {host} is up; there are {there}") from None
+
+
+def _namespace(name: str) -> str:
+    return f"vc-{name}"
+
+
+def _port(name: str) -> str:
+    """Of the switch."""
+    return f"to-{name}"
+
+
+def _keygen(path: Path) -> None:
+    _run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", path.parent.name, "-f", str(path))
+
+
+def _run(*words: str, text: str | None = None) -> None:
+    done = subprocess.run(words, input=text, capture_output=True, text=True)
+    if done.returncode:
+        raise ValueError(f"{shlex.join(words)}: {done.stderr.strip() or done.stdout.strip()}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""On each host of a job: starts its part, passes the launcher's word on, and leaves no process behind.
+
+launch.py starts it, over ssh or here, and they speak in lines. The agent first says, as JSON, how this host
+is reached. It hears its part of the job as JSON, then an empty line now and then as a sign of life, and
+`stop` or `kill`. What the job prints goes straight through. At the end of the input, or after SILENCE_S
+without a line, the launcher is gone or this host is cut off: as `stop`.
+"""
+
+import contextlib
+import ctypes
+import json
+import os
+import queue
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+BEAT_S = 5  # between two signs of life
+SILENCE_S = 45
+GRACE_S = 40  # from `stop` to the end: launchers kill their processes 30 s after SIGTERM
+HELLO = "\x1eagent "  # before the first line, which ssh's own output may precede
+
+
+def main() -> None:
+    # What loses its parent on this host is this process's child from then on, and found at the end.
+    ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
+    heard: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, lambda *_: heard.put("stop\n"))
+    threading.Thread(target=_listen, args=(heard,), daemon=True).start()
+    print(HELLO + json.dumps(_about_this_host()), flush=True)
+    while not (first := heard.get() or "stop").strip():
+        pass  # signs of life
+    if first.strip() in ("stop", "kill"):
+        return
+    part = json.loads(first)
+    try:
+        child = _start(part)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", flush=True)
+        sys.exit(1)
+    status = _wait(child, heard)
+    sys.exit(128 - status if status < 0 else status)
+
+
+def _listen(heard: "queue.SimpleQueue[str | None]") -> None:
+    for line in sys.stdin:
+        heard.put(line)
+    heard.put(None)
+
+
+def _about_this_host() -> dict[str, Any]:
+    """Its name, and by which address the launcher's ssh came, from which to which; none without ssh."""
+    ends = os.environ.get("SSH_CONNECTION", "").split()
+    client, server = (ends[0], ends[2]) if len(ends) == 4 else (None, None)
+    return {"hostname": socket.gethostname(), "client": client, "address": server}
+
+
+def _start(part: dict[str, Any]) -> subprocess.Popen:
+    """part: words, env, master (address and port; None on a single host), first (whether it has rank 0)."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    env = os.environ | {"PATH": path} | part["env"]
+    if part["master"]:
+        address, port = part["master"]
+        interface = _interface_to(address)
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            env.setdefault(name, interface)
+        if part["first"]:
+            _check_port(port)
+    return subprocess.Popen(
+        part["words"],
+        env=env,
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+        preexec_fn=lambda: ctypes.CDLL(None).prctl(
+            1, signal.SIGTERM
+        ),  # PR_SET_PDEATHSIG: when the agent dies
+    )
+
+
+def _interface_to(address: str) -> str:
+    """The one with the route to the master; on the master the one that has its address."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((address, 9))  # sends nothing
+            mine = probe.getsockname()[0]
+    except OSError as error:
+        raise ValueError(
+            f"no route to the master {address} ({error.strerror}): --master_addr ADDRESS"
+        ) from None
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(known.address == mine for known in addresses):
+            return name
+    raise ValueError(f"no interface has the address {mine}, from which the master {address} is reached")
+
+
+def _check_port(port: int) -> None:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            raise ValueError(f"port {port}: {error.strerror}{_listener(port)}: give another --port") from None
+
+
+def _listener(port: int) -> str:
+    with contextlib.suppress(psutil.Error):
+        for known in psutil.net_connections("tcp"):
+            if known.status == psutil.CONN_LISTEN and known.laddr.port == port and known.pid:
+                command = shlex.join(psutil.Process(known.pid).cmdline())
+                return f" by process {known.pid}, {command[:80]}"
+    return ""
+
+
+def _wait(child: subprocess.Popen, heard: "queue.SimpleQueue[str | None]") -> int:
+    """Until the child and all that it left on this host have ended. Returns its status."""
+    heard_at, stop, deadline = time.monotonic(), False, None
+    while child.poll() is None or _others(child):
+        with contextlib.suppress(queue.Empty):
+            line = heard.get(timeout=0.2)
+            heard_at = time.monotonic()
+            stop = stop or line in (None, "stop\n")
+            deadline = 0.0 if line == "kill\n" else deadline
+        now = time.monotonic()
+        if deadline is None and (stop or now - heard_at > SILENCE_S or child.returncode is not None):
+            child.send_signal(signal.SIGTERM)
+            deadline = now + GRACE_S
+        if deadline is not None and now > deadline:
+            child.kill()
+            for process in _others(child):
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
+    return child.returncode
+
+
+def _others(child: subprocess.Popen) -> list[psutil.Process]:
+    """What runs below this process beside the child. Ended ones that it inherited are buried."""
+    running = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error, ChildProcessError):
+            if process.pid == child.pid:
+                continue
+            if process.status() != psutil.STATUS_ZOMBIE:
+                running.append(process)
+            elif process.ppid() == os.getpid():
+                os.waitpid(process.pid, os.WNOHANG)
+    return running
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,30 @@
+"""Commands on the hosts of a job, by the ordinary ssh client: what ~/.ssh/config says holds."""
+
+import shlex
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+
+# A key that is not known is refused, nothing is asked, and a host that is gone is noticed within 40 s.
+SSH = ("ssh", "-T", "-x", "-a", "-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=yes")
+SSH += ("-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=10", "-o", "ServerAliveCountMax=3")
+SSH_FAILED = 255  # ssh's own exit status
+
+
+def command(host: str, words: Sequence[str], folder: Path) -> list[str]:
+    """What runs these words in this folder on that host. On this host ssh is not needed."""
+    if is_here(host):
+        return list(words)
+    return [*SSH, host, f"cd {shlex.quote(str(folder))} && exec {shlex.join(words)}"]
+
+
+def is_here(host: str) -> bool:
+    """Whether the name is this machine's. One that only ~/.ssh/config knows is not."""
+    try:
+        found = {address[4][0] for address in socket.getaddrinfo(host, None, socket.AF_INET)}
+    except OSError:
+        return False
+    own = {known.address for addresses in psutil.net_if_addrs().values() for known in addresses}
+    return any(address in own or address.startswith("127.") for address in found)

@@ -1,0 +1,396 @@
+"""Starts a job on all hosts of a hostfile, over ssh, and ends it on all of them.
+
+    python launch.py --hostfile hostfile --config_file accelerate_configs/ddp_2x2gpu.yaml train_cnn_a.py
+    python launch.py --hostfile hostfile --exclude worker-2 train_vit.py --epochs 5
+    python launch.py --mode single-node --gpus 2
+    python launch.py --mode multi-node --gpus-per-node 2 --master-node worker-1 --worker-nodes worker-2
+
+Each host runs one `accelerate launch`, with its rank, the address of the first host and the interface to it.
+The project and its Python must be at the same path on each, and ssh must work without a question. Without a
+script it is train_hello.py; what follows the script, or is no flag of the launcher, are the script's flags.
+
+What a host prints stands behind its name, and in a file of its own. When one fails, all are stopped, and what
+failed first is said. Ctrl-C or SIGTERM: every process saves a checkpoint and ends, and the same command
+continues (exit status 75); Ctrl-C twice ends all at once.
+"""
+
+import argparse
+import contextlib
+import difflib
+import json
+import os
+import queue
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from common.agent import BEAT_S, HELLO
+from common.hosts import NAME, Host, read_hostfile, select
+from common.remote import SSH_FAILED, command
+
+ROOT = Path(__file__).resolve().parent
+PREEMPTED = 75
+CONNECT_S = 30  # for all hosts to answer
+END_S = 60  # from `stop` until a host that still has not ended is given up
+LINES = 200  # of a host's output that are kept to say what failed
+COLOURS = (36, 33, 35, 32, 34, 96, 93, 95)
+# What DeepSpeed's launcher may pass on to other hosts: nothing that is secret.
+DEEPSPEED_ENV = (
+    "CUDA_VISIBLE_DEVICES",
+    "GLOO_SOCKET_IFNAME",
+    "NCCL_SOCKET_IFNAME",
+    "NCCL_DEBUG",
+    "NCCL_IB_DISABLE",
+)
+DEEPSPEED_ENV += (
+    "NCCL_P2P_DISABLE",
+    "OMP_NUM_THREADS",
+    "HF_HOME",
+    "HF_HUB_OFFLINE",
+    "WANDB_MODE",
+    "WANDB_PROJECT",
+)
+
+
+def main() -> int:
+    flags = parse(sys.argv[1:])
+    try:
+        if flags.write_deepspeed_env:
+            return write_deepspeed_env()
+        job = plan(flags)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return Crew(job).run(flags.dry_run)
+
+
+# --- What is to be started
+
+
+@dataclass(frozen=True)
+class Job:
+    hosts: list[Host]
+    launcher: list[str]  # flags of accelerate launch
+    script: list[str]  # and its flags
+    env: dict[str, str]  # for each process, over stdin: no command line shows it
+    master_addr: str | None
+    port: int
+    log_dir: Path
+
+    @property
+    def processes(self) -> int:
+        return sum(len(host.devices) for host in self.hosts)
+
+    def words(self, rank: int, address: str | None) -> list[str]:
+        """What host number `rank` runs. address: of the first host, which a job on one host does not need."""
+        place = ["--num_machines", str(len(self.hosts)), "--num_processes", str(self.processes)]
+        if len(self.hosts) > 1:
+            place += ["--machine_rank", str(rank), "--main_process_ip", str(address)]
+            place += ["--main_process_port", str(self.port)]
+        return [sys.executable, "-m", "accelerate.commands.launch", *self.launcher, *place, *self.script]
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """The launcher's flags, and as `script` the script with its own."""
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n\n")[0], epilog=__doc__.partition("\n\n")[2], allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter, usage="%(prog)s [flags] [SCRIPT [its flags]]",
+    )  # fmt: skip
+    parser.add_argument("--hostfile", type=Path, help="`name slots=N` lines (default: hostfile)")
+    parser.add_argument("--include", default="", help="as DeepSpeed's: worker-1@worker-2:0,2")
+    parser.add_argument("--exclude", default="", help="the same, for what is left out")
+    parser.add_argument("--config_file", help="one of accelerate_configs/; DDP by default")
+    parser.add_argument("--mode", choices=("single-node", "multi-node"), help="instead of a hostfile")
+    parser.add_argument("--gpus", type=int, help="of this machine, with --mode single-node")
+    parser.add_argument("--gpus_per_node", type=int, help="with --mode multi-node")
+    parser.add_argument("--master_node", help="the first host, with --mode multi-node")
+    parser.add_argument("--worker_nodes", help="the others, as a,b,c, with --mode multi-node")
+    parser.add_argument("--port", type=int, default=29500, help="on the first host (default: %(default)s)")
+    parser.add_argument("--master_addr", help="of the first host; by default as ssh reaches it")
+    parser.add_argument("--env", action="append", default=[], metavar="NAME", help="pass this variable on")
+    parser.add_argument("--log_dir", type=Path, help="of a file for each host (default: runs/launch/<time>)")
+    parser.add_argument("--dry_run", action="store_true", help="show the command of each host, and end")
+    parser.add_argument(
+        "--write_deepspeed_env",
+        action="store_true",
+        help="write .deepspeed_env for the deepspeed launcher, and end",
+    )
+    at = next((k for k, word in enumerate(argv) if word.endswith(".py")), None)
+    mine = [_underscores(word) for word in argv[:at]]
+    flags, rest = parser.parse_known_args(mine)
+    if at is not None and rest:
+        near = difflib.get_close_matches(rest[0], parser._option_string_actions, n=1)
+        parser.error(f"unknown flag {rest[0]}" + (f": did you mean {near[0]}?" if near else ""))
+    flags.script = argv[at:] if at is not None else ["train_hello.py", *rest]
+    return flags
+
+
+def plan(flags: argparse.Namespace) -> Job:
+    """ValueError for what can be seen to be wrong before a host is asked."""
+    hosts = _hosts(flags)
+    counts = {len(host.devices) for host in hosts}
+    if len(counts) > 1:
+        counts = ", ".join(f"{host.name} {len(host.devices)}" for host in hosts)
+        raise ValueError(f"accelerate starts as many processes on each host; here they differ: {counts}")
+    config = flags.config_file or _default_config(hosts)
+    for file in (config, flags.script[0]):
+        if not (ROOT / file).is_file():
+            raise ValueError(f"{file}: no such file")
+    if missing := [name for name in flags.env if name not in os.environ]:
+        raise ValueError(f"--env {missing[0]}: the environment has no such variable")
+    env = {name: os.environ[name] for name in flags.env}
+    log_dir = flags.log_dir or ROOT / "runs" / "launch" / time.strftime("%Y-%m-%d_%H-%M-%S")
+    launcher = ["--config_file", str(config)]
+    return Job(hosts, launcher, flags.script, env, flags.master_addr, flags.port, log_dir)
+
+
+def _hosts(flags: argparse.Namespace) -> list[Host]:
+    if flags.mode == "single-node":
+        return [Host("localhost", tuple(range(flags.gpus or 1)))]
+    if flags.mode == "multi-node":
+        if not (flags.master_node and flags.worker_nodes and flags.gpus_per_node):
+            raise ValueError("--mode multi-node needs --master-node, --worker-nodes and --gpus-per-node")
+        names = [flags.master_node, *flags.worker_nodes.split(",")]
+        if wrong := [name for name in names if not NAME.fullmatch(name)]:
+            raise ValueError(f"{wrong[0]!r} is no host's name")
+        return [Host(name, tuple(range(flags.gpus_per_node))) for name in names]
+    return select(read_hostfile(flags.hostfile or ROOT / "hostfile"), flags.include, flags.exclude)
+
+
+def _default_config(hosts: list[Host]) -> str:
+    alone = len(hosts) == 1 and len(hosts[0].devices) == 1
+    return f"accelerate_configs/{'single_gpu' if alone else 'ddp_2gpu'}.yaml"
+
+
+def _underscores(word: str) -> str:
+    """--dry-run is --dry_run."""
+    name, equals, value = word.partition("=")
+    return name.replace("-", "_").replace("__", "--", 1) + equals + value if word.startswith("--") else word
+
+
+def write_deepspeed_env() -> int:
+    """What of this environment the other hosts need, and no more: DeepSpeed puts it on command lines."""
+    lines = [f"{name}={os.environ[name]}\n" for name in DEEPSPEED_ENV if os.environ.get(name)]
+    Path(".deepspeed_env").write_text("".join(lines))
+    print(f".deepspeed_env: {', '.join(line.partition('=')[0] for line in lines) or 'empty'}")
+    return 0
+
+
+# --- The hosts at work
+
+
+@dataclass
+class Member:
+    """One host of the job."""
+
+    host: Host
+    process: subprocess.Popen
+    log_file: Path
+    log: IO[str] | None = None
+    hello: dict[str, Any] | None = None
+    status: int | None = None
+    said: list[str] = field(default_factory=list)  # its last lines
+
+    def hear(self, line: str) -> None:
+        if self.log is None:
+            self.log_file.parent.mkdir(parents=True, exist_ok=True)
+            self.log = open(self.log_file, "w", buffering=1)  # noqa: SIM115 (closed when the host is let go)
+        self.log.write(line + "\n")
+        self.said = [*self.said[-LINES:], line]
+
+    def tell(self, line: str) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            self.process.stdin.write(line + "\n")
+            self.process.stdin.flush()
+
+
+class Crew:
+    def __init__(self, job: Job):
+        self.job = job
+        self.events: queue.SimpleQueue[tuple] = queue.SimpleQueue()
+        self.signals: list[int] = []  # that this launcher got
+        self.failed: list[Member] = []  # in the order in which they ended
+        self.beat = 0.0
+        self.stopped: float | None = None  # when all were told to stop
+        self.preempted = False
+
+    def run(self, dry_run: bool) -> int:
+        """The exit status: 0, 75 after a preemption, 1, or as after a signal."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda number, _: self.events.put(("signal", None, number)))
+        began = time.monotonic()
+        self.members = [self._connect(host) for host in self.job.hosts]
+        try:
+            if self._meet():
+                address = self.job.master_addr or self._master_address()
+                self._show(address, dry_run)
+                if dry_run:
+                    return 0
+                self._start(address)
+                print(
+                    f"started after {time.monotonic() - began:.1f} s, logs in {self.job.log_dir}", flush=True
+                )
+                while any(member.status is None for member in self.members):
+                    self._next_event()
+            return self._status()
+        finally:
+            for member in self.members:
+                self._let_go(member)
+
+    def _connect(self, host: Host) -> Member:
+        words = command(host.name, [sys.executable, "-m", "common.agent"], ROOT)
+        process = subprocess.Popen(
+            words, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            text=True, errors="replace", bufsize=1, start_new_session=True,
+        )  # fmt: skip
+        member = Member(host, process, self.job.log_dir / f"{host.name}.log")
+        threading.Thread(target=self._listen, args=(member,), daemon=True).start()
+        return member
+
+    def _listen(self, member: Member) -> None:
+        for line in member.process.stdout:
+            self.events.put(("line", member, line.rstrip("\n")))
+        self.events.put(("end", member, member.process.wait()))
+
+    def _meet(self) -> bool:
+        """Whether all hosts answer, before anything is started on any."""
+        deadline = time.monotonic() + CONNECT_S
+        while silent := [member for member in self.members if member.hello is None]:
+            if time.monotonic() > deadline:
+                silent[0].said.append(f"no answer within {CONNECT_S} s")
+                self.failed.append(silent[0])
+            if self.failed or self.signals:
+                return False
+            self._next_event()
+        return True
+
+    def _master_address(self) -> str:
+        """As ssh reached the first host; where this is the first, as ssh came to the second."""
+        hellos = [member.hello for member in self.members]
+        others = hellos[1]["client"] if len(hellos) > 1 else None
+        return hellos[0]["address"] or others or "localhost"
+
+    def _start(self, address: str) -> None:
+        for rank, member in enumerate(self.members):
+            devices = member.host.devices
+            env = dict(self.job.env)
+            if devices != tuple(range(len(devices))):
+                env.setdefault("CUDA_VISIBLE_DEVICES", ",".join(map(str, devices)))
+            master = (address, self.job.port) if len(self.members) > 1 else None
+            part = {"words": self.job.words(rank, address), "env": env, "master": master, "first": rank == 0}
+            member.tell(json.dumps(part))
+
+    def _next_event(self) -> None:
+        now = time.monotonic()
+        if now - self.beat > BEAT_S:  # a sign of life
+            self.beat = now
+            self._tell_all("")
+        if self.stopped and now - self.stopped > END_S:
+            for member in self.members:
+                member.process.kill()  # of a host that can't be reached; its agent ends there by itself
+        with contextlib.suppress(queue.Empty):
+            kind, member, what = self.events.get(timeout=0.5)
+            {"line": self._hear, "end": self._ended, "signal": self._told}[kind](member, what)
+
+    def _hear(self, member: Member, line: str) -> None:
+        if member.hello is None and line.startswith(HELLO):
+            member.hello = json.loads(line.removeprefix(HELLO))
+            return
+        member.hear(line)
+        self.preempted = self.preempted or line.startswith("preempted: ")
+        print(f"{self._label(member)} | {line}", flush=True)
+
+    def _ended(self, member: Member, status: int) -> None:
+        member.status = status
+        if status != 0:
+            self.failed.append(member)
+            self._stop_all()
+
+    def _told(self, _: None, number: int) -> None:
+        if self.signals:
+            self._tell_all("kill")
+        else:
+            print("stopping: every process saves and ends; once more ends all at once", flush=True)
+            self._stop_all()
+        self.signals.append(number)
+
+    def _stop_all(self) -> None:
+        self.stopped = self.stopped or time.monotonic()
+        self._tell_all("stop")
+
+    def _tell_all(self, word: str) -> None:
+        for member in self.members:
+            if member.status is None:
+                member.tell(word)
+
+    def _let_go(self, member: Member) -> None:
+        """The end of its input is the agent's sign to end, wherever it is."""
+        with contextlib.suppress(OSError):
+            member.process.stdin.close()
+        try:
+            member.process.wait(10)
+        except subprocess.TimeoutExpired:
+            member.process.kill()
+        if member.log:
+            member.log.close()
+
+    # --- What is shown
+
+    def _label(self, member: Member) -> str:
+        name = f"{member.host.name:{max(len(host.name) for host in self.job.hosts)}}"
+        if not sys.stdout.isatty() or "NO_COLOR" in os.environ:
+            return name
+        return f"\033[{COLOURS[self.members.index(member) % len(COLOURS)]}m{name}\033[0m"
+
+    def _show(self, address: str, commands: bool) -> None:
+        """The hosts and their ranks; commands: and what would start each host's part by hand."""
+        first = 0
+        for rank, member in enumerate(self.members):
+            count = len(member.host.devices)
+            ranks = f"rank {first}" if count == 1 else f"ranks {first}-{first + count - 1}"
+            first += count
+            devices = ",".join(map(str, member.host.devices))
+            master = f"  master {address}:{self.job.port}" if rank == 0 and len(self.members) > 1 else ""
+            print(f"{self._label(member)}  {ranks}  devices {devices}{master}")
+            if commands:
+                print(f"    {shlex.join(self.job.words(rank, address))}")
+
+    def _status(self) -> int:
+        if self.preempted:
+            print(f"preempted: the same command continues (exit status {PREEMPTED})")
+            return PREEMPTED
+        if self.signals:
+            return 128 + self.signals[0]
+        if not self.failed:
+            return 0
+        first = min(self.failed, key=lambda member: _cause(member)[0])
+        others = "; the other hosts were stopped" if len(self.members) > 1 and first.hello else ""
+        what = f"{first.host.name}: {_cause(first)[1]}{others}"
+        print(f"error: {what}. Its log: {first.log_file}", file=sys.stderr)
+        return 1
+
+
+def _cause(member: Member) -> tuple[int, str]:
+    """Why this host's part ended; before it, how likely that follows from another's end (0: least)."""
+    last = member.said[-1] if member.said else f"exit status {member.status}"
+    if member.hello is None:
+        return 0, f"{last} (`ssh {member.host.name}` must work without a question, the project be at {ROOT})"
+    if member.status == SSH_FAILED:
+        return 0, f"the connection is lost ({last})"
+    text = "\n".join(member.said)
+    if killed := re.search(r"exitcode *: *-(?!15)(\d+)", text):  # as torchrun reports it
+        return 1, f"a process was killed by signal {killed[1]}"
+    if errors := re.findall(r"^error: (.*)", text, re.MULTILINE):
+        return 2, errors[0]
+    return 3, last
+
+
+if __name__ == "__main__":
+    sys.exit(main())
