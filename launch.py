@@ -147,7 +147,7 @@ def plan(flags: argparse.Namespace) -> Job:
         raise ValueError(f"--env {missing[0]}: the environment has no such variable")
     env = {name: os.environ[name] for name in flags.env}
     log_dir = flags.log_dir or ROOT / "runs" / "launch" / time.strftime("%Y-%m-%d_%H-%M-%S")
-    launcher = ["--config_file", str(config)]
+    launcher = ["--config_file", str(config), *_mesh(ROOT / config, hosts)]
     return Job(hosts, launcher, flags.script, env, flags.master_addr, flags.port, log_dir)
 
 
@@ -167,6 +167,20 @@ def _hosts(flags: argparse.Namespace) -> list[Host]:
 def _default_config(hosts: list[Host]) -> str:
     alone = len(hosts) == 1 and len(hosts[0].devices) == 1
     return f"accelerate_configs/{'single_gpu' if alone else 'ddp_2gpu'}.yaml"
+
+
+def _mesh(config: Path, hosts: list[Host]) -> list[str]:
+    """For a config with hybrid sharding, which then is inside of each host, however many there are."""
+    import yaml
+
+    try:
+        hybrid = "parallelism_config" in (yaml.safe_load(config.read_text()) or {})
+    except (yaml.YAMLError, TypeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{config} is no YAML: {error}") from None
+    if not hybrid:
+        return []
+    prefix = "--parallelism_config_dp"
+    return [f"{prefix}_replicate_size", str(len(hosts)), f"{prefix}_shard_size", str(len(hosts[0].devices))]
 
 
 def _underscores(word: str) -> str:

@@ -5,6 +5,8 @@
     python cluster/virtual_cluster.py run --host node2 bash
     python cluster/virtual_cluster.py cut node2
     python cluster/virtual_cluster.py heal node2
+    python cluster/virtual_cluster.py kill node2
+    python cluster/virtual_cluster.py revive node2
     python cluster/virtual_cluster.py down
 
 Each host, node1, node2, ..., is a set of Linux namespaces: its own name, interface eth0 (10.77.0.1,
@@ -97,12 +99,8 @@ def main() -> None:
     verb = verbs.add_parser("run", help="run a command on a host, in this folder")
     verb.add_argument("--host", default="node1")
     verb.add_argument("command", nargs=argparse.REMAINDER)
-    for name, help in (
-        ("cut", "take a host off the network"),
-        ("heal", "put it back"),
-        ("kill", "end a host"),
-    ):
-        verb = verbs.add_parser(name, help=help)
+    for name, action in ACTIONS.items():
+        verb = verbs.add_parser(name, help=action.__doc__.partition("\n")[0])
         verb.add_argument("host")
     verbs.add_parser("down", help="end and remove everything")
     flags = parser.parse_args()
@@ -125,7 +123,7 @@ def act(flags: argparse.Namespace) -> int:
     elif flags.verb == "down":
         down()
     else:
-        {"cut": cut, "heal": heal, "kill": kill}[flags.verb](flags.host)
+        ACTIONS[flags.verb](flags.host)
     return 0
 
 
@@ -189,6 +187,7 @@ def cut(host: str) -> None:
 
 
 def heal(host: str) -> None:
+    """After cut: it is plugged in again."""
     _init(host)
     _run("ip", "-n", SWITCH, "link", "set", _port(host), "up")
 
@@ -255,6 +254,7 @@ def stop_sshd(host: str) -> None:
 
 def start_sshd(host: str) -> None:
     (STATE / host / "no_sshd").unlink()
+    _wait_for_sshd(host)
 
 
 def kill(host: str) -> None:
@@ -263,9 +263,13 @@ def kill(host: str) -> None:
     os.kill(init, signal.SIGKILL)
     deadline = time.monotonic() + 10
     while Path(f"/proc/{init}").exists() and time.monotonic() < deadline:
-        with contextlib.suppress(ChildProcessError):  # a zombie of ours, if the cluster is of this process
-            os.waitpid(-1, os.WNOHANG)
         time.sleep(0.01)
+
+
+def revive(host: str) -> None:
+    """After kill: it starts again, with its address and its --private files."""
+    (STATE / host / "up").unlink()
+    _wait_for(host, _start(host))
 
 
 def _make(hosts: int, slots: int, private: list[Path]) -> None:
@@ -340,16 +344,20 @@ def _start(name: str) -> subprocess.Popen:
 
 
 def _wait_for(name: str, process: subprocess.Popen) -> None:
-    """Until sshd answers."""
     deadline = time.monotonic() + 20
-    while True:
-        problem = (STATE / name / "init.log").read_text().strip()
+    while not (STATE / name / "up").exists():
         if process.poll() is not None or time.monotonic() > deadline:
-            raise ValueError(f"{name} does not start: {problem or 'sshd does not answer'}")
-        if (STATE / name / "up").exists():
-            probe = inside(name, ["bash", "-c", "exec 3<>/dev/tcp/127.0.0.1/22 && head -c 4 <&3"])
-            if subprocess.run(probe, capture_output=True).stdout == b"SSH-":
-                return
+            raise ValueError(f"{name} does not start: {(STATE / name / 'init.log').read_text().strip()}")
+        time.sleep(0.02)
+    _wait_for_sshd(name)
+
+
+def _wait_for_sshd(host: str) -> None:
+    probe = inside(host, ["bash", "-c", "exec 3<>/dev/tcp/127.0.0.1/22 && head -c 4 <&3"])
+    deadline = time.monotonic() + 20
+    while subprocess.run(probe, capture_output=True).stdout != b"SSH-":
+        if time.monotonic() > deadline:
+            raise ValueError(f"sshd on {host} does not answer: {(STATE / host / 'sshd.log').read_text()}")
         time.sleep(0.05)
 
 
@@ -381,6 +389,9 @@ def _run(*words: str, text: str | None = None) -> None:
     done = subprocess.run(words, input=text, capture_output=True, text=True)
     if done.returncode:
         raise ValueError(f"{shlex.join(words)}: {done.stderr.strip() or done.stdout.strip()}")
+
+
+ACTIONS = {"cut": cut, "heal": heal, "kill": kill, "revive": revive}  # verbs that take a host
 
 
 if __name__ == "__main__":

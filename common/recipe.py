@@ -288,7 +288,8 @@ def _add_flag(parser: argparse.ArgumentParser, field: dataclasses.Field) -> None
     else:
         choices = field.metadata["choices"]
         metavar = "{" + ",".join(choices) + "}" if choices else _base_type(field).__name__.upper()
-        parser.add_argument(f"--{field.name}", metavar=metavar, help=help, default=argparse.SUPPRESS)
+        names = [f"--{field.name}", *(["--learning_rate"] if field.name == "lr" else [])]
+        parser.add_argument(*names, dest=field.name, metavar=metavar, help=help, default=argparse.SUPPRESS)
         parser.set_defaults(**{field.name: None})
 
 

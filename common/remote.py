@@ -7,9 +7,9 @@ from pathlib import Path
 
 import psutil
 
-# A key that is not known is refused, nothing is asked, and a host that is gone is noticed within 40 s.
+# A key that is not known is refused, nothing is asked, and a host that is gone is noticed within 25 s.
 SSH = ("ssh", "-T", "-x", "-a", "-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=yes")
-SSH += ("-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=10", "-o", "ServerAliveCountMax=3")
+SSH += ("-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=4")
 SSH_FAILED = 255  # ssh's own exit status
 
 

@@ -155,6 +155,20 @@ def ssh(tmp_path):
         server.wait()
 
 
+@pytest.fixture(scope="session")
+def cluster_tools():
+    """cluster/virtual_cluster.py, where this machine can make hosts of itself. None is left from before."""
+    from cluster import virtual_cluster
+
+    missing = {
+        p for name, p in virtual_cluster.NEEDS.items() if not shutil.which(name, path=virtual_cluster.PATH)
+    }
+    if missing or os.geteuid() != 0:
+        pytest.skip(f"needs root and Debian's {', '.join(sorted(missing))}")
+    virtual_cluster.down()
+    return virtual_cluster
+
+
 @pytest.fixture
 def project_copy(tmp_path) -> Path:
     """The project's code in a folder of its own, to be broken on purpose."""
@@ -181,7 +195,7 @@ def stoppable(tmp_path_factory) -> Path:
 
 def copy_project(copy: Path) -> Path:
     copy.mkdir()
-    for name in ("common", "accelerate_configs", "ds_configs"):
+    for name in ("common", "accelerate_configs", "ds_configs", "cluster"):
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
     for script in ROOT.glob("*.py"):
         shutil.copy(script, copy)

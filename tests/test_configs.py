@@ -19,16 +19,24 @@ GPU_COUNTS = {
     "single_gpu": 1,
     "ddp_2gpu": 2,
     "ddp_4gpu": 4,
+    "ddp_2x2gpu": 4,
+    "ddp_2x4gpu": 8,
     "fsdp_2gpu": 2,
     "fsdp_4gpu": 4,
+    "fsdp_2x4gpu": 8,
     "zero1_4gpu": 4,
     "zero2_2gpu": 2,
     "zero2_4gpu": 4,
     "zero3_4gpu": 4,
+    "zero3_2x4gpu": 8,
     "zero3_offload_4gpu": 4,
 }
 yamls = pytest.mark.parametrize("path", YAMLS, ids=lambda path: path.stem)
 jsons = pytest.mark.parametrize("path", JSONS, ids=lambda path: path.stem)
+
+
+def hosts(config: str) -> int:
+    return 2 if "_2x" in config else 1
 
 
 def test_the_set_is_complete():
@@ -47,7 +55,7 @@ def test_accelerate_reads_it(path):
     }
     assert config.distributed_type == kinds.get(strategy.rstrip("123"), DistributedType.NO)
     assert config.num_processes == GPU_COUNTS[path.stem]
-    assert config.num_machines == 1
+    assert config.num_machines == hosts(path.stem)
     assert config.use_cpu == (strategy == "cpu")
     # bf16 unless the script's flag decides; beside a DeepSpeed file accelerate refuses the key
     assert config.mixed_precision == (None if strategy.startswith("zero") else "bf16")
@@ -57,8 +65,10 @@ def test_accelerate_reads_it(path):
 def test_no_rank_address_or_fixed_port(path):
     keys = yaml.safe_load(path.read_text())
     assert not {"machine_rank", "main_process_ip", "rdzv_backend", "gpu_ids"} & set(keys)
-    # Accelerate replaces 0 by a free port, but only where it starts more than one process.
-    assert keys.get("main_process_port") == (0 if keys["num_processes"] > 1 else None)
+    # Accelerate replaces 0 by a free port, but only where it starts more than one process; several hosts
+    # would each choose one of their own.
+    free = keys["num_processes"] > 1 and hosts(path.stem) == 1
+    assert keys.get("main_process_port") == (0 if free else None)
 
 
 @yamls
@@ -90,7 +100,7 @@ def test_deepspeed_settings_are_in_an_existing_json_alone(path):
         assert not settings
         return
     file = ROOT / settings.pop("deepspeed_config_file")
-    assert file.stem == re.sub(r"_\dgpu$", "", path.stem)
+    assert file.stem == strategy_of(path.stem)
     assert file.is_file()
     assert settings == {"zero3_init_flag": False, "deepspeed_multinode_launcher": "standard"}
 
@@ -131,6 +141,18 @@ def test_every_json_key_is_explained(path):
     config = json.loads(path.read_text())
     for key in {*config, *config["zero_optimization"]} - {"zero_optimization", "stage"}:
         assert f"`{key}" in text, key
+
+
+@yamls
+def test_hybrid_sharding_gathers_inside_a_host(path):
+    mesh = load_config_from_file(str(path)).parallelism_config
+    sizes = {"parallelism_config_dp_replicate_size": 2, "parallelism_config_dp_shard_size": 4}
+    assert mesh == (sizes if path.stem == "fsdp_2x4gpu" else {})
+
+
+def strategy_of(config: str) -> str:
+    """zero3_offload of zero3_offload_4gpu."""
+    return re.sub(r"_(\dx)?\dgpu$|_gpu$", "", config)
 
 
 def parameters() -> int:
@@ -183,9 +205,12 @@ def test_numbers_in_the_readme_of_accelerate_configs():
     rows = table(readme, "Config")
     assert set(rows) == set(GPU_COUNTS) - {"cpu"}
     for config, (_, gib, _, mb) in rows.items():
-        n, strategy = GPU_COUNTS[config], re.sub(r"_\dgpu|_gpu", "", config)
+        n, strategy, sent = GPU_COUNTS[config], strategy_of(config), 0.0
+        if config == "fsdp_2x4gpu":  # sharded in a host; two hosts all-reduce each quarter of the gradients
+            n, sent = 4, 2 * (1 / 2) * 2 / 4
+        sent += bytes_sent(strategy, n)
         assert gib == f"{bytes_on_gpu(strategy, n) * p / 2**30:.2f}", config
-        assert mb == f"{bytes_sent(strategy, n) * p / 1e6:.0f}", config
+        assert mb == f"{sent * p / 1e6:.0f}", config
 
 
 def test_numbers_in_the_readme_of_ds_configs():

@@ -1,7 +1,7 @@
 """launch.py on hosts with real sshd: it starts, stops and cleans up on all of them, and says what failed."""
 
 import json
-import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -13,7 +13,8 @@ import psutil
 import pytest
 
 from cluster import virtual_cluster as hosts
-from tests.conftest import ROOT, VIT, Job, metrics, result
+from common.order import order
+from tests.conftest import ROOT, VIT, Job, lines, metrics, result, run
 from tests.test_parity import HALF_THE_CORES
 from tests.test_resume import full
 
@@ -21,30 +22,22 @@ HELLO = ["train_hello.py", "--trackers", "none", "--mixed_precision", "no"]
 LONG = [*HELLO, "--epochs", "100000", "--log_every", "64", "--checkpoint_every", "64", "--timeout_s", "30"]
 
 
-@pytest.fixture(scope="module", params=[2])
-def cluster(request):
-    """Two hosts with a copy of the project each."""
-    missing = [name for name in hosts.NEEDS if not shutil.which(name, path=hosts.PATH)]
-    if missing or os.geteuid() != 0:
-        pytest.skip(f"needs root and Debian's {', '.join(set(hosts.NEEDS.values()))}")
-    hosts.up(request.param, slots=1, private=[ROOT])
+@pytest.fixture(scope="module")
+def cluster(cluster_tools):
+    """Four hosts with a copy of the project each; a job takes the first two, unless it says more."""
+    hosts.up(4, private=[ROOT])
     yield hosts
     hosts.down()
     assert not hosts.STATE.exists()
     assert "vc-" not in subprocess.run(["ip", "netns"], capture_output=True, text=True).stdout
 
 
-def write_hostfile(folder: Path, slots: int) -> Path:
-    file = folder / "hostfile"
-    file.write_text("".join(f"{name} slots={slots}\n" for name in hosts.names()))
-    return file
-
-
-def start(words: list, tmp_path, slots: int = 1, flags=(), env=None) -> Job:
-    """launch.py on the first host, with a hostfile of all."""
-    launcher = [sys.executable, "launch.py", "--hostfile", write_hostfile(tmp_path, slots)]
-    launcher += ["--log_dir", tmp_path / "logs", *flags]
-    return Job(hosts.inside("node1", [str(word) for word in [*launcher, *words]], ROOT), env=env)
+def start(words: list, tmp_path, flags=(), env=None, count: int = 2, slots: int = 1) -> Job:
+    """launch.py on node1, with `slots` processes on each of the first `count` hosts."""
+    hostfile = tmp_path / "hostfile"
+    hostfile.write_text("".join(f"{name} slots={slots}\n" for name in hosts.names()[:count]))
+    launcher = [sys.executable, "launch.py", "--hostfile", hostfile, "--log_dir", tmp_path / "logs", *flags]
+    return Job(hosts.inside("node1", [*launcher, *words], ROOT), env=env)
 
 
 def wait_for_line(job: Job, file: Path, count: int = 1) -> None:
@@ -92,32 +85,139 @@ def ranks_on(host: str, script: str = "train_hello.py") -> list[psutil.Process]:
     return found
 
 
+TRAINING = [
+    *VIT,
+    "--data",
+    "digits",
+    "--batch_size",
+    "96",
+    "--per_device_batch_size",
+    "24",
+    "--log_every",
+    "1",
+]
+TRAINING += ["--max_steps", "20", "--mixed_precision", "no", "--trackers", "none"]
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory, cache):
+    folder = tmp_path_factory.mktemp("alone") / "run"
+    run([sys.executable, *TRAINING, *cache, "--output_dir", folder], env=HALF_THE_CORES)
+    return folder
+
+
+def assert_same_losses(folder: Path, reference: Path) -> None:
+    ours, theirs = ([line.get("train/loss") for line in metrics(f)] for f in (folder, reference))
+    assert len(ours) > 20
+    assert ours == pytest.approx(theirs, abs=1e-5)
+
+
 @pytest.mark.parametrize(
-    ("slots", "config"), [(1, "ddp_2gpu"), full(2, "ddp_2gpu"), full(2, "fsdp_2gpu"), full(1, "zero2_2gpu")]
+    ("count", "slots", "config"),
+    [
+        (2, 1, "ddp_2x2gpu"),
+        full(2, 2, "ddp_2x2gpu"),
+        full(2, 2, "fsdp_2x4gpu"),
+        full(2, 2, "zero3_2x4gpu"),
+        full(4, 1, "ddp_2x4gpu"),
+        full(4, 1, "zero2_4gpu"),
+    ],
 )
-def test_two_hosts_train_as_one_process(slots, config, cluster, tmp_path, cache):
-    training = [*VIT, "--data", "digits", "--batch_size", "96", "--per_device_batch_size", "24", *cache]
-    training += ["--max_steps", "20", "--log_every", "1", "--mixed_precision", "no", "--trackers", "none"]
-    config = ["--config_file", f"accelerate_configs/{config}.yaml"]
-    job = start([*training, "--output_dir", tmp_path / "run"], tmp_path, slots, config)
-    status, output = job.wait()
+def test_hosts_train_as_one_process(count, slots, config, cluster, one_process, tmp_path, cache):
+    flags = ["--config_file", f"accelerate_configs/{config}.yaml"]
+    words = [*TRAINING, *cache, "--output_dir", tmp_path / "run"]
+    status, output = start(words, tmp_path, flags, count=count, slots=slots).wait()
     assert status == 0, output
-    alone = Job([sys.executable, *training, "--output_dir", tmp_path / "alone"], env=HALF_THE_CORES)
-    assert alone.wait()[0] == 0
-    ours, theirs = metrics(tmp_path / "run"), metrics(tmp_path / "alone")
-    assert [line.get("train/loss") for line in ours] == pytest.approx(
-        [line.get("train/loss") for line in theirs], abs=1e-5
-    )
+    assert_same_losses(tmp_path / "run", one_process)
     found = result(tmp_path / "run")
-    assert (found["hosts"], found["processes"]) == (2, 2 * slots)
-    assert json.loads((tmp_path / "run" / "recipe.json").read_text())["hosts"] == ["node1", "node2"]
-    assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == ["node1.log", "node2.log"]
+    assert (found["hosts"], found["processes"]) == (count, count * slots)
+    named = hosts.names()[:count]
+    assert json.loads((tmp_path / "run" / "recipe.json").read_text())["hosts"] == named
     assert "node1 | run folder" in output
     assert "run folder" in (tmp_path / "logs" / "node1.log").read_text()
+    assert (tmp_path / "logs" / "node2.log").exists()
     wait_until_empty(hosts.names(), 5)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_fourth_write_ups_way(cluster, tmp_path):
+    """train_hello.py when no script is named, its flags passed on, and each host's log."""
+    for mode, processes in (
+        (["single-node", "--gpus", "2"], 2),
+        (["multi-node", "--gpus-per-node", "1", "--master-node", "node1", "--worker-nodes", "node2"], 2),
+    ):
+        words = [
+            sys.executable,
+            "launch.py",
+            "--mode",
+            *mode,
+            "--log-dir",
+            tmp_path / "logs",
+            "--port",
+            "29511",
+        ]
+        words += ["--epochs", "2", "--batch-size", "128", "--learning-rate", "0.02", "--data-size", "1024"]
+        folder = tmp_path / mode[0]
+        status, output = Job(hosts.inside("node1", [*words, "--output_dir", folder], ROOT)).wait()
+        assert status == 0, output
+        found = result(folder)
+        assert (found["script"], found["processes"]) == ("train_hello", processes)
+        assert (found["epochs"], found["batch_size"], found["steps"]) == (2, 128, 16)
+        assert json.loads((folder / "recipe.json").read_text())["recipe"]["lr"] == 0.02
+
+
+def test_a_dry_run_starts_nothing(cluster, tmp_path):
+    """What it prints for each host is what starts the job there by hand."""
+    words = [*HELLO, "--epochs", "1", "--output_dir", tmp_path / "run"]
+    status, output = start(words, tmp_path, ["--dry_run"], count=2, slots=2).wait(30)
+    assert status == 0, output
+    assert not (tmp_path / "run").exists()
+    assert not (tmp_path / "logs").exists()
+    assert "node1  ranks 0-1  devices 0,1  master 10.77.0.1:29500" in output
+    assert "node2  ranks 2-3  devices 0,1" in output
+    commands = [line.strip() for line in output.splitlines() if line.startswith("    ")]
+    jobs = [Job(hosts.inside(f"node{k}", shlex.split(c), ROOT)) for k, c in enumerate(commands, 1)]
+    assert [job.wait()[0] for job in jobs] == [0, 0]
+    assert result(tmp_path / "run")["processes"] == 4
+
+
+BY_HAND = {
+    "torchrun, static": "torchrun --nnodes=2 --node_rank={rank} --nproc_per_node=1"
+    " --master_addr=10.77.0.1 --master_port=29500",
+    "torchrun, c10d": "torchrun --nnodes=2 --nproc_per_node=1 --rdzv_backend=c10d"
+    " --rdzv_endpoint=node1:29500 --rdzv_id=1",
+    "accelerate": "accelerate launch --config_file accelerate_configs/ddp_2x2gpu.yaml --num_processes 2"
+    " --machine_rank {rank} --main_process_ip 10.77.0.1 --main_process_port 29500",
+}
+
+
+@pytest.mark.parametrize("road", ["torchrun, c10d", full("torchrun, static"), full("accelerate")])
+def test_by_hand_on_each_host(road, cluster, one_process, tmp_path, cache):
+    jobs = []
+    for rank, name in enumerate(("node1", "node2")):
+        words = [*BY_HAND[road].format(rank=rank).split(), *TRAINING, *cache]
+        jobs.append(Job(hosts.inside(name, [*words, "--output_dir", tmp_path / "run"], ROOT)))
+    ended = [job.wait() for job in jobs]
+    assert [status for status, _ in ended] == [0, 0], ended
+    assert_same_losses(tmp_path / "run", one_process)
+    assert result(tmp_path / "run")["hosts"] == 2
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("flags", [[], ["--deepspeed_config", "ds_configs/zero2.json"]])
+def test_deepspeed_over_pdsh(flags, cluster, one_process, tmp_path, cache):
+    if not shutil.which("pdsh"):
+        pytest.skip("needs Debian's pdsh")
+    hostfile = tmp_path / "hostfile"
+    hostfile.write_text("node1 slots=1\nnode2 slots=1\n")
+    words = ["deepspeed", "--hostfile", hostfile, "--master_addr", "10.77.0.1", *TRAINING, *cache, *flags]
+    status, output = Job(hosts.inside("node1", [*words, "--output_dir", tmp_path / "run"], ROOT)).wait()
+    assert status == 0, output
+    assert_same_losses(tmp_path / "run", one_process)
+    assert result(tmp_path / "run")["hosts"] == 2
+    wait_until_empty(hosts.names(), 5)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, full(signal.SIGINT)])
 def test_a_signal_saves_everywhere_and_the_same_command_continues(number, cluster, tmp_path):
     words = [*LONG, "--output_dir", tmp_path / "run"]
     job = start(words, tmp_path)
@@ -154,6 +254,7 @@ def test_a_rank_that_dies_ends_the_job_and_its_host_is_named(cluster, tmp_path):
     wait_until_empty(hosts.names(), 5)
 
 
+@pytest.mark.full
 def test_a_host_that_is_cut_off(cluster, tmp_path):
     """The job ends on both sides of the cut, and once it is healed the same command continues."""
     words = [*LONG, "--output_dir", tmp_path / "run"]
@@ -171,6 +272,64 @@ def test_a_host_that_is_cut_off(cluster, tmp_path):
     status, output = start([*words, "--max_steps", saved + 10], tmp_path).wait()
     assert status == 0, output
     assert f"continuing at step {saved:,}" in output
+
+
+@pytest.mark.full
+def test_a_rank_that_is_stopped(cluster, tmp_path):
+    """Silent for --timeout_s, it ends the job on all hosts, and is gone itself."""
+    job = start([*LONG, "--output_dir", tmp_path / "run"], tmp_path)
+    wait_for_line(job, tmp_path / "run" / "metrics.jsonl", 2)
+    (rank,) = ranks_on("node2")
+    rank.suspend()
+    status, output = job.wait(30 + 60)
+    assert status == 1, output
+    wait_until_empty(hosts.names(), 60)
+
+
+@pytest.mark.full
+def test_a_lossy_network(cluster, tmp_path):
+    """Of the packets to node2 30 percent are lost: it trains, or ends in time and says where."""
+    job = start([*LONG, "--output_dir", tmp_path / "run"], tmp_path)
+    wait_for_line(job, tmp_path / "run" / "metrics.jsonl", 2)
+    before = len(metrics(tmp_path / "run"))
+    hosts.lose("node2", 30)
+    try:
+        deadline = time.monotonic() + 90
+        while job.process.poll() is None and len(metrics(tmp_path / "run")) < before + 3:
+            assert time.monotonic() < deadline
+            time.sleep(1)
+        if job.process.poll() is None:
+            launcher_of(job).terminate()
+        status, output = job.wait(120)
+        assert status == 75 or "error: node" in output, output
+        wait_until_empty(hosts.names(), 90)
+    finally:
+        hosts.lose("node2", 0)
+
+
+def test_a_host_lost_for_good(cluster, tmp_path):
+    """The job continues on those that are left, with the same samples."""
+    words = [*LONG, "--log_samples", "--output_dir", tmp_path / "run"]
+    job = start(words, tmp_path)
+    wait_for_line(job, tmp_path / "run" / "metrics.jsonl", 3)
+    hosts.kill("node2")
+    try:
+        status, output = job.wait(120)
+        assert status == 1
+        assert "error: node2: " in output, output
+        wait_until_empty(["node1"], 60)
+        saved = max(int(path.name[5:]) for path in (tmp_path / "run" / "checkpoints").glob("step_*"))
+        flags = ["--exclude", "node2"]
+        status, output = start([*words, "--max_steps", saved + 10], tmp_path, flags).wait()
+    finally:
+        hosts.revive("node2")
+    assert status == 0, output
+    assert f"continuing at step {saved:,}" in output
+    ours = {line["step"]: line["samples"] for line in lines(tmp_path / "run" / "samples.jsonl")}
+    assert sorted(ours) == list(range(1, saved + 11))
+    for step, samples in list(ours.items())[-10:]:
+        epoch, within = divmod(step - 1, 64)
+        assert samples == order(0, epoch, 4096)[64 * within : 64 * (within + 1)].tolist()
 
 
 def test_no_sshd_on_one_host(cluster, tmp_path):

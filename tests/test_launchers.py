@@ -38,7 +38,8 @@ IN_BLOCKS, IN_TABLES = readme_commands()
 LAUNCHES = [command for command in IN_BLOCKS if re.search(r"train_\w+\.py", command)]
 LAUNCHES.remove("accelerate launch train_cnn_a.py")  # test_after_the_users_own_accelerate_config
 CONTINUED = [command for command in LAUNCHES if "weights/vit" in command or "s3://" in command]
-LAUNCHES = [command for command in LAUNCHES if command not in CONTINUED]
+PRACTICE = [command for command in IN_BLOCKS if command.startswith("python cluster/virtual_cluster.py")]
+LAUNCHES = [command for command in LAUNCHES if command not in [*CONTINUED, *PRACTICE]]
 
 
 @pytest.fixture
@@ -89,6 +90,18 @@ def test_the_section_on_stopped_runs(project, cache, s3):  # noqa: F811
         for name, value in in_s3.items():
             patch.setenv(name, value)
         assert "checkpoints/step_00000010/manifest.json" in store.list()
+
+
+def test_the_practice_on_virtual_hosts(cluster_tools, project, cache):
+    outputs = []
+    for command in PRACTICE:
+        words = shlex.split(command)
+        small = [*SMALL["train_cnn_a.py"], *cache] if "train_cnn_a.py" in words else []
+        outputs.append(run([*words, *small], cwd=project))
+    up, trained, _ = outputs
+    assert "node1, node2 are up" in up
+    assert "node1 | ddp, batch 16 = 4 images x 4 processes" in trained
+    assert not cluster_tools.STATE.exists()
 
 
 @pytest.mark.parametrize("command", OTHER_SCRIPTS)
@@ -147,6 +160,7 @@ def test_no_command_is_left_out():
         "accelerate config": r"accelerate config$|accelerate launch train_cnn_a.py$",
         "benchmark": r"python -m benchmarks\.(tutorial_speed |checkpoint_saves$)",  # test_benchmark*
         "tests": r"python -m pytest tests/\w+\.py$",
+        "hosts": r"python launch\.py --mode |python cluster/virtual_cluster\.py ",  # test_launch.py, above
         "tensorboard": r"tensorboard --logdir runs$",  # test_tensorboard_starts
         "launch": r".*train_\w+\.py",
     }
@@ -254,8 +268,3 @@ def answer_accelerate_config(env: dict[str, str], processes: int) -> None:
         child.send(answer)
     child.close()
     assert child.exitstatus == 0
-
-
-def test_the_committed_hostfile_is_this_host():
-    entries = [line for line in (ROOT / "hostfile").read_text().splitlines() if line and line[0] != "#"]
-    assert entries == ["localhost slots=2"]

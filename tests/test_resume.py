@@ -44,6 +44,12 @@ LAUNCHERS = {
     "zero3-3": accelerate("zero3_4gpu", "--num_processes", "3"),
     "ddp3": accelerate("ddp_4gpu", "--num_processes", "3"),
     "ddp4": accelerate("ddp_4gpu"),
+    # Two hosts' hybrid sharding on one: two copies of the model, each in two parts.
+    "hybrid": accelerate(
+        "fsdp_2x4gpu",
+        *("--num_machines", "1", "--main_process_port", "0", "--num_processes", "4"),
+        *("--parallelism_config_dp_shard_size", "2"),
+    ),
 }
 STOPS = (1, 9, 14, 15)  # at step 1, inside an epoch, at its last step, at the next one's first
 
@@ -180,7 +186,8 @@ STRATEGIES = ("single", "ddp", "fsdp", "zero1", "zero2", "zero3")
 EACH = [(a, b) for a in STRATEGIES for b in STRATEGIES]
 # Four micro-batches, on one, two and four processes. Of ResNet-18 two: the sum of two is the same in any
 # order, and one that is rounded otherwise now and then carries an activation over ReLU's edge.
-PAIRS = [("vit", "24", *pair) for pair in [*EACH, ("ddp", "ddp4"), ("zero3", "ddp4"), ("offload", "single")]]
+MORE = [("ddp", "ddp4"), ("zero3", "ddp4"), ("offload", "single"), ("single", "hybrid"), ("hybrid", "zero3")]
+PAIRS = [("vit", "24", *pair) for pair in [*EACH, *MORE]]
 PAIRS += [("cnn_b", "48", *pair) for pair in EACH]
 
 
