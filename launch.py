@@ -33,7 +33,7 @@ from typing import IO, Any
 
 from common.agent import BEAT_S, HELLO
 from common.hosts import NAME, Host, read_hostfile, select
-from common.remote import SSH_FAILED, command
+from common.remote import SSH_FAILED, command, master_address
 
 ROOT = Path(__file__).resolve().parent
 PREEMPTED = 75
@@ -243,7 +243,9 @@ class Crew:
         self.members = [self._connect(host) for host in self.job.hosts]
         try:
             if self._meet():
-                address = self.job.master_addr or self._master_address()
+                hellos = [member.hello for member in self.members]
+                found = master_address([h["address"] for h in hellos], [h["client"] for h in hellos])
+                address = self.job.master_addr or found
                 self._show(address, dry_run)
                 if dry_run:
                     return 0
@@ -284,12 +286,6 @@ class Crew:
                 return False
             self._next_event()
         return True
-
-    def _master_address(self) -> str:
-        """As ssh reached the first host; where this is the first, as ssh came to the second."""
-        hellos = [member.hello for member in self.members]
-        others = hellos[1]["client"] if len(hellos) > 1 else None
-        return hellos[0]["address"] or others or "localhost"
 
     def _start(self, address: str) -> None:
         for rank, member in enumerate(self.members):

@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import platform
-import socket
 import sys
 import time
 from collections.abc import Callable
@@ -15,7 +14,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, DeepSpeedPlugin, DistributedDataParallelKwargs, PartialState
@@ -28,6 +26,7 @@ from accelerate.utils import (
 from torch import nn
 
 from common.agreement import agree, first_to_say, is_hosts_first
+from common.network import interface_to
 from common.preemption import STATUS, Preempted, launched, ready, watch
 from common.recipe import Batch, Recipe, recipe_part, share_out
 
@@ -205,14 +204,11 @@ def _name_interface() -> None:
     """
     if world_size() == processes_per_host() or "MASTER_ADDR" not in os.environ:
         return
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((os.environ["MASTER_ADDR"], 9))  # sends nothing
-        mine = probe.getsockname()[0]
-        if mine.startswith("127."):
-            return  # the master, whose own name is a loopback address: gloo finds another
-        for name, addresses in psutil.net_if_addrs().items():
-            if any(address.address == mine for address in addresses):
-                os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+    with contextlib.suppress(ValueError):
+        name, mine = interface_to(os.environ["MASTER_ADDR"])
+        # The master may know its own name as a loopback address: there gloo finds another.
+        if not mine.startswith("127."):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
 def _meet_again(timeout_s: int) -> None:

@@ -11,7 +11,6 @@ import ctypes
 import json
 import os
 import queue
-import shlex
 import signal
 import socket
 import subprocess
@@ -22,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+
+from common.network import interface_to, listener
 
 BEAT_S = 5  # between two signs of life
 SILENCE_S = 45
@@ -70,7 +71,7 @@ def _start(part: dict[str, Any]) -> subprocess.Popen:
     env = os.environ | {"PATH": path} | part["env"]
     if part["master"]:
         address, port = part["master"]
-        interface = _interface_to(address)
+        interface, _ = interface_to(address)
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             env.setdefault(name, interface)
         if part["first"]:
@@ -86,38 +87,13 @@ def _start(part: dict[str, Any]) -> subprocess.Popen:
     )
 
 
-def _interface_to(address: str) -> str:
-    """The one with the route to the master; on the master the one that has its address."""
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((address, 9))  # sends nothing
-            mine = probe.getsockname()[0]
-    except OSError as error:
-        raise ValueError(
-            f"no route to the master {address} ({error.strerror}): --master_addr ADDRESS"
-        ) from None
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(known.address == mine for known in addresses):
-            return name
-    raise ValueError(f"no interface has the address {mine}, from which the master {address} is reached")
-
-
 def _check_port(port: int) -> None:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("", port))
         except OSError as error:
-            raise ValueError(f"port {port}: {error.strerror}{_listener(port)}: give another --port") from None
-
-
-def _listener(port: int) -> str:
-    with contextlib.suppress(psutil.Error):
-        for known in psutil.net_connections("tcp"):
-            if known.status == psutil.CONN_LISTEN and known.laddr.port == port and known.pid:
-                command = shlex.join(psutil.Process(known.pid).cmdline())
-                return f" by process {known.pid}, {command[:80]}"
-    return ""
+            raise ValueError(f"port {port}: {error.strerror}{listener(port)}: give another --port") from None
 
 
 def _wait(child: subprocess.Popen, heard: "queue.SimpleQueue[str | None]") -> int:

@@ -5,7 +5,7 @@ import socket
 from collections.abc import Sequence
 from pathlib import Path
 
-import psutil
+from common.network import own_addresses
 
 # A key that is not known is refused, nothing is asked, and a host that is gone is noticed within 25 s.
 SSH = ("ssh", "-T", "-x", "-a", "-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=yes")
@@ -20,11 +20,19 @@ def command(host: str, words: Sequence[str], folder: Path) -> list[str]:
     return [*SSH, host, f"cd {shlex.quote(str(folder))} && exec {shlex.join(words)}"]
 
 
+def master_address(reached_at: Sequence[str | None], asked_from: Sequence[str | None]) -> str:
+    """Of the first host, for all. By host: its address to which ssh came, and from which; None without ssh.
+
+    As ssh reached the first one; where that is this host, as ssh came from it to the second.
+    """
+    return reached_at[0] or next(filter(None, asked_from), None) or "localhost"
+
+
 def is_here(host: str) -> bool:
     """Whether the name is this machine's. One that only ~/.ssh/config knows is not."""
     try:
         found = {address[4][0] for address in socket.getaddrinfo(host, None, socket.AF_INET)}
     except OSError:
         return False
-    own = {known.address for addresses in psutil.net_if_addrs().values() for known in addresses}
+    own = own_addresses()
     return any(address in own or address.startswith("127.") for address in found)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 from safetensors.torch import load_file
 from torch import Tensor
@@ -167,6 +168,16 @@ def cluster_tools():
         pytest.skip(f"needs root and Debian's {', '.join(sorted(missing))}")
     virtual_cluster.down()
     return virtual_cluster
+
+
+@pytest.fixture(scope="module")
+def cluster(cluster_tools):
+    """Four hosts, each with its own copy of the project and its packages."""
+    cluster_tools.up(4, private=[ROOT, Path(psutil.__file__).parent.parent])
+    yield cluster_tools
+    cluster_tools.down()
+    assert not cluster_tools.STATE.exists()
+    assert "vc-" not in subprocess.run(["ip", "netns"], capture_output=True, text=True).stdout
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ import json
 import shlex
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -20,16 +19,6 @@ from tests.test_resume import full
 
 HELLO = ["train_hello.py", "--trackers", "none", "--mixed_precision", "no"]
 LONG = [*HELLO, "--epochs", "100000", "--log_every", "64", "--checkpoint_every", "64", "--timeout_s", "30"]
-
-
-@pytest.fixture(scope="module")
-def cluster(cluster_tools):
-    """Four hosts with a copy of the project each; a job takes the first two, unless it says more."""
-    hosts.up(4, private=[ROOT])
-    yield hosts
-    hosts.down()
-    assert not hosts.STATE.exists()
-    assert "vc-" not in subprocess.run(["ip", "netns"], capture_output=True, text=True).stdout
 
 
 def start(words: list, tmp_path, flags=(), env=None, count: int = 2, slots: int = 1) -> Job:

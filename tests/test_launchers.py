@@ -161,6 +161,7 @@ def test_no_command_is_left_out():
         "benchmark": r"python -m benchmarks\.(tutorial_speed |checkpoint_saves$)",  # test_benchmark*
         "tests": r"python -m pytest tests/\w+\.py$",
         "hosts": r"python launch\.py --mode |python cluster/virtual_cluster\.py ",  # test_launch.py, above
+        "doctor": r"python doctor\.py ",  # test_doctor.py
         "tensorboard": r"tensorboard --logdir runs$",  # test_tensorboard_starts
         "launch": r".*train_\w+\.py",
     }

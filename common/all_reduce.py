@@ -1,0 +1,51 @@
+"""One process of doctor.py's group of all hosts: do they meet, and how fast is an all-reduce?
+
+As a job does it: nccl between GPUs, gloo without. Prints JSON: seconds of a small one, GB/s of a large one
+(bytes of the tensor / seconds), what torch was built for and what the GPU is.
+"""
+
+import json
+import os
+import statistics
+import sys
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+SMALL, LARGE = 1, 2**24  # fp32 numbers: 4 bytes, 64 MiB
+ROUNDS = 5
+
+
+def main() -> None:
+    within_s = float(sys.argv[1])
+    gpu = torch.cuda.is_available()
+    dist.init_process_group("nccl" if gpu else "gloo", timeout=timedelta(seconds=within_s))
+    device = torch.device("cuda" if gpu else "cpu")
+    found = {
+        "latency_s": _seconds(torch.ones(SMALL, device=device)),
+        "gb_per_s": LARGE * 4 / 1e9 / _seconds(torch.ones(LARGE, device=device)),
+        "backend": dist.get_backend(),
+        "built_for": torch.cuda.get_arch_list() if gpu else [],
+        "capability": list(torch.cuda.get_device_capability()) if gpu else None,
+    }
+    dist.barrier()
+    print(json.dumps(found), flush=True)
+    os._exit(0)  # gloo's threads now and then abort in their destructors
+
+
+def _seconds(numbers: torch.Tensor) -> float:
+    """The median of some, after one that opens the connections."""
+    times = []
+    for _ in range(ROUNDS + 1):
+        began = time.perf_counter()
+        dist.all_reduce(numbers)
+        if numbers.is_cuda:
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - began)
+    return statistics.median(times[1:])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,38 @@
+"""A host's interfaces, and who listens on a port."""
+
+import contextlib
+import shlex
+import socket
+
+import psutil
+
+
+def interface_to(address: str) -> tuple[str, str]:
+    """The interface with the route to a host, and the address there; on that host itself the one that has it.
+
+    ValueError when there is no route, or the address is loopback's.
+    """
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((address, 9))  # sends nothing
+            mine = probe.getsockname()[0]
+    except OSError as error:
+        raise ValueError(f"no route to {address} ({error.strerror or error})") from None
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(known.address == mine for known in addresses):
+            return name, mine
+    raise ValueError(f"no interface has the address {mine}, from which {address} is reached")
+
+
+def own_addresses() -> set[str]:
+    return {known.address for addresses in psutil.net_if_addrs().values() for known in addresses}
+
+
+def listener(port: int) -> str:
+    """` by process 12, python x.py`, where that can be seen."""
+    with contextlib.suppress(psutil.Error):
+        for known in psutil.net_connections("tcp"):
+            if known.status == psutil.CONN_LISTEN and known.laddr.port == port and known.pid:
+                command = shlex.join(psutil.Process(known.pid).cmdline())
+                return f" by process {known.pid}, {command[:80]}"
+    return ""

@@ -1,0 +1,340 @@
+"""Finds what would make a job on several hosts hang or fail, before it is started.
+
+    python doctor.py
+    python doctor.py --hostfile hostfile --config_file accelerate_configs/ddp_2x2gpu.yaml
+    python doctor.py --data /data/cifar10 --output_dir /shared/run --s3 s3://bucket/prefix
+    python doctor.py --config_file accelerate_configs/fsdp_2x4gpu.yaml train_vit.py --batch_size 512
+
+Each host is asked over ssh, as launch.py will reach it, all at the same time; then one process on each meets
+the others in an all-reduce. A row for each check, a column for each host; what is found comes with its
+remedy, and a code that README.md explains. With a script and its flags: whether model, strategy and data fit.
+
+Exit status 1 if the job would fail, 0 otherwise, warnings or not. --json FILE: everything that was found.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import queue
+import secrets
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from common.diagnosis import (
+    DISK_GIB,
+    DISK_LEAST_GIB,
+    Finding,
+    between_hosts,
+    of_all_reduce,
+    of_each_host,
+    of_the_job,
+)
+from common.host_facts import ANSWER
+from common.hosts import Host, read_hostfile, select
+from common.remote import SSH_FAILED, command, master_address
+
+ROOT = Path(__file__).resolve().parent
+ASK_S = 30  # for an answer that takes no work
+ALL_REDUCE_S = 60
+
+
+def main() -> int:
+    flags = parse(sys.argv[1:])
+    try:
+        hosts = select(read_hostfile(flags.hostfile), flags.include, flags.exclude)
+        config = _read_yaml(flags.config_file) if flags.config_file else {}
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    patients = [Patient(host) for host in hosts]
+    try:
+        examination = Examination(patients, flags, config)
+        findings = examination.findings()
+    finally:
+        for patient in patients:
+            patient.close()
+    show(hosts, examination, findings)
+    if flags.json:
+        content = {"findings": [dataclasses.asdict(f) | {"remedy": f.remedy} for f in findings]}
+        flags.json.write_text(json.dumps(content | {"facts": examination.facts}, indent=1) + "\n")
+    return int(any(finding.fails for finding in findings))
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n\n")[0], epilog=__doc__.partition("\n\n")[2], allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter, usage="%(prog)s [flags] [SCRIPT [its flags]]",
+    )  # fmt: skip
+    parser.add_argument("--hostfile", type=Path, default=ROOT / "hostfile")
+    parser.add_argument("--include", default="", help="as launch.py's")
+    parser.add_argument("--exclude", default="", help="as launch.py's")
+    parser.add_argument("--config_file", type=Path, help="one of accelerate_configs/")
+    parser.add_argument("--data", help="a folder that each host must have")
+    parser.add_argument("--output_dir", help="where the run will be (default: runs)", default="runs")
+    parser.add_argument("--s3", help="s3://bucket/prefix, tried from the first host")
+    parser.add_argument("--port", type=int, default=29500)
+    parser.add_argument("--master_addr", help="of the first host; by default as ssh reaches it")
+    parser.add_argument("--json", type=Path, help="write what was found to this file")
+    at = next((k for k, word in enumerate(argv) if word.endswith(".py")), len(argv))
+    flags = parser.parse_args(argv[:at])
+    flags.script = argv[at:]
+    return flags
+
+
+def _read_yaml(file: Path) -> dict[str, Any]:
+    import yaml
+
+    try:
+        return yaml.safe_load(file.read_text()) or {}
+    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"--config_file {file}: {getattr(error, 'strerror', None) or error}") from None
+
+
+# --- Asking
+
+
+class Patient:
+    """One host, and the process there that answers."""
+
+    def __init__(self, host: Host):
+        self.host, self.name = host, host.name
+        words = command(host.name, [sys.executable, "-m", "common.host_facts"], ROOT)
+        self.process = subprocess.Popen(
+            words, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            text=True, errors="replace", bufsize=1, start_new_session=True,
+        )  # fmt: skip
+        self.answers: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        self.said: list[str] = []  # what is no answer
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def ask(self, name: str, within_s: float = ASK_S, **question: Any) -> dict[str, Any]:
+        """Its answer; `error` in it says why there is none."""
+        try:
+            self.process.stdin.write(json.dumps({"ask": name, **question}) + "\n")
+            answer = self.answers.get(timeout=within_s)
+        except (OSError, ValueError):
+            answer = None
+        except queue.Empty:
+            return {"error": f"no answer within {within_s:.0f} s"}
+        if answer is None:
+            self.answers.put(None)  # for the next question, too
+            status = self.process.wait()
+            said = self.said[-1] if self.said else f"exit status {status}"
+            return {"error": said, "by_ssh": status == SSH_FAILED}
+        return answer
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self.process.stdin.close()
+        try:
+            self.process.wait(2)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+
+    def _listen(self) -> None:
+        for line in self.process.stdout:
+            if line.startswith(ANSWER):
+                self.answers.put(json.loads(line.removeprefix(ANSWER)))
+            else:
+                self.said.append(line.strip())
+        self.answers.put(None)
+
+
+class Examination:
+    """The questions in their order: each needs what those before it found."""
+
+    def __init__(self, patients: list[Patient], flags: argparse.Namespace, config: dict[str, Any]):
+        self.patients, self.flags, self.config = patients, flags, config
+        self.first = patients[0].name
+        self.facts: dict[str, dict[str, Any]] = {}
+        self.checked: list[str] = []  # codes, in order
+        self.notes: list[str] = []
+
+    def findings(self) -> list[Finding]:
+        found = []
+        with ThreadPoolExecutor(1) as beside:
+            model = beside.submit(_model, self.flags.script) if self.flags.script else None
+            for examine in (self.hosts, self.network, self.folders, self.s3, self.all_reduce):
+                found += examine()
+                if len(self.facts) < len(self.patients):
+                    break  # the others can't be connected to what is not there
+            found += self.job(model.result()) if model else []
+        return found
+
+    def hosts(self) -> Iterator[Finding]:
+        self.checked += ["ssh", "clock", "versions", "driver", "code", "slots"]
+        self.checked += ["own-name", "shm", "open-files", *(["data"] if self.flags.data else [])]
+        began = time.time()
+        for patient, answer in self._all(lambda patient: patient.ask("facts", data=self.flags.data)):
+            if "error" in answer:
+                code = "host-key" if "Host key" in answer["error"] else "ssh"
+                yield Finding(code, patient.name, answer["error"], True)
+                continue
+            # The answer was given between asking and now: only what lies outside of that is off.
+            clock, now = answer["clock"], time.time()
+            answer["clock_off_s"] = min(clock - began, 0) + max(clock - now, 0)
+            self.facts[patient.name] = answer
+        hosts = [patient.host for patient in self.patients]
+        yield from of_each_host(hosts, self.facts)
+        yield from between_hosts(self.facts)
+        self.gpus = [gpu for own in self.facts.values() for gpu in own["devices"]["gpus"]]
+        if self.gpus:
+            self.checked += ["device-memory", "peer-access", "precision"]
+        else:
+            self.notes.append("no GPUs: the job would be a rehearsal, on gloo processes")
+
+    def network(self) -> Iterator[Finding]:
+        self.checked += ["interface", "port-taken", "port-closed"]
+        names = [patient.name for patient in self.patients]
+        ends = [[self.facts[name][key] for name in names] for key in ("reached_at", "asked_from")]
+        self.address = self.flags.master_addr or master_address(*ends)
+        for patient, answer in self._all(lambda patient: patient.ask("route", master=self.address)):
+            self.facts[patient.name]["interface"] = answer.get("interface")
+            if "error" in answer:
+                yield Finding("interface", patient.name, answer["error"], True)
+            elif len(names) > 1 and answer["address"].startswith("127."):
+                what = f"the first host's address {self.address} is this host's loopback"
+                yield Finding("interface", patient.name, what, True)
+        first, *others = self.patients
+        answer = first.ask("listen", port=self.flags.port)
+        if answer.get("taken") or "error" in answer:
+            what = f"port {self.flags.port}: {answer.get('taken') or answer['error']}"
+            yield Finding("port-taken", first.name, what, True)
+            return
+        question = {"address": self.address, "port": self.flags.port}
+        for patient, answer in self._all(lambda patient: patient.ask("connect", **question), others):
+            if problem := answer.get("refused") or answer.get("error"):
+                what = f"{self.address}:{self.flags.port} is not reached: {problem}"
+                yield Finding("port-closed", patient.name, what, True)
+
+    def folders(self) -> Iterator[Finding]:
+        """Rank 0 alone writes: another host's folder is no reason to fail."""
+        self.checked += ["output", "disk"]
+        question = {
+            "folder": str(Path(self.flags.output_dir).absolute()),
+            "token": f".doctor-{secrets.token_hex(4)}",
+        }
+        first, *others = self.patients
+        answers = [(first, first.ask("writable", **question, leave=True))]
+        answers += self._all(lambda patient: patient.ask("writable", **question, leave=False), others)
+        if token_in := answers[0][1].get("folder"):
+            first.ask("forget", file=f"{token_in}/{question['token']}")
+        for patient, answer in answers:
+            if problem := answer.get("problem") or answer.get("error"):
+                what = f"{question['folder']} can't be written to: {problem}"
+                yield Finding("output", patient.name, what, patient is first)
+            elif answer["free_gib"] < DISK_GIB:
+                what = f"{answer['free_gib']:.1f} GiB are free in {answer['folder']}"
+                yield Finding(
+                    "disk", patient.name, what, patient is first and answer["free_gib"] < DISK_LEAST_GIB
+                )
+        if others:
+            shared = all(answer.get("sees") for _, answer in answers)
+            kind = "shared" if shared else "not shared: the first host's is used, which is enough"
+            self.notes.append(f"{question['folder']} is {kind}")
+
+    def s3(self) -> Iterator[Finding]:
+        if self.flags.s3:
+            self.checked.append("s3")
+            answer = self.patients[0].ask("s3", within_s=180, url=self.flags.s3)
+            if problem := answer.get("problem") or answer.get("error"):
+                yield Finding("s3", self.first, problem, True)
+
+    def all_reduce(self) -> Iterator[Finding]:
+        if len(self.patients) < 2 or not all(own.get("interface") for own in self.facts.values()):
+            return
+        self.checked += ["all-reduce", *(["unsupported-gpu"] if self.gpus else [])]
+        port = self.patients[0].ask("free_port").get("port")
+        ranks = {patient.name: rank for rank, patient in enumerate(self.patients)}
+
+        def ask(patient: Patient) -> dict[str, Any]:
+            place = {"address": self.address, "port": port, "hosts": len(ranks), "rank": ranks[patient.name]}
+            interface = self.facts[patient.name]["interface"]
+            question = place | {"interface": interface, "deadline_s": ALL_REDUCE_S}
+            return patient.ask("all_reduce", ALL_REDUCE_S + 10, **question)
+
+        answers = {patient.name: answer for patient, answer in self._all(ask)}
+        yield from of_all_reduce(answers)
+        times = [answer for answer in answers.values() if "latency_s" in answer]
+        if len(times) == len(ranks):
+            slowest, speed = max(t["latency_s"] for t in times), min(t["gb_per_s"] for t in times)
+            interfaces = ", ".join(sorted({own["interface"] for own in self.facts.values()}))
+            how = f"{times[0]['backend']} over {interfaces}"
+            self.notes.append(f"all-reduce ({how}): {slowest * 1e3:.2f} ms, 64 MiB at {speed:.2f} GB/s")
+
+    def job(self, model: dict[str, Any]) -> Iterator[Finding]:
+        self.checked += ["strategy", "batch", "batch-norm"]
+        if "error" in model:
+            yield Finding("batch", self.first, model["error"], True)
+            return
+        memory_gib = min((gpu["memory_gib"] for gpu in self.gpus), default=None)
+        yield from of_the_job(self.first, self.config, model, memory_gib)
+
+    def _all(
+        self, ask: Callable[[Patient], dict], patients: list[Patient] | None = None
+    ) -> list[tuple[Patient, dict]]:
+        """All hosts at the same time."""
+        patients = self.patients if patients is None else patients
+        if not patients:
+            return []
+        with ThreadPoolExecutor(len(patients)) as threads:
+            return list(zip(patients, threads.map(ask, patients), strict=True))
+
+
+def _model(script: list[str]) -> dict[str, Any]:
+    """Of the script with these flags. In a process of its own: it imports torch."""
+    done = subprocess.run(
+        [sys.executable, "-m", "common.model_size", *script], cwd=ROOT, capture_output=True, text=True
+    )
+    if done.returncode:
+        return {"error": (done.stderr.strip() or "no answer").splitlines()[-1]}
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+# --- What is shown
+
+
+def show(hosts: list[Host], examination: Examination, findings: list[Finding]) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    table = Table("check", *(host.name for host in hosts))
+    worst = {}
+    for finding in findings:
+        key = (finding.code, finding.host)
+        worst[key] = worst.get(key, False) or finding.fails
+    missing = {host.name for host in hosts if host.name not in examination.facts}
+    for code in dict.fromkeys([*examination.checked, *(finding.code for finding in findings)]):
+        marks = []
+        for host in hosts:
+            key = (code, host.name)
+            unknown = host.name in missing and key not in worst
+            marks.append(
+                " " if unknown else "ok" if key not in worst else "FAILS" if worst[key] else "warning"
+            )
+        table.add_row(code, *marks)
+    console.print(table)
+    for finding in sorted(findings, key=lambda finding: not finding.fails):
+        kind = "FAILS" if finding.fails else "warning"
+        console.print(escape(f"{kind} [{finding.code}] {finding.host}: {finding.what}"), soft_wrap=True)
+        console.print(escape(f"    {finding.remedy}"), soft_wrap=True)
+    for note in examination.notes:
+        console.print(escape(note), soft_wrap=True)
+    fails = sum(finding.fails for finding in findings)
+    if fails:
+        console.print(f"the job would fail: {fails} of {len(findings)} findings")
+    else:
+        console.print("nothing that would make the job fail was found")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
