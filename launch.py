@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from common.agent import BEAT_S, HELLO
+from common.files import write_text
 from common.hosts import NAME, Host, read_hostfile, select
 from common.remote import SSH_FAILED, command, master_address
 
@@ -190,10 +191,16 @@ def _underscores(word: str) -> str:
 
 
 def write_deepspeed_env() -> int:
-    """What of this environment the other hosts need, and no more: DeepSpeed puts it on command lines."""
-    lines = [f"{name}={os.environ[name]}\n" for name in DEEPSPEED_ENV if os.environ.get(name)]
-    Path(".deepspeed_env").write_text("".join(lines))
-    print(f".deepspeed_env: {', '.join(line.partition('=')[0] for line in lines) or 'empty'}")
+    """What of this environment the other hosts need, and no more: DeepSpeed puts it on command lines.
+
+    Lines of other names stay; blank ones, on which DeepSpeed's reader fails, do not.
+    """
+    file = Path(".deepspeed_env")
+    lines = file.read_text().splitlines() if file.exists() else []
+    kept = [line for line in lines if line.strip() and line.partition("=")[0] not in DEEPSPEED_ENV]
+    ours = [f"{name}={os.environ[name]}" for name in DEEPSPEED_ENV if os.environ.get(name)]
+    write_text(file, "".join(f"{line}\n" for line in [*kept, *ours]))
+    print(f"{file}: {', '.join(line.partition('=')[0] for line in [*kept, *ours]) or 'empty'}")
     return 0
 
 
@@ -251,7 +258,7 @@ class Crew:
                     return 0
                 self._start(address)
                 print(
-                    f"started after {time.monotonic() - began:.1f} s, logs in {self.job.log_dir}", flush=True
+                    f"started after {time.monotonic() - began:.2f} s, logs in {self.job.log_dir}", flush=True
                 )
                 while any(member.status is None for member in self.members):
                     self._next_event()

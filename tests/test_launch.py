@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import timm
 
 from cluster import virtual_cluster as hosts
 from common.order import order
@@ -375,6 +376,70 @@ def test_other_code_on_one_host(cluster, tmp_path):
     assert "the processes do not agree: script and common/ is " in output, output
     assert "(host node2)" in output
     wait_until_empty(hosts.names(), 5)
+
+
+def test_another_package_on_one_host(cluster, tmp_path):
+    (folder,) = Path(timm.__file__).parent.parent.glob("timm-*.dist-info")
+    edit = ["sed", "-i", "s/^Version: /Version: 0./", str(folder / "METADATA")]
+    repair = ["sed", "-i", "s/^Version: 0[.]/Version: /", str(folder / "METADATA")]
+    Job(hosts.inside("node2", edit)).wait()
+    try:
+        status, output = start([*HELLO, "--output_dir", tmp_path / "run"], tmp_path).wait()
+    finally:
+        Job(hosts.inside("node2", repair)).wait()
+    assert status == 1
+    assert f"timm is 0.{timm.__version__} on rank 1 (host node2)" in output, output
+    wait_until_empty(hosts.names(), 5)
+
+
+def test_a_folder_that_can_not_be_written(cluster, tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    Job(hosts.inside("node1", ["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", str(folder)])).wait()
+    try:
+        status, output = start([*HELLO, "--output_dir", folder], tmp_path).wait()
+    finally:
+        Job(hosts.inside("node1", ["umount", str(folder)])).wait()
+    assert status == 1
+    assert f"error: node1: can't write to the run folder {folder}: Read-only file system" in output, output
+    wait_until_empty(hosts.names(), 5)
+
+
+def test_what_deepspeed_passes_on_holds_no_secret(tmp_path):
+    """DeepSpeed reads the file line by line, and puts each on the command line of ssh."""
+    (tmp_path / ".deepspeed_env").write_text("MINE=1\n\nNCCL_DEBUG=WARN\n")
+    env = {"AWS_SECRET_ACCESS_KEY": "canary", "WANDB_API_KEY": "canary", "GLOO_SOCKET_IFNAME": "eth0"}
+    env["NCCL_DEBUG"] = "INFO"
+    job = Job([sys.executable, ROOT / "launch.py", "--write-deepspeed-env"], cwd=tmp_path, env=env)
+    status, output = job.wait()
+    assert status == 0, output
+    written = (tmp_path / ".deepspeed_env").read_text()
+    assert "canary" not in written + output
+    assert written.startswith("MINE=1\n")
+    assert {"GLOO_SOCKET_IFNAME=eth0", "NCCL_DEBUG=INFO"} <= set(written.splitlines())
+    assert all("=" in line for line in written.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--dryrun", "train_hello.py"], "unknown flag --dryrun: did you mean --dry_run?"),
+        (["--hostfile", "nowhere", "train_hello.py"], "error: nowhere: No such file or directory"),
+        (["--config_file", "nowhere.yaml", "train_hello.py"], "error: nowhere.yaml: no such file"),
+        (["nothing.py"], "error: nothing.py: no such file"),
+        (["--env", "NOT_THERE", "train_hello.py"], "error: --env NOT_THERE: the environment has no such"),
+        (["--mode", "multi-node"], "error: --mode multi-node needs --master-node"),
+        (
+            ["--mode", "multi-node", "--gpus-per-node=1", "--master-node=-x", "--worker-nodes=b"],
+            "no host's name",
+        ),
+    ],
+)
+def test_a_mistake_is_one_line(words, message):
+    status, output = Job([sys.executable, "launch.py", *words]).wait(30)
+    assert status in (1, 2)
+    assert message in output
+    assert "Traceback" not in output
 
 
 def test_secrets_go_over_stdin_alone(cluster, tmp_path):
