@@ -172,7 +172,9 @@ class Examination:
         self.checked += ["ssh", "clock", "versions", "driver", "code", "slots"]
         self.checked += ["own-name", "shm", "open-files", *(["data"] if self.flags.data else [])]
         began = time.time()
-        for patient, answer in self._all(lambda patient: patient.ask("facts", data=self.flags.data)):
+        data = self.flags.data
+        within_s = 300 if data else ASK_S  # a folder may have a million files
+        for patient, answer in self._all(lambda patient: patient.ask("facts", within_s, data=data)):
             if "error" in answer:
                 code = "host-key" if "Host key" in answer["error"] else "ssh"
                 yield Finding(code, patient.name, answer["error"], True)

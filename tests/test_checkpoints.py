@@ -162,6 +162,7 @@ def test_torchrun_restarts_and_the_run_continues(tmp_path):
     ]
 
 
+@pytest.mark.full
 def test_three_restarts_without_a_new_checkpoint_give_up(stoppable, tmp_path):
     """The process dies in the same step each time."""
     text = (stoppable / "train_hello.py").read_text()

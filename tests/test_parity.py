@@ -30,7 +30,7 @@ STRATEGIES = {
     "deepspeed": (deepspeed("--num_gpus", "2"), ["--deepspeed_config", "ds_configs/zero2.json"]),
 }
 # `make test` has each strategy with the ViT and some with the others; `make test-all` has the rest.
-QUICK = {("hello", "zero3"), ("cnn_a", "ddp"), ("cnn_b", "ddp"), ("cnn_b", "fsdp"), ("cnn_b", "zero2")}
+QUICK = {("hello", "zero3"), ("cnn_b", "ddp"), ("cnn_b", "zero2")}
 PAIRS = [
     pytest.param(
         script, strategy, marks=[] if script == "vit" or (script, strategy) in QUICK else pytest.mark.full
@@ -126,7 +126,12 @@ MUTANTS = {
 }
 
 
-@pytest.mark.parametrize("mutant", MUTANTS)
+QUICK_MUTANTS = list(MUTANTS)[:3]
+
+
+@pytest.mark.parametrize(
+    "mutant", [pytest.param(m, marks=[] if m in QUICK_MUTANTS else pytest.mark.full) for m in MUTANTS]
+)
 def test_parity_finds(mutant, one_process, project_copy, tmp_path, cache):
     script, strategy, file, old, new = MUTANTS[mutant]
     mutate(project_copy, file, old, new)

@@ -156,6 +156,7 @@ def test_on_three_processes_it_is_equal_within_1e_6(
     assert_same_tensors(tmp_path / "run", reference, tolerance=1e-6, without="attn.qkv.bias")
 
 
+@pytest.mark.full
 def test_another_per_device_batch_size_keeps_the_mean_of_the_loss(tmp_path, cache, stoppable):
     """CNN-A knows no batch: its losses stay within 1e-5, also the line that the stop divided."""
     for name, stops in (("straight", ()), ("stopped", (9,))):
@@ -272,6 +273,7 @@ def assert_same_training(folder, reference, expected=None, samples=None):
     assert_same_tensors(folder, reference, tolerance=1e-4)
 
 
+@pytest.mark.full
 def test_hosts_without_a_shared_folder(tmp_path, cache, stoppable):
     """Two launches with a folder each, as on two hosts: rank 0's alone is made, and what is in it is sent."""
     words = [*CNN, *FLAGS]

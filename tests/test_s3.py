@@ -231,6 +231,7 @@ def test_damage_in_the_bucket_is_found(how, bucket, tmp_path):
     assert "is damaged" not in run(bucket.words(tmp_path / "again"), env=bucket.env)
 
 
+@pytest.mark.full
 def test_an_intact_copy_in_the_bucket_replaces_a_damaged_one(bucket, tmp_path):
     words = bucket.words(tmp_path / "run", "--max_steps", "12")
     run(words, env=bucket.env)
@@ -249,6 +250,7 @@ def test_what_is_no_checkpoint_stays_in_the_bucket(bucket, tmp_path):
     assert {"checkpoints/step_00000004_backup/model.safetensors", "notes.txt"} <= set(bucket.store.list())
 
 
+@pytest.mark.full
 def test_resume_from_a_prefix_of_another_run(bucket, tmp_path):
     run(bucket.words(tmp_path / "run", "--max_steps", "12"), env=bucket.env)
     words = [*python(), *HELLO, "--resume", bucket.url, "--output_dir", tmp_path / "new"]
