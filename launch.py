@@ -65,11 +65,10 @@ def main() -> int:
     try:
         if flags.write_deepspeed_env:
             return write_deepspeed_env()
-        job = plan(flags)
-    except ValueError as error:
+        return Crew(plan(flags)).run(flags.dry_run)
+    except (ValueError, OSError) as error:  # OSError: of the logs, or of a reader of the output that is gone
         print(f"error: {error}", file=sys.stderr)
         return 1
-    return Crew(job).run(flags.dry_run)
 
 
 # --- What is to be started
