@@ -2,10 +2,10 @@
 
 import json
 import shlex
-import shutil
 import signal
 import sys
 import time
+from itertools import product
 from pathlib import Path
 
 import psutil
@@ -75,25 +75,28 @@ def ranks_on(host: str, script: str = "train_hello.py") -> list[psutil.Process]:
     return found
 
 
-TRAINING = [
-    *VIT,
-    "--data",
-    "digits",
-    "--batch_size",
-    "96",
-    "--per_device_batch_size",
-    "24",
-    "--log_every",
-    "1",
-]
-TRAINING += ["--max_steps", "20", "--mixed_precision", "no", "--trackers", "none"]
+# 96 images a step, in micro-batches of 24; on 8 processes of 12
+TRAINING = [*VIT, "--data", "digits", "--batch_size", "96", "--log_every", "1", "--max_steps", "20"]
+TRAINING += ["--mixed_precision", "no", "--trackers", "none", "--per_device_batch_size"]
+
+
+def per_device(processes: int) -> str:
+    return str(min(24, 96 // processes))
 
 
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory, cache):
-    folder = tmp_path_factory.mktemp("alone") / "run"
-    run([sys.executable, *TRAINING, *cache, "--output_dir", folder], env=HALF_THE_CORES)
-    return folder
+    """The folder of a run with micro-batches of this size in one process."""
+    folders = {}
+
+    def folder_of(size: str) -> Path:
+        if size not in folders:
+            folders[size] = tmp_path_factory.mktemp("alone") / "run"
+            words = [sys.executable, *TRAINING, size, *cache, "--output_dir", folders[size]]
+            run(words, env=HALF_THE_CORES)
+        return folders[size]
+
+    return folder_of
 
 
 def assert_same_losses(folder: Path, reference: Path) -> None:
@@ -103,22 +106,23 @@ def assert_same_losses(folder: Path, reference: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("count", "slots", "config"),
+    ("config", "count", "slots"),
     [
-        (2, 1, "ddp_2x2gpu"),
-        full(2, 2, "ddp_2x2gpu"),
-        full(2, 2, "fsdp_2x4gpu"),
-        full(2, 2, "zero3_2x4gpu"),
-        full(4, 1, "ddp_2x4gpu"),
-        full(4, 1, "zero2_4gpu"),
+        ("ddp_2x2gpu", 2, 1),
+        full("ddp_2x2gpu", 2, 2),
+        full("fsdp_2x4gpu", 2, 2),
+        full("zero3_2x4gpu", 2, 2),
+        full("ddp_2x4gpu", 4, 2),
+        full("zero2_4gpu", 4, 1),
     ],
 )
-def test_hosts_train_as_one_process(count, slots, config, cluster, one_process, tmp_path, cache):
+def test_hosts_train_as_one_process(config, count, slots, cluster, one_process, tmp_path, cache):
     flags = ["--config_file", f"accelerate_configs/{config}.yaml"]
-    words = [*TRAINING, *cache, "--output_dir", tmp_path / "run"]
+    size = per_device(count * slots)
+    words = [*TRAINING, size, *cache, "--output_dir", tmp_path / "run"]
     status, output = start(words, tmp_path, flags, count=count, slots=slots).wait()
     assert status == 0, output
-    assert_same_losses(tmp_path / "run", one_process)
+    assert_same_losses(tmp_path / "run", one_process(size))
     found = result(tmp_path / "run")
     assert (found["hosts"], found["processes"]) == (count, count * slots)
     named = hosts.names()[:count]
@@ -126,6 +130,45 @@ def test_hosts_train_as_one_process(count, slots, config, cluster, one_process, 
     assert "node1 | run folder" in output
     assert "run folder" in (tmp_path / "logs" / "node1.log").read_text()
     assert (tmp_path / "logs" / "node2.log").exists()
+    wait_until_empty(hosts.names(), 5)
+
+
+ROADS = {
+    "torchrun, static": "torchrun --nnodes={count} --node_rank={rank} --nproc_per_node={slots}"
+    " --master_addr=10.77.0.1 --master_port=29500",
+    "torchrun, c10d": "torchrun --nnodes={count} --nproc_per_node={slots} --rdzv_backend=c10d"
+    " --rdzv_endpoint=node1:29500 --rdzv_id=1",
+    "accelerate": "accelerate launch --config_file accelerate_configs/ddp_2x2gpu.yaml"
+    " --num_machines {count} --num_processes {processes} --machine_rank {rank}"
+    " --main_process_ip 10.77.0.1 --main_process_port 29500",
+    "deepspeed": "deepspeed --hostfile {hostfile} --master_addr 10.77.0.1",
+    "deepspeed, ZeRO-2": "deepspeed --hostfile {hostfile} --master_addr 10.77.0.1",
+}
+QUICK_ROAD = ("torchrun, c10d", 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("road", "count", "slots"),
+    [r if r == QUICK_ROAD else full(*r) for r in product(ROADS, (2, 4), (1, 2))],
+)
+def test_every_other_road(road, count, slots, cluster, one_process, tmp_path, cache):
+    """By hand on each host; deepspeed on the first, which reaches the others by pdsh."""
+    named = hosts.names()[:count]
+    hostfile = tmp_path / "hostfile"
+    hostfile.write_text("".join(f"{name} slots={slots}\n" for name in named))
+    size = per_device(count * slots)
+    training = [*TRAINING, size, *cache, "--output_dir", tmp_path / "run"]
+    training += ["--deepspeed_config", "ds_configs/zero2.json"] if road == "deepspeed, ZeRO-2" else []
+    jobs = []
+    for rank, name in enumerate(named[:1] if "deepspeed" in road else named):
+        place = {"rank": rank, "count": count, "slots": slots, "processes": count * slots}
+        words = ROADS[road].format(**place, hostfile=hostfile).split()
+        jobs.append(Job(hosts.inside(name, [*words, *training], ROOT)))
+    ended = [job.wait() for job in jobs]
+    assert {status for status, _ in ended} == {0}, ended
+    assert_same_losses(tmp_path / "run", one_process(size))
+    found = result(tmp_path / "run")
+    assert (found["hosts"], found["processes"]) == (count, count * slots)
     wait_until_empty(hosts.names(), 5)
 
 
@@ -170,156 +213,131 @@ def test_a_dry_run_starts_nothing(cluster, tmp_path):
     assert result(tmp_path / "run")["processes"] == 4
 
 
-BY_HAND = {
-    "torchrun, static": "torchrun --nnodes=2 --node_rank={rank} --nproc_per_node=1"
-    " --master_addr=10.77.0.1 --master_port=29500",
-    "torchrun, c10d": "torchrun --nnodes=2 --nproc_per_node=1 --rdzv_backend=c10d"
-    " --rdzv_endpoint=node1:29500 --rdzv_id=1",
-    "accelerate": "accelerate launch --config_file accelerate_configs/ddp_2x2gpu.yaml --num_processes 2"
-    " --machine_rank {rank} --main_process_ip 10.77.0.1 --main_process_port 29500",
-}
+# --- While it trains
 
 
-@pytest.mark.parametrize("road", ["torchrun, c10d", full("torchrun, static"), full("accelerate")])
-def test_by_hand_on_each_host(road, cluster, one_process, tmp_path, cache):
-    jobs = []
-    for rank, name in enumerate(("node1", "node2")):
-        words = [*BY_HAND[road].format(rank=rank).split(), *TRAINING, *cache]
-        jobs.append(Job(hosts.inside(name, [*words, "--output_dir", tmp_path / "run"], ROOT)))
-    ended = [job.wait() for job in jobs]
-    assert [status for status, _ in ended] == [0, 0], ended
-    assert_same_losses(tmp_path / "run", one_process)
-    assert result(tmp_path / "run")["hosts"] == 2
+class Training:
+    """A long one on two hosts, and the same command once more."""
+
+    def __init__(self, tmp_path: Path, *flags):
+        self.tmp_path, self.folder = tmp_path, tmp_path / "run"
+        self.words = [*LONG, *flags, "--output_dir", self.folder]
+        self.job = start(self.words, tmp_path)
+        wait_for_line(self.job, self.folder / "metrics.jsonl", 3)
+
+    def continues(self, *flags) -> int:
+        """At the newest checkpoint, whose step it returns, and to the end; flags: of the launcher."""
+        saved = max(int(path.name[5:]) for path in (self.folder / "checkpoints").glob("step_*"))
+        job = start([*self.words, "--max_steps", saved + 10], self.tmp_path, flags)
+        status, output = job.wait()
+        assert status == 0, output
+        assert f"continuing at step {saved:,}" in output
+        assert result(self.folder)["status"] == "finished"
+        wait_until_empty(hosts.names(), 5)
+        return saved
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("flags", [[], ["--deepspeed_config", "ds_configs/zero2.json"]])
-def test_deepspeed_over_pdsh(flags, cluster, one_process, tmp_path, cache):
-    if not shutil.which("pdsh"):
-        pytest.skip("needs Debian's pdsh")
-    hostfile = tmp_path / "hostfile"
-    hostfile.write_text("node1 slots=1\nnode2 slots=1\n")
-    words = ["deepspeed", "--hostfile", hostfile, "--master_addr", "10.77.0.1", *TRAINING, *cache, *flags]
-    status, output = Job(hosts.inside("node1", [*words, "--output_dir", tmp_path / "run"], ROOT)).wait()
-    assert status == 0, output
-    assert_same_losses(tmp_path / "run", one_process)
-    assert result(tmp_path / "run")["hosts"] == 2
-    wait_until_empty(hosts.names(), 5)
+@pytest.fixture
+def training(cluster, tmp_path):
+    return Training(tmp_path)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, full(signal.SIGINT)])
-def test_a_signal_saves_everywhere_and_the_same_command_continues(number, cluster, tmp_path):
-    words = [*LONG, "--output_dir", tmp_path / "run"]
-    job = start(words, tmp_path)
-    wait_for_line(job, tmp_path / "run" / "metrics.jsonl", 3)
-    launcher_of(job).send_signal(number)
-    status, output = job.wait(60)
+def test_a_signal_saves_everywhere_and_the_same_command_continues(number, training):
+    launcher_of(training.job).send_signal(number)
+    status, output = training.job.wait(60)
     assert status == 75, output
-    assert result(tmp_path / "run")["status"] == "preempted"
+    found = result(training.folder)
+    assert found["status"] == "preempted"
     wait_until_empty(hosts.names(), 5)
-    steps = result(tmp_path / "run")["steps"]
-    again = start([*words, "--max_steps", steps + 10], tmp_path)
-    status, output = again.wait()
-    assert status == 0, output
-    assert f"continuing at step {steps:,}" in output
+    assert training.continues() == found["steps"]
 
 
-def test_a_killed_launcher_leaves_nothing_behind(cluster, tmp_path):
-    job = start([*LONG, "--output_dir", tmp_path / "run"], tmp_path)
-    wait_for_line(job, tmp_path / "run" / "metrics.jsonl", 2)
-    launcher_of(job).kill()
-    assert job.wait(60)[0] != 0
+def test_a_killed_launcher_leaves_nothing_behind(training):
+    launcher_of(training.job).kill()
+    assert training.job.wait(60)[0] != 0
     wait_until_empty(hosts.names(), 60)
-    assert result(tmp_path / "run")["status"] == "preempted"
+    assert result(training.folder)["status"] == "preempted"
+    training.continues()
 
 
-def test_a_rank_that_dies_ends_the_job_and_its_host_is_named(cluster, tmp_path):
-    job = start([*LONG, "--output_dir", tmp_path / "run"], tmp_path)
-    wait_for_line(job, tmp_path / "run" / "metrics.jsonl", 2)
+def test_a_rank_that_dies_ends_the_job_and_its_host_is_named(training):
     (rank,) = ranks_on("node2")
     rank.kill()
-    status, output = job.wait(60)
+    status, output = training.job.wait(60)
     assert status == 1
     assert "error: node2: a process was killed by signal 9" in output, output
     wait_until_empty(hosts.names(), 5)
+    training.continues()
 
 
 @pytest.mark.full
-def test_a_host_that_is_cut_off(cluster, tmp_path):
-    """The job ends on both sides of the cut, and once it is healed the same command continues."""
-    words = [*LONG, "--output_dir", tmp_path / "run"]
-    job = start(words, tmp_path)
-    wait_for_line(job, tmp_path / "run" / "metrics.jsonl", 3)
+def test_a_host_that_is_cut_off(training):
+    """The job ends on both sides of the cut."""
     hosts.cut("node2")
     try:
-        status, output = job.wait(120)
+        status, output = training.job.wait(120)
         assert status == 1
         assert "error: node2: " in output, output
         wait_until_empty(hosts.names(), 90)
     finally:
         hosts.heal("node2")
-    saved = max(int(path.name[5:]) for path in (tmp_path / "run" / "checkpoints").glob("step_*"))
-    status, output = start([*words, "--max_steps", saved + 10], tmp_path).wait()
-    assert status == 0, output
-    assert f"continuing at step {saved:,}" in output
+    training.continues()
 
 
 @pytest.mark.full
-def test_a_rank_that_is_stopped(cluster, tmp_path):
+def test_a_rank_that_is_stopped(training):
     """Silent for --timeout_s, it ends the job on all hosts, and is gone itself."""
-    job = start([*LONG, "--output_dir", tmp_path / "run"], tmp_path)
-    wait_for_line(job, tmp_path / "run" / "metrics.jsonl", 2)
     (rank,) = ranks_on("node2")
     rank.suspend()
-    status, output = job.wait(30 + 60)
-    assert status == 1, output
+    status, output = training.job.wait(30 + 60)
+    assert status == 1
+    assert "error: node" in output, output
     wait_until_empty(hosts.names(), 60)
+    training.continues()
 
 
 @pytest.mark.full
-def test_a_lossy_network(cluster, tmp_path):
+def test_a_lossy_network(training):
     """Of the packets to node2 30 percent are lost: it trains, or ends in time and says where."""
-    job = start([*LONG, "--output_dir", tmp_path / "run"], tmp_path)
-    wait_for_line(job, tmp_path / "run" / "metrics.jsonl", 2)
-    before = len(metrics(tmp_path / "run"))
+    before = len(metrics(training.folder))
     hosts.lose("node2", 30)
     try:
         deadline = time.monotonic() + 90
-        while job.process.poll() is None and len(metrics(tmp_path / "run")) < before + 3:
+        while training.job.process.poll() is None and len(metrics(training.folder)) < before + 3:
             assert time.monotonic() < deadline
             time.sleep(1)
-        if job.process.poll() is None:
-            launcher_of(job).terminate()
-        status, output = job.wait(120)
+        if training.job.process.poll() is None:
+            launcher_of(training.job).terminate()
+        status, output = training.job.wait(120)
         assert status == 75 or "error: node" in output, output
         wait_until_empty(hosts.names(), 90)
     finally:
         hosts.lose("node2", 0)
+    training.continues()
 
 
 def test_a_host_lost_for_good(cluster, tmp_path):
     """The job continues on those that are left, with the same samples."""
-    words = [*LONG, "--log_samples", "--output_dir", tmp_path / "run"]
-    job = start(words, tmp_path)
-    wait_for_line(job, tmp_path / "run" / "metrics.jsonl", 3)
+    training = Training(tmp_path, "--log_samples")
     hosts.kill("node2")
     try:
-        status, output = job.wait(120)
+        status, output = training.job.wait(120)
         assert status == 1
         assert "error: node2: " in output, output
         wait_until_empty(["node1"], 60)
-        saved = max(int(path.name[5:]) for path in (tmp_path / "run" / "checkpoints").glob("step_*"))
-        flags = ["--exclude", "node2"]
-        status, output = start([*words, "--max_steps", saved + 10], tmp_path, flags).wait()
     finally:
-        hosts.revive("node2")
-    assert status == 0, output
-    assert f"continuing at step {saved:,}" in output
-    ours = {line["step"]: line["samples"] for line in lines(tmp_path / "run" / "samples.jsonl")}
+        hosts.revive("node2")  # for the next test: this one leaves it out
+    saved = training.continues("--exclude", "node2")
+    assert result(training.folder)["processes"] == 1
+    ours = {line["step"]: line["samples"] for line in lines(training.folder / "samples.jsonl")}
     assert sorted(ours) == list(range(1, saved + 11))
-    for step, samples in list(ours.items())[-10:]:
+    for step, samples in ours.items():
         epoch, within = divmod(step - 1, 64)
         assert samples == order(0, epoch, 4096)[64 * within : 64 * (within + 1)].tolist()
+
+
+# --- What is wrong before it trains
 
 
 def test_no_sshd_on_one_host(cluster, tmp_path):

@@ -1,0 +1,242 @@
+"""cluster/train.sbatch on a real Slurm: a controller and two nodes, made of this machine."""
+
+import os
+import re
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.conftest import BIN, ROOT, Job, free_port, metrics, mutate, result, run
+
+HELLO = ["train_hello.py", "--trackers", "none", "--mixed_precision", "no"]
+DDP = "accelerate_configs/ddp_2x2gpu.yaml"
+NEEDS = {"slurmctld": "slurm-wlm", "slurmd": "slurm-wlm", "sbatch": "slurm-wlm", "munged": "munge"}
+PATH = os.pathsep.join([str(BIN), os.environ["PATH"], "/usr/sbin", "/sbin"])
+
+# A requeued job starts when its credential has expired: 5 s is the least that Slurm takes, 120 the default.
+# The higher tier preempts the lower one. KillWait: how long a preempted job has from SIGTERM on.
+SLURM_CONF = """
+ClusterName=test
+SlurmctldHost=node1(127.0.0.1)
+SlurmctldPort={ports[0]}
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket,cred_expire=5
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd-%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/linear
+JobAcctGatherType=jobacct_gather/none
+SchedulerType=sched/builtin
+SchedulerParameters=sched_interval=1,batch_sched_delay=0
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+KillWait=30
+FirstJobId={ports[0]}
+NodeName=node1 NodeAddr=127.0.0.1 Port={ports[1]} CPUs=1
+NodeName=node2 NodeAddr=127.0.0.2 Port={ports[2]} CPUs=1
+PartitionName=low Nodes=node[1-2] Default=YES PriorityTier=1
+PartitionName=high Nodes=node[1-2] PriorityTier=2
+"""
+
+# In namespaces of its own, where the nodes have names. With its first process all of them end.
+START = """
+set -eu
+cd "$1"
+export SLURM_CONF=$1/slurm.conf
+mount --bind hosts /etc/hosts
+hostname node1
+munged --foreground --force --key-file="$1/munge.key" --socket="$1/munge.socket" --pid-file="$1/munged.pid" \
+    --seed-file="$1/munged.seed" &
+until [ -S munge.socket ]; do sleep 0.1; done
+slurmctld -D &
+slurmd -D &
+unshare --uts sh -c 'hostname node2; exec slurmd -D' &
+wait
+"""
+NAMESPACES = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "--mount", "--uts"]
+
+
+class Slurm:
+    """The commands of a cluster, as a user types them in the folder of the project."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.env = {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": PATH}
+
+    def __call__(self, *words, cwd: Path = ROOT) -> str:
+        return run(list(words), cwd=cwd, env=self.env)
+
+    def train(self, log: Path, *words, nodes: int = 2, cwd: Path = ROOT) -> str:
+        """The number of a job."""
+        flags = ["--parsable", "--nodes", nodes, "--output", log]
+        return self("sbatch", *flags, "cluster/train.sbatch", *words, cwd=cwd).strip()
+
+    def about(self, job: str) -> dict[str, str]:
+        return dict(re.findall(r"(\w+)=(\S*)", self("scontrol", "show", "job", job, "--oneliner")))
+
+    def wait(self, job: str, log: Path, restarts: int = 0) -> dict[str, str]:
+        """What Slurm says of it when it has ended for good, with at most so many restarts."""
+        deadline = time.monotonic() + 240
+        while True:
+            about = self.about(job)
+            if about["JobState"] not in ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "REQUEUED"):
+                return about
+            assert int(about["Restarts"]) <= restarts, log.read_text()
+            assert time.monotonic() < deadline, (about, log.exists() and log.read_text())
+            time.sleep(0.3)
+
+    def wait_for_steps(self, job: str, log: Path, folder: Path, count: int) -> None:
+        """Until the log of the run in `folder` has so many more lines."""
+        deadline = time.monotonic() + 120
+        count += lines_of(folder)
+        while lines_of(folder) < count:
+            assert self.about(job)["JobState"] in ("PENDING", "RUNNING", "COMPLETING"), log.read_text()
+            assert time.monotonic() < deadline, (self.about(job), log.exists() and log.read_text())
+            time.sleep(0.3)
+
+    def processes(self) -> list[psutil.Process]:
+        """All of the cluster and of its jobs."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get("SLURM_CONF") == self.env["SLURM_CONF"]:
+                    found.append(process)
+            except psutil.Error:
+                continue
+        return found
+
+
+def lines_of(folder: Path) -> int:
+    file = folder / "metrics.jsonl"
+    return len(file.read_text().splitlines()) if file.exists() else 0
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory):
+    missing = {package for name, package in NEEDS.items() if not shutil.which(name, path=PATH)}
+    if missing or os.geteuid() != 0:
+        pytest.skip(f"needs root and Debian's {', '.join(sorted(missing or set(NEEDS.values())))}")
+    folder = tmp_path_factory.mktemp("slurm")
+    (folder / "state").mkdir()
+    ports = [free_port() for _ in range(3)]
+    (folder / "slurm.conf").write_text(SLURM_CONF.format(folder=folder, ports=ports))
+    (folder / "hosts").write_text("127.0.0.1 node1 localhost\n127.0.0.2 node2\n")
+    (folder / "munge.key").write_bytes(os.urandom(128))
+    (folder / "munge.key").chmod(0o600)
+    cluster = Slurm(folder)
+    with open(folder / "log", "w") as log:
+        # setpriv: a test that is killed takes the cluster along
+        words = ["setpriv", "--pdeathsig", "KILL", *NAMESPACES, "bash", "-c", START, "start", folder]
+        daemons = subprocess.Popen(
+            words, env=os.environ | cluster.env, stdout=log, stderr=log, start_new_session=True
+        )
+    try:
+        deadline = time.monotonic() + 60
+        while (
+            Job(["sinfo", "-h", "-N", "-p", "low", "-o", "%T"], env=cluster.env).wait()[1] != "idle\nidle\n"
+        ):
+            assert daemons.poll() is None, (folder / "log").read_text()
+            assert time.monotonic() < deadline, (folder / "log").read_text()
+            time.sleep(0.2)
+        yield cluster
+    finally:
+        daemons.kill()
+        daemons.wait()
+        deadline = time.monotonic() + 30
+        while left := cluster.processes():
+            assert time.monotonic() < deadline, left
+            time.sleep(0.1)
+
+
+def test_a_job_on_two_nodes(slurm, tmp_path):
+    folder, log = tmp_path / "a run", tmp_path / "log"
+    job = slurm.train(log, DDP, *HELLO, "--max_steps", "20", "--output_dir", folder)
+    assert slurm.wait(job, log)["JobState"] == "COMPLETED", log.read_text()
+    found = result(folder)
+    assert (found["status"], found["hosts"], found["processes"]) == ("finished", 2, 2)
+    assert (found["strategy"], found["steps"]) == ("ddp", 20)
+
+
+def test_a_job_that_is_stopped_continues(slurm, project_copy, tmp_path):
+    """By the signal before its time limit, then by a job that goes first: no step is lost, or made twice."""
+    call = "            run.checkpoint(step)\n"
+    slow = "            if __import__('os').environ.get('SLURM_RESTART_COUNT') != '2':\n"
+    mutate(
+        project_copy, "train_hello.py", call, f"{call}{slow}                __import__('time').sleep(0.1)\n"
+    )
+    folder, log = tmp_path / "run", tmp_path / "log"
+    words = [*HELLO, "--data_size", "64000", "--max_steps", "300", "--log_every", "1", "--output_dir", folder]
+    job = slurm.train(log, DDP, *words, "--checkpoint_every", "300", cwd=project_copy)
+
+    slurm.wait_for_steps(job, log, folder, 5)
+    slurm("scancel", "--batch", "--signal=USR1", job)
+    slurm.wait_for_steps(job, log, folder, 5)
+    assert slurm.about(job)["Restarts"] == "1"
+    urgent = slurm(
+        "sbatch", "--parsable", "-p", "high", "-N", "2", "-o", tmp_path / "u", "--wrap", "true"
+    ).strip()
+
+    assert slurm.wait(urgent, tmp_path / "u")["JobState"] == "COMPLETED"
+    about = slurm.wait(job, log, restarts=2)
+    output = log.read_text()
+    assert (about["JobState"], about["Restarts"]) == ("COMPLETED", "2"), output
+    assert "DUE TO PREEMPTION" in output
+    first, second = (int(step) for step in re.findall(r"continuing at step (\d+) with", output))
+    assert 5 <= first < second < 300
+    assert (result(folder)["status"], result(folder)["steps"]) == ("finished", 300)
+    assert [line["step"] for line in metrics(folder) if "train/loss" in line] == list(range(1, 301))
+
+
+def test_a_job_that_is_cancelled_saves_and_does_not_come_back(slurm, tmp_path):
+    """One process, whose launcher is another one of accelerate's and would not wait for it."""
+    folder, log = tmp_path / "run", tmp_path / "log"
+    words = [*HELLO, "--epochs", "100000", "--log_every", "10", "--checkpoint_every", "1000000"]
+    job = slurm.train(log, "accelerate_configs/single_gpu.yaml", *words, "--output_dir", folder, nodes=1)
+    slurm.wait_for_steps(job, log, folder, 5)
+    slurm("scancel", job)
+    about = slurm.wait(job, log)
+    assert (about["JobState"], about["Restarts"]) == ("CANCELLED", "0"), log.read_text()
+    found = result(folder)
+    assert found["status"] == "preempted"
+    assert found["checkpoint"] == f"checkpoints/step_{found['steps']:08d}"
+
+
+def test_a_job_that_fails_is_not_started_again(slurm, tmp_path):
+    """Also where a run before it was preempted."""
+    folder, log = tmp_path / "run", tmp_path / "log"
+    folder.mkdir()
+    (folder / "result.json").write_text('{"status": "preempted"}')
+    job = slurm.train(log, DDP, *HELLO, "--no_such_flag", "1", "--output_dir", folder)
+    about = slurm.wait(job, log)
+    assert (about["JobState"], about["Restarts"], about["ExitCode"]) == ("FAILED", "0", "1:0"), (
+        log.read_text()
+    )
+    assert "no_such_flag" in log.read_text()
+    assert f"error: the run has not finished: {folder}/result.json says nothing, srun 1" in log.read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([DDP], "usage: sbatch [flags] cluster/train.sbatch CONFIG SCRIPT --output_dir FOLDER [flags]"),
+        (["nowhere.yaml", "train_hello.py", "--output_dir", "x"], f"nowhere.yaml: no such file in {ROOT}"),
+        ([DDP, "nothing.py", "--output_dir", "x"], f"nothing.py: no such file in {ROOT}"),
+        ([DDP, "train_hello.py", "--epochs", "3"], "--output_dir is missing"),
+        ([DDP, "train_hello.py", "--output-dir=x"], "not in a Slurm job: start it with sbatch"),
+    ],
+)
+def test_what_is_missing_is_said(words, message):
+    status, output = Job(["bash", "cluster/train.sbatch", *words]).wait(10)
+    assert status == 2
+    assert f"error: {message}" in output
