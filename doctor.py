@@ -13,7 +13,6 @@ Exit status 1 if the job would fail, 0 otherwise, warnings or not. --json FILE: 
 """
 
 import argparse
-import contextlib
 import dataclasses
 import json
 import queue
@@ -38,7 +37,7 @@ from common.diagnosis import (
 )
 from common.host_facts import ANSWER
 from common.hosts import Host, read_hostfile, select
-from common.remote import SSH_FAILED, command, master_address
+from common.remote import SSH_FAILED, let_go, master_address, start
 
 ROOT = Path(__file__).resolve().parent
 ASK_S = 30  # for an answer that takes no work
@@ -59,7 +58,7 @@ def main() -> int:
         findings = examination.findings()
     finally:
         for patient in patients:
-            patient.close()
+            let_go(patient.process, 2)
     show(hosts, examination, findings)
     if flags.json:
         content = {"findings": [dataclasses.asdict(f) | {"remedy": f.remedy} for f in findings]}
@@ -105,11 +104,7 @@ class Patient:
 
     def __init__(self, host: Host):
         self.host, self.name = host, host.name
-        words = command(host.name, [sys.executable, "-m", "common.host_facts"], ROOT)
-        self.process = subprocess.Popen(
-            words, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            text=True, errors="replace", bufsize=1, start_new_session=True,
-        )  # fmt: skip
+        self.process = start(host.name, [sys.executable, "-m", "common.host_facts"], ROOT)
         self.answers: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self.said: list[str] = []  # what is no answer
         threading.Thread(target=self._listen, daemon=True).start()
@@ -129,14 +124,6 @@ class Patient:
             said = self.said[-1] if self.said else f"exit status {status}"
             return {"error": said, "by_ssh": status == SSH_FAILED}
         return answer
-
-    def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self.process.stdin.close()
-        try:
-            self.process.wait(2)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
 
     def _listen(self) -> None:
         for line in self.process.stdout:

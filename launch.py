@@ -34,7 +34,7 @@ from typing import IO, Any
 from common.agent import BEAT_S, HELLO
 from common.files import write_text
 from common.hosts import NAME, Host, read_hostfile, select
-from common.remote import SSH_FAILED, command, master_address
+from common.remote import SSH_FAILED, let_go, master_address, start
 
 ROOT = Path(__file__).resolve().parent
 PREEMPTED = 75
@@ -264,14 +264,12 @@ class Crew:
             return self._status()
         finally:
             for member in self.members:
-                self._let_go(member)
+                let_go(member.process, 10)
+                if member.log:
+                    member.log.close()
 
     def _connect(self, host: Host) -> Member:
-        words = command(host.name, [sys.executable, "-m", "common.agent"], ROOT)
-        process = subprocess.Popen(
-            words, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            text=True, errors="replace", bufsize=1, start_new_session=True,
-        )  # fmt: skip
+        process = start(host.name, [sys.executable, "-m", "common.agent"], ROOT)
         member = Member(host, process, self.job.log_dir / f"{host.name}.log")
         threading.Thread(target=self._listen, args=(member,), daemon=True).start()
         return member
@@ -345,17 +343,6 @@ class Crew:
         for member in self.members:
             if member.status is None:
                 member.tell(word)
-
-    def _let_go(self, member: Member) -> None:
-        """The end of its input is the agent's sign to end, wherever it is."""
-        with contextlib.suppress(OSError):
-            member.process.stdin.close()
-        try:
-            member.process.wait(10)
-        except subprocess.TimeoutExpired:
-            member.process.kill()
-        if member.log:
-            member.log.close()
 
     # --- What is shown
 

@@ -1,7 +1,9 @@
 """Commands on the hosts of a job, by the ordinary ssh client: what ~/.ssh/config says holds."""
 
+import contextlib
 import shlex
 import socket
+import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,7 +15,32 @@ SSH += ("-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=5", "-o", "ServerA
 SSH_FAILED = 255  # ssh's own exit status
 
 
-def command(host: str, words: Sequence[str], folder: Path) -> list[str]:
+def start(host: str, words: Sequence[str], folder: Path) -> subprocess.Popen:
+    """Starts these words in this folder there. Lines go in and come out; Ctrl-C here does not reach it."""
+    return subprocess.Popen(
+        _command(host, words, folder),
+        cwd=folder,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        bufsize=1,
+        start_new_session=True,
+    )
+
+
+def let_go(process: subprocess.Popen, within_s: float) -> None:
+    """The end of its input is the sign to end for what was started; ssh itself does not outlive this."""
+    with contextlib.suppress(OSError):
+        process.stdin.close()
+    try:
+        process.wait(within_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+
+
+def _command(host: str, words: Sequence[str], folder: Path) -> list[str]:
     """What runs these words in this folder on that host. On this host ssh is not needed."""
     if is_here(host):
         return list(words)
