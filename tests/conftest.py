@@ -48,6 +48,11 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
+def hear_ctrl_c() -> None:
+    """A shell that starts the tests in the background lets them, and what they start, ignore SIGINT."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class Job:
     """A command in a session of its own, so that nothing of it outlives the test."""
 
@@ -64,6 +69,7 @@ class Job:
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
+            preexec_fn=hear_ctrl_c,
         )
 
     def wait(self, timeout_s: float = 240) -> tuple[int, str]:

@@ -105,6 +105,7 @@ def test_a_rank_that_dies_ends_the_job(tmp_path, cache):
     assert "SIGKILL" in output or "-9" in output
 
 
+@pytest.mark.full
 def test_a_rank_that_falls_silent_ends_the_job(tmp_path, cache):
     job = start_long_training(tmp_path, cache, "--timeout_s", "5")
     ranks = ranks_of(job)

@@ -91,7 +91,7 @@ def test_out_of_memory_says_which_size_to_try(tmp_path, cache):
     assert result(tmp_path / "run")["status"] == "failed"
 
 
-@pytest.mark.parametrize("workers", ["0", "2"])
+@pytest.mark.parametrize("workers", ["0", pytest.param("2", marks=pytest.mark.full)])
 def test_a_photograph_cut_short_in_the_middle_of_training(workers, tmp_path, cache):
     """Images of differing sizes are decoded in the workers: the error is found late, and names the file."""
     data = class_folders(tmp_path / "images", train=12, val=4, kind="jpg")

@@ -203,7 +203,9 @@ FULL = {
 }
 
 
-@pytest.mark.parametrize("where", FULL)
+@pytest.mark.parametrize(
+    "where", ["in the middle of a save", pytest.param("in the pointer", marks=pytest.mark.full)]
+)
 def test_a_full_disk(where, small_disk, straight, tmp_path):
     words = [*torchrun(2), *HELLO, "--checkpoint_every", "4", "--output_dir", small_disk / "run"]
     run([*words, "--max_steps", "4"])
@@ -224,6 +226,7 @@ def test_a_full_disk(where, small_disk, straight, tmp_path):
     verify(latest(small_disk / "run"))
 
 
+@pytest.mark.full
 def test_a_full_disk_in_the_log(small_disk, tmp_path):
     words = [*torchrun(2), *HELLO, "--epochs", "100000", "--checkpoint_every", "40"]
     words += ["--trackers", "tensorboard"]

@@ -29,7 +29,7 @@ STRATEGIES = {
     "zero2": accelerate("zero2_2gpu"),
     "zero3": accelerate("zero3_4gpu", "--num_processes", "2"),
 }
-QUICK = [("cnn_b", "zero2"), ("vit", "fsdp")]
+QUICK = [("vit", "fsdp")]
 PAIRS = [
     pytest.param(script, strategy, marks=[] if (script, strategy) in QUICK else pytest.mark.full)
     for script, strategy in product(SCRIPTS, STRATEGIES)

@@ -8,7 +8,11 @@ from tests.conftest import accelerate, metrics, python, result, run, torchrun
 
 @pytest.mark.parametrize(
     ("launcher", "processes"),
-    [(python(), 1), (torchrun(3), 3), (accelerate("zero3_4gpu", "--num_processes", "2"), 2)],
+    [
+        (python(), 1),
+        pytest.param(torchrun(3), 3, marks=pytest.mark.full),
+        pytest.param(accelerate("zero3_4gpu", "--num_processes", "2"), 2, marks=pytest.mark.full),
+    ],
 )
 def test_it_learns_the_curve(launcher, processes, tmp_path):
     words = [

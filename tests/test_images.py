@@ -23,6 +23,7 @@ from PIL import Image, ImageOps
 from common import image_cache, image_sources
 from common.decode import decode
 from common.images import ArraySplit, FileSplit, open_images, prepare
+from tests.conftest import hear_ctrl_c
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = os.environ.get("TEST_DATA_DIR")
@@ -86,7 +87,7 @@ def start(script: str, *arguments, **options) -> subprocess.Popen:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), **options.pop("env", {})}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     command = [sys.executable, "-c", script, *map(str, arguments)]
-    return subprocess.Popen(command, env=environment, **pipes, **options)
+    return subprocess.Popen(command, env=environment, preexec_fn=hear_ctrl_c, **pipes, **options)
 
 
 # Prepares in one thread, and stops between the splits until the file `go` appears.

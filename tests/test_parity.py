@@ -71,7 +71,7 @@ def test_two_processes_train_as_one_with_two_accumulations(script, strategy, one
 
 @pytest.mark.parametrize(
     "strategy",
-    [pytest.param(s, marks=[] if s == "zero2" else pytest.mark.full) for s in STRATEGIES],
+    [pytest.param(s, marks=[] if s == "ddp" else pytest.mark.full) for s in STRATEGIES],
 )
 def test_two_processes_with_two_accumulations_train_as_one_with_four(strategy, one_process, tmp_path, cache):
     launcher, flags = STRATEGIES[strategy]

@@ -37,7 +37,7 @@ def assert_preempted(folder, output: str, job: Job, ranks: list[psutil.Process])
 @pytest.mark.parametrize(
     ("launcher", "number", "to"),
     [
-        ("torchrun", signal.SIGTERM, "the launcher"),
+        pytest.param("torchrun", signal.SIGTERM, "the launcher", marks=pytest.mark.full),
         ("torchrun", signal.SIGUSR1, "rank 1"),
         ("accelerate, one process", signal.SIGTERM, "the launcher"),
         ("deepspeed", signal.SIGTERM, "the launcher"),

@@ -17,7 +17,14 @@ def quick_script(k: int, config: str) -> str:
 
 
 # Most configs with one of the scripts; the rest of the product is for `make test-all`.
-FOUR = ("ddp_4gpu", "fsdp_4gpu", "zero1_4gpu", "zero2_4gpu", "zero3_offload_4gpu")  # processes on 2 cores
+FOUR = (
+    "ddp_4gpu",
+    "fsdp_4gpu",
+    "zero1_4gpu",
+    "zero2_4gpu",
+    "zero3_4gpu",
+    "zero3_offload_4gpu",
+)  # processes on 2 cores
 PAIRS = [
     pytest.param(
         config,

@@ -99,7 +99,7 @@ def full(*values):
     ("script", "launcher", "flags"),
     [
         ("vit", "single", ()),
-        ("vit", "ddp", ("--per_device_batch_size", "24")),
+        full("vit", "ddp", ("--per_device_batch_size", "24")),
         full("vit", "zero2", ("--mixed_precision", "bf16")),
         full("vit", "fsdp", ("--mixed_precision", "bf16")),
         full("vit", "zero3", ("--mixed_precision", "bf16")),
