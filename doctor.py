@@ -10,6 +10,7 @@ the others in an all-reduce. A row for each check, a column for each host; what 
 remedy, and a code that README.md explains. With a script and its flags: whether model, strategy and data fit.
 
 Exit status 1 if the job would fail, 0 otherwise, warnings or not. --json FILE: everything that was found.
+Eight virtual hosts on 2 CPU cores: 1.6 s, and 9 s more for the all-reduce, for which each imports torch.
 """
 
 import argparse
@@ -23,12 +24,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from common.diagnosis import (
     DISK_GIB,
     DISK_LEAST_GIB,
+    REMEDIES,
     Finding,
     between_hosts,
     of_all_reduce,
@@ -293,10 +296,10 @@ def _model(script: list[str]) -> dict[str, Any]:
 def show(hosts: list[Host], examination: Examination, findings: list[Finding]) -> None:
     from rich.console import Console
     from rich.markup import escape
-    from rich.table import Table
+    from rich.table import Column, Table
 
     console = Console(highlight=False)
-    table = Table("check", *(host.name for host in hosts))
+    table = Table(Column("check", no_wrap=True), *(host.name for host in hosts))
     worst = {}
     for finding in findings:
         key = (finding.code, finding.host)
@@ -307,15 +310,14 @@ def show(hosts: list[Host], examination: Examination, findings: list[Finding]) -
         for host in hosts:
             key = (code, host.name)
             unknown = host.name in missing and key not in worst
-            marks.append(
-                " " if unknown else "ok" if key not in worst else "FAILS" if worst[key] else "warning"
-            )
+            marks.append(" " if unknown else "ok" if key not in worst else "FAILS" if worst[key] else "warn")
         table.add_row(code, *marks)
     console.print(table)
-    for finding in sorted(findings, key=lambda finding: not finding.fails):
-        kind = "FAILS" if finding.fails else "warning"
-        console.print(escape(f"{kind} [{finding.code}] {finding.host}: {finding.what}"), soft_wrap=True)
-        console.print(escape(f"    {finding.remedy}"), soft_wrap=True)
+    for (harmless, code), alike in groupby(sorted(findings, key=_kind), key=_kind):
+        for finding in alike:
+            kind = "warning" if harmless else "FAILS"
+            console.print(escape(f"{kind} [{code}] {finding.host}: {finding.what}"), soft_wrap=True)
+        console.print(escape(f"    {REMEDIES[code]}"), soft_wrap=True)
     for note in examination.notes:
         console.print(escape(note), soft_wrap=True)
     fails = sum(finding.fails for finding in findings)
@@ -323,6 +325,10 @@ def show(hosts: list[Host], examination: Examination, findings: list[Finding]) -
         console.print(f"the job would fail: {fails} of {len(findings)} findings")
     else:
         console.print("nothing that would make the job fail was found")
+
+
+def _kind(finding: Finding) -> tuple[bool, str]:
+    return not finding.fails, finding.code
 
 
 if __name__ == "__main__":

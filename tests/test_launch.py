@@ -198,6 +198,7 @@ def test_the_fourth_write_ups_way(cluster, tmp_path):
         assert json.loads((folder / "recipe.json").read_text())["recipe"]["lr"] == 0.02
 
 
+@pytest.mark.full
 def test_a_dry_run_starts_nothing(cluster, tmp_path):
     """What it prints for each host is what starts the job there by hand."""
     words = [*HELLO, "--epochs", "1", "--output_dir", tmp_path / "run"]
@@ -396,6 +397,7 @@ def test_other_code_on_one_host(cluster, tmp_path):
     wait_until_empty(hosts.names(), 5)
 
 
+@pytest.mark.full
 def test_another_package_on_one_host(cluster, tmp_path):
     (folder,) = Path(timm.__file__).parent.parent.glob("timm-*.dist-info")
     edit = ["sed", "-i", "s/^Version: /Version: 0./", str(folder / "METADATA")]

@@ -198,6 +198,7 @@ def test_a_job_that_is_stopped_continues(slurm, project_copy, tmp_path):
     assert [line["step"] for line in metrics(folder) if "train/loss" in line] == list(range(1, 301))
 
 
+@pytest.mark.full
 def test_a_job_that_is_cancelled_saves_and_does_not_come_back(slurm, tmp_path):
     """One process, whose launcher is another one of accelerate's and would not wait for it."""
     folder, log = tmp_path / "run", tmp_path / "log"
@@ -212,6 +213,7 @@ def test_a_job_that_is_cancelled_saves_and_does_not_come_back(slurm, tmp_path):
     assert found["checkpoint"] == f"checkpoints/step_{found['steps']:08d}"
 
 
+@pytest.mark.full
 def test_a_job_that_fails_is_not_started_again(slurm, tmp_path):
     """Also where a run before it was preempted."""
     folder, log = tmp_path / "run", tmp_path / "log"
