@@ -1,0 +1,177 @@
+"""The hosts that the other tests trust: apart from one another, breakable, and gone without a trace."""
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cluster import virtual_cluster as hosts
+from tests.conftest import ROOT, Job
+
+SCRIPT = [sys.executable, "cluster/virtual_cluster.py"]
+
+
+def on(host: str, *words) -> str:
+    status, output = Job(hosts.inside(host, [str(word) for word in words])).wait(60)
+    assert status == 0, output
+    return output.strip()
+
+
+def test_each_host_is_one_of_its_own(cluster):
+    assert hosts.names() == ["node1", "node2", "node3", "node4"]
+    assert on("node2", "hostname") == "node2"
+    assert "10.77.0.2/24" in on("node2", "ip", "-brief", "address", "show", "eth0")
+    assert on("node1", "ssh", "node2", "hostname") == "node2"
+    on("node1", "touch", "/dev/shm/mine")
+    assert on("node2", "ls", "/dev/shm") == ""
+    assert not Path("/dev/shm/mine").exists()
+    seen = on("node1", "ps", "ax", "-o", "pid,args")
+    assert "pytest" not in seen
+    assert Path("/etc/hostname").read_text().strip() == socket.gethostname() != "node1"
+
+
+def test_a_private_folder_is_changed_for_one_host_alone(cluster):
+    file = ROOT / "docs" / "only-here"
+    on("node1", "touch", file)
+    assert on("node1", "ls", file)
+    assert Job(hosts.inside("node2", ["ls", str(file)])).wait()[0] != 0
+    assert not file.exists()
+    on("node1", "rm", file)
+
+
+def test_a_cut_cable(cluster):
+    reach = ["ssh", "-o", "ConnectTimeout=2", "node2", "true"]
+    hosts.cut("node2")
+    try:
+        status, output = Job(hosts.inside("node1", reach)).wait()
+        assert status == 255, output
+        assert on("node2", "hostname") == "node2"  # it lives
+    finally:
+        hosts.heal("node2")
+    assert Job(hosts.inside("node1", reach)).wait()[0] == 0
+
+
+def test_a_host_without_power_and_with_it_again(cluster):
+    on("node3", "touch", "/dev/shm/lost")
+    hosts.kill("node3")
+    with pytest.raises(ValueError, match="no host node3 is up"):
+        hosts.inside("node3", ["true"])
+    hosts.revive("node3")
+    assert on("node1", "ssh", "node3", "ls", "/dev/shm") == ""
+
+
+COUNT = """
+import socket, sys, time
+receiver = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+receiver.bind(("", 4000))
+receiver.settimeout(3)
+print("ready", flush=True)
+count = 0
+try:
+    while True:
+        receiver.recv(100)
+        count += 1
+except TimeoutError:
+    print(count)
+"""
+SEND = """
+import socket, time
+sender = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+for _ in range(1000):
+    sender.sendto(b"x", ("10.77.0.2", 4000))
+    time.sleep(0.0005)
+"""
+
+
+def arrived() -> int:
+    """Of 1,000 datagrams from node1 to node2."""
+    receiver = Job(hosts.inside("node2", [sys.executable, "-c", COUNT]))
+    assert receiver.process.stdout.readline() == "ready\n"
+    on("node1", sys.executable, "-c", SEND)
+    return int(receiver.wait(30)[1])
+
+
+def test_a_lossy_cable(cluster):
+    hosts.lose("node2", 30)
+    try:
+        assert 600 < arrived() < 800
+    finally:
+        hosts.lose("node2", 0)
+    assert arrived() == 1000
+
+
+def test_a_slow_cable(cluster):
+    hosts.shape("node2", rate="10mbit")
+    try:
+        assert "rate 10Mbit" in on("node2", "tc", "qdisc", "show", "dev", "eth0")
+        assert Job(hosts.inside("node1", ["ssh", "node2", "true"])).wait()[0] == 0
+    finally:
+        hosts.shape("node2")
+    assert "rate" not in on("node2", "tc", "qdisc", "show", "dev", "eth0")
+
+
+def test_a_long_cable(cluster):
+    """Where the kernel has no netem it is said, and nothing is changed."""
+    netem = ["tc", "qdisc", "add", "dev", "lo", "root", "netem", "delay", "1ms"]
+    if Job(hosts.inside("node2", netem)).wait()[0] != 0:
+        with pytest.raises(ValueError, match="--delay needs the kernel's sch_netem"):
+            hosts.shape("node2", delay="20ms")
+    else:
+        hosts.shape("node2", delay="20ms")
+        assert "delay 20ms" in on("node2", "tc", "qdisc", "show", "dev", "eth0")
+        hosts.shape("node2")
+    assert "netem" not in on("node2", "tc", "qdisc", "show", "dev", "eth0")
+
+
+def test_a_second_one_is_refused_and_the_first_stays(cluster):
+    status, output = Job([*SCRIPT, "up"]).wait()
+    assert status == 1
+    assert "there is a virtual cluster already" in output
+    assert on("node1", "hostname") == "node1"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["run", "--host", "node9", "true"], "no host node9 is up; there are node1, node2, node3, node4"),
+        (["cut", "node9"], "no host node9 is up"),
+    ],
+)
+def test_a_mistake_is_one_line(words, message, cluster):
+    status, output = Job([*SCRIPT, *words]).wait()
+    assert status == 1
+    assert output.startswith(f"error: {message}")
+
+
+def test_who_is_not_root_is_told(cluster_tools):
+    words = [
+        "setpriv",
+        "--reuid=65534",
+        "--clear-groups",
+        sys.executable,
+        "-m",
+        "cluster.virtual_cluster",
+        "down",
+    ]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "this needs root" in done.stderr or "Permission denied" in done.stderr
+
+
+def test_down_leaves_nothing(cluster_tools):
+    """Also of what still runs there. (After the module's hosts: they are made anew.)"""
+    hosts.down()
+    before = subprocess.run(["ip", "-brief", "link"], capture_output=True, text=True).stdout
+    assert Job([*SCRIPT, "up", "--hosts", "2"]).wait()[0] == 0
+    sleeper = Job([*SCRIPT, "run", "--host", "node2", "sleep", "1000"])
+    while not any("sleep" in Path(f"/proc/{p}/cmdline").read_text() for p in hosts.processes("node2")):
+        assert sleeper.process.poll() is None
+    assert Job([*SCRIPT, "down"]).wait()[0] == 0
+    assert sleeper.wait(10)[0] != 0
+    assert hosts.names() == []
+    assert not hosts.STATE.exists()
+    assert "vc-" not in subprocess.run(["ip", "netns"], capture_output=True, text=True).stdout
+    assert subprocess.run(["ip", "-brief", "link"], capture_output=True, text=True).stdout == before
+    assert "virtual_cluster" not in Path("/proc/mounts").read_text()
