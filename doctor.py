@@ -40,7 +40,7 @@ from common.diagnosis import (
 )
 from common.host_facts import ANSWER
 from common.hosts import Host, read_hostfile, select
-from common.remote import SSH_FAILED, let_go, master_address, start
+from common.remote import let_go, master_address, start
 
 ROOT = Path(__file__).resolve().parent
 ASK_S = 30  # for an answer that takes no work
@@ -49,23 +49,25 @@ ALL_REDUCE_S = 60
 
 def main() -> int:
     flags = parse(sys.argv[1:])
+    patients = []
     try:
         hosts = select(read_hostfile(flags.hostfile), flags.include, flags.exclude)
         config = _read_yaml(flags.config_file) if flags.config_file else {}
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    patients = [Patient(host) for host in hosts]
-    try:
+        patients += [Patient(host) for host in hosts]
         examination = Examination(patients, flags, config)
         findings = examination.findings()
+        show(hosts, examination, findings)
+        if flags.json:
+            content = {"findings": [dataclasses.asdict(f) | {"remedy": f.remedy} for f in findings]}
+            flags.json.write_text(json.dumps(content | {"facts": examination.facts}, indent=1) + "\n")
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
     finally:
-        for patient in patients:
-            let_go(patient.process, 2)
-    show(hosts, examination, findings)
-    if flags.json:
-        content = {"findings": [dataclasses.asdict(f) | {"remedy": f.remedy} for f in findings]}
-        flags.json.write_text(json.dumps(content | {"facts": examination.facts}, indent=1) + "\n")
+        let_go([patient.process for patient in patients], 2)
     return int(any(finding.fails for finding in findings))
 
 
@@ -94,8 +96,11 @@ def _read_yaml(file: Path) -> dict[str, Any]:
     import yaml
 
     try:
-        return yaml.safe_load(file.read_text()) or {}
-    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
+        content = yaml.safe_load(file.read_text())
+        if not isinstance(content, dict):
+            raise ValueError("expected `key: value` lines")
+        return content
+    except (OSError, yaml.YAMLError, ValueError) as error:
         raise ValueError(f"--config_file {file}: {getattr(error, 'strerror', None) or error}") from None
 
 
@@ -120,12 +125,14 @@ class Patient:
         except (OSError, ValueError):
             answer = None
         except queue.Empty:
-            return {"error": f"no answer within {within_s:.0f} s"}
+            self.process.kill()  # a late answer would be taken for that to the next question
+            self.said.append(f"no answer within {within_s:.0f} s")
+            answer = None
         if answer is None:
+            self.answers = queue.SimpleQueue()
             self.answers.put(None)  # for the next question, too
             status = self.process.wait()
-            said = self.said[-1] if self.said else f"exit status {status}"
-            return {"error": said, "by_ssh": status == SSH_FAILED}
+            return {"error": self.said[-1] if self.said else f"exit status {status}", "gone": True}
         return answer
 
     def _listen(self) -> None:
@@ -161,18 +168,21 @@ class Examination:
     def hosts(self) -> Iterator[Finding]:
         self.checked += ["ssh", "clock", "versions", "driver", "code", "slots"]
         self.checked += ["own-name", "shm", "open-files", *(["data"] if self.flags.data else [])]
-        began = time.time()
-        data = self.flags.data
-        within_s = 300 if data else ASK_S  # a folder may have a million files
-        for patient, answer in self._all(lambda patient: patient.ask("facts", within_s, data=data)):
+        within_s = 300 if self.flags.data else ASK_S  # a folder may have a million files
+
+        def ask(patient: Patient) -> dict[str, Any]:
+            began = time.time()
+            answer = patient.ask("facts", within_s, data=self.flags.data)
+            # It was given between asking and now: only what lies outside of that is off.
+            clock = answer.get("clock", began)
+            return answer | {"clock_off_s": min(clock - began, 0) + max(clock - time.time(), 0)}
+
+        for patient, answer in self._all(ask):
             if "error" in answer:
-                code = "host-key" if "Host key" in answer["error"] else "ssh"
+                code = "host-key" if "Host key" in answer["error"] else "ssh" if "gone" in answer else "facts"
                 yield Finding(code, patient.name, answer["error"], True)
-                continue
-            # The answer was given between asking and now: only what lies outside of that is off.
-            clock, now = answer["clock"], time.time()
-            answer["clock_off_s"] = min(clock - began, 0) + max(clock - now, 0)
-            self.facts[patient.name] = answer
+            else:
+                self.facts[patient.name] = answer
         hosts = [patient.host for patient in self.patients]
         yield from of_each_host(hosts, self.facts)
         yield from between_hosts(self.facts)
@@ -183,7 +193,7 @@ class Examination:
             self.notes.append("no GPUs: the job would be a rehearsal, on gloo processes")
 
     def network(self) -> Iterator[Finding]:
-        self.checked += ["interface", "port-taken", "port-closed"]
+        self.checked += ["interface", "port-taken"]
         names = [patient.name for patient in self.patients]
         ends = [[self.facts[name][key] for name in names] for key in ("reached_at", "asked_from")]
         self.address = self.flags.master_addr or master_address(*ends)
@@ -200,6 +210,7 @@ class Examination:
             what = f"port {self.flags.port}: {answer.get('taken') or answer['error']}"
             yield Finding("port-taken", first.name, what, True)
             return
+        self.checked.append("port-closed")
         question = {"address": self.address, "port": self.flags.port}
         for patient, answer in self._all(lambda patient: patient.ask("connect", **question), others):
             if problem := answer.get("refused") or answer.get("error"):
@@ -240,7 +251,8 @@ class Examination:
                 yield Finding("s3", self.first, problem, True)
 
     def all_reduce(self) -> Iterator[Finding]:
-        if len(self.patients) < 2 or not all(own.get("interface") for own in self.facts.values()):
+        alone = len(self.patients) < 2 and not self.gpus
+        if alone or not all(own.get("interface") for own in self.facts.values()):
             return
         self.checked += ["all-reduce", *(["unsupported-gpu"] if self.gpus else [])]
         port = self.patients[0].ask("free_port").get("port")
@@ -262,10 +274,11 @@ class Examination:
             self.notes.append(f"all-reduce ({how}): {slowest * 1e3:.2f} ms, 64 MiB at {speed:.2f} GB/s")
 
     def job(self, model: dict[str, Any]) -> Iterator[Finding]:
-        self.checked += ["strategy", "batch", "batch-norm"]
+        self.checked.append("script")
         if "error" in model:
-            yield Finding("batch", self.first, model["error"], True)
+            yield Finding("script", self.first, model["error"], True)
             return
+        self.checked += ["strategy", "batch", "batch-norm"]
         memory_gib = min((gpu["memory_gib"] for gpu in self.gpus), default=None)
         yield from of_the_job(self.first, self.config, model, memory_gib)
 
@@ -285,9 +298,10 @@ def _model(script: list[str]) -> dict[str, Any]:
     done = subprocess.run(
         [sys.executable, "-m", "common.model_size", *script], cwd=ROOT, capture_output=True, text=True
     )
-    if done.returncode:
-        return {"error": (done.stderr.strip() or "no answer").splitlines()[-1]}
-    return json.loads(done.stdout.splitlines()[-1])
+    try:
+        return json.loads(done.stdout.splitlines()[-1])
+    except (IndexError, ValueError):
+        return {"error": (done.stderr.strip() or done.stdout.strip() or "no answer").splitlines()[-1]}
 
 
 # --- What is shown

@@ -62,11 +62,12 @@ DEEPSPEED_ENV += (
 
 def main() -> int:
     flags = parse(sys.argv[1:])
+    sys.stdout.reconfigure(errors="replace")  # what ranks print must not end the job
     try:
         if flags.write_deepspeed_env:
             return write_deepspeed_env()
         return Crew(plan(flags)).run(flags.dry_run)
-    except (ValueError, OSError) as error:  # OSError: of the logs, or of a reader of the output that is gone
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
 
@@ -139,19 +140,33 @@ def plan(flags: argparse.Namespace) -> Job:
     if len(counts) > 1:
         counts = ", ".join(f"{host.name} {len(host.devices)}" for host in hosts)
         raise ValueError(f"accelerate starts as many processes on each host; here they differ: {counts}")
+    if not 1 <= flags.port <= 65535:
+        raise ValueError(f"--port {flags.port}: from 1 to 65535")
     config = flags.config_file or _default_config(hosts)
     for file in (config, flags.script[0]):
         if not (ROOT / file).is_file():
             raise ValueError(f"{file}: no such file")
-    if missing := [name for name in flags.env if name not in os.environ]:
-        raise ValueError(f"--env {missing[0]}: the environment has no such variable")
+    if missing := [name.partition("=")[0] for name in flags.env if name not in os.environ]:
+        raise ValueError(f"--env {missing[0]}: give the name of a variable of this environment, not a value")
     env = {name: os.environ[name] for name in flags.env}
     log_dir = flags.log_dir or ROOT / "runs" / "launch" / time.strftime("%Y-%m-%d_%H-%M-%S")
-    launcher = ["--config_file", str(config), *_mesh(ROOT / config, hosts)]
+    launcher = ["--config_file", str(config), *_for_several(ROOT / config, hosts)]
     return Job(hosts, launcher, flags.script, env, flags.master_addr, flags.port, log_dir)
 
 
 def _hosts(flags: argparse.Namespace) -> list[Host]:
+    for_mode = {
+        "single-node": ("gpus",),
+        "multi-node": ("gpus_per_node", "master_node", "worker_nodes"),
+        None: ("hostfile", "include", "exclude"),
+    }
+    for mode, names in for_mode.items():
+        if mode != flags.mode and (given := [name for name in names if getattr(flags, name)]):
+            needed = f"needs --mode {mode}" if mode else f"does not go with --mode {flags.mode}"
+            raise ValueError(f"--{given[0]} {needed}")
+    for name in ("gpus", "gpus_per_node"):
+        if (getattr(flags, name) or 1) < 1:
+            raise ValueError(f"--{name} {getattr(flags, name)}: at least 1")
     if flags.mode == "single-node":
         return [Host("localhost", tuple(range(flags.gpus or 1)))]
     if flags.mode == "multi-node":
@@ -160,6 +175,8 @@ def _hosts(flags: argparse.Namespace) -> list[Host]:
         names = [flags.master_node, *flags.worker_nodes.split(",")]
         if wrong := [name for name in names if not NAME.fullmatch(name)]:
             raise ValueError(f"{wrong[0]!r} is no host's name")
+        if len(set(names)) < len(names):
+            raise ValueError(f"--master-node and --worker-nodes name a host twice: {', '.join(names)}")
         return [Host(name, tuple(range(flags.gpus_per_node))) for name in names]
     return select(read_hostfile(flags.hostfile or ROOT / "hostfile"), flags.include, flags.exclude)
 
@@ -169,15 +186,21 @@ def _default_config(hosts: list[Host]) -> str:
     return f"accelerate_configs/{'single_gpu' if alone else 'ddp_2gpu'}.yaml"
 
 
-def _mesh(config: Path, hosts: list[Host]) -> list[str]:
-    """For a config with hybrid sharding, which then is inside of each host, however many there are."""
+def _for_several(config: Path, hosts: list[Host]) -> list[str]:
+    """What a config needs beside its own keys. Hybrid sharding is inside of each host, be it two or ten.
+    DeepSpeed's other launchers would write the whole environment into a file, and onto command lines.
+    """
     import yaml
 
     try:
-        hybrid = "parallelism_config" in (yaml.safe_load(config.read_text()) or {})
-    except (yaml.YAMLError, TypeError, UnicodeDecodeError) as error:
+        content = yaml.safe_load(config.read_text())
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{config} is no YAML: {error}") from None
-    if not hybrid:
+    if not isinstance(content, dict):
+        raise ValueError(f"{config}: expected `key: value` lines")
+    if content.get("distributed_type") == "DEEPSPEED" and len(hosts) > 1:
+        return ["--deepspeed_multinode_launcher", "standard"]
+    if "parallelism_config" not in content:
         return []
     prefix = "--parallelism_config_dp"
     return [f"{prefix}_replicate_size", str(len(hosts)), f"{prefix}_shard_size", str(len(hosts[0].devices))]
@@ -199,7 +222,11 @@ def write_deepspeed_env() -> int:
     kept = [line for line in lines if line.strip() and line.partition("=")[0] not in DEEPSPEED_ENV]
     ours = [f"{name}={os.environ[name]}" for name in DEEPSPEED_ENV if os.environ.get(name)]
     write_text(file, "".join(f"{line}\n" for line in [*kept, *ours]))
-    print(f"{file}: {', '.join(line.partition('=')[0] for line in [*kept, *ours]) or 'empty'}")
+    print(f"{file}: {', '.join(line.partition('=')[0] for line in ours) or 'nothing of this environment'}")
+    if kept:
+        print(
+            f"kept as they were, look whether they are secret: {', '.join(k.partition('=')[0] for k in kept)}"
+        )
     return 0
 
 
@@ -216,17 +243,25 @@ class Member:
     log: IO[str] | None = None
     hello: dict[str, Any] | None = None
     status: int | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
     said: list[str] = field(default_factory=list)  # its last lines
 
     def hear(self, line: str) -> None:
-        if self.log is None:
-            self.log_file.parent.mkdir(parents=True, exist_ok=True)
-            self.log = open(self.log_file, "w", buffering=1)  # noqa: SIM115 (closed when the host is let go)
-        self.log.write(line + "\n")
         self.said = [*self.said[-LINES:], line]
+        with contextlib.suppress(OSError):  # a full disk here is no reason to end the job there
+            if self.log is None:
+                self.log_file.parent.mkdir(parents=True, exist_ok=True)
+                self.log = open(self.log_file, "w", buffering=1, encoding="utf-8")  # noqa: SIM115
+            self.log.write(line + "\n")
+
+    def visible(self) -> dict[str, str]:
+        """For a host of which not all devices take part, or not the first."""
+        devices = self.host.devices
+        every = devices == tuple(range(len(devices)))
+        return {} if every else {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))}
 
     def tell(self, line: str) -> None:
-        with contextlib.suppress(OSError, ValueError):
+        with self.lock, contextlib.suppress(OSError, ValueError):
             self.process.stdin.write(line + "\n")
             self.process.stdin.flush()
 
@@ -237,7 +272,6 @@ class Crew:
         self.events: queue.SimpleQueue[tuple] = queue.SimpleQueue()
         self.signals: list[int] = []  # that this launcher got
         self.failed: list[Member] = []  # in the order in which they ended
-        self.beat = 0.0
         self.stopped: float | None = None  # when all were told to stop
         self.preempted = False
 
@@ -247,6 +281,7 @@ class Crew:
             signal.signal(number, lambda number, _: self.events.put(("signal", None, number)))
         began = time.monotonic()
         self.members = [self._connect(host) for host in self.job.hosts]
+        threading.Thread(target=self._beat, daemon=True).start()
         try:
             if self._meet():
                 hellos = [member.hello for member in self.members]
@@ -256,15 +291,13 @@ class Crew:
                 if dry_run:
                     return 0
                 self._start(address)
-                print(
-                    f"started after {time.monotonic() - began:.2f} s, logs in {self.job.log_dir}", flush=True
-                )
+                self._say(f"started after {time.monotonic() - began:.2f} s, logs in {self.job.log_dir}")
                 while any(member.status is None for member in self.members):
                     self._next_event()
             return self._status()
         finally:
+            let_go([member.process for member in self.members], END_S)
             for member in self.members:
-                let_go(member.process, 10)
                 if member.log:
                     member.log.close()
 
@@ -278,6 +311,12 @@ class Crew:
         for line in member.process.stdout:
             self.events.put(("line", member, line.rstrip("\n")))
         self.events.put(("end", member, member.process.wait()))
+
+    def _beat(self) -> None:
+        """Signs of life, also while a terminal that is stopped holds up what is shown."""
+        while True:
+            self._tell_all("")
+            time.sleep(BEAT_S)
 
     def _meet(self) -> bool:
         """Whether all hosts answer, before anything is started on any."""
@@ -293,22 +332,17 @@ class Crew:
 
     def _start(self, address: str) -> None:
         for rank, member in enumerate(self.members):
-            devices = member.host.devices
-            env = dict(self.job.env)
-            if devices != tuple(range(len(devices))):
-                env.setdefault("CUDA_VISIBLE_DEVICES", ",".join(map(str, devices)))
+            env = member.visible() | self.job.env
             master = (address, self.job.port) if len(self.members) > 1 else None
             part = {"words": self.job.words(rank, address), "env": env, "master": master, "first": rank == 0}
             member.tell(json.dumps(part))
 
     def _next_event(self) -> None:
-        now = time.monotonic()
-        if now - self.beat > BEAT_S:  # a sign of life
-            self.beat = now
-            self._tell_all("")
-        if self.stopped and now - self.stopped > END_S:
+        if self.stopped and time.monotonic() - self.stopped > END_S:
             for member in self.members:
-                member.process.kill()  # of a host that can't be reached; its agent ends there by itself
+                if member.status is None:  # can't be reached; its agent ends there by itself
+                    member.process.kill()
+                    self._ended(member, SSH_FAILED)
         with contextlib.suppress(queue.Empty):
             kind, member, what = self.events.get(timeout=0.5)
             {"line": self._hear, "end": self._ended, "signal": self._told}[kind](member, what)
@@ -319,9 +353,11 @@ class Crew:
             return
         member.hear(line)
         self.preempted = self.preempted or line.startswith("preempted: ")
-        print(f"{self._label(member)} | {line}", flush=True)
+        self._say(f"{self._label(member)} | {line}")
 
     def _ended(self, member: Member, status: int) -> None:
+        if member.status is not None:
+            return
         member.status = status
         if status != 0:
             self.failed.append(member)
@@ -331,8 +367,8 @@ class Crew:
         if self.signals:
             self._tell_all("kill")
         else:
-            print("stopping: every process saves and ends; once more ends all at once", flush=True)
             self._stop_all()
+            self._say("stopping: every process saves and ends; once more ends all at once")
         self.signals.append(number)
 
     def _stop_all(self) -> None:
@@ -345,6 +381,13 @@ class Crew:
                 member.tell(word)
 
     # --- What is shown
+
+    def _say(self, text: str) -> None:
+        """Where nobody reads any more (`| tee` ends at Ctrl-C, too) the job goes on, and its logs."""
+        try:
+            print(text, flush=True)
+        except OSError:
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115
 
     def _label(self, member: Member) -> str:
         name = f"{member.host.name:{max(len(host.name) for host in self.job.hosts)}}"
@@ -361,18 +404,20 @@ class Crew:
             first += count
             devices = ",".join(map(str, member.host.devices))
             master = f"  master {address}:{self.job.port}" if rank == 0 and len(self.members) > 1 else ""
-            print(f"{self._label(member)}  {ranks}  devices {devices}{master}")
+            at = member.hello["address"] or (address if rank == 0 else "this host")
+            self._say(f"{self._label(member)}  {at}  {ranks}  devices {devices}{master}")
             if commands:
-                print(f"    {shlex.join(self.job.words(rank, address))}")
+                visible = [f"{name}={value}" for name, value in member.visible().items()]
+                self._say(f"    {shlex.join([*visible, *self.job.words(rank, address)])}")
 
     def _status(self) -> int:
+        if not self.failed and all(member.status == 0 for member in self.members):
+            return 0
         if self.preempted:
-            print(f"preempted: the same command continues (exit status {PREEMPTED})")
+            self._say(f"preempted: the same command continues (exit status {PREEMPTED})")
             return PREEMPTED
         if self.signals:
             return 128 + self.signals[0]
-        if not self.failed:
-            return 0
         first = min(self.failed, key=lambda member: _cause(member)[0])
         others = "; the other hosts were stopped" if len(self.members) > 1 and first.hello else ""
         what = f"{first.host.name}: {_cause(first)[1]}{others}"
@@ -382,17 +427,20 @@ class Crew:
 
 def _cause(member: Member) -> tuple[int, str]:
     """Why this host's part ended; before it, how likely that follows from another's end (0: least)."""
-    last = member.said[-1] if member.said else f"exit status {member.status}"
+    last = next((line for line in reversed(member.said) if line.strip("=- ")), f"exit status {member.status}")
     if member.hello is None:
         return 0, f"{last} (`ssh {member.host.name}` must work without a question, the project be at {ROOT})"
     if member.status == SSH_FAILED:
         return 0, f"the connection is lost ({last})"
     text = "\n".join(member.said)
-    if killed := re.search(r"exitcode *: *-(?!15)(\d+)", text):  # as torchrun reports it
+    # As torchrun reports it; survivors are ended by 15, and by 6 when NCCL notices.
+    if killed := re.search(r"exitcode *: *-(?!15\b|6\b)(\d+)", text):
         return 1, f"a process was killed by signal {killed[1]}"
-    if errors := re.findall(r"^error: (.*)", text, re.MULTILINE):
+    if errors := re.findall(r"^(?:\S+: )?error: (.*)", text, re.MULTILINE):
         return 2, errors[0]
-    return 3, last
+    if raised := re.findall(r"^(?:\[\w+\]: ?)?(\w[\w.]*(?:Error|Exception): .*)", text, re.MULTILINE):
+        return 3, raised[-1]
+    return 4, last
 
 
 if __name__ == "__main__":

@@ -119,7 +119,9 @@ def act(flags: argparse.Namespace) -> int:
         up(flags.hosts, flags.slots, flags.rate, flags.delay, flags.loss, flags.private)
         print(f"{', '.join(names())} are up; python {sys.argv[0]} run --host node1 COMMAND")
     elif flags.verb == "run":
-        return subprocess.run(inside(flags.host, flags.command or ["bash"])).returncode
+        words = inside(flags.host, flags.command or ["bash"])
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the command, which ends as it sees fit
+        return subprocess.run(words).returncode
     elif flags.verb == "down":
         down()
     else:
@@ -146,6 +148,7 @@ def up(
     for folder in private:
         if not folder.is_dir():
             raise ValueError(f"--private {folder} is no folder")
+    STATE.mkdir(parents=True, mode=0o700)
     try:
         _make(hosts, slots, [folder.resolve() for folder in private])
         for name in names():
@@ -176,7 +179,8 @@ def inside(host: str, command: list[str], folder: Path | None = None) -> list[st
     """The words that run a command on a host, in this folder or the one given."""
     target = ["nsenter", "--target", str(_init(host)), "--mount", "--uts", "--ipc", "--net", "--pid"]
     # --wd would find the folder as it is outside, without what --private has put there.
-    there = f"cd {shlex.quote(str(folder or Path.cwd()))} && exec {shlex.join(map(str, command))}"
+    words = shlex.join(["env", "--default-signal=INT", *map(str, command)])
+    there = f"cd {shlex.quote(str(folder or Path.cwd()))} && exec {words}"
     return [*target, "sh", "-c", there]
 
 
@@ -268,12 +272,15 @@ def kill(host: str) -> None:
 
 def revive(host: str) -> None:
     """After kill: it starts again, with its address and its --private files."""
+    if host not in names():
+        raise ValueError(f"no host {host}; there are {', '.join(names()) or 'none'}")
+    if _is_up(host):
+        raise ValueError(f"{host} is up")
     (STATE / host / "up").unlink()
     _wait_for(host, _start(host))
 
 
 def _make(hosts: int, slots: int, private: list[Path]) -> None:
-    STATE.mkdir(parents=True, mode=0o700)
     _keygen(STATE / "user")
     everyone = {f"node{n}": f"10.77.0.{n}" for n in range(1, hosts + 1)}
     _run("ip", "netns", "add", SWITCH)
@@ -363,13 +370,24 @@ def _wait_for_sshd(host: str) -> None:
 
 def _init(host: str) -> int:
     """The number that this machine gives the host's first process."""
+    if not _is_up(host):
+        there = ", ".join(filter(_is_up, names())) or "none: `up` starts them"
+        raise ValueError(f"no host {host} is up; there are {there}")
+    return _first_child(host)
+
+
+def _is_up(host: str) -> bool:
+    """Whether the process of that number is still this host's: numbers are used again."""
     try:
-        outer = (STATE / host / "outer_pid").read_text()
-        words = Path(f"/proc/{outer}/task/{outer}/children").read_text().split()
-        return int(words[0])
+        own = os.stat(f"/run/netns/{_namespace(host)}").st_ino
+        return os.stat(f"/proc/{_first_child(host)}/ns/net").st_ino == own
     except (OSError, IndexError, ValueError):
-        there = ", ".join(names()) or "none: `up` starts them"
-        raise ValueError(f"no host {host} is up; there are {there}") from None
+        return False
+
+
+def _first_child(host: str) -> int:
+    outer = (STATE / host / "outer_pid").read_text()
+    return int(Path(f"/proc/{outer}/task/{outer}/children").read_text().split()[0])
 
 
 def _namespace(name: str) -> str:

@@ -38,8 +38,12 @@ def main() -> None:
         signal.signal(number, lambda *_: heard.put("stop\n"))
     threading.Thread(target=_listen, args=(heard,), daemon=True).start()
     print(HELLO + json.dumps(_about_this_host()), flush=True)
-    while not (first := heard.get() or "stop").strip():
-        pass  # signs of life
+    first = ""
+    while not first.strip():  # signs of life
+        try:
+            first = heard.get(timeout=SILENCE_S) or "stop"
+        except queue.Empty:
+            return
     if first.strip() in ("stop", "kill"):
         return
     part = json.loads(first)
@@ -71,9 +75,14 @@ def _start(part: dict[str, Any]) -> subprocess.Popen:
     env = os.environ | {"PATH": path} | part["env"]
     if part["master"]:
         address, port = part["master"]
-        interface, _ = interface_to(address)
-        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-            env.setdefault(name, interface)
+        interface, mine = interface_to(address)
+        if mine.startswith("127."):
+            raise ValueError(
+                f"the first host is {address}, which is loopback here: give --master_addr with an address"
+                " that all hosts reach"
+            )
+        env.setdefault("GLOO_SOCKET_IFNAME", interface)
+        env.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # without = also those that begin so
         if part["first"]:
             _check_port(port)
     return subprocess.Popen(
@@ -106,7 +115,11 @@ def _wait(child: subprocess.Popen, heard: "queue.SimpleQueue[str | None]") -> in
             stop = stop or line in (None, "stop\n")
             deadline = 0.0 if line == "kill\n" else deadline
         now = time.monotonic()
-        if deadline is None and (stop or now - heard_at > SILENCE_S or child.returncode is not None):
+        if not stop and now - heard_at > SILENCE_S:
+            stop = True
+            with contextlib.suppress(OSError):
+                print(f"stopping: no sign of the launcher for {SILENCE_S} s", flush=True)
+        if deadline is None and (stop or child.returncode is not None):
             child.send_signal(signal.SIGTERM)
             deadline = now + GRACE_S
         if deadline is not None and now > deadline:

@@ -1,7 +1,7 @@
 """One process of doctor.py's group of all hosts: do they meet, and how fast is an all-reduce?
 
-As a job does it: nccl between GPUs, gloo without. Prints JSON: seconds of a small one, GB/s of a large one
-(bytes of the tensor / seconds), what torch was built for and what the GPU is.
+As a job does it: nccl between GPUs, gloo without. Prints two lines of JSON: what torch was built for and what
+the GPU is; then seconds of a small one, and GB/s of a large one (bytes of the tensor / seconds).
 """
 
 import json
@@ -21,14 +21,15 @@ ROUNDS = 5
 def main() -> None:
     within_s = float(sys.argv[1])
     gpu = torch.cuda.is_available()
+    about = {"built_for": torch.cuda.get_arch_list() if gpu else []}
+    about["capability"] = list(torch.cuda.get_device_capability()) if gpu else None
+    print(json.dumps(about), flush=True)  # first: on a GPU that torch was not built for the rest fails
     dist.init_process_group("nccl" if gpu else "gloo", timeout=timedelta(seconds=within_s))
     device = torch.device("cuda" if gpu else "cpu")
     found = {
         "latency_s": _seconds(torch.ones(SMALL, device=device)),
         "gb_per_s": LARGE * 4 / 1e9 / _seconds(torch.ones(LARGE, device=device)),
         "backend": dist.get_backend(),
-        "built_for": torch.cuda.get_arch_list() if gpu else [],
-        "capability": list(torch.cuda.get_device_capability()) if gpu else None,
     }
     dist.barrier()
     print(json.dumps(found), flush=True)

@@ -18,6 +18,7 @@ HELD_PART = 0.1  # of a GPU's memory that others may hold before it is said
 REMEDIES = {
     "ssh": "`ssh HOST` must work without a question, with the project and its .venv at this path there",
     "host-key": "compare its fingerprint with the console's, then `ssh-keyscan HOST >> ~/.ssh/known_hosts`",
+    "facts": "look at what it says; the checks that need the answer were left out",
     "clock": "set the clock by NTP (`timedatectl set-ntp true`): S3 refuses requests that are minutes off",
     "versions": "`make setup` on the host: the ranks would refuse to start together",
     "driver": "the same driver on all hosts, or at least the same NCCL",
@@ -39,6 +40,7 @@ REMEDIES = {
     "all-reduce": "see `port-closed` and `interface`; NCCL_DEBUG=INFO says more",
     "s3": "credentials where boto3 looks for them, on the first host; the bucket's region and policy",
     "strategy": "ddp_*.yaml is faster where the model fits",
+    "script": "the script or one of its flags is wrong",
     "batch": "a smaller --batch_size",
     "batch-norm": "--mixed_precision no, or DDP: FSDP keeps BatchNorm's statistics in bf16",
 }  # fmt: skip
@@ -122,13 +124,13 @@ def _odd_ones(code: str, name: str, values: dict[str, Any], fails: bool) -> Iter
 
 def of_all_reduce(answers: Facts) -> Iterator[Finding]:
     for host, answer in answers.items():
-        if problem := answer.get("problem") or answer.get("error"):
+        problem = answer.get("problem") or answer.get("error")
+        major, minor = answer.get("capability") or (0, 0)
+        if major and not any(_runs_on(built, major, minor) for built in answer["built_for"]):
+            what = f"torch is built for {', '.join(answer['built_for'])}, the GPU is sm_{major}{minor}"
+            yield Finding("unsupported-gpu", host, what, True)
+        elif problem:
             yield Finding("all-reduce", host, problem, True)
-        elif answer["capability"]:
-            major, minor = answer["capability"]
-            if not any(_runs_on(built, major, minor) for built in answer["built_for"]):
-                what = f"torch is built for {', '.join(answer['built_for'])}, the GPU is sm_{major}{minor}"
-                yield Finding("unsupported-gpu", host, what, True)
 
 
 def _runs_on(built: str, major: int, minor: int) -> bool:

@@ -151,9 +151,12 @@ def all_reduce(
         done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=deadline_s, cwd=ROOT)
     except subprocess.TimeoutExpired:
         return {"problem": f"no answer within {deadline_s:.0f} s"}
+    found = {"problem": None}
+    for line in done.stdout.splitlines():
+        found |= json.loads(line)
     if done.returncode:
-        return {"problem": (done.stderr.strip() or f"exit status {done.returncode}").splitlines()[-1]}
-    return {"problem": None, **json.loads(done.stdout.splitlines()[-1])}
+        found["problem"] = (done.stderr.strip() or f"exit status {done.returncode}").splitlines()[-1]
+    return found
 
 
 def code() -> dict[str, str]:
@@ -177,6 +180,8 @@ def devices() -> dict[str, Any]:
         for gpu, handle in zip(gpus, handles, strict=True):
             gpu["peers"] = [_reaches(pynvml, handle, other) for other in handles if other is not handle]
         return {"driver": pynvml.nvmlSystemGetDriverVersion(), "problem": None, "gpus": gpus}
+    except pynvml.NVMLError as error:  # what this GPU can't be asked
+        return {"driver": pynvml.nvmlSystemGetDriverVersion(), "problem": str(error), "gpus": []}
     finally:
         pynvml.nvmlShutdown()
 
@@ -216,7 +221,7 @@ def _contents(root: Path) -> dict[str, Any]:
         below.sort()
         for name in sorted(names):
             path = Path(folder) / name
-            digest.update(f"{path.relative_to(root)} {path.stat().st_size}\n".encode())
+            digest.update(f"{path.relative_to(root)} {path.lstat().st_size}\n".encode())
             count += 1
     return {"files": count, "digest": digest.hexdigest()[:12]}
 

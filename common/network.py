@@ -10,7 +10,7 @@ import psutil
 def interface_to(address: str) -> tuple[str, str]:
     """The interface with the route to a host, and the address there; on that host itself the one that has it.
 
-    ValueError when there is no route, or the address is loopback's.
+    IPv4. ValueError when there is no route.
     """
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

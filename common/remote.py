@@ -4,6 +4,7 @@ import contextlib
 import shlex
 import socket
 import subprocess
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from common.network import own_addresses
 # A key that is not known is refused, nothing is asked, and a host that is gone is noticed within 25 s.
 SSH = ("ssh", "-T", "-x", "-a", "-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=yes")
 SSH += ("-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=4")
+SSH += ("-o", "ControlMaster=no", "-o", "ControlPath=none")  # an older connection has other options
 SSH_FAILED = 255  # ssh's own exit status
 
 
@@ -30,14 +32,17 @@ def start(host: str, words: Sequence[str], folder: Path) -> subprocess.Popen:
     )
 
 
-def let_go(process: subprocess.Popen, within_s: float) -> None:
+def let_go(processes: Sequence[subprocess.Popen], within_s: float) -> None:
     """The end of its input is the sign to end for what was started; ssh itself does not outlive this."""
-    with contextlib.suppress(OSError):
-        process.stdin.close()
-    try:
-        process.wait(within_s)
-    except subprocess.TimeoutExpired:
-        process.kill()
+    for process in processes:
+        with contextlib.suppress(OSError):
+            process.stdin.close()
+    deadline = time.monotonic() + within_s
+    for process in processes:
+        try:
+            process.wait(max(0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
 
 
 def _command(host: str, words: Sequence[str], folder: Path) -> list[str]:

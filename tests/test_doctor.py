@@ -161,6 +161,32 @@ def test_s3_is_asked_from_the_first_host(cluster, tmp_path, s3):  # noqa: F811
     assert [(f["code"], f["host"]) for f in fails] == [("s3", "node1")], output
 
 
+def test_a_dangling_link_is_no_trouble_with_ssh(cluster, tmp_path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "gone").symlink_to("nowhere")
+    status, output, fails = examine(tmp_path, "--data", tmp_path / "data")
+    assert (status, fails) == (0, []), output
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--json", "/no/such/x"], "error: [Errno 2] No such file or directory"),
+        (["nothing.py"], "FAILS [script] localhost: "),
+        (
+            ["train_cnn_a.py", "--lrr", "1"],
+            "FAILS [script] localhost: model_size.py: error: unknown flag --lrr",
+        ),
+        (["--hostfile", "nowhere"], "error: nowhere: No such file or directory"),
+    ],
+)
+def test_a_mistake_is_said(words, message):
+    status, output = Job([sys.executable, "doctor.py", *words]).wait(60)
+    assert status == 1
+    assert message in output
+    assert "Traceback" not in output
+
+
 def test_one_host_with_s3_and_a_script(tmp_path, s3):  # noqa: F811
     words = [sys.executable, "doctor.py", "--s3", f"s3://{BUCKET}/doctor"]
     words += ["train_cnn_a.py", "--data", "digits", "--batch_size", "1440"]
@@ -232,6 +258,9 @@ def test_a_fault_of_one_host(change, expected):
 def test_a_gpu_that_torch_was_not_built_for():
     answer = {"problem": None, "capability": [6, 1], "built_for": ["sm_75", "sm_80", "sm_90", "compute_120"]}
     assert [f.code for f in of_all_reduce({"a": answer})] == ["unsupported-gpu"]
+    failed = answer | {"problem": "CUDA error: no kernel image is available"}  # what then really happens
+    assert [f.code for f in of_all_reduce({"a": failed})] == ["unsupported-gpu"]
+    assert [f.code for f in of_all_reduce({"a": failed | {"capability": None}})] == ["all-reduce"]
     for capability in ([7, 5], [8, 6], [9, 0], [12, 1]):
         assert not [*of_all_reduce({"a": answer | {"capability": capability}})], capability
 

@@ -206,8 +206,8 @@ def test_a_dry_run_starts_nothing(cluster, tmp_path):
     assert status == 0, output
     assert not (tmp_path / "run").exists()
     assert not (tmp_path / "logs").exists()
-    assert "node1  ranks 0-1  devices 0,1  master 10.77.0.1:29500" in output
-    assert "node2  ranks 2-3  devices 0,1" in output
+    assert "node1  10.77.0.1  ranks 0-1  devices 0,1  master 10.77.0.1:29500" in output
+    assert "node2  10.77.0.2  ranks 2-3  devices 0,1" in output
     commands = [line.strip() for line in output.splitlines() if line.startswith("    ")]
     jobs = [Job(hosts.inside(f"node{k}", shlex.split(c), ROOT)) for k, c in enumerate(commands, 1)]
     assert [job.wait()[0] for job in jobs] == [0, 0]
@@ -352,6 +352,17 @@ def test_no_sshd_on_one_host(cluster, tmp_path):
     wait_until_empty(hosts.names(), 5)
 
 
+def test_who_reads_the_output_may_go(cluster, tmp_path):
+    """As `| tee` does at Ctrl-C: the hosts still save, and the status is that of a preemption."""
+    training = Training(tmp_path)
+    training.job.process.stdout.close()
+    time.sleep(1)  # the next lines have no reader
+    launcher_of(training.job).send_signal(signal.SIGINT)
+    assert training.job.process.wait(60) == 75
+    assert result(training.folder)["status"] == "preempted"
+    wait_until_empty(hosts.names(), 5)
+
+
 def test_another_host_key(cluster, tmp_path):
     """What answers there is not who it was: nothing is sent to it."""
     known = hosts.STATE / "node1" / "ssh" / "ssh_known_hosts"
@@ -447,7 +458,15 @@ def test_what_deepspeed_passes_on_holds_no_secret(tmp_path):
         (["--hostfile", "nowhere", "train_hello.py"], "error: nowhere: No such file or directory"),
         (["--config_file", "nowhere.yaml", "train_hello.py"], "error: nowhere.yaml: no such file"),
         (["nothing.py"], "error: nothing.py: no such file"),
-        (["--env", "NOT_THERE", "train_hello.py"], "error: --env NOT_THERE: the environment has no such"),
+        (["--env", "NOT_THERE=secret", "train_hello.py"], "error: --env NOT_THERE: give the name of a"),
+        (["--gpus", "4", "train_hello.py"], "error: --gpus needs --mode single-node"),
+        (["--mode", "single-node", "--gpus", "-1"], "error: --gpus -1: at least 1"),
+        (["--mode", "single-node", "--include", "a"], "error: --include does not go with --mode single-node"),
+        (["--port", "70000", "train_hello.py"], "error: --port 70000: from 1 to 65535"),
+        (
+            ["--mode", "multi-node", "--gpus-per-node=1", "--master-node=a", "--worker-nodes=b,a"],
+            "a host twice",
+        ),
         (["--mode", "multi-node"], "error: --mode multi-node needs --master-node"),
         (
             ["--mode", "multi-node", "--gpus-per-node=1", "--master-node=-x", "--worker-nodes=b"],
@@ -459,6 +478,7 @@ def test_a_mistake_is_one_line(words, message):
     status, output = Job([sys.executable, "launch.py", *words]).wait(30)
     assert status in (1, 2)
     assert message in output
+    assert "secret" not in output
     assert "Traceback" not in output
 
 

@@ -137,6 +137,8 @@ def test_a_second_one_is_refused_and_the_first_stays(cluster):
     [
         (["run", "--host", "node9", "true"], "no host node9 is up; there are node1, node2, node3, node4"),
         (["cut", "node9"], "no host node9 is up"),
+        (["revive", "node9"], "no host node9"),
+        (["revive", "node2"], "node2 is up"),
     ],
 )
 def test_a_mistake_is_one_line(words, message, cluster):
