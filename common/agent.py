@@ -2,7 +2,7 @@
 
 launch.py starts it, over ssh or here, and they speak in lines. The agent first says, as JSON, how this host
 is reached. It hears its part of the job as JSON, then an empty line now and then as a sign of life, and
-`stop` or `kill`. What the job prints goes straight through. At the end of the input, or after SILENCE_S
+`stop` or `kill`. What the job prints is handed on. At the end of the input, or after SILENCE_S
 without a line, the launcher is gone or this host is cut off: as `stop`.
 """
 
@@ -52,7 +52,10 @@ def main() -> None:
     except (ValueError, OSError) as error:
         print(f"error: {error}", flush=True)
         sys.exit(1)
+    relay = threading.Thread(target=_relay, args=(child.stdout.fileno(),), daemon=True)
+    relay.start()
     status = _wait(child, heard)
+    relay.join(5)
     sys.exit(128 - status if status < 0 else status)
 
 
@@ -89,11 +92,22 @@ def _start(part: dict[str, Any]) -> subprocess.Popen:
         part["words"],
         env=env,
         stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         start_new_session=True,
         preexec_fn=lambda: ctypes.CDLL(None).prctl(
             1, signal.SIGTERM
         ),  # PR_SET_PDEATHSIG: when the agent dies
     )
+
+
+def _relay(output: int) -> None:
+    """What the job prints. Where nobody reads any more, as after the launcher was killed, it is dropped:
+    a process that saves must not fail in a print.
+    """
+    while data := os.read(output, 2**16):
+        with contextlib.suppress(OSError):
+            os.write(sys.stdout.fileno(), data)
 
 
 def _check_port(port: int) -> None:

@@ -254,7 +254,9 @@ def test_a_signal_saves_everywhere_and_the_same_command_continues(number, traini
     assert training.continues() == found["steps"]
 
 
-def test_a_killed_launcher_leaves_nothing_behind(training):
+def test_a_killed_launcher_leaves_nothing_behind(cluster, tmp_path):
+    """Nor does a process fail because nobody reads what it prints: it prints at every step, and saves."""
+    training = Training(tmp_path, "--log_every", "1")
     launcher_of(training.job).kill()
     assert training.job.wait(60)[0] != 0
     wait_until_empty(hosts.names(), 60)
