@@ -37,7 +37,7 @@ from common.hosts import NAME, Host, read_hostfile, select
 from common.remote import SSH_FAILED, let_go, master_address, start
 
 ROOT = Path(__file__).resolve().parent
-PREEMPTED = 75
+PREEMPTED = 75  # common.preemption.STATUS, whose import of torch would take seconds
 CONNECT_S = 30  # for all hosts to answer
 END_S = 60  # from `stop` until a host that still has not ended is given up
 LINES = 200  # of a host's output that are kept to say what failed
@@ -46,15 +46,13 @@ COLOURS = (36, 33, 35, 32, 34, 96, 93, 95)
 DEEPSPEED_ENV = (
     "CUDA_VISIBLE_DEVICES",
     "GLOO_SOCKET_IFNAME",
-    "NCCL_SOCKET_IFNAME",
-    "NCCL_DEBUG",
-    "NCCL_IB_DISABLE",
-)
-DEEPSPEED_ENV += (
-    "NCCL_P2P_DISABLE",
-    "OMP_NUM_THREADS",
     "HF_HOME",
     "HF_HUB_OFFLINE",
+    "NCCL_DEBUG",
+    "NCCL_IB_DISABLE",
+    "NCCL_P2P_DISABLE",
+    "NCCL_SOCKET_IFNAME",
+    "OMP_NUM_THREADS",
     "WANDB_MODE",
     "WANDB_PROJECT",
 )

@@ -95,10 +95,12 @@ def _start(part: dict[str, Any]) -> subprocess.Popen:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         start_new_session=True,
-        preexec_fn=lambda: ctypes.CDLL(None).prctl(
-            1, signal.SIGTERM
-        ),  # PR_SET_PDEATHSIG: when the agent dies
+        preexec_fn=_end_with_agent,
     )
+
+
+def _end_with_agent() -> None:
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 def _relay(output: int) -> None:

@@ -1,6 +1,8 @@
 """What doctor.py asks each host, answered there: JSON lines in and out, without importing torch.
 
-{"ask": "facts", "master": ..., ...}  ->  a line that begins with ANSWER
+    {"ask": "connect", "address": "10.0.0.11", "port": 29500}  ->  ANSWER and {"refused": null}
+
+A question is the name of one of the functions below and its arguments.
 """
 
 import hashlib
@@ -65,8 +67,6 @@ def facts(data: str | None) -> dict[str, Any]:
         "nccl": _nccl_version(),
         "code": code(),
         "devices": devices(),
-        "cores": len(os.sched_getaffinity(0)),
-        "memory_gib": psutil.virtual_memory().available / 2**30,
         "shm_gib": shutil.disk_usage("/dev/shm").free / 2**30 if Path("/dev/shm").is_dir() else 0.0,
         "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         "data": _contents(Path(data)) if data else None,
@@ -88,12 +88,11 @@ def _listen(port: int, listening: list[socket.socket]) -> dict[str, Any]:
 
 
 def connect(address: str, port: int) -> dict[str, Any]:
-    began = time.perf_counter()
     try:
         socket.create_connection((address, port), timeout=5).close()
     except OSError as error:
         return {"refused": error.strerror or str(error)}
-    return {"refused": None, "seconds": time.perf_counter() - began}
+    return {"refused": None}
 
 
 def writable(folder: str, token: str, leave: bool) -> dict[str, Any]:
@@ -144,7 +143,7 @@ def all_reduce(
         "RANK": str(rank),
         "WORLD_SIZE": str(hosts),
         "GLOO_SOCKET_IFNAME": interface,
-        "NCCL_SOCKET_IFNAME": interface,
+        "NCCL_SOCKET_IFNAME": f"={interface}",  # as common/agent.py sets it
     }
     words = [sys.executable, "-m", "common.all_reduce", str(deadline_s)]
     try:
