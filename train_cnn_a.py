@@ -132,7 +132,7 @@ def main() -> None:
         for step in range(first_step, last_step + 1):
             if run.should_evaluate(step):
                 run.log_evaluation(
-                    step, evaluate(accelerator, model, images.val, recipe, batch, MEAN, STD, run.tell)
+                    step, evaluate(accelerator, model, images.val, recipe, batch, MEAN, STD, run)
                 )
             run.checkpoint(step)
             if step == last_step:

@@ -140,12 +140,10 @@ def main() -> None:
         batches = training_batches(images, plan, accelerator.device, recipe, mean, std)
         for step in range(first_step, last_step + 1):
             if run.should_evaluate(step):
-                metrics = evaluate(accelerator, model, images.val, recipe, batch, mean, std, run.tell)
+                metrics = evaluate(accelerator, model, images.val, recipe, batch, mean, std, run)
                 if ema:
                     with ema.in_place():
-                        averaged = evaluate(
-                            accelerator, model, images.val, recipe, batch, mean, std, run.tell
-                        )
+                        averaged = evaluate(accelerator, model, images.val, recipe, batch, mean, std, run)
                     metrics = averaged | {"raw_accuracy": metrics["accuracy"]}
                 run.log_evaluation(step, metrics)
             run.checkpoint(step)

@@ -1,20 +1,42 @@
 """Metrics over every sample exactly once, whatever the number of processes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from accelerate import Accelerator
-from torch import nn
+from torch import Tensor, nn
 
 from common.augment import to_float
 from common.images import ArraySplit, FileSplit
 from common.order import evaluation_plan
 from common.recipe import Batch, ImageRecipe
 
+SHOWN = 16  # predictions that are kept as a picture
 
-@torch.no_grad()
+
+@dataclass(frozen=True)
+class Predicted:
+    """One micro-batch's samples that count, of this process, on its device; v of them, v may be 0."""
+
+    ids: np.ndarray  # int64 [v]
+    pixels: Tensor  # uint8 [v, H, W, 3]
+    labels: Tensor  # int64 [v]
+    logits: Tensor  # float32 [v, classes]
+
+
+class Watcher(Protocol):
+    """What an evaluation tells a run."""
+
+    def tell(self, doing: str) -> None: ...
+
+    def keep(self, confusion: Tensor, examples: list[Predicted]) -> None: ...
+
+
 def evaluate(
     accelerator: Accelerator,
     model: nn.Module,
@@ -23,29 +45,59 @@ def evaluate(
     batch: Batch,
     mean: tuple[float, ...],
     std: tuple[float, ...],
-    tell: Callable[[str], None],
+    watcher: Watcher,
 ) -> dict[str, float]:
     """Mean cross-entropy and top-1 accuracy: {"loss", "accuracy", "images"}, the same on all processes.
 
-    mean, std: of the pixels in [0, 1]. tell gets a line on the progress with each micro-batch. Collective.
+    mean, std: of the pixels in [0, 1]. watcher hears of the progress with each micro-batch, and gets the
+    confusion matrix, int64 [classes, classes] with a row per true class, and some predictions. Collective.
     """
+    confusion, loss, examples = None, torch.zeros((), device=accelerator.device, dtype=torch.float64), []
+    for part in predictions(accelerator, model, split, recipe, batch, mean, std, watcher.tell):
+        classes = part.logits.shape[1]
+        if confusion is None:
+            confusion = torch.zeros(classes, classes, dtype=torch.int64, device=loss.device)
+        loss += F.cross_entropy(part.logits, part.labels, reduction="none").double().sum()
+        cells = part.labels * classes + part.logits.argmax(1)
+        confusion.view(-1).index_add_(0, cells, torch.ones_like(cells))
+        if sum(len(example.ids) for example in examples) < SHOWN:
+            examples.append(part)
+    loss, confusion = accelerator.reduce(loss, "sum").item(), accelerator.reduce(confusion, "sum")
+    images, correct = confusion.sum().item(), confusion.diag().sum().item()
+    expected = counted(split, recipe)
+    assert images == expected, f"counted {images} of {expected} images"
+    watcher.keep(confusion, examples)
+    return {"loss": loss / images, "accuracy": correct / images, "images": images}
+
+
+def counted(split: ArraySplit | FileSplit, recipe: ImageRecipe) -> int:
+    """How many images of the split are evaluated."""
+    return min(len(split), recipe.max_val_images or len(split))
+
+
+@torch.no_grad()
+def predictions(
+    accelerator: Accelerator,
+    model: nn.Module,
+    split: ArraySplit | FileSplit,
+    recipe: ImageRecipe,
+    batch: Batch,
+    mean: tuple[float, ...],
+    std: tuple[float, ...],
+    tell: Callable[[str], None],
+) -> Iterator[Predicted]:
+    """This process's share of the split, each sample on one process only. Collective."""
     broadcast_buffers(model)
     model.eval()
-    device, size = accelerator.device, recipe.image_size
-    mine = list(evaluation_plan(len(split), batch.per_device, batch.processes, accelerator.process_index))
+    device, size, count = accelerator.device, recipe.image_size, counted(split, recipe)
+    mine = list(evaluation_plan(count, batch.per_device, batch.processes, accelerator.process_index))
     options = dict(train=False, size=size, seed=recipe.seed, workers=recipe.workers)
     batches = split.batches(((0, ids) for ids, _ in mine), device=device, **options)
-    totals = torch.zeros(3, device=device, dtype=torch.float64)  # loss, correct, images
-    for i, ((_, _, pixels, labels), (_, valid)) in enumerate(zip(batches, mine, strict=True)):
-        tell(f"evaluated {i * batch.per_device * batch.processes:,} of {len(split):,} images")
+    for i, ((_, ids, pixels, labels), (_, valid)) in enumerate(zip(batches, mine, strict=True)):
+        tell(f"evaluated {i * batch.per_device * batch.processes:,} of {count:,} images")
         logits = model(to_float(pixels, mean, std, size)).float()
-        losses = F.cross_entropy(logits, labels, reduction="none")[:valid]
-        correct = (logits.argmax(1) == labels)[:valid]
-        totals += torch.stack([losses.double().sum(), correct.double().sum(), totals.new_tensor(valid)])
-    loss, correct, images = accelerator.reduce(totals, "sum").tolist()
-    assert images == len(split), f"counted {images:g} of {len(split)} images"
+        yield Predicted(ids[:valid], pixels[:valid], labels[:valid], logits[:valid])
     model.train()
-    return {"loss": loss / images, "accuracy": correct / images, "images": int(images)}
 
 
 def broadcast_buffers(model: nn.Module) -> None:

@@ -132,6 +132,9 @@ class ImageRecipe(Recipe):
     image_size: int = flag(
         32, "edge of the square that the network sees, in pixels", minimum=1, per_script=True
     )
+    max_val_images: int | None = flag(
+        None, "evaluate on the first so many images of the split only: for rehearsals", minimum=1
+    )
     cache_dir: str | None = setting(None, "decoded images, on a local disk; unset: `~/.cache/train-images`")
     workers: int = setting(
         2, "decoding processes per device, where the images do not fit into memory", minimum=0

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import psutil
@@ -38,6 +38,9 @@ from common.run_log import RunLog
 from common.saver import Saver
 from common.training_state import TrainingState
 
+if TYPE_CHECKING:  # train_hello.py has no images, and starts sooner without what reads them
+    from common.evaluation import Predicted
+
 STOP, PROBLEM = 1, 2  # what a process tells the others at each step
 WRITING_GRACE_S = 8  # how long a failed run waits for a checkpoint in flight: the others wait 10 s for it
 UPLOAD_GRACE_S = 15  # how long a preempted run waits for S3: launchers kill 30 s after SIGTERM
@@ -61,6 +64,10 @@ class Run:
         self.train_s = self.earlier_wall_s = 0.0
         self.best: dict[str, float] = {}
         self.last: dict[str, float] = {}
+        self.confusion: Tensor | None = None  # of the last evaluation
+        self.examples: list[Predicted] = []  # of the main process, some predictions of that evaluation
+        self.memory: list[dict[str, float]] = []  # of each process, at the end
+        self.error: str | None = None  # what a failed run ended with
         self.place: Place | None = None  # of the main process, once it is open
         self.log: RunLog | None = None  # of the main process, once the run has begun
         self.begun = False
@@ -78,7 +85,7 @@ class Run:
 
         After prepare, before the first forward. steps: optimizer steps of this run; steps_per_epoch: of one.
         """
-        self.steps, self.steps_per_epoch = steps, steps_per_epoch
+        self.steps, self.steps_per_epoch, self.classes = steps, steps_per_epoch, classes
         self.training = TrainingState(self.accelerator, model, optimizer, ema)
         self.poll = Poll(self.recipe.timeout_s)
         places = gather_object([(socket.gethostname(), job.device_name(self.accelerator))])
@@ -112,6 +119,7 @@ class Run:
             return
         if self.is_main and self.begun:
             self.saver.done(WRITING_GRACE_S)
+            self.error = str(error) or type(error).__name__
             self._close("failed")
         elif self.place:
             self.place.release()
@@ -139,7 +147,7 @@ class Run:
     def finish(self, val_name: str) -> None:
         """Waits for the last checkpoint, writes result.json and plots/, prints the table. Collective."""
         self.poll.finish()
-        self.peaks = gather_object([peak_memory_gib(self.accelerator)])
+        self.memory = gather_object([memory_gib(self.accelerator)])
         once(self.accelerator, "report", lambda beat: self._finish(beat, val_name), self.recipe.timeout_s)
         once(self.accelerator, "last upload", self._wait_for_upload, self.recipe.timeout_s)
         self.accelerator.wait_for_everyone()  # under deepspeed rank 0 keeps the store that the others ask
@@ -184,6 +192,10 @@ class Run:
         if self.is_main:
             self.log.tell(doing)
         self._listen()
+
+    def keep(self, confusion: Tensor, examples: "list[Predicted]") -> None:
+        """What an evaluation found beside its numbers, on the device: for what is shown at the end."""
+        self.confusion, self.examples = confusion, examples
 
     def log_evaluation(self, step: int, metrics: dict[str, float]) -> None:
         """Loss, images and, of classes, accuracy on held-out data; with an EMA raw_accuracy, without it."""
@@ -427,6 +439,7 @@ class Run:
 
     def _result(self, status: str) -> dict[str, Any]:
         recipe, batch, accelerator = self.recipe, self.batch, self.accelerator
+        memory = self.memory or [memory_gib(accelerator)]  # of all processes only where a run has finished
         return {
             "script": script_name(),
             "status": status,
@@ -450,10 +463,12 @@ class Run:
             "train_s": self.train_s,
             "wall_s": self._wall_s(),
             "images_per_s": self.logged_step * batch.total / self.train_s if self.train_s else None,
-            "peak_memory_gib": max(getattr(self, "peaks", [peak_memory_gib(accelerator)])),
+            "peak_memory_gib": max(peak["peak"] for peak in memory),
+            "memory_gib": memory,
             "seed": recipe.seed,
             "checkpoint": _name(self.saver.committed if self.begun else None),
             "best_checkpoint": _name(self.best.get("step")),
+            "error": self.error,
         }
 
     def _wall_s(self) -> float:
@@ -480,11 +495,19 @@ def run_name(accelerator: Accelerator, recipe: Recipe, batch: Batch) -> str:
     return f"{job.strategy(accelerator)}_{batch.total}_{recipe.epochs}_{hosts}_{batch.processes // hosts}"
 
 
-def peak_memory_gib(accelerator: Accelerator) -> float:
-    """Of this process: what torch allocated at most on the GPU, or the resident set on CPU."""
+def memory_gib(accelerator: Accelerator) -> dict[str, float]:
+    """Of this process, in GiB. `peak` is what torch allocated at most on the GPU, or the resident set on CPU.
+
+    On a GPU also `reserved`, the most that torch's allocator held, and `device`, all that there is; on CPU
+    `data`, the writable memory that it has asked for by now, which RLIMIT_DATA limits.
+    """
     if accelerator.device.type == "cuda":
-        return torch.cuda.max_memory_allocated() / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        reserved, device = torch.cuda.max_memory_reserved(), torch.cuda.mem_get_info()[1]
+        sizes = {"peak": torch.cuda.max_memory_allocated(), "reserved": reserved, "device": device}
+        return {name: size / 2**30 for name, size in sizes.items()}
+    status = Path("/proc/self/status").read_text()
+    data_kib = int(status.partition("VmData:")[2].split()[0])
+    return {"peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, "data": data_kib / 2**20}
 
 
 def _hosts(batch: Batch) -> int:
