@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from common.agent import BEAT_S, HELLO
+from common.agent import BEAT_S, HELLO, SUSPENDED
 from common.files import write_text
 from common.hosts import NAME, Host, read_hostfile, select
 from common.remote import SSH_FAILED, let_go, master_address, start
@@ -431,6 +431,8 @@ def _cause(member: Member) -> tuple[int, str]:
     if member.status == SSH_FAILED:
         return 0, f"the connection is lost ({last})"
     text = "\n".join(member.said)
+    if suspended := re.search(rf"^error: (.* {re.escape(SUSPENDED)})$", text, re.MULTILINE):
+        return 1, suspended[1]
     # As torchrun reports it; survivors are ended by 15, and by 6 when NCCL notices.
     if killed := re.search(r"exitcode *: *-(?!15\b|6\b)(\d+)", text):
         return 1, f"a process was killed by signal {killed[1]}"

@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import hashlib
+import io
 import json
 import os
 import platform
@@ -110,6 +111,7 @@ def plain_module(model: nn.Module) -> nn.Module:
 def run(main: Callable[[], None]) -> None:
     """Calls a script's main(). A mistake is one line and exit status 1, Ctrl-C 130, a preemption 75."""
     status = 0
+    sys.stdout, sys.stderr = _outliving_its_reader(sys.stdout), _outliving_its_reader(sys.stderr)
     try:
         main()
     except (ValueError, FloatingPointError, OSError) as error:
@@ -135,6 +137,24 @@ def run(main: Callable[[], None]) -> None:
     # Not sys.exit: about one in a hundred gloo processes aborts in the destructors of its threads, its work
     # done; and an upload to a silent store would be waited for.
     os._exit(status)
+
+
+class _Output(io.FileIO):
+    """What can't be written is dropped: a training must not fail in a print."""
+
+    def write(self, data: Any) -> int | None:
+        with contextlib.suppress(OSError):
+            return super().write(data)
+        return len(data)
+
+
+def _outliving_its_reader(stream: io.TextIOWrapper) -> io.TextIOWrapper:
+    """The same output, also when `| tee` ends before us, or the disk of a log is full."""
+    stream.flush()
+    output = _Output(stream.fileno(), "w", closefd=False)
+    options = {"line_buffering": stream.line_buffering, "write_through": stream.write_through}
+    buffer = output if stream.write_through else io.BufferedWriter(output)  # python -u has none
+    return io.TextIOWrapper(buffer, stream.encoding, stream.errors, **options)
 
 
 def strategy(accelerator: Accelerator) -> str:

@@ -27,6 +27,7 @@ from common.network import interface_to, listener
 BEAT_S = 5  # between two signs of life
 SILENCE_S = 45
 GRACE_S = 40  # from `stop` to the end: launchers kill their processes 30 s after SIGTERM
+SUSPENDED = "is suspended by a signal (SIGSTOP, or a debugger): the others waited for it"
 HELLO = "\x1eagent "  # before the first line, which ssh's own output may precede
 
 
@@ -133,9 +134,9 @@ def _wait(child: subprocess.Popen, heard: "queue.SimpleQueue[str | None]") -> in
         now = time.monotonic()
         if not stop and now - heard_at > SILENCE_S:
             stop = True
-            with contextlib.suppress(OSError):
-                print(f"stopping: no sign of the launcher for {SILENCE_S} s", flush=True)
+            _say(f"stopping: no sign of the launcher for {SILENCE_S} s")
         if deadline is None and (stop or child.returncode is not None):
+            _say_who_is_suspended()
             child.send_signal(signal.SIGTERM)
             deadline = now + GRACE_S
         if deadline is not None and now > deadline:
@@ -144,6 +145,20 @@ def _wait(child: subprocess.Popen, heard: "queue.SimpleQueue[str | None]") -> in
                 with contextlib.suppress(psutil.Error):
                     process.kill()
     return child.returncode
+
+
+def _say_who_is_suspended() -> None:
+    """Before they are ended: what failed elsewhere was the wait for them."""
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if process.status() == psutil.STATUS_STOPPED:
+                name = f"rank {process.environ()['RANK']}" if "RANK" in process.environ() else process.name()
+                _say(f"error: {name}, process {process.pid}, {SUSPENDED}")
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError):
+        print(text, flush=True)
 
 
 def _others(child: subprocess.Popen) -> list[psutil.Process]:

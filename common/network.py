@@ -10,14 +10,15 @@ import psutil
 def interface_to(address: str) -> tuple[str, str]:
     """The interface with the route to a host, and the address there; on that host itself the one that has it.
 
-    IPv4. ValueError when there is no route.
+    IPv4, as the launchers' rendezvous is. ValueError when there is no route.
     """
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((address, 9))  # sends nothing
             mine = probe.getsockname()[0]
     except OSError as error:
-        raise ValueError(f"no route to {address} ({error.strerror or error})") from None
+        hint = ": give --master_addr with an IPv4 address" if isinstance(error, socket.gaierror) else ""
+        raise ValueError(f"no IPv4 route to {address} ({error.strerror or error}){hint}") from None
     for name, addresses in psutil.net_if_addrs().items():
         if any(known.address == mine for known in addresses):
             return name, mine

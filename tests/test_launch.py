@@ -295,7 +295,7 @@ def test_a_rank_that_is_stopped(training):
     rank.suspend()
     status, output = training.job.wait(30 + 60)
     assert status == 1
-    assert "error: node" in output, output
+    assert f"error: node2: rank 1, process {rank.pid}, is suspended by a signal" in output, output
     wait_until_empty(hosts.names(), 60)
     training.continues()
 

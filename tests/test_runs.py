@@ -73,6 +73,19 @@ def test_weights_start_another_run_with_another_number_of_classes(tmp_path, cach
     assert "the first is pos_embed ([1, 17, 64] in the file, [1, 65, 64] in the model)" in output
 
 
+@pytest.mark.parametrize("launcher", [python(), torchrun(2)], ids=["python", "torchrun"])
+def test_who_reads_the_output_may_go(launcher, tmp_path):
+    """As `| tee` does at Ctrl-C: the training goes on to its end."""
+    words = ["train_hello.py", "--max_steps", "60", "--log_every", "1", "--trackers", "none"]
+    job = Job([*launcher, *words, "--output_dir", tmp_path / "run"])
+    while "step 2/" not in (line := job.process.stdout.readline()):
+        assert line
+    job.process.stdout.close()
+    assert job.process.wait(60) == 0
+    found = result(tmp_path / "run")
+    assert (found["status"], found["steps"], found["error"]) == ("finished", 60, None)
+
+
 def test_progress_on_a_terminal(tmp_path, cache):
     """A live line with epoch, step, loss, accuracy, rate, speed and time left."""
     import pexpect
