@@ -194,6 +194,8 @@ def heal(host: str) -> None:
     """After cut: it is plugged in again."""
     _init(host)
     _run("ip", "-n", SWITCH, "link", "set", _port(host), "up")
+    for name in names():  # who asked for its address in vain would soon answer "No route to host" once more
+        _run("ip", "-n", _namespace(name), "neigh", "flush", "all")
 
 
 def shape(host: str, rate: str | None = None, delay: str | None = None) -> None:

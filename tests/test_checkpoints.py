@@ -25,10 +25,10 @@ from common.checkpoints import (
     to_keep,
     verify,
 )
-from tests.conftest import Job, latest, lines, metrics, python, result, run, tensors, torchrun
+from tests.conftest import Job, full, latest, lines, metrics, python, result, run, tensors, torchrun
 from tests.faults import at_file_operation, mark, operations
 from tests.test_agreement import ranks_of
-from tests.test_resume import full, without_times
+from tests.test_resume import without_times
 
 # 4 steps an epoch, 6 epochs: a checkpoint after each; from the third on an older one is removed.
 HELLO = ["train_hello.py", "--data_size", "256", "--batch_size", "64", "--epochs", "6", "--log_every", "1"]

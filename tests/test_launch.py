@@ -14,9 +14,17 @@ import timm
 
 from cluster import virtual_cluster as hosts
 from common.order import order
-from tests.conftest import ROOT, VIT, Job, lines, metrics, result, run
-from tests.test_parity import HALF_THE_CORES
-from tests.test_resume import full
+from tests.conftest import (
+    ROOT,
+    TRAINING,
+    Job,
+    assert_same_losses,
+    full,
+    lines,
+    metrics,
+    per_device,
+    result,
+)
 
 HELLO = ["train_hello.py", "--trackers", "none", "--mixed_precision", "no"]
 LONG = [*HELLO, "--epochs", "100000", "--log_every", "64", "--checkpoint_every", "64", "--timeout_s", "30"]
@@ -73,36 +81,6 @@ def ranks_on(host: str, script: str = "train_hello.py") -> list[psutil.Process]:
         if script in process.cmdline()[:3] and "RANK" in process.environ():
             found.append(process)
     return found
-
-
-# 96 images a step, in micro-batches of 24; on 8 processes of 12
-TRAINING = [*VIT, "--data", "digits", "--batch_size", "96", "--log_every", "1", "--max_steps", "20"]
-TRAINING += ["--mixed_precision", "no", "--trackers", "none", "--per_device_batch_size"]
-
-
-def per_device(processes: int) -> str:
-    return str(min(24, 96 // processes))
-
-
-@pytest.fixture(scope="module")
-def one_process(tmp_path_factory, cache):
-    """The folder of a run with micro-batches of this size in one process."""
-    folders = {}
-
-    def folder_of(size: str) -> Path:
-        if size not in folders:
-            folders[size] = tmp_path_factory.mktemp("alone") / "run"
-            words = [sys.executable, *TRAINING, size, *cache, "--output_dir", folders[size]]
-            run(words, env=HALF_THE_CORES)
-        return folders[size]
-
-    return folder_of
-
-
-def assert_same_losses(folder: Path, reference: Path) -> None:
-    ours, theirs = ([line.get("train/loss") for line in metrics(f)] for f in (folder, reference))
-    assert len(ours) > 20
-    assert ours == pytest.approx(theirs, abs=1e-5)
 
 
 @pytest.mark.parametrize(

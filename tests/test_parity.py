@@ -3,13 +3,25 @@
 Batch 96 of 1,437 digits: an epoch has 14 steps, so 20 steps cross its end, and the data of the second epoch.
 """
 
-import os
 from itertools import product
 
 import pytest
 from safetensors.torch import load_file
 
-from tests.conftest import CNN, RESNET, ROOT, VIT, accelerate, deepspeed, lines, metrics, mutate, python, run
+from tests.conftest import (
+    CNN,
+    HALF_THE_CORES,
+    RESNET,
+    ROOT,
+    VIT,
+    accelerate,
+    deepspeed,
+    lines,
+    metrics,
+    mutate,
+    python,
+    run,
+)
 
 STEPS = 20
 FLAGS = ["--batch_size", "96", "--per_device_batch_size", "48", "--epochs", "2", "--max_steps", str(STEPS)]
@@ -37,9 +49,6 @@ PAIRS = [
     )
     for script, strategy in product(SCRIPTS, STRATEGIES)
 ]
-# As each of two processes has. Sums in another order would now and then carry an activation over
-# ReLU's edge: in a small ResNet one such activation is 0.5 % of a gradient.
-HALF_THE_CORES = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // 2))}
 
 
 def command(script: str, cache: list) -> list:

@@ -7,10 +7,12 @@ import torch
 
 from tests.conftest import (
     CNN,
+    HALF_THE_CORES,
     RESNET,
     VIT,
     Job,
     accelerate,
+    full,
     latest,
     lines,
     metrics,
@@ -20,7 +22,6 @@ from tests.conftest import (
     tensors,
 )
 from tests.test_agreement import two_hosts
-from tests.test_parity import HALF_THE_CORES
 
 # 14 steps an epoch; a line of the log every 4 steps, so that most stops lie between two lines.
 STEPS = 32
@@ -89,10 +90,6 @@ def uninterrupted(tmp_path_factory, cache, stoppable):
         return folders[key]
 
     return folder_of
-
-
-def full(*values):
-    return pytest.param(*values, marks=pytest.mark.full)
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,10 @@ import torch
 
 from common.checkpoints import MANIFEST, steps_in, verify
 from common.object_store import ObjectStore
-from tests.conftest import Job, latest, metrics, mutate, python, result, run, tensors, torchrun
+from tests.conftest import Job, full, latest, metrics, mutate, python, result, run, tensors, torchrun
 from tests.s3 import BUCKET, SECRET, aws_env, s3, s3_proxy  # noqa: F401 (fixtures)
 from tests.test_checkpoints import HELLO, LAST, start_and_wait, straight  # noqa: F401
-from tests.test_resume import full, without_times
+from tests.test_resume import without_times
 
 
 class Bucket:

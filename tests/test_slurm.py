@@ -10,7 +10,20 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.conftest import BIN, ROOT, Job, free_port, metrics, mutate, result, run
+from tests.conftest import (
+    BIN,
+    ROOT,
+    TRAINING,
+    Job,
+    assert_same_losses,
+    free_port,
+    full,
+    metrics,
+    mutate,
+    per_device,
+    result,
+    run,
+)
 
 HELLO = ["train_hello.py", "--trackers", "none", "--mixed_precision", "no"]
 DDP = "accelerate_configs/ddp_2x2gpu.yaml"
@@ -45,8 +58,10 @@ KillWait=30
 FirstJobId={ports[0]}
 NodeName=node1 NodeAddr=127.0.0.1 Port={ports[1]} CPUs=1
 NodeName=node2 NodeAddr=127.0.0.2 Port={ports[2]} CPUs=1
-PartitionName=low Nodes=node[1-2] Default=YES PriorityTier=1
-PartitionName=high Nodes=node[1-2] PriorityTier=2
+NodeName=node3 NodeAddr=127.0.0.3 Port={ports[3]} CPUs=1
+NodeName=node4 NodeAddr=127.0.0.4 Port={ports[4]} CPUs=1
+PartitionName=low Nodes=node[1-4] Default=YES PriorityTier=1
+PartitionName=high Nodes=node[1-4] PriorityTier=2
 """
 
 # In namespaces of its own, where the nodes have names. With its first process all of them end.
@@ -61,7 +76,9 @@ munged --foreground --force --key-file="$1/munge.key" --socket="$1/munge.socket"
 until [ -S munge.socket ]; do sleep 0.1; done
 slurmctld -D &
 slurmd -D &
-unshare --uts sh -c 'hostname node2; exec slurmd -D' &
+for name in node2 node3 node4; do
+    unshare --uts sh -c 'hostname $0; exec slurmd -D' $name &
+done
 wait
 """
 NAMESPACES = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "--mount", "--uts"]
@@ -129,9 +146,10 @@ def slurm(tmp_path_factory):
         pytest.skip(f"needs root and Debian's {', '.join(sorted(missing or set(NEEDS.values())))}")
     folder = tmp_path_factory.mktemp("slurm")
     (folder / "state").mkdir()
-    ports = [free_port() for _ in range(3)]
+    ports = [free_port() for _ in range(5)]
     (folder / "slurm.conf").write_text(SLURM_CONF.format(folder=folder, ports=ports))
-    (folder / "hosts").write_text("127.0.0.1 node1 localhost\n127.0.0.2 node2\n")
+    names = "".join(f"127.0.0.{k} node{k}\n" for k in (2, 3, 4))
+    (folder / "hosts").write_text(f"127.0.0.1 node1 localhost\n{names}")
     (folder / "munge.key").write_bytes(os.urandom(128))
     (folder / "munge.key").chmod(0o600)
     cluster = Slurm(folder)
@@ -143,9 +161,7 @@ def slurm(tmp_path_factory):
         )
     try:
         deadline = time.monotonic() + 60
-        while (
-            Job(["sinfo", "-h", "-N", "-p", "low", "-o", "%T"], env=cluster.env).wait()[1] != "idle\nidle\n"
-        ):
+        while Job(["sinfo", "-h", "-N", "-p", "low", "-o", "%T"], env=cluster.env).wait()[1] != "idle\n" * 4:
             assert daemons.poll() is None, (folder / "log").read_text()
             assert time.monotonic() < deadline, (folder / "log").read_text()
             time.sleep(0.2)
@@ -159,13 +175,17 @@ def slurm(tmp_path_factory):
             time.sleep(0.1)
 
 
-def test_a_job_on_two_nodes(slurm, tmp_path):
-    folder, log = tmp_path / "a run", tmp_path / "log"
-    job = slurm.train(log, DDP, *HELLO, "--max_steps", "20", "--output_dir", folder)
+@pytest.mark.parametrize(("nodes", "slots"), [(2, 1), full(2, 2), full(4, 1), full(4, 2)])
+def test_nodes_train_as_one_process(nodes, slots, slurm, one_process, tmp_path, cache, monkeypatch):
+    folder, log, size = tmp_path / "a run", tmp_path / "log", per_device(nodes * slots)
+    monkeypatch.setenv("PROCESSES_PER_NODE", str(slots))
+    words = [*TRAINING, size, *cache, "--output_dir", folder]
+    job = slurm.train(log, DDP, *words, nodes=nodes)
     assert slurm.wait(job, log)["JobState"] == "COMPLETED", log.read_text()
     found = result(folder)
-    assert (found["status"], found["hosts"], found["processes"]) == ("finished", 2, 2)
-    assert (found["strategy"], found["steps"]) == ("ddp", 20)
+    assert (found["status"], found["strategy"]) == ("finished", "ddp")
+    assert (found["hosts"], found["processes"]) == (nodes, nodes * slots)
+    assert_same_losses(folder, one_process(size))
 
 
 def test_a_job_that_is_stopped_continues(slurm, project_copy, tmp_path):
@@ -184,7 +204,7 @@ def test_a_job_that_is_stopped_continues(slurm, project_copy, tmp_path):
     slurm.wait_for_steps(job, log, folder, 5)
     assert slurm.about(job)["Restarts"] == "1"
     urgent = slurm(
-        "sbatch", "--parsable", "-p", "high", "-N", "2", "-o", tmp_path / "u", "--wrap", "true"
+        "sbatch", "--parsable", "-p", "high", "-N", "4", "-o", tmp_path / "u", "--wrap", "true"
     ).strip()
 
     assert slurm.wait(urgent, tmp_path / "u")["JobState"] == "COMPLETED"
