@@ -36,6 +36,7 @@ MODEL, OPTIMIZER, EMA, STATE, MANIFEST = (
     "state.json",
     "manifest.json",
 )
+INDEX = "index.json"
 CHUNK_BYTES = 16 * 2**20  # written, read and hashed in one go
 JSON_LIMIT_BYTES = 16 * 2**20  # of a manifest: 22,000 class names are 1.2 MB
 _DTYPES = {
@@ -178,9 +179,18 @@ def commit(parent: Path, step: int, snapshots: dict[str, Snapshot], state: dict,
 
 
 def mark(parent: Path, latest: int, best: int | None) -> None:
-    """index.json, for people and for `--weights`; nothing is chosen by it."""
+    """index.json, for people, `--weights` and validate.py; no run chooses by it what it goes on from."""
     names = {"latest": step_name(latest)} | ({"best": step_name(best)} if best is not None else {})
-    write_json(parent / "index.json", names)
+    write_json(parent / INDEX, names)
+
+
+def marked(content: bytes, where: Path | str) -> dict[str, int]:
+    """The steps that an index.json calls `latest` and `best`. ValueError for what is none."""
+    try:
+        steps = {mark: step_of(name) for mark, name in json.loads(content).items()}
+        return {mark: step for mark, step in steps.items() if step is not None}
+    except (ValueError, AttributeError, TypeError, RecursionError):
+        raise ValueError(f"{where} is no index of checkpoints") from None
 
 
 def to_keep(steps: Iterable[int], best: int | None, every: int | None) -> set[int]:
@@ -374,11 +384,10 @@ def load_weights(model: nn.Module, path: Path, head: str) -> None:
 
 
 def _weights_file(path: Path) -> Path:
-    if (path / "checkpoints" / "index.json").is_file():
-        names = json.loads((path / "checkpoints" / "index.json").read_text())
-        places = [
-            path / "checkpoints" / Path(names[mark]).name for mark in ("best", "latest") if mark in names
-        ]
+    index = path / "checkpoints" / INDEX
+    if index.is_file():
+        steps = marked(index.read_bytes(), index)
+        places = [index.parent / step_name(steps[name]) for name in ("best", "latest") if name in steps]
         path = next((place for place in places if place.is_dir()), path)
     if path.is_dir():
         path = path / (EMA if (path / EMA).exists() else MODEL)

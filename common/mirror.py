@@ -26,7 +26,7 @@ from common.checkpoints import (
 from common.files import sync
 from common.object_store import ObjectStore, StoreError, WrongSize
 
-RUN_FILES = ("recipe.json", "metrics.jsonl", "result.json")
+RUN_FILES = ("recipe.json", "metrics.jsonl", "telemetry-*.jsonl", "confusion.json", "result.json")
 
 
 class Mirror:
@@ -69,9 +69,9 @@ class Mirror:
             return self.changed.wait_for(lambda: self.waiting is None and self.sending is None, timeout_s)
 
     def send_run_files(self) -> None:
-        for name in RUN_FILES:
-            if (self.folder / name).exists():
-                self.store.upload(self.folder / name, name)
+        for pattern in RUN_FILES:
+            for file in sorted(self.folder.glob(pattern)):
+                self.store.upload(file, file.name)
 
     def _work(self) -> None:
         step_aside()
@@ -141,7 +141,7 @@ def fetch_newest(
     damaged: list[str] = []
     for step in steps:
         try:
-            _fetch(store, step, parent, beat, warn)
+            fetch(store, step, parent, beat, warn)
             store.delete(damaged if ours else [])
             return step
         except (Damaged, WrongSize) as error:
@@ -157,10 +157,13 @@ def fetch_newest(
     return None
 
 
-def _fetch(
+def fetch(
     store: ObjectStore, step: int, parent: Path, beat: Callable[[], None], warn: Callable[[str], None]
 ) -> None:
-    """To part files, verified, and renamed when all of them are right."""
+    """One checkpoint into `parent`: to part files, verified, and renamed when all of them are right.
+
+    Damaged or WrongSize when it does not verify, OSError when it can't be written.
+    """
     remote, folder = f"checkpoints/{step_name(step)}", parent / step_name(step)
     content = store.read(f"{remote}/{MANIFEST}", JSON_LIMIT_BYTES) or b""
     manifest = check_manifest(content, f"{store.url}/{remote}")

@@ -3,7 +3,6 @@
 Prints JSON: parameters, whether it has BatchNorm, the data and the batch. Nothing is trained or downloaded.
 """
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -11,21 +10,16 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from common.recipe import Recipe, parse
+from common.recipe import parse
+from common.script import load_script, recipe_class
 
 IMAGES = {"digits": 1437, "cifar10": 50_000}  # to train on
 CLASSES = 10  # a head for more makes little difference
 
 
 def main() -> None:
-    path = Path(sys.argv[1])
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    script = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = script
-    spec.loader.exec_module(script)
-    own = (kind for kind in vars(script).values() if getattr(kind, "__module__", None) == path.stem)
-    recipe_class = next(kind for kind in own if isinstance(kind, type) and issubclass(kind, Recipe))
-    recipe = parse(recipe_class, sys.argv[2:])
+    script = load_script(Path(sys.argv[1]))
+    recipe = parse(recipe_class(script), sys.argv[2:])
     with torch.device("meta"):
         model = script.build_model(recipe, CLASSES) if hasattr(script, "build_model") else nn.Identity()
     found = {

@@ -252,7 +252,7 @@ def stoppable(tmp_path_factory) -> Path:
 
 def copy_project(copy: Path) -> Path:
     copy.mkdir()
-    for name in ("common", "accelerate_configs", "ds_configs", "cluster"):
+    for name in ("common", "accelerate_configs", "ds_configs", "cluster", "metrics"):
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
     for script in ROOT.glob("*.py"):
         shutil.copy(script, copy)

@@ -1,0 +1,72 @@
+"""A train script as a module: for what needs its recipe and its model without training."""
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from common.recipe import Recipe, recipe_part
+
+ROOT = Path(__file__).resolve().parent.parent
+BEGINNINGS = ("pretrained", "weights")  # what a training began with is not what it came to
+
+
+def own_script(name: str) -> Path:
+    """The project's own train script with the name that a checkpoint's manifest has. ValueError for others.
+
+    Never a path that a checkpoint names: to load a script is to run its code.
+    """
+    scripts = {path.stem: path for path in sorted(ROOT.glob("train_*.py"))}
+    if name not in scripts:
+        raise ValueError(
+            f"it was trained by {name!r}, which is none of {', '.join(scripts)}: if you trust that script,"
+            " give its file as --script"
+        )
+    return scripts[name]
+
+
+def load_script(path: Path) -> ModuleType:
+    """Imports it, without its main()."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    script = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = script
+    spec.loader.exec_module(script)
+    return script
+
+
+def recipe_class(script: ModuleType) -> type[Recipe]:
+    """The recipe that the script itself declares. ValueError when it has none."""
+    own = (kind for kind in vars(script).values() if getattr(kind, "__module__", None) == script.__name__)
+    recipes = [kind for kind in own if isinstance(kind, type) and issubclass(kind, Recipe)]
+    if not recipes:
+        raise ValueError(f"{script.__file__} declares no recipe: it is no train script")
+    return recipes[0]
+
+
+def as_flags(recipe: dict[str, Any], kind: type[Recipe]) -> list[str]:
+    """A manifest's recipe as flags of its script, which are then checked like a user's.
+
+    Without the weights that the training began with. ValueError for a key that is no part of the recipe.
+    """
+    if unknown := recipe.keys() - recipe_part(kind()).keys():
+        raise ValueError(f"its recipe has {unknown.pop()!r}, which this code's {kind.__name__} does not know")
+    words = []
+    for name, value in recipe.items():
+        if name in BEGINNINGS or value is None:
+            continue
+        if isinstance(value, bool):
+            words.append(f"--{name}" if value else f"--no_{name}")
+        else:
+            text = ",".join(map(str, value)) if isinstance(value, list) else value
+            words.append(f"--{name}={text}")
+    return words
+
+
+def normalisation(script: ModuleType, model: nn.Module) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and standard deviation of the pixels in [0, 1], with which the script trains its model."""
+    if hasattr(script, "MEAN"):
+        return script.MEAN, script.STD
+    return model.pretrained_cfg["mean"], model.pretrained_cfg["std"]  # timm's

@@ -1,0 +1,398 @@
+"""All metrics of a trained model, over every image of a split exactly once, under any launcher.
+
+    python validate.py runs/train_cnn_a/single_128_10_1_1
+    python validate.py runs/train_vit/fsdp_512_100_1_4/checkpoints/step_00009700 --split train
+    accelerate launch --config_file accelerate_configs/ddp_4gpu.yaml validate.py s3://bucket/prefix
+    python validate.py vit.safetensors --script train_vit.py --model vit_tiny_patch16_224 --data cifar10
+
+The model comes first: a run's folder, or its place in S3 (the best checkpoint, or --which latest), a
+checkpoint's folder, or a .safetensors file. It is verified before it is used, and nothing in it is unpickled.
+Its manifest says what trained it; flags of that script change the recipe, as --data or --image_size. The
+averaged weights are taken where there are some: they are what the run evaluated.
+
+The images are shared out over the processes, with the whole model on each device: where nothing is trained
+these models need no sharding, and the launcher's strategy changes no number. Only the main process reads the
+checkpoint and writes: no shared folder is needed. It prints the metrics and writes report.json, confusion.png
+and worst.png, the mistakes that the model was surest of.
+"""
+
+import dataclasses
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from torch import Tensor, nn
+
+from common.accelerator import device_name, precision, run, start, strategy, world_size
+from common.agreement import agree, once
+from common.checkpoints import TensorFile, sha256_of
+from common.evaluation import counted, predictions
+from common.files import write_text
+from common.images import ArraySplit, FileSplit, Images, load
+from common.preemption import Preempted, wanted
+from common.recipe import Batch, ImageRecipe, Recipe, parse, recipe_part, setting
+from common.script import as_flags, load_script, normalisation, own_script, recipe_class
+from common.trained_model import Beat, TrainedModel, find
+
+METRICS = Path(__file__).resolve().parent / "metrics"
+TOP, BINS, WORST = 5, 15, 24
+PRINTED_CLASSES = 20  # up to so many all classes are printed, and the confusion matrix
+WORST_CLASSES = 10  # are printed of more
+PER_CLASS = ("precision", "recall", "f1", "specificity", "support")
+FILES = ("worst.png", "confusion.png", "report.json")
+
+Rows = dict[str, np.ndarray]  # a row per image: id, label, predicted, top [n, k], loss, probability
+
+
+@dataclass(frozen=True, kw_only=True)
+class Validation:
+    """Our own flags; all others are those of the script that trained the model."""
+
+    checkpoint: str | None = setting(None, "what to validate; the first word needs no flag")
+    which: str = setting("best", "of a run's checkpoints", choices=("best", "latest"))
+    split: str = setting("val", "images held out, or those trained on, as they are", choices=("val", "train"))
+    script: str | None = setting(None, "what trained a lone .safetensors file, as train_vit.py")
+    data: str | None = setting(None, "other images than the model was trained with; needed for a lone file")
+    output_dir: str | None = setting(
+        None, "unset: `validation/<split>_<step>` in the run's folder, or `validation/<name>` here"
+    )
+    per_device_batch_size: int = setting(128, "images per forward on one device", minimum=1)
+    mixed_precision: str | None = setting(
+        None,
+        "unset: the launcher's; else bf16 where the device has it natively",
+        choices=("no", "bf16", "fp16"),
+    )
+    deepspeed_config: str | None = setting(
+        None, "a file of `ds_configs/`, for the launchers that have no YAML"
+    )
+    timeout_s: int = setting(300, "a process that is silent for so long ends the job", minimum=1)
+
+    def __post_init__(self) -> None:
+        if not self.checkpoint:
+            raise ValueError("the first word says what to validate: validate.py runs/train_cnn_a/NAME")
+
+
+def main() -> None:
+    flags, words = parse_flags(sys.argv[1:])
+    accelerator, batch = start(
+        Recipe(
+            batch_size=flags.per_device_batch_size * world_size(),
+            per_device_batch_size=flags.per_device_batch_size,
+            mixed_precision=flags.mixed_precision,
+            deepspeed_config=flags.deepspeed_config,
+            timeout_s=flags.timeout_s,
+        )
+    )
+    with tempfile.TemporaryDirectory(prefix="validate-") as scratch:
+
+        def look(beat: Beat) -> dict[str, Any]:
+            return dataclasses.asdict(find(flags.checkpoint, flags.which, Path(scratch), beat))
+
+        trained = TrainedModel(**once(accelerator, "checkpoint", look, flags.timeout_s))
+        script, recipe = script_and_recipe(accelerator, flags, trained, words)
+        images = load(accelerator, recipe)
+        check_classes(accelerator, trained, images, recipe.data)
+        split = images.train if flags.split == "train" else images.val
+        model = script.build_model(recipe, len(images.classes))
+        load_weights(accelerator, model, Path(trained.weights), flags.timeout_s)
+        mean, std = normalisation(script, model)
+        rows, images_per_s = predict(accelerator, model, split, recipe, batch, mean, std)
+
+        def report(_: Beat) -> None:
+            found = {
+                "checkpoint": trained.name,
+                "data": recipe.data,
+                "split": flags.split,
+                **measure(rows, len(images.classes), Path(scratch)),
+                "images_per_s": images_per_s,
+                "classes": images.classes,
+                "strategy": strategy(accelerator),
+                "processes": batch.processes,
+                "device": device_name(accelerator),
+                "mixed_precision": precision(accelerator),
+            }
+            leaf = flags.split if trained.step is None else f"{flags.split}_{trained.step}"
+            folder = Path(flags.output_dir or f"{trained.reports}/{leaf}")
+            split_name = images.val_name if flags.split == "val" else "train"
+            title = f"{script.__name__} on {Path(recipe.data).name}, {split_name} split"
+            write(folder, found, pixels_of(split, found["worst"], recipe), title)
+            show(found, title)
+            for name in FILES:
+                print(folder / name)
+
+        once(accelerator, "report", report, flags.timeout_s)
+        accelerator.wait_for_everyone()  # under deepspeed rank 0 keeps the store that the others ask
+
+
+# --- Flags
+
+
+def parse_flags(words: list[str]) -> tuple[Validation, list[str]]:
+    """Our flags, and the words of the script's; what both know, as --data, is in both."""
+    words = [word for word in words if not word.startswith("--local_rank")]  # of the deepspeed launcher
+    if {"-h", "--help"} & set(words):
+        words = ["--help"]
+    elif words and not words[0].startswith("-"):
+        words[0] = f"--checkpoint={words[0]}"
+    ours = {field.name for field in dataclasses.fields(Validation)}
+    scripts = {field.name for field in dataclasses.fields(ImageRecipe)}
+    mine, _ = pick(words, ours | {"help"})
+    _, others = pick(words, ours - scripts)
+    return parse(Validation, mine), others
+
+
+def pick(words: list[str], names: set[str]) -> tuple[list[str], list[str]]:
+    """The words of the flags with these names, each with the value behind it, and all other words."""
+    picked, others = [], []
+    target = others
+    for word in words:
+        if word.startswith("--"):
+            target = picked if word[2:].partition("=")[0].replace("-", "_") in names else others
+        target.append(word)
+    return picked, others
+
+
+def script_and_recipe(
+    accelerator: Accelerator, flags: Validation, trained: TrainedModel, words: list[str]
+) -> tuple[ModuleType, ImageRecipe]:
+    """What trained the model, and its recipe with the user's changes; the same everywhere. Collective."""
+    if trained.recipe is None and (flags.script is None or flags.data is None):
+        raise ValueError(
+            f"{trained.name} is a lone file, which does not say what trained it: give the script, its flags"
+            " and the data, as --script train_vit.py --model NAME --data cifar10"
+        )
+    if flags.script and not Path(flags.script).is_file():
+        raise ValueError(f"--script {flags.script}: there is no such file")
+    try:
+        path = Path(flags.script) if flags.script else own_script(trained.script)
+        script = load_script(path)
+        kind = recipe_class(script)
+        if not issubclass(kind, ImageRecipe):
+            raise ValueError(
+                f"{script.__name__} trains no classifier of images, which alone can be validated"
+            )
+        recipe = parse(kind, [*as_flags(trained.recipe or {}, kind), *words])
+    except ValueError as error:
+        raise ValueError(f"{trained.name}: {error}") from None
+    ours = {"flags": dataclasses.asdict(flags), "recipe": recipe_part(recipe), "script": sha256_of(path)}
+    agree(accelerator, ours)
+    return script, recipe
+
+
+def check_classes(accelerator: Accelerator, trained: TrainedModel, images: Images, data: str) -> None:
+    """ValueError when the data has another number of classes than the model."""
+    theirs, ours = trained.classes, list(images.classes)
+    if theirs is None or theirs == ours:
+        return
+    if len(theirs) != len(ours):
+        raise ValueError(
+            f"{data} has {len(ours)} classes, and {trained.name} was trained for {len(theirs)}: give as"
+            " --data what it was trained with"
+        )
+    accelerator.print(f"the classes of {data} have other names than those that the model was trained for")
+
+
+# --- Predictions
+
+
+def load_weights(accelerator: Accelerator, model: nn.Module, file: Path, timeout_s: int) -> None:
+    """Into the model of every process, from the main one, which alone has the file. Collective."""
+
+    def read(_: Beat) -> None:
+        weights, own = TensorFile(file), model.state_dict()
+        weights.expect({name: tuple(tensor.shape) for name, tensor in own.items()})
+        model.load_state_dict({name: weights.tensor(name) for name in own})
+
+    once(accelerator, "weights", read, timeout_s)
+    model.to(accelerator.device)
+    if dist.is_initialized():
+        for tensor in model.state_dict().values():
+            dist.broadcast(tensor, 0)
+    model.to(memory_format=torch.channels_last)
+
+
+def predict(
+    accelerator: Accelerator,
+    model: nn.Module,
+    split: ArraySplit | FileSplit,
+    recipe: ImageRecipe,
+    batch: Batch,
+    mean: tuple[float, ...],
+    std: tuple[float, ...],
+) -> tuple[Rows, float]:
+    """A row per image in the order of their ids, the same on all processes; images/s, decoding included.
+
+    Collective. No logits are gathered: 80 bytes per image, however many classes there are.
+    """
+    half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision(accelerator))
+    parts: list[dict[str, Tensor]] = []
+    began = time.perf_counter()
+    with torch.autocast(accelerator.device.type, half, enabled=half is not None):
+        for part in predictions(accelerator, model, split, recipe, batch, mean, std, teller(accelerator)):
+            probability, predicted = part.logits.softmax(1).max(1)
+            columns = {
+                "id": torch.from_numpy(part.ids),
+                "label": part.labels,
+                "predicted": predicted,
+                "top": part.logits.topk(min(TOP, part.logits.shape[1])).indices,
+                "loss": F.cross_entropy(part.logits, part.labels, reduction="none").double(),
+                "probability": probability.double(),
+            }
+            parts.append(columns)
+    mine = {name: torch.cat([part[name] for part in parts]).cpu().numpy() for name in parts[0]}
+    everyones = gather_object([mine])
+    images_per_s = counted(split, recipe) / (time.perf_counter() - began)
+    rows = {name: np.concatenate([theirs[name] for theirs in everyones]) for name in mine}
+    order = np.argsort(rows["id"], kind="stable")
+    rows = {name: column[order] for name, column in rows.items()}
+    check(rows, counted(split, recipe))
+    return rows, images_per_s
+
+
+def check(rows: Rows, count: int) -> None:
+    """That every image was counted exactly once. ValueError where the model's output is not finite."""
+    times = np.bincount(rows["id"], minlength=count)
+    assert (times == 1).all(), f"image {np.argmax(times != 1)} was counted {times[times != 1][0]} times"
+    wrong = ~np.isfinite(rows["loss"])
+    if wrong.any():
+        raise ValueError(f"the loss of {wrong.sum():,} of {count:,} images is not finite: the model diverged")
+
+
+def teller(accelerator: Accelerator) -> Callable[[str], None]:
+    """tell(doing) says every 30 s how far the main process is. Raises Preempted when told to stop."""
+    shown_s = time.monotonic()
+
+    def tell(doing: str) -> None:
+        nonlocal shown_s
+        if wanted():
+            raise Preempted
+        if accelerator.is_main_process and time.monotonic() - shown_s > 30:
+            shown_s = time.monotonic()
+            print(doing, flush=True)
+
+    return tell
+
+
+def pixels_of(split: ArraySplit | FileSplit, shown: list[dict], recipe: ImageRecipe) -> np.ndarray:
+    """The images with these ids, as they were before the normalisation: uint8 [n, H, W, 3]."""
+    options = dict(device="cpu", train=False, size=recipe.image_size, seed=recipe.seed, workers=0)
+    plan = [(0, np.asarray([image["id"] for image in shown], dtype=np.int64))]
+    return next(iter(split.batches(plan, **options)))[2].numpy()
+
+
+# --- Metrics and report
+
+
+def measure(rows: Rows, classes: int, scratch: Path) -> dict[str, Any]:
+    """The numbers of the report, by the modules in metrics/."""
+    classification, top_k, calibration = load_metrics(["classification", "top_k", "calibration"], scratch)
+    pairs = {"predictions": rows["predicted"], "references": rows["label"]}
+    by_class = classification.compute(**pairs, classes=classes)
+    wrong = np.flatnonzero(rows["predicted"] != rows["label"])
+    surest = wrong[np.argsort(-rows["probability"][wrong], kind="stable")][:WORST]
+    columns = ("id", "label", "predicted", "probability")
+    return {
+        "images": len(rows["id"]),
+        "loss": float(rows["loss"].mean()),
+        "top1": by_class["accuracy"],
+        "top5": top_k.compute(predictions=rows["top"], references=rows["label"])["top_k"],
+        **calibration.compute(**pairs, probabilities=rows["probability"], bins=BINS),
+        "per_class": {name: by_class[name] for name in PER_CLASS},
+        "confusion": by_class["confusion"],
+        "worst": [{name: rows[name][i].item() for name in columns} for i in surest],
+    }
+
+
+def load_metrics(names: list[str], scratch: Path) -> list[Any]:
+    """Modules in metrics/. `evaluate` imports a copy: put in `scratch`, not in a cache in the home folder,
+    which may be read-only, or hold what another process has half written."""
+    import evaluate
+
+    evaluate.config.HF_MODULES_CACHE = scratch
+    return [evaluate.load(str(METRICS / name), cache_dir=str(scratch), keep_in_memory=True) for name in names]
+
+
+def write(folder: Path, found: dict[str, Any], worst: np.ndarray, title: str) -> None:
+    """All FILES, each whole or not at all. worst: uint8 [n, H, W, 3]."""
+    from common import plots
+
+    classes = found["classes"]
+    captions = [
+        f"{classes[image['label']]:.20}\nnot {classes[image['predicted']]:.20}\n{image['probability']:.3f}"
+        for image in found["worst"]
+    ]
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".half-", dir=folder) as part:
+        worst_png, confusion_png, report_json = (Path(part) / name for name in FILES)
+        plots.image_sheet(worst_png, worst, captions, f"{title}: the surest mistakes")
+        headline = f"{title}: top-1 {found['top1']:.4f}"
+        plots.confusion_matrix(confusion_png, found["confusion"], classes, headline)
+        write_text(report_json, as_json(found))
+        for name in FILES:
+            (Path(part) / name).replace(folder / name)
+
+
+def as_json(content: dict[str, Any]) -> str:
+    """A key a line: indented, the confusion matrix of 1,000 classes would have a million lines."""
+    return "{\n" + ",\n".join(f'"{key}": {json.dumps(value)}' for key, value in content.items()) + "\n}\n"
+
+
+def show(found: dict[str, Any], title: str) -> None:
+    """Prints the metrics; of many classes the worst ones, and no confusion matrix."""
+    from rich.console import Console
+
+    console = Console(markup=False, highlight=False)
+    classes, per_class = found["classes"], found["per_class"]
+    rows = [
+        ("images", f"{found['images']:,}"),
+        ("top-1 accuracy", f"{found['top1']:.4f}"),
+        ("top-5 accuracy", f"{found['top5']:.4f}"),
+        ("loss", f"{found['loss']:.4f}"),
+        ("expected calibration error", f"{found['expected_calibration_error']:.4f}"),
+        ("speed", f"{found['images_per_s']:,.0f} images/s"),
+        ("processes", f"{found['processes']} x {found['device']}"),
+    ]
+    console.print(table(title, ["what", "value"], rows))
+    few = len(classes) <= PRINTED_CLASSES
+    by_f1 = sorted(range(len(classes)), key=lambda c: per_class["f1"][c])
+    rows = [
+        (classes[c], *(f"{per_class[name][c]:{',' if name == 'support' else '.4f'}}" for name in PER_CLASS))
+        for c in (range(len(classes)) if few else by_f1[:WORST_CLASSES])
+    ]
+    heading = "of each class" if few else f"of the {WORST_CLASSES} classes with the lowest F1"
+    console.print(table(heading, ["class", *PER_CLASS], rows))
+    if few:
+        rows = [(f"{c} {classes[c]}", *map(str, counts)) for c, counts in enumerate(found["confusion"])]
+        heading = "confusion matrix, a row per true class"
+        console.print(table(heading, ["true", *map(str, range(len(classes)))], rows))
+
+
+def table(title: str, columns: list[str], rows: list[tuple[str, ...]]) -> Any:
+    """For rich to print, numbers to the right."""
+    from rich import box
+    from rich.table import Table
+
+    made = Table(title=title, box=box.SIMPLE, pad_edge=False)
+    for name in columns:
+        made.add_column(name, justify="left" if name == columns[0] else "right")
+    for row in rows:
+        made.add_row(*row)
+    return made
+
+
+# --- Entry
+
+if __name__ == "__main__":
+    run(main)
