@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 INSTALLED = $(VENV)/installed
 
-.PHONY: setup train test test-all
+.PHONY: setup train tensorboard logbook experiment_vit experiment_speedup test test-all
 
 setup: $(INSTALLED)
 
@@ -14,6 +14,23 @@ $(INSTALLED): requirements.txt
 
 train: setup
 	$(VENV)/bin/accelerate launch --config_file accelerate_configs/cpu.yaml train_cnn_a.py --data digits
+
+# All runs, for this machine alone: from elsewhere by ssh -L 6006:localhost:6006
+tensorboard: setup
+	$(VENV)/bin/tensorboard --logdir runs --host 127.0.0.1
+
+# Pages of all runs, or of those that RUNS names, in logbook/.
+RUNS ?= $(patsubst %/recipe.json,%,$(wildcard runs/train_*/*/recipe.json))
+logbook: setup
+	$(VENV)/bin/python logbook.py add $(RUNS)
+
+# experiment.py says what they do. SIZE=full is for GPUs; DATA is a local copy; S3_PREFIX where checkpoints go.
+SIZE ?= rehearsal
+DATA ?= cifar10
+HOSTFILE ?= hostfile
+experiment_vit experiment_speedup: experiment_%: setup
+	$(VENV)/bin/python experiment.py $* --size $(SIZE) --data "$(DATA)" --hostfile $(HOSTFILE) \
+		$(if $(S3_PREFIX),--s3 $(S3_PREFIX)/$*)
 
 test: setup
 	$(VENV)/bin/ruff check .

@@ -97,6 +97,9 @@ class Recipe:
         "where the metrics go beside `metrics.jsonl`: one, several as `tensorboard,wandb`, or `none`",
         choices=("tensorboard", "wandb", "none"),
     )
+    telemetry_s: float = setting(
+        1.0, "seconds between two samples of GPUs, processor, memory, network and disk; 0: none", minimum=0
+    )
     mixed_precision: str | None = setting(
         None,
         "unset: the launcher's; else bf16 where the device has it natively",

@@ -9,7 +9,7 @@ from typing import Any, TextIO
 from common.files import read_lines, write_json, write_text
 from common.progress import progress
 from common.recipe import Recipe
-from common.trackers import finish_trackers, start_trackers, tracker_ids
+from common.trackers import finish_trackers, log_pictures, start_trackers, tracker_ids
 
 
 class RunLog:
@@ -45,16 +45,21 @@ class RunLog:
     def tracker_ids(self) -> dict[str, str]:
         return tracker_ids(self.trackers)
 
-    def write(self, step: int, values: dict[str, float]) -> None:
-        """After `step` optimizer steps."""
+    def write(self, step: int, values: dict[str, float], telemetry: dict[str, float] | None = None) -> None:
+        """After `step` optimizer steps. telemetry: for the trackers alone."""
         epoch = step / self.steps_per_epoch
         self._write_line(self.metrics, {"step": step, "epoch": epoch, **values})
         try:
             for tracker in self.trackers:
-                tracker.log({"epoch": epoch, **values}, step=step)
+                tracker.log({"epoch": epoch, **values, **(telemetry or {})}, step=step)
         except OSError as error:
             self._can_not_write("the trackers' files", error)
         self.progress.show(step, epoch, values)
+
+    def show(self, step: int, pictures: list[Path]) -> None:
+        """PNG files, for the trackers."""
+        for tracker in self.trackers:
+            log_pictures(tracker, step, pictures)
 
     def write_samples(self, step: int, ids: list[int]) -> None:
         """Of the step that ends with `step` steps done, in the order of the whole batch."""

@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from accelerate.tracking import GeneralTracker, TensorBoardTracker, WandBTracker
 
 INIT_S, FINISH_S = 10, 60  # how long a run waits for a W&B server, at its beginning and at its end
@@ -41,6 +42,21 @@ def _without_full_disks(args: threading.ExceptHookArgs) -> None:
     """TensorBoard's thread raises again in the main one, at the next value: its own traceback is noise."""
     if not isinstance(args.exc_value, OSError) or type(args.thread).__name__ != "_AsyncWriterThread":
         threading.__excepthook__(args)
+
+
+def log_pictures(tracker: GeneralTracker, step: int, files: list[Path]) -> None:
+    """PNG files, as `plots/<name>`. What fails is said, and fails no training."""
+    from PIL import Image
+
+    # TensorBoard wants to be told the layout, [1, H, W, 3]; W&B takes the images one by one.
+    layout = {} if isinstance(tracker, _WandB) else {"dataformats": "NHWC"}
+    try:
+        for file in files:
+            with Image.open(file) as image:
+                pixels = np.asarray(image.convert("RGB"))[None]
+            tracker.log_images({f"plots/{file.stem}": pixels}, step=step, **layout)
+    except Exception as error:  # of many kinds, of libraries and disks
+        print(f"{tracker.name} does not have the pictures ({error}); they are in plots/", flush=True)
 
 
 def finish_trackers(trackers: list[GeneralTracker], failed: bool) -> None:

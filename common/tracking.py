@@ -1,13 +1,8 @@
 """One run: its folder, its checkpoints, what it says, its result."""
 
 import contextlib
-import dataclasses
 import json
 import math
-import resource
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,17 +20,20 @@ from torch import Tensor, nn
 from common import accelerator as job
 from common import report
 from common.agreement import let_main_close_first, once
-from common.checkpoints import mark, step_name
+from common.checkpoints import mark
 from common.files import write_json
+from common.memory import is_out_of_memory, memory_gib, out_of_memory
 from common.object_store import StoreError
 from common.optim import EMA
 from common.ownership import RECORD
 from common.preemption import Poll, Preempted, agreed, wanted
 from common.recipe import Batch, Recipe, recipe_part
 from common.resume import Place, open_place
-from common.run_folder import count_restarts, open_folder, resumed_from, script_name
+from common.run_facts import about_run, draw_predictions, result, run_name, write_confusion
+from common.run_folder import count_restarts, open_folder, resumed_from
 from common.run_log import RunLog
 from common.saver import Saver
+from common.telemetry import Telemetry, own_seat
 from common.training_state import TrainingState
 
 if TYPE_CHECKING:  # train_hello.py has no images, and starts sooner without what reads them
@@ -68,8 +66,10 @@ class Run:
         self.examples: list[Predicted] = []  # of the main process, some predictions of that evaluation
         self.memory: list[dict[str, float]] = []  # of each process, at the end
         self.error: str | None = None  # what a failed run ended with
+        self.val_name: str | None = None  # of the split that was evaluated, once the run has finished
         self.place: Place | None = None  # of the main process, once it is open
         self.log: RunLog | None = None  # of the main process, once the run has begun
+        self.telemetry: Telemetry | None = None  # once the run has begun
         self.begun = False
 
     def begin(
@@ -88,12 +88,12 @@ class Run:
         self.steps, self.steps_per_epoch, self.classes = steps, steps_per_epoch, classes
         self.training = TrainingState(self.accelerator, model, optimizer, ema)
         self.poll = Poll(self.recipe.timeout_s)
-        places = gather_object([(socket.gethostname(), job.device_name(self.accelerator))])
+        seats = gather_object([own_seat(self.accelerator)])
         state = once(self.accelerator, "run folder", self._open, self.recipe.timeout_s)
         if state:
             self.training.restore(self.place.checkpoint if self.is_main else None, state)
             self._go_on(state)
-        about = self._about(places, state)
+        about = about_run(self.accelerator, self.recipe, seats, (state or {}).get("resumed_from"))
         once(self.accelerator, "log", lambda _: self._start_log(about, state), self.recipe.timeout_s)
         self.saver = Saver(
             self.training,
@@ -103,6 +103,8 @@ class Run:
             self.place.mirror if self.is_main else None,
             self.saved_step or None,
         )
+        rank, folder = self.accelerator.process_index, self.folder if self.is_main else None
+        self.telemetry = Telemetry(seats, rank, folder, self.recipe.telemetry_s, lambda: self.step, steps)
         self.mark = time.perf_counter()
         self.begun = True
         return self.first_step
@@ -111,6 +113,8 @@ class Run:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self.telemetry:
+            self.telemetry.stop()
         if kind is None:
             self._close("finished")
             return
@@ -125,7 +129,7 @@ class Run:
             self.place.release()
         let_main_close_first(self.accelerator)
         if is_out_of_memory(error):
-            raise ValueError(self._out_of_memory()) from error
+            raise ValueError(out_of_memory(self.accelerator, self.batch)) from error
 
     def should_evaluate(self, step: int) -> bool:
         """Whether `step` steps end an epoch, or the run, and have not been evaluated."""
@@ -146,9 +150,11 @@ class Run:
 
     def finish(self, val_name: str) -> None:
         """Waits for the last checkpoint, writes result.json and plots/, prints the table. Collective."""
+        self.val_name = val_name
         self.poll.finish()
-        self.memory = gather_object([memory_gib(self.accelerator)])
-        once(self.accelerator, "report", lambda beat: self._finish(beat, val_name), self.recipe.timeout_s)
+        self.telemetry.stop()
+        self.memory = self._gathered(memory_gib(self.accelerator))
+        once(self.accelerator, "report", self._finish, self.recipe.timeout_s)
         once(self.accelerator, "last upload", self._wait_for_upload, self.recipe.timeout_s)
         self.accelerator.wait_for_everyone()  # under deepspeed rank 0 keeps the store that the others ask
 
@@ -182,7 +188,7 @@ class Run:
             raise FloatingPointError(f"the loss is {loss} at step {step} with learning rate {lr:g}")
         if self.is_main:
             speed = {"train/images_per_s": images_per_s}
-            self.log.write(step, {"train/loss": loss, "train/lr": lr, **speed})
+            self.log.write(step, {"train/loss": loss, "train/lr": lr, **speed}, self.telemetry.means())
 
     def tell(self, doing: str) -> None:
         """Shows that an evaluation gets on, without waiting for the device. Collective.
@@ -259,19 +265,6 @@ class Run:
             self.place.mirror.offer(self.saved_step, self.best.get("step"))
         print(f"run folder {self.folder}", flush=True)
 
-    def _about(self, places: list[tuple[str, str]], state: dict[str, Any] | None) -> dict[str, Any]:
-        return {
-            "script": script_name(),
-            "strategy": job.strategy(self.accelerator),
-            "recipe": dataclasses.asdict(self.recipe),
-            "resumed_from": (state or {}).get("resumed_from"),
-            "argv": sys.argv,
-            "git_commit": _git_commit(),
-            "versions": job.versions(),
-            "hosts": list(dict.fromkeys(host for host, _ in places)),
-            "devices": [device for _, device in places],
-        }
-
     def _writer(self, about: dict[str, Any]) -> dict[str, Any]:
         """Who writes a checkpoint, for its manifest."""
         names = ("script", "strategy", "git_commit", "versions", "hosts")
@@ -300,7 +293,7 @@ class Run:
     def _save(self) -> None:
         """A snapshot; the rest goes on beside the training. Collective."""
         self.poll.wait_for_main(self.is_main, self.saver.done)
-        losses = gather_object([self.loss.item()])
+        losses = self._gathered(self.loss.item())
         if not all(math.isfinite(loss) for loss in losses):
             raise FloatingPointError(f"the loss is {sum(losses)} before step {self.step}: nothing was saved")
         self._write_samples(self.step)
@@ -314,13 +307,20 @@ class Run:
             "losses": losses,  # of each process, summed since the last line
             "accumulations": self.batch.accumulations,
             "train_s": self.train_s + time.perf_counter() - self.mark,
-            "wall_s": self._wall_s(),
+            "wall_s": self.wall_s(),
             **self.training.scalars(),
         }
         if self.is_main:
             state |= self.log.tracker_ids()
         self.saver.save(self.step, state, self.best.get("step"))
         self.saved_step = self.step
+
+    def _gathered(self, own: Any) -> list[Any]:
+        """That of each process. With it the other hosts' telemetry comes to the main process. Collective."""
+        everyones = gather_object([(own, self.telemetry.take())])
+        if self.is_main:
+            self.telemetry.append([piece for _, pieces in everyones for piece in pieces])
+        return [own for own, _ in everyones]
 
     def _timed(self, now: float, step: int) -> float:
         """Adds the time since the last line. Returns images/s."""
@@ -332,7 +332,7 @@ class Run:
 
     # --- Ending
 
-    def _finish(self, beat: Callable[[], None], val_name: str) -> None:
+    def _finish(self, beat: Callable[[], None]) -> None:
         self.log.progress.stop()
         self.saver.wait(beat)
         if problem := self._problem():
@@ -342,8 +342,10 @@ class Run:
         mark(self.folder / "checkpoints", self.step, best)
         if self.place.mirror:
             self.place.mirror.offer(self.step, best)
-        write_json(self.folder / "result.json", self._result("finished"))
-        report.show(self.folder, val_name)
+        write_json(self.folder / "result.json", result(self, "finished"))
+        write_confusion(self)
+        self.log.show(self.step, draw_predictions(self))
+        report.show(self.folder, self.val_name)
 
     def _wait_for_upload(self, beat: Callable[[], None]) -> None:
         mirror = self.place.mirror
@@ -354,7 +356,7 @@ class Run:
             self.log.progress.tell(f"uploading to {mirror.store.url}")
             beat()
         uploaded = mirror.failed is None
-        write_json(self.folder / "result.json", self._result("finished") | {"uploaded": uploaded})
+        write_json(self.folder / "result.json", result(self, "finished") | {"uploaded": uploaded})
         if uploaded:
             try:
                 mirror.send_run_files()
@@ -390,7 +392,9 @@ class Run:
         self.log.progress.stop()
         with contextlib.suppress(OSError):
             if status != "finished":
-                write_json(self.folder / "result.json", self._result(status))
+                write_json(self.folder / "result.json", result(self, status))
+            if status == "preempted":
+                write_confusion(self)
         if status == "preempted" and self.place.mirror:
             self.place.mirror.wait(UPLOAD_GRACE_S)
         self.log.close(failed=status == "failed")
@@ -405,19 +409,8 @@ class Run:
             if (folder / RECORD).exists():
                 return  # a run that goes on, or was killed
             file = folder / "result.json"
-            before = json.loads(file.read_text()) if file.exists() else self._result("preempted")
+            before = json.loads(file.read_text()) if file.exists() else result(self, "preempted")
             write_json(file, before | {"status": "preempted"})
-
-    def _out_of_memory(self) -> str:
-        batch, smaller = self.batch, self.batch.smaller()
-        advice = "shard the model (fsdp_4gpu, zero3_4gpu, zero3_offload_4gpu) or take a smaller one"
-        if smaller:
-            advice = (
-                f"try --per_device_batch_size {smaller}, the same --batch_size {batch.total} with"
-                f" {batch.total // (smaller * batch.processes)} accumulations, or {advice}"
-            )
-        device = job.device_name(self.accelerator)
-        return f"out of memory on {device} with --per_device_batch_size {batch.per_device}: {advice}"
 
     def _write_samples(self, step: int) -> None:
         """The sample ids since the last call, each step's in the order of its whole batch."""
@@ -437,98 +430,11 @@ class Run:
         """Of the main process, also from the threads that save and upload."""
         print(message, flush=True)
 
-    def _result(self, status: str) -> dict[str, Any]:
-        recipe, batch, accelerator = self.recipe, self.batch, self.accelerator
-        memory = self.memory or [memory_gib(accelerator)]  # of all processes only where a run has finished
-        return {
-            "script": script_name(),
-            "status": status,
-            "strategy": job.strategy(accelerator),
-            "mixed_precision": job.precision(accelerator),
-            "hosts": _hosts(batch),
-            "processes": batch.processes,
-            "device": job.device_name(accelerator),
-            "data": recipe.data,
-            "batch_size": batch.total,
-            "per_device_batch_size": batch.per_device,
-            "accumulation_steps": batch.accumulations,
-            "epochs": recipe.epochs,
-            "steps": self.step,
-            "best_accuracy": self.best.get("accuracy"),
-            "best_loss": self.best.get("loss") if "accuracy" not in self.best else None,
-            "best_step": self.best.get("step"),
-            "final_accuracy": self.last.get("accuracy"),
-            "final_loss": self.last.get("loss"),
-            "val_images": self.last.get("images"),
-            "train_s": self.train_s,
-            "wall_s": self._wall_s(),
-            "images_per_s": self.logged_step * batch.total / self.train_s if self.train_s else None,
-            "peak_memory_gib": max(peak["peak"] for peak in memory),
-            "memory_gib": memory,
-            "seed": recipe.seed,
-            "checkpoint": _name(self.saver.committed if self.begun else None),
-            "best_checkpoint": _name(self.best.get("step")),
-            "error": self.error,
-        }
-
-    def _wall_s(self) -> float:
+    def wall_s(self) -> float:
         """Since the run's first process began, imports included, without the pauses between interruptions."""
         return self.earlier_wall_s + time.time() - psutil.Process().create_time()
-
-
-def is_out_of_memory(error: BaseException | None) -> bool:
-    """Of torch's allocators on GPU and CPU, of CUDA's libraries, of Python."""
-    texts = ("out of memory", "ALLOC_FAILED", "CUDA calloc", "can't allocate memory")
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
-        isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
-    )
 
 
 def _score(metrics: dict[str, float]) -> float:
     """What the best evaluation has most of: accuracy, or, where there are no classes, the negative loss."""
     return metrics.get("accuracy", -metrics["loss"])
-
-
-def run_name(accelerator: Accelerator, recipe: Recipe, batch: Batch) -> str:
-    """<strategy>_<batch>_<epochs>_<hosts>_<processes per host>"""
-    hosts = _hosts(batch)
-    return f"{job.strategy(accelerator)}_{batch.total}_{recipe.epochs}_{hosts}_{batch.processes // hosts}"
-
-
-def memory_gib(accelerator: Accelerator) -> dict[str, float]:
-    """Of this process, in GiB. `peak` is what torch allocated at most on the GPU, or the resident set on CPU.
-
-    On a GPU also `reserved`, the most that torch's allocator held, and `device`, all that there is; on CPU
-    `data`, the writable memory that it has asked for by now, which RLIMIT_DATA limits.
-    """
-    if accelerator.device.type == "cuda":
-        reserved, device = torch.cuda.max_memory_reserved(), torch.cuda.mem_get_info()[1]
-        sizes = {"peak": torch.cuda.max_memory_allocated(), "reserved": reserved, "device": device}
-        return {name: size / 2**30 for name, size in sizes.items()}
-    status = Path("/proc/self/status").read_text()
-    data_kib = int(status.partition("VmData:")[2].split()[0])
-    return {"peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, "data": data_kib / 2**20}
-
-
-def _hosts(batch: Batch) -> int:
-    return max(1, batch.processes // job.processes_per_host())
-
-
-def _name(step: int | None) -> str | None:
-    """Of a step's checkpoint, in the run's folder."""
-    return f"checkpoints/{step_name(step)}" if step else None
-
-
-def _git_commit() -> str | None:
-    """The commit of the code, with + behind it when files differ from it; None outside of a repository."""
-    here = Path(__file__).parent
-    try:
-        commit, changed = (
-            subprocess.run(
-                ["git", "-C", here, *words], capture_output=True, text=True, timeout=10, check=True
-            ).stdout
-            for words in (["rev-parse", "HEAD"], ["status", "--porcelain"])
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return commit.strip() + ("+" if changed.strip() else "")

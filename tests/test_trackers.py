@@ -10,11 +10,14 @@ from pathlib import Path
 
 import psutil
 import pytest
+from PIL import Image
 
-from tests.conftest import CNN, Job, metrics, python, result, run, torchrun
+from common.telemetry import HOST_NUMBERS
+from tests.conftest import CNN, Job, lines, metrics, mutate, python, result, run, torchrun
 
 FLAGS = ["--data", "digits", "--batch_size", "64", "--epochs", "2", "--max_steps", "30", "--log_every", "10"]
 BOTH = ["--trackers", "tensorboard,wandb"]
+TELEMETRY = {f"telemetry/{name}" for name in HOST_NUMBERS}  # of a host without GPUs
 KEY = {"WANDB_API_KEY": "c0ffee" * 6 + "c0ff"}
 
 
@@ -22,7 +25,7 @@ KEY = {"WANDB_API_KEY": "c0ffee" * 6 + "c0ff"}
 def folder(tmp_path_factory, cache) -> Path:
     """Of a run by two processes without a key, its W&B id chosen from outside."""
     folder = tmp_path_factory.mktemp("tracked") / "run"
-    words = [*torchrun(2), *CNN, *FLAGS, *BOTH, *cache, "--output_dir", folder]
+    words = [*torchrun(2), *CNN, *FLAGS, *BOTH, "--telemetry_s", "0.1", *cache, "--output_dir", folder]
     output = run(words, env={"WANDB_RUN_ID": "chosen1"})
     assert output.count("W&B has no key (wandb login): the run is logged offline") == 1
     return folder
@@ -32,10 +35,19 @@ def test_tensorboard_has_what_metrics_jsonl_has(folder):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(folder / "tensorboard")).Reload()
+    assert set(events.Tags()["scalars"]) == curves(folder).keys() | TELEMETRY
     for name, ours in curves(folder).items():
         theirs = [(event.step, event.value) for event in events.Scalars(name)]
         assert [step for step, _ in theirs] == [step for step, _ in ours]
         assert [value for _, value in theirs] == pytest.approx([value for _, value in ours], rel=1e-6)
+    for name in TELEMETRY:
+        steps = [event.step for event in events.Scalars(name)]
+        assert set(steps) <= {line["step"] for line in metrics(folder) if "train/loss" in line}
+        assert len(steps) == len(set(steps))
+    for name, file in pictures(folder).items():
+        (event,) = events.Images(name)
+        with Image.open(file) as image:
+            assert (event.step, event.width, event.height) == (30, *image.size)
     hyper_parameters = next((folder / "tensorboard").glob("*/hparams.yml")).read_text()
     assert "batch_size: 64" in hyper_parameters
     assert "widths: 4,8,32" in hyper_parameters.replace("(4, 8, 32)", "4,8,32")
@@ -52,6 +64,12 @@ def test_wandb_has_what_metrics_jsonl_has(folder):
     ]
     for name, ours in curves(folder).items():
         assert [(row["step"], row[name]) for row in history if name in row] == ours
+    assert {name for row in history for name in row if name.startswith("telemetry/")} == TELEMETRY
+    for name, picture in pictures(folder).items():
+        assert [row["step"] for row in history if name in row] == [30]
+        (sent,) = file.parent.glob(f"files/media/images/{name}_*.png")
+        with Image.open(sent) as theirs, Image.open(picture) as ours:
+            assert theirs.convert("RGB").tobytes() == ours.convert("RGB").tobytes()
     axes = {
         record.metric.glob_name: record.metric.step_metric for record in records if record.HasField("metric")
     }
@@ -62,6 +80,21 @@ def test_wandb_has_what_metrics_jsonl_has(folder):
         for item in [*record.config.update, *record.run.config.update]
     }
     assert (config["batch_size"], config["strategy"], config["processes"]) == (64, "ddp", 2)
+
+
+def test_both_processes_share_one_sampler(folder):
+    (file,) = folder.glob("telemetry-*")
+    assert len([line for line in lines(file) if "host" in line]) == 1
+    assert [host["samples"] for host in result(folder)["telemetry"]] == [len(lines(file)) - 1]
+
+
+@pytest.mark.full
+def test_pictures_that_a_tracker_does_not_take(project_copy, tmp_path, cache):
+    mutate(project_copy, "common/trackers.py", "tracker.log_images(", "tracker.log_pictures(")
+    words = [*python(), *CNN, *FLAGS, *BOTH, *cache, "--output_dir", tmp_path / "run"]
+    output = run(words, cwd=project_copy)
+    assert [output.count(f"{name} does not have the pictures") for name in ("tensorboard", "wandb")] == [1, 1]
+    assert result(tmp_path / "run")["status"] == "finished"
 
 
 def test_each_epochs_accuracy_is_there(folder):
@@ -153,6 +186,11 @@ def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
     expected = {"epoch", "train/loss", "train/lr", "train/images_per_s", "val/loss", "val/accuracy"}
     assert found.keys() == expected
     return found
+
+
+def pictures(folder: Path) -> dict[str, Path]:
+    """name in the trackers -> file"""
+    return {f"plots/{name}": folder / "plots" / f"{name}.png" for name in ("confusion", "predictions")}
 
 
 def wandb_records(file: Path) -> list:

@@ -1,0 +1,146 @@
+"""What a run says of itself in its folder: recipe.json at its start; at its end result.json, confusion.json
+and, of classes, pictures of what it predicts."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate import Accelerator
+
+from common import accelerator as job
+from common.checkpoints import step_name
+from common.files import write_text
+from common.memory import memory_gib
+from common.recipe import Batch, Recipe
+from common.run_folder import script_name
+from common.telemetry import Seat, energy_wh
+
+if TYPE_CHECKING:
+    from common.tracking import Run
+
+
+def run_name(accelerator: Accelerator, recipe: Recipe, batch: Batch) -> str:
+    """<strategy>_<batch>_<epochs>_<hosts>_<processes per host>"""
+    hosts = _hosts(batch)
+    return f"{job.strategy(accelerator)}_{batch.total}_{recipe.epochs}_{hosts}_{batch.processes // hosts}"
+
+
+def about_run(
+    accelerator: Accelerator, recipe: Recipe, seats: list[Seat], resumed_from: str | None
+) -> dict[str, Any]:
+    """recipe.json. seats: of all processes."""
+    return {
+        "script": script_name(),
+        "strategy": job.strategy(accelerator),
+        "recipe": dataclasses.asdict(recipe),
+        "defaults": {field.name: field.default for field in dataclasses.fields(recipe)},
+        "resumed_from": resumed_from,
+        "argv": sys.argv,
+        "git_commit": _git_commit(),
+        "versions": job.versions(),
+        "hosts": list(dict.fromkeys(seat.host for seat in seats)),
+        "devices": [seat.device for seat in seats],
+    }
+
+
+def result(run: "Run", status: str) -> dict[str, Any]:
+    """result.json. Of the main process."""
+    recipe, batch, accelerator = run.recipe, run.batch, run.accelerator
+    memory = run.memory or [memory_gib(accelerator)]  # of all processes only where a run has finished
+    telemetry = run.telemetry.summaries() if run.telemetry else []
+    return {
+        "script": script_name(),
+        "status": status,
+        "strategy": job.strategy(accelerator),
+        "mixed_precision": job.precision(accelerator),
+        "hosts": _hosts(batch),
+        "processes": batch.processes,
+        "device": job.device_name(accelerator),
+        "data": recipe.data,
+        "batch_size": batch.total,
+        "per_device_batch_size": batch.per_device,
+        "accumulation_steps": batch.accumulations,
+        "epochs": recipe.epochs,
+        "steps": run.step,
+        "best_accuracy": run.best.get("accuracy"),
+        "best_loss": run.best.get("loss") if "accuracy" not in run.best else None,
+        "best_step": run.best.get("step"),
+        "final_accuracy": run.last.get("accuracy"),
+        "final_loss": run.last.get("loss"),
+        "val_name": run.val_name,
+        "val_images": run.last.get("images"),
+        "train_s": run.train_s,
+        "wall_s": run.wall_s(),
+        "images_per_s": run.logged_step * batch.total / run.train_s if run.train_s else None,
+        "peak_memory_gib": max(peak["peak"] for peak in memory),
+        "memory_gib": memory,
+        "telemetry": telemetry,
+        "energy_wh": energy_wh(telemetry),
+        "seed": recipe.seed,
+        "checkpoint": _name(run.saver.committed if run.begun else None),
+        "best_checkpoint": _name(run.best.get("step")),
+        "error": run.error,
+    }
+
+
+def write_confusion(run: "Run") -> None:
+    """confusion.json of the last evaluation, a row per true class; nothing where there are no classes.
+
+    After a restart behind the last evaluation it is there already.
+    """
+    if run.confusion is None:
+        return
+    found = {"step": run.evaluated_step, "classes": run.classes, "confusion": run.confusion.tolist()}
+    write_text(run.folder / "confusion.json", json.dumps(found) + "\n")
+
+
+def draw_predictions(run: "Run") -> list[Path]:
+    """plots/confusion.png and predictions.png of the last evaluation; none where there are no classes."""
+    if run.confusion is None:
+        return []
+    from common import plots
+    from common.evaluation import SHOWN
+
+    step, folder = run.evaluated_step, run.folder / "plots"
+    files = [folder / "confusion.png", folder / "predictions.png"]
+    plots.confusion_matrix(files[0], run.confusion.tolist(), run.classes, f"step {step:,}")
+    pixels, labels, logits = (
+        torch.cat([getattr(part, name) for part in run.examples])[:SHOWN].cpu()
+        for name in ("pixels", "labels", "logits")
+    )
+    shares, predicted = logits.softmax(1).max(1)
+    captions = [
+        f"{run.classes[label]}\n{run.classes[guess]} {share:.2f}"
+        for label, guess, share in zip(labels, predicted, shares, strict=True)
+    ]
+    title = f"step {step:,}: the true class, the predicted one and its probability"
+    plots.image_sheet(files[1], pixels.numpy(), captions, title, (labels != predicted).tolist())
+    return files
+
+
+def _hosts(batch: Batch) -> int:
+    return max(1, batch.processes // job.processes_per_host())
+
+
+def _name(step: int | None) -> str | None:
+    """Of a step's checkpoint, in the run's folder."""
+    return f"checkpoints/{step_name(step)}" if step else None
+
+
+def _git_commit() -> str | None:
+    """The commit of the code, with + behind it when files differ from it; None outside of a repository."""
+    here = Path(__file__).parent
+    try:
+        commit, changed = (
+            subprocess.run(
+                ["git", "-C", here, *words], capture_output=True, text=True, timeout=10, check=True
+            ).stdout
+            for words in (["rev-parse", "HEAD"], ["status", "--porcelain"])
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return commit.strip() + ("+" if changed.strip() else "")
