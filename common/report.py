@@ -1,13 +1,17 @@
-"""What one run shows at its end: a table, and a plot of loss and accuracy."""
+"""What one run shows at its end: a table, a plot of loss and accuracy, and how its page is made."""
 
 import json
 from pathlib import Path
 
 from common.checkpoints import EMA, MODEL
+from common.commands import ROOT, python_command, shortest
+from common.plots import panel, panels
 
 
 def show(folder: Path, val_name: str) -> None:
-    """Prints the folder's result.json as a table and says where everything lies. Writes plots/curves.png."""
+    """Prints the folder's result.json as a table, where everything lies, and the command that writes its page
+    for the log book. Writes plots/curves.png.
+    """
     from rich.console import Console
     from rich.table import Table
 
@@ -40,39 +44,17 @@ def show(folder: Path, val_name: str) -> None:
     weights = next(file for file in files if file.exists())
     plots = sorted((folder / "plots").glob("*.png"))
     for path in (weights, *plots, folder / "metrics.jsonl", folder / "result.json"):
-        console.print(f"{path}", soft_wrap=True, highlight=False)
+        console.print(f"{path}", soft_wrap=True, highlight=False, markup=False)
+    add_page = python_command(shortest(ROOT / "logbook.py"), "add", folder)
+    console.print(add_page, soft_wrap=True, highlight=False, markup=False)
 
 
 def plot_curves(folder: Path, title: str) -> None:
     """Loss and, where there is one, accuracy against epochs, from metrics.jsonl, into plots/curves.png."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot as plt
-
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    panels = {"loss": ("train/loss", "val/loss"), "accuracy": ("val/accuracy", "val/raw_accuracy")}
     best = max((line["val/accuracy"] for line in lines if "val/accuracy" in line), default=None)
-    if best is None:
-        del panels["accuracy"]
-    figure, row = plt.subplots(
-        1, len(panels), figsize=(5 * len(panels), 3.6), layout="constrained", squeeze=False
-    )
-    for axes, (label, names) in zip(row[0], panels.items(), strict=True):
-        for name in names:
-            points = [(line["epoch"], line[name]) for line in lines if name in line]
-            if points:
-                axes.plot(
-                    *zip(*points, strict=True),
-                    label=name,
-                    marker="o" if len(points) < 40 else None,
-                    markersize=3,
-                )
-        axes.set(xlabel="epoch", ylabel=label)
-        axes.grid(alpha=0.3)
-        axes.legend()
-    figure.suptitle(title if best is None else f"{title}: best accuracy {best:.4f}")
-    path = folder / "plots" / "curves.png"
-    path.parent.mkdir(exist_ok=True)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    row = [panel(lines, "epoch", "loss", ("train/loss", "val/loss"))]
+    if best is not None:
+        row.append(panel(lines, "epoch", "accuracy", ("val/accuracy", "val/raw_accuracy")))
+        title = f"{title}: best accuracy {best:.4f}"
+    panels(folder / "plots" / "curves.png", [row], title)

@@ -1,0 +1,314 @@
+"""A page of the log book on several runs: what each took and reached, and what else they differ in."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from common import markdown as md
+from common.commands import place
+from common.plots import Panel, panels
+from common.run_page import as_flag, time_unit
+from common.run_record import NUMBER, RunRecord, fitting
+from common.run_words import REHEARSAL, claim, data, memory_gib, model, number, split, utilisation_pct
+
+NOT_COMPARED = ("output_dir", "model_folder", "s3")  # where something is written
+RESOLVED = ("mixed_precision", "per_device_batch_size")  # flags of which result.json has what came of them
+SEARCH = {  # a result of find_batch_size.py
+    **dict.fromkeys(("script", "strategy", "device"), str),
+    **dict.fromkeys(("processes", "answer", "knee", "quantum"), int),
+    "limit_gib": NUMBER,
+    "trials": [{"outcome": str, "*": NUMBER}],
+}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Of two runs or more with the first. searches: results of find_batch_size.py.
+
+    target_accuracy: unset, the lowest of the runs' best accuracies, which all have reached. price_per_hour:
+    of one host.
+    """
+
+    runs: list[RunRecord]
+    target_accuracy: float | None = None
+    price_per_hour: float | None = None
+    searches: tuple[dict[str, Any], ...] = ()
+
+    def __post_init__(self) -> None:
+        if len(self.runs) < 2:
+            raise ValueError("a comparison needs two runs or more")
+
+    @property
+    def names(self) -> list[str]:
+        """`ddp x 4`; a second one is `ddp x 4 (2)`."""
+        facts = [run.facts for run in self.runs]
+        names = [f"{one.get('strategy', 'unknown')} x {one.get('processes', '?')}" for one in facts]
+        seen = [names[:i].count(name) + 1 for i, name in enumerate(names)]
+        return [name if k == 1 else f"{name} ({k})" for name, k in zip(names, seen, strict=True)]
+
+    @property
+    def target(self) -> float | None:
+        best = [run.facts.get("best_accuracy") for run in self.runs]
+        known = [accuracy for accuracy in best if accuracy is not None]
+        return self.target_accuracy or min(known, default=None)
+
+
+def read_search(file: Path) -> dict[str, Any]:
+    """A result of find_batch_size.py. ValueError when it is none."""
+    try:
+        found, odd = fitting(json.loads(file.read_text()), SEARCH)
+    except (OSError, ValueError, AttributeError) as error:
+        raise ValueError(f"{file} can't be read: {error}") from None
+    if odd or not {"script", "strategy", "processes", "trials"} <= found.keys():
+        raise ValueError(f"{file} is no result of find_batch_size.py")
+    return found
+
+
+# --- What is compared
+
+
+def speed_up(first: RunRecord, run: RunRecord, time: str) -> tuple[float | None, str]:
+    """In train_s or wall_s; or None and why not."""
+    words = {"batch_size": "images a step", "steps": "steps", "data": "as data", "script": "as script"}
+    for name, what in words.items():
+        if first.facts.get(name) != run.facts.get(name):
+            return None, f"{run.facts.get(name)} {what}, the first {first.facts.get(name)}"
+    for one in (first, run):
+        if one.facts["status"] != "finished":
+            return None, f"{'the first' if one is first else 'it'} is not finished"
+        if not one.facts.get(time):
+            return None, f"{'the first' if one is first else 'it'} has no {time}"
+    return first.facts[time] / run.facts[time], ""
+
+
+def time_to(run: RunRecord, accuracy: float | None) -> tuple[float | None, bool]:
+    """Seconds until an evaluation first found it, None if none did; whether evaluations are counted in."""
+    seconds, is_measured = run.seconds()
+    reached = [
+        s
+        for line, s in zip(run.metrics, seconds, strict=True)
+        if accuracy is not None and line.get("val/accuracy", -1) >= accuracy
+    ]
+    return (reached[0] if reached else None), is_measured
+
+
+def differences(runs: list[RunRecord]) -> dict[str, list[str]]:
+    """What the runs are not alike in, beside what is compared: {name: of each run}."""
+    conditions = [_conditions(run) for run in runs]
+    names = dict.fromkeys(name for found in conditions for name in found)
+    values = {name: [found.get(name, "not known") for found in conditions] for name in names}
+    return {name: found for name, found in values.items() if len(set(found)) > 1}
+
+
+def _conditions(run: RunRecord) -> dict[str, str]:
+    facts, about = run.facts, run.about
+    left_out = (*NOT_COMPARED, *RESOLVED)
+    recipe = {name: place(as_flag(value)) for name, value in run.recipe.items() if name not in left_out}
+    names = ("script", "data", "batch_size", "per_device_batch_size", "accumulation_steps", "epochs", "steps")
+    names += ("mixed_precision", "val_name", "val_images", "status")
+    versions = {f"version of {name}": str(value) for name, value in about.get("versions", {}).items()}
+    devices = about.get("devices") or [facts.get("device", "not known")]
+    headers = [line for lines in run.telemetry.values() for line in lines if "cpus" in line]
+    hosts = {f"{line['cpus']} CPUs, {line.get('memory_gib', 0):.0f} GiB" for line in headers}
+    return {
+        **recipe,
+        **{name: str(facts[name]) for name in names if name in facts},
+        **versions,
+        "commit": about.get("git_commit", "not known"),
+        "device": ", ".join(sorted(set(devices))),
+        "host": "; ".join(sorted(hosts)) or "not known",
+        "began with": place(about.get("resumed_from", "fresh weights")),
+    }
+
+
+# --- The page
+
+
+def draw(comparison: Comparison, file: Path) -> None:
+    runs, names = comparison.runs, comparison.names
+    found = [run.seconds() for run in runs]
+    unit, unit_s = time_unit(max((s for seconds, _ in found for s in seconds), default=0))
+    time = (
+        f"time, {unit}" if all(measured for _, measured in found) else f"time of the training alone, {unit}"
+    )
+    accuracy, loss = Panel(time, "accuracy"), Panel("step", "train/loss")
+    for run, name, (seconds, _) in zip(runs, names, found, strict=True):
+        timed = list(zip(run.metrics, seconds, strict=True))
+        points = [(s / unit_s, line["val/accuracy"]) for line, s in timed if "val/accuracy" in line]
+        steps = [(line["step"], line["train/loss"]) for line in run.metrics if "train/loss" in line]
+        for panel, part in ((accuracy, points), (loss, steps)):
+            if part:
+                panel.curves[name] = tuple(zip(*part, strict=True))
+    speed = Panel("images/s", "", bars=_known(names, [run.facts.get("images_per_s") for run in runs]))
+    whole = Panel("whole time, s", "", bars=_known(names, [run.facts.get("wall_s") for run in runs]))
+    panels(file, [[accuracy, loss], [speed, whole]], f"{model(runs[0])} on {data(runs[0])}")
+
+
+def _known(names: list[str], values: list[float | None]) -> dict[str, float]:
+    return {name: value for name, value in zip(names, values, strict=True) if value is not None}
+
+
+def page(comparison: Comparison, picture: str, pages: list[str | None]) -> str:
+    """picture: what draw has made, pages: of the runs, where they have one; as links of the page."""
+    runs = comparison.runs
+    claims = "\n".join(
+        f"- {md.link(name, link) if link else md.text(name)}: {md.text(claim(run))}"
+        for name, run, link in zip(comparison.names, runs, pages, strict=True)
+    )
+    table, notes = _table(comparison)
+    parts = [
+        f"# {md.text(title(comparison))}",
+        claims,
+        REHEARSAL if any(run.is_rehearsal for run in runs) else "",
+        table,
+        "\n".join(f"- {note}" for note in notes),
+        md.picture("accuracy, loss, images/s and time", picture),
+        "## Also different",
+        _also_different(comparison),
+        *_searches(comparison),
+        _problems(comparison),
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def title(comparison: Comparison) -> str:
+    return f"{model(comparison.runs[0])} on {data(comparison.runs[0])}: {', '.join(comparison.names)}"
+
+
+def _table(comparison: Comparison) -> tuple[str, list[str]]:
+    """A column for each run; and remarks on what stands in it."""
+    runs, first = comparison.runs, comparison.runs[0]
+    target, price = comparison.target, comparison.price_per_hour
+    speed_ups = [speed_up(first, run, "train_s") for run in runs]
+    times = [time_to(run, target) for run in runs]
+    busy = [value and f"{value:.0f} % of {kind}s" for value, kind in map(utilisation_pct, runs)]
+
+    def facts(name: str) -> list[Any]:
+        return [run.facts.get(name) for run in runs]
+
+    rows = [
+        ("hosts", "{}", facts("hosts")),
+        ("processes", "{}", facts("processes")),
+        ("images a step", "{:,}", facts("batch_size")),
+        ("images a forward and process", "{:,}", facts("per_device_batch_size")),
+        ("optimizer steps", "{:,}", facts("steps")),
+        ("training time", "{:,.1f} s", facts("train_s")),
+        ("whole time", "{:,.1f} s", facts("wall_s")),
+        (f"time to accuracy {number(target, '{:.4f}')}", "{:,.1f} s", [seconds for seconds, _ in times]),
+        ("images/s", "{:,.0f}", facts("images_per_s")),
+        ("speed-up in training time", "{:.2f}", [factor for factor, _ in speed_ups]),
+        ("efficiency", "{:.0%}", [_efficiency(first, *pair) for pair in zip(runs, speed_ups, strict=True)]),
+        ("speed-up in whole time", "{:.2f}", [speed_up(first, run, "wall_s")[0] for run in runs]),
+        (f"best accuracy on the {split(first)}", "{:.4f}", facts("best_accuracy")),
+        ("final accuracy", "{:.4f}", facts("final_accuracy")),
+        ("final loss", "{:.4f}", facts("final_loss")),
+        ("peak memory of a process", "{:.2f} GiB", [memory_gib(run) for run in runs]),
+        ("utilisation, mean", "{}", busy),
+        ("energy of the GPUs", "{:,.1f} Wh", facts("energy_wh")),
+        (
+            f"cost at {number(price, '{:,.2f}')} an hour and host",
+            "{:,.2f}",
+            [_cost(run, price) for run in runs],
+        ),
+        (
+            "largest batch found, images a process",
+            "{:,}",
+            [_largest(run, comparison.searches) for run in runs],
+        ),
+    ]
+    notes = [
+        f"No speed-up of {md.text(name)}: {md.text(reason)}."
+        for name, (_, reason) in zip(comparison.names, speed_ups, strict=True)
+        if reason
+    ]
+    if not all(is_measured for _, is_measured in times):
+        notes.append("Without telemetry the time to an accuracy is that of the training steps alone.")
+    notes.append("Efficiency: the speed-up divided by (processes / processes of the first run).")
+    shown = [
+        [md.text(label), *(number(value, form) for value in values)]
+        for label, form, values in rows
+        if any(value is not None for value in values)
+    ]
+    return md.table(["", *map(md.text, comparison.names)], shown), notes
+
+
+def _efficiency(first: RunRecord, run: RunRecord, found: tuple[float | None, str]) -> float | None:
+    processes = [one.facts.get("processes") for one in (first, run)]
+    return None if found[0] is None or not all(processes) else found[0] * processes[0] / processes[1]
+
+
+def _cost(run: RunRecord, price_per_hour: float | None) -> float | None:
+    """Of all hosts, as long as the run took."""
+    if price_per_hour is None or not {"wall_s", "hosts"} <= run.facts.keys():
+        return None
+    return run.facts["wall_s"] / 3600 * run.facts["hosts"] * price_per_hour
+
+
+def _largest(run: RunRecord, searches: tuple[dict[str, Any], ...]) -> int | None:
+    """What was found for the run's script and strategy, on as many processes."""
+    names = ("script", "strategy", "processes")
+    alike = [s for s in searches if all(s[name] == run.facts.get(name) for name in names)]
+    return alike[0].get("answer") if alike else None
+
+
+def _also_different(comparison: Comparison) -> str:
+    found = differences(comparison.runs)
+    if not found:
+        return "Nothing: recipe, data, versions, commit, devices and precision are the same."
+    rows = [[md.text(name), *map(md.code, values)] for name, values in found.items()]
+    return md.table(["", *map(md.text, comparison.names)], rows, numbers=False)
+
+
+def _searches(comparison: Comparison) -> list[str]:
+    """The largest batch of each search, with its trials folded."""
+    if not comparison.searches:
+        return []
+    head = [
+        "",
+        "largest, images a process",
+        "images a forward, all processes",
+        "knee",
+        "limit",
+        "trials",
+        "time",
+    ]
+    rows, folds = [], []
+    for search in comparison.searches:
+        name = f"{search['script']}, {search['strategy']} x {search['processes']}"
+        answer, trials = search.get("answer"), search["trials"]
+        took_s = sum(trial.get("seconds") or 0 for trial in trials)
+        rows.append(
+            [
+                md.text(f"{name} on {search.get('device', 'unknown device')}"),
+                number(answer, "{:,}"),
+                number(answer and answer * search["processes"], "{:,}"),
+                number(search.get("knee"), "{:,}"),
+                number(search.get("limit_gib"), "{:.2f} GiB a process"),
+                f"{len(trials)}",
+                f"{took_s:,.0f} s",
+            ]
+        )
+        trial_rows = [
+            [
+                number(trial.get("per_device_batch_size"), "{:,}"),
+                md.text(trial.get("outcome") or "-"),
+                number(trial.get("memory_gib"), "{:.2f} GiB"),
+                number(trial.get("images_per_s"), "{:,.0f}"),
+                number(trial.get("seconds"), "{:,.0f} s"),
+            ]
+            for trial in trials
+        ]
+        columns = ["images a forward", "outcome", "memory", "images/s", "time"]
+        folds.append(md.folded(f"The trials of {name}", md.table(columns, trial_rows)))
+    knee = "The knee: from there on a larger batch brings less than 5 percent more images/s."
+    return ["## Largest batch", md.table(head, rows), knee, *folds]
+
+
+def _problems(comparison: Comparison) -> str:
+    lines = [
+        f"- {md.text(name)}: {md.text(problem)}"
+        for name, run in zip(comparison.names, comparison.runs, strict=True)
+        for problem in run.problems
+    ]
+    return "## Missing or broken in the runs' folders\n\n" + "\n".join(lines) if lines else ""

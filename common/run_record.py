@@ -1,0 +1,259 @@
+"""What a run's folder tells of the run, whatever in it is missing or broken."""
+
+import contextlib
+import hashlib
+import json
+from bisect import bisect_left, bisect_right
+from pathlib import Path
+from typing import Any
+
+from common.commands import place
+
+NUMBER = (int, float)
+# What is expected: a type, [of each item] or {key: of its value}; "*": of all other keys.
+ABOUT = {
+    **dict.fromkeys(("script", "strategy", "resumed_from", "git_commit", "wandb_id"), str),
+    **dict.fromkeys(("recipe", "defaults", "versions"), dict),
+    **{name: [str] for name in ("argv", "hosts", "devices")},
+}
+RESULT = {
+    **dict.fromkeys(("script", "status", "strategy", "mixed_precision", "device", "data", "val_name"), str),
+    **dict.fromkeys(("checkpoint", "best_checkpoint", "error"), str),
+    **dict.fromkeys(("hosts", "processes", "batch_size", "per_device_batch_size", "accumulation_steps"), int),
+    **dict.fromkeys(("epochs", "steps", "best_step", "val_images", "seed"), int),
+    **dict.fromkeys(("best_accuracy", "best_loss", "final_accuracy", "final_loss"), NUMBER),
+    **dict.fromkeys(("train_s", "wall_s", "images_per_s", "energy_wh"), NUMBER),
+    "memory_gib": [{"*": NUMBER}],
+    "telemetry": [{"host": str, "throttle": [str], "*": NUMBER}],
+    "uploaded": bool,
+}
+METRICS_LINE = {"step": int, "*": NUMBER}
+TELEMETRY_LINE = {
+    **dict.fromkeys(("t", "cpu_pct", "memory_gib", "cpus"), NUMBER),
+    "host": str,  # in a header only
+    "step": int,  # in a sample only
+    "gpus": [{"index": int, "throttle": [str], "*": NUMBER}],
+}
+CONFUSION = {"step": int, "classes": [str], "confusion": [[int]]}
+REPORT = CONFUSION | {
+    **dict.fromkeys(("checkpoint", "split", "device", "strategy"), str),
+    **dict.fromkeys(("loss", "top1", "top5", "expected_calibration_error", "images_per_s"), NUMBER),
+    "images": int,
+    "per_class": {"*": [NUMBER]},
+}
+UNFINISHED = "killed or still running"  # the status of a run without a result
+
+
+class RunRecord:
+    """What is not as expected is left out; `problems` has a line for each file that is missing or broken.
+
+    facts: of result.json; where there is none, what the other files tell of them. evaluations: the lines of
+    metrics.jsonl with `val/loss`. ValueError when the folder is none of a run.
+    """
+
+    def __init__(self, folder: Path):
+        parts = ("recipe.json", "result.json", "metrics.jsonl", "checkpoints")
+        if not any((folder / part).exists() for part in parts):
+            raise ValueError(f"{folder} is no run's folder: it has none of {', '.join(parts)}")
+        self.folder, self.problems = folder, []
+        self.about = self._read("recipe.json", ABOUT)
+        self.recipe = self.about.get("recipe", {})
+        self.metrics = self._read_lines("metrics.jsonl", METRICS_LINE, needed={"step", "epoch"})
+        self.evaluations = [line for line in self.metrics if "val/loss" in line]
+        self.telemetry = {
+            file.stem.removeprefix("telemetry-"): self._read_lines(file.name, TELEMETRY_LINE, needed={"t"})
+            for file in sorted(folder.glob("telemetry-*.jsonl"))
+        }
+        if not self.telemetry:
+            self.problems.append("telemetry-<host>.jsonl is missing")
+        result = self._read("result.json", RESULT)
+        self.facts = self._seen() | result
+        shows_classes = self.facts["status"] == "finished" and "best_accuracy" in self.facts
+        has_confusion = shows_classes or (folder / "confusion.json").exists()
+        self.confusion = self._matrix("confusion.json", CONFUSION) if has_confusion else {}
+        self.reports = {
+            path.name: self._matrix(f"validation/{path.name}/report.json", REPORT)
+            for path in sorted(folder.glob("validation/*"))
+            if path.is_dir()
+        }
+
+    @property
+    def is_rehearsal(self) -> bool:
+        devices = self.about.get("devices") or [self.facts.get("device", "")]
+        return any(device.startswith("CPU") for device in devices)
+
+    @property
+    def identity(self) -> dict[str, str | None]:
+        """What tells this run from any other: its first line has a time in it, which none repeats."""
+        first = json.dumps(self.metrics[0], sort_keys=True) if self.metrics else None
+        return {
+            "run": place(self.folder.resolve()),
+            "first_line": first and hashlib.sha256(first.encode()).hexdigest()[:16],
+        }
+
+    def host_summaries(self) -> list[dict[str, Any]]:
+        """Of the telemetry, as the run's end would have summed it up."""
+        if "telemetry" in self.facts:
+            return self.facts["telemetry"]
+        from common.telemetry import summary
+
+        found = []
+        for host in self.telemetry:
+            with contextlib.suppress(OSError, ValueError, RecursionError):  # it is among the problems
+                found.append(summary(self.folder / f"telemetry-{host}.jsonl"))
+        return found
+
+    def seconds(self) -> tuple[list[float], bool]:
+        """For each line of metrics.jsonl the time since the run began, pauses between interruptions left out.
+
+        True: from telemetry, about a second exact. False: from train/images_per_s, the training alone.
+        """
+        if path := self._path():
+            steps, times = zip(*path, strict=True)
+            return [_time_of(line, steps, times) for line in self.metrics], True
+        seconds, now, step = [], 0.0, 0
+        for line in self.metrics:
+            if line.get("train/images_per_s"):
+                now += (line["step"] - step) * self.facts.get("batch_size", 0) / line["train/images_per_s"]
+                step = line["step"]
+            seconds.append(now)
+        return seconds, False
+
+    def _path(self) -> list[tuple[int, float]]:
+        """(step, seconds) by a host's telemetry. What a restart took back is left out, as in wall_s."""
+        path: list[tuple[int, float]] = []
+        began = new_start = None
+        for line in max(self.telemetry.values(), key=len, default=[]):
+            if "host" in line:  # a header
+                new_start = line["t"]
+                continue
+            if new_start is not None and "step" in line:
+                path = [point for point in path if point[0] <= line["step"]]
+                began, new_start = new_start - (path[-1][1] if path else 0), None
+            if began is not None and "step" in line:
+                path.append((line["step"], line["t"] - began))
+        imports_s = max(0, self.facts.get("wall_s", 0) - path[-1][1]) if path else 0
+        return [(step, imports_s + second) for step, second in path]
+
+    def _seen(self) -> dict[str, Any]:
+        """What stands in result.json, as far as the other files tell it."""
+        about, recipe = self.about, fitting(self.recipe, RESULT)[0]
+        devices, hosts = about.get("devices", []), about.get("hosts", [])
+        best = max(self.evaluations, key=_score, default={})
+        final = self.evaluations[-1] if self.evaluations else {}
+        lines = [self.metrics, *self.telemetry.values()]
+        saved = sorted(self.folder.glob("checkpoints/step_*/manifest.json"))
+        seen = {
+            "status": "not known" if (self.folder / "result.json").exists() else UNFINISHED,
+            "processes": len(devices) or None,
+            "hosts": len(hosts) or None,
+            "device": devices[0] if devices else None,
+            "steps": max((line["step"] for part in lines for line in part if "step" in line), default=None),
+            "best_accuracy": best.get("val/accuracy"),
+            "best_step": best.get("step"),
+            "final_accuracy": final.get("val/accuracy"),
+            "final_loss": final.get("val/loss"),
+            "checkpoint": f"checkpoints/{saved[-1].parent.name}" if saved else None,
+        }
+        names = ("script", "strategy")
+        return {
+            **{name: about[name] for name in names if name in about},
+            **{name: recipe[name] for name in ("data", "batch_size", "epochs", "seed") if name in recipe},
+            **{name: value for name, value in seen.items() if value is not None},
+        }
+
+    # --- Reading
+
+    def _read(self, name: str, kinds: dict[str, Any]) -> dict[str, Any]:
+        try:
+            content = json.loads((self.folder / name).read_text())
+        except FileNotFoundError:
+            self.problems.append(f"{name} is missing")
+            return {}
+        except (OSError, ValueError, RecursionError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            self.problems.append(f"{name} can't be read: {reason}")
+            return {}
+        if not isinstance(content, dict):
+            self.problems.append(f"{name} is no object")
+            return {}
+        kept, odd = fitting(content, kinds)
+        if odd:
+            self.problems.append(f"{name} has another type than expected in {', '.join(odd)}")
+        return kept
+
+    def _read_lines(self, name: str, kinds: dict[str, Any], needed: set[str]) -> list[dict[str, Any]]:
+        """Without the lines that a kill, or a full disk, has cut."""
+        try:
+            texts = (self.folder / name).read_text(errors="replace").splitlines()
+        except FileNotFoundError:
+            self.problems.append(f"{name} is missing")
+            return []
+        except OSError as error:
+            self.problems.append(f"{name} can't be read: {error.strerror}")
+            return []
+        lines, broken = [], 0
+        for text in texts:
+            try:
+                line = json.loads(text)
+                kept, odd = fitting(line, kinds)
+            except (ValueError, RecursionError, AttributeError):
+                kept, odd = {}, [text]
+            if needed <= kept.keys():
+                lines.append(kept)
+            broken += bool(odd) or not needed <= kept.keys()
+        if broken:
+            self.problems.append(f"{name} has {broken} of {len(texts)} lines that can't be read")
+        elif not texts:
+            self.problems.append(f"{name} is empty")
+        return lines
+
+    def _matrix(self, name: str, kinds: dict[str, Any]) -> dict[str, Any]:
+        """A file with a confusion matrix, which must be square."""
+        found = self._read(name, kinds)
+        rows = found.get("confusion", [])
+        sizes = {len(rows), len(found.get("classes", [])), *map(len, rows)}
+        if found and (len(sizes) > 1 or not rows):
+            self.problems.append(f"{name} has no square matrix of its classes")
+            found = {key: value for key, value in found.items() if key != "confusion"}
+        return found
+
+
+def fitting(content: dict[str, Any], kinds: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """What is there and has the expected type; the names of what has another. Unknown keys stay out."""
+    kept, odd = {}, []
+    for key, value in content.items():
+        kind = kinds.get(key, kinds.get("*"))
+        if kind is None or value is None:
+            continue
+        if _fits(value, kind):
+            kept[key] = value
+        else:
+            odd.append(key)
+    return kept, odd
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    if isinstance(kind, list):
+        return isinstance(value, list) and all(_fits(item, kind[0]) for item in value)
+    if isinstance(kind, dict):
+        return isinstance(value, dict) and not fitting(value, kind)[1]
+    if isinstance(value, bool) or kind is bool:
+        return isinstance(value, bool) and kind is bool
+    return isinstance(value, kind) and (kind is str or kind is dict or -(2**63) < value < 2**63)  # finite
+
+
+def _time_of(line: dict[str, float], steps: tuple[int, ...], times: tuple[float, ...]) -> float:
+    """When the line was written. Steps stand still in an evaluation: its line comes at the end of that."""
+    step = line["step"]
+    i = bisect_right(steps, step) - 1 if "val/loss" in line else bisect_left(steps, step)
+    i = min(max(i, 0), len(steps) - 1)
+    j = i + 1 if steps[i] < step else i - 1
+    if steps[i] == step or not 0 <= j < len(steps):
+        return times[i]
+    return times[i] + (times[j] - times[i]) * (step - steps[i]) / (steps[j] - steps[i])
+
+
+def _score(evaluation: dict[str, float]) -> float:
+    """As Run chooses its best one."""
+    return evaluation.get("val/accuracy", -evaluation["val/loss"])

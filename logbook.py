@@ -1,0 +1,188 @@
+"""The log book: pages of runs, Markdown with pictures, in logbook/.
+
+    python logbook.py add runs/train_cnn_a/single_128_10_1_1
+    python logbook.py compare runs/train_vit/fsdp_512_100_1_4 runs/train_vit/ddp_512_100_2_4
+    python logbook.py index
+
+add: a run's page is logbook/<script>/<strategy>/<batch>_<epochs>_<hosts>_<processes per host>.md, with -2
+behind it where another run has that name; the same run added again replaces its own. compare: what each run
+took and reached beside the first, and whatever else they differ in, in logbook/compare/. index:
+logbook/README.md, which the other two bring up to date.
+
+A run that was killed, and files that are missing or broken, give a page that says so. The same run folders
+give the same bytes.
+"""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from common import comparison, run_page
+from common import markdown as md
+from common.commands import python_command, shortest
+from common.comparison import Comparison, read_search
+from common.files import write_text
+from common.run_record import RunRecord
+from common.run_words import summary
+
+ROOT = Path(__file__).resolve().parent
+COMPARE = "compare"  # the folder of the comparisons
+
+
+def main() -> int:
+    flags = parse(sys.argv[1:])
+    try:
+        made = flags.make(flags)
+        index = write_index(flags.logbook)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    pages = [shortest(page.absolute()) for page in (index, *made)]
+    print("\n".join(pages))
+    print(python_command("-m", "rich.markdown", pages[-1]))  # shows the page on the terminal
+    return 0
+
+
+def parse(words: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="logbook.py", allow_abbrev=False)
+    commands = parser.add_subparsers(required=True, metavar="{add,compare,index}")
+
+    def command(name: str, make: Callable, help: str) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=help, description=help, allow_abbrev=False)
+        sub.set_defaults(make=make)
+        sub.add_argument("--logbook", type=Path, default=ROOT / "logbook", help="the folder of the pages")
+        return sub
+
+    command("index", lambda flags: [], "write the table of all pages")
+    add = command("add", add_runs, "write a page for each run")
+    compare = command("compare", compare_runs, "write a page on several runs")
+    for sub in (add, compare):
+        sub.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="the folder of a run")
+    compare.add_argument("--name", help="of the page; unset: after the runs")
+    compare.add_argument("--target_accuracy", type=float, help="unset: what all of the runs have reached")
+    compare.add_argument("--price_per_hour", type=float, help="of one host, in any currency")
+    compare.add_argument(
+        "--batch_search",
+        nargs="+",
+        type=Path,
+        default=[],
+        metavar="FILE",
+        help="results of find_batch_size.py",
+    )
+    return parser.parse_args(words)
+
+
+def add_runs(flags: argparse.Namespace) -> list[Path]:
+    """Writes the pages and returns their files."""
+    runs = [RunRecord(folder) for folder in flags.runs]
+    return [write_run(flags.logbook, run) for run in runs]
+
+
+def write_run(logbook: Path, run: RunRecord) -> Path:
+    facts = run.facts
+    processes, hosts = facts.get("processes"), facts.get("hosts")
+    per_host = processes // hosts if processes and hosts else None
+    sizes = (facts.get("batch_size"), facts.get("epochs"), hosts, per_host)
+    stem = "_".join(map(str, sizes)) if None not in sizes else run.folder.resolve().name
+    folder = logbook / file_name(facts.get("script", "unknown")) / file_name(facts.get("strategy", "unknown"))
+    page = free_page(folder, file_name(stem), run.identity)
+    pictures = run_page.draw(run, page.with_suffix(""))
+    return write_page(page, summary(run) | run.identity, run_page.page(run, page.stem, pictures))
+
+
+def compare_runs(flags: argparse.Namespace) -> list[Path]:
+    """Writes the page and returns its file."""
+    runs = [RunRecord(folder) for folder in flags.runs]
+    searches = tuple(read_search(file) for file in flags.batch_search)
+    what = Comparison(runs, flags.target_accuracy, flags.price_per_hour, searches)
+    folder, identity = flags.logbook / COMPARE, {"runs": [run.identity for run in runs]}
+    if flags.name:
+        page = folder / f"{file_name(flags.name)}.md"
+    else:
+        names = "_".join(name.replace(" ", "") for name in what.names)
+        page = free_page(folder, file_name(f"{runs[0].facts.get('script', 'unknown')}_{names}"), identity)
+    comparison.draw(what, page.with_suffix(".png"))
+    marks = {f"../{other.relative_to(flags.logbook)}": read_mark(other) for other in run_pages(flags.logbook)}
+    links = [
+        next((link for link, mark in marks.items() if is_same(mark, run.identity)), None) for run in runs
+    ]
+    text = comparison.page(what, f"{page.stem}.png", links)
+    return [write_page(page, {"title": comparison.title(what)} | identity, text)]
+
+
+# --- Pages and their first lines
+
+
+def free_page(folder: Path, stem: str, identity: dict[str, Any]) -> Path:
+    """The page that these runs have already, else the next that none has."""
+    number = 1
+    while True:
+        page = folder / f"{stem if number == 1 else f'{stem}-{number}'}.md"
+        if not page.exists() or is_same(read_mark(page), identity):
+            return page
+        number += 1
+
+
+def is_same(mark: dict[str, Any], identity: dict[str, Any]) -> bool:
+    """Whether a page is of these runs. The folder decides only where a run had no line of metrics yet."""
+    if "runs" in identity:
+        theirs, ours = mark.get("runs", []), identity["runs"]
+        return len(theirs) == len(ours) and all(map(is_same, theirs, ours))
+    lines = mark.get("first_line"), identity["first_line"]
+    return lines[0] == lines[1] if all(lines) else mark.get("run") == identity["run"]
+
+
+def write_page(page: Path, mark: dict[str, Any], text: str) -> Path:
+    """mark: for the index and is_same, in a comment that the text of no name can end."""
+    escaped = json.dumps(mark, sort_keys=True).replace("<", "\\u003c").replace(">", "\\u003e")
+    page.parent.mkdir(parents=True, exist_ok=True)
+    write_text(page, f"<!-- logbook {escaped} -->\n\n{text}")
+    return page
+
+
+def read_mark(page: Path) -> dict[str, Any]:
+    """Empty for a page that was written by hand."""
+    found = re.match(r"<!-- logbook (\{.*\}) -->\n", page.read_text())
+    try:
+        return json.loads(found[1]) if found else {}
+    except ValueError:
+        raise ValueError(
+            f"{page}: its first line can't be read; remove the page and add its run anew"
+        ) from None
+
+
+def run_pages(logbook: Path) -> list[Path]:
+    """logbook/<script>/<strategy>/*.md"""
+    return sorted(logbook.glob("*/*/*.md"), key=natural)
+
+
+def write_index(logbook: Path) -> Path:
+    """README.md, from the first lines of all pages: the runs need not be there."""
+    pages = [*run_pages(logbook), *sorted(logbook.glob(f"{COMPARE}/*.md"), key=natural)]
+    marks = {page.relative_to(logbook).as_posix(): read_mark(page) for page in pages}
+    rows = [run_page.index_row(mark, page) for page, mark in marks.items() if "run" in mark]
+    links = [f"- {md.link(mark['title'], page)}" for page, mark in marks.items() if "runs" in mark]
+    parts = ["# Log book", "What was trained, how well, how fast, on what. Written by `logbook.py`."]
+    parts += [md.table(run_page.INDEX, rows, numbers=False)] if rows else []
+    parts += ["## Comparisons", "\n".join(links)] if links else []
+    logbook.mkdir(parents=True, exist_ok=True)
+    write_text(logbook / "README.md", "\n\n".join(parts) + "\n")
+    return logbook / "README.md"
+
+
+def natural(page: Path) -> list[Any]:
+    """128 after 64."""
+    return [[int(part) if part.isdigit() else 0, part] for part in re.split(r"(\d+)", str(page))]
+
+
+def file_name(text: str) -> str:
+    """Of no other folder, and with no mark that a shell or a link would read."""
+    return re.sub(r"[^\w-]+", "_", text).strip("_")[:100] or "unknown"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,513 @@
+"""The log book: pages of real runs, of killed ones, of broken folders; comparisons; experiments."""
+
+import json
+import re
+import shlex
+import shutil
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from markdown_it import MarkdownIt
+from PIL import Image
+
+import logbook
+from common import plots
+from common.run_record import RunRecord
+from tests.conftest import CNN, Job, copy_project, metrics, python, result, run, torchrun
+
+FLAGS = ["--data", "digits", "--epochs", "3", "--log_every", "2", "--telemetry_s", "0.2"]
+MARKDOWN = MarkdownIt("commonmark").enable("table")
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory) -> Path:
+    """A copy of the project, with a log book of its own."""
+    return copy_project(tmp_path_factory.mktemp("logbook") / "project")
+
+
+@pytest.fixture(scope="module")
+def one(project, cache) -> tuple[Path, str]:
+    """A run on one process with all its metrics, and what it printed."""
+    words = [*python(), *CNN, *FLAGS, *cache, "--output_dir", "runs/one"]
+    output = run(words, cwd=project)
+    run([*python(), "validate.py", project / "runs/one", *cache])
+    return project / "runs/one", output
+
+
+@pytest.fixture(scope="module")
+def two(project, cache) -> Path:
+    run([*torchrun(2), *CNN, *FLAGS, *cache, "--output_dir", "runs/two"], cwd=project)
+    return project / "runs/two"
+
+
+@pytest.fixture(scope="module")
+def killed(project, cache) -> Path:
+    """A run that got SIGKILL after its first evaluation."""
+    folder = project / "runs/killed"
+    words = [*CNN, "--data", "digits", "--epochs", "1000", "--telemetry_s", "0.2", *cache]
+    job = Job([*python(), *words, "--output_dir", "runs/killed"], cwd=project)
+    deadline = time.monotonic() + 120
+    while not (folder / "metrics.jsonl").exists() or "val/loss" not in (folder / "metrics.jsonl").read_text():
+        assert time.monotonic() < deadline
+        assert job.process.poll() is None, job.wait()
+        time.sleep(0.2)
+    job.kill()
+    job.wait()
+    return folder
+
+
+@pytest.fixture
+def book(tmp_path, monkeypatch, capsys):
+    """Calls logbook.py with a log book in tmp_path. Returns exit status, output and errors."""
+
+    def call(*words: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(
+            sys, "argv", ["logbook.py", *map(str, words), "--logbook", str(tmp_path / "book")]
+        )
+        status = logbook.main()
+        return status, *capsys.readouterr()
+
+    return call
+
+
+def page_of(run_folder: Path, book, tmp_path: Path) -> str:
+    """The text of the page that `add` has written."""
+    status, output, errors = book("add", run_folder)
+    assert (status, errors) == (0, "")
+    page = Path(output.splitlines()[-2])
+    assert page.is_relative_to(tmp_path / "book")
+    check(page)
+    return page.read_text()
+
+
+def check(page: Path) -> None:
+    """Whole tables, no HTML but ours, and every picture that it shows is one."""
+    text = page.read_text()
+    for token in MARKDOWN.parse(text):
+        if token.type == "html_block":
+            assert token.content.startswith(("<!-- logbook {", "<details><summary>", "</details>")), token
+        for part in token.children or ():
+            assert part.type != "html_inline", part.content
+            if part.type == "image":
+                with Image.open(page.parent / part.attrs["src"]) as image:
+                    assert image.size[0] > 300
+    bars = [len(re.findall(r"(?<!\\)\|", line)) if line.startswith("|") else 0 for line in text.splitlines()]
+    assert all(a == b for a, b in pairwise(bars) if a and b)
+
+
+def rows(text: str) -> dict[str, list[str]]:
+    """Of all tables, as they are shown: the other cells of a row under its first one."""
+    found, cells = {}, []
+    for token in MARKDOWN.parse(text):
+        if token.type == "tr_open":
+            cells = []
+        elif token.type == "inline":
+            cells.append("".join(part.content for part in token.children))
+        elif token.type == "tr_close":
+            found[cells[0]] = cells[1:]
+    return found
+
+
+# --- Pages
+
+
+def test_from_a_training_to_its_page_by_the_last_lines_alone(project, one):
+    """As a new user does: each command is the last line of the output of the one before."""
+    _, output = one
+    last = output.splitlines()[-1]
+    assert last.endswith("logbook.py add runs/one")
+    added = run(shlex.split(last), cwd=project)
+    page = project / "logbook/train_cnn_a/single/128_3_1_1.md"
+    assert str(page.relative_to(project)) in added
+    shown = run(shlex.split(added.splitlines()[-1]), cwd=project)
+    assert "train_cnn_a reaches accuracy" in shown
+    assert "[train_cnn_a/single/128_3_1_1]" in (project / "logbook/README.md").read_text()
+
+
+def test_what_a_page_says(two, book, tmp_path):
+    text, found = page_of(two, book, tmp_path), result(two)
+    about = json.loads((two / "recipe.json").read_text())
+    final = f"{found['final_accuracy']:.4f}"
+    assert re.search(
+        rf"^\*\*train_cnn_a reaches accuracy {final} .* digits in 3 of 3 epochs, .*\.\*\*$", text, re.M
+    )
+    assert f"best on the {found['val_name']} split, step" in text
+    assert "DDP on 2 x CPU" in text
+    assert "**Rehearsal on CPU: says nothing about GPUs.**" in text
+    assert shlex.join(about["argv"]) in text
+    assert about["git_commit"] is None or about["git_commit"].rstrip("+") in text
+    table = rows(text)
+    assert table["accuracy"] == [f"{found['best_accuracy']:.4f}", final]
+    assert table["training time"] == [f"{found['train_s']:,.1f} s"]
+    assert table["batch"] == ["128 = 64 images x 2 processes x 1 accumulation"]
+    differing = rows(text[text.index("| flag that differs") :].partition("<details>")[0])
+    assert differing["widths"] == ["4,8,32"]
+    assert "warmup" not in differing
+    assert table["warmup"] == ["0.1"]
+    assert f"torch {about['versions']['torch']}" in table["versions"][0]
+    assert [table["0"][0], table["1"][0]] == [f"{one['peak']:.2f} GiB" for one in found["memory_gib"]]
+    pictures = sorted(path.name for path in (tmp_path / "book/train_cnn_a/ddp/128_3_1_2").iterdir())
+    assert pictures == ["confusion_training.png", "curves.png", "telemetry.png"]
+    assert "Missing or broken" not in text
+    assert "GPU" not in text.replace("says nothing about GPUs", "")
+
+
+def test_a_page_shows_what_validate_has_found(one, book, tmp_path):
+    folder, _ = one
+    text = page_of(folder, book, tmp_path)
+    report = json.loads(next(folder.glob("validation/*/report.json")).read_text())
+    table = rows(text.partition("### validate.py")[2].partition("## Memory")[0])
+    assert table["top-1"] == [f"{report['top1']:.4f}"]
+    for i, name in enumerate(report["classes"]):
+        assert table[name][2] == f"{report['per_class']['f1'][i]:.4f}"
+    assert "worst" in text
+
+
+def test_a_killed_run_has_a_page_that_says_so(killed, book, tmp_path):
+    text = page_of(killed, book, tmp_path)
+    step = max(line["step"] for line in metrics(killed))
+    assert (
+        int(re.search(r"Not finished: killed or still running\*\*. Last seen at step (\d+)", text)[1]) >= step
+    )
+    evaluated = [line["val/accuracy"] for line in metrics(killed) if "val/accuracy" in line]
+    assert rows(text)["accuracy"] == [f"{max(evaluated):.4f}", f"{evaluated[-1]:.4f}"]
+    assert "- result.json is missing" in text
+    assert "killed or still running" in (tmp_path / "book/README.md").read_text()
+
+
+def test_of_gpus_a_page_shows_what_their_telemetry_says(two, book, tmp_path):
+    """Written by hand: two GPUs, 100 W each for 36 s, one of them slowed down. It is no rehearsal."""
+    folder = tmp_path / "run"
+    shutil.copytree(two, folder)
+    about = json.loads((folder / "recipe.json").read_text()) | {"devices": ["NVIDIA T4", "NVIDIA T4"]}
+    (folder / "recipe.json").write_text(json.dumps(about | {"hosts": ["h"]}))
+    (folder / "result.json").unlink()
+    for file in folder.glob("telemetry-*.jsonl"):
+        file.unlink()
+    host = {"host": "h", "interval_s": 1.0, "devices": ["NVIDIA T4"] * 2, "cpus": 8, "memory_gib": 64.0}
+    rates = ("net_sent_mib_s", "net_received_mib_s", "disk_read_mib_s", "disk_written_mib_s")
+    sample = {"cpu_pct": 25.0, "memory_gib": 8.0, **dict.fromkeys(rates, 0.0)}
+    gpu = {"memory_gib": 9.0, "power_w": 100.0, "temperature_c": 60, "sm_clock_mhz": 1500, "energy_wh": None}
+    lines = [host | {"t": 100.0}]
+    for k in range(37):
+        gpus = [
+            gpu | {"index": 0, "utilisation_pct": 80.0, "throttle": []},
+            gpu | {"index": 1, "utilisation_pct": 90.0, "throttle": ["sw_power_cap"]},
+        ]
+        lines.append({"t": 101.0 + k, "step": k, **sample, "gpus": gpus})
+    (folder / "telemetry-h.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "nvidia-smi-h.txt").write_text("``` Driver <b>\n")
+    text = page_of(folder, book, tmp_path)
+    assert "Rehearsal" not in text
+    assert "DDP on 2 x NVIDIA T4" in text
+    table = rows(text)
+    assert dict(zip(table["host"], table["h"], strict=True)) == {
+        "CPU, mean": "25 %",
+        "memory of the host, peak": "8.0 GiB",
+        "GPUs, mean": "85 %",
+        "memory of a GPU, peak": "9.0 GiB",
+        "power of a GPU, mean": "100 W",
+        "GPU temperature, peak": "60 C",
+        "SM clock, mean": "1500 MHz",
+        "throttled": "50 %",
+        "energy of the GPUs": "2.0 Wh",
+        "samples": "37",
+    }
+    assert "nvidia-smi -q on h</summary>\n\n````\n``` Driver <b>\n````\n" in text
+    table = rows(compared(book, tmp_path, two, folder))
+    assert table["device"][1] == "NVIDIA T4"
+    assert table["utilisation, mean"][1] == "85 % of GPUs"
+
+
+def keys(file: Path) -> list[str]:
+    """Of a JSON file, or of the last line of a log."""
+    text = file.read_text()
+    return list(json.loads(text.splitlines()[-1] if file.suffix == ".jsonl" else text))
+
+
+BREAKS = {
+    "missing": lambda file: file.unlink(),
+    "empty": lambda file: file.write_text(""),
+    "cut": lambda file: file.write_bytes(file.read_bytes()[:-40]),
+    "binary": lambda file: file.write_bytes(b"\xff\xfe\x00{"),
+    "a list": lambda file: file.write_text("[[1, 2], null]"),
+    "nested": lambda file: file.write_text("[" * 100_000),
+    "other types": lambda file: file.write_text(json.dumps({key: {"a": [None]} for key in keys(file)})),
+    "a folder": lambda file: (file.unlink(), file.mkdir()),
+}
+
+
+@pytest.mark.parametrize("how", BREAKS)
+def test_what_is_missing_or_broken_is_named(how, one, book, tmp_path):
+    """Each file alone, and on the page of a run in which all are."""
+    names = ["recipe.json", "result.json", "metrics.jsonl", "confusion.json"]
+    names += [str(f.relative_to(one[0])) for f in one[0].glob("telemetry-*.jsonl")]
+    names += [str(f.relative_to(one[0])) for f in one[0].glob("validation/*/report.json")]
+    assert len(names) == 6
+    everything = tmp_path / "everything"
+    shutil.copytree(one[0], everything)
+    for k, name in enumerate(names):
+        BREAKS[how](everything / name)
+        folder = tmp_path / f"run{k}"
+        shutil.copytree(one[0], folder)
+        BREAKS[how](folder / name)
+        (problem,) = RunRecord(folder).problems
+        is_unnamed = how == "missing" and name.startswith("telemetry")
+        assert problem.startswith("telemetry-<host>.jsonl " if is_unnamed else f"{name} "), problem
+    text = page_of(everything, book, tmp_path).partition("## Missing or broken")[2]
+    # Of a run without a result nobody knows whether it should have these.
+    unknown = ("telemetry", "confusion") if how == "missing" else ()
+    assert all(name in text for name in names if not name.startswith(unknown)), text
+
+
+def test_a_folder_that_is_no_run_is_named_and_nothing_is_written(one, book, tmp_path):
+    (tmp_path / "empty").mkdir()
+    for wrong in (tmp_path / "empty", tmp_path / "nowhere"):
+        status, output, errors = book("add", one[0], wrong)
+        assert (status, output) == (1, "")
+        assert errors.startswith(f"error: {wrong} is no run's folder")
+        assert errors.count("\n") == 1
+    assert not (tmp_path / "book").exists()
+
+
+def test_the_same_run_gives_the_same_bytes(one, two, book, tmp_path):
+    def written() -> dict[str, bytes]:
+        files = [path for path in (tmp_path / "book").rglob("*") if path.is_file()]
+        return {str(path.relative_to(tmp_path)): path.read_bytes() for path in files}
+
+    book("add", one[0], two)
+    book("compare", one[0], two)
+    first = written()
+    assert len(first) == 13
+    shutil.rmtree(tmp_path / "book")
+    book("add", two)
+    book("add", one[0])
+    book("compare", one[0], two)
+    assert written() == first
+    book("index")
+    assert written() == first
+
+
+def test_another_run_of_the_same_name_gets_the_next_number(one, book, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(one[0], other)
+    text = (other / "metrics.jsonl").read_text()
+    (other / "metrics.jsonl").write_text(text.replace('"train/images_per_s": ', '"train/images_per_s": 1', 1))
+    for folder in (one[0], other, one[0]):
+        assert book("add", folder)[0] == 0
+    pages = tmp_path / "book/train_cnn_a/single"
+    assert sorted(path.name for path in pages.glob("*.md")) == ["128_3_1_1-2.md", "128_3_1_1.md"]
+    moved = tmp_path / "moved"
+    other.rename(moved)  # as from the cluster to a laptop
+    page_of(moved, book, tmp_path)
+    assert len(list(pages.glob("*.md"))) == 2
+    assert f"`{moved}`" in (pages / "128_3_1_1-2.md").read_text()
+
+
+def test_no_name_breaks_a_page(one, book, tmp_path):
+    folder = tmp_path / "a run | with *spaces* & <b>"
+    shutil.copytree(one[0], folder)
+    names = [
+        "a|b",
+        "<script>alert(1)</script>",
+        "`x`",
+        "$y$ & z",
+        "*s* _t_",
+        "[u](v)",
+        "a\\|b",
+        "\n",
+        "-->",
+        "~~w~~",
+    ]
+    report = next(folder.glob("validation/*/report.json"))
+    for file in (folder / "confusion.json", report):
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"classes": names}))
+    for file, changes in {
+        "result.json": {
+            "script": "../../<i>",
+            "data": "a|b <img src=x>",
+            "error": "<b>|`",
+            "status": "failed",
+        },
+        "recipe.json": {"argv": ["train.py", "a|b", "```", "$(reboot)", "x y"], "hosts": ["<u>"]},
+    }.items():
+        (folder / file).write_text(json.dumps(json.loads((folder / file).read_text()) | changes))
+    text = page_of(folder, book, tmp_path)
+    table = rows(text)
+    assert set(names) - {"\n"} < table.keys()
+    assert table["hosts"] == ["<u>"]
+    assert table["run"] == [str(folder)]
+    (fence,) = [token for token in MARKDOWN.parse(text) if token.type == "fence"]
+    assert shlex.split(fence.content) == ["python", "train.py", "a|b", "```", "$(reboot)", "x y"]
+    assert [path.name for path in (tmp_path / "book").iterdir() if path.is_dir()] == ["i"]
+    book("compare", folder, one[0])
+    check(next((tmp_path / "book/compare").glob("*.md")))
+    check(tmp_path / "book/README.md")
+
+
+# --- Comparisons
+
+
+def compared(book, tmp_path, *words) -> str:
+    status, output, errors = book("compare", *words)
+    assert (status, errors) == (0, "")
+    page = Path(output.splitlines()[-2])
+    check(page)
+    return page.read_text()
+
+
+def test_a_comparison_says_what_the_results_say(one, two, book, tmp_path):
+    book("add", two)
+    text = compared(book, tmp_path, one[0], two, "--price_per_hour", "7.20")
+    table, a, b = rows(text), result(one[0]), result(two)
+    assert table["training time"] == [f"{a['train_s']:,.1f} s", f"{b['train_s']:,.1f} s"]
+    assert table["speed-up in training time"] == ["1.00", f"{a['train_s'] / b['train_s']:.2f}"]
+    assert table["efficiency"] == ["100%", f"{a['train_s'] / b['train_s'] / 2:.0%}"]
+    assert table["speed-up in whole time"] == ["1.00", f"{a['wall_s'] / b['wall_s']:.2f}"]
+    assert table["images/s"] == [f"{a['images_per_s']:,.0f}", f"{b['images_per_s']:,.0f}"]
+    assert table["cost at 7.20 an hour and host"] == [f"{run['wall_s'] * 0.002:.2f}" for run in (a, b)]
+    best = [run["best_accuracy"] for run in (a, b)]
+    assert f"time to accuracy {min(best):.4f}" in table
+    different = rows(text.partition("## Also different")[2])
+    assert "- [ddp x 2](../train_cnn_a/ddp/128_3_1_2.md): train_cnn_a reaches" in text
+    assert different == {"": ["single x 1", "ddp x 2"], "per_device_batch_size": ["128", "64"]}
+
+
+def test_what_else_differs_is_said_and_without_equal_work_there_is_no_speed_up(one, book, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(one[0], other)
+    about = json.loads((other / "recipe.json").read_text())
+    about["recipe"]["lr"] = 0.5
+    about["versions"]["torch"] = "1.0"
+    about |= {"git_commit": "abc", "devices": ["NVIDIA T4"]}
+    (other / "recipe.json").write_text(json.dumps(about))
+    changes = {"batch_size": 64, "mixed_precision": "fp16", "val_images": 7}
+    (other / "result.json").write_text(json.dumps(result(other) | changes))
+    text = compared(book, tmp_path, one[0], other)
+    different = rows(text.partition("## Also different")[2])
+    assert {"lr", "version of torch", "commit", "device", "batch_size", *changes} == different.keys() - {""}
+    assert different["lr"] == ["0.003", "0.5"]
+    assert rows(text)["speed-up in training time"] == ["1.00", "-"]
+    assert "No speed-up of single x 1 (2): 64 images a step, the first 128." in text
+
+
+def test_the_same_run_twice_differs_in_nothing(one, book, tmp_path):
+    text = compared(book, tmp_path, one[0], one[0])
+    assert "Nothing: recipe, data, versions, commit, devices and precision are the same." in text
+
+
+def test_time_is_that_of_the_telemetry_without_pauses(one, tmp_path):
+    """Preempted after step 4 and continued an hour later from step 2, at twice the speed."""
+    folder = tmp_path / "run"
+    shutil.copytree(one[0], folder)
+    first = [{"host": "h", "t": 1000.0}, *({"t": 1000.0 + 2 * k, "step": k} for k in range(1, 5))]
+    # Step 2 had been done after 4 s; the second start takes 3 s to go on, and 5 s to evaluate at step 6.
+    times = {2: 5003.0, 4: 5005.0, 6: 5007.0}
+    second = [{"host": "h", "t": 5000.0}, *({"t": t, "step": step} for step, t in times.items())]
+    second += [{"t": 5012.0, "step": 6}, {"t": 5013.0, "step": 7}]
+    (file,) = folder.glob("telemetry-*.jsonl")
+    file.write_text("".join(json.dumps(line) + "\n" for line in first + second))
+    log = [(1, {}), (2, {}), (5, {}), (6, {}), (6, {"val/loss": 1.0}), (7, {})]
+    (folder / "metrics.jsonl").write_text(
+        "".join(json.dumps({"step": step, "epoch": step / 7, **more}) + "\n" for step, more in log)
+    )
+    # From the first sample on it took 17 s, of 20 s in all: 3 s before it.
+    (folder / "result.json").write_text(json.dumps(result(folder) | {"wall_s": 20.0}))
+    seconds, is_measured = RunRecord(folder).seconds()
+    assert is_measured
+    assert seconds == pytest.approx([5, 7, 13, 14, 19, 20])
+
+
+def test_results_of_a_batch_search(one, two, book, tmp_path):
+    trials = [
+        {
+            "per_device_batch_size": 8,
+            "outcome": "ran",
+            "memory_gib": 0.5,
+            "images_per_s": 90.0,
+            "seconds": 3.0,
+        },
+        {
+            "per_device_batch_size": 24,
+            "outcome": "out of memory",
+            "memory_gib": None,
+            "images_per_s": None,
+            "seconds": 2.0,
+        },
+    ]
+    found = {"script": "train_cnn_a", "strategy": "ddp", "processes": 2, "device": "CPU", "quantum": 8}
+    found |= {"limit_gib": 1.5, "answer": 16, "knee": 8, "trials": trials}
+    file = tmp_path / "search.json"
+    file.write_text(json.dumps(found))
+    table = rows(compared(book, tmp_path, one[0], two, "--batch_search", file))
+    assert table["largest batch found, images a process"] == ["-", "16"]
+    assert table["train_cnn_a, ddp x 2 on CPU"] == ["16", "32", "8", "1.50 GiB a process", "2", "5 s"]
+    assert table["24"] == ["out of memory", "-", "-", "2 s"]
+    file.write_text("{}")
+    status, _, errors = book("compare", one[0], two, "--batch_search", file)
+    assert (status, errors) == (1, f"error: {file} is no result of find_batch_size.py\n")
+
+
+def test_a_comparison_of_one_is_refused(one, book):
+    assert book("compare", one[0])[::2] == (1, "error: a comparison needs two runs or more\n")
+
+
+# --- Figures
+
+
+@pytest.mark.parametrize("classes", [2, 10, 40, 1000])
+def test_confusion_matrices_of_any_size(classes, tmp_path):
+    names = [f"${i} _class_ of a name that is longer than others" for i in range(classes)]
+    matrix = [[i == j for j in range(classes)] for i in range(classes)]
+    plots.confusion_matrix(tmp_path / "c.png", matrix, names, "a $title")
+    assert (tmp_path / "c.png").stat().st_size < 120_000
+
+
+# --- Experiments
+
+
+def test_an_experiment_shows_its_commands(tmp_path):
+    words = ["experiment.py", "vit", "--size", "full", "--dry_run", "--folder", tmp_path, "--s3", "s3://b/p"]
+    output = run([*python(), *words])
+    steps = [line.removeprefix("# ") for line in output.splitlines() if line.startswith("# ")]
+    of_both = [
+        f"{what}, {way}" for way in ("fsdp", "ddp") for what in ("largest batch", "training", "all metrics")
+    ]
+    assert steps == [*of_both, "pages", "comparison"]
+    assert (
+        "launch.py --config_file accelerate_configs/ddp_2x4gpu.yaml --hostfile hostfile train_vit.py"
+        in output
+    )
+    assert f"--output_dir={tmp_path}/ddp --s3=s3://b/p/ddp" in output
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_experiment_ends_with_the_name_of_what_failed(tmp_path):
+    words = ["experiment.py", "speedup", "--data", tmp_path / "nowhere", "--folder", tmp_path / "runs"]
+    status, output = Job([*python(), *words]).wait()
+    assert status == 1
+    assert output.endswith(
+        "error: training, single_gpu failed with exit status 1: started again it goes on there\n"
+    )
+    assert "ddp_2gpu" not in output
+
+
+@pytest.mark.full
+def test_an_experiment_goes_on_where_it_failed(tmp_path):
+    """A page in the way fails the last steps; started again, no training is done again."""
+    words = ["experiment.py", "speedup", "--data", "digits", "--folder", tmp_path / "runs"]
+    words += ["--logbook", tmp_path / "book"]
+    (tmp_path / "book").write_text("in the way")
+    status, output = Job([*python(), *words]).wait()
+    assert status == 1
+    assert "error: pages failed" in output
+    (tmp_path / "book").unlink()
+    output = run([*python(), *words])
+    assert output.count("done already") == 3
+    assert "images/s left" not in output
+    page = tmp_path / "book/compare/experiment_speedup_rehearsal.md"
+    check(page)
+    assert rows(page.read_text())["processes"] == ["1", "2", "4"]
