@@ -1,4 +1,4 @@
-"""What one run shows at its end: a table, a plot of loss and accuracy, and how its page is made."""
+"""What one run shows at its end: a table, a plot of loss and accuracy, and at last how its page is made."""
 
 import json
 from pathlib import Path
@@ -9,9 +9,7 @@ from common.plots import panel, panels
 
 
 def show(folder: Path, val_name: str) -> None:
-    """Prints the folder's result.json as a table, where everything lies, and the command that writes its page
-    for the log book. Writes plots/curves.png.
-    """
+    """Prints the folder's result.json as a table and says where everything lies. Writes plots/curves.png."""
     from rich.console import Console
     from rich.table import Table
 
@@ -45,8 +43,11 @@ def show(folder: Path, val_name: str) -> None:
     plots = sorted((folder / "plots").glob("*.png"))
     for path in (weights, *plots, folder / "metrics.jsonl", folder / "result.json"):
         console.print(f"{path}", soft_wrap=True, highlight=False, markup=False)
-    add_page = python_command(shortest(ROOT / "logbook.py"), "add", folder)
-    console.print(add_page, soft_wrap=True, highlight=False, markup=False)
+
+
+def say_how_to_add(folder: Path) -> None:
+    """The command that writes the run's page for the log book, however the run has ended."""
+    print(python_command(shortest(ROOT / "logbook.py"), "add", folder), flush=True)
 
 
 def plot_curves(folder: Path, title: str) -> None:

@@ -1,6 +1,7 @@
 """What a run says of itself in its folder: recipe.json at its start; at its end result.json, confusion.json
 and, of classes, pictures of what it predicts."""
 
+import contextlib
 import dataclasses
 import json
 import subprocess
@@ -8,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import torch
 from accelerate import Accelerator
 
@@ -39,6 +41,7 @@ def about_run(
         "recipe": dataclasses.asdict(recipe),
         "defaults": {field.name: field.default for field in dataclasses.fields(recipe)},
         "resumed_from": resumed_from,
+        "command": _command(),
         "argv": sys.argv,
         "git_commit": _git_commit(),
         "versions": job.versions(),
@@ -129,6 +132,26 @@ def _hosts(batch: Batch) -> int:
 def _name(step: int | None) -> str | None:
     """Of a step's checkpoint, in the run's folder."""
     return f"checkpoints/{step_name(step)}" if step else None
+
+
+def _command() -> list[str]:
+    """What was typed, where it can be seen: of the launcher that was given this script, else our own words.
+
+    `python bin/torchrun` is `torchrun` again. Beside the process that it has started deepspeed adds flags of
+    its own.
+    """
+    own = [word for word in sys.argv[1:] if not word.startswith("--local_rank")]
+    found = [sys.executable, *sys.argv]
+    for process in psutil.Process().parents():
+        with contextlib.suppress(psutil.Error):
+            words = process.cmdline()
+            tail = words[len(words) - len(own) :]
+            if tail == own and any(Path(word).name == Path(sys.argv[0]).name for word in words):
+                found = words
+    is_entry = Path(found[1]).absolute().parent == Path(found[0]).absolute().parent
+    first = Path(found[1] if is_entry else found[0])
+    python = "python" if first.name.startswith("python") else first.name
+    return [python, *found[2 if is_entry else 1 :]]
 
 
 def _git_commit() -> str | None:

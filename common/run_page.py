@@ -288,14 +288,9 @@ def _nvidia_smi(run: RunRecord) -> Iterator[str]:
 
 
 def _command(run: RunRecord) -> str:
-    words = [place(word) for word in run.about.get("argv", [])]
-    if not words:
-        return ""
-    facts, script = run.facts, shlex.join(words)
-    if facts.get("processes") == 1:
-        return md.block(f"python {script}", "sh")
-    processes, hosts = plural(facts.get("processes", "?"), "process"), plural(facts.get("hosts", "?"), "host")
-    return f"Started by a launcher, {processes} on {hosts}, each with\n\n{md.block(script, 'sh')}"
+    """As it was typed on the first host, on which the others may have been started by hand."""
+    words = [place(word) for word in run.about.get("command", [])]
+    return md.block(shlex.join(words), "sh") if words else ""
 
 
 def _setup(run: RunRecord) -> str:
@@ -361,7 +356,9 @@ def _places(run: RunRecord) -> str:
         rows.append(["upload", "not complete"])
     if (run.folder / "tensorboard").is_dir():
         rows.append(["TensorBoard", md.code(f"tensorboard --logdir {shlex.quote(folder + '/tensorboard')}")])
-    if "wandb_id" in about:
+    if "wandb_url" in about:
+        rows.append(["W&B run", md.link(about["wandb_url"], about["wandb_url"])])
+    elif "wandb_id" in about:
         rows.append(["W&B run", md.code(about["wandb_id"])])
     return md.table(["", ""], rows, numbers=False)
 

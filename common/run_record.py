@@ -12,9 +12,9 @@ from common.commands import place
 NUMBER = (int, float)
 # What is expected: a type, [of each item] or {key: of its value}; "*": of all other keys.
 ABOUT = {
-    **dict.fromkeys(("script", "strategy", "resumed_from", "git_commit", "wandb_id"), str),
+    **dict.fromkeys(("script", "strategy", "resumed_from", "git_commit", "wandb_id", "wandb_url"), str),
     **dict.fromkeys(("recipe", "defaults", "versions"), dict),
-    **{name: [str] for name in ("argv", "hosts", "devices")},
+    **{name: [str] for name in ("command", "hosts", "devices")},
 }
 RESULT = {
     **dict.fromkeys(("script", "status", "strategy", "mixed_precision", "device", "data", "val_name"), str),

@@ -68,9 +68,10 @@ def finish_trackers(trackers: list[GeneralTracker], failed: bool) -> None:
 
 
 def tracker_ids(trackers: list[GeneralTracker]) -> dict[str, str]:
-    """What continues a run of a tracker, for recipe.json."""
-    ids = [tracker.run.id for tracker in trackers if isinstance(tracker, _WandB)]
-    return {"wandb_id": ids[0]} if ids else {}
+    """What continues a run of a tracker, and where it is seen, for recipe.json."""
+    runs = [tracker.run for tracker in trackers if isinstance(tracker, _WandB)]
+    found = {"wandb_id": runs[0].id, "wandb_url": runs[0].url} if runs else {}
+    return {name: value for name, value in found.items() if value}  # an offline run has no address
 
 
 class _WandB(WandBTracker):

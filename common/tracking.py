@@ -398,6 +398,7 @@ class Run:
         if status == "preempted" and self.place.mirror:
             self.place.mirror.wait(UPLOAD_GRACE_S)
         self.log.close(failed=status == "failed")
+        report.say_how_to_add(self.folder)
         self.place.release()
 
     def _note_preemption(self) -> None:

@@ -137,7 +137,8 @@ def test_what_a_page_says(two, book, tmp_path):
     assert f"best on the {found['val_name']} split, step" in text
     assert "DDP on 2 x CPU" in text
     assert "**Rehearsal on CPU: says nothing about GPUs.**" in text
-    assert shlex.join(about["argv"]) in text
+    assert shlex.join(about["command"]) in text
+    assert about["command"][:3] == ["torchrun", "--nproc_per_node=2", "--standalone"]
     assert about["git_commit"] is None or about["git_commit"].rstrip("+") in text
     table = rows(text)
     assert table["accuracy"] == [f"{found['best_accuracy']:.4f}", final]
@@ -332,7 +333,7 @@ def test_no_name_breaks_a_page(one, book, tmp_path):
             "error": "<b>|`",
             "status": "failed",
         },
-        "recipe.json": {"argv": ["train.py", "a|b", "```", "$(reboot)", "x y"], "hosts": ["<u>"]},
+        "recipe.json": {"command": ["train.py", "a|b", "```", "$(reboot)", "x y"], "hosts": ["<u>"]},
     }.items():
         (folder / file).write_text(json.dumps(json.loads((folder / file).read_text()) | changes))
     text = page_of(folder, book, tmp_path)
