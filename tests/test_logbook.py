@@ -342,7 +342,7 @@ def test_no_name_breaks_a_page(one, book, tmp_path):
     assert table["hosts"] == ["<u>"]
     assert table["run"] == [str(folder)]
     (fence,) = [token for token in MARKDOWN.parse(text) if token.type == "fence"]
-    assert shlex.split(fence.content) == ["python", "train.py", "a|b", "```", "$(reboot)", "x y"]
+    assert shlex.split(fence.content) == ["train.py", "a|b", "```", "$(reboot)", "x y"]
     assert [path.name for path in (tmp_path / "book").iterdir() if path.is_dir()] == ["i"]
     book("compare", folder, one[0])
     check(next((tmp_path / "book/compare").glob("*.md")))
