@@ -1,0 +1,303 @@
+"""The largest --per_device_batch_size that a script trains with, under one file of accelerate_configs/.
+
+    python find_batch_size.py --config_file accelerate_configs/fsdp_4gpu.yaml train_vit.py --data cifar10
+    python find_batch_size.py --config_file accelerate_configs/ddp_2x4gpu.yaml \\
+        --hostfile hostfile train_vit.py
+    CUDA_VISIBLE_DEVICES= python find_batch_size.py --config_file accelerate_configs/zero2_2gpu.yaml \\
+        --memory_limit_gib 2 train_cnn_b.py --data digits
+
+Each trial is a launch of its own, as the training's will be: the same data and model, 4 optimizer steps
+without accumulation, a checkpoint among them, an evaluation. Two sizes show how the memory grows, then the
+largest that should fit is tried; the end is a size that ran where --quantum images more did not. A launch
+fails when any of its processes runs out of memory, so the fullest one decides. Without a GPU it needs a
+limit, on the data of each process (RLIMIT_DATA).
+
+The largest is often not the best: beside each size stand its images/s, in a few steps each of which is
+waited for, and at the end the knee, from which on a larger batch brings less than 5 percent. Not yet measured
+on a GPU: what is held there outside of torch's allocator is not counted in the prediction, but what does not
+fit fails all the same.
+"""
+
+import argparse
+import json
+import re
+import shlex
+import signal
+import statistics
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from common.batch_search import knee, next_size
+from common.files import read_lines, write_json
+from common.hosts import read_hostfile
+from common.trials import Ended, launch
+
+ROOT = Path(__file__).resolve().parent
+STEPS = 4  # the first, which makes the optimizer's state, is not timed
+SHOWN = 25  # last lines of a launch that failed
+RAN, OUT_OF_MEMORY, TOO_LARGE = "ran", "out of memory", "more than the images"
+
+
+@dataclass(frozen=True)
+class Trial:
+    per_device_batch_size: int
+    outcome: str
+    seconds: float
+    memory_gib: float | None = None  # of the process that took most
+    images_per_s: float | None = None
+
+    def __str__(self) -> str:
+        memory = "" if self.memory_gib is None else f"{self.memory_gib:.2f}"
+        speed = "" if self.images_per_s is None else f"{self.images_per_s:,.1f}"
+        size, time = f"{self.per_device_batch_size:,}", f"{self.seconds:,.0f} s"
+        return ROW.format(size, self.outcome, memory, speed, time)
+
+
+ROW = "{:>8}  {:<20}  {:>13}  {:>9}  {:>7}"
+
+
+def main() -> int:
+    flags = parse(sys.argv[1:])
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        Search(flags).run()
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """The search's own flags, and as `script` the script with its flags."""
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n\n")[0], epilog=__doc__.partition("\n\n")[2], allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter, usage="%(prog)s [flags] SCRIPT [its flags]",
+    )  # fmt: skip
+    parser.add_argument("--config_file", type=Path, required=True, help="one of accelerate_configs/")
+    parser.add_argument("--hostfile", type=Path, help="launch on these hosts, the first of which is this one")
+    parser.add_argument("--quantum", type=int, default=8, help="sizes are its multiples (default: 8)")
+    parser.add_argument("--memory_limit_gib", type=float, help="of data in each process, without a GPU")
+    parser.add_argument("--trial_timeout_s", type=float, default=900, help="of one launch (default: 900)")
+    default = "runs/find_batch_size/<script>/<config>.json"
+    parser.add_argument("--output", type=Path, help=f"where the result goes (default: {default}, -2, ...)")
+    at = next((k for k, word in enumerate(argv) if word.endswith(".py")), len(argv))
+    flags = parser.parse_args(argv[:at])
+    flags.script = argv[at:]
+    if not flags.script:
+        parser.error("name the script, as train_vit.py, behind these flags")
+    for name in ("quantum", "memory_limit_gib", "trial_timeout_s"):
+        if (value := getattr(flags, name)) is not None and value <= 0:
+            parser.error(f"--{name} {value}: must be more than 0")
+    return flags
+
+
+class Search:
+    def __init__(self, flags: argparse.Namespace):
+        """ValueError for what can be seen to be wrong before anything is launched."""
+        self.flags = flags
+        config = _read_config(flags.config_file)
+        self.processes = _processes(config, flags.hostfile)
+        self.recipe_batch_size = _batch_size(flags.script)
+        self._check_limit(use_cpu=config.get("use_cpu", False))
+        self.limit_gib = flags.memory_limit_gib  # or the GPU's memory, once a trial has told it
+        self.output = flags.output or _free_name(Path(flags.script[0]).stem, flags.config_file.stem)
+        self.trials: list[Trial] = []
+        self.about: dict[str, Any] = {}  # what the trials that ran say of themselves
+        self.shown = ""  # the last launch that failed, and how its output ends
+
+    def run(self) -> None:
+        """ValueError when no size fits, or when a trial fails for another reason."""
+        self.output.parent.mkdir(parents=True, exist_ok=True)
+        quantum, most = self.flags.quantum, sys.maxsize
+        ran: dict[int, float] = {}
+        failed: set[int] = set()
+        print(ROW.format("images", "outcome", "GiB a process", "images/s", "time"))
+        while (size := next_size(ran, failed, self.limit_gib, quantum)) is not None:
+            if (size := min(size, most)) in ran:
+                break
+            trial, images = self.try_size(size)
+            self.trials.append(trial)
+            print(trial, flush=True)
+            if trial.outcome == RAN:
+                ran[size] = trial.memory_gib
+            elif trial.outcome == OUT_OF_MEMORY:
+                failed.add(size)
+            elif not (most := images // self.processes // quantum * quantum):
+                raise ValueError(f"{images} training images are too few for --quantum {quantum}")
+        if not ran:
+            print(self.shown, file=sys.stderr)
+            finer = " or a smaller --quantum" if quantum > 1 else ""
+            more = "a larger --memory_limit_gib" if self.flags.memory_limit_gib else "another config file"
+            raise ValueError(f"even {min(failed)} images a process are too many: give {more}{finer}")
+        self._conclude(max(ran), min(failed, default=None))
+
+    def _check_limit(self, use_cpu: bool) -> None:
+        import torch
+
+        limit_gib, hostfile = self.flags.memory_limit_gib, self.flags.hostfile
+        on_gpu = hostfile or (torch.cuda.is_available() and not use_cpu)
+        if limit_gib is None and not on_gpu:
+            raise ValueError("there is no GPU, whose memory would be the limit: give --memory_limit_gib N")
+        if limit_gib and on_gpu:
+            raise ValueError(
+                "--memory_limit_gib is for processes of this machine that have no GPU: leave it out, or"
+                " rehearse by CUDA_VISIBLE_DEVICES= before the same command without --hostfile"
+            )
+        total_gib = psutil.virtual_memory().total / 2**30
+        if limit_gib and limit_gib * self.processes > total_gib:
+            needed = f"{self.processes} x --memory_limit_gib {limit_gib:g}"
+            raise ValueError(f"{needed} is more than this machine has, {total_gib:.1f} GiB")
+
+    def try_size(self, size: int) -> tuple[Trial, int]:
+        """A launch; beside the trial the number of training images, where these were too few."""
+        with tempfile.TemporaryDirectory(prefix=".trial-", dir=self.output.parent.resolve()) as folder:
+            run = Path(folder) / "run"
+            words = [*self._launcher(), *self.flags.script, *self._sized(size), f"--output_dir={run}"]
+            ended = launch(words, self.flags.memory_limit_gib, self.flags.trial_timeout_s)
+            if ended.status == 0:
+                return self._read(size, ended, run), 0
+        lines = ended.output.splitlines()
+        self.shown = "\n".join([shlex.join(words), *lines[-SHOWN:]])
+        if ended.is_out_of_memory:
+            return Trial(size, OUT_OF_MEMORY, ended.seconds), 0
+        if found := re.search(r"is more than the (\d+) training images", ended.output):
+            return Trial(size, TOO_LARGE, ended.seconds), int(found[1])
+        print(self.shown, file=sys.stderr)
+        reason = next((line.strip() for line in lines if "error: " in line), f"exit status {ended.status}")
+        if ended.status is None:
+            reason = f"no end within --trial_timeout_s {self.flags.trial_timeout_s:g}"
+        raise ValueError(f"the trial with {size} images a process failed ({reason})")
+
+    def _launcher(self) -> list[str]:
+        config = ["--config_file", str(self.flags.config_file)]
+        if self.flags.hostfile:
+            return [sys.executable, str(ROOT / "launch.py"), "--hostfile", str(self.flags.hostfile), *config]
+        # By the module: the command `accelerate` takes seconds to import what is not needed.
+        return [sys.executable, "-m", "accelerate.commands.launch", *config, "--main_process_port", "0"]
+
+    def _sized(self, size: int) -> list[str]:
+        """Flags that come last, and win."""
+        batch_size = size * self.processes
+        flags = {
+            "per_device_batch_size": size,
+            "batch_size": batch_size,
+            "epochs": STEPS,  # should one batch be all of the data
+            "max_steps": STEPS,
+            "max_val_images": 2 * batch_size,
+            "lr": 0,  # the recipe's is for another batch: the loss must not diverge
+            "checkpoint_every": STEPS // 2,
+            "log_every": 1,
+            "resume": "never",
+            "trackers": "none",
+            "model_folder": "",
+            "s3": "",
+        }
+        return [f"--{name}={value}" for name, value in flags.items()]
+
+    def _read(self, size: int, ended: Ended, run: Path) -> Trial:
+        if not (run / "result.json").exists():
+            raise ValueError("the trial's result is not here: the hostfile's first host must be this one")
+        result, about = (json.loads((run / name).read_text()) for name in ("result.json", "recipe.json"))
+        self.about = {name: result[name] for name in ("script", "strategy", "mixed_precision", "device")}
+        self.about |= {name: about[name] for name in ("git_commit", "versions")}
+        memory_gib, of_each = ended.data_gib, result["memory_gib"]
+        if not self.flags.memory_limit_gib:
+            if "device" not in of_each[0]:
+                raise ValueError("the hosts have no GPU, whose memory would be the limit")
+            memory_gib = max(own["reserved"] for own in of_each)
+            self.limit_gib = min(own["device"] for own in of_each)
+        lines = read_lines(run / "metrics.jsonl")
+        speeds = [line["train/images_per_s"] for line in lines if "train/images_per_s" in line]
+        return Trial(size, RAN, ended.seconds, memory_gib, statistics.median(speeds[1:]))
+
+    def _conclude(self, answer: int, failed: int | None) -> None:
+        """Writes the result, and says how to train with it."""
+        speeds = {t.per_device_batch_size: t.images_per_s for t in self.trials if t.outcome == RAN}
+        found = self.about | {
+            "config_file": str(self.flags.config_file),
+            "processes": self.processes,
+            "flags": self.flags.script[1:],
+            "quantum": self.flags.quantum,
+            "limit_gib": self.limit_gib,
+            "answer": answer,
+            "limited_by": "memory" if failed else "data",
+            "knee": knee(speeds),
+            "trials": [asdict(trial) for trial in self.trials],
+        }
+        write_json(self.output, found)
+        why = f"{failed} ran out of memory" if failed else "the data set has no more"
+        print(f"\nlargest: {answer} images a process, {self.limit_gib:.2f} GiB each; {why}")
+        print(self._command(answer))
+        print(f"knee: {found['knee']} images a process; of {len(speeds)} sizes none is 5 percent faster")
+        print(self._command(found["knee"]))
+        print(self.output)
+
+    def _command(self, size: int) -> str:
+        """With at most so many images at a time: as many as the recipe's batch can be cut into, if it can."""
+        batch_size = self.recipe_batch_size
+        shares = [n for n in range(1, size + 1) if batch_size % (n * self.processes) == 0]
+        share = max(shares, default=size)
+        launcher = ["python", "launch.py", "--hostfile", str(self.flags.hostfile)]
+        words = launcher if self.flags.hostfile else ["accelerate", "launch"]
+        words += ["--config_file", str(self.flags.config_file), *self.flags.script]
+        words.append(f"--per_device_batch_size={share}")
+        if not shares:
+            words.append(f"--batch_size={size * self.processes}")
+        remark = "" if share == size else f"  # {size} x {self.processes} does not divide {batch_size}"
+        return f"    {shlex.join(words)}{remark}"
+
+
+def _read_config(file: Path) -> dict[str, Any]:
+    import yaml
+
+    try:
+        content = yaml.safe_load(file.read_text())
+        if not isinstance(content, dict):
+            raise ValueError("expected `key: value` lines")
+    except (OSError, yaml.YAMLError, ValueError) as error:
+        raise ValueError(f"--config_file {file}: {getattr(error, 'strerror', None) or error}") from None
+    return content
+
+
+def _processes(config: dict[str, Any], hostfile: Path | None) -> int:
+    """Of the whole job, as the launcher will start them."""
+    if hostfile:
+        return sum(len(host.devices) for host in read_hostfile(hostfile))
+    if config.get("num_machines", 1) > 1:
+        raise ValueError(f"the config file is for {config['num_machines']} hosts: give --hostfile")
+    return config.get("num_processes", 1)
+
+
+def _batch_size(script: list[str]) -> int:
+    """Of the script's recipe. A wrong flag of the script ends the search with status 2."""
+    path = Path(script[0])
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file")
+    from common.recipe import ImageRecipe
+    from common.recipe import parse as parse_recipe
+    from common.script import load_script, recipe_class
+
+    kind = recipe_class(load_script(path))
+    if not issubclass(kind, ImageRecipe):
+        raise ValueError(f"{path} has no images, whose number could be searched for")
+    return parse_recipe(kind, script[1:]).batch_size
+
+
+def _free_name(script: str, config: str) -> Path:
+    """What was found before stays: <config>.json, <config>-2.json, ..."""
+    folder, number = Path("runs/find_batch_size") / script, 1
+    while (file := folder / f"{config}{f'-{number}' if number > 1 else ''}.json").exists():
+        number += 1
+    return file
+
+
+if __name__ == "__main__":
+    sys.exit(main())

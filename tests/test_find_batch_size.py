@@ -1,0 +1,259 @@
+"""The batch finder: real launches under a real limit. The answer has run, and the next size has not."""
+
+import itertools
+import json
+import random
+import signal
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import psutil
+import pytest
+
+import find_batch_size
+from common.batch_search import knee, next_size
+from common.trials import launch
+from tests.conftest import Job
+
+# Large activations in small networks: 8 images are 0.09 to 0.13 GiB, many times what two launches differ by.
+CNN = ["train_cnn_a.py", "--data=digits", "--widths=16,16,16", "--image_size=320"]
+RESNET = ["train_cnn_b.py", "--data=digits", "--width=16", "--image_size=128"]
+VIT = ["train_vit.py", "--data=digits", "--model=test_vit", "--image_size=96", "--patch_size=4"]
+
+
+def finder(config: str, *words: str) -> list[str]:
+    return [
+        sys.executable,
+        "find_batch_size.py",
+        "--config_file",
+        f"accelerate_configs/{config}.yaml",
+        *words,
+    ]
+
+
+def find(tmp_path: Path, config: str, *words: str) -> tuple[dict, str]:
+    """The result and the output. Nothing else is left in the folder."""
+    file = tmp_path / "found" / "result.json"
+    status, output = Job([*finder(config, f"--output={file}"), *words]).wait(1200)
+    assert status == 0, output
+    assert [path.name for path in file.parent.iterdir()] == [file.name]
+    return json.loads(file.read_text()), output
+
+
+def check(found: dict) -> None:
+    """The answer ran, and quantum more did not."""
+    outcomes = {trial["per_device_batch_size"]: trial["outcome"] for trial in found["trials"]}
+    assert outcomes[found["answer"]] == "ran"
+    assert outcomes[found["answer"] + found["quantum"]] == "out of memory"
+    assert len(outcomes) == len(found["trials"]), "a size was tried twice"
+    for trial in found["trials"]:
+        if trial["outcome"] == "ran":
+            assert 0.5 < trial["memory_gib"] <= found["limit_gib"]
+            assert trial["images_per_s"] > 0
+    assert outcomes[found["knee"]] == "ran"
+
+
+# --- The search
+
+
+def search(memory, limit_gib: float, quantum: int) -> tuple[int, list[int]]:
+    """The answer and the sizes that were tried. memory(size): GiB."""
+    ran, failed, tried = {}, set(), []
+    while (size := next_size(ran, failed, limit_gib, quantum)) is not None:
+        assert size % quantum == 0
+        assert size not in tried
+        tried.append(size)
+        gib = memory(size)
+        if gib <= limit_gib:
+            ran[size] = gib
+        else:
+            failed.add(size)
+    return max(ran, default=0), tried
+
+
+@pytest.mark.parametrize(("quantum", "most"), [(1, 7), (4, 5), (8, 5), (24, 5)])
+def test_where_memory_is_a_line_five_trials_are_enough(quantum, most):
+    """With a quantum of 1 and fewer than 32 that fit, two more: there is nothing to draw a line through."""
+    sizes = itertools.product((0.1, 1, 9), (0.003, 0.02, 0.1, 0.3, 1), (2, 10, 80, 192))
+    for fixed_gib, image_gib, limit_gib in sizes:
+        fits = int((limit_gib - fixed_gib) / image_gib + 1e-6) // quantum * quantum
+        if fits > 0:
+            answer, tried = search(lambda size, a=fixed_gib, b=image_gib: a + b * size, limit_gib, quantum)
+            assert answer == fits, (fixed_gib, image_gib, limit_gib)
+            assert len(tried) <= (5 if answer >= 32 else most), (fixed_gib, image_gib, limit_gib, tried)
+
+
+@pytest.mark.parametrize(
+    "gib",
+    [
+        lambda image_gib, size, limit_gib, draw: 1 + image_gib * size + draw.gauss(0, 0.2),
+        lambda image_gib, size, limit_gib, draw: 1 + image_gib * size // 0.5 / 2,
+        lambda image_gib, size, limit_gib, draw: 1 + image_gib * max(0, size - 100),
+        lambda image_gib, size, limit_gib, draw: (
+            min(1 + 1.3 * image_gib * size, limit_gib) + (image_gib * size > limit_gib)
+        ),
+    ],
+    ids=["noise", "steps", "flat at first", "a cache that fills up what there is"],
+)
+def test_where_memory_is_no_line_the_search_ends_all_the_same(gib):
+    for seed in range(300):
+        draw = random.Random(seed)
+        image_gib, limit_gib = draw.uniform(0.002, 0.2), draw.uniform(1.5, 30)
+        memory = partial(gib, image_gib, limit_gib=limit_gib, draw=draw)
+        answer, tried = search(memory, limit_gib, 8)
+        assert len(tried) <= 30
+        assert answer == 0 or answer in tried
+        assert answer + 8 in tried
+
+
+def test_the_knee_is_the_smallest_size_that_no_other_beats_by_five_percent():
+    assert knee({8: 100.0}) == 8
+    assert knee({8: 100.0, 16: 190.0, 32: 199.0, 64: 180.0}) == 16
+    assert knee({8: 100.0, 16: 150.0, 32: 200.0}) == 32
+
+
+# --- A launch
+
+
+def test_of_a_launch_that_hangs_nothing_is_left(tmp_path, monkeypatch):
+    """Not even a process that has left its session and whose parent has gone."""
+    monkeypatch.chdir(tmp_path)
+    sleeper, starter, launcher = (tmp_path / name for name in ("sleeper.py", "starter.py", "launcher.py"))
+    sleeper.write_text("import os, time\nopen('pids', 'a').write(f'{os.getpid()} ')\ntime.sleep(600)")
+    begin = "import subprocess, sys\nsubprocess."
+    starter.write_text(f"{begin}Popen([sys.executable, {str(sleeper)!r}], start_new_session=True)")
+    launcher.write_text(f"{begin}run([sys.executable, {str(starter)!r}])\n{sleeper.read_text()}")
+    ended = launch([sys.executable, str(launcher)], limit_gib=None, timeout_s=3)
+    assert (ended.status, ended.is_out_of_memory) == (None, False)
+    pids = [int(word) for word in (tmp_path / "pids").read_text().split()]
+    assert len(pids) == 2
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+@pytest.mark.parametrize(
+    ("code", "is_out_of_memory"),
+    [
+        ("bytearray(2**30)", True),
+        ("print('error: out of memory on this device'); exit(1)", True),
+        ("print('error: out of memory on this device')", False),  # it went well
+        ("import os; os.abort()", False),
+        ("import os; os.kill(os.getpid(), 9)", False),
+        ("print('died with SIGKILL'); exit(1)", False),  # by whomever: the kernel has killed none
+        ("exit(1)", False),
+    ],
+)
+def test_what_counts_as_out_of_memory(code, is_out_of_memory):
+    ended = launch([sys.executable, "-c", code], limit_gib=0.5, timeout_s=60)
+    assert ended.is_out_of_memory == is_out_of_memory, ended.output
+
+
+def test_the_largest_process_is_measured():
+    small, large = (f"import time; x = bytearray({mib} * 2**20); time.sleep(1.5)" for mib in (50, 300))
+    words = f"import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', {large!r}])\n{small}"
+    ended = launch([sys.executable, "-c", words], limit_gib=1.0, timeout_s=60)
+    assert ended.status == 0, ended.output
+    assert 300 / 1024 < ended.data_gib < 350 / 1024
+
+
+# --- Searches
+
+
+def test_the_answer_has_run_and_the_next_size_has_not(tmp_path):
+    found, output = find(tmp_path, "cpu", "--memory_limit_gib=1.45", *CNN)
+    check(found)
+    assert len(found["trials"]) <= 5
+    expected = ("train_cnn_a", "single", 1, 8, 1.45, "memory")
+    names = ("script", "strategy", "processes", "quantum", "limit_gib", "limited_by")
+    assert tuple(found[name] for name in names) == expected
+    assert found["flags"] == CNN[1:]
+    assert found["versions"]["torch"]
+    assert f"largest: {found['answer']} images" in output
+    assert "accelerate launch --config_file accelerate_configs/cpu.yaml train_cnn_a.py" in output
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("config", ["single_gpu", "ddp_2gpu", "fsdp_2gpu", "zero2_2gpu"])
+@pytest.mark.parametrize("script", [RESNET, VIT], ids=["resnet", "vit"])
+def test_scripts_and_strategies(script, config, tmp_path):
+    found, _ = find(tmp_path, config, "--memory_limit_gib=1.7", *script)
+    check(found)
+    assert len(found["trials"]) <= 5 or config in ("fsdp_2gpu", "zero2_2gpu")
+    assert found["processes"] == (1 if config == "single_gpu" else 2)
+
+
+def test_where_the_images_end_before_the_memory(tmp_path):
+    """1,437 of digits: 4,096 are too many, 1,024 ran, and there is nothing between."""
+    words = ["train_cnn_a.py", "--data=digits", "--widths=4,8,32"]
+    found, output = find(tmp_path, "cpu", "--quantum=1024", "--memory_limit_gib=4", *words)
+    outcomes = [(trial["per_device_batch_size"], trial["outcome"]) for trial in found["trials"]]
+    assert outcomes[0] == (1024, "ran")
+    assert [outcome for _, outcome in outcomes[1:]] == ["more than the images"]
+    assert (found["answer"], found["limited_by"]) == (1024, "data")
+    assert "the data set has no more" in output
+
+
+def test_a_result_with_the_same_name_is_kept(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = []
+    for _ in range(3):
+        file = find_batch_size._free_name("train_vit", "ddp_2gpu")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+        names.append(str(file))
+    folder = "runs/find_batch_size/train_vit"
+    assert names == [f"{folder}/ddp_2gpu.json", f"{folder}/ddp_2gpu-2.json", f"{folder}/ddp_2gpu-3.json"]
+
+
+# --- Mistakes
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "said"),
+    [
+        (finder("cpu"), 2, "name the script"),
+        (finder("cpu", "--quantum=0", *CNN), 2, "--quantum 0: must be more than 0"),
+        (finder("cpu", "--memory_limit_gib=-1", *CNN), 2, "--memory_limit_gib -1.0: must be more than 0"),
+        (finder("cpu", "--memory=1", *CNN), 2, "--memory=1"),
+        (finder("cpu", *CNN, "--widht=1"), 2, "unknown flag --widht: did you mean --widths?"),
+        (finder("ddp_3gpu", *CNN), 1, "ddp_3gpu.yaml: No such file"),
+        (finder("ddp_2x2gpu", *CNN), 1, "is for 2 hosts: give --hostfile"),
+        (finder("cpu", "train_cnn_z.py"), 1, "train_cnn_z.py: no such file"),
+        (finder("cpu", "--memory_limit_gib=1", "train_hello.py"), 1, "train_hello.py has no images"),
+        (finder("cpu", *CNN), 1, "give --memory_limit_gib"),
+        (finder("cpu", "--memory_limit_gib=9999", *CNN), 1, "more than this machine has"),
+        (finder("cpu", "--memory_limit_gib=0.2", *CNN), 1, "even 8 images a process are too many"),
+        (finder("cpu", "--memory_limit_gib=2", *CNN, "--data=/nowhere"), 1, "--data /nowhere"),
+        (finder("cpu", "--memory_limit_gib=2", "--trial_timeout_s=0.5", *CNN), 1, "no end within"),
+    ],
+)
+def test_mistakes_are_one_clear_message(words, status, said, tmp_path):
+    file = tmp_path / "found" / "result.json"
+    ended, output = Job([*words[:4], f"--output={file}", *words[4:]]).wait()
+    assert (ended, said in output.splitlines()[-1]) == (status, True), output
+    assert not any(file.parent.glob("*")), "something is left"
+
+
+def test_told_to_stop_it_leaves_nothing(tmp_path):
+    file = tmp_path / "found" / "result.json"
+    job = Job([*finder("ddp_2gpu", f"--output={file}", "--memory_limit_gib=2"), *CNN])
+    while not (
+        ranks := [
+            p for p in psutil.Process(job.process.pid).children(recursive=True) if "RANK" in environment(p)
+        ]
+    ):
+        assert job.process.poll() is None
+        time.sleep(0.1)
+    job.process.send_signal(signal.SIGTERM)
+    status, output = job.wait(30)
+    assert (status, output.splitlines()[-1]) == (130, "interrupted")
+    assert not any(rank.is_running() for rank in ranks)
+    assert not any(file.parent.glob("*"))
+
+
+def environment(process: psutil.Process) -> dict[str, str]:
+    try:
+        return process.environ()
+    except psutil.Error:
+        return {}
