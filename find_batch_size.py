@@ -137,7 +137,7 @@ class Search:
             finer = " or a smaller --quantum" if quantum > 1 else ""
             more = "a larger --memory_limit_gib" if self.flags.memory_limit_gib else "another config file"
             raise ValueError(f"even {min(failed)} images a process are too many: give {more}{finer}")
-        self._conclude(max(ran), min(failed, default=None))
+        self._conclude(max(ran), is_memory_full=max(ran) + quantum in failed)
 
     def _check_limit(self, use_cpu: bool) -> None:
         import torch
@@ -218,7 +218,7 @@ class Search:
         speeds = [line["train/images_per_s"] for line in lines if "train/images_per_s" in line]
         return Trial(size, RAN, ended.seconds, memory_gib, statistics.median(speeds[1:]))
 
-    def _conclude(self, answer: int, failed: int | None) -> None:
+    def _conclude(self, answer: int, is_memory_full: bool) -> None:
         """Writes the result, and says how to train with it."""
         speeds = {t.per_device_batch_size: t.images_per_s for t in self.trials if t.outcome == RAN}
         found = self.about | {
@@ -228,12 +228,13 @@ class Search:
             "quantum": self.flags.quantum,
             "limit_gib": self.limit_gib,
             "answer": answer,
-            "limited_by": "memory" if failed else "data",
+            "limited_by": "memory" if is_memory_full else "data",
             "knee": knee(speeds),
             "trials": [asdict(trial) for trial in self.trials],
         }
         write_json(self.output, found)
-        why = f"{failed} ran out of memory" if failed else "the data set has no more"
+        more = f"{answer + self.flags.quantum} ran out of memory"
+        why = more if is_memory_full else "the data set has no more"
         print(f"\nlargest: {answer} images a process, {self.limit_gib:.2f} GiB each; {why}")
         print(self._command(answer))
         print(f"knee: {found['knee']} images a process; of {len(speeds)} sizes none is 5 percent faster")
