@@ -14,8 +14,7 @@ limit, on the data of each process (RLIMIT_DATA).
 
 The largest is often not the best: beside each size stand its images/s, in a few steps each of which is
 waited for, and at the end the knee, from which on a larger batch brings less than 5 percent. Not yet measured
-on a GPU: what is held there outside of torch's allocator is not counted in the prediction, but what does not
-fit fails all the same.
+on a GPU.
 """
 
 import argparse
@@ -212,7 +211,7 @@ class Search:
         if not self.flags.memory_limit_gib:
             if "device" not in of_each[0]:
                 raise ValueError("the hosts have no GPU, whose memory would be the limit")
-            memory_gib = max(own["reserved"] for own in of_each)
+            memory_gib = max(own["reserved"] + own["other"] for own in of_each)
             self.limit_gib = min(own["device"] for own in of_each)
         lines = read_lines(run / "metrics.jsonl")
         speeds = [line["train/images_per_s"] for line in lines if "train/images_per_s" in line]

@@ -13,12 +13,15 @@ from common.recipe import Batch
 def memory_gib(accelerator: Accelerator) -> dict[str, float]:
     """Of this process, in GiB. `peak` is what torch allocated at most on the GPU, or the resident set on CPU.
 
-    On a GPU also `reserved`, the most that torch's allocator held, and `device`, all that there is; on CPU
-    `data`, the writable memory that it has asked for by now, which RLIMIT_DATA limits.
+    On a GPU also `reserved`, the most that torch's allocator held, `other`, what is taken beside it now (the
+    CUDA context, NCCL, other users), and `device`, all that there is; on CPU `data`, the writable memory that
+    it has asked for by now, which RLIMIT_DATA limits.
     """
     if accelerator.device.type == "cuda":
-        reserved, device = torch.cuda.max_memory_reserved(), torch.cuda.mem_get_info()[1]
-        sizes = {"peak": torch.cuda.max_memory_allocated(), "reserved": reserved, "device": device}
+        free, device = torch.cuda.mem_get_info()
+        other = device - free - torch.cuda.memory_reserved()
+        sizes = {"peak": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
+        sizes |= {"other": other, "device": device}
         return {name: size / 2**30 for name, size in sizes.items()}
     status = Path("/proc/self/status").read_text()
     data_kib = int(status.partition("VmData:")[2].split()[0])
@@ -28,6 +31,7 @@ def memory_gib(accelerator: Accelerator) -> dict[str, float]:
 def is_out_of_memory(error: BaseException | None) -> bool:
     """Of torch's allocators on GPU and CPU, of CUDA's libraries, of Python."""
     texts = ("out of memory", "ALLOC_FAILED", "CUDA calloc", "can't allocate memory")
+    texts += ("could not create a primitive",)  # oneDNN's
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
         isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
     )
