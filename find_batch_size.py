@@ -27,7 +27,7 @@ import sys
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
@@ -36,8 +36,12 @@ from common.files import read_lines, write_json
 from common.hosts import read_hostfile
 from common.trials import Ended, launch
 
+if TYPE_CHECKING:  # torch comes with it: a wrong flag is said sooner
+    from common.recipe import ImageRecipe
+
 ROOT = Path(__file__).resolve().parent
 STEPS = 4  # the first, which makes the optimizer's state, is not timed
+NO_MATTER = {"batch_size", "epochs", "lr", "seed", "max_val_images"}  # of the recipe, for the memory
 SHOWN = 25  # last lines of a launch that failed
 RAN, OUT_OF_MEMORY, TOO_LARGE = "ran", "out of memory", "more than the images"
 
@@ -104,7 +108,7 @@ class Search:
         self.flags = flags
         config = _read_config(flags.config_file)
         self.processes = _processes(config, flags.hostfile)
-        self.recipe_batch_size = _batch_size(flags.script)
+        self.recipe = _recipe(flags.script)
         self._check_limit(use_cpu=config.get("use_cpu", False))
         self.limit_gib = flags.memory_limit_gib  # or the GPU's memory, once a trial has told it
         self.output = flags.output or _free_name(Path(flags.script[0]).stem, flags.config_file.stem)
@@ -219,11 +223,14 @@ class Search:
 
     def _conclude(self, answer: int, is_memory_full: bool) -> None:
         """Writes the result, and says how to train with it."""
+        from common.recipe import recipe_part
+
         speeds = {t.per_device_batch_size: t.images_per_s for t in self.trials if t.outcome == RAN}
         found = self.about | {
             "config_file": str(self.flags.config_file),
             "processes": self.processes,
             "flags": self.flags.script[1:],
+            "recipe": {name: v for name, v in recipe_part(self.recipe).items() if name not in NO_MATTER},
             "quantum": self.flags.quantum,
             "limit_gib": self.limit_gib,
             "answer": answer,
@@ -242,7 +249,7 @@ class Search:
 
     def _command(self, size: int) -> str:
         """With at most so many images at a time: as many as the recipe's batch can be cut into, if it can."""
-        batch_size = self.recipe_batch_size
+        batch_size = self.recipe.batch_size
         shares = [n for n in range(1, size + 1) if batch_size % (n * self.processes) == 0]
         share = max(shares, default=size)
         launcher = ["python", "launch.py", "--hostfile", str(self.flags.hostfile)]
@@ -276,8 +283,8 @@ def _processes(config: dict[str, Any], hostfile: Path | None) -> int:
     return config.get("num_processes", 1)
 
 
-def _batch_size(script: list[str]) -> int:
-    """Of the script's recipe. A wrong flag of the script ends the search with status 2."""
+def _recipe(script: list[str]) -> "ImageRecipe":
+    """The script's, with these flags. A wrong one of the script ends the search with status 2."""
     path = Path(script[0])
     if not path.is_file():
         raise ValueError(f"{path}: no such file")
@@ -288,7 +295,7 @@ def _batch_size(script: list[str]) -> int:
     kind = recipe_class(load_script(path))
     if not issubclass(kind, ImageRecipe):
         raise ValueError(f"{path} has no images, whose number could be searched for")
-    return parse_recipe(kind, script[1:]).batch_size
+    return parse_recipe(kind, script[1:])
 
 
 def _free_name(script: str, config: str) -> Path:

@@ -15,9 +15,10 @@ from common.run_words import REHEARSAL, claim, data, memory_gib, model, number, 
 NOT_COMPARED = ("output_dir", "model_folder", "s3")  # where something is written
 RESOLVED = ("mixed_precision", "per_device_batch_size")  # flags of which result.json has what came of them
 SEARCH = {  # a result of find_batch_size.py
-    **dict.fromkeys(("script", "strategy", "device"), str),
+    **dict.fromkeys(("script", "strategy", "device", "mixed_precision"), str),
     **dict.fromkeys(("processes", "answer", "knee", "quantum"), int),
     "limit_gib": NUMBER,
+    "recipe": dict,
     "trials": [{"outcome": str, "*": NUMBER}],
 }
 
@@ -60,7 +61,7 @@ def read_search(file: Path) -> dict[str, Any]:
         found, odd = fitting(json.loads(file.read_text()), SEARCH)
     except (OSError, ValueError, AttributeError) as error:
         raise ValueError(f"{file} can't be read: {error}") from None
-    if odd or not {"script", "strategy", "processes", "trials"} <= found.keys():
+    if odd or not {"script", "strategy", "processes", "recipe", "trials"} <= found.keys():
         raise ValueError(f"{file} is no result of find_batch_size.py")
     return found
 
@@ -246,10 +247,13 @@ def _cost(run: RunRecord, price_per_hour: float | None) -> float | None:
 
 
 def _largest(run: RunRecord, searches: tuple[dict[str, Any], ...]) -> int | None:
-    """What was found for the run's script and strategy, on as many processes."""
-    names = ("script", "strategy", "processes")
-    alike = [s for s in searches if all(s[name] == run.facts.get(name) for name in names)]
-    return alike[0].get("answer") if alike else None
+    """What was found for the run's script, strategy, precision and recipe, on as many processes."""
+    names = ("script", "strategy", "processes", "mixed_precision")
+    for search in searches:
+        same_recipe = all(run.recipe.get(name) == value for name, value in search["recipe"].items())
+        if same_recipe and all(search.get(name) == run.facts.get(name) for name in names):
+            return search.get("answer")
+    return None
 
 
 def _also_different(comparison: Comparison) -> str:

@@ -441,12 +441,16 @@ def test_results_of_a_batch_search(one, two, book, tmp_path):
     ]
     found = {"script": "train_cnn_a", "strategy": "ddp", "processes": 2, "device": "CPU", "quantum": 8}
     found |= {"limit_gib": 1.5, "answer": 16, "knee": 8, "trials": trials}
+    found |= {"mixed_precision": result(two)["mixed_precision"], "recipe": {"widths": [4, 8, 32]}}
     file = tmp_path / "search.json"
     file.write_text(json.dumps(found))
     table = rows(compared(book, tmp_path, one[0], two, "--batch_search", file))
     assert table["largest batch found, images a process"] == ["-", "16"]
     assert table["train_cnn_a, ddp x 2 on CPU"] == ["16", "32", "8", "1.50 GiB a process", "2", "5 s"]
     assert table["24"] == ["out of memory", "-", "-", "2 s"]
+    file.write_text(json.dumps(found | {"recipe": {"widths": [4, 8, 64]}}))
+    text = compared(book, tmp_path, one[0], two, "--batch_search", file)
+    assert "largest batch found" not in text, "it is another model's"
     file.write_text("{}")
     status, _, errors = book("compare", one[0], two, "--batch_search", file)
     assert (status, errors) == (1, f"error: {file} is no result of find_batch_size.py\n")
