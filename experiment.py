@@ -105,12 +105,15 @@ class Experiment:
         begun = _read(file) if file.exists() else {}
         for step in {"vit": self.vit, "speedup": self.speedup}[self.flags.experiment]():
             command = ("" if self.is_full else "CUDA_VISIBLE_DEVICES= ") + python_command(*step.words)
-            is_done = step.is_done() and begun.get(step.name) == command
+            is_same = begun.get(step.name) == step.words
+            is_done = is_same and step.is_done()
             print(f"\n# {step.name}{': done already' if is_done else ''}\n{command}", flush=True)
             if is_done or self.flags.dry_run:
                 continue
             self.folder.mkdir(parents=True, exist_ok=True)
-            write_json(file, begun := begun | {step.name: command})
+            if step.product and not is_same:  # what lies there is of another command
+                step.product.unlink(missing_ok=True)
+            write_json(file, begun := begun | {step.name: step.words})
             env = os.environ | ({} if self.is_full else {"CUDA_VISIBLE_DEVICES": ""})
             if status := call([sys.executable, *step.words], env):
                 raise ValueError(
@@ -155,7 +158,7 @@ class Experiment:
         run = self.folder / name
         where = self.where(config)
         launcher = ["launch.py"] if "--hostfile" in where else ["-m", "accelerate.commands.launch"]
-        s3 = [f"--s3={self.flags.s3.rstrip('/')}/{name}"] if self.flags.s3 else []
+        s3 = [f"--s3={self.flags.s3.rstrip('/')}/{self.flags.size}/{name}"] if self.flags.s3 else []
         words = [*launcher, *where, *script, f"--output_dir={run}", *s3]
         return Step(f"training, {name}", words, run / "result.json")
 

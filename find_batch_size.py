@@ -122,7 +122,7 @@ class Search:
         quantum, most = self.flags.quantum, sys.maxsize
         ran: dict[int, float] = {}
         failed: set[int] = set()
-        print(ROW.format("images", "outcome", "GiB a process", "images/s", "time"))
+        print(ROW.format("images", "outcome", "GiB a process", "images/s", "time"), flush=True)
         while (size := next_size(ran, failed, self.limit_gib, quantum)) is not None:
             if (size := min(size, most)) in ran:
                 break
@@ -196,7 +196,7 @@ class Search:
             "max_steps": STEPS,
             "max_val_images": 2 * batch_size,
             "lr": 0,  # the recipe's is for another batch: the loss must not diverge
-            "checkpoint_every": STEPS // 2,
+            "checkpoint_every": STEPS - 1,  # only the last step is beside the writing
             "log_every": 1,
             "resume": "never",
             "trackers": "none",

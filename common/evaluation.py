@@ -17,6 +17,7 @@ from common.order import evaluation_plan
 from common.recipe import Batch, ImageRecipe
 
 SHOWN = 16  # predictions that are kept as a picture
+CONFUSED = 1000  # classes, up to which there is a confusion matrix: its size is their square
 
 
 @dataclass(frozen=True)
@@ -28,13 +29,18 @@ class Predicted:
     labels: Tensor  # int64 [v]
     logits: Tensor  # float32 [v, classes]
 
+    def first(self, count: int) -> "Predicted":
+        """A copy of so many, which holds no whole micro-batch on the device."""
+        tensors = (tensor[:count].clone() for tensor in (self.pixels, self.labels, self.logits))
+        return Predicted(self.ids[:count], *tensors)
+
 
 class Watcher(Protocol):
     """What an evaluation tells a run."""
 
     def tell(self, doing: str) -> None: ...
 
-    def keep(self, confusion: Tensor, examples: list[Predicted]) -> None: ...
+    def keep(self, confusion: Tensor | None, examples: list[Predicted]) -> None: ...
 
 
 def evaluate(
@@ -50,24 +56,27 @@ def evaluate(
     """Mean cross-entropy and top-1 accuracy: {"loss", "accuracy", "images"}, the same on all processes.
 
     mean, std: of the pixels in [0, 1]. watcher hears of the progress with each micro-batch, and gets the
-    confusion matrix, int64 [classes, classes] with a row per true class, and some predictions. Collective.
+    confusion matrix, int64 [classes, classes] with a row per true class, None of more than CONFUSED classes;
+    and in the main process some predictions. Collective.
     """
-    confusion, loss, examples = None, torch.zeros((), device=accelerator.device, dtype=torch.float64), []
+    totals = torch.zeros(3, device=accelerator.device, dtype=torch.float64)  # loss, correct, images
+    confusion, examples = None, []
     for part in predictions(accelerator, model, split, recipe, batch, mean, std, watcher.tell):
-        classes = part.logits.shape[1]
-        if confusion is None:
-            confusion = torch.zeros(classes, classes, dtype=torch.int64, device=loss.device)
-        loss += F.cross_entropy(part.logits, part.labels, reduction="none").double().sum()
-        cells = part.labels * classes + part.logits.argmax(1)
-        confusion.view(-1).index_add_(0, cells, torch.ones_like(cells))
-        if sum(len(example.ids) for example in examples) < SHOWN:
-            examples.append(part)
-    loss, confusion = accelerator.reduce(loss, "sum").item(), accelerator.reduce(confusion, "sum")
-    images, correct = confusion.sum().item(), confusion.diag().sum().item()
+        classes, predicted = part.logits.shape[1], part.logits.argmax(1)
+        losses = F.cross_entropy(part.logits, part.labels, reduction="none")
+        correct = (predicted == part.labels).double().sum()
+        totals += torch.stack([losses.double().sum(), correct, totals.new_tensor(len(part.ids))])
+        if classes <= CONFUSED:
+            if confusion is None:
+                confusion = torch.zeros(classes, classes, dtype=torch.int64, device=totals.device)
+            confusion.view(-1).index_add_(0, part.labels * classes + predicted, torch.ones_like(predicted))
+        if accelerator.is_main_process and sum(len(example.ids) for example in examples) < SHOWN:
+            examples.append(part.first(SHOWN))
+    loss, correct, images = accelerator.reduce(totals, "sum").tolist()
     expected = counted(split, recipe)
-    assert images == expected, f"counted {images} of {expected} images"
-    watcher.keep(confusion, examples)
-    return {"loss": loss / images, "accuracy": correct / images, "images": images}
+    assert images == expected, f"counted {images:g} of {expected} images"
+    watcher.keep(accelerator.reduce(confusion, "sum") if confusion is not None else None, examples)
+    return {"loss": loss / images, "accuracy": correct / images, "images": int(images)}
 
 
 def counted(split: ArraySplit | FileSplit, recipe: ImageRecipe) -> int:

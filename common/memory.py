@@ -10,18 +10,18 @@ from common.accelerator import device_name
 from common.recipe import Batch
 
 
-def memory_gib(accelerator: Accelerator) -> dict[str, float]:
+def memory_gib(accelerator: Accelerator, is_healthy: bool = False) -> dict[str, float]:
     """Of this process, in GiB. `peak` is what torch allocated at most on the GPU, or the resident set on CPU.
 
-    On a GPU also `reserved`, the most that torch's allocator held, `other`, what is taken beside it now (the
-    CUDA context, NCCL, other users), and `device`, all that there is; on CPU `data`, the writable memory that
-    it has asked for by now, which RLIMIT_DATA limits.
+    On a GPU also `reserved`, the most that torch's allocator held, and, of a healthy device, which can be
+    asked, `other`, what is taken beside it now (the CUDA context, NCCL, other users), and `device`, all that
+    there is; on CPU `data`, the writable memory that it has asked for by now, which RLIMIT_DATA limits.
     """
     if accelerator.device.type == "cuda":
-        free, device = torch.cuda.mem_get_info()
-        other = device - free - torch.cuda.memory_reserved()
         sizes = {"peak": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
-        sizes |= {"other": other, "device": device}
+        if is_healthy:
+            free, device = torch.cuda.mem_get_info()
+            sizes |= {"other": device - free - torch.cuda.memory_reserved(), "device": device}
         return {name: size / 2**30 for name, size in sizes.items()}
     status = Path("/proc/self/status").read_text()
     data_kib = int(status.partition("VmData:")[2].split()[0])

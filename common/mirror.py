@@ -26,7 +26,8 @@ from common.checkpoints import (
 from common.files import sync
 from common.object_store import ObjectStore, StoreError, WrongSize
 
-RUN_FILES = ("recipe.json", "metrics.jsonl", "telemetry-*.jsonl", "confusion.json", "result.json")
+RUN_FILES = ("recipe.json", "metrics.jsonl", "confusion.json", "result.json")
+LAST_FILES = ("telemetry-*.jsonl",)  # 140 MB a day of a host with 8 GPUs: not with each checkpoint
 
 
 class Mirror:
@@ -68,8 +69,8 @@ class Mirror:
         with self.changed:
             return self.changed.wait_for(lambda: self.waiting is None and self.sending is None, timeout_s)
 
-    def send_run_files(self) -> None:
-        for pattern in RUN_FILES:
+    def send_run_files(self, at_end: bool = False) -> None:
+        for pattern in (*RUN_FILES, *(LAST_FILES if at_end else ())):
             for file in sorted(self.folder.glob(pattern)):
                 self.store.upload(file, file.name)
 

@@ -3,7 +3,6 @@ and, of classes, pictures of what it predicts."""
 
 import contextlib
 import dataclasses
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +14,6 @@ from accelerate import Accelerator
 
 from common import accelerator as job
 from common.checkpoints import step_name
-from common.files import write_text
 from common.memory import memory_gib
 from common.recipe import Batch, Recipe
 from common.run_folder import script_name
@@ -23,6 +21,9 @@ from common.telemetry import Seat, energy_wh
 
 if TYPE_CHECKING:
     from common.tracking import Run
+
+ENTRIES = ("accelerate", "torchrun", "deepspeed")  # launchers
+MODULES = ("accelerate.commands.launch", "torch.distributed.run")  # the same, as modules
 
 
 def run_name(accelerator: Accelerator, recipe: Recipe, batch: Batch) -> str:
@@ -54,7 +55,11 @@ def result(run: "Run", status: str) -> dict[str, Any]:
     """result.json. Of the main process."""
     recipe, batch, accelerator = run.recipe, run.batch, run.accelerator
     memory = run.memory or [memory_gib(accelerator)]  # of all processes only where a run has finished
-    telemetry = run.telemetry.summaries() if run.telemetry else []
+    # Otherwise a launcher waits for this, and a day of telemetry takes seconds to read; its page does it.
+    summed = {}
+    if status == "finished":
+        telemetry = run.telemetry.summaries()
+        summed = {"telemetry": telemetry, "energy_wh": energy_wh(telemetry)}
     return {
         "script": script_name(),
         "status": status,
@@ -81,8 +86,7 @@ def result(run: "Run", status: str) -> dict[str, Any]:
         "images_per_s": run.logged_step * batch.total / run.train_s if run.train_s else None,
         "peak_memory_gib": max(peak["peak"] for peak in memory),
         "memory_gib": memory,
-        "telemetry": telemetry,
-        "energy_wh": energy_wh(telemetry),
+        **summed,
         "seed": recipe.seed,
         "checkpoint": _name(run.saver.committed if run.begun else None),
         "best_checkpoint": _name(run.best.get("step")),
@@ -90,19 +94,11 @@ def result(run: "Run", status: str) -> dict[str, Any]:
     }
 
 
-def write_confusion(run: "Run") -> None:
-    """confusion.json of the last evaluation, a row per true class; nothing where there are no classes.
-
-    After a restart behind the last evaluation it is there already.
-    """
-    if run.confusion is None:
-        return
-    found = {"step": run.evaluated_step, "classes": run.classes, "confusion": run.confusion.tolist()}
-    write_text(run.folder / "confusion.json", json.dumps(found) + "\n")
-
-
 def draw_predictions(run: "Run") -> list[Path]:
-    """plots/confusion.png and predictions.png of the last evaluation; none where there are no classes."""
+    """plots/confusion.png and predictions.png of the last evaluation.
+
+    None where there are no classes, or too many, and where a restart came after the last evaluation.
+    """
     if run.confusion is None:
         return []
     from common import plots
@@ -135,23 +131,24 @@ def _name(step: int | None) -> str | None:
 
 
 def _command() -> list[str]:
-    """What was typed, where it can be seen: of the launcher that was given this script, else our own words.
+    """What was typed: of the outermost launcher that was given this script, else our own words.
 
-    `python bin/torchrun` is `torchrun` again. Beside the process that it has started deepspeed adds flags of
-    its own.
+    Of launchers alone: what stands before them (sudo, env, a shell) may name a secret, and this is published.
     """
     own = [word for word in sys.argv[1:] if not word.startswith("--local_rank")]
-    found = [sys.executable, *sys.argv]
+    found = ["python", sys.argv[0], *own]
     for process in psutil.Process().parents():
         with contextlib.suppress(psutil.Error):
-            words = process.cmdline()
+            python, *words = process.cmdline() or [""]
             tail = words[len(words) - len(own) :]
-            if tail == own and any(Path(word).name == Path(sys.argv[0]).name for word in words):
-                found = words
-    is_entry = Path(found[1]).absolute().parent == Path(found[0]).absolute().parent
-    first = Path(found[1] if is_entry else found[0])
-    python = "python" if first.name.startswith("python") else first.name
-    return [python, *found[2 if is_entry else 1 :]]
+            names_script = any(Path(word).name == Path(sys.argv[0]).name for word in words)
+            if not Path(python).name.startswith("python") or not names_script or tail != own:
+                continue
+            if Path(words[0]).name in ENTRIES:
+                found = [Path(words[0]).name, *words[1:]]
+            elif Path(words[0]).name == "launch.py" or (words[0] == "-m" and words[1] in MODULES):
+                found = ["python", *words]
+    return found
 
 
 def _git_commit() -> str | None:

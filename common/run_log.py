@@ -27,7 +27,7 @@ class RunLog:
         steps: int,
         steps_per_epoch: int,
     ):
-        self.steps, self.steps_per_epoch = steps, steps_per_epoch
+        self.folder, self.steps, self.steps_per_epoch = folder, steps, steps_per_epoch
         self.problem: str | None = None
         self.told = 0.0
         first_step = state["step"] if state else 0
@@ -60,6 +60,14 @@ class RunLog:
         """PNG files, for the trackers."""
         for tracker in self.trackers:
             log_pictures(tracker, step, pictures)
+
+    def write_confusion(self, step: int, classes: tuple[str, ...], confusion: list[list[int]]) -> None:
+        """confusion.json, of the newest evaluation: a row per true class."""
+        try:
+            found = {"step": step, "classes": classes, "confusion": confusion}
+            write_text(self.folder / "confusion.json", json.dumps(found) + "\n")
+        except OSError as error:
+            self._can_not_write("confusion.json", error)
 
     def write_samples(self, step: int, ids: list[int]) -> None:
         """Of the step that ends with `step` steps done, in the order of the whole batch."""

@@ -344,7 +344,8 @@ def as_flag(value: Any) -> str:
 
 
 def _places(run: RunRecord) -> str:
-    facts, about, s3 = run.facts, run.about, run.recipe.get("s3")
+    facts, about = run.facts, run.about
+    s3 = run.recipe.get("s3") if isinstance(run.recipe.get("s3"), str) else None
     folder = place(run.folder.resolve())
     rows = [["run", md.code(folder)]]
     for what, name in (("best checkpoint", "best_checkpoint"), ("newest checkpoint", "checkpoint")):

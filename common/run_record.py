@@ -64,7 +64,7 @@ class RunRecord:
             file.stem.removeprefix("telemetry-"): self._read_lines(file.name, TELEMETRY_LINE, needed={"t"})
             for file in sorted(folder.glob("telemetry-*.jsonl"))
         }
-        if not self.telemetry:
+        if not self.telemetry and self.recipe.get("telemetry_s") != 0:
             self.problems.append("telemetry-<host>.jsonl is missing")
         result = self._read("result.json", RESULT)
         self.facts = self._seen() | result

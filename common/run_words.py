@@ -45,7 +45,9 @@ def data(run: RunRecord) -> str:
 
 def split(run: RunRecord) -> str:
     """Which images the run was evaluated on."""
-    return f"{run.facts['val_name']} split" if "val_name" in run.facts else "held-out images"
+    whole = f"{run.facts['val_name']} split" if "val_name" in run.facts else "held-out images"
+    part = run.recipe.get("max_val_images")
+    return f"first {part:,} images of the {whole}" if isinstance(part, int) else whole
 
 
 def claim(run: RunRecord) -> str:

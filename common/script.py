@@ -11,7 +11,7 @@ from torch import nn
 from common.recipe import Recipe, recipe_part
 
 ROOT = Path(__file__).resolve().parent.parent
-BEGINNINGS = ("pretrained", "weights")  # what a training began with is not what it came to
+NOT_OF_THE_MODEL = ("pretrained", "weights", "max_val_images")  # how it began, and was looked at
 
 
 def own_script(name: str) -> Path:
@@ -49,13 +49,14 @@ def recipe_class(script: ModuleType) -> type[Recipe]:
 def as_flags(recipe: dict[str, Any], kind: type[Recipe]) -> list[str]:
     """A manifest's recipe as flags of its script, which are then checked like a user's.
 
-    Without the weights that the training began with. ValueError for a key that is no part of the recipe.
+    Without the weights that the training began with, and the number of images that it was evaluated on.
+    ValueError for a key that is no part of the recipe.
     """
     if unknown := recipe.keys() - recipe_part(kind()).keys():
         raise ValueError(f"its recipe has {unknown.pop()!r}, which this code's {kind.__name__} does not know")
     words = []
     for name, value in recipe.items():
-        if name in BEGINNINGS or value is None:
+        if name in NOT_OF_THE_MODEL or value is None:
             continue
         if isinstance(value, bool):
             words.append(f"--{name}" if value else f"--no_{name}")

@@ -92,7 +92,7 @@ class Telemetry:
         step: Callable[[], int],
         steps: int,
     ):
-        self.folder, self.said = folder, False
+        self.folder, self.said = folder, set()
         self.unsent: deque[tuple[str, str]] = deque()  # of another host: file name and text
         self.unlogged: deque[dict[str, Any]] = deque()  # of the main process: for the trackers
         self.host = next((host for host in hosts_of(seats) if host.first_rank == rank), None)
@@ -157,8 +157,8 @@ class Telemetry:
             file.write(text.encode())
 
     def _complain(self, problem: str) -> None:
-        if not self.said:
-            self.said = True
+        if problem not in self.said:
+            self.said.add(problem)
             print(f"telemetry is not complete: {problem}", flush=True)
 
 

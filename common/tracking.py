@@ -29,7 +29,7 @@ from common.ownership import RECORD
 from common.preemption import Poll, Preempted, agreed, wanted
 from common.recipe import Batch, Recipe, recipe_part
 from common.resume import Place, open_place
-from common.run_facts import about_run, draw_predictions, result, run_name, write_confusion
+from common.run_facts import about_run, draw_predictions, result, run_name
 from common.run_folder import count_restarts, open_folder, resumed_from
 from common.run_log import RunLog
 from common.saver import Saver
@@ -62,8 +62,9 @@ class Run:
         self.train_s = self.earlier_wall_s = 0.0
         self.best: dict[str, float] = {}
         self.last: dict[str, float] = {}
-        self.confusion: Tensor | None = None  # of the last evaluation
-        self.examples: list[Predicted] = []  # of the main process, some predictions of that evaluation
+        self.kept: tuple[Tensor | None, list[Predicted]] = (None, [])  # by an evaluation; once it is logged:
+        self.confusion: Tensor | None = None  # a row per true class; None where there are none, or too many
+        self.examples: list[Predicted] = []  # of the main process, some of its predictions
         self.memory: list[dict[str, float]] = []  # of each process, at the end
         self.error: str | None = None  # what a failed run ended with
         self.val_name: str | None = None  # of the split that was evaluated, once the run has finished
@@ -153,7 +154,7 @@ class Run:
         self.val_name = val_name
         self.poll.finish()
         self.telemetry.stop()
-        self.memory = self._gathered(memory_gib(self.accelerator))
+        self.memory = self._gathered(memory_gib(self.accelerator, is_healthy=True))
         once(self.accelerator, "report", self._finish, self.recipe.timeout_s)
         once(self.accelerator, "last upload", self._wait_for_upload, self.recipe.timeout_s)
         self.accelerator.wait_for_everyone()  # under deepspeed rank 0 keeps the store that the others ask
@@ -199,18 +200,23 @@ class Run:
             self.log.tell(doing)
         self._listen()
 
-    def keep(self, confusion: Tensor, examples: "list[Predicted]") -> None:
-        """What an evaluation found beside its numbers, on the device: for what is shown at the end."""
-        self.confusion, self.examples = confusion, examples
+    def keep(self, confusion: Tensor | None, examples: "list[Predicted]") -> None:
+        """What an evaluation found beside its numbers, on the device. It counts when its numbers are logged:
+        an EMA's evaluation follows that of the weights themselves.
+        """
+        self.kept = (confusion, examples)
 
     def log_evaluation(self, step: int, metrics: dict[str, float]) -> None:
         """Loss, images and, of classes, accuracy on held-out data; with an EMA raw_accuracy, without it."""
         self.mark = time.perf_counter()
         self.last, self.evaluated_step = metrics, step
+        self.confusion, self.examples = self.kept
         if not self.best or _score(metrics) > _score(self.best):
             self.best = metrics | {"step": step}
         if self.is_main:
             self.log.write(step, {f"val/{k}": v for k, v in metrics.items() if k != "images"})
+            if self.confusion is not None:
+                self.log.write_confusion(step, self.classes, self.confusion.tolist())
 
     # --- Beginning
 
@@ -343,7 +349,6 @@ class Run:
         if self.place.mirror:
             self.place.mirror.offer(self.step, best)
         write_json(self.folder / "result.json", result(self, "finished"))
-        write_confusion(self)
         self.log.show(self.step, draw_predictions(self))
         report.show(self.folder, self.val_name)
 
@@ -356,10 +361,11 @@ class Run:
             self.log.progress.tell(f"uploading to {mirror.store.url}")
             beat()
         uploaded = mirror.failed is None
-        write_json(self.folder / "result.json", result(self, "finished") | {"uploaded": uploaded})
+        file = self.folder / "result.json"
+        write_json(file, json.loads(file.read_text()) | {"uploaded": uploaded, "wall_s": self.wall_s()})
         if uploaded:
             try:
-                mirror.send_run_files()
+                mirror.send_run_files(at_end=True)
             except (OSError, StoreError) as error:
                 self._say(f"the result is not in {mirror.store.url} ({error})")
 
@@ -393,8 +399,6 @@ class Run:
         with contextlib.suppress(OSError):
             if status != "finished":
                 write_json(self.folder / "result.json", result(self, status))
-            if status == "preempted":
-                write_confusion(self)
         if status == "preempted" and self.place.mirror:
             self.place.mirror.wait(UPLOAD_GRACE_S)
         self.log.close(failed=status == "failed")

@@ -37,7 +37,8 @@ class Ended:
 
 def launch(words: list[str], limit_gib: float | None, timeout_s: float) -> Ended:
     """Runs the command with at most limit_gib of data in each process. Whatever it started has ended then."""
-    ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: who loses its parent is found below this process
+    libc, others = ctypes.CDLL(None), psutil.Process().children(recursive=True)
+    libc.prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: who loses its parent is found below this process
     began, killed_before, data_gib = time.monotonic(), _killed_by_kernel(), 0.0
     with tempfile.TemporaryFile("w+", errors="replace") as output:
         launcher = subprocess.Popen(
@@ -53,11 +54,14 @@ def launch(words: list[str], limit_gib: float | None, timeout_s: float) -> Ended
                 data_gib = max(data_gib, _largest_data_gib())
             status = launcher.poll()
         finally:
-            _end(launcher)
+            _end(launcher, others)
+            libc.prctl(36, 0)
         output.seek(0)
         text = output.read()
     killed = "SIGKILL" in text and _killed_by_kernel() > killed_before
-    no_room = limit_gib is not None and any(said in text for said in NO_ROOM)
+    # A launcher computes nothing: where it crashes itself, its libraries had no room.
+    crashed = status == -signal.SIGSEGV
+    no_room = limit_gib is not None and (crashed or any(said in text for said in NO_ROOM))
     is_out_of_memory = status != 0 and ("error: out of memory on" in text or killed or no_room)
     return Ended(status, text, data_gib, time.monotonic() - began, is_out_of_memory)
 
@@ -82,10 +86,11 @@ def _largest_data_gib() -> float:
     return largest / 2**20
 
 
-def _end(launcher: subprocess.Popen) -> None:
+def _end(launcher: subprocess.Popen, others: list[psutil.Process]) -> None:
+    """others: of this process, which were there before."""
     launcher.kill()
     launcher.wait()
-    while orphans := psutil.Process().children(recursive=True):
+    while orphans := [p for p in psutil.Process().children(recursive=True) if p not in others]:
         for process in orphans:
             with contextlib.suppress(psutil.Error):
                 process.kill()
