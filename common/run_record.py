@@ -29,7 +29,7 @@ RESULT = {
 }
 METRICS_LINE = {"step": int, "*": NUMBER}
 TELEMETRY_LINE = {
-    **dict.fromkeys(("t", "cpu_pct", "memory_gib", "cpus"), NUMBER),
+    **dict.fromkeys(("t", "process_began", "cpu_pct", "memory_gib", "cpus"), NUMBER),
     "host": str,  # in a header only
     "step": int,  # in a sample only
     "gpus": [{"index": int, "throttle": [str], "*": NUMBER}],
@@ -123,16 +123,18 @@ class RunRecord:
         """(step, seconds) by a host's telemetry. What a restart took back is left out, as in wall_s."""
         path: list[tuple[int, float]] = []
         began = new_start = None
+        imports_s = 0.0  # before the first sample; those of later starts are left out
         for line in max(self.telemetry.values(), key=len, default=[]):
             if "host" in line:  # a header
                 new_start = line["t"]
+                if began is None:
+                    imports_s = new_start - line.get("process_began", new_start)
                 continue
             if new_start is not None and "step" in line:
                 path = [point for point in path if point[0] <= line["step"]]
                 began, new_start = new_start - (path[-1][1] if path else 0), None
             if began is not None and "step" in line:
                 path.append((line["step"], line["t"] - began))
-        imports_s = max(0, self.facts.get("wall_s", 0) - path[-1][1]) if path else 0
         return [(step, imports_s + second) for step, second in path]
 
     def _seen(self) -> dict[str, Any]:

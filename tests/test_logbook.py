@@ -404,7 +404,8 @@ def test_time_is_that_of_the_telemetry_without_pauses(one, tmp_path):
     """Preempted after step 4 and continued an hour later from step 2, at twice the speed."""
     folder = tmp_path / "run"
     shutil.copytree(one[0], folder)
-    first = [{"host": "h", "t": 1000.0}, *({"t": 1000.0 + 2 * k, "step": k} for k in range(1, 5))]
+    begin = {"host": "h", "t": 1000.0, "process_began": 997.0}
+    first = [begin, *({"t": 1000.0 + 2 * k, "step": k} for k in range(1, 5))]
     # Step 2 had been done after 4 s; the second start takes 3 s to go on, and 5 s to evaluate at step 6.
     times = {2: 5003.0, 4: 5005.0, 6: 5007.0}
     second = [{"host": "h", "t": 5000.0}, *({"t": t, "step": step} for step, t in times.items())]
@@ -415,8 +416,8 @@ def test_time_is_that_of_the_telemetry_without_pauses(one, tmp_path):
     (folder / "metrics.jsonl").write_text(
         "".join(json.dumps({"step": step, "epoch": step / 7, **more}) + "\n" for step, more in log)
     )
-    # From the first sample on it took 17 s, of 20 s in all: 3 s before it.
-    (folder / "result.json").write_text(json.dumps(result(folder) | {"wall_s": 20.0}))
+    # From the first sample on it took 17 s; what came after the last, as an upload, moves nothing.
+    (folder / "result.json").write_text(json.dumps(result(folder) | {"wall_s": 60.0}))
     seconds, is_measured = RunRecord(folder).seconds()
     assert is_measured
     assert seconds == pytest.approx([5, 7, 13, 14, 19, 20])
@@ -486,7 +487,7 @@ def test_an_experiment_shows_its_commands(tmp_path):
         "launch.py --config_file accelerate_configs/ddp_2x4gpu.yaml --hostfile hostfile train_vit.py"
         in output
     )
-    assert f"--output_dir={tmp_path}/ddp --s3=s3://b/p/ddp" in output
+    assert f"--output_dir={tmp_path}/ddp --s3=s3://b/p/full/ddp" in output
     assert not list(tmp_path.iterdir())
 
 
@@ -498,6 +499,17 @@ def test_an_experiment_ends_with_the_name_of_what_failed(tmp_path):
         "error: training, single_gpu failed with exit status 1: started again it goes on there\n"
     )
     assert "ddp_2gpu" not in output
+
+
+def test_what_another_command_made_is_not_done_already(tmp_path):
+    product = tmp_path / "runs" / "single_gpu" / "result.json"
+    product.parent.mkdir(parents=True)
+    product.write_text('{"status": "finished"}')
+    (tmp_path / "runs" / "commands.json").write_text('{"training, single_gpu": ["of", "other", "data"]}')
+    words = ["experiment.py", "speedup", "--data", tmp_path / "nowhere", "--folder", tmp_path / "runs"]
+    for _ in range(2):
+        status, output = Job([*python(), *words]).wait()
+        assert (status, "done already" in output) == (1, False), output
 
 
 @pytest.mark.full
