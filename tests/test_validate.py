@@ -283,7 +283,6 @@ def test_calibration_error_bin_by_bin(modules):
 
 
 def test_an_image_counted_twice_is_found(trained, project_copy, cache, tmp_path):
-    shutil.copytree(ROOT / "metrics", project_copy / "metrics")
     mutate(
         project_copy, "common/order.py", "valid = int(np.count_nonzero(ids < count))", "valid = per_device"
     )
