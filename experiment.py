@@ -99,26 +99,23 @@ class Experiment:
 
     def run(self) -> None:
         """ValueError when a step fails."""
-        file = self.folder / "commands.json"  # of the steps that were begun
+        file = self.folder / "commands.json"  # of the steps that went well
         if not self.is_full:
             print("a rehearsal: small, and on the CPUs of this machine alone")
-        begun = _read(file) if file.exists() else {}
+        done = _read(file) if file.exists() else {}
         for step in {"vit": self.vit, "speedup": self.speedup}[self.flags.experiment]():
             command = ("" if self.is_full else "CUDA_VISIBLE_DEVICES= ") + python_command(*step.words)
-            is_same = begun.get(step.name) == step.words
-            is_done = is_same and step.is_done()
+            is_done = done.get(step.name) == step.words and step.is_done()
             print(f"\n# {step.name}{': done already' if is_done else ''}\n{command}", flush=True)
             if is_done or self.flags.dry_run:
                 continue
             self.folder.mkdir(parents=True, exist_ok=True)
-            if step.product and not is_same:  # what lies there is of another command
-                step.product.unlink(missing_ok=True)
-            write_json(file, begun := begun | {step.name: step.words})
             env = os.environ | ({} if self.is_full else {"CUDA_VISIBLE_DEVICES": ""})
             if status := call([sys.executable, *step.words], env):
                 raise ValueError(
                     f"{step.name} failed with exit status {status}: started again it goes on there"
                 )
+            write_json(file, done := done | {step.name: step.words})
 
     # --- The experiments
 

@@ -510,6 +510,7 @@ def test_what_another_command_made_is_not_done_already(tmp_path):
     for _ in range(2):
         status, output = Job([*python(), *words]).wait()
         assert (status, "done already" in output) == (1, False), output
+        assert product.exists(), "a result is not lost"
 
 
 @pytest.mark.full
