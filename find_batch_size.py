@@ -210,7 +210,7 @@ class Search:
             raise ValueError("the trial's result is not here: the hostfile's first host must be this one")
         result, about = (json.loads((run / name).read_text()) for name in ("result.json", "recipe.json"))
         self.about = {name: result[name] for name in ("script", "strategy", "mixed_precision", "device")}
-        self.about |= {name: about[name] for name in ("git_commit", "versions")}
+        self.about |= {name: about[name] for name in ("sharding", "git_commit", "versions")}
         memory_gib, of_each = ended.data_gib, result["memory_gib"]
         if not self.flags.memory_limit_gib:
             if "device" not in of_each[0]:

@@ -166,6 +166,25 @@ def strategy(accelerator: Accelerator) -> str:
     )
 
 
+def sharding(accelerator: Accelerator) -> dict[str, Any]:
+    """How FSDP or ZeRO divides the model, in the words of their configs; empty where each has it whole."""
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        config = accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]
+        plain = {name: value for name, value in config.items() if not isinstance(value, dict)}
+        parts = ("offload_optimizer", "offload_param")
+        return plain | {name: config.get(name, {}).get("device", "none") for name in parts}
+    if accelerator.distributed_type != DistributedType.FSDP:
+        return {}
+    plugin, sizes = accelerator.state.fsdp_plugin, accelerator.parallelism_config
+    hybrid = sizes is not None and sizes.dp_replicate_size > 1
+    return {
+        "reshard_after_forward": plugin.reshard_after_forward,
+        "offload_params": bool(getattr(plugin.cpu_offload, "offload_params", plugin.cpu_offload)),
+        "activation_checkpointing": bool(plugin.activation_checkpointing),
+        "replicas": sizes.dp_replicate_size if hybrid else 1,
+    }
+
+
 def precision(accelerator: Accelerator) -> str:
     """no, bf16 or fp16; under DeepSpeed it is the engine's."""
     if accelerator.distributed_type == DistributedType.DEEPSPEED:

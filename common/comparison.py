@@ -1,6 +1,7 @@
 """A page of the log book on several runs: what each took and reached, and what else they differ in."""
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ SEARCH = {  # a result of find_batch_size.py
     **dict.fromkeys(("script", "strategy", "device", "mixed_precision"), str),
     **dict.fromkeys(("processes", "answer", "knee", "quantum"), int),
     "limit_gib": NUMBER,
-    "recipe": dict,
+    **dict.fromkeys(("recipe", "sharding"), dict),
     "trials": [{"outcome": str, "*": NUMBER}],
 }
 
@@ -83,15 +84,14 @@ def speed_up(first: RunRecord, run: RunRecord, time: str) -> tuple[float | None,
     return first.facts[time] / run.facts[time], ""
 
 
-def time_to(run: RunRecord, accuracy: float | None) -> tuple[float | None, bool]:
-    """Seconds until an evaluation first found it, None if none did; whether evaluations are counted in."""
-    seconds, is_measured = run.seconds()
-    reached = [
-        s
-        for line, s in zip(run.metrics, seconds, strict=True)
-        if accuracy is not None and line.get("val/accuracy", -1) >= accuracy
-    ]
-    return (reached[0] if reached else None), is_measured
+def time_to(run: RunRecord, accuracy: float | None) -> float | None:
+    """Seconds of the run until an evaluation first found it; None if none did."""
+    found = (
+        line
+        for line in run.evaluations
+        if line.get("val/accuracy", -1) >= (math.inf if accuracy is None else accuracy)
+    )
+    return next((line["wall_s"] for line in found), None)
 
 
 def differences(runs: list[RunRecord]) -> dict[str, list[str]]:
@@ -99,7 +99,21 @@ def differences(runs: list[RunRecord]) -> dict[str, list[str]]:
     conditions = [_conditions(run) for run in runs]
     names = dict.fromkeys(name for found in conditions for name in found)
     values = {name: [found.get(name, "not known") for found in conditions] for name in names}
-    return {name: found for name, found in values.items() if len(set(found)) > 1}
+    return {name: found for name, found in values.items() if len(set(found)) > 1} | _sharding(runs)
+
+
+def _sharding(runs: list[RunRecord]) -> dict[str, list[str]]:
+    """What runs of one strategy are not alike in: the strategies themselves are what is compared."""
+    found = {}
+    for strategy in dict.fromkeys(run.facts.get("strategy") for run in runs):
+        settings = [
+            run.about.get("sharding", {}) if run.facts.get("strategy") == strategy else None for run in runs
+        ]
+        for name in dict.fromkeys(name for own in settings for name in own or ()):
+            values = ["-" if own is None else as_flag(own.get(name, "not known")) for own in settings]
+            if len(set(values) - {"-"}) > 1:
+                found[f"{strategy}: {name}"] = values
+    return found
 
 
 def _conditions(run: RunRecord) -> dict[str, str]:
@@ -128,15 +142,14 @@ def _conditions(run: RunRecord) -> dict[str, str]:
 
 def draw(comparison: Comparison, file: Path) -> None:
     runs, names = comparison.runs, comparison.names
-    found = [run.seconds() for run in runs]
-    unit, unit_s = time_unit(max((s for seconds, _ in found for s in seconds), default=0))
-    time = (
-        f"time, {unit}" if all(measured for _, measured in found) else f"time of the training alone, {unit}"
-    )
-    accuracy, loss = Panel(time, "accuracy"), Panel("step", "train/loss")
-    for run, name, (seconds, _) in zip(runs, names, found, strict=True):
-        timed = list(zip(run.metrics, seconds, strict=True))
-        points = [(s / unit_s, line["val/accuracy"]) for line, s in timed if "val/accuracy" in line]
+    unit, unit_s = time_unit(max((line["wall_s"] for run in runs for line in run.metrics), default=0))
+    accuracy, loss = Panel(f"time, {unit}", "accuracy"), Panel("step", "train/loss")
+    for run, name in zip(runs, names, strict=True):
+        points = [
+            (line["wall_s"] / unit_s, line["val/accuracy"])
+            for line in run.evaluations
+            if "val/accuracy" in line
+        ]
         steps = [(line["step"], line["train/loss"]) for line in run.metrics if "train/loss" in line]
         for panel, part in ((accuracy, points), (loss, steps)):
             if part:
@@ -182,7 +195,6 @@ def _table(comparison: Comparison) -> tuple[str, list[str]]:
     runs, first = comparison.runs, comparison.runs[0]
     target, price = comparison.target, comparison.price_per_hour
     speed_ups = [speed_up(first, run, "train_s") for run in runs]
-    times = [time_to(run, target) for run in runs]
     busy = [value and f"{value:.0f} % of {kind}s" for value, kind in map(utilisation_pct, runs)]
 
     def facts(name: str) -> list[Any]:
@@ -196,7 +208,7 @@ def _table(comparison: Comparison) -> tuple[str, list[str]]:
         ("optimizer steps", "{:,}", facts("steps")),
         ("training time", "{:,.1f} s", facts("train_s")),
         ("whole time", "{:,.1f} s", facts("wall_s")),
-        (f"time to accuracy {number(target, '{:.4f}')}", "{:,.1f} s", [seconds for seconds, _ in times]),
+        (f"time to accuracy {number(target, '{:.4f}')}", "{:,.1f} s", [time_to(run, target) for run in runs]),
         ("images/s", "{:,.0f}", facts("images_per_s")),
         ("speed-up in training time", "{:.2f}", [factor for factor, _ in speed_ups]),
         ("efficiency", "{:.0%}", [_efficiency(first, *pair) for pair in zip(runs, speed_ups, strict=True)]),
@@ -223,8 +235,6 @@ def _table(comparison: Comparison) -> tuple[str, list[str]]:
         for name, (_, reason) in zip(comparison.names, speed_ups, strict=True)
         if reason
     ]
-    if not all(is_measured for _, is_measured in times):
-        notes.append("Without telemetry the time to an accuracy is that of the training steps alone.")
     notes.append("Efficiency: the speed-up divided by (processes / processes of the first run).")
     shown = [
         [md.text(label), *(number(value, form) for value in values)]
@@ -247,11 +257,13 @@ def _cost(run: RunRecord, price_per_hour: float | None) -> float | None:
 
 
 def _largest(run: RunRecord, searches: tuple[dict[str, Any], ...]) -> int | None:
-    """What was found for the run's script, strategy, precision and recipe, on as many processes."""
+    """What was found for the run's script, strategy, sharding, precision and recipe, on as many processes."""
     names = ("script", "strategy", "processes", "mixed_precision")
     for search in searches:
         same_recipe = all(run.recipe.get(name) == value for name, value in search["recipe"].items())
-        if same_recipe and all(search.get(name) == run.facts.get(name) for name in names):
+        same_sharding = search.get("sharding") == run.about.get("sharding")
+        same_facts = all(search.get(name) == run.facts.get(name) for name in names)
+        if same_recipe and same_sharding and same_facts:
             return search.get("answer")
     return None
 

@@ -2,10 +2,13 @@
 
 <prefix>/checkpoints/step_00000390/...   as on the disk; the manifest last, so that none is half there
 <prefix>/checkpoints/index.json          {"latest": ..., "best": ...}
-<prefix>/metrics.jsonl, recipe.json, result.json
+<prefix>/metrics.jsonl, recipe.json, result.json, ...
+<prefix>/telemetry-parts/<file>/<first byte>-<end>   while the run goes on; at its end telemetry-*.jsonl
 """
 
+import fnmatch
 import json
+import re
 import shutil
 import threading
 from collections.abc import Callable
@@ -26,8 +29,10 @@ from common.checkpoints import (
 from common.files import sync
 from common.object_store import ObjectStore, StoreError, WrongSize
 
-RUN_FILES = ("recipe.json", "metrics.jsonl", "confusion.json", "result.json")
-LAST_FILES = ("telemetry-*.jsonl",)  # 140 MB a day of a host with 8 GPUs: not with each checkpoint
+RUN_FILES = ("recipe.json", "metrics.jsonl", "confusion.json", "nvidia-smi-*.txt", "result.json")
+TELEMETRY = "telemetry-*.jsonl"  # 140 MB a day of a host with 8 GPUs: with a checkpoint only what is new
+PARTS = "telemetry-parts/"
+LOG_LIMIT_BYTES = 2**31
 
 
 class Mirror:
@@ -69,10 +74,26 @@ class Mirror:
         with self.changed:
             return self.changed.wait_for(lambda: self.waiting is None and self.sending is None, timeout_s)
 
-    def send_run_files(self, at_end: bool = False) -> None:
-        for pattern in (*RUN_FILES, *(LAST_FILES if at_end else ())):
+    def send_last_files(self) -> None:
+        """When the run has finished."""
+        self._send_run_files(*RUN_FILES, TELEMETRY)
+        self.store.delete(self.store.list(PARTS))
+
+    def _send_run_files(self, *patterns: str) -> None:
+        for pattern in patterns:
             for file in sorted(self.folder.glob(pattern)):
                 self.store.upload(file, file.name)
+
+    def _send_new_telemetry(self) -> None:
+        for file in sorted(self.folder.glob(TELEMETRY)):
+            parts = _parts(self.store, file.name)
+            sent = parts[-1][1] if parts else 0
+            with open(file, "rb") as lines:
+                lines.seek(sent)
+                new = lines.read()
+            if new:
+                end = sent + len(new)
+                self.store.write(f"{PARTS}{file.name}/{sent:015d}-{end:015d}", new)
 
     def _work(self) -> None:
         step_aside()
@@ -104,7 +125,8 @@ class Mirror:
                 there.add(wanted)
         marks = {"latest": step_name(step)} | ({"best": step_name(best)} if best in there else {})
         self.store.write("checkpoints/index.json", json.dumps(marks).encode())
-        self.send_run_files()
+        self._send_run_files(*RUN_FILES)
+        self._send_new_telemetry()
         self._prune(to_keep({s for s in there if s <= step}, best, self.keep_every))
 
     def _send_checkpoint(self, step: int) -> None:
@@ -187,6 +209,29 @@ def fetch(
         sync(parent)
     finally:
         shutil.rmtree(part, ignore_errors=True)
+
+
+def fetch_log(store: ObjectStore, folder: Path) -> None:
+    """What was logged on another machine, so that curves and telemetry begin at the beginning."""
+    names = {key.removeprefix(PARTS).partition("/")[0] for key in store.list("telemetry-")}
+    for name in ("metrics.jsonl", "confusion.json", *sorted(fnmatch.filter(names, TELEMETRY))):
+        file, parts = folder / name, _parts(store, name)
+        if file.exists():
+            continue
+        keys = [key for _, _, key in parts] or [name]
+        content = b"".join(store.read(key, LOG_LIMIT_BYTES) or b"" for key in keys)
+        if content:
+            file.write_bytes(content)
+
+
+def _parts(store: ObjectStore, name: str) -> list[tuple[int, int, str]]:
+    """(first byte, end, key) of what is there of a file, as far as it is without a gap."""
+    found: list[tuple[int, int, str]] = []
+    for key in store.list(f"{PARTS}{name}/"):
+        span = re.fullmatch(r"(\d+)-(\d+)", key.rpartition("/")[2])
+        if span and int(span[1]) == (found[-1][1] if found else 0):
+            found.append((int(span[1]), int(span[2]), key))
+    return found
 
 
 def committed(store: ObjectStore) -> set[int]:

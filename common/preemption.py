@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import psutil
 import torch
@@ -106,6 +107,14 @@ class Poll:
         self.work.wait()
         self.work = None
         return int(self.value)
+
+    def gather(self, mine: Any) -> list[Any]:
+        """That of each process, by rank. Collective; not over NCCL, which would take GPU memory for it."""
+        if self.group is None:
+            return [mine]
+        everyones = [None] * dist.get_world_size()
+        dist.all_gather_object(everyones, mine, group=self.group)
+        return everyones
 
     def wait_for_main(self, is_main: bool, done: Callable[[float], bool]) -> None:
         """Until done(1.0), of the main process, which waits so many seconds, is true. Collective.

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from common import checkpoints
 from common.checkpoints import Checkpoint, step_of, steps_in
-from common.mirror import Mirror, committed, fetch_newest
+from common.mirror import Mirror, committed, fetch_log, fetch_newest
 from common.object_store import ObjectStore
 from common.ownership import Folder, Owner, Prefix
 from common.recipe import Recipe
@@ -84,7 +84,7 @@ def _own(
             what = "and --resume is never" if recipe.resume == "never" else "which is finished"
             raise ValueError(f"{store.url} holds a run already, {what}: give a prefix of its own")
         if fetch_newest(store, own, here, beat, say, ours=True) is not None:
-            _fetch_log(store, folder)
+            fetch_log(store, folder)
             return checkpoints.newest(own, beat, say)
     if problem:
         raise problem
@@ -110,12 +110,6 @@ def _at_path(path: Path, beat: Beat, say: Say) -> Checkpoint:
     raise ValueError(
         f"--resume {path} holds no checkpoint: give a run's folder, or one of its checkpoints/step_*"
     )
-
-
-def _fetch_log(store: ObjectStore, folder: Path) -> None:
-    """The lines that were logged on another machine, so that the curves begin at the beginning."""
-    if not (folder / "metrics.jsonl").exists() and (lines := store.read("metrics.jsonl", limit=2**28)):
-        (folder / "metrics.jsonl").write_bytes(lines)
 
 
 def _check_recipe(found: Checkpoint, recipe: Recipe) -> None:

@@ -39,6 +39,7 @@ def about_run(
     return {
         "script": script_name(),
         "strategy": job.strategy(accelerator),
+        "sharding": job.sharding(accelerator),
         "recipe": dataclasses.asdict(recipe),
         "defaults": {field.name: field.default for field in dataclasses.fields(recipe)},
         "resumed_from": resumed_from,

@@ -45,13 +45,16 @@ class RunLog:
     def tracker_ids(self) -> dict[str, str]:
         return tracker_ids(self.trackers)
 
-    def write(self, step: int, values: dict[str, float], telemetry: dict[str, float] | None = None) -> None:
-        """After `step` optimizer steps. telemetry: for the trackers alone."""
+    def write(
+        self, step: int, wall_s: float, values: dict[str, float], telemetry: dict[str, float] | None = None
+    ) -> None:
+        """After `step` optimizer steps and wall_s of the run. telemetry: for the trackers alone."""
         epoch = step / self.steps_per_epoch
-        self._write_line(self.metrics, {"step": step, "epoch": epoch, **values})
+        line = {"epoch": epoch, "wall_s": wall_s, **values}
+        self._write_line(self.metrics, {"step": step, **line})
         try:
             for tracker in self.trackers:
-                tracker.log({"epoch": epoch, **values, **(telemetry or {})}, step=step)
+                tracker.log({**line, **(telemetry or {})}, step=step)
         except OSError as error:
             self._can_not_write("the trackers' files", error)
         self.progress.show(step, epoch, values)

@@ -48,10 +48,9 @@ def time_unit(seconds: float) -> tuple[str, float]:
 
 def _curves(run: RunRecord) -> list[list[Panel]]:
     """Loss and accuracy against steps and time; learning rate and speed against steps."""
-    seconds, is_measured = run.seconds()
-    unit, unit_s = time_unit(max(seconds, default=0))
-    time = f"time, {unit}" if is_measured else f"time of the training alone, {unit}"
-    lines = [line | {time: s / unit_s} for line, s in zip(run.metrics, seconds, strict=True)]
+    unit, unit_s = time_unit(max((line["wall_s"] for line in run.metrics), default=0))
+    time = f"time, {unit}"
+    lines = [line | {time: line["wall_s"] / unit_s} for line in run.metrics]
     loss, accuracy = ("train/loss", "val/loss"), ("val/accuracy", "val/raw_accuracy")
     rows = [
         [panel(lines, "step", "loss", loss), panel(lines, time, "loss", loss)],
@@ -294,7 +293,7 @@ def _command(run: RunRecord) -> str:
 
 
 def _setup(run: RunRecord) -> str:
-    about, facts = run.about, run.facts
+    about, facts, sharding = run.about, run.facts, run.about.get("sharding", {})
     versions = ", ".join(f"{name} {value}" for name, value in about.get("versions", {}).items())
     batch = number(facts.get("batch_size"), "{} images")
     if {"batch_size", "per_device_batch_size", "processes", "accumulation_steps"} <= facts.keys():
@@ -310,6 +309,7 @@ def _setup(run: RunRecord) -> str:
     rows = {
         "batch": batch,
         "mixed precision": facts.get("mixed_precision", "-"),
+        "sharding": ", ".join(f"{name} {as_flag(value)}" for name, value in sharding.items()) or "none",
         "data": place(facts.get("data", "-")),
         "hosts": ", ".join(about.get("hosts", [])) or "-",
         "devices": devices(run),

@@ -3,7 +3,6 @@
 import contextlib
 import hashlib
 import json
-from bisect import bisect_left, bisect_right
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ NUMBER = (int, float)
 # What is expected: a type, [of each item] or {key: of its value}; "*": of all other keys.
 ABOUT = {
     **dict.fromkeys(("script", "strategy", "resumed_from", "git_commit", "wandb_id", "wandb_url"), str),
-    **dict.fromkeys(("recipe", "defaults", "versions"), dict),
+    **dict.fromkeys(("recipe", "defaults", "sharding", "versions"), dict),
     **{name: [str] for name in ("command", "hosts", "devices")},
 }
 RESULT = {
@@ -29,7 +28,7 @@ RESULT = {
 }
 METRICS_LINE = {"step": int, "*": NUMBER}
 TELEMETRY_LINE = {
-    **dict.fromkeys(("t", "process_began", "cpu_pct", "memory_gib", "cpus"), NUMBER),
+    **dict.fromkeys(("t", "cpu_pct", "memory_gib", "cpus"), NUMBER),
     "host": str,  # in a header only
     "step": int,  # in a sample only
     "gpus": [{"index": int, "throttle": [str], "*": NUMBER}],
@@ -58,10 +57,10 @@ class RunRecord:
         self.folder, self.problems = folder, []
         self.about = self._read("recipe.json", ABOUT)
         self.recipe = self.about.get("recipe", {})
-        self.metrics = self._read_lines("metrics.jsonl", METRICS_LINE, needed={"step", "epoch"})
+        self.metrics = self._read_lines("metrics.jsonl", METRICS_LINE, {"step", "epoch", "wall_s"})
         self.evaluations = [line for line in self.metrics if "val/loss" in line]
         self.telemetry = {
-            file.stem.removeprefix("telemetry-"): self._read_lines(file.name, TELEMETRY_LINE, needed={"t"})
+            file.stem.removeprefix("telemetry-"): self._read_lines(file.name, TELEMETRY_LINE, {"t"})
             for file in sorted(folder.glob("telemetry-*.jsonl"))
         }
         if not self.telemetry and self.recipe.get("telemetry_s") != 0:
@@ -102,40 +101,6 @@ class RunRecord:
             with contextlib.suppress(OSError, ValueError, RecursionError):  # it is among the problems
                 found.append(summary(self.folder / f"telemetry-{host}.jsonl"))
         return found
-
-    def seconds(self) -> tuple[list[float], bool]:
-        """For each line of metrics.jsonl the time since the run began, pauses between interruptions left out.
-
-        True: from telemetry, about a second exact. False: from train/images_per_s, the training alone.
-        """
-        if path := self._path():
-            steps, times = zip(*path, strict=True)
-            return [_time_of(line, steps, times) for line in self.metrics], True
-        seconds, now, step = [], 0.0, 0
-        for line in self.metrics:
-            if line.get("train/images_per_s"):
-                now += (line["step"] - step) * self.facts.get("batch_size", 0) / line["train/images_per_s"]
-                step = line["step"]
-            seconds.append(now)
-        return seconds, False
-
-    def _path(self) -> list[tuple[int, float]]:
-        """(step, seconds) by a host's telemetry. What a restart took back is left out, as in wall_s."""
-        path: list[tuple[int, float]] = []
-        began = new_start = None
-        imports_s = 0.0  # before the first sample; those of later starts are left out
-        for line in max(self.telemetry.values(), key=len, default=[]):
-            if "host" in line:  # a header
-                new_start = line["t"]
-                if began is None:
-                    imports_s = new_start - line.get("process_began", new_start)
-                continue
-            if new_start is not None and "step" in line:
-                path = [point for point in path if point[0] <= line["step"]]
-                began, new_start = new_start - (path[-1][1] if path else 0), None
-            if began is not None and "step" in line:
-                path.append((line["step"], line["t"] - began))
-        return [(step, imports_s + second) for step, second in path]
 
     def _seen(self) -> dict[str, Any]:
         """What stands in result.json, as far as the other files tell it."""
@@ -243,17 +208,6 @@ def _fits(value: Any, kind: Any) -> bool:
     if isinstance(value, bool) or kind is bool:
         return isinstance(value, bool) and kind is bool
     return isinstance(value, kind) and (kind is str or kind is dict or -(2**63) < value < 2**63)  # finite
-
-
-def _time_of(line: dict[str, float], steps: tuple[int, ...], times: tuple[float, ...]) -> float:
-    """When the line was written. Steps stand still in an evaluation: its line comes at the end of that."""
-    step = line["step"]
-    i = bisect_right(steps, step) - 1 if "val/loss" in line else bisect_left(steps, step)
-    i = min(max(i, 0), len(steps) - 1)
-    j = i + 1 if steps[i] < step else i - 1
-    if steps[i] == step or not 0 <= j < len(steps):
-        return times[i]
-    return times[i] + (times[j] - times[i]) * (step - steps[i]) / (steps[j] - steps[i])
 
 
 def _score(evaluation: dict[str, float]) -> float:

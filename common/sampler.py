@@ -77,7 +77,6 @@ class Sampler:
         return {
             "host": self.host,
             "t": round(time.time(), 3),
-            "process_began": round(psutil.Process().create_time(), 3),
             "interval_s": self.interval_s,
             "devices": list(self.gpu_names.values()),
             "cpus": psutil.cpu_count(),

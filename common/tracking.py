@@ -188,8 +188,8 @@ class Run:
         if not math.isfinite(loss):
             raise FloatingPointError(f"the loss is {loss} at step {step} with learning rate {lr:g}")
         if self.is_main:
-            speed = {"train/images_per_s": images_per_s}
-            self.log.write(step, {"train/loss": loss, "train/lr": lr, **speed}, self.telemetry.means())
+            values = {"train/loss": loss, "train/lr": lr, "train/images_per_s": images_per_s}
+            self.log.write(step, self.wall_s(), values, self.telemetry.means())
 
     def tell(self, doing: str) -> None:
         """Shows that an evaluation gets on, without waiting for the device. Collective.
@@ -214,7 +214,8 @@ class Run:
         if not self.best or _score(metrics) > _score(self.best):
             self.best = metrics | {"step": step}
         if self.is_main:
-            self.log.write(step, {f"val/{k}": v for k, v in metrics.items() if k != "images"})
+            values = {f"val/{name}": value for name, value in metrics.items() if name != "images"}
+            self.log.write(step, self.wall_s(), values)
             if self.confusion is not None:
                 self.log.write_confusion(step, self.classes, self.confusion.tolist())
 
@@ -323,7 +324,7 @@ class Run:
 
     def _gathered(self, own: Any) -> list[Any]:
         """That of each process. With it the other hosts' telemetry comes to the main process. Collective."""
-        everyones = gather_object([(own, self.telemetry.take())])
+        everyones = self.poll.gather((own, self.telemetry.take()))
         if self.is_main:
             self.telemetry.append([piece for _, pieces in everyones for piece in pieces])
         return [own for own, _ in everyones]
@@ -365,7 +366,7 @@ class Run:
         write_json(file, json.loads(file.read_text()) | {"uploaded": uploaded, "wall_s": self.wall_s()})
         if uploaded:
             try:
-                mirror.send_run_files(at_end=True)
+                mirror.send_last_files()
             except (OSError, StoreError) as error:
                 self._say(f"the result is not in {mirror.store.url} ({error})")
 
@@ -377,7 +378,9 @@ class Run:
                 self._note_preemption()
             let_main_close_first(self.accelerator)
             return
-        if self.step > self.saved_step:
+        if self.step == self.saved_step:
+            self._gathered(None)  # for the telemetry since then
+        else:
             try:
                 self._save()
             except FloatingPointError:

@@ -39,7 +39,10 @@ LAUNCHES = [command for command in IN_BLOCKS if re.search(r"train_\w+\.py", comm
 LAUNCHES.remove("accelerate launch train_cnn_a.py")  # test_after_the_users_own_accelerate_config
 CONTINUED = [command for command in LAUNCHES if "weights/vit" in command or "s3://" in command]
 PRACTICE = [command for command in IN_BLOCKS if command.startswith("python cluster/virtual_cluster.py")]
-LAUNCHES = [command for command in LAUNCHES if command not in [*CONTINUED, *PRACTICE]]
+AFTERWARDS = [
+    command for command in IN_BLOCKS if re.search(r"(validate|find_batch_size|logbook)\.py", command)
+]
+LAUNCHES = [command for command in LAUNCHES if command not in [*CONTINUED, *PRACTICE, *AFTERWARDS]]
 
 
 @pytest.fixture
@@ -179,6 +182,8 @@ def test_no_command_is_left_out():
     """A new kind of command needs a test of its kind."""
     kinds = {
         "make": r"make (train|test|test-all)\b",  # test_make_train; the others are this run of the tests
+        "experiments": r"make (experiment_vit|experiment_speedup|tensorboard)\b",  # test_logbook.py
+        "afterwards": r".*\b(validate|find_batch_size|logbook)\.py ",  # of their own names; test_make_train
         "accelerate config": r"accelerate config$|accelerate launch train_cnn_a.py$",
         "benchmark": r"python -m benchmarks\.(tutorial_speed |checkpoint_saves$)",  # test_benchmark*
         "tests": r"python -m pytest tests/\w+\.py$",
@@ -250,7 +255,7 @@ def test_tensorboard_starts(tmp_path):
 
 
 def test_make_train(project, cache):
-    """Installs nothing a second time, and trains."""
+    """Installs nothing a second time, and trains; then all that the README does with this run."""
     venv = BIN.parent
     if not (venv / "installed").exists():
         pytest.skip(f"{venv} was not made by `make setup`")
@@ -260,6 +265,11 @@ def test_make_train(project, cache):
     assert "pip install" not in output
     (folder,) = (project / "runs" / "train_cnn_a").iterdir()
     assert result(folder)["best_accuracy"] >= 0.97
+    for command in AFTERWARDS:
+        if str(folder.relative_to(project)) in command and "compare" not in command:
+            run([*shlex.split(command), *(cache if "validate" in command else [])], cwd=project)
+    assert (project / "logbook" / "train_cnn_a" / "single" / "128_10_1_1.md").exists()
+    assert {path.name.split("_")[0] for path in (folder / "validation").iterdir()} == {"val", "train"}
 
 
 def test_after_the_users_own_accelerate_config(project, tmp_path, cache):

@@ -400,27 +400,18 @@ def test_the_same_run_twice_differs_in_nothing(one, book, tmp_path):
     assert "Nothing: recipe, data, versions, commit, devices and precision are the same." in text
 
 
-def test_time_is_that_of_the_telemetry_without_pauses(one, tmp_path):
-    """Preempted after step 4 and continued an hour later from step 2, at twice the speed."""
-    folder = tmp_path / "run"
-    shutil.copytree(one[0], folder)
-    begin = {"host": "h", "t": 1000.0, "process_began": 997.0}
-    first = [begin, *({"t": 1000.0 + 2 * k, "step": k} for k in range(1, 5))]
-    # Step 2 had been done after 4 s; the second start takes 3 s to go on, and 5 s to evaluate at step 6.
-    times = {2: 5003.0, 4: 5005.0, 6: 5007.0}
-    second = [{"host": "h", "t": 5000.0}, *({"t": t, "step": step} for step, t in times.items())]
-    second += [{"t": 5012.0, "step": 6}, {"t": 5013.0, "step": 7}]
-    (file,) = folder.glob("telemetry-*.jsonl")
-    file.write_text("".join(json.dumps(line) + "\n" for line in first + second))
-    log = [(1, {}), (2, {}), (5, {}), (6, {}), (6, {"val/loss": 1.0}), (7, {})]
-    (folder / "metrics.jsonl").write_text(
-        "".join(json.dumps({"step": step, "epoch": step / 7, **more}) + "\n" for step, more in log)
-    )
-    # From the first sample on it took 17 s; what came after the last, as an upload, moves nothing.
-    (folder / "result.json").write_text(json.dumps(result(folder) | {"wall_s": 60.0}))
-    seconds, is_measured = RunRecord(folder).seconds()
-    assert is_measured
-    assert seconds == pytest.approx([5, 7, 13, 14, 19, 20])
+def test_runs_of_one_strategy_may_be_sharded_in_other_ways(one, two, book, tmp_path):
+    folders = [tmp_path / name for name in ("a", "b")]
+    for folder, reshards in zip(folders, (True, False), strict=True):
+        shutil.copytree(two, folder)
+        about = json.loads((folder / "recipe.json").read_text())
+        assert about["sharding"] == {}
+        about["sharding"] = {"reshard_after_forward": reshards, "replicas": 1}
+        (folder / "recipe.json").write_text(json.dumps(about))
+    text = compared(book, tmp_path, one[0], *folders)
+    different = rows(text.partition("## Also different")[2])
+    assert different["ddp: reshard_after_forward"] == ["-", "True", "False"]
+    assert "ddp: replicas" not in different
 
 
 def test_results_of_a_batch_search(one, two, book, tmp_path):
@@ -443,6 +434,7 @@ def test_results_of_a_batch_search(one, two, book, tmp_path):
     found = {"script": "train_cnn_a", "strategy": "ddp", "processes": 2, "device": "CPU", "quantum": 8}
     found |= {"limit_gib": 1.5, "answer": 16, "knee": 8, "trials": trials}
     found |= {"mixed_precision": result(two)["mixed_precision"], "recipe": {"widths": [4, 8, 32]}}
+    found["sharding"] = {}
     file = tmp_path / "search.json"
     file.write_text(json.dumps(found))
     table = rows(compared(book, tmp_path, one[0], two, "--batch_search", file))
@@ -452,6 +444,8 @@ def test_results_of_a_batch_search(one, two, book, tmp_path):
     file.write_text(json.dumps(found | {"recipe": {"widths": [4, 8, 64]}}))
     text = compared(book, tmp_path, one[0], two, "--batch_search", file)
     assert "largest batch found" not in text, "it is another model's"
+    file.write_text(json.dumps(found | {"sharding": {"replicas": 2}}))
+    assert "largest batch found" not in compared(book, tmp_path, one[0], two, "--batch_search", file)
     file.write_text("{}")
     status, _, errors = book("compare", one[0], two, "--batch_search", file)
     assert (status, errors) == (1, f"error: {file} is no result of find_batch_size.py\n")

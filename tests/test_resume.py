@@ -125,6 +125,8 @@ def test_a_run_that_was_stopped_four_times_is_bit_equal(
         training.go(launcher, stop)
     output = training.go(launcher)
     assert f"continuing at step {STOPS[-1]}" in output
+    walls = [line["wall_s"] for line in metrics(tmp_path / "run")]
+    assert walls == sorted(walls), "time goes on where it stopped"
     reference = uninterrupted(script, launcher, *flags)
     assert without_times(metrics(tmp_path / "run")) == without_times(metrics(reference))
     assert lines(tmp_path / "run" / "samples.jsonl") == lines(reference / "samples.jsonl")
@@ -232,7 +234,8 @@ def test_fp16_goes_on_with_its_loss_scale(tmp_path, cache, stoppable):
 
 
 def without_times(log: list[dict]) -> list[dict]:
-    return [{name: value for name, value in line.items() if name != "train/images_per_s"} for line in log]
+    times = ("train/images_per_s", "wall_s")
+    return [{name: value for name, value in line.items() if name not in times} for line in log]
 
 
 def assert_same_state(folder, reference):

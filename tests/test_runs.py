@@ -7,7 +7,7 @@ import re
 import pytest
 from PIL import Image
 
-from tests.conftest import CNN, ROOT, VIT, Job, python, result, run, torchrun
+from tests.conftest import CNN, ROOT, VIT, Job, metrics, python, result, run, torchrun
 
 FLAGS = ["--data", "digits", "--batch_size", "64", "--epochs", "2", "--max_steps", "30", "--log_every", "10"]
 
@@ -46,6 +46,9 @@ def test_the_result_has_what_a_log_book_needs(folder):
     for number in ("best_accuracy", "final_accuracy", "train_s", "wall_s", "images_per_s", "peak_memory_gib"):
         assert found[number] > 0, number
     assert found["wall_s"] > found["train_s"]
+    walls = [line["wall_s"] for line in metrics(folder / "ddp_64_2_1_2")]
+    assert walls == sorted(walls)
+    assert found["train_s"] < walls[-1] < found["wall_s"]
     about = json.loads((folder / "ddp_64_2_1_2" / "recipe.json").read_text())
     assert about["recipe"]["batch_size"] == 64
     assert {"argv", "git_commit", "versions", "hosts", "devices"} <= about.keys()

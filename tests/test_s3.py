@@ -16,7 +16,7 @@ import torch
 
 from common.checkpoints import MANIFEST, steps_in, verify
 from common.object_store import ObjectStore
-from tests.conftest import Job, full, latest, metrics, mutate, python, result, run, tensors, torchrun
+from tests.conftest import Job, full, latest, lines, metrics, mutate, python, result, run, tensors, torchrun
 from tests.s3 import BUCKET, SECRET, aws_env, s3, s3_proxy  # noqa: F401 (fixtures)
 from tests.test_checkpoints import HELLO, LAST, start_and_wait, straight  # noqa: F401
 from tests.test_resume import without_times
@@ -77,6 +77,10 @@ def test_a_fresh_machine_goes_on_from_the_bucket(bucket, straight, tmp_path):  #
     assert "continuing at step 14" in output
     log = metrics(tmp_path / "second")  # its beginning was in the bucket
     assert [line["step"] for line in log if "train/loss" in line] == [*range(1, 25)]
+    (telemetry,) = (tmp_path / "second").glob("telemetry-*.jsonl")
+    assert sum("host" in line for line in lines(telemetry)) == 2, "what the first one saw is lost"
+    assert bucket.store.list("telemetry-") == [telemetry.name]
+    assert bucket.store.read(telemetry.name) == telemetry.read_bytes()
     ours, theirs = tensors(latest(tmp_path / "second")), tensors(latest(straight[0]))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     best = int(result(tmp_path / "second")["best_checkpoint"][-8:])

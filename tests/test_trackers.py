@@ -183,7 +183,7 @@ def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
     for line in metrics(folder):
         for name in line.keys() - {"step"}:
             found.setdefault(name, []).append((line["step"], line[name]))
-    expected = {"epoch", "train/loss", "train/lr", "train/images_per_s", "val/loss", "val/accuracy"}
+    expected = {"epoch", "wall_s", "train/loss", "train/lr", "train/images_per_s", "val/loss", "val/accuracy"}
     assert found.keys() == expected
     return found
 
