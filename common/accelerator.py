@@ -175,11 +175,13 @@ def sharding(accelerator: Accelerator) -> dict[str, Any]:
         return plain | {name: config.get(name, {}).get("device", "none") for name in parts}
     if accelerator.distributed_type != DistributedType.FSDP:
         return {}
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
     plugin, sizes = accelerator.state.fsdp_plugin, accelerator.parallelism_config
     hybrid = sizes is not None and sizes.dp_replicate_size > 1
     return {
         "reshard_after_forward": plugin.reshard_after_forward,
-        "offload_params": bool(getattr(plugin.cpu_offload, "offload_params", plugin.cpu_offload)),
+        "offload_params": isinstance(plugin.cpu_offload, CPUOffloadPolicy),
         "activation_checkpointing": bool(plugin.activation_checkpointing),
         "replicas": sizes.dp_replicate_size if hybrid else 1,
     }
