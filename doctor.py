@@ -39,6 +39,7 @@ from common.diagnosis import (
     of_the_job,
 )
 from common.host_facts import ANSWER
+from common.files import read_accelerate_config
 from common.hosts import Host, read_hostfile, select
 from common.remote import let_go, master_address, start
 
@@ -52,7 +53,7 @@ def main() -> int:
     patients = []
     try:
         hosts = select(read_hostfile(flags.hostfile), flags.include, flags.exclude)
-        config = _read_yaml(flags.config_file) if flags.config_file else {}
+        config = read_accelerate_config(flags.config_file) if flags.config_file else {}
         patients += [Patient(host) for host in hosts]
         examination = Examination(patients, flags, config)
         findings = examination.findings()
@@ -90,18 +91,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
     flags = parser.parse_args(argv[:at])
     flags.script = argv[at:]
     return flags
-
-
-def _read_yaml(file: Path) -> dict[str, Any]:
-    import yaml
-
-    try:
-        content = yaml.safe_load(file.read_text())
-        if not isinstance(content, dict):
-            raise ValueError("expected `key: value` lines")
-        return content
-    except (OSError, yaml.YAMLError, ValueError) as error:
-        raise ValueError(f"--config_file {file}: {getattr(error, 'strerror', None) or error}") from None
 
 
 # --- Asking

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from common.batch_search import knee, next_size
-from common.files import read_lines, write_json
+from common.files import read_accelerate_config, read_lines, write_json
 from common.hosts import read_hostfile
 from common.trials import Ended, launch
 
@@ -106,7 +106,7 @@ class Search:
     def __init__(self, flags: argparse.Namespace):
         """ValueError for what can be seen to be wrong before anything is launched."""
         self.flags = flags
-        config = _read_config(flags.config_file)
+        config = read_accelerate_config(flags.config_file)
         self.processes = _processes(config, flags.hostfile)
         self.recipe = _recipe(flags.script)
         self._check_limit(use_cpu=config.get("use_cpu", False))
@@ -260,18 +260,6 @@ class Search:
             words.append(f"--batch_size={size * self.processes}")
         remark = "" if share == size else f"  # {size} x {self.processes} does not divide {batch_size}"
         return f"    {shlex.join(words)}{remark}"
-
-
-def _read_config(file: Path) -> dict[str, Any]:
-    import yaml
-
-    try:
-        content = yaml.safe_load(file.read_text())
-        if not isinstance(content, dict):
-            raise ValueError("expected `key: value` lines")
-    except (OSError, yaml.YAMLError, ValueError) as error:
-        raise ValueError(f"--config_file {file}: {getattr(error, 'strerror', None) or error}") from None
-    return content
 
 
 def _processes(config: dict[str, Any], hostfile: Path | None) -> int:

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from common.agent import BEAT_S, HELLO, SUSPENDED
-from common.files import write_text
+from common.files import read_accelerate_config, write_text
 from common.hosts import NAME, Host, read_hostfile, select
 from common.remote import SSH_FAILED, let_go, master_address, start
 
@@ -188,14 +188,7 @@ def _for_several(config: Path, hosts: list[Host]) -> list[str]:
     """What a config needs beside its own keys. Hybrid sharding is inside of each host, be it two or ten.
     DeepSpeed's other launchers would write the whole environment into a file, and onto command lines.
     """
-    import yaml
-
-    try:
-        content = yaml.safe_load(config.read_text())
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{config} is no YAML: {error}") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{config}: expected `key: value` lines")
+    content = read_accelerate_config(config)
     if content.get("distributed_type") == "DEEPSPEED" and len(hosts) > 1:
         return ["--deepspeed_multinode_launcher", "standard"]
     if "parallelism_config" not in content:

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all."""
+"""Files that are written whole or not at all, and read whatever is in them."""
 
 import json
 import os
@@ -28,6 +28,19 @@ def write_text(path: Path, text: str) -> None:
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def read_accelerate_config(file: Path) -> dict[str, Any]:
+    """One of accelerate_configs/. ValueError when it can't be read."""
+    import yaml
+
+    try:
+        content = yaml.safe_load(file.read_text())
+        if not isinstance(content, dict):
+            raise ValueError("expected `key: value` lines")
+        return content
+    except (OSError, yaml.YAMLError, ValueError) as error:
+        raise ValueError(f"--config_file {file}: {getattr(error, 'strerror', None) or error}") from None
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:
