@@ -38,8 +38,8 @@ from common.diagnosis import (
     of_each_host,
     of_the_job,
 )
-from common.host_facts import ANSWER
 from common.files import read_accelerate_config
+from common.host_facts import ANSWER
 from common.hosts import Host, read_hostfile, select
 from common.remote import let_go, master_address, start
 
