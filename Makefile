@@ -20,9 +20,9 @@ tensorboard: setup
 	$(VENV)/bin/tensorboard --logdir runs --host 127.0.0.1
 
 # Pages of all runs, or of those that RUNS names, in logbook/.
-RUNS ?= $(patsubst %/recipe.json,%,$(wildcard runs/train_*/*/recipe.json))
+RUNS ?= $(patsubst %/recipe.json,%,$(wildcard runs/*/*/recipe.json runs/*/*/*/recipe.json))
 logbook: setup
-	$(VENV)/bin/python logbook.py add $(RUNS)
+	$(VENV)/bin/python logbook.py $(if $(RUNS),add $(RUNS),index)
 
 # experiment.py says what they do. SIZE=full is for GPUs; DATA is a local copy; S3_PREFIX where checkpoints go.
 SIZE ?= rehearsal
@@ -35,8 +35,8 @@ experiment_vit experiment_speedup: experiment_%: setup
 test: setup
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/python -m pytest -m "not full"
+	$(VENV)/bin/python -m pytest -n 2 --dist loadgroup -m "not full"
 
 # The products of strategies and scripts, and the long trainings: an hour on 2 cores.
 test-all: setup
-	$(VENV)/bin/python -m pytest
+	$(VENV)/bin/python -m pytest -n 2 --dist loadgroup

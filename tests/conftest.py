@@ -23,9 +23,31 @@ CNN = ["train_cnn_a.py", "--widths", "4,8,32"]
 RESNET = ["train_cnn_b.py", "--width", "8"]
 VIT = ["train_vit.py", "--model", "test_vit", "--image_size", "32", "--patch_size", "8"]
 
+
+def keep_to_own_cores() -> None:
+    """Of several processes that run tests (pytest -n), and of all that they start: two OpenMP threads that
+    share a core with others take many times as long as one."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        number, count = (
+            int(os.environ["PYTEST_XDIST_WORKER"][2:]),
+            int(os.environ["PYTEST_XDIST_WORKER_COUNT"]),
+        )
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, cores[number::count] or cores)
+
+
+keep_to_own_cores()
+
 # As each of two processes has. Sums in another order would now and then carry an activation over
 # ReLU's edge: in a small ResNet one such activation is 0.5 % of a gradient.
 HALF_THE_CORES = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // 2))}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With -n the tests of a module stay together, and so do all that need the hosts of this machine."""
+    for item in items:
+        group = "virtual hosts" if "cluster_tools" in item.fixturenames else item.path.stem
+        item.add_marker(pytest.mark.xdist_group(group))
 
 
 def full(*values):
