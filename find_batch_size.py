@@ -192,6 +192,7 @@ class Search:
         flags = {
             "per_device_batch_size": size,
             "batch_size": batch_size,
+            "streams": self.processes,  # of shards: they must divide any size
             "epochs": STEPS,  # should one batch be all of the data
             "max_steps": STEPS,
             "max_val_images": 2 * batch_size,

@@ -177,12 +177,12 @@ def main() -> None:
         model, optimizer = prepare(accelerator, model, optimizer)
         batch_norms = [module for module in model.modules() if isinstance(module, BatchNorm)]
 
-        per_epoch = steps_per_epoch(len(images.train), batch)
+        per_epoch = steps_per_epoch(images.train, batch)
         total_steps = recipe.epochs * per_epoch
         last_step = min(total_steps, recipe.max_steps or total_steps)
         first_step = run.begin(model, optimizer, None, images.classes, last_step, per_epoch)
         rank = accelerator.process_index
-        plan = training_plan(len(images.train), batch, rank, recipe.seed, first_step, last_step)
+        plan = training_plan(images.train, batch, rank, recipe.seed, first_step, last_step)
         batches = training_batches(images, plan, accelerator.device, recipe)
         for step in range(first_step, last_step + 1):
             if run.should_evaluate(step):

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from common.accelerator import prepare, run, start
 from common.optim import set_learning_rate, warmup_cosine
-from common.order import evaluation_plan, micro_batches, reseed, steps_per_epoch, training_plan
+from common.order import Shuffled, evaluation_plan, micro_batches, reseed, steps_per_epoch, training_plan
 from common.recipe import Batch, Recipe, flag, parse, setting
 from common.tracking import Run
 
@@ -119,7 +119,8 @@ def main() -> None:
         # gradients or the optimizer's moments out over the ranks. The loop below is the same for all of them.
         model, optimizer = prepare(accelerator, model, optimizer)
 
-        per_epoch = steps_per_epoch(recipe.data_size, batch)
+        samples = Shuffled(recipe.data_size)
+        per_epoch = steps_per_epoch(samples, batch)
         total_steps = recipe.epochs * per_epoch
         last_step = min(total_steps, recipe.max_steps or total_steps)
         # A run that was interrupted goes on where its newest checkpoint was made: rank 0 reads it, and every
@@ -130,7 +131,7 @@ def main() -> None:
         # of a step each takes other ones, batch_size / ranks of them. (If a share does not fit on the device
         # it is cut further, into "accumulations": micro-batches of per_device_batch_size points, one after
         # the other.)
-        plan = iter(training_plan(recipe.data_size, batch, rank, recipe.seed, first_step, last_step))
+        plan = iter(training_plan(samples, batch, rank, recipe.seed, first_step, last_step))
         for step in range(first_step, last_step + 1):
             if run.should_evaluate(step):
                 run.log_evaluation(step, evaluate(accelerator, model, val_x, val_y, batch))

@@ -40,10 +40,11 @@ from common.agreement import agree, once
 from common.checkpoints import TensorFile, sha256_of
 from common.evaluation import counted, predictions
 from common.files import write_text
-from common.images import ArraySplit, FileSplit, Images, load
+from common.images import Images, load
 from common.preemption import Preempted, wanted
 from common.recipe import Batch, ImageRecipe, Recipe, parse, recipe_part, setting
 from common.script import as_flags, load_script, normalisation, own_script, recipe_class
+from common.splits import Split
 from common.trained_model import Beat, TrainedModel, find
 
 METRICS = Path(__file__).resolve().parent / "metrics"
@@ -226,7 +227,7 @@ def load_weights(accelerator: Accelerator, model: nn.Module, file: Path, timeout
 def predict(
     accelerator: Accelerator,
     model: nn.Module,
-    split: ArraySplit | FileSplit,
+    split: Split,
     recipe: ImageRecipe,
     batch: Batch,
     mean: tuple[float, ...],
@@ -285,7 +286,7 @@ def teller(accelerator: Accelerator) -> Callable[[str], None]:
     return tell
 
 
-def pixels_of(split: ArraySplit | FileSplit, shown: list[dict], recipe: ImageRecipe) -> np.ndarray:
+def pixels_of(split: Split, shown: list[dict], recipe: ImageRecipe) -> np.ndarray:
     """The images with these ids, as they were before the normalisation: uint8 [n, H, W, 3]."""
     options = dict(device="cpu", train=False, size=recipe.image_size, seed=recipe.seed, workers=0)
     plan = [(0, np.asarray([image["id"] for image in shown], dtype=np.int64))]

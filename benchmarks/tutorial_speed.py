@@ -47,8 +47,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from common.accelerator import device_name, precision
 from common.image_cache import prepare
-from common.images import ArraySplit, Images, open_images
+from common.images import Images, open_images
 from common.recipe import ImageRecipe, parse
+from common.splits import ArraySplit
 from common.tracking import Run
 
 # --- The arms, each in a process of its own ---------------------------------------------------------------

@@ -12,9 +12,9 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from common.augment import to_float
-from common.images import ArraySplit, FileSplit
 from common.order import evaluation_plan
 from common.recipe import Batch, ImageRecipe
+from common.splits import Split
 
 SHOWN = 16  # predictions that are kept as a picture
 CONFUSED = 1000  # classes, up to which there is a confusion matrix: its size is their square
@@ -46,7 +46,7 @@ class Watcher(Protocol):
 def evaluate(
     accelerator: Accelerator,
     model: nn.Module,
-    split: ArraySplit | FileSplit,
+    split: Split,
     recipe: ImageRecipe,
     batch: Batch,
     mean: tuple[float, ...],
@@ -79,7 +79,7 @@ def evaluate(
     return {"loss": loss / images, "accuracy": correct / images, "images": int(images)}
 
 
-def counted(split: ArraySplit | FileSplit, recipe: ImageRecipe) -> int:
+def counted(split: Split, recipe: ImageRecipe) -> int:
     """How many images of the split are evaluated."""
     return min(len(split), recipe.max_val_images or len(split))
 
@@ -88,7 +88,7 @@ def counted(split: ArraySplit | FileSplit, recipe: ImageRecipe) -> int:
 def predictions(
     accelerator: Accelerator,
     model: nn.Module,
-    split: ArraySplit | FileSplit,
+    split: Split,
     recipe: ImageRecipe,
     batch: Batch,
     mean: tuple[float, ...],

@@ -62,14 +62,14 @@ def _keys(source: Source) -> tuple[str, str]:
     of images that the cache may know by their paths.
     """
     stats = [path.stat() for _, path in source.files]
-    place = str(source.root or "")
+    place = str(source.root or source.shards or "")
     if sum(stat.st_size for stat in stats) <= HASH_LIMIT_BYTES:
         with ThreadPoolExecutor(_cores()) as pool:  # SHA-256 and reading release the GIL
             marks = list(pool.map(_sha256, (path for _, path in source.files)))
     else:
         marks = [str(stat.st_size) for stat in stats]
         place += f" {[stat.st_mtime_ns for stat in stats]}"
-    content = _short_hash([FORMAT, source.name, [name for name, _ in source.files], marks])
+    content = _short_hash([FORMAT, source.name, [name for name, _ in source.files], [*marks, *source.marks]])
     return content, _short_hash([content, place])
 
 
@@ -104,13 +104,13 @@ def _make(folder: Path, source: Source, name: str, beat: Beat, show_progress: bo
     work.mkdir()
     try:
         classes = source.write(work, beat)
-        array = (work / "train_images.npy").exists() or _decode_all(work, source.name, beat, show_progress)
         meta = {
-            "kind": "array" if array else "files",
+            "kind": _kind(work, source, beat, show_progress),
             "source": name,
             "classes": classes,
             "val_name": source.val_name,
             "mirror": source.mirror,
+            "shards": source.shards,
         }
         (work / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
         waiting(beat, lambda: [sync(path) for path in (*work.iterdir(), work)])
@@ -118,6 +118,14 @@ def _make(folder: Path, source: Source, name: str, beat: Beat, show_progress: bo
         sync(folder.parent)
     finally:
         shutil.rmtree(work, ignore_errors=True)
+
+
+def _kind(work: Path, source: Source, beat: Beat, show_progress: bool) -> str:
+    """What the folder holds: an index of shards, an array of decoded images, or files of encoded ones."""
+    if source.shards:
+        return "shards"
+    array = (work / "train_images.npy").exists() or _decode_all(work, source.name, beat, show_progress)
+    return "array" if array else "files"
 
 
 class _OddSize(Exception):

@@ -16,7 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from common import shards
 from common.decode import SPLITS
+from common.object_store import ObjectStore
 
 Beat = Callable[[], None]
 
@@ -38,6 +40,8 @@ class Source:
     val_name: str = "val"
     mirror: bool = True
     root: Path | None = None  # where the image files are, when they are stored as paths
+    shards: str | None = None  # where they are, when there are some: a folder, or s3://bucket/prefix
+    marks: tuple[str, ...] = ()  # of the content, beside the files
 
 
 def find_source(data: str, beat: Beat, show_progress: bool) -> Source:
@@ -48,12 +52,14 @@ def find_source(data: str, beat: Beat, show_progress: bool) -> Source:
         return Source(data, (), _write_synthetic)
     if data == "cifar10":
         return _find_on_hub(data, "uoft-cs/cifar10", beat, show_progress)
+    if str(data).startswith("s3://"):
+        return waiting(beat, lambda: _find_stored_shards(ObjectStore(data)))
     # Links are not followed: hosts that keep the data in different places can give it one name.
     root = Path(os.path.abspath(Path(data).expanduser()))
     if not root.is_dir():
         what = "is a file, not a folder" if root.exists() else "does not exist"
         raise ValueError(f"--data {data}: {what}. Give a folder or one of: {', '.join(KNOWN)}")
-    return waiting(beat, lambda: _find_parquet(root) or _find_class_folders(root))
+    return waiting(beat, lambda: _find_shards(root) or _find_parquet(root) or _find_class_folders(root))
 
 
 def waiting(beat: Beat, work: Callable):
@@ -131,6 +137,44 @@ def _save_items(
     np.save(folder / f"{split}_offsets.npy", np.asarray(offsets))
     about = {"root": None if root is None else str(root), "parts": parts}
     (folder / f"{split}_items.json").write_text(json.dumps(about))
+
+
+def _find_shards(root: Path) -> Source | None:
+    """What prep_imagenet.py made in a folder; the shards stay where they are."""
+    manifest = shards.find_local(root)
+    if manifest is None:
+        return None
+    return _source_of_shards(manifest, str(root), lambda name: (root / name).read_bytes())
+
+
+def _find_stored_shards(store: ObjectStore) -> Source:
+    """The same below a prefix in S3; the shards are fetched as they are needed."""
+    manifest, content = shards.find_stored(store)
+
+    def read(name: str) -> bytes:
+        found = content if name == shards.MANIFEST else store.read(name, shards.INDEX_LIMIT)
+        if found is None:
+            raise ValueError(f"{store.url}/{name} is not there: prepare again")
+        return found
+
+    return _source_of_shards(manifest, store.url, read)
+
+
+def _source_of_shards(manifest: shards.Manifest, place: str, read: Callable[[str], bytes]) -> Source:
+    """read(name): a file beside the shards."""
+
+    def write(folder: Path, beat: Beat) -> tuple[str, ...]:
+        (folder / shards.MANIFEST).write_bytes(read(shards.MANIFEST))
+        for split in SPLITS:
+            name = shards.index_name(split)
+            content = waiting(beat, lambda name=name: read(name))
+            rows = shards.parse_index(content, manifest, split, f"{place}/{name}")
+            (folder / name).write_bytes(content)
+            _save_labels(folder, split, rows[:, 3])
+            beat()
+        return manifest.classes
+
+    return Source(manifest.name, (), write, shards=place, marks=(manifest.sha256,))
 
 
 def _find_class_folders(root: Path) -> Source:

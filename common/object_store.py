@@ -11,6 +11,7 @@ import re
 import secrets
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache, partial
@@ -227,6 +228,32 @@ class ObjectStore:
             path.unlink(missing_ok=True)
             raise
 
+    def size(self, key: str) -> int | None:
+        """In bytes; None when absent."""
+        found = self._head(key)
+        return None if found is None else found["ContentLength"]
+
+    def stream(self, key: str, start: int = 0) -> Iterator[bytes]:
+        """The object's bytes from `start` on, in pieces of PART_BYTES, of which STREAMS are fetched ahead.
+
+        To be closed, or read to its end. Each piece may be cut ATTEMPTS times.
+        """
+        found = self._head(key)
+        if found is None:
+            raise WrongSize(f"{self.url}/{key} is not there any more: use another copy")
+        stop, coming = threading.Event(), deque()
+        try:
+            for begin in range(start, found["ContentLength"], PART_BYTES):
+                end = min(begin + PART_BYTES, found["ContentLength"])
+                chunks = self._chunks(key, begin, end, found.get("ETag"), stop)
+                coming.append(_begin(partial(b"".join, chunks)))
+                if len(coming) == STREAMS:
+                    yield _outcome(coming.popleft())
+            while coming:
+                yield _outcome(coming.popleft())
+        finally:
+            stop.set()
+
     def _fetch(
         self, key: str, etag: str | None, ranges: queue.SimpleQueue, stop: threading.Event, file: BinaryIO
     ) -> None:
@@ -427,6 +454,28 @@ def _backoff_s(attempt: int) -> float:
 def _line(text: str) -> str:
     """One line of bounded length."""
     return " ".join(text.split())[:200]
+
+
+def _begin(work: Callable) -> queue.SimpleQueue:
+    """Runs it in a daemon thread: the end of the process must not wait for a silent store."""
+    outcome = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            outcome.put((work(), None))
+        except BaseException as error:
+            outcome.put((None, error))
+
+    threading.Thread(target=run, daemon=True).start()
+    return outcome
+
+
+def _outcome(begun: queue.SimpleQueue):
+    """What the work returned or raised, once it has ended."""
+    result, error = begun.get()
+    if error is not None:
+        raise error
+    return result
 
 
 def _beside(works: Sequence[Callable], beat: Callable[[], None]) -> list:

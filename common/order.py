@@ -1,11 +1,12 @@
 """Which sample belongs to which step: a pure function of (seed, epoch, step, batch size), on every machine.
 
-An epoch has floor(N / B) steps. Step s of epoch e takes the samples order(seed, e, N)[s*B : (s+1)*B];
+An epoch has floor(N / B) steps. Step s of epoch e takes the samples [s*B : (s+1)*B] of the epoch's order;
 micro-batch k of a step is its samples [k*b : (k+1)*b]; of A accumulations rank r does k = r*A ... r*A + A-1.
 What is left over is left out.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -15,32 +16,111 @@ from common.recipe import Batch
 Plan = Iterable[tuple[int, np.ndarray]]  # (epoch, sample ids int64 [b]) of one micro-batch after another
 
 
+class Samples(Protocol):
+    """What is learned from."""
+
+    def __len__(self) -> int: ...
+
+    def check(self, batch: Batch) -> None:
+        """Raises ValueError when a batch can't be shared out so."""
+
+    def order(self, seed: int, epoch: int, batch: Batch) -> np.ndarray:
+        """The samples of one epoch: int64, at least floor(N / B) * B of them."""
+
+
+class Shuffled:
+    """So many samples, each as quick to read as any other: an epoch is one permutation of all."""
+
+    def __init__(self, count: int):
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def check(self, batch: Batch) -> None:
+        """Any batch will do."""
+
+    def order(self, seed: int, epoch: int, batch: Batch) -> np.ndarray:
+        return order(seed, epoch, self.count)
+
+
+class Streamed:
+    """The samples of shards, of so many each, which are read one after another in a number of streams."""
+
+    def __init__(self, counts: Sequence[int], streams: int, window: int):
+        self.counts, self.streams, self.window = np.asarray(counts), streams, window
+
+    def __len__(self) -> int:
+        return int(self.counts.sum())
+
+    def check(self, batch: Batch) -> None:
+        total, processes, streams = batch.total, batch.processes, self.streams
+        if total % streams or streams % processes:
+            possible = [s for s in range(processes, total + 1, processes) if total % s == 0]
+            nearest = sorted(sorted(possible, key=lambda s: abs(s - streams))[:2])
+            raise ValueError(
+                f"--streams {streams} must divide --batch_size {total} and be a multiple of the number of"
+                f" processes, {processes}: choose {' or '.join(map(str, nearest))}"
+            )
+
+    def order(self, seed: int, epoch: int, batch: Batch) -> np.ndarray:
+        return stream_order(seed, epoch, self.counts, self.streams, self.window, batch.total)
+
+
 def order(seed: int, epoch: int, count: int) -> np.ndarray:
     """The samples of one epoch, shuffled: int64 [count]. RandomState: its stream is frozen (NEP 19)."""
     return np.random.RandomState([seed, epoch]).permutation(count)
 
 
-def steps_per_epoch(count: int, batch: Batch) -> int:
-    """floor(count / batch size). Raises ValueError when there are fewer samples than one batch."""
-    if count < batch.total:
+def stream_order(
+    seed: int, epoch: int, counts: np.ndarray, streams: int, window: int, batch_size: int
+) -> np.ndarray:
+    """The samples of one epoch, which are read shard by shard: int64 [floor(N / B) * B].
+
+    The shards, of counts[k] samples each, are laid end to end in a new order, and cut into equal streams. In
+    each stream the samples are shuffled within windows: only these samples, and the rest of the shards at
+    both ends, are needed at once. A step takes B / streams samples of each stream, stream by stream: the
+    processes, if their number divides the streams', have streams of their own.
+    """
+    generator = np.random.RandomState([seed, epoch])
+    ends = np.cumsum(counts)
+    shards = [np.arange(ends[k] - counts[k], ends[k]) for k in generator.permutation(len(counts))]
+    sequence = np.concatenate(shards)
+    steps, share = len(sequence) // batch_size, batch_size // streams
+    laid = sequence[: steps * batch_size].reshape(streams, steps * share)
+    for number, stream in enumerate(laid):
+        # The first window's length is the stream's own, so that not all streams need new shards in one step.
+        first = window * (number + 1) // streams
+        for samples in np.split(stream, range(first, len(stream), window)):
+            generator.shuffle(samples)
+    return laid.reshape(streams, steps, share).swapaxes(0, 1).reshape(-1)
+
+
+def steps_per_epoch(samples: Samples, batch: Batch) -> int:
+    """floor(N / batch size). Raises ValueError when there are fewer samples than one batch, or the batch
+    can't be shared out."""
+    if len(samples) < batch.total:
         raise ValueError(
-            f"--batch_size {batch.total} is more than the {count} training images: choose at most {count}"
-            f" (with {batch.processes} processes a multiple of {batch.processes})"
+            f"--batch_size {batch.total} is more than the {len(samples)} training images: choose at most"
+            f" {len(samples)} (with {batch.processes} processes a multiple of {batch.processes})"
         )
-    return count // batch.total
+    samples.check(batch)
+    return len(samples) // batch.total
 
 
-def training_plan(count: int, batch: Batch, rank: int, seed: int, first_step: int, last_step: int) -> Plan:
+def training_plan(
+    samples: Samples, batch: Batch, rank: int, seed: int, first_step: int, last_step: int
+) -> Plan:
     """This process's micro-batches of the steps first_step ... last_step - 1, in the order of training."""
-    per_epoch = steps_per_epoch(count, batch)
-    epoch, samples = -1, None
+    per_epoch = steps_per_epoch(samples, batch)
+    epoch, ids = -1, None
     for step in range(first_step, last_step):
         if step // per_epoch != epoch:
             epoch = step // per_epoch
-            samples = order(seed, epoch, count)
+            ids = samples.order(seed, epoch, batch)
         start = (step % per_epoch) * batch.total
         for k in micro_batches(batch, rank):
-            yield epoch, samples[start + k * batch.per_device : start + (k + 1) * batch.per_device]
+            yield epoch, ids[start + k * batch.per_device : start + (k + 1) * batch.per_device]
 
 
 def micro_batches(batch: Batch, rank: int) -> range:
@@ -53,14 +133,16 @@ def evaluation_plan(
 ) -> Iterator[tuple[np.ndarray, int]]:
     """Every sample exactly once over all processes: yields (ids int64 [per_device], how many of them count).
 
-    All processes get equally many micro-batches of equal shape, because under FSDP and ZeRO-3 a forward is
-    a collective. Where the samples run out, sample 0 fills up and is not counted.
+    Each process has samples that follow one another, so that it reads its part of the shards only. All get
+    equally many micro-batches of equal shape, because under FSDP and ZeRO-3 a forward is a collective. Where
+    its samples run out, the last one fills up and is not counted.
     """
-    for start in range(0, count, per_device * processes):
-        first = start + rank * per_device
-        ids = np.arange(first, first + per_device)
-        valid = int(np.count_nonzero(ids < count))
-        yield np.where(ids < count, ids, 0), valid
+    share = -(-count // processes)  # rounded up
+    first, end = rank * share, min((rank + 1) * share, count)
+    for start in range(first, first + share, per_device):
+        ids = np.arange(start, start + per_device)
+        valid = int(np.count_nonzero(ids < end))
+        yield np.minimum(ids, end - 1), valid
 
 
 def _mix(x: np.ndarray) -> np.ndarray:

@@ -130,7 +130,8 @@ class ImageRecipe(Recipe):
 
     data: str = flag(
         "cifar10",
-        "`digits`, `cifar10`, `synthetic`, or a folder: the hub's parquet files, or class folders",
+        "`digits`, `cifar10`, `synthetic`, a folder: the hub's parquet files, class folders, or what"
+        " prep_imagenet.py made; or `s3://bucket/prefix` of its shards",
     )
     image_size: int = flag(
         32, "edge of the square that the network sees, in pixels", minimum=1, per_script=True
@@ -138,7 +139,24 @@ class ImageRecipe(Recipe):
     max_val_images: int | None = flag(
         None, "evaluate on the first so many images of the split only: for rehearsals", minimum=1
     )
-    cache_dir: str | None = setting(None, "decoded images, on a local disk; unset: `~/.cache/train-images`")
+    streams: int = flag(
+        64,
+        "of shards only: so many are read side by side; divides batch_size, a multiple of the processes",
+        minimum=1,
+    )
+    shuffle_window: int = flag(
+        4096, "of shards only: images of a stream among which the order is random", minimum=1
+    )
+    on_bad_image: str = flag(
+        "fail",
+        "an image that can't be decoded ends the training, or another of its micro-batch takes its place; in"
+        " evaluations, which count each image once, it is always an error",
+        choices=("fail", "skip"),
+    )
+    cache_dir: str | None = setting(
+        None, "decoded images, or shards from S3, on a local disk; unset: `~/.cache/train-images`"
+    )
+    cache_gib: float = setting(64.0, "of each host's disk, for shards from S3", minimum=0)
     workers: int = setting(
         2, "decoding processes per device, where the images do not fit into memory", minimum=0
     )

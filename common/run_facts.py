@@ -82,6 +82,7 @@ def result(run: "Run", status: str) -> dict[str, Any]:
         "final_loss": run.last.get("loss"),
         "val_name": run.val_name,
         "val_images": run.last.get("images"),
+        "bad_images": len(run.bad_images),
         "train_s": run.train_s,
         "wall_s": run.wall_s(),
         "images_per_s": run.logged_step * batch.total / run.train_s if run.train_s else None,

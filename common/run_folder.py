@@ -81,12 +81,14 @@ def resumed_from(folder: Path) -> str | None:
 
 
 def differences(theirs: dict[str, Any], recipe: Recipe) -> str:
-    """`its epochs is 3, here 10; ...`, without what --allow_changed names."""
-    ours = json.loads(json.dumps(recipe_part(recipe)))
+    """`its epochs is 3, here 10; ...`, without what --allow_changed names. A flag that is younger than the
+    other run has its default there."""
+    ours, defaults = (json.loads(json.dumps(recipe_part(r))) for r in (recipe, type(recipe)()))
+    theirs = defaults | theirs
     return "; ".join(
-        f"its {key} is {theirs.get(key)}, here {value}"
+        f"its {key} is {theirs[key]}, here {value}"
         for key, value in ours.items()
-        if theirs.get(key) != value and key not in recipe.allow_changed
+        if theirs[key] != value and key not in recipe.allow_changed
     )
 
 

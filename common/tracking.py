@@ -18,7 +18,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor, nn
 
 from common import accelerator as job
-from common import report
+from common import bad_images, report
 from common.agreement import let_main_close_first, once
 from common.checkpoints import mark
 from common.files import write_json
@@ -66,6 +66,7 @@ class Run:
         self.confusion: Tensor | None = None  # a row per true class; None where there are none, or too many
         self.examples: list[Predicted] = []  # of the main process, some of its predictions
         self.memory: list[dict[str, float]] = []  # of each process, at the end
+        self.bad_images: set[int] = set()  # of the main process: samples that were skipped by any
         self.error: str | None = None  # what a failed run ended with
         self.val_name: str | None = None  # of the split that was evaluated, once the run has finished
         self.place: Place | None = None  # of the main process, once it is open
@@ -258,6 +259,7 @@ class Run:
         self.logged_step = state["logged_step"]
         self.evaluated_step = state["step"] if state["evaluated"] else 0
         self.best, self.last = state["best"], state["last"]
+        self.bad_images = set(state.get("bad_images", ()))  # an older run's has none
         self.train_s, self.earlier_wall_s = state["train_s"], state["wall_s"]
         losses = state["losses"]
         same = len(losses) == self.batch.processes
@@ -315,6 +317,7 @@ class Run:
             "accumulations": self.batch.accumulations,
             "train_s": self.train_s + time.perf_counter() - self.mark,
             "wall_s": self.wall_s(),
+            "bad_images": sorted(self.bad_images),
             **self.training.scalars(),
         }
         if self.is_main:
@@ -323,11 +326,13 @@ class Run:
         self.saved_step = self.step
 
     def _gathered(self, own: Any) -> list[Any]:
-        """That of each process. With it the other hosts' telemetry comes to the main process. Collective."""
-        everyones = self.poll.gather((own, self.telemetry.take()))
+        """That of each process. With it the other hosts' telemetry and the skipped images come to the main
+        process. Collective."""
+        everyones = self.poll.gather((own, self.telemetry.take(), bad_images.seen()))
         if self.is_main:
-            self.telemetry.append([piece for _, pieces in everyones for piece in pieces])
-        return [own for own, _ in everyones]
+            self.telemetry.append([piece for _, pieces, _ in everyones for piece in pieces])
+            self.bad_images.update(i for *_, bad in everyones for i in bad)
+        return [own for own, *_ in everyones]
 
     def _timed(self, now: float, step: int) -> float:
         """Adds the time since the last line. Returns images/s."""
@@ -378,7 +383,8 @@ class Run:
                 self._note_preemption()
             let_main_close_first(self.accelerator)
             return
-        if self.step == self.saved_step:
+        # A process that is alone stops where it waits for a shard, which may be in the midst of a step.
+        if self.step == self.saved_step or self.micro_batches % self.batch.accumulations:
             self._gathered(None)  # for the telemetry since then
         else:
             try:

@@ -45,9 +45,7 @@ def test_the_number_of_one_process(processes, prime, one_process, tmp_path, cach
 
 
 def test_counting_the_filling_is_found(prime, tmp_path, project_copy, cache):
-    mutate(
-        project_copy, "common/order.py", "valid = int(np.count_nonzero(ids < count))", "valid = per_device"
-    )
+    mutate(project_copy, "common/order.py", "valid = int(np.count_nonzero(ids < end))", "valid = per_device")
     words = [*torchrun(2), *CNN, *FLAGS, "--data", prime, *cache, "--output_dir", tmp_path / "run"]
     status, output = Job(words, cwd=project_copy).wait()
     assert status != 0

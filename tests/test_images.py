@@ -22,7 +22,8 @@ from PIL import Image, ImageOps
 
 from common import image_cache, image_sources
 from common.decode import decode
-from common.images import ArraySplit, FileSplit, open_images, prepare
+from common.images import open_images, prepare
+from common.splits import ArraySplit, FileSplit
 from tests.conftest import hear_ctrl_c
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -1,0 +1,191 @@
+"""The splits of a data set, by how their images are kept: as one array, as files, as shards.
+
+All give micro-batches in the order of a plan, uint8 on the device. Those that fit in memory are decoded
+already; the others are decoded by the workers of a DataLoader (common/workers.py).
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import closing
+from functools import cached_property, partial
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from common.accelerator import processes_per_host
+from common.decode import Encoded
+from common.order import Plan, Samples, Shuffled, Streamed
+from common.recipe import Batch
+from common.shard_cache import ShardCache, Supply
+from common.shards import Shard, ShardImages
+from common.workers import MicroBatch, decoded, in_flight, send
+
+
+class ArraySplit(Shuffled):
+    """One split as an array: uint8 [N, H, W, 3], memory-mapped, and labels int64 [N]."""
+
+    cropped = False  # random crops are left to the caller
+
+    def __init__(self, images: np.ndarray, labels: np.ndarray):
+        super().__init__(len(labels))
+        self.images, self.labels = images, labels
+        self._resident: dict[torch.device, tuple[Tensor, Tensor] | None] = {}
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Height and width in pixels."""
+        return self.images.shape[1:3]
+
+    @property
+    def nbytes(self) -> int:
+        return self.images.nbytes
+
+    def batches(
+        self, plan: Plan, *, device, train: bool, size: int, seed: int, workers: int
+    ) -> Iterator[MicroBatch]:
+        """Yields (epoch, ids [b], uint8 [b, H, W, 3], labels int64 [b]) in the order of the plan.
+
+        The last two are on the device. Crops are the caller's: train, size, seed and workers are FileSplit's.
+        """
+        device = torch.device(device)
+        if device not in self._resident:
+            self._resident[device] = self._move(device)
+        pinned = device.type == "cuda"
+        resident = self._resident[device]
+        pixels, labels = resident if resident is not None else self._on_host()
+        for epoch, ids in plan:
+            rows = send(torch.as_tensor(ids, dtype=torch.int64), pixels.device)
+            if resident is None and pinned:
+                # page-locked by torch's caching allocator, which waits for the copy before it reuses them
+                images = torch.empty(len(ids), pixels.shape[1], dtype=torch.uint8, pin_memory=True)
+                torch.index_select(pixels, 0, rows, out=images)
+            else:
+                images = pixels.index_select(0, rows)
+            images, targets = send(images, device), send(labels.index_select(0, rows), device)
+            yield epoch, ids, images.view(-1, *self.images.shape[1:]), targets
+
+    def _on_host(self) -> tuple[Tensor, Tensor]:
+        # One row per image: index_select copies rows whole, many times faster than four-dimensional indexing.
+        return torch.from_numpy(self.images).view(len(self), -1), torch.from_numpy(self.labels)
+
+    def _move(self, device: torch.device) -> tuple[Tensor, Tensor] | None:
+        """The whole split on the device, or None: on CUDA it may take a quarter of the memory free now."""
+        if device.type == "cpu":
+            return self._on_host()
+        if device.type == "cuda" and self.nbytes <= torch.cuda.mem_get_info(device)[0] // 4:
+            pixels, labels = self._on_host()
+            return pixels.to(device), labels.to(device)
+        return None
+
+
+class FileSplit(Shuffled):
+    """One split of encoded images, too large for memory or of differing sizes; labels int64 [N]."""
+
+    cropped = True  # at random, when it is decoded for training
+
+    def __init__(self, folder: Path, split: str, labels: np.ndarray, skip: bool = False):
+        """skip: whether broken images are passed over in training."""
+        super().__init__(len(labels))
+        self.open, self.labels, self.skip = partial(Encoded, folder, split), labels, skip
+
+    def batches(
+        self, plan: Plan, *, device, train: bool, size: int, seed: int, workers: int
+    ) -> Iterator[MicroBatch]:
+        """Yields (epoch, ids [b], uint8 [b, size, size, 3], labels int64 [b]) in the order of the plan.
+
+        The last two are on the device. train: a random resized crop from (seed, epoch, sample) alone; else
+        the central crop. Decoded in `workers` processes, or here with 0. Raises ValueError that names an
+        image which can't be decoded.
+        """
+        options = dict(device=torch.device(device), train=train, size=size, seed=seed, workers=workers)
+        return decoded(self.open, self.labels, plan, skip=self.skip and train, **options)
+
+
+class ShardSplit:
+    """One split of encoded images in tar files of this host, or in S3 behind a cache; labels int64 [N]."""
+
+    cropped = True  # at random, when it is decoded for training
+
+    def __init__(
+        self,
+        index: Path,
+        folder: Path,
+        shards: tuple[Shard, ...],
+        labels: np.ndarray,
+        samples: Samples,
+        skip: bool,
+        workers: int,
+        cache: ShardCache | None = None,
+        beside: "ShardSplit | None" = None,
+    ):
+        """index: its file. folder: of the shards, or of the cache that they come to. samples: in which order
+        they are learned from. beside: the split that is evaluated while this one's training pauses, by so
+        many workers in each process."""
+        self.index, self.shards, self.labels, self.samples = index, shards, labels, samples
+        self.skip, self.workers, self.cache, self.beside = skip, workers, cache, beside
+        self.open = partial(ShardImages, index, tuple(str(folder / shard.file) for shard in shards))
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def check(self, batch: Batch) -> None:
+        """Raises ValueError where the streams do not go with the batch, or their shards into the cache."""
+        self.samples.check(batch)
+        if self.cache is None or not isinstance(self.samples, Streamed):
+            return
+        streams = self.samples.streams * processes_per_host() // batch.processes
+        need = min(streams * self._span_bytes(self.samples.window), self._span_bytes(len(self)))
+        need += processes_per_host() * self._evaluation_bytes(batch.per_device)
+        if need > self.cache.limit_bytes:
+            enough_gib = math.ceil(need / 2**30 * 1000) / 1000
+            raise ValueError(
+                f"--cache_gib {self.cache.limit_bytes / 2**30:g} can't hold what a host reads at once, the"
+                f" windows of {streams} streams and an evaluation: give {enough_gib:g},"
+                " a smaller --shuffle_window, fewer --streams, or prepare smaller shards"
+            )
+
+    def _span_bytes(self, images: int) -> float:
+        """Of the shards, on an average, that so many images are in, which follow one another."""
+        touched = 1 + math.ceil(images * len(self.shards) / len(self))
+        mean_bytes = sum(shard.bytes for shard in self.shards) / len(self.shards)
+        return min(touched, len(self.shards)) * mean_bytes
+
+    def _evaluation_bytes(self, per_device: int) -> float:
+        """Of the shards that an evaluation beside a training needs at once, in one process."""
+        return self.beside._span_bytes(in_flight(self.workers) * per_device) if self.beside else 0
+
+    def order(self, seed: int, epoch: int, batch: Batch) -> np.ndarray:
+        return self.samples.order(seed, epoch, batch)
+
+    def batches(
+        self, plan: Plan, *, device, train: bool, size: int, seed: int, workers: int
+    ) -> Iterator[MicroBatch]:
+        """As FileSplit's. From S3: ValueError also when a shard can't be had."""
+        options = dict(device=torch.device(device), train=train, size=size, seed=seed, workers=workers)
+        options |= dict(skip=self.skip and train)
+        if self.cache is None:
+            yield from decoded(self.open, self.labels, plan, **options)
+            return
+        items = iter(plan)
+        first = next(items, None)
+        if first is None:
+            return
+        kept = self._evaluation_bytes(len(first[1])) if train else 0
+        budget_bytes = int(self.cache.limit_bytes / processes_per_host() - kept)
+        supply = Supply(chain([first], items), self._files_of, self.cache, budget_bytes, in_flight(workers))
+        with closing(supply):
+            yield from decoded(self.open, self.labels, supply, **options)
+
+    def _files_of(self, ids: np.ndarray) -> set[str]:
+        return {self.shards[k].file for k in set(self.rows[ids, 0].tolist())}
+
+    @cached_property
+    def rows(self) -> np.ndarray:
+        """The index."""
+        return np.load(self.index, mmap_mode="r")
+
+
+Split = ArraySplit | FileSplit | ShardSplit

@@ -1,0 +1,322 @@
+"""Shards from S3: the samples of a local folder, a bounded cache, each shard fetched once; faults."""
+
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from common import shard_cache
+from common.image_cache import prepare
+from common.images import open_images
+from common.object_store import ObjectStore
+from common.order import evaluation_plan, stream_order, training_plan
+from common.recipe import ImageRecipe, share_out
+from tests.conftest import ROOT, Job, accelerate, free_port, full, lines, python, result, run, torchrun
+from tests.s3 import BUCKET, FaultProxy, aws_env, s3, s3_proxy  # noqa: F401 (fixtures)
+from tests.test_shards import VIT, break_image, read, samples, write_shards
+
+pytestmark = pytest.mark.filterwarnings("ignore:The image decoding and encoding:DeprecationWarning")
+
+TRAIN, VAL = (8,) * 24, (8, 8, 8, 8)
+SHARD_GIB = 30720 / 2**30  # 8 images, each with header and label
+RECIPE = ImageRecipe(streams=4, shuffle_window=8, workers=0, cache_gib=12 * SHARD_GIB)
+STREAMS = ["--streams", "4", "--shuffle_window", "8", "--epochs", "2", "--cache_gib", 12 * SHARD_GIB]
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory) -> Path:
+    folder = write_shards(tmp_path_factory.mktemp("local") / "tiny", TRAIN, VAL)
+    assert {path.stat().st_size / 2**30 for path in folder.glob("*.tar")} == {SHARD_GIB}
+    return folder
+
+
+@pytest.fixture(scope="module")
+def url(local, s3) -> str:  # noqa: F811
+    return upload(local, "tiny", s3)
+
+
+def upload(folder: Path, name: str, server: str) -> str:
+    """As prep_imagenet.py --out, the manifest last."""
+    url = f"s3://{BUCKET}/{name}"
+    with pytest.MonkeyPatch.context() as patch:
+        for key, value in aws_env(server).items():
+            patch.setenv(key, value)
+        store = ObjectStore(url)
+        for path in sorted(folder.iterdir(), key=lambda path: path.suffix == ".json"):
+            store.upload(path, path.name)
+    return url
+
+
+@pytest.fixture
+def through_proxy(s3_proxy, monkeypatch):  # noqa: F811
+    """What this process asks of S3 goes through it."""
+    for key, value in aws_env(s3_proxy.endpoint).items():
+        monkeypatch.setenv(key, value)
+    return s3_proxy
+
+
+def fetched(proxy: FaultProxy) -> Counter:
+    """How often the bytes of each shard were asked for."""
+    paths = [re.search(r"[a-z]+-[0-9]+\.tar", path) for method, path, _ in proxy.requests if method == "GET"]
+    return Counter(found[0] for found in paths if found)
+
+
+def shards_in(cache: Path) -> list[Path]:
+    return [path for path in cache.glob("*/shards/*") if path.is_file()]
+
+
+def expected(epochs: int = 2) -> np.ndarray:
+    """[steps, 24]"""
+    orders = [stream_order(0, epoch, np.array(TRAIN), 4, 8, 24) for epoch in range(epochs)]
+    return np.concatenate(orders).reshape(-1, 24)
+
+
+# The same as from a local folder
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_comes_is_the_same_and_the_cache_is_bounded(workers, local, url, through_proxy, tmp_path):
+    """On two processes' plans, in a cache that holds half of the shards."""
+    there = open_images(prepare(url, tmp_path / "cache"), RECIPE)
+    here = open_images(prepare(str(local), tmp_path / "here"), RECIPE)
+    most = []
+    through_proxy.on("GET", r"\.tar", lambda: most.append(len(shards_in(tmp_path / "cache"))), times=None)
+    batch = share_out(24, 6, 2)
+    there.train.check(batch)
+    for rank in range(2):
+        plan = list(training_plan(here.train, batch, rank, 0, 3, 16))
+        ours, theirs = (read(images.train, plan, workers=workers) for images in (there, here))
+        assert len(ours) == 13 * 2
+        for (e1, ids1, pixels1, labels1), (e2, ids2, pixels2, labels2) in zip(ours, theirs, strict=True):
+            assert (e1, ids1.tolist(), labels1.tolist()) == (e2, ids2.tolist(), labels2.tolist())
+            assert torch.equal(pixels1, pixels2)
+    plan = [(0, ids) for ids, _ in evaluation_plan(32, 5, 2, 1)]
+    ours, theirs = (read(images.val, plan, train=False, workers=workers) for images in (there, here))
+    assert all(torch.equal(our[2], their[2]) for our, their in zip(ours, theirs, strict=True))
+    assert {key for key in fetched(through_proxy) if key.startswith("val")} == {
+        "val-00002.tar",
+        "val-00003.tar",
+    }
+    assert 0 < max(most) <= 12
+    assert len(shards_in(tmp_path / "cache")) <= 12
+
+
+def test_an_epoch_fetches_each_shard_once(url, through_proxy, tmp_path):
+    """Although the cache holds half of them: none is thrown away that comes again."""
+    train = open_images(prepare(url, tmp_path), RECIPE).train
+    read(train, training_plan(train, share_out(24, 6, 1), 0, 0, 0, 8))
+    assert fetched(through_proxy) == {f"train-{k:05d}.tar": 1 for k in range(24)}
+    read(train, training_plan(train, share_out(24, 6, 1), 0, 0, 8, 9))
+    assert sum(fetched(through_proxy).values()) > 24  # and those of the next epoch, less what was left
+
+
+def test_a_resume_reads_what_comes_and_not_the_epoch(url, through_proxy, tmp_path):
+    train = open_images(prepare(url, tmp_path), RECIPE).train
+    read(train, training_plan(train, share_out(24, 6, 1), 0, 0, 7, 8))
+    rest = {f"train-{i // 8:05d}.tar" for i in expected()[7].tolist()}
+    assert set(fetched(through_proxy)) == rest
+    assert len(rest) <= 8
+
+
+# Faults
+
+
+def test_cuts_and_bursts_are_got_over(local, url, through_proxy, tmp_path):
+    through_proxy.fail(503, times=3, path="manifest")
+    through_proxy.fail(503, times=3, method="GET", path=r"train-00003\.tar")
+    through_proxy.fail(500, "InternalError", times=2, method="HEAD", path=r"train-00007\.tar")
+    through_proxy.cut_download(1000, times=2, path=r"train-00005\.tar")
+    through_proxy.cut_download(1000, times=1, path="val_index")
+    train = open_images(prepare(url, tmp_path / "cache"), RECIPE).train
+    here = open_images(prepare(str(local), tmp_path / "here"), RECIPE).train
+    ours, theirs = (
+        read(split, training_plan(train, share_out(24, 6, 1), 0, 0, 0, 8)) for split in (train, here)
+    )
+    assert all(torch.equal(our[2], their[2]) for our, their in zip(ours, theirs, strict=True))
+    assert sum(through_proxy.faults.values()) == 3 + 3 + 2 + 2 + 1, through_proxy.faults
+
+
+def test_a_shard_with_other_content_is_fetched_again_then_named(local, through_proxy, s3, tmp_path):  # noqa: F811
+    copy = write_shards(tmp_path / "copy", TRAIN, VAL)
+    break_image(copy, 100)  # after the manifest was made
+    url = upload(copy, "broken", s3)
+    train = open_images(prepare(url, tmp_path / "cache"), RECIPE).train
+    with pytest.raises(ValueError, match=r"broken/train-00012\.tar is not what the manifest says"):
+        read(train, training_plan(train, share_out(24, 6, 1), 0, 0, 0, 8))
+    assert fetched(through_proxy)["train-00012.tar"] == 2
+    assert not list((tmp_path / "cache").glob("*/shards/train-00012.tar*"))
+
+
+def test_a_store_that_fails_is_one_clear_error(url, through_proxy, tmp_path):
+    train = open_images(prepare(url, tmp_path), RECIPE).train
+    through_proxy.fail(403, "AccessDenied", times=None, path=r"\.tar")
+    with pytest.raises(ValueError, match="these credentials lack a permission") as error:
+        read(train, training_plan(train, share_out(24, 6, 1), 0, 0, 0, 8))
+    assert "\n" not in str(error.value)
+
+
+def test_no_manifest(local, through_proxy, s3, tmp_path):  # noqa: F811
+    with pytest.raises(ValueError, match=r"has no manifest\.json: prep_imagenet\.py --out prepares"):
+        prepare(f"s3://{BUCKET}/nothing", tmp_path)
+    ObjectStore(f"s3://{BUCKET}/half").upload(local / "val-00000.tar", "val-00000.tar")
+    with pytest.raises(ValueError, match=r"the same prep_imagenet\.py command goes on with it"):
+        prepare(f"s3://{BUCKET}/half", tmp_path)
+
+
+def test_a_cache_that_is_too_small_is_refused_up_front(url, through_proxy, tmp_path):
+    train = open_images(prepare(url, tmp_path), replace(RECIPE, cache_gib=5 * SHARD_GIB)).train
+    with pytest.raises(
+        ValueError, match=r"--cache_gib .* can't hold what a host reads at once.* of 4 streams"
+    ) as error:
+        train.check(share_out(24, 6, 1))
+    enough = float(re.search("give ([0-9.]+),", str(error.value))[1])
+    open_images(prepare(url, tmp_path), replace(RECIPE, cache_gib=enough)).train.check(share_out(24, 6, 1))
+
+
+def test_what_others_use_is_not_removed(url, through_proxy, tmp_path, monkeypatch):
+    """Another process holds all that fits: an error, after a while."""
+    monkeypatch.setattr(shard_cache, "NO_ROOM_S", 1)
+    train = open_images(prepare(url, tmp_path), RECIPE).train
+    other = open_images(prepare(url, tmp_path), RECIPE).train.cache
+    files = [f"train-{k:05d}.tar" for k in range(12)]
+    locks = [other.hold(file, shard_cache.threading.Event()) for file in files]
+    with pytest.raises(ValueError, match=r"no room for train-000(1[2-9]|2.)\.tar in .* all is in use"):
+        read(train, [(0, np.array([150]))])
+    assert {path.name for path in shards_in(tmp_path)} == set(files)
+    other.let_go(files[3], locks[3])
+    read(train, [(0, np.array([150]))])
+    assert {path.name for path in shards_in(tmp_path)} == {*files, "train-00018.tar"} - {files[3]}
+
+
+def test_a_full_disk_is_a_clear_error(url, through_proxy, tmp_path):
+    (tmp_path / "cache").mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", tmp_path / "cache"]
+    if subprocess.run(mount, capture_output=True).returncode != 0:
+        pytest.skip("can't mount a tmpfs: needs root")
+    try:
+        train = open_images(prepare(url, tmp_path / "cache"), RECIPE).train
+        with pytest.raises(ValueError, match=r"can't be stored in .*: No space left on device\. Make"):
+            read(train, training_plan(train, share_out(24, 6, 1), 0, 0, 0, 8))
+    finally:
+        subprocess.run(["umount", "--lazy", tmp_path / "cache"], check=True)  # a thread may write yet
+
+
+READER = """
+import sys
+from pathlib import Path
+from common.image_cache import prepare
+from common.images import open_images
+from common.order import training_plan
+from common.recipe import ImageRecipe, share_out
+url, cache, gib = sys.argv[1:]
+recipe = ImageRecipe(streams=4, shuffle_window=8, cache_gib=float(gib))
+train = open_images(prepare(url, Path(cache)), recipe).train
+plan = training_plan(train, share_out(24, 6, 1), 0, 0, 0, 8)
+batches = train.batches(plan, device="cpu", train=True, size=32, seed=0, workers=0)
+print([ids.tolist() for _, ids, _, _ in batches], flush=True)
+"""
+
+
+def reader(url: str, cache: Path, proxy: FaultProxy) -> Job:
+    words = [sys.executable, "-c", READER, url, cache, RECIPE.cache_gib]
+    return Job(words, env=aws_env(proxy.endpoint) | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"})
+
+
+def test_killed_in_a_download_the_same_command_works(url, s3_proxy, tmp_path):  # noqa: F811
+    s3_proxy.stall_download(5000, times=None, path=r"train-00009\.tar")
+    job = reader(url, tmp_path, s3_proxy)
+    deadline = time.monotonic() + 60
+    while not (s3_proxy.faults["stall_download"] and list(tmp_path.glob("*/shards/train-00009.tar.part"))):
+        assert job.process.poll() is None, job.wait()[1]
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    job.process.send_signal(signal.SIGKILL)
+    assert job.wait()[0] == -signal.SIGKILL
+    s3_proxy.clear()
+    two = [reader(url, tmp_path, s3_proxy) for _ in range(2)]  # which share the cache
+    before = len(s3_proxy.requests)
+    for job in two:
+        status, output = job.wait()
+        assert status == 0, output
+        assert output.splitlines()[-1] == str(expected()[:8].reshape(-1, 6).tolist())
+    assert not list(tmp_path.glob("*/shards/*.part"))
+    del s3_proxy.requests[:before]
+
+
+# Trainings
+
+TRAINING = [*VIT, *STREAMS]
+
+
+def test_two_processes_of_a_host_fetch_each_shard_once(url, s3_proxy, tmp_path):  # noqa: F811
+    words = [*TRAINING, "--data", url, "--cache_dir", tmp_path / "cache", "--cache_gib", 32 * SHARD_GIB]
+    run([*accelerate("ddp_2gpu"), *words, "--output_dir", tmp_path / "run"], env=aws_env(s3_proxy.endpoint))
+    assert samples(tmp_path / "run") == expected().tolist()
+    assert result(tmp_path / "run")["val_images"] == 32
+    names = [f"train-{k:05d}.tar" for k in range(24)] + [f"val-{k:05d}.tar" for k in range(4)]
+    assert fetched(s3_proxy) == {name: 1 for name in names}
+    others = [path for method, path, _ in s3_proxy.requests if method == "GET" and ".tar" not in path]
+    assert len(others) == 3, others  # the manifest and the indices, for both
+
+
+def test_each_host_reads_its_share(url, s3, s3_proxy, tmp_path):  # noqa: F811
+    """Two hosts with a cache each, and each with a proxy before the store that counts its bytes."""
+    other, port, jobs = FaultProxy(s3), free_port(), []
+    proxies = [s3_proxy, other]
+    for node, proxy in enumerate(proxies):
+        address = ("--nnodes=2", f"--node_rank={node}", "--master_addr=127.0.0.1", f"--master_port={port}")
+        words = [*torchrun(1, *address), *TRAINING, "--data", url, "--epochs", "1"]
+        words += ["--cache_dir", tmp_path / f"cache{node}", "--output_dir", tmp_path / f"run{node}"]
+        jobs.append(Job(words, env=aws_env(proxy.endpoint)))
+    ended = [job.wait() for job in jobs]
+    assert [status for status, _ in ended] == [0, 0], ended
+    assert samples(tmp_path / "run0") == expected(1).tolist()
+    per_step = expected(1).reshape(8, 2, 12)
+    for node, proxy in enumerate(proxies):
+        train = {f"train-{i // 8:05d}.tar" for i in per_step[:, node].reshape(-1).tolist()}
+        val = {f"val-{k:05d}.tar" for k in ((0, 1), (2, 3))[node]}
+        assert fetched(proxy) == {name: 1 for name in train | val}
+        assert len(train) <= 13  # of 24: the half, and what lies on the border
+    other.close()
+
+
+@pytest.mark.parametrize("processes", [1, full(4)])
+def test_stopped_and_continued_from_s3(processes, url, s3_proxy, stoppable, tmp_path):  # noqa: F811
+    """By SIGTERM inside the first epoch, then with SIGKILL in a download of the second."""
+    launcher = {1: python(), 4: accelerate("ddp_4gpu")}[processes]
+    words = [
+        *launcher,
+        *TRAINING,
+        "--data",
+        url,
+        "--cache_dir",
+        tmp_path / "cache",
+        "--checkpoint_every",
+        "2",
+    ]
+    words += ["--output_dir", tmp_path / "run"]
+    env = aws_env(s3_proxy.endpoint)
+    status, output = Job(words, cwd=stoppable, env=env | {"STOP_AT": "5"}).wait()
+    assert status == (75 if processes == 1 else 1), output
+    job = None
+
+    def kill() -> None:
+        job.kill()
+
+    s3_proxy.on("GET", r"val-00001\.tar", kill)  # at the evaluation after step 8
+    job = Job(words, env=env)
+    assert job.wait()[0] != 0
+    run(words, env=env)
+    assert samples(tmp_path / "run") == expected().tolist()
+    assert [line["step"] for line in lines(tmp_path / "run" / "metrics.jsonl") if "val/loss" in line] == [
+        8,
+        16,
+    ]
