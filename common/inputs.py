@@ -1,0 +1,226 @@
+"""Large files read once, from the beginning: from a disk, from S3, or from the web."""
+
+import hashlib
+import http.client
+import random
+import re
+import ssl
+import time
+import urllib.error
+import urllib.request
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from urllib.parse import urlsplit
+
+CHUNK_BYTES = 2**20  # one read: still in the processor's cache when it is copied from
+HASHED_BEHIND = 4  # chunks that may wait for the thread that hashes
+
+ATTEMPTS = 6  # requests after one another that bring nothing, with 15 s of waits between them
+SILENCE_S = 30  # after which a connection counts as lost
+PASSING = (408, 429, 500, 502, 503, 504)  # HTTP statuses that a repetition may mend
+
+GET_AGAIN = "get it again from where it was published"
+
+
+class Input:
+    """A sequential stream of bytes. Not thread-safe; a context manager.
+
+    `where` names it in messages and holds no secret of a url; `size` is in bytes. Reading raises ValueError
+    when the bytes end before that, and where the source can't be read for good.
+    """
+
+    def __init__(
+        self,
+        where: str,
+        size: int,
+        chunks_from: Callable[[int], Iterator[bytes]],
+        hashed: bool = False,
+    ):
+        """`chunks_from(position)` yields what follows; with `hashed` all that is read goes through MD5."""
+        self.where, self.size = where, size
+        self.stream, self.end = self, size  # as a Member has them
+        self._chunks_from, self._chunks = chunks_from, chunks_from(0)
+        self._chunk, self._start, self._at = b"", 0, 0  # the current one, its position, and ours in it
+        self._md5 = hashlib.md5(usedforsecurity=False) if hashed else None
+        self._hasher = ThreadPoolExecutor(1) if hashed else None  # hashlib lets go of the interpreter's lock
+        self._hashing = deque()
+
+    def __enter__(self) -> "Input":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._chunks.close()
+        if self._hasher is not None:
+            self._hasher.shutdown(cancel_futures=True)
+
+    @property
+    def position(self) -> int:
+        """Of the next byte that is read."""
+        return self._start + self._at
+
+    def read(self, count: int) -> bytes:
+        """So many bytes; fewer only at the end."""
+        pieces = []
+        while count and (self._at < len(self._chunk) or self._next_chunk()):
+            pieces.append(self._chunk[self._at : self._at + count])
+            self._at += len(pieces[-1])
+            count -= len(pieces[-1])
+        return b"".join(pieces)
+
+    def skip_to(self, position: int) -> None:
+        """Forward: by a seek or a new request where that saves reading, unless all has to be hashed."""
+        assert position >= self.position
+        if position > self.size:
+            raise ValueError(f"{self.where} ends before byte {position:,}: it is truncated; {GET_AGAIN}")
+        if self._md5 is None and position > self._start + len(self._chunk) + CHUNK_BYTES:
+            self._chunks.close()
+            self._chunks = self._chunks_from(position)
+            self._chunk, self._start, self._at = b"", position, 0
+        while self.position < position:
+            self.read(min(position - self.position, CHUNK_BYTES))
+
+    def md5(self) -> str:
+        """As hex, of the whole input, which must be `hashed`: reads what is left of it."""
+        while self.read(CHUNK_BYTES):
+            pass
+        while self._hashing:
+            self._hashing.popleft().result()
+        return self._md5.hexdigest()
+
+    def _next_chunk(self) -> bool:
+        """Makes the next chunk the current one. False at the end."""
+        self._start += len(self._chunk)
+        self._chunk, self._at = next(self._chunks, b""), 0
+        if not self._chunk and self._start < self.size:
+            raise ValueError(
+                f"{self.where} ended at byte {self._start:,} of {self.size:,}: leave it alone while it is"
+                " read, and start the same command again"
+            )
+        if self._md5 is not None and self._chunk:
+            self._hashing.append(self._hasher.submit(self._md5.update, self._chunk))
+            if len(self._hashing) > HASHED_BEHIND:
+                self._hashing.popleft().result()
+        return bool(self._chunk)
+
+
+def open_input(where: str | Path, hashed: bool = False) -> Input:
+    """A file, `s3://bucket/key`, or `http(s)://...`; the latter two go on by ranges when they are cut.
+
+    Raises ValueError for what is not there or not permitted.
+    """
+    where = str(where)
+    if where.startswith("s3://"):
+        return _from_s3(where, hashed)
+    if where.startswith(("http://", "https://")):
+        web = _Web(where)
+        return Input(web.shown, web.size, web.chunks_from, hashed)
+    path = Path(where)
+    if not path.is_file():
+        raise ValueError(f"{path} is no file: give the path, s3:// or http(s):// url of an archive")
+    return Input(where, path.stat().st_size, partial(_file_chunks, path), hashed)
+
+
+def from_bytes(where: str, content: bytes) -> Input:
+    """What is in memory already, named `where`."""
+    return Input(where, len(content), lambda position: (piece for piece in [content[position:]]))
+
+
+def _file_chunks(path: Path, position: int) -> Iterator[bytes]:
+    with open(path, "rb", buffering=0) as file:
+        file.seek(position)
+        while chunk := file.read(CHUNK_BYTES):
+            yield chunk
+
+
+def _from_s3(url: str, hashed: bool) -> Input:
+    from common.object_store import ObjectStore
+
+    bucket, _, key = url.removeprefix("s3://").partition("/")
+    store = ObjectStore(f"s3://{bucket}")
+    size = store.size(key) if key else None
+    if size is None:
+        raise ValueError(f"{url}: there is no such object: give s3://bucket/key of an archive")
+    return Input(url, size, partial(store.stream, key), hashed)
+
+
+class _Web:
+    """A file on a web server that knows ranges."""
+
+    def __init__(self, url: str):
+        """Asks for its size at once. Raises ValueError for what is not there or not permitted."""
+        parts = urlsplit(url)
+        self.shown = f"{parts.scheme}://{parts.netloc}{parts.path}"  # the query of a signed url is a secret
+        if not parts.netloc or "@" in parts.netloc or not re.fullmatch("[!-~]+", url):
+            raise ValueError(
+                f"the url of {parts.path!r} has no host, a user name, or characters that are not allowed in a"
+                " url: correct it; where a login is needed, download the file and give its path"
+            )
+        self._url, self._version = url, None
+        answer, _ = self._begin(0, "0")  # the first byte, as signed urls are seldom good for HEAD
+        with answer:
+            size = answer.headers["Content-Range" if answer.status == 206 else "Content-Length"] or ""
+            size = size.rpartition("/")[2]
+            if not size.isdigit():
+                raise ValueError(
+                    f"{self.shown}: the server does not say its size: download it, give the path"
+                )
+            self.size = int(size)
+            self._version = answer.headers["ETag"]
+
+    def chunks_from(self, position: int) -> Iterator[bytes]:
+        while position < self.size:
+            answer, chunk = self._begin(position)
+            with answer:
+                while chunk:
+                    yield chunk
+                    position, chunk = position + len(chunk), b""
+                    with suppress(OSError, http.client.HTTPException):  # cut: goes on from here
+                        chunk = answer.read(CHUNK_BYTES)
+
+    def _begin(self, position: int, last: str = "") -> tuple[http.client.HTTPResponse, bytes]:
+        """An answer with what follows the position, and its first bytes."""
+        why = "it is empty"
+        for attempt in range(ATTEMPTS):
+            time.sleep(random.uniform(0.3, 0.6) * 2**attempt if attempt else 0)
+            try:
+                answer = self._request(position, last)
+                if chunk := answer.read(CHUNK_BYTES):
+                    return answer, chunk
+            except (OSError, http.client.HTTPException) as error:
+                why = str(error) or type(error).__name__
+        raise ValueError(
+            f"{self.shown}: nothing after byte {position:,} in {ATTEMPTS} attempts ({why}): check the url and"
+            " the network, then start the same command again"
+        )
+
+    def _request(self, position: int, last: str) -> http.client.HTTPResponse:
+        """Raises ValueError where a repetition is of no use."""
+        request = urllib.request.Request(self._url, headers={"Range": f"bytes={position}-{last}"})
+        try:
+            answer = urllib.request.urlopen(request, timeout=SILENCE_S)
+        except urllib.error.HTTPError as error:
+            if error.code in PASSING:
+                raise
+            raise ValueError(
+                f"{self.shown}: the server answers {error.code} {error.reason}: check the url; a signed one"
+                " may have expired"
+            ) from None
+        except urllib.error.URLError as error:
+            if isinstance(error.reason, ssl.SSLCertVerificationError):
+                raise ValueError(f"{self.shown}: {error.reason}: set SSL_CERT_FILE, or correct it") from None
+            raise
+        begins = answer.headers["Content-Range"] or "bytes 0-"
+        if not begins.startswith(f"bytes {position}-") or self._version not in (None, answer.headers["ETag"]):
+            answer.close()
+            raise ValueError(
+                f"{self.shown} can't be read from byte {position:,}: it was replaced meanwhile, or the server"
+                " knows no ranges; download it, and give the path"
+            )
+        return answer

@@ -1,0 +1,203 @@
+"""A miniature ILSVRC2012: its three archives as they are published, of crops of real photographs."""
+
+import gzip
+import hashlib
+import io
+import tarfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from tests.conftest import real_data
+
+TRAIN, VAL = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar"
+DEVKIT = "ILSVRC2012_devkit_t12.tar.gz"
+ROTATE_90 = 6  # EXIF: shown as it should be when turned clockwise by 90 degrees
+
+
+@dataclass(frozen=True)
+class Ilsvrc:
+    """What is in it. Labels are positions in `wnids`, which is sorted; images go by their file names."""
+
+    folder: Path  # that holds the three archives
+    train_tar: Path
+    val_tar: Path
+    devkit: Path
+    wnids: list[str]
+    names: list[str]  # "words" of meta.mat, in label order
+    ids: list[int]  # ILSVRC2012_ID in label order; 1 ... classes, and not sorted
+    train: dict[str, bytes]  # contents by name, in the archive's order
+    val: dict[str, bytes]  # likewise; this order is not the names'
+    train_labels: dict[str, int]
+    val_labels: dict[str, int]
+    cmyk: str  # the odd ones, all in train: a JPEG with four colours
+    png: str  # a PNG in spite of its name
+    rotated: str  # a JPEG with EXIF's orientation ROTATE_90
+    grey: str  # a JPEG with one channel
+
+    def md5(self, file: Path) -> str:
+        """As hex, of one of the three archives."""
+        return hashlib.md5(file.read_bytes()).hexdigest()
+
+
+def make_ilsvrc(folder: Path, classes: int = 10, train: int = 6, val: int = 3) -> Ilsvrc:
+    """Writes the archives to `folder`, with so many classes (at most 100) and images of each (train: at least
+    4, as the first class begins with the odd ones). The same bytes each time."""
+    files = sorted((real_data() / "imagenet_sample").glob("*.JPEG"))[:classes]
+    assert len(files) == classes
+    random = np.random.default_rng(0)
+    crops = [_crops(Image.open(file), train + val, random) for file in files]
+    wnids = [file.stem.partition("_")[0] for file in files]
+    words = [file.stem.partition("_")[2].replace("_", " ") for file in files]
+    names = [f"{name}, true {name}" for name in words]
+    ids = [int(i) + 1 for i in random.permutation(classes)]
+    if ids == sorted(ids):
+        ids.reverse()
+
+    numbers = [sorted(map(str, random.choice(30_000, train, replace=False))) for _ in wnids]
+    train_names = [[f"{wnids[i]}_{number}.JPEG" for number in numbers[i]] for i in range(classes)]
+    odd = [_cmyk, _png, _rotated, _grey]
+    train_images = {}
+    for i in range(classes):
+        for j, name in enumerate(train_names[i]):
+            encode = odd[j] if i == 0 and j < len(odd) else _jpeg
+            train_images[name] = encode(crops[i][j])
+    train_labels = {name: i for i in range(classes) for name in train_names[i]}
+
+    truth = random.permutation(np.repeat(np.arange(classes), val))  # labels in the order of the names
+    left = [crops[i][train:] for i in range(classes)]
+    val_names = [f"ILSVRC2012_val_{i:08d}.JPEG" for i in range(1, len(truth) + 1)]
+    val_images = {name: _jpeg(left[i].pop()) for name, i in zip(val_names, truth, strict=True)}
+    val_images = {val_names[i]: val_images[val_names[i]] for i in random.permutation(len(truth))}
+
+    folder.mkdir(parents=True, exist_ok=True)
+    class_tars = {
+        f"{wnid}.tar": tar({name: train_images[name] for name in its})
+        for wnid, its in zip(wnids, train_names, strict=True)
+    }
+    (folder / TRAIN).write_bytes(tar(class_tars))
+    (folder / VAL).write_bytes(tar(val_images))
+    write_devkit(folder / DEVKIT, synsets_of(wnids, names, ids, train), [ids[i] for i in truth])
+    return Ilsvrc(
+        folder=folder,
+        train_tar=folder / TRAIN,
+        val_tar=folder / VAL,
+        devkit=folder / DEVKIT,
+        wnids=wnids,
+        names=names,
+        ids=ids,
+        train=train_images,
+        val=val_images,
+        train_labels=train_labels,
+        val_labels={name: int(i) for name, i in zip(val_names, truth, strict=True)},
+        cmyk=train_names[0][0],
+        png=train_names[0][1],
+        rotated=train_names[0][2],
+        grey=train_names[0][3],
+    )
+
+
+def tar(members: dict[str, bytes], format: int = tarfile.GNU_FORMAT) -> bytes:
+    """An archive of regular files, the same bytes each time."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", format=format) as archive:
+        for name, content in members.items():
+            member = tarfile.TarInfo(name)
+            member.size, member.mtime = len(content), 1_339_596_400
+            archive.addfile(member, io.BytesIO(content))
+    return buffer.getvalue()
+
+
+def write_devkit(file: Path, synsets: np.ndarray | None, ids: list[int]) -> None:
+    """The development kit with these synsets (without meta.mat where None) and validation's ground truth."""
+    from scipy.io import savemat
+
+    top = "ILSVRC2012_devkit_t12"
+    members = {f"{top}/readme.txt": b"Development kit\n", f"{top}/evaluation/demo_eval.m": b"% nothing\n"}
+    if synsets is not None:
+        meta = io.BytesIO()
+        savemat(meta, {"synsets": synsets}, do_compression=True)
+        # The first 116 bytes are a text with the time.
+        members[f"{top}/data/meta.mat"] = b"MATLAB 5.0 MAT-file".ljust(116) + meta.getvalue()[116:]
+    truth = "".join(f"{i}\n" for i in ids)
+    members[f"{top}/data/ILSVRC2012_validation_ground_truth.txt"] = truth.encode()
+    with open(file, "wb") as plain, gzip.GzipFile(fileobj=plain, mode="wb", filename="", mtime=0) as packed:
+        packed.write(_with_folders(members))
+
+
+def _with_folders(members: dict[str, bytes]) -> bytes:
+    """An archive that has members for the folders, too, as the published one."""
+    buffer = io.BytesIO()
+    folders = sorted({str(parent) for name in members for parent in Path(name).parents} - {"."})
+    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.GNU_FORMAT) as archive:
+        for name in folders:
+            member = tarfile.TarInfo(name)
+            member.type, member.mode = tarfile.DIRTYPE, 0o755
+            archive.addfile(member)
+        for name, content in members.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+    return buffer.getvalue()
+
+
+FIELDS = ["ILSVRC2012_ID", "WNID", "words", "gloss", "num_children", "children", "wordnet_height"]
+FIELDS += ["num_train_images"]
+
+
+def synsets_of(wnids: list[str], names: list[str], ids: list[int], images: int) -> np.ndarray:
+    """meta.mat's array [synsets, 1]: the classes by id, then three groups that have classes below them."""
+    rows = sorted(
+        (i, wnid, name, f"what is called {name}", 0, np.zeros(0), 0, images)
+        for i, wnid, name in zip(ids, wnids, names, strict=True)
+    )
+    last = len(rows)
+    rows += [
+        (last + 1, "n00001740", "entity", "that which is", 2, np.array([last + 2, last + 3]), 2, 0),
+        (last + 2, "n00015388", "animal, beast", "a living organism", 1, np.array([1]), 1, 0),
+        (last + 3, "n01317541", "domestic animal", "a tame one", 1, np.array([last]), 1, 0),
+    ]
+    synsets = np.empty((len(rows), 1), dtype=[(field, object) for field in FIELDS])
+    for i, row in enumerate(rows):
+        synsets[i, 0] = row
+    return synsets
+
+
+def _crops(photograph: Image.Image, count: int, random: np.random.Generator) -> list[Image.Image]:
+    """RGB, of different sizes between 100 and 260 pixels, landscape and portrait."""
+    photograph = photograph.convert("RGB")
+    crops = []
+    for _ in range(count):
+        width, height = (min(int(random.integers(100, 261)), side) for side in photograph.size)
+        left = int(random.integers(photograph.width - width + 1))
+        top = int(random.integers(photograph.height - height + 1))
+        crops.append(photograph.crop((left, top, left + width, top + height)))
+    return crops
+
+
+def _jpeg(image: Image.Image, **options) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, "JPEG", quality=85, **options)
+    return buffer.getvalue()
+
+
+def _cmyk(image: Image.Image) -> bytes:
+    return _jpeg(image.convert("CMYK"))
+
+
+def _png(image: Image.Image) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def _rotated(image: Image.Image) -> bytes:
+    exif = Image.Exif()
+    exif[0x0112] = ROTATE_90  # orientation
+    return _jpeg(image.transpose(Image.Transpose.ROTATE_90), exif=exif)
+
+
+def _grey(image: Image.Image) -> bytes:
+    return _jpeg(image.convert("L"))
