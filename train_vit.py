@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from common.accelerator import prepare, run, start
-from common.augment import crop_and_flip, mixer, to_float
+from common.augment import COLOR, DRAWS, ERASING, color_jitter, crop_and_flip, mixer, random_erasing, to_float
 from common.checkpoints import load_weights
 from common.evaluation import evaluate
 from common.images import Images, load
@@ -51,6 +51,10 @@ class Vit(ImageRecipe):
     dropout: float = flag(0.0, "share of activations that are left out in training", minimum=0, maximum=0.99)
     mixup: float = flag(0.8, "alpha of mixup; 0 is off", minimum=0)
     cutmix: float = flag(1.0, "alpha of cutmix; 0 is off", minimum=0)
+    color_jitter: float = flag(
+        0.0, "how far brightness, contrast and saturation go from 1; 0 is off", minimum=0, maximum=1
+    )
+    random_erasing: float = flag(0.0, "share of the images that lose a box", minimum=0, maximum=1)
     label_smoothing: float = flag(
         0.1, "probability given to the wrong classes in training", minimum=0, maximum=1
     )
@@ -98,10 +102,15 @@ def training_batches(
     """Augmented micro-batches: float [b, 3, S, S] channels_last, labels int64 [b], sample ids [b]."""
     options = dict(train=True, size=recipe.image_size, seed=recipe.seed, workers=recipe.workers)
     for epoch, ids, pixels, labels in images.train.batches(plan, device=device, **options):
-        draws = uniforms(recipe.seed, epoch, ids, 3)
+        draws = uniforms(recipe.seed, epoch, ids, DRAWS)
         pad = 0 if images.train.cropped else pixels.shape[1] // 8  # 4 pixels of 32
         pixels = crop_and_flip(pixels, draws, pad, flip=images.mirror)
-        yield to_float(pixels, mean, std, recipe.image_size), labels, ids
+        if recipe.color_jitter:
+            pixels = color_jitter(pixels, draws[:, COLOR], recipe.color_jitter)
+        inputs = to_float(pixels, mean, std, recipe.image_size)
+        if recipe.random_erasing:
+            inputs = random_erasing(inputs, draws[:, ERASING], recipe.random_erasing)
+        yield inputs, labels, ids
 
 
 # --- Optimizer and learning rate --------------------------------------------------------------------------
@@ -131,12 +140,12 @@ def main() -> None:
         ema = EMA(model, optimizer, recipe.ema_decay) if recipe.ema_decay else None
         mix = mixer(recipe.mixup, recipe.cutmix, len(images.classes))
 
-        per_epoch = steps_per_epoch(len(images.train), batch)
+        per_epoch = steps_per_epoch(images.train, batch)
         total_steps = recipe.epochs * per_epoch
         last_step = min(total_steps, recipe.max_steps or total_steps)
         first_step = run.begin(model, optimizer, ema, images.classes, last_step, per_epoch)
         rank = accelerator.process_index
-        plan = training_plan(len(images.train), batch, rank, recipe.seed, first_step, last_step)
+        plan = training_plan(images.train, batch, rank, recipe.seed, first_step, last_step)
         batches = training_batches(images, plan, accelerator.device, recipe, mean, std)
         for step in range(first_step, last_step + 1):
             if run.should_evaluate(step):

@@ -1,9 +1,27 @@
-"""Augmentation of a whole batch on the device; its randomness belongs to each sample (common/order.py)."""
+"""Augmentation of a whole batch on the device; its randomness belongs to each sample (common/order.py).
+
+What the columns of a sample's `uniforms` are for, each for one purpose:
+
+    0 to 2    crop_and_flip
+    4 to 43   the random resized crop, where images are decoded (common/workers.py)
+    44 to 47  color_jitter, COLOR
+    48 to 52  random_erasing, ERASING
+"""
+
+import math
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+COLOR, ERASING = slice(44, 48), slice(48, 53)
+DRAWS = ERASING.stop  # columns altogether
+
+# ITU-R 601-2, as in PIL and torchvision
+LUMA = (0.2989, 0.587, 0.114)
+# The six orders of brightness (0), contrast (1) and saturation (2)
+ORDERS = np.array([[0, 1, 2], [0, 2, 1], [1, 0, 2], [1, 2, 0], [2, 0, 1], [2, 1, 0]])
 
 
 def crop_and_flip(images: Tensor, draws: np.ndarray, pad: int, flip: bool) -> Tensor:
@@ -22,6 +40,50 @@ def crop_and_flip(images: Tensor, draws: np.ndarray, pad: int, flip: bool) -> Te
     rows, columns = (torch.from_numpy(i).to(images.device, non_blocking=True) for i in (rows * w, columns))
     pixels = rows[:, :, None] + columns[:, None, :]  # [B, H, W], into the pixels of the batch
     return images.reshape(-1, 3).index_select(0, pixels.view(-1)).view(b, h, w, 3)
+
+
+def color_jitter(images: Tensor, draws: np.ndarray, strength: float) -> Tensor:
+    """Brightness, contrast and saturation, by factors from 1 - strength to 1 + strength, in random order.
+
+    images: uint8 [B, H, W, 3]; draws: float64 [B, 4] in [0, 1), for the three factors and the order;
+    strength: up to 1. Returns uint8 [B, H, W, 3]. As torchvision's ColorJitter(strength, strength, strength),
+    which timm's training has with 0.4, but rounded only once, at the end.
+    """
+    _, h, w, _ = images.shape
+    order = ORDERS[(draws[:, 3] * len(ORDERS)).astype(np.int64)]  # [B, 3]
+    factors = np.take_along_axis(1 + strength * (2 * draws[:, :3] - 1), order, axis=1)
+    # Each is a blend: with black, with the image's mean grey, or with each pixel's grey.
+    shares = np.stack([factors, (1 - factors) * (order == 1), (1 - factors) * (order == 2)])  # [3, B, 3]
+    shares = torch.from_numpy(shares.astype(np.float32)).to(images.device, non_blocking=True)
+    planes = images.permute(3, 0, 1, 2).contiguous().float()  # [3, B, H, W]
+    for own, mean, grey in shares[..., None, None].unbind(2):  # [B, 1, 1] each
+        luma = LUMA[0] * planes[0] + LUMA[1] * planes[1] + LUMA[2] * planes[2]  # [B, H, W]
+        # In whole numbers: a sum of floats would depend on what else is in the batch, by its last bit.
+        total = luma.round().int().sum((1, 2), keepdim=True)
+        other = total * (mean / (h * w)) + luma * grey
+        planes.mul_(own).add_(other).clamp_(0, 255)
+    return planes.round_().to(torch.uint8).permute(1, 2, 3, 0).contiguous()
+
+
+def random_erasing(images: Tensor, draws: np.ndarray, probability: float) -> Tensor:
+    """One box of some images becomes 0, which is the mean of what is normalised (arXiv 1708.04896).
+
+    images: float [B, 3, H, W], changed in place and returned; draws: float64 [B, 5] in [0, 1): whether, area,
+    aspect ratio, and where. Area 0.02 to 1/3 of the image, aspect ratio 0.3 to 1/0.3, as in timm, whose mode
+    "const" it is. Not its "pixel": noise would have to belong to the sample, 150,000 draws of it. A box that
+    is longer than the image, one in 200, is cut, where timm draws anew.
+    """
+    h, w = images.shape[2:]
+    area = (0.02 + (1 / 3 - 0.02) * draws[:, 1]) * h * w
+    aspect = np.exp((2 * draws[:, 2] - 1) * -math.log(0.3))
+    height = np.minimum(np.round(np.sqrt(area * aspect)), h) * (draws[:, 0] < probability)
+    width = np.minimum(np.round(np.sqrt(area / aspect)), w)
+    top, left = np.floor(draws[:, 3] * (h - height + 1)), np.floor(draws[:, 4] * (w - width + 1))
+    box = np.stack([top, top + height, left, left + width]).astype(np.int32)[:, :, None]  # [4, B, 1]
+    top, bottom, left, right = torch.from_numpy(box).to(images.device, non_blocking=True)
+    y, x = (torch.arange(n, device=images.device, dtype=torch.int32) for n in (h, w))
+    rows, columns = (y >= top) & (y < bottom), (x >= left) & (x < right)  # [B, H], [B, W]
+    return images.masked_fill_((rows[:, :, None] & columns[:, None, :])[:, None], 0)
 
 
 def to_float(images: Tensor, mean: tuple[float, ...], std: tuple[float, ...], size: int) -> Tensor:

@@ -1,12 +1,28 @@
-"""Augmentation on whole batches against the plain way, image by image."""
+"""Augmentation of whole batches against the plain way, image by image; benchmarks of decoding and shards."""
+
+import itertools
+import json
 
 import numpy as np
 import pytest
 import torch
 from torchvision.transforms import v2
 
-from common.augment import crop_and_flip, mixer, to_float
+from common.augment import (
+    COLOR,
+    DRAWS,
+    ERASING,
+    ORDERS,
+    color_jitter,
+    crop_and_flip,
+    mixer,
+    random_erasing,
+    to_float,
+)
+from common.decode import _resize
 from common.order import reseed, uniforms
+from tests.conftest import python, real_data, run
+from tests.test_shards import write_shards
 
 
 @pytest.fixture
@@ -61,3 +77,129 @@ def test_mixing_is_decided_by_the_seed_of_the_micro_batch(images):
     assert soft.shape == (64, 10)
     assert torch.allclose(soft.sum(1), torch.ones(64))
     assert mixer(0, 0, 10) is None
+
+
+OPERATIONS = (v2.functional.adjust_brightness, v2.functional.adjust_contrast, v2.functional.adjust_saturation)
+
+
+@pytest.mark.parametrize("alone", [0, 1, 2, None])
+def test_color_jitter_is_torchvisions_in_every_order(images, alone):
+    draws = uniforms(0, 0, np.arange(64), DRAWS)[:, COLOR]
+    if alone is not None:  # a draw of 0.5 is the factor 1: the other two change nothing
+        draws[:, [k for k in range(3) if k != alone]] = 0.5
+    ours = color_jitter(images, draws, 0.4)
+    assert (ours.shape, ours.dtype, ours.is_contiguous()) == (images.shape, torch.uint8, True)
+    seen = set()
+    for image, result, (*factors, turn) in zip(images, ours, draws, strict=True):
+        expected = image.permute(2, 0, 1).float() / 255
+        for k in ORDERS[int(turn * 6)]:
+            expected = OPERATIONS[k](expected, 0.6 + 0.8 * factors[k])
+        # half a step by its rounding, and a little by that of the greys whose mean is taken
+        assert (result.permute(2, 0, 1) - 255 * expected).abs().max() < 0.55
+        seen.add(int(turn * 6))
+    assert seen == set(range(6))
+    assert sorted(map(tuple, ORDERS)) == list(itertools.permutations(range(3)))
+    assert (ours != images).flatten(1).any(1).sum() > 60  # one factor can be close to 1
+
+
+def test_erased_boxes_have_the_areas_and_shapes_of_the_paper():
+    """Areas from 0.02 to 1/3 of the image, aspect ratios from 0.3 to 1/0.3, at any place."""
+    count, h, w = 3000, 40, 60
+    draws = uniforms(0, 0, np.arange(count), DRAWS)[:, ERASING]
+    images = torch.ones(count, 3, h, w).contiguous(memory_format=torch.channels_last)
+    erased = random_erasing(images, draws, 0.25) == 0
+    assert erased.is_contiguous(memory_format=torch.channels_last)
+    assert (erased == erased[:, :1]).all()  # all channels
+    rows, columns = erased[:, 0].any(2), erased[:, 0].any(1)  # [count, h], [count, w]
+    assert (erased[:, 0] == (rows[:, :, None] & columns[:, None, :])).all()
+    for edges in (rows, columns):  # in one piece
+        assert (edges.int().diff(dim=1) == 1).sum(1).max() <= 1
+    hit = rows.any(1)
+    assert (hit == torch.from_numpy(draws[:, 0] < 0.25)).all()
+    assert hit.float().mean().item() == pytest.approx(0.25, abs=0.03)
+    height, width = rows[hit].sum(1).double(), columns[hit].sum(1).double()
+    area = height * width / (h * w)
+    assert area.min() > 0.01  # a pixel more or less, of edges of 4 and more
+    assert area.max() < 0.36
+    assert area.mean().item() == pytest.approx((0.02 + 1 / 3) / 2, abs=0.01)
+    aspect = (height / width).log()
+    assert aspect.mean().abs() < 0.06
+    assert aspect.quantile(0.02) < np.log(0.4)
+    assert aspect.quantile(0.98) > np.log(2.5)
+    assert rows.any(0).all()  # from border to border
+    assert columns.any(0).all()
+
+
+def test_neither_jitter_nor_erasing_at_zero_changes_anything(images):
+    draws = uniforms(0, 0, np.arange(64), DRAWS)
+    assert torch.equal(color_jitter(images, draws[:, COLOR], 0.0), images)
+    floats = torch.randn(64, 3, 20, 24)
+    assert torch.equal(random_erasing(floats.clone(), draws[:, ERASING], 0.0), floats)
+
+
+def test_augmentation_belongs_to_the_sample_whatever_is_beside_it(images):
+    def augmented(rows, epoch=0):
+        ids = np.arange(64)[rows]
+        draws = uniforms(3, epoch, ids, DRAWS)
+        pixels = color_jitter(crop_and_flip(images[ids], draws, 4, flip=True), draws[:, COLOR], 0.4)
+        floats = to_float(pixels, (0.5,) * 3, (0.5,) * 3, 24)
+        return random_erasing(floats, draws[:, ERASING], 0.5)
+
+    whole, last, one = augmented(slice(64)), augmented(slice(40, 64)), augmented([7])
+    assert torch.equal(whole[40:], last)
+    assert torch.equal(whole[7:8], one)
+    assert not torch.equal(augmented([7], epoch=1), one)
+    large, draws = (
+        torch.randint(256, (9, 256, 256, 3), dtype=torch.uint8),
+        uniforms(3, 0, np.arange(9), DRAWS),
+    )
+    beside_it = color_jitter(large, draws[:, COLOR], 0.4)  # threads share out the pixels of few images
+    assert all(
+        torch.equal(beside_it[[i]], color_jitter(large[[i]], draws[[i], COLOR], 0.4)) for i in range(9)
+    )
+
+
+def test_each_kind_of_draw_has_columns_of_its_own():
+    """0 to 2 are crop_and_flip's, 4 to 43 the decoder's (common/workers.py)."""
+    columns = [0, 1, 2, *range(4, 44), *range(DRAWS)[COLOR], *range(DRAWS)[ERASING]]
+    assert len(columns) == len(set(columns)) == 52
+    few, many = uniforms(0, 1, np.arange(9), 3), uniforms(0, 1, np.arange(9), DRAWS)
+    assert (few == many[:, :3]).all()  # so that what was drawn before is drawn still
+
+
+def test_a_crop_is_resized_as_if_it_were_an_image_of_its_own():
+    """A part of an image lies in memory with gaps, its channels last: torch takes another way than else."""
+    image = np.random.RandomState(1).randint(0, 256, (300, 400, 3), dtype=np.uint8)
+    crop = image[20:280, 33:350]
+    whole = torch.from_numpy(crop.transpose(2, 0, 1).copy())[None]
+    expected = torch.nn.functional.interpolate(whole, (96, 128), mode="bilinear", antialias=True)[0]
+    assert np.array_equal(_resize(crop, 96, 128), expected.permute(1, 2, 0))
+
+
+def test_benchmark_of_decoding(tmp_path):
+    words = ["-m", "benchmarks.decoding", "--images", real_data() / "imagenet_sample", "--size", "64"]
+    run([*python(), *words, "--limit", "4", "--rounds", "2", "--json", tmp_path / "out.json"])
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert len(found["ms_per_image"]) == 2
+    assert found["ratios"]["PIL, originals"]["PIL, originals"] == 1
+    assert found["ratios"]["ours, resized"]["PIL, originals"] > 0
+
+
+def test_benchmark_of_training_from_shards(tmp_path):
+    words = ["-m", "benchmarks.shard_training", "--data", write_shards(tmp_path / "shards")]
+    words += ["--model", "test_vit", "--image_size", "32", "--patch_size", "8", "--batch_size", "16"]
+    words += ["--per_device_batch_size", "8", "--streams", "4", "--shuffle_window", "20", "--workers", "1"]
+    words += [
+        "--rounds",
+        "2",
+        "--steps",
+        "2",
+        "--cache_dir",
+        tmp_path / "cache",
+        "--json",
+        tmp_path / "out.json",
+    ]
+    assert "of resident" in run([*python(), *words])
+    rounds = json.loads((tmp_path / "out.json").read_text())
+    assert len(rounds) == 2
+    assert all(speeds["shards"] > 0 and speeds["resident"] > 0 for speeds in rounds)

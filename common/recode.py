@@ -1,0 +1,127 @@
+"""What becomes of an encoded image before it is written: nothing, or a JPEG of its own or a smaller size."""
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from io import BytesIO
+
+from common.decode import decode
+from common.raw_images import Batch, RawImage, cores
+
+JPEG, PNG = b"\xff\xd8", b"\x89PNG"
+QUALITY = 95  # of what is recoded at its own size
+
+
+def recoded(source: Iterable[Batch], short_side: int | None, quality: int) -> Iterator[Batch]:
+    """The batches in their order. CMYK, and a PNG that is named otherwise, become RGB JPEGs of QUALITY.
+
+    With short_side every image whose shorter side is longer is made smaller, in all cores; the others stay as
+    they are. Raises ValueError that names an image which can't be decoded.
+    """
+    if short_side is None:
+        yield from (_recode(batch, None, quality) for batch in source)
+        return
+    pool = ProcessPoolExecutor(cores(), multiprocessing.get_context("spawn"), _start_worker)
+    pending = deque()
+    try:
+        for batch in source:
+            pending.append(pool.submit(_recode, batch, short_side, quality))
+            if len(pending) > 2 * cores() + 1:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+    except BrokenProcessPool:
+        raise ValueError("a process that recodes images was killed: is there enough memory?") from None
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _start_worker() -> None:
+    """Signals are for the main process to judge. When that is gone, even killed, so is the worker."""
+
+    def watch() -> None:
+        multiprocessing.parent_process().join()
+        os._exit(1)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _recode(batch: Batch, short_side: int | None, quality: int) -> Batch:
+    for i, image in enumerate(batch.images):
+        why = odd_format(image)
+        if why is None and short_side is None:
+            continue
+        try:
+            data = _smaller(image.data, short_side, quality) if short_side else None
+            data = data or (_as_jpeg(_upright(image.data), QUALITY) if why else image.data)
+        except ValueError as error:
+            raise ValueError(
+                f"{batch.where}: {image.name} can't be decoded: {error}. Take it out of its archive"
+                + ("" if why else ", or prepare without --resize")
+            ) from None
+        if data is not image.data:
+            stem, extension = os.path.splitext(image.name)
+            name = image.name if extension.lower() in (".jpg", ".jpeg") else f"{stem}.jpg"
+            batch.images[i] = image._replace(name=name, data=data)
+        if why:
+            batch.odd.append({"key": image.key, "why": why})
+    return batch
+
+
+def odd_format(image: RawImage) -> str | None:
+    """What fast decoders refuse: a PNG in disguise, or a JPEG with the four colours of CMYK; else None."""
+    if image.data[:4] == PNG and not image.name.lower().endswith(".png"):
+        return "PNG"
+    return "CMYK" if _components(image.data) == 4 else None
+
+
+def _components(data: bytes) -> int:
+    """How many a JPEG's frame header says that it has; 0 for anything else (ITU T.81, B.1.1 and B.2.2)."""
+    at = 2 if data[:2] == JPEG else len(data)
+    while at + 10 <= len(data) and data[at] == 0xFF:
+        marker = data[at + 1]
+        if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
+            return data[at + 9]
+        # 0xFF fills; all other segments before the frame have a length, which counts itself
+        at += 1 if marker == 0xFF else 2 + int.from_bytes(data[at + 2 : at + 4])
+    return 0
+
+
+def _upright(data: bytes):
+    """PIL's image, decoded, RGB or L, turned by its EXIF tag. Raises ValueError with the reason."""
+    from PIL import Image, ImageOps
+
+    if data[:2] != JPEG:
+        return Image.fromarray(decode(data))
+    try:
+        picture = ImageOps.exif_transpose(Image.open(BytesIO(data)))
+        picture.load()
+    except Exception as error:  # what PIL raises on a broken file has no common class
+        raise ValueError(str(error) or type(error).__name__) from None
+    return picture if picture.mode in ("L", "RGB") else picture.convert("RGB")
+
+
+def _smaller(data: bytes, short_side: int, quality: int) -> bytes | None:
+    """With this shorter side, upright, by the filter of common.decode's crops; None for a small one."""
+    from PIL import Image
+
+    picture = _upright(data)
+    width, height = picture.size
+    short = min(width, height)
+    if short <= short_side:
+        return None
+    size = width * short_side // short, height * short_side // short
+    return _as_jpeg(picture.resize(size, Image.Resampling.BILINEAR), quality)
+
+
+def _as_jpeg(picture, quality: int) -> bytes:
+    buffer = BytesIO()
+    picture.save(buffer, "JPEG", quality=quality)
+    return buffer.getvalue()

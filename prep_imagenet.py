@@ -1,0 +1,453 @@
+"""ImageNet's archives, or any images in class tars or class folders, prepared for training in one pass.
+
+    python prep_imagenet.py --data /downloads --out /data/imagenet
+    python prep_imagenet.py --data /downloads --out /data/imagenet256 --resize 256
+    python prep_imagenet.py --data s3://bucket/tars --out s3://bucket/imagenet --work_dir /scratch/imagenet
+    python prep_imagenet.py --url https://host/folder --out /data/imagenet
+    python prep_imagenet.py --data /downloads --out /data/imagenet_index --format index --no_verify
+    python prep_imagenet.py --from folder --data /data/flowers --out /data/flower_shards
+
+--data is the folder, or the s3:// prefix, of ILSVRC2012_img_train.tar, ILSVRC2012_img_val.tar and
+ILSVRC2012_devkit_t12.tar.gz, and --url the same on a web server; --train, --val and --devkit name them one
+by one. They are read as streams, once, and nothing is extracted. Their published MD5 sums are checked
+meanwhile; --no_verify does without, and then an interrupted preparation need not read again what it has done.
+
+--format shards  tar files of some 256 MiB that `tar`, WebDataset and `datasets` read, the images spread over
+                 them by --seed, with an index, and last a manifest: this is --data of the train scripts
+--format folder  train/<class>/*.JPEG and val/<class>/*.JPEG
+--format index   copies nothing: an index into the archives, which must stay where they are on this host
+
+Images stay as they are, byte for byte. CMYK and the PNG that is named .JPEG become RGB JPEGs of quality 95,
+and are listed. --resize 256 makes the shorter side of larger images 256 pixels, in all cores.
+
+Other images: --from tar takes train.tar and val.tar, each of which holds <class>.tar files, and --from folder
+train/<class>/ and val/<class>/; --train and --val may be one and the other. Labels are then the numbers of
+the sorted class names. Hidden files, and what has no image's extension, are passed over.
+
+Interrupted, killed or out of room, the same command goes on where it was, and the result is the same.
+"""
+
+import argparse
+import contextlib
+import fcntl
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from common.archives import scan
+from common.decode import SPLITS
+from common.imagenet import DEVKIT, TRAIN, VAL
+from common.object_store import ObjectStore
+from common.raw_images import Batch, Place, Source, batches, exists, index_rows, shown
+from common.recode import recoded
+from common.shard_writer import FolderWriter, ShardWriter, part_name, replace, write_index
+from common.shards import FORMAT, MANIFEST, MANIFEST_LIMIT, index_name
+
+NAMES = {
+    "imagenet": {"train": TRAIN, "val": VAL, "devkit": DEVKIT},
+    "tar": {"train": "train.tar", "val": "val.tar"},
+    "folder": {"train": "train", "val": "val"},
+}
+JOURNAL = ".progress.json"
+JOURNAL_S = 20  # what a kill may cost
+FOLDER_MANIFEST = "prepared.json"  # of --format folder: no data set of its own, only a list
+SAMPLED = 8  # batches that tell how many shards there will be
+LINE_S = 30
+OURS = re.compile(r"(train|val)(-\d{5,}\.tar|_index\.npy)")
+
+
+def main() -> int:
+    flags = parse(sys.argv[1:])
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        Preparation(flags).run()
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:  # a full disk, above all
+        what = f"{error.filename}: {error.strerror}" if error.filename else error
+        print(f"error: {what}. Once it is mended, the same command goes on where it was", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted: the same command goes on where it was", file=sys.stderr)
+        return 130
+    return 0
+
+
+def parse(words: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n\n")[0], epilog=__doc__.partition("\n\n")[2], allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("--data", help="folder or s3://bucket/prefix that holds the archives")
+    parser.add_argument("--url", help="http(s)://... of the folder that holds the archives")
+    for part in NAMES["imagenet"]:
+        parser.add_argument(f"--{part}", help="path, s3:// or http(s):// url of this one")
+    parser.add_argument(
+        "--from", dest="source", choices=tuple(NAMES), default="imagenet", help="what is read"
+    )
+    parser.add_argument("--out", required=True, help="a folder, or s3://bucket/prefix")
+    parser.add_argument("--work_dir", help="with --out s3://...: a local folder with room for all shards")
+    parser.add_argument("--format", choices=("shards", "folder", "index"), default="shards")
+    parser.add_argument(
+        "--resize", type=int, help="shorter side in pixels (default: images stay as they are)"
+    )
+    parser.add_argument("--quality", type=int, default=90, help="of resized JPEGs (default: 90)")
+    parser.add_argument("--shard_mib", type=float, default=256, help="size of a shard, about (default: 256)")
+    parser.add_argument("--seed", type=int, default=0, help="of the shuffling (default: 0)")
+    parser.add_argument("--no_verify", action="store_true", help="do not check the published MD5 sums")
+    parser.add_argument(
+        "--subset", action="store_true", help="other counts than 1,000 classes of 50 validation images"
+    )
+    # --work-dir is understood as well as --work_dir
+    flags = parser.parse_args(
+        [re.sub("^--[^=]+", lambda m: "--" + m[0][2:].replace("-", "_"), w) for w in words]
+    )
+    bounds = {
+        "resize": (1, 10_000),
+        "quality": (1, 100),
+        "shard_mib": (2**-10, 2**20),
+        "seed": (0, 2**32 - 1),
+    }
+    for name, (low, high) in bounds.items():
+        if (value := getattr(flags, name)) is not None and not low <= value <= high:
+            parser.error(f"--{name} {value}: must be from {low:g} to {high:,}")
+    if problem := _problem(flags):
+        parser.error(problem)
+    return flags
+
+
+def _problem(flags: argparse.Namespace) -> str | None:
+    """What in these flags does not go together."""
+    remote = flags.out.startswith("s3://")
+    if not (flags.data or flags.url or flags.train or flags.val):
+        return "give --data, --url, or --train and --val"
+    if flags.data and flags.url:
+        return "--data and --url exclude one another"
+    if flags.url and not re.match("https?://", flags.url):
+        return f"--url {flags.url}: must begin with http:// or https://; --data takes folders and s3://"
+    if flags.devkit and flags.source != "imagenet":
+        return f"--devkit: --from {flags.source} takes the classes from the names"
+    if remote and flags.format != "shards":
+        return f"--format {flags.format} writes to a local folder, not to {flags.out}"
+    if remote != bool(flags.work_dir):
+        return "--work_dir and --out s3://... belong together"
+    if flags.format == "index" and (flags.resize or flags.source == "folder"):
+        return "--format index copies nothing: it takes archives, and no --resize"
+    return None
+
+
+class Preparation:
+    """One --out, from its beginning or where it was left. The journal says how far it is."""
+
+    def __init__(self, flags: argparse.Namespace):
+        self.flags = flags
+        self.store = ObjectStore(flags.out) if flags.out.startswith("s3://") else None
+        self.folder = Path(flags.work_dir or flags.out).expanduser().absolute()
+        self.manifest = FOLDER_MANIFEST if flags.format == "folder" else MANIFEST
+        hashed = flags.source == "imagenet" and not flags.no_verify
+        self.source = Source(flags.source, find_parts(flags), hashed, flags.subset)
+        self.settings = {
+            "format": flags.format,
+            "from": flags.source,
+            "seed": flags.seed,
+            "resize": {"short_side": flags.resize, "quality": flags.quality} if flags.resize else None,
+            "shard_mib": flags.shard_mib,
+            "inputs": self.source.bytes,
+        }
+        self.journal: dict[str, Any] = {"splits": {}}
+
+    def run(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with locked(self.folder):
+            if self._is_complete():
+                return
+            self.source.read_classes()
+            self._begin_or_continue()
+            for split in [split for split in SPLITS if split in self.source.parts]:
+                if "finished" not in self.journal["splits"].get(split, {}):
+                    (self._index if self.flags.format == "index" else self._write)(split)
+                if self.store is not None:
+                    self._upload(split)
+            self._finish()
+
+    # --- Beginning and end
+
+    def _is_complete(self) -> bool:
+        """Raises ValueError when what is there was made otherwise."""
+        if self.store is None:
+            path = self.folder / self.manifest
+            content = path.read_bytes() if path.exists() else None
+        else:
+            content = self.store.read(self.manifest, MANIFEST_LIMIT)
+        if content is None:
+            return False
+        self._check_same(json.loads(content).get("settings", {}))
+        (self.folder / JOURNAL).unlink(missing_ok=True)
+        print(f"{self.flags.out} is complete: nothing to do")
+        return True
+
+    def _begin_or_continue(self) -> None:
+        path = self.folder / JOURNAL
+        left = json.loads(path.read_text()) if path.exists() else None
+        if left is not None and left["splits"]:
+            self._check_same(left["settings"])
+            if left["times"] != self.source.times:
+                raise ValueError(f"the archives changed since {self.folder} was begun: remove it")
+            self.journal = left
+            print(f"{self.folder} was begun: going on there", flush=True)
+            return
+        if left is not None:  # stopped before anything was worth keeping; then all there is ours
+            remove_splits(self.folder)
+        if others := [file.name for file in self.folder.iterdir() if file.name[0] != "."]:
+            raise ValueError(f"{self.folder} holds other files, as {others[0]}: give a new folder")
+        if self.store is not None:
+            self.store.probe()
+            if others := [key for key in self.store.list() if not OURS.fullmatch(key)]:
+                raise ValueError(f"{self.store.url} holds other objects, as {others[0]}: give a new prefix")
+        self.journal = {"settings": self.settings, "times": self.source.times, "splits": {}, "uploaded": []}
+        self._save()
+
+    def _check_same(self, found: dict[str, Any]) -> None:
+        for name, value in self.settings.items():
+            if found.get(name) != value:
+                raise ValueError(
+                    f"{self.flags.out} was begun otherwise: {name} was {found.get(name)}, and is now {value}."
+                    f" Give another --out{' and --work_dir' if self.store else ''}, or remove what is there"
+                )
+
+    def _save(self) -> None:
+        replace(self.folder / JOURNAL, json.dumps(self.journal).encode())
+
+    def _finish(self) -> None:
+        finished = {split: about["finished"] for split, about in self.journal["splits"].items()}
+        odd = [{"split": s, **image} for s, about in self.journal["splits"].items() for image in about["odd"]]
+        manifest = {
+            "format": FORMAT,
+            "kind": self.flags.format,
+            "name": self._name(),
+            "seed": self.flags.seed,
+            "resize": self.settings["resize"],
+            "classes": self.source.classes,
+            "splits": finished,
+            "reencoded": odd,
+            "settings": self.settings,
+        }
+        content = (json.dumps(manifest, indent=1) + "\n").encode()
+        for split in finished:
+            (self.folder / part_name(split)).unlink(missing_ok=True)
+        if self.store is None:
+            replace(self.folder / self.manifest, content)
+        else:
+            self.store.write(self.manifest, content)
+        (self.folder / JOURNAL).unlink()
+        counts = ", ".join(f"{about['images']:,} images of {split}" for split, about in finished.items())
+        print(f"{self.flags.out} is complete: {counts}, {len(self.source.classes):,} classes")
+        for image in odd:
+            print(f"recoded as RGB JPEG: {image['split']} {image['key']} ({image['why']})")
+        if absent := [split for split in SPLITS if split not in finished]:
+            print(f"there is no {absent[0]}: training needs both splits")
+
+    def _name(self) -> str:
+        if self.flags.source == "imagenet":
+            return "imagenet"
+        return Path(self.flags.data or self.flags.train or self.flags.val).stem
+
+    def _upload(self, split: str) -> None:
+        """Shard by shard, each of which then makes room here."""
+        files = [shard["file"] for shard in self.journal["splits"][split]["finished"]["shards"]]
+        for file in (*files, index_name(split)):
+            if file not in self.journal["uploaded"]:
+                self.store.upload(self.folder / file, file)
+                self.journal["uploaded"].append(file)
+                self._save()
+            (self.folder / file).unlink(missing_ok=True)
+        print(f"{split} is uploaded to {self.store.url}", flush=True)
+
+    # --- One split
+
+    def _index(self, split: str) -> None:
+        path = Path(self.source.parts[split]).absolute()
+        with self.source.open(split) as (_, stream):
+            self.source.check_md5(split, stream)
+        began = time.perf_counter()
+        classes = [index_rows(listing, self.source.labels[split], path) for listing in scan(path)]
+        if not classes:
+            raise ValueError(f"{path} holds no images")
+        rows = np.concatenate(classes)
+        self.source.check_counts(split, len(classes), len(rows))
+        shard = {"file": str(path), "bytes": path.stat().st_size, "images": len(rows), "sha256": None}
+        digest = write_index(self.folder, split, rows)
+        entry = {"images": len(rows), "index_sha256": digest, "shards": [shard]}
+        self._finish_split(split, entry, [])
+        print(f"{split}: {len(rows):,} images indexed in {time.perf_counter() - began:.2f} s", flush=True)
+
+    def _write(self, split: str) -> None:
+        """In one pass, or the rest of it."""
+        left = self.journal["splits"].get(split)
+        with contextlib.ExitStack() as stack:
+            groups, stream = stack.enter_context(self.source.open(split))
+            begin = Place(*left["place"]) if left else Place()
+            images = recoded(
+                batches(groups, self.source.labels[split], begin), self.flags.resize, self.flags.quality
+            )
+            stack.callback(images.close)  # ends its processes
+            first = [] if left else list(islice(images, SAMPLED))
+            left = left or self._beginning(split, first)
+            self._check_room(left["bytes"] - left["written"])
+            writer = self._writer(split, left)
+            stack.callback(writer.close)
+            total = self.source.bytes[split]
+            progress = stack.enter_context(Progress(split, writer.count, left["read"], total))
+            committed_s = time.monotonic()
+            for batch in chain(first, images):
+                writer.write(batch.images)
+                left["place"] = batch.place
+                left["odd"] += batch.odd
+                left["read"] += batch.bytes
+                left["written"] += sum(len(image.data) for image in batch.images)
+                progress.show(writer.count, left["read"])
+                if time.monotonic() > committed_s + JOURNAL_S:
+                    self.journal["splits"][split] = left | {"writer": writer.commit()}
+                    self._save()
+                    committed_s = time.monotonic()
+            self.source.check_counts(split, left["place"].group + 1, writer.count)
+            try:
+                self.source.check_md5(split, stream)
+            except ValueError:
+                if self.journal["splits"].pop(split, None):  # what came out of it counts for nothing
+                    self._save()
+                raise
+            self._finish_split(split, writer.finish(), left["odd"])
+            progress.end(writer.count, left["read"])
+
+    def _beginning(self, split: str, first: list[Batch]) -> dict[str, Any]:
+        """Of a split that is not begun. What its first images become tells how large it will be."""
+        before = sum(batch.bytes for batch in first)
+        after = sum(len(image.data) for batch in first for image in batch.images)
+        if not before:
+            raise ValueError(f"{shown(self.source.parts[split])} holds no images")
+        expected = math.ceil(self.source.bytes[split] * after / before)
+        shards = math.ceil(expected / (self.flags.shard_mib * 2**20))
+        start = {"place": Place(), "odd": [], "read": 0, "written": 0, "writer": None}
+        return start | {"bytes": expected, "shards": shards}
+
+    def _check_room(self, needed: int) -> None:
+        free = shutil.disk_usage(self.folder).free
+        if needed > free:
+            raise ValueError(
+                f"{self.folder} needs {needed / 2**30:,.1f} GiB, and {free / 2**30:,.1f} GiB are free: make"
+                " room, or give another folder"
+            )
+
+    def _writer(self, split: str, left: dict[str, Any]) -> ShardWriter | FolderWriter:
+        if self.flags.format == "folder":
+            return FolderWriter(self.folder, split, left["writer"])
+        return ShardWriter(self.folder, split, left["shards"], self.flags.seed, left["writer"])
+
+    def _finish_split(self, split: str, entry: dict[str, Any], odd: list[dict[str, str]]) -> None:
+        self.journal["splits"][split] = {"finished": entry, "odd": odd}
+        self._save()
+
+
+def find_parts(flags: argparse.Namespace) -> dict[str, str]:
+    """Paths or urls of train, val and devkit, of those that there are."""
+    base, names, found = flags.url or os.path.expanduser(flags.data or ""), NAMES[flags.source], {}
+    for part, name in names.items():
+        given, beside = getattr(flags, part), base and f"{base.rstrip('/')}/{name}"
+        if given or (beside and (flags.url or exists(beside))):
+            found[part] = given or beside
+    if not {"train", "val"} & found.keys():
+        raise ValueError(f"--data {base}: there is neither {names['train']} nor {names['val']}")
+    if flags.source == "imagenet" and "devkit" not in found:
+        raise ValueError(
+            f"{DEVKIT} is missing{f' in {base}' if base else ''}: it has the labels of val, and the names"
+            " of the classes. Give --devkit; class tars without one are read by --from tar"
+        )
+    if flags.format == "index" and (remote := [where for where in found.values() if "://" in where]):
+        raise ValueError(f"--format index takes files of this host, not {shown(remote[0])}")
+    return found
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Alone in this folder; the kernel opens the lock when its holder dies, however that is."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"another process prepares images in {folder}: wait for it") from None
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def remove_splits(folder: Path) -> None:
+    for path in folder.iterdir():
+        if path.name in SPLITS:
+            shutil.rmtree(path)
+        elif OURS.fullmatch(path.name):
+            path.unlink()
+
+
+class Progress:
+    """Of one split, by the bytes of its images: a bar on a terminal, else a line every LINE_S."""
+
+    def __init__(self, split: str, images: int, read: int, total: int):
+        """images and read: done before an interruption."""
+        self.split, self.first_image, self.first_byte, self.total = split, images, read, total
+        self.began_s = self.shown_s = time.monotonic()
+        self.bar = None
+        if sys.stdout.isatty() and "NO_COLOR" not in os.environ:
+            from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+            columns = (TextColumn("{task.description}"), BarColumn(20), TimeRemainingColumn())
+            self.bar = Progress(*columns, refresh_per_second=4)
+            self.task = self.bar.add_task(split, total=total, completed=read)
+
+    def __enter__(self) -> "Progress":
+        if self.bar:
+            self.bar.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        if self.bar:
+            self.bar.stop()
+
+    def show(self, images: int, read: int) -> None:
+        if self.bar:
+            self.bar.update(self.task, completed=read, description=self._line(images, read))
+        elif time.monotonic() > self.shown_s + LINE_S:
+            self.shown_s = time.monotonic()
+            left_s = (self.total - read) * (self.shown_s - self.began_s) / (read - self.first_byte)
+            print(f"{self._line(images, read)}  {timedelta(seconds=round(left_s))} left", flush=True)
+
+    def end(self, images: int, read: int) -> None:
+        if self.bar:
+            self.bar.update(self.task, completed=self.total)
+        print(f"{self._line(images, read)}  done", flush=True)
+
+    def _line(self, images: int, read: int) -> str:
+        seconds = max(time.monotonic() - self.began_s, 1e-3)
+        speed = f"{(images - self.first_image) / seconds:,.0f} images/s"
+        return (
+            f"{self.split}  {images:,} images  {read / 2**30:,.2f} of {self.total / 2**30:,.2f} GiB  {speed}"
+            f"  {(read - self.first_byte) / seconds / 1e6:,.0f} MB/s"
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
