@@ -39,7 +39,6 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from datetime import timedelta
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -50,6 +49,7 @@ from common.archives import scan
 from common.decode import SPLITS
 from common.imagenet import DEVKIT, TRAIN, VAL
 from common.object_store import ObjectStore
+from common.progress import Reading
 from common.raw_images import Batch, Place, Source, batches, exists, index_rows, shown
 from common.recode import recoded
 from common.shard_writer import FolderWriter, ShardWriter, part_name, replace, write_index
@@ -64,7 +64,6 @@ JOURNAL = ".progress.json"
 JOURNAL_S = 20  # what a kill may cost
 FOLDER_MANIFEST = "prepared.json"  # of --format folder: no data set of its own, only a list
 SAMPLED = 8  # batches that tell how many shards there will be
-LINE_S = 30
 OURS = re.compile(r"(train|val)(-\d{5,}\.tar|_index\.npy)")
 
 
@@ -310,7 +309,7 @@ class Preparation:
             writer = self._writer(split, left)
             stack.callback(writer.close)
             total = self.source.bytes[split]
-            progress = stack.enter_context(Progress(split, writer.count, left["read"], total))
+            progress = stack.enter_context(Reading(split, writer.count, left["read"], total))
             committed_s = time.monotonic()
             for batch in chain(first, images):
                 writer.write(batch.images)
@@ -401,52 +400,6 @@ def remove_splits(folder: Path) -> None:
             shutil.rmtree(path)
         elif OURS.fullmatch(path.name):
             path.unlink()
-
-
-class Progress:
-    """Of one split, by the bytes of its images: a bar on a terminal, else a line every LINE_S."""
-
-    def __init__(self, split: str, images: int, read: int, total: int):
-        """images and read: done before an interruption."""
-        self.split, self.first_image, self.first_byte, self.total = split, images, read, total
-        self.began_s = self.shown_s = time.monotonic()
-        self.bar = None
-        if sys.stdout.isatty() and "NO_COLOR" not in os.environ:
-            from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-            columns = (TextColumn("{task.description}"), BarColumn(20), TimeRemainingColumn())
-            self.bar = Progress(*columns, refresh_per_second=4)
-            self.task = self.bar.add_task(split, total=total, completed=read)
-
-    def __enter__(self) -> "Progress":
-        if self.bar:
-            self.bar.start()
-        return self
-
-    def __exit__(self, *_) -> None:
-        if self.bar:
-            self.bar.stop()
-
-    def show(self, images: int, read: int) -> None:
-        if self.bar:
-            self.bar.update(self.task, completed=read, description=self._line(images, read))
-        elif time.monotonic() > self.shown_s + LINE_S:
-            self.shown_s = time.monotonic()
-            left_s = (self.total - read) * (self.shown_s - self.began_s) / (read - self.first_byte)
-            print(f"{self._line(images, read)}  {timedelta(seconds=round(left_s))} left", flush=True)
-
-    def end(self, images: int, read: int) -> None:
-        if self.bar:
-            self.bar.update(self.task, completed=self.total)
-        print(f"{self._line(images, read)}  done", flush=True)
-
-    def _line(self, images: int, read: int) -> str:
-        seconds = max(time.monotonic() - self.began_s, 1e-3)
-        speed = f"{(images - self.first_image) / seconds:,.0f} images/s"
-        return (
-            f"{self.split}  {images:,} images  {read / 2**30:,.2f} of {self.total / 2**30:,.2f} GiB  {speed}"
-            f"  {(read - self.first_byte) / seconds / 1e6:,.0f} MB/s"
-        )
 
 
 if __name__ == "__main__":

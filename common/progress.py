@@ -1,9 +1,11 @@
-"""What a run shows while it goes on: a live line on a terminal, plain lines elsewhere."""
+"""What a run, or a preparation, shows while it goes on: a live line on a terminal, plain lines elsewhere."""
 
 import math
 import os
 import sys
 import time
+
+LINE_S = 30  # of silence
 
 
 def progress(epochs: int, first_step: int, steps: int) -> "Lines | Bar":
@@ -26,7 +28,7 @@ class Lines:
         self.shown = time.perf_counter()
 
     def tell(self, doing: str) -> None:
-        if time.perf_counter() - self.shown > 30:
+        if time.perf_counter() - self.shown > LINE_S:
             print(doing, flush=True)
             self.shown = time.perf_counter()
 
@@ -65,6 +67,52 @@ class Bar:
 
     def stop(self) -> None:
         self.bar.stop()
+
+
+class Reading:
+    """Of one split, by the bytes of its images: a bar on a terminal, else a line every LINE_S."""
+
+    def __init__(self, split: str, images: int, read: int, total: int):
+        """images and read: done before an interruption."""
+        self.split, self.first_image, self.first_byte, self.total = split, images, read, total
+        self.began_s = self.shown_s = time.monotonic()
+        self.bar = None
+        if sys.stdout.isatty() and "NO_COLOR" not in os.environ:
+            from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+            columns = (TextColumn("{task.description}"), BarColumn(20), TimeRemainingColumn())
+            self.bar = Progress(*columns, refresh_per_second=4)
+            self.task = self.bar.add_task(split, total=total, completed=read)
+
+    def __enter__(self) -> "Reading":
+        if self.bar:
+            self.bar.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        if self.bar:
+            self.bar.stop()
+
+    def show(self, images: int, read: int) -> None:
+        if self.bar:
+            self.bar.update(self.task, completed=read, description=self._line(images, read))
+        elif time.monotonic() > self.shown_s + LINE_S:
+            self.shown_s = time.monotonic()
+            left_s = (self.total - read) * (self.shown_s - self.began_s) / (read - self.first_byte)
+            print(f"{self._line(images, read)}  {_duration(left_s)} left", flush=True)
+
+    def end(self, images: int, read: int) -> None:
+        if self.bar:
+            self.bar.update(self.task, completed=self.total)
+        print(f"{self._line(images, read)}  done", flush=True)
+
+    def _line(self, images: int, read: int) -> str:
+        seconds = max(time.monotonic() - self.began_s, 1e-3)
+        speed = f"{(images - self.first_image) / seconds:,.0f} images/s"
+        return (
+            f"{self.split}  {images:,} images  {read / 2**30:,.2f} of {self.total / 2**30:,.2f} GiB  {speed}"
+            f"  {(read - self.first_byte) / seconds / 1e6:,.0f} MB/s"
+        )
 
 
 def _where(step: int, epoch: float, progress: Lines | Bar) -> str:

@@ -354,7 +354,9 @@ class Run:
         mark(self.folder / "checkpoints", self.step, best)
         if self.place.mirror:
             self.place.mirror.offer(self.step, best)
-        write_json(self.folder / "result.json", result(self, "finished"))
+        # Until all is in S3, so that the same command makes up for an upload that a kill interrupts.
+        pending = {"uploaded": False} if self.place.mirror else {}
+        write_json(self.folder / "result.json", result(self, "finished") | pending)
         self.log.show(self.step, draw_predictions(self))
         report.show(self.folder, self.val_name)
 

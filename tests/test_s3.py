@@ -136,6 +136,22 @@ def test_killed_between_data_and_manifest(bucket, straight, tmp_path):  # noqa: 
     assert_same_end(tmp_path / "run", straight[0])
 
 
+def test_killed_in_the_last_upload(bucket, tmp_path):
+    words, job = bucket.words(tmp_path / "run", "--max_steps", "4"), None
+
+    def kill() -> None:
+        job.process.send_signal(signal.SIGKILL)
+        job.process.wait()
+
+    bucket.proxy.on("PUT", ".*/step_00000004/manifest.json", kill)
+    job = Job(words, env=bucket.env)
+    assert job.wait()[0] == -signal.SIGKILL
+    assert 4 not in bucket.steps()
+    run(words, env=bucket.env)
+    assert bucket.steps()[-1] == 4
+    assert result(tmp_path / "run")["uploaded"] is True
+
+
 def test_a_black_hole_stops_no_training(bucket, impatient, straight, tmp_path):  # noqa: F811
     """It opens with the second upload, which is made up for when the same command is started again."""
     words = bucket.words(tmp_path / "run")

@@ -286,7 +286,7 @@ def test_an_image_counted_twice_is_found(trained, project_copy, cache, tmp_path)
     mutate(project_copy, "common/order.py", "valid = int(np.count_nonzero(ids < end))", "valid = per_device")
     status, output = Job(words(trained, *cache, "--output_dir", tmp_path / "out"), cwd=project_copy).wait()
     assert status == 1
-    assert "image 0 was counted 25 times" in output  # 360 are 24 less than 3 x 128
+    assert "image 359 was counted 25 times" in output  # 360 are 24 less than 3 x 128
     assert not (tmp_path / "out").exists()
 
 
