@@ -11,9 +11,9 @@ Both on the same files in memory: as they are, and with the shorter side 256 and
 prep_imagenet.py --resize 256 makes them. One thread. The arms work in turn in one run; a round goes over all
 files with each, and what counts is the median of the rounds' ratios of processor time.
 
-100 photographs of ImageNet of 104 kB (29 kB resized), one CPU core, medians of 9 rounds, four runs: in the same
-time ours did 1.8 to 2.0 times PIL's images on the originals. From resized files it did 2.8 to 3.2 times PIL's
-from the same, and 4.8 to 5.7 times PIL's from the originals.
+100 photographs of ImageNet of 104 kB (29 kB resized), one CPU core, medians of 9 rounds, four runs: in the
+same time ours did 1.8 to 2.0 times PIL's images on the originals. From resized files it did 2.8 to 3.2 times
+PIL's from the same, and 4.8 to 5.7 times PIL's from the originals.
 """
 
 import argparse
