@@ -22,7 +22,8 @@ and are listed. --resize 256 makes the shorter side of larger images 256 pixels,
 
 Other images: --from tar takes train.tar and val.tar, each of which holds <class>.tar files, and --from folder
 train/<class>/ and val/<class>/; --train and --val may be one and the other. Labels are then the numbers of
-the sorted class names. Hidden files, and what has no image's extension, are passed over.
+the sorted class names, for which tars are looked through first. Hidden files, and what has no image's
+extension, are passed over.
 
 Interrupted, killed or out of room, the same command goes on where it was, and the result is the same.
 """
@@ -50,17 +51,16 @@ from common.decode import SPLITS
 from common.imagenet import DEVKIT, TRAIN, VAL
 from common.object_store import ObjectStore
 from common.progress import Reading
-from common.raw_images import Batch, Place, Source, batches, exists, index_rows, shown
+from common.raw_images import SECOND_CLASS, Batch, Place, Source, batches, exists, index_rows, shown
 from common.recode import recoded
 from common.shard_writer import FolderWriter, ShardWriter, part_name, replace, write_index
-from common.shards import FORMAT, MANIFEST, MANIFEST_LIMIT, index_name
+from common.shards import FORMAT, JOURNAL, MANIFEST, MANIFEST_LIMIT, index_name
 
 NAMES = {
     "imagenet": {"train": TRAIN, "val": VAL, "devkit": DEVKIT},
     "tar": {"train": "train.tar", "val": "val.tar"},
     "folder": {"train": "train", "val": "val"},
 }
-JOURNAL = ".progress.json"
 JOURNAL_S = 20  # what a kill may cost
 FOLDER_MANIFEST = "prepared.json"  # of --format folder: no data set of its own, only a list
 SAMPLED = 8  # batches that tell how many shards there will be
@@ -193,7 +193,10 @@ class Preparation:
             content = self.store.read(self.manifest, MANIFEST_LIMIT)
         if content is None:
             return False
-        self._check_same(json.loads(content).get("settings", {}))
+        about = json.loads(content)
+        if not isinstance(about, dict) or "settings" not in about:
+            raise ValueError(f"{self.flags.out} holds a {self.manifest} of something else: give a new one")
+        self._check_same(about["settings"])
         (self.folder / JOURNAL).unlink(missing_ok=True)
         print(f"{self.flags.out} is complete: nothing to do")
         return True
@@ -201,23 +204,55 @@ class Preparation:
     def _begin_or_continue(self) -> None:
         path = self.folder / JOURNAL
         left = json.loads(path.read_text()) if path.exists() else None
+        now = {"settings": self.settings, "versions": self.source.versions}
         if left is not None and left["splits"]:
+            self._drop_changed(left)
             self._check_same(left["settings"])
-            if left["times"] != self.source.times:
-                raise ValueError(f"the archives changed since {self.folder} was begun: remove it")
-            self.journal = left
+            self.journal = left | now
             print(f"{self.folder} was begun: going on there", flush=True)
             return
-        if left is not None:  # stopped before anything was worth keeping; then all there is ours
-            remove_splits(self.folder)
+        if left is not None and left["writing"]:  # stopped before anything was worth keeping
+            for split in SPLITS:
+                self._remove(split)
         if others := [file.name for file in self.folder.iterdir() if file.name[0] != "."]:
             raise ValueError(f"{self.folder} holds other files, as {others[0]}: give a new folder")
         if self.store is not None:
             self.store.probe()
             if others := [key for key in self.store.list() if not OURS.fullmatch(key)]:
                 raise ValueError(f"{self.store.url} holds other objects, as {others[0]}: give a new prefix")
-        self.journal = {"settings": self.settings, "times": self.source.times, "splits": {}, "uploaded": []}
+        self.journal = now | {"splits": {}, "uploaded": [], "writing": False}
         self._save()
+
+    def _drop_changed(self, left: dict[str, Any]) -> None:
+        """Forgets what was done of an archive that was replaced since: one that was cut short, for example.
+        Raises ValueError where that can't be."""
+        found, now = left["settings"]["inputs"], self.source.bytes
+        for part in found.keys() | now.keys():
+            same = found.get(part) == now.get(part) and left["versions"].get(
+                part
+            ) == self.source.versions.get(part)
+            if not same and (part == "devkit" or "finished" in left["splits"].get(part, {})):
+                raise ValueError(
+                    f"{part} changed since {self.folder} was begun: remove that, and begin again"
+                )
+            if not same and left["splits"].pop(part, None):
+                print(f"{part} was replaced since {self.folder} was begun: it is read anew", flush=True)
+                self._remove(part)
+        left["settings"]["inputs"] = now
+
+    def _remove(self, split: str) -> None:
+        """What was written of it."""
+        for path in self.folder.iterdir():
+            if OURS.fullmatch(path.name) and path.name.startswith(split):
+                path.unlink()
+        if self.flags.format == "folder":
+            shutil.rmtree(self.folder / split, ignore_errors=True)
+
+    def _begin_writing(self) -> None:
+        """From now on a split's files in the folder are ours."""
+        if not self.journal["writing"]:
+            self.journal["writing"] = True
+            self._save()
 
     def _check_same(self, found: dict[str, Any]) -> None:
         for name, value in self.settings.items():
@@ -250,6 +285,10 @@ class Preparation:
         if self.store is None:
             replace(self.folder / self.manifest, content)
         else:
+            made = {shard["file"] for about in finished.values() for shard in about["shards"]}
+            made |= {index_name(split) for split in finished}
+            # Of an earlier preparation, with more shards: readers of train-*.tar would take them, too.
+            self.store.delete([key for key in self.store.list() if OURS.fullmatch(key) and key not in made])
             self.store.write(self.manifest, content)
         (self.folder / JOURNAL).unlink()
         counts = ", ".join(f"{about['images']:,} images of {split}" for split, about in finished.items())
@@ -262,7 +301,8 @@ class Preparation:
     def _name(self) -> str:
         if self.flags.source == "imagenet":
             return "imagenet"
-        return Path(self.flags.data or self.flags.train or self.flags.val).stem
+        flags = self.flags
+        return Path(shown(flags.data or flags.url or flags.train or flags.val)).stem or "images"
 
     def _upload(self, split: str) -> None:
         """Shard by shard, each of which then makes room here."""
@@ -282,12 +322,18 @@ class Preparation:
         with self.source.open(split) as (_, stream):
             self.source.check_md5(split, stream)
         began = time.perf_counter()
-        classes = [index_rows(listing, self.source.labels[split], path) for listing in scan(path)]
+        classes = {}
+        for listing in scan(path):
+            name = (listing.archive or "").rpartition("/")[2]
+            if name in classes:
+                raise ValueError(f"{path}: {listing.archive}: {SECOND_CLASS}")
+            classes[name] = index_rows(listing, self.source.labels[split], path)
         if not classes:
             raise ValueError(f"{path} holds no images")
-        rows = np.concatenate(classes)
+        rows = np.concatenate(list(classes.values()))
         self.source.check_counts(split, len(classes), len(rows))
         shard = {"file": str(path), "bytes": path.stat().st_size, "images": len(rows), "sha256": None}
+        self._begin_writing()
         digest = write_index(self.folder, split, rows)
         entry = {"images": len(rows), "index_sha256": digest, "shards": [shard]}
         self._finish_split(split, entry, [])
@@ -298,7 +344,9 @@ class Preparation:
         left = self.journal["splits"].get(split)
         with contextlib.ExitStack() as stack:
             groups, stream = stack.enter_context(self.source.open(split))
-            begin = Place(*left["place"]) if left else Place()
+            if left:
+                left["place"] = Place(*left["place"])
+            begin = left["place"] if left else Place()
             images = recoded(
                 batches(groups, self.source.labels[split], begin), self.flags.resize, self.flags.quality
             )
@@ -306,6 +354,7 @@ class Preparation:
             first = [] if left else list(islice(images, SAMPLED))
             left = left or self._beginning(split, first)
             self._check_room(left["bytes"] - left["written"])
+            self._begin_writing()
             writer = self._writer(split, left)
             stack.callback(writer.close)
             total = self.source.bytes[split]
@@ -392,14 +441,6 @@ def locked(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
-
-
-def remove_splits(folder: Path) -> None:
-    for path in folder.iterdir():
-        if path.name in SPLITS:
-            shutil.rmtree(path)
-        elif OURS.fullmatch(path.name):
-            path.unlink()
 
 
 if __name__ == "__main__":

@@ -39,9 +39,11 @@ class Input:
         size: int,
         chunks_from: Callable[[int], Iterator[bytes]],
         hashed: bool = False,
+        version: str | None = None,
     ):
-        """`chunks_from(position)` yields what follows; with `hashed` all that is read goes through MD5."""
-        self.where, self.size = where, size
+        """`chunks_from(position)` yields what follows; with `hashed` all that is read goes through MD5.
+        version: changes when the source is replaced; None where that is not known."""
+        self.where, self.size, self.version = where, size, version
         self.stream, self.end = self, size  # as a Member has them
         self._chunks_from, self._chunks = chunks_from, chunks_from(0)
         self._chunk, self._start, self._at = b"", 0, 0  # the current one, its position, and ours in it
@@ -118,13 +120,14 @@ def open_input(where: str | Path, hashed: bool = False) -> Input:
     where = str(where)
     if where.startswith("s3://"):
         return _from_s3(where, hashed)
-    if where.startswith(("http://", "https://")):
+    if where.lower().startswith(("http://", "https://")):
         web = _Web(where)
-        return Input(web.shown, web.size, web.chunks_from, hashed)
+        return Input(web.shown, web.size, web.chunks_from, hashed, web.version)
     path = Path(where)
     if not path.is_file():
         raise ValueError(f"{path} is no file: give the path, s3:// or http(s):// url of an archive")
-    return Input(where, path.stat().st_size, partial(_file_chunks, path), hashed)
+    stat = path.stat()
+    return Input(where, stat.st_size, partial(_file_chunks, path), hashed, str(stat.st_mtime_ns))
 
 
 def from_bytes(where: str, content: bytes) -> Input:
@@ -144,10 +147,11 @@ def _from_s3(url: str, hashed: bool) -> Input:
 
     bucket, _, key = url.removeprefix("s3://").partition("/")
     store = ObjectStore(f"s3://{bucket}")
-    size = store.size(key) if key else None
-    if size is None:
+    found = store.size_and_etag(key) if key else None
+    if found is None:
         raise ValueError(f"{url}: there is no such object: give s3://bucket/key of an archive")
-    return Input(url, size, partial(store.stream, key), hashed)
+    size, etag = found
+    return Input(url, size, lambda position: store.stream(key, size, etag, position), hashed, etag)
 
 
 class _Web:
@@ -162,7 +166,7 @@ class _Web:
                 f"the url of {parts.path!r} has no host, a user name, or characters that are not allowed in a"
                 " url: correct it; where a login is needed, download the file and give its path"
             )
-        self._url, self._version = url, None
+        self._url, self.version = url, None
         answer, _ = self._begin(0, "0")  # the first byte, as signed urls are seldom good for HEAD
         with answer:
             size = answer.headers["Content-Range" if answer.status == 206 else "Content-Length"] or ""
@@ -172,7 +176,7 @@ class _Web:
                     f"{self.shown}: the server does not say its size: download it, give the path"
                 )
             self.size = int(size)
-            self._version = answer.headers["ETag"]
+            self.version = answer.headers["ETag"]
 
     def chunks_from(self, position: int) -> Iterator[bytes]:
         while position < self.size:
@@ -217,7 +221,7 @@ class _Web:
                 raise ValueError(f"{self.shown}: {error.reason}: set SSL_CERT_FILE, or correct it") from None
             raise
         begins = answer.headers["Content-Range"] or "bytes 0-"
-        if not begins.startswith(f"bytes {position}-") or self._version not in (None, answer.headers["ETag"]):
+        if not begins.startswith(f"bytes {position}-") or self.version not in (None, answer.headers["ETag"]):
             answer.close()
             raise ValueError(
                 f"{self.shown} can't be read from byte {position:,}: it was replaced meanwhile, or the server"

@@ -228,26 +228,24 @@ class ObjectStore:
             path.unlink(missing_ok=True)
             raise
 
-    def size(self, key: str) -> int | None:
-        """In bytes; None when absent."""
+    def size_and_etag(self, key: str) -> tuple[int, str | None] | None:
+        """Bytes, and what changes when it is replaced; None when absent."""
         found = self._head(key)
-        return None if found is None else found["ContentLength"]
+        return None if found is None else (found["ContentLength"], found.get("ETag"))
 
-    def stream(self, key: str, start: int = 0) -> Iterator[bytes]:
-        """The object's bytes from `start` on, in pieces of PART_BYTES, of which STREAMS are fetched ahead.
+    def stream(self, key: str, size: int, etag: str | None, start: int = 0) -> Iterator[bytes]:
+        """The object's bytes from `start` on: a small piece, as it may be all that is wanted, then pieces of
+        PART_BYTES, of which STREAMS are fetched ahead.
 
         To be closed, or read to its end. Each piece may be cut ATTEMPTS times.
         """
-        found = self._head(key)
-        if found is None:
-            raise WrongSize(f"{self.url}/{key} is not there any more: use another copy")
         stop, coming = threading.Event(), deque()
+        first = min(CHUNK_BYTES, PART_BYTES)
+        begins = [start, *range(start + first, size, PART_BYTES)] if start < size else []
         try:
-            for begin in range(start, found["ContentLength"], PART_BYTES):
-                end = min(begin + PART_BYTES, found["ContentLength"])
-                chunks = self._chunks(key, begin, end, found.get("ETag"), stop)
-                coming.append(_begin(partial(b"".join, chunks)))
-                if len(coming) == STREAMS:
+            for number, (begin, end) in enumerate(zip(begins, [*begins[1:], size], strict=True)):
+                coming.append(_begin(partial(b"".join, self._chunks(key, begin, end, etag, stop))))
+                if number == 0 or len(coming) == STREAMS:
                     yield _outcome(coming.popleft())
             while coming:
                 yield _outcome(coming.popleft())

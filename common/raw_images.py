@@ -1,5 +1,6 @@
 """Encoded images as they are published: in archives or folders, with their classes and labels."""
 
+import hashlib
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,6 +21,7 @@ from common.object_store import ObjectStore
 VAL_NAME = re.compile(r"ILSVRC2012_val_(\d{8})\.JPEG")
 WNID, PLAIN = re.compile(r"n\d{8}"), re.compile(r"[^/\\\0]+")
 BATCH_IMAGES, BATCH_BYTES = 32, 2**23
+SECOND_CLASS = "a second class of this name: put its images together"
 
 
 class RawImage(NamedTuple):
@@ -80,10 +82,18 @@ def _files(archive: Input | Member) -> Iterator[tuple[str, Callable[[], bytes]]]
 
 
 def class_folders(root: Path) -> Iterator[Group]:
-    """`<class>/*`, sorted."""
-    for folder in sorted(path for path in root.iterdir() if path.is_dir() and path.name[0] != "."):
-        files = sorted(path for path in folder.iterdir() if path.is_file())
-        yield Group(folder.name, str(folder), ((path.name, path.read_bytes) for path in files))
+    """`<class>/*`, sorted. Links are followed."""
+    for folder in folders_in(root):
+        files = ((path.name, path.read_bytes) for path in files_in(folder))
+        yield Group(folder.name, str(folder), files)
+
+
+def folders_in(root: Path) -> list[Path]:
+    return sorted(path for path in root.iterdir() if path.is_dir() and path.name[0] != ".")
+
+
+def files_in(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.is_file())
 
 
 def batches(groups: Iterable[Group], label: Label, begin: Place) -> Iterator[Batch]:
@@ -94,7 +104,7 @@ def batches(groups: Iterable[Group], label: Label, begin: Place) -> Iterator[Bat
     classes = set()
     for number, group in enumerate(groups):
         if group.class_name in classes:
-            raise ValueError(f"{group.where}: a second class of this name: put its images together")
+            raise ValueError(f"{group.where}: {SECOND_CLASS}")
         classes.add(group.class_name)
         if number < begin.group:
             continue
@@ -105,15 +115,21 @@ def batches(groups: Iterable[Group], label: Label, begin: Place) -> Iterator[Bat
             if not is_image(name):
                 continue
             check_plain(name, group.where)
-            class_name, number_of_class = label(group.class_name, name)
+            try:
+                class_name, number_of_class = label(group.class_name, name)
+            except ValueError as error:
+                raise ValueError(f"{group.where}: {error}") from None
             key = _key(group.class_name, name)
             if key in keys:
                 raise ValueError(f"{group.where}: {name}: two images have the same name")
             keys.add(key)
             if number == begin.group and len(keys) <= begin.images:
                 continue
-            images.append(RawImage(class_name, name, key, number_of_class, read()))
-            size += len(images[-1].data)
+            data = read()
+            if not data:
+                raise ValueError(f"{group.where}: {name} is empty: take it out")
+            images.append(RawImage(class_name, name, key, number_of_class, data))
+            size += len(data)
             if len(images) == BATCH_IMAGES or size >= BATCH_BYTES:
                 yield Batch(group.where, images, size, Place(number, len(keys)))
                 images, size = [], 0
@@ -131,8 +147,8 @@ def check_plain(name: str, where: str) -> None:
     """ValueError for what is no plain name of a file or folder, of at most 200 bytes."""
     if (
         PLAIN.fullmatch(name) is None
-        or len(name.encode()) > 200
         or not name.isprintable()
+        or len(name.encode()) > 200
         or name in (".", "..")
     ):
         raise ValueError(f"{where}: {name!r} is no plain name for a file")
@@ -153,9 +169,9 @@ class Source:
         """kind: "imagenet", or "tar" and "folder", which hold classes and nothing else. hashed: the MD5 sums
         must be the published ones. subset: there may be other counts than ILSVRC2012's."""
         self.kind, self.parts, self.hashed, self.subset = kind, parts, hashed, subset
-        found = {part: size_and_time(where) for part, where in parts.items()}
+        found = {part: size_and_version(where) for part, where in parts.items()}
         self.bytes = {part: size for part, (size, _) in found.items()}
-        self.times = {part: time_ns for part, (_, time_ns) in found.items()}
+        self.versions = {part: version for part, (_, version) in found.items()}
         self.classes: list[dict[str, str]] = []  # "wnid" and "name", in label order
         self.labels: dict[str, Label] = {}
         self.counts: dict[str, int] = {}  # how many classes train must have, and images val
@@ -208,17 +224,24 @@ def exists(where: str) -> bool:
     """A path, or an object in S3."""
     if where.startswith("s3://"):
         folder, _, name = where.rpartition("/")
-        return ObjectStore(folder).size(name) is not None
+        return ObjectStore(folder).size_and_etag(name) is not None
     return Path(where).exists()
 
 
-def size_and_time(where: str) -> tuple[int, int | None]:
-    """Bytes, of a folder those of its files; and of a file here when it was changed, in ns."""
+def size_and_version(where: str) -> tuple[int, str | None]:
+    """Bytes, of a folder those of its images; and what changes when the source does, None if not known."""
     path = Path(where)
-    if path.is_dir():
-        return sum(file.stat().st_size for file in path.rglob("*") if file.is_file()), None
-    with open_input(where) as stream:
-        return stream.size, path.stat().st_mtime_ns if path.is_file() else None
+    if not path.is_dir():
+        with open_input(where) as stream:
+            return stream.size, stream.version
+    rows = []
+    for folder in folders_in(path):
+        for file in files_in(folder):
+            if is_image(file.name):
+                stat = file.stat()
+                rows.append((f"{folder.name}/{file.name}", stat.st_size, stat.st_mtime_ns))
+    digest = hashlib.sha256(repr(rows).encode(errors="surrogateescape")).hexdigest()
+    return sum(size for _, size, _ in rows), digest
 
 
 def shown(where: str) -> str:
@@ -259,8 +282,11 @@ def index_rows(listing: Listing, label: Label, where: Path) -> np.ndarray:
     names = [name.rpartition("/")[2] for name in listing.names]
     kept = np.array([is_image(name) for name in names], bool)
     names = [name for name in names if is_image(name)]
+    archive = f"{where}: {listing.archive or ''}"
     if not 0 < len(names) == len(set(names)):
-        raise ValueError(f"{where}: {listing.archive or ''} holds no images, or two that have the same name")
+        raise ValueError(f"{archive} holds no images, or two that have the same name")
+    if (empty := listing.sizes[kept] == 0).any():
+        raise ValueError(f"{archive}: {names[int(empty.argmax())]} is empty: take it out")
     if listing.archive is None:
         labels = [label(None, name)[1] for name in names]
     else:

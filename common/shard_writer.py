@@ -5,6 +5,7 @@ state from which another writer goes on: what comes out is that of a single go, 
 """
 
 import hashlib
+import itertools
 import os
 import resource
 from array import array
@@ -168,12 +169,13 @@ class FolderWriter:
         self.folder, self.count = folder / split, (state or {"images": 0})["images"]
         self.lanes = Lanes(min(LANES, cores()))
         self.made: set[str] = set()
+        self.turns = itertools.count()
 
     def write(self, images: Sequence[RawImage]) -> None:
         for name in {image.class_name for image in images} - self.made:
             (self.folder / name).mkdir(parents=True, exist_ok=True)
             self.made.add(name)
-        self.lanes.submit(self.count, self._write_all, images)
+        self.lanes.submit(next(self.turns), self._write_all, images)
         self.count += len(images)
 
     def _write_all(self, images: Sequence[RawImage]) -> None:

@@ -24,6 +24,8 @@ from common.object_store import ObjectStore
 
 FORMAT = 1
 MANIFEST = "manifest.json"
+JOURNAL = ".progress.json"  # of a preparation that is not complete
+SHARD = rf"({'|'.join(SPLITS)})-[0-9]{{5,}}\.tar"  # their names
 HEADER_BYTES = 512  # of a tar's member
 MANIFEST_LIMIT, INDEX_LIMIT = 2**28, 2**34  # bytes
 UNFINISHED = "the preparation is not complete: the same prep_imagenet.py command goes on with it"
@@ -62,7 +64,7 @@ def find_local(folder: Path) -> Manifest | None:
     missing or has another size."""
     path = folder / MANIFEST
     if not path.is_file():
-        if any(folder.glob("*.tar")) or any((folder / index_name(split)).exists() for split in SPLITS):
+        if any(_is_prepared(entry.name) for entry in os.scandir(folder)):
             raise ValueError(f"--data {folder} has no {MANIFEST}: {UNFINISHED}")
         return None
     manifest = parse_manifest(path.read_bytes(), str(path))
@@ -70,6 +72,12 @@ def find_local(folder: Path) -> Manifest | None:
         for shard in split.shards:
             _check_size(folder / shard.file, shard.bytes)
     return manifest
+
+
+def _is_prepared(name: str) -> bool:
+    """Whether a preparation makes files of this name: not the tars that it reads."""
+    indices = [index_name(split) for split in SPLITS]
+    return name in (JOURNAL, *indices) or re.fullmatch(SHARD, name) is not None
 
 
 def _check_size(path: Path, size: int) -> None:
@@ -85,7 +93,7 @@ def find_stored(store: ObjectStore) -> tuple[Manifest, bytes]:
     """The manifest below the prefix, and its bytes. Raises ValueError when it is missing or damaged."""
     content = store.read(MANIFEST, MANIFEST_LIMIT)
     if content is None:
-        unfinished = any(key.endswith(".tar") for key in store.list())
+        unfinished = any(map(_is_prepared, store.list()))
         why = UNFINISHED if unfinished else "prep_imagenet.py --out prepares data there"
         raise ValueError(f"--data {store.url} has no {MANIFEST}: {why}")
     manifest = parse_manifest(content, f"{store.url}/{MANIFEST}")

@@ -250,7 +250,10 @@ def test_other_images(source, ilsvrc, tmp_path):
             (data / split / name).mkdir(parents=True)
             for file, content in files.items():
                 (data / split / name / file).write_bytes(content)
-    if source == "tar":
+    if source == "folder":
+        (data / "train" / "cat").rename(tmp_path / "cats")
+        (data / "train" / "cat").symlink_to(tmp_path / "cats")
+    else:
         for split in ("train", "val"):
             (data / f"{split}.tar").write_bytes(
                 tar({f"{name}.tar": tar(files) for name, files in classes.items()})
@@ -319,6 +322,7 @@ def test_s3(ilsvrc, shards, s3, tmp_path, monkeypatch):  # noqa: F811
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     store = ObjectStore(f"s3://{BUCKET}/prep")
+    store.write("out/train-00099.tar", b"of an earlier preparation")
     for name in (TRAIN, VAL, DEVKIT):
         store.upload(ilsvrc.folder / name, f"in/{name}")
     words = ["--data", f"{store.url}/in", "--out", f"{store.url}/out", "--work_dir", tmp_path / "work"]
@@ -326,7 +330,7 @@ def test_s3(ilsvrc, shards, s3, tmp_path, monkeypatch):  # noqa: F811
     assert list((tmp_path / "work").iterdir()) == []
     for key in store.list("out"):
         name = key.removeprefix("out/")
-        store.download(key, tmp_path / name, store.size(key))
+        store.download(key, tmp_path / name, store.size_and_etag(key)[0])
     (tmp_path / "work").rmdir()
     assert_same_images(tmp_path, shards)
     assert "nothing to do" in run(prep(*words, *MINI, *SMALL), env=env)
@@ -346,7 +350,7 @@ def test_s3_is_gone_on_with_after_a_kill(ilsvrc, shards, s3_proxy, tmp_path, mon
     assert sum("train-00001" in path for path in uploads) == 1
     store = ObjectStore(url)
     for key in store.list():
-        store.download(key, tmp_path / key, store.size(key))
+        store.download(key, tmp_path / key, store.size_and_etag(key)[0])
     (tmp_path / "work").rmdir()
     assert_same_images(tmp_path, shards)
 
@@ -397,8 +401,8 @@ def with_member(ilsvrc: Ilsvrc, name: str = "n01440764_1.JPEG", **fields) -> byt
 
 
 MEMBERS = {
-    "parent": {"name": "../escaped.JPEG"},
-    "absolute": {"name": "/tmp/escaped.JPEG"},
+    "parent": {"name": "../../../escaped.JPEG"},
+    "absolute": {"name": "/tmp/escaped_from_a_tar.JPEG"},
     "symlink": {"type": tarfile.SYMTYPE, "linkname": "/etc/passwd"},
     "hard link": {"type": tarfile.LNKTYPE, "linkname": "/etc/passwd"},
     "device": {"type": tarfile.CHRTYPE},
@@ -406,7 +410,7 @@ MEMBERS = {
 }
 
 
-@pytest.mark.parametrize("format", ["shards", full("index")])
+@pytest.mark.parametrize("format", ["folder", full("shards"), full("index")])
 @pytest.mark.parametrize("kind", MEMBERS)
 def test_refused_members(kind, format, ilsvrc, tmp_path):
     fields = MEMBERS[kind]
@@ -416,6 +420,8 @@ def test_refused_members(kind, format, ilsvrc, tmp_path):
     assert "n01440764.tar" in message
     assert not (tmp_path / "out" / "manifest.json").exists()
     assert {path.name for path in tmp_path.iterdir()} == {"data", "out"}
+    assert not list((tmp_path / "out").rglob("*escaped*"))
+    assert not Path(MEMBERS["absolute"]["name"]).exists()
 
 
 def test_absurd_size(ilsvrc, tmp_path):
@@ -519,6 +525,19 @@ def test_other_settings_are_refused(ilsvrc, shards, tmp_path):
     assert contents(out) == contents(shards)
 
 
+@pytest.mark.parametrize("format", ["shards", "index"])
+def test_an_empty_image_is_named(format, ilsvrc, tmp_path):
+    data = broken(ilsvrc, tmp_path / "data", train=tar({"n01440764.tar": tar({"n01440764_5.JPEG": b""})}))
+    message = fails("--data", data, "--out", tmp_path / "out", "--format", format, *MINI)
+    assert "n01440764_5.JPEG is empty" in message
+
+
+def test_the_manifest_of_something_else_is_left_alone(ilsvrc, tmp_path):
+    (tmp_path / "manifest.json").write_text('{"name": "webapp"}')
+    assert "of something else" in fails("--data", ilsvrc.folder, "--out", tmp_path, *MINI)
+    assert (tmp_path / "manifest.json").read_text() == '{"name": "webapp"}'
+
+
 def test_a_folder_with_other_things_is_left_alone(ilsvrc, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.tex").write_text("x")
@@ -548,7 +567,7 @@ def test_open_files(ilsvrc, shards, tmp_path):
 @pytest.fixture(scope="module")
 def eager(tmp_path_factory) -> Path:
     """The project with batches of 2 images, a journal after each, and a signal to itself: STOP_AT says after
-    how many images of a split, before the journal has them, and which."""
+    how many images of a split, before the journal has them, or at its end, and which."""
     project = copy_project(tmp_path_factory.mktemp("eager") / "project")
     mutate(project, "prep_imagenet.py", "JOURNAL_S = 20", "JOURNAL_S = -1")
     mutate(
@@ -561,6 +580,9 @@ def eager(tmp_path_factory) -> Path:
         "                    signal.raise_signal(int(number))\n"
     )
     mutate(project, "prep_imagenet.py", call, call + stop)
+    call = '            self._finish_split(split, writer.finish(), left["odd"])\n'
+    stop = "            if os.environ.get('STOP_AT') == f'{split}:9':\n"
+    mutate(project, "prep_imagenet.py", call, f"{stop}                signal.raise_signal(9)\n{call}")
     return project
 
 
@@ -579,17 +601,20 @@ def straight(eager, ilsvrc, tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("format", ["shards", full("folder"), full("resize")])
 def test_killed_and_gone_on_with(format, eager, ilsvrc, tmp_path):
-    """Before anything is in the journal, at two places in train, at its end, and at the end of val."""
+    """Before anything is in the journal, at two places in train, at its end, and at the end of val; and where
+    the journal has all images of train or val."""
     command = eager_command(eager, ilsvrc, format)
     run([*command, tmp_path / "straight"])
     out = tmp_path / "out"
-    for images in (2, 20, 40, 60, 30):
-        job = Job([*command, out], env={"STOP_AT": f"{images}:9"})
+    for place in (2, 20, 40, 60, "train", 30, "val"):
+        job = Job([*command, out], env={"STOP_AT": f"{place}:9"})
         assert job.wait()[0] == -signal.SIGKILL
         assert not (out / "manifest.json").exists()
     journal = json.loads((out / ".progress.json").read_text())["splits"]
     assert "finished" in journal["train"]
-    assert journal["val"]["place"] == [0, 28]
+    assert journal["val"]["place"] == [0, 30]
+    with pytest.raises(ValueError, match="not complete"):
+        find_local(out)
     assert "was begun" in run([*command, out])
     assert contents(out) == contents(tmp_path / "straight")
 
@@ -631,15 +656,42 @@ def test_shards_that_changed_since_are_refused(eager, ilsvrc, tmp_path):
     assert "train-00000.tar is shorter" in output
 
 
-def test_archives_that_changed_since_are_refused(eager, ilsvrc, tmp_path):
-    data = broken(ilsvrc, tmp_path / "data")
+def test_archives_that_changed_since(eager, ilsvrc, straight, tmp_path):
+    """What was done of train is done anew, or stays where only val was bad; another devkit is refused."""
+    data = broken(ilsvrc, tmp_path / "data", val=ilsvrc.val_tar.read_bytes()[:100_000])
     command = eager_command(eager, ilsvrc, "shards")
     command[command.index(ilsvrc.folder)] = data
     Job([*command, tmp_path / "out"], env={"STOP_AT": "40:9"}).wait()
     os.utime(data / TRAIN)
     status, output = Job([*command, tmp_path / "out"]).wait()
     assert status == 1
-    assert "changed" in output
+    assert "train was replaced since" in output
+    assert VAL in output.splitlines()[-1]
+    os.utime(data / DEVKIT)
+    status, output = Job([*command, tmp_path / "out"]).wait()
+    assert status == 1
+    assert "devkit changed since" in output
+    shutil.copy2(ilsvrc.devkit, data)
+    shutil.copy2(ilsvrc.val_tar, data)
+    output = run([*command, tmp_path / "out"])
+    assert "val  30 images" in output
+    assert "train  60 images" not in output, "it was done"
+    assert contents(tmp_path / "out") == contents(straight)
+
+
+def test_a_folder_that_changed_since_is_read_anew(eager, ilsvrc, tmp_path):
+    """A class with another name has another label, and moves all images behind it."""
+    data = tmp_path / "data"
+    for number, content in enumerate(ilsvrc.val.values()):
+        file = data / "train" / ("cat" if number % 2 else "dog") / f"{number}.jpg"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(content)
+    command = [*python(), eager / "prep_imagenet.py", "--from", "folder", "--data", data, "--out"]
+    assert Job([*command, tmp_path / "out"], env={"STOP_AT": "4:9"}).wait()[0] == -signal.SIGKILL
+    (data / "train" / "cat").rename(data / "train" / "zebra")
+    assert "train was replaced since" in run([*command, tmp_path / "out"])
+    run([*command, tmp_path / "straight"])
+    assert contents(tmp_path / "out") == contents(tmp_path / "straight")
 
 
 def test_the_workers_of_a_killed_preparation_end(ilsvrc, tmp_path):
@@ -730,6 +782,9 @@ def test_room_is_looked_for_first(ilsvrc, small_disk):
     message = fails("--data", ilsvrc.folder, "--out", out, *MINI)
     assert "GiB are free" in message
     assert [path.name for path in out.iterdir()] == [".progress.json"]
+    (out / "train").mkdir()  # of another program, meanwhile
+    assert "holds other files, as train" in fails("--data", ilsvrc.folder, "--out", out, *MINI)
+    assert (out / "train").exists()
 
 
 def test_a_bar_on_a_terminal(ilsvrc, tmp_path):
