@@ -38,16 +38,24 @@ def keep_to_own_cores() -> None:
 
 keep_to_own_cores()
 
+ON_VIRTUAL_HOSTS = ("tests/test_doctor.py", "tests/test_launch.py", "tests/test_virtual_cluster.py")
+
 # As each of two processes has. Sums in another order would now and then carry an activation over
 # ReLU's edge: in a small ResNet one such activation is 0.5 % of a gradient.
 HALF_THE_CORES = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // 2))}
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With -n the tests of a module stay together, and so do all that need the hosts of this machine."""
-    for item in items:
-        group = "virtual hosts" if "cluster_tools" in item.fixturenames else item.path.stem
-        item.add_marker(pytest.mark.xdist_group(group))
+def pytest_xdist_make_scheduler(config: pytest.Config, log):
+    """With -n the tests of a file stay together, and so do all that need this machine's virtual hosts."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Files(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            needs_hosts = file in ON_VIRTUAL_HOSTS or "on_virtual_hosts" in nodeid
+            return "virtual hosts" if needs_hosts else file
+
+    return Files(config, log)
 
 
 def full(*values):
