@@ -9,6 +9,7 @@ import os
 import platform
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from importlib.metadata import version
@@ -109,7 +110,8 @@ def plain_module(model: nn.Module) -> nn.Module:
 
 
 def run(main: Callable[[], None]) -> None:
-    """Calls a script's main(). A mistake is one line and exit status 1, Ctrl-C 130, a preemption 75."""
+    """Calls a script's main(). A mistake is one line and exit status 1, Ctrl-C 130, a preemption 75; whatever
+    else it raises a traceback and 1."""
     status = 0
     sys.stdout, sys.stderr = _outliving_its_reader(sys.stdout), _outliving_its_reader(sys.stderr)
     try:
@@ -130,6 +132,9 @@ def run(main: Callable[[], None]) -> None:
         status = STATUS
         if first_to_say("preempted"):
             print(f"preempted: the same command continues (exit status {STATUS})")
+    except Exception:  # the interpreter would run all downloads of shards that were asked for, then end
+        status = 1
+        traceback.print_exc()
     if dist.is_initialized() and status in (0, STATUS):
         dist.destroy_process_group()
     sys.stdout.flush()

@@ -101,12 +101,12 @@ class Encoded:
         raise AssertionError("no such image")
 
     def decode(self, i: int) -> np.ndarray:
-        """uint8 [H, W, 3]. Raises ValueError that names the image."""
+        """uint8 [H, W, 3]. Raises ValueError that names the image, OSError where its file can't be read."""
+        data = self._item(i) if self.root is None else Path(self.where(i)).read_bytes()
         try:
-            return decode(self._item(i) if self.root is None else Path(self.where(i)).read_bytes())
-        except (ValueError, OSError) as error:
-            reason = error.strerror if isinstance(error, OSError) and error.strerror else error
-            raise ValueError(f"{self.where(i)}: {reason}") from None
+            return decode(data)
+        except ValueError as error:
+            raise ValueError(f"{self.where(i)}: {error}") from None
 
     def _item(self, i: int) -> bytes:
         return self.items[self.offsets[i] : self.offsets[i + 1]].tobytes()

@@ -212,16 +212,16 @@ def fetch(
 
 
 def fetch_log(store: ObjectStore, folder: Path) -> None:
-    """What was logged on another machine, so that curves and telemetry begin at the beginning."""
+    """What was logged on another machine, whose checkpoint is newer than ours: curves and telemetry then have
+    no gap. Of two files the one stays that begins with the other, or else the other machine's."""
     names = {key.removeprefix(PARTS).partition("/")[0] for key in store.list("telemetry-")}
     for name in ("metrics.jsonl", "confusion.json", *sorted(fnmatch.filter(names, TELEMETRY))):
-        file, parts = folder / name, _parts(store, name)
-        if file.exists():
-            continue
-        keys = [key for _, _, key in parts] or [name]
+        file, part = folder / name, folder / f".{name}.part"
+        keys = [key for _, _, key in _parts(store, name)] or [name]
         content = b"".join(store.read(key, LOG_LIMIT_BYTES) or b"" for key in keys)
-        if content:
-            file.write_bytes(content)
+        if content and not (file.exists() and file.read_bytes().startswith(content)):
+            part.write_bytes(content)
+            part.replace(file)
 
 
 def _parts(store: ObjectStore, name: str) -> list[tuple[int, int, str]]:

@@ -83,9 +83,10 @@ def _own(
         if there >= 0 and not steps_in(own) and (recipe.resume == "never" or there >= last_step):
             what = "and --resume is never" if recipe.resume == "never" else "which is finished"
             raise ValueError(f"{store.url} holds a run already, {what}: give a prefix of its own")
-        if fetch_newest(store, own, here, beat, say, ours=True) is not None:
-            fetch_log(store, folder)
-            return checkpoints.newest(own, beat, say)
+        if there > here:
+            fetch_log(store, folder)  # first: who is killed before the checkpoint is here does both again
+            if fetch_newest(store, own, here, beat, say, ours=True) is not None:
+                return checkpoints.newest(own, beat, say)
     if problem:
         raise problem
     return found

@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 import torch.distributed as dist
 
+from common.accelerator import processes_per_host
 from common.files import sync
 from common.object_store import ObjectStore
 from common.order import Plan
@@ -41,14 +42,31 @@ class ShardCache:
     """The shards of one data set on this host, at most so many bytes of them. Thread-safe."""
 
     def __init__(self, folder: Path, url: str, shards: tuple[Shard, ...], limit_bytes: int):
-        """folder: of this data set alone."""
+        """folder: of this data set alone. Raises ValueError where a shard is larger than all of it."""
+        largest = max(shards, key=lambda shard: shard.bytes)
+        if largest.bytes > limit_bytes:
+            raise ValueError(
+                f"--cache_gib {limit_bytes / 2**30:g} has no room for {largest.file} of {url}, which has"
+                f" {largest.bytes / 2**30:.3g} GiB: give more, or prepare smaller shards"
+            )
         self.folder, self.store, self.limit_bytes = folder, ObjectStore(url), limit_bytes
+        self.lent_bytes = 0  # to the supplies of this process
         self.shards = {shard.file: shard for shard in shards}
         self.locks = folder / "locks"
         self.locks.mkdir(parents=True, exist_ok=True)
 
     def path(self, file: str) -> Path:
         return self.folder / file
+
+    @contextmanager
+    def room(self, kept_bytes: float) -> Iterator[int]:
+        """So much of it this process may hold: of its part what is not lent already, nor kept for later."""
+        bytes_ = int(self.limit_bytes / processes_per_host() - self.lent_bytes - kept_bytes)
+        self.lent_bytes += bytes_
+        try:
+            yield bytes_
+        finally:
+            self.lent_bytes -= bytes_
 
     def hold(self, file: str, stop: threading.Event) -> int:
         """Fetches the shard unless it is here. Until let_go of what it returns nobody removes it.
@@ -154,8 +172,8 @@ class ShardCache:
                 complete.append((entry.stat().st_mtime_ns, file))
             else:
                 with self._if_unused(file) as unused:
-                    if unused:
-                        os.unlink(entry.path)
+                    if unused and not self.path(file).exists():  # as it does once its maker has renamed it
+                        Path(entry.path).unlink(missing_ok=True)
                         continue
             used += self.shards[file].bytes  # a part, too, will have so many
         for _, file in sorted(complete):

@@ -136,22 +136,29 @@ class ShardSplit:
         self.samples.check(batch)
         if self.cache is None or not isinstance(self.samples, Streamed):
             return
-        streams = self.samples.streams * processes_per_host() // batch.processes
-        need = min(streams * self._span_bytes(self.samples.window), self._span_bytes(len(self)))
-        need += processes_per_host() * self._evaluation_bytes(batch.per_device)
+        need = self.needed_bytes(batch)
         if need > self.cache.limit_bytes:
             enough_gib = math.ceil(need / 2**30 * 1000) / 1000
             raise ValueError(
                 f"--cache_gib {self.cache.limit_bytes / 2**30:g} can't hold what a host reads at once, the"
-                f" windows of {streams} streams and an evaluation: give {enough_gib:g},"
+                f" windows of its streams and an evaluation: give {enough_gib:g},"
                 " a smaller --shuffle_window, fewer --streams, or prepare smaller shards"
             )
 
+    def needed_bytes(self, batch: Batch) -> int:
+        """Of the shards that a host reads at once in a training with its evaluations, at most."""
+        streams = self.samples.streams * processes_per_host() // batch.processes
+        steps = math.ceil(in_flight(self.workers) / batch.accumulations)
+        flying = steps * batch.total // self.samples.streams  # images of one stream
+        span = 2 * self.samples.window + flying  # the windows of the first and the last, and all between
+        training = min(streams * self._span_bytes(span), self._span_bytes(len(self)))
+        return math.ceil(training + processes_per_host() * self._evaluation_bytes(batch.per_device))
+
     def _span_bytes(self, images: int) -> float:
-        """Of the shards, on an average, that so many images are in, which follow one another."""
-        touched = 1 + math.ceil(images * len(self.shards) / len(self))
-        mean_bytes = sum(shard.bytes for shard in self.shards) / len(self.shards)
-        return min(touched, len(self.shards)) * mean_bytes
+        """Of the shards that so many images are in, which follow one another; of those at the ends all."""
+        total = sum(shard.bytes for shard in self.shards)
+        ends = 2 * max(shard.bytes for shard in self.shards)
+        return min(images / len(self) * total + ends, total)
 
     def _evaluation_bytes(self, per_device: int) -> float:
         """Of the shards that an evaluation beside a training needs at once, in one process."""
@@ -174,9 +181,11 @@ class ShardSplit:
         if first is None:
             return
         kept = self._evaluation_bytes(len(first[1])) if train else 0
-        budget_bytes = int(self.cache.limit_bytes / processes_per_host() - kept)
-        supply = Supply(chain([first], items), self._files_of, self.cache, budget_bytes, in_flight(workers))
-        with closing(supply):
+        plan, flying = chain([first], items), in_flight(workers)
+        with (
+            self.cache.room(kept) as room_bytes,
+            closing(Supply(plan, self._files_of, self.cache, room_bytes, flying)) as supply,
+        ):
             yield from decoded(self.open, self.labels, supply, **options)
 
     def _files_of(self, ids: np.ndarray) -> set[str]:

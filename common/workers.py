@@ -61,7 +61,7 @@ def decoded(
     )
     batches = iter(loader)
     try:
-        for epoch, ids, images, shown, broken, error in batches:
+        for epoch, ids, images, shown, broken, error in _while_workers_live(batches):
             if error:
                 raise ValueError(error)
             ids = ids.numpy()  # DataLoader makes a tensor of it
@@ -69,6 +69,19 @@ def decoded(
             yield epoch, ids, send(images, device), send(torch.from_numpy(labels[ids[shown.numpy()]]), device)
     finally:
         del batches  # ends the workers, also when the caller leaves early
+
+
+def _while_workers_live(batches: Iterator) -> Iterator:
+    """The same. ValueError where a worker is killed."""
+    try:
+        yield from batches
+    except RuntimeError as error:
+        if "DataLoader worker" not in str(error):
+            raise
+        raise ValueError(
+            "a decoding process was killed: it lacked memory, or shared memory. Make /dev/shm larger (docker"
+            " run --shm-size), or give fewer --workers"
+        ) from None
 
 
 def in_flight(workers: int) -> int:

@@ -91,6 +91,20 @@ def test_a_fresh_machine_goes_on_from_the_bucket(bucket, straight, tmp_path):  #
     assert "holds a run already, which is finished" in output
 
 
+def test_the_first_machine_returns_with_an_old_folder(bucket, straight, tmp_path):  # noqa: F811
+    """What another one has logged meanwhile is in its files, too, and stays in the bucket."""
+    for folder, steps in (("first", "8"), ("second", "16"), ("first", "24")):
+        output = run(bucket.words(tmp_path / folder, "--max_steps", steps), env=bucket.env)
+    assert "continuing at step 16" in output
+    assert without_times(metrics(tmp_path / "first")) == without_times(metrics(straight[0]))
+    (telemetry,) = (tmp_path / "first").glob("telemetry-*.jsonl")
+    assert sum("host" in line for line in lines(telemetry)) == 3
+    for file in (tmp_path / "first" / "metrics.jsonl", telemetry):
+        assert bucket.store.read(file.name) == file.read_bytes()
+    assert not list((tmp_path / "first").glob(".*.part"))
+    assert not (tmp_path / "first" / "confusion.json").exists(), "nobody wrote one"
+
+
 def test_bursts_slow_answers_and_cuts_are_got_over(bucket, straight, tmp_path):  # noqa: F811
     proxy = bucket.proxy
     proxy.fail(status=503, times=3, method="PUT", path=".*optimizer")

@@ -4,6 +4,9 @@ test_shard_stream.py. The shards are written here by tarfile, not by prep_imagen
 import hashlib
 import io
 import json
+import multiprocessing
+import os
+import signal
 import tarfile
 from collections import Counter
 from dataclasses import replace
@@ -22,6 +25,7 @@ from common.order import stream_order, training_plan
 from common.recipe import ImageRecipe, share_out
 from common.splits import ShardSplit
 from tests.conftest import Job, accelerate, full, latest, lines, python, result, run
+from tests.test_images import class_folders, picture
 from tests.test_resume import without_times
 
 pytestmark = pytest.mark.filterwarnings("ignore:The image decoding and encoding:DeprecationWarning")
@@ -361,6 +365,38 @@ def test_a_shard_that_is_gone_is_no_broken_image(tmp_path):
         read(split, [(0, np.array([0, 100]))])
 
 
+def test_a_file_that_is_gone_is_no_broken_image(tmp_path):
+    root = class_folders(tmp_path / "data")
+    picture(0, 40, 32).save(root / "train" / "a" / "0.png")  # of another size: they stay files
+    options = ImageRecipe(on_bad_image="skip")
+    split = open_images(prepare(str(root), tmp_path / "cache"), options).train
+    (root / "train" / "b" / "1.png").write_bytes(b"broken")
+    assert len(read(split, [(0, np.arange(len(split)))])) == 1
+    (root / "train" / "b" / "1.png").unlink()
+    with pytest.raises(ValueError, match=r"b/1\.png: No such file"):
+        read(split, [(0, np.arange(len(split)))])
+
+
+def test_a_worker_that_is_killed_is_one_line(images):
+    options = {"device": "cpu", "train": True, "size": 32, "seed": 5, "workers": 2}
+    batches = images.train.batches(iter([(0, np.arange(6))] * 100), **options)
+    next(batches)
+    for worker in multiprocessing.active_children():
+        os.kill(worker.pid, signal.SIGKILL)
+    with pytest.raises(ValueError, match=r"a decoding process was killed.*--shm-size.*--workers"):
+        list(batches)
+
+
+@pytest.mark.parametrize("name", ["ILSVRC2012_img_train.tar", "train.tar", "train-1.tar"])
+def test_tars_beside_class_folders_are_left_alone(name, tmp_path):
+    root = class_folders(tmp_path / "data")
+    (root / name).write_bytes(b"")
+    assert len(open_images(prepare(str(root), tmp_path / "cache")).train) > 0
+    (root / "train-00000.tar").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"has no manifest\.json: the preparation is not complete"):
+        prepare(str(root), tmp_path / "cache")
+
+
 # Training
 
 VIT = ["train_vit.py", "--model", "test_vit", "--image_size", "32", "--patch_size", "8", "--log_samples"]
@@ -421,13 +457,22 @@ def test_an_interrupted_run_goes_on_at_the_next_sample(shards, cache, stoppable,
     assert samples(tmp_path / "run") == expected_samples()
 
 
-def test_broken_images_are_counted_over_all_processes(cache, tmp_path):
+@pytest.mark.full
+def test_broken_images_change_nothing_else_on_any_number_of_processes(cache, tmp_path):
     folder = write_shards(tmp_path / "tiny")
     for sample in (5, 60, 150):
         break_image(folder, sample)
-    words = [*VIT, "--data", folder, *cache, "--on_bad_image", "skip", "--output_dir", tmp_path / "skip"]
-    output = run([*LAUNCHERS[2], *words])
-    assert result(tmp_path / "skip")["bad_images"] == 3
-    assert samples(tmp_path / "skip") == expected_samples()
+    words = [*VIT, "--data", folder, *cache, "--on_bad_image", "skip", "--output_dir"]
+    run([*LAUNCHERS[1], *words, tmp_path / "one"])
+    output = run([*LAUNCHERS[2], *words, tmp_path / "two", "--max_steps", "18"])
     for key in ("train_5", "train_60", "train_150"):
         assert 1 <= output.count(f"key {key}: not an image") <= 2  # once by each process that met it
+    output = run([*LAUNCHERS[2], *words, tmp_path / "two"])
+    assert "key train_60:" not in output  # the last three steps do without it: the checkpoint knows of it
+    for folder in (tmp_path / "one", tmp_path / "two"):
+        assert result(folder)["bad_images"] == 3
+        assert samples(folder) == expected_samples()
+    logs = [lines(tmp_path / folder / "metrics.jsonl") for folder in ("two", "one")]
+    ours, theirs = ([line["train/loss"] for line in log if "train/loss" in line] for log in logs)
+    assert len(ours) == STEPS
+    assert ours == pytest.approx(theirs, abs=1e-4)
