@@ -35,8 +35,8 @@ experiment_vit experiment_speedup: experiment_%: setup
 test: setup
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/python -m pytest -n 2 -m "not full"
+	$(VENV)/bin/python -m pytest -n 2 --no-loadscope-reorder -m "not full"
 
 # The products of strategies and scripts, and the long trainings: an hour on 2 cores.
 test-all: setup
-	$(VENV)/bin/python -m pytest -n 2
+	$(VENV)/bin/python -m pytest -n 2 --no-loadscope-reorder

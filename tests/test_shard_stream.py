@@ -374,7 +374,8 @@ def test_stopped_and_continued_from_s3(processes, room, url, s3_proxy, stoppable
     s3_proxy.on("GET", r"val-00001\.tar", kill)
     job = Job(words, env=env)
     assert job.wait()[0] != 0
-    assert killed == ["step_00000008"]
+    assert len(killed) == 1
+    assert killed[0] in ("step_00000006", "step_00000008"), "it had begun again, and the epoch had ended"
     run(words, env=env)
     assert samples(tmp_path / "run") == expected().tolist()
     log = lines(tmp_path / "run" / "metrics.jsonl")
