@@ -51,7 +51,7 @@ def launch(words: list[str], limit_gib: float | None, timeout_s: float) -> Ended
         )
         try:
             while launcher.poll() is None and time.monotonic() - began < timeout_s:
-                data_gib = max(data_gib, _largest_data_gib())
+                data_gib = max(data_gib, _largest_data_gib(others))
             status = launcher.poll()
         finally:
             _end(launcher, others)
@@ -74,9 +74,10 @@ def _enter(limit_gib: float | None) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (size, size))
 
 
-def _largest_data_gib() -> float:
-    """Of all processes below this one, in PERIOD_S."""
-    files = [Path(f"/proc/{process.pid}/status") for process in psutil.Process().children(recursive=True)]
+def _largest_data_gib(others: list[psutil.Process]) -> float:
+    """Of all processes below this one but the others, in PERIOD_S."""
+    started = [process for process in psutil.Process().children(recursive=True) if process not in others]
+    files = [Path(f"/proc/{process.pid}/status") for process in started]
     largest, end = 0, time.monotonic() + PERIOD_S
     while files and time.monotonic() < end:
         for file in files:
