@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from common.decode import SPLITS, Encoded
+from common.decode import SPLITS, Encoded, cores
 from common.files import sync
 from common.image_sources import Beat, Source, find_source, waiting
 
@@ -64,7 +64,7 @@ def _keys(source: Source) -> tuple[str, str]:
     stats = [path.stat() for _, path in source.files]
     place = str(source.root or source.shards or "")
     if sum(stat.st_size for stat in stats) <= HASH_LIMIT_BYTES:
-        with ThreadPoolExecutor(_cores()) as pool:  # SHA-256 and reading release the GIL
+        with ThreadPoolExecutor(cores()) as pool:  # SHA-256 and reading release the GIL
             marks = list(pool.map(_sha256, (path for _, path in source.files)))
     else:
         marks = [str(stat.st_size) for stat in stats]
@@ -181,7 +181,7 @@ def _decode_chunks(chunks: list[tuple], beat: Beat, advance: Callable[[int], Non
 
     Decoders release the GIL. What beat() raises, or an odd size, ends the threads after their present chunk.
     """
-    pool, bad = ThreadPoolExecutor(_cores()), []
+    pool, bad = ThreadPoolExecutor(cores()), []
     try:
         futures = [pool.submit(_decode, *chunk) for chunk in chunks]
         for future, (*_, ids) in zip(futures, chunks, strict=True):
@@ -255,8 +255,3 @@ def _memory_bytes() -> int:
     limit = Path("/sys/fs/cgroup/memory.max")
     text = limit.read_text().strip() if limit.exists() else "max"
     return available if text == "max" else min(available, int(text))
-
-
-def _cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

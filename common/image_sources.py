@@ -22,7 +22,6 @@ from common.object_store import ObjectStore
 
 Beat = Callable[[], None]
 
-GENERATED = ("digits", "synthetic")
 KNOWN = ("digits", "cifar10", "synthetic")
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
 VAL_NAMES = {"val": "val", "validation": "val", "test": "test"}  # the first that exists; what it is called

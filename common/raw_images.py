@@ -294,8 +294,3 @@ def index_rows(listing: Listing, label: Label, where: Path) -> np.ndarray:
         labels = np.full(len(names), label(class_name, "")[1])
     columns = np.zeros(len(names), np.int64), listing.offsets[kept], listing.sizes[kept], labels
     return np.stack(columns, axis=1, dtype=np.int64)
-
-
-def cores() -> int:
-    """That this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

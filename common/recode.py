@@ -10,8 +10,8 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from io import BytesIO
 
-from common.decode import decode
-from common.raw_images import Batch, RawImage, cores
+from common.decode import cores, decode
+from common.raw_images import Batch, RawImage
 
 JPEG, PNG = b"\xff\xd8", b"\x89PNG"
 QUALITY = 95  # of what is recoded at its own size

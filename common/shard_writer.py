@@ -19,8 +19,9 @@ from typing import Any
 
 import numpy as np
 
+from common.decode import cores
 from common.files import sync
-from common.raw_images import RawImage, cores
+from common.raw_images import RawImage
 
 LANES = 4  # threads that write and hash: 1 GB/s each, with the SHA-256 of the processor
 WAITING = 4  # batches that a lane may have before it

@@ -103,7 +103,7 @@ def decode(images, pixels, ids):
         while not go.exists():
             time.sleep(0.05)
     return real(images, pixels, ids)
-real, image_cache._decode, image_cache._cores = image_cache._decode, decode, lambda: 1
+real, image_cache._decode, image_cache.cores = image_cache._decode, decode, lambda: 1
 print("DONE", image_cache.prepare(data, cache), flush=True)
 """
 
@@ -385,7 +385,7 @@ def test_an_exception_from_beat_ends_the_threads_and_leaves_nothing(tmp_path, mo
     with pytest.raises(SystemExit):
         prepare(str(root), tmp_path / "cache", beat)
     done = len(decoded)
-    assert 0 < done <= 4 * image_cache._cores()  # of 60
+    assert 0 < done <= 4 * image_cache.cores()  # of 60
     assert not list((tmp_path / "cache").iterdir())
     time.sleep(0.3)
     assert len(decoded) == done
@@ -404,7 +404,7 @@ def test_threads_decode_in_parallel_under_a_progress_bar(tmp_path, monkeypatch):
         time.sleep(1.1)
         return real(*chunk)
 
-    monkeypatch.setattr(image_cache, "_cores", lambda: 2)
+    monkeypatch.setattr(image_cache, "cores", lambda: 2)
     monkeypatch.setattr(image_cache, "_decode", decode)
     monkeypatch.setattr(sys, "stderr", terminal)
     root = parquet_folder(tmp_path / "data", train=600, val=100)
