@@ -319,7 +319,7 @@ class Preparation:
 
     def _index(self, split: str) -> None:
         path = Path(self.source.parts[split]).absolute()
-        with self.source.open(split) as (_, stream):
+        with self.source.open(split, self.source.hashed) as (_, stream):
             self.source.check_md5(split, stream)
         began = time.perf_counter()
         classes = {}
@@ -343,7 +343,7 @@ class Preparation:
         """In one pass, or the rest of it."""
         left = self.journal["splits"].get(split)
         with contextlib.ExitStack() as stack:
-            groups, stream = stack.enter_context(self.source.open(split))
+            groups, stream = stack.enter_context(self.source.open(split, self.source.hashed))
             if left:
                 left["place"] = Place(*left["place"])
             begin = left["place"] if left else Place()

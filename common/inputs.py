@@ -17,7 +17,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 CHUNK_BYTES = 2**20  # one read: still in the processor's cache when it is copied from
-HASHED_BEHIND = 4  # chunks that may wait for the thread that hashes
+HASHED_BEHIND = 16  # chunks that may wait for the thread that hashes
 
 ATTEMPTS = 6  # requests after one another that bring nothing, with 15 s of waits between them
 SILENCE_S = 30  # after which a connection counts as lost

@@ -179,7 +179,7 @@ class Source:
     def read_classes(self) -> None:
         """Of ILSVRC2012 the devkit's; else the names of the class tars or folders, sorted."""
         if self.kind != "imagenet":
-            with self.open("train" if "train" in self.parts else "val") as (groups, _):
+            with self.open("train" if "train" in self.parts else "val", hashed=False) as (groups, _):
                 names = sorted(group.class_name for group in groups)
             self.classes = [{"wnid": name, "name": name} for name in names]
             self.labels = dict.fromkeys(SPLITS, by_class(names))
@@ -194,13 +194,13 @@ class Source:
         self.counts = {"train": len(wnids), "val": len(devkit.val_labels)}
 
     @contextmanager
-    def open(self, split: str) -> Iterator[tuple[Iterator[Group], Input | None]]:
+    def open(self, split: str, hashed: bool) -> Iterator[tuple[Iterator[Group], Input | None]]:
         """Its class tars, class folders, or the one flat tar; and the stream that they come from."""
         where = self.parts[split]
         if self.kind != "imagenet" and Path(where).is_dir():
             yield class_folders(Path(where)), None
             return
-        with open_input(where, self.hashed) as stream:
+        with open_input(where, hashed) as stream:
             yield (flat_tar if self.kind == "imagenet" and split == "val" else class_tars)(stream), stream
 
     def check_md5(self, part: str, stream: Input | None) -> None:
