@@ -21,12 +21,23 @@ import torch.nn.functional as F
 from torch import nn
 
 from common.accelerator import prepare, run, start
-from common.augment import COLOR, DRAWS, ERASING, color_jitter, crop_and_flip, mixer, random_erasing, to_float
+from common.augment import (
+    COLOR,
+    DRAWS,
+    ERASING,
+    RAND_AUGMENT,
+    color_jitter,
+    crop_and_flip,
+    mixer,
+    random_erasing,
+    to_float,
+)
 from common.checkpoints import load_weights
 from common.evaluation import evaluate
 from common.images import Images, load
 from common.optim import EMA, parameter_groups, set_learning_rate, warmup_cosine
 from common.order import Plan, micro_batches, reseed, steps_per_epoch, training_plan, uniforms
+from common.rand_augment import LAYERS, rand_augment
 from common.recipe import ImageRecipe, flag, parse
 from common.tracking import Run
 
@@ -54,6 +65,10 @@ class Vit(ImageRecipe):
     color_jitter: float = flag(
         0.0, "how far brightness, contrast and saturation go from 1; 0 is off", minimum=0, maximum=1
     )
+    randaug_layers: int = flag(
+        0, "RandAugment: operations on each image; 0 is off", minimum=0, maximum=LAYERS
+    )
+    randaug_magnitude: float = flag(10.0, "how strong they are; 10 is strong", minimum=0, maximum=30)
     random_erasing: float = flag(0.0, "share of the images that lose a box", minimum=0, maximum=1)
     label_smoothing: float = flag(
         0.1, "probability given to the wrong classes in training", minimum=0, maximum=1
@@ -105,6 +120,9 @@ def training_batches(
         draws = uniforms(recipe.seed, epoch, ids, DRAWS)
         pad = 0 if images.train.cropped else pixels.shape[1] // 8  # 4 pixels of 32
         pixels = crop_and_flip(pixels, draws, pad, flip=images.mirror)
+        if recipe.randaug_layers:
+            layers, magnitude = recipe.randaug_layers, recipe.randaug_magnitude
+            pixels = rand_augment(pixels, draws[:, RAND_AUGMENT], layers, magnitude)
         if recipe.color_jitter:
             pixels = color_jitter(pixels, draws[:, COLOR], recipe.color_jitter)
         inputs = to_float(pixels, mean, std, recipe.image_size)

@@ -6,6 +6,7 @@ What the columns of a sample's `uniforms` are for, each for one purpose:
     4 to 43   the random resized crop, where images are decoded (common/workers.py)
     44 to 47  color_jitter, COLOR
     48 to 52  random_erasing, ERASING
+    53 to 68  rand_augment, RAND_AUGMENT
 """
 
 import math
@@ -15,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-COLOR, ERASING = slice(44, 48), slice(48, 53)
-DRAWS = ERASING.stop  # columns altogether
+COLOR, ERASING, RAND_AUGMENT = slice(44, 48), slice(48, 53), slice(53, 69)
+DRAWS = RAND_AUGMENT.stop  # columns altogether
 
 # ITU-R 601-2, as in PIL and torchvision
 LUMA = (0.2989, 0.587, 0.114)

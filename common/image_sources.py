@@ -180,9 +180,11 @@ def _find_class_folders(root: Path) -> Source:
     """`train/<class>/*` and `val/<class>/*` (or validation, test)."""
     val_name = next((name for name in VAL_NAMES if (root / name).is_dir()), None)
     if not (root / "train").is_dir():
+        tars = next(root.glob("*.tar"), None)
         raise ValueError(
             f"--data {root}: neither parquet files (train-*.parquet, test-*.parquet)"
             " nor class folders (train/<class>/*.jpg, val/<class>/*.jpg) are there"
+            + (f"; {tars.name} is for prep_imagenet.py, and --data what that makes of it" if tars else "")
         )
     if val_name is None:
         raise ValueError(f"--data {root}: there is train/ but no val/ or test/ beside it to evaluate on")

@@ -151,8 +151,8 @@ class _Shard:
             self._send()
 
     def _send(self) -> None:
-        """Has the kernel begin to write to the disk, which else does nothing until sync() waits for all of it.
-        This advice does so on Linux: sync_file_range(2), which is meant for it, Python does not have."""
+        """Has the kernel begin to write to the disk: else it does nothing until sync() waits for all of it.
+        sync_file_range(2) is meant for that, but not in Python; on Linux this advice does the same."""
         end = os.lseek(self.file, 0, os.SEEK_CUR)
         os.posix_fadvise(self.file, end - self.unsent, self.unsent, os.POSIX_FADV_DONTNEED)
         self.unsent = 0

@@ -13,6 +13,7 @@ from common.augment import (
     DRAWS,
     ERASING,
     ORDERS,
+    RAND_AUGMENT,
     color_jitter,
     crop_and_flip,
     mixer,
@@ -21,6 +22,7 @@ from common.augment import (
 )
 from common.decode import _resize
 from common.order import reseed, uniforms
+from common.rand_augment import DRAWN, LAYERS
 from tests.conftest import python, real_data, run
 from tests.test_shards import write_shards
 
@@ -161,8 +163,10 @@ def test_augmentation_belongs_to_the_sample_whatever_is_beside_it(images):
 
 def test_each_kind_of_draw_has_columns_of_its_own():
     """0 to 2 are crop_and_flip's, 4 to 43 the decoder's (common/workers.py)."""
-    columns = [0, 1, 2, *range(4, 44), *range(DRAWS)[COLOR], *range(DRAWS)[ERASING]]
-    assert len(columns) == len(set(columns)) == 52
+    columns = [0, 1, 2, *range(4, 44)]
+    for part in (COLOR, ERASING, RAND_AUGMENT):
+        columns += range(DRAWS)[part]
+    assert len(columns) == len(set(columns)) == 52 + LAYERS * DRAWN
     few, many = uniforms(0, 1, np.arange(9), 3), uniforms(0, 1, np.arange(9), DRAWS)
     assert (few == many[:, :3]).all()  # so that what was drawn before is drawn still
 

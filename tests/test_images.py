@@ -694,6 +694,7 @@ BAD = {
     "missing": (lambda root: None, ["does not exist", "digits, cifar10, synthetic"]),
     "a file": (lambda root: root.write_text("x"), ["is a file, not a folder"]),
     "empty": (lambda root: root.mkdir(), ["neither parquet files", "nor class folders", "train/<class>"]),
+    "tars": (lambda root: (root.mkdir(), (root / "a.tar").touch()), ["a.tar is for prep_imagenet.py"]),
     "no val": (lambda root: (class_folders(root), shutil.rmtree(root / "val")), ["no val/ or test/"]),
     "no classes": (
         lambda root: [(root / s).mkdir(parents=True) for s in ("train", "val")],

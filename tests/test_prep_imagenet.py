@@ -449,32 +449,50 @@ def test_truncated(where, format, ilsvrc, tmp_path):
     assert not (tmp_path / "out" / "manifest.json").exists()
 
 
-def test_md5(ilsvrc, shards, tmp_path):
-    """With the miniature's sums in the place of the published ones; then the training tar is another."""
-    assert f"its MD5 is {ilsvrc.md5(ilsvrc.devkit)}" in fails(
-        "--data", ilsvrc.folder, "--out", tmp_path / "no"
-    )
-    project = copy_project(tmp_path / "project")
+def publish(project: Path, ilsvrc: Ilsvrc) -> Path:
+    """The miniature's MD5 sums become the published ones."""
     sums = {"train": "1d675b47d978889d74fa0da5fadfb00e", "val": "29b22e2961454d5413ddabcf34fc5622"}
     sums["devkit"] = "fa75699e90414af021442c21a62c3abf"
     files = {"train": ilsvrc.train_tar, "val": ilsvrc.val_tar, "devkit": ilsvrc.devkit}
     for part, published in sums.items():
         mutate(project, "common/imagenet.py", published, ilsvrc.md5(files[part]))
+    return project
+
+
+def with_a_flipped_bit(ilsvrc: Ilsvrc) -> bytes:
+    """The training tar, but for its first image."""
+    content = bytearray(ilsvrc.train_tar.read_bytes())
+    content[2000] ^= 1
+    return bytes(content)
+
+
+def test_md5(ilsvrc, shards, tmp_path):
+    """Of the right archives; then the training tar is another."""
+    assert f"its MD5 is {ilsvrc.md5(ilsvrc.devkit)}" in fails(
+        "--data", ilsvrc.folder, "--out", tmp_path / "no"
+    )
+    project = publish(copy_project(tmp_path / "project"), ilsvrc)
     mutate(project, "prep_imagenet.py", "JOURNAL_S = 20", "JOURNAL_S = -1")
     command = [*python(), project / "prep_imagenet.py", "--subset", *SMALL]
     run([*command, "--data", ilsvrc.folder, "--out", tmp_path / "out"])
     assert contents(tmp_path / "out") == contents(shards)
 
-    content = bytearray(ilsvrc.train_tar.read_bytes())
-    content[2000] ^= 1  # in the first image
-    data = broken(ilsvrc, tmp_path / "data", train=bytes(content))
+    content = with_a_flipped_bit(ilsvrc)
+    data = broken(ilsvrc, tmp_path / "data", train=content)
     status, output = Job([*command, "--data", data, "--out", tmp_path / "bad"]).wait()
     assert status == 1
     assert hashlib.md5(content).hexdigest() in output
     assert ilsvrc.md5(ilsvrc.train_tar) in output
     assert "--no_verify" in output
     assert not (tmp_path / "bad" / "manifest.json").exists()
+    index = [*command, "--format", "index", "--data", data, "--out", tmp_path / "index"]
+    status, output = Job(index).wait()
+    assert status == 1
+    assert hashlib.md5(content).hexdigest() in output
+    assert not (tmp_path / "index" / "manifest.json").exists()
     shutil.copy(ilsvrc.train_tar, data)
+    run(index)
+    assert read_index(tmp_path / "index", "train") == expected(ilsvrc, "train")
     run([*command, "--data", data, "--out", tmp_path / "bad"])  # got again: nothing of the other is left
     assert contents(tmp_path / "bad") == contents(shards)
 
@@ -634,6 +652,29 @@ def test_killed_at_any_moment(eager, ilsvrc, straight, tmp_path):
     assert killed > 1
     run([*command, tmp_path / "out"])
     assert contents(tmp_path / "out") == contents(straight)
+
+
+def test_what_is_checked_goes_on_from_s3(eager, ilsvrc, straight, s3, tmp_path, monkeypatch):  # noqa: F811
+    """The sum is of all bytes, so all are read again, and what was written of them stays."""
+    env = aws_env(s3)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    store = ObjectStore(f"s3://{BUCKET}/checked")
+    for name in (TRAIN, VAL, DEVKIT):
+        store.upload(ilsvrc.folder / name, name)
+    project = publish(Path(shutil.copytree(eager, tmp_path / "project")), ilsvrc)
+    command = [*python(), project / "prep_imagenet.py", "--subset", *SMALL, "--data", store.url]
+    command += ["--out", tmp_path / "out"]
+    for place in ("40", "train"):
+        assert Job(command, env=env | {"STOP_AT": f"{place}:9"}).wait()[0] == -signal.SIGKILL
+    store.write(TRAIN, with_a_flipped_bit(ilsvrc))
+    status, output = Job(command, env=env).wait()
+    assert status == 1
+    assert "train was replaced since" in output
+    assert "its MD5 is" in output
+    store.upload(ilsvrc.train_tar, TRAIN)
+    run(command, env=env)
+    assert_same_images(tmp_path / "out", straight)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

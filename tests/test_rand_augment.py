@@ -1,0 +1,126 @@
+"""RandAugment of whole batches against PIL, image by image."""
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image, ImageEnhance, ImageOps
+
+from common.augment import DRAWS, RAND_AUGMENT
+from common.order import uniforms
+from common.rand_augment import DRAWN, GREY, LAYERS, OPERATIONS, rand_augment
+from tests.conftest import real_data
+
+COUNT, H, W = 8, 60, 72
+
+
+@pytest.fixture(scope="module")
+def images() -> torch.Tensor:
+    """Real photographs, and one of a single colour."""
+    files = sorted((real_data() / "imagenet_sample").glob("*.JPEG"))[: COUNT - 1]
+    photographs = [np.asarray(Image.open(file).convert("RGB").resize((W, H))) for file in files]
+    return torch.from_numpy(np.stack([*photographs, np.full((H, W, 3), 77, np.uint8)]))
+
+
+def draws_for(name: str, count: int) -> np.ndarray:
+    """Of one layer that does this to all."""
+    draws = uniforms(0, 0, np.arange(count), DRAWN)
+    draws[:, 0] = (list(OPERATIONS).index(name) + 0.5) / len(OPERATIONS)
+    return draws
+
+
+def solarized_add(image: Image.Image, amount: int) -> Image.Image:
+    return image.point([min(255, i + amount) if i < 128 else i for i in range(256)] * 3)
+
+
+def moved(image: Image.Image, *affine: float) -> Image.Image:
+    """PIL counts from the corner of the first pixel, and not from its middle."""
+    a, b, c, d, e, f = affine
+    affine = (a, b, c + 0.5 - 0.5 * (a + b), d, e, f + 0.5 - 0.5 * (d + e))
+    grey = (GREY,) * 3
+    return image.transform(
+        image.size, Image.Transform.AFFINE, affine, Image.Resampling.NEAREST, fillcolor=grey
+    )
+
+
+def enhanced(kind):
+    return lambda image, strength, sign: kind(image).enhance(1.8 * strength + 0.1)
+
+
+# What PIL makes of an image, by strength and direction
+PIL = {
+    "AutoContrast": lambda image, s, sign: ImageOps.autocontrast(image),
+    "Equalize": lambda image, s, sign: ImageOps.equalize(image),
+    "Invert": lambda image, s, sign: ImageOps.invert(image),
+    "Posterize": lambda image, s, sign: ImageOps.posterize(image, min(8, int(4 * s))),
+    "Solarize": lambda image, s, sign: ImageOps.solarize(image, int(256 * s)),
+    "SolarizeAdd": lambda image, s, sign: solarized_add(image, int(110 * s)),
+    "Color": enhanced(ImageEnhance.Color),
+    "Contrast": enhanced(ImageEnhance.Contrast),
+    "Brightness": enhanced(ImageEnhance.Brightness),
+    "Sharpness": enhanced(ImageEnhance.Sharpness),
+    "Rotate": lambda image, s, sign: image.rotate(30 * s * sign, fillcolor=(GREY,) * 3),
+    "ShearX": lambda image, s, sign: moved(image, 1, 0.3 * s * sign, 0, 0, 1, 0),
+    "ShearY": lambda image, s, sign: moved(image, 1, 0, 0, 0.3 * s * sign, 1, 0),
+    "TranslateX": lambda image, s, sign: moved(image, 1, 0, 100 / 224 * W * s * sign, 0, 1, 0),
+    "TranslateY": lambda image, s, sign: moved(image, 1, 0, 0, 0, 1, 100 / 224 * H * s * sign),
+}
+ROUNDED = {"AutoContrast": 1, "Color": 2, "Contrast": 2, "Brightness": 1, "Sharpness": 2}  # of 255
+
+
+@pytest.mark.parametrize("magnitude", [3, 10, 15])
+@pytest.mark.parametrize("name", PIL)
+def test_each_operation_is_pils(name, magnitude, images):
+    draws = draws_for(name, COUNT)
+    ours = rand_augment(images, draws, 1, magnitude)
+    assert (ours.shape, ours.dtype) == (images.shape, torch.uint8)
+    signs = set()
+    for image, result, (_, direction, *_) in zip(images.numpy(), ours.numpy(), draws, strict=True):
+        sign = -1 if direction < 0.5 else 1
+        expected = np.asarray(PIL[name](Image.fromarray(image), magnitude / 10, sign)).astype(int)
+        off = np.abs(result - expected) > ROUNDED.get(name, 0)
+        # Where two pixels are equally near, as in every tenth row of a shear, PIL may take the other.
+        assert off.mean() < (0.1 if name.startswith(("Rotate", "Shear", "Translate")) else 1e-9)
+        signs.add(sign)
+    assert signs == {-1, 1}
+
+
+def test_a_cut_out_is_a_grey_square_at_any_place(images):
+    many = images[-1:].expand(400, -1, -1, -1)
+    grey = (rand_augment(many, draws_for("Cutout", 400), 1, 10) == GREY).all(3)
+    rows, columns = grey.any(2), grey.any(1)
+    assert (grey == (rows[:, :, None] & columns[:, None, :])).all()
+    edge = 2 * int(40 / 224 * H)
+    assert rows.sum(1).max() == columns.sum(1).max() == edge
+    assert rows.sum(1).min() < edge  # one that leaves the image
+    assert rows.any(0).all()
+    assert columns.any(0).all()
+
+
+def test_all_operations_are_as_frequent_and_the_layers_independent():
+    many = uniforms(0, 0, np.arange(16_000), DRAWS)[:, RAND_AUGMENT]
+    assert many.shape[1] == LAYERS * DRAWN
+    first, second = ((many[:, layer * DRAWN] * 16).astype(int) for layer in (0, 1))
+    assert np.bincount(first).min() > 850
+    assert np.bincount(first * 16 + second).min() > 30
+    assert len(OPERATIONS) == 16
+
+
+def test_it_belongs_to_the_sample_whatever_is_beside_it(images):
+    def augmented(rows, epoch=0):
+        ids = np.arange(COUNT)[rows]
+        return rand_augment(images[ids], uniforms(3, epoch, ids, DRAWS)[:, RAND_AUGMENT], 2, 10)
+
+    before = images.clone()
+    whole = augmented(slice(COUNT))
+    assert torch.equal(images, before)
+    assert torch.equal(augmented(slice(3, COUNT)), whole[3:])
+    for i in range(COUNT):
+        assert torch.equal(augmented([i]), whole[[i]])
+    assert not torch.equal(augmented(slice(COUNT), epoch=1), whole)
+
+
+def test_a_second_layer_sees_what_the_first_left(images):
+    draws = np.hstack([draws_for("Invert", COUNT), draws_for("Invert", COUNT)])
+    assert torch.equal(rand_augment(images, draws, 2, 10), images)
+    assert torch.equal(rand_augment(images, draws, 1, 10), 255 - images)
+    assert torch.equal(rand_augment(images, draws, 0, 10), images)
