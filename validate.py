@@ -331,7 +331,7 @@ def write(folder: Path, found: dict[str, Any], worst: np.ndarray, title: str) ->
 
     classes = found["classes"]
     captions = [
-        f"{classes[image['label']]:.20}\nnot {classes[image['predicted']]:.20}\n{image['probability']:.3f}"
+        f"{classes[image['label']]}\nnot {classes[image['predicted']]}\n{image['probability']:.3f}"
         for image in found["worst"]
     ]
     folder.mkdir(parents=True, exist_ok=True)

@@ -11,6 +11,7 @@ import numpy as np
 DPI = 100
 NAMED_CLASSES, NUMBERED_CLASSES = 30, 20  # up to so many classes the names and the counts are readable
 NAMED_CURVES = 16
+CAPTION = 22  # characters that fit below an image
 POINTS = 500  # of a curve; longer ones are averaged
 
 
@@ -79,7 +80,7 @@ def confusion_matrix(path: Path, matrix: list[list[int]], classes: Sequence[str]
 def image_sheet(
     path: Path, images: np.ndarray, captions: Sequence[str], title: str, wrong: Sequence[bool] = ()
 ) -> None:
-    """images: uint8 [n, H, W, 3], each with its caption below; those that are `wrong` in red."""
+    """images: uint8 [n, H, W, 3], each with the lines of its caption below; those that are `wrong` in red."""
     columns = min(8, max(1, len(images)))
     rows = max(1, -(-len(images) // columns))
     with _figure(path, (1.35 * columns, 1.6 * rows + 0.5), rows, columns) as (figure, grid):
@@ -89,7 +90,8 @@ def image_sheet(
         for i, (axes, image, caption) in enumerate(zip(grid.flat, images, captions, strict=False)):
             axes.imshow(image, interpolation="nearest")
             color = "firebrick" if len(wrong) > i and wrong[i] else "black"
-            axes.text(0.5, -0.04, _plain(caption), transform=axes.transAxes, ha="center", va="top")
+            lines = "\n".join(_short(line, CAPTION) for line in caption.splitlines())
+            axes.text(0.5, -0.04, lines, transform=axes.transAxes, ha="center", va="top")
             axes.texts[-1].set(fontsize=7, color=color)
 
 
@@ -118,5 +120,5 @@ def _plain(text: str) -> str:
     return text.replace("$", r"\$")
 
 
-def _short(name: str) -> str:
-    return _plain(name if len(name) <= 28 else f"{name[:27]}...")
+def _short(name: str, length: int = 28) -> str:
+    return _plain(name if len(name) <= length else f"{name[: length - 1]}...")

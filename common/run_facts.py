@@ -115,7 +115,7 @@ def draw_predictions(run: "Run") -> list[Path]:
     )
     shares, predicted = logits.softmax(1).max(1)
     captions = [
-        f"{run.classes[label]}\n{run.classes[guess]} {share:.2f}"
+        f"{run.classes[label]}\n{run.classes[guess]}\n{share:.2f}"
         for label, guess, share in zip(labels, predicted, shares, strict=True)
     ]
     title = f"step {step:,}: the true class, the predicted one and its probability"

@@ -9,6 +9,7 @@ import time
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 from markdown_it import MarkdownIt
 from PIL import Image
@@ -464,6 +465,17 @@ def test_confusion_matrices_of_any_size(classes, tmp_path):
     matrix = [[i == j for j in range(classes)] for i in range(classes)]
     plots.confusion_matrix(tmp_path / "c.png", matrix, names, "a $title")
     assert (tmp_path / "c.png").stat().st_size < 120_000
+
+
+@pytest.mark.filterwarnings("error:constrained_layout:UserWarning")
+@pytest.mark.parametrize("count", [1, 16, 24])
+def test_captions_stay_below_their_images(count, tmp_path):
+    """ImageNet's names are long: cut, or the images would have no room left."""
+    name = "American Staffordshire terrier, Staffordshire terrier, American pit bull terrier"
+    images = np.full((count, 32, 32, 3), [0, 160, 80], np.uint8)
+    plots.image_sheet(tmp_path / "s.png", images, [f"{name}\nnot {name}\n0.123"] * count, "a $title")
+    sheet = np.asarray(Image.open(tmp_path / "s.png").convert("RGB"))
+    assert (sheet == [0, 160, 80]).all(2).sum() > 9000 * count
 
 
 # --- Experiments
