@@ -49,8 +49,9 @@ from common.trained_model import Beat, TrainedModel, find
 
 METRICS = Path(__file__).resolve().parent / "metrics"
 TOP, BINS, WORST = 5, 15, 24
-PRINTED_CLASSES = 20  # up to so many all classes are printed, and the confusion matrix
+PRINTED_CLASSES = 20  # up to so many all classes are printed, and the confusion matrix where it has room
 WORST_CLASSES = 10  # are printed of more
+NAME = 24  # characters of a class that are printed
 PER_CLASS = ("precision", "recall", "f1", "specificity", "support")
 FILES = ("worst.png", "confusion.png", "report.json")
 
@@ -351,11 +352,11 @@ def as_json(content: dict[str, Any]) -> str:
 
 
 def show(found: dict[str, Any], title: str) -> None:
-    """Prints the metrics; of many classes the worst ones, and no confusion matrix."""
+    """Prints the metrics; of many classes the worst ones. The confusion matrix where it has room."""
     from rich.console import Console
 
     console = Console(markup=False, highlight=False)
-    classes, per_class = found["classes"], found["per_class"]
+    classes, per_class = [name[:NAME] for name in found["classes"]], found["per_class"]
     rows = [
         ("images", f"{found['images']:,}"),
         ("top-1 accuracy", f"{found['top1']:.4f}"),
@@ -374,10 +375,13 @@ def show(found: dict[str, Any], title: str) -> None:
     ]
     heading = "of each class" if few else f"of the {WORST_CLASSES} classes with the lowest F1"
     console.print(table(heading, ["class", *PER_CLASS], rows))
-    if few:
-        rows = [(f"{c} {classes[c]}", *map(str, counts)) for c, counts in enumerate(found["confusion"])]
-        heading = "confusion matrix, a row per true class"
-        console.print(table(heading, ["true", *map(str, range(len(classes)))], rows))
+    if not few:
+        return
+    rows = [(f"{c} {classes[c]}", *map(str, counts)) for c, counts in enumerate(found["confusion"])]
+    matrix = table("confusion matrix, a row per true class", ["true", *map(str, range(len(classes)))], rows)
+    needed = console.measure(matrix, options=console.options.update(max_width=10_000)).maximum
+    if needed <= console.width:
+        console.print(matrix)
 
 
 def table(title: str, columns: list[str], rows: list[tuple[str, ...]]) -> Any:
@@ -387,7 +391,8 @@ def table(title: str, columns: list[str], rows: list[tuple[str, ...]]) -> Any:
 
     made = Table(title=title, box=box.SIMPLE, pad_edge=False)
     for name in columns:
-        made.add_column(name, justify="left" if name == columns[0] else "right")
+        first = name == columns[0]
+        made.add_column(name, justify="left" if first else "right", no_wrap=not first)
     for row in rows:
         made.add_row(*row)
     return made
