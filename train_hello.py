@@ -125,7 +125,7 @@ def main() -> None:
         last_step = min(total_steps, recipe.max_steps or total_steps)
         # A run that was interrupted goes on where its newest checkpoint was made: rank 0 reads it, and every
         # rank gets its part. Without one the first step is 0.
-        first_step = run.begin(model, optimizer, None, (), last_step, per_epoch)
+        first_step = run.begin(model, optimizer, None, ("generated", ()), last_step, per_epoch)
         rank = accelerator.process_index
         # "Sharding" of the data: all ranks shuffle the points in the same way, and of the batch_size points
         # of a step each takes other ones, batch_size / ranks of them. (If a share does not fit on the device

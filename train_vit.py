@@ -161,7 +161,7 @@ def main() -> None:
         per_epoch = steps_per_epoch(images.train, batch)
         total_steps = recipe.epochs * per_epoch
         last_step = min(total_steps, recipe.max_steps or total_steps)
-        first_step = run.begin(model, optimizer, ema, images.classes, last_step, per_epoch)
+        first_step = run.begin(model, optimizer, ema, images.identity, last_step, per_epoch)
         rank = accelerator.process_index
         plan = training_plan(images.train, batch, rank, recipe.seed, first_step, last_step)
         batches = training_batches(images, plan, accelerator.device, recipe, mean, std)

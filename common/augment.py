@@ -94,8 +94,9 @@ def to_float(images: Tensor, mean: tuple[float, ...], std: tuple[float, ...], si
     """
     b, h, w, c = images.shape
     # Scale and shift stand for a whole image, so that the inner loop runs over H*W*3 values and not over 3.
-    scale = torch.tensor([1 / (255 * s) for s in std], device=images.device).repeat(h * w)
-    shift = torch.tensor([-m / s for m, s in zip(mean, std, strict=True)], device=images.device).repeat(h * w)
+    # Sent without waiting: torch.tensor(..., device=...) would wait until the device has done all before it.
+    factors = torch.tensor([[1 / (255 * s) for s in std], [-m / s for m, s in zip(mean, std, strict=True)]])
+    scale, shift = factors.to(images.device, non_blocking=True).repeat(1, h * w)
     floats = images.view(b, -1).float().mul_(scale).add_(shift).view(b, h, w, c).permute(0, 3, 1, 2)
     if (h, w) == (size, size):
         return floats

@@ -33,7 +33,7 @@ def _decode_jpeg(data: bytes) -> np.ndarray | None:
     from torchvision.io import ImageReadMode, decode_jpeg
 
     # bytearray: torch warns about memory that may not be written
-    encoded = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    encoded = torch.frombuffer(data if isinstance(data, bytearray) else bytearray(data), dtype=torch.uint8)
     try:
         pixels = decode_jpeg(encoded, mode=ImageReadMode.RGB, apply_exif_orientation=True)
     except RuntimeError:

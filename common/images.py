@@ -37,6 +37,11 @@ class Images:
     val_name: str
     mirror: bool
 
+    @property
+    def identity(self) -> tuple[str, tuple[str, ...]]:
+        """What a checkpoint is compared with: source and classes."""
+        return self.source, self.classes
+
 
 def load(accelerator: Accelerator, recipe: ImageRecipe) -> Images:
     """The data set that recipe.data names, the same on all processes; prepared by one process per host."""

@@ -156,7 +156,9 @@ class ImageRecipe(Recipe):
     cache_dir: str | None = setting(
         None, "decoded images, or shards from S3, on a local disk; unset: `~/.cache/train-images`"
     )
-    cache_gib: float = setting(96.0, "of each host's disk, for the shards of one data set from S3", minimum=0)
+    cache_gib: float = setting(
+        112.0, "of each host's disk, for the shards of one data set from S3", minimum=0
+    )
     workers: int = setting(
         2, "decoding processes per device, where the images do not fit into memory", minimum=0
     )

@@ -21,13 +21,14 @@ import numpy as np
 import torch.distributed as dist
 
 from common.accelerator import processes_per_host
-from common.files import sync
+from common.files import allow_open_files, sync
 from common.object_store import ObjectStore
 from common.order import Plan
 from common.preemption import Preempted, wanted
 from common.shards import Shard
 
 DOWNLOADS = 2  # at a time in one process; each has connections of its own
+OTHER_FILES = 1024  # that are open beside the locks
 AHEAD = 1000  # micro-batches that are looked ahead at most
 POLL_S = 0.1  # between two looks at a lock that another process has
 SILENT_S = 10  # of waiting, before it is said
@@ -54,6 +55,7 @@ class ShardCache:
         self.shards = {shard.file: shard for shard in shards}
         self.locks = folder / "locks"
         self.locks.mkdir(parents=True, exist_ok=True)
+        allow_open_files(len(shards) + OTHER_FILES)  # a lock of each that is held
 
     def path(self, file: str) -> Path:
         return self.folder / file
@@ -197,7 +199,8 @@ class Supply:
 
     A thread looks ahead in the plan, which it alone iterates, and holds the shards that come next, as long as
     these and those in use have no more than budget_bytes. Who asks for the next item is done with the one
-    that it was given in_flight items before.
+    that it was given in_flight items before. A DataLoader asks before it gives out what it has ready: batches
+    that are decoded already do not bridge the wait for a shard.
     """
 
     def __init__(
@@ -268,12 +271,11 @@ class Supply:
 
     def _wait(self, locks: dict[str, Future]) -> None:
         """Until all are had. Raises what went wrong with one of them."""
-        said_s, missing = time.monotonic() + SILENT_S, locks
+        said_s, missing = time.monotonic() + SILENT_S, _unfinished(locks)
         while missing:
-            for lock in wait(missing.values(), timeout=0.5, return_when=FIRST_COMPLETED).done:
-                lock.result()
             _stop_if_alone()
-            missing = {file: lock for file, lock in missing.items() if not lock.done()}
+            wait(missing.values(), timeout=0.5, return_when=FIRST_COMPLETED)
+            missing = _unfinished(missing)
             if missing and time.monotonic() > said_s:
                 said_s = time.monotonic() + 3 * SILENT_S
                 text = f"waiting for {len(missing)} of {len(locks)} shards of {self.cache.store.url}, as"
@@ -310,6 +312,14 @@ class Supply:
         if file not in self.held:
             self.held[file] = _Held(self.downloads.submit(self.cache.hold, file, self.stop))
         self.held[file].uses += 1
+
+
+def _unfinished(locks: dict[str, Future]) -> dict[str, Future]:
+    """Those that are not had yet. Raises what went wrong with one of the others."""
+    for lock in locks.values():
+        if lock.done():
+            lock.result()
+    return {file: lock for file, lock in locks.items() if not lock.done()}
 
 
 def _stop_if_alone() -> None:

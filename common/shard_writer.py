@@ -7,7 +7,6 @@ state from which another writer goes on: what comes out is that of a single go, 
 import hashlib
 import itertools
 import os
-import resource
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -20,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from common.decode import cores
-from common.files import sync
+from common.files import allow_open_files, sync
 from common.raw_images import RawImage
 
 LANES = 4  # threads that write and hash: 1 GB/s each, with the SHA-256 of the processor
@@ -38,7 +37,8 @@ State = dict[str, Any]
 
 class ShardWriter:
     """Scatters one split over its shards, which are all open at once: image i of the split goes to the end of
-    a shard that (seed, split, i) draws. So a source sorted by class is shuffled while it is read once.
+    a shard that (seed, split, i) draws. So a source sorted by class is spread over all shards while it is
+    read once; within each it stays sorted, and who reads them must shuffle over at least a shard's images.
 
     Per image there are two members, `<key>.jpg` (or .png, ...) and `<key>.cls`, its label as digits.
     """
@@ -46,7 +46,11 @@ class ShardWriter:
     def __init__(self, folder: Path, split: str, shards: int, seed: int, state: State | None = None):
         """state: what commit() returned. Raises ValueError where the shards are shorter than it says, or so
         many files may not be open."""
-        _allow_open_files(shards + OTHER_FILES)
+        count = shards + OTHER_FILES
+        if (limit := allow_open_files(count)) < count:
+            raise ValueError(
+                f"{count:,} files must be open, and {limit:,} may (ulimit -Hn): give a larger --shard_mib"
+            )
         state = state or {"lengths": [0] * shards, "images": [0] * shards}
         self.folder, self.split = folder, split
         self.lengths, self.images = state["lengths"], state["images"]
@@ -250,16 +254,6 @@ def replace(path: Path, content: bytes) -> None:
     sync(new)
     new.replace(path)
     sync(path.parent)
-
-
-def _allow_open_files(count: int) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if count > hard != resource.RLIM_INFINITY:
-        raise ValueError(
-            f"{count:,} files must be open, and {hard:,} may (ulimit -Hn): give a larger --shard_mib"
-        )
-    if count > soft != resource.RLIM_INFINITY:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _open(path: Path, length: int) -> int:

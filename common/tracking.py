@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from common import accelerator as job
 from common import bad_images, report
 from common.agreement import let_main_close_first, once
-from common.checkpoints import mark
+from common.checkpoints import Checkpoint, mark
 from common.files import write_json
 from common.memory import is_out_of_memory, memory_gib, out_of_memory
 from common.object_store import StoreError
@@ -55,7 +55,8 @@ class Run:
         self.accelerator, self.recipe, self.batch = accelerator, recipe, batch
         self.is_main = accelerator.is_main_process
         # summed over the micro-batches since the last line
-        self.loss = torch.zeros((), device=accelerator.device)
+        self.loss = torch.zeros((), device=accelerator.device)  # of the steps since the last line
+        self.step_loss = torch.zeros_like(self.loss)  # of the step that is not done
         self.ids: list[int] = []  # of the samples since the last line, for --log_samples
         self.micro_batches = 0  # of this process, since it started
         self.first_step = self.step = self.logged_step = self.saved_step = self.evaluated_step = 0
@@ -79,15 +80,17 @@ class Run:
         model: nn.Module,
         optimizer: AcceleratedOptimizer,
         ema: EMA | None,
-        classes: tuple[str, ...],
+        data: tuple[str, tuple[str, ...]],
         steps: int,
         steps_per_epoch: int,
     ) -> int:
         """Opens the run's folder and restores the newest checkpoint: the step to go on at, or 0. Collective.
 
-        After prepare, before the first forward. steps: optimizer steps of this run; steps_per_epoch: of one.
+        After prepare, before the first forward. data: a name that changes with its content, and the names of
+        the classes; steps: optimizer steps of this run; steps_per_epoch: of one epoch.
         """
-        self.steps, self.steps_per_epoch, self.classes = steps, steps_per_epoch, classes
+        self.steps, self.steps_per_epoch = steps, steps_per_epoch
+        self.data, self.classes = data
         self.training = TrainingState(self.accelerator, model, optimizer, ema)
         self.poll = Poll(self.recipe.timeout_s)
         seats = gather_object([own_seat(self.accelerator)])
@@ -101,7 +104,7 @@ class Run:
             self.training,
             self.folder if self.is_main else None,
             self.recipe.keep_every,
-            {"recipe": recipe_part(self.recipe), "classes": classes, "written_by": self._writer(about)},
+            self._described(about),
             self.place.mirror if self.is_main else None,
             self.saved_step or None,
         )
@@ -162,7 +165,7 @@ class Run:
 
     def add(self, loss: Tensor, ids: np.ndarray) -> None:
         """One micro-batch: its loss stays on the device until the next line."""
-        self.loss += loss.detach()
+        self.step_loss += loss.detach()
         self.micro_batches += 1
         done = self.first_step + self.micro_batches // self.batch.accumulations
         if self.is_main:
@@ -177,6 +180,8 @@ class Run:
         Raises FloatingPointError on all processes when the loss is not finite.
         """
         self.step = step
+        self.loss += self.step_loss
+        self.step_loss.zero_()
         if step % self.recipe.log_every and step % self.steps_per_epoch and step != self.steps:
             return
         summed = (step - self.logged_step) * self.batch.accumulations
@@ -237,6 +242,7 @@ class Run:
         found = self.place.checkpoint
         state = None
         if found:
+            self._check_data(found)
             self.training.check(found)
             state = found.state()
             if found.step > self.steps:
@@ -252,6 +258,15 @@ class Run:
         if found:
             print(f"continuing at step {found.step:,} with {found.folder}", flush=True)
         return state
+
+    def _check_data(self, found: Checkpoint) -> None:
+        """The same numbers must mean the same images still, and the same classes."""
+        theirs = found.manifest.get("data", self.data)  # an older run's has none
+        if theirs != self.data and "data" not in self.recipe.allow_changed:
+            raise ValueError(
+                f"{found.folder} was trained on {theirs}, and --data {self.recipe.data} is now {self.data}:"
+                " give what it was, or --allow_changed data"
+            )
 
     def _go_on(self, state: dict[str, Any]) -> None:
         self.first_step = self.step = state["step"]
@@ -274,13 +289,15 @@ class Run:
             self.place.mirror.offer(self.saved_step, self.best.get("step"))
         print(f"run folder {self.folder}", flush=True)
 
-    def _writer(self, about: dict[str, Any]) -> dict[str, Any]:
-        """Who writes a checkpoint, for its manifest."""
+    def _described(self, about: dict[str, Any]) -> dict[str, Any]:
+        """What a checkpoint is of, and who writes it, for its manifest."""
         names = ("script", "strategy", "git_commit", "versions", "hosts")
-        return {name: about[name] for name in names} | {
+        writer = {name: about[name] for name in names} | {
             "processes": self.batch.processes,
             "mixed_precision": job.precision(self.accelerator),
         }
+        recipe = recipe_part(self.recipe)
+        return {"recipe": recipe, "data": self.data, "classes": self.classes, "written_by": writer}
 
     # --- In the training
 
@@ -385,8 +402,9 @@ class Run:
                 self._note_preemption()
             let_main_close_first(self.accelerator)
             return
-        # A process that is alone stops where it waits for a shard, which may be in the midst of a step.
-        if self.step == self.saved_step or self.micro_batches % self.batch.accumulations:
+        # A process that is alone stops where it waits for a shard, maybe in the midst of a step, of which
+        # nothing counts then.
+        if self.step == self.saved_step:
             self._gathered(None)  # for the telemetry since then
         else:
             try:

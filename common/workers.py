@@ -22,6 +22,7 @@ from common.decode import central_crop, random_resized_crop
 from common.order import Plan, uniforms
 
 PREFETCHED = 4  # micro-batches for each worker
+GO_ON = "; without it by --on_bad_image skip --allow_changed on_bad_image"
 MicroBatch = tuple[int, np.ndarray, Tensor, Tensor]  # epoch, sample ids, images, labels
 
 
@@ -124,7 +125,7 @@ class _Crops(torch.utils.data.Dataset):
                 shown[k] = -1
                 if self.skip:
                     continue
-                error = str(found)
+                error = f"{found}{GO_ON if self.train else ''}"
                 break
             except OSError as found:
                 error = f"{found.filename}: {found.strerror}" if found.filename else str(found)

@@ -5,10 +5,14 @@ import pytest
 import torch
 from PIL import Image, ImageEnhance, ImageOps
 
-from common.augment import DRAWS, RAND_AUGMENT
-from common.order import uniforms
+from common.augment import DRAWS, RAND_AUGMENT, crop_and_flip, to_float
+from common.image_cache import prepare
+from common.images import open_images
+from common.order import training_plan, uniforms
 from common.rand_augment import DRAWN, GREY, LAYERS, OPERATIONS, rand_augment
+from common.recipe import share_out
 from tests.conftest import real_data
+from train_vit import Vit, training_batches
 
 COUNT, H, W = 8, 60, 72
 
@@ -117,6 +121,19 @@ def test_it_belongs_to_the_sample_whatever_is_beside_it(images):
     for i in range(COUNT):
         assert torch.equal(augmented([i]), whole[[i]])
     assert not torch.equal(augmented(slice(COUNT), epoch=1), whole)
+
+
+def test_the_training_has_it(tmp_path):
+    recipe = Vit(data="digits", image_size=32, batch_size=16, randaug_layers=2, randaug_magnitude=7)
+    digits = open_images(prepare("digits", tmp_path))
+    plan = list(training_plan(digits.train, share_out(16, None, 1), 0, recipe.seed, 0, 1))
+    batches = training_batches(digits, plan, torch.device("cpu"), recipe, (0.5,) * 3, (0.5,) * 3)
+    inputs, _, ids = next(batches)
+    draws = uniforms(recipe.seed, 0, ids, DRAWS)
+    pixels = crop_and_flip(torch.from_numpy(digits.train.images[ids]), draws, 4, flip=False)
+    augmented = rand_augment(pixels, draws[:, RAND_AUGMENT], 2, 7)
+    assert (augmented != pixels).any()
+    assert torch.equal(inputs, to_float(augmented, (0.5,) * 3, (0.5,) * 3, 32))
 
 
 def test_a_second_layer_sees_what_the_first_left(images):

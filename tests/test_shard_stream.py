@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from common import shard_cache
+from common.files import read_lines
 from common.image_cache import prepare
 from common.images import open_images
 from common.object_store import ObjectStore
@@ -40,6 +41,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:The image decoding and encoding:
 TRAIN, VAL = (8, 10) * 12, (8, 8, 8, 8)  # of 4 streams, 54 images each, hardly one ends where a shard does
 STEPS = 9  # an epoch
 SHARD_OF = np.repeat(np.arange(24), TRAIN)
+FILES = [f"train-{k:05d}.tar" for k in range(24)]
 SHARD_GIB = 30720 / 2**30  # with headers, labels, and what tar fills up
 ROOM = 18  # for so many shards
 RECIPE = ImageRecipe(streams=4, shuffle_window=4, workers=0, cache_gib=ROOM * SHARD_GIB)
@@ -89,7 +91,7 @@ def shards_in(cache: Path) -> list[Path]:
 
 
 def shards_of(samples: list[int]) -> set[str]:
-    return {f"train-{k:05d}.tar" for k in SHARD_OF[samples].tolist()}
+    return {FILES[k] for k in SHARD_OF[samples].tolist()}
 
 
 def cache_of(shards: int) -> list:
@@ -315,7 +317,7 @@ def test_killed_in_a_download_the_same_command_works(url, s3_proxy, tmp_path):  
         status, output = job.wait()
         assert status == 0, output
         assert output.splitlines()[-1] == str(expected(1).reshape(-1, 6).tolist())[1:-1]
-    assert fetched(s3_proxy) == dict.fromkeys({f"train-{k:05d}.tar" for k in range(24)} - here, 1)
+    assert fetched(s3_proxy) == dict.fromkeys(set(FILES) - here, 1)
     assert not list(tmp_path.glob("*/shards/*.part"))
 
 
@@ -329,7 +331,7 @@ def test_two_processes_of_a_host_fetch_each_shard_once(url, s3_proxy, tmp_path):
     run([*accelerate("ddp_2gpu"), *words, "--output_dir", tmp_path / "run"], env=aws_env(s3_proxy.endpoint))
     assert samples(tmp_path / "run") == expected().tolist()
     assert result(tmp_path / "run")["val_images"] == 32
-    names = [f"train-{k:05d}.tar" for k in range(24)] + [f"val-{k:05d}.tar" for k in range(4)]
+    names = FILES + [f"val-{k:05d}.tar" for k in range(4)]
     assert fetched(s3_proxy) == {name: 1 for name in names}
     others = [path for method, path, _ in s3_proxy.requests if method == "GET" and ".tar" not in path]
     assert len(others) == 3, others  # the manifest and the indices, for both
@@ -354,6 +356,32 @@ def test_each_host_reads_its_share(url, s3, s3_proxy, tmp_path):  # noqa: F811
         assert fetched(proxy) == {name: 1 for name in train | val}
         assert len(train) <= 14  # of 24: the half, and what lies on its ends
     other.close()
+
+
+def test_told_to_stop_in_the_midst_of_a_step_it_saves(url, s3_proxy, tmp_path):  # noqa: F811
+    """While it waits for a shard, and the epoch's end, where a checkpoint is due, is far away."""
+    micro_batches = [shards_of(ids.tolist()) for ids in expected(1).reshape(-1, 4)]  # six in a step
+    first_use = {name: next(k for k, names in enumerate(micro_batches) if name in names) for name in FILES}
+    name, k = next((name, k) for name, k in first_use.items() if k > 18 and k % 6 > 1)
+    s3_proxy.stall_download(5000, times=None, path=name.replace(".", r"\."))
+    words = [*python(), *TRAINING, *cache_of(20), "--data", url, "--cache_dir", tmp_path / "cache"]
+    words += ["--per_device_batch_size", "4", "--workers", "0", "--output_dir", tmp_path / "run"]
+    job = Job(words, env=aws_env(s3_proxy.endpoint))
+    log, deadline = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 120
+    while max((line["step"] for line in read_lines(log)), default=0) < k // 6:
+        assert job.process.poll() is None, job.wait()[1]
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    time.sleep(2)  # the step's first micro-batches
+    job.process.send_signal(signal.SIGTERM)
+    status, output = job.wait()
+    assert status == 75, output
+    assert latest(tmp_path / "run").name == f"step_{k // 6:08d}"
+    s3_proxy.clear()
+    run(words, env=aws_env(s3_proxy.endpoint))
+    assert samples(tmp_path / "run") == expected().tolist()
+    losses = [line["train/loss"] for line in lines(log) if "train/loss" in line]
+    assert len(losses) == 2 * STEPS
 
 
 @pytest.mark.parametrize(("processes", "room"), [full(1, 20), (2, 26), full(4, 40)])

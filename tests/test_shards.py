@@ -6,6 +6,7 @@ import io
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import tarfile
 from collections import Counter
@@ -455,6 +456,19 @@ def test_an_interrupted_run_goes_on_at_the_next_sample(shards, cache, stoppable,
     assert (status, latest(tmp_path / "run").name) == (1, "step_00000010"), output
     run([*python(), *words])
     assert samples(tmp_path / "run") == expected_samples()
+
+
+def test_other_data_in_the_same_place_is_no_continuation(cache, tmp_path):
+    words = [*python(), *VIT, "--data", tmp_path / "tiny", *cache, "--output_dir", tmp_path / "run"]
+    write_shards(tmp_path / "tiny")
+    run([*words, "--max_steps", "3"])
+    shutil.rmtree(tmp_path / "tiny")
+    write_shards(tmp_path / "tiny", (30, 31, 29, 31, 30, 32))  # as many images
+    status, output = Job(words).wait()
+    assert status == 1
+    assert "step_00000003 was trained on" in output
+    assert "--allow_changed data" in output
+    assert "continuing at step 3" in run([*words, "--allow_changed", "data", "--max_steps", "4"])
 
 
 @pytest.mark.full
