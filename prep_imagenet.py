@@ -9,8 +9,9 @@
 
 --data is the folder, or the s3:// prefix, of ILSVRC2012_img_train.tar, ILSVRC2012_img_val.tar and
 ILSVRC2012_devkit_t12.tar.gz, and --url the same on a web server; --train, --val and --devkit name them one
-by one. They are read as streams, once, and nothing is extracted. Their published MD5 sums are checked
-meanwhile; --no_verify does without, and then an interrupted preparation need not read again what it has done.
+by one, also by signed urls. They are read as streams, once, and nothing is extracted. Their published MD5
+sums are checked meanwhile; --no_verify does without, and then an interrupted preparation need not read again
+what it has done.
 
 --format shards  tar files of some 256 MiB that `tar`, WebDataset and `datasets` read, the images spread over
                  them by --seed, with an index, and last a manifest: this is --data of the train scripts
@@ -49,9 +50,10 @@ import numpy as np
 from common.archives import scan
 from common.decode import SPLITS
 from common.imagenet import DEVKIT, TRAIN, VAL
+from common.inputs import shown
 from common.object_store import ObjectStore
 from common.progress import Reading
-from common.raw_images import SECOND_CLASS, Batch, Place, Source, batches, exists, index_rows, shown
+from common.raw_images import SECOND_CLASS, Batch, Place, Source, batches, exists, index_rows
 from common.recode import recoded
 from common.shard_writer import FolderWriter, ShardWriter, part_name, replace, write_index
 from common.shards import FORMAT, JOURNAL, MANIFEST, MANIFEST_LIMIT, index_name
@@ -136,11 +138,17 @@ def _problem(flags: argparse.Namespace) -> str | None:
     if flags.data and flags.url:
         return "--data and --url exclude one another"
     if flags.url and not re.match("https?://", flags.url):
-        return f"--url {flags.url}: must begin with http:// or https://; --data takes folders and s3://"
+        return "--url must begin with http:// or https://; --data takes folders and s3://"
+    if flags.url and "?" in flags.url:
+        return f"--url {shown(flags.url)}: signed urls are given one by one, by --train, --val and --devkit"
+    if "://" in (flags.data or "") and not flags.data.startswith("s3://"):
+        return f"--data {shown(flags.data)}: takes folders and s3://bucket/prefix; --url takes http(s)://"
+    if "://" in flags.out and not remote:
+        return f"--out {shown(flags.out)}: must be a folder, or s3://bucket/prefix"
     if flags.devkit and flags.source != "imagenet":
         return f"--devkit: --from {flags.source} takes the classes from the names"
     if remote and flags.format != "shards":
-        return f"--format {flags.format} writes to a local folder, not to {flags.out}"
+        return f"--format {flags.format} writes to a local folder, not to {shown(flags.out)}"
     if remote != bool(flags.work_dir):
         return "--work_dir and --out s3://... belong together"
     if flags.format == "index" and (flags.resize or flags.source == "folder"):
@@ -166,15 +174,18 @@ class Preparation:
             "shard_mib": flags.shard_mib,
             "inputs": self.source.bytes,
         }
+        if self.source.listings:
+            self.settings["names_and_sizes"] = self.source.listings
         self.journal: dict[str, Any] = {"splits": {}}
 
     def run(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         with locked(self.folder):
+            left = self._left()
             if self._is_complete():
                 return
             self.source.read_classes()
-            self._begin_or_continue()
+            self._begin_or_continue(left)
             for split in [split for split in SPLITS if split in self.source.parts]:
                 if "finished" not in self.journal["splits"].get(split, {}):
                     (self._index if self.flags.format == "index" else self._write)(split)
@@ -183,6 +194,21 @@ class Preparation:
             self._finish()
 
     # --- Beginning and end
+
+    def _left(self) -> dict[str, Any] | None:
+        """The journal of what was begun here. Raises ValueError where that was for another --out: it says
+        what was uploaded, and that only there."""
+        path = self.folder / JOURNAL
+        left = json.loads(path.read_text()) if path.exists() else None
+        if left is not None and left["splits"] and left.get("store") != self._store_url():
+            raise ValueError(
+                f"{self.folder} holds what was begun for --out {left.get('store') or self.folder}: go on with"
+                f" that, give another {'--work_dir' if self.store else '--out'}, or remove what is there"
+            )
+        return left
+
+    def _store_url(self) -> str | None:
+        return None if self.store is None else self.store.url
 
     def _is_complete(self) -> bool:
         """Raises ValueError when what is there was made otherwise."""
@@ -193,7 +219,10 @@ class Preparation:
             content = self.store.read(self.manifest, MANIFEST_LIMIT)
         if content is None:
             return False
-        about = json.loads(content)
+        try:
+            about = json.loads(content)
+        except ValueError:
+            about = None
         if not isinstance(about, dict) or "settings" not in about:
             raise ValueError(f"{self.flags.out} holds a {self.manifest} of something else: give a new one")
         self._check_same(about["settings"])
@@ -201,14 +230,20 @@ class Preparation:
         print(f"{self.flags.out} is complete: nothing to do")
         return True
 
-    def _begin_or_continue(self) -> None:
-        path = self.folder / JOURNAL
-        left = json.loads(path.read_text()) if path.exists() else None
-        now = {"settings": self.settings, "versions": self.source.versions}
+    def _begin_or_continue(self, left: dict[str, Any] | None) -> None:
+        now = {
+            "store": self._store_url(),
+            "settings": self.settings,
+            "versions": self.source.versions,
+            "classes": self.source.classes,
+        }
         if left is not None and left["splits"]:
+            of_sources = {n: self.settings[n] for n in ("inputs", "names_and_sizes") if n in self.settings}
+            self._check_same(left["settings"] | of_sources)
+            self._check_verified(left["splits"])
             self._drop_changed(left)
-            self._check_same(left["settings"])
             self.journal = left | now
+            self._save()
             print(f"{self.folder} was begun: going on there", flush=True)
             return
         if left is not None and left["writing"]:  # stopped before anything was worth keeping
@@ -218,7 +253,9 @@ class Preparation:
             raise ValueError(f"{self.folder} holds other files, as {others[0]}: give a new folder")
         if self.store is not None:
             self.store.probe()
-            if others := [key for key in self.store.list() if not OURS.fullmatch(key)]:
+            # Hidden: what a killed probe left, say.
+            others = [key for key in self.store.list() if key[0] != "." and not OURS.fullmatch(key)]
+            if others:
                 raise ValueError(f"{self.store.url} holds other objects, as {others[0]}: give a new prefix")
         self.journal = now | {"splits": {}, "uploaded": [], "writing": False}
         self._save()
@@ -226,19 +263,28 @@ class Preparation:
     def _drop_changed(self, left: dict[str, Any]) -> None:
         """Forgets what was done of an archive that was replaced since: one that was cut short, for example.
         Raises ValueError where that can't be."""
-        found, now = left["settings"]["inputs"], self.source.bytes
-        for part in found.keys() | now.keys():
-            same = found.get(part) == now.get(part) and left["versions"].get(
-                part
-            ) == self.source.versions.get(part)
-            if not same and (part == "devkit" or "finished" in left["splits"].get(part, {})):
-                raise ValueError(
-                    f"{part} changed since {self.folder} was begun: remove that, and begin again"
-                )
-            if not same and left["splits"].pop(part, None):
-                print(f"{part} was replaced since {self.folder} was begun: it is read anew", flush=True)
-                self._remove(part)
-        left["settings"]["inputs"] = now
+        parts = left["settings"]["inputs"].keys() | self.source.parts.keys()
+        done = {part for part in parts if "finished" in left["splits"].get(part, {})} | {"devkit"}
+        changed = {part: why for part in parts if (why := self._change(part, left, part in done))}
+        for part in changed.keys() & done:
+            raise ValueError(f"{changed[part]} since {self.folder} was begun: remove that, and begin again")
+        for part, why in changed.items():
+            if left["splits"].pop(part, None):
+                print(f"{part} is read anew: {why} since {self.folder} was begun", flush=True)
+            self._remove(part)  # also of a split that failed, of which the journal has nothing
+
+    def _change(self, part: str, left: dict[str, Any], done: bool) -> str | None:
+        """Why what the journal says of a part does not hold any more."""
+        version = self.source.versions.get(part)
+        before = left["settings"]["inputs"].get(part), left["versions"].get(part)
+        if left.get("classes") != self.source.classes:  # and with them the labels
+            return "the list of classes changed"
+        if before != (self.source.bytes.get(part), version):
+            return f"{part} changed"
+        if version is None and self.source.hashed and not done:
+            # The MD5 will be of what is read now; what was written may have come from another file.
+            return f"nothing says whether {part} changed"
+        return None
 
     def _remove(self, split: str) -> None:
         """What was written of it."""
@@ -261,6 +307,15 @@ class Preparation:
                     f"{self.flags.out} was begun otherwise: {name} was {found.get(name)}, and is now {value}."
                     f" Give another --out{' and --work_dir' if self.store else ''}, or remove what is there"
                 )
+
+    def _check_verified(self, splits: dict[str, Any]) -> None:
+        """Raises ValueError where one was finished without its MD5, which would never be checked then."""
+        unchecked = [split for split, about in splits.items() if not about.get("verified", True)]
+        if unchecked and self.source.hashed:
+            raise ValueError(
+                f"{unchecked[0]} was finished under --no_verify: go on with --no_verify, or remove"
+                f" {self.folder} and begin again"
+            )
 
     def _save(self) -> None:
         replace(self.folder / JOURNAL, json.dumps(self.journal).encode())
@@ -306,28 +361,36 @@ class Preparation:
 
     def _upload(self, split: str) -> None:
         """Shard by shard, each of which then makes room here."""
-        files = [shard["file"] for shard in self.journal["splits"][split]["finished"]["shards"]]
-        for file in (*files, index_name(split)):
-            if file not in self.journal["uploaded"]:
-                self.store.upload(self.folder / file, file)
-                self.journal["uploaded"].append(file)
-                self._save()
-            (self.folder / file).unlink(missing_ok=True)
+        sizes = {s["file"]: s["bytes"] for s in self.journal["splits"][split]["finished"]["shards"]}
+        done = 0
+        with Reading(split, 0, 0, sum(sizes.values()), "uploaded") as progress:
+            for file in (*sizes, index_name(split)):
+                if file not in self.journal["uploaded"]:
+                    self.store.upload(self.folder / file, file)
+                    self.journal["uploaded"].append(file)
+                    self._save()
+                (self.folder / file).unlink(missing_ok=True)
+                done += sizes.get(file, 0)
+                progress.tell(done)
         print(f"{split} is uploaded to {self.store.url}", flush=True)
 
     # --- One split
 
     def _index(self, split: str) -> None:
         path = Path(self.source.parts[split]).absolute()
-        with self.source.open(split, self.source.hashed) as (_, stream):
-            self.source.check_md5(split, stream)
-        began = time.perf_counter()
-        classes = {}
-        for listing in scan(path):
-            name = (listing.archive or "").rpartition("/")[2]
-            if name in classes:
-                raise ValueError(f"{path}: {listing.archive}: {SECOND_CLASS}")
-            classes[name] = index_rows(listing, self.source.labels[split], path)
+        with Reading(split, 0, 0, self.source.bytes[split]) as progress:
+            if self.source.hashed:
+                with self.source.open(split, hashed=True) as (_, stream):
+                    stream.watch = progress.tell
+                    self.source.check_md5(split, stream)
+            began = time.perf_counter()
+            classes = {}
+            for listing in scan(path):
+                name = (listing.archive or "").rpartition("/")[2]
+                if name in classes:
+                    raise ValueError(f"{path}: {listing.archive}: {SECOND_CLASS}")
+                classes[name] = index_rows(listing, self.source.labels[split], path)
+                progress.tell(int(listing.offsets[-1]))
         if not classes:
             raise ValueError(f"{path} holds no images")
         rows = np.concatenate(list(classes.values()))
@@ -359,6 +422,8 @@ class Preparation:
             stack.callback(writer.close)
             total = self.source.bytes[split]
             progress = stack.enter_context(Reading(split, writer.count, left["read"], total))
+            if stream is not None:
+                stream.watch = progress.tell
             committed_s = time.monotonic()
             for batch in chain(first, images):
                 writer.write(batch.images)
@@ -403,10 +468,12 @@ class Preparation:
     def _writer(self, split: str, left: dict[str, Any]) -> ShardWriter | FolderWriter:
         if self.flags.format == "folder":
             return FolderWriter(self.folder, split, left["writer"])
+        if left["written"] > 2**30:  # for which it is silent for a second and more
+            print(f"{split}: reading {left['written'] / 2**30:,.1f} GiB of shards again", flush=True)
         return ShardWriter(self.folder, split, left["shards"], self.flags.seed, left["writer"])
 
     def _finish_split(self, split: str, entry: dict[str, Any], odd: list[dict[str, str]]) -> None:
-        self.journal["splits"][split] = {"finished": entry, "odd": odd}
+        self.journal["splits"][split] = {"finished": entry, "odd": odd, "verified": self.source.hashed}
         self._save()
 
 
@@ -418,11 +485,11 @@ def find_parts(flags: argparse.Namespace) -> dict[str, str]:
         if given or (beside and (flags.url or exists(beside))):
             found[part] = given or beside
     if not {"train", "val"} & found.keys():
-        raise ValueError(f"--data {base}: there is neither {names['train']} nor {names['val']}")
+        raise ValueError(f"--data {shown(base)}: there is neither {names['train']} nor {names['val']}")
     if flags.source == "imagenet" and "devkit" not in found:
         raise ValueError(
-            f"{DEVKIT} is missing{f' in {base}' if base else ''}: it has the labels of val, and the names"
-            " of the classes. Give --devkit; class tars without one are read by --from tar"
+            f"{DEVKIT} is missing{f' in {shown(base)}' if base else ''}: it has the labels of val, and the"
+            " names of the classes. Give --devkit; class tars without one are read by --from tar"
         )
     if flags.format == "index" and (remote := [where for where in found.values() if "://" in where]):
         raise ValueError(f"--format index takes files of this host, not {shown(remote[0])}")

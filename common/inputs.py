@@ -50,6 +50,7 @@ class Input:
         self._md5 = hashlib.md5(usedforsecurity=False) if hashed else None
         self._hasher = ThreadPoolExecutor(1) if hashed else None  # hashlib lets go of the interpreter's lock
         self._hashing = deque()
+        self.watch: Callable[[int], None] | None = None  # is told the position of each chunk's end
 
     def __enter__(self) -> "Input":
         return self
@@ -105,6 +106,8 @@ class Input:
                 f"{self.where} ended at byte {self._start:,} of {self.size:,}: leave it alone while it is"
                 " read, and start the same command again"
             )
+        if self.watch is not None:
+            self.watch(self._start + len(self._chunk))
         if self._md5 is not None and self._chunk:
             self._hashing.append(self._hasher.submit(self._md5.update, self._chunk))
             if len(self._hashing) > HASHED_BEHIND:
@@ -125,9 +128,15 @@ def open_input(where: str | Path, hashed: bool = False) -> Input:
         return Input(web.shown, web.size, web.chunks_from, hashed, web.version)
     path = Path(where)
     if not path.is_file():
-        raise ValueError(f"{path} is no file: give the path, s3:// or http(s):// url of an archive")
+        raise ValueError(f"{shown(where)} is no file: give the path, s3:// or http(s):// url of an archive")
     stat = path.stat()
     return Input(where, stat.st_size, partial(_file_chunks, path), hashed, str(stat.st_mtime_ns))
+
+
+def shown(where: str) -> str:
+    """Without what is secret in a url: user name and password, and the query of a signed one."""
+    scheme, separator, rest = where.partition("://")
+    return scheme + separator + re.sub("^[^/?]*@", "", rest).partition("?")[0] if separator else where
 
 
 def from_bytes(where: str, content: bytes) -> Input:
@@ -160,7 +169,7 @@ class _Web:
     def __init__(self, url: str):
         """Asks for its size at once. Raises ValueError for what is not there or not permitted."""
         parts = urlsplit(url)
-        self.shown = f"{parts.scheme}://{parts.netloc}{parts.path}"  # the query of a signed url is a secret
+        self.shown = shown(url)
         if not parts.netloc or "@" in parts.netloc or not re.fullmatch("[!-~]+", url):
             raise ValueError(
                 f"the url of {parts.path!r} has no host, a user name, or characters that are not allowed in a"
@@ -176,7 +185,7 @@ class _Web:
                     f"{self.shown}: the server does not say its size: download it, give the path"
                 )
             self.size = int(size)
-            self.version = answer.headers["ETag"]
+            self.version = _version(answer)
 
     def chunks_from(self, position: int) -> Iterator[bytes]:
         while position < self.size:
@@ -221,10 +230,15 @@ class _Web:
                 raise ValueError(f"{self.shown}: {error.reason}: set SSL_CERT_FILE, or correct it") from None
             raise
         begins = answer.headers["Content-Range"] or "bytes 0-"
-        if not begins.startswith(f"bytes {position}-") or self.version not in (None, answer.headers["ETag"]):
+        if not begins.startswith(f"bytes {position}-") or self.version not in (None, _version(answer)):
             answer.close()
             raise ValueError(
                 f"{self.shown} can't be read from byte {position:,}: it was replaced meanwhile, or the server"
                 " knows no ranges; download it, and give the path"
             )
         return answer
+
+
+def _version(answer: http.client.HTTPResponse) -> str | None:
+    """What changes when the file is replaced, as far as the server says."""
+    return answer.headers["ETag"] or answer.headers["Last-Modified"]

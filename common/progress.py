@@ -72,9 +72,10 @@ class Bar:
 class Reading:
     """Of one split, by the bytes of its images: a bar on a terminal, else a line every LINE_S."""
 
-    def __init__(self, split: str, images: int, read: int, total: int):
-        """images and read: done before an interruption."""
+    def __init__(self, split: str, images: int, read: int, total: int, doing: str = "read"):
+        """images and read: done before an interruption. doing: of tell()."""
         self.split, self.first_image, self.first_byte, self.total = split, images, read, total
+        self.doing, self.showing = doing, False
         self.began_s = self.shown_s = time.monotonic()
         self.bar = None
         if sys.stdout.isatty() and "NO_COLOR" not in os.environ:
@@ -93,7 +94,23 @@ class Reading:
         if self.bar:
             self.bar.stop()
 
+    def tell(self, done: int) -> None:
+        """Bytes out of which no images come: what is only hashed, say. The clock begins behind them: once
+        there are images, this does nothing."""
+        if self.showing:
+            return
+        self.began_s = time.monotonic()
+        line = f"{self.split}  {done / 2**30:,.2f} of {self.total / 2**30:,.2f} GiB {self.doing}"
+        if self.bar:
+            self.bar.update(self.task, completed=done, description=line)
+        elif self.began_s > self.shown_s + LINE_S:
+            self.shown_s = self.began_s
+            print(line, flush=True)
+
     def show(self, images: int, read: int) -> None:
+        if self.bar and not self.showing:
+            self.bar.reset(self.task, completed=read)  # and so its speed
+        self.showing = True
         if self.bar:
             self.bar.update(self.task, completed=read, description=self._line(images, read))
         elif time.monotonic() > self.shown_s + LINE_S:

@@ -15,7 +15,7 @@ from common.archives import Listing, Member, members
 from common.decode import SPLITS
 from common.image_sources import EXTENSIONS
 from common.imagenet import MD5, Devkit
-from common.inputs import Input, open_input
+from common.inputs import Input, open_input, shown
 from common.object_store import ObjectStore
 
 VAL_NAME = re.compile(r"ILSVRC2012_val_(\d{8})\.JPEG")
@@ -89,11 +89,27 @@ def class_folders(root: Path) -> Iterator[Group]:
 
 
 def folders_in(root: Path) -> list[Path]:
-    return sorted(path for path in root.iterdir() if path.is_dir() and path.name[0] != ".")
+    """Raises ValueError for a link without a target, which may have been a class."""
+    paths = sorted(path for path in root.iterdir() if path.name[0] != ".")
+    if lost := [path for path in paths if not path.exists()]:
+        raise ValueError(f"{lost[0]} is a link to what is not there: mend it, or take it out")
+    return [path for path in paths if path.is_dir()]
 
 
 def files_in(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.iterdir() if path.is_file())
+    """Images, and what is passed over. Raises ValueError for a folder, and for an image's link without a
+    target, as nobody would miss their images."""
+    files = []
+    for path in sorted(path for path in folder.iterdir() if path.name[0] != "."):
+        if path.is_file():
+            files.append(path)
+        elif path.is_dir():
+            raise ValueError(
+                f"{path} is a folder within a class folder: put its images into {folder}, or take it out"
+            )
+        elif is_image(path.name) and not path.exists():
+            raise ValueError(f"{path} is a link to what is not there: mend it, or take it out")
+    return files
 
 
 def batches(groups: Iterable[Group], label: Label, begin: Place) -> Iterator[Batch]:
@@ -121,7 +137,10 @@ def batches(groups: Iterable[Group], label: Label, begin: Place) -> Iterator[Bat
                 raise ValueError(f"{group.where}: {error}") from None
             key = _key(group.class_name, name)
             if key in keys:
-                raise ValueError(f"{group.where}: {name}: two images have the same name")
+                raise ValueError(
+                    f"{group.where}: {name} gets the key {key}, which another image has: rename one of them"
+                    " (a key is the name without its extension, and with _ for other dots)"
+                )
             keys.add(key)
             if number == begin.group and len(keys) <= begin.images:
                 continue
@@ -170,8 +189,9 @@ class Source:
         must be the published ones. subset: there may be other counts than ILSVRC2012's."""
         self.kind, self.parts, self.hashed, self.subset = kind, parts, hashed, subset
         found = {part: size_and_version(where) for part, where in parts.items()}
-        self.bytes = {part: size for part, (size, _) in found.items()}
-        self.versions = {part: version for part, (_, version) in found.items()}
+        self.bytes = {part: size for part, (size, _, _) in found.items()}
+        self.versions = {part: version for part, (_, version, _) in found.items()}
+        self.listings = {part: listing for part, (_, _, listing) in found.items() if listing}
         self.classes: list[dict[str, str]] = []  # "wnid" and "name", in label order
         self.labels: dict[str, Label] = {}
         self.counts: dict[str, int] = {}  # how many classes train must have, and images val
@@ -179,7 +199,10 @@ class Source:
     def read_classes(self) -> None:
         """Of ILSVRC2012 the devkit's; else the names of the class tars or folders, sorted."""
         if self.kind != "imagenet":
-            with self.open("train" if "train" in self.parts else "val", hashed=False) as (groups, _):
+            split = "train" if "train" in self.parts else "val"
+            if "://" in self.parts[split]:  # a request or more for each class
+                print(f"looking for the classes in {shown(self.parts[split])}", flush=True)
+            with self.open(split, hashed=False) as (groups, _):
                 names = sorted(group.class_name for group in groups)
             self.classes = [{"wnid": name, "name": name} for name in names]
             self.labels = dict.fromkeys(SPLITS, by_class(names))
@@ -228,25 +251,24 @@ def exists(where: str) -> bool:
     return Path(where).exists()
 
 
-def size_and_version(where: str) -> tuple[int, str | None]:
-    """Bytes, of a folder those of its images; and what changes when the source does, None if not known."""
+def size_and_version(where: str) -> tuple[int, str | None, str | None]:
+    """Bytes, of a folder those of its images; what changes when the source does, None if not known; and of a
+    folder what changes with the classes, names and sizes of its images."""
     path = Path(where)
     if not path.is_dir():
         with open_input(where) as stream:
-            return stream.size, stream.version
+            return stream.size, stream.version, None
     rows = []
     for folder in folders_in(path):
         for file in files_in(folder):
             if is_image(file.name):
                 stat = file.stat()
                 rows.append((f"{folder.name}/{file.name}", stat.st_size, stat.st_mtime_ns))
-    digest = hashlib.sha256(repr(rows).encode(errors="surrogateescape")).hexdigest()
-    return sum(size for _, size, _ in rows), digest
+    return sum(size for _, size, _ in rows), _digest(rows), _digest([row[:2] for row in rows])[:16]
 
 
-def shown(where: str) -> str:
-    """Without the query of a signed url, which is a secret."""
-    return where.partition("?")[0] if "://" in where else where
+def _digest(rows: list[tuple]) -> str:
+    return hashlib.sha256(repr(rows).encode(errors="surrogateescape")).hexdigest()
 
 
 # --- Labels

@@ -14,12 +14,14 @@ import threading
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pexpect
 import pytest
 from PIL import Image
 
+from common import progress
 from common.decode import decode
 from common.object_store import ObjectStore
 from common.shard_writer import tar_header
@@ -297,18 +299,22 @@ class _Ranges(http.server.SimpleHTTPRequestHandler):
         pass
 
 
-def test_http(ilsvrc, shards, tmp_path):
+@pytest.fixture
+def web(ilsvrc):
+    """A server of the archives, which says nothing of their versions: its url, and what it was asked for."""
     handler = type("Handler", (_Ranges,), {"asked": []})
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(handler, directory=ilsvrc.folder))
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        url = f"http://127.0.0.1:{server.server_address[1]}"
-        run(prep("--url", url, "--out", tmp_path / "out", *MINI, *SMALL))
-    finally:
-        server.shutdown()
-        server.server_close()
+    yield f"http://127.0.0.1:{server.server_address[1]}", handler.asked
+    server.shutdown()
+    server.server_close()
+
+
+def test_http(web, shards, tmp_path):
+    url, asked = web
+    run(prep("--url", url, "--out", tmp_path / "out", *MINI, *SMALL))
     assert_same_images(tmp_path / "out", shards)
-    assert len([start for name, start in handler.asked if name == TRAIN and start]) >= 3  # it was cut
+    assert len([start for name, start in asked if name == TRAIN and start]) >= 3  # it was cut
 
 
 def assert_same_images(found: Path, wanted: Path) -> None:
@@ -326,7 +332,13 @@ def test_s3(ilsvrc, shards, s3, tmp_path, monkeypatch):  # noqa: F811
     for name in (TRAIN, VAL, DEVKIT):
         store.upload(ilsvrc.folder / name, f"in/{name}")
     words = ["--data", f"{store.url}/in", "--out", f"{store.url}/out", "--work_dir", tmp_path / "work"]
-    run(prep(*words, *MINI, *SMALL), env=env)
+    store.write("out/.probe-0123/object", b"of a killed one")
+    project = copy_project(tmp_path / "project")
+    mutate(project, "common/progress.py", "LINE_S = 30", "LINE_S = -1")
+    output = run([*python(), project / "prep_imagenet.py", *words, *MINI, *SMALL], env=env)
+    assert "train  0.00 of 0.00 GiB uploaded" in output
+    shutil.rmtree(project)
+    store.delete(["out/.probe-0123/object"])
     assert list((tmp_path / "work").iterdir()) == []
     for key in store.list("out"):
         name = key.removeprefix("out/")
@@ -366,13 +378,28 @@ def test_s3_is_gone_on_with_after_a_kill(ilsvrc, shards, s3_proxy, tmp_path, mon
         (["--resize", "0"], "--resize"),
         (["--no_such_flag"], "--no_such_flag"),
         (["--url", "ftp://host"], "exclude"),
+        (["--data", "https://me:pw@host/tars?token=pw"], "--data https://host/tars: takes folders"),
+        (["--data", "", "--url", "ftp://me:pw@host"], "--url must begin with http"),
+        (["--data", "", "--url", "https://host/tars?token=pw"], "--url https://host/tars: signed urls are"),
+        (["--out", "https://me:pw@host/out?token=pw"], "--out https://host/out: must be a folder"),
         (["--format", "index", "--resize", "8"], "index"),
         (["--out", "s3://bucket/prefix"], "--work_dir"),
     ],
 )
 def test_wrong_flags(words, message, tmp_path):
-    assert message in fails("--data", tmp_path, "--out", tmp_path / "out", *words, status=2)
+    output = fails("--data", tmp_path, "--out", tmp_path / "out", *words, status=2)
+    assert message in output
+    assert "pw" not in output
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("format", ["index", "shards"])
+@pytest.mark.parametrize("scheme", ["https", "ftp"])
+def test_urls_are_shown_without_their_secrets(scheme, format, ilsvrc, tmp_path):
+    words = ["--train", f"{scheme}://me:pw@host/a.tar?token=pw", "--devkit", ilsvrc.devkit]
+    output = fails(*words, "--out", tmp_path / "out", "--format", format, *MINI)
+    assert "/a.tar" in output
+    assert "pw" not in output
 
 
 def broken(ilsvrc: Ilsvrc, folder: Path, **archives: bytes) -> Path:
@@ -473,6 +500,7 @@ def test_md5(ilsvrc, shards, tmp_path):
     )
     project = publish(copy_project(tmp_path / "project"), ilsvrc)
     mutate(project, "prep_imagenet.py", "JOURNAL_S = 20", "JOURNAL_S = -1")
+    mutate(project, "common/progress.py", "LINE_S = 30", "LINE_S = -1")
     command = [*python(), project / "prep_imagenet.py", "--subset", *SMALL]
     run([*command, "--data", ilsvrc.folder, "--out", tmp_path / "out"])
     assert contents(tmp_path / "out") == contents(shards)
@@ -491,7 +519,7 @@ def test_md5(ilsvrc, shards, tmp_path):
     assert hashlib.md5(content).hexdigest() in output
     assert not (tmp_path / "index" / "manifest.json").exists()
     shutil.copy(ilsvrc.train_tar, data)
-    run(index)
+    assert run(index).count("train  0.00 of 0.00 GiB read\n") > len(ilsvrc.wnids)  # a line for each, and MD5
     assert read_index(tmp_path / "index", "train") == expected(ilsvrc, "train")
     run([*command, "--data", data, "--out", tmp_path / "bad"])  # got again: nothing of the other is left
     assert contents(tmp_path / "bad") == contents(shards)
@@ -528,8 +556,49 @@ def test_a_class_the_devkit_does_not_know(ilsvrc, tmp_path):
 def test_names_that_are_there_twice(ilsvrc, tmp_path):
     name = next(iter(ilsvrc.train))
     data = broken(ilsvrc, tmp_path / "data", train=with_member(ilsvrc, name))
-    for format in ("shards", "index"):
-        assert "same name" in fails("--data", data, "--out", tmp_path / format, "--format", format, *MINI)
+    for format, message in {"shards": f"gets the key {Path(name).stem}", "index": "same name"}.items():
+        assert message in fails("--data", data, "--out", tmp_path / format, "--format", format, *MINI)
+
+
+def class_folders(folder: Path, images: dict[str, bytes]) -> Path:
+    """--data of --from folder: its images by their path."""
+    for path, content in images.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_bytes(content)
+    return folder
+
+
+def test_names_with_the_same_key(ilsvrc, tmp_path):
+    image = next(iter(ilsvrc.val.values()))
+    data = class_folders(tmp_path / "data", {"train/cat/a.b.jpg": image, "train/cat/a_b.png": image})
+    message = fails("--from", "folder", "--data", data, "--out", tmp_path / "out")
+    assert "a_b.png gets the key cat/a_b, which another image has: rename one" in message
+
+
+@pytest.mark.parametrize("path", ["train/cat/b.jpg", "train/dog", "train/cat/more"])
+def test_what_would_be_left_out_of_a_folder_is_named(path, ilsvrc, tmp_path):
+    """Links without a target, and a folder in a class folder; other files are passed over."""
+    image = next(iter(ilsvrc.val.values()))
+    data = class_folders(tmp_path / "data", {"train/cat/a.jpg": image, "train/cat/notes.txt": b""})
+    if path.endswith("more"):
+        (data / path).mkdir()
+    else:
+        (data / path).symlink_to("absent")
+    message = fails("--from", "folder", "--data", data, "--out", tmp_path / "out")
+    assert f"{data / path} is a " in message
+
+
+def test_an_image_that_is_in_another_class_now(ilsvrc, tmp_path):
+    """Its size says nothing of that, and its time is of no use for what is complete."""
+    image = next(iter(ilsvrc.val.values()))
+    paths = ("train/cat/1.jpg", "train/cat/2.jpg", "train/dog/1.jpg")
+    data = class_folders(tmp_path / "data", dict.fromkeys(paths, image))
+    words = ["--from", "folder", "--data", data, "--out", tmp_path / "out"]
+    run(prep(*words))
+    os.utime(data / "train" / "cat" / "1.jpg")
+    assert "nothing to do" in run(prep(*words))
+    (data / "train" / "cat" / "2.jpg").rename(data / "train" / "dog" / "2.jpg")
+    assert "begun otherwise: names_and_sizes was" in fails(*words)
 
 
 def test_other_settings_are_refused(ilsvrc, shards, tmp_path):
@@ -551,9 +620,11 @@ def test_an_empty_image_is_named(format, ilsvrc, tmp_path):
 
 
 def test_the_manifest_of_something_else_is_left_alone(ilsvrc, tmp_path):
-    (tmp_path / "manifest.json").write_text('{"name": "webapp"}')
-    assert "of something else" in fails("--data", ilsvrc.folder, "--out", tmp_path, *MINI)
-    assert (tmp_path / "manifest.json").read_text() == '{"name": "webapp"}'
+    for content in ('{"name": "webapp"}', "no JSON"):
+        (tmp_path / "manifest.json").write_text(content)
+        message = fails("--data", ilsvrc.folder, "--out", tmp_path, *MINI)
+        assert "holds a manifest.json of something else" in message
+        assert (tmp_path / "manifest.json").read_text() == content
 
 
 def test_a_folder_with_other_things_is_left_alone(ilsvrc, tmp_path):
@@ -663,17 +734,32 @@ def test_what_is_checked_goes_on_from_s3(eager, ilsvrc, straight, s3, tmp_path, 
     for name in (TRAIN, VAL, DEVKIT):
         store.upload(ilsvrc.folder / name, name)
     project = publish(Path(shutil.copytree(eager, tmp_path / "project")), ilsvrc)
+    mutate(project, "common/progress.py", "LINE_S = 30", "LINE_S = -1")
     command = [*python(), project / "prep_imagenet.py", "--subset", *SMALL, "--data", store.url]
     command += ["--out", tmp_path / "out"]
     for place in ("40", "train"):
-        assert Job(command, env=env | {"STOP_AT": f"{place}:9"}).wait()[0] == -signal.SIGKILL
+        status, output = Job(command, env=env | {"STOP_AT": f"{place}:9"}).wait()
+        assert status == -signal.SIGKILL
+    assert "was begun: going on there\ntrain  0.00 of 0.00 GiB read\n" in output
     store.write(TRAIN, with_a_flipped_bit(ilsvrc))
     status, output = Job(command, env=env).wait()
     assert status == 1
-    assert "train was replaced since" in output
+    assert "train is read anew: train changed since" in output
     assert "its MD5 is" in output
     store.upload(ilsvrc.train_tar, TRAIN)
     run(command, env=env)
+    assert_same_images(tmp_path / "out", straight)
+
+
+def test_what_is_checked_goes_on_only_if_it_is_known_to_be_the_same(eager, ilsvrc, straight, web, tmp_path):
+    project = publish(Path(shutil.copytree(eager, tmp_path / "project")), ilsvrc)
+    command = [*python(), project / "prep_imagenet.py", "--subset", *SMALL, "--url", web[0]]
+    command += ["--out", tmp_path / "out"]
+    for place in ("40", "20"):
+        status, output = Job(command, env={"STOP_AT": f"{place}:9"}).wait()
+        assert status == -signal.SIGKILL
+    assert "train is read anew: nothing says whether train changed" in output
+    run(command)
     assert_same_images(tmp_path / "out", straight)
 
 
@@ -706,7 +792,7 @@ def test_archives_that_changed_since(eager, ilsvrc, straight, tmp_path):
     os.utime(data / TRAIN)
     status, output = Job([*command, tmp_path / "out"]).wait()
     assert status == 1
-    assert "train was replaced since" in output
+    assert "train is read anew: train changed since" in output
     assert VAL in output.splitlines()[-1]
     os.utime(data / DEVKIT)
     status, output = Job([*command, tmp_path / "out"]).wait()
@@ -730,9 +816,88 @@ def test_a_folder_that_changed_since_is_read_anew(eager, ilsvrc, tmp_path):
     command = [*python(), eager / "prep_imagenet.py", "--from", "folder", "--data", data, "--out"]
     assert Job([*command, tmp_path / "out"], env={"STOP_AT": "4:9"}).wait()[0] == -signal.SIGKILL
     (data / "train" / "cat").rename(data / "train" / "zebra")
-    assert "train was replaced since" in run([*command, tmp_path / "out"])
+    assert "train is read anew: the list of classes changed" in run([*command, tmp_path / "out"])
     run([*command, tmp_path / "straight"])
     assert contents(tmp_path / "out") == contents(tmp_path / "straight")
+
+
+@pytest.mark.parametrize("place", ["4:9", "val:9"])
+def test_train_is_added_to_val(place, eager, ilsvrc, tmp_path):
+    """Its classes become those of both, whose labels are others."""
+    images = list(ilsvrc.val.values())
+    val = {f"val/{'cat' if i % 2 else 'dog'}/{i}.jpg": images[i] for i in range(10)}
+    train = {path.replace("val", "train"): content for path, content in val.items()}
+    data = class_folders(tmp_path / "data", val | train | {"train/ape/1.jpg": images[0]})
+    command = [*python(), eager / "prep_imagenet.py", "--from", "folder", "--out"]
+    both = ["--train", data / "train", "--val", data / "val"]
+    job = Job([*command, tmp_path / "out", *both[2:]], env={"STOP_AT": place})
+    assert job.wait()[0] == -signal.SIGKILL
+    assert "val is read anew: the list of classes changed" in run([*command, tmp_path / "out", *both])
+    run([*command, tmp_path / "straight", *both])
+    assert contents(tmp_path / "out") == contents(tmp_path / "straight")
+
+
+def test_a_finished_split_stays_with_its_classes(ilsvrc, tmp_path):
+    image = next(iter(ilsvrc.val.values()))
+    data = class_folders(tmp_path / "data", {"train/ape/1.jpg": image, "val/cat/1.jpg": image})
+    project = copy_project(tmp_path / "project")
+    mutate(
+        project, "prep_imagenet.py", "            self._finish()\n", "            signal.raise_signal(9)\n"
+    )
+    words = ["--from", "folder", "--val", data / "val", "--out", tmp_path / "out"]
+    assert Job([*python(), project / "prep_imagenet.py", *words]).wait()[0] == -signal.SIGKILL
+    assert "the list of classes changed since" in fails(*words, "--train", data / "train")
+    assert "1 images of val" in run(prep(*words))
+
+
+def test_a_split_that_failed_leaves_nothing(ilsvrc, tmp_path):
+    """Though the journal had nothing of it yet; the next archive lacks the class that was written."""
+    images = list(ilsvrc.val.values())
+    classes = [tar({f"{i}.jpg": image for i, image in enumerate(images[:6])}), tar({"1.jpg": images[7]})]
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / "train.tar").write_bytes(tar({"cat.tar": classes[0], "dog.tar": classes[1]}))
+    (data / "val.tar").write_bytes(tar({"cat.tar": classes[0], "wolf.tar": classes[1]}))
+    project = copy_project(tmp_path / "project")
+    mutate(project, "prep_imagenet.py", "SAMPLED = 8", "SAMPLED = 1")
+    small = "BATCH_IMAGES, BATCH_BYTES = 2,"
+    mutate(project, "common/raw_images.py", "BATCH_IMAGES, BATCH_BYTES = 32,", small)
+    command = [*python(), project / "prep_imagenet.py", "--from", "tar", "--data", data]
+    command += ["--format", "folder", "--out"]
+    status, output = Job([*command, tmp_path / "out"]).wait()
+    assert status == 1
+    assert "class wolf is none of the 2 classes" in output
+    assert list((tmp_path / "out" / "val" / "cat").iterdir())
+    (data / "val.tar").write_bytes(tar({"dog.tar": classes[1]}))
+    run([*command, tmp_path / "out"])
+    run([*command, tmp_path / "straight"])
+    assert contents(tmp_path / "out") == contents(tmp_path / "straight")
+
+
+def test_begun_for_another_destination(eager, ilsvrc, s3, tmp_path):  # noqa: F811
+    """The journal says what is uploaded, and not where."""
+    url, work = f"s3://{BUCKET}/destination", tmp_path / "work"
+    command = eager_command(eager, ilsvrc, "shards")
+    job = Job([*command, f"{url}/x", "--work_dir", work], env=aws_env(s3) | {"STOP_AT": "val:9"})
+    assert job.wait()[0] == -signal.SIGKILL
+    before = contents(work)
+    for words in ([f"{url}/y", "--work_dir", work], [work]):
+        status, output = Job([*command, *words], env=aws_env(s3)).wait()
+        assert status == 1
+        assert f"{work} holds what was begun for --out {url}/x: go on with that, give another --" in output
+    assert contents(work) == before
+    run([*command, f"{url}/x", "--work_dir", work], env=aws_env(s3))
+
+
+def test_what_was_finished_without_its_md5_is_not_called_checked(eager, ilsvrc, tmp_path):
+    project = publish(Path(shutil.copytree(eager, tmp_path / "project")), ilsvrc)
+    command = [*python(), project / "prep_imagenet.py", "--subset", *SMALL, "--data", ilsvrc.folder]
+    command += ["--out", tmp_path / "out"]
+    assert Job([*command, "--no_verify"], env={"STOP_AT": "val:9"}).wait()[0] == -signal.SIGKILL
+    status, output = Job(command).wait()
+    assert status == 1
+    assert "train was finished under --no_verify: go on with --no_verify, or remove" in output
+    run([*command, "--no_verify"])
 
 
 def test_the_workers_of_a_killed_preparation_end(ilsvrc, tmp_path):
@@ -826,6 +991,22 @@ def test_room_is_looked_for_first(ilsvrc, small_disk):
     (out / "train").mkdir()  # of another program, meanwhile
     assert "holds other files, as train" in fails("--data", ilsvrc.folder, "--out", out, *MINI)
     assert (out / "train").exists()
+
+
+def test_what_is_only_hashed_is_no_part_of_the_speed(monkeypatch, capsys):
+    clock = SimpleNamespace(monotonic=lambda: now_s)
+    monkeypatch.setattr(progress, "time", clock)
+    now_s = 0
+    reading = progress.Reading("train", 10, 10**9, 10**10)
+    for now_s in (50, 100):
+        reading.tell(now_s * 10**7)
+    now_s = 140
+    reading.show(50, 5 * 10**9)
+    assert capsys.readouterr().out.splitlines() == [
+        "train  0.47 of 9.31 GiB read",
+        "train  0.93 of 9.31 GiB read",
+        "train  50 images  4.66 of 9.31 GiB  1 images/s  100 MB/s  0:50 left",
+    ]
 
 
 def test_a_bar_on_a_terminal(ilsvrc, tmp_path):
