@@ -258,6 +258,7 @@ def size_and_version(where: str) -> tuple[int, str | None, str | None]:
     if not path.is_dir():
         with open_input(where) as stream:
             return stream.size, stream.version, None
+    print(f"listing the images in {where}", flush=True)
     rows = []
     for folder in folders_in(path):
         for file in files_in(folder):

@@ -4,7 +4,8 @@
     <split>_index.npy  int64 [N, 4]: shard, offset of the image's bytes, their length, label; in this order
     <split>-00000.tar  per image its bytes and, as <key>.cls, its label; of kind "index" other tars instead
 
-An image's tar header stands in the 512 bytes before it: from there come the keys in messages.
+An image's tar header stands in the 512 bytes before it: from there come the keys in messages, of names
+too long for it their beginning.
 """
 
 import hashlib
