@@ -176,6 +176,9 @@ class Preparation:
         }
         if self.source.listings:
             self.settings["names_and_sizes"] = self.source.listings
+        if flags.format == "index":  # of which the archives are the shards
+            parts = self.source.parts
+            self.settings["paths"] = {s: str(Path(parts[s]).absolute()) for s in self._splits()}
         self.journal: dict[str, Any] = {"splits": {}}
 
     def run(self) -> None:
@@ -186,12 +189,15 @@ class Preparation:
                 return
             self.source.read_classes()
             self._begin_or_continue(left)
-            for split in [split for split in SPLITS if split in self.source.parts]:
+            for split in self._splits():
                 if "finished" not in self.journal["splits"].get(split, {}):
                     (self._index if self.flags.format == "index" else self._write)(split)
                 if self.store is not None:
                     self._upload(split)
             self._finish()
+
+    def _splits(self) -> list[str]:
+        return [split for split in SPLITS if split in self.source.parts]
 
     # --- Beginning and end
 
@@ -226,9 +232,31 @@ class Preparation:
         if not isinstance(about, dict) or "settings" not in about:
             raise ValueError(f"{self.flags.out} holds a {self.manifest} of something else: give a new one")
         self._check_same(about["settings"])
-        (self.folder / JOURNAL).unlink(missing_ok=True)
+        self._check_there(about["splits"])
+        if (self.folder / JOURNAL).exists():  # killed at the very end
+            self._remove_journal()
         print(f"{self.flags.out} is complete: nothing to do")
         return True
+
+    def _check_there(self, splits: dict[str, Any]) -> None:
+        """Raises ValueError where a shard, or an index, is gone since; a shard also when it is shorter."""
+        if self.flags.format == "folder":
+            return  # whose files are not listed
+        wanted = {index_name(split): None for split in splits}
+        wanted |= {shard["file"]: shard["bytes"] for about in splits.values() for shard in about["shards"]}
+        stored = set() if self.store is None else set(self.store.list())
+        for file, size in wanted.items():
+            path = self.folder / file
+            if file not in stored and not (path.is_file() and size in (None, path.stat().st_size)):
+                raise ValueError(
+                    f"{self.flags.out} was complete, and {file} is not what it was: remove what is there, and"
+                    " begin again"
+                )
+
+    def _remove_journal(self) -> None:
+        if self.store is not None:
+            self.store.delete([JOURNAL])
+        (self.folder / JOURNAL).unlink()
 
     def _begin_or_continue(self, left: dict[str, Any] | None) -> None:
         now = {
@@ -253,10 +281,12 @@ class Preparation:
             raise ValueError(f"{self.folder} holds other files, as {others[0]}: give a new folder")
         if self.store is not None:
             self.store.probe()
-            # Hidden: what a killed probe left, say.
-            others = [key for key in self.store.list() if key[0] != "." and not OURS.fullmatch(key)]
+            # Hidden: what a killed probe left, say. Ours: of a preparation whose --work_dir was lost.
+            begun = self.store.read(JOURNAL) is not None
+            others = [k for k in self.store.list() if k[0] != "." and not (begun and OURS.fullmatch(k))]
             if others:
                 raise ValueError(f"{self.store.url} holds other objects, as {others[0]}: give a new prefix")
+            self.store.write(JOURNAL, json.dumps({"settings": self.settings}).encode())
         self.journal = now | {"splits": {}, "uploaded": [], "writing": False}
         self._save()
 
@@ -342,10 +372,10 @@ class Preparation:
         else:
             made = {shard["file"] for about in finished.values() for shard in about["shards"]}
             made |= {index_name(split) for split in finished}
-            # Of an earlier preparation, with more shards: readers of train-*.tar would take them, too.
+            # Of one that was begun here, with more shards: readers of train-*.tar would take them, too.
             self.store.delete([key for key in self.store.list() if OURS.fullmatch(key) and key not in made])
             self.store.write(self.manifest, content)
-        (self.folder / JOURNAL).unlink()
+        self._remove_journal()
         counts = ", ".join(f"{about['images']:,} images of {split}" for split, about in finished.items())
         print(f"{self.flags.out} is complete: {counts}, {len(self.source.classes):,} classes")
         for image in odd:
@@ -377,7 +407,7 @@ class Preparation:
     # --- One split
 
     def _index(self, split: str) -> None:
-        path = Path(self.source.parts[split]).absolute()
+        path = Path(self.settings["paths"][split])
         with Reading(split, 0, 0, self.source.bytes[split]) as progress:
             if self.source.hashed:
                 with self.source.open(split, hashed=True) as (_, stream):

@@ -33,6 +33,7 @@ from torchvision import transforms
 
 from common.decode import decode, random_resized_crop
 from common.order import uniforms
+from common.recode import smaller
 
 SUFFIXES = (".jpg", ".jpeg", ".png")
 SHORT_SIDE, QUALITY = 256, 90
@@ -53,7 +54,8 @@ def main() -> None:
     if not files:
         parser.error(f"--images {flags.images}: holds no file that ends in {', '.join(SUFFIXES)}")
     originals = [path.read_bytes() for path in files]
-    arms = arms_of(originals, [resized(data) for data in originals], flags.size)
+    small = [smaller(data, SHORT_SIDE, QUALITY) or data for data in originals]
+    arms = arms_of(originals, small, flags.size)
     for arm in arms.values():
         arm(0)  # a warm-up
     rounds = []
@@ -64,19 +66,6 @@ def main() -> None:
     report(rounds, len(files))
     if flags.json:
         flags.json.write_text(json.dumps({"ms_per_image": rounds, "ratios": ratios(rounds)}, indent=1))
-
-
-def resized(data: bytes) -> bytes:
-    """A JPEG whose shorter side is SHORT_SIDE. One that is not longer stays as it is."""
-    image = Image.open(io.BytesIO(data)).convert("RGB")
-    scale = SHORT_SIDE / min(image.size)
-    if scale >= 1:
-        return data
-    out = io.BytesIO()
-    image.resize([round(scale * side) for side in image.size], Image.Resampling.BILINEAR).save(
-        out, "JPEG", quality=QUALITY
-    )
-    return out.getvalue()
 
 
 def arms_of(originals: list[bytes], small: list[bytes], size: int) -> dict[str, Callable[[int], None]]:

@@ -59,7 +59,7 @@ def _recode(batch: Batch, short_side: int | None, quality: int) -> Batch:
         if why is None and short_side is None:
             continue
         try:
-            data = _smaller(image.data, short_side, quality) if short_side else None
+            data = smaller(image.data, short_side, quality) if short_side else None
             data = data or (_as_jpeg(_upright(image.data), QUALITY) if why else image.data)
         except ValueError as error:
             raise ValueError(
@@ -108,7 +108,7 @@ def _upright(data: bytes):
     return picture if picture.mode in ("L", "RGB") else picture.convert("RGB")
 
 
-def _smaller(data: bytes, short_side: int, quality: int) -> bytes | None:
+def smaller(data: bytes, short_side: int, quality: int) -> bytes | None:
     """With this shorter side, upright, by the filter of common.decode's crops; None for a small one."""
     from PIL import Image
 

@@ -189,6 +189,22 @@ def test_benchmark_of_decoding(tmp_path):
     assert found["ratios"]["ours, resized"]["PIL, originals"] > 0
 
 
+def test_benchmark_of_preparing(tmp_path):
+    words = ["-m", "benchmarks.imagenet_prep", "--images", real_data() / "imagenet_sample", "--count", "30"]
+    words += ["--classes", "3", "--rounds", "1", "--folder", tmp_path]
+    output = run([*python(), *words], env={"COLUMNS": "120"})
+    rows = [line.split("│")[1:-1] for line in output.splitlines() if line.startswith("│")]
+    assert [row[0].strip() for row in rows] == [
+        "torchvision",
+        "shards",
+        "torchvision without MD5",
+        "shards without MD5",
+        "index",
+    ]
+    assert all(float(value.replace(",", "")) > 0 for row in rows for value in row[1:])
+    assert not list(tmp_path.iterdir())
+
+
 def test_benchmark_of_training_from_shards(tmp_path):
     words = ["-m", "benchmarks.shard_training", "--data", write_shards(tmp_path / "shards")]
     words += ["--model", "test_vit", "--image_size", "32", "--patch_size", "8", "--batch_size", "16"]

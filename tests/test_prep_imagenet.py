@@ -19,16 +19,21 @@ from types import SimpleNamespace
 import numpy as np
 import pexpect
 import pytest
+import torch
 from PIL import Image
 
 from common import progress
 from common.decode import decode
+from common.image_cache import prepare
+from common.images import open_images
 from common.object_store import ObjectStore
 from common.shard_writer import tar_header
 from common.shards import ShardImages, find_local, parse_index
 from tests.conftest import ROOT, Job, copy_project, full, mutate, python, run
 from tests.imagenet import DEVKIT, TRAIN, VAL, Ilsvrc, make_ilsvrc, tar, write_devkit
 from tests.s3 import BUCKET, aws_env, s3, s3_proxy  # noqa: F401
+
+pytestmark = pytest.mark.filterwarnings("ignore:The image decoding and encoding:DeprecationWarning")
 
 MINI = ["--no_verify", "--subset"]
 SMALL = ["--shard_mib", "0.1"]  # some 7 shards of training images
@@ -311,14 +316,8 @@ def web(ilsvrc):
 def test_http(web, shards, tmp_path):
     url, asked = web
     run(prep("--url", url, "--out", tmp_path / "out", *MINI, *SMALL))
-    assert_same_images(tmp_path / "out", shards)
+    assert contents(tmp_path / "out") == contents(shards)
     assert len([start for name, start in asked if name == TRAIN and start]) >= 3  # it was cut
-
-
-def assert_same_images(found: Path, wanted: Path) -> None:
-    """Everything but the manifests, which name the sources."""
-    ours, theirs = contents(found), contents(wanted)
-    assert {**ours, "manifest.json": ""} == {**theirs, "manifest.json": ""}
 
 
 def test_s3(ilsvrc, shards, s3, tmp_path, monkeypatch):  # noqa: F811
@@ -326,10 +325,13 @@ def test_s3(ilsvrc, shards, s3, tmp_path, monkeypatch):  # noqa: F811
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     store = ObjectStore(f"s3://{BUCKET}/prep")
-    store.write("out/train-00099.tar", b"of an earlier preparation")
     for name in (TRAIN, VAL, DEVKIT):
         store.upload(ilsvrc.folder / name, f"in/{name}")
     words = ["--data", f"{store.url}/in", "--out", f"{store.url}/out", "--work_dir", tmp_path / "work"]
+    store.write("out/train-00099.tar", b"somebody's data set")
+    assert "holds other objects, as train-00099.tar" in fails(*words, *MINI, env=env)
+    assert store.list("out") == ["out/train-00099.tar"]
+    store.delete(["out/train-00099.tar"])
     store.write("out/.probe-0123/object", b"of a killed one")
     project = copy_project(tmp_path / "project")
     mutate(project, "common/progress.py", "LINE_S = 30", "LINE_S = -1")
@@ -342,27 +344,57 @@ def test_s3(ilsvrc, shards, s3, tmp_path, monkeypatch):  # noqa: F811
         name = key.removeprefix("out/")
         store.download(key, tmp_path / name, store.size_and_etag(key)[0])
     (tmp_path / "work").rmdir()
-    assert_same_images(tmp_path, shards)
+    assert contents(tmp_path) == contents(shards)
     assert "nothing to do" in run(prep(*words, *MINI, *SMALL), env=env)
+    store.delete(["out/train-00001.tar"])
+    assert "train-00001.tar is not what it was" in fails(*words, *MINI, *SMALL, env=env)
 
 
-def test_s3_is_gone_on_with_after_a_kill(ilsvrc, shards, s3_proxy, tmp_path, monkeypatch):  # noqa: F811
+@pytest.mark.parametrize("lost", [False, True])
+def test_s3_is_gone_on_with_after_a_kill(lost, ilsvrc, shards, s3_proxy, tmp_path, monkeypatch):  # noqa: F811
+    """Where --work_dir is lost with its machine, from the beginning."""
     env = aws_env(s3_proxy.endpoint)
     for name, value in env.items():
         monkeypatch.setenv(name, value)
-    url = f"s3://{BUCKET}/killed"
+    url = f"s3://{BUCKET}/killed-{lost}"
     words = prep("--data", ilsvrc.folder, "--out", url, "--work_dir", tmp_path / "work", *MINI, *SMALL)
     s3_proxy.on("PUT", "train-00003", lambda: job.kill())
     job = Job(words, env=env)
     assert job.wait()[0] == -signal.SIGKILL
+    store = ObjectStore(url)
+    if lost:
+        shutil.rmtree(tmp_path / "work")
+        store.write("train-00099.tar", b"of more shards than there are now")
     run(words, env=env)
     uploads = [path for method, path, _ in s3_proxy.requests if method == "PUT"]
-    assert sum("train-00001" in path for path in uploads) == 1
-    store = ObjectStore(url)
+    assert sum("train-00001" in path for path in uploads) == 1 + lost
     for key in store.list():
         store.download(key, tmp_path / key, store.size_and_etag(key)[0])
     (tmp_path / "work").rmdir()
-    assert_same_images(tmp_path, shards)
+    assert contents(tmp_path) == contents(shards)
+
+
+def test_trainings_see_the_same_in_all_formats(ilsvrc, tmp_path):
+    """Labels, and the pixels of an evaluation; those of recoded images differ a little from the index's."""
+    seen = {}
+    for format in ("shards", "folder", "index"):
+        run(prep("--data", ilsvrc.folder, "--out", tmp_path / format, "--format", format, *MINI, *SMALL))
+        images = open_images(prepare(str(tmp_path / format), tmp_path / "cache", show_progress=False))
+        for split in (images.train, images.val):
+            opened, plan = split.open(), [(0, np.arange(len(split)))]
+            keys = [Path(opened.where(i).split()[-1]).stem for i in range(len(split))]
+            options = dict(device="cpu", train=False, size=48, seed=0, workers=0)
+            [(_, _, crops, labels)] = split.batches(iter(plan), **options)
+            seen |= {(format, key): found for key, *found in zip(keys, labels.tolist(), crops, strict=True)}
+    assert len(seen) == 3 * (len(ilsvrc.train) + len(ilsvrc.val))
+    wanted = ilsvrc.train_labels | ilsvrc.val_labels
+    for name, label in wanted.items():
+        ours = [seen[format, Path(name).stem] for format in ("shards", "folder", "index")]
+        assert [found for found, _ in ours] == [label] * 3
+        shards, folder, index = (crop.int() for _, crop in ours)
+        assert torch.equal(shards, folder)
+        recoded = name in (ilsvrc.cmyk, ilsvrc.png)
+        assert 0 < (index - shards).abs().float().mean() < 4 if recoded else torch.equal(index, shards)
 
 
 # --- What is wrong
@@ -408,12 +440,14 @@ def broken(ilsvrc: Ilsvrc, folder: Path, **archives: bytes) -> Path:
     return folder
 
 
+def class_tars(ilsvrc: Ilsvrc) -> dict[str, bytes]:
+    with tarfile.open(ilsvrc.train_tar) as archive:
+        return {member.name: archive.extractfile(member).read() for member in archive}
+
+
 def with_member(ilsvrc: Ilsvrc, name: str = "n01440764_1.JPEG", **fields) -> bytes:
     """The training tar with one more member in its first class tar."""
-    outer = {}
-    with tarfile.open(ilsvrc.train_tar) as archive:
-        for member in archive:
-            outer[member.name] = archive.extractfile(member).read()
+    outer = class_tars(ilsvrc)
     first = next(iter(outer))
     buffer = io.BytesIO(outer[first])
     with tarfile.open(fileobj=buffer, mode="a") as archive:
@@ -621,6 +655,45 @@ def test_an_image_that_is_in_another_class_now(ilsvrc, tmp_path):
     assert "begun otherwise: names_and_sizes was" in fails(*words)
 
 
+@pytest.mark.parametrize("format", ["shards", "index", "folder"])
+def test_counts_that_are_not_the_published_ones(format, ilsvrc, tmp_path):
+    """Without --subset, where the published ones are those of the miniature."""
+    project = copy_project(tmp_path / "project")
+    mutate(project, "common/imagenet.py", "CLASSES = 1000", "CLASSES = 10")
+    mutate(project, "common/imagenet.py", "VAL_PER_CLASS = 50", "VAL_PER_CLASS = 3")
+    words = [*python(), project / "prep_imagenet.py", "--no_verify", "--format", format]
+    run([*words, "--data", ilsvrc.folder, "--out", tmp_path / "out"])
+    wanting = {
+        "9 classes, not 10": {"train": tar(dict(list(class_tars(ilsvrc).items())[1:]))},
+        "29 images, not 30": {"val": tar(dict(list(ilsvrc.val.items())[1:]))},
+    }
+    for number, (message, archive) in enumerate(wanting.items()):
+        data, out = broken(ilsvrc, tmp_path / f"data{number}", **archive), tmp_path / f"out{number}"
+        status, output = Job([*words, "--data", data, "--out", out]).wait()
+        assert status == 1
+        assert f"holds {message}: get it again" in output
+        assert not (out / "manifest.json").exists()
+        assert not (out / "prepared.json").exists()
+        run([*words, "--data", data, "--out", f"{out}-subset", "--subset"])
+
+
+@pytest.mark.parametrize("damage", ["gone", "shorter", "no index", "moved"])
+def test_a_complete_one_that_lost_something_is_not_called_complete(damage, ilsvrc, shards, tmp_path):
+    if damage == "moved":
+        data = shutil.copytree(ilsvrc.folder, tmp_path / "data")
+        words = ["--out", tmp_path / "out", "--format", "index", *MINI]
+        run(prep("--data", data, *words))
+        assert "begun otherwise: paths was" in fails("--data", ilsvrc.folder, *words)
+        (data / TRAIN).unlink()
+        assert f"neither {TRAIN}" in fails("--data", tmp_path, *words)
+        return
+    out = shutil.copytree(shards, tmp_path / "out")
+    file = out / ("train_index.npy" if damage == "no index" else "train-00001.tar")
+    os.truncate(file, 512) if damage == "shorter" else file.unlink()
+    message = fails("--data", ilsvrc.folder, "--out", out, *MINI, *SMALL)
+    assert f"was complete, and {file.name} is not what it was: remove" in message
+
+
 def test_other_settings_are_refused(ilsvrc, shards, tmp_path):
     out = shutil.copytree(shards, tmp_path / "out")
     words = ["--data", ilsvrc.folder, "--out", out, *MINI, *SMALL]
@@ -768,7 +841,7 @@ def test_what_is_checked_goes_on_from_s3(eager, ilsvrc, straight, s3, tmp_path, 
     assert "its MD5 is" in output
     store.upload(ilsvrc.train_tar, TRAIN)
     run(command, env=env)
-    assert_same_images(tmp_path / "out", straight)
+    assert contents(tmp_path / "out") == contents(straight)
 
 
 def test_what_is_checked_goes_on_only_if_it_is_known_to_be_the_same(eager, ilsvrc, straight, web, tmp_path):
@@ -780,7 +853,7 @@ def test_what_is_checked_goes_on_only_if_it_is_known_to_be_the_same(eager, ilsvr
         assert status == -signal.SIGKILL
     assert "train is read anew: nothing says whether train changed" in output
     run(command)
-    assert_same_images(tmp_path / "out", straight)
+    assert contents(tmp_path / "out") == contents(straight)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
