@@ -44,8 +44,8 @@ def _decode_jpeg(data: bytes) -> np.ndarray | None:
 def _decode_by_pil(data: bytes) -> np.ndarray:
     from PIL import ImageOps
 
+    image = _open(data)
     try:
-        image = _open(data)
         image = ImageOps.exif_transpose(image)
         if image.mode.startswith("I;16"):  # convert("RGB") would clip all above 255 to white
             return np.repeat((np.asarray(image) // 257).astype(np.uint8)[:, :, None], 3, axis=2)
@@ -70,8 +70,8 @@ def _open(data: bytes):
         image = Image.open(io.BytesIO(data))
     except UnidentifiedImageError:
         raise ValueError("not an image that PIL can read") from None
-    except Image.DecompressionBombError as error:  # above twice the limit
-        raise ValueError(str(error)) from None
+    except Exception as error:  # above twice the limit; what a broken file raises has no common class
+        raise ValueError(str(error) or type(error).__name__) from None
     # Not by turning its warning into an error: filters of warnings are not safe to change with threads.
     if image.width * image.height > Image.MAX_IMAGE_PIXELS:
         raise ValueError(f"{image.width} x {image.height} pixels: could be a decompression bomb")

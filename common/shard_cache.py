@@ -4,6 +4,7 @@ All processes of a host share the folder. What they do to a shard they do under 
 those that read it, exclusive to fetch or remove it. The kernel releases the locks of a process that dies.
 """
 
+import errno
 import fcntl
 import hashlib
 import os
@@ -75,28 +76,31 @@ class ShardCache:
 
         Raises ValueError when it can't be fetched or stored, _Stopped after `stop`.
         """
-        lock = self._open_lock(file)
+        lock = None
         try:
+            lock = self._open_lock(file)
             while True:
                 self._lock(lock, fcntl.LOCK_SH, stop)
                 if self.path(file).exists():
-                    os.utime(self.path(file))  # when it was last used
                     return lock
                 self._lock(lock, fcntl.LOCK_EX, stop)
                 if not self.path(file).exists():  # another process may have fetched it while we waited
                     self._fetch(self.shards[file], stop)
         except BaseException as error:
-            os.close(lock)
-            if isinstance(error, OSError):
-                raise ValueError(
-                    f"{file} of {self.store.url} can't be stored in {self.folder}: {error.strerror}."
-                    " Make room there, or give a smaller --cache_gib or another --cache_dir"
-                ) from error
-            raise
+            if lock is not None:
+                os.close(lock)
+            if not isinstance(error, OSError):
+                raise
+            advice = "Make room there, or give a smaller --cache_gib or another --cache_dir"
+            if error.errno == errno.EMFILE:
+                advice = "Allow more (ulimit -Hn), or prepare larger shards"
+            raise ValueError(
+                f"{file} of {self.store.url} can't be stored in {self.folder}: {error.strerror}. {advice}"
+            ) from error
 
     def let_go(self, file: str, lock: int) -> None:
         with suppress(OSError):
-            os.utime(self.path(file))
+            os.utime(self.path(file))  # when it was last used
         os.close(lock)
 
     def _open_lock(self, file: str) -> int:

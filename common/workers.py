@@ -22,7 +22,10 @@ from common.decode import central_crop, random_resized_crop
 from common.order import Plan, uniforms
 
 PREFETCHED = 4  # micro-batches for each worker
-GO_ON = "; without it by --on_bad_image skip --allow_changed on_bad_image"
+TO_DO = {  # about a broken image, by whether it is learned from
+    True: "; without it by --on_bad_image skip --allow_changed on_bad_image",
+    False: "; evaluations count each image, and skip none: mend it where it came from",
+}
 MicroBatch = tuple[int, np.ndarray, Tensor, Tensor]  # epoch, sample ids, images, labels
 
 
@@ -125,7 +128,7 @@ class _Crops(torch.utils.data.Dataset):
                 shown[k] = -1
                 if self.skip:
                     continue
-                error = f"{found}{GO_ON if self.train else ''}"
+                error = f"{found}{TO_DO[self.train]}"
                 break
             except OSError as found:
                 error = f"{found.filename}: {found.strerror}" if found.filename else str(found)

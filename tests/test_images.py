@@ -485,6 +485,9 @@ def test_broken_and_dangerous_files():
     large = Image.new("L", (9500, 9500))  # PIL warns from 89 million pixels on
     with pytest.raises(ValueError, match="decompression bomb"):
         decode(encode(large, "PNG", compress_level=1))
+    profiles = b"".join(b"\xff\xe2\xff\xffICC_PROFILE\0" + bytes([k, 5]) + bytes(65519) for k in range(1, 6))
+    with pytest.raises(ValueError, match="Truncated"):  # of which PIL reads all when it opens the file
+        decode(b"\xff\xd8" + profiles[:-1000])
     jpeg = encode(large, quality=90)
     assert len(jpeg) > 250_000
     with pytest.raises(ValueError, match="decompression bomb"):

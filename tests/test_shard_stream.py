@@ -1,11 +1,15 @@
 """Shards from S3: the samples of a local folder, a bounded cache, each shard fetched once; faults."""
 
+import os
 import re
+import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -241,13 +245,51 @@ def test_what_others_use_is_not_removed(url, through_proxy, tmp_path, monkeypatc
     train = open_images(prepare(url, tmp_path), RECIPE).train
     other = open_images(prepare(url, tmp_path), RECIPE).train.cache
     files = [f"train-{k:05d}.tar" for k in range(ROOM)]
-    locks = [other.hold(file, shard_cache.threading.Event()) for file in files]
+    locks = [other.hold(file, threading.Event()) for file in files]
     with pytest.raises(ValueError, match=r"no room for train-00020\.tar in .* all is in use"):
         read(train, [(0, np.array([180]))])
     assert {path.name for path in shards_in(tmp_path)} == set(files)
     other.let_go(files[3], locks[3])
     read(train, [(0, np.array([180]))])
     assert {path.name for path in shards_in(tmp_path)} == {*files, "train-00020.tar"} - {files[3]}
+
+
+def test_what_was_used_longest_ago_is_removed_first(url, through_proxy, tmp_path):
+    cache = open_images(prepare(url, tmp_path), replace(RECIPE, cache_gib=3 * SHARD_GIB)).train.cache
+    stop = threading.Event()
+    for k in (0, 1, 2, 0, 3, 1):  # to 2 it is longest when 3 comes, and then to 0
+        cache.let_go(FILES[k], cache.hold(FILES[k], stop))
+        time.sleep(0.02)  # of the files' times
+    assert {path.name for path in shards_in(tmp_path)} == {FILES[k] for k in (3, 1, 0)}
+    cache.let_go(FILES[2], cache.hold(FILES[2], stop))
+    assert {path.name for path in shards_in(tmp_path)} == {FILES[k] for k in (3, 1, 2)}
+
+
+def test_shards_come_ahead_of_their_use(url, through_proxy, tmp_path):
+    """As many as have room, of which the first micro-batch needs one, while nobody asks for the second."""
+    cache = open_images(prepare(url, tmp_path), replace(RECIPE, cache_gib=5 * SHARD_GIB)).train.cache
+    plan = [(0, np.array([k])) for k in range(10)]
+    with closing(
+        shard_cache.Supply(plan, lambda ids: {FILES[ids[0]]}, cache, cache.limit_bytes, 1)
+    ) as supply:
+        next(iter(supply))
+        deadline = time.monotonic() + 60
+        while len(shards_in(tmp_path)) < 5:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    assert set(fetched(through_proxy)) == set(FILES[:5])
+
+
+def test_too_many_open_files_are_a_clear_error(url, through_proxy, tmp_path):
+    cache, folder = open_images(prepare(url, tmp_path), RECIPE).train.cache, os.open(tmp_path, os.O_RDONLY)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (folder + 1, limits[1]))
+    try:
+        with pytest.raises(ValueError, match=r"Too many open files\. Allow more"):
+            cache.hold(FILES[0], threading.Event())
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        os.close(folder)
 
 
 def test_a_full_disk_is_a_clear_error(url, through_proxy, tmp_path):
