@@ -48,9 +48,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", help="for the tar and what comes out, 3 times its size (default: /tmp)")
     flags = parser.parse_args()
+    try:
+        photographs = photographs_in(flags.images) if flags.images else []
+    except ValueError as error:
+        parser.error(str(error))
     with tempfile.TemporaryDirectory(dir=flags.folder) as folder:
         tar = Path(folder) / TRAIN
-        make_tar(tar, flags)
+        make_tar(tar, photographs, flags)
         with open(tar, "rb") as file:
             md5 = hashlib.file_digest(file, "md5").hexdigest()
         arms = {
@@ -64,8 +68,15 @@ def main() -> None:
         report(rounds, flags.count, tar.stat().st_size)
 
 
-def make_tar(path: Path, flags: argparse.Namespace) -> None:
-    photographs = [file.read_bytes() for file in sorted(flags.images.glob("*.JPEG"))] if flags.images else []
+def photographs_in(folder: Path) -> list[bytes]:
+    """Of all JPEGs below it. Raises ValueError where there are none."""
+    files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in (".jpg", ".jpeg"))
+    if not files:
+        raise ValueError(f"--images {folder}: holds no file that ends in .jpg or .jpeg")
+    return [path.read_bytes() for path in files]
+
+
+def make_tar(path: Path, photographs: list[bytes], flags: argparse.Namespace) -> None:
     with tarfile.open(path, "w") as outer:
         for c in range(flags.classes):
             inner = io.BytesIO()

@@ -35,7 +35,7 @@ REMEDIES = {
     "shm": "a container: --ipc=host, or --shm-size=8g",
     "disk": "make room, or give another --output_dir",
     "open-files": "`ulimit -n 65536` in the shell that starts the job, or in /etc/security/limits.conf",
-    "data": "the same data at the same path on each host",
+    "data": "the same data at the same path on each host; for s3:// also credentials on each",
     "output": "make the folder writable for the user that ssh logs in",
     "all-reduce": "see `port-closed` and `interface`; NCCL_DEBUG=INFO says more",
     "s3": "credentials where boto3 looks for them, on the first host; the bucket's region and policy",
@@ -77,8 +77,8 @@ def of_each_host(hosts: list[Host], facts: Facts) -> Iterator[Finding]:
             yield Finding("shm", host.name, what, own["shm_gib"] < SHM_LEAST_GIB)
         if own["open_files"] < OPEN_FILES:
             yield Finding("open-files", host.name, f"{own['open_files']} open files at most", False)
-        if own["data"] is not None and not own["data"]["files"]:
-            yield Finding("data", host.name, "the folder of --data is not there, or empty", True)
+        if own["data"] and own["data"]["problem"]:
+            yield Finding("data", host.name, own["data"]["problem"], True)
 
 
 def _of_gpu(host: str, number: int, gpu: dict[str, Any]) -> Iterator[Finding]:
@@ -106,7 +106,7 @@ def between_hosts(facts: Facts) -> Iterator[Finding]:
     yield from _odd_ones("driver", "NCCL", {h: own["nccl"] for h, own in facts.items()}, True)
     for file in sorted({file for own in facts.values() for file in own["code"]}):
         yield from _odd_ones("code", file, {h: own["code"].get(file) for h, own in facts.items()}, True)
-    digests = {h: own["data"]["digest"] for h, own in facts.items() if own["data"] and own["data"]["files"]}
+    digests = {h: own["data"]["digest"] for h, own in facts.items() if "digest" in (own["data"] or {})}
     yield from _odd_ones("data", "the content of --data", digests, True)
     for host, own in facts.items():
         if abs(own["clock_off_s"]) > CLOCK_S:

@@ -69,7 +69,7 @@ def facts(data: str | None) -> dict[str, Any]:
         "devices": devices(),
         "shm_gib": shutil.disk_usage("/dev/shm").free / 2**30 if Path("/dev/shm").is_dir() else 0.0,
         "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-        "data": _contents(Path(data)) if data else None,
+        "data": _contents(data) if data else None,
     }
 
 
@@ -211,18 +211,32 @@ def _reaches(pynvml: Any, one: Any, other: Any) -> bool:
     return status == pynvml.NVML_P2P_STATUS_OK
 
 
-def _contents(root: Path) -> dict[str, Any]:
-    """How many files a folder of data has, and a digest of their names and sizes."""
-    if not root.is_dir():
-        return {"files": 0, "digest": None}
-    digest, count = hashlib.sha256(), 0
+def _contents(data: str) -> dict[str, Any]:
+    """A digest of the names and sizes of a folder's files, or of the manifest of shards in S3; or what is
+    wrong with them."""
+    if data.startswith("s3://"):
+        return _stored(data)
+    root, digest, count = Path(data), hashlib.sha256(), 0
     for folder, below, names in os.walk(root):
         below.sort()
         for name in sorted(names):
             path = Path(folder) / name
             digest.update(f"{path.relative_to(root)} {path.lstat().st_size}\n".encode())
             count += 1
-    return {"files": count, "digest": digest.hexdigest()[:12]}
+    if not count:
+        return {"problem": "the folder of --data is not there, or empty"}
+    return {"digest": digest.hexdigest()[:12], "problem": None}
+
+
+def _stored(url: str) -> dict[str, Any]:
+    """With this host's credentials."""
+    from common.object_store import ObjectStore
+    from common.shards import find_stored
+
+    try:
+        return {"digest": find_stored(ObjectStore(url))[0].sha256[:12], "problem": None}
+    except ValueError as error:
+        return {"problem": str(error)}
 
 
 def _resolved(name: str) -> str | None:

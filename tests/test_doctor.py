@@ -12,6 +12,8 @@ from common.diagnosis import REMEDIES, between_hosts, of_all_reduce, of_each_hos
 from common.hosts import Host
 from tests.conftest import ROOT, Job
 from tests.s3 import BUCKET, aws_env, s3  # noqa: F401 (a fixture)
+from tests.test_shard_stream import upload
+from tests.test_shards import write_shards
 
 
 def examine(tmp_path, *flags, env=None) -> tuple[int, str, list[dict]]:
@@ -196,6 +198,15 @@ def test_one_host_with_s3_and_a_script(tmp_path, s3):  # noqa: F811
     assert output.count("FAILS [") == 1, output
 
 
+def test_data_in_s3_is_read_by_the_host_itself(tmp_path, s3):  # noqa: F811
+    env, url = aws_env(s3), upload(write_shards(tmp_path / "tiny"), "doctor-data", s3)
+    status, output = Job([sys.executable, "doctor.py", "--data", url], env=env).wait(90)
+    assert "[data]" not in output, output
+    status, output = Job([sys.executable, "doctor.py", "--data", f"{url}/nothing"], env=env).wait(90)
+    assert status == 1
+    assert f"FAILS [data] localhost: --data {url}/nothing has no manifest.json" in output
+
+
 GPU = {
     "name": "a GPU",
     "capability": [8, 0],
@@ -231,6 +242,12 @@ def codes(change, devices=(0, 1)) -> list[tuple]:
 
 def test_sound_gpus():
     assert codes(lambda b: None) == []
+
+
+@pytest.mark.parametrize("answer", [{"digest": "b", "problem": None}, {"problem": "no credentials"}])
+def test_data_that_another_host_has_otherwise_or_not(answer, monkeypatch):
+    monkeypatch.setitem(FACTS, "data", {"digest": "a", "problem": None})
+    assert codes(lambda b: b.update(data=answer)) == [("data", True)]
 
 
 @pytest.mark.parametrize(
