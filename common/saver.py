@@ -36,10 +36,13 @@ class Saver:
         self.problem: str | None = None  # of the main process; what came before it is on the disk
 
     def save(self, step: int, state: dict[str, Any], best: int | None) -> None:
-        """Returns when the snapshot is taken. Collective."""
+        """Returns when the snapshot is taken. Collective.
+
+        After a problem, of which the other processes may not know yet, nothing more is written.
+        """
         self.wait()
         snapshots = self.training.take()
-        if self.thread:
+        if self.thread and not self.problem:
             self.writing = self.thread.submit(self._write, step, snapshots, state, best)
 
     def wait(self, beat: Callable[[], None] = lambda: None) -> None:
