@@ -274,10 +274,10 @@ def test_shards_come_ahead_of_their_use(url, through_proxy, tmp_path):
     ) as supply:
         next(iter(supply))
         deadline = time.monotonic() + 60
-        while len(shards_in(tmp_path)) < 5:
+        while {path.name for path in shards_in(tmp_path)} != set(FILES[:5]):  # none in part
             assert time.monotonic() < deadline
             time.sleep(0.05)
-    assert set(fetched(through_proxy)) == set(FILES[:5])
+        assert set(supply.held) == set(fetched(through_proxy)) == set(FILES[:5])
 
 
 def test_too_many_open_files_are_a_clear_error(url, through_proxy, tmp_path):
