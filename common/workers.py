@@ -2,6 +2,7 @@
 
 import atexit
 import functools
+import itertools
 import multiprocessing
 import multiprocessing.forkserver
 import multiprocessing.resource_tracker
@@ -53,9 +54,10 @@ def decoded(
     The last two are on the device. open_images: called in each worker, so small to pickle. skip: in the place
     of a broken image comes the next good one of its micro-batch; otherwise it is a ValueError that names it.
     """
+    ahead, plan = itertools.tee(plan)
     loader = torch.utils.data.DataLoader(
         _Crops(open_images, train, size, seed, skip),
-        sampler=plan,
+        sampler=ahead,
         batch_size=None,  # the plan's items are batches already
         num_workers=workers,
         prefetch_factor=PREFETCHED if workers else None,
@@ -65,12 +67,12 @@ def decoded(
     )
     batches = iter(loader)
     try:
-        for epoch, ids, images, shown, broken, error in _while_workers_live(batches):
+        for (images, broken, error), (epoch, ids) in zip(_while_workers_live(batches), plan, strict=False):
             if error:
                 raise ValueError(error)
-            ids = ids.numpy()  # DataLoader makes a tensor of it
             bad_images.note(broken)
-            yield epoch, ids, send(images, device), send(torch.from_numpy(labels[ids[shown.numpy()]]), device)
+            shown = torch.from_numpy(labels[ids[_shown(ids, broken)]])
+            yield epoch, ids, send(images, device), send(shown, device)
     finally:
         del batches  # ends the workers, also when the caller leaves early
 
@@ -79,8 +81,11 @@ def _while_workers_live(batches: Iterator) -> Iterator:
     """The same. ValueError where a worker is killed."""
     try:
         yield from batches
-    except RuntimeError as error:
-        if "DataLoader worker" not in str(error):
+    except (RuntimeError, EOFError, ConnectionError) as error:
+        told = "exited unexpectedly" in str(error)
+        # What torch announced before the fork server told it of the death fails on the worker's connection.
+        lost = not isinstance(error, RuntimeError) and not str(error).startswith("Caught")  # in our own code
+        if not (told or lost):
             raise
         raise ValueError(
             "a decoding process was killed: it lacked memory, or shared memory. Make /dev/shm larger (docker"
@@ -109,23 +114,21 @@ class _Crops(torch.utils.data.Dataset):
         self.open_images, self.train, self.size, self.seed, self.skip = open_images, train, size, seed, skip
         self.images: EncodedImages | None = None
 
-    def __getitem__(
-        self, item: tuple[int, np.ndarray]
-    ) -> tuple[int, np.ndarray, Tensor, np.ndarray, dict[int, str], str]:
-        """The item with uint8 [b, size, size, 3], which of the b images each of them is, what is wrong with
-        broken ones, by id, and the error, which torch would wrap in a worker's traceback."""
+    def __getitem__(self, item: tuple[int, np.ndarray]) -> tuple[Tensor, dict[int, str], str]:
+        """uint8 [b, size, size, 3], what is wrong with broken images, by id, and the error, which torch would
+        wrap in a worker's traceback. Little beside the crops, as a pipe takes up to 4 KiB whole or not at
+        all: a worker that is killed leaves no half of an answer to wait for."""
         epoch, ids = item
         self.images = self.images or self.open_images()
         # Columns 0 to 3 are the caller's (crop and flip on the device), 4 for each of ten attempts are ours.
         draws = uniforms(self.seed, epoch, ids, 44)[:, 4:] if self.train else None
         crops = torch.empty(len(ids), self.size, self.size, 3, dtype=torch.uint8)
-        shown, broken, error = np.arange(len(ids)), {}, ""
+        broken, error = {}, ""
         for k, i in enumerate(ids.tolist()):
             try:
                 image = self.images.decode(i)
             except ValueError as found:
                 broken[i] = str(found)
-                shown[k] = -1
                 if self.skip:
                     continue
                 error = f"{found}{TO_DO[self.train]}"
@@ -136,14 +139,36 @@ class _Crops(torch.utils.data.Dataset):
             crop = central_crop(image, self.size) if draws is None else None
             crop = random_resized_crop(image, self.size, draws[k]) if crop is None else crop
             crops[k] = torch.from_numpy(crop)
-        good = np.flatnonzero(shown >= 0)
         if broken and not error:
-            if len(good):
-                shown = good[np.searchsorted(good, np.arange(len(ids))) % len(good)]
-                crops = crops[shown]
-            else:
+            if broken.keys() >= set(ids.tolist()):
                 error = f"no image of a micro-batch of {len(ids)} can be decoded: {broken[int(ids[0])]}"
-        return epoch, ids, crops, shown, broken, error
+            else:
+                crops = crops[_shown(ids, broken)]
+        if not error and torch.utils.data.get_worker_info():
+            error = _share(crops)
+        return torch.empty(0) if error else crops, broken, error
+
+
+def _shown(ids: np.ndarray, broken: dict[int, str]) -> np.ndarray:
+    """Which of the images [b] each of them is: itself, or in the place of a broken one the next good one."""
+    good = np.flatnonzero(~np.isin(ids, list(broken)))
+    return good[np.searchsorted(good, np.arange(len(ids))) % len(good)]
+
+
+def _share(crops: Tensor) -> str:
+    """Moves them to shared memory; the error. The queue's thread would do it too, but print an error and
+    leave the trainer waiting for ever."""
+    try:
+        crops.share_memory_()
+    except RuntimeError as error:
+        if "No space left" not in str(error):
+            raise
+        ahead = PREFETCHED * torch.utils.data.get_worker_info().num_workers
+        return (
+            f"/dev/shm is full: each process decodes up to {ahead} micro-batches ahead, which lie there, of"
+            f" {crops.nbytes / 2**20:.1f} MiB. Make it larger (docker --shm-size), or give fewer --workers"
+        )
+    return ""
 
 
 _FOR_THE_TRAINER = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # it decides what they mean

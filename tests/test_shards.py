@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import tarfile
+import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -378,10 +379,12 @@ def test_a_file_that_is_gone_is_no_broken_image(tmp_path):
         read(split, [(0, np.arange(len(split)))])
 
 
-def test_a_worker_that_is_killed_is_one_line(images):
+@pytest.mark.parametrize("wait_s", [0, 1])  # after one, batches are announced whose bytes are not fetched
+def test_a_worker_that_is_killed_is_one_line(wait_s, images):
     options = {"device": "cpu", "train": True, "size": 32, "seed": 5, "workers": 2}
     batches = images.train.batches(iter([(0, np.arange(6))] * 100), **options)
     next(batches)
+    time.sleep(wait_s)
     for worker in multiprocessing.active_children():
         os.kill(worker.pid, signal.SIGKILL)
     with pytest.raises(ValueError, match=r"a decoding process was killed.*--shm-size.*--workers"):
@@ -447,6 +450,17 @@ def test_any_number_of_processes_trains_the_same(processes, shards, cache, one_p
     for our, their in zip(ours, theirs, strict=True):
         assert our == pytest.approx(their, abs=1e-4)
     assert result(tmp_path / "run")["val_images"] == 25
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to mount a small /dev/shm")
+def test_a_full_dev_shm_is_one_line(shards, cache, tmp_path):
+    small = 'mount -t tmpfs -o size=256k tmpfs /dev/shm && exec "$@"'
+    words = [*VIT, "--image_size", "64", "--per_device_batch_size", "24", "--workers", "2"]
+    words += ["--data", shards, *cache, "--output_dir", tmp_path / "run"]
+    status, output = Job(["unshare", "--mount", "sh", "-c", small, "sh", *python(), *words]).wait(60)
+    assert status == 1
+    assert "error: /dev/shm is full: each process decodes up to 8 micro-batches ahead" in output
+    assert "Traceback" not in output
 
 
 def test_an_interrupted_run_goes_on_at_the_next_sample(shards, cache, stoppable, tmp_path):
