@@ -100,6 +100,8 @@ class Encoded:
             i -= rows
         raise AssertionError("no such image")
 
+    file = where
+
     def decode(self, i: int) -> np.ndarray:
         """uint8 [H, W, 3]. Raises ValueError that names the image, OSError where its file can't be read."""
         data = self._item(i) if self.root is None else Path(self.where(i)).read_bytes()

@@ -35,13 +35,13 @@ class _Main:
     heard = False  # a signal
     agreed = False
     seen = 0.0  # when it last looked
-    timeout_s = 300.0  # told to stop and silent for so long it was left behind by the others
+    timeout_s = 300.0  # told to stop and silent for so long it waits for what will not come
 
 
 def watch(timeout_s: float) -> None:
     """From now on SIGTERM and SIGUSR1 wait for the end of the step; before ready() they end the process.
 
-    One of several processes that is in the same step timeout_s after a signal ends.
+    A process that is in the same step timeout_s after a signal ends.
     """
     _Main.timeout_s = timeout_s
     reader, writer = os.pipe()
@@ -130,6 +130,13 @@ class Poll:
                 finished = bool(told)
 
 
+def is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:  # it ended between the two
+        return False
+
+
 def _end_with_parent() -> None:
     """Linux sends SIGTERM when the parent dies, however that is."""
     if sys.platform == "linux":
@@ -158,14 +165,16 @@ def _listen(reader: int) -> None:
 
 
 def _end_if_stuck() -> None:
-    """A launcher tells the others to stop when one has died; they may wait for that one for ever."""
+    """A launcher tells the others to stop when one has died; they may wait for that one for ever, as one
+    process may for a disk or a file server."""
     _stop.wait()
     told = time.monotonic()
     while _Main.ready:
         time.sleep(1)
         silent_s = time.monotonic() - max(told, _Main.seen)
-        if dist.is_initialized() and not _Main.agreed and silent_s > _Main.timeout_s:
-            print("told to stop, and the other processes do not answer", file=sys.stderr, flush=True)
+        if not _Main.agreed and silent_s > _Main.timeout_s:
+            what = f"told to stop, and no step ended in {_Main.timeout_s:g} s: the data, or another process"
+            print(f"{what}, is waited for", file=sys.stderr, flush=True)
             os._exit(1)
     os._exit(STATUS)
 
@@ -193,6 +202,6 @@ _LAUNCHER_MODULES = ("deepspeed.launcher", "accelerate.commands", "torch.distrib
 
 
 def _watch_launcher(launchers: list[psutil.Process]) -> None:
-    while all(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in launchers):
+    while all(map(is_alive, launchers)):
         time.sleep(1)
     _stop.set()

@@ -63,8 +63,12 @@ class ShardWriter:
         paths = [folder / f"{split}-{i:05d}.tar" for i in range(shards)]
         self.index = _open(self.part, self.count * 32)
         self.shards = [_Shard(path, length) for path, length in zip(paths, self.lengths, strict=True)]
-        for i, shard in enumerate(self.shards):
-            self.lanes.submit(i, shard.read_back)
+        try:
+            for i, shard in enumerate(self.shards):
+                self.lanes.submit(i, shard.read_back)
+        except BaseException:  # Ctrl-C, too: nobody else would end the lanes
+            self.close()
+            raise
 
     def write(self, images: Sequence[RawImage]) -> None:
         """Returns before they are written. Raises what went wrong in writing earlier ones."""

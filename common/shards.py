@@ -217,6 +217,9 @@ class ShardImages:
     def __len__(self) -> int:
         return len(self.index)
 
+    def file(self, i: int) -> str:
+        return self.files[self.index[i, 0]]
+
     def where(self, i: int) -> str:
         """What to call image i in a message: its shard, offset and key."""
         shard, offset, _, _ = self.index[i].tolist()

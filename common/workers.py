@@ -5,12 +5,14 @@ import functools
 import itertools
 import multiprocessing
 import multiprocessing.forkserver
+import multiprocessing.queues
 import multiprocessing.resource_tracker
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
 from types import ModuleType
 from typing import Protocol
 
@@ -32,6 +34,9 @@ MicroBatch = tuple[int, np.ndarray, Tensor, Tensor]  # epoch, sample ids, images
 
 class EncodedImages(Protocol):
     """Encoded images, by number."""
+
+    def file(self, i: int) -> str:
+        """The one that image i is in."""
 
     def decode(self, i: int) -> np.ndarray:
         """uint8 [H, W, 3]. Raises ValueError that names a broken image, OSError where it can't be read."""
@@ -65,22 +70,19 @@ def decoded(
         worker_init_fn=_start_worker if workers else None,
         pin_memory=device.type == "cuda",
     )
-    batches = iter(loader)
-    try:
-        for (images, broken, error), (epoch, ids) in zip(_while_workers_live(batches), plan, strict=False):
+    with closing(_while_workers_live(loader)) as batches:
+        for (images, broken, error), (epoch, ids) in zip(batches, plan, strict=False):
             if error:
                 raise ValueError(error)
             bad_images.note(broken)
             shown = torch.from_numpy(labels[ids[_shown(ids, broken)]])
             yield epoch, ids, send(images, device), send(shown, device)
-    finally:
-        del batches  # ends the workers, also when the caller leaves early
 
 
-def _while_workers_live(batches: Iterator) -> Iterator:
-    """The same. ValueError where a worker is killed."""
+def _while_workers_live(loader: Iterable) -> Iterator:
+    """Its batches; closed, it ends the workers. ValueError where one is killed."""
     try:
-        yield from batches
+        yield from loader
     except (RuntimeError, EOFError, ConnectionError) as error:
         told = "exited unexpectedly" in str(error)
         # What torch announced before the fork server told it of the death fails on the worker's connection.
@@ -134,7 +136,9 @@ class _Crops(torch.utils.data.Dataset):
                 error = f"{found}{TO_DO[self.train]}"
                 break
             except OSError as found:
-                error = f"{found.filename}: {found.strerror}" if found.filename else str(found)
+                error = str(found)
+                if found.strerror:  # by the system: it names what it can't open, not what it can't read
+                    error = f"{found.filename or self.images.file(i)}: {found.strerror}"
                 break
             crop = central_crop(image, self.size) if draws is None else None
             crop = random_resized_crop(image, self.size, draws[k]) if crop is None else crop
@@ -221,6 +225,14 @@ def _start_worker(_: int) -> None:
         multiprocessing.parent_process().join()
         os._exit(1)
 
+    # Of what it can't send (too many open files, no room in /tmp) a queue's thread only prints a traceback,
+    # and the trainer would wait for ever: it does hear of a worker's end.
+    multiprocessing.queues.Queue._on_queue_feeder_error = staticmethod(_end_unsent)
     for number in _FOR_THE_TRAINER:
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=watch, daemon=True).start()
+
+
+def _end_unsent(error: Exception, _) -> None:
+    print(f"a decoding process can't send its images: {error}", file=sys.stderr, flush=True)
+    os._exit(1)

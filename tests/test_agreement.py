@@ -7,6 +7,7 @@ import time
 import psutil
 import pytest
 
+from common.preemption import is_alive
 from tests.conftest import CNN, ROOT, Job, accelerate, free_port, mutate, torchrun
 
 FLAGS = ["--data", "synthetic", "--batch_size", "64", "--trackers", "none"]
@@ -114,7 +115,7 @@ def test_a_rank_that_falls_silent_ends_the_job(tmp_path, cache):
         time.sleep(0.01)
     status, output = job.wait(timeout_s=65)
     assert status != 0
-    assert not any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks), output
+    assert not any(map(is_alive, ranks)), output
 
 
 ONCE_PER_HOST = """
@@ -152,7 +153,7 @@ def test_waiting_for_the_process_that_prepares_data(
 ):
     script = project_copy / "once.py"
     script.write_text(ONCE_PER_HOST.format(rounds=rounds, beat=beat or "pass", end=end or "pass"))
-    status, output = Job([*torchrun(2), "once.py"], cwd=project_copy).wait(60)
+    status, output = Job([*torchrun(2), "once.py"], cwd=project_copy).wait()
     assert (status == 0) == succeeds, output
     assert output.count(message) == (2 if succeeds else 1), output
 
@@ -163,6 +164,6 @@ def test_ctrl_c_ends_everything(tmp_path, cache):
     os.killpg(job.process.pid, signal.SIGINT)  # a terminal sends it to the whole group
     status, output = job.wait(timeout_s=60)
     assert status != 0
-    assert not any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks), output
+    assert not any(map(is_alive, ranks)), output
     assert output.count("\ninterrupted\n") == 1, output
     assert "train_cnn_a.py" not in output, output  # no traceback of ours; torchrun shows its own

@@ -401,7 +401,7 @@ def test_threads_decode_in_parallel_under_a_progress_bar(tmp_path, monkeypatch):
 
     def decode(*chunk):
         together.wait()  # each of the four chunks has another one beside it
-        time.sleep(1.1)
+        time.sleep(3)
         return real(*chunk)
 
     monkeypatch.setattr(image_cache, "cores", lambda: 2)
@@ -411,7 +411,7 @@ def test_threads_decode_in_parallel_under_a_progress_bar(tmp_path, monkeypatch):
     images = open_images(prepare(str(root), tmp_path / "cache", lambda: beats.append(time.monotonic())))
     for split, seed in ((images.train, 0), (images.val, 1000)):
         assert all((split.images[k] == np.asarray(picture(seed + k))).all() for k in range(len(split)))
-    assert np.diff(beats).max() < 1
+    assert np.diff(beats).max() < 3
     assert "decoding 700 images of data" in terminal.getvalue()
     assert "700/700" in terminal.getvalue()
 
@@ -598,7 +598,7 @@ def alive(pid: int) -> bool:
     """Whether the process runs; a zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return False
 
 
@@ -651,6 +651,9 @@ def test_a_broken_file_ends_in_one_clear_error(tmp_path, workers):
     assert len(str(error.value).splitlines()) == 1
     path.unlink()
     with pytest.raises(ValueError, match=r"train/b/1\.png: No such file"):
+        read(split, [(0, np.arange(4, 8))], workers=workers)
+    path.symlink_to("/proc/self/mem")  # can be opened, not read
+    with pytest.raises(ValueError, match=r"train/b/1\.png: Input/output error"):
         read(split, [(0, np.arange(4, 8))], workers=workers)
 
 
@@ -769,7 +772,7 @@ def test_a_cache_that_cannot_be_written_is_a_clear_error(tmp_path):
 
 def test_waiting_beats_and_hands_on(tmp_path):
     beats = []
-    assert image_sources.waiting(lambda: beats.append(0), lambda: time.sleep(1.2) or 7) == 7
+    assert image_sources.waiting(lambda: beats.append(0), lambda: time.sleep(3) or 7) == 7
     assert len(beats) >= 2
     with pytest.raises(KeyError):
         image_sources.waiting(lambda: None, lambda: {}["x"])

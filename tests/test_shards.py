@@ -6,12 +6,14 @@ import io
 import json
 import multiprocessing
 import os
+import resource
 import shutil
 import signal
 import tarfile
 import time
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +28,7 @@ from common.images import Images, open_images
 from common.order import stream_order, training_plan
 from common.recipe import ImageRecipe, share_out
 from common.splits import ShardSplit
+from common.workers import decoded
 from tests.conftest import Job, accelerate, full, latest, lines, python, result, run
 from tests.test_images import class_folders, picture
 from tests.test_resume import without_times
@@ -391,6 +394,31 @@ def test_a_worker_that_is_killed_is_one_line(wait_s, images):
         list(batches)
 
 
+def with_one_more_file(open_images):
+    """In a worker: what it opens, after which one file may be open beside those that are."""
+    found = open_images()
+    descriptor = os.open(os.devnull, os.O_RDONLY)
+    os.close(descriptor)
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (descriptor + 1, hard))
+    return found
+
+
+def test_a_worker_that_cannot_send_does_not_leave_the_trainer_waiting(images):
+    """The shared memory is one file; to send it takes another."""
+    open_images, labels = partial(with_one_more_file, images.train.open), images.train.labels
+    options = {"device": torch.device("cpu"), "train": True, "size": 32, "seed": 5, "workers": 1}
+    batches = decoded(open_images, labels, [(0, np.arange(6))], skip=False, **options)
+    signal.signal(signal.SIGALRM, lambda *_: pytest.fail("no end within 60 s"))
+    signal.alarm(60)
+    try:
+        with pytest.raises(ValueError, match="a decoding process was killed"):
+            next(batches)
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+
+
 @pytest.mark.parametrize("name", ["ILSVRC2012_img_train.tar", "train.tar", "train-1.tar"])
 def test_tars_beside_class_folders_are_left_alone(name, tmp_path):
     root = class_folders(tmp_path / "data")
@@ -457,7 +485,7 @@ def test_a_full_dev_shm_is_one_line(shards, cache, tmp_path):
     small = 'mount -t tmpfs -o size=256k tmpfs /dev/shm && exec "$@"'
     words = [*VIT, "--image_size", "64", "--per_device_batch_size", "24", "--workers", "2"]
     words += ["--data", shards, *cache, "--output_dir", tmp_path / "run"]
-    status, output = Job(["unshare", "--mount", "sh", "-c", small, "sh", *python(), *words]).wait(60)
+    status, output = Job(["unshare", "--mount", "sh", "-c", small, "sh", *python(), *words]).wait()
     assert status == 1
     assert "error: /dev/shm is full: each process decodes up to 8 micro-batches ahead" in output
     assert "Traceback" not in output
