@@ -123,7 +123,7 @@ def run(main: Callable[[], None]) -> None:
         # A launcher kills all processes when one ends: not before the first has printed. And where rank 0
         # keeps the process group's store, the others must have heard of the error before it leaves.
         if world_size() > 1:
-            time.sleep(1 if rank() == 0 else 2)
+            time.sleep(1 if rank() == 0 else 2 if dist.is_initialized() else 5)
     except KeyboardInterrupt:
         status = 130
         if is_hosts_first():

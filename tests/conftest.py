@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -78,7 +79,8 @@ def torchrun(processes: int, *flags: str) -> list[str]:
 
 
 def deepspeed(*flags: str) -> list[str]:
-    return [str(BIN / "deepspeed"), "--master_port", str(free_port()), *flags]
+    """The port is chosen when the job starts: until then others might take it."""
+    return [str(BIN / "deepspeed"), "--master_port", free_port, *flags]
 
 
 def free_port() -> int:
@@ -101,7 +103,7 @@ class Job:
         mine |= {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": ""}
         mine |= {"NETRC": "/nonexistent", "WANDB_CONFIG_DIR": "/nonexistent"}
         self.process = subprocess.Popen(
-            [str(word) for word in words],
+            [str(word() if callable(word) else word) for word in words],
             cwd=cwd,
             env=mine | (env or {}),
             stdout=subprocess.PIPE,
@@ -117,7 +119,7 @@ class Job:
             output, _ = self.process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:
             self.kill()
-            output, _ = self.process.communicate()
+            output, _ = self.process.communicate(timeout=60)  # torchrun's ranks have sessions of their own
             pytest.fail(f"no end within {timeout_s} s:\n{output}")
         finally:
             self.kill()
@@ -195,6 +197,9 @@ def ssh(tmp_path):
     Path("/run/sshd").mkdir(exist_ok=True)
     server = subprocess.Popen([sshd, "-D", "-e", "-f", folder / "sshd_config"])
     try:
+        while subprocess.run([client, "localhost", "true"], capture_output=True).returncode != 0:
+            assert server.poll() is None
+            time.sleep(0.1)
         yield {"PATH": os.pathsep.join([str(client.parent), str(BIN), os.environ["PATH"]])}
     finally:
         server.terminate()
@@ -266,13 +271,16 @@ def project_copy(tmp_path) -> Path:
 def stoppable(tmp_path_factory) -> Path:
     """The project's code with scripts that, told by STOP_AT, send themselves SIGTERM after so many steps.
 
-    With several processes rank 0 does it a step earlier: the others agree a step later.
+    With several processes rank 0 does it a step earlier: the others agree a step later. Told by STEP_S, they
+    take so many seconds longer for each step, until torchrun restarts them.
     """
     project = copy_project(tmp_path_factory.mktemp("stoppable") / "project")
     lines = (
         "            at = int(__import__('os').environ.get('STOP_AT', -1))\n"
         "            if accelerator.is_main_process and step == at - (accelerator.num_processes > 1):\n"
         "                __import__('signal').raise_signal(15)\n"
+        "            if __import__('os').environ.get('TORCHELASTIC_RESTART_COUNT', '0') == '0':\n"
+        "                __import__('time').sleep(float(__import__('os').environ.get('STEP_S', 0)))\n"
     )
     for script in ("train_hello.py", "train_cnn_a.py", "train_cnn_b.py", "train_vit.py"):
         call = "            run.checkpoint(step)\n"

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
@@ -178,9 +179,10 @@ class FaultProxy:
     def refuse_bulk_delete(self) -> None:
         self.add("MissingContentMD5", _Handler.refuse_bulk_delete, None, "POST", r"\?delete")
 
-    def on(self, method: str, path: str, callback: Callable[[], None], times: int | None = 1) -> None:
-        """callback() before a request is forwarded: kills a process at this moment, for example."""
-        self.add("callback", lambda handler: bool(callback()) and False, times, method, path)
+    def on(self, method: str, path: str, callback: Callable[[], Any], times: int | None = 1) -> None:
+        """callback() before a request is forwarded; not at all, where it returns True: the process that sent
+        it is dead, for example."""
+        self.add("callback", lambda handler: callback() is True and handler._close(), times, method, path)
 
     def due(self, handler: "_Handler") -> Iterator[Fault]:
         """The faults that this request meets."""

@@ -62,7 +62,7 @@ def test_one_clear_error(name, tmp_path, cache):
     broken.write_text('{\n  "train_batch_size" 8\n}')
     words = [broken if word == "BROKEN" else word for word in words]
     offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf")}
-    status, output = Job([*launcher, *words, *cache, "--output_dir", tmp_path / "run"], env=offline).wait(60)
+    status, output = Job([*launcher, *words, *cache, "--output_dir", tmp_path / "run"], env=offline).wait()
     assert status != 0
     assert output.count("error: ") == 1, output
     assert message in output
@@ -73,7 +73,7 @@ def test_one_clear_error(name, tmp_path, cache):
 def test_more_processes_than_images(tmp_path, cache):
     data = class_folders(tmp_path / "images", train=2, val=2)
     words = [*torchrun(3), *CNN, "--data", data, "--batch_size", "3", *cache]
-    status, output = Job([*words, "--output_dir", tmp_path / "run"]).wait(60)
+    status, output = Job([*words, "--output_dir", tmp_path / "run"]).wait()
     assert status != 0
     assert "--batch_size 3 is more than the 2 training images" in output
     assert not (tmp_path / "run").exists()

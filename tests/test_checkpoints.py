@@ -25,6 +25,7 @@ from common.checkpoints import (
     to_keep,
     verify,
 )
+from common.preemption import is_alive
 from tests.conftest import Job, full, latest, lines, metrics, python, result, run, tensors, torchrun
 from tests.faults import at_file_operation, mark, operations
 from tests.test_agreement import ranks_of
@@ -103,13 +104,14 @@ def kill_and_continue(number: int, reference: Path, tmp_path: Path) -> None:
 
 # 100 steps an epoch, so that there is time to kill between two checkpoints.
 LONG = [*HELLO, "--data_size", "6400", "--epochs", "30", "--checkpoint_every", "50", "--log_every", "10"]
+SLOW = {"STEP_S": "0.02"}  # in `stoppable`: LONG's 1,500 steps are not over before the test has looked
 
 
 def start_and_wait(words: list, folder: Path, checkpoints: int = 1, **options) -> Job:
     """Returns once it has made so many checkpoints."""
     newest_before = max(steps_in(folder / "checkpoints"), default=0)
     job = Job([*words, "--output_dir", folder], **options)
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + 240
     while sum(step > newest_before for step in steps_in(folder / "checkpoints")) < checkpoints:
         assert job.process.poll() is None, job.wait()[1]
         assert time.monotonic() < deadline
@@ -117,11 +119,11 @@ def start_and_wait(words: list, folder: Path, checkpoints: int = 1, **options) -
     return job
 
 
-def test_a_rank_or_the_launcher_killed_in_a_step(tmp_path):
+def test_a_rank_or_the_launcher_killed_in_a_step(stoppable, tmp_path):
     """Both at once in the life of one run: what is left in the end equals the undisturbed one."""
     words = [*torchrun(2), *LONG, "--max_steps", "1500"]
     run([*words, "--output_dir", tmp_path / "straight"])
-    job = start_and_wait(words, tmp_path / "run")
+    job = start_and_wait(words, tmp_path / "run", cwd=stoppable, env=SLOW)
     ranks = ranks_of(job, "train_hello.py")
     ranks[1].send_signal(signal.SIGKILL)
     status, output = job.wait(60)
@@ -129,11 +131,11 @@ def test_a_rank_or_the_launcher_killed_in_a_step(tmp_path):
     assert "SIGKILL" in output or "-9" in output
     assert result(tmp_path / "run")["status"] == "failed"
 
-    job = start_and_wait(words, tmp_path / "run")
+    job = start_and_wait(words, tmp_path / "run", cwd=stoppable, env=SLOW)
     ranks = ranks_of(job, "train_hello.py")
     os.kill(job.process.pid, signal.SIGKILL)
     deadline = time.monotonic() + 30
-    while any(rank.is_running() and rank.status() != "zombie" for rank in ranks):
+    while any(map(is_alive, ranks)):
         assert time.monotonic() < deadline, "the ranks outlived their launcher"
         time.sleep(0.1)
     assert job.wait()[0] == -signal.SIGKILL
@@ -147,9 +149,9 @@ def test_a_rank_or_the_launcher_killed_in_a_step(tmp_path):
     assert without_times(metrics(tmp_path / "run")) == without_times(metrics(tmp_path / "straight"))
 
 
-def test_torchrun_restarts_and_the_run_continues(tmp_path):
+def test_torchrun_restarts_and_the_run_continues(stoppable, tmp_path):
     words = [*torchrun(2, "--standalone", "--max_restarts=3"), *LONG, "--max_steps", "1500"]
-    job = start_and_wait(words, tmp_path / "run", checkpoints=2)
+    job = start_and_wait(words, tmp_path / "run", checkpoints=2, cwd=stoppable, env=SLOW)
     victim = ranks_of(job, "train_hello.py")[1]
     victim.send_signal(signal.SIGKILL)
     status, output = job.wait()

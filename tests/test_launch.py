@@ -40,7 +40,7 @@ def start(words: list, tmp_path, flags=(), env=None, count: int = 2, slots: int 
 
 
 def wait_for_line(job: Job, file: Path, count: int = 1) -> None:
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + 240
     while not (file.exists() and len(file.read_text().splitlines()) >= count):
         assert job.process.poll() is None, job.wait()[1]
         assert time.monotonic() < deadline

@@ -50,7 +50,7 @@ def bucket(s3, s3_proxy, monkeypatch, request):  # noqa: F811
 @pytest.fixture
 def impatient(project_copy):
     """The project's code with shorter waits for a store that does not answer."""
-    mutate(project_copy, "common/object_store.py", "READ_S = 15", "READ_S = 2")
+    mutate(project_copy, "common/object_store.py", "READ_S = 15", "READ_S = 5")
     mutate(project_copy, "common/object_store.py", "ATTEMPTS = 4", "ATTEMPTS = 2")
     return project_copy
 
@@ -127,9 +127,10 @@ def test_killed_between_data_and_manifest(bucket, straight, tmp_path):  # noqa: 
     words = bucket.words(tmp_path / "run")
     job = None
 
-    def kill() -> None:
+    def kill() -> bool:
         job.process.send_signal(signal.SIGKILL)
         job.process.wait()
+        return True
 
     run([*words, "--max_steps", "8"], env=bucket.env)
     bucket.proxy.on("PUT", ".*/step_000000(12|16|20|24)/manifest.json", kill)
@@ -153,9 +154,10 @@ def test_killed_between_data_and_manifest(bucket, straight, tmp_path):  # noqa: 
 def test_killed_in_the_last_upload(bucket, tmp_path):
     words, job = bucket.words(tmp_path / "run", "--max_steps", "4"), None
 
-    def kill() -> None:
+    def kill() -> bool:
         job.process.send_signal(signal.SIGKILL)
         job.process.wait()
+        return True
 
     bucket.proxy.on("PUT", ".*/step_00000004/manifest.json", kill)
     job = Job(words, env=bucket.env)

@@ -317,6 +317,7 @@ def test_an_unexpected_error_does_not_wait_for_downloads(url, s3_proxy, tmp_path
 
 READER = """
 import sys
+import torchvision.io  # before anything is fetched
 from pathlib import Path
 from common.accelerator import run
 from common.image_cache import prepare
@@ -342,24 +343,23 @@ def reader(url: str, cache: Path, proxy: FaultProxy, then: str = "") -> Job:
     return Job(words, env=aws_env(proxy.endpoint) | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"})
 
 
-def test_killed_in_a_download_the_same_command_works(url, s3_proxy, tmp_path):  # noqa: F811
+def test_killed_in_a_download_the_same_command_works(url, s3, s3_proxy, tmp_path):  # noqa: F811
     s3_proxy.stall_download(5000, times=None, path=r"train-00009\.tar")
     job = reader(url, tmp_path, s3_proxy)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while not (s3_proxy.faults["stall_download"] and list(tmp_path.glob("*/shards/train-00009.tar.part"))):
         assert job.process.poll() is None, job.wait()[1]
         assert time.monotonic() < deadline
         time.sleep(0.05)
     job.process.send_signal(signal.SIGKILL)
     assert job.wait()[0] == -signal.SIGKILL
-    s3_proxy.clear()
-    s3_proxy.requests.clear()
     here = {path.name for path in shards_in(tmp_path) if path.suffix == ".tar"}
-    for job in [reader(url, tmp_path, s3_proxy) for _ in range(2)]:  # which share the cache
-        status, output = job.wait()
-        assert status == 0, output
-        assert output.splitlines()[-1] == str(expected(1).reshape(-1, 6).tolist())[1:-1]
-    assert fetched(s3_proxy) == dict.fromkeys(set(FILES) - here, 1)
+    with closing(FaultProxy(s3)) as proxy:  # another one: the first may yet count what the dead one asked for
+        for job in [reader(url, tmp_path, proxy) for _ in range(2)]:  # which share the cache
+            status, output = job.wait()
+            assert status == 0, output
+            assert output.splitlines()[-1] == str(expected(1).reshape(-1, 6).tolist())[1:-1]
+    assert fetched(proxy) == dict.fromkeys(set(FILES) - here, 1)
     assert not list(tmp_path.glob("*/shards/*.part"))
 
 

@@ -14,7 +14,7 @@ import pytest
 from common.sampler import Gpu
 from common.telemetry import GPU_NUMBERS, HOST_NUMBERS, Seat, Telemetry, energy_wh, hosts_of, summary
 from tests.conftest import CNN, Job, free_port, lines, metrics, python, result, run, torchrun
-from tests.test_checkpoints import LONG, start_and_wait
+from tests.test_checkpoints import LONG, SLOW, start_and_wait
 
 NAME = socket.gethostname()
 HELLO = ["train_hello.py", "--trackers", "none", "--data_size", "6400", "--max_steps", "600"]
@@ -113,9 +113,9 @@ def test_the_other_hosts_samples_come_to_the_main_process(tmp_path):
     assert all(host["samples"] for host in found["telemetry"])
 
 
-def test_a_killed_run_has_its_samples_and_a_restart_adds_to_them(tmp_path):
+def test_a_killed_run_has_its_samples_and_a_restart_adds_to_them(stoppable, tmp_path):
     words = [*python(), *LONG, *OFTEN, "--max_steps", "2000"]
-    job = start_and_wait(words, tmp_path / "run", checkpoints=2)
+    job = start_and_wait(words, tmp_path / "run", checkpoints=2, cwd=stoppable, env=SLOW)
     file = tmp_path / "run" / f"telemetry-{NAME}.jsonl"
     deadline = time.monotonic() + 60
     while len(lines(file)) < 4:
@@ -168,9 +168,10 @@ def nvidia_smi(folder: Path, script: str) -> dict[str, str]:
     return {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
 
 
-def test_nvidia_smi_is_asked_at_the_start_and_in_the_middle(tmp_path):
+def test_nvidia_smi_is_asked_at_the_start_and_in_the_middle(stoppable, tmp_path):
     words = [*python(), *LONG, *OFTEN, "--max_steps", "1500", "--output_dir", tmp_path / "run"]
-    run(words, env=nvidia_smi(tmp_path / "bin", 'echo "answer to $*"'))
+    env = nvidia_smi(tmp_path / "bin", 'echo "answer to $*"') | {"STEP_S": "0.004"}
+    run(words, cwd=stoppable, env=env)
     text = (tmp_path / "run" / f"nvidia-smi-{NAME}.txt").read_text()
     assert text.count("answer to -q\n") == 2
     first, second = (int(line.split()[4].rstrip(",")) for line in text.splitlines() if line.startswith("#"))

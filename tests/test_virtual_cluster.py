@@ -50,7 +50,7 @@ def test_a_cut_cable(cluster):
         assert on("node2", "hostname") == "node2"  # it lives
     finally:
         hosts.heal("node2")
-    assert Job(hosts.inside("node1", reach)).wait()[0] == 0
+    assert on("node1", "ssh", "node2", "hostname") == "node2"
 
 
 def test_a_host_without_power_and_with_it_again(cluster):
@@ -66,12 +66,14 @@ COUNT = """
 import socket, sys, time
 receiver = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
 receiver.bind(("", 4000))
-receiver.settimeout(3)
+receiver.setsockopt(socket.SOL_SOCKET, 33, 2**22)  # SO_RCVBUFFORCE: room for all, should it wait for a core
+receiver.settimeout(60)
 print("ready", flush=True)
 count = 0
 try:
     while True:
         receiver.recv(100)
+        receiver.settimeout(3)
         count += 1
 except TimeoutError:
     print(count)
@@ -90,7 +92,7 @@ def arrived() -> int:
     receiver = Job(hosts.inside("node2", [sys.executable, "-c", COUNT]))
     assert receiver.process.stdout.readline() == "ready\n"
     on("node1", sys.executable, "-c", SEND)
-    return int(receiver.wait(30)[1])
+    return int(receiver.wait()[1])
 
 
 def test_a_lossy_cable(cluster):
