@@ -27,7 +27,7 @@ from accelerate.utils import (
 )
 from torch import nn
 
-from common.agreement import agree, first_to_say, is_hosts_first
+from common.agreement import MISTAKES, agree, first_to_say, is_hosts_first
 from common.network import interface_to
 from common.preemption import STATUS, Preempted, launched, ready, watch
 from common.recipe import Batch, Recipe, recipe_part, share_out
@@ -116,7 +116,7 @@ def run(main: Callable[[], None]) -> None:
     sys.stdout, sys.stderr = _outliving_its_reader(sys.stdout), _outliving_its_reader(sys.stderr)
     try:
         main()
-    except (ValueError, FloatingPointError, OSError) as error:
+    except MISTAKES as error:
         status = 1
         if first_to_say(str(error)):
             print(f"error: {error}", file=sys.stderr, flush=True)

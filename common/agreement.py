@@ -16,6 +16,7 @@ from accelerate.utils import gather_object
 from common.preemption import Preempted, wanted
 
 Work = Callable[[Callable[[], None]], Any]  # work(beat)
+MISTAKES = (ValueError, FloatingPointError, OSError)  # said in one line, without a traceback
 UNANSWERED_S = 240  # after a signal, while another process works: a request to S3 may take so long
 
 
@@ -119,6 +120,22 @@ def _heart(store: dist.Store, board: str) -> Callable[[], None]:
 def _stop_if_wanted() -> None:
     if wanted():
         raise Preempted
+
+
+def first_mistake(error: BaseException) -> BaseException:
+    """Where a job fails: the mistake of this process, of which it tells the others; or in the place of any
+    other error (another process has closed its connections, above all) the mistake that was told of."""
+    if not dist.is_initialized():
+        return error
+    try:
+        store = dist.distributed_c10d._get_default_store()
+        if isinstance(error, MISTAKES):
+            store.set("mistake", str(error))
+        elif isinstance(error, Exception) and store.check(["mistake"]):
+            return ValueError(store.get("mistake").decode())
+    except RuntimeError:  # the process that kept the store is gone
+        pass
+    return error
 
 
 def first_to_say(message: str) -> bool:

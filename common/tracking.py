@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from common import accelerator as job
 from common import bad_images, report
-from common.agreement import let_main_close_first, once
+from common.agreement import first_mistake, let_main_close_first, once
 from common.checkpoints import Checkpoint, mark
 from common.files import write_json
 from common.memory import is_out_of_memory, memory_gib, out_of_memory
@@ -126,15 +126,19 @@ class Run:
         if isinstance(error, Preempted):
             self._end_preempted()
             return
+        mine = error
+        if is_out_of_memory(error):
+            mine = ValueError(out_of_memory(self.accelerator, self.batch))
+        first = first_mistake(mine)
         if self.is_main and self.begun:
             self.saver.done(WRITING_GRACE_S)
-            self.error = str(error) or type(error).__name__
+            self.error = str(first) or type(first).__name__
             self._close("failed")
         elif self.place:
             self.place.release()
         let_main_close_first(self.accelerator)
-        if is_out_of_memory(error):
-            raise ValueError(out_of_memory(self.accelerator, self.batch)) from error
+        if first is not error:
+            raise first from error
 
     def should_evaluate(self, step: int) -> bool:
         """Whether `step` steps end an epoch, or the run, and have not been evaluated."""

@@ -491,6 +491,18 @@ def test_a_full_dev_shm_is_one_line(shards, cache, tmp_path):
     assert "Traceback" not in output
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_one_process_fails_by_is_what_the_job_says(rank, cache, tmp_path):
+    shards = write_shards(tmp_path / "data")
+    break_image(shards, expected_samples()[0][-rank])  # of the first step the first image, or the last
+    words = [*LAUNCHERS[2], *VIT, "--data", shards, *cache, "--output_dir", tmp_path / "run"]
+    status, output = Job(words).wait()
+    assert status == 1
+    assert output.count("not an image that PIL can read") == 1, output
+    assert "common/accelerator.py" not in output, output  # no traceback of ours; the launcher shows its own
+    assert "not an image that PIL can read" in result(tmp_path / "run")["error"]
+
+
 def test_an_interrupted_run_goes_on_at_the_next_sample(shards, cache, stoppable, tmp_path):
     """Stopped inside an epoch, on two processes; continued by one."""
     words = [*VIT, "--data", shards, *cache, "--output_dir", tmp_path / "run"]
