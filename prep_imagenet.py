@@ -443,7 +443,7 @@ class Preparation:
             images = recoded(
                 batches(groups, self.source.labels[split], begin), self.flags.resize, self.flags.quality
             )
-            stack.callback(images.close)  # ends its processes
+            stack.callback(images.close)  # ends its threads
             first = [] if left else list(islice(images, SAMPLED))
             left = left or self._beginning(split, first)
             self._check_room(left["bytes"] - left["written"])
