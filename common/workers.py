@@ -29,6 +29,7 @@ TO_DO = {  # about a broken image, by whether it is learned from
     True: "; without it by --on_bad_image skip --allow_changed on_bad_image",
     False: "; evaluations count each image, and skip none: mend it where it came from",
 }
+MORE_ROOM = "Make /dev/shm larger (docker run --shm-size), or give fewer --workers"
 MicroBatch = tuple[int, np.ndarray, Tensor, Tensor]  # epoch, sample ids, images, labels
 
 
@@ -75,8 +76,8 @@ def decoded(
             if error:
                 raise ValueError(error)
             bad_images.note(broken)
-            shown = torch.from_numpy(labels[ids[_shown(ids, broken)]])
-            yield epoch, ids, send(images, device), send(shown, device)
+            their_labels = torch.from_numpy(labels[ids[_shown(ids, broken)]])
+            yield epoch, ids, send(images, device), send(their_labels, device)
 
 
 def _while_workers_live(loader: Iterable) -> Iterator:
@@ -85,14 +86,13 @@ def _while_workers_live(loader: Iterable) -> Iterator:
         yield from loader
     except (RuntimeError, EOFError, ConnectionError) as error:
         told = "exited unexpectedly" in str(error)
-        # What torch announced before the fork server told it of the death fails on the worker's connection.
-        lost = not isinstance(error, RuntimeError) and not str(error).startswith("Caught")  # in our own code
+        # A batch was announced, and torch asked the dead worker for its bytes before it heard of it.
+        # What begins with "Caught" comes from a worker that lives.
+        lost = not isinstance(error, RuntimeError) and not str(error).startswith("Caught")
         if not (told or lost):
             raise
-        raise ValueError(
-            "a decoding process was killed: it lacked memory, or shared memory. Make /dev/shm larger (docker"
-            " run --shm-size), or give fewer --workers"
-        ) from None
+        what = "a decoding process was killed: it lacked memory, or shared memory"
+        raise ValueError(f"{what}. {MORE_ROOM}") from None
 
 
 def in_flight(workers: int) -> int:
@@ -170,7 +170,7 @@ def _share(crops: Tensor) -> str:
         ahead = PREFETCHED * torch.utils.data.get_worker_info().num_workers
         return (
             f"/dev/shm is full: each process decodes up to {ahead} micro-batches ahead, which lie there, of"
-            f" {crops.nbytes / 2**20:.1f} MiB. Make it larger (docker --shm-size), or give fewer --workers"
+            f" {crops.nbytes / 2**20:.1f} MiB. {MORE_ROOM}"
         )
     return ""
 

@@ -78,7 +78,7 @@ def torchrun(processes: int, *flags: str) -> list[str]:
     return [str(BIN / "torchrun"), f"--nproc_per_node={processes}", *(flags or ("--standalone",))]
 
 
-def deepspeed(*flags: str) -> list[str]:
+def deepspeed(*flags: str) -> list:
     """The port is chosen when the job starts: until then others might take it."""
     return [str(BIN / "deepspeed"), "--master_port", free_port, *flags]
 
@@ -95,7 +95,8 @@ def hear_ctrl_c() -> None:
 
 
 class Job:
-    """A command in a session of its own, so that nothing of it outlives the test."""
+    """A command in a session of its own, so that nothing of it outlives the test. A word may be a function
+    that returns it."""
 
     def __init__(self, words: list, cwd: Path = ROOT, env: dict[str, str] | None = None):
         # No test reaches the W&B account of whoever runs it.

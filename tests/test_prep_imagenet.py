@@ -22,7 +22,7 @@ import pytest
 import torch
 from PIL import Image
 
-from common import progress
+from common import progress, shard_writer
 from common.decode import decode
 from common.image_cache import prepare
 from common.images import open_images
@@ -598,6 +598,35 @@ def class_folders(folder: Path, images: dict[str, bytes]) -> Path:
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_bytes(content)
     return folder
+
+
+@pytest.mark.parametrize(
+    ("what", "reason"), [("cut", "truncated"), ("too wide for a JPEG", "Maximum supported image dimension")]
+)
+def test_an_image_that_can_not_be_resized_is_named(what, reason, ilsvrc, tmp_path):
+    content = next(iter(ilsvrc.val.values()))[:2000]
+    if what != "cut":
+        picture = io.BytesIO()
+        Image.new("RGB", (70_000, 1)).save(picture, "PNG")
+        content = picture.getvalue()
+    data = class_folders(tmp_path / "data", {"train/cat/a.jpg": content})
+    message = fails("--from", "folder", "--data", data, "--out", tmp_path / "out", "--resize", "256")
+    assert "a.jpg can't be decoded: " in message
+    assert reason in message
+    assert not (tmp_path / "out" / "manifest.json").exists()
+
+
+def test_an_interrupted_start_leaves_no_file_open(tmp_path, monkeypatch):
+    """Ctrl-C while the shards of an earlier start are read again."""
+
+    def interrupted(_) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(shard_writer._Shard, "read_back", interrupted)
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(KeyboardInterrupt):
+        shard_writer.ShardWriter(tmp_path, "train", 100, 0)
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def test_names_with_the_same_key(ilsvrc, tmp_path):
