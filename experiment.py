@@ -86,7 +86,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--hostfile", default="hostfile", help="of the two hosts, for --size full")
     parser.add_argument("--s3", help="s3://bucket/prefix: the checkpoints of each run go below it")
     parser.add_argument("--folder", type=Path, help="of the runs (default: runs/experiment_<name>/<size>)")
-    parser.add_argument("--logbook", default="logbook", help="the folder of the pages")
+    parser.add_argument("--logbook", help="the folder of the pages; unset: that of logbook.py")
     parser.add_argument("--dry_run", action="store_true", help="show the commands, and end")
     return parser.parse_args(words)
 
@@ -160,11 +160,12 @@ class Experiment:
         return Step(f"training, {name}", words, run / "result.json")
 
     def pages(self, runs: list[Path], searches: list[Path]) -> Iterator[Step]:
-        where, folders = f"--logbook={self.flags.logbook}", list(map(str, runs))
-        yield Step("pages", ["logbook.py", "add", *folders, where])
+        where = [f"--folder={self.flags.logbook}"] if self.flags.logbook else []
+        folders = list(map(str, runs))
+        yield Step("pages", ["logbook.py", "add", *folders, *where])
         found = ["--batch_search", *map(str, searches)] if searches else []
         name = f"--name={self.name}_{self.flags.size}"
-        yield Step("comparison", ["logbook.py", "compare", *folders, where, name, *found])
+        yield Step("comparison", ["logbook.py", "compare", *folders, *where, name, *found])
 
 
 def call(words: list[str], env: dict[str, str]) -> int:

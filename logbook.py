@@ -1,13 +1,13 @@
-"""The log book: pages of runs, Markdown with pictures, in logbook/.
+"""The log book: pages of runs, Markdown with pictures, in runs/logbook/ or in --folder.
 
     python logbook.py add runs/train_cnn_a/single_128_10_1_1
     python logbook.py compare runs/train_vit/fsdp_512_100_1_4 runs/train_vit/ddp_512_100_2_4
-    python logbook.py index
+    python logbook.py index --folder logbook
 
-add: a run's page is logbook/<script>/<strategy>/<batch>_<epochs>_<hosts>_<processes per host>.md, with -2
-behind it where another run has that name; the same run added again replaces its own. compare: what each run
-took and reached beside the first, and whatever else they differ in, in logbook/compare/. index:
-logbook/README.md, which the other two bring up to date.
+add: a run's page is <script>/<strategy>/<batch>_<epochs>_<hosts>_<processes per host>.md, with -2 behind it
+where another run has that name; the same run added again replaces its own. compare: what each run took and
+reached beside the first, and whatever else they differ in, in compare/. Runs that were evaluated on different
+images are refused. index: README.md, which the other two bring up to date.
 
 A run that was killed, and files that are missing or broken, give a page that says so. The same run folders
 give the same bytes.
@@ -29,7 +29,7 @@ from common.files import write_text
 from common.run_record import RunRecord
 from common.run_words import summary
 
-ROOT = Path(__file__).resolve().parent
+FOLDER = Path("runs") / "logbook"
 COMPARE = "compare"  # the folder of the comparisons
 
 
@@ -37,7 +37,7 @@ def main() -> int:
     flags = parse(sys.argv[1:])
     try:
         made = flags.make(flags)
-        index = write_index(flags.logbook)
+        index = write_index(flags.folder)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -54,7 +54,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     def command(name: str, make: Callable, help: str) -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=help, description=help, allow_abbrev=False)
         sub.set_defaults(make=make)
-        sub.add_argument("--logbook", type=Path, default=ROOT / "logbook", help="the folder of the pages")
+        sub.add_argument("--folder", type=Path, default=FOLDER, help="of the pages (default: %(default)s)")
         return sub
 
     command("index", lambda flags: [], "write the table of all pages")
@@ -65,6 +65,9 @@ def parse(words: list[str]) -> argparse.Namespace:
     compare.add_argument("--name", help="of the page; unset: after the runs")
     compare.add_argument("--target_accuracy", type=float, help="unset: what all of the runs have reached")
     compare.add_argument("--price_per_hour", type=float, help="of one host, in any currency")
+    compare.add_argument(
+        "--allow_different_data", action="store_true", help="compare runs that saw different images"
+    )
     compare.add_argument(
         "--batch_search",
         nargs="+",
@@ -79,7 +82,7 @@ def parse(words: list[str]) -> argparse.Namespace:
 def add_runs(flags: argparse.Namespace) -> list[Path]:
     """Writes the pages and returns their files."""
     runs = [RunRecord(folder) for folder in flags.runs]
-    return [write_run(flags.logbook, run) for run in runs]
+    return [write_run(flags.folder, run) for run in runs]
 
 
 def write_run(logbook: Path, run: RunRecord) -> Path:
@@ -98,15 +101,15 @@ def compare_runs(flags: argparse.Namespace) -> list[Path]:
     """Writes the page and returns its file."""
     runs = [RunRecord(folder) for folder in flags.runs]
     searches = tuple(read_search(file) for file in flags.batch_search)
-    what = Comparison(runs, flags.target_accuracy, flags.price_per_hour, searches)
-    folder, identity = flags.logbook / COMPARE, {"runs": [run.identity for run in runs]}
+    what = Comparison(runs, flags.target_accuracy, flags.price_per_hour, searches, flags.allow_different_data)
+    folder, identity = flags.folder / COMPARE, {"runs": [run.identity for run in runs]}
     if flags.name:
         page = folder / f"{file_name(flags.name)}.md"
     else:
         names = "_".join(name.replace(" ", "") for name in what.names)
         page = free_page(folder, file_name(f"{runs[0].facts.get('script', 'unknown')}_{names}"), identity)
     comparison.draw(what, page.with_suffix(".png"))
-    marks = {f"../{other.relative_to(flags.logbook)}": read_mark(other) for other in run_pages(flags.logbook)}
+    marks = {f"../{other.relative_to(flags.folder)}": read_mark(other) for other in run_pages(flags.folder)}
     links = [
         next((link for link, mark in marks.items() if is_same(mark, run.identity)), None) for run in runs
     ]

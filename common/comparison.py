@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,29 @@ from common.commands import place
 from common.plots import Panel, panels
 from common.run_page import as_flag, time_unit
 from common.run_record import NUMBER, RunRecord, fitting
-from common.run_words import REHEARSAL, claim, data, memory_gib, model, number, split, utilisation_pct
+from common.run_words import (
+    REHEARSAL,
+    chosen,
+    claim,
+    data,
+    memory_gib,
+    model,
+    number,
+    plural,
+    split,
+    utilisation_pct,
+)
 
 NOT_COMPARED = ("output_dir", "model_folder", "s3")  # where something is written
 RESOLVED = ("mixed_precision", "per_device_batch_size")  # flags of which result.json has what came of them
+NAMED = (
+    "data",
+    "model",
+    "epochs",
+    "batch_size",
+    "lr",
+    "seed",
+)  # flags that name a column wherever they differ
 SEARCH = {  # a result of find_batch_size.py
     **dict.fromkeys(("script", "strategy", "device", "mixed_precision"), str),
     **dict.fromkeys(("processes", "answer", "knee", "quantum"), int),
@@ -26,26 +46,45 @@ SEARCH = {  # a result of find_batch_size.py
 
 @dataclass(frozen=True)
 class Comparison:
-    """Of two runs or more with the first. searches: results of find_batch_size.py.
+    """Compares two runs or more with the first. searches: results of find_batch_size.py.
 
     target_accuracy: unset, the lowest of the runs' best accuracies, which all have reached. price_per_hour:
-    of one host.
+    of one host. ValueError for runs that were evaluated on different images, unless allow_different_data.
     """
 
     runs: list[RunRecord]
     target_accuracy: float | None = None
     price_per_hour: float | None = None
     searches: tuple[dict[str, Any], ...] = ()
+    allow_different_data: bool = False
 
     def __post_init__(self) -> None:
         if len(self.runs) < 2:
             raise ValueError("a comparison needs two runs or more")
+        if self.allow_different_data:
+            return
+        for run in self.runs[1:]:
+            if different := different_images(self.runs[0], run):
+                raise ValueError(
+                    f"{run.folder} and {self.runs[0].folder} were evaluated on different images"
+                    f" ({different}): --allow_different_data compares them all the same"
+                )
 
-    @property
+    @cached_property
     def names(self) -> list[str]:
-        """`ddp x 4`; a second one is `ddp x 4 (2)`."""
+        """One name for each run, of what differs: `ddp x 4`, `lr 0.003`; equal ones are numbered."""
         facts = [run.facts for run in self.runs]
-        names = [f"{one.get('strategy', 'unknown')} x {one.get('processes', '?')}" for one in facts]
+        where = [f"{one.get('strategy', 'unknown')} x {one.get('processes', '?')}" for one in facts]
+        hosts = [plural(one.get("hosts", "?"), "host") for one in facts]
+        others = dict.fromkeys(name for run in self.runs for name in run.recipe)
+        others = [name for name in others if name not in (*NAMED, *NOT_COMPARED)]
+        names = list(zip(*_differing([where, *(_values(self.runs, name) for name in NAMED)]), strict=True))
+        for column in _differing([hosts, *(_values(self.runs, name) for name in others)]):
+            if len(set(names)) < len(self.runs):
+                names = [
+                    (*parts, value) for parts, value in zip(names or [()] * len(facts), column, strict=True)
+                ]
+        names = [", ".join(parts) for parts in names] or where
         seen = [names[:i].count(name) + 1 for i, name in enumerate(names)]
         return [name if k == 1 else f"{name} ({k})" for name, k in zip(names, seen, strict=True)]
 
@@ -70,9 +109,39 @@ def read_search(file: Path) -> dict[str, Any]:
 # --- What is compared
 
 
+def different_images(first: RunRecord, run: RunRecord) -> str:
+    """What differs in the images of two runs' evaluations, as `data: cifar10, digits`; empty if nothing.
+
+    What one of them does not say, as a killed run its split, is not compared.
+    """
+    both = (first, run)
+    sources = [one.about.get("source") for one in both]
+    found = {
+        "data": sources if all(sources) else [data(one) for one in both],
+        "split": [one.facts.get("val_name") for one in both],
+        "images": [one.facts.get("val_images") for one in both],
+        "chosen": [chosen(one) for one in both],
+    }
+    return "; ".join(
+        f"{what}: {ours}, {theirs}"
+        for what, (ours, theirs) in found.items()
+        if None not in (ours, theirs) and ours != theirs
+    )
+
+
+def _differing(columns: list[list[str]]) -> list[list[str]]:
+    return [column for column in columns if len(set(column)) > 1]
+
+
+def _values(runs: list[RunRecord], name: str) -> list[str]:
+    """A flag and its value in each run, without the folders of a path."""
+    values = [as_flag(run.recipe[name]) if name in run.recipe else "not known" for run in runs]
+    return [f"{name} {value.rstrip('/').rpartition('/')[2]}" for value in values]
+
+
 def speed_up(first: RunRecord, run: RunRecord, time: str) -> tuple[float | None, str]:
     """In train_s or wall_s; or None and why not."""
-    words = {"batch_size": "images a step", "steps": "steps", "data": "as data", "script": "as script"}
+    words = {"batch_size": f"{run.unit} a step", "steps": "steps", "data": "as data", "script": "as script"}
     for name, what in words.items():
         if first.facts.get(name) != run.facts.get(name):
             return None, f"{run.facts.get(name)} {what}, the first {first.facts.get(name)}"
@@ -154,7 +223,9 @@ def draw(comparison: Comparison, file: Path) -> None:
         for panel, part in ((accuracy, points), (loss, steps)):
             if part:
                 panel.curves[name] = tuple(zip(*part, strict=True))
-    speed = Panel("images/s", "", bars=_known(names, [run.facts.get("images_per_s") for run in runs]))
+    speed = Panel(
+        f"{runs[0].unit}/s", "", bars=_known(names, [run.facts.get("images_per_s") for run in runs])
+    )
     whole = Panel("whole time, s", "", bars=_known(names, [run.facts.get("wall_s") for run in runs]))
     panels(file, [[accuracy, loss], [speed, whole]], f"{model(runs[0])} on {data(runs[0])}")
 
@@ -177,7 +248,7 @@ def page(comparison: Comparison, picture: str, pages: list[str | None]) -> str:
         REHEARSAL if any(run.is_rehearsal for run in runs) else "",
         table,
         "\n".join(f"- {note}" for note in notes),
-        md.picture("accuracy, loss, images/s and time", picture),
+        md.picture(f"accuracy, loss, {runs[0].unit}/s and time", picture),
         "## Also different",
         _also_different(comparison),
         *_searches(comparison),
@@ -203,13 +274,13 @@ def _table(comparison: Comparison) -> tuple[str, list[str]]:
     rows = [
         ("hosts", "{}", facts("hosts")),
         ("processes", "{}", facts("processes")),
-        ("images a step", "{:,}", facts("batch_size")),
-        ("images a forward and process", "{:,}", facts("per_device_batch_size")),
+        (f"{first.unit} a step", "{:,}", facts("batch_size")),
+        (f"{first.unit} a forward and process", "{:,}", facts("per_device_batch_size")),
         ("optimizer steps", "{:,}", facts("steps")),
         ("training time", "{:,.1f} s", facts("train_s")),
         ("whole time", "{:,.1f} s", facts("wall_s")),
         (f"time to accuracy {number(target, '{:.4f}')}", "{:,.1f} s", [time_to(run, target) for run in runs]),
-        ("images/s", "{:,.0f}", facts("images_per_s")),
+        (f"{first.unit}/s", "{:,.0f}", facts("images_per_s")),
         ("speed-up in training time", "{:.2f}", [factor for factor, _ in speed_ups]),
         ("efficiency", "{:.0%}", [_efficiency(first, *pair) for pair in zip(runs, speed_ups, strict=True)]),
         ("speed-up in whole time", "{:.2f}", [speed_up(first, run, "wall_s")[0] for run in runs]),

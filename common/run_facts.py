@@ -22,6 +22,7 @@ from common.telemetry import Seat, energy_wh
 if TYPE_CHECKING:
     from common.tracking import Run
 
+VAL_CHOSEN = "a hash of their ids"  # decides which images --max_val_images evaluates; once it was the first
 ENTRIES = ("accelerate", "torchrun", "deepspeed")  # launchers
 MODULES = ("accelerate.commands.launch", "torch.distributed.run")  # the same, as modules
 
@@ -33,15 +34,18 @@ def run_name(accelerator: Accelerator, recipe: Recipe, batch: Batch) -> str:
 
 
 def about_run(
-    accelerator: Accelerator, recipe: Recipe, seats: list[Seat], resumed_from: str | None
+    accelerator: Accelerator, recipe: Recipe, seats: list[Seat], resumed_from: str | None, source: str
 ) -> dict[str, Any]:
-    """recipe.json. seats: of all processes."""
+    """recipe.json. seats: of all processes. source: a name of the data that changes with its content."""
     return {
         "script": script_name(),
         "strategy": job.strategy(accelerator),
         "sharding": job.sharding(accelerator),
         "recipe": dataclasses.asdict(recipe),
-        "defaults": {field.name: field.default for field in dataclasses.fields(recipe)},
+        "defaults": _defaults(recipe),
+        "source": source,
+        "unit": recipe.unit,
+        "val_chosen": VAL_CHOSEN,
         "resumed_from": resumed_from,
         "command": _command(),
         "argv": sys.argv,
@@ -104,14 +108,12 @@ def draw_predictions(run: "Run") -> list[Path]:
     if run.confusion is None:
         return []
     from common import plots
-    from common.evaluation import SHOWN
 
     step, folder = run.evaluated_step, run.folder / "plots"
     files = [folder / "confusion.png", folder / "predictions.png"]
     plots.confusion_matrix(files[0], run.confusion.tolist(), run.classes, f"step {step:,}")
     pixels, labels, logits = (
-        torch.cat([getattr(part, name) for part in run.examples])[:SHOWN].cpu()
-        for name in ("pixels", "labels", "logits")
+        torch.cat([getattr(part, name) for part in run.examples]) for name in ("pixels", "labels", "logits")
     )
     shares, predicted = logits.softmax(1).max(1)
     captions = [
@@ -121,6 +123,12 @@ def draw_predictions(run: "Run") -> list[Path]:
     title = f"step {step:,}: the true class, the predicted one and its probability"
     plots.image_sheet(files[1], pixels.numpy(), captions, title, (labels != predicted).tolist())
     return files
+
+
+def _defaults(recipe: Recipe) -> dict[str, Any]:
+    """The script's own recipe; what is derived from batch_size follows from this recipe's."""
+    own = type(recipe)()
+    return dataclasses.asdict(type(recipe)(batch_size=recipe.batch_size)) | {"batch_size": own.batch_size}
 
 
 def _hosts(batch: Batch) -> int:

@@ -57,9 +57,13 @@ def _curves(run: RunRecord) -> list[list[Panel]]:
         [panel(lines, "step", "accuracy", accuracy), panel(lines, time, "accuracy", accuracy)],
         [
             panel(lines, "step", "learning rate", ("train/lr",)),
-            panel(lines, "step", "images/s", ("train/images_per_s",)),
+            panel(lines, "step", f"{run.unit}/s", ("train/images_per_s",)),
         ],
     ]
+    for shown in rows[0]:
+        shown.is_log = not rows[1][
+            0
+        ].curves  # without classes: the loss falls over several orders of magnitude
     return [row for row in rows if row[0].curves]
 
 
@@ -102,7 +106,7 @@ def _running(lines: list[dict[str, Any]]) -> Iterator[tuple[float, dict[str, Any
 def page(run: RunRecord, stem: str, pictures: list[str]) -> str:
     """stem: of the page's file and of the folder with its pictures."""
     facts = run.facts
-    size = f"{facts.get('batch_size', '?')} images a step, {plural(facts.get('epochs', '?'), 'epoch')}"
+    size = f"{facts.get('batch_size', '?')} {run.unit} a step, {plural(facts.get('epochs', '?'), 'epoch')}"
     names = {picture: picture.removesuffix(".png").replace("_", ", ") for picture in pictures}
     shown = {picture: md.picture(name, f"{stem}/{picture}") for picture, name in names.items()}
     parts = [
@@ -176,7 +180,7 @@ def _measures(run: RunRecord) -> str:
         return "No evaluation."
     head = ["", f"best on the {split(run)}, {number(best.get('step'), 'step {:,}')}"]
     head += [f"final, {number(final.get('step'), 'step {:,}')}"]
-    images = number(run.facts.get("val_images"), "{:,} images, each counted once.")
+    images = number(run.facts.get("val_images"), f"{{:,}} {run.unit}, each counted once.")
     return f"{md.table(head, rows)}\n\n{images if 'val_images' in run.facts else ''}".rstrip()
 
 
@@ -185,7 +189,7 @@ def _costs(run: RunRecord) -> str:
     names = {
         "training time": number(facts.get("train_s"), "{:,.1f} s"),
         "whole time, imports, evaluations and saves included": number(facts.get("wall_s"), "{:,.1f} s"),
-        "speed of the training": number(facts.get("images_per_s"), "{:,.0f} images/s"),
+        "speed of the training": number(facts.get("images_per_s"), f"{{:,.0f}} {run.unit}/s"),
         "energy of the GPUs": number(facts.get("energy_wh"), "{:,.1f} Wh"),
         "optimizer steps": number(facts.get("steps"), "{:,}"),
     }
@@ -295,10 +299,10 @@ def _command(run: RunRecord) -> str:
 def _setup(run: RunRecord) -> str:
     about, facts, sharding = run.about, run.facts, run.about.get("sharding", {})
     versions = ", ".join(f"{name} {value}" for name, value in about.get("versions", {}).items())
-    batch = number(facts.get("batch_size"), "{} images")
+    batch = number(facts.get("batch_size"), f"{{}} {run.unit}")
     if {"batch_size", "per_device_batch_size", "processes", "accumulation_steps"} <= facts.keys():
         parts = {
-            "per_device_batch_size": "image",
+            "per_device_batch_size": run.unit.removesuffix("s"),
             "processes": "process",
             "accumulation_steps": "accumulation",
         }

@@ -12,6 +12,7 @@ NUMBER = (int, float)
 # What is expected: a type, [of each item] or {key: of its value}; "*": of all other keys.
 ABOUT = {
     **dict.fromkeys(("script", "strategy", "resumed_from", "git_commit", "wandb_id", "wandb_url"), str),
+    **dict.fromkeys(("source", "unit", "val_chosen"), str),
     **dict.fromkeys(("recipe", "defaults", "sharding", "versions"), dict),
     **{name: [str] for name in ("command", "hosts", "devices")},
 }
@@ -80,6 +81,11 @@ class RunRecord:
     def is_rehearsal(self) -> bool:
         devices = self.about.get("devices") or [self.facts.get("device", "")]
         return any(device.startswith("CPU") for device in devices)
+
+    @property
+    def unit(self) -> str:
+        """What was learned from: `images`, unless the run says otherwise."""
+        return self.about.get("unit", "images")
 
     @property
     def identity(self) -> dict[str, str | None]:

@@ -5,6 +5,7 @@ from typing import Any
 
 from common.run_record import RunRecord
 
+FIRST = "the first"  # images of the split, which older runs evaluated
 STRATEGIES = {"single": "one process", "ddp": "DDP", "fsdp": "FSDP2"}
 REHEARSAL = "**Rehearsal on CPU: says nothing about GPUs.**"
 
@@ -47,7 +48,15 @@ def split(run: RunRecord) -> str:
     """Which images the run was evaluated on."""
     whole = f"{run.facts['val_name']} split" if "val_name" in run.facts else "held-out images"
     part = run.recipe.get("max_val_images")
-    return f"first {part:,} images of the {whole}" if isinstance(part, int) else whole
+    if not isinstance(part, int):
+        return whole
+    first = "first " if chosen(run) == FIRST else ""
+    return f"{first}{part:,} images of the {whole}"
+
+
+def chosen(run: RunRecord) -> str:
+    """How --max_val_images chose them: older runs, which do not say it, took the first ones."""
+    return run.about.get("val_chosen", FIRST) if run.recipe.get("max_val_images") else "all"
 
 
 def claim(run: RunRecord) -> str:

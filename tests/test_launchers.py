@@ -269,7 +269,7 @@ def test_make_train(project, cache):
     for command in AFTERWARDS:
         if str(folder.relative_to(project)) in command and "compare" not in command:
             run([*shlex.split(command), *(cache if "validate" in command else [])], cwd=project)
-    assert (project / "logbook" / "train_cnn_a" / "single" / "128_10_1_1.md").exists()
+    assert (project / "runs" / "logbook" / "train_cnn_a" / "single" / "128_10_1_1.md").exists()
     assert {path.name.split("_")[0] for path in (folder / "validation").iterdir()} == {"val", "train"}
 
 

@@ -12,10 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from markdown_it import MarkdownIt
+from matplotlib.figure import Figure
 from PIL import Image
 
 import logbook
 from common import plots
+from common.comparison import Comparison
 from common.run_record import RunRecord
 from tests.conftest import CNN, Job, copy_project, metrics, python, result, run, torchrun
 
@@ -65,9 +67,7 @@ def book(tmp_path, monkeypatch, capsys):
     """Calls logbook.py with a log book in tmp_path. Returns exit status, output and errors."""
 
     def call(*words: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(
-            sys, "argv", ["logbook.py", *map(str, words), "--logbook", str(tmp_path / "book")]
-        )
+        monkeypatch.setattr(sys, "argv", ["logbook.py", *map(str, words), "--folder", str(tmp_path / "book")])
         status = logbook.main()
         return status, *capsys.readouterr()
 
@@ -120,12 +120,16 @@ def test_from_a_training_to_its_page_by_the_last_lines_alone(project, one):
     _, output = one
     last = output.splitlines()[-1]
     assert last.endswith("logbook.py add runs/one")
+    assert "use this: best accuracy on the val split" in " ".join(
+        re.sub("[\u2502\u2503]", "", output).split()
+    )
     added = run(shlex.split(last), cwd=project)
-    page = project / "logbook/train_cnn_a/single/128_3_1_1.md"
+    page = project / "runs/logbook/train_cnn_a/single/128_3_1_1.md"  # git ignores runs/
     assert str(page.relative_to(project)) in added
     shown = run(shlex.split(added.splitlines()[-1]), cwd=project)
     assert "train_cnn_a reaches accuracy" in shown
-    assert "[train_cnn_a/single/128_3_1_1]" in (project / "logbook/README.md").read_text()
+    assert "[train_cnn_a/single/128_3_1_1]" in (project / "runs/logbook/README.md").read_text()
+    assert not (project / "logbook").exists(), "the project's own pages are written by --folder only"
 
 
 def test_what_a_page_says(two, book, tmp_path):
@@ -147,7 +151,7 @@ def test_what_a_page_says(two, book, tmp_path):
     assert table["batch"] == ["128 = 64 images x 2 processes x 1 accumulation"]
     differing = rows(text[text.index("| flag that differs") :].partition("<details>")[0])
     assert differing["widths"] == ["4,8,32"]
-    assert "warmup" not in differing
+    assert not {"warmup", "streams"} & differing.keys()
     assert table["warmup"] == ["0.1"]
     assert f"torch {about['versions']['torch']}" in table["versions"][0]
     assert [table["0"][0], table["1"][0]] == [f"{one['peak']:.2f} GiB" for one in found["memory_gib"]]
@@ -388,12 +392,68 @@ def test_what_else_differs_is_said_and_without_equal_work_there_is_no_speed_up(o
     (other / "recipe.json").write_text(json.dumps(about))
     changes = {"batch_size": 64, "mixed_precision": "fp16", "val_images": 7}
     (other / "result.json").write_text(json.dumps(result(other) | changes))
-    text = compared(book, tmp_path, one[0], other)
+    text = compared(book, tmp_path, one[0], other, "--allow_different_data")
     different = rows(text.partition("## Also different")[2])
     assert {"lr", "version of torch", "commit", "device", "batch_size", *changes} == different.keys() - {""}
     assert different["lr"] == ["0.003", "0.5"]
     assert rows(text)["speed-up in training time"] == ["1.00", "-"]
-    assert "No speed-up of single x 1 (2): 64 images a step, the first 128." in text
+    assert different[""] == ["lr 0.003", "lr 0.5"]
+    assert "No speed-up of lr 0.5: 64 images a step, the first 128." in text
+
+
+DIFFERENT = {  # in recipe.json, its recipe and result.json; what the refusal says
+    "data set": ({"source": "cifar10-0"}, {}, {"data": "cifar10"}, "data: digits-"),
+    "older data set": ({"source": None}, {}, {"data": "/data/cifar10"}, "data: digits, cifar10"),
+    "content": ({"source": "digits-of-another-content"}, {}, {}, "data: digits-"),
+    "split": ({}, {}, {"val_name": "test"}, "split: val, test"),
+    "size": ({}, {}, {"val_images": 7}, "images: 360, 7"),
+    "part": ({}, {"max_val_images": 360}, {}, "chosen: all, a hash of their ids"),
+    "older part": ({"val_chosen": None}, {"max_val_images": 360}, {}, "chosen: all, the first"),
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_runs_that_saw_different_images_are_not_compared(name, one, book, tmp_path):
+    other = tmp_path / "other"
+    about, recipe, facts, message = DIFFERENT[name]
+    copy_with(one[0], other, about, recipe, facts)
+    status, output, errors = book("compare", one[0], other)
+    assert (status, output, errors.count("\n")) == (1, "", 1)
+    assert errors.startswith(f"error: {other} and {one[0]} were evaluated on different images ({message}")
+    assert "--allow_different_data" in errors
+    assert not (tmp_path / "book").exists()
+    compared(book, tmp_path, one[0], other, "--allow_different_data")
+
+
+def test_the_same_images_by_another_name_are_compared(one, book, tmp_path):
+    copy_with(one[0], tmp_path / "other", {}, {"data": "/mnt/data"}, {"data": "/mnt/data"})
+    assert rows(compared(book, tmp_path, one[0], tmp_path / "other"))["data"] == ["digits", "/mnt/data"]
+
+
+def test_columns_are_named_by_what_differs(one, two, tmp_path):
+    def names(*changes: dict) -> list[str]:
+        runs = []
+        for k, recipe in enumerate(changes):
+            folder = tmp_path / f"{len(list(tmp_path.iterdir()))}_{k}"
+            copy_with(one[0], folder, {}, recipe, {})
+            runs.append(RunRecord(folder))
+        return Comparison(runs).names
+
+    assert names({"lr": 0.003}, {"lr": 0.001}) == ["lr 0.003", "lr 0.001"]
+    assert names({}, {"lr": 0.5, "seed": 1}) == ["lr 0.003, seed 0", "lr 0.5, seed 1"]
+    assert names({}, {"widths": [8, 8, 8]}, {}) == ["widths 4,8,32", "widths 8,8,8", "widths 4,8,32 (2)"]
+    assert names({}, {"resume": "/a/b"}) == ["resume auto", "resume b"]
+    assert names({}, {}) == ["single x 1", "single x 1 (2)"]
+    both = [RunRecord(one[0]), RunRecord(two)]
+    assert Comparison(both).names == ["single x 1", "ddp x 2"]
+
+
+def copy_with(run_folder: Path, copy: Path, about: dict, recipe: dict, facts: dict) -> None:
+    """A run's folder with changes in recipe.json, its recipe and result.json."""
+    shutil.copytree(run_folder, copy)
+    found = json.loads((copy / "recipe.json").read_text()) | about
+    (copy / "recipe.json").write_text(json.dumps(found | {"recipe": found["recipe"] | recipe}))
+    (copy / "result.json").write_text(json.dumps(result(copy) | facts))
 
 
 def test_the_same_run_twice_differs_in_nothing(one, book, tmp_path):
@@ -469,13 +529,25 @@ def test_confusion_matrices_of_any_size(classes, tmp_path):
 
 @pytest.mark.filterwarnings("error:constrained_layout:UserWarning")
 @pytest.mark.parametrize("count", [1, 16, 24])
-def test_captions_stay_below_their_images(count, tmp_path):
-    """ImageNet's names are long: cut, or the images would have no room left."""
+def test_captions_are_whole_below_their_images(count, tmp_path, monkeypatch):
+    """ImageNet's names are long: they are whole, touch nothing, and leave the images their size."""
+    drawn, savefig = [], Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: (drawn.append(self), savefig(self, *a, **k)))
     name = "American Staffordshire terrier, Staffordshire terrier, American pit bull terrier"
+    captions = [f"{name}\nnot {name if i % 3 else 'ox'}\n0.123" for i in range(count)]
     images = np.full((count, 32, 32, 3), [0, 160, 80], np.uint8)
-    plots.image_sheet(tmp_path / "s.png", images, [f"{name}\nnot {name}\n0.123"] * count, "a $title")
+    title = "train_vit on imagenet256, test split: the surest mistakes of a long $title"
+    plots.image_sheet(tmp_path / "s.png", images, captions, title)
     sheet = np.asarray(Image.open(tmp_path / "s.png").convert("RGB"))
-    assert (sheet == [0, 160, 80]).all(2).sum() > 9000 * count
+    assert (sheet == [0, 160, 80]).all(2).sum() > 15_000 * count
+    (figure,) = drawn
+    texts = [text for axes in figure.axes for text in axes.texts]
+    assert [text.get_text().split() for text in texts] == [caption.split() for caption in captions]
+    boxes = [text.get_window_extent() for text in (*texts, *figure.texts)]
+    boxes += [axes.get_window_extent() for axes in figure.axes]
+    assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
+    assert all(figure.bbox.x0 <= box.x0 and box.x1 <= figure.bbox.x1 for box in boxes)
+    assert all(figure.bbox.y0 <= box.y0 and box.y1 <= figure.bbox.y1 for box in boxes)
 
 
 # --- Experiments
