@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from common.accelerator import device_name, precision, run, start, strategy, world_size
 from common.agreement import agree, once
 from common.checkpoints import TensorFile, sha256_of
-from common.evaluation import counted, predictions
+from common.evaluation import counted, evaluated_ids, predictions
 from common.files import write_text
 from common.images import Images, load
 from common.preemption import Preempted, wanted
@@ -259,17 +259,18 @@ def predict(
     rows = {name: np.concatenate([theirs[name] for theirs in everyones]) for name in mine}
     order = np.argsort(rows["id"], kind="stable")
     rows = {name: column[order] for name, column in rows.items()}
-    check(rows, counted(split, recipe))
+    check(rows, evaluated_ids(split, recipe))
     return rows, images_per_s
 
 
-def check(rows: Rows, count: int) -> None:
-    """That every image was counted exactly once. ValueError where the model's output is not finite."""
-    times = np.bincount(rows["id"], minlength=count)
-    assert (times == 1).all(), f"image {np.argmax(times != 1)} was counted {times[times != 1][0]} times"
+def check(rows: Rows, ids: np.ndarray) -> None:
+    """Checks that every image was counted exactly once. ValueError where the model's output is not finite."""
+    assert np.array_equal(rows["id"], ids), f"counted {len(rows['id'])} images, not each of {len(ids)} once"
     wrong = ~np.isfinite(rows["loss"])
     if wrong.any():
-        raise ValueError(f"the loss of {wrong.sum():,} of {count:,} images is not finite: the model diverged")
+        raise ValueError(
+            f"the loss of {wrong.sum():,} of {len(ids):,} images is not finite: the model diverged"
+        )
 
 
 def teller(accelerator: Accelerator) -> Callable[[str], None]:

@@ -38,7 +38,7 @@ def start(recipe: Recipe, clip_norm: float = 0.0) -> tuple[Accelerator, Batch]:
 
     Raises ValueError when the batch does not divide, GPUs are too few, or processes disagree.
     """
-    batch = share_out(recipe.batch_size, recipe.per_device_batch_size, world_size())
+    batch = share_out(recipe.batch_size, recipe.per_device_batch_size, world_size(), recipe.unit)
     watch(recipe.timeout_s)
     _check_devices()
     if not torch.cuda.is_available():

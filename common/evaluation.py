@@ -12,11 +12,11 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from common.augment import to_float
-from common.order import evaluation_plan
+from common.order import chosen_by_hash, evaluation_plan
 from common.recipe import Batch, ImageRecipe
 from common.splits import Split
 
-SHOWN = 16  # predictions that are kept as a picture
+SHOWN = 16  # predictions that are drawn
 CONFUSED = 1000  # classes, up to which there is a confusion matrix: its size is their square
 
 
@@ -29,10 +29,13 @@ class Predicted:
     labels: Tensor  # int64 [v]
     logits: Tensor  # float32 [v, classes]
 
-    def first(self, count: int) -> "Predicted":
-        """A copy of so many, which holds no whole micro-batch on the device."""
-        tensors = (tensor[:count].clone() for tensor in (self.pixels, self.labels, self.logits))
-        return Predicted(self.ids[:count], *tensors)
+    def only(self, ids: np.ndarray) -> "Predicted":
+        """A copy of the samples among `ids`, which holds no whole micro-batch on the device."""
+        rows = np.flatnonzero(np.isin(self.ids, ids))
+        return Predicted(self.ids[rows], *(t[rows] for t in (self.pixels, self.labels, self.logits)))
+
+    def to(self, device: str) -> "Predicted":
+        return Predicted(self.ids, *(t.to(device) for t in (self.pixels, self.labels, self.logits)))
 
 
 class Watcher(Protocol):
@@ -57,10 +60,11 @@ def evaluate(
 
     mean, std: of the pixels in [0, 1]. watcher hears of the progress with each micro-batch, and gets the
     confusion matrix, int64 [classes, classes] with a row per true class, None of more than CONFUSED classes;
-    and in the main process some predictions. Collective.
+    and this process's share of SHOWN predictions, the same images whatever the seed. Collective.
     """
     totals = torch.zeros(3, device=accelerator.device, dtype=torch.float64)  # loss, correct, images
     confusion, examples = None, []
+    shown = chosen_by_hash(len(split), min(SHOWN, counted(split, recipe)))
     for part in predictions(accelerator, model, split, recipe, batch, mean, std, watcher.tell):
         classes, predicted = part.logits.shape[1], part.logits.argmax(1)
         losses = F.cross_entropy(part.logits, part.labels, reduction="none")
@@ -70,8 +74,8 @@ def evaluate(
             if confusion is None:
                 confusion = torch.zeros(classes, classes, dtype=torch.int64, device=totals.device)
             confusion.view(-1).index_add_(0, part.labels * classes + predicted, torch.ones_like(predicted))
-        if accelerator.is_main_process and sum(len(example.ids) for example in examples) < SHOWN:
-            examples.append(part.first(SHOWN))
+        if np.isin(part.ids, shown).any():
+            examples.append(part.only(shown))
     loss, correct, images = accelerator.reduce(totals, "sum").tolist()
     expected = counted(split, recipe)
     assert images == expected, f"counted {images:g} of {expected} images"
@@ -82,6 +86,11 @@ def evaluate(
 def counted(split: Split, recipe: ImageRecipe) -> int:
     """How many images of the split are evaluated."""
     return min(len(split), recipe.max_val_images or len(split))
+
+
+def evaluated_ids(split: Split, recipe: ImageRecipe) -> np.ndarray:
+    """Which images of the split are evaluated: int64 [counted], ascending."""
+    return chosen_by_hash(len(split), counted(split, recipe))
 
 
 @torch.no_grad()
@@ -99,9 +108,10 @@ def predictions(
     broadcast_buffers(model)
     model.eval()
     device, size, count = accelerator.device, recipe.image_size, counted(split, recipe)
+    evaluated = evaluated_ids(split, recipe)
     mine = list(evaluation_plan(count, batch.per_device, batch.processes, accelerator.process_index))
     options = dict(train=False, size=size, seed=recipe.seed, workers=recipe.workers)
-    batches = split.batches(((0, ids) for ids, _ in mine), device=device, **options)
+    batches = split.batches(((0, evaluated[places]) for places, _ in mine), device=device, **options)
     for i, ((_, ids, pixels, labels), (_, valid)) in enumerate(zip(batches, mine, strict=True)):
         tell(f"evaluated {i * batch.per_device * batch.processes:,} of {count:,} images")
         logits = model(to_float(pixels, mean, std, size)).float()

@@ -84,8 +84,8 @@ def _open_shards(
         cache = ShardCache(folder / "shards", place, shards, int(recipe.cache_gib * 2**30))
 
     def open_split(split: str, beside: ShardSplit | None) -> ShardSplit:
-        shards = manifest.splits[split].shards
-        samples = Shuffled(len(labels[split]))
+        shards, count = manifest.splits[split].shards, len(labels[split])
+        samples = Shuffled(count)
         if manifest.kind == "shards":
             samples = Streamed([shard.images for shard in shards], recipe.streams, recipe.shuffle_window)
         return ShardSplit(
@@ -98,6 +98,7 @@ def _open_shards(
             recipe.workers,
             cache,
             beside,
+            min(1.0, recipe.max_val_images / count) if recipe.max_val_images and split == "val" else 1.0,
         )
 
     val = open_split("val", None)

@@ -101,8 +101,8 @@ def steps_per_epoch(samples: Samples, batch: Batch) -> int:
     can't be shared out."""
     if len(samples) < batch.total:
         raise ValueError(
-            f"--batch_size {batch.total} is more than the {len(samples)} training images: choose at most"
-            f" {len(samples)} (with {batch.processes} processes a multiple of {batch.processes})"
+            f"--batch_size {batch.total} is more than the {len(samples)} training {batch.unit}: choose at"
+            f" most {len(samples)} (with {batch.processes} processes a multiple of {batch.processes})"
         )
     samples.check(batch)
     return len(samples) // batch.total
@@ -143,6 +143,15 @@ def evaluation_plan(
         ids = np.arange(start, start + per_device)
         valid = int(np.count_nonzero(ids < end))
         yield np.minimum(ids, end - 1), valid
+
+
+def chosen_by_hash(count: int, size: int) -> np.ndarray:
+    """`size` of the samples 0 ... count - 1 by a fixed hash of their ids: int64 [size], ascending.
+
+    No seed changes the choice, and a smaller choice is part of a larger one.
+    """
+    hashes = _mix(np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_GOLDEN))
+    return np.sort(np.argsort(hashes, kind="stable")[:size])
 
 
 def _mix(x: np.ndarray) -> np.ndarray:

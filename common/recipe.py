@@ -51,6 +51,8 @@ def setting(default: Any, help: str, **bounds: Any) -> Any:
 class Recipe:
     """The flags that every script has. A script's own recipe adds to them and sets their defaults."""
 
+    unit: typing.ClassVar[str] = "images"  # what is learned from, in messages
+
     data: str = flag("generated", "what is learned from", per_script=True)
     epochs: int = flag(10, "passes over the training images", minimum=1, per_script=True)
     batch_size: int = flag(256, "images per optimizer step over the whole job", minimum=1, per_script=True)
@@ -123,6 +125,10 @@ class Recipe:
             if value and (name == "s3" or "://" in value) and not re.fullmatch("s3://[^/]+(/.*)?", value):
                 raise ValueError(f"--{name} {value}: expected s3://bucket/prefix")
 
+    def without_derived(self, recorded: dict[str, Any]) -> dict[str, Any]:
+        """A recorded recipe in which what follows from another flag, or was never used, is as it is here."""
+        return recorded
+
 
 @dataclass(frozen=True, kw_only=True)
 class ImageRecipe(Recipe):
@@ -137,11 +143,14 @@ class ImageRecipe(Recipe):
         32, "edge of the square that the network sees, in pixels", minimum=1, per_script=True
     )
     max_val_images: int | None = flag(
-        None, "evaluate on the first so many images of the split only: for rehearsals", minimum=1
+        None,
+        "evaluate on so many images of the split, chosen by a hash of their ids: for rehearsals",
+        minimum=1,
     )
-    streams: int = flag(
-        64,
-        "of shards only: so many are read side by side; divides batch_size, a multiple of the processes",
+    streams: int | None = flag(
+        None,
+        "of shards only: so many are read side by side; divides batch_size, a multiple of the processes;"
+        " unset: 64, or a smaller divisor of batch_size",
         minimum=1,
     )
     shuffle_window: int = flag(
@@ -163,6 +172,19 @@ class ImageRecipe(Recipe):
         2, "decoding processes per device, where the images do not fit into memory", minimum=0
     )
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.streams is None:
+            object.__setattr__(self, "streams", default_streams(self.batch_size))
+
+    def without_derived(self, recorded: dict[str, Any]) -> dict[str, Any]:
+        size, streams = recorded["batch_size"], recorded["streams"]
+        if not (isinstance(size, int) and isinstance(streams, int) and streams > 0):
+            return recorded
+        is_unused = size % streams != 0  # as the 64 of older runs without shards
+        are_derived = streams == default_streams(size) and self.streams == default_streams(self.batch_size)
+        return recorded | ({"streams": self.streams} if is_unused or are_derived else {})
+
 
 def parse(recipe_class: type[Recipe], argv: list[str] | None = None) -> Recipe:
     """The recipe from the command line; `--config FILE` sets defaults and flags win.
@@ -178,7 +200,7 @@ def parse(recipe_class: type[Recipe], argv: list[str] | None = None) -> Recipe:
     )
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # given by the deepspeed launcher
     for field in fields:
-        _add_flag(parser, field)
+        _add_flag(parser, field, getattr(recipe_class, "unit", "images"))
     given = vars(parser.parse_args([_underscores(word) for word in (sys.argv[1:] if argv is None else argv)]))
     try:
         values = _read_config(Path(given["config"]), fields) if given["config"] else {}
@@ -233,15 +255,15 @@ class Batch:
     per_device: int  # images per forward on one device
     processes: int
     accumulations: int  # forwards per optimizer step on one device
+    unit: str = "images"
 
     def __str__(self) -> str:
         def plural(n: int, word: str) -> str:
             return f"{n} {word}{'' if n == 1 else 'es' if word.endswith('s') else 's'}"
 
-        return (
-            f"batch {self.total} = {plural(self.per_device, 'image')} x {plural(self.processes, 'process')}"
-            f" x {plural(self.accumulations, 'accumulation')}"
-        )
+        share = plural(self.per_device, self.unit.removesuffix("s"))
+        processes = plural(self.processes, "process")
+        return f"batch {self.total} = {share} x {processes} x {plural(self.accumulations, 'accumulation')}"
 
     def smaller(self) -> int | None:
         """The largest per_device_batch_size up to half of this one that leaves the batch as it is."""
@@ -249,7 +271,7 @@ class Batch:
         return next((b for b in range(self.per_device // 2, 0, -1) if share % b == 0), None)
 
 
-def share_out(batch_size: int, per_device: int | None, processes: int) -> Batch:
+def share_out(batch_size: int, per_device: int | None, processes: int, unit: str = "images") -> Batch:
     """Derives the accumulations; ValueError with the numbers when the batch does not divide."""
     if per_device is None:
         if batch_size % processes:
@@ -264,7 +286,16 @@ def share_out(batch_size: int, per_device: int | None, processes: int) -> Batch:
             f" x {processes} processes = {per_device * processes}:"
             f" choose {_multiples_beside(batch_size, per_device * processes)}"
         )
-    return Batch(batch_size, per_device, processes, batch_size // (per_device * processes))
+    return Batch(batch_size, per_device, processes, batch_size // (per_device * processes), unit)
+
+
+def default_streams(batch_size: int) -> int:
+    """64 where that divides the batch, else the divisor below 64 that suits most numbers of processes.
+
+    From the batch size alone: the order of the images is the same on any number of processes.
+    """
+    divisors = [n for n in range(1, 65) if batch_size % n == 0]
+    return 64 if 64 in divisors else max(divisors, key=lambda n: (sum(n % p == 0 for p in range(1, 17)), n))
 
 
 def _multiples_beside(number: int, unit: int) -> str:
@@ -302,8 +333,8 @@ def _underscores(word: str) -> str:
     return "--" + name[2:].replace("-", "_") + equals + value
 
 
-def _add_flag(parser: argparse.ArgumentParser, field: dataclasses.Field) -> None:
-    help = field.metadata["help"].replace("%", "%%") + (
+def _add_flag(parser: argparse.ArgumentParser, field: dataclasses.Field, unit: str) -> None:
+    help = field.metadata["help"].replace("%", "%%").replace("images", unit) + (
         "" if field.default is None else f" (default: {_text(field.default)})"
     )
     if field.type is bool:

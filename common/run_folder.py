@@ -84,7 +84,7 @@ def differences(theirs: dict[str, Any], recipe: Recipe) -> str:
     """`its epochs is 3, here 10; ...`, without what --allow_changed names. A flag that is younger than the
     other run has its default there."""
     ours, defaults = (json.loads(json.dumps(recipe_part(r))) for r in (recipe, type(recipe)()))
-    theirs = defaults | theirs
+    theirs = recipe.without_derived(defaults | theirs)
     return "; ".join(
         f"its {key} is {theirs[key]}, here {value}"
         for key, value in ours.items()

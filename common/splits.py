@@ -120,12 +120,14 @@ class ShardSplit:
         workers: int,
         cache: ShardCache | None = None,
         beside: "ShardSplit | None" = None,
+        evaluated: float = 1.0,
     ):
         """index: its file. folder: of the shards, or of the cache that they come to. samples: in which order
         they are learned from. beside: the split that is evaluated while this one's training pauses, by so
-        many workers in each process."""
+        many workers in each process. evaluated: the share of this split that --max_val_images leaves."""
         self.index, self.shards, self.labels, self.samples = index, shards, labels, samples
-        self.skip, self.workers, self.cache, self.beside = skip, workers, cache, beside
+        self.skip, self.workers, self.cache = skip, workers, cache
+        self.beside, self.evaluated = beside, evaluated
         self.open = partial(ShardImages, index, tuple(str(folder / shard.file) for shard in shards))
 
     def __len__(self) -> int:
@@ -154,7 +156,7 @@ class ShardSplit:
         training = min(streams * self._span_bytes(span), self._span_bytes(len(self)))
         return math.ceil(training + processes_per_host() * self._evaluation_bytes(batch.per_device))
 
-    def _span_bytes(self, images: int) -> float:
+    def _span_bytes(self, images: float) -> float:
         """Of the shards that so many images are in, which follow one another; of those at the ends all."""
         total = sum(shard.bytes for shard in self.shards)
         ends = 2 * max(shard.bytes for shard in self.shards)
@@ -162,7 +164,9 @@ class ShardSplit:
 
     def _evaluation_bytes(self, per_device: int) -> float:
         """Of the shards that an evaluation beside a training needs at once, in one process."""
-        return self.beside._span_bytes(in_flight(self.workers) * per_device) if self.beside else 0
+        if self.beside is None:
+            return 0
+        return self.beside._span_bytes(in_flight(self.workers) * per_device / self.beside.evaluated)
 
     def order(self, seed: int, epoch: int, batch: Batch) -> np.ndarray:
         return self.samples.order(seed, epoch, batch)

@@ -4,7 +4,7 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -29,7 +29,7 @@ from common.ownership import RECORD
 from common.preemption import Poll, Preempted, agreed, wanted
 from common.recipe import Batch, Recipe, recipe_part
 from common.resume import Place, open_place
-from common.run_facts import about_run, draw_predictions, result, run_name
+from common.run_facts import VAL_CHOSEN, about_run, draw_predictions, result, run_name
 from common.run_folder import count_restarts, open_folder, resumed_from
 from common.run_log import RunLog
 from common.saver import Saver
@@ -65,7 +65,7 @@ class Run:
         self.last: dict[str, float] = {}
         self.kept: tuple[Tensor | None, list[Predicted]] = (None, [])  # by an evaluation; once it is logged:
         self.confusion: Tensor | None = None  # a row per true class; None where there are none, or too many
-        self.examples: list[Predicted] = []  # of the main process, some of its predictions
+        self.examples: list[Predicted] = []  # this process's share of the predictions that are drawn
         self.memory: list[dict[str, float]] = []  # of each process, at the end
         self.bad_images: set[int] = set()  # of the main process: samples that were skipped by any
         self.error: str | None = None  # what a failed run ended with
@@ -98,7 +98,8 @@ class Run:
         if state:
             self.training.restore(self.place.checkpoint if self.is_main else None, state)
             self._go_on(state)
-        about = about_run(self.accelerator, self.recipe, seats, (state or {}).get("resumed_from"))
+        began_with = (state or {}).get("resumed_from")
+        about = about_run(self.accelerator, self.recipe, seats, began_with, self.data)
         once(self.accelerator, "log", lambda _: self._start_log(about, state), self.recipe.timeout_s)
         self.saver = Saver(
             self.training,
@@ -163,9 +164,18 @@ class Run:
         self.poll.finish()
         self.telemetry.stop()
         self.memory = self._gathered(memory_gib(self.accelerator, is_healthy=True))
+        on_cpu = [part.to("cpu") for part in self.examples]
+        self.examples = [part for parts in self.poll.gather(on_cpu) for part in parts]
         once(self.accelerator, "report", self._finish, self.recipe.timeout_s)
         once(self.accelerator, "last upload", self._wait_for_upload, self.recipe.timeout_s)
         self.accelerator.wait_for_everyone()  # under deepspeed rank 0 keeps the store that the others ask
+
+    def feed(self, batches: Iterator[tuple]) -> Iterator[tuple]:
+        """The micro-batches. The clock starts at the first: the start of decoders is not training time."""
+        first = next(batches)
+        self.mark = time.perf_counter()
+        yield first
+        yield from batches
 
     def add(self, loss: Tensor, ids: np.ndarray) -> None:
         """One micro-batch: its loss stays on the device until the next line."""
@@ -173,7 +183,7 @@ class Run:
         self.micro_batches += 1
         done = self.first_step + self.micro_batches // self.batch.accumulations
         if self.is_main:
-            self.log.tell(f"step {done:,}/{self.steps:,}")
+            self.log.progress.advance(done)
         if self.recipe.log_samples:
             self.ids.extend(ids.tolist())
 
@@ -254,6 +264,9 @@ class Run:
                     f"--max_steps {self.steps}: {found.folder} is at step {found.step:,} already; give more"
                 )
             state |= {"saved": True, "resumed_from": resumed_from(folder)}
+            if self._saw_other_images(found):
+                print("--max_val_images takes other images than before: the best evaluation begins anew")
+                state |= {"best": {}, "evaluated": False}
             if self.place.is_new:
                 # Another run's best is not this one's, nor its W&B run, and its checkpoint is not here.
                 state |= {"best": {}, "evaluated": False, "wandb_id": None, "saved": False}
@@ -271,6 +284,11 @@ class Run:
                 f"{found.folder} was trained on {theirs}, and --data {self.recipe.data} is now {self.data}:"
                 " give what it was, or --allow_changed data"
             )
+
+    def _saw_other_images(self, found: Checkpoint) -> bool:
+        """True where --max_val_images took the first images of the split, as older versions did."""
+        part = getattr(self.recipe, "max_val_images", None)
+        return bool(part) and found.manifest.get("written_by", {}).get("val_chosen") != VAL_CHOSEN
 
     def _go_on(self, state: dict[str, Any]) -> None:
         self.first_step = self.step = state["step"]
@@ -295,7 +313,7 @@ class Run:
 
     def _described(self, about: dict[str, Any]) -> dict[str, Any]:
         """What a checkpoint is of, and who writes it, for its manifest."""
-        names = ("script", "strategy", "git_commit", "versions", "hosts")
+        names = ("script", "strategy", "git_commit", "versions", "hosts", "val_chosen")
         writer = {name: about[name] for name in names} | {
             "processes": self.batch.processes,
             "mixed_precision": job.precision(self.accelerator),

@@ -1,9 +1,12 @@
 """Evaluation counts every image once: a validation set of prime size on 1, 2 and 3 processes."""
 
+import json
+
 import pytest
 
-from tests.conftest import CNN, Job, metrics, mutate, python, result, run, torchrun
+from tests.conftest import CNN, Job, latest, metrics, mutate, python, result, run, torchrun
 from tests.data import class_folders
+from tests.test_validate import rewrite
 
 # A rate of 0 keeps the weights, so that every number of processes evaluates the very same model.
 FLAGS = [
@@ -38,10 +41,41 @@ def test_the_number_of_one_process(processes, prime, one_process, tmp_path, cach
     ours, theirs = result(tmp_path / "run"), result(one_process)
     assert ours["val_images"] == theirs["val_images"] == 97
     assert ours["final_accuracy"] == theirs["final_accuracy"]
+    pictures = [folder / "plots" / "predictions.png" for folder in (tmp_path / "run", one_process)]
+    assert pictures[0].read_bytes() == pictures[1].read_bytes(), "other images, or in another order"
     assert (ours["final_accuracy"] * 97) % 1 == pytest.approx(0, abs=1e-9)
     assert metrics(tmp_path / "run")[-1]["val/loss"] == pytest.approx(
         metrics(one_process)[-1]["val/loss"], abs=1e-6
     )
+
+
+def test_a_part_of_the_images_is_of_all_classes(prime, tmp_path, cache):
+    """The files are sorted by class: the first 20 are zeros. A run of an older version, which had evaluated
+    them, goes on, and what was best then is best no more."""
+    folder = tmp_path / "run"
+    words = [
+        *python(),
+        *CNN,
+        *FLAGS,
+        "--data",
+        prime,
+        "--max_val_images",
+        "20",
+        *cache,
+        "--output_dir",
+        folder,
+    ]
+    run(words)
+    counts = [sum(row) for row in json.loads((folder / "confusion.json").read_text())["confusion"]]
+    assert sum(counts) == 20
+    assert min(counts) >= 5
+    assert result(folder)["best_step"] == 1
+    rewrite(latest(folder), written_by={"script": CNN[0].removesuffix(".py")})
+    output = run([*words, "--max_steps", "2"])
+    assert "--max_val_images takes other images than before: the best evaluation begins anew" in output
+    assert result(folder)["best_step"] == 2  # the same weights: not better than at step 1
+    assert "takes other images" not in run([*words, "--max_steps", "3"])
+    assert result(folder)["best_step"] == 2
 
 
 def test_counting_the_filling_is_found(prime, tmp_path, project_copy, cache):

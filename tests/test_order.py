@@ -6,6 +6,7 @@ import torch
 
 from common.order import (
     Shuffled,
+    chosen_by_hash,
     evaluation_plan,
     micro_batches,
     order,
@@ -26,6 +27,15 @@ def test_orders_never_change():
         0.2957477098503827,
         0.04762140972786788,
     ]
+
+
+def test_a_choice_by_hash_never_changes():
+    """Numbers of the first version. Each choice is part of a larger one, and spread over all ids."""
+    assert chosen_by_hash(50_000, 8).tolist() == [7813, 9539, 10062, 25727, 29332, 30320, 34952, 47786]
+    assert set(chosen_by_hash(1000, 16)) <= set(chosen_by_hash(1000, 100))
+    assert chosen_by_hash(97, 97).tolist() == list(range(97))
+    thirds = np.histogram(chosen_by_hash(50_000, 3000), bins=3, range=(0, 50_000))[0]
+    assert all(900 < count < 1100 for count in thirds)
 
 
 @pytest.mark.parametrize("processes", [1, 2, 3, 4, 6])

@@ -1,11 +1,13 @@
 """Flags, config files and the arithmetic of the batch."""
 
 import dataclasses
+import json
 from dataclasses import dataclass
 
 import pytest
 
-from common.recipe import Recipe, flag, parse, recipe_part, share_out
+from common.recipe import ImageRecipe, Recipe, flag, parse, recipe_part, share_out
+from common.run_folder import differences
 from train_cnn_a import CnnA
 
 
@@ -142,7 +144,8 @@ def test_the_printed_recipe_is_a_config_file_of_itself(tmp_path, capsys):
 def test_batch_arithmetic():
     assert str(share_out(256, 32, 4)) == "batch 256 = 32 images x 4 processes x 2 accumulations"
     assert str(share_out(256, None, 1)) == "batch 256 = 256 images x 1 process x 1 accumulation"
-    assert dataclasses.astuple(share_out(96, 16, 3)) == (96, 16, 3, 2)
+    assert dataclasses.astuple(share_out(96, 16, 3)) == (96, 16, 3, 2, "images")
+    assert str(share_out(64, 1, 1, "points")) == "batch 64 = 1 point x 1 process x 64 accumulations"
 
 
 @pytest.mark.parametrize(
@@ -157,3 +160,44 @@ def test_a_batch_that_does_not_divide(numbers, message):
     with pytest.raises(ValueError, match="choose") as refused:
         share_out(*numbers)
     assert message in str(refused.value)
+
+
+# Streams
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "streams"),
+    [
+        (64, 64),
+        (128, 64),
+        (1024, 64),
+        (960, 64),
+        (1, 1),
+        (8, 8),
+        (24, 24),
+        (96, 48),
+        (100, 20),
+        (1000, 40),
+        (127, 1),
+    ],
+)
+def test_unset_streams_follow_from_the_batch_size(batch_size, streams):
+    """Not from the number of processes, which must not change the order of the images."""
+    assert ImageRecipe(batch_size=batch_size).streams == streams
+    assert recipe_part(parse(CnnA, ["--batch_size", str(batch_size)]))["streams"] == streams  # it is recorded
+    assert ImageRecipe(batch_size=batch_size, streams=4).streams == 4
+
+
+def test_a_run_with_the_former_streams_is_continued():
+    """Older runs have a default of 64, which need not divide the batch: without shards nothing reads it."""
+
+    def differing(theirs: dict, *words: str) -> str:
+        old = json.loads(json.dumps(recipe_part(CnnA()))) | {"streams": 64} | theirs
+        return differences(old, parse(CnnA, list(words)))
+
+    assert differing({}) == ""
+    assert differing({"batch_size": 96}, "--batch_size", "96") == ""
+    assert differing({}, "--batch_size", "96", "--allow_changed", "batch_size") == ""
+    assert differing({}, "--batch_size", "96") == "its batch_size is 128, here 96"
+    assert differing({}, "--streams", "32") == "its streams is 64, here 32"
+    assert differing({"streams": 32}) == "its streams is 32, here 64"

@@ -258,6 +258,15 @@ def test_streams_that_do_not_divide_are_refused(shards, images, batch, streams, 
         train.check(share_out(*batch))
 
 
+@pytest.mark.parametrize("batch_size", [2, 24, 36, 60, 100])
+def test_the_default_streams_go_with_any_batch(batch_size, shards, tmp_path):
+    """On all numbers of processes up to four among which the batch can be shared out."""
+    train = open_images(prepare(str(shards), tmp_path), ImageRecipe(batch_size=batch_size)).train
+    for processes in (p for p in (1, 2, 3, 4) if batch_size % p == 0):
+        plan = training_plan(train, share_out(batch_size, None, processes), 0, 5, 0, 1)
+        assert len(next(iter(plan))[1]) == batch_size // processes
+
+
 # What is refused
 
 
