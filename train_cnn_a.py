@@ -128,7 +128,7 @@ def main() -> None:
         first_step = run.begin(model, optimizer, None, images.identity, last_step, per_epoch)
         rank = accelerator.process_index
         plan = training_plan(images.train, batch, rank, recipe.seed, first_step, last_step)
-        batches = training_batches(images, plan, accelerator.device, recipe)
+        batches = run.feed(training_batches(images, plan, accelerator.device, recipe))
         for step in range(first_step, last_step + 1):
             if run.should_evaluate(step):
                 run.log_evaluation(

@@ -8,11 +8,11 @@ is explained where it happens. The other scripts are the same story with images.
     accelerate launch --config_file accelerate_configs/fsdp_4gpu.yaml train_hello.py --hidden_size 256
 
 It takes seconds, and leaves its loss curves and a picture of the learned function in the run folder's plots/.
-What is common to all scripts, as the log, speaks of images: here they are points.
 """
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +30,7 @@ from common.tracking import Run
 
 @dataclass(frozen=True, kw_only=True)
 class Hello(Recipe):
+    unit: ClassVar[str] = "points"
     data: str = flag("generated", "noisy points of a curve, from the seed", choices=("generated",))
     data_size: int = flag(4096, "points to learn from", minimum=1)
     hidden_size: int = flag(64, "width of the hidden layers", minimum=1)

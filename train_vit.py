@@ -164,7 +164,7 @@ def main() -> None:
         first_step = run.begin(model, optimizer, ema, images.identity, last_step, per_epoch)
         rank = accelerator.process_index
         plan = training_plan(images.train, batch, rank, recipe.seed, first_step, last_step)
-        batches = training_batches(images, plan, accelerator.device, recipe, mean, std)
+        batches = run.feed(training_batches(images, plan, accelerator.device, recipe, mean, std))
         for step in range(first_step, last_step + 1):
             if run.should_evaluate(step):
                 metrics = evaluate(accelerator, model, images.val, recipe, batch, mean, std, run)

@@ -1,30 +1,45 @@
-"""What a run, or a preparation, shows while it goes on: a live line on a terminal, plain lines elsewhere."""
+"""Progress of a run or a preparation: a live line on a terminal, plain lines elsewhere."""
 
 import math
 import os
 import sys
 import time
+from collections.abc import Callable, Iterator
+from typing import Any
 
 LINE_S = 30  # of silence
+MIN_BAR, MAX_BAR = 8, 20  # characters
 
 
-def progress(epochs: int, first_step: int, steps: int) -> "Lines | Bar":
-    """epochs, steps: of the whole run. first_step: where it goes on."""
-    on_terminal = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-    return (Bar if on_terminal else Lines)(epochs, first_step, steps)
+def progress(epochs: int, first_step: int, steps: int, batch_size: int, unit: str) -> "Lines | Bar":
+    """epochs, steps: of the whole run. first_step: where it goes on. unit: what a batch has, as `images`."""
+    return (Bar if _is_terminal() else Lines)(epochs, first_step, steps, batch_size, unit)
 
 
 class Lines:
     """Progress as plain lines, for logs and pipes."""
 
-    def __init__(self, epochs: int, first_step: int, steps: int):
-        self.epochs, self.first_step, self.steps = epochs, first_step, steps
-        self.began = self.shown = time.perf_counter()
+    def __init__(self, epochs: int, first_step: int, steps: int, batch_size: int, unit: str):
+        self.epochs, self.step, self.steps, self.batch_size, self.unit = (
+            epochs,
+            first_step,
+            steps,
+            batch_size,
+            unit,
+        )
+        self.began: tuple[float, int] | None = None  # time and step of the first call of advance
+        self.shown = time.perf_counter()
+
+    def advance(self, step: int) -> None:
+        """Called after each micro-batch with the steps done."""
+        self.step = step
+        self.began = self.began or (time.perf_counter(), step)
+        self.tell(f"step {step:,}/{self.steps:,}")
 
     def show(self, step: int, epoch: float, values: dict[str, float]) -> None:
-        per_step_s = (time.perf_counter() - self.began) / max(1, step - self.first_step)
-        left_s = per_step_s * (self.steps - step)
-        print(f"{_where(step, epoch, self)}  {_numbers(values)}  {_duration(left_s)} left", flush=True)
+        self.step = step
+        parts = [_where(step, epoch, self), _numbers(values, self.unit), self._left()]
+        print("  ".join(filter(None, parts)), flush=True)
         self.shown = time.perf_counter()
 
     def tell(self, doing: str) -> None:
@@ -35,109 +50,177 @@ class Lines:
     def stop(self) -> None:
         pass
 
+    def _steps_per_s(self) -> float | None:
+        """Evaluations and saves included, the start of the decoders left out; None before the second step."""
+        if not self.began or self.step <= self.began[1]:
+            return None
+        return (self.step - self.began[1]) / (time.perf_counter() - self.began[0])
 
-class Bar:
+    def _left(self) -> str:
+        steps_per_s = self._steps_per_s()
+        return f"{_duration((self.steps - self.step) / steps_per_s)} left" if steps_per_s else ""
+
+
+class Bar(Lines):
     """Progress as one live line on a terminal; evaluations stay above it."""
 
-    def __init__(self, epochs: int, first_step: int, steps: int):
-        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+    def __init__(self, epochs: int, first_step: int, steps: int, batch_size: int, unit: str):
+        super().__init__(epochs, first_step, steps, batch_size, unit)
+        self.epochs_per_step, self.doing, self.values = 0.0, "starting", {}
+        self.line = LiveLine(lambda: (self.step / self.steps, self._parts()))
+        self.line.start()
 
-        self.epochs, self.steps, self.values = epochs, steps, {}
-        columns = [
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=20),
-            TimeRemainingColumn(),
-            TextColumn("left  {task.fields[doing]}"),
-        ]
-        self.bar = Progress(*columns, refresh_per_second=4)
-        self.task = self.bar.add_task("starting", total=steps, completed=first_step, doing="")
-        self.bar.start()
+    def advance(self, step: int) -> None:
+        super().advance(step)
+        self.doing = ""
 
     def show(self, step: int, epoch: float, values: dict[str, float]) -> None:
+        self.step, self.epochs_per_step, self.doing = step, epoch / step, ""
         self.values |= values
-        names = ("train/loss", "val/accuracy", "train/lr", "train/images_per_s")
-        shown = {name: self.values[name] for name in names if name in self.values}
-        line = f"{_where(step, epoch, self)}  {_numbers(shown)}"
-        self.bar.update(self.task, completed=step, description=line, doing="")
         if "val/loss" in values:
-            self.bar.console.print(f"{_where(step, epoch, self)}  {_numbers(values)}")
+            self.line.print(f"{_where(step, epoch, self)}  {_numbers(values, self.unit)}")
 
     def tell(self, doing: str) -> None:
-        self.bar.update(self.task, doing=doing)
+        self.doing = doing
 
     def stop(self) -> None:
-        self.bar.stop()
+        self.doing = ""
+        self.line.stop()
+
+    def _parts(self) -> list[tuple[int, str]]:
+        steps_per_s, speed = self._steps_per_s(), self.values.get("train/images_per_s")
+        epoch = max(1, math.ceil(round(self.step * self.epochs_per_step, 6)))
+        if speed is None and steps_per_s:
+            speed = steps_per_s * self.batch_size
+
+        def value(name: str) -> str:
+            return _numbers({name: self.values[name]}, self.unit) if name in self.values else ""
+
+        return [
+            (5, f"epoch {epoch}/{self.epochs}"),
+            (0, f"step {self.step:,}/{self.steps:,}"),
+            (1, self.doing),
+            (4, value("train/loss")),
+            (6, value("val/accuracy")),
+            (7, value("train/lr")),
+            (3, "" if speed is None else _numbers({"train/images_per_s": speed}, self.unit)),
+            (2, self._left()),
+        ]
+
+
+class LiveLine:
+    """One line at the foot of a terminal: a bar, and beside it as many parts as fit, each of them whole.
+
+    look: returns the share that is done, and the parts in their order with their priorities, of which 0 is
+    the highest. It is called four times a second, from a thread.
+    """
+
+    def __init__(self, look: Callable[[], tuple[float, list[tuple[int, str]]]]):
+        from rich.live import Live
+
+        self.look = look
+        self.live = Live(self, refresh_per_second=4)
+        self.start, self.stop = self.live.start, self.live.stop
+
+    def print(self, line: str) -> None:
+        """Above the live line."""
+        self.live.console.print(line, soft_wrap=True)
+
+    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+
+        share, parts = self.look()
+        parts = [(priority, text) for priority, text in parts if text]
+        room = options.max_width - MIN_BAR
+        shown = set()
+        for priority, text in sorted(parts):
+            if len(text) + 2 <= room:
+                room -= len(text) + 2
+                shown.add(priority)
+        line = Table.grid(padding=(0, 2, 0, 0))
+        bar = ProgressBar(total=1, completed=share, width=min(MAX_BAR, MIN_BAR + room))
+        line.add_row(bar, *(text for priority, text in parts if priority in shown))
+        yield line
 
 
 class Reading:
-    """Of one split, by the bytes of its images: a bar on a terminal, else a line every LINE_S."""
+    """Progress of reading one split, by the bytes of its images: a bar on a terminal, else lines."""
 
     def __init__(self, split: str, images: int, read: int, total: int, doing: str = "read"):
         """images and read: done before an interruption. doing: of tell()."""
         self.split, self.first_image, self.first_byte, self.total = split, images, read, total
         self.doing, self.showing = doing, False
+        self.images, self.read = images, read
         self.began_s = self.shown_s = time.monotonic()
-        self.bar = None
-        if sys.stdout.isatty() and "NO_COLOR" not in os.environ:
-            from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-            columns = (TextColumn("{task.description}"), BarColumn(20), TimeRemainingColumn())
-            self.bar = Progress(*columns, refresh_per_second=4)
-            self.task = self.bar.add_task(split, total=total, completed=read)
+        self.line = LiveLine(self._look) if _is_terminal() else None
 
     def __enter__(self) -> "Reading":
-        if self.bar:
-            self.bar.start()
+        if self.line:
+            self.line.start()
         return self
 
     def __exit__(self, *_) -> None:
-        if self.bar:
-            self.bar.stop()
+        if self.line:
+            self.line.stop()
 
     def tell(self, done: int) -> None:
         """Bytes out of which no images come: what is only hashed, say. The clock begins behind them: once
         there are images, this does nothing."""
         if self.showing:
             return
-        self.began_s = time.monotonic()
-        line = f"{self.split}  {done / 2**30:,.2f} of {self.total / 2**30:,.2f} GiB {self.doing}"
-        if self.bar:
-            self.bar.update(self.task, completed=done, description=line)
-        elif self.began_s > self.shown_s + LINE_S:
+        self.began_s, self.read = time.monotonic(), done
+        if not self.line and self.began_s > self.shown_s + LINE_S:
             self.shown_s = self.began_s
-            print(line, flush=True)
+            print(f"{self.split}  {self._gib()} {self.doing}", flush=True)
 
     def show(self, images: int, read: int) -> None:
-        if self.bar and not self.showing:
-            self.bar.reset(self.task, completed=read)  # and so its speed
-        self.showing = True
-        if self.bar:
-            self.bar.update(self.task, completed=read, description=self._line(images, read))
-        elif time.monotonic() > self.shown_s + LINE_S:
+        self.showing, self.images, self.read = True, images, read
+        if not self.line and time.monotonic() > self.shown_s + LINE_S:
             self.shown_s = time.monotonic()
-            left_s = (self.total - read) * (self.shown_s - self.began_s) / (read - self.first_byte)
-            print(f"{self._line(images, read)}  {_duration(left_s)} left", flush=True)
+            print(f"{self._text()}  {self._left()}", flush=True)
 
     def end(self, images: int, read: int) -> None:
-        if self.bar:
-            self.bar.update(self.task, completed=self.total)
-        print(f"{self._line(images, read)}  done", flush=True)
+        self.showing, self.images, self.read = True, images, read
+        print(f"{self._text()}  done", flush=True)
 
-    def _line(self, images: int, read: int) -> str:
+    def _look(self) -> tuple[float, list[tuple[int, str]]]:
+        images, images_per_s, mb_per_s = self._numbers()
+        share = self.read / max(1, self.total)
+        if not self.showing:
+            return share, [(0, self.split), (1, f"{self._gib()} {self.doing}")]
+        parts = [(1, self.split), (4, images), (0, self._gib()), (3, images_per_s), (5, mb_per_s)]
+        return share, [*parts, (2, self._left())]
+
+    def _text(self) -> str:
+        images, images_per_s, mb_per_s = self._numbers()
+        return "  ".join([self.split, images, self._gib(), images_per_s, mb_per_s])
+
+    def _numbers(self) -> tuple[str, str, str]:
         seconds = max(time.monotonic() - self.began_s, 1e-3)
-        speed = f"{(images - self.first_image) / seconds:,.0f} images/s"
-        return (
-            f"{self.split}  {images:,} images  {read / 2**30:,.2f} of {self.total / 2**30:,.2f} GiB  {speed}"
-            f"  {(read - self.first_byte) / seconds / 1e6:,.0f} MB/s"
-        )
+        images_per_s = (self.images - self.first_image) / seconds
+        mb_per_s = (self.read - self.first_byte) / seconds / 1e6
+        return f"{self.images:,} images", f"{images_per_s:,.0f} images/s", f"{mb_per_s:,.0f} MB/s"
+
+    def _gib(self) -> str:
+        return f"{self.read / 2**30:,.2f} of {self.total / 2**30:,.2f} GiB"
+
+    def _left(self) -> str:
+        read = self.read - self.first_byte
+        seconds = time.monotonic() - self.began_s
+        return f"{_duration((self.total - self.read) * seconds / read)} left" if read > 0 else ""
 
 
-def _where(step: int, epoch: float, progress: Lines | Bar) -> str:
+def _is_terminal() -> bool:
+    return sys.stdout.isatty() and "NO_COLOR" not in os.environ
+
+
+def _where(step: int, epoch: float, progress: Lines) -> str:
     return f"epoch {math.ceil(epoch)}/{progress.epochs}  step {step:,}/{progress.steps:,}"
 
 
-def _numbers(values: dict[str, float]) -> str:
-    forms = {"lr": "lr {:.2e}", "images_per_s": "{:,.0f} images/s"}
+def _numbers(values: dict[str, float], unit: str) -> str:
+    forms = {"lr": "lr {:.2e}", "images_per_s": f"{{:,.0f}} {unit}/s"}
     parts = []
     for name, value in values.items():
         kind, _, short = name.partition("/")

@@ -40,7 +40,7 @@ class RunLog:
         write_json(folder / "recipe.json", about | self.tracker_ids())
         self.metrics = open(metrics, "a", buffering=1)  # noqa: SIM115 (closed in close)
         self.samples = open(samples, "a", buffering=1) if recipe.log_samples else None  # noqa: SIM115
-        self.progress = progress(recipe.epochs, first_step, steps)
+        self.progress = progress(recipe.epochs, first_step, steps, recipe.batch_size, recipe.unit)
 
     def tracker_ids(self) -> dict[str, str]:
         return tracker_ids(self.trackers)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from accelerate.tracking import GeneralTracker, TensorBoardTracker, WandBTracker
 
+HEADLINES = ("val/accuracy", "val/loss", "train/loss", "train/images_per_s")  # beside the hyper-parameters
 INIT_S, FINISH_S = 10, 60  # how long a run waits for a W&B server, at its beginning and at its end
 
 
@@ -29,7 +30,7 @@ def start_trackers(
     started: list[GeneralTracker] = []
     if "tensorboard" in names:
         threading.excepthook = _without_full_disks
-        started.append(TensorBoardTracker("tensorboard", folder, purge_step=first_step + 1))
+        started.append(_TensorBoard("tensorboard", folder, purge_step=first_step + 1))
         started[-1].start()
     if "wandb" in names:
         started.append(_start_wandb(folder, about["script"], wandb_id))
@@ -61,10 +62,7 @@ def log_pictures(tracker: GeneralTracker, step: int, files: list[Path]) -> None:
 
 def finish_trackers(trackers: list[GeneralTracker], failed: bool) -> None:
     for tracker in trackers:
-        if isinstance(tracker, _WandB):
-            tracker.finish(failed)
-        else:
-            tracker.finish()
+        tracker.finish(failed)
 
 
 def tracker_ids(trackers: list[GeneralTracker]) -> dict[str, str]:
@@ -72,6 +70,24 @@ def tracker_ids(trackers: list[GeneralTracker]) -> dict[str, str]:
     runs = [tracker.run for tracker in trackers if isinstance(tracker, _WandB)]
     found = {"wandb_id": runs[0].id, "wandb_url": runs[0].url} if runs else {}
     return {name: value for name, value in found.items() if value}  # an offline run has no address
+
+
+class _TensorBoard(TensorBoardTracker):
+    """TensorBoard with the hyper-parameters in the run's own folder: Accelerate's would make a second run."""
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        from torch.utils.tensorboard.summary import hparams
+
+        # TensorBoard takes the numbers from the curves with these names.
+        *start, self.success = hparams(values, dict.fromkeys(HEADLINES, 0.0))
+        for summary in start:
+            self.writer.file_writer.add_summary(summary)
+        self.writer.flush()
+
+    def finish(self, failed: bool) -> None:
+        if not failed:
+            self.writer.file_writer.add_summary(self.success)
+        super().finish()
 
 
 class _WandB(WandBTracker):

@@ -1,8 +1,12 @@
 """The hello example: it learns its curve, on any number of processes, and leaves two pictures."""
 
+import re
+
 import pytest
+from matplotlib.figure import Figure
 from PIL import Image
 
+from common import report
 from tests.conftest import accelerate, metrics, python, result, run, torchrun
 
 
@@ -29,6 +33,13 @@ def test_it_learns_the_curve(launcher, processes, tmp_path):
     assert (found["processes"], found["val_images"]) == (processes, 1000)
     assert found["final_loss"] < 0.05  # the noise alone has 0.01, the curve without learning 1
     assert found["best_accuracy"] is None
+    assert "image" not in output, "it learns from points"
+    assert re.search(rf"batch {16 * processes} = 16 points x {processes} process", output)
+    assert re.search(r"[\d,]+ points/s", output)
+    assert "validation points" in output
+    assert "use this: best loss on the validation split" in " ".join(
+        re.sub("[\u2502\u2503]", "", output).split()
+    )
     losses = [line["val/loss"] for line in metrics(tmp_path / "run") if "val/loss" in line]
     assert len(losses) == 10
     assert losses[-1] < losses[0]
@@ -37,3 +48,12 @@ def test_it_learns_the_curve(launcher, processes, tmp_path):
         assert str(path) in output
         with Image.open(path) as image:
             assert len(image.convert("RGB").getcolors(1 << 20)) > 50
+
+
+@pytest.mark.parametrize(("name", "scale"), [("val/loss", "log"), ("val/accuracy", "linear")])
+def test_a_loss_without_classes_is_plotted_on_a_log_scale(name, scale, tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    lines = [{"step": k, "epoch": k, "train/loss": 10.0**-k, "val/loss": 0.1, name: 0.5} for k in range(3)]
+    report.plot_curves(tmp_path, lines, "title")
+    assert drawn[0].axes[0].get_yscale() == scale

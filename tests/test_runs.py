@@ -1,13 +1,14 @@
 """What a run leaves behind: folder names, metrics, TensorBoard, weights that load, a picture."""
 
 import json
-import os
-import re
+import shutil
+from pathlib import Path
 
 import pytest
 from PIL import Image
 
-from tests.conftest import CNN, ROOT, VIT, Job, metrics, python, result, run, torchrun
+from common import report
+from tests.conftest import CNN, VIT, Job, metrics, python, result, run, torchrun
 
 FLAGS = ["--data", "digits", "--batch_size", "64", "--epochs", "2", "--max_steps", "30", "--log_every", "10"]
 
@@ -89,19 +90,49 @@ def test_who_reads_the_output_may_go(launcher, tmp_path):
     assert (found["status"], found["steps"], found["error"]) == ("finished", 60, None)
 
 
-def test_progress_on_a_terminal(tmp_path, cache):
-    """A live line with epoch, step, loss, accuracy, rate, speed and time left."""
-    import pexpect
+RESULT = {"script": "train_vit", "strategy": "ddp", "processes": 2, "device": "CPU", "data": "digits"}
+RESULT |= {"best_accuracy": 0.9, "best_step": 20, "final_accuracy": 0.8, "val_images": 360, "train_s": 1.0}
+RESULT |= {"wall_s": 2.0, "images_per_s": 100.0, "peak_memory_gib": 1.0}
 
-    words = [*CNN, *FLAGS, *cache, "--output_dir", tmp_path / "run"]
-    env = {**os.environ, "COLUMNS": "200", "TERM": "xterm"}
-    words = [str(word) for word in words]
-    child = pexpect.spawn(python()[0], words, cwd=ROOT, env=env, encoding="utf-8", dimensions=(40, 200))
-    child.expect(pexpect.EOF, timeout=120)
-    child.close()
-    assert child.exitstatus == 0, child.before
-    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", child.before)
-    assert re.search(r"epoch \d/2 +step \d+/30 .*lr \d", text), text
-    assert re.search(r"val accuracy 0\.\d+", text), text
-    assert "left" in text
-    assert "images/s" in text
+
+def test_a_table_says_which_weights_to_use_and_why(tmp_path, capsys):
+    """With an EMA, and a best checkpoint that is not the last; then without its files, which are in S3."""
+    steps = {f"checkpoints/step_000000{step}": step for step in (20, 30)}
+    for place in steps:
+        for name in ("model", "ema"):
+            (tmp_path / place).mkdir(parents=True, exist_ok=True)
+            (tmp_path / place / f"{name}.safetensors").touch()
+    checkpoints = dict(zip(("best_checkpoint", "checkpoint"), steps, strict=True))
+    (tmp_path / "result.json").write_text(json.dumps(RESULT | checkpoints))
+    (tmp_path / "recipe.json").write_text(json.dumps({"unit": "images"}))
+    lines = [
+        {"step": step, "epoch": step, "val/loss": 1.0, "val/accuracy": a, "val/raw_accuracy": a - 0.1}
+        for step, a in ((10, 0.5), (20, 0.9), (30, 0.8))
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    use_this = "use this: averaged weights (EMA), best accuracy on the val split"
+    assert weights(tmp_path, capsys) == [
+        f"step_00000020/ema.safetensors 0.9000 {use_this}",
+        "step_00000020/model.safetensors 0.8000 the same step without the average",
+        "step_00000030/ema.safetensors 0.8000 averaged weights (EMA), the last step",
+        "step_00000030/model.safetensors 0.7000 the same step without the average",
+    ]
+    shutil.rmtree(tmp_path / "checkpoints" / "step_00000020")
+    assert weights(tmp_path, capsys)[0].startswith("step_00000030/ema.safetensors 0.8000 use this: ")
+
+
+def weights(folder: Path, capsys) -> list[str]:
+    """The rows of the last table, each in one line; the commands below it are checked."""
+    report.show(folder, "val")
+    output = capsys.readouterr().out
+    assert all(len(line) <= 80 for line in output.partition("weights:")[2].split("\u2518")[0].splitlines())
+    assert f"validate.py {folder}\n" in output
+    assert f"validate.py {folder} --which latest\n" in output
+    rows = []
+    for line in output.partition("weights:")[2].splitlines():
+        cells = [cell.strip() for cell in line.split("\u2502")[1:-1]]
+        if cells and cells[0]:
+            rows.append(" ".join(cells))
+        elif cells:
+            rows[-1] += f" {cells[2]}"
+    return rows

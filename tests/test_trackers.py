@@ -48,9 +48,27 @@ def test_tensorboard_has_what_metrics_jsonl_has(folder):
         (event,) = events.Images(name)
         with Image.open(file) as image:
             assert (event.step, event.width, event.height) == (30, *image.size)
-    hyper_parameters = next((folder / "tensorboard").glob("*/hparams.yml")).read_text()
-    assert "batch_size: 64" in hyper_parameters
-    assert "widths: 4,8,32" in hyper_parameters.replace("(4, 8, 32)", "4,8,32")
+
+
+def test_tensorboard_shows_one_run_with_its_hyper_parameters(folder):
+    """In the run's own folder, with the names of curves that stand beside them."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.plugins.hparams import metadata
+
+    assert {path.parent for path in folder.rglob("events.out.tfevents*")} == {folder / "tensorboard"}
+    assert all(path.is_file() for path in (folder / "tensorboard").iterdir())
+    events = EventAccumulator(str(folder / "tensorboard")).Reload()
+    content = events.PluginTagToContent("hparams")
+    start = metadata.parse_session_start_info_plugin_data(content[metadata.SESSION_START_INFO_TAG])
+    assert start.hparams["batch_size"].number_value == 64
+    assert start.hparams["widths"].string_value == "(4, 8, 32)"
+    assert start.hparams["strategy"].string_value == "ddp"
+    experiment = metadata.parse_experiment_plugin_data(content[metadata.EXPERIMENT_TAG])
+    names = [metric.name.tag for metric in experiment.metric_infos]
+    assert names[0] == "val/accuracy"
+    assert set(names) <= curves(folder).keys()
+    end = metadata.parse_session_end_info_plugin_data(content[metadata.SESSION_END_INFO_TAG])
+    assert end.status == 1  # success
 
 
 def test_wandb_has_what_metrics_jsonl_has(folder):
