@@ -4,7 +4,6 @@ import contextlib
 import ctypes
 import hashlib
 import io
-import json
 import os
 import platform
 import sys
@@ -28,6 +27,13 @@ from accelerate.utils import (
 from torch import nn
 
 from common.agreement import MISTAKES, agree, first_to_say, is_hosts_first
+from common.answers import (
+    check_answers,
+    check_device_kind,
+    check_wrapped_classes,
+    enabled_precision,
+    settle_answers,
+)
 from common.network import interface_to
 from common.preemption import STATUS, Preempted, launched, ready, watch
 from common.recipe import Batch, Recipe, recipe_part, share_out
@@ -36,8 +42,12 @@ from common.recipe import Batch, Recipe, recipe_part, share_out
 def start(recipe: Recipe, clip_norm: float = 0.0) -> tuple[Accelerator, Batch]:
     """The Accelerator and this job's batch arithmetic. clip_norm is for DeepSpeed's engine; 0 does not clip.
 
-    Raises ValueError when the batch does not divide, GPUs are too few, or processes disagree.
+    Raises ValueError when the launcher's config has an answer that is not supported, the batch does not
+    divide, GPUs are too few, or processes disagree.
     """
+    deepspeed = check_answers(
+        os.environ, world_size(), deepspeed_config=recipe.deepspeed_config, precision=recipe.mixed_precision
+    )
     batch = share_out(recipe.batch_size, recipe.per_device_batch_size, world_size(), recipe.unit)
     watch(recipe.timeout_s)
     _check_devices()
@@ -45,15 +55,15 @@ def start(recipe: Recipe, clip_norm: float = 0.0) -> tuple[Accelerator, Batch]:
         os.environ["DS_ACCELERATOR"] = "cpu"  # deepspeed reads it on import, and Accelerate imports deepspeed
     rehearsal = "LOCAL_RANK" in os.environ and not torch.cuda.is_available()
     if recipe.deepspeed_config:
-        _check_deepspeed_flag(recipe.deepspeed_config)
         os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    remarks = settle_answers(rehearsal)
     if rehearsal:
         _rehearse_on_cpu()
     _name_interface()
     _meet_again(recipe.timeout_s)
     accelerator = Accelerator(
-        mixed_precision=_precision(recipe.mixed_precision),
-        deepspeed_plugin=_deepspeed_plugin(recipe.deepspeed_config),
+        mixed_precision=_precision(recipe.mixed_precision or enabled_precision(deepspeed)),
+        deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=deepspeed) if recipe.deepspeed_config else None,
         gradient_accumulation_plugin=GradientAccumulationPlugin(
             num_steps=batch.accumulations, sync_with_dataloader=False
         ),
@@ -74,6 +84,8 @@ def start(recipe: Recipe, clip_norm: float = 0.0) -> tuple[Accelerator, Batch]:
     agree(accelerator, {"script and common/": _code_hash(), "recipe": recipe_part(recipe), **versions()})
     if rehearsal:
         accelerator.print(f"rehearsal on CPU: {batch.processes} gloo processes stand for as many GPUs")
+    for remark in remarks:
+        accelerator.print(remark)
     accelerator.print(f"{strategy(accelerator)}, {batch}, mixed precision {precision(accelerator)}")
     ready()
     return accelerator, batch
@@ -87,6 +99,7 @@ def prepare(
     The model's `_no_split_modules` names the classes that FSDP wraps one by one.
     """
     agree(accelerator, {"initial weights": _checksum(model)})
+    check_wrapped_classes(model)
     if strategy(accelerator) in ("single", "ddp"):  # FSDP and ZeRO lay parameters out flat
         model = model.to(memory_format=torch.channels_last)
     model, optimizer = accelerator.prepare(model, optimizer)
@@ -233,6 +246,7 @@ def _launched_with(plugin: str) -> bool:
 
 
 def _check_devices() -> None:
+    check_device_kind()
     gpus, processes = torch.cuda.device_count(), processes_per_host()
     if 0 < gpus < processes:
         raise ValueError(
@@ -318,29 +332,6 @@ def _keep_freed_memory() -> None:
         libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: the heap is not cut
 
 
-def _check_deepspeed_flag(config: str) -> None:
-    if "LOCAL_RANK" not in os.environ:
-        raise ValueError(
-            f"--deepspeed_config {config} needs a launcher: deepspeed --num_gpus 2 {sys.argv[0]} ..."
-        )
-    if _launched_with("FSDP") or _launched_with("DEEPSPEED"):
-        raise ValueError(
-            "--deepspeed_config stands beside an accelerate config that names a strategy: give one of them"
-        )
-
-
-def _deepspeed_plugin(config: str | None) -> DeepSpeedPlugin | None:
-    """For --deepspeed_config; None leaves it to the launcher's own config file."""
-    if config is None:
-        return None
-    try:
-        return DeepSpeedPlugin(hf_ds_config=json.loads(Path(config).read_text()))
-    except OSError as error:
-        raise ValueError(f"--deepspeed_config {config}: {error.strerror}") from None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"--deepspeed_config {config}, line {error.lineno}: {error.msg}") from None
-
-
 def _fill_deepspeed_config(config: dict[str, Any], batch: Batch, clip_norm: float) -> None:
     """The recipe's numbers, the same under every strategy; told nothing, DeepSpeed would clip at 1.0."""
     numbers = {
@@ -354,6 +345,8 @@ def _fill_deepspeed_config(config: dict[str, Any], batch: Batch, clip_norm: floa
             print(f"DeepSpeed's {key} {config[key]} gives way to the recipe's {number}", flush=True)
         config[key] = number
     config.setdefault("steps_per_print", sys.maxsize)  # the script prints its own log
+    # With offload accelerate would compile DeepSpeed's own Adam in place of the script's optimizer.
+    config.setdefault("zero_force_ds_cpu_optimizer", False)
 
 
 def _precision(flag: str | None) -> str:

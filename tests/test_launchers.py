@@ -273,28 +273,49 @@ def test_make_train(project, cache):
     assert {path.name.split("_")[0] for path in (folder / "validation").iterdir()} == {"val", "train"}
 
 
-def test_after_the_users_own_accelerate_config(project, tmp_path, cache):
+ROADS = {  # strategy: what is answered beside the defaults
+    "ddp": {},
+    "fsdp": {
+        "torch dynamo": "yes\r",
+        "use FullyShardedDataParallel": "yes\r",
+        "use the model's `_no_split_modules`": "yes\r",
+        "FSDP activation checkpointing": "yes\r",
+    },
+    "zero3": {"use DeepSpeed": "yes\r", "ZeRO optimization stage": "\x1b[B\r"},  # one down from 2
+}
+
+
+@pytest.mark.parametrize(
+    "strategy", ["ddp", *(pytest.param(s, marks=pytest.mark.full) for s in ("fsdp", "zero3"))]
+)
+def test_after_the_users_own_accelerate_config(strategy, project, tmp_path, cache):
     """The questions of accelerate are answered at a terminal; then the plain command works."""
     home = {"HF_HOME": str(tmp_path / "hf"), "CUDA_VISIBLE_DEVICES": "", "TERM": "dumb"}
-    answer_accelerate_config(home, processes=2)
+    answer_accelerate_config(home, ROADS[strategy])
     config = (tmp_path / "hf" / "accelerate" / "default_config.yaml").read_text()
     assert "num_processes: 2" in config
-    assert "distributed_type: MULTI_GPU" in config
-    words = ["accelerate", "launch", "train_cnn_a.py", *SMALL["train_cnn_a.py"], *cache]
+    if strategy == "fsdp":
+        assert "dynamo_backend: INDUCTOR" in config
+        assert "fsdp_activation_checkpointing: true" in config
+    script = "train_vit.py" if strategy == "fsdp" else "train_cnn_a.py"
+    words = ["accelerate", "launch", script, *SMALL[script], *cache]
     run([*words, "--output_dir", tmp_path / "run"], cwd=project, env=home)
     found = result(tmp_path / "run")
-    assert (found["status"], found["strategy"], found["processes"]) == ("finished", "ddp", 2)
+    assert (found["status"], found["strategy"], found["processes"]) == ("finished", strategy, 2)
 
 
-def answer_accelerate_config(env: dict[str, str], processes: int) -> None:
-    """Takes each question's default, but multi-GPU and the number of processes."""
+def answer_accelerate_config(env: dict[str, str], answers: dict[str, str]) -> None:
+    """Multi-GPU, two processes, these answers (by a part of the question), else the defaults."""
     env = {**os.environ, **env}
     child = pexpect.spawn(str(BIN / "accelerate"), ["config"], env=env, encoding="utf-8", timeout=60)
     child.logfile_read = sys.stdout
     answers = {
         "Which type of machine": "\x1b[B" * 4 + "\r",  # four down: multi-GPU
-        r"How many GPU.*\]: ?": f"{processes}\r",
-        "In which compute environment|mixed precision": "\r",  # menus, at their first entry
+        r"How many GPU.*\]: ?": "2\r",
+        **{re.escape(question): answer for question, answer in answers.items()},
+        # menus, at the entry where they stand
+        "In which compute environment|mixed precision|dynamo backend|Where to offload": "\r",
+        "FSDP version|wrap policy|state dict": "\r",
         r"\]: ?": "\r",  # all others show their default
         pexpect.EOF: None,
     }
