@@ -28,6 +28,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from common.cli import run_command
 from common.diagnosis import (
     DISK_GIB,
     DISK_LEAST_GIB,
@@ -61,12 +62,6 @@ def main() -> int:
         if flags.json:
             content = {"findings": [dataclasses.asdict(f) | {"remedy": f.remedy} for f in findings]}
             flags.json.write_text(json.dumps(content | {"facts": examination.facts}, indent=1) + "\n")
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
     finally:
         let_go([patient.process for patient in patients], 2)
     return int(any(finding.fails for finding in findings))
@@ -335,4 +330,4 @@ def _kind(finding: Finding) -> tuple[bool, str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(main))

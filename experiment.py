@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from common.cli import run_command
 from common.commands import python_command
 from common.files import write_json
 
@@ -65,11 +66,7 @@ class Step:
 
 def main() -> int:
     flags = parse(sys.argv[1:])
-    try:
-        Experiment(flags).run()
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    Experiment(flags).run()
     return 0
 
 
@@ -192,4 +189,4 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(main))

@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from common.batch_search import knee, next_size
+from common.cli import run_command
 from common.files import read_accelerate_config, read_lines, write_json
 from common.hosts import read_hostfile
 from common.trials import Ended, launch
@@ -67,14 +68,7 @@ ROW = "{:>8}  {:<20}  {:>13}  {:>9}  {:>7}"
 def main() -> int:
     flags = parse(sys.argv[1:])
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        Search(flags).run()
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+    Search(flags).run()
     return 0
 
 
@@ -296,4 +290,4 @@ def _free_name(script: str, config: str) -> Path:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(main))

@@ -31,15 +31,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from common.agent import BEAT_S, HELLO, SUSPENDED
+from common.agent import BEAT_S, HELLO, PREEMPTED, SUSPENDED
+from common.cli import run_command
 from common.files import read_accelerate_config, write_text
 from common.hosts import NAME, Host, read_hostfile, select
 from common.remote import SSH_FAILED, let_go, master_address, start
 
 ROOT = Path(__file__).resolve().parent
-PREEMPTED = 75  # common.preemption.STATUS, whose import of torch would take seconds
 CONNECT_S = 30  # for all hosts to answer
 END_S = 60  # from `stop` until a host that still has not ended is given up
+# A rank's error, or torchrun's line about a rank that failed: the traceback that follows is the launcher's.
+FAILED = re.compile(r"(\S+: )?error: |E\d{4} .*torch/distributed/elastic/.*failed \(exitcode")
 LINES = 200  # of a host's output that are kept to say what failed
 COLOURS = (36, 33, 35, 32, 34, 96, 93, 95)
 # What DeepSpeed's launcher may pass on to other hosts: nothing that is secret.
@@ -61,13 +63,7 @@ DEEPSPEED_ENV = (
 def main() -> int:
     flags = parse(sys.argv[1:])
     sys.stdout.reconfigure(errors="replace")  # what ranks print must not end the job
-    try:
-        if flags.write_deepspeed_env:
-            return write_deepspeed_env()
-        return Crew(plan(flags)).run(flags.dry_run)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    return write_deepspeed_env() if flags.write_deepspeed_env else Crew(plan(flags)).run(flags.dry_run)
 
 
 # --- What is to be started
@@ -236,6 +232,7 @@ class Member:
     status: int | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
     said: list[str] = field(default_factory=list)  # its last lines
+    silent: bool = False  # what comes now is its launcher's traceback: for the log alone
 
     def hear(self, line: str) -> None:
         self.said = [*self.said[-LINES:], line]
@@ -264,7 +261,6 @@ class Crew:
         self.signals: list[int] = []  # that this launcher got
         self.failed: list[Member] = []  # in the order in which they ended
         self.stopped: float | None = None  # when all were told to stop
-        self.preempted = False
 
     def run(self, dry_run: bool) -> int:
         """The exit status: 0, 75 after a preemption, 1, or as after a signal."""
@@ -343,8 +339,10 @@ class Crew:
             member.hello = json.loads(line.removeprefix(HELLO))
             return
         member.hear(line)
-        self.preempted = self.preempted or line.startswith("preempted: ")
-        self._say(f"{self._label(member)} | {line}")
+        ends = line.startswith("Traceback") and any(FAILED.match(said) for said in member.said[-3:])
+        member.silent = member.silent or ends
+        if not member.silent or line.startswith("error: "):
+            self._say(f"{self._label(member)} | {line}")
 
     def _ended(self, member: Member, status: int) -> None:
         if member.status is not None:
@@ -404,7 +402,8 @@ class Crew:
     def _status(self) -> int:
         if not self.failed and all(member.status == 0 for member in self.members):
             return 0
-        if self.preempted:
+        saved = [member for member in self.failed if member.status == PREEMPTED]
+        if saved and (self.signals or self.failed[0] in saved):  # who fails later was stopped
             self._say(f"preempted: the same command continues (exit status {PREEMPTED})")
             return PREEMPTED
         if self.signals:
@@ -437,4 +436,4 @@ def _cause(member: Member) -> tuple[int, str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(main))

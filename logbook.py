@@ -23,6 +23,7 @@ from typing import Any
 
 from common import comparison, run_page
 from common import markdown as md
+from common.cli import run_command
 from common.commands import python_command, shortest
 from common.comparison import Comparison, read_search
 from common.files import write_text
@@ -188,4 +189,4 @@ def file_name(text: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(main))

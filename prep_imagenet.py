@@ -48,6 +48,7 @@ from typing import Any
 import numpy as np
 
 from common.archives import scan
+from common.cli import expand_home, run_command
 from common.decode import SPLITS
 from common.imagenet import DEVKIT, TRAIN, VAL
 from common.inputs import shown
@@ -162,7 +163,7 @@ class Preparation:
     def __init__(self, flags: argparse.Namespace):
         self.flags = flags
         self.store = ObjectStore(flags.out) if flags.out.startswith("s3://") else None
-        self.folder = Path(flags.work_dir or flags.out).expanduser().absolute()
+        self.folder = expand_home(flags.work_dir or flags.out, "give an absolute path").absolute()
         self.manifest = FOLDER_MANIFEST if flags.format == "folder" else MANIFEST
         hashed = flags.source == "imagenet" and not flags.no_verify
         self.source = Source(flags.source, find_parts(flags), hashed, flags.subset)
@@ -541,4 +542,4 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(main))

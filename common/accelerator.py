@@ -34,6 +34,7 @@ from common.answers import (
     enabled_precision,
     settle_answers,
 )
+from common.cli import check_working_folder, open_streams, report_status, tell_torchrun
 from common.network import interface_to
 from common.preemption import STATUS, Preempted, launched, ready, watch
 from common.recipe import Batch, Recipe, recipe_part, share_out
@@ -126,17 +127,17 @@ def run(main: Callable[[], None]) -> None:
     """Calls a script's main(). A mistake is one line and exit status 1, Ctrl-C 130, a preemption 75; whatever
     else it raises a traceback and 1."""
     status = 0
+    open_streams()
     sys.stdout, sys.stderr = _outliving_its_reader(sys.stdout), _outliving_its_reader(sys.stderr)
     try:
+        check_working_folder()
         main()
     except MISTAKES as error:
         status = 1
+        tell_torchrun(str(error))
         if first_to_say(str(error)):
             print(f"error: {error}", file=sys.stderr, flush=True)
-        # A launcher kills all processes when one ends: not before the first has printed. And where rank 0
-        # keeps the process group's store, the others must have heard of the error before it leaves.
-        if world_size() > 1:
-            time.sleep(1 if rank() == 0 else 2 if dist.is_initialized() else 5)
+        _let_others_speak()
     except KeyboardInterrupt:
         status = 130
         if is_hosts_first():
@@ -145,16 +146,27 @@ def run(main: Callable[[], None]) -> None:
         status = STATUS
         if first_to_say("preempted"):
             print(f"preempted: the same command continues (exit status {STATUS})")
-    except Exception:  # the interpreter would run all downloads of shards that were asked for, then end
+    except Exception as error:  # the interpreter would run all downloads of shards that were asked for
         status = 1
-        traceback.print_exc()
+        tell_torchrun(f"{type(error).__name__}: {error}")
+        if not dist.is_initialized() or first_to_say(repr(error)):
+            traceback.print_exc()
+        _let_others_speak()
     if dist.is_initialized() and status in (0, STATUS):
         dist.destroy_process_group()
     sys.stdout.flush()
     sys.stderr.flush()
+    report_status(status)
     # Not sys.exit: about one in a hundred gloo processes aborts in the destructors of its threads, its work
     # done; and an upload to a silent store would be waited for.
     os._exit(status)
+
+
+def _let_others_speak() -> None:
+    """A launcher kills all processes when one ends: not before the first has printed. And where rank 0 keeps
+    the process group's store, the others must have heard of the error before it leaves."""
+    if world_size() > 1:
+        time.sleep(1 if rank() == 0 else 2 if dist.is_initialized() else 5)
 
 
 class _Output(io.FileIO):

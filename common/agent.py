@@ -11,10 +11,12 @@ import ctypes
 import json
 import os
 import queue
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -22,12 +24,14 @@ from typing import Any
 
 import psutil
 
+from common.cli import STATUS_FILE
 from common.network import interface_to, listener
 
 BEAT_S = 5  # between two signs of life
 SILENCE_S = 45
 GRACE_S = 40  # from `stop` to the end: launchers kill their processes 30 s after SIGTERM
 SUSPENDED = "is suspended by a signal (SIGSTOP, or a debugger): the others waited for it"
+PREEMPTED = 75  # common.preemption.STATUS, whose import of torch would take seconds
 HELLO = "\x1eagent "  # before the first line, which ssh's own output may precede
 
 
@@ -48,6 +52,8 @@ def main() -> None:
     if first.strip() in ("stop", "kill"):
         return
     part = json.loads(first)
+    statuses = Path(tempfile.mkdtemp(prefix="launch-")) / "statuses"
+    part["env"][STATUS_FILE] = str(statuses)
     try:
         child = _start(part)
     except (ValueError, OSError) as error:
@@ -57,7 +63,19 @@ def main() -> None:
     relay.start()
     status = _wait(child, heard)
     relay.join(5)
+    if status != 0 and _was_preempted(statuses):
+        status = PREEMPTED
+    shutil.rmtree(statuses.parent, ignore_errors=True)
     sys.exit(128 - status if status < 0 else status)
+
+
+def _was_preempted(statuses: Path) -> bool:
+    """Whether processes ended by a preemption, and none by an error. Launchers make 1 of either status."""
+    try:
+        found = set(statuses.read_text().split())
+    except OSError:  # none of them came so far
+        return False
+    return str(PREEMPTED) in found <= {"0", str(PREEMPTED)}
 
 
 def _listen(heard: "queue.SimpleQueue[str | None]") -> None:

@@ -362,6 +362,8 @@ def settle_answers(rehearsal: bool) -> list[str]:
     meaningless = [("fsdp_cpu_ram_efficient_loading", "it is for models that Transformers loads")]
     if rehearsal:
         meaningless.append(("fsdp_offload_params", "in a rehearsal they are on the CPU anyway"))
+    if os.environ.get("FSDP_TRANSFORMER_CLS_TO_WRAP") == "":  # the question's default: the model's own blocks
+        del os.environ["FSDP_TRANSFORMER_CLS_TO_WRAP"]
     remarks = []
     for key, why in meaningless:
         if _is_on(os.environ, key.upper()):

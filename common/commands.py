@@ -6,6 +6,8 @@ import shutil
 import sys
 from pathlib import Path
 
+from common.cli import working_folder
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -17,11 +19,11 @@ def python_command(*words: object) -> str:
 
 def shortest(path: Path | str) -> str:
     """Relative, where it lies below the folder that we are in."""
-    return os.fspath(path).removeprefix(f"{os.getcwd()}{os.sep}")
+    return os.fspath(path).removeprefix(f"{working_folder()}{os.sep}")
 
 
 def place(path: Path | str) -> str:
     """A path as others can read it: relative to the project, or to the home folder as `~`."""
-    text, home = str(path), f"{Path.home()}{os.sep}"
+    text, home = str(path), f"{os.path.expanduser('~')}{os.sep}"
     inside = text.removeprefix(f"{ROOT}{os.sep}")
     return f"~/{inside.removeprefix(home)}" if inside.startswith(home) else inside

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
+from common.cli import expand_home
 from common.decode import SPLITS, Encoded, cores
 from common.files import sync
 from common.image_sources import Beat, Source, find_source, waiting
@@ -35,7 +36,7 @@ def prepare(
 
     beat() is called about every second meanwhile. Raises ValueError: what is wrong, where, and what to do.
     """
-    cache_dir = Path(cache_dir).expanduser().resolve()
+    cache_dir = expand_home(cache_dir, "give --cache_dir").resolve()
     try:
         source = find_source(data, beat, show_progress)
         content, place = waiting(beat, lambda: _keys(source))

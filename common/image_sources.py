@@ -3,6 +3,7 @@
 `find_source` looks and lists, nothing more; `Source.write` reads; `common/image_cache.py` decodes and caches.
 """
 
+import difflib
 import json
 import os
 import re
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from common import shards
+from common.cli import expand_home
 from common.decode import SPLITS
 from common.object_store import ObjectStore
 
@@ -54,10 +56,12 @@ def find_source(data: str, beat: Beat, show_progress: bool) -> Source:
     if str(data).startswith("s3://"):
         return waiting(beat, lambda: _find_stored_shards(ObjectStore(data)))
     # Links are not followed: hosts that keep the data in different places can give it one name.
-    root = Path(os.path.abspath(Path(data).expanduser()))
+    root = Path(os.path.abspath(expand_home(data, "give --data as an absolute path")))
     if not root.is_dir():
         what = "is a file, not a folder" if root.exists() else "does not exist"
-        raise ValueError(f"--data {data}: {what}. Give a folder or one of: {', '.join(KNOWN)}")
+        near = difflib.get_close_matches(data, KNOWN, n=1)
+        meant = f"did you mean {near[0]}?" if near else f"give a folder or one of: {', '.join(KNOWN)}"
+        raise ValueError(f"--data {data}: {what}; {meant}")
     return waiting(beat, lambda: _find_shards(root) or _find_parquet(root) or _find_class_folders(root))
 
 

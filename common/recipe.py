@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from common.agreement import is_hosts_first
+from common.cli import tell_torchrun
 
 
 def flag(
@@ -312,6 +313,7 @@ class _Parser(argparse.ArgumentParser):
             message = f"unknown flag {unknown}" + (
                 f": did you mean {near[0]}?" if near else "; --help lists them all"
             )
+        tell_torchrun(message)
         self.print_once(f"{self.prog}: error: {message}\n", sys.stderr)
         if not is_hosts_first():
             time.sleep(5)  # a launcher kills all processes when one ends: not before the first has printed
@@ -420,7 +422,8 @@ def _read_config(path: Path, fields: tuple[dataclasses.Field, ...]) -> dict[str,
     for key, value in content.items():
         name = str(key).replace("-", "_")
         if name not in by_name:
-            near = difflib.get_close_matches(name, by_name, n=1)
+            name = name.strip("_")
+            near = ["lr"] if name == "learning_rate" else difflib.get_close_matches(name, by_name, n=1)
             raise ValueError(
                 f"--config {path}: unknown key {key}" + (f", did you mean {near[0]}?" if near else "")
             )

@@ -4,6 +4,7 @@ The environment of a process is made by accelerate's own launcher from the confi
 """
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -308,11 +309,13 @@ def test_another_kind_of_device(monkeypatch):
 def test_answers_without_a_meaning_here_are_changed_and_named(env):
     env.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "true")
     env.setenv("FSDP_OFFLOAD_PARAMS", "true")
+    env.setenv("FSDP_TRANSFORMER_CLS_TO_WRAP", "")
     (remark,) = answers.settle_answers(rehearsal=False)
     assert remark == "fsdp_cpu_ram_efficient_loading is off: it is for models that Transformers loads"
     (remark,) = answers.settle_answers(rehearsal=True)
     assert remark.startswith("fsdp_offload_params is off: in a rehearsal")
     assert answers.settle_answers(rehearsal=True) == []
+    assert "FSDP_TRANSFORMER_CLS_TO_WRAP" not in os.environ  # no class has no name
 
 
 def test_a_class_to_wrap_that_the_model_does_not_have(env):
