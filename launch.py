@@ -42,6 +42,7 @@ CONNECT_S = 30  # for all hosts to answer
 END_S = 60  # from `stop` until a host that still has not ended is given up
 # A rank's error, or torchrun's line about a rank that failed: the traceback that follows is the launcher's.
 FAILED = re.compile(r"(\S+: )?error: |E\d{4} .*torch/distributed/elastic/.*failed \(exitcode")
+LAUNCHERS_OWN = ("subprocess.CalledProcessError", "torch.distributed.elastic.")  # exceptions
 LINES = 200  # of a host's output that are kept to say what failed
 COLOURS = (36, 33, 35, 32, 34, 96, 93, 95)
 # What DeepSpeed's launcher may pass on to other hosts: nothing that is secret.
@@ -430,7 +431,8 @@ def _cause(member: Member) -> tuple[int, str]:
         return 1, f"a process was killed by signal {killed[1]}"
     if errors := re.findall(r"^(?:\S+: )?error: (.*)", text, re.MULTILINE):
         return 2, errors[0]
-    if raised := re.findall(r"^(?:\[\w+\]: ?)?(\w[\w.]*(?:Error|Exception): .*)", text, re.MULTILINE):
+    raised = re.findall(r"^(?:\[\w+\]: ?)?(\w[\w.]*(?:Error|Exception): .*)", text, re.MULTILINE)
+    if raised := [line for line in raised if not line.startswith(LAUNCHERS_OWN)] or raised:
         return 3, raised[-1]
     return 4, last
 
