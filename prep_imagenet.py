@@ -24,7 +24,8 @@ and are listed. --resize 256 makes the shorter side of larger images 256 pixels,
 Other images: --from tar takes train.tar and val.tar, each of which holds <class>.tar files, and --from folder
 train/<class>/ and val/<class>/; --train and --val may be one and the other. Labels are then the numbers of
 the sorted class names, for which tars are looked through first. Hidden files, and what has no image's
-extension, are passed over.
+extension, are passed over. Each JPEG is checked, in all cores: half of one with an end marker looks whole to
+decoders, which fill it up with grey. --no_verify does without.
 
 Interrupted, killed or out of room, the same command goes on where it was, and the result is the same.
 """
@@ -109,7 +110,11 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--quality", type=int, default=90, help="of resized JPEGs (default: 90)")
     parser.add_argument("--shard_mib", type=float, default=256, help="size of a shard, about (default: 256)")
     parser.add_argument("--seed", type=int, default=0, help="of the shuffling (default: 0)")
-    parser.add_argument("--no_verify", action="store_true", help="do not check the published MD5 sums")
+    parser.add_argument(
+        "--no_verify",
+        action="store_true",
+        help="check neither ImageNet's published MD5 sums nor whether other JPEGs are whole",
+    )
     parser.add_argument(
         "--subset", action="store_true", help="other counts than 1,000 classes of 50 validation images"
     )
@@ -441,8 +446,13 @@ class Preparation:
             if left:
                 left["place"] = Place(*left["place"])
             begin = left["place"] if left else Place()
+            # ImageNet's own archives are known by their MD5.
+            strict = self.flags.source != "imagenet" and not self.flags.no_verify
             images = recoded(
-                batches(groups, self.source.labels[split], begin), self.flags.resize, self.flags.quality
+                batches(groups, self.source.labels[split], begin),
+                self.flags.resize,
+                self.flags.quality,
+                strict,
             )
             stack.callback(images.close)  # ends its threads
             first = [] if left else list(islice(images, SAMPLED))

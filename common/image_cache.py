@@ -201,7 +201,7 @@ def _decode(images: Encoded, pixels: np.ndarray, ids: range) -> list[str]:
     bad = []
     for i in ids:
         try:
-            image = images.decode(i)
+            image = images.decode(i, strict=True)
         except ValueError as error:
             bad.append(str(error))
             continue

@@ -6,21 +6,24 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from io import BytesIO
 
-from common.decode import cores, decode
+from common.decode import JPEG, cores, damage, decode, jpeg_frame, open_image
 from common.raw_images import Batch, RawImage
 
-JPEG, PNG = b"\xff\xd8", b"\x89PNG"
+PNG = b"\x89PNG"
 QUALITY = 95  # of what is recoded at its own size
 
 
-def recoded(source: Iterable[Batch], short_side: int | None, quality: int) -> Iterator[Batch]:
+def recoded(
+    source: Iterable[Batch], short_side: int | None, quality: int, strict: bool = False
+) -> Iterator[Batch]:
     """The batches in their order. CMYK, and a PNG that is named otherwise, become RGB JPEGs of QUALITY.
 
     With short_side every image whose shorter side is longer is made smaller, in all cores; the others stay as
-    they are. Raises ValueError that names an image which can't be decoded.
+    they are. Raises ValueError that names an image which can't be decoded; strict: also a JPEG of which a
+    part is missing.
     """
-    if short_side is None:
-        yield from (_recode(batch, None, quality) for batch in source)
+    if short_side is None and not strict:
+        yield from (_recode(batch, None, quality, False) for batch in source)
         return
     # Threads: PIL lets go of the interpreter while it decodes, resizes and encodes; of the 3.1 ms that a
     # photograph of 104 kB takes it holds it for 0.12. On two cores they do 1.06 times the images/s of
@@ -29,7 +32,7 @@ def recoded(source: Iterable[Batch], short_side: int | None, quality: int) -> It
     pending = deque()
     try:
         for batch in source:
-            pending.append(pool.submit(_recode, batch, short_side, quality))
+            pending.append(pool.submit(_recode, batch, short_side, quality, strict))
             if len(pending) > 2 * cores() + 1:
                 yield pending.popleft().result()
         while pending:
@@ -38,18 +41,19 @@ def recoded(source: Iterable[Batch], short_side: int | None, quality: int) -> It
         pool.shutdown(cancel_futures=True)
 
 
-def _recode(batch: Batch, short_side: int | None, quality: int) -> Batch:
+def _recode(batch: Batch, short_side: int | None, quality: int, strict: bool) -> Batch:
     for i, image in enumerate(batch.images):
         why = odd_format(image)
-        if why is None and short_side is None:
-            continue
+        needless = "" if why else ", or prepare without --resize"
         try:
             data = smaller(image.data, short_side, quality) if short_side else None
             data = data or (_as_jpeg(_upright(image.data), QUALITY) if why else image.data)
+            if strict and (what := damage(image.data)):
+                needless = ", or keep it as it is by --no_verify"
+                raise ValueError(what)
         except (ValueError, OSError) as error:  # the latter from the encoder
             raise ValueError(
-                f"{batch.where}: {image.name} can't be decoded: {error}. Take it out of its archive"
-                + ("" if why else ", or prepare without --resize")
+                f"{batch.where}: {image.name} can't be decoded: {error}. Take it out of its archive{needless}"
             ) from None
         if data is not image.data:
             stem, extension = os.path.splitext(image.name)
@@ -64,19 +68,8 @@ def odd_format(image: RawImage) -> str | None:
     """What fast decoders refuse: a PNG in disguise, or a JPEG with the four colours of CMYK; else None."""
     if image.data[:4] == PNG and not image.name.lower().endswith(".png"):
         return "PNG"
-    return "CMYK" if _components(image.data) == 4 else None
-
-
-def _components(data: bytes) -> int:
-    """How many a JPEG's frame header says that it has; 0 for anything else (ITU T.81, B.1.1 and B.2.2)."""
-    at = 2 if data[:2] == JPEG else len(data)
-    while at + 10 <= len(data) and data[at] == 0xFF:
-        marker = data[at + 1]
-        if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
-            return data[at + 9]
-        # 0xFF fills; all other segments before the frame have a length, which counts itself
-        at += 1 if marker == 0xFF else 2 + int.from_bytes(data[at + 2 : at + 4])
-    return 0
+    frame = jpeg_frame(image.data)
+    return "CMYK" if frame is not None and frame.components == 4 else None
 
 
 def _upright(data: bytes):
@@ -85,8 +78,9 @@ def _upright(data: bytes):
 
     if data[:2] != JPEG:
         return Image.fromarray(decode(data))
+    picture = open_image(data)
     try:
-        picture = ImageOps.exif_transpose(Image.open(BytesIO(data)))
+        picture = ImageOps.exif_transpose(picture)
         picture.load()
     except Exception as error:  # what PIL raises on a broken file has no common class
         raise ValueError(str(error) or type(error).__name__) from None
