@@ -10,8 +10,8 @@ The project and its Python must be at the same path on each, and ssh must work w
 script it is train_hello.py; what follows the script, or is no flag of the launcher, are the script's flags.
 
 What a host prints stands behind its name, and in a file of its own. When one fails, all are stopped, and what
-failed first is said. Ctrl-C or SIGTERM: every process saves a checkpoint and ends, and the same command
-continues (exit status 75); Ctrl-C twice ends all at once.
+failed first is said. Ctrl-C, SIGTERM or SIGHUP: every process saves a checkpoint and ends, and the same
+command continues (exit status 75); Ctrl-C twice ends all at once.
 """
 
 import argparse
@@ -35,6 +35,7 @@ from common.agent import BEAT_S, HELLO, PREEMPTED, SUSPENDED
 from common.cli import run_command
 from common.files import read_accelerate_config, write_text
 from common.hosts import NAME, Host, read_hostfile, select
+from common.processes import is_under_nohup
 from common.remote import SSH_FAILED, let_go, master_address, start
 
 ROOT = Path(__file__).resolve().parent
@@ -265,7 +266,10 @@ class Crew:
 
     def run(self, dry_run: bool) -> int:
         """The exit status: 0, 75 after a preemption, 1, or as after a signal."""
-        for number in (signal.SIGINT, signal.SIGTERM):
+        hangup = (
+            () if is_under_nohup() else (signal.SIGHUP,)
+        )  # a terminal that is closed, an ssh that is lost
+        for number in (signal.SIGINT, signal.SIGTERM, *hangup):
             signal.signal(number, lambda number, _: self.events.put(("signal", None, number)))
         began = time.monotonic()
         self.members = [self._connect(host) for host in self.job.hosts]

@@ -138,10 +138,10 @@ def run(main: Callable[[], None]) -> None:
         if first_to_say(str(error)):
             print(f"error: {error}", file=sys.stderr, flush=True)
         _let_others_speak()
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         status = 130
         if is_hosts_first():
-            print("interrupted", file=sys.stderr)
+            print(": ".join(["interrupted", *map(str, error.args)]), file=sys.stderr)
     except Preempted:
         status = STATUS
         if first_to_say("preempted"):

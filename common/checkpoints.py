@@ -161,7 +161,7 @@ def commit(parent: Path, step: int, snapshots: dict[str, Snapshot], state: dict,
     """
     folder = parent / step_name(step)
     temporary = parent / f".{folder.name}.tmp"
-    shutil.rmtree(temporary, ignore_errors=True)
+    discard(temporary)
     try:
         temporary.mkdir(parents=True)
         files = {name: snapshot.write(temporary / name) for name, snapshot in snapshots.items()}
@@ -200,17 +200,33 @@ def to_keep(steps: Iterable[int], best: int | None, every: int | None) -> set[in
 
 
 def remove(folder: Path) -> None:
-    """In an order that leaves nothing which looks complete: under another name first."""
+    """In an order that leaves nothing which looks complete: under another name first.
+
+    Of a link only the link: a checkpoint that somebody has moved elsewhere stays there.
+    """
+    if folder.is_symlink():
+        print(f"{folder} is a link to {folder.readlink()}: the link is removed, not what it leads to")
+        folder.unlink()
+        return
     doomed = folder.with_name(f".{folder.name}.old")
-    shutil.rmtree(doomed, ignore_errors=True)
+    discard(doomed)
     folder.rename(doomed)
-    shutil.rmtree(doomed)
+    discard(doomed)
+
+
+def discard(path: Path) -> None:
+    """Removes a folder with all that is in it, a file, or a link and not what it leads to; or nothing."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def tidy(parent: Path) -> None:
     """Removes what a killed run left half written or half removed. Its owner calls it."""
     for path in parent.glob(".step_*"):
-        shutil.rmtree(path, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            discard(path)
 
 
 # --- Verifying and choosing
@@ -278,7 +294,7 @@ def newest(
             warn(f"checkpoint of step {step:,} is damaged: {error}")
             continue
         for bad in damaged if ours else ():
-            shutil.rmtree(bad.with_name(f"damaged_{bad.name}"), ignore_errors=True)
+            discard(bad.with_name(f"damaged_{bad.name}"))
             bad.rename(bad.with_name(f"damaged_{bad.name}"))
         return found
     if damaged:

@@ -1,8 +1,10 @@
 """Files that are written whole or not at all, and read whatever is in them."""
 
+import errno
 import json
 import os
 import resource
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,20 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def free_space(folder: Path) -> str:
+    """How much of the folder's disk is free, as `12 MiB are free`."""
+    return f"{shutil.disk_usage(folder).free / 2**20:,.0f} MiB are free"
+
+
+def not_written(what: str, folder: Path, error: OSError) -> ValueError:
+    """What is said where a run can't write: what, where, why, and what to do."""
+    advice = "Make room" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "Mend that"
+    return ValueError(
+        f"{what} can't be written to {folder}: {error.strerror or error} ({free_space(folder)})."
+        f" {advice}: the same command continues with the newest checkpoint"
+    )
 
 
 def allow_open_files(count: int) -> int:
@@ -30,11 +46,15 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replaces the file; when that fails the old one stays."""
+    """Replaces the file, and waits until it is on the disk; when that fails the old one stays."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        temporary.write_text(text)
+        with open(temporary, "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
         temporary.replace(path)
+        sync(path.parent)
     except OSError:
         temporary.unlink(missing_ok=True)
         raise

@@ -13,12 +13,14 @@ import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from common.checkpoints import (
     JSON_LIMIT_BYTES,
     MANIFEST,
     Damaged,
     check_manifest,
+    discard,
     sha256_of,
     step_aside,
     step_name,
@@ -74,9 +76,10 @@ class Mirror:
         with self.changed:
             return self.changed.wait_for(lambda: self.waiting is None and self.sending is None, timeout_s)
 
-    def send_last_files(self) -> None:
-        """When the run has finished."""
-        self._send_run_files(*RUN_FILES, TELEMETRY)
+    def send_last_files(self, result: dict[str, Any]) -> None:
+        """When the run has finished; result.json last, so that where it is nothing is missing."""
+        self._send_run_files(*(name for name in RUN_FILES if name != "result.json"), TELEMETRY)
+        self.store.write("result.json", json.dumps(result, indent=2).encode())
         self.store.delete(self.store.list(PARTS))
 
     def _send_run_files(self, *patterns: str) -> None:
@@ -191,7 +194,7 @@ def fetch(
     content = store.read(f"{remote}/{MANIFEST}", JSON_LIMIT_BYTES) or b""
     manifest = check_manifest(content, f"{store.url}/{remote}")
     part = parent / f".{folder.name}.part"
-    shutil.rmtree(part, ignore_errors=True)
+    discard(part)
     part.mkdir(parents=True)
     try:
         total = sum(about["size"] for about in manifest["files"].values())
@@ -204,7 +207,7 @@ def fetch(
         (part / MANIFEST).write_bytes(content)
         sync(part / MANIFEST)
         sync(part)
-        shutil.rmtree(folder, ignore_errors=True)
+        discard(folder)
         part.rename(folder)
         sync(parent)
     finally:

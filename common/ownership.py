@@ -20,11 +20,20 @@ import psutil
 
 from common.files import write_text
 from common.object_store import ObjectStore, StoreError
+from common.processes import start_ticks
 
 BEAT_S = 20  # between two signs of life
 WATCH_S = 65  # a record from elsewhere that shows none for so long is a dead owner's
 RELEASE_S = 5
 RECORD = "owner.json"
+
+
+class Owned(ValueError):
+    """Another owner lives. record: what it says of itself."""
+
+    def __init__(self, message: str, record: dict[str, Any]):
+        super().__init__(message)
+        self.record = record
 
 
 class RecordStore(Protocol):
@@ -99,14 +108,21 @@ class Prefix:
 
 
 class Owner:
-    """Ours from here to release(). ValueError names the host, the process and the time of another owner.
+    """Ours from here to release(). Owned names the host, the process and the time of another owner.
 
-    beat() is called about every second while a record from elsewhere is watched.
+    beat() is called about every second while a record from elsewhere is watched. about: what the record says
+    beside that.
     """
 
-    def __init__(self, place: RecordStore, beat: Callable[[], None], warn: Callable[[str], None]):
+    def __init__(
+        self,
+        place: RecordStore,
+        beat: Callable[[], None],
+        warn: Callable[[str], None],
+        about: dict[str, Any] | None = None,
+    ):
         self.place = place
-        self.record = {**_this_process(), "id": secrets.token_hex(8), "beat": 0}
+        self.record = {**(about or {}), **_this_process(), "id": secrets.token_hex(8), "beat": 0}
         self.lost: str | None = None  # what to say when another run has taken over
         while not place.create(json.dumps(self.record)):
             _wait_for_end(place, beat, warn)
@@ -139,14 +155,15 @@ class Owner:
 
 
 def _wait_for_end(place: RecordStore, beat: Callable[[], None], warn: Callable[[str], None]) -> None:
-    """Returns when the record there is gone, or was a dead owner's and is removed. ValueError if it lives."""
+    """Returns when the record there is gone, or was a dead owner's and is removed. Owned if it lives."""
     text = place.read()
     if text is None:
         return
     theirs = _parsed(text)
-    refusal = ValueError(
+    refusal = Owned(
         f"{place.name} belongs to a run that goes on: {_who(theirs)}. Stop that one, or give this one a place"
-        " of its own"
+        " of its own",
+        theirs,
     )
     if theirs.get("machine") == _machine():
         if _lives(theirs):
@@ -172,7 +189,8 @@ def _this_process() -> dict[str, Any]:
         "host": socket.gethostname(),
         "machine": _machine(),
         "pid": me.pid,
-        "started": me.create_time(),
+        "started": me.create_time(),  # by the clock, for versions that know no start_ticks
+        "start_ticks": start_ticks(me.pid),
         "since": time.strftime("%Y-%m-%d %H:%M:%S %z"),
     }
 
@@ -189,7 +207,10 @@ def _machine() -> str:
 def _lives(record: dict[str, Any]) -> bool:
     try:
         process = psutil.Process(int(record["pid"]))
-        same = abs(process.create_time() - float(record["started"])) < 1
+        if record.get("start_ticks") is not None:
+            same = record["start_ticks"] == start_ticks(process.pid)
+        else:
+            same = abs(process.create_time() - float(record["started"])) < 1
         return same and process.status() != psutil.STATUS_ZOMBIE
     except (psutil.NoSuchProcess, KeyError, TypeError, ValueError):
         return False

@@ -1,7 +1,9 @@
-"""Stopping together: SIGTERM or SIGUSR1, to the launcher or to one process, is agreed by all of them.
+"""Stopping together: SIGTERM, SIGUSR1 or SIGHUP, to the launcher or to one process, is agreed by all of them.
 
-A launcher passes SIGTERM on to its processes. One that is killed can't: then the kernel sends SIGTERM to
-them, or, where another process of the launcher stands between, a thread here that watches it.
+SIGHUP comes from a terminal that is closed, or an ssh that is lost; a process that was started with it ignored,
+by nohup, goes on. A launcher passes SIGTERM on to its processes, torchrun and accelerate SIGHUP too. One that
+is killed can't: then the kernel sends SIGTERM to them, or, where another process of the launcher stands
+between, a thread here that watches it.
 """
 
 import ctypes
@@ -18,9 +20,11 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from common.processes import is_under_nohup
+
 STATUS = 75  # of each process that was preempted: EX_TEMPFAIL of sysexits.h, "try again later"
 
-_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 _stop = threading.Event()
 
 
@@ -39,7 +43,7 @@ class _Main:
 
 
 def watch(timeout_s: float) -> None:
-    """From now on SIGTERM and SIGUSR1 wait for the end of the step; before ready() they end the process.
+    """From now on _SIGNALS wait for the end of the step; before ready() they end the process.
 
     A process that is in the same step timeout_s after a signal ends.
     """
@@ -49,7 +53,8 @@ def watch(timeout_s: float) -> None:
     # The interpreter calls a handler only when the main thread is out of torch: a thread hears it at once.
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     for number in _SIGNALS:
-        signal.signal(number, _hear)
+        if number != signal.SIGHUP or not is_under_nohup():
+            signal.signal(number, _hear)
     threading.Thread(target=_listen, args=(reader,), daemon=True).start()
     threading.Thread(target=_end_if_stuck, daemon=True).start()
     if launched():  # a shell that ends does not end what it started

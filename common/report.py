@@ -13,13 +13,11 @@ if TYPE_CHECKING:  # imported where it is needed
 
 
 def show(folder: Path, val_name: str) -> None:
-    """Prints the folder's result.json and its weights as tables, and its files. Writes plots/curves.png."""
+    """Prints the folder's result.json and its weights as tables, and its files."""
     from rich.console import Console
 
     result, about = (json.loads((folder / name).read_text()) for name in ("result.json", "recipe.json"))
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    data = Path(result["data"]).name
-    plot_curves(folder, lines, f"{result['script']} on {data}, {result['strategy']} x {result['processes']}")
     console = Console(markup=False, highlight=False)
     console.print(_results(result, val_name, about["unit"]))
     console.print(_weights(folder, result, lines, val_name))
@@ -96,8 +94,10 @@ def say_how_to_add(folder: Path) -> None:
     print(python_command(shortest(ROOT / "logbook.py"), "add", folder), flush=True)
 
 
-def plot_curves(folder: Path, lines: list[dict[str, Any]], title: str) -> None:
-    """Draws loss and, where there is one, accuracy against epochs. lines: of metrics.jsonl."""
+def plot_curves(folder: Path, result: dict[str, Any]) -> None:
+    """Loss and, where there is one, accuracy against epochs, from metrics.jsonl, into plots/curves.png."""
+    title = f"{result['script']} on {Path(result['data']).name}, {result['strategy']} x {result['processes']}"
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     best = max((line["val/accuracy"] for line in lines if "val/accuracy" in line), default=None)
     row = [panel(lines, "epoch", "loss", ("train/loss", "val/loss"))]
     row[0].is_log = best is None  # without classes: the loss falls over several orders of magnitude

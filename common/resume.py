@@ -12,11 +12,12 @@ from pathlib import Path
 
 from common import checkpoints
 from common.checkpoints import Checkpoint, step_of, steps_in
+from common.files import not_written
 from common.mirror import Mirror, committed, fetch_log, fetch_newest
 from common.object_store import ObjectStore
-from common.ownership import Folder, Owner, Prefix
+from common.ownership import Folder, Owned, Owner, Prefix
 from common.recipe import Recipe
-from common.run_folder import differences
+from common.run_folder import differences, open_folder, this_run, why_another
 
 Beat = Callable[[], None]
 Say = Callable[[str], None]
@@ -40,14 +41,15 @@ class Place:
             owner.release()
 
 
-def open_place(folder: Path, recipe: Recipe, last_step: int, beat: Beat, say: Say) -> Place:
+def open_place(recipe: Recipe, name: str, last_step: int, beat: Beat, say: Say) -> Place:
     """ValueError when it has another owner, holds another run, or no checkpoint of several verifies.
 
-    last_step: of this run. A prefix in S3 that has it already is another run's.
+    name: of the folder, as open_folder takes it. last_step: of this run. A prefix in S3 that has it already
+    is another run's.
     """
-    place = Place(folder)
+    place = _own_folder(recipe, name, last_step, beat, say)
+    folder = place.folder
     try:
-        place.owners.append(Owner(Folder(folder), beat, say))
         checkpoints.tidy(folder / "checkpoints")
         store = ObjectStore(recipe.s3) if recipe.s3 else None
         if store:
@@ -64,10 +66,37 @@ def open_place(folder: Path, recipe: Recipe, last_step: int, beat: Beat, say: Sa
             _check_recipe(place.checkpoint, recipe)
         if store:
             place.mirror = Mirror(store, folder, recipe.keep_every, say)
+    except OSError as error:
+        place.release()
+        raise not_written("the run", folder, error) from None
     except BaseException:
         place.release()
         raise
     return place
+
+
+def _own_folder(recipe: Recipe, name: str, last_step: int, beat: Beat, say: Say) -> Place:
+    """The run's folder, owned. A run of another recipe that has just begun in it may have no recipe.json
+    yet: its owner's record has the recipe. Then a named folder gets the next number."""
+    passed: set[Path] = set()
+    while True:
+        folder = open_folder(recipe, name, last_step, passed)
+        try:
+            place = Place(folder, [Owner(Folder(folder), beat, say, this_run(recipe))])
+        except Owned as error:
+            if recipe.output_dir or not why_another(error.record, recipe):
+                raise
+            passed.add(folder)
+            continue
+        except OSError as error:
+            raise not_written("the run", folder, error) from None
+        try:
+            if open_folder(recipe, name, last_step, passed) == folder:  # nobody had it since it was looked at
+                return place
+        except BaseException:
+            place.release()
+            raise
+        place.release()
 
 
 def _own(

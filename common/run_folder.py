@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +19,17 @@ def script_name() -> str:
     return Path(sys.argv[0]).stem
 
 
-def open_folder(recipe: Recipe, name: str, last_step: int | None) -> Path:
+def open_folder(recipe: Recipe, name: str, last_step: int | None, passed: Collection[Path] = ()) -> Path:
     """Makes or finds the run's folder: exactly --output_dir, or <name>, <name>-2, ... in --model_folder.
 
     A run there is continued when it is unfinished, of the same recipe, and began at the same --resume; else a
     named folder gets the next number, and --output_dir is refused. last_step: of this run, None if not known.
+    passed: folders that are another run's. ValueError for a recipe.json that can't be read.
     """
     try:
         if recipe.output_dir is None:
-            return _named(Path(recipe.model_folder or "runs") / script_name(), name, recipe, last_step)
+            parent = Path(recipe.model_folder or "runs") / script_name()
+            return _named(parent, name, recipe, last_step, passed)
         folder = Path(recipe.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -38,38 +41,66 @@ def open_folder(recipe: Recipe, name: str, last_step: int | None) -> Path:
     return folder
 
 
-def _named(parent: Path, name: str, recipe: Recipe, last_step: int | None) -> Path:
+def _named(parent: Path, name: str, recipe: Recipe, last_step: int | None, passed: Collection[Path]) -> Path:
     parent.mkdir(parents=True, exist_ok=True)
     number = 1
     while True:
         folder = parent / (name if number == 1 else f"{name}-{number}")
         folder.mkdir(exist_ok=True)
-        if not _why_not(folder, recipe, last_step):
+        if folder not in passed and not _why_not(folder, recipe, last_step):
             return folder
         number += 1
 
 
 def _why_not(folder: Path, recipe: Recipe, last_step: int | None) -> str:
     """Why the folder is not this run's, as ` (its epochs is 3, here 10)`; nothing if it is, or is empty."""
-    if not (folder / "recipe.json").exists():
+    about = _about(folder)
+    if about is None:
         return ""  # empty, or it was stopped before it began: its checkpoint's recipe will be compared
-    try:
-        about = json.loads((folder / "recipe.json").read_text())
-        theirs, script = about["recipe"], about["script"]
-        began = about.get("resumed_from")
-    except (OSError, ValueError, KeyError, TypeError):
-        return ", whose recipe.json can't be read"
-    if script != script_name():
-        return f" ({script}'s)"
-    if differing := differences(theirs, recipe):
-        return f" ({differing}; --allow_changed names what may differ)"
-    if recipe.resume == "never":
-        return ", and --resume is never"
+    began = about.get("resumed_from")
+    if reason := why_another(about, recipe):
+        return reason
     if recipe.resume != "auto" and recipe.resume != began and not _is_own(folder, recipe.resume):
         return f", which did not begin at --resume {recipe.resume}"
     if _is_finished(folder, last_step):
         return ", which is finished"
     return ""
+
+
+def _about(folder: Path) -> dict[str, Any] | None:
+    """recipe.json; None where there is none. ValueError when it can't be read: whose run it is, finished or
+    not, is not known then."""
+    file = folder / "recipe.json"
+    try:
+        about = json.loads(file.read_text())
+        if not isinstance(about["recipe"], dict) or not isinstance(about["script"], str):
+            raise ValueError("it has no recipe and script")
+        return about
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is empty or damaged"
+        raise ValueError(
+            f"{file} can't be read ({reason}), so whose run {folder} holds is not known: remove that file to"
+            " go on from its newest checkpoint, or move the folder away to start afresh"
+        ) from None
+
+
+def this_run(recipe: Recipe) -> dict[str, Any]:
+    """What tells another run from this one, where there is no recipe.json yet."""
+    return {"script": script_name(), "recipe": recipe_part(recipe)}
+
+
+def why_another(about: dict[str, Any], recipe: Recipe) -> str:
+    """Why the run of this recipe.json (or of its first lines, as this_run gives them) is another one than
+    that of the recipe; nothing if it is the same, or can't be told."""
+    if not isinstance(about.get("recipe"), dict):
+        return ""
+    if (script := about.get("script")) != script_name():
+        return f" ({script}'s)"
+    if differing := differences(about["recipe"], recipe):
+        return f" ({differing}; --allow_changed names what may differ)"
+    return ", and --resume is never" if recipe.resume == "never" else ""
 
 
 def resumed_from(folder: Path) -> str | None:

@@ -83,12 +83,13 @@ class RunLog:
             self.progress.tell(doing)
 
     def close(self, failed: bool) -> None:
-        """A full disk is no second error."""
+        """A full disk is no second error, and a second call does nothing."""
         for file in (self.metrics, self.samples):
             with contextlib.suppress(OSError, AttributeError):
                 file.close()
         with contextlib.suppress(OSError):
-            finish_trackers(self.trackers, failed)
+            open_trackers, self.trackers = self.trackers, []
+            finish_trackers(open_trackers, failed)
 
     def _write_line(self, file: TextIO, line: dict[str, Any]) -> None:
         try:

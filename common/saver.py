@@ -1,6 +1,6 @@
 """Writes checkpoints beside the training: the step waits for the snapshot alone."""
 
-import shutil
+import os
 from collections.abc import Callable
 from concurrent import futures
 from pathlib import Path
@@ -8,7 +8,7 @@ from typing import Any
 
 from common import checkpoints
 from common.checkpoints import step_aside, step_name, steps_in, to_keep
-from common.files import sync
+from common.files import free_space, sync
 from common.mirror import Mirror
 from common.training_state import TrainingState
 
@@ -62,7 +62,7 @@ class Saver:
         try:
             self.training.wait_until_copied()
             sync(self.folder / "metrics.jsonl")  # what the checkpoint has seen must not be lost before it
-            if (parent / step_name(step)).exists():
+            if os.path.lexists(parent / step_name(step)):
                 checkpoints.remove(parent / step_name(step))
             checkpoints.commit(parent, step, snapshots, state, self.about)
             self.committed = step
@@ -79,10 +79,6 @@ class Saver:
             since = "there is none before it" if latest is None else f"that of step {latest:,} is intact"
             self.problem = (
                 f"the checkpoint of step {step:,} can't be written to {parent}: {error.strerror or error}"
-                f" ({_free(self.folder)}); {since}. Make room, or move the folder and give its new place as"
-                " --output_dir: the same command continues"
+                f" ({free_space(self.folder)}); {since}. Make room, or move the folder and give its new place"
+                " as --output_dir: the same command continues"
             )
-
-
-def _free(folder: Path) -> str:
-    return f"{shutil.disk_usage(folder).free / 2**20:,.0f} MiB are free"

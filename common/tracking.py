@@ -10,7 +10,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import psutil
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
@@ -20,13 +19,14 @@ from torch import Tensor, nn
 from common import accelerator as job
 from common import bad_images, report
 from common.agreement import first_mistake, let_main_close_first, once
-from common.checkpoints import Checkpoint, mark
-from common.files import write_json
+from common.checkpoints import Checkpoint, mark, steps_in
+from common.files import not_written, sync, write_json
 from common.memory import is_out_of_memory, memory_gib, out_of_memory
 from common.object_store import StoreError
 from common.optim import EMA
 from common.ownership import RECORD
 from common.preemption import Poll, Preempted, agreed, wanted
+from common.processes import own_age_s
 from common.recipe import Batch, Recipe, recipe_part
 from common.resume import Place, open_place
 from common.run_facts import VAL_CHOSEN, about_run, draw_predictions, result, run_name
@@ -130,10 +130,14 @@ class Run:
         mine = error
         if is_out_of_memory(error):
             mine = ValueError(out_of_memory(self.accelerator, self.batch))
-        first = first_mistake(mine)
         if self.is_main and self.begun:
             self.saver.done(WRITING_GRACE_S)
-            self.error = str(first) or type(first).__name__
+        if isinstance(error, KeyboardInterrupt):
+            mine = KeyboardInterrupt(*self._where_it_goes_on())
+        first = first_mistake(mine)
+        if self.is_main and self.begun:
+            interrupted = isinstance(first, KeyboardInterrupt)
+            self.error = "interrupted" if interrupted else str(first) or type(first).__name__
             self._close("failed")
         elif self.place:
             self.place.release()
@@ -159,7 +163,7 @@ class Run:
             self._save()
 
     def finish(self, val_name: str) -> None:
-        """Waits for the last checkpoint, writes result.json and plots/, prints the table. Collective."""
+        """Waits for the last checkpoint, writes plots/ and result.json, prints the table. Collective."""
         self.val_name = val_name
         self.poll.finish()
         self.telemetry.stop()
@@ -248,11 +252,9 @@ class Run:
 
     def _open(self, beat: Callable[[], None]) -> dict[str, Any] | None:
         """Of the main process: finds the folder and the checkpoint. Returns its state; None: a fresh run."""
-        folder = open_folder(self.recipe, run_name(self.accelerator, self.recipe, self.batch), self.steps)
-        try:
-            self.place = open_place(folder, self.recipe, self.steps, beat, self._say)
-        except OSError as error:
-            raise ValueError(f"can't write to the run folder {folder}: {error.strerror}") from None
+        name = run_name(self.accelerator, self.recipe, self.batch)
+        self.place = open_place(self.recipe, name, self.steps, beat, self._say)
+        folder = self.folder
         found = self.place.checkpoint
         state = None
         if found:
@@ -263,6 +265,8 @@ class Run:
                 raise ValueError(
                     f"--max_steps {self.steps}: {found.folder} is at step {found.step:,} already; give more"
                 )
+            # After the last step only the end is missing, and its pictures show an evaluation.
+            state["evaluated"] &= found.step < self.steps
             state |= {"saved": True, "resumed_from": resumed_from(folder)}
             if self._saw_other_images(found):
                 print("--max_val_images takes other images than before: the best evaluation begins anew")
@@ -305,8 +309,9 @@ class Run:
         self.loss.fill_(mine * self.batch.accumulations / state["accumulations"])
 
     def _start_log(self, about: dict[str, Any], state: dict[str, Any] | None) -> None:
-        (self.folder / "result.json").unlink(missing_ok=True)
-        self.log = RunLog(self.folder, self.recipe, about, state, self.steps, self.steps_per_epoch)
+        with self._writing("the log"):
+            (self.folder / "result.json").unlink(missing_ok=True)
+            self.log = RunLog(self.folder, self.recipe, about, state, self.steps, self.steps_per_epoch)
         if self.place.mirror and self.saved_step:  # what was interrupted before it was uploaded
             self.place.mirror.offer(self.saved_step, self.best.get("step"))
         print(f"run folder {self.folder}", flush=True)
@@ -384,20 +389,54 @@ class Run:
     # --- Ending
 
     def _finish(self, beat: Callable[[], None]) -> None:
+        """The end on this disk. A kill or a full disk at any point of it costs no training.
+
+        1. The last checkpoint is committed, and index.json names it.
+        2. Pictures are drawn into plots/.
+        3. The trackers are closed.
+        4. result.json says `finished`: where there is a mirror with `uploaded` false.
+        5. _wait_for_upload: the checkpoint and the run's files are in S3, result.json last.
+        6. result.json says `uploaded` true.
+
+        Before 4 the same command restores the last checkpoint, evaluates it once more, as the pictures show
+        that evaluation, and goes through 1 to 4. Between 4 and 6 it does that too, and makes up for the
+        upload. After 4, or with a mirror after 6, the run is finished: the same command begins another one.
+        """
         self.log.progress.stop()
         self.saver.wait(beat)
         if problem := self._problem():
             raise ValueError(problem)
-        # An evaluation that was interrupted and made up for came after its checkpoint.
-        best = self.best.get("step")
-        mark(self.folder / "checkpoints", self.step, best)
-        if self.place.mirror:
-            self.place.mirror.offer(self.step, best)
-        # Until all is in S3, so that the same command makes up for an upload that a kill interrupts.
-        pending = {"uploaded": False} if self.place.mirror else {}
-        write_json(self.folder / "result.json", result(self, "finished") | pending)
-        self.log.show(self.step, draw_predictions(self))
+        with self._writing("the end of the run"):
+            # An evaluation that was interrupted and made up for came after its checkpoint.
+            best = self.best.get("step")
+            mark(self.folder / "checkpoints", self.step, best)
+            if self.place.mirror:
+                self.place.mirror.offer(self.step, best)
+            found = result(self, "finished") | ({"uploaded": False} if self.place.mirror else {})
+            self._draw(found)
+            self.log.close(failed=False)
+            for file in (self.folder / "metrics.jsonl", *self.folder.glob("plots/*")):
+                sync(file)
+            write_json(self.folder / "result.json", found)
         report.show(self.folder, self.val_name)
+
+    def _draw(self, found: dict[str, Any]) -> None:
+        """All pictures. What can't be drawn is said: the run has its result without it."""
+        try:
+            report.plot_curves(self.folder, found)
+            self.log.show(self.step, draw_predictions(self))
+        except OSError:
+            raise
+        except Exception as error:  # of many kinds, of libraries
+            self._say(f"not all pictures are in {self.folder / 'plots'}: {type(error).__name__}: {error}")
+
+    @contextlib.contextmanager
+    def _writing(self, what: str) -> Iterator[None]:
+        """Turns an OSError into a ValueError that says what to do. Of the main process."""
+        try:
+            yield
+        except OSError as error:
+            raise not_written(what, self.folder, error) from error
 
     def _wait_for_upload(self, beat: Callable[[], None]) -> None:
         mirror = self.place.mirror
@@ -407,14 +446,16 @@ class Run:
         while not mirror.wait(0.5):
             self.log.progress.tell(f"uploading to {mirror.store.url}")
             beat()
-        uploaded = mirror.failed is None
         file = self.folder / "result.json"
-        write_json(file, json.loads(file.read_text()) | {"uploaded": uploaded, "wall_s": self.wall_s()})
-        if uploaded:
+        found = json.loads(file.read_text()) | {"uploaded": mirror.failed is None, "wall_s": self.wall_s()}
+        if found["uploaded"]:
             try:
-                mirror.send_last_files()
+                mirror.send_last_files(found)
             except (OSError, StoreError) as error:
-                self._say(f"the result is not in {mirror.store.url} ({error})")
+                found["uploaded"] = False
+                self._say(f"the result is not in {mirror.store.url} ({error}): the same command sends it")
+        with self._writing("result.json"):
+            write_json(file, found)
 
     def _end_preempted(self) -> None:
         """Saves, once. The others wait for the main process: a launcher kills all when one has ended."""
@@ -456,6 +497,19 @@ class Run:
         report.say_how_to_add(self.folder)
         self.place.release()
 
+    def _where_it_goes_on(self) -> list[str]:
+        """After Ctrl-C, which saves nothing. The main process alone knows."""
+        if not self.is_main:
+            return []
+        step = 0
+        if self.begun:
+            step = self.saver.committed or self.first_step
+        else:
+            with contextlib.suppress(ValueError, OSError):
+                folder = open_folder(self.recipe, run_name(self.accelerator, self.recipe, self.batch), None)
+                step = max(steps_in(folder / "checkpoints"), default=0)
+        return [f"the same command goes on {f'at step {step:,}' if step else 'from the beginning'}"]
+
     def _note_preemption(self) -> None:
         """Before the training began, while data is prepared: nothing to save, but it is said."""
         if self.place:
@@ -488,7 +542,7 @@ class Run:
 
     def wall_s(self) -> float:
         """Since the run's first process began, imports included, without the pauses between interruptions."""
-        return self.earlier_wall_s + time.time() - psutil.Process().create_time()
+        return self.earlier_wall_s + own_age_s()
 
 
 def _score(metrics: dict[str, float]) -> float:

@@ -18,6 +18,8 @@ seen = []
 def hook(event, args):
     if event not in EVENTS or isinstance(args[0], int):
         return
+    if event == "open" and "WRITES" in os.environ and not args[2] & (os.O_WRONLY | os.O_RDWR):
+        return
     path = os.fsdecode(args[0])
     if WATCHED not in path or os.path.exists(MARK):
         return

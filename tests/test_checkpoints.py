@@ -19,13 +19,17 @@ from common.checkpoints import (
     Damaged,
     TensorFile,
     _digest,
+    commit,
     newest,
+    remove,
     sha256_of,
     steps_in,
+    tidy,
     to_keep,
     verify,
 )
 from common.preemption import is_alive
+from tests import warm
 from tests.conftest import Job, full, latest, lines, metrics, python, result, run, tensors, torchrun
 from tests.faults import at_file_operation, mark, operations
 from tests.test_agreement import ranks_of
@@ -60,7 +64,7 @@ def assert_same_end(folder: Path, reference: Path) -> None:
 
 def of_one_commit(found: list[str]) -> list[int]:
     """The numbers of the operations of one commit late in the run, with all that belongs to it."""
-    starts = [i for i, what in enumerate(found) if re.search(r"rmtree \.step_\d+\.tmp", what)]
+    starts = [i for i, what in enumerate(found) if re.search(r"os.remove \.step_\d+\.tmp", what)]
     assert len(starts) == 6
     return list(range(starts[3] + 1, starts[4] + 1))
 
@@ -438,6 +442,49 @@ def test_a_state_that_no_run_has_written(change, hostile, tmp_path):
 
 
 # --- Retention
+
+
+def test_no_link_is_followed_when_checkpoints_are_removed(straight, tmp_path, capsys):
+    """A user has moved an old checkpoint to another disk, and left a link."""
+    parent, elsewhere = tmp_path / "checkpoints", tmp_path / "elsewhere"
+    shutil.copytree(straight[0] / "checkpoints", parent)
+    shutil.copytree(straight[0] / "checkpoints", elsewhere)
+    kept = sorted(elsewhere.rglob("*"))
+    for name in (".step_00000004.old", ".step_00000008.tmp", "step_00000004"):
+        (parent / name).symlink_to(elsewhere)
+    tidy(parent)
+    remove(parent / "step_00000004")
+    said = f"{parent}/step_00000004 is a link to {elsewhere}: the link is removed, not what it leads to"
+    assert said in capsys.readouterr().out
+    assert sorted(path.name for path in parent.iterdir()) == sorted(
+        path.name for path in (straight[0] / "checkpoints").iterdir()
+    )
+    (parent / f".{LAST}.tmp").symlink_to(elsewhere)
+    (parent / f"damaged_{LAST}").symlink_to(elsewhere)
+    damage(parent / LAST / "state.json", "emptied")
+    assert newest(parent, lambda: None, print).step == 20
+    commit(parent, 24, {}, {}, {})
+    assert (parent / LAST / MANIFEST).exists()
+    assert sorted(elsewhere.rglob("*")) == kept
+
+
+def test_a_run_prunes_past_a_link(tmp_path):
+    """A checkpoint was moved to another disk; two links lead nowhere."""
+    words = [*HELLO, "--output_dir", tmp_path / "run"]
+    warm.run([*words, "--max_steps", "8"], tmp_path / "log")
+    parent = tmp_path / "run" / "checkpoints"
+    (parent / "step_00000004").rename(tmp_path / "moved")
+    (parent / "step_00000004").symlink_to(tmp_path / "moved")
+    (parent / "step_00000016").symlink_to(tmp_path / "gone")
+    (parent / "step_00000002").symlink_to(tmp_path / "gone")
+    output = warm.run(words, tmp_path / "log")
+    assert "continuing at step 8" in output
+    assert "checkpoint of step 16 is damaged" in output
+    for step in (2, 4):
+        assert output.count(f"step_{step:08d} is a link to") == 1
+    assert verify(latest(tmp_path / "run")).step == 24
+    assert (tmp_path / "moved" / MANIFEST).exists()
+    assert len(list(parent.glob("step_*"))) == 3
 
 
 def test_best_the_last_two_and_every_so_many_are_kept():

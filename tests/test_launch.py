@@ -415,7 +415,7 @@ def test_a_folder_that_can_not_be_written(cluster, tmp_path):
     finally:
         Job(hosts.inside("node1", ["umount", str(folder)])).wait()
     assert status == 1
-    assert f"error: node1: can't write to the run folder {folder}: Read-only file system" in output, output
+    assert f"error: node1: the run can't be written to {folder}: Read-only file system" in output, output
     wait_until_empty(hosts.names(), 5)
 
 

@@ -5,11 +5,16 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import dataclass
 
 import pytest
 
-from common import ownership
+from common import ownership, resume
 from common.ownership import Folder, Owner
+from common.processes import own_age_s
+from common.recipe import Recipe, flag
+from common.resume import open_place
+from common.run_folder import script_name, this_run
 from tests.conftest import Job, python
 from tests.test_checkpoints import LONG, start_and_wait
 
@@ -89,7 +94,7 @@ def test_a_record_from_elsewhere_that_moves_is_respected(tmp_path, monkeypatch):
 
 def test_another_process_with_the_same_number_is_not_the_owner(tmp_path):
     record = ownership._this_process() | {"id": "old", "beat": 0}
-    record["started"] -= 1000
+    record["start_ticks"] -= 1
     (tmp_path / "owner.json").write_text(json.dumps(record))
     owner, said = own(tmp_path)
     assert said[-1].endswith("which is dead: taken over")
@@ -107,3 +112,87 @@ def test_an_owner_that_was_taken_over_says_so(tmp_path, monkeypatch):
     assert "was taken over by process" in owner.lost
     owner.release()
     assert json.loads((tmp_path / "owner.json").read_text())["id"] == "theirs"
+
+
+@pytest.mark.parametrize("step_s", [-3600, 3600])
+def test_the_clock_may_be_set_while_an_owner_lives(step_s, tmp_path):
+    """psutil's create_time, as a record has it, moves by as much."""
+    record = ownership._this_process() | {"id": "theirs", "beat": 0}
+    record["started"] += step_s
+    (tmp_path / "owner.json").write_text(json.dumps(record))
+    with pytest.raises(ValueError, match="belongs to a run that goes on: process"):
+        own(tmp_path)
+
+
+@pytest.mark.parametrize(("age_s", "lives"), [(0, True), (1000, False)])
+def test_a_record_of_an_older_version(age_s, lives, tmp_path):
+    record = ownership._this_process() | {"id": "old", "beat": 0}
+    del record["start_ticks"]
+    record["started"] -= age_s
+    assert ownership._lives(record) is lives
+
+
+def test_the_time_of_a_run_is_not_that_of_the_clock(monkeypatch):
+    before = own_age_s()
+    monkeypatch.setattr(time, "time", lambda: 0.0)
+    assert 0 < before <= own_age_s() < before + 100
+
+
+# --- Which folder
+
+
+@dataclass(frozen=True, kw_only=True)
+class Small(Recipe):
+    lr: float = flag(0.1, "learning rate")
+
+
+def place(tmp_path, **fields):
+    """The folder that a start of this recipe gets; its owner lives on in this process."""
+    recipe = Small(**{"model_folder": str(tmp_path)} | fields)
+    return open_place(recipe, "named", 10, lambda: None, lambda text: None)
+
+
+def test_a_second_recipe_gets_the_next_number_before_the_first_has_a_recipe_json(tmp_path):
+    first = place(tmp_path)
+    with pytest.raises(ValueError, match="belongs to a run that goes on"):
+        place(tmp_path)
+    assert [path.name for path in first.folder.iterdir()] == ["owner.json"]
+    second, third = place(tmp_path, lr=0.2), place(tmp_path, resume="never")
+    names = [opened.folder.name for opened in (first, second, third)]
+    assert names == ["named", "named-2", "named-3"]
+    with pytest.raises(ValueError, match="belongs to a run that goes on"):
+        place(tmp_path, lr=0.2, output_dir=str(first.folder), model_folder=None)
+    for opened in (first, second, third):
+        opened.release()
+
+
+def test_a_run_that_ends_while_another_looks_for_its_folder(tmp_path, monkeypatch):
+    """Between its look at the folder and its record the other recipe's run comes and goes."""
+
+    class Late(Owner):
+        def __init__(self, where, *rest):
+            about = this_run(Small(lr=0.2)) | {"script": script_name()}
+            if where.path.parent.name == "named":
+                (where.path.parent / "recipe.json").write_text(json.dumps(about))
+            super().__init__(where, *rest)
+
+    monkeypatch.setattr(resume, "Owner", Late)
+    opened = place(tmp_path)
+    assert opened.folder.name == "named-2"
+    assert not (tmp_path / script_name() / "named" / "owner.json").exists()
+    opened.release()
+
+
+@pytest.mark.parametrize("content", ["", '{"recipe": {', "[]", '{"recipe": {}}'])
+def test_a_recipe_json_that_can_not_be_read_is_refused(content, tmp_path):
+    place(tmp_path).release()
+    file = tmp_path / script_name() / "named" / "recipe.json"
+    file.write_text(content)
+    with pytest.raises(ValueError, match=f"{file} can't be read .*remove that file") as error:
+        place(tmp_path)
+    assert "\n" not in str(error.value)
+    assert [path.name for path in file.parent.parent.iterdir()] == ["named"]
+    file.unlink()
+    opened = place(tmp_path)
+    assert opened.folder.name == "named"
+    opened.release()

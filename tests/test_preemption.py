@@ -10,10 +10,11 @@ import pytest
 
 from common.checkpoints import steps_in
 from common.preemption import is_alive
-from tests.conftest import CNN, Job, accelerate, deepspeed, latest, metrics, python, result, torchrun
+from tests.conftest import CNN, ROOT, Job, accelerate, deepspeed, latest, metrics, python, result, torchrun
 from tests.test_agreement import ranks_of
 from tests.test_checkpoints import LONG, start_and_wait
 from tests.test_shards import VIT, write_shards
+from tests.warm import WarmJob
 
 SLOW = [*LONG, "--epochs", "3000"]
 LAUNCHERS = {
@@ -50,6 +51,10 @@ def assert_preempted(folder, output: str, job: Job, ranks: list[psutil.Process])
         pytest.param("deepspeed", signal.SIGKILL, "the launcher", marks=pytest.mark.full),
         pytest.param("deepspeed", signal.SIGTERM, "rank 1", marks=pytest.mark.full),
         pytest.param("accelerate, one process", signal.SIGKILL, "the launcher", marks=pytest.mark.full),
+        *(
+            pytest.param(launcher, signal.SIGHUP, "the launcher", marks=pytest.mark.full)
+            for launcher in LAUNCHERS
+        ),
     ],
 )
 def test_told_to_stop(launcher, number, to, tmp_path):
@@ -138,3 +143,69 @@ def test_a_shell_that_ends_does_not_end_what_it_started(tmp_path):
         time.sleep(0.2)
     assert result(tmp_path / "run")["status"] == "finished"
     assert steps_in(tmp_path / "run" / "checkpoints")[0] == 400
+
+
+def test_a_terminal_that_is_closed(tmp_path):
+    """The kernel sends SIGHUP to what runs in it; there is nothing to print to any more."""
+    import pexpect
+
+    words = [str(word) for word in [*SLOW, "--output_dir", tmp_path / "run"]]
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TERM": "xterm"}
+    child = pexpect.spawn(python()[0], words, cwd=ROOT, env=env)
+    deadline = time.monotonic() + 240
+    while not steps_in(tmp_path / "run" / "checkpoints"):
+        assert child.expect([pexpect.TIMEOUT, pexpect.EOF], timeout=0.2) == 0, child.before
+        assert time.monotonic() < deadline
+    os.close(child.fileno())
+    process = psutil.Process(child.pid)
+    deadline = time.monotonic() + 60
+    while is_alive(process):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    _, status = os.waitpid(child.pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 75
+    found = result(tmp_path / "run")
+    assert found["status"] == "preempted"
+    assert latest(tmp_path / "run").name == f"step_{found['steps']:08d}"
+
+
+def wait_for(text: str, job: WarmJob) -> None:
+    deadline = time.monotonic() + 240
+    while text not in job.output:
+        assert job.is_alive, job.output
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_nohup_goes_on(tmp_path):
+    words = [*LONG, "--max_steps", "300", "--output_dir", tmp_path / "run"]
+    job = WarmJob(words, tmp_path / "log", ignored=(signal.SIGHUP,))
+    wait_for("step 60/", job)
+    job.send_signal(signal.SIGHUP)
+    assert job.wait()[0] == 0
+    assert result(tmp_path / "run")["status"] == "finished"
+
+
+def test_ctrl_c_says_at_which_step_the_same_command_goes_on(tmp_path):
+    words = [*SLOW, "--output_dir", tmp_path / "run"]
+    job = WarmJob([*words, "--checkpoint_every", "1000000"], tmp_path / "log")
+    wait_for("step 60/", job)
+    job.send_signal(signal.SIGINT)
+    status, output = job.wait()
+    assert (status, output.splitlines()[-1]) == (
+        130,
+        "interrupted: the same command goes on from the beginning",
+    )
+    assert result(tmp_path / "run")["error"] == "interrupted"
+    job = WarmJob(words, tmp_path / "log")
+    wait_for("step 130/", job)
+    job.send_signal(signal.SIGINT)
+    status, output = job.wait()
+    step = max(steps_in(tmp_path / "run" / "checkpoints"))
+    assert step >= 100
+    assert output.splitlines()[-1] == f"interrupted: the same command goes on at step {step:,}"
+    assert "Traceback" not in output
+    job = WarmJob(words, tmp_path / "log")
+    wait_for(f"continuing at step {step:,} with", job)
+    job.send_signal(signal.SIGKILL)
+    assert job.wait()[0] == -signal.SIGKILL
