@@ -34,7 +34,7 @@ from common.answers import (
     enabled_precision,
     settle_answers,
 )
-from common.cli import check_working_folder, open_streams, report_status, tell_torchrun
+from common.cli import check_working_folder, let_nobody_else_write, open_streams, report_status, tell_torchrun
 from common.network import interface_to
 from common.preemption import STATUS, Preempted, launched, ready, watch
 from common.recipe import Batch, Recipe, recipe_part, share_out
@@ -127,6 +127,7 @@ def run(main: Callable[[], None]) -> None:
     """Calls a script's main(). A mistake is one line and exit status 1, Ctrl-C 130, a preemption 75; whatever
     else it raises a traceback and 1."""
     status = 0
+    let_nobody_else_write()
     open_streams()
     sys.stdout, sys.stderr = _outliving_its_reader(sys.stdout), _outliving_its_reader(sys.stderr)
     try:

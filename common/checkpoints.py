@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from common.files import sync, write_json
+from common.files import discard, sync, write_json
 
 FORMAT_VERSION = 1
 MODEL, OPTIMIZER, EMA, STATE, MANIFEST = (
@@ -212,14 +212,6 @@ def remove(folder: Path) -> None:
     discard(doomed)
     folder.rename(doomed)
     discard(doomed)
-
-
-def discard(path: Path) -> None:
-    """Removes a folder with all that is in it, a file, or a link and not what it leads to; or nothing."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
 
 
 def tidy(parent: Path) -> None:

@@ -13,6 +13,7 @@ STATUS_FILE = "LAUNCH_STATUS_FILE"  # set by launch.py's agent: each process of 
 
 def run_command(main: Callable[[], int]) -> int:
     """Calls a command's main(). A mistake is one line and exit status 1, Ctrl-C 130."""
+    let_nobody_else_write()
     open_streams()
     try:
         check_working_folder()
@@ -23,6 +24,12 @@ def run_command(main: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+
+
+def let_nobody_else_write() -> None:
+    """Takes the permission of all others to write from every file and folder that this process will make.
+    That of the group is left to the umask: weights are shared."""
+    os.umask(os.umask(0o077) | 0o002)
 
 
 def open_streams() -> None:

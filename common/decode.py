@@ -163,11 +163,12 @@ def open_image(data: bytes) -> "Image.Image":
 
 
 class Encoded:
-    """The encoded images of one split, by number: bytes in a memory-mapped file, or paths of image files."""
+    """The encoded images of one split, by number: bytes in one file, or paths of image files."""
 
     def __init__(self, folder: Path, split: str):
-        self.offsets = np.load(folder / f"{split}_offsets.npy", mmap_mode="r")
-        self.items = np.memmap(folder / f"{split}_items.bin", np.uint8, "r")
+        # Read, not mapped: what is cut off a mapped file while it is in use kills the process (SIGBUS).
+        self.offsets = np.load(folder / f"{split}_offsets.npy")
+        self.items = open(folder / f"{split}_items.bin", "rb", buffering=0)  # noqa: SIM115
         about = json.loads((folder / f"{split}_items.json").read_text())
         self.root, self.parts = about["root"], about["parts"]
 
@@ -201,7 +202,14 @@ class Encoded:
             raise ValueError(f"{self.where(i)}: {error}") from None
 
     def _item(self, i: int) -> bytes:
-        return self.items[self.offsets[i] : self.offsets[i + 1]].tobytes()
+        start, end = self.offsets[i : i + 2].tolist()
+        data = os.pread(self.items.fileno(), end - start, start)
+        if len(data) < end - start:
+            raise OSError(
+                f"{self.items.name} is shorter than it was: remove its folder, and the same command prepares"
+                " it again"
+            )
+        return data
 
 
 def random_resized_crop(image: np.ndarray, size: int, draws: np.ndarray) -> np.ndarray:

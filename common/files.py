@@ -18,6 +18,14 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def discard(path: Path) -> None:
+    """Removes a folder with all that is in it, a file, or a link and not what it leads to; or nothing."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
 def free_space(folder: Path) -> str:
     """How much of the folder's disk is free, as `12 MiB are free`."""
     return f"{shutil.disk_usage(folder).free / 2**20:,.0f} MiB are free"

@@ -1,6 +1,9 @@
 """The cache of prepared images: a folder per data set, named by its content, that is complete or not there.
 
 One process per host makes it in a temporary folder, under a lock, and renames that when all is on disk.
+
+Only what this user, or root, has made is used. In a --cache_dir that belongs to another user, or that anybody
+may write to, each user has a folder: nobody can put pixels into another's training, or hold up its lock.
 """
 
 import fcntl
@@ -8,24 +11,27 @@ import hashlib
 import json
 import math
 import os
+import pwd
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from stat import S_ISLNK, S_IWOTH
 
 import numpy as np
 
 from common.cli import expand_home
 from common.decode import SPLITS, Encoded, cores
-from common.files import sync
+from common.files import discard, sync
 from common.image_sources import Beat, Source, find_source, waiting
 
 FORMAT = 1  # part of the key: a change of what a cache folder holds makes old ones unused
 HASH_LIMIT_BYTES = 4 * 2**30
 SAMPLE = 64  # images of each split that are looked at to tell the common size
+LOCK = ".lock"
 CHUNK_PIXELS = 2**22  # decoded in one go by a thread: some 50 ms, the longest that an interruption waits
 
 
@@ -41,12 +47,18 @@ def prepare(
         source = find_source(data, beat, show_progress)
         content, place = waiting(beat, lambda: _keys(source))
         label = re.sub(r"[^A-Za-z0-9._-]", "_", source.name).lstrip(".") or "images"
-        folder = cache_dir / f"{label}-{place}"
-        if not folder.exists():
-            cache_dir.mkdir(parents=True, exist_ok=True)
-            with _lock(cache_dir, beat):
-                if not folder.exists():  # another job may have made it while we waited
-                    _make(folder, source, f"{label}-{content}", beat, show_progress)
+        if not _why_unused(cache_dir / f"{label}-{place}"):
+            return cache_dir / f"{label}-{place}"
+        own_dir = _own_dir(cache_dir)
+        folder = own_dir / f"{label}-{place}"
+        if not _why_unused(folder):
+            return folder
+        with _lock(own_dir, beat):
+            if reason := _why_unused(folder):  # another job may have made it while we waited
+                if os.path.lexists(folder):
+                    print(f"{folder} is prepared again: {reason}", file=sys.stderr, flush=True)
+                    discard(folder)
+                _make(folder, source, f"{label}-{content}", beat, show_progress)
         return folder
     except OSError as error:
         raise ValueError(
@@ -83,10 +95,58 @@ def _short_hash(about: list) -> str:
     return hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
 
 
+def _own_dir(cache_dir: Path) -> Path:
+    """Where this user prepares data: cache_dir if nobody else may write to it, else a folder in it.
+
+    ValueError when that folder is another user's.
+    """
+    cache_dir.mkdir(parents=True, exist_ok=True)
+    if not _why_untrusted(cache_dir, (os.geteuid(),)):
+        return cache_dir
+    own_dir = cache_dir / f"user-{os.geteuid()}"
+    with suppress(FileExistsError):
+        own_dir.mkdir()
+    if reason := _why_untrusted(own_dir, (os.geteuid(),)):
+        raise ValueError(f"{own_dir} is not used: {reason}. Give a --cache_dir of your own")
+    return own_dir
+
+
+def _why_unused(folder: Path) -> str:
+    """Why this folder of prepared data is not used; nothing if it is."""
+    try:
+        users = (os.geteuid(), 0)
+        for path in (folder, *folder.iterdir()):
+            if reason := _why_untrusted(path, users):
+                return f"{path.name} {reason}" if path != folder else reason
+        about = json.loads((folder / "meta.json").read_text())
+        fetched = str(about["shards"] or "").startswith("s3://")  # into this folder, later
+        return "its shards can't be stored here" if fetched and folder.stat().st_uid != os.geteuid() else ""
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"it can't be read ({error})"
+
+
+def _why_untrusted(path: Path, users: Collection[int]) -> str:
+    """Nothing if one of these users owns it, it is no link, and not everybody may write to it."""
+    stat = path.lstat()
+    if S_ISLNK(stat.st_mode):
+        return "it is a link"
+    if stat.st_uid not in users:
+        return f"it belongs to {_user(stat.st_uid)}"
+    return "everybody may write to it" if stat.st_mode & S_IWOTH else ""
+
+
+def _user(uid: int) -> str:
+    try:
+        return f"user {pwd.getpwuid(uid).pw_name}"
+    except KeyError:
+        return f"user {uid}"
+
+
 @contextmanager
 def _lock(folder: Path, beat: Beat) -> Iterator[None]:
-    """Exclusive among a host's processes; the kernel releases it when its holder dies, however that is."""
-    descriptor = os.open(folder, os.O_RDONLY)
+    """Exclusive among this user's processes on a host; the kernel releases it when its holder dies, however
+    that is. Nobody else may open the file, and so hold the lock."""
+    descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -101,7 +161,7 @@ def _lock(folder: Path, beat: Beat) -> Iterator[None]:
 def _make(folder: Path, source: Source, name: str, beat: Beat, show_progress: bool) -> None:
     """Writes everything into a temporary folder and renames it when complete. We hold the lock."""
     work = folder.parent / ".preparing"
-    shutil.rmtree(work, ignore_errors=True)  # its maker held the lock, and was killed
+    discard(work)  # its maker held the lock, and was killed
     work.mkdir()
     try:
         classes = source.write(work, beat)

@@ -59,11 +59,19 @@ def load(accelerator: Accelerator, recipe: ImageRecipe) -> Images:
 def open_images(folder: Path, recipe: ImageRecipe | None = None) -> Images:
     """Maps the folder that `prepare` returned into memory. recipe: how shards are read, and broken images
     dealt with; None: by the defaults."""
-    about, recipe = json.loads((folder / "meta.json").read_text()), recipe or ImageRecipe()
-    labels = {split: np.load(folder / f"{split}_labels.npy") for split in SPLITS}
+    recipe, pixels = recipe or ImageRecipe(), {}
+    try:
+        about = json.loads((folder / "meta.json").read_text())
+        labels = {split: np.load(folder / f"{split}_labels.npy") for split in SPLITS}
+        if about["kind"] == "array":
+            # mode "c": pages are shared by all processes; torch would warn about an array it may not write
+            pixels = {split: np.load(folder / f"{split}_images.npy", mmap_mode="c") for split in SPLITS}
+    except (OSError, ValueError, KeyError, TypeError, EOFError) as error:
+        raise ValueError(
+            f"the prepared data in {folder} is damaged ({error}): remove that folder, and the same command"
+            " prepares it again"
+        ) from error
     if about["kind"] == "array":
-        # mode "c": pages are shared with all processes; torch would warn about an array it may not write
-        pixels = {split: np.load(folder / f"{split}_images.npy", mmap_mode="c") for split in SPLITS}
         splits = [ArraySplit(pixels[split], labels[split]) for split in SPLITS]
     elif about["kind"] == "files":
         skip = recipe.on_bad_image == "skip"

@@ -20,7 +20,6 @@ from common.checkpoints import (
     MANIFEST,
     Damaged,
     check_manifest,
-    discard,
     sha256_of,
     step_aside,
     step_name,
@@ -28,7 +27,7 @@ from common.checkpoints import (
     steps_in,
     to_keep,
 )
-from common.files import sync
+from common.files import discard, sync
 from common.object_store import ObjectStore, StoreError, WrongSize
 
 RUN_FILES = ("recipe.json", "metrics.jsonl", "confusion.json", "nvidia-smi-*.txt", "result.json")

@@ -1,9 +1,9 @@
 """Stopping together: SIGTERM, SIGUSR1 or SIGHUP, to the launcher or to one process, is agreed by all of them.
 
-SIGHUP comes from a terminal that is closed, or an ssh that is lost; a process that was started with it ignored,
-by nohup, goes on. A launcher passes SIGTERM on to its processes, torchrun and accelerate SIGHUP too. One that
-is killed can't: then the kernel sends SIGTERM to them, or, where another process of the launcher stands
-between, a thread here that watches it.
+SIGHUP comes from a terminal that is closed, or an ssh that is lost; a process that was started with it
+ignored, by nohup, goes on. A launcher passes SIGTERM on to its processes, torchrun and accelerate SIGHUP too.
+One that is killed can't: then the kernel sends SIGTERM to them, or, where another process of the launcher
+stands between, a thread here that watches it.
 """
 
 import ctypes

@@ -94,10 +94,15 @@ def say_how_to_add(folder: Path) -> None:
     print(python_command(shortest(ROOT / "logbook.py"), "add", folder), flush=True)
 
 
-def plot_curves(folder: Path, result: dict[str, Any]) -> None:
-    """Loss and, where there is one, accuracy against epochs, from metrics.jsonl, into plots/curves.png."""
+def draw(folder: Path, result: dict[str, Any]) -> None:
+    """plots/curves.png, from metrics.jsonl."""
     title = f"{result['script']} on {Path(result['data']).name}, {result['strategy']} x {result['processes']}"
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    plot_curves(folder, lines, title)
+
+
+def plot_curves(folder: Path, lines: list[dict[str, Any]], title: str) -> None:
+    """Draws loss and, where there is one, accuracy against epochs. lines: of metrics.jsonl."""
     best = max((line["val/accuracy"] for line in lines if "val/accuracy" in line), default=None)
     row = [panel(lines, "epoch", "loss", ("train/loss", "val/loss"))]
     row[0].is_log = best is None  # without classes: the loss falls over several orders of magnitude

@@ -212,17 +212,30 @@ class ShardImages:
     """The images of one split in tar files, by number: of the cached index, and the files of its shards."""
 
     def __init__(self, index: Path, files: tuple[str, ...]):
-        self.index, self.files = np.load(index, mmap_mode="r"), files
+        mapped = np.load(index, mmap_mode="r")  # int64 [N, 4]
+        self.images, self.rows_begin, self.row_bytes = len(mapped), mapped.offset, mapped.strides[0]
+        self.index, self.files = open(index, "rb", buffering=0), files  # noqa: SIM115
 
     def __len__(self) -> int:
-        return len(self.index)
+        return self.images
+
+    def row(self, i: int) -> list[int]:
+        """Shard, offset, length and label of image i. Read, not mapped, which every worker would have for
+        itself, and which kills it (SIGBUS) when the file is cut."""
+        data = os.pread(self.index.fileno(), self.row_bytes, self.rows_begin + int(i) * self.row_bytes)
+        if len(data) < self.row_bytes:
+            raise OSError(
+                f"{self.index.name} is shorter than it was: remove its folder, and the same command prepares"
+                " it again"
+            )
+        return np.frombuffer(data, np.int64).tolist()
 
     def file(self, i: int) -> str:
-        return self.files[self.index[i, 0]]
+        return self.files[self.row(i)[0]]
 
     def where(self, i: int) -> str:
         """What to call image i in a message: its shard, offset and key."""
-        shard, offset, _, _ = self.index[i].tolist()
+        shard, offset, _, _ = self.row(i)
         with open(self.files[shard], "rb", buffering=0) as file:
             header = os.pread(file.fileno(), HEADER_BYTES, offset - HEADER_BYTES)
         parts = [header[start:end].rstrip(b"\0").decode("utf-8", "replace") for start, end in NAME_FIELDS]
@@ -231,7 +244,7 @@ class ShardImages:
 
     def decode(self, i: int) -> np.ndarray:
         """uint8 [H, W, 3]. Raises ValueError that names the image, OSError where its shard can't be read."""
-        shard, offset, length, _ = self.index[i].tolist()
+        shard, offset, length, _ = self.row(i)
         data = bytearray(length)
         # Opened each time, some 10 us: nothing holds the room of a shard that the cache has removed.
         with open(self.files[shard], "rb", buffering=0) as file:

@@ -5,6 +5,7 @@ already; the others are decoded by the workers of a DataLoader (common/workers.p
 """
 
 import math
+import os
 from collections.abc import Iterator
 from contextlib import closing
 from functools import cached_property, partial
@@ -25,14 +26,19 @@ from common.workers import MicroBatch, decoded, in_flight, send
 
 
 class ArraySplit(Shuffled):
-    """One split as an array: uint8 [N, H, W, 3], memory-mapped, and labels int64 [N]."""
+    """One split as an array in a file: uint8 [N, H, W, 3], and labels int64 [N].
+
+    On the host its rows are read, not copied out of the mapped array: what is cut off a mapped file while it
+    is in use kills the process (SIGBUS). Both come from the page cache, which all processes share.
+    """
 
     cropped = False  # random crops are left to the caller
 
-    def __init__(self, images: np.ndarray, labels: np.ndarray):
+    def __init__(self, images: np.memmap, labels: np.ndarray):
         super().__init__(len(labels))
         self.images, self.labels = images, labels
-        self._resident: dict[torch.device, tuple[Tensor, Tensor] | None] = {}
+        self.file = open(images.filename, "rb", buffering=0)  # noqa: SIM115
+        self._resident: dict[torch.device, Tensor | None] = {}
 
     @property
     def size(self) -> tuple[int, int]:
@@ -49,35 +55,38 @@ class ArraySplit(Shuffled):
         """Yields (epoch, ids [b], uint8 [b, H, W, 3], labels int64 [b]) in the order of the plan.
 
         The last two are on the device. Crops are the caller's: train, size, seed and workers are FileSplit's.
+        Raises ValueError when the file is cut.
         """
         device = torch.device(device)
         if device not in self._resident:
             self._resident[device] = self._move(device)
-        pinned = device.type == "cuda"
-        resident = self._resident[device]
-        pixels, labels = resident if resident is not None else self._on_host()
+        pixels, labels = self._resident[device], torch.from_numpy(self.labels)
         for epoch, ids in plan:
-            rows = send(torch.as_tensor(ids, dtype=torch.int64), pixels.device)
-            if resident is None and pinned:
-                # page-locked by torch's caching allocator, which waits for the copy before it reuses them
-                images = torch.empty(len(ids), pixels.shape[1], dtype=torch.uint8, pin_memory=True)
-                torch.index_select(pixels, 0, rows, out=images)
+            rows = torch.as_tensor(ids, dtype=torch.int64)
+            if pixels is None:
+                images = send(self._read(ids, pinned=device.type == "cuda"), device)
             else:
-                images = pixels.index_select(0, rows)
-            images, targets = send(images, device), send(labels.index_select(0, rows), device)
+                images = pixels.index_select(0, send(rows, device))
+            targets = send(labels.index_select(0, rows), device)
             yield epoch, ids, images.view(-1, *self.images.shape[1:]), targets
 
-    def _on_host(self) -> tuple[Tensor, Tensor]:
-        # One row per image: index_select copies rows whole, many times faster than four-dimensional indexing.
-        return torch.from_numpy(self.images).view(len(self), -1), torch.from_numpy(self.labels)
+    def _read(self, ids: np.ndarray, pinned: bool) -> Tensor:
+        """uint8 [b, H * W * 3]"""
+        row_bytes = self.images.strides[0]
+        # page-locked by torch's caching allocator, which waits for the copy before it reuses them
+        images = torch.empty(len(ids), row_bytes, dtype=torch.uint8, pin_memory=pinned)
+        for row, i in zip(images.numpy(), ids.tolist(), strict=True):
+            if os.preadv(self.file.fileno(), [row], self.images.offset + i * row_bytes) < row_bytes:
+                raise ValueError(
+                    f"{self.file.name} is shorter than it was: remove its folder, and the same command"
+                    " prepares it again"
+                )
+        return images
 
-    def _move(self, device: torch.device) -> tuple[Tensor, Tensor] | None:
+    def _move(self, device: torch.device) -> Tensor | None:
         """The whole split on the device, or None: on CUDA it may take a quarter of the memory free now."""
-        if device.type == "cpu":
-            return self._on_host()
         if device.type == "cuda" and self.nbytes <= torch.cuda.mem_get_info(device)[0] // 4:
-            pixels, labels = self._on_host()
-            return pixels.to(device), labels.to(device)
+            return torch.from_numpy(self.images).view(len(self), -1).to(device)
         return None
 
 
@@ -197,8 +206,8 @@ class ShardSplit:
 
     @cached_property
     def rows(self) -> np.ndarray:
-        """The index."""
-        return np.load(self.index, mmap_mode="r")
+        """The index, int64 [N, 4]."""
+        return np.load(self.index)
 
 
 Split = ArraySplit | FileSplit | ShardSplit

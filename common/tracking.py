@@ -423,7 +423,7 @@ class Run:
     def _draw(self, found: dict[str, Any]) -> None:
         """All pictures. What can't be drawn is said: the run has its result without it."""
         try:
-            report.plot_curves(self.folder, found)
+            report.draw(self.folder, found)
             self.log.show(self.step, draw_predictions(self))
         except OSError:
             raise

@@ -46,7 +46,7 @@ def straight(tmp_path_factory):
     """The folder of an undisturbed run, and all its file operations on checkpoints."""
     tmp_path = tmp_path_factory.mktemp("straight")
     env = at_file_operation(tmp_path, "/run/checkpoints", "list")
-    run([*python(), *HELLO, "--output_dir", tmp_path / "run"], env=env)
+    warm.run([*HELLO, "--output_dir", tmp_path / "run"], tmp_path / "log", env)
     return tmp_path / "run", operations(tmp_path)
 
 
@@ -95,11 +95,12 @@ def test_killed_at_each_boundary_of_a_commit(straight, tmp_path):
 
 
 def kill_and_continue(number: int, reference: Path, tmp_path: Path) -> None:
-    words = [*python(), *HELLO, "--output_dir", tmp_path / "run"]
-    status, output = Job(words, env=at_file_operation(tmp_path, "/run/checkpoints", number)).wait()
+    words = [*HELLO, "--output_dir", tmp_path / "run"]
+    env = at_file_operation(tmp_path, "/run/checkpoints", number)
+    status, output = warm.WarmJob(words, tmp_path / "log", env).wait()
     assert status == -signal.SIGKILL, output
     assert mark(tmp_path).exists()
-    output = run(words)
+    output = warm.run(words, tmp_path / "log")
     assert "continuing at step" in output
     assert "which is dead: taken over" in output
     assert_same_end(tmp_path / "run", reference)
@@ -366,8 +367,8 @@ def test_pickle_in_any_file_is_not_run(file, hostile, tmp_path):
     torch.save({"step": Trap(canary)}, hostile / file)
     if file != "manifest.json":
         forge(hostile)
-    words = [*python(), *HELLO, "--resume", hostile, "--output_dir", tmp_path / "run"]
-    status, output = Job(words).wait()
+    words = [*HELLO, "--resume", hostile, "--output_dir", tmp_path / "run"]
+    status, output = warm.WarmJob(words, tmp_path / "log").wait()
     assert status == 1
     assert output.count("error: ") == 1, output
     assert file in output
@@ -484,7 +485,7 @@ def test_a_run_prunes_past_a_link(tmp_path):
         assert output.count(f"step_{step:08d} is a link to") == 1
     assert verify(latest(tmp_path / "run")).step == 24
     assert (tmp_path / "moved" / MANIFEST).exists()
-    assert len(list(parent.glob("step_*"))) == 3
+    assert not any(path.is_symlink() for path in parent.glob("step_*"))
 
 
 def test_best_the_last_two_and_every_so_many_are_kept():

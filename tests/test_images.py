@@ -32,6 +32,11 @@ DATA = os.environ.get("TEST_DATA_DIR")
 pytestmark = pytest.mark.filterwarnings("ignore:The image decoding and encoding:DeprecationWarning")
 
 
+def in_cache(folder: Path) -> list[Path]:
+    """What lies there beside the lock."""
+    return [path for path in folder.iterdir() if path.name != image_cache.LOCK]
+
+
 def encode(image: Image.Image, format: str = "JPEG", **options) -> bytes:
     out = io.BytesIO()
     image.save(out, format, **options)
@@ -305,7 +310,7 @@ def test_the_key_is_the_content(tmp_path):
         prepare(str(elsewhere), cache)
     write_parquet(path, [encode(picture(k), "PNG") for k in range(20)], [0, 1] * 10, ["cat", "dog"])
     assert prepare(str(elsewhere), cache) != first
-    assert len(list(cache.iterdir())) == 2
+    assert len(in_cache(cache)) == 2
 
 
 def test_large_data_is_keyed_on_names_sizes_and_times(tmp_path, monkeypatch):
@@ -340,7 +345,7 @@ def test_two_jobs_at_once_make_it_once(tmp_path):
     out, err = other.communicate(timeout=30)
     assert len(beats) > 2
     assert out == f"DONE {folder}\n", err
-    assert list(cache.iterdir()) == [folder]
+    assert in_cache(cache) == [folder]
     assert len(open_images(folder).train) == 40
 
 
@@ -351,12 +356,12 @@ def test_killed_in_the_middle_leaves_nothing_that_counts(tmp_path):
     other.kill()
     other.communicate()
     # it really was in the middle: some images are decoded, nothing has a name yet
-    [work] = cache.iterdir()
+    [work] = in_cache(cache)
     assert work.name == ".preparing"
     assert np.load(work / "train_images.npy").any()
     assert not np.load(work / "val_images.npy").any()
     folder = prepare(str(root), cache)
-    assert list(cache.iterdir()) == [folder]
+    assert in_cache(cache) == [folder]
     images = open_images(folder)
     assert all((images.val.images[k] == np.asarray(picture(1000 + k))).all() for k in range(20))
 
@@ -370,7 +375,7 @@ def test_an_interrupt_leaves_nothing(tmp_path):
     out, err = other.communicate(timeout=30)
     assert out == ""
     assert err.splitlines()[-1] == "KeyboardInterrupt"
-    assert not list(cache.iterdir())
+    assert not in_cache(cache)
 
 
 def test_an_exception_from_beat_ends_the_threads_and_leaves_nothing(tmp_path, monkeypatch):
@@ -386,7 +391,7 @@ def test_an_exception_from_beat_ends_the_threads_and_leaves_nothing(tmp_path, mo
         prepare(str(root), tmp_path / "cache", beat)
     done = len(decoded)
     assert 0 < done <= 4 * image_cache.cores()  # of 60
-    assert not list((tmp_path / "cache").iterdir())
+    assert not in_cache(tmp_path / "cache")
     time.sleep(0.3)
     assert len(decoded) == done
 
@@ -423,7 +428,7 @@ def test_a_full_disk_is_a_clear_error(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "posix_fallocate", no_room)
     with pytest.raises(ValueError, match=r"No space left on device.* with room for the decoded images"):
         prepare(str(parquet_folder(tmp_path / "data")), tmp_path / "cache")
-    assert not list((tmp_path / "cache").iterdir())
+    assert not in_cache(tmp_path / "cache")
 
 
 # Decoding
@@ -761,7 +766,7 @@ def test_bad_input_is_one_clear_error(tmp_path, case):
     assert "\n" not in str(error.value)
     for message in messages:
         assert message in str(error.value)
-    assert not (tmp_path / "cache").exists() or not list((tmp_path / "cache").iterdir())
+    assert not (tmp_path / "cache").exists() or not in_cache(tmp_path / "cache")
 
 
 def test_a_cache_that_cannot_be_written_is_a_clear_error(tmp_path):
