@@ -41,8 +41,7 @@ from common.remote import SSH_FAILED, let_go, master_address, start
 ROOT = Path(__file__).resolve().parent
 CONNECT_S = 30  # for all hosts to answer
 END_S = 60  # from `stop` until a host that still has not ended is given up
-# A rank's error, or torchrun's line about a rank that failed: the traceback that follows is the launcher's.
-FAILED = re.compile(r"(\S+: )?error: |E\d{4} .*torch/distributed/elastic/.*failed \(exitcode")
+TRACEBACK = "Traceback (most recent call last):"
 LAUNCHERS_OWN = ("subprocess.CalledProcessError", "torch.distributed.elastic.")  # exceptions
 LINES = 200  # of a host's output that are kept to say what failed
 COLOURS = (36, 33, 35, 32, 34, 96, 93, 95)
@@ -344,8 +343,14 @@ class Crew:
             member.hello = json.loads(line.removeprefix(HELLO))
             return
         member.hear(line)
-        ends = line.startswith("Traceback") and any(FAILED.match(said) for said in member.said[-3:])
-        member.silent = member.silent or ends
+        if line == TRACEBACK:
+            return  # shown before the next line, unless that says it is the launcher's
+        if member.said[-2:-1] == [TRACEBACK]:
+            member.silent = member.silent or "<frozen runpy>" in line  # `python -m`
+            self._show_line(member, TRACEBACK)
+        self._show_line(member, line)
+
+    def _show_line(self, member: Member, line: str) -> None:
         if not member.silent or line.startswith("error: "):
             self._say(f"{self._label(member)} | {line}")
 

@@ -97,8 +97,18 @@ ANSWERS = {  # by the variable that switches a group of answers on; the first gr
         ),
     ),
     "ACCELERATE_USE_PARALLELISM_CONFIG": (
-        Answer("parallelism_config_dp_replicate_size", "PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "[1-9][0-9]*"),
-        Answer("parallelism_config_dp_shard_size", "PARALLELISM_CONFIG_DP_SHARD_SIZE", "[1-9][0-9]*"),
+        Answer(
+            "parallelism_config_dp_replicate_size",
+            "PARALLELISM_CONFIG_DP_REPLICATE_SIZE",
+            "[1-9][0-9]*",
+            "choose 1 or more",
+        ),
+        Answer(
+            "parallelism_config_dp_shard_size",
+            "PARALLELISM_CONFIG_DP_SHARD_SIZE",
+            "[1-9][0-9]*",
+            "choose 1 or more",
+        ),
         Answer(
             "parallelism_config_tp_size",
             "PARALLELISM_CONFIG_TP_SIZE",
@@ -189,6 +199,7 @@ def check_answers(
 
     Returns the DeepSpeed JSON, where there is one. ValueError names the first answer that is not honoured.
     """
+    env = {"FSDP_VERSION": "1", **env}  # accelerate's default
     for switch, answers in ANSWERS.items():
         if switch and not _is_on(env, switch):
             continue

@@ -105,6 +105,7 @@ REFUSED = {  # the key's name and value, and a word of what to choose
     "context parallel": (sizes(shard=1, cp=2), "parallelism_config_cp_size: 2", "larger dp_shard_size"),
     "sequence parallel": (sizes(shard=1, sp_size=2), "parallelism_config_sp_size: 2", "larger dp_shard_size"),
     "sizes that do not fit": (sizes(replicate=2), "dp_replicate_size: 2 and dp_shard_size: 2", "2 processes"),
+    "a size of 0": (sizes(replicate=0), "dp_replicate_size: 0", "choose 1 or more"),
     "all sizes 1": (sizes(shard=1), "dp_replicate_size: 1 and dp_shard_size: 1", "more than 1"),
     "Megatron": (
         {"distributed_type": "MEGATRON_LM", "megatron_lm_config": {"megatron_lm_tp_degree": 1}},
@@ -139,6 +140,7 @@ REFUSED = {  # the key's name and value, and a word of what to choose
 }
 IN_ENV = {  # answers that accelerate's launcher passes on only where a package or a program is installed
     "fp8": ({"ACCELERATE_MIXED_PRECISION": "fp8"}, "mixed_precision: fp8", "choose bf16"),
+    "FSDP 1 by default": ({"ACCELERATE_USE_FSDP": "true"}, "fsdp_version: 1", "choose fsdp_version: 2"),
     "SageMaker": ({"ACCELERATE_USE_SAGEMAKER": "true"}, "AMAZON_SAGEMAKER", "choose this machine"),
     "MPI": ({"OMPI_COMM_WORLD_SIZE": "2", "ACCELERATE_USE_CPU": "True"}, "mpirun_config", "choose multi-GPU"),
 }

@@ -52,6 +52,8 @@ def test_one_line(launcher, mistake, project_copy, tmp_path, cache):
         assert "Traceback" not in "\n".join(lines[: lines.index(said[0])]), output
     if launcher in ("torchrun, one process", "torchrun", "accelerate"):  # torchrun says who failed, and why
         assert f"traceback : {message.removeprefix('error: ')}" in output
+    if launcher.startswith("launch.py"):
+        assert lines[-1].startswith(f"error: localhost: {message.removeprefix('error: ')}")
 
 
 def is_a_warning(line: str) -> bool:
