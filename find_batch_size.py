@@ -42,7 +42,7 @@ if TYPE_CHECKING:  # torch comes with it: a wrong flag is said sooner
 
 ROOT = Path(__file__).resolve().parent
 STEPS = 4  # the first, which makes the optimizer's state, is not timed
-NO_MATTER = {"batch_size", "epochs", "lr", "seed", "max_val_images"}  # of the recipe, for the memory
+NO_MATTER = {"batch_size", "epochs", "lr", "seed", "streams", "max_val_images"}  # flags that cost no memory
 SHOWN = 25  # last lines of a launch that failed
 RAN, OUT_OF_MEMORY, TOO_LARGE = "ran", "out of memory", "more than the images"
 

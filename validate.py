@@ -265,7 +265,10 @@ def predict(
 
 def check(rows: Rows, ids: np.ndarray) -> None:
     """Checks that every image was counted exactly once. ValueError where the model's output is not finite."""
-    assert np.array_equal(rows["id"], ids), f"counted {len(rows['id'])} images, not each of {len(ids)} once"
+    assert np.isin(rows["id"], ids).all(), "counted an image that is not evaluated"
+    times = np.bincount(np.searchsorted(ids, rows["id"]), minlength=len(ids))
+    wrong = times != 1
+    assert not wrong.any(), f"image {ids[wrong][0]} was counted {times[wrong][0]} times"
     wrong = ~np.isfinite(rows["loss"])
     if wrong.any():
         raise ValueError(

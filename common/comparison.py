@@ -331,7 +331,8 @@ def _largest(run: RunRecord, searches: tuple[dict[str, Any], ...]) -> int | None
     """What was found for the run's script, strategy, sharding, precision and recipe, on as many processes."""
     names = ("script", "strategy", "processes", "mixed_precision")
     for search in searches:
-        same_recipe = all(run.recipe.get(name) == value for name, value in search["recipe"].items())
+        recipe = {name: value for name, value in search["recipe"].items() if name != "streams"}  # older ones
+        same_recipe = all(run.recipe.get(name) == value for name, value in recipe.items())
         same_sharding = search.get("sharding") == run.about.get("sharding")
         same_facts = all(search.get(name) == run.facts.get(name) for name in names)
         if same_recipe and same_sharding and same_facts:

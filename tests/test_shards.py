@@ -267,6 +267,16 @@ def test_the_default_streams_go_with_any_batch(batch_size, shards, tmp_path):
         assert len(next(iter(plan))[1]) == batch_size // processes
 
 
+def test_a_spread_evaluation_needs_more_shards_at_once(tmp_path):
+    """4 of 40 images: a batch of 2 of them spans half of the split."""
+    folder = write_shards(tmp_path / "many", val=(4,) * 10)
+    place = prepare(str(folder), tmp_path / "cache")
+    whole, part = (open_images(place, replace(RECIPE, workers=0, max_val_images=n)).train for n in (None, 4))
+    total = sum(shard.bytes for shard in part.beside.shards)
+    assert whole._evaluation_bytes(2) < 0.3 * total
+    assert 0.5 * total < part._evaluation_bytes(2) <= total
+
+
 # What is refused
 
 
