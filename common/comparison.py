@@ -73,18 +73,18 @@ class Comparison:
     @cached_property
     def names(self) -> list[str]:
         """One name for each run, of what differs: `ddp x 4`, `lr 0.003`; equal ones are numbered."""
-        facts = [run.facts for run in self.runs]
+        runs, facts = self.runs, [run.facts for run in self.runs]
+        scripts = [one.get("script", "unknown") for one in facts]
         where = [f"{one.get('strategy', 'unknown')} x {one.get('processes', '?')}" for one in facts]
         hosts = [plural(one.get("hosts", "?"), "host") for one in facts]
-        others = dict.fromkeys(name for run in self.runs for name in run.recipe)
-        others = [name for name in others if name not in (*NAMED, *NOT_COMPARED)]
-        names = list(zip(*_differing([where, *(_values(self.runs, name) for name in NAMED)]), strict=True))
-        for column in _differing([hosts, *(_values(self.runs, name) for name in others)]):
-            if len(set(names)) < len(self.runs):
-                names = [
-                    (*parts, value) for parts, value in zip(names or [()] * len(facts), column, strict=True)
-                ]
-        names = [", ".join(parts) for parts in names] or where
+        flags = [name for name in runs[0].recipe if all(name in run.recipe for run in runs)]
+        others = [name for name in flags if name not in (*NAMED, *NOT_COMPARED)]
+        always = [scripts, where, *(_values(runs, name) for name in NAMED if name in flags)]
+        names = list(zip(*_differing(always), strict=True)) or [()] * len(runs)
+        for column in _differing([hosts, *(_values(runs, name) for name in others)]):
+            if len(set(names)) < len(runs):
+                names = [(*parts, value) for parts, value in zip(names, column, strict=True)]
+        names = [", ".join(parts) or one for parts, one in zip(names, where, strict=True)]
         seen = [names[:i].count(name) + 1 for i, name in enumerate(names)]
         return [name if k == 1 else f"{name} ({k})" for name, k in zip(names, seen, strict=True)]
 
@@ -135,7 +135,7 @@ def _differing(columns: list[list[str]]) -> list[list[str]]:
 
 def _values(runs: list[RunRecord], name: str) -> list[str]:
     """A flag and its value in each run, without the folders of a path."""
-    values = [as_flag(run.recipe[name]) if name in run.recipe else "not known" for run in runs]
+    values = [as_flag(run.recipe[name]) for run in runs]
     return [f"{name} {value.rstrip('/').rpartition('/')[2]}" for value in values]
 
 

@@ -20,20 +20,14 @@ class Lines:
     """Progress as plain lines, for logs and pipes."""
 
     def __init__(self, epochs: int, first_step: int, steps: int, batch_size: int, unit: str):
-        self.epochs, self.step, self.steps, self.batch_size, self.unit = (
-            epochs,
-            first_step,
-            steps,
-            batch_size,
-            unit,
-        )
+        self.epochs, self.step, self.steps = epochs, first_step, steps
+        self.batch_size, self.unit = batch_size, unit
         self.began: tuple[float, int] | None = None  # time and step of the first call of advance
         self.shown = time.perf_counter()
 
     def advance(self, step: int) -> None:
         """Called after each micro-batch with the steps done."""
-        self.step = step
-        self.began = self.began or (time.perf_counter(), step)
+        self._count(step)
         self.tell(f"step {step:,}/{self.steps:,}")
 
     def show(self, step: int, epoch: float, values: dict[str, float]) -> None:
@@ -50,11 +44,15 @@ class Lines:
     def stop(self) -> None:
         pass
 
+    def _count(self, step: int) -> None:
+        self.step = step
+        self.began = self.began or (time.perf_counter(), step)
+
     def _steps_per_s(self) -> float | None:
         """Evaluations and saves included, the start of the decoders left out; None before the second step."""
         if not self.began or self.step <= self.began[1]:
             return None
-        return (self.step - self.began[1]) / (time.perf_counter() - self.began[0])
+        return (self.step - self.began[1]) / max(1e-9, time.perf_counter() - self.began[0])
 
     def _left(self) -> str:
         steps_per_s = self._steps_per_s()
@@ -71,7 +69,7 @@ class Bar(Lines):
         self.line.start()
 
     def advance(self, step: int) -> None:
-        super().advance(step)
+        self._count(step)
         self.doing = ""
 
     def show(self, step: int, epoch: float, values: dict[str, float]) -> None:
@@ -185,7 +183,7 @@ class Reading:
         print(f"{self._text()}  done", flush=True)
 
     def _look(self) -> tuple[float, list[tuple[int, str]]]:
-        images, images_per_s, mb_per_s = self._numbers()
+        images, images_per_s, mb_per_s = self._measures()
         share = self.read / max(1, self.total)
         if not self.showing:
             return share, [(0, self.split), (1, f"{self._gib()} {self.doing}")]
@@ -193,10 +191,10 @@ class Reading:
         return share, [*parts, (2, self._left())]
 
     def _text(self) -> str:
-        images, images_per_s, mb_per_s = self._numbers()
+        images, images_per_s, mb_per_s = self._measures()
         return "  ".join([self.split, images, self._gib(), images_per_s, mb_per_s])
 
-    def _numbers(self) -> tuple[str, str, str]:
+    def _measures(self) -> tuple[str, str, str]:
         seconds = max(time.monotonic() - self.began_s, 1e-3)
         images_per_s = (self.images - self.first_image) / seconds
         mb_per_s = (self.read - self.first_byte) / seconds / 1e6

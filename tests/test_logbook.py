@@ -444,6 +444,9 @@ def test_columns_are_named_by_what_differs(one, two, tmp_path):
     assert names({}, {"widths": [8, 8, 8]}, {}) == ["widths 4,8,32", "widths 8,8,8", "widths 4,8,32 (2)"]
     assert names({}, {"resume": "/a/b"}) == ["resume auto", "resume b"]
     assert names({}, {}) == ["single x 1", "single x 1 (2)"]
+    other_script = tmp_path / "vit"
+    copy_with(one[0], other_script, {}, {"model": "vit"}, {"script": "train_vit"})
+    assert Comparison([RunRecord(one[0]), RunRecord(other_script)]).names == ["train_cnn_a", "train_vit"]
     both = [RunRecord(one[0]), RunRecord(two)]
     assert Comparison(both).names == ["single x 1", "ddp x 2"]
 
