@@ -262,7 +262,7 @@ class Examination:
         if "error" in model:
             yield Finding("script", self.first, model["error"], True)
             return
-        self.checked += ["strategy", "batch", "batch-norm"]
+        self.checked += ["strategy", "batch"]
         memory_gib = min((gpu["memory_gib"] for gpu in self.gpus), default=None)
         yield from of_the_job(self.first, self.config, model, memory_gib)
 

@@ -204,7 +204,8 @@ class Search:
         if not (run / "result.json").exists():
             raise ValueError("the trial's result is not here: the hostfile's first host must be this one")
         result, about = (json.loads((run / name).read_text()) for name in ("result.json", "recipe.json"))
-        self.about = {name: result[name] for name in ("script", "strategy", "mixed_precision", "device")}
+        names = ("script", "strategy", "mixed_precision", "compile", "grad_checkpointing", "device")
+        self.about = {name: result[name] for name in names}
         self.about |= {name: about[name] for name in ("sharding", "git_commit", "versions")}
         memory_gib, of_each = ended.data_gib, result["memory_gib"]
         if not self.flags.memory_limit_gib:

@@ -55,43 +55,19 @@ class CnnB(ImageRecipe):
 # --- Model ------------------------------------------------------------------------------------------------
 
 
-class BatchNorm(nn.BatchNorm2d):
-    """[B, C, H, W] -> [B, C, H, W], in training by the statistics of the process's own micro-batch.
-
-    The running ones, for evaluation, follow the micro-batches in which `tracks` is set. Weight and bias enter
-    in fp32, like these: FSDP and ZeRO hold them in half precision, which torch refuses beside fp32 ones.
-    """
-
-    tracks = True
-
-    def forward(self, x: Tensor) -> Tensor:
-        running = self.tracks or not self.training
-        mean, var = (self.running_mean, self.running_var) if running else (None, None)
-        weight, bias = self.weight.float(), self.bias.float()
-        return F.batch_norm(x, mean, var, weight, bias, self.training, self.momentum, self.eps)
-
-    def _apply(self, *args, **kwargs) -> "BatchNorm":
-        """Called by .to() and .bfloat16(): DeepSpeed casts the whole model, but running means need fp32."""
-        mean, var = self.running_mean, self.running_var
-        super()._apply(*args, **kwargs)
-        self.running_mean = mean.to(self.running_mean.device)
-        self.running_var = var.to(self.running_var.device)
-        return self
-
-
 class Block(nn.Module):
     """[B, width_in, H, W] -> [B, width_out, H / stride, W / stride]: two convolutions and a shortcut."""
 
     def __init__(self, width_in: int, width_out: int, stride: int):
         super().__init__()
         self.conv1 = nn.Conv2d(width_in, width_out, 3, stride, padding=1, bias=False)
-        self.bn1 = BatchNorm(width_out)
+        self.bn1 = nn.BatchNorm2d(width_out)
         self.conv2 = nn.Conv2d(width_out, width_out, 3, padding=1, bias=False)
-        self.bn2 = BatchNorm(width_out)
+        self.bn2 = nn.BatchNorm2d(width_out)
         self.shortcut = nn.Identity()
         if stride != 1 or width_in != width_out:
             projection = nn.Conv2d(width_in, width_out, 1, stride, bias=False)
-            self.shortcut = nn.Sequential(projection, BatchNorm(width_out))
+            self.shortcut = nn.Sequential(projection, nn.BatchNorm2d(width_out))
 
     def forward(self, x: Tensor) -> Tensor:
         y = F.relu(self.bn1(self.conv1(x)), inplace=True)
@@ -107,9 +83,10 @@ class ResNet18(nn.Module):
     def __init__(self, width: int, stem: str, classes: int):
         super().__init__()
         if stem == "cifar":
-            layers = [nn.Conv2d(3, width, 3, padding=1, bias=False), BatchNorm(width), nn.ReLU(inplace=True)]
+            layers = [nn.Conv2d(3, width, 3, padding=1, bias=False), nn.BatchNorm2d(width)]
+            layers += [nn.ReLU(inplace=True)]
         else:
-            layers = [nn.Conv2d(3, width, 7, stride=2, padding=3, bias=False), BatchNorm(width)]
+            layers = [nn.Conv2d(3, width, 7, stride=2, padding=3, bias=False), nn.BatchNorm2d(width)]
             layers += [nn.ReLU(inplace=True), nn.MaxPool2d(3, stride=2, padding=1)]
         self.stem = nn.Sequential(*layers)
         widths = [width, width, 2 * width, 4 * width, 8 * width]
@@ -175,7 +152,6 @@ def main() -> None:
         model = build_model(recipe, len(images.classes))
         optimizer = build_optimizer(model, recipe)
         model, optimizer = prepare(accelerator, model, optimizer)
-        batch_norms = [module for module in model.modules() if isinstance(module, BatchNorm)]
 
         per_epoch = steps_per_epoch(images.train, batch)
         total_steps = recipe.epochs * per_epoch
@@ -197,8 +173,6 @@ def main() -> None:
             for k in micro_batches(batch, rank):
                 inputs, labels, ids = next(batches)
                 reseed(recipe.seed, step, k)
-                for norm in batch_norms:
-                    norm.tracks = k == 0  # rank 0's first alone, so that the number of processes is no matter
                 with accelerator.accumulate(model):
                     logits = model(inputs).float()
                     loss = F.cross_entropy(logits, labels, label_smoothing=recipe.label_smoothing)

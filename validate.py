@@ -93,6 +93,7 @@ def main() -> None:
             batch_size=flags.per_device_batch_size * world_size(),
             per_device_batch_size=flags.per_device_batch_size,
             mixed_precision=flags.mixed_precision,
+            compile="no",
             deepspeed_config=flags.deepspeed_config,
             timeout_s=flags.timeout_s,
         )

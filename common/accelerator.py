@@ -23,9 +23,11 @@ from accelerate.utils import (
     DistributedType,
     GradientAccumulationPlugin,
     InitProcessGroupKwargs,
+    TorchDynamoPlugin,
 )
 from torch import nn
 
+from common.activation_checkpointing import checkpoint_activations
 from common.agreement import MISTAKES, agree, first_to_say, is_hosts_first
 from common.answers import (
     check_answers,
@@ -34,7 +36,9 @@ from common.answers import (
     enabled_precision,
     settle_answers,
 )
+from common.batch_norm import RunningStatistics
 from common.cli import check_working_folder, let_nobody_else_write, open_streams, report_status, tell_torchrun
+from common.compilation import asked_for, compile_blocks
 from common.network import interface_to
 from common.preemption import STATUS, Preempted, launched, ready, watch
 from common.recipe import Batch, Recipe, recipe_part, share_out
@@ -60,11 +64,13 @@ def start(recipe: Recipe, clip_norm: float = 0.0) -> tuple[Accelerator, Batch]:
     remarks = settle_answers(rehearsal)
     if rehearsal:
         _rehearse_on_cpu()
+    compilation = asked_for(recipe.compile)
     _name_interface()
     _meet_again(recipe.timeout_s)
     accelerator = Accelerator(
         mixed_precision=_precision(recipe.mixed_precision or enabled_precision(deepspeed)),
         deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=deepspeed) if recipe.deepspeed_config else None,
+        dynamo_plugin=TorchDynamoPlugin(backend="no"),  # prepare() compiles, block by block
         gradient_accumulation_plugin=GradientAccumulationPlugin(
             num_steps=batch.accumulations, sync_with_dataloader=False
         ),
@@ -76,18 +82,33 @@ def start(recipe: Recipe, clip_norm: float = 0.0) -> tuple[Accelerator, Batch]:
     )
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         _fill_deepspeed_config(accelerator.state.deepspeed_plugin.deepspeed_config, batch, clip_norm)
+    accelerator.compilation = compilation
+    accelerator.grad_checkpointing = recipe.grad_checkpointing
+    if accelerator.distributed_type == DistributedType.FSDP:
+        plugin = accelerator.state.fsdp_plugin
+        accelerator.grad_checkpointing |= bool(plugin.activation_checkpointing)
+        plugin.activation_checkpointing = False  # prepare() does it
+    if compilation and strategy(accelerator) == "zero3":
+        raise ValueError(
+            f"--compile {compilation} (dynamo_backend): ZeRO-3 gathers parameters inside of each block, which"
+            " does not compile; choose --compile no, ZeRO-2 or FSDP"
+        )
     if accelerator.device.type == "cpu":
         _use_all_cores()
         _keep_freed_memory()
         if precision(accelerator) == "fp16" and accelerator.distributed_type != DistributedType.DEEPSPEED:
             # As Accelerate does on a GPU; on a CPU it would compute in fp32 without a word.
             accelerator.native_amp, accelerator.scaler = True, torch.amp.GradScaler("cpu")
-    agree(accelerator, {"script and common/": _code_hash(), "recipe": recipe_part(recipe), **versions()})
+    blocks = {"compile": str(compilation), "grad_checkpointing": accelerator.grad_checkpointing}
+    code = {"script and common/": _code_hash(), **versions()}
+    agree(accelerator, {**code, "recipe": recipe_part(recipe), **blocks})
     if rehearsal:
         accelerator.print(f"rehearsal on CPU: {batch.processes} gloo processes stand for as many GPUs")
     for remark in remarks:
         accelerator.print(remark)
-    accelerator.print(f"{strategy(accelerator)}, {batch}, mixed precision {precision(accelerator)}")
+    extras = f", compiled ({compilation})" if compilation else ""
+    extras += ", activation checkpointing" if accelerator.grad_checkpointing else ""
+    accelerator.print(f"{strategy(accelerator)}, {batch}, mixed precision {precision(accelerator)}{extras}")
     ready()
     return accelerator, batch
 
@@ -97,29 +118,35 @@ def prepare(
 ) -> tuple[nn.Module, AcceleratedOptimizer]:
     """accelerator.prepare, after a check that all processes made the same weights.
 
-    The model's `_no_split_modules` names the classes that FSDP wraps one by one.
+    The model's `_no_split_modules` names the classes that FSDP wraps one by one; the same blocks are compiled
+    and checkpointed, where that is asked for. BatchNorm gets running statistics as common.batch_norm says.
     """
     agree(accelerator, {"initial weights": _checksum(model)})
     check_wrapped_classes(model)
     if strategy(accelerator) in ("single", "ddp"):  # FSDP and ZeRO lay parameters out flat
         model = model.to(memory_format=torch.channels_last)
+    statistics = RunningStatistics(model)
+    if accelerator.compilation:
+        compile_blocks(model, accelerator.compilation)
+    if accelerator.grad_checkpointing:
+        checkpoint_activations(model)
     model, optimizer = accelerator.prepare(model, optimizer)
+    statistics.follow(accelerator, plain_module(model))
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         plain_module(model).register_forward_pre_hook(_cast_inputs(precision(accelerator)))
         if precision(accelerator) == "fp16":
             # Run finds a loss that is not finite, and says more than DeepSpeed's traceback would.
             optimizer.optimizer.loss_scaler.raise_error_at_min_scale = False
-    replica = getattr(model, "_orig_mod", model)  # torch.compile stands outside
-    if isinstance(replica, nn.parallel.DistributedDataParallel):
-        replica.forward_sync_buffers = False  # common.evaluation broadcasts them where they are used
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        model.forward_sync_buffers = False  # common.evaluation broadcasts them where they are used
     model.train()
     return model, optimizer
 
 
 def plain_module(model: nn.Module) -> nn.Module:
-    """The model inside of DDP, DeepSpeed or torch.compile; unwrap_model would import deepspeed."""
-    while type(model).__name__ in ("DistributedDataParallel", "DeepSpeedEngine", "OptimizedModule"):
-        model = model._orig_mod if hasattr(model, "_orig_mod") else model.module
+    """The model inside of DDP or DeepSpeed; unwrap_model would import deepspeed."""
+    while type(model).__name__ in ("DistributedDataParallel", "DeepSpeedEngine"):
+        model = model.module
     return model
 
 
@@ -213,7 +240,6 @@ def sharding(accelerator: Accelerator) -> dict[str, Any]:
     return {
         "reshard_after_forward": plugin.reshard_after_forward,
         "offload_params": isinstance(plugin.cpu_offload, CPUOffloadPolicy),
-        "activation_checkpointing": bool(plugin.activation_checkpointing),
         "replicas": sizes.dp_replicate_size if hybrid else 1,
     }
 

@@ -26,7 +26,8 @@ from common.run_words import (
 )
 
 NOT_COMPARED = ("output_dir", "model_folder", "s3")  # where something is written
-RESOLVED = ("mixed_precision", "per_device_batch_size")  # flags of which result.json has what came of them
+# Flags of which result.json has what came of them.
+RESOLVED = ("mixed_precision", "per_device_batch_size", "compile", "grad_checkpointing")
 NAMED = (
     "data",
     "model",
@@ -36,7 +37,8 @@ NAMED = (
     "seed",
 )  # flags that name a column wherever they differ
 SEARCH = {  # a result of find_batch_size.py
-    **dict.fromkeys(("script", "strategy", "device", "mixed_precision"), str),
+    **dict.fromkeys(("script", "strategy", "device", "mixed_precision", "compile"), str),
+    "grad_checkpointing": bool,
     **dict.fromkeys(("processes", "answer", "knee", "quantum"), int),
     "limit_gib": NUMBER,
     **dict.fromkeys(("recipe", "sharding"), dict),
@@ -190,14 +192,14 @@ def _conditions(run: RunRecord) -> dict[str, str]:
     left_out = (*NOT_COMPARED, *RESOLVED)
     recipe = {name: place(as_flag(value)) for name, value in run.recipe.items() if name not in left_out}
     names = ("script", "data", "batch_size", "per_device_batch_size", "accumulation_steps", "epochs", "steps")
-    names += ("mixed_precision", "val_name", "val_images", "status")
+    names += ("mixed_precision", "compile", "grad_checkpointing", "val_name", "val_images", "status")
     versions = {f"version of {name}": str(value) for name, value in about.get("versions", {}).items()}
     devices = about.get("devices") or [facts.get("device", "not known")]
     headers = [line for lines in run.telemetry.values() for line in lines if "cpus" in line]
     hosts = {f"{line['cpus']} CPUs, {line.get('memory_gib', 0):.0f} GiB" for line in headers}
     return {
         **recipe,
-        **{name: str(facts[name]) for name in names if name in facts},
+        **{name: as_flag(facts[name]) for name in names if name in facts},
         **versions,
         "commit": about.get("git_commit", "not known"),
         "device": ", ".join(sorted(set(devices))),
@@ -328,8 +330,8 @@ def _cost(run: RunRecord, price_per_hour: float | None) -> float | None:
 
 
 def _largest(run: RunRecord, searches: tuple[dict[str, Any], ...]) -> int | None:
-    """What was found for the run's script, strategy, sharding, precision and recipe, on as many processes."""
-    names = ("script", "strategy", "processes", "mixed_precision")
+    """What was found for the run's script, strategy and recipe, on as many processes, computed alike."""
+    names = ("script", "strategy", "processes", "mixed_precision", "compile", "grad_checkpointing")
     for search in searches:
         recipe = {name: value for name, value in search["recipe"].items() if name != "streams"}  # older ones
         same_recipe = all(run.recipe.get(name) == value for name, value in recipe.items())

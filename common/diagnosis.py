@@ -42,7 +42,6 @@ REMEDIES = {
     "strategy": "ddp_*.yaml is faster where the model fits",
     "script": "the script or one of its flags is wrong",
     "batch": "a smaller --batch_size",
-    "batch-norm": "--mixed_precision no, or DDP: FSDP keeps BatchNorm's statistics in bf16",
 }  # fmt: skip
 
 
@@ -158,6 +157,3 @@ def of_the_job(
     if model["images"] and model["batch_size"] > model["images"]:
         what = f"--batch_size {model['batch_size']} of {model['images']:,} images in {model['data']}"
         yield Finding("batch", host, what, True)
-    precision = model["mixed_precision"] or config.get("mixed_precision")
-    if fsdp and model["batch_norm"] and precision == "bf16":
-        yield Finding("batch-norm", host, "BatchNorm under FSDP in bf16", False)

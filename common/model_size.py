@@ -1,6 +1,6 @@
 """How large a script's model is, for doctor.py: `python -m common.model_size train_vit.py [its flags]`.
 
-Prints JSON: parameters, whether it has BatchNorm, the data and the batch. Nothing is trained or downloaded.
+Prints JSON: parameters, the data and the batch. Nothing is trained or downloaded.
 """
 
 import json
@@ -24,11 +24,9 @@ def main() -> None:
         model = script.build_model(recipe, CLASSES) if hasattr(script, "build_model") else nn.Identity()
     found = {
         "parameters": sum(p.numel() for p in model.parameters()),
-        "batch_norm": any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules()),
         "data": recipe.data,
         "images": _images(recipe.data),
         "batch_size": recipe.batch_size,
-        "mixed_precision": recipe.mixed_precision,
     }
     print(json.dumps(found))
 

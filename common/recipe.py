@@ -108,6 +108,14 @@ class Recipe:
         "unset: the launcher's; else bf16 where the device has it natively",
         choices=("no", "bf16", "fp16"),
     )
+    compile: str | None = setting(
+        None,
+        "torch.compile, in this mode: slow first steps, then faster ones; unset: the launcher's",
+        choices=("no", "default", "reduce-overhead", "max-autotune"),
+    )
+    grad_checkpointing: bool = setting(
+        False, "keep a block's input only and compute it again in the backward pass: less memory, slower"
+    )
     deepspeed_config: str | None = setting(
         None, "a file of `ds_configs/`, for the launchers that have no YAML"
     )

@@ -313,6 +313,8 @@ def _setup(run: RunRecord) -> str:
     rows = {
         "batch": batch,
         "mixed precision": facts.get("mixed_precision", "-"),
+        "compiled": facts.get("compile", "-"),
+        "activation checkpointing": as_flag(facts.get("grad_checkpointing", "-")),
         "sharding": ", ".join(f"{name} {as_flag(value)}" for name, value in sharding.items()) or "none",
         "data": place(facts.get("data", "-")),
         "hosts": ", ".join(about.get("hosts", [])) or "-",

@@ -13,19 +13,21 @@ NUMBER = (int, float)
 ABOUT = {
     **dict.fromkeys(("script", "strategy", "resumed_from", "git_commit", "wandb_id", "wandb_url"), str),
     **dict.fromkeys(("source", "unit", "val_chosen"), str),
+    "compile": str,
+    "grad_checkpointing": bool,
     **dict.fromkeys(("recipe", "defaults", "sharding", "versions"), dict),
     **{name: [str] for name in ("command", "hosts", "devices")},
 }
 RESULT = {
     **dict.fromkeys(("script", "status", "strategy", "mixed_precision", "device", "data", "val_name"), str),
-    **dict.fromkeys(("checkpoint", "best_checkpoint", "error"), str),
+    **dict.fromkeys(("compile", "checkpoint", "best_checkpoint", "error"), str),
     **dict.fromkeys(("hosts", "processes", "batch_size", "per_device_batch_size", "accumulation_steps"), int),
     **dict.fromkeys(("epochs", "steps", "best_step", "val_images", "seed"), int),
     **dict.fromkeys(("best_accuracy", "best_loss", "final_accuracy", "final_loss"), NUMBER),
     **dict.fromkeys(("train_s", "wall_s", "images_per_s", "energy_wh"), NUMBER),
     "memory_gib": [{"*": NUMBER}],
     "telemetry": [{"host": str, "throttle": [str], "*": NUMBER}],
-    "uploaded": bool,
+    **dict.fromkeys(("grad_checkpointing", "uploaded"), bool),
 }
 METRICS_LINE = {"step": int, "*": NUMBER}
 TELEMETRY_LINE = {
@@ -128,7 +130,7 @@ class RunRecord:
             "final_loss": final.get("val/loss"),
             "checkpoint": f"checkpoints/{saved[-1].parent.name}" if saved else None,
         }
-        names = ("script", "strategy")
+        names = ("script", "strategy", "compile", "grad_checkpointing")
         return {
             **{name: about[name] for name in names if name in about},
             **{name: recipe[name] for name in ("data", "batch_size", "epochs", "seed") if name in recipe},

@@ -391,11 +391,13 @@ def test_what_else_differs_is_said_and_without_equal_work_there_is_no_speed_up(o
     about |= {"git_commit": "abc", "devices": ["NVIDIA T4"]}
     (other / "recipe.json").write_text(json.dumps(about))
     changes = {"batch_size": 64, "mixed_precision": "fp16", "val_images": 7}
+    changes |= {"compile": "default", "grad_checkpointing": True}
     (other / "result.json").write_text(json.dumps(result(other) | changes))
     text = compared(book, tmp_path, one[0], other, "--allow_different_data")
     different = rows(text.partition("## Also different")[2])
     assert {"lr", "version of torch", "commit", "device", "batch_size", *changes} == different.keys() - {""}
     assert different["lr"] == ["0.003", "0.5"]
+    assert different["compile"] == ["no", "default"]
     assert rows(text)["speed-up in training time"] == ["1.00", "-"]
     assert different[""] == ["lr 0.003", "lr 0.5"]
     assert "No speed-up of lr 0.5: 64 images a step, the first 128." in text
@@ -498,7 +500,7 @@ def test_results_of_a_batch_search(one, two, book, tmp_path):
     found = {"script": "train_cnn_a", "strategy": "ddp", "processes": 2, "device": "CPU", "quantum": 8}
     found |= {"limit_gib": 1.5, "answer": 16, "knee": 8, "trials": trials}
     found |= {"mixed_precision": result(two)["mixed_precision"], "recipe": {"widths": [4, 8, 32]}}
-    found["sharding"] = {}
+    found |= {"sharding": {}, "compile": "no", "grad_checkpointing": False}
     file = tmp_path / "search.json"
     file.write_text(json.dumps(found))
     table = rows(compared(book, tmp_path, one[0], two, "--batch_search", file))
@@ -508,8 +510,9 @@ def test_results_of_a_batch_search(one, two, book, tmp_path):
     file.write_text(json.dumps(found | {"recipe": {"widths": [4, 8, 64]}}))
     text = compared(book, tmp_path, one[0], two, "--batch_search", file)
     assert "largest batch found" not in text, "it is another model's"
-    file.write_text(json.dumps(found | {"sharding": {"replicas": 2}}))
-    assert "largest batch found" not in compared(book, tmp_path, one[0], two, "--batch_search", file)
+    for other in ({"sharding": {"replicas": 2}}, {"compile": "default"}, {"grad_checkpointing": True}):
+        file.write_text(json.dumps(found | other))
+        assert "largest batch found" not in compared(book, tmp_path, one[0], two, "--batch_search", file)
     file.write_text("{}")
     status, _, errors = book("compare", one[0], two, "--batch_search", file)
     assert (status, errors) == (1, f"error: {file} is no result of find_batch_size.py\n")

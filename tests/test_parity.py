@@ -3,9 +3,12 @@
 Batch 96 of 1,437 digits: an epoch has 14 steps, so 20 steps cross its end, and the data of the second epoch.
 """
 
+import json
 from itertools import product
+from pathlib import Path
 
 import pytest
+import yaml
 from safetensors.torch import load_file
 
 from tests.conftest import (
@@ -16,6 +19,7 @@ from tests.conftest import (
     VIT,
     accelerate,
     deepspeed,
+    full,
     lines,
     metrics,
     mutate,
@@ -76,6 +80,64 @@ def test_two_processes_train_as_one_with_two_accumulations(script, strategy, one
     launcher, flags = STRATEGIES[strategy]
     run([*launcher, *command(script, cache), *flags, "--output_dir", tmp_path / "run"])
     assert_same_training(tmp_path / "run", one_process(script))
+
+
+# The same settings as an answer of the launcher's, where there is one, or as a flag.
+CHECKPOINTING = {
+    "fsdp": accelerate("fsdp_2gpu", "--fsdp_activation_checkpointing", "true"),
+    "single": python(),
+    **{strategy: launcher for strategy, (launcher, _) in STRATEGIES.items() if strategy != "fsdp"},
+}
+
+
+@pytest.mark.parametrize(
+    ("script", "strategy"),
+    [
+        pytest.param(script, s, marks=[] if (script, s) == ("vit", "fsdp") else pytest.mark.full)
+        for script, s in product(("vit", "cnn_b"), CHECKPOINTING)
+    ],
+)
+def test_activation_checkpointing_changes_no_number(script, strategy, one_process, tmp_path, cache):
+    flags = STRATEGIES.get(strategy, ((), []))[1] + ([] if strategy == "fsdp" else ["--grad_checkpointing"])
+    words = [*CHECKPOINTING[strategy], *command(script, cache), *flags, "--output_dir", tmp_path / "run"]
+    run(words, env=HALF_THE_CORES if strategy == "single" else None)
+    assert_same_training(tmp_path / "run", one_process(script))
+    for recorded in ("recipe.json", "result.json"):
+        assert json.loads((tmp_path / "run" / recorded).read_text())["grad_checkpointing"] is True
+
+
+def compiling(strategy: str, tmp_path: Path) -> list:
+    """The launcher with a config file that asks for compilation; without one for one process."""
+    if strategy == "single":
+        return python()
+    name = {"zero1": "zero1_4gpu"}.get(strategy, f"{strategy}_2gpu")
+    config = yaml.safe_load((ROOT / "accelerate_configs" / f"{name}.yaml").read_text())
+    config.pop("dynamo_backend", None)
+    config["num_processes"] = 2
+    config["dynamo_config"] = {"dynamo_backend": "INDUCTOR", "dynamo_use_regional_compilation": True}
+    (tmp_path / "compiled.yaml").write_text(yaml.safe_dump(config))
+    return [*accelerate(name)[:-1], tmp_path / "compiled.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("script", "strategy", "flags"),
+    [
+        ("vit", "single", ["--compile", "default"]),
+        full("cnn_b", "single", ["--compile", "default", "--grad_checkpointing"]),
+        full("cnn_a", "ddp", []),
+        full("vit", "ddp", ["--grad_checkpointing"]),
+        full("vit", "fsdp", ["--grad_checkpointing"]),
+        full("vit", "zero1", []),
+        full("vit", "zero2", ["--grad_checkpointing"]),
+        full("cnn_b", "zero2", []),
+    ],
+)
+def test_compilation_changes_no_number(script, strategy, flags, one_process, tmp_path, cache):
+    words = [*compiling(strategy, tmp_path), *command(script, cache), *flags]
+    run([*words, "--output_dir", tmp_path / "run"], env=HALF_THE_CORES if strategy == "single" else None)
+    assert_same_training(tmp_path / "run", one_process(script))
+    for recorded in ("recipe.json", "result.json"):
+        assert json.loads((tmp_path / "run" / recorded).read_text())["compile"] == "default"
 
 
 @pytest.mark.parametrize(

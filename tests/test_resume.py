@@ -135,6 +135,18 @@ def test_a_run_that_was_stopped_four_times_is_bit_equal(
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("launcher", ["single", "fsdp"])
+def test_compiled_and_eager_continue_one_another(launcher, uninterrupted, tmp_path, cache, stoppable):
+    compiled = ("--compile", "default", "--grad_checkpointing")
+    training = Training("vit", tmp_path / "run", cache, stoppable)
+    training.go(launcher, STOPS[0], *compiled)
+    training.go(launcher, STOPS[1])
+    training.go(launcher, None, *compiled)
+    assert_same_tensors(tmp_path / "run", uninterrupted("vit", launcher), tolerance=1e-5)
+    run([*python(), "validate.py", tmp_path / "run", *cache, "--output_dir", tmp_path / "report"])
+
+
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("script", "launcher"), [("cnn_a", "ddp3"), ("vit", "ddp3"), ("vit", "fsdp3"), ("vit", "zero3-3")]
 )

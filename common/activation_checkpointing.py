@@ -1,0 +1,56 @@
+"""Activation checkpointing: a block's activations are computed again in the backward pass, not kept.
+
+It draws the same random numbers again, so dropout and drop path leave the gradients as they are; parameters
+keep their names. What it leaves of the memory between forward and backward on a CPU stands in
+benchmarks/activation_memory.py. Not yet measured on a GPU.
+"""
+
+import functools
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+
+def blocks_of(model: nn.Module) -> Iterator[nn.Module]:
+    """The outermost modules of the classes that the model's `_no_split_modules` names."""
+    yield from _outermost(model, getattr(model, "_no_split_modules", None) or ())
+
+
+def _outermost(module: nn.Module, names: Collection[str]) -> Iterator[nn.Module]:
+    for child in module.children():
+        if type(child).__name__ in names:
+            yield child
+        else:
+            yield from _outermost(child, names)
+
+
+def checkpoint_activations(model: nn.Module) -> None:
+    """Around each block, else as timm does it. ValueError for a model with neither.
+
+    Not by accelerate: it draws other random numbers in the backward pass, and changes parameters' names.
+    """
+    blocks = list(blocks_of(model))
+    for block in blocks:
+        block.forward = _recomputed(block.forward)
+    if blocks:
+        return
+    try:
+        model.set_grad_checkpointing()
+    except (AttributeError, AssertionError):
+        raise ValueError(
+            f"activation checkpointing: {type(model).__name__} has no blocks, name their classes in its"
+            " _no_split_modules; or train without --grad_checkpointing (fsdp_activation_checkpointing)"
+        ) from None
+
+
+def _recomputed(forward: Callable) -> Callable:
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+    return run

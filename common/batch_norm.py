@@ -1,0 +1,91 @@
+"""BatchNorm under every strategy: running statistics that follow micro-batch 0 of each step.
+
+Layers of torch and of timm write the mean and variance of each forward in training into buffers of their own.
+Only those of rank 0's first micro-batch go on into the running statistics, so neither the number of processes
+nor a block that activation checkpointing computes again changes them.
+"""
+
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+FORWARDS = (  # _Layer.forward takes their place
+    "torch.nn.modules.batchnorm._BatchNorm.forward",
+    "timm.layers.norm_act.BatchNormAct2d.forward",
+)
+
+
+class RunningStatistics:
+    """The running statistics of a model's BatchNorm layers. Made before accelerator.prepare.
+
+    ValueError for a kind of BatchNorm whose statistics can't be made independent of the number of processes.
+    """
+
+    def __init__(self, model: nn.Module):
+        self.layers = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
+        for layer in self.layers:
+            _check(layer)
+            layer.__class__ = _layer_class(type(layer))
+        self.begun_with = [(layer.running_mean, layer.running_var) for layer in self.layers]
+
+    def follow(self, accelerator: Accelerator, prepared: nn.Module) -> None:
+        """From now on each forward of micro-batch 0 updates them. prepared: the plain model inside."""
+        for layer, (mean, var) in zip(self.layers, self.begun_with, strict=True):
+            # DeepSpeed casts the whole model, but running statistics need fp32.
+            layer.running_mean, layer.running_var = (t.to(accelerator.device) for t in (mean, var))
+            for name in ("batch_mean", "batch_var"):
+                layer.register_buffer(name, torch.zeros_like(layer.running_mean), persistent=False)
+        first = 1 % accelerator.gradient_accumulation_steps  # accelerator.step counts from 1
+
+        def update(module: nn.Module, *_) -> None:
+            if module.training and accelerator.step % accelerator.gradient_accumulation_steps == first:
+                self._update()
+
+        if self.layers:
+            prepared.register_forward_hook(update)
+
+    @torch.no_grad()
+    def _update(self) -> None:
+        for momentum in {layer.momentum for layer in self.layers}:
+            layers = [layer for layer in self.layers if layer.momentum == momentum]
+            torch._foreach_lerp_([x.running_mean for x in layers], [x.batch_mean for x in layers], momentum)
+            torch._foreach_lerp_([x.running_var for x in layers], [x.batch_var for x in layers], momentum)
+        torch._foreach_add_([layer.num_batches_tracked for layer in self.layers], 1)
+
+
+class _Layer(_BatchNorm):
+    """[B, C, ...] -> [B, C, ...], in training by the statistics of the process's own micro-batch.
+
+    Weight and bias enter in fp32: FSDP and ZeRO hold them in half precision, which torch refuses beside fp32
+    statistics.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        self._check_input_dim(x)
+        weight, bias = (None if p is None else p.float() for p in (self.weight, self.bias))
+        mean, var = self.running_mean, self.running_var
+        if self.training:
+            mean, var = self.batch_mean, self.batch_var  # a momentum of 1 overwrites them
+        x = F.batch_norm(x, mean, var, weight, bias, self.training, 1.0, self.eps)
+        return self.act(self.drop(x)) if hasattr(self, "act") else x  # timm's BatchNormAct2d
+
+
+@cache
+def _layer_class(kind: type[_BatchNorm]) -> type[_BatchNorm]:
+    """A subclass of the same name: weights keep their names, and isinstance its answers."""
+    return type(kind.__name__, (_Layer, kind), {})
+
+
+def _check(layer: _BatchNorm) -> None:
+    forward = type(layer).forward
+    if f"{forward.__module__}.{forward.__qualname__}" not in FORWARDS:
+        raise ValueError(
+            f"the model has {type(layer).__name__}, whose statistics depend on the number of processes:"
+            " use BatchNorm1d, 2d or 3d, or timm's BatchNormAct2d"
+        )
+    if layer.momentum is None:
+        raise ValueError(f"the model has a {type(layer).__name__} without momentum: give it one, as 0.1")

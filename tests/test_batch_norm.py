@@ -1,0 +1,112 @@
+"""BatchNorm of torch and of timm: running statistics that follow micro-batch 0, and nothing else."""
+
+import pytest
+import timm
+import torch
+from accelerate import Accelerator
+from accelerate.utils import GradientAccumulationPlugin
+from torch import nn
+
+from common.accelerator import prepare
+from common.compilation import Compilation
+from common.layout import layout_of
+from tests.conftest import HALF_THE_CORES, accelerate, copy_project, full, mutate, python, run
+from tests.test_parity import FLAGS, assert_same_training
+
+ACCUMULATIONS = 2
+
+
+@pytest.fixture
+def accelerator():
+    plugin = GradientAccumulationPlugin(num_steps=ACCUMULATIONS, sync_with_dataloader=False)
+    made = Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
+    made.compilation, made.grad_checkpointing = Compilation(), False
+    return made
+
+
+def small_timm_model(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    return timm.create_model(name, num_classes=10, drop_path_rate=0.5, drop_rate=0.5)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("name", ["test_resnet", "test_byobnet", "test_efficientnet"])
+def test_statistics_follow_the_first_micro_batch_of_each_step(name, checkpointed, accelerator):
+    plain, model = small_timm_model(name), small_timm_model(name)
+    names = list(model.state_dict())
+    accelerator.grad_checkpointing = checkpointed
+    model, optimizer = prepare(accelerator, model, torch.optim.SGD(model.parameters(), lr=0.1))
+    forwards = torch.Generator().manual_seed(0)
+    for k in range(3 * ACCUMULATIONS):
+        images = torch.randn(4, 3, 32, 32, generator=forwards).to(memory_format=torch.channels_last)
+        with accelerator.accumulate(model):
+            torch.manual_seed(k)
+            accelerator.backward(model(images).square().mean())
+            drawn = torch.rand(())
+            optimizer.step()
+            optimizer.zero_grad()
+        if k % ACCUMULATIONS == 0:  # what torch's own layers make of this micro-batch
+            torch.manual_seed(k)
+            plain.train()(images)
+            assert torch.rand(()) == drawn  # drawing goes on as if nothing had been computed again
+        else:
+            trained = dict(model.named_parameters())
+            with torch.no_grad():
+                for parameter_name, parameter in plain.named_parameters():
+                    parameter.copy_(trained[parameter_name])
+    assert list(model.state_dict()) == names
+    assert dict(layout_of(model, optimizer).untrained()).keys() == dict(plain.named_buffers()).keys()
+    for buffer_name, buffer in plain.named_buffers():
+        torch.testing.assert_close(model.state_dict()[buffer_name], buffer, msg=buffer_name)
+    images = torch.randn(4, 3, 32, 32, generator=forwards)
+    torch.testing.assert_close(model.eval()(images), plain.eval()(images), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("layer", "said"),
+    [
+        (nn.SyncBatchNorm(4), "the model has SyncBatchNorm, whose statistics depend on the number of proc"),
+        (nn.BatchNorm2d(4, momentum=None), "the model has a BatchNorm2d without momentum"),
+    ],
+)
+def test_other_statistics_are_refused(layer, said, accelerator):
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), layer)
+    with pytest.raises(ValueError, match=said):
+        prepare(accelerator, model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+TIMM = ["train_cnn_b.py", "--data", "digits", *FLAGS]
+
+
+@pytest.fixture(scope="module")
+def timm_script(tmp_path_factory):
+    """The project with a CNN-B that is a timm model, and says nothing of BatchNorm or blocks."""
+    project = copy_project(tmp_path_factory.mktemp("timm") / "project")
+    own = "    return ResNet18(recipe.width, recipe.stem, classes)\n"
+    timms = "    return __import__('timm').create_model('test_efficientnet', num_classes=classes)\n"
+    mutate(project, "train_cnn_b.py", own, timms)
+    return project
+
+
+@pytest.fixture(scope="module")
+def one_process(timm_script, tmp_path_factory, cache):
+    folder = tmp_path_factory.mktemp("one") / "run"
+    run([*python(), *TIMM, *cache, "--output_dir", folder], cwd=timm_script, env=HALF_THE_CORES)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("config", "flags"),
+    [
+        ("ddp_2gpu", ["--grad_checkpointing"]),
+        full("fsdp_2gpu", []),
+        full("zero2_2gpu", []),
+        full("zero3_4gpu", ["--grad_checkpointing"]),
+    ],
+)
+def test_a_timm_model_trains_on_two_processes_as_on_one(
+    config, flags, timm_script, one_process, tmp_path, cache
+):
+    launcher = accelerate(config, "--num_processes", "2")
+    run([*launcher, *TIMM, *cache, *flags, "--output_dir", tmp_path / "run"], cwd=timm_script)
+    assert_same_training(tmp_path / "run", one_process)
