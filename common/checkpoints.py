@@ -40,13 +40,18 @@ INDEX = "index.json"
 CHUNK_BYTES = 16 * 2**20  # written, read and hashed in one go
 JSON_LIMIT_BYTES = 16 * 2**20  # of a manifest: 22,000 class names are 1.2 MB
 _DTYPES = {
+    torch.float64: "F64",
     torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
     torch.int64: "I64",
     torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-
+_TYPES = {name: dtype for dtype, name in _DTYPES.items()}
 
 Specs = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # name -> dtype and shape
 
@@ -92,13 +97,46 @@ def _check_state(state: dict[str, Any], folder: Path) -> None:
         "wall_s": float,
     }
     wrong = [name for name, kind in kinds.items() if not isinstance(state.get(name), kind)]
-    if not isinstance(state.get("optimizer_steps"), int | None):
+    if not isinstance(state.get("optimizer_steps"), int | None):  # of an older run
         wrong.append("optimizer_steps")
+    kept = state.get("optimizer", {"scalars": {}, "groups": []})
+    groups = kept.get("groups") if isinstance(kept, dict) else None
+    scalars = kept.get("scalars") if isinstance(kept, dict) else None
+    if (
+        not isinstance(groups, list)
+        or not isinstance(scalars, dict)
+        or not all(isinstance(part, dict) for part in (*groups, *scalars.values()))
+    ):
+        wrong.append("optimizer")
     numbers = [state.get("best"), state.get("last"), state.get("loss_scale") or {"scale": 1.0}]
     if not wrong and not all(isinstance(n, int | float) for group in numbers for n in dict(group).values()):
         wrong.append("best, last and loss_scale")
     if wrong or not state["losses"] or not all(isinstance(loss, float) for loss in state["losses"]):
         raise ValueError(f"{folder}/state.json is no state: look at its {', '.join(wrong) or 'losses'}")
+
+
+def can_store(value: Any) -> bool:
+    """Whether it can stand in a safetensors file, or in state.json."""
+    if isinstance(value, Tensor):
+        return value.dtype in _DTYPES
+    return value is None or type(value) in (bool, int, float, str)
+
+
+def encode(value: Any) -> Any:
+    """A scalar or a small tensor for state.json."""
+    if not isinstance(value, Tensor):
+        return value
+    return {"dtype": _DTYPES[value.dtype], "value": value.tolist()}
+
+
+def decode(value: Any) -> Any:
+    """What encode() was given, on the CPU. ValueError for what it has not made."""
+    if not isinstance(value, dict):
+        return value
+    try:
+        return torch.tensor(value["value"], dtype=_TYPES[value["dtype"]])
+    except (KeyError, TypeError, RuntimeError):
+        raise ValueError(f"{value} is no tensor") from None
 
 
 def step_name(step: int) -> str:
@@ -356,6 +394,13 @@ class TensorFile:
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: tuple(self.file.get_slice(name).get_shape()) for name in self.file.keys()}  # noqa: SIM118
+
+    def specs(self) -> Specs:
+        """ValueError for a type that no run writes."""
+        kinds = {name: self.file.get_slice(name).get_dtype() for name in self.file.keys()}  # noqa: SIM118
+        if unknown := [name for name, kind in kinds.items() if kind not in _TYPES]:
+            raise ValueError(f"{self.path}: {unknown[0]} is of the unknown type {kinds[unknown[0]]}")
+        return {name: (_TYPES[kinds[name]], shape) for name, shape in self.shapes().items()}
 
     def expect(self, shapes: dict[str, tuple[int, ...]]) -> None:
         """ValueError unless it has exactly these names and shapes."""

@@ -1,20 +1,26 @@
 """Whole tensors out of, and into, what each process holds, under every strategy.
 
 What the optimizer changes in place is called "held" here: the parameters themselves on one process and under
-DDP, shards under FSDP2, flat partitions of the fp32 masters under ZeRO. An optimizer's moments and an EMA's
-averages are lists of tensors with the shapes of the held ones, so one way in and out serves all three.
+DDP, shards under FSDP2, flat partitions of the fp32 masters under ZeRO. An EMA's averages, and most of an
+optimizer's state, are lists of tensors with the shapes of the held ones, so one way in and out serves all.
 """
 
-from collections.abc import Callable, Iterator
+import copy
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from common.accelerator import plain_module
 
 EXCHANGED_BYTES = 64 * 2**20  # what exchanging two tensors takes beside them
+
+Held = list[Tensor | None]  # one per held tensor; None: the parameter has no such state
+Arrange = Callable[[list[Tensor]], list[Tensor]]  # the tensors of a parameter group, as a strategy holds them
 
 
 class Layout:
@@ -23,10 +29,15 @@ class Layout:
     Made before the first forward: later FSDP2's modules show gathered copies of their parameters.
     """
 
+    parts = ""  # what the optimizer gets instead of whole parameters
+    is_flat = False
+
     def __init__(self, model: nn.Module, optimizer: AcceleratedOptimizer):
         self.module, self.optimizer = plain_module(model), optimizer.optimizer
         self.parameters = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
         self.held = self._held()  # fp32, in the order of self.states()
+        self.inner = self._inner()  # the script's own optimizer
+        self.constants = copy.deepcopy([group_values(group) for group in self.inner.param_groups])
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The model's own names of what is trained -> whole shapes."""
@@ -43,53 +54,99 @@ class Layout:
             if id(tensor) not in trained and name not in self.parameters
         }
 
-    def whole(self, held: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
+    def whole(self, held: Held) -> Iterator[tuple[str, Tensor]]:
         """(name, whole tensor) of each trained parameter, one gathered at a time. Collective."""
-        yield from zip(self.parameters, held, strict=True)
-
-    def fill(self, held: list[Tensor], whole: Callable[[str], Tensor]) -> None:
-        """Puts whole(name), on the device, into the held tensors. Every process calls whole in one order."""
         for name, mine in zip(self.parameters, held, strict=True):
-            mine.copy_(whole(name))
+            if mine is not None:
+                yield name, mine
+
+    def fill(self, held: Held, whole: Callable[[str], Tensor], names: Collection[str] | None = None) -> None:
+        """Puts whole(name), on the device, into the held tensors. Every process calls whole in one order.
+
+        names: the parameters to fill; all by default.
+        """
+        for name, mine in zip(self.parameters, held, strict=True):
+            if names is None or name in names:
+                mine.copy_(whole(name))
 
     def publish(self) -> None:
         """Lets the next forward see what was written into self.held. Collective."""
 
-    def states(self) -> list[dict]:
-        """The optimizer's state of each held tensor; empty before the first step."""
-        return [self.optimizer.state[key] for key in self._keys()]
+    # --- The optimizer's state
 
-    def moments(self) -> dict[str, list[Tensor]]:
-        """`exp_avg` and the like -> tensors with the shapes of the held ones."""
-        states = self.states()
+    def groups(self) -> list[list[str]]:
+        """The names of the trained parameters in each of the optimizer's groups."""
+        return self._names_of([group["params"] for group in self.inner.param_groups])
+
+    def states(self) -> list[dict[str, Any]]:
+        """The optimizer's state of each held tensor; empty before the first step."""
+        return [owner(self.inner).state.get(key, {}) for key in self._keys()]
+
+    def shaped_state(self) -> dict[str, Held]:
+        """The state that has the shape of what is held: `exp_avg` and the like."""
+        keys, states = self._keys(), self.states()
+        names = {name for key, state in zip(keys, states, strict=True) for name in shaped(state, key)}
         return {
-            name: [_local(state[name]) for state in states]
-            for name, value in (states[0] if states else {}).items()
-            if isinstance(value, Tensor) and value.shape == self._keys()[0].shape
+            name: [
+                _local(state[name] if _has_shape(state.get(name), key) else None)
+                for key, state in zip(keys, states, strict=True)
+            ]
+            for name in sorted(names)
         }
 
-    def expected_moments(self) -> list[str]:
-        """The names of moments() before the first step, of the optimizers that the scripts use."""
-        inner = getattr(self.optimizer, "optimizer", self.optimizer)
-        names = {"AdamW": ["exp_avg", "exp_avg_sq"], "SGD": ["momentum_buffer"]}
-        return names.get(type(inner).__name__, [])
+    def other_state(self) -> dict[str, dict[str, Any]]:
+        """All other state: parameter -> name -> a scalar, or a whole tensor of another shape. Collective."""
+        names = self.shaped_state().keys()
+        return {
+            parameter: {
+                name: _gathered(value)
+                for name, value in sorted(state.items())
+                if not (name in names and _has_shape(value, key))
+            }
+            for key, state, members in zip(self._keys(), self.states(), self.members(), strict=True)
+            for parameter in members
+        }
 
-    def optimizer_steps(self) -> int | None:
-        """How many steps the optimizer counts (fp16 leaves some out); None for one that does not count."""
-        counted = next((state["step"] for state in self.states() if "step" in state), None)
-        return None if counted is None else int(counted)
+    def changed_groups(self) -> list[dict[str, Any]]:
+        """What the optimizer itself changes in its groups, such as a count of steps."""
+        return changed(self.inner.param_groups, self.constants)
 
-    def make_moments(self, names: list[str], steps: int | None) -> dict[str, list[Tensor]]:
-        """States of zeros after so many steps, as the optimizer itself would make them in its first."""
-        fused = any(group.get("fused") for group in self.optimizer.param_groups)
-        for key in self._keys():
-            state = self.optimizer.state[key]
-            for name in names:
-                state[name] = torch.zeros_like(key)
-            if steps is not None:
-                device = _local(key).device if fused else torch.device("cpu")
-                state["step"] = torch.tensor(float(steps), device=device)
-        return self.moments()
+    def make_state(self, name: str, dtypes: dict[str, torch.dtype]) -> Held:
+        """Zeros with the shapes of what is held, for these parameters, of these types."""
+        made: Held = []
+        for key, members in zip(self._keys(), self.members(), strict=True):
+            dtype = next((dtypes[member] for member in members if member in dtypes), None)
+            new = None if dtype is None else self._put(key, name, torch.zeros_like(key, dtype=dtype))
+            made.append(_local(new))
+        return made
+
+    def put_state(self, parameter: str, name: str, value: Any) -> None:
+        """A scalar, or a tensor that is laid out already."""
+        keys = {m: key for key, ms in zip(self._keys(), self.members(), strict=True) for m in ms}
+        self._put(keys[parameter], name, value)
+
+    def arrangements(self) -> list[Arrange]:
+        """How each process holds a group of parameters; none where each has them whole."""
+        return []
+
+    def steps_at_once(self) -> bool:
+        """Whether a step of the training is one call of the optimizer's step()."""
+        return True
+
+    def _put(self, key: Tensor, name: str, value: Any) -> Any:
+        owner(self.inner).state.setdefault(key, {})[name] = value
+        return value
+
+    def _inner(self) -> Optimizer:
+        return self.optimizer
+
+    def members(self) -> list[list[str]]:
+        """The names of the parameters in each held tensor."""
+        return [[name] for name in self.parameters]
+
+    def _names_of(self, groups: list[list[Tensor]]) -> list[list[str]]:
+        names = {id(p): name for name, p in self.parameters.items()}
+        return [[names[id(p)] for p in group if id(p) in names] for group in groups]
 
     def _held(self) -> list[Tensor]:
         return [_local(p.detach()) for p in self.parameters.values()]
@@ -102,19 +159,34 @@ class Layout:
 class _Sharded(Layout):
     """FSDP2: parameters and moments are DTensors."""
 
-    def whole(self, held: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
+    parts = "FSDP2's shards"
+
+    def whole(self, held: Held) -> Iterator[tuple[str, Tensor]]:
         from torch.distributed.tensor import DTensor
 
         for (name, p), mine in zip(self.parameters.items(), held, strict=True):
+            if mine is None:
+                continue
             place = {"shape": p.shape, "stride": p.stride(), "run_check": False}
             yield name, DTensor.from_local(mine, p.device_mesh, p.placements, **place).full_tensor()
 
-    def fill(self, held: list[Tensor], whole: Callable[[str], Tensor]) -> None:
+    def fill(self, held: Held, whole: Callable[[str], Tensor], names: Collection[str] | None = None) -> None:
         from torch.distributed.tensor import distribute_tensor
 
         for (name, p), mine in zip(self.parameters.items(), held, strict=True):
-            sharded = distribute_tensor(whole(name), p.device_mesh, p.placements, src_data_rank=None)
-            mine.copy_(sharded.to_local())
+            if names is None or name in names:
+                sharded = distribute_tensor(whole(name), p.device_mesh, p.placements, src_data_rank=None)
+                mine.copy_(sharded.to_local())
+
+    def arrangements(self) -> list[Arrange]:
+        from torch.distributed.tensor import distribute_tensor
+
+        p = next(iter(self.parameters.values()))
+        return [
+            lambda tensors: [
+                distribute_tensor(t, p.device_mesh, p.placements, src_data_rank=None) for t in tensors
+            ]
+        ]
 
     def publish(self) -> None:
         for module in self.module.modules():
@@ -128,24 +200,37 @@ class _Zero(Layout):
     So moments and averages change places with the masters while they are read or written.
     """
 
-    def whole(self, held: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
+    parts = "ZeRO's flat partitions"
+    is_flat = True
+
+    def whole(self, held: Held) -> Iterator[tuple[str, Tensor]]:
         from deepspeed.utils import safe_get_full_fp32_param
 
+        absent = {m for mine, ms in zip(held, self.members(), strict=True) if mine is None for m in ms}
         with self._in_masters(held):
             for name, p in self.parameters.items():
-                yield name, safe_get_full_fp32_param(p)
+                if name not in absent:
+                    yield name, safe_get_full_fp32_param(p)
 
-    def fill(self, held: list[Tensor], whole: Callable[[str], Tensor]) -> None:
+    def fill(self, held: Held, whole: Callable[[str], Tensor], names: Collection[str] | None = None) -> None:
         with self._in_masters(held):
             for name, p in self.parameters.items():
-                self._set(p, whole(name))
+                if names is None or name in names:
+                    self._set(p, whole(name))
+
+    def groups(self) -> list[list[str]]:
+        return self.members()
+
+    def arrangements(self) -> list[Arrange]:
+        return [lambda tensors: _flat_half(tensors, 0), lambda tensors: _flat_half(tensors, 1)]
 
     def publish(self) -> None:
         self.optimizer.update_lp_params()
 
     @contextmanager
-    def _in_masters(self, held: list[Tensor]) -> Iterator[None]:
-        with nullcontext() if held is self.held else exchanged(held, self.held):
+    def _in_masters(self, held: Held) -> Iterator[None]:
+        pairs = [(mine, master) for mine, master in zip(held, self.held, strict=True) if mine is not None]
+        with nullcontext() if held is self.held else exchanged(*map(list, zip(*pairs, strict=True))):
             yield
 
     def _set(self, parameter: nn.Parameter, value: Tensor) -> None:
@@ -154,8 +239,11 @@ class _Zero(Layout):
     def _held(self) -> list[Tensor]:
         return [flat.detach() for flat in self._keys()]
 
-    def states(self) -> list[dict]:
-        return [self.optimizer.optimizer.state[key] for key in self._keys()]
+    def _inner(self) -> Optimizer:
+        return self.optimizer.optimizer
+
+    def members(self) -> list[list[str]]:
+        return self._names_of(self.optimizer.bit16_groups)
 
     def _keys(self) -> list[Tensor]:
         return list(self.optimizer.single_partition_of_fp32_groups)
@@ -166,6 +254,15 @@ class _Zero3(_Zero):
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: tuple(p.ds_shape) for name, p in self.parameters.items()}
+
+    def groups(self) -> list[list[str]]:
+        groups: list[list[str]] = [[] for _ in self.inner.param_groups]
+        for i, members in enumerate(self.members()):
+            groups[self.optimizer.sub_group_to_group_id[i]] += members
+        return groups
+
+    def steps_at_once(self) -> bool:
+        return len(self._keys()) == 1  # one call for each partition
 
     def publish(self) -> None:
         """As its optimizer's step does."""
@@ -183,6 +280,9 @@ class _Zero3(_Zero):
         mine = value.flatten()[start : start + part.numel()]
         part[: mine.numel()].copy_(mine)
 
+    def members(self) -> list[list[str]]:
+        return self._names_of(self.optimizer.fp16_groups)
+
     def _keys(self) -> list[Tensor]:
         return list(self.optimizer.fp32_partitioned_groups_flat)
 
@@ -195,6 +295,34 @@ def layout_of(model: nn.Module, optimizer: AcceleratedOptimizer) -> Layout:
     if any(hasattr(p, "to_local") for p in model.parameters()):
         return _Sharded(model, optimizer)
     return Layout(model, optimizer)
+
+
+def owner(optimizer: Optimizer) -> Optimizer:
+    """The optimizer that has the state: a wrapper such as Lookahead keeps all in the one inside."""
+    inside = [value for value in vars(optimizer).values() if isinstance(value, Optimizer)]
+    return owner(inside[0]) if len(inside) == 1 and not optimizer.state else optimizer
+
+
+def shaped(state: dict[str, Any], key: Tensor) -> dict[str, Tensor]:
+    """The state with the shape of its parameter; of a scalar parameter nobody can tell."""
+    return {name: value for name, value in state.items() if key.ndim and _has_shape(value, key)}
+
+
+def group_values(group: dict[str, Any]) -> dict[str, Any]:
+    """What a parameter group has beside its parameters and the learning rate, which the script sets."""
+    return {name: value for name, value in group.items() if name not in ("params", "lr")}
+
+
+def changed(groups: list[dict[str, Any]], before: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The values of each group that are not as before."""
+    return [
+        {
+            name: value
+            for name, value in group_values(group).items()
+            if name not in old or not _equal(value, old[name])
+        }
+        for group, old in zip(groups, before, strict=True)
+    ]
 
 
 @contextmanager
@@ -220,5 +348,27 @@ def _exchange(ours: list[Tensor], theirs: list[Tensor]) -> None:
             some_b.copy_(kept)
 
 
-def _local(tensor: Tensor) -> Tensor:
+def _local(tensor: Tensor | None) -> Tensor | None:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def _gathered(value: Any) -> Any:
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
+def _has_shape(value: Any, key: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == key.shape
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        return isinstance(a, Tensor) and isinstance(b, Tensor) and torch.equal(a, b)
+    return type(a) is type(b) and a == b
+
+
+def _flat_half(tensors: list[Tensor], half: int) -> list[Tensor]:
+    """The flat partition of one of two processes; the second one is padded."""
+    if not tensors:
+        return []
+    flat = torch.cat([t.flatten() for t in tensors])
+    return [torch.cat([flat, flat.new_zeros(len(flat) % 2)]).chunk(2)[half]]

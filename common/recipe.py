@@ -80,7 +80,9 @@ class Recipe:
         " run's folder, a checkpoint's, or `s3://bucket/prefix`",
     )
     allow_changed: tuple[str, ...] = setting(
-        (), "parts of the recipe in which a continued run may differ, as `epochs,lr`"
+        (),
+        "parts of the recipe in which a continued run may differ, as `epochs,lr`; `optimizer`: another one"
+        " starts its state afresh",
     )
     checkpoint_every: str = setting(
         "epoch", "`epoch`, or a number of optimizer steps; the best and the last are always saved"
@@ -128,7 +130,7 @@ class Recipe:
             raise ValueError(f"--trackers {_text(self.trackers)}: `none` stands alone")
         if self.checkpoint_every != "epoch" and not re.fullmatch("[1-9][0-9]*", self.checkpoint_every):
             raise ValueError(f"--checkpoint_every {self.checkpoint_every}: `epoch` or a number of steps")
-        if unknown := set(self.allow_changed) - recipe_part(self).keys():
+        if unknown := set(self.allow_changed) - {"optimizer", *recipe_part(self)}:
             raise ValueError(f"--allow_changed {unknown.pop()}: no part of the recipe")
         for name, value in (("s3", self.s3), ("resume", self.resume)):
             if value and (name == "s3" or "://" in value) and not re.fullmatch("s3://[^/]+(/.*)?", value):

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -96,7 +97,8 @@ class Run:
         seats = gather_object([own_seat(self.accelerator)])
         state = once(self.accelerator, "run folder", self._open, self.recipe.timeout_s)
         if state:
-            self.training.restore(self.place.checkpoint if self.is_main else None, state)
+            found = self.place.checkpoint if self.is_main else None
+            self.training.restore(found, state, with_optimizer=state["has_optimizer"])
             self._go_on(state)
         began_with = (state or {}).get("resumed_from")
         about = about_run(self.accelerator, self.recipe, seats, began_with, self.data)
@@ -130,6 +132,8 @@ class Run:
         mine = error
         if is_out_of_memory(error):
             mine = ValueError(out_of_memory(self.accelerator, self.batch))
+        elif unused := without_gradient(error, list(self.training.layout.parameters) if self.begun else []):
+            mine = ValueError(unused)
         if self.is_main and self.begun:
             self.saver.done(WRITING_GRACE_S)
         if isinstance(error, KeyboardInterrupt):
@@ -260,6 +264,7 @@ class Run:
         if found:
             self._check_data(found)
             self.training.check(found)
+            has_optimizer = self._check_optimizer(found)
             state = found.state()
             if found.step > self.steps:
                 raise ValueError(
@@ -267,7 +272,7 @@ class Run:
                 )
             # After the last step only the end is missing, and its pictures show an evaluation.
             state["evaluated"] &= found.step < self.steps
-            state |= {"saved": True, "resumed_from": resumed_from(folder)}
+            state |= {"saved": True, "resumed_from": resumed_from(folder), "has_optimizer": has_optimizer}
             if self._saw_other_images(found):
                 print("--max_val_images takes other images than before: the best evaluation begins anew")
                 state |= {"best": {}, "evaluated": False}
@@ -293,6 +298,19 @@ class Run:
         """True where --max_val_images took the first images of the split, as older versions did."""
         part = getattr(self.recipe, "max_val_images", None)
         return bool(part) and found.manifest.get("written_by", {}).get("val_chosen") != VAL_CHOSEN
+
+    def _check_optimizer(self, found: Checkpoint) -> bool:
+        """Whether the checkpoint's optimizer state is this run's; with --allow_changed it need not be."""
+        try:
+            self.training.optimizer.check(found)
+        except ValueError as problem:
+            if "optimizer" not in self.recipe.allow_changed:
+                raise ValueError(
+                    f"{problem}: give that optimizer, or --allow_changed optimizer to start its state afresh"
+                ) from None
+            self._say(f"the optimizer's state starts afresh: {problem}")
+            return False
+        return True
 
     def _go_on(self, state: dict[str, Any]) -> None:
         self.first_step = self.step = state["step"]
@@ -324,7 +342,8 @@ class Run:
             "mixed_precision": job.precision(self.accelerator),
         }
         recipe = recipe_part(self.recipe)
-        return {"recipe": recipe, "data": self.data, "classes": self.classes, "written_by": writer}
+        about = {"recipe": recipe, "data": self.data, "classes": self.classes, "written_by": writer}
+        return about | self.training.about()
 
     # --- In the training
 
@@ -548,3 +567,15 @@ class Run:
 def _score(metrics: dict[str, float]) -> float:
     """What the best evaluation has most of: accuracy, or, where there are no classes, the negative loss."""
     return metrics.get("accuracy", -metrics["loss"])
+
+
+def without_gradient(error: BaseException, parameters: list[str]) -> str | None:
+    """What DDP's error about unused parameters means, with their names; None for any other error."""
+    found = re.search(r"Parameter indices which did not receive grad for rank \d+: ([\d ]+)", str(error))
+    if not found or not parameters:
+        return None
+    names = ", ".join(parameters[int(i)] for i in found[1].split())
+    return (
+        f"under DDP every trained parameter needs a gradient in each step, and {names} had none: set its"
+        " requires_grad to False, or train with FSDP or ZeRO"
+    )

@@ -4,7 +4,7 @@ Both are collective. One tensor at a time is gathered or sent: beside the traini
 snapshot on the main process's host, and one whole tensor on each device.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
@@ -19,16 +19,21 @@ from common import checkpoints
 from common.checkpoints import Checkpoint, Snapshot, Specs, TensorFile
 from common.layout import layout_of
 from common.optim import EMA
+from common.optimizer_state import OptimizerState
 
 
 class TrainingState:
-    """Model, optimizer, EMA and loss scale of a prepared training. Made before the first forward."""
+    """Model, optimizer, EMA and loss scale of a prepared training. Made before the first forward.
+
+    ValueError for an optimizer whose state can't be saved, or that the strategy would change. Collective.
+    """
 
     def __init__(
         self, accelerator: Accelerator, model: nn.Module, optimizer: AcceleratedOptimizer, ema: EMA | None
     ):
         self.accelerator, self.ema = accelerator, ema
         self.layout = layout_of(model, optimizer)
+        self.optimizer = OptimizerState(self.layout)
         self.snapshots: dict[str, Snapshot] = {}
         self.copied: torch.cuda.Event | None = None
 
@@ -36,8 +41,7 @@ class TrainingState:
 
     def expected(self) -> dict[str, Specs]:
         """What each snapshot will hold. Not for another thread: modules may change under it."""
-        files = (checkpoints.MODEL, checkpoints.OPTIMIZER, *([checkpoints.EMA] if self.ema else []))
-        return {file: self._specs(file, self.layout.expected_moments()) for file in files}
+        return self._specs(self.optimizer.expected())
 
     def allocate(self, expected: dict[str, Specs]) -> None:
         """Makes the snapshots before they are needed, as new memory takes longer than the copy into it.
@@ -53,9 +57,18 @@ class TrainingState:
 
         On a GPU the copies are queued before the next step's kernels: wait_until_copied() before reading.
         """
-        for file, tensors in self._tensors().items():
+        layout = self.layout
+        optimizer_specs, optimizer_tensors = self.optimizer.tensors()
+        files = {
+            checkpoints.MODEL: chain(layout.untrained().items(), layout.whole(layout.held)),
+            checkpoints.OPTIMIZER: optimizer_tensors,
+        }
+        if self.ema:
+            files[checkpoints.EMA] = layout.whole(self.ema.averages)
+        specs = self._specs(optimizer_specs)
+        for file, tensors in files.items():
             if self.accelerator.is_main_process:
-                snapshot = self._snapshot(file, self._specs(file, list(self.layout.moments())))
+                snapshot = self._snapshot(file, specs[file])
                 for name, tensor in tensors:
                     snapshot.views[name].copy_(tensor, non_blocking=True)
             else:
@@ -71,30 +84,22 @@ class TrainingState:
             self.copied.synchronize()
 
     def scalars(self) -> dict[str, Any]:
-        """For state.json: what an optimizer and fp16's loss scaling count."""
-        return {"optimizer_steps": self.layout.optimizer_steps(), "loss_scale": self._loss_scale()}
+        """For state.json: the optimizer's scalars, and fp16's loss scale. Collective."""
+        return {"optimizer": self.optimizer.scalars(), "loss_scale": self._loss_scale()}
 
-    def _tensors(self) -> dict[str, Iterable[tuple[str, Tensor]]]:
-        layout = self.layout
-        tensors = {
-            checkpoints.MODEL: chain(layout.untrained().items(), layout.whole(layout.held)),
-            checkpoints.OPTIMIZER: self._whole_moments(),
-        }
-        return tensors | ({checkpoints.EMA: layout.whole(self.ema.averages)} if self.ema else {})
+    def about(self) -> dict[str, Any]:
+        """For the manifest."""
+        return {"optimizer": self.optimizer.about()}
 
-    def _whole_moments(self) -> Iterator[tuple[str, Tensor]]:
-        for moment, held in self.layout.moments().items():
-            for name, tensor in self.layout.whole(held):
-                yield f"{name}/{moment}", tensor
-
-    def _specs(self, file: str, moments: list[str]) -> Specs:
+    def _specs(self, optimizer: Specs) -> dict[str, Specs]:
+        """What each file has. optimizer: what its own has."""
         trained = {name: (torch.float32, shape) for name, shape in self.layout.shapes().items()}
-        if file == checkpoints.MODEL:
-            buffers = self.layout.untrained().items()
-            return {name: (_stored(tensor.dtype), tuple(tensor.shape)) for name, tensor in buffers} | trained
-        if file == checkpoints.OPTIMIZER:
-            return {f"{name}/{moment}": trained[name] for moment in moments for name in trained}
-        return trained
+        buffers = {
+            name: (_stored(tensor.dtype), tuple(tensor.shape))
+            for name, tensor in self.layout.untrained().items()
+        }
+        specs = {checkpoints.MODEL: buffers | trained, checkpoints.OPTIMIZER: optimizer}
+        return specs | ({checkpoints.EMA: trained} if self.ema else {})
 
     def _snapshot(self, file: str, specs: Specs) -> Snapshot:
         """The one that is used again and again; another one where the optimizer has other moments."""
@@ -105,52 +110,57 @@ class TrainingState:
     # --- In
 
     def check(self, checkpoint: Checkpoint) -> None:
-        """ValueError unless its tensors are this training's, in names and shapes. Called by one process."""
+        """ValueError unless its weights are this training's, in names and shapes. Called by one process."""
         shapes, folder = self.layout.shapes(), checkpoint.folder
         buffers = {name: tuple(tensor.shape) for name, tensor in self.layout.untrained().items()}
         TensorFile(folder / checkpoints.MODEL).expect(shapes | buffers)
-        moments = TensorFile(folder / checkpoints.OPTIMIZER)
-        names = {name.rpartition("/")[2] for name in moments.shapes()}
-        moments.expect({f"{name}/{moment}": shape for moment in names for name, shape in shapes.items()})
         if (folder / checkpoints.EMA).exists() != (self.ema is not None):
             raise ValueError(f"{folder} {'lacks' if self.ema else 'has'} an EMA, other than this recipe")
         if self.ema:
             TensorFile(folder / checkpoints.EMA).expect(shapes)
 
     @torch.no_grad()
-    def restore(self, checkpoint: Checkpoint | None, scalars: dict[str, Any]) -> None:
-        """Everything as take() found it. checkpoint: the main process's; it sends its tensors to all."""
+    def restore(
+        self, checkpoint: Checkpoint | None, state: dict[str, Any], with_optimizer: bool = True
+    ) -> None:
+        """Everything as take() found it; without the optimizer its state begins afresh.
+
+        checkpoint: the main process's, which sends its tensors to all. state: its state.json.
+        """
         layout = self.layout
-        moments = TensorFile(checkpoint.folder / checkpoints.OPTIMIZER) if checkpoint else None
-        names = sorted({name.rpartition("/")[2] for name in moments.shapes()}) if moments else None
-        names = broadcast_object_list([names])[0]
-        if names:
-            for moment, held in layout.make_moments(names, scalars["optimizer_steps"]).items():
-                layout.fill(held, self._sender(moments, "/" + moment))
+        if with_optimizer:
+            file = self._file(checkpoint, checkpoints.OPTIMIZER)
+            specs = broadcast_object_list([file.specs() if file else None])[0]
+            self.optimizer.restore(specs, state, self._sender(file))
         if self.ema:
-            file = TensorFile(checkpoint.folder / checkpoints.EMA) if checkpoint else None
-            layout.fill(self.ema.averages, self._sender(file))
-        send = self._sender(TensorFile(checkpoint.folder / checkpoints.MODEL) if checkpoint else None)
+            layout.fill(self.ema.averages, self._sender(self._file(checkpoint, checkpoints.EMA)))
+        send = self._sender(self._file(checkpoint, checkpoints.MODEL))
         layout.fill(layout.held, send)
         for name, buffer in layout.untrained().items():
             buffer.copy_(send(name, buffer.shape, _stored(buffer.dtype)))
         layout.publish()
-        self._set_loss_scale(scalars["loss_scale"])
+        self._set_loss_scale(state["loss_scale"])
 
-    def _sender(self, file: TensorFile | None, ending: str = "") -> Callable[..., Tensor]:
-        """whole(name): the main process's tensor name + ending, on each process's device."""
+    def _file(self, checkpoint: Checkpoint | None, name: str) -> TensorFile | None:
+        return TensorFile(checkpoint.folder / name) if checkpoint else None
+
+    def _sender(self, file: TensorFile | None) -> Callable[..., Tensor]:
+        """send(name, shape, dtype): the main process's tensor, on each process's device.
+
+        By default a trained parameter's shape, and fp32.
+        """
         shapes, device = self.layout.shapes(), self.accelerator.device
 
-        def whole(name: str, shape: tuple | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
+        def send(name: str, shape: tuple | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
             if file:
-                tensor = file.tensor(name + ending).to(device, dtype)
+                tensor = file.tensor(name).to(device, dtype)
             else:
                 tensor = torch.empty(shapes[name] if shape is None else shape, dtype=dtype, device=device)
             if dist.is_initialized():
                 dist.broadcast(tensor, 0)
             return tensor
 
-        return whole
+        return send
 
     # --- fp16
 
