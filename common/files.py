@@ -49,6 +49,12 @@ def allow_open_files(count: int) -> int:
     return count if soft == resource.RLIM_INFINITY else soft
 
 
+def size_limit() -> str:
+    """A hint for errors in writing, where `ulimit -f` bounds each file. Else empty."""
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    return "" if limit == resource.RLIM_INFINITY else f" (a file may have {limit:,} bytes here: ulimit -f)"
+
+
 def write_json(path: Path, content: dict[str, Any]) -> None:
     write_text(path, json.dumps(content, indent=2) + "\n")
 

@@ -25,7 +25,7 @@ import numpy as np
 
 from common.cli import expand_home
 from common.decode import SPLITS, Encoded, cores
-from common.files import discard, sync
+from common.files import discard, size_limit, sync
 from common.image_sources import Beat, Source, find_source, waiting
 
 FORMAT = 1  # part of the key: a change of what a cache folder holds makes old ones unused
@@ -62,8 +62,8 @@ def prepare(
         return folder
     except OSError as error:
         raise ValueError(
-            f"--data {data} could not be prepared in --cache_dir {cache_dir}: {error}. The data must be"
-            " readable, and the cache on a local disk with room for the decoded images"
+            f"--data {data} could not be prepared in --cache_dir {cache_dir}: {error}{size_limit()}. The"
+            " data must be readable, and the cache on a local disk with room for the decoded images"
         ) from error
 
 

@@ -118,6 +118,7 @@ def test_files_that_may_not_grow(blocks, tmp_path, cache):
     assert status == 1
     (line,) = [line for line in output.splitlines() if "error" in line]
     assert line.startswith("error: ")
+    assert ("a file may have 4,096 bytes here: ulimit -f" if blocks == 4 else "File too large") in line
     assert "Traceback" not in output
 
 
