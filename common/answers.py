@@ -181,8 +181,8 @@ DEEPSPEED_KEYS = {
 DEEPSPEED_INSTEAD = {
     "optimizer": "the script has its own",
     "scheduler": "the script has its own",
-    "compile": "choose dynamo_config in the accelerate config",
-    "activation_checkpointing": "choose the script's own",
+    "compile": "choose --compile",
+    "activation_checkpointing": "choose --grad_checkpointing",
     "tensorboard": "choose --trackers tensorboard",
     "wandb": "choose --trackers wandb",
 }

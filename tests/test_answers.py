@@ -147,7 +147,12 @@ IN_ENV = {  # answers that accelerate's launcher passes on only where a package 
 JSONS = {  # what a DeepSpeed JSON has beside ds_configs/zero2.json; a dotted key is in zero_optimization
     "optimizer": ({"optimizer": {"type": "AdamW"}}, "optimizer", "the script has its own"),
     "scheduler": ({"scheduler": {"type": "WarmupLR"}}, "scheduler", "the script has its own"),
-    "compile": ({"compile": {"deepcompile": True}}, "compile", "dynamo_config"),
+    "compile": ({"compile": {"deepcompile": True}}, "compile", "choose --compile"),
+    "checkpointing": (
+        {"activation_checkpointing": {"partition_activations": True}},
+        "activation_checkpointing",
+        "choose --grad_checkpointing",
+    ),
     "pipeline": ({"pipeline": {"stages": 2}}, "pipeline", "leave it out"),
     "autocast": ({"torch_autocast": {"enabled": True}}, "torch_autocast", "leave it out"),
     "a misspelt key": ({"gradient_cliping": 1.0}, "gradient_cliping", "did you mean gradient_clipping?"),
