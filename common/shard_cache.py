@@ -56,6 +56,7 @@ class ShardCache:
         self.shards = {shard.file: shard for shard in shards}
         self.locks = folder / "locks"
         self.locks.mkdir(parents=True, exist_ok=True)
+        self.locks.chmod(0o700)  # who can read a file can lock it: no other user
         allow_open_files(len(shards) + OTHER_FILES)  # a lock of each that is held
 
     def path(self, file: str) -> Path:

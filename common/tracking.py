@@ -1,6 +1,7 @@
 """One run: its folder, its checkpoints, what it says, its result."""
 
 import contextlib
+import errno
 import json
 import math
 import re
@@ -134,12 +135,13 @@ class Run:
             mine = ValueError(out_of_memory(self.accelerator, self.batch))
         elif unused := without_gradient(error, list(self.training.layout.parameters) if self.begun else []):
             mine = ValueError(unused)
-        if self.is_main and self.begun:
-            self.saver.done(WRITING_GRACE_S)
-        if isinstance(error, KeyboardInterrupt):
+        elif isinstance(error, KeyboardInterrupt):
             mine = KeyboardInterrupt(*self._where_it_goes_on())
+        elif isinstance(error, OSError) and error.errno == errno.ENOSPC and self.begun and self.is_main:
+            mine = not_written("the run", self.folder, error)  # by the script itself
         first = first_mistake(mine)
         if self.is_main and self.begun:
+            self.saver.done(WRITING_GRACE_S)
             interrupted = isinstance(first, KeyboardInterrupt)
             self.error = "interrupted" if interrupted else str(first) or type(first).__name__
             self._close("failed")
@@ -522,6 +524,7 @@ class Run:
             return []
         step = 0
         if self.begun:
+            self.saver.done(WRITING_GRACE_S)
             step = self.saver.committed or self.first_step
         else:
             with contextlib.suppress(ValueError, OSError):

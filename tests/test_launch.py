@@ -222,7 +222,7 @@ def training(cluster, tmp_path):
     return Training(tmp_path)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, full(signal.SIGINT)])
+@pytest.mark.parametrize("number", [signal.SIGTERM, full(signal.SIGINT), full(signal.SIGHUP)])
 def test_a_signal_saves_everywhere_and_the_same_command_continues(number, training):
     launcher_of(training.job).send_signal(number)
     status, output = training.job.wait(60)

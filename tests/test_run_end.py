@@ -120,6 +120,21 @@ def test_one_end_with_many_faults(trained, disk, tmp_path):
     shutil.rmtree(folder.parent)
 
 
+def test_a_script_that_finds_the_disk_full(disk, tmp_path):
+    """train_hello.py draws a picture of its own."""
+    words = ["train_hello.py", "--epochs", "1", "--trackers", "none", "--telemetry_s", "0"]
+    words += ["--output_dir", disk / "hello" / "run"]
+    env = at_file_operation(tmp_path, "/run/", "open fit.png", disk) | {"WRITES": "1"}
+    status, output = WarmJob(words, tmp_path / "log", env).wait()
+    assert status == 1
+    assert_says_what_to_do(output)
+    (disk / "filler").unlink()
+    status, output = WarmJob(words, tmp_path / "log").wait()
+    assert status == 0, output
+    assert_nothing_was_trained(output)
+    shutil.rmtree(disk / "hello")
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("fault", ["killed", "full"])
 def test_each_point_of_the_end(fault, trained, disk, tmp_path):

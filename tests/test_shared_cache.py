@@ -14,7 +14,8 @@ from common.cli import let_nobody_else_write
 from common.image_cache import prepare
 from common.images import open_images
 from common.recipe import ImageRecipe
-from common.shards import ShardImages
+from common.shard_cache import ShardCache
+from common.shards import Shard, ShardImages
 from tests.conftest import CNN, metrics, result
 from tests.data import class_folders
 from tests.test_shards import write_shards
@@ -140,6 +141,15 @@ def test_nobody_else_can_hold_the_lock(shared):
     with user(ALICE):
         prepare(str(shared / "more" / "images"), cache)
     os.close(held)
+
+
+def test_nobody_else_can_hold_a_shards_lock(shared):
+    folder = cache_of(shared, ALICE, 0o755)
+    with user(ALICE):
+        cache = ShardCache(folder, "s3://bucket/prefix", (Shard("train-00000.tar", 1, 10, "0"),), 100)
+        os.close(cache._open_lock("train-00000.tar"))
+    with user(MALLORY), pytest.raises(PermissionError):
+        os.open(cache.locks / "train-00000.tar", os.O_RDONLY)
 
 
 def test_nothing_is_ever_writable_by_all(shared, tmp_path):

@@ -10,6 +10,7 @@ import os
 import runpy
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -31,12 +32,17 @@ class WarmJob:
     """As conftest.Job, of a script (a path in the project, then its flags) in one process."""
 
     def __init__(
-        self, words: list, log: Path, env: dict[str, str] | None = None, ignored: tuple[int, ...] = ()
+        self,
+        words: list,
+        log: Path,
+        env: dict[str, str] | None = None,
+        ignored: tuple[int, ...] = (),
+        before: Callable[[], None] | None = None,
     ):
-        """ignored: signals, as nohup has SIGHUP ignored."""
+        """ignored: signals, as under nohup. before: is called in the process before the script."""
         self.log = log
         words = [str(word) for word in words]
-        self.process = _context.Process(target=_run, args=(words, str(log), env or {}, ignored))
+        self.process = _context.Process(target=_run, args=(words, str(log), env or {}, ignored, before))
         self.process.start()
 
     @property
@@ -68,7 +74,13 @@ def run(words: list, log: Path, env: dict[str, str] | None = None) -> str:
     return output
 
 
-def _run(words: list[str], log: str, env: dict[str, str], ignored: tuple[int, ...]) -> None:
+def _run(
+    words: list[str],
+    log: str,
+    env: dict[str, str],
+    ignored: tuple[int, ...],
+    before: Callable[[], None] | None,
+) -> None:
     os.setsid()
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     for descriptor in (1, 2):
@@ -83,4 +95,6 @@ def _run(words: list[str], log: str, env: dict[str, str], ignored: tuple[int, ..
     sys.argv = words
     if "WATCHED" in env:
         exec(faults.HOOK, {})
+    if before:
+        before()
     runpy.run_path(words[0], run_name="__main__")
