@@ -60,14 +60,14 @@ class RunningStatistics:
 class _Layer(_BatchNorm):
     """[B, C, ...] -> [B, C, ...], in training by the statistics of the process's own micro-batch.
 
-    Weight and bias enter in fp32: FSDP and ZeRO hold them in half precision, which torch refuses beside fp32
-    statistics.
+    Weight and bias enter in the statistics' type, fp32: FSDP and ZeRO hold them in half precision, which
+    torch refuses beside it.
     """
 
     def forward(self, x: Tensor) -> Tensor:
         self._check_input_dim(x)
-        weight, bias = (None if p is None else p.float() for p in (self.weight, self.bias))
         mean, var = self.running_mean, self.running_var
+        weight, bias = (None if p is None else p.to(mean.dtype) for p in (self.weight, self.bias))
         if self.training:
             mean, var = self.batch_mean, self.batch_var  # a momentum of 1 overwrites them
         x = F.batch_norm(x, mean, var, weight, bias, self.training, 1.0, self.eps)

@@ -1,17 +1,21 @@
 """torch.compile of a model's blocks: how many graphs, what is refused."""
 
+import copy
 import os
 
 import pytest
 import timm
 import torch
+from accelerate import Accelerator
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 
+from common.accelerator import prepare
 from common.activation_checkpointing import blocks_of, checkpoint_activations
 from common.compilation import Compilation, asked_for, compile_blocks
 from tests.conftest import VIT, Job, accelerate
+from train_cnn_b import ResNet18
 
 
 @pytest.fixture(autouse=True)
@@ -98,6 +102,32 @@ def test_what_this_host_can_not_compile_by_is_refused(monkeypatch):
     monkeypatch.setattr(torch._inductor.config.cpp, "cxx", (None, "no-such-compiler"))
     with pytest.raises(ValueError, match=r"--compile default .* needs a C\+\+ compiler.*install g\+\+"):
         asked_for("default")
+
+
+@pytest.mark.full
+def test_a_compiled_resnet_has_the_same_gradients_and_statistics():
+    """In fp64: in fp32 another order of sums carries activations of a small ResNet over ReLU's edge."""
+    torch.manual_seed(0)
+    eager = ResNet18(width=8, stem="cifar", classes=10).double()
+    model = copy.deepcopy(eager)
+    accelerator, optimizers = Accelerator(cpu=True), []
+    for one, how in ((eager, Compilation()), (model, Compilation("inductor"))):
+        accelerator.compilation, accelerator.grad_checkpointing = how, bool(how)
+        optimizers.append(prepare(accelerator, one, torch.optim.SGD(one.parameters(), lr=0.1))[1])
+    for step in range(2):
+        images = torch.randn(8, 3, 32, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+        losses = []
+        for one, optimizer in zip((eager, model), optimizers, strict=True):
+            with accelerator.accumulate(one):
+                losses.append(one(images).square().mean())
+                accelerator.backward(losses[-1])
+                optimizer.step()
+        torch.testing.assert_close(*losses, rtol=1e-9, atol=0)
+        for ours, theirs in zip(model.parameters(), eager.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-7, atol=1e-9)
+    assert eager.stages[0][0].bn1.num_batches_tracked == 2
+    for ours, theirs in zip(model.buffers(), eager.buffers(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.full

@@ -123,13 +123,11 @@ def compiling(strategy: str, tmp_path: Path) -> list:
     ("script", "strategy", "flags"),
     [
         ("vit", "single", ["--compile", "default"]),
-        full("cnn_b", "single", ["--compile", "default", "--grad_checkpointing"]),
         full("cnn_a", "ddp", []),
         full("vit", "ddp", ["--grad_checkpointing"]),
         full("vit", "fsdp", ["--grad_checkpointing"]),
         full("vit", "zero1", []),
         full("vit", "zero2", ["--grad_checkpointing"]),
-        full("cnn_b", "zero2", []),
     ],
 )
 def test_compilation_changes_no_number(script, strategy, flags, one_process, tmp_path, cache):
