@@ -135,6 +135,34 @@ def test_another_optimizer_is_refused_or_starts_afresh(tmp_path, project_copy):
     assert not load_file(latest(tmp_path) / "optimizer.safetensors")  # SGD without momentum
 
 
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("strategy", "old", "new", "message"),
+    [
+        (
+            "fsdp",
+            "torch.optim.AdamW(",
+            "torch.optim.Adafactor(",
+            "error: the optimizer torch.optim.Adafactor can't be used on FSDP2's shards: a trial step ended",
+        ),
+        (
+            "ddp",
+            "self.head = nn.Linear(hidden_size, 1)\n",
+            "self.head, self.unused = nn.Linear(hidden_size, 1), nn.Parameter(torch.ones(3))\n",
+            "error: under DDP every trained parameter needs a gradient in each step, and unused had none",
+        ),
+    ],
+    ids=["fsdp", "ddp"],
+)
+def test_a_refusal_is_one_line(strategy, old, new, message, project_copy, tmp_path):
+    mutate(project_copy, "train_hello.py", old, new)
+    words = [*LAUNCHERS[strategy], "train_hello.py", "--trackers", "none", "--output_dir", tmp_path / "run"]
+    status, output = Job(words, cwd=project_copy).wait()
+    assert status == 1
+    assert output.count(message) == 1, output
+    assert not list(tmp_path.glob("run/checkpoints/*"))
+
+
 # --- In this process
 
 
