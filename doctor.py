@@ -77,6 +77,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--exclude", default="", help="as launch.py's")
     parser.add_argument("--config_file", type=Path, help="one of accelerate_configs/")
     parser.add_argument("--data", help="a folder, or s3://bucket/prefix of shards, that each host must have")
+    parser.add_argument("--data_root", action="append", default=[], help="as the train scripts'")
     parser.add_argument("--output_dir", help="where the run will be (default: runs)", default="runs")
     parser.add_argument("--s3", help="s3://bucket/prefix, tried from the first host")
     parser.add_argument("--port", type=int, default=29500)
@@ -156,7 +157,8 @@ class Examination:
 
         def ask(patient: Patient) -> dict[str, Any]:
             began = time.time()
-            answer = patient.ask("facts", within_s, data=self.flags.data)
+            roots = [root for given in self.flags.data_root for root in given.split(",")]
+            answer = patient.ask("facts", within_s, data=self.flags.data, data_root=roots)
             # It was given between asking and now: only what lies outside of that is off.
             clock = answer.get("clock", began)
             return answer | {"clock_off_s": min(clock - began, 0) + max(clock - time.time(), 0)}

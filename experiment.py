@@ -17,7 +17,6 @@ there.
 
 import argparse
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -25,11 +24,10 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from common.cli import run_command
 from common.commands import python_command
-from common.files import write_json
+from common.files import read_json, write_json
 
 VIT_BATCH_SIZE = {"full": 512, "rehearsal": 64}
 VIT = {  # how it differs from the recipe of train_vit.py
@@ -58,7 +56,7 @@ class Step:
     def is_done(self) -> bool:
         if self.product is None or not self.product.exists():
             return False
-        found = _read(self.product)
+        found = read_json(self.product)
         return self.product.name != "result.json" or (
             found["status"] == "finished" and found.get("uploaded") is not False
         )
@@ -99,7 +97,7 @@ class Experiment:
         file = self.folder / "commands.json"  # of the steps that went well
         if not self.is_full:
             print("a rehearsal: small, and on the CPUs of this machine alone")
-        done = _read(file) if file.exists() else {}
+        done = read_json(file) if file.exists() else {}
         for step in {"vit": self.vit, "speedup": self.speedup}[self.flags.experiment]():
             command = ("" if self.is_full else "CUDA_VISIBLE_DEVICES= ") + python_command(*step.words)
             is_done = done.get(step.name) == step.words and step.is_done()
@@ -180,12 +178,8 @@ def largest_share(search: Path, share: int) -> int | str:
     """
     if not search.exists():
         return f"<at most {share}, as {search.name} says>"
-    answer = _read(search)["answer"]
+    answer = read_json(search)["answer"]
     return next(size for size in range(min(share, answer), 0, -1) if share % size == 0)
-
-
-def _read(file: Path) -> dict[str, Any]:
-    return json.loads(file.read_text())
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ on a GPU.
 """
 
 import argparse
-import json
 import re
 import shlex
 import signal
@@ -33,7 +32,7 @@ import psutil
 
 from common.batch_search import knee, next_size
 from common.cli import run_command
-from common.files import read_accelerate_config, read_lines, write_json
+from common.files import read_accelerate_config, read_json, read_lines, write_json
 from common.hosts import read_hostfile
 from common.trials import Ended, launch
 
@@ -203,7 +202,7 @@ class Search:
     def _read(self, size: int, ended: Ended, run: Path) -> Trial:
         if not (run / "result.json").exists():
             raise ValueError("the trial's result is not here: the hostfile's first host must be this one")
-        result, about = (json.loads((run / name).read_text()) for name in ("result.json", "recipe.json"))
+        result, about = (read_json(run / name) for name in ("result.json", "recipe.json"))
         names = ("script", "strategy", "mixed_precision", "compile", "grad_checkpointing", "device")
         self.about = {name: result[name] for name in names}
         self.about |= {name: about[name] for name in ("sharding", "git_commit", "versions")}

@@ -26,9 +26,10 @@ from common import markdown as md
 from common.cli import run_command
 from common.commands import python_command, shortest
 from common.comparison import Comparison, read_search
-from common.files import write_text
+from common.files import parse_json, write_text
 from common.run_record import RunRecord
 from common.run_words import summary
+from common.text import printable_lines
 
 FOLDER = Path("runs") / "logbook"
 COMPARE = "compare"  # the folder of the comparisons
@@ -40,7 +41,7 @@ def main() -> int:
         made = flags.make(flags)
         index = write_index(flags.folder)
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable_lines(error)}", file=sys.stderr)
         return 1
     pages = [shortest(page.absolute()) for page in (index, *made)]
     print("\n".join(pages))
@@ -152,7 +153,7 @@ def read_mark(page: Path) -> dict[str, Any]:
     """Empty for a page that was written by hand."""
     found = re.match(r"<!-- logbook (\{.*\}) -->\n", page.read_text())
     try:
-        return json.loads(found[1]) if found else {}
+        return parse_json(found[1], page) if found else {}
     except ValueError:
         raise ValueError(
             f"{page}: its first line can't be read; remove the page and add its run anew"

@@ -16,7 +16,8 @@ what it has done.
 --format shards  tar files of some 256 MiB that `tar`, WebDataset and `datasets` read, the images spread over
                  them by --seed, with an index, and last a manifest: this is --data of the train scripts
 --format folder  train/<class>/*.JPEG and val/<class>/*.JPEG
---format index   copies nothing: an index into the archives, which must stay where they are on this host
+--format index   copies nothing: an index into the archives, which must stay where they are on this host;
+                 a training takes their folder as --data_root
 
 Images stay as they are, byte for byte. CMYK and the PNG that is named .JPEG become RGB JPEGs of quality 95,
 and are listed. --resize 256 makes the shorter side of larger images 256 pixels, in all cores.
@@ -37,6 +38,7 @@ import json
 import math
 import os
 import re
+import shlex
 import shutil
 import signal
 import sys
@@ -51,6 +53,7 @@ import numpy as np
 from common.archives import scan
 from common.cli import expand_home, run_command
 from common.decode import SPLITS
+from common.files import parse_json, read_json
 from common.imagenet import DEVKIT, TRAIN, VAL
 from common.inputs import shown
 from common.object_store import ObjectStore
@@ -58,7 +61,8 @@ from common.progress import Reading
 from common.raw_images import SECOND_CLASS, Batch, Place, Source, batches, exists, index_rows
 from common.recode import recoded
 from common.shard_writer import FolderWriter, ShardWriter, part_name, replace, write_index
-from common.shards import FORMAT, JOURNAL, MANIFEST, MANIFEST_LIMIT, index_name
+from common.shards import FORMAT, JOURNAL, MANIFEST, MANIFEST_LIMIT, data_root_flag, index_name
+from common.text import printable, printable_lines
 
 NAMES = {
     "imagenet": {"train": TRAIN, "val": VAL, "devkit": DEVKIT},
@@ -77,11 +81,12 @@ def main() -> int:
     try:
         Preparation(flags).run()
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable_lines(error)}", file=sys.stderr)
         return 1
     except OSError as error:  # a full disk, above all
         what = f"{error.filename}: {error.strerror}" if error.filename else error
-        print(f"error: {what}. Once it is mended, the same command goes on where it was", file=sys.stderr)
+        what = f"{printable_lines(what)}. Once it is mended, the same command goes on where it was"
+        print(f"error: {what}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("interrupted: the same command goes on where it was", file=sys.stderr)
@@ -211,7 +216,7 @@ class Preparation:
         """The journal of what was begun here. Raises ValueError where that was for another --out: it says
         what was uploaded, and that only there."""
         path = self.folder / JOURNAL
-        left = json.loads(path.read_text()) if path.exists() else None
+        left = read_json(path) if path.exists() else None
         if left is not None and left["splits"] and left.get("store") != self._store_url():
             raise ValueError(
                 f"{self.folder} holds what was begun for --out {left.get('store') or self.folder}: go on with"
@@ -231,17 +236,17 @@ class Preparation:
             content = self.store.read(self.manifest, MANIFEST_LIMIT)
         if content is None:
             return False
-        try:
-            about = json.loads(content)
-        except ValueError:
-            about = None
-        if not isinstance(about, dict) or "settings" not in about:
+        about = {}
+        with contextlib.suppress(ValueError):
+            about = parse_json(content, self.manifest)
+        if "settings" not in about:
             raise ValueError(f"{self.flags.out} holds a {self.manifest} of something else: give a new one")
         self._check_same(about["settings"])
         self._check_there(about["splits"])
         if (self.folder / JOURNAL).exists():  # killed at the very end
             self._remove_journal()
         print(f"{self.flags.out} is complete: nothing to do")
+        self._say_how_to_train(about["splits"])
         return True
 
     def _check_there(self, splits: dict[str, Any]) -> None:
@@ -388,6 +393,17 @@ class Preparation:
             print(f"recoded as RGB JPEG: {image['split']} {image['key']} ({image['why']})")
         if absent := [split for split in SPLITS if split not in finished]:
             print(f"there is no {absent[0]}: training needs both splits")
+        self._say_how_to_train(finished)
+
+    def _say_how_to_train(self, splits: dict[str, Any]) -> None:
+        """An index names files outside of its folder, which a training reads only if it is told so."""
+        if self.flags.format == "folder" or not set(SPLITS) <= splits.keys():
+            return
+        out = self.store.url if self.store else str(self.folder)
+        words = f"--data {shlex.quote(out)}"
+        if self.flags.format == "index":
+            words += f" {data_root_flag(self.settings['paths'].values())}"
+        print(printable(f"train with: {words}"))
 
     def _name(self) -> str:
         if self.flags.source == "imagenet":

@@ -42,6 +42,7 @@ from common.compilation import asked_for, compile_blocks
 from common.network import interface_to
 from common.preemption import STATUS, Preempted, launched, ready, watch
 from common.recipe import Batch, Recipe, recipe_part, share_out
+from common.text import printable_lines
 
 
 def start(recipe: Recipe, clip_norm: float = 0.0) -> tuple[Accelerator, Batch]:
@@ -162,9 +163,10 @@ def run(main: Callable[[], None]) -> None:
         main()
     except MISTAKES as error:
         status = 1
-        tell_torchrun(str(error))
-        if first_to_say(str(error)):
-            print(f"error: {error}", file=sys.stderr, flush=True)
+        message = printable_lines(error)
+        tell_torchrun(message)
+        if first_to_say(message):
+            print(f"error: {message}", file=sys.stderr, flush=True)
         _let_others_speak()
     except KeyboardInterrupt as error:
         status = 130
@@ -212,7 +214,7 @@ def _outliving_its_reader(stream: io.TextIOWrapper) -> io.TextIOWrapper:
     output = _Output(stream.fileno(), "w", closefd=False)
     options = {"line_buffering": stream.line_buffering, "write_through": stream.write_through}
     buffer = output if stream.write_through else io.BufferedWriter(output)  # python -u has none
-    return io.TextIOWrapper(buffer, stream.encoding, stream.errors, **options)
+    return io.TextIOWrapper(buffer, stream.encoding, "backslashreplace", **options)
 
 
 def strategy(accelerator: Accelerator) -> str:

@@ -14,6 +14,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from common.preemption import Preempted, wanted
+from common.text import printable_lines
 
 Work = Callable[[Callable[[], None]], Any]  # work(beat)
 MISTAKES = (ValueError, FloatingPointError, OSError)  # said in one line, without a traceback
@@ -130,7 +131,7 @@ def first_mistake(error: BaseException) -> BaseException:
     try:
         store = dist.distributed_c10d._get_default_store()
         if isinstance(error, MISTAKES):
-            store.set("mistake", str(error))
+            store.set("mistake", printable_lines(error))
         elif isinstance(error, Exception) and store.check(["mistake"]):
             return ValueError(store.get("mistake").decode())
     except RuntimeError:  # the process that kept the store is gone

@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from common.files import parse_json
+
 
 class Answer(NamedTuple):
     """A key of the accelerate config, and which of its values are honoured."""
@@ -287,16 +289,9 @@ def _check_deepspeed_answers(env: Mapping[str, str], file: str) -> None:
 def _read_deepspeed(name: str, file: str) -> dict[str, Any]:
     """A DeepSpeed JSON file. name: of the flag or key that names it. ValueError when it can't be read."""
     try:
-        config = json.loads(Path(file).read_text())
+        return parse_json(Path(file).read_bytes(), f"{name} {file}")
     except OSError as error:
         raise ValueError(f"{name} {file}: {error.strerror}") from None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{name} {file}, line {error.lineno}: {error.msg}") from None
-    except (UnicodeDecodeError, RecursionError):
-        raise ValueError(f"{name} {file}: no JSON") from None
-    if not isinstance(config, dict):
-        raise ValueError(f"{name} {file}: expected an object, as in ds_configs/")
-    return config
 
 
 def _check_deepspeed(config: dict[str, Any], file: str, precision: str | None) -> None:

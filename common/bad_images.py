@@ -2,6 +2,8 @@
 
 import sys
 
+from common.text import printable
+
 _seen: set[int] = set()
 
 
@@ -10,7 +12,7 @@ def note(broken: dict[int, str]) -> None:
     for i, what in broken.items():
         if i not in _seen:
             _seen.add(i)
-            print(f"skipped: {what}", file=sys.stderr, flush=True)
+            print(f"skipped: {printable(what)}", file=sys.stderr, flush=True)
 
 
 def seen() -> list[int]:

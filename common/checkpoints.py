@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from common.files import discard, sync, write_json
+from common.files import discard, parse_json, read_json, sync, write_json
 
 FORMAT_VERSION = 1
 MODEL, OPTIMIZER, EMA, STATE, MANIFEST = (
@@ -74,7 +74,7 @@ class Checkpoint:
     def state(self) -> dict[str, Any]:
         """ValueError for a state.json that is none."""
         try:
-            state = json.loads((self.folder / STATE).read_text())
+            state = read_json(self.folder / STATE)
             if state["step"] != self.step:
                 raise ValueError
         except (OSError, ValueError, KeyError, TypeError):
@@ -108,6 +108,8 @@ def _check_state(state: dict[str, Any], folder: Path) -> None:
         or not all(isinstance(part, dict) for part in (*groups, *scalars.values()))
     ):
         wrong.append("optimizer")
+    if not isinstance(state.get("loss_scale"), dict | None):
+        wrong.append("loss_scale")
     numbers = [state.get("best"), state.get("last"), state.get("loss_scale") or {"scale": 1.0}]
     if not wrong and not all(isinstance(n, int | float) for group in numbers for n in dict(group).values()):
         wrong.append("best, last and loss_scale")
@@ -225,9 +227,9 @@ def mark(parent: Path, latest: int, best: int | None) -> None:
 def marked(content: bytes, where: Path | str) -> dict[str, int]:
     """The steps that an index.json calls `latest` and `best`. ValueError for what is none."""
     try:
-        steps = {mark: step_of(name) for mark, name in json.loads(content).items()}
+        steps = {mark: step_of(name) for mark, name in parse_json(content, where).items()}
         return {mark: step for mark, step in steps.items() if step is not None}
-    except (ValueError, AttributeError, TypeError, RecursionError):
+    except (ValueError, TypeError):
         raise ValueError(f"{where} is no index of checkpoints") from None
 
 
@@ -285,12 +287,12 @@ def check_manifest(content: bytes, folder: Path | str) -> dict[str, Any]:
     """The manifest of the checkpoint `folder`, after every check that needs no other file. Damaged if not."""
     where = f"{folder}/{MANIFEST}"
     try:
-        manifest = json.loads(content)
+        manifest = parse_json(content, where)
         digest = manifest.pop("digest")
         version, step, files = manifest["format_version"], manifest["step"], manifest["files"]
         names, sizes = set(files), [(f["size"], f["sha256"]) for f in files.values()]
         sound = all(type(size) is int and size >= 0 and type(sha) is str for size, sha in sizes)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         raise Damaged(f"{where} is no manifest") from None
     if digest != _digest(manifest):
         raise Damaged(f"{where} has changed since it was written")

@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from common.text import printable_lines
+
 STATUS_FILE = "LAUNCH_STATUS_FILE"  # set by launch.py's agent: each process of the job adds its exit status
 
 
@@ -19,7 +21,7 @@ def run_command(main: Callable[[], int]) -> int:
         check_working_folder()
         return main()
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable_lines(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -44,6 +46,8 @@ def open_streams() -> None:
             os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w" if number else "r"))  # noqa: SIM115
+    with contextlib.suppress(AttributeError):  # a stream that is not a file
+        sys.stdout.reconfigure(errors="backslashreplace")  # names that are not UTF-8 end no command
 
 
 def report_status(status: int) -> None:

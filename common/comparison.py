@@ -1,6 +1,5 @@
 """A page of the log book on several runs: what each took and reached, and what else they differ in."""
 
-import json
 import math
 from dataclasses import dataclass
 from functools import cached_property
@@ -9,6 +8,7 @@ from typing import Any
 
 from common import markdown as md
 from common.commands import place
+from common.files import read_json
 from common.plots import Panel, panels
 from common.run_page import as_flag, time_unit
 from common.run_record import NUMBER, RunRecord, fitting
@@ -100,9 +100,9 @@ class Comparison:
 def read_search(file: Path) -> dict[str, Any]:
     """A result of find_batch_size.py. ValueError when it is none."""
     try:
-        found, odd = fitting(json.loads(file.read_text()), SEARCH)
-    except (OSError, ValueError, AttributeError) as error:
-        raise ValueError(f"{file} can't be read: {error}") from None
+        found, odd = fitting(read_json(file), SEARCH)
+    except OSError as error:
+        raise ValueError(f"{file} can't be read: {error.strerror}") from None
     if odd or not {"script", "strategy", "processes", "recipe", "trials"} <= found.keys():
         raise ValueError(f"{file} is no result of find_batch_size.py")
     return found

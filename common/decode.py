@@ -1,13 +1,15 @@
 """From encoded images to uint8 pixels: decoding, crops, and the file of encoded images that a cache holds."""
 
 import io
-import json
 import math
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+
+from common.files import read_json
+from common.text import printable
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -169,7 +171,7 @@ class Encoded:
         # Read, not mapped: what is cut off a mapped file while it is in use kills the process (SIGBUS).
         self.offsets = np.load(folder / f"{split}_offsets.npy")
         self.items = open(folder / f"{split}_items.bin", "rb", buffering=0)  # noqa: SIM115
-        about = json.loads((folder / f"{split}_items.json").read_text())
+        about = read_json(folder / f"{split}_items.json")
         self.root, self.parts = about["root"], about["parts"]
 
     def __len__(self) -> int:
@@ -178,21 +180,23 @@ class Encoded:
     def where(self, i: int) -> str:
         """What to call image i in a message: its path, or the row of its table."""
         if self.root is not None:
-            return os.path.join(self.root, os.fsdecode(self._item(i)))
+            return printable(self.file(i))
         for name, rows in self.parts:
             if i < rows:
                 return f"row {i} of {name}"
             i -= rows
         raise AssertionError("no such image")
 
-    file = where
+    def file(self, i: int) -> str:
+        """The file that image i is in; of a table its name."""
+        return self.where(i) if self.root is None else os.path.join(self.root, os.fsdecode(self._item(i)))
 
     def decode(self, i: int, strict: bool = False) -> np.ndarray:
         """uint8 [H, W, 3]. Raises ValueError that names the image, OSError where its file can't be read.
 
         strict: also for a JPEG of which a part is missing.
         """
-        data = self._item(i) if self.root is None else Path(self.where(i)).read_bytes()
+        data = self._item(i) if self.root is None else Path(self.file(i)).read_bytes()
         try:
             pixels = decode(data)
             if strict and data[:2] == JPEG and (what := damage(data)):

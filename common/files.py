@@ -74,6 +74,28 @@ def write_text(path: Path, text: str) -> None:
         raise
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file. OSError when it can't be read, ValueError when it holds none."""
+    return parse_json(path.read_bytes(), path)
+
+
+def parse_json(content: bytes | str, where: object) -> dict[str, Any]:
+    """The JSON object in `content`. ValueError that names `where`, and shows nothing of the content, for
+    anything else: other text, another encoding, what is nested too deep, numbers of thousands of digits."""
+    try:
+        found = json.loads(content)
+    except RecursionError:
+        raise ValueError(f"{where} can't be read: its JSON is nested too deep") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where}, line {error.lineno}, is no JSON: {error.msg}") from None
+    except ValueError as error:
+        reason = "not UTF-8" if isinstance(error, UnicodeDecodeError) else error
+        raise ValueError(f"{where} can't be read as JSON: {reason}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{where} holds no JSON object")
+    return found
+
+
 def read_accelerate_config(file: Path) -> dict[str, Any]:
     """One of accelerate_configs/. ValueError when it can't be read."""
     import yaml
@@ -83,6 +105,8 @@ def read_accelerate_config(file: Path) -> dict[str, Any]:
         if not isinstance(content, dict):
             raise ValueError("expected `key: value` lines")
         return content
+    except RecursionError:
+        raise ValueError(f"--config_file {file}: it is nested too deep") from None
     except (OSError, yaml.YAMLError, ValueError) as error:
         raise ValueError(f"--config_file {file}: {getattr(error, 'strerror', None) or error}") from None
 
@@ -90,9 +114,9 @@ def read_accelerate_config(file: Path) -> dict[str, Any]:
 def read_lines(file: Path) -> list[dict[str, Any]]:
     """The objects of a JSON-lines file; a line that was cut by a kill or a full disk is left out."""
     lines = []
-    for text in file.read_text().splitlines() if file.exists() else []:
+    for text in file.read_text(errors="replace").splitlines() if file.exists() else []:
         try:
-            lines.append(json.loads(text))
+            lines.append(parse_json(text, file))
         except ValueError:
             continue
     return lines

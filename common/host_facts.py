@@ -54,7 +54,7 @@ def main() -> None:
         print(ANSWER + json.dumps(answer), flush=True)
 
 
-def facts(data: str | None) -> dict[str, Any]:
+def facts(data: str | None, data_root: tuple[str, ...] = ()) -> dict[str, Any]:
     """Everything that one host knows by itself. Sizes in GiB, times in seconds since 1970."""
     connection = os.environ.get("SSH_CONNECTION", "").split()
     return {
@@ -69,7 +69,7 @@ def facts(data: str | None) -> dict[str, Any]:
         "devices": devices(),
         "shm_gib": shutil.disk_usage("/dev/shm").free / 2**30 if Path("/dev/shm").is_dir() else 0.0,
         "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-        "data": _contents(data) if data else None,
+        "data": _contents(data, tuple(data_root)) if data else None,
     }
 
 
@@ -211,7 +211,7 @@ def _reaches(pynvml: Any, one: Any, other: Any) -> bool:
     return status == pynvml.NVML_P2P_STATUS_OK
 
 
-def _contents(data: str) -> dict[str, Any]:
+def _contents(data: str, data_root: tuple[str, ...]) -> dict[str, Any]:
     """A digest of the names and sizes of a folder's files, or of the manifest of shards in S3; or what is
     wrong with them."""
     if data.startswith("s3://"):
@@ -221,11 +221,20 @@ def _contents(data: str) -> dict[str, Any]:
         below.sort()
         for name in sorted(names):
             path = Path(folder) / name
-            digest.update(f"{path.relative_to(root)} {path.lstat().st_size}\n".encode())
+            line = f"{path.relative_to(root)} {path.lstat().st_size}\n"
+            digest.update(line.encode(errors="surrogateescape"))
             count += 1
     if not count:
         return {"problem": "the folder of --data is not there, or empty"}
-    return {"digest": digest.hexdigest()[:12], "problem": None}
+    found = {"digest": digest.hexdigest()[:12], "problem": None}
+    if (root / "manifest.json").is_file():
+        from common.shards import find_local
+
+        try:
+            find_local(root, data_root)
+        except ValueError as error:
+            found["problem"] = str(error)
+    return found
 
 
 def _stored(url: str) -> dict[str, Any]:

@@ -25,7 +25,7 @@ import numpy as np
 
 from common.cli import expand_home
 from common.decode import SPLITS, Encoded, cores
-from common.files import discard, size_limit, sync
+from common.files import discard, read_json, size_limit, sync
 from common.image_sources import Beat, Source, find_source, waiting
 
 FORMAT = 1  # part of the key: a change of what a cache folder holds makes old ones unused
@@ -36,7 +36,11 @@ CHUNK_PIXELS = 2**22  # decoded in one go by a thread: some 50 ms, the longest t
 
 
 def prepare(
-    data: str, cache_dir: Path, beat: Callable[[], None] = lambda: None, show_progress: bool = True
+    data: str,
+    cache_dir: Path,
+    beat: Callable[[], None] = lambda: None,
+    show_progress: bool = True,
+    data_root: tuple[str, ...] = (),
 ) -> Path:
     """Finds or makes the cache folder of `data`; one process per host calls it. Returns the folder.
 
@@ -44,7 +48,7 @@ def prepare(
     """
     cache_dir = expand_home(cache_dir, "give --cache_dir").resolve()
     try:
-        source = find_source(data, beat, show_progress)
+        source = find_source(data, beat, show_progress, data_root)
         content, place = waiting(beat, lambda: _keys(source))
         label = re.sub(r"[^A-Za-z0-9._-]", "_", source.name).lstrip(".") or "images"
         if not _why_unused(cache_dir / f"{label}-{place}"):
@@ -118,7 +122,7 @@ def _why_unused(folder: Path) -> str:
         for path in (folder, *folder.iterdir()):
             if reason := _why_untrusted(path, users):
                 return f"{path.name} {reason}" if path != folder else reason
-        about = json.loads((folder / "meta.json").read_text())
+        about = read_json(folder / "meta.json")
         fetched = str(about["shards"] or "").startswith("s3://")  # into this folder, later
         return "its shards can't be stored here" if fetched and folder.stat().st_uid != os.geteuid() else ""
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -20,7 +20,9 @@ import numpy as np
 from common import shards
 from common.cli import expand_home
 from common.decode import SPLITS
+from common.files import parse_json
 from common.object_store import ObjectStore
+from common.text import printable
 
 Beat = Callable[[], None]
 
@@ -45,8 +47,9 @@ class Source:
     marks: tuple[str, ...] = ()  # of the content, beside the files
 
 
-def find_source(data: str, beat: Beat, show_progress: bool) -> Source:
-    """Raises ValueError when there is nothing that can be trained on, before much is read."""
+def find_source(data: str, beat: Beat, show_progress: bool, data_root: tuple[str, ...] = ()) -> Source:
+    """data_root: where the files of an index may lie. Raises ValueError when there is nothing that can be
+    trained on, before much is read."""
     if data == "digits":
         return Source(data, (), _write_digits, mirror=False)  # a mirrored 2 is no 2
     if data == "synthetic":
@@ -62,7 +65,9 @@ def find_source(data: str, beat: Beat, show_progress: bool) -> Source:
         near = difflib.get_close_matches(data, KNOWN, n=1)
         meant = f"did you mean {near[0]}?" if near else f"give a folder or one of: {', '.join(KNOWN)}"
         raise ValueError(f"--data {data}: {what}; {meant}")
-    return waiting(beat, lambda: _find_shards(root) or _find_parquet(root) or _find_class_folders(root))
+    return waiting(
+        beat, lambda: _find_shards(root, data_root) or _find_parquet(root) or _find_class_folders(root)
+    )
 
 
 def waiting(beat: Beat, work: Callable):
@@ -142,9 +147,9 @@ def _save_items(
     (folder / f"{split}_items.json").write_text(json.dumps(about))
 
 
-def _find_shards(root: Path) -> Source | None:
+def _find_shards(root: Path, data_root: tuple[str, ...]) -> Source | None:
     """What prep_imagenet.py made in a folder; the shards stay where they are."""
-    manifest = shards.find_local(root)
+    manifest = shards.find_local(root, data_root)
     if manifest is None:
         return None
     return _source_of_shards(manifest, str(root), lambda name: (root / name).read_bytes())
@@ -245,7 +250,7 @@ def _only_in(name: str, classes: set) -> str:
 
 def _first(names: Sequence, count: int = 10) -> str:
     rest = f" and {len(names) - count} more" if len(names) > count else ""
-    return ", ".join(map(str, names[:count])) + rest
+    return ", ".join(map(printable, names[:count])) + rest
 
 
 def _find_parquet(root: Path) -> Source | None:
@@ -336,7 +341,7 @@ def _read_labels(tables: list[Table], beat: Beat) -> tuple[tuple[str, ...] | Non
     for where, table in tables:
         with _open_table(where, table) as (schema, read):
             label = _column(schema, LABEL_COLUMNS, where)
-            names.append(_class_names(schema, label))
+            names.append(_class_names(schema, label, where))
             found = []
             for column in read(label):
                 found += _labels(column, where, len(found))
@@ -373,6 +378,8 @@ def _open_table(where: str, table) -> Iterator[tuple]:
     except (pyarrow.ArrowException, OSError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(f"{where} cannot be read: {reason}. Is it complete? Fetch it again") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{where} has a name or label that is not UTF-8") from None
 
 
 def _number_labels(names: dict, labels: dict[str, list]) -> tuple[tuple[str, ...], dict[str, list[int]]]:
@@ -398,14 +405,24 @@ def _column(schema, candidates: tuple[str, ...], where: str) -> str:
         if name in schema.names:
             return name
     wanted = " or ".join(candidates)
-    raise ValueError(f"{where} has no column {wanted}, only: {', '.join(schema.names)}")
+    raise ValueError(f"{where} has no column {wanted}, only: {_first(schema.names)}")
 
 
-def _class_names(schema, label: str) -> tuple[str, ...] | None:
+def _class_names(schema, label: str, where: str) -> tuple[str, ...] | None:
     """The names of a `datasets.ClassLabel` column, kept in the schema's metadata; None without."""
-    about = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
-    names = about.get("info", {}).get("features", {}).get(label, {}).get("names")
-    return None if names is None else tuple(map(str, names))
+    about = parse_json(
+        (schema.metadata or {}).get(b"huggingface", b"{}"), f"{where}: its huggingface metadata"
+    )
+    for key in ("info", "features", label):
+        about = about.get(key) or {}
+        if not isinstance(about, dict):
+            raise ValueError(f"{where}: its huggingface metadata has no object as {printable(key)}")
+    names = about.get("names")
+    if names is None:
+        return None
+    if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"{where}: its huggingface metadata has no list of class names")
+    return tuple(names)
 
 
 def _encoded(column, where: str, first: int) -> list[bytes]:
@@ -426,5 +443,6 @@ def _labels(column, where: str, first: int) -> list:
     labels = column.to_pylist()
     for k, label in enumerate(labels):
         if not isinstance(label, int | str) or isinstance(label, bool):
-            raise ValueError(f"row {first + k} of {where} has the label {label}, neither a number nor a name")
+            what = f"the label {printable(label)[:40]}, neither a number nor a name"
+            raise ValueError(f"row {first + k} of {where} has {what}")
     return labels

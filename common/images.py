@@ -5,7 +5,6 @@ Images that fit in memory are decoded there once, as uint8 arrays; the others st
 the workers of a DataLoader. Batches are uint8 on the device: augmentation and normalisation follow there.
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,12 +13,14 @@ from accelerate import Accelerator
 
 from common.agreement import agree, once_per_host
 from common.decode import SPLITS
+from common.files import read_json
 from common.image_cache import prepare
 from common.order import Shuffled, Streamed
 from common.recipe import ImageRecipe
 from common.shard_cache import ShardCache
-from common.shards import MANIFEST, index_name, parse_manifest
+from common.shards import MANIFEST, check_roots, index_name, parse_manifest
 from common.splits import ArraySplit, FileSplit, ShardSplit, Split
+from common.text import printable
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,10 @@ def load(accelerator: Accelerator, recipe: ImageRecipe) -> Images:
     """The data set that recipe.data names, the same on all processes; prepared by one process per host."""
     cache_dir = Path(recipe.cache_dir or "~/.cache/train-images")
     folder = once_per_host(
-        accelerator, "data", lambda beat: str(prepare(recipe.data, cache_dir, beat)), recipe.timeout_s
+        accelerator,
+        "data",
+        lambda beat: str(prepare(recipe.data, cache_dir, beat, data_root=recipe.data_root)),
+        recipe.timeout_s,
     )
     images = open_images(Path(folder), recipe)
     kind = [images.source, images.val_name, type(images.train).__name__]
@@ -61,7 +65,7 @@ def open_images(folder: Path, recipe: ImageRecipe | None = None) -> Images:
     dealt with; None: by the defaults."""
     recipe, pixels = recipe or ImageRecipe(), {}
     try:
-        about = json.loads((folder / "meta.json").read_text())
+        about = read_json(folder / "meta.json")
         labels = {split: np.load(folder / f"{split}_labels.npy") for split in SPLITS}
         if about["kind"] == "array":
             # mode "c": pages are shared by all processes; torch would warn about an array it may not write
@@ -78,7 +82,8 @@ def open_images(folder: Path, recipe: ImageRecipe | None = None) -> Images:
         splits = [FileSplit(folder, split, labels[split], skip) for split in SPLITS]
     else:
         splits = _open_shards(folder, about["shards"], labels, recipe)
-    return Images(about["source"], tuple(about["classes"]), *splits, about["val_name"], about["mirror"])
+    classes = tuple(map(printable, about["classes"]))  # names of folders have any bytes
+    return Images(about["source"], classes, *splits, about["val_name"], about["mirror"])
 
 
 def _open_shards(
@@ -86,6 +91,7 @@ def _open_shards(
 ) -> list[ShardSplit]:
     """place: of the shards, a folder or s3://bucket/prefix."""
     manifest = parse_manifest((folder / MANIFEST).read_bytes(), str(folder / MANIFEST))
+    check_roots(manifest, Path(place), recipe.data_root)
     cache = None
     if place.startswith("s3://"):
         shards = tuple(shard for split in SPLITS for shard in manifest.splits[split].shards)

@@ -5,22 +5,25 @@ import re
 from collections.abc import Iterable, Sequence
 from urllib.parse import quote
 
+from common.text import printable, printable_lines
+
 
 def text(value: object) -> str:
     """One line of plain text. An underscore inside a word is none of Markdown's business."""
-    line = " ".join(str(value).split())
+    line = _line(value)
     return re.sub(r"[\\`*\[\]<>&~$]|(?<!\w)_|_(?!\w)", r"\\\g<0>", line)
 
 
 def code(value: object) -> str:
     """An inline code span of one line."""
-    line = " ".join(str(value).split())
+    line = _line(value)
     fence = _fence(line, least=1)
     pad = " " if "`" in line or not line else ""
     return f"{fence}{pad}{line}{pad}{fence}"
 
 
 def block(content: str, language: str = "") -> str:
+    content = printable_lines(content)
     fence = _fence(content, least=3)
     return f"{fence}{language}\n{content.rstrip()}\n{fence}"
 
@@ -33,15 +36,23 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], numbers: bool = Tr
 
 def folded(summary: str, content: str) -> str:
     """summary: plain text."""
-    return f"<details><summary>{html.escape(summary)}</summary>\n\n{content}\n\n</details>"
+    return f"<details><summary>{html.escape(_line(summary))}</summary>\n\n{content}\n\n</details>"
 
 
 def picture(what: str, path: str) -> str:
-    return f"![{text(what)}]({quote(path)})"
+    return f"![{text(what)}]({_url(path)})"
 
 
 def link(what: str, path: str) -> str:
-    return f"[{text(what)}]({quote(path, safe='/:#?=&%@')})"
+    return f"[{text(what)}]({_url(path, safe='/:#?=&%@')})"
+
+
+def _line(value: object) -> str:
+    return printable(" ".join(str(value).split()))
+
+
+def _url(path: str, safe: str = "/") -> str:
+    return quote(path.encode(errors="surrogateescape"), safe=safe)
 
 
 def _fence(content: str, least: int) -> str:

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import psutil
 
-from common.files import write_text
+from common.files import parse_json, write_text
 from common.object_store import ObjectStore, StoreError
 from common.processes import start_ticks
 
@@ -212,7 +212,7 @@ def _lives(record: dict[str, Any]) -> bool:
         else:
             same = abs(process.create_time() - float(record["started"])) < 1
         return same and process.status() != psutil.STATUS_ZOMBIE
-    except (psutil.NoSuchProcess, KeyError, TypeError, ValueError):
+    except (psutil.NoSuchProcess, KeyError, TypeError, ValueError, OverflowError):
         return False
 
 
@@ -223,7 +223,6 @@ def _who(record: dict[str, Any]) -> str:
 
 def _parsed(text: str | None) -> dict[str, Any]:
     try:
-        record = json.loads(text or "{}")
-        return record if isinstance(record, dict) else {}
+        return parse_json(text or "{}", RECORD)
     except ValueError:
         return {}

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from common.text import printable, printable_lines
+
 DPI = 100
 NAMED_CLASSES, NUMBERED_CLASSES = 30, 20  # up to so many classes the names and the counts are readable
 NAMED_CURVES = 16
@@ -58,7 +60,7 @@ def panels(path: Path, rows: Sequence[Sequence[Panel]], title: str) -> None:
                 axes.invert_yaxis()
             if 1 < len(panel.curves) <= NAMED_CURVES:
                 axes.legend(fontsize=8)
-            axes.set(xlabel=panel.x, ylabel=panel.y)
+            axes.set(xlabel=_plain(panel.x), ylabel=_plain(panel.y))
             if panel.is_log:
                 axes.set_yscale("log")
             if panel.from_zero:
@@ -141,8 +143,8 @@ def _averaged(x: Sequence[float], y: Sequence[float]) -> tuple[list[float], list
 
 
 def _plain(text: str) -> str:
-    """A dollar sign would begin a formula."""
-    return text.replace("$", r"\$")
+    """In characters that a font has; a dollar sign would begin a formula."""
+    return printable_lines(text).replace("$", r"\$")
 
 
 def _wrapped(text: str, width: int) -> str:
@@ -152,4 +154,5 @@ def _wrapped(text: str, width: int) -> str:
 
 def _short(name: str, length: int = 28) -> str:
     """For legends and bars, whose text is named in full on the page."""
+    name = printable(name)
     return _plain(name if len(name) <= length else f"{name[: length - 1]}...")

@@ -3,7 +3,6 @@
 import argparse
 import dataclasses
 import difflib
-import json
 import math
 import re
 import sys
@@ -16,6 +15,8 @@ from typing import Any
 
 from common.agreement import is_hosts_first
 from common.cli import tell_torchrun
+from common.files import parse_json
+from common.text import printable_lines
 
 
 def flag(
@@ -27,10 +28,12 @@ def flag(
     maximum: float = math.inf,
     part_of_recipe: bool = True,
     per_script: bool = False,
+    repeatable: bool = False,
 ) -> Any:
     """A recipe's field that is a flag. part_of_recipe: runs that differ in it are different trainings.
 
-    per_script: each script has a default of its own, which its recipe declares.
+    per_script: each script has a default of its own, which its recipe declares. repeatable: a tuple's flag
+    may be given several times, and all values count; of other flags the last one does.
     """
     metadata = dict(
         help=help,
@@ -39,6 +42,7 @@ def flag(
         maximum=maximum,
         part_of_recipe=part_of_recipe,
         per_script=per_script,
+        repeatable=repeatable,
     )
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -173,6 +177,12 @@ class ImageRecipe(Recipe):
         " evaluations, which count each image once, it is always an error",
         choices=("fail", "skip"),
     )
+    data_root: tuple[str, ...] = setting(
+        (),
+        "of an index (prep_imagenet.py --format index) only: a folder or `s3://bucket/prefix` in which its"
+        " files may lie, several as `a,b` or by several flags; unset: its own folder",
+        repeatable=True,
+    )
     cache_dir: str | None = setting(
         None, "decoded images, or shards from S3, on a local disk; unset: `~/.cache/train-images`"
     )
@@ -216,8 +226,9 @@ def parse(recipe_class: type[Recipe], argv: list[str] | None = None) -> Recipe:
     try:
         values = _read_config(Path(given["config"]), fields) if given["config"] else {}
         for field in fields:
-            if given[field.name] is not None:
-                values[field.name] = _typed(field, given[field.name], f"--{field.name}")
+            if (value := given[field.name]) is not None:
+                value = ",".join(value) if field.metadata["repeatable"] else value
+                values[field.name] = _typed(field, value, f"--{field.name}")
         recipe = recipe_class(**values)
     except ValueError as error:
         parser.error(str(error))
@@ -323,6 +334,7 @@ class _Parser(argparse.ArgumentParser):
             message = f"unknown flag {unknown}" + (
                 f": did you mean {near[0]}?" if near else "; --help lists them all"
             )
+        message = printable_lines(message)
         tell_torchrun(message)
         self.print_once(f"{self.prog}: error: {message}\n", sys.stderr)
         if not is_hosts_first():
@@ -357,8 +369,11 @@ def _add_flag(parser: argparse.ArgumentParser, field: dataclasses.Field, unit: s
     else:
         choices = field.metadata["choices"]
         metavar = "{" + ",".join(choices) + "}" if choices else _base_type(field).__name__.upper()
+        action = "append" if field.metadata["repeatable"] else "store"
         names = [f"--{field.name}", *(["--learning_rate"] if field.name == "lr" else [])]
-        parser.add_argument(*names, dest=field.name, metavar=metavar, help=help, default=argparse.SUPPRESS)
+        parser.add_argument(
+            *names, dest=field.name, metavar=metavar, help=help, default=argparse.SUPPRESS, action=action
+        )
         parser.set_defaults(**{field.name: None})
 
 
@@ -413,18 +428,11 @@ def _checked(field: dataclasses.Field, value: Any, name: str) -> Any:
 
 def _read_config(path: Path, fields: tuple[dataclasses.Field, ...]) -> dict[str, Any]:
     """Key by key from YAML or JSON. ValueError names the file and the key or the line."""
-    import yaml
-
     try:
-        text = path.read_text()
-        content = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+        is_json = path.suffix == ".json"
+        content = parse_json(path.read_bytes(), f"--config {path}") if is_json else _read_yaml(path)
     except OSError as error:
         raise ValueError(f"--config {path}: {error.strerror}") from None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"--config {path}, line {error.lineno}: {error.msg}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        line = f", line {error.problem_mark.line + 1}" if getattr(error, "problem_mark", None) else ""
-        raise ValueError(f"--config {path}{line}: {getattr(error, 'problem', None) or error}") from None
     if not isinstance(content, dict):
         raise ValueError(f"--config {path}: expected `key: value` lines")
     by_name = {field.name: field for field in fields}
@@ -441,6 +449,20 @@ def _read_config(path: Path, fields: tuple[dataclasses.Field, ...]) -> dict[str,
             continue
         values[name] = _typed(by_name[name], value, f"--config {path}: {key}")
     return values
+
+
+def _read_yaml(path: Path) -> Any:
+    import yaml
+
+    try:
+        return yaml.safe_load(path.read_text())
+    except RecursionError:
+        raise ValueError(f"--config {path}: it is nested too deep") from None
+    except yaml.YAMLError as error:
+        line = f", line {error.problem_mark.line + 1}" if getattr(error, "problem_mark", None) else ""
+        raise ValueError(f"--config {path}{line}: {getattr(error, 'problem', None) or error}") from None
+    except ValueError as error:  # not UTF-8, a date that there is not
+        raise ValueError(f"--config {path}: {error}") from None
 
 
 def _typed(field: dataclasses.Field, value: Any, name: str) -> Any:

@@ -1,11 +1,11 @@
 """What one run shows at its end: tables of results and weights, curves, and the command for its page."""
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.checkpoints import EMA, MODEL, step_name
 from common.commands import ROOT, python_command, shortest
+from common.files import read_json, read_lines
 from common.plots import panel, panels
 
 if TYPE_CHECKING:  # imported where it is needed
@@ -16,8 +16,8 @@ def show(folder: Path, val_name: str) -> None:
     """Prints the folder's result.json and its weights as tables, and its files."""
     from rich.console import Console
 
-    result, about = (json.loads((folder / name).read_text()) for name in ("result.json", "recipe.json"))
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    result, about = (read_json(folder / name) for name in ("result.json", "recipe.json"))
+    lines = read_lines(folder / "metrics.jsonl")
     console = Console(markup=False, highlight=False)
     console.print(_results(result, val_name, about["unit"]))
     console.print(_weights(folder, result, lines, val_name))
@@ -97,7 +97,7 @@ def say_how_to_add(folder: Path) -> None:
 def draw(folder: Path, result: dict[str, Any]) -> None:
     """plots/curves.png, from metrics.jsonl."""
     title = f"{result['script']} on {Path(result['data']).name}, {result['strategy']} x {result['processes']}"
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = read_lines(folder / "metrics.jsonl")
     plot_curves(folder, lines, title)
 
 

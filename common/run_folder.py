@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from common.checkpoints import steps_in
-from common.files import write_json
+from common.files import read_json, write_json
 from common.recipe import Recipe, recipe_part
 
 FRUITLESS_RESTARTS = 3  # without a new checkpoint; then a launcher that restarts by itself is told to give up
@@ -72,13 +72,13 @@ def _about(folder: Path) -> dict[str, Any] | None:
     not, is not known then."""
     file = folder / "recipe.json"
     try:
-        about = json.loads(file.read_text())
+        about = read_json(file)
         if not isinstance(about["recipe"], dict) or not isinstance(about["script"], str):
             raise ValueError("it has no recipe and script")
         return about
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is empty or damaged"
         raise ValueError(
             f"{file} can't be read ({reason}), so whose run {folder} holds is not known: remove that file to"
@@ -106,8 +106,8 @@ def why_another(about: dict[str, Any], recipe: Recipe) -> str:
 def resumed_from(folder: Path) -> str | None:
     """The --resume at which the folder's run began."""
     try:
-        return json.loads((folder / "recipe.json").read_text()).get("resumed_from")
-    except (OSError, ValueError, AttributeError):
+        return read_json(folder / "recipe.json").get("resumed_from")
+    except (OSError, ValueError):
         return None
 
 
@@ -134,7 +134,7 @@ def _is_own(folder: Path, resume: str) -> bool:
 
 def _is_finished(folder: Path, last_step: int | None) -> bool:
     try:
-        result = json.loads((folder / "result.json").read_text())
+        result = read_json(folder / "result.json")
         done = result["status"] == "finished" and result.get("uploaded") is not False
         return done and (last_step is None or result["steps"] >= last_step)
     except (OSError, ValueError, KeyError, TypeError):
@@ -150,7 +150,7 @@ def count_restarts(folder: Path, step: int) -> None:
     begun = {"run_id": run_id, "restart": restart, "step": step, "fruitless": 0}
     if restart > 0:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            before = json.loads(file.read_text())
+            before = read_json(file)
             if (before["run_id"], before["step"]) == (run_id, step):
                 begun["fruitless"] = before["fruitless"] + (before["restart"] > 0)
     write_json(file, begun)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from common.commands import place
+from common.files import parse_json, read_json
 
 NUMBER = (int, float)
 # What is expected: a type, [of each item] or {key: of its value}; "*": of all other keys.
@@ -141,16 +142,15 @@ class RunRecord:
 
     def _read(self, name: str, kinds: dict[str, Any]) -> dict[str, Any]:
         try:
-            content = json.loads((self.folder / name).read_text())
+            content = read_json(self.folder / name)
         except FileNotFoundError:
             self.problems.append(f"{name} is missing")
             return {}
-        except (OSError, ValueError, RecursionError) as error:
-            reason = error.strerror if isinstance(error, OSError) else error
-            self.problems.append(f"{name} can't be read: {reason}")
+        except OSError as error:
+            self.problems.append(f"{name} can't be read: {error.strerror}")
             return {}
-        if not isinstance(content, dict):
-            self.problems.append(f"{name} is no object")
+        except ValueError as error:
+            self.problems.append(str(error).removeprefix(f"{self.folder}/"))
             return {}
         kept, odd = fitting(content, kinds)
         if odd:
@@ -170,9 +170,8 @@ class RunRecord:
         lines, broken = [], 0
         for text in texts:
             try:
-                line = json.loads(text)
-                kept, odd = fitting(line, kinds)
-            except (ValueError, RecursionError, AttributeError):
+                kept, odd = fitting(parse_json(text, name), kinds)
+            except ValueError:
                 kept, odd = {}, [text]
             if needed <= kept.keys():
                 lines.append(kept)

@@ -25,6 +25,7 @@ import torch
 from accelerate import Accelerator
 
 from common.accelerator import device_name
+from common.files import parse_json
 from common.sampler import Sampler
 
 HOST_NUMBERS = (
@@ -240,8 +241,8 @@ def _lines(file: Path) -> Iterator[dict[str, Any]]:
     """One at a time, as a day has 86,400; without those that were cut by a kill or a full disk."""
     with open(file, errors="replace") as texts:
         for text in texts:
-            with contextlib.suppress(json.JSONDecodeError):
-                yield json.loads(text)
+            with contextlib.suppress(ValueError):
+                yield parse_json(text, file)
 
 
 class _Values:

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 from accelerate.tracking import GeneralTracker, TensorBoardTracker, WandBTracker
 
+from common.text import printable
+
 HEADLINES = ("val/accuracy", "val/loss", "train/loss", "train/images_per_s")  # beside the hyper-parameters
 INIT_S, FINISH_S = 10, 60  # how long a run waits for a W&B server, at its beginning and at its end
 
@@ -24,7 +26,7 @@ def start_trackers(
     """
     where = {"strategy": about["strategy"], "processes": len(about["devices"])}
     hyper_parameters = {
-        key: value if isinstance(value, (bool, int, float, str)) else str(value)
+        key: value if isinstance(value, (bool, int, float)) else printable(value)
         for key, value in (about["recipe"] | where).items()
     }
     started: list[GeneralTracker] = []

@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import json
 import math
 import re
 import time
@@ -22,7 +21,7 @@ from common import accelerator as job
 from common import bad_images, report
 from common.agreement import first_mistake, let_main_close_first, once
 from common.checkpoints import Checkpoint, mark, steps_in
-from common.files import not_written, sync, write_json
+from common.files import not_written, read_json, sync, write_json
 from common.memory import is_out_of_memory, memory_gib, out_of_memory
 from common.object_store import StoreError
 from common.optim import EMA
@@ -468,7 +467,7 @@ class Run:
             self.log.progress.tell(f"uploading to {mirror.store.url}")
             beat()
         file = self.folder / "result.json"
-        found = json.loads(file.read_text()) | {"uploaded": mirror.failed is None, "wall_s": self.wall_s()}
+        found = read_json(file) | {"uploaded": mirror.failed is None, "wall_s": self.wall_s()}
         if found["uploaded"]:
             try:
                 mirror.send_last_files(found)
@@ -541,7 +540,7 @@ class Run:
             if (folder / RECORD).exists():
                 return  # a run that goes on, or was killed
             file = folder / "result.json"
-            before = json.loads(file.read_text()) if file.exists() else result(self, "preempted")
+            before = read_json(file) if file.exists() else result(self, "preempted")
             write_json(file, before | {"status": "preempted"})
 
     def _write_samples(self, step: int) -> None:

@@ -21,6 +21,7 @@ from common.checkpoints import (
 )
 from common.mirror import fetch, fetch_newest
 from common.object_store import ObjectStore
+from common.text import printable
 
 Beat = Callable[[], None]
 
@@ -105,6 +106,7 @@ def _described(found: Checkpoint, reports: Path, name: str, file: str | None = N
     if not isinstance(recipe, dict) or not isinstance(classes, list) or not isinstance(script, str):
         raise ValueError(f"{name}/{MANIFEST} does not say what trained it: no train script has written it")
     weights = str(found.folder / file)
+    classes = [printable(name) for name in classes]
     return TrainedModel(weights, f"{name}/{file}", str(reports), found.step, script, recipe, classes)
 
 

@@ -229,6 +229,15 @@ def test_cifar10_without_network_says_what_to_do(tmp_path):
     assert not (tmp_path / "cache").exists()
 
 
+@pytest.mark.parametrize("about", ["{}", '{"info": {}}', '{"info": {"features": {"label": null}}}'])
+def test_metadata_without_names_is_no_mistake(about, tmp_path):
+    with_metadata(tmp_path, about)
+    (tmp_path / "test-00000-of-00001.parquet").write_bytes(
+        (tmp_path / "train-00000-of-00001.parquet").read_bytes()
+    )
+    assert open_images(prepare(str(tmp_path), tmp_path / "cache")).classes == ("0", "1")
+
+
 def test_parquet_variants(tmp_path):
     cache = tmp_path / "cache"
     deeper = open_images(prepare(str(parquet_folder(tmp_path / "deeper", under="plain_text")), cache))
@@ -693,6 +702,18 @@ def with_train(
     write_parquet(root / "train-00000-of-00001.parquet", images, labels, names and list(names), columns)
 
 
+def with_metadata(root: Path, about: str) -> None:
+    """about: what stands where `datasets` writes its JSON."""
+    file = parquet_folder(root) / "train-00000-of-00001.parquet"
+    pq.write_table(pq.read_table(file).replace_schema_metadata({"huggingface": about}), file)
+
+
+def with_labels(root: Path, labels: pa.Array) -> None:
+    images = pa.array([{"bytes": PNG, "path": None}] * len(labels))
+    file = parquet_folder(root) / "train-00000-of-00001.parquet"
+    pq.write_table(pa.table({"img": images, "label": labels}), file)
+
+
 def empty_class(root: Path) -> None:
     class_folders(root)
     (root / "val" / "a").rename(root / "val" / "gone")
@@ -751,6 +772,27 @@ BAD = {
     "other labels": (
         lambda root: with_train(root, [PNG] * 3, [0, 1, 9], names=None),
         ["the classes of the two splits differ", "only in train: 9"],
+    ),
+    "metadata no object": (lambda root: with_metadata(root, "[]"), ["train-00000", "holds no JSON object"]),
+    "metadata no JSON": (
+        lambda root: with_metadata(root, "{"),
+        ["train-00000", "metadata, line 1, is no JSON"],
+    ),
+    "metadata nested too deep": (
+        lambda root: with_metadata(root, '{"info":' * 100_000),
+        ["train-00000", "nested too deep"],
+    ),
+    "features a list": (
+        lambda root: with_metadata(root, '{"info": {"features": [1]}}'),
+        ["train-00000", "no object as features"],
+    ),
+    "names no list": (
+        lambda root: with_metadata(root, '{"info": {"features": {"label": {"names": "ab"}}}}'),
+        ["train-00000", "no list of class names"],
+    ),
+    "label not UTF-8": (
+        lambda root: with_labels(root, pa.array([b"caf\xe9"]).cast(pa.string(), safe=False)),
+        ["train-00000", "not UTF-8"],
     ),
     "no rows": (lambda root: parquet_folder(root, train=0), ["no images in the train split"]),
 }

@@ -27,6 +27,7 @@ from common.decode import decode
 from common.image_cache import prepare
 from common.images import open_images
 from common.object_store import ObjectStore
+from common.recipe import ImageRecipe
 from common.shard_writer import tar_header
 from common.shards import ShardImages, find_local, parse_index
 from tests.conftest import ROOT, Job, copy_project, full, mutate, python, run
@@ -74,7 +75,7 @@ def contents(folder: Path) -> dict[str, str]:
 
 def read_index(folder: Path, split: str) -> dict[str, tuple[int, bytes]]:
     """Label and bytes of each image, by the stem of its name; the manifest is checked on the way."""
-    manifest = find_local(folder)
+    manifest = find_local(folder, ("/",))
     found = {}
     rows = parse_index((folder / f"{split}_index.npy").read_bytes(), manifest, split, split)
     for shard, offset, length, label in rows.tolist():
@@ -197,7 +198,8 @@ def test_folder(ilsvrc, tmp_path):
 
 def test_index(ilsvrc, tmp_path):
     out = tmp_path / "out"
-    run(prep("--data", ilsvrc.folder, "--out", out, "--format", "index", *MINI))
+    said = run(prep("--data", ilsvrc.folder, "--out", out, "--format", "index", *MINI))
+    assert f"train with: --data {out} --data_root {ilsvrc.folder.resolve()}\n" in said
     for split in ("train", "val"):
         assert_same(read_index(out, split), expected(ilsvrc, split))
     assert sorted(path.name for path in out.iterdir()) == [
@@ -379,7 +381,9 @@ def test_trainings_see_the_same_in_all_formats(ilsvrc, tmp_path):
     seen = {}
     for format in ("shards", "folder", "index"):
         run(prep("--data", ilsvrc.folder, "--out", tmp_path / format, "--format", format, *MINI, *SMALL))
-        images = open_images(prepare(str(tmp_path / format), tmp_path / "cache", show_progress=False))
+        roots = (str(ilsvrc.folder),)
+        folder = prepare(str(tmp_path / format), tmp_path / "cache", show_progress=False, data_root=roots)
+        images = open_images(folder, ImageRecipe(data_root=roots))
         for split in (images.train, images.val):
             opened, plan = split.open(), [(0, np.arange(len(split)))]
             keys = [Path(opened.where(i).split()[-1]).stem for i in range(len(split))]

@@ -86,11 +86,25 @@ def test_wrong_flags(words, message, capsys):
         ("a.yaml", "data: 3", "data 3: must be text"),
         ("a.yaml", "epochs:", "epochs None: must be a whole number"),
         ("a.json", '{"epochs": 3,\n', "a.json, line 2"),
+        ("a.json", "[" * 100_000, "a.json can't be read: its JSON is nested too deep"),
+        ("a.json", "[3]", "a.json holds no JSON object"),
+        ("a.yaml", "[" * 5_000, "a.yaml: it is nested too deep"),
+        ("a.yaml", "epochs: 2001-99-99", "a.yaml: month must be in 1..12"),
     ],
 )
 def test_wrong_config_files(name, text, message, tmp_path, capsys):
     (tmp_path / name).write_text(text)
     assert message in refusal(["--config", str(tmp_path / name)], capsys)
+
+
+def test_a_flag_that_is_given_several_times(tmp_path):
+    """Of --data_root all values count, of others the last one; a list in a file is taken as it is."""
+    words = ["--data_root", "/a", "--data-root=s3://b/c,/d", "--widths", "4,8,32", "--widths", "8,8,8"]
+    recipe = parse(CnnA, words)
+    assert (recipe.data_root, recipe.widths) == (("/a", "s3://b/c", "/d"), (8, 8, 8))
+    (tmp_path / "a.yaml").write_text("data_root: ['/a,b', /c]\n")
+    assert parse(CnnA, ["--config", str(tmp_path / "a.yaml")]).data_root == ("/a,b", "/c")
+    assert "data_root" not in recipe_part(recipe)
 
 
 def test_the_scripts_own_rule(capsys):

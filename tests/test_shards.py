@@ -143,8 +143,11 @@ def read(split: ShardSplit, plan: list, **options) -> list[tuple]:
 
 @pytest.mark.parametrize("kind", ["shards", "index"])
 def test_images_and_labels_are_those_of_the_tars(kind, shards, tmp_path):
-    root = shards if kind == "shards" else as_index(write_shards(tmp_path / "tiny"))
-    images = open_images(prepare(str(root), tmp_path / "cache"), RECIPE)
+    root, data_root = shards, ()
+    if kind == "index":
+        root, data_root = as_index(write_shards(tmp_path / "tiny")), (str(tmp_path / "tiny"),)
+    folder = prepare(str(root), tmp_path / "cache", data_root=data_root)
+    images = open_images(folder, replace(RECIPE, data_root=data_root))
     assert images.classes == ("crane (n00000000)", "hen", "crane (n00000002)", "ox")
     assert (len(images.train), len(images.val), images.val_name, images.mirror) == (183, 25, "val", True)
     [(_, ids, pixels, labels)] = read(images.val, [(0, np.array([24, 0, 13]))], train=False)
@@ -284,12 +287,24 @@ def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
 
 
+def write(folder: Path, manifest: str) -> None:
+    (folder / "manifest.json").write_text(manifest)
+
+
+def write_index(folder: Path, do) -> None:
+    """do(file), of the training split; the manifest has the new index's SHA-256."""
+    with open(folder / "train_index.npy", "wb") as file:
+        do(file)
+    write_manifest(folder, json.loads((folder / "manifest.json").read_text()))
+
+
+HUGE = {"descr": "<i8", "fortran_order": False, "shape": (2**40, 4)}
 BAD = {
     "no manifest": (lambda f: (f / "manifest.json").unlink(), "the same prep_imagenet.py command goes on"),
-    "cut manifest": (lambda f: truncate(f / "manifest.json"), "manifest.json is no manifest of shards"),
-    "a list": (lambda f: (f / "manifest.json").write_text("[]"), "it is no object"),
+    "cut manifest": (lambda f: truncate(f / "manifest.json"), "manifest.json, line 1, is no JSON"),
+    "a list": (lambda f: (f / "manifest.json").write_text("[]"), "holds no JSON object"),
     "format": (lambda f: change(f, lambda m: m.update(format=2)), "has format 2, this code knows 1"),
-    "kind": (lambda f: change(f, lambda m: m.update(kind="zip")), "kind zip"),
+    "kind": (lambda f: change(f, lambda m: m.update(kind="zip")), "kind 'zip'"),
     "no classes": (lambda f: change(f, lambda m: m.pop("classes")), "'classes' is missing"),
     "class twice": (lambda f: change(f, lambda m: m["classes"].append(CLASSES[0])), "5 classes, 4 different"),
     "no val": (lambda f: change(f, lambda m: m["splits"].pop("val")), "has no split val"),
@@ -307,7 +322,7 @@ BAD = {
     ),
     "hash": (
         lambda f: change(f, lambda m: m["splits"]["val"]["shards"][0].update(sha256="0")),
-        "SHA-256 0",
+        "SHA-256 '0'",
     ),
     "shard missing": (lambda f: (f / "train-00002.tar").unlink(), "train-00002.tar: No such file"),
     "shard cut": (lambda f: truncate(f / "val-00001.tar"), "val-00001.tar has "),
@@ -318,7 +333,7 @@ BAD = {
             np.save(f / "train_index.npy", np.array([{}], object), allow_pickle=True),
             write_manifest(f, json.loads((f / "manifest.json").read_text())),
         ),
-        "train_index.npy is no array (Object arrays cannot be loaded",
+        "train_index.npy holds object [1], not int64",
     ),
     "unsorted": (
         lambda f: change_index(f, lambda rows: rows[:5].__setitem__(..., rows[4::-1])),
@@ -330,6 +345,32 @@ BAD = {
         "outside of their shards",
     ),
     "label": (lambda f: change_index(f, lambda rows: rows[3].__setitem__(3, 4)), "labels without a class"),
+    "nested too deep": (lambda f: write(f, "[" * 100_000), "manifest.json can't be read: its JSON is nested"),
+    "long number": (
+        lambda f: write(f, '{"format": ' + "1" * 5000 + "}"),
+        "manifest.json can't be read as JSON",
+    ),
+    "huge size": (
+        lambda f: change(f, lambda m: m["splits"]["val"]["shards"][0].update(bytes=2**70)),
+        "val-00000.tar with 1180591620717411303424 bytes",
+    ),
+    "wrapped end": (
+        lambda f: change_index(f, lambda rows: rows[-1].__setitem__(2, 2**63 - 1)),
+        "outside of their shards",
+    ),
+    "wrapped order": (
+        lambda f: change_index(f, lambda rows: rows[:2, 1].__setitem__(..., [-(2**63), 2**63 - 1])),
+        "outside of their shards",
+    ),
+    "zip": (lambda f: write_index(f, lambda file: np.savez(file, rows=[1])), "train_index.npy is no array"),
+    "huge array": (
+        lambda f: write_index(f, lambda file: np.lib.format.write_array_header_1_0(file, HUGE)),
+        "train_index.npy holds int64 [1099511627776, 4], not",
+    ),
+    "array header": (
+        lambda f: write_index(f, lambda file: file.write(b"\x93NUMPY\x01\x00\xff\x0f" + b"(" * 4095)),
+        "train_index.npy is no array",
+    ),
     "shard number": (lambda f: change_index(f, lambda rows: rows[-1].__setitem__(0, 6)), "names shards that"),
 }
 
@@ -344,7 +385,82 @@ def test_what_is_damaged_is_refused_in_one_line(case, tmp_path):
     assert message in str(error.value)
     assert str(folder) in str(error.value)
     assert "\n" not in str(error.value)
-    assert not list(tmp_path.glob("cache/*"))
+    assert not list(tmp_path.glob("cache/[!.]*"))
+
+
+# Where an index may point
+
+SECRET = "root:$6$hash:19000:0:99999:7:::\n" * 40
+
+
+def index_of(folder: Path, file: str) -> Path:
+    """An index whose images all lie in this file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = np.array([[0, 512, 20, 0], [0, 600, 20, 1]], np.int64)
+    shard = {"file": file, "bytes": len(SECRET), "images": 2, "sha256": None}
+    splits = {split: {"images": 2, "shards": [shard]} for split in ("train", "val")}
+    for split in splits:
+        np.save(folder / f"{split}_index.npy", rows)
+    write_manifest(folder, {"format": 1, "kind": "index", "name": "x", "classes": CLASSES, "splits": splits})
+    return folder
+
+
+OUTSIDE = {  # the index's file, --data_root, and what the message names
+    "elsewhere": ("{tmp}/private/shadow", (), "{tmp}/private"),
+    "not there": ("{tmp}/private/nothing", (), "{tmp}/private"),
+    "dots": ("{tmp}/index/../private/shadow", (), "{tmp}/private"),
+    "link": ("{tmp}/index/link", (), "{tmp}/private"),
+    "below a link": ("{tmp}/index/folder/shadow", (), "{tmp}/private"),
+    "same beginning": ("{tmp}/index-2/a.tar", (), "{tmp}/index-2"),
+    "its own folder is not the one given": ("{tmp}/index/a.tar", ("{tmp}/public",), "{tmp}/index"),
+    "another root": ("{tmp}/private/shadow", ("{tmp}/public", "s3://bucket/{tmp}"), "{tmp}/private"),
+    "terminal escape": ("{tmp}/private/\x1b[31m\udce9", (), r"\x1b[31m\xe9"),
+    "in S3": ("s3://bucket/data/a.tar", (), "--data_root s3://bucket/data"),
+    "in S3 beside": ("s3://bucket/data-2/a.tar", ("s3://bucket/data",), "--data_root s3://bucket/data-2"),
+    "in S3 above": ("s3://bucket/data/../a.tar", ("s3://bucket/data",), "--data_root"),
+}
+
+
+@pytest.mark.parametrize("case", OUTSIDE)
+def test_an_index_points_nowhere_else(case, tmp_path):
+    file, roots, named = OUTSIDE[case]
+    (tmp_path / "private").mkdir()
+    (tmp_path / "private" / "shadow").write_text(SECRET)
+    folder = index_of(tmp_path / "index", file.format(tmp=tmp_path))
+    (folder / "link").symlink_to(tmp_path / "private" / "shadow")
+    (folder / "folder").symlink_to(tmp_path / "private")
+    with pytest.raises(ValueError, match="--data_root") as error:
+        prepare(str(folder), tmp_path / "cache", data_root=tuple(root.format(tmp=tmp_path) for root in roots))
+    assert named.format(tmp=tmp_path) in str(error.value)
+    assert str(error.value).isprintable()
+    assert "No such file" not in str(error.value)
+
+
+def test_an_index_points_into_its_folder_and_where_the_flag_says(tmp_path):
+    """Nor is anything of a file's content in a message, where that is no tar."""
+    (tmp_path / "index").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "private")
+    for place, roots in (("index", ()), ("private", (str(tmp_path / "link"),)), ("private", ("s3://b", "/"))):
+        file = tmp_path / place / "a.tar"
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(SECRET)
+        recipe = ImageRecipe(data_root=roots, workers=0)
+        folder = prepare(str(index_of(tmp_path / "index", str(file))), tmp_path / "cache", data_root=roots)
+        split = open_images(folder, recipe).train
+        with pytest.raises(ValueError, match="offset 600") as error:
+            read(split, [(0, np.array([1]))])
+        assert str(file) in str(error.value)
+        assert "hash" not in str(error.value)
+        assert "19000" not in str(error.value)
+    with pytest.raises(ValueError, match="give --data_root"):  # a cache does not allow what the flag did
+        open_images(folder, ImageRecipe())
+
+
+def test_an_index_in_s3_is_said_to_be_unreadable(tmp_path):
+    folder = index_of(tmp_path / "index", "s3://bucket/data/a.tar")
+    for root in ("s3://bucket", "s3://bucket/data", "s3://bucket/data/"):
+        with pytest.raises(ValueError, match="of files of this host"):
+            prepare(str(folder), tmp_path / "cache", data_root=(root,))
 
 
 # Broken images
@@ -355,7 +471,7 @@ def test_a_broken_image_is_named(tmp_path, workers):
     folder = write_shards(tmp_path / "tiny")
     path, offset = break_image(folder, 70)
     split = open_images(prepare(str(folder), tmp_path / "cache"), RECIPE).train
-    with pytest.raises(ValueError, match="not an image that PIL can read") as error:
+    with pytest.raises(ValueError, match="not an image of a known format") as error:
         read(split, [(0, np.arange(68, 72))], workers=workers)
     assert str(error.value).startswith(f"{path}, offset {offset}, key train_70: ")
 

@@ -1,0 +1,27 @@
+"""Text from outside, as it can be shown: on a terminal, in a file, on a page."""
+
+import re
+
+# Control characters (with them terminal escapes), line and paragraph separators, marks that change the
+# direction of writing, and lone surrogates: bytes of a file name that are not UTF-8.
+_UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(text: object) -> str:
+    r"""The text in one line of characters that any terminal, font and UTF-8 file can take.
+
+    `caf\xe9` for a name in Latin-1, `\x1b[31m` for a terminal escape.
+    """
+    return _UNSAFE.sub(lambda found: _escaped(found[0]), str(text))
+
+
+def printable_lines(text: object) -> str:
+    """The same of several lines: their ends and tabs stay."""
+    return _UNSAFE.sub(lambda found: found[0] if found[0] in "\n\t" else _escaped(found[0]), str(text))
+
+
+def _escaped(character: str) -> str:
+    code = ord(character)
+    if 0xDC80 <= code <= 0xDCFF:  # os.fsdecode's way to keep a byte
+        code -= 0xDC00
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
