@@ -147,7 +147,7 @@ def step_name(step: int) -> str:
 
 def step_of(name: str) -> int | None:
     """390 for step_00000390; None for any other name."""
-    found = re.fullmatch(r"step_(\d{8,})", name)
+    found = re.fullmatch(r"step_([0-9]{8}|[1-9][0-9]{8,17})", name)
     return int(found[1]) if found else None
 
 

@@ -16,6 +16,8 @@ from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from common.redaction import redacted
+
 CHUNK_BYTES = 2**20  # one read: still in the processor's cache when it is copied from
 HASHED_BEHIND = 16  # chunks that may wait for the thread that hashes
 
@@ -175,7 +177,7 @@ class _Web:
                 f"the url of {parts.path!r} has no host, a user name, or characters that are not allowed in a"
                 " url: correct it; where a login is needed, download the file and give its path"
             )
-        self._url, self.version = url, None
+        self._url, self._query, self.version = url, parts.query, None
         answer, _ = self._begin(0, "0")  # the first byte, as signed urls are seldom good for HEAD
         with answer:
             size = answer.headers["Content-Range" if answer.status == 206 else "Content-Length"] or ""
@@ -190,12 +192,13 @@ class _Web:
     def chunks_from(self, position: int) -> Iterator[bytes]:
         while position < self.size:
             answer, chunk = self._begin(position)
+            chunk = chunk[: self.size - position]  # whatever the server sends after the end
             with answer:
                 while chunk:
                     yield chunk
                     position, chunk = position + len(chunk), b""
                     with suppress(OSError, http.client.HTTPException):  # cut: goes on from here
-                        chunk = answer.read(CHUNK_BYTES)
+                        chunk = answer.read(min(CHUNK_BYTES, self.size - position))
 
     def _begin(self, position: int, last: str = "") -> tuple[http.client.HTTPResponse, bytes]:
         """An answer with what follows the position, and its first bytes."""
@@ -207,7 +210,10 @@ class _Web:
                 if chunk := answer.read(CHUNK_BYTES):
                     return answer, chunk
             except (OSError, http.client.HTTPException) as error:
-                why = str(error) or type(error).__name__
+                status = getattr(error, "code", None)  # of an HTTPError, which quotes the server's words
+                why = (
+                    _status(status) if status else redacted(str(error), [self._query]) or type(error).__name__
+                )
         raise ValueError(
             f"{self.shown}: nothing after byte {position:,} in {ATTEMPTS} attempts ({why}): check the url and"
             " the network, then start the same command again"
@@ -217,13 +223,13 @@ class _Web:
         """Raises ValueError where a repetition is of no use."""
         request = urllib.request.Request(self._url, headers={"Range": f"bytes={position}-{last}"})
         try:
-            answer = urllib.request.urlopen(request, timeout=SILENCE_S)
+            answer = urllib.request.build_opener(_Redirects).open(request, timeout=SILENCE_S)
         except urllib.error.HTTPError as error:
             if error.code in PASSING:
                 raise
             raise ValueError(
-                f"{self.shown}: the server answers {error.code} {error.reason}: check the url; a signed one"
-                " may have expired"
+                f"{self.shown}: the server answers {_status(error.code)}: check the url; a signed one may"
+                " have expired"
             ) from None
         except urllib.error.URLError as error:
             if isinstance(error.reason, ssl.SSLCertVerificationError):
@@ -237,6 +243,20 @@ class _Web:
                 " knows no ranges; download it, and give the path"
             )
         return answer
+
+
+class _Redirects(urllib.request.HTTPRedirectHandler):
+    def http_error_302(self, req, fp, code, msg, headers):
+        """Follows it without its body, which urllib reads whole, of any length."""
+        fp.close()
+        return super().http_error_302(req, fp, code, msg, headers)
+
+    http_error_301 = http_error_303 = http_error_307 = http_error_308 = http_error_302
+
+
+def _status(code: int) -> str:
+    """The code and its usual meaning: the server's own words may repeat the url with its query."""
+    return f"{code} {http.client.responses.get(code, '')}".strip()
 
 
 def _version(answer: http.client.HTTPResponse) -> str | None:

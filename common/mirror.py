@@ -34,6 +34,7 @@ RUN_FILES = ("recipe.json", "metrics.jsonl", "confusion.json", "nvidia-smi-*.txt
 TELEMETRY = "telemetry-*.jsonl"  # 140 MB a day of a host with 8 GPUs: with a checkpoint only what is new
 PARTS = "telemetry-parts/"
 LOG_LIMIT_BYTES = 2**31
+NAME_LIMIT_BYTES = 200  # of a file whose name comes from a key; a file system takes 255
 
 
 class Mirror:
@@ -217,9 +218,10 @@ def fetch_log(store: ObjectStore, folder: Path) -> None:
     """What was logged on another machine, whose checkpoint is newer than ours: curves and telemetry then have
     no gap. Of two files the one stays that begins with the other, or else the other machine's."""
     names = {key.removeprefix(PARTS).partition("/")[0] for key in store.list("telemetry-")}
-    for name in ("metrics.jsonl", "confusion.json", *sorted(fnmatch.filter(names, TELEMETRY))):
+    names = {name for name in fnmatch.filter(names, TELEMETRY) if len(name.encode()) < NAME_LIMIT_BYTES}
+    for name in ("metrics.jsonl", "confusion.json", *sorted(names)):
         file, part = folder / name, folder / f".{name}.part"
-        keys = [key for _, _, key in _parts(store, name)] or [name]
+        keys = [key for _, end, key in _parts(store, name) if end <= LOG_LIMIT_BYTES] or [name]
         content = b"".join(store.read(key, LOG_LIMIT_BYTES) or b"" for key in keys)
         if content and not (file.exists() and file.read_bytes().startswith(content)):
             part.write_bytes(content)
@@ -230,7 +232,7 @@ def _parts(store: ObjectStore, name: str) -> list[tuple[int, int, str]]:
     """(first byte, end, key) of what is there of a file, as far as it is without a gap."""
     found: list[tuple[int, int, str]] = []
     for key in store.list(f"{PARTS}{name}/"):
-        span = re.fullmatch(r"(\d+)-(\d+)", key.rpartition("/")[2])
+        span = re.fullmatch(rf"{re.escape(PARTS + name)}/([0-9]+)-([0-9]+)", key)
         if span and int(span[1]) == (found[-1][1] if found else 0):
             found.append((int(span[1]), int(span[2]), key))
     return found

@@ -1,7 +1,7 @@
 """One prefix of an S3 bucket, through boto3: what checkpoints and shards need of it, with bounded waits.
 
-The endpoint is AWS_ENDPOINT_URL_S3 or AWS_ENDPOINT_URL, and credentials come from boto3's own chain: nothing
-secret passes through here, and no error text has more than operation, address, code and the store's message.
+The endpoint is AWS_ENDPOINT_URL_S3 or AWS_ENDPOINT_URL, and credentials come from boto3's own chain. An error
+text has operation, address, and what redacted() leaves of the store's code and message.
 """
 
 import os
@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import BinaryIO
 from urllib.parse import urlsplit
 
+from common.redaction import redacted
+
 CONNECT_S = 5  # per address that the endpoint's name has
 READ_S = 15  # silence after which a request, or a part of an answer, counts as lost
 ATTEMPTS = 4
@@ -30,6 +32,10 @@ PROBE_S = 20
 
 PART_BYTES = 16 * 2**20  # above it an upload is multipart; the unit of a download, too
 STREAMS = 4  # connections of one upload or download, beside the training
+ERROR_BYTES = 2**16  # of an error's body; what follows is not read
+ANSWER_BYTES = 2**24  # of any other answer but an object: a page of 1,000 keys has at most 4 MiB
+LIST_PAGES = 5_000
+LIST_KEYS = 500_000
 CHUNK_BYTES = 2**18  # of a download, between two looks at whether it is still wanted
 
 NOT_CONDITIONAL = (
@@ -71,6 +77,7 @@ class ObjectStore:
         self._conditional = True  # until the store says otherwise
         self._endpoint = "the store"  # its address, once there was a client
         self._clients: dict[int, object] = {}  # by process: a forked one must not share connections
+        self._secrets: tuple[str, ...] = ()  # the credentials of the newest client
 
     def probe(self) -> None:
         """Writes, lists, reads and deletes a small object with a random name, within PROBE_S.
@@ -106,13 +113,29 @@ class ObjectStore:
         self.delete([key])
 
     def list(self, under: str = "") -> list[str]:
-        """All keys that start with `under`, sorted; without those named `.../`, which web consoles make for
-        folders."""
-        place = {"Bucket": self._bucket, "Prefix": self._prefix + under}
+        """All keys that start with `under`, sorted, as far as _key() takes them: others have no such keys.
+        Web consoles make keys named `.../` for folders; some tools make `/..`, which no path may hold."""
+        start, keys = self._prefix + under, []
         with self._explained(f"listing {under or 'the prefix'}"):
-            pages = self._client().get_paginator("list_objects_v2").paginate(**place)
-            keys = [item["Key"] for page in pages for item in page.get("Contents", ())]
-        return sorted(key.removeprefix(self._prefix) for key in keys if not key.endswith("/"))
+            for number, page in enumerate(self._pages(start)):
+                found = [item["Key"] for item in page.get("Contents", ())]
+                found = [key.removeprefix(self._prefix) for key in found if key.startswith(start)]
+                keys += filter(_is_plain, found)
+                if number >= LIST_PAGES or len(keys) > LIST_KEYS:
+                    raise self._endless(f"more than {LIST_KEYS:,} keys, or {LIST_PAGES:,} pages")
+        return sorted(keys)
+
+    def _pages(self, start: str) -> Iterator[dict]:
+        from botocore.exceptions import PaginationError
+
+        paginator = self._client().get_paginator("list_objects_v2")
+        try:
+            yield from paginator.paginate(Bucket=self._bucket, Prefix=start)
+        except PaginationError:
+            raise self._endless("the same continuation token twice") from None
+
+    def _endless(self, why: str) -> StoreError:
+        return StoreError(f"the list of {self.url} does not end: it has {why}; use a prefix of its own")
 
     def read(self, key: str, limit: int = 2**20) -> bytes | None:
         """A small object; None when absent. Refuses one of more than `limit` bytes."""
@@ -281,6 +304,8 @@ class ObjectStore:
                     for chunk in answer["Body"].iter_chunks(CHUNK_BYTES):
                         if stop.is_set():
                             return
+                        if start + len(chunk) > end:
+                            raise StoreError(f"{self.url}/{key}: the store sends more than the {end:,} bytes")
                         yield chunk
                         start, moved_s = start + len(chunk), time.monotonic()
                 except _cuts():
@@ -315,8 +340,9 @@ class ObjectStore:
         """This process's. Two threads may both make one: one is lost, no harm done."""
         client = self._clients.get(os.getpid())
         if client is None:
-            client = self._clients[os.getpid()] = _connect()
-            self._endpoint = client.meta.endpoint_url
+            client, self._secrets = _connect()
+            self._clients[os.getpid()] = client
+            self._endpoint = client.meta.endpoint_url.partition("?")[0]
         return client
 
     @contextmanager
@@ -328,8 +354,10 @@ class ObjectStore:
         try:
             yield
         except (BotoCoreError, ClientError, HTTPError) as error:
-            answered = isinstance(error, ClientError)
-            what = _client_error(error) if answered else _other_error(error, self._endpoint)
+            if isinstance(error, ClientError):
+                what = _client_error(error, self._secrets)
+            else:
+                what = _other_error(error, self._endpoint, self._secrets)
             # A new client reads the credentials again, and starts with a full budget of retries.
             self._clients.pop(os.getpid(), None)
             # Not `from error`: what lies below prints what credential helpers said.
@@ -337,12 +365,13 @@ class ObjectStore:
 
 
 def _is_plain(key: str) -> bool:
-    """Names with single slashes between; HTTP libraries resolve . and .. ."""
-    return key.isprintable() and all(name not in ("", ".", "..") for name in key.split("/"))
+    """Names with single slashes between; HTTP libraries resolve . and .. . S3 takes at most 1,024 bytes."""
+    names = key.split("/")
+    return len(key) <= 1024 and key.isprintable() and all(name not in ("", ".", "..") for name in names)
 
 
-def _connect():
-    """A client of its own session, so that threads and processes share nothing."""
+def _connect() -> tuple[object, tuple[str, ...]]:
+    """A client of its own session, so that threads and processes share nothing, and its credentials."""
     import boto3
     from botocore.config import Config
 
@@ -365,7 +394,35 @@ def _connect():
         raise StoreError(
             "AWS_ENDPOINT_URL holds a user name or password: give credentials in AWS_ACCESS_KEY_ID"
         )
-    return client
+    client.meta.events.register("before-send.s3", partial(_send, client._endpoint.http_session))
+    credentials = session.get_credentials()
+    return client, tuple(filter(None, credentials.get_frozen_credentials()[:3])) if credentials else ()
+
+
+def _send(http_session, request, **_):
+    """Sends the request and bounds the answer: botocore reads the whole body of an error, of any length.
+
+    Returns botocore's own answer, which holds what is read of the body. A hook of the event `before-send`.
+    """
+    from botocore.exceptions import HTTPClientError
+    from urllib3.exceptions import HTTPError
+
+    is_object, request.stream_output = request.stream_output, True  # botocore leaves the body to us
+    answer = http_session.send(request)
+    failed = answer.status_code >= 300
+    if is_object and not failed:
+        return answer
+    limit = ERROR_BYTES if failed else ANSWER_BYTES
+    try:
+        answer._content = answer.raw.read(limit + 1)
+    except HTTPError as error:
+        raise HTTPClientError(error=error) from None  # which botocore repeats
+    if len(answer._content) > limit:
+        answer.raw.close()  # with its connection, on which the rest would come
+        if not failed:
+            raise StoreError(f"an answer of the store has more than {limit / 2**20:g} MiB: use another store")
+        answer._content = answer._content[:limit]
+    return answer
 
 
 def _cuts() -> tuple[type[Exception], ...]:
@@ -414,16 +471,18 @@ REMEDIES = {
 }
 
 
-def _client_error(error) -> str:
+def _client_error(error, secrets_: Iterable[str]) -> str:
     """What the store answered, and what to do."""
     code, status, message = _about(error)
     remedy = next((text for codes, text in REMEDIES.items() if code in codes.split()), None)
     if remedy is None and status >= 500:
         remedy = f"the store failed or was busy in all {ATTEMPTS} attempts: try again later"
-    return f"{code} ({status}): {_line(message)}" + (f"; {remedy}" if remedy else "")
+    return f"{redacted(code, secrets_)} ({status}): {redacted(message, secrets_)}" + (
+        f"; {remedy}" if remedy else ""
+    )
 
 
-def _other_error(error: Exception, endpoint: str) -> str:
+def _other_error(error: Exception, endpoint: str, secrets_: Iterable[str]) -> str:
     """What went wrong without an answer, and what to do."""
     from botocore import exceptions as known
 
@@ -436,7 +495,8 @@ def _other_error(error: Exception, endpoint: str) -> str:
     if isinstance(error, known.SSLError):
         return f"{endpoint} has a certificate that is not trusted: set AWS_CA_BUNDLE, or correct the address"
     if isinstance(error, (known.ConnectionError, *_cuts())):
-        reason = _line(str(getattr(error, "kwargs", {}).get("error", "")).rpartition(": ")[2])
+        reason = str(getattr(error, "kwargs", {}).get("error", "")).rpartition(": ")[2]
+        reason = redacted(reason, secrets_)
         why = f"{name}: {reason}" if reason else name
         return f"no whole answer from {endpoint} in {ATTEMPTS} attempts ({why}): {CHECK_THE_WAY}"
     if isinstance(error, known.ParamValidationError):
@@ -447,11 +507,6 @@ def _other_error(error: Exception, endpoint: str) -> str:
 def _backoff_s(attempt: int) -> float:
     """How long to wait before it: none before the first, number 0."""
     return random.uniform(0.1, 0.3) * 2**attempt if attempt else 0.0
-
-
-def _line(text: str) -> str:
-    """One line of bounded length."""
-    return " ".join(text.split())[:200]
 
 
 def _begin(work: Callable) -> queue.SimpleQueue:

@@ -21,6 +21,7 @@ import psutil
 from common.files import parse_json, write_text
 from common.object_store import ObjectStore, StoreError
 from common.processes import start_ticks
+from common.redaction import redacted
 
 BEAT_S = 20  # between two signs of life
 WATCH_S = 65  # a record from elsewhere that shows none for so long is a dead owner's
@@ -217,7 +218,7 @@ def _lives(record: dict[str, Any]) -> bool:
 
 
 def _who(record: dict[str, Any]) -> str:
-    host, pid, since = (record.get(key, "unknown") for key in ("host", "pid", "since"))
+    host, pid, since = (redacted(str(record.get(key, "unknown"))) for key in ("host", "pid", "since"))
     return f"process {pid} on host {host} since {since}"
 
 

@@ -5,6 +5,7 @@ A test module imports the fixtures `s3` (the server's address) and `s3_proxy` (a
 
 import contextlib
 import http.client
+import itertools
 import re
 import socket
 import struct
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import urlsplit
+from xml.sax.saxutils import escape
 
 import pytest
 
@@ -137,6 +139,39 @@ class FaultProxy:
         """Answers with an error, named by its code."""
         self.add(code, lambda handler: handler.error(status, code, message), **where)
 
+    def echo(self, message: str, status: int = 403, code: str = "Odd", **where) -> None:
+        """Answers with an error that repeats {headers} or {path} of the request in its message, and in its
+        code what `code` asks for."""
+
+        def answer(handler: "_Handler") -> bool:
+            seen = {
+                "headers": " ".join(f"{name}: {value}" for name, value in handler.headers.items()),
+                "path": handler.path,
+            }
+            return handler.error(status, code.format(**seen), escape(message.format(**seen)))
+
+        self.add("echo", answer, **{"times": None} | where)
+
+    def flood(self, status: int, size: int | None, content: bytes = b"x" * 2**16, **where) -> None:
+        """Answers with so many bytes, and without end for None, which has no Content-Length."""
+        self.add("flood", lambda handler: handler.flood(status, size, content), **{"times": None} | where)
+
+    def list_for_ever(self, keys: Callable[[int], list[str]], tokens: Callable[[int], str], **where) -> None:
+        """Answers each list request with keys(number of the page), and a token for one more page."""
+        page = itertools.count()
+
+        def answer(handler: "_Handler") -> bool:
+            number = next(page)
+            contents = "".join(f"<Contents><Key>{escape(key)}</Key></Contents>" for key in keys(number))
+            return handler.answer(
+                200,
+                f"<ListBucketResult><IsTruncated>true</IsTruncated>{contents}"
+                f"<NextContinuationToken>{tokens(number)}</NextContinuationToken></ListBucketResult>",
+            )
+
+        where = {"times": None, "method": "GET", "path": "list-type=2"} | where
+        self.add("list_for_ever", answer, **where)
+
     def delay(self, seconds: float, **where) -> None:
         self.add("delay", lambda handler: time.sleep(seconds), **{"times": None} | where)
 
@@ -241,8 +276,11 @@ class _Handler(BaseHTTPRequestHandler):
         return self.content
 
     def error(self, status: int, code: str, message: str) -> bool:
+        return self.answer(status, ERROR.format(code, message))
+
+    def answer(self, status: int, xml: str) -> bool:
         self._body()
-        text = ERROR.format(code, message).encode()
+        text = xml.encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/xml")
         self.send_header("Content-Length", str(len(text)))
@@ -250,6 +288,19 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.wfile.write(text)
         return True
+
+    def flood(self, status: int, size: int | None, content: bytes) -> bool:
+        self._body()
+        self.send_response(status)
+        if size is not None:
+            self.send_header("Content-Length", str(size))
+        self.send_header("Connection", "close")
+        self.end_headers()
+        sent = 0
+        with contextlib.suppress(OSError):  # the client has seen enough
+            while size is None or sent < size:
+                sent += self.wfile.write(content if size is None else content[: size - sent])
+        return self._close()
 
     def refuse_bulk_delete(self) -> bool:
         if self.headers.get("Content-MD5"):
