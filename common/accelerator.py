@@ -355,10 +355,13 @@ def _use_all_cores() -> None:
     """On CPU a host's processes share its cores.
 
     torchrun and accelerate set OMP_NUM_THREADS=1, right beside a GPU; deepspeed leaves all cores to each.
-    Set by hand before `python` it stays: then one process rounds as each of several does.
+    For one process accelerate counts the machine's cores, also those that this process may not use: two
+    threads on one core are 35 times slower than one (CNN-A). Set by hand before `python` it stays: then one
+    process rounds as each of several does.
     """
-    if launched() and os.environ.get("OMP_NUM_THREADS", "1") == "1":
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // processes_per_host()))
+    cores = len(os.sched_getaffinity(0))
+    if launched() and (os.environ.get("OMP_NUM_THREADS", "1") == "1" or torch.get_num_threads() > cores):
+        torch.set_num_threads(max(1, cores // processes_per_host()))
 
 
 def _keep_freed_memory() -> None:

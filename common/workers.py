@@ -175,7 +175,8 @@ def _share(crops: Tensor) -> str:
     return ""
 
 
-_FOR_THE_TRAINER = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # it decides what they mean
+# It decides what they mean.
+FOR_THE_TRAINER = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 @functools.cache
@@ -197,7 +198,7 @@ def _forkserver() -> multiprocessing.context.BaseContext:
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     # The server and its workers inherit the mask: a signal to the whole group can't end a worker that starts.
     multiprocessing.resource_tracker.ensure_running()  # first, as it unblocks these signals
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_THE_TRAINER)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, FOR_THE_TRAINER)
     try:
         multiprocessing.forkserver.ensure_running()
     finally:
@@ -228,7 +229,7 @@ def _start_worker(_: int) -> None:
     # Of what it can't send (too many open files, no room in /tmp) a queue's thread only prints a traceback,
     # and the trainer would wait for ever: it does hear of a worker's end.
     multiprocessing.queues.Queue._on_queue_feeder_error = staticmethod(_end_unsent)
-    for number in _FOR_THE_TRAINER:
+    for number in FOR_THE_TRAINER:
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=watch, daemon=True).start()
 

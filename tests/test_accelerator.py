@@ -90,3 +90,17 @@ def test_the_recipes_numbers_go_into_deepspeeds_config(capsys):
 )
 def test_what_counts_as_out_of_memory(error, is_one):
     assert is_out_of_memory(error) == is_one
+
+
+def test_no_more_threads_than_cores(monkeypatch):
+    """accelerate counts the cores of the machine, also those that a container keeps from the process."""
+    before = torch.get_num_threads()
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    monkeypatch.setattr(accelerator.os, "sched_getaffinity", lambda _: {0})
+    try:
+        torch.set_num_threads(2)
+        accelerator._use_all_cores()
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)

@@ -145,7 +145,7 @@ if __name__ == "__main__":
     ("rounds", "beat", "end", "succeeds", "message"),
     [
         (16, "beat()", "", True, "answer done"),  # twice as long as the limit, but alive
-        (16, "", "", False, "gave no sign of life for 4 s"),
+        (16, "", "", False, "error: rank 0 gave no sign of life for 4 s"),
         (1, "", "raise ValueError('no such images')", False, "error: no such images (on host "),
     ],
 )

@@ -256,9 +256,9 @@ def test_deepspeed_json(changed, key, instead, by, env, tmp_path):
 def test_a_deepspeed_json_that_is_none(tmp_path):
     file = tmp_path / "ds.json"
     for content, message in (
-        (b"[]", "expected an object"),
-        (b"\xff", "no JSON"),
-        (b"[" * 100_000, "no JSON"),
+        (b"[]", "holds no JSON object"),
+        (b"\xff", "can't be read as JSON"),
+        (b"[" * 100_000, "nested too deep"),
     ):
         file.write_bytes(content)
         with pytest.raises(ValueError, match=message):

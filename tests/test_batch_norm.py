@@ -85,6 +85,8 @@ def timm_script(tmp_path_factory):
     own = "    return ResNet18(recipe.width, recipe.stem, classes)\n"
     timms = "    return __import__('timm').create_model('test_efficientnet', num_classes=classes)\n"
     mutate(project, "train_cnn_b.py", own, timms)
+    # FSDP and ZeRO can't have this layout, whose sums round otherwise: 1.1e-5 of the loss by step 4.
+    mutate(project, "common/accelerator.py", 'if strategy(accelerator) in ("single", "ddp"):', "if False:")
     return project
 
 

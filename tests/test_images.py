@@ -576,6 +576,7 @@ def test_workers_ignore_signals_and_end_when_left(tmp_path):
                 for worker in workers:
                     os.kill(worker.pid, signal.SIGTERM)
                     os.kill(worker.pid, signal.SIGINT)
+                    os.kill(worker.pid, signal.SIGHUP)
             yield item
 
     batches = split.batches(plan_with_signals(), device="cpu", train=True, size=32, seed=0, workers=2)

@@ -5,7 +5,10 @@ The server is multiprocessing's own. It has run no torch operation and has no th
 as a fresh process does.
 """
 
+import functools
 import multiprocessing
+import multiprocessing.forkserver
+import multiprocessing.resource_tracker
 import os
 import runpy
 import signal
@@ -15,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from common.workers import FOR_THE_TRAINER
 from tests import faults
 from tests.conftest import ROOT
 
@@ -26,6 +30,18 @@ _context.set_forkserver_preload(
         *("train_cnn_a", "train_hello", "tests.warm"),
     ]
 )
+
+
+@functools.cache
+def _start_server() -> None:
+    """Starts the server with the signals blocked that common.workers blocks: a process has one server, and
+    decoding workers may come from this one too."""
+    multiprocessing.resource_tracker.ensure_running()  # first, as it unblocks some of them
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, FOR_THE_TRAINER)
+    try:
+        multiprocessing.forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 class WarmJob:
@@ -42,6 +58,7 @@ class WarmJob:
         """ignored: signals, as under nohup. before: is called in the process before the script."""
         self.log = log
         words = [str(word) for word in words]
+        _start_server()
         self.process = _context.Process(target=_run, args=(words, str(log), env or {}, ignored, before))
         self.process.start()
 
@@ -82,6 +99,7 @@ def _run(
     before: Callable[[], None] | None,
 ) -> None:
     os.setsid()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, FOR_THE_TRAINER)
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     for descriptor in (1, 2):
         os.dup2(out, descriptor)
