@@ -426,7 +426,7 @@ def test_told_to_stop_in_the_midst_of_a_step_it_saves(url, s3_proxy, tmp_path): 
     assert len(losses) == 2 * STEPS
 
 
-@pytest.mark.parametrize(("processes", "room"), [full(1, 20), (2, 26), full(4, 40)])
+@pytest.mark.parametrize(("processes", "room"), [(1, 20), full(2, 26), full(4, 40)])
 def test_stopped_and_continued_from_s3(processes, room, url, s3_proxy, stoppable, tmp_path):  # noqa: F811
     """By SIGTERM inside the first epoch, then by SIGKILL in a download of the evaluation at its end."""
     launcher = {1: python(), 2: accelerate("ddp_2gpu"), 4: accelerate("ddp_4gpu")}[processes]

@@ -626,7 +626,7 @@ def test_a_full_dev_shm_is_one_line(shards, cache, tmp_path):
     assert "Traceback" not in output
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [full(0), 1])
 def test_what_one_process_fails_by_is_what_the_job_says(rank, cache, tmp_path):
     shards = write_shards(tmp_path / "data")
     break_image(shards, expected_samples()[0][-rank])  # of the first step the first image, or the last
