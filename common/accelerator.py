@@ -277,7 +277,7 @@ def device_name(accelerator: Accelerator) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of what decides about the numbers and about whether processes understand one another."""
+    """Versions of the packages that affect results or communication."""
     packages = {name: version(name) for name in ("torch", "accelerate", "deepspeed", "timm", "numpy")}
     return {"python": platform.python_version(), **packages}
 
@@ -430,6 +430,6 @@ def _checksum(model: nn.Module) -> str:
 
 
 def _code_hash() -> str:
-    """Of the started script and common/, so that a host with an old copy is found."""
+    """Hash of the started script and common/: it differs on a host with an old copy."""
     files = [Path(sys.argv[0]).resolve(), *sorted(Path(__file__).parent.glob("*.py"))]
     return hashlib.sha256(b"".join(file.name.encode() + file.read_bytes() for file in files)).hexdigest()[:16]
