@@ -28,8 +28,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from common.cli import run_command
-from common.diagnosis import (
+from common.hosts.diagnosis import (
     DISK_GIB,
     DISK_LEAST_GIB,
     REMEDIES,
@@ -39,12 +38,13 @@ from common.diagnosis import (
     of_each_host,
     of_the_job,
 )
-from common.files import read_accelerate_config
-from common.host_facts import ANSWER
-from common.hosts import Host, read_hostfile, select
-from common.remote import let_go, master_address, start
+from common.hosts.facts import ANSWER
+from common.hosts.hostfile import Host, read_hostfile, select
+from common.hosts.ssh import let_go, master_address, start
+from common.system.cli import run_command
+from common.system.files import read_accelerate_config
+from common.system.paths import ROOT
 
-ROOT = Path(__file__).resolve().parent
 ASK_S = 30  # for an answer that takes no work
 ALL_REDUCE_S = 60
 
@@ -97,7 +97,7 @@ class Patient:
 
     def __init__(self, host: Host):
         self.host, self.name = host, host.name
-        self.process = start(host.name, [sys.executable, "-m", "common.host_facts"], ROOT)
+        self.process = start(host.name, [sys.executable, "-m", "common.hosts.facts"], ROOT)
         self.answers: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self.said: list[str] = []  # what is no answer
         threading.Thread(target=self._listen, daemon=True).start()

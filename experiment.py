@@ -25,9 +25,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.cli import run_command
-from common.commands import python_command
-from common.files import read_json, write_json
+from common.system.cli import run_command
+from common.system.files import read_json, write_json
+from common.system.paths import python_command
 
 VIT_BATCH_SIZE = {"full": 512, "rehearsal": 64}
 VIT = {  # how it differs from the recipe of train_vit.py

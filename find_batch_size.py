@@ -31,15 +31,15 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from common.batch_search import knee, next_size
-from common.cli import run_command
-from common.files import read_accelerate_config, read_json, read_lines, write_json
-from common.hosts import read_hostfile
+from common.hosts.hostfile import read_hostfile
+from common.system.cli import run_command
+from common.system.files import read_accelerate_config, read_json, read_lines, write_json
+from common.system.paths import ROOT
 from common.trials import Ended, launch
 
 if TYPE_CHECKING:  # torch comes with it: a wrong flag is said sooner
     from common.recipe import ImageRecipe
 
-ROOT = Path(__file__).resolve().parent
 STEPS = 4  # the first, which makes the optimizer's state, is not timed
 NO_MATTER = {"batch_size", "epochs", "lr", "seed", "streams", "max_val_images"}  # flags that cost no memory
 SHOWN = 25  # last lines of a launch that failed

@@ -31,14 +31,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from common.agent import BEAT_S, HELLO, PREEMPTED, SUSPENDED
-from common.cli import run_command
-from common.files import read_accelerate_config, write_text
-from common.hosts import NAME, Host, read_hostfile, select
-from common.processes import is_under_nohup
-from common.remote import SSH_FAILED, let_go, master_address, start
+from common.hosts.agent import BEAT_S, HELLO, PREEMPTED, SUSPENDED
+from common.hosts.hostfile import NAME, Host, read_hostfile, select
+from common.hosts.ssh import SSH_FAILED, let_go, master_address, start
+from common.system.cli import run_command
+from common.system.files import read_accelerate_config, write_text
+from common.system.paths import ROOT
+from common.system.processes import is_under_nohup
 
-ROOT = Path(__file__).resolve().parent
 CONNECT_S = 30  # for all hosts to answer
 END_S = 60  # from `stop` until a host that still has not ended is given up
 TRACEBACK = "Traceback (most recent call last):"
@@ -293,7 +293,7 @@ class Crew:
                     member.log.close()
 
     def _connect(self, host: Host) -> Member:
-        process = start(host.name, [sys.executable, "-m", "common.agent"], ROOT)
+        process = start(host.name, [sys.executable, "-m", "common.hosts.agent"], ROOT)
         member = Member(host, process, self.job.log_dir / f"{host.name}.log")
         threading.Thread(target=self._listen, args=(member,), daemon=True).start()
         return member

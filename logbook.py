@@ -21,15 +21,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from common import comparison, run_page
-from common import markdown as md
-from common.cli import run_command
-from common.commands import python_command, shortest
-from common.comparison import Comparison, read_search
-from common.files import parse_json, write_text
-from common.run_record import RunRecord
-from common.run_words import summary
-from common.text import printable_lines
+from common.report import comparison
+from common.report import markdown as md
+from common.report import page as run_page
+from common.report.comparison import Comparison, read_search
+from common.report.record import RunRecord
+from common.report.words import summary
+from common.system.cli import run_command
+from common.system.files import parse_json, write_text
+from common.system.paths import python_command, shortest
+from common.system.text import printable_lines
 
 FOLDER = Path("runs") / "logbook"
 COMPARE = "compare"  # the folder of the comparisons

@@ -50,19 +50,19 @@ from typing import Any
 
 import numpy as np
 
-from common.archives import scan
-from common.cli import expand_home, run_command
-from common.decode import SPLITS
-from common.files import parse_json, read_json
-from common.imagenet import DEVKIT, TRAIN, VAL
-from common.inputs import shown
-from common.object_store import ObjectStore
-from common.progress import Reading
-from common.raw_images import SECOND_CLASS, Batch, Place, Source, batches, exists, index_rows
-from common.recode import recoded
-from common.shard_writer import FolderWriter, ShardWriter, part_name, replace, write_index
-from common.shards import FORMAT, JOURNAL, MANIFEST, MANIFEST_LIMIT, data_root_flag, index_name
-from common.text import printable, printable_lines
+from common.data.decode import SPLITS
+from common.data.shards import FORMAT, JOURNAL, MANIFEST, MANIFEST_LIMIT, data_root_flag, index_name
+from common.prepare.archives import scan
+from common.prepare.devkit import DEVKIT, TRAIN, VAL
+from common.prepare.inputs import shown
+from common.prepare.recode import recoded
+from common.prepare.source import SECOND_CLASS, Batch, Place, Source, batches, exists, index_rows
+from common.prepare.writer import FolderWriter, ShardWriter, part_name, replace, write_index
+from common.system.cli import expand_home, run_command
+from common.system.files import parse_json, read_json
+from common.system.progress import Reading
+from common.system.s3 import ObjectStore
+from common.system.text import printable, printable_lines
 
 NAMES = {
     "imagenet": {"train": TRAIN, "val": VAL, "devkit": DEVKIT},

@@ -16,14 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common.accelerator import prepare, run, start
 from common.augment import crop_and_flip, to_float
+from common.data.images import Images, load
+from common.distributed.accelerator import prepare, run, start
 from common.evaluation import evaluate
-from common.images import Images, load
 from common.optim import parameter_groups, set_learning_rate, warmup_cosine
 from common.order import Plan, micro_batches, reseed, steps_per_epoch, training_plan, uniforms
 from common.recipe import ImageRecipe, flag, parse
-from common.tracking import Run
+from common.run.run import Run
 
 # --- Recipe -----------------------------------------------------------------------------------------------
 

@@ -19,11 +19,11 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from common.accelerator import prepare, run, start
+from common.distributed.accelerator import prepare, run, start
 from common.optim import set_learning_rate, warmup_cosine
 from common.order import Shuffled, evaluation_plan, micro_batches, reseed, steps_per_epoch, training_plan
 from common.recipe import Batch, Recipe, flag, parse, setting
-from common.tracking import Run
+from common.run.run import Run
 
 # --- Recipe -----------------------------------------------------------------------------------------------
 

@@ -20,7 +20,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from common.accelerator import prepare, run, start
 from common.augment import (
     COLOR,
     DRAWS,
@@ -32,14 +31,15 @@ from common.augment import (
     random_erasing,
     to_float,
 )
-from common.checkpoints import load_weights
+from common.checkpoint.format import load_weights
+from common.data.images import Images, load
+from common.distributed.accelerator import prepare, run, start
 from common.evaluation import evaluate
-from common.images import Images, load
 from common.optim import EMA, parameter_groups, set_learning_rate, warmup_cosine
 from common.order import Plan, micro_batches, reseed, steps_per_epoch, training_plan, uniforms
 from common.rand_augment import LAYERS, rand_augment
 from common.recipe import ImageRecipe, flag, parse
-from common.tracking import Run
+from common.run.run import Run
 
 # --- Recipe -----------------------------------------------------------------------------------------------
 

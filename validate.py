@@ -35,19 +35,20 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 
-from common.accelerator import device_name, precision, run, start, strategy, world_size
-from common.agreement import agree, once
-from common.checkpoints import TensorFile, sha256_of
+from common.checkpoint.format import TensorFile, sha256_of
+from common.checkpoint.weights import Beat, TrainedModel, find
+from common.data.images import Images, load
+from common.data.splits import Split
+from common.distributed.accelerator import device_name, precision, run, start, strategy, world_size
+from common.distributed.agreement import agree, once
+from common.distributed.preemption import Preempted, wanted
 from common.evaluation import counted, evaluated_ids, predictions
-from common.files import write_text
-from common.images import Images, load
-from common.preemption import Preempted, wanted
 from common.recipe import Batch, ImageRecipe, Recipe, parse, recipe_part, setting
 from common.script import as_flags, load_script, normalisation, own_script, recipe_class
-from common.splits import Split
-from common.trained_model import Beat, TrainedModel, find
+from common.system.files import write_text
+from common.system.paths import ROOT
 
-METRICS = Path(__file__).resolve().parent / "metrics"
+METRICS = ROOT / "common" / "metrics"
 TOP, BINS, WORST = 5, 15, 24
 PRINTED_CLASSES = 20  # up to so many all classes are printed, and the confusion matrix where it has room
 WORST_CLASSES = 10  # are printed of more
@@ -303,7 +304,7 @@ def pixels_of(split: Split, shown: list[dict], recipe: ImageRecipe) -> np.ndarra
 
 
 def measure(rows: Rows, classes: int, scratch: Path) -> dict[str, Any]:
-    """The numbers of the report, by the modules in metrics/."""
+    """The numbers of the report, by the modules in common/metrics/."""
     classification, top_k, calibration = load_metrics(["classification", "top_k", "calibration"], scratch)
     pairs = {"predictions": rows["predicted"], "references": rows["label"]}
     by_class = classification.compute(**pairs, classes=classes)
@@ -323,7 +324,7 @@ def measure(rows: Rows, classes: int, scratch: Path) -> dict[str, Any]:
 
 
 def load_metrics(names: list[str], scratch: Path) -> list[Any]:
-    """Modules in metrics/. `evaluate` imports a copy: put in `scratch`, not in a cache in the home folder,
+    """Modules in common/metrics/. `evaluate` imports a copy: it is in `scratch`, not in a cache at home,
     which may be read-only, or hold what another process has half written."""
     import evaluate
 
@@ -333,7 +334,7 @@ def load_metrics(names: list[str], scratch: Path) -> list[Any]:
 
 def write(folder: Path, found: dict[str, Any], worst: np.ndarray, title: str) -> None:
     """All FILES, each whole or not at all. worst: uint8 [n, H, W, 3]."""
-    from common import plots
+    from common.report import plots
 
     classes = found["classes"]
     captions = [

@@ -38,7 +38,7 @@ from accelerate.utils import find_executable_batch_size
 
 import find_batch_size
 from common.augment import to_float
-from common.images import Images, load
+from common.data.images import Images, load
 from common.order import order
 from common.recipe import parse
 from common.trials import launch

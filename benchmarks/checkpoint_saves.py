@@ -30,11 +30,11 @@ import torch
 import torch.nn.functional as F
 from accelerate.utils import broadcast_object_list
 
-from common.accelerator import device_name, prepare, run, start, strategy, world_size
-from common.checkpoints import STATE, newest
+from common.checkpoint.format import STATE, newest
+from common.checkpoint.saver import Saver
+from common.checkpoint.training import TrainingState
+from common.distributed.accelerator import device_name, prepare, run, start, strategy, world_size
 from common.order import reseed
-from common.saver import Saver
-from common.training_state import TrainingState
 from train_vit import Vit, build_model, build_optimizer
 
 

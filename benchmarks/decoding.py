@@ -4,8 +4,8 @@
     python -m benchmarks.decoding --images FOLDER --rounds 15 --json FILE
 
 PIL:  Image.open, RandomResizedCrop, ToTensor, Normalize: float32 [3, S, S].
-ours: common/decode.py, as in a worker of the training: uint8 [S, S, 3]. Flips and normalisation come later,
-      on the device, on whole batches.
+ours: common/data/decode.py, as in a worker of the training: uint8 [S, S, 3]. Flips and normalisation come
+      later, on the device, on whole batches.
 
 Both on the same files in memory: as they are, and with the shorter side 256 and quality 90, as
 prep_imagenet.py --resize 256 makes them. One thread. The arms work in turn in one run; a round goes over all
@@ -31,9 +31,9 @@ from rich.console import Console
 from rich.table import Table
 from torchvision import transforms
 
-from common.decode import decode, random_resized_crop
+from common.data.decode import decode, random_resized_crop
 from common.order import uniforms
-from common.recode import smaller
+from common.prepare.recode import smaller
 
 SUFFIXES = (".jpg", ".jpeg", ".png")
 SHORT_SIDE, QUALITY = 256, 90

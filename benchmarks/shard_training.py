@@ -29,12 +29,12 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from common.accelerator import device_name, precision, prepare, run, start
 from common.augment import mixer
-from common.images import load
+from common.data.images import load
+from common.data.workers import in_flight
+from common.distributed.accelerator import device_name, precision, prepare, run, start
 from common.order import micro_batches, reseed, steps_per_epoch, training_plan
 from common.recipe import parse
-from common.workers import in_flight
 from train_vit import Vit, build_model, build_optimizer, training_batches
 
 ARMS = ("shards", "resident")

@@ -1,4 +1,4 @@
-"""What the sampler of common/telemetry.py takes from the training beside it: CNN-A, in turn in one run.
+"""What the sampler of telemetry takes from the training beside it: CNN-A, in turn in one run.
 
 On one thread of 2 CPU cores, which other jobs used, too: a sample takes 1.0 ms of a core; 50 a second took
 1.9 percent of the throughput, so one takes 0.04 (medians of 15 rounds of 2 s).
@@ -23,10 +23,10 @@ import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
 
-from common.accelerator import device_name, precision, prepare, run, start
+from common.distributed.accelerator import device_name, precision, prepare, run, start
 from common.order import reseed
 from common.recipe import parse
-from common.telemetry import Telemetry, own_seat
+from common.telemetry.collect import Telemetry, own_seat
 from train_cnn_a import CnnA, build_model, build_optimizer
 
 ARMS = {"none": 0.0, "1 a second": 1.0, "50 a second": 0.02}  # seconds between samples

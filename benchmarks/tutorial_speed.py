@@ -45,12 +45,12 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from common.accelerator import device_name, precision
-from common.image_cache import prepare
-from common.images import Images, open_images
+from common.data.cache import prepare
+from common.data.images import Images, open_images
+from common.data.splits import ArraySplit
+from common.distributed.accelerator import device_name, precision
 from common.recipe import ImageRecipe, parse
-from common.splits import ArraySplit
-from common.tracking import Run
+from common.run.run import Run
 
 # --- The arms, each in a process of its own ---------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 What the columns of a sample's `uniforms` are for, each for one purpose:
 
     0 to 2    crop_and_flip
-    4 to 43   the random resized crop, where images are decoded (common/workers.py)
+    4 to 43   the random resized crop, where images are decoded (common/data/workers.py)
     44 to 47  color_jitter, COLOR
     48 to 52  random_erasing, ERASING
     53 to 68  rand_augment, RAND_AUGMENT

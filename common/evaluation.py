@@ -12,9 +12,9 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from common.augment import to_float
+from common.data.splits import Split
 from common.order import chosen_by_hash, evaluation_plan
 from common.recipe import Batch, ImageRecipe
-from common.splits import Split
 
 SHOWN = 16  # predictions that are drawn
 CONFUSED = 1000  # classes, up to which there is a confusion matrix: its size is their square

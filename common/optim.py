@@ -8,7 +8,7 @@ import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
-from common.layout import exchanged, layout_of
+from common.distributed.layout import exchanged, layout_of
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:

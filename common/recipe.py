@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.agreement import is_hosts_first
-from common.cli import tell_torchrun
-from common.files import parse_json
-from common.text import printable_lines
+from common.distributed.agreement import is_hosts_first
+from common.system.cli import tell_torchrun
+from common.system.files import parse_json
+from common.system.text import printable_lines
 
 
 def flag(

@@ -9,8 +9,8 @@ from typing import Any
 from torch import nn
 
 from common.recipe import Recipe, recipe_part
+from common.system.paths import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 NOT_OF_THE_MODEL = ("pretrained", "weights", "max_val_images")  # how it began, and was looked at
 
 

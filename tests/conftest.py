@@ -16,7 +16,7 @@ import pytest
 from safetensors.torch import load_file
 from torch import Tensor
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent
 
 # Small networks, so that a launch costs little more than the import of torch.
@@ -39,7 +39,11 @@ def keep_to_own_cores() -> None:
 
 keep_to_own_cores()
 
-ON_VIRTUAL_HOSTS = ("tests/test_doctor.py", "tests/test_launch.py", "tests/test_virtual_cluster.py")
+ON_VIRTUAL_HOSTS = (
+    "tests/scripts/test_doctor.py",
+    "tests/scripts/test_launch.py",
+    "tests/cluster/test_virtual_cluster.py",
+)
 
 # As each of two processes has. Sums in another order would now and then carry an activation over
 # ReLU's edge: in a small ResNet one such activation is 0.5 % of a gradient.
@@ -291,7 +295,7 @@ def stoppable(tmp_path_factory) -> Path:
 
 def copy_project(copy: Path) -> Path:
     copy.mkdir()
-    for name in ("common", "accelerate_configs", "ds_configs", "cluster", "metrics"):
+    for name in ("common", "accelerate_configs", "ds_configs", "cluster"):
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
     for script in ROOT.glob("*.py"):
         shutil.copy(script, copy)

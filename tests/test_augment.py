@@ -20,11 +20,11 @@ from common.augment import (
     random_erasing,
     to_float,
 )
-from common.decode import _resize
+from common.data.decode import _resize
 from common.order import reseed, uniforms
 from common.rand_augment import DRAWN, LAYERS
 from tests.conftest import python, real_data, run
-from tests.test_shards import write_shards
+from tests.data.test_shards import write_shards
 
 
 @pytest.fixture
@@ -162,7 +162,7 @@ def test_augmentation_belongs_to_the_sample_whatever_is_beside_it(images):
 
 
 def test_each_kind_of_draw_has_columns_of_its_own():
-    """0 to 2 are crop_and_flip's, 4 to 43 the decoder's (common/workers.py)."""
+    """0 to 2 are crop_and_flip's, 4 to 43 the decoder's (common/data/workers.py)."""
     columns = [0, 1, 2, *range(4, 44)]
     for part in (COLOR, ERASING, RAND_AUGMENT):
         columns += range(DRAWS)[part]

@@ -7,11 +7,11 @@ from accelerate import Accelerator
 from accelerate.utils import GradientAccumulationPlugin
 from torch import nn
 
-from common.accelerator import prepare
-from common.compilation import Compilation
-from common.layout import layout_of
+from common.distributed.accelerator import prepare
+from common.distributed.compilation import Compilation
+from common.distributed.layout import layout_of
 from tests.conftest import HALF_THE_CORES, accelerate, copy_project, full, mutate, python, run
-from tests.test_parity import FLAGS, assert_same_training
+from tests.distributed.test_parity import FLAGS, assert_same_training
 
 ACCUMULATIONS = 2
 
@@ -86,7 +86,12 @@ def timm_script(tmp_path_factory):
     timms = "    return __import__('timm').create_model('test_efficientnet', num_classes=classes)\n"
     mutate(project, "train_cnn_b.py", own, timms)
     # FSDP and ZeRO can't have this layout, whose sums round otherwise: 1.1e-5 of the loss by step 4.
-    mutate(project, "common/accelerator.py", 'if strategy(accelerator) in ("single", "ddp"):', "if False:")
+    mutate(
+        project,
+        "common/distributed/accelerator.py",
+        'if strategy(accelerator) in ("single", "ddp"):',
+        "if False:",
+    )
     return project
 
 

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from tests.conftest import CNN, Job, latest, metrics, mutate, python, result, run, torchrun
-from tests.data import class_folders
-from tests.test_validate import rewrite
+from tests.scripts.test_validate import rewrite
+from tests.support.images import class_folders
 
 # A rate of 0 keeps the weights, so that every number of processes evaluates the very same model.
 FLAGS = [

@@ -6,8 +6,8 @@ import torch
 from PIL import Image, ImageEnhance, ImageOps
 
 from common.augment import DRAWS, RAND_AUGMENT, crop_and_flip, to_float
-from common.image_cache import prepare
-from common.images import open_images
+from common.data.cache import prepare
+from common.data.images import open_images
 from common.order import training_plan, uniforms
 from common.rand_augment import DRAWN, GREY, LAYERS, OPERATIONS, rand_augment
 from common.recipe import share_out

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 
 from common.recipe import ImageRecipe, Recipe, flag, parse, recipe_part, share_out
-from common.run_folder import differences
+from common.run.folder import differences
 from train_cnn_a import CnnA
 
 

@@ -1,0 +1,449 @@
+"""Checkpoints: written whole or not at all, verified before anything is loaded, the same from every strategy.
+
+    checkpoints/index.json                   {"latest": "step_00000390", "best": "step_00000260"}, for people
+    checkpoints/step_00000390/
+        model.safetensors                    fp32, the model's own parameter names; BatchNorm's statistics
+        optimizer.safetensors                `<parameter>/exp_avg`, ...
+        ema.safetensors                      where a recipe has an average
+        state.json                           step, best, what the log needs to go on
+        manifest.json                        last: sizes and SHA-256 of the others, recipe, classes, writer
+
+No file holds code. Data and randomness are functions of seed, epoch and step, so nothing is stored of them.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shutil
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from common.system.files import discard, parse_json, read_json, sync, write_json
+
+FORMAT_VERSION = 1
+MODEL, OPTIMIZER, EMA, STATE, MANIFEST = (
+    "model.safetensors",
+    "optimizer.safetensors",
+    "ema.safetensors",
+    "state.json",
+    "manifest.json",
+)
+INDEX = "index.json"
+CHUNK_BYTES = 16 * 2**20  # written, read and hashed in one go
+JSON_LIMIT_BYTES = 16 * 2**20  # of a manifest: 22,000 class names are 1.2 MB
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_TYPES = {name: dtype for dtype, name in _DTYPES.items()}
+
+Specs = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # name -> dtype and shape
+
+
+class Damaged(ValueError):
+    """A checkpoint that does not verify."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One that verified."""
+
+    folder: Path
+    manifest: dict[str, Any]
+
+    @property
+    def step(self) -> int:
+        return self.manifest["step"]
+
+    def state(self) -> dict[str, Any]:
+        """ValueError for a state.json that is none."""
+        try:
+            state = read_json(self.folder / STATE)
+            if state["step"] != self.step:
+                raise ValueError
+        except (OSError, ValueError, KeyError, TypeError):
+            raise ValueError(f"{self.folder / STATE} is no state of step {self.step}") from None
+        _check_state(state, self.folder)
+        return state
+
+
+def _check_state(state: dict[str, Any], folder: Path) -> None:
+    """ValueError for what no run has written: the checkpoint may come from anywhere."""
+    kinds = {
+        "step": int,
+        "evaluated": bool,
+        "best": dict,
+        "last": dict,
+        "logged_step": int,
+        "losses": list,
+        "accumulations": int,
+        "train_s": float,
+        "wall_s": float,
+    }
+    wrong = [name for name, kind in kinds.items() if not isinstance(state.get(name), kind)]
+    if not isinstance(state.get("optimizer_steps"), int | None):  # of an older run
+        wrong.append("optimizer_steps")
+    kept = state.get("optimizer", {"scalars": {}, "groups": []})
+    groups = kept.get("groups") if isinstance(kept, dict) else None
+    scalars = kept.get("scalars") if isinstance(kept, dict) else None
+    if (
+        not isinstance(groups, list)
+        or not isinstance(scalars, dict)
+        or not all(isinstance(part, dict) for part in (*groups, *scalars.values()))
+    ):
+        wrong.append("optimizer")
+    if not isinstance(state.get("loss_scale"), dict | None):
+        wrong.append("loss_scale")
+    numbers = [state.get("best"), state.get("last"), state.get("loss_scale") or {"scale": 1.0}]
+    if not wrong and not all(isinstance(n, int | float) for group in numbers for n in dict(group).values()):
+        wrong.append("best, last and loss_scale")
+    if wrong or not state["losses"] or not all(isinstance(loss, float) for loss in state["losses"]):
+        raise ValueError(f"{folder}/state.json is no state: look at its {', '.join(wrong) or 'losses'}")
+
+
+def can_store(value: Any) -> bool:
+    """Whether it can stand in a safetensors file, or in state.json."""
+    if isinstance(value, Tensor):
+        return value.dtype in _DTYPES
+    return value is None or type(value) in (bool, int, float, str)
+
+
+def encode(value: Any) -> Any:
+    """A scalar or a small tensor for state.json."""
+    if not isinstance(value, Tensor):
+        return value
+    return {"dtype": _DTYPES[value.dtype], "value": value.tolist()}
+
+
+def decode(value: Any) -> Any:
+    """What encode() was given, on the CPU. ValueError for what it has not made."""
+    if not isinstance(value, dict):
+        return value
+    try:
+        return torch.tensor(value["value"], dtype=_TYPES[value["dtype"]])
+    except (KeyError, TypeError, RuntimeError):
+        raise ValueError(f"{value} is no tensor") from None
+
+
+def step_name(step: int) -> str:
+    return f"step_{step:08d}"
+
+
+def step_of(name: str) -> int | None:
+    """390 for step_00000390; None for any other name."""
+    found = re.fullmatch(r"step_([0-9]{8}|[1-9][0-9]{8,17})", name)
+    return int(found[1]) if found else None
+
+
+def steps_in(parent: Path) -> list[int]:
+    """Of the checkpoints of a run, damaged ones included, newest first."""
+    if not parent.is_dir():
+        return []
+    return sorted(
+        (step for path in parent.iterdir() if (step := step_of(path.name)) is not None), reverse=True
+    )
+
+
+# --- Writing
+
+
+class Snapshot:
+    """The tensors of one safetensors file on the CPU, in one buffer that is used again and again.
+
+    The buffer has the file's own layout, so it is written as it is. specs: name -> (dtype, shape).
+    """
+
+    def __init__(self, specs: Specs, pinned: bool):
+        self.specs = specs
+        sizes = {name: dtype.itemsize * torch.Size(shape).numel() for name, (dtype, shape) in specs.items()}
+        self.buffer = torch.empty(sum(sizes.values()), dtype=torch.uint8, pin_memory=pinned)
+        self.views: dict[str, Tensor] = {}
+        header, start = {}, 0
+        for name in sorted(
+            specs, key=lambda name: -specs[name][0].itemsize
+        ):  # each at a multiple of its size
+            dtype, shape = specs[name]
+            end = start + sizes[name]
+            self.views[name] = self.buffer[start:end].view(dtype).view(shape)
+            header[name] = {"dtype": _DTYPES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+            start = end
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        self.header = len(text).to_bytes(8, "little") + text
+
+    def write(self, path: Path) -> dict[str, Any]:
+        """Onto the disk. Returns its size in bytes and SHA-256."""
+        data = self.buffer.numpy().data
+        chunks = (data[start : start + CHUNK_BYTES] for start in range(0, len(data), CHUNK_BYTES))
+        return _write(path, [self.header, *chunks])
+
+
+def commit(parent: Path, step: int, snapshots: dict[str, Snapshot], state: dict, about: dict) -> Path:
+    """Writes parent/step_N, all or nothing, and waits until it is on the disk. about: for the manifest.
+
+    OSError when that fails; what was there before stays.
+    """
+    folder = parent / step_name(step)
+    temporary = parent / f".{folder.name}.tmp"
+    discard(temporary)
+    try:
+        temporary.mkdir(parents=True)
+        files = {name: snapshot.write(temporary / name) for name, snapshot in snapshots.items()}
+        files[STATE] = _write(temporary / STATE, [json.dumps(state, indent=1).encode()])
+        manifest = {"format_version": FORMAT_VERSION, "step": step, "files": files, **about}
+        manifest["digest"] = _digest(manifest)
+        _write(temporary / MANIFEST, [json.dumps(manifest, indent=1).encode()])
+        sync(temporary)
+        temporary.rename(folder)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    sync(parent)
+    return folder
+
+
+def mark(parent: Path, latest: int, best: int | None) -> None:
+    """index.json, for people, `--weights` and validate.py; no run chooses by it what it goes on from."""
+    names = {"latest": step_name(latest)} | ({"best": step_name(best)} if best is not None else {})
+    write_json(parent / INDEX, names)
+
+
+def marked(content: bytes, where: Path | str) -> dict[str, int]:
+    """The steps that an index.json calls `latest` and `best`. ValueError for what is none."""
+    try:
+        steps = {mark: step_of(name) for mark, name in parse_json(content, where).items()}
+        return {mark: step for mark, step in steps.items() if step is not None}
+    except (ValueError, TypeError):
+        raise ValueError(f"{where} is no index of checkpoints") from None
+
+
+def to_keep(steps: Iterable[int], best: int | None, every: int | None) -> set[int]:
+    """Of these steps the last two, the best, and the multiples of --keep_every."""
+    steps = sorted(steps)
+    return {s for s in steps if s in steps[-2:] or s == best or (every and s % every == 0)}
+
+
+def remove(folder: Path) -> None:
+    """In an order that leaves nothing which looks complete: under another name first.
+
+    Of a link only the link: a checkpoint that somebody has moved elsewhere stays there.
+    """
+    if folder.is_symlink():
+        print(f"{folder} is a link to {folder.readlink()}: the link is removed, not what it leads to")
+        folder.unlink()
+        return
+    doomed = folder.with_name(f".{folder.name}.old")
+    discard(doomed)
+    folder.rename(doomed)
+    discard(doomed)
+
+
+def tidy(parent: Path) -> None:
+    """Removes what a killed run left half written or half removed. Its owner calls it."""
+    for path in parent.glob(".step_*"):
+        with contextlib.suppress(OSError):
+            discard(path)
+
+
+# --- Verifying and choosing
+
+
+def verify(folder: Path, beat: Callable[[], None] = lambda: None) -> Checkpoint:
+    """Reads the manifest and all files that it names. Damaged says which file, and what is wrong with it."""
+    try:
+        manifest = check_manifest(_read_small(folder / MANIFEST), folder)
+        for name, expected in manifest["files"].items():
+            path = folder / name
+            if path.is_symlink() or not path.is_file():
+                raise Damaged(f"{path} is missing")
+            if path.stat().st_size != expected["size"]:
+                raise Damaged(f"{path} has {path.stat().st_size:,} bytes instead of {expected['size']:,}")
+            if sha256_of(path, beat) != expected["sha256"]:
+                raise Damaged(f"{path} has changed since it was written (SHA-256)")
+    except FileNotFoundError as error:
+        raise Damaged(f"{error.filename} is missing") from None
+    except OSError as error:  # of the disk, or a permission: the file itself may be intact
+        raise ValueError(f"{error.filename} can't be read: {error.strerror}") from None
+    return Checkpoint(folder, manifest)
+
+
+def check_manifest(content: bytes, folder: Path | str) -> dict[str, Any]:
+    """The manifest of the checkpoint `folder`, after every check that needs no other file. Damaged if not."""
+    where = f"{folder}/{MANIFEST}"
+    try:
+        manifest = parse_json(content, where)
+        digest = manifest.pop("digest")
+        version, step, files = manifest["format_version"], manifest["step"], manifest["files"]
+        names, sizes = set(files), [(f["size"], f["sha256"]) for f in files.values()]
+        sound = all(type(size) is int and size >= 0 and type(sha) is str for size, sha in sizes)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise Damaged(f"{where} is no manifest") from None
+    if digest != _digest(manifest):
+        raise Damaged(f"{where} has changed since it was written")
+    if version != FORMAT_VERSION:
+        raise ValueError(f"{where} has format version {version}, this code reads {FORMAT_VERSION}")
+    needed = {MODEL, OPTIMIZER, STATE}
+    if not sound or not needed <= names <= needed | {EMA}:
+        raise Damaged(
+            f"{where} names other files than a checkpoint has: {', '.join(sorted(map(str, names)))}"
+        )
+    if step_of(Path(folder).name) != step:
+        raise Damaged(f"{where} is that of step {step}")
+    return manifest
+
+
+def newest(
+    parent: Path, beat: Callable[[], None], warn: Callable[[str], None], ours: bool = True
+) -> Checkpoint | None:
+    """The newest checkpoint that verifies; None where there is none at all.
+
+    Damaged ones are said and, in a folder of ours, set aside under another name. ValueError when there are
+    some and none verifies.
+    """
+    steps, damaged = steps_in(parent), []
+    for step in steps:
+        folder = parent / step_name(step)
+        try:
+            found = verify(folder, beat)
+        except Damaged as error:
+            damaged.append(folder)
+            warn(f"checkpoint of step {step:,} is damaged: {error}")
+            continue
+        for bad in damaged if ours else ():
+            discard(bad.with_name(f"damaged_{bad.name}"))
+            bad.rename(bad.with_name(f"damaged_{bad.name}"))
+        return found
+    if damaged:
+        raise ValueError(
+            f"none of the {len(damaged)} checkpoints in {parent} verifies: put back an intact copy, or give"
+            " another --output_dir to start afresh"
+        )
+    return None
+
+
+def step_aside() -> None:
+    """Gives the calling thread, and those that it starts, what the training leaves of the processor.
+
+    On Linux threads have priorities of their own. With 2 cores for ViT-B/32 a step beside the writing takes
+    1.0 to 1.3 times its time; at equal priority 2.9 times (benchmarks/checkpoint_saves.py).
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+
+
+def sha256_of(path: Path, beat: Callable[[], None] = lambda: None) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while chunk := file.read(CHUNK_BYTES):
+            digest.update(chunk)
+            beat()
+    return digest.hexdigest()
+
+
+def _read_small(path: Path) -> bytes:
+    if path.is_symlink() or not path.is_file():
+        raise Damaged(f"{path} is missing")
+    with open(path, "rb") as file:
+        return file.read(JSON_LIMIT_BYTES)
+
+
+def _write(path: Path, chunks: Iterable) -> dict[str, Any]:
+    digest, size = hashlib.sha256(), 0
+    with open(path, "wb") as file:
+        for chunk in chunks:
+            file.write(chunk)
+            digest.update(chunk)
+            size += len(chunk)
+        file.flush()
+        os.fsync(file.fileno())
+    return {"size": size, "sha256": digest.hexdigest()}
+
+
+def _digest(manifest: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+# --- Reading
+
+
+class TensorFile:
+    """A safetensors file that was verified, one tensor at a time. ValueError when it is none."""
+
+    def __init__(self, path: Path):
+        from safetensors import SafetensorError, safe_open
+
+        self.path = path
+        try:
+            self.file = safe_open(path, "pt")
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f"{path} is no safetensors file: {error}") from None
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(self.file.get_slice(name).get_shape()) for name in self.file.keys()}  # noqa: SIM118
+
+    def specs(self) -> Specs:
+        """ValueError for a type that no run writes."""
+        kinds = {name: self.file.get_slice(name).get_dtype() for name in self.file.keys()}  # noqa: SIM118
+        if unknown := [name for name, kind in kinds.items() if kind not in _TYPES]:
+            raise ValueError(f"{self.path}: {unknown[0]} is of the unknown type {kinds[unknown[0]]}")
+        return {name: (_TYPES[kinds[name]], shape) for name, shape in self.shapes().items()}
+
+    def expect(self, shapes: dict[str, tuple[int, ...]]) -> None:
+        """ValueError unless it has exactly these names and shapes."""
+        own = self.shapes()
+        wrong = [name for name in shapes if name in own and own[name] != shapes[name]]
+        wrong += sorted(own.keys() ^ shapes.keys())
+        if wrong:
+            theirs, ours = (list(d[wrong[0]]) if wrong[0] in d else "nothing" for d in (own, shapes))
+            raise ValueError(
+                f"{self.path} is not this model's: {len(wrong)} tensors differ, the first is {wrong[0]}"
+                f" ({theirs} in the file, {ours} in the model): give that model's flags"
+            )
+
+    def tensor(self, name: str) -> Tensor:
+        return self.file.get_tensor(name)
+
+
+def load_weights(model: nn.Module, path: Path, head: str) -> None:
+    """Copies saved weights into a model that is not yet prepared: a safetensors file, a checkpoint's folder
+    (its EMA where it has one), or a run's folder (its best checkpoint).
+
+    The layer named `head` keeps its fresh weights when the file has another number of classes. ValueError
+    names the file and what is missing, unknown or of another shape.
+    """
+    own = model.state_dict()
+    try:
+        weights = TensorFile(_weights_file(path))
+        shapes = weights.shapes()
+        fresh = {n for n in shapes if n.startswith(f"{head}.") and n in own and own[n].shape != shapes[n]}
+        weights.expect({n: shapes[n] if n in fresh else tuple(t.shape) for n, t in own.items()})
+    except ValueError as error:
+        raise ValueError(f"--weights {error}") from None
+    model.load_state_dict({n: own[n] if n in fresh else weights.tensor(n) for n in own})
+
+
+def _weights_file(path: Path) -> Path:
+    index = path / "checkpoints" / INDEX
+    if index.is_file():
+        steps = marked(index.read_bytes(), index)
+        places = [index.parent / step_name(steps[name]) for name in ("best", "latest") if name in steps]
+        path = next((place for place in places if place.is_dir()), path)
+    if path.is_dir():
+        path = path / (EMA if (path / EMA).exists() else MODEL)
+    return path

@@ -1,0 +1,249 @@
+"""Committed checkpoints to a prefix in S3, beside the training, and back.
+
+<prefix>/checkpoints/step_00000390/...   as on the disk; the manifest last, so that none is half there
+<prefix>/checkpoints/index.json          {"latest": ..., "best": ...}
+<prefix>/metrics.jsonl, recipe.json, result.json, ...
+<prefix>/telemetry-parts/<file>/<first byte>-<end>   while the run goes on; at its end telemetry-*.jsonl
+"""
+
+import fnmatch
+import json
+import re
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from common.checkpoint.format import (
+    JSON_LIMIT_BYTES,
+    MANIFEST,
+    Damaged,
+    check_manifest,
+    sha256_of,
+    step_aside,
+    step_name,
+    step_of,
+    steps_in,
+    to_keep,
+)
+from common.system.files import discard, sync
+from common.system.s3 import ObjectStore, StoreError, WrongSize
+
+RUN_FILES = ("recipe.json", "metrics.jsonl", "confusion.json", "nvidia-smi-*.txt", "result.json")
+TELEMETRY = "telemetry-*.jsonl"  # 140 MB a day of a host with 8 GPUs: with a checkpoint only what is new
+PARTS = "telemetry-parts/"
+LOG_LIMIT_BYTES = 2**31
+NAME_LIMIT_BYTES = 200  # of a file whose name comes from a key; a file system takes 255
+
+
+class Mirror:
+    """One upload in flight; while it lasts only the newest of the later checkpoints waits for its turn.
+
+    The training never waits for it. A failed upload is said; the next checkpoint's, and the one at the end or
+    of the same command started again, make up for it.
+    """
+
+    def __init__(self, store: ObjectStore, folder: Path, keep_every: int | None, say: Callable[[str], None]):
+        self.store, self.folder, self.keep_every, self.say = store, folder, keep_every, say
+        self.changed = threading.Condition()
+        self.waiting: tuple[int, int | None] | None = None  # (step, best step)
+        self.sending: int | None = None
+        self.failed: tuple[int, int | None] | None = None
+        threading.Thread(target=self._work, daemon=True).start()
+
+    def offer(self, step: int, best: int | None) -> None:
+        """A checkpoint that was committed on the disk."""
+        with self.changed:
+            self.waiting = (step, best)
+            self.changed.notify_all()
+
+    def needs(self) -> set[int]:
+        """Steps that must stay on the disk for now."""
+        with self.changed:
+            waiting = {self.waiting[0]} if self.waiting else set()
+            return waiting | ({self.sending} if self.sending is not None else set())
+
+    def retry(self) -> None:
+        """Tries once more what failed."""
+        with self.changed:
+            if self.failed and not self.waiting:
+                self.waiting = self.failed
+                self.changed.notify_all()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether nothing is under way any more. Each request to the store has a bound of its own."""
+        with self.changed:
+            return self.changed.wait_for(lambda: self.waiting is None and self.sending is None, timeout_s)
+
+    def send_last_files(self, result: dict[str, Any]) -> None:
+        """When the run has finished; result.json last, so that where it is nothing is missing."""
+        self._send_run_files(*(name for name in RUN_FILES if name != "result.json"), TELEMETRY)
+        self.store.write("result.json", json.dumps(result, indent=2).encode())
+        self.store.delete(self.store.list(PARTS))
+
+    def _send_run_files(self, *patterns: str) -> None:
+        for pattern in patterns:
+            for file in sorted(self.folder.glob(pattern)):
+                self.store.upload(file, file.name)
+
+    def _send_new_telemetry(self) -> None:
+        for file in sorted(self.folder.glob(TELEMETRY)):
+            parts = _parts(self.store, file.name)
+            sent = parts[-1][1] if parts else 0
+            with open(file, "rb") as lines:
+                lines.seek(sent)
+                new = lines.read()
+            if new:
+                end = sent + len(new)
+                self.store.write(f"{PARTS}{file.name}/{sent:015d}-{end:015d}", new)
+
+    def _work(self) -> None:
+        step_aside()
+        while True:
+            with self.changed:
+                self.changed.wait_for(lambda: self.waiting is not None)
+                (step, best), self.waiting = self.waiting, None
+                self.sending = step
+            problem = None
+            try:
+                self._send(step, best)
+            except Exception as error:  # of any kind: the run would wait for this thread
+                problem = error
+                self.say(
+                    f"the checkpoint of step {step:,} is not in {self.store.url} ({error}): it is safe on the"
+                    " disk, and the next upload, or the same command later, makes up for it"
+                )
+            with self.changed:
+                self.failed = (step, best) if problem else None
+                self.sending = None
+                self.changed.notify_all()
+
+    def _send(self, step: int, best: int | None) -> None:
+        """What is not there yet: the best checkpoint too, whose own turn may have been passed over."""
+        there = committed(self.store)
+        for wanted in sorted({step} | ({best} if best in steps_in(self.folder / "checkpoints") else set())):
+            if wanted not in there:
+                self._send_checkpoint(wanted)
+                there.add(wanted)
+        marks = {"latest": step_name(step)} | ({"best": step_name(best)} if best in there else {})
+        self.store.write("checkpoints/index.json", json.dumps(marks).encode())
+        self._send_run_files(*RUN_FILES)
+        self._send_new_telemetry()
+        self._prune(to_keep({s for s in there if s <= step}, best, self.keep_every))
+
+    def _send_checkpoint(self, step: int) -> None:
+        local = self.folder / "checkpoints" / step_name(step)
+        remote = f"checkpoints/{step_name(step)}"
+        for path in sorted(local.iterdir()):
+            if path.name != MANIFEST:
+                self.store.upload(path, f"{remote}/{path.name}")
+        manifest = (local / MANIFEST).read_bytes()
+        made = self.store.create(f"{remote}/{MANIFEST}", manifest)
+        if not made and self.store.read(f"{remote}/{MANIFEST}", JSON_LIMIT_BYTES) != manifest:
+            raise StoreError(f"another run has written step {step:,} to {self.store.url}")
+
+    def _prune(self, keep: set[int]) -> None:
+        """The manifest goes first: what is half removed is no checkpoint. What is none stays."""
+        keys = self.store.list("checkpoints/step_")
+        doomed = [key for key in keys if (step := _step(key)) is not None and step not in keep]
+        self.store.delete(sorted(doomed, key=lambda key: not key.endswith(MANIFEST)))
+
+
+def fetch_newest(
+    store: ObjectStore,
+    parent: Path,
+    newer_than: int,
+    beat: Callable[[], None],
+    warn: Callable[[str], None],
+    ours: bool,
+) -> int | None:
+    """Downloads the newest committed checkpoint that verifies and is newer than that step into `parent`.
+
+    Returns its step; None when there is none newer. ValueError when there are some and none verifies. Damaged
+    ones lose their manifest where the prefix is ours: they don't count any more.
+    """
+    steps = sorted((s for s in committed(store) if s > newer_than), reverse=True)
+    damaged: list[str] = []
+    for step in steps:
+        try:
+            fetch(store, step, parent, beat, warn)
+            store.delete(damaged if ours else [])
+            return step
+        except (Damaged, WrongSize) as error:
+            warn(f"checkpoint of step {step:,} is damaged: {error}")
+            damaged.append(f"checkpoints/{step_name(step)}/{MANIFEST}")
+        except OSError as error:
+            raise ValueError(
+                f"the checkpoint of step {step:,} can't be downloaded from {store.url} to {parent}:"
+                f" {error.strerror}"
+            ) from None
+    if steps and newer_than < 0:
+        raise ValueError(f"none of the {len(steps)} checkpoints in {store.url} verifies")
+    return None
+
+
+def fetch(
+    store: ObjectStore, step: int, parent: Path, beat: Callable[[], None], warn: Callable[[str], None]
+) -> None:
+    """One checkpoint into `parent`: to part files, verified, and renamed when all of them are right.
+
+    Damaged or WrongSize when it does not verify, OSError when it can't be written.
+    """
+    remote, folder = f"checkpoints/{step_name(step)}", parent / step_name(step)
+    content = store.read(f"{remote}/{MANIFEST}", JSON_LIMIT_BYTES) or b""
+    manifest = check_manifest(content, f"{store.url}/{remote}")
+    part = parent / f".{folder.name}.part"
+    discard(part)
+    part.mkdir(parents=True)
+    try:
+        total = sum(about["size"] for about in manifest["files"].values())
+        warn(f"downloading the checkpoint of step {step:,} from {store.url}: {total / 2**20:,.1f} MiB")
+        for name, about in manifest["files"].items():
+            store.download(f"{remote}/{name}", part / name, about["size"], beat)
+            if sha256_of(part / name, beat) != about["sha256"]:
+                raise Damaged(f"{store.url}/{remote}/{name} has changed since it was written (SHA-256)")
+            sync(part / name)
+        (part / MANIFEST).write_bytes(content)
+        sync(part / MANIFEST)
+        sync(part)
+        discard(folder)
+        part.rename(folder)
+        sync(parent)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def fetch_log(store: ObjectStore, folder: Path) -> None:
+    """What was logged on another machine, whose checkpoint is newer than ours: curves and telemetry then have
+    no gap. Of two files the one stays that begins with the other, or else the other machine's."""
+    names = {key.removeprefix(PARTS).partition("/")[0] for key in store.list("telemetry-")}
+    names = {name for name in fnmatch.filter(names, TELEMETRY) if len(name.encode()) < NAME_LIMIT_BYTES}
+    for name in ("metrics.jsonl", "confusion.json", *sorted(names)):
+        file, part = folder / name, folder / f".{name}.part"
+        keys = [key for _, end, key in _parts(store, name) if end <= LOG_LIMIT_BYTES] or [name]
+        content = b"".join(store.read(key, LOG_LIMIT_BYTES) or b"" for key in keys)
+        if content and not (file.exists() and file.read_bytes().startswith(content)):
+            part.write_bytes(content)
+            part.replace(file)
+
+
+def _parts(store: ObjectStore, name: str) -> list[tuple[int, int, str]]:
+    """(first byte, end, key) of what is there of a file, as far as it is without a gap."""
+    found: list[tuple[int, int, str]] = []
+    for key in store.list(f"{PARTS}{name}/"):
+        span = re.fullmatch(rf"{re.escape(PARTS + name)}/([0-9]+)-([0-9]+)", key)
+        if span and int(span[1]) == (found[-1][1] if found else 0):
+            found.append((int(span[1]), int(span[2]), key))
+    return found
+
+
+def committed(store: ObjectStore) -> set[int]:
+    """The steps of the checkpoints whose manifest is there."""
+    keys = store.list("checkpoints/step_")
+    return {step for key in keys if key.endswith(f"/{MANIFEST}") and (step := _step(key)) is not None}
+
+
+def _step(key: str) -> int | None:
+    parts = key.split("/")
+    return step_of(parts[1]) if len(parts) == 3 else None

@@ -1,0 +1,171 @@
+"""All state of an optimizer in a checkpoint.
+
+`optimizer.safetensors` has its tensors as `<parameter>/<state>`, `state.json` its scalars and what it changes
+in its parameter groups, `manifest.json` its class and the names of its state.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from common.checkpoint import format as checkpoints
+from common.checkpoint.format import Checkpoint, Specs, TensorFile
+from common.checkpoint.optimizer_trial import try_out
+from common.distributed.layout import Held, Layout
+
+Send = Callable[[str, tuple[int, ...], torch.dtype], Tensor]  # the main process's tensor, on each process
+
+
+class OptimizerState:
+    """Made before the first step. Collective.
+
+    ValueError for an optimizer whose state can't be saved, or that the strategy would change.
+    """
+
+    def __init__(self, layout: Layout):
+        self.layout, self.trial = layout, try_out(layout)
+
+    def about(self) -> dict[str, Any]:
+        """Its class and the names of its state, for the manifest."""
+        return {"class": self.trial.name, "state": self.trial.state_names()}
+
+    # --- Out
+
+    def expected(self) -> Specs:
+        """The tensors with their parameter's shape, before the first step."""
+        shapes = self.layout.shapes()
+        return {
+            f"{parameter}/{name}": (dtype, shapes[parameter])
+            for parameter, state in self.trial.shaped.items()
+            for name, dtype in state.items()
+        }
+
+    def tensors(self) -> tuple[Specs, Iterator[tuple[str, Tensor]]]:
+        """What they are, and (name, whole tensor), one gathered at a time. Collective."""
+        shapes, shaped = self.layout.shapes(), self.layout.shaped_state()
+        others = {
+            f"{parameter}/{name}": value
+            for parameter, state in self.layout.other_state().items()
+            for name, value in state.items()
+            if _is_array(value)
+        }
+        specs = {
+            f"{parameter}/{name}": (mine.dtype, shapes[parameter])
+            for name, held in shaped.items()
+            for mine, members in zip(held, self.layout.members(), strict=True)
+            if mine is not None
+            for parameter in members
+        }
+        specs |= {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in others.items()}
+        return specs, self._whole(shaped, others)
+
+    def scalars(self) -> dict[str, Any]:
+        """All else, for state.json. Collective."""
+        others, groups = self.layout.other_state(), self.layout.changed_groups()
+        return {
+            "scalars": {
+                parameter: {n: checkpoints.encode(v) for n, v in state.items() if not _is_array(v)}
+                for parameter, state in others.items()
+            },
+            "groups": [{n: checkpoints.encode(v) for n, v in group.items()} for group in groups],
+        }
+
+    def _whole(self, shaped: dict[str, Held], others: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        for name, held in shaped.items():
+            for parameter, tensor in self.layout.whole(held):
+                yield f"{parameter}/{name}", tensor
+        yield from others.items()
+
+    # --- In
+
+    def check(self, checkpoint: Checkpoint) -> None:
+        """ValueError unless the checkpoint's optimizer is this one. Called by one process."""
+        folder, state, shapes = checkpoint.folder, checkpoint.state(), self.layout.shapes()
+        specs = TensorFile(folder / checkpoints.OPTIMIZER).specs()
+        theirs, ours = checkpoint.manifest.get("optimizer", _older_about(specs, state)), self.about()
+        if not isinstance(theirs, dict):
+            raise ValueError(f"{folder / checkpoints.MANIFEST} does not describe its optimizer")
+        known = [key for key in ours if theirs.get(key) is not None and ours[key] is not None]
+        if any(theirs[key] != ours[key] for key in known):
+            raise ValueError(
+                f"{folder} has the state of {_words(theirs)}, and this run's optimizer is {_words(ours)}"
+            )
+        scalars, groups = _saved(specs, state)
+        parameters = scalars.keys() | {name.rpartition("/")[0] for name in specs}
+        if unknown := parameters - shapes.keys():
+            raise ValueError(
+                f"{folder} has optimizer state of {min(unknown)!r}, which this model does not train"
+            )
+        for name, dtype_and_shape in self.expected().items():
+            if name in specs and specs[name] != dtype_and_shape:
+                raise ValueError(f"{folder}'s optimizer state {name} has another shape or type than here")
+        here = len(self.layout.constants)
+        if any(groups) and len(groups) != here:
+            raise ValueError(f"{folder} has {len(groups)} parameter groups, and this run's optimizer {here}")
+        for members in self.layout.members():
+            found = [scalars[name] for name in members if scalars.get(name)]
+            if any(one != found[0] for one in found):
+                raise ValueError(
+                    f"the optimizer state of {folder} has different scalars for parameters of one group, as"
+                    " their numbers of steps, and ZeRO keeps one for all"
+                )
+
+    def restore(self, specs: Specs, state: dict[str, Any], send: Send) -> None:
+        """As it was saved. specs: of optimizer.safetensors. Collective."""
+        layout, shapes = self.layout, self.layout.shapes()
+        alike: dict[str, dict[str, torch.dtype]] = {}  # name -> parameter -> type
+        for full_name, (dtype, shape) in sorted(specs.items()):
+            parameter, _, name = full_name.rpartition("/")
+            if shape == shapes[parameter]:
+                alike.setdefault(name, {})[parameter] = dtype
+            else:
+                self._put(parameter, name, send(full_name, shape, dtype))
+        for name, dtypes in alike.items():
+            held = layout.make_state(name, dtypes)
+            layout.fill(held, lambda p, n=name: send(f"{p}/{n}", *reversed(specs[f"{p}/{n}"])), dtypes)
+        scalars, groups = _saved(specs, state)
+        for parameter, values in scalars.items():
+            for name, value in values.items():
+                self._put(parameter, name, checkpoints.decode(value))
+        for group, values, like in zip(layout.inner.param_groups, groups, self.trial.groups, strict=False):
+            group |= {name: _placed(checkpoints.decode(v), like.get(name)) for name, v in values.items()}
+
+    def _put(self, parameter: str, name: str, value: Any) -> None:
+        like = self.trial.states.get(parameter, {}).get(name)
+        self.layout.put_state(parameter, name, _placed(value, like))
+
+
+def _placed(value: Any, like: Any) -> Any:
+    """On the device, or over the devices, where the optimizer has it in its trial; else on the CPU."""
+    if not isinstance(value, Tensor) or not isinstance(like, Tensor):
+        return value
+    if hasattr(like, "placements"):
+        from torch.distributed.tensor import distribute_tensor
+
+        return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
+    return value.to(like.device)
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.ndim > 0
+
+
+def _saved(specs: Specs, state: dict[str, Any]) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
+    """Scalars of the parameters, and changed values of the groups. An older checkpoint has a step count."""
+    if "optimizer" in state:
+        return state["optimizer"]["scalars"], state["optimizer"]["groups"]
+    steps = state.get("optimizer_steps")
+    step = {} if steps is None else {"step": {"dtype": "F32", "value": float(steps)}}
+    return {name.rpartition("/")[0]: dict(step) for name in specs}, []
+
+
+def _older_about(specs: Specs, state: dict[str, Any]) -> dict[str, Any]:
+    """What can be told of a checkpoint whose manifest has no optimizer."""
+    names = {name.rpartition("/")[2] for name in specs}
+    return {"state": sorted(names | ({"step"} if state.get("optimizer_steps") is not None else set()))}
+
+
+def _words(about: dict[str, Any]) -> str:
+    return f"{about.get('class') or 'an optimizer'} ({', '.join(map(str, about.get('state') or ['none']))})"

@@ -1,0 +1,84 @@
+"""Writes checkpoints beside the training: the step waits for the snapshot alone."""
+
+import os
+from collections.abc import Callable
+from concurrent import futures
+from pathlib import Path
+from typing import Any
+
+from common.checkpoint import format as checkpoints
+from common.checkpoint.format import step_aside, step_name, steps_in, to_keep
+from common.checkpoint.mirror import Mirror
+from common.checkpoint.training import TrainingState
+from common.system.files import free_space, sync
+
+
+class Saver:
+    """One checkpoint in flight. All processes call save; the main process writes, in a thread of its own.
+
+    about: what the manifest says beside the files. mirror: where committed checkpoints go, if anywhere.
+    """
+
+    def __init__(
+        self,
+        training: TrainingState,
+        folder: Path | None,
+        keep_every: int | None,
+        about: dict[str, Any],
+        mirror: Mirror | None,
+        committed: int | None = None,
+    ):
+        self.training, self.folder, self.keep_every = training, folder, keep_every
+        self.about, self.mirror = about, mirror
+        self.thread = futures.ThreadPoolExecutor(1, initializer=step_aside) if folder else None
+        self.writing = self.thread.submit(training.allocate, training.expected()) if self.thread else None
+        self.committed = committed  # the newest step that is on the disk
+        self.problem: str | None = None  # of the main process; what came before it is on the disk
+
+    def save(self, step: int, state: dict[str, Any], best: int | None) -> None:
+        """Returns when the snapshot is taken. Collective.
+
+        After a problem, of which the other processes may not know yet, nothing more is written.
+        """
+        self.wait()
+        snapshots = self.training.take()
+        if self.thread and not self.problem:
+            self.writing = self.thread.submit(self._write, step, snapshots, state, best)
+
+    def wait(self, beat: Callable[[], None] = lambda: None) -> None:
+        """Until the one in flight is on the disk, or has failed."""
+        while not self.done(0.2):
+            beat()
+
+    def done(self, wait_s: float) -> bool:
+        """Waits so long, and says whether none is in flight any more."""
+        if self.writing and not futures.wait([self.writing], wait_s).not_done:
+            self.writing.result()  # raises what _write did not expect
+            self.writing = None
+        return self.writing is None
+
+    def _write(self, step: int, snapshots: dict, state: dict[str, Any], best: int | None) -> None:
+        parent = self.folder / "checkpoints"
+        try:
+            self.training.wait_until_copied()
+            sync(self.folder / "metrics.jsonl")  # what the checkpoint has seen must not be lost before it
+            if os.path.lexists(parent / step_name(step)):
+                checkpoints.remove(parent / step_name(step))
+            checkpoints.commit(parent, step, snapshots, state, self.about)
+            self.committed = step
+            checkpoints.mark(parent, step, best)
+            needed = set()
+            if self.mirror:
+                self.mirror.offer(step, best)
+                needed = self.mirror.needs()
+            kept = to_keep(steps_in(parent), best, self.keep_every) | needed
+            for old in set(steps_in(parent)) - kept:
+                checkpoints.remove(parent / step_name(old))
+        except OSError as error:
+            latest = max(steps_in(parent), default=None)
+            since = "there is none before it" if latest is None else f"that of step {latest:,} is intact"
+            self.problem = (
+                f"the checkpoint of step {step:,} can't be written to {parent}: {error.strerror or error}"
+                f" ({free_space(self.folder)}); {since}. Make room, or move the folder and give its new place"
+                " as --output_dir: the same command continues"
+            )

@@ -1,0 +1,194 @@
+"""A training's tensors into a snapshot on the main process, and back out of a checkpoint, on all processes.
+
+Both are collective. One tensor at a time is gathered or sent: beside the training's own memory it takes the
+snapshot on the main process's host, and one whole tensor on each device.
+"""
+
+from collections.abc import Callable
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import broadcast_object_list
+from torch import Tensor, nn
+
+from common.checkpoint import format as checkpoints
+from common.checkpoint.format import Checkpoint, Snapshot, Specs, TensorFile
+from common.checkpoint.optimizer_state import OptimizerState
+from common.distributed.layout import layout_of
+from common.optim import EMA
+
+
+class TrainingState:
+    """Model, optimizer, EMA and loss scale of a prepared training. Made before the first forward.
+
+    ValueError for an optimizer whose state can't be saved, or that the strategy would change. Collective.
+    """
+
+    def __init__(
+        self, accelerator: Accelerator, model: nn.Module, optimizer: AcceleratedOptimizer, ema: EMA | None
+    ):
+        self.accelerator, self.ema = accelerator, ema
+        self.layout = layout_of(model, optimizer)
+        self.optimizer = OptimizerState(self.layout)
+        self.snapshots: dict[str, Snapshot] = {}
+        self.copied: torch.cuda.Event | None = None
+
+    # --- Out
+
+    def expected(self) -> dict[str, Specs]:
+        """What each snapshot will hold. Not for another thread: modules may change under it."""
+        return self._specs(self.optimizer.expected())
+
+    def allocate(self, expected: dict[str, Specs]) -> None:
+        """Makes the snapshots before they are needed, as new memory takes longer than the copy into it.
+
+        Of the main process, in any thread, before the first take().
+        """
+        for file, specs in expected.items():
+            self._snapshot(file, specs).buffer.zero_()
+
+    @torch.no_grad()
+    def take(self) -> dict[str, Snapshot]:
+        """Copies everything into the snapshots: file name -> its content, empty but on the main process.
+
+        On a GPU the copies are queued before the next step's kernels: wait_until_copied() before reading.
+        """
+        layout = self.layout
+        optimizer_specs, optimizer_tensors = self.optimizer.tensors()
+        files = {
+            checkpoints.MODEL: chain(layout.untrained().items(), layout.whole(layout.held)),
+            checkpoints.OPTIMIZER: optimizer_tensors,
+        }
+        if self.ema:
+            files[checkpoints.EMA] = layout.whole(self.ema.averages)
+        specs = self._specs(optimizer_specs)
+        for file, tensors in files.items():
+            if self.accelerator.is_main_process:
+                snapshot = self._snapshot(file, specs[file])
+                for name, tensor in tensors:
+                    snapshot.views[name].copy_(tensor, non_blocking=True)
+            else:
+                for _ in tensors:
+                    pass
+        if self.accelerator.device.type == "cuda":
+            self.copied = torch.cuda.Event()
+            self.copied.record()
+        return self.snapshots
+
+    def wait_until_copied(self) -> None:
+        if self.copied:
+            self.copied.synchronize()
+
+    def scalars(self) -> dict[str, Any]:
+        """For state.json: the optimizer's scalars, and fp16's loss scale. Collective."""
+        return {"optimizer": self.optimizer.scalars(), "loss_scale": self._loss_scale()}
+
+    def about(self) -> dict[str, Any]:
+        """For the manifest."""
+        return {"optimizer": self.optimizer.about()}
+
+    def _specs(self, optimizer: Specs) -> dict[str, Specs]:
+        """What each file has. optimizer: what its own has."""
+        trained = {name: (torch.float32, shape) for name, shape in self.layout.shapes().items()}
+        buffers = {
+            name: (_stored(tensor.dtype), tuple(tensor.shape))
+            for name, tensor in self.layout.untrained().items()
+        }
+        specs = {checkpoints.MODEL: buffers | trained, checkpoints.OPTIMIZER: optimizer}
+        return specs | ({checkpoints.EMA: trained} if self.ema else {})
+
+    def _snapshot(self, file: str, specs: Specs) -> Snapshot:
+        """The one that is used again and again; another one where the optimizer has other moments."""
+        if file not in self.snapshots or self.snapshots[file].specs != specs:
+            self.snapshots[file] = Snapshot(specs, pinned=self.accelerator.device.type == "cuda")
+        return self.snapshots[file]
+
+    # --- In
+
+    def check(self, checkpoint: Checkpoint) -> None:
+        """ValueError unless its weights are this training's, in names and shapes. Called by one process."""
+        shapes, folder = self.layout.shapes(), checkpoint.folder
+        buffers = {name: tuple(tensor.shape) for name, tensor in self.layout.untrained().items()}
+        TensorFile(folder / checkpoints.MODEL).expect(shapes | buffers)
+        if (folder / checkpoints.EMA).exists() != (self.ema is not None):
+            raise ValueError(f"{folder} {'lacks' if self.ema else 'has'} an EMA, other than this recipe")
+        if self.ema:
+            TensorFile(folder / checkpoints.EMA).expect(shapes)
+
+    @torch.no_grad()
+    def restore(
+        self, checkpoint: Checkpoint | None, state: dict[str, Any], with_optimizer: bool = True
+    ) -> None:
+        """Everything as take() found it; without the optimizer its state begins afresh.
+
+        checkpoint: the main process's, which sends its tensors to all. state: its state.json.
+        """
+        layout = self.layout
+        if with_optimizer:
+            file = self._file(checkpoint, checkpoints.OPTIMIZER)
+            specs = broadcast_object_list([file.specs() if file else None])[0]
+            self.optimizer.restore(specs, state, self._sender(file))
+        if self.ema:
+            layout.fill(self.ema.averages, self._sender(self._file(checkpoint, checkpoints.EMA)))
+        send = self._sender(self._file(checkpoint, checkpoints.MODEL))
+        layout.fill(layout.held, send)
+        for name, buffer in layout.untrained().items():
+            buffer.copy_(send(name, buffer.shape, _stored(buffer.dtype)))
+        layout.publish()
+        self._set_loss_scale(state["loss_scale"])
+
+    def _file(self, checkpoint: Checkpoint | None, name: str) -> TensorFile | None:
+        return TensorFile(checkpoint.folder / name) if checkpoint else None
+
+    def _sender(self, file: TensorFile | None) -> Callable[..., Tensor]:
+        """send(name, shape, dtype): the main process's tensor, on each process's device.
+
+        By default a trained parameter's shape, and fp32.
+        """
+        shapes, device = self.layout.shapes(), self.accelerator.device
+
+        def send(name: str, shape: tuple | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
+            if file:
+                tensor = file.tensor(name).to(device, dtype)
+            else:
+                tensor = torch.empty(shapes[name] if shape is None else shape, dtype=dtype, device=device)
+            if dist.is_initialized():
+                dist.broadcast(tensor, 0)
+            return tensor
+
+        return send
+
+    # --- fp16
+
+    def _loss_scale(self) -> dict[str, float] | None:
+        """fp16's scale, and for how many steps it has not overflowed; None where there is none."""
+        if scaler := self._deepspeed_scaler():
+            return {"scale": scaler.cur_scale, "good_steps": scaler.cur_iter - scaler.last_overflow_iter - 1}
+        if self.accelerator.scaler is None:
+            return None
+        state = self.accelerator.scaler.state_dict()
+        return {"scale": state["scale"], "good_steps": state["_growth_tracker"]}
+
+    def _set_loss_scale(self, saved: dict[str, float] | None) -> None:
+        """From any strategy to any: they differ in how fast they grow, not in what a scale is."""
+        if saved is None:
+            return
+        if scaler := self._deepspeed_scaler():
+            scaler.cur_scale = saved["scale"]
+            scaler.cur_iter = scaler.last_overflow_iter + 1 + int(saved["good_steps"])
+        elif self.accelerator.scaler is not None:
+            scaler = self.accelerator.scaler
+            new = {"scale": saved["scale"], "_growth_tracker": int(saved["good_steps"])}
+            scaler.load_state_dict(scaler.state_dict() | new)
+
+    def _deepspeed_scaler(self) -> Any:
+        scaler = getattr(self.layout.optimizer, "loss_scaler", None)
+        return scaler if getattr(scaler, "dynamic", False) else None
+
+
+def _stored(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype.is_floating_point else dtype

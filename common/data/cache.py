@@ -1,0 +1,322 @@
+"""The cache of prepared images: a folder per data set, named by its content, that is complete or not there.
+
+One process per host makes it in a temporary folder, under a lock, and renames that when all is on disk.
+
+Only what this user, or root, has made is used. In a --cache_dir that belongs to another user, or that anybody
+may write to, each user has a folder: nobody can put pixels into another's training, or hold up its lock.
+"""
+
+import fcntl
+import hashlib
+import json
+import math
+import os
+import pwd
+import re
+import shutil
+import sys
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from stat import S_ISLNK, S_IWOTH
+
+import numpy as np
+
+from common.data.decode import SPLITS, Encoded, cores
+from common.data.sources import Beat, Source, find_source, waiting
+from common.system.cli import expand_home
+from common.system.files import discard, read_json, size_limit, sync
+
+FORMAT = 1  # part of the key: a change of what a cache folder holds makes old ones unused
+HASH_LIMIT_BYTES = 4 * 2**30
+SAMPLE = 64  # images of each split that are looked at to tell the common size
+LOCK = ".lock"
+CHUNK_PIXELS = 2**22  # decoded in one go by a thread: some 50 ms, the longest that an interruption waits
+
+
+def prepare(
+    data: str,
+    cache_dir: Path,
+    beat: Callable[[], None] = lambda: None,
+    show_progress: bool = True,
+    data_root: tuple[str, ...] = (),
+) -> Path:
+    """Finds or makes the cache folder of `data`; one process per host calls it. Returns the folder.
+
+    beat() is called about every second meanwhile. Raises ValueError: what is wrong, where, and what to do.
+    """
+    cache_dir = expand_home(cache_dir, "give --cache_dir").resolve()
+    try:
+        source = find_source(data, beat, show_progress, data_root)
+        content, place = waiting(beat, lambda: _keys(source))
+        label = re.sub(r"[^A-Za-z0-9._-]", "_", source.name).lstrip(".") or "images"
+        if not _why_unused(cache_dir / f"{label}-{place}"):
+            return cache_dir / f"{label}-{place}"
+        own_dir = _own_dir(cache_dir)
+        folder = own_dir / f"{label}-{place}"
+        if not _why_unused(folder):
+            return folder
+        with _lock(own_dir, beat):
+            if reason := _why_unused(folder):  # another job may have made it while we waited
+                if os.path.lexists(folder):
+                    print(f"{folder} is prepared again: {reason}", file=sys.stderr, flush=True)
+                    discard(folder)
+                _make(folder, source, f"{label}-{content}", beat, show_progress)
+        return folder
+    except OSError as error:
+        raise ValueError(
+            f"--data {data} could not be prepared in --cache_dir {cache_dir}: {error}{size_limit()}. The"
+            " data must be readable, and the cache on a local disk with room for the decoded images"
+        ) from error
+
+
+def _keys(source: Source) -> tuple[str, str]:
+    """Two keys of 16 hex digits: of the content, equal on all hosts, and of the content in its place here.
+
+    The content is SHA-256 over the names and bytes of all files. Above 4 GiB reading everything at each start
+    would take too long: names and sizes instead, and times of change belong to the place. So does the folder
+    of images that the cache may know by their paths.
+    """
+    stats = [path.stat() for _, path in source.files]
+    place = str(source.root or source.shards or "")
+    if sum(stat.st_size for stat in stats) <= HASH_LIMIT_BYTES:
+        with ThreadPoolExecutor(cores()) as pool:  # SHA-256 and reading release the GIL
+            marks = list(pool.map(_sha256, (path for _, path in source.files)))
+    else:
+        marks = [str(stat.st_size) for stat in stats]
+        place += f" {[stat.st_mtime_ns for stat in stats]}"
+    content = _short_hash([FORMAT, source.name, [name for name, _ in source.files], [*marks, *source.marks]])
+    return content, _short_hash([content, place])
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _short_hash(about: list) -> str:
+    return hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
+
+
+def _own_dir(cache_dir: Path) -> Path:
+    """Where this user prepares data: cache_dir if nobody else may write to it, else a folder in it.
+
+    ValueError when that folder is another user's.
+    """
+    cache_dir.mkdir(parents=True, exist_ok=True)
+    if not _why_untrusted(cache_dir, (os.geteuid(),)):
+        return cache_dir
+    own_dir = cache_dir / f"user-{os.geteuid()}"
+    with suppress(FileExistsError):
+        own_dir.mkdir()
+    if reason := _why_untrusted(own_dir, (os.geteuid(),)):
+        raise ValueError(f"{own_dir} is not used: {reason}. Give a --cache_dir of your own")
+    return own_dir
+
+
+def _why_unused(folder: Path) -> str:
+    """Why this folder of prepared data is not used; nothing if it is."""
+    try:
+        users = (os.geteuid(), 0)
+        for path in (folder, *folder.iterdir()):
+            if reason := _why_untrusted(path, users):
+                return f"{path.name} {reason}" if path != folder else reason
+        about = read_json(folder / "meta.json")
+        fetched = str(about["shards"] or "").startswith("s3://")  # into this folder, later
+        return "its shards can't be stored here" if fetched and folder.stat().st_uid != os.geteuid() else ""
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"it can't be read ({error})"
+
+
+def _why_untrusted(path: Path, users: Collection[int]) -> str:
+    """Nothing if one of these users owns it, it is no link, and not everybody may write to it."""
+    stat = path.lstat()
+    if S_ISLNK(stat.st_mode):
+        return "it is a link"
+    if stat.st_uid not in users:
+        return f"it belongs to {_user(stat.st_uid)}"
+    return "everybody may write to it" if stat.st_mode & S_IWOTH else ""
+
+
+def _user(uid: int) -> str:
+    try:
+        return f"user {pwd.getpwuid(uid).pw_name}"
+    except KeyError:
+        return f"user {uid}"
+
+
+@contextmanager
+def _lock(folder: Path, beat: Beat) -> Iterator[None]:
+    """Exclusive among this user's processes on a host; the kernel releases it when its holder dies, however
+    that is. Nobody else may open the file, and so hold the lock."""
+    descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"another process is preparing images in {folder}: waiting for it", file=sys.stderr)
+            waiting(beat, lambda: fcntl.flock(descriptor, fcntl.LOCK_EX))
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _make(folder: Path, source: Source, name: str, beat: Beat, show_progress: bool) -> None:
+    """Writes everything into a temporary folder and renames it when complete. We hold the lock."""
+    work = folder.parent / ".preparing"
+    discard(work)  # its maker held the lock, and was killed
+    work.mkdir()
+    try:
+        classes = source.write(work, beat)
+        meta = {
+            "kind": _kind(work, source, beat, show_progress),
+            "source": name,
+            "classes": classes,
+            "val_name": source.val_name,
+            "mirror": source.mirror,
+            "shards": source.shards,
+        }
+        (work / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
+        waiting(beat, lambda: [sync(path) for path in (*work.iterdir(), work)])
+        os.rename(work, folder)
+        sync(folder.parent)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _kind(work: Path, source: Source, beat: Beat, show_progress: bool) -> str:
+    """What the folder holds: an index of shards, an array of decoded images, or files of encoded ones."""
+    if source.shards:
+        return "shards"
+    array = (work / "train_images.npy").exists() or _decode_all(work, source.name, beat, show_progress)
+    return "array" if array else "files"
+
+
+class _OddSize(Exception):
+    """An image of another size turned up: the data set stays encoded."""
+
+
+def _decode_all(work: Path, name: str, beat: Beat, show_progress: bool) -> bool:
+    """Puts decoded arrays in the place of encoded images. False, and nothing changed, if that can't be: sizes
+    differ, or both splits together take more than a quarter of the memory. Raises ValueError with all images
+    that can't be decoded."""
+    encoded = {split: Encoded(work, split) for split in SPLITS}
+    count = sum(map(len, encoded.values()))
+    shape = waiting(beat, lambda: _common_shape(encoded.values()))
+    if shape is None or count * math.prod(shape) > _memory_bytes() // 4:
+        return False
+    chunk = min(256, max(1, CHUNK_PIXELS // math.prod(shape[:2])))
+    chunks = []
+    for split, images in encoded.items():
+        pixels = _allocate(work / f"{split}_images.npy", (len(images), *shape))
+        chunks += [
+            (images, pixels, range(len(images))[start : start + chunk])
+            for start in range(0, len(images), chunk)
+        ]
+    try:
+        with _progress(f"decoding {count:,} images of {name}", count, show_progress) as advance:
+            bad = _decode_chunks(chunks, beat, advance)
+    except _OddSize:
+        _remove(work, "images.npy")
+        return False
+    if bad:
+        raise ValueError(_undecodable(bad, count))
+    _remove(work, "items.bin", "offsets.npy", "items.json")
+    return True
+
+
+def _common_shape(splits) -> tuple[int, ...] | None:
+    """The shape (H, W, 3) of some images of each split; None where it differs. Raises ValueError if none of
+    them can be decoded."""
+    shapes, bad = set(), []
+    for images in splits:
+        for i in np.unique(np.linspace(0, len(images) - 1, SAMPLE).astype(int)):
+            try:
+                shapes.add(images.decode(i).shape)
+            except ValueError as error:
+                bad.append(str(error))
+    if not shapes:
+        raise ValueError(_undecodable(bad, len(bad)))
+    return shapes.pop() if len(shapes) == 1 else None
+
+
+def _decode_chunks(chunks: list[tuple], beat: Beat, advance: Callable[[int], None]) -> list[str]:
+    """_decode(*chunk) for each in a thread per core. Returns what is wrong with images that can't be decoded.
+
+    Decoders release the GIL. What beat() raises, or an odd size, ends the threads after their present chunk.
+    """
+    pool, bad = ThreadPoolExecutor(cores()), []
+    try:
+        futures = [pool.submit(_decode, *chunk) for chunk in chunks]
+        for future, (*_, ids) in zip(futures, chunks, strict=True):
+            beat()
+            while not wait([future], timeout=0.5).done:
+                beat()
+            bad += future.result()
+            advance(len(ids))
+        return bad
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _decode(images: Encoded, pixels: np.ndarray, ids: range) -> list[str]:
+    """pixels[ids] = images[ids]. Returns what is wrong with those that can't be decoded."""
+    bad = []
+    for i in ids:
+        try:
+            image = images.decode(i, strict=True)
+        except ValueError as error:
+            bad.append(str(error))
+            continue
+        if image.shape != pixels.shape[1:]:
+            raise _OddSize
+        pixels[i] = image
+    return bad
+
+
+def _undecodable(bad: list[str], count: int) -> str:
+    more = [f"and {len(bad) - 10:,} more"] if len(bad) > 10 else []
+    lines = "".join(f"\n  {line}" for line in sorted(bad)[:10] + more)
+    return f"{len(bad):,} of {count:,} images can't be decoded: replace or remove them{lines}"
+
+
+@contextmanager
+def _progress(text: str, count: int, show: bool) -> Iterator[Callable[[int], None]]:
+    """A bar on a terminal, a plain line elsewhere, both on stderr. Yields what to call with images done."""
+    if not (show and sys.stderr.isatty()):
+        print(text, file=sys.stderr, flush=True)
+        yield lambda done: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task(text, total=count)
+        yield lambda done: bar.advance(task, done)
+
+
+def _allocate(path: Path, shape: tuple[int, ...]) -> np.ndarray:
+    """A memory-mapped uint8 array, all room reserved: a full disk is an error here, not a SIGBUS later."""
+    pixels = np.lib.format.open_memmap(path, "w+", np.uint8, shape)
+    if hasattr(os, "posix_fallocate"):  # not on macOS
+        with open(path, "r+b") as file:
+            os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
+    return pixels
+
+
+def _remove(work: Path, *endings: str) -> None:
+    for split in SPLITS:
+        for ending in endings:
+            (work / f"{split}_{ending}").unlink(missing_ok=True)
+
+
+def _memory_bytes() -> int:
+    """What is available on this host, or to this container."""
+    import psutil
+
+    available = psutil.virtual_memory().available
+    limit = Path("/sys/fs/cgroup/memory.max")
+    text = limit.read_text().strip() if limit.exists() else "max"
+    return available if text == "max" else min(available, int(text))

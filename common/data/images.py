@@ -1,0 +1,119 @@
+"""Where images come from: digits, cifar10, synthetic, a folder of parquet files, of class folders, or shards.
+
+`prepare` (one process per host) makes a folder in the cache; `open_images` (all processes) maps it.
+Images that fit in memory are decoded there once, as uint8 arrays; the others stay encoded, and are decoded by
+the workers of a DataLoader. Batches are uint8 on the device: augmentation and normalisation follow there.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from accelerate import Accelerator
+
+from common.data.cache import prepare
+from common.data.decode import SPLITS
+from common.data.shard_cache import ShardCache
+from common.data.shards import MANIFEST, check_roots, index_name, parse_manifest
+from common.data.splits import ArraySplit, FileSplit, ShardSplit, Split
+from common.distributed.agreement import agree, once_per_host
+from common.order import Shuffled, Streamed
+from common.recipe import ImageRecipe
+from common.system.files import read_json
+from common.system.text import printable
+
+
+@dataclass(frozen=True)
+class Images:
+    """A data set: splits train and val (val_name says whether that is "val" or "test") and class names.
+
+    source: the data's name and the key of its content, equal on all hosts that have the same.
+    mirror: whether a mirrored image keeps its class; False for digits.
+    """
+
+    source: str
+    classes: tuple[str, ...]
+    train: Split
+    val: Split
+    val_name: str
+    mirror: bool
+
+    @property
+    def identity(self) -> tuple[str, tuple[str, ...]]:
+        """What a checkpoint is compared with: source and classes."""
+        return self.source, self.classes
+
+
+def load(accelerator: Accelerator, recipe: ImageRecipe) -> Images:
+    """The data set that recipe.data names, the same on all processes; prepared by one process per host."""
+    cache_dir = Path(recipe.cache_dir or "~/.cache/train-images")
+    folder = once_per_host(
+        accelerator,
+        "data",
+        lambda beat: str(prepare(recipe.data, cache_dir, beat, data_root=recipe.data_root)),
+        recipe.timeout_s,
+    )
+    images = open_images(Path(folder), recipe)
+    kind = [images.source, images.val_name, type(images.train).__name__]
+    counts = {"training images": len(images.train), "validation images": len(images.val)}
+    agree(accelerator, {"data": kind, "classes": images.classes, **counts})
+    return images
+
+
+def open_images(folder: Path, recipe: ImageRecipe | None = None) -> Images:
+    """Maps the folder that `prepare` returned into memory. recipe: how shards are read, and broken images
+    dealt with; None: by the defaults."""
+    recipe, pixels = recipe or ImageRecipe(), {}
+    try:
+        about = read_json(folder / "meta.json")
+        labels = {split: np.load(folder / f"{split}_labels.npy") for split in SPLITS}
+        if about["kind"] == "array":
+            # mode "c": pages are shared by all processes; torch would warn about an array it may not write
+            pixels = {split: np.load(folder / f"{split}_images.npy", mmap_mode="c") for split in SPLITS}
+    except (OSError, ValueError, KeyError, TypeError, EOFError) as error:
+        raise ValueError(
+            f"the prepared data in {folder} is damaged ({error}): remove that folder, and the same command"
+            " prepares it again"
+        ) from error
+    if about["kind"] == "array":
+        splits = [ArraySplit(pixels[split], labels[split]) for split in SPLITS]
+    elif about["kind"] == "files":
+        skip = recipe.on_bad_image == "skip"
+        splits = [FileSplit(folder, split, labels[split], skip) for split in SPLITS]
+    else:
+        splits = _open_shards(folder, about["shards"], labels, recipe)
+    classes = tuple(map(printable, about["classes"]))  # names of folders have any bytes
+    return Images(about["source"], classes, *splits, about["val_name"], about["mirror"])
+
+
+def _open_shards(
+    folder: Path, place: str, labels: dict[str, np.ndarray], recipe: ImageRecipe
+) -> list[ShardSplit]:
+    """place: of the shards, a folder or s3://bucket/prefix."""
+    manifest = parse_manifest((folder / MANIFEST).read_bytes(), str(folder / MANIFEST))
+    check_roots(manifest, Path(place), recipe.data_root)
+    cache = None
+    if place.startswith("s3://"):
+        shards = tuple(shard for split in SPLITS for shard in manifest.splits[split].shards)
+        cache = ShardCache(folder / "shards", place, shards, int(recipe.cache_gib * 2**30))
+
+    def open_split(split: str, beside: ShardSplit | None) -> ShardSplit:
+        shards, count = manifest.splits[split].shards, len(labels[split])
+        samples = Shuffled(count)
+        if manifest.kind == "shards":
+            samples = Streamed([shard.images for shard in shards], recipe.streams, recipe.shuffle_window)
+        return ShardSplit(
+            folder / index_name(split),
+            cache.folder if cache else Path(place),
+            shards,
+            labels[split],
+            samples,
+            recipe.on_bad_image == "skip",
+            recipe.workers,
+            cache,
+            beside,
+            min(1.0, recipe.max_val_images / count) if recipe.max_val_images and split == "val" else 1.0,
+        )
+
+    val = open_split("val", None)
+    return [open_split("train", val), val]

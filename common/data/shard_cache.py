@@ -1,0 +1,333 @@
+"""Shards from S3 on the disk of a host: fetched ahead of their use, whole and checked, the oldest removed.
+
+All processes of a host share the folder. What they do to a shard they do under its lock, a flock: shared by
+those that read it, exclusive to fetch or remove it. The kernel releases the locks of a process that dies.
+"""
+
+import errno
+import fcntl
+import hashlib
+import os
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch.distributed as dist
+
+from common.data.shards import Shard
+from common.distributed.accelerator import processes_per_host
+from common.distributed.preemption import Preempted, wanted
+from common.order import Plan
+from common.system.files import allow_open_files, sync
+from common.system.s3 import ObjectStore
+
+DOWNLOADS = 2  # at a time in one process; each has connections of its own
+OTHER_FILES = 1024  # that are open beside the locks
+AHEAD = 1000  # micro-batches that are looked ahead at most
+POLL_S = 0.1  # between two looks at a lock that another process has
+SILENT_S = 10  # of waiting, before it is said
+NO_ROOM_S = 120  # until a shard that finds no room is an error
+
+
+class _Stopped(Exception):
+    """The shards are not wanted any more."""
+
+
+class ShardCache:
+    """The shards of one data set on this host, at most so many bytes of them. Thread-safe."""
+
+    def __init__(self, folder: Path, url: str, shards: tuple[Shard, ...], limit_bytes: int):
+        """folder: of this data set alone. Raises ValueError where a shard is larger than all of it."""
+        largest = max(shards, key=lambda shard: shard.bytes)
+        if largest.bytes > limit_bytes:
+            raise ValueError(
+                f"--cache_gib {limit_bytes / 2**30:g} has no room for {largest.file} of {url}, which has"
+                f" {largest.bytes / 2**30:.3g} GiB: give more, or prepare smaller shards"
+            )
+        self.folder, self.store, self.limit_bytes = folder, ObjectStore(url), limit_bytes
+        self.lent_bytes = 0  # to the supplies of this process
+        self.shards = {shard.file: shard for shard in shards}
+        self.locks = folder / "locks"
+        self.locks.mkdir(parents=True, exist_ok=True)
+        self.locks.chmod(0o700)  # who can read a file can lock it: no other user
+        allow_open_files(len(shards) + OTHER_FILES)  # a lock of each that is held
+
+    def path(self, file: str) -> Path:
+        return self.folder / file
+
+    @contextmanager
+    def room(self, kept_bytes: float) -> Iterator[int]:
+        """So much of it this process may hold: of its part what is not lent already, nor kept for later."""
+        bytes_ = int(self.limit_bytes / processes_per_host() - self.lent_bytes - kept_bytes)
+        self.lent_bytes += bytes_
+        try:
+            yield bytes_
+        finally:
+            self.lent_bytes -= bytes_
+
+    def hold(self, file: str, stop: threading.Event) -> int:
+        """Fetches the shard unless it is here. Until let_go of what it returns nobody removes it.
+
+        Raises ValueError when it can't be fetched or stored, _Stopped after `stop`.
+        """
+        lock = None
+        try:
+            lock = self._open_lock(file)
+            while True:
+                self._lock(lock, fcntl.LOCK_SH, stop)
+                if self.path(file).exists():
+                    return lock
+                self._lock(lock, fcntl.LOCK_EX, stop)
+                if not self.path(file).exists():  # another process may have fetched it while we waited
+                    self._fetch(self.shards[file], stop)
+        except BaseException as error:
+            if lock is not None:
+                os.close(lock)
+            if not isinstance(error, OSError):
+                raise
+            advice = "Make room there, or give a smaller --cache_gib or another --cache_dir"
+            if error.errno == errno.EMFILE:
+                advice = "Allow more (ulimit -Hn), or prepare larger shards"
+            raise ValueError(
+                f"{file} of {self.store.url} can't be stored in {self.folder}: {error.strerror}. {advice}"
+            ) from error
+
+    def let_go(self, file: str, lock: int) -> None:
+        with suppress(OSError):
+            os.utime(self.path(file))  # when it was last used
+        os.close(lock)
+
+    def _open_lock(self, file: str) -> int:
+        return os.open(self.locks / file, os.O_RDWR | os.O_CREAT, 0o666)
+
+    def _lock(self, lock: int, kind: int, stop: threading.Event) -> None:
+        while True:
+            try:
+                return fcntl.flock(lock, kind | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if stop.wait(POLL_S):
+                    raise _Stopped from None
+
+    @contextmanager
+    def _if_unused(self, file: str) -> Iterator[bool]:
+        """Whether no process has its lock; then we have it."""
+        lock, unused = self._open_lock(file), False
+        try:
+            with suppress(BlockingIOError):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                unused = True
+            yield unused
+        finally:
+            os.close(lock)
+
+    def _fetch(self, shard: Shard, stop: threading.Event) -> None:
+        """Under its lock: in a file of another name, until all is here and right."""
+
+        def beat() -> None:
+            if stop.is_set():
+                raise _Stopped
+
+        part = self.path(f"{shard.file}.part")
+        for _ in range(2):
+            self._make_room(shard, part, stop)
+            self.store.download(shard.file, part, shard.bytes, beat)
+            with open(part, "rb") as file:
+                sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+            if sha256 == shard.sha256:
+                sync(part)
+                part.rename(self.path(shard.file))
+                return
+            part.unlink()
+        raise ValueError(
+            f"{self.store.url}/{shard.file} is not what the manifest says (SHA-256), fetched twice:"
+            " prepare again, or copy it there again"
+        )
+
+    def _make_room(self, shard: Shard, part: Path, stop: threading.Event) -> None:
+        """Reserves the room of a shard, whose lock we have, by the name of its part."""
+        end_s = time.monotonic() + NO_ROOM_S
+        while True:
+            with open(self.locks / ".room", "w") as file:
+                fcntl.flock(file, fcntl.LOCK_EX)
+                if self._remove_until(self.limit_bytes - shard.bytes, shard.file):
+                    part.touch()
+                    return
+            if time.monotonic() > end_s:
+                raise ValueError(
+                    f"no room for {shard.file} in {self.folder}, {self.limit_bytes / 2**30:g} GiB, of which"
+                    " all is in use: give a larger --cache_gib, or each job its own --cache_dir"
+                )
+            if stop.wait(POLL_S):
+                raise _Stopped
+
+    def _remove_until(self, bytes_left: int, but: str) -> bool:
+        """Removes parts that a dead process left, and unused shards, least recently used first, until all but
+        the one named have at most so many bytes. Whether that was possible."""
+        used, complete = 0, []
+        for entry in os.scandir(self.folder):
+            file = entry.name.removesuffix(".part")
+            if file not in self.shards or file == but:
+                continue
+            if entry.name == file:
+                complete.append((entry.stat().st_mtime_ns, file))
+            else:
+                with self._if_unused(file) as unused:
+                    if unused and not self.path(file).exists():  # as it does once its maker has renamed it
+                        Path(entry.path).unlink(missing_ok=True)
+                        continue
+            used += self.shards[file].bytes  # a part, too, will have so many
+        for _, file in sorted(complete):
+            if used <= bytes_left:
+                break
+            with self._if_unused(file) as unused:
+                if unused:
+                    self.path(file).unlink()
+                    used -= self.shards[file].bytes
+        return used <= bytes_left
+
+
+@dataclass
+class _Held:
+    lock: Future  # of ShardCache.hold
+    uses: int = 0  # by micro-batches that have not come back
+
+
+class Supply:
+    """Iterates over a plan, and gives each item when all the shards that it needs are here.
+
+    A thread looks ahead in the plan, which it alone iterates, and holds the shards that come next, as long as
+    these and those in use have no more than budget_bytes. Who asks for the next item is done with the one
+    that it was given in_flight items before. A DataLoader asks before it gives out what it has ready: batches
+    that are decoded already do not bridge the wait for a shard.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        files_of: Callable[[np.ndarray], set[str]],
+        cache: ShardCache,
+        budget_bytes: int,
+        in_flight: int,
+    ):
+        """files_of(ids): which shards these samples are in."""
+        self.plan, self.files_of, self.cache = plan, files_of, cache
+        self.budget_bytes, self.in_flight = budget_bytes, in_flight
+        self.held: dict[str, _Held] = {}
+        self.ahead: deque[tuple[tuple[int, np.ndarray], set[str]]] = deque()  # not yet given
+        self.given: deque[set[str]] = deque()  # what the items need that are in flight
+        self.asked = False  # for an item that has not been looked at
+        self.ended, self.error = False, None  # of the thread
+        self.stop, self.changed = threading.Event(), threading.Condition()
+        self.downloads = ThreadPoolExecutor(DOWNLOADS)
+        threading.Thread(target=self._look_ahead, daemon=True).start()
+
+    def __iter__(self) -> Iterator[tuple[int, np.ndarray]]:
+        """Raises ValueError when a shard can't be had, Preempted when a process that is alone is told to
+        stop."""
+        while True:
+            with self.changed:
+                if len(self.given) == self.in_flight:
+                    self._let_go(self.given.popleft())
+                self.asked = True
+                self.changed.notify_all()
+                while not self.ahead and not self.ended:
+                    self.changed.wait(0.5)
+                    _stop_if_alone()
+                self.asked = False
+                if not self.ahead:
+                    break
+                item, files = self.ahead.popleft()
+                self.given.append(files)
+                locks = {file: self.held[file].lock for file in files}
+            self._wait(locks)
+            yield item
+        if self.error:
+            raise self.error
+
+    def _let_go(self, files: set[str]) -> None:
+        for file in files:
+            held = self.held[file]
+            held.uses -= 1
+            if not held.uses:
+                del self.held[file]
+                self.cache.let_go(file, held.lock.result())
+
+    def close(self) -> None:
+        """Ends the thread and the downloads, lets go all."""
+        self.stop.set()
+        with self.changed:
+            self.changed.notify_all()
+            for file, held in self.held.items():
+                held.lock.cancel()
+                held.lock.add_done_callback(lambda lock, file=file: self._let_go_late(file, lock))
+            self.held.clear()
+        self.downloads.shutdown(wait=False)
+
+    def _let_go_late(self, file: str, lock: Future) -> None:
+        if not lock.cancelled() and not lock.exception():
+            self.cache.let_go(file, lock.result())
+
+    def _wait(self, locks: dict[str, Future]) -> None:
+        """Until all are had. Raises what went wrong with one of them."""
+        said_s, missing = time.monotonic() + SILENT_S, _unfinished(locks)
+        while missing:
+            _stop_if_alone()
+            wait(missing.values(), timeout=0.5, return_when=FIRST_COMPLETED)
+            missing = _unfinished(missing)
+            if missing and time.monotonic() > said_s:
+                said_s = time.monotonic() + 3 * SILENT_S
+                text = f"waiting for {len(missing)} of {len(locks)} shards of {self.cache.store.url}, as"
+                print(f"{text} {next(iter(missing))}", file=sys.stderr, flush=True)
+
+    def _look_ahead(self) -> None:
+        try:
+            for item in self.plan:
+                files = self.files_of(item[1])
+                with self.changed:
+                    self.changed.wait_for(lambda files=files: self.stop.is_set() or self._has_room(files))
+                    if self.stop.is_set():
+                        return
+                    for file in sorted(files):
+                        self._hold(file)
+                    self.ahead.append((item, files))
+                    self.changed.notify_all()
+        except BaseException as error:
+            self.error = error
+        finally:
+            with self.changed:
+                self.ended = True
+                self.changed.notify_all()
+
+    def _has_room(self, files: set[str]) -> bool:
+        """Whether these shards may be held beside those that are: within the budget, or because the trainer
+        waits for them, and lets go nothing before it has them."""
+        if self.asked and not self.ahead:
+            return True
+        together = sum(self.cache.shards[file].bytes for file in files | self.held.keys())
+        return together <= self.budget_bytes and len(self.ahead) < AHEAD
+
+    def _hold(self, file: str) -> None:
+        if file not in self.held:
+            self.held[file] = _Held(self.downloads.submit(self.cache.hold, file, self.stop))
+        self.held[file].uses += 1
+
+
+def _unfinished(locks: dict[str, Future]) -> dict[str, Future]:
+    """Those that are not had yet. Raises what went wrong with one of the others."""
+    for lock in locks.values():
+        if lock.done():
+            lock.result()
+    return {file: lock for file, lock in locks.items() if not lock.done()}
+
+
+def _stop_if_alone() -> None:
+    """Of several processes the others are in the midst of a step, and would wait for this one for ever."""
+    if wanted() and not dist.is_initialized():
+        raise Preempted

@@ -1,0 +1,331 @@
+"""Prepared data as shards: tar files, an index of the images in them, and a manifest that is written last.
+
+    manifest.json      what there is: classes, and of each split its shards and its index with their SHA-256
+    <split>_index.npy  int64 [N, 4]: shard, offset of the image's bytes, their length, label; in this order
+    <split>-00000.tar  per image its bytes and, as <key>.cls, its label; of kind "index" other tars instead
+
+An image's tar header stands in the 512 bytes before it: from there come the keys in messages, of names
+too long for it their beginning.
+"""
+
+import hashlib
+import io
+import os
+import re
+import shlex
+import tarfile
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from common.data.decode import SPLITS, decode
+from common.system.files import parse_json
+from common.system.s3 import ObjectStore
+from common.system.text import printable
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+JOURNAL = ".progress.json"  # of a preparation that is not complete
+SHARD = rf"({'|'.join(SPLITS)})-[0-9]{{5,}}\.tar"  # their names
+HEADER_BYTES = 512  # of a tar's member
+LARGEST = 2**62  # of numbers in a manifest: sums of two fit into int64
+MANIFEST_LIMIT, INDEX_LIMIT = 2**28, 2**34  # bytes
+UNFINISHED = "the preparation is not complete: the same prep_imagenet.py command goes on with it"
+
+
+@dataclass(frozen=True)
+class Shard:
+    file: str  # its name in the folder; of kind "index" an absolute path
+    bytes: int
+    images: int
+    sha256: str | None  # None of kind "index"
+
+
+@dataclass(frozen=True)
+class Split:
+    images: int
+    index_sha256: str
+    shards: tuple[Shard, ...]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    kind: str  # "shards" or "index"
+    name: str
+    classes: tuple[str, ...]  # their names, in label order; of those with one name their WordNet ids, too
+    splits: dict[str, Split]
+    sha256: str  # of the manifest itself
+
+
+def index_name(split: str) -> str:
+    return f"{split}_index.npy"
+
+
+def find_local(folder: Path, roots: tuple[str, ...] = ()) -> Manifest | None:
+    """None where there is nothing of a prepared folder. roots: --data_root. Raises ValueError where it is
+    damaged, names a file outside of the roots, or a shard is missing or has another size."""
+    path = folder / MANIFEST
+    if not path.is_file():
+        if any(_is_prepared(entry.name) for entry in os.scandir(folder)):
+            raise ValueError(f"--data {folder} has no {MANIFEST}: {UNFINISHED}")
+        return None
+    manifest = parse_manifest(path.read_bytes(), str(path))
+    check_roots(manifest, folder, roots)
+    for split in manifest.splits.values():
+        for shard in split.shards:
+            _check_size(folder / shard.file, shard.bytes)
+    return manifest
+
+
+def check_roots(manifest: Manifest, folder: Path, roots: tuple[str, ...]) -> None:
+    """Raises ValueError where an index names a file outside of --data_root, by default its own folder; links
+    are followed. An index may come from strangers, and what it names is read."""
+    if manifest.kind != "index":
+        return
+    roots = tuple(root for root in roots if root)
+    for file in dict.fromkeys(shard.file for split in manifest.splits.values() for shard in split.shards):
+        what = f"--data {folder}: its index names {printable(file)}"
+        if not any(is_inside(file, root) for root in roots or (str(folder),)):
+            allowed = " or ".join(roots) or "its own folder"
+            raise ValueError(f"{what}, outside of {allowed}: if that is meant, give {data_root_flag([file])}")
+        if file.startswith("s3://"):
+            raise ValueError(f"{what}, and an index is of files of this host: prepare shards from it")
+
+
+def is_inside(file: str, root: str) -> bool:
+    """Whether a file is in a folder, all links resolved; in S3 whether a key is below a prefix."""
+    if file.startswith("s3://") != root.startswith("s3://"):
+        return False
+    if file.startswith("s3://"):
+        names, above = file.split("/"), root.rstrip("/").split("/")
+        plain = not {"", ".", ".."} & set(names[2:])
+        return plain and names[: len(above)] == above and len(names) > len(above)
+    real, above = os.path.realpath(file), os.path.realpath(os.path.expanduser(root))
+    return real != above and os.path.commonpath([real, above]) == above
+
+
+def data_root_flag(files: Iterable[str]) -> str:
+    """The flag that allows an index to name these files."""
+    real = (file if file.startswith("s3://") else os.path.realpath(file) for file in files)
+    folders = dict.fromkeys(os.path.dirname(file) for file in real)
+    return " ".join(f"--data_root {shlex.quote(folder)}" for folder in folders)
+
+
+def _is_prepared(name: str) -> bool:
+    """Whether a preparation makes files of this name: not the tars that it reads."""
+    indices = [index_name(split) for split in SPLITS]
+    return name in (JOURNAL, *indices) or re.fullmatch(SHARD, name) is not None
+
+
+def _check_size(path: Path, size: int) -> None:
+    try:
+        found = path.stat().st_size
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}, though {MANIFEST} names it: prepare again") from None
+    if found != size:
+        raise ValueError(f"{path} has {found:,} bytes where {MANIFEST} says {size:,}: prepare again")
+
+
+def find_stored(store: ObjectStore) -> tuple[Manifest, bytes]:
+    """The manifest below the prefix, and its bytes. Raises ValueError when it is missing or damaged."""
+    content = store.read(MANIFEST, MANIFEST_LIMIT)
+    if content is None:
+        unfinished = any(map(_is_prepared, store.list()))
+        why = UNFINISHED if unfinished else "prep_imagenet.py --out prepares data there"
+        raise ValueError(f"--data {store.url} has no {MANIFEST}: {why}")
+    manifest = parse_manifest(content, f"{store.url}/{MANIFEST}")
+    if manifest.kind == "index":
+        raise ValueError(f"--data {store.url} is an index of files of one host: give its folder there")
+    return manifest, content
+
+
+def parse_manifest(content: bytes, where: str) -> Manifest:
+    """Raises ValueError, which names what is wrong, for anything but a manifest."""
+    try:
+        about = parse_json(content, where)
+    except ValueError as error:
+        raise ValueError(f"{error}: prepare again") from None
+    try:
+        if about["format"] != FORMAT:
+            found = _brief(about["format"])
+            raise ValueError(
+                f"{where} has format {found}, this code knows {FORMAT}: prepare again, or update"
+            )
+        kind, splits = about["kind"], about["splits"]
+        if kind not in ("shards", "index"):
+            raise TypeError(f"kind {_brief(kind)}")
+        manifest = Manifest(
+            kind,
+            _typed(about["name"], str, "name"),
+            _class_names(about["classes"]),
+            {name: _split(split, kind) for name, split in splits.items()},
+            hashlib.sha256(content).hexdigest(),
+        )
+    except (KeyError, TypeError, AttributeError) as error:
+        what = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+        raise ValueError(f"{where} is no manifest of shards ({what}): prepare again") from None
+    files = [shard.file for split in manifest.splits.values() for shard in split.shards]
+    if kind == "shards" and len(set(files)) < len(files):
+        raise ValueError(f"{where}: two of its shards have one name: prepare again")
+    if absent := [split for split in SPLITS if split not in manifest.splits]:
+        raise ValueError(f"{where} has no split {' and '.join(absent)}, and training needs both")
+    return manifest
+
+
+def _split(about: dict[str, Any], kind: str) -> Split:
+    shards = tuple(_shard(shard, kind) for shard in about["shards"])
+    images = _typed(about["images"], int, "images")
+    if images < 1 or sum(shard.images for shard in shards) != images:
+        raise TypeError(f"images {images}, of all shards {sum(shard.images for shard in shards)}")
+    return Split(images, _sha256(about["index_sha256"]), shards)
+
+
+def _shard(about: dict[str, Any], kind: str) -> Shard:
+    file = _typed(about["file"], str, "file")
+    plain = re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*", file) is not None
+    if not (plain if kind == "shards" else _is_absolute(file)):
+        raise TypeError(f"file {_brief(file)}")
+    size, images = (_typed(about[key], int, key) for key in ("bytes", "images"))
+    if not (0 <= size < LARGEST and 0 <= images < LARGEST):
+        raise TypeError(f"{file} with {_brief(size)} bytes and {_brief(images)} images")
+    return Shard(file, size, images, _sha256(about["sha256"]) if kind == "shards" else None)
+
+
+def _is_absolute(file: str) -> bool:
+    """A path of this host, or a url of S3."""
+    try:
+        return b"\0" not in os.fsencode(file) and (os.path.isabs(file) or file.startswith("s3://"))
+    except UnicodeEncodeError:  # lone surrogates that stand for no byte
+        return False
+
+
+def _typed(value: Any, kind: type, name: str) -> Any:
+    if type(value) is not kind:
+        raise TypeError(f"{name} {_brief(value)}")
+    return value
+
+
+def _brief(value: Any) -> str:
+    """A value of a stranger's manifest, for a message."""
+    return ascii(value)[:80]
+
+
+def _sha256(value: Any) -> str:
+    if re.fullmatch("[0-9a-f]{64}", _typed(value, str, "SHA-256")) is None:
+        raise TypeError(f"SHA-256 {_brief(value)}")
+    return value
+
+
+def _class_names(classes: list[dict[str, str]]) -> tuple[str, ...]:
+    """ILSVRC2012 has two kinds of cranes, and two of maillots: with their WordNet ids."""
+    names = [_typed(c["name"], str, "class") for c in classes]
+    wnids = [_typed(c["wnid"], str, "class") for c in classes]
+    if not names or len(set(wnids)) < len(wnids):
+        raise TypeError(f"{len(names)} classes, {len(set(wnids))} different ones")
+    times = Counter(names)
+    return tuple(
+        name if times[name] == 1 else f"{name} ({wnid})" for name, wnid in zip(names, wnids, strict=True)
+    )
+
+
+def parse_index(content: bytes, manifest: Manifest, split: str, where: str) -> np.ndarray:
+    """int64 [N, 4]. Raises ValueError unless it is what the manifest says."""
+    about = manifest.splits[split]
+    if hashlib.sha256(content).hexdigest() != about.index_sha256:
+        raise ValueError(f"{where} is not the index that {MANIFEST} names (SHA-256): prepare again")
+    rows = _array(content, about.images, where)
+    shard, offset, length, label = rows.T
+    if shard.min() < 0 or shard.max() >= len(about.shards):
+        raise ValueError(f"{where} names shards that there are not: prepare again")
+    counts = np.bincount(shard, minlength=len(about.shards))
+    ends = np.array([shard.bytes for shard in about.shards])[shard]
+    same = shard[1:] == shard[:-1]
+    problems = {
+        # First, so that the sums below can't overflow.
+        "has images outside of their shards": (
+            (offset < HEADER_BYTES) | (length < 1) | (offset > ends) | (length > ends - offset)
+        ).any(),
+        "has images of 2 GiB and more": length.max() >= 2**31,
+        "has other numbers of images": (counts != [shard.images for shard in about.shards]).any(),
+        "is not sorted": (np.diff(shard) < 0).any() or (same & (np.diff(offset) <= 0)).any(),
+        "has images that overlap": (same & (offset[1:] < offset[:-1] + length[:-1])).any(),
+        "has labels without a class": label.min() < 0 or label.max() >= len(manifest.classes),
+    }
+    if wrong := [problem for problem, found in problems.items() if found]:
+        raise ValueError(f"{where} {wrong[0]}: prepare again")
+    return rows
+
+
+def _array(content: bytes, images: int, where: str) -> np.ndarray:
+    """int64 [images, 4] of a .npy file. Its header is read first: a huge one would take all memory."""
+    stream = io.BytesIO(content)
+    try:
+        assert np.lib.format.read_magic(stream) == (1, 0)  # as np.save writes it
+        shape, _, dtype = np.lib.format.read_array_header_1_0(stream)
+    except Exception:  # numpy has the header parsed as Python, which fails in many ways
+        raise ValueError(f"{where} is no array: prepare again") from None
+    if dtype != np.int64 or shape != (images, 4):
+        raise ValueError(
+            f"{where} holds {dtype} {_brief(list(shape))}, not int64 [{images}, 4]: prepare again"
+        )
+    stream.seek(0)
+    try:
+        return np.load(stream, allow_pickle=False)
+    except (ValueError, MemoryError):  # it is shorter than it says
+        raise ValueError(f"{where} is no array: prepare again") from None
+
+
+class ShardImages:
+    """The images of one split in tar files, by number: of the cached index, and the files of its shards."""
+
+    def __init__(self, index: Path, files: tuple[str, ...]):
+        mapped = np.load(index, mmap_mode="r")  # int64 [N, 4]
+        self.images, self.rows_begin, self.row_bytes = len(mapped), mapped.offset, mapped.strides[0]
+        self.index, self.files = open(index, "rb", buffering=0), files  # noqa: SIM115
+
+    def __len__(self) -> int:
+        return self.images
+
+    def row(self, i: int) -> list[int]:
+        """Shard, offset, length and label of image i. Read, not mapped, which every worker would have for
+        itself, and which kills it (SIGBUS) when the file is cut."""
+        data = os.pread(self.index.fileno(), self.row_bytes, self.rows_begin + int(i) * self.row_bytes)
+        if len(data) < self.row_bytes:
+            raise OSError(
+                f"{self.index.name} is shorter than it was: remove its folder, and the same command prepares"
+                " it again"
+            )
+        return np.frombuffer(data, np.int64).tolist()
+
+    def file(self, i: int) -> str:
+        return self.files[self.row(i)[0]]
+
+    def where(self, i: int) -> str:
+        """What to call image i in a message: its shard and offset, and its key if it has a tar header."""
+        shard, offset, _, _ = self.row(i)
+        with open(self.files[shard], "rb", buffering=0) as file:
+            header = os.pread(file.fileno(), HEADER_BYTES, offset - HEADER_BYTES)
+        where = f"{self.files[shard]}, offset {offset}"
+        try:
+            # Other bytes have no checksum, and what is in them is not for a message.
+            name = tarfile.TarInfo.frombuf(header, "utf-8", "surrogateescape").name
+        except tarfile.HeaderError:
+            return printable(where)
+        return printable(f"{where}, key {os.path.splitext(name)[0]}")
+
+    def decode(self, i: int) -> np.ndarray:
+        """uint8 [H, W, 3]. Raises ValueError that names the image, OSError where its shard can't be read."""
+        shard, offset, length, _ = self.row(i)
+        data = bytearray(length)
+        # Opened each time, some 10 us: nothing holds the room of a shard that the cache has removed.
+        with open(self.files[shard], "rb", buffering=0) as file:
+            if os.preadv(file.fileno(), [data], offset) < length:
+                raise OSError(f"{self.files[shard]} is shorter than {MANIFEST} says: prepare again")
+        try:
+            return decode(data)
+        except ValueError as error:
+            raise ValueError(f"{self.where(i)}: {error}") from None

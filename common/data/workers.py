@@ -1,0 +1,239 @@
+"""Decoding beside the training: what the workers of a DataLoader do, and how they start and end."""
+
+import atexit
+import functools
+import itertools
+import multiprocessing
+import multiprocessing.forkserver
+import multiprocessing.queues
+import multiprocessing.resource_tracker
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
+from types import ModuleType
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from common.data import bad_images
+from common.data.decode import central_crop, random_resized_crop
+from common.order import Plan, uniforms
+
+PREFETCHED = 4  # micro-batches for each worker
+TO_DO = {  # about a broken image, by whether it is learned from
+    True: "; without it by --on_bad_image skip --allow_changed on_bad_image",
+    False: "; evaluations count each image, and skip none: mend it where it came from",
+}
+MORE_ROOM = "Make /dev/shm larger (docker run --shm-size), or give fewer --workers"
+MicroBatch = tuple[int, np.ndarray, Tensor, Tensor]  # epoch, sample ids, images, labels
+
+
+class EncodedImages(Protocol):
+    """Encoded images, by number."""
+
+    def file(self, i: int) -> str:
+        """The one that image i is in."""
+
+    def decode(self, i: int) -> np.ndarray:
+        """uint8 [H, W, 3]. Raises ValueError that names a broken image, OSError where it can't be read."""
+
+
+def decoded(
+    open_images: Callable[[], EncodedImages],
+    labels: np.ndarray,
+    plan: Plan,
+    *,
+    device: torch.device,
+    train: bool,
+    size: int,
+    seed: int,
+    workers: int,
+    skip: bool,
+) -> Iterator[MicroBatch]:
+    """Yields (epoch, ids [b], uint8 [b, size, size, 3], labels int64 [b]) in the order of the plan.
+
+    The last two are on the device. open_images: called in each worker, so small to pickle. skip: in the place
+    of a broken image comes the next good one of its micro-batch; otherwise it is a ValueError that names it.
+    """
+    ahead, plan = itertools.tee(plan)
+    loader = torch.utils.data.DataLoader(
+        _Crops(open_images, train, size, seed, skip),
+        sampler=ahead,
+        batch_size=None,  # the plan's items are batches already
+        num_workers=workers,
+        prefetch_factor=PREFETCHED if workers else None,
+        multiprocessing_context=_forkserver() if workers else None,
+        worker_init_fn=_start_worker if workers else None,
+        pin_memory=device.type == "cuda",
+    )
+    with closing(_while_workers_live(loader)) as batches:
+        for (images, broken, error), (epoch, ids) in zip(batches, plan, strict=False):
+            if error:
+                raise ValueError(error)
+            bad_images.note(broken)
+            their_labels = torch.from_numpy(labels[ids[_shown(ids, broken)]])
+            yield epoch, ids, send(images, device), send(their_labels, device)
+
+
+def _while_workers_live(loader: Iterable) -> Iterator:
+    """Its batches; closed, it ends the workers. ValueError where one is killed."""
+    try:
+        yield from loader
+    except (RuntimeError, EOFError, ConnectionError) as error:
+        told = "exited unexpectedly" in str(error)
+        # A batch was announced, and torch asked the dead worker for its bytes before it heard of it.
+        # What begins with "Caught" comes from a worker that lives.
+        lost = not isinstance(error, RuntimeError) and not str(error).startswith("Caught")
+        if not (told or lost):
+            raise
+        what = "a decoding process was killed: it lacked memory, or shared memory"
+        raise ValueError(f"{what}. {MORE_ROOM}") from None
+
+
+def in_flight(workers: int) -> int:
+    """How many items of its plan a DataLoader is given before it is done with the first of them."""
+    return max(1, PREFETCHED * workers)
+
+
+def send(tensor: Tensor, device: torch.device) -> Tensor:
+    """To the device without waiting for it: to CUDA from page-locked memory."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        tensor = tensor.pin_memory()  # returns itself where it is pinned already
+    return tensor.to(device, non_blocking=True)
+
+
+class _Crops(torch.utils.data.Dataset):
+    """What a DataLoader worker does with one item of the plan. Small to pickle: the images stay on disk."""
+
+    def __init__(
+        self, open_images: Callable[[], EncodedImages], train: bool, size: int, seed: int, skip: bool
+    ):
+        self.open_images, self.train, self.size, self.seed, self.skip = open_images, train, size, seed, skip
+        self.images: EncodedImages | None = None
+
+    def __getitem__(self, item: tuple[int, np.ndarray]) -> tuple[Tensor, dict[int, str], str]:
+        """uint8 [b, size, size, 3], what is wrong with broken images, by id, and the error, which torch would
+        wrap in a worker's traceback. Little beside the crops, as a pipe takes up to 4 KiB whole or not at
+        all: a worker that is killed leaves no half of an answer to wait for."""
+        epoch, ids = item
+        self.images = self.images or self.open_images()
+        # Columns 0 to 3 are the caller's (crop and flip on the device), 4 for each of ten attempts are ours.
+        draws = uniforms(self.seed, epoch, ids, 44)[:, 4:] if self.train else None
+        crops = torch.empty(len(ids), self.size, self.size, 3, dtype=torch.uint8)
+        broken, error = {}, ""
+        for k, i in enumerate(ids.tolist()):
+            try:
+                image = self.images.decode(i)
+            except ValueError as found:
+                broken[i] = str(found)
+                if self.skip:
+                    continue
+                error = f"{found}{TO_DO[self.train]}"
+                break
+            except OSError as found:
+                error = str(found)
+                if found.strerror:  # by the system: it names what it can't open, not what it can't read
+                    error = f"{found.filename or self.images.file(i)}: {found.strerror}"
+                break
+            crop = central_crop(image, self.size) if draws is None else None
+            crop = random_resized_crop(image, self.size, draws[k]) if crop is None else crop
+            crops[k] = torch.from_numpy(crop)
+        if broken and not error:
+            if broken.keys() >= set(ids.tolist()):
+                error = f"no image of a micro-batch of {len(ids)} can be decoded: {broken[int(ids[0])]}"
+            else:
+                crops = crops[_shown(ids, broken)]
+        if not error and torch.utils.data.get_worker_info():
+            error = _share(crops)
+        return torch.empty(0) if error else crops, broken, error
+
+
+def _shown(ids: np.ndarray, broken: dict[int, str]) -> np.ndarray:
+    """Which of the images [b] each of them is: itself, or in the place of a broken one the next good one."""
+    good = np.flatnonzero(~np.isin(ids, list(broken)))
+    return good[np.searchsorted(good, np.arange(len(ids))) % len(good)]
+
+
+def _share(crops: Tensor) -> str:
+    """Moves them to shared memory; the error. The queue's thread would do it too, but print an error and
+    leave the trainer waiting for ever."""
+    try:
+        crops.share_memory_()
+    except RuntimeError as error:
+        if "No space left" not in str(error):
+            raise
+        ahead = PREFETCHED * torch.utils.data.get_worker_info().num_workers
+        return (
+            f"/dev/shm is full: each process decodes up to {ahead} micro-batches ahead, which lie there, of"
+            f" {crops.nbytes / 2**20:.1f} MiB. {MORE_ROOM}"
+        )
+    return ""
+
+
+# It decides what they mean.
+FOR_THE_TRAINER = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+
+
+@functools.cache
+def _forkserver() -> multiprocessing.context.BaseContext:
+    """How workers start. A fork of this process would copy its sockets, and locks that threads of the process
+    group, CUDA or telemetry may hold just then; spawn would import the script, and torch, once per worker and
+    epoch. The fork server has neither fault: it imports once, has no threads of ours, then forks.
+    """
+    atexit.register(_kill_workers)
+    # A worker runs the script's top level again (Python 3.11's server does not preload "__main__"): that is
+    # quick when the server has imported what the script did.
+    values = list(vars(sys.modules["__main__"]).values())
+    names = [x.__name__ if isinstance(x, ModuleType) else getattr(x, "__module__", None) for x in values]
+    modules = sorted({name for name in names if isinstance(name, str) and name in sys.modules} - {"__main__"})
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["common.data.workers", "torchvision.io", *modules])
+    # Python 3.11 does not give the server our sys.path: a script started from elsewhere would not import.
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    # The server and its workers inherit the mask: a signal to the whole group can't end a worker that starts.
+    multiprocessing.resource_tracker.ensure_running()  # first, as it unblocks these signals
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, FOR_THE_TRAINER)
+    try:
+        multiprocessing.forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        if before is None:
+            os.environ.pop("PYTHONPATH", None)
+        else:
+            os.environ["PYTHONPATH"] = before
+    return context
+
+
+def _kill_workers() -> None:
+    """At exit, when the traceback of what went wrong still holds the batches: multiprocessing would send its
+    workers SIGTERM, which they ignore, and wait for ever."""
+    for process in multiprocessing.active_children():
+        if process.daemon:
+            process.kill()
+
+
+def _start_worker(_: int) -> None:
+    """Signals to the whole group are for the trainer to judge. When it is gone, even killed, the worker goes:
+    torch's own watch would look at the worker's parent, which is the fork server, and alive."""
+
+    def watch() -> None:
+        multiprocessing.parent_process().join()
+        os._exit(1)
+
+    # Of what it can't send (too many open files, no room in /tmp) a queue's thread only prints a traceback,
+    # and the trainer would wait for ever: it does hear of a worker's end.
+    multiprocessing.queues.Queue._on_queue_feeder_error = staticmethod(_end_unsent)
+    for number in FOR_THE_TRAINER:
+        signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _end_unsent(error: Exception, _) -> None:
+    print(f"a decoding process can't send its images: {error}", file=sys.stderr, flush=True)
+    os._exit(1)

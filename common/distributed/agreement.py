@@ -1,0 +1,181 @@
+"""What the processes of a job tell one another: that they agree, that they live, and who prints an error."""
+
+import hashlib
+import json
+import os
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+
+from common.distributed.preemption import Preempted, wanted
+from common.system.text import printable_lines
+
+Work = Callable[[Callable[[], None]], Any]  # work(beat)
+MISTAKES = (ValueError, FloatingPointError, OSError)  # said in one line, without a traceback
+UNANSWERED_S = 240  # after a signal, while another process works: a request to S3 may take so long
+
+
+def agree(accelerator: Accelerator, facts: dict[str, Any]) -> None:
+    """Compares the facts of all processes. ValueError, on each of them, names the odd ranks and values."""
+    mine = {name: json.dumps(value, sort_keys=True, default=str) for name, value in facts.items()}
+    everyones = gather_object([(socket.gethostname(), mine)])
+    for name in mine:
+        values = [theirs.get(name) for _, theirs in everyones]
+        usual = Counter(values).most_common(1)[0][0]
+        odd = [r for r, value in enumerate(values) if value != usual]
+        if odd:
+            host, theirs = everyones[odd[0]][0], values[odd[0]]
+            raise ValueError(
+                f"the processes do not agree: {name} is {_difference(theirs, usual)} on rank"
+                f" {', '.join(map(str, odd))} (host {host}), but {_difference(usual, theirs)} on the others."
+                " Start all of them with the same code, flags, packages and data"
+            )
+
+
+def once_per_host(accelerator: Accelerator, topic: str, work: Work, timeout_s: int) -> Any:
+    """Runs work(beat) in one process per host while the others wait; all of a host get its result, as JSON.
+
+    Work may take hours: nobody sits in a collective. It calls beat() as it gets on; without any beat for
+    timeout_s seconds the job ends. ValueError in work ends all processes with its message; a signal to any of
+    them ends the work, and all raise Preempted. topic: of this call alone, such as `data`.
+    """
+    return _while_others_wait(
+        accelerator, topic, work, timeout_s, accelerator.process_index - accelerator.local_process_index
+    )
+
+
+def once(accelerator: Accelerator, topic: str, work: Work, timeout_s: int) -> Any:
+    """As once_per_host, in the main process alone; all processes get its result."""
+    return _while_others_wait(accelerator, topic, work, timeout_s, 0)
+
+
+def _while_others_wait(
+    accelerator: Accelerator, topic: str, work: Work, timeout_s: int, my_worker: int
+) -> Any:
+    """my_worker: the rank that works for this process."""
+    if accelerator.num_processes == 1:
+        return work(_stop_if_wanted)
+    me, board = accelerator.process_index, f"once/{topic}"
+    pending = set(gather_object([my_worker]))
+    store = dist.distributed_c10d._get_default_store()
+    if me == my_worker:
+        try:
+            outcome = {"result": work(_heart(store, board))}
+        except (ValueError, OSError) as error:
+            outcome = {"error": f"{error} (on host {socket.gethostname()})"}
+        except Preempted:
+            outcome = {"preempted": True}
+        store.set(f"{board}/{me}", json.dumps(outcome))
+    outcomes, beats, heard, told = {}, -1, time.monotonic(), 0.0
+    while pending:
+        for worker in [worker for worker in pending if store.check([f"{board}/{worker}"])]:
+            outcomes[worker] = json.loads(store.get(f"{board}/{worker}"))
+            pending.remove(worker)
+        if wanted():
+            store.set(f"{board}/stop", "yes")  # the workers' outcomes decide: they are the same for all
+            told = told or time.monotonic()
+            if time.monotonic() - told > UNANSWERED_S:
+                raise Preempted  # the worker is dead: its launcher has told us so
+        if (latest := store.add(f"{board}/beats", 0)) != beats:
+            beats, heard = latest, time.monotonic()
+        elif time.monotonic() - heard > timeout_s:
+            raise ValueError(
+                f"rank {', '.join(map(str, sorted(pending)))} gave no sign of life for {timeout_s} s while it"
+                f" prepared the {topic}: look at its host, or give a larger --timeout_s"
+            )
+        if pending:
+            time.sleep(0.05)
+    for outcome in outcomes.values():
+        if "error" in outcome:
+            raise ValueError(outcome["error"])
+    if any("preempted" in outcome for outcome in outcomes.values()):
+        raise Preempted
+    return outcomes[my_worker]["result"]
+
+
+def _heart(store: dist.Store, board: str) -> Callable[[], None]:
+    """beat(): tells all processes, at most once a second, that the work gets on.
+
+    It raises Preempted when one of them was told to stop.
+    """
+    beaten = 0.0
+
+    def beat() -> None:
+        nonlocal beaten
+        _stop_if_wanted()
+        if time.monotonic() - beaten > 1:
+            beaten = time.monotonic()
+            store.add(f"{board}/beats", 1)
+            if store.check([f"{board}/stop"]):
+                raise Preempted
+
+    return beat
+
+
+def _stop_if_wanted() -> None:
+    if wanted():
+        raise Preempted
+
+
+def first_mistake(error: BaseException) -> BaseException:
+    """Where a job fails: the mistake of this process, of which it tells the others; or in the place of any
+    other error (another process has closed its connections, above all) the mistake that was told of."""
+    if not dist.is_initialized():
+        return error
+    try:
+        store = dist.distributed_c10d._get_default_store()
+        if isinstance(error, MISTAKES):
+            store.set("mistake", printable_lines(error))
+        elif isinstance(error, Exception) and store.check(["mistake"]):
+            return ValueError(store.get("mistake").decode())
+    except RuntimeError:  # the process that kept the store is gone
+        pass
+    return error
+
+
+def first_to_say(message: str) -> bool:
+    """Whether no other process has printed this message: most mistakes are found by all of them at once."""
+    if not dist.is_initialized():
+        return is_hosts_first()
+    key = f"said/{hashlib.sha256(message.encode()).hexdigest()}"
+    try:
+        return dist.distributed_c10d._get_default_store().add(key, 1) == 1
+    except RuntimeError:  # the process that kept the store is gone
+        return True
+
+
+def let_main_close_first(accelerator: Accelerator) -> None:
+    """Where a job fails: the main process calls it when its files are closed, the others before they end.
+
+    A launcher kills all processes as soon as one has ended. The others wait 10 s at most: the main process
+    may be in a collective, and know of nothing.
+    """
+    if not dist.is_initialized():
+        return
+    try:
+        store = dist.distributed_c10d._get_default_store()
+        if accelerator.is_main_process:
+            store.set("closed", "yes")
+        until = time.monotonic() + 10
+        while not store.check(["closed"]) and time.monotonic() < until:
+            time.sleep(0.05)
+    except RuntimeError:  # the process that kept the store is gone
+        return
+
+
+def is_hosts_first() -> bool:
+    return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
+def _difference(ours: str | None, theirs: str | None) -> str:
+    """ours; of two objects only what differs."""
+    ours, theirs = json.loads(ours or "null"), json.loads(theirs or "null")
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        return ", ".join(f"{key}={value}" for key, value in ours.items() if theirs.get(key) != value)
+    return str(ours)

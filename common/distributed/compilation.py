@@ -1,0 +1,126 @@
+"""torch.compile, block by block: by --compile, or by the `dynamo_config` of an accelerate config.
+
+Equal blocks share their graphs. Drop path's rate is a constant of each block, so timm's DropPath stays out of
+the graphs: a ViT's blocks take 4 of them to train and 4 to evaluate, whatever their number (one for the first
+block, which has no drop path, and three pieces for all others). Speed is not yet measured on a GPU.
+"""
+
+import importlib
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+from accelerate.utils import TorchDynamoPlugin
+from torch import nn
+
+from common.distributed.activation_checkpointing import blocks_of
+
+# Graphs of one class of blocks: of each width and stride, to train and to evaluate. Beyond Dynamo's limit, 8,
+# a block would run uncompiled without a word.
+RECOMPILE_LIMIT = 64
+
+
+@dataclass(frozen=True)
+class Compilation:
+    """Arguments of torch.compile. Backend `no` compiles nothing."""
+
+    backend: str = "no"
+    mode: str = "default"
+    fullgraph: bool = False
+    dynamic: bool = False
+
+    def __bool__(self) -> bool:
+        return self.backend != "no"
+
+    def __str__(self) -> str:
+        """As --compile has it; with another backend than Inductor, its name."""
+        return self.mode if self.backend == "inductor" else self.backend
+
+
+def asked_for(flag: str | None) -> Compilation:
+    """What --compile says, else the launcher. ValueError where this host can't do it."""
+    asked = _by_launcher() if flag is None else Compilation("no" if flag == "no" else "inductor", flag)
+    if asked:
+        _check(asked)
+    return asked
+
+
+def compile_blocks(model: nn.Module, how: Compilation) -> None:
+    """Compiles the forward of each block, or the model's where it has no blocks. Names stay as they are.
+
+    Not block.compile(): that traces FSDP's and DeepSpeed's hooks too.
+    """
+    import torch._dynamo
+    import torch._inductor.config
+
+    torch._dynamo.config.recompile_limit = max(RECOMPILE_LIMIT, torch._dynamo.config.recompile_limit)
+    torch._inductor.config.fallback_random = True  # else Inductor draws other dropout than eager does
+    if "timm" in sys.modules and not how.fullgraph:
+        drop_path = importlib.import_module("timm.layers").DropPath
+        drop_path.forward = torch.compiler.disable(drop_path.forward)
+    options = {"backend": how.backend, "fullgraph": how.fullgraph, "dynamic": how.dynamic}
+    if how.backend == "inductor":
+        options["mode"] = how.mode
+    for block in list(blocks_of(model)) or [model]:
+        block.forward = torch.compile(block.forward, **options)
+
+
+def _by_launcher() -> Compilation:
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true" and "ACCELERATE_DYNAMO_BACKEND" not in os.environ:
+        plugin = TorchDynamoPlugin(**_in_launchers_file())  # accelerate hands nothing on to DeepSpeed's jobs
+    else:
+        plugin = TorchDynamoPlugin()
+    return Compilation(
+        plugin.backend.value.lower(), plugin.mode, bool(plugin.fullgraph), bool(plugin.dynamic)
+    )
+
+
+def _in_launchers_file() -> dict[str, Any]:
+    """`dynamo_config` of the file that `accelerate launch` was given, or has by default, for the plugin."""
+    import yaml
+    from accelerate.commands.config.config_args import default_config_file
+
+    for process in psutil.Process().parents():
+        try:
+            words, folder = process.cmdline(), process.cwd()
+        except psutil.Error:
+            break
+        if any(Path(word).name == "accelerate" or word == "accelerate.commands.launch" for word in words):
+            file = Path(folder, _value(words, "--config_file") or default_config_file)
+            config = (yaml.safe_load(file.read_text()) or {}) if file.is_file() else {}
+            found = config.get("dynamo_config") or {}
+            keys = {"backend": "backend", "mode": "mode"}
+            keys |= {"fullgraph": "use_fullgraph", "dynamic": "use_dynamic"}
+            return {name: found[f"dynamo_{key}"] for name, key in keys.items() if f"dynamo_{key}" in found}
+    return {}
+
+
+def _value(words: list[str], flag: str) -> str | None:
+    """Of `--flag value` or `--flag=value`."""
+    for word, following in zip(words, [*words[1:], None], strict=True):
+        if word == flag:
+            return following
+        if word.startswith(f"{flag}="):
+            return word.partition("=")[2]
+    return None
+
+
+def _check(asked: Compilation) -> None:
+    from torch._dynamo import list_backends
+
+    if asked.backend not in (known := list_backends(())):
+        raise ValueError(f"dynamo_backend {asked.backend} is not on this host: choose {', '.join(known)}")
+    if asked.backend == "inductor":
+        from torch._inductor.cpp_builder import get_cpp_compiler
+        from torch._inductor.exc import InvalidCxxCompiler
+
+        try:
+            get_cpp_compiler()
+        except InvalidCxxCompiler:
+            raise ValueError(
+                f"--compile {asked} (dynamo_backend) needs a C++ compiler, and this host has none: install"
+                " g++, or choose --compile no"
+            ) from None

@@ -1,0 +1,197 @@
+"""On each host of a job: starts its part, passes the launcher's word on, and leaves no process behind.
+
+launch.py starts it, over ssh or here, and they speak in lines. The agent first says, as JSON, how this host
+is reached. It hears its part of the job as JSON, then an empty line now and then as a sign of life, and
+`stop` or `kill`. What the job prints is handed on. At the end of the input, or after SILENCE_S
+without a line, the launcher is gone or this host is cut off: as `stop`.
+"""
+
+import contextlib
+import ctypes
+import json
+import os
+import queue
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from common.system.cli import STATUS_FILE
+from common.system.network import interface_to, listener
+
+BEAT_S = 5  # between two signs of life
+SILENCE_S = 45
+GRACE_S = 40  # from `stop` to the end: launchers kill their processes 30 s after SIGTERM
+SUSPENDED = "is suspended by a signal (SIGSTOP, or a debugger): the others waited for it"
+PREEMPTED = 75  # common.distributed.preemption.STATUS, whose import of torch would take seconds
+HELLO = "\x1eagent "  # before the first line, which ssh's own output may precede
+
+
+def main() -> None:
+    # What loses its parent on this host is this process's child from then on, and found at the end.
+    ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
+    heard: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, lambda *_: heard.put("stop\n"))
+    threading.Thread(target=_listen, args=(heard,), daemon=True).start()
+    print(HELLO + json.dumps(_about_this_host()), flush=True)
+    first = ""
+    while not first.strip():  # signs of life
+        try:
+            first = heard.get(timeout=SILENCE_S) or "stop"
+        except queue.Empty:
+            return
+    if first.strip() in ("stop", "kill"):
+        return
+    part = json.loads(first)
+    statuses = Path(tempfile.mkdtemp(prefix="launch-")) / "statuses"
+    part["env"][STATUS_FILE] = str(statuses)
+    try:
+        child = _start(part)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", flush=True)
+        sys.exit(1)
+    relay = threading.Thread(target=_relay, args=(child.stdout.fileno(),), daemon=True)
+    relay.start()
+    status = _wait(child, heard)
+    relay.join(5)
+    if status != 0 and _was_preempted(statuses):
+        status = PREEMPTED
+    shutil.rmtree(statuses.parent, ignore_errors=True)
+    sys.exit(128 - status if status < 0 else status)
+
+
+def _was_preempted(statuses: Path) -> bool:
+    """Whether processes ended by a preemption, and none by an error. Launchers make 1 of either status."""
+    try:
+        found = set(statuses.read_text().split())
+    except OSError:  # none of them came so far
+        return False
+    return str(PREEMPTED) in found <= {"0", str(PREEMPTED)}
+
+
+def _listen(heard: "queue.SimpleQueue[str | None]") -> None:
+    for line in sys.stdin:
+        heard.put(line)
+    heard.put(None)
+
+
+def _about_this_host() -> dict[str, Any]:
+    """Its name, and by which address the launcher's ssh came, from which to which; none without ssh."""
+    ends = os.environ.get("SSH_CONNECTION", "").split()
+    client, server = (ends[0], ends[2]) if len(ends) == 4 else (None, None)
+    return {"hostname": socket.gethostname(), "client": client, "address": server}
+
+
+def _start(part: dict[str, Any]) -> subprocess.Popen:
+    """part: words, env, master (address and port; None on a single host), first (whether it has rank 0)."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    env = os.environ | {"PATH": path} | part["env"]
+    if part["master"]:
+        address, port = part["master"]
+        interface, mine = interface_to(address)
+        if mine.startswith("127."):
+            raise ValueError(
+                f"the first host is {address}, which is loopback here: give --master_addr with an address"
+                " that all hosts reach"
+            )
+        env.setdefault("GLOO_SOCKET_IFNAME", interface)
+        env.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # without = also those that begin so
+        if part["first"]:
+            _check_port(port)
+    return subprocess.Popen(
+        part["words"],
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        preexec_fn=_end_with_agent,
+    )
+
+
+def _end_with_agent() -> None:
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+
+
+def _relay(output: int) -> None:
+    """What the job prints. Where nobody reads any more, as after the launcher was killed, it is dropped:
+    a process that saves must not fail in a print.
+    """
+    while data := os.read(output, 2**16):
+        with contextlib.suppress(OSError):
+            os.write(sys.stdout.fileno(), data)
+
+
+def _check_port(port: int) -> None:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            raise ValueError(f"port {port}: {error.strerror}{listener(port)}: give another --port") from None
+
+
+def _wait(child: subprocess.Popen, heard: "queue.SimpleQueue[str | None]") -> int:
+    """Until the child and all that it left on this host have ended. Returns its status."""
+    heard_at, stop, deadline = time.monotonic(), False, None
+    while child.poll() is None or _others(child):
+        with contextlib.suppress(queue.Empty):
+            line = heard.get(timeout=0.2)
+            heard_at = time.monotonic()
+            stop = stop or line in (None, "stop\n")
+            deadline = 0.0 if line == "kill\n" else deadline
+        now = time.monotonic()
+        if not stop and now - heard_at > SILENCE_S:
+            stop = True
+            _say(f"stopping: no sign of the launcher for {SILENCE_S} s")
+        if deadline is None and (stop or child.returncode is not None):
+            _say_who_is_suspended()
+            child.send_signal(signal.SIGTERM)
+            deadline = now + GRACE_S
+        if deadline is not None and now > deadline:
+            child.kill()
+            for process in _others(child):
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
+    return child.returncode
+
+
+def _say_who_is_suspended() -> None:
+    """Before they are ended: what failed elsewhere was the wait for them."""
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if process.status() == psutil.STATUS_STOPPED:
+                name = f"rank {process.environ()['RANK']}" if "RANK" in process.environ() else process.name()
+                _say(f"error: {name}, process {process.pid}, {SUSPENDED}")
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError):
+        print(text, flush=True)
+
+
+def _others(child: subprocess.Popen) -> list[psutil.Process]:
+    """What runs below this process beside the child. Ended ones that it inherited are buried."""
+    running = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error, ChildProcessError):
+            if process.pid == child.pid:
+                continue
+            if process.status() != psutil.STATUS_ZOMBIE:
+                running.append(process)
+            elif process.ppid() == os.getpid():
+                os.waitpid(process.pid, os.WNOHANG)
+    return running
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""What the hosts' answers mean: findings, each with a code that README.md's section on trouble explains."""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from common.hosts.hostfile import Host
+
+Facts = dict[str, dict[str, Any]]  # host's name -> its facts
+
+CLOCK_S = 2.0
+SHM_GIB, SHM_LEAST_GIB = 1.0, 0.0625  # the least is what a container has by default
+DISK_GIB, DISK_LEAST_GIB = 10.0, 1.0
+OPEN_FILES = 4096
+HELD_PART = 0.1  # of a GPU's memory that others may hold before it is said
+
+REMEDIES = {
+    "ssh": "`ssh HOST` must work without a question, with the project and its .venv at this path there",
+    "host-key": "compare its fingerprint with the console's, then `ssh-keyscan HOST >> ~/.ssh/known_hosts`",
+    "facts": "look at what it says; the checks that need the answer were left out",
+    "clock": "set the clock by NTP (`timedatectl set-ntp true`): S3 refuses requests that are minutes off",
+    "versions": "`make setup` on the host: the ranks would refuse to start together",
+    "driver": "the same driver on all hosts, or at least the same NCCL",
+    "code": "bring the host to the same commit (`git pull`): the ranks would refuse to start together",
+    "slots": "correct the hostfile, or free the GPUs",
+    "device-memory": "end the process that holds the memory, or leave the GPU out by --exclude HOST:N",
+    "peer-access": "nothing to do on machines without NVLink; NCCL goes through host memory, slower",
+    "precision": "--mixed_precision fp16 on GPUs before compute capability 8.0",
+    "unsupported-gpu": "a torch that was built for this GPU: accelerate_configs/README.md, `Precision`",
+    "interface": "a route between the hosts, or --master_addr with an address that all of them reach",
+    "own-name": "in /etc/hosts give the host's name its real address; torchrun with c10d needs it",
+    "port-taken": "end that process, or give another --port",
+    "port-closed": "open all ports among the hosts, to no others: a security group whose source is itself",
+    "shm": "a container: --ipc=host, or --shm-size=8g",
+    "disk": "make room, or give another --output_dir",
+    "open-files": "`ulimit -n 65536` in the shell that starts the job, or in /etc/security/limits.conf",
+    "data": "the same data at the same path on each host; for s3:// also credentials on each",
+    "output": "make the folder writable for the user that ssh logs in",
+    "all-reduce": "see `port-closed` and `interface`; NCCL_DEBUG=INFO says more",
+    "s3": "credentials where boto3 looks for them, on the first host; the bucket's region and policy",
+    "strategy": "ddp_*.yaml is faster where the model fits",
+    "script": "the script or one of its flags is wrong",
+    "batch": "a smaller --batch_size",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Finding:
+    code: str
+    host: str
+    what: str
+    fails: bool  # whether the job would fail; else it is a warning
+
+    @property
+    def remedy(self) -> str:
+        return REMEDIES[self.code].replace("HOST", self.host)
+
+
+def of_each_host(hosts: list[Host], facts: Facts) -> Iterator[Finding]:
+    for host in hosts:
+        if (own := facts.get(host.name)) is None:
+            continue
+        gpus = own["devices"]["gpus"]
+        if gpus and max(host.devices) >= len(gpus):
+            what = f"slot {max(host.devices)} in the hostfile, and {len(gpus)} GPUs"
+            yield Finding("slots", host.name, what, True)
+        for number in host.devices:
+            if number < len(gpus):
+                yield from _of_gpu(host.name, number, gpus[number])
+        if len(hosts) > 1 and (own["own_name_is"] or "127.").startswith("127."):
+            what = f"its own name {own['hostname']} is {own['own_name_is'] or 'unknown'} there"
+            yield Finding("own-name", host.name, what, False)
+        if own["shm_gib"] < SHM_GIB:
+            what = f"/dev/shm has {own['shm_gib'] * 1024:.0f} MiB"
+            yield Finding("shm", host.name, what, own["shm_gib"] < SHM_LEAST_GIB)
+        if own["open_files"] < OPEN_FILES:
+            yield Finding("open-files", host.name, f"{own['open_files']} open files at most", False)
+        if own["data"] and own["data"]["problem"]:
+            yield Finding("data", host.name, own["data"]["problem"], True)
+
+
+def _of_gpu(host: str, number: int, gpu: dict[str, Any]) -> Iterator[Finding]:
+    held = gpu["memory_gib"] - gpu["free_gib"]
+    if held > HELD_PART * gpu["memory_gib"]:
+        by = f" by process {', '.join(gpu['held_by'])}" if gpu["held_by"] else ""
+        yield Finding("device-memory", host, f"{held:.1f} GiB of GPU {number} are held{by}", False)
+    if gpu["capability"] < [8, 0]:
+        capability = ".".join(map(str, gpu["capability"]))
+        yield Finding(
+            "precision", host, f"GPU {number} ({gpu['name']}, {capability}) has no native bf16", False
+        )
+    if not all(gpu["peers"]):
+        yield Finding("peer-access", host, f"GPU {number} does not reach all others directly", False)
+
+
+def between_hosts(facts: Facts) -> Iterator[Finding]:
+    """What must be the same everywhere; what most hosts have is right."""
+    for name in next(iter(facts.values()))["versions"] if facts else ():
+        yield from _odd_ones("versions", name, {h: own["versions"][name] for h, own in facts.items()}, True)
+    gpus = {host: bool(own["devices"]["gpus"]) for host, own in facts.items()}
+    yield from _odd_ones("slots", "a GPU", gpus, True)
+    if any(gpus.values()):
+        yield from _odd_ones("driver", "driver", {h: o["devices"]["driver"] for h, o in facts.items()}, False)
+    yield from _odd_ones("driver", "NCCL", {h: own["nccl"] for h, own in facts.items()}, True)
+    for file in sorted({file for own in facts.values() for file in own["code"]}):
+        yield from _odd_ones("code", file, {h: own["code"].get(file) for h, own in facts.items()}, True)
+    digests = {h: own["data"]["digest"] for h, own in facts.items() if "digest" in (own["data"] or {})}
+    yield from _odd_ones("data", "the content of --data", digests, True)
+    for host, own in facts.items():
+        if abs(own["clock_off_s"]) > CLOCK_S:
+            yield Finding("clock", host, f"its clock is {own['clock_off_s']:+.1f} s off this one's", False)
+
+
+def _odd_ones(code: str, name: str, values: dict[str, Any], fails: bool) -> Iterator[Finding]:
+    if len(set(values.values())) < 2:
+        return
+    usual = Counter(values.values()).most_common(1)[0][0]
+    for host, value in values.items():
+        if value != usual:
+            yield Finding(code, host, f"{name} is {value}, elsewhere {usual}", fails)
+
+
+def of_all_reduce(answers: Facts) -> Iterator[Finding]:
+    for host, answer in answers.items():
+        problem = answer.get("problem") or answer.get("error")
+        major, minor = answer.get("capability") or (0, 0)
+        if major and not any(_runs_on(built, major, minor) for built in answer["built_for"]):
+            what = f"torch is built for {', '.join(answer['built_for'])}, the GPU is sm_{major}{minor}"
+            yield Finding("unsupported-gpu", host, what, True)
+        elif problem:
+            yield Finding("all-reduce", host, problem, True)
+
+
+def _runs_on(built: str, major: int, minor: int) -> bool:
+    """Machine code (sm_80) runs on later minors of its major, PTX (compute_80) on all that came later."""
+    kind, _, number = built.partition("_")
+    built_major, built_minor = divmod(int(number.rstrip("af")), 10)
+    if kind == "compute":
+        return (built_major, built_minor) <= (major, minor)
+    return built_major == major and built_minor <= minor
+
+
+def of_the_job(
+    host: str, config: dict[str, Any], model: dict[str, Any], memory_gib: float | None
+) -> Iterator[Finding]:
+    """Whether strategy, model and data fit one another. memory_gib: of the smallest GPU, None without any."""
+    fsdp = config.get("distributed_type") == "FSDP"
+    zero3 = "zero3" in str((config.get("deepspeed_config") or {}).get("deepspeed_config_file"))
+    needed_gib = 16 * model["parameters"] / 2**30  # fp32 weights, gradients, two moments
+    if (fsdp or zero3) and memory_gib and 0 < needed_gib < memory_gib / 5:
+        kind = "FSDP" if fsdp else "ZeRO-3"
+        what = (
+            f"{kind} for a model that takes {needed_gib:.2f} GiB with its optimizer, on {memory_gib:.0f} GiB"
+        )
+        yield Finding("strategy", host, what, False)
+    if model["images"] and model["batch_size"] > model["images"]:
+        what = f"--batch_size {model['batch_size']} of {model['images']:,} images in {model['data']}"
+        yield Finding("batch", host, what, True)

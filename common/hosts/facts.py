@@ -1,0 +1,272 @@
+"""What doctor.py asks each host, answered there: JSON lines in and out, without importing torch.
+
+    {"ask": "connect", "address": "10.0.0.11", "port": 29500}  ->  ANSWER and {"refused": null}
+
+A question is the name of one of the functions below and its arguments.
+"""
+
+import hashlib
+import json
+import os
+import platform
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from common.system.network import interface_to, listener
+from common.system.paths import ROOT
+
+ANSWER = "\x1eanswer "  # before an answer, so that nothing else a host prints is taken for one
+PACKAGES = ("torch", "accelerate", "deepspeed", "timm", "numpy", "safetensors")
+
+
+def main() -> None:
+    """Answers until the end of the input, which is also the end of whoever asks."""
+    listening: list[socket.socket] = []  # stays open from one question to the next
+    questions: dict[str, Callable[..., Any]] = {
+        "facts": facts,
+        "route": route,
+        "listen": lambda port: _listen(port, listening),
+        "connect": connect,
+        "writable": writable,
+        "forget": forget,
+        "free_port": free_port,
+        "s3": s3,
+        "all_reduce": all_reduce,
+    }
+    for line in sys.stdin:
+        question = json.loads(line)
+        name = question.pop("ask")
+        try:
+            answer = questions[name](**question)
+        except Exception as error:  # an answer too: one host's trouble must not silence the others
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        print(ANSWER + json.dumps(answer), flush=True)
+
+
+def facts(data: str | None, data_root: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Everything that one host knows by itself. Sizes in GiB, times in seconds since 1970."""
+    connection = os.environ.get("SSH_CONNECTION", "").split()
+    return {
+        "clock": time.time(),
+        "hostname": socket.gethostname(),
+        "own_name_is": _resolved(socket.gethostname()),
+        "reached_at": connection[2] if len(connection) == 4 else None,
+        "asked_from": connection[0] if len(connection) == 4 else None,
+        "versions": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
+        "nccl": _nccl_version(),
+        "code": code(),
+        "devices": devices(),
+        "shm_gib": shutil.disk_usage("/dev/shm").free / 2**30 if Path("/dev/shm").is_dir() else 0.0,
+        "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        "data": _contents(data, tuple(data_root)) if data else None,
+    }
+
+
+def route(master: str) -> dict[str, Any]:
+    """The interface to the master's address, and this host's address on it."""
+    name, address = interface_to(master)
+    return {"interface": name, "address": address}
+
+
+def _listen(port: int, listening: list[socket.socket]) -> dict[str, Any]:
+    try:
+        listening.append(socket.create_server(("", port)))
+    except OSError as error:
+        return {"taken": f"{os.strerror(error.errno)}{listener(port)}"}
+    return {"taken": None}
+
+
+def connect(address: str, port: int) -> dict[str, Any]:
+    try:
+        socket.create_connection((address, port), timeout=5).close()
+    except OSError as error:
+        return {"refused": error.strerror or str(error)}
+    return {"refused": None}
+
+
+def writable(folder: str, token: str, leave: bool) -> dict[str, Any]:
+    """Whether a file can be made there, how much room there is, whether the first host's token is seen."""
+    path = Path(folder)
+    existing = next(parent for parent in [path, *path.parents] if parent.exists())
+    answer = {"folder": str(existing), "free_gib": shutil.disk_usage(existing).free / 2**30}
+    try:
+        with tempfile.TemporaryFile(dir=existing) as file:
+            file.write(b"doctor")
+        if leave:
+            (existing / token).touch()
+    except OSError as error:
+        return answer | {"problem": error.strerror}
+    return answer | {"problem": None, "sees": (existing / token).exists()}
+
+
+def forget(file: str) -> dict[str, Any]:
+    """Removes the token."""
+    Path(file).unlink(missing_ok=True)
+    return {}
+
+
+def free_port() -> dict[str, Any]:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return {"port": probe.getsockname()[1]}
+
+
+def s3(url: str) -> dict[str, Any]:
+    """A put, a get and a delete, with this host's credentials."""
+    from common.system.s3 import ObjectStore
+
+    try:
+        ObjectStore(url).probe()
+    except ValueError as error:
+        return {"problem": str(error)}
+    return {"problem": None}
+
+
+def all_reduce(
+    address: str, port: int, rank: int, hosts: int, interface: str, deadline_s: float
+) -> dict[str, Any]:
+    """One process of this host in a group of all hosts: latency and bandwidth, or why not."""
+    env = os.environ | {
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(port),
+        "RANK": str(rank),
+        "WORLD_SIZE": str(hosts),
+        "GLOO_SOCKET_IFNAME": interface,
+        "NCCL_SOCKET_IFNAME": f"={interface}",  # as common/hosts/agent.py sets it
+    }
+    words = [sys.executable, "-m", "common.hosts.all_reduce", str(deadline_s)]
+    try:
+        done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=deadline_s, cwd=ROOT)
+    except subprocess.TimeoutExpired:
+        return {"problem": f"no answer within {deadline_s:.0f} s"}
+    found = {"problem": None}
+    for line in done.stdout.splitlines():
+        found |= json.loads(line)
+    if done.returncode:
+        found["problem"] = (done.stderr.strip() or f"exit status {done.returncode}").splitlines()[-1]
+    return found
+
+
+def code() -> dict[str, str]:
+    """Of each file that a job runs: the beginning of its SHA-256."""
+    patterns = ("*.py", "common/**/*.py", "accelerate_configs/*.yaml", "ds_configs/*.json")
+    files = sorted(file for pattern in patterns for file in ROOT.glob(pattern))
+    return {str(file.relative_to(ROOT)): hashlib.sha256(file.read_bytes()).hexdigest()[:12] for file in files}
+
+
+def devices() -> dict[str, Any]:
+    """The GPUs as the driver sees them; none, and why, where there is no driver."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        return {"driver": None, "problem": str(error), "gpus": []}
+    try:
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+        gpus = [_gpu(pynvml, handle) for handle in handles]
+        for gpu, handle in zip(gpus, handles, strict=True):
+            gpu["peers"] = [_reaches(pynvml, handle, other) for other in handles if other is not handle]
+        return {"driver": pynvml.nvmlSystemGetDriverVersion(), "problem": None, "gpus": gpus}
+    except pynvml.NVMLError as error:  # what this GPU can't be asked
+        return {"driver": pynvml.nvmlSystemGetDriverVersion(), "problem": str(error), "gpus": []}
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _gpu(pynvml: Any, handle: Any) -> dict[str, Any]:
+    memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+    held_by = []
+    for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle):
+        try:
+            held_by.append(f"{process.pid} {psutil.Process(process.pid).name()}")
+        except psutil.Error:
+            held_by.append(str(process.pid))
+    return {
+        "name": pynvml.nvmlDeviceGetName(handle),
+        "capability": list(pynvml.nvmlDeviceGetCudaComputeCapability(handle)),
+        "memory_gib": memory.total / 2**30,
+        "free_gib": memory.free / 2**30,
+        "held_by": held_by,
+    }
+
+
+def _reaches(pynvml: Any, one: Any, other: Any) -> bool:
+    """Whether a GPU reads another's memory without the host."""
+    try:
+        status = pynvml.nvmlDeviceGetP2PStatus(one, other, pynvml.NVML_P2P_CAPS_INDEX_READ)
+    except pynvml.NVMLError:
+        return False
+    return status == pynvml.NVML_P2P_STATUS_OK
+
+
+def _contents(data: str, data_root: tuple[str, ...]) -> dict[str, Any]:
+    """A digest of the names and sizes of a folder's files, or of the manifest of shards in S3; or what is
+    wrong with them."""
+    if data.startswith("s3://"):
+        return _stored(data)
+    root, digest, count = Path(data), hashlib.sha256(), 0
+    for folder, below, names in os.walk(root):
+        below.sort()
+        for name in sorted(names):
+            path = Path(folder) / name
+            line = f"{path.relative_to(root)} {path.lstat().st_size}\n"
+            digest.update(line.encode(errors="surrogateescape"))
+            count += 1
+    if not count:
+        return {"problem": "the folder of --data is not there, or empty"}
+    found = {"digest": digest.hexdigest()[:12], "problem": None}
+    if (root / "manifest.json").is_file():
+        from common.data.shards import find_local
+
+        try:
+            find_local(root, data_root)
+        except ValueError as error:
+            found["problem"] = str(error)
+    return found
+
+
+def _stored(url: str) -> dict[str, Any]:
+    """With this host's credentials."""
+    from common.data.shards import find_stored
+    from common.system.s3 import ObjectStore
+
+    try:
+        return {"digest": find_stored(ObjectStore(url))[0].sha256[:12], "problem": None}
+    except ValueError as error:
+        return {"problem": str(error)}
+
+
+def _resolved(name: str) -> str | None:
+    try:
+        return socket.gethostbyname(name)
+    except OSError:
+        return None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _nccl_version() -> str | None:
+    """Of the library that torch from PyPI loads."""
+    names = (d.metadata["Name"] for d in metadata.distributions())
+    return next((_version(name) for name in names if name and name.startswith("nvidia-nccl-")), None)
+
+
+if __name__ == "__main__":
+    main()

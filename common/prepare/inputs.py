@@ -1,0 +1,264 @@
+"""Large files read once, from the beginning: from a disk, from S3, or from the web."""
+
+import hashlib
+import http.client
+import random
+import re
+import ssl
+import time
+import urllib.error
+import urllib.request
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from common.system.redaction import redacted
+
+CHUNK_BYTES = 2**20  # one read: still in the processor's cache when it is copied from
+HASHED_BEHIND = 16  # chunks that may wait for the thread that hashes
+
+ATTEMPTS = 6  # requests after one another that bring nothing, with 15 s of waits between them
+SILENCE_S = 30  # after which a connection counts as lost
+PASSING = (408, 429, 500, 502, 503, 504)  # HTTP statuses that a repetition may mend
+
+GET_AGAIN = "get it again from where it was published"
+
+
+class Input:
+    """A sequential stream of bytes. Not thread-safe; a context manager.
+
+    `where` names it in messages and holds no secret of a url; `size` is in bytes. Reading raises ValueError
+    when the bytes end before that, and where the source can't be read for good.
+    """
+
+    def __init__(
+        self,
+        where: str,
+        size: int,
+        chunks_from: Callable[[int], Iterator[bytes]],
+        hashed: bool = False,
+        version: str | None = None,
+    ):
+        """`chunks_from(position)` yields what follows; with `hashed` all that is read goes through MD5.
+        version: changes when the source is replaced; None where that is not known."""
+        self.where, self.size, self.version = where, size, version
+        self.stream, self.end = self, size  # as a Member has them
+        self._chunks_from, self._chunks = chunks_from, chunks_from(0)
+        self._chunk, self._start, self._at = b"", 0, 0  # the current one, its position, and ours in it
+        self._md5 = hashlib.md5(usedforsecurity=False) if hashed else None
+        self._hasher = ThreadPoolExecutor(1) if hashed else None  # hashlib lets go of the interpreter's lock
+        self._hashing = deque()
+        self.watch: Callable[[int], None] | None = None  # is told the position of each chunk's end
+
+    def __enter__(self) -> "Input":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._chunks.close()
+        if self._hasher is not None:
+            self._hasher.shutdown(cancel_futures=True)
+
+    @property
+    def position(self) -> int:
+        """Of the next byte that is read."""
+        return self._start + self._at
+
+    def read(self, count: int) -> bytes:
+        """So many bytes; fewer only at the end."""
+        pieces = []
+        while count and (self._at < len(self._chunk) or self._next_chunk()):
+            pieces.append(self._chunk[self._at : self._at + count])
+            self._at += len(pieces[-1])
+            count -= len(pieces[-1])
+        return b"".join(pieces)
+
+    def skip_to(self, position: int) -> None:
+        """Forward: by a seek or a new request where that saves reading, unless all has to be hashed."""
+        assert position >= self.position
+        if position > self.size:
+            raise ValueError(f"{self.where} ends before byte {position:,}: it is truncated; {GET_AGAIN}")
+        if self._md5 is None and position > self._start + len(self._chunk) + CHUNK_BYTES:
+            self._chunks.close()
+            self._chunks = self._chunks_from(position)
+            self._chunk, self._start, self._at = b"", position, 0
+        while self.position < position:
+            self.read(min(position - self.position, CHUNK_BYTES))
+
+    def md5(self) -> str:
+        """As hex, of the whole input, which must be `hashed`: reads what is left of it."""
+        while self.read(CHUNK_BYTES):
+            pass
+        while self._hashing:
+            self._hashing.popleft().result()
+        return self._md5.hexdigest()
+
+    def _next_chunk(self) -> bool:
+        """Makes the next chunk the current one. False at the end."""
+        self._start += len(self._chunk)
+        self._chunk, self._at = next(self._chunks, b""), 0
+        if not self._chunk and self._start < self.size:
+            raise ValueError(
+                f"{self.where} ended at byte {self._start:,} of {self.size:,}: leave it alone while it is"
+                " read, and start the same command again"
+            )
+        if self.watch is not None:
+            self.watch(self._start + len(self._chunk))
+        if self._md5 is not None and self._chunk:
+            self._hashing.append(self._hasher.submit(self._md5.update, self._chunk))
+            if len(self._hashing) > HASHED_BEHIND:
+                self._hashing.popleft().result()
+        return bool(self._chunk)
+
+
+def open_input(where: str | Path, hashed: bool = False) -> Input:
+    """A file, `s3://bucket/key`, or `http(s)://...`; the latter two go on by ranges when they are cut.
+
+    Raises ValueError for what is not there or not permitted.
+    """
+    where = str(where)
+    if where.startswith("s3://"):
+        return _from_s3(where, hashed)
+    if where.lower().startswith(("http://", "https://")):
+        web = _Web(where)
+        return Input(web.shown, web.size, web.chunks_from, hashed, web.version)
+    path = Path(where)
+    if not path.is_file():
+        raise ValueError(f"{shown(where)} is no file: give the path, s3:// or http(s):// url of an archive")
+    stat = path.stat()
+    return Input(where, stat.st_size, partial(_file_chunks, path), hashed, str(stat.st_mtime_ns))
+
+
+def shown(where: str) -> str:
+    """Without what is secret in a url: user name and password, and the query of a signed one."""
+    scheme, separator, rest = where.partition("://")
+    return scheme + separator + re.sub("^[^/?]*@", "", rest).partition("?")[0] if separator else where
+
+
+def from_bytes(where: str, content: bytes) -> Input:
+    """What is in memory already, named `where`."""
+    return Input(where, len(content), lambda position: (piece for piece in [content[position:]]))
+
+
+def _file_chunks(path: Path, position: int) -> Iterator[bytes]:
+    with open(path, "rb", buffering=0) as file:
+        file.seek(position)
+        while chunk := file.read(CHUNK_BYTES):
+            yield chunk
+
+
+def _from_s3(url: str, hashed: bool) -> Input:
+    from common.system.s3 import ObjectStore
+
+    bucket, _, key = url.removeprefix("s3://").partition("/")
+    store = ObjectStore(f"s3://{bucket}")
+    found = store.size_and_etag(key) if key else None
+    if found is None:
+        raise ValueError(f"{url}: there is no such object: give s3://bucket/key of an archive")
+    size, etag = found
+    return Input(url, size, lambda position: store.stream(key, size, etag, position), hashed, etag)
+
+
+class _Web:
+    """A file on a web server that knows ranges."""
+
+    def __init__(self, url: str):
+        """Asks for its size at once. Raises ValueError for what is not there or not permitted."""
+        parts = urlsplit(url)
+        self.shown = shown(url)
+        if not parts.netloc or "@" in parts.netloc or not re.fullmatch("[!-~]+", url):
+            raise ValueError(
+                f"the url of {parts.path!r} has no host, a user name, or characters that are not allowed in a"
+                " url: correct it; where a login is needed, download the file and give its path"
+            )
+        self._url, self._query, self.version = url, parts.query, None
+        answer, _ = self._begin(0, "0")  # the first byte, as signed urls are seldom good for HEAD
+        with answer:
+            size = answer.headers["Content-Range" if answer.status == 206 else "Content-Length"] or ""
+            size = size.rpartition("/")[2]
+            if not size.isdigit():
+                raise ValueError(
+                    f"{self.shown}: the server does not say its size: download it, give the path"
+                )
+            self.size = int(size)
+            self.version = _version(answer)
+
+    def chunks_from(self, position: int) -> Iterator[bytes]:
+        while position < self.size:
+            answer, chunk = self._begin(position)
+            chunk = chunk[: self.size - position]  # whatever the server sends after the end
+            with answer:
+                while chunk:
+                    yield chunk
+                    position, chunk = position + len(chunk), b""
+                    with suppress(OSError, http.client.HTTPException):  # cut: goes on from here
+                        chunk = answer.read(min(CHUNK_BYTES, self.size - position))
+
+    def _begin(self, position: int, last: str = "") -> tuple[http.client.HTTPResponse, bytes]:
+        """An answer with what follows the position, and its first bytes."""
+        why = "it is empty"
+        for attempt in range(ATTEMPTS):
+            time.sleep(random.uniform(0.3, 0.6) * 2**attempt if attempt else 0)
+            try:
+                answer = self._request(position, last)
+                if chunk := answer.read(CHUNK_BYTES):
+                    return answer, chunk
+            except (OSError, http.client.HTTPException) as error:
+                status = getattr(error, "code", None)  # of an HTTPError, which quotes the server's words
+                why = (
+                    _status(status) if status else redacted(str(error), [self._query]) or type(error).__name__
+                )
+        raise ValueError(
+            f"{self.shown}: nothing after byte {position:,} in {ATTEMPTS} attempts ({why}): check the url and"
+            " the network, then start the same command again"
+        )
+
+    def _request(self, position: int, last: str) -> http.client.HTTPResponse:
+        """Raises ValueError where a repetition is of no use."""
+        request = urllib.request.Request(self._url, headers={"Range": f"bytes={position}-{last}"})
+        try:
+            answer = urllib.request.build_opener(_Redirects).open(request, timeout=SILENCE_S)
+        except urllib.error.HTTPError as error:
+            if error.code in PASSING:
+                raise
+            raise ValueError(
+                f"{self.shown}: the server answers {_status(error.code)}: check the url; a signed one may"
+                " have expired"
+            ) from None
+        except urllib.error.URLError as error:
+            if isinstance(error.reason, ssl.SSLCertVerificationError):
+                raise ValueError(f"{self.shown}: {error.reason}: set SSL_CERT_FILE, or correct it") from None
+            raise
+        begins = answer.headers["Content-Range"] or "bytes 0-"
+        if not begins.startswith(f"bytes {position}-") or self.version not in (None, _version(answer)):
+            answer.close()
+            raise ValueError(
+                f"{self.shown} can't be read from byte {position:,}: it was replaced meanwhile, or the server"
+                " knows no ranges; download it, and give the path"
+            )
+        return answer
+
+
+class _Redirects(urllib.request.HTTPRedirectHandler):
+    def http_error_302(self, req, fp, code, msg, headers):
+        """Follows it without its body, which urllib reads whole, of any length."""
+        fp.close()
+        return super().http_error_302(req, fp, code, msg, headers)
+
+    http_error_301 = http_error_303 = http_error_307 = http_error_308 = http_error_302
+
+
+def _status(code: int) -> str:
+    """The code and its usual meaning: the server's own words may repeat the url with its query."""
+    return f"{code} {http.client.responses.get(code, '')}".strip()
+
+
+def _version(answer: http.client.HTTPResponse) -> str | None:
+    """What changes when the file is replaced, as far as the server says."""
+    return answer.headers["ETag"] or answer.headers["Last-Modified"]

@@ -1,0 +1,319 @@
+"""Encoded images as they are published: in archives or folders, with their classes and labels."""
+
+import hashlib
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from common.data.decode import SPLITS
+from common.data.sources import EXTENSIONS
+from common.prepare.archives import Listing, Member, members
+from common.prepare.devkit import MD5, Devkit
+from common.prepare.inputs import Input, open_input, shown
+from common.system.s3 import ObjectStore
+
+VAL_NAME = re.compile(r"ILSVRC2012_val_(\d{8})\.JPEG")
+WNID, PLAIN = re.compile(r"n\d{8}"), re.compile(r"[^/\\\0]+")
+BATCH_IMAGES, BATCH_BYTES = 32, 2**23
+SECOND_CLASS = "a second class of this name: put its images together"
+
+
+class RawImage(NamedTuple):
+    class_name: str
+    name: str  # of its file, as n01440764_10026.JPEG
+    key: str  # unique in the split, without an extension; in its last part no dot
+    label: int
+    data: bytes
+
+
+class Place(NamedTuple):
+    """Where to go on in a source."""
+
+    group: int = 0  # class tars or class folders that are done
+    images: int = 0  # done of the next
+
+
+@dataclass
+class Batch:
+    """Some images of one class tar, class folder or flat tar."""
+
+    where: str
+    images: list[RawImage]
+    bytes: int  # of them as they were read
+    place: Place  # behind it
+    odd: list[dict[str, str]] = field(
+        default_factory=list
+    )  # {"key", "why"} of those recoded for their format
+
+
+class Group(NamedTuple):
+    """A class tar or folder; or a flat tar, whose class_name is None."""
+
+    class_name: str | None
+    where: str
+    files: Iterable[tuple[str, Callable[[], bytes]]]  # name, and what reads the content
+
+
+Label = Callable[[str | None, str], tuple[str, int]]  # of a class and a file's name: class name and label
+
+
+def class_tars(stream: Input) -> Iterator[Group]:
+    """A tar of class tars, `<class>.tar`, read in its order."""
+    for outer in members(stream):
+        name = outer.name.rpartition("/")[2]
+        if not name.endswith(".tar"):
+            raise ValueError(f"{outer.where} is no class tar: expected members <class>.tar that hold images")
+        yield Group(name.removesuffix(".tar"), outer.where, _files(outer))
+
+
+def flat_tar(stream: Input) -> Iterator[Group]:
+    yield Group(None, stream.where, _files(stream))
+
+
+def _files(archive: Input | Member) -> Iterator[tuple[str, Callable[[], bytes]]]:
+    for member in members(archive):
+        yield member.name.rpartition("/")[2], member.read
+
+
+def class_folders(root: Path) -> Iterator[Group]:
+    """`<class>/*`, sorted. Links are followed."""
+    for folder in folders_in(root):
+        files = ((path.name, path.read_bytes) for path in files_in(folder))
+        yield Group(folder.name, str(folder), files)
+
+
+def folders_in(root: Path) -> list[Path]:
+    """Raises ValueError for a link without a target, which may have been a class."""
+    paths = sorted(path for path in root.iterdir() if path.name[0] != ".")
+    if lost := [path for path in paths if not path.exists()]:
+        raise ValueError(f"{lost[0]} is a link to what is not there: mend it, or take it out")
+    return [path for path in paths if path.is_dir()]
+
+
+def files_in(folder: Path) -> list[Path]:
+    """Images, and what is passed over. Raises ValueError for a folder, and for an image's link without a
+    target, as nobody would miss their images."""
+    files = []
+    for path in sorted(path for path in folder.iterdir() if path.name[0] != "."):
+        if path.is_file():
+            files.append(path)
+        elif path.is_dir():
+            raise ValueError(
+                f"{path} is a folder within a class folder: put its images into {folder}, or take it out"
+            )
+        elif is_image(path.name) and not path.exists():
+            raise ValueError(f"{path} is a link to what is not there: mend it, or take it out")
+    return files
+
+
+def batches(groups: Iterable[Group], label: Label, begin: Place) -> Iterator[Batch]:
+    """All images from `begin` on. Hidden files, and what has another extension, are passed over.
+
+    Raises ValueError for a name that is no plain file name, or is there twice.
+    """
+    classes = set()
+    for number, group in enumerate(groups):
+        if group.class_name in classes:
+            raise ValueError(f"{group.where}: {SECOND_CLASS}")
+        classes.add(group.class_name)
+        if number < begin.group:
+            continue
+        keys, images, size = set(), [], 0
+        if group.class_name is not None:
+            check_plain(group.class_name, group.where)
+        for name, read in group.files:
+            if not is_image(name):
+                continue
+            check_plain(name, group.where)
+            try:
+                class_name, number_of_class = label(group.class_name, name)
+            except ValueError as error:
+                raise ValueError(f"{group.where}: {error}") from None
+            key = _key(group.class_name, name)
+            if key in keys:
+                raise ValueError(
+                    f"{group.where}: {name} gets the key {key}, which another image has: rename one of them"
+                    " (a key is the name without its extension, and with _ for other dots)"
+                )
+            keys.add(key)
+            if number == begin.group and len(keys) <= begin.images:
+                continue
+            data = read()
+            if not data:
+                raise ValueError(f"{group.where}: {name} is empty: take it out")
+            images.append(RawImage(class_name, name, key, number_of_class, data))
+            size += len(data)
+            if len(images) == BATCH_IMAGES or size >= BATCH_BYTES:
+                yield Batch(group.where, images, size, Place(number, len(keys)))
+                images, size = [], 0
+        if not keys:
+            raise ValueError(f"{group.where} holds no images ({' '.join(EXTENSIONS)})")
+        if images:
+            yield Batch(group.where, images, size, Place(number, len(keys)))
+
+
+def is_image(name: str) -> bool:
+    return not name.startswith(".") and name.lower().endswith(EXTENSIONS)
+
+
+def check_plain(name: str, where: str) -> None:
+    """ValueError for what is no plain name of a file or folder, of at most 200 bytes."""
+    if (
+        PLAIN.fullmatch(name) is None
+        or not name.isprintable()
+        or len(name.encode()) > 200
+        or name in (".", "..")
+    ):
+        raise ValueError(f"{where}: {name!r} is no plain name for a file")
+
+
+def _key(class_name: str | None, name: str) -> str:
+    """ILSVRC2012's file names begin with their class's WordNet id; others are only unique within a class."""
+    stem = os.path.splitext(name)[0].replace(".", "_")
+    if class_name is None or (WNID.fullmatch(class_name) and stem.startswith(f"{class_name}_")):
+        return stem
+    return f"{class_name}/{stem}"
+
+
+class Source:
+    """The archives or class folders of train and val, and ILSVRC2012's devkit: a path or url of each part."""
+
+    def __init__(self, kind: str, parts: dict[str, str], hashed: bool, subset: bool):
+        """kind: "imagenet", or "tar" and "folder", which hold classes and nothing else. hashed: the MD5 sums
+        must be the published ones. subset: there may be other counts than ILSVRC2012's."""
+        self.kind, self.parts, self.hashed, self.subset = kind, parts, hashed, subset
+        found = {part: size_and_version(where) for part, where in parts.items()}
+        self.bytes = {part: size for part, (size, _, _) in found.items()}
+        self.versions = {part: version for part, (_, version, _) in found.items()}
+        self.listings = {part: listing for part, (_, _, listing) in found.items() if listing}
+        self.classes: list[dict[str, str]] = []  # "wnid" and "name", in label order
+        self.labels: dict[str, Label] = {}
+        self.counts: dict[str, int] = {}  # how many classes train must have, and images val
+
+    def read_classes(self) -> None:
+        """Of ILSVRC2012 the devkit's; else the names of the class tars or folders, sorted."""
+        if self.kind != "imagenet":
+            split = "train" if "train" in self.parts else "val"
+            if "://" in self.parts[split]:  # a request or more for each class
+                print(f"looking for the classes in {shown(self.parts[split])}", flush=True)
+            with self.open(split, hashed=False) as (groups, _):
+                names = sorted(group.class_name for group in groups)
+            self.classes = [{"wnid": name, "name": name} for name in names]
+            self.labels = dict.fromkeys(SPLITS, by_class(names))
+            return
+        with open_input(self.parts["devkit"], self.hashed) as stream:
+            self.check_md5("devkit", stream)
+        with open_input(self.parts["devkit"]) as stream:
+            devkit = Devkit.read(stream, self.subset)
+        wnids = [wnid for wnid, _ in devkit.classes]
+        self.classes = [{"wnid": wnid, "name": name} for wnid, name in devkit.classes]
+        self.labels = {"train": by_class(wnids), "val": by_number(wnids, devkit.val_labels)}
+        self.counts = {"train": len(wnids), "val": len(devkit.val_labels)}
+
+    @contextmanager
+    def open(self, split: str, hashed: bool) -> Iterator[tuple[Iterator[Group], Input | None]]:
+        """Its class tars, class folders, or the one flat tar; and the stream that they come from."""
+        where = self.parts[split]
+        if self.kind != "imagenet" and Path(where).is_dir():
+            yield class_folders(Path(where)), None
+            return
+        with open_input(where, hashed) as stream:
+            yield (flat_tar if self.kind == "imagenet" and split == "val" else class_tars)(stream), stream
+
+    def check_md5(self, part: str, stream: Input | None) -> None:
+        """Reads what is left of it. Raises ValueError where it is not the published one."""
+        if self.hashed and stream is not None and (found := stream.md5()) != MD5[part]:
+            raise ValueError(
+                f"{stream.where} is not the published file: its MD5 is {found}, expected {MD5[part]}. Get it"
+                " again; where it is meant to be another one, --no_verify"
+            )
+
+    def check_counts(self, split: str, groups: int, images: int) -> None:
+        found, what = (groups, "classes") if split == "train" else (images, "images")
+        if not self.subset and found != self.counts.get(split, found):
+            raise ValueError(
+                f"{shown(self.parts[split])} holds {found:,} {what}, not {self.counts[split]:,}: get it"
+                " again; where it is meant to be a part, --subset"
+            )
+
+
+def exists(where: str) -> bool:
+    """A path, or an object in S3."""
+    if where.startswith("s3://"):
+        folder, _, name = where.rpartition("/")
+        return ObjectStore(folder).size_and_etag(name) is not None
+    return Path(where).exists()
+
+
+def size_and_version(where: str) -> tuple[int, str | None, str | None]:
+    """Bytes, of a folder those of its images; what changes when the source does, None if not known; and of a
+    folder what changes with the classes, names and sizes of its images."""
+    path = Path(where)
+    if not path.is_dir():
+        with open_input(where) as stream:
+            return stream.size, stream.version, None
+    print(f"listing the images in {where}", flush=True)
+    rows = []
+    for folder in folders_in(path):
+        for file in files_in(folder):
+            if is_image(file.name):
+                stat = file.stat()
+                rows.append((f"{folder.name}/{file.name}", stat.st_size, stat.st_mtime_ns))
+    return sum(size for _, size, _ in rows), _digest(rows), _digest([row[:2] for row in rows])[:16]
+
+
+def _digest(rows: list[tuple]) -> str:
+    return hashlib.sha256(repr(rows).encode(errors="surrogateescape")).hexdigest()
+
+
+# --- Labels
+
+
+def by_class(names: Sequence[str]) -> Label:
+    numbers = {name: i for i, name in enumerate(names)}
+
+    def label(class_name: str | None, name: str) -> tuple[str, int]:
+        if class_name not in numbers:
+            what = f"class {class_name} is none" if class_name else f"{name} is in none"
+            raise ValueError(f"{what} of the {len(numbers):,} classes")
+        return class_name, numbers[class_name]
+
+    return label
+
+
+def by_number(names: Sequence[str], labels: np.ndarray) -> Label:
+    """ILSVRC2012_val_00000001.JPEG has the first of these labels; names of the classes in label order."""
+
+    def label(_: str | None, name: str) -> tuple[str, int]:
+        found = VAL_NAME.fullmatch(name)
+        if found is None or not 1 <= int(found[1]) <= len(labels):
+            raise ValueError(f"{name} is none of the {len(labels):,} images for which the devkit has a label")
+        number = int(labels[int(found[1]) - 1])
+        return names[number], number
+
+    return label
+
+
+def index_rows(listing: Listing, label: Label, where: Path) -> np.ndarray:
+    """int64 [images, 4]: shard 0, offset, length, label."""
+    names = [name.rpartition("/")[2] for name in listing.names]
+    kept = np.array([is_image(name) for name in names], bool)
+    names = [name for name in names if is_image(name)]
+    archive = f"{where}: {listing.archive or ''}"
+    if not 0 < len(names) == len(set(names)):
+        raise ValueError(f"{archive} holds no images, or two that have the same name")
+    if (empty := listing.sizes[kept] == 0).any():
+        raise ValueError(f"{archive}: {names[int(empty.argmax())]} is empty: take it out")
+    if listing.archive is None:
+        labels = [label(None, name)[1] for name in names]
+    else:
+        class_name = listing.archive.rpartition("/")[2].removesuffix(".tar")
+        labels = np.full(len(names), label(class_name, "")[1])
+    columns = np.zeros(len(names), np.int64), listing.offsets[kept], listing.sizes[kept], labels
+    return np.stack(columns, axis=1, dtype=np.int64)

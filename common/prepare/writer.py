@@ -1,0 +1,311 @@
+"""One split as it is prepared: written to shards that are shuffled in one pass, or to class folders.
+
+A writer takes images in batches. `commit` waits until all that it was given is on the disk, and returns the
+state from which another writer goes on: what comes out is that of a single go, byte for byte.
+"""
+
+import hashlib
+import itertools
+import os
+import tarfile
+from array import array
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import lru_cache
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from common.data.decode import cores
+from common.prepare.source import RawImage
+from common.system.files import allow_open_files, sync
+
+LANES = 4  # threads that write and hash: 1 GB/s each, with the SHA-256 of the processor
+WAITING = 4  # batches that a lane may have before it
+READ_BYTES = 2**23
+SEND_BYTES = 2**23  # of a shard, to the disk
+OTHER_FILES = 64  # that are open beside the shards
+DRAWN = 4096  # images whose shards are drawn in one go
+BLOCK = 512  # of a tar file
+ZEROS = bytes(2 * BLOCK)  # two of them end it
+EXTENSIONS = {".jpeg": ".jpg"}  # one name for one format: readers of shards tell fields by it
+
+State = dict[str, Any]
+
+
+class ShardWriter:
+    """Scatters one split over its shards, which are all open at once: image i of the split goes to the end of
+    a shard that (seed, split, i) draws. So a source sorted by class is spread over all shards while it is
+    read once; within each it stays sorted, and who reads them must shuffle over at least a shard's images.
+
+    Per image there are two members, `<key>.jpg` (or .png, ...) and `<key>.cls`, its label as digits.
+    """
+
+    def __init__(self, folder: Path, split: str, shards: int, seed: int, state: State | None = None):
+        """state: what commit() returned. Raises ValueError where the shards are shorter than it says, or so
+        many files may not be open."""
+        count = shards + OTHER_FILES
+        if (limit := allow_open_files(count)) < count:
+            raise ValueError(
+                f"{count:,} files must be open, and {limit:,} may (ulimit -Hn): give a larger --shard_mib"
+            )
+        state = state or {"lengths": [0] * shards, "images": [0] * shards}
+        self.folder, self.split = folder, split
+        self.lengths, self.images = state["lengths"], state["images"]
+        self.count = sum(self.images)
+        self.key = [seed, *split.encode()]
+        self.rows = array("q")  # of the index, not yet written: shard, offset, length, label
+        self.part = folder / part_name(split)
+        self.lanes = Lanes(min(LANES, cores(), shards))
+        paths = [folder / f"{split}-{i:05d}.tar" for i in range(shards)]
+        self.index = _open(self.part, self.count * 32)
+        self.shards = [_Shard(path, length) for path, length in zip(paths, self.lengths, strict=True)]
+        try:
+            for i, shard in enumerate(self.shards):
+                self.lanes.submit(i, shard.read_back)
+        except BaseException:  # Ctrl-C, too: nobody else would end the lanes
+            self.close()
+            raise
+
+    def write(self, images: Sequence[RawImage]) -> None:
+        """Returns before they are written. Raises what went wrong in writing earlier ones."""
+        parts = [[] for _ in self.lanes.threads]
+        for image in images:
+            number = self._shard_of(self.count)
+            key, extension = image.key, _extension(image.name)
+            label, size = b"%d" % image.label, len(image.data)
+            header = tar_header(f"{key}{extension}", size)
+            members = [
+                header,
+                image.data,
+                bytes(-size % BLOCK) + tar_header(f"{key}.cls", len(label)) + label.ljust(BLOCK, b"\0"),
+            ]
+            self.rows.extend((number, self.lengths[number] + len(header), size, image.label))
+            self.lengths[number] += sum(map(len, members))
+            self.images[number] += 1
+            self.count += 1
+            parts[number % len(parts)].append((self.shards[number], members))
+        for lane, part in enumerate(parts):
+            if part:
+                self.lanes.submit(lane, _append_all, part)
+
+    def commit(self) -> State:
+        for i, shard in enumerate(self.shards):
+            self.lanes.submit(i, shard.sync)
+        self.lanes.drain()
+        _write_all(self.index, [self.rows.tobytes()], self.part)
+        os.fdatasync(self.index)
+        self.rows = array("q")
+        return {"lengths": list(self.lengths), "images": list(self.images)}
+
+    def finish(self) -> dict[str, Any]:
+        """Ends the shards and writes the index. Returns the split's part of the manifest."""
+        for i, shard in enumerate(self.shards):
+            self.lanes.submit(i, _append_all, [(shard, [ZEROS])])
+        self.commit()
+        rows = np.fromfile(self.part, np.int64).reshape(-1, 4)
+        shards = [
+            {
+                "file": shard.path.name,
+                "bytes": length + len(ZEROS),
+                "images": images,
+                "sha256": shard.sha256.hexdigest(),
+            }
+            for shard, length, images in zip(self.shards, self.lengths, self.images, strict=True)
+        ]
+        return {
+            "images": self.count,
+            "index_sha256": write_index(self.folder, self.split, rows),
+            "shards": shards,
+        }
+
+    def close(self) -> None:
+        self.lanes.close()
+        for shard in self.shards:
+            os.close(shard.file)
+        os.close(self.index)
+
+    def _shard_of(self, i: int) -> int:
+        return int(_draws(*self.key, i // DRAWN, len(self.shards))[i % DRAWN])
+
+
+def part_name(split: str) -> str:
+    """Of the file of the index's rows in the order of the images; of no use once the split is finished."""
+    return f".{split}_index.part"
+
+
+class _Shard:
+    """One file. All but its making is done by the one thread that it belongs to."""
+
+    def __init__(self, path: Path, length: int):
+        self.path, self.length = path, length
+        self.sha256, self.changed = hashlib.sha256(), True
+        self.unsent = 0  # bytes for which the disk was not yet asked
+        self.file = _open(path, length)
+
+    def read_back(self) -> None:
+        """Hashes what was written before an interruption."""
+        for start in range(0, self.length, READ_BYTES):
+            self.sha256.update(os.pread(self.file, min(READ_BYTES, self.length - start), start))
+
+    def append(self, parts: list[bytes]) -> None:
+        _write_all(self.file, parts, self.path)
+        for part in parts:
+            self.sha256.update(part)
+        self.changed = True
+        self.unsent += sum(map(len, parts))
+        if self.unsent >= SEND_BYTES:
+            self._send()
+
+    def _send(self) -> None:
+        """Has the kernel begin to write to the disk: else it does nothing until sync() waits for all of it.
+        sync_file_range(2) is meant for that, but not in Python; on Linux this advice does the same."""
+        end = os.lseek(self.file, 0, os.SEEK_CUR)
+        os.posix_fadvise(self.file, end - self.unsent, self.unsent, os.POSIX_FADV_DONTNEED)
+        self.unsent = 0
+
+    def sync(self) -> None:
+        if self.changed:
+            os.fdatasync(self.file)
+        self.changed = False
+
+
+def _append_all(work: list[tuple[_Shard, list[bytes]]]) -> None:
+    for shard, parts in work:
+        shard.append(parts)
+
+
+@lru_cache(4)
+def _draws(*key_block_count: int) -> np.ndarray:
+    """Shard numbers of DRAWN images. RandomState: its stream is frozen (NEP 19)."""
+    *key, count = key_block_count
+    return np.random.RandomState(key).randint(count, size=DRAWN)
+
+
+class FolderWriter:
+    """Writes `<split>/<class>/<name>`, a file per image."""
+
+    def __init__(self, folder: Path, split: str, state: State | None = None):
+        self.folder, self.count = folder / split, (state or {"images": 0})["images"]
+        self.lanes = Lanes(min(LANES, cores()))
+        self.made: set[str] = set()
+        self.turns = itertools.count()
+
+    def write(self, images: Sequence[RawImage]) -> None:
+        for name in {image.class_name for image in images} - self.made:
+            (self.folder / name).mkdir(parents=True, exist_ok=True)
+            self.made.add(name)
+        self.lanes.submit(next(self.turns), self._write_all, images)
+        self.count += len(images)
+
+    def _write_all(self, images: Sequence[RawImage]) -> None:
+        for image in images:
+            path = self.folder / image.class_name / image.name
+            file = _open(path, 0)
+            try:
+                _write_all(file, [image.data], path)
+            finally:
+                os.close(file)
+
+    def commit(self) -> State:
+        self.lanes.drain()
+        os.sync()  # one call for all files: one for each of a million would take longer than writing them
+        return {"images": self.count}
+
+    def finish(self) -> dict[str, Any]:
+        return self.commit()
+
+    def close(self) -> None:
+        self.lanes.close()
+
+
+class Lanes:
+    """Threads, each of which does its works in order. Few works wait: submit() then waits, too."""
+
+    def __init__(self, count: int):
+        self.threads = [ThreadPoolExecutor(1) for _ in range(count)]
+        self.pending: deque[Future] = deque()
+
+    def submit(self, lane: int, work: Callable, *arguments: Any) -> None:
+        """Raises what an earlier work raised."""
+        while len(self.pending) >= WAITING * len(self.threads):
+            self.pending.popleft().result()
+        self.pending.append(self.threads[lane % len(self.threads)].submit(work, *arguments))
+
+    def drain(self) -> None:
+        while self.pending:
+            self.pending.popleft().result()
+
+    def close(self) -> None:
+        """What waits is not done any more."""
+        for thread in self.threads:
+            thread.shutdown(cancel_futures=True)
+
+
+def write_index(folder: Path, split: str, rows: np.ndarray) -> str:
+    """`<split>_index.npy`, int64 [N, 4], sorted by shard and offset. Returns its SHA-256."""
+    content = BytesIO()
+    np.save(content, rows[np.lexsort((rows[:, 1], rows[:, 0]))])
+    replace(folder / f"{split}_index.npy", content.getvalue())
+    return hashlib.sha256(content.getvalue()).hexdigest()
+
+
+def replace(path: Path, content: bytes) -> None:
+    """The file has the old content or the new, also after a power failure."""
+    new = path.with_name(f".{path.name}.new")
+    new.write_bytes(content)
+    sync(new)
+    new.replace(path)
+    sync(path.parent)
+
+
+def _open(path: Path, length: int) -> int:
+    """A file of this length, to be written from there on; no link is followed."""
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+    if os.fstat(file).st_size < length:
+        os.close(file)
+        raise ValueError(f"{path} is shorter than when it was left: remove its folder, and begin again")
+    os.ftruncate(file, length)
+    os.lseek(file, length, os.SEEK_SET)
+    return file
+
+
+def _write_all(file: int, parts: list[bytes], path: Path) -> None:
+    """In one call, which may write less when the disk is full: the next then says so."""
+    try:
+        written, size = os.writev(file, parts), sum(map(len, parts))
+        while written < size:
+            written += os.write(file, b"".join(parts)[written:])
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
+
+
+# What all ustar headers (IEEE Std 1003.1) share; time 0 and no owner: the same images give the same bytes.
+_MODE = b"0000644\0" + b"0000000\0" * 2
+_TIME = b"00000000000\0"
+_REST = b"0" + bytes(100) + b"ustar\x0000" + bytes(80)
+_SUM = sum(_MODE) + sum(_TIME) + sum(_REST) + 8 * ord(" ")  # its own field counts as spaces
+
+
+def tar_header(name: str, size: int) -> bytes:
+    """512 bytes, as tarfile's of USTAR_FORMAT, in a tenth of its time. What is too long for that, above 155
+    bytes of class or 100 of name, is told by PAX records before it: 1,536 bytes."""
+    file, prefix = name.encode(), b""
+    if len(file) > 100:
+        prefix, _, file = file.rpartition(b"/")
+        if len(file) > 100 or len(prefix) > 155:
+            member = tarfile.TarInfo(name)
+            member.size = size
+            return member.tobuf(tarfile.PAX_FORMAT, "utf-8")
+    length = b"%011o\0" % size
+    checksum = b"%06o\0 " % (_SUM + sum(file) + sum(prefix) + sum(length))
+    parts = (file.ljust(100, b"\0"), _MODE, length, _TIME, checksum, _REST, prefix.ljust(167, b"\0"))
+    return b"".join(parts)
+
+
+def _extension(name: str) -> str:
+    extension = os.path.splitext(name)[1].lower()
+    return EXTENSIONS.get(extension, extension)

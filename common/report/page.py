@@ -1,0 +1,377 @@
+"""One run's page of the log book: Markdown, and the pictures beside it."""
+
+import shlex
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from common.report import markdown as md
+from common.report.plots import Panel, confusion_matrix, panel, panels
+from common.report.record import RunRecord
+from common.report.words import REHEARSAL, claim, data, devices, model, number, plural, split, where
+from common.system.paths import place
+
+INDEX = ("page", "model", "data", "batch", "epochs", "hosts", "processes", "final accuracy", "best accuracy")
+INDEX += ("time", "status", "on")
+SHOWN_CLASSES = 20  # rows of the table of classes
+SHOWN_CHARACTERS = 60_000  # of an nvidia-smi dump: GitHub shows pages up to 512 kB
+
+
+# --- Pictures
+
+
+def draw(run: RunRecord, folder: Path) -> list[str]:
+    """Into the folder, in the place of what was there. Returns the names of the files."""
+    drawn = folder.with_name(f".{folder.name}.tmp")
+    shutil.rmtree(drawn, ignore_errors=True)
+    drawn.mkdir(parents=True)
+    title = f"{model(run)} on {data(run)}, {where(run)}"
+    for name, rows in {"curves": _curves(run), "telemetry": _telemetry(run)}.items():
+        if rows:
+            panels(drawn / f"{name}.png", rows, title)
+    for name, found in {"training": run.confusion, **run.reports}.items():
+        if "confusion" in found:
+            confusion_matrix(drawn / f"confusion_{name}.png", found["confusion"], found["classes"], title)
+        worst = run.folder / "validation" / name / "worst.png"
+        if worst.exists():
+            shutil.copyfile(worst, drawn / f"worst_{name}.png")
+    shutil.rmtree(folder, ignore_errors=True)
+    drawn.rename(folder)
+    return sorted(path.name for path in folder.iterdir())
+
+
+def time_unit(seconds: float) -> tuple[str, float]:
+    """The name of a unit in which so many are easily read, and its seconds."""
+    return ("s", 1) if seconds < 600 else ("min", 60) if seconds < 10_000 else ("h", 3600)
+
+
+def _curves(run: RunRecord) -> list[list[Panel]]:
+    """Loss and accuracy against steps and time; learning rate and speed against steps."""
+    unit, unit_s = time_unit(max((line["wall_s"] for line in run.metrics), default=0))
+    time = f"time, {unit}"
+    lines = [line | {time: line["wall_s"] / unit_s} for line in run.metrics]
+    loss, accuracy = ("train/loss", "val/loss"), ("val/accuracy", "val/raw_accuracy")
+    rows = [
+        [panel(lines, "step", "loss", loss), panel(lines, time, "loss", loss)],
+        [panel(lines, "step", "accuracy", accuracy), panel(lines, time, "accuracy", accuracy)],
+        [
+            panel(lines, "step", "learning rate", ("train/lr",)),
+            panel(lines, "step", f"{run.unit}/s", ("train/images_per_s",)),
+        ],
+    ]
+    for shown in rows[0]:
+        shown.is_log = not rows[1][
+            0
+        ].curves  # without classes: the loss falls over several orders of magnitude
+    return [row for row in rows if row[0].curves]
+
+
+def _telemetry(run: RunRecord) -> list[list[Panel]]:
+    """Utilisation and memory over time, of the GPUs with their power, or without any of the hosts."""
+    has_gpus = any(line.get("gpus") for lines in run.telemetry.values() for line in lines)
+    labels = {"cpu_pct": "CPU utilisation, %", "memory_gib": "memory in use on the host, GiB"}
+    if has_gpus:
+        labels = {"utilisation_pct": "GPU utilisation, %", "memory_gib": "GPU memory in use, GiB"}
+        labels |= {"power_w": "power, W"}
+    samples = {host: list(_running(lines)) for host, lines in run.telemetry.items()}
+    unit, unit_s = time_unit(max((s for found in samples.values() for s, _ in found), default=0))
+    row = {name: Panel(f"time, {unit}", label, from_zero=True) for name, label in labels.items()}
+    for host, found in samples.items():
+        for seconds, line in found:
+            for device in line.get("gpus", []) if has_gpus else [line]:
+                curve = f"{host}, GPU {device.get('index')}" if has_gpus else host
+                for name in labels:
+                    if device.get(name) is not None:
+                        times, values = row[name].curves.setdefault(curve, ([], []))
+                        times.append(seconds / unit_s)
+                        values.append(device[name])
+    shown = [panel for panel in row.values() if panel.curves]
+    return [shown] if shown else []
+
+
+def _running(lines: list[dict[str, Any]]) -> Iterator[tuple[float, dict[str, Any]]]:
+    """The samples with the seconds since the first start, without the pauses before later ones."""
+    seconds, before = 0.0, None
+    for line in lines:
+        if "host" not in line:
+            seconds += 0 if before is None else line["t"] - before
+            yield seconds, line
+        before = line["t"]
+
+
+# --- The page
+
+
+def page(run: RunRecord, stem: str, pictures: list[str]) -> str:
+    """stem: of the page's file and of the folder with its pictures."""
+    facts = run.facts
+    size = f"{facts.get('batch_size', '?')} {run.unit} a step, {plural(facts.get('epochs', '?'), 'epoch')}"
+    names = {picture: picture.removesuffix(".png").replace("_", ", ") for picture in pictures}
+    shown = {picture: md.picture(name, f"{stem}/{picture}") for picture, name in names.items()}
+    parts = [
+        f"# {md.text(facts.get('script', run.folder.name))}, {md.text(where(run))}: {md.text(size)}",
+        f"**{md.text(claim(run))}.**",
+        REHEARSAL if run.is_rehearsal else "",
+        _status(run),
+        shown.get("curves.png", ""),
+        "## Result",
+        _measures(run),
+        _costs(run),
+        shown.get("confusion_training.png", ""),
+        *(_validation(name, report, shown) for name, report in run.reports.items() if report),
+        "## Memory and utilisation",
+        _memory(run),
+        _hosts(run),
+        shown.get("telemetry.png", ""),
+        *_nvidia_smi(run),
+        "## What was run",
+        _command(run),
+        _setup(run),
+        _recipe(run),
+        "## Where it is",
+        _places(run),
+        _problems(run),
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def index_row(mark: dict[str, Any], page: str) -> list[str]:
+    """Cells under INDEX. mark: what `summary` gave; page: as the index links to it."""
+    return [
+        md.link(page.removesuffix(".md"), page),
+        md.text(mark.get("model")),
+        md.text(mark.get("data")),
+        number(mark.get("batch_size"), "{:,}"),
+        number(mark.get("epochs"), "{:,}"),
+        number(mark.get("hosts"), "{:,}"),
+        number(mark.get("processes"), "{:,}"),
+        number(mark.get("final_accuracy"), "{:.4f}"),
+        number(mark.get("best_accuracy"), "{:.4f}"),
+        number(mark.get("wall_s"), "{:,.0f} s"),
+        md.text(mark.get("status")),
+        md.text("CPU, rehearsal" if mark.get("is_rehearsal") else mark.get("device") or "-"),
+    ]
+
+
+def _status(run: RunRecord) -> str:
+    facts = run.facts
+    if facts["status"] == "finished":
+        return ""
+    step = number(facts.get("steps"), "step {:,}")
+    error = f": {md.text(facts['error'])}" if "error" in facts else ""
+    return f"**Not finished: {md.text(facts['status'])}**{error}. Last seen at {step}."
+
+
+def _measures(run: RunRecord) -> str:
+    """Best and final evaluation."""
+    facts, last = run.facts, run.evaluations[-1] if run.evaluations else {}
+    best = {"step": facts.get("best_step"), "val/accuracy": facts.get("best_accuracy")}
+    best |= next((line for line in run.evaluations if line["step"] == best["step"]), {})
+    final = {"val/accuracy": facts.get("final_accuracy"), "val/loss": facts.get("final_loss")} | last
+    labels = {"val/accuracy": "accuracy", "val/raw_accuracy": "accuracy without EMA", "val/loss": "loss"}
+    found = {label: [line.get(name) for line in (best, final)] for name, label in labels.items()}
+    rows = [
+        [label, *(number(value, "{:.4f}") for value in values)]
+        for label, values in found.items()
+        if values != [None, None]
+    ]
+    if not rows:
+        return "No evaluation."
+    head = ["", f"best on the {split(run)}, {number(best.get('step'), 'step {:,}')}"]
+    head += [f"final, {number(final.get('step'), 'step {:,}')}"]
+    images = number(run.facts.get("val_images"), f"{{:,}} {run.unit}, each counted once.")
+    return f"{md.table(head, rows)}\n\n{images if 'val_images' in run.facts else ''}".rstrip()
+
+
+def _costs(run: RunRecord) -> str:
+    facts = run.facts
+    names = {
+        "training time": number(facts.get("train_s"), "{:,.1f} s"),
+        "whole time, imports, evaluations and saves included": number(facts.get("wall_s"), "{:,.1f} s"),
+        "speed of the training": number(facts.get("images_per_s"), f"{{:,.0f}} {run.unit}/s"),
+        "energy of the GPUs": number(facts.get("energy_wh"), "{:,.1f} Wh"),
+        "optimizer steps": number(facts.get("steps"), "{:,}"),
+    }
+    return md.table(["", ""], [row for row in names.items() if row[1] != "-"])
+
+
+def _validation(name: str, report: dict[str, Any], shown: dict[str, str]) -> str:
+    numbers = {
+        "images": number(report.get("images"), "{:,}"),
+        "top-1": number(report.get("top1"), "{:.4f}"),
+        "top-5": number(report.get("top5"), "{:.4f}"),
+        "loss": number(report.get("loss"), "{:.4f}"),
+        "expected calibration error": number(report.get("expected_calibration_error"), "{:.4f}"),
+        "speed": number(report.get("images_per_s"), "{:,.0f} images/s"),
+    }
+    parts = [
+        f"### validate.py: {md.text(name)}",
+        f"Checkpoint {md.code(place(report['checkpoint']))}." if "checkpoint" in report else "",
+        md.table(["", ""], numbers.items()),
+        _classes(report),
+        shown.get(f"confusion_{name}.png", ""),
+        shown.get(f"worst_{name}.png", ""),
+    ]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _classes(report: dict[str, Any]) -> str:
+    """The classes, those with the lowest F1 first, where there are many."""
+    classes, columns = report.get("classes", []), report.get("per_class", {})
+    names = ("precision", "recall", "f1", "specificity", "support")
+    if not classes or any(len(columns.get(name) or ()) != len(classes) for name in names):
+        return ""
+    order = list(range(len(classes)))
+    summary = "Every class"
+    if len(classes) > SHOWN_CLASSES:
+        order = sorted(order, key=lambda i: columns["f1"][i])[:SHOWN_CLASSES]
+        summary = f"The {SHOWN_CLASSES} classes of {len(classes)} with the lowest F1"
+    rows = [
+        [
+            md.text(classes[i]),
+            *(f"{columns[name][i]:.4f}" for name in names[:-1]),
+            f"{columns['support'][i]:,}",
+        ]
+        for i in order
+    ]
+    return md.folded(summary, md.table(["class", *names], rows))
+
+
+def _memory(run: RunRecord) -> str:
+    """Of each process."""
+    processes = run.facts.get("memory_gib", [])
+    if not processes:
+        return ""
+    labels = {
+        "peak": "resident, peak" if run.is_rehearsal else "allocated by torch, peak",
+        "data": "writable",
+        "reserved": "reserved by torch, peak",
+        "device": "on the device",
+    }
+    names = [name for name in labels if any(name in process for process in processes)]
+    rows = [
+        [str(rank), *(number(process.get(name), "{:.2f} GiB") for name in names)]
+        for rank, process in enumerate(processes)
+    ]
+    return md.table(["process", *(labels[name] for name in names)], rows)
+
+
+def _hosts(run: RunRecord) -> str:
+    """What telemetry has seen on each."""
+    columns = {
+        "cpu_pct": ("CPU, mean", "{:.0f} %"),
+        "memory_gib": ("memory of the host, peak", "{:.1f} GiB"),
+        "utilisation_pct": ("GPUs, mean", "{:.0f} %"),
+        "gpu_memory_gib": ("memory of a GPU, peak", "{:.1f} GiB"),
+        "power_w": ("power of a GPU, mean", "{:.0f} W"),
+        "temperature_c": ("GPU temperature, peak", "{:.0f} C"),
+        "sm_clock_mhz": ("SM clock, mean", "{:.0f} MHz"),
+        "throttled_pct": ("throttled", "{:.0f} %"),
+        "energy_wh": ("energy of the GPUs", "{:.1f} Wh"),
+        "samples": ("samples", "{:,}"),
+    }
+    hosts = run.host_summaries()
+    names = [name for name in columns if any(host.get(name) is not None for host in hosts)]
+    rows = [
+        [md.text(host.get("host", "unknown")), *(number(host.get(name), columns[name][1]) for name in names)]
+        for host in hosts
+    ]
+    return md.table(["host", *(columns[name][0] for name in names)], rows) if rows else "No telemetry."
+
+
+def _nvidia_smi(run: RunRecord) -> Iterator[str]:
+    for file in sorted(run.folder.glob("nvidia-smi-*.txt")):
+        dump = file.read_text(errors="replace")
+        cut = f", its first {SHOWN_CHARACTERS:,} characters" if len(dump) > SHOWN_CHARACTERS else ""
+        yield md.folded(
+            f"nvidia-smi -q on {file.stem.removeprefix('nvidia-smi-')}{cut}",
+            md.block(dump[:SHOWN_CHARACTERS]),
+        )
+
+
+def _command(run: RunRecord) -> str:
+    """As it was typed on the first host, on which the others may have been started by hand."""
+    words = [place(word) for word in run.about.get("command", [])]
+    return md.block(shlex.join(words), "sh") if words else ""
+
+
+def _setup(run: RunRecord) -> str:
+    about, facts, sharding = run.about, run.facts, run.about.get("sharding", {})
+    versions = ", ".join(f"{name} {value}" for name, value in about.get("versions", {}).items())
+    batch = number(facts.get("batch_size"), f"{{}} {run.unit}")
+    if {"batch_size", "per_device_batch_size", "processes", "accumulation_steps"} <= facts.keys():
+        parts = {
+            "per_device_batch_size": run.unit.removesuffix("s"),
+            "processes": "process",
+            "accumulation_steps": "accumulation",
+        }
+        factors = [plural(facts[name], word) for name, word in parts.items()]
+        batch = f"{facts['batch_size']} = {' x '.join(factors)}"
+    commit = about.get("git_commit", "")
+    changed = " and uncommitted changes" if commit.endswith("+") else ""
+    rows = {
+        "batch": batch,
+        "mixed precision": facts.get("mixed_precision", "-"),
+        "compiled": facts.get("compile", "-"),
+        "activation checkpointing": as_flag(facts.get("grad_checkpointing", "-")),
+        "sharding": ", ".join(f"{name} {as_flag(value)}" for name, value in sharding.items()) or "none",
+        "data": place(facts.get("data", "-")),
+        "hosts": ", ".join(about.get("hosts", [])) or "-",
+        "devices": devices(run),
+        "commit": (commit.rstrip("+") or "-") + changed,
+        "versions": versions or "-",
+        "began with": place(about.get("resumed_from", "fresh weights")),
+    }
+    return md.table(["", ""], ([what, md.text(value)] for what, value in rows.items()), numbers=False)
+
+
+def _recipe(run: RunRecord) -> str:
+    """What is not the script's default in sight, all of it folded."""
+    defaults = run.about.get("defaults", {})
+    rows = {name: [md.code(name), md.code(place(as_flag(value)))] for name, value in run.recipe.items()}
+    if not rows:
+        return ""
+    changed = [
+        rows[name] for name, value in run.recipe.items() if name in defaults and value != defaults[name]
+    ]
+    everything = md.folded("The whole recipe", md.table(["flag", "value"], rows.values(), numbers=False))
+    if not changed:
+        return everything
+    table = md.table(["flag that differs from the default", "value"], changed, numbers=False)
+    return f"{table}\n\n{everything}"
+
+
+def as_flag(value: Any) -> str:
+    """As one would write it after the flag."""
+    if isinstance(value, list):
+        return ",".join(map(str, value)) or "none"
+    return "unset" if value is None else str(value)
+
+
+def _places(run: RunRecord) -> str:
+    facts, about = run.facts, run.about
+    s3 = run.recipe.get("s3") if isinstance(run.recipe.get("s3"), str) else None
+    folder = place(run.folder.resolve())
+    rows = [["run", md.code(folder)]]
+    for what, name in (("best checkpoint", "best_checkpoint"), ("newest checkpoint", "checkpoint")):
+        if name in facts:
+            rows.append([what, md.code(f"{folder}/{facts[name]}")])
+            if s3:
+                rows.append([f"{what} in S3", md.code(f"{s3.rstrip('/')}/{facts[name]}")])
+    if s3 and facts.get("uploaded") is not True:
+        rows.append(["upload", "not complete"])
+    if (run.folder / "tensorboard").is_dir():
+        rows.append(["TensorBoard", md.code(f"tensorboard --logdir {shlex.quote(folder + '/tensorboard')}")])
+    if "wandb_url" in about:
+        rows.append(["W&B run", md.link(about["wandb_url"], about["wandb_url"])])
+    elif "wandb_id" in about:
+        rows.append(["W&B run", md.code(about["wandb_id"])])
+    return md.table(["", ""], rows, numbers=False)
+
+
+def _problems(run: RunRecord) -> str:
+    if not run.problems:
+        return ""
+    lines = "\n".join(f"- {md.text(problem)}" for problem in run.problems)
+    return f"## Missing or broken in the run's folder\n\n{lines}"

@@ -1,0 +1,158 @@
+"""All figures: curves, bars, confusion matrices, sheets of images. PNG with a light background."""
+
+import textwrap
+from collections.abc import Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from common.system.text import printable, printable_lines
+
+DPI = 100
+NAMED_CLASSES, NUMBERED_CLASSES = 30, 20  # up to so many classes the names and the counts are readable
+NAMED_CURVES = 16
+NAME = 28  # characters in a line of a class's name
+# Of a sheet of images: characters of a caption's line and of an inch of the title; inches of a line's height,
+# of an image and of a column, and the least width
+CAPTION, TITLE_PER_IN = 22, 11
+LINE_IN, EDGE_IN, CELL_IN, MIN_SHEET_IN = 0.125, 1.25, 1.35, 4
+POINTS = 500  # of a curve; longer ones are averaged
+
+
+@dataclass
+class Panel:
+    """Curves {name: ([x], [y])}, or bars {name: value} along x."""
+
+    x: str
+    y: str
+    curves: dict[str, tuple[Sequence[float], Sequence[float]]] = field(default_factory=dict)
+    bars: dict[str, float] = field(default_factory=dict)
+    from_zero: bool = False  # of y
+    is_log: bool = False  # of y
+
+
+def panel(lines: Sequence[dict[str, Any]], x: str, y: str, names: Sequence[str]) -> Panel:
+    """Of the lines of a log: against their value called `x` a curve of each name that is among them."""
+    curves = {}
+    for name in names:
+        points = [(line[x], line[name]) for line in lines if name in line]
+        if points:
+            curves[name] = tuple(zip(*points, strict=True))
+    return Panel(x, y, curves)
+
+
+def panels(path: Path, rows: Sequence[Sequence[Panel]], title: str) -> None:
+    """A figure of rows of panels; all rows have the same number."""
+    columns = max(map(len, rows))
+    with _figure(path, (4.5 * columns, 0.4 + 2.7 * len(rows))) as figure:
+        grid = figure.subplots(len(rows), columns, squeeze=False)
+        figure.suptitle(_plain(title))
+        for axes, panel in zip(grid.flat, (panel for row in rows for panel in row), strict=True):
+            names = [_short(name) for name in panel.bars]
+            axes.barh(names, list(panel.bars.values()), height=0.6)
+            for name, (x, y) in panel.curves.items():
+                marker = "o" if len(x) < 40 else None
+                axes.plot(*_averaged(x, y), label=_short(name), marker=marker, markersize=3, linewidth=1.2)
+            if panel.bars:
+                axes.invert_yaxis()
+            if 1 < len(panel.curves) <= NAMED_CURVES:
+                axes.legend(fontsize=8)
+            axes.set(xlabel=_plain(panel.x), ylabel=_plain(panel.y))
+            if panel.is_log:
+                axes.set_yscale("log")
+            if panel.from_zero:
+                axes.set_ylim(0, 1.05 * axes.dataLim.ymax or 1)
+            axes.grid(alpha=0.3)
+
+
+def confusion_matrix(path: Path, matrix: list[list[int]], classes: Sequence[str], title: str) -> None:
+    """Counts, a row per true class; the shade is the share of the row. 2 to 1,000 classes."""
+    counts = np.asarray(matrix, dtype=np.int64)  # [C, C]
+    shares = counts / np.maximum(1, counts.sum(1, keepdims=True))
+    few = len(classes) <= NUMBERED_CLASSES
+    edge_in = min(6.5, max(4.0, 0.45 * len(classes)))
+    # Names are whole: long ones are small, in as many lines as a row has room for.
+    longest = max(map(len, classes))
+    size = 10 if longest <= NAME else 6
+    line = max(NAME, longest // max(1, int(edge_in / LINE_IN / len(classes))) + 8)
+    room_in = 0.045 * max(0, min(line, longest) - NAME) if len(classes) <= NAMED_CLASSES else 0
+    with _figure(path, (edge_in + room_in + 1.2, edge_in + room_in + 0.6)) as figure:
+        axes = figure.subplots()
+        image = axes.imshow(shares, cmap="Blues", vmin=0, vmax=1, interpolation="nearest")
+        axes.set(title=_plain(title), xlabel="predicted", ylabel="true")
+        if len(classes) <= NAMED_CLASSES:
+            names = [_wrapped(name, line) for name in classes]
+            upright = 90 if max(map(len, names)) > 2 else 0
+            axes.set_xticks(range(len(names)), names, rotation=upright, fontsize=size)
+            axes.set_yticks(range(len(names)), names, fontsize=size)
+        if few:
+            for (row, column), count in np.ndenumerate(counts):
+                color = "white" if shares[row, column] > 0.5 else "black"
+                axes.text(column, row, str(count), ha="center", va="center", fontsize=7, color=color)
+        figure.colorbar(image, label="share of the true class", shrink=0.8)
+
+
+def image_sheet(
+    path: Path, images: np.ndarray, captions: Sequence[str], title: str, wrong: Sequence[bool] = ()
+) -> None:
+    """images: uint8 [n, H, W, 3], each with its whole caption below; those that are `wrong` in red."""
+    columns = min(8, max(1, len(images)))
+    wrapped = [_wrapped(caption, CAPTION) for caption in captions]
+    width_in = max(MIN_SHEET_IN, CELL_IN * columns)
+    title = _wrapped(title, int(TITLE_PER_IN * width_in))
+    tops_in, end_in = [], 0.15 + 0.25 * (title.count("\n") + 1)  # of each row of images
+    for row in range(0, len(images), columns):
+        tops_in.append(end_in)
+        lines = max(caption.count("\n") + 1 for caption in wrapped[row : row + columns])
+        end_in += CELL_IN + LINE_IN * lines + 0.1
+    with _figure(path, (width_in, end_in), layout=None) as figure:
+        figure.suptitle(title, y=1 - 0.1 / end_in, va="top")
+        for i, (image, caption) in enumerate(zip(images, wrapped, strict=True)):
+            left_in, bottom_in = i % columns * CELL_IN + 0.05, end_in - tops_in[i // columns] - EDGE_IN
+            axes = figure.add_axes(
+                (left_in / width_in, bottom_in / end_in, EDGE_IN / width_in, EDGE_IN / end_in)
+            )
+            axes.axis("off")
+            axes.imshow(image, interpolation="nearest")
+            color = "firebrick" if len(wrong) > i and wrong[i] else "black"
+            axes.text(0.5, -0.04, caption, transform=axes.transAxes, ha="center", va="top")
+            axes.texts[-1].set(fontsize=7, color=color)
+
+
+@contextmanager
+def _figure(path: Path, size_in: tuple[float, float], layout: str | None = "constrained") -> Any:
+    """A figure, which is written to `path` in the end. No state of pyplot is touched."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size_in, layout=layout, facecolor="white")
+    yield figure
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=DPI)
+
+
+def _averaged(x: Sequence[float], y: Sequence[float]) -> tuple[list[float], list[float]]:
+    """Over stretches of equal numbers of points, when there are many."""
+    if len(x) <= 2 * POINTS:
+        return list(x), list(y)
+    return tuple(
+        [float(part.mean()) for part in np.array_split(np.asarray(v, float), POINTS)] for v in (x, y)
+    )
+
+
+def _plain(text: str) -> str:
+    """In characters that a font has; a dollar sign would begin a formula."""
+    return printable_lines(text).replace("$", r"\$")
+
+
+def _wrapped(text: str, width: int) -> str:
+    """The whole text in lines of so many characters at most."""
+    return _plain("\n".join(part for line in text.splitlines() for part in textwrap.wrap(line, width)))
+
+
+def _short(name: str, length: int = 28) -> str:
+    """For legends and bars, whose text is named in full on the page."""
+    name = printable(name)
+    return _plain(name if len(name) <= length else f"{name[: length - 1]}...")

@@ -1,0 +1,222 @@
+"""What a run's folder tells of the run, whatever in it is missing or broken."""
+
+import contextlib
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from common.system.files import parse_json, read_json
+from common.system.paths import place
+
+NUMBER = (int, float)
+# What is expected: a type, [of each item] or {key: of its value}; "*": of all other keys.
+ABOUT = {
+    **dict.fromkeys(("script", "strategy", "resumed_from", "git_commit", "wandb_id", "wandb_url"), str),
+    **dict.fromkeys(("source", "unit", "val_chosen"), str),
+    "compile": str,
+    "grad_checkpointing": bool,
+    **dict.fromkeys(("recipe", "defaults", "sharding", "versions"), dict),
+    **{name: [str] for name in ("command", "hosts", "devices")},
+}
+RESULT = {
+    **dict.fromkeys(("script", "status", "strategy", "mixed_precision", "device", "data", "val_name"), str),
+    **dict.fromkeys(("compile", "checkpoint", "best_checkpoint", "error"), str),
+    **dict.fromkeys(("hosts", "processes", "batch_size", "per_device_batch_size", "accumulation_steps"), int),
+    **dict.fromkeys(("epochs", "steps", "best_step", "val_images", "seed"), int),
+    **dict.fromkeys(("best_accuracy", "best_loss", "final_accuracy", "final_loss"), NUMBER),
+    **dict.fromkeys(("train_s", "wall_s", "images_per_s", "energy_wh"), NUMBER),
+    "memory_gib": [{"*": NUMBER}],
+    "telemetry": [{"host": str, "throttle": [str], "*": NUMBER}],
+    **dict.fromkeys(("grad_checkpointing", "uploaded"), bool),
+}
+METRICS_LINE = {"step": int, "*": NUMBER}
+TELEMETRY_LINE = {
+    **dict.fromkeys(("t", "cpu_pct", "memory_gib", "cpus"), NUMBER),
+    "host": str,  # in a header only
+    "step": int,  # in a sample only
+    "gpus": [{"index": int, "throttle": [str], "*": NUMBER}],
+}
+CONFUSION = {"step": int, "classes": [str], "confusion": [[int]]}
+REPORT = CONFUSION | {
+    **dict.fromkeys(("checkpoint", "split", "device", "strategy"), str),
+    **dict.fromkeys(("loss", "top1", "top5", "expected_calibration_error", "images_per_s"), NUMBER),
+    "images": int,
+    "per_class": {"*": [NUMBER]},
+}
+UNFINISHED = "killed or still running"  # the status of a run without a result
+
+
+class RunRecord:
+    """What is not as expected is left out; `problems` has a line for each file that is missing or broken.
+
+    facts: of result.json; where there is none, what the other files tell of them. evaluations: the lines of
+    metrics.jsonl with `val/loss`. ValueError when the folder is none of a run.
+    """
+
+    def __init__(self, folder: Path):
+        parts = ("recipe.json", "result.json", "metrics.jsonl", "checkpoints")
+        if not any((folder / part).exists() for part in parts):
+            raise ValueError(f"{folder} is no run's folder: it has none of {', '.join(parts)}")
+        self.folder, self.problems = folder, []
+        self.about = self._read("recipe.json", ABOUT)
+        self.recipe = self.about.get("recipe", {})
+        self.metrics = self._read_lines("metrics.jsonl", METRICS_LINE, {"step", "epoch", "wall_s"})
+        self.evaluations = [line for line in self.metrics if "val/loss" in line]
+        self.telemetry = {
+            file.stem.removeprefix("telemetry-"): self._read_lines(file.name, TELEMETRY_LINE, {"t"})
+            for file in sorted(folder.glob("telemetry-*.jsonl"))
+        }
+        if not self.telemetry and self.recipe.get("telemetry_s") != 0:
+            self.problems.append("telemetry-<host>.jsonl is missing")
+        result = self._read("result.json", RESULT)
+        self.facts = self._seen() | result
+        shows_classes = self.facts["status"] == "finished" and "best_accuracy" in self.facts
+        has_confusion = shows_classes or (folder / "confusion.json").exists()
+        self.confusion = self._matrix("confusion.json", CONFUSION) if has_confusion else {}
+        self.reports = {
+            path.name: self._matrix(f"validation/{path.name}/report.json", REPORT)
+            for path in sorted(folder.glob("validation/*"))
+            if path.is_dir()
+        }
+
+    @property
+    def is_rehearsal(self) -> bool:
+        devices = self.about.get("devices") or [self.facts.get("device", "")]
+        return any(device.startswith("CPU") for device in devices)
+
+    @property
+    def unit(self) -> str:
+        """What was learned from: `images`, unless the run says otherwise."""
+        return self.about.get("unit", "images")
+
+    @property
+    def identity(self) -> dict[str, str | None]:
+        """What tells this run from any other: its first line has a time in it, which none repeats."""
+        first = json.dumps(self.metrics[0], sort_keys=True) if self.metrics else None
+        return {
+            "run": place(self.folder.resolve()),
+            "first_line": first and hashlib.sha256(first.encode()).hexdigest()[:16],
+        }
+
+    def host_summaries(self) -> list[dict[str, Any]]:
+        """Of the telemetry, as the run's end would have summed it up."""
+        if "telemetry" in self.facts:
+            return self.facts["telemetry"]
+        from common.telemetry.collect import summary
+
+        found = []
+        for host in self.telemetry:
+            with contextlib.suppress(OSError, ValueError, RecursionError):  # it is among the problems
+                found.append(summary(self.folder / f"telemetry-{host}.jsonl"))
+        return found
+
+    def _seen(self) -> dict[str, Any]:
+        """What stands in result.json, as far as the other files tell it."""
+        about, recipe = self.about, fitting(self.recipe, RESULT)[0]
+        devices, hosts = about.get("devices", []), about.get("hosts", [])
+        best = max(self.evaluations, key=_score, default={})
+        final = self.evaluations[-1] if self.evaluations else {}
+        lines = [self.metrics, *self.telemetry.values()]
+        saved = sorted(self.folder.glob("checkpoints/step_*/manifest.json"))
+        seen = {
+            "status": "not known" if (self.folder / "result.json").exists() else UNFINISHED,
+            "processes": len(devices) or None,
+            "hosts": len(hosts) or None,
+            "device": devices[0] if devices else None,
+            "steps": max((line["step"] for part in lines for line in part if "step" in line), default=None),
+            "best_accuracy": best.get("val/accuracy"),
+            "best_step": best.get("step"),
+            "final_accuracy": final.get("val/accuracy"),
+            "final_loss": final.get("val/loss"),
+            "checkpoint": f"checkpoints/{saved[-1].parent.name}" if saved else None,
+        }
+        names = ("script", "strategy", "compile", "grad_checkpointing")
+        return {
+            **{name: about[name] for name in names if name in about},
+            **{name: recipe[name] for name in ("data", "batch_size", "epochs", "seed") if name in recipe},
+            **{name: value for name, value in seen.items() if value is not None},
+        }
+
+    # --- Reading
+
+    def _read(self, name: str, kinds: dict[str, Any]) -> dict[str, Any]:
+        try:
+            content = read_json(self.folder / name)
+        except FileNotFoundError:
+            self.problems.append(f"{name} is missing")
+            return {}
+        except OSError as error:
+            self.problems.append(f"{name} can't be read: {error.strerror}")
+            return {}
+        except ValueError as error:
+            self.problems.append(str(error).removeprefix(f"{self.folder}/"))
+            return {}
+        kept, odd = fitting(content, kinds)
+        if odd:
+            self.problems.append(f"{name} has another type than expected in {', '.join(odd)}")
+        return kept
+
+    def _read_lines(self, name: str, kinds: dict[str, Any], needed: set[str]) -> list[dict[str, Any]]:
+        """Without the lines that a kill, or a full disk, has cut."""
+        try:
+            texts = (self.folder / name).read_text(errors="replace").splitlines()
+        except FileNotFoundError:
+            self.problems.append(f"{name} is missing")
+            return []
+        except OSError as error:
+            self.problems.append(f"{name} can't be read: {error.strerror}")
+            return []
+        lines, broken = [], 0
+        for text in texts:
+            try:
+                kept, odd = fitting(parse_json(text, name), kinds)
+            except ValueError:
+                kept, odd = {}, [text]
+            if needed <= kept.keys():
+                lines.append(kept)
+            broken += bool(odd) or not needed <= kept.keys()
+        if broken:
+            self.problems.append(f"{name} has {broken} of {len(texts)} lines that can't be read")
+        elif not texts:
+            self.problems.append(f"{name} is empty")
+        return lines
+
+    def _matrix(self, name: str, kinds: dict[str, Any]) -> dict[str, Any]:
+        """A file with a confusion matrix, which must be square."""
+        found = self._read(name, kinds)
+        rows = found.get("confusion", [])
+        sizes = {len(rows), len(found.get("classes", [])), *map(len, rows)}
+        if found and (len(sizes) > 1 or not rows):
+            self.problems.append(f"{name} has no square matrix of its classes")
+            found = {key: value for key, value in found.items() if key != "confusion"}
+        return found
+
+
+def fitting(content: dict[str, Any], kinds: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """What is there and has the expected type; the names of what has another. Unknown keys stay out."""
+    kept, odd = {}, []
+    for key, value in content.items():
+        kind = kinds.get(key, kinds.get("*"))
+        if kind is None or value is None:
+            continue
+        if _fits(value, kind):
+            kept[key] = value
+        else:
+            odd.append(key)
+    return kept, odd
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    if isinstance(kind, list):
+        return isinstance(value, list) and all(_fits(item, kind[0]) for item in value)
+    if isinstance(kind, dict):
+        return isinstance(value, dict) and not fitting(value, kind)[1]
+    if isinstance(value, bool) or kind is bool:
+        return isinstance(value, bool) and kind is bool
+    return isinstance(value, kind) and (kind is str or kind is dict or -(2**63) < value < 2**63)  # finite
+
+
+def _score(evaluation: dict[str, float]) -> float:
+    """As Run chooses its best one."""
+    return evaluation.get("val/accuracy", -evaluation["val/loss"])

@@ -1,0 +1,100 @@
+"""What a run is called, and what came out of it in a line, for all pages of the log book."""
+
+from pathlib import Path
+from typing import Any
+
+from common.report.record import RunRecord
+
+FIRST = "the first"  # images of the split, which older runs evaluated
+STRATEGIES = {"single": "one process", "ddp": "DDP", "fsdp": "FSDP2"}
+REHEARSAL = "**Rehearsal on CPU: says nothing about GPUs.**"
+
+
+def number(value: float | None, form: str = "{:,.1f}") -> str:
+    """`-` for what is not known. form: as `{:,.1f} s`."""
+    return "-" if value is None else form.format(value)
+
+
+def plural(count: object, word: str) -> str:
+    """`1 process`, `2 processes`"""
+    return f"{count} {word}{'' if count == 1 else 'es' if word.endswith('s') else 's'}"
+
+
+def devices(run: RunRecord) -> str:
+    """`2 x NVIDIA T4`; of several kinds `1 x A, 1 x B`."""
+    names = run.about.get("devices")
+    if not names:
+        return f"{run.facts.get('processes', '?')} x {run.facts.get('device', 'unknown device')}"
+    return ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
+
+
+def where(run: RunRecord) -> str:
+    """`DDP on 2 x NVIDIA T4`"""
+    strategy, hosts = run.facts.get("strategy", "unknown strategy"), run.facts.get("hosts", 1)
+    shown = STRATEGIES.get(strategy, strategy.replace("zero", "ZeRO-"))
+    return f"{shown} on {devices(run)}" + (f", {hosts} hosts" if hosts > 1 else "")
+
+
+def model(run: RunRecord) -> str:
+    """The recipe's, where it names one, else the script's name."""
+    return str(run.recipe.get("model") or run.facts.get("script", "unknown script"))
+
+
+def data(run: RunRecord) -> str:
+    return Path(run.facts.get("data", "unknown data")).name
+
+
+def split(run: RunRecord) -> str:
+    """Which images the run was evaluated on."""
+    whole = f"{run.facts['val_name']} split" if "val_name" in run.facts else "held-out images"
+    part = run.recipe.get("max_val_images")
+    if not isinstance(part, int):
+        return whole
+    first = "first " if chosen(run) == FIRST else ""
+    return f"{first}{part:,} images of the {whole}"
+
+
+def chosen(run: RunRecord) -> str:
+    """How --max_val_images chose them: older runs, which do not say it, took the first ones."""
+    return run.about.get("val_chosen", FIRST) if run.recipe.get("max_val_images") else "all"
+
+
+def claim(run: RunRecord) -> str:
+    """What came out, in one line of plain text."""
+    facts = run.facts
+    epoch = max((line["epoch"] for line in run.metrics), default=0)
+    found = f"no evaluation of {data(run)}"
+    for measure, words in (("accuracy", "reaches accuracy {:.4f}"), ("loss", "reaches loss {:.4f}")):
+        if f"final_{measure}" in facts:
+            found = f"{words.format(facts[f'final_{measure}'])} on the {split(run)} of {data(run)}"
+            break
+    epochs = f"{epoch:.3g} of {plural(facts.get('epochs', '?'), 'epoch')}"
+    took = number(facts.get("wall_s"), ", {:,.0f} s") if "wall_s" in facts else ""
+    return f"{model(run)} {found} in {epochs}{took}, {where(run)}"
+
+
+def memory_gib(run: RunRecord) -> float | None:
+    """The most that any process took."""
+    return max((process.get("peak") or 0 for process in run.facts.get("memory_gib", [])), default=None)
+
+
+def utilisation_pct(run: RunRecord) -> tuple[float | None, str]:
+    """The mean over all GPUs, or, without any, over the hosts' processors; and which of them it is."""
+    hosts = run.host_summaries()
+    for name, weight, kind in (("utilisation_pct", "gpus", "GPU"), ("cpu_pct", "samples", "CPU")):
+        known = [(host[name], host.get(weight) or 1) for host in hosts if host.get(name) is not None]
+        if known:
+            return sum(value * w for value, w in known) / sum(w for _, w in known), kind
+    return None, "device"
+
+
+def summary(run: RunRecord) -> dict[str, Any]:
+    """What the index shows of the run."""
+    names = ("script", "strategy", "batch_size", "epochs", "hosts", "processes", "status", "device")
+    names += ("best_accuracy", "final_accuracy", "wall_s")
+    return {
+        **{name: run.facts.get(name) for name in names},
+        "model": model(run),
+        "data": data(run),
+        "is_rehearsal": run.is_rehearsal,
+    }

@@ -1,0 +1,161 @@
+"""Which folder a run has: a new one, or that of an unfinished run of the same recipe, which it continues."""
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from common.checkpoint.format import steps_in
+from common.recipe import Recipe, recipe_part
+from common.system.files import read_json, write_json
+
+FRUITLESS_RESTARTS = 3  # without a new checkpoint; then a launcher that restarts by itself is told to give up
+
+
+def script_name() -> str:
+    return Path(sys.argv[0]).stem
+
+
+def open_folder(recipe: Recipe, name: str, last_step: int | None, passed: Collection[Path] = ()) -> Path:
+    """Makes or finds the run's folder: exactly --output_dir, or <name>, <name>-2, ... in --model_folder.
+
+    A run there is continued when it is unfinished, of the same recipe, and began at the same --resume; else a
+    named folder gets the next number, and --output_dir is refused. last_step: of this run, None if not known.
+    passed: folders that are another run's. ValueError for a recipe.json that can't be read.
+    """
+    try:
+        if recipe.output_dir is None:
+            parent = Path(recipe.model_folder or "runs") / script_name()
+            return _named(parent, name, recipe, last_step, passed)
+        folder = Path(recipe.output_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"can't make the run folder {error.filename}: {error.strerror}") from None
+    if reason := _why_not(folder, recipe, last_step):
+        raise ValueError(
+            f"--output_dir {folder} holds a run already{reason}: give another folder, or move that one away"
+        )
+    return folder
+
+
+def _named(parent: Path, name: str, recipe: Recipe, last_step: int | None, passed: Collection[Path]) -> Path:
+    parent.mkdir(parents=True, exist_ok=True)
+    number = 1
+    while True:
+        folder = parent / (name if number == 1 else f"{name}-{number}")
+        folder.mkdir(exist_ok=True)
+        if folder not in passed and not _why_not(folder, recipe, last_step):
+            return folder
+        number += 1
+
+
+def _why_not(folder: Path, recipe: Recipe, last_step: int | None) -> str:
+    """Why the folder is not this run's, as ` (its epochs is 3, here 10)`; nothing if it is, or is empty."""
+    about = _about(folder)
+    if about is None:
+        return ""  # empty, or it was stopped before it began: its checkpoint's recipe will be compared
+    began = about.get("resumed_from")
+    if reason := why_another(about, recipe):
+        return reason
+    if recipe.resume != "auto" and recipe.resume != began and not _is_own(folder, recipe.resume):
+        return f", which did not begin at --resume {recipe.resume}"
+    if _is_finished(folder, last_step):
+        return ", which is finished"
+    return ""
+
+
+def _about(folder: Path) -> dict[str, Any] | None:
+    """recipe.json; None where there is none. ValueError when it can't be read: whose run it is, finished or
+    not, is not known then."""
+    file = folder / "recipe.json"
+    try:
+        about = read_json(file)
+        if not isinstance(about["recipe"], dict) or not isinstance(about["script"], str):
+            raise ValueError("it has no recipe and script")
+        return about
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is empty or damaged"
+        raise ValueError(
+            f"{file} can't be read ({reason}), so whose run {folder} holds is not known: remove that file to"
+            " go on from its newest checkpoint, or move the folder away to start afresh"
+        ) from None
+
+
+def this_run(recipe: Recipe) -> dict[str, Any]:
+    """What tells another run from this one, where there is no recipe.json yet."""
+    return {"script": script_name(), "recipe": recipe_part(recipe)}
+
+
+def why_another(about: dict[str, Any], recipe: Recipe) -> str:
+    """Why the run of this recipe.json (or of its first lines, as this_run gives them) is another one than
+    that of the recipe; nothing if it is the same, or can't be told."""
+    if not isinstance(about.get("recipe"), dict):
+        return ""
+    if (script := about.get("script")) != script_name():
+        return f" ({script}'s)"
+    if differing := differences(about["recipe"], recipe):
+        return f" ({differing}; --allow_changed names what may differ)"
+    return ", and --resume is never" if recipe.resume == "never" else ""
+
+
+def resumed_from(folder: Path) -> str | None:
+    """The --resume at which the folder's run began."""
+    try:
+        return read_json(folder / "recipe.json").get("resumed_from")
+    except (OSError, ValueError):
+        return None
+
+
+def differences(theirs: dict[str, Any], recipe: Recipe) -> str:
+    """`its epochs is 3, here 10; ...`, without what --allow_changed names. A flag that is younger than the
+    other run has its default there."""
+    ours, defaults = (json.loads(json.dumps(recipe_part(r))) for r in (recipe, type(recipe)()))
+    theirs = recipe.without_derived(defaults | theirs)
+    return "; ".join(
+        f"its {key} is {theirs[key]}, here {value}"
+        for key, value in ours.items()
+        if theirs[key] != value and key not in recipe.allow_changed
+    )
+
+
+def _is_own(folder: Path, resume: str) -> bool:
+    """Whether --resume names this folder's own newest checkpoint, or the folder."""
+    steps = steps_in(folder / "checkpoints")
+    path = Path(resume).resolve()
+    own = folder.resolve()
+    newest = [own / "checkpoints" / f"step_{steps[0]:08d}"] if steps else []
+    return path in (own, own / "checkpoints", *newest)
+
+
+def _is_finished(folder: Path, last_step: int | None) -> bool:
+    try:
+        result = read_json(folder / "result.json")
+        done = result["status"] == "finished" and result.get("uploaded") is not False
+        return done and (last_step is None or result["steps"] >= last_step)
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def count_restarts(folder: Path, step: int) -> None:
+    """Called at each start. ValueError at the third restart by torchrun that found no newer checkpoint."""
+    run_id, file = os.environ.get("TORCHELASTIC_RUN_ID"), folder / "restarts.json"
+    if run_id is None:
+        return
+    restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    begun = {"run_id": run_id, "restart": restart, "step": step, "fruitless": 0}
+    if restart > 0:
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            before = read_json(file)
+            if (before["run_id"], before["step"]) == (run_id, step):
+                begun["fruitless"] = before["fruitless"] + (before["restart"] > 0)
+    write_json(file, begun)
+    if begun["fruitless"] >= FRUITLESS_RESTARTS:
+        raise ValueError(
+            f"{FRUITLESS_RESTARTS} restarts without a new checkpoint since step {step:,}: giving up. The log"
+            " of the first failure says why; the same command continues when that is mended"
+        )

@@ -1,0 +1,183 @@
+"""Where metrics go beside metrics.jsonl: TensorBoard and Weights & Biases, with Accelerate's trackers."""
+
+import os
+import secrets
+import shlex
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from accelerate.tracking import GeneralTracker, TensorBoardTracker, WandBTracker
+
+from common.system.text import printable
+
+HEADLINES = ("val/accuracy", "val/loss", "train/loss", "train/images_per_s")  # beside the hyper-parameters
+INIT_S, FINISH_S = 10, 60  # how long a run waits for a W&B server, at its beginning and at its end
+
+
+def start_trackers(
+    names: tuple[str, ...], folder: Path, about: dict[str, Any], first_step: int, wandb_id: str | None
+) -> list[GeneralTracker]:
+    """The trackers that --trackers names, in the run's folder. Called by the main process only.
+
+    about: the run's recipe.json; its recipe, strategy and number of processes are the hyper-parameters.
+    first_step, wandb_id: where a run goes on, and what W&B called it.
+    """
+    where = {"strategy": about["strategy"], "processes": len(about["devices"])}
+    hyper_parameters = {
+        key: value if isinstance(value, (bool, int, float)) else printable(value)
+        for key, value in (about["recipe"] | where).items()
+    }
+    started: list[GeneralTracker] = []
+    if "tensorboard" in names:
+        threading.excepthook = _without_full_disks
+        started.append(_TensorBoard("tensorboard", folder, purge_step=first_step + 1))
+        started[-1].start()
+    if "wandb" in names:
+        started.append(_start_wandb(folder, about["script"], wandb_id))
+    for tracker in started:
+        tracker.store_init_configuration(hyper_parameters)
+    return started
+
+
+def _without_full_disks(args: threading.ExceptHookArgs) -> None:
+    """TensorBoard's thread raises again in the main one, at the next value: its own traceback is noise."""
+    if not isinstance(args.exc_value, OSError) or type(args.thread).__name__ != "_AsyncWriterThread":
+        threading.__excepthook__(args)
+
+
+def log_pictures(tracker: GeneralTracker, step: int, files: list[Path]) -> None:
+    """PNG files, as `plots/<name>`. What fails is said, and fails no training."""
+    from PIL import Image
+
+    # TensorBoard wants to be told the layout, [1, H, W, 3]; W&B takes the images one by one.
+    layout = {} if isinstance(tracker, _WandB) else {"dataformats": "NHWC"}
+    try:
+        for file in files:
+            with Image.open(file) as image:
+                pixels = np.asarray(image.convert("RGB"))[None]
+            tracker.log_images({f"plots/{file.stem}": pixels}, step=step, **layout)
+    except Exception as error:  # of many kinds, of libraries and disks
+        print(f"{tracker.name} does not have the pictures ({error}); they are in plots/", flush=True)
+
+
+def finish_trackers(trackers: list[GeneralTracker], failed: bool) -> None:
+    for tracker in trackers:
+        tracker.finish(failed)
+
+
+def tracker_ids(trackers: list[GeneralTracker]) -> dict[str, str]:
+    """What continues a run of a tracker, and where it is seen, for recipe.json."""
+    runs = [tracker.run for tracker in trackers if isinstance(tracker, _WandB)]
+    found = {"wandb_id": runs[0].id, "wandb_url": runs[0].url} if runs else {}
+    return {name: value for name, value in found.items() if value}  # an offline run has no address
+
+
+class _TensorBoard(TensorBoardTracker):
+    """TensorBoard with the hyper-parameters in the run's own folder: Accelerate's would make a second run."""
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        from torch.utils.tensorboard.summary import hparams
+
+        # TensorBoard takes the numbers from the curves with these names.
+        *start, self.success = hparams(values, dict.fromkeys(HEADLINES, 0.0))
+        for summary in start:
+            self.writer.file_writer.add_summary(summary)
+        self.writer.flush()
+
+    def finish(self, failed: bool) -> None:
+        if not failed:
+            self.writer.file_writer.add_summary(self.success)
+        super().finish()
+
+
+class _WandB(WandBTracker):
+    """W&B with the optimizer step as the axis of all curves: its own counter takes no step twice.
+
+    What fails in it is said once and ends it, not the training.
+    """
+
+    ended = False
+
+    def start(self) -> None:
+        super().start()
+        self.run.define_metric("step")
+        self.run.define_metric("*", step_metric="step")
+
+    def log(self, values: dict[str, float], step: int, **_: Any) -> None:
+        if self.ended:
+            return
+        try:
+            super().log(values | {"step": step})
+        except Exception as error:
+            self.ended = True
+            print(f"W&B has stopped ({error}); metrics.jsonl has everything", flush=True)
+
+    def finish(self, failed: bool) -> None:
+        if self.ended:
+            return
+        if not self.run.offline:
+            print(f"sending what is left to W&B, {FINISH_S} s at most", flush=True)
+        try:
+            self.run.finish(exit_code=int(failed))
+        except Exception as error:
+            print(
+                f"W&B does not have everything ({error}); {_send_later(Path(self.run.dir).parents[2])}",
+                flush=True,
+            )
+
+
+def _start_wandb(folder: Path, project: str, run_id: str | None) -> _WandB:
+    """One run, continued where WANDB_RUN_ID names it; offline without a key, or where no server takes it.
+
+    WANDB_PROJECT, WANDB_MODE and W&B's other variables hold as everywhere.
+    """
+    # Its reports on its own errors go to the same server, for whose answer they would wait at the end.
+    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+    import wandb
+
+    settings = wandb.Settings(
+        init_timeout=INIT_S, finish_timeout=FINISH_S, finish_timeout_raises=True, console="off", silent=True
+    )
+    options = {
+        "dir": folder,
+        "name": folder.name,
+        "id": os.environ.get("WANDB_RUN_ID") or run_id or secrets.token_hex(4),
+        "resume": "allow",
+        "settings": settings,
+    }
+    tracker = _WandB(os.environ.get("WANDB_PROJECT", project), **options)
+    offline = _WandB(tracker.run_name, **options | {"mode": "offline"})
+    try:
+        if not _has_wandb_key(settings):
+            print(
+                f"W&B has no key (wandb login): the run is logged offline; {_send_later(folder)}", flush=True
+            )
+            tracker = offline
+        tracker.start()
+    except Exception as error:  # of many kinds: a wrong key, no server, no service process
+        print(f"W&B does not take the run ({error}): it is logged offline; {_send_later(folder)}", flush=True)
+        wandb.teardown()  # or the offline start would wait for the same server
+        tracker = offline
+        tracker.start()
+    print(f"W&B run {tracker.run.id if tracker.run.offline else tracker.run.url}", flush=True)
+    return tracker
+
+
+def _send_later(folder: Path | str) -> str:
+    return f"send it later by: wandb sync {shlex.quote(str(folder))}/wandb/*run-*"
+
+
+def _has_wandb_key(settings: Any) -> bool:
+    """Whether wandb.init would find a key, or need none, instead of asking for one at the terminal."""
+    import wandb
+    from wandb.sdk.lib import wbauth
+
+    known = wandb.setup(settings).settings
+    if known.mode not in ("online", "run"):
+        return True
+    found = wbauth.authenticate_session(
+        host=known.base_url, source="--trackers wandb", prompt=False, update_session=False
+    )
+    return found is not None

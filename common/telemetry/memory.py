@@ -1,0 +1,50 @@
+"""What memory a process took, and what helps when there was not enough."""
+
+import resource
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+
+from common.distributed.accelerator import device_name
+from common.recipe import Batch
+
+
+def memory_gib(accelerator: Accelerator, is_healthy: bool = False) -> dict[str, float]:
+    """Of this process, in GiB. `peak` is what torch allocated at most on the GPU, or the resident set on CPU.
+
+    On a GPU also `reserved`, the most that torch's allocator held, and, of a healthy device, which can be
+    asked, `other`, what is taken beside it now (the CUDA context, NCCL, other users), and `device`, all that
+    there is; on CPU `data`, the writable memory that it has asked for by now, which RLIMIT_DATA limits.
+    """
+    if accelerator.device.type == "cuda":
+        sizes = {"peak": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
+        if is_healthy:
+            free, device = torch.cuda.mem_get_info()
+            sizes |= {"other": device - free - torch.cuda.memory_reserved(), "device": device}
+        return {name: size / 2**30 for name, size in sizes.items()}
+    status = Path("/proc/self/status").read_text()
+    data_kib = int(status.partition("VmData:")[2].split()[0])
+    return {"peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, "data": data_kib / 2**20}
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Of torch's allocators on GPU and CPU, of CUDA's libraries, of Python."""
+    texts = ("out of memory", "ALLOC_FAILED", "CUDA calloc", "can't allocate memory")
+    texts += ("could not create a primitive",)  # oneDNN's
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
+        isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
+    )
+
+
+def out_of_memory(accelerator: Accelerator, batch: Batch) -> str:
+    """What to say, with the size to try."""
+    smaller = batch.smaller()
+    advice = "shard the model (fsdp_4gpu, zero3_4gpu, zero3_offload_4gpu) or take a smaller one"
+    if smaller:
+        advice = (
+            f"try --per_device_batch_size {smaller}, the same --batch_size {batch.total} with"
+            f" {batch.total // (smaller * batch.processes)} accumulations, or {advice}"
+        )
+    device = device_name(accelerator)
+    return f"out of memory on {device} with --per_device_batch_size {batch.per_device}: {advice}"

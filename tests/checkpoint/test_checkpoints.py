@@ -1,0 +1,501 @@
+"""Checkpoints survive kills, full disks and damage: no torn one is chosen, nothing is lost silently."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import struct
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from common.checkpoint.format import (
+    MANIFEST,
+    Damaged,
+    TensorFile,
+    _digest,
+    commit,
+    newest,
+    remove,
+    sha256_of,
+    steps_in,
+    tidy,
+    to_keep,
+    verify,
+)
+from common.distributed.preemption import is_alive
+from tests.checkpoint.test_resume import without_times
+from tests.conftest import Job, full, latest, lines, metrics, python, result, run, tensors, torchrun
+from tests.distributed.test_agreement import ranks_of
+from tests.support import warm
+from tests.support.faults import at_file_operation, mark, operations
+
+# 4 steps an epoch, 6 epochs: a checkpoint after each; from the third on an older one is removed.
+HELLO = ["train_hello.py", "--data_size", "256", "--batch_size", "64", "--epochs", "6", "--log_every", "1"]
+HELLO += ["--trackers", "none", "--mixed_precision", "no"]
+LAST = "step_00000024"
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    """The folder of an undisturbed run, and all its file operations on checkpoints."""
+    tmp_path = tmp_path_factory.mktemp("straight")
+    env = at_file_operation(tmp_path, "/run/checkpoints", "list")
+    warm.run([*HELLO, "--output_dir", tmp_path / "run"], tmp_path / "log", env)
+    return tmp_path / "run", operations(tmp_path)
+
+
+def assert_same_end(folder: Path, reference: Path) -> None:
+    assert result(folder)["status"] == "finished"
+    assert latest(folder).name == latest(reference).name == LAST
+    assert without_times(metrics(folder)) == without_times(metrics(reference))
+    ours, theirs = tensors(latest(folder)), tensors(latest(reference))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+# --- Kill -9
+
+
+def of_one_commit(found: list[str]) -> list[int]:
+    """The numbers of the operations of one commit late in the run, with all that belongs to it."""
+    starts = [i for i, what in enumerate(found) if re.search(r"os.remove \.step_\d+\.tmp", what)]
+    assert len(starts) == 6
+    return list(range(starts[3] + 1, starts[4] + 1))
+
+
+QUICK = ("open manifest.json", "os.rename .step_", "open .index.json.tmp", "shutil.rmtree .step_")
+
+
+def test_a_commit_has_the_boundaries_that_are_tested(straight):
+    names = [straight[1][number - 1].split(" ", 1)[1] for number in of_one_commit(straight[1])]
+    for part in (*QUICK, "open model.safetensors", "open optimizer.safetensors", "open state.json"):
+        assert any(name.startswith(part) for name in names), (part, names)
+
+
+@pytest.mark.parametrize("part", QUICK)
+def test_killed_in_a_commit(part, straight, tmp_path):
+    number = next(
+        n for n in of_one_commit(straight[1]) if straight[1][n - 1].split(" ", 1)[1].startswith(part)
+    )
+    kill_and_continue(number, straight[0], tmp_path)
+
+
+@pytest.mark.full
+def test_killed_at_each_boundary_of_a_commit(straight, tmp_path):
+    for number in of_one_commit(straight[1]):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        kill_and_continue(number, straight[0], folder)
+
+
+def kill_and_continue(number: int, reference: Path, tmp_path: Path) -> None:
+    words = [*HELLO, "--output_dir", tmp_path / "run"]
+    env = at_file_operation(tmp_path, "/run/checkpoints", number)
+    status, output = warm.WarmJob(words, tmp_path / "log", env).wait()
+    assert status == -signal.SIGKILL, output
+    assert mark(tmp_path).exists()
+    output = warm.run(words, tmp_path / "log")
+    assert "continuing at step" in output
+    assert "which is dead: taken over" in output
+    assert_same_end(tmp_path / "run", reference)
+    assert not list((tmp_path / "run" / "checkpoints").glob(".*"))
+
+
+# 100 steps an epoch, so that there is time to kill between two checkpoints.
+LONG = [*HELLO, "--data_size", "6400", "--epochs", "30", "--checkpoint_every", "50", "--log_every", "10"]
+SLOW = {"STEP_S": "0.02"}  # in `stoppable`: LONG's 1,500 steps are not over before the test has looked
+
+
+def start_and_wait(words: list, folder: Path, checkpoints: int = 1, **options) -> Job:
+    """Returns once it has made so many checkpoints."""
+    newest_before = max(steps_in(folder / "checkpoints"), default=0)
+    job = Job([*words, "--output_dir", folder], **options)
+    deadline = time.monotonic() + 240
+    while sum(step > newest_before for step in steps_in(folder / "checkpoints")) < checkpoints:
+        assert job.process.poll() is None, job.wait()[1]
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return job
+
+
+def test_a_rank_or_the_launcher_killed_in_a_step(stoppable, tmp_path):
+    """Both at once in the life of one run: what is left in the end equals the undisturbed one."""
+    words = [*torchrun(2), *LONG, "--max_steps", "1500"]
+    run([*words, "--output_dir", tmp_path / "straight"])
+    job = start_and_wait(words, tmp_path / "run", cwd=stoppable, env=SLOW)
+    ranks = ranks_of(job, "train_hello.py")
+    ranks[1].send_signal(signal.SIGKILL)
+    status, output = job.wait(60)
+    assert status != 0
+    assert "SIGKILL" in output or "-9" in output
+    assert result(tmp_path / "run")["status"] == "failed"
+
+    job = start_and_wait(words, tmp_path / "run", cwd=stoppable, env=SLOW)
+    ranks = ranks_of(job, "train_hello.py")
+    os.kill(job.process.pid, signal.SIGKILL)
+    deadline = time.monotonic() + 30
+    while any(map(is_alive, ranks)):
+        assert time.monotonic() < deadline, "the ranks outlived their launcher"
+        time.sleep(0.1)
+    assert job.wait()[0] == -signal.SIGKILL
+    assert result(tmp_path / "run")["status"] == "preempted"
+
+    output = run([*words, "--output_dir", tmp_path / "run"])
+    assert "continuing at step" in output
+    ours, theirs = tensors(latest(tmp_path / "run")), tensors(latest(tmp_path / "straight"))
+    assert latest(tmp_path / "run").name == "step_00001500"
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert without_times(metrics(tmp_path / "run")) == without_times(metrics(tmp_path / "straight"))
+
+
+def test_torchrun_restarts_and_the_run_continues(stoppable, tmp_path):
+    words = [*torchrun(2, "--standalone", "--max_restarts=3"), *LONG, "--max_steps", "1500"]
+    job = start_and_wait(words, tmp_path / "run", checkpoints=2, cwd=stoppable, env=SLOW)
+    victim = ranks_of(job, "train_hello.py")[1]
+    victim.send_signal(signal.SIGKILL)
+    status, output = job.wait()
+    assert status == 0, output
+    assert not victim.is_running()
+    assert output.count("continuing at step") == 1, output
+    assert result(tmp_path / "run")["status"] == "finished"
+    assert [line["step"] for line in metrics(tmp_path / "run") if "train/loss" in line] == [
+        *range(10, 1501, 10)
+    ]
+
+
+@pytest.mark.full
+def test_three_restarts_without_a_new_checkpoint_give_up(stoppable, tmp_path):
+    """The process dies in the same step each time."""
+    text = (stoppable / "train_hello.py").read_text()
+    assert text.count("signal').raise_signal(15)") == 1
+    (stoppable / "dies.py").write_text(text.replace("raise_signal(15)", "raise_signal(9)"))
+    run(
+        [*python(), "dies.py", *HELLO[1:], "--max_steps", "4", "--output_dir", tmp_path / "run"],
+        cwd=stoppable,
+    )
+    words = [*torchrun(1, "--standalone", "--max_restarts=5"), "dies.py", *HELLO[1:]]
+    status, output = Job(
+        [*words, "--output_dir", tmp_path / "run"], cwd=stoppable, env={"STOP_AT": "6"}
+    ).wait()
+    assert status != 0
+    assert output.count("continuing at step 4") == 1 + 3, output
+    assert "3 restarts without a new checkpoint since step 4: giving up" in output
+    assert verify(latest(tmp_path / "run")).step == 4
+
+
+# --- A full disk
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 4 MiB in memory."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", folder], check=True)
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+FULL = {
+    "in the middle of a save": "open optimizer.safetensors",
+    "in the pointer": "open .index.json.tmp",
+}
+
+
+@pytest.mark.parametrize(
+    "where", ["in the middle of a save", pytest.param("in the pointer", marks=pytest.mark.full)]
+)
+def test_a_full_disk(where, small_disk, tmp_path):
+    """The next save begins before all know of the problem: what is said is the first one's."""
+    words = [*torchrun(2), *HELLO, "--checkpoint_every", "1", "--output_dir", small_disk / "run"]
+    run([*words, "--max_steps", "4"])
+    first = tensors(small_disk / "run" / "checkpoints" / "step_00000004")
+    env = at_file_operation(tmp_path, "/run/checkpoints/.", FULL[where], fill=small_disk)
+    status, output = Job(words, env=env).wait()
+    assert status != 0
+    assert mark(tmp_path).exists()
+    assert output.count("error: ") == 1, output
+    assert "the checkpoint of step 5 can't be written to" in output, output
+    assert "No space left on device" in output
+    assert "Traceback" not in output.split("torch/distributed")[0], output
+    kept = tensors(small_disk / "run" / "checkpoints" / "step_00000004")
+    assert all(torch.equal(first[name], kept[name]) for name in first)
+    (small_disk / "filler").unlink()
+    assert "continuing at step" in run(words)
+    assert latest(small_disk / "run").name == LAST
+    verify(latest(small_disk / "run"))
+
+
+@pytest.mark.full
+def test_a_full_disk_in_the_log(small_disk, tmp_path):
+    words = [*torchrun(2), *HELLO, "--epochs", "100000", "--checkpoint_every", "40"]
+    words += ["--trackers", "tensorboard"]
+    job = start_and_wait(words, small_disk / "run", checkpoints=2)
+    at = tmp_path / "at"
+    at.write_text("")
+    with open(small_disk / "filler", "ab", buffering=0) as file:
+        for size in (2**16, 2**12, 1):
+            try:
+                while True:
+                    file.write(bytes(size))
+            except OSError:
+                continue
+    status, output = job.wait(60)
+    assert status != 0
+    assert output.count("error: ") == 1, output
+    assert "No space left on device" in output
+    found = newest(small_disk / "run" / "checkpoints", lambda: None, print)
+    (small_disk / "filler").unlink()
+    stop = ["--max_steps", found.step + 8]
+    assert f"continuing at step {found.step}" in run([*words, *stop, "--output_dir", small_disk / "run"])
+    steps = [line["step"] for line in lines(small_disk / "run" / "metrics.jsonl") if "train/loss" in line]
+    assert steps == [*range(1, found.step + 9)]
+
+
+# --- Damage
+
+
+def damage(path: Path, how: str) -> None:
+    content = path.read_bytes()
+    if how == "deleted":
+        path.unlink()
+    elif how == "one bit flipped":
+        middle = len(content) // 2
+        path.write_bytes(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
+    else:
+        path.write_bytes(content[: {"truncated": len(content) - 1, "emptied": 0}[how]])
+
+
+FILES = ("model.safetensors", "optimizer.safetensors", "ema.safetensors", "state.json", "manifest.json")
+HOW = ("truncated", "emptied", "one bit flipped", "deleted")
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("file", FILES)
+def test_damage_is_found_and_the_one_before_is_chosen(file, how, straight, tmp_path):
+    shutil.copytree(straight[0] / "checkpoints", tmp_path / "checkpoints")
+    with_ema(tmp_path / "checkpoints" / LAST)
+    assert newest(tmp_path / "checkpoints", lambda: None, pytest.fail).step == 24
+    damage(tmp_path / "checkpoints" / LAST / file, how)
+    said = []
+    found = newest(tmp_path / "checkpoints", lambda: None, said.append)
+    assert found.step == 20
+    assert len(said) == 1
+    assert said[0].startswith("checkpoint of step 24 is damaged: ")
+    assert file in said[0]
+    assert (tmp_path / "checkpoints" / f"damaged_{LAST}").is_dir()  # set aside: never counted or chosen again
+    assert newest(tmp_path / "checkpoints", lambda: None, said.append).step == 20
+    assert len(said) == 1
+
+
+def with_ema(folder: Path) -> None:
+    """As a recipe with an average writes it."""
+    shutil.copy(folder / "model.safetensors", folder / "ema.safetensors")
+    files = json.loads((folder / MANIFEST).read_text())["files"]
+    forge(folder, files=files | {"ema.safetensors": files["model.safetensors"]})
+
+
+def test_all_ranks_go_back_and_end_as_the_undisturbed_run(straight, tmp_path):
+    shutil.copytree(straight[0], tmp_path / "run")
+    damage(latest(tmp_path / "run") / "optimizer.safetensors", "one bit flipped")
+    (tmp_path / "run" / "result.json").unlink()
+    output = run([*torchrun(2), *HELLO, "--output_dir", tmp_path / "run"])
+    assert output.count("checkpoint of step 24 is damaged") == 1
+    assert output.count("continuing at step 20") == 1
+    ours, theirs = tensors(latest(tmp_path / "run")), tensors(latest(straight[0]))
+    assert latest(tmp_path / "run").name == LAST
+    assert all((ours[name] - theirs[name]).abs().max() < 1e-5 for name in theirs)
+
+
+def test_when_none_is_good_the_run_stops(straight, tmp_path):
+    shutil.copytree(straight[0], tmp_path / "run")
+    (tmp_path / "run" / "result.json").unlink()
+    for folder in (tmp_path / "run" / "checkpoints").glob("step_*"):
+        damage(folder / "state.json", "truncated")
+    before = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    status, output = Job([*torchrun(2), *HELLO, "--output_dir", tmp_path / "run"]).wait()
+    assert status != 0
+    assert output.count("error: none of the ") == 1, output
+    assert "verifies" in output
+    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == before
+
+
+# --- Hostile checkpoints
+
+
+def forge(folder: Path, **changes) -> None:
+    """Writes a manifest that is right about itself and the files as they are, but for the changes."""
+    manifest = json.loads((folder / MANIFEST).read_text())
+    del manifest["digest"]
+    for name in manifest["files"]:
+        path = folder / name
+        manifest["files"][name] = {"size": path.stat().st_size, "sha256": sha256_of(path)}
+    manifest |= changes
+    (folder / MANIFEST).write_text(json.dumps(manifest | {"digest": _digest(manifest)}))
+
+
+class Trap:
+    """Unpickling it runs a command."""
+
+    def __init__(self, canary: Path):
+        self.canary = canary
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.canary}",)
+
+
+@pytest.fixture
+def hostile(straight, tmp_path):
+    folder = tmp_path / LAST
+    shutil.copytree(latest(straight[0]), folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "file", ["model.safetensors", full("optimizer.safetensors"), "state.json", full("manifest.json")]
+)
+def test_pickle_in_any_file_is_not_run(file, hostile, tmp_path):
+    canary = tmp_path / "canary"
+    torch.save({"step": Trap(canary)}, hostile / file)
+    if file != "manifest.json":
+        forge(hostile)
+    words = [*HELLO, "--resume", hostile, "--output_dir", tmp_path / "run"]
+    status, output = warm.WarmJob(words, tmp_path / "log").wait()
+    assert status == 1
+    assert output.count("error: ") == 1, output
+    assert file in output
+    assert "Traceback" not in output
+    assert not canary.exists()
+    (hostile / file).rename(tmp_path / "trap.pt")
+    torch.load(tmp_path / "trap.pt", weights_only=False)  # it does work
+    assert canary.exists()
+
+
+@pytest.mark.parametrize("name", ["/etc/passwd", "../outside.safetensors", "a/b", "custom_checkpoint_0.pkl"])
+def test_a_manifest_can_not_name_other_files(name, hostile):
+    files = json.loads((hostile / MANIFEST).read_text())["files"]
+    forge(hostile, files=files | {name: {"size": 1, "sha256": "0"}})
+    with pytest.raises(Damaged, match="other files"):
+        verify(hostile)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"files": []}, {"files": {"model.safetensors": 1}}, {"step": "24"}, {"step": 25}, {"files": None}],
+)
+def test_a_manifest_of_another_shape(changes, hostile):
+    forge(hostile, **changes)
+    with pytest.raises(Damaged):
+        verify(hostile)
+
+
+def test_a_link_in_the_place_of_a_file(hostile, tmp_path):
+    (hostile / "state.json").rename(tmp_path / "elsewhere")
+    (hostile / "state.json").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(Damaged, match="is missing"):
+        verify(hostile)
+
+
+def test_a_newer_format_is_said(hostile):
+    forge(hostile, format_version=2)
+    with pytest.raises(ValueError, match="format version 2, this code reads 1"):
+        verify(hostile)
+
+
+def test_tensors_of_another_shape_are_refused_before_anything_is_loaded(hostile, tmp_path):
+    save_file({"head.weight": torch.zeros(3)}, hostile / "model.safetensors")
+    forge(hostile)
+    words = [*torchrun(2), *HELLO, "--resume", hostile, "--output_dir", tmp_path / "run"]
+    status, output = Job(words).wait()
+    assert status != 0
+    assert output.count("error: ") == 1, output
+    assert "is not this model's" in output
+    assert not list((tmp_path / "run").glob("checkpoints/*"))
+
+
+@pytest.mark.parametrize("size", [2**62, 2**31])
+def test_a_giant_header_is_refused(size, hostile):
+    (hostile / "model.safetensors").write_bytes(struct.pack("<Q", size) + b"{" + b" " * 1000)
+    forge(hostile)
+    with pytest.raises(ValueError, match="is no safetensors file"):
+        TensorFile(verify(hostile).folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"losses": "x"}, {"losses": []}, {"best": 1}, {"logged_step": None}, {"train_s": "0"}, {"step": 3}],
+)
+def test_a_state_that_no_run_has_written(change, hostile, tmp_path):
+    from common.checkpoint.format import Checkpoint
+
+    state = json.loads((hostile / "state.json").read_text()) | change
+    (hostile / "state.json").write_text(json.dumps(state))
+    with pytest.raises(ValueError, match="is no state"):
+        Checkpoint(hostile, {"step": 24}).state()
+
+
+# --- Retention
+
+
+def test_no_link_is_followed_when_checkpoints_are_removed(straight, tmp_path, capsys):
+    """A user has moved an old checkpoint to another disk, and left a link."""
+    parent, elsewhere = tmp_path / "checkpoints", tmp_path / "elsewhere"
+    shutil.copytree(straight[0] / "checkpoints", parent)
+    shutil.copytree(straight[0] / "checkpoints", elsewhere)
+    kept = sorted(elsewhere.rglob("*"))
+    for name in (".step_00000004.old", ".step_00000008.tmp", "step_00000004"):
+        (parent / name).symlink_to(elsewhere)
+    tidy(parent)
+    remove(parent / "step_00000004")
+    said = f"{parent}/step_00000004 is a link to {elsewhere}: the link is removed, not what it leads to"
+    assert said in capsys.readouterr().out
+    assert sorted(path.name for path in parent.iterdir()) == sorted(
+        path.name for path in (straight[0] / "checkpoints").iterdir()
+    )
+    (parent / f".{LAST}.tmp").symlink_to(elsewhere)
+    (parent / f"damaged_{LAST}").symlink_to(elsewhere)
+    damage(parent / LAST / "state.json", "emptied")
+    assert newest(parent, lambda: None, print).step == 20
+    commit(parent, 24, {}, {}, {})
+    assert (parent / LAST / MANIFEST).exists()
+    assert sorted(elsewhere.rglob("*")) == kept
+
+
+def test_a_run_prunes_past_a_link(tmp_path):
+    """A checkpoint was moved to another disk; two links lead nowhere."""
+    words = [*HELLO, "--output_dir", tmp_path / "run"]
+    warm.run([*words, "--max_steps", "8"], tmp_path / "log")
+    parent = tmp_path / "run" / "checkpoints"
+    (parent / "step_00000004").rename(tmp_path / "moved")
+    (parent / "step_00000004").symlink_to(tmp_path / "moved")
+    (parent / "step_00000016").symlink_to(tmp_path / "gone")
+    (parent / "step_00000002").symlink_to(tmp_path / "gone")
+    output = warm.run(words, tmp_path / "log")
+    assert "continuing at step 8" in output
+    assert "checkpoint of step 16 is damaged" in output
+    for step in (2, 4):
+        assert output.count(f"step_{step:08d} is a link to") == 1
+    assert verify(latest(tmp_path / "run")).step == 24
+    assert (tmp_path / "moved" / MANIFEST).exists()
+    assert not any(path.is_symlink() for path in parent.glob("step_*"))
+
+
+def test_best_the_last_two_and_every_so_many_are_kept():
+    assert to_keep([4, 8, 12, 16, 20], best=8, every=None) == {8, 16, 20}
+    assert to_keep([4, 8, 12, 16, 20], best=20, every=12) == {12, 16, 20}
+    assert to_keep([4], best=None, every=None) == {4}
+
+
+def test_a_run_keeps_them(straight):
+    kept = sorted(path.name for path in (straight[0] / "checkpoints").glob("step_*"))
+    best = json.loads((straight[0] / "checkpoints" / "index.json").read_text())["best"]
+    assert kept == sorted({best, "step_00000020", LAST})
+    assert result(straight[0])["best_checkpoint"] == f"checkpoints/{best}"

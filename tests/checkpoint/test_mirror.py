@@ -1,0 +1,340 @@
+"""Checkpoints in S3: a real server, real faults before it, and a training that none of them stops.
+
+These trainings take less time than an upload, and only the newest checkpoint waits for its turn: what the
+bucket holds in the end is known, what it holds in between is not.
+"""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from common.checkpoint.format import MANIFEST, steps_in, verify
+from common.system.s3 import ObjectStore
+from tests.checkpoint.test_checkpoints import HELLO, LAST, start_and_wait, straight  # noqa: F401
+from tests.checkpoint.test_resume import without_times
+from tests.conftest import Job, full, latest, lines, metrics, mutate, python, result, run, tensors, torchrun
+from tests.support.s3 import BUCKET, SECRET, aws_env, s3, s3_proxy  # noqa: F401 (fixtures)
+
+
+class Bucket:
+    """A prefix of the test's own, seen through the proxy by the training and directly by the test."""
+
+    def __init__(self, name: str, server: str, proxy, monkeypatch):
+        self.url, self.proxy = f"s3://{BUCKET}/{name}", proxy
+        for key, value in aws_env(server).items():
+            monkeypatch.setenv(key, value)
+        self.env = aws_env(proxy.endpoint)
+        self.store = ObjectStore(self.url)
+
+    def steps(self) -> list[int]:
+        """Committed ones."""
+        keys = self.store.list("checkpoints/")
+        return sorted(int(key.split("/")[1][5:]) for key in keys if key.endswith(MANIFEST))
+
+    def words(self, folder: Path, *flags) -> list:
+        return [*python(), *HELLO, "--s3", self.url, "--output_dir", folder, *flags]
+
+
+@pytest.fixture
+def bucket(s3, s3_proxy, monkeypatch, request):  # noqa: F811
+    name = f"{request.node.name.replace('[', '-').replace(']', '').replace(' ', '-')}-{time.time_ns()}"
+    return Bucket(name, s3, s3_proxy, monkeypatch)
+
+
+@pytest.fixture
+def impatient(project_copy):
+    """The project's code with shorter waits for a store that does not answer."""
+    mutate(project_copy, "common/system/s3.py", "READ_S = 15", "READ_S = 5")
+    mutate(project_copy, "common/system/s3.py", "ATTEMPTS = 4", "ATTEMPTS = 2")
+    return project_copy
+
+
+def assert_same_end(folder: Path, reference: Path) -> None:
+    assert latest(folder).name == latest(reference).name == LAST
+    assert without_times(metrics(folder)) == without_times(metrics(reference))
+    ours, theirs = tensors(latest(folder)), tensors(latest(reference))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_a_fresh_machine_goes_on_from_the_bucket(bucket, straight, tmp_path):  # noqa: F811
+    run(bucket.words(tmp_path / "first", "--max_steps", "14"), env=bucket.env)
+    assert bucket.steps()[-1] == 14
+    assert set(bucket.steps()) <= set(steps_in(tmp_path / "first" / "checkpoints"))
+    index = json.loads(bucket.store.read("checkpoints/index.json"))
+    assert index == {"latest": "step_00000014", "best": index["best"]}
+    assert json.loads(bucket.store.read("result.json"))["uploaded"] is True
+    status, output = Job(bucket.words(tmp_path / "other", "--lr", "0.1"), env=bucket.env).wait()
+    assert status == 1
+    assert "is of another recipe (its lr is 0.01, here 0.1)" in output
+    output = run(bucket.words(tmp_path / "second"), env=bucket.env)
+    assert "downloading the checkpoint of step 14" in output
+    assert "continuing at step 14" in output
+    log = metrics(tmp_path / "second")  # its beginning was in the bucket
+    assert [line["step"] for line in log if "train/loss" in line] == [*range(1, 25)]
+    (telemetry,) = (tmp_path / "second").glob("telemetry-*.jsonl")
+    assert sum("host" in line for line in lines(telemetry)) == 2, "what the first one saw is lost"
+    assert bucket.store.list("telemetry-") == [telemetry.name]
+    assert bucket.store.read(telemetry.name) == telemetry.read_bytes()
+    ours, theirs = tensors(latest(tmp_path / "second")), tensors(latest(straight[0]))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    best = int(result(tmp_path / "second")["best_checkpoint"][-8:])
+    assert {best, 24} <= set(bucket.steps())
+    assert len(bucket.steps()) <= 3
+    status, output = Job(bucket.words(tmp_path / "third"), env=bucket.env).wait()
+    assert status == 1
+    assert "holds a run already, which is finished" in output
+
+
+def test_the_first_machine_returns_with_an_old_folder(bucket, straight, tmp_path):  # noqa: F811
+    """What another one has logged meanwhile is in its files, too, and stays in the bucket."""
+    for folder, steps in (("first", "8"), ("second", "16"), ("first", "24")):
+        output = run(bucket.words(tmp_path / folder, "--max_steps", steps), env=bucket.env)
+    assert "continuing at step 16" in output
+    assert without_times(metrics(tmp_path / "first")) == without_times(metrics(straight[0]))
+    (telemetry,) = (tmp_path / "first").glob("telemetry-*.jsonl")
+    assert sum("host" in line for line in lines(telemetry)) == 3
+    for file in (tmp_path / "first" / "metrics.jsonl", telemetry):
+        assert bucket.store.read(file.name) == file.read_bytes()
+    assert not list((tmp_path / "first").glob(".*.part"))
+    assert not (tmp_path / "first" / "confusion.json").exists(), "nobody wrote one"
+
+
+def test_bursts_slow_answers_and_cuts_are_got_over(bucket, straight, tmp_path):  # noqa: F811
+    proxy = bucket.proxy
+    proxy.fail(status=503, times=3, method="PUT", path=".*optimizer")
+    proxy.fail(status=500, code="InternalError", times=2, method="PUT", path=".*manifest")
+    proxy.cut_upload(1000, path=".*model")
+    proxy.delay(1.0, times=1, method="PUT", path=".*state")
+    output = run(bucket.words(tmp_path / "run", "--max_steps", "12"), env=bucket.env)
+    assert "is not in s3://" not in output
+    assert bucket.steps()[-1] == 12
+    assert sum(proxy.faults.values()) == 3 + 2 + 1 + 1, proxy.faults
+    proxy.cut_download(500, times=2, method="GET", path=".*optimizer")
+    proxy.fail(status=503, times=2, method="GET", path=".*model")
+    run(bucket.words(tmp_path / "fresh"), env=bucket.env)
+    assert sum(proxy.faults.values()) == 7 + 2 + 2, proxy.faults
+    ours, theirs = tensors(latest(tmp_path / "fresh")), tensors(latest(straight[0]))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_killed_between_data_and_manifest(bucket, straight, tmp_path):  # noqa: F811
+    words = bucket.words(tmp_path / "run")
+    job = None
+
+    def kill() -> bool:
+        job.process.send_signal(signal.SIGKILL)
+        job.process.wait()
+        return True
+
+    run([*words, "--max_steps", "8"], env=bucket.env)
+    bucket.proxy.on("PUT", ".*/step_000000(12|16|20|24)/manifest.json", kill)
+    job = Job(words, env=bucket.env)
+    assert job.wait()[0] == -signal.SIGKILL
+    new = [key for key in bucket.store.list("checkpoints/step_") if key.split("/")[1] > "step_00000008"]
+    assert len(new) == 3, "the data is there"
+    assert bucket.steps()[-1] == 8, "without its manifest it is no checkpoint"
+    assert verify(tmp_path / "run" / "checkpoints" / new[0].split("/")[1])
+    # another machine knows of step 8 alone; its lock is that of a dead process of this one
+    output = run(bucket.words(tmp_path / "elsewhere", "--max_steps", "9"), env=bucket.env)
+    assert "continuing at step 8" in output
+    assert "which is dead: taken over" in output
+    # this one has more on its disk, and finishes the upload
+    output = run(words, env=bucket.env)
+    assert "continuing at step" in output
+    assert bucket.steps()[-1] == 24
+    assert_same_end(tmp_path / "run", straight[0])
+
+
+def test_killed_in_the_last_upload(bucket, tmp_path):
+    words, job = bucket.words(tmp_path / "run", "--max_steps", "4"), None
+
+    def kill() -> bool:
+        job.process.send_signal(signal.SIGKILL)
+        job.process.wait()
+        return True
+
+    bucket.proxy.on("PUT", ".*/step_00000004/manifest.json", kill)
+    job = Job(words, env=bucket.env)
+    assert job.wait()[0] == -signal.SIGKILL
+    assert 4 not in bucket.steps()
+    run(words, env=bucket.env)
+    assert bucket.steps()[-1] == 4
+    assert result(tmp_path / "run")["uploaded"] is True
+
+
+def test_a_black_hole_stops_no_training(bucket, impatient, straight, tmp_path):  # noqa: F811
+    """It opens with the second upload, which is made up for when the same command is started again."""
+    words = bucket.words(tmp_path / "run")
+    run([*words, "--max_steps", "4"], env=bucket.env)
+    bucket.proxy.on("PUT", ".*/step_.*", lambda: bucket.proxy.black_hole(times=None))
+    output = run(words, env=bucket.env, cwd=impatient)
+    assert bucket.proxy.faults["black_hole"] >= 2
+    assert "is not in s3://" in output
+    assert "it is safe on the disk" in output
+    assert_same_end(tmp_path / "run", straight[0])
+    assert result(tmp_path / "run")["status"] == "finished"
+    assert result(tmp_path / "run")["uploaded"] is False
+    assert bucket.steps() == [4]
+    bucket.proxy.clear()
+    output = run(words, env=bucket.env, cwd=impatient)
+    assert "continuing at step 24" in output
+    assert bucket.steps()[-1] == 24
+    assert result(tmp_path / "run")["uploaded"] is True
+    status, output = Job(words, env=bucket.env).wait()
+    assert status == 1
+    assert "which is finished" in output
+
+
+def test_credentials_that_expire_in_the_middle(bucket, tmp_path):
+    run(bucket.words(tmp_path / "run", "--max_steps", "8"), env=bucket.env)
+    bucket.proxy.on("PUT", ".*/step_.*", bucket.proxy.expire_credentials)
+    output = run(bucket.words(tmp_path / "run"), env=bucket.env)
+    assert "the credentials have expired: renew them" in output
+    assert SECRET not in output
+    assert result(tmp_path / "run")["status"] == "finished"
+    assert bucket.steps()[-1] == 8
+
+
+@pytest.mark.parametrize("trouble", ["expired", full("no bucket"), full("no credentials")])
+def test_what_would_fail_later_fails_at_once(trouble, bucket, tmp_path):
+    words, env = bucket.words(tmp_path / "run"), dict(bucket.env)
+    if trouble == "expired":
+        bucket.proxy.expire_credentials()
+    elif trouble == "no bucket":
+        words[words.index("--s3") + 1] = "s3://no-such-bucket/prefix"
+    else:
+        env |= {"AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": ""}
+    status, output = Job(words, env=env).wait()
+    assert status == 1
+    assert output.count("error: ") == 1, output
+    assert "Traceback" not in output
+    expected = {
+        "expired": "the credentials have expired",
+        "no bucket": "there is no bucket of this name",
+        "no credentials": "there are no credentials",
+    }
+    assert expected[trouble] in output
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+    assert SECRET not in output
+
+
+def test_a_store_without_conditional_writes(bucket, tmp_path):
+    bucket.proxy.refuse_conditional_writes()
+    bucket.proxy.refuse_checksums()
+    bucket.proxy.refuse_bulk_delete()
+    output = run(bucket.words(tmp_path / "run"), env=bucket.env)
+    assert output.count("are not kept apart") == 1
+    assert "is not in s3://" not in output
+    assert bucket.steps()[-1] == 24
+
+
+def test_a_prefix_has_one_owner(bucket, tmp_path):
+    long = ["--data_size", "6400", "--epochs", "3000", "--log_every", "50"]
+    job = start_and_wait(bucket.words(tmp_path / "run", *long)[:-6] + long, tmp_path / "run", env=bucket.env)
+    words = [*bucket.words(tmp_path / "other")[:-2], *long, "--output_dir", tmp_path / "other"]
+    status, output = Job(words, env=bucket.env).wait()
+    assert status == 1
+    assert f"{bucket.url} belongs to a run that goes on: process {job.process.pid} on host" in output
+    job.process.send_signal(signal.SIGTERM)
+    status, output = job.wait()
+    assert status == 75, output
+    assert "owner.json" not in bucket.store.list()
+
+
+@pytest.mark.parametrize("how", ["truncated", full("one bit flipped"), full("deleted")])
+def test_damage_in_the_bucket_is_found(how, bucket, tmp_path):
+    run(bucket.words(tmp_path / "run", "--max_steps", "8"), env=bucket.env)
+    run(bucket.words(tmp_path / "run", "--max_steps", "12"), env=bucket.env)
+    key = "checkpoints/step_00000012/optimizer.safetensors"
+    content = bucket.store.read(key)
+    if how == "deleted":
+        bucket.store.delete([key])
+    elif how == "truncated":
+        bucket.store.write(key, content[:-1])
+    else:
+        bucket.store.write(key, content[:-9] + bytes([content[-9] ^ 1]) + content[-8:])
+    output = run(bucket.words(tmp_path / "fresh", "--max_steps", "13"), env=bucket.env)
+    assert "checkpoint of step 12 is damaged" in output
+    assert "continuing at step 8" in output
+    assert not list((tmp_path / "fresh" / "checkpoints").glob(".*"))
+    assert bucket.steps()[-1] == 13
+    assert "is damaged" not in run(bucket.words(tmp_path / "again"), env=bucket.env)
+
+
+@pytest.mark.full
+def test_an_intact_copy_in_the_bucket_replaces_a_damaged_one(bucket, tmp_path):
+    words = bucket.words(tmp_path / "run", "--max_steps", "12")
+    run(words, env=bucket.env)
+    for folder in (tmp_path / "run" / "checkpoints").glob("step_*"):
+        (folder / "model.safetensors").write_bytes(b"")
+    output = run([*words, "--max_steps", "13"], env=bucket.env)
+    assert "is damaged" in output
+    assert "downloading the checkpoint of step 12" in output
+    assert "continuing at step 12" in output
+
+
+def test_what_is_no_checkpoint_stays_in_the_bucket(bucket, tmp_path):
+    for key in ("checkpoints/step_00000004_backup/model.safetensors", "notes.txt"):
+        bucket.store.write(key, b"mine")
+    run(bucket.words(tmp_path / "run"), env=bucket.env)
+    assert {"checkpoints/step_00000004_backup/model.safetensors", "notes.txt"} <= set(bucket.store.list())
+
+
+@pytest.mark.full
+def test_resume_from_a_prefix_of_another_run(bucket, tmp_path):
+    run(bucket.words(tmp_path / "run", "--max_steps", "12"), env=bucket.env)
+    words = [*python(), *HELLO, "--resume", bucket.url, "--output_dir", tmp_path / "new"]
+    assert "continuing at step 12" in run(words, env=bucket.env)
+    assert bucket.steps()[-1] == 12
+    made = json.loads((tmp_path / "new" / "checkpoints" / "index.json").read_text())
+    assert (tmp_path / "new" / "checkpoints" / made["best"]).is_dir(), "its best is one of its own"
+    status, output = Job([*words[:-2], "--resume", f"{bucket.url}/nothing"], env=bucket.env).wait()
+    assert status == 1
+    assert "holds no checkpoint" in output
+
+
+def test_no_secret_anywhere(bucket, tmp_path):
+    """In no output, file, checkpoint, object, tracker's file or process list."""
+    canary = "canary-of-another-service"
+    env = bucket.env | {"WANDB_API_KEY": canary * 2, "HF_TOKEN": canary, "WANDB_MODE": "offline"}
+    flags = [
+        "--trackers",
+        "tensorboard,wandb",
+        "--epochs",
+        "60",
+        "--checkpoint_every",
+        "40",
+        "--s3",
+        bucket.url,
+    ]
+    words = [*torchrun(2), *HELLO, *flags, "--output_dir", tmp_path / "run"]
+    job = Job(words, env=env)
+    seen = 0
+    while job.process.poll() is None:
+        for process in psutil.process_iter():
+            try:
+                line = " ".join(process.cmdline())
+            except psutil.Error:
+                continue
+            seen += "train_hello.py" in line
+            assert SECRET not in line
+            assert canary not in line
+        time.sleep(0.2)
+    status, output = job.wait()
+    assert status == 0, output
+    assert seen > 3
+    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert any("wandb" in str(path) for path in files)
+    contents = [output.encode(), *(path.read_bytes() for path in files)]
+    contents += [bucket.store.read(key, limit=2**24) for key in bucket.store.list()]
+    assert len(contents) > 20
+    for content in contents:
+        assert SECRET.encode() not in content
+        assert canary.encode() not in content
+    assert os.environ["AWS_SECRET_ACCESS_KEY"] == SECRET

@@ -1,0 +1,248 @@
+"""Any optimizer: all of its state is saved and restored, under every strategy, or the run is refused."""
+
+import json
+import re
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import timm.optim
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from common.checkpoint.optimizer_trial import try_out
+from common.distributed.layout import Layout, _Zero
+from tests.conftest import Job, accelerate, latest, mutate, python, run, tensors
+
+STRATEGIES = ("ddp", "fsdp", "zero2", "zero3")
+CASES = ["adamw", "amsgrad", "adamw_first_without_gradient", "sgd", "sgd_momentum", "lion", "lamb", "nadam"]
+CASES += ["adafactor", "adafactor_unfactored", "muon", "lookahead", "schedule_free", "adamw_older"]
+CASES += ["sgd_older"]
+NOT_FLAT = dict.fromkeys(("lamb", "adafactor", "adafactor_unfactored"), "depends on the whole parameter")
+NOT_FLAT |= {"muon": "Param gradient must be a 2D matrix", "lookahead": "group by group"}
+LAUNCHERS = {
+    "single": python(),
+    "ddp": accelerate("ddp_2gpu"),
+    "fsdp": accelerate("fsdp_2gpu"),
+    "zero2": accelerate("zero2_2gpu"),
+    "zero3": accelerate("zero3_4gpu", "--num_processes", "2"),
+}
+REFUSED = {
+    "single": {},
+    "ddp": {"adamw_first_without_gradient": "every trained parameter needs a gradient .* first had none"},
+    "fsdp": {"adafactor": "placement", "muon": "depends on the whole parameter"},
+    "zero2": NOT_FLAT,
+    "zero3": NOT_FLAT | {"schedule_free": "ZeRO-3 steps it several times"},
+}
+
+
+def compared(strategy: str, folder: Path, cases: list[str]) -> None:
+    """Trains with each optimizer. All that is not refused resumes bit for bit."""
+    words = [*LAUNCHERS[strategy], "-m", "tests.support.optimizers", folder, "--only", ",".join(cases)]
+    run(words, env={"PYTHONWARNINGS": "ignore"})
+    for case in cases:
+        if case in REFUSED[strategy]:
+            assert re.search(REFUSED[strategy][case], (folder / case / "refused").read_text()), case
+            continue
+        straight, resumed = (latest_of(folder / case / way) for way in ("straight", "resumed"))
+        assert_equal(tensors(straight), tensors(resumed), case)
+        assert state(straight) == state(resumed), case
+        moved = max(
+            (t - tensors(straight)[n]).abs().max() for n, t in weights(folder / case / "half").items()
+        )
+        assert moved > 1e-4, case  # the second half trains
+
+
+def latest_of(folder: Path) -> Path:
+    return sorted(folder.glob("step_*"))[-1]
+
+
+def weights(folder: Path) -> dict[str, Tensor]:
+    return {f"model:{name}": t for name, t in load_file(latest_of(folder) / "model.safetensors").items()}
+
+
+def state(checkpoint: Path) -> dict:
+    return json.loads((checkpoint / "state.json").read_text())["optimizer"]
+
+
+def assert_equal(ours: dict[str, Tensor], theirs: dict[str, Tensor], case: str) -> None:
+    assert ours.keys() == theirs.keys(), case
+    for name, tensor in ours.items():
+        assert torch.equal(tensor, theirs[name]), (case, name)
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("optimizers") / "single"
+    compared("single", folder, CASES)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("strategy", "cases"),
+    [
+        pytest.param("fsdp", ["lamb", "muon"], id="fsdp-two"),
+        *(
+            pytest.param(strategy, CASES, id=f"{strategy}-all", marks=pytest.mark.full)
+            for strategy in STRATEGIES
+        ),
+    ],
+)
+def test_an_optimizer_resumes_and_trains_as_on_one_process_or_is_refused(strategy, cases, single, tmp_path):
+    compared(strategy, tmp_path, cases)
+    for case in set(cases) - REFUSED[strategy].keys():
+        ours, theirs = (tensors(latest_of(folder / case / "straight")) for folder in (tmp_path, single))
+        assert ours.keys() >= theirs.keys()  # ZeRO has zeros for a parameter that never had a gradient
+        for name, tensor in theirs.items():
+            torch.testing.assert_close(ours[name], tensor, atol=1e-5, rtol=0, msg=f"{case} {name}")
+
+
+def test_the_files_have_all_state(single):
+    def kept(case: str) -> tuple[set[str], dict, list]:
+        checkpoint = latest_of(single / case / "straight")
+        names = {name.rpartition("/")[2] for name in load_file(checkpoint / "optimizer.safetensors")}
+        return names, state(checkpoint)["scalars"]["head.weight"], state(checkpoint)["groups"]
+
+    step = {"dtype": "F32", "value": 10.0}
+    assert kept("adamw") == ({"exp_avg", "exp_avg_sq"}, {"step": step}, [{}, {}])
+    assert kept("lamb") == ({"exp_avg", "exp_avg_sq"}, {}, [{"step": step}, {"step": step}])
+    assert kept("adafactor") == ({"row_var", "col_var", "variance"}, {"step": step}, [{}, {}])
+    assert kept("nadam")[1].keys() == {"step", "mu_product"}
+    assert kept("lookahead")[0] == {"exp_avg", "exp_avg_sq", "lookahead_slow_buff"}
+    assert kept("schedule_free")[2][0].keys() == {"k", "weight_sum"}
+    without = latest_of(single / "adamw_first_without_gradient" / "straight")
+    assert "first" not in {n.partition("/")[0] for n in load_file(without / "optimizer.safetensors")}
+    manifest = json.loads((without / "manifest.json").read_text())
+    assert manifest["optimizer"]["state"] == ["exp_avg", "exp_avg_sq", "step"]
+    assert manifest["optimizer"]["class"].endswith("AdamW")
+
+
+def test_another_optimizer_is_refused_or_starts_afresh(tmp_path, project_copy):
+    flags = ["--checkpoint_every", "10", "--trackers", "none", "--telemetry_s", "0", "--max_steps"]
+    words = [*python(), "train_hello.py", "--output_dir", tmp_path, *flags]
+    run([*words, "10"])
+    mutate(project_copy, "train_hello.py", "torch.optim.AdamW(", "torch.optim.SGD(")
+    status, output = Job([*words, "20"], cwd=project_copy).wait()
+    assert status == 1
+    assert "has the state of torch.optim.adamw.AdamW (exp_avg, exp_avg_sq, step)" in output
+    assert "--allow_changed optimizer to start its state afresh" in output
+    assert "Traceback" not in output
+    output = run([*words, "20", "--allow_changed", "optimizer"], cwd=project_copy)
+    assert "the optimizer's state starts afresh" in output
+    assert "continuing at step 10" in output
+    assert not load_file(latest(tmp_path) / "optimizer.safetensors")  # SGD without momentum
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("strategy", "old", "new", "message"),
+    [
+        (
+            "fsdp",
+            "torch.optim.AdamW(",
+            "torch.optim.Adafactor(",
+            "error: the optimizer torch.optim.Adafactor can't be used on FSDP2's shards: a trial step ended",
+        ),
+        (
+            "ddp",
+            "self.head = nn.Linear(hidden_size, 1)\n",
+            "self.head, self.unused = nn.Linear(hidden_size, 1), nn.Parameter(torch.ones(3))\n",
+            "error: under DDP every trained parameter needs a gradient in each step, and unused had none",
+        ),
+    ],
+    ids=["fsdp", "ddp"],
+)
+def test_a_refusal_is_one_line(strategy, old, new, message, project_copy, tmp_path):
+    mutate(project_copy, "train_hello.py", old, new)
+    words = [*LAUNCHERS[strategy], "train_hello.py", "--trackers", "none", "--output_dir", tmp_path / "run"]
+    status, output = Job(words, cwd=project_copy).wait()
+    assert status == 1
+    assert output.count(message) == 1, output
+    assert not list(tmp_path.glob("run/checkpoints/*"))
+
+
+# --- In this process
+
+
+class Flat(Layout):
+    """Gives the optimizer flat partitions, as ZeRO does."""
+
+    parts, is_flat, arrangements = "flat partitions", True, _Zero.arrangements
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (torch.optim.AdamW, None),
+        (torch.optim.NAdam, None),
+        (torch.optim.RAdam, None),
+        (torch.optim.RMSprop, None),
+        (timm.optim.Lion, None),
+        (timm.optim.Lamb, "depends on the whole parameter"),
+        (partial(timm.optim.Lars, always_adapt=True), "depends on the whole parameter"),
+        (torch.optim.Adafactor, "depends on the whole parameter"),
+        (timm.optim.Muon, "depends on the whole parameter"),
+        (torch.optim.Adagrad, "makes its state before its first step"),
+    ],
+)
+def test_flat_partitions_are_for_optimizers_that_update_each_element_by_itself(make, reason):
+    model = nn.Sequential(nn.Conv2d(3, 5, 3), nn.Linear(7, 11))
+    layout = Flat(model, SimpleNamespace(optimizer=make(model.parameters(), lr=0.01)))
+    if reason is None:
+        assert try_out(layout).state_names()
+    else:
+        with pytest.raises(ValueError, match=reason):
+            try_out(layout)
+
+
+class Listing(torch.optim.SGD):
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            self.state[p].setdefault("history", []).append(p.grad)
+
+
+class Counting(torch.optim.SGD):
+    calls = 0
+
+    def step(self, closure=None):
+        super().step(closure)
+        self.calls += 1
+
+
+class WithMoreState(torch.optim.SGD):
+    def state_dict(self):
+        return super().state_dict() | {"generator": 0}
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (torch.optim.LBFGS, "a trial step ended with TypeError"),
+        (Listing, "its state history is a list"),
+        (Counting, "it keeps calls outside of its state_dict()"),
+        (WithMoreState, "its state_dict() has more than"),
+    ],
+)
+def test_what_no_checkpoint_can_hold_is_refused_before_the_first_step(kind, reason):
+    model = nn.Linear(3, 2)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(ValueError, match=re.escape(reason)) as refusal:
+        try_out(Layout(model, SimpleNamespace(optimizer=kind(model.parameters(), lr=0.1))))
+    assert kind.__name__ in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+    assert_equal(model.state_dict(), before, "the trial changes nothing")
+
+
+def test_a_trial_changes_nothing_and_knows_what_the_optimizer_keeps():
+    model = nn.Sequential(nn.Linear(300, 200), nn.LayerNorm(200))
+    model.scale = nn.Parameter(torch.ones(()))
+    optimizer = torch.optim.Adagrad(model.parameters(), initial_accumulator_value=0.5)
+    layout = Layout(model, SimpleNamespace(optimizer=optimizer))
+    trial = try_out(layout)
+    assert trial.state_names() == ["step", "sum"]
+    assert trial.shaped["0.weight"] == {"sum": torch.float32}
+    assert all((state["sum"] == 0.5).all() for state in optimizer.state.values())
+    assert layout.changed_groups() == [{}]
+    assert all(p.grad is None for p in model.parameters())

@@ -1,0 +1,164 @@
+"""common/data/decode.py: which formats are opened, how large an image may be, and what is missing from it."""
+
+import os
+import resource
+import subprocess
+import sys
+
+import pytest
+from PIL import Image
+
+from common.data.cache import prepare
+from common.data.decode import damage, decode, jpeg_frame, open_image
+from common.prepare.recode import recoded
+from common.prepare.source import Batch, Place, RawImage
+from tests.conftest import ROOT, run
+from tests.data.test_images import encode, picture
+from tests.scripts.test_prep_imagenet import class_folders, fails, prep
+
+pytestmark = pytest.mark.filterwarnings("ignore:The image decoding and encoding:DeprecationWarning")
+
+EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n0 0 9 9 rectfill\n%%EOF\n"
+
+
+def header_alone(side: int, options: dict) -> bytes:
+    """A JPEG of side x side pixels by its header, and an end marker in the place of its scan."""
+    data = encode(Image.new("RGB", (16, 16)), **options)
+    at = next(i for i in range(len(data)) if data[i] == 0xFF and data[i + 1] in (0xC0, 0xC2))
+    edges = side.to_bytes(2) * 2
+    return data[: at + 5] + edges + data[at + 9 : data.index(b"\xff\xda") + 14] + b"\xff\xd9"
+
+
+def half(jpeg: bytes) -> bytes:
+    """Its first half and an end marker: no decoder raises for it."""
+    return jpeg[: len(jpeg) // 2] + b"\xff\xd9"
+
+
+def one_image(data: bytes, name: str = "a.jpg") -> list[Batch]:
+    return [Batch("here", [RawImage("cat", name, "a", 0, data)], len(data), Place())]
+
+
+@pytest.mark.parametrize("opener", [decode, open_image, lambda data: list(recoded(one_image(data), 8, 90))])
+def test_postscript_starts_no_interpreter(opener, tmp_path, monkeypatch):
+    """EPS bytes, whatever the file is called: PIL hands them to the `gs` on the PATH when it is asked to."""
+    marker = tmp_path / "started"
+    (tmp_path / "gs").write_text(f"#!/bin/sh\ntouch {marker}\n")
+    (tmp_path / "gs").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    with pytest.raises(ValueError, match="not an image of a known format"):
+        opener(EPS)
+    assert not marker.exists()
+
+
+def test_the_formats_that_are_opened():
+    for format in ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF", "PPM", "AVIF"):
+        assert decode(encode(picture(), format)).shape == (32, 32, 3)
+    for format in ("PCX", "TGA", "ICO", "SGI", "DDS"):
+        with pytest.raises(ValueError, match="not an image of a known format"):
+            decode(encode(picture(), format))
+
+
+@pytest.mark.parametrize("options", [{}, {"progressive": True}, {"subsampling": "4:2:0"}], ids=str)
+def test_few_bytes_are_not_decoded_to_many_pixels(options):
+    """330 bytes of JPEG are 20,000 x 20,000 pixels to libjpeg. Under a limit below what they would take."""
+    for side in (20_000, 9_000):
+        data = header_alone(side, options)
+        assert len(data) < 700
+        assert jpeg_frame(data)[:2] == (side, side)
+        for read in (decode, open_image, lambda data: list(recoded(one_image(data), 8, 90))):
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            with pytest.raises(ValueError, match=f"{side:,} x {side:,} pixels"):
+                read(data)
+            assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50 * 1024  # KiB
+
+
+def test_whole_jpegs_are_taken_for_whole(photographs):
+    files = sorted(photographs.glob("*.JPEG"))
+    assert len(files) == 100
+    for file in files:
+        assert damage(file.read_bytes()) is None
+    for options in (
+        {"progressive": True},
+        {"subsampling": "4:4:4"},
+        {"restart_marker_rows": 1},
+        {"quality": 1},
+    ):
+        assert damage(encode(picture(width=61, height=47), **options)) is None
+    for image in (picture().convert("L"), picture().convert("CMYK"), Image.new("RGB", (999, 1))):
+        data = encode(image)
+        assert damage(data) is None
+        decode(data)
+    assert damage(encode(picture(), "PNG")) is None
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"progressive": True}, {"restart_marker_rows": 1}, {"mode": "CMYK"}], ids=str
+)
+def test_half_a_jpeg_with_an_end_marker(options):
+    options = dict(options)
+    whole = encode(picture(width=256, height=256).convert(options.pop("mode", "RGB")), quality=95, **options)
+    for part in (half(whole), whole[: len(whole) * 9 // 10] + b"\xff\xd9"):
+        decode(part)  # no decoder raises
+        assert damage(part)
+
+
+def test_half_a_jpeg_is_reported_where_a_cache_is_made(tmp_path):
+    folders = {
+        f"{s}/{c}/{i}.jpg": encode(picture(i)) for s in ("train", "val") for c in "ab" for i in range(9)
+    }
+    folders["train/b/4.jpg"] = half(folders["train/b/4.jpg"])
+    data = class_folders(tmp_path / "data", folders)
+    with pytest.raises(ValueError, match="1 of 36 images can't be decoded") as error:
+        prepare(str(data), tmp_path / "cache", show_progress=False)
+    assert "train/b/4.jpg: " in str(error.value)
+
+
+def test_half_a_jpeg_is_reported_by_prep_imagenet(tmp_path):
+    folders = {
+        f"{s}/{c}/{i}.jpg": encode(picture(i)) for s in ("train", "val") for c in "ab" for i in range(3)
+    }
+    folders["train/b/2.jpg"] = half(folders["train/b/2.jpg"])
+    words = [
+        "--from",
+        "folder",
+        "--data",
+        class_folders(tmp_path / "data", folders),
+        "--out",
+        tmp_path / "out",
+    ]
+    message = fails(*words)
+    assert "2.jpg can't be decoded: " in message
+    assert "--no_verify" in message
+    run(prep(*words, "--no_verify"))
+    assert (tmp_path / "out" / "manifest.json").exists()
+
+
+def test_eight_bombs_in_a_data_set(tmp_path):
+    """A training on them ends in one line, within 1 GiB of memory beside what it has at its start."""
+    folders = {
+        f"{s}/{c}/{i}.jpg": encode(picture(i)) for s in ("train", "val") for c in "ab" for i in range(4)
+    }
+    folders |= {f"train/b/bomb{i}.jpg": header_alone(20_000, {}) for i in range(8)}
+    data = class_folders(tmp_path / "data", folders)
+    code = (
+        "import resource, sys, torch\n"
+        "from common.data.cache import prepare\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "try: prepare(sys.argv[1], sys.argv[2])\n"
+        "except ValueError as error: print(error)\n"
+        "print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)\n"
+    )
+    words = [sys.executable, "-c", code, data, tmp_path / "cache"]
+    output = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True).stdout
+    assert "8 of 24 images can't be decoded" in output
+    assert int(output.splitlines()[-1]) < 1024
+
+
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+def test_pictures_of_other_formats_are_read_from_their_header_first(monkeypatch):
+    data = encode(Image.new("L", (9_500, 9_500)), "PNG", compress_level=1)
+    monkeypatch.setattr(Image.Image, "load", lambda self: pytest.fail("decoded"))
+    with pytest.raises(ValueError, match="decompression bomb"):
+        open_image(data)
+    with pytest.raises(ValueError, match="decompression bomb"):
+        decode(data)

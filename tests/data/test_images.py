@@ -1,0 +1,826 @@
+"""common/data/images.py: every kind of data, the cache under kills and races, decoding, order, bad input."""
+
+import errno
+import io
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from PIL import Image, ImageOps
+
+from common.data import cache as image_cache
+from common.data import sources as image_sources
+from common.data.decode import decode
+from common.data.images import open_images, prepare
+from common.data.splits import ArraySplit, FileSplit
+from tests.conftest import ROOT, hear_ctrl_c
+
+DATA = os.environ.get("TEST_DATA_DIR")
+# for 0.29 torchvision announces that its decoders go to TorchCodec
+pytestmark = pytest.mark.filterwarnings("ignore:The image decoding and encoding:DeprecationWarning")
+
+
+def in_cache(folder: Path) -> list[Path]:
+    """What lies there beside the lock."""
+    return [path for path in folder.iterdir() if path.name != image_cache.LOCK]
+
+
+def encode(image: Image.Image, format: str = "JPEG", **options) -> bytes:
+    out = io.BytesIO()
+    image.save(out, format, **options)
+    return out.getvalue()
+
+
+def picture(seed: int = 0, width: int = 32, height: int = 32) -> Image.Image:
+    small = np.random.RandomState(seed).randint(0, 256, (4, 4, 3), np.uint8)
+    return Image.fromarray(small).resize((width, height), Image.Resampling.BILINEAR)
+
+
+def write_parquet(
+    path: Path, images: list, labels: list, names: list | None = None, columns=("img", "label")
+) -> Path:
+    features = {columns[0]: {"_type": "Image"}, columns[1]: {"names": names, "_type": "ClassLabel"}}
+    table = pa.table({columns[0]: [{"bytes": b, "path": None} for b in images], columns[1]: labels})
+    if names is not None:
+        about = {"huggingface": json.dumps({"info": {"features": features}})}
+        table = table.replace_schema_metadata(about)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(table, path)
+    return path
+
+
+def parquet_folder(root: Path, train: int = 40, val: int = 20, names=("cat", "dog"), under: str = "") -> Path:
+    for split, count, seed in (("train", train, 0), ("test", val, 1000)):
+        images = [encode(picture(seed + k), "PNG") for k in range(count)]
+        write_parquet(
+            root / under / f"{split}-00000-of-00001.parquet",
+            images,
+            [k % 2 for k in range(count)],
+            names and list(names),
+        )
+    return root
+
+
+def class_folders(root: Path, classes=("a", "b"), count: int = 4, val: str = "val", size=(32, 32)) -> Path:
+    for split in ("train", val):
+        for c in classes:
+            (root / split / c).mkdir(parents=True)
+            for k in range(count):
+                picture(k, *size).save(root / split / c / f"{k}.png")
+    return root
+
+
+def read(split: FileSplit | ArraySplit, plan: list, **options) -> tuple[torch.Tensor, torch.Tensor]:
+    options = {"device": "cpu", "train": True, "size": 48, "seed": 5, "workers": 0, **options}
+    _, _, images, labels = zip(*split.batches(iter(plan), **options), strict=True)
+    return torch.cat(images), torch.cat(labels)
+
+
+def start(script: str, *arguments, **options) -> subprocess.Popen:
+    """A Python process with the project on its path, its output in pipes."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **options.pop("env", {})}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    command = [sys.executable, "-c", script, *map(str, arguments)]
+    return subprocess.Popen(command, env=environment, preexec_fn=hear_ctrl_c, **pipes, **options)
+
+
+# Prepares in one thread, and stops between the splits until the file `go` appears.
+STALLED = """
+import sys, time
+from pathlib import Path
+from common.data import cache as image_cache
+data, cache, go = map(Path, sys.argv[1:])
+def decode(images, pixels, ids):
+    if len(images) == 20:
+        print("MIDDLE", flush=True)
+        while not go.exists():
+            time.sleep(0.05)
+    return real(images, pixels, ids)
+real, image_cache._decode, image_cache.cores = image_cache._decode, decode, lambda: 1
+print("DONE", image_cache.prepare(data, cache), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def cifar(cifar10, tmp_path_factory) -> Path:
+    """The cache of the real CIFAR-10, decoded once for this file."""
+    return prepare(str(cifar10), tmp_path_factory.mktemp("cifar"))
+
+
+@pytest.fixture(scope="module")
+def photograph_folders(photographs, tmp_path_factory) -> Path:
+    """100 photographs as class folders: train with 80, val with 20, two classes."""
+    root = tmp_path_factory.mktemp("photographs")
+    for k, path in enumerate(sorted(photographs.iterdir())):
+        folder = root / ("train" if k % 5 else "val") / f"class{k % 2}"
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, folder)
+    return root
+
+
+# The kinds of data
+
+
+def test_digits_hold_out_36_of_each_class(tmp_path):
+    images = open_images(prepare("digits", tmp_path))
+    assert images.classes == tuple("0123456789")
+    assert (len(images.train), len(images.val), images.val_name, images.mirror) == (1437, 360, "val", False)
+    assert images.train.size == (32, 32)
+    assert images.train.nbytes == 1437 * 32 * 32 * 3
+    assert np.bincount(images.val.labels).tolist() == [36] * 10
+    # the same hold-out on every machine
+    assert images.val.labels[:12].tolist() == [4, 5, 6, 9, 4, 7, 8, 9, 9, 6, 9, 9]
+    pixels, labels = read(images.train, [(0, np.array([5, 0, 5]))])
+    assert pixels.dtype == torch.uint8
+    assert pixels.shape == (3, 32, 32, 3)
+    assert labels.tolist() == images.train.labels[[5, 0, 5]].tolist()
+    assert (pixels[0] == pixels[2]).all()
+    assert (pixels[..., 0] == pixels[..., 2]).all()
+    assert pixels.max() > 240
+
+
+def test_synthetic_is_learnable_and_the_same_everywhere(tmp_path):
+    one, two = (open_images(prepare("synthetic", tmp_path / x)) for x in "ab")
+    assert (len(one.train), len(one.val), len(one.classes)) == (4096, 1024, 10)
+    assert (one.train.images == two.train.images).all()
+    train, labels = one.train.images.astype(np.float32), one.train.labels
+    means = np.stack([train[labels == c].mean(axis=0).ravel() for c in range(10)])
+    val = one.val.images.reshape(1024, -1).astype(np.float32)
+    distances = (means**2).sum(axis=1) - 2 * val @ means.T
+    assert (distances.argmin(axis=1) == one.val.labels).mean() > 0.99
+
+
+def test_cifar_equals_the_decoding_of_its_parquet_files(cifar, cifar10):
+    images = open_images(cifar)
+    assert images.classes[:2] == ("airplane", "automobile")
+    assert (len(images.train), len(images.val), images.val_name, images.mirror) == (
+        50_000,
+        10_000,
+        "test",
+        True,
+    )
+    assert images.train.nbytes == 50_000 * 3072
+    assert np.bincount(images.train.labels).tolist() == [5_000] * 10
+    rows = pq.read_table(cifar10 / "test-00000-of-00001.parquet").slice(0, 300).to_pylist()
+    for k, row in enumerate(rows):
+        expected = np.asarray(Image.open(io.BytesIO(row["img"]["bytes"])).convert("RGB"))
+        # libjpeg-turbo in both: equal today; another build may round otherwise
+        assert np.abs(images.val.images[k].astype(int) - expected).max() <= 2
+        assert images.val.labels[k] == row["label"]
+    assert json.loads((cifar / "meta.json").read_text())["kind"] == "array"
+    assert cifar.name.startswith("cifar10-")
+
+
+def test_a_second_preparation_finds_the_first_and_imports_little(cifar, cifar10):
+    script = (
+        "import sys; from pathlib import Path; from common.data.images import open_images, prepare\n"
+        "folder = prepare(sys.argv[1], Path(sys.argv[2])); open_images(folder); print(folder)\n"
+        "heavy = ('datasets', 'sklearn', 'PIL', 'torchvision', 'pyarrow', 'rich')\n"
+        "print([name for name in heavy if name in sys.modules])"
+    )
+    out, err = start(script, str(cifar10), cifar.parent).communicate(timeout=60)
+    assert out.splitlines() == [str(cifar), "[]"], err
+
+
+def test_cifar10_by_name_is_loaded_through_datasets(tmp_path, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
+    (tmp_path / "uoft-cs").mkdir()
+    if DATA:  # the first rows of the real files; load_dataset takes a local folder of this name first
+        copy = tmp_path / "uoft-cs" / "cifar10"
+        for split in ("train", "test"):
+            copy.mkdir(exist_ok=True)
+            table = pq.read_table(Path(DATA, "cifar10", f"{split}-00000-of-00001.parquet"))
+            pq.write_table(table.slice(0, 100), copy / f"{split}-00000-of-00001.parquet")
+    else:
+        copy = parquet_folder(tmp_path / "uoft-cs" / "cifar10")
+    monkeypatch.chdir(tmp_path)
+    folder = prepare("cifar10", tmp_path / "cache", show_progress=False)
+    hub, local = open_images(folder), open_images(prepare(str(copy), tmp_path / "cache", show_progress=False))
+    assert folder.name.startswith("cifar10-")
+    assert prepare("cifar10", tmp_path / "cache", show_progress=False) == folder
+    assert hub.val_name == "test"
+    assert hub.classes == local.classes
+    assert (hub.train.images == local.train.images).all()
+    assert (hub.val.labels == local.val.labels).all()
+
+
+def test_cifar10_without_network_says_what_to_do(tmp_path):
+    script = "import sys; from common.data.cache import prepare; prepare('cifar10', sys.argv[1])"
+    offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf")}
+    process = start(script, tmp_path / "cache", env=offline, cwd=tmp_path)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    last = err.strip().splitlines()[-1]
+    assert last.startswith("ValueError: --data cifar10: uoft-cs/cifar10 could not be loaded")
+    assert "--data FOLDER" in last
+    assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize("about", ["{}", '{"info": {}}', '{"info": {"features": {"label": null}}}'])
+def test_metadata_without_names_is_no_mistake(about, tmp_path):
+    with_metadata(tmp_path, about)
+    (tmp_path / "test-00000-of-00001.parquet").write_bytes(
+        (tmp_path / "train-00000-of-00001.parquet").read_bytes()
+    )
+    assert open_images(prepare(str(tmp_path), tmp_path / "cache")).classes == ("0", "1")
+
+
+def test_parquet_variants(tmp_path):
+    cache = tmp_path / "cache"
+    deeper = open_images(prepare(str(parquet_folder(tmp_path / "deeper", under="plain_text")), cache))
+    assert deeper.classes == ("cat", "dog")
+    assert len(deeper.train) == 40
+
+    root = tmp_path / "both"
+    images = [encode(picture(k)) for k in range(8)]
+    write_parquet(root / "train-0-of-2.parquet", images, [5, 7] * 4, columns=("image", "fine_label"))
+    write_parquet(root / "train-1-of-2.parquet", images[:2], [7, 7], columns=("image", "fine_label"))
+    write_parquet(root / "validation.parquet", images[:4], [7, 5, 5, 5], columns=("image", "fine_label"))
+    write_parquet(root / "test.parquet", images[:3], [-1] * 3, columns=("image", "fine_label"))
+    both = open_images(prepare(str(root), cache))
+    assert both.val_name == "val"  # preferred to test
+    assert both.classes == ("5", "7")  # no names in the files: the distinct labels
+    assert both.train.labels.tolist() == [0, 1] * 4 + [1, 1]
+    assert both.val.labels.tolist() == [1, 0, 0, 0]
+    assert (both.train.images[9] == decode(images[1])).all()
+
+
+def test_class_folders_of_one_size_become_an_array(tmp_path):
+    root = class_folders(tmp_path / "pets", val="test")
+    picture(9).save(root / "train" / "b" / "Z.JPG", quality=95)
+    (root / "train" / "b" / ".hidden.png").write_bytes(b"no image")
+    (root / "train" / "b" / "notes.txt").write_text("no image")
+    (root / "train" / ".cache").mkdir()
+    images = open_images(prepare(str(root), tmp_path / "cache"))
+    assert isinstance(images.train, ArraySplit)
+    assert images.classes == ("a", "b")
+    assert images.val_name == "test"
+    assert images.train.labels.tolist() == [0] * 4 + [1] * 5
+    assert (images.train.images[1] == np.asarray(picture(1))).all()
+    expected = decode((root / "train" / "b" / "Z.JPG").read_bytes())
+    assert (images.train.images[8] == expected).all()  # after 0.png ... 3.png
+
+
+@pytest.mark.parametrize("kind", ["parquet", "folders"])
+def test_what_does_not_fit_in_memory_stays_encoded(tmp_path, monkeypatch, kind):
+    make = parquet_folder if kind == "parquet" else class_folders
+    root = make(tmp_path / "data")
+    array = open_images(prepare(str(root), tmp_path / "one"))
+    images = len(array.train) + len(array.val)
+    monkeypatch.setattr(image_cache, "_memory_bytes", lambda: 4 * images * 3072 - 1)
+    files = open_images(prepare(str(root), tmp_path / "two"))
+    assert isinstance(files.val, FileSplit)
+    assert (files.source, files.classes) == (array.source, array.classes)
+    assert (files.train.labels == array.train.labels).all()
+    # size 28 resizes the shorter side to 32: the central crop of what was there
+    pixels, labels = read(files.val, [(0, np.array([3, 1]))], train=False, size=28)
+    assert (pixels.numpy() == array.val.images[[3, 1], 2:30, 2:30]).all()
+    assert labels.tolist() == array.val.labels[[3, 1]].tolist()
+    monkeypatch.setattr(image_cache, "_memory_bytes", lambda: 4 * images * 3072)
+    assert isinstance(open_images(prepare(str(root), tmp_path / "three")).val, ArraySplit)
+
+
+def test_one_odd_size_at_the_end_is_noticed(tmp_path, monkeypatch):
+    monkeypatch.setattr(image_cache, "SAMPLE", 2)  # first and last of a split: the odd one is not among them
+    root = class_folders(tmp_path / "data")
+    picture(0, 32, 40).save(root / "val" / "b" / "1.png")
+    folder = prepare(str(root), tmp_path / "cache")
+    assert isinstance(open_images(folder).train, FileSplit)
+    assert not list(folder.glob("*_images.npy"))
+
+
+# The cache
+
+
+def test_the_key_is_the_content(tmp_path):
+    root, cache = parquet_folder(tmp_path / "data"), tmp_path / "cache"
+    first = prepare(str(root), cache)
+    elsewhere = shutil.copytree(root, tmp_path / "elsewhere" / "data")
+    assert prepare(str(elsewhere), cache) == first
+    path = elsewhere / "test-00000-of-00001.parquet"
+    before, data = path.stat(), bytearray(path.read_bytes())
+    data[data.index(b"IDAT") - 20] ^= 1  # in a PNG's header: that image is broken now, of the same length
+    path.write_bytes(data)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    with pytest.raises(ValueError, match="can't be decoded"):
+        prepare(str(elsewhere), cache)
+    write_parquet(path, [encode(picture(k), "PNG") for k in range(20)], [0, 1] * 10, ["cat", "dog"])
+    assert prepare(str(elsewhere), cache) != first
+    assert len(in_cache(cache)) == 2
+
+
+def test_large_data_is_keyed_on_names_sizes_and_times(tmp_path, monkeypatch):
+    monkeypatch.setattr(image_cache, "HASH_LIMIT_BYTES", 0)
+    root, cache = class_folders(tmp_path / "data"), tmp_path / "cache"
+    first = prepare(str(root), cache)
+    assert prepare(str(root), cache) == first
+    path = root / "val" / "a" / "0.png"
+    os.utime(path, (1, 1))
+    second = prepare(str(root), cache)
+    assert second != first
+    assert open_images(second).source == open_images(first).source  # what hosts compare has no times
+
+
+def test_an_index_belongs_to_the_place_of_its_files(tmp_path):
+    one = class_folders(tmp_path / "one" / "data")
+    picture(0, 40, 32).save(one / "train" / "a" / "0.png")
+    two = shutil.copytree(one, tmp_path / "two" / "data")
+    folders = [prepare(str(root), tmp_path / "cache") for root in (one, two)]
+    assert folders[0] != folders[1]
+    shutil.rmtree(one)
+    read(open_images(folders[1]).train, [(0, np.arange(8))])
+    assert open_images(folders[0]).source == open_images(folders[1]).source
+
+
+def test_two_jobs_at_once_make_it_once(tmp_path):
+    root, cache, go = parquet_folder(tmp_path / "data"), tmp_path / "cache", tmp_path / "go"
+    other = start(STALLED, root, cache, go)
+    assert other.stdout.readline() == "MIDDLE\n"
+    beats = []
+    folder = prepare(str(root), cache, lambda: beats.append(0) or (len(beats) > 2 and go.touch()))
+    out, err = other.communicate(timeout=30)
+    assert len(beats) > 2
+    assert out == f"DONE {folder}\n", err
+    assert in_cache(cache) == [folder]
+    assert len(open_images(folder).train) == 40
+
+
+def test_killed_in_the_middle_leaves_nothing_that_counts(tmp_path):
+    root, cache = parquet_folder(tmp_path / "data"), tmp_path / "cache"
+    other = start(STALLED, root, cache, tmp_path / "never")
+    assert other.stdout.readline() == "MIDDLE\n"
+    other.kill()
+    other.communicate()
+    # it really was in the middle: some images are decoded, nothing has a name yet
+    [work] = in_cache(cache)
+    assert work.name == ".preparing"
+    assert np.load(work / "train_images.npy").any()
+    assert not np.load(work / "val_images.npy").any()
+    folder = prepare(str(root), cache)
+    assert in_cache(cache) == [folder]
+    images = open_images(folder)
+    assert all((images.val.images[k] == np.asarray(picture(1000 + k))).all() for k in range(20))
+
+
+def test_an_interrupt_leaves_nothing(tmp_path):
+    cache, go = tmp_path / "cache", tmp_path / "go"
+    other = start(STALLED, parquet_folder(tmp_path / "data"), cache, go)
+    assert other.stdout.readline() == "MIDDLE\n"
+    other.send_signal(signal.SIGINT)
+    go.touch()  # the chunk that a thread is at is finished
+    out, err = other.communicate(timeout=30)
+    assert out == ""
+    assert err.splitlines()[-1] == "KeyboardInterrupt"
+    assert not in_cache(cache)
+
+
+def test_an_exception_from_beat_ends_the_threads_and_leaves_nothing(tmp_path, monkeypatch):
+    root, decoded = parquet_folder(tmp_path / "data"), []
+    monkeypatch.setattr(image_cache, "CHUNK_PIXELS", 1)  # an image is a chunk
+    monkeypatch.setattr(image_cache, "_decode", lambda *chunk: time.sleep(0.1) or decoded.append(0) or [])
+
+    def beat():
+        if decoded:
+            raise SystemExit(75)
+
+    with pytest.raises(SystemExit):
+        prepare(str(root), tmp_path / "cache", beat)
+    done = len(decoded)
+    assert 0 < done <= 4 * image_cache.cores()  # of 60
+    assert not in_cache(tmp_path / "cache")
+    time.sleep(0.3)
+    assert len(decoded) == done
+
+
+def test_threads_decode_in_parallel_under_a_progress_bar(tmp_path, monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    together, beats, terminal = threading.Barrier(2, timeout=20), [], Terminal()
+    real = image_cache._decode
+
+    def decode(*chunk):
+        together.wait()  # each of the four chunks has another one beside it
+        time.sleep(3)
+        return real(*chunk)
+
+    monkeypatch.setattr(image_cache, "cores", lambda: 2)
+    monkeypatch.setattr(image_cache, "_decode", decode)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    root = parquet_folder(tmp_path / "data", train=600, val=100)
+    images = open_images(prepare(str(root), tmp_path / "cache", lambda: beats.append(time.monotonic())))
+    for split, seed in ((images.train, 0), (images.val, 1000)):
+        assert all((split.images[k] == np.asarray(picture(seed + k))).all() for k in range(len(split)))
+    assert np.diff(beats).max() < 3
+    assert "decoding 700 images of data" in terminal.getvalue()
+    assert "700/700" in terminal.getvalue()
+
+
+def test_a_full_disk_is_a_clear_error(tmp_path, monkeypatch):
+    def no_room(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", no_room)
+    with pytest.raises(ValueError, match=r"No space left on device.* with room for the decoded images"):
+        prepare(str(parquet_folder(tmp_path / "data")), tmp_path / "cache")
+    assert not in_cache(tmp_path / "cache")
+
+
+# Decoding
+
+
+def test_modes_and_disguises():
+    rgb = picture(1, 48, 32)
+    expected = np.asarray(rgb).astype(int)
+    for data in (encode(rgb, "PNG"), encode(rgb, "BMP"), encode(rgb, "WEBP", lossless=True)):
+        assert (decode(data) == expected).all()  # by content, whatever the name says
+    for image, options in (
+        (rgb, {}),
+        (rgb, {"progressive": True}),
+        (rgb.convert("CMYK"), {}),
+        (rgb.convert("L"), {}),
+    ):
+        data = encode(image, "JPEG", quality=95, **options)
+        pil = np.asarray(Image.open(io.BytesIO(data)).convert("RGB")).astype(int)
+        assert decode(data).shape == (32, 48, 3)
+        assert np.abs(decode(data) - pil).max() <= 2
+    assert np.abs(decode(encode(rgb.convert("CMYK"), quality=95)) - expected).mean() < 5
+    for image in (
+        rgb.convert("P"),
+        rgb.convert("RGBA"),
+        rgb.convert("L"),
+        rgb.convert("LA"),
+        rgb.convert("1"),
+    ):
+        assert (decode(encode(image, "PNG")) == np.asarray(image.convert("RGB"))).all()
+    deep = np.linspace(0, 65535, 32 * 48).reshape(32, 48).astype(np.uint16)
+    assert (decode(encode(Image.fromarray(deep), "PNG"))[..., 1] == deep // 257).all()
+
+
+@pytest.mark.parametrize("format", ["JPEG", "PNG"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_exif_turns_upright_in_both_decoders(format, orientation):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    data = encode(picture(2, 48, 32), format, exif=exif)
+    upright = np.asarray(ImageOps.exif_transpose(Image.open(io.BytesIO(data))))
+    assert decode(data).shape == ((48, 32, 3) if orientation >= 5 else (32, 48, 3))
+    assert np.abs(decode(data) - upright.astype(int)).max() <= 2
+
+
+@pytest.mark.parametrize("options", [{}, {"progressive": True}])
+@pytest.mark.parametrize("part", [0.02, 0.5, 0.99])
+def test_a_jpeg_cut_short_is_an_error(options, part):
+    data = encode(picture(3, 200, 200), **options)
+    assert decode(data).shape == (200, 200, 3)
+    with pytest.raises(ValueError, match=r".+"):
+        decode(data[: int(len(data) * part)])
+
+
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+def test_broken_and_dangerous_files():
+    for data, reason in ((b"", "empty"), (b"hello", "not an image"), (b"\xff\xd8\xff\xe0", "not an image")):
+        with pytest.raises(ValueError, match=reason):
+            decode(data)
+    large = Image.new("L", (9500, 9500))  # PIL warns from 89 million pixels on
+    with pytest.raises(ValueError, match="decompression bomb"):
+        decode(encode(large, "PNG", compress_level=1))
+    profiles = b"".join(b"\xff\xe2\xff\xffICC_PROFILE\0" + bytes([k, 5]) + bytes(65519) for k in range(1, 6))
+    with pytest.raises(ValueError, match="Truncated"):  # of which PIL reads all when it opens the file
+        decode(b"\xff\xd8" + profiles[:-1000])
+    jpeg = encode(large, quality=90)
+    assert len(jpeg) > 250_000
+    with pytest.raises(ValueError, match="decompression bomb"):
+        decode(jpeg)
+
+
+# Batches of files
+
+
+def test_photographs_keep_their_order_whatever_the_workers(photograph_folders, tmp_path):
+    images = open_images(prepare(str(photograph_folders), tmp_path))
+    assert isinstance(images.train, FileSplit)
+    assert (len(images.train), len(images.val)) == (80, 20)
+    ids = np.random.RandomState(0).permutation(80)[:30]
+    plan = [(0, ids[:7]), (0, ids[7:8]), (1, ids[8:20]), (1, ids[20:])]
+    here = read(images.train, plan)
+    assert here[0].shape == (30, 48, 48, 3)
+    assert here[1].tolist() == images.train.labels[ids].tolist()
+    there = read(images.train, plan, workers=2)
+    assert (here[0] == there[0]).all()
+    assert (here[1] == there[1]).all()
+    assert not [p for p in multiprocessing.active_children() if p.is_alive()]
+
+    # a crop depends on seed, epoch and sample, and on nothing else
+    alone, _ = read(images.train, [(0, ids[3:4])])
+    assert (alone[0] == here[0][3]).all()
+    for other in (read(images.train, [(1, ids[3:4])]), read(images.train, [(0, ids[3:4])], seed=6)):
+        assert (other[0] != here[0][3]).any()
+
+    val = [(0, np.arange(20))], [(3, np.arange(20))]
+    one, two = (read(images.val, plan, train=False, seed=s)[0] for s, plan in enumerate(val))
+    assert (one == two).all()
+    from torchvision.transforms.v2 import functional as F
+
+    for k, path in enumerate(sorted((photograph_folders / "val").glob("*/*"))[:5]):
+        pixels = torch.from_numpy(decode(path.read_bytes()).copy()).permute(2, 0, 1)
+        expected = F.center_crop(F.resize(pixels, [round(48 * 256 / 224)], antialias=True), [48, 48])
+        assert (one[k].permute(2, 0, 1).int() - expected.int()).abs().max() <= 1
+
+
+def test_random_crops_are_distributed_as_torchvisions(monkeypatch):
+    from torchvision.transforms import RandomResizedCrop
+
+    from common.data import decode as module
+    from common.order import uniforms
+
+    boxes = []
+    monkeypatch.setattr(module, "_resize", lambda image, h, w: boxes.append(image.shape[:2]))
+    image = np.zeros((300, 500, 3), np.uint8)
+    for draws in uniforms(0, 0, np.arange(4000), 44)[:, 4:]:
+        module.random_resized_crop(image, 224, draws)
+    torch.manual_seed(0)
+    tensor = torch.empty(3, 300, 500)
+    theirs = [RandomResizedCrop.get_params(tensor, [0.08, 1], [3 / 4, 4 / 3])[2:] for _ in range(4000)]
+    ours, theirs = np.array(boxes), np.array(theirs)
+    for q in (5, 25, 50, 75, 95):
+        gap = np.abs(np.percentile(ours, q, axis=0) - np.percentile(theirs, q, axis=0))
+        assert gap.max() < 12, f"percentile {q} of height and width differs by {gap} pixels"
+
+
+def test_workers_ignore_signals_and_end_when_left(tmp_path):
+    root = class_folders(tmp_path / "data", count=30)
+    picture(0, 40, 32).save(root / "train" / "a" / "0.png")
+    split = open_images(prepare(str(root), tmp_path / "cache")).train
+    plan = [(0, np.arange(k, k + 2)) for k in range(0, 60, 2)]
+    workers = []
+
+    def plan_with_signals():
+        for k, item in enumerate(plan):
+            if k in (0, 20):  # the first is asked for while the workers are starting
+                workers[:] = multiprocessing.active_children()
+                for worker in workers:
+                    os.kill(worker.pid, signal.SIGTERM)
+                    os.kill(worker.pid, signal.SIGINT)
+                    os.kill(worker.pid, signal.SIGHUP)
+            yield item
+
+    batches = split.batches(plan_with_signals(), device="cpu", train=True, size=32, seed=0, workers=2)
+    got = [next(batches)[2] for _ in range(29)]
+    assert len(workers) == 2
+    assert all(worker.is_alive() for worker in workers)
+    assert (torch.cat(got) == read(split, plan[:29], size=32, seed=0)[0]).all()
+    batches.close()  # before the end
+    for worker in workers:
+        worker.join(10)
+        assert not worker.is_alive()
+
+
+TRAINER = """
+import multiprocessing, os, sys, time
+import numpy as np
+sys.path.insert(0, sys.argv[1])
+from common.data.images import open_images
+from pathlib import Path
+import slow
+if __name__ == "__main__":
+    split = open_images(Path(sys.argv[2])).train
+    plan = [(0, np.arange(2))] * 100
+    batches = split.batches(plan, device="cpu", train=True, size=32, seed=0, workers=2)
+    next(batches)
+    print(*[p.pid for p in multiprocessing.active_children()], flush=True)
+    if sys.argv[3] == "fails":
+        raise RuntimeError("out of memory")
+    time.sleep(60)
+"""
+
+
+def alive(pid: int) -> bool:
+    """Whether the process runs; a zombie does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@pytest.mark.parametrize("end", ["fails", "is killed"])
+def test_workers_end_with_the_trainer(tmp_path, end):
+    root = class_folders(tmp_path / "data")
+    picture(0, 40, 32).save(root / "train" / "a" / "0.png")
+    folder = prepare(str(root), tmp_path / "cache")
+    (tmp_path / "trainer.py").write_text(TRAINER)
+    (tmp_path / "slow.py").write_text("import sys; print('imported', file=sys.stderr)")
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    trainer = subprocess.Popen(  # from another folder, with nothing in PYTHONPATH
+        [sys.executable, tmp_path / "trainer.py", str(ROOT), str(folder), end],
+        env=environment,
+        cwd="/",
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    workers = [int(pid) for pid in trainer.stdout.readline().split()]
+    assert len(workers) == 2, trainer.stderr.read()
+    if end == "is killed":
+        assert all(map(alive, workers))
+        trainer.kill()
+    try:
+        _, err = trainer.communicate(timeout=30)
+    finally:
+        trainer.kill()
+    deadline = time.monotonic() + 10
+    while any(map(alive, workers)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(map(alive, workers))
+    # what the script imports is imported by it and by the fork server, not by each worker
+    assert err.count("imported") == 2
+
+
+# Bad input
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_broken_file_ends_in_one_clear_error(tmp_path, workers):
+    root = class_folders(tmp_path / "data")
+    picture(0, 40, 32).save(root / "train" / "a" / "0.png")
+    path = root / "train" / "b" / "1.png"
+    path.write_bytes(path.read_bytes()[:60])
+    split = open_images(prepare(str(root), tmp_path / "cache")).train
+    with pytest.raises(ValueError, match=r"train/b/1\.png: ") as error:
+        read(split, [(0, np.arange(4)), (0, np.arange(4, 8))], workers=workers)
+    assert "Traceback" not in str(error.value)
+    assert len(str(error.value).splitlines()) == 1
+    path.unlink()
+    with pytest.raises(ValueError, match=r"train/b/1\.png: No such file"):
+        read(split, [(0, np.arange(4, 8))], workers=workers)
+    path.symlink_to("/proc/self/mem")  # can be opened, not read
+    with pytest.raises(ValueError, match=r"train/b/1\.png: Input/output error"):
+        read(split, [(0, np.arange(4, 8))], workers=workers)
+
+
+def test_files_that_cannot_be_decoded_are_all_counted(tmp_path):
+    root = class_folders(tmp_path / "data", count=20)
+    for k in range(12):
+        (root / "train" / "b" / f"{k}.png").write_bytes(b"broken")
+    with pytest.raises(ValueError, match="12 of 80 images can't be decoded") as error:
+        prepare(str(root), tmp_path / "cache")
+    lines = str(error.value).splitlines()
+    assert len(lines) == 12
+    assert lines[1].startswith(f"  {root}/train/b/0.png: not an image of a known format (JPEG, PNG, ")
+    assert lines[-1] == "  and 2 more"
+
+
+def broken_parquet(root: Path) -> None:
+    path = parquet_folder(root) / "train-00000-of-00001.parquet"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def damaged_parquet(root: Path) -> None:
+    path = parquet_folder(root) / "train-00000-of-00001.parquet"
+    data = bytearray(path.read_bytes())
+    data[4:400] = bytes(396)  # the first page's header
+    path.write_bytes(data)
+
+
+def with_train(
+    root: Path, images: list, labels: list, names=("cat", "dog"), columns=("img", "label")
+) -> None:
+    parquet_folder(root, names=names and ("cat", "dog"))
+    write_parquet(root / "train-00000-of-00001.parquet", images, labels, names and list(names), columns)
+
+
+def with_metadata(root: Path, about: str) -> None:
+    """about: what stands where `datasets` writes its JSON."""
+    file = parquet_folder(root) / "train-00000-of-00001.parquet"
+    pq.write_table(pq.read_table(file).replace_schema_metadata({"huggingface": about}), file)
+
+
+def with_labels(root: Path, labels: pa.Array) -> None:
+    images = pa.array([{"bytes": PNG, "path": None}] * len(labels))
+    file = parquet_folder(root) / "train-00000-of-00001.parquet"
+    pq.write_table(pa.table({"img": images, "label": labels}), file)
+
+
+def empty_class(root: Path) -> None:
+    class_folders(root)
+    (root / "val" / "a").rename(root / "val" / "gone")
+    (root / "val" / "a").mkdir()
+    shutil.rmtree(root / "val" / "gone")
+
+
+PNG = encode(picture(), "PNG")
+BAD = {
+    "missing": (lambda root: None, ["does not exist", "digits, cifar10, synthetic"]),
+    "a file": (lambda root: root.write_text("x"), ["is a file, not a folder"]),
+    "empty": (lambda root: root.mkdir(), ["neither parquet files", "nor class folders", "train/<class>"]),
+    "tars": (lambda root: (root.mkdir(), (root / "a.tar").touch()), ["a.tar is for prep_imagenet.py"]),
+    "no val": (lambda root: (class_folders(root), shutil.rmtree(root / "val")), ["no val/ or test/"]),
+    "no classes": (
+        lambda root: [(root / s).mkdir(parents=True) for s in ("train", "val")],
+        ["no class folders"],
+    ),
+    "empty class": (empty_class, ["no images (.jpg", "val/a: fill or remove"]),
+    "other classes": (
+        lambda root: (class_folders(root), (root / "val" / "b").rename(root / "val" / "c")),
+        ["differ", "only in train: b", "only in val: c"],
+    ),
+    "cut parquet": (broken_parquet, ["train-00000-of-00001.parquet cannot be read", "Fetch it again"]),
+    "damaged parquet": (damaged_parquet, ["train-00000-of-00001.parquet cannot be read", "Fetch it again"]),
+    "no val parquet": (
+        lambda root: (parquet_folder(root) / "test-00000-of-00001.parquet").unlink(),
+        ["no val-, validation- or test-*.parquet"],
+    ),
+    "two sets": (
+        lambda root: (parquet_folder(root, under="fine"), parquet_folder(root, under="coarse")),
+        ["more than one data set", "coarse, fine"],
+    ),
+    "no image column": (
+        lambda root: with_train(root, [PNG], [0], columns=("picture", "label")),
+        ["has no column img or image, only: picture, label"],
+    ),
+    "no label column": (
+        lambda root: with_train(root, [PNG], [0], columns=("img", "y")),
+        ["has no column label or fine_label, only: img, y"],
+    ),
+    "label range": (
+        lambda root: with_train(root, [PNG] * 3, [0, 1, 2]),
+        ["label 2 in row 2 of the train split", "train-00000", "out of range: there are 2 classes"],
+    ),
+    "label -1": (lambda root: with_train(root, [PNG], [-1]), ["label -1 in row 0 of the train split"]),
+    "label missing": (
+        lambda root: with_train(root, [PNG] * 2, [0, None]),
+        ["row 1 of", "has the label None"],
+    ),
+    "image missing": (lambda root: with_train(root, [PNG, None], [0, 1]), ["row 1 of", "has no image bytes"]),
+    "other names": (
+        lambda root: with_train(root, [PNG], [0], names=("cat", "cow")),
+        ["the classes of the two splits differ", "only in train: cow", "only in val: dog"],
+    ),
+    "other labels": (
+        lambda root: with_train(root, [PNG] * 3, [0, 1, 9], names=None),
+        ["the classes of the two splits differ", "only in train: 9"],
+    ),
+    "metadata no object": (lambda root: with_metadata(root, "[]"), ["train-00000", "holds no JSON object"]),
+    "metadata no JSON": (
+        lambda root: with_metadata(root, "{"),
+        ["train-00000", "metadata, line 1, is no JSON"],
+    ),
+    "metadata nested too deep": (
+        lambda root: with_metadata(root, '{"info":' * 100_000),
+        ["train-00000", "nested too deep"],
+    ),
+    "features a list": (
+        lambda root: with_metadata(root, '{"info": {"features": [1]}}'),
+        ["train-00000", "no object as features"],
+    ),
+    "names no list": (
+        lambda root: with_metadata(root, '{"info": {"features": {"label": {"names": "ab"}}}}'),
+        ["train-00000", "no list of class names"],
+    ),
+    "label not UTF-8": (
+        lambda root: with_labels(root, pa.array([b"caf\xe9"]).cast(pa.string(), safe=False)),
+        ["train-00000", "not UTF-8"],
+    ),
+    "no rows": (lambda root: parquet_folder(root, train=0), ["no images in the train split"]),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_clear_error(tmp_path, case):
+    make, messages = BAD[case]
+    make(tmp_path / "data")
+    with pytest.raises(ValueError, match=r".+") as error:
+        prepare(str(tmp_path / "data"), tmp_path / "cache", show_progress=False)
+    assert str(tmp_path / "data") in str(error.value) or "splits differ" in str(error.value)
+    assert "\n" not in str(error.value)
+    for message in messages:
+        assert message in str(error.value)
+    assert not (tmp_path / "cache").exists() or not in_cache(tmp_path / "cache")
+
+
+def test_a_cache_that_cannot_be_written_is_a_clear_error(tmp_path):
+    (tmp_path / "cache").write_text("a file")
+    with pytest.raises(ValueError, match="could not be prepared in --cache_dir"):
+        prepare("digits", tmp_path / "cache")
+
+
+def test_waiting_beats_and_hands_on(tmp_path):
+    beats = []
+    assert image_sources.waiting(lambda: beats.append(0), lambda: time.sleep(3) or 7) == 7
+    assert len(beats) >= 2
+    with pytest.raises(KeyError):
+        image_sources.waiting(lambda: None, lambda: {}["x"])

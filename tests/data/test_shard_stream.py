@@ -1,0 +1,452 @@
+"""Shards from S3: the samples of a local folder, a bounded cache, each shard fetched once; faults."""
+
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from common.data import shard_cache
+from common.data.cache import prepare
+from common.data.images import open_images
+from common.order import evaluation_plan, stream_order, training_plan
+from common.recipe import ImageRecipe, share_out
+from common.system.files import read_lines
+from common.system.s3 import ObjectStore
+from tests.conftest import (
+    ROOT,
+    Job,
+    accelerate,
+    free_port,
+    full,
+    latest,
+    lines,
+    python,
+    result,
+    run,
+    torchrun,
+)
+from tests.data.test_shards import VIT, break_image, read, samples, write_shards
+from tests.support.s3 import BUCKET, FaultProxy, aws_env, s3, s3_proxy  # noqa: F401 (fixtures)
+
+pytestmark = pytest.mark.filterwarnings("ignore:The image decoding and encoding:DeprecationWarning")
+
+TRAIN, VAL = (8, 10) * 12, (8, 8, 8, 8)  # of 4 streams, 54 images each, hardly one ends where a shard does
+STEPS = 9  # an epoch
+SHARD_OF = np.repeat(np.arange(24), TRAIN)
+FILES = [f"train-{k:05d}.tar" for k in range(24)]
+SHARD_GIB = 30720 / 2**30  # with headers, labels, and what tar fills up
+ROOM = 18  # for so many shards
+RECIPE = ImageRecipe(streams=4, shuffle_window=4, workers=0, cache_gib=ROOM * SHARD_GIB)
+STREAMS = ["--streams", "4", "--shuffle_window", "4", "--epochs", "2"]
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory) -> Path:
+    folder = write_shards(tmp_path_factory.mktemp("local") / "tiny", TRAIN, VAL)
+    assert {path.stat().st_size / 2**30 for path in folder.glob("*.tar")} == {SHARD_GIB}
+    return folder
+
+
+@pytest.fixture(scope="module")
+def url(local, s3) -> str:  # noqa: F811
+    return upload(local, "tiny", s3)
+
+
+def upload(folder: Path, name: str, server: str) -> str:
+    """As prep_imagenet.py --out, the manifest last."""
+    url = f"s3://{BUCKET}/{name}"
+    with pytest.MonkeyPatch.context() as patch:
+        for key, value in aws_env(server).items():
+            patch.setenv(key, value)
+        store = ObjectStore(url)
+        for path in sorted(folder.iterdir(), key=lambda path: path.suffix == ".json"):
+            store.upload(path, path.name)
+    return url
+
+
+@pytest.fixture
+def through_proxy(s3_proxy, monkeypatch):  # noqa: F811
+    """What this process asks of S3 goes through it."""
+    for key, value in aws_env(s3_proxy.endpoint).items():
+        monkeypatch.setenv(key, value)
+    return s3_proxy
+
+
+def fetched(proxy: FaultProxy) -> Counter:
+    """How often the bytes of each shard were asked for."""
+    paths = [re.search(r"[a-z]+-[0-9]+\.tar", path) for method, path, _ in proxy.requests if method == "GET"]
+    return Counter(found[0] for found in paths if found)
+
+
+def shards_in(cache: Path) -> list[Path]:
+    return [path for path in cache.glob("*/shards/*") if path.is_file()]
+
+
+def shards_of(samples: list[int]) -> set[str]:
+    return {FILES[k] for k in SHARD_OF[samples].tolist()}
+
+
+def cache_of(shards: int) -> list:
+    return ["--cache_gib", shards * SHARD_GIB]
+
+
+def expected(epochs: int = 2) -> np.ndarray:
+    """[steps, 24]"""
+    orders = [stream_order(0, epoch, np.array(TRAIN), 4, 4, 24) for epoch in range(epochs)]
+    return np.concatenate(orders).reshape(-1, 24)
+
+
+# The same as from a local folder
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_comes_is_the_same_and_the_cache_is_bounded(workers, local, url, through_proxy, tmp_path):
+    """On two processes' plans, in a cache that holds two thirds of the shards."""
+    there = open_images(prepare(url, tmp_path / "cache"), RECIPE)
+    here = open_images(prepare(str(local), tmp_path / "here"), RECIPE)
+    most = []
+    through_proxy.on("GET", r"\.tar", lambda: most.append(len(shards_in(tmp_path / "cache"))), times=None)
+    batch = share_out(24, 6, 2)
+    there.train.check(batch)
+    for rank in range(2):
+        plan = list(training_plan(here.train, batch, rank, 0, 3, 2 * STEPS))
+        ours, theirs = (read(images.train, plan, workers=workers) for images in (there, here))
+        assert len(ours) == (2 * STEPS - 3) * 2
+        for (e1, ids1, pixels1, labels1), (e2, ids2, pixels2, labels2) in zip(ours, theirs, strict=True):
+            assert (e1, ids1.tolist(), labels1.tolist()) == (e2, ids2.tolist(), labels2.tolist())
+            assert torch.equal(pixels1, pixels2)
+    plan = [(0, ids) for ids, _ in evaluation_plan(32, 5, 2, 1)]
+    ours, theirs = (read(images.val, plan, train=False, workers=workers) for images in (there, here))
+    assert all(torch.equal(our[2], their[2]) for our, their in zip(ours, theirs, strict=True))
+    assert {key for key in fetched(through_proxy) if key.startswith("val")} == {
+        "val-00002.tar",
+        "val-00003.tar",
+    }
+    assert 0 < max(most) <= ROOM
+    assert len(shards_in(tmp_path / "cache")) <= ROOM
+
+
+def test_an_epoch_fetches_each_shard_once_but_for_those_of_two_streams(url, through_proxy, tmp_path):
+    """Although the cache holds two thirds of them: none is thrown away that its stream reads again."""
+    train = open_images(prepare(url, tmp_path), RECIPE).train
+    read(train, training_plan(train, share_out(24, 6, 1), 0, 0, 0, STEPS))
+    streams = expected(1).reshape(STEPS, 4, 6).swapaxes(0, 1).reshape(4, -1)
+    readers = Counter(file for samples in streams.tolist() for file in shards_of(samples))
+    assert 24 < readers.total() <= 24 + 3
+    assert set(fetched(through_proxy)) == set(readers)
+    assert fetched(through_proxy) <= readers
+
+
+def test_exactly_what_is_advised_is_enough(url, through_proxy, tmp_path, monkeypatch):
+    """Windows lie across the items in flight; an evaluation comes in the midst of the training, and at its
+    end, while that has looked ahead as far as it may."""
+    monkeypatch.setattr(shard_cache, "NO_ROOM_S", 5)
+    recipe, batch = replace(RECIPE, workers=2, cache_gib=5 * SHARD_GIB), share_out(24, 6, 1)
+    enough = open_images(prepare(url, tmp_path), recipe).train.needed_bytes(batch) / 2**30  # not rounded up
+    assert enough < 28 * SHARD_GIB
+    images = open_images(prepare(url, tmp_path), replace(recipe, cache_gib=enough))
+    images.train.check(batch)
+    options = {"device": "cpu", "size": 32, "seed": 0, "workers": 2}
+    plan = training_plan(images.train, batch, 0, 0, 0, 2 * STEPS)
+    seen = []
+    for _, ids, _, _ in images.train.batches(plan, train=True, **options):
+        seen.append(ids.tolist())
+        if len(seen) % 36 == 34:
+            part = [(0, ids) for ids, _ in evaluation_plan(32, 6, 1, 0)]
+            for _ in images.val.batches(part, train=False, **options):
+                assert images.val.cache.lent_bytes <= images.val.cache.limit_bytes  # to both together
+    assert seen == expected().reshape(-1, 6).tolist()
+    assert images.val.cache.lent_bytes == 0
+
+
+def test_a_resume_reads_what_comes_and_not_the_epoch(url, through_proxy, tmp_path):
+    train = open_images(prepare(url, tmp_path), RECIPE).train
+    read(train, training_plan(train, share_out(24, 6, 1), 0, 0, 7, 8))
+    rest = shards_of(expected()[7].tolist())
+    assert set(fetched(through_proxy)) == rest
+    assert len(rest) <= 12
+
+
+# Faults
+
+
+def test_cuts_and_bursts_are_got_over(local, url, through_proxy, tmp_path):
+    through_proxy.fail(503, times=3, path="manifest")
+    through_proxy.fail(503, times=3, method="GET", path=r"train-00003\.tar")
+    through_proxy.fail(500, "InternalError", times=2, method="HEAD", path=r"train-00007\.tar")
+    through_proxy.cut_download(1000, times=2, path=r"train-00005\.tar")
+    through_proxy.cut_download(1000, times=1, path="val_index")
+    train = open_images(prepare(url, tmp_path / "cache"), RECIPE).train
+    here = open_images(prepare(str(local), tmp_path / "here"), RECIPE).train
+    ours, theirs = (
+        read(split, training_plan(train, share_out(24, 6, 1), 0, 0, 0, STEPS)) for split in (train, here)
+    )
+    assert all(torch.equal(our[2], their[2]) for our, their in zip(ours, theirs, strict=True))
+    assert sum(through_proxy.faults.values()) == 3 + 3 + 2 + 2 + 1, through_proxy.faults
+
+
+def test_a_shard_with_other_content_is_fetched_again_then_named(local, through_proxy, s3, tmp_path):  # noqa: F811
+    copy = write_shards(tmp_path / "copy", TRAIN, VAL)
+    break_image(copy, 100)  # after the manifest was made
+    url = upload(copy, "broken", s3)
+    train = open_images(prepare(url, tmp_path / "cache"), RECIPE).train
+    with pytest.raises(ValueError, match=r"broken/train-00011\.tar is not what the manifest says"):
+        read(train, training_plan(train, share_out(24, 6, 1), 0, 0, 0, STEPS))
+    assert fetched(through_proxy)["train-00011.tar"] == 2
+    assert not list((tmp_path / "cache").glob("*/shards/train-00011.tar*"))
+
+
+def test_a_store_that_fails_is_one_clear_error(url, through_proxy, tmp_path):
+    train = open_images(prepare(url, tmp_path), RECIPE).train
+    through_proxy.fail(403, "AccessDenied", times=None, path=r"\.tar")
+    with pytest.raises(ValueError, match="these credentials lack a permission") as error:
+        read(train, training_plan(train, share_out(24, 6, 1), 0, 0, 0, STEPS))
+    assert "\n" not in str(error.value)
+
+
+def test_no_manifest(local, through_proxy, s3, tmp_path):  # noqa: F811
+    with pytest.raises(ValueError, match=r"has no manifest\.json: prep_imagenet\.py --out prepares"):
+        prepare(f"s3://{BUCKET}/nothing", tmp_path)
+    ObjectStore(f"s3://{BUCKET}/half").upload(local / "val-00000.tar", "val-00000.tar")
+    with pytest.raises(ValueError, match=r"the same prep_imagenet\.py command goes on with it"):
+        prepare(f"s3://{BUCKET}/half", tmp_path)
+
+
+def test_a_cache_that_is_too_small_is_refused_up_front(url, through_proxy, tmp_path):
+    train = open_images(prepare(url, tmp_path), replace(RECIPE, cache_gib=5 * SHARD_GIB)).train
+    with pytest.raises(
+        ValueError, match=r"--cache_gib .* can't hold what a host reads at once.* of its streams"
+    ) as error:
+        train.check(share_out(24, 6, 1))
+    enough = float(re.search("give ([0-9.]+),", str(error.value))[1])
+    open_images(prepare(url, tmp_path), replace(RECIPE, cache_gib=enough)).train.check(share_out(24, 6, 1))
+
+
+def test_a_cache_without_room_for_one_shard_is_refused_at_once(url, through_proxy, tmp_path):
+    with pytest.raises(ValueError, match=r"--cache_gib .* has no room for train-00000\.tar of s3://"):
+        open_images(prepare(url, tmp_path), replace(RECIPE, cache_gib=SHARD_GIB * 0.9))
+
+
+def test_what_others_use_is_not_removed(url, through_proxy, tmp_path, monkeypatch):
+    """Another process holds all that fits: an error, after a while."""
+    monkeypatch.setattr(shard_cache, "NO_ROOM_S", 1)
+    train = open_images(prepare(url, tmp_path), RECIPE).train
+    other = open_images(prepare(url, tmp_path), RECIPE).train.cache
+    files = [f"train-{k:05d}.tar" for k in range(ROOM)]
+    locks = [other.hold(file, threading.Event()) for file in files]
+    with pytest.raises(ValueError, match=r"no room for train-00020\.tar in .* all is in use"):
+        read(train, [(0, np.array([180]))])
+    assert {path.name for path in shards_in(tmp_path)} == set(files)
+    other.let_go(files[3], locks[3])
+    read(train, [(0, np.array([180]))])
+    assert {path.name for path in shards_in(tmp_path)} == {*files, "train-00020.tar"} - {files[3]}
+
+
+def test_what_was_used_longest_ago_is_removed_first(url, through_proxy, tmp_path):
+    cache = open_images(prepare(url, tmp_path), replace(RECIPE, cache_gib=3 * SHARD_GIB)).train.cache
+    stop = threading.Event()
+    for k in (0, 1, 2, 0, 3, 1):  # to 2 it is longest when 3 comes, and then to 0
+        cache.let_go(FILES[k], cache.hold(FILES[k], stop))
+        time.sleep(0.02)  # of the files' times
+    assert {path.name for path in shards_in(tmp_path)} == {FILES[k] for k in (3, 1, 0)}
+    cache.let_go(FILES[2], cache.hold(FILES[2], stop))
+    assert {path.name for path in shards_in(tmp_path)} == {FILES[k] for k in (3, 1, 2)}
+
+
+def test_shards_come_ahead_of_their_use(url, through_proxy, tmp_path):
+    """As many as have room, of which the first micro-batch needs one, while nobody asks for the second."""
+    cache = open_images(prepare(url, tmp_path), replace(RECIPE, cache_gib=5 * SHARD_GIB)).train.cache
+    plan = [(0, np.array([k])) for k in range(10)]
+    with closing(
+        shard_cache.Supply(plan, lambda ids: {FILES[ids[0]]}, cache, cache.limit_bytes, 1)
+    ) as supply:
+        next(iter(supply))
+        deadline = time.monotonic() + 60
+        while {path.name for path in shards_in(tmp_path)} != set(FILES[:5]):  # none in part
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert set(supply.held) == set(fetched(through_proxy)) == set(FILES[:5])
+
+
+def test_too_many_open_files_are_a_clear_error(url, through_proxy, tmp_path):
+    cache, folder = open_images(prepare(url, tmp_path), RECIPE).train.cache, os.open(tmp_path, os.O_RDONLY)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (folder + 1, limits[1]))
+    try:
+        with pytest.raises(ValueError, match=r"Too many open files\. Allow more"):
+            cache.hold(FILES[0], threading.Event())
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        os.close(folder)
+
+
+def test_a_full_disk_is_a_clear_error(url, through_proxy, tmp_path):
+    (tmp_path / "cache").mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", tmp_path / "cache"]
+    if subprocess.run(mount, capture_output=True).returncode != 0:
+        pytest.skip("can't mount a tmpfs: needs root")
+    try:
+        train = open_images(prepare(url, tmp_path / "cache"), RECIPE).train
+        with pytest.raises(ValueError, match=r"can't be stored in .*: No space left on device\. Make"):
+            read(train, training_plan(train, share_out(24, 6, 1), 0, 0, 0, STEPS))
+    finally:
+        subprocess.run(["umount", "--lazy", tmp_path / "cache"], check=True)  # a thread may write yet
+
+
+def test_an_unexpected_error_does_not_wait_for_downloads(url, s3_proxy, tmp_path):  # noqa: F811
+    """Of the shards that are looked ahead for: nobody will read them."""
+    s3_proxy.delay(0.5, times=None, method="GET", path=r"\.tar")
+    status, output = reader(url, tmp_path, s3_proxy, "raise RuntimeError('NCCL is gone')").wait()
+    assert status == 1
+    assert output.splitlines()[-1] == "RuntimeError: NCCL is gone"
+    assert "Traceback" in output
+    assert len(fetched(s3_proxy)) < 24
+
+
+READER = """
+import sys
+import torchvision.io  # before anything is fetched
+from pathlib import Path
+from common.distributed.accelerator import run
+from common.data.cache import prepare
+from common.data.images import open_images
+from common.order import training_plan
+from common.recipe import ImageRecipe, share_out
+url, cache, gib, then = sys.argv[1:]
+recipe = ImageRecipe(streams=4, shuffle_window=4, cache_gib=float(gib))
+train = open_images(prepare(url, Path(cache)), recipe).train
+plan = training_plan(train, share_out(24, 6, 1), 0, 0, 0, 9)
+def main():
+    batches = train.batches(plan, device="cpu", train=True, size=32, seed=0, workers=0)
+    first = next(batches)[1].tolist()
+    exec(then)
+    print(first, *(ids.tolist() for _, ids, _, _ in batches), sep=", ")
+run(main)
+"""
+
+
+def reader(url: str, cache: Path, proxy: FaultProxy, then: str = "") -> Job:
+    """Reads one epoch, in a cache with room for all shards of the training."""
+    words = [sys.executable, "-c", READER, url, cache, 28 * SHARD_GIB, then]
+    return Job(words, env=aws_env(proxy.endpoint) | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"})
+
+
+def test_killed_in_a_download_the_same_command_works(url, s3, s3_proxy, tmp_path):  # noqa: F811
+    s3_proxy.stall_download(5000, times=None, path=r"train-00009\.tar")
+    job = reader(url, tmp_path, s3_proxy)
+    deadline = time.monotonic() + 240
+    while not (s3_proxy.faults["stall_download"] and list(tmp_path.glob("*/shards/train-00009.tar.part"))):
+        assert job.process.poll() is None, job.wait()[1]
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    job.process.send_signal(signal.SIGKILL)
+    assert job.wait()[0] == -signal.SIGKILL
+    here = {path.name for path in shards_in(tmp_path) if path.suffix == ".tar"}
+    with closing(FaultProxy(s3)) as proxy:  # another one: the first may yet count what the dead one asked for
+        for job in [reader(url, tmp_path, proxy) for _ in range(2)]:  # which share the cache
+            status, output = job.wait()
+            assert status == 0, output
+            assert output.splitlines()[-1] == str(expected(1).reshape(-1, 6).tolist())[1:-1]
+    assert fetched(proxy) == dict.fromkeys(set(FILES) - here, 1)
+    assert not list(tmp_path.glob("*/shards/*.part"))
+
+
+# Trainings
+
+TRAINING = [*VIT, *STREAMS]
+
+
+def test_two_processes_of_a_host_fetch_each_shard_once(url, s3_proxy, tmp_path):  # noqa: F811
+    words = [*TRAINING, "--data", url, "--cache_dir", tmp_path / "cache", *cache_of(32)]
+    run([*accelerate("ddp_2gpu"), *words, "--output_dir", tmp_path / "run"], env=aws_env(s3_proxy.endpoint))
+    assert samples(tmp_path / "run") == expected().tolist()
+    assert result(tmp_path / "run")["val_images"] == 32
+    names = FILES + [f"val-{k:05d}.tar" for k in range(4)]
+    assert fetched(s3_proxy) == {name: 1 for name in names}
+    others = [path for method, path, _ in s3_proxy.requests if method == "GET" and ".tar" not in path]
+    assert len(others) == 3, others  # the manifest and the indices, for both
+
+
+def test_each_host_reads_its_share(url, s3, s3_proxy, tmp_path):  # noqa: F811
+    """Two hosts with a cache each, and each with a proxy before the store that counts its bytes."""
+    other, port, jobs = FaultProxy(s3), free_port(), []
+    proxies = [s3_proxy, other]
+    for node, proxy in enumerate(proxies):
+        address = ("--nnodes=2", f"--node_rank={node}", "--master_addr=127.0.0.1", f"--master_port={port}")
+        words = [*torchrun(1, *address), *TRAINING, *cache_of(ROOM), "--data", url, "--epochs", "1"]
+        words += ["--cache_dir", tmp_path / f"cache{node}", "--output_dir", tmp_path / f"run{node}"]
+        jobs.append(Job(words, env=aws_env(proxy.endpoint)))
+    ended = [job.wait() for job in jobs]
+    assert [status for status, _ in ended] == [0, 0], ended
+    assert samples(tmp_path / "run0") == expected(1).tolist()
+    per_step = expected(1).reshape(STEPS, 2, 12)
+    for node, proxy in enumerate(proxies):
+        train = shards_of(per_step[:, node].reshape(-1).tolist())
+        val = {f"val-{k:05d}.tar" for k in ((0, 1), (2, 3))[node]}
+        assert fetched(proxy) == {name: 1 for name in train | val}
+        assert len(train) <= 14  # of 24: the half, and what lies on its ends
+    other.close()
+
+
+def test_told_to_stop_in_the_midst_of_a_step_it_saves(url, s3_proxy, tmp_path):  # noqa: F811
+    """While it waits for a shard, and the epoch's end, where a checkpoint is due, is far away."""
+    micro_batches = [shards_of(ids.tolist()) for ids in expected(1).reshape(-1, 4)]  # six in a step
+    first_use = {name: next(k for k, names in enumerate(micro_batches) if name in names) for name in FILES}
+    name, k = next((name, k) for name, k in first_use.items() if k > 18 and k % 6 > 1)
+    s3_proxy.stall_download(5000, times=None, path=name.replace(".", r"\."))
+    words = [*python(), *TRAINING, *cache_of(20), "--data", url, "--cache_dir", tmp_path / "cache"]
+    words += ["--per_device_batch_size", "4", "--workers", "0", "--output_dir", tmp_path / "run"]
+    job = Job(words, env=aws_env(s3_proxy.endpoint))
+    log, deadline = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 120
+    while max((line["step"] for line in read_lines(log)), default=0) < k // 6:
+        assert job.process.poll() is None, job.wait()[1]
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    time.sleep(2)  # the step's first micro-batches
+    job.process.send_signal(signal.SIGTERM)
+    status, output = job.wait()
+    assert status == 75, output
+    assert latest(tmp_path / "run").name == f"step_{k // 6:08d}"
+    s3_proxy.clear()
+    run(words, env=aws_env(s3_proxy.endpoint))
+    assert samples(tmp_path / "run") == expected().tolist()
+    losses = [line["train/loss"] for line in lines(log) if "train/loss" in line]
+    assert len(losses) == 2 * STEPS
+
+
+@pytest.mark.parametrize(("processes", "room"), [(1, 20), full(2, 26), full(4, 40)])
+def test_stopped_and_continued_from_s3(processes, room, url, s3_proxy, stoppable, tmp_path):  # noqa: F811
+    """By SIGTERM inside the first epoch, then by SIGKILL in a download of the evaluation at its end."""
+    launcher = {1: python(), 2: accelerate("ddp_2gpu"), 4: accelerate("ddp_4gpu")}[processes]
+    words = [*launcher, *TRAINING, *cache_of(room), "--data", url, "--cache_dir", tmp_path / "cache"]
+    words += ["--checkpoint_every", "2", "--output_dir", tmp_path / "run"]
+    env = aws_env(s3_proxy.endpoint)
+    status, output = Job(words, cwd=stoppable, env=env | {"STOP_AT": "5"}).wait()
+    assert status == (75 if processes == 1 else 1), output
+    job, killed = None, []
+
+    def kill() -> None:
+        job.kill()
+        killed.append(latest(tmp_path / "run").name)
+
+    s3_proxy.on("GET", r"val-00001\.tar", kill)
+    job = Job(words, env=env)
+    assert job.wait()[0] != 0
+    assert len(killed) == 1
+    assert killed[0] in ("step_00000006", "step_00000008"), "it had begun again, and the epoch had ended"
+    run(words, env=env)
+    assert samples(tmp_path / "run") == expected().tolist()
+    log = lines(tmp_path / "run" / "metrics.jsonl")
+    assert [line["step"] for line in log if "val/loss" in line] == [STEPS, 2 * STEPS]

@@ -1,0 +1,685 @@
+"""Shards on this host: what is refused, which samples come when, broken images, a training. From S3:
+test_shard_stream.py. The shards are written here by tarfile, not by prep_imagenet.py."""
+
+import hashlib
+import io
+import json
+import multiprocessing
+import os
+import resource
+import shutil
+import signal
+import tarfile
+import time
+from collections import Counter
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from common.data import bad_images
+from common.data.cache import prepare
+from common.data.decode import central_crop, decode
+from common.data.images import Images, open_images
+from common.data.splits import ShardSplit
+from common.data.workers import decoded
+from common.order import stream_order, training_plan
+from common.recipe import ImageRecipe, share_out
+from tests.checkpoint.test_resume import without_times
+from tests.conftest import Job, accelerate, full, latest, lines, python, result, run
+from tests.data.test_images import class_folders, picture
+
+pytestmark = pytest.mark.filterwarnings("ignore:The image decoding and encoding:DeprecationWarning")
+
+CLASSES = [{"wnid": f"n{c:08d}", "name": name} for c, name in enumerate(("crane", "hen", "crane", "ox"))]
+RECIPE = ImageRecipe(streams=4, shuffle_window=20)
+
+
+def jpeg(seed: int) -> bytes:
+    """40 x 36 to 55 x 36 pixels, some 1 kB."""
+    small = np.random.RandomState(seed).randint(0, 256, (4, 4, 3), np.uint8)
+    out = io.BytesIO()
+    Image.fromarray(small).resize((40 + seed % 16, 36), Image.Resampling.BILINEAR).save(out, "JPEG")
+    return out.getvalue()
+
+
+def write_shards(
+    folder: Path, train: tuple[int, ...] = (31, 30, 29, 31, 30, 32), val: tuple[int, ...] = (13, 12)
+) -> Path:
+    """A prepared folder with shards of so many images; the label of image i of a split is i % 4."""
+    folder.mkdir(parents=True)
+    splits, first = {}, 0
+    for split, counts in (("train", train), ("val", val)):
+        rows, shards = [], []
+        for number, count in enumerate(counts):
+            path = folder / f"{split}-{number:05d}.tar"
+            with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
+                for _ in range(count):
+                    label, content = len(rows) % 4, jpeg(first + len(rows))
+                    rows.append([number, tar.offset + 512, len(content), label])
+                    for extension, data in (("jpg", content), ("cls", str(label).encode())):
+                        member = tarfile.TarInfo(f"{split}_{len(rows) - 1}.{extension}")
+                        member.size = len(data)
+                        tar.addfile(member, io.BytesIO(data))
+            shards.append({"file": path.name, "images": count} | about_file(path))
+        np.save(folder / f"{split}_index.npy", np.array(rows, np.int64))
+        splits[split] = {"images": len(rows), "shards": shards}
+        first += len(rows)
+    about = {"format": 1, "kind": "shards", "name": "tiny", "seed": 0, "resize": None, "classes": CLASSES}
+    write_manifest(folder, about | {"splits": splits, "reencoded": []})
+    return folder
+
+
+def about_file(path: Path) -> dict:
+    return {"bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+
+
+def write_manifest(folder: Path, about: dict) -> None:
+    for split, content in about["splits"].items():
+        index = (folder / f"{split}_index.npy").read_bytes()
+        content["index_sha256"] = hashlib.sha256(index).hexdigest()
+    (folder / "manifest.json").write_text(json.dumps(about))
+
+
+def change(folder: Path, do) -> None:
+    """do(manifest)"""
+    about = json.loads((folder / "manifest.json").read_text())
+    do(about)
+    (folder / "manifest.json").write_text(json.dumps(about))
+
+
+def change_index(folder: Path, do) -> None:
+    """do(rows), of the training split; the manifest has the new index's SHA-256."""
+    rows = np.load(folder / "train_index.npy")
+    do(rows)
+    np.save(folder / "train_index.npy", rows)
+    write_manifest(folder, json.loads((folder / "manifest.json").read_text()))
+
+
+def as_index(folder: Path) -> Path:
+    """The same images as kind "index": in a folder beside, which names the tars by their paths."""
+    other = folder.with_name(f"{folder.name}-index")
+    other.mkdir()
+    about = json.loads((folder / "manifest.json").read_text()) | {"kind": "index"}
+    for split, content in about["splits"].items():
+        (other / f"{split}_index.npy").write_bytes((folder / f"{split}_index.npy").read_bytes())
+        for shard in content["shards"]:
+            shard |= {"file": str(folder / shard["file"]), "sha256": None}
+    write_manifest(other, about)
+    return other
+
+
+def break_image(folder: Path, sample: int, split: str = "train") -> tuple[str, int]:
+    """Overwrites its bytes, not its header. Returns its shard and offset."""
+    number, offset, length, _ = np.load(folder / f"{split}_index.npy")[sample].tolist()
+    path = folder / f"{split}-{number:05d}.tar"
+    with open(path, "r+b") as file:
+        file.seek(offset)
+        file.write(b"x" * length)
+    return str(path), offset
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory) -> Path:
+    return write_shards(tmp_path_factory.mktemp("shards") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def images(shards, tmp_path_factory) -> Images:
+    return open_images(prepare(str(shards), tmp_path_factory.mktemp("cache")), RECIPE)
+
+
+def read(split: ShardSplit, plan: list, **options) -> list[tuple]:
+    options = {"device": "cpu", "train": True, "size": 32, "seed": 5, "workers": 0, **options}
+    return list(split.batches(iter(plan), **options))
+
+
+# Reading
+
+
+@pytest.mark.parametrize("kind", ["shards", "index"])
+def test_images_and_labels_are_those_of_the_tars(kind, shards, tmp_path):
+    root, data_root = shards, ()
+    if kind == "index":
+        root, data_root = as_index(write_shards(tmp_path / "tiny")), (str(tmp_path / "tiny"),)
+    folder = prepare(str(root), tmp_path / "cache", data_root=data_root)
+    images = open_images(folder, replace(RECIPE, data_root=data_root))
+    assert images.classes == ("crane (n00000000)", "hen", "crane (n00000002)", "ox")
+    assert (len(images.train), len(images.val), images.val_name, images.mirror) == (183, 25, "val", True)
+    [(_, ids, pixels, labels)] = read(images.val, [(0, np.array([24, 0, 13]))], train=False)
+    assert labels.tolist() == [0, 0, 1]
+    for i, found in zip(ids.tolist(), pixels, strict=True):
+        assert np.array_equal(found, central_crop(decode(jpeg(183 + i)), 32))
+    assert sum(path.stat().st_size for path in tmp_path.glob("cache/*/*")) < 20_000  # no image was copied
+
+
+def test_workers_and_the_trainer_itself_decode_the_same(images):
+    plan = list(training_plan(images.train, share_out(24, 6, 2), 1, 5, 0, 9))
+    ours, theirs = (read(images.train, plan, workers=workers) for workers in (0, 2))
+    for (e1, ids1, pixels1, labels1), (e2, ids2, pixels2, labels2) in zip(ours, theirs, strict=True):
+        assert (e1, ids1.tolist(), labels1.tolist()) == (e2, ids2.tolist(), labels2.tolist())
+        assert torch.equal(pixels1, pixels2)
+
+
+def test_other_shards_are_other_data(shards, images, tmp_path):
+    copy = open_images(prepare(str(write_shards(tmp_path / "elsewhere")), tmp_path / "cache"))
+    assert copy.source == images.source  # the place does not matter, the content does
+    other = write_shards(tmp_path / "other", val=(13, 11))
+    assert open_images(prepare(str(other), tmp_path / "cache")).source != images.source
+
+
+# The order
+
+
+def test_the_order_never_changes():
+    """Numbers of the first version: another order would make old runs impossible to continue."""
+    found = stream_order(7, 3, np.array([5, 3, 4, 6]), streams=2, window=4, batch_size=4)
+    assert found.tolist() == [12, 13, 9, 8, 15, 16, 7, 10, 17, 14, 1, 11, 5, 6, 0, 2]
+
+
+COUNTS = np.array([100, 90, 110, 95, 105, 100, 3, 97, 0, 100])
+
+
+def test_an_epoch_has_each_image_at_most_once_and_the_next_one_others_order():
+    epochs = [stream_order(0, epoch, COUNTS, 8, 64, 32) for epoch in range(20)]
+    for ids in epochs:
+        assert len(ids) == 800 // 32 * 32
+        assert len(set(ids.tolist())) == len(ids)
+        assert 0 <= ids.min() <= ids.max() < 800
+    assert len({ids.tobytes() for ids in epochs}) == 20
+    assert stream_order(1, 0, COUNTS, 8, 64, 32).tolist() != epochs[0].tolist()
+
+
+def test_nothing_is_left_out_for_good():
+    left = Counter()
+    for epoch in range(200):
+        left.update(set(range(800)) - set(stream_order(0, epoch, COUNTS, 8, 64, 96).tolist()))
+    assert left  # 32 in each epoch
+    assert max(left.values()) < 60
+
+
+@pytest.mark.parametrize("window", [1, 50, 100_000])
+def test_a_stream_needs_few_shards_at_once(window):
+    """At any time those of a window, and the rest of the shard at each of its ends."""
+    counts = np.full(64, 100)
+    ids = stream_order(3, 0, counts, streams=4, window=window, batch_size=16).reshape(400, 4, 4)
+    needed = 0
+    for stream in range(4):
+        shards = ids[:, stream].reshape(-1) // 100
+        first, last = {}, {}
+        for place, shard in enumerate(shards.tolist()):
+            first.setdefault(shard, place)
+            last[shard] = place
+        active = [sum(first[s] <= place <= last[s] for s in first) for place in range(1600)]
+        needed = max(needed, *active)
+    assert needed <= min(2 + window // 100, 17)
+    if window == 1:
+        assert np.all(np.diff(ids[:, 0].reshape(-1)[:50]) >= 1)  # no shuffling but that of the shards
+
+
+@pytest.mark.parametrize("processes", [1, 2, 4])
+@pytest.mark.parametrize("per_device", [None, 3])
+def test_a_step_has_the_same_samples_on_any_number_of_processes(images, processes, per_device):
+    batch, steps = share_out(24, per_device, processes), 17  # 7 steps an epoch
+    plans = [list(training_plan(images.train, batch, rank, 5, 0, steps)) for rank in range(processes)]
+    for step in range(steps):
+        part = slice(step * batch.accumulations, (step + 1) * batch.accumulations)
+        together = np.concatenate([ids for plan in plans for _, ids in plan[part]])
+        epoch, place = divmod(step, 7)
+        whole = stream_order(5, epoch, np.array([31, 30, 29, 31, 30, 32]), 4, 20, 24)
+        assert together.tolist() == whole[place * 24 : (place + 1) * 24].tolist()
+
+
+def test_streams_belong_to_processes(images):
+    """The four processes read a quarter of the images each, of which they share only shards at the ends."""
+    shard_of = np.load(images.train.index)[:, 0]
+    batch = share_out(24, None, 4)
+    parts = [
+        np.concatenate([ids for _, ids in training_plan(images.train, batch, rank, 5, 0, 7)])
+        for rank in range(4)
+    ]
+    assert [len(part) for part in parts] == [42] * 4
+    assert sum(len(set(shard_of[part].tolist())) for part in parts) <= 6 + 3
+
+
+@pytest.mark.parametrize(
+    ("batch", "streams", "message"),
+    [
+        ((24, None, 1), 16, "--streams 16 must divide --batch_size 24 and be a multiple of the number of"),
+        ((24, None, 1), 16, "processes, 1: choose 8 or 12"),
+        ((24, None, 3), 4, "of the number of processes, 3: choose 3 or 6"),
+        ((24, None, 8), 4, "of the number of processes, 8: choose 8 or 24"),
+    ],
+)
+def test_streams_that_do_not_divide_are_refused(shards, images, batch, streams, message, tmp_path):
+    train = open_images(prepare(str(shards), tmp_path), replace(RECIPE, streams=streams)).train
+    with pytest.raises(ValueError, match=message):
+        train.check(share_out(*batch))
+
+
+@pytest.mark.parametrize("batch_size", [2, 24, 36, 60, 100])
+def test_the_default_streams_go_with_any_batch(batch_size, shards, tmp_path):
+    """On all numbers of processes up to four among which the batch can be shared out."""
+    train = open_images(prepare(str(shards), tmp_path), ImageRecipe(batch_size=batch_size)).train
+    for processes in (p for p in (1, 2, 3, 4) if batch_size % p == 0):
+        plan = training_plan(train, share_out(batch_size, None, processes), 0, 5, 0, 1)
+        assert len(next(iter(plan))[1]) == batch_size // processes
+
+
+def test_a_spread_evaluation_needs_more_shards_at_once(tmp_path):
+    """4 of 40 images: a batch of 2 of them spans half of the split."""
+    folder = write_shards(tmp_path / "many", val=(4,) * 10)
+    place = prepare(str(folder), tmp_path / "cache")
+    whole, part = (open_images(place, replace(RECIPE, workers=0, max_val_images=n)).train for n in (None, 4))
+    total = sum(shard.bytes for shard in part.beside.shards)
+    assert whole._evaluation_bytes(2) < 0.3 * total
+    assert 0.5 * total < part._evaluation_bytes(2) <= total
+
+
+# What is refused
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def write(folder: Path, manifest: str) -> None:
+    (folder / "manifest.json").write_text(manifest)
+
+
+def write_index(folder: Path, do) -> None:
+    """do(file), of the training split; the manifest has the new index's SHA-256."""
+    with open(folder / "train_index.npy", "wb") as file:
+        do(file)
+    write_manifest(folder, json.loads((folder / "manifest.json").read_text()))
+
+
+HUGE = {"descr": "<i8", "fortran_order": False, "shape": (2**40, 4)}
+BAD = {
+    "no manifest": (lambda f: (f / "manifest.json").unlink(), "the same prep_imagenet.py command goes on"),
+    "cut manifest": (lambda f: truncate(f / "manifest.json"), "manifest.json, line 1, is no JSON"),
+    "a list": (lambda f: (f / "manifest.json").write_text("[]"), "holds no JSON object"),
+    "format": (lambda f: change(f, lambda m: m.update(format=2)), "has format 2, this code knows 1"),
+    "kind": (lambda f: change(f, lambda m: m.update(kind="zip")), "kind 'zip'"),
+    "no classes": (lambda f: change(f, lambda m: m.pop("classes")), "'classes' is missing"),
+    "class twice": (lambda f: change(f, lambda m: m["classes"].append(CLASSES[0])), "5 classes, 4 different"),
+    "no val": (lambda f: change(f, lambda m: m["splits"].pop("val")), "has no split val"),
+    "count": (
+        lambda f: change(f, lambda m: m["splits"]["val"].update(images=3)),
+        "images 3, of all shards 25",
+    ),
+    "outside": (
+        lambda f: change(f, lambda m: m["splits"]["val"]["shards"][0].update(file="../a.tar")),
+        "file '../a.tar'",
+    ),
+    "one name": (
+        lambda f: change(f, lambda m: m["splits"]["val"]["shards"][0].update(file="train-00000.tar")),
+        "two of its shards have one name",
+    ),
+    "hash": (
+        lambda f: change(f, lambda m: m["splits"]["val"]["shards"][0].update(sha256="0")),
+        "SHA-256 '0'",
+    ),
+    "shard missing": (lambda f: (f / "train-00002.tar").unlink(), "train-00002.tar: No such file"),
+    "shard cut": (lambda f: truncate(f / "val-00001.tar"), "val-00001.tar has "),
+    "index missing": (lambda f: (f / "val_index.npy").unlink(), "val_index.npy"),
+    "index changed": (lambda f: truncate(f / "val_index.npy"), "val_index.npy is not the index that"),
+    "pickle": (
+        lambda f: (
+            np.save(f / "train_index.npy", np.array([{}], object), allow_pickle=True),
+            write_manifest(f, json.loads((f / "manifest.json").read_text())),
+        ),
+        "train_index.npy holds object [1], not int64",
+    ),
+    "unsorted": (
+        lambda f: change_index(f, lambda rows: rows[:5].__setitem__(..., rows[4::-1])),
+        "not sorted",
+    ),
+    "overlap": (lambda f: change_index(f, lambda rows: rows[0].__iadd__([0, 0, 5000, 0])), "that overlap"),
+    "behind the end": (
+        lambda f: change_index(f, lambda rows: rows[30].__iadd__([0, 0, 10**9, 0])),
+        "outside of their shards",
+    ),
+    "label": (lambda f: change_index(f, lambda rows: rows[3].__setitem__(3, 4)), "labels without a class"),
+    "nested too deep": (lambda f: write(f, "[" * 100_000), "manifest.json can't be read: its JSON is nested"),
+    "long number": (
+        lambda f: write(f, '{"format": ' + "1" * 5000 + "}"),
+        "manifest.json can't be read as JSON",
+    ),
+    "huge size": (
+        lambda f: change(f, lambda m: m["splits"]["val"]["shards"][0].update(bytes=2**70)),
+        "val-00000.tar with 1180591620717411303424 bytes",
+    ),
+    "wrapped end": (
+        lambda f: change_index(f, lambda rows: rows[-1].__setitem__(2, 2**63 - 1)),
+        "outside of their shards",
+    ),
+    "wrapped order": (
+        lambda f: change_index(f, lambda rows: rows[:2, 1].__setitem__(..., [-(2**63), 2**63 - 1])),
+        "outside of their shards",
+    ),
+    "zip": (lambda f: write_index(f, lambda file: np.savez(file, rows=[1])), "train_index.npy is no array"),
+    "huge array": (
+        lambda f: write_index(f, lambda file: np.lib.format.write_array_header_1_0(file, HUGE)),
+        "train_index.npy holds int64 [1099511627776, 4], not",
+    ),
+    "array header": (
+        lambda f: write_index(f, lambda file: file.write(b"\x93NUMPY\x01\x00\xff\x0f" + b"(" * 4095)),
+        "train_index.npy is no array",
+    ),
+    "shard number": (lambda f: change_index(f, lambda rows: rows[-1].__setitem__(0, 6)), "names shards that"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_is_damaged_is_refused_in_one_line(case, tmp_path):
+    do, message = BAD[case]
+    folder = write_shards(tmp_path / "tiny")
+    do(folder)
+    with pytest.raises(ValueError, match=r".+") as error:
+        prepare(str(folder), tmp_path / "cache", show_progress=False)
+    assert message in str(error.value)
+    assert str(folder) in str(error.value)
+    assert "\n" not in str(error.value)
+    assert not list(tmp_path.glob("cache/[!.]*"))
+
+
+# Where an index may point
+
+SECRET = "root:$6$hash:19000:0:99999:7:::\n" * 40
+
+
+def index_of(folder: Path, file: str) -> Path:
+    """An index whose images all lie in this file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = np.array([[0, 512, 20, 0], [0, 600, 20, 1]], np.int64)
+    shard = {"file": file, "bytes": len(SECRET), "images": 2, "sha256": None}
+    splits = {split: {"images": 2, "shards": [shard]} for split in ("train", "val")}
+    for split in splits:
+        np.save(folder / f"{split}_index.npy", rows)
+    write_manifest(folder, {"format": 1, "kind": "index", "name": "x", "classes": CLASSES, "splits": splits})
+    return folder
+
+
+OUTSIDE = {  # the index's file, --data_root, and what the message names
+    "elsewhere": ("{tmp}/private/shadow", (), "{tmp}/private"),
+    "not there": ("{tmp}/private/nothing", (), "{tmp}/private"),
+    "dots": ("{tmp}/index/../private/shadow", (), "{tmp}/private"),
+    "link": ("{tmp}/index/link", (), "{tmp}/private"),
+    "below a link": ("{tmp}/index/folder/shadow", (), "{tmp}/private"),
+    "same beginning": ("{tmp}/index-2/a.tar", (), "{tmp}/index-2"),
+    "its own folder is not the one given": ("{tmp}/index/a.tar", ("{tmp}/public",), "{tmp}/index"),
+    "another root": ("{tmp}/private/shadow", ("{tmp}/public", "s3://bucket/{tmp}"), "{tmp}/private"),
+    "terminal escape": ("{tmp}/private/\x1b[31m\udce9", (), r"\x1b[31m\xe9"),
+    "in S3": ("s3://bucket/data/a.tar", (), "--data_root s3://bucket/data"),
+    "in S3 beside": ("s3://bucket/data-2/a.tar", ("s3://bucket/data",), "--data_root s3://bucket/data-2"),
+    "in S3 above": ("s3://bucket/data/../a.tar", ("s3://bucket/data",), "--data_root"),
+}
+
+
+@pytest.mark.parametrize("case", OUTSIDE)
+def test_an_index_points_nowhere_else(case, tmp_path):
+    file, roots, named = OUTSIDE[case]
+    (tmp_path / "private").mkdir()
+    (tmp_path / "private" / "shadow").write_text(SECRET)
+    folder = index_of(tmp_path / "index", file.format(tmp=tmp_path))
+    (folder / "link").symlink_to(tmp_path / "private" / "shadow")
+    (folder / "folder").symlink_to(tmp_path / "private")
+    with pytest.raises(ValueError, match="--data_root") as error:
+        prepare(str(folder), tmp_path / "cache", data_root=tuple(root.format(tmp=tmp_path) for root in roots))
+    assert named.format(tmp=tmp_path) in str(error.value)
+    assert str(error.value).isprintable()
+    assert "No such file" not in str(error.value)
+
+
+def test_an_index_points_into_its_folder_and_where_the_flag_says(tmp_path):
+    """Nor is anything of a file's content in a message, where that is no tar."""
+    (tmp_path / "index").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "private")
+    for place, roots in (("index", ()), ("private", (str(tmp_path / "link"),)), ("private", ("s3://b", "/"))):
+        file = tmp_path / place / "a.tar"
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(SECRET)
+        recipe = ImageRecipe(data_root=roots, workers=0)
+        folder = prepare(str(index_of(tmp_path / "index", str(file))), tmp_path / "cache", data_root=roots)
+        split = open_images(folder, recipe).train
+        with pytest.raises(ValueError, match="offset 600") as error:
+            read(split, [(0, np.array([1]))])
+        assert str(file) in str(error.value)
+        assert "hash" not in str(error.value)
+        assert "19000" not in str(error.value)
+    with pytest.raises(ValueError, match="give --data_root"):  # a cache does not allow what the flag did
+        open_images(folder, ImageRecipe())
+
+
+def test_an_index_in_s3_is_said_to_be_unreadable(tmp_path):
+    folder = index_of(tmp_path / "index", "s3://bucket/data/a.tar")
+    for root in ("s3://bucket", "s3://bucket/data", "s3://bucket/data/"):
+        with pytest.raises(ValueError, match="of files of this host"):
+            prepare(str(folder), tmp_path / "cache", data_root=(root,))
+
+
+# Broken images
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_broken_image_is_named(tmp_path, workers):
+    folder = write_shards(tmp_path / "tiny")
+    path, offset = break_image(folder, 70)
+    split = open_images(prepare(str(folder), tmp_path / "cache"), RECIPE).train
+    with pytest.raises(ValueError, match="not an image of a known format") as error:
+        read(split, [(0, np.arange(68, 72))], workers=workers)
+    assert str(error.value).startswith(f"{path}, offset {offset}, key train_70: ")
+
+
+def test_a_broken_image_is_skipped(tmp_path, capsys):
+    folder = write_shards(tmp_path / "tiny")
+    for sample in (3, 4, 9):
+        break_image(folder, sample)
+    split = open_images(prepare(str(folder), tmp_path / "cache"), replace(RECIPE, on_bad_image="skip")).train
+    bad_images._seen.clear()
+    plan = [(0, np.array([2, 3, 4, 5])), (0, np.array([8, 9])), (1, np.array([1, 3]))]
+    found = read(split, plan)
+    assert [ids.tolist() for _, ids, _, _ in found] == [ids.tolist() for _, ids in plan]  # as planned
+    assert [labels.tolist() for *_, labels in found] == [[2, 1, 1, 1], [0, 0], [1, 1]]  # of the one shown
+    for _, _, pixels, _ in found:
+        assert pixels.flatten(1).float().std(1).min() > 0  # nothing uninitialised or blank
+    assert torch.equal(found[0][2][1], found[0][2][3])
+    assert bad_images.seen() == [3, 4, 9]
+    assert capsys.readouterr().err.count("skipped: ") == 3
+    with pytest.raises(ValueError, match=r"no image of a micro-batch of 2 can be decoded: .*key train_3"):
+        read(split, [(0, np.array([3, 4]))])
+    with pytest.raises(ValueError, match="key train_3"):  # an evaluation counts each image once
+        read(split, [(0, np.array([2, 3]))], train=False)
+
+
+def test_a_shard_that_is_gone_is_no_broken_image(tmp_path):
+    folder = write_shards(tmp_path / "tiny")
+    split = open_images(prepare(str(folder), tmp_path / "cache"), replace(RECIPE, on_bad_image="skip")).train
+    (folder / "train-00000.tar").unlink()
+    with pytest.raises(ValueError, match=r"train-00000\.tar: No such file"):
+        read(split, [(0, np.array([0, 100]))])
+
+
+def test_a_file_that_is_gone_is_no_broken_image(tmp_path):
+    root = class_folders(tmp_path / "data")
+    picture(0, 40, 32).save(root / "train" / "a" / "0.png")  # of another size: they stay files
+    options = ImageRecipe(on_bad_image="skip")
+    split = open_images(prepare(str(root), tmp_path / "cache"), options).train
+    (root / "train" / "b" / "1.png").write_bytes(b"broken")
+    assert len(read(split, [(0, np.arange(len(split)))])) == 1
+    (root / "train" / "b" / "1.png").unlink()
+    with pytest.raises(ValueError, match=r"b/1\.png: No such file"):
+        read(split, [(0, np.arange(len(split)))])
+
+
+@pytest.mark.parametrize("wait_s", [0, 1])  # after one, batches are announced whose bytes are not fetched
+def test_a_worker_that_is_killed_is_one_line(wait_s, images):
+    options = {"device": "cpu", "train": True, "size": 32, "seed": 5, "workers": 2}
+    batches = images.train.batches(iter([(0, np.arange(6))] * 100), **options)
+    next(batches)
+    time.sleep(wait_s)
+    for worker in multiprocessing.active_children():
+        os.kill(worker.pid, signal.SIGKILL)
+    with pytest.raises(ValueError, match=r"a decoding process was killed.*--shm-size.*--workers"):
+        list(batches)
+
+
+def with_one_more_file(open_images):
+    """In a worker: what it opens, after which one file may be open beside those that are."""
+    found = open_images()
+    descriptor = os.open(os.devnull, os.O_RDONLY)
+    os.close(descriptor)
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (descriptor + 1, hard))
+    return found
+
+
+def test_a_worker_that_cannot_send_does_not_leave_the_trainer_waiting(images):
+    """The shared memory is one file; to send it takes another."""
+    open_images, labels = partial(with_one_more_file, images.train.open), images.train.labels
+    options = {"device": torch.device("cpu"), "train": True, "size": 32, "seed": 5, "workers": 1}
+    batches = decoded(open_images, labels, [(0, np.arange(6))], skip=False, **options)
+    signal.signal(signal.SIGALRM, lambda *_: pytest.fail("no end within 60 s"))
+    signal.alarm(60)
+    try:
+        with pytest.raises(ValueError, match="a decoding process was killed"):
+            next(batches)
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+
+
+@pytest.mark.parametrize("name", ["ILSVRC2012_img_train.tar", "train.tar", "train-1.tar"])
+def test_tars_beside_class_folders_are_left_alone(name, tmp_path):
+    root = class_folders(tmp_path / "data")
+    (root / name).write_bytes(b"")
+    assert len(open_images(prepare(str(root), tmp_path / "cache")).train) > 0
+    (root / "train-00000.tar").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"has no manifest\.json: the preparation is not complete"):
+        prepare(str(root), tmp_path / "cache")
+
+
+# Training
+
+VIT = ["train_vit.py", "--model", "test_vit", "--image_size", "32", "--patch_size", "8", "--log_samples"]
+VIT += ["--streams", "4", "--shuffle_window", "20", "--batch_size", "24", "--per_device_batch_size", "6"]
+VIT += [
+    "--epochs",
+    "3",
+    "--log_every",
+    "1",
+    "--mixed_precision",
+    "no",
+    "--trackers",
+    "none",
+    "--workers",
+    "1",
+]
+STEPS = 21
+LAUNCHERS = {1: python(), 2: accelerate("ddp_2gpu"), 4: accelerate("ddp_4gpu")}
+
+
+def samples(folder: Path) -> list[list[int]]:
+    found = lines(folder / "samples.jsonl")
+    assert [line["step"] for line in found] == [*range(1, len(found) + 1)]
+    return [line["samples"] for line in found]
+
+
+def expected_samples() -> list[list[int]]:
+    counts = np.array([31, 30, 29, 31, 30, 32])
+    return [row.tolist() for e in range(3) for row in stream_order(0, e, counts, 4, 20, 24).reshape(7, 24)]
+
+
+@pytest.fixture(scope="module")
+def one_process(shards, cache, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("one") / "run"
+    run([*python(), *VIT, "--data", shards, *cache, "--output_dir", folder])
+    assert samples(folder) == expected_samples()
+    assert result(folder)["val_images"] == 25
+    assert result(folder)["bad_images"] == 0
+    return folder
+
+
+@pytest.mark.parametrize("processes", [2, full(4)])
+def test_any_number_of_processes_trains_the_same(processes, shards, cache, one_process, tmp_path):
+    run([*LAUNCHERS[processes], *VIT, "--data", shards, *cache, "--output_dir", tmp_path / "run"])
+    assert samples(tmp_path / "run") == expected_samples()
+    ours, theirs = (without_times(lines(f / "metrics.jsonl")) for f in (tmp_path / "run", one_process))
+    for our, their in zip(ours, theirs, strict=True):
+        assert our == pytest.approx(their, abs=1e-4)
+    assert result(tmp_path / "run")["val_images"] == 25
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to mount a small /dev/shm")
+def test_a_full_dev_shm_is_one_line(shards, cache, tmp_path):
+    small = 'mount -t tmpfs -o size=256k tmpfs /dev/shm && exec "$@"'
+    words = [*VIT, "--image_size", "64", "--per_device_batch_size", "24", "--workers", "2"]
+    words += ["--data", shards, *cache, "--output_dir", tmp_path / "run"]
+    status, output = Job(["unshare", "--mount", "sh", "-c", small, "sh", *python(), *words]).wait()
+    assert status == 1
+    assert "error: /dev/shm is full: each process decodes up to 8 micro-batches ahead" in output
+    assert "Traceback" not in output
+
+
+@pytest.mark.parametrize("rank", [full(0), 1])
+def test_what_one_process_fails_by_is_what_the_job_says(rank, cache, tmp_path):
+    shards = write_shards(tmp_path / "data")
+    break_image(shards, expected_samples()[0][-rank])  # of the first step the first image, or the last
+    words = [*LAUNCHERS[2], *VIT, "--data", shards, *cache, "--output_dir", tmp_path / "run"]
+    status, output = Job(words).wait()
+    assert status == 1
+    said = [line for line in output.splitlines() if line.startswith("error: ")]
+    assert len(said) == 1, output
+    assert "not an image of a known format" in said[0]
+    assert "distributed/accelerator.py" not in output, (
+        output
+    )  # no traceback of ours; the launcher shows its own
+    assert "not an image of a known format" in result(tmp_path / "run")["error"]
+
+
+def test_an_interrupted_run_goes_on_at_the_next_sample(shards, cache, stoppable, tmp_path):
+    """Stopped inside an epoch, on two processes; continued by one."""
+    words = [*VIT, "--data", shards, *cache, "--output_dir", tmp_path / "run"]
+    status, output = Job([*LAUNCHERS[2], *words], cwd=stoppable, env={"STOP_AT": "10"}).wait()
+    assert (status, latest(tmp_path / "run").name) == (1, "step_00000010"), output
+    run([*python(), *words])
+    assert samples(tmp_path / "run") == expected_samples()
+
+
+def test_other_data_in_the_same_place_is_no_continuation(cache, tmp_path):
+    words = [*python(), *VIT, "--data", tmp_path / "tiny", *cache, "--output_dir", tmp_path / "run"]
+    write_shards(tmp_path / "tiny")
+    run([*words, "--max_steps", "3"])
+    shutil.rmtree(tmp_path / "tiny")
+    write_shards(tmp_path / "tiny", (30, 31, 29, 31, 30, 32))  # as many images
+    status, output = Job(words).wait()
+    assert status == 1
+    assert "step_00000003 was trained on" in output
+    assert "--allow_changed data" in output
+    assert "continuing at step 3" in run([*words, "--allow_changed", "data", "--max_steps", "4"])
+
+
+@pytest.mark.full
+def test_broken_images_change_nothing_else_on_any_number_of_processes(cache, tmp_path):
+    folder = write_shards(tmp_path / "tiny")
+    for sample in (5, 60, 150):
+        break_image(folder, sample)
+    words = [*VIT, "--data", folder, *cache, "--on_bad_image", "skip", "--output_dir"]
+    run([*LAUNCHERS[1], *words, tmp_path / "one"])
+    output = run([*LAUNCHERS[2], *words, tmp_path / "two", "--max_steps", "18"])
+    for key in ("train_5", "train_60", "train_150"):
+        assert 1 <= output.count(f"key {key}: not an image") <= 2  # once by each process that met it
+    output = run([*LAUNCHERS[2], *words, tmp_path / "two"])
+    assert "key train_60:" not in output  # the last three steps do without it: the checkpoint knows of it
+    for folder in (tmp_path / "one", tmp_path / "two"):
+        assert result(folder)["bad_images"] == 3
+        assert samples(folder) == expected_samples()
+    logs = [lines(tmp_path / folder / "metrics.jsonl") for folder in ("two", "one")]
+    ours, theirs = ([line["train/loss"] for line in log if "train/loss" in line] for log in logs)
+    assert len(ours) == STEPS
+    assert ours == pytest.approx(theirs, abs=1e-4)

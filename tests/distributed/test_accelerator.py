@@ -1,0 +1,106 @@
+"""Decisions made before the first process group: devices, precision, DeepSpeed's numbers."""
+
+import pytest
+import torch
+
+from common.distributed import accelerator
+from common.recipe import share_out
+from common.run.run import is_out_of_memory
+
+
+@pytest.fixture(autouse=True)
+def _no_launcher(monkeypatch):
+    for name in ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_CONFIG_DS_FIELDS"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def gpus(monkeypatch, count, capability=(9, 0)):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+
+
+def test_too_few_gpus(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    gpus(monkeypatch, 2)
+    with pytest.raises(ValueError, match="4 processes were started on this host, which has 2 GPUs") as error:
+        accelerator._check_devices()
+    assert "--num_processes 2" in str(error.value)
+    assert "CUDA_VISIBLE_DEVICES=" in str(error.value)
+    for enough in (0, 4, 8):  # none at all is a rehearsal
+        gpus(monkeypatch, enough)
+        accelerator._check_devices()
+
+
+@pytest.mark.parametrize(
+    ("flag", "launcher", "device", "wanted"),
+    [
+        (None, None, "native", "bf16"),
+        (None, None, "old gpu", "no"),
+        (None, None, "old cpu", "no"),
+        (None, "no", "native", "no"),  # the launcher's answer counts
+        (None, "bf16", "old gpu", "bf16"),  # with a remark
+        (None, "bf16", "old cpu", "no"),  # a rehearsal of a GPU's config
+        ("bf16", "no", "old cpu", "bf16"),  # the flag counts most
+        ("no", "bf16", "native", "no"),
+        ("fp16", None, "old gpu", "fp16"),
+        ("fp16", None, "old cpu", "fp16"),  # slow, with a remark
+    ],
+)
+def test_precision(flag, launcher, device, wanted, monkeypatch):
+    gpus(monkeypatch, 0 if device == "old cpu" else 1, (7, 5) if device == "old gpu" else (9, 0))
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+    if launcher:
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launcher)
+    assert accelerator._precision(flag) == wanted
+
+
+def test_the_no_of_accelerate_for_a_deepspeed_file_was_said_by_nobody(monkeypatch):
+    gpus(monkeypatch, 1)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    assert accelerator._precision(None) == "bf16"
+    monkeypatch.setenv("ACCELERATE_CONFIG_DS_FIELDS", "zero_stage,mixed_precision")  # the user's own config
+    assert accelerator._precision(None) == "no"
+
+
+def test_the_recipes_numbers_go_into_deepspeeds_config(capsys):
+    config = {"train_batch_size": "auto", "gradient_clipping": 1.0}
+    accelerator._fill_deepspeed_config(config, share_out(64, 8, 2), clip_norm=0.0)
+    assert config["train_batch_size"] == 64
+    assert config["train_micro_batch_size_per_gpu"] == 8
+    assert config["gradient_accumulation_steps"] == 4
+    assert config["gradient_clipping"] == 0.0
+    assert capsys.readouterr().out == "DeepSpeed's gradient_clipping 1.0 gives way to the recipe's 0.0\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "is_one"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), True),
+        (RuntimeError("CUDA error: out of memory"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("NCCL Error 1: Failed to CUDA calloc async 608 bytes"), True),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."), True),
+        (MemoryError(), True),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED"), False),
+        (ValueError("out of memory"), False),
+        (None, False),
+    ],
+)
+def test_what_counts_as_out_of_memory(error, is_one):
+    assert is_out_of_memory(error) == is_one
+
+
+def test_no_more_threads_than_cores(monkeypatch):
+    """accelerate counts the cores of the machine, also those that a container keeps from the process."""
+    before = torch.get_num_threads()
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    monkeypatch.setattr(accelerator.os, "sched_getaffinity", lambda _: {0})
+    try:
+        torch.set_num_threads(2)
+        accelerator._use_all_cores()
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)

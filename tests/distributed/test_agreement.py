@@ -1,0 +1,170 @@
+"""What keeps processes from going different ways, or from waiting for ever."""
+
+import os
+import re
+import signal
+import time
+
+import psutil
+import pytest
+
+from common.distributed.preemption import is_alive
+from tests.conftest import CNN, ROOT, Job, accelerate, free_port, mutate, torchrun
+
+FLAGS = ["--data", "synthetic", "--batch_size", "64", "--trackers", "none"]
+
+
+def two_hosts(tmp_path, cache, words, projects=(None, None), flags=((), ()), env=None):
+    """Two launches with one process each, as on two hosts. Returns [(status, output), ...]."""
+    port = free_port()
+    jobs = []
+    for node in (0, 1):
+        address = ("--nnodes=2", f"--node_rank={node}", "--master_addr=127.0.0.1", f"--master_port={port}")
+        options = [*flags[node], *cache, "--output_dir", tmp_path / f"run{node}"]
+        jobs.append(Job([*torchrun(1, *address), *words, *options], cwd=projects[node] or ROOT, env=env))
+    return [job.wait() for job in jobs]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (([], ["--lr", "0.5"]), "recipe is lr=0.5 on rank 1 (host "),
+        (([], ["--widths", "8,8,32"]), "recipe is widths=[8, 8, 32] on rank 1"),
+    ],
+)
+def test_another_recipe_on_one_host(flags, message, tmp_path, cache):
+    jobs = two_hosts(tmp_path, cache, [*CNN, *FLAGS], flags=flags)
+    assert all(status != 0 for status, _ in jobs)
+    output = jobs[0][1] + jobs[1][1]
+    assert message in output
+    assert output.count("error: ") == 1, output
+    assert not list(tmp_path.glob("run*"))
+
+
+def test_other_code_on_one_host(project_copy, tmp_path, cache):
+    mutate(project_copy, "common/data/decode.py", '"""From', '"""Here: from')
+    jobs = two_hosts(tmp_path, cache, [*CNN, *FLAGS], projects=(None, project_copy))
+    assert all(status != 0 for status, _ in jobs)
+    output = jobs[0][1] + jobs[1][1]  # whoever finds it first says it
+    assert output.count("error: the processes do not agree: script and common/ is ") == 1, output
+    assert "on rank 1" in output
+
+
+def test_other_data_on_one_host(tmp_path, cache):
+    """The same flags and another content: the name of the folder is in the recipe, its images are not."""
+    from tests.support.images import class_folders
+
+    for node, count in ((0, 16), (1, 18)):
+        (tmp_path / f"cwd{node}").mkdir()
+        class_folders(tmp_path / f"cwd{node}" / "images", train=count, val=8)
+    script = [str(word) for word in CNN]
+    script[0] = os.path.abspath(script[0])
+    words = [*script, "--data", "images", "--batch_size", "8", "--trackers", "none"]
+    projects = (tmp_path / "cwd0", tmp_path / "cwd1")
+    jobs = two_hosts(tmp_path, cache, words, projects=projects)
+    assert all(status != 0 for status, _ in jobs)
+    output = jobs[0][1] + jobs[1][1]  # whoever finds it first says it
+    assert output.count("error: the processes do not agree: data is ['images-") == 1, output
+    assert "on rank 1" in output
+
+
+def ranks_of(job: Job, script: str = "train_cnn_a.py", count: int = 2) -> list[psutil.Process]:
+    """The processes of a launch that have a RANK and run the script, by rank, once all are there."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        found = {}
+        for process in psutil.Process(job.process.pid).children(recursive=True):
+            try:
+                if script in process.cmdline()[:3]:
+                    found[int(process.environ().get("RANK", "0"))] = process
+            except (psutil.Error, KeyError):
+                continue
+        if len(found) == count:
+            return [found[rank] for rank in sorted(found)]
+        time.sleep(0.2)
+    raise AssertionError(f"{len(found)} ranks")
+
+
+def start_long_training(tmp_path, cache, *flags) -> Job:
+    """Returns once two ranks train."""
+    words = [*accelerate("ddp_2gpu"), *CNN, *FLAGS, *cache, "--epochs", "100000", "--log_every", "1", *flags]
+    job = Job([*words, "--output_dir", tmp_path / "run"])
+    deadline = time.monotonic() + 90
+    file = tmp_path / "run" / "metrics.jsonl"
+    while not (file.exists() and file.stat().st_size > 0):
+        assert job.process.poll() is None, job.wait()[1]
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    return job
+
+
+def test_a_rank_that_dies_ends_the_job(tmp_path, cache):
+    job = start_long_training(tmp_path, cache)
+    victim = ranks_of(job)[1]
+    victim.send_signal(signal.SIGKILL)
+    status, output = job.wait(timeout_s=60)
+    assert status != 0
+    assert "SIGKILL" in output or "-9" in output
+
+
+@pytest.mark.full
+def test_a_rank_that_falls_silent_ends_the_job(tmp_path, cache):
+    job = start_long_training(tmp_path, cache, "--timeout_s", "5")
+    ranks = ranks_of(job)
+    ranks[1].send_signal(signal.SIGSTOP)
+    while ranks[1].status() != psutil.STATUS_STOPPED:
+        time.sleep(0.01)
+    status, output = job.wait(timeout_s=65)
+    assert status != 0
+    assert not any(map(is_alive, ranks)), output
+
+
+ONCE_PER_HOST = """
+import sys, time
+from common.distributed.accelerator import run, start
+from common.distributed.agreement import once_per_host
+from common.recipe import Recipe, parse
+
+def main():
+    recipe = parse(Recipe)
+    accelerator, _ = start(recipe)
+    def work(beat):
+        for _ in range({rounds}):
+            time.sleep(0.5)
+            {beat}
+        {end}
+        return "done"
+    print("answer", once_per_host(accelerator, "data", work, 4), flush=True)
+
+if __name__ == "__main__":
+    run(main)
+"""
+
+
+@pytest.mark.parametrize(
+    ("rounds", "beat", "end", "succeeds", "message"),
+    [
+        (16, "beat()", "", True, "answer done"),  # twice as long as the limit, but alive
+        (16, "", "", False, "error: rank 0 gave no sign of life for 4 s"),
+        (1, "", "raise ValueError('no such images')", False, "error: no such images (on host "),
+    ],
+)
+def test_waiting_for_the_process_that_prepares_data(
+    rounds, beat, end, succeeds, message, tmp_path, project_copy
+):
+    script = project_copy / "once.py"
+    script.write_text(ONCE_PER_HOST.format(rounds=rounds, beat=beat or "pass", end=end or "pass"))
+    status, output = Job([*torchrun(2), "once.py"], cwd=project_copy).wait()
+    assert (status == 0) == succeeds, output
+    assert output.count(message) == (2 if succeeds else 1), output
+
+
+def test_ctrl_c_ends_everything(tmp_path, cache):
+    job = start_long_training(tmp_path, cache)
+    ranks = ranks_of(job)
+    os.killpg(job.process.pid, signal.SIGINT)  # a terminal sends it to the whole group
+    status, output = job.wait(timeout_s=60)
+    assert status != 0
+    assert not any(map(is_alive, ranks)), output
+    assert len(re.findall(r"^interrupted: the same command goes on ", output, re.MULTILINE)) == 1, output
+    assert "train_cnn_a.py" not in output, output  # no traceback of ours; torchrun shows its own

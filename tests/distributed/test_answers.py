@@ -1,0 +1,359 @@
+"""Each answer of `accelerate config`, and each key of a DeepSpeed JSON, is honoured or refused in one line.
+
+The environment of a process is made by accelerate's own launcher from the config file, without a launch.
+"""
+
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from accelerate import PartialState
+from accelerate.commands import launch
+from accelerate.utils import launch as launch_env
+from torch import nn
+
+from common.distributed import answers
+from common.distributed.accelerator import start
+from common.recipe import Recipe
+from tests.conftest import CNN, RESNET, ROOT, accelerate, free_port, result, run
+
+QUESTIONNAIRE = {  # as `accelerate config` writes it when every default is taken
+    "compute_environment": "LOCAL_MACHINE", "debug": False, "distributed_type": "MULTI_GPU",
+    "downcast_bf16": "no", "enable_cpu_affinity": False, "gpu_ids": "all", "machine_rank": 0,
+    "main_training_function": "main", "mixed_precision": "no", "num_machines": 1, "num_processes": 2,
+    "rdzv_backend": "static", "same_network": True, "tpu_env": [], "tpu_use_cluster": False,
+    "tpu_use_sudo": False, "use_cpu": False,
+}  # fmt: skip
+FSDP = {
+    "fsdp_version": 2, "fsdp_reshard_after_forward": True, "fsdp_offload_params": False,
+    "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_state_dict_type": "FULL_STATE_DICT",
+    "fsdp_cpu_ram_efficient_loading": True, "fsdp_activation_checkpointing": False,
+}  # fmt: skip
+FSDP_1 = {
+    "fsdp_version": 1, "fsdp_reshard_after_forward": "FULL_SHARD", "fsdp_use_orig_params": True,
+    "fsdp_backward_prefetch": "BACKWARD_PRE", "fsdp_forward_prefetch": False, "fsdp_sync_module_states": True,
+}  # fmt: skip
+ZERO = {
+    "zero_stage": 2, "offload_optimizer_device": "none", "offload_param_device": "none",
+    "gradient_accumulation_steps": 1, "zero3_init_flag": False,
+}  # fmt: skip
+DYNAMO = {"dynamo_backend": "INDUCTOR", "dynamo_mode": "default", "dynamo_use_regional_compilation": True}
+
+
+def fsdp(**changed) -> dict:
+    return {"distributed_type": "FSDP", "fsdp_config": FSDP | changed}
+
+
+def sizes(replicate=1, shard=2, tp=1, cp=1, **more) -> dict:
+    named = {"dp_replicate_size": replicate, "dp_shard_size": shard, "tp_size": tp, "cp_size": cp, **more}
+    return fsdp() | {"parallelism_config": {f"parallelism_config_{key}": n for key, n in named.items()}}
+
+
+def zero(**changed) -> dict:
+    return {"distributed_type": "DEEPSPEED", "deepspeed_config": ZERO | changed}
+
+
+HONOURED = {
+    "every default": {},
+    "one process": {"distributed_type": "NO", "num_processes": 1},
+    "the CPU": {"distributed_type": "NO", "num_processes": 1, "use_cpu": True},
+    "debug, NUMA": {"debug": True, "enable_cpu_affinity": True},
+    "bf16": {"mixed_precision": "bf16"},
+    "fp16": {"mixed_precision": "fp16"},
+    "dynamo": {"dynamo_config": DYNAMO},
+    "FSDP": fsdp(),
+    "FSDP, kept gathered": fsdp(fsdp_reshard_after_forward=False),
+    "FSDP, no wrap": fsdp(fsdp_auto_wrap_policy="NO_WRAP"),
+    "FSDP, by size": fsdp(fsdp_auto_wrap_policy="SIZE_BASED_WRAP", fsdp_min_num_params=1000),
+    "FSDP, offload": fsdp(fsdp_offload_params=True),
+    "FSDP, activation checkpointing": fsdp(fsdp_activation_checkpointing=True),
+    "FSDP, sharded files": fsdp(fsdp_state_dict_type="SHARDED_STATE_DICT"),
+    "hybrid": sizes(replicate=2, shard=2) | {"num_processes": 4},
+    "ZeRO-1": zero(zero_stage=1),
+    "ZeRO-2": zero(gradient_clipping=1.0),
+    "ZeRO-2, offload": zero(offload_optimizer_device="cpu"),
+    "ZeRO-3": zero(zero_stage=3, zero3_save_16bit_model=True),
+    "ZeRO-3, offload": zero(zero_stage=3, offload_optimizer_device="cpu", offload_param_device="cpu"),
+}
+REFUSED = {  # the key's name and value, and a word of what to choose
+    "FSDP 1": (fsdp(**FSDP_1), "fsdp_version: 1", "choose fsdp_version: 2"),
+    "FSDP 1's sharding": (
+        fsdp(fsdp_sharding_strategy="SHARD_GRAD_OP"),
+        "fsdp_sharding_strategy: SHARD_GRAD_OP",
+        "choose fsdp_reshard_after_forward",
+    ),
+    "FSDP 1's reshard": (
+        fsdp(fsdp_reshard_after_forward="FULL_SHARD"),
+        "fsdp_reshard_after_forward: full_shard",
+        "choose true or false",
+    ),
+    "no prefetch": (fsdp(fsdp_backward_prefetch="NO_PREFETCH"), "fsdp_backward_prefetch", "BACKWARD_PRE"),
+    "forward prefetch": (fsdp(fsdp_forward_prefetch=True), "fsdp_forward_prefetch: true", "choose false"),
+    "flat parameters": (fsdp(fsdp_use_orig_params=False), "fsdp_use_orig_params: false", "choose true"),
+    "local files": (fsdp(fsdp_state_dict_type="LOCAL_STATE_DICT"), "LOCAL_STATE_DICT", "SHARDED_STATE_DICT"),
+    "offloaded activations": (
+        fsdp(fsdp_activation_checkpointing=True, fsdp_activation_checkpointing_offload=True),
+        "fsdp_activation_checkpointing_offload: true",
+        "choose false",
+    ),
+    "ignored modules": (fsdp(fsdp_ignored_modules="head"), "fsdp_ignored_modules: head", "leave it out"),
+    "tensor parallel": (sizes(shard=1, tp=2), "parallelism_config_tp_size: 2", "larger dp_shard_size"),
+    "context parallel": (sizes(shard=1, cp=2), "parallelism_config_cp_size: 2", "larger dp_shard_size"),
+    "sequence parallel": (sizes(shard=1, sp_size=2), "parallelism_config_sp_size: 2", "larger dp_shard_size"),
+    "sizes that do not fit": (sizes(replicate=2), "dp_replicate_size: 2 and dp_shard_size: 2", "2 processes"),
+    "a size of 0": (sizes(replicate=0), "dp_replicate_size: 0", "choose 1 or more"),
+    "all sizes 1": (sizes(shard=1), "dp_replicate_size: 1 and dp_shard_size: 1", "more than 1"),
+    "Megatron": (
+        {"distributed_type": "MEGATRON_LM", "megatron_lm_config": {"megatron_lm_tp_degree": 1}},
+        "distributed_type: MEGATRON_LM",
+        "FSDP or DeepSpeed",
+    ),
+    "several on a CPU": (
+        {"distributed_type": "MULTI_CPU", "use_cpu": True, "main_process_port": 29500},
+        "distributed_type: MULTI_CPU",
+        "choose multi-GPU",
+    ),
+    "ZeRO-0": (zero(zero_stage=0), "zero_stage: 0", "choose 1, 2 or 3"),
+    "NVMe": (zero(offload_optimizer_device="nvme"), "offload_optimizer_device: nvme", "choose cpu"),
+    "NVMe for parameters": (zero(zero_stage=3, offload_param_device="nvme"), "offload_param_device", "cpu"),
+    "parameters of ZeRO-2": (zero(offload_param_device="cpu"), "offload_param_device: cpu", "zero_stage: 3"),
+    "zero.Init": (zero(zero_stage=3, zero3_init_flag=True), "zero3_init_flag: true", "choose false"),
+    "experts": (zero(deepspeed_moe_layer_cls_names="MoE"), "deepspeed_moe_layer_cls_names", "leave it out"),
+    "no such JSON": (
+        {"distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_config_file": "nowhere.json"}},
+        "deepspeed_config_file nowhere.json",
+        "No such file",
+    ),
+    "precision beside the JSON": (
+        {
+            "distributed_type": "DEEPSPEED",
+            "mixed_precision": "bf16",
+            "deepspeed_config": {"deepspeed_config_file": "ds_configs/zero2.json", "zero3_init_flag": False},
+        },
+        "mixed_precision beside deepspeed_config_file",
+        "choose it in ds_configs/zero2.json",
+    ),
+}
+IN_ENV = {  # answers that accelerate's launcher passes on only where a package or a program is installed
+    "fp8": ({"ACCELERATE_MIXED_PRECISION": "fp8"}, "mixed_precision: fp8", "choose bf16"),
+    "FSDP 1 by default": ({"ACCELERATE_USE_FSDP": "true"}, "fsdp_version: 1", "choose fsdp_version: 2"),
+    "SageMaker": ({"ACCELERATE_USE_SAGEMAKER": "true"}, "AMAZON_SAGEMAKER", "choose this machine"),
+    "MPI": ({"OMPI_COMM_WORLD_SIZE": "2", "ACCELERATE_USE_CPU": "True"}, "mpirun_config", "choose multi-GPU"),
+}
+JSONS = {  # what a DeepSpeed JSON has beside ds_configs/zero2.json; a dotted key is in zero_optimization
+    "optimizer": ({"optimizer": {"type": "AdamW"}}, "optimizer", "the script has its own"),
+    "scheduler": ({"scheduler": {"type": "WarmupLR"}}, "scheduler", "the script has its own"),
+    "compile": ({"compile": {"deepcompile": True}}, "compile", "choose --compile"),
+    "checkpointing": (
+        {"activation_checkpointing": {"partition_activations": True}},
+        "activation_checkpointing",
+        "choose --grad_checkpointing",
+    ),
+    "pipeline": ({"pipeline": {"stages": 2}}, "pipeline", "leave it out"),
+    "autocast": ({"torch_autocast": {"enabled": True}}, "torch_autocast", "leave it out"),
+    "a misspelt key": ({"gradient_cliping": 1.0}, "gradient_cliping", "did you mean gradient_clipping?"),
+    "zenflow": ({".zenflow": {"topk_ratio": 0.1}}, "zero_optimization.zenflow", "leave it out"),
+    "super_offload": (
+        {".offload_optimizer": {"device": "cpu", "super_offload": True}},
+        "offload_optimizer.super_offload",
+        "leave it out",
+    ),
+    "nvme": ({".offload_optimizer": {"device": "nvme"}}, "offload_optimizer.device nvme", "choose cpu"),
+    "parameters": ({".offload_param": {"device": "cpu"}}, "offload_param", "stage 3"),
+    "quantized": ({".zero_quantized_weights": True}, "zero_optimization.zero_quantized_weights", "leave"),
+    "stage 0": ({".stage": 0}, "zero_optimization.stage 0", "choose 1, 2 or 3"),
+    "a bucket by itself": ({".reduce_bucket_size": "auto"}, "reduce_bucket_size", "write a number"),
+    "two precisions": ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "bf16 and fp16", "choose one"),
+    "off": ({"compile": {"enabled": False}, ".zenflow": None, "tensorboard": {"enabled": False}}, "", ""),
+}  # fmt: skip
+
+
+@pytest.fixture
+def env(monkeypatch):
+    """The environment, without what another test or launcher has left there."""
+    ours = re.compile("ACCELERATE_|FSDP_|PARALLELISM_|MEGATRON_|MASTER_|LOCAL_|WORLD_SIZE|RANK|OMPI_|PMI_")
+    for name in filter(ours.match, dict(launch.os.environ)):
+        monkeypatch.delenv(name)
+    return monkeypatch
+
+
+def launched(config: dict, folder: Path) -> dict[str, str]:
+    """What the launcher gives to rank 0 of this config."""
+    file = folder / "config.yaml"
+    config = QUESTIONNAIRE | {"main_process_port": free_port()} | config
+    if "deepspeed_config_file" in config.get("deepspeed_config", {}) and config["mixed_precision"] == "no":
+        del config["mixed_precision"]
+    file.write_text(yaml.safe_dump(config))
+    words = ["--config_file", str(file), "train_cnn_a.py"]
+    args, defaults, from_config = launch._validate_launch_command(
+        launch.launch_command_parser().parse_args(words)
+    )
+    rank = {"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": str(config["num_processes"])}
+    if args.use_deepspeed:
+        fields = [*defaults.deepspeed_config, *(["mixed_precision"] if from_config else [])]
+        args.deepspeed_fields_from_accelerate_config = ",".join(fields)
+        return launch_env.prepare_deepspeed_cmd_env(args)[1] | rank
+    if args.use_fsdp or args.use_megatron_lm or args.multi_gpu:
+        return launch_env.prepare_multi_gpu_env(args) | rank
+    return launch_env.prepare_simple_launcher_cmd_env(args)[1]
+
+
+def check(env: dict[str, str], **flags) -> dict | None:
+    return answers.check_answers(env, int(env.get("WORLD_SIZE", "1")), **flags)
+
+
+@pytest.mark.parametrize("config", HONOURED.values(), ids=HONOURED)
+def test_honoured(config, env, tmp_path):
+    check(launched(config, tmp_path))
+
+
+@pytest.mark.parametrize(("config", "key", "instead"), REFUSED.values(), ids=REFUSED)
+def test_refused(config, key, instead, env, tmp_path):
+    with pytest.raises(ValueError, match=re.escape(key)) as error:
+        check(launched(config, tmp_path))
+    assert_one_line(error, instead)
+
+
+@pytest.mark.parametrize(("variables", "key", "instead"), IN_ENV.values(), ids=IN_ENV)
+def test_refused_from_the_environment(variables, key, instead):
+    with pytest.raises(ValueError, match=re.escape(key)) as error:
+        check(variables)
+    assert_one_line(error, instead)
+    check({"ACCELERATE_MIXED_PRECISION": "fp8"}, precision="bf16")  # the flag wins
+
+
+def assert_one_line(error, instead: str) -> None:
+    assert instead in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("changed", "key", "instead"), JSONS.values(), ids=JSONS)
+@pytest.mark.parametrize("by", ["flag", "config"])
+def test_deepspeed_json(changed, key, instead, by, env, tmp_path):
+    config = json.loads((ROOT / "ds_configs" / "zero2.json").read_text())
+    for name, value in changed.items():
+        (config["zero_optimization"] if name.startswith(".") else config)[name.lstrip(".")] = value
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps(config))
+    named = {"deepspeed_config_file": str(file), "zero3_init_flag": False}
+    variables = {"LOCAL_RANK": "0"}
+    if by == "config":
+        variables = launched({"distributed_type": "DEEPSPEED", "deepspeed_config": named}, tmp_path)
+    flags = {"deepspeed_config": str(file)} if by == "flag" else {}
+    if not key:
+        assert check(variables, **flags) == config
+        return
+    with pytest.raises(ValueError, match=re.escape(key)) as error:
+        check(variables, **flags)
+    assert str(error.value).startswith(str(file))
+    assert_one_line(error, instead)
+
+
+def test_a_deepspeed_json_that_is_none(tmp_path):
+    file = tmp_path / "ds.json"
+    for content, message in (
+        (b"[]", "holds no JSON object"),
+        (b"\xff", "can't be read as JSON"),
+        (b"[" * 100_000, "nested too deep"),
+    ):
+        file.write_bytes(content)
+        with pytest.raises(ValueError, match=message):
+            check({"LOCAL_RANK": "0"}, deepspeed_config=str(file))
+    with pytest.raises(ValueError, match=r"--deepspeed_config nowhere\.json: No such file"):
+        check({"LOCAL_RANK": "0"}, deepspeed_config="nowhere.json")
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "ds_configs").glob("*.json")), ids=lambda file: file.stem)
+def test_own_jsons_are_honoured(file):
+    config = check({"LOCAL_RANK": "0"}, deepspeed_config=str(file), precision="fp16")
+    assert answers.enabled_precision(config) is None
+
+
+def test_a_precision_of_the_json(tmp_path):
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps({"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}))
+    config = check({"LOCAL_RANK": "0"}, deepspeed_config=str(file))
+    assert answers.enabled_precision(config) == "bf16"
+    with pytest.raises(ValueError, match=r'bf16.enabled true beside --mixed_precision no: write "auto"'):
+        check({"LOCAL_RANK": "0"}, deepspeed_config=str(file), precision="no")
+
+
+def test_the_table_has_every_variable_of_the_launcher():
+    """A later accelerate that passes on another answer fails here."""
+    source = Path(launch_env.__file__).read_text()
+    simple = set(re.findall(r'current_env\["([A-Z0-9_]+)"\]', source))
+    sized = {
+        f"PARALLELISM_CONFIG_{n}" for n in re.findall(r'prefix \+ "((?:DP|TP|CP|SP)_[A-Z_]+SIZE)"', source)
+    }
+    known = {answer.variable for group in answers.ANSWERS.values() for answer in group} | set(answers.ANSWERS)
+    not_answers = {"PYTHONPATH", "KMP_AFFINITY", "KMP_BLOCKTIME", "OMP_NUM_THREADS"}
+    not_answers |= {"XLA_USE_BF16", "XLA_DOWNCAST_BF16"}  # of TPUs, which are refused
+    other_devices = {name for name in simple if "VISIBLE" in name or name == "ZE_AFFINITY_MASK"}
+    assert simple | sized <= known | not_answers | other_devices
+    assert {"FSDP_VERSION", "ACCELERATE_DEEPSPEED_ZERO_STAGE"} <= simple
+
+
+def test_start_refuses_before_anything_else(env):
+    PartialState._reset_state()
+    env.setenv("ACCELERATE_USE_MEGATRON_LM", "true")
+    env.setenv("LOCAL_RANK", "0")
+    with pytest.raises(ValueError, match="MEGATRON_LM"):
+        start(Recipe())
+    assert PartialState._shared_state == {}
+
+
+def test_another_kind_of_device(monkeypatch):
+    """As torch would say it on such a host; there is none here."""
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("xpu"))
+    with pytest.raises(ValueError, match="distributed_type: XPU, which is not supported: choose multi-GPU"):
+        answers.check_device_kind()
+
+
+def test_answers_without_a_meaning_here_are_changed_and_named(env):
+    env.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "true")
+    env.setenv("FSDP_OFFLOAD_PARAMS", "true")
+    env.setenv("FSDP_TRANSFORMER_CLS_TO_WRAP", "")
+    (remark,) = answers.settle_answers(rehearsal=False)
+    assert remark == "fsdp_cpu_ram_efficient_loading is off: it is for models that Transformers loads"
+    (remark,) = answers.settle_answers(rehearsal=True)
+    assert remark.startswith("fsdp_offload_params is off: in a rehearsal")
+    assert answers.settle_answers(rehearsal=True) == []
+    assert "FSDP_TRANSFORMER_CLS_TO_WRAP" not in os.environ  # no class has no name
+
+
+def test_a_class_to_wrap_that_the_model_does_not_have(env):
+    env.setenv("ACCELERATE_USE_FSDP", "true")
+    env.setenv("FSDP_TRANSFORMER_CLS_TO_WRAP", "Linear,BertLayer")
+    with pytest.raises(ValueError, match="fsdp_transformer_layer_cls_to_wrap: BertLayer"):
+        answers.check_wrapped_classes(nn.Sequential(nn.Linear(1, 1)))
+    env.setenv("FSDP_TRANSFORMER_CLS_TO_WRAP", "Linear")
+    answers.check_wrapped_classes(nn.Sequential(nn.Linear(1, 1)))
+
+
+TRAINED = {  # honoured in a way of our own: they failed before
+    "FSDP, offload, BatchNorm": (fsdp(fsdp_offload_params=True), [*RESNET, "--mixed_precision", "no"]),
+    "ZeRO-3, offload": (HONOURED["ZeRO-3, offload"], CNN),
+    "ZeRO-2, offload, SGD": (HONOURED["ZeRO-2, offload"], RESNET),
+    "FSDP, by size, debug": (HONOURED["FSDP, by size"] | {"debug": True}, CNN),
+    "hybrid": (HONOURED["hybrid"], CNN),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.full] if k else []) for k, n in enumerate(TRAINED)]
+)
+def test_trained(name, tmp_path, cache):
+    """The answers, a launch, two steps."""
+    config, script = TRAINED[name]
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump(QUESTIONNAIRE | {"main_process_port": free_port()} | config))
+    flags = ["--data", "digits", "--batch_size", "16", "--max_steps", "2", "--trackers", "none", *cache]
+    words = [*accelerate("cpu")[:3], "--config_file", file, *script, *flags]
+    output = run([*words, "--output_dir", tmp_path / "run"])
+    assert result(tmp_path / "run")["status"] == "finished"
+    if "fsdp_config" in config:
+        assert "fsdp_cpu_ram_efficient_loading is off: it is for models that Transformers loads\n" in output

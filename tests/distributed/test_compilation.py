@@ -1,0 +1,142 @@
+"""torch.compile of a model's blocks: how many graphs, what is refused."""
+
+import copy
+import os
+
+import pytest
+import timm
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters
+
+from common.distributed.accelerator import prepare
+from common.distributed.activation_checkpointing import blocks_of, checkpoint_activations
+from common.distributed.compilation import Compilation, asked_for, compile_blocks
+from tests.conftest import VIT, Job, accelerate
+from train_cnn_b import ResNet18
+
+
+@pytest.fixture(autouse=True)
+def _no_launcher(monkeypatch):
+    for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
+        monkeypatch.delenv(name)
+    torch._dynamo.reset()
+    counters.clear()
+
+
+def vit(depth: int = 12) -> nn.Module:
+    torch.manual_seed(0)
+    options = dict(img_size=32, patch_size=8, num_classes=10, depth=depth, embed_dim=48, num_heads=3)
+    model = timm.create_model("vit_tiny_patch16_224", drop_path_rate=0.1, drop_rate=0.1, **options)
+    model._no_split_modules = ["Block"]
+    return model
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_twelve_blocks_with_twelve_rates_share_four_graphs(checkpointed):
+    """Traced and run by eager's operators, which takes seconds where Inductor takes minutes."""
+    eager, model = vit(), vit()
+    assert len({block.drop_path1.drop_prob for block in model.blocks[1:]}) == 11
+    names = list(model.state_dict())
+    counter = CompileCounterWithBackend("eager")
+    compile_blocks(model, Compilation(counter))
+    if checkpointed:
+        checkpoint_activations(model)
+    images = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+    for step in range(2):
+        losses = []
+        for one in (eager, model):
+            torch.manual_seed(step)
+            losses.append(one.train()(images).square().mean())
+            losses[-1].backward()
+        assert losses[0] == losses[1]
+    assert counter.frame_count == 4
+    for ours, theirs in zip(model.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+    with torch.no_grad():
+        torch.testing.assert_close(model.eval()(images), eager.eval()(images))
+    assert counter.frame_count == 8
+    assert "recompile_limit" not in str(counters)
+    assert list(model.state_dict()) == names
+
+
+def test_a_model_without_blocks_is_compiled_whole_and_only_once():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Dropout())
+    counter = CompileCounterWithBackend("eager")
+    compile_blocks(model, Compilation(counter))
+    for _ in range(3):
+        model(torch.zeros(2, 3))
+    assert counter.frame_count == 1
+    assert list(model.state_dict()) == ["0.weight", "0.bias"]
+
+
+def test_blocks_are_the_outermost_modules_of_the_named_classes():
+    inner = nn.Sequential(nn.Linear(1, 1))
+    model = nn.ModuleDict({"a": nn.Sequential(inner), "b": nn.ModuleList([nn.Linear(1, 1)])})
+    model._no_split_modules = ("Sequential", "Linear")
+    assert list(blocks_of(model)) == [model["a"], model["b"][0]]
+
+
+@pytest.mark.parametrize(
+    ("flag", "answers", "wanted"),
+    [
+        (None, {}, "no"),
+        (None, {"BACKEND": "INDUCTOR", "MODE": "max-autotune"}, "max-autotune"),
+        (None, {"BACKEND": "AOT_EAGER"}, "aot_eager"),
+        ("no", {"BACKEND": "INDUCTOR"}, "no"),
+        ("reduce-overhead", {"BACKEND": "NO"}, "reduce-overhead"),
+    ],
+)
+def test_the_flag_counts_before_the_launchers_answer(flag, answers, wanted, monkeypatch):
+    for name, value in answers.items():
+        monkeypatch.setenv(f"ACCELERATE_DYNAMO_{name}", value)
+    assert str(asked_for(flag)) == wanted
+
+
+def test_what_this_host_can_not_compile_by_is_refused(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "TENSORRT")
+    with pytest.raises(ValueError, match=r"dynamo_backend tensorrt is not on this host: choose .*inductor"):
+        asked_for(None)
+    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", (None, "no-such-compiler"))
+    with pytest.raises(ValueError, match=r"--compile default .* needs a C\+\+ compiler.*install g\+\+"):
+        asked_for("default")
+
+
+@pytest.mark.full
+def test_a_compiled_resnet_has_the_same_gradients_and_statistics():
+    """In fp64: in fp32 another order of sums carries activations of a small ResNet over ReLU's edge."""
+    torch.manual_seed(0)
+    eager = ResNet18(width=8, stem="cifar", classes=10).double()
+    model = copy.deepcopy(eager)
+    accelerator, optimizers = Accelerator(cpu=True), []
+    for one, how in ((eager, Compilation()), (model, Compilation("inductor"))):
+        accelerator.compilation, accelerator.grad_checkpointing = how, bool(how)
+        optimizers.append(prepare(accelerator, one, torch.optim.SGD(one.parameters(), lr=0.1))[1])
+    for step in range(2):
+        images = torch.randn(8, 3, 32, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+        losses = []
+        for one, optimizer in zip((eager, model), optimizers, strict=True):
+            with accelerator.accumulate(one):
+                losses.append(one(images).square().mean())
+                accelerator.backward(losses[-1])
+                optimizer.step()
+        torch.testing.assert_close(*losses, rtol=1e-9, atol=0)
+        for ours, theirs in zip(model.parameters(), eager.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-7, atol=1e-9)
+    assert eager.stages[0][0].bn1.num_batches_tracked == 2
+    for ours, theirs in zip(model.buffers(), eager.buffers(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.full
+def test_zero_3_refuses_to_compile_in_one_line(cache):
+    launcher = accelerate("zero3_4gpu", "--num_processes", "2")
+    status, output = Job([*launcher, *VIT, "--data", "digits", "--compile", "default", *cache]).wait()
+    assert status == 1
+    refusals = [
+        line for line in output.splitlines() if "error: --compile default (dynamo_backend): ZeRO-3" in line
+    ]
+    assert len(refusals) == 1, output
+    assert "choose --compile no, ZeRO-2 or FSDP" in refusals[0]

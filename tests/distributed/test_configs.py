@@ -1,0 +1,230 @@
+"""accelerate_configs/ and ds_configs/: the files say what they must, and their READMEs' numbers are right."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import timm
+import yaml
+from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.utils import DistributedType
+from accelerate.utils.deepspeed import HfDeepSpeedConfig
+
+from tests.conftest import ROOT
+
+YAMLS = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
+JSONS = sorted((ROOT / "ds_configs").glob("*.json"))
+GPU_COUNTS = {
+    "cpu": 1,
+    "single_gpu": 1,
+    "ddp_2gpu": 2,
+    "ddp_4gpu": 4,
+    "ddp_2x2gpu": 4,
+    "ddp_2x4gpu": 8,
+    "fsdp_2gpu": 2,
+    "fsdp_4gpu": 4,
+    "fsdp_2x4gpu": 8,
+    "zero1_4gpu": 4,
+    "zero2_2gpu": 2,
+    "zero2_4gpu": 4,
+    "zero3_4gpu": 4,
+    "zero3_2x4gpu": 8,
+    "zero3_offload_4gpu": 4,
+}
+yamls = pytest.mark.parametrize("path", YAMLS, ids=lambda path: path.stem)
+jsons = pytest.mark.parametrize("path", JSONS, ids=lambda path: path.stem)
+
+
+def hosts(config: str) -> int:
+    return 2 if "_2x" in config else 1
+
+
+def test_the_set_is_complete():
+    assert {path.stem for path in YAMLS} == set(GPU_COUNTS)
+    assert {path.stem for path in JSONS} == {"zero1", "zero2", "zero3", "zero2_offload", "zero3_offload"}
+
+
+@yamls
+def test_accelerate_reads_it(path):
+    config = load_config_from_file(str(path))
+    strategy = path.stem.split("_")[0]
+    kinds = {
+        "ddp": DistributedType.MULTI_GPU,
+        "fsdp": DistributedType.FSDP,
+        "zero": DistributedType.DEEPSPEED,
+    }
+    assert config.distributed_type == kinds.get(strategy.rstrip("123"), DistributedType.NO)
+    assert config.num_processes == GPU_COUNTS[path.stem]
+    assert config.num_machines == hosts(path.stem)
+    assert config.use_cpu == (strategy == "cpu")
+    # bf16 unless the script's flag decides; beside a DeepSpeed file accelerate refuses the key
+    assert config.mixed_precision == (None if strategy.startswith("zero") else "bf16")
+
+
+@yamls
+def test_no_rank_address_or_fixed_port(path):
+    keys = yaml.safe_load(path.read_text())
+    assert not {"machine_rank", "main_process_ip", "rdzv_backend", "gpu_ids"} & set(keys)
+    # Accelerate replaces 0 by a free port, but only where it starts more than one process; several hosts
+    # would each choose one of their own.
+    free = keys["num_processes"] > 1 and hosts(path.stem) == 1
+    assert keys.get("main_process_port") == (0 if free else None)
+
+
+@yamls
+def test_every_key_is_explained(path):
+    first, *lines = path.read_text().splitlines()
+    assert first.startswith("# ")
+    for line in lines:
+        assert re.fullmatch(r" *\w+:( \S+)?  # \S.+", line), line
+        assert len(line) <= 110, line
+
+
+@yamls
+def test_fsdp_wraps_what_the_model_names(path):
+    fsdp = load_config_from_file(str(path)).fsdp_config
+    if not path.stem.startswith("fsdp"):
+        assert not fsdp
+        return
+    assert fsdp["fsdp_version"] == 2
+    assert fsdp["fsdp_reshard_after_forward"] is True
+    assert fsdp["fsdp_auto_wrap_policy"] == "TRANSFORMER_BASED_WRAP"
+    assert "fsdp_transformer_layer_cls_to_wrap" not in fsdp
+    assert fsdp["fsdp_cpu_ram_efficient_loading"] is False  # true fails on BatchNorm's buffers
+
+
+@yamls
+def test_deepspeed_settings_are_in_an_existing_json_alone(path):
+    settings = load_config_from_file(str(path)).deepspeed_config
+    if not path.stem.startswith("zero"):
+        assert not settings
+        return
+    file = ROOT / settings.pop("deepspeed_config_file")
+    assert file.stem == strategy_of(path.stem)
+    assert file.is_file()
+    assert settings == {"zero3_init_flag": False, "deepspeed_multinode_launcher": "standard"}
+
+
+@jsons
+def test_deepspeed_json(path):
+    config = json.loads(path.read_text())
+    assert HfDeepSpeedConfig(str(path)).config == config  # Accelerate's own reader
+    for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
+        assert config[key] == "auto"
+    assert config["gradient_clipping"] == "auto"  # left out, DeepSpeed would clip at 1.0
+    assert config["bf16"] == config["fp16"] == {"enabled": "auto"}  # auto_cast would cast without fp16, too
+    assert not {"optimizer", "scheduler"} & set(config)
+    assert config["zero_allow_untested_optimizer"] is True
+    zero = config["zero_optimization"]
+    assert zero["stage"] == int(path.stem[4])
+    assert "auto" not in zero.values()  # would need model.config.hidden_size
+    offloads = path.stem.endswith("_offload")
+    assert (zero.get("offload_optimizer", {}).get("device") == "cpu") == offloads
+    assert (config.get("zero_force_ds_cpu_optimizer") is False) == offloads
+
+
+@jsons
+def test_deepspeed_accepts_it_once_the_numbers_are_filled_in(path):
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    config = json.loads(path.read_text())
+    config |= {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 1}
+    config |= {"gradient_clipping": 0.0, "bf16": {"enabled": True}, "fp16": {"enabled": False}}
+    read = DeepSpeedConfig(config)
+    assert read.zero_optimization_stage == int(path.stem[4])
+    assert read.gradient_clipping == 0.0
+
+
+@jsons
+def test_every_json_key_is_explained(path):
+    text = (ROOT / "ds_configs" / "README.md").read_text()
+    config = json.loads(path.read_text())
+    for key in {*config, *config["zero_optimization"]} - {"zero_optimization", "stage"}:
+        assert f"`{key}" in text, key
+
+
+@yamls
+def test_hybrid_sharding_gathers_inside_a_host(path):
+    mesh = load_config_from_file(str(path)).parallelism_config
+    sizes = {"parallelism_config_dp_replicate_size": 2, "parallelism_config_dp_shard_size": 4}
+    assert mesh == (sizes if path.stem == "fsdp_2x4gpu" else {})
+
+
+def strategy_of(config: str) -> str:
+    """zero3_offload of zero3_offload_4gpu."""
+    return re.sub(r"_(\dx)?\dgpu$|_gpu$", "", config)
+
+
+def parameters() -> int:
+    """Of ViT-B/32 with 10 classes, the model of the READMEs' numbers."""
+    model = timm.create_model("vit_base_patch32_224", num_classes=10)
+    return sum(p.numel() for p in model.parameters())
+
+
+def bytes_on_gpu(strategy: str, n: int) -> float:
+    """Bytes per parameter at a step's worst moment: weights, gradients, masters, moments; AdamW, bf16."""
+    return {
+        "single": 4 + 4 + 8,
+        "ddp": 4 + 4 + 8,
+        "fsdp": (4 + 4 + 8) / n,
+        "zero1": 2 + (2 + 4 + 8 + 4) / n,
+        "zero2": 2 + (2 + 4 + 8 + 4) / n,
+        "zero3": (2 + 2 + 4 + 8 + 4) / n,
+        "zero2_offload": 2,
+        "zero3_offload": 2 / n,
+    }[strategy]
+
+
+def bytes_sent(strategy: str, n: int) -> float:
+    """Bytes per parameter that one GPU sends per step, without accumulation, collectives as rings."""
+    part = (n - 1) / n  # of an all-gather or a reduce-scatter; an all-reduce sends both
+    gradients_all_reduced = {"single": 4, "ddp": 4, "zero1": 2, "zero2": 2}.get(strategy, 0)
+    gradients_scattered = {"fsdp": 2, "zero3": 2, "zero3_offload": 2}.get(strategy, 0)
+    weights_gathered = {"fsdp": 4, "zero1": 2, "zero2": 2, "zero3": 4, "zero3_offload": 4}.get(strategy, 0)
+    return part * (2 * gradients_all_reduced + gradients_scattered + weights_gathered)
+
+
+def table(readme: Path, heading: str) -> dict[str, list[str]]:
+    """Rows of the table whose first column has this heading and whose header speaks of ViT-B/32."""
+    rows, inside = {}, False
+    for line in readme.read_text().splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if cells[0] == heading and "ViT-B/32, GiB" in cells:
+            inside = True
+        elif not line.startswith("|"):
+            inside = False
+        elif inside and not cells[0].startswith("---"):
+            rows[re.sub(r"\[(.+)\]\(.+\)", r"\1", cells[0])] = cells[1:]
+    return rows
+
+
+def test_numbers_in_the_readme_of_accelerate_configs():
+    p = parameters()
+    readme = ROOT / "accelerate_configs" / "README.md"
+    assert f"P = {p:,}" in readme.read_text()
+    rows = table(readme, "Config")
+    assert set(rows) == set(GPU_COUNTS) - {"cpu"}
+    for config, (_, gib, _, mb) in rows.items():
+        n, strategy, sent = GPU_COUNTS[config], strategy_of(config), 0.0
+        if config == "fsdp_2x4gpu":  # sharded in a host; two hosts all-reduce each quarter of the gradients
+            n, sent = 4, 2 * (1 / 2) * 2 / 4
+        sent += bytes_sent(strategy, n)
+        assert gib == f"{bytes_on_gpu(strategy, n) * p / 2**30:.2f}", config
+        assert mb == f"{sent * p / 1e6:.0f}", config
+
+
+def test_numbers_in_the_readme_of_ds_configs():
+    p = parameters()
+    rows = table(ROOT / "ds_configs" / "README.md", "File")
+    assert set(rows) == {path.stem for path in JSONS}
+    for file, (_, _, gpu, _, host, _) in rows.items():
+        on_host = 18 if file.endswith("_offload") else 0  # bf16 copy, gradients twice, masters, moments
+        assert gpu == f"{bytes_on_gpu(file, 4) * p / 2**30:.2f}", file
+        assert host == f"{on_host * p / 2**30:.2f}", file
+
+
+def test_every_config_is_in_the_readme():
+    text = (ROOT / "accelerate_configs" / "README.md").read_text()
+    for path in YAMLS:
+        assert f"[{path.stem}]({path.name})" in text

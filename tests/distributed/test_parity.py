@@ -1,0 +1,236 @@
+"""The same training everywhere: each strategy on 2 processes against one process; broken code must fail.
+
+Batch 96 of 1,437 digits: an epoch has 14 steps, so 20 steps cross its end, and the data of the second epoch.
+"""
+
+import json
+from itertools import product
+from pathlib import Path
+
+import pytest
+import yaml
+from safetensors.torch import load_file
+
+from tests.conftest import (
+    CNN,
+    HALF_THE_CORES,
+    RESNET,
+    ROOT,
+    VIT,
+    accelerate,
+    deepspeed,
+    full,
+    lines,
+    metrics,
+    mutate,
+    python,
+    run,
+)
+
+STEPS = 20
+FLAGS = ["--batch_size", "96", "--per_device_batch_size", "48", "--epochs", "2", "--max_steps", str(STEPS)]
+FLAGS += ["--log_every", "1", "--log_samples", "--mixed_precision", "no", "--trackers", "none"]
+SCRIPTS = {
+    "hello": ["train_hello.py", "--data_size", "1437", *FLAGS],
+    "cnn_a": [*CNN, "--data", "digits", *FLAGS],  # its recipe does not clip
+    "cnn_b": [*RESNET, "--data", "digits", *FLAGS, "--label_smoothing", "0.1"],  # SGD, momentum, BatchNorm
+    # with drop path, mixup, cutmix, label smoothing and EMA
+    "vit": [*VIT, "--data", "digits", *FLAGS, "--dropout", "0.1", "--clip_norm", "0.1"],
+}
+STRATEGIES = {
+    "ddp": (accelerate("ddp_2gpu"), []),
+    "fsdp": (accelerate("fsdp_2gpu"), []),
+    "zero1": (accelerate("zero1_4gpu", "--num_processes", "2"), []),
+    "zero2": (accelerate("zero2_2gpu"), []),
+    "zero3": (accelerate("zero3_4gpu", "--num_processes", "2"), []),
+    "deepspeed": (deepspeed("--num_gpus", "2"), ["--deepspeed_config", "ds_configs/zero2.json"]),
+}
+# `make test` has each strategy with the ViT and some with the others; `make test-all` has the rest.
+QUICK = {("hello", "zero3"), ("cnn_b", "ddp"), ("cnn_b", "zero2")}
+PAIRS = [
+    pytest.param(
+        script, strategy, marks=[] if script == "vit" or (script, strategy) in QUICK else pytest.mark.full
+    )
+    for script, strategy in product(SCRIPTS, STRATEGIES)
+]
+
+
+def command(script: str, cache: list) -> list:
+    return SCRIPTS[script] if script == "hello" else [*SCRIPTS[script], *cache]
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory, cache):
+    """The folder of a script's run in one process, with 2 accumulations, or as the further flags say."""
+    folders = {}
+
+    def folder_of(script: str, *flags: str):
+        key = (script, *flags)
+        if key not in folders:
+            folders[key] = tmp_path_factory.mktemp(script) / "run"
+            words = [*python(), *command(script, cache), *flags, "--output_dir", folders[key]]
+            run(words, env=HALF_THE_CORES)
+        return folders[key]
+
+    return folder_of
+
+
+@pytest.mark.parametrize(("script", "strategy"), PAIRS)
+def test_two_processes_train_as_one_with_two_accumulations(script, strategy, one_process, tmp_path, cache):
+    launcher, flags = STRATEGIES[strategy]
+    run([*launcher, *command(script, cache), *flags, "--output_dir", tmp_path / "run"])
+    assert_same_training(tmp_path / "run", one_process(script))
+
+
+# The same settings as an answer of the launcher's, where there is one, or as a flag.
+CHECKPOINTING = {
+    "fsdp": accelerate("fsdp_2gpu", "--fsdp_activation_checkpointing", "true"),
+    "single": python(),
+    **{strategy: launcher for strategy, (launcher, _) in STRATEGIES.items() if strategy != "fsdp"},
+}
+
+
+@pytest.mark.parametrize(
+    ("script", "strategy"),
+    [
+        pytest.param(script, s, marks=[] if (script, s) == ("vit", "fsdp") else pytest.mark.full)
+        for script, s in product(("vit", "cnn_b"), CHECKPOINTING)
+    ],
+)
+def test_activation_checkpointing_changes_no_number(script, strategy, one_process, tmp_path, cache):
+    flags = STRATEGIES.get(strategy, ((), []))[1] + ([] if strategy == "fsdp" else ["--grad_checkpointing"])
+    words = [*CHECKPOINTING[strategy], *command(script, cache), *flags, "--output_dir", tmp_path / "run"]
+    run(words, env=HALF_THE_CORES if strategy == "single" else None)
+    assert_same_training(tmp_path / "run", one_process(script))
+    for recorded in ("recipe.json", "result.json"):
+        assert json.loads((tmp_path / "run" / recorded).read_text())["grad_checkpointing"] is True
+
+
+def compiling(strategy: str, tmp_path: Path) -> list:
+    """The launcher with a config file that asks for compilation; without one for one process."""
+    if strategy == "single":
+        return python()
+    name = {"zero1": "zero1_4gpu"}.get(strategy, f"{strategy}_2gpu")
+    config = yaml.safe_load((ROOT / "accelerate_configs" / f"{name}.yaml").read_text())
+    config.pop("dynamo_backend", None)
+    config["num_processes"] = 2
+    config["dynamo_config"] = {"dynamo_backend": "INDUCTOR", "dynamo_use_regional_compilation": True}
+    (tmp_path / "compiled.yaml").write_text(yaml.safe_dump(config))
+    return [*accelerate(name)[:-1], tmp_path / "compiled.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("script", "strategy", "flags"),
+    [
+        ("vit", "single", ["--compile", "default"]),
+        full("cnn_a", "ddp", []),
+        full("vit", "ddp", ["--grad_checkpointing"]),
+        full("vit", "fsdp", ["--grad_checkpointing"]),
+        full("vit", "zero1", []),
+        full("vit", "zero2", ["--grad_checkpointing"]),
+    ],
+)
+def test_compilation_changes_no_number(script, strategy, flags, one_process, tmp_path, cache):
+    words = [*compiling(strategy, tmp_path), *command(script, cache), *flags]
+    run([*words, "--output_dir", tmp_path / "run"], env=HALF_THE_CORES if strategy == "single" else None)
+    assert_same_training(tmp_path / "run", one_process(script))
+    for recorded in ("recipe.json", "result.json"):
+        assert json.loads((tmp_path / "run" / recorded).read_text())["compile"] == "default"
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [pytest.param(s, marks=[] if s == "ddp" else pytest.mark.full) for s in STRATEGIES],
+)
+def test_two_processes_with_two_accumulations_train_as_one_with_four(strategy, one_process, tmp_path, cache):
+    launcher, flags = STRATEGIES[strategy]
+    smaller = ["--per_device_batch_size", "24"]
+    run([*launcher, *command("vit", cache), *smaller, *flags, "--output_dir", tmp_path / "run"])
+    assert_same_training(tmp_path / "run", one_process("vit", *smaller))
+
+
+def test_accumulation_does_not_change_a_model_without_dropout(one_process, tmp_path, cache):
+    flags = [*command("cnn_a", cache), "--per_device_batch_size", "96", "--output_dir", tmp_path / "run"]
+    run([*python(), *flags], env=HALF_THE_CORES)
+    assert_same_training(tmp_path / "run", one_process("cnn_a"))
+
+
+MUTANTS = {
+    "the rate doubled": ("cnn_a", "ddp", "common/optim.py", 'group["lr"] = lr', 'group["lr"] = 2 * lr'),
+    "clipping at 1.0, DeepSpeed's default": (
+        "vit",
+        "zero2",
+        "common/distributed/accelerator.py",
+        '"gradient_clipping": clip_norm',
+        '"gradient_clipping": 1.0',
+    ),
+    "one rank's samples dropped": (
+        "cnn_a",
+        "ddp",
+        "common/order.py",
+        "return range(rank * batch.accumulations, (rank + 1) * batch.accumulations)",
+        "return range(batch.accumulations)",
+    ),
+    "the schedule stepped once per process": (
+        "cnn_a",
+        "ddp",
+        "train_cnn_a.py",
+        "lr = learning_rate(recipe, step, total_steps)",
+        "lr = learning_rate(recipe, step * accelerator.num_processes, total_steps)",
+    ),
+    "the same dropout on all ranks": (
+        "vit",
+        "ddp",
+        "train_vit.py",
+        "reseed(recipe.seed, step, k)",
+        "reseed(recipe.seed, step, 0)",
+    ),
+    "each rank's own BatchNorm statistics": (
+        "cnn_b",
+        "ddp",
+        "common/evaluation.py",
+        "    broadcast_buffers(model)\n",
+        "",
+    ),
+}
+
+
+QUICK_MUTANTS = list(MUTANTS)[:3]
+
+
+@pytest.mark.parametrize(
+    "mutant", [pytest.param(m, marks=[] if m in QUICK_MUTANTS else pytest.mark.full) for m in MUTANTS]
+)
+def test_parity_finds(mutant, one_process, project_copy, tmp_path, cache):
+    script, strategy, file, old, new = MUTANTS[mutant]
+    mutate(project_copy, file, old, new)
+    launcher, flags = STRATEGIES[strategy]
+    words = [*launcher, *command(script, cache), *flags, "--output_dir", tmp_path / "run"]
+    run(words, cwd=project_copy)
+    with pytest.raises(AssertionError):
+        assert_same_training(tmp_path / "run", one_process(script))
+
+
+def assert_same_training(folder, reference):
+    ours, theirs = metrics(folder), metrics(reference)
+    assert [line["step"] for line in ours] == [line["step"] for line in theirs]
+    assert lines(folder / "samples.jsonl") == lines(reference / "samples.jsonl")
+    assert len(lines(folder / "samples.jsonl")) == STEPS
+    for our, their in zip(ours, theirs, strict=True):
+        assert our.get("train/lr") == their.get("train/lr")
+        for name in {"train/loss", "val/loss"} & their.keys():
+            assert our[name] == pytest.approx(their[name], abs=1e-5), (name, our["step"])
+    our_weights = load_file(folder / "checkpoints" / f"step_{STEPS:08d}" / "model.safetensors")
+    their_weights = load_file(reference / "checkpoints" / f"step_{STEPS:08d}" / "model.safetensors")
+    assert our_weights.keys() == their_weights.keys()
+    for name, tensor in our_weights.items():
+        assert tensor.dtype == their_weights[name].dtype
+        assert (tensor - their_weights[name]).abs().max() < 1e-4, name
+
+
+def test_the_default_recipes_are_what_is_compared():
+    """The flags above must not switch off what makes parity hard."""
+    text = (ROOT / "train_vit.py").read_text()
+    for name in ("drop_path", "mixup", "cutmix", "ema_decay"):
+        assert f"--{name}" not in SCRIPTS["vit"]
+        assert f"    {name}: float = flag(0.0" not in text, name

@@ -1,0 +1,211 @@
+"""A job that is told to stop saves once, on all ranks, says so, and goes on when it is started again."""
+
+import os
+import signal
+import subprocess
+import time
+
+import psutil
+import pytest
+
+from common.checkpoint.format import steps_in
+from common.distributed.preemption import is_alive
+from tests.checkpoint.test_checkpoints import LONG, start_and_wait
+from tests.conftest import CNN, ROOT, Job, accelerate, deepspeed, latest, metrics, python, result, torchrun
+from tests.data.test_shards import VIT, write_shards
+from tests.distributed.test_agreement import ranks_of
+from tests.support.warm import WarmJob
+
+SLOW = [*LONG, "--epochs", "3000"]
+LAUNCHERS = {
+    "torchrun": torchrun(2),
+    "accelerate": accelerate("ddp_2gpu"),
+    "accelerate, one process": accelerate("single_gpu"),
+    "deepspeed": deepspeed("--num_gpus", "2"),
+}
+
+
+def assert_preempted(folder, output: str, job: Job, ranks: list[psutil.Process]) -> None:
+    deadline = time.monotonic() + 30
+    while any(map(is_alive, ranks)):
+        assert time.monotonic() < deadline, "ranks live on"
+        time.sleep(0.1)
+    found = result(folder)
+    assert found["status"] == "preempted", output
+    assert latest(folder).name == f"step_{found['steps']:08d}"
+    assert found["checkpoint"] == f"checkpoints/{latest(folder).name}"
+    assert not (folder / "owner.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("launcher", "number", "to"),
+    [
+        pytest.param("torchrun", signal.SIGTERM, "the launcher", marks=pytest.mark.full),
+        ("torchrun", signal.SIGUSR1, "rank 1"),
+        ("accelerate, one process", signal.SIGTERM, "the launcher"),
+        ("deepspeed", signal.SIGTERM, "the launcher"),
+        pytest.param("torchrun", signal.SIGUSR1, "the launcher", marks=pytest.mark.full),
+        pytest.param("accelerate", signal.SIGTERM, "the launcher", marks=pytest.mark.full),
+        pytest.param("accelerate", signal.SIGTERM, "rank 0", marks=pytest.mark.full),
+        pytest.param("accelerate", signal.SIGKILL, "the launcher", marks=pytest.mark.full),
+        pytest.param("deepspeed", signal.SIGKILL, "the launcher", marks=pytest.mark.full),
+        pytest.param("deepspeed", signal.SIGTERM, "rank 1", marks=pytest.mark.full),
+        pytest.param("accelerate, one process", signal.SIGKILL, "the launcher", marks=pytest.mark.full),
+        *(
+            pytest.param(launcher, signal.SIGHUP, "the launcher", marks=pytest.mark.full)
+            for launcher in LAUNCHERS
+        ),
+    ],
+)
+def test_told_to_stop(launcher, number, to, tmp_path):
+    words = [*LAUNCHERS[launcher], *SLOW]
+    job = start_and_wait(words, tmp_path / "run")
+    ranks = ranks_of(job, "train_hello.py", 1 if "one process" in launcher else 2)
+    victim = psutil.Process(job.process.pid) if to == "the launcher" else ranks[int(to[-1])]
+    victim.send_signal(number)
+    if to == "the launcher":
+        job.process.wait(60)  # some end at once, and their processes a little later
+        psutil.wait_procs(ranks, timeout=30)
+    _, output = job.wait(60)
+    assert_preempted(tmp_path / "run", output, job, ranks)
+    step = result(tmp_path / "run")["steps"]
+    job = start_and_wait(words, tmp_path / "run")
+    job.process.send_signal(signal.SIGTERM)
+    _, output = job.wait(60)
+    assert f"continuing at step {step:,} with" in output, output
+
+
+def test_each_rank_exits_75(tmp_path):
+    job = start_and_wait([*torchrun(2), *SLOW], tmp_path / "run")
+    ranks_of(job, "train_hello.py")[0].send_signal(signal.SIGUSR1)
+    status, output = job.wait(60)
+    assert status == 1
+    assert output.count("exitcode  : 75") == 2, output
+    assert output.count("preempted: the same command continues") == 1
+
+
+def test_one_process_that_waits_for_ever(tmp_path, cache):
+    """For its data, as where a file server is gone: it can't save any more, but it ends."""
+    shards = write_shards(tmp_path / "data")
+    words = [*python(), *VIT, *cache, "--data", shards, "--epochs", "100000", "--timeout_s", "3"]
+    job = start_and_wait(words, tmp_path / "run")
+    for shard in shards.glob("*.tar"):
+        os.mkfifo(tmp_path / "pipe")  # whoever opens it waits
+        os.replace(tmp_path / "pipe", shard)
+    steps = -1
+    while steps != (steps := len(metrics(tmp_path / "run"))):
+        time.sleep(5)
+    job.process.send_signal(signal.SIGTERM)
+    status, output = job.wait(60)
+    assert status == 1
+    assert "told to stop, and no step ended in 3 s: the data, or another process, is waited for" in output
+
+
+def test_while_data_is_prepared(cifar10, tmp_path):
+    """Rank 0 decodes, rank 1 waits and is told to stop: both end, the cache is not half made."""
+    words = [*torchrun(2), *CNN, "--data", cifar10, "--cache_dir", tmp_path / "cache", "--trackers", "none"]
+    words += ["--output_dir", tmp_path / "run"]
+    job = Job(words)
+    deadline = time.monotonic() + 240
+    while not (tmp_path / "cache" / ".preparing").exists():
+        assert job.process.poll() is None, job.wait()[1]
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    ranks = ranks_of(job)
+    ranks[1].send_signal(signal.SIGTERM)
+    status, output = job.wait(60)
+    assert status == 1
+    assert output.count("exitcode  : 75") == 2, output
+    assert result(tmp_path / "run")["status"] == "preempted"
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == [".lock"]
+
+
+def test_an_evaluation_that_was_cut_off_is_made_up_for(tmp_path, cache, stoppable):
+    """Rank 0 is told in an epoch's last step, all agree a step later: they stop while they evaluate."""
+    words = [*torchrun(2), *CNN, "--data", "digits", "--batch_size", "96", "--epochs", "2", *cache]
+    words += ["--trackers", "none", "--output_dir", tmp_path / "run"]
+    Job(words, cwd=stoppable, env={"STOP_AT": "14"}).wait()
+    assert result(tmp_path / "run")["status"] == "preempted"
+    assert [line["step"] for line in metrics(tmp_path / "run") if "val/loss" in line] == []
+    status, output = Job(words, cwd=stoppable).wait()
+    assert status == 0, output
+    assert [line["step"] for line in metrics(tmp_path / "run") if "val/loss" in line] == [14, 28]
+
+
+def test_a_shell_that_ends_does_not_end_what_it_started(tmp_path):
+    """nohup python train_hello.py &"""
+    words = [str(word) for word in [*python(), *LONG, "--max_steps", "400", "--output_dir", tmp_path / "run"]]
+    shell = ["sh", "-c", '"$@" > "$0" 2>&1 & sleep 4', tmp_path / "log", *words]
+    subprocess.run(shell, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, check=True)
+    deadline = time.monotonic() + 240
+    while not (tmp_path / "run" / "result.json").exists():
+        assert time.monotonic() < deadline, (tmp_path / "log").read_text()
+        time.sleep(0.2)
+    assert result(tmp_path / "run")["status"] == "finished"
+    assert steps_in(tmp_path / "run" / "checkpoints")[0] == 400
+
+
+def test_a_terminal_that_is_closed(tmp_path):
+    """The kernel sends SIGHUP to what runs in it; there is nothing to print to any more."""
+    import pexpect
+
+    words = [str(word) for word in [*SLOW, "--output_dir", tmp_path / "run"]]
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TERM": "xterm"}
+    child = pexpect.spawn(python()[0], words, cwd=ROOT, env=env)
+    deadline = time.monotonic() + 240
+    while not steps_in(tmp_path / "run" / "checkpoints"):
+        assert child.expect([pexpect.TIMEOUT, pexpect.EOF], timeout=0.2) == 0, child.before
+        assert time.monotonic() < deadline
+    os.close(child.fileno())
+    process = psutil.Process(child.pid)
+    deadline = time.monotonic() + 60
+    while is_alive(process):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    _, status = os.waitpid(child.pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 75
+    found = result(tmp_path / "run")
+    assert found["status"] == "preempted"
+    assert latest(tmp_path / "run").name == f"step_{found['steps']:08d}"
+
+
+def wait_for(text: str, job: WarmJob) -> None:
+    deadline = time.monotonic() + 240
+    while text not in job.output:
+        assert job.is_alive, job.output
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_nohup_goes_on(tmp_path):
+    words = [*LONG, "--max_steps", "300", "--output_dir", tmp_path / "run"]
+    job = WarmJob(words, tmp_path / "log", ignored=(signal.SIGHUP,))
+    wait_for("step 60/", job)
+    job.send_signal(signal.SIGHUP)
+    assert job.wait()[0] == 0
+    assert result(tmp_path / "run")["status"] == "finished"
+
+
+def test_ctrl_c_says_at_which_step_the_same_command_goes_on(tmp_path):
+    words = [*SLOW, "--output_dir", tmp_path / "run"]
+    job = WarmJob([*words, "--checkpoint_every", "1000000"], tmp_path / "log")
+    wait_for("step 60/", job)
+    job.send_signal(signal.SIGINT)
+    status, output = job.wait()
+    assert (status, output.splitlines()[-1]) == (
+        130,
+        "interrupted: the same command goes on from the beginning",
+    )
+    assert result(tmp_path / "run")["error"] == "interrupted"
+    job = WarmJob(words, tmp_path / "log")
+    wait_for("step 130/", job)
+    job.send_signal(signal.SIGINT)
+    status, output = job.wait()
+    step = max(steps_in(tmp_path / "run" / "checkpoints"))
+    assert step >= 100
+    assert output.splitlines()[-1] == f"interrupted: the same command goes on at step {step:,}"
+    assert "Traceback" not in output
+    job = WarmJob(words, tmp_path / "log")
+    wait_for(f"continuing at step {step:,} with", job)
+    job.send_signal(signal.SIGKILL)
+    assert job.wait()[0] == -signal.SIGKILL

@@ -1,0 +1,117 @@
+"""Kills, stops and hangups at random moments of one run: in the end it is the uninterrupted run, bit for bit.
+
+The run has legs of one epoch, --max_steps further each time, so that its end is interrupted too. What
+strikes, in which phase and how long after its beginning, is drawn from FUZZ_SEED (0); what it hits depends on
+the machine. FUZZ_HITS (100) and FUZZ_S (90) bound it. `FUZZ_SEED=7 pytest -s tests/run/test_fuzz.py`
+tries another one.
+"""
+
+import json
+import os
+import random
+import signal
+import time
+from collections import Counter
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.checkpoint.test_resume import without_times
+from tests.conftest import metrics, result, tensors
+from tests.support import warm
+from tests.support.warm import WarmJob
+
+DEFAULTS = {"FUZZ_SEED": 0, "FUZZ_HITS": 100, "FUZZ_S": 90}
+SEED, HITS, BOUND_S = (int(os.environ.get(name, number)) for name, number in DEFAULTS.items())
+LEG = 14  # steps, an epoch
+# Seconds, at most, from the beginning of a phase to what strikes.
+PHASES = {"start-up": 0.8, "training": 0.1, "saving": 0.05, "evaluating": 0.05, "end": 0.5}
+CNN = ["train_cnn_a.py", "--widths", "4,8,32", "--data", "digits", "--batch_size", "96", "--epochs", "400"]
+CNN += ["--mixed_precision", "no", "--log_every", "3", "--checkpoint_every", "5", "--trackers", "none"]
+# SIGTERM and SIGHUP end a process at once that is not ready to hear them, and one that is done ends as ever.
+ALLOWED = {signal.SIGKILL: {-9, 0}, signal.SIGTERM: {75, -15, 0}, signal.SIGHUP: {75, -1, 0}}
+
+
+def mark_phases(file: str) -> None:
+    """In the process of a run, before its script: has it write what it is doing into the file."""
+    from common import evaluation
+    from common.checkpoint import saver
+    from common.run import run as tracking
+
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    doing = {"main": "start-up", "thread": ""}
+
+    def within(place, name: str, who: str, phase: str, after: str | None = None) -> None:
+        function = getattr(place, name)
+
+        def wrapped(*args, **options):
+            before, doing[who] = doing[who], phase
+            os.pwrite(descriptor, f"{doing['thread'] or doing['main']:20}".encode(), 0)
+            try:
+                return function(*args, **options)
+            finally:
+                doing[who] = before if after is None else after
+                os.pwrite(descriptor, f"{doing['thread'] or doing['main']:20}".encode(), 0)
+
+        setattr(place, name, wrapped)
+
+    within(tracking.Run, "begin", "main", "opening", after="training")
+    within(evaluation, "evaluate", "main", "evaluating")
+    within(tracking.Run, "finish", "main", "end", after="end")
+    within(saver.Saver, "_write", "thread", "saving")
+
+
+def phase_in(file: Path) -> str:
+    return (file.read_text().strip() if file.exists() else "") or "start-up"
+
+
+@pytest.mark.full
+def test_a_run_that_is_interrupted_again_and_again_is_bit_equal(tmp_path, cache):
+    draw, hits, steps, folder = random.Random(SEED), Counter(), LEG, tmp_path / "run"
+    words, phase = [*CNN, *cache, "--output_dir", folder, "--max_steps"], tmp_path / "phase"
+    warm.run([*CNN, *cache, "--output_dir", tmp_path / "first", "--max_steps", "1"], tmp_path / "log")
+    end = time.monotonic() + BOUND_S
+    while hits.total() < HITS and time.monotonic() < end:
+        number, target, delay = draw.choice(list(ALLOWED)), draw.choice(list(PHASES)), draw.random()
+        job = WarmJob([*words, steps], tmp_path / "log", before=partial(mark_phases, str(phase)))
+        while job.is_alive and phase_in(phase) != target:
+            time.sleep(0.002)
+        job.process.join(delay * PHASES[target])
+        if job.is_alive:
+            hits[number.name, phase_in(phase)] += 1
+            job.send_signal(number)
+            status, output = job.wait()
+            assert status in ALLOWED[number], output
+        else:
+            status, output = job.wait()
+            assert status == 0, output
+        phase.unlink(missing_ok=True)
+        if status == 0:
+            assert result(folder)["status"] == "finished"
+            steps += LEG
+    for (kind, doing), count in sorted(hits.items()):
+        print(f"{kind:8} {doing:12} {count}")
+    print(f"{hits.total()} hits, {steps} steps")
+    assert {kind for kind, _ in hits} == {number.name for number in ALLOWED}
+    warm.run([*words, steps], tmp_path / "log")
+    straight = tmp_path / "straight"
+    warm.run([*CNN, *cache, "--output_dir", straight, "--max_steps", steps], tmp_path / "log")
+    assert_same_end(folder, straight, steps)
+
+
+def assert_same_end(ours: Path, theirs: Path, steps: int) -> None:
+    assert result(ours)["status"] == result(theirs)["status"] == "finished"
+    assert without_times(metrics(ours)) == without_times(metrics(theirs))
+    for name in ("best_accuracy", "best_step", "final_accuracy", "final_loss"):
+        assert result(ours)[name] == result(theirs)[name], name
+    a, b = (tensors(run / "checkpoints" / f"step_{steps:08d}") for run in (ours, theirs))
+    assert a.keys() == b.keys()
+    assert all(torch.equal(a[name], b[name]) for name in b)
+    ours, theirs = (
+        json.loads((f / "checkpoints" / f"step_{steps:08d}" / "state.json").read_text())
+        for f in (ours, theirs)
+    )
+    for name in ("losses", "logged_step", "optimizer", "loss_scale"):
+        assert ours[name] == theirs[name], name

@@ -1,0 +1,160 @@
+"""Killed or out of space at any point of its end: the same command completes a run without training."""
+
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from tests.checkpoint.test_resume import without_times
+from tests.conftest import metrics, result, tensors
+from tests.support.faults import at_file_operation, mark, operations
+from tests.support.warm import WarmJob
+
+CNN = ["train_cnn_a.py", "--widths", "4,8,32", "--data", "digits", "--batch_size", "96", "--epochs", "1"]
+CNN += ["--mixed_precision", "no", "--telemetry_s", "0"]
+PICTURES = ["confusion.png", "curves.png", "predictions.png"]
+
+
+@pytest.fixture(scope="module")
+def disk(tmp_path_factory):
+    """A file system of 8 MiB in memory."""
+    folder = tmp_path_factory.mktemp("disk")
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", folder], check=True)
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+class Trained:
+    """A run that was killed behind its last checkpoint, beside an undisturbed one."""
+
+    def __init__(self, parent: Path, cache: list):
+        self.words = [*CNN, *cache]
+        self.straight, self.killed = parent / "straight" / "run", parent / "killed" / "run"
+        self.start(self.straight, parent, "list")
+        marks = [what for what in operations(parent) if what.endswith("open .index.json.tmp")]
+        status, output = self.start(self.killed, parent, int(marks[1].split()[0]))
+        assert status == -signal.SIGKILL, output
+        assert not (self.killed / "result.json").exists()
+        mark(parent).unlink()
+        shutil.copytree(self.killed, parent / "again" / "run")
+        Path(f"{mark(parent)}.list").unlink()
+        self.start(parent / "again" / "run", parent, "list")
+        self.operations = [
+            what.split(" ", 1)[1] for what in operations(parent)
+        ]  # of a start that completes it
+
+    def start(self, folder: Path, tmp_path: Path, at: int | str | None = None, fill: Path | None = None):
+        """Exit status and output of the same command; at, fill: the fault, if any."""
+        mark(tmp_path).unlink(missing_ok=True)
+        env = {} if at is None else at_file_operation(tmp_path, "/run/", at, fill) | {"WRITES": "1"}
+        trackers = ["--trackers", "none"]
+        return WarmJob([*self.words, *trackers, "--output_dir", folder], tmp_path / "log", env).wait()
+
+    def assert_completed(self, folder: Path, tmp_path: Path) -> None:
+        """As the undisturbed one; another start is refused, as for any finished run."""
+        assert result(folder)["status"] == "finished"
+        assert result(folder)["best_accuracy"] == result(self.straight)["best_accuracy"]
+        assert without_times(metrics(folder)) == without_times(metrics(self.straight))
+        checkpoints = sorted((folder / "checkpoints").iterdir())
+        assert [path.name for path in checkpoints] == ["index.json", "step_00000014"]
+        ours, theirs = (tensors(run / "checkpoints" / "step_00000014") for run in (folder, self.straight))
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+        assert sorted(path.name for path in (folder / "plots").iterdir()) == PICTURES
+        for path in (folder / "plots").iterdir():
+            with Image.open(path) as image:
+                image.load()
+        assert not (folder / "owner.json").exists()
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, cache):
+    return Trained(tmp_path_factory.mktemp("trained"), cache)
+
+
+def assert_nothing_was_trained(output: str) -> None:
+    assert "  lr " not in output, output
+
+
+def assert_says_what_to_do(output: str) -> None:
+    assert output.count("error: ") == 1, output
+    assert "No space left on device" in output
+    assert "Make room: the same command continues" in output
+    assert "Traceback" not in output
+
+
+def test_the_end_has_the_points_that_are_tested(trained):
+    ends = [f"open {name}" for name in PICTURES] + ["open .index.json.tmp", "open .result.json.tmp"]
+    assert {*ends, "os.rename .result.json.tmp", "os.rename owner.json"} <= {*trained.operations}
+    assert trained.operations.index("os.rename .result.json.tmp") > trained.operations.index(
+        f"open {PICTURES[2]}"
+    )
+
+
+def test_one_end_with_many_faults(trained, disk, tmp_path):
+    """One after the other: each start of the same command comes further."""
+    folder = disk / "one" / "run"
+    shutil.copytree(trained.killed, folder)
+    for point in ("open curves.png", "open .result.json.tmp"):
+        status, output = trained.start(folder, tmp_path, point, fill=disk)
+        assert status == 1, output
+        assert mark(tmp_path).exists()
+        assert_says_what_to_do(output)
+        (disk / "filler").unlink()
+    for point in ("open predictions.png", "os.rename .result.json.tmp"):
+        status, output = trained.start(folder, tmp_path, point)
+        assert status == -signal.SIGKILL, output
+        assert_nothing_was_trained(output)
+    status, output = trained.start(folder, tmp_path)
+    assert status == 0, output
+    assert_nothing_was_trained(output)
+    trained.assert_completed(folder, tmp_path)
+    status, output = trained.start(folder, tmp_path)
+    assert status == 1
+    assert "holds a run already, which is finished" in output
+    shutil.rmtree(folder.parent)
+
+
+def test_a_script_that_finds_the_disk_full(disk, tmp_path):
+    """train_hello.py draws a picture of its own."""
+    words = ["train_hello.py", "--epochs", "1", "--trackers", "none", "--telemetry_s", "0"]
+    words += ["--output_dir", disk / "hello" / "run"]
+    env = at_file_operation(tmp_path, "/run/", "open fit.png", disk) | {"WRITES": "1"}
+    status, output = WarmJob(words, tmp_path / "log", env).wait()
+    assert status == 1
+    assert_says_what_to_do(output)
+    (disk / "filler").unlink()
+    status, output = WarmJob(words, tmp_path / "log").wait()
+    assert status == 0, output
+    assert_nothing_was_trained(output)
+    shutil.rmtree(disk / "hello")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("fault", ["killed", "full"])
+def test_each_point_of_the_end(fault, trained, disk, tmp_path):
+    for number, point in enumerate(trained.operations, start=1):
+        folder = disk / str(number) / "run"
+        shutil.copytree(trained.killed, folder)
+        status, output = trained.start(folder, tmp_path, number, fill=disk if fault == "full" else None)
+        assert mark(tmp_path).exists(), point
+        assert_nothing_was_trained(output)
+        is_finished = (folder / "result.json").exists() and result(folder)["status"] == "finished"
+        if fault == "killed":
+            assert status == -signal.SIGKILL, (point, output)
+        else:
+            (disk / "filler").unlink()
+            assert status == (0 if is_finished else 1), (point, output)
+            if not is_finished:
+                assert_says_what_to_do(output)
+        if not is_finished:
+            status, output = trained.start(folder, tmp_path)
+            assert status == 0, (point, output)
+            assert_nothing_was_trained(output)
+            trained.assert_completed(folder, tmp_path)
+        shutil.rmtree(folder.parent)

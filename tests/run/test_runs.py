@@ -1,0 +1,138 @@
+"""What a run leaves behind: folder names, metrics, TensorBoard, weights that load, a picture."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from common.report import summary as report
+from tests.conftest import CNN, VIT, Job, metrics, python, result, run, torchrun
+
+FLAGS = ["--data", "digits", "--batch_size", "64", "--epochs", "2", "--max_steps", "30", "--log_every", "10"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, cache):
+    """Started twice with --model_folder, by two processes of one host."""
+    weights = tmp_path_factory.mktemp("shared") / "weights"
+    for _ in range(2):
+        run([*torchrun(2), *CNN, *FLAGS, *cache, "--model_folder", weights])
+    return weights / "train_cnn_a"
+
+
+def test_runs_are_named_by_strategy_batch_epochs_hosts_processes(folder):
+    assert sorted(path.name for path in folder.iterdir()) == ["ddp_64_2_1_2", "ddp_64_2_1_2-2"]
+
+
+def test_the_result_has_what_a_log_book_needs(folder):
+    found = result(folder / "ddp_64_2_1_2")
+    expected = {
+        "script": "train_cnn_a",
+        "strategy": "ddp",
+        "hosts": 1,
+        "processes": 2,
+        "batch_size": 64,
+        "per_device_batch_size": 32,
+        "accumulation_steps": 1,
+        "epochs": 2,
+        "steps": 30,
+        "val_images": 360,
+        "seed": 0,
+        "status": "finished",
+        "checkpoint": "checkpoints/step_00000030",
+    }
+    assert expected.items() <= found.items()
+    for number in ("best_accuracy", "final_accuracy", "train_s", "wall_s", "images_per_s", "peak_memory_gib"):
+        assert found[number] > 0, number
+    assert found["wall_s"] > found["train_s"]
+    walls = [line["wall_s"] for line in metrics(folder / "ddp_64_2_1_2")]
+    assert walls == sorted(walls)
+    assert found["train_s"] < walls[-1] < found["wall_s"]
+    about = json.loads((folder / "ddp_64_2_1_2" / "recipe.json").read_text())
+    assert about["recipe"]["batch_size"] == 64
+    assert {"argv", "git_commit", "versions", "hosts", "devices"} <= about.keys()
+
+
+def test_the_plot_is_a_picture_with_something_in_it(folder):
+    with Image.open(folder / "ddp_64_2_1_2" / "plots" / "curves.png") as image:
+        assert image.size[0] > 800
+        assert len(image.convert("RGB").getcolors(1 << 20)) > 50
+
+
+def test_weights_start_another_run_with_another_number_of_classes(tmp_path, cache):
+    """--weights takes what a run has saved; the head is new where the classes differ (10 and 2)."""
+    from tests.support.images import class_folders
+
+    vit = [*VIT, "--batch_size", "8", "--max_steps", "2", "--trackers", "none", *cache]
+    run([*python(), *vit, "--data", "digits", "--output_dir", tmp_path / "first"])
+    saved = tmp_path / "first" / result(tmp_path / "first")["checkpoint"] / "model.safetensors"
+    data = class_folders(tmp_path / "images", train=16, val=4)
+    run([*python(), *vit, "--data", data, "--weights", saved, "--output_dir", tmp_path / "second"])
+    words = [*python(), *vit, "--data", data, "--weights", saved, "--patch_size", "4"]
+    status, output = Job([*words, "--output_dir", tmp_path / "third"]).wait()
+    assert status == 1
+    assert "is not this model's" in output
+    assert "the first is pos_embed ([1, 17, 64] in the file, [1, 65, 64] in the model)" in output
+
+
+@pytest.mark.parametrize("launcher", [python(), torchrun(2)], ids=["python", "torchrun"])
+def test_who_reads_the_output_may_go(launcher, tmp_path):
+    """As `| tee` does at Ctrl-C: the training goes on to its end."""
+    words = ["train_hello.py", "--max_steps", "60", "--log_every", "1", "--trackers", "none"]
+    job = Job([*launcher, *words, "--output_dir", tmp_path / "run"])
+    while "step 2/" not in (line := job.process.stdout.readline()):
+        assert line
+    job.process.stdout.close()
+    assert job.process.wait(60) == 0
+    found = result(tmp_path / "run")
+    assert (found["status"], found["steps"], found["error"]) == ("finished", 60, None)
+
+
+RESULT = {"script": "train_vit", "strategy": "ddp", "processes": 2, "device": "CPU", "data": "digits"}
+RESULT |= {"best_accuracy": 0.9, "best_step": 20, "final_accuracy": 0.8, "val_images": 360, "train_s": 1.0}
+RESULT |= {"wall_s": 2.0, "images_per_s": 100.0, "peak_memory_gib": 1.0}
+
+
+def test_a_table_says_which_weights_to_use_and_why(tmp_path, capsys):
+    """With an EMA, and a best checkpoint that is not the last; then without its files, which are in S3."""
+    steps = {f"checkpoints/step_000000{step}": step for step in (20, 30)}
+    for place in steps:
+        for name in ("model", "ema"):
+            (tmp_path / place).mkdir(parents=True, exist_ok=True)
+            (tmp_path / place / f"{name}.safetensors").touch()
+    checkpoints = dict(zip(("best_checkpoint", "checkpoint"), steps, strict=True))
+    (tmp_path / "result.json").write_text(json.dumps(RESULT | checkpoints))
+    (tmp_path / "recipe.json").write_text(json.dumps({"unit": "images"}))
+    lines = [
+        {"step": step, "epoch": step, "val/loss": 1.0, "val/accuracy": a, "val/raw_accuracy": a - 0.1}
+        for step, a in ((10, 0.5), (20, 0.9), (30, 0.8))
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    use_this = "use this: averaged weights (EMA), best accuracy on the val split"
+    assert weights(tmp_path, capsys) == [
+        f"step_00000020/ema.safetensors 0.9000 {use_this}",
+        "step_00000020/model.safetensors 0.8000 the same step without the average",
+        "step_00000030/ema.safetensors 0.8000 averaged weights (EMA), the last step",
+        "step_00000030/model.safetensors 0.7000 the same step without the average",
+    ]
+    shutil.rmtree(tmp_path / "checkpoints" / "step_00000020")
+    assert weights(tmp_path, capsys)[0].startswith("step_00000030/ema.safetensors 0.8000 use this: ")
+
+
+def weights(folder: Path, capsys) -> list[str]:
+    """The rows of the last table, each in one line; the commands below it are checked."""
+    report.show(folder, "val")
+    output = capsys.readouterr().out
+    assert all(len(line) <= 80 for line in output.partition("weights:")[2].split("\u2518")[0].splitlines())
+    assert f"validate.py {folder}\n" in output
+    assert f"validate.py {folder} --which latest\n" in output
+    rows = []
+    for line in output.partition("weights:")[2].splitlines():
+        cells = [cell.strip() for cell in line.split("\u2502")[1:-1]]
+        if cells and cells[0]:
+            rows.append(" ".join(cells))
+        elif cells:
+            rows[-1] += f" {cells[2]}"
+    return rows

@@ -1,0 +1,231 @@
+"""TensorBoard and W&B hold what metrics.jsonl holds; no server, or a broken one, holds the training up."""
+
+import http.server
+import json
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from PIL import Image
+
+from common.telemetry.collect import HOST_NUMBERS
+from tests.conftest import CNN, Job, lines, metrics, mutate, python, result, run, torchrun
+
+FLAGS = ["--data", "digits", "--batch_size", "64", "--epochs", "2", "--max_steps", "30", "--log_every", "10"]
+BOTH = ["--trackers", "tensorboard,wandb"]
+TELEMETRY = {f"telemetry/{name}" for name in HOST_NUMBERS}  # of a host without GPUs
+KEY = {"WANDB_API_KEY": "c0ffee" * 6 + "c0ff"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, cache) -> Path:
+    """Of a run by two processes without a key, its W&B id chosen from outside."""
+    folder = tmp_path_factory.mktemp("tracked") / "run"
+    words = [*torchrun(2), *CNN, *FLAGS, *BOTH, "--telemetry_s", "0.1", *cache, "--output_dir", folder]
+    output = run(words, env={"WANDB_RUN_ID": "chosen1"})
+    assert output.count("W&B has no key (wandb login): the run is logged offline") == 1
+    return folder
+
+
+def test_tensorboard_has_what_metrics_jsonl_has(folder):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder / "tensorboard")).Reload()
+    assert set(events.Tags()["scalars"]) == curves(folder).keys() | TELEMETRY
+    for name, ours in curves(folder).items():
+        theirs = [(event.step, event.value) for event in events.Scalars(name)]
+        assert [step for step, _ in theirs] == [step for step, _ in ours]
+        assert [value for _, value in theirs] == pytest.approx([value for _, value in ours], rel=1e-6)
+    for name in TELEMETRY:
+        steps = [event.step for event in events.Scalars(name)]
+        assert set(steps) <= {line["step"] for line in metrics(folder) if "train/loss" in line}
+        assert len(steps) == len(set(steps))
+    for name, file in pictures(folder).items():
+        (event,) = events.Images(name)
+        with Image.open(file) as image:
+            assert (event.step, event.width, event.height) == (30, *image.size)
+
+
+def test_tensorboard_shows_one_run_with_its_hyper_parameters(folder):
+    """In the run's own folder, with the names of curves that stand beside them."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.plugins.hparams import metadata
+
+    assert {path.parent for path in folder.rglob("events.out.tfevents*")} == {folder / "tensorboard"}
+    assert all(path.is_file() for path in (folder / "tensorboard").iterdir())
+    events = EventAccumulator(str(folder / "tensorboard")).Reload()
+    content = events.PluginTagToContent("hparams")
+    start = metadata.parse_session_start_info_plugin_data(content[metadata.SESSION_START_INFO_TAG])
+    assert start.hparams["batch_size"].number_value == 64
+    assert start.hparams["widths"].string_value == "(4, 8, 32)"
+    assert start.hparams["strategy"].string_value == "ddp"
+    experiment = metadata.parse_experiment_plugin_data(content[metadata.EXPERIMENT_TAG])
+    names = [metric.name.tag for metric in experiment.metric_infos]
+    assert names[0] == "val/accuracy"
+    assert set(names) <= curves(folder).keys()
+    end = metadata.parse_session_end_info_plugin_data(content[metadata.SESSION_END_INFO_TAG])
+    assert end.status == 1  # success
+
+
+def test_wandb_has_what_metrics_jsonl_has(folder):
+    """One run, from one of the processes; the optimizer step is the axis of every curve."""
+    (file,) = folder.glob("wandb/offline-run-*-chosen1/run-chosen1.wandb")
+    records = wandb_records(file)
+    history = [
+        {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
+        for record in records
+        if record.HasField("history")
+    ]
+    for name, ours in curves(folder).items():
+        assert [(row["step"], row[name]) for row in history if name in row] == ours
+    assert {name for row in history for name in row if name.startswith("telemetry/")} == TELEMETRY
+    for name, picture in pictures(folder).items():
+        assert [row["step"] for row in history if name in row] == [30]
+        (sent,) = file.parent.glob(f"files/media/images/{name}_*.png")
+        with Image.open(sent) as theirs, Image.open(picture) as ours:
+            assert theirs.convert("RGB").tobytes() == ours.convert("RGB").tobytes()
+    axes = {
+        record.metric.glob_name: record.metric.step_metric for record in records if record.HasField("metric")
+    }
+    assert axes["*"] == "step"
+    config = {
+        item.key: json.loads(item.value_json)
+        for record in records
+        for item in [*record.config.update, *record.run.config.update]
+    }
+    assert (config["batch_size"], config["strategy"], config["processes"]) == (64, "ddp", 2)
+
+
+def test_both_processes_share_one_sampler(folder):
+    (file,) = folder.glob("telemetry-*")
+    assert len([line for line in lines(file) if "host" in line]) == 1
+    assert [host["samples"] for host in result(folder)["telemetry"]] == [len(lines(file)) - 1]
+
+
+@pytest.mark.full
+def test_pictures_that_a_tracker_does_not_take(project_copy, tmp_path, cache):
+    mutate(project_copy, "common/run/trackers.py", "tracker.log_images(", "tracker.log_pictures(")
+    words = [*python(), *CNN, *FLAGS, *BOTH, *cache, "--output_dir", tmp_path / "run"]
+    output = run(words, cwd=project_copy)
+    assert [output.count(f"{name} does not have the pictures") for name in ("tensorboard", "wandb")] == [1, 1]
+    assert result(tmp_path / "run")["status"] == "finished"
+
+
+def test_each_epochs_accuracy_is_there(folder):
+    assert [line["epoch"] for line in metrics(folder) if "val/accuracy" in line] == [1, 30 / 22]
+
+
+def test_the_run_is_continued_by_its_id(server, tmp_path, cache):
+    """The id comes from WANDB_RUN_ID and stands in recipe.json; the server is asked for the run's past."""
+    url, seen = server
+    words = [*python(), *CNN, *FLAGS, *BOTH, *cache, "--output_dir", tmp_path / "run"]
+    run(words, env=KEY | {"WANDB_BASE_URL": url, "WANDB_RUN_ID": "chosen1"})
+    assert json.loads((tmp_path / "run" / "recipe.json").read_text())["wandb_id"] == "chosen1"
+    asked = [body for body in seen if b"RunResumeStatus" in body]
+    assert asked, seen
+    assert b"chosen1" in asked[0]
+
+
+@pytest.mark.parametrize(
+    "server",
+    [401, pytest.param(500, marks=pytest.mark.full), None],
+    ids=["refuses the key", "fails", "is silent"],
+    indirect=True,
+)
+def test_training_does_not_depend_on_the_wandb_server(server, folder, tmp_path, cache):
+    url, seen = server
+    words = [*python(), *CNN, *FLAGS, "--trackers", "wandb", *cache, "--output_dir", tmp_path / "run"]
+    output = run(words, env=KEY | {"WANDB_BASE_URL": url})
+    assert seen, "the server was never asked"
+    assert output.count("W&B does not take the run") == 1
+    assert KEY["WANDB_API_KEY"] not in output
+    found = result(tmp_path / "run")
+    assert found["status"] == "finished"
+    assert found["wall_s"] < result(folder)["wall_s"] + 25  # INIT_S of them for the server; W&B's own is 90 s
+    assert len(list((tmp_path / "run").glob("wandb/offline-run-*/*.wandb"))) == 1
+
+
+def test_the_training_outlives_the_wandb_service(tmp_path, cache):
+    words = [*python(), *CNN, "--data", "digits", "--epochs", "20", "--log_every", "2", "--trackers", "wandb"]
+    job = Job([*words, *cache, "--output_dir", tmp_path / "run"])
+    log = tmp_path / "run" / "metrics.jsonl"
+    while job.process.poll() is None and not (log.exists() and log.stat().st_size):
+        time.sleep(0.05)
+    services = [p for p in psutil.Process(job.process.pid).children() if p.name() == "wandb-core"]
+    for service in services:
+        service.kill()
+    status, output = job.wait()
+    assert services, "W&B's service was not found"
+    assert status == 0, output
+    assert output.count("W&B has stopped") == 1, output
+    assert result(tmp_path / "run")["status"] == "finished"
+
+
+@pytest.fixture
+def server(request) -> Iterator[tuple[str, list]]:
+    """A server that answers with an HTTP status, or (None) never. Yields its URL and what came."""
+    seen: list = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            seen.append(self.rfile.read(int(self.headers.get("Content-Length", 0))))
+            status = getattr(request, "param", 401)
+            if status is None:
+                closing.wait()
+                return
+            self.send_response(status)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        do_GET = do_PUT = do_POST
+
+        def log_message(self, *_) -> None:
+            pass
+
+    closing = threading.Event()
+    http_server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=http_server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{http_server.server_port}", seen
+    closing.set()
+    http_server.shutdown()
+    http_server.server_close()
+
+
+def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """name -> [(step, value)] of metrics.jsonl"""
+    found: dict[str, list] = {}
+    for line in metrics(folder):
+        for name in line.keys() - {"step"}:
+            found.setdefault(name, []).append((line["step"], line[name]))
+    expected = {"epoch", "wall_s", "train/loss", "train/lr", "train/images_per_s", "val/loss", "val/accuracy"}
+    assert found.keys() == expected
+    return found
+
+
+def pictures(folder: Path) -> dict[str, Path]:
+    """name in the trackers -> file"""
+    return {f"plots/{name}": folder / "plots" / f"{name}.png" for name in ("confusion", "predictions")}
+
+
+def wandb_records(file: Path) -> list:
+    """The protobuf records of a .wandb file: LevelDB's log format behind a header of 7 bytes."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, records, parts = file.read_bytes(), [], []
+    position = 7
+    while position + 7 <= len(data):
+        left_in_block = 32768 - position % 32768
+        _, length, kind = struct.unpack("<IHB", data[position : position + 7])
+        if left_in_block < 7 or kind == 0:
+            position += left_in_block
+            continue
+        parts.append(data[position + 7 : position + 7 + length])
+        position += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            records.append(Record.FromString(b"".join(parts)))
+            parts = []
+    return records

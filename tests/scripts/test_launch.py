@@ -1,0 +1,490 @@
+"""launch.py on hosts with real sshd: it starts, stops and cleans up on all of them, and says what failed."""
+
+import json
+import re
+import shlex
+import signal
+import sys
+import time
+from itertools import product
+from pathlib import Path
+
+import psutil
+import pytest
+import timm
+
+from cluster import virtual_cluster as hosts
+from common.order import order
+from tests.conftest import (
+    ROOT,
+    TRAINING,
+    Job,
+    assert_same_losses,
+    full,
+    lines,
+    metrics,
+    per_device,
+    result,
+)
+
+HELLO = ["train_hello.py", "--trackers", "none", "--mixed_precision", "no"]
+LONG = [*HELLO, "--epochs", "100000", "--log_every", "64", "--checkpoint_every", "64", "--timeout_s", "30"]
+
+
+def start(words: list, tmp_path, flags=(), env=None, count: int = 2, slots: int = 1) -> Job:
+    """launch.py on node1, with `slots` processes on each of the first `count` hosts."""
+    hostfile = tmp_path / "hostfile"
+    hostfile.write_text("".join(f"{name} slots={slots}\n" for name in hosts.names()[:count]))
+    launcher = [sys.executable, "launch.py", "--hostfile", hostfile, "--log_dir", tmp_path / "logs", *flags]
+    return Job(hosts.inside("node1", [*launcher, *words], ROOT), env=env)
+
+
+def wait_for_line(job: Job, file: Path, count: int = 1) -> None:
+    deadline = time.monotonic() + 240
+    while not (file.exists() and len(file.read_text().splitlines()) >= count):
+        assert job.process.poll() is None, job.wait()[1]
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def left(host: str) -> list[str]:
+    """The command lines of what runs on a host beside sshd."""
+    found = []
+    for number in hosts.processes(host):
+        try:
+            words = psutil.Process(number).cmdline()
+        except psutil.Error:
+            continue
+        if words and not words[0].startswith("sshd") and words[0] not in ("sleep", "/usr/sbin/sshd"):
+            found.append(" ".join(words))
+    return found
+
+
+def wait_until_empty(names, within_s: float) -> None:
+    deadline = time.monotonic() + within_s
+    while any(left(name) for name in names):
+        assert time.monotonic() < deadline, {name: left(name) for name in names}
+        time.sleep(0.2)
+
+
+def launcher_of(job: Job) -> psutil.Process:
+    """launch.py itself, below nsenter."""
+    for process in psutil.Process(job.process.pid).children(recursive=True):
+        if "launch.py" in process.cmdline()[:2]:
+            return process
+    raise AssertionError("no launch.py")
+
+
+def ranks_on(host: str, script: str = "train_hello.py") -> list[psutil.Process]:
+    found = []
+    for number in hosts.processes(host):
+        process = psutil.Process(number)
+        if script in process.cmdline()[:3] and "RANK" in process.environ():
+            found.append(process)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("config", "count", "slots"),
+    [
+        ("ddp_2x2gpu", 2, 1),
+        full("ddp_2x2gpu", 2, 2),
+        full("fsdp_2x4gpu", 2, 2),
+        full("zero3_2x4gpu", 2, 2),
+        full("ddp_2x4gpu", 4, 2),
+        full("zero2_4gpu", 4, 1),
+    ],
+)
+def test_hosts_train_as_one_process(config, count, slots, cluster, one_process, tmp_path, cache):
+    flags = ["--config_file", f"accelerate_configs/{config}.yaml"]
+    size = per_device(count * slots)
+    words = [*TRAINING, size, *cache, "--output_dir", tmp_path / "run"]
+    status, output = start(words, tmp_path, flags, count=count, slots=slots).wait()
+    assert status == 0, output
+    assert_same_losses(tmp_path / "run", one_process(size))
+    found = result(tmp_path / "run")
+    assert (found["hosts"], found["processes"]) == (count, count * slots)
+    named = hosts.names()[:count]
+    assert json.loads((tmp_path / "run" / "recipe.json").read_text())["hosts"] == named
+    assert "node1 | run folder" in output
+    assert "run folder" in (tmp_path / "logs" / "node1.log").read_text()
+    assert (tmp_path / "logs" / "node2.log").exists()
+    wait_until_empty(hosts.names(), 5)
+
+
+ROADS = {
+    "torchrun, static": "torchrun --nnodes={count} --node_rank={rank} --nproc_per_node={slots}"
+    " --master_addr=10.77.0.1 --master_port=29500",
+    "torchrun, c10d": "torchrun --nnodes={count} --nproc_per_node={slots} --rdzv_backend=c10d"
+    " --rdzv_endpoint=node1:29500 --rdzv_id=1",
+    "accelerate": "accelerate launch --config_file accelerate_configs/ddp_2x2gpu.yaml"
+    " --num_machines {count} --num_processes {processes} --machine_rank {rank}"
+    " --main_process_ip 10.77.0.1 --main_process_port 29500",
+    "deepspeed": "deepspeed --hostfile {hostfile} --master_addr 10.77.0.1",
+    "deepspeed, ZeRO-2": "deepspeed --hostfile {hostfile} --master_addr 10.77.0.1",
+}
+QUICK_ROAD = ("torchrun, c10d", 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("road", "count", "slots"),
+    [r if r == QUICK_ROAD else full(*r) for r in product(ROADS, (2, 4), (1, 2))],
+)
+def test_every_other_road(road, count, slots, cluster, one_process, tmp_path, cache):
+    """By hand on each host; deepspeed on the first, which reaches the others by pdsh."""
+    named = hosts.names()[:count]
+    hostfile = tmp_path / "hostfile"
+    hostfile.write_text("".join(f"{name} slots={slots}\n" for name in named))
+    size = per_device(count * slots)
+    training = [*TRAINING, size, *cache, "--output_dir", tmp_path / "run"]
+    training += ["--deepspeed_config", "ds_configs/zero2.json"] if road == "deepspeed, ZeRO-2" else []
+    jobs = []
+    for rank, name in enumerate(named[:1] if "deepspeed" in road else named):
+        place = {"rank": rank, "count": count, "slots": slots, "processes": count * slots}
+        words = ROADS[road].format(**place, hostfile=hostfile).split()
+        jobs.append(Job(hosts.inside(name, [*words, *training], ROOT)))
+    ended = [job.wait() for job in jobs]
+    assert {status for status, _ in ended} == {0}, ended
+    assert_same_losses(tmp_path / "run", one_process(size))
+    found = result(tmp_path / "run")
+    assert (found["hosts"], found["processes"]) == (count, count * slots)
+    wait_until_empty(hosts.names(), 5)
+
+
+def test_the_fourth_write_ups_way(cluster, tmp_path):
+    """train_hello.py when no script is named, its flags passed on, and each host's log."""
+    for mode, processes in (
+        (["single-node", "--gpus", "2"], 2),
+        (["multi-node", "--gpus-per-node", "1", "--master-node", "node1", "--worker-nodes", "node2"], 2),
+    ):
+        words = [
+            sys.executable,
+            "launch.py",
+            "--mode",
+            *mode,
+            "--log-dir",
+            tmp_path / "logs",
+            "--port",
+            "29511",
+        ]
+        words += ["--epochs", "2", "--batch-size", "128", "--learning-rate", "0.02", "--data-size", "1024"]
+        folder = tmp_path / mode[0]
+        status, output = Job(hosts.inside("node1", [*words, "--output_dir", folder], ROOT)).wait()
+        assert status == 0, output
+        found = result(folder)
+        assert (found["script"], found["processes"]) == ("train_hello", processes)
+        assert (found["epochs"], found["batch_size"], found["steps"]) == (2, 128, 16)
+        assert json.loads((folder / "recipe.json").read_text())["recipe"]["lr"] == 0.02
+
+
+@pytest.mark.full
+def test_a_dry_run_starts_nothing(cluster, tmp_path):
+    """What it prints for each host is what starts the job there by hand."""
+    words = [*HELLO, "--epochs", "1", "--output_dir", tmp_path / "run"]
+    status, output = start(words, tmp_path, ["--dry_run"], count=2, slots=2).wait(30)
+    assert status == 0, output
+    assert not (tmp_path / "run").exists()
+    assert not (tmp_path / "logs").exists()
+    assert "node1  10.77.0.1  ranks 0-1  devices 0,1  master 10.77.0.1:29500" in output
+    assert "node2  10.77.0.2  ranks 2-3  devices 0,1" in output
+    commands = [line.strip() for line in output.splitlines() if line.startswith("    ")]
+    jobs = [Job(hosts.inside(f"node{k}", shlex.split(c), ROOT)) for k, c in enumerate(commands, 1)]
+    assert [job.wait()[0] for job in jobs] == [0, 0]
+    assert result(tmp_path / "run")["processes"] == 4
+
+
+# --- While it trains
+
+
+class Training:
+    """A long one on two hosts, and the same command once more."""
+
+    def __init__(self, tmp_path: Path, *flags):
+        self.tmp_path, self.folder = tmp_path, tmp_path / "run"
+        self.words = [*LONG, *flags, "--output_dir", self.folder]
+        self.job = start(self.words, tmp_path)
+        wait_for_line(self.job, self.folder / "metrics.jsonl", 3)
+
+    def continues(self, *flags) -> int:
+        """At the newest checkpoint, whose step it returns, and to the end; flags: of the launcher."""
+        saved = max(int(path.name[5:]) for path in (self.folder / "checkpoints").glob("step_*"))
+        job = start([*self.words, "--max_steps", saved + 10], self.tmp_path, flags)
+        status, output = job.wait()
+        assert status == 0, output
+        assert f"continuing at step {saved:,}" in output
+        assert result(self.folder)["status"] == "finished"
+        wait_until_empty(hosts.names(), 5)
+        return saved
+
+
+@pytest.fixture
+def training(cluster, tmp_path):
+    return Training(tmp_path)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, full(signal.SIGINT), full(signal.SIGHUP)])
+def test_a_signal_saves_everywhere_and_the_same_command_continues(number, training):
+    launcher_of(training.job).send_signal(number)
+    status, output = training.job.wait(60)
+    assert status == 75, output
+    found = result(training.folder)
+    assert found["status"] == "preempted"
+    wait_until_empty(hosts.names(), 5)
+    assert training.continues() == found["steps"]
+
+
+def test_a_killed_launcher_leaves_nothing_behind(cluster, tmp_path):
+    """Nor does a process fail because nobody reads what it prints: it prints at every step, and saves."""
+    training = Training(tmp_path, "--log_every", "1")
+    launcher_of(training.job).kill()
+    assert training.job.wait(60)[0] != 0
+    wait_until_empty(hosts.names(), 60)
+    assert result(training.folder)["status"] == "preempted"
+    training.continues()
+
+
+def test_a_rank_that_dies_ends_the_job_and_its_host_is_named(training):
+    (rank,) = ranks_on("node2")
+    rank.kill()
+    status, output = training.job.wait(60)
+    assert status == 1
+    assert "error: node2: a process was killed by signal 9" in output, output
+    wait_until_empty(hosts.names(), 5)
+    training.continues()
+
+
+@pytest.mark.full
+def test_a_host_that_is_cut_off(training):
+    """The job ends on both sides of the cut."""
+    hosts.cut("node2")
+    try:
+        status, output = training.job.wait(120)
+        assert status == 1
+        assert "error: node2: " in output, output
+        wait_until_empty(hosts.names(), 90)
+    finally:
+        hosts.heal("node2")
+    training.continues()
+
+
+@pytest.mark.full
+def test_a_rank_that_is_stopped(training):
+    """Silent for --timeout_s, it ends the job on all hosts, and is gone itself."""
+    (rank,) = ranks_on("node2")
+    rank.suspend()
+    status, output = training.job.wait(30 + 60)
+    assert status == 1
+    assert re.search(r"^error: node2: rank 1, process \d+, is suspended by a signal", output, re.MULTILINE), (
+        output
+    )
+    wait_until_empty(hosts.names(), 60)
+    training.continues()
+
+
+@pytest.mark.full
+def test_a_lossy_network(training):
+    """Of the packets to node2 30 percent are lost: it trains, or ends in time and says where."""
+    before = len(metrics(training.folder))
+    hosts.lose("node2", 30)
+    try:
+        deadline = time.monotonic() + 90
+        while training.job.process.poll() is None and len(metrics(training.folder)) < before + 3:
+            assert time.monotonic() < deadline
+            time.sleep(1)
+        if training.job.process.poll() is None:
+            launcher_of(training.job).terminate()
+        status, output = training.job.wait(120)
+        assert status == 75 or "error: node" in output, output
+        wait_until_empty(hosts.names(), 90)
+    finally:
+        hosts.lose("node2", 0)
+    training.continues()
+
+
+def test_a_host_lost_for_good(cluster, tmp_path):
+    """The job continues on those that are left, with the same samples."""
+    training = Training(tmp_path, "--log_samples")
+    hosts.kill("node2")
+    try:
+        status, output = training.job.wait(120)
+        assert status == 1
+        assert "error: node2: " in output, output
+        wait_until_empty(["node1"], 60)
+    finally:
+        hosts.revive("node2")  # for the next test: this one leaves it out
+    saved = training.continues("--exclude", "node2")
+    assert result(training.folder)["processes"] == 1
+    ours = {line["step"]: line["samples"] for line in lines(training.folder / "samples.jsonl")}
+    assert sorted(ours) == list(range(1, saved + 11))
+    for step, samples in ours.items():
+        epoch, within = divmod(step - 1, 64)
+        assert samples == order(0, epoch, 4096)[64 * within : 64 * (within + 1)].tolist()
+
+
+# --- What is wrong before it trains
+
+
+def test_no_sshd_on_one_host(cluster, tmp_path):
+    hosts.stop_sshd("node2")
+    try:
+        status, output = start(HELLO, tmp_path).wait(60)
+    finally:
+        hosts.start_sshd("node2")
+    assert status == 1
+    assert "error: node2: ssh: connect to host node2 port 22: Connection refused" in output
+    wait_until_empty(hosts.names(), 5)
+
+
+def test_who_reads_the_output_may_go(cluster, tmp_path):
+    """As `| tee` does at Ctrl-C: the hosts still save, and the status is that of a preemption."""
+    training = Training(tmp_path)
+    training.job.process.stdout.close()
+    time.sleep(1)  # the next lines have no reader
+    launcher_of(training.job).send_signal(signal.SIGINT)
+    assert training.job.process.wait(60) == 75
+    assert result(training.folder)["status"] == "preempted"
+    wait_until_empty(hosts.names(), 5)
+
+
+def test_another_host_key(cluster, tmp_path):
+    """What answers there is not who it was: nothing is sent to it."""
+    known = hosts.STATE / "node1" / "ssh" / "ssh_known_hosts"
+    text = known.read_text()
+    keys = text.splitlines()
+    known.write_text(f"{keys[0]}\nnode2,10.77.0.2 {keys[0].partition(' ')[2]}\n")
+    try:
+        status, output = start(HELLO, tmp_path).wait(60)
+    finally:
+        known.write_text(text)
+    assert status == 1
+    assert "error: node2: Host key verification failed." in output, output
+
+
+def test_a_taken_port_is_said_with_its_process(cluster, tmp_path):
+    code = "import socket, time; s = socket.create_server(('', 29500)); print(1, flush=True); time.sleep(300)"
+    taker = Job(hosts.inside("node1", [sys.executable, "-c", code]))
+    assert taker.process.stdout.readline() == "1\n"
+    try:
+        status, output = start(HELLO, tmp_path).wait(60)
+    finally:
+        taker.kill()
+        taker.process.communicate()
+    assert status == 1
+    assert "error: node1: port 29500: Address already in use by process " in output, output
+    assert "give another --port" in output
+    wait_until_empty(hosts.names(), 5)
+
+
+def test_other_code_on_one_host(cluster, tmp_path):
+    """Each host has a copy of its own here; one of them is old."""
+    file = ROOT / "common" / "data" / "decode.py"
+    before = file.read_text()
+    Job(hosts.inside("node2", ["sed", "-i", "1s/^/# old\\n/", str(file)])).wait()
+    try:
+        status, output = start([*HELLO, "--output_dir", tmp_path / "run"], tmp_path).wait()
+    finally:
+        Job(hosts.inside("node2", ["sed", "-i", "1d", str(file)])).wait()
+    assert file.read_text() == before
+    assert status == 1
+    assert "the processes do not agree: script and common/ is " in output, output
+    assert "(host node2)" in output
+    wait_until_empty(hosts.names(), 5)
+
+
+@pytest.mark.full
+def test_another_package_on_one_host(cluster, tmp_path):
+    (folder,) = Path(timm.__file__).parent.parent.glob("timm-*.dist-info")
+    edit = ["sed", "-i", "s/^Version: /Version: 0./", str(folder / "METADATA")]
+    repair = ["sed", "-i", "s/^Version: 0[.]/Version: /", str(folder / "METADATA")]
+    Job(hosts.inside("node2", edit)).wait()
+    try:
+        status, output = start([*HELLO, "--output_dir", tmp_path / "run"], tmp_path).wait()
+    finally:
+        Job(hosts.inside("node2", repair)).wait()
+    assert status == 1
+    assert f"timm is 0.{timm.__version__} on rank 1 (host node2)" in output, output
+    wait_until_empty(hosts.names(), 5)
+
+
+def test_a_folder_that_can_not_be_written(cluster, tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    Job(hosts.inside("node1", ["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", str(folder)])).wait()
+    try:
+        status, output = start([*HELLO, "--output_dir", folder], tmp_path).wait()
+    finally:
+        Job(hosts.inside("node1", ["umount", str(folder)])).wait()
+    assert status == 1
+    assert f"error: node1: the run can't be written to {folder}: Read-only file system" in output, output
+    wait_until_empty(hosts.names(), 5)
+
+
+def test_what_deepspeed_passes_on_holds_no_secret(tmp_path):
+    """DeepSpeed reads the file line by line, and puts each on the command line of ssh."""
+    (tmp_path / ".deepspeed_env").write_text("MINE=1\n\nNCCL_DEBUG=WARN\n")
+    env = {"AWS_SECRET_ACCESS_KEY": "canary", "WANDB_API_KEY": "canary", "GLOO_SOCKET_IFNAME": "eth0"}
+    env["NCCL_DEBUG"] = "INFO"
+    job = Job([sys.executable, ROOT / "launch.py", "--write-deepspeed-env"], cwd=tmp_path, env=env)
+    status, output = job.wait()
+    assert status == 0, output
+    written = (tmp_path / ".deepspeed_env").read_text()
+    assert "canary" not in written + output
+    assert written.startswith("MINE=1\n")
+    assert {"GLOO_SOCKET_IFNAME=eth0", "NCCL_DEBUG=INFO"} <= set(written.splitlines())
+    assert all("=" in line for line in written.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--dryrun", "train_hello.py"], "unknown flag --dryrun: did you mean --dry_run?"),
+        (["--hostfile", "nowhere", "train_hello.py"], "error: nowhere: No such file or directory"),
+        (["--config_file", "nowhere.yaml", "train_hello.py"], "error: nowhere.yaml: no such file"),
+        (["nothing.py"], "error: nothing.py: no such file"),
+        (["--env", "NOT_THERE=secret", "train_hello.py"], "error: --env NOT_THERE: give the name of a"),
+        (["--gpus", "4", "train_hello.py"], "error: --gpus needs --mode single-node"),
+        (["--mode", "single-node", "--gpus", "-1"], "error: --gpus -1: at least 1"),
+        (["--mode", "single-node", "--include", "a"], "error: --include does not go with --mode single-node"),
+        (["--port", "70000", "train_hello.py"], "error: --port 70000: from 1 to 65535"),
+        (
+            ["--mode", "multi-node", "--gpus-per-node=1", "--master-node=a", "--worker-nodes=b,a"],
+            "a host twice",
+        ),
+        (["--mode", "multi-node"], "error: --mode multi-node needs --master-node"),
+        (
+            ["--mode", "multi-node", "--gpus-per-node=1", "--master-node=-x", "--worker-nodes=b"],
+            "no host's name",
+        ),
+    ],
+)
+def test_a_mistake_is_one_line(words, message):
+    status, output = Job([sys.executable, "launch.py", *words]).wait(30)
+    assert status in (1, 2)
+    assert message in output
+    assert "secret" not in output
+    assert "Traceback" not in output
+
+
+def test_secrets_go_over_stdin_alone(cluster, tmp_path):
+    """--env NAME reaches every process, and no command line, file or output."""
+    script = tmp_path / "show.py"
+    script.write_text(
+        "import os, time; print('canary', len(os.environ['CANARY']), flush=True); time.sleep(3)\n"
+    )
+    canary = "s3cr3t-canary"
+    job = start([script], tmp_path, flags=["--env", "CANARY"], env={"CANARY": canary})
+    seen = set()
+    while job.process.poll() is None:
+        for name in hosts.names():
+            for number in hosts.processes(name):
+                try:
+                    seen.add(" ".join(psutil.Process(number).cmdline()))
+                except psutil.Error:
+                    continue
+        time.sleep(0.05)
+    status, output = job.wait()
+    assert status == 0, output
+    assert output.count("canary 13") == 2
+    assert any("show.py" in words for words in seen)
+    assert not any(canary in words for words in seen)
+    assert not any(canary in file.read_text() for file in (tmp_path / "logs").iterdir())

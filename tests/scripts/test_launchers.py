@@ -1,0 +1,324 @@
+"""Every command of the README, as it is written there: only made small, and every host is this one."""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import sys
+
+import pexpect
+import pytest
+
+from common.system.s3 import ObjectStore
+from tests.conftest import BIN, ROOT, Job, free_port, lines, result, run
+from tests.support.s3 import BUCKET, aws_env, s3  # noqa: F401 (a fixture)
+
+# Appended to a command, so that it takes seconds and needs no hub: the last of two equal flags counts.
+DIGITS = ["--data", "digits", "--max_steps", "2", "--batch_size", "16"]
+SMALL = {
+    "train_hello.py": ["--max_steps", "20"],
+    "train_cnn_a.py": DIGITS,
+    "train_cnn_b.py": [*DIGITS, "--width", "8"],
+    "train_vit.py": [*DIGITS, "--model", "test_vit", "--image_size", "32", "--patch_size", "8"],
+}
+BENCHMARK = ["--data", "digits", "--blocks", "1", "--steps", "2", "--warmup", "1", "--batch_size", "16"]
+ONE_TWO_AND_TWO_HOSTS = "--model_folder ./weights"  # the commands that work for three scripts alike
+
+
+def readme_commands() -> tuple[list[str], list[str]]:
+    """Every line of the README's blocks of commands, and the commands of its table of results."""
+    text = (ROOT / "README.md").read_text()
+    blocks = "".join(re.findall(r"```sh\n(.*?)```", text, re.DOTALL)).splitlines()
+    results = text.split("## Results")[1].split("## ")[0]
+    return blocks, re.findall(r"^\|.*?\| `([^`]+)` \|", results, re.MULTILINE)
+
+
+IN_BLOCKS, IN_TABLES = readme_commands()
+LAUNCHES = [command for command in IN_BLOCKS if re.search(r"train_\w+\.py", command)]
+LAUNCHES.remove("accelerate launch train_cnn_a.py")  # test_after_the_users_own_accelerate_config
+CONTINUED = [command for command in LAUNCHES if "weights/vit" in command or "s3://" in command]
+PRACTICE = [command for command in IN_BLOCKS if command.startswith("python cluster/virtual_cluster.py")]
+AFTERWARDS = [
+    command for command in IN_BLOCKS if re.search(r"(validate|find_batch_size|logbook)\.py", command)
+]
+LAUNCHES = [command for command in LAUNCHES if command not in [*CONTINUED, *PRACTICE, *AFTERWARDS]]
+
+
+@pytest.fixture
+def project(project_copy):
+    """Where a command of the README is typed; what it leaves there ends with the test."""
+    shutil.copytree(ROOT / "recipes", project_copy / "recipes")
+    shutil.copy(ROOT / "hostfile", project_copy)
+    return project_copy
+
+
+def kind(command: str) -> tuple:
+    """Commands of one kind differ in what other tests compare: configs, scripts, recipes."""
+    words = (
+        "train_hello",
+        "launch.py",
+        "hostfile",
+        "--nnodes=2",
+        "--config ",
+        "--max_restarts",
+        "--s3",
+        "wandb",
+    )
+    return command.split()[0], *(word in command for word in words)
+
+
+FIRST_OF_ITS_KIND = {kind(command): command for command in reversed(LAUNCHES)}.values()
+
+
+@pytest.mark.parametrize(
+    "command",
+    [pytest.param(c, marks=[] if c in FIRST_OF_ITS_KIND else pytest.mark.full) for c in LAUNCHES],
+)
+def test_launch(command, project, request, cache):
+    launch(command, project, request, cache)
+
+
+MODEL_FOLDER = [command for command in LAUNCHES if command.endswith(ONE_TWO_AND_TWO_HOSTS)]
+OTHER_SCRIPTS = [
+    pytest.param(
+        command.replace("train_cnn_a.py", script),
+        marks=pytest.mark.full,
+    )
+    for command in MODEL_FOLDER
+    for script in ("train_cnn_b.py", "train_vit.py")
+    if "--config" not in command
+]
+
+
+@pytest.mark.full
+def test_the_section_on_stopped_runs(project, cache, s3):  # noqa: F811
+    """Its commands in their order, each a little longer than the one before."""
+    in_s3 = aws_env(s3)
+    outputs = []
+    for number, command in enumerate(CONTINUED, 1):
+        line = command.replace("my-bucket", BUCKET)
+        small = [*SMALL["train_vit.py"], *cache, "--max_steps", str(2 * number)]
+        jobs = []
+        for _ in range(2 if "--nnodes=2" in line else 1):
+            words = shlex.split(line.replace("=IP", "=127.0.0.1").replace("29500", "29577"))
+            jobs.append(Job([*words, *small], cwd=project, env=in_s3))
+        outputs.append("")
+        for job in jobs:
+            status, output = job.wait()
+            assert status == 0, output
+            outputs[-1] += output
+    for number in (1, 2, 4):
+        assert f"continuing at step {2 * number}" in outputs[number], outputs[number]
+    store = ObjectStore(f"s3://{BUCKET}/vit-2")
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in in_s3.items():
+            patch.setenv(name, value)
+        assert "checkpoints/step_00000010/manifest.json" in store.list()
+
+
+def test_the_practice_on_virtual_hosts(cluster_tools, project, cache):
+    outputs = []
+    for command in PRACTICE:
+        words = shlex.split(command)
+        small = [*SMALL["train_cnn_a.py"], *cache] if "train_cnn_a.py" in words else []
+        outputs.append(run([*words, *small], cwd=project))
+    up, trained, _ = outputs
+    assert "node1, node2 are up" in up
+    assert "node1 | ddp, batch 16 = 4 images x 4 processes" in trained
+    assert not cluster_tools.STATE.exists()
+
+
+@pytest.mark.parametrize("command", OTHER_SCRIPTS)
+def test_the_first_course_with_another_script(command, project, request, cache):
+    """One GPU, two, two hosts with two: as written, only the script's name is another."""
+    launch(command, project, request, cache)
+
+
+def launch(command: str, project, request, cache: list) -> None:
+    asks_hosts = "--hostfile" in command and "--no_ssh_check" not in command
+    env = request.getfixturevalue("ssh") if asks_hosts else {}
+    script = re.search(r"train_\w+\.py", command).group()
+    small = SMALL[script] if script == "train_hello.py" else [*SMALL[script], *cache]
+    port = free_port()
+    jobs = []
+    for rank in range(2 if "--nnodes=2" in command else 1):
+        line = command.replace("=R ", f"={rank} ").replace("=IP", "=127.0.0.1").replace("29500", str(port))
+        words = [*shlex.split(line), *small]
+        if words[0] == "deepspeed":
+            words[1:1] = ["--master_port", str(port)]
+        jobs.append(Job(words, cwd=project, env=env))
+    for job in jobs:
+        status, output = job.wait()
+        assert status == 0, output
+    if "--print_config" in command:
+        assert "stem: imagenet" in output
+        return
+    (folder,) = (path.parent for path in project.glob("*/*/*/result.json"))
+    found = result(folder)
+    hosts, processes, strategy = len(jobs), expected_processes(command), expected_strategy(command)
+    assert (found["script"], found["status"]) == (script.removesuffix(".py"), "finished")
+    assert (found["strategy"], found["hosts"], found["processes"]) == (strategy, hosts, processes)
+    assert folder.parent.parent.name == ("weights" if ONE_TWO_AND_TWO_HOSTS in command else "runs")
+    named = f"{strategy}_{found['batch_size']}_{found['epochs']}_{hosts}_{processes // hosts}"
+    assert folder.name == named
+    assert lines(folder / "metrics.jsonl")
+
+
+def expected_processes(command: str) -> int:
+    per_host = re.search(r"nproc_per_node=(\d)|num_gpus (\d)|_(\d)gpu", command)
+    on_host = int(next(filter(None, per_host.groups()))) if per_host else 2 if "hostfile" in command else 1
+    return 2 * on_host if "--nnodes=2" in command else on_host
+
+
+def expected_strategy(command: str) -> str:
+    for strategy in ("fsdp", "zero1", "zero2", "zero3"):
+        if f"configs/{strategy}" in command:
+            return strategy
+    return "ddp" if expected_processes(command) > 1 else "single"
+
+
+def test_no_command_is_left_out():
+    """A new kind of command needs a test of its kind."""
+    kinds = {
+        "make": r"make (train|test|test-all)\b",  # test_make_train; the others are this run of the tests
+        "experiments": r"make (experiment_vit|experiment_speedup|tensorboard)\b",  # test_logbook.py
+        "afterwards": r".*\b(validate|find_batch_size|logbook)\.py ",  # of their own names; test_make_train
+        "accelerate config": r"accelerate config$|accelerate launch train_cnn_a.py$",
+        "benchmark": r"python -m benchmarks\.(tutorial_speed |checkpoint_saves$)",  # test_benchmark*
+        "tests": r"python -m pytest tests/\w+\.py$",
+        "preparation": r"python prep_imagenet\.py ",  # test_prep_imagenet.py
+        "hosts": r"python launch\.py --mode |python cluster/virtual_cluster\.py ",  # test_launch.py, above
+        "doctor": r"python doctor\.py ",  # test_doctor.py
+        "tensorboard": r"tensorboard --logdir runs$",  # test_tensorboard_starts
+        "launch": r".*train_\w+\.py",
+    }
+    for command in [*IN_BLOCKS, *IN_TABLES]:
+        assert any(re.match(pattern, command) for pattern in kinds.values()), command
+    for command in IN_TABLES:
+        if command.startswith("python -m pytest"):
+            assert (ROOT / command.split()[-1]).exists(), command
+    assert len(LAUNCHES) > 15
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "command", [c for c in IN_TABLES if "train_" in c and ".py" in c and c not in LAUNCHES]
+)
+def test_launch_of_a_result(command, project, request, cache):
+    launch(command, project, request, cache)
+
+
+def test_benchmark_of_saves(tmp_path):
+    words = [
+        "python",
+        "-m",
+        "benchmarks.checkpoint_saves",
+        "--rounds",
+        "2",
+        "--model",
+        "vit_tiny_patch16_224",
+    ]
+    words += ["--folder", tmp_path / "saves"]
+    output = run([*words, "--json", tmp_path / "out.json"])
+    assert "ours / save_state, held up: " in output
+    assert len(json.loads((tmp_path / "out.json").read_text())) == 3
+    assert "first step after step_0000000" in run([*words, "--resume"])
+
+
+BENCHMARKS = [c for c in IN_TABLES if c.startswith("python -m benchmarks")]
+
+
+@pytest.mark.parametrize(
+    "command", [pytest.param(c, marks=pytest.mark.full if k else []) for k, c in enumerate(BENCHMARKS)]
+)
+def test_benchmark(command, tmp_path, cache):
+    small = [*BENCHMARK, *(["--width", "8"] if "train_cnn_b" in command else []), *cache]
+    run([*shlex.split(command), *small, "--json", tmp_path / "out.json"])
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert {name: len(blocks) for name, blocks in found["blocks"].items()} == {
+        "tutorial": 1,
+        "ours": 1,
+        "ceiling": 1,
+    }
+    assert found["ours_over_tutorial"] > 0
+
+
+def test_tensorboard_starts(tmp_path):
+    (tmp_path / "runs").mkdir()
+    job = Job([*shlex.split("tensorboard --logdir runs"), "--port", free_port()], cwd=tmp_path)
+    try:
+        line = next(line for line in job.process.stdout if "Press CTRL+C" in line)
+        assert "http://" in line
+    finally:
+        job.kill()
+        job.process.communicate()
+
+
+def test_make_train(project, cache):
+    """Installs nothing a second time, and trains; then all that the README does with this run."""
+    venv = BIN.parent
+    if not (venv / "installed").exists():
+        pytest.skip(f"{venv} was not made by `make setup`")
+    for name in ("Makefile", "requirements.txt"):
+        shutil.copy2(ROOT / name, project)  # with its time: make compares it
+    output = run(["make", "train", f"VENV={venv}"], cwd=project)
+    assert "pip install" not in output
+    (folder,) = (project / "runs" / "train_cnn_a").iterdir()
+    assert result(folder)["best_accuracy"] >= 0.97
+    for command in AFTERWARDS:
+        if str(folder.relative_to(project)) in command and "compare" not in command:
+            run([*shlex.split(command), *(cache if "validate" in command else [])], cwd=project)
+    assert (project / "runs" / "logbook" / "train_cnn_a" / "single" / "128_10_1_1.md").exists()
+    assert {path.name.split("_")[0] for path in (folder / "validation").iterdir()} == {"val", "train"}
+
+
+ROADS = {  # strategy: what is answered beside the defaults
+    "ddp": {},
+    "fsdp": {
+        r"torch dynamo\?.*?\]:": "yes\r",
+        r"use FullyShardedDataParallel\?.*?\]:": "yes\r",
+        r"FSDP activation checkpointing\?.*?\]:": "yes\r",
+    },
+    "zero3": {r"use DeepSpeed\?.*?\]:": "yes\r", "ZeRO optimization stage": "\x1b[B\r"},  # one down from 2
+}
+
+
+@pytest.mark.parametrize(
+    "strategy", ["ddp", *(pytest.param(s, marks=pytest.mark.full) for s in ("fsdp", "zero3"))]
+)
+def test_after_the_users_own_accelerate_config(strategy, project, tmp_path, cache):
+    """The questions of accelerate are answered at a terminal; then the plain command works."""
+    home = {"HF_HOME": str(tmp_path / "hf"), "CUDA_VISIBLE_DEVICES": "", "TERM": "dumb"}
+    answer_accelerate_config(home, ROADS[strategy])
+    config = (tmp_path / "hf" / "accelerate" / "default_config.yaml").read_text()
+    assert "num_processes: 2" in config
+    if strategy == "fsdp":
+        assert "dynamo_backend: INDUCTOR" in config
+        assert "fsdp_activation_checkpointing: true" in config
+    script = "train_vit.py" if strategy == "fsdp" else "train_cnn_a.py"
+    words = ["accelerate", "launch", script, *SMALL[script], *cache]
+    run([*words, "--output_dir", tmp_path / "run"], cwd=project, env=home)
+    found = result(tmp_path / "run")
+    assert (found["status"], found["strategy"], found["processes"]) == ("finished", strategy, 2)
+
+
+def answer_accelerate_config(env: dict[str, str], answers: dict[str, str]) -> None:
+    """Multi-GPU, two processes, these answers (each to the question that matches), else the defaults."""
+    env = {**os.environ, **env}
+    child = pexpect.spawn(str(BIN / "accelerate"), ["config"], env=env, encoding="utf-8", timeout=60)
+    child.logfile_read = sys.stdout
+    answers = {
+        "Which type of machine": "\x1b[B" * 4 + "\r",  # four down: multi-GPU
+        r"How many GPU.*\]: ?": "2\r",
+        **answers,
+        # menus, at the entry where they stand
+        "In which compute environment|mixed precision|dynamo backend|Where to offload": "\r",
+        "FSDP version|wrap policy|state dict": "\r",
+        r"\]: ?": "\r",  # all others show their default
+        pexpect.EOF: None,
+    }
+    while (answer := list(answers.values())[child.expect(list(answers))]) is not None:
+        child.send(answer)
+    child.close()
+    assert child.exitstatus == 0

@@ -1,0 +1,68 @@
+"""A mistake is one line of ours under every launcher, and what the launcher adds is named and counted."""
+
+import re
+import sys
+
+import pytest
+
+from common.data.sources import find_source
+from tests.conftest import CNN, Job, accelerate, deepspeed, full, mutate, python, torchrun
+
+LAUNCHERS = {  # name: (words, lines that the launcher adds at most)
+    "python": (python(), 0),
+    "accelerate, one process": (accelerate("cpu"), 16),  # its traceback says which command returned 1
+    "torchrun, one process": (torchrun(1), 34),
+    "torchrun": (torchrun(2), 50),
+    "accelerate": (accelerate("ddp_2gpu"), 50),
+    "deepspeed": (deepspeed("--num_gpus", "2"), 20),
+    "launch.py": ([sys.executable, "launch.py", "--mode", "single-node"], 6),
+    "launch.py, two": (
+        [sys.executable, "launch.py", "--mode", "single-node", "--gpus", "2", "--log_dir", "LOGS"],
+        6,
+    ),
+}
+MISTAKES = {  # flags, what is printed, lines of ours beside it
+    "unknown flag": (["--epoch", "1"], "error: unknown flag --epoch: did you mean --epochs?", 0),
+    "no such data": (["--data", "nowhere"], "error: --data nowhere: does not exist", 2),
+    "exception": (["--data", "digits"], "ZeroDivisionError: division by zero", 16),
+}
+IN_EACH_RUN = [("python", "unknown flag"), ("launch.py", "no such data"), ("torchrun", "exception")]
+PRODUCT = [(launcher, mistake) for launcher in LAUNCHERS for mistake in MISTAKES]
+
+
+@pytest.mark.parametrize(
+    ("launcher", "mistake"), [row if row in IN_EACH_RUN else full(*row) for row in PRODUCT]
+)
+def test_one_line(launcher, mistake, project_copy, tmp_path, cache):
+    words, added = LAUNCHERS[launcher]
+    flags, message, ours = MISTAKES[mistake]
+    if mistake == "exception":
+        mutate(project_copy, "train_cnn_a.py", "            run.checkpoint(step)\n", "            1 / 0\n")
+    words = [tmp_path / "logs" if word == "LOGS" else word for word in words]
+    words += [*CNN, "--batch_size", "16", *flags, *cache, "--output_dir", tmp_path / "run"]
+    status, output = Job(words, cwd=project_copy).wait()
+    assert status != 0
+    lines = [line for line in output.splitlines() if not is_a_warning(line)]
+    said = [
+        line for line in lines if re.match(rf"(localhost \| )?(train_cnn_a.py: )?{re.escape(message)}", line)
+    ]
+    assert len(said) == 1, output
+    assert len(lines) <= 1 + ours + added, output
+    if mistake != "exception":
+        assert "Traceback" not in "\n".join(lines[: lines.index(said[0])]), output
+    if launcher in ("torchrun, one process", "torchrun", "accelerate"):  # torchrun says who failed, and why
+        assert f"traceback : {message.removeprefix('error: ')}" in output
+    if launcher.startswith("launch.py"):
+        assert lines[-1].startswith(f"error: localhost: {message.removeprefix('error: ')}")
+
+
+def is_a_warning(line: str) -> bool:
+    """What launchers say also where all is well."""
+    return "torch/distributed/run.py" in line or "OMP_NUM_THREADS" in line
+
+
+def test_the_nearest_data_set():
+    with pytest.raises(ValueError, match=r"--data digit: does not exist; did you mean digits\?"):
+        find_source("digit", lambda: None, False)
+    with pytest.raises(ValueError, match="give a folder or one of: digits, cifar10, synthetic"):
+        find_source("/nowhere", lambda: None, False)

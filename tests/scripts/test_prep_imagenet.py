@@ -1,0 +1,1150 @@
+"""prep_imagenet.py on a miniature ILSVRC2012: each format and source, what is broken, and interruptions."""
+
+import hashlib
+import http.server
+import io
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import tarfile
+import threading
+import time
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pexpect
+import pytest
+import torch
+from PIL import Image
+
+from common.data.cache import prepare
+from common.data.decode import decode
+from common.data.images import open_images
+from common.data.shards import ShardImages, find_local, parse_index
+from common.prepare import writer as shard_writer
+from common.prepare.writer import tar_header
+from common.recipe import ImageRecipe
+from common.system import progress
+from common.system.s3 import ObjectStore
+from tests.conftest import ROOT, Job, copy_project, full, mutate, python, run
+from tests.support.imagenet import DEVKIT, TRAIN, VAL, Ilsvrc, make_ilsvrc, tar, write_devkit
+from tests.support.s3 import BUCKET, aws_env, s3, s3_proxy  # noqa: F401
+
+pytestmark = pytest.mark.filterwarnings("ignore:The image decoding and encoding:DeprecationWarning")
+
+MINI = ["--no_verify", "--subset"]
+SMALL = ["--shard_mib", "0.1"]  # some 7 shards of training images
+
+
+@pytest.fixture(scope="module")
+def ilsvrc(tmp_path_factory) -> Ilsvrc:
+    return make_ilsvrc(tmp_path_factory.mktemp("ilsvrc"))
+
+
+def prep(*words) -> list:
+    return [*python(), ROOT / "prep_imagenet.py", *words]
+
+
+def fails(*words, status: int = 1, **options) -> str:
+    """The one line that it says."""
+    found, output = Job(prep(*words), **options).wait()
+    assert found == status, output
+    assert "Traceback" not in output
+    return output
+
+
+@pytest.fixture(scope="module")
+def shards(ilsvrc, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("shards") / "out"
+    run(prep("--data", ilsvrc.folder, "--out", out, *MINI, *SMALL))
+    return out
+
+
+def contents(folder: Path) -> dict[str, str]:
+    """SHA-256 of all files below a folder, hidden ones too."""
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def read_index(folder: Path, split: str) -> dict[str, tuple[int, bytes]]:
+    """Label and bytes of each image, by the stem of its name; the manifest is checked on the way."""
+    manifest = find_local(folder, ("/",))
+    found = {}
+    rows = parse_index((folder / f"{split}_index.npy").read_bytes(), manifest, split, split)
+    for shard, offset, length, label in rows.tolist():
+        with open(folder / manifest.splits[split].shards[shard].file, "rb") as file:
+            file.seek(offset - 512)
+            stem = Path(file.read(100).rstrip(b"\0").decode()).stem
+            file.seek(offset)
+            found[stem] = label, file.read(length)
+    assert len(found) == len(rows)
+    return found
+
+
+def expected(ilsvrc: Ilsvrc, split: str) -> dict[str, tuple[int, bytes]]:
+    contents, labels = getattr(ilsvrc, split), getattr(ilsvrc, f"{split}_labels")
+    return {Path(name).stem: (labels[name], data) for name, data in contents.items()}
+
+
+def assert_same(found: dict, wanted: dict, odd: set[str] = frozenset()) -> None:
+    """All labels, and all bytes but those of the odd ones, whose pixels are nearly the same."""
+    assert found.keys() == wanted.keys()
+    for stem, (label, data) in wanted.items():
+        assert found[stem][0] == label
+        if stem not in odd:
+            assert found[stem][1] == data
+            continue
+        pixels, original = decode(found[stem][1]).astype(int), decode(data)
+        assert found[stem][1][:2] == b"\xff\xd8"
+        assert np.abs(pixels - original).mean() < 4
+
+
+def odd(ilsvrc: Ilsvrc) -> set[str]:
+    return {Path(ilsvrc.cmyk).stem, Path(ilsvrc.png).stem}
+
+
+# --- Formats
+
+
+def test_shards(ilsvrc, shards):
+    assert_same(read_index(shards, "train"), expected(ilsvrc, "train"), odd(ilsvrc))
+    assert_same(read_index(shards, "val"), expected(ilsvrc, "val"))
+    manifest = json.loads((shards / "manifest.json").read_text())
+    assert [c["wnid"] for c in manifest["classes"]] == ilsvrc.wnids
+    assert [c["name"] for c in manifest["classes"]] == ilsvrc.names
+    assert manifest["reencoded"] == [
+        {"split": "train", "key": Path(ilsvrc.cmyk).stem, "why": "CMYK"},
+        {"split": "train", "key": Path(ilsvrc.png).stem, "why": "PNG"},
+    ]
+    for split in ("train", "val"):
+        for shard in manifest["splits"][split]["shards"]:
+            content = (shards / shard["file"]).read_bytes()
+            assert (len(content), hashlib.sha256(content).hexdigest()) == (shard["bytes"], shard["sha256"])
+    assert not any(path.name.startswith(".") for path in shards.iterdir())
+
+
+def test_shards_mix_the_classes(ilsvrc, shards):
+    rows = np.load(shards / "train_index.npy")
+    of_shard = [set(rows[rows[:, 0] == shard, 3]) for shard in np.unique(rows[:, 0])]
+    assert len(of_shard) > 4
+    assert np.mean([len(labels) for labels in of_shard]) > 4
+    assert len({frozenset(labels) for labels in of_shard}) > 2
+
+
+def test_the_seed_decides_which_shard(ilsvrc, shards, tmp_path):
+    for name, seed in {"same": 0, "other": 1}.items():
+        run(prep("--data", ilsvrc.folder, "--out", tmp_path / name, "--seed", seed, *MINI, *SMALL))
+    assert contents(tmp_path / "same") == contents(shards)
+    assert contents(tmp_path / "other")["train-00000.tar"] != contents(shards)["train-00000.tar"]
+
+
+def test_shards_are_read_by_tar_webdataset_and_the_standard_library(ilsvrc, shards, tmp_path):
+    from datasets import load_dataset
+
+    wanted = expected(ilsvrc, "train")
+    names = set()
+    for file in sorted(shards.glob("train-*.tar")):
+        listed = subprocess.run(["tar", "-tf", file], capture_output=True, text=True, check=True)
+        assert listed.stderr == ""
+        with tarfile.open(file) as archive:
+            assert archive.getnames() == listed.stdout.splitlines()
+            for image, label in zip(*[iter(archive)] * 2, strict=True):
+                stem, _ = os.path.splitext(image.name)
+                assert (image.name, label.name) == (f"{stem}.jpg", f"{stem}.cls")
+                assert int(archive.extractfile(label).read()) == wanted[stem][0]
+                if stem not in odd(ilsvrc):
+                    assert archive.extractfile(image).read() == wanted[stem][1]
+                names.add(stem)
+    assert names == wanted.keys()
+    files = [str(file) for file in sorted(shards.glob("train-*.tar"))]
+    rows = load_dataset(
+        "webdataset", data_files=files, split="train", streaming=True, cache_dir=str(tmp_path)
+    )
+    assert {row["__key__"]: int(row["cls"]) for row in rows} == {
+        key: value[0] for key, value in wanted.items()
+    }
+
+
+def test_headers_are_those_of_the_standard_library():
+    for name, size in (
+        ("n01440764_10026.jpg", 110_000),
+        ("a" * 150 + "/" + "b" * 100, 2**32),
+        ("ä/ö.jpg", 0),
+    ):
+        member = tarfile.TarInfo(name)
+        member.size = size
+        assert tar_header(name, size) == member.tobuf(tarfile.USTAR_FORMAT, "utf-8")
+
+
+def test_folder(ilsvrc, tmp_path):
+    from torchvision.datasets import ImageFolder
+
+    out = tmp_path / "out"
+    run(prep("--data", ilsvrc.folder, "--out", out, "--format", "folder", *MINI))
+    for split in ("train", "val"):
+        found = ImageFolder(out / split)
+        assert found.classes == ilsvrc.wnids
+        pairs = {Path(path).stem: (label, Path(path).read_bytes()) for path, label in found.samples}
+        assert_same(pairs, expected(ilsvrc, split), odd(ilsvrc) if split == "train" else set())
+    assert json.loads((out / "prepared.json").read_text())["reencoded"][0]["key"] == Path(ilsvrc.cmyk).stem
+
+
+def test_index(ilsvrc, tmp_path):
+    out = tmp_path / "out"
+    said = run(prep("--data", ilsvrc.folder, "--out", out, "--format", "index", *MINI))
+    assert f"train with: --data {out} --data_root {ilsvrc.folder.resolve()}\n" in said
+    for split in ("train", "val"):
+        assert_same(read_index(out, split), expected(ilsvrc, split))
+    assert sorted(path.name for path in out.iterdir()) == [
+        "manifest.json",
+        "train_index.npy",
+        "val_index.npy",
+    ]
+
+
+def test_torchvision_agrees(ilsvrc, shards, tmp_path, monkeypatch):
+    from torchvision.datasets import ImageNet, imagenet
+
+    shutil.copytree(ilsvrc.folder, tmp_path / "data")
+    for part, (name, _) in imagenet.ARCHIVE_META.items():
+        monkeypatch.setitem(imagenet.ARCHIVE_META, part, (name, ilsvrc.md5(ilsvrc.folder / name)))
+    for split in ("train", "val"):
+        theirs = ImageNet(tmp_path / "data", split=split)
+        labels = {Path(path).stem: label for path, label in theirs.samples}
+        assert labels == {stem: label for stem, (label, _) in read_index(shards, split).items()}
+
+
+def test_resize(ilsvrc, tmp_path):
+    out = tmp_path / "out"
+    run(prep("--data", ilsvrc.folder, "--out", out, "--resize", 120, *MINI, *SMALL))
+    found = read_index(out, "train")
+    for stem, (label, data) in expected(ilsvrc, "train").items():
+        assert found[stem][0] == label
+        ours, original = decode(found[stem][1]), decode(data)  # both upright
+        height, width = original.shape[:2]
+        if min(height, width) <= 120:
+            assert stem in odd(ilsvrc) or found[stem][1] == data
+            continue
+        assert min(ours.shape[:2]) == 120
+        assert max(ours.shape[:2]) == max(height, width) * 120 // min(height, width)
+        wanted = Image.fromarray(original).resize(ours.shape[1::-1], Image.Resampling.BILINEAR)
+        assert np.abs(ours.astype(int) - np.asarray(wanted)).mean() < 4
+    assert json.loads((out / "manifest.json").read_text())["resize"] == {"short_side": 120, "quality": 90}
+
+
+# --- Sources
+
+
+@pytest.mark.parametrize("source", ["tar", "folder"])
+def test_other_images(source, ilsvrc, tmp_path):
+    """Dots and spaces in names, a real PNG, the same name in two classes, and files that are no images."""
+    photograph, drawing = next(iter(ilsvrc.val.values())), io.BytesIO()
+    Image.new("RGB", (8, 8), "red").save(drawing, "PNG")
+    classes = {
+        "st. bernard": {"1.jpg": photograph, "a.b.jpeg": photograph, ".hidden.jpg": b"", "notes.txt": b""},
+        "cat": {"1.jpg": photograph, "red.png": drawing.getvalue()},
+    }
+    data = tmp_path / "data"
+    for split in ("train", "val"):
+        for name, files in classes.items():
+            (data / split / name).mkdir(parents=True)
+            for file, content in files.items():
+                (data / split / name / file).write_bytes(content)
+    if source == "folder":
+        (data / "train" / "cat").rename(tmp_path / "cats")
+        (data / "train" / "cat").symlink_to(tmp_path / "cats")
+    else:
+        for split in ("train", "val"):
+            (data / f"{split}.tar").write_bytes(
+                tar({f"{name}.tar": tar(files) for name, files in classes.items()})
+            )
+    run(prep("--from", source, "--data", data, "--out", tmp_path / "out"))
+    with tarfile.open(tmp_path / "out" / "train-00000.tar") as archive:
+        names = archive.getnames()
+    assert {name for name in names if not name.endswith(".cls")} == {
+        "cat/1.jpg", "cat/red.png", "st. bernard/1.jpg", "st. bernard/a_b.jpg",
+    }  # fmt: skip
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    assert [c["name"] for c in manifest["classes"]] == ["cat", "st. bernard"]
+    rows = np.load(tmp_path / "out" / "val_index.npy")
+    assert sorted(rows[:, 3]) == [0, 0, 1, 1]
+
+
+def test_one_split_alone(ilsvrc, tmp_path):
+    words = ["--train", ilsvrc.train_tar, "--devkit", ilsvrc.devkit, "--out", tmp_path / "out"]
+    assert "there is no val" in run(prep(*words, *MINI))
+    assert json.loads((tmp_path / "out" / "manifest.json").read_text())["splits"].keys() == {"train"}
+
+
+class _Ranges(http.server.SimpleHTTPRequestHandler):
+    """Files with ranges; each answer ends after 200,000 bytes, as a connection that was cut."""
+
+    asked: list
+
+    def do_GET(self) -> None:
+        path = Path(self.translate_path(self.path))
+        content = path.read_bytes()
+        start, end = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers["Range"]).groups()
+        start, end = int(start), int(end or len(content) - 1)
+        self.asked.append((path.name, start))
+        self.send_response(206)
+        self.send_header("Content-Range", f"bytes {start}-{end}/{len(content)}")
+        self.send_header("Content-Length", str(end + 1 - start))
+        self.end_headers()
+        self.wfile.write(content[start : min(end + 1, start + 200_000)])
+
+    def log_message(self, format: str, *args) -> None:
+        pass
+
+
+@pytest.fixture
+def web(ilsvrc):
+    """A server of the archives, which says nothing of their versions: its url, and what it was asked for."""
+    handler = type("Handler", (_Ranges,), {"asked": []})
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(handler, directory=ilsvrc.folder))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_address[1]}", handler.asked
+    server.shutdown()
+    server.server_close()
+
+
+def test_http(web, shards, tmp_path):
+    url, asked = web
+    run(prep("--url", url, "--out", tmp_path / "out", *MINI, *SMALL))
+    assert contents(tmp_path / "out") == contents(shards)
+    assert len([start for name, start in asked if name == TRAIN and start]) >= 3  # it was cut
+
+
+def test_s3(ilsvrc, shards, s3, tmp_path, monkeypatch):  # noqa: F811
+    env = aws_env(s3)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    store = ObjectStore(f"s3://{BUCKET}/prep")
+    for name in (TRAIN, VAL, DEVKIT):
+        store.upload(ilsvrc.folder / name, f"in/{name}")
+    words = ["--data", f"{store.url}/in", "--out", f"{store.url}/out", "--work_dir", tmp_path / "work"]
+    store.write("out/train-00099.tar", b"somebody's data set")
+    assert "holds other objects, as train-00099.tar" in fails(*words, *MINI, env=env)
+    assert store.list("out") == ["out/train-00099.tar"]
+    store.delete(["out/train-00099.tar"])
+    store.write("out/.probe-0123/object", b"of a killed one")
+    project = copy_project(tmp_path / "project")
+    mutate(project, "common/system/progress.py", "LINE_S = 30", "LINE_S = -1")
+    output = run([*python(), project / "prep_imagenet.py", *words, *MINI, *SMALL], env=env)
+    assert "train  0.00 of 0.00 GiB uploaded" in output
+    shutil.rmtree(project)
+    store.delete(["out/.probe-0123/object"])
+    assert list((tmp_path / "work").iterdir()) == []
+    for key in store.list("out"):
+        name = key.removeprefix("out/")
+        store.download(key, tmp_path / name, store.size_and_etag(key)[0])
+    (tmp_path / "work").rmdir()
+    assert contents(tmp_path) == contents(shards)
+    assert "nothing to do" in run(prep(*words, *MINI, *SMALL), env=env)
+    store.delete(["out/train-00001.tar"])
+    assert "train-00001.tar is not what it was" in fails(*words, *MINI, *SMALL, env=env)
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_s3_is_gone_on_with_after_a_kill(lost, ilsvrc, shards, s3_proxy, tmp_path, monkeypatch):  # noqa: F811
+    """Where --work_dir is lost with its machine, from the beginning."""
+    env = aws_env(s3_proxy.endpoint)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    url = f"s3://{BUCKET}/killed-{lost}"
+    words = prep("--data", ilsvrc.folder, "--out", url, "--work_dir", tmp_path / "work", *MINI, *SMALL)
+    s3_proxy.on("PUT", "train-00003", lambda: job.kill())
+    job = Job(words, env=env)
+    assert job.wait()[0] == -signal.SIGKILL
+    store = ObjectStore(url)
+    if lost:
+        shutil.rmtree(tmp_path / "work")
+        store.write("train-00099.tar", b"of more shards than there are now")
+    run(words, env=env)
+    uploads = [path for method, path, _ in s3_proxy.requests if method == "PUT"]
+    assert sum("train-00001" in path for path in uploads) == 1 + lost
+    for key in store.list():
+        store.download(key, tmp_path / key, store.size_and_etag(key)[0])
+    (tmp_path / "work").rmdir()
+    assert contents(tmp_path) == contents(shards)
+
+
+def test_trainings_see_the_same_in_all_formats(ilsvrc, tmp_path):
+    """Labels, and the pixels of an evaluation; those of recoded images differ a little from the index's."""
+    seen = {}
+    for format in ("shards", "folder", "index"):
+        run(prep("--data", ilsvrc.folder, "--out", tmp_path / format, "--format", format, *MINI, *SMALL))
+        roots = (str(ilsvrc.folder),)
+        folder = prepare(str(tmp_path / format), tmp_path / "cache", show_progress=False, data_root=roots)
+        images = open_images(folder, ImageRecipe(data_root=roots))
+        for split in (images.train, images.val):
+            opened, plan = split.open(), [(0, np.arange(len(split)))]
+            keys = [Path(opened.where(i).split()[-1]).stem for i in range(len(split))]
+            options = dict(device="cpu", train=False, size=48, seed=0, workers=0)
+            [(_, _, crops, labels)] = split.batches(iter(plan), **options)
+            seen |= {(format, key): found for key, *found in zip(keys, labels.tolist(), crops, strict=True)}
+    assert len(seen) == 3 * (len(ilsvrc.train) + len(ilsvrc.val))
+    wanted = ilsvrc.train_labels | ilsvrc.val_labels
+    for name, label in wanted.items():
+        ours = [seen[format, Path(name).stem] for format in ("shards", "folder", "index")]
+        assert [found for found, _ in ours] == [label] * 3
+        shards, folder, index = (crop.int() for _, crop in ours)
+        assert torch.equal(shards, folder)
+        recoded = name in (ilsvrc.cmyk, ilsvrc.png)
+        assert 0 < (index - shards).abs().float().mean() < 4 if recoded else torch.equal(index, shards)
+
+
+# --- What is wrong
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--shard-mib", "0"], "--shard_mib"),
+        (["--format", "zip"], "--format"),
+        (["--resize", "0"], "--resize"),
+        (["--no_such_flag"], "--no_such_flag"),
+        (["--url", "ftp://host"], "exclude"),
+        (["--data", "https://me:pw@host/tars?token=pw"], "--data https://host/tars: takes folders"),
+        (["--data", "", "--url", "ftp://me:pw@host"], "--url must begin with http"),
+        (["--data", "", "--url", "https://host/tars?token=pw"], "--url https://host/tars: signed urls are"),
+        (["--out", "https://me:pw@host/out?token=pw"], "--out https://host/out: must be a folder"),
+        (["--format", "index", "--resize", "8"], "index"),
+        (["--out", "s3://bucket/prefix"], "--work_dir"),
+    ],
+)
+def test_wrong_flags(words, message, tmp_path):
+    output = fails("--data", tmp_path, "--out", tmp_path / "out", *words, status=2)
+    assert message in output
+    assert "pw" not in output
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("format", ["index", "shards"])
+@pytest.mark.parametrize("scheme", ["https", "ftp"])
+def test_urls_are_shown_without_their_secrets(scheme, format, ilsvrc, tmp_path):
+    words = ["--train", f"{scheme}://me:pw@host/a.tar?token=pw", "--devkit", ilsvrc.devkit]
+    output = fails(*words, "--out", tmp_path / "out", "--format", format, *MINI)
+    assert "/a.tar" in output
+    assert "pw" not in output
+
+
+def broken(ilsvrc: Ilsvrc, folder: Path, **archives: bytes) -> Path:
+    """A copy with other archives: train, val."""
+    shutil.copytree(ilsvrc.folder, folder)
+    for part, content in archives.items():
+        (folder / {"train": TRAIN, "val": VAL}[part]).write_bytes(content)
+    return folder
+
+
+def class_tars(ilsvrc: Ilsvrc) -> dict[str, bytes]:
+    with tarfile.open(ilsvrc.train_tar) as archive:
+        return {member.name: archive.extractfile(member).read() for member in archive}
+
+
+def with_member(ilsvrc: Ilsvrc, name: str = "n01440764_1.JPEG", **fields) -> bytes:
+    """The training tar with one more member in its first class tar."""
+    outer = class_tars(ilsvrc)
+    first = next(iter(outer))
+    buffer = io.BytesIO(outer[first])
+    with tarfile.open(fileobj=buffer, mode="a") as archive:
+        member = tarfile.TarInfo(name)
+        for field, value in fields.items():
+            setattr(member, field, value)
+        archive.addfile(member)
+    outer[first] = buffer.getvalue()
+    return tar(outer)
+
+
+MEMBERS = {
+    "parent": {"name": "../../../escaped.JPEG"},
+    "absolute": {"name": "/tmp/escaped_from_a_tar.JPEG"},
+    "symlink": {"type": tarfile.SYMTYPE, "linkname": "/etc/passwd"},
+    "hard link": {"type": tarfile.LNKTYPE, "linkname": "/etc/passwd"},
+    "device": {"type": tarfile.CHRTYPE},
+    "fifo": {"type": tarfile.FIFOTYPE},
+}
+
+
+@pytest.mark.parametrize("format", ["folder", full("shards"), full("index")])
+@pytest.mark.parametrize("kind", MEMBERS)
+def test_refused_members(kind, format, ilsvrc, tmp_path):
+    fields = MEMBERS[kind]
+    data = broken(ilsvrc, tmp_path / "data", train=with_member(ilsvrc, **fields))
+    message = fails("--data", data, "--out", tmp_path / "out", "--format", format, *MINI)
+    assert fields.get("name", "n01440764_1.JPEG") in message
+    assert "n01440764.tar" in message
+    assert not (tmp_path / "out" / "manifest.json").exists()
+    assert {path.name for path in tmp_path.iterdir()} == {"data", "out"}
+    assert not list((tmp_path / "out").rglob("*escaped*"))
+    assert not Path(MEMBERS["absolute"]["name"]).exists()
+
+
+def test_absurd_size(ilsvrc, tmp_path):
+    content = bytearray(ilsvrc.train_tar.read_bytes())
+    header = tarfile.TarInfo("n01440764_1.JPEG")
+    header.size = 2**40
+    content[512:1024] = header.tobuf(tarfile.GNU_FORMAT)  # of the first image
+    data = broken(ilsvrc, tmp_path / "data", train=bytes(content))
+    assert "n01440764_1.JPEG" in fails("--data", data, "--out", tmp_path / "out", *MINI)
+
+
+@pytest.mark.parametrize("format", ["shards", full("folder"), "index"])
+@pytest.mark.parametrize("where", ["outer", "inner"])
+def test_truncated(where, format, ilsvrc, tmp_path):
+    content = ilsvrc.train_tar.read_bytes()
+    if where == "outer":
+        content = content[: len(content) * 2 // 3]
+    else:
+        with tarfile.open(ilsvrc.train_tar) as archive:
+            content = tar({m.name: archive.extractfile(m).read()[:-20_000] for m in archive})
+    data = broken(ilsvrc, tmp_path / "data", train=content)
+    message = fails("--data", data, "--out", tmp_path / "out", "--format", format, *MINI)
+    assert TRAIN in message
+    assert "truncated" in message
+    assert not (tmp_path / "out" / "manifest.json").exists()
+
+
+def publish(project: Path, ilsvrc: Ilsvrc) -> Path:
+    """The miniature's MD5 sums become the published ones."""
+    sums = {"train": "1d675b47d978889d74fa0da5fadfb00e", "val": "29b22e2961454d5413ddabcf34fc5622"}
+    sums["devkit"] = "fa75699e90414af021442c21a62c3abf"
+    files = {"train": ilsvrc.train_tar, "val": ilsvrc.val_tar, "devkit": ilsvrc.devkit}
+    for part, published in sums.items():
+        mutate(project, "common/prepare/devkit.py", published, ilsvrc.md5(files[part]))
+    return project
+
+
+def with_a_flipped_bit(ilsvrc: Ilsvrc) -> bytes:
+    """The training tar, but for its first image."""
+    content = bytearray(ilsvrc.train_tar.read_bytes())
+    content[2000] ^= 1
+    return bytes(content)
+
+
+def test_md5(ilsvrc, shards, tmp_path):
+    """Of the right archives; then the training tar is another."""
+    assert f"its MD5 is {ilsvrc.md5(ilsvrc.devkit)}" in fails(
+        "--data", ilsvrc.folder, "--out", tmp_path / "no"
+    )
+    project = publish(copy_project(tmp_path / "project"), ilsvrc)
+    mutate(project, "prep_imagenet.py", "JOURNAL_S = 20", "JOURNAL_S = -1")
+    mutate(project, "common/system/progress.py", "LINE_S = 30", "LINE_S = -1")
+    command = [*python(), project / "prep_imagenet.py", "--subset", *SMALL]
+    run([*command, "--data", ilsvrc.folder, "--out", tmp_path / "out"])
+    assert contents(tmp_path / "out") == contents(shards)
+
+    content = with_a_flipped_bit(ilsvrc)
+    data = broken(ilsvrc, tmp_path / "data", train=content)
+    status, output = Job([*command, "--data", data, "--out", tmp_path / "bad"]).wait()
+    assert status == 1
+    assert hashlib.md5(content).hexdigest() in output
+    assert ilsvrc.md5(ilsvrc.train_tar) in output
+    assert "--no_verify" in output
+    assert not (tmp_path / "bad" / "manifest.json").exists()
+    index = [*command, "--format", "index", "--data", data, "--out", tmp_path / "index"]
+    status, output = Job(index).wait()
+    assert status == 1
+    assert hashlib.md5(content).hexdigest() in output
+    assert not (tmp_path / "index" / "manifest.json").exists()
+    shutil.copy(ilsvrc.train_tar, data)
+    assert run(index).count("train  0.00 of 0.00 GiB read\n") > len(ilsvrc.wnids)  # a line for each, and MD5
+    assert read_index(tmp_path / "index", "train") == expected(ilsvrc, "train")
+    run([*command, "--data", data, "--out", tmp_path / "bad"])  # got again: nothing of the other is left
+    assert contents(tmp_path / "bad") == contents(shards)
+
+
+def test_devkit_that_is_missing_or_of_something_else(ilsvrc, tmp_path):
+    data = broken(ilsvrc, tmp_path / "data")
+    assert "1,000" in fails("--data", data, "--out", tmp_path / "out", "--no_verify")
+    write_devkit(data / DEVKIT, None, ilsvrc.ids)
+    assert "meta.mat" in fails("--data", data, "--out", tmp_path / "out", *MINI)
+    (data / DEVKIT).unlink()
+    assert DEVKIT in fails("--data", data, "--out", tmp_path / "out", *MINI)
+
+
+def test_ground_truth_of_another_length(ilsvrc, tmp_path):
+    from common.prepare.devkit import Devkit
+    from common.prepare.inputs import open_input
+
+    with open_input(ilsvrc.devkit) as stream:
+        devkit = Devkit.read(stream, subset=True)
+    assert len(devkit.val_labels) == len(ilsvrc.val)
+    with_fewer = make_ilsvrc(tmp_path / "fewer", val=2)
+    shutil.copy(ilsvrc.val_tar, with_fewer.folder)
+    message = fails("--data", with_fewer.folder, "--out", tmp_path / "out", *MINI)
+    assert "ILSVRC2012_val_" in message
+    assert "20 images" in message
+
+
+def test_a_class_the_devkit_does_not_know(ilsvrc, tmp_path):
+    data = broken(ilsvrc, tmp_path / "data", train=tar({"n99999999.tar": tar({"a.JPEG": b""})}))
+    assert "n99999999" in fails("--data", data, "--out", tmp_path / "out", *MINI)
+
+
+def test_names_that_are_there_twice(ilsvrc, tmp_path):
+    name = next(iter(ilsvrc.train))
+    data = broken(ilsvrc, tmp_path / "data", train=with_member(ilsvrc, name))
+    for format, message in {"shards": f"gets the key {Path(name).stem}", "index": "same name"}.items():
+        assert message in fails("--data", data, "--out", tmp_path / format, "--format", format, *MINI)
+
+
+def class_folders(folder: Path, images: dict[str, bytes]) -> Path:
+    """--data of --from folder: its images by their path."""
+    for path, content in images.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_bytes(content)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("what", "reason"), [("cut", "truncated"), ("too wide for a JPEG", "Maximum supported image dimension")]
+)
+def test_an_image_that_can_not_be_resized_is_named(what, reason, ilsvrc, tmp_path):
+    content = next(iter(ilsvrc.val.values()))[:2000]
+    if what != "cut":
+        picture = io.BytesIO()
+        Image.new("RGB", (70_000, 1)).save(picture, "PNG")
+        content = picture.getvalue()
+    data = class_folders(tmp_path / "data", {"train/cat/a.jpg": content})
+    message = fails("--from", "folder", "--data", data, "--out", tmp_path / "out", "--resize", "256")
+    assert "a.jpg can't be decoded: " in message
+    assert reason in message
+    assert not (tmp_path / "out" / "manifest.json").exists()
+
+
+def test_an_interrupted_start_leaves_no_file_open(tmp_path, monkeypatch):
+    """Ctrl-C while the shards of an earlier start are read again."""
+
+    def interrupted(_) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(shard_writer._Shard, "read_back", interrupted)
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(KeyboardInterrupt):
+        shard_writer.ShardWriter(tmp_path, "train", 100, 0)
+    assert len(os.listdir("/proc/self/fd")) <= before
+
+
+def test_names_with_the_same_key(ilsvrc, tmp_path):
+    image = next(iter(ilsvrc.val.values()))
+    data = class_folders(tmp_path / "data", {"train/cat/a.b.jpg": image, "train/cat/a_b.png": image})
+    message = fails("--from", "folder", "--data", data, "--out", tmp_path / "out")
+    assert "a_b.png gets the key cat/a_b, which another image has: rename one" in message
+
+
+@pytest.mark.parametrize("path", ["train/cat/b.jpg", "train/dog", "train/cat/more"])
+def test_what_would_be_left_out_of_a_folder_is_named(path, ilsvrc, tmp_path):
+    """Links without a target, and a folder in a class folder; other files are passed over."""
+    image = next(iter(ilsvrc.val.values()))
+    data = class_folders(tmp_path / "data", {"train/cat/a.jpg": image, "train/cat/notes.txt": b""})
+    if path.endswith("more"):
+        (data / path).mkdir()
+    else:
+        (data / path).symlink_to("absent")
+    message = fails("--from", "folder", "--data", data, "--out", tmp_path / "out")
+    assert f"{data / path} is a " in message
+
+
+def test_names_too_long_for_plain_tar_headers(ilsvrc, tmp_path):
+    """Above 155 bytes of class and 100 of name."""
+    from datasets import load_dataset
+
+    image = next(iter(ilsvrc.val.values()))
+    keys = {f"{'c' * 190}/{'i' * 190}", f"cat/{'ü' * 90}", "cat/1"}
+    paths = [f"{split}/{key}.jpg" for split in ("train", "val") for key in keys]
+    data = class_folders(tmp_path / "data", dict.fromkeys(paths, image))
+    run(prep("--from", "folder", "--data", data, "--out", tmp_path / "out"))
+    shard = tmp_path / "out" / "train-00000.tar"
+    names = {f"{key}.{extension}" for key in keys for extension in ("jpg", "cls")}
+    words, utf8 = ["tar", "-tf", shard, "--quoting-style=literal"], {**os.environ, "LC_ALL": "C.UTF-8"}
+    listed = subprocess.run(words, capture_output=True, text=True, check=True, env=utf8)
+    assert (set(listed.stdout.splitlines()), listed.stderr) == (names, "")
+    with tarfile.open(shard) as archive:
+        assert all(archive.extractfile(f"{key}.jpg").read() == image for key in keys)
+    rows = load_dataset("webdataset", data_files=[str(shard)], split="train", streaming=True)
+    assert {row["__key__"]: int(row["cls"]) for row in rows} == {key: int(key[:3] == "ccc") for key in keys}
+    images = ShardImages(tmp_path / "out" / "train_index.npy", (str(shard),))
+    assert all((images.decode(i) == decode(image)).all() for i in range(len(keys)))
+
+
+def test_an_image_that_is_in_another_class_now(ilsvrc, tmp_path):
+    """Its size says nothing of that, and its time is of no use for what is complete."""
+    image = next(iter(ilsvrc.val.values()))
+    paths = ("train/cat/1.jpg", "train/cat/2.jpg", "train/dog/1.jpg")
+    data = class_folders(tmp_path / "data", dict.fromkeys(paths, image))
+    words = ["--from", "folder", "--data", data, "--out", tmp_path / "out"]
+    run(prep(*words))
+    os.utime(data / "train" / "cat" / "1.jpg")
+    assert "nothing to do" in run(prep(*words))
+    (data / "train" / "cat" / "2.jpg").rename(data / "train" / "dog" / "2.jpg")
+    assert "begun otherwise: names_and_sizes was" in fails(*words)
+
+
+@pytest.mark.parametrize("format", ["shards", "index", "folder"])
+def test_counts_that_are_not_the_published_ones(format, ilsvrc, tmp_path):
+    """Without --subset, where the published ones are those of the miniature."""
+    project = copy_project(tmp_path / "project")
+    mutate(project, "common/prepare/devkit.py", "CLASSES = 1000", "CLASSES = 10")
+    mutate(project, "common/prepare/devkit.py", "VAL_PER_CLASS = 50", "VAL_PER_CLASS = 3")
+    words = [*python(), project / "prep_imagenet.py", "--no_verify", "--format", format]
+    run([*words, "--data", ilsvrc.folder, "--out", tmp_path / "out"])
+    wanting = {
+        "9 classes, not 10": {"train": tar(dict(list(class_tars(ilsvrc).items())[1:]))},
+        "29 images, not 30": {"val": tar(dict(list(ilsvrc.val.items())[1:]))},
+    }
+    for number, (message, archive) in enumerate(wanting.items()):
+        data, out = broken(ilsvrc, tmp_path / f"data{number}", **archive), tmp_path / f"out{number}"
+        status, output = Job([*words, "--data", data, "--out", out]).wait()
+        assert status == 1
+        assert f"holds {message}: get it again" in output
+        assert not (out / "manifest.json").exists()
+        assert not (out / "prepared.json").exists()
+        run([*words, "--data", data, "--out", f"{out}-subset", "--subset"])
+
+
+@pytest.mark.parametrize("damage", ["gone", "shorter", "no index", "moved"])
+def test_a_complete_one_that_lost_something_is_not_called_complete(damage, ilsvrc, shards, tmp_path):
+    if damage == "moved":
+        data = shutil.copytree(ilsvrc.folder, tmp_path / "data")
+        words = ["--out", tmp_path / "out", "--format", "index", *MINI]
+        run(prep("--data", data, *words))
+        assert "begun otherwise: paths was" in fails("--data", ilsvrc.folder, *words)
+        (data / TRAIN).unlink()
+        assert f"neither {TRAIN}" in fails("--data", tmp_path, *words)
+        return
+    out = shutil.copytree(shards, tmp_path / "out")
+    file = out / ("train_index.npy" if damage == "no index" else "train-00001.tar")
+    os.truncate(file, 512) if damage == "shorter" else file.unlink()
+    message = fails("--data", ilsvrc.folder, "--out", out, *MINI, *SMALL)
+    assert f"was complete, and {file.name} is not what it was: remove" in message
+
+
+def test_other_settings_are_refused(ilsvrc, shards, tmp_path):
+    out = shutil.copytree(shards, tmp_path / "out")
+    words = ["--data", ilsvrc.folder, "--out", out, *MINI, *SMALL]
+    assert "nothing to do" in run(prep(*words))
+    assert "seed was 0, and is now 7" in fails(*words, "--seed", 7)
+    assert "resize was None" in fails(*words, "--resize", 64)
+    data = broken(ilsvrc, tmp_path / "data", val=ilsvrc.val_tar.read_bytes() + bytes(512))
+    assert "inputs" in fails("--data", data, *words[2:])
+    assert contents(out) == contents(shards)
+
+
+@pytest.mark.parametrize("format", ["shards", "index"])
+def test_an_empty_image_is_named(format, ilsvrc, tmp_path):
+    data = broken(ilsvrc, tmp_path / "data", train=tar({"n01440764.tar": tar({"n01440764_5.JPEG": b""})}))
+    message = fails("--data", data, "--out", tmp_path / "out", "--format", format, *MINI)
+    assert "n01440764_5.JPEG is empty" in message
+
+
+def test_the_manifest_of_something_else_is_left_alone(ilsvrc, tmp_path):
+    for content in ('{"name": "webapp"}', "no JSON"):
+        (tmp_path / "manifest.json").write_text(content)
+        message = fails("--data", ilsvrc.folder, "--out", tmp_path, *MINI)
+        assert "holds a manifest.json of something else" in message
+        assert (tmp_path / "manifest.json").read_text() == content
+
+
+def test_a_folder_with_other_things_is_left_alone(ilsvrc, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.tex").write_text("x")
+    assert "thesis.tex" in fails("--data", ilsvrc.folder, "--out", tmp_path / "out", *MINI)
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["thesis.tex"]
+
+
+def test_a_broken_image_is_named(ilsvrc, tmp_path):
+    train = tar({"n01440764.tar": tar({"n01440764_5.JPEG": next(iter(ilsvrc.val.values()))[:3000]})})
+    data = broken(ilsvrc, tmp_path / "data", train=train)
+    message = fails("--data", data, "--out", tmp_path / "out", "--resize", 64, *MINI)
+    assert "n01440764_5.JPEG" in message
+    assert "n01440764.tar" in message
+
+
+def test_open_files(ilsvrc, shards, tmp_path):
+    words = ["prlimit", "--nofile=80:96", *prep("--data", ilsvrc.folder, *MINI)]
+    run([*words, "--out", tmp_path / "out", "--shard_mib", 0.03])  # 24 shards: the soft limit is raised
+    status, output = Job([*words, "--out", tmp_path / "more", "--shard_mib", 0.005]).wait()
+    assert status == 1
+    assert "larger --shard_mib" in output
+
+
+# --- What is interrupted
+
+
+@pytest.fixture(scope="module")
+def eager(tmp_path_factory) -> Path:
+    """The project with batches of 2 images, a journal after each, and a signal to itself: STOP_AT says after
+    how many images of a split, before the journal has them, or at its end, and which."""
+    project = copy_project(tmp_path_factory.mktemp("eager") / "project")
+    mutate(project, "prep_imagenet.py", "JOURNAL_S = 20", "JOURNAL_S = -1")
+    mutate(
+        project,
+        "common/prepare/source.py",
+        "BATCH_IMAGES, BATCH_BYTES = 32,",
+        "BATCH_IMAGES, BATCH_BYTES = 2,",
+    )
+    call = "                writer.write(batch.images)\n"
+    stop = (
+        "                stop_at, number = os.environ.get('STOP_AT', ':').split(':')\n"
+        "                if stop_at == str(writer.count):\n"
+        "                    signal.raise_signal(int(number))\n"
+    )
+    mutate(project, "prep_imagenet.py", call, call + stop)
+    call = '            self._finish_split(split, writer.finish(), left["odd"])\n'
+    stop = "            if os.environ.get('STOP_AT') == f'{split}:9':\n"
+    mutate(project, "prep_imagenet.py", call, f"{stop}                signal.raise_signal(9)\n{call}")
+    return project
+
+
+def eager_command(eager: Path, ilsvrc: Ilsvrc, format: str) -> list:
+    flags = {"shards": SMALL, "folder": ["--format", "folder"], "resize": [*SMALL, "--resize", 120]}[format]
+    return [*python(), eager / "prep_imagenet.py", "--data", ilsvrc.folder, *MINI, *flags, "--out"]
+
+
+@pytest.fixture(scope="module")
+def straight(eager, ilsvrc, tmp_path_factory) -> Path:
+    """Shards that were never interrupted."""
+    out = tmp_path_factory.mktemp("straight") / "out"
+    run([*eager_command(eager, ilsvrc, "shards"), out])
+    return out
+
+
+@pytest.mark.parametrize("format", ["shards", full("folder"), full("resize")])
+def test_killed_and_gone_on_with(format, eager, ilsvrc, tmp_path):
+    """Before anything is in the journal, at two places in train, at its end, and at the end of val; and where
+    the journal has all images of train or val."""
+    command = eager_command(eager, ilsvrc, format)
+    run([*command, tmp_path / "straight"])
+    out = tmp_path / "out"
+    for place in (2, 20, 40, 60, "train", 30, "val"):
+        job = Job([*command, out], env={"STOP_AT": f"{place}:9"})
+        assert job.wait()[0] == -signal.SIGKILL
+        assert not (out / "manifest.json").exists()
+    journal = json.loads((out / ".progress.json").read_text())["splits"]
+    assert "finished" in journal["train"]
+    assert journal["val"]["place"] == [0, 30]
+    with pytest.raises(ValueError, match="not complete"):
+        find_local(out)
+    assert "was begun" in run([*command, out])
+    assert contents(out) == contents(tmp_path / "straight")
+
+
+@pytest.mark.full
+def test_killed_at_any_moment(eager, ilsvrc, straight, tmp_path):
+    command = eager_command(eager, ilsvrc, "shards")
+    began_s = time.monotonic()
+    run([*command, tmp_path / "once"])
+    took_s = time.monotonic() - began_s
+    killed = 0
+    for part in (0.4, 0.5, 0.6, 0.7, 0.8, 0.9):
+        job = Job([*command, tmp_path / "out"])
+        time.sleep(part * took_s)
+        job.kill()
+        killed += job.wait()[0] != 0
+    assert killed > 1
+    run([*command, tmp_path / "out"])
+    assert contents(tmp_path / "out") == contents(straight)
+
+
+def test_what_is_checked_goes_on_from_s3(eager, ilsvrc, straight, s3, tmp_path, monkeypatch):  # noqa: F811
+    """The sum is of all bytes, so all are read again, and what was written of them stays."""
+    env = aws_env(s3)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    store = ObjectStore(f"s3://{BUCKET}/checked")
+    for name in (TRAIN, VAL, DEVKIT):
+        store.upload(ilsvrc.folder / name, name)
+    project = publish(Path(shutil.copytree(eager, tmp_path / "project")), ilsvrc)
+    mutate(project, "common/system/progress.py", "LINE_S = 30", "LINE_S = -1")
+    command = [*python(), project / "prep_imagenet.py", "--subset", *SMALL, "--data", store.url]
+    command += ["--out", tmp_path / "out"]
+    for place in ("40", "train"):
+        status, output = Job(command, env=env | {"STOP_AT": f"{place}:9"}).wait()
+        assert status == -signal.SIGKILL
+    assert "was begun: going on there\ntrain  0.00 of 0.00 GiB read\n" in output
+    store.write(TRAIN, with_a_flipped_bit(ilsvrc))
+    status, output = Job(command, env=env).wait()
+    assert status == 1
+    assert "train is read anew: train changed since" in output
+    assert "its MD5 is" in output
+    store.upload(ilsvrc.train_tar, TRAIN)
+    run(command, env=env)
+    assert contents(tmp_path / "out") == contents(straight)
+
+
+def test_what_is_checked_goes_on_only_if_it_is_known_to_be_the_same(eager, ilsvrc, straight, web, tmp_path):
+    project = publish(Path(shutil.copytree(eager, tmp_path / "project")), ilsvrc)
+    command = [*python(), project / "prep_imagenet.py", "--subset", *SMALL, "--url", web[0]]
+    command += ["--out", tmp_path / "out"]
+    for place in ("40", "20"):
+        status, output = Job(command, env={"STOP_AT": f"{place}:9"}).wait()
+        assert status == -signal.SIGKILL
+    assert "train is read anew: nothing says whether train changed" in output
+    run(command)
+    assert contents(tmp_path / "out") == contents(straight)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted(number, eager, ilsvrc, straight, tmp_path):
+    command = eager_command(eager, ilsvrc, "shards")
+    status, output = Job([*command, tmp_path / "out"], env={"STOP_AT": f"30:{number:d}"}).wait()
+    assert status == 130
+    assert "the same command goes on" in output
+    assert "Traceback" not in output
+    run([*command, tmp_path / "out"])
+    assert contents(tmp_path / "out") == contents(straight)
+
+
+def test_shards_that_changed_since_are_refused(eager, ilsvrc, tmp_path):
+    command = eager_command(eager, ilsvrc, "shards")
+    Job([*command, tmp_path / "out"], env={"STOP_AT": "40:9"}).wait()
+    os.truncate(tmp_path / "out" / "train-00000.tar", 512)
+    status, output = Job([*command, tmp_path / "out"]).wait()
+    assert status == 1
+    assert "train-00000.tar is shorter" in output
+
+
+def test_archives_that_changed_since(eager, ilsvrc, straight, tmp_path):
+    """What was done of train is done anew, or stays where only val was bad; another devkit is refused."""
+    data = broken(ilsvrc, tmp_path / "data", val=ilsvrc.val_tar.read_bytes()[:100_000])
+    command = eager_command(eager, ilsvrc, "shards")
+    command[command.index(ilsvrc.folder)] = data
+    Job([*command, tmp_path / "out"], env={"STOP_AT": "40:9"}).wait()
+    os.utime(data / TRAIN)
+    status, output = Job([*command, tmp_path / "out"]).wait()
+    assert status == 1
+    assert "train is read anew: train changed since" in output
+    assert VAL in output.splitlines()[-1]
+    os.utime(data / DEVKIT)
+    status, output = Job([*command, tmp_path / "out"]).wait()
+    assert status == 1
+    assert "devkit changed since" in output
+    shutil.copy2(ilsvrc.devkit, data)
+    shutil.copy2(ilsvrc.val_tar, data)
+    output = run([*command, tmp_path / "out"])
+    assert "val  30 images" in output
+    assert "train  60 images" not in output, "it was done"
+    assert contents(tmp_path / "out") == contents(straight)
+
+
+def test_a_folder_that_changed_since_is_read_anew(eager, ilsvrc, tmp_path):
+    """A class with another name has another label, and moves all images behind it."""
+    data = tmp_path / "data"
+    for number, content in enumerate(ilsvrc.val.values()):
+        file = data / "train" / ("cat" if number % 2 else "dog") / f"{number}.jpg"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(content)
+    command = [*python(), eager / "prep_imagenet.py", "--from", "folder", "--data", data, "--out"]
+    assert Job([*command, tmp_path / "out"], env={"STOP_AT": "4:9"}).wait()[0] == -signal.SIGKILL
+    (data / "train" / "cat").rename(data / "train" / "zebra")
+    assert "train is read anew: the list of classes changed" in run([*command, tmp_path / "out"])
+    run([*command, tmp_path / "straight"])
+    assert contents(tmp_path / "out") == contents(tmp_path / "straight")
+
+
+@pytest.mark.parametrize("place", ["4:9", "val:9"])
+def test_train_is_added_to_val(place, eager, ilsvrc, tmp_path):
+    """Its classes become those of both, whose labels are others."""
+    images = list(ilsvrc.val.values())
+    val = {f"val/{'cat' if i % 2 else 'dog'}/{i}.jpg": images[i] for i in range(10)}
+    train = {path.replace("val", "train"): content for path, content in val.items()}
+    data = class_folders(tmp_path / "data", val | train | {"train/ape/1.jpg": images[0]})
+    command = [*python(), eager / "prep_imagenet.py", "--from", "folder", "--out"]
+    both = ["--train", data / "train", "--val", data / "val"]
+    job = Job([*command, tmp_path / "out", *both[2:]], env={"STOP_AT": place})
+    assert job.wait()[0] == -signal.SIGKILL
+    assert "val is read anew: the list of classes changed" in run([*command, tmp_path / "out", *both])
+    run([*command, tmp_path / "straight", *both])
+    assert contents(tmp_path / "out") == contents(tmp_path / "straight")
+
+
+def test_a_finished_split_stays_with_its_classes(ilsvrc, tmp_path):
+    image = next(iter(ilsvrc.val.values()))
+    data = class_folders(tmp_path / "data", {"train/ape/1.jpg": image, "val/cat/1.jpg": image})
+    project = copy_project(tmp_path / "project")
+    mutate(
+        project, "prep_imagenet.py", "            self._finish()\n", "            signal.raise_signal(9)\n"
+    )
+    words = ["--from", "folder", "--val", data / "val", "--out", tmp_path / "out"]
+    assert Job([*python(), project / "prep_imagenet.py", *words]).wait()[0] == -signal.SIGKILL
+    assert "the list of classes changed since" in fails(*words, "--train", data / "train")
+    assert "1 images of val" in run(prep(*words))
+
+
+def test_a_split_that_failed_leaves_nothing(ilsvrc, tmp_path):
+    """Though the journal had nothing of it yet; the next archive lacks the class that was written."""
+    images = list(ilsvrc.val.values())
+    classes = [tar({f"{i}.jpg": image for i, image in enumerate(images[:6])}), tar({"1.jpg": images[7]})]
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / "train.tar").write_bytes(tar({"cat.tar": classes[0], "dog.tar": classes[1]}))
+    (data / "val.tar").write_bytes(tar({"cat.tar": classes[0], "wolf.tar": classes[1]}))
+    project = copy_project(tmp_path / "project")
+    mutate(project, "prep_imagenet.py", "SAMPLED = 8", "SAMPLED = 1")
+    small = "BATCH_IMAGES, BATCH_BYTES = 2,"
+    mutate(project, "common/prepare/source.py", "BATCH_IMAGES, BATCH_BYTES = 32,", small)
+    command = [*python(), project / "prep_imagenet.py", "--from", "tar", "--data", data]
+    command += ["--no_verify", "--format", "folder", "--out"]  # threads that check would be a batch behind
+    status, output = Job([*command, tmp_path / "out"]).wait()
+    assert status == 1
+    assert "class wolf is none of the 2 classes" in output
+    assert list((tmp_path / "out" / "val" / "cat").iterdir())
+    (data / "val.tar").write_bytes(tar({"dog.tar": classes[1]}))
+    run([*command, tmp_path / "out"])
+    run([*command, tmp_path / "straight"])
+    assert contents(tmp_path / "out") == contents(tmp_path / "straight")
+
+
+def test_begun_for_another_destination(eager, ilsvrc, s3, tmp_path):  # noqa: F811
+    """The journal says what is uploaded, and not where."""
+    url, work = f"s3://{BUCKET}/destination", tmp_path / "work"
+    command = eager_command(eager, ilsvrc, "shards")
+    job = Job([*command, f"{url}/x", "--work_dir", work], env=aws_env(s3) | {"STOP_AT": "val:9"})
+    assert job.wait()[0] == -signal.SIGKILL
+    before = contents(work)
+    for words in ([f"{url}/y", "--work_dir", work], [work]):
+        status, output = Job([*command, *words], env=aws_env(s3)).wait()
+        assert status == 1
+        assert f"{work} holds what was begun for --out {url}/x: go on with that, give another --" in output
+    assert contents(work) == before
+    run([*command, f"{url}/x", "--work_dir", work], env=aws_env(s3))
+
+
+def test_what_was_finished_without_its_md5_is_not_called_checked(eager, ilsvrc, tmp_path):
+    project = publish(Path(shutil.copytree(eager, tmp_path / "project")), ilsvrc)
+    command = [*python(), project / "prep_imagenet.py", "--subset", *SMALL, "--data", ilsvrc.folder]
+    command += ["--out", tmp_path / "out"]
+    assert Job([*command, "--no_verify"], env={"STOP_AT": "val:9"}).wait()[0] == -signal.SIGKILL
+    status, output = Job(command).wait()
+    assert status == 1
+    assert "train was finished under --no_verify: go on with --no_verify, or remove" in output
+    run([*command, "--no_verify"])
+
+
+def test_the_workers_of_a_killed_preparation_end(ilsvrc, tmp_path):
+    words = ["--train", ilsvrc.train_tar, "--devkit", ilsvrc.devkit, "--out", tmp_path / "out"]
+    project = copy_project(tmp_path / "project")
+    call = "                writer.write(batch.images)\n"
+    mutate(project, "prep_imagenet.py", call, call + "                signal.raise_signal(9)\n")
+    job = Job([*python(), project / "prep_imagenet.py", *words, *MINI, "--resize", 64])
+    assert job.process.wait(60) == -signal.SIGKILL
+    end_s = time.monotonic() + 30
+    while is_group(job.process.pid):
+        assert time.monotonic() < end_s
+        time.sleep(0.05)
+    job.wait()
+
+
+def is_group(number: int) -> bool:
+    """Whether any of its processes lives."""
+    try:
+        os.killpg(number, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_two_at_once(eager, ilsvrc, straight, tmp_path):
+    command = eager_command(eager, ilsvrc, "shards")
+    job = Job([*command, tmp_path / "out"], env={"STOP_AT": f"40:{signal.SIGSTOP:d}"})
+    os.waitpid(job.process.pid, os.WUNTRACED)
+    status, output = Job([*command, tmp_path / "out"]).wait()
+    assert status == 1
+    assert "another process" in output
+    os.kill(job.process.pid, signal.SIGCONT)
+    assert job.wait()[0] == 0
+    assert contents(tmp_path / "out") == contents(straight)
+
+
+def test_a_file_may_not_grow(eager, ilsvrc, tmp_path):
+    """RLIMIT_FSIZE, in the middle of an image."""
+    command = eager_command(eager, ilsvrc, "shards")
+    command[command.index("--shard_mib") + 1] = 64
+    status, output = Job(["prlimit", "--fsize=300000", *command, tmp_path / "out"]).wait()
+    assert status == 1
+    assert "train-00000.tar" in output
+    assert "the same command" in output
+    assert "Traceback" not in output
+    assert json.loads((tmp_path / "out" / ".progress.json").read_text())["splits"]["train"]["place"][0] > 0
+    run([*command, tmp_path / "out"])
+    run([*command, tmp_path / "straight"])
+    assert contents(tmp_path / "out") == contents(tmp_path / "straight")
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A folder to be mounted on: mount("size=1m") makes it so large, the second time larger."""
+    if os.geteuid() != 0:
+        pytest.skip("needs root, to mount a small tmpfs")
+    folder, mounted = tmp_path / "disk", []
+    folder.mkdir()
+
+    def mount(options: str) -> Path:
+        again = "remount," if mounted else ""
+        subprocess.run(["mount", "-t", "tmpfs", "-o", again + options, "tmpfs", folder], check=True)
+        mounted.append(options)
+        return folder
+
+    yield mount
+    if mounted:
+        subprocess.run(["umount", folder], check=True)
+
+
+def test_disk_full(eager, ilsvrc, tmp_path, small_disk):
+    command = eager_command(eager, ilsvrc, "folder")
+    out = small_disk("size=8m,nr_inodes=50") / "out"
+    status, output = Job([*command, out]).wait()
+    assert status == 1
+    assert "No space left on device" in output
+    assert "the same command" in output
+    assert "Traceback" not in output
+    small_disk("size=8m,nr_inodes=500")
+    assert "was begun" in run([*command, out])
+    run([*command, tmp_path / "straight"])
+    assert contents(out) == contents(tmp_path / "straight")
+
+
+def test_room_is_looked_for_first(ilsvrc, small_disk):
+    out = small_disk("size=500k") / "out"
+    message = fails("--data", ilsvrc.folder, "--out", out, *MINI)
+    assert "GiB are free" in message
+    assert [path.name for path in out.iterdir()] == [".progress.json"]
+    (out / "train").mkdir()  # of another program, meanwhile
+    assert "holds other files, as train" in fails("--data", ilsvrc.folder, "--out", out, *MINI)
+    assert (out / "train").exists()
+
+
+def test_what_is_only_hashed_is_no_part_of_the_speed(monkeypatch, capsys):
+    clock = SimpleNamespace(monotonic=lambda: now_s)
+    monkeypatch.setattr(progress, "time", clock)
+    now_s = 0
+    reading = progress.Reading("train", 10, 10**9, 10**10)
+    for now_s in (50, 100):
+        reading.tell(now_s * 10**7)
+    now_s = 140
+    reading.show(50, 5 * 10**9)
+    assert capsys.readouterr().out.splitlines() == [
+        "train  0.47 of 9.31 GiB read",
+        "train  0.93 of 9.31 GiB read",
+        "train  50 images  4.66 of 9.31 GiB  1 images/s  100 MB/s  0:50 left",
+    ]
+
+
+def test_a_bar_on_a_terminal(ilsvrc, tmp_path):
+    words = [str(word) for word in prep("--data", ilsvrc.folder, "--out", tmp_path / "out", *MINI)]
+    child = pexpect.spawn(words[0], words[1:], dimensions=(24, 160), encoding="utf-8", timeout=60)
+    child.expect("images/s")
+    child.expect("MB/s")
+    child.expect("is complete")
+    child.expect(pexpect.EOF)
+    child.close()
+    assert child.exitstatus == 0

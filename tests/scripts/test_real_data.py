@@ -1,0 +1,76 @@
+"""Real images: CIFAR-10 under every config, and the accuracies that the README shows."""
+
+import re
+from itertools import product
+
+import pytest
+
+from tests.conftest import CNN, RESNET, ROOT, VIT, Job, accelerate, metrics, result, run, torchrun
+
+# Those for two hosts are started by tests/scripts/test_launch.py.
+CONFIGS = sorted(path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml") if "_2x" not in path.stem)
+SCRIPTS = {"cnn_a": [*CNN, "--widths", "32,64,128"], "cnn_b": RESNET, "vit": VIT}
+
+
+def quick_script(k: int, config: str) -> str:
+    return "vit" if config in ("single_gpu", "ddp_2gpu", "zero2_2gpu") else ("cnn_a", "cnn_b")[k % 2]
+
+
+# Most configs with one of the scripts; the rest of the product is for `make test-all`.
+FOUR = (
+    "ddp_4gpu",
+    "fsdp_4gpu",
+    "zero1_4gpu",
+    "zero2_4gpu",
+    "zero3_4gpu",
+    "zero3_offload_4gpu",
+)  # processes on 2 cores
+PAIRS = [
+    pytest.param(
+        config,
+        script,
+        marks=[] if script == quick_script(k, config) and config not in FOUR else pytest.mark.full,
+    )
+    for (k, config), script in product(enumerate(CONFIGS), SCRIPTS)
+]
+
+
+@pytest.mark.parametrize(("config", "script"), PAIRS)
+def test_cifar10_under_each_config(config, script, cifar10, tmp_path, cache):
+    """Unchanged, with the number of processes and the precision that the file names."""
+    count = re.search(r"_(\d)gpu", config)
+    processes = int(count.group(1)) if count else 1
+    flags = ["--data", cifar10, "--batch_size", "64", "--max_steps", "4", "--log_every", "2", *cache]
+    output = run([*accelerate(config), *SCRIPTS[script], *flags, "--output_dir", tmp_path / "run"])
+    found = result(tmp_path / "run")
+    assert found["processes"] == processes
+    assert found["val_images"] == 10_000
+    assert found["steps"] == 4
+    assert found["strategy"] == config.split("_")[0].replace("cpu", "single")
+    rehearsal = f"rehearsal on CPU: {processes} gloo processes stand for as many GPUs"
+    assert output.count(rehearsal) == (processes > 1)
+
+
+@pytest.mark.full
+def test_cifar10_in_ten_epochs(cifar10, tmp_path, cache):
+    flags = ["--data", cifar10, *cache, "--output_dir", tmp_path / "run"]
+    status, output = Job([*accelerate("cpu"), "train_cnn_a.py", *flags]).wait(timeout_s=1800)
+    assert status == 0, output
+    assert result(tmp_path / "run")["final_accuracy"] >= 0.73
+
+
+def test_photographs_of_differing_sizes(photographs, tmp_path, cache):
+    """Decoded in the workers of two processes; the losses do not depend on how many workers there are."""
+    for split, part in (("train", slice(0, 12)), ("val", slice(0, 12))):
+        for file in sorted(photographs.iterdir())[part]:
+            folder = tmp_path / "images" / split / file.stem
+            folder.mkdir(parents=True)
+            (folder / file.name).symlink_to(file)
+    flags = ["--data", tmp_path / "images", "--batch_size", "4", "--epochs", "2", "--log_every", "1", *cache]
+    losses = []
+    for workers in ("0", "2"):
+        folder = tmp_path / f"run{workers}"
+        run([*torchrun(2), *CNN, *flags, "--workers", workers, "--output_dir", folder])
+        losses.append([line["train/loss"] for line in metrics(folder) if "train/loss" in line])
+    assert len(losses[0]) == 6
+    assert losses[0] == losses[1]

@@ -1,0 +1,401 @@
+"""validate.py: real checkpoints under real launchers; its numbers beside the run's own and scikit-learn's."""
+
+import contextlib
+import hashlib
+import json
+import shutil
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from sklearn import metrics as sklearn_metrics
+
+from common.checkpoint.format import Damaged, marked
+from common.checkpoint.weights import find
+from common.recipe import parse
+from common.script import as_flags, load_script, own_script, recipe_class
+from common.system.s3 import ObjectStore
+from tests.conftest import (
+    CNN,
+    ROOT,
+    VIT,
+    Job,
+    accelerate,
+    deepspeed,
+    latest,
+    metrics,
+    mutate,
+    python,
+    result,
+    run,
+    torchrun,
+)
+from tests.support.s3 import BUCKET, aws_env, s3  # noqa: F401 (a fixture)
+from validate import FILES, load_metrics, parse_flags
+
+FP32 = ["--mixed_precision", "no"]
+QUICK = ["--data", "digits", "--trackers", "none", *FP32]
+CLASSES = 1000
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, cache) -> Path:
+    """A run on the digits, good enough to be right here and wrong there. Tests don't write to it."""
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    run([*python(), *CNN, *QUICK, "--epochs", "1", *cache, "--output_dir", folder])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def validated(trained, tmp_path_factory, cache) -> tuple[str, Path, list]:
+    """That run, validated by one process: what was printed, its home folder, who was called by network."""
+    home = tmp_path_factory.mktemp("home")
+    with listener() as (address, callers):
+        web = {f"{kind}_PROXY": address for kind in ("HTTP", "HTTPS", "ALL")}
+        env = web | {"HF_ENDPOINT": address, "NO_PROXY": "", "HOME": str(home)}
+        output = run(words(trained, *cache), env=env)
+    return output, home, callers
+
+
+@pytest.fixture
+def report(trained, validated) -> dict:
+    """Of one process."""
+    return read(trained / "validation" / f"val_{result(trained)['best_step']}")
+
+
+@pytest.fixture
+def copy(trained, tmp_path) -> Path:
+    """Of the run, to be spoiled."""
+    return shutil.copytree(trained, tmp_path / "copy", ignore=shutil.ignore_patterns("validation"))
+
+
+@pytest.fixture(scope="module")
+def modules(tmp_path_factory):
+    names = ["classification", "top_k", "calibration"]
+    return dict(zip(names, load_metrics(names, tmp_path_factory.mktemp("modules")), strict=True))
+
+
+@contextlib.contextmanager
+def listener() -> Iterator[tuple[str, list]]:
+    """An address at which all are turned away, and who came there."""
+    callers = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def listen() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    caller, address = server.accept()
+                    callers.append(address)
+                    caller.close()
+
+        threading.Thread(target=listen, daemon=True).start()
+        yield f"http://127.0.0.1:{server.getsockname()[1]}", callers
+        server.shutdown(socket.SHUT_RDWR)
+
+
+def read(folder: Path) -> dict:
+    return json.loads((folder / "report.json").read_text())
+
+
+def words(*rest) -> list:
+    return [*python(), "validate.py", *rest, *FP32]
+
+
+def fails(words: list, status: int = 1, **options) -> str:
+    """Runs a command that must fail with this status. Returns its output, in which is no traceback."""
+    ended, output = Job(words, **options).wait()
+    assert ended == status, output
+    assert "Traceback" not in output
+    return output
+
+
+def assert_same(ours: dict, theirs: dict) -> None:
+    """All that does not depend on who computed it."""
+    for name in ("images", "top1", "top5", "per_class", "confusion", "classes", "split", "data"):
+        assert ours[name] == theirs[name], name
+    assert ours["loss"] == pytest.approx(theirs["loss"], abs=1e-6)
+    error = "expected_calibration_error"
+    assert ours[error] == pytest.approx(theirs[error], abs=1e-6)
+    for mine, other in zip(ours["worst"], theirs["worst"], strict=True):
+        assert mine["id"] == other["id"]
+        assert mine["probability"] == pytest.approx(other["probability"], abs=1e-6)
+
+
+def rewrite(checkpoint: Path, **changes) -> None:
+    """Another manifest, which verifies."""
+    file = checkpoint / "manifest.json"
+    manifest = json.loads(file.read_text()) | changes
+    del manifest["digest"]
+    digest = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+    file.write_text(json.dumps(manifest | {"digest": digest}))
+
+
+# --- What it says
+
+
+def test_the_numbers_of_the_run(trained, validated, report):
+    output, home, callers = validated
+    checkpoint = latest(trained)
+    folder = trained / "validation" / f"val_{result(trained)['best_step']}"
+    assert report["top1"] == result(trained)["best_accuracy"]
+    assert report["loss"] == pytest.approx(metrics(trained)[-1]["val/loss"], abs=1e-6)
+    assert (report["images"], report["split"], report["data"]) == (360, "val", "digits")
+    assert report["checkpoint"] == str(checkpoint / "model.safetensors")
+    assert report["per_class"]["support"] == [sum(row) for row in report["confusion"]]
+    assert np.trace(report["confusion"]) / np.sum(report["confusion"]) == report["top1"] < report["top5"]
+    assert output.splitlines()[-3:] == [str(folder / name) for name in FILES]
+    assert sorted(path.name for path in folder.iterdir()) == sorted(FILES)
+    assert len(report["worst"]) == 24
+    assert all(image["label"] != image["predicted"] for image in report["worst"])
+    assert not callers, "it went to the network"
+    assert not list(home.rglob("evaluate_modules")), "it left a copy of a module that could grow old"
+
+
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        torchrun(2),
+        pytest.param(torchrun(3), marks=pytest.mark.full),
+        pytest.param(accelerate("ddp_2gpu", "--main_process_port", "0"), marks=pytest.mark.full),
+        pytest.param(accelerate("fsdp_2gpu", "--main_process_port", "0"), marks=pytest.mark.full),
+        pytest.param(accelerate("zero2_2gpu", "--main_process_port", "0"), marks=pytest.mark.full),
+        pytest.param(
+            accelerate("zero3_4gpu", "--num_processes", "2", "--main_process_port", "0"),
+            marks=pytest.mark.full,
+        ),
+    ],
+    ids=lambda words: "-".join(Path(word).stem for word in words if "." in word or word.isdigit()),
+)
+def test_the_same_on_more_processes(launcher, trained, report, cache, tmp_path):
+    run([*launcher, "validate.py", trained, *FP32, *cache, "--output_dir", tmp_path])
+    assert read(tmp_path)["processes"] > 1
+    assert_same(read(tmp_path), report)
+
+
+@pytest.mark.full
+def test_the_same_under_deepspeeds_launcher(trained, report, cache, tmp_path):
+    flags = ["--deepspeed_config", "ds_configs/zero2.json", *FP32, *cache, "--output_dir", tmp_path]
+    run([*deepspeed("--num_gpus", "2"), "validate.py", trained, *flags])
+    assert read(tmp_path)["strategy"] == "zero2"
+    assert_same(read(tmp_path), report)
+
+
+def test_a_lone_file(trained, report, cache, tmp_path):
+    file = shutil.copy(latest(trained) / "model.safetensors", tmp_path / "mine.safetensors")
+    flags = ["--script", CNN[0], "--data", "digits", *cache, "--output_dir", tmp_path / "out"]
+    run(words(file, *CNN[1:], *flags))
+    assert_same(read(tmp_path / "out"), report)
+    assert read(tmp_path / "out")["checkpoint"] == str(file)
+    assert "is a lone file" in fails(words(file, "--data", "digits"))
+    other = fails(words(file, *flags))  # without its --widths
+    assert "is not this model's: 7 tensors differ" in other
+
+
+def test_from_s3(trained, s3, cache, tmp_path, monkeypatch):  # noqa: F811
+    for key, value in aws_env(s3).items():
+        monkeypatch.setenv(key, value)
+    store = ObjectStore(f"s3://{BUCKET}/{tmp_path.name}/my_run")
+    for file in sorted((trained / "checkpoints").rglob("*")):
+        if file.is_file():
+            store.upload(file, str(file.relative_to(trained)))
+    run(words(store.url, "--split", "train", *cache, "--output_dir", tmp_path / "out"))
+    found = read(tmp_path / "out")
+    assert (found["images"], found["split"]) == (1437, "train")
+    assert found["checkpoint"] == f"{store.url}/checkpoints/{latest(trained).name}/model.safetensors"
+    assert find(store.url, "latest", tmp_path, beat).reports == "validation/my_run"
+    store.write(f"checkpoints/{latest(trained).name}/model.safetensors", b"short")
+    with pytest.raises(ValueError, match=r"model.safetensors has 5 bytes"):
+        find(store.url, "best", tmp_path / "again", beat)
+    with pytest.raises(ValueError, match="holds no run"):
+        find(f"{store.url}/nothing", "best", tmp_path, beat)
+
+
+@pytest.mark.full
+def test_averaged_weights_are_taken(cache, tmp_path):
+    """Those that the run evaluated; the others by their file's name."""
+    folder = tmp_path / "run"
+    flags = ["--epochs", "2", "--batch_size", "32", "--lr", "1e-3", "--ema_decay", "0.97", "--mixup", "0"]
+    run([*python(), *VIT, *QUICK, *flags, *cache, "--output_dir", folder])
+    run(words(folder, *cache))
+    step = result(folder)["best_step"]
+    found = read(folder / "validation" / f"val_{step}")
+    assert found["checkpoint"].endswith("ema.safetensors")
+    assert found["top1"] == result(folder)["best_accuracy"]
+    raw = folder / "checkpoints" / f"step_{step:08d}" / "model.safetensors"
+    run(words(raw, *cache, "--output_dir", tmp_path / "raw"))
+    line = next(line for line in metrics(folder) if line["step"] == step and "val/loss" in line)
+    assert read(tmp_path / "raw")["top1"] == line["val/raw_accuracy"] != line["val/accuracy"]
+
+
+# --- The metrics
+
+
+@pytest.mark.parametrize("classes", [2, 10, CLASSES])
+def test_classification_agrees_with_scikit_learn(modules, classes):
+    """Two classes have no sample, and one of them and another are never predicted."""
+    draws = np.random.default_rng(classes)
+    labels = draws.integers(0, max(1, classes - 2), 3000)
+    predicted = np.where(draws.random(3000) < 0.6, labels, draws.integers(0, classes, 3000))
+    predicted[predicted == classes - 1] = 0
+    labels[predicted == classes - 1] = 0
+    found = modules["classification"].compute(predictions=predicted, references=labels, classes=classes)
+    numbers = dict(labels=range(classes), zero_division=0)
+    theirs = sklearn_metrics.precision_recall_fscore_support(labels, predicted, **numbers)
+    for name, values in zip(("precision", "recall", "f1", "support"), theirs, strict=True):
+        np.testing.assert_allclose(found[name], values, atol=1e-12, err_msg=name)
+    confusion = sklearn_metrics.confusion_matrix(labels, predicted, labels=range(classes))
+    np.testing.assert_array_equal(found["confusion"], confusion)
+    # The recall of "is another class", class by class.
+    negatives = sklearn_metrics.multilabel_confusion_matrix(labels, predicted, labels=range(classes))[:, 0]
+    specificity = negatives[:, 0] / np.maximum(1, negatives.sum(1))
+    np.testing.assert_allclose(found["specificity"], specificity, atol=1e-12)
+    assert found["accuracy"] == pytest.approx(sklearn_metrics.accuracy_score(labels, predicted))
+    assert found["recall"][classes - 1] == found["precision"][classes - 1] == 0
+
+
+def test_top_k_agrees_with_scikit_learn(modules):
+    draws = np.random.default_rng(0)
+    scores, labels = draws.random((500, 10)), draws.integers(0, 10, 500)
+    top = np.argsort(-scores, axis=1)[:, :5]
+    found = modules["top_k"].compute(predictions=top, references=labels)
+    assert found["top_k"] == pytest.approx(sklearn_metrics.top_k_accuracy_score(labels, scores, k=5))
+
+
+def test_calibration_error_bin_by_bin(modules):
+    """Against the sum as the paper writes it, bins open below and closed above."""
+    draws = np.random.default_rng(0)
+    probabilities = np.append(draws.random(2000), [1.0, 0.2, 1 / 15, 1e-9])
+    labels = draws.integers(0, 3, len(probabilities))
+    predicted = np.where(draws.random(len(labels)) < probabilities, labels, (labels + 1) % 3)
+    expected = 0.0
+    for low, high in zip(np.linspace(0, 1, 16)[:-1], np.linspace(0, 1, 16)[1:], strict=True):
+        inside = (probabilities > low) & (probabilities <= high)
+        gap = (predicted == labels)[inside].mean() - probabilities[inside].mean()
+        expected += inside.mean() * abs(gap)
+    pairs = {"predictions": predicted, "references": labels}
+    found = modules["calibration"].compute(**pairs, probabilities=probabilities, bins=15)
+    assert found["expected_calibration_error"] == pytest.approx(expected, abs=1e-12)
+    sure = modules["calibration"].compute(predictions=[1, 1], references=[1, 0], probabilities=[1.0, 1.0])
+    assert sure["expected_calibration_error"] == 0.5
+
+
+def test_an_image_counted_twice_is_found(trained, project_copy, cache, tmp_path):
+    mutate(project_copy, "common/order.py", "valid = int(np.count_nonzero(ids < end))", "valid = per_device")
+    status, output = Job(words(trained, *cache, "--output_dir", tmp_path / "out"), cwd=project_copy).wait()
+    assert status == 1
+    assert "image 359 was counted 25 times" in output  # 360 are 24 less than 3 x 128
+    assert not (tmp_path / "out").exists()
+
+
+# --- What can't be validated
+
+
+def beat() -> None:
+    pass
+
+
+def test_a_damaged_checkpoint_is_named(copy, cache):
+    file = latest(copy) / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    output = fails(words(copy, *cache))
+    assert f"error: {file} has changed since it was written (SHA-256)" in output
+    assert not (copy / "validation").exists()
+    with pytest.raises(Damaged):
+        find(str(file), "best", copy, beat)
+    with pytest.raises(ValueError, match=r"none of the 1 checkpoints in .* verifies"):
+        find(str(copy), "latest", copy, beat)
+
+
+def test_no_code_of_a_checkpoint_runs(copy, cache, tmp_path):
+    evil = tmp_path / "train_evil.py"
+    evil.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    for name in ("train_evil", str(evil.with_suffix("")), "../train_evil", "validate"):
+        with pytest.raises(ValueError, match="which is none of train_cnn_a, train_cnn_b"):
+            own_script(name)
+    rewrite(latest(copy), written_by={"script": str(evil.with_suffix(""))})
+    assert "it was trained by" in fails(words(copy, *cache))
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_manifest_is_checked_like_a_users_flags(copy, capsys):
+    kind = recipe_class(load_script(ROOT / "train_cnn_a.py"))
+    recipe = json.loads((latest(copy) / "manifest.json").read_text())["recipe"]
+    assert "--widths=4,8,32" in as_flags(recipe, kind)
+    for key in ("resume", "config", "unheard_of"):
+        with pytest.raises(ValueError, match=f"its recipe has '{key}'"):
+            as_flags(recipe | {key: "x"}, kind)
+    vit = recipe_class(load_script(ROOT / "train_vit.py"))
+    # Nothing is downloaded: what is validated has its own weights.
+    assert as_flags({"pretrained": True, "weights": "x", "patch_size": None}, vit) == []
+    with pytest.raises(SystemExit):
+        parse(kind, as_flags(recipe | {"widths": [4, 8]}, kind))
+    assert "--widths 4,8: three numbers are needed" in capsys.readouterr().err
+
+
+def test_both_numbers_of_classes_are_named(copy, cache):
+    rewrite(latest(copy), classes=["a", "b"])
+    output = fails(words(copy, *cache))
+    assert f"digits has 10 classes, and {latest(copy)}/model.safetensors was trained for 2" in output
+
+
+def test_where_it_looks(copy, tmp_path):
+    step = result(copy)["best_step"]
+    checkpoint = latest(copy)
+    for place in (copy, checkpoint, checkpoint / "model.safetensors"):
+        found = find(str(place), "best", tmp_path, beat)
+        assert Path(found.weights) == checkpoint / "model.safetensors"
+        assert (found.step, found.script, found.reports) == (step, "train_cnn_a", str(copy / "validation"))
+    moved = shutil.copytree(checkpoint, tmp_path / checkpoint.name)
+    assert find(str(moved), "best", tmp_path, beat).reports == f"validation/{moved.name}"
+    with pytest.raises(ValueError, match=r"optimizer.safetensors does not hold a model"):
+        find(str(checkpoint / "optimizer.safetensors"), "best", tmp_path, beat)
+    with pytest.raises(ValueError, match="there is no such folder or file"):
+        find(str(tmp_path / "nothing"), "best", tmp_path, beat)
+    with pytest.raises(ValueError, match=r"holds no checkpoints/step_\*"):
+        find(str(tmp_path), "best", tmp_path, beat)
+    index = copy / "checkpoints" / "index.json"
+    index.write_text('{"latest": "step_00000011"}')
+    with pytest.raises(ValueError, match="take --which latest"):
+        find(str(copy), "best", tmp_path, beat)
+    assert find(str(copy), "latest", tmp_path, beat).step == step
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"best": 3}', '{"best": null}', '"x"', "\xff"])
+def test_a_broken_index_is_named(content, copy, tmp_path):
+    index = copy / "checkpoints" / "index.json"
+    index.write_bytes(content.encode("latin1"))
+    with pytest.raises(ValueError, match=r"checkpoints/index.json is no index of checkpoints"):
+        find(str(copy), "best", tmp_path, beat)
+    assert marked(b'{"best": "../../x", "latest": "step_00000003"}', "here") == {"latest": 3}
+
+
+def test_our_flags_and_the_scripts():
+    flags, others = parse_flags(
+        ["--local_rank=0", "run", "--split", "train", "--patch-size", "8", "--data=x"]
+    )
+    assert (flags.checkpoint, flags.split, flags.data) == ("run", "train", "x")
+    assert others == ["--patch-size", "8", "--data=x"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ([], "the first word says what to validate"),
+        (["run", "--split", "test"], "--split test: choose among val, train"),
+        (["run", "--which", "oldest"], "--which oldest: choose among best, latest"),
+    ],
+)
+def test_wrong_flags_have_status_2(flags, said, capsys):
+    with pytest.raises(SystemExit) as ended:
+        parse_flags(flags)
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_scripts_unknown_flag_has_status_2(trained):
+    assert "unknown flag --width: did you mean --widths?" in fails(words(trained, "--width", "3"), status=2)

@@ -1,0 +1,204 @@
+"""Trains a tiny model with each of many optimizers: 10 steps, and 5, a checkpoint and 5 more.
+
+Started by a launcher as a train script is. Writes the last checkpoints to FOLDER/<name>/straight and
+FOLDER/<name>/resumed, or why there are none to FOLDER/<name>/refused.
+
+    torchrun --standalone --nproc_per_node=2 -m tests.support.optimizers FOLDER [--only NAME,NAME]
+"""
+
+import gc
+import hashlib
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import timm.optim
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from common.checkpoint import format as checkpoints
+from common.checkpoint.training import TrainingState
+from common.distributed.accelerator import prepare, run, start
+from common.optim import parameter_groups, set_learning_rate
+from common.recipe import Recipe, flag, parse
+from common.run.run import without_gradient
+
+BATCH = 8
+
+
+class Block(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(5, 7), nn.GELU(), nn.LayerNorm(7), nn.Linear(7, 5))
+
+
+class Net(nn.Module):
+    """[B, 3, 6, 6] -> [B, 3]; odd sizes, which two processes have to pad."""
+
+    _no_split_modules = ("Block",)
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Parameter(torch.ones(3))  # the first of all; without a gradient unless it is used
+        self.convolution = nn.Conv2d(3, 5, 3)
+        self.block = Block()
+        self.head = nn.Linear(5, 3)
+        self.uses_first = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.block(self.convolution(x).relu().mean((2, 3)))  # [B, 5]
+        return self.head(x) * self.first if self.uses_first else self.head(x)
+
+
+class ScheduleFree(torch.optim.Optimizer):
+    """Stands for schedule-free SGD (arXiv 2405.15682): z per parameter; its counters are the group's."""
+
+    def __init__(self, params, lr: float = 0.1, momentum: float = 0.9, weight_decay: float = 0.0):
+        super().__init__(
+            params, {"lr": lr, "momentum": momentum, "k": 0, "weight_sum": 0.0, "weight_decay": weight_decay}
+        )
+
+    @torch.no_grad()
+    def step(self, closure: Callable | None = None) -> None:
+        for group in self.param_groups:
+            group["k"] += 1
+            weight = group["k"] ** 0.5
+            group["weight_sum"] += weight
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                z = self.state[p].setdefault("z", p.clone())
+                z.sub_(p.grad + group["weight_decay"] * p, alpha=group["lr"])
+                p.lerp_(z, 1 - group["momentum"] * (1 - weight / group["weight_sum"]))
+
+
+@dataclass(frozen=True)
+class Case:
+    make: Callable[[list[dict]], torch.optim.Optimizer]
+    lr: float = 0.01
+    only_matrices: bool = False  # all other parameters are frozen
+    goes_on_from_older: bool = False  # from a checkpoint as older versions wrote it
+    uses_first: bool = True
+
+
+def adamw(groups: list[dict], **options) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(groups, **options)
+
+
+CASES = {
+    "adamw": Case(adamw),
+    "adamw_older": Case(adamw, goes_on_from_older=True),
+    "sgd_older": Case(lambda groups: torch.optim.SGD(groups, momentum=0.9), lr=0.1, goes_on_from_older=True),
+    "amsgrad": Case(lambda groups: adamw(groups, amsgrad=True)),
+    "adamw_first_without_gradient": Case(adamw, uses_first=False),
+    "sgd": Case(lambda groups: torch.optim.SGD(groups, lr=0.1), lr=0.1),
+    "sgd_momentum": Case(lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9), lr=0.1),
+    "lion": Case(lambda groups: timm.optim.Lion(groups, lr=0.01)),
+    "lamb": Case(lambda groups: timm.optim.Lamb(groups, lr=0.01)),
+    "nadam": Case(lambda groups: torch.optim.NAdam(groups, lr=0.01)),
+    "adafactor": Case(lambda groups: torch.optim.Adafactor(groups, lr=0.01)),
+    "adafactor_unfactored": Case(
+        lambda groups: timm.optim.Adafactor(groups, lr=0.01, min_dim_size_to_factor=1000)
+    ),
+    "muon": Case(lambda groups: torch.optim.Muon(groups, lr=0.01), only_matrices=True),
+    "lookahead": Case(lambda groups: timm.optim.Lookahead(adamw(groups), k=3)),
+    "schedule_free": Case(ScheduleFree, lr=0.1),
+}
+
+
+def make_older(checkpoint: Path) -> None:
+    """Rewrites it as it was before manifests had the optimizer's class, and state.json its scalars."""
+    state = json.loads((checkpoint / "state.json").read_text())
+    counted = any("step" in scalars for scalars in state.pop("optimizer")["scalars"].values())
+    older = state | {"optimizer_steps": state["step"] if counted else None}
+    (checkpoint / "state.json").write_text(json.dumps(older))
+    content = (checkpoint / "state.json").read_bytes()
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    del manifest["optimizer"], manifest["digest"]
+    manifest["files"]["state.json"] = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    digest = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest | {"digest": digest}))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimizers(Recipe):
+    batch_size: int = flag(BATCH, "samples", minimum=1)
+    only: tuple[str, ...] = flag((), "of the cases", choices=tuple(CASES))
+
+
+def train(
+    accelerator: Accelerator, case: Case, begin: int, end: int, found: checkpoints.Checkpoint | None
+) -> TrainingState:
+    """The training's state after the steps begin ... end - 1."""
+    torch.manual_seed(0)
+    model = Net()
+    model.uses_first = case.uses_first
+    for p in model.parameters():
+        p.requires_grad = p.ndim == 2 or not case.only_matrices
+    groups = [group for group in parameter_groups(model, 0.05) if group["params"]]
+    accelerator.deepspeed_engine_wrapped = None  # that of the case before
+    model, optimizer = prepare(accelerator, model, case.make(groups))
+    training = TrainingState(accelerator, model, optimizer, None)
+    if found:
+        if accelerator.is_main_process:
+            training.check(found)
+            training.optimizer.check(found)
+        training.restore(found if accelerator.is_main_process else None, found.state())
+    for step in range(begin, end):
+        generator = torch.Generator().manual_seed(step)
+        x = torch.randn(BATCH, 3, 6, 6, generator=generator)
+        y = torch.randn(BATCH, 3, generator=generator)
+        mine = slice(accelerator.process_index, None, accelerator.num_processes)
+        set_learning_rate(optimizer, case.lr * (1 - step / 20))
+        with accelerator.accumulate(model):
+            loss = (model(x[mine]).float() - y[mine]).square().mean()
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+    return training
+
+
+def save(training: TrainingState, folder: Path, step: int) -> checkpoints.Checkpoint:
+    snapshots, accelerator = training.take(), training.accelerator
+    state = {"step": step, "evaluated": False, "best": {}, "last": {}, "logged_step": step, "losses": [0.0]}
+    state |= {"accumulations": 1, "train_s": 0.0, "wall_s": 0.0, **training.scalars()}
+    if accelerator.is_main_process:
+        checkpoints.commit(folder, step, snapshots, state, training.about())
+    accelerator.wait_for_everyone()
+    return checkpoints.verify(folder / checkpoints.step_name(step))
+
+
+def compare(accelerator: Accelerator, case: Case, folder: Path) -> None:
+    """Trains both ways, or writes down why not."""
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        half = save(train(accelerator, case, 0, 5, None), folder / "half", 5)
+    except (ValueError, RuntimeError) as error:
+        names = [name for name, _ in Net().named_parameters()]
+        (folder / "refused").write_text(without_gradient(error, names) or str(error))
+        return
+    if case.goes_on_from_older:
+        accelerator.wait_for_everyone()
+        if accelerator.is_main_process:
+            make_older(half.folder)
+        accelerator.wait_for_everyone()
+        half = checkpoints.verify(half.folder)
+    save(train(accelerator, case, 5, 10, half), folder / "resumed", 10)
+    save(train(accelerator, case, 0, 10, None), folder / "straight", 10)
+
+
+def main() -> None:
+    folder = Path(sys.argv.pop(1))
+    recipe = parse(Optimizers)
+    accelerator, _ = start(replace(recipe, mixed_precision="no"))
+    for name in recipe.only or CASES:
+        compare(accelerator, CASES[name], folder / name)
+        accelerator.print(f"done {name}", flush=True)
+        accelerator.free_memory()
+        gc.collect()
+
+
+if __name__ == "__main__":
+    run(main)

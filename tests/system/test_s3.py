@@ -1,0 +1,496 @@
+"""S3 over real HTTP: moto's server, and a proxy that really breaks what the tests say is broken."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import boto3
+import botocore.loaders
+import pytest
+from boto3.exceptions import S3UploadFailedError
+from botocore.exceptions import ClientError
+
+from common.system import s3 as object_store
+from common.system.s3 import NOT_CONDITIONAL, PART_BYTES, ObjectStore, StoreError
+from tests.conftest import ROOT, free_port
+from tests.support.s3 import BUCKET, PAGE, SECRET, aws_env, s3, s3_proxy  # noqa: F401  (two are fixtures)
+
+PART = 5 * 2**20  # S3 takes no smaller ones
+BIG = 2 * PART + 1000
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_loader():
+    """All clients share what boto3 knows of AWS: each would read it anew, a tenth of a second."""
+    loader = botocore.loaders.create_loader()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("botocore.loaders.create_loader", lambda *args: loader)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def proxy(s3_proxy, monkeypatch, capfd):  # noqa: F811
+    """All clients go through it, and no output of any test holds the secret."""
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    for name, value in aws_env(s3_proxy.endpoint).items():
+        monkeypatch.setenv(name, value)
+    object_store._say_once.cache_clear()
+    yield s3_proxy
+    assert SECRET not in "".join(capfd.readouterr())
+
+
+@pytest.fixture
+def store(request) -> ObjectStore:
+    return ObjectStore(f"s3://{BUCKET}/{request.node.name.replace('/', '+')}")
+
+
+@pytest.fixture
+def quick(monkeypatch) -> None:
+    """Patience of a second, instead of one and a half minutes."""
+    for name, value in {"CONNECT_S": 1, "READ_S": 1, "ATTEMPTS": 2, "REQUEST_BOUND_S": 4}.items():
+        monkeypatch.setattr(object_store, name, value)
+
+
+@pytest.fixture
+def big(tmp_path_factory, monkeypatch) -> Path:
+    """A file of three parts, no two bytes of which could be mixed up unseen."""
+    monkeypatch.setattr(object_store, "PART_BYTES", PART)
+    path = tmp_path_factory.mktemp("big") / "model.safetensors"
+    path.write_bytes(os.urandom(BIG))
+    return path
+
+
+def refused(call, *args, **options) -> str:
+    """The text of the StoreError, which is one line; neither it nor its traceback holds the secret."""
+    with pytest.raises(StoreError) as caught:
+        call(*args, **options)
+    shown = "".join(traceback.format_exception(caught.value))
+    assert SECRET not in shown
+    text = str(caught.value)
+    assert "\n" not in text
+    return text
+
+
+def sent(proxy, method: str, within: str = "") -> list[dict[str, str]]:
+    """The headers of such requests."""
+    return [headers for name, path, headers in proxy.requests if name == method and within in path]
+
+
+@pytest.mark.parametrize(
+    ("given", "url"),
+    [
+        ("s3://bucket", "s3://bucket"),
+        ("s3://bucket/", "s3://bucket"),
+        ("s3://my.bucket-1/a/b c//", "s3://my.bucket-1/a/b c"),
+    ],
+)
+def test_url(given, url):
+    assert ObjectStore(given).url == url
+
+
+@pytest.mark.parametrize(
+    "given",
+    "|bucket/a|http://bucket/a|s3:/bucket|s3://|s3:///a|s3://ab|s3://bucket/a//c|s3://bucket/../c|s3://bucket/\n"
+    f"|s3://key:{SECRET}@bucket/a".split("|"),
+)
+def test_what_is_no_url_is_refused(given):
+    with pytest.raises(ValueError, match=r"s3://|prefix") as caught:
+        ObjectStore(given)
+    assert SECRET not in str(caught.value)
+
+
+def test_boto3_is_imported_at_the_first_request():
+    code = (
+        "import sys; from common.system.s3 import ObjectStore; ObjectStore('s3://bucket/a');"
+        " assert not {'boto3', 'botocore'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_small_objects(store):
+    assert store.read("a/state.json") is None
+    store.write("a/state.json", b"one")
+    store.write("a/state.json", b"two")
+    store.write("a/empty", b"")
+    assert store.read("a/state.json") == b"two"
+    assert store.read("a/state.json", limit=3) == b"two"
+    assert store.read("a/empty") == b""
+    assert "has 3 bytes where at most 2" in refused(store.read, "a/state.json", limit=2)
+    store.delete(["a/state.json", "a/never was"])
+    assert store.list() == ["a/empty"]
+
+
+@pytest.mark.parametrize("key", ["", "/a", "a//b", "../a", "a/./b", "a/"])
+def test_a_key_stays_below_the_prefix(store, proxy, key):
+    assert "is no key" in refused(store.write, key, b"")
+    assert "is no key" in refused(store.delete, [key])
+    assert not proxy.requests
+
+
+def test_big_object_in_parts_and_without_checksums(store, proxy, tmp_path):
+    proxy.refuse_checksums()
+    size = 2 * PART_BYTES + 1000
+    (tmp_path / "in").write_bytes(os.urandom(size))
+    store.upload(tmp_path / "in", "model")
+    assert len(sent(proxy, "PUT", "partNumber=")) == 3
+    store.download("model", tmp_path / "out", size)
+    assert (tmp_path / "out").read_bytes() == (tmp_path / "in").read_bytes()
+    assert sorted(headers["Range"] for headers in sent(proxy, "GET")) == [
+        "bytes=0-16777215",
+        "bytes=16777216-33554431",
+        "bytes=33554432-33555431",
+    ]
+    assert sorted(os.listdir(tmp_path)) == ["in", "out"]
+    assert not proxy.faults
+    with pytest.raises(S3UploadFailedError, match="NotImplemented"):  # what boto3 does by itself
+        boto3.client("s3").upload_file(str(tmp_path / "in"), BUCKET, "other")
+    assert proxy.faults["NotImplemented"] == 1
+
+
+def test_small_files(store, tmp_path):
+    for size in (0, 1000, PART_BYTES):
+        (tmp_path / "in").write_bytes(os.urandom(size))
+        store.upload(tmp_path / "in", f"of/{size}")
+        store.download(f"of/{size}", tmp_path / "out", size)
+        assert (tmp_path / "out").read_bytes() == (tmp_path / "in").read_bytes()
+    with pytest.raises(FileNotFoundError):
+        store.upload(tmp_path / "none", "of/none")
+
+
+def test_list_goes_through_all_pages(store, proxy):
+    keys = [f"steps/{i:03} \u00e4+&.json" for i in range(2 * PAGE + 10)]
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(store.write, keys, [b""] * len(keys)))
+    for key in ("steps-not", "other/a"):
+        store.write(key, b"")
+    boto3.client("s3").put_object(Bucket=BUCKET, Key=f"{store.url.split('/', 3)[3]}/steps/")
+    assert store.list("steps/") == keys
+    assert len(sent(proxy, "GET", "list-type=2")) == 3
+    assert store.list("steps") == ["steps-not", *keys]
+    assert store.list() == sorted([*keys, "steps-not", "other/a"])
+    assert store.list("none") == []
+    assert set(ObjectStore(f"s3://{BUCKET}").list()) >= {
+        f"{store.url.split('/', 3)[3]}/{key}" for key in keys
+    }
+
+
+def test_create_makes_it_once(store, capfd):
+    assert store.create("owner", b"first")
+    assert not store.create("owner", b"second")
+    assert store.read("owner") == b"first"
+    store.probe()
+    assert store.list() == ["owner"]
+    assert NOT_CONDITIONAL not in capfd.readouterr().out
+
+
+def test_create_knows_its_own_object_when_the_answer_was_lost(store, proxy):
+    proxy.lose_answer(method="PUT")
+    assert store.create("owner", b"mine")
+    assert not store.create("owner", b"mine")
+    proxy.lose_answer(method="PUT")
+    assert not store.create("owner", b"another's")
+    assert proxy.faults["lose_answer"] == 2
+
+
+def test_create_waits_for_a_write_at_the_same_time(store, proxy, monkeypatch):
+    monkeypatch.setattr(object_store, "ATTEMPTS", 3)
+    monkeypatch.setattr(object_store, "_backoff_s", lambda attempt: 0)
+    proxy.fail(409, "ConditionalRequestConflict", times=2, method="PUT")
+    assert store.create("owner", b"mine")
+    proxy.fail(409, "ConditionalRequestConflict", times=None, method="PUT")
+    assert not store.create("another", b"mine")
+    assert proxy.faults["ConditionalRequestConflict"] == 2 + 3
+
+
+@pytest.mark.parametrize(("status", "code"), [(501, "NotImplemented"), (400, "InvalidArgument")])
+def test_a_store_without_conditional_writes(proxy, capfd, request, status, code):
+    proxy.refuse_conditional_writes(status, code)
+    for i in range(2):  # the second one in the same process says nothing more
+        store = ObjectStore(f"s3://{BUCKET}/{request.node.name}/{i}")
+        assert store.create("owner", b"first")
+        assert not store.create("owner", b"second")
+        assert store.read("owner") == b"first"
+    assert proxy.faults[code] == 2
+    assert capfd.readouterr().out.count(NOT_CONDITIONAL) == 1
+
+
+def test_probe_finds_a_store_that_ignores_conditions(store, proxy, capfd):
+    proxy.ignore_conditional_writes()
+    store.probe()
+    assert proxy.faults["ignored"] == 1
+    assert capfd.readouterr().out.count(NOT_CONDITIONAL) == 1
+    assert store.create("owner", b"first")
+    assert not store.create("owner", b"second")
+    assert store.list() == ["owner"]
+
+
+@pytest.mark.parametrize(("status", "code", "attempts"), [(503, "SlowDown", 2), (500, "InternalError", 4)])
+def test_a_burst_of_errors_is_survived(store, proxy, big, status, code, attempts, monkeypatch):
+    # After SlowDown botocore waits up to 1 + 2 + 4 s: not all of it here.
+    monkeypatch.setattr(object_store, "ATTEMPTS", attempts)
+    burst = attempts - 1
+    proxy.fail(status, code, times=burst)
+    store.write("a", b"content")
+    proxy.fail(status, code, times=burst, method="PUT", path="partNumber=2")
+    store.upload(big, "model")
+    assert proxy.faults[code] == 2 * burst
+    proxy.fail(status, code, times=None)
+    text = refused(store.write, "a", b"other")
+    assert f"writing a at {store.url} failed: {code} ({status}): broken on purpose; the store failed" in text
+    proxy.clear()
+    assert store.read("a") == b"content"
+
+
+def test_a_slow_store(store, proxy, monkeypatch):
+    monkeypatch.setattr(object_store, "READ_S", 1)
+    proxy.delay(0.3)
+    store.write("a", b"content")
+    assert store.read("a") == b"content"
+    proxy.clear()
+    proxy.delay(1.5, times=1)  # longer than READ_S: it is asked again
+    assert store.read("a") == b"content"
+    assert proxy.faults["delay"] > 3
+
+
+def test_a_cut_upload_goes_on(store, proxy, big, tmp_path):
+    proxy.cut_upload(100_000, times=2, path="partNumber=2")
+    proxy.cut_upload(0, times=1, path="partNumber=3")
+    store.upload(big, "model")
+    assert proxy.faults["cut_upload"] == 3
+    store.download("model", tmp_path / "model", BIG)
+    assert (tmp_path / "model").read_bytes() == big.read_bytes()
+
+
+def test_a_failed_upload_leaves_no_parts(store, proxy, big):
+    proxy.cut_upload(100_000, times=None, path="partNumber=2")
+    assert "uploading model" in refused(store.upload, big, "model")
+    assert proxy.faults["cut_upload"] == object_store.ATTEMPTS
+    assert len(sent(proxy, "DELETE", "uploadId=")) == 1
+    assert "Uploads" not in boto3.client("s3").list_multipart_uploads(Bucket=BUCKET)
+    assert store.list() == []
+
+
+def test_an_upload_whose_completion_was_not_heard(store, proxy, big, tmp_path):
+    proxy.lose_answer(method="POST", path="uploadId=")
+    store.upload(big, "model")
+    assert proxy.faults["lose_answer"] == 1
+    store.download("model", tmp_path / "model", BIG)
+    assert (tmp_path / "model").read_bytes() == big.read_bytes()
+
+
+@pytest.mark.parametrize("kind", ["cut_download", "stall_download"])
+def test_a_broken_download_goes_on(store, proxy, big, tmp_path, monkeypatch, kind):
+    monkeypatch.setattr(object_store, "READ_S", 3)
+    store.upload(big, "model")
+    getattr(proxy, kind)(1_000_000, times=2, path="model", header="range: bytes=(0|5242880)-")
+    store.download("model", tmp_path / "model", BIG)
+    assert proxy.faults[kind] == 2
+    assert (tmp_path / "model").read_bytes() == big.read_bytes()
+    starts = [int(headers["Range"][6:].split("-")[0]) for headers in sent(proxy, "GET")]
+    assert sum(0 < start % PART < 1_000_001 for start in starts) >= 2  # from where they were, not again
+    monkeypatch.setattr(object_store, "ATTEMPTS", 2)
+    getattr(proxy, kind)(7, times=None)
+    assert "no whole answer" in refused(store.download, "model", tmp_path / "model", BIG)
+    assert proxy.faults[kind] >= 2 + 2
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_broken_read_goes_on(store, proxy, monkeypatch):
+    store.write("a", b"content")
+    proxy.cut_download(3)
+    assert store.read("a") == b"content"
+    assert [headers["Range"] for headers in sent(proxy, "GET")] == ["bytes=0-6", "bytes=3-6"]
+    monkeypatch.setattr(object_store, "ATTEMPTS", 2)
+    proxy.cut_download(3, times=None)
+    assert "no whole answer" in refused(store.read, "a")
+    assert proxy.faults["cut_download"] == 3
+
+
+def test_a_silent_store_is_given_up(store, proxy, big, tmp_path, quick, monkeypatch):
+    monkeypatch.setattr(object_store, "READ_S", 0.3)
+    calls = [
+        lambda: store.write("a", b""),
+        lambda: store.create("a", b""),
+        lambda: store.read("a"),
+        lambda: store.list(),
+        lambda: store.upload(big, "model"),
+        lambda: store.download("model", tmp_path / "model", BIG),
+    ]
+    proxy.black_hole()
+    with ThreadPoolExecutor(len(calls)) as pool:
+        texts = pool.map(refused, calls, timeout=60)
+        assert all(f"no whole answer from {proxy.endpoint} in 2 attempts" in text for text in texts)
+    deadline = time.monotonic() + 60  # the last requests are given up before the proxy has read them
+    while proxy.faults["black_hole"] != len(calls) * object_store.ATTEMPTS:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_store_that_falls_silent_during_an_upload(store, proxy, big, quick):
+    proxy.black_hole(path="partNumber=3")
+    assert "no whole answer" in refused(store.upload, big, "model")
+    assert proxy.faults["black_hole"] == object_store.ATTEMPTS
+    assert "Uploads" not in boto3.client("s3").list_multipart_uploads(Bucket=BUCKET)
+
+
+def test_probe_gives_up_early(store, proxy, monkeypatch):
+    store.write("a", b"")
+    monkeypatch.setattr(object_store, "PROBE_S", 1)
+    proxy.black_hole()
+    assert f"no answer from {proxy.endpoint} within 1 s: check AWS_ENDPOINT_URL" in refused(store.probe)
+    assert proxy.faults["black_hole"] == 1
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "method", "remedy"),
+    [
+        (400, "ExpiredToken", "PUT", "have expired: renew them"),
+        (403, "InvalidAccessKeyId", "PUT", "check AWS_ACCESS_KEY_ID"),
+        (403, "SignatureDoesNotMatch", "PUT", "check AWS_ACCESS_KEY_ID"),
+        (403, "AccessDenied", "PUT", "writing .* lack a permission"),
+        (403, "AccessDenied", "GET", "listing .* lack a permission"),
+        (403, "AccessDenied", "HEAD", "looking for .* lack a permission"),
+        (403, "AccessDenied", "DELETE", "deleting .* lack a permission"),
+        (403, "RequestTimeTooSkewed", "PUT", "clock"),
+        (400, "AuthorizationHeaderMalformed", "PUT", "AWS_DEFAULT_REGION"),
+    ],
+)
+def test_probe_says_what_is_refused(store, proxy, status, code, method, remedy):
+    proxy.fail(status, code, times=None, method=method)
+    with pytest.raises(StoreError, match=remedy):
+        store.probe()
+    assert proxy.faults[code] > 0
+    proxy.clear()
+    assert method == "DELETE" or store.list() == []
+
+
+def test_credentials_that_expire_meanwhile(store, proxy, tmp_path):
+    store.write("a", b"content")
+    proxy.expire_credentials()
+    for call in (store.list, lambda: store.read("a"), lambda: store.write("a", b"other")):
+        assert "renew them" in refused(call)
+    assert "renew them" in refused(store.download, "a", tmp_path / "a", 7)
+    assert proxy.faults["ExpiredToken"] >= 4  # a HEAD that says only "400" is asked about once more
+    proxy.clear()
+    assert store.read("a") == b"content"
+
+
+def test_no_such_bucket():
+    store = ObjectStore("s3://no-such-bucket/a")
+    for call in (store.probe, store.list, lambda: store.write("a", b"")):
+        text = refused(call)
+        assert "NoSuchBucket (404)" in text
+        assert "create it" in text
+
+
+def test_no_credentials(store, monkeypatch):
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
+        monkeypatch.delenv(name)
+    assert "there are no credentials: set AWS_ACCESS_KEY_ID" in refused(store.probe)
+    monkeypatch.setenv("AWS_PROFILE", "of-nobody")
+    assert "could not be used (ProfileNotFound)" in refused(store.probe)
+
+
+def test_an_endpoint_that_is_none(store, monkeypatch):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free_port()}")
+    text = refused(store.probe)
+    assert "Connection refused" in text
+    assert "check AWS_ENDPOINT_URL" in text
+    for endpoint, says in {
+        "http://no-such-host.invalid": "check AWS_ENDPOINT_URL",
+        f"not an address {SECRET}": "malformed",
+        f"http://key:{SECRET}@127.0.0.1": "holds a user name or password",
+    }.items():
+        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+        assert says in refused(ObjectStore(store.url).probe)
+
+
+def test_no_region_is_needed(store, monkeypatch):
+    monkeypatch.delenv("AWS_DEFAULT_REGION")
+    store.probe()
+
+
+def test_a_download_of_another_size_is_refused(store, proxy, tmp_path):
+    store.write("a", b"content")
+    (tmp_path / "a").write_bytes(b"of an earlier try")
+    assert "has 7 bytes where 8 bytes are expected" in refused(store.download, "a", tmp_path / "a", 8)
+    assert "is not there" in refused(store.download, "b", tmp_path / "b", 8)
+    assert os.listdir(tmp_path) == []
+    assert not sent(proxy, "GET")
+    with pytest.raises(FileNotFoundError):
+        store.download("a", tmp_path / "none" / "a", 7)
+
+
+def test_a_download_of_what_is_replaced_meanwhile(store, proxy, tmp_path):
+    store.write("a", b"content")
+    proxy.on("GET", "/a$", lambda: store.write("a", b"another"))
+    assert "was replaced" in refused(store.download, "a", tmp_path / "a", 7)
+    assert proxy.faults["callback"] == 1
+    assert os.listdir(tmp_path) == []
+
+
+def test_beat_ends_a_download(store, proxy, big, tmp_path):
+    class Stop(Exception):
+        pass
+
+    def beat() -> None:
+        assert threading.current_thread() is here
+        if proxy.faults["stall_download"] == 3:
+            raise Stop
+
+    here = threading.current_thread()
+    store.upload(big, "model")
+    proxy.stall_download(1000, times=None)
+    with pytest.raises(Stop):
+        store.download("model", tmp_path / "model", BIG, beat)
+    assert os.listdir(tmp_path) == []
+    assert proxy.faults["stall_download"] == 3  # none was asked again: beat was the end
+
+
+def test_deletes_one_by_one(store, proxy):
+    proxy.refuse_bulk_delete()
+    keys = ["a", "b/c", "d"]
+    for key in keys:
+        store.write(key, b"")
+    store.delete(keys)
+    assert store.list() == []
+    assert not proxy.faults
+    with pytest.raises(ClientError, match="MissingContentMD5"):
+        boto3.client("s3").delete_objects(Bucket=BUCKET, Delete={"Objects": [{"Key": "a"}]})
+    assert proxy.faults["MissingContentMD5"] == 1
+
+
+def test_threads_share_a_store(store):
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(store.write, map(str, range(16)), [b"x"] * 16))
+        assert list(pool.map(store.read, map(str, range(16)))) == [b"x"] * 16
+
+
+def test_a_forked_process_makes_its_own_client(store):
+    code = (
+        "import os, sys; from common.system.s3 import ObjectStore; store = ObjectStore(sys.argv[1])\n"
+        "store.write('a', b'content'); child = os.fork()\n"
+        "for _ in range(20): assert store.read('a') == b'content'\n"
+        "assert len(store._clients) == (1 if child else 2)\n"
+        "if child: assert os.waitpid(child, 0)[1] == 0"
+    )
+    subprocess.run([sys.executable, "-c", code, store.url], cwd=ROOT, check=True, timeout=60)
+
+
+def test_a_process_can_be_killed_between_two_requests(store, proxy):
+    code = (
+        "import sys; from common.system.s3 import ObjectStore; store = ObjectStore(sys.argv[1])\n"
+        "store.write('data', b''); store.write('manifest', b'')"
+    )
+    process = None
+    proxy.on("PUT", "/manifest$", lambda: (process.kill(), proxy.black_hole(times=1)))
+    process = subprocess.Popen([sys.executable, "-c", code, store.url], cwd=ROOT)
+    assert process.wait(60) == -9
+    assert proxy.faults["callback"] == 1

@@ -1,0 +1,370 @@
+"""Telemetry: a file per host, live, over restarts; what fails in it stops nothing. GPUs: not yet measured."""
+
+import ctypes
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from common.telemetry.collect import GPU_NUMBERS, HOST_NUMBERS, Seat, Telemetry, energy_wh, hosts_of, summary
+from common.telemetry.sampler import Gpu
+from tests.checkpoint.test_checkpoints import LONG, SLOW, start_and_wait
+from tests.conftest import CNN, Job, free_port, lines, metrics, python, result, run, torchrun
+
+NAME = socket.gethostname()
+HELLO = ["train_hello.py", "--trackers", "none", "--data_size", "6400", "--max_steps", "600"]
+OFTEN = ["--telemetry_s", "0.1"]
+
+
+def is_header(line: dict) -> bool:
+    return "host" in line
+
+
+def samples_of(file: Path) -> list[dict]:
+    return [line for line in lines(file) if not is_header(line)]
+
+
+def assert_sane(file: Path) -> None:
+    """Of a run without GPUs, all its starts."""
+    first, *others = lines(file)
+    assert first["host"] == file.stem.removeprefix("telemetry-")
+    assert (first["devices"], first["cpus"]) == ([], os.cpu_count())
+    step = first_t = 0
+    for line in others:
+        assert line["t"] >= first_t
+        first_t = line["t"]
+        if is_header(line):
+            step = 0
+            continue
+        assert line.keys() == {"t", "step", *HOST_NUMBERS}  # no GPU is invented
+        assert 0 <= line["cpu_pct"] <= 100
+        assert 0 < line["memory_gib"] < first["memory_gib"]
+        assert all(line[name] >= 0 for name in HOST_NUMBERS if line[name] is not None)
+        assert line["step"] >= step
+        step = line["step"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, cache) -> Path:
+    """Of CNN-A on one process."""
+    folder = tmp_path_factory.mktemp("telemetry") / "run"
+    words = [*python(), *CNN, "--data", "digits", "--batch_size", "64", "--epochs", "3", "--trackers", "none"]
+    run([*words, *OFTEN, *cache, "--output_dir", folder])
+    return folder
+
+
+def test_a_run_writes_one_file(folder):
+    (file,) = folder.glob("telemetry-*")
+    assert file.name == f"telemetry-{NAME}.jsonl"
+    assert_sane(file)
+    samples = samples_of(file)
+    assert len(samples) >= 2
+    assert samples[-1]["step"] > samples[0]["step"]
+    (found,) = result(folder)["telemetry"]
+    assert found == summary(file)
+    assert (found["samples"], found["gpus"]) == (len(samples), 0)
+    assert found["memory_gib"] == max(sample["memory_gib"] for sample in samples)
+    assert [found["utilisation_pct"], found["gpu_memory_gib"], found["energy_wh"]] == [None] * 3
+    assert result(folder)["energy_wh"] is None
+    assert not [name for line in metrics(folder) for name in line if "telemetry" in name]
+
+
+def test_the_confusion_matrix_is_that_of_the_last_evaluation(folder):
+    found = json.loads((folder / "confusion.json").read_text())
+    assert (found["step"], found["classes"]) == (result(folder)["steps"], [str(digit) for digit in range(10)])
+    assert [sum(row) for row in found["confusion"]] == [36] * 10  # a row is a true class of the 360 images
+    correct = sum(row[k] for k, row in enumerate(found["confusion"]))
+    assert correct / 360 == pytest.approx(result(folder)["final_accuracy"])
+
+
+def test_the_other_hosts_samples_come_to_the_main_process(tmp_path):
+    """Two local rank 0 are two hosts, also where both call themselves alike; only one has a folder."""
+    address = ["--nnodes=2", "--master_addr=127.0.0.1", f"--master_port={free_port()}"]
+    jobs = [
+        Job(
+            [
+                *torchrun(1, *address, f"--node_rank={rank}"),
+                *HELLO,
+                *OFTEN,
+                "--output_dir",
+                tmp_path / str(rank),
+            ]
+        )
+        for rank in range(2)
+    ]
+    for job in jobs:
+        status, output = job.wait()
+        assert status == 0, output
+    assert sorted(file.name for file in tmp_path.glob("*/telemetry-*")) == [
+        f"telemetry-{NAME}-2.jsonl",
+        f"telemetry-{NAME}.jsonl",
+    ]
+    for file in (tmp_path / "0").glob("telemetry-*"):
+        assert_sane(file)
+        assert samples_of(file)
+    found = result(tmp_path / "0")
+    assert found["hosts"] == 2
+    assert [host["host"] for host in found["telemetry"]] == [f"{NAME}-2", NAME]
+    assert all(host["samples"] for host in found["telemetry"])
+
+
+def test_a_killed_run_has_its_samples_and_a_restart_adds_to_them(stoppable, tmp_path):
+    words = [*python(), *LONG, *OFTEN, "--max_steps", "2000"]
+    job = start_and_wait(words, tmp_path / "run", checkpoints=2, cwd=stoppable, env=SLOW)
+    file = tmp_path / "run" / f"telemetry-{NAME}.jsonl"
+    deadline = time.monotonic() + 60
+    while len(lines(file)) < 4:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    job.process.send_signal(signal.SIGKILL)
+    job.wait()
+    before = lines(file)
+    assert not (tmp_path / "run" / "result.json").exists()
+    run([*words, "--output_dir", tmp_path / "run"])
+    assert lines(file)[: len(before)] == before
+    assert [is_header(line) for line in lines(file)].count(True) == 2
+    assert_sane(file)
+    assert result(tmp_path / "run")["telemetry"][0]["samples"] == len(lines(file)) - 2
+
+
+def test_none_is_taken_where_none_is_wanted(tmp_path):
+    run([*python(), *HELLO, "--telemetry_s", "0", "--output_dir", tmp_path / "run"])
+    assert not list((tmp_path / "run").glob("telemetry-*"))
+    found = result(tmp_path / "run")
+    assert (found["telemetry"], found["energy_wh"]) == ([], None)
+
+
+def test_what_can_not_be_written_is_said_once_and_stops_nothing(tmp_path):
+    (tmp_path / "run" / f"telemetry-{NAME}.jsonl").mkdir(parents=True)
+    output = run([*python(), *HELLO, *OFTEN, "--output_dir", tmp_path / "run"])
+    said = [line for line in output.splitlines() if "telemetry is not complete" in line]
+    assert len(said) == len(set(said)) == 2, "the sampler's, and the summary's"
+    assert all("Is a directory" in line for line in said)
+    found = result(tmp_path / "run")
+    assert (found["status"], found["telemetry"]) == ("finished", [])
+
+
+def test_another_hosts_samples_that_can_not_be_written(tmp_path, capsys):
+    (tmp_path / "telemetry-b.jsonl").mkdir()
+    telemetry = Telemetry([Seat("a", 0, "CPU", None)], 0, tmp_path, 0, lambda: 0, 1)
+    for _ in range(2):
+        telemetry.append([("telemetry-b.jsonl", "{}\n")])
+    assert capsys.readouterr().out.count("telemetry is not complete") == 1
+
+
+# --- nvidia-smi: a stand-in, as a program on the PATH
+
+
+def nvidia_smi(folder: Path, script: str) -> dict[str, str]:
+    """The environment in which nvidia-smi is this shell script."""
+    folder.mkdir()
+    (folder / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
+    (folder / "nvidia-smi").chmod(0o755)
+    return {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
+
+
+def test_nvidia_smi_is_asked_at_the_start_and_in_the_middle(stoppable, tmp_path):
+    words = [*python(), *LONG, *OFTEN, "--max_steps", "1500", "--output_dir", tmp_path / "run"]
+    env = nvidia_smi(tmp_path / "bin", 'echo "answer to $*"') | {"STEP_S": "0.004"}
+    run(words, cwd=stoppable, env=env)
+    text = (tmp_path / "run" / f"nvidia-smi-{NAME}.txt").read_text()
+    assert text.count("answer to -q\n") == 2
+    first, second = (int(line.split()[4].rstrip(",")) for line in text.splitlines() if line.startswith("#"))
+    assert first < 750 <= second < 1500
+    assert_sane(tmp_path / "run" / f"telemetry-{NAME}.jsonl")
+
+
+def test_nvidia_smi_that_does_not_answer_holds_nothing_up(tmp_path):
+    words = [*python(), *HELLO, *OFTEN, "--output_dir", tmp_path / "run"]
+    run(words, env=nvidia_smi(tmp_path / "bin", "exec sleep 1000"))
+    found = result(tmp_path / "run")
+    assert (found["status"], found["telemetry"][0]["samples"]) == ("finished", 0)
+
+
+# --- GPUs: the real pynvml over a library that is not NVIDIA's. It shows that the calls exist and what is
+# made of their answers, not what a GPU answers.
+
+NOT_SUPPORTED, NOT_FOUND, GPU_IS_LOST = 3, 6, 15
+
+
+class Library:
+    """What pynvml loads as libnvidia-ml: functions that write an answer where their last argument points."""
+
+    def __init__(self, uuid: str, answers: dict):
+        self.uuid, self.answers = uuid, answers
+
+    def nvmlInitWithFlags(self, flags: int) -> int:
+        return 0
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: ctypes.c_char_p, handle) -> int:
+        return 0 if uuid.value.decode() == self.uuid else NOT_FOUND
+
+    def __getattr__(self, name: str):
+        def function(handle, *words) -> int:
+            answer = self.answers.get(name, NOT_SUPPORTED)
+            if isinstance(answer, int):
+                return answer
+            for field, value in answer.items():
+                setattr(words[-1]._obj, field, value)
+            return 0
+
+        return function
+
+
+@pytest.fixture
+def nvml(monkeypatch):
+    """nvml(uuid, answers) -> pynvml with this library behind it."""
+    import pynvml
+
+    def load(uuid: str, answers: dict):
+        monkeypatch.setattr(pynvml, "nvmlLib", Library(uuid, answers))
+        monkeypatch.setattr(pynvml, "_nvmlGetFunctionPointer_cache", {})
+        return pynvml
+
+    return load
+
+
+ANSWERS = {
+    "nvmlDeviceGetUtilizationRates": {"gpu": 97},
+    "nvmlDeviceGetMemoryInfo": {"used": 3 * 2**29},
+    "nvmlDeviceGetPowerUsage": {"value": 312_500},  # mW
+    "nvmlDeviceGetTotalEnergyConsumption": {"value": 7_200_000},  # mJ
+    "nvmlDeviceGetTemperature": {"value": 61},
+    "nvmlDeviceGetClockInfo": {"value": 1980},
+    "nvmlDeviceGetCurrentClocksEventReasons": {"value": 0x1 | 0x4 | 0x40},
+}
+
+
+def test_what_a_gpu_answers_in_its_units(nvml):
+    said, answers = [], dict(ANSWERS)
+    gpu = Gpu(nvml("GPU-1", answers), 2, "1", said.append)
+    answers["nvmlDeviceGetTotalEnergyConsumption"] = {"value": 7_200_000 + 3_600_000}
+    assert gpu.sample() == {
+        "index": 2,
+        "utilisation_pct": 97,
+        "memory_gib": 1.5,
+        "power_w": 312.5,
+        "temperature_c": 61,
+        "sm_clock_mhz": 1980,
+        "throttle": ["sw_power_cap", "hw_thermal_slowdown"],
+        "energy_wh": 1.0,
+    }
+    assert not said
+
+
+def test_what_a_gpu_does_not_support_is_null(nvml):
+    """As a part of one (MIG), which has an identifier of its own kind, and no utilisation."""
+    said = []
+    gpu = Gpu(nvml("MIG-1", {"nvmlDeviceGetMemoryInfo": {"used": 2**30}}), 0, "1", said.append)
+    found = gpu.sample()
+    assert (found.pop("index"), found.pop("memory_gib")) == (0, 1.0)
+    assert set(found.values()) == {None}
+    assert not said
+
+
+def test_a_gpu_that_is_lost_is_said_and_null(nvml):
+    said, answers = [], dict(ANSWERS)
+    gpu = Gpu(nvml("GPU-1", answers), 0, "1", said.append)
+    answers |= dict.fromkeys(ANSWERS, GPU_IS_LOST)
+    assert set(gpu.sample().values()) == {0, None}
+    assert "GPU 0 failed" in said[0]
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["known to NVML", "unknown"])
+def test_the_telemetry_of_a_host_with_gpus(nvml, tmp_path, capsys, known):
+    """Of the job's GPUs alone; unknown ones leave the rest of the host."""
+    nvml("GPU-1" if known else "GPU-2", ANSWERS)
+    seats = [Seat("a", 0, "Model X", "1"), Seat("b", 0, "Model Y", "3")]
+    telemetry = Telemetry(seats, 0, tmp_path, 0.05, lambda: 7, 10)
+    deadline = time.monotonic() + 30
+    while not telemetry.unlogged:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    telemetry.stop()
+    header, sample = lines(tmp_path / "telemetry-a.jsonl")[:2]
+    assert header["devices"] == ["Model X"]
+    assert [gpu["utilisation_pct"] for gpu in sample.get("gpus", [])] == ([97] if known else [])
+    assert telemetry.means().get("telemetry/gpu0_power_w") == (312.5 if known else None)
+    assert ("NVML does not know" in capsys.readouterr().out) == (not known)
+    assert telemetry.summaries()[0]["utilisation_pct"] == (97 if known else None)
+    assert telemetry.summaries()[0]["gpus"] == 1
+
+
+# --- Summaries
+
+
+def written(file: Path, *lines: dict | str) -> Path:
+    file.write_text("".join(line if isinstance(line, str) else json.dumps(line) + "\n" for line in lines))
+    return file
+
+
+HEADER = {"host": "a", "interval_s": 1.0, "devices": ["Model X"], "cpus": 2, "memory_gib": 8}
+
+
+def sample(t: float, **gpu) -> dict:
+    found = {"index": 0, "throttle": None, "energy_wh": None} | dict.fromkeys(GPU_NUMBERS) | gpu
+    return {"t": t, "step": 0, "gpus": [found]} | dict.fromkeys(HOST_NUMBERS, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("starts", "expected_wh"),
+    [
+        pytest.param([[{"energy_wh": 0.5}, {"energy_wh": 2.0}], [{"energy_wh": 1.0}]], 3.0, id="counted"),
+        pytest.param([[{"power_w": 300}, {"power_w": 100}], [{"power_w": 50}] * 3], 0.3, id="from the power"),
+        pytest.param([[{"power_w": 300}, {"energy_wh": 0.1}], [{"energy_wh": 0.2}]], 0.3, id="counter first"),
+        pytest.param([[{"energy_wh": 1.0}], [{"utilisation_pct": 5}]], None, id="not in each start"),
+    ],
+)
+def test_the_energy_of_a_run_is_that_of_all_its_starts(tmp_path, starts, expected_wh):
+    """A sample each 3.6 s, and an hour between the starts, in which nothing was used."""
+    content = []
+    for hour, gpus in enumerate(starts):
+        content.append(HEADER)
+        content += [sample(3600 * hour + 3.6 * k, **gpu) for k, gpu in enumerate(gpus)]
+    found = summary(written(tmp_path / "telemetry-a.jsonl", *content))
+    assert found["energy_wh"] == (expected_wh and pytest.approx(expected_wh))
+    assert energy_wh([found, found]) == (expected_wh and pytest.approx(2 * expected_wh))
+    assert energy_wh([found, {"gpus": 0, "energy_wh": None}]) == found["energy_wh"]
+
+
+def test_a_line_that_was_cut_is_left_out(tmp_path):
+    """And what a restart adds begins on a line of its own."""
+    file = written(tmp_path / "telemetry-a.jsonl", HEADER, sample(1, utilisation_pct=50), '{"t": 2, "st')
+    telemetry = Telemetry([Seat("b", 0, "CPU", None)], 0, tmp_path, 0, lambda: 0, 1)
+    telemetry.append([(file.name, json.dumps(HEADER) + "\n"), (file.name, json.dumps(sample(9)) + "\n")])
+    assert json.loads(file.read_text().splitlines()[-2]) == HEADER
+    found = summary(file)
+    assert (found["samples"], found["utilisation_pct"]) == (2, 50)
+
+
+def test_a_file_of_something_else_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"telemetry-a\.jsonl has lines that are no telemetry"):
+        summary(written(tmp_path / "telemetry-a.jsonl", {"loss": 1}))
+
+
+def test_hosts_are_apart_whatever_they_call_themselves():
+    names = ["node/1", "node 1", "localhost", "localhost", ".."]
+    seats = [
+        Seat(name, local_rank, "X", f"{k}{local_rank}")
+        for k, name in enumerate(names)
+        for local_rank in (0, 1)
+    ]
+    hosts = hosts_of(seats)
+    assert [host.name for host in hosts] == ["node_1", "node_1-2", "localhost", "localhost-2", ".."]
+    assert [host.first_rank for host in hosts] == [0, 2, 4, 6, 8]
+    assert list(hosts[1].gpus) == ["10", "11"]
+
+
+def test_what_is_taken_while_it_grows_is_neither_lost_nor_doubled():
+    telemetry = Telemetry([Seat("a", 0, "CPU", None)], 0, None, 0, lambda: 0, 1)
+    grow = threading.Thread(target=lambda: [telemetry._keep({"step": k}) for k in range(20_000)])
+    grow.start()
+    taken = []
+    while grow.is_alive() or telemetry.unsent:
+        taken += telemetry.take()
+    assert [json.loads(text)["step"] for _, text in taken] == list(range(20_000))
