@@ -31,10 +31,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from common.hosts.agent import BEAT_S, HELLO, PREEMPTED, SUSPENDED
+from common.hosts.agent import BEAT_S, HELLO, SUSPENDED
 from common.hosts.hostfile import NAME, Host, read_hostfile, select
 from common.hosts.ssh import SSH_FAILED, let_go, master_address, start
 from common.system.cli import run_command
+from common.system.env import PREEMPTED
 from common.system.files import read_accelerate_config, write_text
 from common.system.paths import ROOT
 from common.system.processes import is_under_nohup

@@ -39,12 +39,13 @@ from common.checkpoint.format import TensorFile, sha256_of
 from common.checkpoint.weights import Beat, TrainedModel, find
 from common.data.images import Images, load
 from common.data.splits import Split
-from common.distributed.accelerator import device_name, precision, run, start, strategy, world_size
+from common.distributed.accelerator import device_name, precision, run, start, strategy
 from common.distributed.agreement import agree, once
 from common.distributed.preemption import Preempted, wanted
 from common.evaluation import counted, evaluated_ids, predictions
 from common.recipe import Batch, ImageRecipe, Recipe, parse, recipe_part, setting
 from common.script import as_flags, load_script, normalisation, own_script, recipe_class
+from common.system.env import world_size
 from common.system.files import write_text
 from common.system.paths import ROOT
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.distributed.agreement import is_hosts_first
 from common.system.cli import tell_torchrun
+from common.system.env import is_hosts_first
 from common.system.files import parse_json
 from common.system.text import printable_lines
 

@@ -17,7 +17,6 @@ import json
 import os
 import re
 import shutil
-import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -335,16 +334,6 @@ def newest(
             " another --output_dir to start afresh"
         )
     return None
-
-
-def step_aside() -> None:
-    """Gives the calling thread, and those that it starts, what the training leaves of the processor.
-
-    On Linux threads have priorities of their own. With 2 cores for ViT-B/32 a step beside the writing takes
-    1.0 to 1.3 times its time; at equal priority 2.9 times (benchmarks/checkpoint_saves.py).
-    """
-    with contextlib.suppress(OSError, AttributeError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
 
 
 def sha256_of(path: Path, beat: Callable[[], None] = lambda: None) -> str:

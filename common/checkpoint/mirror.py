@@ -21,7 +21,6 @@ from common.checkpoint.format import (
     Damaged,
     check_manifest,
     sha256_of,
-    step_aside,
     step_name,
     step_of,
     steps_in,
@@ -29,6 +28,7 @@ from common.checkpoint.format import (
 )
 from common.system.files import discard, sync
 from common.system.s3 import ObjectStore, StoreError, WrongSize
+from common.system.threads import step_aside
 
 RUN_FILES = ("recipe.json", "metrics.jsonl", "confusion.json", "nvidia-smi-*.txt", "result.json")
 TELEMETRY = "telemetry-*.jsonl"  # 140 MB a day of a host with 8 GPUs: with a checkpoint only what is new

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from common.checkpoint import format as checkpoints
-from common.checkpoint.format import step_aside, step_name, steps_in, to_keep
+from common.checkpoint.format import step_name, steps_in, to_keep
 from common.checkpoint.mirror import Mirror
 from common.checkpoint.training import TrainingState
 from common.system.files import free_space, sync
+from common.system.threads import step_aside
 
 
 class Saver:

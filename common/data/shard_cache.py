@@ -22,9 +22,9 @@ import numpy as np
 import torch.distributed as dist
 
 from common.data.shards import Shard
-from common.distributed.accelerator import processes_per_host
 from common.distributed.preemption import Preempted, wanted
 from common.order import Plan
+from common.system.env import processes_per_host
 from common.system.files import allow_open_files, sync
 from common.system.s3 import ObjectStore
 

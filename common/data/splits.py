@@ -20,9 +20,9 @@ from common.data.decode import Encoded
 from common.data.shard_cache import ShardCache, Supply
 from common.data.shards import Shard, ShardImages
 from common.data.workers import MicroBatch, decoded, in_flight, send
-from common.distributed.accelerator import processes_per_host
 from common.order import Plan, Samples, Shuffled, Streamed
 from common.recipe import Batch
+from common.system.env import processes_per_host
 
 
 class ArraySplit(Shuffled):

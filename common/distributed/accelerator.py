@@ -29,7 +29,7 @@ from torch import nn
 
 from common.batch_norm import RunningStatistics
 from common.distributed.activation_checkpointing import checkpoint_activations
-from common.distributed.agreement import MISTAKES, agree, first_to_say, is_hosts_first
+from common.distributed.agreement import MISTAKES, agree, first_to_say
 from common.distributed.answers import (
     check_answers,
     check_device_kind,
@@ -38,7 +38,7 @@ from common.distributed.answers import (
     settle_answers,
 )
 from common.distributed.compilation import asked_for, compile_blocks
-from common.distributed.preemption import STATUS, Preempted, launched, ready, watch
+from common.distributed.preemption import Preempted, ready, watch
 from common.recipe import Batch, Recipe, recipe_part, share_out
 from common.system.cli import (
     check_working_folder,
@@ -47,6 +47,7 @@ from common.system.cli import (
     report_status,
     tell_torchrun,
 )
+from common.system.env import PREEMPTED, is_hosts_first, launched, processes_per_host, rank, world_size
 from common.system.network import interface_to
 from common.system.paths import ROOT
 from common.system.text import printable_lines
@@ -180,16 +181,16 @@ def run(main: Callable[[], None]) -> None:
         if is_hosts_first():
             print(": ".join(["interrupted", *map(str, error.args)]), file=sys.stderr)
     except Preempted:
-        status = STATUS
+        status = PREEMPTED
         if first_to_say("preempted"):
-            print(f"preempted: the same command continues (exit status {STATUS})")
+            print(f"preempted: the same command continues (exit status {PREEMPTED})")
     except Exception as error:  # the interpreter would run all downloads of shards that were asked for
         status = 1
         tell_torchrun(f"{type(error).__name__}: {error}")
         if not dist.is_initialized() or first_to_say(repr(error)):
             traceback.print_exc()
         _let_others_speak()
-    if dist.is_initialized() and status in (0, STATUS):
+    if dist.is_initialized() and status in (0, PREEMPTED):
         dist.destroy_process_group()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -259,22 +260,6 @@ def precision(accelerator: Accelerator) -> str:
         config = accelerator.state.deepspeed_plugin.deepspeed_config
         return next((kind for kind in ("bf16", "fp16") if config.get(kind, {}).get("enabled") is True), "no")
     return accelerator.mixed_precision
-
-
-def rank() -> int:
-    return int(os.environ.get("RANK", "0"))
-
-
-def world_size() -> int:
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def processes_per_host() -> int:
-    """As the launcher says it: deepspeed in LOCAL_SIZE, torchrun and accelerate in LOCAL_WORLD_SIZE.
-
-    In this order: on CPU Accelerate itself sets LOCAL_WORLD_SIZE to 1 where the launcher did not.
-    """
-    return int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or "1")
 
 
 def device_name(accelerator: Accelerator) -> str:

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import socket
 import time
 from collections import Counter
@@ -14,6 +13,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from common.distributed.preemption import Preempted, wanted
+from common.system.env import is_hosts_first
 from common.system.text import printable_lines
 
 Work = Callable[[Callable[[], None]], Any]  # work(beat)
@@ -167,10 +167,6 @@ def let_main_close_first(accelerator: Accelerator) -> None:
             time.sleep(0.05)
     except RuntimeError:  # the process that kept the store is gone
         return
-
-
-def is_hosts_first() -> bool:
-    return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def _difference(ours: str | None, theirs: str | None) -> str:

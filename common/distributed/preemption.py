@@ -20,9 +20,8 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from common.system.env import PREEMPTED, launched
 from common.system.processes import is_under_nohup
-
-STATUS = 75  # of each process that was preempted: EX_TEMPFAIL of sysexits.h, "try again later"
 
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 _stop = threading.Event()
@@ -77,11 +76,6 @@ def wanted() -> bool:
     """Whether this process was told to stop. Who asks is not stuck."""
     _Main.seen = time.monotonic()
     return _Main.heard or _stop.is_set()
-
-
-def launched() -> bool:
-    """Whether torchrun, accelerate or deepspeed started this process."""
-    return "LOCAL_RANK" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ
 
 
 class Poll:
@@ -181,7 +175,7 @@ def _end_if_stuck() -> None:
             what = f"told to stop, and no step ended in {_Main.timeout_s:g} s: the data, or another process"
             print(f"{what}, is waited for", file=sys.stderr, flush=True)
             os._exit(1)
-    os._exit(STATUS)
+    os._exit(PREEMPTED)
 
 
 def _launchers() -> list[psutil.Process]:

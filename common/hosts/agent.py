@@ -24,14 +24,13 @@ from typing import Any
 
 import psutil
 
-from common.system.cli import STATUS_FILE
+from common.system.env import PREEMPTED, STATUS_FILE
 from common.system.network import interface_to, listener
 
 BEAT_S = 5  # between two signs of life
 SILENCE_S = 45
 GRACE_S = 40  # from `stop` to the end: launchers kill their processes 30 s after SIGTERM
 SUSPENDED = "is suspended by a signal (SIGSTOP, or a debugger): the others waited for it"
-PREEMPTED = 75  # common.distributed.preemption.STATUS, whose import of torch would take seconds
 HELLO = "\x1eagent "  # before the first line, which ssh's own output may precede
 
 

@@ -16,6 +16,7 @@ from common.checkpoint.format import step_name
 from common.distributed import accelerator as job
 from common.recipe import Batch, Recipe
 from common.run.folder import script_name
+from common.system.env import processes_per_host
 from common.system.paths import ROOT
 from common.telemetry.collect import Seat, energy_wh
 from common.telemetry.memory import memory_gib
@@ -137,7 +138,7 @@ def _defaults(recipe: Recipe) -> dict[str, Any]:
 
 
 def _hosts(batch: Batch) -> int:
-    return max(1, batch.processes // job.processes_per_host())
+    return max(1, batch.processes // processes_per_host())
 
 
 def _name(step: int | None) -> str | None:

@@ -8,9 +8,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from common.system.env import STATUS_FILE
 from common.system.text import printable_lines
-
-STATUS_FILE = "LAUNCH_STATUS_FILE"  # set by launch.py's agent: each process of the job adds its exit status
 
 
 def run_command(main: Callable[[], int]) -> int:

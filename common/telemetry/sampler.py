@@ -9,7 +9,7 @@ from typing import Any
 
 import psutil
 
-from common.checkpoint.format import step_aside
+from common.system.threads import step_aside
 
 MIB, GIB = 2**20, 2**30
 STOP_S = 2  # how long a run waits at its end for a sampler that is busy

@@ -1,0 +1,35 @@
+"""What launchers tell a process by its environment, and what it tells them by its exit status.
+
+Imports neither torch nor accelerate: every command can ask, and still answers --help at once.
+"""
+
+import os
+
+PREEMPTED = 75  # exit status of a preempted process: EX_TEMPFAIL of sysexits.h, "try again later"
+STATUS_FILE = "LAUNCH_STATUS_FILE"  # set by launch.py's agent: each process of the job adds its exit status
+
+
+def launched() -> bool:
+    """True when torchrun, accelerate or deepspeed started this process."""
+    return "LOCAL_RANK" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ
+
+
+def rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def world_size() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def is_hosts_first() -> bool:
+    """True in one process of each host."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
+def processes_per_host() -> int:
+    """As the launcher says it: deepspeed in LOCAL_SIZE, torchrun and accelerate in LOCAL_WORLD_SIZE.
+
+    In this order: on CPU Accelerate itself sets LOCAL_WORLD_SIZE to 1 where the launcher did not.
+    """
+    return int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or "1")
