@@ -3,7 +3,6 @@
 import contextlib
 import errno
 import math
-import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -133,8 +132,8 @@ class Run:
         mine = error
         if is_out_of_memory(error):
             mine = ValueError(out_of_memory(self.accelerator, self.batch))
-        elif unused := without_gradient(error, list(self.training.layout.parameters) if self.begun else []):
-            mine = ValueError(unused)
+        elif self.begun and (unused := job.unused_parameters(error, list(self.training.layout.parameters))):
+            mine = ValueError(job.without_gradient(unused))
         elif isinstance(error, KeyboardInterrupt):
             mine = KeyboardInterrupt(*self._where_it_goes_on())
         elif isinstance(error, OSError) and error.errno == errno.ENOSPC and self.begun and self.is_main:
@@ -570,15 +569,3 @@ class Run:
 def _score(metrics: dict[str, float]) -> float:
     """What the best evaluation has most of: accuracy, or, where there are no classes, the negative loss."""
     return metrics.get("accuracy", -metrics["loss"])
-
-
-def without_gradient(error: BaseException, parameters: list[str]) -> str | None:
-    """What DDP's error about unused parameters means, with their names; None for any other error."""
-    found = re.search(r"Parameter indices which did not receive grad for rank \d+: ([\d ]+)", str(error))
-    if not found or not parameters:
-        return None
-    names = ", ".join(parameters[int(i)] for i in found[1].split())
-    return (
-        f"under DDP every trained parameter needs a gradient in each step, and {names} had none: set its"
-        " requires_grad to False, or train with FSDP or ZeRO"
-    )

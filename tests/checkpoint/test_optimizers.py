@@ -156,11 +156,14 @@ def test_another_optimizer_is_refused_or_starts_afresh(tmp_path, project_copy):
 )
 def test_a_refusal_is_one_line(strategy, old, new, message, project_copy, tmp_path):
     mutate(project_copy, "train_hello.py", old, new)
-    words = [*LAUNCHERS[strategy], "train_hello.py", "--trackers", "none", "--output_dir", tmp_path / "run"]
+    words = [*LAUNCHERS[strategy], "train_hello.py", "--trackers", "none", "--log_every", "1"]
+    words += ["--output_dir", tmp_path / "run"]
     status, output = Job(words, cwd=project_copy).wait()
     assert status == 1
     assert output.count(message) == 1, output
     assert not list(tmp_path.glob("run/checkpoints/*"))
+    log = tmp_path / "run" / "metrics.jsonl"
+    assert not log.exists() or "train/loss" not in log.read_text(), "a step was taken before"
 
 
 # --- In this process
