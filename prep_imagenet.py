@@ -56,7 +56,7 @@ from common.prepare.archives import scan
 from common.prepare.devkit import DEVKIT, TRAIN, VAL
 from common.prepare.inputs import shown
 from common.prepare.recode import recoded
-from common.prepare.source import SECOND_CLASS, Batch, Place, Source, batches, exists, index_rows
+from common.prepare.source import SECOND_CLASS, ImageBatch, Position, RawDataset, batches, exists, index_rows
 from common.prepare.writer import FolderWriter, ShardWriter, part_name, replace, write_index
 from common.system.cli import expand_home, run_command
 from common.system.files import parse_json, read_json
@@ -176,7 +176,7 @@ class Preparation:
         self.folder = expand_home(flags.work_dir or flags.out, "give an absolute path").absolute()
         self.manifest = FOLDER_MANIFEST if flags.format == "folder" else MANIFEST
         hashed = flags.source == "imagenet" and not flags.no_verify
-        self.source = Source(flags.source, find_parts(flags), hashed, flags.subset)
+        self.source = RawDataset(flags.source, find_parts(flags), hashed, flags.subset)
         self.settings = {
             "format": flags.format,
             "from": flags.source,
@@ -460,8 +460,8 @@ class Preparation:
         with contextlib.ExitStack() as stack:
             groups, stream = stack.enter_context(self.source.open(split, self.source.hashed))
             if left:
-                left["place"] = Place(*left["place"])
-            begin = left["place"] if left else Place()
+                left["place"] = Position(*left["place"])
+            begin = left["place"] if left else Position()
             # ImageNet's own archives are known by their MD5.
             strict = self.flags.source != "imagenet" and not self.flags.no_verify
             images = recoded(
@@ -484,7 +484,7 @@ class Preparation:
             committed_s = time.monotonic()
             for batch in chain(first, images):
                 writer.write(batch.images)
-                left["place"] = batch.place
+                left["place"] = batch.position
                 left["odd"] += batch.odd
                 left["read"] += batch.bytes
                 left["written"] += sum(len(image.data) for image in batch.images)
@@ -503,7 +503,7 @@ class Preparation:
             self._finish_split(split, writer.finish(), left["odd"])
             progress.end(writer.count, left["read"])
 
-    def _beginning(self, split: str, first: list[Batch]) -> dict[str, Any]:
+    def _beginning(self, split: str, first: list[ImageBatch]) -> dict[str, Any]:
         """Of a split that is not begun. What its first images become tells how large it will be."""
         before = sum(batch.bytes for batch in first)
         after = sum(len(image.data) for batch in first for image in batch.images)
@@ -511,7 +511,7 @@ class Preparation:
             raise ValueError(f"{shown(self.source.parts[split])} holds no images")
         expected = math.ceil(self.source.bytes[split] * after / before)
         shards = math.ceil(expected / (self.flags.shard_mib * 2**20))
-        start = {"place": Place(), "odd": [], "read": 0, "written": 0, "writer": None}
+        start = {"place": Position(), "odd": [], "read": 0, "written": 0, "writer": None}
         return start | {"bytes": expected, "shards": shards}
 
     def _check_room(self, needed: int) -> None:

@@ -34,12 +34,12 @@ PLAIN = np.zeros(256, bool)
 PLAIN[list(b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-.")] = True
 
 
-class Member:
+class TarMember:
     """A regular file in an archive; an inner archive, too. Read it before its successor is asked for."""
 
     __slots__ = ("archive", "end", "name", "offset", "size", "stream")
 
-    def __init__(self, archive: "Input | Member", name: str, offset: int, size: int):
+    def __init__(self, archive: "Input | TarMember", name: str, offset: int, size: int):
         self.archive, self.stream = archive, archive.stream
         self.name = name
         self.offset = offset  # of its content in the input, also within an inner archive
@@ -61,7 +61,7 @@ class Member:
         return self.stream.read(self.size)
 
 
-def members(archive: Input | Member, largest_bytes: int = LARGEST_IMAGE_BYTES) -> Iterator[Member]:
+def members(archive: Input | TarMember, largest_bytes: int = LARGEST_IMAGE_BYTES) -> Iterator[TarMember]:
     """The regular files, in order, of an archive that begins at its stream's position, or goes on there.
 
     Members named *.tar may be larger than `largest_bytes`: they are archives again, for members(member).
@@ -86,7 +86,7 @@ def members(archive: Input | Member, largest_bytes: int = LARGEST_IMAGE_BYTES) -
             )
 
 
-def _next_header(archive: Input | Member) -> bytes | None:
+def _next_header(archive: Input | TarMember) -> bytes | None:
     """With the right checksum; None at the mark of the archive's end."""
     stream = archive.stream
     position = stream.position
@@ -120,8 +120,8 @@ def _number(field: bytes) -> int:
 
 
 def _member(
-    archive: Input | Member, header: bytes, given: dict[str, bytes], largest_bytes: int
-) -> Member | None:
+    archive: Input | TarMember, header: bytes, given: dict[str, bytes], largest_bytes: int
+) -> TarMember | None:
     """What the header, and the extended ones before it, describe; None for a folder."""
     name, kind = given.get("path") or _path(header), header[156:157]
     if kind == FOLDER and name in (b".", b"./"):
@@ -137,8 +137,8 @@ def _member(
 
 
 def _sized(
-    archive: Input | Member, name: str, header: bytes, given: dict[str, bytes], largest_bytes: float
-) -> Member:
+    archive: Input | TarMember, name: str, header: bytes, given: dict[str, bytes], largest_bytes: float
+) -> TarMember:
     """The member whose content begins at the stream's position, once its size is one that can be."""
     try:
         size = int(given["size"]) if "size" in given else _number(header[124:136])
@@ -152,7 +152,7 @@ def _sized(
             f"{archive.where} is truncated: it ends at {archive.end - position:,} of the {size:,} bytes of"
             f" {name}; {GET_AGAIN}"
         )
-    return Member(archive, name, position, size)
+    return TarMember(archive, name, position, size)
 
 
 def _path(header: bytes) -> bytes:
@@ -162,7 +162,7 @@ def _path(header: bytes) -> bytes:
     return name
 
 
-def _plain(archive: Input | Member, path: bytes) -> str:
+def _plain(archive: Input | TarMember, path: bytes) -> str:
     """The path as text: names with single slashes between, without ./ before them."""
     text = path.decode(errors="surrogateescape")
     name = text.removeprefix("./")
@@ -171,7 +171,7 @@ def _plain(archive: Input | Member, path: bytes) -> str:
     return name
 
 
-def _extension(archive: Input | Member, header: bytes) -> dict[str, bytes]:
+def _extension(archive: Input | TarMember, header: bytes) -> dict[str, bytes]:
     """What an extended header says of the next member: its path or size, among others."""
     kind, stream = header[156:157], archive.stream
     member = _sized(archive, "an extended header", header, {}, LARGEST_EXTENSION_BYTES)
@@ -201,7 +201,7 @@ def _pax_records(content: bytes) -> dict[str, bytes] | None:
     return records
 
 
-def _refused(archive: Input | Member, name: str, why: str) -> ValueError:
+def _refused(archive: Input | TarMember, name: str, why: str) -> ValueError:
     shown = name if name.isprintable() and 0 < len(name) < 200 else ascii(name[:200])
     return ValueError(f"{archive.where}: {shown} {why}; {GET_AGAIN}, or make it again without")
 
@@ -237,7 +237,7 @@ def _list(file: FileIO, largest_bytes: int, name: str | None, start: int, end: i
         return Listing(name, *found)
     with open_input(file.name) as stream:  # slower, and knows every kind of header and what to refuse
         stream.skip_to(start)
-        archive = stream if name is None else Member(stream, name, start, end - start)
+        archive = stream if name is None else TarMember(stream, name, start, end - start)
         files = [(file.name, file.offset, file.size) for file in members(archive, largest_bytes)]
     names, offsets, sizes = zip(*files, strict=True) if files else ((), (), ())
     return Listing(name, list(names), np.array(offsets, np.int64), np.array(sizes, np.int64))

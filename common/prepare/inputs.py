@@ -46,7 +46,7 @@ class Input:
         """`chunks_from(position)` yields what follows; with `hashed` all that is read goes through MD5.
         version: changes when the source is replaced; None where that is not known."""
         self.where, self.size, self.version = where, size, version
-        self.stream, self.end = self, size  # as a Member has them
+        self.stream, self.end = self, size  # as a TarMember has them
         self._chunks_from, self._chunks = chunks_from, chunks_from(0)
         self._chunk, self._start, self._at = b"", 0, 0  # the current one, its position, and ours in it
         self._md5 = hashlib.md5(usedforsecurity=False) if hashed else None

@@ -7,15 +7,15 @@ from concurrent.futures import ThreadPoolExecutor
 from io import BytesIO
 
 from common.data.decode import JPEG, cores, damage, decode, jpeg_frame, open_image
-from common.prepare.source import Batch, RawImage
+from common.prepare.source import ImageBatch, RawImage
 
 PNG = b"\x89PNG"
 QUALITY = 95  # of what is recoded at its own size
 
 
 def recoded(
-    source: Iterable[Batch], short_side: int | None, quality: int, strict: bool = False
-) -> Iterator[Batch]:
+    source: Iterable[ImageBatch], short_side: int | None, quality: int, strict: bool = False
+) -> Iterator[ImageBatch]:
     """The batches in their order. CMYK, and a PNG that is named otherwise, become RGB JPEGs of QUALITY.
 
     With short_side every image whose shorter side is longer is made smaller, in all cores; the others stay as
@@ -41,7 +41,7 @@ def recoded(
         pool.shutdown(cancel_futures=True)
 
 
-def _recode(batch: Batch, short_side: int | None, quality: int, strict: bool) -> Batch:
+def _recode(batch: ImageBatch, short_side: int | None, quality: int, strict: bool) -> ImageBatch:
     for i, image in enumerate(batch.images):
         why = odd_format(image)
         needless = "" if why else ", or prepare without --resize"

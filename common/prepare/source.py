@@ -13,7 +13,7 @@ import numpy as np
 
 from common.data.decode import SPLITS
 from common.data.sources import EXTENSIONS
-from common.prepare.archives import Listing, Member, members
+from common.prepare.archives import Listing, TarMember, members
 from common.prepare.devkit import MD5, Devkit
 from common.prepare.inputs import Input, open_input, shown
 from common.system.s3 import ObjectStore
@@ -32,7 +32,7 @@ class RawImage(NamedTuple):
     data: bytes
 
 
-class Place(NamedTuple):
+class Position(NamedTuple):
     """Where to go on in a source."""
 
     group: int = 0  # class tars or class folders that are done
@@ -40,19 +40,19 @@ class Place(NamedTuple):
 
 
 @dataclass
-class Batch:
+class ImageBatch:
     """Some images of one class tar, class folder or flat tar."""
 
     where: str
     images: list[RawImage]
     bytes: int  # of them as they were read
-    place: Place  # behind it
+    position: Position  # behind it
     odd: list[dict[str, str]] = field(
         default_factory=list
     )  # {"key", "why"} of those recoded for their format
 
 
-class Group(NamedTuple):
+class ImageGroup(NamedTuple):
     """A class tar or folder; or a flat tar, whose class_name is None."""
 
     class_name: str | None
@@ -63,29 +63,29 @@ class Group(NamedTuple):
 Label = Callable[[str | None, str], tuple[str, int]]  # of a class and a file's name: class name and label
 
 
-def class_tars(stream: Input) -> Iterator[Group]:
+def class_tars(stream: Input) -> Iterator[ImageGroup]:
     """A tar of class tars, `<class>.tar`, read in its order."""
     for outer in members(stream):
         name = outer.name.rpartition("/")[2]
         if not name.endswith(".tar"):
             raise ValueError(f"{outer.where} is no class tar: expected members <class>.tar that hold images")
-        yield Group(name.removesuffix(".tar"), outer.where, _files(outer))
+        yield ImageGroup(name.removesuffix(".tar"), outer.where, _files(outer))
 
 
-def flat_tar(stream: Input) -> Iterator[Group]:
-    yield Group(None, stream.where, _files(stream))
+def flat_tar(stream: Input) -> Iterator[ImageGroup]:
+    yield ImageGroup(None, stream.where, _files(stream))
 
 
-def _files(archive: Input | Member) -> Iterator[tuple[str, Callable[[], bytes]]]:
+def _files(archive: Input | TarMember) -> Iterator[tuple[str, Callable[[], bytes]]]:
     for member in members(archive):
         yield member.name.rpartition("/")[2], member.read
 
 
-def class_folders(root: Path) -> Iterator[Group]:
+def class_folders(root: Path) -> Iterator[ImageGroup]:
     """`<class>/*`, sorted. Links are followed."""
     for folder in folders_in(root):
         files = ((path.name, path.read_bytes) for path in files_in(folder))
-        yield Group(folder.name, str(folder), files)
+        yield ImageGroup(folder.name, str(folder), files)
 
 
 def folders_in(root: Path) -> list[Path]:
@@ -112,7 +112,7 @@ def files_in(folder: Path) -> list[Path]:
     return files
 
 
-def batches(groups: Iterable[Group], label: Label, begin: Place) -> Iterator[Batch]:
+def batches(groups: Iterable[ImageGroup], label: Label, begin: Position) -> Iterator[ImageBatch]:
     """All images from `begin` on. Hidden files, and what has another extension, are passed over.
 
     Raises ValueError for a name that is no plain file name, or is there twice.
@@ -150,12 +150,12 @@ def batches(groups: Iterable[Group], label: Label, begin: Place) -> Iterator[Bat
             images.append(RawImage(class_name, name, key, number_of_class, data))
             size += len(data)
             if len(images) == BATCH_IMAGES or size >= BATCH_BYTES:
-                yield Batch(group.where, images, size, Place(number, len(keys)))
+                yield ImageBatch(group.where, images, size, Position(number, len(keys)))
                 images, size = [], 0
         if not keys:
             raise ValueError(f"{group.where} holds no images ({' '.join(EXTENSIONS)})")
         if images:
-            yield Batch(group.where, images, size, Place(number, len(keys)))
+            yield ImageBatch(group.where, images, size, Position(number, len(keys)))
 
 
 def is_image(name: str) -> bool:
@@ -181,7 +181,7 @@ def _key(class_name: str | None, name: str) -> str:
     return f"{class_name}/{stem}"
 
 
-class Source:
+class RawDataset:
     """The archives or class folders of train and val, and ILSVRC2012's devkit: a path or url of each part."""
 
     def __init__(self, kind: str, parts: dict[str, str], hashed: bool, subset: bool):
@@ -217,7 +217,7 @@ class Source:
         self.counts = {"train": len(wnids), "val": len(devkit.val_labels)}
 
     @contextmanager
-    def open(self, split: str, hashed: bool) -> Iterator[tuple[Iterator[Group], Input | None]]:
+    def open(self, split: str, hashed: bool) -> Iterator[tuple[Iterator[ImageGroup], Input | None]]:
         """Its class tars, class folders, or the one flat tar; and the stream that they come from."""
         where = self.parts[split]
         if self.kind != "imagenet" and Path(where).is_dir():

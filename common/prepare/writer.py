@@ -23,8 +23,8 @@ from common.data.decode import cores
 from common.prepare.source import RawImage
 from common.system.files import allow_open_files, sync
 
-LANES = 4  # threads that write and hash: 1 GB/s each, with the SHA-256 of the processor
-WAITING = 4  # batches that a lane may have before it
+THREADS = 4  # that write and hash: 1 GB/s each, with the SHA-256 of the processor
+WAITING = 4  # calls that may wait for a thread, on average
 READ_BYTES = 2**23
 SEND_BYTES = 2**23  # of a shard, to the disk
 OTHER_FILES = 64  # that are open beside the shards
@@ -59,20 +59,20 @@ class ShardWriter:
         self.key = [seed, *split.encode()]
         self.rows = array("q")  # of the index, not yet written: shard, offset, length, label
         self.part = folder / part_name(split)
-        self.lanes = Lanes(min(LANES, cores(), shards))
+        self.threads = WriterThreads(min(THREADS, cores(), shards))
         paths = [folder / f"{split}-{i:05d}.tar" for i in range(shards)]
         self.index = _open(self.part, self.count * 32)
         self.shards = [_Shard(path, length) for path, length in zip(paths, self.lengths, strict=True)]
         try:
             for i, shard in enumerate(self.shards):
-                self.lanes.submit(i, shard.read_back)
-        except BaseException:  # Ctrl-C, too: nobody else would end the lanes
+                self.threads.submit(i, shard.read_back)
+        except BaseException:  # Ctrl-C, too: nobody else would end the threads
             self.close()
             raise
 
     def write(self, images: Sequence[RawImage]) -> None:
         """Returns before they are written. Raises what went wrong in writing earlier ones."""
-        parts = [[] for _ in self.lanes.threads]
+        parts = [[] for _ in self.threads.threads]
         for image in images:
             number = self._shard_of(self.count)
             key, extension = image.key, _extension(image.name)
@@ -88,14 +88,14 @@ class ShardWriter:
             self.images[number] += 1
             self.count += 1
             parts[number % len(parts)].append((self.shards[number], members))
-        for lane, part in enumerate(parts):
+        for number, part in enumerate(parts):
             if part:
-                self.lanes.submit(lane, _append_all, part)
+                self.threads.submit(number, _append_all, part)
 
     def commit(self) -> State:
         for i, shard in enumerate(self.shards):
-            self.lanes.submit(i, shard.sync)
-        self.lanes.drain()
+            self.threads.submit(i, shard.sync)
+        self.threads.drain()
         _write_all(self.index, [self.rows.tobytes()], self.part)
         os.fdatasync(self.index)
         self.rows = array("q")
@@ -104,7 +104,7 @@ class ShardWriter:
     def finish(self) -> dict[str, Any]:
         """Ends the shards and writes the index. Returns the split's part of the manifest."""
         for i, shard in enumerate(self.shards):
-            self.lanes.submit(i, _append_all, [(shard, [ZEROS])])
+            self.threads.submit(i, _append_all, [(shard, [ZEROS])])
         self.commit()
         rows = np.fromfile(self.part, np.int64).reshape(-1, 4)
         shards = [
@@ -123,7 +123,7 @@ class ShardWriter:
         }
 
     def close(self) -> None:
-        self.lanes.close()
+        self.threads.close()
         for shard in self.shards:
             os.close(shard.file)
         os.close(self.index)
@@ -190,7 +190,7 @@ class FolderWriter:
 
     def __init__(self, folder: Path, split: str, state: State | None = None):
         self.folder, self.count = folder / split, (state or {"images": 0})["images"]
-        self.lanes = Lanes(min(LANES, cores()))
+        self.threads = WriterThreads(min(THREADS, cores()))
         self.made: set[str] = set()
         self.turns = itertools.count()
 
@@ -198,7 +198,7 @@ class FolderWriter:
         for name in {image.class_name for image in images} - self.made:
             (self.folder / name).mkdir(parents=True, exist_ok=True)
             self.made.add(name)
-        self.lanes.submit(next(self.turns), self._write_all, images)
+        self.threads.submit(next(self.turns), self._write_all, images)
         self.count += len(images)
 
     def _write_all(self, images: Sequence[RawImage]) -> None:
@@ -211,7 +211,7 @@ class FolderWriter:
                 os.close(file)
 
     def commit(self) -> State:
-        self.lanes.drain()
+        self.threads.drain()
         os.sync()  # one call for all files: one for each of a million would take longer than writing them
         return {"images": self.count}
 
@@ -219,21 +219,21 @@ class FolderWriter:
         return self.commit()
 
     def close(self) -> None:
-        self.lanes.close()
+        self.threads.close()
 
 
-class Lanes:
+class WriterThreads:
     """Threads, each of which does its works in order. Few works wait: submit() then waits, too."""
 
     def __init__(self, count: int):
         self.threads = [ThreadPoolExecutor(1) for _ in range(count)]
         self.pending: deque[Future] = deque()
 
-    def submit(self, lane: int, work: Callable, *arguments: Any) -> None:
+    def submit(self, thread: int, work: Callable, *arguments: Any) -> None:
         """Raises what an earlier work raised."""
         while len(self.pending) >= WAITING * len(self.threads):
             self.pending.popleft().result()
-        self.pending.append(self.threads[lane % len(self.threads)].submit(work, *arguments))
+        self.pending.append(self.threads[thread % len(self.threads)].submit(work, *arguments))
 
     def drain(self) -> None:
         while self.pending:

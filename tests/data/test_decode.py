@@ -11,7 +11,7 @@ from PIL import Image
 from common.data.cache import prepare
 from common.data.decode import damage, decode, jpeg_frame, open_image
 from common.prepare.recode import recoded
-from common.prepare.source import Batch, Place, RawImage
+from common.prepare.source import ImageBatch, Position, RawImage
 from tests.conftest import ROOT, run
 from tests.data.test_images import encode, picture
 from tests.scripts.test_prep_imagenet import class_folders, fails, prep
@@ -34,8 +34,8 @@ def half(jpeg: bytes) -> bytes:
     return jpeg[: len(jpeg) // 2] + b"\xff\xd9"
 
 
-def one_image(data: bytes, name: str = "a.jpg") -> list[Batch]:
-    return [Batch("here", [RawImage("cat", name, "a", 0, data)], len(data), Place())]
+def one_image(data: bytes, name: str = "a.jpg") -> list[ImageBatch]:
+    return [ImageBatch("here", [RawImage("cat", name, "a", 0, data)], len(data), Position())]
 
 
 @pytest.mark.parametrize("opener", [decode, open_image, lambda data: list(recoded(one_image(data), 8, 90))])
