@@ -16,6 +16,8 @@ import pytest
 from safetensors.torch import load_file
 from torch import Tensor
 
+from tests.support.warm_python import warmed
+
 ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent
 
@@ -34,7 +36,7 @@ def keep_to_own_cores() -> None:
             int(os.environ["PYTEST_XDIST_WORKER_COUNT"]),
         )
         cores = sorted(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, cores[number::count] or cores)
+        os.sched_setaffinity(0, cores[number % len(cores) :: count])
 
 
 keep_to_own_cores()
@@ -100,15 +102,18 @@ def hear_ctrl_c() -> None:
 
 class Job:
     """A command in a session of its own, so that nothing of it outlives the test. A word may be a function
-    that returns it."""
+    that returns it. warm: Python processes are forked from one that has imported torch."""
 
-    def __init__(self, words: list, cwd: Path = ROOT, env: dict[str, str] | None = None):
+    def __init__(self, words: list, cwd: Path = ROOT, env: dict[str, str] | None = None, warm: bool = False):
+        words = [str(word() if callable(word) else word) for word in words]
+        if warm:
+            words = warmed(words)
         # No test reaches the W&B account of whoever runs it.
         mine = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
         mine |= {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": ""}
         mine |= {"NETRC": "/nonexistent", "WANDB_CONFIG_DIR": "/nonexistent"}
         self.process = subprocess.Popen(
-            [str(word() if callable(word) else word) for word in words],
+            words,
             cwd=cwd,
             env=mine | (env or {}),
             stdout=subprocess.PIPE,
@@ -135,9 +140,9 @@ class Job:
             os.killpg(self.process.pid, signal.SIGKILL)
 
 
-def run(words: list, **options) -> str:
+def run(words: list, warm: bool = True, **options) -> str:
     """Runs a command that must succeed. Returns its output."""
-    status, output = Job(words, **options).wait()
+    status, output = Job(words, warm=warm, **options).wait()
     assert status == 0, output
     return output
 
