@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from common.system.files import discard, parse_json, read_json, sync, write_json
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 1  # docs/checkpoints.md: when it rises, and which versions are read
 MODEL, OPTIMIZER, EMA, STATE, MANIFEST = (
     "model.safetensors",
     "optimizer.safetensors",
@@ -217,17 +217,17 @@ def commit(parent: Path, step: int, snapshots: dict[str, Snapshot], state: dict,
     return folder
 
 
-def mark(parent: Path, latest: int, best: int | None) -> None:
+def write_index(parent: Path, latest: int, best: int | None) -> None:
     """index.json, for people, `--weights` and validate.py; no run chooses by it what it goes on from."""
     names = {"latest": step_name(latest)} | ({"best": step_name(best)} if best is not None else {})
     write_json(parent / INDEX, names)
 
 
-def marked(content: bytes, where: Path | str) -> dict[str, int]:
+def parse_index(content: bytes, where: Path | str) -> dict[str, int]:
     """The steps that an index.json calls `latest` and `best`. ValueError for what is none."""
     try:
-        steps = {mark: step_of(name) for mark, name in parse_json(content, where).items()}
-        return {mark: step for mark, step in steps.items() if step is not None}
+        steps = {label: step_of(name) for label, name in parse_json(content, where).items()}
+        return {label: step for label, step in steps.items() if step is not None}
     except (ValueError, TypeError):
         raise ValueError(f"{where} is no index of checkpoints") from None
 
@@ -253,7 +253,7 @@ def remove(folder: Path) -> None:
     discard(doomed)
 
 
-def tidy(parent: Path) -> None:
+def remove_temporary(parent: Path) -> None:
     """Removes what a killed run left half written or half removed. Its owner calls it."""
     for path in parent.glob(".step_*"):
         with contextlib.suppress(OSError):
@@ -295,8 +295,10 @@ def check_manifest(content: bytes, folder: Path | str) -> dict[str, Any]:
         raise Damaged(f"{where} is no manifest") from None
     if digest != _digest(manifest):
         raise Damaged(f"{where} has changed since it was written")
-    if version != FORMAT_VERSION:
-        raise ValueError(f"{where} has format version {version}, this code reads {FORMAT_VERSION}")
+    if type(version) is not int or not 1 <= version <= FORMAT_VERSION:
+        raise ValueError(
+            f"{where} has format version {version}, and this code reads 1 to {FORMAT_VERSION}: update the code"
+        )
     needed = {MODEL, OPTIMIZER, STATE}
     if not sound or not needed <= names <= needed | {EMA}:
         raise Damaged(
@@ -430,7 +432,7 @@ def load_weights(model: nn.Module, path: Path, head: str) -> None:
 def _weights_file(path: Path) -> Path:
     index = path / "checkpoints" / INDEX
     if index.is_file():
-        steps = marked(index.read_bytes(), index)
+        steps = parse_index(index.read_bytes(), index)
         places = [index.parent / step_name(steps[name]) for name in ("best", "latest") if name in steps]
         path = next((place for place in places if place.is_dir()), path)
     if path.is_dir():

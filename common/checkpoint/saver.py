@@ -67,7 +67,7 @@ class Saver:
                 checkpoints.remove(parent / step_name(step))
             checkpoints.commit(parent, step, snapshots, state, self.about)
             self.committed = step
-            checkpoints.mark(parent, step, best)
+            checkpoints.write_index(parent, step, best)
             needed = set()
             if self.mirror:
                 self.mirror.offer(step, best)

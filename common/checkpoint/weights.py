@@ -12,8 +12,8 @@ from common.checkpoint.format import (
     MANIFEST,
     MODEL,
     Checkpoint,
-    marked,
     newest,
+    parse_index,
     step_name,
     step_of,
     steps_in,
@@ -71,7 +71,7 @@ def _of_run(folder: Path, which: str, beat: Beat) -> Checkpoint:
     if which == "latest":
         return newest(parent, beat, print, ours=False)
     index = parent / INDEX
-    best = marked(index.read_bytes(), _shown(index)).get("best") if index.exists() else None
+    best = parse_index(index.read_bytes(), _shown(index)).get("best") if index.exists() else None
     if best is None or not (parent / step_name(best)).is_dir():
         raise ValueError(f"{_shown(folder)} does not hold its best checkpoint: take --which latest")
     return verify(parent / step_name(best), beat)
@@ -88,7 +88,7 @@ def _download(store: ObjectStore, which: str, scratch: Path, beat: Beat) -> Chec
         content = store.read(key, JSON_LIMIT_BYTES)
         if content is None:
             raise ValueError(f"{store.url} holds no run: {key} is missing")
-        step = marked(content, f"{store.url}/{key}").get("best")
+        step = parse_index(content, f"{store.url}/{key}").get("best")
         if step is None:
             raise ValueError(f"{store.url} does not hold its best checkpoint: take --which latest")
         fetch(store, step, scratch, beat, print)

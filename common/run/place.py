@@ -50,7 +50,7 @@ def open_place(recipe: Recipe, name: str, last_step: int, beat: Beat, say: Say) 
     place = _own_folder(recipe, name, last_step, beat, say)
     folder = place.folder
     try:
-        checkpoints.tidy(folder / "checkpoints")
+        checkpoints.remove_temporary(folder / "checkpoints")
         store = ObjectStore(recipe.s3) if recipe.s3 else None
         if store:
             store.probe()

@@ -16,7 +16,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor, nn
 
-from common.checkpoint.format import Checkpoint, mark, steps_in
+from common.checkpoint.format import Checkpoint, steps_in, write_index
 from common.checkpoint.saver import Saver
 from common.checkpoint.training import TrainingState
 from common.data import bad_images
@@ -429,7 +429,7 @@ class Run:
         with self._writing("the end of the run"):
             # An evaluation that was interrupted and made up for came after its checkpoint.
             best = self.best.get("step")
-            mark(self.folder / "checkpoints", self.step, best)
+            write_index(self.folder / "checkpoints", self.step, best)
             if self.place.mirror:
                 self.place.mirror.offer(self.step, best)
             found = result(self, "finished") | ({"uploaded": False} if self.place.mirror else {})

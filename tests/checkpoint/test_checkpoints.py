@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from common.checkpoint.format import (
+    FORMAT_VERSION,
     MANIFEST,
     Damaged,
     TensorFile,
@@ -22,9 +23,9 @@ from common.checkpoint.format import (
     commit,
     newest,
     remove,
+    remove_temporary,
     sha256_of,
     steps_in,
-    tidy,
     to_keep,
     verify,
 )
@@ -404,9 +405,10 @@ def test_a_link_in_the_place_of_a_file(hostile, tmp_path):
         verify(hostile)
 
 
-def test_a_newer_format_is_said(hostile):
-    forge(hostile, format_version=2)
-    with pytest.raises(ValueError, match="format version 2, this code reads 1"):
+@pytest.mark.parametrize("version", [FORMAT_VERSION + 1, 0, "1", None, True])
+def test_an_unknown_format_version_is_refused(version, hostile):
+    forge(hostile, format_version=version)
+    with pytest.raises(ValueError, match=f"has format version {version}, and this code reads"):
         verify(hostile)
 
 
@@ -453,7 +455,7 @@ def test_no_link_is_followed_when_checkpoints_are_removed(straight, tmp_path, ca
     kept = sorted(elsewhere.rglob("*"))
     for name in (".step_00000004.old", ".step_00000008.tmp", "step_00000004"):
         (parent / name).symlink_to(elsewhere)
-    tidy(parent)
+    remove_temporary(parent)
     remove(parent / "step_00000004")
     said = f"{parent}/step_00000004 is a link to {elsewhere}: the link is removed, not what it leads to"
     assert said in capsys.readouterr().out

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from common.checkpoint.format import MANIFEST, STATE, Checkpoint, check_manifest, marked
+from common.checkpoint.format import MANIFEST, STATE, Checkpoint, check_manifest, parse_index
 from common.data.cache import prepare
 from common.data.images import open_images
 from common.data.shards import parse_manifest
@@ -119,7 +119,7 @@ READERS = {  # file: what reads it, or for those that go on without it, what the
     "any.json": read_json,
     STATE: deep_state,
     MANIFEST: lambda file: check_manifest(file.read_bytes(), file.parent),
-    "index.json": lambda file: marked(file.read_bytes(), file),
+    "index.json": lambda file: parse_index(file.read_bytes(), file),
     "shards.json": lambda file: parse_manifest(file.read_bytes(), str(file)),
     "search.json": read_search,
     "config.json": lambda file: _read_config(file, ()),

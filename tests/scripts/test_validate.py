@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from sklearn import metrics as sklearn_metrics
 
-from common.checkpoint.format import Damaged, marked
+from common.checkpoint.format import Damaged, parse_index
 from common.checkpoint.weights import find
 from common.recipe import parse
 from common.script import as_flags, load_script, own_script, recipe_class
@@ -371,7 +371,7 @@ def test_a_broken_index_is_named(content, copy, tmp_path):
     index.write_bytes(content.encode("latin1"))
     with pytest.raises(ValueError, match=r"checkpoints/index.json is no index of checkpoints"):
         find(str(copy), "best", tmp_path, beat)
-    assert marked(b'{"best": "../../x", "latest": "step_00000003"}', "here") == {"latest": 3}
+    assert parse_index(b'{"best": "../../x", "latest": "step_00000003"}', "here") == {"latest": 3}
 
 
 def test_our_flags_and_the_scripts():
