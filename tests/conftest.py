@@ -302,8 +302,8 @@ def copy_project(copy: Path) -> Path:
     copy.mkdir()
     for name in ("common", "accelerate_configs", "ds_configs", "cluster"):
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for script in ROOT.glob("*.py"):
-        shutil.copy(script, copy)
+    for file in (*ROOT.glob("*.py"), ROOT / "pyproject.toml"):
+        shutil.copy(file, copy)
     return copy
 
 

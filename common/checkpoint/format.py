@@ -297,7 +297,7 @@ def check_manifest(content: bytes, folder: Path | str) -> dict[str, Any]:
         raise Damaged(f"{where} has changed since it was written")
     if type(version) is not int or not 1 <= version <= FORMAT_VERSION:
         raise ValueError(
-            f"{where} has format version {version}, and this code reads 1 to {FORMAT_VERSION}: update the code"
+            f"{where} has format version {version}, and this code reads 1 to {FORMAT_VERSION}: update it"
         )
     needed = {MODEL, OPTIMIZER, STATE}
     if not sound or not needed <= names <= needed | {EMA}:

@@ -319,6 +319,7 @@ def _setup(run: RunRecord) -> str:
         "data": place(facts.get("data", "-")),
         "hosts": ", ".join(about.get("hosts", [])) or "-",
         "devices": devices(run),
+        "version": about.get("version", "-"),
         "commit": (commit.rstrip("+") or "-") + changed,
         "versions": versions or "-",
         "began with": place(about.get("resumed_from", "fresh weights")),

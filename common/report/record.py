@@ -12,7 +12,9 @@ from common.system.paths import place
 NUMBER = (int, float)
 # What is expected: a type, [of each item] or {key: of its value}; "*": of all other keys.
 ABOUT = {
-    **dict.fromkeys(("script", "strategy", "resumed_from", "git_commit", "wandb_id", "wandb_url"), str),
+    **dict.fromkeys(
+        ("script", "strategy", "resumed_from", "git_commit", "wandb_id", "wandb_url", "version"), str
+    ),
     **dict.fromkeys(("source", "unit", "val_chosen"), str),
     "compile": str,
     "grad_checkpointing": bool,

@@ -18,6 +18,7 @@ from common.recipe import Batch, Recipe
 from common.run.folder import script_name
 from common.system.env import processes_per_host
 from common.system.paths import ROOT
+from common.system.version import project_version
 from common.telemetry.collect import Seat, energy_wh
 from common.telemetry.memory import memory_gib
 
@@ -53,6 +54,7 @@ def about_run(
         "resumed_from": resumed_from,
         "command": _command(),
         "argv": sys.argv,
+        "version": project_version(),
         "git_commit": _git_commit(),
         "versions": job.versions(),
         "hosts": list(dict.fromkeys(seat.host for seat in seats)),

@@ -337,7 +337,7 @@ class Run:
 
     def _described(self, about: dict[str, Any]) -> dict[str, Any]:
         """What a checkpoint is of, and who writes it, for its manifest."""
-        names = ("script", "strategy", "git_commit", "versions", "hosts", "val_chosen")
+        names = ("script", "strategy", "version", "git_commit", "versions", "hosts", "val_chosen")
         writer = {name: about[name] for name in names} | {
             "processes": self.batch.processes,
             "mixed_precision": job.precision(self.accelerator),

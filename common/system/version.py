@@ -1,0 +1,15 @@
+"""The project's version: read from pyproject.toml, the only place where it is written."""
+
+import functools
+import tomllib
+
+from common.system.paths import ROOT
+
+
+@functools.cache
+def project_version() -> str:
+    """As `0.9.0`; `unknown` where the code was copied without its pyproject.toml."""
+    try:
+        return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    except (OSError, ValueError, KeyError):
+        return "unknown"
