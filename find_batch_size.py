@@ -26,19 +26,18 @@ import sys
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 
 from common.batch_search import knee, next_size
 from common.hosts.hostfile import read_hostfile
+from common.recipe import ImageRecipe, recipe_part
+from common.recipe import parse as parse_recipe
 from common.system.cli import run_command
 from common.system.files import read_accelerate_config, read_json, read_lines, write_json
 from common.system.paths import ROOT
 from common.trials import Ended, launch
-
-if TYPE_CHECKING:  # torch comes with it: a wrong flag is said sooner
-    from common.recipe import ImageRecipe
 
 STEPS = 4  # the first, which makes the optimizer's state, is not timed
 NO_MATTER = {"batch_size", "epochs", "lr", "seed", "streams", "max_val_images"}  # flags that cost no memory
@@ -218,8 +217,6 @@ class Search:
 
     def _conclude(self, answer: int, is_memory_full: bool) -> None:
         """Writes the result, and says how to train with it."""
-        from common.recipe import recipe_part
-
         speeds = {t.per_device_batch_size: t.images_per_s for t in self.trials if t.outcome == RAN}
         found = self.about | {
             "config_file": str(self.flags.config_file),
@@ -266,13 +263,11 @@ def _processes(config: dict[str, Any], hostfile: Path | None) -> int:
     return config.get("num_processes", 1)
 
 
-def _recipe(script: list[str]) -> "ImageRecipe":
+def _recipe(script: list[str]) -> ImageRecipe:
     """The script's, with these flags. A wrong one of the script ends the search with status 2."""
     path = Path(script[0])
     if not path.is_file():
         raise ValueError(f"{path}: no such file")
-    from common.recipe import ImageRecipe
-    from common.recipe import parse as parse_recipe
     from common.script import load_script, recipe_class
 
     kind = recipe_class(load_script(path))
