@@ -45,7 +45,7 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from common.data.cache import prepare
+from common.data.cache import prepare_data
 from common.data.images import Images, open_images
 from common.data.splits import ArraySplit
 from common.distributed.accelerator import device_name, precision
@@ -135,7 +135,7 @@ def tutorial_loaders(script: ModuleType, recipe: ImageRecipe) -> tuple[DataLoade
     """Training and test images, and the number of classes."""
     from torchvision.transforms import Compose, Normalize, RandomCrop, RandomHorizontalFlip, ToTensor
 
-    images = open_images(prepare(recipe.data, Path(recipe.cache_dir or "~/.cache/train-images")))
+    images = open_images(prepare_data(recipe.data, Path(recipe.cache_dir or "~/.cache/train-images")))
     if not isinstance(images.train, ArraySplit) or images.train.size != (recipe.image_size,) * 2:
         raise ValueError(
             f"--data {recipe.data}: needs images of {recipe.image_size} pixels that fit in memory"

@@ -6,7 +6,7 @@ import torch
 from PIL import Image, ImageEnhance, ImageOps
 
 from common.augment import DRAWS, RAND_AUGMENT, crop_and_flip, to_float
-from common.data.cache import prepare
+from common.data.cache import prepare_data
 from common.data.images import open_images
 from common.order import training_plan, uniforms
 from common.rand_augment import DRAWN, GREY, LAYERS, OPERATIONS, rand_augment
@@ -125,7 +125,7 @@ def test_it_belongs_to_the_sample_whatever_is_beside_it(images):
 
 def test_the_training_has_it(tmp_path):
     recipe = Vit(data="digits", image_size=32, batch_size=16, randaug_layers=2, randaug_magnitude=7)
-    digits = open_images(prepare("digits", tmp_path))
+    digits = open_images(prepare_data("digits", tmp_path))
     plan = list(training_plan(digits.train, share_out(16, None, 1), 0, recipe.seed, 0, 1))
     batches = training_batches(digits, plan, torch.device("cpu"), recipe, (0.5,) * 3, (0.5,) * 3)
     inputs, _, ids = next(batches)

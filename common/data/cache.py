@@ -24,9 +24,10 @@ from stat import S_ISLNK, S_IWOTH
 import numpy as np
 
 from common.data.decode import SPLITS, Encoded, cores
-from common.data.sources import Beat, Source, find_source, waiting
+from common.data.sources import Source, find_source
 from common.system.cli import expand_home
 from common.system.files import discard, read_json, size_limit, sync
+from common.system.threads import Heartbeat, run_with_heartbeat
 
 FORMAT = 1  # part of the key: a change of what a cache folder holds makes old ones unused
 HASH_LIMIT_BYTES = 4 * 2**30
@@ -35,10 +36,10 @@ LOCK = ".lock"
 CHUNK_PIXELS = 2**22  # decoded in one go by a thread: some 50 ms, the longest that an interruption waits
 
 
-def prepare(
+def prepare_data(
     data: str,
     cache_dir: Path,
-    beat: Callable[[], None] = lambda: None,
+    beat: Heartbeat = lambda: None,
     show_progress: bool = True,
     data_root: tuple[str, ...] = (),
 ) -> Path:
@@ -49,7 +50,7 @@ def prepare(
     cache_dir = expand_home(cache_dir, "give --cache_dir").resolve()
     try:
         source = find_source(data, beat, show_progress, data_root)
-        content, place = waiting(beat, lambda: _keys(source))
+        content, place = run_with_heartbeat(lambda: _keys(source), beat)
         label = re.sub(r"[^A-Za-z0-9._-]", "_", source.name).lstrip(".") or "images"
         if not _why_unused(cache_dir / f"{label}-{place}"):
             return cache_dir / f"{label}-{place}"
@@ -147,7 +148,7 @@ def _user(uid: int) -> str:
 
 
 @contextmanager
-def _lock(folder: Path, beat: Beat) -> Iterator[None]:
+def _lock(folder: Path, beat: Heartbeat) -> Iterator[None]:
     """Exclusive among this user's processes on a host; the kernel releases it when its holder dies, however
     that is. Nobody else may open the file, and so hold the lock."""
     descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
@@ -156,13 +157,13 @@ def _lock(folder: Path, beat: Beat) -> Iterator[None]:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             print(f"another process is preparing images in {folder}: waiting for it", file=sys.stderr)
-            waiting(beat, lambda: fcntl.flock(descriptor, fcntl.LOCK_EX))
+            run_with_heartbeat(lambda: fcntl.flock(descriptor, fcntl.LOCK_EX), beat)
         yield
     finally:
         os.close(descriptor)
 
 
-def _make(folder: Path, source: Source, name: str, beat: Beat, show_progress: bool) -> None:
+def _make(folder: Path, source: Source, name: str, beat: Heartbeat, show_progress: bool) -> None:
     """Writes everything into a temporary folder and renames it when complete. We hold the lock."""
     work = folder.parent / ".preparing"
     discard(work)  # its maker held the lock, and was killed
@@ -178,14 +179,14 @@ def _make(folder: Path, source: Source, name: str, beat: Beat, show_progress: bo
             "shards": source.shards,
         }
         (work / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
-        waiting(beat, lambda: [sync(path) for path in (*work.iterdir(), work)])
+        run_with_heartbeat(lambda: [sync(path) for path in (*work.iterdir(), work)], beat)
         os.rename(work, folder)
         sync(folder.parent)
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
 
-def _kind(work: Path, source: Source, beat: Beat, show_progress: bool) -> str:
+def _kind(work: Path, source: Source, beat: Heartbeat, show_progress: bool) -> str:
     """What the folder holds: an index of shards, an array of decoded images, or files of encoded ones."""
     if source.shards:
         return "shards"
@@ -197,13 +198,13 @@ class _OddSize(Exception):
     """An image of another size turned up: the data set stays encoded."""
 
 
-def _decode_all(work: Path, name: str, beat: Beat, show_progress: bool) -> bool:
+def _decode_all(work: Path, name: str, beat: Heartbeat, show_progress: bool) -> bool:
     """Puts decoded arrays in the place of encoded images. False, and nothing changed, if that can't be: sizes
     differ, or both splits together take more than a quarter of the memory. Raises ValueError with all images
     that can't be decoded."""
     encoded = {split: Encoded(work, split) for split in SPLITS}
     count = sum(map(len, encoded.values()))
-    shape = waiting(beat, lambda: _common_shape(encoded.values()))
+    shape = run_with_heartbeat(lambda: _common_shape(encoded.values()), beat)
     if shape is None or count * math.prod(shape) > _memory_bytes() // 4:
         return False
     chunk = min(256, max(1, CHUNK_PIXELS // math.prod(shape[:2])))
@@ -241,7 +242,7 @@ def _common_shape(splits) -> tuple[int, ...] | None:
     return shapes.pop() if len(shapes) == 1 else None
 
 
-def _decode_chunks(chunks: list[tuple], beat: Beat, advance: Callable[[int], None]) -> list[str]:
+def _decode_chunks(chunks: list[tuple], beat: Heartbeat, advance: Callable[[int], None]) -> list[str]:
     """_decode(*chunk) for each in a thread per core. Returns what is wrong with images that can't be decoded.
 
     Decoders release the GIL. What beat() raises, or an odd size, ends the threads after their present chunk.

@@ -1,6 +1,6 @@
 """Where images come from: digits, cifar10, synthetic, a folder of parquet files, of class folders, or shards.
 
-`prepare` (one process per host) makes a folder in the cache; `open_images` (all processes) maps it.
+`prepare_data` (one process per host) makes a folder in the cache; `open_images` (all processes) maps it.
 Images that fit in memory are decoded there once, as uint8 arrays; the others stay encoded, and are decoded by
 the workers of a DataLoader. Batches are uint8 on the device: augmentation and normalisation follow there.
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from accelerate import Accelerator
 
-from common.data.cache import prepare
+from common.data.cache import prepare_data
 from common.data.decode import SPLITS
 from common.data.shard_cache import ShardCache
 from common.data.shards import MANIFEST, check_roots, index_name, parse_manifest
@@ -50,7 +50,7 @@ def load(accelerator: Accelerator, recipe: ImageRecipe) -> Images:
     folder = once_per_host(
         accelerator,
         "data",
-        lambda beat: str(prepare(recipe.data, cache_dir, beat, data_root=recipe.data_root)),
+        lambda beat: str(prepare_data(recipe.data, cache_dir, beat, data_root=recipe.data_root)),
         recipe.timeout_s,
     )
     images = open_images(Path(folder), recipe)
@@ -61,8 +61,10 @@ def load(accelerator: Accelerator, recipe: ImageRecipe) -> Images:
 
 
 def open_images(folder: Path, recipe: ImageRecipe | None = None) -> Images:
-    """Maps the folder that `prepare` returned into memory. recipe: how shards are read, and broken images
-    dealt with; None: by the defaults."""
+    """Maps the folder that `prepare_data` returned into memory.
+
+    recipe: how shards are read and what happens to broken images; None: the defaults.
+    """
     recipe, pixels = recipe or ImageRecipe(), {}
     try:
         about = read_json(folder / "meta.json")

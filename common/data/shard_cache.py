@@ -199,7 +199,7 @@ class _Held:
     uses: int = 0  # by micro-batches that have not come back
 
 
-class Supply:
+class ShardPrefetcher:
     """Iterates over a plan, and gives each item when all the shards that it needs are here.
 
     A thread looks ahead in the plan, which it alone iterates, and holds the shards that come next, as long as

@@ -46,7 +46,7 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class Split:
+class SplitManifest:
     images: int
     index_sha256: str
     shards: tuple[Shard, ...]
@@ -57,7 +57,7 @@ class Manifest:
     kind: str  # "shards" or "index"
     name: str
     classes: tuple[str, ...]  # their names, in label order; of those with one name their WordNet ids, too
-    splits: dict[str, Split]
+    splits: dict[str, SplitManifest]
     sha256: str  # of the manifest itself
 
 
@@ -176,12 +176,12 @@ def parse_manifest(content: bytes, where: str) -> Manifest:
     return manifest
 
 
-def _split(about: dict[str, Any], kind: str) -> Split:
+def _split(about: dict[str, Any], kind: str) -> SplitManifest:
     shards = tuple(_shard(shard, kind) for shard in about["shards"])
     images = _typed(about["images"], int, "images")
     if images < 1 or sum(shard.images for shard in shards) != images:
         raise TypeError(f"images {images}, of all shards {sum(shard.images for shard in shards)}")
-    return Split(images, _sha256(about["index_sha256"]), shards)
+    return SplitManifest(images, _sha256(about["index_sha256"]), shards)
 
 
 def _shard(about: dict[str, Any], kind: str) -> Shard:

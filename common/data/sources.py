@@ -7,11 +7,11 @@ import difflib
 import json
 import os
 import re
-import threading
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,7 @@ from common.system.cli import expand_home
 from common.system.files import parse_json
 from common.system.s3 import ObjectStore
 from common.system.text import printable
-
-Beat = Callable[[], None]
+from common.system.threads import Heartbeat, run_with_heartbeat
 
 KNOWN = ("digits", "cifar10", "synthetic")
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
@@ -39,7 +38,7 @@ class Source:
 
     name: str
     files: tuple[tuple[str, Path], ...]  # (name that goes into the key, file), sorted; () for generated data
-    write: Callable[[Path, Beat], tuple[str, ...]]
+    write: Callable[[Path, Heartbeat], tuple[str, ...]]
     val_name: str = "val"
     mirror: bool = True
     root: Path | None = None  # where the image files are, when they are stored as paths
@@ -47,7 +46,7 @@ class Source:
     marks: tuple[str, ...] = ()  # of the content, beside the files
 
 
-def find_source(data: str, beat: Beat, show_progress: bool, data_root: tuple[str, ...] = ()) -> Source:
+def find_source(data: str, beat: Heartbeat, show_progress: bool, data_root: tuple[str, ...] = ()) -> Source:
     """data_root: where the files of an index may lie. Raises ValueError when there is nothing that can be
     trained on, before much is read."""
     if data == "digits":
@@ -57,7 +56,7 @@ def find_source(data: str, beat: Beat, show_progress: bool, data_root: tuple[str
     if data == "cifar10":
         return _find_on_hub(data, "uoft-cs/cifar10", beat, show_progress)
     if str(data).startswith("s3://"):
-        return waiting(beat, lambda: _find_stored_shards(ObjectStore(data)))
+        return run_with_heartbeat(lambda: _find_stored_shards(ObjectStore(data)), beat)
     # Links are not followed: hosts that keep the data in different places can give it one name.
     root = Path(os.path.abspath(expand_home(data, "give --data as an absolute path")))
     if not root.is_dir():
@@ -65,32 +64,12 @@ def find_source(data: str, beat: Beat, show_progress: bool, data_root: tuple[str
         near = difflib.get_close_matches(data, KNOWN, n=1)
         meant = f"did you mean {near[0]}?" if near else f"give a folder or one of: {', '.join(KNOWN)}"
         raise ValueError(f"--data {data}: {what}; {meant}")
-    return waiting(
-        beat, lambda: _find_shards(root, data_root) or _find_parquet(root) or _find_class_folders(root)
+    return run_with_heartbeat(
+        lambda: _find_shards(root, data_root) or _find_parquet(root) or _find_class_folders(root), beat
     )
 
 
-def waiting(beat: Beat, work: Callable):
-    """work() in a thread of its own, with beat() every half second. Its result, or its exception."""
-    outcome: dict = {}
-
-    def run() -> None:
-        try:
-            outcome["result"] = work()
-        except BaseException as error:
-            outcome["error"] = error
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    while thread.is_alive():
-        thread.join(0.5)
-        beat()
-    if "error" in outcome:
-        raise outcome["error"]
-    return outcome["result"]
-
-
-def _write_digits(folder: Path, beat: Beat) -> tuple[str, ...]:
+def _write_digits(folder: Path, beat: Heartbeat) -> tuple[str, ...]:
     """scikit-learn's 1,797 digits of 8x8 (values 0 to 16) as uint8 32x32; 36 of each class are held out.
 
     RandomState, whose stream numpy keeps fixed (NEP 19), makes the hold-out the same on every machine.
@@ -105,7 +84,7 @@ def _write_digits(folder: Path, beat: Beat) -> tuple[str, ...]:
         large = [np.asarray(Image.fromarray(x).resize((32, 32), Image.Resampling.BILINEAR)) for x in small]
         return np.repeat(np.stack(large)[..., None], 3, axis=3), digits.target
 
-    images, labels = waiting(beat, load)
+    images, labels = run_with_heartbeat(load, beat)
     shuffled = np.random.RandomState(0).permutation(len(labels))
     val = np.sort(np.concatenate([shuffled[labels[shuffled] == c][:36] for c in range(10)]))
     train = np.setdiff1d(np.arange(len(labels)), val)
@@ -115,7 +94,7 @@ def _write_digits(folder: Path, beat: Beat) -> tuple[str, ...]:
     return tuple("0123456789")
 
 
-def _write_synthetic(folder: Path, beat: Beat) -> tuple[str, ...]:
+def _write_synthetic(folder: Path, beat: Heartbeat) -> tuple[str, ...]:
     """4,096 + 1,024 images of 32x32: one of ten fixed patterns of 4x4 coloured squares, under noise."""
     generator = np.random.RandomState(0)
     patterns = generator.randint(64, 192, (10, 4, 4, 3)).repeat(8, axis=1).repeat(8, axis=2)
@@ -171,11 +150,11 @@ def _find_stored_shards(store: ObjectStore) -> Source:
 def _source_of_shards(manifest: shards.Manifest, place: str, read: Callable[[str], bytes]) -> Source:
     """read(name): a file beside the shards."""
 
-    def write(folder: Path, beat: Beat) -> tuple[str, ...]:
+    def write(folder: Path, beat: Heartbeat) -> tuple[str, ...]:
         (folder / shards.MANIFEST).write_bytes(read(shards.MANIFEST))
         for split in SPLITS:
             name = shards.index_name(split)
-            content = waiting(beat, lambda name=name: read(name))
+            content = run_with_heartbeat(partial(read, name), beat)
             rows = shards.parse_index(content, manifest, split, f"{place}/{name}")
             (folder / name).write_bytes(content)
             _save_labels(folder, split, rows[:, 3])
@@ -211,7 +190,7 @@ def _find_class_folders(root: Path) -> Source:
         for split, name in zip(SPLITS, listing, strict=True)
     }
 
-    def write(folder: Path, beat: Beat) -> tuple[str, ...]:
+    def write(folder: Path, beat: Heartbeat) -> tuple[str, ...]:
         number = {c: k for k, c in enumerate(classes)}
         for split in SPLITS:
             _save_items(folder, split, (os.fsencode(path) for _, path in names[split]), root)
@@ -267,7 +246,7 @@ def _find_parquet(root: Path) -> Source | None:
         raise ValueError(f"--data {root}: no val-, validation- or test-*.parquet beside train-*.parquet")
     splits = {"train": _split_files(folder, "train"), "val": _split_files(folder, val_name)}
 
-    def write(out: Path, beat: Beat) -> tuple[str, ...]:
+    def write(out: Path, beat: Heartbeat) -> tuple[str, ...]:
         return _write_tables({s: [(str(f), f) for f in splits[s]] for s in SPLITS}, out, beat)
 
     files = tuple((f.name, f) for split in SPLITS for f in splits[split])
@@ -278,7 +257,7 @@ def _split_files(folder: Path, split: str) -> list[Path]:
     return sorted(f for f in folder.iterdir() if re.fullmatch(rf"{split}([-.].*)?\.parquet", f.name))
 
 
-def _find_on_hub(name: str, repository: str, beat: Beat, show_progress: bool) -> Source:
+def _find_on_hub(name: str, repository: str, beat: Heartbeat, show_progress: bool) -> Source:
     """A data set of the Hugging Face hub; `datasets` downloads it once, and takes its own copy afterwards."""
 
     def load():
@@ -289,7 +268,7 @@ def _find_on_hub(name: str, repository: str, beat: Beat, show_progress: bool) ->
         return datasets.load_dataset(repository)
 
     try:
-        splits = waiting(beat, load)
+        splits = run_with_heartbeat(load, beat)
     except Exception as error:  # no network, no room, a hub that says no: too many classes to list
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise ValueError(
@@ -303,7 +282,7 @@ def _find_on_hub(name: str, repository: str, beat: Beat, show_progress: bool) ->
         for k, file in enumerate(table.cache_files)
     )
 
-    def write(out: Path, beat: Beat) -> tuple[str, ...]:
+    def write(out: Path, beat: Heartbeat) -> tuple[str, ...]:
         return _write_tables({s: [(f"{name}'s {s} split", tables[s].data.table)] for s in SPLITS}, out, beat)
 
     return Source(name, files, write, "test")
@@ -313,7 +292,7 @@ def _find_on_hub(name: str, repository: str, beat: Beat, show_progress: bool) ->
 Table = tuple[str, Any]
 
 
-def _write_tables(splits: dict[str, list[Table]], out: Path, beat: Beat) -> tuple[str, ...]:
+def _write_tables(splits: dict[str, list[Table]], out: Path, beat: Heartbeat) -> tuple[str, ...]:
     """Stores the labels, once they are found right, and then the image bytes; memory: one row group and the
     labels."""
     names, labels, parts = {}, {}, {}
@@ -335,7 +314,7 @@ def _write_tables(splits: dict[str, list[Table]], out: Path, beat: Beat) -> tupl
     return classes
 
 
-def _read_labels(tables: list[Table], beat: Beat) -> tuple[tuple[str, ...] | None, list, list]:
+def _read_labels(tables: list[Table], beat: Heartbeat) -> tuple[tuple[str, ...] | None, list, list]:
     """Class names (None without), all labels, and [(table, rows)]."""
     names, labels, parts = [], [], []
     for where, table in tables:
@@ -353,7 +332,7 @@ def _read_labels(tables: list[Table], beat: Beat) -> tuple[tuple[str, ...] | Non
     return names[0], labels, parts
 
 
-def _read_images(tables: list[Table], beat: Beat) -> Iterator[bytes]:
+def _read_images(tables: list[Table], beat: Heartbeat) -> Iterator[bytes]:
     for where, table in tables:
         with _open_table(where, table) as (schema, read):
             rows = 0

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from common.data.decode import Encoded
-from common.data.shard_cache import ShardCache, Supply
+from common.data.shard_cache import ShardCache, ShardPrefetcher
 from common.data.shards import Shard, ShardImages
 from common.data.workers import MicroBatch, decoded, in_flight, send
 from common.order import Plan, Samples, Shuffled, Streamed
@@ -198,7 +198,7 @@ class ShardSplit:
         plan, flying = chain([first], items), in_flight(workers)
         with (
             self.cache.room(kept) as room_bytes,
-            closing(Supply(plan, self._files_of, self.cache, room_bytes, flying)) as supply,
+            closing(ShardPrefetcher(plan, self._files_of, self.cache, room_bytes, flying)) as supply,
         ):
             yield from decoded(self.open, self.labels, supply, **options)
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 from PIL import Image
 
-from common.data.cache import prepare
+from common.data.cache import prepare_data
 from common.data.decode import damage, decode, jpeg_frame, open_image
 from common.prepare.recode import recoded
 from common.prepare.source import ImageBatch, Position, RawImage
@@ -109,7 +109,7 @@ def test_half_a_jpeg_is_reported_where_a_cache_is_made(tmp_path):
     folders["train/b/4.jpg"] = half(folders["train/b/4.jpg"])
     data = class_folders(tmp_path / "data", folders)
     with pytest.raises(ValueError, match="1 of 36 images can't be decoded") as error:
-        prepare(str(data), tmp_path / "cache", show_progress=False)
+        prepare_data(str(data), tmp_path / "cache", show_progress=False)
     assert "train/b/4.jpg: " in str(error.value)
 
 
@@ -142,9 +142,9 @@ def test_eight_bombs_in_a_data_set(tmp_path):
     data = class_folders(tmp_path / "data", folders)
     code = (
         "import resource, sys, torch\n"
-        "from common.data.cache import prepare\n"
+        "from common.data.cache import prepare_data\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
-        "try: prepare(sys.argv[1], sys.argv[2])\n"
+        "try: prepare_data(sys.argv[1], sys.argv[2])\n"
         "except ValueError as error: print(error)\n"
         "print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)\n"
     )

@@ -21,9 +21,8 @@ import torch
 from PIL import Image, ImageOps
 
 from common.data import cache as image_cache
-from common.data import sources as image_sources
 from common.data.decode import decode
-from common.data.images import open_images, prepare
+from common.data.images import open_images, prepare_data
 from common.data.splits import ArraySplit, FileSplit
 from tests.conftest import ROOT, hear_ctrl_c
 
@@ -109,14 +108,14 @@ def decode(images, pixels, ids):
             time.sleep(0.05)
     return real(images, pixels, ids)
 real, image_cache._decode, image_cache.cores = image_cache._decode, decode, lambda: 1
-print("DONE", image_cache.prepare(data, cache), flush=True)
+print("DONE", image_cache.prepare_data(data, cache), flush=True)
 """
 
 
 @pytest.fixture(scope="module")
 def cifar(cifar10, tmp_path_factory) -> Path:
     """The cache of the real CIFAR-10, decoded once for this file."""
-    return prepare(str(cifar10), tmp_path_factory.mktemp("cifar"))
+    return prepare_data(str(cifar10), tmp_path_factory.mktemp("cifar"))
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +133,7 @@ def photograph_folders(photographs, tmp_path_factory) -> Path:
 
 
 def test_digits_hold_out_36_of_each_class(tmp_path):
-    images = open_images(prepare("digits", tmp_path))
+    images = open_images(prepare_data("digits", tmp_path))
     assert images.classes == tuple("0123456789")
     assert (len(images.train), len(images.val), images.val_name, images.mirror) == (1437, 360, "val", False)
     assert images.train.size == (32, 32)
@@ -152,7 +151,7 @@ def test_digits_hold_out_36_of_each_class(tmp_path):
 
 
 def test_synthetic_is_learnable_and_the_same_everywhere(tmp_path):
-    one, two = (open_images(prepare("synthetic", tmp_path / x)) for x in "ab")
+    one, two = (open_images(prepare_data("synthetic", tmp_path / x)) for x in "ab")
     assert (len(one.train), len(one.val), len(one.classes)) == (4096, 1024, 10)
     assert (one.train.images == two.train.images).all()
     train, labels = one.train.images.astype(np.float32), one.train.labels
@@ -185,8 +184,8 @@ def test_cifar_equals_the_decoding_of_its_parquet_files(cifar, cifar10):
 
 def test_a_second_preparation_finds_the_first_and_imports_little(cifar, cifar10):
     script = (
-        "import sys; from pathlib import Path; from common.data.images import open_images, prepare\n"
-        "folder = prepare(sys.argv[1], Path(sys.argv[2])); open_images(folder); print(folder)\n"
+        "import sys; from pathlib import Path; from common.data.images import open_images, prepare_data\n"
+        "folder = prepare_data(sys.argv[1], Path(sys.argv[2])); open_images(folder); print(folder)\n"
         "heavy = ('datasets', 'sklearn', 'PIL', 'torchvision', 'pyarrow', 'rich')\n"
         "print([name for name in heavy if name in sys.modules])"
     )
@@ -207,10 +206,13 @@ def test_cifar10_by_name_is_loaded_through_datasets(tmp_path, monkeypatch):
     else:
         copy = parquet_folder(tmp_path / "uoft-cs" / "cifar10")
     monkeypatch.chdir(tmp_path)
-    folder = prepare("cifar10", tmp_path / "cache", show_progress=False)
-    hub, local = open_images(folder), open_images(prepare(str(copy), tmp_path / "cache", show_progress=False))
+    folder = prepare_data("cifar10", tmp_path / "cache", show_progress=False)
+    hub, local = (
+        open_images(folder),
+        open_images(prepare_data(str(copy), tmp_path / "cache", show_progress=False)),
+    )
     assert folder.name.startswith("cifar10-")
-    assert prepare("cifar10", tmp_path / "cache", show_progress=False) == folder
+    assert prepare_data("cifar10", tmp_path / "cache", show_progress=False) == folder
     assert hub.val_name == "test"
     assert hub.classes == local.classes
     assert (hub.train.images == local.train.images).all()
@@ -218,7 +220,7 @@ def test_cifar10_by_name_is_loaded_through_datasets(tmp_path, monkeypatch):
 
 
 def test_cifar10_without_network_says_what_to_do(tmp_path):
-    script = "import sys; from common.data.cache import prepare; prepare('cifar10', sys.argv[1])"
+    script = "import sys; from common.data.cache import prepare_data; prepare_data('cifar10', sys.argv[1])"
     offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf")}
     process = start(script, tmp_path / "cache", env=offline, cwd=tmp_path)
     _, err = process.communicate(timeout=60)
@@ -235,12 +237,12 @@ def test_metadata_without_names_is_no_mistake(about, tmp_path):
     (tmp_path / "test-00000-of-00001.parquet").write_bytes(
         (tmp_path / "train-00000-of-00001.parquet").read_bytes()
     )
-    assert open_images(prepare(str(tmp_path), tmp_path / "cache")).classes == ("0", "1")
+    assert open_images(prepare_data(str(tmp_path), tmp_path / "cache")).classes == ("0", "1")
 
 
 def test_parquet_variants(tmp_path):
     cache = tmp_path / "cache"
-    deeper = open_images(prepare(str(parquet_folder(tmp_path / "deeper", under="plain_text")), cache))
+    deeper = open_images(prepare_data(str(parquet_folder(tmp_path / "deeper", under="plain_text")), cache))
     assert deeper.classes == ("cat", "dog")
     assert len(deeper.train) == 40
 
@@ -250,7 +252,7 @@ def test_parquet_variants(tmp_path):
     write_parquet(root / "train-1-of-2.parquet", images[:2], [7, 7], columns=("image", "fine_label"))
     write_parquet(root / "validation.parquet", images[:4], [7, 5, 5, 5], columns=("image", "fine_label"))
     write_parquet(root / "test.parquet", images[:3], [-1] * 3, columns=("image", "fine_label"))
-    both = open_images(prepare(str(root), cache))
+    both = open_images(prepare_data(str(root), cache))
     assert both.val_name == "val"  # preferred to test
     assert both.classes == ("5", "7")  # no names in the files: the distinct labels
     assert both.train.labels.tolist() == [0, 1] * 4 + [1, 1]
@@ -264,7 +266,7 @@ def test_class_folders_of_one_size_become_an_array(tmp_path):
     (root / "train" / "b" / ".hidden.png").write_bytes(b"no image")
     (root / "train" / "b" / "notes.txt").write_text("no image")
     (root / "train" / ".cache").mkdir()
-    images = open_images(prepare(str(root), tmp_path / "cache"))
+    images = open_images(prepare_data(str(root), tmp_path / "cache"))
     assert isinstance(images.train, ArraySplit)
     assert images.classes == ("a", "b")
     assert images.val_name == "test"
@@ -278,10 +280,10 @@ def test_class_folders_of_one_size_become_an_array(tmp_path):
 def test_what_does_not_fit_in_memory_stays_encoded(tmp_path, monkeypatch, kind):
     make = parquet_folder if kind == "parquet" else class_folders
     root = make(tmp_path / "data")
-    array = open_images(prepare(str(root), tmp_path / "one"))
+    array = open_images(prepare_data(str(root), tmp_path / "one"))
     images = len(array.train) + len(array.val)
     monkeypatch.setattr(image_cache, "_memory_bytes", lambda: 4 * images * 3072 - 1)
-    files = open_images(prepare(str(root), tmp_path / "two"))
+    files = open_images(prepare_data(str(root), tmp_path / "two"))
     assert isinstance(files.val, FileSplit)
     assert (files.source, files.classes) == (array.source, array.classes)
     assert (files.train.labels == array.train.labels).all()
@@ -290,14 +292,14 @@ def test_what_does_not_fit_in_memory_stays_encoded(tmp_path, monkeypatch, kind):
     assert (pixels.numpy() == array.val.images[[3, 1], 2:30, 2:30]).all()
     assert labels.tolist() == array.val.labels[[3, 1]].tolist()
     monkeypatch.setattr(image_cache, "_memory_bytes", lambda: 4 * images * 3072)
-    assert isinstance(open_images(prepare(str(root), tmp_path / "three")).val, ArraySplit)
+    assert isinstance(open_images(prepare_data(str(root), tmp_path / "three")).val, ArraySplit)
 
 
 def test_one_odd_size_at_the_end_is_noticed(tmp_path, monkeypatch):
     monkeypatch.setattr(image_cache, "SAMPLE", 2)  # first and last of a split: the odd one is not among them
     root = class_folders(tmp_path / "data")
     picture(0, 32, 40).save(root / "val" / "b" / "1.png")
-    folder = prepare(str(root), tmp_path / "cache")
+    folder = prepare_data(str(root), tmp_path / "cache")
     assert isinstance(open_images(folder).train, FileSplit)
     assert not list(folder.glob("*_images.npy"))
 
@@ -307,29 +309,29 @@ def test_one_odd_size_at_the_end_is_noticed(tmp_path, monkeypatch):
 
 def test_the_key_is_the_content(tmp_path):
     root, cache = parquet_folder(tmp_path / "data"), tmp_path / "cache"
-    first = prepare(str(root), cache)
+    first = prepare_data(str(root), cache)
     elsewhere = shutil.copytree(root, tmp_path / "elsewhere" / "data")
-    assert prepare(str(elsewhere), cache) == first
+    assert prepare_data(str(elsewhere), cache) == first
     path = elsewhere / "test-00000-of-00001.parquet"
     before, data = path.stat(), bytearray(path.read_bytes())
     data[data.index(b"IDAT") - 20] ^= 1  # in a PNG's header: that image is broken now, of the same length
     path.write_bytes(data)
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     with pytest.raises(ValueError, match="can't be decoded"):
-        prepare(str(elsewhere), cache)
+        prepare_data(str(elsewhere), cache)
     write_parquet(path, [encode(picture(k), "PNG") for k in range(20)], [0, 1] * 10, ["cat", "dog"])
-    assert prepare(str(elsewhere), cache) != first
+    assert prepare_data(str(elsewhere), cache) != first
     assert len(in_cache(cache)) == 2
 
 
 def test_large_data_is_keyed_on_names_sizes_and_times(tmp_path, monkeypatch):
     monkeypatch.setattr(image_cache, "HASH_LIMIT_BYTES", 0)
     root, cache = class_folders(tmp_path / "data"), tmp_path / "cache"
-    first = prepare(str(root), cache)
-    assert prepare(str(root), cache) == first
+    first = prepare_data(str(root), cache)
+    assert prepare_data(str(root), cache) == first
     path = root / "val" / "a" / "0.png"
     os.utime(path, (1, 1))
-    second = prepare(str(root), cache)
+    second = prepare_data(str(root), cache)
     assert second != first
     assert open_images(second).source == open_images(first).source  # what hosts compare has no times
 
@@ -338,7 +340,7 @@ def test_an_index_belongs_to_the_place_of_its_files(tmp_path):
     one = class_folders(tmp_path / "one" / "data")
     picture(0, 40, 32).save(one / "train" / "a" / "0.png")
     two = shutil.copytree(one, tmp_path / "two" / "data")
-    folders = [prepare(str(root), tmp_path / "cache") for root in (one, two)]
+    folders = [prepare_data(str(root), tmp_path / "cache") for root in (one, two)]
     assert folders[0] != folders[1]
     shutil.rmtree(one)
     read(open_images(folders[1]).train, [(0, np.arange(8))])
@@ -350,7 +352,7 @@ def test_two_jobs_at_once_make_it_once(tmp_path):
     other = start(STALLED, root, cache, go)
     assert other.stdout.readline() == "MIDDLE\n"
     beats = []
-    folder = prepare(str(root), cache, lambda: beats.append(0) or (len(beats) > 2 and go.touch()))
+    folder = prepare_data(str(root), cache, lambda: beats.append(0) or (len(beats) > 2 and go.touch()))
     out, err = other.communicate(timeout=30)
     assert len(beats) > 2
     assert out == f"DONE {folder}\n", err
@@ -369,7 +371,7 @@ def test_killed_in_the_middle_leaves_nothing_that_counts(tmp_path):
     assert work.name == ".preparing"
     assert np.load(work / "train_images.npy").any()
     assert not np.load(work / "val_images.npy").any()
-    folder = prepare(str(root), cache)
+    folder = prepare_data(str(root), cache)
     assert in_cache(cache) == [folder]
     images = open_images(folder)
     assert all((images.val.images[k] == np.asarray(picture(1000 + k))).all() for k in range(20))
@@ -397,7 +399,7 @@ def test_an_exception_from_beat_ends_the_threads_and_leaves_nothing(tmp_path, mo
             raise SystemExit(75)
 
     with pytest.raises(SystemExit):
-        prepare(str(root), tmp_path / "cache", beat)
+        prepare_data(str(root), tmp_path / "cache", beat)
     done = len(decoded)
     assert 0 < done <= 4 * image_cache.cores()  # of 60
     assert not in_cache(tmp_path / "cache")
@@ -422,7 +424,7 @@ def test_threads_decode_in_parallel_under_a_progress_bar(tmp_path, monkeypatch):
     monkeypatch.setattr(image_cache, "_decode", decode)
     monkeypatch.setattr(sys, "stderr", terminal)
     root = parquet_folder(tmp_path / "data", train=600, val=100)
-    images = open_images(prepare(str(root), tmp_path / "cache", lambda: beats.append(time.monotonic())))
+    images = open_images(prepare_data(str(root), tmp_path / "cache", lambda: beats.append(time.monotonic())))
     for split, seed in ((images.train, 0), (images.val, 1000)):
         assert all((split.images[k] == np.asarray(picture(seed + k))).all() for k in range(len(split)))
     assert np.diff(beats).max() < 3
@@ -436,7 +438,7 @@ def test_a_full_disk_is_a_clear_error(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "posix_fallocate", no_room)
     with pytest.raises(ValueError, match=r"No space left on device.* with room for the decoded images"):
-        prepare(str(parquet_folder(tmp_path / "data")), tmp_path / "cache")
+        prepare_data(str(parquet_folder(tmp_path / "data")), tmp_path / "cache")
     assert not in_cache(tmp_path / "cache")
 
 
@@ -512,7 +514,7 @@ def test_broken_and_dangerous_files():
 
 
 def test_photographs_keep_their_order_whatever_the_workers(photograph_folders, tmp_path):
-    images = open_images(prepare(str(photograph_folders), tmp_path))
+    images = open_images(prepare_data(str(photograph_folders), tmp_path))
     assert isinstance(images.train, FileSplit)
     assert (len(images.train), len(images.val)) == (80, 20)
     ids = np.random.RandomState(0).permutation(80)[:30]
@@ -565,7 +567,7 @@ def test_random_crops_are_distributed_as_torchvisions(monkeypatch):
 def test_workers_ignore_signals_and_end_when_left(tmp_path):
     root = class_folders(tmp_path / "data", count=30)
     picture(0, 40, 32).save(root / "train" / "a" / "0.png")
-    split = open_images(prepare(str(root), tmp_path / "cache")).train
+    split = open_images(prepare_data(str(root), tmp_path / "cache")).train
     plan = [(0, np.arange(k, k + 2)) for k in range(0, 60, 2)]
     workers = []
 
@@ -621,7 +623,7 @@ def alive(pid: int) -> bool:
 def test_workers_end_with_the_trainer(tmp_path, end):
     root = class_folders(tmp_path / "data")
     picture(0, 40, 32).save(root / "train" / "a" / "0.png")
-    folder = prepare(str(root), tmp_path / "cache")
+    folder = prepare_data(str(root), tmp_path / "cache")
     (tmp_path / "trainer.py").write_text(TRAINER)
     (tmp_path / "slow.py").write_text("import sys; print('imported', file=sys.stderr)")
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
@@ -659,7 +661,7 @@ def test_a_broken_file_ends_in_one_clear_error(tmp_path, workers):
     picture(0, 40, 32).save(root / "train" / "a" / "0.png")
     path = root / "train" / "b" / "1.png"
     path.write_bytes(path.read_bytes()[:60])
-    split = open_images(prepare(str(root), tmp_path / "cache")).train
+    split = open_images(prepare_data(str(root), tmp_path / "cache")).train
     with pytest.raises(ValueError, match=r"train/b/1\.png: ") as error:
         read(split, [(0, np.arange(4)), (0, np.arange(4, 8))], workers=workers)
     assert "Traceback" not in str(error.value)
@@ -677,7 +679,7 @@ def test_files_that_cannot_be_decoded_are_all_counted(tmp_path):
     for k in range(12):
         (root / "train" / "b" / f"{k}.png").write_bytes(b"broken")
     with pytest.raises(ValueError, match="12 of 80 images can't be decoded") as error:
-        prepare(str(root), tmp_path / "cache")
+        prepare_data(str(root), tmp_path / "cache")
     lines = str(error.value).splitlines()
     assert len(lines) == 12
     assert lines[1].startswith(f"  {root}/train/b/0.png: not an image of a known format (JPEG, PNG, ")
@@ -804,7 +806,7 @@ def test_bad_input_is_one_clear_error(tmp_path, case):
     make, messages = BAD[case]
     make(tmp_path / "data")
     with pytest.raises(ValueError, match=r".+") as error:
-        prepare(str(tmp_path / "data"), tmp_path / "cache", show_progress=False)
+        prepare_data(str(tmp_path / "data"), tmp_path / "cache", show_progress=False)
     assert str(tmp_path / "data") in str(error.value) or "splits differ" in str(error.value)
     assert "\n" not in str(error.value)
     for message in messages:
@@ -815,12 +817,4 @@ def test_bad_input_is_one_clear_error(tmp_path, case):
 def test_a_cache_that_cannot_be_written_is_a_clear_error(tmp_path):
     (tmp_path / "cache").write_text("a file")
     with pytest.raises(ValueError, match="could not be prepared in --cache_dir"):
-        prepare("digits", tmp_path / "cache")
-
-
-def test_waiting_beats_and_hands_on(tmp_path):
-    beats = []
-    assert image_sources.waiting(lambda: beats.append(0), lambda: time.sleep(3) or 7) == 7
-    assert len(beats) >= 2
-    with pytest.raises(KeyError):
-        image_sources.waiting(lambda: None, lambda: {}["x"])
+        prepare_data("digits", tmp_path / "cache")

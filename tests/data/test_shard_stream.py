@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from common.data import shard_cache
-from common.data.cache import prepare
+from common.data.cache import prepare_data
 from common.data.images import open_images
 from common.order import evaluation_plan, stream_order, training_plan
 from common.recipe import ImageRecipe, share_out
@@ -114,8 +114,8 @@ def expected(epochs: int = 2) -> np.ndarray:
 @pytest.mark.parametrize("workers", [0, 2])
 def test_what_comes_is_the_same_and_the_cache_is_bounded(workers, local, url, through_proxy, tmp_path):
     """On two processes' plans, in a cache that holds two thirds of the shards."""
-    there = open_images(prepare(url, tmp_path / "cache"), RECIPE)
-    here = open_images(prepare(str(local), tmp_path / "here"), RECIPE)
+    there = open_images(prepare_data(url, tmp_path / "cache"), RECIPE)
+    here = open_images(prepare_data(str(local), tmp_path / "here"), RECIPE)
     most = []
     through_proxy.on("GET", r"\.tar", lambda: most.append(len(shards_in(tmp_path / "cache"))), times=None)
     batch = share_out(24, 6, 2)
@@ -140,7 +140,7 @@ def test_what_comes_is_the_same_and_the_cache_is_bounded(workers, local, url, th
 
 def test_an_epoch_fetches_each_shard_once_but_for_those_of_two_streams(url, through_proxy, tmp_path):
     """Although the cache holds two thirds of them: none is thrown away that its stream reads again."""
-    train = open_images(prepare(url, tmp_path), RECIPE).train
+    train = open_images(prepare_data(url, tmp_path), RECIPE).train
     read(train, training_plan(train, share_out(24, 6, 1), 0, 0, 0, STEPS))
     streams = expected(1).reshape(STEPS, 4, 6).swapaxes(0, 1).reshape(4, -1)
     readers = Counter(file for samples in streams.tolist() for file in shards_of(samples))
@@ -154,9 +154,11 @@ def test_exactly_what_is_advised_is_enough(url, through_proxy, tmp_path, monkeyp
     end, while that has looked ahead as far as it may."""
     monkeypatch.setattr(shard_cache, "NO_ROOM_S", 5)
     recipe, batch = replace(RECIPE, workers=2, cache_gib=5 * SHARD_GIB), share_out(24, 6, 1)
-    enough = open_images(prepare(url, tmp_path), recipe).train.needed_bytes(batch) / 2**30  # not rounded up
+    enough = (
+        open_images(prepare_data(url, tmp_path), recipe).train.needed_bytes(batch) / 2**30
+    )  # not rounded up
     assert enough < 28 * SHARD_GIB
-    images = open_images(prepare(url, tmp_path), replace(recipe, cache_gib=enough))
+    images = open_images(prepare_data(url, tmp_path), replace(recipe, cache_gib=enough))
     images.train.check(batch)
     options = {"device": "cpu", "size": 32, "seed": 0, "workers": 2}
     plan = training_plan(images.train, batch, 0, 0, 0, 2 * STEPS)
@@ -172,7 +174,7 @@ def test_exactly_what_is_advised_is_enough(url, through_proxy, tmp_path, monkeyp
 
 
 def test_a_resume_reads_what_comes_and_not_the_epoch(url, through_proxy, tmp_path):
-    train = open_images(prepare(url, tmp_path), RECIPE).train
+    train = open_images(prepare_data(url, tmp_path), RECIPE).train
     read(train, training_plan(train, share_out(24, 6, 1), 0, 0, 7, 8))
     rest = shards_of(expected()[7].tolist())
     assert set(fetched(through_proxy)) == rest
@@ -188,8 +190,8 @@ def test_cuts_and_bursts_are_got_over(local, url, through_proxy, tmp_path):
     through_proxy.fail(500, "InternalError", times=2, method="HEAD", path=r"train-00007\.tar")
     through_proxy.cut_download(1000, times=2, path=r"train-00005\.tar")
     through_proxy.cut_download(1000, times=1, path="val_index")
-    train = open_images(prepare(url, tmp_path / "cache"), RECIPE).train
-    here = open_images(prepare(str(local), tmp_path / "here"), RECIPE).train
+    train = open_images(prepare_data(url, tmp_path / "cache"), RECIPE).train
+    here = open_images(prepare_data(str(local), tmp_path / "here"), RECIPE).train
     ours, theirs = (
         read(split, training_plan(train, share_out(24, 6, 1), 0, 0, 0, STEPS)) for split in (train, here)
     )
@@ -201,7 +203,7 @@ def test_a_shard_with_other_content_is_fetched_again_then_named(local, through_p
     copy = write_shards(tmp_path / "copy", TRAIN, VAL)
     break_image(copy, 100)  # after the manifest was made
     url = upload(copy, "broken", s3)
-    train = open_images(prepare(url, tmp_path / "cache"), RECIPE).train
+    train = open_images(prepare_data(url, tmp_path / "cache"), RECIPE).train
     with pytest.raises(ValueError, match=r"broken/train-00011\.tar is not what the manifest says"):
         read(train, training_plan(train, share_out(24, 6, 1), 0, 0, 0, STEPS))
     assert fetched(through_proxy)["train-00011.tar"] == 2
@@ -209,7 +211,7 @@ def test_a_shard_with_other_content_is_fetched_again_then_named(local, through_p
 
 
 def test_a_store_that_fails_is_one_clear_error(url, through_proxy, tmp_path):
-    train = open_images(prepare(url, tmp_path), RECIPE).train
+    train = open_images(prepare_data(url, tmp_path), RECIPE).train
     through_proxy.fail(403, "AccessDenied", times=None, path=r"\.tar")
     with pytest.raises(ValueError, match="these credentials lack a permission") as error:
         read(train, training_plan(train, share_out(24, 6, 1), 0, 0, 0, STEPS))
@@ -218,32 +220,34 @@ def test_a_store_that_fails_is_one_clear_error(url, through_proxy, tmp_path):
 
 def test_no_manifest(local, through_proxy, s3, tmp_path):  # noqa: F811
     with pytest.raises(ValueError, match=r"has no manifest\.json: prep_imagenet\.py --out prepares"):
-        prepare(f"s3://{BUCKET}/nothing", tmp_path)
+        prepare_data(f"s3://{BUCKET}/nothing", tmp_path)
     ObjectStore(f"s3://{BUCKET}/half").upload(local / "val-00000.tar", "val-00000.tar")
     with pytest.raises(ValueError, match=r"the same prep_imagenet\.py command goes on with it"):
-        prepare(f"s3://{BUCKET}/half", tmp_path)
+        prepare_data(f"s3://{BUCKET}/half", tmp_path)
 
 
 def test_a_cache_that_is_too_small_is_refused_up_front(url, through_proxy, tmp_path):
-    train = open_images(prepare(url, tmp_path), replace(RECIPE, cache_gib=5 * SHARD_GIB)).train
+    train = open_images(prepare_data(url, tmp_path), replace(RECIPE, cache_gib=5 * SHARD_GIB)).train
     with pytest.raises(
         ValueError, match=r"--cache_gib .* can't hold what a host reads at once.* of its streams"
     ) as error:
         train.check(share_out(24, 6, 1))
     enough = float(re.search("give ([0-9.]+),", str(error.value))[1])
-    open_images(prepare(url, tmp_path), replace(RECIPE, cache_gib=enough)).train.check(share_out(24, 6, 1))
+    open_images(prepare_data(url, tmp_path), replace(RECIPE, cache_gib=enough)).train.check(
+        share_out(24, 6, 1)
+    )
 
 
 def test_a_cache_without_room_for_one_shard_is_refused_at_once(url, through_proxy, tmp_path):
     with pytest.raises(ValueError, match=r"--cache_gib .* has no room for train-00000\.tar of s3://"):
-        open_images(prepare(url, tmp_path), replace(RECIPE, cache_gib=SHARD_GIB * 0.9))
+        open_images(prepare_data(url, tmp_path), replace(RECIPE, cache_gib=SHARD_GIB * 0.9))
 
 
 def test_what_others_use_is_not_removed(url, through_proxy, tmp_path, monkeypatch):
     """Another process holds all that fits: an error, after a while."""
     monkeypatch.setattr(shard_cache, "NO_ROOM_S", 1)
-    train = open_images(prepare(url, tmp_path), RECIPE).train
-    other = open_images(prepare(url, tmp_path), RECIPE).train.cache
+    train = open_images(prepare_data(url, tmp_path), RECIPE).train
+    other = open_images(prepare_data(url, tmp_path), RECIPE).train.cache
     files = [f"train-{k:05d}.tar" for k in range(ROOM)]
     locks = [other.hold(file, threading.Event()) for file in files]
     with pytest.raises(ValueError, match=r"no room for train-00020\.tar in .* all is in use"):
@@ -255,7 +259,7 @@ def test_what_others_use_is_not_removed(url, through_proxy, tmp_path, monkeypatc
 
 
 def test_what_was_used_longest_ago_is_removed_first(url, through_proxy, tmp_path):
-    cache = open_images(prepare(url, tmp_path), replace(RECIPE, cache_gib=3 * SHARD_GIB)).train.cache
+    cache = open_images(prepare_data(url, tmp_path), replace(RECIPE, cache_gib=3 * SHARD_GIB)).train.cache
     stop = threading.Event()
     for k in (0, 1, 2, 0, 3, 1):  # to 2 it is longest when 3 comes, and then to 0
         cache.let_go(FILES[k], cache.hold(FILES[k], stop))
@@ -267,10 +271,10 @@ def test_what_was_used_longest_ago_is_removed_first(url, through_proxy, tmp_path
 
 def test_shards_come_ahead_of_their_use(url, through_proxy, tmp_path):
     """As many as have room, of which the first micro-batch needs one, while nobody asks for the second."""
-    cache = open_images(prepare(url, tmp_path), replace(RECIPE, cache_gib=5 * SHARD_GIB)).train.cache
+    cache = open_images(prepare_data(url, tmp_path), replace(RECIPE, cache_gib=5 * SHARD_GIB)).train.cache
     plan = [(0, np.array([k])) for k in range(10)]
     with closing(
-        shard_cache.Supply(plan, lambda ids: {FILES[ids[0]]}, cache, cache.limit_bytes, 1)
+        shard_cache.ShardPrefetcher(plan, lambda ids: {FILES[ids[0]]}, cache, cache.limit_bytes, 1)
     ) as supply:
         next(iter(supply))
         deadline = time.monotonic() + 60
@@ -281,7 +285,10 @@ def test_shards_come_ahead_of_their_use(url, through_proxy, tmp_path):
 
 
 def test_too_many_open_files_are_a_clear_error(url, through_proxy, tmp_path):
-    cache, folder = open_images(prepare(url, tmp_path), RECIPE).train.cache, os.open(tmp_path, os.O_RDONLY)
+    cache, folder = (
+        open_images(prepare_data(url, tmp_path), RECIPE).train.cache,
+        os.open(tmp_path, os.O_RDONLY),
+    )
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (folder + 1, limits[1]))
     try:
@@ -298,7 +305,7 @@ def test_a_full_disk_is_a_clear_error(url, through_proxy, tmp_path):
     if subprocess.run(mount, capture_output=True).returncode != 0:
         pytest.skip("can't mount a tmpfs: needs root")
     try:
-        train = open_images(prepare(url, tmp_path / "cache"), RECIPE).train
+        train = open_images(prepare_data(url, tmp_path / "cache"), RECIPE).train
         with pytest.raises(ValueError, match=r"can't be stored in .*: No space left on device\. Make"):
             read(train, training_plan(train, share_out(24, 6, 1), 0, 0, 0, STEPS))
     finally:
@@ -320,13 +327,13 @@ import sys
 import torchvision.io  # before anything is fetched
 from pathlib import Path
 from common.distributed.accelerator import run
-from common.data.cache import prepare
+from common.data.cache import prepare_data
 from common.data.images import open_images
 from common.order import training_plan
 from common.recipe import ImageRecipe, share_out
 url, cache, gib, then = sys.argv[1:]
 recipe = ImageRecipe(streams=4, shuffle_window=4, cache_gib=float(gib))
-train = open_images(prepare(url, Path(cache)), recipe).train
+train = open_images(prepare_data(url, Path(cache)), recipe).train
 plan = training_plan(train, share_out(24, 6, 1), 0, 0, 0, 9)
 def main():
     batches = train.batches(plan, device="cpu", train=True, size=32, seed=0, workers=0)

@@ -22,7 +22,7 @@ import torch
 from PIL import Image
 
 from common.data import bad_images
-from common.data.cache import prepare
+from common.data.cache import prepare_data
 from common.data.decode import central_crop, decode
 from common.data.images import Images, open_images
 from common.data.splits import ShardSplit
@@ -130,7 +130,7 @@ def shards(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def images(shards, tmp_path_factory) -> Images:
-    return open_images(prepare(str(shards), tmp_path_factory.mktemp("cache")), RECIPE)
+    return open_images(prepare_data(str(shards), tmp_path_factory.mktemp("cache")), RECIPE)
 
 
 def read(split: ShardSplit, plan: list, **options) -> list[tuple]:
@@ -146,7 +146,7 @@ def test_images_and_labels_are_those_of_the_tars(kind, shards, tmp_path):
     root, data_root = shards, ()
     if kind == "index":
         root, data_root = as_index(write_shards(tmp_path / "tiny")), (str(tmp_path / "tiny"),)
-    folder = prepare(str(root), tmp_path / "cache", data_root=data_root)
+    folder = prepare_data(str(root), tmp_path / "cache", data_root=data_root)
     images = open_images(folder, replace(RECIPE, data_root=data_root))
     assert images.classes == ("crane (n00000000)", "hen", "crane (n00000002)", "ox")
     assert (len(images.train), len(images.val), images.val_name, images.mirror) == (183, 25, "val", True)
@@ -166,10 +166,10 @@ def test_workers_and_the_trainer_itself_decode_the_same(images):
 
 
 def test_other_shards_are_other_data(shards, images, tmp_path):
-    copy = open_images(prepare(str(write_shards(tmp_path / "elsewhere")), tmp_path / "cache"))
+    copy = open_images(prepare_data(str(write_shards(tmp_path / "elsewhere")), tmp_path / "cache"))
     assert copy.source == images.source  # the place does not matter, the content does
     other = write_shards(tmp_path / "other", val=(13, 11))
-    assert open_images(prepare(str(other), tmp_path / "cache")).source != images.source
+    assert open_images(prepare_data(str(other), tmp_path / "cache")).source != images.source
 
 
 # The order
@@ -256,7 +256,7 @@ def test_streams_belong_to_processes(images):
     ],
 )
 def test_streams_that_do_not_divide_are_refused(shards, images, batch, streams, message, tmp_path):
-    train = open_images(prepare(str(shards), tmp_path), replace(RECIPE, streams=streams)).train
+    train = open_images(prepare_data(str(shards), tmp_path), replace(RECIPE, streams=streams)).train
     with pytest.raises(ValueError, match=message):
         train.check(share_out(*batch))
 
@@ -264,7 +264,7 @@ def test_streams_that_do_not_divide_are_refused(shards, images, batch, streams, 
 @pytest.mark.parametrize("batch_size", [2, 24, 36, 60, 100])
 def test_the_default_streams_go_with_any_batch(batch_size, shards, tmp_path):
     """On all numbers of processes up to four among which the batch can be shared out."""
-    train = open_images(prepare(str(shards), tmp_path), ImageRecipe(batch_size=batch_size)).train
+    train = open_images(prepare_data(str(shards), tmp_path), ImageRecipe(batch_size=batch_size)).train
     for processes in (p for p in (1, 2, 3, 4) if batch_size % p == 0):
         plan = training_plan(train, share_out(batch_size, None, processes), 0, 5, 0, 1)
         assert len(next(iter(plan))[1]) == batch_size // processes
@@ -273,7 +273,7 @@ def test_the_default_streams_go_with_any_batch(batch_size, shards, tmp_path):
 def test_a_spread_evaluation_needs_more_shards_at_once(tmp_path):
     """4 of 40 images: a batch of 2 of them spans half of the split."""
     folder = write_shards(tmp_path / "many", val=(4,) * 10)
-    place = prepare(str(folder), tmp_path / "cache")
+    place = prepare_data(str(folder), tmp_path / "cache")
     whole, part = (open_images(place, replace(RECIPE, workers=0, max_val_images=n)).train for n in (None, 4))
     total = sum(shard.bytes for shard in part.beside.shards)
     assert whole._evaluation_bytes(2) < 0.3 * total
@@ -381,7 +381,7 @@ def test_what_is_damaged_is_refused_in_one_line(case, tmp_path):
     folder = write_shards(tmp_path / "tiny")
     do(folder)
     with pytest.raises(ValueError, match=r".+") as error:
-        prepare(str(folder), tmp_path / "cache", show_progress=False)
+        prepare_data(str(folder), tmp_path / "cache", show_progress=False)
     assert message in str(error.value)
     assert str(folder) in str(error.value)
     assert "\n" not in str(error.value)
@@ -430,7 +430,9 @@ def test_an_index_points_nowhere_else(case, tmp_path):
     (folder / "link").symlink_to(tmp_path / "private" / "shadow")
     (folder / "folder").symlink_to(tmp_path / "private")
     with pytest.raises(ValueError, match="--data_root") as error:
-        prepare(str(folder), tmp_path / "cache", data_root=tuple(root.format(tmp=tmp_path) for root in roots))
+        prepare_data(
+            str(folder), tmp_path / "cache", data_root=tuple(root.format(tmp=tmp_path) for root in roots)
+        )
     assert named.format(tmp=tmp_path) in str(error.value)
     assert str(error.value).isprintable()
     assert "No such file" not in str(error.value)
@@ -445,7 +447,9 @@ def test_an_index_points_into_its_folder_and_where_the_flag_says(tmp_path):
         file.parent.mkdir(exist_ok=True)
         file.write_text(SECRET)
         recipe = ImageRecipe(data_root=roots, workers=0)
-        folder = prepare(str(index_of(tmp_path / "index", str(file))), tmp_path / "cache", data_root=roots)
+        folder = prepare_data(
+            str(index_of(tmp_path / "index", str(file))), tmp_path / "cache", data_root=roots
+        )
         split = open_images(folder, recipe).train
         with pytest.raises(ValueError, match="offset 600") as error:
             read(split, [(0, np.array([1]))])
@@ -460,7 +464,7 @@ def test_an_index_in_s3_is_said_to_be_unreadable(tmp_path):
     folder = index_of(tmp_path / "index", "s3://bucket/data/a.tar")
     for root in ("s3://bucket", "s3://bucket/data", "s3://bucket/data/"):
         with pytest.raises(ValueError, match="of files of this host"):
-            prepare(str(folder), tmp_path / "cache", data_root=(root,))
+            prepare_data(str(folder), tmp_path / "cache", data_root=(root,))
 
 
 # Broken images
@@ -470,7 +474,7 @@ def test_an_index_in_s3_is_said_to_be_unreadable(tmp_path):
 def test_a_broken_image_is_named(tmp_path, workers):
     folder = write_shards(tmp_path / "tiny")
     path, offset = break_image(folder, 70)
-    split = open_images(prepare(str(folder), tmp_path / "cache"), RECIPE).train
+    split = open_images(prepare_data(str(folder), tmp_path / "cache"), RECIPE).train
     with pytest.raises(ValueError, match="not an image of a known format") as error:
         read(split, [(0, np.arange(68, 72))], workers=workers)
     assert str(error.value).startswith(f"{path}, offset {offset}, key train_70: ")
@@ -480,7 +484,9 @@ def test_a_broken_image_is_skipped(tmp_path, capsys):
     folder = write_shards(tmp_path / "tiny")
     for sample in (3, 4, 9):
         break_image(folder, sample)
-    split = open_images(prepare(str(folder), tmp_path / "cache"), replace(RECIPE, on_bad_image="skip")).train
+    split = open_images(
+        prepare_data(str(folder), tmp_path / "cache"), replace(RECIPE, on_bad_image="skip")
+    ).train
     bad_images._seen.clear()
     plan = [(0, np.array([2, 3, 4, 5])), (0, np.array([8, 9])), (1, np.array([1, 3]))]
     found = read(split, plan)
@@ -499,7 +505,9 @@ def test_a_broken_image_is_skipped(tmp_path, capsys):
 
 def test_a_shard_that_is_gone_is_no_broken_image(tmp_path):
     folder = write_shards(tmp_path / "tiny")
-    split = open_images(prepare(str(folder), tmp_path / "cache"), replace(RECIPE, on_bad_image="skip")).train
+    split = open_images(
+        prepare_data(str(folder), tmp_path / "cache"), replace(RECIPE, on_bad_image="skip")
+    ).train
     (folder / "train-00000.tar").unlink()
     with pytest.raises(ValueError, match=r"train-00000\.tar: No such file"):
         read(split, [(0, np.array([0, 100]))])
@@ -509,7 +517,7 @@ def test_a_file_that_is_gone_is_no_broken_image(tmp_path):
     root = class_folders(tmp_path / "data")
     picture(0, 40, 32).save(root / "train" / "a" / "0.png")  # of another size: they stay files
     options = ImageRecipe(on_bad_image="skip")
-    split = open_images(prepare(str(root), tmp_path / "cache"), options).train
+    split = open_images(prepare_data(str(root), tmp_path / "cache"), options).train
     (root / "train" / "b" / "1.png").write_bytes(b"broken")
     assert len(read(split, [(0, np.arange(len(split)))])) == 1
     (root / "train" / "b" / "1.png").unlink()
@@ -558,10 +566,10 @@ def test_a_worker_that_cannot_send_does_not_leave_the_trainer_waiting(images):
 def test_tars_beside_class_folders_are_left_alone(name, tmp_path):
     root = class_folders(tmp_path / "data")
     (root / name).write_bytes(b"")
-    assert len(open_images(prepare(str(root), tmp_path / "cache")).train) > 0
+    assert len(open_images(prepare_data(str(root), tmp_path / "cache")).train) > 0
     (root / "train-00000.tar").write_bytes(b"")
     with pytest.raises(ValueError, match=r"has no manifest\.json: the preparation is not complete"):
-        prepare(str(root), tmp_path / "cache")
+        prepare_data(str(root), tmp_path / "cache")
 
 
 # Training

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from common.data.cache import prepare
+from common.data.cache import prepare_data
 from common.data.images import open_images
 from common.data.shard_cache import ShardCache
 from common.data.shards import Shard, ShardImages
@@ -45,7 +45,7 @@ def shared():
     folder.chmod(0o755)
     class_folders(folder / "images", train=4, val=2)
     (folder / "root").mkdir(0o755)
-    prepare(str(folder / "images"), folder / "root")  # imports what only root may read on some machines
+    prepare_data(str(folder / "images"), folder / "root")  # imports what only root may read on some machines
     yield folder
     shutil.rmtree(folder)
 
@@ -61,10 +61,10 @@ def test_each_user_has_a_folder_where_others_may_write(shared):
     cache = cache_of(shared, MALLORY, 0o1777)
     with user(MALLORY):
         (cache / ".preparing").mkdir()  # left by a killed job
-        theirs = prepare(str(shared / "images"), cache)
+        theirs = prepare_data(str(shared / "images"), cache)
     with user(ALICE):
-        ours = prepare(str(shared / "images"), cache)
-        assert prepare(str(shared / "images"), cache) == ours
+        ours = prepare_data(str(shared / "images"), cache)
+        assert prepare_data(str(shared / "images"), cache) == ours
         assert len(open_images(ours).train) == 4
     assert (ours.parent.name, theirs.parent.name) == (f"user-{ALICE}", f"user-{MALLORY}")
     assert {path.stat().st_uid for path in (ours, *ours.iterdir())} == {ALICE}
@@ -73,19 +73,19 @@ def test_each_user_has_a_folder_where_others_may_write(shared):
 def test_a_folder_in_which_nobody_else_may_write_is_used_as_it_is(shared):
     cache = cache_of(shared, ALICE, 0o775)
     with user(ALICE):
-        assert prepare(str(shared / "images"), cache).parent == cache
+        assert prepare_data(str(shared / "images"), cache).parent == cache
 
 
 def test_what_root_has_prepared_is_used_by_all(shared):
     with user(ALICE):
-        assert prepare(str(shared / "images"), shared / "root").parent == shared / "root"
+        assert prepare_data(str(shared / "images"), shared / "root").parent == shared / "root"
 
 
 def test_what_another_has_put_there_is_not_used(shared):
     """Mallory knows the name of the folder, and has put other pixels there before."""
     cache = cache_of(shared, MALLORY, 0o1777)
     with user(MALLORY):
-        made = prepare(str(shared / "images"), cache)
+        made = prepare_data(str(shared / "images"), cache)
         pixels = np.load(made / "train_images.npy")
         np.save(made / "train_images.npy", 255 - pixels)
         shutil.copytree(made, cache / made.name)
@@ -94,10 +94,10 @@ def test_what_another_has_put_there_is_not_used(shared):
         user(ALICE),
         pytest.raises(ValueError, match=r"it belongs to user 61002\. Give a --cache_dir of your own"),
     ):
-        prepare(str(shared / "images"), cache)
+        prepare_data(str(shared / "images"), cache)
     (cache / f"user-{ALICE}").rmdir()
     with user(ALICE):
-        ours = prepare(str(shared / "images"), cache)
+        ours = prepare_data(str(shared / "images"), cache)
     assert (np.load(ours / "train_images.npy") == pixels).all()
 
 
@@ -105,7 +105,7 @@ def test_what_another_has_put_there_is_not_used(shared):
 def test_parts_of_another_owner_are_made_again(poison, shared, capsys):
     cache = cache_of(shared, ALICE, 0o755)
     with user(ALICE):
-        folder = prepare(str(shared / "images"), cache)
+        folder = prepare_data(str(shared / "images"), cache)
     file, pixels = folder / "train_images.npy", np.load(folder / "train_images.npy")
     if poison == "a file":
         np.save(file, 255 - pixels)
@@ -120,7 +120,7 @@ def test_parts_of_another_owner_are_made_again(poison, shared, capsys):
         file.chmod(0o666)
     capsys.readouterr()
     with user(ALICE):
-        assert prepare(str(shared / "images"), cache) == folder
+        assert prepare_data(str(shared / "images"), cache) == folder
     assert "is prepared again: " in capsys.readouterr().err
     assert (np.load(file) == pixels).all()
     assert not file.is_symlink()
@@ -132,14 +132,14 @@ def test_nobody_else_can_hold_the_lock(shared):
     (shared / "more").mkdir()
     class_folders(shared / "more" / "images", train=2, val=2)
     with user(ALICE):
-        prepare(str(shared / "images"), cache)
+        prepare_data(str(shared / "images"), cache)
     with user(MALLORY):
         with pytest.raises(PermissionError):
             os.open(cache / ".lock", os.O_RDONLY)
         held = os.open(cache, os.O_RDONLY)
         fcntl.flock(held, fcntl.LOCK_EX)
     with user(ALICE):
-        prepare(str(shared / "more" / "images"), cache)
+        prepare_data(str(shared / "more" / "images"), cache)
     os.close(held)
 
 
@@ -185,7 +185,7 @@ def test_nothing_is_ever_writable_by_all(shared, tmp_path):
 
 def test_an_array_that_is_cut_while_it_is_mapped(tmp_path, cache):
     """Of a training; out of the mapped array it is SIGBUS."""
-    folder = prepare("digits", tmp_path / "cache")
+    folder = prepare_data("digits", tmp_path / "cache")
     words = [*CNN, "--data", "digits", "--epochs", "100000", "--log_every", "1", "--trackers", "none"]
     words += ["--cache_dir", tmp_path / "cache", "--output_dir", tmp_path / "run"]
     job = WarmJob(words, tmp_path / "log")
@@ -206,12 +206,12 @@ def test_an_array_that_is_cut_while_it_is_mapped(tmp_path, cache):
 def test_encoded_images_and_an_index_that_are_cut(tmp_path):
     root = class_folders(tmp_path / "images", train=4, val=2)
     class_folders(tmp_path / "images", train=1, val=0, size=24)  # of another size: they stay encoded
-    folder = prepare(str(root), tmp_path / "cache")
+    folder = prepare_data(str(root), tmp_path / "cache")
     split = open_images(folder).train.open()
     os.truncate(folder / "train_items.bin", 1)
     with pytest.raises(OSError, match=r"train_items\.bin is shorter than it was: remove its folder"):
         split.decode(3)
-    folder = prepare(str(write_shards(tmp_path / "shards")), tmp_path / "cache")
+    folder = prepare_data(str(write_shards(tmp_path / "shards")), tmp_path / "cache")
     split = open_images(folder, ImageRecipe()).train.open()
     assert isinstance(split, ShardImages)
     os.truncate(split.index.name, 200)

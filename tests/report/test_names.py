@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from common.checkpoint.format import MANIFEST, STATE, Checkpoint, check_manifest, parse_index
-from common.data.cache import prepare
+from common.data.cache import prepare_data
 from common.data.images import open_images
 from common.data.shards import parse_manifest
 from common.distributed.answers import _read_deepspeed
@@ -87,16 +87,16 @@ def test_a_class_in_latin_1_is_trained_validated_and_shown(tmp_path):
 def test_such_names_are_shown_wherever_they_are(tmp_path):
     """A broken image of such a class, two splits that differ, what doctor.py compares; plots and pages."""
     root = renamed_classes(tmp_path / "data")
-    split = open_images(prepare(str(root), tmp_path / "cache"), ImageRecipe(workers=0))
+    split = open_images(prepare_data(str(root), tmp_path / "cache"), ImageRecipe(workers=0))
     assert list(split.classes) == SHOWN
     assert facts(str(root))["data"]["problem"] is None
     broken = min((root / "train" / LATIN_1).iterdir())
     broken.write_bytes(b"none")
     with pytest.raises(ValueError, match=r"caf\\xe9"):
-        prepare(str(root), tmp_path / "cache", show_progress=False)
+        prepare_data(str(root), tmp_path / "cache", show_progress=False)
     (root / "val" / LATIN_1).rename(root / "val" / "other")
     with pytest.raises(ValueError, match=r"only in train: caf\\xe9\. only in val: other"):
-        prepare(str(root), tmp_path / "cache")
+        prepare_data(str(root), tmp_path / "cache")
     row = [plots.Panel(LATIN_1, RED, bars={LATIN_1: 1.0})]
     plots.panels(tmp_path / "a.png", [row], f"{RED} $x$")
     plots.confusion_matrix(tmp_path / "b.png", [[1, 0], [0, 1]], [LATIN_1, RED], LATIN_1)

@@ -22,7 +22,7 @@ import pytest
 import torch
 from PIL import Image
 
-from common.data.cache import prepare
+from common.data.cache import prepare_data
 from common.data.decode import decode
 from common.data.images import open_images
 from common.data.shards import ShardImages, find_local, parse_index
@@ -383,7 +383,9 @@ def test_trainings_see_the_same_in_all_formats(ilsvrc, tmp_path):
     for format in ("shards", "folder", "index"):
         run(prep("--data", ilsvrc.folder, "--out", tmp_path / format, "--format", format, *MINI, *SMALL))
         roots = (str(ilsvrc.folder),)
-        folder = prepare(str(tmp_path / format), tmp_path / "cache", show_progress=False, data_root=roots)
+        folder = prepare_data(
+            str(tmp_path / format), tmp_path / "cache", show_progress=False, data_root=roots
+        )
         images = open_images(folder, ImageRecipe(data_root=roots))
         for split in (images.train, images.val):
             opened, plan = split.open(), [(0, np.arange(len(split)))]
