@@ -1,0 +1,58 @@
+"""Runs stored by earlier versions go on with this code: docs/checkpoints.md says how one is made."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from common.checkpoint.format import FORMAT_VERSION
+from common.report.page import page
+from common.report.record import RunRecord
+from common.system.version import project_version
+from tests.conftest import latest, metrics, tensors
+from tests.support import warm
+
+STORED = Path(__file__).parent / "stored"
+LATER = "step_00000020"  # what the run itself went on to
+
+
+def test_the_format_of_this_version_is_stored():
+    assert (STORED / f"format_{FORMAT_VERSION}").is_dir()
+
+
+@pytest.mark.parametrize("stored", sorted(STORED.iterdir()), ids=lambda folder: folder.name)
+def test_a_stored_run_goes_on_as_it_did(stored, tmp_path, cache):
+    """From step 16, between two lines of the log, with the best checkpoint, of step 14, before it."""
+    folder = tmp_path / "run"
+    shutil.copytree(stored, folder)
+    shutil.rmtree(folder / "checkpoints" / LATER)
+    argv = json.loads((stored / "recipe.json").read_text())["argv"]
+    output = warm.run([*argv[:-1], folder, *cache], tmp_path / "log")
+    assert "continuing at step 16" in output
+    assert latest(folder).name == LATER
+    ours, theirs = metrics(folder), metrics(stored)
+    assert [line["step"] for line in ours] == [line["step"] for line in theirs]
+    for our, their in zip(ours, theirs, strict=True):
+        assert our.get("train/lr") == their.get("train/lr")
+        for name in {"train/loss", "val/loss"} & their.keys():
+            assert our[name] == pytest.approx(their[name], abs=1e-5), (name, our["step"])
+    expected = tensors(stored / "checkpoints" / LATER)
+    found = tensors(latest(folder))
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert (found[name] - tensor).abs().max() < 1e-5, name
+
+
+def test_runs_and_checkpoints_carry_the_version(tmp_path):
+    warm.run(
+        ["train_hello.py", "--max_steps", "2", "--trackers", "none", "--output_dir", tmp_path / "run"],
+        tmp_path / "log",
+    )
+    assert project_version()[0].isdigit()
+    record = RunRecord(tmp_path / "run")
+    assert not record.problems
+    assert record.about["version"] == project_version()
+    manifest = json.loads((latest(tmp_path / "run") / "manifest.json").read_text())
+    assert manifest["written_by"]["version"] == project_version()
+    assert f"| version | {project_version()} |" in page(record, "run", [])
