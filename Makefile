@@ -24,13 +24,10 @@ RUNS ?= $(patsubst %/recipe.json,%,$(wildcard runs/*/*/recipe.json runs/*/*/*/re
 logbook: setup
 	$(VENV)/bin/python logbook.py $(if $(RUNS),add $(RUNS),index)
 
-# experiment.py says what they do. SIZE=full is for GPUs; DATA is a local copy; S3_PREFIX where checkpoints go.
-SIZE ?= rehearsal
-DATA ?= cifar10
-HOSTFILE ?= hostfile
+# experiments/ says what they do, and by which variables: SIZE=full is for GPUs, DATA a local copy, ...
+export SIZE DATA HOSTFILE S3_PREFIX FOLDER LOGBOOK DRY_RUN
 experiment_vit experiment_speedup: experiment_%: setup
-	$(VENV)/bin/python experiment.py $* --size $(SIZE) --data "$(DATA)" --hostfile $(HOSTFILE) \
-		$(if $(S3_PREFIX),--s3 $(S3_PREFIX)/$*)
+	PYTHON=$(VENV)/bin/python experiments/$*.sh
 
 test: setup
 	$(VENV)/bin/ruff check .

@@ -6,6 +6,7 @@ import shlex
 import shutil
 import sys
 import time
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -559,9 +560,15 @@ def test_captions_are_whole_below_their_images(count, tmp_path, monkeypatch):
 # --- Experiments
 
 
+def experiment(name: str, folder: Path, **variables: object) -> Job:
+    env = {"FOLDER": folder, "PYTHON": sys.executable} | variables
+    return Job([f"experiments/{name}.sh"], env={key: str(value) for key, value in env.items()})
+
+
 def test_an_experiment_shows_its_commands(tmp_path):
-    words = ["experiment.py", "vit", "--size", "full", "--dry_run", "--folder", tmp_path, "--s3", "s3://b/p"]
-    output = run([*python(), *words])
+    job = experiment("vit", tmp_path, SIZE="full", S3_PREFIX="s3://b/p", DRY_RUN=1)
+    status, output = job.wait()
+    assert status == 0, output
     steps = [line.removeprefix("# ") for line in output.splitlines() if line.startswith("# ")]
     of_both = [
         f"{what}, {way}" for way in ("fsdp", "ddp") for what in ("largest batch", "training", "all metrics")
@@ -576,8 +583,7 @@ def test_an_experiment_shows_its_commands(tmp_path):
 
 
 def test_an_experiment_ends_with_the_name_of_what_failed(tmp_path):
-    words = ["experiment.py", "speedup", "--data", tmp_path / "nowhere", "--folder", tmp_path / "runs"]
-    status, output = Job([*python(), *words]).wait()
+    status, output = experiment("speedup", tmp_path / "runs", DATA=tmp_path / "nowhere").wait()
     assert status == 1
     assert output.endswith(
         "error: training, single_gpu failed with exit status 1: started again it goes on there\n"
@@ -585,14 +591,49 @@ def test_an_experiment_ends_with_the_name_of_what_failed(tmp_path):
     assert "ddp_2gpu" not in output
 
 
+def test_an_unknown_size_is_refused(tmp_path):
+    status, output = experiment("speedup", tmp_path / "runs", SIZE="half").wait()
+    assert (status, output) == (2, "error: SIZE=half: rehearsal or full\n")
+
+
+def test_an_experiment_passes_sigterm_on_and_waits(tmp_path):
+    python = tmp_path / "python"
+    python.write_text(
+        "#!/bin/bash\ntrap 'sleep 1; echo saved; exit 75' TERM\necho trains\nsleep 60 &\nwait\n"
+    )
+    python.chmod(0o755)
+    job = experiment("speedup", tmp_path / "runs", PYTHON=python)
+    while job.process.stdout.readline() != "trains\n":
+        assert job.process.poll() is None
+    job.process.terminate()
+    status, output = job.wait(30)
+    assert status == 1
+    assert output.startswith("saved\nerror: training, single_gpu failed with exit status 75")
+
+
+def test_the_share_of_a_process_is_the_largest_that_fits_and_divides(tmp_path):
+    """A stand-in for Python searches; the training that follows gets the divisor of 32 below 28."""
+    python = tmp_path / "python"
+    python.write_text(
+        f'#!/bin/bash\ncase $1 in -c) exec {sys.executable} "$@" ;;\n'
+        "find_batch_size.py) for w; do case $w in --output=*) echo '{\"answer\": 28}' >${w#*=} ;; esac; done ;;\n"
+        "*) exit 3 ;; esac\n"
+    )
+    python.chmod(0o755)
+    for said in ("# largest batch, fsdp\n", "# largest batch, fsdp: done already\n"):
+        status, output = experiment("vit", tmp_path / "runs", PYTHON=python).wait()
+        assert status == 1
+        assert said in output
+        assert "--per_device_batch_size=16 " in output
+
+
 def test_what_another_command_made_is_not_done_already(tmp_path):
     product = tmp_path / "runs" / "single_gpu" / "result.json"
     product.parent.mkdir(parents=True)
     product.write_text('{"status": "finished"}')
     (tmp_path / "runs" / "commands.json").write_text('{"training, single_gpu": ["of", "other", "data"]}')
-    words = ["experiment.py", "speedup", "--data", tmp_path / "nowhere", "--folder", tmp_path / "runs"]
     for _ in range(2):
-        status, output = Job([*python(), *words]).wait()
+        status, output = experiment("speedup", tmp_path / "runs", DATA=tmp_path / "nowhere").wait()
         assert (status, "done already" in output) == (1, False), output
         assert product.exists(), "a result is not lost"
 
@@ -600,14 +641,14 @@ def test_what_another_command_made_is_not_done_already(tmp_path):
 @pytest.mark.full
 def test_an_experiment_goes_on_where_it_failed(tmp_path):
     """A page in the way fails the last steps; started again, no training is done again."""
-    words = ["experiment.py", "speedup", "--data", "digits", "--folder", tmp_path / "runs"]
-    words += ["--logbook", tmp_path / "book"]
+    start = partial(experiment, "speedup", tmp_path / "runs", DATA="digits", LOGBOOK=tmp_path / "book")
     (tmp_path / "book").write_text("in the way")
-    status, output = Job([*python(), *words]).wait()
+    status, output = start().wait(600)
     assert status == 1
     assert "error: pages failed" in output
     (tmp_path / "book").unlink()
-    output = run([*python(), *words])
+    status, output = start().wait()
+    assert status == 0, output
     assert output.count("done already") == 3
     assert "images/s left" not in output
     page = tmp_path / "book/compare/experiment_speedup_rehearsal.md"

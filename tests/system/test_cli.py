@@ -17,14 +17,13 @@ from common.system import paths as commands
 from tests.conftest import CNN, ROOT, Job, full, latest, result, torchrun
 
 TRAIN = [str(ROOT / "train_cnn_a.py"), "--data", "digits", "--batch_size", "16", "--max_steps", "2"]
-COMMANDS = ("launch.py", "doctor.py", "logbook.py", "find_batch_size.py", "prep_imagenet.py", "experiment.py")
+COMMANDS = ("launch.py", "doctor.py", "logbook.py", "find_batch_size.py", "prep_imagenet.py")
 MISTAKE = {  # what each can't do, without a host, a GPU or torch
     "launch.py": ["--port", "0", "train_hello.py"],
     "doctor.py": ["--hostfile", "nowhere"],
     "logbook.py": ["add", "nowhere"],
     "find_batch_size.py": ["--config_file", "nowhere", "train_hello.py"],
     "prep_imagenet.py": ["--data", "nowhere", "--out", "/nowhere/out"],
-    "experiment.py": ["vit", "--folder", "/dev/null/runs"],
 }
 NOBODY = 54321  # a user id that no passwd file has
 

@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# A CNN on 1, 2 and 4 processes at the same batch size: a page each, and the comparison.
+#
+#   DATA=/data/cifar10 experiments/speedup.sh
+#   SIZE=full experiments/speedup.sh     ResNet-18 on 1, 2 and 4 GPUs: not yet measured on one
+set -euo pipefail
+cd "$(dirname "$0")/.."
+. experiments/steps.sh
+
+script=(train_cnn_b.py)
+[ "$SIZE" = full ] || script=(train_cnn_a.py --epochs 1 --max_val_images 2000 --log_every 10)
+for config in single_gpu ddp_2gpu ddp_4gpu; do
+    train $config $config "${script[@]}" "--data=$DATA"
+done
+pages

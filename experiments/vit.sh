@@ -1,0 +1,46 @@
+#!/usr/bin/env bash
+# A Vision Transformer with FSDP on 4 GPUs, and with DDP on 2 hosts of 4 each: the largest batch of each, the
+# training, all metrics of the best checkpoint, a page each, and the comparison.
+#
+#   DATA=/data/cifar10 experiments/vit.sh      a rehearsal: FSDP on 2 processes, DDP on 4, 1.75 GiB for each
+#   SIZE=full HOSTFILE=hostfile S3_PREFIX=s3://bucket/vit experiments/vit.sh      not yet measured on GPUs
+set -euo pipefail
+cd "$(dirname "$0")/.."
+. experiments/steps.sh
+
+if [ "$SIZE" = full ]; then
+    batch=512 limit=() script=(train_vit.py)
+    ways="fsdp:fsdp_4gpu:4 ddp:ddp_2x4gpu:8"
+else
+    batch=64 limit=(--memory_limit_gib=1.75)
+    script=(train_vit.py --model vit_tiny_patch16_224 --image_size 32 --patch_size 4 --drop_path 0 --mixup 0
+        --cutmix 0 --ema_decay 0.9 --lr 1e-3 --epochs 1 --max_steps 40 --max_val_images 500 --log_every 5)
+    ways="fsdp:fsdp_2gpu:2 ddp:ddp_4gpu:4"
+fi
+script+=("--batch_size=$batch" "--data=$DATA")
+
+# largest_share SEARCH SHARE: the largest divisor of a process's images of a step that the search found to fit.
+largest_share() {
+    local size
+    if [ ! -f "$1" ]; then
+        echo "<at most $2, as $(basename "$1") says>" # in a dry run
+        return
+    fi
+    size=$("$PYTHON" -c 'import json, sys; print(json.load(open(sys.argv[1]))["answer"])' "$1")
+    [ "$size" -le "$2" ] || size=$2
+    while [ $(($2 % size)) != 0 ]; do size=$((size - 1)); done
+    echo "$size"
+}
+
+searches=()
+for way in $ways; do
+    IFS=: read -r name config processes <<<"$way"
+    search=$FOLDER/${name}_batch.json report=$FOLDER/$name/validation/best
+    step "largest batch, $name" "$search" find_batch_size.py --config_file "accelerate_configs/$config.yaml" \
+        $(hosts_of "$config") "--output=$search" "${limit[@]}" "${script[@]}"
+    share=$(largest_share "$search" $((batch / processes)))
+    train "$name" "$config" "${script[@]}" "--per_device_batch_size=$share"
+    step "all metrics, $name" "$report/report.json" validate.py "$FOLDER/$name" "--output_dir=$report"
+    searches+=("$search")
+done
+pages --batch_search "${searches[@]}"
