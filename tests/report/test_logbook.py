@@ -560,6 +560,22 @@ def test_captions_are_whole_below_their_images(count, tmp_path, monkeypatch):
 # --- Experiments
 
 
+SAVES = """#!/bin/bash
+trap 'sleep 1; echo saved; exit 75' TERM
+echo trains
+sleep 60 >/dev/null 2>&1 &
+wait
+"""
+
+SEARCHES = """#!/bin/bash
+case $1 in
+-c) exec {python} "$@" ;;
+find_batch_size.py) for word; do [[ $word != --output=* ]] || echo '{{"answer": 28}}' >"${{word#*=}}"; done ;;
+*) exit 3 ;;
+esac
+"""
+
+
 def experiment(name: str, folder: Path, **variables: object) -> Job:
     env = {"FOLDER": folder, "PYTHON": sys.executable} | variables
     return Job([f"experiments/{name}.sh"], env={key: str(value) for key, value in env.items()})
@@ -598,9 +614,7 @@ def test_an_unknown_size_is_refused(tmp_path):
 
 def test_an_experiment_passes_sigterm_on_and_waits(tmp_path):
     python = tmp_path / "python"
-    python.write_text(
-        "#!/bin/bash\ntrap 'sleep 1; echo saved; exit 75' TERM\necho trains\nsleep 60 &\nwait\n"
-    )
+    python.write_text(SAVES)
     python.chmod(0o755)
     job = experiment("speedup", tmp_path / "runs", PYTHON=python)
     while job.process.stdout.readline() != "trains\n":
@@ -614,11 +628,7 @@ def test_an_experiment_passes_sigterm_on_and_waits(tmp_path):
 def test_the_share_of_a_process_is_the_largest_that_fits_and_divides(tmp_path):
     """A stand-in for Python searches; the training that follows gets the divisor of 32 below 28."""
     python = tmp_path / "python"
-    python.write_text(
-        f'#!/bin/bash\ncase $1 in -c) exec {sys.executable} "$@" ;;\n'
-        "find_batch_size.py) for w; do case $w in --output=*) echo '{\"answer\": 28}' >${w#*=} ;; esac; done ;;\n"
-        "*) exit 3 ;; esac\n"
-    )
+    python.write_text(SEARCHES.format(python=sys.executable))
     python.chmod(0o755)
     for said in ("# largest batch, fsdp\n", "# largest batch, fsdp: done already\n"):
         status, output = experiment("vit", tmp_path / "runs", PYTHON=python).wait()
@@ -631,7 +641,8 @@ def test_what_another_command_made_is_not_done_already(tmp_path):
     product = tmp_path / "runs" / "single_gpu" / "result.json"
     product.parent.mkdir(parents=True)
     product.write_text('{"status": "finished"}')
-    (tmp_path / "runs" / "commands.json").write_text('{"training, single_gpu": ["of", "other", "data"]}')
+    (tmp_path / "runs" / "steps").mkdir()
+    (tmp_path / "runs" / "steps" / "training__single_gpu").write_text("of other data\n")
     for _ in range(2):
         status, output = experiment("speedup", tmp_path / "runs", DATA=tmp_path / "nowhere").wait()
         assert (status, "done already" in output) == (1, False), output
