@@ -1,8 +1,12 @@
 """RandAugment (arXiv 1909.13719) of a batch on the device, after github.com/google-research/big_vision.
 
-Each layer does one of 16 operations to each image, at one strength for all. The operations are those of
-big_vision/pp/archive/autoaugment.py, most of them PIL's, in whole numbers: what an image becomes does not
-depend on what is beside it. Ours: shifts and cut-outs grow with the image (theirs are of 224 pixels).
+Each layer applies one of 16 operations to each image, at one strength for all. The operations are those of
+big_vision/pp/archive/autoaugment.py, most of them PIL's. An image's result does not depend on the other
+images of the batch. One difference: shifts and cut-outs grow with the image (theirs are for 224 pixels).
+
+Five operations are torchvision's. The others are ours: torchvision's AutoContrast, Color, Contrast and
+Sharpness round differently, its affine transforms take one angle or shift for the whole batch, and it has no
+SolarizeAdd and no Cutout.
 """
 
 import numpy as np
@@ -11,21 +15,24 @@ from torch import Tensor
 
 from common.augment import LUMA
 
-LAYERS = 4  # at most: each has DRAWN columns of a sample's draws
-DRAWN = 4
-GREY = 128  # of what is not in the image
-EDGE = 224  # pixels of the images for which shifts and cut-outs are given
+LAYERS = 4  # at most
+DRAWN = 4  # columns of a sample's draws that a layer uses
+GREY = 128  # the fill colour
+EDGE = 224  # pixels, to which shifts and cut-outs refer
 
 
 def rand_augment(images: Tensor, draws: np.ndarray, layers: int, magnitude: float) -> Tensor:
-    """images: uint8 [B, H, W, 3]; draws: float64 [B, >= 4 * layers] in [0, 1), for the operation, its
-    direction, and where something is cut out, of each layer; magnitude: 10 is strong, more is possible.
-    Returns uint8 [B, H, W, 3]."""
+    """Applies `layers` random operations to each image, one after another.
+
+    images: uint8 [B, H, W, 3]. draws: float64 [B, >= 4 * layers] in [0, 1); each layer uses four: operation,
+    direction, and row and column of a cut-out. magnitude: 10 is strong, more is possible.
+    Returns uint8 [B, H, W, 3].
+    """
     names = list(OPERATIONS)
     for layer in range(layers):
         mine = draws[:, layer * DRAWN : (layer + 1) * DRAWN]
         chosen = (mine[:, 0] * len(names)).astype(np.int64)
-        order = np.argsort(chosen, kind="stable")  # one piece of the batch for each operation
+        order = np.argsort(chosen, kind="stable")  # groups the images by operation
         counts = np.bincount(chosen, minlength=len(names))
         pieces = images.index_select(0, _sent(order, images)).split(counts.tolist())
         drawn = np.split(mine[order, 1:], np.cumsum(counts)[:-1])
@@ -41,48 +48,36 @@ def _sent(values: np.ndarray, images: Tensor) -> Tensor:
     return torch.from_numpy(values).to(images.device, non_blocking=True)
 
 
+def _torchvision(name: str, images: Tensor, *arguments: float) -> Tensor:
+    """Calls a function of torchvision.transforms.v2.functional, which takes [b, 3, H, W]."""
+    from torchvision.transforms.v2 import functional  # takes seconds to import
+
+    return getattr(functional, name)(images.movedim(3, 1), *arguments).movedim(1, 3)
+
+
 # --- Operations: (uint8 [b, H, W, 3], strength 0 to 1 and more, draws [b, 3]) -> uint8 [b, H, W, 3]
 
 
 def _auto_contrast(images: Tensor, strength: float, draws: np.ndarray) -> Tensor:
-    """Of each channel the darkest becomes 0, the brightest 255."""
+    """Stretches each channel: its darkest value becomes 0, its brightest 255."""
     low, high = (f(images, dim=(1, 2), keepdim=True).float() for f in (torch.amin, torch.amax))
     scale = 255 / (high - low)
     return torch.where(high > low, _cut(images * scale - low * scale), images)
 
 
-def _equalize(images: Tensor, strength: float, draws: np.ndarray) -> Tensor:
-    """Of each channel all values become as frequent as can be."""
-    b, h, w, _ = images.shape
-    rows = torch.arange(b * 3, device=images.device).view(b, 1, 1, 3) * 256
-    bins = (rows + images).view(-1)
-    counts = torch.zeros(b * 3 * 256, dtype=torch.int64, device=images.device)
-    counts = counts.scatter_add_(0, bins, torch.ones_like(bins)).view(b * 3, 256)
-    brightest = images.amax((1, 2)).long().view(-1, 1)
-    step = (h * w - counts.gather(1, brightest)) // 255  # [b * 3, 1]
-    below = counts.cumsum(1) - counts
-    table = ((below + step // 2) // step.clamp(min=1)).clamp(max=255)
-    table = torch.where(step > 0, table, torch.arange(256, device=images.device))
-    return table.to(torch.uint8).view(-1)[bins].view(images.shape)
-
-
-def _invert(images: Tensor, strength: float, draws: np.ndarray) -> Tensor:
-    return 255 - images
-
-
 def _posterize(images: Tensor, strength: float, draws: np.ndarray) -> Tensor:
-    """Some of the upper bits stay."""
-    bits = min(8, int(4 * strength))
-    return images & (0xFF00 >> bits & 0xFF)
+    """Keeps the upper bits."""
+    return _torchvision("posterize", images, min(8, int(4 * strength)))
 
 
 def _solarize(images: Tensor, strength: float, draws: np.ndarray) -> Tensor:
-    """What is bright is inverted."""
-    return torch.where(images.short() < int(256 * strength), images, 255 - images)
+    """Inverts what is bright."""
+    threshold = int(256 * strength)
+    return _torchvision("solarize", images, threshold) if threshold <= 255 else images
 
 
 def _solarize_add(images: Tensor, strength: float, draws: np.ndarray) -> Tensor:
-    """What is dark becomes brighter."""
+    """Brightens what is dark."""
     brighter = (images.short() + int(110 * strength)).clamp(max=255).to(torch.uint8)
     return torch.where(images < 128, brighter, images)
 
@@ -97,12 +92,8 @@ def _contrast(images: Tensor, strength: float, draws: np.ndarray) -> Tensor:
     return _blended(images, mean, strength)
 
 
-def _brightness(images: Tensor, strength: float, draws: np.ndarray) -> Tensor:
-    return _blended(images, torch.zeros_like(images), strength)
-
-
 def _sharpness(images: Tensor, strength: float, draws: np.ndarray) -> Tensor:
-    """Away from, or towards, the mean of a pixel, five times, and its eight neighbours. The border stays."""
+    """Blends with a 3 x 3 mean in which the middle pixel counts five times. The border stays."""
     h, w = images.shape[1:3]
     whole = images.short()
     rows = whole[:, :-2] + whole[:, 1:-1] + whole[:, 2:]
@@ -139,7 +130,7 @@ def _translate_y(images: Tensor, strength: float, draws: np.ndarray) -> Tensor:
 
 
 def _cutout(images: Tensor, strength: float, draws: np.ndarray) -> Tensor:
-    """A square around some pixel, cut where it leaves the image."""
+    """Fills a square around a random pixel, clipped at the image's border."""
     h, w = images.shape[1:3]
     half = int(40 / EDGE * min(h, w) * strength)
     middle = _sent(np.floor(draws[:, 1:] * (h, w)).astype(np.int32), images)
@@ -150,14 +141,16 @@ def _cutout(images: Tensor, strength: float, draws: np.ndarray) -> Tensor:
 
 OPERATIONS = {
     "AutoContrast": _auto_contrast,
-    "Equalize": _equalize,
-    "Invert": _invert,
+    "Equalize": lambda images, strength, draws: _torchvision("equalize", images),
+    "Invert": lambda images, strength, draws: _torchvision("invert", images),
     "Rotate": _rotate,
     "Posterize": _posterize,
     "Solarize": _solarize,
     "Color": _color,
     "Contrast": _contrast,
-    "Brightness": _brightness,
+    "Brightness": lambda images, strength, draws: _torchvision(
+        "adjust_brightness", images, _factor(strength)
+    ),
     "Sharpness": _sharpness,
     "ShearX": _shear_x,
     "ShearY": _shear_y,
@@ -173,25 +166,31 @@ def _direction(draws: np.ndarray) -> np.ndarray:
 
 
 def _luma(images: Tensor) -> Tensor:
-    """uint8 [b, H, W, 1]"""
+    """Brightness by ITU-R 601-2: uint8 [b, H, W, 1]."""
     red, green, blue = images.float().unbind(3)
     return (LUMA[0] * red + LUMA[1] * green + LUMA[2] * blue).round_().to(torch.uint8)[..., None]
 
 
 def _blended(images: Tensor, others: Tensor, strength: float) -> Tensor:
-    """others: what factor 0 gives; 1 changes nothing, and more goes beyond."""
-    factor = 1.8 * strength + 0.1
+    """Moves `others` towards the images, or beyond, by _factor(strength)."""
     others = others.float()
-    return _cut(others + factor * (images - others))
+    return _cut(others + _factor(strength) * (images - others))
+
+
+def _factor(strength: float) -> float:
+    """The factor of PIL's ImageEnhance: 0 is black, grey or smooth, and 1 changes nothing."""
+    return 1.8 * strength + 0.1
 
 
 def _cut(values: Tensor) -> Tensor:
     return values.clamp(0, 255).to(torch.uint8)
 
 
-def _warped(images: Tensor, to_x: list, to_y: list) -> Tensor:
-    """Pixel (x, y) is the one nearest to (a x + b y + c, d x + e y + f), or GREY where the image ends.
-    to_x: a, b and c; to_y: d, e and f: each a number, or one for each image."""
+def _warped(images: Tensor, to_x: list[float | np.ndarray], to_y: list[float | np.ndarray]) -> Tensor:
+    """Takes pixel (x, y) from the one nearest to (a x + b y + c, d x + e y + f); outside it is GREY.
+
+    to_x: a, b and c; to_y: d, e and f; each a number, or one for each image: float64 [b].
+    """
     b, h, w, _ = images.shape
     factors = np.stack([np.broadcast_to(factor, b) for factor in (*to_x, *to_y)])
     factors = _sent(factors.astype(np.float32), images)[:, :, None, None]  # [6, b, 1, 1]
