@@ -1,19 +1,19 @@
-"""prep_imagenet.py against torchvision's parse_train_archive, on the same nested tar.
+"""Compares prep_imagenet.py with torchvision's parse_train_archive, on the same nested tar.
 
     python -m benchmarks.imagenet_prep --images /data/photographs
     python -m benchmarks.imagenet_prep --count 20000 --rounds 3
 
-The tar is made here, with the structure of ILSVRC2012_img_train.tar: photographs of a folder, again and again
-under other names, or noise of their usual size. All arms read it in turn, from the page cache where it fits,
-and the clock stops when all that they wrote is on the disk. The arms:
+The tar has the structure of ILSVRC2012_img_train.tar. It holds the photographs of a folder, repeated under
+other names, or noise of their usual size. The arms read it in turn, from the page cache where it fits. The
+clock stops when everything written is on the disk. The arms:
 
 torchvision  checks the MD5 sum, then extracts the class tars, and from them the images
 shards       checks the MD5 sum meanwhile, and takes the SHA-256 of each shard
 index        --format index
 
-Each of the first two also without the check of the MD5 sum, which is never made for the index.
+The first two also run without the check of the MD5 sum; the index never checks it.
 
-What came out, and on what: benchmarks/README.md.
+Results and the machine: benchmarks/README.md.
 """
 
 import argparse
@@ -46,7 +46,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=10_000, help="images in the tar")
     parser.add_argument("--classes", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--folder", help="for the tar and what comes out, 3 times its size (default: /tmp)")
+    parser.add_argument("--folder", help="for the tar and the output: 3 times the tar's size (default: /tmp)")
     flags = parser.parse_args()
     try:
         photographs = photographs_in(flags.images) if flags.images else []
@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def photographs_in(folder: Path) -> list[bytes]:
-    """Of all JPEGs below it. Raises ValueError where there are none."""
+    """Reads all JPEGs below a folder. Raises ValueError when there are none."""
     files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in (".jpg", ".jpeg"))
     if not files:
         raise ValueError(f"--images {folder}: holds no file that ends in .jpg or .jpeg")
@@ -103,7 +103,7 @@ def ours(tar: Path, out: Path, md5: str | None, *flags: str) -> None:
     words = ["--from", "tar", "--train", str(tar), "--out", str(out), "--no_verify", *flags]
     preparation = prep_imagenet.Preparation(prep_imagenet.parse(words))
     if md5:
-        MD5["train"], preparation.source.hashed = md5, True
+        MD5["train"], preparation.dataset.hashed = md5, True
     with contextlib.redirect_stdout(io.StringIO()):
         preparation.run()
 
@@ -111,7 +111,7 @@ def ours(tar: Path, out: Path, md5: str | None, *flags: str) -> None:
 def measure(arm: Callable[[Path], None], folder: Path) -> dict[str, float]:
     """Seconds until all is on the disk, and bytes that went through write calls."""
     out = Path(tempfile.mkdtemp(dir=folder))
-    os.sync()  # what the last arm left is none of this one's work
+    os.sync()  # so that this arm does not wait for the last one's writes
     written, began = psutil.Process().io_counters().write_chars, time.perf_counter()
     arm(out)
     os.sync()

@@ -189,7 +189,8 @@ class FolderWriter:
     """Writes `<split>/<class>/<name>`, a file per image."""
 
     def __init__(self, folder: Path, split: str, state: State | None = None):
-        self.folder, self.count = folder / split, (state or {"images": 0})["images"]
+        self.split, self.folder = split, folder / split
+        self.count = (state or {"images": 0})["images"]
         self.threads = WriterThreads(min(THREADS, cores()))
         self.made: set[str] = set()
         self.turns = itertools.count()

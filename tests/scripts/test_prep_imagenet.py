@@ -6,9 +6,11 @@ import io
 import json
 import os
 import re
+import resource
 import shutil
 import signal
 import subprocess
+import sys
 import tarfile
 import threading
 import time
@@ -18,22 +20,38 @@ from types import SimpleNamespace
 
 import numpy as np
 import pexpect
+import psutil
 import pytest
 import torch
 from PIL import Image
 
+import prep_imagenet
 from common.data.cache import prepare_data
 from common.data.decode import decode
 from common.data.images import open_images
 from common.data.shards import ShardImages, find_local, parse_index
+from common.prepare import devkit, journal, source
 from common.prepare import writer as shard_writer
 from common.prepare.writer import tar_header
 from common.recipe import ImageRecipe
 from common.system import progress
 from common.system.s3 import ObjectStore
-from tests.conftest import ROOT, Job, copy_project, full, mutate, python, run
-from tests.support.imagenet import DEVKIT, TRAIN, VAL, Ilsvrc, make_ilsvrc, tar, write_devkit
+from tests.conftest import ROOT, full, python, run
+from tests.support.imagenet import (
+    DEVKIT,
+    TRAIN,
+    VAL,
+    Ilsvrc,
+    class_folders,
+    fails,
+    forked,
+    make_ilsvrc,
+    prep,
+    tar,
+    write_devkit,
+)
 from tests.support.s3 import BUCKET, aws_env, s3, s3_proxy  # noqa: F401
+from tests.support.warm import WarmJob
 
 pytestmark = pytest.mark.filterwarnings("ignore:The image decoding and encoding:DeprecationWarning")
 
@@ -46,22 +64,11 @@ def ilsvrc(tmp_path_factory) -> Ilsvrc:
     return make_ilsvrc(tmp_path_factory.mktemp("ilsvrc"))
 
 
-def prep(*words) -> list:
-    return [*python(), ROOT / "prep_imagenet.py", *words]
-
-
-def fails(*words, status: int = 1, **options) -> str:
-    """The one line that it says."""
-    found, output = Job(prep(*words), **options).wait()
-    assert found == status, output
-    assert "Traceback" not in output
-    return output
-
-
 @pytest.fixture(scope="module")
 def shards(ilsvrc, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("shards") / "out"
-    run(prep("--data", ilsvrc.folder, "--out", out, *MINI, *SMALL))
+    command = [*python(), "prep_imagenet.py"]
+    run([*command, "--data", ilsvrc.folder, "--out", out, *MINI, *SMALL], warm=False)
     return out
 
 
@@ -141,7 +148,7 @@ def test_shards_mix_the_classes(ilsvrc, shards):
 
 def test_the_seed_decides_which_shard(ilsvrc, shards, tmp_path):
     for name, seed in {"same": 0, "other": 1}.items():
-        run(prep("--data", ilsvrc.folder, "--out", tmp_path / name, "--seed", seed, *MINI, *SMALL))
+        prep("--data", ilsvrc.folder, "--out", tmp_path / name, "--seed", seed, *MINI, *SMALL)
     assert contents(tmp_path / "same") == contents(shards)
     assert contents(tmp_path / "other")["train-00000.tar"] != contents(shards)["train-00000.tar"]
 
@@ -188,7 +195,7 @@ def test_folder(ilsvrc, tmp_path):
     from torchvision.datasets import ImageFolder
 
     out = tmp_path / "out"
-    run(prep("--data", ilsvrc.folder, "--out", out, "--format", "folder", *MINI))
+    prep("--data", ilsvrc.folder, "--out", out, "--format", "folder", *MINI)
     for split in ("train", "val"):
         found = ImageFolder(out / split)
         assert found.classes == ilsvrc.wnids
@@ -199,7 +206,7 @@ def test_folder(ilsvrc, tmp_path):
 
 def test_index(ilsvrc, tmp_path):
     out = tmp_path / "out"
-    said = run(prep("--data", ilsvrc.folder, "--out", out, "--format", "index", *MINI))
+    said = prep("--data", ilsvrc.folder, "--out", out, "--format", "index", *MINI)
     assert f"train with: --data {out} --data_root {ilsvrc.folder.resolve()}\n" in said
     for split in ("train", "val"):
         assert_same(read_index(out, split), expected(ilsvrc, split))
@@ -224,7 +231,7 @@ def test_torchvision_agrees(ilsvrc, shards, tmp_path, monkeypatch):
 
 def test_resize(ilsvrc, tmp_path):
     out = tmp_path / "out"
-    run(prep("--data", ilsvrc.folder, "--out", out, "--resize", 120, *MINI, *SMALL))
+    prep("--data", ilsvrc.folder, "--out", out, "--resize", 120, *MINI, *SMALL)
     found = read_index(out, "train")
     for stem, (label, data) in expected(ilsvrc, "train").items():
         assert found[stem][0] == label
@@ -266,7 +273,7 @@ def test_other_images(source, ilsvrc, tmp_path):
             (data / f"{split}.tar").write_bytes(
                 tar({f"{name}.tar": tar(files) for name, files in classes.items()})
             )
-    run(prep("--from", source, "--data", data, "--out", tmp_path / "out"))
+    prep("--from", source, "--data", data, "--out", tmp_path / "out")
     with tarfile.open(tmp_path / "out" / "train-00000.tar") as archive:
         names = archive.getnames()
     assert {name for name in names if not name.endswith(".cls")} == {
@@ -280,7 +287,7 @@ def test_other_images(source, ilsvrc, tmp_path):
 
 def test_one_split_alone(ilsvrc, tmp_path):
     words = ["--train", ilsvrc.train_tar, "--devkit", ilsvrc.devkit, "--out", tmp_path / "out"]
-    assert "there is no val" in run(prep(*words, *MINI))
+    assert "there is no val" in prep(*words, *MINI)
     assert json.loads((tmp_path / "out" / "manifest.json").read_text())["splits"].keys() == {"train"}
 
 
@@ -318,29 +325,25 @@ def web(ilsvrc):
 
 def test_http(web, shards, tmp_path):
     url, asked = web
-    run(prep("--url", url, "--out", tmp_path / "out", *MINI, *SMALL))
+    prep("--url", url, "--out", tmp_path / "out", *MINI, *SMALL)
     assert contents(tmp_path / "out") == contents(shards)
     assert len([start for name, start in asked if name == TRAIN and start]) >= 3  # it was cut
 
 
 def test_s3(ilsvrc, shards, s3, tmp_path, monkeypatch):  # noqa: F811
-    env = aws_env(s3)
-    for name, value in env.items():
+    for name, value in aws_env(s3).items():
         monkeypatch.setenv(name, value)
     store = ObjectStore(f"s3://{BUCKET}/prep")
     for name in (TRAIN, VAL, DEVKIT):
         store.upload(ilsvrc.folder / name, f"in/{name}")
     words = ["--data", f"{store.url}/in", "--out", f"{store.url}/out", "--work_dir", tmp_path / "work"]
     store.write("out/train-00099.tar", b"somebody's data set")
-    assert "holds other objects, as train-00099.tar" in fails(*words, *MINI, env=env)
+    assert "holds other objects, as train-00099.tar" in fails(*words, *MINI)
     assert store.list("out") == ["out/train-00099.tar"]
     store.delete(["out/train-00099.tar"])
     store.write("out/.probe-0123/object", b"of a killed one")
-    project = copy_project(tmp_path / "project")
-    mutate(project, "common/system/progress.py", "LINE_S = 30", "LINE_S = -1")
-    output = run([*python(), project / "prep_imagenet.py", *words, *MINI, *SMALL], env=env)
-    assert "train  0.00 of 0.00 GiB uploaded" in output
-    shutil.rmtree(project)
+    monkeypatch.setattr(progress, "LINE_S", -1)
+    assert "train  0.00 of 0.00 GiB uploaded" in prep(*words, *MINI, *SMALL)
     store.delete(["out/.probe-0123/object"])
     assert list((tmp_path / "work").iterdir()) == []
     for key in store.list("out"):
@@ -348,9 +351,9 @@ def test_s3(ilsvrc, shards, s3, tmp_path, monkeypatch):  # noqa: F811
         store.download(key, tmp_path / name, store.size_and_etag(key)[0])
     (tmp_path / "work").rmdir()
     assert contents(tmp_path) == contents(shards)
-    assert "nothing to do" in run(prep(*words, *MINI, *SMALL), env=env)
+    assert "nothing to do" in prep(*words, *MINI, *SMALL)
     store.delete(["out/train-00001.tar"])
-    assert "train-00001.tar is not what it was" in fails(*words, *MINI, *SMALL, env=env)
+    assert "train-00001.tar is missing or has another size" in fails(*words, *MINI, *SMALL)
 
 
 @pytest.mark.parametrize("lost", [False, True])
@@ -360,28 +363,30 @@ def test_s3_is_gone_on_with_after_a_kill(lost, ilsvrc, shards, s3_proxy, tmp_pat
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     url = f"s3://{BUCKET}/killed-{lost}"
-    words = prep("--data", ilsvrc.folder, "--out", url, "--work_dir", tmp_path / "work", *MINI, *SMALL)
-    s3_proxy.on("PUT", "train-00003", lambda: job.kill())
-    job = Job(words, env=env)
+    folder = tmp_path / "out"
+    words = ["--data", ilsvrc.folder, "--out", url, "--work_dir", tmp_path / "work", *MINI, *SMALL]
+    s3_proxy.on("PUT", "train-00003", lambda: job.send_signal(signal.SIGKILL))
+    job = WarmJob(["prep_imagenet.py", *words], tmp_path / "log", env)
     assert job.wait()[0] == -signal.SIGKILL
     store = ObjectStore(url)
     if lost:
         shutil.rmtree(tmp_path / "work")
         store.write("train-00099.tar", b"of more shards than there are now")
-    run(words, env=env)
+    prep(*words)
     uploads = [path for method, path, _ in s3_proxy.requests if method == "PUT"]
     assert sum("train-00001" in path for path in uploads) == 1 + lost
+    folder.mkdir()
     for key in store.list():
-        store.download(key, tmp_path / key, store.size_and_etag(key)[0])
-    (tmp_path / "work").rmdir()
-    assert contents(tmp_path) == contents(shards)
+        store.download(key, folder / key, store.size_and_etag(key)[0])
+    assert not list((tmp_path / "work").iterdir())
+    assert contents(folder) == contents(shards)
 
 
 def test_trainings_see_the_same_in_all_formats(ilsvrc, tmp_path):
     """Labels, and the pixels of an evaluation; those of recoded images differ a little from the index's."""
     seen = {}
     for format in ("shards", "folder", "index"):
-        run(prep("--data", ilsvrc.folder, "--out", tmp_path / format, "--format", format, *MINI, *SMALL))
+        prep("--data", ilsvrc.folder, "--out", tmp_path / format, "--format", format, *MINI, *SMALL)
         roots = (str(ilsvrc.folder),)
         folder = prepare_data(
             str(tmp_path / format), tmp_path / "cache", show_progress=False, data_root=roots
@@ -515,14 +520,18 @@ def test_truncated(where, format, ilsvrc, tmp_path):
     assert not (tmp_path / "out" / "manifest.json").exists()
 
 
-def publish(project: Path, ilsvrc: Ilsvrc) -> Path:
-    """The miniature's MD5 sums become the published ones."""
-    sums = {"train": "1d675b47d978889d74fa0da5fadfb00e", "val": "29b22e2961454d5413ddabcf34fc5622"}
-    sums["devkit"] = "fa75699e90414af021442c21a62c3abf"
+def sums(ilsvrc: Ilsvrc) -> dict[str, str]:
+    """The miniature's MD5 sums, to be taken for the published ones."""
     files = {"train": ilsvrc.train_tar, "val": ilsvrc.val_tar, "devkit": ilsvrc.devkit}
-    for part, published in sums.items():
-        mutate(project, "common/prepare/devkit.py", published, ilsvrc.md5(files[part]))
-    return project
+    return {part: ilsvrc.md5(file) for part, file in files.items()}
+
+
+@pytest.fixture
+def published(ilsvrc, monkeypatch) -> tuple[tuple[str, str], ...]:
+    """The miniature's sums are the published ones."""
+    for part, md5 in sums(ilsvrc).items():
+        monkeypatch.setitem(devkit.MD5, part, md5)
+    return tuple(sums(ilsvrc).items())
 
 
 def with_a_flipped_bit(ilsvrc: Ilsvrc) -> bytes:
@@ -532,35 +541,33 @@ def with_a_flipped_bit(ilsvrc: Ilsvrc) -> bytes:
     return bytes(content)
 
 
-def test_md5(ilsvrc, shards, tmp_path):
+def test_another_md5(ilsvrc, tmp_path):
+    message = fails("--data", ilsvrc.folder, "--out", tmp_path / "no")
+    assert f"its MD5 is {ilsvrc.md5(ilsvrc.devkit)}" in message
+
+
+def test_md5(ilsvrc, shards, published, tmp_path, monkeypatch):
     """Of the right archives; then the training tar is another."""
-    assert f"its MD5 is {ilsvrc.md5(ilsvrc.devkit)}" in fails(
-        "--data", ilsvrc.folder, "--out", tmp_path / "no"
-    )
-    project = publish(copy_project(tmp_path / "project"), ilsvrc)
-    mutate(project, "prep_imagenet.py", "JOURNAL_S = 20", "JOURNAL_S = -1")
-    mutate(project, "common/system/progress.py", "LINE_S = 30", "LINE_S = -1")
-    command = [*python(), project / "prep_imagenet.py", "--subset", *SMALL]
-    run([*command, "--data", ilsvrc.folder, "--out", tmp_path / "out"])
+    monkeypatch.setattr(journal, "RECORD_S", -1)
+    monkeypatch.setattr(progress, "LINE_S", -1)
+    flags = ["--subset", *SMALL]
+    prep(*flags, "--data", ilsvrc.folder, "--out", tmp_path / "out")
     assert contents(tmp_path / "out") == contents(shards)
 
     content = with_a_flipped_bit(ilsvrc)
     data = broken(ilsvrc, tmp_path / "data", train=content)
-    status, output = Job([*command, "--data", data, "--out", tmp_path / "bad"]).wait()
-    assert status == 1
+    output = fails(*flags, "--data", data, "--out", tmp_path / "bad")
     assert hashlib.md5(content).hexdigest() in output
     assert ilsvrc.md5(ilsvrc.train_tar) in output
     assert "--no_verify" in output
     assert not (tmp_path / "bad" / "manifest.json").exists()
-    index = [*command, "--format", "index", "--data", data, "--out", tmp_path / "index"]
-    status, output = Job(index).wait()
-    assert status == 1
-    assert hashlib.md5(content).hexdigest() in output
+    index = [*flags, "--format", "index", "--data", data, "--out", tmp_path / "index"]
+    assert hashlib.md5(content).hexdigest() in fails(*index)
     assert not (tmp_path / "index" / "manifest.json").exists()
     shutil.copy(ilsvrc.train_tar, data)
-    assert run(index).count("train  0.00 of 0.00 GiB read\n") > len(ilsvrc.wnids)  # a line for each, and MD5
+    assert prep(*index).count("train  0.00 of 0.00 GiB read\n") > len(ilsvrc.wnids)  # one each, and the MD5's
     assert read_index(tmp_path / "index", "train") == expected(ilsvrc, "train")
-    run([*command, "--data", data, "--out", tmp_path / "bad"])  # got again: nothing of the other is left
+    prep(*flags, "--data", data, "--out", tmp_path / "bad")  # got again: nothing of the other is left
     assert contents(tmp_path / "bad") == contents(shards)
 
 
@@ -574,12 +581,11 @@ def test_devkit_that_is_missing_or_of_something_else(ilsvrc, tmp_path):
 
 
 def test_ground_truth_of_another_length(ilsvrc, tmp_path):
-    from common.prepare.devkit import Devkit
     from common.prepare.inputs import open_input
 
     with open_input(ilsvrc.devkit) as stream:
-        devkit = Devkit.read(stream, subset=True)
-    assert len(devkit.val_labels) == len(ilsvrc.val)
+        kit = devkit.Devkit.read(stream, subset=True)
+    assert len(kit.val_labels) == len(ilsvrc.val)
     with_fewer = make_ilsvrc(tmp_path / "fewer", val=2)
     shutil.copy(ilsvrc.val_tar, with_fewer.folder)
     message = fails("--data", with_fewer.folder, "--out", tmp_path / "out", *MINI)
@@ -599,18 +605,10 @@ def test_names_that_are_there_twice(ilsvrc, tmp_path):
         assert message in fails("--data", data, "--out", tmp_path / format, "--format", format, *MINI)
 
 
-def class_folders(folder: Path, images: dict[str, bytes]) -> Path:
-    """--data of --from folder: its images by their path."""
-    for path, content in images.items():
-        (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        (folder / path).write_bytes(content)
-    return folder
-
-
 @pytest.mark.parametrize(
     ("what", "reason"), [("cut", "truncated"), ("too wide for a JPEG", "Maximum supported image dimension")]
 )
-def test_an_image_that_can_not_be_resized_is_named(what, reason, ilsvrc, tmp_path):
+def test_an_image_that_can_not_be_resized_is_named(what, reason, ilsvrc, tmp_path, capfd):
     content = next(iter(ilsvrc.val.values()))[:2000]
     if what != "cut":
         picture = io.BytesIO()
@@ -619,7 +617,7 @@ def test_an_image_that_can_not_be_resized_is_named(what, reason, ilsvrc, tmp_pat
     data = class_folders(tmp_path / "data", {"train/cat/a.jpg": content})
     message = fails("--from", "folder", "--data", data, "--out", tmp_path / "out", "--resize", "256")
     assert "a.jpg can't be decoded: " in message
-    assert reason in message
+    assert reason in message + capfd.readouterr().err  # libjpeg prints its own words
     assert not (tmp_path / "out" / "manifest.json").exists()
 
 
@@ -664,7 +662,7 @@ def test_names_too_long_for_plain_tar_headers(ilsvrc, tmp_path):
     keys = {f"{'c' * 190}/{'i' * 190}", f"cat/{'ü' * 90}", "cat/1"}
     paths = [f"{split}/{key}.jpg" for split in ("train", "val") for key in keys]
     data = class_folders(tmp_path / "data", dict.fromkeys(paths, image))
-    run(prep("--from", "folder", "--data", data, "--out", tmp_path / "out"))
+    prep("--from", "folder", "--data", data, "--out", tmp_path / "out")
     shard = tmp_path / "out" / "train-00000.tar"
     names = {f"{key}.{extension}" for key in keys for extension in ("jpg", "cls")}
     words, utf8 = ["tar", "-tf", shard, "--quoting-style=literal"], {**os.environ, "LC_ALL": "C.UTF-8"}
@@ -684,33 +682,30 @@ def test_an_image_that_is_in_another_class_now(ilsvrc, tmp_path):
     paths = ("train/cat/1.jpg", "train/cat/2.jpg", "train/dog/1.jpg")
     data = class_folders(tmp_path / "data", dict.fromkeys(paths, image))
     words = ["--from", "folder", "--data", data, "--out", tmp_path / "out"]
-    run(prep(*words))
+    prep(*words)
     os.utime(data / "train" / "cat" / "1.jpg")
-    assert "nothing to do" in run(prep(*words))
+    assert "nothing to do" in prep(*words)
     (data / "train" / "cat" / "2.jpg").rename(data / "train" / "dog" / "2.jpg")
-    assert "begun otherwise: names_and_sizes was" in fails(*words)
+    assert "begun with other settings: names_and_sizes was" in fails(*words)
 
 
 @pytest.mark.parametrize("format", ["shards", "index", "folder"])
-def test_counts_that_are_not_the_published_ones(format, ilsvrc, tmp_path):
+def test_counts_that_are_not_the_published_ones(format, ilsvrc, tmp_path, monkeypatch):
     """Without --subset, where the published ones are those of the miniature."""
-    project = copy_project(tmp_path / "project")
-    mutate(project, "common/prepare/devkit.py", "CLASSES = 1000", "CLASSES = 10")
-    mutate(project, "common/prepare/devkit.py", "VAL_PER_CLASS = 50", "VAL_PER_CLASS = 3")
-    words = [*python(), project / "prep_imagenet.py", "--no_verify", "--format", format]
-    run([*words, "--data", ilsvrc.folder, "--out", tmp_path / "out"])
+    monkeypatch.setattr(devkit, "CLASSES", 10)
+    monkeypatch.setattr(devkit, "VAL_PER_CLASS", 3)
+    words = ["--no_verify", "--format", format]
+    prep(*words, "--data", ilsvrc.folder, "--out", tmp_path / "out")
     wanting = {
         "9 classes, not 10": {"train": tar(dict(list(class_tars(ilsvrc).items())[1:]))},
         "29 images, not 30": {"val": tar(dict(list(ilsvrc.val.items())[1:]))},
     }
     for number, (message, archive) in enumerate(wanting.items()):
         data, out = broken(ilsvrc, tmp_path / f"data{number}", **archive), tmp_path / f"out{number}"
-        status, output = Job([*words, "--data", data, "--out", out]).wait()
-        assert status == 1
-        assert f"holds {message}: get it again" in output
+        assert f"holds {message}: get it again" in fails(*words, "--data", data, "--out", out)
         assert not (out / "manifest.json").exists()
         assert not (out / "prepared.json").exists()
-        run([*words, "--data", data, "--out", f"{out}-subset", "--subset"])
+        prep(*words, "--data", data, "--out", f"{out}-subset", "--subset")
 
 
 @pytest.mark.parametrize("damage", ["gone", "shorter", "no index", "moved"])
@@ -718,8 +713,8 @@ def test_a_complete_one_that_lost_something_is_not_called_complete(damage, ilsvr
     if damage == "moved":
         data = shutil.copytree(ilsvrc.folder, tmp_path / "data")
         words = ["--out", tmp_path / "out", "--format", "index", *MINI]
-        run(prep("--data", data, *words))
-        assert "begun otherwise: paths was" in fails("--data", ilsvrc.folder, *words)
+        prep("--data", data, *words)
+        assert "begun with other settings: paths was" in fails("--data", ilsvrc.folder, *words)
         (data / TRAIN).unlink()
         assert f"neither {TRAIN}" in fails("--data", tmp_path, *words)
         return
@@ -727,13 +722,13 @@ def test_a_complete_one_that_lost_something_is_not_called_complete(damage, ilsvr
     file = out / ("train_index.npy" if damage == "no index" else "train-00001.tar")
     os.truncate(file, 512) if damage == "shorter" else file.unlink()
     message = fails("--data", ilsvrc.folder, "--out", out, *MINI, *SMALL)
-    assert f"was complete, and {file.name} is not what it was: remove" in message
+    assert f"was complete, but {file.name} is missing or has another size: remove" in message
 
 
 def test_other_settings_are_refused(ilsvrc, shards, tmp_path):
     out = shutil.copytree(shards, tmp_path / "out")
     words = ["--data", ilsvrc.folder, "--out", out, *MINI, *SMALL]
-    assert "nothing to do" in run(prep(*words))
+    assert "nothing to do" in prep(*words)
     assert "seed was 0, and is now 7" in fails(*words, "--seed", 7)
     assert "resize was None" in fails(*words, "--resize", 64)
     data = broken(ilsvrc, tmp_path / "data", val=ilsvrc.val_tar.read_bytes() + bytes(512))
@@ -772,9 +767,11 @@ def test_a_broken_image_is_named(ilsvrc, tmp_path):
 
 
 def test_open_files(ilsvrc, shards, tmp_path):
-    words = ["prlimit", "--nofile=80:96", *prep("--data", ilsvrc.folder, *MINI)]
-    run([*words, "--out", tmp_path / "out", "--shard_mib", 0.03])  # 24 shards: the soft limit is raised
-    status, output = Job([*words, "--out", tmp_path / "more", "--shard_mib", 0.005]).wait()
+    limits = ((resource.RLIMIT_NOFILE, (80, 96)),)
+    words, log = ["--data", ilsvrc.folder, *MINI, "--out"], tmp_path / "log"
+    few = forked(log, *words, tmp_path / "out", "--shard_mib", 0.03, limits=limits)  # 24 shards
+    assert few.wait()[0] == 0, "the soft limit is raised"
+    status, output = forked(log, *words, tmp_path / "more", "--shard_mib", 0.005, limits=limits).wait()
     assert status == 1
     assert "larger --shard_mib" in output
 
@@ -782,82 +779,87 @@ def test_open_files(ilsvrc, shards, tmp_path):
 # --- What is interrupted
 
 
-@pytest.fixture(scope="module")
-def eager(tmp_path_factory) -> Path:
-    """The project with batches of 2 images, a journal after each, and a signal to itself: STOP_AT says after
-    how many images of a split, before the journal has them, or at its end, and which."""
-    project = copy_project(tmp_path_factory.mktemp("eager") / "project")
-    mutate(project, "prep_imagenet.py", "JOURNAL_S = 20", "JOURNAL_S = -1")
-    mutate(
-        project,
-        "common/prepare/source.py",
-        "BATCH_IMAGES, BATCH_BYTES = 32,",
-        "BATCH_IMAGES, BATCH_BYTES = 2,",
-    )
-    call = "                writer.write(batch.images)\n"
-    stop = (
-        "                stop_at, number = os.environ.get('STOP_AT', ':').split(':')\n"
-        "                if stop_at == str(writer.count):\n"
-        "                    signal.raise_signal(int(number))\n"
-    )
-    mutate(project, "prep_imagenet.py", call, call + stop)
-    call = '            self._finish_split(split, writer.finish(), left["odd"])\n'
-    stop = "            if os.environ.get('STOP_AT') == f'{split}:9':\n"
-    mutate(project, "prep_imagenet.py", call, f"{stop}                signal.raise_signal(9)\n{call}")
-    return project
+@pytest.fixture
+def eager(monkeypatch) -> None:
+    """Batches of 2 images, and a record in the journal after each, as in a forked preparation."""
+    make_eager(monkeypatch)
 
 
-def eager_command(eager: Path, ilsvrc: Ilsvrc, format: str) -> list:
+def make_eager(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(journal, "RECORD_S", -1)
+    patch.setattr(source, "BATCH_IMAGES", 2)
+
+
+def command(ilsvrc: Ilsvrc, format: str = "shards") -> list:
     flags = {"shards": SMALL, "folder": ["--format", "folder"], "resize": [*SMALL, "--resize", 120]}[format]
-    return [*python(), eager / "prep_imagenet.py", "--data", ilsvrc.folder, *MINI, *flags, "--out"]
+    return ["--data", ilsvrc.folder, *MINI, *flags, "--out"]
+
+
+@pytest.fixture
+def killed(eager, tmp_path):
+    """killed(place, *flags) starts a preparation that kills itself there. Returns its output."""
+
+    def killed(place: str | int, *words: object, **options) -> str:
+        status, output = forked(tmp_path / "log", *words, place=place, **options).wait()
+        assert status == -signal.SIGKILL, output
+        return output
+
+    return killed
 
 
 @pytest.fixture(scope="module")
-def straight(eager, ilsvrc, tmp_path_factory) -> Path:
+def straight(ilsvrc, tmp_path_factory) -> Path:
     """Shards that were never interrupted."""
     out = tmp_path_factory.mktemp("straight") / "out"
-    run([*eager_command(eager, ilsvrc, "shards"), out])
+    with pytest.MonkeyPatch.context() as patch:
+        make_eager(patch)
+        prep(*command(ilsvrc), out)
     return out
 
 
 @pytest.mark.parametrize("format", ["shards", full("folder"), full("resize")])
-def test_killed_and_gone_on_with(format, eager, ilsvrc, tmp_path):
+def test_killed_and_continued(format, killed, ilsvrc, tmp_path):
     """Before anything is in the journal, at two places in train, at its end, and at the end of val; and where
     the journal has all images of train or val."""
-    command = eager_command(eager, ilsvrc, format)
-    run([*command, tmp_path / "straight"])
-    out = tmp_path / "out"
+    words, out = command(ilsvrc, format), tmp_path / "out"
+    prep(*words, tmp_path / "straight")
     for place in (2, 20, 40, 60, "train", 30, "val"):
-        job = Job([*command, out], env={"STOP_AT": f"{place}:9"})
-        assert job.wait()[0] == -signal.SIGKILL
+        killed(place, *words, out)
         assert not (out / "manifest.json").exists()
     journal = json.loads((out / ".progress.json").read_text())["splits"]
     assert "finished" in journal["train"]
     assert journal["val"]["place"] == [0, 30]
     with pytest.raises(ValueError, match="not complete"):
         find_local(out)
-    assert "was begun" in run([*command, out])
+    assert "was begun: continuing there" in prep(*words, out)
     assert contents(out) == contents(tmp_path / "straight")
 
 
 @pytest.mark.full
 def test_killed_at_any_moment(eager, ilsvrc, straight, tmp_path):
-    command = eager_command(eager, ilsvrc, "shards")
+    words, killed = [*command(ilsvrc), tmp_path / "out"], 0
     began_s = time.monotonic()
-    run([*command, tmp_path / "once"])
+    assert forked(tmp_path / "log", *command(ilsvrc), tmp_path / "once").wait()[0] == 0
     took_s = time.monotonic() - began_s
-    killed = 0
-    for part in (0.4, 0.5, 0.6, 0.7, 0.8, 0.9):
-        job = Job([*command, tmp_path / "out"])
+    for part in (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9):
+        job = forked(tmp_path / "log", *words)
         time.sleep(part * took_s)
-        job.kill()
+        job.send_signal(signal.SIGKILL)
         killed += job.wait()[0] != 0
     assert killed > 1
-    run([*command, tmp_path / "out"])
+    prep(*words)
     assert contents(tmp_path / "out") == contents(straight)
 
 
-def test_what_is_checked_goes_on_from_s3(eager, ilsvrc, straight, s3, tmp_path, monkeypatch):  # noqa: F811
+def test_a_checked_preparation_continues_from_s3(
+    killed,
+    published,
+    ilsvrc,
+    straight,
+    s3,  # noqa: F811
+    tmp_path,
+    monkeypatch,
+):
     """The sum is of all bytes, so all are read again, and what was written of them stays."""
     env = aws_env(s3)
     for name, value in env.items():
@@ -865,124 +867,107 @@ def test_what_is_checked_goes_on_from_s3(eager, ilsvrc, straight, s3, tmp_path, 
     store = ObjectStore(f"s3://{BUCKET}/checked")
     for name in (TRAIN, VAL, DEVKIT):
         store.upload(ilsvrc.folder / name, name)
-    project = publish(Path(shutil.copytree(eager, tmp_path / "project")), ilsvrc)
-    mutate(project, "common/system/progress.py", "LINE_S = 30", "LINE_S = -1")
-    command = [*python(), project / "prep_imagenet.py", "--subset", *SMALL, "--data", store.url]
-    command += ["--out", tmp_path / "out"]
-    for place in ("40", "train"):
-        status, output = Job(command, env=env | {"STOP_AT": f"{place}:9"}).wait()
-        assert status == -signal.SIGKILL
-    assert "was begun: going on there\ntrain  0.00 of 0.00 GiB read\n" in output
+    words = ["--subset", *SMALL, "--data", store.url, "--out", tmp_path / "out"]
+    killed(40, *words, env=env, md5=published)
+    output = killed("train", *words, env=env, md5=published, line_s=-1)
+    assert "was begun: continuing there\ntrain  0.00 of 0.00 GiB read\n" in output
     store.write(TRAIN, with_a_flipped_bit(ilsvrc))
-    status, output = Job(command, env=env).wait()
-    assert status == 1
-    assert "train is read anew: train changed since" in output
+    output = fails(*words)
+    assert "train is read again: train changed since" in output
     assert "its MD5 is" in output
     store.upload(ilsvrc.train_tar, TRAIN)
-    run(command, env=env)
+    prep(*words)
     assert contents(tmp_path / "out") == contents(straight)
 
 
-def test_what_is_checked_goes_on_only_if_it_is_known_to_be_the_same(eager, ilsvrc, straight, web, tmp_path):
-    project = publish(Path(shutil.copytree(eager, tmp_path / "project")), ilsvrc)
-    command = [*python(), project / "prep_imagenet.py", "--subset", *SMALL, "--url", web[0]]
-    command += ["--out", tmp_path / "out"]
-    for place in ("40", "20"):
-        status, output = Job(command, env={"STOP_AT": f"{place}:9"}).wait()
-        assert status == -signal.SIGKILL
-    assert "train is read anew: nothing says whether train changed" in output
-    run(command)
+def test_a_checked_preparation_continues_only_if_the_source_is_known_to_be_the_same(
+    killed, published, ilsvrc, straight, web, tmp_path
+):
+    words = ["--subset", *SMALL, "--url", web[0], "--out", tmp_path / "out"]
+    for place in (40, 20):
+        output = killed(place, *words, md5=published)
+    assert "train is read again: nothing says whether train changed" in output
+    prep(*words)
     assert contents(tmp_path / "out") == contents(straight)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted(number, eager, ilsvrc, straight, tmp_path):
-    command = eager_command(eager, ilsvrc, "shards")
-    status, output = Job([*command, tmp_path / "out"], env={"STOP_AT": f"30:{number:d}"}).wait()
+    words = [*command(ilsvrc), tmp_path / "out"]
+    status, output = forked(tmp_path / "log", *words, place=30, signal=number).wait()
     assert status == 130
-    assert "the same command goes on" in output
+    assert "the same command continues" in output
     assert "Traceback" not in output
-    run([*command, tmp_path / "out"])
+    prep(*words)
     assert contents(tmp_path / "out") == contents(straight)
 
 
-def test_shards_that_changed_since_are_refused(eager, ilsvrc, tmp_path):
-    command = eager_command(eager, ilsvrc, "shards")
-    Job([*command, tmp_path / "out"], env={"STOP_AT": "40:9"}).wait()
+def test_shards_that_changed_since_are_refused(killed, ilsvrc, tmp_path):
+    words = [*command(ilsvrc), tmp_path / "out"]
+    killed(40, *words)
     os.truncate(tmp_path / "out" / "train-00000.tar", 512)
-    status, output = Job([*command, tmp_path / "out"]).wait()
-    assert status == 1
-    assert "train-00000.tar is shorter" in output
+    assert "train-00000.tar is shorter" in fails(*words)
 
 
-def test_archives_that_changed_since(eager, ilsvrc, straight, tmp_path):
+def test_archives_that_changed_since(killed, ilsvrc, straight, tmp_path):
     """What was done of train is done anew, or stays where only val was bad; another devkit is refused."""
     data = broken(ilsvrc, tmp_path / "data", val=ilsvrc.val_tar.read_bytes()[:100_000])
-    command = eager_command(eager, ilsvrc, "shards")
-    command[command.index(ilsvrc.folder)] = data
-    Job([*command, tmp_path / "out"], env={"STOP_AT": "40:9"}).wait()
+    words = ["--data", data, *MINI, *SMALL, "--out", tmp_path / "out"]
+    killed(40, *words)
     os.utime(data / TRAIN)
-    status, output = Job([*command, tmp_path / "out"]).wait()
-    assert status == 1
-    assert "train is read anew: train changed since" in output
+    output = fails(*words)
+    assert "train is read again: train changed since" in output
     assert VAL in output.splitlines()[-1]
     os.utime(data / DEVKIT)
-    status, output = Job([*command, tmp_path / "out"]).wait()
-    assert status == 1
-    assert "devkit changed since" in output
+    assert "devkit changed since" in fails(*words)
     shutil.copy2(ilsvrc.devkit, data)
     shutil.copy2(ilsvrc.val_tar, data)
-    output = run([*command, tmp_path / "out"])
+    output = prep(*words)
     assert "val  30 images" in output
     assert "train  60 images" not in output, "it was done"
     assert contents(tmp_path / "out") == contents(straight)
 
 
-def test_a_folder_that_changed_since_is_read_anew(eager, ilsvrc, tmp_path):
+def test_a_folder_that_changed_since_is_read_again(killed, ilsvrc, tmp_path):
     """A class with another name has another label, and moves all images behind it."""
     data = tmp_path / "data"
     for number, content in enumerate(ilsvrc.val.values()):
         file = data / "train" / ("cat" if number % 2 else "dog") / f"{number}.jpg"
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(content)
-    command = [*python(), eager / "prep_imagenet.py", "--from", "folder", "--data", data, "--out"]
-    assert Job([*command, tmp_path / "out"], env={"STOP_AT": "4:9"}).wait()[0] == -signal.SIGKILL
+    words = ["--from", "folder", "--data", data, "--out"]
+    killed(4, *words, tmp_path / "out")
     (data / "train" / "cat").rename(data / "train" / "zebra")
-    assert "train is read anew: the list of classes changed" in run([*command, tmp_path / "out"])
-    run([*command, tmp_path / "straight"])
+    assert "train is read again: the list of classes changed" in prep(*words, tmp_path / "out")
+    prep(*words, tmp_path / "straight")
     assert contents(tmp_path / "out") == contents(tmp_path / "straight")
 
 
-@pytest.mark.parametrize("place", ["4:9", "val:9"])
-def test_train_is_added_to_val(place, eager, ilsvrc, tmp_path):
+@pytest.mark.parametrize("place", [4, "val"])
+def test_train_is_added_to_val(place, killed, ilsvrc, tmp_path):
     """Its classes become those of both, whose labels are others."""
     images = list(ilsvrc.val.values())
     val = {f"val/{'cat' if i % 2 else 'dog'}/{i}.jpg": images[i] for i in range(10)}
     train = {path.replace("val", "train"): content for path, content in val.items()}
     data = class_folders(tmp_path / "data", val | train | {"train/ape/1.jpg": images[0]})
-    command = [*python(), eager / "prep_imagenet.py", "--from", "folder", "--out"]
+    words = ["--from", "folder", "--out"]
     both = ["--train", data / "train", "--val", data / "val"]
-    job = Job([*command, tmp_path / "out", *both[2:]], env={"STOP_AT": place})
-    assert job.wait()[0] == -signal.SIGKILL
-    assert "val is read anew: the list of classes changed" in run([*command, tmp_path / "out", *both])
-    run([*command, tmp_path / "straight", *both])
+    killed(place, *words, tmp_path / "out", *both[2:])
+    assert "val is read again: the list of classes changed" in prep(*words, tmp_path / "out", *both)
+    prep(*words, tmp_path / "straight", *both)
     assert contents(tmp_path / "out") == contents(tmp_path / "straight")
 
 
-def test_a_finished_split_stays_with_its_classes(ilsvrc, tmp_path):
+def test_a_finished_split_stays_with_its_classes(killed, ilsvrc, tmp_path):
     image = next(iter(ilsvrc.val.values()))
     data = class_folders(tmp_path / "data", {"train/ape/1.jpg": image, "val/cat/1.jpg": image})
-    project = copy_project(tmp_path / "project")
-    mutate(
-        project, "prep_imagenet.py", "            self._finish()\n", "            signal.raise_signal(9)\n"
-    )
     words = ["--from", "folder", "--val", data / "val", "--out", tmp_path / "out"]
-    assert Job([*python(), project / "prep_imagenet.py", *words]).wait()[0] == -signal.SIGKILL
+    killed("manifest", *words)
     assert "the list of classes changed since" in fails(*words, "--train", data / "train")
-    assert "1 images of val" in run(prep(*words))
+    assert "1 images of val" in prep(*words)
 
 
-def test_a_split_that_failed_leaves_nothing(ilsvrc, tmp_path):
+def test_a_split_that_failed_leaves_nothing(ilsvrc, tmp_path, monkeypatch):
     """Though the journal had nothing of it yet; the next archive lacks the class that was written."""
     images = list(ilsvrc.val.values())
     classes = [tar({f"{i}.jpg": image for i, image in enumerate(images[:6])}), tar({"1.jpg": images[7]})]
@@ -990,60 +975,49 @@ def test_a_split_that_failed_leaves_nothing(ilsvrc, tmp_path):
     data.mkdir()
     (data / "train.tar").write_bytes(tar({"cat.tar": classes[0], "dog.tar": classes[1]}))
     (data / "val.tar").write_bytes(tar({"cat.tar": classes[0], "wolf.tar": classes[1]}))
-    project = copy_project(tmp_path / "project")
-    mutate(project, "prep_imagenet.py", "SAMPLED = 8", "SAMPLED = 1")
-    small = "BATCH_IMAGES, BATCH_BYTES = 2,"
-    mutate(project, "common/prepare/source.py", "BATCH_IMAGES, BATCH_BYTES = 32,", small)
-    command = [*python(), project / "prep_imagenet.py", "--from", "tar", "--data", data]
-    command += ["--no_verify", "--format", "folder", "--out"]  # threads that check would be a batch behind
-    status, output = Job([*command, tmp_path / "out"]).wait()
-    assert status == 1
+    monkeypatch.setattr(prep_imagenet, "SAMPLED", 1)
+    monkeypatch.setattr(source, "BATCH_IMAGES", 2)
+    # threads that check would be a batch behind
+    words = ["--from", "tar", "--data", data, "--no_verify", "--format", "folder", "--out"]
+    output = fails(*words, tmp_path / "out")
     assert "class wolf is none of the 2 classes" in output
     assert list((tmp_path / "out" / "val" / "cat").iterdir())
     (data / "val.tar").write_bytes(tar({"dog.tar": classes[1]}))
-    run([*command, tmp_path / "out"])
-    run([*command, tmp_path / "straight"])
+    prep(*words, tmp_path / "out")
+    prep(*words, tmp_path / "straight")
     assert contents(tmp_path / "out") == contents(tmp_path / "straight")
 
 
-def test_begun_for_another_destination(eager, ilsvrc, s3, tmp_path):  # noqa: F811
+def test_begun_for_another_destination(killed, ilsvrc, s3, tmp_path, monkeypatch):  # noqa: F811
     """The journal says what is uploaded, and not where."""
     url, work = f"s3://{BUCKET}/destination", tmp_path / "work"
-    command = eager_command(eager, ilsvrc, "shards")
-    job = Job([*command, f"{url}/x", "--work_dir", work], env=aws_env(s3) | {"STOP_AT": "val:9"})
-    assert job.wait()[0] == -signal.SIGKILL
+    for name, value in aws_env(s3).items():
+        monkeypatch.setenv(name, value)
+    words = command(ilsvrc)
+    killed("val", *words, f"{url}/x", "--work_dir", work, env=aws_env(s3))
     before = contents(work)
-    for words in ([f"{url}/y", "--work_dir", work], [work]):
-        status, output = Job([*command, *words], env=aws_env(s3)).wait()
-        assert status == 1
-        assert f"{work} holds what was begun for --out {url}/x: go on with that, give another --" in output
+    for out in ([f"{url}/y", "--work_dir", work], [work]):
+        message = fails(*words, *out)
+        assert f"{work} holds a preparation for --out {url}/x: continue with that, give another --" in message
     assert contents(work) == before
-    run([*command, f"{url}/x", "--work_dir", work], env=aws_env(s3))
+    prep(*words, f"{url}/x", "--work_dir", work)
 
 
-def test_what_was_finished_without_its_md5_is_not_called_checked(eager, ilsvrc, tmp_path):
-    project = publish(Path(shutil.copytree(eager, tmp_path / "project")), ilsvrc)
-    command = [*python(), project / "prep_imagenet.py", "--subset", *SMALL, "--data", ilsvrc.folder]
-    command += ["--out", tmp_path / "out"]
-    assert Job([*command, "--no_verify"], env={"STOP_AT": "val:9"}).wait()[0] == -signal.SIGKILL
-    status, output = Job(command).wait()
-    assert status == 1
-    assert "train was finished under --no_verify: go on with --no_verify, or remove" in output
-    run([*command, "--no_verify"])
+def test_what_was_finished_without_its_md5_is_not_called_checked(killed, published, ilsvrc, tmp_path):
+    words = ["--subset", *SMALL, "--data", ilsvrc.folder, "--out", tmp_path / "out"]
+    killed("val", *words, "--no_verify", md5=published)
+    assert "train was finished under --no_verify: continue with --no_verify, or remove" in fails(*words)
+    prep(*words, "--no_verify")
 
 
-def test_the_workers_of_a_killed_preparation_end(ilsvrc, tmp_path):
+def test_a_killed_preparation_leaves_no_process(ilsvrc, tmp_path):
     words = ["--train", ilsvrc.train_tar, "--devkit", ilsvrc.devkit, "--out", tmp_path / "out"]
-    project = copy_project(tmp_path / "project")
-    call = "                writer.write(batch.images)\n"
-    mutate(project, "prep_imagenet.py", call, call + "                signal.raise_signal(9)\n")
-    job = Job([*python(), project / "prep_imagenet.py", *words, *MINI, "--resize", 64])
-    assert job.process.wait(60) == -signal.SIGKILL
+    job = forked(tmp_path / "log", *words, *MINI, "--resize", 64, place=2)
+    assert job.wait(60)[0] == -signal.SIGKILL
     end_s = time.monotonic() + 30
     while is_group(job.process.pid):
         assert time.monotonic() < end_s
         time.sleep(0.05)
-    job.wait()
 
 
 def is_group(number: int) -> bool:
@@ -1056,29 +1030,30 @@ def is_group(number: int) -> bool:
 
 
 def test_two_at_once(eager, ilsvrc, straight, tmp_path):
-    command = eager_command(eager, ilsvrc, "shards")
-    job = Job([*command, tmp_path / "out"], env={"STOP_AT": f"40:{signal.SIGSTOP:d}"})
-    os.waitpid(job.process.pid, os.WUNTRACED)
-    status, output = Job([*command, tmp_path / "out"]).wait()
-    assert status == 1
-    assert "another process" in output
-    os.kill(job.process.pid, signal.SIGCONT)
+    words = [*command(ilsvrc), tmp_path / "out"]
+    job = forked(tmp_path / "log", *words, place=40, signal=signal.SIGSTOP)
+    end_s = time.monotonic() + 60
+    while psutil.Process(job.process.pid).status() != psutil.STATUS_STOPPED:
+        assert time.monotonic() < end_s, job.output
+        time.sleep(0.02)
+    assert "another process" in fails(*words)
+    job.send_signal(signal.SIGCONT)
     assert job.wait()[0] == 0
     assert contents(tmp_path / "out") == contents(straight)
 
 
 def test_a_file_may_not_grow(eager, ilsvrc, tmp_path):
     """RLIMIT_FSIZE, in the middle of an image."""
-    command = eager_command(eager, ilsvrc, "shards")
-    command[command.index("--shard_mib") + 1] = 64
-    status, output = Job(["prlimit", "--fsize=300000", *command, tmp_path / "out"]).wait()
+    words = ["--data", ilsvrc.folder, *MINI, "--shard_mib", 64, "--out"]
+    limits = ((resource.RLIMIT_FSIZE, (300_000, 300_000)),)
+    status, output = forked(tmp_path / "log", *words, tmp_path / "out", limits=limits).wait()
     assert status == 1
     assert "train-00000.tar" in output
     assert "the same command" in output
     assert "Traceback" not in output
     assert json.loads((tmp_path / "out" / ".progress.json").read_text())["splits"]["train"]["place"][0] > 0
-    run([*command, tmp_path / "out"])
-    run([*command, tmp_path / "straight"])
+    prep(*words, tmp_path / "out")
+    prep(*words, tmp_path / "straight")
     assert contents(tmp_path / "out") == contents(tmp_path / "straight")
 
 
@@ -1102,16 +1077,14 @@ def small_disk(tmp_path):
 
 
 def test_disk_full(eager, ilsvrc, tmp_path, small_disk):
-    command = eager_command(eager, ilsvrc, "folder")
+    words = command(ilsvrc, "folder")
     out = small_disk("size=8m,nr_inodes=50") / "out"
-    status, output = Job([*command, out]).wait()
-    assert status == 1
+    output = fails(*words, out)
     assert "No space left on device" in output
     assert "the same command" in output
-    assert "Traceback" not in output
     small_disk("size=8m,nr_inodes=500")
-    assert "was begun" in run([*command, out])
-    run([*command, tmp_path / "straight"])
+    assert "was begun" in prep(*words, out)
+    prep(*words, tmp_path / "straight")
     assert contents(out) == contents(tmp_path / "straight")
 
 
@@ -1142,8 +1115,9 @@ def test_what_is_only_hashed_is_no_part_of_the_speed(monkeypatch, capsys):
 
 
 def test_a_bar_on_a_terminal(ilsvrc, tmp_path):
-    words = [str(word) for word in prep("--data", ilsvrc.folder, "--out", tmp_path / "out", *MINI)]
-    child = pexpect.spawn(words[0], words[1:], dimensions=(24, 160), encoding="utf-8", timeout=60)
+    flags = ["--data", ilsvrc.folder, "--out", tmp_path / "out", *MINI]
+    words = [str(word) for word in (ROOT / "prep_imagenet.py", *flags)]
+    child = pexpect.spawn(sys.executable, words, dimensions=(24, 160), encoding="utf-8", timeout=60)
     child.expect("images/s")
     child.expect("MB/s")
     child.expect("is complete")

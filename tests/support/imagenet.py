@@ -1,8 +1,13 @@
-"""A miniature ILSVRC2012: its three archives as they are published, of crops of real photographs."""
+"""A miniature ILSVRC2012 of crops of real photographs, and ways to run prep_imagenet.py on it."""
 
+import contextlib
 import gzip
 import hashlib
 import io
+import os
+import resource
+import signal
+import sys
 import tarfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +15,13 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+import prep_imagenet
+from common.prepare import devkit, journal, source
+from common.prepare.writer import FolderWriter, ShardWriter
+from common.system import progress
+from common.system.cli import run_command
 from tests.conftest import real_data
+from tests.support.warm import WarmJob
 
 TRAIN, VAL = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar"
 DEVKIT = "ILSVRC2012_devkit_t12.tar.gz"
@@ -19,7 +30,7 @@ ROTATE_90 = 6  # EXIF: shown as it should be when turned clockwise by 90 degrees
 
 @dataclass(frozen=True)
 class Ilsvrc:
-    """What is in it. Labels are positions in `wnids`, which is sorted; images go by their file names."""
+    """Its content. Labels are positions in `wnids`, which is sorted; images are named by their files."""
 
     folder: Path  # that holds the three archives
     train_tar: Path
@@ -38,13 +49,85 @@ class Ilsvrc:
     grey: str  # a JPEG with one channel
 
     def md5(self, file: Path) -> str:
-        """As hex, of one of the three archives."""
+        """Returns the sum of one of the three archives, as hex."""
         return hashlib.md5(file.read_bytes()).hexdigest()
 
 
+def prep(*words: object, status: int = 0) -> str:
+    """Runs prep_imagenet.py in this process, which must end with this exit status. Returns its output."""
+    output, umask = io.StringIO(), os.umask(0)
+    os.umask(umask)
+    handler, argv = signal.getsignal(signal.SIGTERM), sys.argv
+    sys.argv = ["prep_imagenet.py", *map(str, words)]
+    try:
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+            found = run_command(prep_imagenet.main)
+    except SystemExit as exit:  # of the parser of flags
+        found = exit.code
+    finally:
+        sys.argv = argv
+        signal.signal(signal.SIGTERM, handler)
+        os.umask(umask)
+    assert found == status, output.getvalue()
+    assert "Traceback" not in output.getvalue()
+    return output.getvalue()
+
+
+def fails(*words: object, status: int = 1) -> str:
+    """Runs prep_imagenet.py, which must refuse. Returns its output."""
+    return prep(*words, status=status)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Changes a forked process before it prepares images: batches of 2, a record in the journal after each,
+    and a signal to itself."""
+
+    place: str | int = ""  # images of a split, before the journal has them; a split's end; or "manifest"
+    signal: int = signal.SIGKILL
+    md5: tuple[tuple[str, str], ...] = ()  # the published sums
+    limits: tuple[tuple[int, tuple[int, int]], ...] = ()  # of setrlimit(2)
+    line_s: float = progress.LINE_S
+
+    def __call__(self) -> None:
+        journal.RECORD_S, source.BATCH_IMAGES, progress.LINE_S = -1, 2, self.line_s
+        devkit.MD5.update(self.md5)
+        for number, values in self.limits:
+            resource.setrlimit(number, values)
+        for writer in (ShardWriter, FolderWriter):
+            self._strike_in(writer)
+        finish = journal.Journal.finish
+        journal.Journal.finish = lambda *words: self.strike("manifest") or finish(*words)
+
+    def _strike_in(self, writer: type) -> None:
+        write, finish = writer.write, writer.finish
+
+        def write_and_strike(self_: ShardWriter | FolderWriter, images: list) -> None:
+            write(self_, images)
+            self.strike(self_.count)
+
+        def strike_and_finish(self_: ShardWriter | FolderWriter) -> dict:
+            self.strike(self_.split)
+            return finish(self_)
+
+        writer.write, writer.finish = write_and_strike, strike_and_finish
+
+    def strike(self, place: str | int) -> None:
+        if str(self.place) == str(place):
+            signal.raise_signal(self.signal)
+
+
+def forked(log: Path, *words: object, env: dict[str, str] | None = None, **fault) -> WarmJob:
+    """Starts prep_imagenet.py in a process of its own, with a Fault of these fields."""
+    return WarmJob(["prep_imagenet.py", *words], log, env, before=Fault(**fault))
+
+
 def make_ilsvrc(folder: Path, classes: int = 10, train: int = 6, val: int = 3) -> Ilsvrc:
-    """Writes the archives to `folder`, with so many classes (at most 100) and images of each (train: at least
-    4, as the first class begins with the odd ones). The same bytes each time."""
+    """Writes the archives to `folder`; each time the same bytes.
+
+    classes: at most 100. train, val: images of each class; train at least 4, as the first class begins with
+    the odd ones.
+    """
     files = sorted((real_data() / "imagenet_sample").glob("*.JPEG"))[:classes]
     assert len(files) == classes
     random = np.random.default_rng(0)
@@ -100,7 +183,7 @@ def make_ilsvrc(folder: Path, classes: int = 10, train: int = 6, val: int = 3) -
 
 
 def tar(members: dict[str, bytes], format: int = tarfile.GNU_FORMAT) -> bytes:
-    """An archive of regular files, the same bytes each time."""
+    """Makes an archive of regular files; each time the same bytes."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w", format=format) as archive:
         for name, content in members.items():
@@ -110,8 +193,16 @@ def tar(members: dict[str, bytes], format: int = tarfile.GNU_FORMAT) -> bytes:
     return buffer.getvalue()
 
 
+def class_folders(folder: Path, images: dict[str, bytes]) -> Path:
+    """--data of --from folder: its images by their path."""
+    for path, content in images.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_bytes(content)
+    return folder
+
+
 def write_devkit(file: Path, synsets: np.ndarray | None, ids: list[int]) -> None:
-    """The development kit with these synsets (without meta.mat where None) and validation's ground truth."""
+    """Writes the development kit with these synsets, without meta.mat for None, and val's ground truth."""
     from scipy.io import savemat
 
     top = "ILSVRC2012_devkit_t12"
@@ -128,7 +219,7 @@ def write_devkit(file: Path, synsets: np.ndarray | None, ids: list[int]) -> None
 
 
 def _with_folders(members: dict[str, bytes]) -> bytes:
-    """An archive that has members for the folders, too, as the published one."""
+    """Makes an archive that has members for folders, too, like the published one."""
     buffer = io.BytesIO()
     folders = sorted({str(parent) for name in members for parent in Path(name).parents} - {"."})
     with tarfile.open(fileobj=buffer, mode="w", format=tarfile.GNU_FORMAT) as archive:
@@ -148,7 +239,7 @@ FIELDS += ["num_train_images"]
 
 
 def synsets_of(wnids: list[str], names: list[str], ids: list[int], images: int) -> np.ndarray:
-    """meta.mat's array [synsets, 1]: the classes by id, then three groups that have classes below them."""
+    """Makes meta.mat's array [synsets, 1]: the classes by id, then three synsets with classes below them."""
     rows = sorted(
         (i, wnid, name, f"what is called {name}", 0, np.zeros(0), 0, images)
         for i, wnid, name in zip(ids, wnids, names, strict=True)
@@ -166,7 +257,7 @@ def synsets_of(wnids: list[str], names: list[str], ids: list[int], images: int) 
 
 
 def _crops(photograph: Image.Image, count: int, random: np.random.Generator) -> list[Image.Image]:
-    """RGB, of different sizes between 100 and 260 pixels, landscape and portrait."""
+    """Cuts out RGB images of 100 to 260 pixels, landscape and portrait."""
     photograph = photograph.convert("RGB")
     crops = []
     for _ in range(count):
