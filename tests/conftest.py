@@ -16,7 +16,8 @@ import pytest
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.support.warm_python import warmed
+from tests.support import forks
+from tests.support.forks import hear_ctrl_c
 
 ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent
@@ -65,6 +66,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log):
     return Files(config, log)
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    in_module = getattr(getattr(item, "module", None), "REAL_PROCESSES", False)
+    Job.warm = not in_module and item.get_closest_marker("real_processes") is None
+
+
 def full(*values):
     """A row of a table of tests that is for `make test-all`."""
     return pytest.param(*values, marks=pytest.mark.full)
@@ -95,25 +101,26 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-def hear_ctrl_c() -> None:
-    """A shell that starts the tests in the background lets them, and what they start, ignore SIGINT."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
 class Job:
     """A command in a session of its own, so that nothing of it outlives the test. A word may be a function
-    that returns it. warm: Python processes are forked from one that has imported torch."""
+    that returns it.
 
-    def __init__(self, words: list, cwd: Path = ROOT, env: dict[str, str] | None = None, warm: bool = False):
-        words = [str(word() if callable(word) else word) for word in words]
-        if warm:
-            words = warmed(words)
+    Python's processes, a launcher's ranks too, are forked from one that has torch (support/forks.py),
+    but where warm is False, in modules that say REAL_PROCESSES = True, and in tests marked real_processes.
+    """
+
+    warm = True  # as the test that runs says
+
+    def __init__(
+        self, words: list, cwd: Path = ROOT, env: dict[str, str] | None = None, warm: bool | None = None
+    ):
         # No test reaches the W&B account of whoever runs it.
         mine = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
         mine |= {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": ""}
         mine |= {"NETRC": "/nonexistent", "WANDB_CONFIG_DIR": "/nonexistent"}
-        self.process = subprocess.Popen(
-            words,
+        start = forks.Popen if (self.warm if warm is None else warm) else subprocess.Popen
+        self.process = start(
+            [str(word() if callable(word) else word) for word in words],
             cwd=cwd,
             env=mine | (env or {}),
             stdout=subprocess.PIPE,
@@ -140,9 +147,9 @@ class Job:
             os.killpg(self.process.pid, signal.SIGKILL)
 
 
-def run(words: list, warm: bool = True, **options) -> str:
+def run(words: list, **options) -> str:
     """Runs a command that must succeed. Returns its output."""
-    status, output = Job(words, warm=warm, **options).wait()
+    status, output = Job(words, **options).wait()
     assert status == 0, output
     return output
 

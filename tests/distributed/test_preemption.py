@@ -16,6 +16,7 @@ from tests.data.test_shards import VIT, write_shards
 from tests.distributed.test_agreement import ranks_of
 from tests.support.warm import WarmJob
 
+REAL_PROCESSES = True
 SLOW = [*LONG, "--epochs", "3000"]
 LAUNCHERS = {
     "torchrun": torchrun(2),

@@ -15,6 +15,7 @@ from tests.conftest import BIN, ROOT, Job, free_port, lines, result, run
 from tests.support.s3 import BUCKET, aws_env, s3  # noqa: F401 (a fixture)
 
 # Appended to a command, so that it takes seconds and needs no hub: the last of two equal flags counts.
+REAL_PROCESSES = True
 DIGITS = ["--data", "digits", "--max_steps", "2", "--batch_size", "16"]
 SMALL = {
     "train_hello.py": ["--max_steps", "20"],

@@ -1,0 +1,442 @@
+"""Python processes that are forked from a server that has imported torch, instead of started.
+
+A start of torch and accelerate costs 5 s of processor time, a launch with two ranks 13 s; a fork costs 0.1 s.
+Popen is subprocess.Popen. What it forks is a child of the caller, with the command line, environment, folder,
+session, standard streams, signals and processor affinity of a process that is started. The processes that it
+starts are forked, too: a launcher forks its ranks from a server of its own.
+
+What can't be forked is started: other programs, `python -c`, and commands whose environment matters to an
+import. The server runs no torch operation and has no threads.
+"""
+
+import atexit
+import contextlib
+import ctypes
+import gc
+import importlib
+import importlib.machinery
+import inspect
+import io
+import os
+import pickle
+import resource
+import runpy
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import types
+import warnings
+from pathlib import Path
+from typing import Any
+
+PRELOADED = (
+    *("torch._dynamo", "torch._inductor", "torch.distributed.run", "torch.distributed.fsdp"),
+    *("torch.distributed.checkpoint.state_dict", "torch.utils.tensorboard", "torch.utils.checkpoint"),
+    *("torchvision.transforms.v2.functional", "torchvision.io", "PIL.Image", "safetensors.torch"),
+    *("accelerate", "accelerate.commands.launch", "accelerate.tracking", "accelerate.utils", "yaml", "tqdm"),
+    *("sklearn.datasets", "matplotlib.figure", "matplotlib.backends.backend_agg", "psutil", "timm"),
+)
+# Variables that the interpreter or a preloaded package reads when it starts: they must be the server's.
+READ_AT_START = (
+    "HF_",
+    "HUGGING",
+    "LC_",
+    "LD_",
+    "MALLOC_",
+    "MPL",
+    "PYTHON",
+    "TORCHDYNAMO_",
+    "TORCH_LOGS",
+    "XDG_",
+)
+READ_AT_START += ("HOME", "LANG", "TORCH_TRACE", "TORCH_COMPILE")
+HANDLED = ("PYTHONPATH", "PYTHONWARNINGS", "PYTHONUNBUFFERED")
+SCRIPTS_WITHOUT_CHILDREN = ("train_", "validate")
+PR_SET_MM, PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER, PR_SET_MM_MAP = 35, 36, 37, 14
+
+_libc = ctypes.CDLL(None)
+_start_process = subprocess.Popen._execute_child  # type: ignore[attr-defined]  # private, of CPython
+
+
+class Server:
+    """The caller's end of a server's socket."""
+
+    def __init__(self, channel: socket.socket, environment: dict[str, str]):
+        self.channel = channel
+        self.environment = environment
+        self.lock = threading.Lock()
+
+    def fork(self, request: dict[str, Any], streams: list[int]) -> int:
+        """Returns the pid of the new process, a child of this one."""
+        with self.lock, _adopting_orphans():
+            body = pickle.dumps(request)
+            socket.send_fds(self.channel, [struct.pack("!I", len(body))], streams)
+            self.channel.sendall(body)
+            return struct.unpack("!i", _receive(self.channel, 4))[0]
+
+
+class Popen(subprocess.Popen):
+    """subprocess.Popen that forks what it can."""
+
+    def _execute_child(self, args, *rest):
+        kind = "deepspeed" if any("zero" in str(w) or "deepspeed" in str(w) for w in args) else "torch"
+        _execute(self, lambda: _server(kind), args, *rest)
+
+
+def hear_ctrl_c() -> None:
+    """As preexec_fn. A shell that starts the tests in the background lets them, and what they start, ignore
+    SIGINT."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def _execute(self, server, *arguments):
+    """Takes the place of Popen._execute_child."""
+    given = inspect.signature(_start_process).bind(self, *arguments).arguments
+    args, cwd, preexec_fn = given["args"], given["cwd"], given["preexec_fn"]
+    env = os.environ if given["env"] is None else given["env"]
+    env = {os.fsdecode(name): os.fsdecode(value) for name, value in env.items()}
+    words = [os.fsdecode(word) for word in args] if isinstance(args, (list, tuple)) else [os.fsdecode(args)]
+    python_words = _python_words(words, env) if _is_plain(given, words) else None
+    found = server() if python_words else None
+    if found is None or not _same_start(env, found.environment):
+        _start_process(self, *arguments)
+        return
+    heard = {signal.SIGINT} if preexec_fn else set()
+    request = {
+        "words": python_words,
+        "cmdline": [sys.executable, *python_words],
+        "env": env,
+        "cwd": os.path.abspath(os.fsdecode(cwd)) if cwd else os.getcwd(),
+        "parent": os.getpid(),
+        "new_session": bool(given["start_new_session"]),
+        "ignored": [n for n in signal.valid_signals() - heard if signal.getsignal(n) is signal.SIG_IGN],
+        "blocked": list(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
+        "affinity": sorted(os.sched_getaffinity(0)),
+        "umask": _umask(),
+        "limits": {n: resource.getrlimit(n) for n in (resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE)},
+    }
+    streams = [given["p2cread"], given["c2pwrite"], given["errwrite"]]
+    streams = [number if stream == -1 else stream for number, stream in enumerate(streams)]
+    try:
+        self.pid = found.fork(request, streams)
+        self._child_created = True
+    finally:
+        pipes = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
+        self._close_pipe_fds(*(given[name] for name in pipes))
+
+
+def _is_plain(given: dict[str, Any], words: list[str]) -> bool:
+    """True where nothing is asked for but a program, its streams, folder, environment and session."""
+    ids = (given["gid"], given["gids"], given["uid"])
+    return (
+        not given["shell"]
+        and given["executable"] in (None, words[0])
+        and given["close_fds"]
+        and not given["pass_fds"]
+        and given["preexec_fn"] in (None, hear_ctrl_c)
+        and all(value in (None, -1) for value in (*ids, given["umask"], given["process_group"]))
+    )
+
+
+def _python_words(words: list[str], env: dict[str, str]) -> list[str] | None:
+    """What follows `python`; None where that is not this Python, or can't be forked."""
+    program = shutil.which(words[0], path=env.get("PATH"))
+    if program is None:
+        return None
+    if Path(program).parent == Path(sys.executable).parent and Path(program).name.startswith("python"):
+        rest = words[1:]
+    else:
+        with open(program, "rb") as file:
+            first = file.readline().split()
+        if not first or first[0] not in {
+            f"#!{Path(sys.executable).parent / n}".encode() for n in ("python", "python3")
+        }:
+            return None
+        rest = [program, *words[1:]]
+    flags = rest[: 1 if rest[:1] == ["-u"] else 0]
+    after = rest[len(flags) :]
+    if not after or (after[0].startswith("-") and (after[0] != "-m" or len(after) < 2)):
+        return None
+    return rest
+
+
+def _same_start(env: dict[str, str], servers: dict[str, str]) -> bool:
+    return _read_at_start(env) == _read_at_start(servers)
+
+
+def _read_at_start(env: dict[str, str]) -> dict[str, str]:
+    return {k: v for k, v in env.items() if k.startswith(READ_AT_START) and k not in HANDLED}
+
+
+@contextlib.contextmanager
+def _adopting_orphans():
+    """The server forks a process that forks the one asked for and ends: that one becomes our child."""
+    before = ctypes.c_int()
+    _libc.prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(before))
+    _libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
+    try:
+        yield
+    finally:
+        _libc.prctl(PR_SET_CHILD_SUBREAPER, before.value)
+
+
+def _umask() -> int:
+    mask = os.umask(0o22)
+    os.umask(mask)
+    return mask
+
+
+def _receive(channel: socket.socket, count: int) -> bytes:
+    data = b""
+    while len(data) < count:
+        if not (part := channel.recv(count - len(data))):
+            raise EOFError("the server of forks has ended")
+        data += part
+    return data
+
+
+_servers: dict[str, Server | None] = {}
+
+
+def _server(kind: str) -> Server | None:
+    """One for each kind. None where this system lets no process change its command line."""
+    if kind not in _servers:
+        ours, theirs = socket.socketpair()
+        env = {k: v for k, v in os.environ.items() if k not in HANDLED and not k.startswith("WANDB_")}
+        env |= {"CUDA_VISIBLE_DEVICES": "", "NETRC": "/nonexistent", "WANDB_CONFIG_DIR": "/nonexistent"}
+        words = [sys.executable, __file__, str(theirs.fileno()), kind]
+        subprocess.Popen(words, env=env, cwd="/", pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+        theirs.close()
+        able = _receive(ours, 1) == b"+"
+        _servers[kind] = Server(ours, env) if able else None
+    return _servers[kind]
+
+
+# In the server ----------------------------------------------------------------------------------------------
+
+
+def _preload(kind: str) -> None:
+    # OpenBLAS and OpenMP have no threads for one core; _start_like_python gives torch its number.
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:1])
+    gc.disable()
+    for name in (*PRELOADED, *(["deepspeed"] if kind == "deepspeed" else [])):
+        importlib.import_module(name)
+    names = [
+        Path(f"/proc/self/task/{thread}/comm").read_text().strip() for thread in os.listdir("/proc/self/task")
+    ]
+    # pyarrow's allocator is made to be forked
+    assert sum(name != "jemalloc_bg_thd" for name in names) == 1, (
+        f"a preloaded package has started one of {names}"
+    )
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+
+
+def _serve(channel: socket.socket) -> dict[str, Any]:
+    """Returns in each process that it forks, with the request."""
+    while True:
+        try:
+            head, streams, _, _ = socket.recv_fds(channel, 4, 3)
+            if not head:
+                os._exit(0)
+            request = pickle.loads(_receive(channel, struct.unpack("!I", head)[0]))
+        except (EOFError, ConnectionError):
+            os._exit(0)
+        if between := os.fork():
+            for number in streams:
+                os.close(number)
+            os.waitpid(between, 0)
+            continue
+        if os.fork():
+            os._exit(0)
+        while os.getppid() != request["parent"]:
+            time.sleep(0.0005)
+        _become(request, streams)
+        channel.sendall(struct.pack("!i", os.getpid()))
+        channel.close()
+        return request
+
+
+def _become(request: dict[str, Any], streams: list[int]) -> None:
+    """Everything that a process has from the one that starts it."""
+    if request["new_session"]:
+        os.setsid()
+    streams = [os.dup(number) for number in streams]  # none of 0, 1, 2, which dup2 would overwrite
+    for number, given in enumerate(streams):
+        os.dup2(given, number)
+    for number, limits in request["limits"].items():
+        resource.setrlimit(number, limits)
+    os.sched_setaffinity(0, request["affinity"])
+    os.umask(request["umask"])
+    os.chdir(request["cwd"])
+    os.environ.clear()
+    os.environ.update(request["env"])
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+        if number in request["ignored"] or number in (signal.SIGPIPE, signal.SIGXFSZ):
+            signal.signal(number, signal.SIG_IGN)
+        elif number == signal.SIGINT:
+            signal.signal(number, signal.default_int_handler)
+        elif signal.getsignal(number) is not None:
+            signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, request["blocked"])
+    _show_as(request["cmdline"], request["env"])
+
+
+def _show_as(cmdline: list[str], env: dict[str, str]) -> bool:
+    """Shows these in /proc/PID/cmdline and environ, by which processes are found. False where that fails.
+
+    prctl(2), PR_SET_MM_MAP: all borders of the memory at once, as they are (proc_pid_stat(5)) but for these.
+    """
+    words = b"".join(os.fsencode(word) + b"\0" for word in cmdline)
+    pairs = b"".join(os.fsencode(f"{name}={value}") + b"\0" for name, value in env.items())
+    _shown[:] = [ctypes.create_string_buffer(part, len(part) + 1) for part in (words, pairs)]
+    borders = [
+        border
+        for buffer, part in zip(_shown, (words, pairs), strict=True)
+        for border in (ctypes.addressof(buffer), ctypes.addressof(buffer) + len(part))
+    ]
+    stat = [int(n) for n in Path("/proc/self/stat").read_text().rpartition(")")[2].split()[1:]]
+    code, stack, data, heap = stat[22:24], stat[24], stat[41:43], stat[43]
+    _libc.sbrk.restype = ctypes.c_void_p
+    now = [*code, *data, heap, _libc.sbrk(0), stack, *borders, 0]
+    mm_map = struct.pack(f"{len(now)}QII", *now, 0, 2**32 - 1)
+    size, zero = ctypes.c_ulong(len(mm_map)), ctypes.c_ulong(0)
+    return _libc.prctl(PR_SET_MM, ctypes.c_ulong(PR_SET_MM_MAP), mm_map, size, zero) == 0
+
+
+_shown: list = []
+
+
+def _serve_its_children(request: dict[str, Any]) -> socket.socket | None:
+    """Forks a server for the processes that this one starts. Returns the channel in the server only."""
+    ours, theirs = socket.socketpair()
+    os.set_inheritable(ours.fileno(), False)
+    if os.fork() == 0:
+        ours.close()
+        _show_as(["server-of-forks"], {})
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        devnull = os.open(os.devnull, os.O_RDWR)
+        for number in (0, 1):
+            os.dup2(devnull, number)
+        os.dup2(devnull, 2)  # or who reads the job's output would wait for this process
+        return theirs
+    theirs.close()
+    server = Server(ours, {k: v for k, v in BASE.items()})
+    subprocess.Popen._execute_child = lambda popen, *rest: _execute(popen, lambda: server, *rest)  # type: ignore
+    return None
+
+
+def _start_like_python(words: list[str], env: dict[str, str]) -> None:
+    """Brings the interpreter into the state in which it begins `python WORDS`."""
+    import numpy
+    import torch
+
+    numpy.random.seed()
+    tempfile.tempdir = None
+    threads = env.get("OMP_NUM_THREADS", "")
+    torch.set_num_threads(int(threads) if threads.isdigit() else len(os.sched_getaffinity(0)))
+    unbuffered = words[:1] == ["-u"] or bool(env.get("PYTHONUNBUFFERED"))
+    del words[: words[:1] == ["-u"]]
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        old = getattr(sys, name)
+        raw: Any = io.FileIO(number, "wb", closefd=False)
+        new = io.TextIOWrapper(
+            raw if unbuffered else io.BufferedWriter(raw),
+            encoding=old.encoding,
+            errors=old.errors,
+            line_buffering=name == "stderr" or os.isatty(number),
+            write_through=unbuffered,
+        )
+        setattr(sys, name, new)
+        setattr(sys, f"__{name}__", new)
+    sys.stdin = sys.__stdin__ = open(0, closefd=False)  # noqa: SIM115  # as long as the process
+    sys.orig_argv[:] = [sys.executable, *words]
+    first = os.getcwd() if words[0] == "-m" else os.path.dirname(os.path.realpath(words[0]))
+    path = [os.path.abspath(entry) for entry in env.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    sys.path[:] = [first, *path, *BASE_PATH]
+    importlib.invalidate_caches()
+    if env.get("PYTHONWARNINGS"):
+        sys.warnoptions.extend(env["PYTHONWARNINGS"].split(","))
+        warnings._processoptions(sys.warnoptions)  # type: ignore[attr-defined]  # as the interpreter does
+    for entry in path:
+        if os.path.isfile(os.path.join(entry, "sitecustomize.py")):
+            sys.modules.pop("sitecustomize", None)
+            importlib.import_module("sitecustomize")
+            break
+
+
+def _run(words: list[str]) -> None:
+    """`python WORDS`, in a module __main__ of its own."""
+    main = types.ModuleType("__main__")
+    sys.modules["__main__"] = main
+    if words[0] == "-m":
+        sys.argv[:] = ["-m", *words[2:]]
+        sys.modules.pop(words[1], None)  # runpy warns of a module that is there already
+        runpy._run_module_as_main(words[1])  # type: ignore[attr-defined]  # what `python -m` calls
+        return
+    sys.argv[:] = words
+    main.__dict__.update(
+        __file__=words[0],
+        __builtins__=__builtins__,
+        __cached__=None,
+        __loader__=importlib.machinery.SourceFileLoader("__main__", words[0]),
+    )
+    with open(words[0], "rb") as file:
+        code = compile(file.read(), words[0], "exec")
+    exec(code, main.__dict__)
+
+
+def _end_like_python(words: list[str]) -> None:
+    """Runs the command and ends as the interpreter does, but leaves the modules alone: that saves 0.5 s."""
+    status = 0
+    try:
+        _run(words)
+    except SystemExit as asked:
+        if asked.code is not None and not isinstance(asked.code, int):
+            print(asked.code, file=sys.stderr)
+        status = 0 if asked.code is None else asked.code & 0xFF if isinstance(asked.code, int) else 1
+    except BaseException as error:
+        trace = error.__traceback__
+        while trace and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
+            trace = trace.tb_next
+        sys.excepthook(type(error), error.with_traceback(trace), trace)
+        status = -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads, as the interpreter does
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            status = 120 if stream is sys.stdout else status  # nobody reads it
+    if status < 0:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    channel = socket.socket(fileno=int(sys.argv[1]))
+    BASE, BASE_PATH = dict(os.environ), sys.path[1:]
+    sys.modules["forks"] = sys.modules["__main__"]
+    sys.path[:] = BASE_PATH
+    _preload(sys.argv[2])
+    channel.sendall(b"+" if _show_as(["server-of-forks"], {}) else b"-")
+    while True:
+        request = _serve(channel)
+        of_children = None
+        name = os.path.basename(request["words"][0])
+        if not name.startswith(SCRIPTS_WITHOUT_CHILDREN):
+            of_children = _serve_its_children(request)
+        if of_children is None:
+            break
+        channel = of_children
+    _start_like_python(request["words"], request["env"])
+    _end_like_python(request["words"])
