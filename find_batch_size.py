@@ -30,14 +30,13 @@ from typing import Any
 
 import psutil
 
-from common.batch_search import knee, next_size
+from common.batch_search import LaunchResult, knee, launch, next_size
 from common.hosts.hostfile import read_hostfile
 from common.recipe import ImageRecipe, recipe_part
 from common.recipe import parse as parse_recipe
 from common.system.cli import run_command
 from common.system.files import read_accelerate_config, read_json, read_lines, write_json
 from common.system.paths import ROOT
-from common.trials import Ended, launch
 
 STEPS = 4  # the first, which makes the optimizer's state, is not timed
 NO_MATTER = {"batch_size", "epochs", "lr", "seed", "streams", "max_val_images"}  # flags that cost no memory
@@ -198,7 +197,7 @@ class Search:
         }
         return [f"--{name}={value}" for name, value in flags.items()]
 
-    def _read(self, size: int, ended: Ended, run: Path) -> Trial:
+    def _read(self, size: int, ended: LaunchResult, run: Path) -> Trial:
         if not (run / "result.json").exists():
             raise ValueError("the trial's result is not here: the hostfile's first host must be this one")
         result, about = (read_json(run / name) for name in ("result.json", "recipe.json"))

@@ -38,10 +38,10 @@ from accelerate.utils import find_executable_batch_size
 
 import find_batch_size
 from common.augment import to_float
+from common.batch_search import launch
 from common.data.images import Images, load
 from common.order import order
 from common.recipe import parse
-from common.trials import launch
 from train_vit import Vit, build_model, build_optimizer
 
 CONFIG = "accelerate_configs/single_gpu.yaml"

@@ -1,57 +1,157 @@
-"""The search for the largest batch that fits: which size to try next, and where more brings no more speed."""
+"""The search for the largest batch that fits: which size to try next, and a trial under a memory limit.
 
-FIRST = 8  # images; fewer leave hardly a trace beside weights and libraries
-SHY = 0.9  # of the way, where a line is followed further than it was measured
-WORTH = 1.05  # images/s of a larger batch, against those of a smaller one
+A trial may run out of memory or hang: it is a launch in processes of its own, all of which end with it.
+"""
+
+import contextlib
+import re
+import resource
+import signal
+import subprocess
+import tempfile
+import time
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import psutil
+
+from common.system.processes import adopt_orphans, end_with_parent, kill, running_descendants
+
+FIRST = 8  # images; fewer hardly show beside weights and libraries
+EXTRAPOLATED_SHARE = 0.9  # of the predicted growth that is tried, where it is larger than the measured range
+KNEE_SPEED_UP = 1.05  # images/s of a larger batch, relative to a smaller one's, that make it worth choosing
+SAMPLE_S, PERIOD_S = 0.02, 0.5  # between two samples of a process's memory; between two lists of processes
+# Messages of Python, C++, the loader and oneDNN under a memory limit, where no allocator of torch's fails.
+OUT_OF_MEMORY_MESSAGES = (
+    "MemoryError",
+    "std::bad_alloc",
+    "Cannot allocate memory",
+    "can't start new thread",
+    "failed to map segment from shared object",
+    "could not create a primitive",
+    "could not execute a primitive",
+)
 
 
 def next_size(ran: dict[int, float], failed: set[int], limit_gib: float, quantum: int) -> int | None:
-    """The size to try next, a multiple of quantum; None when quantum more than what ran last has failed.
+    """The size to try next, a multiple of quantum; None when the largest that ran plus quantum has failed.
 
-    ran: GiB that each size took, taken to be a line, a + b * size. failed: the sizes that did not fit. Where
-    the line is wrong, the steps away from it double, up to the middle of what is not known.
+    ran: GiB of each size that ran, taken as a line, a + b * size. failed: the sizes that did not fit. Where a
+    prediction fails, the steps down from it double, but not below the middle of the open interval.
     """
     low = max(ran, default=0)
     if not failed:
-        return _larger(ran, limit_gib, quantum)
+        return _predicted(ran, limit_gib, quantum)
     high = min(failed)
     if high - low <= quantum:
         return None
     middle = low + max(1, (high - low) // (2 * quantum)) * quantum
     if len(ran) < 2:
-        sure = _sure(ran, limit_gib, quantum)
-        return sure if low < sure < high else middle
-    predicted = _larger(ran, limit_gib, quantum)
+        safe = _safe(ran, limit_gib, quantum)
+        return safe if low < safe < high else middle
+    predicted = _predicted(ran, limit_gib, quantum)
     return predicted if predicted < high else max(middle, high - quantum * 2 ** (len(failed) - 1))
 
 
-def _larger(ran: dict[int, float], limit_gib: float, quantum: int) -> int:
-    """The largest size that should fit, by what was measured; more than what ran in any case."""
+def _predicted(ran: dict[int, float], limit_gib: float, quantum: int) -> int:
+    """The largest size that should fit, from the sizes that ran; larger than all of them in any case."""
     if not ran:
         return max(1, FIRST // quantum) * quantum
     small, low = min(ran), max(ran)
     if small == low:
-        return max(4 * low, _sure(ran, limit_gib, quantum))
+        return max(4 * low, _safe(ran, limit_gib, quantum))
     image_gib = (ran[low] - ran[small]) / (low - small)
     if image_gib <= 0:
         return 4 * low
-    room = (limit_gib - ran[low]) / image_gib + 1e-6  # images; what fits exactly does fit
+    room = (limit_gib - ran[low]) / image_gib + 1e-6  # images; an exact fit does fit
     if room > low - small:
-        room *= SHY
+        room *= EXTRAPOLATED_SHARE
     if room >= quantum:
         return low + int(room / quantum) * quantum
-    # Nothing more should fit. Where that was so before, more than once, and more did fit, the step grows.
+    # Nothing more should fit. Where that was predicted before, more than once, and was wrong, the step grows.
     full = sum(gib + quantum * image_gib > limit_gib for gib in ran.values())
     return low + quantum * 2 ** max(0, full - 2)
 
 
-def _sure(ran: dict[int, float], limit_gib: float, quantum: int) -> int:
-    """So much fits even if all that the largest took were its images; 0 where none ran."""
+def _safe(ran: dict[int, float], limit_gib: float, quantum: int) -> int:
+    """A size that fits even if memory is proportional to the size, without a fixed part; 0 when none ran."""
     low = max(ran, default=0)
     return int(low * limit_gib / ran[low]) // quantum * quantum if low else 0
 
 
 def knee(images_per_s: dict[int, float]) -> int:
-    """The smallest size against which no other is 5 percent faster."""
+    """The smallest size than which no other is 5 percent faster."""
     best = max(images_per_s.values())
-    return min(size for size, speed in images_per_s.items() if best < WORTH * speed)
+    return min(size for size, speed in images_per_s.items() if best < KNEE_SPEED_UP * speed)
+
+
+@dataclass(frozen=True)
+class LaunchResult:
+    status: int | None  # the launcher's; None when it was killed at the deadline
+    output: str
+    data_gib: float  # the largest of any of its processes: writable memory, as RLIMIT_DATA counts it
+    seconds: float
+    is_out_of_memory: bool
+
+
+def launch(words: list[str], limit_gib: float | None, timeout_s: float) -> LaunchResult:
+    """Runs the command with at most limit_gib of data in each process. Kills whatever of it is left."""
+    before = {process.pid for process in psutil.Process().children(recursive=True)}
+    began, killed_before, data_gib = time.monotonic(), _killed_by_kernel(), 0.0
+    adopt_orphans()
+    with tempfile.TemporaryFile("w+", errors="replace") as output:
+        launcher = subprocess.Popen(
+            words,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=partial(_limit_process, limit_gib),
+        )
+        try:
+            while launcher.poll() is None and time.monotonic() - began < timeout_s:
+                data_gib = max(data_gib, _largest_data_gib(before))
+            status = launcher.poll()
+        finally:
+            launcher.kill()
+            launcher.wait()
+            while orphans := running_descendants(before):
+                kill(orphans)
+                psutil.wait_procs(orphans, timeout=1)
+            adopt_orphans(False)
+        output.seek(0)
+        text = output.read()
+    killed = "SIGKILL" in text and _killed_by_kernel() > killed_before
+    # A launcher computes nothing: when it crashes itself, its libraries had no memory.
+    crashed = status == -signal.SIGSEGV
+    no_room = limit_gib is not None and (crashed or any(said in text for said in OUT_OF_MEMORY_MESSAGES))
+    is_out_of_memory = status != 0 and ("error: out of memory on" in text or killed or no_room)
+    return LaunchResult(status, text, data_gib, time.monotonic() - began, is_out_of_memory)
+
+
+def _limit_process(limit_gib: float | None) -> None:
+    """Runs in the launcher before its program; its processes inherit the limit."""
+    end_with_parent()
+    if limit_gib is not None:
+        size = int(limit_gib * 2**30)
+        resource.setrlimit(resource.RLIMIT_DATA, (size, size))
+
+
+def _largest_data_gib(before: set[int]) -> float:
+    """The largest data size of any descendant except the pids in `before`, sampled for PERIOD_S."""
+    below = psutil.Process().children(recursive=True)
+    files = [Path(f"/proc/{process.pid}/status") for process in below if process.pid not in before]
+    largest, end = 0, time.monotonic() + PERIOD_S
+    while files and time.monotonic() < end:
+        for file in files:
+            with contextlib.suppress(OSError):  # it has ended
+                largest = max(largest, int((re.findall(r"VmData:\s+(\d+)", file.read_text()) or ["0"])[0]))
+        time.sleep(SAMPLE_S)
+    return largest / 2**20
+
+
+def _killed_by_kernel() -> int:
+    """Number of processes on this machine that the kernel has killed for lack of memory."""
+    found = re.search(r"^oom_kill (\d+)", Path("/proc/vmstat").read_text(), re.MULTILINE)
+    return int(found[1]) if found else 0

@@ -28,7 +28,7 @@ from common.checkpoint.format import (
 )
 from common.system.files import discard, sync
 from common.system.s3 import ObjectStore, StoreError, WrongSize
-from common.system.threads import step_aside
+from common.system.threads import lower_priority
 
 RUN_FILES = ("recipe.json", "metrics.jsonl", "confusion.json", "nvidia-smi-*.txt", "result.json")
 TELEMETRY = "telemetry-*.jsonl"  # 140 MB a day of a host with 8 GPUs: with a checkpoint only what is new
@@ -99,7 +99,7 @@ class Mirror:
                 self.store.write(f"{PARTS}{file.name}/{sent:015d}-{end:015d}", new)
 
     def _work(self) -> None:
-        step_aside()
+        lower_priority()
         while True:
             with self.changed:
                 self.changed.wait_for(lambda: self.waiting is not None)

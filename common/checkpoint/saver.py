@@ -11,7 +11,7 @@ from common.checkpoint.format import step_name, steps_in, to_keep
 from common.checkpoint.mirror import Mirror
 from common.checkpoint.training import TrainingState
 from common.system.files import free_space, sync
-from common.system.threads import step_aside
+from common.system.threads import lower_priority
 
 
 class Saver:
@@ -31,7 +31,7 @@ class Saver:
     ):
         self.training, self.folder, self.keep_every = training, folder, keep_every
         self.about, self.mirror = about, mirror
-        self.thread = futures.ThreadPoolExecutor(1, initializer=step_aside) if folder else None
+        self.thread = futures.ThreadPoolExecutor(1, initializer=lower_priority) if folder else None
         self.writing = self.thread.submit(training.allocate, training.expected()) if self.thread else None
         self.committed = committed  # the newest step that is on the disk
         self.problem: str | None = None  # of the main process; what came before it is on the disk

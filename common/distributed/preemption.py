@@ -6,7 +6,6 @@ One that is killed can't: then the kernel sends SIGTERM to them, or, where anoth
 stands between, a thread here that watches it.
 """
 
-import ctypes
 import os
 import signal
 import sys
@@ -21,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from common.system.env import PREEMPTED, launched
-from common.system.processes import is_under_nohup
+from common.system.processes import end_with_parent, is_under_nohup
 
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 _stop = threading.Event()
@@ -57,7 +56,7 @@ def watch(timeout_s: float) -> None:
     threading.Thread(target=_listen, args=(reader,), daemon=True).start()
     threading.Thread(target=_end_if_stuck, daemon=True).start()
     if launched():  # a shell that ends does not end what it started
-        _end_with_parent()
+        end_with_parent()
         if _is_orphan():
             _stop.set()
         threading.Thread(target=_watch_launcher, args=(_launchers(),), daemon=True).start()
@@ -134,12 +133,6 @@ def is_alive(process: psutil.Process) -> bool:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:  # it ended between the two
         return False
-
-
-def _end_with_parent() -> None:
-    """Linux sends SIGTERM when the parent dies, however that is."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 def _is_orphan() -> bool:

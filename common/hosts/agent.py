@@ -7,7 +7,6 @@ without a line, the launcher is gone or this host is cut off: as `stop`.
 """
 
 import contextlib
-import ctypes
 import json
 import os
 import queue
@@ -26,6 +25,7 @@ import psutil
 
 from common.system.env import PREEMPTED, STATUS_FILE
 from common.system.network import interface_to, listener
+from common.system.processes import adopt_orphans, end_with_parent, kill, running_descendants
 
 BEAT_S = 5  # between two signs of life
 SILENCE_S = 45
@@ -35,8 +35,7 @@ HELLO = "\x1eagent "  # before the first line, which ssh's own output may preced
 
 
 def main() -> None:
-    # What loses its parent on this host is this process's child from then on, and found at the end.
-    ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
+    adopt_orphans()
     heard: queue.SimpleQueue[str | None] = queue.SimpleQueue()
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         signal.signal(number, lambda *_: heard.put("stop\n"))
@@ -113,12 +112,8 @@ def _start(part: dict[str, Any]) -> subprocess.Popen:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         start_new_session=True,
-        preexec_fn=_end_with_agent,
+        preexec_fn=end_with_parent,
     )
-
-
-def _end_with_agent() -> None:
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 def _relay(output: int) -> None:
@@ -142,7 +137,7 @@ def _check_port(port: int) -> None:
 def _wait(child: subprocess.Popen, heard: "queue.SimpleQueue[str | None]") -> int:
     """Until the child and all that it left on this host have ended. Returns its status."""
     heard_at, stop, deadline = time.monotonic(), False, None
-    while child.poll() is None or _others(child):
+    while child.poll() is None or running_descendants([child.pid]):
         with contextlib.suppress(queue.Empty):
             line = heard.get(timeout=0.2)
             heard_at = time.monotonic()
@@ -158,9 +153,7 @@ def _wait(child: subprocess.Popen, heard: "queue.SimpleQueue[str | None]") -> in
             deadline = now + GRACE_S
         if deadline is not None and now > deadline:
             child.kill()
-            for process in _others(child):
-                with contextlib.suppress(psutil.Error):
-                    process.kill()
+            kill(running_descendants([child.pid]))
     return child.returncode
 
 
@@ -176,20 +169,6 @@ def _say_who_is_suspended() -> None:
 def _say(text: str) -> None:
     with contextlib.suppress(OSError):
         print(text, flush=True)
-
-
-def _others(child: subprocess.Popen) -> list[psutil.Process]:
-    """What runs below this process beside the child. Ended ones that it inherited are buried."""
-    running = []
-    for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.Error, ChildProcessError):
-            if process.pid == child.pid:
-                continue
-            if process.status() != psutil.STATUS_ZOMBIE:
-                running.append(process)
-            elif process.ppid() == os.getpid():
-                os.waitpid(process.pid, os.WNOHANG)
-    return running
 
 
 if __name__ == "__main__":

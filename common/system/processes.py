@@ -1,22 +1,28 @@
-"""What the kernel says of a process: when it started, by a clock that nobody sets, and what it ignores."""
+"""Processes of this host: when one started, who ends with whom, and what runs below this one."""
 
+import contextlib
+import ctypes
 import os
 import signal
+import sys
 import time
+from collections.abc import Collection
 from pathlib import Path
 
 import psutil
 
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # prctl(2)
+
 
 def start_ticks(pid: int) -> int | None:
-    """When it started, in clock ticks since the boot; None where there is no such process, or no /proc.
+    """When the process started, in clock ticks since the boot; None without such a process, or /proc.
 
     Field 22 of /proc/PID/stat (proc(5)). psutil's create_time adds the time of the boot, which moves with
     the clock of the machine.
     """
     try:
         stat = Path(f"/proc/{pid}/stat").read_bytes()
-        return int(stat.rpartition(b")")[2].split()[19])  # the name before it may hold anything
+        return int(stat.rpartition(b")")[2].split()[19])  # the name before it may contain anything
     except (OSError, ValueError, IndexError):
         return None
 
@@ -30,5 +36,37 @@ def own_age_s() -> float:
 
 
 def is_under_nohup() -> bool:
-    """Whether this process was started with SIGHUP ignored; asked before it has a handler of its own."""
+    """True when this process was started with SIGHUP ignored. Call it before installing a handler."""
     return signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+
+
+def end_with_parent() -> None:
+    """Asks the kernel to send SIGTERM to this process when its parent dies, also by SIGKILL. Linux only."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def adopt_orphans(adopt: bool = True) -> None:
+    """Makes orphaned descendants children of this process, not of init, so that it can find them."""
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, int(adopt))
+
+
+def running_descendants(but: Collection[int] = ()) -> list[psutil.Process]:
+    """Processes below this one, except the pids in `but`. Reaps zombies that this process has adopted."""
+    running = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error, ChildProcessError):
+            if process.pid in but:
+                continue
+            if process.status() != psutil.STATUS_ZOMBIE:
+                running.append(process)
+            elif process.ppid() == os.getpid():
+                os.waitpid(process.pid, os.WNOHANG)
+    return running
+
+
+def kill(processes: Collection[psutil.Process]) -> None:
+    """Sends SIGKILL to each that still exists."""
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            process.kill()

@@ -12,7 +12,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache, partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from typing import BinaryIO
 from urllib.parse import urlsplit
 
 from common.system.redaction import redacted
+from common.system.threads import run_all_with_heartbeat, run_with_heartbeat, start_daemon
 
 CONNECT_S = 5  # per address that the endpoint's name has
 READ_S = 15  # silence after which a request, or a part of an answer, counts as lost
@@ -92,7 +93,7 @@ class ObjectStore:
                     f"{self.url}: no answer from {self._endpoint} within {PROBE_S} s: {CHECK_THE_WAY}"
                 )
 
-        _beside([self._probe], beat)
+        run_with_heartbeat(self._probe, beat)
 
     def _probe(self) -> None:
         folder = f".probe-{secrets.token_hex(8)}"
@@ -232,7 +233,7 @@ class ObjectStore:
         """
         stop = threading.Event()
         try:
-            [found] = _beside([lambda: self._head(key)], beat)
+            found = run_with_heartbeat(lambda: self._head(key), beat)
             if found is None or found["ContentLength"] != size:
                 there = "is not there" if found is None else f"has {found['ContentLength']:,} bytes"
                 raise WrongSize(
@@ -245,7 +246,7 @@ class ObjectStore:
             # Opened here: a thread that outlives a failed download must not open what is at `path` by then.
             files = [open(path, "r+b") for _ in range(min(STREAMS, ranges.qsize()))]  # noqa: SIM115
             fetch = partial(self._fetch, key, found.get("ETag"), ranges, stop)
-            _beside([partial(fetch, file) for file in files], beat)
+            run_all_with_heartbeat([partial(fetch, file) for file in files], beat)
         except BaseException:
             stop.set()
             path.unlink(missing_ok=True)
@@ -267,11 +268,11 @@ class ObjectStore:
         begins = [start, *range(start + first, size, PART_BYTES)] if start < size else []
         try:
             for number, (begin, end) in enumerate(zip(begins, [*begins[1:], size], strict=True)):
-                coming.append(_begin(partial(b"".join, self._chunks(key, begin, end, etag, stop))))
+                coming.append(start_daemon(partial(b"".join, self._chunks(key, begin, end, etag, stop))))
                 if number == 0 or len(coming) == STREAMS:
-                    yield _outcome(coming.popleft())
+                    yield coming.popleft().result()
             while coming:
-                yield _outcome(coming.popleft())
+                yield coming.popleft().result()
         finally:
             stop.set()
 
@@ -507,54 +508,6 @@ def _other_error(error: Exception, endpoint: str, secrets_: Iterable[str]) -> st
 def _backoff_s(attempt: int) -> float:
     """How long to wait before it: none before the first, number 0."""
     return random.uniform(0.1, 0.3) * 2**attempt if attempt else 0.0
-
-
-def _begin(work: Callable) -> queue.SimpleQueue:
-    """Runs it in a daemon thread: the end of the process must not wait for a silent store."""
-    outcome = queue.SimpleQueue()
-
-    def run() -> None:
-        try:
-            outcome.put((work(), None))
-        except BaseException as error:
-            outcome.put((None, error))
-
-    threading.Thread(target=run, daemon=True).start()
-    return outcome
-
-
-def _outcome(begun: queue.SimpleQueue):
-    """What the work returned or raised, once it has ended."""
-    result, error = begun.get()
-    if error is not None:
-        raise error
-    return result
-
-
-def _beside(works: Sequence[Callable], beat: Callable[[], None]) -> list:
-    """Runs each in a thread, with beat() every half second here. Their results, or the first exception.
-
-    The threads are daemons and nobody waits for them after an exception: the end of the process must not wait
-    for a silent store.
-    """
-    outcomes = queue.SimpleQueue()
-
-    def run(i: int, work: Callable) -> None:
-        try:
-            outcomes.put((i, work(), None))
-        except BaseException as error:
-            outcomes.put((i, None, error))
-
-    for i, work in enumerate(works):
-        threading.Thread(target=run, args=(i, work), daemon=True).start()
-    results = {}
-    while len(results) < len(works):
-        beat()
-        with suppress(queue.Empty):
-            i, results[i], error = outcomes.get(timeout=0.5)
-            if error is not None:
-                raise error
-    return [results[i] for i in range(len(works))]
 
 
 def _reserve(path: Path, size: int) -> None:

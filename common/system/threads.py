@@ -1,18 +1,18 @@
-"""Threads beside the training."""
+"""Work in threads: beside the training, or with heartbeats meanwhile."""
 
 import contextlib
 import os
 import threading
-from collections.abc import Callable
-from concurrent.futures import Future, wait
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from typing import TypeVar
 
-Heartbeat = Callable[[], None]  # tells the other processes that this one gets on; called about every second
+Heartbeat = Callable[[], None]  # tells the other processes that this one makes progress; about every second
 Result = TypeVar("Result")
 
 
-def step_aside() -> None:
-    """Gives the calling thread, and those that it starts, what the training leaves of the processor.
+def lower_priority() -> None:
+    """Gives the calling thread, and threads that it starts, only the CPU time that the training leaves.
 
     On Linux threads have priorities of their own. With 2 cores for ViT-B/32 a step beside the writing takes
     1.0 to 1.3 times its time; at equal priority 2.9 times (benchmarks/checkpoint_saves.py).
@@ -21,11 +21,8 @@ def step_aside() -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
 
 
-def run_with_heartbeat(work: Callable[[], Result], beat: Heartbeat, every_s: float = 0.5) -> Result:
-    """Runs work() in a thread and calls beat() here meanwhile. Returns its result, or raises its exception.
-
-    An exception of beat() is raised at once; the thread goes on, and does not keep the process alive.
-    """
+def start_daemon(work: Callable[[], Result]) -> Future[Result]:
+    """Runs work() in a daemon thread: the process can end while the work still waits for a silent server."""
     outcome: Future[Result] = Future()
 
     def run() -> None:
@@ -35,6 +32,26 @@ def run_with_heartbeat(work: Callable[[], Result], beat: Heartbeat, every_s: flo
             outcome.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()
-    while not wait([outcome], every_s).done:
+    return outcome
+
+
+def run_with_heartbeat(work: Callable[[], Result], beat: Heartbeat, every_s: float = 0.5) -> Result:
+    """Runs work() in a thread and calls beat() here meanwhile. Returns its result, or raises its exception.
+
+    An exception of beat() is raised at once; the thread continues, and does not keep the process alive.
+    """
+    return run_all_with_heartbeat([work], beat, every_s)[0]
+
+
+def run_all_with_heartbeat(
+    works: Sequence[Callable[[], Result]], beat: Heartbeat, every_s: float = 0.5
+) -> list[Result]:
+    """run_with_heartbeat for several, each in its own thread. Raises the first exception of any of them."""
+    outcomes = [start_daemon(work) for work in works]
+    while True:
+        done, pending = wait(outcomes, every_s, FIRST_EXCEPTION)
+        for outcome in done:
+            outcome.result()
+        if not pending:
+            return [outcome.result() for outcome in outcomes]
         beat()
-    return outcome.result()

@@ -9,7 +9,7 @@ from typing import Any
 
 import psutil
 
-from common.system.threads import step_aside
+from common.system.threads import lower_priority
 
 MIB, GIB = 2**20, 2**30
 STOP_S = 2  # how long a run waits at its end for a sampler that is busy
@@ -58,7 +58,7 @@ class Sampler:
         return found | ({"gpus": [gpu.sample() for gpu in self.gpus]} if self.gpus else {})
 
     def _work(self) -> None:
-        step_aside()
+        lower_priority()
         try:
             self.open()
             self.keep(self._header())

@@ -13,8 +13,7 @@ import psutil
 import pytest
 
 import find_batch_size
-from common.batch_search import knee, next_size
-from common.trials import launch
+from common.batch_search import knee, launch, next_size
 from tests.conftest import Job
 
 # Large activations in small networks: 8 images are 0.09 to 0.13 GiB, many times what two launches differ by.
