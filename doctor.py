@@ -16,11 +16,9 @@ Eight virtual hosts on 2 CPU cores: 1.6 s, and 9 s more for the all-reduce, for 
 import argparse
 import dataclasses
 import json
-import queue
 import secrets
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +26,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from common.hosts.client import ASK_S, HostClient
 from common.hosts.diagnosis import (
     DISK_GIB,
     DISK_LEAST_GIB,
@@ -38,32 +37,30 @@ from common.hosts.diagnosis import (
     of_each_host,
     of_the_job,
 )
-from common.hosts.facts import ANSWER
 from common.hosts.hostfile import Host, read_hostfile, select
-from common.hosts.ssh import let_go, master_address, start
+from common.hosts.ssh import close_and_wait, master_address
 from common.system.cli import run_command
 from common.system.files import read_accelerate_config
 from common.system.paths import ROOT
 
-ASK_S = 30  # for an answer that takes no work
 ALL_REDUCE_S = 60
 
 
 def main() -> int:
     flags = parse(sys.argv[1:])
-    patients = []
+    clients: list[HostClient] = []
     try:
         hosts = select(read_hostfile(flags.hostfile), flags.include, flags.exclude)
         config = read_accelerate_config(flags.config_file) if flags.config_file else {}
-        patients += [Patient(host) for host in hosts]
-        examination = Examination(patients, flags, config)
-        findings = examination.findings()
-        show(hosts, examination, findings)
+        clients += [HostClient(host) for host in hosts]
+        checks = Checks(clients, flags, config)
+        findings = checks.run()
+        show(hosts, checks, findings)
         if flags.json:
             content = {"findings": [dataclasses.asdict(f) | {"remedy": f.remedy} for f in findings]}
-            flags.json.write_text(json.dumps(content | {"facts": examination.facts}, indent=1) + "\n")
+            flags.json.write_text(json.dumps(content | {"facts": checks.facts}, indent=1) + "\n")
     finally:
-        let_go([patient.process for patient in patients], 2)
+        close_and_wait([client.process for client in clients], 2)
     return int(any(finding.fails for finding in findings))
 
 
@@ -89,63 +86,23 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return flags
 
 
-# --- Asking
-
-
-class Patient:
-    """One host, and the process there that answers."""
-
-    def __init__(self, host: Host):
-        self.host, self.name = host, host.name
-        self.process = start(host.name, [sys.executable, "-m", "common.hosts.facts"], ROOT)
-        self.answers: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
-        self.said: list[str] = []  # what is no answer
-        threading.Thread(target=self._listen, daemon=True).start()
-
-    def ask(self, name: str, within_s: float = ASK_S, **question: Any) -> dict[str, Any]:
-        """Its answer; `error` in it says why there is none."""
-        try:
-            self.process.stdin.write(json.dumps({"ask": name, **question}) + "\n")
-            answer = self.answers.get(timeout=within_s)
-        except (OSError, ValueError):
-            answer = None
-        except queue.Empty:
-            self.process.kill()  # a late answer would be taken for that to the next question
-            self.said.append(f"no answer within {within_s:.0f} s")
-            answer = None
-        if answer is None:
-            self.answers = queue.SimpleQueue()
-            self.answers.put(None)  # for the next question, too
-            status = self.process.wait()
-            return {"error": self.said[-1] if self.said else f"exit status {status}", "gone": True}
-        return answer
-
-    def _listen(self) -> None:
-        for line in self.process.stdout:
-            if line.startswith(ANSWER):
-                self.answers.put(json.loads(line.removeprefix(ANSWER)))
-            else:
-                self.said.append(line.strip())
-        self.answers.put(None)
-
-
-class Examination:
+class Checks:
     """The questions in their order: each needs what those before it found."""
 
-    def __init__(self, patients: list[Patient], flags: argparse.Namespace, config: dict[str, Any]):
-        self.patients, self.flags, self.config = patients, flags, config
-        self.first = patients[0].name
+    def __init__(self, clients: list[HostClient], flags: argparse.Namespace, config: dict[str, Any]):
+        self.clients, self.flags, self.config = clients, flags, config
+        self.first = clients[0].name
         self.facts: dict[str, dict[str, Any]] = {}
         self.checked: list[str] = []  # codes, in order
         self.notes: list[str] = []
 
-    def findings(self) -> list[Finding]:
+    def run(self) -> list[Finding]:
         found = []
         with ThreadPoolExecutor(1) as beside:
             model = beside.submit(_model, self.flags.script) if self.flags.script else None
-            for examine in (self.hosts, self.network, self.folders, self.s3, self.all_reduce):
-                found += examine()
-                if len(self.facts) < len(self.patients):
+            for check in (self.hosts, self.network, self.folders, self.s3, self.all_reduce):
+                found += check()
+                if len(self.facts) < len(self.clients):
                     break  # the others can't be connected to what is not there
             found += self.job(model.result()) if model else []
         return found
@@ -155,21 +112,21 @@ class Examination:
         self.checked += ["own-name", "shm", "open-files", *(["data"] if self.flags.data else [])]
         within_s = 300 if self.flags.data else ASK_S  # a folder may have a million files
 
-        def ask(patient: Patient) -> dict[str, Any]:
+        def ask(client: HostClient) -> dict[str, Any]:
             began = time.time()
             roots = [root for given in self.flags.data_root for root in given.split(",")]
-            answer = patient.ask("facts", within_s, data=self.flags.data, data_root=roots)
+            answer = client.ask("facts", within_s, data=self.flags.data, data_root=roots)
             # It was given between asking and now: only what lies outside of that is off.
             clock = answer.get("clock", began)
             return answer | {"clock_off_s": min(clock - began, 0) + max(clock - time.time(), 0)}
 
-        for patient, answer in self._all(ask):
+        for client, answer in self._all(ask):
             if "error" in answer:
                 code = "host-key" if "Host key" in answer["error"] else "ssh" if "gone" in answer else "facts"
-                yield Finding(code, patient.name, answer["error"], True)
+                yield Finding(code, client.name, answer["error"], True)
             else:
-                self.facts[patient.name] = answer
-        hosts = [patient.host for patient in self.patients]
+                self.facts[client.name] = answer
+        hosts = [client.host for client in self.clients]
         yield from of_each_host(hosts, self.facts)
         yield from between_hosts(self.facts)
         self.gpus = [gpu for own in self.facts.values() for gpu in own["devices"]["gpus"]]
@@ -180,17 +137,17 @@ class Examination:
 
     def network(self) -> Iterator[Finding]:
         self.checked += ["interface", "port-taken"]
-        names = [patient.name for patient in self.patients]
+        names = [client.name for client in self.clients]
         ends = [[self.facts[name][key] for name in names] for key in ("reached_at", "asked_from")]
         self.address = self.flags.master_addr or master_address(*ends)
-        for patient, answer in self._all(lambda patient: patient.ask("route", master=self.address)):
-            self.facts[patient.name]["interface"] = answer.get("interface")
+        for client, answer in self._all(lambda client: client.ask("route", master=self.address)):
+            self.facts[client.name]["interface"] = answer.get("interface")
             if "error" in answer:
-                yield Finding("interface", patient.name, answer["error"], True)
+                yield Finding("interface", client.name, answer["error"], True)
             elif len(names) > 1 and answer["address"].startswith("127."):
                 what = f"the first host's address {self.address} is this host's loopback"
-                yield Finding("interface", patient.name, what, True)
-        first, *others = self.patients
+                yield Finding("interface", client.name, what, True)
+        first, *others = self.clients
         answer = first.ask("listen", port=self.flags.port)
         if answer.get("taken") or "error" in answer:
             what = f"port {self.flags.port}: {answer.get('taken') or answer['error']}"
@@ -198,10 +155,10 @@ class Examination:
             return
         self.checked.append("port-closed")
         question = {"address": self.address, "port": self.flags.port}
-        for patient, answer in self._all(lambda patient: patient.ask("connect", **question), others):
+        for client, answer in self._all(lambda client: client.ask("connect", **question), others):
             if problem := answer.get("refused") or answer.get("error"):
                 what = f"{self.address}:{self.flags.port} is not reached: {problem}"
-                yield Finding("port-closed", patient.name, what, True)
+                yield Finding("port-closed", client.name, what, True)
 
     def folders(self) -> Iterator[Finding]:
         """Rank 0 alone writes: another host's folder is no reason to fail."""
@@ -210,19 +167,19 @@ class Examination:
             "folder": str(Path(self.flags.output_dir).absolute()),
             "token": f".doctor-{secrets.token_hex(4)}",
         }
-        first, *others = self.patients
+        first, *others = self.clients
         answers = [(first, first.ask("writable", **question, leave=True))]
-        answers += self._all(lambda patient: patient.ask("writable", **question, leave=False), others)
+        answers += self._all(lambda client: client.ask("writable", **question, leave=False), others)
         if token_in := answers[0][1].get("folder"):
             first.ask("forget", file=f"{token_in}/{question['token']}")
-        for patient, answer in answers:
+        for client, answer in answers:
             if problem := answer.get("problem") or answer.get("error"):
                 what = f"{question['folder']} can't be written to: {problem}"
-                yield Finding("output", patient.name, what, patient is first)
+                yield Finding("output", client.name, what, client is first)
             elif answer["free_gib"] < DISK_GIB:
                 what = f"{answer['free_gib']:.1f} GiB are free in {answer['folder']}"
                 yield Finding(
-                    "disk", patient.name, what, patient is first and answer["free_gib"] < DISK_LEAST_GIB
+                    "disk", client.name, what, client is first and answer["free_gib"] < DISK_LEAST_GIB
                 )
         if others:
             shared = all(answer.get("sees") for _, answer in answers)
@@ -232,25 +189,25 @@ class Examination:
     def s3(self) -> Iterator[Finding]:
         if self.flags.s3:
             self.checked.append("s3")
-            answer = self.patients[0].ask("s3", within_s=180, url=self.flags.s3)
+            answer = self.clients[0].ask("s3", within_s=180, url=self.flags.s3)
             if problem := answer.get("problem") or answer.get("error"):
                 yield Finding("s3", self.first, problem, True)
 
     def all_reduce(self) -> Iterator[Finding]:
-        alone = len(self.patients) < 2 and not self.gpus
+        alone = len(self.clients) < 2 and not self.gpus
         if alone or not all(own.get("interface") for own in self.facts.values()):
             return
         self.checked += ["all-reduce", *(["unsupported-gpu"] if self.gpus else [])]
-        port = self.patients[0].ask("free_port").get("port")
-        ranks = {patient.name: rank for rank, patient in enumerate(self.patients)}
+        port = self.clients[0].ask("free_port").get("port")
+        ranks = {client.name: rank for rank, client in enumerate(self.clients)}
 
-        def ask(patient: Patient) -> dict[str, Any]:
-            place = {"address": self.address, "port": port, "hosts": len(ranks), "rank": ranks[patient.name]}
-            interface = self.facts[patient.name]["interface"]
+        def ask(client: HostClient) -> dict[str, Any]:
+            place = {"address": self.address, "port": port, "hosts": len(ranks), "rank": ranks[client.name]}
+            interface = self.facts[client.name]["interface"]
             question = place | {"interface": interface, "deadline_s": ALL_REDUCE_S}
-            return patient.ask("all_reduce", ALL_REDUCE_S + 10, **question)
+            return client.ask("all_reduce", ALL_REDUCE_S + 10, **question)
 
-        answers = {patient.name: answer for patient, answer in self._all(ask)}
+        answers = {client.name: answer for client, answer in self._all(ask)}
         yield from of_all_reduce(answers)
         times = [answer for answer in answers.values() if "latency_s" in answer]
         if len(times) == len(ranks):
@@ -269,14 +226,14 @@ class Examination:
         yield from of_the_job(self.first, self.config, model, memory_gib)
 
     def _all(
-        self, ask: Callable[[Patient], dict], patients: list[Patient] | None = None
-    ) -> list[tuple[Patient, dict]]:
+        self, ask: Callable[[HostClient], dict], clients: list[HostClient] | None = None
+    ) -> list[tuple[HostClient, dict]]:
         """All hosts at the same time."""
-        patients = self.patients if patients is None else patients
-        if not patients:
+        clients = self.clients if clients is None else clients
+        if not clients:
             return []
-        with ThreadPoolExecutor(len(patients)) as threads:
-            return list(zip(patients, threads.map(ask, patients), strict=True))
+        with ThreadPoolExecutor(len(clients)) as threads:
+            return list(zip(clients, threads.map(ask, clients), strict=True))
 
 
 def _model(script: list[str]) -> dict[str, Any]:
@@ -293,7 +250,7 @@ def _model(script: list[str]) -> dict[str, Any]:
 # --- What is shown
 
 
-def show(hosts: list[Host], examination: Examination, findings: list[Finding]) -> None:
+def show(hosts: list[Host], checks: Checks, findings: list[Finding]) -> None:
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Column, Table
@@ -304,8 +261,8 @@ def show(hosts: list[Host], examination: Examination, findings: list[Finding]) -
     for finding in findings:
         key = (finding.code, finding.host)
         worst[key] = worst.get(key, False) or finding.fails
-    missing = {host.name for host in hosts if host.name not in examination.facts}
-    for code in dict.fromkeys([*examination.checked, *(finding.code for finding in findings)]):
+    missing = {host.name for host in hosts if host.name not in checks.facts}
+    for code in dict.fromkeys([*checks.checked, *(finding.code for finding in findings)]):
         marks = []
         for host in hosts:
             key = (code, host.name)
@@ -318,7 +275,7 @@ def show(hosts: list[Host], examination: Examination, findings: list[Finding]) -
             kind = "warning" if harmless else "FAILS"
             console.print(escape(f"{kind} [{code}] {finding.host}: {finding.what}"), soft_wrap=True)
         console.print(escape(f"    {REMEDIES[code]}"), soft_wrap=True)
-    for note in examination.notes:
+    for note in checks.notes:
         console.print(escape(note), soft_wrap=True)
     fails = sum(finding.fails for finding in findings)
     if fails:

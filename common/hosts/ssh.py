@@ -1,4 +1,4 @@
-"""Commands on the hosts of a job, by the ordinary ssh client: what ~/.ssh/config says holds."""
+"""Commands on the hosts of a job, by the ordinary ssh client, which reads ~/.ssh/config."""
 
 import contextlib
 import shlex
@@ -10,17 +10,21 @@ from pathlib import Path
 
 from common.system.network import own_addresses
 
-# A key that is not known is refused, nothing is asked, and a host that is gone is noticed within 25 s.
+# An unknown key is refused, ssh asks nothing, and a lost host is noticed within 25 s.
 SSH = ("ssh", "-T", "-x", "-a", "-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=yes")
 SSH += ("-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=4")
-SSH += ("-o", "ControlMaster=no", "-o", "ControlPath=none")  # an older connection has other options
+SSH += ("-o", "ControlMaster=no", "-o", "ControlPath=none")  # an existing connection has other options
 SSH_FAILED = 255  # ssh's own exit status
 
 
-def start(host: str, words: Sequence[str], folder: Path) -> subprocess.Popen:
-    """Starts these words in this folder there. Lines go in and come out; Ctrl-C here does not reach it."""
+def start_on(host: str, words: Sequence[str], folder: Path) -> subprocess.Popen[str]:
+    """Starts a command in this folder of the host, with pipes for its lines. Ctrl-C here does not reach it.
+
+    On this host it is started directly, without ssh.
+    """
+    command = f"cd {shlex.quote(str(folder))} && exec {shlex.join(words)}"
     return subprocess.Popen(
-        _command(host, words, folder),
+        list(words) if is_this_host(host) else [*SSH, host, command],
         cwd=folder,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -32,10 +36,11 @@ def start(host: str, words: Sequence[str], folder: Path) -> subprocess.Popen:
     )
 
 
-def let_go(processes: Sequence[subprocess.Popen], within_s: float) -> None:
-    """The end of its input is the sign to end for what was started; ssh itself does not outlive this."""
+def close_and_wait(processes: Sequence[subprocess.Popen[str]], within_s: float) -> None:
+    """Closes the inputs, at which the commands end; kills each ssh that has not ended in time."""
     for process in processes:
         with contextlib.suppress(OSError):
+            assert process.stdin
             process.stdin.close()
     deadline = time.monotonic() + within_s
     for process in processes:
@@ -45,25 +50,19 @@ def let_go(processes: Sequence[subprocess.Popen], within_s: float) -> None:
             process.kill()
 
 
-def _command(host: str, words: Sequence[str], folder: Path) -> list[str]:
-    """What runs these words in this folder on that host. On this host ssh is not needed."""
-    if is_here(host):
-        return list(words)
-    return [*SSH, host, f"cd {shlex.quote(str(folder))} && exec {shlex.join(words)}"]
-
-
 def master_address(reached_at: Sequence[str | None], asked_from: Sequence[str | None]) -> str:
-    """Of the first host, for all. By host: its address to which ssh came, and from which; None without ssh.
+    """An address of the first host that all hosts reach.
 
-    As ssh reached the first one; where that is this host, as ssh came from it to the second.
+    reached_at, asked_from: of each host, the address that ssh connected to and the one that it came from;
+    None without ssh. The first host's own where ssh reached it, else the one ssh left this host by.
     """
     return reached_at[0] or next(filter(None, asked_from), None) or "localhost"
 
 
-def is_here(host: str) -> bool:
-    """Whether the name is this machine's. One that only ~/.ssh/config knows is not."""
+def is_this_host(name: str) -> bool:
+    """True when the name resolves to an address of this machine. A name in ~/.ssh/config alone does not."""
     try:
-        found = {address[4][0] for address in socket.getaddrinfo(host, None, socket.AF_INET)}
+        found = {str(address[4][0]) for address in socket.getaddrinfo(name, None, socket.AF_INET)}
     except OSError:
         return False
     own = own_addresses()

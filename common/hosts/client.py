@@ -1,0 +1,56 @@
+"""doctor.py's end of a connection to a host, on which common/hosts/facts.py answers its questions."""
+
+import json
+import queue
+import sys
+import threading
+from typing import Any
+
+from common.hosts.facts import ANSWER
+from common.hosts.hostfile import Host
+from common.hosts.ssh import start_on
+from common.system.paths import ROOT
+
+ASK_S = 30  # for an answer that takes no work
+
+
+class HostClient:
+    """One host, and the process there that answers."""
+
+    def __init__(self, host: Host):
+        self.host, self.name = host, host.name
+        self.process = start_on(host.name, [sys.executable, "-m", "common.hosts.facts"], ROOT)
+        self._answers: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()  # None: it has ended
+        self._other_lines: list[str] = []  # output that is no answer
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def ask(self, name: str, within_s: float = ASK_S, **question: Any) -> dict[str, Any]:
+        """The host's answer. Without one it has the keys `error`, with the reason, and `gone`."""
+        assert self.process.stdin
+        try:
+            self.process.stdin.write(json.dumps({"ask": name, **question}) + "\n")
+            answer = self._answers.get(timeout=within_s)
+        except (OSError, ValueError):
+            answer = None
+        except queue.Empty:
+            self.process.kill()  # a late answer would be taken for the next question's
+            self._other_lines.append(f"no answer within {within_s:.0f} s")
+            answer = None
+        if answer is None:
+            self._answers = queue.SimpleQueue()
+            self._answers.put(None)  # for the next question, too
+            status = self.process.wait()
+            return {
+                "error": self._other_lines[-1] if self._other_lines else f"exit status {status}",
+                "gone": True,
+            }
+        return answer
+
+    def _listen(self) -> None:
+        assert self.process.stdout
+        for line in self.process.stdout:
+            if line.startswith(ANSWER):
+                self._answers.put(json.loads(line.removeprefix(ANSWER)))
+            else:
+                self._other_lines.append(line.strip())
+        self._answers.put(None)
