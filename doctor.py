@@ -5,11 +5,11 @@
     python doctor.py --data /data/cifar10 --output_dir /shared/run --s3 s3://bucket/prefix
     python doctor.py --config_file accelerate_configs/fsdp_2x4gpu.yaml train_vit.py --batch_size 512
 
-Each host is asked over ssh, as launch.py will reach it, all at the same time; then one process on each meets
-the others in an all-reduce. A row for each check, a column for each host; what is found comes with its
-remedy, and a code that README.md explains. With a script and its flags: whether model, strategy and data fit.
+It asks all hosts at the same time, over ssh as launch.py does; then one process on each takes part in an
+all-reduce. The table has a row for each check and a column for each host. Each finding has a remedy, and a
+code that the documentation explains. With a script and its flags it also checks model, strategy and data.
 
-Exit status 1 if the job would fail, 0 otherwise, warnings or not. --json FILE: everything that was found.
+Exit status 1 if the job would fail, 0 otherwise, also with warnings. --json FILE writes all findings.
 Eight virtual hosts on 2 CPU cores: 1.6 s, and 9 s more for the all-reduce, for which each imports torch.
 """
 
@@ -32,10 +32,10 @@ from common.hosts.diagnosis import (
     DISK_LEAST_GIB,
     REMEDIES,
     Finding,
-    between_hosts,
-    of_all_reduce,
-    of_each_host,
-    of_the_job,
+    check_all_reduce,
+    check_hosts,
+    check_job,
+    compare_hosts,
 )
 from common.hosts.hostfile import Host, read_hostfile, select
 from common.hosts.ssh import close_and_wait, master_address
@@ -87,7 +87,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 class Checks:
-    """The questions in their order: each needs what those before it found."""
+    """The checks in their order: each needs the results of those before it."""
 
     def __init__(self, clients: list[HostClient], flags: argparse.Namespace, config: dict[str, Any]):
         self.clients, self.flags, self.config = clients, flags, config
@@ -103,7 +103,7 @@ class Checks:
             for check in (self.hosts, self.network, self.folders, self.s3, self.all_reduce):
                 found += check()
                 if len(self.facts) < len(self.clients):
-                    break  # the others can't be connected to what is not there
+                    break  # later checks connect all hosts
             found += self.job(model.result()) if model else []
         return found
 
@@ -116,7 +116,7 @@ class Checks:
             began = time.time()
             roots = [root for given in self.flags.data_root for root in given.split(",")]
             answer = client.ask("facts", within_s, data=self.flags.data, data_root=roots)
-            # It was given between asking and now: only what lies outside of that is off.
+            # The host read its clock between `began` and now: only a time outside of that is off.
             clock = answer.get("clock", began)
             return answer | {"clock_off_s": min(clock - began, 0) + max(clock - time.time(), 0)}
 
@@ -127,8 +127,8 @@ class Checks:
             else:
                 self.facts[client.name] = answer
         hosts = [client.host for client in self.clients]
-        yield from of_each_host(hosts, self.facts)
-        yield from between_hosts(self.facts)
+        yield from check_hosts(hosts, self.facts)
+        yield from compare_hosts(self.facts)
         self.gpus = [gpu for own in self.facts.values() for gpu in own["devices"]["gpus"]]
         if self.gpus:
             self.checked += ["device-memory", "peer-access", "precision"]
@@ -161,7 +161,7 @@ class Checks:
                 yield Finding("port-closed", client.name, what, True)
 
     def folders(self) -> Iterator[Finding]:
-        """Rank 0 alone writes: another host's folder is no reason to fail."""
+        """Checks --output_dir. Only rank 0 writes: on other hosts a problem is a warning."""
         self.checked += ["output", "disk"]
         question = {
             "folder": str(Path(self.flags.output_dir).absolute()),
@@ -171,7 +171,7 @@ class Checks:
         answers = [(first, first.ask("writable", **question, leave=True))]
         answers += self._all(lambda client: client.ask("writable", **question, leave=False), others)
         if token_in := answers[0][1].get("folder"):
-            first.ask("forget", file=f"{token_in}/{question['token']}")
+            first.ask("remove_token", file=f"{token_in}/{question['token']}")
         for client, answer in answers:
             if problem := answer.get("problem") or answer.get("error"):
                 what = f"{question['folder']} can't be written to: {problem}"
@@ -208,7 +208,7 @@ class Checks:
             return client.ask("all_reduce", ALL_REDUCE_S + 10, **question)
 
         answers = {client.name: answer for client, answer in self._all(ask)}
-        yield from of_all_reduce(answers)
+        yield from check_all_reduce(answers)
         times = [answer for answer in answers.values() if "latency_s" in answer]
         if len(times) == len(ranks):
             slowest, speed = max(t["latency_s"] for t in times), min(t["gb_per_s"] for t in times)
@@ -223,12 +223,12 @@ class Checks:
             return
         self.checked += ["strategy", "batch"]
         memory_gib = min((gpu["memory_gib"] for gpu in self.gpus), default=None)
-        yield from of_the_job(self.first, self.config, model, memory_gib)
+        yield from check_job(self.first, self.config, model, memory_gib)
 
     def _all(
         self, ask: Callable[[HostClient], dict], clients: list[HostClient] | None = None
     ) -> list[tuple[HostClient, dict]]:
-        """All hosts at the same time."""
+        """Asks all hosts at the same time."""
         clients = self.clients if clients is None else clients
         if not clients:
             return []
@@ -237,7 +237,7 @@ class Checks:
 
 
 def _model(script: list[str]) -> dict[str, Any]:
-    """Of the script with these flags. In a process of its own: it imports torch."""
+    """Size, data and batch of the script with these flags; from another process, which imports torch."""
     done = subprocess.run(
         [sys.executable, "-m", "common.model_size", *script], cwd=ROOT, capture_output=True, text=True
     )

@@ -1,4 +1,4 @@
-"""The largest --per_device_batch_size that a script trains with, under one file of accelerate_configs/.
+"""Finds the largest --per_device_batch_size that a script trains with, under one accelerate config.
 
     python find_batch_size.py --config_file accelerate_configs/fsdp_4gpu.yaml train_vit.py --data cifar10
     python find_batch_size.py --config_file accelerate_configs/ddp_2x4gpu.yaml \\
@@ -6,15 +6,14 @@
     CUDA_VISIBLE_DEVICES= python find_batch_size.py --config_file accelerate_configs/zero2_2gpu.yaml \\
         --memory_limit_gib 2 train_cnn_b.py --data digits
 
-Each trial is a launch of its own, as the training's will be: the same data and model, 4 optimizer steps
-without accumulation, a checkpoint among them, an evaluation. Two sizes show how the memory grows, then the
-largest that should fit is tried; the end is a size that ran where --quantum images more did not. A launch
-fails when any of its processes runs out of memory, so the fullest one decides. Without a GPU it needs a
-limit, on the data of each process (RLIMIT_DATA).
+Each trial is a launch like the training's: the same data and model, 4 optimizer steps without accumulation,
+a checkpoint and an evaluation. Two sizes show how memory grows; then the largest size that should fit is
+tried. The search ends when a size ran and --quantum images more did not. A launch fails when any of its
+processes runs out of memory, so the one with the most memory decides. Without a GPU it needs
+--memory_limit_gib, a limit on the data of each process (RLIMIT_DATA).
 
-The largest is often not the best: beside each size stand its images/s, in a few steps each of which is
-waited for, and at the end the knee, from which on a larger batch brings less than 5 percent. Not yet measured
-on a GPU.
+The largest batch is often not the best. Each size is shown with its images/s, measured in a few steps. The
+knee is the size from which a larger batch is less than 5 percent faster. Not yet measured on a GPU.
 """
 
 import argparse
@@ -39,7 +38,7 @@ from common.system.files import read_accelerate_config, read_json, read_lines, w
 from common.system.paths import ROOT
 
 STEPS = 4  # the first, which makes the optimizer's state, is not timed
-NO_MATTER = {"batch_size", "epochs", "lr", "seed", "streams", "max_val_images"}  # flags that cost no memory
+WITHOUT_MEMORY = {"batch_size", "epochs", "lr", "seed", "streams", "max_val_images"}  # flags that need none
 SHOWN = 25  # last lines of a launch that failed
 RAN, OUT_OF_MEMORY, TOO_LARGE = "ran", "out of memory", "more than the images"
 
@@ -49,7 +48,7 @@ class Trial:
     per_device_batch_size: int
     outcome: str
     seconds: float
-    memory_gib: float | None = None  # of the process that took most
+    memory_gib: float | None = None  # of the process that used most
     images_per_s: float | None = None
 
     def __str__(self) -> str:
@@ -95,20 +94,20 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 class Search:
     def __init__(self, flags: argparse.Namespace):
-        """ValueError for what can be seen to be wrong before anything is launched."""
+        """Checks the flags, before anything is launched. ValueError for a mistake."""
         self.flags = flags
         config = read_accelerate_config(flags.config_file)
         self.processes = _processes(config, flags.hostfile)
         self.recipe = _recipe(flags.script)
         self._check_limit(use_cpu=config.get("use_cpu", False))
-        self.limit_gib = flags.memory_limit_gib  # or the GPU's memory, once a trial has told it
+        self.limit_gib = flags.memory_limit_gib  # or the GPU's memory, after the first trial
         self.output = flags.output or _free_name(Path(flags.script[0]).stem, flags.config_file.stem)
         self.trials: list[Trial] = []
-        self.about: dict[str, Any] = {}  # what the trials that ran say of themselves
-        self.shown = ""  # the last launch that failed, and how its output ends
+        self.about: dict[str, Any] = {}  # settings that the trials that ran have reported
+        self.shown = ""  # command and last lines of the last launch that failed
 
     def run(self) -> None:
-        """ValueError when no size fits, or when a trial fails for another reason."""
+        """Searches and prints. ValueError when no size fits, or a trial fails for another reason."""
         self.output.parent.mkdir(parents=True, exist_ok=True)
         quantum, most = self.flags.quantum, sys.maxsize
         ran: dict[int, float] = {}
@@ -151,7 +150,7 @@ class Search:
             raise ValueError(f"{needed} is more than this machine has, {total_gib:.1f} GiB")
 
     def try_size(self, size: int) -> tuple[Trial, int]:
-        """A launch; beside the trial the number of training images, where these were too few."""
+        """Launches one trial. Returns it, and the number of training images if they were too few, else 0."""
         with tempfile.TemporaryDirectory(prefix=".trial-", dir=self.output.parent.resolve()) as folder:
             run = Path(folder) / "run"
             words = [*self._launcher(), *self.flags.script, *self._sized(size), f"--output_dir={run}"]
@@ -174,21 +173,21 @@ class Search:
         config = ["--config_file", str(self.flags.config_file)]
         if self.flags.hostfile:
             return [sys.executable, str(ROOT / "launch.py"), "--hostfile", str(self.flags.hostfile), *config]
-        # By the module: the command `accelerate` takes seconds to import what is not needed.
+        # By the module: the command `accelerate` takes seconds for imports that are not needed.
         return [sys.executable, "-m", "accelerate.commands.launch", *config, "--main_process_port", "0"]
 
     def _sized(self, size: int) -> list[str]:
-        """Flags that come last, and win."""
+        """The trial's flags, which come last and override the user's."""
         batch_size = size * self.processes
         flags = {
             "per_device_batch_size": size,
             "batch_size": batch_size,
             "streams": self.processes,  # of shards: they must divide any size
-            "epochs": STEPS,  # should one batch be all of the data
+            "epochs": STEPS,  # in case one batch is all of the data
             "max_steps": STEPS,
             "max_val_images": 2 * batch_size,
             "lr": 0,  # the recipe's is for another batch: the loss must not diverge
-            "checkpoint_every": STEPS - 1,  # only the last step is beside the writing
+            "checkpoint_every": STEPS - 1,  # the last step runs while it is written
             "log_every": 1,
             "resume": "never",
             "trackers": "none",
@@ -215,13 +214,13 @@ class Search:
         return Trial(size, RAN, ended.seconds, memory_gib, statistics.median(speeds[1:]))
 
     def _conclude(self, answer: int, is_memory_full: bool) -> None:
-        """Writes the result, and says how to train with it."""
+        """Writes the result, and prints the commands that train with it."""
         speeds = {t.per_device_batch_size: t.images_per_s for t in self.trials if t.outcome == RAN}
         found = self.about | {
             "config_file": str(self.flags.config_file),
             "processes": self.processes,
             "flags": self.flags.script[1:],
-            "recipe": {name: v for name, v in recipe_part(self.recipe).items() if name not in NO_MATTER},
+            "recipe": {name: v for name, v in recipe_part(self.recipe).items() if name not in WITHOUT_MEMORY},
             "quantum": self.flags.quantum,
             "limit_gib": self.limit_gib,
             "answer": answer,
@@ -239,7 +238,7 @@ class Search:
         print(self.output)
 
     def _command(self, size: int) -> str:
-        """With at most so many images at a time: as many as the recipe's batch can be cut into, if it can."""
+        """The training command: the largest per-device batch up to `size` that divides the recipe's batch."""
         batch_size = self.recipe.batch_size
         shares = [n for n in range(1, size + 1) if batch_size % (n * self.processes) == 0]
         share = max(shares, default=size)
@@ -254,7 +253,7 @@ class Search:
 
 
 def _processes(config: dict[str, Any], hostfile: Path | None) -> int:
-    """Of the whole job, as the launcher will start them."""
+    """The number of processes of the whole job, as the launcher will start them."""
     if hostfile:
         return sum(len(host.devices) for host in read_hostfile(hostfile))
     if config.get("num_machines", 1) > 1:
@@ -263,7 +262,7 @@ def _processes(config: dict[str, Any], hostfile: Path | None) -> int:
 
 
 def _recipe(script: list[str]) -> ImageRecipe:
-    """The script's, with these flags. A wrong one of the script ends the search with status 2."""
+    """The script's recipe with its flags. A wrong flag ends the search with status 2."""
     path = Path(script[0])
     if not path.is_file():
         raise ValueError(f"{path}: no such file")
@@ -276,7 +275,7 @@ def _recipe(script: list[str]) -> ImageRecipe:
 
 
 def _free_name(script: str, config: str) -> Path:
-    """What was found before stays: <config>.json, <config>-2.json, ..."""
+    """The first free name of <config>.json, <config>-2.json, ...: earlier results are kept."""
     folder, number = Path("runs/find_batch_size") / script, 1
     while (file := folder / f"{config}{f'-{number}' if number > 1 else ''}.json").exists():
         number += 1

@@ -1,4 +1,4 @@
-"""Several hosts on one Linux machine, to practise a launch on, and to break: real sshd, real interfaces.
+"""Several virtual hosts on one Linux machine, to rehearse launches and faults: real sshd and interfaces.
 
     python cluster/virtual_cluster.py up --hosts 2 --rate 1gbit --delay 2ms
     python cluster/virtual_cluster.py run python launch.py --hostfile /etc/hostfile train_hello.py
@@ -11,10 +11,10 @@
 
 Each host, node1, node2, ..., is a set of Linux namespaces: its own name, interface eth0 (10.77.0.1,
 10.77.0.2, ...), processes, /dev/shm and /etc/hosts, and an sshd that knows one key, made by `up`. `ssh node2`
-works on each of them. All else is this machine's: cores, memory, GPUs, and its files, like a shared folder.
---private FOLDER gives each host a copy of one (what it changes is its own), as where nothing is shared.
+works on each of them. The hosts share this machine's cores, memory, GPUs and files, like
+a shared folder. --private FOLDER gives each host its own copy of that folder, as when nothing is shared.
 
-Nothing of this machine is changed: the hosts hang on a switch in a namespace of its own, and have no way out.
+Nothing of this machine is changed: the hosts are on a switch in its own namespace, without a route out.
 `down` ends all their processes and removes everything. Needs root, and Debian's iproute2, nftables and
 openssh-server.
 """
@@ -137,7 +137,7 @@ def up(
     loss: float | None = None,
     private: list[Path] = (),
 ) -> None:
-    """ValueError when there is one already, or something is missing on this machine."""
+    """Starts the hosts. ValueError when they are up already, or this machine lacks a package."""
     if STATE.exists():
         raise ValueError(f"there is a virtual cluster already ({STATE}): `down` removes it")
     for program, package in NEEDS.items():
@@ -160,7 +160,7 @@ def up(
 
 
 def down() -> None:
-    """All processes of all hosts, their namespaces and files. Nothing happens where there is none."""
+    """Ends all processes of all hosts, and removes their namespaces and files, if there are any."""
     for name in names():
         with contextlib.suppress(ValueError):
             kill(name)
@@ -170,13 +170,13 @@ def down() -> None:
 
 
 def names() -> list[str]:
-    """Of the hosts that are up."""
+    """The names of the hosts that are up."""
     folders = STATE.glob("node*")
     return sorted((folder.name for folder in folders), key=lambda name: int(name.removeprefix("node")))
 
 
 def inside(host: str, command: list[str], folder: Path | None = None) -> list[str]:
-    """The words that run a command on a host, in this folder or the one given."""
+    """The command line that runs a command on a host, in the working folder or the one given."""
     target = ["nsenter", "--target", str(_init(host)), "--mount", "--uts", "--ipc", "--net", "--pid"]
     # --wd would find the folder as it is outside, without what --private has put there.
     words = shlex.join(["env", "--default-signal=INT", *map(str, command)])
@@ -185,13 +185,13 @@ def inside(host: str, command: list[str], folder: Path | None = None) -> list[st
 
 
 def cut(host: str) -> None:
-    """Its cable is pulled out; its processes go on."""
+    """Disconnects the host's network; its processes continue."""
     _init(host)
     _run("ip", "-n", SWITCH, "link", "set", _port(host), "down")
 
 
 def heal(host: str) -> None:
-    """After cut: it is plugged in again."""
+    """Connects the host again after cut()."""
     _init(host)
     _run("ip", "-n", SWITCH, "link", "set", _port(host), "up")
     for name in names():  # who asked for its address in vain would soon answer "No route to host" once more
@@ -199,7 +199,7 @@ def heal(host: str) -> None:
 
 
 def shape(host: str, rate: str | None = None, delay: str | None = None) -> None:
-    """How the host sends, as tc says it: `1gbit`, `2ms`. Neither: as fast as it goes."""
+    """Limits the host's outgoing rate and adds a delay, in tc's units: `1gbit`, `2ms`. None: no limit."""
     _init(host)
     discipline = ["tc", "-n", _namespace(host), "qdisc"]
     subprocess.run([*discipline, "del", "dev", "eth0", "root"], capture_output=True)
@@ -227,7 +227,7 @@ def shape(host: str, rate: str | None = None, delay: str | None = None) -> None:
 
 
 def lose(host: str, percent: float) -> None:
-    """So many of the packets that come to the host, by chance. Not netem's: not every kernel has it."""
+    """Drops a random share of the packets to the host. Not by netem, which not every kernel has."""
     rules = "table inet lossy\ndelete table inet lossy\n"
     if percent:
         chance = f"numgen random mod 10000 < {round(percent * 100)}"
@@ -239,7 +239,7 @@ def lose(host: str, percent: float) -> None:
 
 
 def processes(host: str) -> set[int]:
-    """This machine's numbers of the host's processes, all but the first one."""
+    """The pids, outside of the host, of all its processes but the first one."""
     init = _init(host)
     own = os.readlink(f"/proc/{init}/ns/pid")
     found = set()
@@ -251,7 +251,7 @@ def processes(host: str) -> set[int]:
 
 
 def stop_sshd(host: str) -> None:
-    """Connections that are open stay."""
+    """Stops the host's sshd; open connections stay."""
     (STATE / host / "no_sshd").touch()
     for process in processes(host):
         with contextlib.suppress(OSError):  # of a connection that ended just now
@@ -265,7 +265,7 @@ def start_sshd(host: str) -> None:
 
 
 def kill(host: str) -> None:
-    """As if its power was cut: all its processes are gone at once."""
+    """Kills all processes of the host at once, like a power failure."""
     init = _init(host)
     os.kill(init, signal.SIGKILL)
     deadline = time.monotonic() + 10
@@ -274,7 +274,7 @@ def kill(host: str) -> None:
 
 
 def revive(host: str) -> None:
-    """After kill: it starts again, with its address and its --private files."""
+    """Starts the host again after kill(), with its address and its --private files."""
     if host not in names():
         raise ValueError(f"no host {host}; there are {', '.join(names()) or 'none'}")
     if _is_up(host):
@@ -372,7 +372,7 @@ def _wait_for_sshd(host: str) -> None:
 
 
 def _init(host: str) -> int:
-    """The number that this machine gives the host's first process."""
+    """The pid, outside of the host, of its first process."""
     if not _is_up(host):
         there = ", ".join(filter(_is_up, names())) or "none: `up` starts them"
         raise ValueError(f"no host {host} is up; there are {there}")
@@ -380,7 +380,7 @@ def _init(host: str) -> int:
 
 
 def _is_up(host: str) -> bool:
-    """Whether the process of that number is still this host's: numbers are used again."""
+    """True when that pid is still this host's first process: pids are reused."""
     try:
         own = os.stat(f"/run/netns/{_namespace(host)}").st_ino
         return os.stat(f"/proc/{_first_child(host)}/ns/net").st_ino == own
@@ -398,7 +398,7 @@ def _namespace(name: str) -> str:
 
 
 def _port(name: str) -> str:
-    """Of the switch."""
+    """The name of the host's port on the switch."""
     return f"to-{name}"
 
 

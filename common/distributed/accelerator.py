@@ -43,9 +43,9 @@ from common.distributed.preemption import Preempted, ready, watch
 from common.recipe import Batch, Recipe, recipe_part, share_out
 from common.system.cli import (
     check_working_folder,
-    let_nobody_else_write,
     open_streams,
     report_status,
+    set_umask,
     tell_torchrun,
 )
 from common.system.env import PREEMPTED, is_hosts_first, launched, processes_per_host, rank, world_size
@@ -195,7 +195,7 @@ def run(main: Callable[[], None]) -> None:
     """Calls a script's main(). A mistake is one line and exit status 1, Ctrl-C 130, a preemption 75; whatever
     else it raises a traceback and 1."""
     status = 0
-    let_nobody_else_write()
+    set_umask()
     open_streams()
     sys.stdout, sys.stderr = _outliving_its_reader(sys.stdout), _outliving_its_reader(sys.stderr)
     try:

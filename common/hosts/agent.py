@@ -1,9 +1,9 @@
-"""On each host of a job: starts its part, passes the launcher's word on, and leaves no process behind.
+"""The agent on each host of a job: starts the host's part, stops it on request, leaves no process behind.
 
-launch.py starts it, over ssh or here, and they speak in lines. The agent first says, as JSON, how this host
-is reached. It hears its part of the job as JSON, then an empty line now and then as a sign of life, and
-`stop` or `kill`. What the job prints is handed on. At the end of the input, or after SILENCE_S
-without a line, the launcher is gone or this host is cut off: as `stop`.
+launch.py starts it, over ssh or here. They exchange lines. The agent sends a JSON object about this host. It
+receives its part of the job as JSON, then empty lines as heartbeats, and `stop` or `kill`. It passes the
+job's output on. The end of the input, or SILENCE_S without a heartbeat, means the same as `stop`: the
+launcher has ended, or the connection is lost.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from common.system.env import PREEMPTED, STATUS_FILE
 from common.system.network import interface_to, listener
 from common.system.processes import adopt_orphans, end_with_parent, kill, running_descendants
 
-BEAT_S = 5  # between two signs of life
+BEAT_S = 5  # between two heartbeats
 SILENCE_S = 45
 GRACE_S = 40  # from `stop` to the end: launchers kill their processes 30 s after SIGTERM
 SUSPENDED = "is suspended by a signal (SIGSTOP, or a debugger): the others waited for it"
@@ -42,7 +42,7 @@ def main() -> None:
     threading.Thread(target=_listen, args=(heard,), daemon=True).start()
     print(HELLO + json.dumps(_about_this_host()), flush=True)
     first = ""
-    while not first.strip():  # signs of life
+    while not first.strip():  # heartbeats
         try:
             first = heard.get(timeout=SILENCE_S) or "stop"
         except queue.Empty:
@@ -68,10 +68,10 @@ def main() -> None:
 
 
 def _was_preempted(statuses: Path) -> bool:
-    """Whether processes ended by a preemption, and none by an error. Launchers make 1 of either status."""
+    """True when processes ended by a preemption, and none by an error. Launchers turn both into status 1."""
     try:
         found = set(statuses.read_text().split())
-    except OSError:  # none of them came so far
+    except OSError:  # no process got that far
         return False
     return str(PREEMPTED) in found <= {"0", str(PREEMPTED)}
 
@@ -83,14 +83,14 @@ def _listen(heard: "queue.SimpleQueue[str | None]") -> None:
 
 
 def _about_this_host() -> dict[str, Any]:
-    """Its name, and by which address the launcher's ssh came, from which to which; none without ssh."""
+    """The host's name, and the two addresses of the launcher's ssh connection; None without ssh."""
     ends = os.environ.get("SSH_CONNECTION", "").split()
     client, server = (ends[0], ends[2]) if len(ends) == 4 else (None, None)
     return {"hostname": socket.gethostname(), "client": client, "address": server}
 
 
 def _start(part: dict[str, Any]) -> subprocess.Popen:
-    """part: words, env, master (address and port; None on a single host), first (whether it has rank 0)."""
+    """Starts the launcher. part: words, env, master (address, port; None on one host), first (rank 0)."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     env = os.environ | {"PATH": path} | part["env"]
     if part["master"]:
@@ -102,7 +102,7 @@ def _start(part: dict[str, Any]) -> subprocess.Popen:
                 " that all hosts reach"
             )
         env.setdefault("GLOO_SOCKET_IFNAME", interface)
-        env.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # without = also those that begin so
+        env.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # without = NCCL takes it as a prefix
         if part["first"]:
             _check_port(port)
     return subprocess.Popen(
@@ -117,8 +117,8 @@ def _start(part: dict[str, Any]) -> subprocess.Popen:
 
 
 def _relay(output: int) -> None:
-    """What the job prints. Where nobody reads any more, as after the launcher was killed, it is dropped:
-    a process that saves must not fail in a print.
+    """Passes the job's output on. When launch.py is gone the output is dropped: a process that saves must not
+    fail in a print.
     """
     while data := os.read(output, 2**16):
         with contextlib.suppress(OSError):
@@ -135,7 +135,7 @@ def _check_port(port: int) -> None:
 
 
 def _wait(child: subprocess.Popen, heard: "queue.SimpleQueue[str | None]") -> int:
-    """Until the child and all that it left on this host have ended. Returns its status."""
+    """Waits until the child and all its descendants have ended. Returns the child's status."""
     heard_at, stop, deadline = time.monotonic(), False, None
     while child.poll() is None or running_descendants([child.pid]):
         with contextlib.suppress(queue.Empty):
@@ -158,7 +158,7 @@ def _wait(child: subprocess.Popen, heard: "queue.SimpleQueue[str | None]") -> in
 
 
 def _say_who_is_suspended() -> None:
-    """Before they are ended: what failed elsewhere was the wait for them."""
+    """Names suspended processes before they are ended: the other hosts failed waiting for them."""
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
             if process.status() == psutil.STATUS_STOPPED:

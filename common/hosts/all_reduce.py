@@ -1,7 +1,7 @@
-"""One process of doctor.py's group of all hosts: do they meet, and how fast is an all-reduce?
+"""One process of doctor.py's group of all hosts: tests their connections and times an all-reduce.
 
-As a job does it: nccl between GPUs, gloo without. Prints two lines of JSON: what torch was built for and what
-the GPU is; then seconds of a small one, and GB/s of a large one (bytes of the tensor / seconds).
+The backend is a job's: nccl between GPUs, else gloo. Prints two lines of JSON: torch's GPU architectures and
+the GPU's; then the seconds of a small all-reduce, and GB/s of a large one (bytes of the tensor / seconds).
 """
 
 import json
@@ -33,11 +33,11 @@ def main() -> None:
     }
     dist.barrier()
     print(json.dumps(found), flush=True)
-    os._exit(0)  # gloo's threads now and then abort in their destructors
+    os._exit(0)  # gloo's threads sometimes abort in their destructors
 
 
 def _seconds(numbers: torch.Tensor) -> float:
-    """The median of some, after one that opens the connections."""
+    """The median of ROUNDS, after one that opens the connections."""
     times = []
     for _ in range(ROUNDS + 1):
         began = time.perf_counter()

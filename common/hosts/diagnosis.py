@@ -1,4 +1,4 @@
-"""What the hosts' answers mean: findings, each with a code that README.md's section on trouble explains."""
+"""Findings from the hosts' answers, each with a code that the documentation explains."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ CLOCK_S = 2.0
 SHM_GIB, SHM_LEAST_GIB = 1.0, 0.0625  # the least is what a container has by default
 DISK_GIB, DISK_LEAST_GIB = 10.0, 1.0
 OPEN_FILES = 4096
-HELD_PART = 0.1  # of a GPU's memory that others may hold before it is said
+HELD_PART = 0.1  # of a GPU's memory that others may hold without a finding
 
 REMEDIES = {
     "ssh": "`ssh HOST` must work without a question, with the project and its .venv at this path there",
@@ -50,14 +50,14 @@ class Finding:
     code: str
     host: str
     what: str
-    fails: bool  # whether the job would fail; else it is a warning
+    fails: bool  # the job would fail; else it is a warning
 
     @property
     def remedy(self) -> str:
         return REMEDIES[self.code].replace("HOST", self.host)
 
 
-def of_each_host(hosts: list[Host], facts: Facts) -> Iterator[Finding]:
+def check_hosts(hosts: list[Host], facts: Facts) -> Iterator[Finding]:
     for host in hosts:
         if (own := facts.get(host.name)) is None:
             continue
@@ -67,7 +67,7 @@ def of_each_host(hosts: list[Host], facts: Facts) -> Iterator[Finding]:
             yield Finding("slots", host.name, what, True)
         for number in host.devices:
             if number < len(gpus):
-                yield from _of_gpu(host.name, number, gpus[number])
+                yield from _check_gpu(host.name, number, gpus[number])
         if len(hosts) > 1 and (own["own_name_is"] or "127.").startswith("127."):
             what = f"its own name {own['hostname']} is {own['own_name_is'] or 'unknown'} there"
             yield Finding("own-name", host.name, what, False)
@@ -80,7 +80,7 @@ def of_each_host(hosts: list[Host], facts: Facts) -> Iterator[Finding]:
             yield Finding("data", host.name, own["data"]["problem"], True)
 
 
-def _of_gpu(host: str, number: int, gpu: dict[str, Any]) -> Iterator[Finding]:
+def _check_gpu(host: str, number: int, gpu: dict[str, Any]) -> Iterator[Finding]:
     held = gpu["memory_gib"] - gpu["free_gib"]
     if held > HELD_PART * gpu["memory_gib"]:
         by = f" by process {', '.join(gpu['held_by'])}" if gpu["held_by"] else ""
@@ -94,25 +94,29 @@ def _of_gpu(host: str, number: int, gpu: dict[str, Any]) -> Iterator[Finding]:
         yield Finding("peer-access", host, f"GPU {number} does not reach all others directly", False)
 
 
-def between_hosts(facts: Facts) -> Iterator[Finding]:
-    """What must be the same everywhere; what most hosts have is right."""
+def compare_hosts(facts: Facts) -> Iterator[Finding]:
+    """Differences between hosts. The value that most hosts have counts as right."""
     for name in next(iter(facts.values()))["versions"] if facts else ():
-        yield from _odd_ones("versions", name, {h: own["versions"][name] for h, own in facts.items()}, True)
+        yield from _differences(
+            "versions", name, {h: own["versions"][name] for h, own in facts.items()}, True
+        )
     gpus = {host: bool(own["devices"]["gpus"]) for host, own in facts.items()}
-    yield from _odd_ones("slots", "a GPU", gpus, True)
+    yield from _differences("slots", "a GPU", gpus, True)
     if any(gpus.values()):
-        yield from _odd_ones("driver", "driver", {h: o["devices"]["driver"] for h, o in facts.items()}, False)
-    yield from _odd_ones("driver", "NCCL", {h: own["nccl"] for h, own in facts.items()}, True)
+        yield from _differences(
+            "driver", "driver", {h: o["devices"]["driver"] for h, o in facts.items()}, False
+        )
+    yield from _differences("driver", "NCCL", {h: own["nccl"] for h, own in facts.items()}, True)
     for file in sorted({file for own in facts.values() for file in own["code"]}):
-        yield from _odd_ones("code", file, {h: own["code"].get(file) for h, own in facts.items()}, True)
+        yield from _differences("code", file, {h: own["code"].get(file) for h, own in facts.items()}, True)
     digests = {h: own["data"]["digest"] for h, own in facts.items() if "digest" in (own["data"] or {})}
-    yield from _odd_ones("data", "the content of --data", digests, True)
+    yield from _differences("data", "the content of --data", digests, True)
     for host, own in facts.items():
         if abs(own["clock_off_s"]) > CLOCK_S:
             yield Finding("clock", host, f"its clock is {own['clock_off_s']:+.1f} s off this one's", False)
 
 
-def _odd_ones(code: str, name: str, values: dict[str, Any], fails: bool) -> Iterator[Finding]:
+def _differences(code: str, name: str, values: dict[str, Any], fails: bool) -> Iterator[Finding]:
     if len(set(values.values())) < 2:
         return
     usual = Counter(values.values()).most_common(1)[0][0]
@@ -121,7 +125,7 @@ def _odd_ones(code: str, name: str, values: dict[str, Any], fails: bool) -> Iter
             yield Finding(code, host, f"{name} is {value}, elsewhere {usual}", fails)
 
 
-def of_all_reduce(answers: Facts) -> Iterator[Finding]:
+def check_all_reduce(answers: Facts) -> Iterator[Finding]:
     for host, answer in answers.items():
         problem = answer.get("problem") or answer.get("error")
         major, minor = answer.get("capability") or (0, 0)
@@ -133,7 +137,7 @@ def of_all_reduce(answers: Facts) -> Iterator[Finding]:
 
 
 def _runs_on(built: str, major: int, minor: int) -> bool:
-    """Machine code (sm_80) runs on later minors of its major, PTX (compute_80) on all that came later."""
+    """True when the GPU runs code for `built`: sm_80 on later minors of its major, compute_80 on newer."""
     kind, _, number = built.partition("_")
     built_major, built_minor = divmod(int(number.rstrip("af")), 10)
     if kind == "compute":
@@ -141,10 +145,10 @@ def _runs_on(built: str, major: int, minor: int) -> bool:
     return built_major == major and built_minor <= minor
 
 
-def of_the_job(
+def check_job(
     host: str, config: dict[str, Any], model: dict[str, Any], memory_gib: float | None
 ) -> Iterator[Finding]:
-    """Whether strategy, model and data fit one another. memory_gib: of the smallest GPU, None without any."""
+    """Checks strategy, model and data against one another. memory_gib: of the smallest GPU; None without."""
     fsdp = config.get("distributed_type") == "FSDP"
     zero3 = "zero3" in str((config.get("deepspeed_config") or {}).get("deepspeed_config_file"))
     needed_gib = 16 * model["parameters"] / 2**30  # fp32 weights, gradients, two moments

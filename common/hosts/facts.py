@@ -1,8 +1,8 @@
-"""What doctor.py asks each host, answered there: JSON lines in and out, without importing torch.
+"""Answers doctor.py's questions on each host: JSON lines in and out, without importing torch.
 
     {"ask": "connect", "address": "10.0.0.11", "port": 29500}  ->  ANSWER and {"refused": null}
 
-A question is the name of one of the functions below and its arguments.
+A question names one of the functions below and gives its arguments.
 """
 
 import hashlib
@@ -26,20 +26,20 @@ import psutil
 from common.system.network import interface_to, listener
 from common.system.paths import ROOT
 
-ANSWER = "\x1eanswer "  # before an answer, so that nothing else a host prints is taken for one
+ANSWER = "\x1eanswer "  # begins an answer, and no other output of a host
 PACKAGES = ("torch", "accelerate", "deepspeed", "timm", "numpy", "safetensors")
 
 
 def main() -> None:
-    """Answers until the end of the input, which is also the end of whoever asks."""
-    listening: list[socket.socket] = []  # stays open from one question to the next
+    """Answers until the end of the input, when doctor.py has ended."""
+    listening: list[socket.socket] = []  # open until the end
     questions: dict[str, Callable[..., Any]] = {
         "facts": facts,
         "route": route,
         "listen": lambda port: _listen(port, listening),
         "connect": connect,
         "writable": writable,
-        "forget": forget,
+        "remove_token": remove_token,
         "free_port": free_port,
         "s3": s3,
         "all_reduce": all_reduce,
@@ -49,13 +49,13 @@ def main() -> None:
         name = question.pop("ask")
         try:
             answer = questions[name](**question)
-        except Exception as error:  # an answer too: one host's trouble must not silence the others
+        except Exception as error:  # sent as an answer: the other questions can still be asked
             answer = {"error": f"{type(error).__name__}: {error}"}
         print(ANSWER + json.dumps(answer), flush=True)
 
 
 def facts(data: str | None, data_root: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Everything that one host knows by itself. Sizes in GiB, times in seconds since 1970."""
+    """Facts that the host knows by itself. Sizes in GiB, times in seconds since 1970."""
     connection = os.environ.get("SSH_CONNECTION", "").split()
     return {
         "clock": time.time(),
@@ -96,7 +96,10 @@ def connect(address: str, port: int) -> dict[str, Any]:
 
 
 def writable(folder: str, token: str, leave: bool) -> dict[str, Any]:
-    """Whether a file can be made there, how much room there is, whether the first host's token is seen."""
+    """Tries to write to the folder: `problem` is None when it can. Free space; `sees`: the token is there.
+
+    leave: creates the token, an empty file by which other hosts see that the folder is shared.
+    """
     path = Path(folder)
     existing = next(parent for parent in [path, *path.parents] if parent.exists())
     answer = {"folder": str(existing), "free_gib": shutil.disk_usage(existing).free / 2**30}
@@ -110,8 +113,8 @@ def writable(folder: str, token: str, leave: bool) -> dict[str, Any]:
     return answer | {"problem": None, "sees": (existing / token).exists()}
 
 
-def forget(file: str) -> dict[str, Any]:
-    """Removes the token."""
+def remove_token(file: str) -> dict[str, Any]:
+    """Removes what writable() has left."""
     Path(file).unlink(missing_ok=True)
     return {}
 
@@ -123,7 +126,7 @@ def free_port() -> dict[str, Any]:
 
 
 def s3(url: str) -> dict[str, Any]:
-    """A put, a get and a delete, with this host's credentials."""
+    """Writes, reads and deletes an object, with this host's credentials."""
     from common.system.s3 import ObjectStore
 
     try:
@@ -136,7 +139,7 @@ def s3(url: str) -> dict[str, Any]:
 def all_reduce(
     address: str, port: int, rank: int, hosts: int, interface: str, deadline_s: float
 ) -> dict[str, Any]:
-    """One process of this host in a group of all hosts: latency and bandwidth, or why not."""
+    """Runs one process in a group of all hosts: latency and bandwidth, or `problem`."""
     env = os.environ | {
         "MASTER_ADDR": address,
         "MASTER_PORT": str(port),
@@ -159,14 +162,14 @@ def all_reduce(
 
 
 def code() -> dict[str, str]:
-    """Of each file that a job runs: the beginning of its SHA-256."""
+    """The beginning of the SHA-256 of each file that a job runs."""
     patterns = ("*.py", "common/**/*.py", "accelerate_configs/*.yaml", "ds_configs/*.json")
     files = sorted(file for pattern in patterns for file in ROOT.glob(pattern))
     return {str(file.relative_to(ROOT)): hashlib.sha256(file.read_bytes()).hexdigest()[:12] for file in files}
 
 
 def devices() -> dict[str, Any]:
-    """The GPUs as the driver sees them; none, and why, where there is no driver."""
+    """The GPUs as the driver reports them; without a driver none, and `problem`."""
     import pynvml
 
     try:
@@ -179,7 +182,7 @@ def devices() -> dict[str, Any]:
         for gpu, handle in zip(gpus, handles, strict=True):
             gpu["peers"] = [_reaches(pynvml, handle, other) for other in handles if other is not handle]
         return {"driver": pynvml.nvmlSystemGetDriverVersion(), "problem": None, "gpus": gpus}
-    except pynvml.NVMLError as error:  # what this GPU can't be asked
+    except pynvml.NVMLError as error:  # a question that this GPU does not support
         return {"driver": pynvml.nvmlSystemGetDriverVersion(), "problem": str(error), "gpus": []}
     finally:
         pynvml.nvmlShutdown()
@@ -203,7 +206,7 @@ def _gpu(pynvml: Any, handle: Any) -> dict[str, Any]:
 
 
 def _reaches(pynvml: Any, one: Any, other: Any) -> bool:
-    """Whether a GPU reads another's memory without the host."""
+    """True when a GPU reads the other's memory without the host."""
     try:
         status = pynvml.nvmlDeviceGetP2PStatus(one, other, pynvml.NVML_P2P_CAPS_INDEX_READ)
     except pynvml.NVMLError:
@@ -212,8 +215,7 @@ def _reaches(pynvml: Any, one: Any, other: Any) -> bool:
 
 
 def _contents(data: str, data_root: tuple[str, ...]) -> dict[str, Any]:
-    """A digest of the names and sizes of a folder's files, or of the manifest of shards in S3; or what is
-    wrong with them."""
+    """A digest of a folder's file names and sizes, or of the manifest of shards in S3; else `problem`."""
     if data.startswith("s3://"):
         return _stored(data)
     root, digest, count = Path(data), hashlib.sha256(), 0
@@ -238,7 +240,7 @@ def _contents(data: str, data_root: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _stored(url: str) -> dict[str, Any]:
-    """With this host's credentials."""
+    """The digest of the manifest of shards in S3, read with this host's credentials."""
     from common.data.shards import find_stored
     from common.system.s3 import ObjectStore
 
@@ -263,7 +265,7 @@ def _version(package: str) -> str | None:
 
 
 def _nccl_version() -> str | None:
-    """Of the library that torch from PyPI loads."""
+    """The version of the NCCL that torch from PyPI loads."""
     names = (d.metadata["Name"] for d in metadata.distributions())
     return next((_version(name) for name in names if name and name.startswith("nvidia-nccl-")), None)
 

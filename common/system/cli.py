@@ -1,4 +1,4 @@
-"""How a command begins and ends, whatever its caller left it: closed streams, no home, no working folder."""
+"""Start and end of a command, also with closed streams, without a home or a working folder."""
 
 import contextlib
 import json
@@ -14,7 +14,7 @@ from common.system.text import printable_lines
 
 def run_command(main: Callable[[], int]) -> int:
     """Calls a command's main(). A mistake is one line and exit status 1, Ctrl-C 130."""
-    let_nobody_else_write()
+    set_umask()
     open_streams()
     try:
         check_working_folder()
@@ -27,37 +27,39 @@ def run_command(main: Callable[[], int]) -> int:
         return 130
 
 
-def let_nobody_else_write() -> None:
-    """Takes the permission of all others to write from every file and folder that this process will make.
-    That of the group is left to the umask: weights are shared."""
+def set_umask() -> None:
+    """Removes the write permission of others from files and folders that this process creates.
+
+    The group's stays as the user's umask says: weights are shared.
+    """
     os.umask(os.umask(0o077) | 0o002)
 
 
 def open_streams() -> None:
-    """Opens /dev/null in the place of each standard stream that is closed.
+    """Opens /dev/null in place of each closed standard stream.
 
-    Otherwise the next file would get its number, and with it what is printed.
+    Otherwise the next file would get the stream's number, and receive what is printed.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w" if number else "r"))  # noqa: SIM115
     with contextlib.suppress(AttributeError):  # a stream that is not a file
-        sys.stdout.reconfigure(errors="backslashreplace")  # names that are not UTF-8 end no command
+        sys.stdout.reconfigure(errors="backslashreplace")  # a name that is not UTF-8 must not end the command
 
 
 def report_status(status: int) -> None:
-    """Tells the agent of launch.py how this process ends: of several processes' statuses torchrun makes 1."""
+    """Writes this process's exit status for the agent of launch.py: torchrun replaces all statuses by 1."""
     if file := os.environ.get(STATUS_FILE):
         with contextlib.suppress(OSError), open(file, "a") as statuses:
             statuses.write(f"{status}\n")
 
 
 def tell_torchrun(message: str) -> None:
-    """The message that torchrun shows where it reports that this process failed."""
+    """Writes the message that torchrun shows when it reports that this process failed."""
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         about = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
         with contextlib.suppress(OSError):
@@ -65,7 +67,7 @@ def tell_torchrun(message: str) -> None:
 
 
 def check_working_folder() -> None:
-    """ValueError when the folder that the command was started in is gone."""
+    """Raises ValueError when the working folder has been removed."""
     try:
         os.getcwd()
     except OSError:
@@ -73,7 +75,10 @@ def check_working_folder() -> None:
 
 
 def expand_home(path: Path | str, instead: str) -> Path:
-    """The path with `~` expanded. ValueError, which names what to give instead, for a user without a home."""
+    """The path with `~` expanded.
+
+    instead: what to give in place of `~`, for the ValueError of a user without a home folder.
+    """
     try:
         return Path(path).expanduser()
     except RuntimeError:
@@ -83,7 +88,7 @@ def expand_home(path: Path | str, instead: str) -> Path:
 
 
 def working_folder() -> str | None:
-    """None where it was removed."""
+    """The current folder; None when it has been removed."""
     with contextlib.suppress(OSError):
         return os.getcwd()
     return None

@@ -1,6 +1,6 @@
-"""What launchers tell a process by its environment, and what it tells them by its exit status.
+"""Launchers' environment variables, and the exit statuses that launchers read.
 
-Imports neither torch nor accelerate: every command can ask, and still answers --help at once.
+Imports neither torch nor accelerate, so that every command can use it and still answer --help at once.
 """
 
 import os
@@ -28,8 +28,8 @@ def is_hosts_first() -> bool:
 
 
 def processes_per_host() -> int:
-    """As the launcher says it: deepspeed in LOCAL_SIZE, torchrun and accelerate in LOCAL_WORLD_SIZE.
+    """Processes on this host: deepspeed sets LOCAL_SIZE, torchrun and accelerate LOCAL_WORLD_SIZE.
 
-    In this order: on CPU Accelerate itself sets LOCAL_WORLD_SIZE to 1 where the launcher did not.
+    LOCAL_SIZE comes first: on CPU Accelerate itself sets LOCAL_WORLD_SIZE to 1 when the launcher did not.
     """
     return int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or "1")

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, and read whatever is in them."""
+"""Atomic writes, and reading of JSON and text that may be malformed."""
 
 import errno
 import json
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def sync(path: Path) -> None:
-    """Waits until the file, or the folder's list of names, is on the disk."""
+    """Waits until a file, or a folder's list of names, is on the disk (fsync)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -19,7 +19,7 @@ def sync(path: Path) -> None:
 
 
 def discard(path: Path) -> None:
-    """Removes a folder with all that is in it, a file, or a link and not what it leads to; or nothing."""
+    """Removes a folder with its content, a file, or a link but not its target. Absent paths are fine."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -27,12 +27,12 @@ def discard(path: Path) -> None:
 
 
 def free_space(folder: Path) -> str:
-    """How much of the folder's disk is free, as `12 MiB are free`."""
+    """The free space of the folder's disk, as `12 MiB are free`."""
     return f"{shutil.disk_usage(folder).free / 2**20:,.0f} MiB are free"
 
 
 def not_written(what: str, folder: Path, error: OSError) -> ValueError:
-    """What is said where a run can't write: what, where, why, and what to do."""
+    """The error of a run that can't write: what, where, why, and what to do."""
     advice = "Make room" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "Mend that"
     return ValueError(
         f"{what} can't be written to {folder}: {error.strerror or error} ({free_space(folder)})."
@@ -41,7 +41,7 @@ def not_written(what: str, folder: Path, error: OSError) -> ValueError:
 
 
 def allow_open_files(count: int) -> int:
-    """Raises this process's limit to so many, as far as it may. Returns the limit."""
+    """Raises this process's limit of open files to `count`, or to the hard limit. Returns the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < count:
         soft = count if hard == resource.RLIM_INFINITY else min(count, hard)
@@ -50,7 +50,7 @@ def allow_open_files(count: int) -> int:
 
 
 def size_limit() -> str:
-    """A hint for errors in writing, where `ulimit -f` bounds each file. Else empty."""
+    """A hint for write errors under a file size limit (`ulimit -f`); empty without a limit."""
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     return "" if limit == resource.RLIM_INFINITY else f" (a file may have {limit:,} bytes here: ulimit -f)"
 
@@ -60,7 +60,7 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replaces the file, and waits until it is on the disk; when that fails the old one stays."""
+    """Replaces the file atomically and waits until it is on the disk. On failure the old one stays."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         with open(temporary, "w") as file:
@@ -75,13 +75,16 @@ def write_text(path: Path, text: str) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. OSError when it can't be read, ValueError when it holds none."""
+    """The object in a JSON file. OSError when it can't be read, ValueError when it contains none."""
     return parse_json(path.read_bytes(), path)
 
 
 def parse_json(content: bytes | str, where: object) -> dict[str, Any]:
-    """The JSON object in `content`. ValueError that names `where`, and shows nothing of the content, for
-    anything else: other text, another encoding, what is nested too deep, numbers of thousands of digits."""
+    """The JSON object in `content`.
+
+    ValueError for anything else: other text, another encoding, too deep nesting, numbers of thousands of
+    digits. The error names `where` and quotes nothing of the content.
+    """
     try:
         found = json.loads(content)
     except RecursionError:
@@ -97,7 +100,7 @@ def parse_json(content: bytes | str, where: object) -> dict[str, Any]:
 
 
 def read_accelerate_config(file: Path) -> dict[str, Any]:
-    """One of accelerate_configs/. ValueError when it can't be read."""
+    """The content of a file of accelerate_configs/. ValueError when it can't be read."""
     import yaml
 
     try:
@@ -112,7 +115,7 @@ def read_accelerate_config(file: Path) -> dict[str, Any]:
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:
-    """The objects of a JSON-lines file; a line that was cut by a kill or a full disk is left out."""
+    """The objects of a JSON-lines file, without lines that a kill or a full disk has truncated."""
     lines = []
     for text in file.read_text(errors="replace").splitlines() if file.exists() else []:
         try:

@@ -1,4 +1,4 @@
-"""A host's interfaces, and who listens on a port."""
+"""A host's network interfaces, and the process that listens on a port."""
 
 import contextlib
 import shlex
@@ -8,9 +8,10 @@ import psutil
 
 
 def interface_to(address: str) -> tuple[str, str]:
-    """The interface with the route to a host, and the address there; on that host itself the one that has it.
+    """The interface with the route to an address, and this host's address on it.
 
-    IPv4, as the launchers' rendezvous is. ValueError when there is no route.
+    When the address is this host's own, the interface that has it. IPv4, as the launchers' rendezvous is.
+    ValueError when there is no route.
     """
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -30,7 +31,7 @@ def own_addresses() -> set[str]:
 
 
 def listener(port: int) -> str:
-    """` by process 12, python x.py`, where that can be seen."""
+    """The process that listens on the port, as ` by process 12, python x.py`; empty when it can't be seen."""
     with contextlib.suppress(psutil.Error):
         for known in psutil.net_connections("tcp"):
             if known.status == psutil.CONN_LISTEN and known.laddr.port == port and known.pid:

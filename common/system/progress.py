@@ -12,7 +12,10 @@ MIN_BAR, MAX_BAR = 8, 20  # characters
 
 
 def progress(epochs: int, first_step: int, steps: int, batch_size: int, unit: str) -> "Lines | Bar":
-    """epochs, steps: of the whole run. first_step: where it goes on. unit: what a batch has, as `images`."""
+    """A live line on a terminal, else plain lines.
+
+    epochs, steps: of the whole run. first_step: of this process. unit: of a batch's samples, as `images`.
+    """
     return (Bar if _is_terminal() else Lines)(epochs, first_step, steps, batch_size, unit)
 
 
@@ -49,7 +52,7 @@ class Lines:
         self.began = self.began or (time.perf_counter(), step)
 
     def _steps_per_s(self) -> float | None:
-        """Evaluations and saves included, the start of the decoders left out; None before the second step."""
+        """Speed including evaluations and saves, without the start of the decoders; None before step 2."""
         if not self.began or self.step <= self.began[1]:
             return None
         return (self.step - self.began[1]) / max(1e-9, time.perf_counter() - self.began[0])
@@ -107,10 +110,10 @@ class Bar(Lines):
 
 
 class LiveLine:
-    """One line at the foot of a terminal: a bar, and beside it as many parts as fit, each of them whole.
+    """One line at the bottom of a terminal: a bar, and beside it as many parts as fit, none truncated.
 
-    look: returns the share that is done, and the parts in their order with their priorities, of which 0 is
-    the highest. It is called four times a second, from a thread.
+    look: returns the share that is done, and the parts in order, each with its priority; 0 is the highest.
+    It is called four times a second, from a thread.
     """
 
     def __init__(self, look: Callable[[], tuple[float, list[tuple[int, str]]]]):
@@ -121,7 +124,7 @@ class LiveLine:
         self.start, self.stop = self.live.start, self.live.stop
 
     def print(self, line: str) -> None:
-        """Above the live line."""
+        """Prints above the live line."""
         self.live.console.print(line, soft_wrap=True)
 
     def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
@@ -146,7 +149,7 @@ class Reading:
     """Progress of reading one split, by the bytes of its images: a bar on a terminal, else lines."""
 
     def __init__(self, split: str, images: int, read: int, total: int, doing: str = "read"):
-        """images and read: done before an interruption. doing: of tell()."""
+        """images, read: done before an interruption. doing: the word that tell() shows."""
         self.split, self.first_image, self.first_byte, self.total = split, images, read, total
         self.doing, self.showing = doing, False
         self.images, self.read = images, read
@@ -163,8 +166,10 @@ class Reading:
             self.line.stop()
 
     def tell(self, done: int) -> None:
-        """Bytes out of which no images come: what is only hashed, say. The clock begins behind them: once
-        there are images, this does nothing."""
+        """Reports bytes that yield no images, such as bytes that are only hashed.
+
+        They do not count in the speed. Does nothing once there are images.
+        """
         if self.showing:
             return
         self.began_s, self.read = time.monotonic(), done

@@ -1,11 +1,11 @@
-"""Text from a store or a web server, made fit for a message: one line, bounded, without secrets."""
+"""Redaction of text from a store or a web server: one line, bounded, without secrets."""
 
 import re
 from collections.abc import Iterable
 from urllib.parse import quote
 
 LENGTH = 200
-INPUT_LENGTH = 2**12  # characters that are looked at
+INPUT_LENGTH = 2**12  # characters that are searched
 HIDDEN = "..."
 # The rest of a line that begins with an Authorization header: its value may have several words.
 AUTHORIZATION = re.compile(r"(authorization[\"']?\s*[:=]\s*).*", re.I)
@@ -20,7 +20,7 @@ LONG = re.compile(r"(?=[a-z+/=_%-]*\d)(?=[\d+/=_%-]*[a-z])[a-z\d+/=_%-]{16,}", r
 
 
 def redacted(text: str, secrets: Iterable[str] = ()) -> str:
-    """The text's beginning, without what looks like a credential, and without these secrets."""
+    """The beginning of the text, without these secrets and without anything like a credential."""
     text = " ".join("".join(c if c.isprintable() else " " for c in text).split())
     if len(text) > INPUT_LENGTH:
         text = text[:INPUT_LENGTH].rpartition(" ")[0]  # half a secret would not be found

@@ -1,7 +1,7 @@
-"""One prefix of an S3 bucket, through boto3: what checkpoints and shards need of it, with bounded waits.
+"""One prefix of an S3 bucket, through boto3, with bounded waits.
 
-The endpoint is AWS_ENDPOINT_URL_S3 or AWS_ENDPOINT_URL, and credentials come from boto3's own chain. An error
-text has operation, address, and what redacted() leaves of the store's code and message.
+The endpoint is AWS_ENDPOINT_URL_S3 or AWS_ENDPOINT_URL, and credentials come from boto3's own chain. Errors
+name the operation, the address, and the store's code and message as redacted() leaves them.
 """
 
 import os
@@ -25,19 +25,19 @@ from common.system.threads import run_all_with_heartbeat, run_with_heartbeat, st
 CONNECT_S = 5  # per address that the endpoint's name has
 READ_S = 15  # silence after which a request, or a part of an answer, counts as lost
 ATTEMPTS = 4
-# 102 s, the longest that one request takes where nothing answers: all attempts, and the waits between them
-# (1 + 2 + 4 s after SlowDown, and 5 s more each where the store asks for it). Reads, uploads, downloads are
+# 102 s, the longest that a request takes when nothing answers: all attempts, and the waits between them
+# (1 + 2 + 4 s after SlowDown, and 5 s more each when the store asks for it). Reads, uploads, downloads are
 # several requests: they end at most 2 * REQUEST_BOUND_S + READ_S after their last byte went through.
 REQUEST_BOUND_S = ATTEMPTS * (CONNECT_S + READ_S) + 22
 PROBE_S = 20
 
 PART_BYTES = 16 * 2**20  # above it an upload is multipart; the unit of a download, too
 STREAMS = 4  # connections of one upload or download, beside the training
-ERROR_BYTES = 2**16  # of an error's body; what follows is not read
+ERROR_BYTES = 2**16  # of an error's body that are read
 ANSWER_BYTES = 2**24  # of any other answer but an object: a page of 1,000 keys has at most 4 MiB
 LIST_PAGES = 5_000
 LIST_KEYS = 500_000
-CHUNK_BYTES = 2**18  # of a download, between two looks at whether it is still wanted
+CHUNK_BYTES = 2**18  # of a download, between two checks of `stop`
 
 NOT_CONDITIONAL = (
     "S3: this store has no conditional writes (If-None-Match): two runs that start at the same moment in the"
@@ -47,11 +47,11 @@ CHECK_THE_WAY = "check AWS_ENDPOINT_URL, the network, and the firewall or securi
 
 
 class StoreError(ValueError):
-    """What went wrong, where, and what to do, in one line."""
+    """An error of the store in one line: what went wrong, where, and what to do."""
 
 
 class WrongSize(StoreError):
-    """An object that is absent, or not the one that was expected."""
+    """The object is absent, or has another size than expected."""
 
 
 class ObjectStore:
@@ -59,11 +59,11 @@ class ObjectStore:
     first request, per process.
 
     All keys are relative to the prefix. Every method raises StoreError, after retries. A request ends within
-    REQUEST_BOUND_S where nothing answers.
+    REQUEST_BOUND_S when nothing answers.
     """
 
     def __init__(self, url: str):
-        """Raises ValueError for what is no s3://bucket[/prefix] url. Nothing is asked of the store yet."""
+        """ValueError for anything but an s3://bucket[/prefix] url. Sends no request yet."""
         bucket, _, prefix = url.removeprefix("s3://").rstrip("/").partition("/")
         if not url.startswith("s3://") or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{2,62}", bucket):
             shown = "that" if "@" in url else repr(url)  # it might be s3://key:secret@bucket
@@ -75,9 +75,9 @@ class ObjectStore:
         self.url = f"s3://{bucket}/{prefix}".rstrip("/")
         self._bucket = bucket
         self._prefix = f"{prefix}/" if prefix else ""
-        self._conditional = True  # until the store says otherwise
-        self._endpoint = "the store"  # its address, once there was a client
-        self._clients: dict[int, object] = {}  # by process: a forked one must not share connections
+        self._conditional = True  # until the store refuses one
+        self._endpoint = "the store"  # its address, after the first client
+        self._clients: dict[int, object] = {}  # by pid: a forked process must not share connections
         self._secrets: tuple[str, ...] = ()  # the credentials of the newest client
 
     def probe(self) -> None:
@@ -114,8 +114,10 @@ class ObjectStore:
         self.delete([key])
 
     def list(self, under: str = "") -> list[str]:
-        """All keys that start with `under`, sorted, as far as _key() takes them: others have no such keys.
-        Web consoles make keys named `.../` for folders; some tools make `/..`, which no path may hold."""
+        """All keys that start with `under`, sorted, without keys that _key() refuses.
+
+        Web consoles create keys named `.../` for folders; some tools create `/..`, unsafe in a path.
+        """
         start, keys = self._prefix + under, []
         with self._explained(f"listing {under or 'the prefix'}"):
             for number, page in enumerate(self._pages(start)):
@@ -139,7 +141,7 @@ class ObjectStore:
         return StoreError(f"the list of {self.url} does not end: it has {why}; use a prefix of its own")
 
     def read(self, key: str, limit: int = 2**20) -> bytes | None:
-        """A small object; None when absent. Refuses one of more than `limit` bytes."""
+        """The content of a small object; None when absent. StoreError above `limit` bytes."""
         found = self._head(key)
         if found is None:
             return None
@@ -152,16 +154,16 @@ class ObjectStore:
         return b"".join(self._chunks(key, 0, size, found.get("ETag"), threading.Event()))
 
     def write(self, key: str, content: bytes) -> None:
-        """Puts a small object, in the place of what was there."""
+        """Writes a small object, replacing an existing one."""
         with self._explained(f"writing {key}"):
             self._client().put_object(Bucket=self._bucket, Key=self._key(key), Body=content)
 
     def create(self, key: str, content: bytes) -> bool:
-        """Puts a small object if there is none. False when there is one, unless it is our own.
+        """Writes a small object unless it exists. False when it exists and is not this call's own.
 
-        That is: when a request was repeated because its answer got lost, an object with this content is taken
-        for its result, so the content should be the writer's own (a random id). Where the store has no
-        conditional writes it looks first and then writes, and says so once.
+        When a request was repeated because its answer was lost, an object with this content is taken for its
+        result: the content should be unique to the writer (a random id). On a store without conditional
+        writes it checks first and then writes, and prints a warning once.
         """
         for attempt in range(ATTEMPTS if self._conditional else 0):
             time.sleep(_backoff_s(attempt))
@@ -173,15 +175,17 @@ class ObjectStore:
             if answer == "refused":
                 self._not_conditional()
                 break
-            # A conflict: another's request is under way, and may yet fail.
+            # A conflict: another writer's request is in progress, and may still fail.
         if self._conditional or self._head(key) is not None:
             return False
         self.write(key, content)
         return True
 
     def _put_if_absent(self, key: str, content: bytes) -> tuple[str, bool]:
-        """What became of it, made, exists, conflict (with a write at the same time) or refused (by a store
-        without conditional writes), and whether the request was repeated."""
+        """One conditional write: its outcome, and True if boto repeated the request.
+
+        Outcomes: made, exists, conflict (a concurrent write), refused (no conditional writes here).
+        """
         with self._explained(f"creating {key}"):
             client = self._client()
             try:
@@ -200,8 +204,10 @@ class ObjectStore:
         _say_once(NOT_CONDITIONAL)
 
     def upload(self, path: Path, key: str) -> None:
-        """Puts a file, in parts when it has more than PART_BYTES. A failed one leaves no parts behind, unless
-        the store can't be reached to remove them. Raises OSError when the file can't be read."""
+        """Uploads a file, in parts above PART_BYTES. OSError when the file can't be read.
+
+        A failed upload leaves no parts behind, unless the store can't be reached to remove them.
+        """
         with self._explained(f"uploading {key}"):
             client = self._client()
             try:
@@ -209,8 +215,8 @@ class ObjectStore:
             except client.exceptions.ClientError as error:
                 if _about(error)[0] != "NoSuchUpload":
                     raise
-                # The answer to the last request got lost and its repetition found nothing to complete: what
-                # is there now could be this file or an older one.
+                # The answer to the last request was lost and its repetition found nothing to complete: the
+                # object could be this file or an older one.
                 self._transfer(client, path, key)
 
     def _transfer(self, client, path: Path, key: str) -> None:
@@ -226,10 +232,10 @@ class ObjectStore:
             manager.upload(str(path), self._bucket, self._key(key)).result()
 
     def download(self, key: str, path: Path, size: int, beat: Callable[[], None] = lambda: None) -> None:
-        """Fetches an object of `size` bytes to `path`, in ranges; a cut connection goes on where it was.
+        """Fetches an object of `size` bytes to `path`, in ranges; a lost connection is resumed.
 
-        beat() is called at least every second, in the calling thread; what it raises ends the download.
-        On failure nothing is left at `path`. Raises OSError when it can't be written.
+        beat() is called at least every second, in the calling thread; its exception ends the download.
+        On failure nothing is left at `path`. OSError when it can't be written.
         """
         stop = threading.Event()
         try:
@@ -253,15 +259,15 @@ class ObjectStore:
             raise
 
     def size_and_etag(self, key: str) -> tuple[int, str | None] | None:
-        """Bytes, and what changes when it is replaced; None when absent."""
+        """Size in bytes and ETag, which changes when the object is replaced; None when absent."""
         found = self._head(key)
         return None if found is None else (found["ContentLength"], found.get("ETag"))
 
     def stream(self, key: str, size: int, etag: str | None, start: int = 0) -> Iterator[bytes]:
-        """The object's bytes from `start` on: a small piece, as it may be all that is wanted, then pieces of
-        PART_BYTES, of which STREAMS are fetched ahead.
+        """The object's bytes from `start` on: a small piece, which may be all that is needed, then pieces of
+        PART_BYTES, of which STREAMS are prefetched.
 
-        To be closed, or read to its end. Each piece may be cut ATTEMPTS times.
+        Close it, or read it to its end. Each piece is tried ATTEMPTS times.
         """
         stop, coming = threading.Event(), deque()
         first = min(CHUNK_BYTES, PART_BYTES)
@@ -279,7 +285,7 @@ class ObjectStore:
     def _fetch(
         self, key: str, etag: str | None, ranges: queue.SimpleQueue, stop: threading.Event, file: BinaryIO
     ) -> None:
-        """Writes ranges to their places in `file`, until there are none left, and closes it."""
+        """Writes ranges to their positions in `file` until none is left, and closes it."""
         with file, suppress(queue.Empty):
             while not stop.is_set():
                 start, end = ranges.get_nowait()
@@ -290,8 +296,10 @@ class ObjectStore:
     def _chunks(
         self, key: str, start: int, end: int, etag: str | None, stop: threading.Event
     ) -> Iterator[bytes]:
-        """The object's bytes from start to end, or fewer after `stop`. What was cut goes on from there,
-        ATTEMPTS requests in all."""
+        """The object's bytes from start to end, or fewer after `stop`.
+
+        A lost connection is resumed, ATTEMPTS requests in all.
+        """
         same = {"IfMatch": etag} if etag else {}
         moved_s, attempt = time.monotonic(), 0
         while start < end and not stop.wait(_backoff_s(attempt)):
@@ -315,7 +323,7 @@ class ObjectStore:
                         raise
 
     def delete(self, keys: Iterable[str]) -> None:
-        """One by one: requests for many need Content-MD5 at some stores. Absent ones are fine."""
+        """Deletes one by one: bulk requests need Content-MD5 at some stores. Absent keys are fine."""
         for key in keys:
             with self._explained(f"deleting {key}"):
                 client = self._client()
@@ -323,7 +331,7 @@ class ObjectStore:
                     client.delete_object(Bucket=self._bucket, Key=self._key(key))
 
     def _head(self, key: str) -> dict | None:
-        """ContentLength and ETag, among others; None when absent."""
+        """The object's ContentLength and ETag, among others; None when absent."""
         with self._explained(f"looking for {key}"):
             client = self._client()
             with _absent_is_fine(client):
@@ -338,7 +346,7 @@ class ObjectStore:
         return self._prefix + key
 
     def _client(self):
-        """This process's. Two threads may both make one: one is lost, no harm done."""
+        """This process's client. Two threads may both create one; dropping one is harmless."""
         client = self._clients.get(os.getpid())
         if client is None:
             client, self._secrets = _connect()
@@ -348,7 +356,7 @@ class ObjectStore:
 
     @contextmanager
     def _explained(self, doing: str) -> Iterator[None]:
-        """Makes boto's errors StoreErrors."""
+        """Turns boto's errors into StoreErrors."""
         from botocore.exceptions import BotoCoreError, ClientError
         from urllib3.exceptions import HTTPError
 
@@ -361,18 +369,18 @@ class ObjectStore:
                 what = _other_error(error, self._endpoint, self._secrets)
             # A new client reads the credentials again, and starts with a full budget of retries.
             self._clients.pop(os.getpid(), None)
-            # Not `from error`: what lies below prints what credential helpers said.
+            # Not `from error`: its traceback prints the output of credential helpers.
             raise StoreError(f"{doing} at {self.url} failed: {what}") from None
 
 
 def _is_plain(key: str) -> bool:
-    """Names with single slashes between; HTTP libraries resolve . and .. . S3 takes at most 1,024 bytes."""
+    """True for names with single slashes between: HTTP libraries resolve . and .. . At most 1,024 bytes."""
     names = key.split("/")
     return len(key) <= 1024 and key.isprintable() and all(name not in ("", ".", "..") for name in names)
 
 
 def _connect() -> tuple[object, tuple[str, ...]]:
-    """A client of its own session, so that threads and processes share nothing, and its credentials."""
+    """A client with a session of its own, so that processes share nothing, and its credentials."""
     import boto3
     from botocore.config import Config
 
@@ -380,7 +388,7 @@ def _connect() -> tuple[object, tuple[str, ...]]:
         connect_timeout=CONNECT_S,
         read_timeout=READ_S,
         retries={"mode": "standard", "total_max_attempts": ATTEMPTS},
-        # Many stores refuse the checksums that are sent behind the content by default.
+        # Many stores refuse the trailing checksums that boto3 sends by default.
         request_checksum_calculation="when_required",
         response_checksum_validation="when_required",
     )
@@ -389,7 +397,7 @@ def _connect() -> tuple[object, tuple[str, ...]]:
     region = session.region_name or os.environ.get("AWS_REGION") or "us-east-1"
     try:
         client = session.client("s3", region_name=region, config=config)
-    except ValueError:  # which quotes it, and it might hold a password
+    except ValueError:  # its text quotes the url, which might contain a password
         raise StoreError("AWS_ENDPOINT_URL, or the region, is malformed: write https://host[:port]") from None
     if "@" in urlsplit(client.meta.endpoint_url).netloc:
         raise StoreError(
@@ -401,9 +409,9 @@ def _connect() -> tuple[object, tuple[str, ...]]:
 
 
 def _send(http_session, request, **_):
-    """Sends the request and bounds the answer: botocore reads the whole body of an error, of any length.
+    """Sends the request and bounds the answer's size: botocore reads an error's body of any length.
 
-    Returns botocore's own answer, which holds what is read of the body. A hook of the event `before-send`.
+    A hook of the event `before-send`. Returns botocore's answer, with the body as far as it was read.
     """
     from botocore.exceptions import HTTPClientError
     from urllib3.exceptions import HTTPError
@@ -427,7 +435,7 @@ def _send(http_session, request, **_):
 
 
 def _cuts() -> tuple[type[Exception], ...]:
-    """What reading an answer raises when the connection is cut or silent."""
+    """Exceptions of reading an answer when the connection is lost or silent."""
     from botocore.exceptions import HTTPClientError, IncompleteReadError
     from urllib3.exceptions import HTTPError
 
@@ -473,7 +481,7 @@ REMEDIES = {
 
 
 def _client_error(error, secrets_: Iterable[str]) -> str:
-    """What the store answered, and what to do."""
+    """The store's answer, and what to do."""
     code, status, message = _about(error)
     remedy = next((text for codes, text in REMEDIES.items() if code in codes.split()), None)
     if remedy is None and status >= 500:
@@ -484,7 +492,7 @@ def _client_error(error, secrets_: Iterable[str]) -> str:
 
 
 def _other_error(error: Exception, endpoint: str, secrets_: Iterable[str]) -> str:
-    """What went wrong without an answer, and what to do."""
+    """The reason why there was no answer, and what to do."""
     from botocore import exceptions as known
 
     name = type(error).__name__
@@ -506,12 +514,12 @@ def _other_error(error: Exception, endpoint: str, secrets_: Iterable[str]) -> st
 
 
 def _backoff_s(attempt: int) -> float:
-    """How long to wait before it: none before the first, number 0."""
+    """The wait before an attempt; none before the first, number 0."""
     return random.uniform(0.1, 0.3) * 2**attempt if attempt else 0.0
 
 
 def _reserve(path: Path, size: int) -> None:
-    """Makes a file with room for `size` bytes: a full disk is an error now, not after an hour."""
+    """Creates a file and allocates `size` bytes: a full disk is an error now, not after an hour."""
     with open(path, "wb") as file:
         if size and hasattr(os, "posix_fallocate"):  # not on macOS
             os.posix_fallocate(file.fileno(), 0, size)

@@ -1,4 +1,4 @@
-"""Text from outside, as it can be shown: on a terminal, in a file, on a page."""
+"""Escaping of text from outside, for terminals, files and pages."""
 
 import re
 
@@ -16,7 +16,7 @@ def printable(text: object) -> str:
 
 
 def printable_lines(text: object) -> str:
-    """The same of several lines: their ends and tabs stay."""
+    """printable() for several lines: newlines and tabs stay."""
     return _UNSAFE.sub(lambda found: found[0] if found[0] in "\n\t" else _escaped(found[0]), str(text))
 
 

@@ -15,7 +15,7 @@ from common.data.images import open_images
 from common.data.shard_cache import ShardCache
 from common.data.shards import Shard, ShardImages
 from common.recipe import ImageRecipe
-from common.system.cli import let_nobody_else_write
+from common.system.cli import set_umask
 from tests.conftest import CNN, metrics, result
 from tests.data.test_shards import write_shards
 from tests.support.images import class_folders
@@ -155,9 +155,9 @@ def test_nobody_else_can_hold_a_shards_lock(shared):
 def test_nothing_is_ever_writable_by_all(shared, tmp_path):
     before = os.umask(0)
     try:
-        let_nobody_else_write()
+        set_umask()
         assert os.umask(0o077) == 0o002
-        let_nobody_else_write()
+        set_umask()
         assert os.umask(0) == 0o077
         words = [
             *CNN,

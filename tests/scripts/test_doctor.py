@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from cluster import virtual_cluster as hosts
-from common.hosts.diagnosis import REMEDIES, between_hosts, of_all_reduce, of_each_host, of_the_job
+from common.hosts.diagnosis import REMEDIES, check_all_reduce, check_hosts, check_job, compare_hosts
 from common.hosts.hostfile import Host
 from tests.conftest import ROOT, Job
 from tests.data.test_shard_stream import upload
@@ -234,7 +234,7 @@ def codes(change, devices=(0, 1)) -> list[tuple]:
     facts = {"a": copy.deepcopy(FACTS), "b": copy.deepcopy(FACTS)}
     change(facts["b"])
     both = [Host("a", devices), Host("b", devices)]
-    found = [*of_each_host(both, facts), *between_hosts(facts)]
+    found = [*check_hosts(both, facts), *compare_hosts(facts)]
     assert all(finding.host == "b" for finding in found)
     assert all(finding.remedy for finding in found)
     return [(finding.code, finding.fails) for finding in found]
@@ -274,12 +274,12 @@ def test_a_fault_of_one_host(change, expected):
 
 def test_a_gpu_that_torch_was_not_built_for():
     answer = {"problem": None, "capability": [6, 1], "built_for": ["sm_75", "sm_80", "sm_90", "compute_120"]}
-    assert [f.code for f in of_all_reduce({"a": answer})] == ["unsupported-gpu"]
+    assert [f.code for f in check_all_reduce({"a": answer})] == ["unsupported-gpu"]
     failed = answer | {"problem": "CUDA error: no kernel image is available"}  # what then really happens
-    assert [f.code for f in of_all_reduce({"a": failed})] == ["unsupported-gpu"]
-    assert [f.code for f in of_all_reduce({"a": failed | {"capability": None}})] == ["all-reduce"]
+    assert [f.code for f in check_all_reduce({"a": failed})] == ["unsupported-gpu"]
+    assert [f.code for f in check_all_reduce({"a": failed | {"capability": None}})] == ["all-reduce"]
     for capability in ([7, 5], [8, 6], [9, 0], [12, 1]):
-        assert not [*of_all_reduce({"a": answer | {"capability": capability}})], capability
+        assert not [*check_all_reduce({"a": answer | {"capability": capability}})], capability
 
 
 @pytest.mark.parametrize(
@@ -302,7 +302,7 @@ def test_the_wrong_tool(config, model, memory_gib, expected):
         "data": "cifar10",
     }
     settings = yaml.safe_load((ROOT / "accelerate_configs" / f"{config}.yaml").read_text())
-    assert [f.code for f in of_the_job("a", settings, vit | model, memory_gib)] == expected
+    assert [f.code for f in check_job("a", settings, vit | model, memory_gib)] == expected
 
 
 def test_the_readme_explains_each_code():
