@@ -88,7 +88,7 @@ def ours(script: ModuleType, argv: list[str], link: Connection, timed: bool, res
 
         def add(self, loss: Tensor, ids: np.ndarray) -> None:
             super().add(loss, ids)
-            if timed and self.micro_batches % self.batch.accumulations == 0:
+            if timed and self.meter.micro_batches % self.batch.accumulations == 0:
                 stopwatch.step(self.batch.total)
 
         def log_evaluation(self, step: int, metrics: dict[str, float]) -> None:

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from common.system.files import discard, parse_json, read_json, sync, write_json
+from common.system.files import discard, parse_json, sync, write_json
 
 FORMAT_VERSION = 1  # docs/checkpoints.md: when it rises, and which versions are read
 MODEL, OPTIMIZER, EMA, STATE, MANIFEST = (
@@ -69,51 +69,6 @@ class Checkpoint:
     @property
     def step(self) -> int:
         return self.manifest["step"]
-
-    def state(self) -> dict[str, Any]:
-        """ValueError for a state.json that is none."""
-        try:
-            state = read_json(self.folder / STATE)
-            if state["step"] != self.step:
-                raise ValueError
-        except (OSError, ValueError, KeyError, TypeError):
-            raise ValueError(f"{self.folder / STATE} is no state of step {self.step}") from None
-        _check_state(state, self.folder)
-        return state
-
-
-def _check_state(state: dict[str, Any], folder: Path) -> None:
-    """ValueError for what no run has written: the checkpoint may come from anywhere."""
-    kinds = {
-        "step": int,
-        "evaluated": bool,
-        "best": dict,
-        "last": dict,
-        "logged_step": int,
-        "losses": list,
-        "accumulations": int,
-        "train_s": float,
-        "wall_s": float,
-    }
-    wrong = [name for name, kind in kinds.items() if not isinstance(state.get(name), kind)]
-    if not isinstance(state.get("optimizer_steps"), int | None):  # of an older run
-        wrong.append("optimizer_steps")
-    kept = state.get("optimizer", {"scalars": {}, "groups": []})
-    groups = kept.get("groups") if isinstance(kept, dict) else None
-    scalars = kept.get("scalars") if isinstance(kept, dict) else None
-    if (
-        not isinstance(groups, list)
-        or not isinstance(scalars, dict)
-        or not all(isinstance(part, dict) for part in (*groups, *scalars.values()))
-    ):
-        wrong.append("optimizer")
-    if not isinstance(state.get("loss_scale"), dict | None):
-        wrong.append("loss_scale")
-    numbers = [state.get("best"), state.get("last"), state.get("loss_scale") or {"scale": 1.0}]
-    if not wrong and not all(isinstance(n, int | float) for group in numbers for n in dict(group).values()):
-        wrong.append("best, last and loss_scale")
-    if wrong or not state["losses"] or not all(isinstance(loss, float) for loss in state["losses"]):
-        raise ValueError(f"{folder}/state.json is no state: look at its {', '.join(wrong) or 'losses'}")
 
 
 def can_store(value: Any) -> bool:

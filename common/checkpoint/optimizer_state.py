@@ -5,7 +5,7 @@ in its parameter groups, `manifest.json` its class and the names of its state.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -16,6 +16,13 @@ from common.checkpoint.optimizer_trial import try_out
 from common.distributed.layout import Held, Layout
 
 Send = Callable[[str, tuple[int, ...], torch.dtype], Tensor]  # the main process's tensor, on each process
+
+
+class OptimizerScalars(TypedDict):
+    """The part of state.json on the optimizer."""
+
+    scalars: dict[str, dict[str, Any]]  # parameter -> name -> value
+    groups: list[dict[str, Any]]  # values that the optimizer changed in its parameter groups
 
 
 class OptimizerState:
@@ -61,7 +68,7 @@ class OptimizerState:
         specs |= {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in others.items()}
         return specs, self._whole(shaped, others)
 
-    def scalars(self) -> dict[str, Any]:
+    def scalars(self) -> OptimizerScalars:
         """All else, for state.json. Collective."""
         others, groups = self.layout.other_state(), self.layout.changed_groups()
         return {
@@ -80,9 +87,12 @@ class OptimizerState:
 
     # --- In
 
-    def check(self, checkpoint: Checkpoint) -> None:
-        """ValueError unless the checkpoint's optimizer is this one. Called by one process."""
-        folder, state, shapes = checkpoint.folder, checkpoint.state(), self.layout.shapes()
+    def check(self, checkpoint: Checkpoint, state: dict[str, Any]) -> None:
+        """ValueError unless the checkpoint's optimizer is this one. Called by one process.
+
+        state: the scalars of the checkpoint's state.json, as TrainingState.scalars() gave them.
+        """
+        folder, shapes = checkpoint.folder, self.layout.shapes()
         specs = TensorFile(folder / checkpoints.OPTIMIZER).specs()
         theirs, ours = checkpoint.manifest.get("optimizer", _older_about(specs, state)), self.about()
         if not isinstance(theirs, dict):

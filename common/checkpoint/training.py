@@ -125,7 +125,7 @@ class TrainingState:
     ) -> None:
         """Everything as take() found it; without the optimizer its state begins afresh.
 
-        checkpoint: the main process's, which sends its tensors to all. state: its state.json.
+        checkpoint: the main process's, which sends its tensors to all. state: what scalars() gave for it.
         """
         layout = self.layout
         if with_optimizer:

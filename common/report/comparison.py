@@ -9,7 +9,7 @@ from typing import Any
 from common.report import markdown as md
 from common.report.page import as_flag, time_unit
 from common.report.plots import Panel, panels
-from common.report.record import NUMBER, RunRecord, fitting
+from common.report.record import RunRecord
 from common.report.words import (
     REHEARSAL,
     chosen,
@@ -24,6 +24,7 @@ from common.report.words import (
 )
 from common.system.files import read_json
 from common.system.paths import place
+from common.system.schema import Kind, fitting
 
 NOT_COMPARED = ("output_dir", "model_folder", "s3")  # where something is written
 # Flags of which result.json has what came of them.
@@ -36,13 +37,13 @@ NAMED = (
     "lr",
     "seed",
 )  # flags that name a column wherever they differ
-SEARCH = {  # a result of find_batch_size.py
+SEARCH: dict[str, Kind] = {  # a result of find_batch_size.py
     **dict.fromkeys(("script", "strategy", "device", "mixed_precision", "compile"), str),
     "grad_checkpointing": bool,
     **dict.fromkeys(("processes", "answer", "knee", "quantum"), int),
-    "limit_gib": NUMBER,
+    "limit_gib": float,
     **dict.fromkeys(("recipe", "sharding"), dict),
-    "trials": [{"outcome": str, "*": NUMBER}],
+    "trials": [{"outcome": str, "*": float}],
 }
 
 

@@ -8,10 +8,9 @@ from typing import Any
 
 from common.system.files import parse_json, read_json
 from common.system.paths import place
+from common.system.schema import Kind, fitting
 
-NUMBER = (int, float)
-# What is expected: a type, [of each item] or {key: of its value}; "*": of all other keys.
-ABOUT = {
+ABOUT: dict[str, Kind] = {
     **dict.fromkeys(
         ("script", "strategy", "resumed_from", "git_commit", "wandb_id", "wandb_url", "version"), str
     ),
@@ -19,32 +18,32 @@ ABOUT = {
     "compile": str,
     "grad_checkpointing": bool,
     **dict.fromkeys(("recipe", "defaults", "sharding", "versions"), dict),
-    **{name: [str] for name in ("command", "hosts", "devices")},
+    **{name: list[str] for name in ("command", "hosts", "devices")},
 }
-RESULT = {
+RESULT: dict[str, Kind] = {
     **dict.fromkeys(("script", "status", "strategy", "mixed_precision", "device", "data", "val_name"), str),
     **dict.fromkeys(("compile", "checkpoint", "best_checkpoint", "error"), str),
     **dict.fromkeys(("hosts", "processes", "batch_size", "per_device_batch_size", "accumulation_steps"), int),
     **dict.fromkeys(("epochs", "steps", "best_step", "val_images", "seed"), int),
-    **dict.fromkeys(("best_accuracy", "best_loss", "final_accuracy", "final_loss"), NUMBER),
-    **dict.fromkeys(("train_s", "wall_s", "images_per_s", "energy_wh"), NUMBER),
-    "memory_gib": [{"*": NUMBER}],
-    "telemetry": [{"host": str, "throttle": [str], "*": NUMBER}],
+    **dict.fromkeys(("best_accuracy", "best_loss", "final_accuracy", "final_loss"), float),
+    **dict.fromkeys(("train_s", "wall_s", "images_per_s", "energy_wh"), float),
+    "memory_gib": [{"*": float}],
+    "telemetry": [{"host": str, "throttle": list[str], "*": float}],
     **dict.fromkeys(("grad_checkpointing", "uploaded"), bool),
 }
-METRICS_LINE = {"step": int, "*": NUMBER}
-TELEMETRY_LINE = {
-    **dict.fromkeys(("t", "cpu_pct", "memory_gib", "cpus"), NUMBER),
+METRICS_LINE: dict[str, Kind] = {"step": int, "*": float}
+TELEMETRY_LINE: dict[str, Kind] = {
+    **dict.fromkeys(("t", "cpu_pct", "memory_gib", "cpus"), float),
     "host": str,  # in a header only
     "step": int,  # in a sample only
-    "gpus": [{"index": int, "throttle": [str], "*": NUMBER}],
+    "gpus": [{"index": int, "throttle": list[str], "*": float}],
 }
-CONFUSION = {"step": int, "classes": [str], "confusion": [[int]]}
+CONFUSION: dict[str, Kind] = {"step": int, "classes": list[str], "confusion": list[list[int]]}
 REPORT = CONFUSION | {
     **dict.fromkeys(("checkpoint", "split", "device", "strategy"), str),
-    **dict.fromkeys(("loss", "top1", "top5", "expected_calibration_error", "images_per_s"), NUMBER),
+    **dict.fromkeys(("loss", "top1", "top5", "expected_calibration_error", "images_per_s"), float),
     "images": int,
-    "per_class": {"*": [NUMBER]},
+    "per_class": {"*": list[float]},
 }
 UNFINISHED = "killed or still running"  # the status of a run without a result
 
@@ -193,30 +192,6 @@ class RunRecord:
             self.problems.append(f"{name} has no square matrix of its classes")
             found = {key: value for key, value in found.items() if key != "confusion"}
         return found
-
-
-def fitting(content: dict[str, Any], kinds: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """What is there and has the expected type; the names of what has another. Unknown keys stay out."""
-    kept, odd = {}, []
-    for key, value in content.items():
-        kind = kinds.get(key, kinds.get("*"))
-        if kind is None or value is None:
-            continue
-        if _fits(value, kind):
-            kept[key] = value
-        else:
-            odd.append(key)
-    return kept, odd
-
-
-def _fits(value: Any, kind: Any) -> bool:
-    if isinstance(kind, list):
-        return isinstance(value, list) and all(_fits(item, kind[0]) for item in value)
-    if isinstance(kind, dict):
-        return isinstance(value, dict) and not fitting(value, kind)[1]
-    if isinstance(value, bool) or kind is bool:
-        return isinstance(value, bool) and kind is bool
-    return isinstance(value, kind) and (kind is str or kind is dict or -(2**63) < value < 2**63)  # finite
 
 
 def _score(evaluation: dict[str, float]) -> float:

@@ -6,24 +6,21 @@ import dataclasses
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
-import torch
 from accelerate import Accelerator
 
 from common.checkpoint.format import step_name
 from common.distributed import accelerator as job
-from common.recipe import Batch, Recipe
+from common.recipe import Batch, Recipe, recipe_part
 from common.run.folder import script_name
+from common.run.state import RunState
 from common.system.env import processes_per_host
 from common.system.paths import ROOT
 from common.system.version import project_version
 from common.telemetry.collect import Seat, energy_wh
 from common.telemetry.memory import memory_gib
-
-if TYPE_CHECKING:
-    from common.run.run import Run
 
 VAL_CHOSEN = "a hash of their ids"  # decides which images --max_val_images evaluates; once it was the first
 ENTRIES = ("accelerate", "torchrun", "deepspeed")  # launchers
@@ -62,15 +59,39 @@ def about_run(
     }
 
 
-def result(run: "Run", status: str) -> dict[str, Any]:
-    """result.json. Of the main process."""
-    recipe, batch, accelerator = run.recipe, run.batch, run.accelerator
-    memory = run.memory or [memory_gib(accelerator)]  # of all processes only where a run has finished
-    # Otherwise a launcher waits for this, and a day of telemetry takes seconds to read; its page does it.
-    summed = {}
-    if status == "finished":
-        telemetry = run.telemetry.summaries()
-        summed = {"telemetry": telemetry, "energy_wh": energy_wh(telemetry)}
+def about_checkpoint(
+    about: dict[str, Any], recipe: Recipe, batch: Batch, accelerator: Accelerator, classes: tuple[str, ...]
+) -> dict[str, Any]:
+    """The part of a checkpoint's manifest on the run that writes it. about: recipe.json."""
+    names = ("script", "strategy", "version", "git_commit", "versions", "hosts", "val_chosen")
+    writer = {name: about[name] for name in names} | {
+        "processes": batch.processes,
+        "mixed_precision": job.precision(accelerator),
+    }
+    return {"recipe": recipe_part(recipe), "data": about["source"], "classes": classes, "written_by": writer}
+
+
+def result(
+    accelerator: Accelerator,
+    recipe: Recipe,
+    batch: Batch,
+    state: RunState,
+    status: str,
+    *,
+    checkpoint: int | None = None,
+    val_name: str | None = None,
+    memory: list[dict[str, float]] | None = None,
+    telemetry: list[dict[str, Any]] | None = None,
+    error: str | None = None,
+) -> dict[str, Any]:
+    """result.json, on the main process.
+
+    status: `finished`, `preempted` or `failed`. checkpoint: step of the newest. memory: of all processes; by
+    default of this one. telemetry: summaries, of a finished run alone: they take seconds to read after a day,
+    for which a launcher does not wait otherwise; the run's page sums it up then. error: of a failed run.
+    """
+    memory = memory or [memory_gib(accelerator)]
+    summed = {} if telemetry is None else {"telemetry": telemetry, "energy_wh": energy_wh(telemetry)}
     return {
         "script": script_name(),
         "status": status,
@@ -86,51 +107,26 @@ def result(run: "Run", status: str) -> dict[str, Any]:
         "per_device_batch_size": batch.per_device,
         "accumulation_steps": batch.accumulations,
         "epochs": recipe.epochs,
-        "steps": run.step,
-        "best_accuracy": run.best.get("accuracy"),
-        "best_loss": run.best.get("loss") if "accuracy" not in run.best else None,
-        "best_step": run.best.get("step"),
-        "final_accuracy": run.last.get("accuracy"),
-        "final_loss": run.last.get("loss"),
-        "val_name": run.val_name,
-        "val_images": run.last.get("images"),
-        "bad_images": len(run.bad_images),
-        "train_s": run.train_s,
-        "wall_s": run.wall_s(),
-        "images_per_s": run.logged_step * batch.total / run.train_s if run.train_s else None,
+        "steps": state.step,
+        "best_accuracy": state.best.get("accuracy"),
+        "best_loss": state.best.get("loss") if "accuracy" not in state.best else None,
+        "best_step": state.best_step,
+        "final_accuracy": state.last.get("accuracy"),
+        "final_loss": state.last.get("loss"),
+        "val_name": val_name,
+        "val_images": state.last.get("images"),
+        "bad_images": len(state.bad_images),
+        "train_s": state.train_s,
+        "wall_s": state.wall_now_s(),
+        "images_per_s": state.logged_step * batch.total / state.train_s if state.train_s else None,
         "peak_memory_gib": max(peak["peak"] for peak in memory),
         "memory_gib": memory,
         **summed,
         "seed": recipe.seed,
-        "checkpoint": _name(run.saver.committed if run.begun else None),
-        "best_checkpoint": _name(run.best.get("step")),
-        "error": run.error,
+        "checkpoint": _checkpoint_path(checkpoint),
+        "best_checkpoint": _checkpoint_path(state.best_step),
+        "error": error,
     }
-
-
-def draw_predictions(run: "Run") -> list[Path]:
-    """plots/confusion.png and predictions.png of the last evaluation.
-
-    None where there are no classes, or too many, and where a restart came after the last evaluation.
-    """
-    if run.confusion is None:
-        return []
-    from common.report import plots
-
-    step, folder = run.evaluated_step, run.folder / "plots"
-    files = [folder / "confusion.png", folder / "predictions.png"]
-    plots.confusion_matrix(files[0], run.confusion.tolist(), run.classes, f"step {step:,}")
-    pixels, labels, logits = (
-        torch.cat([getattr(part, name) for part in run.examples]) for name in ("pixels", "labels", "logits")
-    )
-    shares, predicted = logits.softmax(1).max(1)
-    captions = [
-        f"{run.classes[label]}\n{run.classes[guess]}\n{share:.2f}"
-        for label, guess, share in zip(labels, predicted, shares, strict=True)
-    ]
-    title = f"step {step:,}: the true class, the predicted one and its probability"
-    plots.image_sheet(files[1], pixels.numpy(), captions, title, (labels != predicted).tolist())
-    return files
 
 
 def _defaults(recipe: Recipe) -> dict[str, Any]:
@@ -143,8 +139,8 @@ def _hosts(batch: Batch) -> int:
     return max(1, batch.processes // processes_per_host())
 
 
-def _name(step: int | None) -> str | None:
-    """Of a step's checkpoint, in the run's folder."""
+def _checkpoint_path(step: int | None) -> str | None:
+    """Relative to the run's folder; None at step 0."""
     return f"checkpoints/{step_name(step)}" if step else None
 
 

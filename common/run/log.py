@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from common.recipe import Recipe
+from common.run.state import RunState
 from common.run.trackers import finish_trackers, log_pictures, start_trackers, tracker_ids
 from common.system.files import read_lines, write_json, write_text
 from common.system.progress import progress
@@ -23,24 +24,22 @@ class RunLog:
         folder: Path,
         recipe: Recipe,
         about: dict[str, Any],
-        state: dict[str, Any] | None,
+        state: RunState,
         steps: int,
         steps_per_epoch: int,
     ):
         self.folder, self.steps, self.steps_per_epoch = folder, steps, steps_per_epoch
         self.problem: str | None = None
         self.told = 0.0
-        first_step = state["step"] if state else 0
         metrics, samples = folder / "metrics.jsonl", folder / "samples.jsonl"
         for file in (metrics, samples) if recipe.log_samples else (metrics,):
-            kept = [line for line in read_lines(file) if state and _was_before(line, state)]
+            kept = [line for line in read_lines(file) if _was_before(line, state)]
             write_text(file, "".join(json.dumps(line) + "\n" for line in kept))
-        wandb_id = (state or {}).get("wandb_id")
-        self.trackers = start_trackers(recipe.trackers, folder, about, first_step, wandb_id)
+        self.trackers = start_trackers(recipe.trackers, folder, about, state.step, state.wandb_id)
         write_json(folder / "recipe.json", about | self.tracker_ids())
         self.metrics = open(metrics, "a", buffering=1)  # noqa: SIM115 (closed in close)
         self.samples = open(samples, "a", buffering=1) if recipe.log_samples else None  # noqa: SIM115
-        self.progress = progress(recipe.epochs, first_step, steps, recipe.batch_size, recipe.unit)
+        self.progress = progress(recipe.epochs, state.step, steps, recipe.batch_size, recipe.unit)
 
     def tracker_ids(self) -> dict[str, str]:
         return tracker_ids(self.trackers)
@@ -72,9 +71,15 @@ class RunLog:
         except OSError as error:
             self._can_not_write("confusion.json", error)
 
-    def write_samples(self, step: int, ids: list[int]) -> None:
-        """Of the step that ends with `step` steps done, in the order of the whole batch."""
-        self._write_line(self.samples, {"step": step, "samples": ids})
+    def write_samples(self, step: int, per_rank: list[list[int]], share: int) -> None:
+        """A line for each of the steps up to `step`, with its ids in the order of the whole batch.
+
+        per_rank: the ids of all these steps, of each process. share: of a process in a step.
+        """
+        count = len(per_rank[0]) // share
+        for i in range(count):
+            ids = [sample for own in per_rank for sample in own[i * share : (i + 1) * share]]
+            self._write_line(self.samples, {"step": step - count + i + 1, "samples": ids})
 
     def tell(self, doing: str) -> None:
         """What goes on between two lines."""
@@ -104,7 +109,7 @@ class RunLog:
         )
 
 
-def _was_before(line: dict[str, Any], state: dict[str, Any]) -> bool:
-    """Whether a line of the log belongs to what a checkpoint has seen."""
-    again = line["step"] == state["step"] and "val/loss" in line and not state["evaluated"]
-    return line["step"] <= state["step"] and not again
+def _was_before(line: dict[str, Any], state: RunState) -> bool:
+    """True when the line was written before the state was saved."""
+    again = line["step"] == state.step and "val/loss" in line and not state.evaluated
+    return line["step"] <= state.step and not again

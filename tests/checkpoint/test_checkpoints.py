@@ -30,6 +30,7 @@ from common.checkpoint.format import (
     verify,
 )
 from common.distributed.preemption import is_alive
+from common.run.state import RunState
 from tests.checkpoint.test_resume import without_times
 from tests.conftest import Job, full, latest, lines, metrics, python, result, run, tensors, torchrun
 from tests.distributed.test_agreement import ranks_of
@@ -441,7 +442,7 @@ def test_a_state_that_no_run_has_written(change, hostile, tmp_path):
     state = json.loads((hostile / "state.json").read_text()) | change
     (hostile / "state.json").write_text(json.dumps(state))
     with pytest.raises(ValueError, match="is no state"):
-        Checkpoint(hostile, {"step": 24}).state()
+        RunState.read(Checkpoint(hostile, {"step": 24}))
 
 
 # --- Retention

@@ -5,7 +5,7 @@ import torch
 
 from common.distributed import accelerator
 from common.recipe import share_out
-from common.run.run import is_out_of_memory
+from common.telemetry.memory import is_out_of_memory
 
 
 @pytest.fixture(autouse=True)

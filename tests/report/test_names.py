@@ -19,6 +19,7 @@ from common.report.page import draw, page
 from common.report.record import RunRecord
 from common.run.folder import _why_not, count_restarts, resumed_from
 from common.run.owner import _parsed
+from common.run.state import RunState
 from common.system.files import read_accelerate_config, read_json, read_lines
 from common.system.text import printable, printable_lines
 from common.telemetry.collect import _lines
@@ -107,7 +108,7 @@ def test_such_names_are_shown_wherever_they_are(tmp_path):
 
 
 def deep_state(file: Path) -> None:
-    Checkpoint(file.parent, {"step": 1}).state()
+    RunState.read(Checkpoint(file.parent, {"step": 1}))
 
 
 def deep_restart(file: Path) -> None:

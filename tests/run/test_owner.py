@@ -11,10 +11,10 @@ import pytest
 
 from common.recipe import Recipe, flag
 from common.run import owner as ownership
-from common.run import place as resume
+from common.run import storage
 from common.run.folder import script_name, this_run
 from common.run.owner import Folder, Owner
-from common.run.place import open_place
+from common.run.storage import open_storage
 from common.system.processes import own_age_s
 from tests.checkpoint.test_checkpoints import LONG, start_and_wait
 from tests.conftest import Job, python
@@ -150,7 +150,7 @@ class Small(Recipe):
 def place(tmp_path, **fields):
     """The folder that a start of this recipe gets; its owner lives on in this process."""
     recipe = Small(**{"model_folder": str(tmp_path)} | fields)
-    return open_place(recipe, "named", 10, lambda: None, lambda text: None)
+    return open_storage(recipe, "named", 10, lambda: None, lambda text: None)
 
 
 def test_a_second_recipe_gets_the_next_number_before_the_first_has_a_recipe_json(tmp_path):
@@ -177,7 +177,7 @@ def test_a_run_that_ends_while_another_looks_for_its_folder(tmp_path, monkeypatc
                 (where.path.parent / "recipe.json").write_text(json.dumps(about))
             super().__init__(where, *rest)
 
-    monkeypatch.setattr(resume, "Owner", Late)
+    monkeypatch.setattr(storage, "Owner", Late)
     opened = place(tmp_path)
     assert opened.folder.name == "named-2"
     assert not (tmp_path / script_name() / "named" / "owner.json").exists()

@@ -24,6 +24,7 @@ from common.checkpoint.training import TrainingState
 from common.distributed.accelerator import prepare, run, start
 from common.optim import parameter_groups, set_learning_rate
 from common.recipe import Recipe, flag, parse
+from common.run.state import RunState
 
 BATCH = 8
 
@@ -143,8 +144,8 @@ def train(
     if found:
         if accelerator.is_main_process:
             training.check(found)
-            training.optimizer.check(found)
-        training.restore(found if accelerator.is_main_process else None, found.state())
+            training.optimizer.check(found, RunState.read(found).scalars())
+        training.restore(found if accelerator.is_main_process else None, RunState.read(found).scalars())
     for step in range(begin, end):
         generator = torch.Generator().manual_seed(step)
         x = torch.randn(BATCH, 3, 6, 6, generator=generator)
@@ -161,8 +162,7 @@ def train(
 
 def save(training: TrainingState, folder: Path, step: int) -> checkpoints.Checkpoint:
     snapshots, accelerator = training.take(), training.accelerator
-    state = {"step": step, "evaluated": False, "best": {}, "last": {}, "logged_step": step, "losses": [0.0]}
-    state |= {"accumulations": 1, "train_s": 0.0, "wall_s": 0.0, **training.scalars()}
+    state = RunState(step, logged_step=step, losses=[0.0], **training.scalars()).to_json()
     if accelerator.is_main_process:
         checkpoints.commit(folder, step, snapshots, state, training.about())
     accelerator.wait_for_everyone()

@@ -85,11 +85,11 @@ def test_slow_steps_leave_the_line_whole(width, monkeypatch):
 SLOW_START = """
 import sys, time
 from types import SimpleNamespace
-import common.run.run
+import common.run.meter
 import {script} as script
 
 now_s = 0.0
-common.run.run.time = SimpleNamespace(perf_counter=lambda: now_s, time=time.time)
+common.run.meter.time = SimpleNamespace(perf_counter=lambda: now_s, time=time.time)
 training_batches = script.training_batches
 
 def slow(*args):

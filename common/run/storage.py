@@ -24,7 +24,7 @@ Say = Callable[[str], None]
 
 
 @dataclass
-class Place:
+class RunStorage:
     """A run's folder, which it owns, its mirror in S3, and the checkpoint to go on from."""
 
     folder: Path
@@ -41,48 +41,48 @@ class Place:
             owner.release()
 
 
-def open_place(recipe: Recipe, name: str, last_step: int, beat: Beat, say: Say) -> Place:
+def open_storage(recipe: Recipe, name: str, last_step: int, beat: Beat, say: Say) -> RunStorage:
     """ValueError when it has another owner, holds another run, or no checkpoint of several verifies.
 
     name: of the folder, as open_folder takes it. last_step: of this run. A prefix in S3 that has it already
     is another run's.
     """
-    place = _own_folder(recipe, name, last_step, beat, say)
-    folder = place.folder
+    storage = _own_folder(recipe, name, last_step, beat, say)
+    folder = storage.folder
     try:
         checkpoints.remove_temporary(folder / "checkpoints")
         store = ObjectStore(recipe.s3) if recipe.s3 else None
         if store:
             store.probe()
-            place.owners.append(Owner(Prefix(store), beat, say))
-        place.checkpoint = _own(folder, store, recipe, last_step, beat, say)
+            storage.owners.append(Owner(Prefix(store), beat, say))
+        storage.checkpoint = _own(folder, store, recipe, last_step, beat, say)
         if recipe.resume not in ("auto", "never"):
             # One that was downloaded by a start that was then stopped is still another run's.
             began = (folder / "recipe.json").exists() or (store is not None and committed(store))
-            place.is_new = place.checkpoint is None or not began
-            if place.checkpoint is None:
-                place.checkpoint = _others(folder, recipe.resume, beat, say)
-        if place.checkpoint:
-            _check_recipe(place.checkpoint, recipe)
+            storage.is_new = storage.checkpoint is None or not began
+            if storage.checkpoint is None:
+                storage.checkpoint = _others(folder, recipe.resume, beat, say)
+        if storage.checkpoint:
+            _check_recipe(storage.checkpoint, recipe)
         if store:
-            place.mirror = Mirror(store, folder, recipe.keep_every, say)
+            storage.mirror = Mirror(store, folder, recipe.keep_every, say)
     except OSError as error:
-        place.release()
+        storage.release()
         raise not_written("the run", folder, error) from None
     except BaseException:
-        place.release()
+        storage.release()
         raise
-    return place
+    return storage
 
 
-def _own_folder(recipe: Recipe, name: str, last_step: int, beat: Beat, say: Say) -> Place:
+def _own_folder(recipe: Recipe, name: str, last_step: int, beat: Beat, say: Say) -> RunStorage:
     """The run's folder, owned. A run of another recipe that has just begun in it may have no recipe.json
     yet: its owner's record has the recipe. Then a named folder gets the next number."""
     passed: set[Path] = set()
     while True:
         folder = open_folder(recipe, name, last_step, passed)
         try:
-            place = Place(folder, [Owner(Folder(folder), beat, say, this_run(recipe))])
+            storage = RunStorage(folder, [Owner(Folder(folder), beat, say, this_run(recipe))])
         except Owned as error:
             if recipe.output_dir or not why_another(error.record, recipe):
                 raise
@@ -92,11 +92,11 @@ def _own_folder(recipe: Recipe, name: str, last_step: int, beat: Beat, say: Say)
             raise not_written("the run", folder, error) from None
         try:
             if open_folder(recipe, name, last_step, passed) == folder:  # nobody had it since it was looked at
-                return place
+                return storage
         except BaseException:
-            place.release()
+            storage.release()
             raise
-        place.release()
+        storage.release()
 
 
 def _own(

@@ -1,0 +1,89 @@
+"""Opens a run: its folder, the state it resumes from, its log, and what runs beside the training."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+
+from common.checkpoint.saver import Saver
+from common.checkpoint.training import TrainingState
+from common.distributed.agreement import once
+from common.recipe import Batch, Recipe
+from common.run.exchange import Exchange
+from common.run.facts import about_checkpoint, about_run, run_name
+from common.run.output import RunOutput
+from common.run.restart import Restart, restart_from
+from common.run.state import RunState
+from common.run.storage import open_storage
+from common.telemetry.collect import Telemetry, own_seat
+
+Beat = Callable[[], None]
+
+
+@dataclass
+class OpenRun:
+    """The parts of a run between its beginning and its end."""
+
+    state: RunState
+    saved_step: int  # of the newest checkpoint in the run's own folder, 0 without one
+    output: RunOutput | None  # of the main process
+    saver: Saver
+    exchange: Exchange
+
+
+def open_run(
+    accelerator: Accelerator,
+    recipe: Recipe,
+    batch: Batch,
+    training: TrainingState,
+    data: tuple[str, tuple[str, ...]],
+    steps: int,
+    steps_per_epoch: int,
+) -> OpenRun:
+    """Restores the training from the newest checkpoint, if there is one. Collective.
+
+    data: a name that changes with its content, and the names of the classes. steps: optimizer steps of this
+    run. Where it fails, nobody owns the run's folder.
+    """
+    output: RunOutput | None = None
+    source, classes = data
+    seats = gather_object([own_seat(accelerator)])
+
+    def open_output(beat: Beat) -> dict[str, Any]:
+        nonlocal output
+        storage = open_storage(recipe, run_name(accelerator, recipe, batch), steps, beat, _say)
+        output = RunOutput(accelerator, recipe, batch, storage)
+        return restart_from(storage, training, recipe, source, steps).to_json()
+
+    def start_log(_: Beat) -> None:
+        assert output
+        output.start_log(about, state, saved_step, steps, steps_per_epoch)
+
+    try:
+        restart = Restart.from_json(once(accelerator, "run folder", open_output, recipe.timeout_s))
+        state, saved_step = restart.state, restart.saved_step
+        if restart.has_checkpoint:
+            found = output.storage.checkpoint if output else None
+            training.restore(found, state.scalars(), with_optimizer=restart.has_optimizer)
+        about = about_run(accelerator, recipe, seats, restart.resumed_from, source)
+        once(accelerator, "log", start_log, recipe.timeout_s)
+        folder = output.folder if output else None
+        mirror = output.storage.mirror if output else None
+        manifest = about_checkpoint(about, recipe, batch, accelerator, classes) | training.about()
+        saver = Saver(training, folder, recipe.keep_every, manifest, mirror, saved_step or None)
+        if output:
+            output.saver = saver
+        rank = accelerator.process_index
+        telemetry = Telemetry(seats, rank, folder, recipe.telemetry_s, lambda: state.step, steps)
+        return OpenRun(state, saved_step, output, saver, Exchange(recipe.timeout_s, state, telemetry, output))
+    except BaseException:
+        if output:
+            output.storage.release()
+        raise
+
+
+def _say(message: str) -> None:
+    """Called by the main process, also in the threads that save and upload."""
+    print(message, flush=True)

@@ -1,0 +1,176 @@
+"""The main process's side of a run: its folder, log and result.json, and their copies in S3."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from accelerate import Accelerator
+
+from common.checkpoint.format import steps_in, write_index
+from common.checkpoint.saver import Saver
+from common.recipe import Batch, Recipe
+from common.report import summary as report
+from common.run.facts import result, run_name
+from common.run.folder import open_folder
+from common.run.log import RunLog
+from common.run.owner import RECORD
+from common.run.predictions import Predictions
+from common.run.state import RunState
+from common.run.storage import RunStorage
+from common.system.files import not_written, read_json, sync, write_json
+from common.system.s3 import StoreError
+from common.telemetry.collect import Telemetry
+
+UPLOAD_GRACE_S = 15  # how long a preempted run waits for S3: launchers kill 30 s after SIGTERM
+
+Beat = Callable[[], None]
+
+
+class RunOutput:
+    """Made when the run's folder is open. start_log() and `saver` follow before the first step."""
+
+    log: RunLog
+    saver: Saver | None = None
+
+    def __init__(self, accelerator: Accelerator, recipe: Recipe, batch: Batch, storage: RunStorage):
+        self.accelerator, self.recipe, self.batch = accelerator, recipe, batch
+        self.storage, self.folder = storage, storage.folder
+        self.final: dict[str, Any] = {}  # parts of result.json that are known at the end only
+
+    def start_log(
+        self, about: dict[str, Any], state: RunState, saved_step: int, steps: int, steps_per_epoch: int
+    ) -> None:
+        """about: recipe.json. saved_step: of the checkpoint in the folder, 0 without one."""
+        with self._writing("the log"):
+            (self.folder / "result.json").unlink(missing_ok=True)
+            self.log = RunLog(self.folder, self.recipe, about, state, steps, steps_per_epoch)
+        if self.storage.mirror and saved_step:  # its upload may have been interrupted
+            self.storage.mirror.offer(saved_step, state.best_step)
+        print(f"run folder {self.folder}", flush=True)
+
+    def problem(self) -> str | None:
+        """The first error that ends the run: a lost folder, a checkpoint or a line that can't be written."""
+        saving = self.saver.problem if self.saver else None
+        return self.storage.owner_lost() or saving or self.log.problem
+
+    def finish(
+        self,
+        state: RunState,
+        predictions: Predictions,
+        telemetry: Telemetry,
+        val_name: str,
+        memory: list[dict[str, float]],
+        beat: Beat,
+    ) -> None:
+        """The end on this disk. A kill or a full disk at any point of it costs no training.
+
+        1. The last checkpoint is committed, and index.json names it.
+        2. Pictures are drawn into plots/.
+        3. The trackers are closed.
+        4. result.json says `finished`: where there is a mirror with `uploaded` false.
+        5. upload(): the checkpoint and the run's files are in S3, result.json last.
+        6. result.json says `uploaded` true.
+
+        Before 4 the same command restores the last checkpoint, evaluates it once more, as the pictures show
+        that evaluation, and goes through 1 to 4. Between 4 and 6 it does that too, and makes up for the
+        upload. After 4, or with a mirror after 6, the run is finished: the same command begins another one.
+        """
+        mirror, self.final = self.storage.mirror, {"val_name": val_name, "memory": memory}
+        self.log.progress.stop()
+        assert self.saver
+        self.saver.wait(beat)
+        if problem := self.problem():
+            raise ValueError(problem)
+        with self._writing("the end of the run"):
+            # An evaluation that was interrupted and made up for came after its checkpoint.
+            write_index(self.folder / "checkpoints", state.step, state.best_step)
+            if mirror:
+                mirror.offer(state.step, state.best_step)
+            found = self._result(state, "finished", telemetry=telemetry.summaries())
+            found |= {"uploaded": False} if mirror else {}
+            self._draw(state.step, predictions, found)
+            self.log.close(failed=False)
+            for file in (self.folder / "metrics.jsonl", *self.folder.glob("plots/*")):
+                sync(file)
+            write_json(self.folder / "result.json", found)
+        report.show(self.folder, val_name)
+
+    def upload(self, state: RunState, beat: Beat) -> None:
+        """Waits until the mirror has everything; result.json says whether it does."""
+        mirror = self.storage.mirror
+        if mirror is None:
+            return
+        mirror.retry()
+        while not mirror.wait(0.5):
+            self.log.progress.tell(f"uploading to {mirror.store.url}")
+            beat()
+        file = self.folder / "result.json"
+        found = read_json(file) | {"uploaded": mirror.failed is None, "wall_s": state.wall_now_s()}
+        if found["uploaded"]:
+            try:
+                mirror.send_last_files(found)
+            except (OSError, StoreError) as error:
+                found["uploaded"] = False
+                print(f"the result is not in {mirror.store.url} ({error}): the same command sends it")
+        with self._writing("result.json"):
+            write_json(file, found)
+
+    def close(self, state: RunState, status: str, error: str | None = None) -> None:
+        """Files, trackers and the folder itself. A full disk is no second error."""
+        self.log.progress.stop()
+        with contextlib.suppress(OSError):
+            if status != "finished":
+                write_json(self.folder / "result.json", self._result(state, status, error=error))
+        if status == "preempted" and self.storage.mirror:
+            self.storage.mirror.wait(UPLOAD_GRACE_S)
+        self.log.close(failed=status == "failed")
+        report.say_how_to_add(self.folder)
+        self.storage.release()
+
+    def _result(self, state: RunState, status: str, **parts: Any) -> dict[str, Any]:
+        parts |= self.final | {"checkpoint": self.saver.committed if self.saver else None}
+        return result(self.accelerator, self.recipe, self.batch, state, status, **parts)
+
+    def _draw(self, step: int, predictions: Predictions, found: dict[str, Any]) -> None:
+        """All pictures. One that can't be drawn is reported, and does not fail the run."""
+        try:
+            report.draw(self.folder, found)
+            self.log.show(step, predictions.draw(self.folder / "plots", step))
+        except OSError:
+            raise
+        except Exception as error:  # of many kinds, of libraries
+            print(
+                f"not all pictures are in {self.folder / 'plots'}: {type(error).__name__}: {error}",
+                flush=True,
+            )
+
+    @contextlib.contextmanager
+    def _writing(self, what: str) -> Iterator[None]:
+        """Turns an OSError into a ValueError that says what to do."""
+        try:
+            yield
+        except OSError as error:
+            raise not_written(what, self.folder, error) from error
+
+
+def newest_step(accelerator: Accelerator, recipe: Recipe, batch: Batch) -> int:
+    """The newest checkpoint of the folder that a start of this recipe gets; 0 where there is none, or no
+    folder can be had. Called before the folder is open."""
+    with contextlib.suppress(ValueError, OSError):
+        folder = open_folder(recipe, run_name(accelerator, recipe, batch), None)
+        return max(steps_in(folder / "checkpoints"), default=0)
+    return 0
+
+
+def note_early_preemption(accelerator: Accelerator, recipe: Recipe, batch: Batch) -> None:
+    """Writes `preempted` into result.json when the signal came before the training began, while data was
+    prepared. There is nothing to save."""
+    with contextlib.suppress(ValueError, OSError):
+        folder = open_folder(recipe, run_name(accelerator, recipe, batch), None)
+        if (folder / RECORD).exists():
+            return  # a run that goes on, or was killed
+        file = folder / "result.json"
+        before = (
+            read_json(file) if file.exists() else result(accelerator, recipe, batch, RunState(), "preempted")
+        )
+        write_json(file, before | {"status": "preempted"})

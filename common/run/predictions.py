@@ -1,0 +1,57 @@
+"""The confusion matrix and the sample predictions of the last evaluation, for plots/."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from common.distributed.preemption import Poll
+
+if TYPE_CHECKING:  # train_hello.py has no images, and starts sooner without what reads them
+    from common.evaluation import Predicted
+
+
+class Predictions:
+    """Kept at each evaluation; accepted once its metrics are logged, as an EMA's evaluation follows that of
+    the weights themselves."""
+
+    def __init__(self) -> None:
+        self.classes: tuple[str, ...] = ()
+        self.kept: tuple[Tensor | None, list[Predicted]] = (None, [])
+        self.confusion: Tensor | None = None  # int64 [classes, classes], a row per true class
+        self.examples: list[Predicted] = []  # this process's; at the end, of the main process, everyone's
+
+    def keep(self, confusion: Tensor | None, examples: "list[Predicted]") -> None:
+        self.kept = (confusion, examples)
+
+    def accept(self) -> None:
+        self.confusion, self.examples = self.kept
+
+    def gather(self, poll: Poll) -> None:
+        """Brings all processes' examples to the CPU of each. Collective."""
+        self.examples = [
+            part for parts in poll.gather([part.to("cpu") for part in self.examples]) for part in parts
+        ]
+
+    def draw(self, folder: Path, step: int) -> list[Path]:
+        """Writes confusion.png and predictions.png. Returns the files: none without a confusion matrix, as
+        with too many classes or none, and where a restart came after the last evaluation."""
+        if self.confusion is None:
+            return []
+        from common.report import plots
+
+        classes, files = self.classes, [folder / "confusion.png", folder / "predictions.png"]
+        plots.confusion_matrix(files[0], self.confusion.tolist(), classes, f"step {step:,}")
+        pixels, labels, logits = (
+            torch.cat([getattr(part, name) for part in self.examples])
+            for name in ("pixels", "labels", "logits")
+        )
+        probabilities, predicted = logits.softmax(1).max(1)
+        captions = [
+            f"{classes[label]}\n{classes[guess]}\n{probability:.2f}"
+            for label, guess, probability in zip(labels, predicted, probabilities, strict=True)
+        ]
+        title = f"step {step:,}: the true class, the predicted one and its probability"
+        plots.image_sheet(files[1], pixels.numpy(), captions, title, (labels != predicted).tolist())
+        return files

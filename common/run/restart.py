@@ -1,0 +1,97 @@
+"""Checks the checkpoint that a run resumes from, and decides what of its state holds on."""
+
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from common.checkpoint.format import Checkpoint
+from common.checkpoint.training import TrainingState
+from common.recipe import Recipe
+from common.run.facts import VAL_CHOSEN
+from common.run.folder import count_restarts, resumed_from
+from common.run.state import RunState
+from common.run.storage import RunStorage
+
+
+@dataclass(frozen=True)
+class Restart:
+    """Where a run begins in this process. Without arguments: at step 0."""
+
+    state: RunState = field(default_factory=RunState)
+    has_checkpoint: bool = False
+    saved_step: int = 0  # of that checkpoint when it is in this run's own folder
+    has_optimizer: bool = False  # False with a checkpoint: the optimizer's state starts afresh
+    resumed_from: str | None = None  # the --resume at which the run began
+
+    def to_json(self) -> dict[str, Any]:
+        return vars(self) | {"state": self.state.to_json()}
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> Self:
+        return cls(**content | {"state": RunState(**content["state"])})
+
+
+def restart_from(
+    storage: RunStorage, training: TrainingState, recipe: Recipe, data: str, steps: int
+) -> Restart:
+    """Called by the main process. data: the name of its content. steps: of the whole run.
+
+    ValueError for a checkpoint of other data, another model or optimizer, or with more steps; and after too
+    many restarts without a new one.
+    """
+    found = storage.checkpoint
+    restart = Restart() if found is None else _from_checkpoint(found, storage, training, recipe, data, steps)
+    count_restarts(storage.folder, restart.state.step)
+    if found:
+        print(f"continuing at step {found.step:,} with {found.folder}", flush=True)
+    return restart
+
+
+def _from_checkpoint(
+    found: Checkpoint, storage: RunStorage, training: TrainingState, recipe: Recipe, data: str, steps: int
+) -> Restart:
+    _check_data(found, recipe, data)
+    training.check(found)
+    state = RunState.read(found)
+    has_optimizer = _has_optimizer(found, state, training, recipe)
+    if found.step > steps:
+        raise ValueError(f"--max_steps {steps}: {found.folder} is at step {found.step:,} already; give more")
+    # After the last step only the end is missing, and its pictures show an evaluation.
+    state.evaluated &= found.step < steps
+    began_at = resumed_from(storage.folder)
+    if _evaluated_other_images(found, recipe):
+        print("--max_val_images takes other images than before: the best evaluation begins anew")
+        state.best, state.evaluated = {}, False
+    if storage.is_new:  # another run's best is not this one's, nor is its W&B run
+        state.best, state.evaluated, state.wandb_id, state.wandb_url = {}, False, None, None
+        began_at = recipe.resume
+    return Restart(state, True, 0 if storage.is_new else found.step, has_optimizer, began_at)
+
+
+def _check_data(found: Checkpoint, recipe: Recipe, data: str) -> None:
+    """The same numbers must mean the same images still, and the same classes."""
+    theirs = found.manifest.get("data", data)  # absent in older manifests
+    if theirs != data and "data" not in recipe.allow_changed:
+        raise ValueError(
+            f"{found.folder} was trained on {theirs}, and --data {recipe.data} is now {data}:"
+            " give what it was, or --allow_changed data"
+        )
+
+
+def _has_optimizer(found: Checkpoint, state: RunState, training: TrainingState, recipe: Recipe) -> bool:
+    """False when the optimizer differs from the checkpoint's and --allow_changed permits it."""
+    try:
+        training.optimizer.check(found, state.scalars())
+    except ValueError as problem:
+        if "optimizer" not in recipe.allow_changed:
+            raise ValueError(
+                f"{problem}: give that optimizer, or --allow_changed optimizer to start its state afresh"
+            ) from None
+        print(f"the optimizer's state starts afresh: {problem}", flush=True)
+        return False
+    return True
+
+
+def _evaluated_other_images(found: Checkpoint, recipe: Recipe) -> bool:
+    """True where --max_val_images took the first images of the split, as older versions did."""
+    part = getattr(recipe, "max_val_images", None)
+    return bool(part) and found.manifest.get("written_by", {}).get("val_chosen") != VAL_CHOSEN

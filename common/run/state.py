@@ -1,0 +1,98 @@
+"""The progress of a run: the schema of state.json in each checkpoint, and the same values in memory."""
+
+import dataclasses
+import typing
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from common.checkpoint.format import STATE, Checkpoint
+from common.checkpoint.optimizer_state import OptimizerScalars
+from common.system.files import read_json
+from common.system.processes import own_age_s
+from common.system.schema import fitting
+
+
+@dataclass
+class RunState:
+    """The state after `step` optimizer steps. Without arguments: that of a run that has not begun.
+
+    In a process that trains `wall_s` is that of the processes before it, and the fields from `losses` on are
+    those that it began with: at_save() fills them in.
+    """
+
+    step: int = 0
+    evaluated: bool = False  # True when the weights of this step were evaluated
+    best: dict[str, float] = field(default_factory=dict)  # of the best evaluation: its metrics and its step
+    last: dict[str, float] = field(default_factory=dict)  # of the last evaluation: its metrics
+    logged_step: int = 0  # step of the last line on the training in metrics.jsonl
+    train_s: float = 0.0
+    wall_s: float = 0.0
+    bad_images: list[int] = field(default_factory=list)  # samples that were skipped; absent in older files
+    losses: list[float] = field(default_factory=list)  # of each process, summed since the last line
+    accumulations: int = 1
+    epoch: float = 0.0
+    optimizer: OptimizerScalars | None = None
+    optimizer_steps: int | None = None  # in older files, in place of `optimizer`
+    loss_scale: dict[str, float] | None = None  # with fp16
+    wandb_id: str | None = None
+    wandb_url: str | None = None
+
+    @classmethod
+    def read(cls, checkpoint: Checkpoint) -> Self:
+        """The checkpoint's state. ValueError for a file that no run has written."""
+        file = checkpoint.folder / STATE
+        try:
+            state = cls.from_json(read_json(file))
+            if state.step != checkpoint.step:
+                raise ValueError(f"it is of step {state.step}")
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{file} is no state of step {checkpoint.step}: {error}") from None
+        return state
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> Self:
+        """ValueError names the fields that are missing or wrong."""
+        kept, wrong = fitting(content, typing.get_type_hints(cls))
+        wrong += [name for name in NEEDED if name not in kept and name not in wrong]
+        if not kept.get("losses") or kept.get("accumulations", 0) < 1:
+            wrong += ["losses or accumulations"]
+        if wrong:
+            raise ValueError(f"look at its {', '.join(wrong)}")
+        return cls(**kept)
+
+    def to_json(self) -> dict[str, Any]:
+        """The content of state.json."""
+        return {n: value for n, value in vars(self).items() if value is not None or n == "loss_scale"}
+
+    def at_save(self, **filled: Any) -> Self:
+        """A copy for state.json, with the fields that are known only then."""
+        return dataclasses.replace(self, wall_s=self.wall_now_s(), **filled)
+
+    def scalars(self) -> dict[str, Any]:
+        """The part that belongs to the optimizer and the loss scale, as TrainingState takes it."""
+        names = ("optimizer", "optimizer_steps", "loss_scale")
+        return {name: value for name, value in self.to_json().items() if name in names}
+
+    def wall_now_s(self) -> float:
+        """Seconds since the run's first process began, imports included, without pauses between processes."""
+        return self.wall_s + own_age_s()
+
+    def end_step(self, step: int) -> None:
+        self.step, self.evaluated = step, False
+
+    def add_evaluation(self, step: int, metrics: dict[str, float]) -> None:
+        """Best is the first evaluation with the highest accuracy, or without classes the lowest loss."""
+        self.last, self.evaluated = metrics, True
+        if not self.best or _score(metrics) > _score(self.best):
+            self.best = metrics | {"step": step}
+
+    @property
+    def best_step(self) -> int | None:
+        return int(self.best["step"]) if "step" in self.best else None
+
+
+NEEDED = ("step", "evaluated", "best", "last", "logged_step", "losses", "accumulations", "train_s", "wall_s")
+
+
+def _score(metrics: dict[str, float]) -> float:
+    return metrics.get("accuracy", -metrics["loss"])

@@ -1,0 +1,49 @@
+"""Checks the values of a JSON object, which may come from anywhere, against the types that are expected."""
+
+import types
+import typing
+from typing import Any
+
+# A type, list[Kind], dict[str, Kind], a TypedDict, unions of them; float stands for any finite number.
+# {key: Kind, "*": Kind of all other keys} is an object whose values may also be null; [Kind] is a list.
+Kind = Any
+
+
+def fitting(content: dict[str, Any], kinds: dict[str, Kind]) -> tuple[dict[str, Any], list[str]]:
+    """The values that have the expected type, and the names of those that have another.
+
+    Unknown keys and nulls are left out of both.
+    """
+    kept, wrong = {}, []
+    for key, value in content.items():
+        kind = kinds.get(key, kinds.get("*"))
+        if kind is None or value is None:
+            continue
+        if fits(value, kind):
+            kept[key] = value
+        else:
+            wrong.append(key)
+    return kept, wrong
+
+
+def fits(value: Any, kind: Kind) -> bool:
+    """True when the value, read from JSON, is of that kind."""
+    if kind is Any:
+        return True
+    if isinstance(kind, types.UnionType):
+        return any(fits(value, member) for member in typing.get_args(kind))
+    if isinstance(kind, dict):
+        return isinstance(value, dict) and not fitting(value, kind)[1]
+    if typing.is_typeddict(kind):
+        hints = typing.get_type_hints(kind)
+        return isinstance(value, dict) and all(key in value and fits(value[key], hints[key]) for key in hints)
+    if isinstance(kind, list) or typing.get_origin(kind) is list:
+        item_kind = kind[0] if isinstance(kind, list) else typing.get_args(kind)[0]
+        return isinstance(value, list) and all(fits(item, item_kind) for item in value)
+    if typing.get_origin(kind) is dict:
+        return isinstance(value, dict) and all(fits(v, typing.get_args(kind)[1]) for v in value.values())
+    if isinstance(value, bool) or kind is bool:
+        return isinstance(value, bool) and kind is bool
+    if kind in (int, float):
+        return isinstance(value, int if kind is int else int | float) and -(2**63) < value < 2**63
+    return isinstance(value, kind)
