@@ -7,7 +7,7 @@
 
 It asks all hosts at the same time, over ssh as launch.py does; then one process on each takes part in an
 all-reduce. The table has a row for each check and a column for each host. Each finding has a remedy, and a
-code that the documentation explains. With a script and its flags it also checks model, strategy and data.
+code that docs/trouble.md explains. With a script and its flags it also checks model, strategy and data.
 
 Exit status 1 if the job would fail, 0 otherwise, also with warnings. --json FILE writes all findings.
 Eight virtual hosts on 2 CPU cores: 1.6 s, and 9 s more for the all-reduce, for which each imports torch.

@@ -299,7 +299,7 @@ def stoppable(tmp_path_factory) -> Path:
         "            if __import__('os').environ.get('TORCHELASTIC_RESTART_COUNT', '0') == '0':\n"
         "                __import__('time').sleep(float(__import__('os').environ.get('STEP_S', 0)))\n"
     )
-    for script in ("train_hello.py", "train_cnn_a.py", "train_cnn_b.py", "train_vit.py"):
+    for script in sorted(path.name for path in project.glob("train_*.py")):
         call = "            run.checkpoint(step)\n"
         mutate(project, script, call, lines + call)
     return project

@@ -1,57 +1,59 @@
-"""The README says what the code does. `python -m tests.test_readme` writes its tables of flags anew."""
+"""Documents say what the code does: generated pages, links, recipes."""
 
 import re
 
-from common.recipe import ImageRecipe, Recipe, flag_table, parse
+import pytest
+
+from common.hosts.diagnosis import MEANINGS, REMEDIES
+from common.recipe import parse
+from common.script import load_script, recipe_class
+from docs.generate import FLAGS, TROUBLE, flags_page, train_scripts, trouble_page
 from tests.conftest import ROOT
-from train_cnn_a import CnnA
-from train_cnn_b import CnnB
-from train_hello import Hello
-from train_vit import Vit
 
 README = ROOT / "README.md"
-TABLES = {
-    "all scripts": flag_table(Recipe),
-    "train_hello.py": flag_table(Hello, without=Recipe),
-    "the scripts for images": flag_table(ImageRecipe, without=Recipe),
-    "train_cnn_a.py": flag_table(CnnA, without=ImageRecipe),
-    "train_cnn_b.py": flag_table(CnnB, without=ImageRecipe),
-    "train_vit.py": flag_table(Vit, without=ImageRecipe),
-}
+DOCUMENTS = [
+    *sorted(ROOT.glob("*.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+    *(ROOT / folder / "README.md" for folder in ("accelerate_configs", "ds_configs", "benchmarks")),
+]
 
 
-def with_tables(text: str) -> str:
-    for name, table in TABLES.items():
-        begin, end = f"<!-- flags of {name} -->", "<!-- end -->"
-        pattern = re.escape(begin) + r".*?" + re.escape(end)
-        assert len(re.findall(pattern, text, re.DOTALL)) == 1, name
-        text = re.sub(pattern, lambda _, new=f"{begin}\n{table}\n{end}": new, text, flags=re.DOTALL)
-    return text
+def test_the_pages_made_from_the_code_are_up_to_date():
+    assert FLAGS.read_text() == flags_page(), "run: python -m docs.generate"
+    assert TROUBLE.read_text() == trouble_page(), "run: python -m docs.generate"
 
 
-def test_the_tables_of_flags_are_those_of_the_recipes():
-    text = README.read_text()
-    assert text == with_tables(text), "run: python -m tests.test_readme"
+def test_each_finding_of_the_doctor_has_a_meaning_and_a_remedy():
+    assert list(MEANINGS) == list(REMEDIES)
+
+
+def test_the_readme_stays_short():
+    assert len(README.read_text().splitlines()) <= 220
 
 
 def test_every_recipe_is_one_of_its_script():
-    scripts = {"cnn_a": CnnA, "cnn_b": CnnB, "vit": Vit}
+    scripts = {path.stem.removeprefix("train_"): path for path in train_scripts()}
     files = sorted((ROOT / "recipes").glob("*.yaml"))
     assert len(files) >= 7
     for file in files:
-        script = next(name for name in scripts if file.name.startswith(f"{name}_"))
-        assert f"train_{script}.py" in file.read_text(), file.name
-        assert parse(scripts[script], ["--config", str(file)]) != scripts[script](), file.name
+        name = max((name for name in scripts if file.name.startswith(f"{name}_")), key=len)
+        assert scripts[name].name in file.read_text(), file.name
+        recipe = recipe_class(load_script(scripts[name]))
+        assert parse(recipe, ["--config", str(file)]) != recipe(), file.name
 
 
-def test_every_file_that_the_readme_names_is_there():
-    for name in re.findall(r"\]\((?!http)([^)#]+)", README.read_text()):
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_link_and_file_of_a_document_is_there(document):
+    text = document.read_text()
+    for name, _, anchor in (link.partition("#") for link in re.findall(r"\]\((?!https?:)([^)\s]+)\)", text)):
+        target = document.parent / name if name else document
+        assert target.exists(), name
+        assert not anchor or anchor in anchors(target.read_text()), f"{name}#{anchor}"
+    for name in re.findall(r"\b(?:accelerate_configs|ds_configs|recipes)/\w+\.(?:yaml|json)", text):
         assert (ROOT / name).exists(), name
-    for name in re.findall(
-        r"\b(?:accelerate_configs|ds_configs|recipes)/\w+\.(?:yaml|json)", README.read_text()
-    ):
-        assert (ROOT / name).exists(), name
 
 
-if __name__ == "__main__":
-    README.write_text(with_tables(README.read_text()))
+def anchors(text: str) -> set[str]:
+    """The anchors that a Markdown viewer gives the headings."""
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}

@@ -1,4 +1,4 @@
-"""Findings from the hosts' answers, each with a code that the documentation explains."""
+"""Findings from the hosts' answers, each with a code that docs/trouble.md explains."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -15,8 +15,40 @@ DISK_GIB, DISK_LEAST_GIB = 10.0, 1.0
 OPEN_FILES = 4096
 HELD_PART = 0.1  # of a GPU's memory that others may hold without a finding
 
+# Both tables are docs/trouble.md's: `python -m docs.generate` writes them there.
+MEANINGS = {
+    "ssh": "a host is not reached, or the project is not at this path there",
+    "host-key": "the host's key changed, or was never seen",
+    "facts": "a question was not answered on the host, for another reason than ssh",
+    "clock": "a clock is off",
+    "versions": "Python or a package differs: ranks would refuse to start together",
+    "driver": "driver or NCCL differ between hosts; another NCCL hangs in its first collective",
+    "code": "a file of the project differs: ranks would refuse to start together",
+    "slots": "the hostfile counts GPUs that are not there, or some hosts have none",
+    "device-memory": "another process holds a GPU's memory",
+    "peer-access": "GPUs of a host exchange data through its memory",
+    "precision": "a GPU emulates bf16",
+    "unsupported-gpu": "the installed torch has no code for this GPU",
+    "interface": "no route to the first host, or its address is a loopback",
+    "own-name": "/etc/hosts has the host's own name as 127.0.1.1, as Debian does: torchrun with c10d does not"
+    " recognise itself by its address",
+    "port-taken": "something listens on the master's port",
+    "port-closed": "the others do not reach the first host",
+    "shm": "/dev/shm is small: NCCL and DataLoader workers need it",
+    "disk": "little room for checkpoints",
+    "open-files": "few open files are allowed",
+    "data": "--data is missing or differs on a host, or the host can't read it from S3",
+    "output": "the run folder can't be written to; only the first host's matters",
+    "all-reduce": "the hosts do not meet, or too slowly",
+    "s3": "a put, get or delete fails on the first host",
+    "strategy": "FSDP or ZeRO-3 for a model that needs less than a fifth of a GPU",
+    "script": "the script, or one of its flags, is wrong",
+    "batch": "the batch is larger than the data set",
+}
+
 REMEDIES = {
-    "ssh": "`ssh HOST` must work without a question, with the project and its .venv at this path there",
+    "ssh": "`ssh HOST` must work without a question (a key, its name in `~/.ssh/config`), with the project"
+    " and its .venv at this path there",
     "host-key": "compare its fingerprint with the console's, then `ssh-keyscan HOST >> ~/.ssh/known_hosts`",
     "facts": "look at what it says; the checks that need the answer were left out",
     "clock": "set the clock by NTP (`timedatectl set-ntp true`): S3 refuses requests that are minutes off",
@@ -29,20 +61,22 @@ REMEDIES = {
     "precision": "--mixed_precision fp16 on GPUs before compute capability 8.0",
     "unsupported-gpu": "a torch that was built for this GPU: accelerate_configs/README.md, `Precision`",
     "interface": "a route between the hosts, or --master_addr with an address that all of them reach",
-    "own-name": "in /etc/hosts give the host's name its real address; torchrun with c10d needs it",
+    "own-name": "in /etc/hosts give the host's name its real address; `launch.py` does not need it",
     "port-taken": "end that process, or give another --port",
-    "port-closed": "open all ports among the hosts, to no others: a security group whose source is itself",
+    "port-closed": "open all ports among the hosts, to no others: a security group whose source is"
+    " itself; jobs use many ports",
     "shm": "a container: --ipc=host, or --shm-size=8g",
     "disk": "make room, or give another --output_dir",
     "open-files": "`ulimit -n 65536` in the shell that starts the job, or in /etc/security/limits.conf",
-    "data": "the same data at the same path on each host; for s3:// also credentials on each",
-    "output": "make the folder writable for the user that ssh logs in",
+    "data": "the same files at the same path on each host; for s3:// also credentials on each (the doctor"
+    " does not see those of `launch.py --env`)",
+    "output": "correct the folder's owner and mode: the user that ssh logs in must be able to write",
     "all-reduce": "see `port-closed` and `interface`; NCCL_DEBUG=INFO says more",
     "s3": "credentials where boto3 looks for them, on the first host; the bucket's region and policy",
     "strategy": "ddp_*.yaml is faster where the model fits",
-    "script": "the script or one of its flags is wrong",
+    "script": "see its error: `python SCRIPT --print_config` with the same flags",
     "batch": "a smaller --batch_size",
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Every command of the README, as it is written there: only made small, and every host is this one."""
+"""Every command of the README and its pages, as written: only made small, and every host is this one."""
 
 import json
 import os
@@ -24,15 +24,17 @@ SMALL = {
     "train_vit.py": [*DIGITS, "--model", "test_vit", "--image_size", "32", "--patch_size", "8"],
 }
 BENCHMARK = ["--data", "digits", "--blocks", "1", "--steps", "2", "--warmup", "1", "--batch_size", "16"]
+# Not docs/imagenet.md and docs/cluster.md: they need archives and machines that are not here.
+DOCUMENTS = ("README.md", *(f"docs/{name}.md" for name in ("launching", "resuming", "results", "trouble")))
 ONE_TWO_AND_TWO_HOSTS = "--model_folder ./weights"  # the commands that work for three scripts alike
 
 
 def readme_commands() -> tuple[list[str], list[str]]:
-    """Every line of the README's blocks of commands, and the commands of its table of results."""
-    text = (ROOT / "README.md").read_text()
+    """Every line of the documents' blocks of commands, once each, and those of the table of results."""
+    text = "\n".join((ROOT / name).read_text() for name in DOCUMENTS)
     blocks = "".join(re.findall(r"```sh\n(.*?)```", text, re.DOTALL)).splitlines()
     results = text.split("## Results")[1].split("## ")[0]
-    return blocks, re.findall(r"^\|.*?\| `([^`]+)` \|", results, re.MULTILINE)
+    return list(dict.fromkeys(blocks)), re.findall(r"^\|.*?\| `([^`]+)` \|", results, re.MULTILINE)
 
 
 IN_BLOCKS, IN_TABLES = readme_commands()
@@ -87,8 +89,8 @@ OTHER_SCRIPTS = [
         marks=pytest.mark.full,
     )
     for command in MODEL_FOLDER
-    for script in ("train_cnn_b.py", "train_vit.py")
-    if "--config" not in command
+    for script in sorted(path.name for path in ROOT.glob("train_*.py"))
+    if script not in ("train_cnn_a.py", "train_hello.py") and "--config" not in command
 ]
 
 
@@ -140,7 +142,7 @@ def launch(command: str, project, request, cache: list) -> None:
     asks_hosts = "--hostfile" in command and "--no_ssh_check" not in command
     env = request.getfixturevalue("ssh") if asks_hosts else {}
     script = re.search(r"train_\w+\.py", command).group()
-    small = SMALL[script] if script == "train_hello.py" else [*SMALL[script], *cache]
+    small = SMALL[script] if script == "train_hello.py" else [*SMALL.get(script, DIGITS), *cache]
     port = free_port()
     jobs = []
     for rank in range(2 if "--nnodes=2" in command else 1):

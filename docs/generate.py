@@ -1,0 +1,61 @@
+"""Writes what documents say from the code: the flags, and the doctor's findings.
+
+    python -m docs.generate
+
+docs/flags.md is made from the recipes of all train_*.py, docs/trouble.md's table from
+common/hosts/diagnosis.py.
+"""
+
+import re
+from pathlib import Path
+
+from common.hosts.diagnosis import MEANINGS, REMEDIES
+from common.recipe import ImageRecipe, Recipe, flag_table
+from common.script import load_script, recipe_class
+from common.system.paths import ROOT
+
+FLAGS, TROUBLE = ROOT / "docs" / "flags.md", ROOT / "docs" / "trouble.md"
+BEGIN, END = "<!-- codes -->", "<!-- end -->"
+
+
+def train_scripts() -> list[Path]:
+    return sorted(ROOT.glob("train_*.py"))
+
+
+def flags_page() -> str:
+    """The whole of docs/flags.md."""
+    parts = [
+        "<!-- `python -m docs.generate` writes this page from the recipes. -->",
+        "# Flags",
+        "`--config FILE` takes any of them from YAML or JSON; flags win. `--batch-size` and `--batch_size`"
+        " are the same.\nEach script has the flags of the first section, and those for images also the"
+        " second's.",
+        "## Of all scripts",
+        flag_table(Recipe),
+        "## Of the scripts for images",
+        flag_table(ImageRecipe, without=Recipe),
+    ]
+    for path in train_scripts():
+        script = load_script(path)
+        recipe = recipe_class(script)
+        base = ImageRecipe if issubclass(recipe, ImageRecipe) else Recipe
+        about = (script.__doc__ or "").partition("\n\n")[0]
+        parts += [f"## {path.name}, where it differs", about, flag_table(recipe, without=base)]
+    return "\n\n".join(parts) + "\n"
+
+
+def trouble_page() -> str:
+    """docs/trouble.md as it stands, its table made anew."""
+    rows = ["| code | what it means | what helps |", "|---|---|---|"]
+    rows += [f"| `{code}` | {MEANINGS[code]} | {REMEDIES[code]} |" for code in REMEDIES]
+    table = "\n".join([BEGIN, *rows, END])
+    page, count = re.subn(
+        re.escape(BEGIN) + ".*?" + re.escape(END), lambda _: table, TROUBLE.read_text(), flags=re.DOTALL
+    )
+    assert count == 1
+    return page
+
+
+if __name__ == "__main__":
+    FLAGS.write_text(flags_page())
+    TROUBLE.write_text(trouble_page())

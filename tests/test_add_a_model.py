@@ -1,0 +1,61 @@
+"""docs/add_a_model.md, as written: its changes applied to train_vit.py, then its commands."""
+
+import re
+import shlex
+import subprocess
+
+import pytest
+
+from tests.conftest import BIN, ROOT, copy_project, mutate, result, run
+
+TEXT = (ROOT / "docs" / "add_a_model.md").read_text()
+COMMANDS = "".join(re.findall(r"```sh\n(.*?)```", TEXT, re.DOTALL)).splitlines()
+CHANGES = re.findall(r"```diff\n(.*?)```", TEXT, re.DOTALL)
+SCRIPT = "train_convnext.py"
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory):
+    """A copy of the project with the document's changes."""
+    folder = copy_project(tmp_path_factory.mktemp("add_a_model") / "project")
+    (folder / "docs").mkdir()
+    for name in ("__init__.py", "generate.py", "trouble.md", "flags.md"):
+        if (ROOT / "docs" / name).exists():
+            (folder / "docs" / name).write_text((ROOT / "docs" / name).read_text())
+    (copying,) = (command for command in COMMANDS if command.startswith("sed "))
+    subprocess.run(copying, shell=True, cwd=folder, check=True)
+    for change in CHANGES:
+        old, new = (
+            "".join(line[1:] + "\n" for line in change.splitlines() if line[0] == sign) for sign in "-+"
+        )
+        mutate(folder, SCRIPT, old, new)
+    return folder
+
+
+def test_the_changes_leave_a_script_in_style(project):
+    for words in (["check"], ["format", "--check"]):
+        run([BIN / "ruff", *words, "--config", ROOT / "pyproject.toml", SCRIPT], cwd=project)
+
+
+def test_it_trains_resumes_and_is_validated(project, cache):
+    outputs = []
+    launches = [words for words in map(shlex.split, COMMANDS) if words[0] == "accelerate"]
+    for words in launches:
+        outputs.append(run([*words, "--mixed_precision", "no", *cache], cwd=project))
+    ddp, fsdp, continued = outputs
+    assert "continuing" not in ddp + fsdp
+    assert "continuing at step 3" in continued
+    found = result(project / "runs" / "convnext_ddp")
+    assert (found["script"], found["strategy"], found["steps"]) == ("train_convnext", "fsdp", 5)
+    (validate,) = (words for words in map(shlex.split, COMMANDS) if "validate.py" in words)
+    output = run([*validate, *cache], cwd=project)
+    assert "top-1" in output.lower()
+
+
+def test_its_flags_get_into_the_document(project):
+    (generate,) = (words for words in map(shlex.split, COMMANDS) if "docs.generate" in words)
+    run(generate, cwd=project)
+    page = (project / "docs" / "flags.md").read_text()
+    section = page.split("## train_convnext.py")[1].split("\n## ")[0]
+    assert "| `--model` | convnext_tiny | any ConvNeXt of timm |" in section
+    assert "--patch_size" not in section
