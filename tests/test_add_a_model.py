@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from tests.conftest import BIN, ROOT, copy_project, mutate, result, run
+from tests.conftest import BIN, ROOT, copy_project, metrics, mutate, result, run
 
 TEXT = (ROOT / "docs" / "add_a_model.md").read_text()
 COMMANDS = "".join(re.findall(r"```sh\n(.*?)```", TEXT, re.DOTALL)).splitlines()
@@ -41,10 +41,16 @@ def test_it_trains_resumes_and_is_validated(project, cache):
     outputs = []
     launches = [words for words in map(shlex.split, COMMANDS) if words[0] == "accelerate"]
     for words in launches:
-        outputs.append(run([*words, "--mixed_precision", "no", *cache], cwd=project))
+        outputs.append(run([*words, "--mixed_precision", "no", "--log_every", "1", *cache], cwd=project))
     ddp, fsdp, continued = outputs
     assert "continuing" not in ddp + fsdp
     assert "continuing at step 3" in continued
+    losses = [
+        [line["train/loss"] for line in metrics(project / "runs" / name) if "train/loss" in line][:3]
+        for name in ("convnext_ddp", "convnext_fsdp")
+    ]
+    assert len(losses[0]) == 3
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
     found = result(project / "runs" / "convnext_ddp")
     assert (found["script"], found["strategy"], found["steps"]) == ("train_convnext", "fsdp", 5)
     (validate,) = (words for words in map(shlex.split, COMMANDS) if "validate.py" in words)
