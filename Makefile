@@ -2,14 +2,21 @@
 PYTHON ?= python3
 VENV ?= .venv
 INSTALLED = $(VENV)/installed
+INSTALLED_DEV = $(VENV)/installed_dev
+# Exact versions. `make setup CONSTRAINTS=` installs the newest that requirements.txt allows.
+CONSTRAINTS ?= constraints.txt
 
-.PHONY: setup train tensorboard logbook experiment_vit experiment_speedup test test-all
+.PHONY: setup train tensorboard logbook experiment_vit experiment_speedup docs test test-all
 
 setup: $(INSTALLED)
 
-$(INSTALLED): requirements.txt
+$(INSTALLED): requirements.txt $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --requirement requirements.txt
+	$(VENV)/bin/python -m pip install --requirement requirements.txt $(CONSTRAINTS:%=--constraint %)
+	touch $@
+
+$(INSTALLED_DEV): requirements-dev.txt $(INSTALLED)
+	$(VENV)/bin/python -m pip install --requirement requirements-dev.txt $(CONSTRAINTS:%=--constraint %)
 	touch $@
 
 train: setup
@@ -29,11 +36,16 @@ export SIZE DATA HOSTFILE S3_PREFIX FOLDER LOGBOOK DRY_RUN
 experiment_vit experiment_speedup: experiment_%: setup
 	PYTHON=$(VENV)/bin/python experiments/$*.sh
 
-test: setup
+# Pages that are made from the code: docs/flags.md, and the table in docs/trouble.md
+docs: setup
+	$(VENV)/bin/python -m docs.generate
+
+test: $(INSTALLED_DEV)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+	PYTHONPATH=. $(VENV)/bin/lint-imports --no-cache
 	$(VENV)/bin/python -m pytest -n 2 --no-loadscope-reorder -m "not full"
 
 # The products of strategies and scripts, and the long trainings: an hour on 2 cores.
-test-all: setup
+test-all: $(INSTALLED_DEV)
 	$(VENV)/bin/python -m pytest -n 2 --no-loadscope-reorder

@@ -263,7 +263,7 @@ def test_make_train(project, cache):
     venv = BIN.parent
     if not (venv / "installed").exists():
         pytest.skip(f"{venv} was not made by `make setup`")
-    for name in ("Makefile", "requirements.txt"):
+    for name in ("Makefile", "requirements.txt", "constraints.txt"):
         shutil.copy2(ROOT / name, project)  # with its time: make compares it
     output = run(["make", "train", f"VENV={venv}"], cwd=project)
     assert "pip install" not in output
