@@ -53,6 +53,15 @@ def test_every_link_and_file_of_a_document_is_there(document):
         assert (ROOT / name).exists(), name
 
 
+def test_the_architecture_names_every_room_and_only_files_that_are_there():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    for name in re.findall(r"`((?:\w+/)*\w+\.py)`", text):
+        assert (ROOT / name).exists() or (ROOT / "common" / name).exists(), name
+    for path in (ROOT / "common").iterdir():
+        name = f"`{path.name}/`" if path.is_dir() else f"`{path.name}`"
+        assert name in text or path.name in ("__init__.py", "__pycache__"), name
+
+
 def anchors(text: str) -> set[str]:
     """The anchors that a Markdown viewer gives the headings."""
     headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)

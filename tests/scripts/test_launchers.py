@@ -189,7 +189,7 @@ def test_no_command_is_left_out():
         "afterwards": r".*\b(validate|find_batch_size|logbook)\.py ",  # of their own names; test_make_train
         "accelerate config": r"accelerate config$|accelerate launch train_cnn_a.py$",
         "benchmark": r"python -m benchmarks\.(tutorial_speed |checkpoint_saves$)",  # test_benchmark*
-        "tests": r"python -m pytest tests/\w+\.py$",
+        "tests": r"python -m pytest tests/[\w/]+\.py$",
         "preparation": r"python prep_imagenet\.py ",  # test_prep_imagenet.py
         "hosts": r"python launch\.py --mode |python cluster/virtual_cluster\.py ",  # test_launch.py, above
         "doctor": r"python doctor\.py ",  # test_doctor.py
