@@ -12,20 +12,22 @@ not yet measured on a GPU.
     torchrun --nproc_per_node=2 train_cnn_b.py --stem imagenet --image_size 224 --data IMAGES
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from accelerate import Accelerator
 from torch import Tensor, nn
 
 from common.augment import crop_and_flip, to_float
 from common.data.images import Images, load
-from common.distributed.accelerator import prepare, run, start
+from common.distributed.accelerator import prepare
+from common.distributed.entry import entry
 from common.evaluation import evaluate
-from common.optim import parameter_groups, set_learning_rate, warmup_cosine
-from common.order import Plan, micro_batches, reseed, steps_per_epoch, training_plan, uniforms
-from common.recipe import ImageRecipe, flag, parse
+from common.order import Plan, Steps, reseed, uniforms
+from common.recipe import Batch, ImageRecipe, flag
 from common.run.run import Run
 
 # --- Recipe -----------------------------------------------------------------------------------------------
@@ -130,22 +132,33 @@ def training_batches(images: Images, plan: Plan, device: torch.device, recipe: C
 
 
 def build_optimizer(model: nn.Module, recipe: CnnB) -> torch.optim.Optimizer:
-    groups = parameter_groups(model, recipe.weight_decay)
+    # Weight decay on matrices and convolutions only: biases and norms it would pull to zero without making
+    # the model smaller.
+    decayed = [p for p in model.parameters() if p.ndim > 1]
+    others = [p for p in model.parameters() if p.ndim <= 1]
+    groups = [
+        {"params": decayed, "weight_decay": recipe.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
     # Not fused, as FSDP's DTensors know no fused SGD in torch 2.15; so fp16's scaler waits for the device at
     # each step, to see whether it overflowed.
     return torch.optim.SGD(groups, lr=recipe.lr, momentum=recipe.momentum, nesterov=recipe.momentum > 0)
 
 
 def learning_rate(recipe: CnnB, step: int, total_steps: int) -> float:
-    return recipe.lr * warmup_cosine(step, total_steps, int(recipe.warmup * total_steps))
+    """Rises linearly, then falls by half a cosine to 0 (arXiv 1608.03983)."""
+    warmup_steps = int(recipe.warmup * total_steps)
+    if step < warmup_steps:
+        return recipe.lr * ((step + 1) / warmup_steps)
+    progress = (step - warmup_steps) / max(1, total_steps - warmup_steps)
+    return recipe.lr * (0.5 * (1 + math.cos(math.pi * progress)))
 
 
 # --- Train ------------------------------------------------------------------------------------------------
 
 
-def main() -> None:
-    recipe = parse(CnnB)
-    accelerator, batch = start(recipe, recipe.clip_norm)
+@entry(CnnB)
+def main(recipe: CnnB, accelerator: Accelerator, batch: Batch) -> None:
     with Run(accelerator, recipe, batch) as run:
         images = load(accelerator, recipe)
         torch.manual_seed(recipe.seed)  # the same initial weights in every process
@@ -153,24 +166,22 @@ def main() -> None:
         optimizer = build_optimizer(model, recipe)
         model, optimizer = prepare(accelerator, model, optimizer)
 
-        per_epoch = steps_per_epoch(images.train, batch)
-        total_steps = recipe.epochs * per_epoch
-        last_step = min(total_steps, recipe.max_steps or total_steps)
-        first_step = run.begin(model, optimizer, None, images.identity, last_step, per_epoch)
+        steps = Steps.of(images.train, batch, recipe)
+        steps = run.begin(model, optimizer, steps, data=images.identity)
         rank = accelerator.process_index
-        plan = training_plan(images.train, batch, rank, recipe.seed, first_step, last_step)
+        plan = steps.plan(images.train, batch, rank, recipe.seed)
         batches = run.feed(training_batches(images, plan, accelerator.device, recipe))
-        for step in range(first_step, last_step + 1):
+        for step in range(steps.first, steps.last + 1):
             if run.should_evaluate(step):
-                run.log_evaluation(
-                    step, evaluate(accelerator, model, images.val, recipe, batch, MEAN, STD, run)
-                )
+                shown = dict(mean=MEAN, std=STD, watcher=run)
+                run.log_evaluation(step, evaluate(accelerator, model, images.val, recipe, batch, **shown))
             run.checkpoint(step)
-            if step == last_step:
+            if step == steps.last:
                 break
-            lr = learning_rate(recipe, step, total_steps)
-            set_learning_rate(optimizer, lr)
-            for k in micro_batches(batch, rank):
+            lr = learning_rate(recipe, step, steps.total)
+            for group in optimizer.param_groups:  # a scheduler would be stepped once per process
+                group["lr"] = lr
+            for k in batch.micro_batches(rank):
                 inputs, labels, ids = next(batches)
                 reseed(recipe.seed, step, k)
                 with accelerator.accumulate(model):
@@ -189,4 +200,4 @@ def main() -> None:
 # --- Entry ------------------------------------------------------------------------------------------------
 
 if __name__ == "__main__":
-    run(main)
+    main()

@@ -10,6 +10,7 @@ is explained where it happens. The other scripts are the same story with images.
 It takes seconds, and leaves its loss curves and a picture of the learned function in the run folder's plots/.
 """
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -19,10 +20,10 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from common.distributed.accelerator import prepare, run, start
-from common.optim import set_learning_rate, warmup_cosine
-from common.order import Shuffled, evaluation_plan, micro_batches, reseed, steps_per_epoch, training_plan
-from common.recipe import Batch, Recipe, flag, parse, setting
+from common.distributed.accelerator import prepare
+from common.distributed.entry import entry
+from common.order import Shuffled, Steps, evaluation_plan, reseed
+from common.recipe import Batch, Recipe, flag, setting
 from common.run.run import Run
 
 # --- Recipe -----------------------------------------------------------------------------------------------
@@ -101,14 +102,20 @@ def evaluate(
 # --- Train ------------------------------------------------------------------------------------------------
 
 
-def main() -> None:
-    recipe = parse(Hello)
-    # A launcher has started this script several times (plain python: once). The processes find one another at
-    # an address that it passed in environment variables; together they are the "process group". Each has a
-    # number in it, its "rank" (accelerator.process_index), and a device of its own. Rank 0 is also called the
-    # "main process".
-    accelerator, batch = start(recipe, recipe.clip_norm)
+def learning_rate(recipe: Hello, step: int, total_steps: int) -> float:
+    """Rises linearly for a twentieth of the steps, then falls by half a cosine to 0 (arXiv 1608.03983)."""
+    warmup_steps = total_steps // 20
+    if step < warmup_steps:
+        return recipe.lr * ((step + 1) / warmup_steps)
+    progress = (step - warmup_steps) / max(1, total_steps - warmup_steps)
+    return recipe.lr * (0.5 * (1 + math.cos(math.pi * progress)))
 
+
+# A launcher has started this script several times (plain python: once). The processes find one another at an
+# address that it passed in environment variables; together they are the "process group". Each has a number
+# in it, its "rank" (accelerator.process_index), and a device of its own. Rank 0 is the "main process".
+@entry(Hello)
+def main(recipe: Hello, accelerator: Accelerator, batch: Batch) -> None:
     with Run(accelerator, recipe, batch) as run:
         # All ranks make the same points and, from the same seed, the same initial weights.
         x, y = (t.to(accelerator.device) for t in points(recipe.data_size, recipe.seed))
@@ -121,27 +128,26 @@ def main() -> None:
         model, optimizer = prepare(accelerator, model, optimizer)
 
         samples = Shuffled(recipe.data_size)
-        per_epoch = steps_per_epoch(samples, batch)
-        total_steps = recipe.epochs * per_epoch
-        last_step = min(total_steps, recipe.max_steps or total_steps)
+        steps = Steps.of(samples, batch, recipe)
         # A run that was interrupted goes on where its newest checkpoint was made: rank 0 reads it, and every
         # rank gets its part. Without one the first step is 0.
-        first_step = run.begin(model, optimizer, None, ("generated", ()), last_step, per_epoch)
+        steps = run.begin(model, optimizer, steps, data=("generated", ()))
         rank = accelerator.process_index
         # "Sharding" of the data: all ranks shuffle the points in the same way, and of the batch_size points
         # of a step each takes other ones, batch_size / ranks of them. (If a share does not fit on the device
         # it is cut further, into "accumulations": micro-batches of per_device_batch_size points, one after
         # the other.)
-        plan = iter(training_plan(samples, batch, rank, recipe.seed, first_step, last_step))
-        for step in range(first_step, last_step + 1):
+        plan = iter(steps.plan(samples, batch, rank, recipe.seed))
+        for step in range(steps.first, steps.last + 1):
             if run.should_evaluate(step):
                 run.log_evaluation(step, evaluate(accelerator, model, val_x, val_y, batch))
             run.checkpoint(step)
-            if step == last_step:
+            if step == steps.last:
                 break
-            lr = recipe.lr * warmup_cosine(step, total_steps, total_steps // 20)
-            set_learning_rate(optimizer, lr)
-            for k in micro_batches(batch, rank):
+            lr = learning_rate(recipe, step, steps.total)
+            for group in optimizer.param_groups:  # a scheduler would be stepped once per process
+                group["lr"] = lr
+            for k in batch.micro_batches(rank):
                 _, ids = next(plan)
                 reseed(recipe.seed, step, k)
                 with accelerator.accumulate(model):
@@ -187,4 +193,4 @@ def plot(path: Path, x: Tensor, y: Tensor, grid: Tensor, learned: Tensor) -> Non
 # --- Entry ------------------------------------------------------------------------------------------------
 
 if __name__ == "__main__":
-    run(main)
+    main()

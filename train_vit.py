@@ -11,6 +11,7 @@ Accuracy of this recipe: not yet measured on a GPU.
     deepspeed --num_gpus 2 train_vit.py --deepspeed_config ds_configs/zero2.json --pretrained --lr 1e-4
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from pathlib import Path
 import timm
 import torch
 import torch.nn.functional as F
+from accelerate import Accelerator
 from torch import nn
 
 from common.augment import (
@@ -33,12 +35,13 @@ from common.augment import (
 )
 from common.checkpoint.format import load_weights
 from common.data.images import Images, load
-from common.distributed.accelerator import prepare, run, start
+from common.distributed.accelerator import prepare
+from common.distributed.entry import entry
 from common.evaluation import evaluate
-from common.optim import EMA, parameter_groups, set_learning_rate, warmup_cosine
-from common.order import Plan, micro_batches, reseed, steps_per_epoch, training_plan, uniforms
+from common.optim import EMA
+from common.order import Plan, Steps, reseed, uniforms
 from common.rand_augment import LAYERS, rand_augment
-from common.recipe import ImageRecipe, flag, parse
+from common.recipe import Batch, ImageRecipe, flag
 from common.run.run import Run
 
 # --- Recipe -----------------------------------------------------------------------------------------------
@@ -135,19 +138,33 @@ def training_batches(
 
 
 def build_optimizer(model: nn.Module, recipe: Vit) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameter_groups(model, recipe.weight_decay), lr=recipe.lr, fused=True)
+    # Weight decay on matrices only: biases, norms and position embeddings it would pull to zero without
+    # making the model smaller.
+    excluded = model.no_weight_decay()
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    decayed = [p for name, p in trained if p.ndim > 1 and name not in excluded]
+    others = [p for name, p in trained if p.ndim <= 1 or name in excluded]
+    groups = [
+        {"params": decayed, "weight_decay": recipe.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=recipe.lr, fused=True)
 
 
 def learning_rate(recipe: Vit, step: int, total_steps: int) -> float:
-    return recipe.lr * warmup_cosine(step, total_steps, int(recipe.warmup * total_steps))
+    """Rises linearly, then falls by half a cosine to 0 (arXiv 1608.03983)."""
+    warmup_steps = int(recipe.warmup * total_steps)
+    if step < warmup_steps:
+        return recipe.lr * ((step + 1) / warmup_steps)
+    progress = (step - warmup_steps) / max(1, total_steps - warmup_steps)
+    return recipe.lr * (0.5 * (1 + math.cos(math.pi * progress)))
 
 
 # --- Train ------------------------------------------------------------------------------------------------
 
 
-def main() -> None:
-    recipe = parse(Vit)
-    accelerator, batch = start(recipe, recipe.clip_norm)
+@entry(Vit)
+def main(recipe: Vit, accelerator: Accelerator, batch: Batch) -> None:
     with Run(accelerator, recipe, batch) as run:
         images = load(accelerator, recipe)
         torch.manual_seed(recipe.seed)  # the same initial weights in every process
@@ -158,27 +175,27 @@ def main() -> None:
         ema = EMA(model, optimizer, recipe.ema_decay) if recipe.ema_decay else None
         mix = mixer(recipe.mixup, recipe.cutmix, len(images.classes))
 
-        per_epoch = steps_per_epoch(images.train, batch)
-        total_steps = recipe.epochs * per_epoch
-        last_step = min(total_steps, recipe.max_steps or total_steps)
-        first_step = run.begin(model, optimizer, ema, images.identity, last_step, per_epoch)
+        steps = Steps.of(images.train, batch, recipe)
+        steps = run.begin(model, optimizer, steps, data=images.identity, ema=ema)
         rank = accelerator.process_index
-        plan = training_plan(images.train, batch, rank, recipe.seed, first_step, last_step)
+        plan = steps.plan(images.train, batch, rank, recipe.seed)
+        shown = dict(mean=mean, std=std, watcher=run)
         batches = run.feed(training_batches(images, plan, accelerator.device, recipe, mean, std))
-        for step in range(first_step, last_step + 1):
+        for step in range(steps.first, steps.last + 1):
             if run.should_evaluate(step):
-                metrics = evaluate(accelerator, model, images.val, recipe, batch, mean, std, run)
+                metrics = evaluate(accelerator, model, images.val, recipe, batch, **shown)
                 if ema:
                     with ema.in_place():
-                        averaged = evaluate(accelerator, model, images.val, recipe, batch, mean, std, run)
+                        averaged = evaluate(accelerator, model, images.val, recipe, batch, **shown)
                     metrics = averaged | {"raw_accuracy": metrics["accuracy"]}
                 run.log_evaluation(step, metrics)
             run.checkpoint(step)
-            if step == last_step:
+            if step == steps.last:
                 break
-            lr = learning_rate(recipe, step, total_steps)
-            set_learning_rate(optimizer, lr)
-            for k in micro_batches(batch, rank):
+            lr = learning_rate(recipe, step, steps.total)
+            for group in optimizer.param_groups:  # a scheduler would be stepped once per process
+                group["lr"] = lr
+            for k in batch.micro_batches(rank):
                 inputs, labels, ids = next(batches)
                 reseed(recipe.seed, step, k)
                 if mix:
@@ -201,4 +218,4 @@ def main() -> None:
 # --- Entry ------------------------------------------------------------------------------------------------
 
 if __name__ == "__main__":
-    run(main)
+    main()

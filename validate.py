@@ -39,8 +39,9 @@ from common.checkpoint.format import TensorFile, sha256_of
 from common.checkpoint.weights import Beat, TrainedModel, find
 from common.data.images import Images, load
 from common.data.splits import Split
-from common.distributed.accelerator import device_name, precision, run, start, strategy
+from common.distributed.accelerator import device_name, precision, start, strategy
 from common.distributed.agreement import agree, once
+from common.distributed.entry import run_process
 from common.distributed.preemption import Preempted, wanted
 from common.evaluation import counted, evaluated_ids, predictions
 from common.recipe import Batch, ImageRecipe, Recipe, parse, recipe_part, setting
@@ -408,4 +409,4 @@ def table(title: str, columns: list[str], rows: list[tuple[str, ...]]) -> Any:
 # --- Entry
 
 if __name__ == "__main__":
-    run(main)
+    run_process(main)

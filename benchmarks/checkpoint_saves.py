@@ -33,7 +33,8 @@ from accelerate.utils import broadcast_object_list
 from common.checkpoint.format import STATE, newest
 from common.checkpoint.saver import Saver
 from common.checkpoint.training import TrainingState
-from common.distributed.accelerator import device_name, prepare, run, start, strategy
+from common.distributed.accelerator import device_name, prepare, start, strategy
+from common.distributed.entry import run_process
 from common.order import reseed
 from common.system.env import world_size
 from train_vit import Vit, build_model, build_optimizer
@@ -162,4 +163,4 @@ class Benchmark:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_process(main)

@@ -32,8 +32,9 @@ from torch import Tensor
 from common.augment import mixer
 from common.data.images import load
 from common.data.workers import in_flight
-from common.distributed.accelerator import device_name, precision, prepare, run, start
-from common.order import micro_batches, reseed, steps_per_epoch, training_plan
+from common.distributed.accelerator import device_name, precision, prepare, start
+from common.distributed.entry import run_process
+from common.order import reseed, steps_per_epoch, training_plan
 from common.recipe import parse
 from train_vit import Vit, build_model, build_optimizer, training_batches
 
@@ -98,7 +99,7 @@ class Benchmark:
 
     def step(self, arm: str) -> None:
         """As in train_vit.py."""
-        for k in micro_batches(self.batch, self.rank):
+        for k in self.batch.micro_batches(self.rank):
             inputs, labels = next(self.batches)[:2] if arm == "shards" else self.resident
             reseed(self.recipe.seed, self.steps, k)
             self.forward_and_backward(inputs, labels)
@@ -131,4 +132,4 @@ class Benchmark:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_process(main)

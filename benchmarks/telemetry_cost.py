@@ -23,7 +23,8 @@ import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
 
-from common.distributed.accelerator import device_name, precision, prepare, run, start
+from common.distributed.accelerator import device_name, precision, prepare, start
+from common.distributed.entry import run_process
 from common.order import reseed
 from common.recipe import parse
 from common.telemetry.collect import Telemetry, own_seat
@@ -114,4 +115,4 @@ class Benchmark:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_process(main)

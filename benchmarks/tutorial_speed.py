@@ -48,9 +48,10 @@ from torch.utils.data import DataLoader, Dataset
 from common.data.cache import prepare_data
 from common.data.images import Images, open_images
 from common.data.splits import ArraySplit
-from common.distributed.accelerator import device_name, precision
+from common.distributed.accelerator import device_name, precision, start
 from common.recipe import ImageRecipe, parse
 from common.run.run import Run
+from common.script import recipe_class
 
 # --- The arms, each in a process of its own ---------------------------------------------------------------
 
@@ -98,12 +99,13 @@ def ours(script: ModuleType, argv: list[str], link: Connection, timed: bool, res
 
     script.Run = ReportingRun
     if timed:
-        script.evaluate = lambda *_: {}
+        script.evaluate = lambda *_, **__: {}
     if resident:
         script.training_batches = one_batch
     sys.argv = [script.__file__, *argv]
     with contextlib.redirect_stdout(io.StringIO()):
-        script.main()
+        recipe = parse(recipe_class(script))
+        script.main.__wrapped__(recipe, *start(recipe, clip_norm=recipe.clip_norm))
 
 
 def one_batch(images: Images, plan: Any, device: torch.device, recipe: ImageRecipe) -> Iterator[tuple]:

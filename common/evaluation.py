@@ -52,6 +52,7 @@ def evaluate(
     split: Split,
     recipe: ImageRecipe,
     batch: Batch,
+    *,
     mean: tuple[float, ...],
     std: tuple[float, ...],
     watcher: Watcher,

@@ -1,6 +1,5 @@
-"""What an optimizer is given, and an exponential moving average of what it trains, under every strategy."""
+"""An exponential moving average of the weights, under every strategy."""
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -9,30 +8,6 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
 from common.distributed.layout import exchanged, layout_of
-
-
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
-    """Weight decay on matrices and convolutions only: not on biases, norms and what the model names in
-    `no_weight_decay()` (position embeddings), which it would pull to zero without making the model smaller.
-    """
-    excluded = model.no_weight_decay() if hasattr(model, "no_weight_decay") else set()
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    decayed = [p for name, p in named if p.ndim > 1 and name not in excluded]
-    plain = [p for name, p in named if not (p.ndim > 1 and name not in excluded)]
-    return [{"params": decayed, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
-
-
-def warmup_cosine(step: int, total_steps: int, warmup_steps: int) -> float:
-    """The learning rate as a share of its peak: linear up, then half a cosine to 0 (arXiv 1608.03983)."""
-    if step < warmup_steps:
-        return (step + 1) / warmup_steps
-    return 0.5 * (1 + math.cos(math.pi * (step - warmup_steps) / max(1, total_steps - warmup_steps)))
-
-
-def set_learning_rate(optimizer: AcceleratedOptimizer, lr: float) -> None:
-    """Instead of a scheduler, which accelerator.prepare would step once per process."""
-    for group in optimizer.param_groups:
-        group["lr"] = lr
 
 
 class EMA:

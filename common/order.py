@@ -6,12 +6,13 @@ What is left over is left out.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import torch
 
-from common.recipe import Batch
+from common.recipe import Batch, Recipe
 
 Plan = Iterable[tuple[int, np.ndarray]]  # (epoch, sample ids int64 [b]) of one micro-batch after another
 
@@ -108,6 +109,26 @@ def steps_per_epoch(samples: Samples, batch: Batch) -> int:
     return len(samples) // batch.total
 
 
+@dataclass(frozen=True)
+class Steps:
+    """The optimizer steps of a run. It trains the steps first ... last - 1."""
+
+    per_epoch: int
+    total: int  # of all epochs: schedules count to it
+    last: int  # total, or --max_steps
+    first: int = 0  # more where a run goes on
+
+    @classmethod
+    def of(cls, samples: Samples, batch: Batch, recipe: Recipe) -> "Steps":
+        """Raises ValueError as steps_per_epoch does."""
+        per_epoch = steps_per_epoch(samples, batch)
+        total = recipe.epochs * per_epoch
+        return cls(per_epoch, total, min(total, recipe.max_steps or total))
+
+    def plan(self, samples: Samples, batch: Batch, rank: int, seed: int) -> Plan:
+        return training_plan(samples, batch, rank, seed, self.first, self.last)
+
+
 def training_plan(
     samples: Samples, batch: Batch, rank: int, seed: int, first_step: int, last_step: int
 ) -> Plan:
@@ -119,13 +140,8 @@ def training_plan(
             epoch = step // per_epoch
             ids = samples.order(seed, epoch, batch)
         start = (step % per_epoch) * batch.total
-        for k in micro_batches(batch, rank):
+        for k in batch.micro_batches(rank):
             yield epoch, ids[start + k * batch.per_device : start + (k + 1) * batch.per_device]
-
-
-def micro_batches(batch: Batch, rank: int) -> range:
-    """The numbers k of the micro-batches of a step that process `rank` computes."""
-    return range(rank * batch.accumulations, (rank + 1) * batch.accumulations)
 
 
 def evaluation_plan(

@@ -287,6 +287,10 @@ class Batch:
         processes = plural(self.processes, "process")
         return f"batch {self.total} = {share} x {processes} x {plural(self.accumulations, 'accumulation')}"
 
+    def micro_batches(self, rank: int) -> range:
+        """The numbers k of the micro-batches of a step that process `rank` computes."""
+        return range(rank * self.accumulations, (rank + 1) * self.accumulations)
+
     def smaller(self) -> int | None:
         """The largest per_device_batch_size up to half of this one that leaves the batch as it is."""
         share = self.total // self.processes

@@ -8,7 +8,6 @@ from common.order import (
     Shuffled,
     chosen_by_hash,
     evaluation_plan,
-    micro_batches,
     order,
     reseed,
     steps_per_epoch,
@@ -62,7 +61,7 @@ def test_a_plan_can_begin_anywhere():
 
 
 def test_micro_batches_are_shared_out_in_blocks():
-    assert [list(micro_batches(share_out(24, 4, 3), rank)) for rank in range(3)] == [[0, 1], [2, 3], [4, 5]]
+    assert [list(share_out(24, 4, 3).micro_batches(rank)) for rank in range(3)] == [[0, 1], [2, 3], [4, 5]]
 
 
 def test_a_batch_larger_than_the_data_is_refused():

@@ -3,13 +3,10 @@
 import contextlib
 import ctypes
 import hashlib
-import io
 import os
 import platform
 import re
 import sys
-import time
-import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from importlib.metadata import version
@@ -30,7 +27,7 @@ from torch import nn
 
 from common.batch_norm import RunningStatistics
 from common.distributed.activation_checkpointing import checkpoint_activations
-from common.distributed.agreement import MISTAKES, agree, first_to_say
+from common.distributed.agreement import agree
 from common.distributed.answers import (
     check_answers,
     check_device_kind,
@@ -39,19 +36,11 @@ from common.distributed.answers import (
     settle_answers,
 )
 from common.distributed.compilation import asked_for, compile_blocks
-from common.distributed.preemption import Preempted, ready, watch
+from common.distributed.preemption import ready, watch
 from common.recipe import Batch, Recipe, recipe_part, share_out
-from common.system.cli import (
-    check_working_folder,
-    open_streams,
-    report_status,
-    set_umask,
-    tell_torchrun,
-)
-from common.system.env import PREEMPTED, is_hosts_first, launched, processes_per_host, rank, world_size
+from common.system.env import launched, processes_per_host, rank, world_size
 from common.system.network import interface_to
 from common.system.paths import ROOT
-from common.system.text import printable_lines
 
 
 def start(recipe: Recipe, clip_norm: float = 0.0) -> tuple[Accelerator, Batch]:
@@ -189,72 +178,6 @@ def plain_module(model: nn.Module) -> nn.Module:
     while type(model).__name__ in ("DistributedDataParallel", "DeepSpeedEngine"):
         model = model.module
     return model
-
-
-def run(main: Callable[[], None]) -> None:
-    """Calls a script's main(). A mistake is one line and exit status 1, Ctrl-C 130, a preemption 75; whatever
-    else it raises a traceback and 1."""
-    status = 0
-    set_umask()
-    open_streams()
-    sys.stdout, sys.stderr = _outliving_its_reader(sys.stdout), _outliving_its_reader(sys.stderr)
-    try:
-        check_working_folder()
-        main()
-    except MISTAKES as error:
-        status = 1
-        message = printable_lines(error)
-        tell_torchrun(message)
-        if first_to_say(message):
-            print(f"error: {message}", file=sys.stderr, flush=True)
-        _let_others_speak()
-    except KeyboardInterrupt as error:
-        status = 130
-        if is_hosts_first():
-            print(": ".join(["interrupted", *map(str, error.args)]), file=sys.stderr)
-    except Preempted:
-        status = PREEMPTED
-        if first_to_say("preempted"):
-            print(f"preempted: the same command continues (exit status {PREEMPTED})")
-    except Exception as error:  # the interpreter would run all downloads of shards that were asked for
-        status = 1
-        tell_torchrun(f"{type(error).__name__}: {error}")
-        if not dist.is_initialized() or first_to_say(repr(error)):
-            traceback.print_exc()
-        _let_others_speak()
-    if dist.is_initialized() and status in (0, PREEMPTED):
-        dist.destroy_process_group()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    report_status(status)
-    # Not sys.exit: about one in a hundred gloo processes aborts in the destructors of its threads, its work
-    # done; and an upload to a silent store would be waited for.
-    os._exit(status)
-
-
-def _let_others_speak() -> None:
-    """A launcher kills all processes when one ends: not before the first has printed. And where rank 0 keeps
-    the process group's store, the others must have heard of the error before it leaves."""
-    if world_size() > 1:
-        time.sleep(1 if rank() == 0 else 2 if dist.is_initialized() else 5)
-
-
-class _Output(io.FileIO):
-    """What can't be written is dropped: a training must not fail in a print."""
-
-    def write(self, data: Any) -> int | None:
-        with contextlib.suppress(OSError):
-            return super().write(data)
-        return len(data)
-
-
-def _outliving_its_reader(stream: io.TextIOWrapper) -> io.TextIOWrapper:
-    """The same output, also when `| tee` ends before us, or the disk of a log is full."""
-    stream.flush()
-    output = _Output(stream.fileno(), "w", closefd=False)
-    options = {"line_buffering": stream.line_buffering, "write_through": stream.write_through}
-    buffer = output if stream.write_through else io.BufferedWriter(output)  # python -u has none
-    return io.TextIOWrapper(buffer, stream.encoding, "backslashreplace", **options)
 
 
 def strategy(accelerator: Accelerator) -> str:

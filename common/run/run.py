@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ from common.checkpoint.training import TrainingState
 from common.distributed.agreement import first_mistake, let_main_close_first, once
 from common.distributed.preemption import Preempted, agreed
 from common.optim import EMA
+from common.order import Steps
 from common.recipe import Batch, Recipe
 from common.run.exchange import Exchange
 from common.run.failure import explained, where_it_resumes
@@ -58,19 +60,21 @@ class Run:
         self,
         model: nn.Module,
         optimizer: AcceleratedOptimizer,
-        ema: EMA | None,
+        steps: Steps,
+        *,
         data: tuple[str, tuple[str, ...]],
-        steps: int,
-        steps_per_epoch: int,
-    ) -> int:
-        """Opens the run's folder and restores the newest checkpoint: the step to go on at, or 0. Collective.
+        ema: EMA | None = None,
+    ) -> Steps:
+        """Opens the run's folder and restores the newest checkpoint. Returns the steps left. Collective.
 
         After prepare, before the first forward. data: a name that changes with its content, and the names of
-        the classes; steps: optimizer steps of this run; steps_per_epoch: of one epoch.
+        the classes.
         """
-        self.steps, self.steps_per_epoch = steps, steps_per_epoch
+        self.steps, self.steps_per_epoch = steps.last, steps.per_epoch
         training = TrainingState(self.accelerator, model, optimizer, ema)
-        opened = open_run(self.accelerator, self.recipe, self.batch, training, data, steps, steps_per_epoch)
+        opened = open_run(
+            self.accelerator, self.recipe, self.batch, training, data, steps.last, steps.per_epoch
+        )
         self.state, self.saved_step, self.output = opened.state, opened.saved_step, opened.output
         self.saver, self.exchange = opened.saver, opened.exchange
         self.first_step = self.state.step
@@ -78,7 +82,7 @@ class Run:
         self.meter.resume(self.state, self.accelerator.process_index)
         self.meter.start_clock()
         self.begun = True
-        return self.first_step
+        return replace(steps, first=self.first_step)
 
     @property
     def folder(self) -> Path:

@@ -326,7 +326,7 @@ READER = """
 import sys
 import torchvision.io  # before anything is fetched
 from pathlib import Path
-from common.distributed.accelerator import run
+from common.distributed.entry import run_process
 from common.data.cache import prepare_data
 from common.data.images import open_images
 from common.order import training_plan
@@ -340,7 +340,7 @@ def main():
     first = next(batches)[1].tolist()
     exec(then)
     print(first, *(ids.tolist() for _, ids, _, _ in batches), sep=", ")
-run(main)
+run_process(main)
 """
 
 

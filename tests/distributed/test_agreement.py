@@ -121,7 +121,8 @@ def test_a_rank_that_falls_silent_ends_the_job(tmp_path, cache):
 
 ONCE_PER_HOST = """
 import sys, time
-from common.distributed.accelerator import run, start
+from common.distributed.accelerator import start
+from common.distributed.entry import run_process
 from common.distributed.agreement import once_per_host
 from common.recipe import Recipe, parse
 
@@ -137,7 +138,7 @@ def main():
     print("answer", once_per_host(accelerator, "data", work, 4), flush=True)
 
 if __name__ == "__main__":
-    run(main)
+    run_process(main)
 """
 
 

@@ -156,7 +156,7 @@ def test_accumulation_does_not_change_a_model_without_dropout(one_process, tmp_p
 
 
 MUTANTS = {
-    "the rate doubled": ("cnn_a", "ddp", "common/optim.py", 'group["lr"] = lr', 'group["lr"] = 2 * lr'),
+    "the rate doubled": ("cnn_a", "ddp", "train_cnn_a.py", 'group["lr"] = lr', 'group["lr"] = 2 * lr'),
     "clipping at 1.0, DeepSpeed's default": (
         "vit",
         "zero2",
@@ -167,16 +167,16 @@ MUTANTS = {
     "one rank's samples dropped": (
         "cnn_a",
         "ddp",
-        "common/order.py",
-        "return range(rank * batch.accumulations, (rank + 1) * batch.accumulations)",
-        "return range(batch.accumulations)",
+        "common/recipe.py",
+        "return range(rank * self.accumulations, (rank + 1) * self.accumulations)",
+        "return range(self.accumulations)",
     ),
     "the schedule stepped once per process": (
         "cnn_a",
         "ddp",
         "train_cnn_a.py",
-        "lr = learning_rate(recipe, step, total_steps)",
-        "lr = learning_rate(recipe, step * accelerator.num_processes, total_steps)",
+        "lr = learning_rate(recipe, step, steps.total)",
+        "lr = learning_rate(recipe, step * accelerator.num_processes, steps.total)",
     ),
     "the same dropout on all ranks": (
         "vit",

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from common.checkpoint import format as checkpoints
 from common.checkpoint.training import TrainingState
-from common.distributed.accelerator import prepare, run, start
-from common.optim import parameter_groups, set_learning_rate
+from common.distributed.accelerator import prepare, start
+from common.distributed.entry import run_process
 from common.recipe import Recipe, flag, parse
 from common.run.state import RunState
 
@@ -137,7 +137,12 @@ def train(
     model.uses_first = case.uses_first
     for p in model.parameters():
         p.requires_grad = p.ndim == 2 or not case.only_matrices
-    groups = [group for group in parameter_groups(model, 0.05) if group["params"]]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim > 1], "weight_decay": 0.05},
+        {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
     accelerator.deepspeed_engine_wrapped = None  # that of the case before
     model, optimizer = prepare(accelerator, model, case.make(groups))
     training = TrainingState(accelerator, model, optimizer, None)
@@ -151,7 +156,8 @@ def train(
         x = torch.randn(BATCH, 3, 6, 6, generator=generator)
         y = torch.randn(BATCH, 3, generator=generator)
         mine = slice(accelerator.process_index, None, accelerator.num_processes)
-        set_learning_rate(optimizer, case.lr * (1 - step / 20))
+        for group in optimizer.param_groups:
+            group["lr"] = case.lr * (1 - step / 20)
         with accelerator.accumulate(model):
             loss = (model(x[mine]).float() - y[mine]).square().mean()
             accelerator.backward(loss)
@@ -199,4 +205,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_process(main)

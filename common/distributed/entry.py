@@ -1,0 +1,121 @@
+"""How a process of a job begins and ends: the entry of a train script, errors in one line, exit statuses."""
+
+import contextlib
+import functools
+import io
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeVar
+
+import torch.distributed as dist
+from accelerate import Accelerator
+
+from common.distributed.accelerator import start
+from common.distributed.agreement import MISTAKES, first_to_say
+from common.distributed.preemption import Preempted
+from common.recipe import Batch, Recipe, parse
+from common.system.cli import (
+    check_working_folder,
+    open_streams,
+    report_status,
+    set_umask,
+    tell_torchrun,
+)
+from common.system.env import PREEMPTED, is_hosts_first, rank, world_size
+from common.system.text import printable_lines
+
+R = TypeVar("R", bound=Recipe)
+Main = Callable[[R, Accelerator, Batch], None]
+
+
+def entry(kind: type[R]) -> Callable[[Main[R]], Callable[[], None]]:
+    """Decorates a train script's main(recipe, accelerator, batch).
+
+    Called without arguments it reads the recipe from the flags, starts the accelerator, trains, and ends the
+    process.
+    """
+
+    def decorate(main: Main[R]) -> Callable[[], None]:
+        def train() -> None:
+            recipe = parse(kind)
+            main(recipe, *start(recipe, clip_norm=getattr(recipe, "clip_norm", 0.0)))
+
+        @functools.wraps(main)
+        def started() -> None:
+            run_process(train)
+
+        return started
+
+    return decorate
+
+
+def run_process(main: Callable[[], None]) -> NoReturn:
+    """Calls main(), and ends the process with an exit status.
+
+    1 for a mistake, which is one line, and for any other error, which is a traceback; 130 for Ctrl-C; 75 for
+    a preemption.
+    """
+    status = 0
+    set_umask()
+    open_streams()
+    sys.stdout, sys.stderr = _outliving_its_reader(sys.stdout), _outliving_its_reader(sys.stderr)
+    try:
+        check_working_folder()
+        main()
+    except MISTAKES as error:
+        status = 1
+        message = printable_lines(error)
+        tell_torchrun(message)
+        if first_to_say(message):
+            print(f"error: {message}", file=sys.stderr, flush=True)
+        _let_others_speak()
+    except KeyboardInterrupt as error:
+        status = 130
+        if is_hosts_first():
+            print(": ".join(["interrupted", *map(str, error.args)]), file=sys.stderr)
+    except Preempted:
+        status = PREEMPTED
+        if first_to_say("preempted"):
+            print(f"preempted: the same command continues (exit status {PREEMPTED})")
+    except Exception as error:  # the interpreter would run all downloads of shards that were asked for
+        status = 1
+        tell_torchrun(f"{type(error).__name__}: {error}")
+        if not dist.is_initialized() or first_to_say(repr(error)):
+            traceback.print_exc()
+        _let_others_speak()
+    if dist.is_initialized() and status in (0, PREEMPTED):
+        dist.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    report_status(status)
+    # Not sys.exit: about one in a hundred gloo processes aborts in the destructors of its threads, its work
+    # done; and an upload to a silent store would be waited for.
+    os._exit(status)
+
+
+def _let_others_speak() -> None:
+    """A launcher kills all processes when one ends: not before the first has printed. And where rank 0 keeps
+    the process group's store, the others must have heard of the error before it leaves."""
+    if world_size() > 1:
+        time.sleep(1 if rank() == 0 else 2 if dist.is_initialized() else 5)
+
+
+class _Output(io.FileIO):
+    """What can't be written is dropped: a training must not fail in a print."""
+
+    def write(self, data: Any) -> int | None:
+        with contextlib.suppress(OSError):
+            return super().write(data)
+        return len(data)
+
+
+def _outliving_its_reader(stream: io.TextIOWrapper) -> io.TextIOWrapper:
+    """The same output, also when `| tee` ends before us, or the disk of a log is full."""
+    stream.flush()
+    output = _Output(stream.fileno(), "w", closefd=False)
+    options = {"line_buffering": stream.line_buffering, "write_through": stream.write_through}
+    buffer = output if stream.write_through else io.BufferedWriter(output)  # python -u has none
+    return io.TextIOWrapper(buffer, stream.encoding, "backslashreplace", **options)
