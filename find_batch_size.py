@@ -36,6 +36,7 @@ from common.recipe import parse as parse_recipe
 from common.system.cli import run_command
 from common.system.files import read_accelerate_config, read_json, read_lines, write_json
 from common.system.paths import ROOT
+from common.system.text import numbered
 
 STEPS = 4  # the first, which makes the optimizer's state, is not timed
 WITHOUT_MEMORY = {"batch_size", "epochs", "lr", "seed", "streams", "max_val_images"}  # flags that need none
@@ -276,10 +277,8 @@ def _recipe(script: list[str]) -> ImageRecipe:
 
 def _free_name(script: str, config: str) -> Path:
     """The first free name of <config>.json, <config>-2.json, ...: earlier results are kept."""
-    folder, number = Path("runs/find_batch_size") / script, 1
-    while (file := folder / f"{config}{f'-{number}' if number > 1 else ''}.json").exists():
-        number += 1
-    return file
+    files = (Path("runs/find_batch_size") / script / f"{name}.json" for name in numbered(config))
+    return next(file for file in files if not file.exists())
 
 
 if __name__ == "__main__":

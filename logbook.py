@@ -4,13 +4,13 @@
     python logbook.py compare runs/train_vit/fsdp_512_100_1_4 runs/train_vit/ddp_512_100_2_4
     python logbook.py index --folder logbook
 
-add: a run's page is <script>/<strategy>/<batch>_<epochs>_<hosts>_<processes per host>.md, with -2 behind it
-where another run has that name; the same run added again replaces its own. compare: what each run took and
-reached beside the first, and whatever else they differ in, in compare/. Runs that were evaluated on different
-images are refused. index: README.md, which the other two bring up to date.
+add: writes <script>/<strategy>/<batch>_<epochs>_<hosts>_<processes per host>.md for each run. Another run of
+that name gets -2; the same run replaces its own page. compare: writes a page in compare/ with cost, accuracy
+and all other differences of the runs. Runs that were evaluated on different images are refused. index: writes
+README.md, which the other two also update.
 
-A run that was killed, and files that are missing or broken, give a page that says so. The same run folders
-give the same bytes.
+The page of a killed run, or of one with missing or broken files, says so. The same run folders give the same
+bytes.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from common.report.words import summary
 from common.system.cli import run_command
 from common.system.files import parse_json, write_text
 from common.system.paths import python_command, shortest
-from common.system.text import printable_lines
+from common.system.text import numbered, printable_lines
 
 FOLDER = Path("runs") / "logbook"
 COMPARE = "compare"  # the folder of the comparisons
@@ -124,17 +124,13 @@ def compare_runs(flags: argparse.Namespace) -> list[Path]:
 
 
 def free_page(folder: Path, stem: str, identity: dict[str, Any]) -> Path:
-    """The page that these runs have already, else the next that none has."""
-    number = 1
-    while True:
-        page = folder / f"{stem if number == 1 else f'{stem}-{number}'}.md"
-        if not page.exists() or is_same(read_mark(page), identity):
-            return page
-        number += 1
+    """The page of these runs, or the next free one."""
+    pages = (folder / f"{name}.md" for name in numbered(stem))
+    return next(page for page in pages if not page.exists() or is_same(read_mark(page), identity))
 
 
 def is_same(mark: dict[str, Any], identity: dict[str, Any]) -> bool:
-    """Whether a page is of these runs. The folder decides only where a run had no line of metrics yet."""
+    """True when a page is of these runs. The folder decides only for a run without a line of metrics."""
     if "runs" in identity:
         theirs, ours = mark.get("runs", []), identity["runs"]
         return len(theirs) == len(ours) and all(map(is_same, theirs, ours))
@@ -143,7 +139,7 @@ def is_same(mark: dict[str, Any], identity: dict[str, Any]) -> bool:
 
 
 def write_page(page: Path, mark: dict[str, Any], text: str) -> Path:
-    """mark: for the index and is_same, in a comment that the text of no name can end."""
+    """mark: for the index and is_same, in a comment. It is escaped: no name can end the comment."""
     escaped = json.dumps(mark, sort_keys=True).replace("<", "\\u003c").replace(">", "\\u003e")
     page.parent.mkdir(parents=True, exist_ok=True)
     write_text(page, f"<!-- logbook {escaped} -->\n\n{text}")
@@ -151,7 +147,7 @@ def write_page(page: Path, mark: dict[str, Any], text: str) -> Path:
 
 
 def read_mark(page: Path) -> dict[str, Any]:
-    """Empty for a page that was written by hand."""
+    """The mark of a page; empty for one written by hand."""
     found = re.match(r"<!-- logbook (\{.*\}) -->\n", page.read_text())
     try:
         return parse_json(found[1], page) if found else {}
@@ -167,7 +163,7 @@ def run_pages(logbook: Path) -> list[Path]:
 
 
 def write_index(logbook: Path) -> Path:
-    """README.md, from the first lines of all pages: the runs need not be there."""
+    """Writes README.md from the first lines of all pages. The runs themselves may be gone."""
     pages = [*run_pages(logbook), *sorted(logbook.glob(f"{COMPARE}/*.md"), key=natural)]
     marks = {page.relative_to(logbook).as_posix(): read_mark(page) for page in pages}
     rows = [run_page.index_row(mark, page) for page, mark in marks.items() if "run" in mark]
@@ -181,12 +177,12 @@ def write_index(logbook: Path) -> Path:
 
 
 def natural(page: Path) -> list[Any]:
-    """128 after 64."""
+    """A sort key by which 128 comes after 64."""
     return [[int(part) if part.isdigit() else 0, part] for part in re.split(r"(\d+)", str(page))]
 
 
 def file_name(text: str) -> str:
-    """Of no other folder, and with no mark that a shell or a link would read."""
+    """The text as a file name: without slashes and characters that shells or links interpret."""
     return re.sub(r"[^\w-]+", "_", text).strip("_")[:100] or "unknown"
 
 

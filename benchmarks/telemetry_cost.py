@@ -27,7 +27,7 @@ from common.distributed.accelerator import device_name, precision, prepare, star
 from common.distributed.entry import run_process
 from common.order import reseed
 from common.recipe import parse
-from common.telemetry.collect import Telemetry, own_seat
+from common.telemetry.collect import Telemetry, this_process
 from train_cnn_a import CnnA, build_model, build_optimizer
 
 ARMS = {"none": 0.0, "1 a second": 1.0, "50 a second": 0.02}  # seconds between samples
@@ -78,8 +78,8 @@ class Benchmark:
     def block(self, arm: str, block_s: float) -> dict[str, float]:
         """images_per_s; of the sampler samples and cpu_s, its thread's time on a core."""
         with tempfile.TemporaryDirectory() as folder:
-            seats = [own_seat(self.accelerator)]
-            telemetry = Telemetry(seats, 0, Path(folder), ARMS[arm], lambda: self.steps, sys.maxsize)
+            processes = [this_process(self.accelerator)]
+            telemetry = Telemetry(processes, 0, Path(folder), ARMS[arm], lambda: self.steps, sys.maxsize)
             first_step, began = self.steps, time.perf_counter()
             while time.perf_counter() < began + block_s:
                 self.step()

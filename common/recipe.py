@@ -16,7 +16,7 @@ from typing import Any
 from common.system.cli import tell_torchrun
 from common.system.env import is_hosts_first
 from common.system.files import parse_json
-from common.system.text import printable_lines
+from common.system.text import plural, printable_lines
 
 
 def flag(
@@ -280,9 +280,6 @@ class Batch:
     unit: str = "images"
 
     def __str__(self) -> str:
-        def plural(n: int, word: str) -> str:
-            return f"{n} {word}{'' if n == 1 else 'es' if word.endswith('s') else 's'}"
-
         share = plural(self.per_device, self.unit.removesuffix("s"))
         processes = plural(self.processes, "process")
         return f"batch {self.total} = {share} x {processes} x {plural(self.accumulations, 'accumulation')}"

@@ -1,4 +1,4 @@
-"""A page of the log book on several runs: what each took and reached, and what else they differ in."""
+"""A page of the log book that compares several runs: cost, accuracy, and other differences."""
 
 import math
 from dataclasses import dataclass
@@ -18,25 +18,18 @@ from common.report.words import (
     memory_gib,
     model,
     number,
-    plural,
     split,
     utilisation_pct,
 )
 from common.system.files import read_json
 from common.system.paths import place
 from common.system.schema import Kind, fitting
+from common.system.text import plural
 
-NOT_COMPARED = ("output_dir", "model_folder", "s3")  # where something is written
-# Flags of which result.json has what came of them.
+NOT_COMPARED = ("output_dir", "model_folder", "s3")  # places of the output
+# Flags whose resolved values stand in result.json.
 RESOLVED = ("mixed_precision", "per_device_batch_size", "compile", "grad_checkpointing")
-NAMED = (
-    "data",
-    "model",
-    "epochs",
-    "batch_size",
-    "lr",
-    "seed",
-)  # flags that name a column wherever they differ
+NAMED = ("data", "model", "epochs", "batch_size", "lr", "seed")  # flags in a column's name where they differ
 SEARCH: dict[str, Kind] = {  # a result of find_batch_size.py
     **dict.fromkeys(("script", "strategy", "device", "mixed_precision", "compile"), str),
     "grad_checkpointing": bool,
@@ -51,8 +44,9 @@ SEARCH: dict[str, Kind] = {  # a result of find_batch_size.py
 class Comparison:
     """Compares two runs or more with the first. searches: results of find_batch_size.py.
 
-    target_accuracy: unset, the lowest of the runs' best accuracies, which all have reached. price_per_hour:
-    of one host. ValueError for runs that were evaluated on different images, unless allow_different_data.
+    target_accuracy: by default the lowest of the runs' best accuracies, which all have reached.
+    price_per_hour: of one host. ValueError for runs that were evaluated on different images, unless
+    allow_different_data.
     """
 
     runs: list[RunRecord]
@@ -75,7 +69,7 @@ class Comparison:
 
     @cached_property
     def names(self) -> list[str]:
-        """One name for each run, of what differs: `ddp x 4`, `lr 0.003`; equal ones are numbered."""
+        """A unique name for each run, of what differs: `ddp x 4`, `lr 0.003`; equal names get a number."""
         runs, facts = self.runs, [run.facts for run in self.runs]
         scripts = [one.get("script", "unknown") for one in facts]
         where = [f"{one.get('strategy', 'unknown')} x {one.get('processes', '?')}" for one in facts]
@@ -99,7 +93,7 @@ class Comparison:
 
 
 def read_search(file: Path) -> dict[str, Any]:
-    """A result of find_batch_size.py. ValueError when it is none."""
+    """Reads a result of find_batch_size.py. ValueError for any other file."""
     try:
         found, odd = fitting(read_json(file), SEARCH)
     except OSError as error:
@@ -109,13 +103,13 @@ def read_search(file: Path) -> dict[str, Any]:
     return found
 
 
-# --- What is compared
+# --- Comparing
 
 
 def different_images(first: RunRecord, run: RunRecord) -> str:
-    """What differs in the images of two runs' evaluations, as `data: cifar10, digits`; empty if nothing.
+    """The differences in the images that two runs were evaluated on, as `data: cifar10, digits`.
 
-    What one of them does not say, as a killed run its split, is not compared.
+    A value that one of the runs does not record, as a killed run its split, is not compared.
     """
     both = (first, run)
     sources = [one.about.get("source") for one in both]
@@ -143,7 +137,7 @@ def _values(runs: list[RunRecord], name: str) -> list[str]:
 
 
 def speed_up(first: RunRecord, run: RunRecord, time: str) -> tuple[float | None, str]:
-    """In train_s or wall_s; or None and why not."""
+    """The speed-up in `time` (train_s or wall_s); or None, and the reason."""
     words = {"batch_size": f"{run.unit} a step", "steps": "steps", "data": "as data", "script": "as script"}
     for name, what in words.items():
         if first.facts.get(name) != run.facts.get(name):
@@ -157,7 +151,7 @@ def speed_up(first: RunRecord, run: RunRecord, time: str) -> tuple[float | None,
 
 
 def time_to(run: RunRecord, accuracy: float | None) -> float | None:
-    """Seconds of the run until an evaluation first found it; None if none did."""
+    """Seconds of the run until the first evaluation with that accuracy; None without one."""
     found = (
         line
         for line in run.evaluations
@@ -167,7 +161,7 @@ def time_to(run: RunRecord, accuracy: float | None) -> float | None:
 
 
 def differences(runs: list[RunRecord]) -> dict[str, list[str]]:
-    """What the runs are not alike in, beside what is compared: {name: of each run}."""
+    """Settings that differ between the runs, other than the compared ones: {name: value of each run}."""
     conditions = [_conditions(run) for run in runs]
     names = dict.fromkeys(name for found in conditions for name in found)
     values = {name: [found.get(name, "not known") for found in conditions] for name in names}
@@ -175,7 +169,7 @@ def differences(runs: list[RunRecord]) -> dict[str, list[str]]:
 
 
 def _sharding(runs: list[RunRecord]) -> dict[str, list[str]]:
-    """What runs of one strategy are not alike in: the strategies themselves are what is compared."""
+    """Sharding settings that differ between runs of one strategy. Strategies themselves are compared."""
     found = {}
     for strategy in dict.fromkeys(run.facts.get("strategy") for run in runs):
         settings = [
@@ -238,7 +232,7 @@ def _known(names: list[str], values: list[float | None]) -> dict[str, float]:
 
 
 def page(comparison: Comparison, picture: str, pages: list[str | None]) -> str:
-    """picture: what draw has made, pages: of the runs, where they have one; as links of the page."""
+    """The Markdown of the page. picture, pages: links to draw()'s file and to the runs' pages, if any."""
     runs = comparison.runs
     claims = "\n".join(
         f"- {md.link(name, link) if link else md.text(name)}: {md.text(claim(run))}"
@@ -265,7 +259,7 @@ def title(comparison: Comparison) -> str:
 
 
 def _table(comparison: Comparison) -> tuple[str, list[str]]:
-    """A column for each run; and remarks on what stands in it."""
+    """A table with a column for each run, and remarks on it."""
     runs, first = comparison.runs, comparison.runs[0]
     target, price = comparison.target, comparison.price_per_hour
     speed_ups = [speed_up(first, run, "train_s") for run in runs]
@@ -324,17 +318,17 @@ def _efficiency(first: RunRecord, run: RunRecord, found: tuple[float | None, str
 
 
 def _cost(run: RunRecord, price_per_hour: float | None) -> float | None:
-    """Of all hosts, as long as the run took."""
+    """The price of all hosts for the run's whole time."""
     if price_per_hour is None or not {"wall_s", "hosts"} <= run.facts.keys():
         return None
     return run.facts["wall_s"] / 3600 * run.facts["hosts"] * price_per_hour
 
 
 def _largest(run: RunRecord, searches: tuple[dict[str, Any], ...]) -> int | None:
-    """What was found for the run's script, strategy and recipe, on as many processes, computed alike."""
+    """The search result with the run's script, strategy, recipe, processes and precision."""
     names = ("script", "strategy", "processes", "mixed_precision", "compile", "grad_checkpointing")
     for search in searches:
-        recipe = {name: value for name, value in search["recipe"].items() if name != "streams"}  # older ones
+        recipe = {name: value for name, value in search["recipe"].items() if name != "streams"}
         same_recipe = all(run.recipe.get(name) == value for name, value in recipe.items())
         same_sharding = search.get("sharding") == run.about.get("sharding")
         same_facts = all(search.get(name) == run.facts.get(name) for name in names)
@@ -352,7 +346,7 @@ def _also_different(comparison: Comparison) -> str:
 
 
 def _searches(comparison: Comparison) -> list[str]:
-    """The largest batch of each search, with its trials folded."""
+    """A table of the largest batch of each search; its trials, folded."""
     if not comparison.searches:
         return []
     head = [

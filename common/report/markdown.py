@@ -1,4 +1,4 @@
-"""Markdown, as GitHub reads it, in which no name can break a table or bring HTML along."""
+"""Writes GitHub's Markdown with names escaped: none can break a table or insert HTML."""
 
 import html
 import re
@@ -9,7 +9,7 @@ from common.system.text import printable, printable_lines
 
 
 def text(value: object) -> str:
-    """One line of plain text. An underscore inside a word is none of Markdown's business."""
+    """One line of plain text. Underscores inside words need no escape."""
     line = _line(value)
     return re.sub(r"[\\`*\[\]<>&~$]|(?<!\w)_|_(?!\w)", r"\\\g<0>", line)
 
@@ -56,10 +56,10 @@ def _url(path: str, safe: str = "/") -> str:
 
 
 def _fence(content: str, least: int) -> str:
-    """Of more backticks than stand anywhere in the content in a row."""
+    """A fence of more backticks than the longest row of them in the content."""
     return "`" * max(least, 1 + max(map(len, re.findall("`+", content)), default=0))
 
 
 def _cell(cell: str) -> str:
-    """A row is cut at each bar without a backslash right before it, in code too."""
+    """Escapes bars: each one without a backslash would end the cell, in code too."""
     return cell.replace("|", "\\|")

@@ -9,8 +9,9 @@ from typing import Any
 from common.report import markdown as md
 from common.report.plots import Panel, confusion_matrix, panel, panels
 from common.report.record import RunRecord
-from common.report.words import REHEARSAL, claim, data, devices, model, number, plural, split, where
+from common.report.words import REHEARSAL, claim, data, devices, model, number, split, where
 from common.system.paths import place
+from common.system.text import plural
 
 INDEX = ("page", "model", "data", "batch", "epochs", "hosts", "processes", "final accuracy", "best accuracy")
 INDEX += ("time", "status", "on")
@@ -22,7 +23,7 @@ SHOWN_CHARACTERS = 60_000  # of an nvidia-smi dump: GitHub shows pages up to 512
 
 
 def draw(run: RunRecord, folder: Path) -> list[str]:
-    """Into the folder, in the place of what was there. Returns the names of the files."""
+    """Draws all pictures into the folder, which is replaced. Returns the names of the files."""
     drawn = folder.with_name(f".{folder.name}.tmp")
     shutil.rmtree(drawn, ignore_errors=True)
     drawn.mkdir(parents=True)
@@ -42,7 +43,7 @@ def draw(run: RunRecord, folder: Path) -> list[str]:
 
 
 def time_unit(seconds: float) -> tuple[str, float]:
-    """The name of a unit in which so many are easily read, and its seconds."""
+    """A readable unit for a time of so many seconds, and the unit in seconds."""
     return ("s", 1) if seconds < 600 else ("min", 60) if seconds < 10_000 else ("h", 3600)
 
 
@@ -60,15 +61,14 @@ def _curves(run: RunRecord) -> list[list[Panel]]:
             panel(lines, "step", f"{run.unit}/s", ("train/images_per_s",)),
         ],
     ]
+    has_classes = bool(rows[1][0].curves)
     for shown in rows[0]:
-        shown.is_log = not rows[1][
-            0
-        ].curves  # without classes: the loss falls over several orders of magnitude
+        shown.is_log = not has_classes  # a regression's loss falls over several orders of magnitude
     return [row for row in rows if row[0].curves]
 
 
 def _telemetry(run: RunRecord) -> list[list[Panel]]:
-    """Utilisation and memory over time, of the GPUs with their power, or without any of the hosts."""
+    """Utilisation and memory over time: of the GPUs, with their power; without GPUs, of the hosts."""
     has_gpus = any(line.get("gpus") for lines in run.telemetry.values() for line in lines)
     labels = {"cpu_pct": "CPU utilisation, %", "memory_gib": "memory in use on the host, GiB"}
     if has_gpus:
@@ -104,7 +104,7 @@ def _running(lines: list[dict[str, Any]]) -> Iterator[tuple[float, dict[str, Any
 
 
 def page(run: RunRecord, stem: str, pictures: list[str]) -> str:
-    """stem: of the page's file and of the folder with its pictures."""
+    """The Markdown of the page. stem: of its file, and of the folder with its pictures."""
     facts = run.facts
     size = f"{facts.get('batch_size', '?')} {run.unit} a step, {plural(facts.get('epochs', '?'), 'epoch')}"
     names = {picture: picture.removesuffix(".png").replace("_", ", ") for picture in pictures}
@@ -137,7 +137,7 @@ def page(run: RunRecord, stem: str, pictures: list[str]) -> str:
 
 
 def index_row(mark: dict[str, Any], page: str) -> list[str]:
-    """Cells under INDEX. mark: what `summary` gave; page: as the index links to it."""
+    """The cells under INDEX. mark: a result of `summary`; page: the path in the index's link."""
     return [
         md.link(page.removesuffix(".md"), page),
         md.text(mark.get("model")),
@@ -164,7 +164,7 @@ def _status(run: RunRecord) -> str:
 
 
 def _measures(run: RunRecord) -> str:
-    """Best and final evaluation."""
+    """A table of the best and the final evaluation."""
     facts, last = run.facts, run.evaluations[-1] if run.evaluations else {}
     best = {"step": facts.get("best_step"), "val/accuracy": facts.get("best_accuracy")}
     best |= next((line for line in run.evaluations if line["step"] == best["step"]), {})
@@ -217,7 +217,7 @@ def _validation(name: str, report: dict[str, Any], shown: dict[str, str]) -> str
 
 
 def _classes(report: dict[str, Any]) -> str:
-    """The classes, those with the lowest F1 first, where there are many."""
+    """A table of the classes; of many classes those with the lowest F1."""
     classes, columns = report.get("classes", []), report.get("per_class", {})
     names = ("precision", "recall", "f1", "specificity", "support")
     if not classes or any(len(columns.get(name) or ()) != len(classes) for name in names):
@@ -239,7 +239,7 @@ def _classes(report: dict[str, Any]) -> str:
 
 
 def _memory(run: RunRecord) -> str:
-    """Of each process."""
+    """A table of the memory of each process."""
     processes = run.facts.get("memory_gib", [])
     if not processes:
         return ""
@@ -258,7 +258,7 @@ def _memory(run: RunRecord) -> str:
 
 
 def _hosts(run: RunRecord) -> str:
-    """What telemetry has seen on each."""
+    """A table of each host's telemetry."""
     columns = {
         "cpu_pct": ("CPU, mean", "{:.0f} %"),
         "memory_gib": ("memory of the host, peak", "{:.1f} GiB"),
@@ -291,7 +291,7 @@ def _nvidia_smi(run: RunRecord) -> Iterator[str]:
 
 
 def _command(run: RunRecord) -> str:
-    """As it was typed on the first host, on which the others may have been started by hand."""
+    """The command as typed on the first host. Other hosts may have been started by hand."""
     words = [place(word) for word in run.about.get("command", [])]
     return md.block(shlex.join(words), "sh") if words else ""
 
@@ -328,7 +328,7 @@ def _setup(run: RunRecord) -> str:
 
 
 def _recipe(run: RunRecord) -> str:
-    """What is not the script's default in sight, all of it folded."""
+    """A table of the flags that differ from the script's defaults; all flags, folded."""
     defaults = run.about.get("defaults", {})
     rows = {name: [md.code(name), md.code(place(as_flag(value)))] for name, value in run.recipe.items()}
     if not rows:
@@ -344,7 +344,7 @@ def _recipe(run: RunRecord) -> str:
 
 
 def as_flag(value: Any) -> str:
-    """As one would write it after the flag."""
+    """The value as it is written after a flag."""
     if isinstance(value, list):
         return ",".join(map(str, value)) or "none"
     return "unset" if value is None else str(value)

@@ -12,14 +12,14 @@ import numpy as np
 from common.system.text import printable, printable_lines
 
 DPI = 100
-NAMED_CLASSES, NUMBERED_CLASSES = 30, 20  # up to so many classes the names and the counts are readable
+NAMED_CLASSES, NUMBERED_CLASSES = 30, 20  # most classes with readable names and counts
 NAMED_CURVES = 16
 NAME = 28  # characters in a line of a class's name
-# Of a sheet of images: characters of a caption's line and of an inch of the title; inches of a line's height,
-# of an image and of a column, and the least width
+# A sheet of images: characters in a caption's line and in an inch of the title; height of a line, edge of an
+# image, width of a column, and the least width of the sheet, in inches
 CAPTION, TITLE_PER_IN = 22, 11
 LINE_IN, EDGE_IN, CELL_IN, MIN_SHEET_IN = 0.125, 1.25, 1.35, 4
-POINTS = 500  # of a curve; longer ones are averaged
+POINTS = 500  # in a curve; longer curves are averaged
 
 
 @dataclass
@@ -30,12 +30,12 @@ class Panel:
     y: str
     curves: dict[str, tuple[Sequence[float], Sequence[float]]] = field(default_factory=dict)
     bars: dict[str, float] = field(default_factory=dict)
-    from_zero: bool = False  # of y
-    is_log: bool = False  # of y
+    from_zero: bool = False  # the y axis
+    is_log: bool = False  # the y axis
 
 
 def panel(lines: Sequence[dict[str, Any]], x: str, y: str, names: Sequence[str]) -> Panel:
-    """Of the lines of a log: against their value called `x` a curve of each name that is among them."""
+    """Curves of the named values in the lines of a log, against their value `x`."""
     curves = {}
     for name in names:
         points = [(line[x], line[name]) for line in lines if name in line]
@@ -69,12 +69,12 @@ def panels(path: Path, rows: Sequence[Sequence[Panel]], title: str) -> None:
 
 
 def confusion_matrix(path: Path, matrix: list[list[int]], classes: Sequence[str], title: str) -> None:
-    """Counts, a row per true class; the shade is the share of the row. 2 to 1,000 classes."""
+    """Draws counts, a row per true class; the shade is the share of the row. 2 to 1,000 classes."""
     counts = np.asarray(matrix, dtype=np.int64)  # [C, C]
     shares = counts / np.maximum(1, counts.sum(1, keepdims=True))
     few = len(classes) <= NUMBERED_CLASSES
     edge_in = min(6.5, max(4.0, 0.45 * len(classes)))
-    # Names are whole: long ones are small, in as many lines as a row has room for.
+    # Names are not cut: long ones are small, and wrapped to the height of a row.
     longest = max(map(len, classes))
     size = 10 if longest <= NAME else 6
     line = max(NAME, longest // max(1, int(edge_in / LINE_IN / len(classes))) + 8)
@@ -98,7 +98,7 @@ def confusion_matrix(path: Path, matrix: list[list[int]], classes: Sequence[str]
 def image_sheet(
     path: Path, images: np.ndarray, captions: Sequence[str], title: str, wrong: Sequence[bool] = ()
 ) -> None:
-    """images: uint8 [n, H, W, 3], each with its whole caption below; those that are `wrong` in red."""
+    """Draws images, uint8 [n, H, W, 3], with captions below; captions of `wrong` ones are red."""
     columns = min(8, max(1, len(images)))
     wrapped = [_wrapped(caption, CAPTION) for caption in captions]
     width_in = max(MIN_SHEET_IN, CELL_IN * columns)
@@ -124,7 +124,7 @@ def image_sheet(
 
 @contextmanager
 def _figure(path: Path, size_in: tuple[float, float], layout: str | None = "constrained") -> Any:
-    """A figure, which is written to `path` in the end. No state of pyplot is touched."""
+    """A figure that is written to `path` at the end. It does not use pyplot's global state."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=size_in, layout=layout, facecolor="white")
@@ -134,7 +134,7 @@ def _figure(path: Path, size_in: tuple[float, float], layout: str | None = "cons
 
 
 def _averaged(x: Sequence[float], y: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Over stretches of equal numbers of points, when there are many."""
+    """Averages a long curve over parts with equal numbers of points."""
     if len(x) <= 2 * POINTS:
         return list(x), list(y)
     return tuple(
@@ -143,7 +143,7 @@ def _averaged(x: Sequence[float], y: Sequence[float]) -> tuple[list[float], list
 
 
 def _plain(text: str) -> str:
-    """In characters that a font has; a dollar sign would begin a formula."""
+    """The text in characters that a font has, with dollar signs escaped: they would begin a formula."""
     return printable_lines(text).replace("$", r"\$")
 
 
@@ -153,6 +153,6 @@ def _wrapped(text: str, width: int) -> str:
 
 
 def _short(name: str, length: int = 28) -> str:
-    """For legends and bars, whose text is named in full on the page."""
+    """A name for legends and bars; the page has it in full."""
     name = printable(name)
     return _plain(name if len(name) <= length else f"{name[: length - 1]}...")

@@ -1,4 +1,4 @@
-"""What a run's folder tells of the run, whatever in it is missing or broken."""
+"""Reads a run's folder, even when files in it are missing or broken."""
 
 import contextlib
 import hashlib
@@ -49,17 +49,19 @@ UNFINISHED = "killed or still running"  # the status of a run without a result
 
 
 class RunRecord:
-    """What is not as expected is left out; `problems` has a line for each file that is missing or broken.
+    """The files of a run, without values of an unexpected type.
 
-    facts: of result.json; where there is none, what the other files tell of them. evaluations: the lines of
-    metrics.jsonl with `val/loss`. ValueError when the folder is none of a run.
+    problems: a line for each file that is missing or broken. facts: of result.json, or, where it lacks a
+    value, derived from the other files. evaluations: the lines of metrics.jsonl with `val/loss`. ValueError
+    when the folder is not a run's.
     """
 
     def __init__(self, folder: Path):
         parts = ("recipe.json", "result.json", "metrics.jsonl", "checkpoints")
         if not any((folder / part).exists() for part in parts):
             raise ValueError(f"{folder} is no run's folder: it has none of {', '.join(parts)}")
-        self.folder, self.problems = folder, []
+        self.folder = folder
+        self.problems: list[str] = []
         self.about = self._read("recipe.json", ABOUT)
         self.recipe = self.about.get("recipe", {})
         self.metrics = self._read_lines("metrics.jsonl", METRICS_LINE, {"step", "epoch", "wall_s"})
@@ -71,7 +73,7 @@ class RunRecord:
         if not self.telemetry and self.recipe.get("telemetry_s") != 0:
             self.problems.append("telemetry-<host>.jsonl is missing")
         result = self._read("result.json", RESULT)
-        self.facts = self._seen() | result
+        self.facts = self._derived() | result
         shows_classes = self.facts["status"] == "finished" and "best_accuracy" in self.facts
         has_confusion = shows_classes or (folder / "confusion.json").exists()
         self.confusion = self._matrix("confusion.json", CONFUSION) if has_confusion else {}
@@ -88,12 +90,12 @@ class RunRecord:
 
     @property
     def unit(self) -> str:
-        """What was learned from: `images`, unless the run says otherwise."""
+        """The name of a sample: `images`, unless recipe.json has another."""
         return self.about.get("unit", "images")
 
     @property
     def identity(self) -> dict[str, str | None]:
-        """What tells this run from any other: its first line has a time in it, which none repeats."""
+        """The folder and a hash of the first line of metrics, which is unique by the time in it."""
         first = json.dumps(self.metrics[0], sort_keys=True) if self.metrics else None
         return {
             "run": place(self.folder.resolve()),
@@ -101,10 +103,10 @@ class RunRecord:
         }
 
     def host_summaries(self) -> list[dict[str, Any]]:
-        """Of the telemetry, as the run's end would have summed it up."""
+        """Summaries of the telemetry, as in the result.json of a finished run."""
         if "telemetry" in self.facts:
             return self.facts["telemetry"]
-        from common.telemetry.collect import summary
+        from common.telemetry.summary import summary
 
         found = []
         for host in self.telemetry:
@@ -112,15 +114,15 @@ class RunRecord:
                 found.append(summary(self.folder / f"telemetry-{host}.jsonl"))
         return found
 
-    def _seen(self) -> dict[str, Any]:
-        """What stands in result.json, as far as the other files tell it."""
+    def _derived(self) -> dict[str, Any]:
+        """The values of result.json that can be derived from the other files."""
         about, recipe = self.about, fitting(self.recipe, RESULT)[0]
         devices, hosts = about.get("devices", []), about.get("hosts", [])
         best = max(self.evaluations, key=_score, default={})
         final = self.evaluations[-1] if self.evaluations else {}
         lines = [self.metrics, *self.telemetry.values()]
         saved = sorted(self.folder.glob("checkpoints/step_*/manifest.json"))
-        seen = {
+        found = {
             "status": "not known" if (self.folder / "result.json").exists() else UNFINISHED,
             "processes": len(devices) or None,
             "hosts": len(hosts) or None,
@@ -136,7 +138,7 @@ class RunRecord:
         return {
             **{name: about[name] for name in names if name in about},
             **{name: recipe[name] for name in ("data", "batch_size", "epochs", "seed") if name in recipe},
-            **{name: value for name, value in seen.items() if value is not None},
+            **{name: value for name, value in found.items() if value is not None},
         }
 
     # --- Reading
@@ -159,7 +161,7 @@ class RunRecord:
         return kept
 
     def _read_lines(self, name: str, kinds: dict[str, Any], needed: set[str]) -> list[dict[str, Any]]:
-        """Without the lines that a kill, or a full disk, has cut."""
+        """The lines, without those that a kill or a full disk has cut."""
         try:
             texts = (self.folder / name).read_text(errors="replace").splitlines()
         except FileNotFoundError:
@@ -195,5 +197,5 @@ class RunRecord:
 
 
 def _score(evaluation: dict[str, float]) -> float:
-    """As Run chooses its best one."""
+    """The order by which RunState chooses the best evaluation."""
     return evaluation.get("val/accuracy", -evaluation["val/loss"])

@@ -1,4 +1,4 @@
-"""What one run shows at its end: tables of results and weights, curves, and the command for its page."""
+"""The end of a run on the terminal: tables of results and weights, curves, and the command for its page."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,7 +54,7 @@ def _results(result: dict[str, Any], val_name: str, unit: str) -> "Table":
 
 
 def _weights(folder: Path, result: dict[str, Any], lines: list[dict[str, Any]], val_name: str) -> "Table":
-    """Each file with weights: what it reaches, and what it is for."""
+    """A table of the files with weights: their accuracy or loss, and their use."""
     from rich.table import Table
 
     measure, best, last = _measure(result), result["best_checkpoint"], result["checkpoint"]
@@ -79,7 +79,7 @@ def _weights(folder: Path, result: dict[str, Any], lines: list[dict[str, Any]], 
 
 
 def _to_use(folder: Path, result: dict[str, Any]) -> Path:
-    """The best checkpoint's weights, or the newest's where the best is only in S3; averages before others."""
+    """The best checkpoint's weights, or the newest's when the best is only in S3; an EMA's come first."""
     places = [folder / result[name] for name in ("best_checkpoint", "checkpoint") if result[name]]
     files = [place / name for place in places for name in (EMA, MODEL)]
     return next(file for file in files if file.exists())
@@ -90,12 +90,12 @@ def _measure(result: dict[str, Any]) -> str:
 
 
 def say_how_to_add(folder: Path) -> None:
-    """The command that writes the run's page for the log book, however the run has ended."""
+    """Prints the command that writes the run's page for the log book."""
     print(python_command(shortest(ROOT / "logbook.py"), "add", folder), flush=True)
 
 
 def draw(folder: Path, result: dict[str, Any]) -> None:
-    """plots/curves.png, from metrics.jsonl."""
+    """Draws plots/curves.png from metrics.jsonl."""
     title = f"{result['script']} on {Path(result['data']).name}, {result['strategy']} x {result['processes']}"
     lines = read_lines(folder / "metrics.jsonl")
     plot_curves(folder, lines, title)

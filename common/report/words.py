@@ -1,23 +1,19 @@
-"""What a run is called, and what came out of it in a line, for all pages of the log book."""
+"""Names and one-line descriptions of a run, for all pages of the log book."""
 
 from pathlib import Path
 from typing import Any
 
 from common.report.record import RunRecord
+from common.system.text import plural
 
-FIRST = "the first"  # images of the split, which older runs evaluated
+FIRST = "the first"  # how older runs chose the images of the split that they evaluated
 STRATEGIES = {"single": "one process", "ddp": "DDP", "fsdp": "FSDP2"}
 REHEARSAL = "**Rehearsal on CPU: says nothing about GPUs.**"
 
 
 def number(value: float | None, form: str = "{:,.1f}") -> str:
-    """`-` for what is not known. form: as `{:,.1f} s`."""
+    """The formatted value; `-` for None. form: as `{:,.1f} s`."""
     return "-" if value is None else form.format(value)
-
-
-def plural(count: object, word: str) -> str:
-    """`1 process`, `2 processes`"""
-    return f"{count} {word}{'' if count == 1 else 'es' if word.endswith('s') else 's'}"
 
 
 def devices(run: RunRecord) -> str:
@@ -36,7 +32,7 @@ def where(run: RunRecord) -> str:
 
 
 def model(run: RunRecord) -> str:
-    """The recipe's, where it names one, else the script's name."""
+    """The recipe's model, or without one the script's name."""
     return str(run.recipe.get("model") or run.facts.get("script", "unknown script"))
 
 
@@ -45,7 +41,7 @@ def data(run: RunRecord) -> str:
 
 
 def split(run: RunRecord) -> str:
-    """Which images the run was evaluated on."""
+    """The images that the run was evaluated on."""
     whole = f"{run.facts['val_name']} split" if "val_name" in run.facts else "held-out images"
     part = run.recipe.get("max_val_images")
     if not isinstance(part, int):
@@ -55,12 +51,12 @@ def split(run: RunRecord) -> str:
 
 
 def chosen(run: RunRecord) -> str:
-    """How --max_val_images chose them: older runs, which do not say it, took the first ones."""
+    """How --max_val_images chose the images. Older runs, which do not record it, took the first."""
     return run.about.get("val_chosen", FIRST) if run.recipe.get("max_val_images") else "all"
 
 
 def claim(run: RunRecord) -> str:
-    """What came out, in one line of plain text."""
+    """The outcome in one line of plain text."""
     facts = run.facts
     epoch = max((line["epoch"] for line in run.metrics), default=0)
     found = f"no evaluation of {data(run)}"
@@ -74,12 +70,12 @@ def claim(run: RunRecord) -> str:
 
 
 def memory_gib(run: RunRecord) -> float | None:
-    """The most that any process took."""
+    """The largest peak of any process."""
     return max((process.get("peak") or 0 for process in run.facts.get("memory_gib", [])), default=None)
 
 
 def utilisation_pct(run: RunRecord) -> tuple[float | None, str]:
-    """The mean over all GPUs, or, without any, over the hosts' processors; and which of them it is."""
+    """The mean over all GPUs, or without GPUs over the hosts' processors; and `GPU` or `CPU`."""
     hosts = run.host_summaries()
     for name, weight, kind in (("utilisation_pct", "gpus", "GPU"), ("cpu_pct", "samples", "CPU")):
         known = [(host[name], host.get(weight) or 1) for host in hosts if host.get(name) is not None]
@@ -89,7 +85,7 @@ def utilisation_pct(run: RunRecord) -> tuple[float | None, str]:
 
 
 def summary(run: RunRecord) -> dict[str, Any]:
-    """What the index shows of the run."""
+    """The values of the run that the index shows."""
     names = ("script", "strategy", "batch_size", "epochs", "hosts", "processes", "status", "device")
     names += ("best_accuracy", "final_accuracy", "wall_s")
     return {

@@ -19,8 +19,9 @@ from common.run.state import RunState
 from common.system.env import processes_per_host
 from common.system.paths import ROOT
 from common.system.version import project_version
-from common.telemetry.collect import Seat, energy_wh
+from common.telemetry.collect import ProcessInfo
 from common.telemetry.memory import memory_gib
+from common.telemetry.summary import energy_wh
 
 VAL_CHOSEN = "a hash of their ids"  # decides which images --max_val_images evaluates; once it was the first
 ENTRIES = ("accelerate", "torchrun", "deepspeed")  # launchers
@@ -34,9 +35,13 @@ def run_name(accelerator: Accelerator, recipe: Recipe, batch: Batch) -> str:
 
 
 def about_run(
-    accelerator: Accelerator, recipe: Recipe, seats: list[Seat], resumed_from: str | None, source: str
+    accelerator: Accelerator,
+    recipe: Recipe,
+    processes: list[ProcessInfo],
+    resumed_from: str | None,
+    source: str,
 ) -> dict[str, Any]:
-    """recipe.json. seats: of all processes. source: a name of the data that changes with its content."""
+    """recipe.json. processes: of all ranks. source: a name of the data that changes with its content."""
     return {
         "script": script_name(),
         "strategy": job.strategy(accelerator),
@@ -54,8 +59,8 @@ def about_run(
         "version": project_version(),
         "git_commit": _git_commit(),
         "versions": job.versions(),
-        "hosts": list(dict.fromkeys(seat.host for seat in seats)),
-        "devices": [seat.device for seat in seats],
+        "hosts": list(dict.fromkeys(process.host for process in processes)),
+        "devices": [process.device for process in processes],
     }
 
 

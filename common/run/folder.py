@@ -1,4 +1,4 @@
-"""Which folder a run has: a new one, or that of an unfinished run of the same recipe, which it continues."""
+"""Chooses a run's folder: a new one, or that of an unfinished run of the same recipe, to continue it."""
 
 import contextlib
 import json
@@ -11,8 +11,9 @@ from typing import Any
 from common.checkpoint.format import steps_in
 from common.recipe import Recipe, recipe_part
 from common.system.files import read_json, write_json
+from common.system.text import numbered
 
-FRUITLESS_RESTARTS = 3  # without a new checkpoint; then a launcher that restarts by itself is told to give up
+FRUITLESS_RESTARTS = 3  # restarts by a launcher without a new checkpoint, after which it gives up
 
 
 def script_name() -> str:
@@ -22,9 +23,9 @@ def script_name() -> str:
 def open_folder(recipe: Recipe, name: str, last_step: int | None, passed: Collection[Path] = ()) -> Path:
     """Makes or finds the run's folder: exactly --output_dir, or <name>, <name>-2, ... in --model_folder.
 
-    A run there is continued when it is unfinished, of the same recipe, and began at the same --resume; else a
-    named folder gets the next number, and --output_dir is refused. last_step: of this run, None if not known.
-    passed: folders that are another run's. ValueError for a recipe.json that can't be read.
+    A run there is continued when it is unfinished, has the same recipe, and began at the same --resume. Else
+    a named folder gets the next number, and --output_dir is refused. last_step: of this run, None when not
+    known. passed: folders to leave out. ValueError for a recipe.json that can't be read.
     """
     try:
         if recipe.output_dir is None:
@@ -34,7 +35,7 @@ def open_folder(recipe: Recipe, name: str, last_step: int | None, passed: Collec
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"can't make the run folder {error.filename}: {error.strerror}") from None
-    if reason := _why_not(folder, recipe, last_step):
+    if reason := _why_not_ours(folder, recipe, last_step):
         raise ValueError(
             f"--output_dir {folder} holds a run already{reason}: give another folder, or move that one away"
         )
@@ -43,22 +44,22 @@ def open_folder(recipe: Recipe, name: str, last_step: int | None, passed: Collec
 
 def _named(parent: Path, name: str, recipe: Recipe, last_step: int | None, passed: Collection[Path]) -> Path:
     parent.mkdir(parents=True, exist_ok=True)
-    number = 1
-    while True:
-        folder = parent / (name if number == 1 else f"{name}-{number}")
+    for own in numbered(name):
+        folder = parent / own
         folder.mkdir(exist_ok=True)
-        if folder not in passed and not _why_not(folder, recipe, last_step):
-            return folder
-        number += 1
+        if folder not in passed and not _why_not_ours(folder, recipe, last_step):
+            break
+    return folder
 
 
-def _why_not(folder: Path, recipe: Recipe, last_step: int | None) -> str:
-    """Why the folder is not this run's, as ` (its epochs is 3, here 10)`; nothing if it is, or is empty."""
-    about = _about(folder)
+def _why_not_ours(folder: Path, recipe: Recipe, last_step: int | None) -> str:
+    """The reason why the folder is not this run's, as ` (its epochs is 3, here 10)`; empty when it is this
+    run's, or has no run."""
+    about = _recipe_json(folder)
     if about is None:
-        return ""  # empty, or it was stopped before it began: its checkpoint's recipe will be compared
+        return ""  # empty, or stopped before it began: its checkpoint's recipe will be compared
     began = about.get("resumed_from")
-    if reason := why_another(about, recipe):
+    if reason := why_other_run(about, recipe):
         return reason
     if recipe.resume != "auto" and recipe.resume != began and not _is_own(folder, recipe.resume):
         return f", which did not begin at --resume {recipe.resume}"
@@ -67,9 +68,8 @@ def _why_not(folder: Path, recipe: Recipe, last_step: int | None) -> str:
     return ""
 
 
-def _about(folder: Path) -> dict[str, Any] | None:
-    """recipe.json; None where there is none. ValueError when it can't be read: whose run it is, finished or
-    not, is not known then."""
+def _recipe_json(folder: Path) -> dict[str, Any] | None:
+    """recipe.json; None without that file. ValueError when it can't be read, as the run is not known then."""
     file = folder / "recipe.json"
     try:
         about = read_json(file)
@@ -87,13 +87,15 @@ def _about(folder: Path) -> dict[str, Any] | None:
 
 
 def this_run(recipe: Recipe) -> dict[str, Any]:
-    """What tells another run from this one, where there is no recipe.json yet."""
+    """The first lines of recipe.json, to identify the run before that file is written."""
     return {"script": script_name(), "recipe": recipe_part(recipe)}
 
 
-def why_another(about: dict[str, Any], recipe: Recipe) -> str:
-    """Why the run of this recipe.json (or of its first lines, as this_run gives them) is another one than
-    that of the recipe; nothing if it is the same, or can't be told."""
+def why_other_run(about: dict[str, Any], recipe: Recipe) -> str:
+    """The reason why a run is not one of this recipe; empty when it is, or when that is not known.
+
+    about: its recipe.json, or what this_run() gave for it.
+    """
     if not isinstance(about.get("recipe"), dict):
         return ""
     if (script := about.get("script")) != script_name():
@@ -112,8 +114,8 @@ def resumed_from(folder: Path) -> str | None:
 
 
 def differences(theirs: dict[str, Any], recipe: Recipe) -> str:
-    """`its epochs is 3, here 10; ...`, without what --allow_changed names. A flag that is younger than the
-    other run has its default there."""
+    """The flags that differ, as `its epochs is 3, here 10; ...`, without those that --allow_changed names. A
+    flag that the other run's version did not have counts as its default."""
     ours, defaults = (json.loads(json.dumps(recipe_part(r))) for r in (recipe, type(recipe)()))
     theirs = recipe.without_derived(defaults | theirs)
     return "; ".join(
@@ -124,7 +126,7 @@ def differences(theirs: dict[str, Any], recipe: Recipe) -> str:
 
 
 def _is_own(folder: Path, resume: str) -> bool:
-    """Whether --resume names this folder's own newest checkpoint, or the folder."""
+    """True when --resume names this folder, or its own newest checkpoint."""
     steps = steps_in(folder / "checkpoints")
     path = Path(resume).resolve()
     own = folder.resolve()
@@ -142,7 +144,10 @@ def _is_finished(folder: Path, last_step: int | None) -> bool:
 
 
 def count_restarts(folder: Path, step: int) -> None:
-    """Called at each start. ValueError at the third restart by torchrun that found no newer checkpoint."""
+    """Counts torchrun's restarts in restarts.json. Called at each start, which begins at `step`.
+
+    ValueError at the third restart without a newer checkpoint.
+    """
     run_id, file = os.environ.get("TORCHELASTIC_RUN_ID"), folder / "restarts.json"
     if run_id is None:
         return
@@ -157,5 +162,5 @@ def count_restarts(folder: Path, step: int) -> None:
     if begun["fruitless"] >= FRUITLESS_RESTARTS:
         raise ValueError(
             f"{FRUITLESS_RESTARTS} restarts without a new checkpoint since step {step:,}: giving up. The log"
-            " of the first failure says why; the same command continues when that is mended"
+            " of the first failure says why; the same command continues when that is fixed"
         )

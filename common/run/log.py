@@ -1,7 +1,8 @@
-"""What a run says while it goes on: metrics.jsonl, samples.jsonl, the trackers, the line on the terminal."""
+"""The log of a running training: metrics.jsonl, samples.jsonl, the trackers, the line on the terminal."""
 
 import contextlib
 import json
+import math
 import time
 from pathlib import Path
 from typing import Any, TextIO
@@ -14,9 +15,9 @@ from common.system.progress import progress
 
 
 class RunLog:
-    """Of the main process. A line that can't be written is a `problem`, which the run tells all processes.
+    """Made by the main process. After a failed write `problem` has the message, for all processes.
 
-    about: for recipe.json. state: of the checkpoint that the run goes on from; later lines are taken back.
+    about: for recipe.json. state: of the checkpoint that the run resumes from; later lines are removed.
     """
 
     def __init__(
@@ -30,7 +31,7 @@ class RunLog:
     ):
         self.folder, self.steps, self.steps_per_epoch = folder, steps, steps_per_epoch
         self.problem: str | None = None
-        self.told = 0.0
+        self.shown_at = 0.0  # when tell() last showed something
         metrics, samples = folder / "metrics.jsonl", folder / "samples.jsonl"
         for file in (metrics, samples) if recipe.log_samples else (metrics,):
             kept = [line for line in read_lines(file) if _was_before(line, state)]
@@ -47,7 +48,10 @@ class RunLog:
     def write(
         self, step: int, wall_s: float, values: dict[str, float], telemetry: dict[str, float] | None = None
     ) -> None:
-        """After `step` optimizer steps and wall_s of the run. telemetry: for the trackers alone."""
+        """Writes a line after `step` optimizer steps and wall_s seconds of the run.
+
+        telemetry: further values, for the trackers alone.
+        """
         epoch = step / self.steps_per_epoch
         line = {"epoch": epoch, "wall_s": wall_s, **values}
         self._write_line(self.metrics, {"step": step, **line})
@@ -55,43 +59,45 @@ class RunLog:
             for tracker in self.trackers:
                 tracker.log({**line, **(telemetry or {})}, step=step)
         except OSError as error:
-            self._can_not_write("the trackers' files", error)
+            self._set_problem("the trackers' files", error)
         self.progress.show(step, epoch, values)
 
     def show(self, step: int, pictures: list[Path]) -> None:
-        """PNG files, for the trackers."""
+        """Sends PNG files to the trackers."""
         for tracker in self.trackers:
             log_pictures(tracker, step, pictures)
 
     def write_confusion(self, step: int, classes: tuple[str, ...], confusion: list[list[int]]) -> None:
-        """confusion.json, of the newest evaluation: a row per true class."""
+        """Writes confusion.json on the newest evaluation, with a row per true class."""
         try:
             found = {"step": step, "classes": classes, "confusion": confusion}
             write_text(self.folder / "confusion.json", json.dumps(found) + "\n")
         except OSError as error:
-            self._can_not_write("confusion.json", error)
+            self._set_problem("confusion.json", error)
 
     def write_samples(self, step: int, per_rank: list[list[int]], share: int) -> None:
         """A line for each of the steps up to `step`, with its ids in the order of the whole batch.
 
         per_rank: the ids of all these steps, of each process. share: of a process in a step.
         """
+        assert self.samples
         count = len(per_rank[0]) // share
         for i in range(count):
             ids = [sample for own in per_rank for sample in own[i * share : (i + 1) * share]]
             self._write_line(self.samples, {"step": step - count + i + 1, "samples": ids})
 
     def tell(self, doing: str) -> None:
-        """What goes on between two lines."""
-        if time.perf_counter() - self.told > 1:
-            self.told = time.perf_counter()
+        """Shows the work between two lines on the terminal, at most once a second."""
+        if time.perf_counter() - self.shown_at > 1:
+            self.shown_at = time.perf_counter()
             self.progress.tell(doing)
 
     def close(self, failed: bool) -> None:
-        """A full disk is no second error, and a second call does nothing."""
+        """Closes files and trackers. A full disk is no second error, and a second call does nothing."""
         for file in (self.metrics, self.samples):
-            with contextlib.suppress(OSError, AttributeError):
-                file.close()
+            with contextlib.suppress(OSError):
+                if file:
+                    file.close()
         with contextlib.suppress(OSError):
             open_trackers, self.trackers = self.trackers, []
             finish_trackers(open_trackers, failed)
@@ -100,9 +106,9 @@ class RunLog:
         try:
             file.write(json.dumps(line) + "\n")
         except OSError as error:
-            self._can_not_write(file.name, error)
+            self._set_problem(file.name, error)
 
-    def _can_not_write(self, what: str, error: OSError) -> None:
+    def _set_problem(self, what: str, error: OSError) -> None:
         self.problem = self.problem or (
             f"{what} can't be written: {error.strerror or error}. Make room: the same command continues with"
             " the newest checkpoint"
@@ -111,5 +117,6 @@ class RunLog:
 
 def _was_before(line: dict[str, Any], state: RunState) -> bool:
     """True when the line was written before the state was saved."""
-    again = line["step"] == state.step and "val/loss" in line and not state.evaluated
-    return line["step"] <= state.step and not again
+    step = line.get("step", math.inf)
+    again = step == state.step and "val/loss" in line and not state.evaluated
+    return step <= state.step and not again

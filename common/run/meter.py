@@ -22,7 +22,7 @@ class Meter:
         self.started = time.perf_counter()
 
     def resume(self, state: RunState, rank: int) -> None:
-        """The mean over the micro-batches stays, whatever their number is now."""
+        """Takes over the sum of losses, scaled to the current number of micro-batches: the mean stays."""
         losses = state.losses
         if not losses:
             return

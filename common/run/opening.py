@@ -17,7 +17,7 @@ from common.run.output import RunOutput
 from common.run.restart import Restart, restart_from
 from common.run.state import RunState
 from common.run.storage import open_storage
-from common.telemetry.collect import Telemetry, own_seat
+from common.telemetry.collect import Telemetry, this_process
 
 Beat = Callable[[], None]
 
@@ -49,7 +49,7 @@ def open_run(
     """
     output: RunOutput | None = None
     source, classes = data
-    seats = gather_object([own_seat(accelerator)])
+    processes = gather_object([this_process(accelerator)])
 
     def open_output(beat: Beat) -> dict[str, Any]:
         nonlocal output
@@ -67,7 +67,7 @@ def open_run(
         if restart.has_checkpoint:
             found = output.storage.checkpoint if output else None
             training.restore(found, state.scalars(), with_optimizer=restart.has_optimizer)
-        about = about_run(accelerator, recipe, seats, restart.resumed_from, source)
+        about = about_run(accelerator, recipe, processes, restart.resumed_from, source)
         once(accelerator, "log", start_log, recipe.timeout_s)
         folder = output.folder if output else None
         mirror = output.storage.mirror if output else None
@@ -76,7 +76,7 @@ def open_run(
         if output:
             output.saver = saver
         rank = accelerator.process_index
-        telemetry = Telemetry(seats, rank, folder, recipe.telemetry_s, lambda: state.step, steps)
+        telemetry = Telemetry(processes, rank, folder, recipe.telemetry_s, lambda: state.step, steps)
         return OpenRun(state, saved_step, output, saver, Exchange(recipe.timeout_s, state, telemetry, output))
     except BaseException:
         if output:

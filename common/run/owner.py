@@ -1,7 +1,8 @@
-"""One owner of a run folder, or of a prefix in S3: a second run on it is refused.
+"""A lease on a run folder, or on a prefix in S3: it has one owner, and a second run is refused.
 
-The owner's record has a counter that goes up while it lives. A dead process of this machine is seen at once;
-a record from elsewhere is watched for a while, as a machine that was lost can't take its record away.
+The owner's record, owner.json, has a counter as heartbeat. The record of a dead process of this machine is
+taken over at once. A record of another machine is watched for heartbeats first: a machine that was lost could
+not remove it.
 """
 
 import contextlib
@@ -23,14 +24,14 @@ from common.system.processes import start_ticks
 from common.system.redaction import redacted
 from common.system.s3 import ObjectStore, StoreError
 
-BEAT_S = 20  # between two signs of life
-WATCH_S = 65  # a record from elsewhere that shows none for so long is a dead owner's
+BEAT_S = 20  # between two heartbeats
+WATCH_S = 65  # a record of another machine without a heartbeat for so long has a dead owner
 RELEASE_S = 5
 RECORD = "owner.json"
 
 
-class Owned(ValueError):
-    """Another owner lives. record: what it says of itself."""
+class AlreadyOwned(ValueError):
+    """Another owner lives. record: the content of its owner.json."""
 
     def __init__(self, message: str, record: dict[str, Any]):
         super().__init__(message)
@@ -38,7 +39,7 @@ class Owned(ValueError):
 
 
 class RecordStore(Protocol):
-    """Where a record lies."""
+    """The place of a record. create() is False when there is one; remove() leaves any other text."""
 
     def create(self, text: str) -> bool: ...
     def read(self) -> str | None: ...
@@ -46,12 +47,12 @@ class RecordStore(Protocol):
     def remove(self, text: str) -> None: ...
 
 
-class Folder:
+class FolderRecord:
     def __init__(self, folder: Path):
         self.name, self.path = str(folder), folder / RECORD
 
     def create(self, text: str) -> bool:
-        """Complete from the first moment on, unlike a file that is opened and then filled."""
+        """By a link: the file is complete from the first moment on."""
         mine = self.path.with_name(f".{RECORD}.{secrets.token_hex(4)}")
         try:
             mine.write_text(text)
@@ -62,7 +63,10 @@ class Folder:
         except OSError as error:
             if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
                 raise
-            with contextlib.suppress(FileExistsError), open(self.path, "x") as file:  # no hard links there
+            with (
+                contextlib.suppress(FileExistsError),
+                open(self.path, "x") as file,
+            ):  # no links here
                 file.write(text)
                 return True
             return False
@@ -79,7 +83,7 @@ class Folder:
         write_text(self.path, text)
 
     def remove(self, text: str) -> None:
-        """By a rename: of several that take over a record one does, and none takes away another's new one."""
+        """By a rename: only one of several processes takes a record over, and none removes a newer one."""
         aside = self.path.with_name(f".{RECORD}.{secrets.token_hex(4)}")
         with contextlib.suppress(FileNotFoundError):
             self.path.rename(aside)
@@ -89,7 +93,7 @@ class Folder:
             aside.unlink()
 
 
-class Prefix:
+class PrefixRecord:
     def __init__(self, store: ObjectStore):
         self.name, self.store = store.url, store
 
@@ -109,60 +113,60 @@ class Prefix:
 
 
 class Owner:
-    """Ours from here to release(). Owned names the host, the process and the time of another owner.
+    """Owns the record from here to release(). Raises AlreadyOwned, with host, process and time of the owner.
 
-    beat() is called about every second while a record from elsewhere is watched. about: what the record says
-    beside that.
+    beat() is called about every second while another machine's record is watched. about: further content of
+    the record.
     """
 
     def __init__(
         self,
-        place: RecordStore,
+        store: RecordStore,
         beat: Callable[[], None],
         warn: Callable[[str], None],
         about: dict[str, Any] | None = None,
     ):
-        self.place = place
+        self.store = store
         self.record = {**(about or {}), **_this_process(), "id": secrets.token_hex(8), "beat": 0}
-        self.lost: str | None = None  # what to say when another run has taken over
-        while not place.create(json.dumps(self.record)):
-            _wait_for_end(place, beat, warn)
+        self.lost: str | None = None  # the message after another run has taken over
+        while not store.create(json.dumps(self.record)):
+            _wait_for_end(store, beat, warn)
         self.released = threading.Event()
-        self.thread = threading.Thread(target=self._live, daemon=True)
+        self.thread = threading.Thread(target=self._keep_alive, daemon=True)
         self.thread.start()
 
     def release(self) -> None:
-        """Takes the record away; where that can't be done soon it stays, and shows a dead owner."""
+        """Removes the record, unless that takes too long: then it stays without heartbeats."""
         self.released.set()
         self.thread.join(RELEASE_S)
 
-    def _live(self) -> None:
+    def _keep_alive(self) -> None:
         while not self.released.wait(BEAT_S) and not self.lost:
-            with contextlib.suppress(OSError, StoreError):  # what a full disk or no network means others say
-                self._show_life()
+            with contextlib.suppress(OSError, StoreError):  # the checkpoints report a full disk
+                self._heartbeat()
         with contextlib.suppress(OSError, StoreError):
             if self._is_ours():
-                self.place.remove(json.dumps(self.record))
+                self.store.remove(json.dumps(self.record))
 
-    def _show_life(self) -> None:
+    def _heartbeat(self) -> None:
         if not self._is_ours():
-            self.lost = f"{self.place.name} was taken over by {_who(_parsed(self.place.read()))}"
+            self.lost = f"{self.store.name} was taken over by {_who(_parsed(self.store.read()))}"
             return
         self.record["beat"] += 1
-        self.place.replace(json.dumps(self.record))
+        self.store.replace(json.dumps(self.record))
 
     def _is_ours(self) -> bool:
-        return _parsed(self.place.read()).get("id") == self.record["id"]
+        return _parsed(self.store.read()).get("id") == self.record["id"]
 
 
-def _wait_for_end(place: RecordStore, beat: Callable[[], None], warn: Callable[[str], None]) -> None:
-    """Returns when the record there is gone, or was a dead owner's and is removed. Owned if it lives."""
-    text = place.read()
+def _wait_for_end(store: RecordStore, beat: Callable[[], None], warn: Callable[[str], None]) -> None:
+    """Returns when the record is gone, or its owner is dead and it is removed. Else raises AlreadyOwned."""
+    text = store.read()
     if text is None:
         return
     theirs = _parsed(text)
-    refusal = Owned(
-        f"{place.name} belongs to a run that goes on: {_who(theirs)}. Stop that one, or give this one a place"
+    refusal = AlreadyOwned(
+        f"{store.name} belongs to a run that goes on: {_who(theirs)}. Stop that one, or give this one a place"
         " of its own",
         theirs,
     )
@@ -170,18 +174,18 @@ def _wait_for_end(place: RecordStore, beat: Callable[[], None], warn: Callable[[
         if _lives(theirs):
             raise refusal
     else:
-        warn(f"{place.name} has an owner, {_who(theirs)}: watching for {WATCH_S} s whether it still lives")
+        warn(f"{store.name} has an owner, {_who(theirs)}: watching for {WATCH_S} s whether it still lives")
         until = time.monotonic() + WATCH_S
         while time.monotonic() < until:
             beat()
             time.sleep(1)
-            now = place.read()
+            now = store.read()
             if now is None:
                 return
             if now != text:
                 raise refusal
-    warn(f"{place.name} was left by {_who(theirs)}, which is dead: taken over")
-    place.remove(text)
+    warn(f"{store.name} was left by {_who(theirs)}, which is dead: taken over")
+    store.remove(text)
 
 
 def _this_process() -> dict[str, Any]:
@@ -190,14 +194,14 @@ def _this_process() -> dict[str, Any]:
         "host": socket.gethostname(),
         "machine": _machine(),
         "pid": me.pid,
-        "started": me.create_time(),  # by the clock, for versions that know no start_ticks
+        "started": me.create_time(),  # by the clock, for older versions
         "start_ticks": start_ticks(me.pid),
         "since": time.strftime("%Y-%m-%d %H:%M:%S %z"),
     }
 
 
 def _machine() -> str:
-    """Of this start of this kernel, and of this container's process numbers."""
+    """Identifies this start of this kernel, and this container's process numbers."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     space = Path("/proc/self/ns/pid")
     return (

@@ -16,8 +16,8 @@ from common.system.schema import fitting
 class RunState:
     """The state after `step` optimizer steps. Without arguments: that of a run that has not begun.
 
-    In a process that trains `wall_s` is that of the processes before it, and the fields from `losses` on are
-    those that it began with: at_save() fills them in.
+    In memory `wall_s` is the time of the processes before this one, and the fields from `losses` on are those
+    that it began with: at_save() gives the current ones.
     """
 
     step: int = 0
@@ -66,7 +66,8 @@ class RunState:
 
     def at_save(self, **filled: Any) -> Self:
         """A copy for state.json, with the fields that are known only then."""
-        return dataclasses.replace(self, wall_s=self.wall_now_s(), **filled)
+        restored = {"optimizer_steps": None, "wandb_id": None, "wandb_url": None}  # not of this process
+        return dataclasses.replace(self, wall_s=self.wall_now_s(), **restored | filled)
 
     def scalars(self) -> dict[str, Any]:
         """The part that belongs to the optimizer and the loss scale, as TrainingState takes it."""

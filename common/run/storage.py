@@ -1,9 +1,9 @@
-"""Where a run lives and what it goes on from, decided by the main process alone.
+"""Opens a run's folder and its mirror in S3, and chooses the checkpoint to resume from. Main process only.
 
-1. The run's own folder is looked at first: its newest checkpoint that verifies.
+1. The newest checkpoint in the run's own folder that verifies.
 2. --s3: a newer one there is downloaded first, as on a fresh machine with an empty folder.
-3. --resume PATH or s3://...: where a run begins that has no checkpoint of its own.
-4. Whatever was chosen must be of the same recipe, but for what --allow_changed names.
+3. --resume PATH or s3://...: for a run without a checkpoint of its own.
+4. The chosen one must have the same recipe, except for the flags that --allow_changed names.
 """
 
 from collections.abc import Callable
@@ -14,8 +14,8 @@ from common.checkpoint import format as checkpoints
 from common.checkpoint.format import Checkpoint, step_of, steps_in
 from common.checkpoint.mirror import Mirror, committed, fetch_log, fetch_newest
 from common.recipe import Recipe
-from common.run.folder import differences, open_folder, this_run, why_another
-from common.run.owner import Folder, Owned, Owner, Prefix
+from common.run.folder import differences, open_folder, this_run, why_other_run
+from common.run.owner import AlreadyOwned, FolderRecord, Owner, PrefixRecord
 from common.system.files import not_written
 from common.system.s3 import ObjectStore
 
@@ -25,13 +25,13 @@ Say = Callable[[str], None]
 
 @dataclass
 class RunStorage:
-    """A run's folder, which it owns, its mirror in S3, and the checkpoint to go on from."""
+    """A run's folder, which this process owns, its mirror in S3, and the checkpoint to resume from."""
 
     folder: Path
     owners: list[Owner] = field(default_factory=list)
     mirror: Mirror | None = None
     checkpoint: Checkpoint | None = None
-    is_new: bool = False  # whether it begins now, at another run's checkpoint
+    is_new: bool = False  # True when the run begins now, at another run's checkpoint
 
     def owner_lost(self) -> str | None:
         return next((owner.lost for owner in self.owners if owner.lost), None)
@@ -42,10 +42,10 @@ class RunStorage:
 
 
 def open_storage(recipe: Recipe, name: str, last_step: int, beat: Beat, say: Say) -> RunStorage:
-    """ValueError when it has another owner, holds another run, or no checkpoint of several verifies.
+    """ValueError when another process owns it, it holds another run, or no checkpoint of several verifies.
 
-    name: of the folder, as open_folder takes it. last_step: of this run. A prefix in S3 that has it already
-    is another run's.
+    name: of the folder, as open_folder takes it. last_step: of this run. A prefix in S3 that already has a
+    checkpoint of that step belongs to another run.
     """
     storage = _own_folder(recipe, name, last_step, beat, say)
     folder = storage.folder
@@ -54,14 +54,14 @@ def open_storage(recipe: Recipe, name: str, last_step: int, beat: Beat, say: Say
         store = ObjectStore(recipe.s3) if recipe.s3 else None
         if store:
             store.probe()
-            storage.owners.append(Owner(Prefix(store), beat, say))
-        storage.checkpoint = _own(folder, store, recipe, last_step, beat, say)
+            storage.owners.append(Owner(PrefixRecord(store), beat, say))
+        storage.checkpoint = _own_checkpoint(folder, store, recipe, last_step, beat, say)
         if recipe.resume not in ("auto", "never"):
-            # One that was downloaded by a start that was then stopped is still another run's.
+            # A checkpoint that an interrupted start has downloaded is still another run's.
             began = (folder / "recipe.json").exists() or (store is not None and committed(store))
             storage.is_new = storage.checkpoint is None or not began
             if storage.checkpoint is None:
-                storage.checkpoint = _others(folder, recipe.resume, beat, say)
+                storage.checkpoint = _other_runs_checkpoint(folder, recipe.resume, beat, say)
         if storage.checkpoint:
             _check_recipe(storage.checkpoint, recipe)
         if store:
@@ -76,22 +76,22 @@ def open_storage(recipe: Recipe, name: str, last_step: int, beat: Beat, say: Say
 
 
 def _own_folder(recipe: Recipe, name: str, last_step: int, beat: Beat, say: Say) -> RunStorage:
-    """The run's folder, owned. A run of another recipe that has just begun in it may have no recipe.json
-    yet: its owner's record has the recipe. Then a named folder gets the next number."""
+    """Owns the run's folder. A run of another recipe that has just begun there may have no recipe.json yet,
+    but its owner's record has the recipe: then a named folder gets the next number."""
     passed: set[Path] = set()
     while True:
         folder = open_folder(recipe, name, last_step, passed)
         try:
-            storage = RunStorage(folder, [Owner(Folder(folder), beat, say, this_run(recipe))])
-        except Owned as error:
-            if recipe.output_dir or not why_another(error.record, recipe):
+            storage = RunStorage(folder, [Owner(FolderRecord(folder), beat, say, this_run(recipe))])
+        except AlreadyOwned as error:
+            if recipe.output_dir or not why_other_run(error.record, recipe):
                 raise
             passed.add(folder)
             continue
         except OSError as error:
             raise not_written("the run", folder, error) from None
         try:
-            if open_folder(recipe, name, last_step, passed) == folder:  # nobody had it since it was looked at
+            if open_folder(recipe, name, last_step, passed) == folder:  # no other run had it in between
                 return storage
         except BaseException:
             storage.release()
@@ -99,7 +99,7 @@ def _own_folder(recipe: Recipe, name: str, last_step: int, beat: Beat, say: Say)
         storage.release()
 
 
-def _own(
+def _own_checkpoint(
     folder: Path, store: ObjectStore | None, recipe: Recipe, last_step: int, beat: Beat, say: Say
 ) -> Checkpoint | None:
     own, found, problem = folder / "checkpoints", None, None
@@ -113,7 +113,7 @@ def _own(
             what = "and --resume is never" if recipe.resume == "never" else "which is finished"
             raise ValueError(f"{store.url} holds a run already, {what}: give a prefix of its own")
         if there > here:
-            fetch_log(store, folder)  # first: who is killed before the checkpoint is here does both again
+            fetch_log(store, folder)  # first: after a kill before the checkpoint is here both are repeated
             if fetch_newest(store, own, here, beat, say, ours=True) is not None:
                 return checkpoints.newest(own, beat, say)
     if problem:
@@ -121,17 +121,17 @@ def _own(
     return found
 
 
-def _others(folder: Path, resume: str, beat: Beat, say: Say) -> Checkpoint:
-    """The checkpoint of another run that --resume names."""
+def _other_runs_checkpoint(folder: Path, resume: str, beat: Beat, say: Say) -> Checkpoint:
+    """The checkpoint of another run, which --resume names."""
     if not resume.startswith("s3://"):
-        return _at_path(Path(resume), beat, say)
+        return _checkpoint_at(Path(resume), beat, say)
     if fetch_newest(ObjectStore(resume), folder / "checkpoints", -1, beat, say, ours=False) is None:
         raise ValueError(f"--resume {resume} holds no checkpoint")
     return checkpoints.newest(folder / "checkpoints", beat, say)
 
 
-def _at_path(path: Path, beat: Beat, say: Say) -> Checkpoint:
-    """A checkpoint's folder, or the newest of a run's."""
+def _checkpoint_at(path: Path, beat: Beat, say: Say) -> Checkpoint:
+    """path: a checkpoint, or a run whose newest checkpoint is taken."""
     if step_of(path.resolve().name) is not None:
         return checkpoints.verify(path.resolve(), beat)
     for parent in (path / "checkpoints", path):

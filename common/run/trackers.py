@@ -1,4 +1,4 @@
-"""Where metrics go beside metrics.jsonl: TensorBoard and Weights & Biases, with Accelerate's trackers."""
+"""Metrics in TensorBoard and Weights & Biases, with Accelerate's trackers."""
 
 import os
 import secrets
@@ -22,7 +22,7 @@ def start_trackers(
     """The trackers that --trackers names, in the run's folder. Called by the main process only.
 
     about: the run's recipe.json; its recipe, strategy and number of processes are the hyper-parameters.
-    first_step, wandb_id: where a run goes on, and what W&B called it.
+    first_step: where the run resumes. wandb_id: of the W&B run to continue.
     """
     where = {"strategy": about["strategy"], "processes": len(about["devices"])}
     hyper_parameters = {
@@ -42,13 +42,13 @@ def start_trackers(
 
 
 def _without_full_disks(args: threading.ExceptHookArgs) -> None:
-    """TensorBoard's thread raises again in the main one, at the next value: its own traceback is noise."""
+    """Hides the traceback of TensorBoard's thread, whose error is raised again in the main thread."""
     if not isinstance(args.exc_value, OSError) or type(args.thread).__name__ != "_AsyncWriterThread":
         threading.__excepthook__(args)
 
 
 def log_pictures(tracker: GeneralTracker, step: int, files: list[Path]) -> None:
-    """PNG files, as `plots/<name>`. What fails is said, and fails no training."""
+    """Sends PNG files, as `plots/<name>`. An error is printed, and ends no training."""
     from PIL import Image
 
     # TensorBoard wants to be told the layout, [1, H, W, 3]; W&B takes the images one by one.
@@ -68,14 +68,14 @@ def finish_trackers(trackers: list[GeneralTracker], failed: bool) -> None:
 
 
 def tracker_ids(trackers: list[GeneralTracker]) -> dict[str, str]:
-    """What continues a run of a tracker, and where it is seen, for recipe.json."""
+    """The W&B run's id and address, for recipe.json; empty without W&B."""
     runs = [tracker.run for tracker in trackers if isinstance(tracker, _WandB)]
     found = {"wandb_id": runs[0].id, "wandb_url": runs[0].url} if runs else {}
     return {name: value for name, value in found.items() if value}  # an offline run has no address
 
 
 class _TensorBoard(TensorBoardTracker):
-    """TensorBoard with the hyper-parameters in the run's own folder: Accelerate's would make a second run."""
+    """TensorBoard with the hyper-parameters in the run's own folder; Accelerate's makes a second run."""
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         from torch.utils.tensorboard.summary import hparams
@@ -95,7 +95,7 @@ class _TensorBoard(TensorBoardTracker):
 class _WandB(WandBTracker):
     """W&B with the optimizer step as the axis of all curves: its own counter takes no step twice.
 
-    What fails in it is said once and ends it, not the training.
+    An error is printed once and ends the logging to W&B, not the training.
     """
 
     ended = False
@@ -129,11 +129,11 @@ class _WandB(WandBTracker):
 
 
 def _start_wandb(folder: Path, project: str, run_id: str | None) -> _WandB:
-    """One run, continued where WANDB_RUN_ID names it; offline without a key, or where no server takes it.
+    """Starts or continues a run; offline without a key, or when no server takes it.
 
-    WANDB_PROJECT, WANDB_MODE and W&B's other variables hold as everywhere.
+    WANDB_RUN_ID, WANDB_PROJECT, WANDB_MODE and W&B's other variables are respected.
     """
-    # Its reports on its own errors go to the same server, for whose answer they would wait at the end.
+    # W&B's reports on its own errors would wait for the same server at the end.
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     import wandb
 
@@ -170,7 +170,7 @@ def _send_later(folder: Path | str) -> str:
 
 
 def _has_wandb_key(settings: Any) -> bool:
-    """Whether wandb.init would find a key, or need none, instead of asking for one at the terminal."""
+    """True when wandb.init finds a key or needs none; else it would ask for one at the terminal."""
     import wandb
     from wandb.sdk.lib import wbauth
 

@@ -1,6 +1,8 @@
 """Escaping of text from outside, for terminals, files and pages."""
 
 import re
+from collections.abc import Iterator
+from itertools import count
 
 # Control characters (with them terminal escapes), line and paragraph separators, marks that change the
 # direction of writing, and lone surrogates: bytes of a file name that are not UTF-8.
@@ -18,6 +20,17 @@ def printable(text: object) -> str:
 def printable_lines(text: object) -> str:
     """printable() for several lines: newlines and tabs stay."""
     return _UNSAFE.sub(lambda found: found[0] if found[0] in "\n\t" else _escaped(found[0]), str(text))
+
+
+def plural(number: object, word: str) -> str:
+    """`1 process`, `2 processes`"""
+    return f"{number} {word}{'' if number == 1 else 'es' if word.endswith('s') else 's'}"
+
+
+def numbered(name: str) -> Iterator[str]:
+    """`name`, `name-2`, `name-3`, ... without end."""
+    yield name
+    yield from (f"{name}-{number}" for number in count(2))
 
 
 def _escaped(character: str) -> str:

@@ -1,4 +1,4 @@
-"""What memory a process took, and what helps when there was not enough."""
+"""The peak memory of a process, and advice when it was not enough."""
 
 import resource
 from pathlib import Path
@@ -11,11 +11,11 @@ from common.recipe import Batch
 
 
 def memory_gib(accelerator: Accelerator, is_healthy: bool = False) -> dict[str, float]:
-    """Of this process, in GiB. `peak` is what torch allocated at most on the GPU, or the resident set on CPU.
+    """Memory of this process in GiB. `peak`: torch's peak allocation on a GPU, the peak resident set on CPU.
 
-    On a GPU also `reserved`, the most that torch's allocator held, and, of a healthy device, which can be
-    asked, `other`, what is taken beside it now (the CUDA context, NCCL, other users), and `device`, all that
-    there is; on CPU `data`, the writable memory that it has asked for by now, which RLIMIT_DATA limits.
+    On a GPU also `reserved`, the peak of torch's allocator. is_healthy: the GPU can be asked, which adds
+    `other`, the memory in use outside of torch now (CUDA context, NCCL, other processes), and `device`, its
+    size. On CPU also `data`, the writable memory requested so far, which RLIMIT_DATA limits.
     """
     if accelerator.device.type == "cuda":
         sizes = {"peak": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
@@ -29,7 +29,7 @@ def memory_gib(accelerator: Accelerator, is_healthy: bool = False) -> dict[str, 
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Of torch's allocators on GPU and CPU, of CUDA's libraries, of Python."""
+    """True for errors of torch's allocators on GPU and CPU, of CUDA's libraries, and Python's MemoryError."""
     texts = ("out of memory", "ALLOC_FAILED", "CUDA calloc", "can't allocate memory")
     texts += ("could not create a primitive",)  # oneDNN's
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
@@ -38,7 +38,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def out_of_memory(accelerator: Accelerator, batch: Batch) -> str:
-    """What to say, with the size to try."""
+    """The message, with the batch size to try."""
     smaller = batch.smaller()
     advice = "shard the model (fsdp_4gpu, zero3_4gpu, zero3_offload_4gpu) or take a smaller one"
     if smaller:

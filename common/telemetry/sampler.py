@@ -1,4 +1,4 @@
-"""The thread that looks at one host: processor, memory, network, disk (psutil), the job's GPUs (NVML)."""
+"""The thread that samples one host: processor, memory, network, disk (psutil), the job's GPUs (NVML)."""
 
 import shutil
 import subprocess
@@ -14,15 +14,15 @@ from common.system.threads import lower_priority
 MIB, GIB = 2**20, 2**30
 STOP_S = 2  # how long a run waits at its end for a sampler that is busy
 NVIDIA_SMI_S = 30  # how long nvidia-smi may take
-SHORTEST_S = 0.1  # below it a share of the processor's time says nothing
+SHORTEST_S = 0.1  # a share of the processor's time over less is meaningless
 
 
 class Sampler:
-    """Samples until it is stopped, and once more.
+    """Takes a sample each interval_s until stop(), and then a last one.
 
-    gpus: UUID -> name of those that the job uses on this host. step: of the training, as it is now; at step
-    `middle` nvidia-smi is asked for the second time. keep(record) takes a header, a sample, or nvidia-smi's
-    text; complain(problem) what could not be found. Both are called in the thread.
+    gpus: UUID -> name of those that the job uses on this host. step: returns the training's current step; at
+    step `middle` nvidia-smi runs for the second time. keep(record) takes a header, a sample, or nvidia-smi's
+    text; complain(problem) takes an error. Both are called in the thread.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class Sampler:
         complain: Callable[[str], None],
     ):
         self.host, self.gpu_names, self.interval_s, self.step = host, gpus, interval_s, step
-        self.middle = middle if step() < middle else None
+        self.middle: int | None = middle if step() < middle else None
         self.keep, self.complain = keep, complain
         self.stopped = threading.Event()
         self.thread = threading.Thread(target=self._work, daemon=True)
@@ -49,7 +49,7 @@ class Sampler:
         self.thread.join(STOP_S)
 
     def open(self) -> None:
-        """Before the first sample, in the thread that takes it."""
+        """Called before the first sample, in the thread that takes it."""
         self.meter = HostMeter()
         self.gpus = open_gpus(list(self.gpu_names), self.complain)
 
@@ -70,7 +70,7 @@ class Sampler:
                     self._ask_nvidia_smi()
             if self.meter.age_s() > SHORTEST_S:
                 self.keep(self.sample())
-        except Exception as error:  # of any kind: no training ends because it is not watched
+        except Exception as error:  # of any kind: no training ends because its telemetry does
             self.complain(f"no more samples of host {self.host} ({error})")
 
     def _header(self) -> dict[str, Any]:
@@ -87,9 +87,10 @@ class Sampler:
         if shutil.which("nvidia-smi") is None:
             return
         step, when = self.step(), time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
-        options = dict(capture_output=True, text=True, errors="replace", timeout=NVIDIA_SMI_S)
         try:
-            answer = subprocess.run(["nvidia-smi", "-q"], **options)
+            answer = subprocess.run(
+                ["nvidia-smi", "-q"], capture_output=True, text=True, errors="replace", timeout=NVIDIA_SMI_S
+            )
         except (OSError, subprocess.TimeoutExpired) as error:
             self.complain(f"no answer of nvidia-smi on host {self.host} ({error})")
             return
@@ -97,10 +98,10 @@ class Sampler:
 
 
 class HostMeter:
-    """The whole host, whoever uses it; rates are means since the last sample."""
+    """Use of the whole host by all processes; rates are means since the last sample."""
 
     def __init__(self) -> None:
-        psutil.cpu_percent()  # of each thread the first answer is about nothing
+        psutil.cpu_percent()  # the first answer in a thread is meaningless
         self.before_s, self.before = time.monotonic(), _counters_mib()
 
     def age_s(self) -> float:
@@ -119,7 +120,7 @@ class HostMeter:
 
 
 def _counters_mib() -> dict[str, float | None]:
-    """Since the host's start; of all its network interfaces but the loopback. RDMA passes them by."""
+    """Totals since the host's start, over all network interfaces but the loopback. RDMA is not counted."""
     network = [counted for name, counted in psutil.net_io_counters(pernic=True).items() if name != "lo"]
     try:
         disk = psutil.disk_io_counters()
@@ -134,7 +135,7 @@ def _counters_mib() -> dict[str, float | None]:
 
 
 def open_gpus(uuids: list[str], complain: Callable[[str], None]) -> list["Gpu"]:
-    """Those of the job, as NVML knows them; none where there is no NVML, or it does not know them."""
+    """The job's GPUs; an empty list without NVML, or where it does not know one of them."""
     if not uuids:
         return []
     import pynvml
@@ -148,9 +149,9 @@ def open_gpus(uuids: list[str], complain: Callable[[str], None]) -> list["Gpu"]:
 
 
 class Gpu:
-    """A GPU, or a part of one (MIG). What it does not tell is None. Not yet measured on a GPU.
+    """A GPU, or a part of one (MIG). A value that it does not support is None. Not yet measured on a GPU.
 
-    index: among the job's GPUs of this host. complain: hears of what failed, not of what is not supported.
+    index: among the job's GPUs of this host. complain: takes errors, but not values that are not supported.
     """
 
     def __init__(self, nvml: Any, index: int, uuid: str, complain: Callable[[str], None]):
@@ -159,7 +160,7 @@ class Gpu:
             self.handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
         except nvml.NVMLError_NotFound:
             self.handle = nvml.nvmlDeviceGetHandleByUUID(f"MIG-{uuid}")
-        # By nvidia-smi's names. That a GPU without work is slower is none of them.
+        # By nvidia-smi's names, without the reason of an idle GPU.
         self.reasons = {
             nvml.nvmlClocksEventReasonApplicationsClocksSetting: "applications_clocks_setting",
             nvml.nvmlClocksEventReasonSwPowerCap: "sw_power_cap",

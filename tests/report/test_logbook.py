@@ -43,7 +43,7 @@ def one(project, cache) -> tuple[Path, str]:
 
 @pytest.fixture(scope="module")
 def two(project, cache) -> Path:
-    run([*torchrun(2), *CNN, *FLAGS, *cache, "--output_dir", "runs/two"], cwd=project)
+    run([*torchrun(2), *CNN, *FLAGS, *cache, "--output_dir", "runs/two"], cwd=project, warm=False)
     return project / "runs/two"
 
 

@@ -17,12 +17,12 @@ from common.report import markdown, plots
 from common.report.comparison import read_search
 from common.report.page import draw, page
 from common.report.record import RunRecord
-from common.run.folder import _why_not, count_restarts, resumed_from
+from common.run.folder import _why_not_ours, count_restarts, resumed_from
 from common.run.owner import _parsed
 from common.run.state import RunState
 from common.system.files import read_accelerate_config, read_json, read_lines
 from common.system.text import printable, printable_lines
-from common.telemetry.collect import _lines
+from common.telemetry.summary import _lines
 from logbook import read_mark
 from tests.conftest import CNN, python, result, run
 from tests.support.images import class_folders
@@ -166,7 +166,7 @@ def test_a_run_with_json_that_is_none_can_be_looked_at(content, tmp_path):
     record.host_summaries()
     assert any("recipe.json" in problem for problem in record.problems)
     with pytest.raises(ValueError, match=r"recipe\.json can't be read"):
-        _why_not(tmp_path, ImageRecipe(), None)
+        _why_not_ours(tmp_path, ImageRecipe(), None)
     assert resumed_from(tmp_path) is None
     assert read_lines(tmp_path / "metrics.jsonl") == list(_lines(tmp_path / "telemetry-a.jsonl"))
     assert not _parsed(CONTENTS[content].decode(errors="surrogateescape")).get("pid")

@@ -13,7 +13,7 @@ from common.recipe import Recipe, flag
 from common.run import owner as ownership
 from common.run import storage
 from common.run.folder import script_name, this_run
-from common.run.owner import Folder, Owner
+from common.run.owner import FolderRecord, Owner
 from common.run.storage import open_storage
 from common.system.processes import own_age_s
 from tests.checkpoint.test_checkpoints import LONG, start_and_wait
@@ -36,7 +36,7 @@ def test_a_second_run_is_refused_and_the_first_goes_on(tmp_path):
 
 def own(folder) -> tuple[Owner, list[str]]:
     said = []
-    return Owner(Folder(folder), lambda: None, said.append), said
+    return Owner(FolderRecord(folder), lambda: None, said.append), said
 
 
 def test_the_record_goes_with_the_owner(tmp_path):
@@ -52,7 +52,7 @@ def test_the_record_goes_with_the_owner(tmp_path):
 def test_of_many_at_once_one_wins(tmp_path):
     script = (
         "import sys, time; from pathlib import Path; from common.run.owner import *\n"
-        "try:\n    Owner(Folder(Path(sys.argv[1])), lambda: None, print)\n"
+        "try:\n    Owner(FolderRecord(Path(sys.argv[1])), lambda: None, print)\n"
         "except ValueError:\n    sys.exit(3)\n"
         "print('mine', flush=True); time.sleep(60)\n"
     )

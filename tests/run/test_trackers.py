@@ -12,7 +12,7 @@ import psutil
 import pytest
 from PIL import Image
 
-from common.telemetry.collect import HOST_NUMBERS
+from common.telemetry.summary import HOST_NUMBERS
 from tests.conftest import CNN, Job, lines, metrics, mutate, python, result, run, torchrun
 
 FLAGS = ["--data", "digits", "--batch_size", "64", "--epochs", "2", "--max_steps", "30", "--log_every", "10"]

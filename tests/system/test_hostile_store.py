@@ -10,7 +10,7 @@ import pytest
 
 from common.checkpoint.mirror import Mirror, committed, fetch_log
 from common.prepare.inputs import open_input
-from common.run.owner import Prefix, _parsed, _who
+from common.run.owner import PrefixRecord, _parsed, _who
 from common.system import s3 as object_store
 from common.system.redaction import redacted
 from common.system.s3 import ObjectStore
@@ -197,7 +197,7 @@ def test_an_owner_record_of_anything(store):  # noqa: F811
     """A stranger's owner.json is read without a traceback, and shown in one bounded line."""
     for content in (b"[" * 100_000, b"\xff\x00", b'{"pid": 1e999}'):
         store.write("owner.json", content)
-        assert isinstance(_parsed(Prefix(store).read()), dict)
+        assert isinstance(_parsed(PrefixRecord(store).read()), dict)
     odd = {"host": "\x1b[31m" + "h" * 5000, "pid": [1] * 1000, "since": {"\n": 1}}
     text = _who(_parsed(json.dumps(odd)))
     assert text.isprintable()

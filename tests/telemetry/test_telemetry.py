@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from common.telemetry.collect import GPU_NUMBERS, HOST_NUMBERS, Seat, Telemetry, energy_wh, hosts_of, summary
+from common.telemetry.collect import ProcessInfo, Telemetry, sampled_hosts
 from common.telemetry.sampler import Gpu
+from common.telemetry.summary import GPU_NUMBERS, HOST_NUMBERS, energy_wh, summary
 from tests.checkpoint.test_checkpoints import LONG, SLOW, start_and_wait
 from tests.conftest import CNN, Job, free_port, lines, metrics, python, result, run, torchrun
 
@@ -151,7 +152,7 @@ def test_what_can_not_be_written_is_said_once_and_stops_nothing(tmp_path):
 
 def test_another_hosts_samples_that_can_not_be_written(tmp_path, capsys):
     (tmp_path / "telemetry-b.jsonl").mkdir()
-    telemetry = Telemetry([Seat("a", 0, "CPU", None)], 0, tmp_path, 0, lambda: 0, 1)
+    telemetry = Telemetry([ProcessInfo("a", 0, "CPU", None)], 0, tmp_path, 0, lambda: 0, 1)
     for _ in range(2):
         telemetry.append([("telemetry-b.jsonl", "{}\n")])
     assert capsys.readouterr().out.count("telemetry is not complete") == 1
@@ -279,8 +280,8 @@ def test_a_gpu_that_is_lost_is_said_and_null(nvml):
 def test_the_telemetry_of_a_host_with_gpus(nvml, tmp_path, capsys, known):
     """Of the job's GPUs alone; unknown ones leave the rest of the host."""
     nvml("GPU-1" if known else "GPU-2", ANSWERS)
-    seats = [Seat("a", 0, "Model X", "1"), Seat("b", 0, "Model Y", "3")]
-    telemetry = Telemetry(seats, 0, tmp_path, 0.05, lambda: 7, 10)
+    processes = [ProcessInfo("a", 0, "Model X", "1"), ProcessInfo("b", 0, "Model Y", "3")]
+    telemetry = Telemetry(processes, 0, tmp_path, 0.05, lambda: 7, 10)
     deadline = time.monotonic() + 30
     while not telemetry.unlogged:
         assert time.monotonic() < deadline
@@ -335,7 +336,7 @@ def test_the_energy_of_a_run_is_that_of_all_its_starts(tmp_path, starts, expecte
 def test_a_line_that_was_cut_is_left_out(tmp_path):
     """And what a restart adds begins on a line of its own."""
     file = written(tmp_path / "telemetry-a.jsonl", HEADER, sample(1, utilisation_pct=50), '{"t": 2, "st')
-    telemetry = Telemetry([Seat("b", 0, "CPU", None)], 0, tmp_path, 0, lambda: 0, 1)
+    telemetry = Telemetry([ProcessInfo("b", 0, "CPU", None)], 0, tmp_path, 0, lambda: 0, 1)
     telemetry.append([(file.name, json.dumps(HEADER) + "\n"), (file.name, json.dumps(sample(9)) + "\n")])
     assert json.loads(file.read_text().splitlines()[-2]) == HEADER
     found = summary(file)
@@ -349,19 +350,19 @@ def test_a_file_of_something_else_is_named(tmp_path):
 
 def test_hosts_are_apart_whatever_they_call_themselves():
     names = ["node/1", "node 1", "localhost", "localhost", ".."]
-    seats = [
-        Seat(name, local_rank, "X", f"{k}{local_rank}")
+    processes = [
+        ProcessInfo(name, local_rank, "X", f"{k}{local_rank}")
         for k, name in enumerate(names)
         for local_rank in (0, 1)
     ]
-    hosts = hosts_of(seats)
+    hosts = sampled_hosts(processes)
     assert [host.name for host in hosts] == ["node_1", "node_1-2", "localhost", "localhost-2", ".."]
     assert [host.first_rank for host in hosts] == [0, 2, 4, 6, 8]
     assert list(hosts[1].gpus) == ["10", "11"]
 
 
 def test_what_is_taken_while_it_grows_is_neither_lost_nor_doubled():
-    telemetry = Telemetry([Seat("a", 0, "CPU", None)], 0, None, 0, lambda: 0, 1)
+    telemetry = Telemetry([ProcessInfo("a", 0, "CPU", None)], 0, None, 0, lambda: 0, 1)
     grow = threading.Thread(target=lambda: [telemetry._keep({"step": k}) for k in range(20_000)])
     grow.start()
     taken = []

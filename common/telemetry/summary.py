@@ -1,0 +1,119 @@
+"""Sums up the telemetry of a host: means, maxima, energy."""
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from common.system.files import parse_json
+
+HOST_NUMBERS = (
+    "cpu_pct",
+    "memory_gib",
+    "net_sent_mib_s",
+    "net_received_mib_s",
+    "disk_read_mib_s",
+    "disk_written_mib_s",
+)
+GPU_NUMBERS = ("utilisation_pct", "memory_gib", "power_w", "temperature_c", "sm_clock_mhz")
+
+
+def summary(file: Path) -> dict[str, Any]:
+    """Sums up one telemetry-<host>.jsonl over all starts: means, but maxima of memory and temperature.
+
+    A value that was never measured is None. energy_wh: over all GPUs and starts; None unless each of them
+    reported energy or power. throttled_pct: share of a GPU's samples with a throttle reason; throttle: the
+    reasons. ValueError for a file with lines that are no telemetry.
+    """
+    samples, gpus, starts = 0, 0, 0
+    values: dict[str, _Values] = defaultdict(_Values)
+    reasons: set[str] = set()
+    energies: dict[tuple[int, int], _Energy] = defaultdict(_Energy)  # by start and GPU
+    try:
+        for line in _lines(file):
+            if "host" in line:
+                starts, gpus = starts + 1, len(line["devices"])
+                continue
+            samples += 1
+            for name in HOST_NUMBERS:
+                values[name].add(line[name])
+            for gpu in line.get("gpus", []):
+                for name in GPU_NUMBERS:
+                    values[f"gpu_{name}"].add(gpu[name])
+                values["throttled"].add(None if gpu["throttle"] is None else 100 * bool(gpu["throttle"]))
+                reasons.update(gpu["throttle"] or ())
+                energies[starts, gpu["index"]].add(line["t"], gpu)
+    except (KeyError, TypeError, AttributeError):
+        raise ValueError(f"{file} has lines that are no telemetry") from None
+    return {
+        "host": file.stem.removeprefix("telemetry-"),
+        "samples": samples,
+        "gpus": gpus,
+        "utilisation_pct": values["gpu_utilisation_pct"].mean(),
+        "gpu_memory_gib": values["gpu_memory_gib"].largest,
+        "power_w": values["gpu_power_w"].mean(),
+        "temperature_c": values["gpu_temperature_c"].largest,
+        "sm_clock_mhz": values["gpu_sm_clock_mhz"].mean(),
+        "throttled_pct": values["throttled"].mean(),
+        "throttle": sorted(reasons),
+        "energy_wh": _total([energy.wh() for energy in energies.values()]),
+        **{name: values[name].mean() for name in HOST_NUMBERS},
+        "memory_gib": values["memory_gib"].largest,
+    }
+
+
+def energy_wh(summaries: list[dict[str, Any]]) -> float | None:
+    """The energy over all hosts; None without GPUs, or where those of a host did not report it."""
+    return _total([host["energy_wh"] for host in summaries if host["gpus"]])
+
+
+def _total(numbers: list[float | None]) -> float | None:
+    """The sum; None for an empty list or one with a None."""
+    known = [number for number in numbers if number is not None]
+    return sum(known) if known and len(known) == len(numbers) else None
+
+
+def _lines(file: Path) -> Iterator[dict[str, Any]]:
+    """Yields the lines one at a time, as a day has 86,400; skips those that a kill or a full disk has cut."""
+    with open(file, errors="replace") as texts:
+        for text in texts:
+            with contextlib.suppress(ValueError):
+                yield parse_json(text, file)
+
+
+class _Values:
+    """Mean and maximum of the values that are not None."""
+
+    def __init__(self) -> None:
+        self.sum, self.count = 0.0, 0
+        self.largest: float | None = None
+
+    def add(self, value: float | None) -> None:
+        if value is not None:
+            self.sum, self.count = self.sum + value, self.count + 1
+            self.largest = value if self.largest is None else max(self.largest, value)
+
+    def mean(self) -> float | None:
+        return self.sum / self.count if self.count else None
+
+
+class _Energy:
+    """The energy of one GPU in one start: by its counter, else as the integral of its power."""
+
+    def __init__(self) -> None:
+        self.counted_wh: float | None = None
+        self.integral_wh: float | None = None
+        self.before: tuple[float, float] | None = None  # time and power of the last sample
+
+    def add(self, t: float, gpu: dict[str, Any]) -> None:
+        if gpu["energy_wh"] is not None:
+            self.counted_wh = gpu["energy_wh"]
+        if gpu["power_w"] is not None:
+            before_t, before_w = self.before or (t, gpu["power_w"])
+            joules = (t - before_t) * (before_w + gpu["power_w"]) / 2
+            self.integral_wh = (self.integral_wh or 0.0) + joules / 3600
+            self.before = (t, gpu["power_w"])
+
+    def wh(self) -> float | None:
+        return self.integral_wh if self.counted_wh is None else self.counted_wh

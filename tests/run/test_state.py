@@ -1,0 +1,65 @@
+"""state.json: what is written is read again, what no run has written is refused, older files are read."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from common.checkpoint.format import Checkpoint
+from common.run.state import NEEDED, RunState
+from common.system.schema import fits, fitting
+
+STORED = Path(__file__).parents[1] / "checkpoint" / "stored" / "format_1" / "checkpoints" / "step_00000016"
+OPTIMIZER = {"scalars": {"head.weight": {"step": 3}}, "groups": [{}]}
+
+
+def test_a_state_comes_back_through_its_file(tmp_path):
+    state = RunState(4, True, {"accuracy": 0.5, "step": 4}, {"accuracy": 0.5, "images": 360}, 3, 1.5, 2.5)
+    saved = state.at_save(losses=[0.1, 0.2], accumulations=2, epoch=0.3, optimizer=OPTIMIZER, wandb_id="a")
+    (tmp_path / "state.json").write_text(json.dumps(saved.to_json()))
+    found = RunState.read(Checkpoint(tmp_path, {"step": 4}))
+    assert found == saved
+    assert found.wall_s > state.wall_s
+    assert found.scalars() == {"optimizer": OPTIMIZER, "loss_scale": None}
+
+
+def test_a_state_of_the_first_version_of_the_format_is_read():
+    content = json.loads((STORED / "state.json").read_text())
+    found = RunState.read(Checkpoint(STORED, {"step": 16}))
+    assert found.to_json() == content
+    for younger in ("bad_images", "optimizer", "loss_scale", "epoch"):
+        del content[younger]
+    older = RunState.from_json(content | {"optimizer_steps": 16})
+    assert (older.bad_images, older.scalars()) == ([], {"optimizer_steps": 16, "loss_scale": None})
+
+
+WRONG = {name: [None, "x", [1]] for name in NEEDED} | {
+    "step": [None, "1", 1.5, True, 2**70],
+    "best": [1, {"loss": "x"}, {"loss": None}],
+    "losses": [None, [], ["x"], [float("nan")]],
+    "accumulations": [None, 0, -1],
+    "train_s": ["0", float("inf")],
+    "bad_images": [[0.5], "x"],
+    "optimizer": [1, {}, {"scalars": {}}, {"scalars": {"a": 1}, "groups": []}],
+    "loss_scale": [1, {"scale": "x"}],
+    "wandb_id": [1],
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name in WRONG for value in WRONG[name]])
+def test_a_state_that_no_run_has_written_is_refused_with_the_field(name, value):
+    content = RunState(losses=[0.5]).to_json()
+    assert RunState.from_json(content) == RunState(losses=[0.5])
+    with pytest.raises(ValueError, match=name):
+        RunState.from_json(content | {name: value})
+
+
+def test_fitting_keeps_what_has_the_expected_type():
+    kinds = {"a": int, "b": list[str], "c": {"*": float, "d": str}, "e": int | None}
+    content = {"a": 1, "b": ["x"], "c": {"d": "x", "z": 2, "none": None}, "e": 3, "unknown": object()}
+    kept = {name: value for name, value in content.items() if name != "unknown"}
+    assert fitting(content, kinds) == (kept, [])
+    wrong = {"a": True, "b": ["x", 1], "c": {"d": 1}, "e": "3"}
+    assert fitting(wrong, kinds) == ({}, ["a", "b", "c", "e"])
+    assert fits([{"n": 1.5}], [{"n": float}])
+    assert not fits([{"n": "1"}], [{"n": float}])
