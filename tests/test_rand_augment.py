@@ -19,14 +19,14 @@ COUNT, H, W = 8, 60, 72
 
 @pytest.fixture(scope="module")
 def images() -> torch.Tensor:
-    """Real photographs, and one of a single colour."""
+    """Real photographs, and an image of a single colour."""
     files = sorted((real_data() / "imagenet_sample").glob("*.JPEG"))[: COUNT - 1]
     photographs = [np.asarray(Image.open(file).convert("RGB").resize((W, H))) for file in files]
     return torch.from_numpy(np.stack([*photographs, np.full((H, W, 3), 77, np.uint8)]))
 
 
 def draws_for(name: str, count: int) -> np.ndarray:
-    """Of one layer that does this to all."""
+    """Draws of one layer that applies this operation to all images."""
     draws = uniforms(0, 0, np.arange(count), DRAWN)
     draws[:, 0] = (list(OPERATIONS).index(name) + 0.5) / len(OPERATIONS)
     return draws
@@ -37,7 +37,7 @@ def solarized_add(image: Image.Image, amount: int) -> Image.Image:
 
 
 def moved(image: Image.Image, *affine: float) -> Image.Image:
-    """PIL counts from the corner of the first pixel, and not from its middle."""
+    """PIL's coordinates begin at the first pixel's corner, ours at its middle."""
     a, b, c, d, e, f = affine
     affine = (a, b, c + 0.5 - 0.5 * (a + b), d, e, f + 0.5 - 0.5 * (d + e))
     grey = (GREY,) * 3
@@ -50,7 +50,7 @@ def enhanced(kind):
     return lambda image, strength, sign: kind(image).enhance(1.8 * strength + 0.1)
 
 
-# What PIL makes of an image, by strength and direction
+# PIL's operations, by strength and direction
 PIL = {
     "AutoContrast": lambda image, s, sign: ImageOps.autocontrast(image),
     "Equalize": lambda image, s, sign: ImageOps.equalize(image),

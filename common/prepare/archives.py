@@ -1,7 +1,7 @@
 """Tar archives of images, read member by member.
 
-Nothing is extracted. Only regular files with plain relative names come out, and an archive in an archive is
-read in place. ustar, GNU's long names, and the paths and sizes of PAX are understood.
+Nothing is extracted. Only regular files with plain relative names are accepted. An archive within an archive
+is read in place. Supported are ustar, GNU's long names, and the paths and sizes of PAX.
 """
 
 import math
@@ -16,10 +16,10 @@ import numpy as np
 
 from common.prepare.inputs import CHUNK_BYTES, GET_AGAIN, Input, open_input
 
-BLOCK = 512  # bytes: a header, and what contents are padded to
+BLOCK = 512  # bytes of a header; contents are padded to a multiple
 END = bytes(BLOCK)
 LARGEST_IMAGE_BYTES = 2**26
-LARGEST_EXTENSION_BYTES = 2**20  # of a long name, or of PAX records
+LARGEST_EXTENSION_BYTES = 2**20  # a long name, or PAX records
 REGULAR, FOLDER, EXTENSIONS = (b"0", b"\0", b"7"), b"5", (b"x", b"g", b"L", b"K")
 REFUSED = {
     b"1": "a hard link",
@@ -29,20 +29,20 @@ REFUSED = {
     b"6": "a fifo",
     b"S": "a sparse file",
 }
-SIZE = re.compile(rb"[0-7]{11}[\0 ]")  # in the plainest header
+SIZE = re.compile(rb"[0-7]{11}[\0 ]")  # in a plain header
 PLAIN = np.zeros(256, bool)
 PLAIN[list(b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-.")] = True
 
 
 class TarMember:
-    """A regular file in an archive; an inner archive, too. Read it before its successor is asked for."""
+    """A regular file in an archive, or an inner archive. Its content must be read before the next member."""
 
     __slots__ = ("archive", "end", "name", "offset", "size", "stream")
 
     def __init__(self, archive: "Input | TarMember", name: str, offset: int, size: int):
         self.archive, self.stream = archive, archive.stream
         self.name = name
-        self.offset = offset  # of its content in the input, also within an inner archive
+        self.offset = offset  # of the content in the outermost archive
         self.size = size
         self.end = offset + size
 
@@ -52,21 +52,21 @@ class TarMember:
 
     @property
     def next(self) -> int:
-        """The position of what follows in its archive: where a later pass may go on, with skip_to()."""
+        """The position of the next member in its archive, from which skip_to() lets a later pass continue."""
         return min(self.end + -self.end % BLOCK, self.archive.end)
 
     def read(self) -> bytes:
-        """Its whole content, once."""
+        """Reads the whole content. Once only."""
         assert self.stream.position == self.offset
         return self.stream.read(self.size)
 
 
 def members(archive: Input | TarMember, largest_bytes: int = LARGEST_IMAGE_BYTES) -> Iterator[TarMember]:
-    """The regular files, in order, of an archive that begins at its stream's position, or goes on there.
+    """Yields the regular files of an archive, in order, from its stream's position on.
 
-    Members named *.tar may be larger than `largest_bytes`: they are archives again, for members(member).
-    Folders are passed over. Raises ValueError with the names of archive and member for links, devices, fifos,
-    sparse files, absolute names and those with .., what is too large, and a truncated or damaged archive.
+    Members named *.tar are archives, for members(member), and may be larger than `largest_bytes`. Folders are
+    skipped. Raises ValueError, with the names of archive and member, for links, devices, fifos, sparse files,
+    absolute names, names with .., oversized files, and truncated or damaged archives.
     """
     stream, given = archive.stream, {}
     while (header := _next_header(archive)) is not None:
@@ -81,20 +81,18 @@ def members(archive: Input | TarMember, largest_bytes: int = LARGEST_IMAGE_BYTES
     while rest := stream.read(min(CHUNK_BYTES, archive.end - stream.position)):
         if rest != bytes(len(rest)):
             raise ValueError(
-                f"{archive.where} goes on behind the mark of its end: archives can't be put together by cat;"
-                " give them one by one"
+                f"{archive.where} has content after its end mark: archives can't be joined by cat; give them"
+                " one by one"
             )
 
 
 def _next_header(archive: Input | TarMember) -> bytes | None:
-    """With the right checksum; None at the mark of the archive's end."""
+    """Reads a header and checks its checksum. None at the archive's end mark."""
     stream = archive.stream
     position = stream.position
     header = stream.read(min(BLOCK, archive.end - position))
     if len(header) < BLOCK:
-        raise ValueError(
-            f"{archive.where} ends without the mark of an archive's end: it is truncated; {GET_AGAIN}"
-        )
+        raise ValueError(f"{archive.where} has no end mark: it is truncated; {GET_AGAIN}")
     if header == END:
         return None
     try:
@@ -103,14 +101,14 @@ def _next_header(archive: Input | TarMember) -> bytes | None:
         right = False
     if not right or header[257:262] != b"ustar":
         raise ValueError(
-            f"{archive.where} has no tar header where one must be, at byte {position:,} of the input: it is"
-            f" damaged, or no tar archive; {GET_AGAIN}"
+            f"{archive.where} has no tar header where one is expected, at byte {position:,} of the input: it"
+            f" is damaged, or no tar archive; {GET_AGAIN}"
         )
     return header
 
 
 def _number(field: bytes) -> int:
-    """Octal digits, or GNU's and star's form for large numbers. Raises ValueError."""
+    """Parses octal digits, or the base-256 form of GNU and star. Raises ValueError."""
     if field[0] == 0x80:
         return int.from_bytes(field[1:])
     text = field.strip(b" \0") or b"0"
@@ -122,7 +120,7 @@ def _number(field: bytes) -> int:
 def _member(
     archive: Input | TarMember, header: bytes, given: dict[str, bytes], largest_bytes: int
 ) -> TarMember | None:
-    """What the header, and the extended ones before it, describe; None for a folder."""
+    """Makes the member of a header and the extended headers before it; None for a folder."""
     name, kind = given.get("path") or _path(header), header[156:157]
     if kind == FOLDER and name in (b".", b"./"):
         return None
@@ -139,7 +137,7 @@ def _member(
 def _sized(
     archive: Input | TarMember, name: str, header: bytes, given: dict[str, bytes], largest_bytes: float
 ) -> TarMember:
-    """The member whose content begins at the stream's position, once its size is one that can be."""
+    """Makes the member whose content begins at the stream's position, after a check of its size."""
     try:
         size = int(given["size"]) if "size" in given else _number(header[124:136])
     except ValueError:
@@ -157,38 +155,40 @@ def _sized(
 
 def _path(header: bytes) -> bytes:
     name = header[:100].partition(b"\0")[0]
-    if header[257:263] == b"ustar\0" and header[345]:  # GNU has other things there
+    if header[257:263] == b"ustar\0" and header[345]:  # GNU uses the field otherwise
         return header[345:500].partition(b"\0")[0] + b"/" + name
     return name
 
 
 def _plain(archive: Input | TarMember, path: bytes) -> str:
-    """The path as text: names with single slashes between, without ./ before them."""
+    """Decodes a path and checks that it is plain and relative; a leading ./ is removed."""
     text = path.decode(errors="surrogateescape")
     name = text.removeprefix("./")
     if not name.isprintable() or any(part in ("", ".", "..") for part in name.split("/")):
-        raise _refused(archive, text, "is no plain relative name: none may be absolute, or have .. in it")
+        raise _refused(archive, text, "is no plain relative name: absolute names and .. are not allowed")
     return name
 
 
 def _extension(archive: Input | TarMember, header: bytes) -> dict[str, bytes]:
-    """What an extended header says of the next member: its path or size, among others."""
+    """Parses an extended header: the next member's path or size, among others."""
     kind, stream = header[156:157], archive.stream
     member = _sized(archive, "an extended header", header, {}, LARGEST_EXTENSION_BYTES)
     content = member.read()
     stream.skip_to(member.next)
     if kind == b"L":
         return {"path": content.rstrip(b"\0")}
-    records = _pax_records(content) if kind in (b"x", b"g") else {}  # K: the link itself is refused
+    records = (
+        _pax_records(content) if kind in (b"x", b"g") else {}
+    )  # K is a link's name: its member is refused
     if records is None or (kind == b"g" and records.keys() & {"path", "size"}):
-        raise _refused(archive, "an extended header", "has records that are not understood")
+        raise _refused(archive, "an extended header", "has records that are not supported")
     if any(key.startswith("GNU.sparse") for key in records):
         raise _refused(archive, _path(header).decode(errors="replace"), f"is {REFUSED[b'S']}")
     return records if kind == b"x" else {}
 
 
 def _pax_records(content: bytes) -> dict[str, bytes] | None:
-    """Of lines `<length of the line> <key>=<value>`; None when they are not."""
+    """Parses lines of `<length of the line> <key>=<value>`; None when they have another form."""
     records = {}
     while content:
         digits, _, _ = content.partition(b" ")
@@ -203,21 +203,21 @@ def _pax_records(content: bytes) -> dict[str, bytes] | None:
 
 def _refused(archive: Input | TarMember, name: str, why: str) -> ValueError:
     shown = name if name.isprintable() and 0 < len(name) < 200 else ascii(name[:200])
-    return ValueError(f"{archive.where}: {shown} {why}; {GET_AGAIN}, or make it again without")
+    return ValueError(f"{archive.where}: {shown} {why}; {GET_AGAIN}, or rebuild it without")
 
 
 class Listing(NamedTuple):
-    """The regular files of one archive on a disk."""
+    """The regular files of one archive on a local disk."""
 
-    archive: str | None  # the inner archive's name; None for what lies in the outer one itself
+    archive: str | None  # the inner archive's name; None for the outer archive
     names: list[str]
     offsets: np.ndarray  # int64 [files], of the contents in the outer archive
     sizes: np.ndarray  # int64 [files], bytes
 
 
 def scan(path: Path, largest_bytes: int = LARGEST_IMAGE_BYTES) -> Iterator[Listing]:
-    """What members() finds in a file, from the headers alone: first what lies in the archive itself, if
-    anything does, then each inner archive, in order. The same refusals."""
+    """Lists the files that members() finds, from the headers alone: first those of the outer archive, if it
+    has any, then those of each inner archive, in order. Raises ValueError as members() does."""
     with open_input(path) as stream:
         end = stream.size
     with open(path, "rb", buffering=0) as file:
@@ -232,10 +232,10 @@ def scan(path: Path, largest_bytes: int = LARGEST_IMAGE_BYTES) -> Iterator[Listi
 
 
 def _list(file: FileIO, largest_bytes: int, name: str | None, start: int, end: int) -> Listing:
-    """One archive, which lies in the file from start to end."""
-    if (found := _list_plainest(file.fileno(), start, end, largest_bytes)) is not None:
+    """Lists one archive, which lies in the file from start to end."""
+    if (found := _list_plain(file.fileno(), start, end, largest_bytes)) is not None:
         return Listing(name, *found)
-    with open_input(file.name) as stream:  # slower, and knows every kind of header and what to refuse
+    with open_input(file.name) as stream:  # slower; knows every kind of header, and refuses
         stream.skip_to(start)
         archive = stream if name is None else TarMember(stream, name, start, end - start)
         files = [(file.name, file.offset, file.size) for file in members(archive, largest_bytes)]
@@ -243,11 +243,11 @@ def _list(file: FileIO, largest_bytes: int, name: str | None, start: int, end: i
     return Listing(name, list(names), np.array(offsets, np.int64), np.array(sizes, np.int64))
 
 
-def _list_plainest(
+def _list_plain(
     file: int, start: int, end: int, largest_bytes: int
 ) -> tuple[list[str], np.ndarray, np.ndarray] | None:
-    """Names, offsets and sizes, where all is well and each header is a regular file's with a name of letters,
-    digits and _ - . below 100; None in every other case."""
+    """Returns names, offsets and sizes when every header is a plain one: of a regular file, with a name of at
+    most 100 letters, digits, _, - and dots. None in every other case."""
     headers, offsets, sizes, at = [], [], [], start
     while (header := os.pread(file, BLOCK, at)) != END:
         if at + BLOCK > end or not SIZE.fullmatch(header, 124, 136):
@@ -269,13 +269,13 @@ def _list_plainest(
 
 
 def _all_plain(headers: np.ndarray) -> bool:
-    """Whether headers, [files, BLOCK] uint8, have right checksums and are of the plainest kind."""
+    """True when all headers, uint8 [files, BLOCK], have right checksums and are plain."""
     names = headers[:, :100]
     digits = headers[:, 148:154] - ord("0")  # a byte below "0" wraps to a large one
     sums = headers.sum(1, dtype=np.int64) - headers[:, 148:156].sum(1, dtype=np.int64) + 8 * ord(" ")
     return bool(
         (PLAIN[names] == (names != 0)).all()
-        and ((names[:, 1:] == 0) | (names[:, :-1] != 0)).all()  # nothing behind the name's end
+        and ((names[:, 1:] == 0) | (names[:, :-1] != 0)).all()  # zeros after the name
         and (names[:, 0] != 0).all()
         and (names[:, 0] != ord(".")).all()
         and (headers[:, 156] == ord("0")).all()

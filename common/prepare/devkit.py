@@ -1,4 +1,4 @@
-"""ILSVRC2012 as it is published: its three archives, their MD5 sums, and what the development kit says."""
+"""ILSVRC2012's three archives: their names and MD5 sums, and the content of the development kit."""
 
 import io
 import re
@@ -10,8 +10,8 @@ import numpy as np
 from common.prepare.archives import members
 from common.prepare.inputs import GET_AGAIN, Input, from_bytes
 
-TRAIN = "ILSVRC2012_img_train.tar"  # of <wnid>.tar, each of <wnid>_<number>.JPEG
-VAL = "ILSVRC2012_img_val.tar"  # of ILSVRC2012_val_<number>.JPEG
+TRAIN = "ILSVRC2012_img_train.tar"  # holds <wnid>.tar, which hold <wnid>_<number>.JPEG
+VAL = "ILSVRC2012_img_val.tar"  # holds ILSVRC2012_val_<number>.JPEG
 DEVKIT = "ILSVRC2012_devkit_t12.tar.gz"
 MD5 = {  # https://image-net.org/challenges/LSVRC/2012/2012-downloads.php, also in torchvision
     "train": "1d675b47d978889d74fa0da5fadfb00e",
@@ -23,21 +23,21 @@ VAL_PER_CLASS = 50
 
 META = "data/meta.mat"
 TRUTH = "data/ILSVRC2012_validation_ground_truth.txt"
-LARGEST_DEVKIT_BYTES = 2**28  # packed, and again unpacked
+LARGEST_DEVKIT_BYTES = 2**28  # compressed, and uncompressed
 
 
 @dataclass(frozen=True)
 class Devkit:
-    """The classes, and which of them each image of the validation split has."""
+    """The classes, and the labels of the validation images."""
 
-    classes: list[tuple[str, str]]  # WordNet id and words, in label order: that of the ids
+    classes: list[tuple[str, str]]  # WordNet id and words, sorted by id: the order of the labels
     val_labels: np.ndarray  # int64 [images], in the order of the sorted file names
 
     @classmethod
     def read(cls, stream: Input, subset: bool = False) -> "Devkit":
-        """From DEVKIT. Unless `subset`, it must be CLASSES with VAL_PER_CLASS images each.
+        """Reads DEVKIT. Unless `subset`, it must have CLASSES with VAL_PER_CLASS images each.
 
-        Raises ValueError, naming the archive, for what is missing, damaged or does not fit together.
+        Raises ValueError, with the archive's name, when a file is missing, damaged or inconsistent.
         """
         files = _unpacked(stream)
         missing = [name for name in (META, TRUTH) if name not in files]
@@ -57,7 +57,7 @@ class Devkit:
 
 
 def _unpacked(stream: Input) -> dict[str, bytes]:
-    """The contents of META and TRUTH, as far as they are there."""
+    """Reads META and TRUTH, as far as the archive has them."""
     packed = stream.read(LARGEST_DEVKIT_BYTES)
     unpacker = zlib.decompressobj(wbits=zlib.MAX_WBITS + 16)  # gzip
     try:
@@ -71,16 +71,16 @@ def _unpacked(stream: Input) -> dict[str, bytes]:
         )
     files = {}
     for member in members(from_bytes(stream.where, content)):
-        name = member.name.partition("/")[2]  # all is in a folder of the kit's name
+        name = member.name.partition("/")[2]  # all files lie in one folder
         if name in (META, TRUTH):
             files[name] = member.read()
     return files
 
 
 def _leaves(where: str, content: bytes) -> tuple[dict[int, str], dict[str, str]]:
-    """Of meta.mat's synsets those without children, which are the classes: wnid by id, and words by wnid.
+    """Reads the classes, which are meta.mat's synsets without children: wnid by id, and words by wnid.
 
-    Nothing in it is code: MATLAB's functions and objects come as data.
+    Nothing in the file is executed: MATLAB's functions and objects are read as data.
     """
     from scipy.io import loadmat
 
@@ -93,7 +93,7 @@ def _leaves(where: str, content: bytes) -> tuple[dict[int, str], dict[str, str]]
             for i, wnid, words, children in zip(*columns, strict=True)
             if children == 0
         ]
-    except Exception as error:  # the reader raises whatever it stumbles over
+    except Exception as error:  # loadmat's errors have no common class
         raise ValueError(
             f"{where} is not readable as the list of synsets ({type(error).__name__}); {GET_AGAIN}"
         ) from None

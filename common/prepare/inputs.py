@@ -1,4 +1,8 @@
-"""Large files read once, from the beginning: from a disk, from S3, or from the web."""
+"""Sequential reads of large files from a disk, from S3, or from a web server.
+
+The web client is our own, on urllib. fsspec's (aiohttp) loses the bytes that arrived before a connection was
+cut: a server that cuts every answer is never read to its end. It also takes four times the processor time.
+"""
 
 import hashlib
 import http.client
@@ -9,8 +13,8 @@ import time
 import urllib.error
 import urllib.request
 from collections import deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Generator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -18,41 +22,47 @@ from urllib.parse import urlsplit
 
 from common.system.redaction import redacted
 
-CHUNK_BYTES = 2**20  # one read: still in the processor's cache when it is copied from
-HASHED_BEHIND = 16  # chunks that may wait for the thread that hashes
+CHUNK_BYTES = 2**20  # one read; fits into the processor's cache
+HASHED_BEHIND = 16  # chunks that may wait for the hashing thread
 
-ATTEMPTS = 6  # requests after one another that bring nothing, with 15 s of waits between them
-SILENCE_S = 30  # after which a connection counts as lost
-PASSING = (408, 429, 500, 502, 503, 504)  # HTTP statuses that a repetition may mend
+ATTEMPTS = 6  # consecutive requests without a byte, with 15 s of waits between them
+SILENCE_S = 30  # a connection that is silent for longer is lost
+RETRIED = (408, 429, 500, 502, 503, 504)  # HTTP statuses of passing faults
+
+Chunks = Generator[bytes, None, None]
 
 GET_AGAIN = "get it again from where it was published"
 
 
 class Input:
-    """A sequential stream of bytes. Not thread-safe; a context manager.
+    """A sequential stream of bytes; a context manager. Not thread-safe.
 
-    `where` names it in messages and holds no secret of a url; `size` is in bytes. Reading raises ValueError
-    when the bytes end before that, and where the source can't be read for good.
+    where: its name in messages, without the secrets of a url. size: bytes. Reads raise ValueError when the
+    stream ends early, or can't be read after all retries.
     """
 
     def __init__(
         self,
         where: str,
         size: int,
-        chunks_from: Callable[[int], Iterator[bytes]],
+        chunks_from: Callable[[int], Chunks],
         hashed: bool = False,
         version: str | None = None,
     ):
-        """`chunks_from(position)` yields what follows; with `hashed` all that is read goes through MD5.
-        version: changes when the source is replaced; None where that is not known."""
+        """chunks_from: yields the content from a position on. hashed: take the MD5 sum of all that is read.
+        version: changes when the source is replaced; None when that is unknown."""
         self.where, self.size, self.version = where, size, version
         self.stream, self.end = self, size  # as a TarMember has them
         self._chunks_from, self._chunks = chunks_from, chunks_from(0)
-        self._chunk, self._start, self._at = b"", 0, 0  # the current one, its position, and ours in it
+        self._chunk, self._start, self._at = (
+            b"",
+            0,
+            0,
+        )  # the current chunk, its position, and the next byte in it
         self._md5 = hashlib.md5(usedforsecurity=False) if hashed else None
-        self._hasher = ThreadPoolExecutor(1) if hashed else None  # hashlib lets go of the interpreter's lock
-        self._hashing = deque()
-        self.watch: Callable[[int], None] | None = None  # is told the position of each chunk's end
+        self._hasher = ThreadPoolExecutor(1) if hashed else None  # hashlib releases the GIL
+        self._hashing: deque[Future[None]] = deque()
+        self.watch: Callable[[int], None] | None = None  # called with the position of each chunk's end
 
     def __enter__(self) -> "Input":
         return self
@@ -67,11 +77,11 @@ class Input:
 
     @property
     def position(self) -> int:
-        """Of the next byte that is read."""
+        """The position of the next byte."""
         return self._start + self._at
 
     def read(self, count: int) -> bytes:
-        """So many bytes; fewer only at the end."""
+        """Reads `count` bytes; fewer only at the end."""
         pieces = []
         while count and (self._at < len(self._chunk) or self._next_chunk()):
             pieces.append(self._chunk[self._at : self._at + count])
@@ -80,7 +90,7 @@ class Input:
         return b"".join(pieces)
 
     def skip_to(self, position: int) -> None:
-        """Forward: by a seek or a new request where that saves reading, unless all has to be hashed."""
+        """Moves forward to a position, by a seek or a new request unless every byte must be hashed."""
         assert position >= self.position
         if position > self.size:
             raise ValueError(f"{self.where} ends before byte {position:,}: it is truncated; {GET_AGAIN}")
@@ -92,15 +102,16 @@ class Input:
             self.read(min(position - self.position, CHUNK_BYTES))
 
     def md5(self) -> str:
-        """As hex, of the whole input, which must be `hashed`: reads what is left of it."""
+        """Reads the rest, and returns the sum of the whole input as hex. The input must be `hashed`."""
         while self.read(CHUNK_BYTES):
             pass
         while self._hashing:
             self._hashing.popleft().result()
+        assert self._md5 is not None
         return self._md5.hexdigest()
 
     def _next_chunk(self) -> bool:
-        """Makes the next chunk the current one. False at the end."""
+        """Moves to the next chunk. False at the end."""
         self._start += len(self._chunk)
         self._chunk, self._at = next(self._chunks, b""), 0
         if not self._chunk and self._start < self.size:
@@ -110,7 +121,7 @@ class Input:
             )
         if self.watch is not None:
             self.watch(self._start + len(self._chunk))
-        if self._md5 is not None and self._chunk:
+        if self._md5 is not None and self._hasher is not None and self._chunk:
             self._hashing.append(self._hasher.submit(self._md5.update, self._chunk))
             if len(self._hashing) > HASHED_BEHIND:
                 self._hashing.popleft().result()
@@ -118,9 +129,9 @@ class Input:
 
 
 def open_input(where: str | Path, hashed: bool = False) -> Input:
-    """A file, `s3://bucket/key`, or `http(s)://...`; the latter two go on by ranges when they are cut.
+    """Opens a file, `s3://bucket/key` or `http(s)://...`. The latter two are resumed by ranges after a cut.
 
-    Raises ValueError for what is not there or not permitted.
+    Raises ValueError when the input is missing or access is denied.
     """
     where = str(where)
     if where.startswith("s3://"):
@@ -136,17 +147,17 @@ def open_input(where: str | Path, hashed: bool = False) -> Input:
 
 
 def shown(where: str) -> str:
-    """Without what is secret in a url: user name and password, and the query of a signed one."""
+    """Returns a url without its secrets: user name, password, and query, which may hold a signature."""
     scheme, separator, rest = where.partition("://")
     return scheme + separator + re.sub("^[^/?]*@", "", rest).partition("?")[0] if separator else where
 
 
 def from_bytes(where: str, content: bytes) -> Input:
-    """What is in memory already, named `where`."""
+    """Makes an Input of bytes in memory."""
     return Input(where, len(content), lambda position: (piece for piece in [content[position:]]))
 
 
-def _file_chunks(path: Path, position: int) -> Iterator[bytes]:
+def _file_chunks(path: Path, position: int) -> Chunks:
     with open(path, "rb", buffering=0) as file:
         file.seek(position)
         while chunk := file.read(CHUNK_BYTES):
@@ -162,14 +173,18 @@ def _from_s3(url: str, hashed: bool) -> Input:
     if found is None:
         raise ValueError(f"{url}: there is no such object: give s3://bucket/key of an archive")
     size, etag = found
-    return Input(url, size, lambda position: store.stream(key, size, etag, position), hashed, etag)
+
+    def chunks_from(position: int) -> Chunks:
+        yield from store.stream(key, size, etag, position)
+
+    return Input(url, size, chunks_from, hashed, etag)
 
 
 class _Web:
-    """A file on a web server that knows ranges."""
+    """A file on a web server that supports ranges."""
 
     def __init__(self, url: str):
-        """Asks for its size at once. Raises ValueError for what is not there or not permitted."""
+        """Requests the size. Raises ValueError when the file is missing or access is denied."""
         parts = urlsplit(url)
         self.shown = shown(url)
         if not parts.netloc or "@" in parts.netloc or not re.fullmatch("[!-~]+", url):
@@ -178,7 +193,7 @@ class _Web:
                 " url: correct it; where a login is needed, download the file and give its path"
             )
         self._url, self._query, self.version = url, parts.query, None
-        answer, _ = self._begin(0, "0")  # the first byte, as signed urls are seldom good for HEAD
+        answer, _ = self._begin(0, "0")  # of the first byte: signed urls seldom allow HEAD
         with answer:
             size = answer.headers["Content-Range" if answer.status == 206 else "Content-Length"] or ""
             size = size.rpartition("/")[2]
@@ -189,19 +204,19 @@ class _Web:
             self.size = int(size)
             self.version = _version(answer)
 
-    def chunks_from(self, position: int) -> Iterator[bytes]:
+    def chunks_from(self, position: int) -> Chunks:
         while position < self.size:
             answer, chunk = self._begin(position)
-            chunk = chunk[: self.size - position]  # whatever the server sends after the end
+            chunk = chunk[: self.size - position]  # a hostile server may send more
             with answer:
                 while chunk:
                     yield chunk
                     position, chunk = position + len(chunk), b""
-                    with suppress(OSError, http.client.HTTPException):  # cut: goes on from here
+                    with suppress(OSError, http.client.HTTPException):  # cut: resumed from here
                         chunk = answer.read(min(CHUNK_BYTES, self.size - position))
 
     def _begin(self, position: int, last: str = "") -> tuple[http.client.HTTPResponse, bytes]:
-        """An answer with what follows the position, and its first bytes."""
+        """Requests the content from a position on, with retries. Returns the answer and its first bytes."""
         why = "it is empty"
         for attempt in range(ATTEMPTS):
             time.sleep(random.uniform(0.3, 0.6) * 2**attempt if attempt else 0)
@@ -220,12 +235,12 @@ class _Web:
         )
 
     def _request(self, position: int, last: str) -> http.client.HTTPResponse:
-        """Raises ValueError where a repetition is of no use."""
+        """Sends one request. Raises ValueError when a retry is of no use."""
         request = urllib.request.Request(self._url, headers={"Range": f"bytes={position}-{last}"})
         try:
             answer = urllib.request.build_opener(_Redirects).open(request, timeout=SILENCE_S)
         except urllib.error.HTTPError as error:
-            if error.code in PASSING:
+            if error.code in RETRIED:
                 raise
             raise ValueError(
                 f"{self.shown}: the server answers {_status(error.code)}: check the url; a signed one may"
@@ -247,7 +262,7 @@ class _Web:
 
 class _Redirects(urllib.request.HTTPRedirectHandler):
     def http_error_302(self, req, fp, code, msg, headers):
-        """Follows it without its body, which urllib reads whole, of any length."""
+        """Follows a redirect without reading its body, which urllib would read whole, of any length."""
         fp.close()
         return super().http_error_302(req, fp, code, msg, headers)
 
@@ -255,10 +270,10 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
 
 
 def _status(code: int) -> str:
-    """The code and its usual meaning: the server's own words may repeat the url with its query."""
+    """The status code and its usual meaning. The server's own words may repeat the url with its query."""
     return f"{code} {http.client.responses.get(code, '')}".strip()
 
 
 def _version(answer: http.client.HTTPResponse) -> str | None:
-    """What changes when the file is replaced, as far as the server says."""
+    """The ETag or the time of the last change; None when the server sends neither."""
     return answer.headers["ETag"] or answer.headers["Last-Modified"]

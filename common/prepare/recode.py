@@ -1,4 +1,4 @@
-"""What becomes of an encoded image before it is written: nothing, or a JPEG of its own or a smaller size."""
+"""Re-encodes images that need it: to JPEG, or to a smaller size. Others stay as they are."""
 
 import os
 from collections import deque
@@ -10,24 +10,24 @@ from common.data.decode import JPEG, cores, damage, decode, jpeg_frame, open_ima
 from common.prepare.source import ImageBatch, RawImage
 
 PNG = b"\x89PNG"
-QUALITY = 95  # of what is recoded at its own size
+QUALITY = 95  # of images that keep their size
 
 
 def recoded(
     source: Iterable[ImageBatch], short_side: int | None, quality: int, strict: bool = False
 ) -> Iterator[ImageBatch]:
-    """The batches in their order. CMYK, and a PNG that is named otherwise, become RGB JPEGs of QUALITY.
+    """Yields the batches in their order. CMYK, and a PNG named otherwise, become RGB JPEGs of QUALITY.
 
-    With short_side every image whose shorter side is longer is made smaller, in all cores; the others stay as
-    they are. Raises ValueError that names an image which can't be decoded; strict: also a JPEG of which a
-    part is missing.
+    short_side: images with a longer shorter side are resized to it, on all cores; others stay as they are.
+    Raises ValueError, with the image's name, when one can't be decoded; strict: also when a part of a JPEG is
+    missing.
     """
     if short_side is None and not strict:
         yield from (_recode(batch, None, quality, False) for batch in source)
         return
-    # Threads: PIL lets go of the interpreter while it decodes, resizes and encodes; of the 3.1 ms that a
-    # photograph of 104 kB takes it holds it for 0.12. On two cores they do 1.06 times the images/s of
-    # processes: these must be sent the bytes, and where one is killed the others can wait for ever.
+    # Threads: PIL releases the GIL while it decodes, resizes and encodes, and holds it for 0.12 of the 3.1 ms
+    # that a photograph of 104 kB takes. On two cores threads are 1.06 times as fast as processes, which must
+    # be sent the bytes, and can wait for ever when one of them is killed.
     pool = ThreadPoolExecutor(cores())
     pending = deque()
     try:
@@ -44,16 +44,16 @@ def recoded(
 def _recode(batch: ImageBatch, short_side: int | None, quality: int, strict: bool) -> ImageBatch:
     for i, image in enumerate(batch.images):
         why = odd_format(image)
-        needless = "" if why else ", or prepare without --resize"
+        remedy = "" if why else ", or prepare without --resize"
         try:
             data = smaller(image.data, short_side, quality) if short_side else None
             data = data or (_as_jpeg(_upright(image.data), QUALITY) if why else image.data)
             if strict and (what := damage(image.data)):
-                needless = ", or keep it as it is by --no_verify"
+                remedy = ", or keep it as it is by --no_verify"
                 raise ValueError(what)
         except (ValueError, OSError) as error:  # the latter from the encoder
             raise ValueError(
-                f"{batch.where}: {image.name} can't be decoded: {error}. Take it out of its archive{needless}"
+                f"{batch.where}: {image.name} can't be decoded: {error}. Remove it from its archive{remedy}"
             ) from None
         if data is not image.data:
             stem, extension = os.path.splitext(image.name)
@@ -65,7 +65,7 @@ def _recode(batch: ImageBatch, short_side: int | None, quality: int, strict: boo
 
 
 def odd_format(image: RawImage) -> str | None:
-    """What fast decoders refuse: a PNG in disguise, or a JPEG with the four colours of CMYK; else None."""
+    """Names the format of an image that fast decoders refuse, a misnamed PNG or a CMYK JPEG; else None."""
     if image.data[:4] == PNG and not image.name.lower().endswith(".png"):
         return "PNG"
     frame = jpeg_frame(image.data)
@@ -73,7 +73,7 @@ def odd_format(image: RawImage) -> str | None:
 
 
 def _upright(data: bytes):
-    """PIL's image, decoded, RGB or L, turned by its EXIF tag. Raises ValueError with the reason."""
+    """Decodes to a PIL image, RGB or L, turned upright by its EXIF tag. Raises ValueError with the reason."""
     from PIL import Image, ImageOps
 
     if data[:2] != JPEG:
@@ -82,13 +82,13 @@ def _upright(data: bytes):
     try:
         picture = ImageOps.exif_transpose(picture)
         picture.load()
-    except Exception as error:  # what PIL raises on a broken file has no common class
+    except Exception as error:  # PIL's errors on a broken file have no common class
         raise ValueError(str(error) or type(error).__name__) from None
     return picture if picture.mode in ("L", "RGB") else picture.convert("RGB")
 
 
 def smaller(data: bytes, short_side: int, quality: int) -> bytes | None:
-    """With this shorter side, upright, by the filter of common.data.decode's crops; None for a small one."""
+    """Resizes to this shorter side, upright, with common.data.decode's filter; None for a small image."""
     from PIL import Image
 
     picture = _upright(data)

@@ -1,4 +1,4 @@
-"""Encoded images as they are published: in archives or folders, with their classes and labels."""
+"""Raw images, as they are published: encoded files in archives or folders, with their classes and labels."""
 
 import hashlib
 import os
@@ -26,45 +26,45 @@ SECOND_CLASS = "a second class of this name: put its images together"
 
 class RawImage(NamedTuple):
     class_name: str
-    name: str  # of its file, as n01440764_10026.JPEG
-    key: str  # unique in the split, without an extension; in its last part no dot
+    name: str  # the file's, as n01440764_10026.JPEG
+    key: str  # unique in the split; without extension, and without a dot in its last part
     label: int
     data: bytes
 
 
 class Position(NamedTuple):
-    """Where to go on in a source."""
+    """How far a split has been read."""
 
-    group: int = 0  # class tars or class folders that are done
-    images: int = 0  # done of the next
+    group: int = 0  # finished class tars or class folders
+    images: int = 0  # finished images of the next one
 
 
 @dataclass
 class ImageBatch:
-    """Some images of one class tar, class folder or flat tar."""
+    """Consecutive images of one class tar, class folder or flat tar."""
 
     where: str
     images: list[RawImage]
-    bytes: int  # of them as they were read
-    position: Position  # behind it
+    bytes: int  # of the images as they were read
+    position: Position  # after the batch
     odd: list[dict[str, str]] = field(
         default_factory=list
-    )  # {"key", "why"} of those recoded for their format
+    )  # {"key", "why"} of the images that were re-encoded
 
 
 class ImageGroup(NamedTuple):
-    """A class tar or folder; or a flat tar, whose class_name is None."""
+    """A class tar or class folder; or a flat tar, whose class_name is None."""
 
     class_name: str | None
     where: str
-    files: Iterable[tuple[str, Callable[[], bytes]]]  # name, and what reads the content
+    files: Iterable[tuple[str, Callable[[], bytes]]]  # name, and a function that reads the content
 
 
-Label = Callable[[str | None, str], tuple[str, int]]  # of a class and a file's name: class name and label
+Label = Callable[[str | None, str], tuple[str, int]]  # from class and file name to class name and label
 
 
 def class_tars(stream: Input) -> Iterator[ImageGroup]:
-    """A tar of class tars, `<class>.tar`, read in its order."""
+    """Yields the class tars, `<class>.tar`, of a tar, in its order."""
     for outer in members(stream):
         name = outer.name.rpartition("/")[2]
         if not name.endswith(".tar"):
@@ -82,40 +82,42 @@ def _files(archive: Input | TarMember) -> Iterator[tuple[str, Callable[[], bytes
 
 
 def class_folders(root: Path) -> Iterator[ImageGroup]:
-    """`<class>/*`, sorted. Links are followed."""
+    """Yields the folders `<class>/*`, sorted. Links are followed."""
     for folder in folders_in(root):
         files = ((path.name, path.read_bytes) for path in files_in(folder))
         yield ImageGroup(folder.name, str(folder), files)
 
 
 def folders_in(root: Path) -> list[Path]:
-    """Raises ValueError for a link without a target, which may have been a class."""
+    """Lists the folders, sorted. Raises ValueError for a dangling link: it may have been a class."""
     paths = sorted(path for path in root.iterdir() if path.name[0] != ".")
     if lost := [path for path in paths if not path.exists()]:
-        raise ValueError(f"{lost[0]} is a link to what is not there: mend it, or take it out")
+        raise ValueError(f"{lost[0]} is a dangling link: mend it, or remove it")
     return [path for path in paths if path.is_dir()]
 
 
 def files_in(folder: Path) -> list[Path]:
-    """Images, and what is passed over. Raises ValueError for a folder, and for an image's link without a
-    target, as nobody would miss their images."""
+    """Lists the files of a class folder, sorted.
+
+    Raises ValueError for a folder, and for a dangling link to an image: their images would be lost unnoticed.
+    """
     files = []
     for path in sorted(path for path in folder.iterdir() if path.name[0] != "."):
         if path.is_file():
             files.append(path)
         elif path.is_dir():
             raise ValueError(
-                f"{path} is a folder within a class folder: put its images into {folder}, or take it out"
+                f"{path} is a folder within a class folder: put its images into {folder}, or remove it"
             )
         elif is_image(path.name) and not path.exists():
-            raise ValueError(f"{path} is a link to what is not there: mend it, or take it out")
+            raise ValueError(f"{path} is a dangling link: mend it, or remove it")
     return files
 
 
 def batches(groups: Iterable[ImageGroup], label: Label, begin: Position) -> Iterator[ImageBatch]:
-    """All images from `begin` on. Hidden files, and what has another extension, are passed over.
+    """Yields all images from `begin` on. Hidden files and files with other extensions are skipped.
 
-    Raises ValueError for a name that is no plain file name, or is there twice.
+    Raises ValueError for a name that is not plain, or that occurs twice.
     """
     classes = set()
     for number, group in enumerate(groups):
@@ -146,7 +148,7 @@ def batches(groups: Iterable[ImageGroup], label: Label, begin: Position) -> Iter
                 continue
             data = read()
             if not data:
-                raise ValueError(f"{group.where}: {name} is empty: take it out")
+                raise ValueError(f"{group.where}: {name} is empty: remove it")
             images.append(RawImage(class_name, name, key, number_of_class, data))
             size += len(data)
             if len(images) == BATCH_IMAGES or size >= BATCH_BYTES:
@@ -163,7 +165,7 @@ def is_image(name: str) -> bool:
 
 
 def check_plain(name: str, where: str) -> None:
-    """ValueError for what is no plain name of a file or folder, of at most 200 bytes."""
+    """Raises ValueError unless this is a plain name of a file or folder, of at most 200 bytes."""
     if (
         PLAIN.fullmatch(name) is None
         or not name.isprintable()
@@ -174,7 +176,8 @@ def check_plain(name: str, where: str) -> None:
 
 
 def _key(class_name: str | None, name: str) -> str:
-    """ILSVRC2012's file names begin with their class's WordNet id; others are only unique within a class."""
+    """Makes a key that is unique in the split. ILSVRC2012's file names are, with their class's WordNet id;
+    others are unique within a class only."""
     stem = os.path.splitext(name)[0].replace(".", "_")
     if class_name is None or (WNID.fullmatch(class_name) and stem.startswith(f"{class_name}_")):
         return stem
@@ -182,11 +185,12 @@ def _key(class_name: str | None, name: str) -> str:
 
 
 class RawDataset:
-    """The archives or class folders of train and val, and ILSVRC2012's devkit: a path or url of each part."""
+    """A data set as it is published: archives or class folders of train and val, and ILSVRC2012's devkit."""
 
     def __init__(self, kind: str, parts: dict[str, str], hashed: bool, subset: bool):
-        """kind: "imagenet", or "tar" and "folder", which hold classes and nothing else. hashed: the MD5 sums
-        must be the published ones. subset: there may be other counts than ILSVRC2012's."""
+        """kind: "imagenet", "tar" or "folder"; the latter two hold class tars or class folders. parts: path
+        or url of train, val and devkit. hashed: compare the MD5 sums with the published ones. subset: accept
+        other counts than ILSVRC2012's."""
         self.kind, self.parts, self.hashed, self.subset = kind, parts, hashed, subset
         found = {part: size_and_version(where) for part, where in parts.items()}
         self.bytes = {part: size for part, (size, _, _) in found.items()}
@@ -194,16 +198,16 @@ class RawDataset:
         self.listings = {part: listing for part, (_, _, listing) in found.items() if listing}
         self.classes: list[dict[str, str]] = []  # "wnid" and "name", in label order
         self.labels: dict[str, Label] = {}
-        self.counts: dict[str, int] = {}  # how many classes train must have, and images val
+        self.counts: dict[str, int] = {}  # classes that train must have, images that val must have
 
     def read_classes(self) -> None:
-        """Of ILSVRC2012 the devkit's; else the names of the class tars or folders, sorted."""
+        """Takes ILSVRC2012's classes from the devkit, and others from the names of class tars or folders."""
         if self.kind != "imagenet":
             split = "train" if "train" in self.parts else "val"
             if "://" in self.parts[split]:  # a request or more for each class
                 print(f"looking for the classes in {shown(self.parts[split])}", flush=True)
             with self.open(split, hashed=False) as (groups, _):
-                names = sorted(group.class_name for group in groups)
+                names = sorted(group.class_name or "" for group in groups)
             self.classes = [{"wnid": name, "name": name} for name in names]
             self.labels = dict.fromkeys(SPLITS, by_class(names))
             return
@@ -218,7 +222,7 @@ class RawDataset:
 
     @contextmanager
     def open(self, split: str, hashed: bool) -> Iterator[tuple[Iterator[ImageGroup], Input | None]]:
-        """Its class tars, class folders, or the one flat tar; and the stream that they come from."""
+        """Opens a split. Yields its groups, and their input; None instead of that for class folders."""
         where = self.parts[split]
         if self.kind != "imagenet" and Path(where).is_dir():
             yield class_folders(Path(where)), None
@@ -227,11 +231,11 @@ class RawDataset:
             yield (flat_tar if self.kind == "imagenet" and split == "val" else class_tars)(stream), stream
 
     def check_md5(self, part: str, stream: Input | None) -> None:
-        """Reads what is left of it. Raises ValueError where it is not the published one."""
+        """Reads the rest of a part. Raises ValueError when its MD5 sum is not the published one."""
         if self.hashed and stream is not None and (found := stream.md5()) != MD5[part]:
             raise ValueError(
                 f"{stream.where} is not the published file: its MD5 is {found}, expected {MD5[part]}. Get it"
-                " again; where it is meant to be another one, --no_verify"
+                " again; or give --no_verify if another file is meant"
             )
 
     def check_counts(self, split: str, groups: int, images: int) -> None:
@@ -239,12 +243,12 @@ class RawDataset:
         if not self.subset and found != self.counts.get(split, found):
             raise ValueError(
                 f"{shown(self.parts[split])} holds {found:,} {what}, not {self.counts[split]:,}: get it"
-                " again; where it is meant to be a part, --subset"
+                " again; or give --subset if a part is meant"
             )
 
 
 def exists(where: str) -> bool:
-    """A path, or an object in S3."""
+    """True when a path or an object in S3 exists."""
     if where.startswith("s3://"):
         folder, _, name = where.rpartition("/")
         return ObjectStore(folder).size_and_etag(name) is not None
@@ -252,8 +256,8 @@ def exists(where: str) -> bool:
 
 
 def size_and_version(where: str) -> tuple[int, str | None, str | None]:
-    """Bytes, of a folder those of its images; what changes when the source does, None if not known; and of a
-    folder what changes with the classes, names and sizes of its images."""
+    """Returns the size in bytes of an archive, or of a folder's images; a version, which changes with the
+    content, None when it is unknown; and for a folder a digest of classes, names and sizes of its images."""
     path = Path(where)
     if not path.is_dir():
         with open_input(where) as stream:
@@ -279,7 +283,7 @@ def by_class(names: Sequence[str]) -> Label:
     numbers = {name: i for i, name in enumerate(names)}
 
     def label(class_name: str | None, name: str) -> tuple[str, int]:
-        if class_name not in numbers:
+        if class_name is None or class_name not in numbers:
             what = f"class {class_name} is none" if class_name else f"{name} is in none"
             raise ValueError(f"{what} of the {len(numbers):,} classes")
         return class_name, numbers[class_name]
@@ -288,12 +292,12 @@ def by_class(names: Sequence[str]) -> Label:
 
 
 def by_number(names: Sequence[str], labels: np.ndarray) -> Label:
-    """ILSVRC2012_val_00000001.JPEG has the first of these labels; names of the classes in label order."""
+    """Labels ILSVRC2012_val_00000001.JPEG with the first label, and so on. names: of the classes by label."""
 
     def label(_: str | None, name: str) -> tuple[str, int]:
         found = VAL_NAME.fullmatch(name)
         if found is None or not 1 <= int(found[1]) <= len(labels):
-            raise ValueError(f"{name} is none of the {len(labels):,} images for which the devkit has a label")
+            raise ValueError(f"{name} is none of the {len(labels):,} images that the devkit has labels for")
         number = int(labels[int(found[1]) - 1])
         return names[number], number
 
@@ -301,15 +305,15 @@ def by_number(names: Sequence[str], labels: np.ndarray) -> Label:
 
 
 def index_rows(listing: Listing, label: Label, where: Path) -> np.ndarray:
-    """int64 [images, 4]: shard 0, offset, length, label."""
+    """Makes the index of an archive: int64 [images, 4] of shard 0, offset, length and label."""
     names = [name.rpartition("/")[2] for name in listing.names]
     kept = np.array([is_image(name) for name in names], bool)
     names = [name for name in names if is_image(name)]
     archive = f"{where}: {listing.archive or ''}"
     if not 0 < len(names) == len(set(names)):
-        raise ValueError(f"{archive} holds no images, or two that have the same name")
+        raise ValueError(f"{archive} holds no images, or two of the same name")
     if (empty := listing.sizes[kept] == 0).any():
-        raise ValueError(f"{archive}: {names[int(empty.argmax())]} is empty: take it out")
+        raise ValueError(f"{archive}: {names[int(empty.argmax())]} is empty: remove it")
     if listing.archive is None:
         labels = [label(None, name)[1] for name in names]
     else:

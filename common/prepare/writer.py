@@ -1,7 +1,7 @@
-"""One split as it is prepared: written to shards that are shuffled in one pass, or to class folders.
+"""Writers of a split: shards that are shuffled in one pass, or class folders.
 
-A writer takes images in batches. `commit` waits until all that it was given is on the disk, and returns the
-state from which another writer goes on: what comes out is that of a single go, byte for byte.
+A writer takes batches of images. `commit` waits until all of them are on the disk, and returns the state from
+which another writer continues. The output is then the same, byte for byte, as without an interruption.
 """
 
 import hashlib
@@ -23,30 +23,31 @@ from common.data.decode import cores
 from common.prepare.source import RawImage
 from common.system.files import allow_open_files, sync
 
-THREADS = 4  # that write and hash: 1 GB/s each, with the SHA-256 of the processor
+THREADS = 4  # write and hash: 1 GB/s each with the processor's SHA-256 instructions
 WAITING = 4  # calls that may wait for a thread, on average
 READ_BYTES = 2**23
-SEND_BYTES = 2**23  # of a shard, to the disk
-OTHER_FILES = 64  # that are open beside the shards
-DRAWN = 4096  # images whose shards are drawn in one go
-BLOCK = 512  # of a tar file
-ZEROS = bytes(2 * BLOCK)  # two of them end it
-EXTENSIONS = {".jpeg": ".jpg"}  # one name for one format: readers of shards tell fields by it
+FLUSH_BYTES = 2**23  # of a shard, between two requests to write them to the disk
+OTHER_FILES = 64  # open files beside the shards
+DRAWN = 4096  # images whose shards are drawn at once
+BLOCK = 512  # bytes of a tar file's blocks
+END = bytes(2 * BLOCK)  # of a tar file
+EXTENSIONS = {".jpeg": ".jpg"}  # readers of shards name fields by extension
 
 State = dict[str, Any]
 
 
 class ShardWriter:
-    """Scatters one split over its shards, which are all open at once: image i of the split goes to the end of
-    a shard that (seed, split, i) draws. So a source sorted by class is spread over all shards while it is
-    read once; within each it stays sorted, and who reads them must shuffle over at least a shard's images.
+    """Spreads one split over its shards, which are all open at once.
 
-    Per image there are two members, `<key>.jpg` (or .png, ...) and `<key>.cls`, its label as digits.
+    Image i is appended to a shard drawn from (seed, split, i). A source sorted by class is thus spread over
+    all shards in one pass. Each shard stays sorted by class: readers must shuffle at least a shard's images.
+
+    Each image is two members: `<key>.jpg` (or .png, ...), and `<key>.cls` with the label as digits.
     """
 
     def __init__(self, folder: Path, split: str, shards: int, seed: int, state: State | None = None):
-        """state: what commit() returned. Raises ValueError where the shards are shorter than it says, or so
-        many files may not be open."""
+        """state: of commit(), to continue. Raises ValueError when a shard is shorter than the state says, or
+        when the process may not open so many files."""
         count = shards + OTHER_FILES
         if (limit := allow_open_files(count)) < count:
             raise ValueError(
@@ -57,7 +58,7 @@ class ShardWriter:
         self.lengths, self.images = state["lengths"], state["images"]
         self.count = sum(self.images)
         self.key = [seed, *split.encode()]
-        self.rows = array("q")  # of the index, not yet written: shard, offset, length, label
+        self.rows = array("q")  # index rows not yet written: shard, offset, length, label
         self.part = folder / part_name(split)
         self.threads = WriterThreads(min(THREADS, cores(), shards))
         paths = [folder / f"{split}-{i:05d}.tar" for i in range(shards)]
@@ -66,12 +67,12 @@ class ShardWriter:
         try:
             for i, shard in enumerate(self.shards):
                 self.threads.submit(i, shard.read_back)
-        except BaseException:  # Ctrl-C, too: nobody else would end the threads
+        except BaseException:  # Ctrl-C, too: otherwise the threads would not end
             self.close()
             raise
 
     def write(self, images: Sequence[RawImage]) -> None:
-        """Returns before they are written. Raises what went wrong in writing earlier ones."""
+        """Queues images to be written. Raises the error of an earlier write."""
         parts = [[] for _ in self.threads.threads]
         for image in images:
             number = self._shard_of(self.count)
@@ -102,15 +103,15 @@ class ShardWriter:
         return {"lengths": list(self.lengths), "images": list(self.images)}
 
     def finish(self) -> dict[str, Any]:
-        """Ends the shards and writes the index. Returns the split's part of the manifest."""
+        """Completes the shards and writes the index. Returns the split's part of the manifest."""
         for i, shard in enumerate(self.shards):
-            self.threads.submit(i, _append_all, [(shard, [ZEROS])])
+            self.threads.submit(i, _append_all, [(shard, [END])])
         self.commit()
         rows = np.fromfile(self.part, np.int64).reshape(-1, 4)
         shards = [
             {
                 "file": shard.path.name,
-                "bytes": length + len(ZEROS),
+                "bytes": length + len(END),
                 "images": images,
                 "sha256": shard.sha256.hexdigest(),
             }
@@ -133,21 +134,21 @@ class ShardWriter:
 
 
 def part_name(split: str) -> str:
-    """Of the file of the index's rows in the order of the images; of no use once the split is finished."""
+    """Name of the file of index rows in the order of the images, which is removed at the end."""
     return f".{split}_index.part"
 
 
 class _Shard:
-    """One file. All but its making is done by the one thread that it belongs to."""
+    """One shard's file. A single thread calls its methods."""
 
     def __init__(self, path: Path, length: int):
         self.path, self.length = path, length
         self.sha256, self.changed = hashlib.sha256(), True
-        self.unsent = 0  # bytes for which the disk was not yet asked
+        self.unflushed = 0  # bytes
         self.file = _open(path, length)
 
     def read_back(self) -> None:
-        """Hashes what was written before an interruption."""
+        """Hashes the content of an earlier start."""
         for start in range(0, self.length, READ_BYTES):
             self.sha256.update(os.pread(self.file, min(READ_BYTES, self.length - start), start))
 
@@ -156,16 +157,16 @@ class _Shard:
         for part in parts:
             self.sha256.update(part)
         self.changed = True
-        self.unsent += sum(map(len, parts))
-        if self.unsent >= SEND_BYTES:
-            self._send()
+        self.unflushed += sum(map(len, parts))
+        if self.unflushed >= FLUSH_BYTES:
+            self._flush()
 
-    def _send(self) -> None:
-        """Has the kernel begin to write to the disk: else it does nothing until sync() waits for all of it.
-        sync_file_range(2) is meant for that, but not in Python; on Linux this advice does the same."""
+    def _flush(self) -> None:
+        """Starts the write to the disk, so that sync() does not wait for all of it at once. Python has no
+        sync_file_range(2); on Linux this advice has the same effect."""
         end = os.lseek(self.file, 0, os.SEEK_CUR)
-        os.posix_fadvise(self.file, end - self.unsent, self.unsent, os.POSIX_FADV_DONTNEED)
-        self.unsent = 0
+        os.posix_fadvise(self.file, end - self.unflushed, self.unflushed, os.POSIX_FADV_DONTNEED)
+        self.unflushed = 0
 
     def sync(self) -> None:
         if self.changed:
@@ -180,7 +181,7 @@ def _append_all(work: list[tuple[_Shard, list[bytes]]]) -> None:
 
 @lru_cache(4)
 def _draws(*key_block_count: int) -> np.ndarray:
-    """Shard numbers of DRAWN images. RandomState: its stream is frozen (NEP 19)."""
+    """Draws the shards of DRAWN images. RandomState: its stream is frozen (NEP 19)."""
     *key, count = key_block_count
     return np.random.RandomState(key).randint(count, size=DRAWN)
 
@@ -224,14 +225,14 @@ class FolderWriter:
 
 
 class WriterThreads:
-    """Threads, each of which does its works in order. Few works wait: submit() then waits, too."""
+    """Threads that each run their calls in order. submit() blocks at WAITING queued calls per thread."""
 
     def __init__(self, count: int):
         self.threads = [ThreadPoolExecutor(1) for _ in range(count)]
         self.pending: deque[Future] = deque()
 
     def submit(self, thread: int, work: Callable, *arguments: Any) -> None:
-        """Raises what an earlier work raised."""
+        """Queues a call for one of the threads. Raises the error of an earlier call."""
         while len(self.pending) >= WAITING * len(self.threads):
             self.pending.popleft().result()
         self.pending.append(self.threads[thread % len(self.threads)].submit(work, *arguments))
@@ -241,13 +242,13 @@ class WriterThreads:
             self.pending.popleft().result()
 
     def close(self) -> None:
-        """What waits is not done any more."""
+        """Cancels the queued calls and ends the threads."""
         for thread in self.threads:
             thread.shutdown(cancel_futures=True)
 
 
 def write_index(folder: Path, split: str, rows: np.ndarray) -> str:
-    """`<split>_index.npy`, int64 [N, 4], sorted by shard and offset. Returns its SHA-256."""
+    """Writes `<split>_index.npy`, int64 [N, 4], sorted by shard and offset. Returns its SHA-256."""
     content = BytesIO()
     np.save(content, rows[np.lexsort((rows[:, 1], rows[:, 0]))])
     replace(folder / f"{split}_index.npy", content.getvalue())
@@ -255,7 +256,7 @@ def write_index(folder: Path, split: str, rows: np.ndarray) -> str:
 
 
 def replace(path: Path, content: bytes) -> None:
-    """The file has the old content or the new, also after a power failure."""
+    """Replaces a file. It has the old content or the new, also after a power failure."""
     new = path.with_name(f".{path.name}.new")
     new.write_bytes(content)
     sync(new)
@@ -264,18 +265,18 @@ def replace(path: Path, content: bytes) -> None:
 
 
 def _open(path: Path, length: int) -> int:
-    """A file of this length, to be written from there on; no link is followed."""
+    """Opens a file at this length, to append to it. Follows no link."""
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
     if os.fstat(file).st_size < length:
         os.close(file)
-        raise ValueError(f"{path} is shorter than when it was left: remove its folder, and begin again")
+        raise ValueError(f"{path} is shorter than the journal says: remove its folder, and begin again")
     os.ftruncate(file, length)
     os.lseek(file, length, os.SEEK_SET)
     return file
 
 
 def _write_all(file: int, parts: list[bytes], path: Path) -> None:
-    """In one call, which may write less when the disk is full: the next then says so."""
+    """Writes all parts in one call. On a full disk it may write less, and the next call raises OSError."""
     try:
         written, size = os.writev(file, parts), sum(map(len, parts))
         while written < size:
@@ -284,7 +285,7 @@ def _write_all(file: int, parts: list[bytes], path: Path) -> None:
         raise OSError(error.errno, error.strerror, str(path)) from None
 
 
-# What all ustar headers (IEEE Std 1003.1) share; time 0 and no owner: the same images give the same bytes.
+# Parts of all ustar headers (IEEE Std 1003.1). Time 0 and no owner: the same images give the same bytes.
 _MODE = b"0000644\0" + b"0000000\0" * 2
 _TIME = b"00000000000\0"
 _REST = b"0" + bytes(100) + b"ustar\x0000" + bytes(80)
@@ -292,8 +293,8 @@ _SUM = sum(_MODE) + sum(_TIME) + sum(_REST) + 8 * ord(" ")  # its own field coun
 
 
 def tar_header(name: str, size: int) -> bytes:
-    """512 bytes, as tarfile's of USTAR_FORMAT, in a tenth of its time. What is too long for that, above 155
-    bytes of class or 100 of name, is told by PAX records before it: 1,536 bytes."""
+    """Makes the 512 bytes of tarfile's USTAR_FORMAT, in a tenth of its time. A class above 155 bytes, or a
+    name above 100, takes PAX records before the header: 1,536 bytes."""
     file, prefix = name.encode(), b""
     if len(file) > 100:
         prefix, _, file = file.rpartition(b"/")

@@ -1,4 +1,4 @@
-"""Archives as streams: what comes out of them, what is refused, and what happens when a connection is cut."""
+"""Archives as streams: their members, refused members, and cut connections."""
 
 import hashlib
 import io
@@ -35,7 +35,7 @@ def ilsvrc(tmp_path_factory) -> Ilsvrc:
 
 
 def read(where: str | Path, hashed: bool = False) -> dict[str, bytes]:
-    """All files, those of inner archives as `<archive>/<name>`."""
+    """Reads all files; those of inner archives are named `<archive>/<name>`."""
     found = {}
     with open_input(where, hashed) as stream:
         for member in members(stream):
@@ -47,7 +47,7 @@ def read(where: str | Path, hashed: bool = False) -> dict[str, bytes]:
 
 
 def scanned(where: Path) -> dict[str, bytes]:
-    """The same by positions alone."""
+    """Does the same by the positions that scan() returns."""
     content, found = where.read_bytes(), {}
     for listing in scan(where):
         folder = f"{listing.archive}/" if listing.archive else ""
@@ -57,7 +57,7 @@ def scanned(where: Path) -> dict[str, bytes]:
 
 
 def by_tarfile(content: bytes, folder: str = "") -> dict[str, bytes]:
-    """The same by Python's tarfile."""
+    """Does the same by Python's tarfile."""
     found = {}
     with tarfile.open(fileobj=io.BytesIO(content)) as archive:
         for member in archive:
@@ -73,7 +73,7 @@ READERS = pytest.mark.parametrize("reader", [read, scanned])
 
 
 @READERS
-def test_the_same_files_come_out_as_of_tarfile(reader, ilsvrc):
+def test_tarfile_finds_the_same_files(reader, ilsvrc):
     for file, images in ((ilsvrc.train_tar, 60), (ilsvrc.val_tar, 30)):
         found = reader(file)
         assert len(found) == images
@@ -104,7 +104,7 @@ def test_names_and_sizes_of_every_form(reader, format, tmp_path):
 
 
 @READERS
-def test_folders_and_what_pax_says_beside_names_are_passed_over(reader, tmp_path):
+def test_folders_and_other_pax_records_are_skipped(reader, tmp_path):
     with tarfile.open(tmp_path / "a.tar", "w", format=tarfile.PAX_FORMAT, pax_headers={"comment": "x"}) as a:
         for name in (".", "./folder", "folder/inner/"):
             a.addfile(entry(name, tarfile.DIRTYPE))
@@ -116,7 +116,7 @@ def test_folders_and_what_pax_says_beside_names_are_passed_over(reader, tmp_path
 
 @READERS
 def test_a_size_in_pax_goes_before_the_headers(reader, tmp_path):
-    """As it must: a reader that takes the header's finds other members in what is content for the others."""
+    """Otherwise two readers of one archive would find different members."""
     hidden = tar({"hidden.JPEG": b"x"})[:1024]
     record = b"13 size=1024\n"
     parts = [header("pax", b"x", len(record)), padded(record), header("a.JPEG", size=0), hidden]
@@ -133,7 +133,7 @@ def entry(
 
 
 def header(name: str, kind: bytes = tarfile.REGTYPE, size: int = 0, fields: dict[int, bytes] | None = None):
-    """One header's block, with some of its fields replaced, by position, before the checksum is made."""
+    """Makes a header in which `fields`, by position, replace some bytes before the checksum is taken."""
     block = bytearray(entry(name, kind, size).tobuf(tarfile.GNU_FORMAT))
     for start, value in (fields or {}).items():
         block[start : start + len(value)] = value
@@ -146,14 +146,14 @@ def padded(content: bytes) -> bytes:
 
 
 def pax(record: bytes, kind: bytes = b"x") -> bytes:
-    """A record, with its length unless it has one, before the header of a.JPEG, in which nothing is wrong."""
+    """Makes a PAX record, with its length unless it has one, before a valid header of a.JPEG."""
     records = record if record[:1].isdigit() else b"%d %s\n" % (len(record) + 4, record)
     return header("pax", kind, len(records)) + padded(records) + header("a.JPEG")
 
 
 NAME, SIZE, MAGIC = 0, 124, 257
 PLAIN = "no plain relative name"
-REFUSALS = {  # what a member's blocks are, its name in the message, and what else is said
+REFUSALS = {  # a member's blocks, its name in the message, and the reason
     "parent": (header("../a.JPEG"), "../a.JPEG", PLAIN),
     "parent within": (header("a/../b.JPEG"), "a/../b.JPEG", PLAIN),
     "absolute": (header("/etc/passwd"), "/etc/passwd", PLAIN),
@@ -183,12 +183,12 @@ REFUSALS = {  # what a member's blocks are, its name in the message, and what el
     "negative in PAX": (pax(b"size=-1"), "a.JPEG", "-1 bytes"),
     "no octal": (header("a.JPEG", fields={SIZE: b"00000000008\0"}), "a.JPEG", "a size that is no number"),
     "folder with content": (header("a", tarfile.DIRTYPE, fields={SIZE: b"00000000001\0"}), "a", "1 bytes"),
-    "PAX cut": (pax(b"99 path=b\n"), "an extended header", "records that are not understood"),
-    "PAX endless": (pax(b"0 path=b\n"), "an extended header", "records that are not understood"),
-    "PAX for all": (pax(b"path=bb", b"g"), "an extended header", "records that are not understood"),
-    "checksum": (b"b" + header("a.JPEG")[1:], "", "no tar header where one must be, at byte"),
-    "magic": (header("a.JPEG", fields={MAGIC: bytes(8)}), "", "no tar header where one must be, at byte"),
-    "no tar": (CONTENT[:512], "", "no tar header where one must be, at byte"),
+    "PAX cut": (pax(b"99 path=b\n"), "an extended header", "records that are not supported"),
+    "PAX endless": (pax(b"0 path=b\n"), "an extended header", "records that are not supported"),
+    "PAX for all": (pax(b"path=bb", b"g"), "an extended header", "records that are not supported"),
+    "checksum": (b"b" + header("a.JPEG")[1:], "", "no tar header where one is expected, at byte"),
+    "magic": (header("a.JPEG", fields={MAGIC: bytes(8)}), "", "no tar header where one is expected, at byte"),
+    "no tar": (CONTENT[:512], "", "no tar header where one is expected, at byte"),
 }
 
 
@@ -237,13 +237,13 @@ def test_truncated_anywhere(reader, tmp_path):
 
 
 @READERS
-def test_an_archive_behind_an_archive_is_not_lost_in_silence(reader, tmp_path):
+def test_content_after_the_end_mark_is_an_error(reader, tmp_path):
     both = tar({"a.JPEG": b"a"}) + tar({"b.JPEG": b"b"})
     (tmp_path / "a.tar").write_bytes(both)
-    with pytest.raises(ValueError, match=r"a\.tar goes on behind the mark of its end"):
+    with pytest.raises(ValueError, match=r"a\.tar has content after its end mark"):
         reader(tmp_path / "a.tar")
     (tmp_path / "a.tar").write_bytes(tar({"n01.tar": both}))
-    with pytest.raises(ValueError, match=r"a\.tar: n01\.tar goes on behind the mark of its end"):
+    with pytest.raises(ValueError, match=r"a\.tar: n01\.tar has content after its end mark"):
         reader(tmp_path / "a.tar")
 
 
@@ -263,12 +263,12 @@ def test_a_file_that_shrinks_meanwhile(tmp_path, monkeypatch):
             os.truncate(where, 2000)
 
 
-# --- Where it goes on
+# --- Resuming
 
 
 @pytest.mark.parametrize("hashed", [False, True])
 @pytest.mark.parametrize("chunk", [100, 1000, 2**20])
-def test_goes_on_at_any_member(hashed, chunk, ilsvrc, monkeypatch):
+def test_resumes_at_any_member(hashed, chunk, ilsvrc, monkeypatch):
     monkeypatch.setattr(inputs, "CHUNK_BYTES", chunk)
     found, places = list(read(ilsvrc.train_tar).items()), []
     with open_input(ilsvrc.train_tar) as stream:
@@ -284,7 +284,7 @@ def test_goes_on_at_any_member(hashed, chunk, ilsvrc, monkeypatch):
             assert not hashed or stream.md5() == ilsvrc.md5(ilsvrc.train_tar)
 
 
-def test_what_is_skipped_is_read_for_the_md5_only():
+def test_skipped_bytes_are_read_for_the_md5_only():
     content, asked = os.urandom(10 * 2**20), []
 
     def chunks_from(position):
@@ -315,7 +315,7 @@ def test_md5_is_of_the_whole_whatever_was_read(ilsvrc):
 
 @pytest.fixture
 def store(s3_proxy, monkeypatch, capfd, ilsvrc):  # noqa: F811
-    """The train archive in a bucket, a proxy before it, and small parts. No output holds the secret."""
+    """Puts the train archive into a bucket behind a proxy; parts are small. No output may hold the secret."""
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
     for name, value in aws_env(s3_proxy.endpoint).items():
@@ -338,7 +338,7 @@ class TestRemote:
     def test_the_same_as_from_a_disk(self, i, store, ilsvrc):
         assert read(places(store)[i]) == read(ilsvrc.train_tar)
 
-    def test_goes_on_where_it_was_cut(self, i, store, ilsvrc):
+    def test_resumes_after_cuts(self, i, store, ilsvrc):
         store.cut_download(after=30_000, times=5)
         with open_input(places(store)[i], hashed=True) as stream:
             found = [image.read() for outer in members(stream) for image in members(outer)]
@@ -439,7 +439,7 @@ def test_torchvision_reads_the_same_from_the_kit(ilsvrc, tmp_path, monkeypatch):
 
 
 def thousand(images: int = 50) -> tuple[np.ndarray, list[int]]:
-    """As many classes as there really are, and their ids in the ground truth."""
+    """Makes synsets with 1,000 classes, and their ids in the ground truth."""
     wnids = [f"n{i:08d}" for i in range(1000)]
     ids = list(range(1000, 0, -1))
     return synsets_of(wnids, wnids, ids, 3), ids * images
@@ -489,7 +489,7 @@ def test_a_broken_kit(broken, ilsvrc, tmp_path):
         kit(tmp_path / DEVKIT)
 
 
-def test_a_kit_that_is_none(ilsvrc, tmp_path, monkeypatch):
+def test_a_file_that_is_no_kit(ilsvrc, tmp_path, monkeypatch):
     packed, where = ilsvrc.devkit.read_bytes(), tmp_path / DEVKIT
     for content, why in (
         (b"no gzip", "is no gzip file, or damaged"),

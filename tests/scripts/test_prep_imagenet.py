@@ -1,4 +1,4 @@
-"""prep_imagenet.py on a miniature ILSVRC2012: each format and source, what is broken, and interruptions."""
+"""prep_imagenet.py on a miniature ILSVRC2012: formats, sources, broken input, and interruptions."""
 
 import hashlib
 import http.server
@@ -73,7 +73,7 @@ def shards(ilsvrc, tmp_path_factory) -> Path:
 
 
 def contents(folder: Path) -> dict[str, str]:
-    """SHA-256 of all files below a folder, hidden ones too."""
+    """Returns the SHA-256 of all files below a folder, including hidden ones."""
     return {
         str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted(folder.rglob("*"))
@@ -82,7 +82,7 @@ def contents(folder: Path) -> dict[str, str]:
 
 
 def read_index(folder: Path, split: str) -> dict[str, tuple[int, bytes]]:
-    """Label and bytes of each image, by the stem of its name; the manifest is checked on the way."""
+    """Checks the manifest, and returns label and bytes of each image by the stem of its name."""
     manifest = find_local(folder, ("/",))
     found = {}
     rows = parse_index((folder / f"{split}_index.npy").read_bytes(), manifest, split, split)
@@ -102,7 +102,7 @@ def expected(ilsvrc: Ilsvrc, split: str) -> dict[str, tuple[int, bytes]]:
 
 
 def assert_same(found: dict, wanted: dict, odd: set[str] = frozenset()) -> None:
-    """All labels, and all bytes but those of the odd ones, whose pixels are nearly the same."""
+    """Compares all labels and bytes; of the odd images, which were re-encoded, the pixels approximately."""
     assert found.keys() == wanted.keys()
     for stem, (label, data) in wanted.items():
         assert found[stem][0] == label
@@ -292,7 +292,7 @@ def test_one_split_alone(ilsvrc, tmp_path):
 
 
 class _Ranges(http.server.SimpleHTTPRequestHandler):
-    """Files with ranges; each answer ends after 200,000 bytes, as a connection that was cut."""
+    """Serves ranges of files; each connection is cut after 200,000 bytes."""
 
     asked: list
 
@@ -314,7 +314,7 @@ class _Ranges(http.server.SimpleHTTPRequestHandler):
 
 @pytest.fixture
 def web(ilsvrc):
-    """A server of the archives, which says nothing of their versions: its url, and what it was asked for."""
+    """Serves the archives without ETag or time. Yields the url, and a list of the requests."""
     handler = type("Handler", (_Ranges,), {"asked": []})
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(handler, directory=ilsvrc.folder))
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -357,8 +357,8 @@ def test_s3(ilsvrc, shards, s3, tmp_path, monkeypatch):  # noqa: F811
 
 
 @pytest.mark.parametrize("lost", [False, True])
-def test_s3_is_gone_on_with_after_a_kill(lost, ilsvrc, shards, s3_proxy, tmp_path, monkeypatch):  # noqa: F811
-    """Where --work_dir is lost with its machine, from the beginning."""
+def test_s3_continues_after_a_kill(lost, ilsvrc, shards, s3_proxy, tmp_path, monkeypatch):  # noqa: F811
+    """lost: --work_dir is lost with its machine, and the preparation begins again."""
     env = aws_env(s3_proxy.endpoint)
     for name, value in env.items():
         monkeypatch.setenv(name, value)
@@ -383,7 +383,7 @@ def test_s3_is_gone_on_with_after_a_kill(lost, ilsvrc, shards, s3_proxy, tmp_pat
 
 
 def test_trainings_see_the_same_in_all_formats(ilsvrc, tmp_path):
-    """Labels, and the pixels of an evaluation; those of recoded images differ a little from the index's."""
+    """Labels and an evaluation's pixels are equal; re-encoded images differ a little from the index's."""
     seen = {}
     for format in ("shards", "folder", "index"):
         prep("--data", ilsvrc.folder, "--out", tmp_path / format, "--format", format, *MINI, *SMALL)
@@ -409,7 +409,7 @@ def test_trainings_see_the_same_in_all_formats(ilsvrc, tmp_path):
         assert 0 < (index - shards).abs().float().mean() < 4 if recoded else torch.equal(index, shards)
 
 
-# --- What is wrong
+# --- Wrong input
 
 
 @pytest.mark.parametrize(
@@ -445,7 +445,7 @@ def test_urls_are_shown_without_their_secrets(scheme, format, ilsvrc, tmp_path):
 
 
 def broken(ilsvrc: Ilsvrc, folder: Path, **archives: bytes) -> Path:
-    """A copy with other archives: train, val."""
+    """Copies the data set, with other content for train or val."""
     shutil.copytree(ilsvrc.folder, folder)
     for part, content in archives.items():
         (folder / {"train": TRAIN, "val": VAL}[part]).write_bytes(content)
@@ -458,7 +458,7 @@ def class_tars(ilsvrc: Ilsvrc) -> dict[str, bytes]:
 
 
 def with_member(ilsvrc: Ilsvrc, name: str = "n01440764_1.JPEG", **fields) -> bytes:
-    """The training tar with one more member in its first class tar."""
+    """Adds a member to the first class tar of the training tar."""
     outer = class_tars(ilsvrc)
     first = next(iter(outer))
     buffer = io.BytesIO(outer[first])
@@ -535,7 +535,7 @@ def published(ilsvrc, monkeypatch) -> tuple[tuple[str, str], ...]:
 
 
 def with_a_flipped_bit(ilsvrc: Ilsvrc) -> bytes:
-    """The training tar, but for its first image."""
+    """Flips a bit of the training tar's first image."""
     content = bytearray(ilsvrc.train_tar.read_bytes())
     content[2000] ^= 1
     return bytes(content)
@@ -547,7 +547,7 @@ def test_another_md5(ilsvrc, tmp_path):
 
 
 def test_md5(ilsvrc, shards, published, tmp_path, monkeypatch):
-    """Of the right archives; then the training tar is another."""
+    """Prepares the right archives, then a training tar with a flipped bit."""
     monkeypatch.setattr(journal, "RECORD_S", -1)
     monkeypatch.setattr(progress, "LINE_S", -1)
     flags = ["--subset", *SMALL]
@@ -598,7 +598,7 @@ def test_a_class_the_devkit_does_not_know(ilsvrc, tmp_path):
     assert "n99999999" in fails("--data", data, "--out", tmp_path / "out", *MINI)
 
 
-def test_names_that_are_there_twice(ilsvrc, tmp_path):
+def test_duplicate_names(ilsvrc, tmp_path):
     name = next(iter(ilsvrc.train))
     data = broken(ilsvrc, tmp_path / "data", train=with_member(ilsvrc, name))
     for format, message in {"shards": f"gets the key {Path(name).stem}", "index": "same name"}.items():
@@ -622,7 +622,7 @@ def test_an_image_that_can_not_be_resized_is_named(what, reason, ilsvrc, tmp_pat
 
 
 def test_an_interrupted_start_leaves_no_file_open(tmp_path, monkeypatch):
-    """Ctrl-C while the shards of an earlier start are read again."""
+    """Ctrl-C while the shards of an earlier start are hashed."""
 
     def interrupted(_) -> None:
         raise KeyboardInterrupt
@@ -642,8 +642,8 @@ def test_names_with_the_same_key(ilsvrc, tmp_path):
 
 
 @pytest.mark.parametrize("path", ["train/cat/b.jpg", "train/dog", "train/cat/more"])
-def test_what_would_be_left_out_of_a_folder_is_named(path, ilsvrc, tmp_path):
-    """Links without a target, and a folder in a class folder; other files are passed over."""
+def test_dangling_links_and_inner_folders_are_named(path, ilsvrc, tmp_path):
+    """Other files are skipped."""
     image = next(iter(ilsvrc.val.values()))
     data = class_folders(tmp_path / "data", {"train/cat/a.jpg": image, "train/cat/notes.txt": b""})
     if path.endswith("more"):
@@ -655,7 +655,7 @@ def test_what_would_be_left_out_of_a_folder_is_named(path, ilsvrc, tmp_path):
 
 
 def test_names_too_long_for_plain_tar_headers(ilsvrc, tmp_path):
-    """Above 155 bytes of class and 100 of name."""
+    """Classes above 155 bytes, and names above 100."""
     from datasets import load_dataset
 
     image = next(iter(ilsvrc.val.values()))
@@ -676,8 +676,8 @@ def test_names_too_long_for_plain_tar_headers(ilsvrc, tmp_path):
     assert all((images.decode(i) == decode(image)).all() for i in range(len(keys)))
 
 
-def test_an_image_that_is_in_another_class_now(ilsvrc, tmp_path):
-    """Its size says nothing of that, and its time is of no use for what is complete."""
+def test_an_image_that_moved_to_another_class(ilsvrc, tmp_path):
+    """The total size is the same, and a complete data set ignores times."""
     image = next(iter(ilsvrc.val.values()))
     paths = ("train/cat/1.jpg", "train/cat/2.jpg", "train/dog/1.jpg")
     data = class_folders(tmp_path / "data", dict.fromkeys(paths, image))
@@ -691,7 +691,7 @@ def test_an_image_that_is_in_another_class_now(ilsvrc, tmp_path):
 
 @pytest.mark.parametrize("format", ["shards", "index", "folder"])
 def test_counts_that_are_not_the_published_ones(format, ilsvrc, tmp_path, monkeypatch):
-    """Without --subset, where the published ones are those of the miniature."""
+    """Without --subset, with the miniature's counts as the published ones."""
     monkeypatch.setattr(devkit, "CLASSES", 10)
     monkeypatch.setattr(devkit, "VAL_PER_CLASS", 3)
     words = ["--no_verify", "--format", format]
@@ -709,7 +709,7 @@ def test_counts_that_are_not_the_published_ones(format, ilsvrc, tmp_path, monkey
 
 
 @pytest.mark.parametrize("damage", ["gone", "shorter", "no index", "moved"])
-def test_a_complete_one_that_lost_something_is_not_called_complete(damage, ilsvrc, shards, tmp_path):
+def test_a_complete_data_set_that_lost_a_file(damage, ilsvrc, shards, tmp_path):
     if damage == "moved":
         data = shutil.copytree(ilsvrc.folder, tmp_path / "data")
         words = ["--out", tmp_path / "out", "--format", "index", *MINI]
@@ -743,7 +743,7 @@ def test_an_empty_image_is_named(format, ilsvrc, tmp_path):
     assert "n01440764_5.JPEG is empty" in message
 
 
-def test_the_manifest_of_something_else_is_left_alone(ilsvrc, tmp_path):
+def test_a_foreign_manifest_stays(ilsvrc, tmp_path):
     for content in ('{"name": "webapp"}', "no JSON"):
         (tmp_path / "manifest.json").write_text(content)
         message = fails("--data", ilsvrc.folder, "--out", tmp_path, *MINI)
@@ -751,7 +751,7 @@ def test_the_manifest_of_something_else_is_left_alone(ilsvrc, tmp_path):
         assert (tmp_path / "manifest.json").read_text() == content
 
 
-def test_a_folder_with_other_things_is_left_alone(ilsvrc, tmp_path):
+def test_foreign_files_stay(ilsvrc, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.tex").write_text("x")
     assert "thesis.tex" in fails("--data", ilsvrc.folder, "--out", tmp_path / "out", *MINI)
@@ -776,7 +776,7 @@ def test_open_files(ilsvrc, shards, tmp_path):
     assert "larger --shard_mib" in output
 
 
-# --- What is interrupted
+# --- Interruptions
 
 
 @pytest.fixture
@@ -819,8 +819,8 @@ def straight(ilsvrc, tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("format", ["shards", full("folder"), full("resize")])
 def test_killed_and_continued(format, killed, ilsvrc, tmp_path):
-    """Before anything is in the journal, at two places in train, at its end, and at the end of val; and where
-    the journal has all images of train or val."""
+    """Kills before the first record, at two places in train, at its end, and at the end of val; and where the
+    journal has all images of train or val."""
     words, out = command(ilsvrc, format), tmp_path / "out"
     prep(*words, tmp_path / "straight")
     for place in (2, 20, 40, 60, "train", 30, "val"):
@@ -860,7 +860,7 @@ def test_a_checked_preparation_continues_from_s3(
     tmp_path,
     monkeypatch,
 ):
-    """The sum is of all bytes, so all are read again, and what was written of them stays."""
+    """All bytes are read again for the sum; the images that were written stay."""
     env = aws_env(s3)
     for name, value in env.items():
         monkeypatch.setenv(name, value)
@@ -910,7 +910,7 @@ def test_shards_that_changed_since_are_refused(killed, ilsvrc, tmp_path):
 
 
 def test_archives_that_changed_since(killed, ilsvrc, straight, tmp_path):
-    """What was done of train is done anew, or stays where only val was bad; another devkit is refused."""
+    """Train is prepared again when it changed, and stays when only val was bad; another devkit is refused."""
     data = broken(ilsvrc, tmp_path / "data", val=ilsvrc.val_tar.read_bytes()[:100_000])
     words = ["--data", data, *MINI, *SMALL, "--out", tmp_path / "out"]
     killed(40, *words)
@@ -929,7 +929,7 @@ def test_archives_that_changed_since(killed, ilsvrc, straight, tmp_path):
 
 
 def test_a_folder_that_changed_since_is_read_again(killed, ilsvrc, tmp_path):
-    """A class with another name has another label, and moves all images behind it."""
+    """A renamed class changes the labels of the classes after it."""
     data = tmp_path / "data"
     for number, content in enumerate(ilsvrc.val.values()):
         file = data / "train" / ("cat" if number % 2 else "dog") / f"{number}.jpg"
@@ -945,7 +945,7 @@ def test_a_folder_that_changed_since_is_read_again(killed, ilsvrc, tmp_path):
 
 @pytest.mark.parametrize("place", [4, "val"])
 def test_train_is_added_to_val(place, killed, ilsvrc, tmp_path):
-    """Its classes become those of both, whose labels are others."""
+    """The classes become those of both, with other labels."""
     images = list(ilsvrc.val.values())
     val = {f"val/{'cat' if i % 2 else 'dog'}/{i}.jpg": images[i] for i in range(10)}
     train = {path.replace("val", "train"): content for path, content in val.items()}
@@ -968,7 +968,7 @@ def test_a_finished_split_stays_with_its_classes(killed, ilsvrc, tmp_path):
 
 
 def test_a_split_that_failed_leaves_nothing(ilsvrc, tmp_path, monkeypatch):
-    """Though the journal had nothing of it yet; the next archive lacks the class that was written."""
+    """It fails before the journal has an image of it; the next archive lacks the class that was written."""
     images = list(ilsvrc.val.values())
     classes = [tar({f"{i}.jpg": image for i, image in enumerate(images[:6])}), tar({"1.jpg": images[7]})]
     data = tmp_path / "data"
@@ -989,7 +989,7 @@ def test_a_split_that_failed_leaves_nothing(ilsvrc, tmp_path, monkeypatch):
 
 
 def test_begun_for_another_destination(killed, ilsvrc, s3, tmp_path, monkeypatch):  # noqa: F811
-    """The journal says what is uploaded, and not where."""
+    """The journal lists the uploads of one destination."""
     url, work = f"s3://{BUCKET}/destination", tmp_path / "work"
     for name, value in aws_env(s3).items():
         monkeypatch.setenv(name, value)
@@ -1021,7 +1021,7 @@ def test_a_killed_preparation_leaves_no_process(ilsvrc, tmp_path):
 
 
 def is_group(number: int) -> bool:
-    """Whether any of its processes lives."""
+    """True while a process of the group lives."""
     try:
         os.killpg(number, 0)
     except ProcessLookupError:
@@ -1059,7 +1059,7 @@ def test_a_file_may_not_grow(eager, ilsvrc, tmp_path):
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A folder to be mounted on: mount("size=1m") makes it so large, the second time larger."""
+    """mount("size=1m") mounts a small disk on a folder; a second call changes its size."""
     if os.geteuid() != 0:
         pytest.skip("needs root, to mount a small tmpfs")
     folder, mounted = tmp_path / "disk", []
@@ -1098,7 +1098,7 @@ def test_room_is_looked_for_first(ilsvrc, small_disk):
     assert (out / "train").exists()
 
 
-def test_what_is_only_hashed_is_no_part_of_the_speed(monkeypatch, capsys):
+def test_the_speed_leaves_out_bytes_that_are_only_hashed(monkeypatch, capsys):
     clock = SimpleNamespace(monotonic=lambda: now_s)
     monkeypatch.setattr(progress, "time", clock)
     now_s = 0
