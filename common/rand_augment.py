@@ -192,8 +192,8 @@ def _warped(images: Tensor, to_x: list[float | np.ndarray], to_y: list[float | n
     to_x: a, b and c; to_y: d, e and f; each a number, or one for each image: float64 [b].
     """
     b, h, w, _ = images.shape
-    factors = np.stack([np.broadcast_to(factor, b) for factor in (*to_x, *to_y)])
-    factors = _sent(factors.astype(np.float32), images)[:, :, None, None]  # [6, b, 1, 1]
+    each = np.stack([np.broadcast_to(factor, b) for factor in (*to_x, *to_y)])
+    factors = _sent(each.astype(np.float32), images)[:, :, None, None]  # [6, b, 1, 1]
     x = torch.arange(w, device=images.device).float()
     y = torch.arange(h, device=images.device).float()[:, None]
     columns = (factors[0] * x + factors[1] * y + factors[2] + 0.5).floor_().long()  # [b, H, W]

@@ -40,7 +40,8 @@ class TarMember:
     __slots__ = ("archive", "end", "name", "offset", "size", "stream")
 
     def __init__(self, archive: "Input | TarMember", name: str, offset: int, size: int):
-        self.archive, self.stream = archive, archive.stream
+        self.archive = archive
+        self.stream: Input = archive.stream
         self.name = name
         self.offset = offset  # of the content in the outermost archive
         self.size = size
@@ -68,7 +69,8 @@ def members(archive: Input | TarMember, largest_bytes: int = LARGEST_IMAGE_BYTES
     skipped. Raises ValueError, with the names of archive and member, for links, devices, fifos, sparse files,
     absolute names, names with .., oversized files, and truncated or damaged archives.
     """
-    stream, given = archive.stream, {}
+    stream = archive.stream
+    given: dict[str, bytes] = {}
     while (header := _next_header(archive)) is not None:
         if header[156:157] in EXTENSIONS:
             given |= _extension(archive, header)
@@ -121,10 +123,10 @@ def _member(
     archive: Input | TarMember, header: bytes, given: dict[str, bytes], largest_bytes: int
 ) -> TarMember | None:
     """Makes the member of a header and the extended headers before it; None for a folder."""
-    name, kind = given.get("path") or _path(header), header[156:157]
-    if kind == FOLDER and name in (b".", b"./"):
+    path, kind = given.get("path") or _path(header), header[156:157]
+    if kind == FOLDER and path in (b".", b"./"):
         return None
-    name = _plain(archive, name.removesuffix(b"/") if kind == FOLDER else name)
+    name = _plain(archive, path.removesuffix(b"/") if kind == FOLDER else path)
     if kind == FOLDER:
         _sized(archive, name, header, {}, 0)
         return None
@@ -248,20 +250,23 @@ def _list_plain(
 ) -> tuple[list[str], np.ndarray, np.ndarray] | None:
     """Returns names, offsets and sizes when every header is a plain one: of a regular file, with a name of at
     most 100 letters, digits, _, - and dots. None in every other case."""
-    headers, offsets, sizes, at = [], [], [], start
+    headers: list[bytes] = []
+    offsets: list[int] = []
+    contents: list[int] = []  # bytes
+    at = start
     while (header := os.pread(file, BLOCK, at)) != END:
         if at + BLOCK > end or not SIZE.fullmatch(header, 124, 136):
             return None
         headers.append(header)
         offsets.append(at + BLOCK)
-        sizes.append(int(header[124:135], 8))
-        at += BLOCK + sizes[-1] + -sizes[-1] % BLOCK
+        contents.append(int(header[124:135], 8))
+        at += BLOCK + contents[-1] + -contents[-1] % BLOCK
     if not headers or not BLOCK <= end - at <= CHUNK_BYTES or any(os.pread(file, end - at, at)):
         return None
     names = [header[:100].rstrip(b"\0").decode(errors="replace") for header in headers]
     if not _all_plain(np.frombuffer(b"".join(headers), np.uint8).reshape(-1, BLOCK)):
         return None
-    sizes = np.array(sizes)
+    sizes = np.array(contents)
     images = np.array([not name.endswith(".tar") for name in names])
     if (sizes[images] > largest_bytes).any():
         return None

@@ -2,8 +2,8 @@
 
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Generator, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from io import BytesIO
 
 from common.data.decode import JPEG, cores, damage, decode, jpeg_frame, open_image
@@ -15,7 +15,7 @@ QUALITY = 95  # of images that keep their size
 
 def recoded(
     source: Iterable[ImageBatch], short_side: int | None, quality: int, strict: bool = False
-) -> Iterator[ImageBatch]:
+) -> Generator[ImageBatch, None, None]:
     """Yields the batches in their order. CMYK, and a PNG named otherwise, become RGB JPEGs of QUALITY.
 
     short_side: images with a longer shorter side are resized to it, on all cores; others stay as they are.
@@ -29,7 +29,7 @@ def recoded(
     # that a photograph of 104 kB takes. On two cores threads are 1.06 times as fast as processes, which must
     # be sent the bytes, and can wait for ever when one of them is killed.
     pool = ThreadPoolExecutor(cores())
-    pending = deque()
+    pending: deque[Future[ImageBatch]] = deque()
     try:
         for batch in source:
             pending.append(pool.submit(_recode, batch, short_side, quality, strict))

@@ -315,7 +315,7 @@ def index_rows(listing: Listing, label: Label, where: Path) -> np.ndarray:
     if (empty := listing.sizes[kept] == 0).any():
         raise ValueError(f"{archive}: {names[int(empty.argmax())]} is empty: remove it")
     if listing.archive is None:
-        labels = [label(None, name)[1] for name in names]
+        labels = np.array([label(None, name)[1] for name in names])
     else:
         class_name = listing.archive.rpartition("/")[2].removesuffix(".tar")
         labels = np.full(len(names), label(class_name, "")[1])

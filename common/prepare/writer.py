@@ -73,7 +73,7 @@ class ShardWriter:
 
     def write(self, images: Sequence[RawImage]) -> None:
         """Queues images to be written. Raises the error of an earlier write."""
-        parts = [[] for _ in self.threads.threads]
+        parts: list[list[tuple[_Shard, list[bytes]]]] = [[] for _ in self.threads.threads]
         for image in images:
             number = self._shard_of(self.count)
             key, extension = image.key, _extension(image.name)
