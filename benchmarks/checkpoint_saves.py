@@ -1,14 +1,14 @@
-"""How long a save holds up a step of ViT-B/32 with AdamW, against accelerator.save_state, in one run.
+"""Measures how long a save blocks a step of ViT-B/32 with AdamW, compared with accelerator.save_state.
 
-What came out, and on what: benchmarks/README.md.
+Results and machine: benchmarks/README.md.
 
     python -m benchmarks.checkpoint_saves
     accelerate launch --config_file accelerate_configs/ddp_2gpu.yaml -m benchmarks.checkpoint_saves
     accelerate launch --config_file accelerate_configs/ddp_2gpu.yaml -m benchmarks.checkpoint_saves --resume
 
-Each round is a step, a save by each arm, alternating which comes first, and a step beside the writing. All
-processes are waited for before and after each save, so the slowest of them counts. --resume, after a run
-without it, takes the time from the start of the process to the first step that follows its checkpoint.
+A round is a step, a save by each of the two in alternating order, and a step during the writing. A barrier
+precedes and follows each save, so the slowest process counts. --resume, after a run without it, measures the
+time from the start of the process to the first step after its checkpoint.
 
 held up    seconds that the call takes: for ours the snapshot, for save_state everything
 committed  seconds from the call until all is on the disk (save_state does not wait for the disk)
@@ -101,7 +101,7 @@ class Benchmark:
         saver = Saver(self.training, folder if main else None, None, {"recipe": {}, "classes": []}, None)
         rounds = []
         self.step()
-        for number in range(self.flags.rounds + 1):  # the first is a warm-up, and told apart
+        for number in range(self.flags.rounds + 1):  # the first is a warm-up, reported separately
             found = {"step": self.timed(self.step)}
             arms = [lambda found=found: self.ours(saver, found), lambda found=found: self.theirs(found)]
             for arm in arms if number % 2 == 0 else reversed(arms):
@@ -151,13 +151,13 @@ class Benchmark:
                     f"--folder {self.flags.folder} holds no checkpoint: run without --resume first"
                 )
             self.training.check(found)
-        # Of a state it has what the optimizer counts, and nothing of a run.
-        scalars = json.loads((found.folder / STATE).read_text()) if main else None
+        # The state has the optimizer's scalars, but nothing of a run.
+        scalars = json.loads((found.folder / STATE).read_text()) if found else None
         scalars = broadcast_object_list([scalars])[0]
         self.training.restore(found, scalars)
         self.step()
         self.wait()
-        if main:
+        if found:
             since = time.time() - psutil.Process().create_time()
             print(f"from the start of the process to the first step after {found.folder.name}: {since:.1f} s")
 

@@ -1,14 +1,14 @@
-"""Checkpoints: written whole or not at all, verified before anything is loaded, the same from every strategy.
+"""The checkpoint format: atomic writes, verification, the same files from every strategy.
 
-    checkpoints/index.json                   {"latest": "step_00000390", "best": "step_00000260"}, for people
+    checkpoints/index.json                   {"latest": "step_00000390", "best": "step_00000260"}
     checkpoints/step_00000390/
         model.safetensors                    fp32, the model's own parameter names; BatchNorm's statistics
         optimizer.safetensors                `<parameter>/exp_avg`, ...
-        ema.safetensors                      where a recipe has an average
-        state.json                           step, best, what the log needs to go on
-        manifest.json                        last: sizes and SHA-256 of the others, recipe, classes, writer
+        ema.safetensors                      where a recipe has averaged weights
+        state.json                           step, best evaluation, state of the log
+        manifest.json                        last: size and SHA-256 of each file, recipe, classes, writer
 
-No file holds code. Data and randomness are functions of seed, epoch and step, so nothing is stored of them.
+No file holds code. Data order and randomness are functions of seed, epoch and step: not stored.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ MODEL, OPTIMIZER, EMA, STATE, MANIFEST = (
     "manifest.json",
 )
 INDEX = "index.json"
-CHUNK_BYTES = 16 * 2**20  # written, read and hashed in one go
+CHUNK_BYTES = 16 * 2**20  # written, read and hashed at once
 JSON_LIMIT_BYTES = 16 * 2**20  # of a manifest: 22,000 class names are 1.2 MB
 _DTYPES = {
     torch.float64: "F64",
@@ -56,12 +56,12 @@ Specs = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # name -> dtype and shap
 
 
 class Damaged(ValueError):
-    """A checkpoint that does not verify."""
+    """The checkpoint does not verify."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One that verified."""
+    """A checkpoint that verified."""
 
     folder: Path
     manifest: dict[str, Any]
@@ -72,27 +72,27 @@ class Checkpoint:
 
 
 def can_store(value: Any) -> bool:
-    """Whether it can stand in a safetensors file, or in state.json."""
+    """True for a value that a safetensors file or state.json can hold."""
     if isinstance(value, Tensor):
         return value.dtype in _DTYPES
     return value is None or type(value) in (bool, int, float, str)
 
 
 def encode(value: Any) -> Any:
-    """A scalar or a small tensor for state.json."""
+    """Makes a scalar or a small tensor fit for JSON."""
     if not isinstance(value, Tensor):
         return value
     return {"dtype": _DTYPES[value.dtype], "value": value.tolist()}
 
 
 def decode(value: Any) -> Any:
-    """What encode() was given, on the CPU. ValueError for what it has not made."""
+    """Reverses encode(); tensors are on the CPU. ValueError for anything that encode() does not make."""
     if not isinstance(value, dict):
         return value
     try:
         return torch.tensor(value["value"], dtype=_TYPES[value["dtype"]])
     except (KeyError, TypeError, RuntimeError):
-        raise ValueError(f"{value} is no tensor") from None
+        raise ValueError(f"{value} in state.json is not a tensor") from None
 
 
 def step_name(step: int) -> str:
@@ -100,13 +100,13 @@ def step_name(step: int) -> str:
 
 
 def step_of(name: str) -> int | None:
-    """390 for step_00000390; None for any other name."""
+    """The step of a checkpoint's name: 390 for step_00000390; None for any other name."""
     found = re.fullmatch(r"step_([0-9]{8}|[1-9][0-9]{8,17})", name)
     return int(found[1]) if found else None
 
 
 def steps_in(parent: Path) -> list[int]:
-    """Of the checkpoints of a run, damaged ones included, newest first."""
+    """The steps of a run's checkpoints, newest first, damaged ones included."""
     if not parent.is_dir():
         return []
     return sorted(
@@ -118,9 +118,9 @@ def steps_in(parent: Path) -> list[int]:
 
 
 class Snapshot:
-    """The tensors of one safetensors file on the CPU, in one buffer that is used again and again.
+    """The tensors of one safetensors file on the CPU, in one buffer that every save reuses.
 
-    The buffer has the file's own layout, so it is written as it is. specs: name -> (dtype, shape).
+    The buffer has the file's layout, so writing needs no further copy. specs: name -> (dtype, shape).
     """
 
     def __init__(self, specs: Specs, pinned: bool):
@@ -129,9 +129,8 @@ class Snapshot:
         self.buffer = torch.empty(sum(sizes.values()), dtype=torch.uint8, pin_memory=pinned)
         self.views: dict[str, Tensor] = {}
         header, start = {}, 0
-        for name in sorted(
-            specs, key=lambda name: -specs[name][0].itemsize
-        ):  # each at a multiple of its size
+        by_size = sorted(specs, key=lambda name: -specs[name][0].itemsize)  # aligns each to its item size
+        for name in by_size:
             dtype, shape = specs[name]
             end = start + sizes[name]
             self.views[name] = self.buffer[start:end].view(dtype).view(shape)
@@ -142,16 +141,16 @@ class Snapshot:
         self.header = len(text).to_bytes(8, "little") + text
 
     def write(self, path: Path) -> dict[str, Any]:
-        """Onto the disk. Returns its size in bytes and SHA-256."""
+        """Writes the file and syncs it. Returns its size in bytes and SHA-256."""
         data = self.buffer.numpy().data
         chunks = (data[start : start + CHUNK_BYTES] for start in range(0, len(data), CHUNK_BYTES))
         return _write(path, [self.header, *chunks])
 
 
 def commit(parent: Path, step: int, snapshots: dict[str, Snapshot], state: dict, about: dict) -> Path:
-    """Writes parent/step_N, all or nothing, and waits until it is on the disk. about: for the manifest.
+    """Writes parent/step_N atomically and syncs it. about: further keys of the manifest.
 
-    OSError when that fails; what was there before stays.
+    OSError when that fails; earlier checkpoints stay.
     """
     folder = parent / step_name(step)
     temporary = parent / f".{folder.name}.tmp"
@@ -173,30 +172,30 @@ def commit(parent: Path, step: int, snapshots: dict[str, Snapshot], state: dict,
 
 
 def write_index(parent: Path, latest: int, best: int | None) -> None:
-    """index.json, for people, `--weights` and validate.py; no run chooses by it what it goes on from."""
+    """Writes index.json, for people, `--weights` and validate.py. A resume does not read it."""
     names = {"latest": step_name(latest)} | ({"best": step_name(best)} if best is not None else {})
     write_json(parent / INDEX, names)
 
 
 def parse_index(content: bytes, where: Path | str) -> dict[str, int]:
-    """The steps that an index.json calls `latest` and `best`. ValueError for what is none."""
+    """The steps that index.json names: {"latest": 390, "best": 260}. ValueError for other content."""
     try:
         steps = {label: step_of(name) for label, name in parse_json(content, where).items()}
         return {label: step for label, step in steps.items() if step is not None}
     except (ValueError, TypeError):
-        raise ValueError(f"{where} is no index of checkpoints") from None
+        raise ValueError(f"{where} is not an index of checkpoints") from None
 
 
 def to_keep(steps: Iterable[int], best: int | None, every: int | None) -> set[int]:
-    """Of these steps the last two, the best, and the multiples of --keep_every."""
+    """The steps to keep: the last two, the best, and the multiples of --keep_every."""
     steps = sorted(steps)
     return {s for s in steps if s in steps[-2:] or s == best or (every and s % every == 0)}
 
 
 def remove(folder: Path) -> None:
-    """In an order that leaves nothing which looks complete: under another name first.
+    """Removes a checkpoint; an interrupted removal leaves no folder that looks complete.
 
-    Of a link only the link: a checkpoint that somebody has moved elsewhere stays there.
+    A symbolic link is removed, its target stays: somebody has moved the checkpoint there.
     """
     if folder.is_symlink():
         print(f"{folder} is a link to {folder.readlink()}: the link is removed, not what it leads to")
@@ -209,7 +208,7 @@ def remove(folder: Path) -> None:
 
 
 def remove_temporary(parent: Path) -> None:
-    """Removes what a killed run left half written or half removed. Its owner calls it."""
+    """Removes leftovers of interrupted writes and removals. Only the run's owner may call it."""
     for path in parent.glob(".step_*"):
         with contextlib.suppress(OSError):
             discard(path)
@@ -219,7 +218,7 @@ def remove_temporary(parent: Path) -> None:
 
 
 def verify(folder: Path, beat: Callable[[], None] = lambda: None) -> Checkpoint:
-    """Reads the manifest and all files that it names. Damaged says which file, and what is wrong with it."""
+    """Checks the manifest, and size and SHA-256 of every file. Damaged names the file and the fault."""
     try:
         manifest = check_manifest(_read_small(folder / MANIFEST), folder)
         for name, expected in manifest["files"].items():
@@ -232,13 +231,13 @@ def verify(folder: Path, beat: Callable[[], None] = lambda: None) -> Checkpoint:
                 raise Damaged(f"{path} has changed since it was written (SHA-256)")
     except FileNotFoundError as error:
         raise Damaged(f"{error.filename} is missing") from None
-    except OSError as error:  # of the disk, or a permission: the file itself may be intact
+    except OSError as error:  # a disk error or a permission: the file may be intact
         raise ValueError(f"{error.filename} can't be read: {error.strerror}") from None
     return Checkpoint(folder, manifest)
 
 
 def check_manifest(content: bytes, folder: Path | str) -> dict[str, Any]:
-    """The manifest of the checkpoint `folder`, after every check that needs no other file. Damaged if not."""
+    """Parses and checks a checkpoint's manifest, without reading its other files. Damaged if wrong."""
     where = f"{folder}/{MANIFEST}"
     try:
         manifest = parse_json(content, where)
@@ -247,7 +246,7 @@ def check_manifest(content: bytes, folder: Path | str) -> dict[str, Any]:
         names, sizes = set(files), [(f["size"], f["sha256"]) for f in files.values()]
         sound = all(type(size) is int and size >= 0 and type(sha) is str for size, sha in sizes)
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise Damaged(f"{where} is no manifest") from None
+        raise Damaged(f"{where} is not a manifest") from None
     if digest != _digest(manifest):
         raise Damaged(f"{where} has changed since it was written")
     if type(version) is not int or not 1 <= version <= FORMAT_VERSION:
@@ -257,20 +256,20 @@ def check_manifest(content: bytes, folder: Path | str) -> dict[str, Any]:
     needed = {MODEL, OPTIMIZER, STATE}
     if not sound or not needed <= names <= needed | {EMA}:
         raise Damaged(
-            f"{where} names other files than a checkpoint has: {', '.join(sorted(map(str, names)))}"
+            f"{where} names other files than those of a checkpoint: {', '.join(sorted(map(str, names)))}"
         )
     if step_of(Path(folder).name) != step:
-        raise Damaged(f"{where} is that of step {step}")
+        raise Damaged(f"{where} belongs to step {step}")
     return manifest
 
 
 def newest(
     parent: Path, beat: Callable[[], None], warn: Callable[[str], None], ours: bool = True
 ) -> Checkpoint | None:
-    """The newest checkpoint that verifies; None where there is none at all.
+    """The newest checkpoint that verifies; None where there are no checkpoints.
 
-    Damaged ones are said and, in a folder of ours, set aside under another name. ValueError when there are
-    some and none verifies.
+    warn() reports damaged ones; if the folder is `ours`, they are renamed to damaged_*. ValueError when there
+    are checkpoints and none verifies.
     """
     steps, damaged = steps_in(parent), []
     for step in steps:
@@ -329,7 +328,7 @@ def _digest(manifest: dict[str, Any]) -> str:
 
 
 class TensorFile:
-    """A safetensors file that was verified, one tensor at a time. ValueError when it is none."""
+    """Reads a verified safetensors file, one tensor at a time. ValueError for another file."""
 
     def __init__(self, path: Path):
         from safetensors import SafetensorError, safe_open
@@ -338,27 +337,27 @@ class TensorFile:
         try:
             self.file = safe_open(path, "pt")
         except (OSError, SafetensorError) as error:
-            raise ValueError(f"{path} is no safetensors file: {error}") from None
+            raise ValueError(f"{path} is not a safetensors file: {error}") from None
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: tuple(self.file.get_slice(name).get_shape()) for name in self.file.keys()}  # noqa: SIM118
 
     def specs(self) -> Specs:
-        """ValueError for a type that no run writes."""
+        """Type and shape of each tensor. ValueError for a type that no run writes."""
         kinds = {name: self.file.get_slice(name).get_dtype() for name in self.file.keys()}  # noqa: SIM118
         if unknown := [name for name, kind in kinds.items() if kind not in _TYPES]:
-            raise ValueError(f"{self.path}: {unknown[0]} is of the unknown type {kinds[unknown[0]]}")
+            raise ValueError(f"{self.path}: {unknown[0]} has the unknown type {kinds[unknown[0]]}")
         return {name: (_TYPES[kinds[name]], shape) for name, shape in self.shapes().items()}
 
     def expect(self, shapes: dict[str, tuple[int, ...]]) -> None:
-        """ValueError unless it has exactly these names and shapes."""
+        """Raises ValueError unless the file has exactly these names and shapes."""
         own = self.shapes()
         wrong = [name for name in shapes if name in own and own[name] != shapes[name]]
         wrong += sorted(own.keys() ^ shapes.keys())
         if wrong:
             theirs, ours = (list(d[wrong[0]]) if wrong[0] in d else "nothing" for d in (own, shapes))
             raise ValueError(
-                f"{self.path} is not this model's: {len(wrong)} tensors differ, the first is {wrong[0]}"
+                f"{self.path} belongs to another model: {len(wrong)} tensors differ, the first is {wrong[0]}"
                 f" ({theirs} in the file, {ours} in the model): give that model's flags"
             )
 
@@ -367,11 +366,11 @@ class TensorFile:
 
 
 def load_weights(model: nn.Module, path: Path, head: str) -> None:
-    """Copies saved weights into a model that is not yet prepared: a safetensors file, a checkpoint's folder
-    (its EMA where it has one), or a run's folder (its best checkpoint).
+    """Copies saved weights into a model that is not yet prepared.
 
-    The layer named `head` keeps its fresh weights when the file has another number of classes. ValueError
-    names the file and what is missing, unknown or of another shape.
+    path: a safetensors file, a checkpoint's folder (its EMA where it has one), or a run's folder (its best
+    checkpoint). The layer named `head` keeps its fresh weights when the file has another number of classes.
+    ValueError names the file, and a tensor that is missing, unknown or of another shape.
     """
     own = model.state_dict()
     try:

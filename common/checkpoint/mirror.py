@@ -1,9 +1,9 @@
-"""Committed checkpoints to a prefix in S3, beside the training, and back.
+"""Uploads committed checkpoints to a prefix in S3, beside the training, and downloads them.
 
-<prefix>/checkpoints/step_00000390/...   as on the disk; the manifest last, so that none is half there
+<prefix>/checkpoints/step_00000390/...   as on the disk; the manifest last: without it there is no checkpoint
 <prefix>/checkpoints/index.json          {"latest": ..., "best": ...}
 <prefix>/metrics.jsonl, recipe.json, result.json, ...
-<prefix>/telemetry-parts/<file>/<first byte>-<end>   while the run goes on; at its end telemetry-*.jsonl
+<prefix>/telemetry-parts/<file>/<first byte>-<end>   while the run goes on; telemetry-*.jsonl at its end
 """
 
 import fnmatch
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from common.checkpoint.format import (
+    INDEX,
     JSON_LIMIT_BYTES,
     MANIFEST,
     Damaged,
@@ -31,17 +32,17 @@ from common.system.s3 import ObjectStore, StoreError, WrongSize
 from common.system.threads import lower_priority
 
 RUN_FILES = ("recipe.json", "metrics.jsonl", "confusion.json", "nvidia-smi-*.txt", "result.json")
-TELEMETRY = "telemetry-*.jsonl"  # 140 MB a day of a host with 8 GPUs: with a checkpoint only what is new
+TELEMETRY = "telemetry-*.jsonl"  # 140 MB a day from a host with 8 GPUs, so only new lines are sent
 PARTS = "telemetry-parts/"
 LOG_LIMIT_BYTES = 2**31
-NAME_LIMIT_BYTES = 200  # of a file whose name comes from a key; a file system takes 255
+NAME_LIMIT_BYTES = 200  # of a file named by a key; file systems take 255
 
 
 class Mirror:
-    """One upload in flight; while it lasts only the newest of the later checkpoints waits for its turn.
+    """Uploads in a thread of its own, one checkpoint at a time; of later ones only the newest is queued.
 
-    The training never waits for it. A failed upload is said; the next checkpoint's, and the one at the end or
-    of the same command started again, make up for it.
+    The training never waits for it. say() reports a failed upload. It is repeated with the next checkpoint,
+    at the end of the run, and when the same command is started again.
     """
 
     def __init__(self, store: ObjectStore, folder: Path, keep_every: int | None, say: Callable[[str], None]):
@@ -53,31 +54,31 @@ class Mirror:
         threading.Thread(target=self._work, daemon=True).start()
 
     def offer(self, step: int, best: int | None) -> None:
-        """A checkpoint that was committed on the disk."""
+        """Queues a checkpoint that was committed on the disk."""
         with self.changed:
             self.waiting = (step, best)
             self.changed.notify_all()
 
     def needs(self) -> set[int]:
-        """Steps that must stay on the disk for now."""
+        """Steps of the checkpoints that must stay on the disk: queued, or being sent."""
         with self.changed:
             waiting = {self.waiting[0]} if self.waiting else set()
             return waiting | ({self.sending} if self.sending is not None else set())
 
     def retry(self) -> None:
-        """Tries once more what failed."""
+        """Queues the last upload again if it failed."""
         with self.changed:
             if self.failed and not self.waiting:
                 self.waiting = self.failed
                 self.changed.notify_all()
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether nothing is under way any more. Each request to the store has a bound of its own."""
+        """True once nothing is queued or being sent. Each request to the store has its own timeout."""
         with self.changed:
             return self.changed.wait_for(lambda: self.waiting is None and self.sending is None, timeout_s)
 
     def send_last_files(self, result: dict[str, Any]) -> None:
-        """When the run has finished; result.json last, so that where it is nothing is missing."""
+        """Uploads the files of a finished run; result.json last, so that it stands for a complete upload."""
         self._send_run_files(*(name for name in RUN_FILES if name != "result.json"), TELEMETRY)
         self.store.write("result.json", json.dumps(result, indent=2).encode())
         self.store.delete(self.store.list(PARTS))
@@ -103,12 +104,13 @@ class Mirror:
         while True:
             with self.changed:
                 self.changed.wait_for(lambda: self.waiting is not None)
+                assert self.waiting
                 (step, best), self.waiting = self.waiting, None
                 self.sending = step
             problem = None
             try:
                 self._send(step, best)
-            except Exception as error:  # of any kind: the run would wait for this thread
+            except Exception as error:  # any kind: the end of the run waits for this thread
                 problem = error
                 self.say(
                     f"the checkpoint of step {step:,} is not in {self.store.url} ({error}): it is safe on the"
@@ -120,14 +122,14 @@ class Mirror:
                 self.changed.notify_all()
 
     def _send(self, step: int, best: int | None) -> None:
-        """What is not there yet: the best checkpoint too, whose own turn may have been passed over."""
+        """Uploads the checkpoint, the best one if it was skipped, index.json and the run's files."""
         there = committed(self.store)
         for wanted in sorted({step} | ({best} if best in steps_in(self.folder / "checkpoints") else set())):
             if wanted not in there:
                 self._send_checkpoint(wanted)
                 there.add(wanted)
-        marks = {"latest": step_name(step)} | ({"best": step_name(best)} if best in there else {})
-        self.store.write("checkpoints/index.json", json.dumps(marks).encode())
+        index = {"latest": step_name(step)} | ({"best": step_name(best)} if best in there else {})
+        self.store.write(f"checkpoints/{INDEX}", json.dumps(index).encode())
         self._send_run_files(*RUN_FILES)
         self._send_new_telemetry()
         self._prune(to_keep({s for s in there if s <= step}, best, self.keep_every))
@@ -144,7 +146,7 @@ class Mirror:
             raise StoreError(f"another run has written step {step:,} to {self.store.url}")
 
     def _prune(self, keep: set[int]) -> None:
-        """The manifest goes first: what is half removed is no checkpoint. What is none stays."""
+        """Deletes old checkpoints, manifests first, so that an interrupted removal leaves none."""
         keys = self.store.list("checkpoints/step_")
         doomed = [key for key in keys if (step := _step(key)) is not None and step not in keep]
         self.store.delete(sorted(doomed, key=lambda key: not key.endswith(MANIFEST)))
@@ -160,8 +162,8 @@ def fetch_newest(
 ) -> int | None:
     """Downloads the newest committed checkpoint that verifies and is newer than that step into `parent`.
 
-    Returns its step; None when there is none newer. ValueError when there are some and none verifies. Damaged
-    ones lose their manifest where the prefix is ours: they don't count any more.
+    Returns its step; None when there is none newer. ValueError when there are some and none verifies. If the
+    prefix is `ours`, the manifests of damaged ones are deleted, so that nothing reads them again.
     """
     steps = sorted((s for s in committed(store) if s > newer_than), reverse=True)
     damaged: list[str] = []
@@ -186,9 +188,9 @@ def fetch_newest(
 def fetch(
     store: ObjectStore, step: int, parent: Path, beat: Callable[[], None], warn: Callable[[str], None]
 ) -> None:
-    """One checkpoint into `parent`: to part files, verified, and renamed when all of them are right.
+    """Downloads one checkpoint into `parent`: to a temporary folder, renamed once every file is verified.
 
-    Damaged or WrongSize when it does not verify, OSError when it can't be written.
+    Raises Damaged or WrongSize when it does not verify, OSError when it can't be written.
     """
     remote, folder = f"checkpoints/{step_name(step)}", parent / step_name(step)
     content = store.read(f"{remote}/{MANIFEST}", JSON_LIMIT_BYTES) or b""
@@ -215,8 +217,10 @@ def fetch(
 
 
 def fetch_log(store: ObjectStore, folder: Path) -> None:
-    """What was logged on another machine, whose checkpoint is newer than ours: curves and telemetry then have
-    no gap. Of two files the one stays that begins with the other, or else the other machine's."""
+    """Downloads metrics and telemetry, so that a run continued from another machine's checkpoint has no gap.
+
+    A local file stays if it begins with the content in the bucket. Otherwise the bucket's replaces it.
+    """
     names = {key.removeprefix(PARTS).partition("/")[0] for key in store.list("telemetry-")}
     names = {name for name in fnmatch.filter(names, TELEMETRY) if len(name.encode()) < NAME_LIMIT_BYTES}
     for name in ("metrics.jsonl", "confusion.json", *sorted(names)):
@@ -229,7 +233,7 @@ def fetch_log(store: ObjectStore, folder: Path) -> None:
 
 
 def _parts(store: ObjectStore, name: str) -> list[tuple[int, int, str]]:
-    """(first byte, end, key) of what is there of a file, as far as it is without a gap."""
+    """The uploaded parts of a file as (first byte, end, key), up to the first gap."""
     found: list[tuple[int, int, str]] = []
     for key in store.list(f"{PARTS}{name}/"):
         span = re.fullmatch(rf"{re.escape(PARTS + name)}/([0-9]+)-([0-9]+)", key)
@@ -239,7 +243,7 @@ def _parts(store: ObjectStore, name: str) -> list[tuple[int, int, str]]:
 
 
 def committed(store: ObjectStore) -> set[int]:
-    """The steps of the checkpoints whose manifest is there."""
+    """The steps of the checkpoints in the store: those with a manifest."""
     keys = store.list("checkpoints/step_")
     return {step for key in keys if key.endswith(f"/{MANIFEST}") and (step := _step(key)) is not None}
 

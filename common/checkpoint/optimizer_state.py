@@ -1,7 +1,7 @@
-"""All state of an optimizer in a checkpoint.
+"""Saves and restores all state of an optimizer.
 
-`optimizer.safetensors` has its tensors as `<parameter>/<state>`, `state.json` its scalars and what it changes
-in its parameter groups, `manifest.json` its class and the names of its state.
+`optimizer.safetensors` holds its tensors as `<parameter>/<state>`, `state.json` its scalars and the
+values that it changes in its parameter groups, `manifest.json` its class and the names of its state.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,7 +15,7 @@ from common.checkpoint.format import Checkpoint, Specs, TensorFile
 from common.checkpoint.optimizer_trial import try_out
 from common.distributed.layout import Held, Layout
 
-Send = Callable[[str, tuple[int, ...], torch.dtype], Tensor]  # the main process's tensor, on each process
+Send = Callable[[str, tuple[int, ...], torch.dtype], Tensor]  # broadcasts a tensor of the main process
 
 
 class OptimizerScalars(TypedDict):
@@ -26,22 +26,22 @@ class OptimizerScalars(TypedDict):
 
 
 class OptimizerState:
-    """Made before the first step. Collective.
+    """The optimizer's state, made before its first step. Collective.
 
-    ValueError for an optimizer whose state can't be saved, or that the strategy would change.
+    ValueError for an optimizer whose state can't be saved, or whose update the strategy would change.
     """
 
     def __init__(self, layout: Layout):
         self.layout, self.trial = layout, try_out(layout)
 
     def about(self) -> dict[str, Any]:
-        """Its class and the names of its state, for the manifest."""
+        """The optimizer's class and the names of its state, for the manifest."""
         return {"class": self.trial.name, "state": self.trial.state_names()}
 
     # --- Out
 
     def expected(self) -> Specs:
-        """The tensors with their parameter's shape, before the first step."""
+        """Type and shape of the tensors that have their parameter's shape, known before the first step."""
         shapes = self.layout.shapes()
         return {
             f"{parameter}/{name}": (dtype, shapes[parameter])
@@ -50,7 +50,10 @@ class OptimizerState:
         }
 
     def tensors(self) -> tuple[Specs, Iterator[tuple[str, Tensor]]]:
-        """What they are, and (name, whole tensor), one gathered at a time. Collective."""
+        """Type and shape of every tensor, and an iterator of (name, whole tensor) that gathers one at a time.
+
+        Collective.
+        """
         shapes, shaped = self.layout.shapes(), self.layout.shaped_state()
         others = {
             f"{parameter}/{name}": value
@@ -69,7 +72,7 @@ class OptimizerState:
         return specs, self._whole(shaped, others)
 
     def scalars(self) -> OptimizerScalars:
-        """All else, for state.json. Collective."""
+        """Scalars of the parameters and changed values of the groups, for state.json. Collective."""
         others, groups = self.layout.other_state(), self.layout.changed_groups()
         return {
             "scalars": {
@@ -88,7 +91,7 @@ class OptimizerState:
     # --- In
 
     def check(self, checkpoint: Checkpoint, state: dict[str, Any]) -> None:
-        """ValueError unless the checkpoint's optimizer is this one. Called by one process.
+        """Raises ValueError unless the checkpoint has this optimizer's state. One process calls it.
 
         state: the scalars of the checkpoint's state.json, as TrainingState.scalars() gave them.
         """
@@ -123,7 +126,7 @@ class OptimizerState:
                 )
 
     def restore(self, specs: Specs, state: dict[str, Any], send: Send) -> None:
-        """As it was saved. specs: of optimizer.safetensors. Collective."""
+        """Restores the state. specs: types and shapes in optimizer.safetensors. Collective."""
         layout, shapes = self.layout, self.layout.shapes()
         alike: dict[str, dict[str, torch.dtype]] = {}  # name -> parameter -> type
         for full_name, (dtype, shape) in sorted(specs.items()):
@@ -134,7 +137,12 @@ class OptimizerState:
                 self._put(parameter, name, send(full_name, shape, dtype))
         for name, dtypes in alike.items():
             held = layout.make_state(name, dtypes)
-            layout.fill(held, lambda p, n=name: send(f"{p}/{n}", *reversed(specs[f"{p}/{n}"])), dtypes)
+
+            def receive(parameter: str, name: str = name) -> Tensor:
+                dtype, shape = specs[f"{parameter}/{name}"]
+                return send(f"{parameter}/{name}", shape, dtype)
+
+            layout.fill(held, receive, dtypes)
         scalars, groups = _saved(specs, state)
         for parameter, values in scalars.items():
             for name, value in values.items():
@@ -148,12 +156,13 @@ class OptimizerState:
 
 
 def _placed(value: Any, like: Any) -> Any:
-    """On the device, or over the devices, where the optimizer has it in its trial; else on the CPU."""
+    """The value on the device, or sharded over the devices, as in the optimizer's trial; else on the CPU."""
     if not isinstance(value, Tensor) or not isinstance(like, Tensor):
         return value
     if hasattr(like, "placements"):
-        from torch.distributed.tensor import distribute_tensor
+        from torch.distributed.tensor import DTensor, distribute_tensor
 
+        assert isinstance(like, DTensor)
         return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
     return value.to(like.device)
 
@@ -163,7 +172,7 @@ def _is_array(value: Any) -> bool:
 
 
 def _saved(specs: Specs, state: dict[str, Any]) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
-    """Scalars of the parameters, and changed values of the groups. An older checkpoint has a step count."""
+    """Scalars of the parameters, and changed values of the groups; an older checkpoint has a step count."""
     if "optimizer" in state:
         return state["optimizer"]["scalars"], state["optimizer"]["groups"]
     steps = state.get("optimizer_steps")
@@ -172,7 +181,7 @@ def _saved(specs: Specs, state: dict[str, Any]) -> tuple[dict[str, dict[str, Any
 
 
 def _older_about(specs: Specs, state: dict[str, Any]) -> dict[str, Any]:
-    """What can be told of a checkpoint whose manifest has no optimizer."""
+    """Names of the optimizer's state in a checkpoint whose manifest does not describe it."""
     names = {name.rpartition("/")[2] for name in specs}
     return {"state": sorted(names | ({"step"} if state.get("optimizer_steps") is not None else set()))}
 

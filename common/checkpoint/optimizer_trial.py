@@ -1,10 +1,10 @@
-"""A trial of the script's optimizer on small tensors, before the training.
+"""Tries the script's optimizer on small tensors, before the training.
 
-It shows what state the optimizer keeps, and whether it computes the same where a strategy cuts parameters
-into parts. ZeRO hands an optimizer flat partitions, FSDP2 shards. An update of each element by itself (AdamW,
-SGD, Lion) is the same there. One that needs the shape or the norm of a parameter (Muon, Lamb, Adafactor) may
-not be. So copies of the optimizer step small parameters, whole and as the strategy holds them, and the
-results are compared.
+The trial shows which state the optimizer keeps, and if its update is the same where a strategy shards
+parameters. ZeRO hands an optimizer flat partitions, FSDP2 shards. An elementwise update
+(AdamW, SGD, Lion) is the same there. One that needs the shape or the norm of a parameter (Muon, Lamb,
+Adafactor) may not be. So copies of the optimizer step small parameters, whole and sharded as the strategy
+does it, and the results are compared.
 """
 
 import copy
@@ -30,23 +30,24 @@ Groups = list[list[Tensor]]  # the tensors of each parameter group
 
 @dataclass
 class Trial:
-    """What is known of an optimizer before its first step."""
+    """The findings about an optimizer before its first step."""
 
     name: str  # its class
-    states: dict[str, dict[str, Any]] = field(default_factory=dict)  # parameter -> state of its small one
+    states: dict[str, dict[str, Any]] = field(default_factory=dict)  # parameter -> state of its small copy
     groups: list[dict[str, Any]] = field(default_factory=list)  # what the optimizer changes in its groups
     shaped: dict[str, dict[str, torch.dtype]] = field(default_factory=dict)  # state with a parameter's shape
 
     def state_names(self) -> list[str] | None:
-        """Of parameters and groups; None where there was no trial."""
+        """Names of the state of parameters and groups; None without a trial."""
         if not self.states:
             return None
         return sorted({name for state in (*self.states.values(), *self.groups) for name in state})
 
 
 def try_out(layout: Layout) -> Trial:
-    """ValueError for an optimizer whose state can't be saved, or that would compute something else under the
-    strategy. Collective.
+    """Tries the layout's optimizer. Collective.
+
+    ValueError for an optimizer whose state can't be saved, or whose update the strategy would change.
     """
     if type(layout.inner).__module__.startswith("deepspeed."):  # made for flat partitions
         return Trial(class_name(layout.inner))
@@ -54,7 +55,7 @@ def try_out(layout: Layout) -> Trial:
         return _try_out(layout)
     except ValueError as error:
         problem = str(error)
-    except Exception as error:  # whatever an optimizer raises on tensors that it was not made for
+    except Exception as error:  # any error of an optimizer on tensors that it was not made for
         problem = (
             f"a trial step ended with {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         )
@@ -64,7 +65,7 @@ def try_out(layout: Layout) -> Trial:
 
 
 def class_name(optimizer: Optimizer) -> str:
-    """`timm.optim.lookahead.Lookahead(torch.optim.adamw.AdamW)`"""
+    """The class with its module: `timm.optim.lookahead.Lookahead(torch.optim.adamw.AdamW)`."""
     name, inside = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}", owner(optimizer)
     return name if inside is optimizer else f"{name}({class_name(inside)})"
 
@@ -78,7 +79,7 @@ def _try_out(layout: Layout) -> Trial:
     if layout.arrangements() and owner(layout.inner).state:
         raise ValueError("it makes its state before its first step, for whole parameters")
     small = {name: tuple(min(n, LARGEST_EDGE) for n in shapes[name]) for group in names for name in group}
-    kinds = [{small[name]: name for name in group} for group in names]  # one parameter of each small shape
+    kinds = [{small[name]: name for name in group} for group in names]  # small shape -> a parameter
     values, *gradients = _drawn([list(group) for group in kinds], 1 + STEPS, layout.held[0].device)
     state = dict(zip(layout.parameters, layout.states(), strict=False)) if owner(layout.inner).state else {}
     whole = _Copy(layout, values, lambda tensors: tensors)
@@ -93,8 +94,8 @@ def _try_out(layout: Layout) -> Trial:
         _compare(layout, values, whole, parts)
     seen = parts[0] if parts else whole
     trial = Trial(class_name(layout.inner), groups=whole.changed_groups())
-    for i, group in enumerate(names):
-        for name in group:
+    for i, members in enumerate(names):
+        for name in members:
             j = list(kinds[i]).index(small[name])
             trial.states[name] = seen.states(i)[0 if layout.is_flat else j]
             own, key = whole.states(i)[j], whole.parameters[i][j]
@@ -122,7 +123,7 @@ class _Copy:
             owner(self.optimizer).state[p] = copy.deepcopy(cut)
 
     def step(self, gradients: list[Groups]) -> None:
-        """ValueError when what it keeps then can't be saved."""
+        """Steps with each of the gradients. ValueError when the state can't be saved."""
         before = self._numbers()
         for groups in gradients:
             for parameters, group in zip(self.parameters, groups, strict=True):
@@ -160,7 +161,7 @@ class _Copy:
 
 
 def _compare(layout: Layout, values: Groups, whole: _Copy, parts: list[_Copy]) -> None:
-    """ValueError unless the parts together are what the whole is."""
+    """Raises ValueError unless the parts together equal the whole."""
     for i, group in enumerate(values):
         if not group:
             continue
@@ -182,7 +183,7 @@ def _compare(layout: Layout, values: Groups, whole: _Copy, parts: list[_Copy]) -
 
 
 def _check_flat(part: _Copy) -> None:
-    """ValueError unless its tensors have an fp32 number for each element: others can't be taken apart."""
+    """Raises ValueError unless its tensors have one fp32 number per element: others can't be divided."""
     for i, group in enumerate(part.parameters):
         for p, state in zip(group, part.states(i), strict=True):
             for name, value in state.items():
@@ -192,7 +193,7 @@ def _check_flat(part: _Copy) -> None:
 
 
 def _drawn(shapes: list[list[Shape]], count: int, device: torch.device) -> list[Groups]:
-    """The same normal numbers on every process."""
+    """Draws normal numbers, the same on every process."""
     generator = torch.Generator().manual_seed(0)
     return [
         [[torch.randn(shape, generator=generator).to(device) for shape in group] for group in shapes]
@@ -201,7 +202,7 @@ def _drawn(shapes: list[list[Shape]], count: int, device: torch.device) -> list[
 
 
 def _copied(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
-    """Without parameters and state. Optimizer's own copy would lack what a subclass adds."""
+    """A copy without parameters and state. Optimizer's own copy would lack a subclass's attributes."""
     made = object.__new__(type(optimizer))
     memo[id(optimizer)], memo[id(optimizer.state)] = made, defaultdict(dict)
     memo |= {id(p): torch.empty(0) for group in optimizer.param_groups for p in group["params"]}

@@ -15,9 +15,9 @@ from common.system.threads import lower_priority
 
 
 class Saver:
-    """One checkpoint in flight. All processes call save; the main process writes, in a thread of its own.
+    """Saves one checkpoint at a time. All processes call save(); the main process writes, in a thread.
 
-    about: what the manifest says beside the files. mirror: where committed checkpoints go, if anywhere.
+    about: further keys of the manifest. mirror: uploads checkpoints. committed: the newest step on the disk.
     """
 
     def __init__(
@@ -33,13 +33,13 @@ class Saver:
         self.about, self.mirror = about, mirror
         self.thread = futures.ThreadPoolExecutor(1, initializer=lower_priority) if folder else None
         self.writing = self.thread.submit(training.allocate, training.expected()) if self.thread else None
-        self.committed = committed  # the newest step that is on the disk
-        self.problem: str | None = None  # of the main process; what came before it is on the disk
+        self.committed = committed
+        self.problem: str | None = None  # on the main process: why the last save failed
 
     def save(self, step: int, state: dict[str, Any], best: int | None) -> None:
-        """Returns when the snapshot is taken. Collective.
+        """Takes a snapshot and starts to write it. Collective.
 
-        After a problem, of which the other processes may not know yet, nothing more is written.
+        Writes nothing after a problem, of which the other processes may not know yet.
         """
         self.wait()
         snapshots = self.training.take()
@@ -47,22 +47,23 @@ class Saver:
             self.writing = self.thread.submit(self._write, step, snapshots, state, best)
 
     def wait(self, beat: Callable[[], None] = lambda: None) -> None:
-        """Until the one in flight is on the disk, or has failed."""
+        """Waits until the save in flight is on the disk, or has failed; calls beat() meanwhile."""
         while not self.done(0.2):
             beat()
 
     def done(self, wait_s: float) -> bool:
-        """Waits so long, and says whether none is in flight any more."""
+        """Waits up to wait_s. True when no save is in flight."""
         if self.writing and not futures.wait([self.writing], wait_s).not_done:
-            self.writing.result()  # raises what _write did not expect
+            self.writing.result()  # raises an unexpected error of _write
             self.writing = None
         return self.writing is None
 
     def _write(self, step: int, snapshots: dict, state: dict[str, Any], best: int | None) -> None:
+        assert self.folder, "the main process has one"
         parent = self.folder / "checkpoints"
         try:
             self.training.wait_until_copied()
-            sync(self.folder / "metrics.jsonl")  # what the checkpoint has seen must not be lost before it
+            sync(self.folder / "metrics.jsonl")  # the log is never behind the checkpoint
             if os.path.lexists(parent / step_name(step)):
                 checkpoints.remove(parent / step_name(step))
             checkpoints.commit(parent, step, snapshots, state, self.about)

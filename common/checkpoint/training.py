@@ -1,7 +1,7 @@
-"""A training's tensors into a snapshot on the main process, and back out of a checkpoint, on all processes.
+"""Copies a training's tensors into a snapshot on the main process, and a checkpoint's to all processes.
 
-Both are collective. One tensor at a time is gathered or sent: beside the training's own memory it takes the
-snapshot on the main process's host, and one whole tensor on each device.
+Both are collective. One tensor is gathered or broadcast at a time: the extra memory is the snapshot on the
+main process's host, and one whole tensor on each device.
 """
 
 from collections.abc import Callable
@@ -23,9 +23,9 @@ from common.optim import EMA
 
 
 class TrainingState:
-    """Model, optimizer, EMA and loss scale of a prepared training. Made before the first forward.
+    """Model, optimizer, EMA and loss scale of a prepared training, before its first forward. Collective.
 
-    ValueError for an optimizer whose state can't be saved, or that the strategy would change. Collective.
+    ValueError for an optimizer whose state can't be saved, or whose update the strategy would change.
     """
 
     def __init__(
@@ -40,20 +40,20 @@ class TrainingState:
     # --- Out
 
     def expected(self) -> dict[str, Specs]:
-        """What each snapshot will hold. Not for another thread: modules may change under it."""
+        """Type and shape of every tensor, by file. Call it in the main thread: modules may change."""
         return self._specs(self.optimizer.expected())
 
     def allocate(self, expected: dict[str, Specs]) -> None:
-        """Makes the snapshots before they are needed, as new memory takes longer than the copy into it.
+        """Allocates the snapshots before the first take(): new memory takes longer than the copy into it.
 
-        Of the main process, in any thread, before the first take().
+        Main process only, in any thread.
         """
         for file, specs in expected.items():
             self._snapshot(file, specs).buffer.zero_()
 
     @torch.no_grad()
     def take(self) -> dict[str, Snapshot]:
-        """Copies everything into the snapshots: file name -> its content, empty but on the main process.
+        """Copies all tensors into the snapshots, by file name; on other processes the result is empty.
 
         On a GPU the copies are queued before the next step's kernels: wait_until_copied() before reading.
         """
@@ -84,15 +84,15 @@ class TrainingState:
             self.copied.synchronize()
 
     def scalars(self) -> dict[str, Any]:
-        """For state.json: the optimizer's scalars, and fp16's loss scale. Collective."""
+        """The optimizer's scalars and fp16's loss scale, for state.json. Collective."""
         return {"optimizer": self.optimizer.scalars(), "loss_scale": self._loss_scale()}
 
     def about(self) -> dict[str, Any]:
-        """For the manifest."""
+        """The optimizer's class and state, for the manifest."""
         return {"optimizer": self.optimizer.about()}
 
     def _specs(self, optimizer: Specs) -> dict[str, Specs]:
-        """What each file has. optimizer: what its own has."""
+        """Type and shape of every tensor, by file. optimizer: those of its file."""
         trained = {name: (torch.float32, shape) for name, shape in self.layout.shapes().items()}
         buffers = {
             name: (_stored(tensor.dtype), tuple(tensor.shape))
@@ -102,7 +102,7 @@ class TrainingState:
         return specs | ({checkpoints.EMA: trained} if self.ema else {})
 
     def _snapshot(self, file: str, specs: Specs) -> Snapshot:
-        """The one that is used again and again; another one where the optimizer has other moments."""
+        """The file's snapshot; a new one where the optimizer's state has changed."""
         if file not in self.snapshots or self.snapshots[file].specs != specs:
             self.snapshots[file] = Snapshot(specs, pinned=self.accelerator.device.type == "cuda")
         return self.snapshots[file]
@@ -110,7 +110,7 @@ class TrainingState:
     # --- In
 
     def check(self, checkpoint: Checkpoint) -> None:
-        """ValueError unless its weights are this training's, in names and shapes. Called by one process."""
+        """Raises ValueError unless the weights have this training's names and shapes. For one process."""
         shapes, folder = self.layout.shapes(), checkpoint.folder
         buffers = {name: tuple(tensor.shape) for name, tensor in self.layout.untrained().items()}
         TensorFile(folder / checkpoints.MODEL).expect(shapes | buffers)
@@ -123,9 +123,9 @@ class TrainingState:
     def restore(
         self, checkpoint: Checkpoint | None, state: dict[str, Any], with_optimizer: bool = True
     ) -> None:
-        """Everything as take() found it; without the optimizer its state begins afresh.
+        """Restores what take() saved. Without the optimizer, its state starts afresh. Collective.
 
-        checkpoint: the main process's, which sends its tensors to all. state: what scalars() gave for it.
+        checkpoint: on the main process, which broadcasts its tensors. state: what scalars() returned for it.
         """
         layout = self.layout
         if with_optimizer:
@@ -145,9 +145,9 @@ class TrainingState:
         return TensorFile(checkpoint.folder / name) if checkpoint else None
 
     def _sender(self, file: TensorFile | None) -> Callable[..., Tensor]:
-        """send(name, shape, dtype): the main process's tensor, on each process's device.
+        """Returns send(name, shape, dtype), which broadcasts a tensor of the main process to each device.
 
-        By default a trained parameter's shape, and fp32.
+        The default shape is the trained parameter's, the default type fp32.
         """
         shapes, device = self.layout.shapes(), self.accelerator.device
 
@@ -165,7 +165,7 @@ class TrainingState:
     # --- fp16
 
     def _loss_scale(self) -> dict[str, float] | None:
-        """fp16's scale, and for how many steps it has not overflowed; None where there is none."""
+        """fp16's loss scale, and the number of steps since it overflowed; None in other precisions."""
         if scaler := self._deepspeed_scaler():
             return {"scale": scaler.cur_scale, "good_steps": scaler.cur_iter - scaler.last_overflow_iter - 1}
         if self.accelerator.scaler is None:
@@ -174,7 +174,7 @@ class TrainingState:
         return {"scale": state["scale"], "good_steps": state["_growth_tracker"]}
 
     def _set_loss_scale(self, saved: dict[str, float] | None) -> None:
-        """From any strategy to any: they differ in how fast they grow, not in what a scale is."""
+        """Restores the scale under any strategy: they differ only in how fast it grows."""
         if saved is None:
             return
         if scaler := self._deepspeed_scaler():

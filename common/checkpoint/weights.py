@@ -1,4 +1,4 @@
-"""A trained model, wherever it lies: found, verified, with what its manifest says of it."""
+"""Finds and verifies a trained model: on the disk or in S3, in a run, a checkpoint or a file."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,22 +28,22 @@ Beat = Callable[[], None]
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """Of a lone file, without a manifest, only the first three are known."""
+    """The weights and what their manifest says. A file without a manifest has the first three fields only."""
 
-    weights: str  # the file, on this process's disk
+    weights: str  # path of the file on the local disk
     name: str  # of the file, for people
-    reports: str  # the folder for what is found out about it
+    reports: str  # folder for reports about the model
     step: int | None = None
-    script: str | None = None  # the name of what trained it
+    script: str | None = None  # the name of the script that trained it
     recipe: dict[str, Any] | None = None
     classes: list[str] | None = None
 
 
 def find(place: str, which: str, scratch: Path, beat: Beat) -> TrainedModel:
-    """The model at a run's folder or s3:// prefix, in a checkpoint's folder, or in a .safetensors file.
+    """Finds the model at a run's folder or s3:// prefix, a checkpoint's folder, or a .safetensors file.
 
-    which: of a run, its `best` checkpoint or the `latest`; of a checkpoint, the averaged weights where there
-    are some. Downloads go to `scratch`. ValueError when there is none, or what there is does not verify.
+    which: a run's `best` or `latest` checkpoint. A checkpoint's averaged weights are preferred. Downloads go
+    to `scratch`. ValueError when there is no model, or it does not verify.
     """
     if place.startswith("s3://"):
         store = ObjectStore(place)
@@ -64,12 +64,14 @@ def find(place: str, which: str, scratch: Path, beat: Beat) -> TrainedModel:
 
 
 def _of_run(folder: Path, which: str, beat: Beat) -> Checkpoint:
-    """A run's best checkpoint, or the newest that verifies."""
+    """The best checkpoint of a run's folder, or the newest that verifies."""
     parent = folder / "checkpoints"
     if not steps_in(parent):
         raise ValueError(f"{_shown(folder)} holds no checkpoints/step_*: give the folder of a run")
     if which == "latest":
-        return newest(parent, beat, print, ours=False)
+        found = newest(parent, beat, print, ours=False)
+        assert found, "there are some"
+        return found
     index = parent / INDEX
     best = parse_index(index.read_bytes(), _shown(index)).get("best") if index.exists() else None
     if best is None or not (parent / step_name(best)).is_dir():
@@ -78,7 +80,7 @@ def _of_run(folder: Path, which: str, beat: Beat) -> Checkpoint:
 
 
 def _download(store: ObjectStore, which: str, scratch: Path, beat: Beat) -> Checkpoint:
-    """The best checkpoint of the run in S3, or the newest that verifies."""
+    """Downloads the best checkpoint of a run in S3, or the newest that verifies."""
     if which == "latest":
         step = fetch_newest(store, scratch, -1, beat, print, ours=False)
         if step is None:
@@ -96,7 +98,7 @@ def _download(store: ObjectStore, which: str, scratch: Path, beat: Beat) -> Chec
 
 
 def _described(found: Checkpoint, reports: Path, name: str, file: str | None = None) -> TrainedModel:
-    """file: of the weights, where it is given."""
+    """The model of a verified checkpoint. file: of the weights, if the user named one."""
     manifest = found.manifest
     file = file or (EMA if EMA in manifest["files"] else MODEL)
     if file not in (EMA, MODEL) or file not in manifest["files"]:
@@ -111,5 +113,5 @@ def _described(found: Checkpoint, reports: Path, name: str, file: str | None = N
 
 
 def _shown(path: Path) -> str:
-    """Relative where it lies below the current folder."""
+    """The path, relative if it lies below the current folder."""
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)

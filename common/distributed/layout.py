@@ -6,7 +6,7 @@ optimizer's state, are lists of tensors with the shapes of the held ones, so one
 """
 
 import copy
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -19,7 +19,7 @@ from common.distributed.accelerator import plain_module
 
 EXCHANGED_BYTES = 64 * 2**20  # what exchanging two tensors takes beside them
 
-Held = list[Tensor | None]  # one per held tensor; None: the parameter has no such state
+Held = Sequence[Tensor | None]  # one per held tensor; None: the parameter has no such state
 Arrange = Callable[[list[Tensor]], list[Tensor]]  # the tensors of a parameter group, as a strategy holds them
 
 
@@ -113,7 +113,7 @@ class Layout:
 
     def make_state(self, name: str, dtypes: dict[str, torch.dtype]) -> Held:
         """Zeros with the shapes of what is held, for these parameters, of these types."""
-        made: Held = []
+        made: list[Tensor | None] = []
         for key, members in zip(self._keys(), self.members(), strict=True):
             dtype = next((dtypes[member] for member in members if member in dtypes), None)
             new = None if dtype is None else self._put(key, name, torch.zeros_like(key, dtype=dtype))

@@ -18,9 +18,19 @@ from tests.conftest import Job, accelerate, latest, mutate, python, run, tensors
 
 STRATEGIES = ("ddp", "fsdp", "zero2", "zero3")
 CASES = ["adamw", "amsgrad", "adamw_first_without_gradient", "sgd", "sgd_momentum", "lion", "lamb", "nadam"]
-CASES += ["adafactor", "adafactor_unfactored", "muon", "lookahead", "schedule_free", "adamw_older"]
+CASES += [
+    "adafactor",
+    "adafactor_unfactored",
+    "muon",
+    "muon_mixed",
+    "lookahead",
+    "schedule_free",
+    "adamw_older",
+]
 CASES += ["sgd_older"]
-NOT_FLAT = dict.fromkeys(("lamb", "adafactor", "adafactor_unfactored"), "depends on the whole parameter")
+NOT_FLAT = dict.fromkeys(
+    ("lamb", "adafactor", "adafactor_unfactored", "muon_mixed"), "depends on the whole parameter"
+)
 NOT_FLAT |= {"muon": "Param gradient must be a 2D matrix", "lookahead": "group by group"}
 LAUNCHERS = {
     "single": python(),
@@ -32,7 +42,8 @@ LAUNCHERS = {
 REFUSED = {
     "single": {},
     "ddp": {"adamw_first_without_gradient": "every trained parameter needs a gradient .* first had none"},
-    "fsdp": {"adafactor": "placement", "muon": "depends on the whole parameter"},
+    "fsdp": {"adafactor": "placement"}
+    | dict.fromkeys(("muon", "muon_mixed"), "depends on the whole parameter"),
     "zero2": NOT_FLAT,
     "zero3": NOT_FLAT | {"schedule_free": "ZeRO-3 steps it several times"},
 }
@@ -83,7 +94,7 @@ def single(tmp_path_factory) -> Path:
 @pytest.mark.parametrize(
     ("strategy", "cases"),
     [
-        pytest.param("fsdp", ["lamb", "muon"], id="fsdp-two"),
+        pytest.param("fsdp", ["lamb", "muon", "muon_mixed"], id="fsdp-three"),
         *(
             pytest.param(strategy, CASES, id=f"{strategy}-all", marks=pytest.mark.full)
             for strategy in STRATEGIES

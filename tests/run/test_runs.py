@@ -73,7 +73,7 @@ def test_weights_start_another_run_with_another_number_of_classes(tmp_path, cach
     words = [*python(), *vit, "--data", data, "--weights", saved, "--patch_size", "4"]
     status, output = Job([*words, "--output_dir", tmp_path / "third"]).wait()
     assert status == 1
-    assert "is not this model's" in output
+    assert "belongs to another model" in output
     assert "the first is pos_embed ([1, 17, 64] in the file, [1, 65, 64] in the model)" in output
 
 

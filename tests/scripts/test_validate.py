@@ -191,7 +191,7 @@ def test_a_lone_file(trained, report, cache, tmp_path):
     assert read(tmp_path / "out")["checkpoint"] == str(file)
     assert "is a lone file" in fails(words(file, "--data", "digits"))
     other = fails(words(file, *flags))  # without its --widths
-    assert "is not this model's: 7 tensors differ" in other
+    assert "belongs to another model: 7 tensors differ" in other
 
 
 def test_from_s3(trained, s3, cache, tmp_path, monkeypatch):  # noqa: F811
@@ -369,7 +369,7 @@ def test_where_it_looks(copy, tmp_path):
 def test_a_broken_index_is_named(content, copy, tmp_path):
     index = copy / "checkpoints" / "index.json"
     index.write_bytes(content.encode("latin1"))
-    with pytest.raises(ValueError, match=r"checkpoints/index.json is no index of checkpoints"):
+    with pytest.raises(ValueError, match=r"checkpoints/index.json is not an index of checkpoints"):
         find(str(copy), "best", tmp_path, beat)
     assert parse_index(b'{"best": "../../x", "latest": "step_00000003"}', "here") == {"latest": 3}
 

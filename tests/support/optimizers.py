@@ -103,6 +103,7 @@ CASES = {
         lambda groups: timm.optim.Adafactor(groups, lr=0.01, min_dim_size_to_factor=1000)
     ),
     "muon": Case(lambda groups: torch.optim.Muon(groups, lr=0.01), only_matrices=True),
+    "muon_mixed": Case(lambda groups: timm.optim.Muon(groups, lr=0.01)),  # AdamW for what is no matrix
     "lookahead": Case(lambda groups: timm.optim.Lookahead(adamw(groups), k=3)),
     "schedule_free": Case(ScheduleFree, lr=0.1),
 }
