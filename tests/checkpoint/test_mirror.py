@@ -1,11 +1,13 @@
-"""Checkpoints in S3: a real server, real faults before it, and a training that none of them stops.
+"""Checkpoints in S3: a real server, and real faults before it.
 
-These trainings take less time than an upload, and only the newest checkpoint waits for its turn: what the
-bucket holds in the end is known, what it holds in between is not.
+Faults are put before a Mirror with a stored run, and before whole trainings where those are what is tested.
+A training takes less time than an upload, and only the newest checkpoint waits for its turn: what the bucket
+holds in the end is known, what it holds in between is not.
 """
 
 import json
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -15,10 +17,13 @@ import pytest
 import torch
 
 from common.checkpoint.format import MANIFEST, steps_in, verify
+from common.checkpoint.mirror import Mirror, fetch_newest
 from common.system.s3 import ObjectStore
 from tests.checkpoint.test_checkpoints import HELLO, LAST, start_and_wait, straight  # noqa: F401
 from tests.checkpoint.test_resume import without_times
+from tests.checkpoint.test_stored import STORED
 from tests.conftest import Job, full, latest, lines, metrics, mutate, python, result, run, tensors, torchrun
+from tests.support import warm
 from tests.support.s3 import BUCKET, SECRET, aws_env, s3, s3_proxy  # noqa: F401 (fixtures)
 
 
@@ -45,6 +50,28 @@ class Bucket:
 def bucket(s3, s3_proxy, monkeypatch, request):  # noqa: F811
     name = f"{request.node.name.replace('[', '-').replace(']', '').replace(' ', '-')}-{time.time_ns()}"
     return Bucket(name, s3, s3_proxy, monkeypatch)
+
+
+@pytest.fixture
+def mirror(bucket, tmp_path, monkeypatch):
+    """Of a stored run with checkpoints of the steps 14, 16 and 20, through the proxy. said: its messages."""
+    shutil.copytree(STORED / "format_1", tmp_path / "run")
+    for key, value in bucket.env.items():
+        monkeypatch.setenv(key, value)
+    said: list[str] = []
+    mirror = Mirror(ObjectStore(bucket.url), tmp_path / "run", None, said.append)
+    mirror.said = said
+    return mirror
+
+
+def send(mirror: Mirror, step: int, best: int | None = 14) -> None:
+    mirror.offer(step, best)
+    assert mirror.wait(60)
+
+
+def fetched(mirror: Mirror, parent: Path, ours: bool = True) -> int | None:
+    """The step of the checkpoint that a fresh machine downloads."""
+    return fetch_newest(mirror.store, parent, -1, lambda: None, mirror.said.append, ours)
 
 
 @pytest.fixture
@@ -105,36 +132,38 @@ def test_the_first_machine_returns_with_an_old_folder(bucket, straight, tmp_path
     assert not (tmp_path / "first" / "confusion.json").exists(), "nobody wrote one"
 
 
-def test_bursts_slow_answers_and_cuts_are_got_over(bucket, straight, tmp_path):  # noqa: F811
+def test_bursts_slow_answers_and_cuts_are_got_over(bucket, mirror, tmp_path):
     proxy = bucket.proxy
     proxy.fail(status=503, times=3, method="PUT", path=".*optimizer")
     proxy.fail(status=500, code="InternalError", times=2, method="PUT", path=".*manifest")
     proxy.cut_upload(1000, path=".*model")
     proxy.delay(1.0, times=1, method="PUT", path=".*state")
-    output = run(bucket.words(tmp_path / "run", "--max_steps", "12"), env=bucket.env)
-    assert "is not in s3://" not in output
-    assert bucket.steps()[-1] == 12
+    send(mirror, 20)
+    assert not mirror.said
+    assert bucket.steps() == [14, 20]
     assert sum(proxy.faults.values()) == 3 + 2 + 1 + 1, proxy.faults
     proxy.cut_download(500, times=2, method="GET", path=".*optimizer")
     proxy.fail(status=503, times=2, method="GET", path=".*model")
-    run(bucket.words(tmp_path / "fresh"), env=bucket.env)
+    assert fetched(mirror, tmp_path / "fresh") == 20
     assert sum(proxy.faults.values()) == 7 + 2 + 2, proxy.faults
-    ours, theirs = tensors(latest(tmp_path / "fresh")), tensors(latest(straight[0]))
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    ours, theirs = tmp_path / "fresh" / "step_00000020", tmp_path / "run" / "checkpoints" / "step_00000020"
+    assert {file.name: file.read_bytes() for file in ours.iterdir()} == {
+        file.name: file.read_bytes() for file in theirs.iterdir()
+    }
+
+
+def kill(job: warm.WarmJob) -> bool:
+    """True once the process is gone: its request is cut."""
+    job.send_signal(signal.SIGKILL)
+    psutil.wait_procs([psutil.Process(job.process.pid)] if psutil.pid_exists(job.process.pid) else [])
+    return True
 
 
 def test_killed_between_data_and_manifest(bucket, straight, tmp_path):  # noqa: F811
     words = bucket.words(tmp_path / "run")
-    job = None
-
-    def kill() -> bool:
-        job.process.send_signal(signal.SIGKILL)
-        job.process.wait()
-        return True
-
     run([*words, "--max_steps", "8"], env=bucket.env)
-    bucket.proxy.on("PUT", ".*/step_000000(12|16|20|24)/manifest.json", kill)
-    job = Job(words, env=bucket.env)
+    bucket.proxy.on("PUT", ".*/step_000000(12|16|20|24)/manifest.json", lambda: kill(job))
+    job = warm.WarmJob(words[1:], tmp_path / "log", bucket.env)
     assert job.wait()[0] == -signal.SIGKILL
     new = [key for key in bucket.store.list("checkpoints/step_") if key.split("/")[1] > "step_00000008"]
     assert len(new) == 3, "the data is there"
@@ -152,15 +181,9 @@ def test_killed_between_data_and_manifest(bucket, straight, tmp_path):  # noqa: 
 
 
 def test_killed_in_the_last_upload(bucket, tmp_path):
-    words, job = bucket.words(tmp_path / "run", "--max_steps", "4"), None
-
-    def kill() -> bool:
-        job.process.send_signal(signal.SIGKILL)
-        job.process.wait()
-        return True
-
-    bucket.proxy.on("PUT", ".*/step_00000004/manifest.json", kill)
-    job = Job(words, env=bucket.env)
+    words = bucket.words(tmp_path / "run", "--max_steps", "4")
+    bucket.proxy.on("PUT", ".*/step_00000004/manifest.json", lambda: kill(job))
+    job = warm.WarmJob(words[1:], tmp_path / "log", bucket.env)
     assert job.wait()[0] == -signal.SIGKILL
     assert 4 not in bucket.steps()
     run(words, env=bucket.env)
@@ -186,19 +209,22 @@ def test_a_black_hole_stops_no_training(bucket, impatient, straight, tmp_path): 
     assert "continuing at step 24" in output
     assert bucket.steps()[-1] == 24
     assert result(tmp_path / "run")["uploaded"] is True
-    status, output = Job(words, env=bucket.env).wait()
-    assert status == 1
-    assert "which is finished" in output
 
 
-def test_credentials_that_expire_in_the_middle(bucket, tmp_path):
-    run(bucket.words(tmp_path / "run", "--max_steps", "8"), env=bucket.env)
+def test_credentials_that_expire_in_the_middle(bucket, mirror):
+    send(mirror, 14)
     bucket.proxy.on("PUT", ".*/step_.*", bucket.proxy.expire_credentials)
-    output = run(bucket.words(tmp_path / "run"), env=bucket.env)
-    assert "the credentials have expired: renew them" in output
-    assert SECRET not in output
-    assert result(tmp_path / "run")["status"] == "finished"
-    assert bucket.steps()[-1] == 8
+    send(mirror, 20)
+    [message] = mirror.said
+    assert "the checkpoint of step 20 is not in s3://" in message
+    assert "the credentials have expired: renew them" in message
+    assert SECRET not in message
+    bucket.proxy.clear()
+    assert bucket.steps() == [14]
+    mirror.retry()
+    assert mirror.wait(60)
+    assert mirror.failed is None
+    assert bucket.steps() == [14, 20]
 
 
 @pytest.mark.parametrize("trouble", ["expired", full("no bucket"), full("no credentials")])
@@ -247,11 +273,11 @@ def test_a_prefix_has_one_owner(bucket, tmp_path):
     assert "owner.json" not in bucket.store.list()
 
 
-@pytest.mark.parametrize("how", ["truncated", full("one bit flipped"), full("deleted")])
-def test_damage_in_the_bucket_is_found(how, bucket, tmp_path):
-    run(bucket.words(tmp_path / "run", "--max_steps", "8"), env=bucket.env)
-    run(bucket.words(tmp_path / "run", "--max_steps", "12"), env=bucket.env)
-    key = "checkpoints/step_00000012/optimizer.safetensors"
+@pytest.mark.parametrize("how", ["truncated", "one bit flipped", "deleted"])
+def test_damage_in_the_bucket_is_found(how, bucket, mirror, tmp_path):
+    send(mirror, 16)
+    send(mirror, 20)
+    key = "checkpoints/step_00000020/optimizer.safetensors"
     content = bucket.store.read(key)
     if how == "deleted":
         bucket.store.delete([key])
@@ -259,12 +285,15 @@ def test_damage_in_the_bucket_is_found(how, bucket, tmp_path):
         bucket.store.write(key, content[:-1])
     else:
         bucket.store.write(key, content[:-9] + bytes([content[-9] ^ 1]) + content[-8:])
-    output = run(bucket.words(tmp_path / "fresh", "--max_steps", "13"), env=bucket.env)
-    assert "checkpoint of step 12 is damaged" in output
-    assert "continuing at step 8" in output
-    assert not list((tmp_path / "fresh" / "checkpoints").glob(".*"))
-    assert bucket.steps()[-1] == 13
-    assert "is damaged" not in run(bucket.words(tmp_path / "again"), env=bucket.env)
+    assert fetched(mirror, tmp_path / "theirs", ours=False) == 16
+    assert bucket.steps() == [14, 16, 20], "a stranger's bucket is only read"
+    assert fetched(mirror, tmp_path / "fresh") == 16
+    assert sum("checkpoint of step 20 is damaged" in message for message in mirror.said) == 2
+    assert [path.name for path in (tmp_path / "fresh").iterdir()] == ["step_00000016"]
+    assert bucket.steps() == [14, 16], "without its manifest it is no checkpoint any more"
+    mirror.said.clear()
+    assert fetched(mirror, tmp_path / "again") == 16
+    assert "is damaged" not in "".join(mirror.said)
 
 
 @pytest.mark.full
@@ -279,11 +308,14 @@ def test_an_intact_copy_in_the_bucket_replaces_a_damaged_one(bucket, tmp_path):
     assert "continuing at step 12" in output
 
 
-def test_what_is_no_checkpoint_stays_in_the_bucket(bucket, tmp_path):
-    for key in ("checkpoints/step_00000004_backup/model.safetensors", "notes.txt"):
+def test_what_is_no_checkpoint_stays_in_the_bucket(bucket, mirror):
+    theirs = {"checkpoints/step_00000004_backup/model.safetensors", "notes.txt"}
+    for key in theirs:
         bucket.store.write(key, b"mine")
-    run(bucket.words(tmp_path / "run"), env=bucket.env)
-    assert {"checkpoints/step_00000004_backup/model.safetensors", "notes.txt"} <= set(bucket.store.list())
+    for step in (14, 16, 20):
+        send(mirror, step, best=None)
+    assert bucket.steps() == [16, 20]
+    assert theirs <= set(bucket.store.list())
 
 
 @pytest.mark.full
