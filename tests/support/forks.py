@@ -268,9 +268,9 @@ def _become(request: dict[str, Any], streams: list[int]) -> None:
     """Everything that a process has from the one that starts it."""
     if request["new_session"]:
         os.setsid()
-    streams = [os.dup(number) for number in streams]  # none of 0, 1, 2, which dup2 would overwrite
-    for number, given in enumerate(streams):
+    for number, given in enumerate(streams):  # all above 2: the server has those
         os.dup2(given, number)
+        os.close(given)
     for number, limits in request["limits"].items():
         resource.setrlimit(number, limits)
     os.sched_setaffinity(0, request["affinity"])
