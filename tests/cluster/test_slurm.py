@@ -17,7 +17,6 @@ from tests.conftest import (
     Job,
     assert_same_losses,
     free_port,
-    full,
     metrics,
     mutate,
     per_device,
@@ -182,34 +181,37 @@ def slurm(tmp_path_factory):
             time.sleep(0.1)
 
 
-@pytest.mark.parametrize(("nodes", "slots"), [(2, 1), full(2, 2), full(4, 1), full(4, 2)])
+@pytest.mark.full
+@pytest.mark.parametrize(("nodes", "slots"), [(2, 1), (2, 2), (4, 1), (4, 2)])
 def test_nodes_train_as_one_process(nodes, slots, slurm, one_process, tmp_path, cache, monkeypatch):
     folder, log, size = tmp_path / "a run", tmp_path / "log", per_device(nodes * slots)
     monkeypatch.setenv("PROCESSES_PER_NODE", str(slots))
     words = [*TRAINING, size, *cache, "--output_dir", folder]
     job = slurm.train(log, DDP, *words, nodes=nodes)
     assert slurm.wait(job, log)["JobState"] == "COMPLETED", log.read_text()
-    found = result(folder)
-    assert (found["status"], found["strategy"]) == ("finished", "ddp")
-    assert (found["hosts"], found["processes"]) == (nodes, nodes * slots)
+    assert_trained(folder, nodes, slots)
     assert_same_losses(folder, one_process(size))
 
 
-def test_a_job_that_is_stopped_continues(slurm, project_copy, tmp_path):
-    """By the signal before its time limit, then by a job that goes first: no step is lost, or made twice."""
+def assert_trained(folder: Path, nodes: int, slots: int) -> None:
+    found = result(folder)
+    assert (found["status"], found["strategy"]) == ("finished", "ddp")
+    assert (found["hosts"], found["processes"]) == (nodes, nodes * slots)
+
+
+def test_a_job_that_is_stopped_twice_trains_as_one_process(slurm, project_copy, one_process, tmp_path, cache):
+    """By the signal before its time limit, then by a job of higher priority: no step is lost or repeated."""
     call = "            run.checkpoint(step)\n"
     slow = "            if __import__('os').environ.get('SLURM_RESTART_COUNT') != '2':\n"
-    mutate(
-        project_copy, "train_hello.py", call, f"{call}{slow}                __import__('time').sleep(0.1)\n"
-    )
-    folder, log = tmp_path / "run", tmp_path / "log"
-    words = [*HELLO, "--data_size", "64000", "--max_steps", "300", "--log_every", "1", "--output_dir", folder]
+    mutate(project_copy, "train_vit.py", call, f"{call}{slow}                __import__('time').sleep(1.5)\n")
+    folder, log, size = tmp_path / "a run", tmp_path / "log", per_device(2)
+    words = [*TRAINING, size, *cache, "--output_dir", folder]
     job = slurm.train(log, DDP, *words, "--checkpoint_every", "300", cwd=project_copy)
 
-    slurm.wait_for_steps(job, log, folder, 5)
+    slurm.wait_for_steps(job, log, folder, 3)
     slurm("scancel", "--batch", "--signal=USR1", job)
     slurm.wait_for_restart(job, log)
-    slurm.wait_for_steps(job, log, folder, 5)
+    slurm.wait_for_steps(job, log, folder, 3)
     urgent = slurm(
         "sbatch", "--parsable", "-p", "high", "-N", "4", "-o", tmp_path / "u", "--wrap", "true"
     ).strip()
@@ -220,9 +222,10 @@ def test_a_job_that_is_stopped_continues(slurm, project_copy, tmp_path):
     assert (about["JobState"], about["Restarts"]) == ("COMPLETED", "2"), output
     assert "DUE TO PREEMPTION" in output
     first, second = (int(step) for step in re.findall(r"continuing at step (\d+) with", output))
-    assert 5 <= first < second < 300
-    assert (result(folder)["status"], result(folder)["steps"]) == ("finished", 300)
-    assert [line["step"] for line in metrics(folder) if "train/loss" in line] == list(range(1, 301))
+    assert 3 <= first < second < 20
+    assert_trained(folder, nodes=2, slots=1)
+    assert [line["step"] for line in metrics(folder) if "train/loss" in line] == list(range(1, 21))
+    assert_same_losses(folder, one_process(size))
 
 
 @pytest.mark.full

@@ -14,7 +14,8 @@ import pytest
 
 import find_batch_size
 from common.batch_search import knee, launch, next_size
-from tests.conftest import Job
+from common.system.cli import run_command
+from tests.conftest import ROOT, Job
 
 # Large activations in small networks: 8 images are 0.09 to 0.13 GiB, many times what two launches differ by.
 CNN = ["train_cnn_a.py", "--data=digits", "--widths=16,16,16", "--image_size=320"]
@@ -124,7 +125,7 @@ def test_of_a_launch_that_hangs_nothing_is_left(tmp_path, monkeypatch):
     begin = "import subprocess, sys\nsubprocess."
     starter.write_text(f"{begin}Popen([sys.executable, {str(sleeper)!r}], start_new_session=True)")
     launcher.write_text(f"{begin}run([sys.executable, {str(starter)!r}])\n{sleeper.read_text()}")
-    ended = launch([sys.executable, str(launcher)], limit_gib=None, timeout_s=10)
+    ended = launch([sys.executable, str(launcher)], limit_gib=None, timeout_s=5)
     assert (ended.status, ended.is_out_of_memory) == (None, False)
     pids = [int(word) for word in (tmp_path / "pids").read_text().split()]
     assert len(pids) == 2
@@ -149,7 +150,7 @@ def test_what_counts_as_out_of_memory(code, is_out_of_memory):
 
 
 def test_the_largest_process_is_measured():
-    small, large = (f"import time; x = bytearray({mib} * 2**20); time.sleep(5)" for mib in (50, 300))
+    small, large = (f"import time; x = bytearray({mib} * 2**20); time.sleep(3)" for mib in (50, 300))
     words = f"import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', {large!r}])\n{small}"
     ended = launch([sys.executable, "-c", words], limit_gib=1.0, timeout_s=60)
     assert ended.status == 0, ended.output
@@ -208,30 +209,44 @@ def test_a_result_with_the_same_name_is_kept(tmp_path, monkeypatch):
 # --- Mistakes
 
 
-@pytest.mark.parametrize(
-    ("words", "status", "said"),
-    [
-        (finder("cpu"), 2, "name the script"),
-        (finder("cpu", "--quantum=0", *CNN), 2, "--quantum 0: must be more than 0"),
-        (finder("cpu", "--memory_limit_gib=-1", *CNN), 2, "--memory_limit_gib -1.0: must be more than 0"),
-        (finder("cpu", "--memory=1", *CNN), 2, "--memory=1"),
-        (finder("cpu", *CNN, "--widht=1"), 2, "unknown flag --widht: did you mean --widths?"),
-        (finder("ddp_3gpu", *CNN), 1, "ddp_3gpu.yaml: No such file"),
-        (finder("ddp_2x2gpu", *CNN), 1, "is for 2 hosts: give --hostfile"),
-        (finder("cpu", "train_cnn_z.py"), 1, "train_cnn_z.py: no such file"),
-        (finder("cpu", "--memory_limit_gib=1", "train_hello.py"), 1, "train_hello.py has no images"),
-        (finder("cpu", *CNN), 1, "give --memory_limit_gib"),
-        (finder("cpu", "--memory_limit_gib=9999", *CNN), 1, "more than this machine has"),
-        (finder("cpu", "--memory_limit_gib=0.2", *CNN), 1, "even 8 images a process are too many"),
-        (finder("cpu", "--memory_limit_gib=2", *CNN, "--data=/nowhere"), 1, "--data /nowhere"),
-        (finder("cpu", "--memory_limit_gib=2", "--trial_timeout_s=0.5", *CNN), 1, "no end within"),
-    ],
-)
-def test_mistakes_are_one_clear_message(words, status, said, tmp_path):
+MISTAKES = [
+    ((), 2, "name the script"),
+    (("--quantum=0", *CNN), 2, "--quantum 0: must be more than 0"),
+    (("--memory_limit_gib=-1", *CNN), 2, "--memory_limit_gib -1.0: must be more than 0"),
+    (("--memory=1", *CNN), 2, "--memory=1"),
+    ((*CNN, "--widht=1"), 2, "unknown flag --widht: did you mean --widths?"),
+    (("--config_file=accelerate_configs/ddp_3gpu.yaml", *CNN), 1, "ddp_3gpu.yaml: No such file"),
+    (("--config_file=accelerate_configs/ddp_2x2gpu.yaml", *CNN), 1, "is for 2 hosts: give --hostfile"),
+    (("train_cnn_z.py",), 1, "train_cnn_z.py: no such file"),
+    (("--memory_limit_gib=1", "train_hello.py"), 1, "train_hello.py has no images"),
+    (CNN, 1, "give --memory_limit_gib"),
+    (("--memory_limit_gib=9999", *CNN), 1, "more than this machine has"),
+    (("--memory_limit_gib=0.2", *CNN), 1, "even 8 images a process are too many"),
+    (("--memory_limit_gib=2", *CNN, "--data=/nowhere"), 1, "--data /nowhere"),
+    (("--memory_limit_gib=2", "--trial_timeout_s=0.5", *CNN), 1, "no end within"),
+]
+
+
+@pytest.mark.parametrize(("words", "status", "message"), MISTAKES)
+def test_mistakes_are_one_clear_message(words, status, message, tmp_path, monkeypatch, capsys):
     file = tmp_path / "found" / "result.json"
-    ended, output = Job([*words[:4], f"--output={file}", *words[4:]]).wait()
-    assert (ended, said in output.splitlines()[-1]) == (status, True), output
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(sys, "argv", [*finder("cpu", f"--output={file}")[1:], *words])
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # main() sets a handler
+    try:
+        ended = run_command(find_batch_size.main)
+    except SystemExit as error:
+        ended = error.code
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert (ended, message in error) == (status, True), error
     assert not any(file.parent.glob("*")), "something is left"
+
+
+@pytest.mark.parametrize(("words", "status", "message"), [MISTAKES[4], MISTAKES[9]])
+def test_mistakes_end_the_process(words, status, message):
+    ended, output = Job([*finder("cpu"), *words], warm=True).wait()
+    assert (ended, message in output.splitlines()[-1]) == (status, True), output
 
 
 def test_told_to_stop_it_leaves_nothing(tmp_path):

@@ -286,7 +286,7 @@ def test_an_upload_whose_completion_was_not_heard(store, proxy, big, tmp_path):
 
 @pytest.mark.parametrize("kind", ["cut_download", "stall_download"])
 def test_a_broken_download_goes_on(store, proxy, big, tmp_path, monkeypatch, kind):
-    monkeypatch.setattr(object_store, "READ_S", 3)
+    monkeypatch.setattr(object_store, "READ_S", 1.5)
     store.upload(big, "model")
     getattr(proxy, kind)(1_000_000, times=2, path="model", header="range: bytes=(0|5242880)-")
     store.download("model", tmp_path / "model", BIG)
