@@ -1,0 +1,47 @@
+"""Processes below this one: found, adopted when their parent has ended, and ended with their parent."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+
+from common.system.processes import adopt_orphans, kill, running_descendants
+from tests.conftest import ROOT
+
+SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
+
+
+def test_an_orphan_is_adopted_and_its_zombie_reaped():
+    before = {process.pid for process in psutil.Process().children(recursive=True)}
+    starter = f"import subprocess; print(subprocess.Popen({SLEEP!r}, stdout=subprocess.DEVNULL).pid)"
+    adopt_orphans()
+    try:
+        orphan = int(subprocess.run([sys.executable, "-c", starter], stdout=subprocess.PIPE).stdout)
+        assert [process.pid for process in running_descendants(before)] == [orphan]
+        assert running_descendants({*before, orphan}) == []
+        kill(running_descendants(before))
+        deadline = time.monotonic() + 10
+        while running_descendants(before) or psutil.pid_exists(orphan):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    finally:
+        adopt_orphans(False)
+
+
+def test_a_process_ends_with_its_parent():
+    code = "from common.system.processes import end_with_parent; end_with_parent(); print(1, flush=True)"
+    code += "; import time; time.sleep(60)"
+    parent = f"import subprocess, time; c = subprocess.Popen([{sys.executable!r}, '-c', {code!r}]);"
+    parent += " print(c.pid, flush=True); time.sleep(60)"
+    words = [sys.executable, "-c", parent]
+    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        lines = {process.stdout.readline().strip(), process.stdout.readline().strip()}
+        (pid,) = (int(line) for line in lines - {"1"})
+        os.kill(process.pid, signal.SIGKILL)
+        deadline = time.monotonic() + 10
+        while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
