@@ -111,7 +111,7 @@ def kill_and_continue(number: int, reference: Path, tmp_path: Path) -> None:
 
 # 100 steps an epoch, so that there is time to kill between two checkpoints.
 LONG = [*HELLO, "--data_size", "6400", "--epochs", "30", "--checkpoint_every", "50", "--log_every", "10"]
-SLOW = {"STEP_S": "0.02"}  # in `stoppable`: LONG's 1,500 steps are not over before the test has looked
+SLOW = {"STEP_S": "0.02"}  # in `stoppable`: 600 steps of LONG are not over before the test has looked
 
 
 def start_and_wait(words: list, folder: Path, checkpoints: int = 1, **options) -> Job:
@@ -128,7 +128,7 @@ def start_and_wait(words: list, folder: Path, checkpoints: int = 1, **options) -
 
 def test_a_rank_or_the_launcher_killed_in_a_step(stoppable, tmp_path):
     """Both at once in the life of one run: what is left in the end equals the undisturbed one."""
-    words = [*torchrun(2), *LONG, "--max_steps", "1500"]
+    words = [*torchrun(2), *LONG, "--max_steps", "600"]
     run([*words, "--output_dir", tmp_path / "straight"])
     job = start_and_wait(words, tmp_path / "run", cwd=stoppable, env=SLOW)
     ranks = ranks_of(job, "train_hello.py")
@@ -151,13 +151,13 @@ def test_a_rank_or_the_launcher_killed_in_a_step(stoppable, tmp_path):
     output = run([*words, "--output_dir", tmp_path / "run"])
     assert "continuing at step" in output
     ours, theirs = tensors(latest(tmp_path / "run")), tensors(latest(tmp_path / "straight"))
-    assert latest(tmp_path / "run").name == "step_00001500"
+    assert latest(tmp_path / "run").name == "step_00000600"
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     assert without_times(metrics(tmp_path / "run")) == without_times(metrics(tmp_path / "straight"))
 
 
 def test_torchrun_restarts_and_the_run_continues(stoppable, tmp_path):
-    words = [*torchrun(2, "--standalone", "--max_restarts=3"), *LONG, "--max_steps", "1500"]
+    words = [*torchrun(2, "--standalone", "--max_restarts=3"), *LONG, "--max_steps", "600"]
     job = start_and_wait(words, tmp_path / "run", checkpoints=2, cwd=stoppable, env=SLOW)
     victim = ranks_of(job, "train_hello.py")[1]
     victim.send_signal(signal.SIGKILL)
@@ -167,7 +167,7 @@ def test_torchrun_restarts_and_the_run_continues(stoppable, tmp_path):
     assert output.count("continuing at step") == 1, output
     assert result(tmp_path / "run")["status"] == "finished"
     assert [line["step"] for line in metrics(tmp_path / "run") if "train/loss" in line] == [
-        *range(10, 1501, 10)
+        *range(10, 601, 10)
     ]
 
 

@@ -77,7 +77,7 @@ def fetched(mirror: Mirror, parent: Path, ours: bool = True) -> int | None:
 @pytest.fixture
 def impatient(project_copy):
     """The project's code with shorter waits for a store that does not answer."""
-    mutate(project_copy, "common/system/s3.py", "READ_S = 15", "READ_S = 5")
+    mutate(project_copy, "common/system/s3.py", "READ_S = 15", "READ_S = 3")
     mutate(project_copy, "common/system/s3.py", "ATTEMPTS = 4", "ATTEMPTS = 2")
     return project_copy
 
@@ -335,16 +335,8 @@ def test_no_secret_anywhere(bucket, tmp_path):
     """In no output, file, checkpoint, object, tracker's file or process list."""
     canary = "canary-of-another-service"
     env = bucket.env | {"WANDB_API_KEY": canary * 2, "HF_TOKEN": canary, "WANDB_MODE": "offline"}
-    flags = [
-        "--trackers",
-        "tensorboard,wandb",
-        "--epochs",
-        "60",
-        "--checkpoint_every",
-        "40",
-        "--s3",
-        bucket.url,
-    ]
+    flags = ["--trackers", "tensorboard,wandb", "--epochs", "15", "--checkpoint_every", "10"]
+    flags += ["--s3", bucket.url]
     words = [*torchrun(2), *HELLO, *flags, "--output_dir", tmp_path / "run"]
     job = Job(words, env=env)
     seen = 0
