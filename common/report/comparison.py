@@ -77,11 +77,11 @@ class Comparison:
         flags = [name for name in runs[0].recipe if all(name in run.recipe for run in runs)]
         others = [name for name in flags if name not in (*NAMED, *NOT_COMPARED)]
         always = [scripts, where, *(_values(runs, name) for name in NAMED if name in flags)]
-        names = list(zip(*_differing(always), strict=True)) or [()] * len(runs)
+        parts: list[tuple[str, ...]] = list(zip(*_differing(always), strict=True)) or [()] * len(runs)
         for column in _differing([hosts, *(_values(runs, name) for name in others)]):
-            if len(set(names)) < len(runs):
-                names = [(*parts, value) for parts, value in zip(names, column, strict=True)]
-        names = [", ".join(parts) or one for parts, one in zip(names, where, strict=True)]
+            if len(set(parts)) < len(runs):
+                parts = [(*own, value) for own, value in zip(parts, column, strict=True)]
+        names = [", ".join(own) or one for own, one in zip(parts, where, strict=True)]
         seen = [names[:i].count(name) + 1 for i, name in enumerate(names)]
         return [name if k == 1 else f"{name} ({k})" for name, k in zip(names, seen, strict=True)]
 
@@ -186,8 +186,8 @@ def _conditions(run: RunRecord) -> dict[str, str]:
     facts, about = run.facts, run.about
     left_out = (*NOT_COMPARED, *RESOLVED)
     recipe = {name: place(as_flag(value)) for name, value in run.recipe.items() if name not in left_out}
-    names = ("script", "data", "batch_size", "per_device_batch_size", "accumulation_steps", "epochs", "steps")
-    names += ("mixed_precision", "compile", "grad_checkpointing", "val_name", "val_images", "status")
+    names = ["script", "data", "batch_size", "per_device_batch_size", "accumulation_steps", "epochs", "steps"]
+    names += ["mixed_precision", "compile", "grad_checkpointing", "val_name", "val_images", "status"]
     versions = {f"version of {name}": str(value) for name, value in about.get("versions", {}).items()}
     devices = about.get("devices") or [facts.get("device", "not known")]
     headers = [line for lines in run.telemetry.values() for line in lines if "cpus" in line]
@@ -219,7 +219,7 @@ def draw(comparison: Comparison, file: Path) -> None:
         steps = [(line["step"], line["train/loss"]) for line in run.metrics if "train/loss" in line]
         for panel, part in ((accuracy, points), (loss, steps)):
             if part:
-                panel.curves[name] = tuple(zip(*part, strict=True))
+                panel.curves[name] = ([point[0] for point in part], [point[1] for point in part])
     speed = Panel(
         f"{runs[0].unit}/s", "", bars=_known(names, [run.facts.get("images_per_s") for run in runs])
     )
@@ -313,8 +313,8 @@ def _table(comparison: Comparison) -> tuple[str, list[str]]:
 
 
 def _efficiency(first: RunRecord, run: RunRecord, found: tuple[float | None, str]) -> float | None:
-    processes = [one.facts.get("processes") for one in (first, run)]
-    return None if found[0] is None or not all(processes) else found[0] * processes[0] / processes[1]
+    before, after = first.facts.get("processes"), run.facts.get("processes")
+    return found[0] * before / after if found[0] is not None and before and after else None
 
 
 def _cost(run: RunRecord, price_per_hour: float | None) -> float | None:

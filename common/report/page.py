@@ -13,8 +13,8 @@ from common.report.words import REHEARSAL, claim, data, devices, model, number, 
 from common.system.paths import place
 from common.system.text import plural
 
-INDEX = ("page", "model", "data", "batch", "epochs", "hosts", "processes", "final accuracy", "best accuracy")
-INDEX += ("time", "status", "on")
+INDEX = ["page", "model", "data", "batch", "epochs", "hosts", "processes", "final accuracy", "best accuracy"]
+INDEX += ["time", "status", "on"]
 SHOWN_CLASSES = 20  # rows of the table of classes
 SHOWN_CHARACTERS = 60_000  # of an nvidia-smi dump: GitHub shows pages up to 512 kB
 
@@ -76,17 +76,21 @@ def _telemetry(run: RunRecord) -> list[list[Panel]]:
         labels |= {"power_w": "power, W"}
     samples = {host: list(_running(lines)) for host, lines in run.telemetry.items()}
     unit, unit_s = time_unit(max((s for found in samples.values() for s, _ in found), default=0))
-    row = {name: Panel(f"time, {unit}", label, from_zero=True) for name, label in labels.items()}
+    curves: dict[str, dict[str, tuple[list[float], list[float]]]] = {name: {} for name in labels}
     for host, found in samples.items():
         for seconds, line in found:
             for device in line.get("gpus", []) if has_gpus else [line]:
                 curve = f"{host}, GPU {device.get('index')}" if has_gpus else host
                 for name in labels:
                     if device.get(name) is not None:
-                        times, values = row[name].curves.setdefault(curve, ([], []))
+                        times, values = curves[name].setdefault(curve, ([], []))
                         times.append(seconds / unit_s)
                         values.append(device[name])
-    shown = [panel for panel in row.values() if panel.curves]
+    shown = [
+        Panel(f"time, {unit}", label, {**curves[name]}, from_zero=True)
+        for name, label in labels.items()
+        if curves[name]
+    ]
     return [shown] if shown else []
 
 

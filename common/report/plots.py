@@ -1,11 +1,11 @@
 """All figures: curves, bars, confusion matrices, sheets of images. PNG with a light background."""
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -36,11 +36,11 @@ class Panel:
 
 def panel(lines: Sequence[dict[str, Any]], x: str, y: str, names: Sequence[str]) -> Panel:
     """Curves of the named values in the lines of a log, against their value `x`."""
-    curves = {}
+    curves: dict[str, tuple[Sequence[float], Sequence[float]]] = {}
     for name in names:
         points = [(line[x], line[name]) for line in lines if name in line]
         if points:
-            curves[name] = tuple(zip(*points, strict=True))
+            curves[name] = ([point[0] for point in points], [point[1] for point in points])
     return Panel(x, y, curves)
 
 
@@ -123,7 +123,9 @@ def image_sheet(
 
 
 @contextmanager
-def _figure(path: Path, size_in: tuple[float, float], layout: str | None = "constrained") -> Any:
+def _figure(
+    path: Path, size_in: tuple[float, float], layout: Literal["constrained"] | None = "constrained"
+) -> Iterator[Any]:
     """A figure that is written to `path` at the end. It does not use pyplot's global state."""
     from matplotlib.figure import Figure
 
@@ -137,9 +139,10 @@ def _averaged(x: Sequence[float], y: Sequence[float]) -> tuple[list[float], list
     """Averages a long curve over parts with equal numbers of points."""
     if len(x) <= 2 * POINTS:
         return list(x), list(y)
-    return tuple(
+    means_x, means_y = (
         [float(part.mean()) for part in np.array_split(np.asarray(v, float), POINTS)] for v in (x, y)
     )
+    return means_x, means_y
 
 
 def _plain(text: str) -> str:

@@ -86,8 +86,8 @@ def utilisation_pct(run: RunRecord) -> tuple[float | None, str]:
 
 def summary(run: RunRecord) -> dict[str, Any]:
     """The values of the run that the index shows."""
-    names = ("script", "strategy", "batch_size", "epochs", "hosts", "processes", "status", "device")
-    names += ("best_accuracy", "final_accuracy", "wall_s")
+    names = ["script", "strategy", "batch_size", "epochs", "hosts", "processes", "status", "device"]
+    names += ["best_accuracy", "final_accuracy", "wall_s"]
     return {
         **{name: run.facts.get(name) for name in names},
         "model": model(run),

@@ -152,14 +152,14 @@ def count_restarts(folder: Path, step: int) -> None:
     if run_id is None:
         return
     restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    begun = {"run_id": run_id, "restart": restart, "step": step, "fruitless": 0}
+    fruitless = 0
     if restart > 0:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             before = read_json(file)
             if (before["run_id"], before["step"]) == (run_id, step):
-                begun["fruitless"] = before["fruitless"] + (before["restart"] > 0)
-    write_json(file, begun)
-    if begun["fruitless"] >= FRUITLESS_RESTARTS:
+                fruitless = before["fruitless"] + (before["restart"] > 0)
+    write_json(file, {"run_id": run_id, "restart": restart, "step": step, "fruitless": fruitless})
+    if fruitless >= FRUITLESS_RESTARTS:
         raise ValueError(
             f"{FRUITLESS_RESTARTS} restarts without a new checkpoint since step {step:,}: giving up. The log"
             " of the first failure says why; the same command continues when that is fixed"

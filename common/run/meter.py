@@ -39,11 +39,14 @@ class Meter:
         self.loss += self.step_loss
         self.step_loss.zero_()
 
-    def start_clock(self) -> None:
-        self.started = time.perf_counter()
+    def start_clock(self) -> float:
+        """Starts it anew. Returns the seconds since it was started last."""
+        elapsed_s = self.elapsed_s()
+        self.started += elapsed_s
+        return elapsed_s
 
     def elapsed_s(self) -> float:
-        """Since the last call of start_clock()."""
+        """Seconds since the clock was started."""
         return time.perf_counter() - self.started
 
     def take_ids(self) -> list[int]:

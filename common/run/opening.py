@@ -10,6 +10,7 @@ from accelerate.utils import gather_object
 from common.checkpoint.saver import Saver
 from common.checkpoint.training import TrainingState
 from common.distributed.agreement import once
+from common.order import Steps
 from common.recipe import Batch, Recipe
 from common.run.exchange import Exchange
 from common.run.facts import about_checkpoint, about_run, run_name
@@ -39,13 +40,12 @@ def open_run(
     batch: Batch,
     training: TrainingState,
     data: tuple[str, tuple[str, ...]],
-    steps: int,
-    steps_per_epoch: int,
+    steps: Steps,
 ) -> OpenRun:
     """Restores the training from the newest checkpoint, if there is one. Collective.
 
-    data: a name that changes with its content, and the names of the classes. steps: optimizer steps of this
-    run. Where it fails, nobody owns the run's folder.
+    data: a name that changes with its content, and the names of the classes. Where it fails, nobody owns the
+    run's folder.
     """
     output: RunOutput | None = None
     source, classes = data
@@ -53,13 +53,13 @@ def open_run(
 
     def open_output(beat: Beat) -> dict[str, Any]:
         nonlocal output
-        storage = open_storage(recipe, run_name(accelerator, recipe, batch), steps, beat, _say)
+        storage = open_storage(recipe, run_name(accelerator, recipe, batch), steps.last, beat, _say)
         output = RunOutput(accelerator, recipe, batch, storage)
-        return restart_from(storage, training, recipe, source, steps).to_json()
+        return restart_from(storage, training, recipe, source, steps.last).to_json()
 
     def start_log(_: Beat) -> None:
         assert output
-        output.start_log(about, state, saved_step, steps, steps_per_epoch)
+        output.start_log(about, state, saved_step, steps.last, steps.per_epoch)
 
     try:
         restart = Restart.from_json(once(accelerator, "run folder", open_output, recipe.timeout_s))
@@ -76,7 +76,7 @@ def open_run(
         if output:
             output.saver = saver
         rank = accelerator.process_index
-        telemetry = Telemetry(processes, rank, folder, recipe.telemetry_s, lambda: state.step, steps)
+        telemetry = Telemetry(processes, rank, folder, recipe.telemetry_s, lambda: state.step, steps.last)
         return OpenRun(state, saved_step, output, saver, Exchange(recipe.timeout_s, state, telemetry, output))
     except BaseException:
         if output:

@@ -42,15 +42,14 @@ class Run:
     """
 
     # Set by begin()
-    steps: int  # optimizer steps of this run
-    steps_per_epoch: int
+    steps: Steps
     saver: Saver
     exchange: Exchange
 
     def __init__(self, accelerator: Accelerator, recipe: Recipe, batch: Batch):
         self.accelerator, self.recipe, self.batch = accelerator, recipe, batch
         self.state = RunState()
-        self.first_step = self.saved_step = 0
+        self.saved_step = 0  # of the newest snapshot, or checkpoint in the folder
         self.meter = Meter(accelerator.device, batch, recipe.log_samples)
         self.predictions = Predictions()
         self.output: RunOutput | None = None  # of the main process, once the run has begun
@@ -70,23 +69,20 @@ class Run:
         After prepare, before the first forward. data: a name that changes with its content, and the names of
         the classes.
         """
-        self.steps, self.steps_per_epoch = steps.last, steps.per_epoch
         training = TrainingState(self.accelerator, model, optimizer, ema)
-        opened = open_run(
-            self.accelerator, self.recipe, self.batch, training, data, steps.last, steps.per_epoch
-        )
+        opened = open_run(self.accelerator, self.recipe, self.batch, training, data, steps)
         self.state, self.saved_step, self.output = opened.state, opened.saved_step, opened.output
         self.saver, self.exchange = opened.saver, opened.exchange
-        self.first_step = self.state.step
+        self.steps = replace(steps, first=self.state.step)
         self.predictions.classes = data[1]
         self.meter.resume(self.state, self.accelerator.process_index)
         self.meter.start_clock()
         self.begun = True
-        return replace(steps, first=self.first_step)
+        return self.steps
 
     @property
     def folder(self) -> Path:
-        """The run's folder. Of the main process."""
+        """The run's folder, known to the main process alone."""
         assert self.output
         return self.output.folder
 
@@ -105,7 +101,7 @@ class Run:
 
     def should_evaluate(self, step: int) -> bool:
         """True when `step` steps end an epoch, or the run, and have not been evaluated."""
-        ends = step % self.steps_per_epoch == 0 or step == self.steps
+        ends = step % self.steps.per_epoch == 0 or step == self.steps.last
         return step > 0 and ends and not self.state.evaluated
 
     def checkpoint(self, step: int) -> None:
@@ -115,60 +111,61 @@ class Run:
         """
         self.exchange.listen()
         every = self.recipe.checkpoint_every
-        period = self.steps_per_epoch if every == "epoch" else int(every)
-        due = step % period == 0 or step in (self.steps, self.first_step, self.state.best_step)
+        period = self.steps.per_epoch if every == "epoch" else int(every)
+        due = step % period == 0 or step in (self.steps.last, self.steps.first, self.state.best_step)
         if due and step > self.saved_step:
             self._save()
 
     def finish(self, val_name: str) -> None:
         """Waits for the last checkpoint, writes plots/ and result.json, prints the table. Collective."""
-        exchange = self.exchange
+        exchange, output = self.exchange, self.output
         exchange.poll.finish()
         exchange.telemetry.stop()
         memory = exchange.gather(memory_gib(self.accelerator, is_healthy=True))
         self.predictions.gather(exchange.poll)
 
         def finish(beat: Beat) -> None:
-            self.output.finish(self.state, self.predictions, exchange.telemetry, val_name, memory, beat)
+            assert output
+            output.finish(self.state, self.predictions, exchange.telemetry, val_name, memory, beat)
 
         def upload(beat: Beat) -> None:
-            self.output.upload(self.state, beat)
+            assert output
+            output.upload(self.state, beat)
 
         once(self.accelerator, "report", finish, self.recipe.timeout_s)
         once(self.accelerator, "last upload", upload, self.recipe.timeout_s)
         self.accelerator.wait_for_everyone()  # under deepspeed rank 0 keeps the store that the others ask
 
     def feed(self, batches: Iterator[tuple]) -> Iterator[tuple]:
-        """The micro-batches. The clock starts at the first: the start of decoders is not training time."""
+        """Yields the micro-batches. The clock starts at the first, as decoders take time to start."""
         first = next(batches)
         self.meter.start_clock()
         yield first
         yield from batches
 
     def add(self, loss: Tensor, ids: np.ndarray) -> None:
-        """One micro-batch: its loss stays on the device until the next line."""
+        """Adds a micro-batch, whose loss stays on the device until the next line."""
         self.meter.add(loss, ids)
         if self.output:
-            done = self.first_step + self.meter.micro_batches // self.batch.accumulations
+            done = self.steps.first + self.meter.micro_batches // self.batch.accumulations
             self.output.log.progress.advance(done)
 
     def log_training(self, step: int, lr: float) -> None:
-        """Every --log_every steps, and where an epoch ends, one line on the steps since the last: mean loss,
-        rate, speed. Collective; waits for the device.
+        """Ends a step. Each --log_every steps, and where an epoch ends, it waits for the device and logs mean
+        loss, learning rate and speed since the last line. Collective.
 
         Raises FloatingPointError on all processes when the loss is not finite.
         """
         self.state.end_step(step)
         self.meter.end_step()
-        if step % self.recipe.log_every and step % self.steps_per_epoch and step != self.steps:
+        if step % self.recipe.log_every and step % self.steps.per_epoch and step != self.steps.last:
             return
         state, meter = self.state, self.meter
         summed = (step - state.logged_step) * self.batch.accumulations
         loss = (self.accelerator.reduce(meter.loss, "mean") / summed).item()
         meter.loss.zero_()
-        spent_s = meter.elapsed_s()
-        meter.start_clock()
-        images = (step - max(state.logged_step, self.first_step)) * self.batch.total
+        spent_s = meter.start_clock()
+        images = (step - max(state.logged_step, self.steps.first)) * self.batch.total
         state.train_s += spent_s
         self._write_samples()
         state.logged_step = step
@@ -179,7 +176,7 @@ class Run:
             self.output.log.write(step, state.wall_now_s(), values, self.exchange.telemetry.means())
 
     def tell(self, doing: str) -> None:
-        """Shows that an evaluation gets on, without waiting for the device. Collective.
+        """Shows the progress of an evaluation, without waiting for the device. Collective.
 
         Raises Preempted when any process was told to stop.
         """
@@ -192,7 +189,7 @@ class Run:
         self.predictions.keep(confusion, examples)
 
     def log_evaluation(self, step: int, metrics: dict[str, float]) -> None:
-        """Loss, images and, of classes, accuracy on held-out data; with an EMA raw_accuracy, without it."""
+        """metrics: loss, images and, with classes, accuracy; with an EMA also raw_accuracy."""
         self.meter.start_clock()
         self.state.add_evaluation(step, metrics)
         self.predictions.accept()
@@ -202,8 +199,6 @@ class Run:
             classes, confusion = self.predictions.classes, self.predictions.confusion
             if confusion is not None:
                 self.output.log.write_confusion(step, classes, confusion.tolist())
-
-    # --- In the training
 
     def _save(self) -> None:
         """Takes a snapshot, which is written beside the training. Collective."""
@@ -216,7 +211,7 @@ class Run:
         content = state.at_save(
             losses=losses,
             accumulations=self.batch.accumulations,
-            epoch=step / self.steps_per_epoch,
+            epoch=step / self.steps.per_epoch,
             train_s=state.train_s + meter.elapsed_s(),
             **self.saver.training.scalars(),
             **(self.output.log.tracker_ids() if self.output else {}),
@@ -279,10 +274,10 @@ class Run:
         """After Ctrl-C, which saves nothing. Only the main process knows where the next start resumes."""
         if not self.accelerator.is_main_process:
             return KeyboardInterrupt()
-        if not self.begun:
-            return where_it_resumes(newest_step(self.accelerator, self.recipe, self.batch))
-        self.saver.done(WRITING_GRACE_S)
-        return where_it_resumes(self.saver.committed or self.first_step)
+        if self.begun:
+            self.saver.done(WRITING_GRACE_S)
+            return where_it_resumes(self.saver.committed or self.steps.first)
+        return where_it_resumes(newest_step(self.accelerator, self.recipe, self.batch))
 
     def _close(self, status: str, error: str | None = None) -> None:
         if self.output:

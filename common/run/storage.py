@@ -125,9 +125,11 @@ def _other_runs_checkpoint(folder: Path, resume: str, beat: Beat, say: Say) -> C
     """The checkpoint of another run, which --resume names."""
     if not resume.startswith("s3://"):
         return _checkpoint_at(Path(resume), beat, say)
-    if fetch_newest(ObjectStore(resume), folder / "checkpoints", -1, beat, say, ours=False) is None:
+    fetched = fetch_newest(ObjectStore(resume), folder / "checkpoints", -1, beat, say, ours=False)
+    found = None if fetched is None else checkpoints.newest(folder / "checkpoints", beat, say)
+    if found is None:
         raise ValueError(f"--resume {resume} holds no checkpoint")
-    return checkpoints.newest(folder / "checkpoints", beat, say)
+    return found
 
 
 def _checkpoint_at(path: Path, beat: Beat, say: Say) -> Checkpoint:

@@ -120,6 +120,7 @@ class Telemetry:
 
     def summaries(self) -> list[dict[str, Any]]:
         """A summary for each host that the run has had. Called by the main process."""
+        assert self.folder
         found = []
         for file in sorted(self.folder.glob("telemetry-*.jsonl")):
             try:
@@ -129,18 +130,21 @@ class Telemetry:
         return found
 
     def _keep(self, record: dict[str, Any] | str) -> None:
-        """Called in the sampler's thread."""
-        is_sample = isinstance(record, dict)
-        name = f"telemetry-{self.host.name}.jsonl" if is_sample else f"nvidia-smi-{self.host.name}.txt"
-        text = json.dumps(record) + "\n" if is_sample else record
+        """Called in the sampler's thread, with a line of telemetry or a text of nvidia-smi."""
+        host = self.host.name if self.host else "unknown"
+        if isinstance(record, dict):
+            name, text = f"telemetry-{host}.jsonl", json.dumps(record) + "\n"
+        else:
+            name, text = f"nvidia-smi-{host}.txt", record
         if self.folder is None:
             self.unsent.append((name, text))
             return
         self._append(name, text)
-        if is_sample and "step" in record:
+        if isinstance(record, dict) and "step" in record:
             self.unlogged.append(record)
 
     def _append(self, name: str, text: str) -> None:
+        assert self.folder
         with open(self.folder / name, "a+b") as file:
             if file.tell() and not _ends_a_line(file):  # a full disk has cut it
                 text = "\n" + text
@@ -164,7 +168,7 @@ def _drained(queue: deque) -> list:
 
 def _numbers(sample: dict[str, Any]) -> Iterator[tuple[str, float]]:
     """The measured values by name; those of GPUs as `gpu0_power_w`."""
-    parts = [("", HOST_NUMBERS, sample)]
+    parts: list[tuple[str, tuple[str, ...], dict[str, Any]]] = [("", HOST_NUMBERS, sample)]
     parts += [(f"gpu{gpu['index']}_", GPU_NUMBERS, gpu) for gpu in sample.get("gpus", [])]
     for prefix, names, values in parts:
         yield from ((prefix + name, values[name]) for name in names if values[name] is not None)

@@ -30,8 +30,8 @@ def memory_gib(accelerator: Accelerator, is_healthy: bool = False) -> dict[str, 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
     """True for errors of torch's allocators on GPU and CPU, of CUDA's libraries, and Python's MemoryError."""
-    texts = ("out of memory", "ALLOC_FAILED", "CUDA calloc", "can't allocate memory")
-    texts += ("could not create a primitive",)  # oneDNN's
+    texts = ["out of memory", "ALLOC_FAILED", "CUDA calloc", "can't allocate memory"]
+    texts += ["could not create a primitive"]  # oneDNN's
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
         isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
     )

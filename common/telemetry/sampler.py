@@ -110,10 +110,13 @@ class HostMeter:
 
     def sample(self) -> dict[str, float | None]:
         elapsed_s, now, memory = self.age_s(), _counters_mib(), psutil.virtual_memory()
-        rates = {
-            f"{name}_mib_s": None if now[name] is None else round((now[name] - before) / elapsed_s, 3)
-            for name, before in self.before.items()
-        }
+        rates: dict[str, float | None] = {}
+        for name, before in self.before.items():
+            after = now[name]
+            if before is None or after is None:
+                rates[f"{name}_mib_s"] = None
+            else:
+                rates[f"{name}_mib_s"] = round((after - before) / elapsed_s, 3)
         self.before_s, self.before = self.before_s + elapsed_s, now
         used_gib = round((memory.total - memory.available) / GIB, 3)
         return {"cpu_pct": psutil.cpu_percent(), "memory_gib": used_gib, **rates}

@@ -52,7 +52,7 @@ def killed(project, cache) -> Path:
     """A run that got SIGKILL after its first evaluation."""
     folder = project / "runs/killed"
     words = [*CNN, "--data", "digits", "--epochs", "1000", "--telemetry_s", "0.2", *cache]
-    job = Job([*python(), *words, "--output_dir", "runs/killed"], cwd=project)
+    job = Job([*python(), *words, "--output_dir", "runs/killed"], cwd=project, warm=True)
     deadline = time.monotonic() + 120
     while not (folder / "metrics.jsonl").exists() or "val/loss" not in (folder / "metrics.jsonl").read_text():
         assert time.monotonic() < deadline

@@ -23,7 +23,7 @@ from tests.conftest import Job, python
 def test_a_second_run_is_refused_and_the_first_goes_on(tmp_path):
     words = [*python(), *LONG, "--epochs", "3000"]
     job = start_and_wait(words, tmp_path / "run")
-    status, output = Job([*words, "--output_dir", tmp_path / "run"]).wait()
+    status, output = Job([*words, "--output_dir", tmp_path / "run"], warm=True).wait()
     assert status == 1
     assert output.count("error: ") == 1, output
     record = json.loads((tmp_path / "run" / "owner.json").read_text())

@@ -17,8 +17,8 @@ FLAGS = ["--data", "digits", "--batch_size", "64", "--epochs", "2", "--max_steps
 def folder(tmp_path_factory, cache):
     """Started twice with --model_folder, by two processes of one host."""
     weights = tmp_path_factory.mktemp("shared") / "weights"
-    for _ in range(2):
-        run([*torchrun(2), *CNN, *FLAGS, *cache, "--model_folder", weights])
+    for more in ([], ["--max_steps", "1"]):
+        run([*torchrun(2), *CNN, *FLAGS, *more, *cache, "--model_folder", weights])
     return weights / "train_cnn_a"
 
 
@@ -71,7 +71,7 @@ def test_weights_start_another_run_with_another_number_of_classes(tmp_path, cach
     data = class_folders(tmp_path / "images", train=16, val=4)
     run([*python(), *vit, "--data", data, "--weights", saved, "--output_dir", tmp_path / "second"])
     words = [*python(), *vit, "--data", data, "--weights", saved, "--patch_size", "4"]
-    status, output = Job([*words, "--output_dir", tmp_path / "third"]).wait()
+    status, output = Job([*words, "--output_dir", tmp_path / "third"], warm=True).wait()
     assert status == 1
     assert "belongs to another model" in output
     assert "the first is pos_embed ([1, 17, 64] in the file, [1, 65, 64] in the model)" in output
@@ -81,7 +81,7 @@ def test_weights_start_another_run_with_another_number_of_classes(tmp_path, cach
 def test_who_reads_the_output_may_go(launcher, tmp_path):
     """As `| tee` does at Ctrl-C: the training goes on to its end."""
     words = ["train_hello.py", "--max_steps", "60", "--log_every", "1", "--trackers", "none"]
-    job = Job([*launcher, *words, "--output_dir", tmp_path / "run"])
+    job = Job([*launcher, *words, "--output_dir", tmp_path / "run"], warm=launcher == python())
     while "step 2/" not in (line := job.process.stdout.readline()):
         assert line
     job.process.stdout.close()

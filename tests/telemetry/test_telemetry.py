@@ -86,16 +86,9 @@ def test_the_confusion_matrix_is_that_of_the_last_evaluation(folder):
 def test_the_other_hosts_samples_come_to_the_main_process(tmp_path):
     """Two local rank 0 are two hosts, also where both call themselves alike; only one has a folder."""
     address = ["--nnodes=2", "--master_addr=127.0.0.1", f"--master_port={free_port()}"]
+    flags = [*HELLO, *OFTEN, "--output_dir"]
     jobs = [
-        Job(
-            [
-                *torchrun(1, *address, f"--node_rank={rank}"),
-                *HELLO,
-                *OFTEN,
-                "--output_dir",
-                tmp_path / str(rank),
-            ]
-        )
+        Job([*torchrun(1, *address, f"--node_rank={rank}"), *flags, tmp_path / str(rank)], warm=True)
         for rank in range(2)
     ]
     for job in jobs:
