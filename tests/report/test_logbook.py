@@ -101,7 +101,7 @@ def check(page: Path) -> None:
 
 
 def rows(text: str) -> dict[str, list[str]]:
-    """Of all tables, as they are shown: the other cells of a row under its first one."""
+    """The rows of all tables as they are shown: first cell -> the others."""
     found, cells = {}, []
     for token in MARKDOWN.parse(text):
         if token.type == "tr_open":
@@ -230,7 +230,7 @@ def test_of_gpus_a_page_shows_what_their_telemetry_says(two, book, tmp_path):
 
 
 def keys(file: Path) -> list[str]:
-    """Of a JSON file, or of the last line of a log."""
+    """The keys of a JSON file, or of the last line of a log."""
     text = file.read_text()
     return list(json.loads(text.splitlines()[-1] if file.suffix == ".jsonl" else text))
 
@@ -265,7 +265,7 @@ def test_what_is_missing_or_broken_is_named(how, one, book, tmp_path):
         is_unnamed = how == "missing" and name.startswith("telemetry")
         assert problem.startswith("telemetry-<host>.jsonl" if is_unnamed else name), problem
     text = page_of(everything, book, tmp_path).partition("## Missing or broken")[2]
-    # Of a run without a result nobody knows whether it should have these.
+    # A run without a result need not have these.
     unknown = ("telemetry", "confusion") if how == "missing" else ()
     assert all(name in text for name in names if not name.startswith(unknown)), text
 

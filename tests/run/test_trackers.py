@@ -23,7 +23,7 @@ KEY = {"WANDB_API_KEY": "c0ffee" * 6 + "c0ff"}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, cache) -> Path:
-    """Of a run by two processes without a key, its W&B id chosen from outside."""
+    """A run of two processes without a key, with a W&B id from outside."""
     folder = tmp_path_factory.mktemp("tracked") / "run"
     words = [*torchrun(2), *CNN, *FLAGS, *BOTH, "--telemetry_s", "0.1", *cache, "--output_dir", folder]
     output = run(words, env={"WANDB_RUN_ID": "chosen1"})

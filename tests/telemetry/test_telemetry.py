@@ -31,7 +31,7 @@ def samples_of(file: Path) -> list[dict]:
 
 
 def assert_sane(file: Path) -> None:
-    """Of a run without GPUs, all its starts."""
+    """Checks the file of a run without GPUs, over all its starts."""
     first, *others = lines(file)
     assert first["host"] == file.stem.removeprefix("telemetry-")
     assert (first["devices"], first["cpus"]) == ([], os.cpu_count())
@@ -271,7 +271,7 @@ def test_a_gpu_that_is_lost_is_said_and_null(nvml):
 
 @pytest.mark.parametrize("known", [True, False], ids=["known to NVML", "unknown"])
 def test_the_telemetry_of_a_host_with_gpus(nvml, tmp_path, capsys, known):
-    """Of the job's GPUs alone; unknown ones leave the rest of the host."""
+    """Only the job's GPUs are sampled; the host is sampled even when NVML does not know them."""
     nvml("GPU-1" if known else "GPU-2", ANSWERS)
     processes = [ProcessInfo("a", 0, "Model X", "1"), ProcessInfo("b", 0, "Model Y", "3")]
     telemetry = Telemetry(processes, 0, tmp_path, 0.05, lambda: 7, 10)
