@@ -2,26 +2,26 @@
 
 import re
 import shlex
+import shutil
 import subprocess
 
 import pytest
 
-from tests.conftest import BIN, ROOT, copy_project, metrics, mutate, result, run
+from tests.conftest import BIN, ROOT, metrics, mutate, result, run
 
 TEXT = (ROOT / "docs" / "add_a_model.md").read_text()
 COMMANDS = "".join(re.findall(r"```sh\n(.*?)```", TEXT, re.DOTALL)).splitlines()
 CHANGES = re.findall(r"```diff\n(.*?)```", TEXT, re.DOTALL)
+(RECIPE,) = re.findall(r"```yaml\n(.*?)```", TEXT, re.DOTALL)
 SCRIPT = "train_convnext.py"
 
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory):
-    """A copy of the project with the document's changes."""
-    folder = copy_project(tmp_path_factory.mktemp("add_a_model") / "project")
-    (folder / "docs").mkdir()
-    for name in ("__init__.py", "generate.py", "trouble.md", "flags.md"):
-        if (ROOT / "docs" / name).exists():
-            (folder / "docs" / name).write_text((ROOT / "docs" / name).read_text())
+    """A copy of the project, with its tests and documents, and with the document's changes."""
+    folder = tmp_path_factory.mktemp("add_a_model") / "project"
+    left_out = shutil.ignore_patterns(".git", ".venv", "runs", "weights", "__pycache__", ".*_cache")
+    shutil.copytree(ROOT, folder, ignore=left_out)
     (copying,) = (command for command in COMMANDS if command.startswith("sed "))
     subprocess.run(copying, shell=True, cwd=folder, check=True)
     for change in CHANGES:
@@ -29,6 +29,7 @@ def project(tmp_path_factory):
             "".join(line[1:] + "\n" for line in change.splitlines() if line[0] == sign) for sign in "-+"
         )
         mutate(folder, SCRIPT, old, new)
+    (folder / "recipes" / "convnext_digits.yaml").write_text(RECIPE)
     return folder
 
 
@@ -58,10 +59,14 @@ def test_it_trains_resumes_and_is_validated(project, cache):
     assert "top-1" in output.lower()
 
 
-def test_its_flags_get_into_the_document(project):
-    (generate,) = (words for words in map(shlex.split, COMMANDS) if "docs.generate" in words)
-    run(generate, cwd=project)
+def test_documents_and_tests_find_it(project):
+    """No list is edited by hand."""
+    for words in map(shlex.split, COMMANDS):
+        if words[:2] == ["python", "-m"]:
+            run(words, cwd=project)
     page = (project / "docs" / "flags.md").read_text()
     section = page.split("## train_convnext.py")[1].split("\n## ")[0]
     assert "| `--model` | convnext_tiny | any ConvNeXt of timm |" in section
     assert "--patch_size" not in section
+    words = ["python", "-m", "pytest", "--collect-only", "-q", "tests/distributed/test_parity.py"]
+    assert "[convnext-zero3]" in run(words, cwd=project)
