@@ -1,9 +1,9 @@
-"""The cache of prepared images: a folder per data set, named by its content, that is complete or not there.
+"""The cache of prepared images: a folder per data set, named by a hash of its content, complete or absent.
 
-One process per host makes it in a temporary folder, under a lock, and renames that when all is on disk.
+One process per host writes a temporary folder, under a lock, and renames it when everything is on the disk.
 
-Only what this user, or root, has made is used. In a --cache_dir that belongs to another user, or that anybody
-may write to, each user has a folder: nobody can put pixels into another's training, or hold up its lock.
+A job uses only folders of its own user or of root. In a --cache_dir that another user owns, or that everybody
+can write to, each user gets a folder: nobody can put pixels into another's training, or hold its lock.
 """
 
 import fcntl
@@ -15,25 +15,27 @@ import pwd
 import re
 import shutil
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from stat import S_ISLNK, S_IWOTH
+from typing import NamedTuple
 
 import numpy as np
 
-from common.data.decode import SPLITS, Encoded, cores
+from common.data.decode import SPLITS, cores
+from common.data.encoded import FILES, Encoded
 from common.data.sources import Source, find_source
 from common.system.cli import expand_home
 from common.system.files import discard, read_json, size_limit, sync
 from common.system.threads import Heartbeat, run_with_heartbeat
 
-FORMAT = 1  # part of the key: a change of what a cache folder holds makes old ones unused
+FORMAT = 1  # part of the key: raised when the content of a cache folder changes
 HASH_LIMIT_BYTES = 4 * 2**30
-SAMPLE = 64  # images of each split that are looked at to tell the common size
+SAMPLE = 64  # images of each split that are decoded to find the common size
 LOCK = ".lock"
-CHUNK_PIXELS = 2**22  # decoded in one go by a thread: some 50 ms, the longest that an interruption waits
+CHUNK_PIXELS = 2**22  # decoded in one go by a thread: some 50 ms, the longest delay of an interruption
 
 
 def prepare_data(
@@ -45,7 +47,7 @@ def prepare_data(
 ) -> Path:
     """Finds or makes the cache folder of `data`; one process per host calls it. Returns the folder.
 
-    beat() is called about every second meanwhile. Raises ValueError: what is wrong, where, and what to do.
+    Calls beat() about every second. Raises ValueError for data or a cache that can't be used.
     """
     cache_dir = expand_home(cache_dir, "give --cache_dir").resolve()
     try:
@@ -75,19 +77,21 @@ def prepare_data(
 def _keys(source: Source) -> tuple[str, str]:
     """Two keys of 16 hex digits: of the content, equal on all hosts, and of the content in its place here.
 
-    The content is SHA-256 over the names and bytes of all files. Above 4 GiB reading everything at each start
-    would take too long: names and sizes instead, and times of change belong to the place. So does the folder
-    of images that the cache may know by their paths.
+    The first is SHA-256 of the names and bytes of all files. Above 4 GiB, where reading everything at each
+    start would take too long, sizes stand for bytes, and the second key covers the times of change. The
+    second key covers the folder of the images, too: the cache may hold their paths.
     """
     stats = [path.stat() for _, path in source.files]
     place = str(source.root or source.shards or "")
     if sum(stat.st_size for stat in stats) <= HASH_LIMIT_BYTES:
         with ThreadPoolExecutor(cores()) as pool:  # SHA-256 and reading release the GIL
-            marks = list(pool.map(_sha256, (path for _, path in source.files)))
+            hashes = list(pool.map(_sha256, (path for _, path in source.files)))
     else:
-        marks = [str(stat.st_size) for stat in stats]
+        hashes = [str(stat.st_size) for stat in stats]
         place += f" {[stat.st_mtime_ns for stat in stats]}"
-    content = _short_hash([FORMAT, source.name, [name for name, _ in source.files], [*marks, *source.marks]])
+    content = _short_hash(
+        [FORMAT, source.name, [name for name, _ in source.files], [*hashes, *source.hashes]]
+    )
     return content, _short_hash([content, place])
 
 
@@ -101,9 +105,9 @@ def _short_hash(about: list) -> str:
 
 
 def _own_dir(cache_dir: Path) -> Path:
-    """Where this user prepares data: cache_dir if nobody else may write to it, else a folder in it.
+    """The folder in which this user prepares data: cache_dir if nobody else can write to it, else one in it.
 
-    ValueError when that folder is another user's.
+    Raises ValueError when that folder is another user's.
     """
     cache_dir.mkdir(parents=True, exist_ok=True)
     if not _why_untrusted(cache_dir, (os.geteuid(),)):
@@ -117,7 +121,7 @@ def _own_dir(cache_dir: Path) -> Path:
 
 
 def _why_unused(folder: Path) -> str:
-    """Why this folder of prepared data is not used; nothing if it is."""
+    """The reason why this folder of prepared data can't be used; empty if it can."""
     try:
         users = (os.geteuid(), 0)
         for path in (folder, *folder.iterdir()):
@@ -125,19 +129,19 @@ def _why_unused(folder: Path) -> str:
                 return f"{path.name} {reason}" if path != folder else reason
         about = read_json(folder / "meta.json")
         fetched = str(about["shards"] or "").startswith("s3://")  # into this folder, later
-        return "its shards can't be stored here" if fetched and folder.stat().st_uid != os.geteuid() else ""
+        return "no shards can be stored in it" if fetched and folder.stat().st_uid != os.geteuid() else ""
     except (OSError, ValueError, KeyError, TypeError) as error:
         return f"it can't be read ({error})"
 
 
 def _why_untrusted(path: Path, users: Collection[int]) -> str:
-    """Nothing if one of these users owns it, it is no link, and not everybody may write to it."""
+    """The reason why a path is not trusted: a link, another owner, or writable by everybody. Else empty."""
     stat = path.lstat()
     if S_ISLNK(stat.st_mode):
         return "it is a link"
     if stat.st_uid not in users:
         return f"it belongs to {_user(stat.st_uid)}"
-    return "everybody may write to it" if stat.st_mode & S_IWOTH else ""
+    return "everybody can write to it" if stat.st_mode & S_IWOTH else ""
 
 
 def _user(uid: int) -> str:
@@ -149,8 +153,10 @@ def _user(uid: int) -> str:
 
 @contextmanager
 def _lock(folder: Path, beat: Heartbeat) -> Iterator[None]:
-    """Exclusive among this user's processes on a host; the kernel releases it when its holder dies, however
-    that is. Nobody else may open the file, and so hold the lock."""
+    """Holds the lock that this user's processes on a host share; the kernel releases it when its holder dies.
+
+    No other user can open its file, and so hold it.
+    """
     descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:
         try:
@@ -164,9 +170,9 @@ def _lock(folder: Path, beat: Heartbeat) -> Iterator[None]:
 
 
 def _make(folder: Path, source: Source, name: str, beat: Heartbeat, show_progress: bool) -> None:
-    """Writes everything into a temporary folder and renames it when complete. We hold the lock."""
+    """Writes the cache folder under a temporary name and renames it when it is complete. Needs the lock."""
     work = folder.parent / ".preparing"
-    discard(work)  # its maker held the lock, and was killed
+    discard(work)  # left by a process that was killed
     work.mkdir()
     try:
         classes = source.write(work, beat)
@@ -187,32 +193,42 @@ def _make(folder: Path, source: Source, name: str, beat: Heartbeat, show_progres
 
 
 def _kind(work: Path, source: Source, beat: Heartbeat, show_progress: bool) -> str:
-    """What the folder holds: an index of shards, an array of decoded images, or files of encoded ones."""
+    """The kind of the folder: "shards" for an index, "array" for decoded images, "files" for encoded ones."""
     if source.shards:
         return "shards"
     array = (work / "train_images.npy").exists() or _decode_all(work, source.name, beat, show_progress)
     return "array" if array else "files"
 
 
+class Chunk(NamedTuple):
+    """Images that a thread decodes in one go."""
+
+    images: Encoded
+    pixels: np.ndarray  # uint8 [N, H, W, 3] of the whole split
+    ids: range
+
+
 class _OddSize(Exception):
-    """An image of another size turned up: the data set stays encoded."""
+    """An image has another size than the first ones: the data set stays encoded."""
 
 
 def _decode_all(work: Path, name: str, beat: Heartbeat, show_progress: bool) -> bool:
-    """Puts decoded arrays in the place of encoded images. False, and nothing changed, if that can't be: sizes
-    differ, or both splits together take more than a quarter of the memory. Raises ValueError with all images
-    that can't be decoded."""
+    """Replaces encoded images by decoded arrays.
+
+    Returns False, and changes nothing, if sizes differ or both splits together need more than a quarter of
+    the memory. Raises ValueError that lists images which can't be decoded.
+    """
     encoded = {split: Encoded(work, split) for split in SPLITS}
     count = sum(map(len, encoded.values()))
     shape = run_with_heartbeat(lambda: _common_shape(encoded.values()), beat)
     if shape is None or count * math.prod(shape) > _memory_bytes() // 4:
         return False
     chunk = min(256, max(1, CHUNK_PIXELS // math.prod(shape[:2])))
-    chunks = []
+    chunks: list[Chunk] = []
     for split, images in encoded.items():
         pixels = _allocate(work / f"{split}_images.npy", (len(images), *shape))
         chunks += [
-            (images, pixels, range(len(images))[start : start + chunk])
+            Chunk(images, pixels, range(len(images))[start : start + chunk])
             for start in range(0, len(images), chunk)
         ]
     try:
@@ -223,13 +239,13 @@ def _decode_all(work: Path, name: str, beat: Heartbeat, show_progress: bool) -> 
         return False
     if bad:
         raise ValueError(_undecodable(bad, count))
-    _remove(work, "items.bin", "offsets.npy", "items.json")
+    _remove(work, *FILES)
     return True
 
 
-def _common_shape(splits) -> tuple[int, ...] | None:
-    """The shape (H, W, 3) of some images of each split; None where it differs. Raises ValueError if none of
-    them can be decoded."""
+def _common_shape(splits: Iterable[Encoded]) -> tuple[int, ...] | None:
+    """The shape (H, W, 3) that some images of each split share; None where they differ. Raises ValueError if
+    none of them can be decoded."""
     shapes, bad = set(), []
     for images in splits:
         for i in np.unique(np.linspace(0, len(images) - 1, SAMPLE).astype(int)):
@@ -242,27 +258,28 @@ def _common_shape(splits) -> tuple[int, ...] | None:
     return shapes.pop() if len(shapes) == 1 else None
 
 
-def _decode_chunks(chunks: list[tuple], beat: Heartbeat, advance: Callable[[int], None]) -> list[str]:
-    """_decode(*chunk) for each in a thread per core. Returns what is wrong with images that can't be decoded.
+def _decode_chunks(chunks: list[Chunk], beat: Heartbeat, advance: Callable[[int], None]) -> list[str]:
+    """Calls _decode(*chunk) for each chunk, in a thread per core. Returns an error for each broken image.
 
-    Decoders release the GIL. What beat() raises, or an odd size, ends the threads after their present chunk.
+    Decoders release the GIL. An exception of beat(), or an odd size, ends the threads after their chunks.
     """
-    pool, bad = ThreadPoolExecutor(cores()), []
+    pool = ThreadPoolExecutor(cores())
+    bad: list[str] = []
     try:
         futures = [pool.submit(_decode, *chunk) for chunk in chunks]
-        for future, (*_, ids) in zip(futures, chunks, strict=True):
+        for future, chunk in zip(futures, chunks, strict=True):
             beat()
             while not wait([future], timeout=0.5).done:
                 beat()
             bad += future.result()
-            advance(len(ids))
+            advance(len(chunk.ids))
         return bad
     finally:
         pool.shutdown(cancel_futures=True)
 
 
 def _decode(images: Encoded, pixels: np.ndarray, ids: range) -> list[str]:
-    """pixels[ids] = images[ids]. Returns what is wrong with those that can't be decoded."""
+    """Decodes images[ids] into pixels[ids]. Returns an error for each that can't be decoded."""
     bad = []
     for i in ids:
         try:
@@ -284,7 +301,7 @@ def _undecodable(bad: list[str], count: int) -> str:
 
 @contextmanager
 def _progress(text: str, count: int, show: bool) -> Iterator[Callable[[int], None]]:
-    """A bar on a terminal, a plain line elsewhere, both on stderr. Yields what to call with images done."""
+    """Shows a bar on a terminal, a plain line elsewhere, both on stderr. Yields advance(images)."""
     if not (show and sys.stderr.isatty()):
         print(text, file=sys.stderr, flush=True)
         yield lambda done: None
@@ -299,7 +316,8 @@ def _progress(text: str, count: int, show: bool) -> Iterator[Callable[[int], Non
 
 
 def _allocate(path: Path, shape: tuple[int, ...]) -> np.ndarray:
-    """A memory-mapped uint8 array, all room reserved: a full disk is an error here, not a SIGBUS later."""
+    """Creates a memory-mapped uint8 array and reserves its space: a full disk is an error here, no SIGBUS
+    later."""
     pixels = np.lib.format.open_memmap(path, "w+", np.uint8, shape)
     if hasattr(os, "posix_fallocate"):  # not on macOS
         with open(path, "r+b") as file:
@@ -314,7 +332,7 @@ def _remove(work: Path, *endings: str) -> None:
 
 
 def _memory_bytes() -> int:
-    """What is available on this host, or to this container."""
+    """Memory available on this host, or the limit of this container."""
     import psutil
 
     available = psutil.virtual_memory().available

@@ -1,15 +1,11 @@
-"""From encoded images to uint8 pixels: decoding, crops, and the file of encoded images that a cache holds."""
+"""From encoded images to uint8 pixels: decoding, and the crops of training and evaluation."""
 
 import io
 import math
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-
-from common.system.files import read_json
-from common.system.text import printable
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -162,58 +158,6 @@ def open_image(data: bytes) -> "Image.Image":
     # Not by turning PIL's warning into an error: filters of warnings are not safe to change with threads.
     _check_size(*image.size)
     return image
-
-
-class Encoded:
-    """The encoded images of one split, by number: bytes in one file, or paths of image files."""
-
-    def __init__(self, folder: Path, split: str):
-        # Read, not mapped: what is cut off a mapped file while it is in use kills the process (SIGBUS).
-        self.offsets = np.load(folder / f"{split}_offsets.npy")
-        self.items = open(folder / f"{split}_items.bin", "rb", buffering=0)  # noqa: SIM115
-        about = read_json(folder / f"{split}_items.json")
-        self.root, self.parts = about["root"], about["parts"]
-
-    def __len__(self) -> int:
-        return len(self.offsets) - 1
-
-    def where(self, i: int) -> str:
-        """What to call image i in a message: its path, or the row of its table."""
-        if self.root is not None:
-            return printable(self.file(i))
-        for name, rows in self.parts:
-            if i < rows:
-                return f"row {i} of {name}"
-            i -= rows
-        raise AssertionError("no such image")
-
-    def file(self, i: int) -> str:
-        """The file that image i is in; of a table its name."""
-        return self.where(i) if self.root is None else os.path.join(self.root, os.fsdecode(self._item(i)))
-
-    def decode(self, i: int, strict: bool = False) -> np.ndarray:
-        """uint8 [H, W, 3]. Raises ValueError that names the image, OSError where its file can't be read.
-
-        strict: also for a JPEG of which a part is missing.
-        """
-        data = self._item(i) if self.root is None else Path(self.file(i)).read_bytes()
-        try:
-            pixels = decode(data)
-            if strict and data[:2] == JPEG and (what := damage(data)):
-                raise ValueError(what)
-            return pixels
-        except ValueError as error:
-            raise ValueError(f"{self.where(i)}: {error}") from None
-
-    def _item(self, i: int) -> bytes:
-        start, end = self.offsets[i : i + 2].tolist()
-        data = os.pread(self.items.fileno(), end - start, start)
-        if len(data) < end - start:
-            raise OSError(
-                f"{self.items.name} is shorter than it was: remove its folder, and the same command prepares"
-                " it again"
-            )
-        return data
 
 
 def random_resized_crop(image: np.ndarray, size: int, draws: np.ndarray) -> np.ndarray:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.data.decode import Encoded
+from common.data.encoded import Encoded
 from common.data.shard_cache import ShardCache, ShardPrefetcher
 from common.data.shards import Shard, ShardImages
 from common.data.workers import MicroBatch, decoded, in_flight, send

@@ -1,7 +1,7 @@
 """Escaping of text from outside, for terminals, files and pages."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import count
 
 # Control characters (with them terminal escapes), line and paragraph separators, marks that change the
@@ -31,6 +31,12 @@ def numbered(name: str) -> Iterator[str]:
     """`name`, `name-2`, `name-3`, ... without end."""
     yield name
     yield from (f"{name}-{number}" for number in count(2))
+
+
+def some_of(names: Sequence[object], most: int = 10) -> str:
+    """The first names, printable, and how many more there are."""
+    rest = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(map(printable, names[:most])) + rest
 
 
 def _escaped(character: str) -> str:

@@ -260,6 +260,50 @@ def test_parquet_variants(tmp_path):
     assert (both.train.images[9] == decode(images[1])).all()
 
 
+@pytest.mark.parametrize("name", ["we[1]rd*", "a::b", "http:", "caf\udce9"])
+def test_parquet_lies_in_a_folder_of_any_name(name, tmp_path):
+    """Not a pattern, nor a URL; nor need it be UTF-8."""
+    root = parquet_folder(tmp_path / "data").rename(tmp_path / name)
+    images = open_images(prepare_data(str(root), tmp_path / "cache"))
+    assert (len(images.train), len(images.val)) == (40, 20)
+
+
+def test_labels_of_any_kind_in_parquet(tmp_path):
+    """Names, as plain and as dictionary-encoded strings; numbers of any width; a file without rows."""
+    images = pa.array([{"bytes": PNG, "path": None}] * 3)
+    kinds = {
+        "train-0": pa.array(["ox", "hen", "ox"]).dictionary_encode(),
+        "train-1": pa.array(["hen", "hen", "ox"], pa.large_string()),
+        "val-0": pa.array(["hen", "ox", "hen"]),
+    }
+    for name, labels in kinds.items():
+        pq.write_table(pa.table({"image": images, "label": labels}), tmp_path / f"{name}.parquet")
+    pq.write_table(pa.table({"image": [], "label": []}), tmp_path / "train-2.parquet")
+    found = open_images(prepare_data(str(tmp_path), tmp_path / "cache"))
+    assert found.classes == ("hen", "ox")
+    assert found.train.labels.tolist() == [1, 0, 1, 0, 0, 1]
+    assert found.val.labels.tolist() == [0, 1, 0]
+    with_labels(tmp_path / "wide", pa.array([0, 1], pa.uint8()))
+    assert open_images(prepare_data(str(tmp_path / "wide"), tmp_path / "cache")).train.labels.tolist() == [
+        0,
+        1,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        (pa.array([0.0, 1.0]), "are double, neither numbers nor names"),
+        (pa.array([True, False]), "are bool, neither numbers nor names"),
+        (pa.array(["a", "b"]), "labels must be all numbers, or all names"),
+    ],
+)
+def test_labels_of_other_kinds_are_refused(labels, message, tmp_path):
+    with_labels(tmp_path / "data", labels)
+    with pytest.raises(ValueError, match=message):
+        prepare_data(str(tmp_path / "data"), tmp_path / "cache")
+
+
 def test_class_folders_of_one_size_become_an_array(tmp_path):
     root = class_folders(tmp_path / "pets", val="test")
     picture(9).save(root / "train" / "b" / "Z.JPG", quality=95)
@@ -729,7 +773,7 @@ BAD = {
     "missing": (lambda root: None, ["does not exist", "digits, cifar10, synthetic"]),
     "a file": (lambda root: root.write_text("x"), ["is a file, not a folder"]),
     "empty": (lambda root: root.mkdir(), ["neither parquet files", "nor class folders", "train/<class>"]),
-    "tars": (lambda root: (root.mkdir(), (root / "a.tar").touch()), ["a.tar is for prep_imagenet.py"]),
+    "tars": (lambda root: (root.mkdir(), (root / "a.tar").touch()), ["run prep_imagenet.py on a.tar"]),
     "no val": (lambda root: (class_folders(root), shutil.rmtree(root / "val")), ["no val/ or test/"]),
     "no classes": (
         lambda root: [(root / s).mkdir(parents=True) for s in ("train", "val")],
@@ -765,7 +809,7 @@ BAD = {
     "label -1": (lambda root: with_train(root, [PNG], [-1]), ["label -1 in row 0 of the train split"]),
     "label missing": (
         lambda root: with_train(root, [PNG] * 2, [0, None]),
-        ["row 1 of", "has the label None"],
+        ["row 1 of", "has no label"],
     ),
     "image missing": (lambda root: with_train(root, [PNG, None], [0, 1]), ["row 1 of", "has no image bytes"]),
     "other names": (
