@@ -1,4 +1,4 @@
-"""Images of this process that can't be decoded and were skipped: said once each, and counted."""
+"""Images that this process could not decode and skipped: reported once each, and counted."""
 
 import sys
 
@@ -8,7 +8,7 @@ _seen: set[int] = set()
 
 
 def note(broken: dict[int, str]) -> None:
-    """What is wrong with images, by sample id."""
+    """Reports broken images; broken: their errors by sample id."""
     for i, what in broken.items():
         if i not in _seen:
             _seen.add(i)
@@ -16,5 +16,5 @@ def note(broken: dict[int, str]) -> None:
 
 
 def seen() -> list[int]:
-    """The sample ids of all so far."""
+    """The sample ids of all skipped images."""
     return sorted(_seen)

@@ -13,15 +13,15 @@ if TYPE_CHECKING:
 SPLITS = ("train", "val")
 
 JPEG = b"\xff\xd8"
-# All else that PIL knows stays closed: EPS would start Ghostscript, and documents are no photographs.
+# PIL opens no other format: EPS would start Ghostscript, and documents are no photographs.
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF", "PPM", "AVIF")
-MAX_PIXELS = 89_478_485  # PIL's limit: above it an image could be a decompression bomb
+MAX_PIXELS = 89_478_485  # PIL's limit: a larger image could be a decompression bomb
 
 
 def decode(data: bytes) -> np.ndarray:
     """Decodes one image, turned upright by its EXIF tag: uint8 [H, W, 3]. Raises ValueError with the reason.
 
-    The size is read from the header first. torchvision's JPEG decoder is the fastest; PIL decodes what it
+    The header's size is checked first. torchvision's JPEG decoder is the fastest; PIL decodes files that it
     refuses (a PNG named .jpg) and the other FORMATS. Both refuse a file that is cut short, unless it has an
     end marker: see damage(). On JPEG they agree within 2 of 255 (both use libjpeg-turbo).
     """
@@ -34,10 +34,10 @@ def decode(data: bytes) -> np.ndarray:
 
 
 def damage(data: bytes) -> str | None:
-    """Says what is wrong with an image, or missing from a JPEG that decoders fill up with grey; else None.
+    """The error of a broken image, or of a JPEG with missing parts, which decoders fill with grey; else None.
 
-    Half a JPEG with an end marker is an image to torchvision and PIL, which hide libjpeg's warnings. For a
-    photograph of 110 kB it takes 1.0 ms of one core, and decode() 1.4 ms.
+    torchvision and PIL accept half a JPEG with an end marker: they hide libjpeg's warnings. For a photograph
+    of 110 kB damage() takes 1.0 ms of one core, decode() 1.4 ms.
     """
     import simplejpeg
 
@@ -49,9 +49,9 @@ def damage(data: bytes) -> str | None:
         simplejpeg.decode_jpeg(data, colorspace, min_factor=8, strict=True)
     except ValueError as error:
         what = str(error)
-        if "extraneous" in what:  # bytes between two segments, which do no harm
+        if "extraneous" in what:  # harmless bytes between two segments
             return None
-        # What simplejpeg does not know decode() may.
+        # decode() may know a file that simplejpeg does not.
         return what if what.startswith(("Corrupt", "Premature")) else _refusal(data)
     return None
 
@@ -86,7 +86,7 @@ def jpeg_frame(data: bytes) -> JpegFrame | None:
                 if widest and highest
             )
             return JpegFrame(height, width, data[at + 9], blocks // 8 if marker <= 0xC2 else 0)
-        # 0xFF fills; all other segments before the frame have a length, which counts itself
+        # 0xFF is padding; all other segments before the frame have a length, which includes itself
         at += 1 if marker == 0xFF else 2 + int.from_bytes(data[at + 2 : at + 4])
     return None
 
@@ -109,7 +109,7 @@ def _check_size(width: int, height: int) -> None:
 
 
 def _decode_jpeg(data: bytes) -> np.ndarray | None:
-    """None where torchvision refuses: PIL then decodes, or knows the better reason."""
+    """Decodes by torchvision; None where it refuses, and PIL decodes or gives the better reason."""
     import torch
     from torchvision.io import ImageReadMode, decode_jpeg
 
@@ -137,7 +137,7 @@ def _decode_by_pil(data: bytes) -> np.ndarray:
         return np.array(image.convert("RGB"))  # a copy, as torch warns about memory that may not be written
     except ValueError:
         raise
-    except Exception as error:  # what PIL raises on a broken file has no common class
+    except Exception as error:  # PIL's errors on broken files have no common class
         raise ValueError(f"{error}" or type(error).__name__) from None
 
 
@@ -153,9 +153,9 @@ def open_image(data: bytes) -> "Image.Image":
         image = Image.open(io.BytesIO(data), formats=FORMATS)
     except UnidentifiedImageError:
         raise ValueError(f"not an image of a known format ({', '.join(FORMATS)})") from None
-    except Exception as error:  # above twice the limit; what a broken file raises has no common class
+    except Exception as error:  # twice the limit, or a broken file: PIL's errors have no common class
         raise ValueError(str(error) or type(error).__name__) from None
-    # Not by turning PIL's warning into an error: filters of warnings are not safe to change with threads.
+    # PIL's warning is no way to do it: changing the filters of warnings is not thread-safe.
     _check_size(*image.size)
     return image
 
@@ -181,7 +181,7 @@ def random_resized_crop(image: np.ndarray, size: int, draws: np.ndarray) -> np.n
 
 
 def central_crop(image: np.ndarray, size: int) -> np.ndarray:
-    """Shorter side to size * 256 / 224, then the middle: uint8 [size, size, 3]; ImageNet's usual way."""
+    """ImageNet's usual crop: shorter side to size * 256 / 224, then the middle; uint8 [size, size, 3]."""
     height, width = image.shape[:2]
     short = round(size * 256 / 224)
     h, w = (short, short * width // height) if height <= width else (short * height // width, short)
@@ -194,8 +194,8 @@ def _resize(image: np.ndarray, height: int, width: int) -> np.ndarray:
     import torch
     import torch.nn.functional as F
 
-    # [1, 3, H, W], channels last in memory. With the batch added after the permutation its stride would deny
-    # that, and torch would take a way that is more than twice as slow, to the same pixels.
+    # [1, 3, H, W], channels last in memory. A batch added after the permutation would have another stride,
+    # and torch would take a path that is more than twice as slow, to the same pixels.
     pixels = torch.from_numpy(image)[None].permute(0, 3, 1, 2)
     pixels = F.interpolate(pixels, (height, width), mode="bilinear", antialias=True)
     return pixels[0].permute(1, 2, 0).numpy()

@@ -1,8 +1,8 @@
-"""Where images come from: digits, cifar10, synthetic, a folder of parquet files, of class folders, or shards.
+"""Opens the images of --data: digits, cifar10, synthetic, parquet files, class folders, or shards.
 
 `prepare_data` (one process per host) makes a folder in the cache; `open_images` (all processes) maps it.
-Images that fit in memory are decoded there once, as uint8 arrays; the others stay encoded, and are decoded by
-the workers of a DataLoader. Batches are uint8 on the device: augmentation and normalisation follow there.
+Images that fit in memory are decoded once, to uint8 arrays in the cache; workers of a DataLoader decode the
+others for each batch. Batches are uint8 on the device: augmentation and normalisation follow there.
 """
 
 from dataclasses import dataclass
@@ -25,10 +25,10 @@ from common.system.text import printable
 
 @dataclass(frozen=True)
 class Images:
-    """A data set: splits train and val (val_name says whether that is "val" or "test") and class names.
+    """A data set: splits train and val (val_name is "val" or "test") and class names.
 
-    source: the data's name and the key of its content, equal on all hosts that have the same.
-    mirror: whether a mirrored image keeps its class; False for digits.
+    source: the data's name and the key of its content, equal on all hosts with the same data.
+    mirror: True if a mirrored image keeps its class; False for digits.
     """
 
     source: str
@@ -40,12 +40,12 @@ class Images:
 
     @property
     def identity(self) -> tuple[str, tuple[str, ...]]:
-        """What a checkpoint is compared with: source and classes."""
+        """Source and classes, which checkpoints record and a resume compares."""
         return self.source, self.classes
 
 
 def load(accelerator: Accelerator, recipe: ImageRecipe) -> Images:
-    """The data set that recipe.data names, the same on all processes; prepared by one process per host."""
+    """Opens recipe.data on all processes; one process per host prepares it, and all check that they agree."""
     cache_dir = Path(recipe.cache_dir or "~/.cache/train-images")
     folder = once_per_host(
         accelerator,
@@ -91,7 +91,7 @@ def open_images(folder: Path, recipe: ImageRecipe | None = None) -> Images:
 def _open_shards(
     folder: Path, place: str, labels: dict[str, np.ndarray], recipe: ImageRecipe
 ) -> list[ShardSplit]:
-    """place: of the shards, a folder or s3://bucket/prefix."""
+    """Opens both splits. place: the folder of the shards, or s3://bucket/prefix."""
     manifest = parse_manifest((folder / MANIFEST).read_bytes(), str(folder / MANIFEST))
     check_roots(manifest, Path(place), recipe.data_root)
     cache = None

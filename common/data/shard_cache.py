@@ -1,7 +1,7 @@
-"""Shards from S3 on the disk of a host: fetched ahead of their use, whole and checked, the oldest removed.
+"""Shards from S3 on the disk of a host: prefetched whole, checked, the least recently used removed.
 
-All processes of a host share the folder. What they do to a shard they do under its lock, a flock: shared by
-those that read it, exclusive to fetch or remove it. The kernel releases the locks of a process that dies.
+All processes of a host share the folder. Each shard has a lock, a flock: shared by processes that read the
+shard, exclusive to fetch or remove it. The kernel releases the locks of a process that dies.
 """
 
 import errno
@@ -28,23 +28,23 @@ from common.system.env import processes_per_host
 from common.system.files import allow_open_files, sync
 from common.system.s3 import ObjectStore
 
-DOWNLOADS = 2  # at a time in one process; each has connections of its own
-OTHER_FILES = 1024  # that are open beside the locks
-AHEAD = 1000  # micro-batches that are looked ahead at most
-POLL_S = 0.1  # between two looks at a lock that another process has
-SILENT_S = 10  # of waiting, before it is said
-NO_ROOM_S = 120  # until a shard that finds no room is an error
+DOWNLOADS = 2  # at a time in one process; each has its own connections
+OTHER_FILES = 1024  # open beside the locks
+AHEAD = 1000  # the most micro-batches to look ahead
+POLL_S = 0.1  # between two attempts at a lock that another process holds
+SILENT_S = 10  # of waiting, before a message
+NO_ROOM_S = 120  # of waiting for space, before an error
 
 
 class _Stopped(Exception):
-    """The shards are not wanted any more."""
+    """The reader has stopped and needs no more shards."""
 
 
 class ShardCache:
-    """The shards of one data set on this host, at most so many bytes of them. Thread-safe."""
+    """The shards of one data set on this host, at most limit_bytes of them. Thread-safe."""
 
     def __init__(self, folder: Path, url: str, shards: tuple[Shard, ...], limit_bytes: int):
-        """folder: of this data set alone. Raises ValueError where a shard is larger than all of it."""
+        """folder: for this data set alone. Raises ValueError if a shard is larger than the cache."""
         largest = max(shards, key=lambda shard: shard.bytes)
         if largest.bytes > limit_bytes:
             raise ValueError(
@@ -52,28 +52,29 @@ class ShardCache:
                 f" {largest.bytes / 2**30:.3g} GiB: give more, or prepare smaller shards"
             )
         self.folder, self.store, self.limit_bytes = folder, ObjectStore(url), limit_bytes
-        self.lent_bytes = 0  # to the supplies of this process
+        self.reserved_bytes = 0  # by the prefetchers of this process
         self.shards = {shard.file: shard for shard in shards}
         self.locks = folder / "locks"
         self.locks.mkdir(parents=True, exist_ok=True)
-        self.locks.chmod(0o700)  # who can read a file can lock it: no other user
-        allow_open_files(len(shards) + OTHER_FILES)  # a lock of each that is held
+        self.locks.chmod(0o700)  # other users can't open, and so can't lock, its files
+        allow_open_files(len(shards) + OTHER_FILES)  # each held lock is an open file
 
     def path(self, file: str) -> Path:
         return self.folder / file
 
     @contextmanager
-    def room(self, kept_bytes: float) -> Iterator[int]:
-        """So much of it this process may hold: of its part what is not lent already, nor kept for later."""
-        bytes_ = int(self.limit_bytes / processes_per_host() - self.lent_bytes - kept_bytes)
-        self.lent_bytes += bytes_
+    def reserve(self, kept_bytes: float) -> Iterator[int]:
+        """Reserves this process's unreserved share of the cache, less kept_bytes; yields its bytes."""
+        size_bytes = int(self.limit_bytes / processes_per_host() - self.reserved_bytes - kept_bytes)
+        self.reserved_bytes += size_bytes
         try:
-            yield bytes_
+            yield size_bytes
         finally:
-            self.lent_bytes -= bytes_
+            self.reserved_bytes -= size_bytes
 
     def hold(self, file: str, stop: threading.Event) -> int:
-        """Fetches the shard unless it is here. Until let_go of what it returns nobody removes it.
+        """Fetches the shard if it is missing, and holds its lock. Returns the lock for let_go: until then no
+        process removes the shard.
 
         Raises ValueError when it can't be fetched or stored, _Stopped after `stop`.
         """
@@ -117,7 +118,7 @@ class ShardCache:
 
     @contextmanager
     def _if_unused(self, file: str) -> Iterator[bool]:
-        """Whether no process has its lock; then we have it."""
+        """Tries to lock a shard for this process; yields True if no other process holds its lock."""
         lock, unused = self._open_lock(file), False
         try:
             with suppress(BlockingIOError):
@@ -128,7 +129,7 @@ class ShardCache:
             os.close(lock)
 
     def _fetch(self, shard: Shard, stop: threading.Event) -> None:
-        """Under its lock: in a file of another name, until all is here and right."""
+        """Downloads a shard, whose lock we hold, under another name, until it is complete and checked."""
 
         def beat() -> None:
             if stop.is_set():
@@ -146,12 +147,12 @@ class ShardCache:
                 return
             part.unlink()
         raise ValueError(
-            f"{self.store.url}/{shard.file} is not what the manifest says (SHA-256), fetched twice:"
-            " prepare again, or copy it there again"
+            f"{self.store.url}/{shard.file} differs from the manifest (SHA-256), fetched twice:"
+            " prepare again, or upload it again"
         )
 
     def _make_room(self, shard: Shard, part: Path, stop: threading.Event) -> None:
-        """Reserves the room of a shard, whose lock we have, by the name of its part."""
+        """Makes space for a shard, whose lock we hold, and reserves it by creating its part."""
         end_s = time.monotonic() + NO_ROOM_S
         while True:
             with open(self.locks / ".room", "w") as file:
@@ -161,15 +162,15 @@ class ShardCache:
                     return
             if time.monotonic() > end_s:
                 raise ValueError(
-                    f"no room for {shard.file} in {self.folder}, {self.limit_bytes / 2**30:g} GiB, of which"
-                    " all is in use: give a larger --cache_gib, or each job its own --cache_dir"
+                    f"no room for {shard.file} in {self.folder}: all {self.limit_bytes / 2**30:g} GiB are in"
+                    " use. Give a larger --cache_gib, or each job its own --cache_dir"
                 )
             if stop.wait(POLL_S):
                 raise _Stopped
 
     def _remove_until(self, bytes_left: int, but: str) -> bool:
-        """Removes parts that a dead process left, and unused shards, least recently used first, until all but
-        the one named have at most so many bytes. Whether that was possible."""
+        """Removes parts that a dead process left, and unused shards, least recently used first, until all
+        shards but one have at most bytes_left. Returns True if that was possible."""
         used, complete = 0, []
         for entry in os.scandir(self.folder):
             file = entry.name.removesuffix(".part")
@@ -179,10 +180,10 @@ class ShardCache:
                 complete.append((entry.stat().st_mtime_ns, file))
             else:
                 with self._if_unused(file) as unused:
-                    if unused and not self.path(file).exists():  # as it does once its maker has renamed it
+                    if unused and not self.path(file).exists():  # else it was just renamed
                         Path(entry.path).unlink(missing_ok=True)
                         continue
-            used += self.shards[file].bytes  # a part, too, will have so many
+            used += self.shards[file].bytes  # a part will become as large
         for _, file in sorted(complete):
             if used <= bytes_left:
                 break
@@ -195,17 +196,17 @@ class ShardCache:
 
 @dataclass
 class _Held:
-    lock: Future  # of ShardCache.hold
-    uses: int = 0  # by micro-batches that have not come back
+    lock: Future[int]  # ShardCache.hold's
+    uses: int = 0  # by micro-batches that are not done
 
 
 class ShardPrefetcher:
-    """Iterates over a plan, and gives each item when all the shards that it needs are here.
+    """Iterates over a plan and yields each item once all shards that it needs are on this host.
 
-    A thread looks ahead in the plan, which it alone iterates, and holds the shards that come next, as long as
-    these and those in use have no more than budget_bytes. Who asks for the next item is done with the one
-    that it was given in_flight items before. A DataLoader asks before it gives out what it has ready: batches
-    that are decoded already do not bridge the wait for a shard.
+    A thread, which alone iterates the plan, looks ahead and holds the next shards as long as held shards have
+    at most budget_bytes. A reader that asks for the next item is done with the one it got in_flight items
+    before. A DataLoader asks before it returns a batch that is ready: decoded batches do not hide the wait
+    for a shard.
     """
 
     def __init__(
@@ -216,21 +217,22 @@ class ShardPrefetcher:
         budget_bytes: int,
         in_flight: int,
     ):
-        """files_of(ids): which shards these samples are in."""
+        """files_of(ids): the shards of these samples."""
         self.plan, self.files_of, self.cache = plan, files_of, cache
         self.budget_bytes, self.in_flight = budget_bytes, in_flight
         self.held: dict[str, _Held] = {}
-        self.ahead: deque[tuple[tuple[int, np.ndarray], set[str]]] = deque()  # not yet given
-        self.given: deque[set[str]] = deque()  # what the items need that are in flight
-        self.asked = False  # for an item that has not been looked at
-        self.ended, self.error = False, None  # of the thread
+        self.ahead: deque[tuple[tuple[int, np.ndarray], set[str]]] = deque()  # not yet yielded
+        self.given: deque[set[str]] = deque()  # shards of the items in flight
+        self.asked = False  # the reader waits for an item
+        self.ended = False  # the thread's end, and its error
+        self.error: BaseException | None = None
         self.stop, self.changed = threading.Event(), threading.Condition()
         self.downloads = ThreadPoolExecutor(DOWNLOADS)
         threading.Thread(target=self._look_ahead, daemon=True).start()
 
     def __iter__(self) -> Iterator[tuple[int, np.ndarray]]:
-        """Raises ValueError when a shard can't be had, Preempted when a process that is alone is told to
-        stop."""
+        """Raises ValueError when a shard can't be fetched, Preempted when a single process gets a stop
+        signal."""
         while True:
             with self.changed:
                 if len(self.given) == self.in_flight:
@@ -260,7 +262,7 @@ class ShardPrefetcher:
                 self.cache.let_go(file, held.lock.result())
 
     def close(self) -> None:
-        """Ends the thread and the downloads, lets go all."""
+        """Ends the thread and the downloads, and releases all shards."""
         self.stop.set()
         with self.changed:
             self.changed.notify_all()
@@ -270,12 +272,12 @@ class ShardPrefetcher:
             self.held.clear()
         self.downloads.shutdown(wait=False)
 
-    def _let_go_late(self, file: str, lock: Future) -> None:
+    def _let_go_late(self, file: str, lock: Future[int]) -> None:
         if not lock.cancelled() and not lock.exception():
             self.cache.let_go(file, lock.result())
 
-    def _wait(self, locks: dict[str, Future]) -> None:
-        """Until all are had. Raises what went wrong with one of them."""
+    def _wait(self, locks: dict[str, Future[int]]) -> None:
+        """Waits for all locks. Raises the exception of any that failed."""
         said_s, missing = time.monotonic() + SILENT_S, _unfinished(locks)
         while missing:
             _stop_if_alone()
@@ -306,8 +308,8 @@ class ShardPrefetcher:
                 self.changed.notify_all()
 
     def _has_room(self, files: set[str]) -> bool:
-        """Whether these shards may be held beside those that are: within the budget, or because the trainer
-        waits for them, and lets go nothing before it has them."""
+        """True if these shards can be held, too: within the budget, or because the reader waits for them and
+        releases nothing before it has them."""
         if self.asked and not self.ahead:
             return True
         together = sum(self.cache.shards[file].bytes for file in files | self.held.keys())
@@ -319,8 +321,8 @@ class ShardPrefetcher:
         self.held[file].uses += 1
 
 
-def _unfinished(locks: dict[str, Future]) -> dict[str, Future]:
-    """Those that are not had yet. Raises what went wrong with one of the others."""
+def _unfinished(locks: dict[str, Future[int]]) -> dict[str, Future[int]]:
+    """Locks not yet acquired. Raises the exception of any that failed."""
     for lock in locks.values():
         if lock.done():
             lock.result()
@@ -328,6 +330,7 @@ def _unfinished(locks: dict[str, Future]) -> dict[str, Future]:
 
 
 def _stop_if_alone() -> None:
-    """Of several processes the others are in the midst of a step, and would wait for this one for ever."""
+    """Raises Preempted after a stop signal, if this process is the only one. Other processes would be in the
+    middle of a step and wait for this one for ever."""
     if wanted() and not dist.is_initialized():
         raise Preempted

@@ -1,11 +1,11 @@
 """Prepared data as shards: tar files, an index of the images in them, and a manifest that is written last.
 
-    manifest.json      what there is: classes, and of each split its shards and its index with their SHA-256
+    manifest.json      the classes, and for each split its shards and its index with their SHA-256
     <split>_index.npy  int64 [N, 4]: shard, offset of the image's bytes, their length, label; in this order
-    <split>-00000.tar  per image its bytes and, as <key>.cls, its label; of kind "index" other tars instead
+    <split>-00000.tar  each image's bytes and, as <key>.cls, its label; kind "index" names other tars instead
 
-An image's tar header stands in the 512 bytes before it: from there come the keys in messages, of names
-too long for it their beginning.
+The 512 bytes before an image are its tar header. Messages take the image's key from there; of a name that is
+too long for the header they show the beginning.
 """
 
 import hashlib
@@ -29,20 +29,20 @@ from common.system.text import printable
 
 FORMAT = 1
 MANIFEST = "manifest.json"
-JOURNAL = ".progress.json"  # of a preparation that is not complete
-SHARD = rf"({'|'.join(SPLITS)})-[0-9]{{5,}}\.tar"  # their names
+JOURNAL = ".progress.json"  # of an unfinished preparation
+SHARD = rf"({'|'.join(SPLITS)})-[0-9]{{5,}}\.tar"  # a shard's name
 HEADER_BYTES = 512  # of a tar's member
-LARGEST = 2**62  # of numbers in a manifest: sums of two fit into int64
+LARGEST = 2**62  # number in a manifest: sums of two fit into int64
 MANIFEST_LIMIT, INDEX_LIMIT = 2**28, 2**34  # bytes
-UNFINISHED = "the preparation is not complete: the same prep_imagenet.py command goes on with it"
+UNFINISHED = "the preparation is not complete: the same prep_imagenet.py command continues it"
 
 
 @dataclass(frozen=True)
 class Shard:
-    file: str  # its name in the folder; of kind "index" an absolute path
+    file: str  # its name in the folder; for kind "index" an absolute path
     bytes: int
     images: int
-    sha256: str | None  # None of kind "index"
+    sha256: str | None  # None for kind "index"
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class SplitManifest:
 class Manifest:
     kind: str  # "shards" or "index"
     name: str
-    classes: tuple[str, ...]  # their names, in label order; of those with one name their WordNet ids, too
+    classes: tuple[str, ...]  # names in label order; names that occur twice with their WordNet ids
     splits: dict[str, SplitManifest]
     sha256: str  # of the manifest itself
 
@@ -66,8 +66,11 @@ def index_name(split: str) -> str:
 
 
 def find_local(folder: Path, roots: tuple[str, ...] = ()) -> Manifest | None:
-    """None where there is nothing of a prepared folder. roots: --data_root. Raises ValueError where it is
-    damaged, names a file outside of the roots, or a shard is missing or has another size."""
+    """The manifest of a prepared folder; None if it is no prepared folder. roots: --data_root.
+
+    Raises ValueError if it is damaged, names a file outside of the roots, or if a shard is missing or has
+    another size.
+    """
     path = folder / MANIFEST
     if not path.is_file():
         if any(_is_prepared(entry.name) for entry in os.scandir(folder)):
@@ -82,8 +85,10 @@ def find_local(folder: Path, roots: tuple[str, ...] = ()) -> Manifest | None:
 
 
 def check_roots(manifest: Manifest, folder: Path, roots: tuple[str, ...]) -> None:
-    """Raises ValueError where an index names a file outside of --data_root, by default its own folder; links
-    are followed. An index may come from strangers, and what it names is read."""
+    """Raises ValueError if an index names a file outside of --data_root, by default its own folder.
+
+    Links are resolved. An index may come from strangers, and training reads the files that it names.
+    """
     if manifest.kind != "index":
         return
     roots = tuple(root for root in roots if root)
@@ -91,13 +96,13 @@ def check_roots(manifest: Manifest, folder: Path, roots: tuple[str, ...]) -> Non
         what = f"--data {folder}: its index names {printable(file)}"
         if not any(is_inside(file, root) for root in roots or (str(folder),)):
             allowed = " or ".join(roots) or "its own folder"
-            raise ValueError(f"{what}, outside of {allowed}: if that is meant, give {data_root_flag([file])}")
+            raise ValueError(f"{what}, outside of {allowed}: to allow that, give {data_root_flag([file])}")
         if file.startswith("s3://"):
-            raise ValueError(f"{what}, and an index is of files of this host: prepare shards from it")
+            raise ValueError(f"{what}, but an index can only name files of this host: prepare shards from it")
 
 
 def is_inside(file: str, root: str) -> bool:
-    """Whether a file is in a folder, all links resolved; in S3 whether a key is below a prefix."""
+    """True if a file is in a folder, all links resolved, or in S3 a key is below a prefix."""
     if file.startswith("s3://") != root.startswith("s3://"):
         return False
     if file.startswith("s3://"):
@@ -109,14 +114,14 @@ def is_inside(file: str, root: str) -> bool:
 
 
 def data_root_flag(files: Iterable[str]) -> str:
-    """The flag that allows an index to name these files."""
+    """The flags that allow an index to name these files."""
     real = (file if file.startswith("s3://") else os.path.realpath(file) for file in files)
     folders = dict.fromkeys(os.path.dirname(file) for file in real)
     return " ".join(f"--data_root {shlex.quote(folder)}" for folder in folders)
 
 
 def _is_prepared(name: str) -> bool:
-    """Whether a preparation makes files of this name: not the tars that it reads."""
+    """True if a preparation writes files of this name; not for the tars that it reads."""
     indices = [index_name(split) for split in SPLITS]
     return name in (JOURNAL, *indices) or re.fullmatch(SHARD, name) is not None
 
@@ -131,7 +136,7 @@ def _check_size(path: Path, size: int) -> None:
 
 
 def find_stored(store: ObjectStore) -> tuple[Manifest, bytes]:
-    """The manifest below the prefix, and its bytes. Raises ValueError when it is missing or damaged."""
+    """The manifest below a prefix, and its bytes. Raises ValueError when it is missing or damaged."""
     content = store.read(MANIFEST, MANIFEST_LIMIT)
     if content is None:
         unfinished = any(map(_is_prepared, store.list()))
@@ -139,12 +144,12 @@ def find_stored(store: ObjectStore) -> tuple[Manifest, bytes]:
         raise ValueError(f"--data {store.url} has no {MANIFEST}: {why}")
     manifest = parse_manifest(content, f"{store.url}/{MANIFEST}")
     if manifest.kind == "index":
-        raise ValueError(f"--data {store.url} is an index of files of one host: give its folder there")
+        raise ValueError(f"--data {store.url} is an index of one host's files: give its folder on that host")
     return manifest, content
 
 
 def parse_manifest(content: bytes, where: str) -> Manifest:
-    """Raises ValueError, which names what is wrong, for anything but a manifest."""
+    """Parses a manifest. Raises ValueError that names the first problem."""
     try:
         about = parse_json(content, where)
     except ValueError as error:
@@ -167,7 +172,7 @@ def parse_manifest(content: bytes, where: str) -> Manifest:
         )
     except (KeyError, TypeError, AttributeError) as error:
         what = f"{error} is missing" if isinstance(error, KeyError) else str(error)
-        raise ValueError(f"{where} is no manifest of shards ({what}): prepare again") from None
+        raise ValueError(f"{where} is not a manifest of shards ({what}): prepare again") from None
     files = [shard.file for split in manifest.splits.values() for shard in split.shards]
     if kind == "shards" and len(set(files)) < len(files):
         raise ValueError(f"{where}: two of its shards have one name: prepare again")
@@ -196,10 +201,10 @@ def _shard(about: dict[str, Any], kind: str) -> Shard:
 
 
 def _is_absolute(file: str) -> bool:
-    """A path of this host, or a url of S3."""
+    """True for an absolute path of this host, or a URL of S3."""
     try:
         return b"\0" not in os.fsencode(file) and (os.path.isabs(file) or file.startswith("s3://"))
-    except UnicodeEncodeError:  # lone surrogates that stand for no byte
+    except UnicodeEncodeError:  # lone surrogates that encode no byte
         return False
 
 
@@ -210,7 +215,7 @@ def _typed(value: Any, kind: type, name: str) -> Any:
 
 
 def _brief(value: Any) -> str:
-    """A value of a stranger's manifest, for a message."""
+    """A value of an untrusted manifest, for a message."""
     return ascii(value)[:80]
 
 
@@ -221,7 +226,7 @@ def _sha256(value: Any) -> str:
 
 
 def _class_names(classes: list[dict[str, str]]) -> tuple[str, ...]:
-    """ILSVRC2012 has two kinds of cranes, and two of maillots: with their WordNet ids."""
+    """Class names in label order, with the WordNet id if two have the same: ILSVRC2012 has two cranes."""
     names = [_typed(c["name"], str, "class") for c in classes]
     wnids = [_typed(c["wnid"], str, "class") for c in classes]
     if not names or len(set(wnids)) < len(wnids):
@@ -233,19 +238,19 @@ def _class_names(classes: list[dict[str, str]]) -> tuple[str, ...]:
 
 
 def parse_index(content: bytes, manifest: Manifest, split: str, where: str) -> np.ndarray:
-    """int64 [N, 4]. Raises ValueError unless it is what the manifest says."""
+    """Parses an index: int64 [N, 4]. Raises ValueError unless it agrees with the manifest."""
     about = manifest.splits[split]
     if hashlib.sha256(content).hexdigest() != about.index_sha256:
         raise ValueError(f"{where} is not the index that {MANIFEST} names (SHA-256): prepare again")
     rows = _array(content, about.images, where)
     shard, offset, length, label = rows.T
     if shard.min() < 0 or shard.max() >= len(about.shards):
-        raise ValueError(f"{where} names shards that there are not: prepare again")
+        raise ValueError(f"{where} names shards that do not exist: prepare again")
     counts = np.bincount(shard, minlength=len(about.shards))
     ends = np.array([shard.bytes for shard in about.shards])[shard]
     same = shard[1:] == shard[:-1]
     problems = {
-        # First, so that the sums below can't overflow.
+        # The first check, so that the sums below can't overflow.
         "has images outside of their shards": (
             (offset < HEADER_BYTES) | (length < 1) | (offset > ends) | (length > ends - offset)
         ).any(),
@@ -261,12 +266,12 @@ def parse_index(content: bytes, manifest: Manifest, split: str, where: str) -> n
 
 
 def _array(content: bytes, images: int, where: str) -> np.ndarray:
-    """int64 [images, 4] of a .npy file. Its header is read first: a huge one would take all memory."""
+    """Parses a .npy file: int64 [images, 4]. Checks its header first: a huge array would take all memory."""
     stream = io.BytesIO(content)
     try:
         assert np.lib.format.read_magic(stream) == (1, 0)  # as np.save writes it
         shape, _, dtype = np.lib.format.read_array_header_1_0(stream)
-    except Exception:  # numpy has the header parsed as Python, which fails in many ways
+    except Exception:  # numpy parses the header as Python, which fails in many ways
         raise ValueError(f"{where} is no array: prepare again") from None
     if dtype != np.int64 or shape != (images, 4):
         raise ValueError(
@@ -275,12 +280,12 @@ def _array(content: bytes, images: int, where: str) -> np.ndarray:
     stream.seek(0)
     try:
         return np.load(stream, allow_pickle=False)
-    except (ValueError, MemoryError):  # it is shorter than it says
+    except (ValueError, MemoryError):  # shorter than its header says
         raise ValueError(f"{where} is no array: prepare again") from None
 
 
 class ShardImages:
-    """The images of one split in tar files, by number: of the cached index, and the files of its shards."""
+    """The images of one split in tar files, by number. index: the cached file; files: of the shards."""
 
     def __init__(self, index: Path, files: tuple[str, ...]):
         mapped = np.load(index, mmap_mode="r")  # int64 [N, 4]
@@ -291,8 +296,8 @@ class ShardImages:
         return self.images
 
     def row(self, i: int) -> list[int]:
-        """Shard, offset, length and label of image i. Read, not mapped, which every worker would have for
-        itself, and which kills it (SIGBUS) when the file is cut."""
+        """Shard, offset, length and label of image i. Read, not mapped: a cut file would kill each worker that
+        maps it (SIGBUS)."""
         data = os.pread(self.index.fileno(), self.row_bytes, self.rows_begin + int(i) * self.row_bytes)
         if len(data) < self.row_bytes:
             raise OSError(
@@ -305,13 +310,13 @@ class ShardImages:
         return self.files[self.row(i)[0]]
 
     def where(self, i: int) -> str:
-        """What to call image i in a message: its shard and offset, and its key if it has a tar header."""
+        """The name of image i in messages: its shard and offset, and its key if it has a tar header."""
         shard, offset, _, _ = self.row(i)
         with open(self.files[shard], "rb", buffering=0) as file:
             header = os.pread(file.fileno(), HEADER_BYTES, offset - HEADER_BYTES)
         where = f"{self.files[shard]}, offset {offset}"
         try:
-            # Other bytes have no checksum, and what is in them is not for a message.
+            # Bytes that are no header fail its checksum, and messages must not show them.
             name = tarfile.TarInfo.frombuf(header, "utf-8", "surrogateescape").name
         except tarfile.HeaderError:
             return printable(where)
@@ -321,7 +326,7 @@ class ShardImages:
         """uint8 [H, W, 3]. Raises ValueError that names the image, OSError where its shard can't be read."""
         shard, offset, length, _ = self.row(i)
         data = bytearray(length)
-        # Opened each time, some 10 us: nothing holds the room of a shard that the cache has removed.
+        # Opened each time, some 10 us: no open file keeps the space of a shard that the cache has removed.
         with open(self.files[shard], "rb", buffering=0) as file:
             if os.preadv(file.fileno(), [data], offset) < length:
                 raise OSError(f"{self.files[shard]} is shorter than {MANIFEST} says: prepare again")

@@ -1,7 +1,7 @@
-"""The splits of a data set, by how their images are kept: as one array, as files, as shards.
+"""The splits of a data set, by the form of their images: one array, files, or shards.
 
-All give micro-batches in the order of a plan, uint8 on the device. Those that fit in memory are decoded
-already; the others are decoded by the workers of a DataLoader (common/data/workers.py).
+All yield micro-batches in the order of a plan, uint8 on the device. Arrays hold decoded images; the workers
+of a DataLoader decode the others (common/data/workers.py).
 """
 
 import math
@@ -28,9 +28,9 @@ from common.system.env import processes_per_host
 class ArraySplit(Shuffled):
     """One split as an array in a file: uint8 [N, H, W, 3], and labels int64 [N].
 
-    On the host its rows are read, not copied out of the mapped array: what is cut off a mapped file while it
-    is in use kills the process (SIGBUS). Both come from the page cache, which all processes share. Reading
-    takes 1.2 us for an image of 32 x 32, on one core.
+    On the host its rows are read, not copied out of the mapped array: a mapped file that is cut while in use
+    kills the process (SIGBUS). Both come from the page cache, which all processes share. Reading takes
+    1.2 us for an image of 32 x 32, on one core.
     """
 
     cropped = False  # random crops are left to the caller
@@ -51,12 +51,12 @@ class ArraySplit(Shuffled):
         return self.images.nbytes
 
     def batches(
-        self, plan: Plan, *, device, train: bool, size: int, seed: int, workers: int
+        self, plan: Plan, *, device: torch.device | str, train: bool, size: int, seed: int, workers: int
     ) -> Iterator[MicroBatch]:
-        """Yields (epoch, ids [b], uint8 [b, H, W, 3], labels int64 [b]) in the order of the plan.
+        """Yields micro-batches of whole images in the order of the plan.
 
-        The last two are on the device. Crops are the caller's: train, size, seed and workers are FileSplit's.
-        Raises ValueError when the file is cut.
+        The caller crops them: train, size, seed and workers, which FileSplit needs, are not used. Raises
+        ValueError when the file is cut.
         """
         device = torch.device(device)
         if device not in self._resident:
@@ -69,10 +69,10 @@ class ArraySplit(Shuffled):
             else:
                 images = pixels.index_select(0, send(rows, device))
             targets = send(labels.index_select(0, rows), device)
-            yield epoch, ids, images.view(-1, *self.images.shape[1:]), targets
+            yield MicroBatch(epoch, ids, images.view(-1, *self.images.shape[1:]), targets)
 
     def _read(self, ids: np.ndarray, pinned: bool) -> Tensor:
-        """uint8 [b, H * W * 3]"""
+        """Reads images from the file: uint8 [b, H * W * 3]."""
         row_bytes = self.images.strides[0]
         # page-locked by torch's caching allocator, which waits for the copy before it reuses them
         images = torch.empty(len(ids), row_bytes, dtype=torch.uint8, pin_memory=pinned)
@@ -85,7 +85,7 @@ class ArraySplit(Shuffled):
         return images
 
     def _move(self, device: torch.device) -> Tensor | None:
-        """The whole split on the device, or None: on CUDA it may take a quarter of the memory free now."""
+        """The whole split on a CUDA device, if a quarter of its free memory holds it; else None."""
         if device.type == "cuda" and self.nbytes <= torch.cuda.mem_get_info(device)[0] // 4:
             return torch.from_numpy(self.images).view(len(self), -1).to(device)
         return None
@@ -97,21 +97,29 @@ class FileSplit(Shuffled):
     cropped = True  # at random, when it is decoded for training
 
     def __init__(self, folder: Path, split: str, labels: np.ndarray, skip: bool = False):
-        """skip: whether broken images are passed over in training."""
+        """skip: in training, skip broken images."""
         super().__init__(len(labels))
         self.open, self.labels, self.skip = partial(Encoded, folder, split), labels, skip
 
     def batches(
-        self, plan: Plan, *, device, train: bool, size: int, seed: int, workers: int
+        self, plan: Plan, *, device: torch.device | str, train: bool, size: int, seed: int, workers: int
     ) -> Iterator[MicroBatch]:
-        """Yields (epoch, ids [b], uint8 [b, size, size, 3], labels int64 [b]) in the order of the plan.
+        """Yields micro-batches of size x size crops in the order of the plan.
 
-        The last two are on the device. train: a random resized crop from (seed, epoch, sample) alone; else
-        the central crop. Decoded in `workers` processes, or here with 0. Raises ValueError that names an
-        image which can't be decoded.
+        train: a random resized crop from (seed, epoch, sample) alone; else the central crop. `workers`
+        processes decode, or with 0 this one. Raises ValueError that names a broken image.
         """
-        options = dict(device=torch.device(device), train=train, size=size, seed=seed, workers=workers)
-        return decoded(self.open, self.labels, plan, skip=self.skip and train, **options)
+        return decoded(
+            self.open,
+            self.labels,
+            plan,
+            device=torch.device(device),
+            train=train,
+            size=size,
+            seed=seed,
+            workers=workers,
+            skip=self.skip and train,
+        )
 
 
 class ShardSplit:
@@ -132,9 +140,9 @@ class ShardSplit:
         beside: "ShardSplit | None" = None,
         evaluated: float = 1.0,
     ):
-        """index: its file. folder: of the shards, or of the cache that they come to. samples: in which order
-        they are learned from. beside: the split that is evaluated while this one's training pauses, by so
-        many workers in each process. evaluated: the share of this split that --max_val_images leaves."""
+        """index: its file. folder: the shards' own, or the cache's. samples: the order of training. beside:
+        the split that is evaluated, by as many workers, while training on this one pauses. evaluated: the
+        share of this split that --max_val_images leaves."""
         self.index, self.shards, self.labels, self.samples = index, shards, labels, samples
         self.skip, self.workers, self.cache = skip, workers, cache
         self.beside, self.evaluated = beside, evaluated
@@ -144,7 +152,7 @@ class ShardSplit:
         return len(self.labels)
 
     def check(self, batch: Batch) -> None:
-        """Raises ValueError where the streams do not go with the batch, or their shards into the cache."""
+        """Raises ValueError if the streams do not fit the batch, or their shards the cache."""
         self.samples.check(batch)
         if self.cache is None or not isinstance(self.samples, Streamed):
             return
@@ -152,13 +160,13 @@ class ShardSplit:
         if need > self.cache.limit_bytes:
             enough_gib = math.ceil(need / 2**30 * 1000) / 1000
             raise ValueError(
-                f"--cache_gib {self.cache.limit_bytes / 2**30:g} can't hold what a host reads at once, the"
-                f" windows of its streams and an evaluation: give {enough_gib:g},"
+                f"--cache_gib {self.cache.limit_bytes / 2**30:g} can't hold the shards that a host reads at"
+                f" once for the windows of its streams and an evaluation: give {enough_gib:g},"
                 " a smaller --shuffle_window, fewer --streams, or prepare smaller shards"
             )
 
     def needed_bytes(self, batch: Batch) -> int:
-        """Of the shards that a host reads at once in a training with its evaluations, at most."""
+        """The most bytes of shards that a host reads at once in a training with its evaluations."""
         streams = self.samples.streams * processes_per_host() // batch.processes
         steps = math.ceil(in_flight(self.workers) / batch.accumulations)
         flying = steps * batch.total // self.samples.streams  # images of one stream
@@ -167,13 +175,13 @@ class ShardSplit:
         return math.ceil(training + processes_per_host() * self._evaluation_bytes(batch.per_device))
 
     def _span_bytes(self, images: float) -> float:
-        """Of the shards that so many images are in, which follow one another; of those at the ends all."""
+        """Bytes of the shards of so many consecutive images, whole shards at both ends."""
         total = sum(shard.bytes for shard in self.shards)
         ends = 2 * max(shard.bytes for shard in self.shards)
         return min(images / len(self) * total + ends, total)
 
     def _evaluation_bytes(self, per_device: int) -> float:
-        """Of the shards that an evaluation beside a training needs at once, in one process."""
+        """Bytes of the shards that one process reads at once in an evaluation during a training."""
         if self.beside is None:
             return 0
         return self.beside._span_bytes(in_flight(self.workers) * per_device / self.beside.evaluated)
@@ -182,13 +190,22 @@ class ShardSplit:
         return self.samples.order(seed, epoch, batch)
 
     def batches(
-        self, plan: Plan, *, device, train: bool, size: int, seed: int, workers: int
+        self, plan: Plan, *, device: torch.device | str, train: bool, size: int, seed: int, workers: int
     ) -> Iterator[MicroBatch]:
-        """As FileSplit's. From S3: ValueError also when a shard can't be had."""
-        options = dict(device=torch.device(device), train=train, size=size, seed=seed, workers=workers)
-        options |= dict(skip=self.skip and train)
+        """As FileSplit's. Also raises ValueError when a shard can't be fetched from S3."""
+        decode = partial(
+            decoded,
+            self.open,
+            self.labels,
+            device=torch.device(device),
+            train=train,
+            size=size,
+            seed=seed,
+            workers=workers,
+            skip=self.skip and train,
+        )
         if self.cache is None:
-            yield from decoded(self.open, self.labels, plan, **options)
+            yield from decode(plan)
             return
         items = iter(plan)
         first = next(items, None)
@@ -197,17 +214,17 @@ class ShardSplit:
         kept = self._evaluation_bytes(len(first[1])) if train else 0
         plan, flying = chain([first], items), in_flight(workers)
         with (
-            self.cache.room(kept) as room_bytes,
-            closing(ShardPrefetcher(plan, self._files_of, self.cache, room_bytes, flying)) as supply,
+            self.cache.reserve(kept) as reserved_bytes,
+            closing(ShardPrefetcher(plan, self._files_of, self.cache, reserved_bytes, flying)) as available,
         ):
-            yield from decoded(self.open, self.labels, supply, **options)
+            yield from decode(available)
 
     def _files_of(self, ids: np.ndarray) -> set[str]:
         return {self.shards[k].file for k in set(self.rows[ids, 0].tolist())}
 
     @cached_property
     def rows(self) -> np.ndarray:
-        """The index, int64 [N, 4]."""
+        """The index: int64 [N, 4]."""
         return np.load(self.index)
 
 

@@ -1,4 +1,4 @@
-"""Decoding beside the training: what the workers of a DataLoader do, and how they start and end."""
+"""Decoding beside the training: the workers of a DataLoader, their start and their end."""
 
 import atexit
 import functools
@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from types import ModuleType
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -25,19 +25,27 @@ from common.data.decode import central_crop, random_resized_crop
 from common.order import Plan, uniforms
 
 PREFETCHED = 4  # micro-batches for each worker
-TO_DO = {  # about a broken image, by whether it is learned from
+TO_DO = {  # about a broken image; True in training
     True: "; without it by --on_bad_image skip --allow_changed on_bad_image",
-    False: "; evaluations count each image, and skip none: mend it where it came from",
+    False: "; evaluations count each image, and skip none: repair it at its source",
 }
 MORE_ROOM = "Make /dev/shm larger (docker run --shm-size), or give fewer --workers"
-MicroBatch = tuple[int, np.ndarray, Tensor, Tensor]  # epoch, sample ids, images, labels
+
+
+class MicroBatch(NamedTuple):
+    """Images of one forward; images and labels are on the device."""
+
+    epoch: int
+    ids: np.ndarray  # int64 [b], of the samples
+    images: Tensor  # uint8 [b, H, W, 3]
+    labels: Tensor  # int64 [b]
 
 
 class EncodedImages(Protocol):
     """Encoded images, by number."""
 
     def file(self, i: int) -> str:
-        """The one that image i is in."""
+        """The file of image i."""
 
     def decode(self, i: int) -> np.ndarray:
         """uint8 [H, W, 3]. Raises ValueError that names a broken image, OSError where it can't be read."""
@@ -55,12 +63,12 @@ def decoded(
     workers: int,
     skip: bool,
 ) -> Iterator[MicroBatch]:
-    """Yields (epoch, ids [b], uint8 [b, size, size, 3], labels int64 [b]) in the order of the plan.
+    """Yields micro-batches of decoded and cropped images, size x size, in the order of the plan.
 
-    The last two are on the device. open_images: called in each worker, so small to pickle. skip: in the place
-    of a broken image comes the next good one of its micro-batch; otherwise it is a ValueError that names it.
+    open_images: called in each worker, so it must be small to pickle. skip: the next good image of its
+    micro-batch replaces a broken one; otherwise a broken one raises a ValueError that names it.
     """
-    ahead, plan = itertools.tee(plan)
+    ahead, items = itertools.tee(plan)
     loader = torch.utils.data.DataLoader(
         _Crops(open_images, train, size, seed, skip),
         sampler=ahead,
@@ -72,22 +80,22 @@ def decoded(
         pin_memory=device.type == "cuda",
     )
     with closing(_while_workers_live(loader)) as batches:
-        for (images, broken, error), (epoch, ids) in zip(batches, plan, strict=False):
+        for (images, broken, error), (epoch, ids) in zip(batches, items, strict=False):
             if error:
                 raise ValueError(error)
             bad_images.note(broken)
-            their_labels = torch.from_numpy(labels[ids[_shown(ids, broken)]])
-            yield epoch, ids, send(images, device), send(their_labels, device)
+            shown_labels = torch.from_numpy(labels[ids[_shown(ids, broken)]])
+            yield MicroBatch(epoch, ids, send(images, device), send(shown_labels, device))
 
 
 def _while_workers_live(loader: Iterable) -> Iterator:
-    """Its batches; closed, it ends the workers. ValueError where one is killed."""
+    """Yields the loader's batches; closing it ends the workers. Raises ValueError when one is killed."""
     try:
         yield from loader
     except (RuntimeError, EOFError, ConnectionError) as error:
         told = "exited unexpectedly" in str(error)
-        # A batch was announced, and torch asked the dead worker for its bytes before it heard of it.
-        # What begins with "Caught" comes from a worker that lives.
+        # A batch was announced, and torch asked the dead worker for its bytes before it noticed the death.
+        # An error that begins with "Caught" comes from a worker that lives.
         lost = not isinstance(error, RuntimeError) and not str(error).startswith("Caught")
         if not (told or lost):
             raise
@@ -96,19 +104,19 @@ def _while_workers_live(loader: Iterable) -> Iterator:
 
 
 def in_flight(workers: int) -> int:
-    """How many items of its plan a DataLoader is given before it is done with the first of them."""
+    """The number of items of its plan that a DataLoader holds at once."""
     return max(1, PREFETCHED * workers)
 
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:
-    """To the device without waiting for it: to CUDA from page-locked memory."""
+    """Copies to the device without waiting for it: to CUDA from page-locked memory."""
     if device.type == "cuda" and tensor.device.type == "cpu":
         tensor = tensor.pin_memory()  # returns itself where it is pinned already
     return tensor.to(device, non_blocking=True)
 
 
 class _Crops(torch.utils.data.Dataset):
-    """What a DataLoader worker does with one item of the plan. Small to pickle: the images stay on disk."""
+    """The crops of each item of the plan, made by a worker. Small to pickle: the images stay on disk."""
 
     def __init__(
         self, open_images: Callable[[], EncodedImages], train: bool, size: int, seed: int, skip: bool
@@ -117,12 +125,15 @@ class _Crops(torch.utils.data.Dataset):
         self.images: EncodedImages | None = None
 
     def __getitem__(self, item: tuple[int, np.ndarray]) -> tuple[Tensor, dict[int, str], str]:
-        """uint8 [b, size, size, 3], what is wrong with broken images, by id, and the error, which torch would
-        wrap in a worker's traceback. Little beside the crops, as a pipe takes up to 4 KiB whole or not at
-        all: a worker that is killed leaves no half of an answer to wait for."""
+        """Returns the crops uint8 [b, size, size, 3], errors of broken images by id, and the item's.
+
+        The error is no exception, which torch would wrap in a worker's traceback. Everything but the crops,
+        which go by shared memory, is small: a pipe takes up to 4 KiB whole or not at all, so that a worker
+        that is killed leaves no half of an answer to wait for.
+        """
         epoch, ids = item
         self.images = self.images or self.open_images()
-        # Columns 0 to 3 are the caller's (crop and flip on the device), 4 for each of ten attempts are ours.
+        # Columns 0 to 3 belong to the caller (crop and flip on the device); ten attempts take 4 each.
         draws = uniforms(self.seed, epoch, ids, 44)[:, 4:] if self.train else None
         crops = torch.empty(len(ids), self.size, self.size, 3, dtype=torch.uint8)
         broken, error = {}, ""
@@ -137,7 +148,7 @@ class _Crops(torch.utils.data.Dataset):
                 break
             except OSError as found:
                 error = str(found)
-                if found.strerror:  # by the system: it names what it can't open, not what it can't read
+                if found.strerror:  # from the system, which names a file that it can't open, not can't read
                     error = f"{found.filename or self.images.file(i)}: {found.strerror}"
                 break
             crop = central_crop(image, self.size) if draws is None else None
@@ -154,14 +165,14 @@ class _Crops(torch.utils.data.Dataset):
 
 
 def _shown(ids: np.ndarray, broken: dict[int, str]) -> np.ndarray:
-    """Which of the images [b] each of them is: itself, or in the place of a broken one the next good one."""
+    """Indices [b] of the images shown: each its own, and for a broken one the next good one's."""
     good = np.flatnonzero(~np.isin(ids, list(broken)))
     return good[np.searchsorted(good, np.arange(len(ids))) % len(good)]
 
 
 def _share(crops: Tensor) -> str:
-    """Moves them to shared memory; the error. The queue's thread would do it too, but print an error and
-    leave the trainer waiting for ever."""
+    """Moves crops to shared memory; returns the error. The queue's thread would only print it, and leave the
+    trainer waiting for ever."""
     try:
         crops.share_memory_()
     except RuntimeError as error:
@@ -169,21 +180,23 @@ def _share(crops: Tensor) -> str:
             raise
         ahead = PREFETCHED * torch.utils.data.get_worker_info().num_workers
         return (
-            f"/dev/shm is full: each process decodes up to {ahead} micro-batches ahead, which lie there, of"
-            f" {crops.nbytes / 2**20:.1f} MiB. {MORE_ROOM}"
+            f"/dev/shm is full: each process decodes up to {ahead} micro-batches ahead into it, of"
+            f" {crops.nbytes / 2**20:.1f} MiB each. {MORE_ROOM}"
         )
     return ""
 
 
-# It decides what they mean.
+# Workers ignore these signals: the trainer acts on them.
 FOR_THE_TRAINER = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 @functools.cache
 def _forkserver() -> multiprocessing.context.BaseContext:
-    """How workers start. A fork of this process would copy its sockets, and locks that threads of the process
-    group, CUDA or telemetry may hold just then; spawn would import the script, and torch, once per worker and
-    epoch. The fork server has neither fault: it imports once, has no threads of ours, then forks.
+    """The context in which workers start: a fork server.
+
+    A fork of this process would copy its sockets, and locks that threads of the process group, CUDA or
+    telemetry may hold just then; spawn would import the script, and torch, once per worker and epoch. The
+    fork server imports once, has none of our threads, and forks.
     """
     atexit.register(_kill_workers)
     # A worker runs the script's top level again (Python 3.11's server does not preload "__main__"): that is
@@ -211,23 +224,23 @@ def _forkserver() -> multiprocessing.context.BaseContext:
 
 
 def _kill_workers() -> None:
-    """At exit, when the traceback of what went wrong still holds the batches: multiprocessing would send its
-    workers SIGTERM, which they ignore, and wait for ever."""
+    """Kills workers that live at exit, when the traceback of an error still holds the batches.
+    multiprocessing would send them SIGTERM, which they ignore, and wait for ever."""
     for process in multiprocessing.active_children():
         if process.daemon:
             process.kill()
 
 
 def _start_worker(_: int) -> None:
-    """Signals to the whole group are for the trainer to judge. When it is gone, even killed, the worker goes:
-    torch's own watch would look at the worker's parent, which is the fork server, and alive."""
+    """Makes a worker ignore signals to the whole group, and end when the trainer ends, even killed. torch's
+    own watchdog looks at the worker's parent, which is the fork server and lives."""
 
     def watch() -> None:
         multiprocessing.parent_process().join()
         os._exit(1)
 
-    # Of what it can't send (too many open files, no room in /tmp) a queue's thread only prints a traceback,
-    # and the trainer would wait for ever: it does hear of a worker's end.
+    # Where it can't send (too many open files, no room in /tmp) a queue's thread only prints a traceback,
+    # and the trainer would wait for ever; it notices when a worker ends.
     multiprocessing.queues.Queue._on_queue_feeder_error = staticmethod(_end_unsent)
     for number in FOR_THE_TRAINER:
         signal.signal(number, signal.SIG_IGN)

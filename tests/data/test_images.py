@@ -283,11 +283,12 @@ def test_labels_of_any_kind_in_parquet(tmp_path):
     assert found.classes == ("hen", "ox")
     assert found.train.labels.tolist() == [1, 0, 1, 0, 0, 1]
     assert found.val.labels.tolist() == [0, 1, 0]
-    with_labels(tmp_path / "wide", pa.array([0, 1], pa.uint8()))
-    assert open_images(prepare_data(str(tmp_path / "wide"), tmp_path / "cache")).train.labels.tolist() == [
-        0,
-        1,
-    ]
+    (tmp_path / "wide").mkdir()
+    for name, kind in (("train", pa.uint8()), ("val", pa.int32())):
+        labels = pa.array([7, 5, 7], kind)
+        pq.write_table(pa.table({"image": images, "label": labels}), tmp_path / "wide" / f"{name}.parquet")
+    wide = open_images(prepare_data(str(tmp_path / "wide"), tmp_path / "cache"))
+    assert (wide.classes, wide.val.labels.tolist()) == (("5", "7"), [1, 0, 1])
 
 
 @pytest.mark.parametrize(

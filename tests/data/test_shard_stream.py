@@ -168,9 +168,9 @@ def test_exactly_what_is_advised_is_enough(url, through_proxy, tmp_path, monkeyp
         if len(seen) % 36 == 34:
             part = [(0, ids) for ids, _ in evaluation_plan(32, 6, 1, 0)]
             for _ in images.val.batches(part, train=False, **options):
-                assert images.val.cache.lent_bytes <= images.val.cache.limit_bytes  # to both together
+                assert images.val.cache.reserved_bytes <= images.val.cache.limit_bytes  # to both together
     assert seen == expected().reshape(-1, 6).tolist()
-    assert images.val.cache.lent_bytes == 0
+    assert images.val.cache.reserved_bytes == 0
 
 
 def test_a_resume_reads_what_comes_and_not_the_epoch(url, through_proxy, tmp_path):
@@ -204,7 +204,7 @@ def test_a_shard_with_other_content_is_fetched_again_then_named(local, through_p
     break_image(copy, 100)  # after the manifest was made
     url = upload(copy, "broken", s3)
     train = open_images(prepare_data(url, tmp_path / "cache"), RECIPE).train
-    with pytest.raises(ValueError, match=r"broken/train-00011\.tar is not what the manifest says"):
+    with pytest.raises(ValueError, match=r"broken/train-00011\.tar differs from the manifest"):
         read(train, training_plan(train, share_out(24, 6, 1), 0, 0, 0, STEPS))
     assert fetched(through_proxy)["train-00011.tar"] == 2
     assert not list((tmp_path / "cache").glob("*/shards/train-00011.tar*"))
@@ -222,14 +222,14 @@ def test_no_manifest(local, through_proxy, s3, tmp_path):  # noqa: F811
     with pytest.raises(ValueError, match=r"has no manifest\.json: prep_imagenet\.py --out prepares"):
         prepare_data(f"s3://{BUCKET}/nothing", tmp_path)
     ObjectStore(f"s3://{BUCKET}/half").upload(local / "val-00000.tar", "val-00000.tar")
-    with pytest.raises(ValueError, match=r"the same prep_imagenet\.py command goes on with it"):
+    with pytest.raises(ValueError, match=r"the same prep_imagenet\.py command continues it"):
         prepare_data(f"s3://{BUCKET}/half", tmp_path)
 
 
 def test_a_cache_that_is_too_small_is_refused_up_front(url, through_proxy, tmp_path):
     train = open_images(prepare_data(url, tmp_path), replace(RECIPE, cache_gib=5 * SHARD_GIB)).train
     with pytest.raises(
-        ValueError, match=r"--cache_gib .* can't hold what a host reads at once.* of its streams"
+        ValueError, match=r"--cache_gib .* can't hold the shards that a host reads at once.* of its streams"
     ) as error:
         train.check(share_out(24, 6, 1))
     enough = float(re.search("give ([0-9.]+),", str(error.value))[1])
@@ -250,7 +250,7 @@ def test_what_others_use_is_not_removed(url, through_proxy, tmp_path, monkeypatc
     other = open_images(prepare_data(url, tmp_path), RECIPE).train.cache
     files = [f"train-{k:05d}.tar" for k in range(ROOM)]
     locks = [other.hold(file, threading.Event()) for file in files]
-    with pytest.raises(ValueError, match=r"no room for train-00020\.tar in .* all is in use"):
+    with pytest.raises(ValueError, match=r"no room for train-00020\.tar in .* are in use"):
         read(train, [(0, np.array([180]))])
     assert {path.name for path in shards_in(tmp_path)} == set(files)
     other.let_go(files[3], locks[3])

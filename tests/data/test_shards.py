@@ -300,7 +300,7 @@ def write_index(folder: Path, do) -> None:
 
 HUGE = {"descr": "<i8", "fortran_order": False, "shape": (2**40, 4)}
 BAD = {
-    "no manifest": (lambda f: (f / "manifest.json").unlink(), "the same prep_imagenet.py command goes on"),
+    "no manifest": (lambda f: (f / "manifest.json").unlink(), "the same prep_imagenet.py command continues"),
     "cut manifest": (lambda f: truncate(f / "manifest.json"), "manifest.json, line 1, is no JSON"),
     "a list": (lambda f: (f / "manifest.json").write_text("[]"), "holds no JSON object"),
     "format": (lambda f: change(f, lambda m: m.update(format=2)), "has format 2, this code knows 1"),
@@ -463,7 +463,7 @@ def test_an_index_points_into_its_folder_and_where_the_flag_says(tmp_path):
 def test_an_index_in_s3_is_said_to_be_unreadable(tmp_path):
     folder = index_of(tmp_path / "index", "s3://bucket/data/a.tar")
     for root in ("s3://bucket", "s3://bucket/data", "s3://bucket/data/"):
-        with pytest.raises(ValueError, match="of files of this host"):
+        with pytest.raises(ValueError, match="only name files of this host"):
             prepare_data(str(folder), tmp_path / "cache", data_root=(root,))
 
 
