@@ -1,4 +1,4 @@
-"""Decoding and cropping photographs for training, beside what a user would write with PIL and torchvision.
+"""Measures decoding and cropping of photographs, beside the usual code with PIL and torchvision.
 
     python -m benchmarks.decoding --images FOLDER
     python -m benchmarks.decoding --images FOLDER --rounds 15 --json FILE
@@ -7,13 +7,13 @@ PIL:  Image.open, RandomResizedCrop, ToTensor, Normalize: float32 [3, S, S].
 ours: common/data/decode.py, as in a worker of the training: uint8 [S, S, 3]. Flips and normalisation come
       later, on the device, on whole batches.
 
-Both on the same files in memory: as they are, and with the shorter side 256 and quality 90, as
-prep_imagenet.py --resize 256 makes them. One thread. The arms work in turn in one run; a round goes over all
-files with each, and what counts is the median of the rounds' ratios of processor time.
+Both on the same files in memory: the originals, and resized to a shorter side of 256 at quality 90, as
+prep_imagenet.py --resize 256 writes them. One thread. The arms take turns in one run; a round goes over all
+files with each. The result is the median of the rounds' ratios of processor time.
 
 100 photographs of ImageNet of 104 kB (29 kB resized), one CPU core, medians of 9 rounds, four runs: in the
-same time ours did 1.8 to 2.0 times PIL's images on the originals. From resized files it did 2.8 to 3.2 times
-PIL's from the same, and 4.8 to 5.7 times PIL's from the originals.
+same time ours decodes 1.8 to 2.0 times as many originals as PIL. It decodes 2.8 to 3.2 times as many resized
+files as PIL does, and 4.8 to 5.7 times as many as PIL does originals.
 """
 
 import argparse
@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def arms_of(originals: list[bytes], small: list[bytes], size: int) -> dict[str, Callable[[int], None]]:
-    """By name: what makes a crop of each file, given the number of the round."""
+    """The arms by name: functions of the round's number that crop each file."""
     augment = transforms.Compose(
         [
             transforms.RandomResizedCrop(size),
@@ -103,7 +103,7 @@ def processor_ms(arm: Callable[[int], None], number: int) -> float:
 
 
 def ratios(rounds: list[dict[str, float]]) -> dict[str, dict[str, float]]:
-    """By arm: how many times the images of each PIL arm, in the same processor time."""
+    """For each arm its images per processor time, divided by those of each PIL arm."""
     names = list(rounds[0])
     return {
         name: {

@@ -1,4 +1,4 @@
-"""A training epoch of train_vit.py from shards, beside the same steps on one batch that lies on the device.
+"""Measures an epoch of train_vit.py from shards, beside the same steps on one batch that stays on the device.
 
     python -m benchmarks.shard_training --data SHARDS --config recipes/vit_s16_imagenet.yaml --workers 8
     accelerate launch --config_file accelerate_configs/ddp_4gpu.yaml \
@@ -7,10 +7,10 @@
 shards    batches of the data, decoded by --workers processes a device, augmented
 resident  the same step on normal noise: no reading, no decoding, no augmentation
 
-The share of the speed that is left is the first over the second. The arms work in turn in one run, with one
-model. A block is an epoch, or --steps. Before each go as many steps as batches can be ready, which are not
-timed: so neither arm gains by what was decoded while the other worked. All other flags are train_vit.py's;
---data also takes class folders, and s3://bucket/prefix of shards. On a GPU: not yet measured.
+The result is the first speed divided by the second. The arms take turns in one run, with one model. A block
+is an epoch, or --steps. As many steps as batches can be prefetched precede it untimed: neither arm gains from
+batches decoded while the other ran. All other flags are train_vit.py's; --data also takes class folders, and
+s3://bucket/prefix of shards. Not yet measured on a GPU.
 
 ViT-Ti/16 at 224 pixels, bf16, batch 16, one thread for the training and one decoding process, shards of
 --resize 256, blocks of 4 steps, on 2 CPU cores: 0.97, the median of 5 rounds from 0.91 to 1.09.
@@ -82,7 +82,7 @@ class Benchmark:
         self.resident = inputs, torch.randint(len(images.classes), shape[:1], device=self.device)
 
     def images_per_s(self, arm: str, steps: int) -> float:
-        """Of the whole job, over so many optimizer steps."""
+        """The speed of the whole job over a number of optimizer steps."""
         for _ in range(1 + in_flight(self.recipe.workers) // self.batch.accumulations):
             self.step(arm)
         self.wait()
@@ -98,7 +98,7 @@ class Benchmark:
         self.accelerator.wait_for_everyone()
 
     def step(self, arm: str) -> None:
-        """As in train_vit.py."""
+        """One optimizer step, as in train_vit.py."""
         for k in self.batch.micro_batches(self.rank):
             inputs, labels = next(self.batches)[:2] if arm == "shards" else self.resident
             reseed(self.recipe.seed, self.steps, k)

@@ -296,8 +296,8 @@ class ShardImages:
         return self.images
 
     def row(self, i: int) -> list[int]:
-        """Shard, offset, length and label of image i. Read, not mapped: a cut file would kill each worker that
-        maps it (SIGBUS)."""
+        """Shard, offset, length and label of image i. Read, not mapped: a file that is cut kills processes
+        that map it (SIGBUS)."""
         data = os.pread(self.index.fileno(), self.row_bytes, self.rows_begin + int(i) * self.row_bytes)
         if len(data) < self.row_bytes:
             raise OSError(

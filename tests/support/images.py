@@ -8,7 +8,7 @@ from sklearn.datasets import load_digits
 
 
 def class_folders(root: Path, train: int, val: int, size: int = 16, kind: str = "png") -> Path:
-    """`root/train/<digit>/*` and `root/val/<digit>/*` with so many images of two classes altogether."""
+    """Writes `root/train/<digit>/*` and `root/val/<digit>/*`; train, val: images of two classes together."""
     digits = load_digits()
     images = digits.images[np.isin(digits.target, (0, 1))]
     targets = digits.target[np.isin(digits.target, (0, 1))]
