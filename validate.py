@@ -44,7 +44,7 @@ from common.distributed.agreement import agree, once
 from common.distributed.entry import run_process
 from common.distributed.preemption import Preempted, wanted
 from common.evaluation import counted, evaluated_ids, predictions
-from common.recipe import Batch, ImageRecipe, Recipe, parse, recipe_part, setting
+from common.recipe import Batch, ImageRecipe, Job, parse, recipe_part, setting
 from common.script import as_flags, load_script, normalisation, own_script, recipe_class
 from common.system.env import world_size
 from common.system.files import write_text
@@ -92,7 +92,7 @@ class Validation:
 def main() -> None:
     flags, words = parse_flags(sys.argv[1:])
     accelerator, batch = start(
-        Recipe(
+        Job(
             batch_size=flags.per_device_batch_size * world_size(),
             per_device_batch_size=flags.per_device_batch_size,
             mixed_precision=flags.mixed_precision,

@@ -53,23 +53,46 @@ def setting(default: Any, help: str, **bounds: Any) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """The flags that every script has. A script's own recipe adds to them and sets their defaults."""
+class Job:
+    """How processes compute: what distributed.accelerator.start needs."""
 
     unit: typing.ClassVar[str] = "images"  # what is learned from, in messages
 
+    batch_size: int = flag(256, "images per optimizer step over the whole job", minimum=1, per_script=True)
+    per_device_batch_size: int | None = setting(
+        None, "images per forward on one device; unset: batch_size / processes", minimum=1
+    )
+    mixed_precision: str | None = setting(
+        None,
+        "unset: the launcher's; else bf16 where the device has it natively",
+        choices=("no", "bf16", "fp16"),
+    )
+    compile: str | None = setting(
+        None,
+        "torch.compile, in this mode: slow first steps, then faster ones; unset: the launcher's",
+        choices=("no", "default", "reduce-overhead", "max-autotune"),
+    )
+    grad_checkpointing: bool = setting(
+        False, "keep a block's input only and compute it again in the backward pass: less memory, slower"
+    )
+    deepspeed_config: str | None = setting(
+        None, "a file of `ds_configs/`, for the launchers that have no YAML"
+    )
+    timeout_s: int = setting(300, "a process that is silent for so long ends the job", minimum=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe(Job):
+    """The flags that every script has. A script's own recipe adds to them and sets their defaults."""
+
     data: str = flag("generated", "what is learned from", per_script=True)
     epochs: int = flag(10, "passes over the training images", minimum=1, per_script=True)
-    batch_size: int = flag(256, "images per optimizer step over the whole job", minimum=1, per_script=True)
     lr: float = flag(1e-3, "peak learning rate", minimum=0, per_script=True)
     seed: int = flag(
         0,
         "of the initial weights, the order of the images and the augmentation",
         minimum=0,
         maximum=2**32 - 1,
-    )
-    per_device_batch_size: int | None = setting(
-        None, "images per forward on one device; unset: batch_size / processes", minimum=1
     )
     max_steps: int | None = setting(
         None, "stop early, after so many optimizer steps; changes no schedule", minimum=1
@@ -109,23 +132,6 @@ class Recipe:
     telemetry_s: float = setting(
         1.0, "seconds between two samples of GPUs, processor, memory, network and disk; 0: none", minimum=0
     )
-    mixed_precision: str | None = setting(
-        None,
-        "unset: the launcher's; else bf16 where the device has it natively",
-        choices=("no", "bf16", "fp16"),
-    )
-    compile: str | None = setting(
-        None,
-        "torch.compile, in this mode: slow first steps, then faster ones; unset: the launcher's",
-        choices=("no", "default", "reduce-overhead", "max-autotune"),
-    )
-    grad_checkpointing: bool = setting(
-        False, "keep a block's input only and compute it again in the backward pass: less memory, slower"
-    )
-    deepspeed_config: str | None = setting(
-        None, "a file of `ds_configs/`, for the launchers that have no YAML"
-    )
-    timeout_s: int = setting(300, "a process that is silent for so long ends the job", minimum=1)
 
     def __post_init__(self) -> None:
         if self.output_dir and self.model_folder:
@@ -238,7 +244,7 @@ def parse(recipe_class: type[Recipe], argv: list[str] | None = None) -> Recipe:
     return recipe
 
 
-def recipe_part(recipe: Recipe) -> dict[str, Any]:
+def recipe_part(recipe: Job) -> dict[str, Any]:
     """The fields that say what is trained, without those that say where."""
     return {
         f.name: getattr(recipe, f.name) for f in dataclasses.fields(recipe) if f.metadata["part_of_recipe"]

@@ -37,44 +37,44 @@ from common.distributed.answers import (
 )
 from common.distributed.compilation import asked_for, compile_blocks
 from common.distributed.preemption import ready, watch
-from common.recipe import Batch, Recipe, recipe_part, share_out
+from common.recipe import Batch, Job, recipe_part, share_out
 from common.system.env import launched, processes_per_host, rank, world_size
 from common.system.network import interface_to
 from common.system.paths import ROOT
 
 
-def start(recipe: Recipe, clip_norm: float = 0.0) -> tuple[Accelerator, Batch]:
+def start(job: Job, clip_norm: float = 0.0) -> tuple[Accelerator, Batch]:
     """The Accelerator and this job's batch arithmetic. clip_norm is for DeepSpeed's engine; 0 does not clip.
 
     Raises ValueError when the launcher's config has an answer that is not supported, the batch does not
     divide, GPUs are too few, or processes disagree.
     """
     deepspeed = check_answers(
-        os.environ, world_size(), deepspeed_config=recipe.deepspeed_config, precision=recipe.mixed_precision
+        os.environ, world_size(), deepspeed_config=job.deepspeed_config, precision=job.mixed_precision
     )
-    batch = share_out(recipe.batch_size, recipe.per_device_batch_size, world_size(), recipe.unit)
-    watch(recipe.timeout_s)
+    batch = share_out(job.batch_size, job.per_device_batch_size, world_size(), job.unit)
+    watch(job.timeout_s)
     _check_devices()
     if not torch.cuda.is_available():
         os.environ["DS_ACCELERATOR"] = "cpu"  # deepspeed reads it on import, and Accelerate imports deepspeed
     rehearsal = "LOCAL_RANK" in os.environ and not torch.cuda.is_available()
-    if recipe.deepspeed_config:
+    if job.deepspeed_config:
         os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     remarks = settle_answers(rehearsal)
     if rehearsal:
         _rehearse_on_cpu()
-    compilation = asked_for(recipe.compile)
+    compilation = asked_for(job.compile)
     _name_interface()
-    _meet_again(recipe.timeout_s)
+    _meet_again(job.timeout_s)
     accelerator = Accelerator(
-        mixed_precision=_precision(recipe.mixed_precision or enabled_precision(deepspeed)),
-        deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=deepspeed) if recipe.deepspeed_config else None,
+        mixed_precision=_precision(job.mixed_precision or enabled_precision(deepspeed)),
+        deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=deepspeed) if job.deepspeed_config else None,
         dynamo_plugin=TorchDynamoPlugin(backend="no"),  # prepare() compiles, block by block
         gradient_accumulation_plugin=GradientAccumulationPlugin(
             num_steps=batch.accumulations, sync_with_dataloader=False
         ),
         kwargs_handlers=[
-            InitProcessGroupKwargs(timeout=timedelta(seconds=recipe.timeout_s)),
+            InitProcessGroupKwargs(timeout=timedelta(seconds=job.timeout_s)),
             # Buckets are the gradients themselves: no copy, a gradient's memory saved.
             DistributedDataParallelKwargs(gradient_as_bucket_view=True),
         ],
@@ -82,7 +82,7 @@ def start(recipe: Recipe, clip_norm: float = 0.0) -> tuple[Accelerator, Batch]:
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         _fill_deepspeed_config(accelerator.state.deepspeed_plugin.deepspeed_config, batch, clip_norm)
     accelerator.compilation = compilation
-    accelerator.grad_checkpointing = recipe.grad_checkpointing
+    accelerator.grad_checkpointing = job.grad_checkpointing
     if accelerator.distributed_type == DistributedType.FSDP:
         plugin = accelerator.state.fsdp_plugin
         accelerator.grad_checkpointing |= bool(plugin.activation_checkpointing)
@@ -100,7 +100,7 @@ def start(recipe: Recipe, clip_norm: float = 0.0) -> tuple[Accelerator, Batch]:
             accelerator.native_amp, accelerator.scaler = True, torch.amp.GradScaler("cpu")
     blocks = {"compile": str(compilation), "grad_checkpointing": accelerator.grad_checkpointing}
     code = {"script and common/": _code_hash(), **versions()}
-    agree(accelerator, {**code, "recipe": recipe_part(recipe), **blocks})
+    agree(accelerator, {**code, "recipe": recipe_part(job), **blocks})
     if rehearsal:
         accelerator.print(f"rehearsal on CPU: {batch.processes} gloo processes stand for as many GPUs")
     for remark in remarks:
