@@ -17,6 +17,7 @@ import importlib
 import importlib.machinery
 import inspect
 import io
+import multiprocessing.process
 import os
 import pickle
 import resource
@@ -341,6 +342,7 @@ def _start_like_python(words: list[str], env: dict[str, str]) -> None:
 
     numpy.random.seed()
     tempfile.tempdir = None
+    multiprocessing.process.ORIGINAL_DIR = os.getcwd()  # where a spawned process finds a relative main script
     threads = env.get("OMP_NUM_THREADS", "")
     torch.set_num_threads(int(threads) if threads.isdigit() else len(os.sched_getaffinity(0)))
     unbuffered = words[:1] == ["-u"] or bool(env.get("PYTHONUNBUFFERED"))
