@@ -121,6 +121,7 @@ class Search:
             self.trials.append(trial)
             print(trial, flush=True)
             if trial.outcome == RAN:
+                assert trial.memory_gib is not None
                 ran[size] = trial.memory_gib
             elif trial.outcome == OUT_OF_MEMORY:
                 failed.add(size)
@@ -216,7 +217,7 @@ class Search:
 
     def _conclude(self, answer: int, is_memory_full: bool) -> None:
         """Writes the result, and prints the commands that train with it."""
-        speeds = {t.per_device_batch_size: t.images_per_s for t in self.trials if t.outcome == RAN}
+        speeds = {t.per_device_batch_size: t.images_per_s for t in self.trials if t.images_per_s is not None}
         found = self.about | {
             "config_file": str(self.flags.config_file),
             "processes": self.processes,

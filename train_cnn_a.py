@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
@@ -90,10 +91,14 @@ def build_model(recipe: CnnA, classes: int) -> nn.Module:
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)  # of CIFAR-10's training images, in [0, 1]
 
 
-def training_batches(images: Images, plan: Plan, device: torch.device, recipe: CnnA) -> Iterator[tuple]:
+def training_batches(
+    images: Images, plan: Plan, device: torch.device, recipe: CnnA
+) -> Iterator[tuple[Tensor, Tensor, np.ndarray]]:
     """Augmented micro-batches: float [b, 3, S, S] channels_last, labels int64 [b], sample ids [b]."""
-    options = dict(train=True, size=recipe.image_size, seed=recipe.seed, workers=recipe.workers)
-    for epoch, ids, pixels, labels in images.train.batches(plan, device=device, **options):
+    batches = images.train.batches(
+        plan, device=device, train=True, size=recipe.image_size, seed=recipe.seed, workers=recipe.workers
+    )
+    for epoch, ids, pixels, labels in batches:
         draws = uniforms(recipe.seed, epoch, ids, 3)
         pad = 0 if images.train.cropped else pixels.shape[1] // 8  # 4 pixels of 32
         pixels = crop_and_flip(pixels, draws, pad, flip=images.mirror)
@@ -143,8 +148,10 @@ def main(recipe: CnnA, accelerator: Accelerator, batch: Batch) -> None:
         batches = run.feed(training_batches(images, plan, accelerator.device, recipe))
         for step in range(steps.first, steps.last + 1):
             if run.should_evaluate(step):
-                shown = dict(mean=MEAN, std=STD, watcher=run)
-                run.log_evaluation(step, evaluate(accelerator, model, images.val, recipe, batch, **shown))
+                metrics = evaluate(
+                    accelerator, model, images.val, recipe, batch, mean=MEAN, std=STD, watcher=run
+                )
+                run.log_evaluation(step, metrics)
             run.checkpoint(step)
             if step == steps.last:
                 break

@@ -16,6 +16,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
@@ -66,7 +67,7 @@ class Block(nn.Module):
         self.bn1 = nn.BatchNorm2d(width_out)
         self.conv2 = nn.Conv2d(width_out, width_out, 3, padding=1, bias=False)
         self.bn2 = nn.BatchNorm2d(width_out)
-        self.shortcut = nn.Identity()
+        self.shortcut: nn.Module = nn.Identity()
         if stride != 1 or width_in != width_out:
             projection = nn.Conv2d(width_in, width_out, 1, stride, bias=False)
             self.shortcut = nn.Sequential(projection, nn.BatchNorm2d(width_out))
@@ -94,7 +95,8 @@ class ResNet18(nn.Module):
         widths = [width, width, 2 * width, 4 * width, 8 * width]
         stages = [
             nn.Sequential(
-                Block(widths[i], widths[i + 1], stride=1 if i == 0 else 2), Block(*2 * [widths[i + 1]], 1)
+                Block(widths[i], widths[i + 1], stride=1 if i == 0 else 2),
+                Block(widths[i + 1], widths[i + 1], stride=1),
             )
             for i in range(4)
         ]
@@ -118,10 +120,14 @@ def build_model(recipe: CnnB, classes: int) -> nn.Module:
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)  # of CIFAR-10's training images, in [0, 1]
 
 
-def training_batches(images: Images, plan: Plan, device: torch.device, recipe: CnnB) -> Iterator[tuple]:
+def training_batches(
+    images: Images, plan: Plan, device: torch.device, recipe: CnnB
+) -> Iterator[tuple[Tensor, Tensor, np.ndarray]]:
     """Augmented micro-batches: float [b, 3, S, S] channels_last, labels int64 [b], sample ids [b]."""
-    options = dict(train=True, size=recipe.image_size, seed=recipe.seed, workers=recipe.workers)
-    for epoch, ids, pixels, labels in images.train.batches(plan, device=device, **options):
+    batches = images.train.batches(
+        plan, device=device, train=True, size=recipe.image_size, seed=recipe.seed, workers=recipe.workers
+    )
+    for epoch, ids, pixels, labels in batches:
         draws = uniforms(recipe.seed, epoch, ids, 3)
         pad = 0 if images.train.cropped else pixels.shape[1] // 8  # 4 pixels of 32
         pixels = crop_and_flip(pixels, draws, pad, flip=images.mirror)
@@ -173,8 +179,10 @@ def main(recipe: CnnB, accelerator: Accelerator, batch: Batch) -> None:
         batches = run.feed(training_batches(images, plan, accelerator.device, recipe))
         for step in range(steps.first, steps.last + 1):
             if run.should_evaluate(step):
-                shown = dict(mean=MEAN, std=STD, watcher=run)
-                run.log_evaluation(step, evaluate(accelerator, model, images.val, recipe, batch, **shown))
+                metrics = evaluate(
+                    accelerator, model, images.val, recipe, batch, mean=MEAN, std=STD, watcher=run
+                )
+                run.log_evaluation(step, metrics)
             run.checkpoint(step)
             if step == steps.last:
                 break

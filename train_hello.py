@@ -121,7 +121,7 @@ def main(recipe: Hello, accelerator: Accelerator, batch: Batch) -> None:
         x, y = (t.to(accelerator.device) for t in points(recipe.data_size, recipe.seed))
         val_x, val_y = (t.to(accelerator.device) for t in points(1000, recipe.seed + 1))
         torch.manual_seed(recipe.seed)
-        model = Net(recipe.hidden_size)
+        model: nn.Module = Net(recipe.hidden_size)
         optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr)
         # Here the strategy enters. DDP keeps the whole model on every rank; FSDP and ZeRO lay weights,
         # gradients or the optimizer's moments out over the ranks. The loop below is the same for all of them.

@@ -14,13 +14,18 @@ Accuracy of this recipe: not yet measured on a GPU.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import timm
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from torch import nn
+from timm.data import resolve_model_data_config
+from timm.models import get_pretrained_cfg_value
+from torch import Tensor, nn
 
 from common.augment import (
     COLOR,
@@ -89,15 +94,15 @@ class Vit(ImageRecipe):
 
 def build_model(recipe: Vit, classes: int) -> nn.Module:
     """[B, 3, image_size, image_size] -> logits [B, classes]. ValueError when timm can't build it."""
-    size = {"img_size": recipe.image_size} | ({"patch_size": recipe.patch_size} if recipe.patch_size else {})
-    drop = {"drop_path_rate": recipe.drop_path, "drop_rate": recipe.dropout}
+    options: dict[str, Any] = {"drop_path_rate": recipe.drop_path, "drop_rate": recipe.dropout}
+    options["img_size"] = recipe.image_size
+    if recipe.patch_size:
+        options["patch_size"] = recipe.patch_size
     if not timm.is_model(recipe.model):
         raise ValueError(f"--model {recipe.model} is not in timm: timm.list_models('vit_*') names them")
     try:
-        model = timm.create_model(
-            recipe.model, pretrained=recipe.pretrained, num_classes=classes, **size, **drop
-        )
-        model._no_split_modules = [type(model.blocks[0]).__name__]  # what FSDP wraps one by one
+        model = timm.create_model(recipe.model, recipe.pretrained, num_classes=classes, **options)
+        block = type(model.get_submodule("blocks.0"))
     except OSError as error:
         raise ValueError(
             f"--pretrained: the hub can't be reached ({error}): give --weights FILE instead"
@@ -106,8 +111,11 @@ def build_model(recipe: Vit, classes: int) -> nn.Module:
         raise ValueError(
             f"--model {recipe.model} is no Vision Transformer that timm builds like this: {error}"
         ) from error
+    # The classes that FSDP wraps one by one. torch declares a module's attributes as tensors or modules.
+    model._no_split_modules = (block.__name__,)  # type: ignore[assignment]
     if recipe.weights:
-        load_weights(model, Path(recipe.weights), head=model.pretrained_cfg["classifier"])
+        head = get_pretrained_cfg_value(recipe.model, "classifier")
+        load_weights(model, Path(recipe.weights), head=str(head))
     return model
 
 
@@ -115,11 +123,18 @@ def build_model(recipe: Vit, classes: int) -> nn.Module:
 
 
 def training_batches(
-    images: Images, plan: Plan, device: torch.device, recipe: Vit, mean: tuple, std: tuple
-) -> Iterator[tuple]:
+    images: Images,
+    plan: Plan,
+    device: torch.device,
+    recipe: Vit,
+    mean: tuple[float, ...],
+    std: tuple[float, ...],
+) -> Iterator[tuple[Tensor, Tensor, np.ndarray]]:
     """Augmented micro-batches: float [b, 3, S, S] channels_last, labels int64 [b], sample ids [b]."""
-    options = dict(train=True, size=recipe.image_size, seed=recipe.seed, workers=recipe.workers)
-    for epoch, ids, pixels, labels in images.train.batches(plan, device=device, **options):
+    batches = images.train.batches(
+        plan, device=device, train=True, size=recipe.image_size, seed=recipe.seed, workers=recipe.workers
+    )
+    for epoch, ids, pixels, labels in batches:
         draws = uniforms(recipe.seed, epoch, ids, DRAWS)
         pad = 0 if images.train.cropped else pixels.shape[1] // 8  # 4 pixels of 32
         pixels = crop_and_flip(pixels, draws, pad, flip=images.mirror)
@@ -140,7 +155,7 @@ def training_batches(
 def build_optimizer(model: nn.Module, recipe: Vit) -> torch.optim.Optimizer:
     # Weight decay on matrices only: biases, norms and position embeddings it would pull to zero without
     # making the model smaller.
-    excluded = model.no_weight_decay()
+    excluded: set[str] = getattr(model, "no_weight_decay", set)()  # as timm names them
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     decayed = [p for name, p in trained if p.ndim > 1 and name not in excluded]
     others = [p for name, p in trained if p.ndim <= 1 or name in excluded]
@@ -169,7 +184,8 @@ def main(recipe: Vit, accelerator: Accelerator, batch: Batch) -> None:
         images = load(accelerator, recipe)
         torch.manual_seed(recipe.seed)  # the same initial weights in every process
         model = build_model(recipe, len(images.classes))
-        mean, std = model.pretrained_cfg["mean"], model.pretrained_cfg["std"]
+        data_config = resolve_model_data_config(model)
+        mean, std = data_config["mean"], data_config["std"]
         optimizer = build_optimizer(model, recipe)
         model, optimizer = prepare(accelerator, model, optimizer)
         ema = EMA(model, optimizer, recipe.ema_decay) if recipe.ema_decay else None
@@ -179,14 +195,16 @@ def main(recipe: Vit, accelerator: Accelerator, batch: Batch) -> None:
         steps = run.begin(model, optimizer, steps, data=images.identity, ema=ema)
         rank = accelerator.process_index
         plan = steps.plan(images.train, batch, rank, recipe.seed)
-        shown = dict(mean=mean, std=std, watcher=run)
+        validate = partial(
+            evaluate, accelerator, model, images.val, recipe, batch, mean=mean, std=std, watcher=run
+        )
         batches = run.feed(training_batches(images, plan, accelerator.device, recipe, mean, std))
         for step in range(steps.first, steps.last + 1):
             if run.should_evaluate(step):
-                metrics = evaluate(accelerator, model, images.val, recipe, batch, **shown)
+                metrics = validate()
                 if ema:
                     with ema.in_place():
-                        averaged = evaluate(accelerator, model, images.val, recipe, batch, **shown)
+                        averaged = validate()
                     metrics = averaged | {"raw_accuracy": metrics["accuracy"]}
                 run.log_evaluation(step, metrics)
             run.checkpoint(step)

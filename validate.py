@@ -21,7 +21,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -104,6 +104,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="validate-") as scratch:
 
         def look(beat: Beat) -> dict[str, Any]:
+            assert flags.checkpoint is not None
             return dataclasses.asdict(find(flags.checkpoint, flags.which, Path(scratch), beat))
 
         trained = TrainedModel(**once(accelerator, "checkpoint", look, flags.timeout_s))
@@ -161,7 +162,8 @@ def parse_flags(words: list[str]) -> tuple[Validation, list[str]]:
 
 def pick(words: list[str], names: set[str]) -> tuple[list[str], list[str]]:
     """The words of the flags with these names, each with the value behind it, and all other words."""
-    picked, others = [], []
+    picked: list[str] = []
+    others: list[str] = []
     target = others
     for word in words:
         if word.startswith("--"):
@@ -297,9 +299,11 @@ def teller(accelerator: Accelerator) -> Callable[[str], None]:
 
 def pixels_of(split: Split, shown: list[dict], recipe: ImageRecipe) -> np.ndarray:
     """The images with these ids, as they were before the normalisation: uint8 [n, H, W, 3]."""
-    options = dict(device="cpu", train=False, size=recipe.image_size, seed=recipe.seed, workers=0)
     plan = [(0, np.asarray([image["id"] for image in shown], dtype=np.int64))]
-    return next(iter(split.batches(plan, **options)))[2].numpy()
+    batches = split.batches(
+        plan, device="cpu", train=False, size=recipe.image_size, seed=recipe.seed, workers=0
+    )
+    return next(iter(batches)).images.numpy()
 
 
 # --- Metrics and report
@@ -365,7 +369,7 @@ def show(found: dict[str, Any], title: str) -> None:
 
     console = Console(markup=False, highlight=False)
     classes, per_class = [name[:NAME] for name in found["classes"]], found["per_class"]
-    rows = [
+    figures = [
         ("images", f"{found['images']:,}"),
         ("top-1 accuracy", f"{found['top1']:.4f}"),
         ("top-5 accuracy", f"{found['top5']:.4f}"),
@@ -374,7 +378,7 @@ def show(found: dict[str, Any], title: str) -> None:
         ("speed", f"{found['images_per_s']:,.0f} images/s"),
         ("processes", f"{found['processes']} x {found['device']}"),
     ]
-    console.print(table(title, ["what", "value"], rows))
+    console.print(table(title, ["what", "value"], figures))
     few = len(classes) <= PRINTED_CLASSES
     by_f1 = sorted(range(len(classes)), key=lambda c: per_class["f1"][c])
     rows = [
@@ -385,14 +389,14 @@ def show(found: dict[str, Any], title: str) -> None:
     console.print(table(heading, ["class", *PER_CLASS], rows))
     if not few:
         return
-    rows = [(f"{c} {classes[c]}", *map(str, counts)) for c, counts in enumerate(found["confusion"])]
-    matrix = table("confusion matrix, a row per true class", ["true", *map(str, range(len(classes)))], rows)
+    counts = [(f"{c} {classes[c]}", *map(str, row)) for c, row in enumerate(found["confusion"])]
+    matrix = table("confusion matrix, a row per true class", ["true", *map(str, range(len(classes)))], counts)
     needed = console.measure(matrix, options=console.options.update(max_width=10_000)).maximum
     if needed <= console.width:
         console.print(matrix)
 
 
-def table(title: str, columns: list[str], rows: list[tuple[str, ...]]) -> Any:
+def table(title: str, columns: list[str], rows: Iterable[tuple[str, ...]]) -> Any:
     """For rich to print, numbers to the right."""
     from rich import box
     from rich.table import Table

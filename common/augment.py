@@ -38,8 +38,8 @@ def crop_and_flip(images: Tensor, draws: np.ndarray, pad: int, flip: bool) -> Te
     y, x = np.arange(h, dtype=np.int32), np.arange(w, dtype=np.int32)
     rows = _mirror(y + shift[:, :1], h) + np.arange(b, dtype=np.int32)[:, None] * h  # [B, H], of the batch
     columns = _mirror(np.where(mirrored, x[::-1], x) + shift[:, 1:], w)  # [B, W]
-    rows, columns = (torch.from_numpy(i).to(images.device, non_blocking=True) for i in (rows * w, columns))
-    pixels = rows[:, :, None] + columns[:, None, :]  # [B, H, W], into the pixels of the batch
+    y_index, x_index = (torch.from_numpy(i).to(images.device, non_blocking=True) for i in (rows * w, columns))
+    pixels = y_index[:, :, None] + x_index[:, None, :]  # [B, H, W], into the pixels of the batch
     return images.reshape(-1, 3).index_select(0, pixels.view(-1)).view(b, h, w, 3)
 
 
@@ -54,8 +54,8 @@ def color_jitter(images: Tensor, draws: np.ndarray, strength: float) -> Tensor:
     order = ORDERS[(draws[:, 3] * len(ORDERS)).astype(np.int64)]  # [B, 3]
     factors = np.take_along_axis(1 + strength * (2 * draws[:, :3] - 1), order, axis=1)
     # Each is a blend: with black, with the image's mean grey, or with each pixel's grey.
-    shares = np.stack([factors, (1 - factors) * (order == 1), (1 - factors) * (order == 2)])  # [3, B, 3]
-    shares = torch.from_numpy(shares.astype(np.float32)).to(images.device, non_blocking=True)
+    blends = np.stack([factors, (1 - factors) * (order == 1), (1 - factors) * (order == 2)])  # [3, B, 3]
+    shares = torch.from_numpy(blends.astype(np.float32)).to(images.device, non_blocking=True)
     planes = images.permute(3, 0, 1, 2).contiguous().float()  # [3, B, H, W]
     for own, mean, grey in shares[..., None, None].unbind(2):  # [B, 1, 1] each
         luma = LUMA[0] * planes[0] + LUMA[1] * planes[1] + LUMA[2] * planes[2]  # [B, H, W]

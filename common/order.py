@@ -134,7 +134,7 @@ def training_plan(
 ) -> Plan:
     """This process's micro-batches of the steps first_step ... last_step - 1, in the order of training."""
     per_epoch = steps_per_epoch(samples, batch)
-    epoch, ids = -1, None
+    epoch, ids = -1, np.empty(0, np.int64)
     for step in range(first_step, last_step):
         if step // per_epoch != epoch:
             epoch = step // per_epoch

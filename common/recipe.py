@@ -11,12 +11,17 @@ import types
 import typing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from common.system.cli import tell_torchrun
 from common.system.env import is_hosts_first
 from common.system.files import parse_json
 from common.system.text import plural, printable_lines
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+R = TypeVar("R", bound="DataclassInstance")
 
 
 def flag(
@@ -213,7 +218,7 @@ class ImageRecipe(Recipe):
         return recorded | ({"streams": self.streams} if is_unused or are_derived else {})
 
 
-def parse(recipe_class: type[Recipe], argv: list[str] | None = None) -> Recipe:
+def parse(recipe_class: type[R], argv: list[str] | None = None) -> R:
     """The recipe from the command line; `--config FILE` sets defaults and flags win.
 
     What is wrong ends the job with status 2 and one line, printed once a host, that names the flag or key.
@@ -251,7 +256,7 @@ def recipe_part(recipe: Job) -> dict[str, Any]:
     }
 
 
-def as_yaml(recipe: Recipe) -> str:
+def as_yaml(recipe: "DataclassInstance") -> str:
     """All fields, as a file for --config."""
     import yaml
 
@@ -388,7 +393,7 @@ def _text(value: Any) -> str:
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-def _base_type(field: dataclasses.Field) -> type:
+def _base_type(field: dataclasses.Field) -> Any:
     """int for `int | None`, tuple for `tuple[int, ...]`."""
     kind = field.type
     if isinstance(kind, types.UnionType):
@@ -466,7 +471,8 @@ def _read_yaml(path: Path) -> Any:
     except RecursionError:
         raise ValueError(f"--config {path}: it is nested too deep") from None
     except yaml.YAMLError as error:
-        line = f", line {error.problem_mark.line + 1}" if getattr(error, "problem_mark", None) else ""
+        mark = getattr(error, "problem_mark", None)
+        line = f", line {mark.line + 1}" if mark else ""
         raise ValueError(f"--config {path}{line}: {getattr(error, 'problem', None) or error}") from None
     except ValueError as error:  # not UTF-8, a date that there is not
         raise ValueError(f"--config {path}: {error}") from None

@@ -14,7 +14,7 @@ from common.system.paths import ROOT
 NOT_OF_THE_MODEL = ("pretrained", "weights", "max_val_images")  # how it began, and was looked at
 
 
-def own_script(name: str) -> Path:
+def own_script(name: str | None) -> Path:
     """The project's own train script with the name that a checkpoint's manifest has. ValueError for others.
 
     Never a path that a checkpoint names: to load a script is to run its code.
@@ -31,6 +31,8 @@ def own_script(name: str) -> Path:
 def load_script(path: Path) -> ModuleType:
     """Imports it, without its main()."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
     script = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = script
     spec.loader.exec_module(script)
@@ -70,4 +72,7 @@ def normalisation(script: ModuleType, model: nn.Module) -> tuple[tuple[float, ..
     """Mean and standard deviation of the pixels in [0, 1], with which the script trains its model."""
     if hasattr(script, "MEAN"):
         return script.MEAN, script.STD
-    return model.pretrained_cfg["mean"], model.pretrained_cfg["std"]  # timm's
+    from timm.data import resolve_model_data_config
+
+    found = resolve_model_data_config(model)
+    return found["mean"], found["std"]
