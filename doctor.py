@@ -97,7 +97,7 @@ class Checks:
         self.notes: list[str] = []
 
     def run(self) -> list[Finding]:
-        found = []
+        found: list[Finding] = []
         with ThreadPoolExecutor(1) as beside:
             model = beside.submit(_model, self.flags.script) if self.flags.script else None
             for check in (self.hosts, self.network, self.folders, self.s3, self.all_reduce):
@@ -163,7 +163,7 @@ class Checks:
     def folders(self) -> Iterator[Finding]:
         """Checks --output_dir. Only rank 0 writes: on other hosts a problem is a warning."""
         self.checked += ["output", "disk"]
-        question = {
+        question: dict[str, Any] = {
             "folder": str(Path(self.flags.output_dir).absolute()),
             "token": f".doctor-{secrets.token_hex(4)}",
         }
@@ -202,10 +202,9 @@ class Checks:
         ranks = {client.name: rank for rank, client in enumerate(self.clients)}
 
         def ask(client: HostClient) -> dict[str, Any]:
-            place = {"address": self.address, "port": port, "hosts": len(ranks), "rank": ranks[client.name]}
-            interface = self.facts[client.name]["interface"]
-            question = place | {"interface": interface, "deadline_s": ALL_REDUCE_S}
-            return client.ask("all_reduce", ALL_REDUCE_S + 10, **question)
+            rendezvous = {"address": self.address, "port": port, "hosts": len(ranks)}
+            own = {"rank": ranks[client.name], "interface": self.facts[client.name]["interface"]}
+            return client.ask("all_reduce", ALL_REDUCE_S + 10, **rendezvous, **own, deadline_s=ALL_REDUCE_S)
 
         answers = {client.name: answer for client, answer in self._all(ask)}
         yield from check_all_reduce(answers)
@@ -257,7 +256,7 @@ def show(hosts: list[Host], checks: Checks, findings: list[Finding]) -> None:
 
     console = Console(highlight=False)
     table = Table(Column("check", no_wrap=True), *(host.name for host in hosts))
-    worst = {}
+    worst: dict[tuple[str, str], bool] = {}  # code, host -> True when the job would fail
     for finding in findings:
         key = (finding.code, finding.host)
         worst[key] = worst.get(key, False) or finding.fails

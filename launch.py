@@ -16,6 +16,7 @@ command continues (exit status 75); Ctrl-C twice ends all at once.
 
 import argparse
 import difflib
+import io
 import os
 import sys
 import time
@@ -45,7 +46,8 @@ DEEPSPEED_ENV = (
 
 def main() -> int:
     flags = parse(sys.argv[1:])
-    sys.stdout.reconfigure(errors="replace")  # what ranks print must not end the job
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # what ranks print must not end the job
     return write_deepspeed_env() if flags.write_deepspeed_env else JobRunner(plan(flags)).run(flags.dry_run)
 
 
@@ -87,8 +89,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 def plan(flags: argparse.Namespace) -> LaunchPlan:
     """Checks the flags, before any host is connected. ValueError for a mistake."""
     hosts = _hosts(flags)
-    counts = {len(host.devices) for host in hosts}
-    if len(counts) > 1:
+    if len({len(host.devices) for host in hosts}) > 1:
         counts = ", ".join(f"{host.name} {len(host.devices)}" for host in hosts)
         raise ValueError(f"accelerate starts as many processes on each host; here they differ: {counts}")
     if not 1 <= flags.port <= 65535:
@@ -123,12 +124,12 @@ def _hosts(flags: argparse.Namespace) -> list[Host]:
     if flags.mode == "multi-node":
         if not (flags.master_node and flags.worker_nodes and flags.gpus_per_node):
             raise ValueError("--mode multi-node needs --master-node, --worker-nodes and --gpus-per-node")
-        names = [flags.master_node, *flags.worker_nodes.split(",")]
-        if wrong := [name for name in names if not NAME.fullmatch(name)]:
+        hosts = [flags.master_node, *flags.worker_nodes.split(",")]
+        if wrong := [name for name in hosts if not NAME.fullmatch(name)]:
             raise ValueError(f"{wrong[0]!r} is no host's name")
-        if len(set(names)) < len(names):
-            raise ValueError(f"--master-node and --worker-nodes name a host twice: {', '.join(names)}")
-        return [Host(name, tuple(range(flags.gpus_per_node))) for name in names]
+        if len(set(hosts)) < len(hosts):
+            raise ValueError(f"--master-node and --worker-nodes name a host twice: {', '.join(hosts)}")
+        return [Host(name, tuple(range(flags.gpus_per_node))) for name in hosts]
     return select(read_hostfile(flags.hostfile or ROOT / "hostfile"), flags.include, flags.exclude)
 
 

@@ -57,6 +57,7 @@ def main() -> None:
     except (ValueError, OSError) as error:
         print(f"error: {error}", flush=True)
         sys.exit(1)
+    assert child.stdout
     relay = threading.Thread(target=_relay, args=(child.stdout.fileno(),), daemon=True)
     relay.start()
     status = _wait(child, heard)

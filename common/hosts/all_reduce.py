@@ -21,8 +21,10 @@ ROUNDS = 5
 def main() -> None:
     within_s = float(sys.argv[1])
     gpu = torch.cuda.is_available()
-    about = {"built_for": torch.cuda.get_arch_list() if gpu else []}
-    about["capability"] = list(torch.cuda.get_device_capability()) if gpu else None
+    about = {
+        "built_for": torch.cuda.get_arch_list() if gpu else [],
+        "capability": torch.cuda.get_device_capability() if gpu else None,
+    }
     print(json.dumps(about), flush=True)  # first: on a GPU that torch was not built for the rest fails
     dist.init_process_group("nccl" if gpu else "gloo", timeout=timedelta(seconds=within_s))
     device = torch.device("cuda" if gpu else "cpu")

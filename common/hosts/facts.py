@@ -83,7 +83,7 @@ def _listen(port: int, listening: list[socket.socket]) -> dict[str, Any]:
     try:
         listening.append(socket.create_server(("", port)))
     except OSError as error:
-        return {"taken": f"{os.strerror(error.errno)}{listener(port)}"}
+        return {"taken": f"{os.strerror(error.errno or 0)}{listener(port)}"}
     return {"taken": None}
 
 
@@ -153,7 +153,7 @@ def all_reduce(
         done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=deadline_s, cwd=ROOT)
     except subprocess.TimeoutExpired:
         return {"problem": f"no answer within {deadline_s:.0f} s"}
-    found = {"problem": None}
+    found: dict[str, Any] = {"problem": None}
     for line in done.stdout.splitlines():
         found |= json.loads(line)
     if done.returncode:

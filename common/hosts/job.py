@@ -11,7 +11,9 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -46,11 +48,11 @@ class LaunchPlan:
 
     def words(self, rank: int, address: str) -> list[str]:
         """The command of host number `rank`. address: the first host's, unused in a job on one host."""
-        place = ["--num_machines", str(len(self.hosts)), "--num_processes", str(self.processes)]
+        flags = ["--num_machines", str(len(self.hosts)), "--num_processes", str(self.processes)]
         if len(self.hosts) > 1:
-            place += ["--machine_rank", str(rank), "--main_process_ip", address]
-            place += ["--main_process_port", str(self.port)]
-        return [sys.executable, "-m", "accelerate.commands.launch", *self.launcher, *place, *self.script]
+            flags += ["--machine_rank", str(rank), "--main_process_ip", address]
+            flags += ["--main_process_port", str(self.port)]
+        return [sys.executable, "-m", "accelerate.commands.launch", *self.launcher, *flags, *self.script]
 
 
 @dataclass
@@ -92,7 +94,7 @@ class HostConnection:
 class JobRunner:
     def __init__(self, plan: LaunchPlan):
         self.plan = plan
-        self.events: queue.SimpleQueue[tuple] = queue.SimpleQueue()
+        self.events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()  # their handlers
         self.signals: list[int] = []  # that this launcher has received
         self.failed: list[HostConnection] = []  # in the order in which they ended
         self.stopped_at: float | None = None  # when all were told to stop
@@ -102,7 +104,7 @@ class JobRunner:
         # SIGHUP comes from a terminal that is closed, or an ssh connection that is lost.
         hangup = () if is_under_nohup() else (signal.SIGHUP,)
         for number in (signal.SIGINT, signal.SIGTERM, *hangup):
-            signal.signal(number, lambda number, _: self.events.put(("signal", None, number)))
+            signal.signal(number, lambda number, _: self.events.put(partial(self._on_signal, number)))
         began = time.monotonic()
         self.connections = [self._connect(host) for host in self.plan.hosts]
         threading.Thread(target=self._send_heartbeats, daemon=True).start()
@@ -134,8 +136,8 @@ class JobRunner:
     def _listen(self, connection: HostConnection) -> None:
         assert connection.process.stdout
         for line in connection.process.stdout:
-            self.events.put(("line", connection, line.rstrip("\n")))
-        self.events.put(("end", connection, connection.process.wait()))
+            self.events.put(partial(self._on_line, connection, line.rstrip("\n")))
+        self.events.put(partial(self._on_end, connection, connection.process.wait()))
 
     def _send_heartbeats(self) -> None:
         """In a thread: a suspended terminal can block the main thread's output."""
@@ -169,8 +171,7 @@ class JobRunner:
                     connection.process.kill()
                     self._on_end(connection, SSH_FAILED)
         with contextlib.suppress(queue.Empty):
-            kind, connection, what = self.events.get(timeout=0.5)
-            {"line": self._on_line, "end": self._on_end, "signal": self._on_signal}[kind](connection, what)
+            self.events.get(timeout=0.5)()
 
     def _on_line(self, connection: HostConnection, line: str) -> None:
         if connection.hello is None and line.startswith(HELLO):
@@ -192,7 +193,7 @@ class JobRunner:
             self.failed.append(connection)
             self._stop_all()
 
-    def _on_signal(self, _: None, number: int) -> None:
+    def _on_signal(self, number: int) -> None:
         if self.signals:
             self._send_all("kill")
         else:

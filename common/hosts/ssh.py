@@ -11,7 +11,7 @@ from pathlib import Path
 from common.system.network import own_addresses
 
 # An unknown key is refused, ssh asks nothing, and a lost host is noticed within 25 s.
-SSH = ("ssh", "-T", "-x", "-a", "-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=yes")
+SSH: tuple[str, ...] = ("ssh", "-T", "-x", "-a", "-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=yes")
 SSH += ("-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=4")
 SSH += ("-o", "ControlMaster=no", "-o", "ControlPath=none")  # an existing connection has other options
 SSH_FAILED = 255  # ssh's own exit status

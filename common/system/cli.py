@@ -1,6 +1,7 @@
 """Start and end of a command, also with closed streams, without a home or a working folder."""
 
 import contextlib
+import io
 import json
 import os
 import sys
@@ -47,7 +48,7 @@ def open_streams() -> None:
             os.open(os.devnull, os.O_RDWR)  # gets the lowest free number
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w" if number else "r"))  # noqa: SIM115
-    with contextlib.suppress(AttributeError):  # a stream that is not a file
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a test may have put another stream there
         sys.stdout.reconfigure(errors="backslashreplace")  # a name that is not UTF-8 must not end the command
 
 

@@ -34,7 +34,7 @@ def listener(port: int) -> str:
     """The process that listens on the port, as ` by process 12, python x.py`; empty when it can't be seen."""
     with contextlib.suppress(psutil.Error):
         for known in psutil.net_connections("tcp"):
-            if known.status == psutil.CONN_LISTEN and known.laddr.port == port and known.pid:
+            if known.status == psutil.CONN_LISTEN and known.laddr and known.laddr.port == port and known.pid:
                 command = shlex.join(psutil.Process(known.pid).cmdline())
                 return f" by process {known.pid}, {command[:80]}"
     return ""

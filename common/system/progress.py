@@ -67,7 +67,8 @@ class Bar(Lines):
 
     def __init__(self, epochs: int, first_step: int, steps: int, batch_size: int, unit: str):
         super().__init__(epochs, first_step, steps, batch_size, unit)
-        self.epochs_per_step, self.doing, self.values = 0.0, "starting", {}
+        self.epochs_per_step, self.doing = 0.0, "starting"
+        self.values: dict[str, float] = {}  # the newest ones
         self.line = LiveLine(lambda: (self.step / self.steps, self._parts()))
         self.line.start()
 

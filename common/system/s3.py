@@ -13,14 +13,19 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import cache, partial
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 from urllib.parse import urlsplit
 
 from common.system.redaction import redacted
 from common.system.threads import run_all_with_heartbeat, run_with_heartbeat, start_daemon
+
+if TYPE_CHECKING:  # imported where it is needed: it takes a second
+    from botocore.client import BaseClient
+    from botocore.exceptions import ClientError
 
 CONNECT_S = 5  # per address that the endpoint's name has
 READ_S = 15  # silence after which a request, or a part of an answer, counts as lost
@@ -77,7 +82,7 @@ class ObjectStore:
         self._prefix = f"{prefix}/" if prefix else ""
         self._conditional = True  # until the store refuses one
         self._endpoint = "the store"  # its address, after the first client
-        self._clients: dict[int, object] = {}  # by pid: a forked process must not share connections
+        self._clients: dict[int, BaseClient] = {}  # by pid: a forked process must not share connections
         self._secrets: tuple[str, ...] = ()  # the credentials of the newest client
 
     def probe(self) -> None:
@@ -118,7 +123,8 @@ class ObjectStore:
 
         Web consoles create keys named `.../` for folders; some tools create `/..`, unsafe in a path.
         """
-        start, keys = self._prefix + under, []
+        start = self._prefix + under
+        keys: list[str] = []
         with self._explained(f"listing {under or 'the prefix'}"):
             for number, page in enumerate(self._pages(start)):
                 found = [item["Key"] for item in page.get("Contents", ())]
@@ -219,7 +225,7 @@ class ObjectStore:
                 # object could be this file or an older one.
                 self._transfer(client, path, key)
 
-    def _transfer(self, client, path: Path, key: str) -> None:
+    def _transfer(self, client: "BaseClient", path: Path, key: str) -> None:
         from boto3.s3.transfer import TransferConfig, create_transfer_manager
 
         config = TransferConfig(
@@ -246,7 +252,7 @@ class ObjectStore:
                     f"{self.url}/{key} {there} where {size:,} bytes are expected: use another copy"
                 )
             _reserve(path, size)
-            ranges = queue.SimpleQueue()
+            ranges: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
             for start in range(0, size, PART_BYTES):
                 ranges.put((start, min(start + PART_BYTES, size)))
             # Opened here: a thread that outlives a failed download must not open what is at `path` by then.
@@ -269,7 +275,8 @@ class ObjectStore:
 
         Close it, or read it to its end. Each piece is tried ATTEMPTS times.
         """
-        stop, coming = threading.Event(), deque()
+        stop = threading.Event()
+        coming: deque[Future[bytes]] = deque()
         first = min(CHUNK_BYTES, PART_BYTES)
         begins = [start, *range(start + first, size, PART_BYTES)] if start < size else []
         try:
@@ -305,8 +312,9 @@ class ObjectStore:
         while start < end and not stop.wait(_backoff_s(attempt)):
             with self._explained(f"reading {key}"):
                 client, span = self._client(), f"{start}-{end - 1}"
-                place = {"Bucket": self._bucket, "Key": self._key(key)}
-                answer = client.get_object(**place, Range=f"bytes={span}", **same)
+                answer = client.get_object(
+                    Bucket=self._bucket, Key=self._key(key), Range=f"bytes={span}", **same
+                )
                 if not answer.get("ContentRange", "").startswith(f"bytes {span}/"):
                     raise StoreError(f"{self.url}/{key}: the store ignores ranges: use another store")
                 try:
@@ -345,7 +353,7 @@ class ObjectStore:
             )
         return self._prefix + key
 
-    def _client(self):
+    def _client(self) -> "BaseClient":
         """This process's client. Two threads may both create one; dropping one is harmless."""
         client = self._clients.get(os.getpid())
         if client is None:
@@ -379,7 +387,7 @@ def _is_plain(key: str) -> bool:
     return len(key) <= 1024 and key.isprintable() and all(name not in ("", ".", "..") for name in names)
 
 
-def _connect() -> tuple[object, tuple[str, ...]]:
+def _connect() -> tuple["BaseClient", tuple[str, ...]]:
     """A client with a session of its own, so that processes share nothing, and its credentials."""
     import boto3
     from botocore.config import Config
@@ -408,7 +416,7 @@ def _connect() -> tuple[object, tuple[str, ...]]:
     return client, tuple(filter(None, credentials.get_frozen_credentials()[:3])) if credentials else ()
 
 
-def _send(http_session, request, **_):
+def _send(http_session: Any, request: Any, **_: Any) -> Any:
     """Sends the request and bounds the answer's size: botocore reads an error's body of any length.
 
     A hook of the event `before-send`. Returns botocore's answer, with the body as far as it was read.
@@ -443,7 +451,7 @@ def _cuts() -> tuple[type[Exception], ...]:
 
 
 @contextmanager
-def _absent_is_fine(client) -> Iterator[None]:
+def _absent_is_fine(client: "BaseClient") -> Iterator[None]:
     try:
         yield
     except client.exceptions.ClientError as error:
@@ -451,7 +459,7 @@ def _absent_is_fine(client) -> Iterator[None]:
             raise
 
 
-def _about(error) -> tuple[str, int, str]:
+def _about(error: "ClientError") -> tuple[str, int, str]:
     """Code, HTTP status and message of a ClientError."""
     about = error.response.get("Error", {})
     status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
@@ -480,7 +488,7 @@ REMEDIES = {
 }
 
 
-def _client_error(error, secrets_: Iterable[str]) -> str:
+def _client_error(error: "ClientError", secrets_: Iterable[str]) -> str:
     """The store's answer, and what to do."""
     code, status, message = _about(error)
     remedy = next((text for codes, text in REMEDIES.items() if code in codes.split()), None)
