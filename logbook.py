@@ -26,7 +26,7 @@ from common.report import markdown as md
 from common.report import page as run_page
 from common.report.comparison import Comparison, read_search
 from common.report.record import RunRecord
-from common.report.words import summary
+from common.report.words import index_values
 from common.system.cli import run_command
 from common.system.files import parse_json, write_text
 from common.system.paths import python_command, shortest
@@ -97,7 +97,7 @@ def write_run(logbook: Path, run: RunRecord) -> Path:
     folder = logbook / file_name(facts.get("script", "unknown")) / file_name(facts.get("strategy", "unknown"))
     page = free_page(folder, file_name(stem), run.identity)
     pictures = run_page.draw(run, page.with_suffix(""))
-    return write_page(page, summary(run) | run.identity, run_page.page(run, page.stem, pictures))
+    return write_page(page, index_values(run) | run.identity, run_page.page(run, page.stem, pictures))
 
 
 def compare_runs(flags: argparse.Namespace) -> list[Path]:

@@ -57,7 +57,7 @@ from common.prepare.recode import recoded
 from common.prepare.source import SECOND_CLASS, ImageBatch, Position, RawDataset, batches, exists, index_rows
 from common.prepare.writer import FolderWriter, ShardWriter, write_index
 from common.system.cli import expand_home, run_command
-from common.system.progress import Reading
+from common.system.progress import ReadingProgress
 from common.system.s3 import ObjectStore
 from common.system.text import printable, printable_lines
 
@@ -261,7 +261,7 @@ class Preparation:
     def _index(self, split: str) -> None:
         """Writes the index of an archive, whose images stay where they are."""
         path = Path(self.settings["paths"][split])
-        with Reading(split, 0, 0, self.dataset.bytes[split]) as progress:
+        with ReadingProgress(split, 0, 0, self.dataset.bytes[split]) as progress:
             if self.dataset.hashed:
                 with self.dataset.open(split, hashed=True) as (_, stream):
                     assert stream is not None  # an index is of archives
@@ -307,7 +307,7 @@ class Preparation:
             self.journal.begin_writing()
             writer = self._writer(split, progress)
             stack.callback(writer.close)
-            reading = Reading(split, writer.count, progress.read, self.dataset.bytes[split])
+            reading = ReadingProgress(split, writer.count, progress.read, self.dataset.bytes[split])
             stack.enter_context(reading)
             if stream is not None:
                 stream.watch = reading.tell
@@ -359,7 +359,7 @@ class Preparation:
         assert entry is not None
         sizes = {shard["file"]: shard["bytes"] for shard in entry["shards"]}
         done = 0
-        with Reading(split, 0, 0, sum(sizes.values()), "uploaded") as progress:
+        with ReadingProgress(split, 0, 0, sum(sizes.values()), "uploaded") as progress:
             for file in (*sizes, index_name(split)):
                 if not self.journal.is_uploaded(file):
                     store.upload(self.folder / file, file)

@@ -36,7 +36,7 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 
 from common.checkpoint.format import TensorFile, sha256_of
-from common.checkpoint.weights import Beat, TrainedModel, find
+from common.checkpoint.weights import TrainedModel, find
 from common.data.images import Images, load
 from common.data.splits import Split
 from common.distributed.accelerator import device_name, precision, start, strategy
@@ -49,6 +49,7 @@ from common.script import as_flags, load_script, normalisation, own_script, reci
 from common.system.env import world_size
 from common.system.files import write_text
 from common.system.paths import ROOT
+from common.system.threads import Heartbeat
 
 METRICS = ROOT / "common" / "metrics"
 TOP, BINS, WORST = 5, 15, 24
@@ -103,7 +104,7 @@ def main() -> None:
     )
     with tempfile.TemporaryDirectory(prefix="validate-") as scratch:
 
-        def look(beat: Beat) -> dict[str, Any]:
+        def look(beat: Heartbeat) -> dict[str, Any]:
             assert flags.checkpoint is not None
             return dataclasses.asdict(find(flags.checkpoint, flags.which, Path(scratch), beat))
 
@@ -113,11 +114,11 @@ def main() -> None:
         check_classes(accelerator, trained, images, recipe.data)
         split = images.train if flags.split == "train" else images.val
         model = script.build_model(recipe, len(images.classes))
-        load_weights(accelerator, model, Path(trained.weights), flags.timeout_s)
+        broadcast_weights(accelerator, model, Path(trained.weights), flags.timeout_s)
         mean, std = normalisation(script, model)
         rows, images_per_s = predict(accelerator, model, split, recipe, batch, mean, std)
 
-        def report(_: Beat) -> None:
+        def report(_: Heartbeat) -> None:
             found = {
                 "checkpoint": trained.name,
                 "data": recipe.data,
@@ -215,10 +216,10 @@ def check_classes(accelerator: Accelerator, trained: TrainedModel, images: Image
 # --- Predictions
 
 
-def load_weights(accelerator: Accelerator, model: nn.Module, file: Path, timeout_s: int) -> None:
+def broadcast_weights(accelerator: Accelerator, model: nn.Module, file: Path, timeout_s: int) -> None:
     """Into the model of every process, from the main one, which alone has the file. Collective."""
 
-    def read(_: Beat) -> None:
+    def read(_: Heartbeat) -> None:
         weights, own = TensorFile(file), model.state_dict()
         weights.expect({name: tuple(tensor.shape) for name, tensor in own.items()})
         model.load_state_dict({name: weights.tensor(name) for name in own})

@@ -30,7 +30,7 @@ import torch
 import torch.nn.functional as F
 from accelerate.utils import broadcast_object_list
 
-from common.checkpoint.format import STATE, newest
+from common.checkpoint.format import STATE_FILE, newest
 from common.checkpoint.saver import Saver
 from common.checkpoint.training import TrainingState
 from common.distributed.accelerator import device_name, prepare, start, strategy
@@ -152,7 +152,7 @@ class Benchmark:
                 )
             self.training.check(found)
         # The state has the optimizer's scalars, but nothing of a run.
-        scalars = json.loads((found.folder / STATE).read_text()) if found else None
+        scalars = json.loads((found.folder / STATE_FILE).read_text()) if found else None
         scalars = broadcast_object_list([scalars])[0]
         self.training.restore(found, scalars)
         self.step()

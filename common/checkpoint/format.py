@@ -28,14 +28,14 @@ from torch import Tensor, nn
 from common.system.files import discard, parse_json, sync, write_json
 
 FORMAT_VERSION = 1  # docs/checkpoints.md: when it rises, and which versions are read
-MODEL, OPTIMIZER, EMA, STATE, MANIFEST = (
+MODEL_FILE, OPTIMIZER_FILE, EMA_FILE, STATE_FILE, MANIFEST_FILE = (
     "model.safetensors",
     "optimizer.safetensors",
     "ema.safetensors",
     "state.json",
     "manifest.json",
 )
-INDEX = "index.json"
+INDEX_FILE = "index.json"
 CHUNK_BYTES = 16 * 2**20  # written, read and hashed at once
 JSON_LIMIT_BYTES = 16 * 2**20  # of a manifest: 22,000 class names are 1.2 MB
 _DTYPES = {
@@ -158,10 +158,10 @@ def commit(parent: Path, step: int, snapshots: dict[str, Snapshot], state: dict,
     try:
         temporary.mkdir(parents=True)
         files = {name: snapshot.write(temporary / name) for name, snapshot in snapshots.items()}
-        files[STATE] = _write(temporary / STATE, [json.dumps(state, indent=1).encode()])
+        files[STATE_FILE] = _write(temporary / STATE_FILE, [json.dumps(state, indent=1).encode()])
         manifest = {"format_version": FORMAT_VERSION, "step": step, "files": files, **about}
         manifest["digest"] = _digest(manifest)
-        _write(temporary / MANIFEST, [json.dumps(manifest, indent=1).encode()])
+        _write(temporary / MANIFEST_FILE, [json.dumps(manifest, indent=1).encode()])
         sync(temporary)
         temporary.rename(folder)
     except BaseException:
@@ -174,7 +174,7 @@ def commit(parent: Path, step: int, snapshots: dict[str, Snapshot], state: dict,
 def write_index(parent: Path, latest: int, best: int | None) -> None:
     """Writes index.json, for people, `--weights` and validate.py. A resume does not read it."""
     names = {"latest": step_name(latest)} | ({"best": step_name(best)} if best is not None else {})
-    write_json(parent / INDEX, names)
+    write_json(parent / INDEX_FILE, names)
 
 
 def parse_index(content: bytes, where: Path | str) -> dict[str, int]:
@@ -220,7 +220,7 @@ def remove_temporary(parent: Path) -> None:
 def verify(folder: Path, beat: Callable[[], None] = lambda: None) -> Checkpoint:
     """Checks the manifest, and size and SHA-256 of every file. Damaged names the file and the fault."""
     try:
-        manifest = check_manifest(_read_small(folder / MANIFEST), folder)
+        manifest = check_manifest(_read_small(folder / MANIFEST_FILE), folder)
         for name, expected in manifest["files"].items():
             path = folder / name
             if path.is_symlink() or not path.is_file():
@@ -238,7 +238,7 @@ def verify(folder: Path, beat: Callable[[], None] = lambda: None) -> Checkpoint:
 
 def check_manifest(content: bytes, folder: Path | str) -> dict[str, Any]:
     """Parses and checks a checkpoint's manifest, without reading its other files. Damaged if wrong."""
-    where = f"{folder}/{MANIFEST}"
+    where = f"{folder}/{MANIFEST_FILE}"
     try:
         manifest = parse_json(content, where)
         digest = manifest.pop("digest")
@@ -253,8 +253,8 @@ def check_manifest(content: bytes, folder: Path | str) -> dict[str, Any]:
         raise ValueError(
             f"{where} has format version {version}, and this code reads 1 to {FORMAT_VERSION}: update it"
         )
-    needed = {MODEL, OPTIMIZER, STATE}
-    if not sound or not needed <= names <= needed | {EMA}:
+    needed = {MODEL_FILE, OPTIMIZER_FILE, STATE_FILE}
+    if not sound or not needed <= names <= needed | {EMA_FILE}:
         raise Damaged(
             f"{where} names other files than those of a checkpoint: {', '.join(sorted(map(str, names)))}"
         )
@@ -384,11 +384,11 @@ def load_weights(model: nn.Module, path: Path, head: str) -> None:
 
 
 def _weights_file(path: Path) -> Path:
-    index = path / "checkpoints" / INDEX
+    index = path / "checkpoints" / INDEX_FILE
     if index.is_file():
         steps = parse_index(index.read_bytes(), index)
         places = [index.parent / step_name(steps[name]) for name in ("best", "latest") if name in steps]
         path = next((place for place in places if place.is_dir()), path)
     if path.is_dir():
-        path = path / (EMA if (path / EMA).exists() else MODEL)
+        path = path / (EMA_FILE if (path / EMA_FILE).exists() else MODEL_FILE)
     return path

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from common.checkpoint.format import (
-    INDEX,
+    INDEX_FILE,
     JSON_LIMIT_BYTES,
-    MANIFEST,
+    MANIFEST_FILE,
     Damaged,
     check_manifest,
     sha256_of,
@@ -129,7 +129,7 @@ class Mirror:
                 self._send_checkpoint(wanted)
                 there.add(wanted)
         index = {"latest": step_name(step)} | ({"best": step_name(best)} if best in there else {})
-        self.store.write(f"checkpoints/{INDEX}", json.dumps(index).encode())
+        self.store.write(f"checkpoints/{INDEX_FILE}", json.dumps(index).encode())
         self._send_run_files(*RUN_FILES)
         self._send_new_telemetry()
         self._prune(to_keep({s for s in there if s <= step}, best, self.keep_every))
@@ -138,18 +138,18 @@ class Mirror:
         local = self.folder / "checkpoints" / step_name(step)
         remote = f"checkpoints/{step_name(step)}"
         for path in sorted(local.iterdir()):
-            if path.name != MANIFEST:
+            if path.name != MANIFEST_FILE:
                 self.store.upload(path, f"{remote}/{path.name}")
-        manifest = (local / MANIFEST).read_bytes()
-        made = self.store.create(f"{remote}/{MANIFEST}", manifest)
-        if not made and self.store.read(f"{remote}/{MANIFEST}", JSON_LIMIT_BYTES) != manifest:
+        manifest = (local / MANIFEST_FILE).read_bytes()
+        made = self.store.create(f"{remote}/{MANIFEST_FILE}", manifest)
+        if not made and self.store.read(f"{remote}/{MANIFEST_FILE}", JSON_LIMIT_BYTES) != manifest:
             raise StoreError(f"another run has written step {step:,} to {self.store.url}")
 
     def _prune(self, keep: set[int]) -> None:
         """Deletes old checkpoints, manifests first, so that an interrupted removal leaves none."""
         keys = self.store.list("checkpoints/step_")
         doomed = [key for key in keys if (step := _step(key)) is not None and step not in keep]
-        self.store.delete(sorted(doomed, key=lambda key: not key.endswith(MANIFEST)))
+        self.store.delete(sorted(doomed, key=lambda key: not key.endswith(MANIFEST_FILE)))
 
 
 def fetch_newest(
@@ -174,7 +174,7 @@ def fetch_newest(
             return step
         except (Damaged, WrongSize) as error:
             warn(f"checkpoint of step {step:,} is damaged: {error}")
-            damaged.append(f"checkpoints/{step_name(step)}/{MANIFEST}")
+            damaged.append(f"checkpoints/{step_name(step)}/{MANIFEST_FILE}")
         except OSError as error:
             raise ValueError(
                 f"the checkpoint of step {step:,} can't be downloaded from {store.url} to {parent}:"
@@ -193,7 +193,7 @@ def fetch(
     Raises Damaged or WrongSize when it does not verify, OSError when it can't be written.
     """
     remote, folder = f"checkpoints/{step_name(step)}", parent / step_name(step)
-    content = store.read(f"{remote}/{MANIFEST}", JSON_LIMIT_BYTES) or b""
+    content = store.read(f"{remote}/{MANIFEST_FILE}", JSON_LIMIT_BYTES) or b""
     manifest = check_manifest(content, f"{store.url}/{remote}")
     part = parent / f".{folder.name}.part"
     discard(part)
@@ -206,8 +206,8 @@ def fetch(
             if sha256_of(part / name, beat) != about["sha256"]:
                 raise Damaged(f"{store.url}/{remote}/{name} has changed since it was written (SHA-256)")
             sync(part / name)
-        (part / MANIFEST).write_bytes(content)
-        sync(part / MANIFEST)
+        (part / MANIFEST_FILE).write_bytes(content)
+        sync(part / MANIFEST_FILE)
         sync(part)
         discard(folder)
         part.rename(folder)
@@ -245,7 +245,7 @@ def _parts(store: ObjectStore, name: str) -> list[tuple[int, int, str]]:
 def committed(store: ObjectStore) -> set[int]:
     """The steps of the checkpoints in the store: those with a manifest."""
     keys = store.list("checkpoints/step_")
-    return {step for key in keys if key.endswith(f"/{MANIFEST}") and (step := _step(key)) is not None}
+    return {step for key in keys if key.endswith(f"/{MANIFEST_FILE}") and (step := _step(key)) is not None}
 
 
 def _step(key: str) -> int | None:

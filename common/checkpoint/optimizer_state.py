@@ -96,10 +96,10 @@ class OptimizerState:
         state: the scalars of the checkpoint's state.json, as TrainingState.scalars() gave them.
         """
         folder, shapes = checkpoint.folder, self.layout.shapes()
-        specs = TensorFile(folder / checkpoints.OPTIMIZER).specs()
+        specs = TensorFile(folder / checkpoints.OPTIMIZER_FILE).specs()
         theirs, ours = checkpoint.manifest.get("optimizer", _older_about(specs, state)), self.about()
         if not isinstance(theirs, dict):
-            raise ValueError(f"{folder / checkpoints.MANIFEST} does not describe its optimizer")
+            raise ValueError(f"{folder / checkpoints.MANIFEST_FILE} does not describe its optimizer")
         known = [key for key in ours if theirs.get(key) is not None and ours[key] is not None]
         if any(theirs[key] != ours[key] for key in known):
             raise ValueError(

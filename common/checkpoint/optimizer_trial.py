@@ -29,7 +29,7 @@ Groups = list[list[Tensor]]  # the tensors of each parameter group
 
 
 @dataclass
-class Trial:
+class OptimizerTrial:
     """The findings about an optimizer before its first step."""
 
     name: str  # its class
@@ -44,13 +44,13 @@ class Trial:
         return sorted({name for state in (*self.states.values(), *self.groups) for name in state})
 
 
-def try_out(layout: Layout) -> Trial:
+def try_out(layout: Layout) -> OptimizerTrial:
     """Tries the layout's optimizer. Collective.
 
     ValueError for an optimizer whose state can't be saved, or whose update the strategy would change.
     """
     if type(layout.inner).__module__.startswith("deepspeed."):  # made for flat partitions
-        return Trial(class_name(layout.inner))
+        return OptimizerTrial(class_name(layout.inner))
     try:
         return _try_out(layout)
     except ValueError as error:
@@ -70,7 +70,7 @@ def class_name(optimizer: Optimizer) -> str:
     return name if inside is optimizer else f"{name}({class_name(inside)})"
 
 
-def _try_out(layout: Layout) -> Trial:
+def _try_out(layout: Layout) -> OptimizerTrial:
     names, shapes = layout.groups(), layout.shapes()
     if len(names) != len(layout.inner.param_groups):
         raise ValueError("DeepSpeed makes it anew, without its parameter groups")
@@ -93,7 +93,7 @@ def _try_out(layout: Layout) -> Trial:
     if parts:
         _compare(layout, values, whole, parts)
     seen = parts[0] if parts else whole
-    trial = Trial(class_name(layout.inner), groups=whole.changed_groups())
+    trial = OptimizerTrial(class_name(layout.inner), groups=whole.changed_groups())
     for i, members in enumerate(names):
         for name in members:
             j = list(kinds[i]).index(small[name])

@@ -60,11 +60,11 @@ class TrainingState:
         layout = self.layout
         optimizer_specs, optimizer_tensors = self.optimizer.tensors()
         files = {
-            checkpoints.MODEL: chain(layout.untrained().items(), layout.whole(layout.held)),
-            checkpoints.OPTIMIZER: optimizer_tensors,
+            checkpoints.MODEL_FILE: chain(layout.untrained().items(), layout.whole(layout.held)),
+            checkpoints.OPTIMIZER_FILE: optimizer_tensors,
         }
         if self.ema:
-            files[checkpoints.EMA] = layout.whole(self.ema.averages)
+            files[checkpoints.EMA_FILE] = layout.whole(self.ema.averages)
         specs = self._specs(optimizer_specs)
         for file, tensors in files.items():
             if self.accelerator.is_main_process:
@@ -98,8 +98,8 @@ class TrainingState:
             name: (_stored(tensor.dtype), tuple(tensor.shape))
             for name, tensor in self.layout.untrained().items()
         }
-        specs = {checkpoints.MODEL: buffers | trained, checkpoints.OPTIMIZER: optimizer}
-        return specs | ({checkpoints.EMA: trained} if self.ema else {})
+        specs = {checkpoints.MODEL_FILE: buffers | trained, checkpoints.OPTIMIZER_FILE: optimizer}
+        return specs | ({checkpoints.EMA_FILE: trained} if self.ema else {})
 
     def _snapshot(self, file: str, specs: Specs) -> Snapshot:
         """The file's snapshot; a new one where the optimizer's state has changed."""
@@ -113,11 +113,11 @@ class TrainingState:
         """Raises ValueError unless the weights have this training's names and shapes. For one process."""
         shapes, folder = self.layout.shapes(), checkpoint.folder
         buffers = {name: tuple(tensor.shape) for name, tensor in self.layout.untrained().items()}
-        TensorFile(folder / checkpoints.MODEL).expect(shapes | buffers)
-        if (folder / checkpoints.EMA).exists() != (self.ema is not None):
+        TensorFile(folder / checkpoints.MODEL_FILE).expect(shapes | buffers)
+        if (folder / checkpoints.EMA_FILE).exists() != (self.ema is not None):
             raise ValueError(f"{folder} {'lacks' if self.ema else 'has'} an EMA, other than this recipe")
         if self.ema:
-            TensorFile(folder / checkpoints.EMA).expect(shapes)
+            TensorFile(folder / checkpoints.EMA_FILE).expect(shapes)
 
     @torch.no_grad()
     def restore(
@@ -129,12 +129,12 @@ class TrainingState:
         """
         layout = self.layout
         if with_optimizer:
-            file = self._file(checkpoint, checkpoints.OPTIMIZER)
+            file = self._file(checkpoint, checkpoints.OPTIMIZER_FILE)
             specs = broadcast_object_list([file.specs() if file else None])[0]
             self.optimizer.restore(specs, state, self._sender(file))
         if self.ema:
-            layout.fill(self.ema.averages, self._sender(self._file(checkpoint, checkpoints.EMA)))
-        send = self._sender(self._file(checkpoint, checkpoints.MODEL))
+            layout.fill(self.ema.averages, self._sender(self._file(checkpoint, checkpoints.EMA_FILE)))
+        send = self._sender(self._file(checkpoint, checkpoints.MODEL_FILE))
         layout.fill(layout.held, send)
         for name, buffer in layout.untrained().items():
             buffer.copy_(send(name, buffer.shape, _stored(buffer.dtype)))

@@ -1,16 +1,15 @@
 """Finds and verifies a trained model: on the disk or in S3, in a run, a checkpoint or a file."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from common.checkpoint.format import (
-    EMA,
-    INDEX,
+    EMA_FILE,
+    INDEX_FILE,
     JSON_LIMIT_BYTES,
-    MANIFEST,
-    MODEL,
+    MANIFEST_FILE,
+    MODEL_FILE,
     Checkpoint,
     newest,
     parse_index,
@@ -22,8 +21,7 @@ from common.checkpoint.format import (
 from common.checkpoint.mirror import fetch, fetch_newest
 from common.system.s3 import ObjectStore
 from common.system.text import printable
-
-Beat = Callable[[], None]
+from common.system.threads import Heartbeat
 
 
 @dataclass(frozen=True)
@@ -39,7 +37,7 @@ class TrainedModel:
     classes: list[str] | None = None
 
 
-def find(place: str, which: str, scratch: Path, beat: Beat) -> TrainedModel:
+def find(place: str, which: str, scratch: Path, beat: Heartbeat) -> TrainedModel:
     """Finds the model at a run's folder or s3:// prefix, a checkpoint's folder, or a .safetensors file.
 
     which: a run's `best` or `latest` checkpoint. A checkpoint's averaged weights are preferred. Downloads go
@@ -54,7 +52,7 @@ def find(place: str, which: str, scratch: Path, beat: Beat) -> TrainedModel:
     if not path.exists():
         raise ValueError(f"{place}: there is no such folder or file")
     if path.is_file():
-        if not (path.parent / MANIFEST).exists():
+        if not (path.parent / MANIFEST_FILE).exists():
             return TrainedModel(str(path), _shown(path), str(Path("validation") / path.stem))
         path, file = path.parent, path.name
     found = verify(path, beat) if step_of(path.name) is not None or file else _of_run(path, which, beat)
@@ -63,7 +61,7 @@ def find(place: str, which: str, scratch: Path, beat: Beat) -> TrainedModel:
     return _described(found, reports, _shown(found.folder), file)
 
 
-def _of_run(folder: Path, which: str, beat: Beat) -> Checkpoint:
+def _of_run(folder: Path, which: str, beat: Heartbeat) -> Checkpoint:
     """The best checkpoint of a run's folder, or the newest that verifies."""
     parent = folder / "checkpoints"
     if not steps_in(parent):
@@ -72,21 +70,21 @@ def _of_run(folder: Path, which: str, beat: Beat) -> Checkpoint:
         found = newest(parent, beat, print, ours=False)
         assert found, "there are some"
         return found
-    index = parent / INDEX
+    index = parent / INDEX_FILE
     best = parse_index(index.read_bytes(), _shown(index)).get("best") if index.exists() else None
     if best is None or not (parent / step_name(best)).is_dir():
         raise ValueError(f"{_shown(folder)} does not hold its best checkpoint: take --which latest")
     return verify(parent / step_name(best), beat)
 
 
-def _download(store: ObjectStore, which: str, scratch: Path, beat: Beat) -> Checkpoint:
+def _download(store: ObjectStore, which: str, scratch: Path, beat: Heartbeat) -> Checkpoint:
     """Downloads the best checkpoint of a run in S3, or the newest that verifies."""
     if which == "latest":
         step = fetch_newest(store, scratch, -1, beat, print, ours=False)
         if step is None:
             raise ValueError(f"{store.url} holds no checkpoint: give the prefix of a run")
     else:
-        key = f"checkpoints/{INDEX}"
+        key = f"checkpoints/{INDEX_FILE}"
         content = store.read(key, JSON_LIMIT_BYTES)
         if content is None:
             raise ValueError(f"{store.url} holds no run: {key} is missing")
@@ -100,13 +98,15 @@ def _download(store: ObjectStore, which: str, scratch: Path, beat: Beat) -> Chec
 def _described(found: Checkpoint, reports: Path, name: str, file: str | None = None) -> TrainedModel:
     """The model of a verified checkpoint. file: of the weights, if the user named one."""
     manifest = found.manifest
-    file = file or (EMA if EMA in manifest["files"] else MODEL)
-    if file not in (EMA, MODEL) or file not in manifest["files"]:
-        raise ValueError(f"{name}/{file} does not hold a model: give {name}/{MODEL}")
+    file = file or (EMA_FILE if EMA_FILE in manifest["files"] else MODEL_FILE)
+    if file not in (EMA_FILE, MODEL_FILE) or file not in manifest["files"]:
+        raise ValueError(f"{name}/{file} does not hold a model: give {name}/{MODEL_FILE}")
     recipe, classes, writer = (manifest.get(key) for key in ("recipe", "classes", "written_by"))
     script = writer.get("script") if isinstance(writer, dict) else None
     if not isinstance(recipe, dict) or not isinstance(classes, list) or not isinstance(script, str):
-        raise ValueError(f"{name}/{MANIFEST} does not say what trained it: no train script has written it")
+        raise ValueError(
+            f"{name}/{MANIFEST_FILE} does not say what trained it: no train script has written it"
+        )
     weights = str(found.folder / file)
     classes = [printable(name) for name in classes]
     return TrainedModel(weights, f"{name}/{file}", str(reports), found.step, script, recipe, classes)

@@ -22,7 +22,7 @@ from common.report.words import (
     utilisation_pct,
 )
 from common.system.files import read_json
-from common.system.paths import place
+from common.system.paths import public_path
 from common.system.schema import Kind, fitting
 from common.system.text import plural
 
@@ -185,7 +185,7 @@ def _sharding(runs: list[RunRecord]) -> dict[str, list[str]]:
 def _conditions(run: RunRecord) -> dict[str, str]:
     facts, about = run.facts, run.about
     left_out = (*NOT_COMPARED, *RESOLVED)
-    recipe = {name: place(as_flag(value)) for name, value in run.recipe.items() if name not in left_out}
+    recipe = {name: public_path(as_flag(value)) for name, value in run.recipe.items() if name not in left_out}
     names = ["script", "data", "batch_size", "per_device_batch_size", "accumulation_steps", "epochs", "steps"]
     names += ["mixed_precision", "compile", "grad_checkpointing", "val_name", "val_images", "status"]
     versions = {f"version of {name}": str(value) for name, value in about.get("versions", {}).items()}
@@ -199,7 +199,7 @@ def _conditions(run: RunRecord) -> dict[str, str]:
         "commit": about.get("git_commit", "not known"),
         "device": ", ".join(sorted(set(devices))),
         "host": "; ".join(sorted(hosts)) or "not known",
-        "began with": place(about.get("resumed_from", "fresh weights")),
+        "began with": public_path(about.get("resumed_from", "fresh weights")),
     }
 
 

@@ -10,7 +10,7 @@ from common.report import markdown as md
 from common.report.plots import Panel, confusion_matrix, panel, panels
 from common.report.record import RunRecord
 from common.report.words import REHEARSAL, claim, data, devices, model, number, split, where
-from common.system.paths import place
+from common.system.paths import public_path
 from common.system.text import plural
 
 INDEX = ["page", "model", "data", "batch", "epochs", "hosts", "processes", "final accuracy", "best accuracy"]
@@ -141,7 +141,7 @@ def page(run: RunRecord, stem: str, pictures: list[str]) -> str:
 
 
 def index_row(mark: dict[str, Any], page: str) -> list[str]:
-    """The cells under INDEX. mark: a result of `summary`; page: the path in the index's link."""
+    """The cells under INDEX. mark: of `index_values`; page: the path in the index's link."""
     return [
         md.link(page.removesuffix(".md"), page),
         md.text(mark.get("model")),
@@ -211,7 +211,7 @@ def _validation(name: str, report: dict[str, Any], shown: dict[str, str]) -> str
     }
     parts = [
         f"### validate.py: {md.text(name)}",
-        f"Checkpoint {md.code(place(report['checkpoint']))}." if "checkpoint" in report else "",
+        f"Checkpoint {md.code(public_path(report['checkpoint']))}." if "checkpoint" in report else "",
         md.table(["", ""], numbers.items()),
         _classes(report),
         shown.get(f"confusion_{name}.png", ""),
@@ -296,7 +296,7 @@ def _nvidia_smi(run: RunRecord) -> Iterator[str]:
 
 def _command(run: RunRecord) -> str:
     """The command as typed on the first host. Other hosts may have been started by hand."""
-    words = [place(word) for word in run.about.get("command", [])]
+    words = [public_path(word) for word in run.about.get("command", [])]
     return md.block(shlex.join(words), "sh") if words else ""
 
 
@@ -320,13 +320,13 @@ def _setup(run: RunRecord) -> str:
         "compiled": facts.get("compile", "-"),
         "activation checkpointing": as_flag(facts.get("grad_checkpointing", "-")),
         "sharding": ", ".join(f"{name} {as_flag(value)}" for name, value in sharding.items()) or "none",
-        "data": place(facts.get("data", "-")),
+        "data": public_path(facts.get("data", "-")),
         "hosts": ", ".join(about.get("hosts", [])) or "-",
         "devices": devices(run),
         "version": about.get("version", "-"),
         "commit": (commit.rstrip("+") or "-") + changed,
         "versions": versions or "-",
-        "began with": place(about.get("resumed_from", "fresh weights")),
+        "began with": public_path(about.get("resumed_from", "fresh weights")),
     }
     return md.table(["", ""], ([what, md.text(value)] for what, value in rows.items()), numbers=False)
 
@@ -334,7 +334,7 @@ def _setup(run: RunRecord) -> str:
 def _recipe(run: RunRecord) -> str:
     """A table of the flags that differ from the script's defaults; all flags, folded."""
     defaults = run.about.get("defaults", {})
-    rows = {name: [md.code(name), md.code(place(as_flag(value)))] for name, value in run.recipe.items()}
+    rows = {name: [md.code(name), md.code(public_path(as_flag(value)))] for name, value in run.recipe.items()}
     if not rows:
         return ""
     changed = [
@@ -357,7 +357,7 @@ def as_flag(value: Any) -> str:
 def _places(run: RunRecord) -> str:
     facts, about = run.facts, run.about
     s3 = run.recipe.get("s3") if isinstance(run.recipe.get("s3"), str) else None
-    folder = place(run.folder.resolve())
+    folder = public_path(run.folder.resolve())
     rows = [["run", md.code(folder)]]
     for what, name in (("best checkpoint", "best_checkpoint"), ("newest checkpoint", "checkpoint")):
         if name in facts:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from common.system.files import parse_json, read_json
-from common.system.paths import place
+from common.system.paths import public_path
 from common.system.schema import Kind, fitting
 
 ABOUT: dict[str, Kind] = {
@@ -98,7 +98,7 @@ class RunRecord:
         """The folder and a hash of the first line of metrics, which is unique by the time in it."""
         first = json.dumps(self.metrics[0], sort_keys=True) if self.metrics else None
         return {
-            "run": place(self.folder.resolve()),
+            "run": public_path(self.folder.resolve()),
             "first_line": first and hashlib.sha256(first.encode()).hexdigest()[:16],
         }
 
@@ -106,12 +106,12 @@ class RunRecord:
         """Summaries of the telemetry, as in the result.json of a finished run."""
         if "telemetry" in self.facts:
             return self.facts["telemetry"]
-        from common.telemetry.summary import summary
+        from common.telemetry.summary import summarize
 
         found = []
         for host in self.telemetry:
             with contextlib.suppress(OSError, ValueError, RecursionError):  # it is among the problems
-                found.append(summary(self.folder / f"telemetry-{host}.jsonl"))
+                found.append(summarize(self.folder / f"telemetry-{host}.jsonl"))
         return found
 
     def _derived(self) -> dict[str, Any]:

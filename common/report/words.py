@@ -84,7 +84,7 @@ def utilisation_pct(run: RunRecord) -> tuple[float | None, str]:
     return None, "device"
 
 
-def summary(run: RunRecord) -> dict[str, Any]:
+def index_values(run: RunRecord) -> dict[str, Any]:
     """The values of the run that the index shows."""
     names = ["script", "strategy", "batch_size", "epochs", "hosts", "processes", "status", "device"]
     names += ["best_accuracy", "final_accuracy", "wall_s"]

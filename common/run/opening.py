@@ -1,6 +1,5 @@
 """Opens a run: its folder, the state it resumes from, its log, and what runs beside the training."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,12 +14,11 @@ from common.recipe import Batch, Recipe
 from common.run.exchange import Exchange
 from common.run.facts import about_checkpoint, about_run, run_name
 from common.run.output import RunOutput
-from common.run.restart import Restart, restart_from
+from common.run.resume import ResumePoint, resume_point
 from common.run.state import RunState
 from common.run.storage import open_storage
+from common.system.threads import Heartbeat
 from common.telemetry.collect import Telemetry, this_process
-
-Beat = Callable[[], None]
 
 
 @dataclass
@@ -51,23 +49,23 @@ def open_run(
     source, classes = data
     processes = gather_object([this_process(accelerator)])
 
-    def open_output(beat: Beat) -> dict[str, Any]:
+    def open_output(beat: Heartbeat) -> dict[str, Any]:
         nonlocal output
         storage = open_storage(recipe, run_name(accelerator, recipe, batch), steps.last, beat, _say)
         output = RunOutput(accelerator, recipe, batch, storage)
-        return restart_from(storage, training, recipe, source, steps.last).to_json()
+        return resume_point(storage, training, recipe, source, steps.last).to_json()
 
-    def start_log(_: Beat) -> None:
+    def start_log(_: Heartbeat) -> None:
         assert output
         output.start_log(about, state, saved_step, steps.last, steps.per_epoch)
 
     try:
-        restart = Restart.from_json(once(accelerator, "run folder", open_output, recipe.timeout_s))
-        state, saved_step = restart.state, restart.saved_step
-        if restart.has_checkpoint:
+        point = ResumePoint.from_json(once(accelerator, "run folder", open_output, recipe.timeout_s))
+        state, saved_step = point.state, point.saved_step
+        if point.has_checkpoint:
             found = output.storage.checkpoint if output else None
-            training.restore(found, state.scalars(), with_optimizer=restart.has_optimizer)
-        about = about_run(accelerator, recipe, processes, restart.resumed_from, source)
+            training.restore(found, state.scalars(), with_optimizer=point.has_optimizer)
+        about = about_run(accelerator, recipe, processes, point.resumed_from, source)
         once(accelerator, "log", start_log, recipe.timeout_s)
         folder = output.folder if output else None
         mirror = output.storage.mirror if output else None

@@ -1,7 +1,7 @@
 """The main process's side of a run: its folder, log and result.json, and their copies in S3."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from accelerate import Accelerator
@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from common.checkpoint.format import steps_in, write_index
 from common.checkpoint.saver import Saver
 from common.recipe import Batch, Recipe
-from common.report import summary as report
+from common.report import run_end
 from common.run.facts import result, run_name
 from common.run.folder import open_folder
 from common.run.log import RunLog
@@ -19,11 +19,10 @@ from common.run.state import RunState
 from common.run.storage import RunStorage
 from common.system.files import not_written, read_json, sync, write_json
 from common.system.s3 import StoreError
+from common.system.threads import Heartbeat
 from common.telemetry.collect import Telemetry
 
 UPLOAD_GRACE_S = 15  # how long a preempted run waits for S3: launchers kill 30 s after SIGTERM
-
-Beat = Callable[[], None]
 
 
 class RunOutput:
@@ -60,7 +59,7 @@ class RunOutput:
         telemetry: Telemetry,
         val_name: str,
         memory: list[dict[str, float]],
-        beat: Beat,
+        beat: Heartbeat,
     ) -> None:
         """The end on this disk. A kill or a full disk at any point of it costs no training.
 
@@ -93,9 +92,9 @@ class RunOutput:
             for file in (self.folder / "metrics.jsonl", *self.folder.glob("plots/*")):
                 sync(file)
             write_json(self.folder / "result.json", found)
-        report.show(self.folder, val_name)
+        run_end.show(self.folder, val_name)
 
-    def upload(self, state: RunState, beat: Beat) -> None:
+    def upload(self, state: RunState, beat: Heartbeat) -> None:
         """Waits until the mirror has everything; result.json says whether it does."""
         mirror = self.storage.mirror
         if mirror is None:
@@ -124,7 +123,7 @@ class RunOutput:
         if status == "preempted" and self.storage.mirror:
             self.storage.mirror.wait(UPLOAD_GRACE_S)
         self.log.close(failed=status == "failed")
-        report.say_how_to_add(self.folder)
+        run_end.say_how_to_add(self.folder)
         self.storage.release()
 
     def _result(self, state: RunState, status: str, **parts: Any) -> dict[str, Any]:
@@ -134,7 +133,7 @@ class RunOutput:
     def _draw(self, step: int, predictions: Predictions, found: dict[str, Any]) -> None:
         """All pictures. One that can't be drawn is reported, and does not fail the run."""
         try:
-            report.draw(self.folder, found)
+            run_end.draw(self.folder, found)
             self.log.show(step, predictions.draw(self.folder / "plots", step))
         except OSError:
             raise

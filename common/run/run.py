@@ -22,10 +22,11 @@ from common.recipe import Batch, Recipe
 from common.run.exchange import Exchange
 from common.run.failure import explained, where_it_resumes
 from common.run.meter import Meter
-from common.run.opening import Beat, open_run
+from common.run.opening import open_run
 from common.run.output import RunOutput, newest_step, note_early_preemption
 from common.run.predictions import Predictions
 from common.run.state import RunState
+from common.system.threads import Heartbeat
 from common.telemetry.memory import memory_gib
 
 if TYPE_CHECKING:  # train_hello.py has no images, and starts sooner without what reads them
@@ -124,11 +125,11 @@ class Run:
         memory = exchange.gather(memory_gib(self.accelerator, is_healthy=True))
         self.predictions.gather(exchange.poll)
 
-        def finish(beat: Beat) -> None:
+        def finish(beat: Heartbeat) -> None:
             assert output
             output.finish(self.state, self.predictions, exchange.telemetry, val_name, memory, beat)
 
-        def upload(beat: Beat) -> None:
+        def upload(beat: Heartbeat) -> None:
             assert output
             output.upload(self.state, beat)
 

@@ -5,7 +5,7 @@ import typing
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from common.checkpoint.format import STATE, Checkpoint
+from common.checkpoint.format import STATE_FILE, Checkpoint
 from common.checkpoint.optimizer_state import OptimizerScalars
 from common.system.files import read_json
 from common.system.processes import own_age_s
@@ -40,7 +40,7 @@ class RunState:
     @classmethod
     def read(cls, checkpoint: Checkpoint) -> Self:
         """The checkpoint's state. ValueError for a file that no run has written."""
-        file = checkpoint.folder / STATE
+        file = checkpoint.folder / STATE_FILE
         try:
             state = cls.from_json(read_json(file))
             if state.step != checkpoint.step:

@@ -18,8 +18,8 @@ from common.run.folder import differences, open_folder, this_run, why_other_run
 from common.run.owner import AlreadyOwned, FolderRecord, Owner, PrefixRecord
 from common.system.files import not_written
 from common.system.s3 import ObjectStore
+from common.system.threads import Heartbeat
 
-Beat = Callable[[], None]
 Say = Callable[[str], None]
 
 
@@ -41,7 +41,7 @@ class RunStorage:
             owner.release()
 
 
-def open_storage(recipe: Recipe, name: str, last_step: int, beat: Beat, say: Say) -> RunStorage:
+def open_storage(recipe: Recipe, name: str, last_step: int, beat: Heartbeat, say: Say) -> RunStorage:
     """ValueError when another process owns it, it holds another run, or no checkpoint of several verifies.
 
     name: of the folder, as open_folder takes it. last_step: of this run. A prefix in S3 that already has a
@@ -75,7 +75,7 @@ def open_storage(recipe: Recipe, name: str, last_step: int, beat: Beat, say: Say
     return storage
 
 
-def _own_folder(recipe: Recipe, name: str, last_step: int, beat: Beat, say: Say) -> RunStorage:
+def _own_folder(recipe: Recipe, name: str, last_step: int, beat: Heartbeat, say: Say) -> RunStorage:
     """Owns the run's folder. A run of another recipe that has just begun there may have no recipe.json yet,
     but its owner's record has the recipe: then a named folder gets the next number."""
     passed: set[Path] = set()
@@ -100,7 +100,7 @@ def _own_folder(recipe: Recipe, name: str, last_step: int, beat: Beat, say: Say)
 
 
 def _own_checkpoint(
-    folder: Path, store: ObjectStore | None, recipe: Recipe, last_step: int, beat: Beat, say: Say
+    folder: Path, store: ObjectStore | None, recipe: Recipe, last_step: int, beat: Heartbeat, say: Say
 ) -> Checkpoint | None:
     own, found, problem = folder / "checkpoints", None, None
     try:
@@ -121,7 +121,7 @@ def _own_checkpoint(
     return found
 
 
-def _other_runs_checkpoint(folder: Path, resume: str, beat: Beat, say: Say) -> Checkpoint:
+def _other_runs_checkpoint(folder: Path, resume: str, beat: Heartbeat, say: Say) -> Checkpoint:
     """The checkpoint of another run, which --resume names."""
     if not resume.startswith("s3://"):
         return _checkpoint_at(Path(resume), beat, say)
@@ -132,7 +132,7 @@ def _other_runs_checkpoint(folder: Path, resume: str, beat: Beat, say: Say) -> C
     return found
 
 
-def _checkpoint_at(path: Path, beat: Beat, say: Say) -> Checkpoint:
+def _checkpoint_at(path: Path, beat: Heartbeat, say: Say) -> Checkpoint:
     """path: a checkpoint, or a run whose newest checkpoint is taken."""
     if step_of(path.resolve().name) is not None:
         return checkpoints.verify(path.resolve(), beat)

@@ -22,7 +22,7 @@ def shortest(path: Path | str) -> str:
     return os.fspath(path).removeprefix(f"{working_folder()}{os.sep}")
 
 
-def place(path: Path | str) -> str:
+def public_path(path: Path | str) -> str:
     """The path as it is shown to others: relative to the project, or to the home folder as `~`."""
     text, home = str(path), f"{os.path.expanduser('~')}{os.sep}"
     inside = text.removeprefix(f"{ROOT}{os.sep}")

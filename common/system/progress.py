@@ -11,15 +11,17 @@ LINE_S = 30  # of silence
 MIN_BAR, MAX_BAR = 8, 20  # characters
 
 
-def progress(epochs: int, first_step: int, steps: int, batch_size: int, unit: str) -> "Lines | Bar":
+def progress(
+    epochs: int, first_step: int, steps: int, batch_size: int, unit: str
+) -> "PlainProgress | BarProgress":
     """A live line on a terminal, else plain lines.
 
     epochs, steps: of the whole run. first_step: of this process. unit: of a batch's samples, as `images`.
     """
-    return (Bar if _is_terminal() else Lines)(epochs, first_step, steps, batch_size, unit)
+    return (BarProgress if _is_terminal() else PlainProgress)(epochs, first_step, steps, batch_size, unit)
 
 
-class Lines:
+class PlainProgress:
     """Progress as plain lines, for logs and pipes."""
 
     def __init__(self, epochs: int, first_step: int, steps: int, batch_size: int, unit: str):
@@ -62,7 +64,7 @@ class Lines:
         return f"{_duration((self.steps - self.step) / steps_per_s)} left" if steps_per_s else ""
 
 
-class Bar(Lines):
+class BarProgress(PlainProgress):
     """Progress as one live line on a terminal; evaluations stay above it."""
 
     def __init__(self, epochs: int, first_step: int, steps: int, batch_size: int, unit: str):
@@ -146,7 +148,7 @@ class LiveLine:
         yield line
 
 
-class Reading:
+class ReadingProgress:
     """Progress of reading one split, by the bytes of its images: a bar on a terminal, else lines."""
 
     def __init__(self, split: str, images: int, read: int, total: int, doing: str = "read"):
@@ -157,7 +159,7 @@ class Reading:
         self.began_s = self.shown_s = time.monotonic()
         self.line = LiveLine(self._look) if _is_terminal() else None
 
-    def __enter__(self) -> "Reading":
+    def __enter__(self) -> "ReadingProgress":
         if self.line:
             self.line.start()
         return self
@@ -219,7 +221,7 @@ def _is_terminal() -> bool:
     return sys.stdout.isatty() and "NO_COLOR" not in os.environ
 
 
-def _where(step: int, epoch: float, progress: Lines) -> str:
+def _where(step: int, epoch: float, progress: PlainProgress) -> str:
     return f"epoch {math.ceil(epoch)}/{progress.epochs}  step {step:,}/{progress.steps:,}"
 
 

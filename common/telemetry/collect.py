@@ -26,7 +26,7 @@ from accelerate import Accelerator
 from common.distributed.accelerator import device_name
 from common.system.text import numbered
 from common.telemetry.sampler import Sampler
-from common.telemetry.summary import GPU_NUMBERS, HOST_NUMBERS, summary
+from common.telemetry.summary import GPU_NUMBERS, HOST_NUMBERS, summarize
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class Telemetry:
         found = []
         for file in sorted(self.folder.glob("telemetry-*.jsonl")):
             try:
-                found.append(summary(file))
+                found.append(summarize(file))
             except (OSError, ValueError) as error:
                 self._complain(str(error))
         return found

@@ -19,7 +19,7 @@ HOST_NUMBERS = (
 GPU_NUMBERS = ("utilisation_pct", "memory_gib", "power_w", "temperature_c", "sm_clock_mhz")
 
 
-def summary(file: Path) -> dict[str, Any]:
+def summarize(file: Path) -> dict[str, Any]:
     """Sums up one telemetry-<host>.jsonl over all starts: means, but maxima of memory and temperature.
 
     A value that was never measured is None. energy_wh: over all GPUs and starts; None unless each of them

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from common.checkpoint.format import (
     FORMAT_VERSION,
-    MANIFEST,
+    MANIFEST_FILE,
     Damaged,
     TensorFile,
     _digest,
@@ -301,7 +301,7 @@ def test_damage_is_found_and_the_one_before_is_chosen(file, how, straight, tmp_p
 def with_ema(folder: Path) -> None:
     """As a recipe with an average writes it."""
     shutil.copy(folder / "model.safetensors", folder / "ema.safetensors")
-    files = json.loads((folder / MANIFEST).read_text())["files"]
+    files = json.loads((folder / MANIFEST_FILE).read_text())["files"]
     forge(folder, files=files | {"ema.safetensors": files["model.safetensors"]})
 
 
@@ -335,13 +335,13 @@ def test_when_none_is_good_the_run_stops(straight, tmp_path):
 
 def forge(folder: Path, **changes) -> None:
     """Writes a manifest that is right about itself and the files as they are, but for the changes."""
-    manifest = json.loads((folder / MANIFEST).read_text())
+    manifest = json.loads((folder / MANIFEST_FILE).read_text())
     del manifest["digest"]
     for name in manifest["files"]:
         path = folder / name
         manifest["files"][name] = {"size": path.stat().st_size, "sha256": sha256_of(path)}
     manifest |= changes
-    (folder / MANIFEST).write_text(json.dumps(manifest | {"digest": _digest(manifest)}))
+    (folder / MANIFEST_FILE).write_text(json.dumps(manifest | {"digest": _digest(manifest)}))
 
 
 class Trap:
@@ -383,7 +383,7 @@ def test_pickle_in_any_file_is_not_run(file, hostile, tmp_path):
 
 @pytest.mark.parametrize("name", ["/etc/passwd", "../outside.safetensors", "a/b", "custom_checkpoint_0.pkl"])
 def test_a_manifest_can_not_name_other_files(name, hostile):
-    files = json.loads((hostile / MANIFEST).read_text())["files"]
+    files = json.loads((hostile / MANIFEST_FILE).read_text())["files"]
     forge(hostile, files=files | {name: {"size": 1, "sha256": "0"}})
     with pytest.raises(Damaged, match="other files"):
         verify(hostile)
@@ -468,7 +468,7 @@ def test_no_link_is_followed_when_checkpoints_are_removed(straight, tmp_path, ca
     damage(parent / LAST / "state.json", "emptied")
     assert newest(parent, lambda: None, print).step == 20
     commit(parent, 24, {}, {}, {})
-    assert (parent / LAST / MANIFEST).exists()
+    assert (parent / LAST / MANIFEST_FILE).exists()
     assert sorted(elsewhere.rglob("*")) == kept
 
 
@@ -487,7 +487,7 @@ def test_a_run_prunes_past_a_link(tmp_path):
     for step in (2, 4):
         assert output.count(f"step_{step:08d} is a link to") == 1
     assert verify(latest(tmp_path / "run")).step == 24
-    assert (tmp_path / "moved" / MANIFEST).exists()
+    assert (tmp_path / "moved" / MANIFEST_FILE).exists()
     assert not any(path.is_symlink() for path in parent.glob("step_*"))
 
 

@@ -16,7 +16,7 @@ import psutil
 import pytest
 import torch
 
-from common.checkpoint.format import MANIFEST, steps_in, verify
+from common.checkpoint.format import MANIFEST_FILE, steps_in, verify
 from common.checkpoint.mirror import Mirror, fetch_newest
 from common.system.s3 import ObjectStore
 from tests.checkpoint.test_checkpoints import HELLO, LAST, start_and_wait, straight  # noqa: F401
@@ -40,7 +40,7 @@ class Bucket:
     def steps(self) -> list[int]:
         """Committed ones."""
         keys = self.store.list("checkpoints/")
-        return sorted(int(key.split("/")[1][5:]) for key in keys if key.endswith(MANIFEST))
+        return sorted(int(key.split("/")[1][5:]) for key in keys if key.endswith(MANIFEST_FILE))
 
     def words(self, folder: Path, *flags) -> list:
         return [*python(), *HELLO, "--s3", self.url, "--output_dir", folder, *flags]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from common.checkpoint.format import MANIFEST, STATE, Checkpoint, check_manifest, parse_index
+from common.checkpoint.format import MANIFEST_FILE, STATE_FILE, Checkpoint, check_manifest, parse_index
 from common.data.cache import prepare_data
 from common.data.images import open_images
 from common.data.shards import parse_manifest
@@ -118,8 +118,8 @@ def deep_restart(file: Path) -> None:
 
 READERS = {  # file: what reads it, or for those that go on without it, what they then say
     "any.json": read_json,
-    STATE: deep_state,
-    MANIFEST: lambda file: check_manifest(file.read_bytes(), file.parent),
+    STATE_FILE: deep_state,
+    MANIFEST_FILE: lambda file: check_manifest(file.read_bytes(), file.parent),
     "index.json": lambda file: parse_index(file.read_bytes(), file),
     "shards.json": lambda file: parse_manifest(file.read_bytes(), str(file)),
     "search.json": read_search,

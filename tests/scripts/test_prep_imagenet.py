@@ -1102,7 +1102,7 @@ def test_the_speed_leaves_out_bytes_that_are_only_hashed(monkeypatch, capsys):
     clock = SimpleNamespace(monotonic=lambda: now_s)
     monkeypatch.setattr(progress, "time", clock)
     now_s = 0
-    reading = progress.Reading("train", 10, 10**9, 10**10)
+    reading = progress.ReadingProgress("train", 10, 10**9, 10**10)
     for now_s in (50, 100):
         reading.tell(now_s * 10**7)
     now_s = 140

@@ -86,7 +86,7 @@ def as_nobody(words: list) -> list:
 
 
 def test_without_a_home(tmp_path):
-    code = "from pathlib import Path; from common.system import cli, paths; print(paths.place('/x/y'));"
+    code = "from pathlib import Path; from common.system import cli, paths; print(paths.public_path('/x/y'));"
     code += "print(cli.expand_home('/data', '')); cli.run_command(lambda: cli.expand_home('~/c', 'give --c'))"
     status, output = Job(as_nobody([sys.executable, "-c", code])).wait()
     error = f"error: ~/c: HOME is not set, and user {NOBODY} has no home folder: give --c"

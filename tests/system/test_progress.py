@@ -56,7 +56,7 @@ def test_slow_steps_leave_the_line_whole(width, monkeypatch):
     """Steps of 100 s, as of a large model on a CPU, and an evaluation; numbers as long as they get."""
     now_s, terminal = 0.0, io.StringIO()
     monkeypatch.setattr(progress, "time", SimpleNamespace(perf_counter=lambda: now_s))
-    bar = progress.Bar(300, 0, 375_300, 1024, "images")
+    bar = progress.BarProgress(300, 0, 375_300, 1024, "images")
     bar.stop()
     console = Console(file=terminal, force_terminal=True, width=width, color_system=None)
 

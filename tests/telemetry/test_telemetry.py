@@ -13,7 +13,7 @@ import pytest
 
 from common.telemetry.collect import ProcessInfo, Telemetry, sampled_hosts
 from common.telemetry.sampler import Gpu
-from common.telemetry.summary import GPU_NUMBERS, HOST_NUMBERS, energy_wh, summary
+from common.telemetry.summary import GPU_NUMBERS, HOST_NUMBERS, energy_wh, summarize
 from tests.checkpoint.test_checkpoints import LONG, SLOW, start_and_wait
 from tests.conftest import CNN, Job, free_port, lines, metrics, python, result, run, torchrun
 
@@ -67,7 +67,7 @@ def test_a_run_writes_one_file(folder):
     assert len(samples) >= 2
     assert samples[-1]["step"] > samples[0]["step"]
     (found,) = result(folder)["telemetry"]
-    assert found == summary(file)
+    assert found == summarize(file)
     assert (found["samples"], found["gpus"]) == (len(samples), 0)
     assert found["memory_gib"] == max(sample["memory_gib"] for sample in samples)
     assert [found["utilisation_pct"], found["gpu_memory_gib"], found["energy_wh"]] == [None] * 3
@@ -320,7 +320,7 @@ def test_the_energy_of_a_run_is_that_of_all_its_starts(tmp_path, starts, expecte
     for hour, gpus in enumerate(starts):
         content.append(HEADER)
         content += [sample(3600 * hour + 3.6 * k, **gpu) for k, gpu in enumerate(gpus)]
-    found = summary(written(tmp_path / "telemetry-a.jsonl", *content))
+    found = summarize(written(tmp_path / "telemetry-a.jsonl", *content))
     assert found["energy_wh"] == (expected_wh and pytest.approx(expected_wh))
     assert energy_wh([found, found]) == (expected_wh and pytest.approx(2 * expected_wh))
     assert energy_wh([found, {"gpus": 0, "energy_wh": None}]) == found["energy_wh"]
@@ -332,13 +332,13 @@ def test_a_line_that_was_cut_is_left_out(tmp_path):
     telemetry = Telemetry([ProcessInfo("b", 0, "CPU", None)], 0, tmp_path, 0, lambda: 0, 1)
     telemetry.append([(file.name, json.dumps(HEADER) + "\n"), (file.name, json.dumps(sample(9)) + "\n")])
     assert json.loads(file.read_text().splitlines()[-2]) == HEADER
-    found = summary(file)
+    found = summarize(file)
     assert (found["samples"], found["utilisation_pct"]) == (2, 50)
 
 
 def test_a_file_of_something_else_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"telemetry-a\.jsonl has lines that are no telemetry"):
-        summary(written(tmp_path / "telemetry-a.jsonl", {"loss": 1}))
+        summarize(written(tmp_path / "telemetry-a.jsonl", {"loss": 1}))
 
 
 def test_hosts_are_apart_whatever_they_call_themselves():

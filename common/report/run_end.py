@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common.checkpoint.format import EMA, MODEL, step_name
+from common.checkpoint.format import EMA_FILE, MODEL_FILE, step_name
 from common.report.plots import panel, panels
 from common.system.files import read_json, read_lines
 from common.system.paths import ROOT, python_command, shortest
@@ -67,11 +67,11 @@ def _weights(folder: Path, result: dict[str, Any], lines: list[dict[str, Any]], 
         line = at_step.get(Path(checkpoint).name, {})
         reason = f"best {measure} on the {val_name} split" if checkpoint == best else "the last step"
         reason += ", and the last step" if best == last else ""
-        files = [name for name in (EMA, MODEL) if (folder / checkpoint / name).exists()]
+        files = [name for name in (EMA_FILE, MODEL_FILE) if (folder / checkpoint / name).exists()]
         for name in files:
-            is_raw = name == MODEL and EMA in files
+            is_raw = name == MODEL_FILE and EMA_FILE in files
             use = "use this: " if folder / checkpoint / name == _to_use(folder, result) else ""
-            kind = "averaged weights (EMA), " if name == EMA else ""
+            kind = "averaged weights (EMA), " if name == EMA_FILE else ""
             why = "the same step without the average" if is_raw else f"{use}{kind}{reason}"
             value = line.get(f"val/raw_{measure}" if is_raw else f"val/{measure}")
             table.add_row(f"{Path(checkpoint).name}/{name}", "-" if value is None else f"{value:.4f}", why)
@@ -81,7 +81,7 @@ def _weights(folder: Path, result: dict[str, Any], lines: list[dict[str, Any]], 
 def _to_use(folder: Path, result: dict[str, Any]) -> Path:
     """The best checkpoint's weights, or the newest's when the best is only in S3; an EMA's come first."""
     places = [folder / result[name] for name in ("best_checkpoint", "checkpoint") if result[name]]
-    files = [place / name for place in places for name in (EMA, MODEL)]
+    files = [place / name for place in places for name in (EMA_FILE, MODEL_FILE)]
     return next(file for file in files if file.exists())
 
 

@@ -13,7 +13,7 @@ from common.run.storage import RunStorage
 
 
 @dataclass(frozen=True)
-class Restart:
+class ResumePoint:
     """Where a run begins in this process. Without arguments: at step 0."""
 
     state: RunState = field(default_factory=RunState)
@@ -30,25 +30,27 @@ class Restart:
         return cls(**content | {"state": RunState(**content["state"])})
 
 
-def restart_from(
+def resume_point(
     storage: RunStorage, training: TrainingState, recipe: Recipe, data: str, steps: int
-) -> Restart:
+) -> ResumePoint:
     """Called by the main process. data: the name of its content. steps: of the whole run.
 
     ValueError for a checkpoint of other data, another model or optimizer, or with more steps; and after too
     many restarts without a new one.
     """
     found = storage.checkpoint
-    restart = Restart() if found is None else _from_checkpoint(found, storage, training, recipe, data, steps)
-    count_restarts(storage.folder, restart.state.step)
+    point = (
+        ResumePoint() if found is None else _from_checkpoint(found, storage, training, recipe, data, steps)
+    )
+    count_restarts(storage.folder, point.state.step)
     if found:
         print(f"continuing at step {found.step:,} with {found.folder}", flush=True)
-    return restart
+    return point
 
 
 def _from_checkpoint(
     found: Checkpoint, storage: RunStorage, training: TrainingState, recipe: Recipe, data: str, steps: int
-) -> Restart:
+) -> ResumePoint:
     _check_data(found, recipe, data)
     training.check(found)
     state = RunState.read(found)
@@ -64,7 +66,7 @@ def _from_checkpoint(
     if storage.is_new:  # another run's best is not this one's, nor is its W&B run
         state.best, state.evaluated, state.wandb_id, state.wandb_url = {}, False, None, None
         began_at = recipe.resume
-    return Restart(state, True, 0 if storage.is_new else found.step, has_optimizer, began_at)
+    return ResumePoint(state, True, 0 if storage.is_new else found.step, has_optimizer, began_at)
 
 
 def _check_data(found: Checkpoint, recipe: Recipe, data: str) -> None:
