@@ -28,6 +28,9 @@ def folder(tmp_path_factory, cache) -> Path:
     words = [*torchrun(2), *CNN, *FLAGS, *BOTH, "--telemetry_s", "0.1", *cache, "--output_dir", folder]
     output = run(words, env={"WANDB_RUN_ID": "chosen1"})
     assert output.count("W&B has no key (wandb login): the run is logged offline") == 1
+    assert "W&B does not" not in output, output
+    assert "W&B has stopped" not in output, output
+    assert "does not have the pictures" not in output, output
     return folder
 
 

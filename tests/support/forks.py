@@ -41,7 +41,7 @@ PRELOADED = (
     *("torch.distributed.checkpoint.state_dict", "torch.utils.tensorboard", "torch.utils.checkpoint"),
     *("torchvision.transforms.v2.functional", "torchvision.io", "PIL.Image", "safetensors.torch"),
     *("accelerate", "accelerate.commands.launch", "accelerate.tracking", "accelerate.utils", "yaml", "tqdm"),
-    *("sklearn.datasets", "matplotlib.figure", "matplotlib.backends.backend_agg", "psutil", "timm"),
+    *("sklearn.datasets", "matplotlib.figure", "matplotlib.backends.backend_agg", "psutil"),
 )
 # Variables that the interpreter or a preloaded package reads when it starts: they must be the server's.
 READ_AT_START = (
@@ -226,8 +226,12 @@ def _preload(kind: str) -> None:
     # OpenBLAS and OpenMP have no threads for one core; _start_like_python gives torch its number.
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:1])
     gc.disable()
+    # wandb, which timm imports, makes temporary folders: the first process to end would remove them for all.
     for name in (*PRELOADED, *(["deepspeed"] if kind == "deepspeed" else [])):
         importlib.import_module(name)
+    sys.modules["wandb"] = None  # type: ignore[assignment]  # import then raises ImportError
+    importlib.import_module("timm")
+    del sys.modules["wandb"]
     names = [
         Path(f"/proc/self/task/{thread}/comm").read_text().strip() for thread in os.listdir("/proc/self/task")
     ]

@@ -18,7 +18,7 @@ print(__name__, __file__, sys.argv, os.path.samefile(sys.executable, me.exe()), 
 print(me.cmdline()[1:], me.ppid(), os.getsid(0) == os.getpid(), os.environ["MARK"], me.environ()["MARK"])
 print(me.cpu_affinity(), signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM), oct(os.umask(0)))
 files = [number for number in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{number}")]
-print(sorted(files), file=sys.stderr)
+print(sorted(files), "wandb" in sys.modules, file=sys.stderr)  # its import makes folders for one process
 atexit.register(print, "at exit")
 threading.Thread(target=lambda: (time.sleep(0.1), print("a thread has ended"))).start()
 """
