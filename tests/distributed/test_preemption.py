@@ -188,8 +188,9 @@ def test_nohup_goes_on(tmp_path):
 
 
 def test_ctrl_c_says_at_which_step_the_same_command_goes_on(tmp_path):
-    words = [*SLOW, "--output_dir", tmp_path / "run"]
-    job = WarmJob([*words, "--checkpoint_every", "1000000"], tmp_path / "log")
+    long_epochs = ["--data_size", "640000", "--checkpoint_every", "epoch"]  # 10,000 steps each
+    words = [*SLOW, *long_epochs, "--output_dir", tmp_path / "early"]
+    job = WarmJob(words, tmp_path / "log")
     wait_for("step 60/", job)
     job.send_signal(signal.SIGINT)
     status, output = job.wait()
@@ -197,7 +198,8 @@ def test_ctrl_c_says_at_which_step_the_same_command_goes_on(tmp_path):
         130,
         "interrupted: the same command goes on from the beginning",
     )
-    assert result(tmp_path / "run")["error"] == "interrupted"
+    assert result(tmp_path / "early")["error"] == "interrupted"
+    words = [*SLOW, "--output_dir", tmp_path / "run"]
     job = WarmJob(words, tmp_path / "log")
     wait_for("step 130/", job)
     job.send_signal(signal.SIGINT)
