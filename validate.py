@@ -39,10 +39,11 @@ from common.checkpoint.format import TensorFile, sha256_of
 from common.checkpoint.weights import TrainedModel, find
 from common.data.images import Images, load
 from common.data.splits import Split
-from common.distributed.accelerator import device_name, precision, start, strategy
+from common.distributed.accelerator import start
 from common.distributed.agreement import agree, once
 from common.distributed.entry import run_process
 from common.distributed.preemption import Preempted, wanted
+from common.distributed.strategy import device_name, precision, strategy
 from common.evaluation import counted, evaluated_ids, predictions
 from common.recipe import Batch, ImageRecipe, Job, parse, recipe_part, setting
 from common.script import as_flags, load_script, normalisation, own_script, recipe_class

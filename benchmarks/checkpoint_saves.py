@@ -33,8 +33,9 @@ from accelerate.utils import broadcast_object_list
 from common.checkpoint.format import STATE_FILE, newest
 from common.checkpoint.saver import Saver
 from common.checkpoint.training import TrainingState
-from common.distributed.accelerator import device_name, prepare, start, strategy
+from common.distributed.accelerator import prepare, start
 from common.distributed.entry import run_process
+from common.distributed.strategy import device_name, strategy
 from common.order import reseed
 from common.system.env import world_size
 from train_vit import Vit, build_model, build_optimizer

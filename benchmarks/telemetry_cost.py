@@ -23,8 +23,9 @@ import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
 
-from common.distributed.accelerator import device_name, precision, prepare, start
+from common.distributed.accelerator import prepare, start
 from common.distributed.entry import run_process
+from common.distributed.strategy import device_name, precision
 from common.order import reseed
 from common.recipe import parse
 from common.telemetry.collect import Telemetry, this_process

@@ -48,7 +48,8 @@ from torch.utils.data import DataLoader, Dataset
 from common.data.cache import prepare_data
 from common.data.images import Images, open_images
 from common.data.splits import ArraySplit
-from common.distributed.accelerator import device_name, precision, start
+from common.distributed.accelerator import start
+from common.distributed.strategy import device_name, precision
 from common.recipe import ImageRecipe, parse
 from common.run.run import Run
 from common.script import recipe_class

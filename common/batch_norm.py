@@ -26,10 +26,13 @@ class RunningStatistics:
     """
 
     def __init__(self, model: nn.Module):
-        self.layers = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
-        for layer in self.layers:
-            _check(layer)
-            layer.__class__ = _layer_class(type(layer))
+        self.layers: list[_Layer] = []
+        for layer in model.modules():
+            if isinstance(layer, _BatchNorm) and layer.track_running_stats:
+                _check(layer)
+                layer.__class__ = _layer_class(type(layer))  # type: ignore[arg-type]  # classes are hashable
+                assert isinstance(layer, _Layer)
+                self.layers.append(layer)
         self.begun_with = [(layer.running_mean, layer.running_var) for layer in self.layers]
 
     def follow(self, accelerator: Accelerator, prepared: nn.Module) -> None:
@@ -64,6 +67,15 @@ class _Layer(_BatchNorm):
     torch refuses beside it.
     """
 
+    momentum: float
+    running_mean: Tensor  # [C], as the other buffers
+    running_var: Tensor
+    batch_mean: Tensor
+    batch_var: Tensor
+    num_batches_tracked: Tensor  # []
+    drop: nn.Module  # timm's BatchNormAct2d has these
+    act: nn.Module
+
     def forward(self, x: Tensor) -> Tensor:
         self._check_input_dim(x)
         mean, var = self.running_mean, self.running_var
@@ -71,7 +83,7 @@ class _Layer(_BatchNorm):
         if self.training:
             mean, var = self.batch_mean, self.batch_var  # a momentum of 1 overwrites them
         x = F.batch_norm(x, mean, var, weight, bias, self.training, 1.0, self.eps)
-        return self.act(self.drop(x)) if hasattr(self, "act") else x  # timm's BatchNormAct2d
+        return self.act(self.drop(x)) if hasattr(self, "act") else x
 
 
 @cache

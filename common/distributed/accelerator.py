@@ -1,21 +1,14 @@
 """One Accelerator, whoever launched us, on GPUs or as a rehearsal on CPU."""
 
-import contextlib
-import ctypes
 import hashlib
 import os
-import platform
-import re
 import sys
-from collections.abc import Callable
 from datetime import timedelta
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from accelerate import Accelerator, DeepSpeedPlugin, DistributedDataParallelKwargs, PartialState
+from accelerate import Accelerator, DeepSpeedPlugin, DistributedDataParallelKwargs
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import (
     DistributedType,
@@ -36,10 +29,14 @@ from common.distributed.answers import (
     settle_answers,
 )
 from common.distributed.compilation import asked_for, compile_blocks
+from common.distributed.gradients import refuse_missing_gradients
+from common.distributed.precision import cast_inputs, chosen_precision
 from common.distributed.preemption import ready, watch
+from common.distributed.rehearsal import keep_freed_memory, rehearse_on_cpu, use_all_cores
+from common.distributed.rendezvous import join_after_restart, name_interface
+from common.distributed.strategy import plain_module, precision, strategy, versions
 from common.recipe import Batch, Job, recipe_part, share_out
-from common.system.env import launched, processes_per_host, rank, world_size
-from common.system.network import interface_to
+from common.system.env import processes_per_host, rank, world_size
 from common.system.paths import ROOT
 
 
@@ -62,12 +59,12 @@ def start(job: Job, clip_norm: float = 0.0) -> tuple[Accelerator, Batch]:
         os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     remarks = settle_answers(rehearsal)
     if rehearsal:
-        _rehearse_on_cpu()
+        rehearse_on_cpu()
     compilation = asked_for(job.compile)
-    _name_interface()
-    _meet_again(job.timeout_s)
+    name_interface()
+    join_after_restart(job.timeout_s)
     accelerator = Accelerator(
-        mixed_precision=_precision(job.mixed_precision or enabled_precision(deepspeed)),
+        mixed_precision=chosen_precision(job.mixed_precision or enabled_precision(deepspeed)),
         deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=deepspeed) if job.deepspeed_config else None,
         dynamo_plugin=TorchDynamoPlugin(backend="no"),  # prepare() compiles, block by block
         gradient_accumulation_plugin=GradientAccumulationPlugin(
@@ -93,8 +90,8 @@ def start(job: Job, clip_norm: float = 0.0) -> tuple[Accelerator, Batch]:
             " does not compile; choose --compile no, ZeRO-2 or FSDP"
         )
     if accelerator.device.type == "cpu":
-        _use_all_cores()
-        _keep_freed_memory()
+        use_all_cores()
+        keep_freed_memory()
         if precision(accelerator) == "fp16" and accelerator.distributed_type != DistributedType.DEEPSPEED:
             # As Accelerate does on a GPU; on a CPU it would compute in fp32 without a word.
             accelerator.native_amp, accelerator.scaler = True, torch.amp.GradScaler("cpu")
@@ -129,108 +126,18 @@ def prepare(
         compile_blocks(model, accelerator.compilation)
     if accelerator.grad_checkpointing:
         checkpoint_activations(model)
-    model, optimizer = accelerator.prepare(model, optimizer)
-    statistics.follow(accelerator, plain_module(model))
+    prepared, wrapped = accelerator.prepare(model, optimizer)
+    statistics.follow(accelerator, plain_module(prepared))
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        plain_module(model).register_forward_pre_hook(_cast_inputs(precision(accelerator)))
+        plain_module(prepared).register_forward_pre_hook(cast_inputs(precision(accelerator)))
         if precision(accelerator) == "fp16":
             # Run finds a loss that is not finite, and says more than DeepSpeed's traceback would.
-            optimizer.optimizer.loss_scaler.raise_error_at_min_scale = False
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        model.forward_sync_buffers = False  # common.evaluation broadcasts them where they are used
-        _refuse_missing_gradients(model.module, optimizer.optimizer)
-    model.train()
-    return model, optimizer
-
-
-def _refuse_missing_gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Has the optimizer's first step raise ValueError where a trained parameter has no gradient.
-
-    DDP averages no gradient of a bucket in which one is missing. It says so itself, but at the next forward,
-    after a step by gradients that differ between the processes.
-    """
-
-    def check(stepping: torch.optim.Optimizer, *_) -> None:
-        if stepping is not optimizer:  # a copy, which is tried before the training
-            return
-        hook.remove()
-        if missing := [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]:
-            raise ValueError(without_gradient(missing))
-
-    hook = optimizer.register_step_pre_hook(check)
-
-
-def unused_parameters(error: BaseException | None, parameters: list[str]) -> list[str]:
-    """The names in DDP's own error about them, which comes when a gradient is missing in a later step."""
-    found = re.search(r"Parameter indices which did not receive grad for rank \d+: ([\d ]+)", str(error))
-    return [parameters[int(i)] for i in found[1].split()] if found else []
-
-
-def without_gradient(names: list[str]) -> str:
-    return (
-        f"under DDP every trained parameter needs a gradient in each step, and {', '.join(names)} had none:"
-        " set its requires_grad to False, or train with FSDP or ZeRO"
-    )
-
-
-def plain_module(model: nn.Module) -> nn.Module:
-    """The model inside of DDP or DeepSpeed; unwrap_model would import deepspeed."""
-    while type(model).__name__ in ("DistributedDataParallel", "DeepSpeedEngine"):
-        model = model.module
-    return model
-
-
-def strategy(accelerator: Accelerator) -> str:
-    """single, ddp, fsdp, zero1, zero2 or zero3."""
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        return f"zero{accelerator.state.deepspeed_plugin.zero_stage}"
-    return {DistributedType.NO: "single", DistributedType.FSDP: "fsdp"}.get(
-        accelerator.distributed_type, "ddp"
-    )
-
-
-def sharding(accelerator: Accelerator) -> dict[str, Any]:
-    """How FSDP or ZeRO divides the model, in the words of their configs; empty where each has it whole."""
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        config = accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]
-        plain = {name: value for name, value in config.items() if not isinstance(value, dict)}
-        parts = ("offload_optimizer", "offload_param")
-        return plain | {name: config.get(name, {}).get("device", "none") for name in parts}
-    if accelerator.distributed_type != DistributedType.FSDP:
-        return {}
-    from torch.distributed.fsdp import CPUOffloadPolicy
-
-    plugin, sizes = accelerator.state.fsdp_plugin, accelerator.parallelism_config
-    hybrid = sizes is not None and sizes.dp_replicate_size > 1
-    return {
-        "reshard_after_forward": plugin.reshard_after_forward,
-        "offload_params": isinstance(plugin.cpu_offload, CPUOffloadPolicy),
-        "replicas": sizes.dp_replicate_size if hybrid else 1,
-    }
-
-
-def precision(accelerator: Accelerator) -> str:
-    """no, bf16 or fp16; under DeepSpeed it is the engine's."""
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        config = accelerator.state.deepspeed_plugin.deepspeed_config
-        return next((kind for kind in ("bf16", "fp16") if config.get(kind, {}).get("enabled") is True), "no")
-    return accelerator.mixed_precision
-
-
-def device_name(accelerator: Accelerator) -> str:
-    return (
-        torch.cuda.get_device_name() if accelerator.device.type == "cuda" else f"CPU ({platform.machine()})"
-    )
-
-
-def versions() -> dict[str, str]:
-    """Versions of the packages that affect results or communication."""
-    packages = {name: version(name) for name in ("torch", "accelerate", "deepspeed", "timm", "numpy")}
-    return {"python": platform.python_version(), **packages}
-
-
-def _launched_with(plugin: str) -> bool:
-    return os.environ.get(f"ACCELERATE_USE_{plugin}", "false").lower() == "true"
+            wrapped.optimizer.loss_scaler.raise_error_at_min_scale = False
+    if isinstance(prepared, nn.parallel.DistributedDataParallel):
+        prepared.forward_sync_buffers = False  # common.evaluation broadcasts them where they are used
+        refuse_missing_gradients(plain_module(prepared), wrapped.optimizer)
+    prepared.train()
+    return prepared, wrapped
 
 
 def _check_devices() -> None:
@@ -242,85 +149,6 @@ def _check_devices() -> None:
             f" set num_processes to {gpus} per host (--num_processes {gpus}), take another file of"
             " accelerate_configs/, or rehearse on CPU by CUDA_VISIBLE_DEVICES= before the same command"
         )
-
-
-def _name_interface() -> None:
-    """On several hosts gloo would take the address of the host's name, on Debian 127.0.1.1.
-
-    It carries signals beside NCCL, and everything in a rehearsal: over the interface with the route to the
-    master, unless GLOO_SOCKET_IFNAME says otherwise.
-    """
-    if world_size() == processes_per_host() or "MASTER_ADDR" not in os.environ:
-        return
-    with contextlib.suppress(ValueError):
-        name, mine = interface_to(os.environ["MASTER_ADDR"])
-        # The master may know its own name as a loopback address: there gloo finds another.
-        if not mine.startswith("127."):
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-
-
-def _meet_again(timeout_s: int) -> None:
-    """After a restart by torchrun, in a corner of its store that the processes before have not written to.
-
-    torch 2.15 keeps the store and its keys: who reads there the address of a dead process can't connect.
-    """
-    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    if restarts and world_size() > 1:
-        timeout = timedelta(seconds=timeout_s)
-        store, rank, processes = next(dist.rendezvous("env://", timeout=timeout))
-        store = dist.PrefixStore(f"restart_{restarts}", store)
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, store=store, rank=rank, world_size=processes, timeout=timeout)
-
-
-def _rehearse_on_cpu() -> None:
-    """Lets Accelerate run DDP, FSDP2 and DeepSpeed on gloo processes, from the config files meant for GPUs.
-
-    Accelerate 1.15 looks for a GPU in these two methods alone; finding none, it would take each process for a
-    job of its own.
-    """
-    if _launched_with("DEEPSPEED"):
-        import deepspeed
-
-        # gloo instead of the shared-memory op, which is compiled at first use and leaves a lock when killed
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        # torch has fp16 on each CPU, fast or not; DeepSpeed asks for a fast one
-        deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
-    sharded = _launched_with("FSDP") or _launched_with("DEEPSPEED")
-
-    def prepare_backend(self: PartialState, *_: Any, **__: Any) -> tuple[str, DistributedType]:
-        return "gloo", DistributedType.MULTI_GPU if sharded else DistributedType.MULTI_CPU
-
-    def set_device(self: PartialState) -> None:
-        self.device = torch.device("cpu")
-
-    PartialState._prepare_backend = prepare_backend
-    PartialState.set_device = set_device
-
-
-def _use_all_cores() -> None:
-    """On CPU a host's processes share its cores.
-
-    torchrun and accelerate set OMP_NUM_THREADS=1, right beside a GPU; deepspeed leaves all cores to each.
-    For one process accelerate counts the machine's cores, also those that this process may not use: two
-    threads on one core are 35 times slower than one (CNN-A). Set by hand before `python` it stays: then one
-    process rounds as each of several does.
-    """
-    cores = len(os.sched_getaffinity(0))
-    if launched() and (os.environ.get("OMP_NUM_THREADS", "1") == "1" or torch.get_num_threads() > cores):
-        torch.set_num_threads(max(1, cores // processes_per_host()))
-
-
-def _keep_freed_memory() -> None:
-    """Lets glibc keep freed activations for the next step instead of returning them to the kernel.
-
-    CNN-A at batch 256, one thread: 57 instead of 82 ms of processor time a step, no instead of 14,000 page
-    faults. Other C libraries are left as they are.
-    """
-    libc = ctypes.CDLL(None)
-    if platform.libc_ver()[0] == "glibc":
-        libc.mallopt(-3, 2**30)  # M_MMAP_THRESHOLD: blocks up to 1 GiB come from the heap
-        libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: the heap is not cut
 
 
 def _fill_deepspeed_config(config: dict[str, Any], batch: Batch, clip_norm: float) -> None:
@@ -338,38 +166,6 @@ def _fill_deepspeed_config(config: dict[str, Any], batch: Batch, clip_norm: floa
     config.setdefault("steps_per_print", sys.maxsize)  # the script prints its own log
     # With offload accelerate would compile DeepSpeed's own Adam in place of the script's optimizer.
     config.setdefault("zero_force_ds_cpu_optimizer", False)
-
-
-def _precision(flag: str | None) -> str:
-    """The flag, else the launcher's, else bf16 where the device has it natively."""
-    launchers = os.environ.get("ACCELERATE_MIXED_PRECISION")
-    # accelerate launch passes "no" for a DeepSpeed config that leaves the precision to the JSON's "auto".
-    fields = os.environ.get("ACCELERATE_CONFIG_DS_FIELDS", "").split(",")
-    if _launched_with("DEEPSPEED") and "mixed_precision" not in fields and launchers == "no":
-        launchers = None
-    wanted = flag or launchers or ("bf16" if _has_native_bf16() else "no")
-    remark = ""
-    if not torch.cuda.is_available() and wanted == "fp16":
-        remark = "fp16 is slow on a CPU; it is computed all the same, with loss scaling as on a GPU"
-    elif not torch.cuda.is_available() and wanted == launchers == "bf16" and not _has_native_bf16():
-        remark, wanted = "bf16 is not native to this CPU: the rehearsal is in fp32", "no"
-    elif wanted == "bf16" and torch.cuda.is_available() and not _has_native_bf16():
-        remark = "this GPU has no native bf16 and emulates it: --mixed_precision fp16 is faster here"
-    if remark and rank() == 0:
-        print(remark, flush=True)
-    return wanted
-
-
-def _has_native_bf16() -> bool:
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_capability() >= (8, 0)
-    return torch.cpu._is_avx512_bf16_supported()
-
-
-def _cast_inputs(kind: str) -> Callable:
-    """DeepSpeed holds the weights in half precision and leaves the inputs as they are."""
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "no": torch.float32}[kind]
-    return lambda module, inputs: tuple(x.to(dtype) if x.is_floating_point() else x for x in inputs)
 
 
 def _checksum(model: nn.Module) -> str:

@@ -28,7 +28,7 @@ def _outermost(module: nn.Module, names: Collection[str]) -> Iterator[nn.Module]
 
 
 def checkpoint_activations(model: nn.Module) -> None:
-    """Around each block, else as timm does it. ValueError for a model with neither.
+    """Recomputes each block, or what timm's own method does. Raises ValueError for a model with neither.
 
     Not by accelerate: it draws other random numbers in the backward pass, and changes parameters' names.
     """
@@ -38,7 +38,7 @@ def checkpoint_activations(model: nn.Module) -> None:
     if blocks:
         return
     try:
-        model.set_grad_checkpointing()
+        model.set_grad_checkpointing()  # type: ignore[operator]  # timm's models have it
     except (AttributeError, AssertionError):
         raise ValueError(
             f"activation checkpointing: {type(model).__name__} has no blocks, name their classes in its"

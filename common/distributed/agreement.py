@@ -1,4 +1,4 @@
-"""What the processes of a job tell one another: that they agree, that they live, and who prints an error."""
+"""Agreement between the processes of a job: equal settings, work by one of them, one print of an error."""
 
 import hashlib
 import json
@@ -18,11 +18,11 @@ from common.system.text import printable_lines
 
 Work = Callable[[Callable[[], None]], Any]  # work(beat)
 MISTAKES = (ValueError, FloatingPointError, OSError)  # said in one line, without a traceback
-UNANSWERED_S = 240  # after a signal, while another process works: a request to S3 may take so long
+UNANSWERED_S = 240  # wait for a working process after a signal: a request to S3 may take so long
 
 
 def agree(accelerator: Accelerator, facts: dict[str, Any]) -> None:
-    """Compares the facts of all processes. ValueError, on each of them, names the odd ranks and values."""
+    """Compares the facts of all processes. On a difference all raise ValueError with ranks and values."""
     mine = {name: json.dumps(value, sort_keys=True, default=str) for name, value in facts.items()}
     everyones = gather_object([(socket.gethostname(), mine)])
     for name in mine:
@@ -39,11 +39,12 @@ def agree(accelerator: Accelerator, facts: dict[str, Any]) -> None:
 
 
 def once_per_host(accelerator: Accelerator, topic: str, work: Work, timeout_s: int) -> Any:
-    """Runs work(beat) in one process per host while the others wait; all of a host get its result, as JSON.
+    """Runs work(beat) in one process per host while the others wait; returns its result, as JSON, on all.
 
-    Work may take hours: nobody sits in a collective. It calls beat() as it gets on; without any beat for
-    timeout_s seconds the job ends. ValueError in work ends all processes with its message; a signal to any of
-    them ends the work, and all raise Preempted. topic: of this call alone, such as `data`.
+    Work may take hours: no process waits in a collective. It calls beat() as a heartbeat; without one for
+    timeout_s seconds the job ends. A ValueError in work ends all processes with its message; a signal to any
+    process ends the work, and all raise Preempted. topic: names this call in messages, such as `data`; each
+    call has its own.
     """
     return _while_others_wait(
         accelerator, topic, work, timeout_s, accelerator.process_index - accelerator.local_process_index
@@ -51,14 +52,14 @@ def once_per_host(accelerator: Accelerator, topic: str, work: Work, timeout_s: i
 
 
 def once(accelerator: Accelerator, topic: str, work: Work, timeout_s: int) -> Any:
-    """As once_per_host, in the main process alone; all processes get its result."""
+    """Runs work(beat) as once_per_host does, in the main process alone; returns its result on all."""
     return _while_others_wait(accelerator, topic, work, timeout_s, 0)
 
 
 def _while_others_wait(
     accelerator: Accelerator, topic: str, work: Work, timeout_s: int, my_worker: int
 ) -> Any:
-    """my_worker: the rank that works for this process."""
+    """Runs work in some ranks. my_worker: the rank whose result this process returns."""
     if accelerator.num_processes == 1:
         return work(_stop_if_wanted)
     me, board = accelerator.process_index, f"once/{topic}"
@@ -100,7 +101,7 @@ def _while_others_wait(
 
 
 def _heart(store: dist.Store, board: str) -> Callable[[], None]:
-    """beat(): tells all processes, at most once a second, that the work gets on.
+    """Returns beat(), which sends a heartbeat to all processes at most once a second.
 
     It raises Preempted when one of them was told to stop.
     """
@@ -124,8 +125,11 @@ def _stop_if_wanted() -> None:
 
 
 def first_mistake(error: BaseException) -> BaseException:
-    """Where a job fails: the mistake of this process, of which it tells the others; or in the place of any
-    other error (another process has closed its connections, above all) the mistake that was told of."""
+    """The error that explains why the job fails. A mistake of this process is told to the others.
+
+    Any other error here, such as a connection that another process closed, is replaced by a mistake that
+    another process has told.
+    """
     if not dist.is_initialized():
         return error
     try:
@@ -140,7 +144,7 @@ def first_mistake(error: BaseException) -> BaseException:
 
 
 def first_to_say(message: str) -> bool:
-    """Whether no other process has printed this message: most mistakes are found by all of them at once."""
+    """True when no other process has printed this message: most mistakes are found by all at once."""
     if not dist.is_initialized():
         return is_hosts_first()
     key = f"said/{hashlib.sha256(message.encode()).hexdigest()}"
@@ -151,10 +155,10 @@ def first_to_say(message: str) -> bool:
 
 
 def let_main_close_first(accelerator: Accelerator) -> None:
-    """Where a job fails: the main process calls it when its files are closed, the others before they end.
+    """Waits, in a job that fails, until the main process has closed its files: 10 s at most.
 
-    A launcher kills all processes as soon as one has ended. The others wait 10 s at most: the main process
-    may be in a collective, and know of nothing.
+    The main process calls it after closing them, the others before they end, because a launcher kills all
+    processes as soon as one has ended. The main process may hang in a collective.
     """
     if not dist.is_initialized():
         return
@@ -170,7 +174,7 @@ def let_main_close_first(accelerator: Accelerator) -> None:
 
 
 def _difference(ours: str | None, theirs: str | None) -> str:
-    """ours; of two objects only what differs."""
+    """ours as text; only the entries that differ when both are objects."""
     ours, theirs = json.loads(ours or "null"), json.loads(theirs or "null")
     if isinstance(ours, dict) and isinstance(theirs, dict):
         return ", ".join(f"{key}={value}" for key, value in ours.items() if theirs.get(key) != value)

@@ -280,7 +280,12 @@ def _check_deepspeed_answers(env: Mapping[str, str], file: str) -> None:
             _refuse("offload_param_device", "cpu", f"it needs zero_stage: 3, here it is {stage}")
         return
     fields = env.get("ACCELERATE_CONFIG_DS_FIELDS", "").split(",")
-    beside = ("mixed_precision", "zero_stage", "gradient_clipping", "gradient_accumulation_steps")
+    beside: tuple[str, ...] = (
+        "mixed_precision",
+        "zero_stage",
+        "gradient_clipping",
+        "gradient_accumulation_steps",
+    )
     beside += ("offload_optimizer_device", "offload_param_device", "zero3_save_16bit_model")
     if both := [name for name in beside if name in fields]:
         _refuse(f"{both[0]} beside deepspeed_config_file: {file}", "", f"choose it in {file}")

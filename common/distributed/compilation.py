@@ -41,7 +41,7 @@ class Compilation:
 
 
 def asked_for(flag: str | None) -> Compilation:
-    """What --compile says, else the launcher. ValueError where this host can't do it."""
+    """The compilation that --compile asks for, else the launcher. Raises ValueError if this host can't."""
     asked = _by_launcher() if flag is None else Compilation("no" if flag == "no" else "inductor", flag)
     if asked:
         _check(asked)
@@ -61,11 +61,11 @@ def compile_blocks(model: nn.Module, how: Compilation) -> None:
     if "timm" in sys.modules and not how.fullgraph:
         drop_path = importlib.import_module("timm.layers").DropPath
         drop_path.forward = torch.compiler.disable(drop_path.forward)
-    options = {"backend": how.backend, "fullgraph": how.fullgraph, "dynamic": how.dynamic}
-    if how.backend == "inductor":
-        options["mode"] = how.mode
+    mode = how.mode if how.backend == "inductor" else None  # other backends take none
     for block in list(blocks_of(model)) or [model]:
-        block.forward = torch.compile(block.forward, **options)
+        block.forward = torch.compile(
+            block.forward, backend=how.backend, mode=mode, fullgraph=how.fullgraph, dynamic=how.dynamic
+        )
 
 
 def _by_launcher() -> Compilation:
@@ -99,7 +99,7 @@ def _in_launchers_file() -> dict[str, Any]:
 
 
 def _value(words: list[str], flag: str) -> str | None:
-    """Of `--flag value` or `--flag=value`."""
+    """The value of `--flag value` or `--flag=value`; None without the flag."""
     for word, following in zip(words, [*words[1:], None], strict=True):
         if word == flag:
             return following

@@ -1,4 +1,4 @@
-"""How a process of a job begins and ends: the entry of a train script, errors in one line, exit statuses."""
+"""The begin and end of a job's process: a train script's entry, errors in one line, exit statuses."""
 
 import contextlib
 import functools
@@ -8,7 +8,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TextIO, TypeVar
 
 import torch.distributed as dist
 from accelerate import Accelerator
@@ -61,7 +61,7 @@ def run_process(main: Callable[[], None]) -> NoReturn:
     status = 0
     set_umask()
     open_streams()
-    sys.stdout, sys.stderr = _outliving_its_reader(sys.stdout), _outliving_its_reader(sys.stderr)
+    sys.stdout, sys.stderr = _ignoring_write_errors(sys.stdout), _ignoring_write_errors(sys.stderr)
     try:
         check_working_folder()
         main()
@@ -71,7 +71,7 @@ def run_process(main: Callable[[], None]) -> NoReturn:
         tell_torchrun(message)
         if first_to_say(message):
             print(f"error: {message}", file=sys.stderr, flush=True)
-        _let_others_speak()
+        _wait_for_others()
     except KeyboardInterrupt as error:
         status = 130
         if is_hosts_first():
@@ -80,12 +80,12 @@ def run_process(main: Callable[[], None]) -> NoReturn:
         status = PREEMPTED
         if first_to_say("preempted"):
             print(f"preempted: the same command continues (exit status {PREEMPTED})")
-    except Exception as error:  # the interpreter would run all downloads of shards that were asked for
+    except Exception as error:  # left to the interpreter, all shard downloads that were asked for would run
         status = 1
         tell_torchrun(f"{type(error).__name__}: {error}")
         if not dist.is_initialized() or first_to_say(repr(error)):
             traceback.print_exc()
-        _let_others_speak()
+        _wait_for_others()
     if dist.is_initialized() and status in (0, PREEMPTED):
         dist.destroy_process_group()
     sys.stdout.flush()
@@ -96,26 +96,33 @@ def run_process(main: Callable[[], None]) -> NoReturn:
     os._exit(status)
 
 
-def _let_others_speak() -> None:
-    """A launcher kills all processes when one ends: not before the first has printed. And where rank 0 keeps
-    the process group's store, the others must have heard of the error before it leaves."""
+def _wait_for_others() -> None:
+    """Waits until the other processes have printed their errors, or read this one's from rank 0's store.
+
+    A launcher kills all processes as soon as one has ended.
+    """
     if world_size() > 1:
         time.sleep(1 if rank() == 0 else 2 if dist.is_initialized() else 5)
 
 
 class _Output(io.FileIO):
-    """What can't be written is dropped: a training must not fail in a print."""
+    """A file that drops what it can't write: a training must not fail in a print."""
 
-    def write(self, data: Any) -> int | None:
+    def write(self, data: Any, /) -> int:
         with contextlib.suppress(OSError):
             return super().write(data)
         return len(data)
 
 
-def _outliving_its_reader(stream: io.TextIOWrapper) -> io.TextIOWrapper:
-    """The same output, also when `| tee` ends before us, or the disk of a log is full."""
+def _ignoring_write_errors(stream: TextIO) -> TextIO:
+    """The same output, which outlives a `| tee` that ends first, and a full disk under a log."""
+    assert isinstance(stream, io.TextIOWrapper)
     stream.flush()
     output = _Output(stream.fileno(), "w", closefd=False)
-    options = {"line_buffering": stream.line_buffering, "write_through": stream.write_through}
-    buffer = output if stream.write_through else io.BufferedWriter(output)  # python -u has none
-    return io.TextIOWrapper(buffer, stream.encoding, "backslashreplace", **options)
+    return io.TextIOWrapper(
+        output if stream.write_through else io.BufferedWriter(output),  # python -u has no buffer
+        encoding=stream.encoding,
+        errors="backslashreplace",
+        line_buffering=stream.line_buffering,
+        write_through=stream.write_through,
+    )

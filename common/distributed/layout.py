@@ -1,8 +1,9 @@
-"""Whole tensors out of, and into, what each process holds, under every strategy.
+"""Conversion between whole tensors and what each process holds of them, under every strategy.
 
-What the optimizer changes in place is called "held" here: the parameters themselves on one process and under
-DDP, shards under FSDP2, flat partitions of the fp32 masters under ZeRO. An EMA's averages, and most of an
-optimizer's state, are lists of tensors with the shapes of the held ones, so one way in and out serves all.
+The tensors that the optimizer changes in place are called "held" here: the parameters themselves on one
+process and under DDP, shards under FSDP2, flat partitions of the fp32 masters under ZeRO. An EMA's averages,
+and most of an optimizer's state, are lists of tensors with the shapes of the held ones, so one conversion
+serves all.
 """
 
 import copy
@@ -15,7 +16,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from common.distributed.accelerator import plain_module
+from common.distributed.strategy import plain_module
 
 EXCHANGED_BYTES = 64 * 2**20  # what exchanging two tensors takes beside them
 
@@ -24,7 +25,7 @@ Arrange = Callable[[list[Tensor]], list[Tensor]]  # the tensors of a parameter g
 
 
 class Layout:
-    """One process, and DDP: every process holds everything. FSDP2 and ZeRO differ as the subclasses say.
+    """The layout of one process and of DDP, where every process holds everything.
 
     Made before the first forward: later FSDP2's modules show gathered copies of their parameters.
     """
@@ -34,13 +35,16 @@ class Layout:
 
     def __init__(self, model: nn.Module, optimizer: AcceleratedOptimizer):
         self.module, self.optimizer = plain_module(model), optimizer.optimizer
-        self.parameters = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+        # nn.Parameters; FSDP's and ZeRO's have further attributes
+        self.parameters: dict[str, Any] = {
+            name: p for name, p in self.module.named_parameters() if p.requires_grad
+        }
         self.held = self._held()  # fp32, in the order of self.states()
         self.inner = self._inner()  # the script's own optimizer
         self.constants = copy.deepcopy([group_values(group) for group in self.inner.param_groups])
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The model's own names of what is trained -> whole shapes."""
+        """Whole shapes of the trained parameters, by the model's own names."""
         return {name: tuple(p.shape) for name, p in self.parameters.items()}
 
     def untrained(self) -> dict[str, Tensor]:
@@ -67,10 +71,11 @@ class Layout:
         """
         for name, mine in zip(self.parameters, held, strict=True):
             if names is None or name in names:
+                assert mine is not None, name
                 mine.copy_(whole(name))
 
     def publish(self) -> None:
-        """Lets the next forward see what was written into self.held. Collective."""
+        """Makes what was written into self.held visible to the next forward. Collective."""
 
     # --- The optimizer's state
 
@@ -108,7 +113,7 @@ class Layout:
         }
 
     def changed_groups(self) -> list[dict[str, Any]]:
-        """What the optimizer itself changes in its groups, such as a count of steps."""
+        """The values of its groups that the optimizer itself has changed, such as a count of steps."""
         return changed(self.inner.param_groups, self.constants)
 
     def make_state(self, name: str, dtypes: dict[str, torch.dtype]) -> Held:
@@ -126,11 +131,11 @@ class Layout:
         self._put(keys[parameter], name, value)
 
     def arrangements(self) -> list[Arrange]:
-        """How each process holds a group of parameters; none where each has them whole."""
+        """Functions that lay a group of parameters out as each process holds it; none where it is whole."""
         return []
 
     def steps_at_once(self) -> bool:
-        """Whether a step of the training is one call of the optimizer's step()."""
+        """True when a training step is one call of the optimizer's step()."""
         return True
 
     def _put(self, key: Tensor, name: str, value: Any) -> Any:
@@ -152,12 +157,12 @@ class Layout:
         return [_local(p.detach()) for p in self.parameters.values()]
 
     def _keys(self) -> list[Tensor]:
-        """What the optimizer's state is found by."""
+        """The keys of the optimizer's state."""
         return list(self.parameters.values())
 
 
 class _Sharded(Layout):
-    """FSDP2: parameters and moments are DTensors."""
+    """FSDP2's layout: parameters and moments are DTensors."""
 
     parts = "FSDP2's shards"
 
@@ -167,14 +172,17 @@ class _Sharded(Layout):
         for (name, p), mine in zip(self.parameters.items(), held, strict=True):
             if mine is None:
                 continue
-            place = {"shape": p.shape, "stride": p.stride(), "run_check": False}
-            yield name, DTensor.from_local(mine, p.device_mesh, p.placements, **place).full_tensor()
+            sharded = DTensor.from_local(
+                mine, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
+            )
+            yield name, sharded.full_tensor()
 
     def fill(self, held: Held, whole: Callable[[str], Tensor], names: Collection[str] | None = None) -> None:
         from torch.distributed.tensor import distribute_tensor
 
         for (name, p), mine in zip(self.parameters.items(), held, strict=True):
             if names is None or name in names:
+                assert mine is not None, name
                 sharded = distribute_tensor(whole(name), p.device_mesh, p.placements, src_data_rank=None)
                 mine.copy_(sharded.to_local())
 
@@ -189,15 +197,18 @@ class _Sharded(Layout):
         ]
 
     def publish(self) -> None:
+        from torch.distributed.fsdp import FSDPModule
+
         for module in self.module.modules():
-            if hasattr(module, "reshard"):  # FSDP2 keeps gathered copies after a forward without backward
+            if isinstance(module, FSDPModule):  # it keeps gathered copies after a forward without backward
                 module.reshard()
 
 
 class _Zero(Layout):
-    """ZeRO-1 and 2: flat partitions, which only DeepSpeed can take apart, and only the masters'.
+    """The layout of ZeRO-1 and ZeRO-2: flat partitions of the fp32 masters.
 
-    So moments and averages change places with the masters while they are read or written.
+    Only DeepSpeed can take a partition apart, and only the masters'. So moments and averages are exchanged
+    with the masters while they are read or written.
     """
 
     parts = "ZeRO's flat partitions"
@@ -233,7 +244,7 @@ class _Zero(Layout):
         with nullcontext() if held is self.held else exchanged(*map(list, zip(*pairs, strict=True))):
             yield
 
-    def _set(self, parameter: nn.Parameter, value: Tensor) -> None:
+    def _set(self, parameter: Any, value: Tensor) -> None:
         parameter.set_full_hp_param(value)
 
     def _held(self) -> list[Tensor]:
@@ -250,7 +261,7 @@ class _Zero(Layout):
 
 
 class _Zero3(_Zero):
-    """ZeRO-3: each parameter is cut into as many equal parts as there are processes, the last one padded."""
+    """ZeRO-3's layout: each parameter is cut into equal parts, one per process, the last one padded."""
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: tuple(p.ds_shape) for name, p in self.parameters.items()}
@@ -265,7 +276,7 @@ class _Zero3(_Zero):
         return len(self._keys()) == 1  # one call for each partition
 
     def publish(self) -> None:
-        """As its optimizer's step does."""
+        """Does what the end of the optimizer's step does."""
         zero = self.optimizer
         zero._partition_all_parameters()
         for i in range(len(self._keys())):
@@ -273,7 +284,7 @@ class _Zero3(_Zero):
         if zero.persistent_parameters:
             zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
 
-    def _set(self, parameter: nn.Parameter, value: Tensor) -> None:
+    def _set(self, parameter: Any, value: Tensor) -> None:
         # Not DeepSpeed's own set_full_hp_param: it fails where the parts need padding.
         part, _ = self.optimizer._get_fp32_opt_state_partition(parameter, release_swap_buffers=False)
         start = part.numel() * self.optimizer._get_param_partition_rank(parameter)
@@ -304,17 +315,17 @@ def owner(optimizer: Optimizer) -> Optimizer:
 
 
 def shaped(state: dict[str, Any], key: Tensor) -> dict[str, Tensor]:
-    """The state with the shape of its parameter; of a scalar parameter nobody can tell."""
+    """The state with the shape of its parameter; none for a scalar parameter, where shapes say nothing."""
     return {name: value for name, value in state.items() if key.ndim and _has_shape(value, key)}
 
 
 def group_values(group: dict[str, Any]) -> dict[str, Any]:
-    """What a parameter group has beside its parameters and the learning rate, which the script sets."""
+    """A parameter group's values, without its parameters and the learning rate, which the script sets."""
     return {name: value for name, value in group.items() if name not in ("params", "lr")}
 
 
 def changed(groups: list[dict[str, Any]], before: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The values of each group that are not as before."""
+    """The values of each group that differ from those before."""
     return [
         {
             name: value
@@ -327,7 +338,7 @@ def changed(groups: list[dict[str, Any]], before: list[dict[str, Any]]) -> list[
 
 @contextmanager
 def exchanged(ours: list[Tensor], theirs: list[Tensor]) -> Iterator[None]:
-    """Inside, two lists of tensors have one another's contents."""
+    """Exchanges the contents of two lists of tensors, and exchanges them back at the end."""
     _exchange(ours, theirs)
     try:
         yield
@@ -348,8 +359,8 @@ def _exchange(ours: list[Tensor], theirs: list[Tensor]) -> None:
             some_b.copy_(kept)
 
 
-def _local(tensor: Tensor | None) -> Tensor | None:
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+def _local(value: Any) -> Any:
+    return value.to_local() if hasattr(value, "to_local") else value
 
 
 def _gathered(value: Any) -> Any:

@@ -1,9 +1,9 @@
-"""Stopping together: SIGTERM, SIGUSR1 or SIGHUP, to the launcher or to one process, is agreed by all of them.
+"""Preemption: after SIGTERM, SIGUSR1 or SIGHUP to any process, all processes save together and end.
 
-SIGHUP comes from a terminal that is closed, or an ssh that is lost; a process that was started with it
-ignored, by nohup, goes on. A launcher passes SIGTERM on to its processes, torchrun and accelerate SIGHUP too.
-One that is killed can't: then the kernel sends SIGTERM to them, or, where another process of the launcher
-stands between, a thread here that watches it.
+SIGHUP comes when a terminal is closed or an ssh connection is lost. A process that was started with SIGHUP
+ignored, as nohup does, continues. A launcher passes SIGTERM on to its processes; torchrun and accelerate pass
+SIGHUP on too. When a launcher is killed, the kernel sends SIGTERM to its child processes; a watchdog thread
+serves processes further down.
 """
 
 import os
@@ -31,19 +31,19 @@ class Preempted(Exception):
 
 
 class _Main:
-    """What the other threads know of the main one."""
+    """The main thread's state, for the other threads."""
 
-    ready = False  # to be told to stop; before that a signal ends the process at once
-    heard = False  # a signal
-    agreed = False
-    seen = 0.0  # when it last looked
-    timeout_s = 300.0  # told to stop and silent for so long it waits for what will not come
+    ready = False  # False: a signal ends the process at once; True: it waits for the end of the step
+    heard = False  # a signal came
+    agreed = False  # all processes have agreed to stop
+    seen = 0.0  # time.monotonic() of the last check for a signal
+    timeout_s = 300.0  # without a check for so long after a signal, the process is stuck
 
 
 def watch(timeout_s: float) -> None:
-    """From now on _SIGNALS wait for the end of the step; before ready() they end the process.
+    """Starts to listen for _SIGNALS: before ready() they end the process, then they wait for a step's end.
 
-    A process that is in the same step timeout_s after a signal ends.
+    A process that is still in the same step timeout_s after a signal ends.
     """
     _Main.timeout_s = timeout_s
     reader, writer = os.pipe()
@@ -63,34 +63,39 @@ def watch(timeout_s: float) -> None:
 
 
 def ready() -> None:
+    """Lets signals wait for the end of the step."""
     _Main.ready = True
 
 
 def agreed() -> None:
-    """To stop: what comes now may take its time."""
+    """Ends the watchdog: all processes have agreed to stop, and the last save may take long."""
     _Main.agreed = True
 
 
 def wanted() -> bool:
-    """Whether this process was told to stop. Who asks is not stuck."""
+    """True after a stop signal. Each call also resets the watchdog."""
     _Main.seen = time.monotonic()
     return _Main.heard or _stop.is_set()
 
 
 class Poll:
-    """Each process gives a number, and all get the largest: at the next call, so that nothing waits.
+    """An asynchronous maximum over all processes: a call returns the largest number of the call before.
 
-    Over gloo, beside the training's own collectives, so that no GPU is waited for. Making it is collective.
+    It runs over gloo, beside the training's own collectives, so nothing waits for a GPU. The constructor is
+    collective.
     """
 
     def __init__(self, timeout_s: float) -> None:
-        timeout = timedelta(seconds=timeout_s)
-        self.group = dist.new_group(backend="gloo", timeout=timeout) if dist.is_initialized() else None
+        self.group: dist.ProcessGroup | None = None
+        if dist.is_initialized():
+            group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+            assert isinstance(group, dist.ProcessGroup)
+            self.group = group
         self.value = torch.zeros(1, dtype=torch.int32)
         self.work: dist.Work | None = None
 
     def __call__(self, mine: int) -> int:
-        """The largest number given by any process at the last call. Collective; one process gets its own."""
+        """Returns the largest number of the last call; on one process its own. Collective."""
         if self.group is None:
             return mine
         answer = self.finish()
@@ -99,7 +104,7 @@ class Poll:
         return answer
 
     def finish(self) -> int:
-        """The answer to the last call."""
+        """Waits for the last call's answer and returns it; 0 when none is in flight."""
         if self.work is None:
             return 0
         self.work.wait()
@@ -107,7 +112,7 @@ class Poll:
         return int(self.value)
 
     def gather(self, mine: Any) -> list[Any]:
-        """That of each process, by rank. Collective; not over NCCL, which would take GPU memory for it."""
+        """Every process's object, by rank. Collective; NCCL would take GPU memory for it."""
         if self.group is None:
             return [mine]
         everyones = [None] * dist.get_world_size()
@@ -115,9 +120,9 @@ class Poll:
         return everyones
 
     def wait_for_main(self, is_main: bool, done: Callable[[float], bool]) -> None:
-        """Until done(1.0), of the main process, which waits so many seconds, is true. Collective.
+        """Waits until done(1.0), which waits up to a second, is true on the main process. Collective.
 
-        By messages in between: none of them waits for ever where the main process is gone.
+        The main process broadcasts every second, so no process waits for ever when it is gone.
         """
         finished = False
         while not finished:
@@ -136,7 +141,7 @@ def is_alive(process: psutil.Process) -> bool:
 
 
 def _is_orphan() -> bool:
-    """Whether the launcher died while this process imported: what each launcher sets is there, it is not."""
+    """True when the launcher died while this process imported: its variables are set, its process is gone."""
     by_launcher = any(name in os.environ for name in _SET_BY_LAUNCHERS)
     return (
         by_launcher
@@ -146,7 +151,7 @@ def _is_orphan() -> bool:
 
 
 def _hear(*_) -> None:
-    """Not _stop.set(): it takes a lock, and a second signal may interrupt it."""
+    """Records a signal. _stop.set() takes a lock, which a second signal may interrupt."""
     _Main.heard = True
 
 
@@ -157,8 +162,10 @@ def _listen(reader: int) -> None:
 
 
 def _end_if_stuck() -> None:
-    """A launcher tells the others to stop when one has died; they may wait for that one for ever, as one
-    process may for a disk or a file server."""
+    """The watchdog: ends this process when no step ends after a signal.
+
+    It may wait for ever: for a process that has died, a disk or a file server.
+    """
     _stop.wait()
     told = time.monotonic()
     while _Main.ready:
@@ -172,7 +179,7 @@ def _end_if_stuck() -> None:
 
 
 def _launchers() -> list[psutil.Process]:
-    """The parent, and above it what belongs to the same launcher: `deepspeed` starts one that starts ours."""
+    """The parent, and the processes of the same launcher above it: `deepspeed` has two."""
     found = []
     for process in psutil.Process().parents():
         try:
@@ -187,7 +194,7 @@ def _launchers() -> list[psutil.Process]:
     return found
 
 
-# by torchrun, accelerate and deepspeed, and hardly by hand
+# Set by torchrun, accelerate and deepspeed, and hardly by hand
 _SET_BY_LAUNCHERS = ("TORCHELASTIC_RUN_ID", "ACCELERATE_DYNAMO_BACKEND", "CROSS_RANK")
 _LAUNCHERS = ("deepspeed", "accelerate", "torchrun", "launch.py")
 _LAUNCHER_MODULES = ("deepspeed.launcher", "accelerate.commands", "torch.distributed")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from accelerate import Accelerator
 
-from common.distributed import accelerator as job
+from common.distributed.gradients import unused_parameters, without_gradient
 from common.recipe import Batch
 from common.system.files import not_written
 from common.telemetry.memory import is_out_of_memory, out_of_memory
@@ -26,8 +26,8 @@ def explained(
     """
     if is_out_of_memory(error):
         return ValueError(out_of_memory(accelerator, batch))
-    if unused := job.unused_parameters(error, list(parameters)):
-        return ValueError(job.without_gradient(unused))
+    if unused := unused_parameters(error, list(parameters)):
+        return ValueError(without_gradient(unused))
     if folder and isinstance(error, OSError) and error.errno == errno.ENOSPC:
         return not_written("the run", folder, error)  # by the script itself
     return error

@@ -33,3 +33,8 @@ def processes_per_host() -> int:
     LOCAL_SIZE comes first: on CPU Accelerate itself sets LOCAL_WORLD_SIZE to 1 when the launcher did not.
     """
     return int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or "1")
+
+
+def launched_with(plugin: str) -> bool:
+    """True when the accelerate config names this plugin: FSDP or DEEPSPEED."""
+    return os.environ.get(f"ACCELERATE_USE_{plugin}", "false").lower() == "true"

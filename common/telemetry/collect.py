@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from common.distributed.accelerator import device_name
+from common.distributed.strategy import device_name
 from common.system.text import numbered
 from common.telemetry.sampler import Sampler
 from common.telemetry.summary import GPU_NUMBERS, HOST_NUMBERS, summarize

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 
-from common.distributed.accelerator import device_name
+from common.distributed.strategy import device_name
 from common.recipe import Batch
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from common.distributed import accelerator
+from common.distributed import accelerator, precision, rehearsal
 from common.recipe import share_out
 from common.telemetry.memory import is_out_of_memory
 
@@ -52,16 +52,16 @@ def test_precision(flag, launcher, device, wanted, monkeypatch):
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
     if launcher:
         monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launcher)
-    assert accelerator._precision(flag) == wanted
+    assert precision.chosen_precision(flag) == wanted
 
 
 def test_the_no_of_accelerate_for_a_deepspeed_file_was_said_by_nobody(monkeypatch):
     gpus(monkeypatch, 1)
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    assert accelerator._precision(None) == "bf16"
+    assert precision.chosen_precision(None) == "bf16"
     monkeypatch.setenv("ACCELERATE_CONFIG_DS_FIELDS", "zero_stage,mixed_precision")  # the user's own config
-    assert accelerator._precision(None) == "no"
+    assert precision.chosen_precision(None) == "no"
 
 
 def test_the_recipes_numbers_go_into_deepspeeds_config(capsys):
@@ -97,10 +97,10 @@ def test_no_more_threads_than_cores(monkeypatch):
     before = torch.get_num_threads()
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    monkeypatch.setattr(accelerator.os, "sched_getaffinity", lambda _: {0})
+    monkeypatch.setattr(rehearsal.os, "sched_getaffinity", lambda _: {0})
     try:
         torch.set_num_threads(2)
-        accelerator._use_all_cores()
+        rehearsal.use_all_cores()
         assert torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(before)

@@ -1,0 +1,66 @@
+"""What a job runs as: its strategy, sharding, precision, device and versions."""
+
+import platform
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from torch import nn
+
+
+def plain_module(model: nn.Module) -> nn.Module:
+    """The model inside DDP's or DeepSpeed's wrapper. Accelerate's unwrap_model would import deepspeed."""
+    while type(model).__name__ in ("DistributedDataParallel", "DeepSpeedEngine"):
+        model = model.get_submodule("module")
+    return model
+
+
+def strategy(accelerator: Accelerator) -> str:
+    """single, ddp, fsdp, zero1, zero2 or zero3."""
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        return f"zero{accelerator.state.deepspeed_plugin.zero_stage}"
+    return {DistributedType.NO: "single", DistributedType.FSDP: "fsdp"}.get(
+        accelerator.distributed_type, "ddp"
+    )
+
+
+def sharding(accelerator: Accelerator) -> dict[str, Any]:
+    """How FSDP or ZeRO divides the model, in the words of their configs; empty where each has it whole."""
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        config = accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]
+        plain = {name: value for name, value in config.items() if not isinstance(value, dict)}
+        parts = ("offload_optimizer", "offload_param")
+        return plain | {name: config.get(name, {}).get("device", "none") for name in parts}
+    if accelerator.distributed_type != DistributedType.FSDP:
+        return {}
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    plugin, sizes = accelerator.state.fsdp_plugin, accelerator.parallelism_config
+    hybrid = sizes is not None and sizes.dp_replicate_size > 1
+    return {
+        "reshard_after_forward": plugin.reshard_after_forward,
+        "offload_params": isinstance(plugin.cpu_offload, CPUOffloadPolicy),
+        "replicas": sizes.dp_replicate_size if hybrid else 1,
+    }
+
+
+def precision(accelerator: Accelerator) -> str:
+    """no, bf16 or fp16; under DeepSpeed it is the engine's."""
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        config = accelerator.state.deepspeed_plugin.deepspeed_config
+        return next((kind for kind in ("bf16", "fp16") if config.get(kind, {}).get("enabled") is True), "no")
+    return accelerator.mixed_precision
+
+
+def device_name(accelerator: Accelerator) -> str:
+    return (
+        torch.cuda.get_device_name() if accelerator.device.type == "cuda" else f"CPU ({platform.machine()})"
+    )
+
+
+def versions() -> dict[str, str]:
+    """Versions of the packages that affect results or communication."""
+    packages = {name: version(name) for name in ("torch", "accelerate", "deepspeed", "timm", "numpy")}
+    return {"python": platform.python_version(), **packages}
