@@ -238,7 +238,7 @@ class Checks:
 def _model(script: list[str]) -> dict[str, Any]:
     """Size, data and batch of the script with these flags; from another process, which imports torch."""
     done = subprocess.run(
-        [sys.executable, "-m", "common.model_size", *script], cwd=ROOT, capture_output=True, text=True
+        [sys.executable, "-m", "common.script", *script], cwd=ROOT, capture_output=True, text=True
     )
     try:
         return json.loads(done.stdout.splitlines()[-1])

@@ -177,7 +177,7 @@ def pick(words: list[str], names: set[str]) -> tuple[list[str], list[str]]:
 def script_and_recipe(
     accelerator: Accelerator, flags: Validation, trained: TrainedModel, words: list[str]
 ) -> tuple[ModuleType, ImageRecipe]:
-    """What trained the model, and its recipe with the user's changes; the same everywhere. Collective."""
+    """The script that trained the model, and its recipe with the user's changes. Collective."""
     if trained.recipe is None and (flags.script is None or flags.data is None):
         raise ValueError(
             f"{trained.name} is a lone file, which does not say what trained it: give the script, its flags"
@@ -399,7 +399,7 @@ def show(found: dict[str, Any], title: str) -> None:
 
 
 def table(title: str, columns: list[str], rows: Iterable[tuple[str, ...]]) -> Any:
-    """For rich to print, numbers to the right."""
+    """A table for rich to print, with numbers aligned to the right."""
     from rich import box
     from rich.table import Table
 

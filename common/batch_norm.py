@@ -36,7 +36,7 @@ class RunningStatistics:
         self.begun_with = [(layer.running_mean, layer.running_var) for layer in self.layers]
 
     def follow(self, accelerator: Accelerator, prepared: nn.Module) -> None:
-        """From now on each forward of micro-batch 0 updates them. prepared: the plain model inside."""
+        """Lets each forward of micro-batch 0 update them. prepared: the plain model inside the wrapper."""
         for layer, (mean, var) in zip(self.layers, self.begun_with, strict=True):
             # DeepSpeed casts the whole model, but running statistics need fp32.
             layer.running_mean, layer.running_var = (t.to(accelerator.device) for t in (mean, var))

@@ -39,7 +39,7 @@ class Predicted:
 
 
 class Watcher(Protocol):
-    """What an evaluation tells a run."""
+    """The receiver of an evaluation's progress and predictions: a run, or validate.py."""
 
     def tell(self, doing: str) -> None: ...
 
@@ -85,12 +85,12 @@ def evaluate(
 
 
 def counted(split: Split, recipe: ImageRecipe) -> int:
-    """How many images of the split are evaluated."""
+    """The number of the split's images that are evaluated."""
     return min(len(split), recipe.max_val_images or len(split))
 
 
 def evaluated_ids(split: Split, recipe: ImageRecipe) -> np.ndarray:
-    """Which images of the split are evaluated: int64 [counted], ascending."""
+    """The ids of the split's images that are evaluated: int64 [counted], ascending."""
     return chosen_by_hash(len(split), counted(split, recipe))
 
 

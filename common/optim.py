@@ -24,13 +24,13 @@ class EMA:
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """After the optimizer step `step`, counted from 0."""
+        """Averages the weights after the optimizer step `step`, counted from 0."""
         decay = min(self.decay, (1 + step) / (10 + step))
         torch._foreach_lerp_(self.averages, self.layout.held, 1 - decay)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Inside, the model has the averaged weights. Collective: every process enters and leaves."""
+        """Gives the model the averaged weights until the end. Collective: every process enters and leaves."""
         with exchanged(self.averages, self.layout.held):
             self.layout.publish()
             yield

@@ -1,4 +1,4 @@
-"""Which sample belongs to which step: a pure function of (seed, epoch, step, batch size), on every machine.
+"""The order of samples: a pure function of (seed, epoch, step, batch size), equal on every machine.
 
 An epoch has floor(N / B) steps. Step s of epoch e takes the samples [s*B : (s+1)*B] of the epoch's order;
 micro-batch k of a step is its samples [k*b : (k+1)*b]; of A accumulations rank r does k = r*A ... r*A + A-1.
@@ -18,7 +18,7 @@ Plan = Iterable[tuple[int, np.ndarray]]  # (epoch, sample ids int64 [b]) of one 
 
 
 class Samples(Protocol):
-    """What is learned from."""
+    """A data set's training samples, seen as an order."""
 
     def __len__(self) -> int: ...
 
@@ -30,7 +30,7 @@ class Samples(Protocol):
 
 
 class Shuffled:
-    """So many samples, each as quick to read as any other: an epoch is one permutation of all."""
+    """Samples that are quick to read one by one: an epoch is one permutation of all."""
 
     def __init__(self, count: int):
         self.count = count

@@ -59,7 +59,7 @@ def setting(default: Any, help: str, **bounds: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """How processes compute: what distributed.accelerator.start needs."""
+    """Settings of the computation, which distributed.accelerator.start needs."""
 
     unit: typing.ClassVar[str] = "images"  # what is learned from, in messages
 
@@ -282,7 +282,7 @@ def flag_table(recipe_class: type[Recipe], without: type[Recipe] | None = None) 
 
 @dataclass(frozen=True)
 class Batch:
-    """How the images of one optimizer step are shared out."""
+    """The arithmetic of a batch: the images of one optimizer step, divided among processes and forwards."""
 
     total: int  # images per optimizer step over the whole job
     per_device: int  # images per forward on one device

@@ -1,16 +1,24 @@
-"""A train script as a module: for what needs its recipe and its model without training."""
+"""A train script as a module: its recipe and its model without training.
+
+`python -m common.script train_vit.py [its flags]` prints its size as JSON, for doctor.py: parameters, data,
+batch. It neither trains nor downloads.
+"""
 
 import importlib.util
+import json
 import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import nn
 
-from common.recipe import Recipe, recipe_part
+from common.recipe import Recipe, parse, recipe_part
 from common.system.paths import ROOT
 
+IMAGES = {"digits": 1437, "cifar10": 50_000}  # to train on
+CLASSES = 10  # a head for more makes little difference
 NOT_OF_THE_MODEL = ("pretrained", "weights", "max_val_images")  # how it began, and was looked at
 
 
@@ -76,3 +84,34 @@ def normalisation(script: ModuleType, model: nn.Module) -> tuple[tuple[float, ..
 
     found = resolve_model_data_config(model)
     return found["mean"], found["std"]
+
+
+def main() -> None:
+    del sys.argv[0]  # errors name the script
+    script = load_script(Path(sys.argv[0]))
+    recipe = parse(recipe_class(script), sys.argv[1:])
+    with torch.device("meta"):
+        model = script.build_model(recipe, CLASSES) if hasattr(script, "build_model") else nn.Identity()
+    size = {
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "data": recipe.data,
+        "images": _training_images(recipe.data),
+        "batch_size": recipe.batch_size,
+    }
+    print(json.dumps(size))
+
+
+def _training_images(data: str) -> int | None:
+    """The number of training images, where it is seen at once."""
+    folder = Path(data)
+    if tables := sorted(folder.rglob("train-*.parquet")):
+        import pyarrow.parquet
+
+        return sum(pyarrow.parquet.ParquetFile(table).metadata.num_rows for table in tables)
+    if (folder / "train").is_dir():
+        return sum(1 for file in (folder / "train").rglob("*") if file.is_file())
+    return IMAGES.get(data)
+
+
+if __name__ == "__main__":
+    main()

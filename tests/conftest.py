@@ -29,8 +29,10 @@ VIT = ["train_vit.py", "--model", "test_vit", "--image_size", "32", "--patch_siz
 
 
 def keep_to_own_cores() -> None:
-    """Of several processes that run tests (pytest -n), and of all that they start: two OpenMP threads that
-    share a core with others take many times as long as one."""
+    """Gives each pytest process of `-n`, and all that it starts, cores of its own.
+
+    Two OpenMP threads that share a core with others take many times as long as one.
+    """
     if "PYTEST_XDIST_WORKER" in os.environ:
         number, count = (
             int(os.environ["PYTEST_XDIST_WORKER"][2:]),
@@ -54,7 +56,7 @@ HALF_THE_CORES = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // 
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log):
-    """With -n the tests of a file stay together, and so do all that need this machine's virtual hosts."""
+    """Keeps the tests of a file in one process of `-n`, and all that need virtual hosts in one, too."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Files(LoadScopeScheduling):
@@ -322,7 +324,7 @@ def mutate(project: Path, file: str, old: str, new: str) -> None:
 
 
 def tensors(checkpoint: Path) -> dict[str, Tensor]:
-    """Of all files of a checkpoint, as `<file>:<name>`."""
+    """The tensors of all files of a checkpoint, by `<file>:<name>`."""
     files = sorted(checkpoint.glob("*.safetensors"))
     return {f"{file.stem}:{name}": tensor for file in files for name, tensor in load_file(file).items()}
 

@@ -98,7 +98,7 @@ def test_wrong_config_files(name, text, message, tmp_path, capsys):
 
 
 def test_a_flag_that_is_given_several_times(tmp_path):
-    """Of --data_root all values count, of others the last one; a list in a file is taken as it is."""
+    """All values of --data_root count, the last one of others; a list in a file is taken as it is."""
     words = ["--data_root", "/a", "--data-root=s3://b/c,/d", "--widths", "4,8,32", "--widths", "8,8,8"]
     recipe = parse(CnnA, words)
     assert (recipe.data_root, recipe.widths) == (("/a", "s3://b/c", "/d"), (8, 8, 8))
@@ -199,7 +199,7 @@ def test_a_batch_that_does_not_divide(numbers, message):
     ],
 )
 def test_unset_streams_follow_from_the_batch_size(batch_size, streams):
-    """Not from the number of processes, which must not change the order of the images."""
+    """They do not depend on the number of processes, which must not change the order of the images."""
     assert ImageRecipe(batch_size=batch_size).streams == streams
     assert recipe_part(parse(CnnA, ["--batch_size", str(batch_size)]))["streams"] == streams  # it is recorded
     assert ImageRecipe(batch_size=batch_size, streams=4).streams == 4

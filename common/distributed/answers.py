@@ -337,7 +337,7 @@ def enabled_precision(config: dict[str, Any] | None) -> str | None:
 
 
 def _precisions(config: dict[str, Any]) -> dict[str, bool]:
-    """Which of bf16 and fp16 are switched on or off; "auto" is left out."""
+    """The switches of bf16 and fp16; a missing one, or "auto", is left out."""
     sections = {kind: config.get(kind) for kind in ("bf16", "fp16")}
     return {
         kind: section["enabled"]

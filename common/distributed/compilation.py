@@ -36,7 +36,7 @@ class Compilation:
         return self.backend != "no"
 
     def __str__(self) -> str:
-        """As --compile has it; with another backend than Inductor, its name."""
+        """The value of --compile; for a backend other than Inductor, the backend's name."""
         return self.mode if self.backend == "inductor" else self.backend
 
 

@@ -7,7 +7,7 @@ from torch import nn
 
 
 def refuse_missing_gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Has the optimizer's first step raise ValueError where a trained parameter has no gradient.
+    """Makes the optimizer's first step raise ValueError when a trained parameter has no gradient.
 
     DDP averages no gradient of a bucket in which one is missing. It says so itself, but at the next forward,
     after a step by gradients that differ between the processes.

@@ -1,4 +1,4 @@
-"""How the processes of a job find one another: the network interface, and the store after a restart."""
+"""Rendezvous of a job's processes: the network interface, and the process group after a restart."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""What a job runs as: its strategy, sharding, precision, device and versions."""
+"""Facts about a started job: its strategy, sharding, precision, device and versions."""
 
 import platform
 from importlib.metadata import version
@@ -27,7 +27,7 @@ def strategy(accelerator: Accelerator) -> str:
 
 
 def sharding(accelerator: Accelerator) -> dict[str, Any]:
-    """How FSDP or ZeRO divides the model, in the words of their configs; empty where each has it whole."""
+    """FSDP's or ZeRO's sharding, in the words of their configs; empty where nothing is sharded."""
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         config = accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]
         plain = {name: value for name, value in config.items() if not isinstance(value, dict)}

@@ -1,4 +1,4 @@
-"""What keeps processes from going different ways, or from waiting for ever."""
+"""Agreement: processes neither go different ways nor wait for ever."""
 
 import os
 import re

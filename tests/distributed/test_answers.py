@@ -182,7 +182,7 @@ def env(monkeypatch):
 
 
 def launched(config: dict, folder: Path) -> dict[str, str]:
-    """What the launcher gives to rank 0 of this config."""
+    """The environment that the launcher gives to rank 0 of this config."""
     file = folder / "config.yaml"
     config = QUESTIONNAIRE | {"main_process_port": free_port()} | config
     if "deepspeed_config_file" in config.get("deepspeed_config", {}) and config["mixed_precision"] == "no":
@@ -307,7 +307,7 @@ def test_start_refuses_before_anything_else(env):
 
 
 def test_another_kind_of_device(monkeypatch):
-    """As torch would say it on such a host; there is none here."""
+    """torch's answer on such a host is replaced: there is none here."""
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("xpu"))
     with pytest.raises(ValueError, match="distributed_type: XPU, which is not supported: choose multi-GPU"):
         answers.check_device_kind()

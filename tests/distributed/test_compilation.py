@@ -106,7 +106,7 @@ def test_what_this_host_can_not_compile_by_is_refused(monkeypatch):
 
 @pytest.mark.full
 def test_a_compiled_resnet_has_the_same_gradients_and_statistics():
-    """In fp64: in fp32 another order of sums carries activations of a small ResNet over ReLU's edge."""
+    """It computes in fp64: in fp32 another order of sums carries activations over ReLU's edge."""
     torch.manual_seed(0)
     eager = ResNet18(width=8, stem="cifar", classes=10).double()
     model = copy.deepcopy(eager)

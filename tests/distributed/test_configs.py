@@ -157,7 +157,7 @@ def strategy_of(config: str) -> str:
 
 
 def parameters() -> int:
-    """Of ViT-B/32 with 10 classes, the model of the READMEs' numbers."""
+    """The size of ViT-B/32 with 10 classes, the model of the documents' numbers."""
     model = timm.create_model("vit_base_patch32_224", num_classes=10)
     return sum(p.numel() for p in model.parameters())
 

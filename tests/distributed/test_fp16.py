@@ -57,7 +57,7 @@ def test_fp16_follows_fp32(script, strategy, tmp_path, cache):
     ids=["single", "fsdp"],
 )
 def test_a_step_that_overflows_changes_nothing(launcher, project_copy, tmp_path, cache):
-    """With a loss scale beyond fp16 every gradient is infinite: each step is left out, on all ranks."""
+    """All ranks skip each step when every gradient is infinite, by a loss scale beyond fp16."""
     mutate(
         project_copy,
         "common/distributed/accelerator.py",

@@ -86,7 +86,7 @@ def test_each_rank_exits_75(tmp_path):
 
 
 def test_one_process_that_waits_for_ever(tmp_path, cache):
-    """For its data, as where a file server is gone: it can't save any more, but it ends."""
+    """It ends when its data never come, as from a file server that is gone; it can't save any more."""
     shards = write_shards(tmp_path / "data")
     words = [*python(), *VIT, *cache, "--data", shards, "--epochs", "100000", "--timeout_s", "3"]
     job = start_and_wait(words, tmp_path / "run")

@@ -177,7 +177,7 @@ def test_a_dangling_link_is_no_trouble_with_ssh(cluster, tmp_path):
         (["nothing.py"], "FAILS [script] localhost: "),
         (
             ["train_cnn_a.py", "--lrr", "1"],
-            "FAILS [script] localhost: model_size.py: error: unknown flag --lrr",
+            "FAILS [script] localhost: train_cnn_a.py: error: unknown flag --lrr",
         ),
         (["--hostfile", "nowhere"], "error: nowhere: No such file or directory"),
     ],
