@@ -39,7 +39,7 @@ from common.hosts.diagnosis import (
 )
 from common.hosts.hostfile import Host, read_hostfile, select
 from common.hosts.ssh import close_and_wait, master_address
-from common.system.cli import run_command
+from common.system.cli import command_parser, run_command, split_at_script
 from common.system.files import read_accelerate_config
 from common.system.paths import ROOT
 
@@ -65,10 +65,7 @@ def main() -> int:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__.split("\n\n")[0], epilog=__doc__.partition("\n\n")[2], allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter, usage="%(prog)s [flags] [SCRIPT [its flags]]",
-    )  # fmt: skip
+    parser = command_parser(__doc__, "%(prog)s [flags] [SCRIPT [its flags]]")
     parser.add_argument("--hostfile", type=Path, default=ROOT / "hostfile")
     parser.add_argument("--include", default="", help="as launch.py's")
     parser.add_argument("--exclude", default="", help="as launch.py's")
@@ -80,9 +77,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--port", type=int, default=29500)
     parser.add_argument("--master_addr", help="of the first host; by default as ssh reaches it")
     parser.add_argument("--json", type=Path, help="write what was found to this file")
-    at = next((k for k, word in enumerate(argv) if word.endswith(".py")), len(argv))
-    flags = parser.parse_args(argv[:at])
-    flags.script = argv[at:]
+    mine, script = split_at_script(argv)
+    flags = parser.parse_args(mine)
+    flags.script = script
     return flags
 
 

@@ -33,7 +33,7 @@ from common.batch_search import LaunchResult, knee, launch, next_size
 from common.hosts.hostfile import read_hostfile
 from common.recipe import ImageRecipe, recipe_part
 from common.recipe import parse as parse_recipe
-from common.system.cli import run_command
+from common.system.cli import command_parser, run_command, split_at_script
 from common.system.files import read_accelerate_config, read_json, read_lines, write_json
 from common.system.paths import ROOT
 from common.system.text import numbered
@@ -71,10 +71,7 @@ def main() -> int:
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """The search's own flags, and as `script` the script with its flags."""
-    parser = argparse.ArgumentParser(
-        description=__doc__.split("\n\n")[0], epilog=__doc__.partition("\n\n")[2], allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter, usage="%(prog)s [flags] SCRIPT [its flags]",
-    )  # fmt: skip
+    parser = command_parser(__doc__, "%(prog)s [flags] SCRIPT [its flags]")
     parser.add_argument("--config_file", type=Path, required=True, help="one of accelerate_configs/")
     parser.add_argument("--hostfile", type=Path, help="launch on these hosts, the first of which is this one")
     parser.add_argument("--quantum", type=int, default=8, help="sizes are its multiples (default: 8)")
@@ -82,9 +79,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--trial_timeout_s", type=float, default=900, help="of one launch (default: 900)")
     default = "runs/find_batch_size/<script>/<config>.json"
     parser.add_argument("--output", type=Path, help=f"where the result goes (default: {default}, -2, ...)")
-    at = next((k for k, word in enumerate(argv) if word.endswith(".py")), len(argv))
-    flags = parser.parse_args(argv[:at])
-    flags.script = argv[at:]
+    mine, script = split_at_script(argv)
+    flags = parser.parse_args(mine)
+    flags.script = script
     if not flags.script:
         parser.error("name the script, as train_vit.py, behind these flags")
     for name in ("quantum", "memory_limit_gib", "trial_timeout_s"):

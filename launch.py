@@ -24,7 +24,7 @@ from pathlib import Path
 
 from common.hosts.hostfile import NAME, Host, read_hostfile, select
 from common.hosts.job import JobRunner, LaunchPlan
-from common.system.cli import run_command
+from common.system.cli import command_parser, run_command, split_at_script
 from common.system.files import read_accelerate_config, write_text
 from common.system.paths import ROOT
 
@@ -53,10 +53,7 @@ def main() -> int:
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """The launcher's flags, and as `script` the script with its own."""
-    parser = argparse.ArgumentParser(
-        description=__doc__.split("\n\n")[0], epilog=__doc__.partition("\n\n")[2], allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter, usage="%(prog)s [flags] [SCRIPT [its flags]]",
-    )  # fmt: skip
+    parser = command_parser(__doc__, "%(prog)s [flags] [SCRIPT [its flags]]")
     parser.add_argument("--hostfile", type=Path, help="`name slots=N` lines (default: hostfile)")
     parser.add_argument("--include", default="", help="as DeepSpeed's: worker-1@worker-2:0,2")
     parser.add_argument("--exclude", default="", help="the same, for what is left out")
@@ -76,13 +73,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
         action="store_true",
         help="write .deepspeed_env for the deepspeed launcher, and end",
     )
-    at = next((k for k, word in enumerate(argv) if word.endswith(".py")), None)
-    mine = [_underscores(word) for word in argv[:at]]
-    flags, rest = parser.parse_known_args(mine)
-    if at is not None and rest:
+    mine, script = split_at_script(argv)
+    flags, rest = parser.parse_known_args([_underscores(word) for word in mine])
+    if script and rest:
         near = difflib.get_close_matches(rest[0], parser._option_string_actions, n=1)
         parser.error(f"unknown flag {rest[0]}" + (f": did you mean {near[0]}?" if near else ""))
-    flags.script = argv[at:] if at is not None else ["train_hello.py", *rest]
+    flags.script = script or ["train_hello.py", *rest]
     return flags
 
 

@@ -30,7 +30,7 @@ from common.report.words import index_values
 from common.system.cli import run_command
 from common.system.files import parse_json, write_text
 from common.system.paths import python_command, shortest
-from common.system.text import numbered, printable_lines
+from common.system.text import numbered
 
 FOLDER = Path("runs") / "logbook"
 COMPARE = "compare"  # the folder of the comparisons
@@ -38,12 +38,8 @@ COMPARE = "compare"  # the folder of the comparisons
 
 def main() -> int:
     flags = parse(sys.argv[1:])
-    try:
-        made = flags.make(flags)
-        index = write_index(flags.folder)
-    except (ValueError, OSError) as error:
-        print(f"error: {printable_lines(error)}", file=sys.stderr)
-        return 1
+    made = flags.make(flags)
+    index = write_index(flags.folder)
     pages = [shortest(page.absolute()) for page in (index, *made)]
     print("\n".join(pages))
     print(python_command("-m", "rich.markdown", pages[-1]))  # shows the page on the terminal

@@ -56,7 +56,7 @@ from common.prepare.journal import Journal, SplitProgress
 from common.prepare.recode import recoded
 from common.prepare.source import SECOND_CLASS, ImageBatch, Position, RawDataset, batches, exists, index_rows
 from common.prepare.writer import FolderWriter, ShardWriter, write_index
-from common.system.cli import expand_home, run_command
+from common.system.cli import command_parser, expand_home, run_command
 from common.system.progress import ReadingProgress
 from common.system.s3 import ObjectStore
 from common.system.text import printable, printable_lines
@@ -86,10 +86,7 @@ def main() -> int:
 
 
 def parse(words: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__.split("\n\n")[0], epilog=__doc__.partition("\n\n")[2], allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    parser = command_parser(__doc__)
     parser.add_argument("--data", help="folder or s3://bucket/prefix that holds the archives")
     parser.add_argument("--url", help="http(s)://... of the folder that holds the archives")
     for part in NAMES["imagenet"]:

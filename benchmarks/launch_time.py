@@ -15,8 +15,8 @@ import tempfile
 from pathlib import Path
 
 from cluster import virtual_cluster
+from common.system.paths import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 COUNTS = (1, 4)
 
 

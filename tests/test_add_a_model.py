@@ -1,4 +1,4 @@
-"""docs/add_a_model.md, as written: its changes applied to train_vit.py, then its commands."""
+"""docs/add_a_model.md as written: its changes to train_vit.py, then its commands."""
 
 import re
 import shlex
@@ -60,7 +60,7 @@ def test_it_trains_resumes_and_is_validated(project, cache):
 
 
 def test_documents_and_tests_find_it(project):
-    """No list is edited by hand."""
+    """They discover the script; no list has to be edited."""
     for words in map(shlex.split, COMMANDS):
         if words[:2] == ["python", "-m"]:
             run(words, cwd=project)

@@ -1,4 +1,4 @@
-"""Augmentation of whole batches against the plain way, image by image; benchmarks of decoding and shards."""
+"""Augmentation of whole batches against one image at a time; benchmarks of decoding and shards."""
 
 import itertools
 import json
@@ -172,7 +172,7 @@ def test_each_kind_of_draw_has_columns_of_its_own():
 
 
 def test_a_crop_is_resized_as_if_it_were_an_image_of_its_own():
-    """A part of an image lies in memory with gaps, its channels last: torch takes another way than else."""
+    """A part of an image has gaps in memory and channels last: torch takes another code path."""
     image = np.random.RandomState(1).randint(0, 256, (300, 400, 3), dtype=np.uint8)
     crop = image[20:280, 33:350]
     whole = torch.from_numpy(crop.transpose(2, 0, 1).copy())[None]

@@ -80,7 +80,7 @@ TIMM = ["train_cnn_b.py", "--data", "digits", *FLAGS]
 
 @pytest.fixture(scope="module")
 def timm_script(tmp_path_factory):
-    """The project with a CNN-B that is a timm model, and says nothing of BatchNorm or blocks."""
+    """A copy of the project whose CNN-B is a timm model, without a word on BatchNorm or blocks."""
     project = copy_project(tmp_path_factory.mktemp("timm") / "project")
     own = "    return ResNet18(recipe.width, recipe.stem, classes)\n"
     timms = "    return __import__('timm').create_model('test_efficientnet', num_classes=classes)\n"

@@ -50,8 +50,8 @@ def test_the_number_of_one_process(processes, prime, one_process, tmp_path, cach
 
 
 def test_a_part_of_the_images_is_of_all_classes(prime, tmp_path, cache):
-    """The files are sorted by class: the first 20 are zeros. A run of an older version, which had evaluated
-    them, goes on, and what was best then is best no more."""
+    """The files are sorted by class: the first 20 are zeros. An older version evaluated those: its run
+    continues, and chooses its best evaluation anew."""
     folder = tmp_path / "run"
     words = [
         *python(),

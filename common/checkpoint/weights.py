@@ -19,6 +19,7 @@ from common.checkpoint.format import (
     verify,
 )
 from common.checkpoint.mirror import fetch, fetch_newest
+from common.system.paths import shortest
 from common.system.s3 import ObjectStore
 from common.system.text import printable
 from common.system.threads import Heartbeat
@@ -53,27 +54,27 @@ def find(place: str, which: str, scratch: Path, beat: Heartbeat) -> TrainedModel
         raise ValueError(f"{place}: there is no such folder or file")
     if path.is_file():
         if not (path.parent / MANIFEST_FILE).exists():
-            return TrainedModel(str(path), _shown(path), str(Path("validation") / path.stem))
+            return TrainedModel(str(path), shortest(path), str(Path("validation") / path.stem))
         path, file = path.parent, path.name
     found = verify(path, beat) if step_of(path.name) is not None or file else _of_run(path, which, beat)
     in_run = found.folder.parent.name == "checkpoints"
     reports = found.folder.parents[1] / "validation" if in_run else Path("validation") / found.folder.name
-    return _described(found, reports, _shown(found.folder), file)
+    return _described(found, reports, shortest(found.folder), file)
 
 
 def _of_run(folder: Path, which: str, beat: Heartbeat) -> Checkpoint:
     """The best checkpoint of a run's folder, or the newest that verifies."""
     parent = folder / "checkpoints"
     if not steps_in(parent):
-        raise ValueError(f"{_shown(folder)} holds no checkpoints/step_*: give the folder of a run")
+        raise ValueError(f"{shortest(folder)} holds no checkpoints/step_*: give the folder of a run")
     if which == "latest":
         found = newest(parent, beat, print, ours=False)
         assert found, "there are some"
         return found
     index = parent / INDEX_FILE
-    best = parse_index(index.read_bytes(), _shown(index)).get("best") if index.exists() else None
+    best = parse_index(index.read_bytes(), shortest(index)).get("best") if index.exists() else None
     if best is None or not (parent / step_name(best)).is_dir():
-        raise ValueError(f"{_shown(folder)} does not hold its best checkpoint: take --which latest")
+        raise ValueError(f"{shortest(folder)} does not hold its best checkpoint: take --which latest")
     return verify(parent / step_name(best), beat)
 
 
@@ -110,8 +111,3 @@ def _described(found: Checkpoint, reports: Path, name: str, file: str | None = N
     weights = str(found.folder / file)
     classes = [printable(name) for name in classes]
     return TrainedModel(weights, f"{name}/{file}", str(reports), found.step, script, recipe, classes)
-
-
-def _shown(path: Path) -> str:
-    """The path, relative if it lies below the current folder."""
-    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)

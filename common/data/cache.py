@@ -28,7 +28,7 @@ from common.data.decode import SPLITS, cores
 from common.data.encoded import FILES, Encoded
 from common.data.sources import Source, find_source
 from common.system.cli import expand_home
-from common.system.files import discard, read_json, size_limit, sync
+from common.system.files import discard, read_json, size_limit, sync, try_lock
 from common.system.threads import Heartbeat, run_with_heartbeat
 
 FORMAT = 1  # part of the key: raised when the content of a cache folder changes
@@ -159,9 +159,7 @@ def _lock(folder: Path, beat: Heartbeat) -> Iterator[None]:
     """
     descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not try_lock(descriptor):
             print(f"another process is preparing images in {folder}: waiting for it", file=sys.stderr)
             run_with_heartbeat(lambda: fcntl.flock(descriptor, fcntl.LOCK_EX), beat)
         yield

@@ -25,7 +25,7 @@ from common.data.shards import Shard
 from common.distributed.preemption import Preempted, wanted
 from common.order import Plan
 from common.system.env import processes_per_host
-from common.system.files import allow_open_files, sync
+from common.system.files import allow_open_files, sync, try_lock
 from common.system.s3 import ObjectStore
 
 DOWNLOADS = 2  # at a time in one process; each has its own connections
@@ -109,22 +109,16 @@ class ShardCache:
         return os.open(self.locks / file, os.O_RDWR | os.O_CREAT, 0o666)
 
     def _lock(self, lock: int, kind: int, stop: threading.Event) -> None:
-        while True:
-            try:
-                return fcntl.flock(lock, kind | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if stop.wait(POLL_S):
-                    raise _Stopped from None
+        while not try_lock(lock, kind):
+            if stop.wait(POLL_S):
+                raise _Stopped
 
     @contextmanager
     def _if_unused(self, file: str) -> Iterator[bool]:
         """Tries to lock a shard for this process; yields True if no other process holds its lock."""
-        lock, unused = self._open_lock(file), False
+        lock = self._open_lock(file)
         try:
-            with suppress(BlockingIOError):
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                unused = True
-            yield unused
+            yield try_lock(lock)
         finally:
             os.close(lock)
 

@@ -23,8 +23,9 @@ from typing import Any
 
 import psutil
 
+from common.hosts.ssh import connection_addresses
 from common.system.env import PREEMPTED, STATUS_FILE
-from common.system.network import interface_to, listener
+from common.system.network import interface_to, listener, use_interface
 from common.system.processes import adopt_orphans, end_with_parent, kill, running_descendants
 
 BEAT_S = 5  # between two heartbeats
@@ -85,8 +86,7 @@ def _listen(heard: "queue.SimpleQueue[str | None]") -> None:
 
 def _about_this_host() -> dict[str, Any]:
     """The host's name, and the two addresses of the launcher's ssh connection; None without ssh."""
-    ends = os.environ.get("SSH_CONNECTION", "").split()
-    client, server = (ends[0], ends[2]) if len(ends) == 4 else (None, None)
+    client, server = connection_addresses()
     return {"hostname": socket.gethostname(), "client": client, "address": server}
 
 
@@ -102,8 +102,7 @@ def _start(part: dict[str, Any]) -> subprocess.Popen:
                 f"the first host is {address}, which is loopback here: give --master_addr with an address"
                 " that all hosts reach"
             )
-        env.setdefault("GLOO_SOCKET_IFNAME", interface)
-        env.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # without = NCCL takes it as a prefix
+        env = use_interface(interface) | env
         if part["first"]:
             _check_port(port)
     return subprocess.Popen(

@@ -23,7 +23,8 @@ from typing import Any
 
 import psutil
 
-from common.system.network import interface_to, listener
+from common.hosts.ssh import connection_addresses
+from common.system.network import interface_to, listener, use_interface
 from common.system.paths import ROOT
 
 ANSWER = "\x1eanswer "  # begins an answer, and no other output of a host
@@ -56,13 +57,13 @@ def main() -> None:
 
 def facts(data: str | None, data_root: tuple[str, ...] = ()) -> dict[str, Any]:
     """Facts that the host knows by itself. Sizes in GiB, times in seconds since 1970."""
-    connection = os.environ.get("SSH_CONNECTION", "").split()
+    asked_from, reached_at = connection_addresses()
     return {
         "clock": time.time(),
         "hostname": socket.gethostname(),
         "own_name_is": _resolved(socket.gethostname()),
-        "reached_at": connection[2] if len(connection) == 4 else None,
-        "asked_from": connection[0] if len(connection) == 4 else None,
+        "reached_at": reached_at,
+        "asked_from": asked_from,
         "versions": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
         "nccl": _nccl_version(),
         "code": code(),
@@ -140,14 +141,8 @@ def all_reduce(
     address: str, port: int, rank: int, hosts: int, interface: str, deadline_s: float
 ) -> dict[str, Any]:
     """Runs one process in a group of all hosts: latency and bandwidth, or `problem`."""
-    env = os.environ | {
-        "MASTER_ADDR": address,
-        "MASTER_PORT": str(port),
-        "RANK": str(rank),
-        "WORLD_SIZE": str(hosts),
-        "GLOO_SOCKET_IFNAME": interface,
-        "NCCL_SOCKET_IFNAME": f"={interface}",  # as common/hosts/agent.py sets it
-    }
+    env = os.environ | use_interface(interface)
+    env |= {"MASTER_ADDR": address, "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(hosts)}
     words = [sys.executable, "-m", "common.hosts.all_reduce", str(deadline_s)]
     try:
         done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=deadline_s, cwd=ROOT)

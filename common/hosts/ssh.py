@@ -1,6 +1,7 @@
 """Commands on the hosts of a job, by the ordinary ssh client, which reads ~/.ssh/config."""
 
 import contextlib
+import os
 import shlex
 import socket
 import subprocess
@@ -48,6 +49,12 @@ def close_and_wait(processes: Sequence[subprocess.Popen[str]], within_s: float) 
             process.wait(max(0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             process.kill()
+
+
+def connection_addresses() -> tuple[str, str] | tuple[None, None]:
+    """Both ends of the ssh connection that started this process: client and this host; None without ssh."""
+    ends = os.environ.get("SSH_CONNECTION", "").split()  # client, its port, server, its port
+    return (ends[0], ends[2]) if len(ends) == 4 else (None, None)
 
 
 def master_address(reached_at: Sequence[str | None], asked_from: Sequence[str | None]) -> str:

@@ -1,7 +1,6 @@
 """The journal of a preparation: what is done, so that the same command continues after an interruption."""
 
 import contextlib
-import fcntl
 import json
 import os
 import re
@@ -16,7 +15,7 @@ from common.data.decode import SPLITS
 from common.data.shards import JOURNAL, MANIFEST, MANIFEST_LIMIT, index_name
 from common.prepare.source import Position, RawDataset
 from common.prepare.writer import State, part_name, replace
-from common.system.files import parse_json, read_json
+from common.system.files import parse_json, read_json, try_lock
 from common.system.s3 import ObjectStore
 
 FOLDER_MANIFEST = "prepared.json"  # of --format folder, whose files it does not list
@@ -75,12 +74,8 @@ class Journal:
         self.folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(self.folder, os.O_RDONLY)
         try:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise ValueError(
-                    f"another process prepares images in {self.folder}: wait until it ends"
-                ) from None
+            if not try_lock(descriptor):
+                raise ValueError(f"another process prepares images in {self.folder}: wait until it ends")
             yield
         finally:
             os.close(descriptor)

@@ -1,5 +1,6 @@
 """Start and end of a command, also with closed streams, without a home or a working folder."""
 
+import argparse
 import contextlib
 import io
 import json
@@ -26,6 +27,25 @@ def run_command(main: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+
+
+def command_parser(doc: str | None, usage: str | None = None) -> argparse.ArgumentParser:
+    """A parser whose help shows a script's docstring: its first paragraph, the flags, the rest."""
+    assert doc
+    description, _, epilog = doc.partition("\n\n")
+    return argparse.ArgumentParser(
+        description=description,
+        epilog=epilog,
+        usage=usage,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
+def split_at_script(words: list[str]) -> tuple[list[str], list[str]]:
+    """The words before the first that ends in .py, and the script with its flags, if there is one."""
+    at = next((number for number, word in enumerate(words) if word.endswith(".py")), len(words))
+    return words[:at], words[at:]
 
 
 def set_umask() -> None:

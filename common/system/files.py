@@ -1,6 +1,7 @@
 """Atomic writes, and reading of JSON and text that may be malformed."""
 
 import errno
+import fcntl
 import json
 import os
 import resource
@@ -24,6 +25,15 @@ def discard(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+def try_lock(descriptor: int, kind: int = fcntl.LOCK_EX) -> bool:
+    """Takes a file's lock (flock) without waiting. False when another process holds it."""
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def free_space(folder: Path) -> str:

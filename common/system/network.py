@@ -26,6 +26,11 @@ def interface_to(address: str) -> tuple[str, str]:
     raise ValueError(f"no interface has the address {mine}, from which {address} is reached")
 
 
+def use_interface(name: str) -> dict[str, str]:
+    """Environment variables that make gloo and NCCL use this interface."""
+    return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}  # without = a prefix of names
+
+
 def own_addresses() -> set[str]:
     return {known.address for addresses in psutil.net_if_addrs().values() for known in addresses}
 

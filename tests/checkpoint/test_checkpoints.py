@@ -1,4 +1,4 @@
-"""Checkpoints survive kills, full disks and damage: no torn one is chosen, nothing is lost silently."""
+"""Checkpoints survive kills, full disks and damage: a resume takes a complete one, and says so."""
 
 import json
 import os
@@ -65,7 +65,7 @@ def assert_same_end(folder: Path, reference: Path) -> None:
 
 
 def of_one_commit(found: list[str]) -> list[int]:
-    """The numbers of the operations of one commit late in the run, with all that belongs to it."""
+    """The numbers of all file operations of one commit late in the run."""
     starts = [i for i, what in enumerate(found) if re.search(r"os.remove \.step_\d+\.tmp", what)]
     assert len(starts) == 6
     return list(range(starts[3] + 1, starts[4] + 1))
@@ -115,7 +115,7 @@ SLOW = {"STEP_S": "0.02"}  # in `stoppable`: 600 steps of LONG are not over befo
 
 
 def start_and_wait(words: list, folder: Path, checkpoints: int = 1, **options) -> Job:
-    """Returns once it has made so many checkpoints."""
+    """Starts a run. Returns once it has made so many checkpoints."""
     newest_before = max(steps_in(folder / "checkpoints"), default=0)
     job = Job([*words, "--output_dir", folder], **options)
     deadline = time.monotonic() + 240
@@ -127,7 +127,7 @@ def start_and_wait(words: list, folder: Path, checkpoints: int = 1, **options) -
 
 
 def test_a_rank_or_the_launcher_killed_in_a_step(stoppable, tmp_path):
-    """Both at once in the life of one run: what is left in the end equals the undisturbed one."""
+    """Kills a rank, then the launcher of one run: it ends as the undisturbed one."""
     words = [*torchrun(2), *LONG, "--max_steps", "600"]
     run([*words, "--output_dir", tmp_path / "straight"])
     job = start_and_wait(words, tmp_path / "run", cwd=stoppable, env=SLOW)
@@ -216,7 +216,7 @@ FULL = {
     "where", ["in the middle of a save", pytest.param("in the pointer", marks=pytest.mark.full)]
 )
 def test_a_full_disk(where, small_disk, tmp_path):
-    """The next save begins before all know of the problem: what is said is the first one's."""
+    """The next save begins before all ranks know of the problem: the first problem is reported."""
     words = [*torchrun(2), *HELLO, "--checkpoint_every", "1", "--output_dir", small_disk / "run"]
     run([*words, "--max_steps", "4"])
     first = tensors(small_disk / "run" / "checkpoints" / "step_00000004")
@@ -299,7 +299,7 @@ def test_damage_is_found_and_the_one_before_is_chosen(file, how, straight, tmp_p
 
 
 def with_ema(folder: Path) -> None:
-    """As a recipe with an average writes it."""
+    """Adds ema.safetensors, as a recipe with an EMA does."""
     shutil.copy(folder / "model.safetensors", folder / "ema.safetensors")
     files = json.loads((folder / MANIFEST_FILE).read_text())["files"]
     forge(folder, files=files | {"ema.safetensors": files["model.safetensors"]})
@@ -334,7 +334,7 @@ def test_when_none_is_good_the_run_stops(straight, tmp_path):
 
 
 def forge(folder: Path, **changes) -> None:
-    """Writes a manifest that is right about itself and the files as they are, but for the changes."""
+    """Writes a manifest that verifies, with these changes."""
     manifest = json.loads((folder / MANIFEST_FILE).read_text())
     del manifest["digest"]
     for name in manifest["files"]:
@@ -449,7 +449,7 @@ def test_a_state_that_no_run_has_written(change, hostile, tmp_path):
 
 
 def test_no_link_is_followed_when_checkpoints_are_removed(straight, tmp_path, capsys):
-    """A user has moved an old checkpoint to another disk, and left a link."""
+    """An old checkpoint was moved to another disk; a link is in its place."""
     parent, elsewhere = tmp_path / "checkpoints", tmp_path / "elsewhere"
     shutil.copytree(straight[0] / "checkpoints", parent)
     shutil.copytree(straight[0] / "checkpoints", elsewhere)

@@ -28,7 +28,7 @@ from tests.support.s3 import BUCKET, SECRET, aws_env, s3, s3_proxy  # noqa: F401
 
 
 class Bucket:
-    """A prefix of the test's own, seen through the proxy by the training and directly by the test."""
+    """The test's own prefix: the training uses it through the proxy, the test directly."""
 
     def __init__(self, name: str, server: str, proxy, monkeypatch):
         self.url, self.proxy = f"s3://{BUCKET}/{name}", proxy
@@ -38,7 +38,7 @@ class Bucket:
         self.store = ObjectStore(self.url)
 
     def steps(self) -> list[int]:
-        """Committed ones."""
+        """The steps of the committed checkpoints."""
         keys = self.store.list("checkpoints/")
         return sorted(int(key.split("/")[1][5:]) for key in keys if key.endswith(MANIFEST_FILE))
 
@@ -54,7 +54,7 @@ def bucket(s3, s3_proxy, monkeypatch, request):  # noqa: F811
 
 @pytest.fixture
 def mirror(bucket, tmp_path, monkeypatch):
-    """Of a stored run with checkpoints of the steps 14, 16 and 20, through the proxy. said: its messages."""
+    """Mirror of a stored run with checkpoints of steps 14, 16, 20, behind the proxy. said: its messages."""
     shutil.copytree(STORED / "format_1", tmp_path / "run")
     for key, value in bucket.env.items():
         monkeypatch.setenv(key, value)
@@ -119,7 +119,7 @@ def test_a_fresh_machine_goes_on_from_the_bucket(bucket, straight, tmp_path):  #
 
 
 def test_the_first_machine_returns_with_an_old_folder(bucket, straight, tmp_path):  # noqa: F811
-    """What another one has logged meanwhile is in its files, too, and stays in the bucket."""
+    """Its files get the lines that another machine has logged meanwhile; the bucket keeps them."""
     for folder, steps in (("first", "8"), ("second", "16"), ("first", "24")):
         output = run(bucket.words(tmp_path / folder, "--max_steps", steps), env=bucket.env)
     assert "continuing at step 16" in output
@@ -192,7 +192,7 @@ def test_killed_in_the_last_upload(bucket, tmp_path):
 
 
 def test_a_black_hole_stops_no_training(bucket, impatient, straight, tmp_path):  # noqa: F811
-    """It opens with the second upload, which is made up for when the same command is started again."""
+    """The black hole begins at the second upload, which the next start of the command repeats."""
     words = bucket.words(tmp_path / "run")
     run([*words, "--max_steps", "4"], env=bucket.env)
     bucket.proxy.on("PUT", ".*/step_.*", lambda: bucket.proxy.black_hole(times=None))
@@ -332,7 +332,7 @@ def test_resume_from_a_prefix_of_another_run(bucket, tmp_path):
 
 
 def test_no_secret_anywhere(bucket, tmp_path):
-    """In no output, file, checkpoint, object, tracker's file or process list."""
+    """Searches output, files, checkpoints, objects, trackers' files and the process list."""
     canary = "canary-of-another-service"
     env = bucket.env | {"WANDB_API_KEY": canary * 2, "HF_TOKEN": canary, "WANDB_MODE": "offline"}
     flags = ["--trackers", "tensorboard,wandb", "--epochs", "15", "--checkpoint_every", "10"]

@@ -1,4 +1,4 @@
-"""Any optimizer: all of its state is saved and restored, under every strategy, or the run is refused."""
+"""All state of any optimizer is saved and restored under every strategy, or the run is refused."""
 
 import json
 import re
@@ -50,7 +50,7 @@ REFUSED = {
 
 
 def compared(strategy: str, folder: Path, cases: list[str]) -> None:
-    """Trains with each optimizer. All that is not refused resumes bit for bit."""
+    """Trains with each optimizer. Each that is not refused resumes bit-equal."""
     words = [*LAUNCHERS[strategy], "-m", "tests.support.optimizers", folder, "--only", ",".join(cases)]
     run(words, env={"PYTHONWARNINGS": "ignore"})
     for case in cases:

@@ -1,4 +1,4 @@
-"""A resumed run is the uninterrupted one: bit-equal where it stays, within 1e-5 under another strategy."""
+"""A resumed run equals the uninterrupted one: bit by bit, within 1e-5 under another strategy."""
 
 import json
 
@@ -56,7 +56,7 @@ STOPS = (1, 9, 14, 15)  # at step 1, inside an epoch, at its last step, at the n
 
 
 class Training:
-    """One script's run, leg by leg."""
+    """One script's run in several starts."""
 
     def __init__(self, script: str, folder, cache, project, *flags):
         self.words = [*SCRIPTS[script], *FLAGS, *flags, *cache, "--output_dir", folder]
@@ -153,7 +153,7 @@ def test_compiled_and_eager_continue_one_another(launcher, uninterrupted, tmp_pa
 def test_on_three_processes_it_is_equal_within_1e_6(
     script, launcher, uninterrupted, tmp_path, cache, stoppable
 ):
-    """Few of the model's sizes divide by three: shards are uneven, ZeRO's last ones are padded.
+    """Few of the model's sizes divide by three: shards are uneven, and ZeRO pads the last ones.
 
     DDP lays its buckets out anew after the first step, so a resumed run adds three ranks in another order.
     The bias of attention's keys has no gradient but what rounding leaves, which AdamW makes as large as any.
@@ -169,7 +169,7 @@ def test_on_three_processes_it_is_equal_within_1e_6(
 
 @pytest.mark.full
 def test_another_per_device_batch_size_keeps_the_mean_of_the_loss(tmp_path, cache, stoppable):
-    """CNN-A knows no batch: its losses stay within 1e-5, also the line that the stop divided."""
+    """CNN-A has no BatchNorm: its losses stay within 1e-5, also in the log line at the stop."""
     for name, stops in (("straight", ()), ("stopped", (9,))):
         training = Training("cnn_a", tmp_path / name, cache, stoppable)
         for stop in stops:
@@ -232,7 +232,7 @@ def test_each_strategy_continues_each_other(
 
 
 def test_fp16_goes_on_with_its_loss_scale(tmp_path, cache, stoppable):
-    """The first steps overflow: a run that began again with the first scale would leave out other steps."""
+    """The first steps overflow: a resume with the initial scale would skip other steps."""
     flags = ("--mixed_precision", "fp16", "--max_steps", "12")
     for name, stops in (("straight", ()), ("stopped", (5,))):
         training = Training("cnn_a", tmp_path / name, cache, stoppable, *flags)
@@ -287,7 +287,7 @@ def assert_same_training(folder, reference, expected=None, samples=None):
 
 @pytest.mark.full
 def test_hosts_without_a_shared_folder(tmp_path, cache, stoppable):
-    """Two launches with a folder each, as on two hosts: rank 0's alone is made, and what is in it is sent."""
+    """Two launches with a folder each, as on two hosts: only rank 0's is made; it sends the checkpoint."""
     words = [*CNN, *FLAGS]
     for env, statuses in (({"STOP_AT": "9"}, {1}), ({}, {0})):
         jobs = two_hosts(tmp_path, cache, words, projects=(stoppable, stoppable), env=env)
@@ -298,7 +298,7 @@ def test_hosts_without_a_shared_folder(tmp_path, cache, stoppable):
 
 
 def test_a_run_that_begins_at_anothers_checkpoint(tmp_path, cache, stoppable):
-    """Its best is one of its own, also when it is stopped at once and started again."""
+    """Its best checkpoint is its own, also after a stop right at its beginning."""
     first = Training("cnn_a", tmp_path / "first", cache, stoppable)
     first.go("single", 14)
     words = [

@@ -1,4 +1,4 @@
-"""Runs stored by earlier versions go on with this code: docs/checkpoints.md says how one is made."""
+"""Runs stored by earlier versions continue with this code: docs/checkpoints.md says how to store one."""
 
 import json
 import shutil
@@ -23,7 +23,7 @@ def test_the_format_of_this_version_is_stored():
 
 @pytest.mark.parametrize("stored", sorted(STORED.iterdir()), ids=lambda folder: folder.name)
 def test_a_stored_run_goes_on_as_it_did(stored, tmp_path, cache):
-    """From step 16, between two lines of the log, with the best checkpoint, of step 14, before it."""
+    """It continues from step 16, between two lines of the log. The best checkpoint is of step 14."""
     folder = tmp_path / "run"
     shutil.copytree(stored, folder)
     shutil.rmtree(folder / "checkpoints" / LATER)

@@ -94,7 +94,7 @@ class Slurm:
         return run(list(words), cwd=cwd, env=self.env)
 
     def train(self, log: Path, *words, nodes: int = 2, cwd: Path = ROOT) -> str:
-        """The number of a job."""
+        """Submits a job. Returns its number."""
         flags = ["--parsable", "--nodes", nodes, "--output", log]
         return self("sbatch", *flags, "cluster/train.sbatch", *words, cwd=cwd).strip()
 
@@ -102,7 +102,7 @@ class Slurm:
         return dict(re.findall(r"(\w+)=(\S*)", self("scontrol", "show", "job", job, "--oneliner")))
 
     def wait(self, job: str, log: Path, restarts: int = 0) -> dict[str, str]:
-        """What Slurm says of it when it has ended for good, with at most so many restarts."""
+        """Waits for the job's end, with at most so many restarts. Returns its state."""
         deadline = time.monotonic() + 240
         while True:
             about = self.about(job)
@@ -113,7 +113,7 @@ class Slurm:
             time.sleep(0.3)
 
     def wait_for_steps(self, job: str, log: Path, folder: Path, count: int) -> None:
-        """Until the log of the run in `folder` has so many more lines."""
+        """Waits until the log of the run in `folder` has so many more lines."""
         deadline = time.monotonic() + 120
         count += lines_of(folder)
         while lines_of(folder) < count:
@@ -122,14 +122,14 @@ class Slurm:
             time.sleep(0.3)
 
     def wait_for_restart(self, job: str, log: Path) -> None:
-        """Until Slurm has put it back into its queue."""
+        """Waits until Slurm has requeued the job."""
         deadline = time.monotonic() + 120
         while self.about(job)["Restarts"] == "0":
             assert time.monotonic() < deadline, (self.about(job), log.read_text())
             time.sleep(0.3)
 
     def processes(self) -> list[psutil.Process]:
-        """All of the cluster and of its jobs."""
+        """The processes of the cluster and of its jobs."""
         found = []
         for process in psutil.process_iter():
             try:
@@ -200,7 +200,7 @@ def assert_trained(folder: Path, nodes: int, slots: int) -> None:
 
 
 def test_a_job_that_is_stopped_twice_trains_as_one_process(slurm, project_copy, one_process, tmp_path, cache):
-    """By the signal before its time limit, then by a job of higher priority: no step is lost or repeated."""
+    """It is stopped before its time limit, then by a job of higher priority: no step is lost or repeated."""
     call = "            run.checkpoint(step)\n"
     slow = "            if __import__('os').environ.get('SLURM_RESTART_COUNT') != '2':\n"
     mutate(project_copy, "train_vit.py", call, f"{call}{slow}                __import__('time').sleep(1.5)\n")
@@ -230,7 +230,7 @@ def test_a_job_that_is_stopped_twice_trains_as_one_process(slurm, project_copy, 
 
 @pytest.mark.full
 def test_a_job_that_is_cancelled_saves_and_does_not_come_back(slurm, tmp_path):
-    """One process, whose launcher is another one of accelerate's and would not wait for it."""
+    """One process has another launcher in accelerate, which would not wait for it."""
     folder, log = tmp_path / "run", tmp_path / "log"
     words = [*HELLO, "--epochs", "100000", "--log_every", "10", "--checkpoint_every", "1000000"]
     job = slurm.train(log, "accelerate_configs/single_gpu.yaml", *words, "--output_dir", folder, nodes=1)
@@ -245,7 +245,7 @@ def test_a_job_that_is_cancelled_saves_and_does_not_come_back(slurm, tmp_path):
 
 @pytest.mark.full
 def test_a_job_that_fails_is_not_started_again(slurm, tmp_path):
-    """Also where a run before it was preempted."""
+    """Also holds after an earlier preemption."""
     folder, log = tmp_path / "run", tmp_path / "log"
     folder.mkdir()
     (folder / "result.json").write_text('{"status": "preempted"}')

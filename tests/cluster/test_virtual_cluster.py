@@ -1,4 +1,4 @@
-"""The hosts that the other tests trust: apart from one another, breakable, and gone without a trace."""
+"""The virtual hosts: separate from one another, breakable, removed without a trace."""
 
 import socket
 import subprocess
@@ -88,7 +88,7 @@ for _ in range(1000):
 
 
 def arrived() -> int:
-    """Of 1,000 datagrams from node1 to node2."""
+    """The number of 1,000 datagrams from node1 that arrive at node2."""
     receiver = Job(hosts.inside("node2", [sys.executable, "-c", COUNT]))
     assert receiver.process.stdout.readline() == "ready\n"
     on("node1", sys.executable, "-c", SEND)
@@ -115,7 +115,7 @@ def test_a_slow_cable(cluster):
 
 
 def test_a_long_cable(cluster):
-    """Where the kernel has no netem it is said, and nothing is changed."""
+    """Without netem in the kernel the error says so, and nothing changes."""
     netem = ["tc", "qdisc", "add", "dev", "lo", "root", "netem", "delay", "1ms"]
     if Job(hosts.inside("node2", netem)).wait()[0] != 0:
         with pytest.raises(ValueError, match="--delay needs the kernel's sch_netem"):
@@ -165,7 +165,7 @@ def test_who_is_not_root_is_told(cluster_tools):
 
 
 def test_down_leaves_nothing(cluster_tools):
-    """Also of what still runs there. (After the module's hosts: they are made anew.)"""
+    """Removes running processes too. (The module's hosts are started again afterwards.)"""
     hosts.down()
     before = subprocess.run(["ip", "-brief", "link"], capture_output=True, text=True).stdout
     assert Job([*SCRIPT, "up", "--hosts", "2"]).wait()[0] == 0

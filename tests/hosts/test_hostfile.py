@@ -1,4 +1,4 @@
-"""The hostfile as DeepSpeed reads it, and refused where DeepSpeed would pass over a mistake."""
+"""The hostfile is read as DeepSpeed reads it; mistakes that DeepSpeed ignores are refused."""
 
 import pytest
 from deepspeed.launcher.runner import _parse_hostfile, parse_inclusion_exclusion

@@ -20,6 +20,7 @@ import logbook
 from common.report import plots
 from common.report.comparison import Comparison
 from common.report.record import RunRecord
+from common.system.cli import run_command
 from tests.conftest import CNN, Job, copy_project, metrics, python, result, run, torchrun
 
 FLAGS = ["--data", "digits", "--epochs", "3", "--log_every", "2", "--telemetry_s", "0.2"]
@@ -69,7 +70,7 @@ def book(tmp_path, monkeypatch, capsys):
 
     def call(*words: object) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["logbook.py", *map(str, words), "--folder", str(tmp_path / "book")])
-        status = logbook.main()
+        status = run_command(logbook.main)
         return status, *capsys.readouterr()
 
     return call
@@ -86,7 +87,7 @@ def page_of(run_folder: Path, book, tmp_path: Path) -> str:
 
 
 def check(page: Path) -> None:
-    """Whole tables, no HTML but ours, and every picture that it shows is one."""
+    """Checks a page: whole tables, no HTML but ours, and pictures that open."""
     text = page.read_text()
     for token in MARKDOWN.parse(text):
         if token.type == "html_block":
@@ -117,7 +118,7 @@ def rows(text: str) -> dict[str, list[str]]:
 
 
 def test_from_a_training_to_its_page_by_the_last_lines_alone(project, one):
-    """As a new user does: each command is the last line of the output of the one before."""
+    """Follows a new user: each command is the last line that the previous one printed."""
     _, output = one
     last = output.splitlines()[-1]
     assert last.endswith("logbook.py add runs/one")
@@ -186,7 +187,7 @@ def test_a_killed_run_has_a_page_that_says_so(killed, book, tmp_path):
 
 
 def test_of_gpus_a_page_shows_what_their_telemetry_says(two, book, tmp_path):
-    """Written by hand: two GPUs, 100 W each for 36 s, one of them slowed down. It is no rehearsal."""
+    """The telemetry is written by hand: two GPUs, 100 W each for 36 s, one throttled. It is no rehearsal."""
     folder = tmp_path / "run"
     shutil.copytree(two, folder)
     about = json.loads((folder / "recipe.json").read_text()) | {"devices": ["NVIDIA T4", "NVIDIA T4"]}
@@ -249,7 +250,7 @@ BREAKS = {
 
 @pytest.mark.parametrize("how", BREAKS)
 def test_what_is_missing_or_broken_is_named(how, one, book, tmp_path):
-    """Each file alone, and on the page of a run in which all are."""
+    """Damages each file alone, then all files of one run."""
     names = ["recipe.json", "result.json", "metrics.jsonl", "confusion.json"]
     names += [str(f.relative_to(one[0])) for f in one[0].glob("telemetry-*.jsonl")]
     names += [str(f.relative_to(one[0])) for f in one[0].glob("validation/*/report.json")]
@@ -537,7 +538,7 @@ def test_confusion_matrices_of_any_size(classes, tmp_path):
 @pytest.mark.filterwarnings("error:constrained_layout:UserWarning")
 @pytest.mark.parametrize("count", [1, 16, 24])
 def test_captions_are_whole_below_their_images(count, tmp_path, monkeypatch):
-    """ImageNet's names are long: they are whole, touch nothing, and leave the images their size."""
+    """ImageNet's long names are shown whole, overlap nothing, and leave the images their size."""
     drawn, savefig = [], Figure.savefig
     monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: (drawn.append(self), savefig(self, *a, **k)))
     name = "American Staffordshire terrier, Staffordshire terrier, American pit bull terrier"
@@ -626,7 +627,7 @@ def test_an_experiment_passes_sigterm_on_and_waits(tmp_path):
 
 
 def test_the_share_of_a_process_is_the_largest_that_fits_and_divides(tmp_path):
-    """A stand-in for Python searches; the training that follows gets the divisor of 32 below 28."""
+    """A stand-in for Python answers 28; the training that follows gets 16, the next divisor of 32."""
     python = tmp_path / "python"
     python.write_text(SEARCHES.format(python=sys.executable))
     python.chmod(0o755)
@@ -651,7 +652,7 @@ def test_what_another_command_made_is_not_done_already(tmp_path):
 
 @pytest.mark.full
 def test_an_experiment_goes_on_where_it_failed(tmp_path):
-    """A page in the way fails the last steps; started again, no training is done again."""
+    """A page in the way fails the last steps. A second start repeats no training."""
     start = partial(experiment, "speedup", tmp_path / "runs", DATA="digits", LOGBOOK=tmp_path / "book")
     (tmp_path / "book").write_text("in the way")
     status, output = start().wait(600)

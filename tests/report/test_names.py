@@ -1,4 +1,4 @@
-"""Names and JSON from strangers: shown escaped, or refused in one line that names the file."""
+"""Untrusted names and JSON: shown escaped, or refused in one line that names the file."""
 
 import json
 import os
@@ -49,7 +49,7 @@ def test_what_can_be_shown_stays(text, shown):
 
 
 def renamed_classes(root: Path) -> Path:
-    """Class folders and a file whose names are not UTF-8, or colour a terminal."""
+    """Class folders and a file with names that are not UTF-8, or contain terminal escapes."""
     class_folders(root, train=16, val=8, size=32)
     for split in ("train", "val"):
         for digit, name in (("0", LATIN_1), ("1", RED)):
@@ -60,7 +60,7 @@ def renamed_classes(root: Path) -> Path:
 
 
 def test_a_class_in_latin_1_is_trained_validated_and_shown(tmp_path):
-    """From the folders to the page, with no traceback at the end."""
+    """Goes from the folders to the page without a traceback."""
     data, folder = renamed_classes(tmp_path / os.fsdecode(b"donn\xe9es")), tmp_path / "run"
     cache = ["--cache_dir", tmp_path / "cache", "--mixed_precision", "no"]
     flags = ["--data", data, "--batch_size", "8", "--epochs", "1", "--max_steps", "1", "--telemetry_s", "0"]
@@ -86,7 +86,7 @@ def test_a_class_in_latin_1_is_trained_validated_and_shown(tmp_path):
 
 
 def test_such_names_are_shown_wherever_they_are(tmp_path):
-    """A broken image of such a class, two splits that differ, what doctor.py compares; plots and pages."""
+    """Covers a broken image of such a class, splits that differ, doctor.py's comparison, plots and pages."""
     root = renamed_classes(tmp_path / "data")
     split = open_images(prepare_data(str(root), tmp_path / "cache"), ImageRecipe(workers=0))
     assert list(split.classes) == SHOWN
@@ -159,7 +159,7 @@ def test_json_that_is_none_is_one_line_that_names_its_file(content, tmp_path, mo
 
 @pytest.mark.parametrize("content", CONTENTS)
 def test_a_run_with_json_that_is_none_can_be_looked_at(content, tmp_path):
-    """Its page says what is wrong; no new run takes it for its own; an owner's record is no owner's."""
+    """Its page names the fault; no new run continues it; a broken owner.json blocks no start."""
     for name in ("recipe.json", "result.json", "confusion.json", "metrics.jsonl", "telemetry-a.jsonl"):
         (tmp_path / name).write_bytes(CONTENTS[content])
     record = RunRecord(tmp_path)

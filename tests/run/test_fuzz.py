@@ -1,9 +1,9 @@
-"""Kills, stops and hangups at random moments of one run: in the end it is the uninterrupted run, bit for bit.
+"""SIGKILL, SIGTERM and SIGHUP at random moments of one run: it ends bit-equal to the uninterrupted run.
 
-The run has legs of one epoch, --max_steps further each time, so that its end is interrupted too. What
-strikes, in which phase and how long after its beginning, is drawn from FUZZ_SEED (0); what it hits depends on
-the machine. FUZZ_HITS (100) and FUZZ_S (90) bound it. `FUZZ_SEED=7 pytest -s tests/run/test_fuzz.py`
-tries another one.
+Each start trains one epoch more (--max_steps), so that ends of runs are interrupted too. The signal, its
+phase and its delay are drawn from FUZZ_SEED (0); the moment itself depends on the machine. FUZZ_HITS (100)
+and FUZZ_S (90) bound the number of signals and the seconds.
+`FUZZ_SEED=7 pytest -s tests/run/test_fuzz.py` takes another seed.
 """
 
 import json
@@ -26,16 +26,16 @@ from tests.support.warm import WarmJob
 DEFAULTS = {"FUZZ_SEED": 0, "FUZZ_HITS": 100, "FUZZ_S": 90}
 SEED, HITS, BOUND_S = (int(os.environ.get(name, number)) for name, number in DEFAULTS.items())
 LEG = 14  # steps, an epoch
-# Seconds, at most, from the beginning of a phase to what strikes.
+# The longest delay of the signal after the beginning of a phase, in seconds.
 PHASES = {"start-up": 0.8, "training": 0.1, "saving": 0.05, "evaluating": 0.05, "end": 0.5}
 CNN = ["train_cnn_a.py", "--widths", "4,8,32", "--data", "digits", "--batch_size", "96", "--epochs", "400"]
 CNN += ["--mixed_precision", "no", "--log_every", "3", "--checkpoint_every", "5", "--trackers", "none"]
-# SIGTERM and SIGHUP end a process at once that is not ready to hear them, and one that is done ends as ever.
+# SIGTERM and SIGHUP kill a process that has no handler yet; one that is done exits as usual.
 ALLOWED = {signal.SIGKILL: {-9, 0}, signal.SIGTERM: {75, -15, 0}, signal.SIGHUP: {75, -1, 0}}
 
 
 def mark_phases(file: str) -> None:
-    """In the process of a run, before its script: has it write what it is doing into the file."""
+    """Makes the run write its current phase into the file. Called in its process, before its script."""
     from common import evaluation
     from common.checkpoint import saver
     from common.run import run as tracking

@@ -1,4 +1,4 @@
-"""One owner of a run folder: a second run is refused, a dead one's record is taken over."""
+"""A run folder has one owner: a second run is refused, a dead owner's record is taken over."""
 
 import json
 import subprocess
@@ -117,7 +117,7 @@ def test_an_owner_that_was_taken_over_says_so(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("step_s", [-3600, 3600])
 def test_the_clock_may_be_set_while_an_owner_lives(step_s, tmp_path):
-    """psutil's create_time, as a record has it, moves by as much."""
+    """psutil's create_time in a record changes with the clock."""
     record = ownership._this_process() | {"id": "theirs", "beat": 0}
     record["started"] += step_s
     (tmp_path / "owner.json").write_text(json.dumps(record))
@@ -148,7 +148,7 @@ class Small(Recipe):
 
 
 def place(tmp_path, **fields):
-    """The folder that a start of this recipe gets; its owner lives on in this process."""
+    """The storage of a start of this recipe; this process owns it."""
     recipe = Small(**{"model_folder": str(tmp_path)} | fields)
     return open_storage(recipe, "named", 10, lambda: None, lambda text: None)
 
@@ -168,7 +168,7 @@ def test_a_second_recipe_gets_the_next_number_before_the_first_has_a_recipe_json
 
 
 def test_a_run_that_ends_while_another_looks_for_its_folder(tmp_path, monkeypatch):
-    """Between its look at the folder and its record the other recipe's run comes and goes."""
+    """A run of another recipe begins and ends between the check of the folder and the record."""
 
     class Late(Owner):
         def __init__(self, where, *rest):

@@ -31,7 +31,7 @@ def disk(tmp_path_factory):
 
 
 class Trained:
-    """A run that was killed behind its last checkpoint, beside an undisturbed one."""
+    """A run that was killed after its last checkpoint, and an undisturbed one."""
 
     def __init__(self, parent: Path, cache: list):
         self.words = [*CNN, *cache]
@@ -47,17 +47,17 @@ class Trained:
         self.start(parent / "again" / "run", parent, "list")
         self.operations = [
             what.split(" ", 1)[1] for what in operations(parent)
-        ]  # of a start that completes it
+        ]  # output of a start that completes the run
 
     def start(self, folder: Path, tmp_path: Path, at: int | str | None = None, fill: Path | None = None):
-        """Exit status and output of the same command; at, fill: the fault, if any."""
+        """Starts the same command. Returns exit status and output. at, fill: the fault, if any."""
         mark(tmp_path).unlink(missing_ok=True)
         env = {} if at is None else at_file_operation(tmp_path, "/run/", at, fill) | {"WRITES": "1"}
         trackers = ["--trackers", "none"]
         return WarmJob([*self.words, *trackers, "--output_dir", folder], tmp_path / "log", env).wait()
 
     def assert_completed(self, folder: Path, tmp_path: Path) -> None:
-        """As the undisturbed one; another start is refused, as for any finished run."""
+        """Checks that the run ended as the undisturbed one, and that another start is refused."""
         assert result(folder)["status"] == "finished"
         assert result(folder)["best_accuracy"] == result(self.straight)["best_accuracy"]
         assert without_times(metrics(folder)) == without_times(metrics(self.straight))
@@ -97,7 +97,7 @@ def test_the_end_has_the_points_that_are_tested(trained):
 
 
 def test_one_end_with_many_faults(trained, disk, tmp_path):
-    """One after the other: each start of the same command comes further."""
+    """One fault after the other: each start of the same command gets further."""
     folder = disk / "one" / "run"
     shutil.copytree(trained.killed, folder)
     for point in ("open curves.png", "open .result.json.tmp"):
@@ -121,7 +121,7 @@ def test_one_end_with_many_faults(trained, disk, tmp_path):
 
 
 def test_a_script_that_finds_the_disk_full(disk, tmp_path):
-    """train_hello.py draws a picture of its own."""
+    """The disk is full when train_hello.py draws its own picture."""
     words = ["train_hello.py", "--epochs", "1", "--trackers", "none", "--telemetry_s", "0"]
     words += ["--output_dir", disk / "hello" / "run"]
     env = at_file_operation(tmp_path, "/run/", "open fit.png", disk) | {"WRITES": "1"}

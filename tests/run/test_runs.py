@@ -1,4 +1,4 @@
-"""What a run leaves behind: folder names, metrics, TensorBoard, weights that load, a picture."""
+"""A run's results: folder names, metrics, TensorBoard, weights that load, a picture."""
 
 import json
 import shutil
@@ -15,7 +15,7 @@ FLAGS = ["--data", "digits", "--batch_size", "64", "--epochs", "2", "--max_steps
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, cache):
-    """Started twice with --model_folder, by two processes of one host."""
+    """The folders of two runs with --model_folder, on two processes of one host."""
     weights = tmp_path_factory.mktemp("shared") / "weights"
     for more in ([], ["--max_steps", "1"]):
         run([*torchrun(2), *CNN, *FLAGS, *more, *cache, "--model_folder", weights])
@@ -62,7 +62,7 @@ def test_the_plot_is_a_picture_with_something_in_it(folder):
 
 
 def test_weights_start_another_run_with_another_number_of_classes(tmp_path, cache):
-    """--weights takes what a run has saved; the head is new where the classes differ (10 and 2)."""
+    """--weights takes a run's weights; the head is new when the number of classes differs (10 and 2)."""
     from tests.support.images import class_folders
 
     vit = [*VIT, "--batch_size", "8", "--max_steps", "2", "--trackers", "none", *cache]
@@ -79,7 +79,7 @@ def test_weights_start_another_run_with_another_number_of_classes(tmp_path, cach
 
 @pytest.mark.parametrize("launcher", [python(), torchrun(2)], ids=["python", "torchrun"])
 def test_who_reads_the_output_may_go(launcher, tmp_path):
-    """As `| tee` does at Ctrl-C: the training goes on to its end."""
+    """The reader ends first, like `| tee` at Ctrl-C: the training continues to its end."""
     words = ["train_hello.py", "--max_steps", "60", "--log_every", "1", "--trackers", "none"]
     job = Job([*launcher, *words, "--output_dir", tmp_path / "run"], warm=launcher == python())
     while "step 2/" not in (line := job.process.stdout.readline()):
@@ -96,7 +96,7 @@ RESULT |= {"wall_s": 2.0, "images_per_s": 100.0, "peak_memory_gib": 1.0}
 
 
 def test_a_table_says_which_weights_to_use_and_why(tmp_path, capsys):
-    """With an EMA, and a best checkpoint that is not the last; then without its files, which are in S3."""
+    """A run with an EMA, whose best checkpoint is not the last; then with that one only in S3."""
     steps = {f"checkpoints/step_000000{step}": step for step in (20, 30)}
     for place in steps:
         for name in ("model", "ema"):

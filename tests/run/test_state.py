@@ -1,4 +1,4 @@
-"""state.json: what is written is read again, what no run has written is refused, older files are read."""
+"""state.json: written and read, refused when malformed, read from older versions."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""TensorBoard and W&B hold what metrics.jsonl holds; no server, or a broken one, holds the training up."""
+"""TensorBoard and W&B have the values of metrics.jsonl; a server that fails does not delay the training."""
 
 import http.server
 import json
@@ -23,7 +23,7 @@ KEY = {"WANDB_API_KEY": "c0ffee" * 6 + "c0ff"}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, cache) -> Path:
-    """A run of two processes without a key, with a W&B id from outside."""
+    """A run of two processes without a W&B key; WANDB_RUN_ID is set."""
     folder = tmp_path_factory.mktemp("tracked") / "run"
     words = [*torchrun(2), *CNN, *FLAGS, *BOTH, "--telemetry_s", "0.1", *cache, "--output_dir", folder]
     output = run(words, env={"WANDB_RUN_ID": "chosen1"})
@@ -54,7 +54,7 @@ def test_tensorboard_has_what_metrics_jsonl_has(folder):
 
 
 def test_tensorboard_shows_one_run_with_its_hyper_parameters(folder):
-    """In the run's own folder, with the names of curves that stand beside them."""
+    """The hyper-parameters are in the run's own folder, with the names of the headline curves."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from tensorboard.plugins.hparams import metadata
 
@@ -75,7 +75,7 @@ def test_tensorboard_shows_one_run_with_its_hyper_parameters(folder):
 
 
 def test_wandb_has_what_metrics_jsonl_has(folder):
-    """One run, from one of the processes; the optimizer step is the axis of every curve."""
+    """One process logs one run; the optimizer step is the axis of every curve."""
     (file,) = folder.glob("wandb/offline-run-*-chosen1/run-chosen1.wandb")
     records = wandb_records(file)
     history = [
@@ -163,7 +163,7 @@ def test_the_training_outlives_the_wandb_service(tmp_path, cache):
 
 @pytest.fixture
 def server(request) -> Iterator[tuple[str, list]]:
-    """A server that answers with an HTTP status, or (None) never. Yields its URL and what came."""
+    """A server that answers with an HTTP status, or (None) never. Yields its URL and the requests."""
     seen: list = []
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -192,7 +192,7 @@ def server(request) -> Iterator[tuple[str, list]]:
 
 
 def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """name -> [(step, value)] of metrics.jsonl"""
+    """The curves of metrics.jsonl: name -> [(step, value)]."""
     found: dict[str, list] = {}
     for line in metrics(folder):
         for name in line.keys() - {"step"}:
@@ -203,7 +203,7 @@ def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def pictures(folder: Path) -> dict[str, Path]:
-    """name in the trackers -> file"""
+    """The pictures: name in the trackers -> file."""
     return {f"plots/{name}": folder / "plots" / f"{name}.png" for name in ("confusion", "predictions")}
 
 

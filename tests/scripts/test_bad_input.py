@@ -1,4 +1,4 @@
-"""Bad input as a user meets it: one clear error, exit status not 0, no hang, no run folder half made."""
+"""Bad input: one clear error, an exit status other than 0, no hang, no half-made run folder."""
 
 import pytest
 from PIL import Image
@@ -80,7 +80,7 @@ def test_more_processes_than_images(tmp_path, cache):
 
 
 def test_out_of_memory_says_which_size_to_try(tmp_path, cache):
-    """A batch of 1.5 TiB a process, with 256 GiB of addresses."""
+    """A batch needs 1.5 TiB in each process; the address space is limited to 256 GiB."""
     flags = ["--data", "digits", "--image_size", "16384", "--batch_size", "1024", "--trackers", "none"]
     words = ["prlimit", f"--as={2**38}", *torchrun(2), *RESNET, *flags, *cache]
     status, output = Job([*words, "--output_dir", tmp_path / "run"]).wait(90)
@@ -93,7 +93,7 @@ def test_out_of_memory_says_which_size_to_try(tmp_path, cache):
 
 @pytest.mark.parametrize("workers", ["0", pytest.param("2", marks=pytest.mark.full)])
 def test_a_photograph_cut_short_in_the_middle_of_training(workers, tmp_path, cache):
-    """Images of differing sizes are decoded in the workers: the error is found late, and names the file."""
+    """Workers decode images of differing sizes: the error comes late, and names the file."""
     data = class_folders(tmp_path / "images", train=12, val=4, kind="jpg")
     odd = sorted((data / "train" / "0").iterdir())
     Image.effect_noise((90, 70), 64).convert("RGB").save(odd[0])

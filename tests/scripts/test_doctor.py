@@ -1,4 +1,4 @@
-"""doctor.py finds on real hosts what was broken there; of GPUs, which those lack, it judges given facts."""
+"""doctor.py finds faults on real hosts. They have no GPUs: findings about GPUs come from given facts."""
 
 import copy
 import json
@@ -17,7 +17,7 @@ from tests.support.s3 import BUCKET, aws_env, s3  # noqa: F401 (a fixture)
 
 
 def examine(tmp_path, *flags, env=None) -> tuple[int, str, list[dict]]:
-    """On node1, of node1 and node2. Returns exit status, output, and what was found to fail."""
+    """Runs doctor.py on node1, for node1 and node2. Returns exit status, output, and failing findings."""
     (tmp_path / "hostfile").write_text("node1 slots=1\nnode2 slots=1\n")
     words = [
         sys.executable,
@@ -40,7 +40,7 @@ def test_sound_hosts(cluster, tmp_path):
     assert f"{folder} is shared" in output
     assert "rehearsal" in output
     assert not [*tmp_path.glob(".doctor*")]
-    # Debian's /etc/hosts is a trap, but not for launch.py.
+    # launch.py is not affected by Debian's /etc/hosts.
     assert "warning [own-name] node2: its own name node2 is 127.0.1.1 there" in output
     for name in hosts.names():
         assert not [p for p in hosts.processes(name) if b"python" in _command(p)]
@@ -56,7 +56,7 @@ def _command(process: int) -> bytes:
 
 @pytest.fixture
 def broken(cluster, tmp_path):
-    """Runs a command on a host, and another one after the test."""
+    """Breaks a host by a command, and repairs it by another one after the test."""
     repairs = []
 
     def broken(host: str, command: list, repair: list) -> None:
@@ -157,7 +157,7 @@ def test_other_data(broken, tmp_path):
 
 
 def test_s3_is_asked_from_the_first_host(cluster, tmp_path, s3):  # noqa: F811
-    """The hosts have no way out: a server of this machine is not reached from there."""
+    """The hosts have no route out, so they can't reach a server on this machine."""
     status, output, fails = examine(tmp_path, "--s3", f"s3://{BUCKET}/doctor", env=aws_env(s3))
     assert status == 1
     assert [(f["code"], f["host"]) for f in fails] == [("s3", "node1")], output
@@ -230,7 +230,7 @@ FACTS = {
 
 
 def codes(change, devices=(0, 1)) -> list[tuple]:
-    """What is found on two hosts, the second of which is changed."""
+    """The findings on two hosts, of which the second is changed."""
     facts = {"a": copy.deepcopy(FACTS), "b": copy.deepcopy(FACTS)}
     change(facts["b"])
     both = [Host("a", devices), Host("b", devices)]
@@ -275,7 +275,7 @@ def test_a_fault_of_one_host(change, expected):
 def test_a_gpu_that_torch_was_not_built_for():
     answer = {"problem": None, "capability": [6, 1], "built_for": ["sm_75", "sm_80", "sm_90", "compute_120"]}
     assert [f.code for f in check_all_reduce({"a": answer})] == ["unsupported-gpu"]
-    failed = answer | {"problem": "CUDA error: no kernel image is available"}  # what then really happens
+    failed = answer | {"problem": "CUDA error: no kernel image is available"}  # torch's error on such a GPU
     assert [f.code for f in check_all_reduce({"a": failed})] == ["unsupported-gpu"]
     assert [f.code for f in check_all_reduce({"a": failed | {"capability": None}})] == ["all-reduce"]
     for capability in ([7, 5], [8, 6], [9, 0], [12, 1]):

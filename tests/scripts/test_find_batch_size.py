@@ -1,4 +1,4 @@
-"""The batch finder: real launches under a real limit. The answer has run, and the next size has not."""
+"""find_batch_size.py: real launches under a real limit. The answer runs, and the next size does not."""
 
 import itertools
 import json
@@ -34,7 +34,7 @@ def finder(config: str, *words: str) -> list[str]:
 
 
 def find(tmp_path: Path, config: str, *words: str) -> tuple[dict, str]:
-    """The result and the output. Nothing else is left in the folder."""
+    """Runs a search. Returns its result and output; checks that the folder holds nothing else."""
     file = tmp_path / "found" / "result.json"
     status, output = Job([*finder(config, f"--output={file}"), *words]).wait(1200)
     assert status == 0, output
@@ -43,7 +43,7 @@ def find(tmp_path: Path, config: str, *words: str) -> tuple[dict, str]:
 
 
 def check(found: dict) -> None:
-    """The answer ran, and quantum more did not."""
+    """Checks that the answer ran, and that a quantum more did not."""
     outcomes = {trial["per_device_batch_size"]: trial["outcome"] for trial in found["trials"]}
     assert outcomes[found["answer"]] == "ran"
     assert outcomes[found["answer"] + found["quantum"]] == "out of memory"
@@ -75,7 +75,7 @@ def search(memory, limit_gib: float, quantum: int) -> tuple[int, list[int]]:
 
 @pytest.mark.parametrize(("quantum", "most"), [(1, 7), (4, 5), (8, 5), (24, 5)])
 def test_where_memory_is_a_line_five_trials_are_enough(quantum, most):
-    """With a quantum of 1 and fewer than 32 that fit, two more: there is nothing to draw a line through."""
+    """A quantum of 1 and fewer than 32 images that fit need two more trials: there is no line yet."""
     sizes = itertools.product((0.1, 1, 9), (0.003, 0.02, 0.1, 0.3, 1), (2, 10, 80, 192))
     for fixed_gib, image_gib, limit_gib in sizes:
         fits = int((limit_gib - fixed_gib) / image_gib + 1e-6) // quantum * quantum
@@ -118,7 +118,7 @@ def test_the_knee_is_the_smallest_size_that_no_other_beats_by_five_percent():
 
 
 def test_of_a_launch_that_hangs_nothing_is_left(tmp_path, monkeypatch):
-    """Not even a process that has left its session and whose parent has gone."""
+    """Also ends a process that has left its session and whose parent has ended."""
     monkeypatch.chdir(tmp_path)
     sleeper, starter, launcher = (tmp_path / name for name in ("sleeper.py", "starter.py", "launcher.py"))
     sleeper.write_text("import os, time\nopen('pids', 'a').write(f'{os.getpid()} ')\ntime.sleep(600)")
@@ -184,7 +184,7 @@ def test_scripts_and_strategies(script, config, tmp_path):
 
 
 def test_where_the_images_end_before_the_memory(tmp_path):
-    """1,437 of digits: 4,096 are too many, 1,024 ran, and there is nothing between."""
+    """Digits have 1,437 images: of the multiples of 1,024 only the first fits."""
     words = ["train_cnn_a.py", "--data=digits", "--widths=4,8,32"]
     found, output = find(tmp_path, "cpu", "--quantum=1024", "--memory_limit_gib=4", *words)
     outcomes = [(trial["per_device_batch_size"], trial["outcome"]) for trial in found["trials"]]

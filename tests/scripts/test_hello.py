@@ -1,4 +1,4 @@
-"""The hello example: it learns its curve, on any number of processes, and leaves two pictures."""
+"""train_hello.py learns its curve on any number of processes, and draws two pictures."""
 
 import re
 

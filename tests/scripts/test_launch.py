@@ -1,4 +1,4 @@
-"""launch.py on hosts with real sshd: it starts, stops and cleans up on all of them, and says what failed."""
+"""launch.py on hosts with real sshd: it starts, stops and cleans up all of them, and reports failures."""
 
 import json
 import re
@@ -32,7 +32,7 @@ LONG = [*HELLO, "--epochs", "100000", "--log_every", "64", "--checkpoint_every",
 
 
 def start(words: list, tmp_path, flags=(), env=None, count: int = 2, slots: int = 1) -> Job:
-    """launch.py on node1, with `slots` processes on each of the first `count` hosts."""
+    """Starts launch.py on node1, with `slots` processes on each of the first `count` hosts."""
     hostfile = tmp_path / "hostfile"
     hostfile.write_text("".join(f"{name} slots={slots}\n" for name in hosts.names()[:count]))
     launcher = [sys.executable, "launch.py", "--hostfile", hostfile, "--log_dir", tmp_path / "logs", *flags]
@@ -48,7 +48,7 @@ def wait_for_line(job: Job, file: Path, count: int = 1) -> None:
 
 
 def left(host: str) -> list[str]:
-    """The command lines of what runs on a host beside sshd."""
+    """The command lines of all processes on a host but sshd."""
     found = []
     for number in hosts.processes(host):
         try:
@@ -68,7 +68,7 @@ def wait_until_empty(names, within_s: float) -> None:
 
 
 def launcher_of(job: Job) -> psutil.Process:
-    """launch.py itself, below nsenter."""
+    """The process of launch.py, a descendant of nsenter."""
     for process in psutil.Process(job.process.pid).children(recursive=True):
         if "launch.py" in process.cmdline()[:2]:
             return process
@@ -131,7 +131,7 @@ QUICK_ROAD = ("torchrun, c10d", 2, 1)
     [r if r == QUICK_ROAD else full(*r) for r in product(ROADS, (2, 4), (1, 2))],
 )
 def test_every_other_road(road, count, slots, cluster, one_process, tmp_path, cache):
-    """By hand on each host; deepspeed on the first, which reaches the others by pdsh."""
+    """Starts by hand on each host; deepspeed on the first, which reaches the others by pdsh."""
     named = hosts.names()[:count]
     hostfile = tmp_path / "hostfile"
     hostfile.write_text("".join(f"{name} slots={slots}\n" for name in named))
@@ -152,7 +152,7 @@ def test_every_other_road(road, count, slots, cluster, one_process, tmp_path, ca
 
 
 def test_the_fourth_write_ups_way(cluster, tmp_path):
-    """train_hello.py when no script is named, its flags passed on, and each host's log."""
+    """Without a script it starts train_hello.py, with the flags; each host has a log."""
     for mode, processes in (
         (["single-node", "--gpus", "2"], 2),
         (["multi-node", "--gpus-per-node", "1", "--master-node", "node1", "--worker-nodes", "node2"], 2),
@@ -179,7 +179,7 @@ def test_the_fourth_write_ups_way(cluster, tmp_path):
 
 @pytest.mark.full
 def test_a_dry_run_starts_nothing(cluster, tmp_path):
-    """What it prints for each host is what starts the job there by hand."""
+    """The command that it prints for each host starts that host's part by hand."""
     words = [*HELLO, "--epochs", "1", "--output_dir", tmp_path / "run"]
     status, output = start(words, tmp_path, ["--dry_run"], count=2, slots=2).wait(30)
     assert status == 0, output
@@ -197,7 +197,7 @@ def test_a_dry_run_starts_nothing(cluster, tmp_path):
 
 
 class Training:
-    """A long one on two hosts, and the same command once more."""
+    """A long training on two hosts, which the same command continues."""
 
     def __init__(self, tmp_path: Path, *flags):
         self.tmp_path, self.folder = tmp_path, tmp_path / "run"
@@ -206,7 +206,7 @@ class Training:
         wait_for_line(self.job, self.folder / "metrics.jsonl", 3)
 
     def continues(self, *flags) -> int:
-        """At the newest checkpoint, whose step it returns, and to the end; flags: of the launcher."""
+        """Continues to the end. Returns the step at which it begins. flags: of the launcher."""
         saved = max(int(path.name[5:]) for path in (self.folder / "checkpoints").glob("step_*"))
         job = start([*self.words, "--max_steps", saved + 10], self.tmp_path, flags)
         status, output = job.wait()
@@ -234,7 +234,7 @@ def test_a_signal_saves_everywhere_and_the_same_command_continues(number, traini
 
 
 def test_a_killed_launcher_leaves_nothing_behind(cluster, tmp_path):
-    """Nor does a process fail because nobody reads what it prints: it prints at every step, and saves."""
+    """The processes print at every step: no print fails when its reader is gone, and they save."""
     training = Training(tmp_path, "--log_every", "1")
     launcher_of(training.job).kill()
     assert training.job.wait(60)[0] != 0
@@ -269,7 +269,7 @@ def test_a_host_that_is_cut_off(training):
 
 @pytest.mark.full
 def test_a_rank_that_is_stopped(training):
-    """Silent for --timeout_s, it ends the job on all hosts, and is gone itself."""
+    """A stopped rank ends the job on all hosts after --timeout_s, and is ended itself."""
     (rank,) = ranks_on("node2")
     rank.suspend()
     status, output = training.job.wait(30 + 60)
@@ -283,7 +283,7 @@ def test_a_rank_that_is_stopped(training):
 
 @pytest.mark.full
 def test_a_lossy_network(training):
-    """Of the packets to node2 30 percent are lost: it trains, or ends in time and says where."""
+    """30 percent of the packets to node2 are lost: it trains, or ends in time and names the host."""
     before = len(metrics(training.folder))
     hosts.lose("node2", 30)
     try:
@@ -336,7 +336,7 @@ def test_no_sshd_on_one_host(cluster, tmp_path):
 
 
 def test_who_reads_the_output_may_go(cluster, tmp_path):
-    """As `| tee` does at Ctrl-C: the hosts still save, and the status is that of a preemption."""
+    """The reader ends first, like `| tee` at Ctrl-C: the hosts save, and the status is a preemption's."""
     training = Training(tmp_path)
     training.job.process.stdout.close()
     time.sleep(1)  # the next lines have no reader
@@ -347,7 +347,7 @@ def test_who_reads_the_output_may_go(cluster, tmp_path):
 
 
 def test_another_host_key(cluster, tmp_path):
-    """What answers there is not who it was: nothing is sent to it."""
+    """Another host key means another host: nothing is sent to it."""
     known = hosts.STATE / "node1" / "ssh" / "ssh_known_hosts"
     text = known.read_text()
     keys = text.splitlines()
@@ -376,7 +376,7 @@ def test_a_taken_port_is_said_with_its_process(cluster, tmp_path):
 
 
 def test_other_code_on_one_host(cluster, tmp_path):
-    """Each host has a copy of its own here; one of them is old."""
+    """Each host has its own copy of the project; one copy is old."""
     file = ROOT / "common" / "data" / "decode.py"
     before = file.read_text()
     Job(hosts.inside("node2", ["sed", "-i", "1s/^/# old\\n/", str(file)])).wait()

@@ -1,4 +1,4 @@
-"""Every command of the README and its pages, as written: only made small, and every host is this one."""
+"""Every command of the README and its pages, shortened by flags; every host is this one."""
 
 import json
 import os
@@ -29,7 +29,7 @@ ONE_TWO_AND_TWO_HOSTS = "--model_folder ./weights"  # the commands that work for
 
 
 def readme_commands() -> tuple[list[str], list[str]]:
-    """Every line of the documents' blocks of commands, once each, and those of the table of results."""
+    """The commands of the documents' code blocks and of the table of results, each once."""
     text = "\n".join((ROOT / name).read_text() for name in DOCUMENTS)
     blocks = "".join(re.findall(r"```sh\n(.*?)```", text, re.DOTALL)).splitlines()
     results = text.split("## Results")[1].split("## ")[0]
@@ -49,14 +49,14 @@ LAUNCHES = [command for command in LAUNCHES if command not in [*CONTINUED, *PRAC
 
 @pytest.fixture
 def project(project_copy):
-    """Where a command of the README is typed; what it leaves there ends with the test."""
+    """A copy of the project in which a command of the README runs."""
     shutil.copytree(ROOT / "recipes", project_copy / "recipes")
     shutil.copy(ROOT / "hostfile", project_copy)
     return project_copy
 
 
 def kind(command: str) -> tuple:
-    """Commands of one kind differ in what other tests compare: configs, scripts, recipes."""
+    """The kind of a command. Other tests cover what differs within a kind: configs, scripts, recipes."""
     words = (
         "train_hello",
         "launch.py",
@@ -97,7 +97,7 @@ OTHER_SCRIPTS = [
 
 @pytest.mark.full
 def test_the_section_on_stopped_runs(project, cache, s3):  # noqa: F811
-    """Its commands in their order, each a little longer than the one before."""
+    """Runs the commands in order, each with a few more steps than the one before."""
     in_s3 = aws_env(s3)
     outputs = []
     for number, command in enumerate(CONTINUED, 1):
@@ -135,7 +135,7 @@ def test_the_practice_on_virtual_hosts(cluster_tools, project, cache):
 
 @pytest.mark.parametrize("command", OTHER_SCRIPTS)
 def test_the_first_course_with_another_script(command, project, request, cache):
-    """One GPU, two, two hosts with two: as written, only the script's name is another."""
+    """One GPU, two, two hosts with two each: the commands as written, with another script."""
     launch(command, project, request, cache)
 
 
@@ -260,7 +260,7 @@ def test_tensorboard_starts(tmp_path):
 
 
 def test_make_train(project, cache):
-    """Installs nothing a second time, and trains; then all that the README does with this run."""
+    """`make train` installs nothing a second time. Then the README's other commands use its run."""
     venv = BIN.parent
     if not (venv / "installed").exists():
         pytest.skip(f"{venv} was not made by `make setup`")

@@ -1,4 +1,4 @@
-"""A mistake is one line of ours under every launcher, and what the launcher adds is named and counted."""
+"""A mistake prints one line of ours under every launcher; the lines that launchers add are counted."""
 
 import re
 import sys
@@ -57,7 +57,7 @@ def test_one_line(launcher, mistake, project_copy, tmp_path, cache):
 
 
 def is_a_warning(line: str) -> bool:
-    """What launchers say also where all is well."""
+    """True for warnings that launchers also print when nothing is wrong."""
     return "torch/distributed/run.py" in line or "OMP_NUM_THREADS" in line
 
 

@@ -252,7 +252,7 @@ def test_resize(ilsvrc, tmp_path):
 
 @pytest.mark.parametrize("source", ["tar", "folder"])
 def test_other_images(source, ilsvrc, tmp_path):
-    """Dots and spaces in names, a real PNG, the same name in two classes, and files that are no images."""
+    """Names with dots and spaces, a real PNG, one name in two classes, and files that are no images."""
     photograph, drawing = next(iter(ilsvrc.val.values())), io.BytesIO()
     Image.new("RGB", (8, 8), "red").save(drawing, "PNG")
     classes = {
@@ -358,7 +358,7 @@ def test_s3(ilsvrc, shards, s3, tmp_path, monkeypatch):  # noqa: F811
 
 @pytest.mark.parametrize("lost", [False, True])
 def test_s3_continues_after_a_kill(lost, ilsvrc, shards, s3_proxy, tmp_path, monkeypatch):  # noqa: F811
-    """lost: --work_dir is lost with its machine, and the preparation begins again."""
+    """lost: --work_dir is gone, and the preparation begins again."""
     env = aws_env(s3_proxy.endpoint)
     for name, value in env.items():
         monkeypatch.setenv(name, value)
@@ -521,14 +521,14 @@ def test_truncated(where, format, ilsvrc, tmp_path):
 
 
 def sums(ilsvrc: Ilsvrc) -> dict[str, str]:
-    """The miniature's MD5 sums, to be taken for the published ones."""
+    """The miniature's MD5 sums."""
     files = {"train": ilsvrc.train_tar, "val": ilsvrc.val_tar, "devkit": ilsvrc.devkit}
     return {part: ilsvrc.md5(file) for part, file in files.items()}
 
 
 @pytest.fixture
 def published(ilsvrc, monkeypatch) -> tuple[tuple[str, str], ...]:
-    """The miniature's sums are the published ones."""
+    """Puts the miniature's sums in place of the published ones."""
     for part, md5 in sums(ilsvrc).items():
         monkeypatch.setitem(devkit.MD5, part, md5)
     return tuple(sums(ilsvrc).items())
@@ -677,7 +677,7 @@ def test_names_too_long_for_plain_tar_headers(ilsvrc, tmp_path):
 
 
 def test_an_image_that_moved_to_another_class(ilsvrc, tmp_path):
-    """The total size is the same, and a complete data set ignores times."""
+    """The total size stays the same; modification times don't count in a complete data set."""
     image = next(iter(ilsvrc.val.values()))
     paths = ("train/cat/1.jpg", "train/cat/2.jpg", "train/dog/1.jpg")
     data = class_folders(tmp_path / "data", dict.fromkeys(paths, image))
@@ -691,7 +691,7 @@ def test_an_image_that_moved_to_another_class(ilsvrc, tmp_path):
 
 @pytest.mark.parametrize("format", ["shards", "index", "folder"])
 def test_counts_that_are_not_the_published_ones(format, ilsvrc, tmp_path, monkeypatch):
-    """Without --subset, with the miniature's counts as the published ones."""
+    """Runs without --subset, with other published counts."""
     monkeypatch.setattr(devkit, "CLASSES", 10)
     monkeypatch.setattr(devkit, "VAL_PER_CLASS", 3)
     words = ["--no_verify", "--format", format]
@@ -860,7 +860,7 @@ def test_a_checked_preparation_continues_from_s3(
     tmp_path,
     monkeypatch,
 ):
-    """All bytes are read again for the sum; the images that were written stay."""
+    """Reads all bytes again for the sum, and keeps the images that were written."""
     env = aws_env(s3)
     for name, value in env.items():
         monkeypatch.setenv(name, value)
@@ -910,7 +910,7 @@ def test_shards_that_changed_since_are_refused(killed, ilsvrc, tmp_path):
 
 
 def test_archives_that_changed_since(killed, ilsvrc, straight, tmp_path):
-    """Train is prepared again when it changed, and stays when only val was bad; another devkit is refused."""
+    """A changed train archive is prepared again. It stays if only val was bad. Another devkit is refused."""
     data = broken(ilsvrc, tmp_path / "data", val=ilsvrc.val_tar.read_bytes()[:100_000])
     words = ["--data", data, *MINI, *SMALL, "--out", tmp_path / "out"]
     killed(40, *words)
@@ -945,7 +945,7 @@ def test_a_folder_that_changed_since_is_read_again(killed, ilsvrc, tmp_path):
 
 @pytest.mark.parametrize("place", [4, "val"])
 def test_train_is_added_to_val(place, killed, ilsvrc, tmp_path):
-    """The classes become those of both, with other labels."""
+    """Both splits then have the classes of both, with new labels."""
     images = list(ilsvrc.val.values())
     val = {f"val/{'cat' if i % 2 else 'dog'}/{i}.jpg": images[i] for i in range(10)}
     train = {path.replace("val", "train"): content for path, content in val.items()}
@@ -968,7 +968,7 @@ def test_a_finished_split_stays_with_its_classes(killed, ilsvrc, tmp_path):
 
 
 def test_a_split_that_failed_leaves_nothing(ilsvrc, tmp_path, monkeypatch):
-    """It fails before the journal has an image of it; the next archive lacks the class that was written."""
+    """A split fails before the journal has any of its images; the next archive lacks the written class."""
     images = list(ilsvrc.val.values())
     classes = [tar({f"{i}.jpg": image for i, image in enumerate(images[:6])}), tar({"1.jpg": images[7]})]
     data = tmp_path / "data"
@@ -1043,7 +1043,7 @@ def test_two_at_once(eager, ilsvrc, straight, tmp_path):
 
 
 def test_a_file_may_not_grow(eager, ilsvrc, tmp_path):
-    """RLIMIT_FSIZE, in the middle of an image."""
+    """RLIMIT_FSIZE is reached in the middle of an image."""
     words = ["--data", ilsvrc.folder, *MINI, "--shard_mib", 64, "--out"]
     limits = ((resource.RLIMIT_FSIZE, (300_000, 300_000)),)
     status, output = forked(tmp_path / "log", *words, tmp_path / "out", limits=limits).wait()

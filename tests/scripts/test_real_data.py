@@ -7,7 +7,7 @@ import pytest
 
 from tests.conftest import CNN, RESNET, ROOT, VIT, Job, accelerate, metrics, result, run, torchrun
 
-# Those for two hosts are started by tests/scripts/test_launch.py.
+# tests/scripts/test_launch.py starts the configs for two hosts.
 CONFIGS = sorted(path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml") if "_2x" not in path.stem)
 SCRIPTS = {"cnn_a": [*CNN, "--widths", "32,64,128"], "cnn_b": RESNET, "vit": VIT}
 
@@ -37,7 +37,7 @@ PAIRS = [
 
 @pytest.mark.parametrize(("config", "script"), PAIRS)
 def test_cifar10_under_each_config(config, script, cifar10, tmp_path, cache):
-    """Unchanged, with the number of processes and the precision that the file names."""
+    """Uses each config unchanged: its number of processes, its precision."""
     count = re.search(r"_(\d)gpu", config)
     processes = int(count.group(1)) if count else 1
     flags = ["--data", cifar10, "--batch_size", "64", "--max_steps", "4", "--log_every", "2", *cache]
@@ -60,7 +60,7 @@ def test_cifar10_in_ten_epochs(cifar10, tmp_path, cache):
 
 
 def test_photographs_of_differing_sizes(photographs, tmp_path, cache):
-    """Decoded in the workers of two processes; the losses do not depend on how many workers there are."""
+    """Workers of two processes decode them; the losses do not depend on the number of workers."""
     for split, part in (("train", slice(0, 12)), ("val", slice(0, 12))):
         for file in sorted(photographs.iterdir())[part]:
             folder = tmp_path / "images" / split / file.stem

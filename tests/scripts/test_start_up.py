@@ -1,4 +1,4 @@
-"""The commands around a training answer --help and a wrong flag without importing what trains."""
+"""The commands around a training answer --help and a wrong flag without importing torch."""
 
 import re
 import subprocess
@@ -23,7 +23,7 @@ HEAVY = {
 
 
 def imported(*words: str) -> tuple[int, set[str], str]:
-    """Exit status of `python WORDS`, the packages that it imported, and all that it printed."""
+    """Runs `python WORDS`. Returns its exit status, the packages that it imported, and its output."""
     done = subprocess.run(
         [sys.executable, "-X", "importtime", *words], cwd=ROOT, capture_output=True, text=True, timeout=60
     )

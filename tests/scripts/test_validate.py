@@ -1,4 +1,4 @@
-"""validate.py: real checkpoints under real launchers; its numbers beside the run's own and scikit-learn's."""
+"""validate.py under real launchers: its numbers against the run's own and scikit-learn's."""
 
 import contextlib
 import hashlib
@@ -43,7 +43,7 @@ CLASSES = 1000
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, cache) -> Path:
-    """A run on the digits, good enough to be right here and wrong there. Tests don't write to it."""
+    """A run on the digits, with right and wrong predictions. Tests don't write to it."""
     folder = tmp_path_factory.mktemp("trained") / "run"
     run([*python(), *CNN, *QUICK, "--epochs", "1", *cache, "--output_dir", folder])
     return folder
@@ -51,7 +51,7 @@ def trained(tmp_path_factory, cache) -> Path:
 
 @pytest.fixture(scope="module")
 def validated(trained, tmp_path_factory, cache) -> tuple[str, Path, list]:
-    """That run, validated by one process: what was printed, its home folder, who was called by network."""
+    """One process validates that run: its output, its home folder, the network connections it made."""
     home = tmp_path_factory.mktemp("home")
     with listener() as (address, callers):
         web = {f"{kind}_PROXY": address for kind in ("HTTP", "HTTPS", "ALL")}
@@ -62,13 +62,13 @@ def validated(trained, tmp_path_factory, cache) -> tuple[str, Path, list]:
 
 @pytest.fixture
 def report(trained, validated) -> dict:
-    """Of one process."""
+    """The report of one process."""
     return read(trained / "validation" / f"val_{result(trained)['best_step']}")
 
 
 @pytest.fixture
 def copy(trained, tmp_path) -> Path:
-    """Of the run, to be spoiled."""
+    """A copy of the run, to be damaged."""
     return shutil.copytree(trained, tmp_path / "copy", ignore=shutil.ignore_patterns("validation"))
 
 
@@ -80,7 +80,7 @@ def modules(tmp_path_factory):
 
 @contextlib.contextmanager
 def listener() -> Iterator[tuple[str, list]]:
-    """An address at which all are turned away, and who came there."""
+    """A server that closes each connection: its address, and the addresses of its clients."""
     callers = []
     with socket.create_server(("127.0.0.1", 0)) as server:
 
@@ -113,7 +113,7 @@ def fails(words: list, status: int = 1, **options) -> str:
 
 
 def assert_same(ours: dict, theirs: dict) -> None:
-    """All that does not depend on who computed it."""
+    """Compares the values that do not depend on the number of processes."""
     for name in ("images", "top1", "top5", "per_class", "confusion", "classes", "split", "data"):
         assert ours[name] == theirs[name], name
     assert ours["loss"] == pytest.approx(theirs["loss"], abs=1e-6)
@@ -125,7 +125,7 @@ def assert_same(ours: dict, theirs: dict) -> None:
 
 
 def rewrite(checkpoint: Path, **changes) -> None:
-    """Another manifest, which verifies."""
+    """Changes the manifest, with a digest that verifies."""
     file = checkpoint / "manifest.json"
     manifest = json.loads(file.read_text()) | changes
     del manifest["digest"]
@@ -215,7 +215,7 @@ def test_from_s3(trained, s3, cache, tmp_path, monkeypatch):  # noqa: F811
 
 @pytest.mark.full
 def test_averaged_weights_are_taken(cache, tmp_path):
-    """Those that the run evaluated; the others by their file's name."""
+    """Takes the averaged weights, which the run evaluated, unless the other file is named."""
     folder = tmp_path / "run"
     flags = ["--epochs", "2", "--batch_size", "32", "--lr", "1e-3", "--ema_decay", "0.97", "--mixup", "0"]
     run([*python(), *VIT, *QUICK, *flags, *cache, "--output_dir", folder])
@@ -235,7 +235,7 @@ def test_averaged_weights_are_taken(cache, tmp_path):
 
 @pytest.mark.parametrize("classes", [2, 10, CLASSES])
 def test_classification_agrees_with_scikit_learn(modules, classes):
-    """Two classes have no sample, and one of them and another are never predicted."""
+    """Two classes have no samples; one of them and a third one are never predicted."""
     draws = np.random.default_rng(classes)
     labels = draws.integers(0, max(1, classes - 2), 3000)
     predicted = np.where(draws.random(3000) < 0.6, labels, draws.integers(0, classes, 3000))
@@ -265,7 +265,7 @@ def test_top_k_agrees_with_scikit_learn(modules):
 
 
 def test_calibration_error_bin_by_bin(modules):
-    """Against the sum as the paper writes it, bins open below and closed above."""
+    """Compares with the paper's sum; bins are open below and closed above."""
     draws = np.random.default_rng(0)
     probabilities = np.append(draws.random(2000), [1.0, 0.2, 1 / 15, 1e-9])
     labels = draws.integers(0, 3, len(probabilities))

@@ -1,8 +1,7 @@
-"""Faults at an exact place of a process's file operations, put in from outside by Python's audit events.
+"""Faults at a chosen file operation of a process, injected by Python's audit events.
 
-`sitecustomize` is imported by every Python process that finds it on its path, before anything else. It counts
-the operations on paths that contain WATCHED, and before the one that is named does what it was told. Once: it
-leaves a mark when it has happened.
+Every Python process imports `sitecustomize` first, if it is on its path. It counts the operations on paths
+that contain WATCHED, and causes the fault before the named one. A mark file makes sure that it happens once.
 """
 
 import os
@@ -45,7 +44,7 @@ sys.addaudithook(hook)
 
 
 def at_file_operation(tmp_path: Path, watched: str, at: int | str, fill: Path | None = None) -> dict:
-    """The environment of a process that is killed (or fills the disk of `fill`) just before it.
+    """The environment of a process that is killed (or fills the disk of `fill`) before this operation.
 
     at: a number, counted from 1, or an event and a file's name as "os.rename step_00000008"; "list" writes
     all of them to <mark>.list.
@@ -63,12 +62,12 @@ def at_file_operation(tmp_path: Path, watched: str, at: int | str, fill: Path | 
 
 
 def mark(tmp_path: Path) -> Path:
-    """Is there once the fault has happened, and says where."""
+    """The file that exists once the fault has happened, and names the operation."""
     return tmp_path / "happened"
 
 
 def operations(tmp_path: Path) -> list[str]:
-    """What "list" wrote: "<number> <event> <file>"."""
+    """The operations that "list" wrote: "<number> <event> <file>"."""
     return Path(f"{mark(tmp_path)}.list").read_text().splitlines()
 
 

@@ -31,7 +31,7 @@ ROTATE_90 = 6  # EXIF: shown as it should be when turned clockwise by 90 degrees
 
 @dataclass(frozen=True)
 class Ilsvrc:
-    """Its content. Labels are positions in `wnids`, which is sorted; images are named by their files."""
+    """The content of the archives. Labels are positions in the sorted `wnids`; images are named by file."""
 
     folder: Path  # that holds the three archives
     train_tar: Path

@@ -35,7 +35,7 @@ class Block(nn.Sequential):
 
 
 class Net(nn.Module):
-    """[B, 3, 6, 6] -> [B, 3]; odd sizes, which two processes have to pad."""
+    """A model, [B, 3, 6, 6] -> [B, 3], of odd sizes, which two processes have to pad."""
 
     _no_split_modules = ("Block",)
 
@@ -53,7 +53,7 @@ class Net(nn.Module):
 
 
 class ScheduleFree(torch.optim.Optimizer):
-    """Stands for schedule-free SGD (arXiv 2405.15682): z per parameter; its counters are the group's."""
+    """A small schedule-free SGD (arXiv 2405.15682): z for each parameter, counters in the group."""
 
     def __init__(self, params, lr: float = 0.1, momentum: float = 0.9, weight_decay: float = 0.0):
         super().__init__(
@@ -110,7 +110,7 @@ CASES = {
 
 
 def make_older(checkpoint: Path) -> None:
-    """Rewrites it as it was before manifests had the optimizer's class, and state.json its scalars."""
+    """Removes from a checkpoint what older versions did not write: the optimizer's class and scalars."""
     state = json.loads((checkpoint / "state.json").read_text())
     counted = any("step" in scalars for scalars in state.pop("optimizer")["scalars"].values())
     older = state | {"optimizer_steps": state["step"] if counted else None}
@@ -132,7 +132,7 @@ class Optimizers(Recipe):
 def train(
     accelerator: Accelerator, case: Case, begin: int, end: int, found: checkpoints.Checkpoint | None
 ) -> TrainingState:
-    """The training's state after the steps begin ... end - 1."""
+    """Trains the steps begin ... end - 1. Returns the training's state."""
     torch.manual_seed(0)
     model = Net()
     model.uses_first = case.uses_first
@@ -177,7 +177,7 @@ def save(training: TrainingState, folder: Path, step: int) -> checkpoints.Checkp
 
 
 def compare(accelerator: Accelerator, case: Case, folder: Path) -> None:
-    """Trains both ways, or writes down why not."""
+    """Trains straight and with a resume, or writes the reason of a refusal."""
     folder.mkdir(parents=True, exist_ok=True)
     try:
         half = save(train(accelerator, case, 0, 5, None), folder / "half", 5)

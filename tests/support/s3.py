@@ -1,4 +1,4 @@
-"""S3 for tests: moto's server as a process on loopback, and a proxy before it that breaks things on purpose.
+"""S3 for tests: moto's server on loopback, and a proxy before it that injects faults.
 
 A test module imports the fixtures `s3` (the server's address) and `s3_proxy` (a FaultProxy of its own).
 """
@@ -80,7 +80,7 @@ def _make_bucket(port: int, process: subprocess.Popen, log) -> None:
 
 @dataclass
 class Fault:
-    """What happens to the next `times` requests that match; None: to all until clear()."""
+    """A fault for the next `times` matching requests; None: for all until clear()."""
 
     name: str
     times: int | None
@@ -100,7 +100,7 @@ class Fault:
 
 
 class FaultProxy:
-    """HTTP from clients to a server, with faults that can be switched at any time; they add up, oldest first.
+    """An HTTP proxy with faults that can be added at any time; several apply, oldest first.
 
     `where` of all faults: times=1 (None: until clear()), method and path (with the query) and header ("name:
     value") as regular expressions. `faults` counts how often each one happened, by name, and `requests` holds
@@ -125,7 +125,7 @@ class FaultProxy:
         self._http.server_close()
 
     def clear(self) -> None:
-        """From now on all requests pass; those in a black hole are cut."""
+        """Removes all faults; requests in a black hole are cut."""
         with self._lock:
             self._faults.clear()
             self._holding.set()
@@ -153,7 +153,7 @@ class FaultProxy:
         self.add("echo", answer, **{"times": None} | where)
 
     def flood(self, status: int, size: int | None, content: bytes = b"x" * 2**16, **where) -> None:
-        """Answers with so many bytes, and without end for None, which has no Content-Length."""
+        """Answers with so many bytes; None: endless, without Content-Length."""
         self.add("flood", lambda handler: handler.flood(status, size, content), **{"times": None} | where)
 
     def list_for_ever(self, keys: Callable[[int], list[str]], tokens: Callable[[int], str], **where) -> None:
@@ -188,11 +188,11 @@ class FaultProxy:
         self.add("stall_download", lambda handler: handler.forward(after, True), **{"method": "GET"} | where)
 
     def lose_answer(self, **where) -> None:
-        """The server does it, the client never hears of it."""
+        """Forwards the request, and drops the answer."""
         self.add("lose_answer", lambda handler: handler.forward(-1), **where)
 
     def black_hole(self, **where) -> None:
-        """Accepts, and never answers."""
+        """Accepts the request, and never answers."""
         self.add("black_hole", lambda handler: handler.hold(), **{"times": None} | where)
 
     def expire_credentials(self) -> None:
@@ -202,12 +202,12 @@ class FaultProxy:
         self.fail(status, code, "A header you provided is not known", times=None, header="if-none-match:")
 
     def ignore_conditional_writes(self) -> None:
-        """Writes as if nothing had been said, as some stores do."""
+        """Ignores If-None-Match and writes, as some stores do."""
         header = "if-none-match:"
         self.add("ignored", lambda handler: handler.headers.__delitem__("If-None-Match"), None, header=header)
 
     def refuse_checksums(self) -> None:
-        """Knows none of the headers that boto3 sends with its checksums; over TLS they are trailers."""
+        """Refuses the headers that boto3 sends with its checksums; over TLS they are trailers."""
         header = r"x-amz-(trailer|sdk-checksum|checksum)|content-encoding:.*aws-chunked"
         self.fail(501, "NotImplemented", "A header you provided is not known", times=None, header=header)
 
@@ -215,8 +215,7 @@ class FaultProxy:
         self.add("MissingContentMD5", _Handler.refuse_bulk_delete, None, "POST", r"\?delete")
 
     def on(self, method: str, path: str, callback: Callable[[], Any], times: int | None = 1) -> None:
-        """callback() before a request is forwarded; not at all, where it returns True: the process that sent
-        it is dead, for example."""
+        """Calls callback() before a request is forwarded. When it returns True the request is dropped."""
         self.add("callback", lambda handler: callback() is True and handler._close(), times, method, path)
 
     def due(self, handler: "_Handler") -> Iterator[Fault]:
@@ -238,7 +237,7 @@ class _Server(ThreadingHTTPServer):
     proxy: FaultProxy
 
     def handle_error(self, request, client_address) -> None:
-        """A client that went away is part of what is tested."""
+        """Ignores errors of clients that have disconnected."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -324,7 +323,7 @@ class _Handler(BaseHTTPRequestHandler):
         return True
 
     def forward(self, cut_after: int | None = None, stall: bool = False) -> bool:
-        """To the server and back. With `cut_after`, bytes of the answer, -1 for not even its head."""
+        """Forwards the request and its answer. cut_after: bytes of the answer that pass; -1: not its head."""
         body = self._body()
         server = http.client.HTTPConnection(self.server.proxy.target, timeout=60)
         server.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)

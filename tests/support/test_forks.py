@@ -1,4 +1,4 @@
-"""A forked process is what a started one is, to itself and to others."""
+"""A forked process equals a started one, in its own view and in that of others."""
 
 import signal
 import sys

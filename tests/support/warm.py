@@ -45,7 +45,7 @@ def _start_server() -> None:
 
 
 class WarmJob:
-    """As conftest.Job, of a script (a path in the project, then its flags) in one process."""
+    """Like conftest.Job, for one process. words: a script, as a path in the project, and its flags."""
 
     def __init__(
         self,

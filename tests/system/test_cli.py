@@ -1,5 +1,5 @@
-"""Commands whose caller left them closed streams, no home, small files or no working folder; and how a job on
-launch.py's hosts ends."""
+"""Commands with closed streams, without a home or a working folder, under a file size limit; exit statuses of
+launch.py's jobs."""
 
 import os
 import shlex
@@ -77,7 +77,7 @@ def test_paths_in_a_removed_folder(tmp_path, monkeypatch):
 
 
 def as_nobody(words: list) -> list:
-    """Without HOME, as a user who has no home; who may read all files here all the same."""
+    """The environment of a user without a home folder, who may read all files here."""
     if os.geteuid() != 0 or not shutil.which("setpriv"):
         pytest.skip("needs root and setpriv")
     ids = [f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"]
@@ -108,7 +108,7 @@ def test_a_training_without_a_home(tmp_path):
 
 @pytest.mark.parametrize("blocks", [200, full(4)])
 def test_files_that_may_not_grow(blocks, tmp_path, cache):
-    """ulimit -f, in KiB: the cache was there before, or can't be made either."""
+    """Limits file sizes by ulimit -f, in KiB: with a cache from before, or without."""
     folder = cache if blocks == 200 else ["--cache_dir", tmp_path / "cache"]
     if blocks == 200 and not any(cache[1].iterdir()):
         subprocess.run(
@@ -132,8 +132,9 @@ def test_statuses_of_a_job(tmp_path, monkeypatch):
         assert agent._was_preempted(file) == preempted
 
 
+@pytest.mark.real_processes  # a server of forked processes would outlive the launcher for GRACE_S
 def test_what_a_job_prints_is_not_its_status(tmp_path):
-    """`preempted: ` in a line of a script that fails."""
+    """A script that fails prints `preempted: `."""
     (tmp_path / "script.py").write_text(
         "print('preempted: x', flush=True)\nraise SystemExit('error: 3 is bad')\n"
     )

@@ -1,4 +1,4 @@
-"""A store or web server that sends odd keys, answers without end, or its request's secrets back."""
+"""A store or web server that sends odd keys, endless answers, or the secrets of its request."""
 
 import json
 import subprocess
@@ -98,7 +98,7 @@ for words in sys.stdin:
 
 
 def test_bodies_without_end_take_no_memory(store, proxy):  # noqa: F811
-    """Errors of 300 MiB and of any length, a page of a listing and an object that go on and on."""
+    """Endless errors, one of 300 MiB, and an endless listing and object."""
     words = [sys.executable, "-c", MEASURED, store.url]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen(words, cwd=ROOT, **pipes) as process:
@@ -194,7 +194,7 @@ def test_redacted(text, shown):
 
 
 def test_an_owner_record_of_anything(store):  # noqa: F811
-    """A stranger's owner.json is read without a traceback, and shown in one bounded line."""
+    """An owner.json with any content is read without a traceback, and shown in one bounded line."""
     for content in (b"[" * 100_000, b"\xff\x00", b'{"pid": 1e999}'):
         store.write("owner.json", content)
         assert isinstance(_parsed(PrefixRecord(store).read()), dict)
@@ -205,7 +205,7 @@ def test_an_owner_record_of_anything(store):  # noqa: F811
 
 
 def test_a_web_server_without_end(proxy, tmp_path: Path):  # noqa: F811
-    """Bytes after the size that it gave, redirects with endless bodies, and reasons that repeat the query."""
+    """Sends bytes beyond the stated size, redirects with endless bodies, and errors that repeat the query."""
     url = f"{proxy.endpoint}/file?{SIGNED}"
 
     def endless(handler) -> bool:

@@ -1,4 +1,4 @@
-"""What a training shows while it goes on: on real terminals, in plain lines, and what counts as training."""
+"""The progress of a training: on real terminals, as plain lines, and the time that counts as training."""
 
 import io
 import os
@@ -19,7 +19,7 @@ NEW_FRAME = r"\r\x1b\[2K"
 
 
 def test_the_bar_on_a_terminal_of_80_and_of_120_columns(tmp_path, cache, stoppable):
-    """The window grows in the middle of the run. The live line: a bar, the step once, speed and time left."""
+    """The window grows during the run. The live line has a bar, the step once, speed and time left."""
     words = [*CNN, "--data", "digits", "--epochs", "12", "--log_every", "10", "--trackers", "none"]
     words = [str(word) for word in (*words, *cache, "--output_dir", tmp_path / "run")]
     env = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "NO_COLOR")}
@@ -46,14 +46,14 @@ def test_the_bar_on_a_terminal_of_80_and_of_120_columns(tmp_path, cache, stoppab
 
 
 def frames(text: str) -> list[str]:
-    """The live line, as often as it was drawn once the training had begun."""
+    """Each drawing of the live line after the training began."""
     drawn = [re.sub(ESCAPES, "", part).split("\r")[0].split("\n")[0] for part in re.split(NEW_FRAME, text)]
     return [line.rstrip() for line in drawn if "\u2501" in line and " left" in line]
 
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_slow_steps_leave_the_line_whole(width, monkeypatch):
-    """Steps of 100 s, as of a large model on a CPU, and an evaluation; numbers as long as they get."""
+    """Steps of 100 s and an evaluation, with the longest numbers that occur."""
     now_s, terminal = 0.0, io.StringIO()
     monkeypatch.setattr(progress, "time", SimpleNamespace(perf_counter=lambda: now_s))
     bar = progress.BarProgress(300, 0, 375_300, 1024, "images")
@@ -114,7 +114,7 @@ script.main()
     ],
 )
 def test_the_start_of_decoders_is_not_training_time(script, flags, tmp_path, cache):
-    """By a clock that a step moves by 1 s, and the start of the decoders by 1,000."""
+    """A step moves the clock by 1 s, the start of the decoders by 1,000 s."""
     words = [
         *flags.split(),
         "--data",

@@ -1,4 +1,4 @@
-"""S3 over real HTTP: moto's server, and a proxy that really breaks what the tests say is broken."""
+"""S3 over real HTTP: moto's server, and a proxy that injects the faults."""
 
 import os
 import subprocess
@@ -26,7 +26,7 @@ BIG = 2 * PART + 1000
 
 @pytest.fixture(autouse=True, scope="module")
 def one_loader():
-    """All clients share what boto3 knows of AWS: each would read it anew, a tenth of a second."""
+    """All clients share boto3's data on AWS, which takes each a tenth of a second to read."""
     loader = botocore.loaders.create_loader()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("botocore.loaders.create_loader", lambda *args: loader)
@@ -35,7 +35,7 @@ def one_loader():
 
 @pytest.fixture(autouse=True)
 def proxy(s3_proxy, monkeypatch, capfd):  # noqa: F811
-    """All clients go through it, and no output of any test holds the secret."""
+    """The proxy for all clients; checks that no test prints the secret."""
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
     for name, value in aws_env(s3_proxy.endpoint).items():
@@ -52,14 +52,14 @@ def store(request) -> ObjectStore:
 
 @pytest.fixture
 def quick(monkeypatch) -> None:
-    """Patience of a second, instead of one and a half minutes."""
+    """Timeouts of a second, instead of one and a half minutes."""
     for name, value in {"CONNECT_S": 1, "READ_S": 1, "ATTEMPTS": 2, "REQUEST_BOUND_S": 4}.items():
         monkeypatch.setattr(object_store, name, value)
 
 
 @pytest.fixture
 def big(tmp_path_factory, monkeypatch) -> Path:
-    """A file of three parts, no two bytes of which could be mixed up unseen."""
+    """A file of three parts with random content: misplaced bytes are noticed."""
     monkeypatch.setattr(object_store, "PART_BYTES", PART)
     path = tmp_path_factory.mktemp("big") / "model.safetensors"
     path.write_bytes(os.urandom(BIG))
@@ -67,7 +67,7 @@ def big(tmp_path_factory, monkeypatch) -> Path:
 
 
 def refused(call, *args, **options) -> str:
-    """The text of the StoreError, which is one line; neither it nor its traceback holds the secret."""
+    """Calls a function that must raise StoreError. Returns its text: one line, without the secret."""
     with pytest.raises(StoreError) as caught:
         call(*args, **options)
     shown = "".join(traceback.format_exception(caught.value))

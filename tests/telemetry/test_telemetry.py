@@ -1,4 +1,4 @@
-"""Telemetry: a file per host, live, over restarts; what fails in it stops nothing. GPUs: not yet measured."""
+"""Telemetry: a file per host, live, over restarts; its failures stop no training. GPUs: not yet measured."""
 
 import ctypes
 import json
@@ -52,7 +52,7 @@ def assert_sane(file: Path) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, cache) -> Path:
-    """Of CNN-A on one process."""
+    """The folder of a run of CNN-A on one process."""
     folder = tmp_path_factory.mktemp("telemetry") / "run"
     words = [*python(), *CNN, "--data", "digits", "--batch_size", "64", "--epochs", "3", "--trackers", "none"]
     run([*words, *OFTEN, *cache, "--output_dir", folder])
@@ -84,7 +84,7 @@ def test_the_confusion_matrix_is_that_of_the_last_evaluation(folder):
 
 
 def test_the_other_hosts_samples_come_to_the_main_process(tmp_path):
-    """Two local rank 0 are two hosts, also where both call themselves alike; only one has a folder."""
+    """Two processes with local rank 0 are two hosts, even under one name; only one has a folder."""
     address = ["--nnodes=2", "--master_addr=127.0.0.1", f"--master_port={free_port()}"]
     flags = [*HELLO, *OFTEN, "--output_dir"]
     jobs = [
@@ -180,14 +180,14 @@ def test_nvidia_smi_that_does_not_answer_holds_nothing_up(tmp_path):
     assert (found["status"], found["telemetry"][0]["samples"]) == ("finished", 0)
 
 
-# --- GPUs: the real pynvml over a library that is not NVIDIA's. It shows that the calls exist and what is
-# made of their answers, not what a GPU answers.
+# --- GPUs: the real pynvml over a stand-in for NVIDIA's library. This tests that the calls exist and how
+# their answers are used, not what a GPU answers.
 
 NOT_SUPPORTED, NOT_FOUND, GPU_IS_LOST = 3, 6, 15
 
 
 class Library:
-    """What pynvml loads as libnvidia-ml: functions that write an answer where their last argument points."""
+    """Stands in for libnvidia-ml: its functions write an answer where their last argument points."""
 
     def __init__(self, uuid: str, answers: dict):
         self.uuid, self.answers = uuid, answers
@@ -252,7 +252,7 @@ def test_what_a_gpu_answers_in_its_units(nvml):
 
 
 def test_what_a_gpu_does_not_support_is_null(nvml):
-    """As a part of one (MIG), which has an identifier of its own kind, and no utilisation."""
+    """A part of a GPU (MIG) has another kind of identifier, and reports no utilisation."""
     said = []
     gpu = Gpu(nvml("MIG-1", {"nvmlDeviceGetMemoryInfo": {"used": 2**30}}), 0, "1", said.append)
     found = gpu.sample()
@@ -327,7 +327,7 @@ def test_the_energy_of_a_run_is_that_of_all_its_starts(tmp_path, starts, expecte
 
 
 def test_a_line_that_was_cut_is_left_out(tmp_path):
-    """And what a restart adds begins on a line of its own."""
+    """A restart adds its lines after a newline."""
     file = written(tmp_path / "telemetry-a.jsonl", HEADER, sample(1, utilisation_pct=50), '{"t": 2, "st')
     telemetry = Telemetry([ProcessInfo("b", 0, "CPU", None)], 0, tmp_path, 0, lambda: 0, 1)
     telemetry.append([(file.name, json.dumps(HEADER) + "\n"), (file.name, json.dumps(sample(9)) + "\n")])
