@@ -6,12 +6,12 @@
     python launch.py --mode multi-node --gpus-per-node 2 --master-node worker-1 --worker-nodes worker-2
 
 Each host runs one `accelerate launch`, with its rank, the address of the first host and the interface to it.
-The project and its Python must be at the same path on each, and ssh must work without a question. Without a
-script it is train_hello.py; what follows the script, or is no flag of the launcher, are the script's flags.
+The project and its Python must be at the same path on each, and ssh must work without a question. The
+default script is train_hello.py. Words after the script, and unknown flags, are the script's flags.
 
-What a host prints stands behind its name, and in a file of its own. When one fails, all are stopped, and what
-failed first is said. Ctrl-C, SIGTERM or SIGHUP: every process saves a checkpoint and ends, and the same
-command continues (exit status 75); Ctrl-C twice ends all at once.
+A host's output is shown with its name, and written to a log of its own. When a host fails, all are stopped,
+and the first failure is shown. After Ctrl-C, SIGTERM or SIGHUP every process saves a checkpoint and ends, and
+the same command continues (exit status 75). Ctrl-C twice ends all at once.
 """
 
 import argparse
@@ -56,9 +56,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = command_parser(__doc__, "%(prog)s [flags] [SCRIPT [its flags]]")
     parser.add_argument("--hostfile", type=Path, help="`name slots=N` lines (default: hostfile)")
     parser.add_argument("--include", default="", help="as DeepSpeed's: worker-1@worker-2:0,2")
-    parser.add_argument("--exclude", default="", help="the same, for what is left out")
+    parser.add_argument("--exclude", default="", help="the same, for hosts and GPUs to leave out")
     parser.add_argument("--config_file", help="one of accelerate_configs/; DDP by default")
-    parser.add_argument("--mode", choices=("single-node", "multi-node"), help="instead of a hostfile")
+    parser.add_argument(
+        "--mode", choices=("single-node", "multi-node"), help="name hosts by flags, without a hostfile"
+    )
     parser.add_argument("--gpus", type=int, help="of this machine, with --mode single-node")
     parser.add_argument("--gpus_per_node", type=int, help="with --mode multi-node")
     parser.add_argument("--master_node", help="the first host, with --mode multi-node")
@@ -87,13 +89,16 @@ def plan(flags: argparse.Namespace) -> LaunchPlan:
     hosts = _hosts(flags)
     if len({len(host.devices) for host in hosts}) > 1:
         counts = ", ".join(f"{host.name} {len(host.devices)}" for host in hosts)
-        raise ValueError(f"accelerate starts as many processes on each host; here they differ: {counts}")
+        raise ValueError(
+            f"accelerate starts the same number of processes on each host, and these differ: {counts}; change"
+            " the hostfile, or give --include or --exclude"
+        )
     if not 1 <= flags.port <= 65535:
-        raise ValueError(f"--port {flags.port}: from 1 to 65535")
+        raise ValueError(f"--port {flags.port}: must be from 1 to 65535")
     config = flags.config_file or _default_config(hosts)
     for file in (config, flags.script[0]):
         if not (ROOT / file).is_file():
-            raise ValueError(f"{file}: no such file")
+            raise ValueError(f"{file}: no such file in {ROOT}")
     if missing := [name.partition("=")[0] for name in flags.env if name not in os.environ]:
         raise ValueError(f"--env {missing[0]}: give the name of a variable of this environment, not a value")
     env = {name: os.environ[name] for name in flags.env}
@@ -114,7 +119,7 @@ def _hosts(flags: argparse.Namespace) -> list[Host]:
             raise ValueError(f"--{given[0]} {needed}")
     for name in ("gpus", "gpus_per_node"):
         if (getattr(flags, name) or 1) < 1:
-            raise ValueError(f"--{name} {getattr(flags, name)}: at least 1")
+            raise ValueError(f"--{name} {getattr(flags, name)}: must be at least 1")
     if flags.mode == "single-node":
         return [Host("localhost", tuple(range(flags.gpus or 1)))]
     if flags.mode == "multi-node":

@@ -50,7 +50,9 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="logbook.py", allow_abbrev=False)
     commands = parser.add_subparsers(required=True, metavar="{add,compare,index}")
 
-    def command(name: str, make: Callable, help: str) -> argparse.ArgumentParser:
+    def command(
+        name: str, make: Callable[[argparse.Namespace], list[Path]], help: str
+    ) -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=help, description=help, allow_abbrev=False)
         sub.set_defaults(make=make)
         sub.add_argument("--folder", type=Path, default=FOLDER, help="of the pages (default: %(default)s)")

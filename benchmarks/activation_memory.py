@@ -2,7 +2,7 @@
 
     python -m benchmarks.activation_memory
 
-On a CPU, in fp32. Counted are the tensors that a forward makes and that live when it ends. 32 images of 224
+On a CPU, in fp32. It counts the tensors that a forward makes and that live when it ends. 32 images of 224
 pixels: 911 MiB, and 66 MiB with activation checkpointing. Not yet measured on a GPU.
 """
 
@@ -18,8 +18,8 @@ from common.distributed.activation_checkpointing import checkpoint_activations
 MODEL, IMAGES, SIZE = "vit_base_patch32_224", 32, 224
 
 
-class Made(TorchDispatchMode):
-    """The storages of all tensors that are made inside, and their sizes in bytes."""
+class AllocatedStorages(TorchDispatchMode):
+    """Records the storages of all tensors that are made inside, and their sizes in bytes."""
 
     def __init__(self, known: nn.Module):
         super().__init__()
@@ -36,8 +36,8 @@ class Made(TorchDispatchMode):
 
 
 def held_mib(model: nn.Module, images: Tensor) -> float:
-    """Returns what one forward leaves for its backward, in MiB."""
-    with Made(model) as made:
+    """The memory that one forward holds for its backward, in MiB."""
+    with AllocatedStorages(model) as made:
         loss = model(images).square().mean()
     held = sum(size for storage, size in made.sizes.items() if not storage.expired())
     loss.backward()

@@ -4,9 +4,9 @@
 
 find_executable_batch_size wraps a user's training function, starts it at a size that the user chooses, and
 multiplies that by 0.9 as long as it runs out of memory, all in one process. Here the function is 4 steps and
-an evaluation of the same model, optimizer and images, under plain Accelerate. It is helped twice: memory that
-was freed is given back before each try, as a GPU's cache is emptied, and oneDNN's words for being out of
-memory are said in words that it knows. Each answer is then tried by a launch of the real script. On one
+an evaluation of the same model, optimizer and images, under plain Accelerate. It gets help twice: freed
+memory is returned before each try, as a GPU's cache is emptied, and oneDNN's out-of-memory errors are
+translated into texts that it knows. Each answer is then tried by a launch of the real script. On one
 process (with several each rank would decide for itself), in fp32.
 
 2 GiB a process, two AVX512-BF16 cores with other work beside it:
@@ -96,7 +96,7 @@ def compare(recipe: str, limit_gib: float) -> None:
 
 
 def search_in_process(first: int, words: list[str]) -> None:
-    """As a user would write it around a training loop."""
+    """A user's code around a training loop, with find_executable_batch_size."""
     recipe, accelerator = parse(Vit, words), Accelerator(mixed_precision="no")
     torch.set_num_threads(len(os.sched_getaffinity(0)))  # the launcher has set one
     images = load(accelerator, recipe)

@@ -103,7 +103,7 @@ def processor_ms(arm: Callable[[int], None], number: int) -> float:
 
 
 def ratios(rounds: list[dict[str, float]]) -> dict[str, dict[str, float]]:
-    """For each arm its images per processor time, divided by those of each PIL arm."""
+    """The images per processor time of each arm, divided by those of each PIL arm."""
     names = list(rounds[0])
     return {
         name: {

@@ -1,9 +1,9 @@
-"""How long launch.py takes until the job's processes are started on the last host, on 1 and on 4 hosts.
+"""Measures the time from launch.py to the start of the last host's processes, on 1 and on 4 hosts.
 
     python -m benchmarks.launch_time
 
-Virtual hosts on one machine (cluster/virtual_cluster.py; root), reached by real ssh. Alternating, medians.
-What came out, and on what: benchmarks/README.md.
+Virtual hosts on one machine (cluster/virtual_cluster.py; root), reached by real ssh. Medians of alternate
+rounds. Results and machine: benchmarks/README.md.
 """
 
 import argparse
@@ -35,7 +35,7 @@ def main() -> None:
 
 
 def seconds(count: int) -> float:
-    """From node1, which is none of the hosts: each is reached by ssh. The script ends at once."""
+    """The time of one launch from node1, which is no host of the job. The script ends at once."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "nothing.py").touch()
         lines = [f"{name} slots=1\n" for name in virtual_cluster.names()[1 : count + 1]]

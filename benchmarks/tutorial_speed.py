@@ -1,6 +1,6 @@
 """train_cnn_a.py and train_cnn_b.py against the way of PyTorch's CIFAR-10 tutorial, side by side in one run.
 
-What came out, and on what: benchmarks/README.md.
+Results and machine: benchmarks/README.md.
 
     python -m benchmarks.tutorial_speed --batch_size 512 --steps 49
     python -m benchmarks.tutorial_speed --batch_size 512 --steps 98 --widths 4,8,32 --mixed_precision no
@@ -110,7 +110,7 @@ def ours(script: ModuleType, argv: list[str], link: Connection, timed: bool, res
 
 
 def one_batch(images: Images, plan: Any, device: torch.device, recipe: ImageRecipe) -> Iterator[tuple]:
-    """In place of the script's training_batches: the shapes and layout of its batches, the same pixels."""
+    """Replaces the script's training_batches: batches of its shape and layout, always the same pixels."""
     inputs = labels = None
     for _, ids in plan:
         if inputs is None:
@@ -121,7 +121,7 @@ def one_batch(images: Images, plan: Any, device: torch.device, recipe: ImageReci
 
 
 class TutorialImages(Dataset):
-    """As torchvision.datasets.CIFAR10: decoded arrays in memory, a PIL image of each for the transforms."""
+    """torchvision's way with CIFAR10: decoded arrays in memory, each made a PIL image for the transforms."""
 
     def __init__(self, split: ArraySplit, transform: Callable):
         self.data, self.targets = np.array(split.images), split.labels.tolist()
@@ -186,7 +186,7 @@ def tutorial(script: ModuleType, argv: list[str], link: Connection, timed: bool)
 
 
 def relu_before_pool(net: nn.Module) -> None:
-    """CNN-A's layers in the order in which they are written everywhere: the same function and weights."""
+    """CNN-A's layers in the usual order: the same function and weights."""
     for block in net.blocks:
         block[1], block[2] = block[2], block[1]
 
@@ -212,11 +212,11 @@ ARMS = {"tutorial": tutorial, "ours": ours, "ceiling": ceiling}
 
 
 def work(name: str, script: str, argv: list[str], link: Connection, timed: bool) -> None:
-    """A child's whole life. It ends with the parent: then the link is at its end."""
+    """Runs an arm in a child process. It ends with the parent, when the link is closed."""
     try:
         ARMS[name](importlib.import_module(script), argv, link, timed)
     except (EOFError, BrokenPipeError, KeyboardInterrupt):
-        os._exit(0)  # no more is wanted, not even orderly ends
+        os._exit(0)  # the parent has ended or wants no more
     except ValueError as error:
         link.send(("error", str(error)))
     else:
@@ -242,7 +242,7 @@ class Arm:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Its DataLoader workers see that it is gone and go, too."""
+        """Ends the arm; its DataLoader workers end with it."""
         self.link.close()
         self.process.join(10)
         self.process.kill()

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Makes a bare Debian or Ubuntu machine a host of a training cluster: see --help, and docs/cluster.md for what
-# comes before and after. Each step looks first and changes only what is not yet as it should be.
+# Makes a bare Debian or Ubuntu machine a host of a training cluster: see --help, and docs/cluster.md for the
+# steps before and after. Each step checks the machine, and changes only what differs from the wanted state.
 set -Eeuo pipefail
 
 help() {
@@ -65,7 +65,7 @@ main() {
     summary
 }
 
-# --- What is said
+# --- Output
 
 say() { echo "ok: $1"; }
 
@@ -80,14 +80,14 @@ die() {
     exit "${2:-1}"
 }
 
-# However it ends: nothing is left, and no failure is silent.
+# Runs at every exit: removes temporary files, and names the step that failed.
 finish() {
     local status=$?
     [ -z "$scratch" ] || rm -rf "$scratch"
     ((status == 0)) || [ -n "$explained" ] || echo "error: $where failed" >&2
 }
 
-# Says what is changed. False in a dry run.
+# Prints a change. False in a dry run.
 change() {
     changes=$((changes + 1))
     if [ -n "$dry_run" ]; then
@@ -144,7 +144,7 @@ known() {
     [[ " ${FLAGS[*]} " == *" $1 "* ]] || die "unknown flag $1: did you mean $(nearest "$1")?" 2
 }
 
-# Of the flags, that with the fewest letters to insert, delete or replace (Levenshtein's distance).
+# The flag with the smallest Levenshtein distance to the word.
 nearest() {
     printf '%s\n' "${FLAGS[@]}" | awk -v word="$1" '
         function least(a, b, c) { return a < b ? (a < c ? a : c) : (b < c ? b : c) }
@@ -161,7 +161,7 @@ nearest() {
         END { print flag }'
 }
 
-# What can be seen to be wrong before anything is changed.
+# Finds mistakes before anything is changed.
 check_flags() {
     command -v apt-get >/dev/null || die "this is neither Debian nor Ubuntu: there is no apt-get"
     [ -n "$dry_run" ] || [ "$(id -u)" = 0 ] || die "this needs root: put sudo before it, or give --dry-run"
@@ -223,7 +223,7 @@ check_drives() {
     check_secret --s3_credentials "$s3_credentials" '^[^[:space:]]+:[^[:space:]]+$' "KEY:SECRET"
 }
 
-# A file that only its owner can read. What is in it is never shown.
+# Checks that only its owner can read the file. Its content is never shown.
 check_secret() {
     local flag=$1 file=$2 mode
     [ -n "$file" ] || return 0
@@ -281,7 +281,7 @@ install_packages() {
 
 need() { there "$1" || missing+=("$1"); }
 
-# By what is used of it: it may come from elsewhere than Debian.
+# Checks for the program, not for the package: it may come from elsewhere than Debian.
 there() {
     case $1 in
         python3-venv) python3 -c "import venv, ensurepip" 2>/dev/null ;;
@@ -313,7 +313,7 @@ write_hosts() {
     fi
 }
 
-# Else what follows the block would be taken for a part of it.
+# With one of its lines missing, lines after the block would be taken for a part of it.
 whole_block() {
     local file
     file=$(or_empty /etc/hosts)
@@ -347,7 +347,7 @@ with_block() {
         END { put_block() }'
 }
 
-# Lines outside of the block that give one of the names as well.
+# Warns of lines outside of the block that also give one of the names.
 named_twice() {
     local line
     while read -r line; do
@@ -383,7 +383,7 @@ is_mine() { ! there iproute2 || [ -n "$(ip -oneline address show to "$1")" ]; }
 
 or_empty() { if [ -e "$1" ]; then echo "$1"; else echo /dev/null; fi; }
 
-# Makes a file what $scratch/new is. In place where it can't be replaced, as in a container.
+# Replaces a file by $scratch/new; overwrites it where it can't be replaced, as in a container.
 put() {
     local file=$1 next
     if cmp -s "$scratch/new" "$file"; then
@@ -418,7 +418,7 @@ mount_bucket() {
     drive "$s3_mount" "$mount_s3" fuse.s3fs "$who,allow_other,_netdev,nofail" s3fs
 }
 
-# Mounts it, and only then adds the line that mounts it at each start. shown: as what a mounted one is listed.
+# Mounts a drive, and then adds its line to /etc/fstab. shown: the source that findmnt lists for it.
 drive() {
     local source=$1 folder=$2 type=$3 options=$4 shown=$5 line other mounted said
     line="$source $folder $type $options 0 0"
@@ -437,7 +437,7 @@ drive() {
     put /etc/fstab
 }
 
-# The file, with a newline at its end.
+# Prints the file, with a newline at its end.
 end_of_line_added() { awk 1 "$(or_empty "$1")"; }
 
 # --- Repository
@@ -491,7 +491,7 @@ make_setup() {
     if [ -d "$path" ] && there make && as_user make --silent --question -C "$path" setup >/dev/null 2>&1; then
         say "make setup: nothing to do"
     elif change "make setup in $path"; then
-        # What the newest packages of requirements.txt need. PYTHON is the Makefile's.
+        # The newest packages of requirements.txt need 3.11. PYTHON is the Makefile's.
         "${PYTHON:-python3}" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
             die "${PYTHON:-python3} is older than 3.11: take Debian 12 or Ubuntu 24.04, or set PYTHON"
         as_user make --no-print-directory -C "$path" setup || die "make setup in $path failed, see above"
@@ -500,7 +500,7 @@ make_setup() {
 
 in_repo() { as_user git -C "$path" "$@"; }
 
-# The repository is theirs who train: by their keys, without a question. A look does not write git's index.
+# Runs a command as the user who trains, with their keys, without questions, without writing git's index.
 as_user() {
     local settings=(GIT_TERMINAL_PROMPT=0 GIT_OPTIONAL_LOCKS=0 GIT_SSH_COMMAND="ssh -o BatchMode=yes")
     if [ "$user" = "$(id -un)" ]; then
@@ -510,12 +510,12 @@ as_user() {
     fi
 }
 
-# Runs what must succeed. What it says is in $said, and is the error.
+# Runs a command that must succeed. Its output is in $said, and is the error message.
 must() {
     said=$("$@" 2>&1) || die "$(one_line "$said") (${*:2:4} ...)"
 }
 
-# ssh's and git's reasons, else the last line.
+# Prints the reasons of ssh and git in one line, else the last line.
 one_line() {
     local reasons
     reasons=$(grep -E '^(fatal|error): |verification failed|denied' <<<"$1" | paste -sd ' ') || true

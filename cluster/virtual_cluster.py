@@ -92,9 +92,9 @@ def main() -> None:
     verb = verbs.add_parser("up", help="start the hosts")
     verb.add_argument("--hosts", type=int, default=2)
     verb.add_argument("--slots", type=int, default=2, help="for the hostfile, /etc/hostfile on each host")
-    verb.add_argument("--rate", help="at which each host sends, as 1gbit")
-    verb.add_argument("--delay", help="of what a host sends, as 2ms")
-    verb.add_argument("--loss", type=float, help="percent of the packets to each host")
+    verb.add_argument("--rate", help="limit of what each host sends, as 1gbit")
+    verb.add_argument("--delay", help="delay of each packet that a host sends, as 2ms")
+    verb.add_argument("--loss", type=float, help="percent of the packets to each host that are dropped")
     verb.add_argument("--private", type=Path, action="append", default=[], metavar="FOLDER")
     verb = verbs.add_parser("run", help="run a command on a host, in this folder")
     verb.add_argument("--host", default="node1")
@@ -144,7 +144,7 @@ def up(
         if not shutil.which(program, path=PATH):
             raise ValueError(f"{program} is missing: apt-get install {package}")
     if not 1 <= hosts <= 250:
-        raise ValueError(f"--hosts {hosts}: from 1 to 250")
+        raise ValueError(f"--hosts {hosts}: must be from 1 to 250")
     for folder in private:
         if not folder.is_dir():
             raise ValueError(f"--private {folder} is no folder")
@@ -278,7 +278,7 @@ def revive(host: str) -> None:
     if host not in names():
         raise ValueError(f"no host {host}; there are {', '.join(names()) or 'none'}")
     if _is_up(host):
-        raise ValueError(f"{host} is up")
+        raise ValueError(f"{host} is up already")
     (STATE / host / "up").unlink()
     _wait_for(host, _start(host))
 
@@ -307,7 +307,7 @@ def _write_files(name: str, everyone: dict[str, str], slots: int, private: list[
     files = {
         "name": name,
         "hostname": name + "\n",
-        # As Debian's installer leaves it: a host's own name is a loopback address on that host.
+        # Debian's installer does the same: a host's own name is a loopback address on that host.
         "hosts": f"127.0.0.1 localhost\n127.0.1.1 {name}\n"
         + "".join(f"{address} {other}\n" for other, address in everyone.items() if other != name),
         "hostfile": "".join(f"{other} slots={slots}\n" for other in everyone),

@@ -1,8 +1,8 @@
 # Steps of an experiment; sourced by the scripts beside it.
 #
-# Each step's command is shown before it runs. The first that fails ends the experiment. Started again it goes
-# on there: a step is done when its product is there and FOLDER/steps/ says that this very command went well.
-# A training that was interrupted continues by itself.
+# Each step's command is shown before it runs. The first step that fails ends the experiment. The next start
+# continues there: a step is done when its product exists and FOLDER/steps/ has the same command as successful.
+# An interrupted training continues from its checkpoint.
 #
 #   SIZE=rehearsal   small, on the CPUs of this machine; SIZE=full is for GPUs
 #   DATA=cifar10     as the train scripts take --data

@@ -37,7 +37,7 @@ def solarized_add(image: Image.Image, amount: int) -> Image.Image:
 
 
 def moved(image: Image.Image, *affine: float) -> Image.Image:
-    """Converts PIL's coordinates, from the first pixel's corner, to ours, from its middle."""
+    """Applies an affine map of pixel centres by PIL, whose coordinates begin at the first pixel's corner."""
     a, b, c, d, e, f = affine
     affine = (a, b, c + 0.5 - 0.5 * (a + b), d, e, f + 0.5 - 0.5 * (d + e))
     grey = (GREY,) * 3

@@ -147,7 +147,9 @@ class Snapshot:
         return _write(path, [self.header, *chunks])
 
 
-def commit(parent: Path, step: int, snapshots: dict[str, Snapshot], state: dict, about: dict) -> Path:
+def commit(
+    parent: Path, step: int, snapshots: dict[str, Snapshot], state: dict[str, Any], about: dict[str, Any]
+) -> Path:
     """Writes parent/step_N atomically and syncs it. about: further keys of the manifest.
 
     OSError when that fails; earlier checkpoints stay.
@@ -308,7 +310,7 @@ def _read_small(path: Path) -> bytes:
         return file.read(JSON_LIMIT_BYTES)
 
 
-def _write(path: Path, chunks: Iterable) -> dict[str, Any]:
+def _write(path: Path, chunks: Iterable[bytes | memoryview]) -> dict[str, Any]:
     digest, size = hashlib.sha256(), 0
     with open(path, "wb") as file:
         for chunk in chunks:

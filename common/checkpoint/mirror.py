@@ -114,7 +114,7 @@ class Mirror:
                 problem = error
                 self.say(
                     f"the checkpoint of step {step:,} is not in {self.store.url} ({error}): it is safe on the"
-                    " disk, and the next upload, or the same command later, makes up for it"
+                    " disk, and the next upload, or the same command later, sends it"
                 )
             with self.changed:
                 self.failed = (step, best) if problem else None

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from common.checkpoint import format as checkpoints
-from common.checkpoint.format import step_name, steps_in, to_keep
+from common.checkpoint.format import Snapshot, step_name, steps_in, to_keep
 from common.checkpoint.mirror import Mirror
 from common.checkpoint.training import TrainingState
 from common.system.files import free_space, sync
@@ -58,7 +58,9 @@ class Saver:
             self.writing = None
         return self.writing is None
 
-    def _write(self, step: int, snapshots: dict, state: dict[str, Any], best: int | None) -> None:
+    def _write(
+        self, step: int, snapshots: dict[str, Snapshot], state: dict[str, Any], best: int | None
+    ) -> None:
         assert self.folder, "the main process has one"
         parent = self.folder / "checkpoints"
         try:

@@ -115,7 +115,7 @@ class TrainingState:
         buffers = {name: tuple(tensor.shape) for name, tensor in self.layout.untrained().items()}
         TensorFile(folder / checkpoints.MODEL_FILE).expect(shapes | buffers)
         if (folder / checkpoints.EMA_FILE).exists() != (self.ema is not None):
-            raise ValueError(f"{folder} {'lacks' if self.ema else 'has'} an EMA, other than this recipe")
+            raise ValueError(f"{folder} has {'no' if self.ema else 'an'} EMA, unlike this recipe")
         if self.ema:
             TensorFile(folder / checkpoints.EMA_FILE).expect(shapes)
 
@@ -151,7 +151,9 @@ class TrainingState:
         """
         shapes, device = self.layout.shapes(), self.accelerator.device
 
-        def send(name: str, shape: tuple | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
+        def send(
+            name: str, shape: tuple[int, ...] | None = None, dtype: torch.dtype = torch.float32
+        ) -> Tensor:
             if file:
                 tensor = file.tensor(name).to(device, dtype)
             else:

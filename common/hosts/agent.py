@@ -90,7 +90,7 @@ def _about_this_host() -> dict[str, Any]:
     return {"hostname": socket.gethostname(), "client": client, "address": server}
 
 
-def _start(part: dict[str, Any]) -> subprocess.Popen:
+def _start(part: dict[str, Any]) -> subprocess.Popen[bytes]:
     """Starts the launcher. part: words, env, master (address, port; None on one host), first (rank 0)."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     env = os.environ | {"PATH": path} | part["env"]
@@ -117,8 +117,9 @@ def _start(part: dict[str, Any]) -> subprocess.Popen:
 
 
 def _relay(output: int) -> None:
-    """Passes the job's output on. When launch.py is gone the output is dropped: a process that saves must not
-    fail in a print.
+    """Passes the job's output on.
+
+    When launch.py is gone the output is dropped: a process that saves must not fail in a print.
     """
     while data := os.read(output, 2**16):
         with contextlib.suppress(OSError):
@@ -134,7 +135,7 @@ def _check_port(port: int) -> None:
             raise ValueError(f"port {port}: {error.strerror}{listener(port)}: give another --port") from None
 
 
-def _wait(child: subprocess.Popen, heard: "queue.SimpleQueue[str | None]") -> int:
+def _wait(child: subprocess.Popen[bytes], heard: "queue.SimpleQueue[str | None]") -> int:
     """Waits until the child and all its descendants have ended. Returns the child's status."""
     heard_at, stop, deadline = time.monotonic(), False, None
     while child.poll() is None or running_descendants([child.pid]):
@@ -158,7 +159,7 @@ def _wait(child: subprocess.Popen, heard: "queue.SimpleQueue[str | None]") -> in
 
 
 def _say_who_is_suspended() -> None:
-    """Names suspended processes before they are ended: the other hosts failed waiting for them."""
+    """Prints the suspended processes before they are ended: the other hosts failed waiting for them."""
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
             if process.status() == psutil.STATUS_STOPPED:

@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def facts(data: str | None, data_root: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Facts that the host knows by itself. Sizes in GiB, times in seconds since 1970."""
+    """Facts about this host alone. Sizes in GiB, times in seconds since 1970."""
     asked_from, reached_at = connection_addresses()
     return {
         "clock": time.time(),
@@ -115,7 +115,7 @@ def writable(folder: str, token: str, leave: bool) -> dict[str, Any]:
 
 
 def remove_token(file: str) -> dict[str, Any]:
-    """Removes what writable() has left."""
+    """Removes the token of writable()."""
     Path(file).unlink(missing_ok=True)
     return {}
 

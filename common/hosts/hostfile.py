@@ -25,9 +25,9 @@ def read_hostfile(path: Path) -> list[Host]:
     try:
         text = path.read_text()
     except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}") from None
+        raise ValueError(f"the hostfile {path} can't be read: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise ValueError(f"{path} is no text") from None
+        raise ValueError(f"the hostfile {path} can't be read: not UTF-8") from None
     lines: dict[str, int] = {}
     hosts = []
     for number, line in enumerate(text.splitlines(), start=1):

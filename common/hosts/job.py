@@ -100,7 +100,7 @@ class JobRunner:
         self.stopped_at: float | None = None  # when all were told to stop
 
     def run(self, dry_run: bool) -> int:
-        """The exit status: 0, 75 after a preemption, 1, or as after a signal."""
+        """Runs the job. Returns the exit status: 0, 75 after a preemption, 1, or 128 + a signal's number."""
         # SIGHUP comes from a terminal that is closed, or an ssh connection that is lost.
         hangup = () if is_under_nohup() else (signal.SIGHUP,)
         for number in (signal.SIGINT, signal.SIGTERM, *hangup):
@@ -140,7 +140,7 @@ class JobRunner:
         self.events.put(partial(self._on_end, connection, connection.process.wait()))
 
     def _send_heartbeats(self) -> None:
-        """In a thread: a suspended terminal can block the main thread's output."""
+        """Sends heartbeats, in a thread: a suspended terminal can block the main thread's output."""
         while True:
             self._send_all("")
             time.sleep(BEAT_S)
@@ -262,7 +262,7 @@ class JobRunner:
 
 
 def _cause(connection: HostConnection) -> tuple[int, str]:
-    """Why this host's part ended. Before it a rank: 0 is a cause of its own, 4 most likely a consequence."""
+    """The reason why this host's part ended, after its rank: 0 is a cause, 4 most likely a consequence."""
     lines = connection.last_lines
     last = next((line for line in reversed(lines) if line.strip("=- ")), f"exit status {connection.status}")
     if connection.hello is None:
@@ -273,7 +273,7 @@ def _cause(connection: HostConnection) -> tuple[int, str]:
     text = "\n".join(lines)
     if suspended := re.search(rf"^error: (.* {re.escape(SUSPENDED)})$", text, re.MULTILINE):
         return 1, suspended[1]
-    # As torchrun reports it; survivors are ended by 15, and by 6 when NCCL notices.
+    # torchrun's report. It ends survivors by 15, and NCCL ends them by 6.
     if killed := re.search(r"exitcode *: *-(?!15\b|6\b)(\d+)", text):
         return 1, f"a process was killed by signal {killed[1]}"
     if errors := re.findall(r"^(?:\S+: )?error: (.*)", text, re.MULTILINE):

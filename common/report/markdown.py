@@ -9,7 +9,7 @@ from common.system.text import printable, printable_lines
 
 
 def text(value: object) -> str:
-    """One line of plain text. Underscores inside words need no escape."""
+    """Escapes one line of plain text. Underscores inside words need no escape."""
     line = _line(value)
     return re.sub(r"[\\`*\[\]<>&~$]|(?<!\w)_|_(?!\w)", r"\\\g<0>", line)
 
@@ -35,7 +35,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], numbers: bool = Tr
 
 
 def folded(summary: str, content: str) -> str:
-    """summary: plain text."""
+    """A folded section. summary: its title, plain text."""
     return f"<details><summary>{html.escape(_line(summary))}</summary>\n\n{content}\n\n</details>"
 
 

@@ -1,4 +1,4 @@
-"""One run's page of the log book: Markdown, and the pictures beside it."""
+"""A run's page in the log book: Markdown, and the pictures beside it."""
 
 import shlex
 import shutil

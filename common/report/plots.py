@@ -1,4 +1,4 @@
-"""All figures: curves, bars, confusion matrices, sheets of images. PNG with a light background."""
+"""Draws figures: curves, bars, confusion matrices, sheets of images. PNG with a light background."""
 
 import textwrap
 from collections.abc import Iterator, Sequence

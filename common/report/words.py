@@ -51,7 +51,7 @@ def split(run: RunRecord) -> str:
 
 
 def chosen(run: RunRecord) -> str:
-    """How --max_val_images chose the images. Older runs, which do not record it, took the first."""
+    """The rule by which --max_val_images chose the images. Older runs record none: they took the first."""
     return run.about.get("val_chosen", FIRST) if run.recipe.get("max_val_images") else "all"
 
 
@@ -85,7 +85,7 @@ def utilisation_pct(run: RunRecord) -> tuple[float | None, str]:
 
 
 def index_values(run: RunRecord) -> dict[str, Any]:
-    """The values of the run that the index shows."""
+    """The values of a run that the index shows."""
     names = ["script", "strategy", "batch_size", "epochs", "hosts", "processes", "status", "device"]
     names += ["best_accuracy", "final_accuracy", "wall_s"]
     return {

@@ -15,7 +15,7 @@ STOP, PROBLEM = 1, 2  # what a process tells the others at each step
 
 
 class Exchange:
-    """Over gloo, beside the training's own collectives. All its methods are collective, and so is making it.
+    """Messages over gloo, beside the training's collectives. All methods and the constructor are collective.
 
     output: of the main process, None elsewhere; it gets what the other processes have for it.
     """
@@ -25,7 +25,7 @@ class Exchange:
         self.state, self.telemetry, self.output = state, telemetry, output
 
     def listen(self) -> None:
-        """Tells the others about a signal or a problem of this process, and hears theirs of the last call.
+        """Sends this process's signal or problem to the others, and receives theirs of the last call.
 
         Raises Preempted after a signal, ValueError with a problem's message, on all processes.
         """
@@ -37,7 +37,7 @@ class Exchange:
             raise Preempted
 
     def problem(self) -> str | None:
-        """The main process's; not collective."""
+        """The main process's problem, if any; not collective."""
         return self.output.problem() if self.output else None
 
     def gather(self, own: Any) -> list[Any]:

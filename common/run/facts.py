@@ -1,5 +1,4 @@
-"""What a run says of itself in its folder: recipe.json at its start; at its end result.json, confusion.json
-and, of classes, pictures of what it predicts."""
+"""A run's facts: recipe.json at its start, result.json at its end, its part of checkpoints' manifests."""
 
 import contextlib
 import dataclasses
@@ -150,9 +149,9 @@ def _checkpoint_path(step: int | None) -> str | None:
 
 
 def _command() -> list[str]:
-    """What was typed: of the outermost launcher that was given this script, else our own words.
+    """The command as typed: the outermost launcher's that was given this script, else this process's.
 
-    Of launchers alone: what stands before them (sudo, env, a shell) may name a secret, and this is published.
+    Only launchers count: what stands before them (sudo, env, a shell) may be a secret, and pages show this.
     """
     own = [word for word in sys.argv[1:] if not word.startswith("--local_rank")]
     found = ["python", sys.argv[0], *own]

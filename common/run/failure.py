@@ -6,10 +6,14 @@ from pathlib import Path
 
 from accelerate import Accelerator
 
+from common.checkpoint.saver import Saver
 from common.distributed.gradients import unused_parameters, without_gradient
-from common.recipe import Batch
+from common.recipe import Batch, Recipe
+from common.run.output import newest_step
 from common.system.files import not_written
 from common.telemetry.memory import is_out_of_memory, out_of_memory
+
+WRITING_GRACE_S = 8  # how long a failed run waits for a checkpoint in flight: the others wait 10 s for it
 
 
 def explained(
@@ -33,8 +37,19 @@ def explained(
     return error
 
 
-def where_it_resumes(step: int) -> KeyboardInterrupt:
-    """After Ctrl-C, which saves nothing. step: of the newest checkpoint, 0 without one."""
-    return KeyboardInterrupt(
-        f"the same command goes on {f'at step {step:,}' if step else 'from the beginning'}"
-    )
+def interruption(
+    accelerator: Accelerator, recipe: Recipe, batch: Batch, saver: Saver | None, first_step: int
+) -> KeyboardInterrupt:
+    """The error after Ctrl-C, which saves nothing. On the main process it says where the next start resumes.
+
+    saver: None before the run has begun. first_step: the step at which this process began.
+    """
+    if not accelerator.is_main_process:
+        return KeyboardInterrupt()
+    if saver is None:
+        step = newest_step(accelerator, recipe, batch)
+    else:
+        saver.done(WRITING_GRACE_S)
+        step = saver.committed or first_step
+    where = f"at step {step:,}" if step else "from the beginning"
+    return KeyboardInterrupt(f"the same command goes on {where}")

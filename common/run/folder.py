@@ -53,8 +53,8 @@ def _named(parent: Path, name: str, recipe: Recipe, last_step: int | None, passe
 
 
 def _why_not_ours(folder: Path, recipe: Recipe, last_step: int | None) -> str:
-    """The reason why the folder is not this run's, as ` (its epochs is 3, here 10)`; empty when it is this
-    run's, or has no run."""
+    """The reason why the folder holds another run, as ` (its epochs is 3, here 10)`; empty when it holds
+    this one, or none."""
     about = _recipe_json(folder)
     if about is None:
         return ""  # empty, or stopped before it began: its checkpoint's recipe will be compared
@@ -69,7 +69,7 @@ def _why_not_ours(folder: Path, recipe: Recipe, last_step: int | None) -> str:
 
 
 def _recipe_json(folder: Path) -> dict[str, Any] | None:
-    """recipe.json; None without that file. ValueError when it can't be read, as the run is not known then."""
+    """recipe.json; None without that file. ValueError when it can't be read: then the run is not known."""
     file = folder / "recipe.json"
     try:
         about = read_json(file)
@@ -81,8 +81,8 @@ def _recipe_json(folder: Path) -> dict[str, Any] | None:
     except (OSError, ValueError, KeyError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is empty or damaged"
         raise ValueError(
-            f"{file} can't be read ({reason}), so whose run {folder} holds is not known: remove that file to"
-            " go on from its newest checkpoint, or move the folder away to start afresh"
+            f"{file} can't be read ({reason}), so the run in {folder} is not known: remove that file to"
+            " continue from its newest checkpoint, or move the folder away to start afresh"
         ) from None
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from common.recipe import Recipe
+from common.run.predictions import Predictions
 from common.run.state import RunState
 from common.run.trackers import finish_trackers, log_pictures, start_trackers, tracker_ids
 from common.system.files import read_lines, write_json, write_text
@@ -15,7 +16,7 @@ from common.system.progress import progress
 
 
 class RunLog:
-    """Made by the main process. After a failed write `problem` has the message, for all processes.
+    """The log of the main process. After a failed write `problem` has the message, for all processes.
 
     about: for recipe.json. state: of the checkpoint that the run resumes from; later lines are removed.
     """
@@ -67,10 +68,16 @@ class RunLog:
         for tracker in self.trackers:
             log_pictures(tracker, step, pictures)
 
-    def write_confusion(self, step: int, classes: tuple[str, ...], confusion: list[list[int]]) -> None:
-        """Writes confusion.json on the newest evaluation, with a row per true class."""
+    def write_evaluation(
+        self, step: int, wall_s: float, metrics: dict[str, float], predictions: Predictions
+    ) -> None:
+        """Writes a line with the metrics and, with classes, confusion.json: a row per true class."""
+        self.write(step, wall_s, {f"val/{name}": v for name, v in metrics.items() if name != "images"})
+        if predictions.confusion is None:
+            return
         try:
-            found = {"step": step, "classes": classes, "confusion": confusion}
+            confusion = predictions.confusion.tolist()
+            found = {"step": step, "classes": predictions.classes, "confusion": confusion}
             write_text(self.folder / "confusion.json", json.dumps(found) + "\n")
         except OSError as error:
             self._set_problem("confusion.json", error)

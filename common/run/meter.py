@@ -4,6 +4,7 @@ import time
 
 import numpy as np
 import torch
+from accelerate import Accelerator
 from torch import Tensor
 
 from common.recipe import Batch
@@ -39,14 +40,20 @@ class Meter:
         self.loss += self.step_loss
         self.step_loss.zero_()
 
+    def mean_loss(self, accelerator: Accelerator, steps: int) -> float:
+        """The mean loss of these last steps over all processes. Collective; waits for the device."""
+        mean = (accelerator.reduce(self.loss, "mean") / (steps * self.batch.accumulations)).item()
+        self.loss.zero_()
+        return mean
+
     def start_clock(self) -> float:
-        """Starts it anew. Returns the seconds since it was started last."""
+        """Starts the clock anew. Returns the seconds since its last start."""
         elapsed_s = self.elapsed_s()
         self.started += elapsed_s
         return elapsed_s
 
     def elapsed_s(self) -> float:
-        """Seconds since the clock was started."""
+        """Seconds since the last start of the clock."""
         return time.perf_counter() - self.started
 
     def take_ids(self) -> list[int]:

@@ -26,7 +26,7 @@ UPLOAD_GRACE_S = 15  # how long a preempted run waits for S3: launchers kill 30 
 
 
 class RunOutput:
-    """Made when the run's folder is open. start_log() and `saver` follow before the first step."""
+    """The main process's side of an open run. start_log() and `saver` follow before the first step."""
 
     log: RunLog
     saver: Saver | None = None
@@ -61,7 +61,7 @@ class RunOutput:
         memory: list[dict[str, float]],
         beat: Heartbeat,
     ) -> None:
-        """The end on this disk. A kill or a full disk at any point of it costs no training.
+        """Completes the run on this disk. A kill or a full disk at any point loses no training.
 
         1. The last checkpoint is committed, and index.json names it.
         2. Pictures are drawn into plots/.
@@ -70,9 +70,9 @@ class RunOutput:
         5. upload(): the checkpoint and the run's files are in S3, result.json last.
         6. result.json says `uploaded` true.
 
-        Before 4 the same command restores the last checkpoint, evaluates it once more, as the pictures show
-        that evaluation, and goes through 1 to 4. Between 4 and 6 it does that too, and makes up for the
-        upload. After 4, or with a mirror after 6, the run is finished: the same command begins another one.
+        After an interruption the same command restores the last checkpoint, evaluates it once more, because
+        the pictures show that evaluation, and repeats all steps. Once result.json says `finished` and, with a
+        mirror, `uploaded` true, the same command begins another run.
         """
         mirror, self.final = self.storage.mirror, {"val_name": val_name, "memory": memory}
         self.log.progress.stop()
@@ -81,7 +81,7 @@ class RunOutput:
         if problem := self.problem():
             raise ValueError(problem)
         with self._writing("the end of the run"):
-            # An evaluation that was interrupted and made up for came after its checkpoint.
+            # After an interruption an evaluation may come after its checkpoint.
             write_index(self.folder / "checkpoints", state.step, state.best_step)
             if mirror:
                 mirror.offer(state.step, state.best_step)
@@ -115,7 +115,7 @@ class RunOutput:
             write_json(file, found)
 
     def close(self, state: RunState, status: str, error: str | None = None) -> None:
-        """Files, trackers and the folder itself. A full disk is no second error."""
+        """Closes files and trackers, and releases the folder. A full disk is no second error."""
         self.log.progress.stop()
         with contextlib.suppress(OSError):
             if status != "finished":
@@ -131,7 +131,7 @@ class RunOutput:
         return result(self.accelerator, self.recipe, self.batch, state, status, **parts)
 
     def _draw(self, step: int, predictions: Predictions, found: dict[str, Any]) -> None:
-        """All pictures. One that can't be drawn is reported, and does not fail the run."""
+        """Draws all pictures. One that can't be drawn is reported, and does not fail the run."""
         try:
             run_end.draw(self.folder, found)
             self.log.show(step, predictions.draw(self.folder / "plots", step))
@@ -153,8 +153,8 @@ class RunOutput:
 
 
 def newest_step(accelerator: Accelerator, recipe: Recipe, batch: Batch) -> int:
-    """The newest checkpoint of the folder that a start of this recipe gets; 0 where there is none, or no
-    folder can be had. Called before the folder is open."""
+    """The step of the newest checkpoint in the folder that this recipe would get; 0 without one, or without
+    a folder. Called before the folder is open."""
     with contextlib.suppress(ValueError, OSError):
         folder = open_folder(recipe, run_name(accelerator, recipe, batch), None)
         return max(steps_in(folder / "checkpoints"), default=0)
@@ -162,8 +162,7 @@ def newest_step(accelerator: Accelerator, recipe: Recipe, batch: Batch) -> int:
 
 
 def note_early_preemption(accelerator: Accelerator, recipe: Recipe, batch: Batch) -> None:
-    """Writes `preempted` into result.json when the signal came before the training began, while data was
-    prepared. There is nothing to save."""
+    """Writes `preempted` into result.json after a signal before the training. There is nothing to save."""
     with contextlib.suppress(ValueError, OSError):
         folder = open_folder(recipe, run_name(accelerator, recipe, batch), None)
         if (folder / RECORD).exists():

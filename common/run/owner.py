@@ -54,7 +54,7 @@ class FolderRecord:
         self.name, self.path = str(folder), folder / RECORD
 
     def create(self, text: str) -> bool:
-        """By a link: the file is complete from the first moment on."""
+        """Creates the record by a link: the file is complete from the first moment on."""
         mine = self.path.with_name(f".{RECORD}.{secrets.token_hex(4)}")
         try:
             mine.write_text(text)
@@ -85,7 +85,7 @@ class FolderRecord:
         write_text(self.path, text)
 
     def remove(self, text: str) -> None:
-        """By a rename: only one of several processes takes a record over, and none removes a newer one."""
+        """Removes it by a rename: only one of several processes succeeds, and none removes a newer record."""
         aside = self.path.with_name(f".{RECORD}.{secrets.token_hex(4)}")
         with contextlib.suppress(FileNotFoundError):
             self.path.rename(aside)
@@ -168,8 +168,8 @@ def _wait_for_end(store: RecordStore, beat: Callable[[], None], warn: Callable[[
         return
     theirs = _parsed(text)
     refusal = AlreadyOwned(
-        f"{store.name} belongs to a run that goes on: {_who(theirs)}. Stop that one, or give this one a place"
-        " of its own",
+        f"{store.name} belongs to a run that goes on: {_who(theirs)}. Stop that run, or give this one"
+        " another place",
         theirs,
     )
     if theirs.get("machine") == _machine():

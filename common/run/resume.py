@@ -1,4 +1,4 @@
-"""Checks the checkpoint that a run resumes from, and decides what of its state holds on."""
+"""Checks the checkpoint that a run resumes from, and chooses which parts of its state stay valid."""
 
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -14,7 +14,7 @@ from common.run.storage import RunStorage
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """Where a run begins in this process. Without arguments: at step 0."""
+    """The state at which this process begins. Without arguments: step 0."""
 
     state: RunState = field(default_factory=RunState)
     has_checkpoint: bool = False
@@ -33,7 +33,7 @@ class ResumePoint:
 def resume_point(
     storage: RunStorage, training: TrainingState, recipe: Recipe, data: str, steps: int
 ) -> ResumePoint:
-    """Called by the main process. data: the name of its content. steps: of the whole run.
+    """Returns the state to resume from. Main process only. data: a name of its content. steps: of the run.
 
     ValueError for a checkpoint of other data, another model or optimizer, or with more steps; and after too
     many restarts without a new one.
@@ -70,7 +70,7 @@ def _from_checkpoint(
 
 
 def _check_data(found: Checkpoint, recipe: Recipe, data: str) -> None:
-    """The same numbers must mean the same images still, and the same classes."""
+    """Raises ValueError when the data has changed: ids must mean the same images and classes."""
     theirs = found.manifest.get("data", data)  # absent in older manifests
     if theirs != data and "data" not in recipe.allow_changed:
         raise ValueError(

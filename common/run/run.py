@@ -1,10 +1,10 @@
-"""One training run, as a train script uses it: where it begins, its log, its checkpoints, its end."""
+"""A training run as a train script uses it: its begin, log, checkpoints and end."""
 
 import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 from accelerate import Accelerator
@@ -20,10 +20,10 @@ from common.optim import EMA
 from common.order import Steps
 from common.recipe import Batch, Recipe
 from common.run.exchange import Exchange
-from common.run.failure import explained, where_it_resumes
+from common.run.failure import WRITING_GRACE_S, explained, interruption
 from common.run.meter import Meter
 from common.run.opening import open_run
-from common.run.output import RunOutput, newest_step, note_early_preemption
+from common.run.output import RunOutput, note_early_preemption
 from common.run.predictions import Predictions
 from common.run.state import RunState
 from common.system.threads import Heartbeat
@@ -32,7 +32,7 @@ from common.telemetry.memory import memory_gib
 if TYPE_CHECKING:  # train_hello.py has no images, and starts sooner without what reads them
     from common.evaluation import Predicted
 
-WRITING_GRACE_S = 8  # how long a failed run waits for a checkpoint in flight: the others wait 10 s for it
+Item = TypeVar("Item")
 
 
 class Run:
@@ -137,7 +137,7 @@ class Run:
         once(self.accelerator, "last upload", upload, self.recipe.timeout_s)
         self.accelerator.wait_for_everyone()  # under deepspeed rank 0 keeps the store that the others ask
 
-    def feed(self, batches: Iterator[tuple]) -> Iterator[tuple]:
+    def feed(self, batches: Iterator[Item]) -> Iterator[Item]:
         """Yields the micro-batches. The clock starts at the first, as decoders take time to start."""
         first = next(batches)
         self.meter.start_clock()
@@ -162,9 +162,7 @@ class Run:
         if step % self.recipe.log_every and step % self.steps.per_epoch and step != self.steps.last:
             return
         state, meter = self.state, self.meter
-        summed = (step - state.logged_step) * self.batch.accumulations
-        loss = (self.accelerator.reduce(meter.loss, "mean") / summed).item()
-        meter.loss.zero_()
+        loss = meter.mean_loss(self.accelerator, step - state.logged_step)
         spent_s = meter.start_clock()
         images = (step - max(state.logged_step, self.steps.first)) * self.batch.total
         state.train_s += spent_s
@@ -195,11 +193,7 @@ class Run:
         self.state.add_evaluation(step, metrics)
         self.predictions.accept()
         if self.output:
-            values = {f"val/{name}": value for name, value in metrics.items() if name != "images"}
-            self.output.log.write(step, self.state.wall_now_s(), values)
-            classes, confusion = self.predictions.classes, self.predictions.confusion
-            if confusion is not None:
-                self.output.log.write_confusion(step, classes, confusion.tolist())
+            self.output.log.write_evaluation(step, self.state.wall_now_s(), metrics, self.predictions)
 
     def _save(self) -> None:
         """Takes a snapshot, which is written beside the training. Collective."""
@@ -257,7 +251,8 @@ class Run:
     def _end_failed(self, error: BaseException) -> None:
         """Raises the error that all processes report, explained where its cause is known."""
         if isinstance(error, KeyboardInterrupt):
-            mine: BaseException = self._interrupted()
+            saver, first_step = (self.saver, self.steps.first) if self.begun else (None, 0)
+            mine: BaseException = interruption(self.accelerator, self.recipe, self.batch, saver, first_step)
         else:
             parameters = self.saver.training.layout.parameters if self.begun else ()
             folder = self.output.folder if self.output else None
@@ -270,15 +265,6 @@ class Run:
         let_main_close_first(self.accelerator)
         if first is not error:
             raise first from error
-
-    def _interrupted(self) -> KeyboardInterrupt:
-        """After Ctrl-C, which saves nothing. Only the main process knows where the next start resumes."""
-        if not self.accelerator.is_main_process:
-            return KeyboardInterrupt()
-        if self.begun:
-            self.saver.done(WRITING_GRACE_S)
-            return where_it_resumes(self.saver.committed or self.steps.first)
-        return where_it_resumes(newest_step(self.accelerator, self.recipe, self.batch))
 
     def _close(self, status: str, error: str | None = None) -> None:
         if self.output:

@@ -57,7 +57,7 @@ class RunState:
         if not kept.get("losses") or kept.get("accumulations", 0) < 1:
             wrong += ["losses or accumulations"]
         if wrong:
-            raise ValueError(f"look at its {', '.join(wrong)}")
+            raise ValueError(f"missing or wrong: {', '.join(wrong)}")
         return cls(**kept)
 
     def to_json(self) -> dict[str, Any]:
@@ -65,7 +65,7 @@ class RunState:
         return {n: value for n, value in vars(self).items() if value is not None or n == "loss_scale"}
 
     def at_save(self, **filled: Any) -> Self:
-        """A copy for state.json, with the fields that are known only then."""
+        """A copy for state.json, with the fields whose values are taken at the save."""
         restored = {"optimizer_steps": None, "wandb_id": None, "wandb_url": None}  # not of this process
         return dataclasses.replace(self, wall_s=self.wall_now_s(), **restored | filled)
 

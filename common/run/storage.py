@@ -76,8 +76,10 @@ def open_storage(recipe: Recipe, name: str, last_step: int, beat: Heartbeat, say
 
 
 def _own_folder(recipe: Recipe, name: str, last_step: int, beat: Heartbeat, say: Say) -> RunStorage:
-    """Owns the run's folder. A run of another recipe that has just begun there may have no recipe.json yet,
-    but its owner's record has the recipe: then a named folder gets the next number."""
+    """Becomes the owner of the run's folder.
+
+    A run of another recipe that has just begun there may have no recipe.json yet, but its owner's record has
+    the recipe: then a named folder gets the next number."""
     passed: set[Path] = set()
     while True:
         folder = open_folder(recipe, name, last_step, passed)
@@ -111,7 +113,7 @@ def _own_checkpoint(
         here, there = found.step if found else -1, max(committed(store), default=-1)
         if there >= 0 and not steps_in(own) and (recipe.resume == "never" or there >= last_step):
             what = "and --resume is never" if recipe.resume == "never" else "which is finished"
-            raise ValueError(f"{store.url} holds a run already, {what}: give a prefix of its own")
+            raise ValueError(f"{store.url} holds a run already, {what}: give another prefix")
         if there > here:
             fetch_log(store, folder)  # first: after a kill before the checkpoint is here both are repeated
             if fetch_newest(store, own, here, beat, say, ours=True) is not None:
@@ -122,7 +124,7 @@ def _own_checkpoint(
 
 
 def _other_runs_checkpoint(folder: Path, resume: str, beat: Heartbeat, say: Say) -> Checkpoint:
-    """The checkpoint of another run, which --resume names."""
+    """The checkpoint of the run that --resume names."""
     if not resume.startswith("s3://"):
         return _checkpoint_at(Path(resume), beat, say)
     fetched = fetch_newest(ObjectStore(resume), folder / "checkpoints", -1, beat, say, ours=False)

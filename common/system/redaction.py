@@ -1,4 +1,4 @@
-"""Redaction of text from a store or a web server: one line, bounded, without secrets."""
+"""Redacts text from a store or a web server: one line, bounded, without secrets."""
 
 import re
 from collections.abc import Iterable

@@ -134,7 +134,7 @@ class ObjectStore:
                     raise self._endless(f"more than {LIST_KEYS:,} keys, or {LIST_PAGES:,} pages")
         return sorted(keys)
 
-    def _pages(self, start: str) -> Iterator[dict]:
+    def _pages(self, start: str) -> Iterator[dict[str, Any]]:
         from botocore.exceptions import PaginationError
 
         paginator = self._client().get_paginator("list_objects_v2")
@@ -290,7 +290,12 @@ class ObjectStore:
             stop.set()
 
     def _fetch(
-        self, key: str, etag: str | None, ranges: queue.SimpleQueue, stop: threading.Event, file: BinaryIO
+        self,
+        key: str,
+        etag: str | None,
+        ranges: "queue.SimpleQueue[tuple[int, int]]",
+        stop: threading.Event,
+        file: BinaryIO,
     ) -> None:
         """Writes ranges to their positions in `file` until none is left, and closes it."""
         with file, suppress(queue.Empty):
@@ -338,7 +343,7 @@ class ObjectStore:
                 with _absent_is_fine(client):
                     client.delete_object(Bucket=self._bucket, Key=self._key(key))
 
-    def _head(self, key: str) -> dict | None:
+    def _head(self, key: str) -> dict[str, Any] | None:
         """The object's ContentLength and ETag, among others; None when absent."""
         with self._explained(f"looking for {key}"):
             client = self._client()

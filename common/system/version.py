@@ -8,7 +8,7 @@ from common.system.paths import ROOT
 
 @functools.cache
 def project_version() -> str:
-    """As `0.9.0`; `unknown` where the code was copied without its pyproject.toml."""
+    """The version, as `0.9.0`; `unknown` where the code was copied without its pyproject.toml."""
     try:
         return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     except (OSError, ValueError, KeyError):

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, BinaryIO, TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -27,6 +27,8 @@ from common.distributed.strategy import device_name
 from common.system.text import numbered
 from common.telemetry.sampler import Sampler
 from common.telemetry.summary import GPU_NUMBERS, HOST_NUMBERS, summarize
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ def sampled_hosts(processes: list[ProcessInfo]) -> list[SampledHost]:
 
 
 class Telemetry:
-    """One object per process: the first process of each host samples, the main process writes.
+    """Telemetry of one process: the first process of each host samples, the main process writes.
 
     processes: of all ranks. folder: the run's on the main process, None elsewhere. step: returns the current
     step of the training. steps: of the whole run.
@@ -99,7 +101,7 @@ class Telemetry:
             self.sampler.stop()
 
     def take(self) -> list[tuple[str, str]]:
-        """Text for the main process to write since the last call, as (file name, text)."""
+        """The text since the last call for the main process to write, as (file name, text)."""
         return _drained(self.unsent)
 
     def append(self, pieces: list[tuple[str, str]]) -> None:
@@ -112,7 +114,7 @@ class Telemetry:
 
     def means(self) -> dict[str, float]:
         """Means over the main process's host since the last call: `telemetry/<name>`."""
-        values = defaultdict(list)
+        values: defaultdict[str, list[float]] = defaultdict(list)
         for sample in _drained(self.unlogged):
             for name, value in _numbers(sample):
                 values[f"telemetry/{name}"].append(value)
@@ -156,12 +158,12 @@ class Telemetry:
             print(f"telemetry is not complete: {problem}", flush=True)
 
 
-def _ends_a_line(file: Any) -> bool:
+def _ends_a_line(file: BinaryIO) -> bool:
     file.seek(-1, 2)
     return file.read(1) == b"\n"
 
 
-def _drained(queue: deque) -> list:
+def _drained(queue: deque[Item]) -> list[Item]:
     """Empties the queue, to which another thread may append meanwhile."""
     return [queue.popleft() for _ in range(len(queue))]
 

@@ -49,7 +49,7 @@ class Sampler:
         self.thread.join(STOP_S)
 
     def open(self) -> None:
-        """Called before the first sample, in the thread that takes it."""
+        """Opens the meters. Called in the thread that samples, before the first sample."""
         self.meter = HostMeter()
         self.gpus = open_gpus(list(self.gpu_names), self.complain)
 
@@ -193,7 +193,7 @@ class Gpu:
             "energy_wh": round((energy_mj - self.first_mj) / 3.6e6, 4) if counted else None,
         }
 
-    def _ask(self, function: Callable, *words: Any) -> Any:
+    def _ask(self, function: Callable[..., Any], *words: Any) -> Any:
         try:
             return function(self.handle, *words)
         except self.nvml.NVMLError_NotSupported:

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:The image decoding and encoding:
 
 
 def in_cache(folder: Path) -> list[Path]:
-    """What lies there beside the lock."""
+    """The files in the cache, without the lock."""
     return [path for path in folder.iterdir() if path.name != image_cache.LOCK]
 
 
@@ -262,7 +262,7 @@ def test_parquet_variants(tmp_path):
 
 @pytest.mark.parametrize("name", ["we[1]rd*", "a::b", "http:", "caf\udce9"])
 def test_parquet_lies_in_a_folder_of_any_name(name, tmp_path):
-    """Not a pattern, nor a URL; nor need it be UTF-8."""
+    """Its name is not taken for a pattern or a URL, and need not be UTF-8."""
     root = parquet_folder(tmp_path / "data").rename(tmp_path / name)
     images = open_images(prepare_data(str(root), tmp_path / "cache"))
     assert (len(images.train), len(images.val)) == (40, 20)
@@ -657,7 +657,7 @@ if __name__ == "__main__":
 
 
 def alive(pid: int) -> bool:
-    """Whether the process runs; a zombie does not."""
+    """True while the process runs; a zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):

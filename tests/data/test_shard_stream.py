@@ -65,7 +65,7 @@ def url(local, s3) -> str:  # noqa: F811
 
 
 def upload(folder: Path, name: str, server: str) -> str:
-    """As prep_imagenet.py --out, the manifest last."""
+    """Uploads a folder like prep_imagenet.py --out, the manifest last."""
     url = f"s3://{BUCKET}/{name}"
     with pytest.MonkeyPatch.context() as patch:
         for key, value in aws_env(server).items():
@@ -78,14 +78,14 @@ def upload(folder: Path, name: str, server: str) -> str:
 
 @pytest.fixture
 def through_proxy(s3_proxy, monkeypatch):  # noqa: F811
-    """What this process asks of S3 goes through it."""
+    """The proxy, through which all S3 requests of this process go."""
     for key, value in aws_env(s3_proxy.endpoint).items():
         monkeypatch.setenv(key, value)
     return s3_proxy
 
 
 def fetched(proxy: FaultProxy) -> Counter:
-    """How often the bytes of each shard were asked for."""
+    """The number of times that each shard was downloaded."""
     paths = [re.search(r"[a-z]+-[0-9]+\.tar", path) for method, path, _ in proxy.requests if method == "GET"]
     return Counter(found[0] for found in paths if found)
 
@@ -113,7 +113,7 @@ def expected(epochs: int = 2) -> np.ndarray:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_what_comes_is_the_same_and_the_cache_is_bounded(workers, local, url, through_proxy, tmp_path):
-    """On two processes' plans, in a cache that holds two thirds of the shards."""
+    """Reads the plans of two processes, with a cache for two thirds of the shards."""
     there = open_images(prepare_data(url, tmp_path / "cache"), RECIPE)
     here = open_images(prepare_data(str(local), tmp_path / "here"), RECIPE)
     most = []
@@ -139,7 +139,7 @@ def test_what_comes_is_the_same_and_the_cache_is_bounded(workers, local, url, th
 
 
 def test_an_epoch_fetches_each_shard_once_but_for_those_of_two_streams(url, through_proxy, tmp_path):
-    """Although the cache holds two thirds of them: none is thrown away that its stream reads again."""
+    """The cache holds two thirds of the shards, and evicts none that its stream still needs."""
     train = open_images(prepare_data(url, tmp_path), RECIPE).train
     read(train, training_plan(train, share_out(24, 6, 1), 0, 0, 0, STEPS))
     streams = expected(1).reshape(STEPS, 4, 6).swapaxes(0, 1).reshape(4, -1)
@@ -244,7 +244,7 @@ def test_a_cache_without_room_for_one_shard_is_refused_at_once(url, through_prox
 
 
 def test_what_others_use_is_not_removed(url, through_proxy, tmp_path, monkeypatch):
-    """Another process holds all that fits: an error, after a while."""
+    """Another process uses the whole cache: an error after a while."""
     monkeypatch.setattr(shard_cache, "NO_ROOM_S", 1)
     train = open_images(prepare_data(url, tmp_path), RECIPE).train
     other = open_images(prepare_data(url, tmp_path), RECIPE).train.cache
@@ -270,7 +270,7 @@ def test_what_was_used_longest_ago_is_removed_first(url, through_proxy, tmp_path
 
 
 def test_shards_come_ahead_of_their_use(url, through_proxy, tmp_path):
-    """As many as have room, of which the first micro-batch needs one, while nobody asks for the second."""
+    """Prefetches as many shards as fit. The first micro-batch needs one; nobody asks for the second."""
     cache = open_images(prepare_data(url, tmp_path), replace(RECIPE, cache_gib=5 * SHARD_GIB)).train.cache
     plan = [(0, np.array([k])) for k in range(10)]
     with closing(
@@ -313,7 +313,7 @@ def test_a_full_disk_is_a_clear_error(url, through_proxy, tmp_path):
 
 
 def test_an_unexpected_error_does_not_wait_for_downloads(url, s3_proxy, tmp_path):  # noqa: F811
-    """Of the shards that are looked ahead for: nobody will read them."""
+    """Nobody will read the shards that are being prefetched."""
     s3_proxy.delay(0.5, times=None, method="GET", path=r"\.tar")
     status, output = reader(url, tmp_path, s3_proxy, "raise RuntimeError('NCCL is gone')").wait()
     assert status == 1
@@ -408,7 +408,7 @@ def test_each_host_reads_its_share(url, s3, s3_proxy, tmp_path):  # noqa: F811
 
 
 def test_told_to_stop_in_the_midst_of_a_step_it_saves(url, s3_proxy, tmp_path):  # noqa: F811
-    """While it waits for a shard, and the epoch's end, where a checkpoint is due, is far away."""
+    """It is stopped while it waits for a shard, far from the next checkpoint."""
     micro_batches = [shards_of(ids.tolist()) for ids in expected(1).reshape(-1, 4)]  # six in a step
     first_use = {name: next(k for k, names in enumerate(micro_batches) if name in names) for name in FILES}
     name, k = next((name, k) for name, k in first_use.items() if k > 18 and k % 6 > 1)
@@ -435,7 +435,7 @@ def test_told_to_stop_in_the_midst_of_a_step_it_saves(url, s3_proxy, tmp_path): 
 
 @pytest.mark.parametrize(("processes", "room"), [(1, 20), full(2, 26), full(4, 40)])
 def test_stopped_and_continued_from_s3(processes, room, url, s3_proxy, stoppable, tmp_path):  # noqa: F811
-    """By SIGTERM inside the first epoch, then by SIGKILL in a download of the evaluation at its end."""
+    """SIGTERM comes inside the first epoch, SIGKILL in a download of the evaluation at its end."""
     launcher = {1: python(), 2: accelerate("ddp_2gpu"), 4: accelerate("ddp_4gpu")}[processes]
     words = [*launcher, *TRAINING, *cache_of(room), "--data", url, "--cache_dir", tmp_path / "cache"]
     words += ["--checkpoint_every", "2", "--output_dir", tmp_path / "run"]

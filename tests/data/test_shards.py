@@ -101,7 +101,7 @@ def change_index(folder: Path, do) -> None:
 
 
 def as_index(folder: Path) -> Path:
-    """The same images as kind "index": in a folder beside, which names the tars by their paths."""
+    """The same images as kind "index", in another folder that names the tars by their paths."""
     other = folder.with_name(f"{folder.name}-index")
     other.mkdir()
     about = json.loads((folder / "manifest.json").read_text()) | {"kind": "index"}
@@ -204,7 +204,7 @@ def test_nothing_is_left_out_for_good():
 
 @pytest.mark.parametrize("window", [1, 50, 100_000])
 def test_a_stream_needs_few_shards_at_once(window):
-    """At any time those of a window, and the rest of the shard at each of its ends."""
+    """It needs the shards of a window, and the rest of the shard at each end of it."""
     counts = np.full(64, 100)
     ids = stream_order(3, 0, counts, streams=4, window=window, batch_size=16).reshape(400, 4, 4)
     needed = 0
@@ -263,7 +263,7 @@ def test_streams_that_do_not_divide_are_refused(shards, images, batch, streams, 
 
 @pytest.mark.parametrize("batch_size", [2, 24, 36, 60, 100])
 def test_the_default_streams_go_with_any_batch(batch_size, shards, tmp_path):
-    """On all numbers of processes up to four among which the batch can be shared out."""
+    """Trains on each number of processes up to four that divides the batch."""
     train = open_images(prepare_data(str(shards), tmp_path), ImageRecipe(batch_size=batch_size)).train
     for processes in (p for p in (1, 2, 3, 4) if batch_size % p == 0):
         plan = training_plan(train, share_out(batch_size, None, processes), 0, 5, 0, 1)
@@ -280,7 +280,7 @@ def test_a_spread_evaluation_needs_more_shards_at_once(tmp_path):
     assert 0.5 * total < part._evaluation_bytes(2) <= total
 
 
-# What is refused
+# Refusals
 
 
 def truncate(path: Path) -> None:
@@ -388,7 +388,7 @@ def test_what_is_damaged_is_refused_in_one_line(case, tmp_path):
     assert not list(tmp_path.glob("cache/[!.]*"))
 
 
-# Where an index may point
+# Paths in an index
 
 SECRET = "root:$6$hash:19000:0:99999:7:::\n" * 40
 
@@ -439,7 +439,7 @@ def test_an_index_points_nowhere_else(case, tmp_path):
 
 
 def test_an_index_points_into_its_folder_and_where_the_flag_says(tmp_path):
-    """Nor is anything of a file's content in a message, where that is no tar."""
+    """No message quotes the content of a file that is no tar."""
     (tmp_path / "index").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "private")
     for place, roots in (("index", ()), ("private", (str(tmp_path / "link"),)), ("private", ("s3://b", "/"))):
@@ -538,7 +538,7 @@ def test_a_worker_that_is_killed_is_one_line(wait_s, images):
 
 
 def with_one_more_file(open_images):
-    """In a worker: what it opens, after which one file may be open beside those that are."""
+    """Called in a worker: afterwards it can open one more file."""
     found = open_images()
     descriptor = os.open(os.devnull, os.O_RDONLY)
     os.close(descriptor)
@@ -548,7 +548,7 @@ def with_one_more_file(open_images):
 
 
 def test_a_worker_that_cannot_send_does_not_leave_the_trainer_waiting(images):
-    """The shared memory is one file; to send it takes another."""
+    """The shared memory is one file; sending it needs a second one."""
     open_images, labels = partial(with_one_more_file, images.train.open), images.train.labels
     options = {"device": torch.device("cpu"), "train": True, "size": 32, "seed": 5, "workers": 1}
     batches = decoded(open_images, labels, [(0, np.arange(6))], skip=False, **options)
@@ -651,7 +651,7 @@ def test_what_one_process_fails_by_is_what_the_job_says(rank, cache, tmp_path):
 
 
 def test_an_interrupted_run_goes_on_at_the_next_sample(shards, cache, stoppable, tmp_path):
-    """Stopped inside an epoch, on two processes; continued by one."""
+    """The run is stopped inside an epoch on two processes, and continued by one."""
     words = [*VIT, "--data", shards, *cache, "--output_dir", tmp_path / "run"]
     status, output = Job([*LAUNCHERS[2], *words], cwd=stoppable, env={"STOP_AT": "10"}).wait()
     assert (status, latest(tmp_path / "run").name) == (1, "step_00000010"), output

@@ -1,4 +1,4 @@
-"""A cache of prepared images that several users share: none of them can hurt or hold up another."""
+"""A cache of prepared images that several users share: none can harm or block another."""
 
 import fcntl
 import os
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be sev
 
 @contextmanager
 def user(uid: int):
-    """What is done in it is done as this user, who has no rights of root's."""
+    """A context manager that runs its body as this user, without root's rights."""
     os.setegid(uid)
     os.seteuid(uid)
     try:
@@ -82,7 +82,7 @@ def test_what_root_has_prepared_is_used_by_all(shared):
 
 
 def test_what_another_has_put_there_is_not_used(shared):
-    """Mallory knows the name of the folder, and has put other pixels there before."""
+    """Another user knows the folder's name, and has put other pixels there first."""
     cache = cache_of(shared, MALLORY, 0o1777)
     with user(MALLORY):
         made = prepare_data(str(shared / "images"), cache)
@@ -184,7 +184,7 @@ def test_nothing_is_ever_writable_by_all(shared, tmp_path):
 
 
 def test_an_array_that_is_cut_while_it_is_mapped(tmp_path, cache):
-    """Of a training; out of the mapped array it is SIGBUS."""
+    """A training reads the array; a read beyond the end of the mapped file is a SIGBUS."""
     folder = prepare_data("digits", tmp_path / "cache")
     words = [*CNN, "--data", "digits", "--epochs", "100000", "--log_every", "1", "--trackers", "none"]
     words += ["--cache_dir", tmp_path / "cache", "--output_dir", tmp_path / "run"]

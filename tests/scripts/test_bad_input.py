@@ -3,12 +3,12 @@
 import pytest
 from PIL import Image
 
-from tests.conftest import CNN, RESNET, VIT, Job, accelerate, deepspeed, python, result, run, torchrun
+from tests.conftest import CNN, RESNET, VIT, Job, accelerate, deepspeed, full, python, result, run, torchrun
 from tests.support.images import class_folders
 
 SMALL = ["--data", "digits", "--batch_size", "8", "--max_steps", "1", "--trackers", "none"]
 CASES = {  # name: (launcher, script and flags, message)
-    "unknown flag": (torchrun(2), [*CNN, "--epoch", "1"], "unknown flag --epoch: did you mean --epochs?"),
+    "unknown flag": (python(), [*CNN, "--epoch", "1"], "unknown flag --epoch: did you mean --epochs?"),
     "missing data": (torchrun(2), [*CNN, "--data", "nowhere"], "--data nowhere: does not exist"),
     "batch that does not divide": (
         torchrun(2),
@@ -16,7 +16,7 @@ CASES = {  # name: (launcher, script and flags, message)
         "--batch_size 7 does not divide among 2 processes: choose 6 or 8",
     ),
     "batch larger than the data": (
-        torchrun(2),
+        python(),
         [*CNN, *SMALL, "--batch_size", "2000"],
         "--batch_size 2000 is more than the 1437 training images",
     ),
@@ -43,21 +43,28 @@ CASES = {  # name: (launcher, script and flags, message)
     "no transformer": (python(), [*VIT, *SMALL, "--model", "resnet18"], "is no Vision Transformer"),
     "weights that are none": (python(), [*VIT, *SMALL, "--weights", "BROKEN"], "--weights "),
     "CIFAR-10 without a hub": (
-        torchrun(2),
+        python(),
         [*CNN, "--data", "cifar10"],
         "Without network use local files: --data FOLDER",
     ),
     "pretrained without a hub": (
-        torchrun(2),
+        python(),
         [*VIT, *SMALL, "--model", "vit_tiny_patch16_224", "--pretrained"],
         "--pretrained: the hub can't be reached",
     ),
 }
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_one_clear_error(name, tmp_path, cache):
-    launcher, words, message = CASES[name]
+# In `make test` two rows under torchrun and those of other launchers show that one of several ranks prints.
+ROWS = [(name, launcher) for name, (launcher, *_) in CASES.items()]
+ROWS += [full(name, torchrun(2)) for name, launcher in ROWS if launcher == python()]
+
+
+@pytest.mark.parametrize(
+    ("name", "launcher"), ROWS, ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_one_clear_error(name, launcher, tmp_path, cache):
+    _, words, message = CASES[name]
     broken = tmp_path / "broken.json"
     broken.write_text('{\n  "train_batch_size" 8\n}')
     words = [broken if word == "BROKEN" else word for word in words]

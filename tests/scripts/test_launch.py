@@ -438,14 +438,17 @@ def test_what_deepspeed_passes_on_holds_no_secret(tmp_path):
     ("words", "message"),
     [
         (["--dryrun", "train_hello.py"], "unknown flag --dryrun: did you mean --dry_run?"),
-        (["--hostfile", "nowhere", "train_hello.py"], "error: nowhere: No such file or directory"),
+        (
+            ["--hostfile", "nowhere", "train_hello.py"],
+            "error: the hostfile nowhere can't be read: No such file",
+        ),
         (["--config_file", "nowhere.yaml", "train_hello.py"], "error: nowhere.yaml: no such file"),
         (["nothing.py"], "error: nothing.py: no such file"),
         (["--env", "NOT_THERE=secret", "train_hello.py"], "error: --env NOT_THERE: give the name of a"),
         (["--gpus", "4", "train_hello.py"], "error: --gpus needs --mode single-node"),
-        (["--mode", "single-node", "--gpus", "-1"], "error: --gpus -1: at least 1"),
+        (["--mode", "single-node", "--gpus", "-1"], "error: --gpus -1: must be at least 1"),
         (["--mode", "single-node", "--include", "a"], "error: --include does not go with --mode single-node"),
-        (["--port", "70000", "train_hello.py"], "error: --port 70000: from 1 to 65535"),
+        (["--port", "70000", "train_hello.py"], "error: --port 70000: must be from 1 to 65535"),
         (
             ["--mode", "multi-node", "--gpus-per-node=1", "--master-node=a", "--worker-nodes=b,a"],
             "a host twice",
