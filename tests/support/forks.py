@@ -58,7 +58,8 @@ READ_AT_START = (
 )
 READ_AT_START += ("HOME", "LANG", "TORCH_TRACE", "TORCH_COMPILE")
 HANDLED = ("PYTHONPATH", "PYTHONWARNINGS", "PYTHONUNBUFFERED")
-SCRIPTS_WITHOUT_CHILDREN = ("train_", "validate")
+# They start nothing that can be forked. The agent waits until no process is left below it.
+WITHOUT_SERVER = ("train_", "validate", "common.hosts.agent")
 PR_SET_MM, PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER, PR_SET_MM_MAP = 35, 36, 37, 14
 
 _libc = ctypes.CDLL(None)
@@ -439,8 +440,8 @@ if __name__ == "__main__":
     while True:
         request = _serve(channel)
         of_children = None
-        name = os.path.basename(request["words"][0])
-        if not name.startswith(SCRIPTS_WITHOUT_CHILDREN):
+        module = request["words"][1] if request["words"][0] == "-m" else request["words"][0]
+        if not os.path.basename(module).startswith(WITHOUT_SERVER):
             of_children = _serve_its_children(request)
         if of_children is None:
             break
