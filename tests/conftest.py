@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -40,6 +41,7 @@ def keep_to_own_cores() -> None:
         )
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, cores[number % len(cores) :: count])
+        torch.set_num_threads(len(os.sched_getaffinity(0)))  # it has counted the cores when it was imported
 
 
 keep_to_own_cores()
