@@ -183,11 +183,16 @@ def _make(folder: Path, source: Source, name: str, beat: Heartbeat, show_progres
             "shards": source.shards,
         }
         (work / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
-        run_with_heartbeat(lambda: [sync(path) for path in (*work.iterdir(), work)], beat)
+        run_with_heartbeat(lambda: _sync_all(work), beat)
         os.rename(work, folder)
         sync(folder.parent)
     finally:
         shutil.rmtree(work, ignore_errors=True)
+
+
+def _sync_all(folder: Path) -> None:
+    for path in (*folder.iterdir(), folder):
+        sync(path)
 
 
 def _kind(work: Path, source: Source, beat: Heartbeat, show_progress: bool) -> str:

@@ -18,7 +18,7 @@ FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF", "PPM", "AVIF")
 MAX_PIXELS = 89_478_485  # PIL's limit: a larger image could be a decompression bomb
 
 
-def decode(data: bytes) -> np.ndarray:
+def decode(data: bytes | bytearray) -> np.ndarray:
     """Decodes one image, turned upright by its EXIF tag: uint8 [H, W, 3]. Raises ValueError with the reason.
 
     The header's size is checked first. torchvision's JPEG decoder is the fastest; PIL decodes files that it
@@ -71,7 +71,7 @@ class JpegFrame(NamedTuple):
     least_bytes: int  # at 1 bit for each block of 8 x 8; 0 for arithmetic coding
 
 
-def jpeg_frame(data: bytes) -> JpegFrame | None:
+def jpeg_frame(data: bytes | bytearray) -> JpegFrame | None:
     """Reads the frame header of a JPEG; None where there is none (ITU T.81, B.1.1, B.2.2 and A.2.4)."""
     at = 2 if data[:2] == JPEG else len(data)
     while at + 10 <= len(data) and data[at] == 0xFF:
@@ -108,7 +108,7 @@ def _check_size(width: int, height: int) -> None:
         )
 
 
-def _decode_jpeg(data: bytes) -> np.ndarray | None:
+def _decode_jpeg(data: bytes | bytearray) -> np.ndarray | None:
     """Decodes by torchvision; None where it refuses, and PIL decodes or gives the better reason."""
     import torch
     from torchvision.io import ImageReadMode, decode_jpeg
@@ -122,7 +122,7 @@ def _decode_jpeg(data: bytes) -> np.ndarray | None:
     return pixels.permute(1, 2, 0).numpy()  # [3, H, W] -> [H, W, 3], which is how it lies in memory
 
 
-def _decode_by_pil(data: bytes) -> np.ndarray:
+def _decode_by_pil(data: bytes | bytearray) -> np.ndarray:
     from PIL import ImageOps
 
     image = open_image(data)
@@ -141,7 +141,7 @@ def _decode_by_pil(data: bytes) -> np.ndarray:
         raise ValueError(f"{error}" or type(error).__name__) from None
 
 
-def open_image(data: bytes) -> "Image.Image":
+def open_image(data: bytes | bytearray) -> "Image.Image":
     """Opens an image lazily with PIL. Raises ValueError for one that is none of FORMATS, or is too large."""
     from PIL import Image, UnidentifiedImageError
 

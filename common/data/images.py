@@ -66,6 +66,8 @@ def open_images(folder: Path, recipe: ImageRecipe | None = None) -> Images:
     recipe: how shards are read and what happens to broken images; None: the defaults.
     """
     recipe, pixels = recipe or ImageRecipe(), {}
+    train: Split
+    val: Split
     try:
         about = read_json(folder / "meta.json")
         labels = {split: np.load(folder / f"{split}_labels.npy") for split in SPLITS}
@@ -78,19 +80,19 @@ def open_images(folder: Path, recipe: ImageRecipe | None = None) -> Images:
             " prepares it again"
         ) from error
     if about["kind"] == "array":
-        splits = [ArraySplit(pixels[split], labels[split]) for split in SPLITS]
+        train, val = (ArraySplit(pixels[split], labels[split]) for split in SPLITS)
     elif about["kind"] == "files":
         skip = recipe.on_bad_image == "skip"
-        splits = [FileSplit(folder, split, labels[split], skip) for split in SPLITS]
+        train, val = (FileSplit(folder, split, labels[split], skip) for split in SPLITS)
     else:
-        splits = _open_shards(folder, about["shards"], labels, recipe)
+        train, val = _open_shards(folder, about["shards"], labels, recipe)
     classes = tuple(map(printable, about["classes"]))  # names of folders have any bytes
-    return Images(about["source"], classes, *splits, about["val_name"], about["mirror"])
+    return Images(about["source"], classes, train, val, about["val_name"], about["mirror"])
 
 
 def _open_shards(
     folder: Path, place: str, labels: dict[str, np.ndarray], recipe: ImageRecipe
-) -> list[ShardSplit]:
+) -> tuple[ShardSplit, ShardSplit]:
     """Opens both splits. place: the folder of the shards, or s3://bucket/prefix."""
     manifest = parse_manifest((folder / MANIFEST).read_bytes(), str(folder / MANIFEST))
     check_roots(manifest, Path(place), recipe.data_root)
@@ -101,8 +103,9 @@ def _open_shards(
 
     def open_split(split: str, beside: ShardSplit | None) -> ShardSplit:
         shards, count = manifest.splits[split].shards, len(labels[split])
-        samples = Shuffled(count)
+        samples: Shuffled | Streamed = Shuffled(count)
         if manifest.kind == "shards":
+            assert recipe.streams is not None
             samples = Streamed([shard.images for shard in shards], recipe.streams, recipe.shuffle_window)
         return ShardSplit(
             folder / index_name(split),
@@ -118,4 +121,4 @@ def _open_shards(
         )
 
     val = open_split("val", None)
-    return [open_split("train", val), val]
+    return open_split("train", val), val

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -262,7 +263,7 @@ class ShardPrefetcher:
             self.changed.notify_all()
             for file, held in self.held.items():
                 held.lock.cancel()
-                held.lock.add_done_callback(lambda lock, file=file: self._let_go_late(file, lock))
+                held.lock.add_done_callback(partial(self._let_go_late, file))
             self.held.clear()
         self.downloads.shutdown(wait=False)
 
@@ -287,7 +288,7 @@ class ShardPrefetcher:
             for item in self.plan:
                 files = self.files_of(item[1])
                 with self.changed:
-                    self.changed.wait_for(lambda files=files: self.stop.is_set() or self._has_room(files))
+                    self.changed.wait_for(partial(self._may_hold, files))
                     if self.stop.is_set():
                         return
                     for file in sorted(files):
@@ -301,10 +302,10 @@ class ShardPrefetcher:
                 self.ended = True
                 self.changed.notify_all()
 
-    def _has_room(self, files: set[str]) -> bool:
+    def _may_hold(self, files: set[str]) -> bool:
         """True if these shards can be held, too: within the budget, or because the reader waits for them and
-        releases nothing before it has them."""
-        if self.asked and not self.ahead:
+        releases nothing before it has them. Also true at the end."""
+        if self.stop.is_set() or (self.asked and not self.ahead):
             return True
         together = sum(self.cache.shards[file].bytes for file in files | self.held.keys())
         return together <= self.budget_bytes and len(self.ahead) < AHEAD

@@ -109,8 +109,8 @@ def is_inside(file: str, root: str) -> bool:
         names, above = file.split("/"), root.rstrip("/").split("/")
         plain = not {"", ".", ".."} & set(names[2:])
         return plain and names[: len(above)] == above and len(names) > len(above)
-    real, above = os.path.realpath(file), os.path.realpath(os.path.expanduser(root))
-    return real != above and os.path.commonpath([real, above]) == above
+    real, folder = os.path.realpath(file), os.path.realpath(os.path.expanduser(root))
+    return real != folder and os.path.commonpath([real, folder]) == folder
 
 
 def data_root_flag(files: Iterable[str]) -> str:

@@ -20,7 +20,7 @@ from common.data.encoded import Encoded
 from common.data.shard_cache import ShardCache, ShardPrefetcher
 from common.data.shards import Shard, ShardImages
 from common.data.workers import MicroBatch, decoded, in_flight, send
-from common.order import Plan, Samples, Shuffled, Streamed
+from common.order import Plan, Shuffled, Streamed
 from common.recipe import Batch
 from common.system.env import processes_per_host
 
@@ -38,6 +38,7 @@ class ArraySplit(Shuffled):
     def __init__(self, images: np.memmap, labels: np.ndarray):
         super().__init__(len(labels))
         self.images, self.labels = images, labels
+        assert images.filename is not None
         self.file = open(images.filename, "rb", buffering=0)  # noqa: SIM115
         self._resident: dict[torch.device, Tensor | None] = {}
 
@@ -133,7 +134,7 @@ class ShardSplit:
         folder: Path,
         shards: tuple[Shard, ...],
         labels: np.ndarray,
-        samples: Samples,
+        samples: Shuffled | Streamed,
         skip: bool,
         workers: int,
         cache: ShardCache | None = None,
@@ -167,6 +168,7 @@ class ShardSplit:
 
     def needed_bytes(self, batch: Batch) -> int:
         """The most bytes of shards that a host reads at once in a training with its evaluations."""
+        assert isinstance(self.samples, Streamed)
         streams = self.samples.streams * processes_per_host() // batch.processes
         steps = math.ceil(in_flight(self.workers) / batch.accumulations)
         flying = steps * batch.total // self.samples.streams  # images of one stream

@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
 from types import ModuleType
 from typing import NamedTuple, Protocol
@@ -39,6 +39,9 @@ class MicroBatch(NamedTuple):
     ids: np.ndarray  # int64 [b], of the samples
     images: Tensor  # uint8 [b, H, W, 3]
     labels: Tensor  # int64 [b]
+
+
+Crops = tuple[Tensor, dict[int, str], str]  # uint8 [b, size, size, 3]; errors by sample id; the batch's error
 
 
 class EncodedImages(Protocol):
@@ -88,7 +91,7 @@ def decoded(
             yield MicroBatch(epoch, ids, send(images, device), send(shown_labels, device))
 
 
-def _while_workers_live(loader: Iterable) -> Iterator:
+def _while_workers_live(loader: Iterable[Crops]) -> Generator[Crops, None, None]:
     """Yields the loader's batches; closing it ends the workers. Raises ValueError when one is killed."""
     try:
         yield from loader
@@ -124,7 +127,7 @@ class _Crops(torch.utils.data.Dataset):
         self.open_images, self.train, self.size, self.seed, self.skip = open_images, train, size, seed, skip
         self.images: EncodedImages | None = None
 
-    def __getitem__(self, item: tuple[int, np.ndarray]) -> tuple[Tensor, dict[int, str], str]:
+    def __getitem__(self, item: tuple[int, np.ndarray]) -> Crops:
         """Returns the crops uint8 [b, size, size, 3], errors of broken images by id, and the item's.
 
         The error is no exception, which torch would wrap in a worker's traceback. Everything but the crops,
@@ -151,16 +154,18 @@ class _Crops(torch.utils.data.Dataset):
                 if found.strerror:  # from the system, which names a file that it can't open, not can't read
                     error = f"{found.filename or self.images.file(i)}: {found.strerror}"
                 break
-            crop = central_crop(image, self.size) if draws is None else None
-            crop = random_resized_crop(image, self.size, draws[k]) if crop is None else crop
+            if draws is None:
+                crop = central_crop(image, self.size)
+            else:
+                crop = random_resized_crop(image, self.size, draws[k])
             crops[k] = torch.from_numpy(crop)
         if broken and not error:
             if broken.keys() >= set(ids.tolist()):
                 error = f"no image of a micro-batch of {len(ids)} can be decoded: {broken[int(ids[0])]}"
             else:
                 crops = crops[_shown(ids, broken)]
-        if not error and torch.utils.data.get_worker_info():
-            error = _share(crops)
+        if not error and (worker := torch.utils.data.get_worker_info()):
+            error = _share(crops, PREFETCHED * worker.num_workers)
         return torch.empty(0) if error else crops, broken, error
 
 
@@ -170,7 +175,7 @@ def _shown(ids: np.ndarray, broken: dict[int, str]) -> np.ndarray:
     return good[np.searchsorted(good, np.arange(len(ids))) % len(good)]
 
 
-def _share(crops: Tensor) -> str:
+def _share(crops: Tensor, ahead: int) -> str:
     """Moves crops to shared memory; returns the error. The queue's thread would only print it, and leave the
     trainer waiting for ever."""
     try:
@@ -178,7 +183,6 @@ def _share(crops: Tensor) -> str:
     except RuntimeError as error:
         if "No space left" not in str(error):
             raise
-        ahead = PREFETCHED * torch.utils.data.get_worker_info().num_workers
         return (
             f"/dev/shm is full: each process decodes up to {ahead} micro-batches ahead into it, of"
             f" {crops.nbytes / 2**20:.1f} MiB each. {MORE_ROOM}"
@@ -235,13 +239,17 @@ def _start_worker(_: int) -> None:
     """Makes a worker ignore signals to the whole group, and end when the trainer ends, even killed. torch's
     own watchdog looks at the worker's parent, which is the fork server and lives."""
 
+    trainer = multiprocessing.parent_process()
+    assert trainer is not None
+
     def watch() -> None:
-        multiprocessing.parent_process().join()
+        trainer.join()
         os._exit(1)
 
     # Where it can't send (too many open files, no room in /tmp) a queue's thread only prints a traceback,
     # and the trainer would wait for ever; it notices when a worker ends.
-    multiprocessing.queues.Queue._on_queue_feeder_error = staticmethod(_end_unsent)
+    # The method is one that multiprocessing names for this purpose; typeshed lacks it.
+    setattr(multiprocessing.queues.Queue, "_on_queue_feeder_error", staticmethod(_end_unsent))  # noqa: B010
     for number in FOR_THE_TRAINER:
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=watch, daemon=True).start()
