@@ -1,21 +1,21 @@
-"""Labels and encoded images from parquet files, such as the Hugging Face hub's.
+"""Labels and encoded images from parquet files, such as the Hugging Face hub's, read by pyarrow.
 
-pyarrow reads them. `datasets` does so by way of pyarrow; it takes 3 s to import, and takes `[`, `*`
-and `::` in the name of a folder for patterns and URLs.
+`datasets` calls pyarrow, too. It takes 3 s to import, and takes `[`, `*` and `::` in the name of a folder for
+patterns and URLs.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from common.data.decode import SPLITS
 from common.data.encoded import save_images, save_labels
 from common.system.files import parse_json
-from common.system.text import printable, some_of
+from common.system.schema import fits
+from common.system.text import some_of
 from common.system.threads import Heartbeat
 
 if TYPE_CHECKING:
@@ -25,31 +25,28 @@ IMAGE_COLUMNS, LABEL_COLUMNS = ("img", "image"), ("label", "fine_label")
 ROWS = 256  # read at a time
 MIXED = "must be all numbers, or all names in columns without ClassLabel"
 
-Names = tuple[str, ...] | None  # of the classes, where the file has them
-ReadColumn = Callable[[str], "Iterator[pyarrow.Array]"]  # ROWS values at a time
 
-
-@dataclass(frozen=True)
-class Table:
+class Table(NamedTuple):
     """A parquet file, or rows that `datasets` has loaded."""
 
     where: str  # its name in messages
     content: "Path | pyarrow.Table"
 
     @contextmanager
-    def open(self) -> "Iterator[tuple[pyarrow.Schema, ReadColumn]]":
-        """Yields the schema and a function that reads a column. Raises ValueError that names the table for
-        anything that pyarrow can't read."""
+    def open(self) -> "Iterator[tuple[pyarrow.Schema, Callable[[str], Iterator[pyarrow.Array]]]]":
+        """Yields the schema and a function that reads a column, ROWS values at a time. Raises ValueError that
+        names the table for anything that pyarrow can't read."""
         import pyarrow.parquet
 
+        rows = self.content
         try:
-            if not isinstance(self.content, Path):
-                rows = self.content
-                yield rows.schema, lambda name: _values(rows.select([name]).to_batches(ROWS))
+            if not isinstance(rows, Path):
+                yield rows.schema, lambda name: (b.column(0) for b in rows.select([name]).to_batches(ROWS))
                 return
-            with open(self.content, "rb") as stream:  # pyarrow takes no file name that is not UTF-8
+            with open(rows, "rb") as stream:  # pyarrow takes no file name that is not UTF-8
                 file = pyarrow.parquet.ParquetFile(stream)
-                yield file.schema_arrow, lambda name: _values(file.iter_batches(ROWS, columns=[name]))
+                read = partial(file.iter_batches, ROWS)
+                yield file.schema_arrow, lambda name: (b.column(0) for b in read(columns=[name]))
         except (pyarrow.ArrowException, OSError) as error:
             reason = str(error).splitlines()[0]
             raise ValueError(
@@ -59,14 +56,10 @@ class Table:
             raise ValueError(f"{self.where} has a name or label that is not UTF-8") from None
 
 
-def _values(batches: "Iterator[pyarrow.RecordBatch]") -> "Iterator[pyarrow.Array]":
-    return (batch.column(0) for batch in batches)
-
-
 class Labels(NamedTuple):
     """The labels of one split."""
 
-    names: Names
+    names: tuple[str, ...] | None  # of the classes, where the files have them
     values: "pyarrow.ChunkedArray"  # int64 or string [N]
     rows: list[tuple[str, int]]  # of each table
 
@@ -94,34 +87,35 @@ def write_tables(splits: dict[str, list[Table]], folder: Path, beat: Heartbeat) 
 def _read_labels(split: str, tables: list[Table], beat: Heartbeat) -> Labels:
     import pyarrow as pa
 
-    found = []
+    names, columns = [], []
     for table in tables:
         with table.open() as (schema, read):
             name = _column(schema, LABEL_COLUMNS, table.where)
+            names.append(_class_names(schema, name, table.where))
             column = pa.chunked_array(read(name), schema.field(name).type)
-            found.append((_class_names(schema, name, table.where), _numbers_or_names(column, table.where)))
-        if found[-1][0] != found[0][0]:
+            columns.append(_numbers_or_names(column, table.where))
+        if names[-1] != names[0]:
             raise ValueError(f"{table.where} has other class names than {tables[0].where}")
         beat()
-    rows = [(table.where, len(values)) for table, (_, values) in zip(tables, found, strict=True)]
-    chunks = [chunk for _, values in found for chunk in values.chunks if len(chunk)]
+    chunks = [chunk for column in columns for chunk in column.chunks if len(chunk)]
     if not chunks:
         raise ValueError(f"no images in the {split} split: {some_of([table.where for table in tables])}")
     if len({chunk.type for chunk in chunks}) > 1:
         raise ValueError(f"labels of the {split} split ({tables[0].where}) {MIXED}")
-    return Labels(found[0][0], pa.chunked_array(chunks), rows)
+    rows = [(table.where, len(column)) for table, column in zip(tables, columns, strict=True)]
+    return Labels(names[0], pa.chunked_array(chunks), rows)
 
 
 def _numbers_or_names(labels: "pyarrow.ChunkedArray", where: str) -> "pyarrow.ChunkedArray":
     """Labels as int64 or string. Raises ValueError for other types, and where one is missing."""
     import pyarrow as pa
 
-    if pa.types.is_dictionary(labels.type):
-        labels = labels.cast(labels.type.value_type)
     if not len(labels):
         return labels
     if labels.null_count:
         raise ValueError(f"row {labels.is_null().index(True)} of {where} has no label")
+    if pa.types.is_dictionary(labels.type):
+        labels = labels.cast(labels.type.value_type)
     if pa.types.is_integer(labels.type):
         return labels.cast(pa.int64())
     if not (pa.types.is_string(labels.type) or pa.types.is_large_string(labels.type)):
@@ -141,43 +135,40 @@ def _number_labels(labels: dict[str, Labels]) -> tuple[tuple[str, ...], dict[str
     if len(kinds) > 1 or (names is not None and pa.string() in kinds):
         raise ValueError(f"labels {MIXED}")
     train, val = (
-        labels[split].names or tuple(sorted(values[split].unique().to_pylist())) for split in SPLITS
+        found.names or tuple(sorted(found.values.unique().to_pylist())) for found in labels.values()
     )
     if train != val:
         raise ValueError(
             f"the classes of the two splits differ:{only_in('train', set(train) - set(val))}"
-            f"{only_in('val', set(val) - set(train))} In order, train has {some_of(train)};"
-            f" val {some_of(val)}"
+            f"{only_in('val', set(val) - set(train))} In order, train has {some_of(train)}, val"
+            f" {some_of(val)}"
         )
     if names is None:
         known = pa.array(train, *kinds)
         values = {split: pa.compute.index_in(column, known) for split, column in values.items()}
-    return tuple(map(str, train)), {s: np.asarray(column, np.int64) for s, column in values.items()}
+    return tuple(map(str, train)), {split: np.asarray(column, np.int64) for split, column in values.items()}
 
 
 def _read_images(tables: list[Table], beat: Heartbeat) -> Iterator[bytes]:
-    for table in tables:
-        with table.open() as (schema, read):
-            row = 0
-            for column in read(_column(schema, IMAGE_COLUMNS, table.where)):
-                yield from _image_bytes(column, table.where, row)
-                row += len(column)
-                beat()
-
-
-def _image_bytes(column: "pyarrow.Array", where: str, first_row: int) -> list[bytes]:
     """The values of a column of the hub's Image structs, or of plain binary."""
     import pyarrow as pa
     import pyarrow.compute
 
-    if pa.types.is_struct(column.type) and column.type.get_field_index("bytes") >= 0:
-        column = pa.compute.struct_field(column, "bytes")
-    if not (pa.types.is_binary(column.type) or pa.types.is_large_binary(column.type)):
-        raise ValueError(f"{where}: its image column holds {column.type}, not image bytes")
-    images = column.to_pylist()
-    if None in images:
-        raise ValueError(f"row {first_row + images.index(None)} of {where} has no image bytes")
-    return images
+    for table in tables:
+        with table.open() as (schema, read):
+            row = 0
+            for column in read(_column(schema, IMAGE_COLUMNS, table.where)):
+                if pa.types.is_struct(column.type) and column.type.get_field_index("bytes") >= 0:
+                    column = pa.compute.struct_field(column, "bytes")
+                if not (pa.types.is_binary(column.type) or pa.types.is_large_binary(column.type)):
+                    raise ValueError(f"{table.where}: its image column holds {column.type}, not image bytes")
+                if column.null_count:
+                    raise ValueError(
+                        f"row {row + column.is_null().index(True)} of {table.where} has no image bytes"
+                    )
+                yield from column.to_pylist()
+                row += len(column)
+                beat()
 
 
 def _column(schema: "pyarrow.Schema", candidates: tuple[str, ...], where: str) -> str:
@@ -188,20 +179,17 @@ def _column(schema: "pyarrow.Schema", candidates: tuple[str, ...], where: str) -
     raise ValueError(f"{where} has no column {wanted}, only: {some_of(schema.names)}")
 
 
-def _class_names(schema: "pyarrow.Schema", label: str, where: str) -> Names:
+def _class_names(schema: "pyarrow.Schema", label: str, where: str) -> tuple[str, ...] | None:
     """The names of a `datasets.ClassLabel` column, from the schema's metadata; None without."""
-    content = (schema.metadata or {}).get(b"huggingface", b"{}")
-    about = parse_json(content, f"{where}: its huggingface metadata")
+    metadata = f"{where}: its huggingface metadata"
+    about = parse_json((schema.metadata or {}).get(b"huggingface", b"{}"), metadata)
+    if not fits(about, {"info": {"features": {label: {"names": list[str]}}}}):
+        raise ValueError(
+            f"{metadata} has no class names as `datasets` writes them, a list at info.features.{label}"
+        )
     for key in ("info", "features", label):
         about = about.get(key) or {}
-        if not isinstance(about, dict):
-            raise ValueError(f"{where}: its huggingface metadata has no object as {printable(key)}")
-    names = about.get("names")
-    if names is None:
-        return None
-    if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
-        raise ValueError(f"{where}: its huggingface metadata has no list of class names")
-    return tuple(names)
+    return tuple(about["names"]) if about.get("names") else None
 
 
 def only_in(split: str, classes: set) -> str:

@@ -17,24 +17,34 @@ import tarfile
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 
 from common.data.decode import SPLITS, decode
 from common.system.files import parse_json
 from common.system.s3 import ObjectStore
+from common.system.schema import fits
 from common.system.text import printable
 
 FORMAT = 1
 MANIFEST = "manifest.json"
 JOURNAL = ".progress.json"  # of an unfinished preparation
 SHARD = rf"({'|'.join(SPLITS)})-[0-9]{{5,}}\.tar"  # a shard's name
+SHARD_FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
+VALUES_OF_SHARD = itemgetter("file", "bytes", "images", "sha256")
+SHA256 = re.compile("[0-9a-f]{64}")
 HEADER_BYTES = 512  # of a tar's member
 LARGEST = 2**62  # number in a manifest: sums of two fit into int64
 MANIFEST_LIMIT, INDEX_LIMIT = 2**28, 2**34  # bytes
 UNFINISHED = "the preparation is not complete: the same prep_imagenet.py command continues it"
+
+
+class ClassName(TypedDict):
+    name: str
+    wnid: str
 
 
 @dataclass(frozen=True)
@@ -59,6 +69,14 @@ class Manifest:
     classes: tuple[str, ...]  # names in label order; names that occur twice with their WordNet ids
     splits: dict[str, SplitManifest]
     sha256: str  # of the manifest itself
+
+
+KINDS = {  # of the manifest's values
+    "kind": str,
+    "name": str,
+    "classes": list[ClassName],
+    "splits": dict[str, SplitManifest],
+}
 
 
 def index_name(split: str) -> str:
@@ -154,50 +172,45 @@ def parse_manifest(content: bytes, where: str) -> Manifest:
         about = parse_json(content, where)
     except ValueError as error:
         raise ValueError(f"{error}: prepare again") from None
-    try:
-        if about["format"] != FORMAT:
-            found = _brief(about["format"])
-            raise ValueError(
-                f"{where} has format {found}, this code knows {FORMAT}: prepare again, or update"
-            )
-        kind, splits = about["kind"], about["splits"]
-        if kind not in ("shards", "index"):
-            raise TypeError(f"kind {_brief(kind)}")
-        manifest = Manifest(
-            kind,
-            _typed(about["name"], str, "name"),
-            _class_names(about["classes"]),
-            {name: _split(split, kind) for name, split in splits.items()},
-            hashlib.sha256(content).hexdigest(),
+    if (found := about.get("format")) != FORMAT:
+        raise ValueError(
+            f"{where} has format {_brief(found)}, this code knows {FORMAT}: prepare again, or update"
         )
-    except (KeyError, TypeError, AttributeError) as error:
-        what = f"{error} is missing" if isinstance(error, KeyError) else str(error)
-        raise ValueError(f"{where} is not a manifest of shards ({what}): prepare again") from None
-    files = [shard.file for split in manifest.splits.values() for shard in split.shards]
-    if kind == "shards" and len(set(files)) < len(files):
-        raise ValueError(f"{where}: two of its shards have one name: prepare again")
-    if absent := [split for split in SPLITS if split not in manifest.splits]:
+    wrong = [name for name, kind in KINDS.items() if not fits(about.get(name), kind)]
+    if not wrong and not 0 < len({c["wnid"] for c in about["classes"]}) == len(about["classes"]):
+        wrong = ["classes: they must differ"]
+    if wrong:
+        raise ValueError(f"{where} is no manifest of shards (look at its {', '.join(wrong)}): prepare again")
+    splits = {}
+    for split, found in about["splits"].items():
+        shards = tuple(Shard(*VALUES_OF_SHARD(shard)) for shard in found["shards"])
+        splits[split] = SplitManifest(found["images"], found["index_sha256"], shards)
+    classes, sha256 = _class_names(about["classes"]), hashlib.sha256(content).hexdigest()
+    manifest = Manifest(about["kind"], about["name"], classes, splits, sha256)
+    if problem := _problem(manifest):
+        raise ValueError(f"{where} is no manifest of shards ({problem}): prepare again")
+    if absent := [split for split in SPLITS if split not in splits]:
         raise ValueError(f"{where} has no split {' and '.join(absent)}, and training needs both")
     return manifest
 
 
-def _split(about: dict[str, Any], kind: str) -> SplitManifest:
-    shards = tuple(_shard(shard, kind) for shard in about["shards"])
-    images = _typed(about["images"], int, "images")
-    if images < 1 or sum(shard.images for shard in shards) != images:
-        raise TypeError(f"images {images}, of all shards {sum(shard.images for shard in shards)}")
-    return SplitManifest(images, _sha256(about["index_sha256"]), shards)
-
-
-def _shard(about: dict[str, Any], kind: str) -> Shard:
-    file = _typed(about["file"], str, "file")
-    plain = re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*", file) is not None
-    if not (plain if kind == "shards" else _is_absolute(file)):
-        raise TypeError(f"file {_brief(file)}")
-    size, images = (_typed(about[key], int, key) for key in ("bytes", "images"))
-    if not (0 <= size < LARGEST and 0 <= images < LARGEST):
-        raise TypeError(f"{file} with {_brief(size)} bytes and {_brief(images)} images")
-    return Shard(file, size, images, _sha256(about["sha256"]) if kind == "shards" else None)
+def _problem(manifest: Manifest) -> str | None:
+    """Returns an error for values that no preparation writes, else None."""
+    has_shards, files = manifest.kind == "shards", set[str]()
+    if not has_shards and manifest.kind != "index":
+        return f"kind {_brief(manifest.kind)}"
+    for split in manifest.splits.values():
+        if not 0 < split.images == sum(shard.images for shard in split.shards):
+            return f"images {split.images}, which is not the sum of its shards'"
+        if not SHA256.fullmatch(split.index_sha256):
+            return f"SHA-256 {_brief(split.index_sha256)}"
+        for shard in split.shards:
+            is_named = SHARD_FILE.fullmatch(shard.file) if has_shards else _is_absolute(shard.file)
+            is_known = not has_shards or (SHA256.fullmatch(shard.sha256 or "") and shard.file not in files)
+            if not (is_named and is_known and 0 <= shard.bytes < LARGEST and 0 <= shard.images < LARGEST):
+                return f"shard {_brief(shard.file)}"
+            files.add(shard.file)
+    return None
 
 
 def _is_absolute(file: str) -> bool:
@@ -208,33 +221,15 @@ def _is_absolute(file: str) -> bool:
         return False
 
 
-def _typed(value: Any, kind: type, name: str) -> Any:
-    if type(value) is not kind:
-        raise TypeError(f"{name} {_brief(value)}")
-    return value
-
-
 def _brief(value: Any) -> str:
     """A value of an untrusted manifest, for a message."""
     return ascii(value)[:80]
 
 
-def _sha256(value: Any) -> str:
-    if re.fullmatch("[0-9a-f]{64}", _typed(value, str, "SHA-256")) is None:
-        raise TypeError(f"SHA-256 {_brief(value)}")
-    return value
-
-
 def _class_names(classes: list[dict[str, str]]) -> tuple[str, ...]:
     """Class names in label order, with the WordNet id if two have the same: ILSVRC2012 has two cranes."""
-    names = [_typed(c["name"], str, "class") for c in classes]
-    wnids = [_typed(c["wnid"], str, "class") for c in classes]
-    if not names or len(set(wnids)) < len(wnids):
-        raise TypeError(f"{len(names)} classes, {len(set(wnids))} different ones")
-    times = Counter(names)
-    return tuple(
-        name if times[name] == 1 else f"{name} ({wnid})" for name, wnid in zip(names, wnids, strict=True)
-    )
+    times = Counter(c["name"] for c in classes)
+    return tuple(c["name"] if times[c["name"]] == 1 else f"{c['name']} ({c['wnid']})" for c in classes)
 
 
 def parse_index(content: bytes, manifest: Manifest, split: str, where: str) -> np.ndarray:

@@ -1,10 +1,12 @@
 """Checks the values of a JSON object, which may come from anywhere, against the types that are expected."""
 
+import dataclasses
 import types
 import typing
 from typing import Any
 
-# A type, list[Kind], dict[str, Kind], a TypedDict, unions of them; float stands for any finite number.
+# A type, list[Kind], tuple[Kind, ...], dict[str, Kind], a TypedDict, a dataclass, unions of them.
+# float: any finite number.
 # {key: Kind, "*": Kind of all other keys} is an object whose values may also be null; [Kind] is a list.
 Kind = Any
 
@@ -34,10 +36,10 @@ def fits(value: Any, kind: Kind) -> bool:
         return any(fits(value, member) for member in typing.get_args(kind))
     if isinstance(kind, dict):
         return isinstance(value, dict) and not fitting(value, kind)[1]
-    if typing.is_typeddict(kind):
+    if typing.is_typeddict(kind) or dataclasses.is_dataclass(kind):
         hints = typing.get_type_hints(kind)
         return isinstance(value, dict) and all(key in value and fits(value[key], hints[key]) for key in hints)
-    if isinstance(kind, list) or typing.get_origin(kind) is list:
+    if isinstance(kind, list) or typing.get_origin(kind) in (list, tuple):
         item_kind = kind[0] if isinstance(kind, list) else typing.get_args(kind)[0]
         return isinstance(value, list) and all(fits(item, item_kind) for item in value)
     if typing.get_origin(kind) is dict:

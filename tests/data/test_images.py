@@ -832,11 +832,11 @@ BAD = {
     ),
     "features a list": (
         lambda root: with_metadata(root, '{"info": {"features": [1]}}'),
-        ["train-00000", "no object as features"],
+        ["train-00000", "no class names as"],
     ),
     "names no list": (
         lambda root: with_metadata(root, '{"info": {"features": {"label": {"names": "ab"}}}}'),
-        ["train-00000", "no list of class names"],
+        ["train-00000", "no class names as"],
     ),
     "label not UTF-8": (
         lambda root: with_labels(root, pa.array([b"caf\xe9"]).cast(pa.string(), safe=False)),
