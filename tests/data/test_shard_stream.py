@@ -37,7 +37,7 @@ from tests.conftest import (
     run,
     torchrun,
 )
-from tests.data.test_shards import VIT, break_image, read, samples, write_shards
+from tests.data.test_shards import NO_WORKERS, VIT, break_image, read, samples, write_shards
 from tests.support.s3 import BUCKET, FaultProxy, aws_env, s3, s3_proxy  # noqa: F401 (fixtures)
 
 pytestmark = pytest.mark.filterwarnings("ignore:The image decoding and encoding:DeprecationWarning")
@@ -393,7 +393,13 @@ def test_each_host_reads_its_share(url, s3, s3_proxy, tmp_path):  # noqa: F811
     for node, proxy in enumerate(proxies):
         address = ("--nnodes=2", f"--node_rank={node}", "--master_addr=127.0.0.1", f"--master_port={port}")
         words = [*torchrun(1, *address), *TRAINING, *cache_of(ROOM), "--data", url, "--epochs", "1"]
-        words += ["--cache_dir", tmp_path / f"cache{node}", "--output_dir", tmp_path / f"run{node}"]
+        words += [
+            *NO_WORKERS,
+            "--cache_dir",
+            tmp_path / f"cache{node}",
+            "--output_dir",
+            tmp_path / f"run{node}",
+        ]
         jobs.append(Job(words, env=aws_env(proxy.endpoint)))
     ended = [job.wait() for job in jobs]
     assert [status for status, _ in ended] == [0, 0], ended
@@ -438,7 +444,7 @@ def test_stopped_and_continued_from_s3(processes, room, url, s3_proxy, stoppable
     """SIGTERM comes inside the first epoch, SIGKILL in a download of the evaluation at its end."""
     launcher = {1: python(), 2: accelerate("ddp_2gpu"), 4: accelerate("ddp_4gpu")}[processes]
     words = [*launcher, *TRAINING, *cache_of(room), "--data", url, "--cache_dir", tmp_path / "cache"]
-    words += ["--checkpoint_every", "2", "--output_dir", tmp_path / "run"]
+    words += [*NO_WORKERS, "--checkpoint_every", "2", "--output_dir", tmp_path / "run"]
     env = aws_env(s3_proxy.endpoint)
     status, output = Job(words, cwd=stoppable, env=env | {"STOP_AT": "5"}).wait()
     assert status == (75 if processes == 1 else 1), output

@@ -592,6 +592,7 @@ VIT += [
     "1",
 ]
 STEPS = 21
+NO_WORKERS = ["--workers", "0"]  # their server imports torch anew, in each process of each launch
 LAUNCHERS = {1: python(), 2: accelerate("ddp_2gpu"), 4: accelerate("ddp_4gpu")}
 
 
@@ -641,7 +642,7 @@ def test_a_full_dev_shm_is_one_line(shards, cache, tmp_path):
 def test_what_one_process_fails_by_is_what_the_job_says(rank, cache, tmp_path):
     shards = write_shards(tmp_path / "data")
     break_image(shards, expected_samples()[0][-rank])  # of the first step the first image, or the last
-    words = [*LAUNCHERS[2], *VIT, "--data", shards, *cache, "--output_dir", tmp_path / "run"]
+    words = [*LAUNCHERS[2], *VIT, *NO_WORKERS, "--data", shards, *cache, "--output_dir", tmp_path / "run"]
     status, output = Job(words).wait()
     assert status == 1
     said = [line for line in output.splitlines() if line.startswith("error: ")]
@@ -655,7 +656,7 @@ def test_what_one_process_fails_by_is_what_the_job_says(rank, cache, tmp_path):
 
 def test_an_interrupted_run_goes_on_at_the_next_sample(shards, cache, stoppable, tmp_path):
     """The run is stopped inside an epoch on two processes, and continued by one."""
-    words = [*VIT, "--data", shards, *cache, "--output_dir", tmp_path / "run"]
+    words = [*VIT, *NO_WORKERS, "--data", shards, *cache, "--output_dir", tmp_path / "run"]
     status, output = Job([*LAUNCHERS[2], *words], cwd=stoppable, env={"STOP_AT": "10"}).wait()
     assert (status, latest(tmp_path / "run").name) == (1, "step_00000010"), output
     run([*python(), *words])
@@ -663,7 +664,8 @@ def test_an_interrupted_run_goes_on_at_the_next_sample(shards, cache, stoppable,
 
 
 def test_other_data_in_the_same_place_is_no_continuation(cache, tmp_path):
-    words = [*python(), *VIT, "--data", tmp_path / "tiny", *cache, "--output_dir", tmp_path / "run"]
+    words = [*python(), *VIT, *NO_WORKERS, "--data", tmp_path / "tiny", *cache]
+    words += ["--output_dir", tmp_path / "run"]
     write_shards(tmp_path / "tiny")
     run([*words, "--max_steps", "3"])
     shutil.rmtree(tmp_path / "tiny")

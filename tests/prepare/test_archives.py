@@ -6,6 +6,7 @@ import os
 import re
 import tarfile
 import threading
+import time
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -315,13 +316,18 @@ def test_md5_is_of_the_whole_whatever_was_read(ilsvrc):
 
 @pytest.fixture
 def store(s3_proxy, monkeypatch, capfd, ilsvrc):  # noqa: F811
-    """Puts the train archive into a bucket behind a proxy; parts are small. No output may hold the secret."""
+    """Puts the train archive into a bucket behind a proxy; parts are small, and retries do not wait.
+
+    No output may hold the secret.
+    """
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
     for name, value in aws_env(s3_proxy.endpoint).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(object_store, "PART_BYTES", 100_000)
     monkeypatch.setattr(inputs, "CHUNK_BYTES", 20_000)
+    s3_proxy.waits_s = []  # instead of sleeping
+    monkeypatch.setattr(time, "sleep", s3_proxy.waits_s.append)
     client = boto3.client("s3")
     client.put_object(Bucket=BUCKET, Key="train.tar", Body=ilsvrc.train_tar.read_bytes(), ACL="public-read")
     s3_proxy.requests.clear()
@@ -350,6 +356,7 @@ class TestRemote:
         store.fail(503, times=2, method="GET")
         assert read(places(store)[i]) == read(ilsvrc.train_tar)
         assert store.faults["SlowDown"] == 2
+        assert len([wait_s for wait_s in store.waits_s if wait_s > 0]) == 2
 
     def test_skips_by_ranges(self, i, store, ilsvrc):
         with open_input(places(store)[i]) as stream:
