@@ -32,41 +32,16 @@ After an interruption, a kill or a full disk the same command continues, and the
 """
 
 import argparse
-import contextlib
-import math
-import os
 import re
-import shlex
-import shutil
 import signal
 import sys
-import time
-from itertools import chain, islice
-from pathlib import Path
-from typing import Any
 
-import numpy as np
-
-from common.data.decode import SPLITS
-from common.data.shards import FORMAT, data_root_flag, index_name
-from common.prepare.archives import scan
-from common.prepare.devkit import DEVKIT, TRAIN, VAL
 from common.prepare.inputs import shown
-from common.prepare.journal import Journal, SplitProgress
-from common.prepare.recode import recoded
-from common.prepare.source import SECOND_CLASS, ImageBatch, Position, RawDataset, batches, exists, index_rows
-from common.prepare.writer import FolderWriter, ShardWriter, write_index
-from common.system.cli import command_parser, expand_home, run_command
-from common.system.progress import ReadingProgress
-from common.system.s3 import ObjectStore
-from common.system.text import printable, printable_lines
+from common.prepare.preparation import NAMES, Preparation
+from common.system.cli import command_parser, run_command
+from common.system.text import printable_lines
 
-NAMES = {
-    "imagenet": {"train": TRAIN, "val": VAL, "devkit": DEVKIT},
-    "tar": {"train": "train.tar", "val": "val.tar"},
-    "folder": {"train": "train", "val": "val"},
-}
-SAMPLED = 8  # batches from which the number of shards is estimated
+BOUNDS = {"resize": (1, 10_000), "quality": (1, 100), "shard_mib": (2**-10, 2**20), "seed": (0, 2**32 - 1)}
 
 
 def main() -> int:
@@ -87,49 +62,28 @@ def main() -> int:
 
 def parse(words: list[str]) -> argparse.Namespace:
     parser = command_parser(__doc__)
-    parser.add_argument("--data", help="folder or s3://bucket/prefix that holds the archives")
-    parser.add_argument("--url", help="http(s)://... of the folder that holds the archives")
+    add = parser.add_argument
+    add("--data", help="folder or s3://bucket/prefix that holds the archives")
+    add("--url", help="http(s)://... of the folder that holds the archives")
     for part in NAMES["imagenet"]:
-        parser.add_argument(f"--{part}", help="path, s3:// or http(s):// url of this archive")
-    parser.add_argument(
-        "--from",
-        dest="source",
-        choices=tuple(NAMES),
-        default="imagenet",
-        help="kind of input (default: imagenet)",
-    )
-    parser.add_argument("--out", required=True, help="a folder, or s3://bucket/prefix")
-    parser.add_argument("--work_dir", help="with --out s3://...: a local folder with room for all shards")
-    parser.add_argument("--format", choices=("shards", "folder", "index"), default="shards")
-    parser.add_argument(
-        "--resize", type=int, help="shorter side in pixels (default: images stay as they are)"
-    )
-    parser.add_argument(
-        "--quality", type=int, default=90, help="JPEG quality of resized images (default: 90)"
-    )
-    parser.add_argument(
-        "--shard_mib", type=float, default=256, help="approximate size of a shard (default: 256)"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="seed of the shuffle (default: 0)")
-    parser.add_argument(
-        "--no_verify",
-        action="store_true",
-        help="skip the check of ImageNet's MD5 sums, and of other JPEGs for missing parts",
-    )
-    parser.add_argument(
-        "--subset", action="store_true", help="accept other counts than 1,000 classes of 50 validation images"
-    )
+        add(f"--{part}", help="path, s3:// or http(s):// url of this archive")
+    kind = "kind of input (default: imagenet)"
+    add("--from", dest="source", choices=tuple(NAMES), default="imagenet", help=kind)
+    add("--out", required=True, help="a folder, or s3://bucket/prefix")
+    add("--work_dir", help="with --out s3://...: a local folder with room for all shards")
+    add("--format", choices=("shards", "folder", "index"), default="shards", help="(default: shards)")
+    add("--resize", type=int, help="shorter side in pixels (default: images stay as they are)")
+    add("--quality", type=int, default=90, help="JPEG quality of resized images (default: 90)")
+    add("--shard_mib", type=float, default=256, help="approximate size of a shard (default: 256)")
+    add("--seed", type=int, default=0, help="seed of the shuffle (default: 0)")
+    skipped = "skip the check of ImageNet's MD5 sums, and of other JPEGs for missing parts"
+    add("--no_verify", action="store_true", help=skipped)
+    counts = "accept other counts than 1,000 classes of 50 validation images"
+    add("--subset", action="store_true", help=counts)
     # --work-dir is understood as well as --work_dir
-    flags = parser.parse_args(
-        [re.sub("^--[^=]+", lambda m: "--" + m[0][2:].replace("-", "_"), w) for w in words]
-    )
-    bounds = {
-        "resize": (1, 10_000),
-        "quality": (1, 100),
-        "shard_mib": (2**-10, 2**20),
-        "seed": (0, 2**32 - 1),
-    }
-    for name, (low, high) in bounds.items():
+    words = [re.sub("^--[^=]+", lambda m: "--" + m[0][2:].replace("-", "_"), word) for word in words]
+    flags = parser.parse_args(words)
+    for name, (low, high) in BOUNDS.items():
         if (value := getattr(flags, name)) is not None and not low <= value <= high:
             parser.error(f"--{name} {value}: must be from {low:g} to {high:,}")
     if problem := _problem(flags):
@@ -161,229 +115,6 @@ def _problem(flags: argparse.Namespace) -> str | None:
     if flags.format == "index" and (flags.resize or flags.source == "folder"):
         return "--format index needs archives, and takes no --resize: it copies no image"
     return None
-
-
-class Preparation:
-    """Prepares one --out, from its beginning or from where an interruption left it."""
-
-    def __init__(self, flags: argparse.Namespace):
-        self.flags = flags
-        self.store = ObjectStore(flags.out) if flags.out.startswith("s3://") else None
-        self.folder = expand_home(flags.work_dir or flags.out, "give an absolute path").absolute()
-        hashed = flags.source == "imagenet" and not flags.no_verify
-        self.dataset = RawDataset(flags.source, find_parts(flags), hashed, flags.subset)
-        self.settings: dict[str, Any] = {
-            "format": flags.format,
-            "from": flags.source,
-            "seed": flags.seed,
-            "resize": {"short_side": flags.resize, "quality": flags.quality} if flags.resize else None,
-            "shard_mib": flags.shard_mib,
-            "inputs": self.dataset.bytes,
-        }
-        if self.dataset.listings:
-            self.settings["names_and_sizes"] = self.dataset.listings
-        if flags.format == "index":  # whose shards are the archives
-            parts = self.dataset.parts
-            self.settings["paths"] = {s: str(Path(parts[s]).absolute()) for s in self._splits()}
-        self.journal = Journal(self.folder, self.store, flags.format, self.settings, self.dataset)
-
-    def run(self) -> None:
-        with self.journal.locked():
-            left = self.journal.read()
-            if (complete := self.journal.complete_splits()) is not None:
-                print(f"{self.flags.out} is complete: nothing to do")
-                self._print_training_flags(complete)
-                return
-            self.dataset.read_classes()
-            self._begin_or_resume(left)
-            for split in self._splits():
-                if self.journal.finished(split) is None:
-                    (self._index if self.flags.format == "index" else self._write)(split)
-                if self.store is not None:
-                    self._upload(split, self.store)
-            self._finish()
-
-    def _splits(self) -> list[str]:
-        return [split for split in SPLITS if split in self.dataset.parts]
-
-    def _begin_or_resume(self, left: dict[str, Any] | None) -> None:
-        if left is None or not left["splits"]:
-            self.journal.begin(left)
-            return
-        for split, why in self.journal.resume(left).items():
-            print(f"{split} is read again: {why} since {self.folder} was begun", flush=True)
-        print(f"{self.folder} was begun: continuing there", flush=True)
-
-    def _finish(self) -> None:
-        finished = {split: self.journal.finished(split) or {} for split in self._splits()}
-        odd = self.journal.odd_images()
-        self.journal.finish(
-            {
-                "format": FORMAT,
-                "kind": self.flags.format,
-                "name": self._name(),
-                "seed": self.flags.seed,
-                "resize": self.settings["resize"],
-                "classes": self.dataset.classes,
-                "splits": finished,
-                "reencoded": odd,
-                "settings": self.settings,
-            }
-        )
-        counts = ", ".join(f"{about['images']:,} images of {split}" for split, about in finished.items())
-        print(f"{self.flags.out} is complete: {counts}, {len(self.dataset.classes):,} classes")
-        for image in odd:
-            print(f"re-encoded as RGB JPEG: {image['split']} {image['key']} ({image['why']})")
-        if absent := [split for split in SPLITS if split not in finished]:
-            print(f"there is no {absent[0]}: training needs both splits")
-        self._print_training_flags(finished)
-
-    def _print_training_flags(self, splits: dict[str, Any]) -> None:
-        if self.flags.format == "folder" or not set(SPLITS) <= splits.keys():
-            return
-        out = self.store.url if self.store else str(self.folder)
-        words = f"--data {shlex.quote(out)}"
-        if self.flags.format == "index":  # a training reads files outside of its folder only with this flag
-            words += f" {data_root_flag(self.settings['paths'].values())}"
-        print(printable(f"train with: {words}"))
-
-    def _name(self) -> str:
-        flags = self.flags
-        if flags.source == "imagenet":
-            return "imagenet"
-        return Path(shown(flags.data or flags.url or flags.train or flags.val)).stem or "images"
-
-    # --- One split
-
-    def _index(self, split: str) -> None:
-        """Writes the index of an archive, whose images stay where they are."""
-        path = Path(self.settings["paths"][split])
-        with ReadingProgress(split, 0, 0, self.dataset.bytes[split]) as progress:
-            if self.dataset.hashed:
-                with self.dataset.open(split, hashed=True) as (_, stream):
-                    assert stream is not None  # an index is of archives
-                    stream.watch = progress.tell
-                    self.dataset.check_md5(split, stream)
-            began = time.perf_counter()
-            classes: dict[str, np.ndarray] = {}
-            for listing in scan(path):
-                name = (listing.archive or "").rpartition("/")[2]
-                if name in classes:
-                    raise ValueError(f"{path}: {listing.archive}: {SECOND_CLASS}")
-                classes[name] = index_rows(listing, self.dataset.labels[split], path)
-                progress.tell(int(listing.offsets[-1]))
-        if not classes:
-            raise ValueError(f"{path} holds no images")
-        rows = np.concatenate(list(classes.values()))
-        self.dataset.check_counts(split, len(classes), len(rows))
-        shard = {"file": str(path), "bytes": path.stat().st_size, "images": len(rows), "sha256": None}
-        self.journal.begin_writing()
-        digest = write_index(self.folder, split, rows)
-        entry = {"images": len(rows), "index_sha256": digest, "shards": [shard]}
-        self.journal.finish_split(split, entry, [])
-        print(f"{split}: {len(rows):,} images indexed in {time.perf_counter() - began:.2f} s", flush=True)
-
-    def _write(self, split: str) -> None:
-        """Writes a split's shards or folders in one pass, or the rest of them."""
-        progress = self.journal.progress(split)
-        with contextlib.ExitStack() as stack:
-            groups, stream = stack.enter_context(self.dataset.open(split, self.dataset.hashed))
-            begin = progress.position if progress else Position()
-            # ImageNet's own archives are verified by their MD5 sums.
-            strict = self.flags.source != "imagenet" and not self.flags.no_verify
-            images = recoded(
-                batches(groups, self.dataset.labels[split], begin),
-                self.flags.resize,
-                self.flags.quality,
-                strict,
-            )
-            stack.callback(images.close)  # ends its threads
-            first = [] if progress else list(islice(images, SAMPLED))
-            progress = progress or self._new_progress(split, first)
-            self._check_room(progress.bytes - progress.written)
-            self.journal.begin_writing()
-            writer = self._writer(split, progress)
-            stack.callback(writer.close)
-            reading = ReadingProgress(split, writer.count, progress.read, self.dataset.bytes[split])
-            stack.enter_context(reading)
-            if stream is not None:
-                stream.watch = reading.tell
-            for batch in chain(first, images):
-                writer.write(batch.images)
-                progress.position = batch.position
-                progress.odd += batch.odd
-                progress.read += batch.bytes
-                progress.written += sum(len(image.data) for image in batch.images)
-                reading.show(writer.count, progress.read)
-                if self.journal.is_due():
-                    self.journal.record(split, progress, writer.commit())
-            self.dataset.check_counts(split, progress.position.group + 1, writer.count)
-            try:
-                self.dataset.check_md5(split, stream)
-            except ValueError:
-                self.journal.forget(split)  # its images are of the wrong archive
-                raise
-            self.journal.finish_split(split, writer.finish(), progress.odd)
-            reading.end(writer.count, progress.read)
-
-    def _new_progress(self, split: str, first: list[ImageBatch]) -> SplitProgress:
-        """Estimates a split's output from its first batches."""
-        before = sum(batch.bytes for batch in first)
-        after = sum(len(image.data) for batch in first for image in batch.images)
-        if not before:
-            raise ValueError(f"{shown(self.dataset.parts[split])} holds no images")
-        expected = math.ceil(self.dataset.bytes[split] * after / before)
-        return SplitProgress(expected, math.ceil(expected / (self.flags.shard_mib * 2**20)))
-
-    def _check_room(self, needed: int) -> None:
-        free = shutil.disk_usage(self.folder).free
-        if needed > free:
-            raise ValueError(
-                f"{self.folder} needs {needed / 2**30:,.1f} GiB, and {free / 2**30:,.1f} GiB are free: make"
-                " room, or give another folder"
-            )
-
-    def _writer(self, split: str, progress: SplitProgress) -> ShardWriter | FolderWriter:
-        if self.flags.format == "folder":
-            return FolderWriter(self.folder, split, progress.writer)
-        if progress.written > 2**30:  # hashing them takes a second or more
-            print(f"{split}: reading {progress.written / 2**30:,.1f} GiB of shards again", flush=True)
-        return ShardWriter(self.folder, split, progress.shards, self.flags.seed, progress.writer)
-
-    def _upload(self, split: str, store: ObjectStore) -> None:
-        """Uploads a finished split shard by shard, and removes each shard here."""
-        entry = self.journal.finished(split)
-        assert entry is not None
-        sizes = {shard["file"]: shard["bytes"] for shard in entry["shards"]}
-        done = 0
-        with ReadingProgress(split, 0, 0, sum(sizes.values()), "uploaded") as progress:
-            for file in (*sizes, index_name(split)):
-                if not self.journal.is_uploaded(file):
-                    store.upload(self.folder / file, file)
-                    self.journal.record_upload(file)
-                (self.folder / file).unlink(missing_ok=True)
-                done += sizes.get(file, 0)
-                progress.tell(done)
-        print(f"{split} is uploaded to {store.url}", flush=True)
-
-
-def find_parts(flags: argparse.Namespace) -> dict[str, str]:
-    """Finds train, val and devkit: the path or url of each part that exists."""
-    base, names, found = flags.url or os.path.expanduser(flags.data or ""), NAMES[flags.source], {}
-    for part, name in names.items():
-        given, beside = getattr(flags, part), base and f"{base.rstrip('/')}/{name}"
-        if given or (beside and (flags.url or exists(beside))):
-            found[part] = given or beside
-    if not {"train", "val"} & found.keys():
-        raise ValueError(f"--data {shown(base)}: there is neither {names['train']} nor {names['val']}")
-    if flags.source == "imagenet" and "devkit" not in found:
-        raise ValueError(
-            f"{DEVKIT} is missing{f' in {shown(base)}' if base else ''}: it has val's labels"
-            " and the names of the classes. Give --devkit, or --from tar for class tars without one"
-        )
-    if flags.format == "index" and (remote := [where for where in found.values() if "://" in where]):
-        raise ValueError(f"--format index takes files on this host, not {shown(remote[0])}")
-    return found
 
 
 if __name__ == "__main__":
