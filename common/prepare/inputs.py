@@ -54,11 +54,7 @@ class Input:
         self.where, self.size, self.version = where, size, version
         self.stream, self.end = self, size  # as a TarMember has them
         self._chunks_from, self._chunks = chunks_from, chunks_from(0)
-        self._chunk, self._start, self._at = (
-            b"",
-            0,
-            0,
-        )  # the current chunk, its position, and the next byte in it
+        self._chunk, self._start, self._at = b"", 0, 0  # the current chunk, its position, the next byte in it
         self._md5 = hashlib.md5(usedforsecurity=False) if hashed else None
         self._hasher = ThreadPoolExecutor(1) if hashed else None  # hashlib releases the GIL
         self._hashing: deque[Future[None]] = deque()

@@ -14,8 +14,8 @@ from typing import Any
 from common.data.decode import SPLITS
 from common.data.shards import JOURNAL, MANIFEST, MANIFEST_LIMIT, index_name
 from common.prepare.source import Position, RawDataset
-from common.prepare.writer import State, part_name, replace
-from common.system.files import parse_json, read_json, try_lock
+from common.prepare.writer import State, part_name
+from common.system.files import parse_json, read_json, try_lock, write_bytes
 from common.system.s3 import ObjectStore
 
 FOLDER_MANIFEST = "prepared.json"  # of --format folder, whose files it does not list
@@ -283,7 +283,7 @@ class Journal:
         for split in manifest["splits"]:
             (self.folder / part_name(split)).unlink(missing_ok=True)
         if self.store is None:
-            replace(self.folder / self.manifest, content)
+            write_bytes(self.folder / self.manifest, content)
         else:
             made = {shard["file"] for about in manifest["splits"].values() for shard in about["shards"]}
             made |= {index_name(split) for split in manifest["splits"]}
@@ -298,4 +298,4 @@ class Journal:
         (self.folder / JOURNAL).unlink()
 
     def _save(self) -> None:
-        replace(self.folder / JOURNAL, json.dumps(self.content).encode())
+        write_bytes(self.folder / JOURNAL, json.dumps(self.content).encode())

@@ -21,7 +21,7 @@ import numpy as np
 
 from common.data.decode import cores
 from common.prepare.source import RawImage
-from common.system.files import allow_open_files, sync
+from common.system.files import allow_open_files, write_bytes
 
 THREADS = 4  # write and hash: 1 GB/s each with the processor's SHA-256 instructions
 WAITING = 4  # calls that may wait for a thread, on average
@@ -251,17 +251,8 @@ def write_index(folder: Path, split: str, rows: np.ndarray) -> str:
     """Writes `<split>_index.npy`, int64 [N, 4], sorted by shard and offset. Returns its SHA-256."""
     content = BytesIO()
     np.save(content, rows[np.lexsort((rows[:, 1], rows[:, 0]))])
-    replace(folder / f"{split}_index.npy", content.getvalue())
+    write_bytes(folder / f"{split}_index.npy", content.getvalue())
     return hashlib.sha256(content.getvalue()).hexdigest()
-
-
-def replace(path: Path, content: bytes) -> None:
-    """Replaces a file. It has the old content or the new, also after a power failure."""
-    new = path.with_name(f".{path.name}.new")
-    new.write_bytes(content)
-    sync(new)
-    new.replace(path)
-    sync(path.parent)
 
 
 def _open(path: Path, length: int) -> int:

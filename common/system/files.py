@@ -70,11 +70,15 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, content: bytes) -> None:
     """Replaces the file atomically and waits until it is on the disk. On failure the old one stays."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        with open(temporary, "w") as file:
-            file.write(text)
+        with open(temporary, "wb") as file:
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)

@@ -610,7 +610,7 @@ def expected_samples() -> list[list[int]]:
 @pytest.fixture(scope="module")
 def one_process(shards, cache, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("one") / "run"
-    run([*python(), *VIT, "--data", shards, *cache, "--output_dir", folder])
+    run([*python(), *VIT, *NO_WORKERS, "--data", shards, *cache, "--output_dir", folder])
     assert samples(folder) == expected_samples()
     assert result(folder)["val_images"] == 25
     assert result(folder)["bad_images"] == 0
