@@ -25,12 +25,11 @@ import pytest
 import torch
 from PIL import Image
 
-import prep_imagenet
 from common.data.cache import prepare_data
 from common.data.decode import decode
 from common.data.images import open_images
 from common.data.shards import ShardImages, find_local, parse_index
-from common.prepare import devkit, journal, source
+from common.prepare import devkit, journal, preparation, source
 from common.prepare import writer as shard_writer
 from common.prepare.writer import tar_header
 from common.recipe import ImageRecipe
@@ -975,7 +974,7 @@ def test_a_split_that_failed_leaves_nothing(ilsvrc, tmp_path, monkeypatch):
     data.mkdir()
     (data / "train.tar").write_bytes(tar({"cat.tar": classes[0], "dog.tar": classes[1]}))
     (data / "val.tar").write_bytes(tar({"cat.tar": classes[0], "wolf.tar": classes[1]}))
-    monkeypatch.setattr(prep_imagenet, "SAMPLED", 1)
+    monkeypatch.setattr(preparation, "SAMPLED", 1)
     monkeypatch.setattr(source, "BATCH_IMAGES", 2)
     # threads that check would be a batch behind
     words = ["--from", "tar", "--data", data, "--no_verify", "--format", "folder", "--out"]
