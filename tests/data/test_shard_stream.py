@@ -375,8 +375,9 @@ def test_killed_in_a_download_the_same_command_works(url, s3, s3_proxy, tmp_path
 TRAINING = [*VIT, *STREAMS]
 
 
-def test_two_processes_of_a_host_fetch_each_shard_once(url, s3_proxy, tmp_path):  # noqa: F811
-    words = [*TRAINING, "--data", url, "--cache_dir", tmp_path / "cache", *cache_of(32)]
+@pytest.mark.parametrize("workers", [0, full(1)])
+def test_two_processes_of_a_host_fetch_each_shard_once(workers, url, s3_proxy, tmp_path):  # noqa: F811
+    words = [*TRAINING, "--workers", workers, "--data", url, "--cache_dir", tmp_path / "cache", *cache_of(32)]
     run([*accelerate("ddp_2gpu"), *words, "--output_dir", tmp_path / "run"], env=aws_env(s3_proxy.endpoint))
     assert samples(tmp_path / "run") == expected().tolist()
     assert result(tmp_path / "run")["val_images"] == 32

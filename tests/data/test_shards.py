@@ -310,6 +310,15 @@ BAD = {
         lambda f: change(f, lambda m: m["classes"].append(CLASSES[0])),
         "classes: they must differ",
     ),
+    "name no text": (lambda f: change(f, lambda m: m.update(name=3)), "look at its name"),
+    "a value missing": (
+        lambda f: change(f, lambda m: m["splits"]["val"]["shards"][0].pop("bytes")),
+        "look at its splits",
+    ),
+    "true for a number": (
+        lambda f: change(f, lambda m: m["splits"]["val"]["shards"][0].update(images=True)),
+        "look at its splits",
+    ),
     "no val": (lambda f: change(f, lambda m: m["splits"].pop("val")), "has no split val"),
     "count": (
         lambda f: change(f, lambda m: m["splits"]["val"].update(images=3)),
