@@ -99,6 +99,16 @@ def deepspeed(*flags: str) -> list:
     return [str(BIN / "deepspeed"), "--master_port", free_port, *flags]
 
 
+STRATEGIES = {  # the launcher of each; all but the first start two processes
+    "single": python(),
+    "ddp": accelerate("ddp_2gpu"),
+    "fsdp": accelerate("fsdp_2gpu"),
+    "zero1": accelerate("zero1_4gpu", "--num_processes", "2"),
+    "zero2": accelerate("zero2_2gpu"),
+    "zero3": accelerate("zero3_4gpu", "--num_processes", "2"),
+}
+
+
 def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))

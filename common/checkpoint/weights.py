@@ -38,20 +38,20 @@ class TrainedModel:
     classes: list[str] | None = None
 
 
-def find(place: str, which: str, scratch: Path, beat: Heartbeat) -> TrainedModel:
+def find(location: str, which: str, scratch: Path, beat: Heartbeat) -> TrainedModel:
     """Finds the model at a run's folder or s3:// prefix, a checkpoint's folder, or a .safetensors file.
 
     which: a run's `best` or `latest` checkpoint. A checkpoint's averaged weights are preferred. Downloads go
     to `scratch`. ValueError when there is no model, or it does not verify.
     """
-    if place.startswith("s3://"):
-        store = ObjectStore(place)
+    if location.startswith("s3://"):
+        store = ObjectStore(location)
         found = _download(store, which, scratch, beat)
         reports = Path("validation") / store.url.rpartition("/")[2]
         return _described(found, reports, f"{store.url}/checkpoints/{found.folder.name}")
-    path, file = Path(place).resolve(), None
+    path, file = Path(location).resolve(), None
     if not path.exists():
-        raise ValueError(f"{place}: there is no such folder or file")
+        raise ValueError(f"{location}: there is no such folder or file")
     if path.is_file():
         if not (path.parent / MANIFEST_FILE).exists():
             return TrainedModel(str(path), shortest(path), str(Path("validation") / path.stem))

@@ -15,10 +15,10 @@ from common.report.words import (
     chosen,
     claim,
     data,
+    evaluated_images,
     memory_gib,
     model,
     number,
-    split,
     utilisation_pct,
 )
 from common.system.files import read_json
@@ -281,7 +281,7 @@ def _table(comparison: Comparison) -> tuple[str, list[str]]:
         ("speed-up in training time", "{:.2f}", [factor for factor, _ in speed_ups]),
         ("efficiency", "{:.0%}", [_efficiency(first, *pair) for pair in zip(runs, speed_ups, strict=True)]),
         ("speed-up in whole time", "{:.2f}", [speed_up(first, run, "wall_s")[0] for run in runs]),
-        (f"best accuracy on the {split(first)}", "{:.4f}", facts("best_accuracy")),
+        (f"best accuracy on the {evaluated_images(first)}", "{:.4f}", facts("best_accuracy")),
         ("final accuracy", "{:.4f}", facts("final_accuracy")),
         ("final loss", "{:.4f}", facts("final_loss")),
         ("peak memory of a process", "{:.2f} GiB", [memory_gib(run) for run in runs]),

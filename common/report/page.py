@@ -9,7 +9,7 @@ from typing import Any
 from common.report import markdown as md
 from common.report.plots import Panel, confusion_matrix, panel, panels
 from common.report.record import RunRecord
-from common.report.words import REHEARSAL, claim, data, devices, model, number, split, where
+from common.report.words import REHEARSAL, claim, data, devices, evaluated_images, model, number, where
 from common.system.paths import public_path
 from common.system.text import plural
 
@@ -182,7 +182,7 @@ def _measures(run: RunRecord) -> str:
     ]
     if not rows:
         return "No evaluation."
-    head = ["", f"best on the {split(run)}, {number(best.get('step'), 'step {:,}')}"]
+    head = ["", f"best on the {evaluated_images(run)}, {number(best.get('step'), 'step {:,}')}"]
     head += [f"final, {number(final.get('step'), 'step {:,}')}"]
     images = number(run.facts.get("val_images"), f"{{:,}} {run.unit}, each counted once.")
     return f"{md.table(head, rows)}\n\n{images if 'val_images' in run.facts else ''}".rstrip()

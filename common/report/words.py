@@ -40,7 +40,7 @@ def data(run: RunRecord) -> str:
     return Path(run.facts.get("data", "unknown data")).name
 
 
-def split(run: RunRecord) -> str:
+def evaluated_images(run: RunRecord) -> str:
     """The images that the run was evaluated on."""
     whole = f"{run.facts['val_name']} split" if "val_name" in run.facts else "held-out images"
     part = run.recipe.get("max_val_images")
@@ -62,7 +62,7 @@ def claim(run: RunRecord) -> str:
     found = f"no evaluation of {data(run)}"
     for measure, words in (("accuracy", "reaches accuracy {:.4f}"), ("loss", "reaches loss {:.4f}")):
         if f"final_{measure}" in facts:
-            found = f"{words.format(facts[f'final_{measure}'])} on the {split(run)} of {data(run)}"
+            found = f"{words.format(facts[f'final_{measure}'])} on the {evaluated_images(run)} of {data(run)}"
             break
     epochs = f"{epoch:.3g} of {plural(facts.get('epochs', '?'), 'epoch')}"
     took = number(facts.get("wall_s"), ", {:,.0f} s") if "wall_s" in facts else ""

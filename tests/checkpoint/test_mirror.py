@@ -132,7 +132,7 @@ def test_the_first_machine_returns_with_an_old_folder(bucket, straight, tmp_path
     assert not (tmp_path / "first" / "confusion.json").exists(), "nobody wrote one"
 
 
-def test_bursts_slow_answers_and_cuts_are_got_over(bucket, mirror, tmp_path):
+def test_uploads_survive_bursts_slow_answers_and_cuts(bucket, mirror, tmp_path):
     proxy = bucket.proxy
     proxy.fail(status=503, times=3, method="PUT", path=".*optimizer")
     proxy.fail(status=500, code="InternalError", times=2, method="PUT", path=".*manifest")
@@ -228,7 +228,7 @@ def test_credentials_that_expire_in_the_middle(bucket, mirror):
 
 
 @pytest.mark.parametrize("trouble", ["expired", full("no bucket"), full("no credentials")])
-def test_what_would_fail_later_fails_at_once(trouble, bucket, tmp_path):
+def test_a_store_is_probed_before_the_training(trouble, bucket, tmp_path):
     words, env = bucket.words(tmp_path / "run"), dict(bucket.env)
     if trouble == "expired":
         bucket.proxy.expire_credentials()

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from common.checkpoint.optimizer_trial import try_out
 from common.distributed.layout import Layout, _Zero
-from tests.conftest import Job, accelerate, latest, mutate, python, run, tensors
+from tests.conftest import STRATEGIES, Job, latest, mutate, python, run, tensors
 
-STRATEGIES = ("ddp", "fsdp", "zero2", "zero3")
+ON_TWO_PROCESSES = ("ddp", "fsdp", "zero2", "zero3")
 CASES = ["adamw", "amsgrad", "adamw_first_without_gradient", "sgd", "sgd_momentum", "lion", "lamb", "nadam"]
 CASES += [
     "adafactor",
@@ -32,13 +32,6 @@ NOT_FLAT = dict.fromkeys(
     ("lamb", "adafactor", "adafactor_unfactored", "muon_mixed"), "depends on the whole parameter"
 )
 NOT_FLAT |= {"muon": "Param gradient must be a 2D matrix", "lookahead": "group by group"}
-LAUNCHERS = {
-    "single": python(),
-    "ddp": accelerate("ddp_2gpu"),
-    "fsdp": accelerate("fsdp_2gpu"),
-    "zero2": accelerate("zero2_2gpu"),
-    "zero3": accelerate("zero3_4gpu", "--num_processes", "2"),
-}
 REFUSED = {
     "single": {},
     "ddp": {"adamw_first_without_gradient": "every trained parameter needs a gradient .* first had none"},
@@ -51,7 +44,7 @@ REFUSED = {
 
 def compared(strategy: str, folder: Path, cases: list[str]) -> None:
     """Trains with each optimizer. Each that is not refused resumes bit-equal."""
-    words = [*LAUNCHERS[strategy], "-m", "tests.support.optimizers", folder, "--only", ",".join(cases)]
+    words = [*STRATEGIES[strategy], "-m", "tests.support.optimizers", folder, "--only", ",".join(cases)]
     run(words, env={"PYTHONWARNINGS": "ignore"})
     for case in cases:
         if case in REFUSED[strategy]:
@@ -97,7 +90,7 @@ def single(tmp_path_factory) -> Path:
         pytest.param("fsdp", ["lamb", "muon", "muon_mixed"], id="fsdp-three"),
         *(
             pytest.param(strategy, CASES, id=f"{strategy}-all", marks=pytest.mark.full)
-            for strategy in STRATEGIES
+            for strategy in ON_TWO_PROCESSES
         ),
     ],
 )
@@ -167,7 +160,7 @@ def test_another_optimizer_is_refused_or_starts_afresh(tmp_path, project_copy):
 )
 def test_a_refusal_is_one_line(strategy, old, new, message, project_copy, tmp_path):
     mutate(project_copy, "train_hello.py", old, new)
-    words = [*LAUNCHERS[strategy], "train_hello.py", "--trackers", "none", "--log_every", "1"]
+    words = [*STRATEGIES[strategy], "train_hello.py", "--trackers", "none", "--log_every", "1"]
     words += ["--output_dir", tmp_path / "run"]
     status, output = Job(words, cwd=project_copy).wait()
     assert status == 1

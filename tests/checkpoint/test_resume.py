@@ -9,6 +9,7 @@ from tests.conftest import (
     CNN,
     HALF_THE_CORES,
     RESNET,
+    STRATEGIES,
     VIT,
     Job,
     accelerate,
@@ -33,13 +34,7 @@ SCRIPTS = {
     "cnn_b": [*RESNET, "--label_smoothing", "0.1"],  # SGD with momentum, BatchNorm
     "vit": [*VIT, "--dropout", "0.1"],  # AdamW in two groups, drop path, mixup, clipping, EMA
 }
-LAUNCHERS = {
-    "single": python(),
-    "ddp": accelerate("ddp_2gpu"),
-    "fsdp": accelerate("fsdp_2gpu"),
-    "zero1": accelerate("zero1_4gpu", "--num_processes", "2"),
-    "zero2": accelerate("zero2_2gpu"),
-    "zero3": accelerate("zero3_4gpu", "--num_processes", "2"),
+LAUNCHERS = STRATEGIES | {
     "offload": accelerate("zero3_offload_4gpu", "--num_processes", "2"),
     "fsdp3": accelerate("fsdp_4gpu", "--num_processes", "3"),
     "zero3-3": accelerate("zero3_4gpu", "--num_processes", "3"),
@@ -194,7 +189,6 @@ def test_a_ring_of_strategies(script, uninterrupted, tmp_path, cache, stoppable)
     assert_same_training(tmp_path / "run", uninterrupted(script, "single"))
 
 
-STRATEGIES = ("single", "ddp", "fsdp", "zero1", "zero2", "zero3")
 EACH = [(a, b) for a in STRATEGIES for b in STRATEGIES]
 # Four micro-batches, on one, two and four processes. Of ResNet-18 two: the sum of two is the same in any
 # order, and one that is rounded otherwise now and then carries an activation over ReLU's edge.

@@ -283,7 +283,7 @@ def test_a_loopback_line_with_no_other_name_goes(sandbox):
         (HOSTS + "10.1.1.1 old node2\n", CLUSTER, "another line for a host of the block: 10.1.1.1 old node2"),
     ],
 )
-def test_what_will_mislead_is_warned_of(hosts, flags, warning, sandbox):
+def test_misleading_lines_are_warned_of(hosts, flags, warning, sandbox):
     sandbox.at("/etc/hosts").write_text(hosts)
     output = sandbox.setup(*flags)
     assert f"warning: {warning}" in output or f"warning: /etc/hosts has {warning}" in output
@@ -377,7 +377,7 @@ def test_a_python_that_is_too_old_is_said_before_pip_fails(sandbox, origin):
     assert not sandbox.at("/opt/train/.venv").exists()
 
 
-def test_the_repository_belongs_to_who_trains(sandbox, origin):
+def test_the_repository_belongs_to_the_user_who_trains(sandbox, origin):
     sandbox.do("chown", "-R", "nobody", "/opt/origin.git")
     flags = ["--repo", origin, "--user", "nobody"]
     assert "made by nobody" in sandbox.setup(*flags)

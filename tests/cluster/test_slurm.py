@@ -268,7 +268,7 @@ def test_a_job_that_fails_is_not_started_again(slurm, tmp_path):
         ([DDP, "train_hello.py", "--output-dir=x"], "not in a Slurm job: start it with sbatch"),
     ],
 )
-def test_what_is_missing_is_said(words, message):
+def test_missing_arguments_are_named(words, message):
     status, output = Job(["bash", "cluster/train.sbatch", *words]).wait(10)
     assert status == 2
     assert f"error: {message}" in output

@@ -149,7 +149,7 @@ def test_a_mistake_is_one_line(words, message, cluster):
     assert output.startswith(f"error: {message}")
 
 
-def test_who_is_not_root_is_told(cluster_tools):
+def test_root_is_needed(cluster_tools):
     words = [
         "setpriv",
         "--reuid=65534",

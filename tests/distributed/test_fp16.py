@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.conftest import CNN, RESNET, VIT, accelerate, metrics, mutate, python, result, run
+from tests.conftest import CNN, RESNET, STRATEGIES, VIT, accelerate, metrics, mutate, python, result, run
 
 FLAGS = [
     "--data",
@@ -21,14 +21,6 @@ FLAGS = [
     "none",
 ]
 SCRIPTS = {"cnn_a": CNN, "cnn_b": [*RESNET, "--lr", "0.01"], "vit": VIT}
-STRATEGIES = {
-    "single": python(),
-    "ddp": accelerate("ddp_2gpu"),
-    "fsdp": accelerate("fsdp_2gpu"),
-    "zero1": accelerate("zero1_4gpu", "--num_processes", "2"),
-    "zero2": accelerate("zero2_2gpu"),
-    "zero3": accelerate("zero3_4gpu", "--num_processes", "2"),
-}
 QUICK = [("vit", "fsdp")]
 PAIRS = [
     pytest.param(script, strategy, marks=[] if (script, strategy) in QUICK else pytest.mark.full)

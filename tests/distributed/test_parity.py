@@ -16,6 +16,7 @@ from tests.conftest import (
     HALF_THE_CORES,
     RESNET,
     ROOT,
+    STRATEGIES,
     VIT,
     accelerate,
     deepspeed,
@@ -41,21 +42,15 @@ SCRIPTS = {
 for path in sorted(ROOT.glob("train_*.py")):
     name = path.stem.removeprefix("train_")
     SCRIPTS.setdefault(name, [path.name, "--config", f"recipes/{name}_digits.yaml", *FLAGS])
-STRATEGIES = {
-    "ddp": (accelerate("ddp_2gpu"), []),
-    "fsdp": (accelerate("fsdp_2gpu"), []),
-    "zero1": (accelerate("zero1_4gpu", "--num_processes", "2"), []),
-    "zero2": (accelerate("zero2_2gpu"), []),
-    "zero3": (accelerate("zero3_4gpu", "--num_processes", "2"), []),
-    "deepspeed": (deepspeed("--num_gpus", "2"), ["--deepspeed_config", "ds_configs/zero2.json"]),
-}
+TWO_PROCESSES = {name: (launcher, []) for name, launcher in STRATEGIES.items() if name != "single"}
+TWO_PROCESSES["deepspeed"] = (deepspeed("--num_gpus", "2"), ["--deepspeed_config", "ds_configs/zero2.json"])
 # `make test` has each strategy with the ViT and some with the others; `make test-all` has the rest.
 QUICK = {("hello", "zero3"), ("cnn_b", "ddp"), ("cnn_b", "zero2")}
 PAIRS = [
     pytest.param(
         script, strategy, marks=[] if script == "vit" or (script, strategy) in QUICK else pytest.mark.full
     )
-    for script, strategy in product(SCRIPTS, STRATEGIES)
+    for script, strategy in product(SCRIPTS, TWO_PROCESSES)
 ]
 
 
@@ -81,7 +76,7 @@ def one_process(tmp_path_factory, cache):
 
 @pytest.mark.parametrize(("script", "strategy"), PAIRS)
 def test_two_processes_train_as_one_with_two_accumulations(script, strategy, one_process, tmp_path, cache):
-    launcher, flags = STRATEGIES[strategy]
+    launcher, flags = TWO_PROCESSES[strategy]
     run([*launcher, *command(script, cache), *flags, "--output_dir", tmp_path / "run"])
     assert_same_training(tmp_path / "run", one_process(script))
 
@@ -90,7 +85,7 @@ def test_two_processes_train_as_one_with_two_accumulations(script, strategy, one
 CHECKPOINTING = {
     "fsdp": accelerate("fsdp_2gpu", "--fsdp_activation_checkpointing", "true"),
     "single": python(),
-    **{strategy: launcher for strategy, (launcher, _) in STRATEGIES.items() if strategy != "fsdp"},
+    **{strategy: launcher for strategy, (launcher, _) in TWO_PROCESSES.items() if strategy != "fsdp"},
 }
 
 
@@ -102,7 +97,9 @@ CHECKPOINTING = {
     ],
 )
 def test_activation_checkpointing_changes_no_number(script, strategy, one_process, tmp_path, cache):
-    flags = STRATEGIES.get(strategy, ((), []))[1] + ([] if strategy == "fsdp" else ["--grad_checkpointing"])
+    flags = TWO_PROCESSES.get(strategy, ((), []))[1] + (
+        [] if strategy == "fsdp" else ["--grad_checkpointing"]
+    )
     words = [*CHECKPOINTING[strategy], *command(script, cache), *flags, "--output_dir", tmp_path / "run"]
     run(words, env=HALF_THE_CORES if strategy == "single" else None)
     assert_same_training(tmp_path / "run", one_process(script))
@@ -144,10 +141,10 @@ def test_compilation_changes_no_number(script, strategy, flags, one_process, tmp
 
 @pytest.mark.parametrize(
     "strategy",
-    [pytest.param(s, marks=[] if s == "ddp" else pytest.mark.full) for s in STRATEGIES],
+    [pytest.param(s, marks=[] if s == "ddp" else pytest.mark.full) for s in TWO_PROCESSES],
 )
 def test_two_processes_with_two_accumulations_train_as_one_with_four(strategy, one_process, tmp_path, cache):
-    launcher, flags = STRATEGIES[strategy]
+    launcher, flags = TWO_PROCESSES[strategy]
     smaller = ["--per_device_batch_size", "24"]
     run([*launcher, *command("vit", cache), *smaller, *flags, "--output_dir", tmp_path / "run"])
     assert_same_training(tmp_path / "run", one_process("vit", *smaller))
@@ -208,7 +205,7 @@ QUICK_MUTANTS = list(MUTANTS)[:3]
 def test_parity_finds(mutant, one_process, project_copy, tmp_path, cache):
     script, strategy, file, old, new = MUTANTS[mutant]
     mutate(project_copy, file, old, new)
-    launcher, flags = STRATEGIES[strategy]
+    launcher, flags = TWO_PROCESSES[strategy]
     words = [*launcher, *command(script, cache), *flags, "--output_dir", tmp_path / "run"]
     run(words, cwd=project_copy)
     with pytest.raises(AssertionError):

@@ -117,7 +117,7 @@ def rows(text: str) -> dict[str, list[str]]:
 # --- Pages
 
 
-def test_from_a_training_to_its_page_by_the_last_lines_alone(project, one):
+def test_the_last_line_of_each_command_leads_from_a_training_to_its_page(project, one):
     """Follows a new user: each command is the last line that the previous one printed."""
     _, output = one
     last = output.splitlines()[-1]
@@ -186,7 +186,7 @@ def test_a_killed_run_has_a_page_that_says_so(killed, book, tmp_path):
     assert "killed or still running" in (tmp_path / "book/README.md").read_text()
 
 
-def test_of_gpus_a_page_shows_what_their_telemetry_says(two, book, tmp_path):
+def test_a_page_shows_the_telemetry_of_gpus(two, book, tmp_path):
     """The telemetry is written by hand: two GPUs, 100 W each for 36 s, one throttled. It is no rehearsal."""
     folder = tmp_path / "run"
     shutil.copytree(two, folder)
@@ -249,7 +249,7 @@ BREAKS = {
 
 
 @pytest.mark.parametrize("how", BREAKS)
-def test_what_is_missing_or_broken_is_named(how, one, book, tmp_path):
+def test_missing_or_broken_files_are_named(how, one, book, tmp_path):
     """Damages each file alone, then all files of one run."""
     names = ["recipe.json", "result.json", "metrics.jsonl", "confusion.json"]
     names += [str(f.relative_to(one[0])) for f in one[0].glob("telemetry-*.jsonl")]
@@ -384,7 +384,7 @@ def test_a_comparison_says_what_the_results_say(one, two, book, tmp_path):
     assert different == {"": ["single x 1", "ddp x 2"], "per_device_batch_size": ["128", "64"]}
 
 
-def test_what_else_differs_is_said_and_without_equal_work_there_is_no_speed_up(one, book, tmp_path):
+def test_other_differences_are_listed_and_unequal_work_has_no_speed_up(one, book, tmp_path):
     other = tmp_path / "other"
     shutil.copytree(one[0], other)
     about = json.loads((other / "recipe.json").read_text())
@@ -638,7 +638,7 @@ def test_the_share_of_a_process_is_the_largest_that_fits_and_divides(tmp_path):
         assert "--per_device_batch_size=16 " in output
 
 
-def test_what_another_command_made_is_not_done_already(tmp_path):
+def test_the_product_of_another_command_is_made_again(tmp_path):
     product = tmp_path / "runs" / "single_gpu" / "result.json"
     product.parent.mkdir(parents=True)
     product.write_text('{"status": "finished"}')

@@ -141,7 +141,7 @@ CONTENTS = {
 
 
 @pytest.mark.parametrize("content", CONTENTS)
-def test_json_that_is_none_is_one_line_that_names_its_file(content, tmp_path, monkeypatch):
+def test_malformed_json_is_one_line_that_names_its_file(content, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     for name, read in READERS.items():
@@ -158,7 +158,7 @@ def test_json_that_is_none_is_one_line_that_names_its_file(content, tmp_path, mo
 
 
 @pytest.mark.parametrize("content", CONTENTS)
-def test_a_run_with_json_that_is_none_can_be_looked_at(content, tmp_path):
+def test_a_run_with_malformed_json_has_a_page(content, tmp_path):
     """Its page names the fault; no new run continues it; a broken owner.json blocks no start."""
     for name in ("recipe.json", "result.json", "confusion.json", "metrics.jsonl", "telemetry-a.jsonl"):
         (tmp_path / name).write_bytes(CONTENTS[content])

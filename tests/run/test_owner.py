@@ -49,7 +49,7 @@ def test_the_record_goes_with_the_owner(tmp_path):
     assert not said
 
 
-def test_of_many_at_once_one_wins(tmp_path):
+def test_one_of_many_starts_becomes_the_owner(tmp_path):
     script = (
         "import sys, time; from pathlib import Path; from common.run.owner import *\n"
         "try:\n    Owner(FolderRecord(Path(sys.argv[1])), lambda: None, print)\n"

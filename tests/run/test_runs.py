@@ -78,7 +78,7 @@ def test_weights_start_another_run_with_another_number_of_classes(tmp_path, cach
 
 
 @pytest.mark.parametrize("launcher", [python(), torchrun(2)], ids=["python", "torchrun"])
-def test_who_reads_the_output_may_go(launcher, tmp_path):
+def test_a_closed_output_stops_nothing(launcher, tmp_path):
     """The reader ends first, like `| tee` at Ctrl-C: the training continues to its end."""
     words = ["train_hello.py", "--max_steps", "60", "--log_every", "1", "--trackers", "none"]
     job = Job([*launcher, *words, "--output_dir", tmp_path / "run"], warm=launcher == python())

@@ -74,7 +74,7 @@ def search(memory, limit_gib: float, quantum: int) -> tuple[int, list[int]]:
 
 
 @pytest.mark.parametrize(("quantum", "most"), [(1, 7), (4, 5), (8, 5), (24, 5)])
-def test_where_memory_is_a_line_five_trials_are_enough(quantum, most):
+def test_five_trials_suffice_for_linear_memory(quantum, most):
     """A quantum of 1 and fewer than 32 images that fit need two more trials: there is no line yet."""
     sizes = itertools.product((0.1, 1, 9), (0.003, 0.02, 0.1, 0.3, 1), (2, 10, 80, 192))
     for fixed_gib, image_gib, limit_gib in sizes:
@@ -97,7 +97,7 @@ def test_where_memory_is_a_line_five_trials_are_enough(quantum, most):
     ],
     ids=["noise", "steps", "flat at first", "a cache that fills up what there is"],
 )
-def test_where_memory_is_no_line_the_search_ends_all_the_same(gib):
+def test_the_search_ends_when_memory_is_not_linear(gib):
     for seed in range(300):
         draw = random.Random(seed)
         image_gib, limit_gib = draw.uniform(0.002, 0.2), draw.uniform(1.5, 30)
@@ -117,7 +117,7 @@ def test_the_knee_is_the_smallest_size_that_no_other_beats_by_five_percent():
 # --- A launch
 
 
-def test_of_a_launch_that_hangs_nothing_is_left(tmp_path, monkeypatch):
+def test_a_hanging_launch_leaves_no_process(tmp_path, monkeypatch):
     """Also ends a process that has left its session and whose parent has ended."""
     monkeypatch.chdir(tmp_path)
     sleeper, starter, launcher = (tmp_path / name for name in ("sleeper.py", "starter.py", "launcher.py"))
@@ -183,7 +183,7 @@ def test_scripts_and_strategies(script, config, tmp_path):
     assert found["processes"] == (1 if config == "single_gpu" else 2)
 
 
-def test_where_the_images_end_before_the_memory(tmp_path):
+def test_the_data_set_limits_the_size(tmp_path):
     """Digits have 1,437 images: of the multiples of 1,024 only the first fits."""
     words = ["train_cnn_a.py", "--data=digits", "--widths=4,8,32"]
     found, output = find(tmp_path, "cpu", "--quantum=1024", "--memory_limit_gib=4", *words)
@@ -249,7 +249,7 @@ def test_mistakes_end_the_process(words, status, message):
     assert (ended, message in output.splitlines()[-1]) == (status, True), output
 
 
-def test_told_to_stop_it_leaves_nothing(tmp_path):
+def test_a_signal_leaves_no_process(tmp_path):
     file = tmp_path / "found" / "result.json"
     job = Job([*finder("ddp_2gpu", f"--output={file}", "--memory_limit_gib=2"), *CNN])
     while not (

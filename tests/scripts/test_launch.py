@@ -130,7 +130,7 @@ QUICK_ROAD = ("torchrun, c10d", 2, 1)
     ("road", "count", "slots"),
     [r if r == QUICK_ROAD else full(*r) for r in product(ROADS, (2, 4), (1, 2))],
 )
-def test_every_other_road(road, count, slots, cluster, one_process, tmp_path, cache):
+def test_other_launchers_train_the_same(road, count, slots, cluster, one_process, tmp_path, cache):
     """Starts by hand on each host; deepspeed on the first, which reaches the others by pdsh."""
     named = hosts.names()[:count]
     hostfile = tmp_path / "hostfile"
@@ -151,7 +151,7 @@ def test_every_other_road(road, count, slots, cluster, one_process, tmp_path, ca
     wait_until_empty(hosts.names(), 5)
 
 
-def test_the_fourth_write_ups_way(cluster, tmp_path):
+def test_the_default_script_and_the_logs(cluster, tmp_path):
     """Without a script it starts train_hello.py, with the flags; each host has a log."""
     for mode, processes in (
         (["single-node", "--gpus", "2"], 2),
@@ -335,7 +335,7 @@ def test_no_sshd_on_one_host(cluster, tmp_path):
     wait_until_empty(hosts.names(), 5)
 
 
-def test_who_reads_the_output_may_go(cluster, tmp_path):
+def test_a_closed_output_stops_nothing(cluster, tmp_path):
     """The reader ends first, like `| tee` at Ctrl-C: the hosts save, and the status is a preemption's."""
     training = Training(tmp_path)
     training.job.process.stdout.close()
@@ -419,7 +419,7 @@ def test_a_folder_that_can_not_be_written(cluster, tmp_path):
     wait_until_empty(hosts.names(), 5)
 
 
-def test_what_deepspeed_passes_on_holds_no_secret(tmp_path):
+def test_the_deepspeed_env_has_no_secret(tmp_path):
     """DeepSpeed reads the file line by line, and puts each on the command line of ssh."""
     (tmp_path / ".deepspeed_env").write_text("MINE=1\n\nNCCL_DEBUG=WARN\n")
     env = {"AWS_SECRET_ACCESS_KEY": "canary", "WANDB_API_KEY": "canary", "GLOO_SOCKET_IFNAME": "eth0"}

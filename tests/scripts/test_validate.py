@@ -343,7 +343,7 @@ def test_both_numbers_of_classes_are_named(copy, cache):
     assert f"digits has 10 classes, and {latest(copy)}/model.safetensors was trained for 2" in output
 
 
-def test_where_it_looks(copy, tmp_path):
+def test_places_of_a_model(copy, tmp_path):
     step = result(copy)["best_step"]
     checkpoint = latest(copy)
     for place in (copy, checkpoint, checkpoint / "model.safetensors"):

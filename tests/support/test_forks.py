@@ -78,7 +78,7 @@ def test_what_can_not_be_forked_is_started(words, tmp_path):
     assert Job([sys.executable, *words], env={"HF_HOME": str(tmp_path)}).wait(60) == (0, "False\n")
 
 
-def test_who_reads_the_output_may_go(tmp_path):
+def test_a_closed_output_stops_nothing(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("print('x' * 100_000)")
     statuses = []

@@ -193,7 +193,7 @@ def test_redacted(text, shown):
     assert redacted(text, ["key", ""]) == shown
 
 
-def test_an_owner_record_of_anything(store):  # noqa: F811
+def test_an_owner_record_with_any_content(store):  # noqa: F811
     """An owner.json with any content is read without a traceback, and shown in one bounded line."""
     for content in (b"[" * 100_000, b"\xff\x00", b'{"pid": 1e999}'):
         store.write("owner.json", content)

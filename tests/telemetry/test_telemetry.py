@@ -126,14 +126,14 @@ def test_a_killed_run_has_its_samples_and_a_restart_adds_to_them(stoppable, tmp_
     assert result(tmp_path / "run")["telemetry"][0]["samples"] == len(lines(file)) - 2
 
 
-def test_none_is_taken_where_none_is_wanted(tmp_path):
+def test_an_interval_of_0_takes_no_sample(tmp_path):
     run([*python(), *HELLO, "--telemetry_s", "0", "--output_dir", tmp_path / "run"])
     assert not list((tmp_path / "run").glob("telemetry-*"))
     found = result(tmp_path / "run")
     assert (found["telemetry"], found["energy_wh"]) == ([], None)
 
 
-def test_what_can_not_be_written_is_said_once_and_stops_nothing(tmp_path):
+def test_a_write_error_is_reported_once_and_stops_nothing(tmp_path):
     (tmp_path / "run" / f"telemetry-{NAME}.jsonl").mkdir(parents=True)
     output = run([*python(), *HELLO, *OFTEN, "--output_dir", tmp_path / "run"])
     said = [line for line in output.splitlines() if "telemetry is not complete" in line]
@@ -354,7 +354,7 @@ def test_hosts_are_apart_whatever_they_call_themselves():
     assert list(hosts[1].gpus) == ["10", "11"]
 
 
-def test_what_is_taken_while_it_grows_is_neither_lost_nor_doubled():
+def test_a_growing_queue_is_drained_without_loss_or_repetition():
     telemetry = Telemetry([ProcessInfo("a", 0, "CPU", None)], 0, None, 0, lambda: 0, 1)
     grow = threading.Thread(target=lambda: [telemetry._keep({"step": k}) for k in range(20_000)])
     grow.start()
