@@ -179,7 +179,7 @@ def test_a_dangling_link_is_no_trouble_with_ssh(cluster, tmp_path):
             ["train_cnn_a.py", "--lrr", "1"],
             "FAILS [script] localhost: train_cnn_a.py: error: unknown flag --lrr",
         ),
-        (["--hostfile", "nowhere"], "error: nowhere: No such file or directory"),
+        (["--hostfile", "nowhere"], "error: the hostfile nowhere can't be read: No such file"),
     ],
 )
 def test_a_mistake_is_said(words, message):
