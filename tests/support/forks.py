@@ -164,8 +164,6 @@ def _python_words(words: list[str], env: dict[str, str]) -> list[str] | None:
     after = rest[len(flags) :]
     if not after or (after[0].startswith("-") and (after[0] != "-m" or len(after) < 2)):
         return None
-    if after == ["-m", "common.hosts.agent"]:  # it waits until it has no descendants: its server would be one
-        return None
     return rest
 
 

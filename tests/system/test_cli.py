@@ -132,7 +132,6 @@ def test_statuses_of_a_job(tmp_path, monkeypatch):
         assert agent._was_preempted(file) == preempted
 
 
-@pytest.mark.real_processes  # a server of forked processes would outlive the launcher for GRACE_S
 def test_what_a_job_prints_is_not_its_status(tmp_path):
     """A script that fails prints `preempted: `."""
     (tmp_path / "script.py").write_text(
