@@ -44,6 +44,7 @@ test: $(INSTALLED_DEV)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	PYTHONPATH=. $(VENV)/bin/lint-imports --no-cache
+	$(VENV)/bin/mypy
 	$(VENV)/bin/python -m pytest -n 2 --no-loadscope-reorder -m "not full"
 
 # The products of strategies and scripts, and the long trainings: an hour on 2 cores.
