@@ -20,12 +20,13 @@ import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor, nn
 
 from common.system.files import discard, parse_json, sync, write_json
+from common.system.schema import fits
 
 FORMAT_VERSION = 1  # docs/checkpoints.md: when it rises, and which versions are read
 MODEL_FILE, OPTIMIZER_FILE, EMA_FILE, STATE_FILE, MANIFEST_FILE = (
@@ -238,30 +239,39 @@ def verify(folder: Path, beat: Callable[[], None] = lambda: None) -> Checkpoint:
     return Checkpoint(folder, manifest)
 
 
+class FileEntry(TypedDict):
+    size: int  # bytes
+    sha256: str
+
+
+class Manifest(TypedDict):
+    digest: str
+    format_version: Any
+    step: int
+    files: dict[str, FileEntry]
+
+
 def check_manifest(content: bytes, folder: Path | str) -> dict[str, Any]:
     """Parses and checks a checkpoint's manifest, without reading its other files. Damaged if wrong."""
     where = f"{folder}/{MANIFEST_FILE}"
     try:
         manifest = parse_json(content, where)
-        digest = manifest.pop("digest")
-        version, step, files = manifest["format_version"], manifest["step"], manifest["files"]
-        names, sizes = set(files), [(f["size"], f["sha256"]) for f in files.values()]
-        sound = all(type(size) is int and size >= 0 and type(sha) is str for size, sha in sizes)
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise Damaged(f"{where} is not a manifest") from None
-    if digest != _digest(manifest):
+    except ValueError:
+        manifest = {}
+    if not fits(manifest, Manifest) or any(file["size"] < 0 for file in manifest["files"].values()):
+        raise Damaged(f"{where} is not a manifest")
+    if manifest.pop("digest") != _digest(manifest):
         raise Damaged(f"{where} has changed since it was written")
+    version, names = manifest["format_version"], manifest["files"].keys()
     if type(version) is not int or not 1 <= version <= FORMAT_VERSION:
         raise ValueError(
             f"{where} has format version {version}, and this code reads 1 to {FORMAT_VERSION}: update it"
         )
     needed = {MODEL_FILE, OPTIMIZER_FILE, STATE_FILE}
-    if not sound or not needed <= names <= needed | {EMA_FILE}:
-        raise Damaged(
-            f"{where} names other files than those of a checkpoint: {', '.join(sorted(map(str, names)))}"
-        )
-    if step_of(Path(folder).name) != step:
-        raise Damaged(f"{where} belongs to step {step}")
+    if not needed <= names <= needed | {EMA_FILE}:
+        raise Damaged(f"{where} names other files than those of a checkpoint: {', '.join(sorted(names))}")
+    if step_of(Path(folder).name) != manifest["step"]:
+        raise Damaged(f"{where} belongs to step {manifest['step']}")
     return manifest
 
 

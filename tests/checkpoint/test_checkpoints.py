@@ -391,7 +391,11 @@ def test_a_manifest_can_not_name_other_files(name, hostile):
 
 @pytest.mark.parametrize(
     "changes",
-    [{"files": []}, {"files": {"model.safetensors": 1}}, {"step": "24"}, {"step": 25}, {"files": None}],
+    [
+        *({"files": []}, {"files": {"model.safetensors": 1}}, {"files": None}),
+        {"files": {"model.safetensors": {"size": -1, "sha256": "0"}}},
+        *({"step": "24"}, {"step": 25}),
+    ],
 )
 def test_a_manifest_of_another_shape(changes, hostile):
     forge(hostile, **changes)
