@@ -179,9 +179,7 @@ def _extension(archive: Input | TarMember, header: bytes) -> dict[str, bytes]:
     stream.skip_to(member.next)
     if kind == b"L":
         return {"path": content.rstrip(b"\0")}
-    records = (
-        _pax_records(content) if kind in (b"x", b"g") else {}
-    )  # K is a link's name: its member is refused
+    records = {} if kind == b"K" else _pax_records(content)  # K is a link's name: its member is refused
     if records is None or (kind == b"g" and records.keys() & {"path", "size"}):
         raise _refused(archive, "an extended header", "has records that are not supported")
     if any(key.startswith("GNU.sparse") for key in records):

@@ -224,9 +224,8 @@ class _Web:
                     return answer, chunk
             except (OSError, http.client.HTTPException) as error:
                 status = getattr(error, "code", None)  # of an HTTPError, which quotes the server's words
-                why = (
-                    _status(status) if status else redacted(str(error), [self._query]) or type(error).__name__
-                )
+                said = _status(status) if status else redacted(str(error), [self._query])
+                why = said or type(error).__name__
         raise ValueError(
             f"{self.shown}: nothing after byte {position:,} in {ATTEMPTS} attempts ({why}): check the url and"
             " the network, then start the same command again"

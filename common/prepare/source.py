@@ -47,9 +47,7 @@ class ImageBatch:
     images: list[RawImage]
     bytes: int  # of the images as they were read
     position: Position  # after the batch
-    odd: list[dict[str, str]] = field(
-        default_factory=list
-    )  # {"key", "why"} of the images that were re-encoded
+    odd: list[dict[str, str]] = field(default_factory=list)  # {"key", "why"} of re-encoded images
 
 
 class ImageGroup(NamedTuple):

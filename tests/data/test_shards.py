@@ -588,18 +588,8 @@ def test_tars_beside_class_folders_are_left_alone(name, tmp_path):
 
 VIT = ["train_vit.py", "--model", "test_vit", "--image_size", "32", "--patch_size", "8", "--log_samples"]
 VIT += ["--streams", "4", "--shuffle_window", "20", "--batch_size", "24", "--per_device_batch_size", "6"]
-VIT += [
-    "--epochs",
-    "3",
-    "--log_every",
-    "1",
-    "--mixed_precision",
-    "no",
-    "--trackers",
-    "none",
-    "--workers",
-    "1",
-]
+VIT += ["--epochs", "3", "--log_every", "1", "--mixed_precision", "no", "--trackers", "none"]
+VIT += ["--workers", "1"]
 STEPS = 21
 NO_WORKERS = ["--workers", "0"]  # their server imports torch anew, in each process of each launch
 LAUNCHERS = {1: python(), 2: accelerate("ddp_2gpu"), 4: accelerate("ddp_4gpu")}
