@@ -22,11 +22,18 @@ def run_command(main: Callable[[], int]) -> int:
         check_working_folder()
         return main()
     except (ValueError, OSError) as error:
-        print(f"error: {printable_lines(error)}", file=sys.stderr)
+        print(f"error: {printable_lines(_text(error))}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+
+
+def _text(error: Exception) -> str:
+    """The error's message; for a file's error without Python's number and quotes."""
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
 
 
 def command_parser(doc: str | None, usage: str | None = None) -> argparse.ArgumentParser:

@@ -173,7 +173,7 @@ def test_a_dangling_link_is_no_trouble_with_ssh(cluster, tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--json", "/no/such/x"], "error: [Errno 2] No such file or directory"),
+        (["--json", "/no/such/x"], "error: /no/such/x: No such file or directory"),
         (["nothing.py"], "FAILS [script] localhost: "),
         (
             ["train_cnn_a.py", "--lrr", "1"],
