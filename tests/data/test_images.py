@@ -322,7 +322,7 @@ def test_class_folders_of_one_size_become_an_array(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["parquet", "folders"])
-def test_what_does_not_fit_in_memory_stays_encoded(tmp_path, monkeypatch, kind):
+def test_data_too_large_for_memory_stays_encoded(tmp_path, monkeypatch, kind):
     make = parquet_folder if kind == "parquet" else class_folders
     root = make(tmp_path / "data")
     array = open_images(prepare_data(str(root), tmp_path / "one"))

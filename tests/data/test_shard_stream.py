@@ -22,6 +22,7 @@ from common.data.cache import prepare_data
 from common.data.images import open_images
 from common.order import evaluation_plan, stream_order, training_plan
 from common.recipe import ImageRecipe, share_out
+from common.system import s3 as object_store
 from common.system.files import read_lines
 from common.system.s3 import ObjectStore
 from tests.conftest import (
@@ -112,7 +113,7 @@ def expected(epochs: int = 2) -> np.ndarray:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_what_comes_is_the_same_and_the_cache_is_bounded(workers, local, url, through_proxy, tmp_path):
+def test_samples_are_the_same_and_the_cache_is_bounded(workers, local, url, through_proxy, tmp_path):
     """Reads the plans of two processes, with a cache for two thirds of the shards."""
     there = open_images(prepare_data(url, tmp_path / "cache"), RECIPE)
     here = open_images(prepare_data(str(local), tmp_path / "here"), RECIPE)
@@ -149,7 +150,7 @@ def test_an_epoch_fetches_each_shard_once_but_for_those_of_two_streams(url, thro
     assert fetched(through_proxy) <= readers
 
 
-def test_exactly_what_is_advised_is_enough(url, through_proxy, tmp_path, monkeypatch):
+def test_the_advised_cache_size_is_enough(url, through_proxy, tmp_path, monkeypatch):
     """Windows lie across the items in flight; an evaluation comes in the midst of the training, and at its
     end, while that has looked ahead as far as it may."""
     monkeypatch.setattr(shard_cache, "NO_ROOM_S", 5)
@@ -173,7 +174,7 @@ def test_exactly_what_is_advised_is_enough(url, through_proxy, tmp_path, monkeyp
     assert images.val.cache.reserved_bytes == 0
 
 
-def test_a_resume_reads_what_comes_and_not_the_epoch(url, through_proxy, tmp_path):
+def test_a_resume_reads_the_rest_and_not_the_epoch(url, through_proxy, tmp_path):
     train = open_images(prepare_data(url, tmp_path), RECIPE).train
     read(train, training_plan(train, share_out(24, 6, 1), 0, 0, 7, 8))
     rest = shards_of(expected()[7].tolist())
@@ -184,7 +185,9 @@ def test_a_resume_reads_what_comes_and_not_the_epoch(url, through_proxy, tmp_pat
 # Faults
 
 
-def test_cuts_and_bursts_are_got_over(local, url, through_proxy, tmp_path):
+def test_cuts_and_bursts_of_errors_are_retried(local, url, through_proxy, tmp_path, monkeypatch):
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)  # between boto's retries
+    monkeypatch.setattr(object_store, "_backoff_s", lambda attempt: 0.0)
     through_proxy.fail(503, times=3, path="manifest")
     through_proxy.fail(503, times=3, method="GET", path=r"train-00003\.tar")
     through_proxy.fail(500, "InternalError", times=2, method="HEAD", path=r"train-00007\.tar")
@@ -243,7 +246,7 @@ def test_a_cache_without_room_for_one_shard_is_refused_at_once(url, through_prox
         open_images(prepare_data(url, tmp_path), replace(RECIPE, cache_gib=SHARD_GIB * 0.9))
 
 
-def test_what_others_use_is_not_removed(url, through_proxy, tmp_path, monkeypatch):
+def test_shards_that_others_use_are_not_removed(url, through_proxy, tmp_path, monkeypatch):
     """Another process uses the whole cache: an error after a while."""
     monkeypatch.setattr(shard_cache, "NO_ROOM_S", 1)
     train = open_images(prepare_data(url, tmp_path), RECIPE).train
@@ -258,7 +261,7 @@ def test_what_others_use_is_not_removed(url, through_proxy, tmp_path, monkeypatc
     assert {path.name for path in shards_in(tmp_path)} == {*files, "train-00020.tar"} - {files[3]}
 
 
-def test_what_was_used_longest_ago_is_removed_first(url, through_proxy, tmp_path):
+def test_the_least_recently_used_shard_is_removed_first(url, through_proxy, tmp_path):
     cache = open_images(prepare_data(url, tmp_path), replace(RECIPE, cache_gib=3 * SHARD_GIB)).train.cache
     stop = threading.Event()
     for k in (0, 1, 2, 0, 3, 1):  # to 2 it is longest when 3 comes, and then to 0

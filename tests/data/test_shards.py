@@ -388,7 +388,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_what_is_damaged_is_refused_in_one_line(case, tmp_path):
+def test_damaged_data_is_refused_in_one_line(case, tmp_path):
     do, message = BAD[case]
     folder = write_shards(tmp_path / "tiny")
     do(folder)
@@ -638,7 +638,7 @@ def test_a_full_dev_shm_is_one_line(shards, cache, tmp_path):
 
 
 @pytest.mark.parametrize("rank", [full(0), 1])
-def test_what_one_process_fails_by_is_what_the_job_says(rank, cache, tmp_path):
+def test_the_job_reports_the_error_of_one_process(rank, cache, tmp_path):
     shards = write_shards(tmp_path / "data")
     break_image(shards, expected_samples()[0][-rank])  # of the first step the first image, or the last
     words = [*LAUNCHERS[2], *VIT, *NO_WORKERS, "--data", shards, *cache, "--output_dir", tmp_path / "run"]
@@ -653,7 +653,7 @@ def test_what_one_process_fails_by_is_what_the_job_says(rank, cache, tmp_path):
     assert "not an image of a known format" in result(tmp_path / "run")["error"]
 
 
-def test_an_interrupted_run_goes_on_at_the_next_sample(shards, cache, stoppable, tmp_path):
+def test_an_interrupted_run_continues_at_the_next_sample(shards, cache, stoppable, tmp_path):
     """The run is stopped inside an epoch on two processes, and continued by one."""
     words = [*VIT, *NO_WORKERS, "--data", shards, *cache, "--output_dir", tmp_path / "run"]
     status, output = Job([*LAUNCHERS[2], *words], cwd=stoppable, env={"STOP_AT": "10"}).wait()
@@ -662,7 +662,7 @@ def test_an_interrupted_run_goes_on_at_the_next_sample(shards, cache, stoppable,
     assert samples(tmp_path / "run") == expected_samples()
 
 
-def test_other_data_in_the_same_place_is_no_continuation(cache, tmp_path):
+def test_a_run_does_not_continue_on_other_data(cache, tmp_path):
     words = [*python(), *VIT, *NO_WORKERS, "--data", tmp_path / "tiny", *cache]
     words += ["--output_dir", tmp_path / "run"]
     write_shards(tmp_path / "tiny")

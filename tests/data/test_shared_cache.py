@@ -76,12 +76,12 @@ def test_a_folder_in_which_nobody_else_may_write_is_used_as_it_is(shared):
         assert prepare_data(str(shared / "images"), cache).parent == cache
 
 
-def test_what_root_has_prepared_is_used_by_all(shared):
+def test_data_that_root_prepared_is_used_by_all(shared):
     with user(ALICE):
         assert prepare_data(str(shared / "images"), shared / "root").parent == shared / "root"
 
 
-def test_what_another_has_put_there_is_not_used(shared):
+def test_a_folder_of_another_user_is_not_used(shared):
     """Another user knows the folder's name, and has put other pixels there first."""
     cache = cache_of(shared, MALLORY, 0o1777)
     with user(MALLORY):
