@@ -443,12 +443,14 @@ def test_told_to_stop_in_the_midst_of_a_step_it_saves(url, s3_proxy, tmp_path): 
     assert len(losses) == 2 * STEPS
 
 
-@pytest.mark.parametrize(("processes", "room"), [(1, 20), full(2, 26), full(4, 40)])
-def test_stopped_and_continued_from_s3(processes, room, url, s3_proxy, stoppable, tmp_path):  # noqa: F811
+@pytest.mark.parametrize(
+    ("processes", "workers", "room"), [(1, 0, 20), full(1, 1, 20), full(2, 1, 26), full(4, 0, 40)]
+)
+def test_stopped_and_continued_from_s3(processes, workers, room, url, s3_proxy, stoppable, tmp_path):  # noqa: F811
     """SIGTERM comes inside the first epoch, SIGKILL in a download of the evaluation at its end."""
     launcher = {1: python(), 2: accelerate("ddp_2gpu"), 4: accelerate("ddp_4gpu")}[processes]
     words = [*launcher, *TRAINING, *cache_of(room), "--data", url, "--cache_dir", tmp_path / "cache"]
-    words += [*NO_WORKERS, "--checkpoint_every", "2", "--output_dir", tmp_path / "run"]
+    words += ["--workers", workers, "--checkpoint_every", "2", "--output_dir", tmp_path / "run"]
     env = aws_env(s3_proxy.endpoint)
     status, output = Job(words, cwd=stoppable, env=env | {"STOP_AT": "5"}).wait()
     assert status == (75 if processes == 1 else 1), output
