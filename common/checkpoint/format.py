@@ -403,4 +403,6 @@ def _weights_file(path: Path) -> Path:
         path = next((place for place in places if place.is_dir()), path)
     if path.is_dir():
         path = path / (EMA_FILE if (path / EMA_FILE).exists() else MODEL_FILE)
+    if not path.exists():
+        raise ValueError(f"{path}: there is no such file")
     return path

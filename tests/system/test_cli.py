@@ -62,7 +62,8 @@ def test_a_command_with_closed_streams_or_in_a_removed_folder(command, tmp_path)
         assert "Traceback" not in output
     gone = f"cd {tmp_path} && mkdir gone && cd gone && rmdir {tmp_path}/gone &&"
     status, output = Job(shell(words, "", gone)).wait()
-    assert output == "error: the working folder was removed: change to another folder and start again\n"
+    assert output.startswith("error: the working folder was removed")
+    assert output.count("\n") == 1
     assert status == 1
 
 

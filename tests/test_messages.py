@@ -1,0 +1,191 @@
+"""Whole sentences of a user's mistakes. Other tests look for the kind of an error and the flag's name."""
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from common.batch_norm import RunningStatistics
+from common.checkpoint.format import load_weights
+from common.data.sources import find_source
+from common.distributed.answers import check_answers
+from common.distributed.gradients import without_gradient
+from common.hosts.hostfile import read_hostfile, select
+from common.order import Shuffled, steps_per_epoch
+from common.prepare.inputs import open_input
+from common.recipe import parse, share_out
+from common.system.cli import check_working_folder
+from train_cnn_a import CnnA
+
+DEEPSPEED = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": "zero.json"}
+
+
+def data(place: str) -> None:
+    find_source(place, lambda: None, show_progress=False)
+
+
+def images(*files: str) -> None:
+    """Empty files."""
+    for file in files:
+        os.makedirs(os.path.dirname(file), exist_ok=True)
+        open(file, "wb").close()
+
+
+def hosts(text: str, include: str = "") -> None:
+    with open("hostfile", "w") as file:
+        file.write(text)
+    select(read_hostfile(Path("hostfile")), include, "")
+
+
+def deepspeed(json: str) -> None:
+    with open("zero.json", "w") as file:
+        file.write(json)
+    check_answers(DEEPSPEED, 2)
+
+
+def removed_folder() -> None:
+    os.mkdir("gone")
+    os.chdir("gone")
+    os.rmdir("../gone")
+    check_working_folder()
+
+
+MESSAGES: dict[str, tuple[Callable[[], object], str]] = {  # {here}: the working folder
+    "unknown flag": (
+        lambda: parse(CnnA, ["--epoch", "3"]),
+        "train_cnn_a.py: error: unknown flag --epoch: did you mean --epochs?",
+    ),
+    "not a number": (
+        lambda: parse(CnnA, ["--epochs", "many"]),
+        "train_cnn_a.py: error: --epochs many: must be a whole number",
+    ),
+    "out of bounds": (
+        lambda: parse(CnnA, ["--label_smoothing", "2"]),
+        "train_cnn_a.py: error: --label_smoothing 2.0: must be from 0 to 1",
+    ),
+    "no such choice": (
+        lambda: parse(CnnA, ["--mixed_precision", "fp8"]),
+        "train_cnn_a.py: error: --mixed_precision fp8: choose among no, bf16, fp16",
+    ),
+    "two folders": (
+        lambda: parse(CnnA, ["--output_dir", "a", "--model_folder", "b"]),
+        "train_cnn_a.py: error: --output_dir and --model_folder exclude one another: give one of them",
+    ),
+    "no config file": (
+        lambda: parse(CnnA, ["--config", "nothing.yaml"]),
+        "train_cnn_a.py: error: --config nothing.yaml: No such file or directory",
+    ),
+    "batch and processes": (
+        lambda: share_out(100, None, 3),
+        "--batch_size 100 does not divide among 3 processes: choose 99 or 102",
+    ),
+    "batch and micro-batch": (
+        lambda: share_out(100, 32, 2),
+        "--batch_size 100 is no multiple of --per_device_batch_size 32 x 2 processes = 64: choose 64 or 128",
+    ),
+    "batch and data": (
+        lambda: steps_per_epoch(Shuffled(10), share_out(16, None, 2)),
+        "--batch_size 16 is more than the 10 training images: choose at most 10 (with 2 processes a multiple"
+        " of 2)",
+    ),
+    "a name near another": (
+        lambda: data("digit"),
+        "--data digit: does not exist; did you mean digits?",
+    ),
+    "no such data": (
+        lambda: data("/nowhere"),
+        "--data /nowhere: does not exist; give a folder or one of: digits, cifar10, synthetic",
+    ),
+    "no images": (
+        lambda: (images("d/notes.txt"), data("d")),
+        "--data {here}/d holds neither parquet files (train-*.parquet, test-*.parquet) nor class folders"
+        " (train/<class>/*.jpg, val/<class>/*.jpg)",
+    ),
+    "no validation images": (
+        lambda: (images("d/train/cat/a.jpg"), data("d")),
+        "--data {here}/d has train/, but no val/ or test/ to evaluate on",
+    ),
+    "other classes": (
+        lambda: (images("d/train/cat/a.jpg", "d/val/dog/a.jpg"), data("d")),
+        "--data {here}/d: the class folders of train/ and val/ differ: only in train: cat. only in val: dog.",
+    ),
+    "an empty class": (
+        lambda: (images("d/train/cat/a.jpg", "d/train/dog/a.txt", "d/val/cat/a.jpg"), data("d")),
+        "no images (.jpg .jpeg .png .webp .bmp) in {here}/d/train/dog: fill or remove the folder",
+    ),
+    "precision of a launcher": (
+        lambda: check_answers({"ACCELERATE_MIXED_PRECISION": "fp8"}, 2),
+        "the accelerate config has mixed_precision: fp8, which is not supported: choose bf16, fp16 or no",
+    ),
+    "FSDP 1": (
+        lambda: check_answers({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1"}, 2),
+        "the accelerate config has fsdp_version: 1, which is not supported: choose fsdp_version: 2",
+    ),
+    "MPI": (
+        lambda: check_answers({"OMPI_COMM_WORLD_SIZE": "2"}, 1),
+        "the accelerate config has mpirun_config: yes, which is not supported: choose multi-GPU, which is"
+        " also how several processes rehearse on a CPU",
+    ),
+    "an optimizer of DeepSpeed": (
+        lambda: deepspeed('{"zero_optimization": {"stage": 2}, "optimizer": {"type": "Adam"}}'),
+        "zero.json has optimizer, which is not supported: the script has its own",
+    ),
+    "DeepSpeed without ZeRO": (
+        lambda: deepspeed("{}"),
+        "zero.json has no zero_optimization: take one of ds_configs/",
+    ),
+    "malformed JSON": (
+        lambda: deepspeed('{"zero_optimization" 2}'),
+        "deepspeed_config_file zero.json, line 1, is no JSON: Expecting ':' delimiter",
+    ),
+    "a host twice": (
+        lambda: hosts("a slots=1\nb slots=1\na slots=2\n"),
+        "hostfile, line 3: a is in line 1 already",
+    ),
+    "a host without slots": (
+        lambda: hosts("a\n"),
+        "hostfile, line 1: expected `name slots=N`, found `a`",
+    ),
+    "no such host": (
+        lambda: hosts("a slots=1\n", include="b"),
+        "--include b: no host b; there are a",
+    ),
+    "no such archive": (
+        lambda: open_input("nothing.tar"),
+        "nothing.tar is no file: give the path, s3:// or http(s):// url of an archive",
+    ),
+    "no such weights": (
+        lambda: load_weights(nn.Linear(2, 2), Path("nothing.safetensors"), "head"),
+        "--weights nothing.safetensors: there is no such file",
+    ),
+    "another BatchNorm": (
+        lambda: RunningStatistics(nn.Sequential(nn.SyncBatchNorm(2))),
+        "the model has SyncBatchNorm, whose statistics depend on the number of"
+        " processes: use BatchNorm1d, 2d or 3d, or timm's BatchNormAct2d",
+    ),
+    "a removed folder": (
+        removed_folder,
+        "the working folder was removed: change to another folder and start again",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MESSAGES)
+def test_a_mistake_has_this_message(mistake, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["train_cnn_a.py"])
+    make, message = MESSAGES[mistake]
+    with pytest.raises((ValueError, SystemExit)) as raised:
+        make()
+    said = capsys.readouterr().err.strip() if raised.type is SystemExit else str(raised.value)
+    assert said == message.format(here=tmp_path)
+
+
+def test_a_missing_gradient_has_this_message():
+    assert without_gradient(["head.bias"]) == (
+        "under DDP every trained parameter needs a gradient in each step, and head.bias had none: set its"
+        " requires_grad to False, or train with FSDP or ZeRO"
+    )
