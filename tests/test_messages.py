@@ -19,6 +19,7 @@ from common.prepare.inputs import open_input
 from common.recipe import parse, share_out
 from common.system.cli import check_working_folder
 from train_cnn_a import CnnA
+from train_vit import Vit, build_model
 
 DEEPSPEED = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": "zero.json"}
 
@@ -30,7 +31,7 @@ def data(place: str) -> None:
 def images(*files: str) -> None:
     """Empty files."""
     for file in files:
-        os.makedirs(os.path.dirname(file), exist_ok=True)
+        os.makedirs(os.path.dirname(file) or ".", exist_ok=True)
         open(file, "wb").close()
 
 
@@ -161,6 +162,26 @@ MESSAGES: dict[str, tuple[Callable[[], object], str]] = {  # {here}: the working
         lambda: load_weights(nn.Linear(2, 2), Path("nothing.safetensors"), "head"),
         "--weights nothing.safetensors: there is no such file",
     ),
+    "weights of another kind": (
+        lambda: (images("w.safetensors"), load_weights(nn.Linear(2, 2), Path("w.safetensors"), "head")),
+        "--weights w.safetensors is not a safetensors file: Error while deserializing header: header too"
+        " small",
+    ),
+    "no such model": (
+        lambda: build_model(Vit(model="vit_nothing"), 10),
+        "--model vit_nothing is not in timm: timm.list_models('vit_*') names them",
+    ),
+    "no transformer": (
+        lambda: build_model(Vit(model="resnet18"), 10),
+        "--model resnet18 is no Vision Transformer that timm builds like this: ResNet.__init__() got an"
+        " unexpected keyword argument 'img_size'",
+    ),
+    "no way to the hub": (
+        lambda: build_model(Vit(model="vit_tiny_patch16_224", pretrained=True), 10),
+        "--pretrained: the hub can't be reached (An error happened while trying to locate the file on the Hub"
+        " and we cannot find the requested files in the local cache. Please check your connection and try"
+        " again or make sure your Internet connection is on.): give --weights FILE instead",
+    ),
     "another BatchNorm": (
         lambda: RunningStatistics(nn.Sequential(nn.SyncBatchNorm(2))),
         "the model has SyncBatchNorm, whose statistics depend on the number of"
@@ -177,6 +198,7 @@ MESSAGES: dict[str, tuple[Callable[[], object], str]] = {  # {here}: the working
 def test_a_mistake_has_this_message(mistake, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["train_cnn_a.py"])
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     make, message = MESSAGES[mistake]
     with pytest.raises((ValueError, SystemExit)) as raised:
         make()

@@ -16,7 +16,6 @@ from tests.data.test_shards import VIT, write_shards
 from tests.distributed.test_agreement import ranks_of
 from tests.support.warm import WarmJob
 
-REAL_PROCESSES = True
 SLOW = [*LONG, "--epochs", "3000"]
 LAUNCHERS = {
     "torchrun": torchrun(2),
@@ -38,6 +37,7 @@ def assert_preempted(folder, output: str, job: Job, ranks: list[psutil.Process])
     assert not (folder / "owner.json").exists()
 
 
+@pytest.mark.real_processes
 @pytest.mark.parametrize(
     ("launcher", "number", "to"),
     [
@@ -70,7 +70,7 @@ def test_told_to_stop(launcher, number, to, tmp_path):
     _, output = job.wait(60)
     assert_preempted(tmp_path / "run", output, job, ranks)
     step = result(tmp_path / "run")["steps"]
-    job = start_and_wait(words, tmp_path / "run")
+    job = start_and_wait(words, tmp_path / "run", warm=True)
     job.process.send_signal(signal.SIGTERM)
     _, output = job.wait(60)
     assert f"continuing at step {step:,} with" in output, output
@@ -95,7 +95,7 @@ def test_one_process_that_waits_for_ever(tmp_path, cache):
         os.replace(tmp_path / "pipe", shard)
     steps = -1
     while steps != (steps := len(metrics(tmp_path / "run"))):
-        time.sleep(5)
+        time.sleep(3)
     job.process.send_signal(signal.SIGTERM)
     status, output = job.wait(60)
     assert status == 1
