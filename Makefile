@@ -5,6 +5,12 @@ INSTALLED = $(VENV)/installed
 INSTALLED_DEV = $(VENV)/installed_dev
 # Exact versions. `make setup CONSTRAINTS=` installs the newest that requirements.txt allows.
 CONSTRAINTS ?= constraints.txt
+# `make setup TORCH=2.11`, `make test TORCH=2.11`: another torch of the range, in an environment of its own.
+TORCH ?=
+ifneq ($(TORCH),)
+VENV = .venv-torch$(TORCH)
+CONSTRAINTS =
+endif
 
 .PHONY: setup train tensorboard logbook experiment_vit experiment_speedup docs test test-all
 
@@ -12,7 +18,8 @@ setup: $(INSTALLED)
 
 $(INSTALLED): requirements.txt $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --requirement requirements.txt $(CONSTRAINTS:%=--constraint %)
+	$(VENV)/bin/python -m pip install --requirement requirements.txt $(CONSTRAINTS:%=--constraint %) \
+	    $(TORCH:%="torch==%.*")
 	touch $@
 
 $(INSTALLED_DEV): requirements-dev.txt $(INSTALLED)

@@ -5,12 +5,13 @@
     python doctor.py --data /data/cifar10 --output_dir /shared/run --s3 s3://bucket/prefix
     python doctor.py --config_file accelerate_configs/fsdp_2x4gpu.yaml train_vit.py --batch_size 512
 
-It asks all hosts at the same time, over ssh as launch.py does; then one process on each takes part in an
+It asks all hosts at the same time, over ssh as launch.py does; then one process per slot takes part in an
 all-reduce. The table has a row for each check and a column for each host. Each finding has a remedy, and a
 code that docs/trouble.md explains. With a script and its flags it also checks model, strategy and data.
 
 Exit status 1 if the job would fail, 0 otherwise, also with warnings. --json FILE writes all findings.
-Eight virtual hosts on 2 CPU cores: 1.6 s, and 9 s more for the all-reduce, for which each imports torch.
+Eight virtual hosts of one slot on 2 CPU cores: 1.6 s, and 9 s more for the all-reduce, for which each
+imports torch.
 """
 
 import argparse
@@ -22,7 +23,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from itertools import groupby
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ from common.hosts.hostfile import Host, read_hostfile, select
 from common.hosts.ssh import close_and_wait, master_address
 from common.system.cli import command_parser, run_command, split_at_script
 from common.system.files import read_accelerate_config
+from common.system.gpus import Devices, driver_problem
 from common.system.paths import ROOT
 
 ALL_REDUCE_S = 60
@@ -105,7 +107,7 @@ class Checks:
         return found
 
     def hosts(self) -> Iterator[Finding]:
-        self.checked += ["ssh", "clock", "versions", "driver", "code", "slots"]
+        self.checked += ["ssh", "clock", "versions", "driver", "old-driver", "driver-broken", "code", "slots"]
         self.checked += ["own-name", "shm", "open-files", *(["data"] if self.flags.data else [])]
         within_s = 300 if self.flags.data else ASK_S  # a folder may have a million files
 
@@ -191,22 +193,29 @@ class Checks:
                 yield Finding("s3", self.first, problem, True)
 
     def all_reduce(self) -> Iterator[Finding]:
-        alone = len(self.clients) < 2 and not self.gpus
-        if alone or not all(own.get("interface") for own in self.facts.values()):
+        """Runs a process per device, as the job does: GPUs of one host may hang, too."""
+        slots = [len(client.host.devices) for client in self.clients]
+        processes = sum(slots)
+        first_ranks = dict(zip(self.facts, accumulate(slots, initial=0), strict=False))
+        unusable = any(
+            driver_problem(Devices(**own["devices"]), own["torch_cuda"]) for own in self.facts.values()
+        )
+        if processes < 2 or unusable or not all(own.get("interface") for own in self.facts.values()):
             return
-        self.checked += ["all-reduce", *(["unsupported-gpu"] if self.gpus else [])]
+        self.checked += ["all-reduce", *(["unsupported-gpu", "unusable-gpu"] if self.gpus else [])]
         port = self.clients[0].ask("free_port").get("port")
-        ranks = {client.name: rank for rank, client in enumerate(self.clients)}
 
         def ask(client: HostClient) -> dict[str, Any]:
-            rendezvous = {"address": self.address, "port": port, "hosts": len(ranks)}
-            own = {"rank": ranks[client.name], "interface": self.facts[client.name]["interface"]}
-            return client.ask("all_reduce", ALL_REDUCE_S + 10, **rendezvous, **own, deadline_s=ALL_REDUCE_S)
+            job = {"address": self.address, "port": port, "processes": processes, "gpus": bool(self.gpus)}
+            own = {"first_rank": first_ranks[client.name], "devices": client.host.devices}
+            own["interface"] = self.facts[client.name]["interface"]
+            return client.ask("all_reduce", ALL_REDUCE_S + 10, **job, **own, deadline_s=ALL_REDUCE_S)
 
-        answers = {client.name: answer for client, answer in self._all(ask)}
-        yield from check_all_reduce(answers)
-        times = [answer for answer in answers.values() if "latency_s" in answer]
-        if len(times) == len(ranks):
+        times = []
+        for client, answer in self._all(ask):
+            yield from check_all_reduce(client.host, answer)
+            times += [rank for rank in answer.get("ranks", ()) if "latency_s" in rank]
+        if len(times) == processes:
             slowest, speed = max(t["latency_s"] for t in times), min(t["gb_per_s"] for t in times)
             interfaces = ", ".join(sorted({own["interface"] for own in self.facts.values()}))
             how = f"{times[0]['backend']} over {interfaces}"
@@ -218,7 +227,7 @@ class Checks:
             yield Finding("script", self.first, model["error"], True)
             return
         self.checked += ["strategy", "batch"]
-        memory_gib = min((gpu["memory_gib"] for gpu in self.gpus), default=None)
+        memory_gib = min((gpu["memory_gib"] for gpu in self.gpus if gpu["memory_gib"]), default=None)
         yield from check_job(self.first, self.config, model, memory_gib)
 
     def _all(

@@ -23,12 +23,12 @@ from common.distributed.activation_checkpointing import checkpoint_activations
 from common.distributed.agreement import agree
 from common.distributed.answers import (
     check_answers,
-    check_device_kind,
     check_wrapped_classes,
     enabled_precision,
     settle_answers,
 )
 from common.distributed.compilation import asked_for, compile_blocks
+from common.distributed.devices import check_devices
 from common.distributed.gradients import refuse_missing_gradients
 from common.distributed.precision import cast_inputs, chosen_precision
 from common.distributed.preemption import ready, watch
@@ -36,7 +36,7 @@ from common.distributed.rehearsal import keep_freed_memory, rehearse_on_cpu, use
 from common.distributed.rendezvous import join_after_restart, name_interface
 from common.distributed.strategy import plain_module, precision, strategy, versions
 from common.recipe import Batch, Job, recipe_part, share_out
-from common.system.env import processes_per_host, rank, world_size
+from common.system.env import rank, world_size
 from common.system.paths import ROOT
 
 
@@ -51,7 +51,7 @@ def start(job: Job, clip_norm: float = 0.0) -> tuple[Accelerator, Batch]:
     )
     batch = share_out(job.batch_size, job.per_device_batch_size, world_size(), job.unit)
     watch(job.timeout_s)
-    _check_devices()
+    check_devices()
     if not torch.cuda.is_available():
         os.environ["DS_ACCELERATOR"] = "cpu"  # deepspeed reads it on import, and Accelerate imports deepspeed
     rehearsal = "LOCAL_RANK" in os.environ and not torch.cuda.is_available()
@@ -134,21 +134,10 @@ def prepare(
             # Run finds a loss that is not finite, and says more than DeepSpeed's traceback would.
             wrapped.optimizer.loss_scaler.raise_error_at_min_scale = False
     if isinstance(prepared, nn.parallel.DistributedDataParallel):
-        prepared.forward_sync_buffers = False  # common.evaluation broadcasts them where they are used
+        prepared.broadcast_buffers = False  # common.evaluation broadcasts them where they are used
         refuse_missing_gradients(plain_module(prepared), wrapped.optimizer)
     prepared.train()
     return prepared, wrapped
-
-
-def _check_devices() -> None:
-    check_device_kind()
-    gpus, processes = torch.cuda.device_count(), processes_per_host()
-    if 0 < gpus < processes:
-        raise ValueError(
-            f"{processes} processes were started on this host, which has {gpus} GPU{'s' if gpus > 1 else ''}:"
-            f" set num_processes to {gpus} per host (--num_processes {gpus}), take another file of"
-            " accelerate_configs/, or rehearse on CPU by CUDA_VISIBLE_DEVICES= before the same command"
-        )
 
 
 def _fill_deepspeed_config(config: dict[str, Any], batch: Batch, clip_norm: float) -> None:

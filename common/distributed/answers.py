@@ -5,6 +5,7 @@ DeepSpeed JSON file.
 """
 
 import difflib
+import importlib.util
 import json
 import os
 import re
@@ -214,6 +215,11 @@ def check_answers(
     _check_processes(env)
     if _is_on(env, "ACCELERATE_USE_PARALLELISM_CONFIG"):
         _check_sizes(env, processes)
+    zero = deepspeed_config or _is_on(env, "ACCELERATE_USE_DEEPSPEED")
+    if zero and importlib.util.find_spec("deepspeed") is None:
+        raise ValueError(
+            "ZeRO needs DeepSpeed, which is not installed: take one of fsdp_*.yaml, or install it"
+        )
     if deepspeed_config:
         _check_launcher(env, deepspeed_config)
         config = _read_deepspeed("--deepspeed_config", deepspeed_config)

@@ -21,6 +21,10 @@ def chosen_precision(flag: str | None) -> str:
         remark = "fp16 is slow on a CPU; it is computed all the same, with loss scaling as on a GPU"
     elif not torch.cuda.is_available() and wanted == launchers == "bf16" and not has_native_bf16():
         remark, wanted = "bf16 is not native to this CPU: the rehearsal is in fp32", "no"
+    elif (
+        torch.cuda.is_available() and wanted == launchers == "bf16" and flag is None and not has_native_bf16()
+    ):
+        remark, wanted = "bf16 is not native to this GPU: the config's bf16 becomes fp16", "fp16"
     elif wanted == "bf16" and torch.cuda.is_available() and not has_native_bf16():
         remark = "this GPU has no native bf16 and emulates it: --mixed_precision fp16 is faster here"
     if remark and rank() == 0:

@@ -1,7 +1,8 @@
 """Facts about a started job: its strategy, sharding, precision, device and versions."""
 
+import contextlib
 import platform
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -62,5 +63,8 @@ def device_name(accelerator: Accelerator) -> str:
 
 def versions() -> dict[str, str]:
     """Versions of the packages that affect results or communication."""
-    packages = {name: version(name) for name in ("torch", "accelerate", "deepspeed", "timm", "numpy")}
-    return {"python": platform.python_version(), **packages}
+    found = {"python": platform.python_version()}
+    for name in ("torch", "accelerate", "deepspeed", "timm", "numpy"):
+        with contextlib.suppress(PackageNotFoundError):  # DeepSpeed is needed for ZeRO alone
+            found[name] = version(name)
+    return found

@@ -1,7 +1,8 @@
-"""One process of doctor.py's group of all hosts: tests their connections and times an all-reduce.
+"""One process of doctor.py's group of all devices: tests their connections and times an all-reduce.
 
 The backend is a job's: nccl between GPUs, else gloo. Prints two lines of JSON: torch's GPU architectures and
 the GPU's; then the seconds of a small all-reduce, and GB/s of a large one (bytes of the tensor / seconds).
+With --gpus the host has GPUs: where torch can't use them, the first line says why (`unusable`), and it ends.
 """
 
 import json
@@ -19,15 +20,21 @@ ROUNDS = 5
 
 
 def main() -> None:
-    within_s = float(sys.argv[1])
-    gpu = torch.cuda.is_available()
-    about = {
-        "built_for": torch.cuda.get_arch_list() if gpu else [],
-        "capability": torch.cuda.get_device_capability() if gpu else None,
-    }
-    print(json.dumps(about), flush=True)  # first: on a GPU that torch was not built for the rest fails
+    within_s, gpu = float(sys.argv[1]), "--gpus" in sys.argv[2:]
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
+    if gpu:
+        try:
+            torch.cuda.init()
+            torch.cuda.set_device(device)
+        except (RuntimeError, AssertionError) as error:  # AssertionError: a torch without CUDA
+            print(json.dumps({"unusable": str(error).splitlines()[0]}), flush=True)
+            sys.exit(1)
+        about = {
+            "built_for": torch.cuda.get_arch_list(),
+            "capability": torch.cuda.get_device_capability(),
+        }
+        print(json.dumps(about), flush=True)  # first: on a GPU that torch was not built for the rest fails
     dist.init_process_group("nccl" if gpu else "gloo", timeout=timedelta(seconds=within_s))
-    device = torch.device("cuda" if gpu else "cpu")
     found = {
         "latency_s": _seconds(torch.ones(SMALL, device=device)),
         "gb_per_s": LARGE * 4 / 1e9 / _seconds(torch.ones(LARGE, device=device)),

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.hosts.hostfile import Host
+from common.system.gpus import Devices, driver_problem, runs_on
 
 Facts = dict[str, dict[str, Any]]  # host's name -> its facts
 
@@ -24,11 +25,15 @@ MEANINGS = {
     "versions": "Python or a package differs: ranks would refuse to start together",
     "driver": "driver or NCCL differ between hosts; another NCCL hangs in its first collective",
     "code": "a file of the project differs: ranks would refuse to start together",
+    "old-driver": "the installed torch needs a newer driver: a training would run on the CPU",
+    "driver-broken": "the driver does not answer: it was updated and not loaded, a GPU failed, or a container"
+    " lost it",
     "slots": "the hostfile counts GPUs that are not there, or some hosts have none",
     "device-memory": "another process holds a GPU's memory",
     "peer-access": "GPUs of a host exchange data through its memory",
     "precision": "a GPU emulates bf16",
     "unsupported-gpu": "the installed torch has no code for this GPU",
+    "unusable-gpu": "torch can't use a GPU that the driver reports",
     "interface": "no route to the first host, or its address is a loopback",
     "own-name": "/etc/hosts has the host's own name as 127.0.1.1, as Debian does: torchrun with c10d does not"
     " recognise itself by its address",
@@ -55,11 +60,15 @@ REMEDIES = {
     "versions": "`make setup` on the host: the ranks would refuse to start together",
     "driver": "the same driver on all hosts, or at least the same NCCL",
     "code": "bring the host to the same commit (`git pull`): the ranks would refuse to start together",
+    "old-driver": "a newer driver, or a torch for this one: README, `GPUs and drivers`",
+    "driver-broken": "restart the host, or the container; `dmesg | grep -i NVRM` says more",
     "slots": "correct the hostfile, or free the GPUs",
     "device-memory": "end the process that holds the memory, or leave the GPU out by --exclude HOST:N",
     "peer-access": "nothing to do on machines without NVLink; NCCL goes through host memory, slower",
     "precision": "--mixed_precision fp16 on GPUs before compute capability 8.0",
-    "unsupported-gpu": "a torch that was built for this GPU: accelerate_configs/README.md, `Precision`",
+    "unsupported-gpu": "a torch that was built for this GPU: README, `GPUs and drivers`",
+    "unusable-gpu": "`python -c 'import torch; torch.cuda.init()'` must work on the host; a torch without"
+    " CUDA (+cpu) is replaced by `make setup`",
     "interface": "a route between the hosts, or --master_addr with an address that all of them reach",
     "own-name": "in /etc/hosts give the host's name its real address; `launch.py` does not need it",
     "port-taken": "end that process, or give another --port",
@@ -96,6 +105,7 @@ def check_hosts(hosts: list[Host], facts: Facts) -> Iterator[Finding]:
         if (own := facts.get(host.name)) is None:
             continue
         gpus = own["devices"]["gpus"]
+        yield from _check_driver(host.name, own)
         if gpus and max(host.devices) >= len(gpus):
             what = f"slot {max(host.devices)} in the hostfile, and {len(gpus)} GPUs"
             yield Finding("slots", host.name, what, True)
@@ -114,12 +124,19 @@ def check_hosts(hosts: list[Host], facts: Facts) -> Iterator[Finding]:
             yield Finding("data", host.name, own["data"]["problem"], True)
 
 
+def _check_driver(host: str, own: dict[str, Any]) -> Iterator[Finding]:
+    devices = Devices(**own["devices"])
+    if problem := driver_problem(devices, own["torch_cuda"]):
+        code = "driver-broken" if devices.problem else "old-driver" if own["torch_cuda"] else "unusable-gpu"
+        yield Finding(code, host, problem, True)
+
+
 def _check_gpu(host: str, number: int, gpu: dict[str, Any]) -> Iterator[Finding]:
-    held = gpu["memory_gib"] - gpu["free_gib"]
-    if held > HELD_PART * gpu["memory_gib"]:
+    held = gpu["memory_gib"] - gpu["free_gib"] if gpu["memory_gib"] else 0
+    if held > HELD_PART * (gpu["memory_gib"] or 0):
         by = f" by process {', '.join(gpu['held_by'])}" if gpu["held_by"] else ""
         yield Finding("device-memory", host, f"{held:.1f} GiB of GPU {number} are held{by}", False)
-    if gpu["capability"] < [8, 0]:
+    if gpu["capability"] and gpu["capability"] < [8, 0]:
         capability = ".".join(map(str, gpu["capability"]))
         yield Finding(
             "precision", host, f"GPU {number} ({gpu['name']}, {capability}) has no native bf16", False
@@ -159,24 +176,26 @@ def _differences(code: str, name: str, values: dict[str, Any], fails: bool) -> I
             yield Finding(code, host, f"{name} is {value}, elsewhere {usual}", fails)
 
 
-def check_all_reduce(answers: Facts) -> Iterator[Finding]:
-    for host, answer in answers.items():
-        problem = answer.get("problem") or answer.get("error")
-        major, minor = answer.get("capability") or (0, 0)
-        if major and not any(_runs_on(built, major, minor) for built in answer["built_for"]):
-            what = f"torch is built for {', '.join(answer['built_for'])}, the GPU is sm_{major}{minor}"
-            yield Finding("unsupported-gpu", host, what, True)
-        elif problem:
-            yield Finding("all-reduce", host, problem, True)
-
-
-def _runs_on(built: str, major: int, minor: int) -> bool:
-    """True when the GPU runs code for `built`: sm_80 on later minors of its major, compute_80 on newer."""
-    kind, _, number = built.partition("_")
-    built_major, built_minor = divmod(int(number.rstrip("af")), 10)
-    if kind == "compute":
-        return (built_major, built_minor) <= (major, minor)
-    return built_major == major and built_minor <= minor
+def check_all_reduce(host: Host, answer: dict[str, Any]) -> Iterator[Finding]:
+    """Findings from a host's answer: of each device, and the same of several once."""
+    found: dict[tuple[str, str], list[int]] = {}  # code and what is wrong -> devices
+    for device, own in zip(host.devices, answer.get("ranks", ()), strict=False):
+        major, minor = own.get("capability") or (0, 0)
+        if "unusable" in own:
+            key = ("unusable-gpu", own["unusable"])
+        elif major and not any(runs_on(built, major, minor) for built in own["built_for"]):
+            what = f"torch is built for {', '.join(own['built_for'])}, the GPU is sm_{major}{minor}"
+            key = ("unsupported-gpu", what)
+        elif own["problem"]:
+            key = ("all-reduce", own["problem"])
+        else:
+            continue
+        found.setdefault(key, []).append(device)
+    for (code, what), devices in found.items():
+        of = "" if len(devices) == len(host.devices) else f"slot {', '.join(map(str, devices))}: "
+        yield Finding(code, host.name, of + what, True)
+    if "error" in answer:
+        yield Finding("all-reduce", host.name, answer["error"], True)
 
 
 def check_job(

@@ -17,13 +17,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from common.hosts.ssh import connection_addresses
+from common.system.gpus import devices, torch_cuda, visible_devices
 from common.system.network import interface_to, listener, use_interface
 from common.system.paths import ROOT
 
@@ -67,7 +67,8 @@ def facts(data: str | None, data_root: tuple[str, ...] = ()) -> dict[str, Any]:
         "versions": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
         "nccl": _nccl_version(),
         "code": code(),
-        "devices": devices(),
+        "devices": devices()._asdict(),
+        "torch_cuda": torch_cuda(),
         "shm_gib": shutil.disk_usage("/dev/shm").free / 2**30 if Path("/dev/shm").is_dir() else 0.0,
         "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         "data": _contents(data, tuple(data_root)) if data else None,
@@ -138,21 +139,53 @@ def s3(url: str) -> dict[str, Any]:
 
 
 def all_reduce(
-    address: str, port: int, rank: int, hosts: int, interface: str, deadline_s: float
+    address: str,
+    port: int,
+    first_rank: int,
+    processes: int,
+    devices: list[int],
+    gpus: bool,
+    interface: str,
+    deadline_s: float,
 ) -> dict[str, Any]:
-    """Runs one process in a group of all hosts: latency and bandwidth, or `problem`."""
-    env = os.environ | use_interface(interface)
-    env |= {"MASTER_ADDR": address, "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(hosts)}
-    words = [sys.executable, "-m", "common.hosts.all_reduce", str(deadline_s)]
-    try:
-        done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=deadline_s, cwd=ROOT)
-    except subprocess.TimeoutExpired:
-        return {"problem": f"no answer within {deadline_s:.0f} s"}
+    """Runs one process per device in a group of all hosts, as a job would: their answers as `ranks`.
+
+    An answer has latency and bandwidth, or `problem`, and torch's facts about its GPU. devices: as the
+    hostfile numbers them. gpus: True when the job's hosts have GPUs, which torch must then use.
+    """
+    env = os.environ | use_interface(interface) | visible_devices(devices)
+    env |= {"MASTER_ADDR": address, "MASTER_PORT": str(port), "WORLD_SIZE": str(processes)}
+    words = [sys.executable, "-m", "common.hosts.all_reduce", str(deadline_s), *(["--gpus"] if gpus else [])]
+    started = [
+        subprocess.Popen(
+            words,
+            env=env | {"RANK": str(first_rank + number), "LOCAL_RANK": str(number)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+        )
+        for number in range(len(devices))
+    ]
+    deadline = time.monotonic() + deadline_s
+    with ThreadPoolExecutor(len(started)) as threads:
+        return {
+            "ranks": list(threads.map(lambda child: _all_reduce_answer(child, deadline, deadline_s), started))
+        }
+
+
+def _all_reduce_answer(child: subprocess.Popen[str], deadline: float, deadline_s: float) -> dict[str, Any]:
     found: dict[str, Any] = {"problem": None}
-    for line in done.stdout.splitlines():
+    try:
+        output, errors = child.communicate(timeout=deadline - time.monotonic())
+    except subprocess.TimeoutExpired:
+        child.kill()
+        output, errors = child.communicate()
+        found["problem"] = f"no answer within {deadline_s:.0f} s"
+    for line in output.splitlines():
         found |= json.loads(line)
-    if done.returncode:
-        found["problem"] = (done.stderr.strip() or f"exit status {done.returncode}").splitlines()[-1]
+    if child.returncode and not found["problem"]:
+        found["problem"] = (errors.strip() or f"exit status {child.returncode}").splitlines()[-1]
     return found
 
 
@@ -161,52 +194,6 @@ def code() -> dict[str, str]:
     patterns = ("*.py", "common/**/*.py", "accelerate_configs/*.yaml", "ds_configs/*.json")
     files = sorted(file for pattern in patterns for file in ROOT.glob(pattern))
     return {str(file.relative_to(ROOT)): hashlib.sha256(file.read_bytes()).hexdigest()[:12] for file in files}
-
-
-def devices() -> dict[str, Any]:
-    """The GPUs as the driver reports them; without a driver none, and `problem`."""
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError as error:
-        return {"driver": None, "problem": str(error), "gpus": []}
-    try:
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
-        gpus = [_gpu(pynvml, handle) for handle in handles]
-        for gpu, handle in zip(gpus, handles, strict=True):
-            gpu["peers"] = [_reaches(pynvml, handle, other) for other in handles if other is not handle]
-        return {"driver": pynvml.nvmlSystemGetDriverVersion(), "problem": None, "gpus": gpus}
-    except pynvml.NVMLError as error:  # a question that this GPU does not support
-        return {"driver": pynvml.nvmlSystemGetDriverVersion(), "problem": str(error), "gpus": []}
-    finally:
-        pynvml.nvmlShutdown()
-
-
-def _gpu(pynvml: Any, handle: Any) -> dict[str, Any]:
-    memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
-    held_by = []
-    for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle):
-        try:
-            held_by.append(f"{process.pid} {psutil.Process(process.pid).name()}")
-        except psutil.Error:
-            held_by.append(str(process.pid))
-    return {
-        "name": pynvml.nvmlDeviceGetName(handle),
-        "capability": list(pynvml.nvmlDeviceGetCudaComputeCapability(handle)),
-        "memory_gib": memory.total / 2**30,
-        "free_gib": memory.free / 2**30,
-        "held_by": held_by,
-    }
-
-
-def _reaches(pynvml: Any, one: Any, other: Any) -> bool:
-    """True when a GPU reads the other's memory without the host."""
-    try:
-        status = pynvml.nvmlDeviceGetP2PStatus(one, other, pynvml.NVML_P2P_CAPS_INDEX_READ)
-    except pynvml.NVMLError:
-        return False
-    return status == pynvml.NVML_P2P_STATUS_OK
 
 
 def _contents(data: str, data_root: tuple[str, ...]) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from common.hosts.agent import BEAT_S, HELLO, SUSPENDED
 from common.hosts.hostfile import Host
 from common.hosts.ssh import SSH_FAILED, close_and_wait, master_address, start_on
 from common.system.env import PREEMPTED
+from common.system.gpus import visible_devices
 from common.system.paths import ROOT
 from common.system.processes import is_under_nohup
 
@@ -82,7 +83,7 @@ class HostConnection:
         devices = self.host.devices
         if devices == tuple(range(len(devices))):
             return {}
-        return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))}
+        return visible_devices(devices)
 
     def send(self, line: str) -> None:
         with self.lock, contextlib.suppress(OSError, ValueError):

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from common.distributed import accelerator, precision, rehearsal
+from common.distributed.devices import check_devices
 from common.recipe import share_out
 from common.telemetry.memory import is_out_of_memory
 
@@ -17,19 +18,21 @@ def _no_launcher(monkeypatch):
 def gpus(monkeypatch, count, capability=(9, 0)):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=0: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=0: "a GPU")
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_75", "sm_80", "sm_90"])
 
 
 def test_too_few_gpus(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     gpus(monkeypatch, 2)
     with pytest.raises(ValueError, match="4 processes were started on this host, which has 2 GPUs") as error:
-        accelerator._check_devices()
+        check_devices()
     assert "--num_processes 2" in str(error.value)
     assert "CUDA_VISIBLE_DEVICES=" in str(error.value)
     for enough in (0, 4, 8):  # none at all is a rehearsal
         gpus(monkeypatch, enough)
-        accelerator._check_devices()
+        check_devices()
 
 
 @pytest.mark.parametrize(
@@ -39,7 +42,8 @@ def test_too_few_gpus(monkeypatch):
         (None, None, "old gpu", "no"),
         (None, None, "old cpu", "no"),
         (None, "no", "native", "no"),  # the launcher's answer counts
-        (None, "bf16", "old gpu", "bf16"),  # with a remark
+        (None, "bf16", "old gpu", "fp16"),  # the config's bf16 would be emulated
+        ("bf16", "bf16", "old gpu", "bf16"),  # the flag counts, with a remark
         (None, "bf16", "old cpu", "no"),  # a rehearsal of a GPU's config
         ("bf16", "no", "old cpu", "bf16"),  # the flag counts most
         ("no", "bf16", "native", "no"),

@@ -16,9 +16,9 @@ from tests.data.test_shards import write_shards
 from tests.support.s3 import BUCKET, aws_env, s3  # noqa: F401 (a fixture)
 
 
-def examine(tmp_path, *flags, env=None) -> tuple[int, str, list[dict]]:
+def examine(tmp_path, *flags, env=None, slots=1) -> tuple[int, str, list[dict]]:
     """Runs doctor.py on node1, for node1 and node2. Returns exit status, output, and failing findings."""
-    (tmp_path / "hostfile").write_text("node1 slots=1\nnode2 slots=1\n")
+    (tmp_path / "hostfile").write_text(f"node1 slots={slots}\nnode2 slots=1\n")
     words = [
         sys.executable,
         "doctor.py",
@@ -34,7 +34,8 @@ def examine(tmp_path, *flags, env=None) -> tuple[int, str, list[dict]]:
 
 def test_sound_hosts(cluster, tmp_path):
     folder = tmp_path / "runs"
-    status, output, fails = examine(tmp_path, "--output_dir", folder, "--data", ROOT / "recipes")
+    flags = ["--output_dir", folder, "--data", ROOT / "recipes"]
+    status, output, fails = examine(tmp_path, *flags, slots=2)  # three processes in the all-reduce
     assert (status, fails) == (0, []), output
     assert re.search(r"all-reduce \(gloo over eth0\): \d+\.\d\d ms, 64 MiB at \d", output)
     assert f"{folder} is shared" in output
@@ -221,7 +222,8 @@ FACTS = {
     "versions": {"python": "3.11.7"},
     "nccl": "2.30",
     "code": {"x.py": "1"},
-    "devices": {"driver": "610", "problem": None, "gpus": [GPU, dict(GPU)]},
+    "devices": {"driver": "610", "driver_cuda": [13, 3], "problem": None, "gpus": [GPU, dict(GPU)]},
+    "torch_cuda": "13.2",
     "shm_gib": 60.0,
     "open_files": 10**6,
     "data": None,
@@ -256,6 +258,13 @@ def test_data_that_another_host_has_otherwise_or_not(answer, monkeypatch):
         (lambda b: b["devices"]["gpus"].pop(), [("slots", True)]),
         (lambda b: b["devices"].update(gpus=[], driver=None), [("slots", True), ("driver", False)]),
         (lambda b: b["devices"].update(driver="550"), [("driver", False)]),
+        (lambda b: b["devices"].update(driver_cuda=[12, 2]), [("old-driver", True)]),
+        (lambda b: b["devices"].update(problem="version mismatch"), [("driver-broken", True)]),
+        (lambda b: b.update(torch_cuda=None), [("unusable-gpu", True)]),
+        (
+            lambda b: b["devices"]["gpus"][1].update(memory_gib=None, free_gib=None, capability=None),
+            [],  # not known is no fault
+        ),
         (lambda b: b.update(nccl="2.20"), [("driver", True)]),
         (
             lambda b: b["devices"]["gpus"][1].update(free_gib=40.0, held_by=["7 python"]),
@@ -274,12 +283,26 @@ def test_a_fault_of_one_host(change, expected):
 
 def test_a_gpu_that_torch_was_not_built_for():
     answer = {"problem": None, "capability": [6, 1], "built_for": ["sm_75", "sm_80", "sm_90", "compute_120"]}
-    assert [f.code for f in check_all_reduce({"a": answer})] == ["unsupported-gpu"]
+    assert all_reduced(answer) == [("unsupported-gpu", "torch is built")]
     failed = answer | {"problem": "CUDA error: no kernel image is available"}  # torch's error on such a GPU
-    assert [f.code for f in check_all_reduce({"a": failed})] == ["unsupported-gpu"]
-    assert [f.code for f in check_all_reduce({"a": failed | {"capability": None}})] == ["all-reduce"]
+    assert all_reduced(failed) == [("unsupported-gpu", "torch is built")]
+    assert all_reduced(failed | {"capability": None}) == [("all-reduce", "CUDA error: no")]
     for capability in ([7, 5], [8, 6], [9, 0], [12, 1]):
-        assert not [*check_all_reduce({"a": answer | {"capability": capability}})], capability
+        assert not all_reduced(answer | {"capability": capability}), capability
+
+
+def test_one_gpu_of_a_host_fails():
+    sound, hung = {"problem": None, "latency_s": 1.0}, {"problem": "no answer within 60 s"}
+    assert all_reduced(sound, hung) == [("all-reduce", "slot 1: no")]
+    assert all_reduced(hung, hung) == [("all-reduce", "no answer within")]
+    broken = {"problem": "exit status 1", "unusable": "CUDA unknown error"}
+    assert all_reduced(broken, sound) == [("unusable-gpu", "slot 0: CUDA")]
+
+
+def all_reduced(*ranks: dict) -> list[tuple[str, str]]:
+    """The findings of one host: their codes and first three words."""
+    found = check_all_reduce(Host("a", tuple(range(len(ranks)))), {"ranks": list(ranks)})
+    return [(finding.code, " ".join(finding.what.split()[:3])) for finding in found]
 
 
 @pytest.mark.parametrize(

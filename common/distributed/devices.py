@@ -1,0 +1,77 @@
+"""The devices that a process may train on: no CPU by accident, and no GPU without code for it."""
+
+import os
+import re
+
+import torch
+
+from common.distributed.answers import check_device_kind
+from common.system.env import processes_per_host
+from common.system.gpus import devices, driver_problem, needed_driver, runs_on
+
+REHEARSE = "to rehearse on the CPU put CUDA_VISIBLE_DEVICES= before the same command"
+
+
+def check_devices() -> None:
+    """ValueError when the GPUs are too few, or torch can't use them; and on TPUs, XPUs or NPUs."""
+    check_device_kind()
+    gpus, processes = torch.cuda.device_count(), processes_per_host()
+    if not torch.cuda.is_available():
+        _check_that_no_gpu_is_left_out()
+    elif gpus < processes:
+        raise ValueError(
+            f"{processes} processes were started on this host, which has {gpus} GPU{'s' if gpus > 1 else ''}:"
+            f" set num_processes to {gpus} per host (--num_processes {gpus}), take another file of"
+            f" accelerate_configs/, or {REHEARSE}"
+        )
+    else:
+        _check_code(int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def _check_that_no_gpu_is_left_out() -> None:
+    """Without this, a host whose driver is too old for torch would train on its CPU for hours."""
+    if _gpus_are_hidden() or os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true":
+        return
+    found, cuda = devices(), torch.version.cuda
+    if not found.gpus and not found.problem:
+        return
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    reason = driver_problem(found, cuda)
+    if reason and found.problem:
+        remedy = "restart the host, or the container"
+    elif reason and cuda:
+        remedy = f"install {needed_driver(cuda)}, or a torch for this driver (README, GPUs and drivers)"
+    elif reason:
+        remedy = "install a torch with CUDA (README, GPUs and drivers)"
+    elif visible is not None:
+        reason, remedy = f"CUDA_VISIBLE_DEVICES={visible} names none of them", "correct it"
+    else:
+        reason, remedy = _torchs_own_reason(), "see README, GPUs and drivers"
+    which = f"{len(found.gpus)} GPUs ({found.gpus[0]['name']})" if found.gpus else "GPUs"
+    raise ValueError(f"torch can't use this host's {which}: {reason}: {remedy}; {REHEARSE}")
+
+
+def _gpus_are_hidden() -> bool:
+    """True when CUDA_VISIBLE_DEVICES is empty, -1 or a word, such as Slurm's NoDevFiles."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return visible is not None and not re.match(r"\s*(\d|GPU-|MIG-)", visible)
+
+
+def _torchs_own_reason() -> str:
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        return str(error).splitlines()[0]
+    return "no reason is known"
+
+
+def _check_code(device: int) -> None:
+    """ValueError when torch was not built for this process's GPU: its first kernel would fail."""
+    major, minor = torch.cuda.get_device_capability(device)
+    built = torch.cuda.get_arch_list()
+    if built and not any(runs_on(code, major, minor) for code in built):
+        raise ValueError(
+            f"torch {torch.__version__} has no code for GPU {device}, {torch.cuda.get_device_name(device)}"
+            f" (compute capability {major}.{minor}): it is built for {', '.join(built)}: install a torch for"
+            f" this GPU (README, GPUs and drivers); {REHEARSE}"
+        )

@@ -1,0 +1,177 @@
+"""A host whose GPUs torch can't use is refused. The driver is simulated: pynvml's functions are replaced."""
+
+import json
+
+import pynvml
+import pytest
+import torch
+
+from common.distributed.answers import check_answers
+from common.distributed.devices import check_devices
+from common.system import gpus
+from tests.conftest import accelerate, full, python, run
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    """driver(count, cuda) simulates a host with so many T4, whose driver runs this CUDA, and no other."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", "13.2")
+
+    def simulate(count: int = 4, cuda: int = 12020, error: int | None = None) -> None:
+        def start() -> None:
+            if error:
+                raise pynvml.NVMLError(error)
+
+        answers = {
+            "nvmlInit": start,
+            "nvmlShutdown": lambda: None,
+            "nvmlSystemGetCudaDriverVersion_v2": lambda: cuda,
+            "nvmlSystemGetDriverVersion": lambda: "535.183.01",
+            "nvmlDeviceGetCount": lambda: count,
+            "nvmlDeviceGetHandleByIndex": lambda number: number,
+            "nvmlDeviceGetName": lambda handle: "Tesla T4",
+            "nvmlDeviceGetCudaComputeCapability": lambda handle: (7, 5),
+        }
+        for name, answer in answers.items():
+            monkeypatch.setattr(pynvml, name, answer)
+        for name in ("MemoryInfo", "ComputeRunningProcesses", "P2PStatus"):
+            monkeypatch.setattr(pynvml, f"nvmlDeviceGet{name}", not_supported)
+
+    return simulate
+
+
+def not_supported(*_):
+    raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+
+
+def refusal() -> str:
+    with pytest.raises(ValueError, match="torch can't use this host's") as error:
+        check_devices()
+    assert "CUDA_VISIBLE_DEVICES=" in str(error.value)  # how to rehearse
+    return str(error.value)
+
+
+def test_a_driver_too_old_for_torch(driver):
+    driver()
+    message = refusal()
+    assert "4 GPUs (Tesla T4)" in message
+    assert "driver 535.183.01 runs CUDA up to 12.2" in message
+    assert "CUDA 13.2" in message
+    assert "driver 580 or newer" in message
+
+
+def test_a_torch_without_cuda(driver, monkeypatch):
+    driver(cuda=13000)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert "the installed torch has no CUDA" in refusal()
+
+
+def test_a_driver_that_was_updated_and_not_loaded(driver):
+    driver(error=pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH)
+    assert "does not answer" in refusal()
+
+
+def test_a_gpu_that_is_not_there(driver, monkeypatch):
+    driver(cuda=13000)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    assert "CUDA_VISIBLE_DEVICES=7 names none of them" in refusal()
+
+
+def test_torchs_own_reason(driver, monkeypatch):
+    def fail() -> None:
+        raise RuntimeError("Error 802: system not yet initialized\nand more")
+
+    driver(cuda=13000)
+    monkeypatch.setattr(torch.cuda, "init", fail)
+    assert "Error 802: system not yet initialized: " in refusal()
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("CUDA_VISIBLE_DEVICES", ""),
+        ("CUDA_VISIBLE_DEVICES", "-1"),
+        ("CUDA_VISIBLE_DEVICES", "NoDevFiles"),  # Slurm's
+        ("ACCELERATE_USE_CPU", "True"),
+    ],
+)
+def test_a_rehearsal_that_is_asked_for(variable, value, driver, monkeypatch):
+    driver()
+    monkeypatch.setenv(variable, value)
+    check_devices()
+
+
+@pytest.mark.parametrize("error", [pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, pynvml.NVML_ERROR_DRIVER_NOT_LOADED])
+def test_a_host_without_gpus(error, driver):
+    driver(error=error)
+    check_devices()
+
+
+def test_a_gpu_that_torch_has_no_code_for(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla V100")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_75", "sm_80", "sm_90"])
+    with pytest.raises(ValueError, match=r"no code for GPU 0, Tesla V100 .*7\.0.*sm_75, sm_80, sm_90"):
+        check_devices()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))  # runs sm_80's code
+    check_devices()
+
+
+def test_an_unsupported_question_leaves_the_other_answers(driver):
+    driver(count=2)
+    found = gpus.devices()
+    assert (found.driver, found.driver_cuda, found.problem) == ("535.183.01", (12, 2), None)
+    assert [gpu["name"] for gpu in found.gpus] == ["Tesla T4", "Tesla T4"]
+    assert found.gpus[0]["memory_gib"] is None
+    assert found.gpus[0]["capability"] == [7, 5]
+
+
+def test_the_installed_torchs_cuda_is_read_without_torch():
+    import importlib
+
+    installed = importlib.import_module("torch.version")
+    assert gpus.torch_cuda() == installed.cuda
+
+
+WITHOUT_DEEPSPEED = """
+import importlib.metadata, importlib.util, sys
+
+class Missing:
+    def find_spec(self, name, *_):
+        if name.partition(".")[0] == "deepspeed":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+def find_spec(name, *words, found=importlib.util.find_spec):
+    return None if name == "deepspeed" else found(name, *words)
+
+def version(name, found=importlib.metadata.version):
+    if name == "deepspeed":
+        raise importlib.metadata.PackageNotFoundError(name)
+    return found(name)
+
+sys.meta_path.insert(0, Missing())
+importlib.util.find_spec, importlib.metadata.version = find_spec, version
+"""
+
+
+@pytest.mark.real_processes
+@pytest.mark.parametrize("launcher", [python(), full(accelerate("fsdp_2gpu"))], ids=["single", "fsdp"])
+def test_all_but_zero_works_without_deepspeed(launcher, tmp_path, cache):
+    """The package is hidden from Python, and from those who ask for its version."""
+    (tmp_path / "sitecustomize.py").write_text(WITHOUT_DEEPSPEED)
+    words = ["train_cnn_a.py", "--data", "digits", "--max_steps", 1, "--output_dir", tmp_path / "run", *cache]
+    run([*launcher, *words], env={"PYTHONPATH": str(tmp_path)})
+    assert "deepspeed" not in json.loads((tmp_path / "run" / "recipe.json").read_text())["versions"]
+
+
+@pytest.mark.parametrize("flag", [None, "ds_configs/zero2.json"])
+def test_zero_without_deepspeed(flag, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    env = {"ACCELERATE_USE_DEEPSPEED": "false" if flag else "true"}
+    with pytest.raises(ValueError, match="ZeRO needs DeepSpeed, which is not installed"):
+        check_answers(env, 2, deepspeed_config=flag)
