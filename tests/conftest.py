@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.support import forks
-from tests.support.forks import hear_ctrl_c
+from tests.support.forks import reset_signals
 
 ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent
@@ -141,7 +141,7 @@ class Job:
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
-            preexec_fn=hear_ctrl_c,
+            preexec_fn=reset_signals,
         )
 
     def wait(self, timeout_s: float = 240) -> tuple[int, str]:

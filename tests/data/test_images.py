@@ -24,7 +24,7 @@ from common.data import cache as image_cache
 from common.data.decode import decode
 from common.data.images import open_images, prepare_data
 from common.data.splits import ArraySplit, FileSplit
-from tests.conftest import ROOT, hear_ctrl_c
+from tests.conftest import ROOT, reset_signals
 
 DATA = os.environ.get("TEST_DATA_DIR")
 # for 0.29 torchvision announces that its decoders go to TorchCodec
@@ -92,7 +92,7 @@ def start(script: str, *arguments, **options) -> subprocess.Popen:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), **options.pop("env", {})}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     command = [sys.executable, "-c", script, *map(str, arguments)]
-    return subprocess.Popen(command, env=environment, preexec_fn=hear_ctrl_c, **pipes, **options)
+    return subprocess.Popen(command, env=environment, preexec_fn=reset_signals, **pipes, **options)
 
 
 # Prepares in one thread, and stops between the splits until the file `go` appears.

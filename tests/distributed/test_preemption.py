@@ -14,6 +14,7 @@ from tests.checkpoint.test_checkpoints import LONG, start_and_wait
 from tests.conftest import CNN, ROOT, Job, accelerate, deepspeed, latest, metrics, python, result, torchrun
 from tests.data.test_shards import VIT, write_shards
 from tests.distributed.test_agreement import ranks_of
+from tests.support.forks import reset_signals
 from tests.support.warm import WarmJob
 
 SLOW = [*LONG, "--epochs", "3000"]
@@ -152,7 +153,7 @@ def test_a_terminal_that_is_closed(tmp_path):
 
     words = [str(word) for word in [*SLOW, "--output_dir", tmp_path / "run"]]
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TERM": "xterm"}
-    child = pexpect.spawn(python()[0], words, cwd=ROOT, env=env)
+    child = pexpect.spawn(python()[0], words, cwd=ROOT, env=env, preexec_fn=reset_signals)
     deadline = time.monotonic() + 240
     while not steps_in(tmp_path / "run" / "checkpoints"):
         assert child.expect([pexpect.TIMEOUT, pexpect.EOF], timeout=0.2) == 0, child.before

@@ -91,9 +91,13 @@ class Popen(subprocess.Popen):
         _execute(self, lambda: _server(kind), args, *rest)
 
 
-def hear_ctrl_c() -> None:
-    """Resets SIGINT, as preexec_fn: a shell that starts the tests in the background makes them ignore it."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+RESET = {signal.SIGINT, signal.SIGHUP}
+
+
+def reset_signals() -> None:
+    """Resets, as preexec_fn, what tests ignore in a shell's background (SIGINT) or under nohup (SIGHUP)."""
+    for number in RESET:
+        signal.signal(number, signal.SIG_DFL)
 
 
 def _execute(self, server, *arguments):
@@ -108,7 +112,7 @@ def _execute(self, server, *arguments):
     if found is None or not _same_start(env, found.environment):
         _start_process(self, *arguments)
         return
-    heard = {signal.SIGINT} if preexec_fn else set()
+    heard = RESET if preexec_fn else set()
     request = {
         "words": python_words,
         "cmdline": [sys.executable, *python_words],
@@ -140,7 +144,7 @@ def _is_plain(given: dict[str, Any], words: list[str]) -> bool:
         and given["executable"] in (None, words[0])
         and given["close_fds"]
         and not given["pass_fds"]
-        and given["preexec_fn"] in (None, hear_ctrl_c)
+        and given["preexec_fn"] in (None, reset_signals)
         and all(value in (None, -1) for value in (*ids, given["umask"], given["process_group"]))
     )
 
