@@ -30,6 +30,7 @@ from common.distributed.answers import (
 from common.distributed.compilation import asked_for, compile_blocks
 from common.distributed.devices import check_devices
 from common.distributed.gradients import refuse_missing_gradients
+from common.distributed.initial_weights import share_initial_weights
 from common.distributed.precision import cast_inputs, chosen_precision
 from common.distributed.preemption import ready, watch
 from common.distributed.rehearsal import keep_freed_memory, rehearse_on_cpu, use_all_cores
@@ -112,12 +113,12 @@ def start(job: Job, clip_norm: float = 0.0) -> tuple[Accelerator, Batch]:
 def prepare(
     accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[nn.Module, AcceleratedOptimizer]:
-    """accelerator.prepare, after a check that all processes made the same weights.
+    """accelerator.prepare, with rank 0's initial weights on every rank.
 
     The model's `_no_split_modules` names the classes that FSDP wraps one by one; the same blocks are compiled
     and checkpointed, where that is asked for. BatchNorm gets running statistics as common.batch_norm says.
     """
-    agree(accelerator, {"initial weights": _checksum(model)})
+    share_initial_weights(accelerator, model)
     check_wrapped_classes(model)
     if strategy(accelerator) in ("single", "ddp"):  # FSDP and ZeRO lay parameters out flat
         model = model.to(memory_format=torch.channels_last)
@@ -155,10 +156,6 @@ def _fill_deepspeed_config(config: dict[str, Any], batch: Batch, clip_norm: floa
     config.setdefault("steps_per_print", sys.maxsize)  # the script prints its own log
     # With offload accelerate would compile DeepSpeed's own Adam in place of the script's optimizer.
     config.setdefault("zero_force_ds_cpu_optimizer", False)
-
-
-def _checksum(model: nn.Module) -> str:
-    return f"{sum(p.detach().double().abs().sum().item() for p in model.state_dict().values()):.15g}"
 
 
 def _code_hash() -> str:

@@ -1,0 +1,37 @@
+"""Initial weights: rank 0's, on every rank."""
+
+import hashlib
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from torch import Tensor, nn
+
+from common.distributed.agreement import agree
+
+
+@torch.no_grad()
+def share_initial_weights(accelerator: Accelerator, model: nn.Module) -> None:
+    """Gives every rank rank 0's weights. ValueError when names, shapes or types of parameters differ.
+
+    All ranks draw theirs from the same seed. On equal CPUs they are equal, and nothing is sent; CPUs with
+    other instruction sets round otherwise.
+    """
+    tensors = model.state_dict()
+    shapes = {name: [list(tensor.shape), str(tensor.dtype)] for name, tensor in tensors.items()}
+    agree(accelerator, {"the model": shapes})
+    if accelerator.num_processes == 1 or len(set(gather_object([_digest(tensors)]))) == 1:
+        return
+    for tensor in tensors.values():
+        sent = tensor.to(accelerator.device)
+        dist.broadcast(sent, 0)
+        tensor.copy_(sent)
+    accelerator.print("the ranks drew different initial weights, as different CPUs do: rank 0's are used")
+
+
+def _digest(tensors: dict[str, Tensor]) -> str:
+    digest = hashlib.sha256()
+    for tensor in tensors.values():
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
