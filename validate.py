@@ -81,6 +81,7 @@ class Validation:
         "unset: the launcher's; else bf16 where the device has it natively",
         choices=("no", "bf16", "fp16"),
     )
+    deterministic: bool = setting(False, "the same bits at each run on the same GPUs")
     deepspeed_config: str | None = setting(
         None, "a file of `ds_configs/`, for the launchers that have no YAML"
     )
@@ -99,6 +100,7 @@ def main() -> None:
             per_device_batch_size=flags.per_device_batch_size,
             mixed_precision=flags.mixed_precision,
             compile="no",
+            deterministic=flags.deterministic,
             deepspeed_config=flags.deepspeed_config,
             timeout_s=flags.timeout_s,
         )

@@ -80,6 +80,9 @@ class Job:
     grad_checkpointing: bool = setting(
         False, "keep a block's input only and compute it again in the backward pass: less memory, slower"
     )
+    deterministic: bool = setting(
+        False, "the same bits at each run on the same GPUs: slower, without TF32; a CPU's are always the same"
+    )
     deepspeed_config: str | None = setting(
         None, "a file of `ds_configs/`, for the launchers that have no YAML"
     )

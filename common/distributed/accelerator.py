@@ -28,6 +28,7 @@ from common.distributed.answers import (
     settle_answers,
 )
 from common.distributed.compilation import asked_for, compile_blocks
+from common.distributed.determinism import compute_deterministically
 from common.distributed.devices import check_devices
 from common.distributed.gradients import refuse_missing_gradients
 from common.distributed.initial_weights import share_initial_weights
@@ -53,6 +54,8 @@ def start(job: Job, clip_norm: float = 0.0) -> tuple[Accelerator, Batch]:
     batch = share_out(job.batch_size, job.per_device_batch_size, world_size(), job.unit)
     watch(job.timeout_s)
     check_devices()
+    if job.deterministic:
+        compute_deterministically()
     if not torch.cuda.is_available():
         os.environ["DS_ACCELERATOR"] = "cpu"  # deepspeed reads it on import, and Accelerate imports deepspeed
     rehearsal = "LOCAL_RANK" in os.environ and not torch.cuda.is_available()
@@ -98,13 +101,14 @@ def start(job: Job, clip_norm: float = 0.0) -> tuple[Accelerator, Batch]:
             accelerator.native_amp, accelerator.scaler = True, torch.amp.GradScaler("cpu")
     blocks = {"compile": str(compilation), "grad_checkpointing": accelerator.grad_checkpointing}
     code = {"script and common/": _code_hash(), **versions()}
-    agree(accelerator, {**code, "recipe": recipe_part(job), **blocks})
+    agree(accelerator, {**code, "recipe": recipe_part(job), **blocks, "deterministic": job.deterministic})
     if rehearsal:
         accelerator.print(f"rehearsal on CPU: {batch.processes} gloo processes stand for as many GPUs")
     for remark in remarks:
         accelerator.print(remark)
     extras = f", compiled ({compilation})" if compilation else ""
     extras += ", activation checkpointing" if accelerator.grad_checkpointing else ""
+    extras += ", deterministic" if job.deterministic else ""
     accelerator.print(f"{strategy(accelerator)}, {batch}, mixed precision {precision(accelerator)}{extras}")
     ready()
     return accelerator, batch

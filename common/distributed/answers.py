@@ -86,7 +86,7 @@ ANSWERS = {  # by the variable that switches a group of answers on; the first gr
             "FULL_STATE_DICT|SHARDED_STATE_DICT",
             "choose SHARDED_STATE_DICT",
         ),
-        Answer("fsdp_sync_module_states", "FSDP_SYNC_MODULE_STATES"),  # ranks compare their weights instead
+        Answer("fsdp_sync_module_states", "FSDP_SYNC_MODULE_STATES"),  # all ranks get rank 0's weights anyway
         Answer("fsdp_cpu_ram_efficient_loading", "FSDP_CPU_RAM_EFFICIENT_LOADING"),  # settle_answers
         Answer("fsdp_activation_checkpointing", "FSDP_ACTIVATION_CHECKPOINTING"),
         Answer(

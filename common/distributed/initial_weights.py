@@ -33,5 +33,5 @@ def share_initial_weights(accelerator: Accelerator, model: nn.Module) -> None:
 def _digest(tensors: dict[str, Tensor]) -> str:
     digest = hashlib.sha256()
     for tensor in tensors.values():
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()

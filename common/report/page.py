@@ -319,6 +319,7 @@ def _setup(run: RunRecord) -> str:
         "mixed precision": facts.get("mixed_precision", "-"),
         "compiled": facts.get("compile", "-"),
         "activation checkpointing": as_flag(facts.get("grad_checkpointing", "-")),
+        "deterministic": as_flag(facts.get("deterministic", "-")),
         "sharding": ", ".join(f"{name} {as_flag(value)}" for name, value in sharding.items()) or "none",
         "data": public_path(facts.get("data", "-")),
         "hosts": ", ".join(about.get("hosts", [])) or "-",

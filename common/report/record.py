@@ -29,7 +29,7 @@ RESULT: dict[str, Kind] = {
     **dict.fromkeys(("train_s", "wall_s", "images_per_s", "energy_wh"), float),
     "memory_gib": [{"*": float}],
     "telemetry": [{"host": str, "throttle": list[str], "*": float}],
-    **dict.fromkeys(("grad_checkpointing", "uploaded"), bool),
+    **dict.fromkeys(("grad_checkpointing", "deterministic", "uploaded"), bool),
 }
 METRICS_LINE: dict[str, Kind] = {"step": int, "*": float}
 TELEMETRY_LINE: dict[str, Kind] = {

@@ -103,6 +103,7 @@ def result(
         "mixed_precision": job.precision(accelerator),
         "compile": str(accelerator.compilation),
         "grad_checkpointing": accelerator.grad_checkpointing,
+        "deterministic": recipe.deterministic,
         "hosts": _hosts(batch),
         "processes": batch.processes,
         "device": job.device_name(accelerator),

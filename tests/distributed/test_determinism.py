@@ -1,0 +1,86 @@
+"""--deterministic. What a GPU does with it can't be seen here: the switches are, and which operations run."""
+
+import os
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from common.distributed.determinism import compute_deterministically
+from tests.conftest import CNN, RESNET, VIT, result
+from tests.support.warm import WarmJob
+
+# Operations without a deterministic form on CUDA: the list in torch.use_deterministic_algorithms.
+# nll_loss has one, but for pictures of labels (nll_loss2d).
+NONE_ON_CUDA = {
+    *("_adaptive_avg_pool2d_backward", "adaptive_max_pool2d_backward", "avg_pool3d_backward"),
+    *("fractional_max_pool2d_backward", "grid_sampler_2d_backward", "reflection_pad2d_backward"),
+    *("upsample_linear1d_backward", "upsample_bilinear2d_backward", "upsample_bicubic2d_backward"),
+    *("_upsample_bilinear2d_aa_backward", "_upsample_bicubic2d_aa_backward"),
+    *("nll_loss2d_forward", "nll_loss2d_backward", "_ctc_loss_backward", "max_unpool2d"),
+    *("put", "put_", "histc", "bincount", "median", "kthvalue", "scatter_reduce", "scatter_reduce_"),
+}
+
+
+class Operations(TorchDispatchMode):
+    """Writes the name of each operation of this thread into a file, once."""
+
+    def __init__(self, file: Path):
+        super().__init__()
+        self.file, self.seen = file, set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.overloadpacket.__name__
+        if name not in self.seen:
+            self.seen.add(name)
+            with self.file.open("a") as file:
+                file.write(f"{name}\n")
+        return function(*args, **(kwargs or {}))
+
+
+def record(file: Path) -> None:
+    Operations(file).__enter__()
+
+
+@pytest.mark.parametrize("words", [CNN, [*RESNET, "--stem", "imagenet"], VIT], ids=["cnn_a", "cnn_b", "vit"])
+def test_each_operation_has_a_deterministic_form_on_a_gpu(words, tmp_path, cache):
+    """Forward, loss, backward, optimizer and evaluation, on a CPU; augmentation has no backward."""
+    flags = [
+        "--data",
+        "digits",
+        "--batch_size",
+        48,
+        "--max_steps",
+        1,
+        "--trackers",
+        "none",
+        "--deterministic",
+    ]
+    words = [*words, *flags, *cache, "--output_dir", tmp_path / "run"]
+    job = WarmJob(words, tmp_path / "log", before=partial(record, tmp_path / "operations"))
+    status, output = job.wait()
+    assert status == 0, output
+    assert ", deterministic" in output
+    assert result(tmp_path / "run")["deterministic"] is True
+    seen = set((tmp_path / "operations").read_text().split())
+    assert "_log_softmax_backward_data" in seen, seen  # the loop was watched
+    assert not seen & NONE_ON_CUDA
+
+
+def test_the_switches(monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # so that what is set is undone
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
+    before = cudnn.allow_tf32, matmul.allow_tf32
+    cudnn.benchmark = cudnn.allow_tf32 = matmul.allow_tf32 = True
+    try:
+        compute_deterministically()
+        assert torch.are_deterministic_algorithms_enabled()
+        assert not torch.is_deterministic_algorithms_warn_only_enabled()
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+        assert not any([cudnn.benchmark, cudnn.allow_tf32, matmul.allow_tf32])
+    finally:
+        torch.use_deterministic_algorithms(False)
+        cudnn.allow_tf32, matmul.allow_tf32 = before
