@@ -27,6 +27,7 @@ from common.data.images import Images, load
 from common.distributed.accelerator import prepare
 from common.distributed.entry import entry
 from common.evaluation import evaluate
+from common.optim import can_fuse_sgd
 from common.order import Plan, Steps, reseed, uniforms
 from common.recipe import Batch, ImageRecipe, flag
 from common.run.run import Run
@@ -137,7 +138,7 @@ def training_batches(
 # --- Optimizer and learning rate --------------------------------------------------------------------------
 
 
-def build_optimizer(model: nn.Module, recipe: CnnB) -> torch.optim.Optimizer:
+def build_optimizer(model: nn.Module, recipe: CnnB, fused: bool = False) -> torch.optim.Optimizer:
     # Weight decay on matrices and convolutions only: biases and norms it would pull to zero without making
     # the model smaller.
     decayed = [p for p in model.parameters() if p.ndim > 1]
@@ -146,9 +147,8 @@ def build_optimizer(model: nn.Module, recipe: CnnB) -> torch.optim.Optimizer:
         {"params": decayed, "weight_decay": recipe.weight_decay},
         {"params": others, "weight_decay": 0.0},
     ]
-    # Not fused, as FSDP's DTensors know no fused SGD in torch 2.15; so fp16's scaler waits for the device at
-    # each step, to see whether it overflowed.
-    return torch.optim.SGD(groups, lr=recipe.lr, momentum=recipe.momentum, nesterov=recipe.momentum > 0)
+    momentum = recipe.momentum
+    return torch.optim.SGD(groups, recipe.lr, momentum, nesterov=momentum > 0, fused=fused)
 
 
 def learning_rate(recipe: CnnB, step: int, total_steps: int) -> float:
@@ -169,7 +169,7 @@ def main(recipe: CnnB, accelerator: Accelerator, batch: Batch) -> None:
         images = load(accelerator, recipe)
         torch.manual_seed(recipe.seed)  # the same initial weights in every process
         model = build_model(recipe, len(images.classes))
-        optimizer = build_optimizer(model, recipe)
+        optimizer = build_optimizer(model, recipe, fused=can_fuse_sgd(accelerator))
         model, optimizer = prepare(accelerator, model, optimizer)
 
         steps = Steps.of(images.train, batch, recipe)

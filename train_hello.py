@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
@@ -25,6 +26,7 @@ from common.distributed.entry import entry
 from common.order import Shuffled, Steps, evaluation_plan, reseed
 from common.recipe import Batch, Recipe, flag, setting
 from common.run.run import Run
+from common.system.transfer import send
 
 # --- Recipe -----------------------------------------------------------------------------------------------
 
@@ -79,6 +81,12 @@ def points(count: int, seed: int) -> tuple[Tensor, Tensor]:
     return x, curve(x) + 0.1 * torch.randn(count, 1, generator=generator)
 
 
+def rows(x: Tensor, ids: np.ndarray) -> Tensor:
+    """x[ids]. A GPU works through a queue that the host fills: with x[ids] the host would wait until it is
+    empty, before it sends the numbers."""
+    return x.index_select(0, send(torch.from_numpy(ids), x.device))
+
+
 # --- Evaluate ---------------------------------------------------------------------------------------------
 
 
@@ -91,8 +99,9 @@ def evaluate(
     sums = torch.zeros(2, dtype=torch.float64, device=x.device)  # squared errors, points
     shares = evaluation_plan(len(x), batch.per_device, batch.processes, accelerator.process_index)
     for ids, valid in shares:  # the last share is filled up: what fills it is not counted
-        errors = (model(x[ids]).float() - y[ids])[:valid]
-        sums += torch.stack([errors.double().square().sum(), sums.new_tensor(valid)])
+        errors = (model(rows(x, ids)).float() - rows(y, ids))[:valid]
+        squares = errors.double().square().sum()
+        sums += torch.stack([squares, torch.full_like(squares, valid)])
     # "All-reduce": every process gives its numbers, and every process gets the sum of all.
     squared, count = accelerator.reduce(sums, "sum").tolist()
     model.train()
@@ -151,7 +160,7 @@ def main(recipe: Hello, accelerator: Accelerator, batch: Batch) -> None:
                 _, ids = next(plan)
                 reseed(recipe.seed, step, k)
                 with accelerator.accumulate(model):
-                    loss = F.mse_loss(model(x[ids]).float(), y[ids])
+                    loss = F.mse_loss(model(rows(x, ids)).float(), rows(y, ids))
                     # Each rank has the gradient of its own points. While backward runs, the ranks average
                     # them (all-reduce; FSDP and ZeRO: reduce-scatter, each rank gets its part of the mean).
                     accelerator.backward(loss)

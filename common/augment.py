@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from common.system.transfer import send, send_arrays
+
 COLOR, ERASING, RAND_AUGMENT = slice(44, 48), slice(48, 53), slice(53, 69)
 DRAWS = RAND_AUGMENT.stop  # columns altogether
 
@@ -38,7 +40,7 @@ def crop_and_flip(images: Tensor, draws: np.ndarray, pad: int, flip: bool) -> Te
     y, x = np.arange(h, dtype=np.int32), np.arange(w, dtype=np.int32)
     rows = _mirror(y + shift[:, :1], h) + np.arange(b, dtype=np.int32)[:, None] * h  # [B, H], of the batch
     columns = _mirror(np.where(mirrored, x[::-1], x) + shift[:, 1:], w)  # [B, W]
-    y_index, x_index = (torch.from_numpy(i).to(images.device, non_blocking=True) for i in (rows * w, columns))
+    y_index, x_index = send_arrays((rows * w, columns), images.device)
     pixels = y_index[:, :, None] + x_index[:, None, :]  # [B, H, W], into the pixels of the batch
     return images.reshape(-1, 3).index_select(0, pixels.view(-1)).view(b, h, w, 3)
 
@@ -55,7 +57,7 @@ def color_jitter(images: Tensor, draws: np.ndarray, strength: float) -> Tensor:
     factors = np.take_along_axis(1 + strength * (2 * draws[:, :3] - 1), order, axis=1)
     # Each is a blend: with black, with the image's mean grey, or with each pixel's grey.
     blends = np.stack([factors, (1 - factors) * (order == 1), (1 - factors) * (order == 2)])  # [3, B, 3]
-    shares = torch.from_numpy(blends.astype(np.float32)).to(images.device, non_blocking=True)
+    shares = send(torch.from_numpy(blends.astype(np.float32)), images.device)
     planes = images.permute(3, 0, 1, 2).contiguous().float()  # [3, B, H, W]
     for own, mean, grey in shares[..., None, None].unbind(2):  # [B, 1, 1] each
         luma = LUMA[0] * planes[0] + LUMA[1] * planes[1] + LUMA[2] * planes[2]  # [B, H, W]
@@ -81,7 +83,7 @@ def random_erasing(images: Tensor, draws: np.ndarray, probability: float) -> Ten
     width = np.minimum(np.round(np.sqrt(area / aspect)), w)
     top, left = np.floor(draws[:, 3] * (h - height + 1)), np.floor(draws[:, 4] * (w - width + 1))
     box = np.stack([top, top + height, left, left + width]).astype(np.int32)[:, :, None]  # [4, B, 1]
-    top, bottom, left, right = torch.from_numpy(box).to(images.device, non_blocking=True)
+    top, bottom, left, right = send(torch.from_numpy(box), images.device)
     y, x = (torch.arange(n, device=images.device, dtype=torch.int32) for n in (h, w))
     rows, columns = (y >= top) & (y < bottom), (x >= left) & (x < right)  # [B, H], [B, W]
     return images.masked_fill_((rows[:, :, None] & columns[:, None, :])[:, None], 0)

@@ -15,6 +15,7 @@ from common.augment import to_float
 from common.data.splits import Split
 from common.order import chosen_by_hash, evaluation_plan
 from common.recipe import Batch, ImageRecipe
+from common.system.transfer import send
 
 SHOWN = 16  # predictions that are drawn
 CONFUSED = 1000  # classes, up to which there is a confusion matrix: its size is their square
@@ -32,7 +33,9 @@ class Predicted:
     def only(self, ids: np.ndarray) -> "Predicted":
         """A copy of the samples among `ids`, which holds no whole micro-batch on the device."""
         rows = np.flatnonzero(np.isin(self.ids, ids))
-        return Predicted(self.ids[rows], *(t[rows] for t in (self.pixels, self.labels, self.logits)))
+        sent = send(torch.from_numpy(rows), self.labels.device)  # t[rows] would wait for the device
+        parts = (t.index_select(0, sent) for t in (self.pixels, self.labels, self.logits))
+        return Predicted(self.ids[rows], *parts)
 
     def to(self, device: str) -> "Predicted":
         return Predicted(self.ids, *(t.to(device) for t in (self.pixels, self.labels, self.logits)))
@@ -70,7 +73,7 @@ def evaluate(
         classes, predicted = part.logits.shape[1], part.logits.argmax(1)
         losses = F.cross_entropy(part.logits, part.labels, reduction="none")
         correct = (predicted == part.labels).double().sum()
-        totals += torch.stack([losses.double().sum(), correct, totals.new_tensor(len(part.ids))])
+        totals += torch.stack([losses.double().sum(), correct, torch.full_like(correct, len(part.ids))])
         if classes <= CONFUSED:
             if confusion is None:
                 confusion = torch.zeros(classes, classes, dtype=torch.int64, device=totals.device)

@@ -1,13 +1,24 @@
-"""An exponential moving average of the weights, under every strategy."""
+"""An exponential moving average of the weights, under every strategy; where SGD is fused."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import DistributedType
 from torch import nn
 
 from common.distributed.layout import exchanged, layout_of
+
+
+def can_fuse_sgd(accelerator: Accelerator) -> bool:
+    """True where torch.optim.SGD(fused=True) serves: on a GPU, but under FSDP.
+
+    One kernel for all tensors, and fp16's scaler does not wait for the device to see an overflow. FSDP's
+    DTensors know no fused SGD in torch 2.15. On a CPU it rounds differently, and a continued run must not.
+    """
+    return accelerator.device.type == "cuda" and accelerator.distributed_type != DistributedType.FSDP
 
 
 class EMA:

@@ -9,11 +9,17 @@ Sharpness round differently, its affine transforms take one angle or shift for t
 SolarizeAdd and no Cutout.
 """
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from common.augment import LUMA
+from common.system.transfer import send_arrays
+
+Factors = tuple[float | np.ndarray, ...]
 
 LAYERS = 4  # at most
 DRAWN = 4  # columns of a sample's draws that a layer uses
@@ -28,24 +34,54 @@ def rand_augment(images: Tensor, draws: np.ndarray, layers: int, magnitude: floa
     direction, and row and column of a cut-out. magnitude: 10 is strong, more is possible.
     Returns uint8 [B, H, W, 3].
     """
-    names = list(OPERATIONS)
-    for layer in range(layers):
-        mine = draws[:, layer * DRAWN : (layer + 1) * DRAWN]
-        chosen = (mine[:, 0] * len(names)).astype(np.int64)
-        order = np.argsort(chosen, kind="stable")  # groups the images by operation
-        counts = np.bincount(chosen, minlength=len(names))
-        pieces = images.index_select(0, _sent(order, images)).split(counts.tolist())
-        drawn = np.split(mine[order, 1:], np.cumsum(counts)[:-1])
+    strength, (h, w) = magnitude / 10, images.shape[1:3]
+    plans = [
+        _Layer.of(draws[:, layer * DRAWN : (layer + 1) * DRAWN], h, w, strength) for layer in range(layers)
+    ]
+    sent = send_arrays([array for plan in plans for array in plan.arrays], images.device)
+    for layer, plan in enumerate(plans):
+        order, back, factors, middles = sent[4 * layer : 4 * layer + 4]
+        pieces = images.index_select(0, order).split(plan.counts)
         done = [
-            OPERATIONS[name](piece, magnitude / 10, own) if len(piece) else piece
-            for name, piece, own in zip(names, pieces, drawn, strict=True)
+            _applied(group, piece, strength, factors, middles) if len(piece) else piece
+            for group, piece in zip(GROUPS, pieces, strict=True)
         ]
-        images = torch.cat(done).index_select(0, _sent(np.argsort(order), images))
+        images = torch.cat(done).index_select(0, back)
     return images
 
 
-def _sent(values: np.ndarray, images: Tensor) -> Tensor:
-    return torch.from_numpy(values).to(images.device, non_blocking=True)
+class _Layer(NamedTuple):
+    """One layer's operations on a batch, as the host decides them before anything is sent to the device."""
+
+    counts: list[int]  # images in each of GROUPS
+    # int64 [B]: the images by group, and the way back; float32 [6, warped]: factors of _warped; int32
+    # [cut out, 2]: middles of the squares
+    arrays: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+
+    @classmethod
+    def of(cls, draws: np.ndarray, h: int, w: int, strength: float) -> "_Layer":
+        chosen = (draws[:, 0] * len(OPERATIONS)).astype(np.int64)
+        group = _GROUP_OF[chosen]
+        order = np.argsort(group, kind="stable")
+        factors = np.zeros((6, len(draws)))
+        direction = np.where(draws[:, 1] < 0.5, -1.0, 1.0)
+        for name, factors_of in WARPS.items():
+            rows = chosen == OPERATIONS.index(name)
+            factors[:, rows] = np.stack(
+                [np.broadcast_to(f, rows.sum()) for f in factors_of(h, w, strength, direction[rows])]
+            )
+        warped, cut_out = (order[group[order] == GROUPS.index(name)] for name in ("Warp", "Cutout"))
+        middles = np.floor(draws[cut_out, 2:4] * (h, w)).astype(np.int32)
+        counts = np.bincount(group, minlength=len(GROUPS)).tolist()
+        return cls(counts, (order, np.argsort(order), factors[:, warped].astype(np.float32), middles))
+
+
+def _applied(group: str, images: Tensor, strength: float, factors: Tensor, middles: Tensor) -> Tensor:
+    if group == "Warp":
+        return _warped(images, factors)
+    if group == "Cutout":
+        return _cutout(images, strength, middles)
+    return SIMPLE[group](images, strength)
 
 
 def _torchvision(name: str, images: Tensor, *arguments: float) -> Tensor:
@@ -55,44 +91,44 @@ def _torchvision(name: str, images: Tensor, *arguments: float) -> Tensor:
     return getattr(functional, name)(images.movedim(3, 1), *arguments).movedim(1, 3)
 
 
-# --- Operations: (uint8 [b, H, W, 3], strength 0 to 1 and more, draws [b, 3]) -> uint8 [b, H, W, 3]
+# --- Operations: (uint8 [b, H, W, 3], strength 0 to 1 and more) -> uint8 [b, H, W, 3]
 
 
-def _auto_contrast(images: Tensor, strength: float, draws: np.ndarray) -> Tensor:
+def _auto_contrast(images: Tensor, strength: float) -> Tensor:
     """Stretches each channel: its darkest value becomes 0, its brightest 255."""
     low, high = (f(images, dim=(1, 2), keepdim=True).float() for f in (torch.amin, torch.amax))
     scale = 255 / (high - low)
     return torch.where(high > low, _cut(images * scale - low * scale), images)
 
 
-def _posterize(images: Tensor, strength: float, draws: np.ndarray) -> Tensor:
+def _posterize(images: Tensor, strength: float) -> Tensor:
     """Keeps the upper bits."""
     return _torchvision("posterize", images, min(8, int(4 * strength)))
 
 
-def _solarize(images: Tensor, strength: float, draws: np.ndarray) -> Tensor:
+def _solarize(images: Tensor, strength: float) -> Tensor:
     """Inverts what is bright."""
     threshold = int(256 * strength)
     return _torchvision("solarize", images, threshold) if threshold <= 255 else images
 
 
-def _solarize_add(images: Tensor, strength: float, draws: np.ndarray) -> Tensor:
+def _solarize_add(images: Tensor, strength: float) -> Tensor:
     """Brightens what is dark."""
     brighter = (images.short() + int(110 * strength)).clamp(max=255).to(torch.uint8)
     return torch.where(images < 128, brighter, images)
 
 
-def _color(images: Tensor, strength: float, draws: np.ndarray) -> Tensor:
+def _color(images: Tensor, strength: float) -> Tensor:
     return _blended(images, _luma(images), strength)
 
 
-def _contrast(images: Tensor, strength: float, draws: np.ndarray) -> Tensor:
+def _contrast(images: Tensor, strength: float) -> Tensor:
     h, w = images.shape[1:3]
     mean = _luma(images).int().sum((1, 2), keepdim=True) // (h * w)
     return _blended(images, mean, strength)
 
 
-def _sharpness(images: Tensor, strength: float, draws: np.ndarray) -> Tensor:
+def _sharpness(images: Tensor, strength: float) -> Tensor:
     """Blends with a 3 x 3 mean in which the middle pixel counts five times. The border stays."""
     h, w = images.shape[1:3]
     whole = images.short()
@@ -103,66 +139,71 @@ def _sharpness(images: Tensor, strength: float, draws: np.ndarray) -> Tensor:
     return _blended(images, smooth, strength)
 
 
-def _rotate(images: Tensor, strength: float, draws: np.ndarray) -> Tensor:
-    h, w = images.shape[1:3]
-    angle = np.radians(30 * strength) * _direction(draws)
-    cos, sin = np.cos(angle), np.sin(angle)
-    y, x = (h - 1) / 2, (w - 1) / 2
-    return _warped(images, [cos, -sin, x - cos * x + sin * y], [sin, cos, y - sin * x - cos * y])
-
-
-def _shear_x(images: Tensor, strength: float, draws: np.ndarray) -> Tensor:
-    return _warped(images, [1, 0.3 * strength * _direction(draws), 0], [0, 1, 0])
-
-
-def _shear_y(images: Tensor, strength: float, draws: np.ndarray) -> Tensor:
-    return _warped(images, [1, 0, 0], [0.3 * strength * _direction(draws), 1, 0])
-
-
-def _translate_x(images: Tensor, strength: float, draws: np.ndarray) -> Tensor:
-    shift = 100 / EDGE * images.shape[2] * strength * _direction(draws)
-    return _warped(images, [1, 0, shift], [0, 1, 0])
-
-
-def _translate_y(images: Tensor, strength: float, draws: np.ndarray) -> Tensor:
-    shift = 100 / EDGE * images.shape[1] * strength * _direction(draws)
-    return _warped(images, [1, 0, 0], [0, 1, shift])
-
-
-def _cutout(images: Tensor, strength: float, draws: np.ndarray) -> Tensor:
-    """Fills a square around a random pixel, clipped at the image's border."""
+def _cutout(images: Tensor, strength: float, middles: Tensor) -> Tensor:
+    """Fills a square around a random pixel, clipped at the image's border. middles: int32 [b, 2]."""
     h, w = images.shape[1:3]
     half = int(40 / EDGE * min(h, w) * strength)
-    middle = _sent(np.floor(draws[:, 1:] * (h, w)).astype(np.int32), images)
     y, x = (torch.arange(n, device=images.device, dtype=torch.int32) for n in (h, w))
-    rows, columns = ((i >= at - half) & (i < at + half) for i, at in ((y, middle[:, :1]), (x, middle[:, 1:])))
+    rows, columns = (
+        (i >= at - half) & (i < at + half) for i, at in ((y, middles[:, :1]), (x, middles[:, 1:]))
+    )
     return images.masked_fill((rows[:, :, None] & columns[:, None, :])[..., None], GREY)
 
 
-OPERATIONS = {
+SIMPLE = {
     "AutoContrast": _auto_contrast,
-    "Equalize": lambda images, strength, draws: _torchvision("equalize", images),
-    "Invert": lambda images, strength, draws: _torchvision("invert", images),
-    "Rotate": _rotate,
+    "Equalize": lambda images, strength: _torchvision("equalize", images),
+    "Invert": lambda images, strength: _torchvision("invert", images),
     "Posterize": _posterize,
     "Solarize": _solarize,
     "Color": _color,
     "Contrast": _contrast,
-    "Brightness": lambda images, strength, draws: _torchvision(
-        "adjust_brightness", images, _factor(strength)
-    ),
+    "Brightness": lambda images, strength: _torchvision("adjust_brightness", images, _factor(strength)),
     "Sharpness": _sharpness,
-    "ShearX": _shear_x,
-    "ShearY": _shear_y,
-    "TranslateX": _translate_x,
-    "TranslateY": _translate_y,
-    "Cutout": _cutout,
     "SolarizeAdd": _solarize_add,
 }
 
+# --- Warps: (height, width, strength, direction float64 [b]) -> the six factors of _warped, each a number or
+# one for each image
 
-def _direction(draws: np.ndarray) -> np.ndarray:
-    return np.where(draws[:, 0] < 0.5, -1.0, 1.0)
+
+def _rotate(h: int, w: int, strength: float, direction: np.ndarray) -> Factors:
+    angle = np.radians(30 * strength) * direction
+    cos, sin = np.cos(angle), np.sin(angle)
+    y, x = (h - 1) / 2, (w - 1) / 2
+    return cos, -sin, x - cos * x + sin * y, sin, cos, y - sin * x - cos * y
+
+
+WARPS: dict[str, Callable[[int, int, float, np.ndarray], Factors]] = {
+    "Rotate": _rotate,
+    "ShearX": lambda h, w, strength, direction: (1, 0.3 * strength * direction, 0, 0, 1, 0),
+    "ShearY": lambda h, w, strength, direction: (1, 0, 0, 0.3 * strength * direction, 1, 0),
+    "TranslateX": lambda h, w, strength, direction: (1, 0, 100 / EDGE * w * strength * direction, 0, 1, 0),
+    "TranslateY": lambda h, w, strength, direction: (1, 0, 0, 0, 1, 100 / EDGE * h * strength * direction),
+}
+
+# By their place here a draw chooses them.
+OPERATIONS = (
+    "AutoContrast",
+    "Equalize",
+    "Invert",
+    "Rotate",
+    "Posterize",
+    "Solarize",
+    "Color",
+    "Contrast",
+    "Brightness",
+    "Sharpness",
+    "ShearX",
+    "ShearY",
+    "TranslateX",
+    "TranslateY",
+    "Cutout",
+    "SolarizeAdd",
+)
+# Images of one group are computed together. All warps are one: on a GPU the number of kernels counts.
+GROUPS = (*SIMPLE, "Cutout", "Warp")
+_GROUP_OF = np.array([GROUPS.index("Warp" if name in WARPS else name) for name in OPERATIONS])
 
 
 def _luma(images: Tensor) -> Tensor:
@@ -186,14 +227,13 @@ def _cut(values: Tensor) -> Tensor:
     return values.clamp(0, 255).to(torch.uint8)
 
 
-def _warped(images: Tensor, to_x: list[float | np.ndarray], to_y: list[float | np.ndarray]) -> Tensor:
+def _warped(images: Tensor, factors: Tensor) -> Tensor:
     """Takes pixel (x, y) from the one nearest to (a x + b y + c, d x + e y + f); outside it is GREY.
 
-    to_x: a, b and c; to_y: d, e and f; each a number, or one for each image: float64 [b].
+    factors: a to f, float32 [6, b].
     """
     b, h, w, _ = images.shape
-    each = np.stack([np.broadcast_to(factor, b) for factor in (*to_x, *to_y)])
-    factors = _sent(each.astype(np.float32), images)[:, :, None, None]  # [6, b, 1, 1]
+    factors = factors[:, :, None, None]
     x = torch.arange(w, device=images.device).float()
     y = torch.arange(h, device=images.device).float()[:, None]
     columns = (factors[0] * x + factors[1] * y + factors[2] + 0.5).floor_().long()  # [b, H, W]

@@ -19,10 +19,11 @@ from torch import Tensor
 from common.data.encoded import Encoded
 from common.data.shard_cache import ShardCache, ShardPrefetcher
 from common.data.shards import Shard, ShardImages
-from common.data.workers import EncodedImages, MicroBatch, decoded, in_flight, send
+from common.data.workers import EncodedImages, MicroBatch, decoded, in_flight
 from common.order import Plan, Shuffled, Streamed
 from common.recipe import Batch
 from common.system.env import processes_per_host
+from common.system.transfer import send
 
 
 class ArraySplit(Shuffled):

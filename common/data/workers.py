@@ -23,6 +23,7 @@ from torch import Tensor
 from common.data import bad_images
 from common.data.decode import central_crop, random_resized_crop
 from common.order import Plan, uniforms
+from common.system.transfer import send
 
 PREFETCHED = 4  # micro-batches for each worker
 TO_DO = {  # about a broken image; True in training
@@ -109,13 +110,6 @@ def _while_workers_live(loader: Iterable[Crops]) -> Generator[Crops, None, None]
 def in_flight(workers: int) -> int:
     """The number of items of its plan that a DataLoader holds at once."""
     return max(1, PREFETCHED * workers)
-
-
-def send(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copies to the device without waiting for it: to CUDA from page-locked memory."""
-    if device.type == "cuda" and tensor.device.type == "cpu":
-        tensor = tensor.pin_memory()  # returns itself where it is pinned already
-    return tensor.to(device, non_blocking=True)
 
 
 class _Crops(torch.utils.data.Dataset):

@@ -1,0 +1,146 @@
+"""Counts where a training on a GPU would wait for it: a script's own main() on fake CUDA tensors.
+
+There is no GPU: torch's FakeTensorMode computes shapes and devices without values, and each operator is seen
+before it runs. Counted are values read by the host (`.item()`, `float()`, `if tensor:`), copies between host
+and device that block, and operators whose result has a size that only the device knows. Not seen: what a
+kernel's own code waits for, collectives, and the backward pass, as torch's engine has no thread for a device
+that is not there: gradients are zeros. Replaced: what opens a run's folder, writes and ends it.
+"""
+
+import traceback
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest.mock import Mock, patch
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from common.data.images import Images
+from common.distributed import accelerator as accelerators
+from common.distributed.compilation import Compilation
+from common.order import Steps
+from common.recipe import Recipe, share_out
+from common.run.run import Run
+
+aten = torch.ops.aten
+STAGED_BYTES = 65536  # a copy of more, from memory that is not page-locked, waits even with non_blocking
+OF_UNKNOWN_SIZE = {"nonzero", "masked_select", "_unique", "_unique2", "unique_dim", "bincount", "equal"}
+
+
+class Waits(TorchDispatchMode):
+    """Counts the waits by place, `file:function`, and the copies to the device.
+
+    value: what the host reads from each tensor of the device.
+    """
+
+    def __init__(self, value: float = 0.0):
+        super().__init__()
+        self.value, self.places, self.copies = value, Counter[str](), 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is aten._pin_memory.default:  # not known to fake tensors
+            args[0].was_pinned = True
+            return args[0]
+        if self._waits(func, args, kwargs):
+            self.places[_place()] += 1
+        if func is aten._fused_sgd_.default:  # not known either
+            return None
+        if func is aten._local_scalar_dense.default:
+            value = self.value if args[0].device.type == "cuda" else 0.5
+            kind = args[0].dtype
+            return kind == torch.bool or (value if kind.is_floating_point else int(value))
+        return func(*args, **kwargs)
+
+    def _waits(self, func: Any, args: Any, kwargs: Any) -> bool:
+        name = func.overloadpacket.__name__
+        if func is aten._local_scalar_dense.default or name in OF_UNKNOWN_SIZE:
+            return args[0].device.type == "cuda"
+        if func is aten.index.Tensor:
+            return any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
+        if func is aten._to_copy.default:
+            source, target = args[0], kwargs.get("device") or args[0].device
+        elif func is aten.copy_.default:
+            target, source = args[0].device, args[1]
+        else:
+            return False
+        if torch.device(target).type == source.device.type:
+            return False
+        self.copies += torch.device(target).type == "cuda"
+        non_blocking = kwargs.get("non_blocking") or (func is aten.copy_.default and args[2:] == (True,))
+        to_device = source.device.type == "cpu"
+        small = source.nbytes <= STAGED_BYTES or getattr(source, "was_pinned", False)
+        return not (non_blocking and (small or not to_device))
+
+
+def _place() -> str:
+    """The innermost function of the project on the stack: `file:function`."""
+    stack = traceback.extract_stack()
+    for frame in reversed(stack):
+        file = Path(frame.filename)
+        if file != Path(__file__) and "site-packages" not in file.parts:
+            return f"{file.name}:{frame.name}"
+    raise AssertionError("a test is on the stack")
+
+
+@contextmanager
+def counted(value: float = 0.0) -> Iterator[Waits]:
+    """Fake CUDA tensors inside, and the waits for them."""
+    with FakeTensorMode(allow_non_fake_inputs=True), Waits(value) as waits:
+        yield waits
+
+
+def waits_of(script: ModuleType, recipe: Recipe, images: Images, read: int) -> Counter[str]:
+    """The waits of a whole training after Run.begin, by place. read: the images that an evaluation counts."""
+    batch = share_out(recipe.batch_size, recipe.per_device_batch_size, 1)
+    builder = "build_model" if hasattr(script, "build_model") else "Net"
+    build = getattr(script, builder)
+
+    def begin(run: Run, model: nn.Module, optimizer: Any, steps: Steps, **_: Any) -> Steps:
+        """Run.begin without a folder, checkpoints, telemetry and other processes."""
+        exchange: Any = SimpleNamespace(listen=lambda *_: None, telemetry=Mock())
+        run.steps, run.exchange, run.saver, run.begun = steps, exchange, Mock(), True
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p)
+        optimizer.zero_grad = lambda: None
+        waits.places.clear()
+        return steps
+
+    replaced = {
+        (Accelerator, "device"): torch.device("cuda", 0),
+        (Accelerator, "backward"): lambda *_: None,
+        (torch.cuda, "mem_get_info"): lambda device: (2**40, 2**40),
+        (nn.Module, "to"): lambda module, *args, **options: module,  # it knows no fake tensors
+        (accelerators, "agree"): lambda *_: None,
+        (Run, "begin"): begin,
+        (Run, "folder"): Path(),
+        (Run, "_save"): lambda run: None,
+        (Run, "_end_failed"): lambda run, error: None,
+        (Run, "finish"): lambda run, name: None,
+        (script, builder): lambda *args: _on_cuda(build, *args),
+        (script, "load"): lambda *_: images,
+        (script, "plot"): lambda *_: None,
+    }
+    AcceleratorState._reset_state(True)
+    accelerator = Accelerator(cpu=True, mixed_precision="no", gradient_accumulation_steps=batch.accumulations)
+    accelerator.compilation, accelerator.grad_checkpointing = Compilation(), False
+    with ExitStack() as stack:
+        stack.callback(AcceleratorState._reset_state, True)
+        for (owner, name), replacement in replaced.items():
+            stack.enter_context(patch.object(owner, name, replacement, create=owner is script))
+        waits = stack.enter_context(counted(read))
+        script.main.__wrapped__(recipe, accelerator, batch)
+    return waits.places
+
+
+def _on_cuda(build: Any, *args: Any) -> nn.Module:
+    with torch.device("cuda"):
+        return build(*args)

@@ -1,0 +1,123 @@
+"""Train scripts wait for the device at each line of the log and at each evaluation, else never.
+
+Simulated on fake CUDA tensors: tests/support/waits.py says how, and what it can't see.
+"""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from accelerate.utils import DistributedType
+
+from common.augment import DRAWS, RAND_AUGMENT, crop_and_flip
+from common.data.images import Images
+from common.data.splits import ArraySplit
+from common.optim import can_fuse_sgd
+from common.order import uniforms
+from common.rand_augment import rand_augment
+from common.script import load_script, recipe_class
+from common.system import transfer
+from tests.conftest import ROOT
+from tests.support.waits import counted, waits_of
+
+VAL = 24  # images of an evaluation
+AUGMENTED = dict(randaug_layers=2, color_jitter=0.4, random_erasing=0.25, drop_path=0.1)
+RECIPES = {
+    "train_hello": dict(data_size=48),
+    "train_cnn_a": {},
+    "train_cnn_b": dict(width=8),
+    "train_vit": dict(model="test_vit", image_size=32, patch_size=8, **AUGMENTED),
+}
+# Of 2 epochs of 3 steps, with a line at each second step and at each end of an epoch
+LINES = {"meter.py:mean_loss": 4}
+EVALUATIONS = LINES | {"evaluation.py:evaluate": 2 * 3, "splits.py:_move": 2}  # once: the images themselves
+WAITS = {
+    # After the loop it draws a picture.
+    "train_hello": LINES | {"train_hello.py:evaluate": 2 * 2, "train_hello.py:main": 4},
+    "train_cnn_a": EVALUATIONS,
+    "train_cnn_b": EVALUATIONS,
+    "train_vit": EVALUATIONS | {"evaluation.py:evaluate": 2 * 2 * 3},  # the EMA, too
+}
+
+
+def waits(file: Path, name: str, folder: Path) -> dict[str, int]:
+    splits = []
+    for split, count in (("train", 48), ("val", VAL)):
+        np.save(folder / f"{split}.npy", np.zeros((count, 32, 32, 3), np.uint8))
+        pixels = np.load(folder / f"{split}.npy", mmap_mode="c")
+        splits.append(ArraySplit(pixels, np.arange(count) % 10))
+    images = Images("", tuple("0123456789"), *splits, val_name="val", mirror=True)
+    script = load_script(file)
+    numbers = dict(epochs=2, batch_size=16, per_device_batch_size=8, clip_norm=1.0, log_every=2)
+    recipe = recipe_class(script)(**numbers, **RECIPES[name])
+    return waits_of(script, recipe, images, 1000 if name == "train_hello" else VAL)
+
+
+def test_each_script_is_here():
+    assert set(WAITS) == {path.stem for path in ROOT.glob("train_*.py")}
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_a_script_waits_for_its_log_alone(name, tmp_path):
+    assert waits(ROOT / f"{name}.py", name, tmp_path) == WAITS[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new", "more"),
+    [
+        ("train_cnn_a", "run.add(loss, ids)", "run.add(loss, ids), loss.item()", 12),
+        ("train_cnn_a", "run.add(loss, ids)", "run.add(loss + loss.new_tensor(1.0), ids)", 12),
+        ("train_cnn_a", "run.add(loss, ids)", "run.add(loss if loss > 0 else -loss, ids)", 12),
+        ("train_hello", "F.mse_loss(model(rows(x, ids))", "F.mse_loss(model(x[ids])", 12),
+        ("train_hello", "rows(y, ids))[:valid]", "rows(y, ids))[y[:8, 0] > 0][:valid]", None),
+    ],
+)
+def test_a_wait_in_a_loop_is_seen(name, old, new, more, tmp_path):
+    text = (ROOT / f"{name}.py").read_text()
+    assert text.count(old) == 1
+    changed = tmp_path / f"{name}.py"
+    changed.write_text(text.replace(old, new))
+    if more is None:  # a size that only the device knows
+        with pytest.raises(Exception, match="nonzero"):
+            waits(changed, name, tmp_path)
+        return
+    found = waits(changed, name, tmp_path)
+    place = f"{name}.py:main"
+    assert found == WAITS[name] | {place: WAITS[name].get(place, 0) + more}
+
+
+def test_arrays_cross_to_the_device_in_one_copy():
+    draws = uniforms(0, 0, np.arange(64), DRAWS)
+    with counted() as seen:
+        images = torch.zeros(64, 32, 32, 3, dtype=torch.uint8, device="cuda")
+        rand_augment(images, draws[:, RAND_AUGMENT], 2, 10)
+        assert seen.copies == 1
+        crop_and_flip(images, draws, 4, flip=True)
+        assert seen.copies == 2
+    assert not seen.places
+
+
+def test_packed_arrays_arrive_whole(monkeypatch):
+    """The copy itself is replaced: it would need a device."""
+    monkeypatch.setattr(transfer, "send", lambda tensor, device: tensor)
+    arrays = [
+        np.arange(5),
+        np.full((2, 3), 0.5, np.float32),
+        np.zeros((0, 2), np.int32),
+        np.arange(3, dtype=np.int32),
+    ]
+    arrays.append(np.arange(12).reshape(3, 4).T)
+    found = transfer.send_arrays(arrays, torch.device("cuda"))
+    for theirs, ours in zip(arrays, found, strict=True):
+        np.testing.assert_array_equal(theirs, ours.numpy(), strict=True)
+
+
+@pytest.mark.parametrize(
+    ("device", "kind", "fused"),
+    [("cuda", "MULTI_GPU", True), ("cuda", "DEEPSPEED", True), ("cuda", "FSDP", False), ("cpu", "NO", False)],
+)
+def test_sgd_is_fused_on_gpus_without_fsdp(device, kind, fused):
+    accelerator = SimpleNamespace(device=torch.device(device), distributed_type=DistributedType(kind))
+    assert can_fuse_sgd(accelerator) == fused
