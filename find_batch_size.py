@@ -199,8 +199,8 @@ class Search:
         if not (run / "result.json").exists():
             raise ValueError("the trial's result is not here: the hostfile's first host must be this one")
         result, about = (read_json(run / name) for name in ("result.json", "recipe.json"))
-        names = ("script", "strategy", "mixed_precision", "compile", "grad_checkpointing", "device")
-        self.about = {name: result[name] for name in names}
+        names = ("script", "strategy", "mixed_precision", "half_precision", "compile", "grad_checkpointing")
+        self.about = {name: result[name] for name in (*names, "device")}
         self.about |= {name: about[name] for name in ("sharding", "git_commit", "versions")}
         memory_gib, of_each = ended.data_gib, result["memory_gib"]
         if not self.flags.memory_limit_gib:

@@ -30,9 +30,14 @@ from common.distributed.answers import (
 from common.distributed.compilation import asked_for, compile_blocks
 from common.distributed.determinism import compute_deterministically
 from common.distributed.devices import check_devices
-from common.distributed.gradients import refuse_missing_gradients
+from common.distributed.gradients import refuse_missing_gradients, refuse_skipped_steps
 from common.distributed.initial_weights import share_initial_weights
-from common.distributed.precision import cast_inputs, chosen_precision
+from common.distributed.precision import (
+    autocast_forward,
+    cast_inputs,
+    chosen_precision,
+    settle_precision,
+)
 from common.distributed.preemption import ready, watch
 from common.distributed.rehearsal import keep_freed_memory, rehearse_on_cpu, use_all_cores
 from common.distributed.rendezvous import join_after_restart, name_interface
@@ -67,8 +72,10 @@ def start(job: Job, clip_norm: float = 0.0) -> tuple[Accelerator, Batch]:
     compilation = asked_for(job.compile)
     name_interface()
     join_after_restart(job.timeout_s)
+    engines_precision = enabled_precision(deepspeed)
+    kind = chosen_precision(job.mixed_precision or engines_precision)
     accelerator = Accelerator(
-        mixed_precision=chosen_precision(job.mixed_precision or enabled_precision(deepspeed)),
+        mixed_precision=kind,
         deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=deepspeed) if job.deepspeed_config else None,
         dynamo_plugin=TorchDynamoPlugin(backend="no"),  # prepare() compiles, block by block
         gradient_accumulation_plugin=GradientAccumulationPlugin(
@@ -82,6 +89,7 @@ def start(job: Job, clip_norm: float = 0.0) -> tuple[Accelerator, Batch]:
     )
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         _fill_deepspeed_config(accelerator.state.deepspeed_plugin.deepspeed_config, batch, clip_norm)
+    accelerator.precision = settle_precision(accelerator, kind, is_engines=engines_precision == kind)
     accelerator.compilation = compilation
     accelerator.grad_checkpointing = job.grad_checkpointing
     if accelerator.distributed_type == DistributedType.FSDP:
@@ -96,10 +104,11 @@ def start(job: Job, clip_norm: float = 0.0) -> tuple[Accelerator, Batch]:
     if accelerator.device.type == "cpu":
         use_all_cores()
         keep_freed_memory()
-        if precision(accelerator) == "fp16" and accelerator.distributed_type != DistributedType.DEEPSPEED:
+        if kind == "fp16" and accelerator.distributed_type != DistributedType.DEEPSPEED:
             # As Accelerate does on a GPU; on a CPU it would compute in fp32 without a word.
             accelerator.native_amp, accelerator.scaler = True, torch.amp.GradScaler("cpu")
     blocks = {"compile": str(compilation), "grad_checkpointing": accelerator.grad_checkpointing}
+    blocks |= vars(accelerator.precision)
     code = {"script and common/": _code_hash(), **versions()}
     agree(accelerator, {**code, "recipe": recipe_part(job), **blocks, "deterministic": job.deterministic})
     if rehearsal:
@@ -107,6 +116,7 @@ def start(job: Job, clip_norm: float = 0.0) -> tuple[Accelerator, Batch]:
     for remark in remarks:
         accelerator.print(remark)
     extras = f", compiled ({compilation})" if compilation else ""
+    extras += ", weights too" if accelerator.precision.half_precision == "weights" else ""
     extras += ", activation checkpointing" if accelerator.grad_checkpointing else ""
     extras += ", deterministic" if job.deterministic else ""
     accelerator.print(f"{strategy(accelerator)}, {batch}, mixed precision {precision(accelerator)}{extras}")
@@ -131,13 +141,19 @@ def prepare(
         compile_blocks(model, accelerator.compilation)
     if accelerator.grad_checkpointing:
         checkpoint_activations(model)
+    sharded = strategy(accelerator) not in ("single", "ddp")  # for these Accelerate does it
+    if sharded and accelerator.precision.half_precision == "autocast":
+        autocast_forward(accelerator, model)
     prepared, wrapped = accelerator.prepare(model, optimizer)
     statistics.follow(accelerator, plain_module(prepared))
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        plain_module(prepared).register_forward_pre_hook(cast_inputs(precision(accelerator)))
+        if accelerator.precision.half_precision == "weights":
+            plain_module(prepared).register_forward_pre_hook(cast_inputs(precision(accelerator)))
         if precision(accelerator) == "fp16":
             # Run finds a loss that is not finite, and says more than DeepSpeed's traceback would.
             wrapped.optimizer.loss_scaler.raise_error_at_min_scale = False
+        else:
+            refuse_skipped_steps(wrapped.optimizer)
     if isinstance(prepared, nn.parallel.DistributedDataParallel):
         prepared.broadcast_buffers = False  # common.evaluation broadcasts them where they are used
         refuse_missing_gradients(plain_module(prepared), wrapped.optimizer)

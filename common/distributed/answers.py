@@ -338,8 +338,12 @@ def _check_deepspeed(config: dict[str, Any], file: str, precision: str | None) -
 
 
 def enabled_precision(config: dict[str, Any] | None) -> str | None:
-    """bf16 or fp16, where the DeepSpeed JSON itself says so; None leaves it to the flag and the device."""
-    return next((kind for kind, enabled in _precisions(config or {}).items() if enabled), None)
+    """bf16 or fp16, where the DeepSpeed JSON itself says so; no, where it switches bf16 off.
+
+    None leaves it to the flag and the device.
+    """
+    said = _precisions(config or {})
+    return next((kind for kind, enabled in said.items() if enabled), "no" if "bf16" in said else None)
 
 
 def _precisions(config: dict[str, Any]) -> dict[str, bool]:

@@ -6,6 +6,7 @@ import re
 import torch
 
 from common.distributed.answers import check_device_kind
+from common.distributed.precision import on_gpu
 from common.system.env import processes_per_host
 from common.system.gpus import devices, driver_problem, needed_driver, runs_on
 
@@ -16,7 +17,7 @@ def check_devices() -> None:
     """ValueError when the GPUs are too few, or torch can't use them; and on TPUs, XPUs or NPUs."""
     check_device_kind()
     gpus, processes = torch.cuda.device_count(), processes_per_host()
-    if not torch.cuda.is_available():
+    if not on_gpu():
         _check_that_no_gpu_is_left_out()
     elif gpus < processes:
         raise ValueError(

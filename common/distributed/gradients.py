@@ -1,6 +1,7 @@
-"""Missing gradients under DDP: refused before the first optimizer step."""
+"""Gradients that a strategy leaves out without a word: missing ones under DDP, infinite ones under ZeRO."""
 
 import re
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,6 +22,23 @@ def refuse_missing_gradients(model: nn.Module, optimizer: torch.optim.Optimizer)
             raise ValueError(without_gradient(missing))
 
     hook = optimizer.register_step_pre_hook(check)
+
+
+def refuse_skipped_steps(zero: Any) -> None:
+    """Makes DeepSpeed's optimizer raise FloatingPointError where it would leave a step out.
+
+    For precisions without loss scaling, where a step is left out because a gradient is not finite. All
+    processes find that together.
+    """
+    update_scale = zero._update_scale
+
+    def check(has_overflow: bool = False) -> None:
+        if has_overflow:
+            lr = zero.param_groups[0]["lr"]
+            raise FloatingPointError(f"a gradient is not finite with learning rate {lr:g}")
+        update_scale(has_overflow)
+
+    zero._update_scale = check
 
 
 def unused_parameters(error: BaseException | None, parameters: list[str]) -> list[str]:

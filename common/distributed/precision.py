@@ -1,11 +1,59 @@
-"""The choice of mixed precision: the flag, the launcher's answer, or what the device has natively."""
+"""The choice of mixed precision, and how it is computed: alike under every strategy, by autocast.
+
+Weights, the residual stream and the reduction of gradients are in fp32; matrix products and convolutions are
+in half precision. Two settings differ: fp16 under ZeRO, because DeepSpeed scales the loss in its own fp16
+alone, and bf16 that a DeepSpeed JSON enables. There weights and activations are all in half precision.
+"""
 
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType, convert_outputs_to_fp32, parse_flag_from_env
+from torch import nn
 
 from common.system.env import launched_with, rank
+
+HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The types of a training's tensors."""
+
+    mixed_precision: str  # no, bf16 or fp16
+    half_precision: str  # none; of `autocast` or of all `weights`
+    gradient_reduction: str  # between the processes: fp32, bf16 or fp16
+
+
+def settle_precision(accelerator: Accelerator, kind: str, is_engines: bool) -> Precision:
+    """Makes FSDP2 and ZeRO compute as one process does. Before prepare, which adds the autocast itself.
+
+    kind: no, bf16 or fp16. is_engines: a DeepSpeed JSON enables it, which means DeepSpeed's own.
+    """
+    half_precision, reduction = "none" if kind == "no" else "autocast", "fp32"
+    if accelerator.distributed_type == DistributedType.FSDP:
+        # Accelerate's policy: weights, activations and the reduction in half precision
+        accelerator.state.fsdp_plugin.mixed_precision_policy = None
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        config = accelerator.state.deepspeed_plugin.deepspeed_config
+        reduction = config.setdefault("communication_data_type", "fp32")
+        if kind == "fp16" or (kind == "bf16" and is_engines):
+            half_precision = "weights"
+        elif kind == "bf16":
+            config["bf16"] = {"enabled": False}
+        if config.get("bf16", {}).get("enabled"):
+            # True leaves out a step whose gradients are not finite, in silence, and waits for the device.
+            config["bf16"].setdefault("check_grad_overflow", False)
+    return Precision(kind, half_precision, reduction)
+
+
+def autocast_forward(accelerator: Accelerator, model: nn.Module) -> None:
+    """Puts the model's forward under autocast, its outputs into fp32, as Accelerate does for DDP."""
+    autocast = torch.autocast(accelerator.device.type, HALF[accelerator.precision.mixed_precision])
+    model.forward = convert_outputs_to_fp32(autocast(model.forward))
 
 
 def chosen_precision(flag: str | None) -> str:
@@ -17,28 +65,36 @@ def chosen_precision(flag: str | None) -> str:
         launchers = None
     wanted = flag or launchers or ("bf16" if has_native_bf16() else "no")
     remark = ""
-    if not torch.cuda.is_available() and wanted == "fp16":
+    if not on_gpu() and wanted == "fp16":
         remark = "fp16 is slow on a CPU; it is computed all the same, with loss scaling as on a GPU"
-    elif not torch.cuda.is_available() and wanted == launchers == "bf16" and not has_native_bf16():
+    elif not on_gpu() and wanted == launchers == "bf16" and not has_native_bf16():
         remark, wanted = "bf16 is not native to this CPU: the rehearsal is in fp32", "no"
-    elif (
-        torch.cuda.is_available() and wanted == launchers == "bf16" and flag is None and not has_native_bf16()
-    ):
+    elif on_gpu() and wanted == launchers == "bf16" and flag is None and not has_native_bf16():
         remark, wanted = "bf16 is not native to this GPU: the config's bf16 becomes fp16", "fp16"
-    elif wanted == "bf16" and torch.cuda.is_available() and not has_native_bf16():
+    elif on_gpu() and wanted == "bf16" and not has_native_bf16():
         remark = "this GPU has no native bf16 and emulates it: --mixed_precision fp16 is faster here"
+    elif on_gpu() and wanted == launchers == "no" and flag is None and has_native_bf16():
+        remark = (
+            "training in fp32: the launcher says mixed precision no, as accelerate launch does without a"
+            " config file; this GPU has native bf16: --mixed_precision bf16"
+        )
     if remark and rank() == 0:
         print(remark, flush=True)
     return wanted
 
 
+def on_gpu() -> bool:
+    """False also on a host with GPUs when the launcher's config has use_cpu, as cpu.yaml."""
+    return torch.cuda.is_available() and not parse_flag_from_env("ACCELERATE_USE_CPU")
+
+
 def has_native_bf16() -> bool:
-    if torch.cuda.is_available():
+    if on_gpu():
         return torch.cuda.get_device_capability() >= (8, 0)
     return torch.cpu._is_avx512_bf16_supported()
 
 
 def cast_inputs(kind: str) -> Callable:
     """DeepSpeed holds the weights in half precision and leaves the inputs as they are."""
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "no": torch.float32}[kind]
+    dtype = HALF[kind]
     return lambda module, inputs: tuple(x.to(dtype) if x.is_floating_point() else x for x in inputs)

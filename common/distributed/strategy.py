@@ -48,11 +48,8 @@ def sharding(accelerator: Accelerator) -> dict[str, Any]:
 
 
 def precision(accelerator: Accelerator) -> str:
-    """no, bf16 or fp16; under DeepSpeed it is the engine's."""
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        config = accelerator.state.deepspeed_plugin.deepspeed_config
-        return next((kind for kind in ("bf16", "fp16") if config.get(kind, {}).get("enabled") is True), "no")
-    return accelerator.mixed_precision
+    """no, bf16 or fp16."""
+    return accelerator.precision.mixed_precision
 
 
 def device_name(accelerator: Accelerator) -> str:

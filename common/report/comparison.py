@@ -9,7 +9,7 @@ from typing import Any
 from common.report import markdown as md
 from common.report.page import as_flag, time_unit
 from common.report.plots import Panel, panels
-from common.report.record import RunRecord
+from common.report.record import RunRecord, early_precision
 from common.report.words import (
     REHEARSAL,
     chosen,
@@ -31,7 +31,7 @@ NOT_COMPARED = ("output_dir", "model_folder", "s3")  # places of the output
 RESOLVED = ("mixed_precision", "per_device_batch_size", "compile", "grad_checkpointing")
 NAMED = ("data", "model", "epochs", "batch_size", "lr", "seed")  # flags in a column's name where they differ
 SEARCH: dict[str, Kind] = {  # a result of find_batch_size.py
-    **dict.fromkeys(("script", "strategy", "device", "mixed_precision", "compile"), str),
+    **dict.fromkeys(("script", "strategy", "device", "mixed_precision", "half_precision", "compile"), str),
     "grad_checkpointing": bool,
     **dict.fromkeys(("processes", "answer", "knee", "quantum"), int),
     "limit_gib": float,
@@ -187,7 +187,8 @@ def _conditions(run: RunRecord) -> dict[str, str]:
     left_out = (*NOT_COMPARED, *RESOLVED)
     recipe = {name: public_path(as_flag(value)) for name, value in run.recipe.items() if name not in left_out}
     names = ["script", "data", "batch_size", "per_device_batch_size", "accumulation_steps", "epochs", "steps"]
-    names += ["mixed_precision", "compile", "grad_checkpointing", "val_name", "val_images", "status"]
+    names += ["mixed_precision", "half_precision", "gradient_reduction", "compile", "grad_checkpointing"]
+    names += ["val_name", "val_images", "status"]
     versions = {f"version of {name}": str(value) for name, value in about.get("versions", {}).items()}
     devices = about.get("devices") or [facts.get("device", "not known")]
     headers = [line for lines in run.telemetry.values() for line in lines if "cpus" in line]
@@ -326,11 +327,13 @@ def _cost(run: RunRecord, price_per_hour: float | None) -> float | None:
 
 def _largest(run: RunRecord, searches: tuple[dict[str, Any], ...]) -> int | None:
     """The search result with the run's script, strategy, recipe, processes and precision."""
-    names = ("script", "strategy", "processes", "mixed_precision", "compile", "grad_checkpointing")
+    names = ["script", "strategy", "processes", "mixed_precision", "half_precision", "compile"]
+    names += ["grad_checkpointing"]
     for search in searches:
         recipe = {name: value for name, value in search["recipe"].items() if name != "streams"}
         same_recipe = all(run.recipe.get(name) == value for name, value in recipe.items())
         same_sharding = search.get("sharding") == run.about.get("sharding")
+        search = early_precision(search) | search
         same_facts = all(search.get(name) == run.facts.get(name) for name in names)
         if same_recipe and same_sharding and same_facts:
             return search.get("answer")

@@ -9,7 +9,17 @@ from typing import Any
 from common.report import markdown as md
 from common.report.plots import Panel, confusion_matrix, panel, panels
 from common.report.record import RunRecord
-from common.report.words import REHEARSAL, claim, data, devices, evaluated_images, model, number, where
+from common.report.words import (
+    REHEARSAL,
+    claim,
+    data,
+    devices,
+    evaluated_images,
+    mixed_precision,
+    model,
+    number,
+    where,
+)
 from common.system.paths import public_path
 from common.system.text import plural
 
@@ -316,7 +326,8 @@ def _setup(run: RunRecord) -> str:
     changed = " and uncommitted changes" if commit.endswith("+") else ""
     rows = {
         "batch": batch,
-        "mixed precision": facts.get("mixed_precision", "-"),
+        "mixed precision": mixed_precision(facts),
+        "gradients reduced in": facts.get("gradient_reduction", "-"),
         "compiled": facts.get("compile", "-"),
         "activation checkpointing": as_flag(facts.get("grad_checkpointing", "-")),
         "deterministic": as_flag(facts.get("deterministic", "-")),

@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,14 @@ ABOUT: dict[str, Kind] = {
         ("script", "strategy", "resumed_from", "git_commit", "wandb_id", "wandb_url", "version"), str
     ),
     **dict.fromkeys(("source", "unit", "val_chosen"), str),
-    "compile": str,
+    **dict.fromkeys(("compile", "mixed_precision", "half_precision", "gradient_reduction"), str),
     "grad_checkpointing": bool,
     **dict.fromkeys(("recipe", "defaults", "sharding", "versions"), dict),
     **{name: list[str] for name in ("command", "hosts", "devices")},
 }
 RESULT: dict[str, Kind] = {
     **dict.fromkeys(("script", "status", "strategy", "mixed_precision", "device", "data", "val_name"), str),
+    **dict.fromkeys(("half_precision", "gradient_reduction"), str),
     **dict.fromkeys(("compile", "checkpoint", "best_checkpoint", "error"), str),
     **dict.fromkeys(("hosts", "processes", "batch_size", "per_device_batch_size", "accumulation_steps"), int),
     **dict.fromkeys(("epochs", "steps", "best_step", "val_images", "seed"), int),
@@ -73,7 +75,8 @@ class RunRecord:
         if not self.telemetry and self.recipe.get("telemetry_s") != 0:
             self.problems.append("telemetry-<host>.jsonl is missing")
         result = self._read("result.json", RESULT)
-        self.facts = self._derived() | result
+        facts = self._derived() | result
+        self.facts = early_precision(facts) | facts
         shows_classes = self.facts["status"] == "finished" and "best_accuracy" in self.facts
         has_confusion = shows_classes or (folder / "confusion.json").exists()
         self.confusion = self._matrix("confusion.json", CONFUSION) if has_confusion else {}
@@ -134,7 +137,8 @@ class RunRecord:
             "final_loss": final.get("val/loss"),
             "checkpoint": f"checkpoints/{saved[-1].parent.name}" if saved else None,
         }
-        names = ("script", "strategy", "compile", "grad_checkpointing")
+        names = ["script", "strategy", "compile", "grad_checkpointing"]
+        names += ["mixed_precision", "half_precision", "gradient_reduction"]
         return {
             **{name: about[name] for name in names if name in about},
             **{name: recipe[name] for name in ("data", "batch_size", "epochs", "seed") if name in recipe},
@@ -194,6 +198,21 @@ class RunRecord:
             self.problems.append(f"{name} has no square matrix of its classes")
             found = {key: value for key, value in found.items() if key != "confusion"}
         return found
+
+
+def early_precision(facts: Mapping[str, Any]) -> dict[str, str]:
+    """half_precision and gradient_reduction of versions that did not record them; empty where nobody knows.
+
+    facts: strategy and mixed_precision. FSDP2 and ZeRO then had weights and activations in half precision.
+    """
+    kind, strategy = facts.get("mixed_precision"), facts.get("strategy")
+    if kind is None or strategy is None:
+        return {}
+    if kind == "no":
+        return {"half_precision": "none", "gradient_reduction": "fp32"}
+    if strategy in ("single", "ddp"):
+        return {"half_precision": "autocast", "gradient_reduction": "fp32"}
+    return {"half_precision": "weights", "gradient_reduction": kind}
 
 
 def _score(evaluation: dict[str, float]) -> float:

@@ -8,6 +8,10 @@ from common.system.text import plural
 
 FIRST = "the first"  # how older runs chose the images of the split that they evaluated
 STRATEGIES = {"single": "one process", "ddp": "DDP", "fsdp": "FSDP2"}
+HALF_PRECISION = {
+    "autocast": "by autocast: weights and residual stream in fp32",
+    "weights": "weights and all activations",
+}
 REHEARSAL = "**Rehearsal on CPU: says nothing about GPUs.**"
 
 
@@ -29,6 +33,12 @@ def where(run: RunRecord) -> str:
     strategy, hosts = run.facts.get("strategy", "unknown strategy"), run.facts.get("hosts", 1)
     shown = STRATEGIES.get(strategy, strategy.replace("zero", "ZeRO-"))
     return f"{shown} on {devices(run)}" + (f", {hosts} hosts" if hosts > 1 else "")
+
+
+def mixed_precision(facts: dict[str, Any]) -> str:
+    """`bf16, by autocast: weights and residual stream in fp32`"""
+    kind, how = facts.get("mixed_precision", "-"), HALF_PRECISION.get(facts.get("half_precision", ""))
+    return f"{kind}, {how}" if how else kind
 
 
 def model(run: RunRecord) -> str:

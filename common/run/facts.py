@@ -45,6 +45,7 @@ def about_run(
         "script": script_name(),
         "strategy": job.strategy(accelerator),
         "sharding": job.sharding(accelerator),
+        **dataclasses.asdict(accelerator.precision),
         "compile": str(accelerator.compilation),
         "grad_checkpointing": accelerator.grad_checkpointing,
         "recipe": dataclasses.asdict(recipe),
@@ -68,10 +69,8 @@ def about_checkpoint(
 ) -> dict[str, Any]:
     """The part of a checkpoint's manifest on the run that writes it. about: recipe.json."""
     names = ("script", "strategy", "version", "git_commit", "versions", "hosts", "val_chosen")
-    writer = {name: about[name] for name in names} | {
-        "processes": batch.processes,
-        "mixed_precision": job.precision(accelerator),
-    }
+    writer = {name: about[name] for name in names} | dataclasses.asdict(accelerator.precision)
+    writer["processes"] = batch.processes
     return {"recipe": recipe_part(recipe), "data": about["source"], "classes": classes, "written_by": writer}
 
 
@@ -100,7 +99,7 @@ def result(
         "script": script_name(),
         "status": status,
         "strategy": job.strategy(accelerator),
-        "mixed_precision": job.precision(accelerator),
+        **dataclasses.asdict(accelerator.precision),
         "compile": str(accelerator.compilation),
         "grad_checkpointing": accelerator.grad_checkpointing,
         "deterministic": recipe.deterministic,

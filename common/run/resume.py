@@ -6,6 +6,7 @@ from typing import Any, Self
 from common.checkpoint.format import Checkpoint
 from common.checkpoint.training import TrainingState
 from common.recipe import Recipe
+from common.report.record import early_precision
 from common.run.facts import VAL_CHOSEN
 from common.run.folder import count_restarts, resumed_from
 from common.run.state import RunState
@@ -60,6 +61,8 @@ def _from_checkpoint(
     # After the last step only the end is missing, and its pictures show an evaluation.
     state.evaluated &= found.step < steps
     began_at = resumed_from(storage.folder)
+    if change := _changed_precision(found.manifest.get("written_by", {}), training):
+        print(change, flush=True)
     if _evaluated_other_images(found, recipe):
         print("--max_val_images takes other images than before: the best evaluation begins anew")
         state.best, state.evaluated = {}, False
@@ -91,6 +94,16 @@ def _has_optimizer(found: Checkpoint, state: RunState, training: TrainingState, 
         print(f"the optimizer's state starts afresh: {problem}", flush=True)
         return False
     return True
+
+
+def _changed_precision(writer: dict[str, Any], training: TrainingState) -> str:
+    """A line where the types of the computation have changed; weights in checkpoints are fp32 in any case."""
+    before, now = early_precision(writer) | writer, vars(training.accelerator.precision)
+    changed = [name for name in now if before.get(name, now[name]) != now[name]]
+    if not changed:
+        return ""
+    what = ", ".join(f"{name} {now[name]} (it was {before[name]})" for name in changed)
+    return f"the checkpoint was computed otherwise: from here on {what}; losses differ by rounding"
 
 
 def _evaluated_other_images(found: Checkpoint, recipe: Recipe) -> bool:

@@ -11,8 +11,8 @@ from common.telemetry.memory import is_out_of_memory
 
 @pytest.fixture(autouse=True)
 def _no_launcher(monkeypatch):
-    for name in ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_CONFIG_DS_FIELDS"):
-        monkeypatch.delenv(name, raising=False)
+    for name in ("MIXED_PRECISION", "USE_DEEPSPEED", "CONFIG_DS_FIELDS", "USE_CPU"):
+        monkeypatch.delenv(f"ACCELERATE_{name}", raising=False)
 
 
 def gpus(monkeypatch, count, capability=(9, 0)):
@@ -57,6 +57,28 @@ def test_precision(flag, launcher, device, wanted, monkeypatch):
     if launcher:
         monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launcher)
     assert precision.chosen_precision(flag) == wanted
+
+
+@pytest.mark.parametrize("cpu_has_it", [True, False])
+def test_cpu_yaml_asks_the_cpu_on_a_host_with_gpus(cpu_has_it, monkeypatch, capsys):
+    gpus(monkeypatch, 1, (7, 5) if cpu_has_it else (9, 0))
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: cpu_has_it)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "True")
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    assert precision.chosen_precision(None) == ("bf16" if cpu_has_it else "no")
+    assert ("not native to this CPU" in capsys.readouterr().out) != cpu_has_it
+
+
+def test_a_line_says_that_a_gpu_trains_in_fp32_for_want_of_a_config(monkeypatch, capsys):
+    """Simulated: the GPU is torch's answers."""
+    gpus(monkeypatch, 1)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")  # as accelerate launch says without a config
+    assert precision.chosen_precision(None) == "no"
+    assert "training in fp32: the launcher says mixed precision no" in capsys.readouterr().out
+    assert precision.chosen_precision("no") == "no"  # wanted
+    gpus(monkeypatch, 1, (7, 5))
+    assert precision.chosen_precision(None) == "no"  # it has no bf16
+    assert not capsys.readouterr().out
 
 
 def test_the_no_of_accelerate_for_a_deepspeed_file_was_said_by_nobody(monkeypatch):

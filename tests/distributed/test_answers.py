@@ -278,6 +278,10 @@ def test_a_precision_of_the_json(tmp_path):
     file.write_text(json.dumps({"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}))
     config = check({"LOCAL_RANK": "0"}, deepspeed_config=str(file))
     assert answers.enabled_precision(config) == "bf16"
+    assert answers.enabled_precision(config | {"bf16": {"enabled": False}}) == "no"
+    off_but_fp16 = {"bf16": {"enabled": False}, "fp16": {"enabled": True}}
+    assert answers.enabled_precision(config | off_but_fp16) == "fp16"
+    assert answers.enabled_precision({"fp16": {"enabled": False}}) is None
     with pytest.raises(ValueError, match=r'bf16.enabled true beside --mixed_precision no: write "auto"'):
         check({"LOCAL_RANK": "0"}, deepspeed_config=str(file), precision="no")
 

@@ -20,6 +20,7 @@ import logbook
 from common.report import plots
 from common.report.comparison import Comparison
 from common.report.record import RunRecord
+from common.report.words import mixed_precision
 from common.system.cli import run_command
 from tests.conftest import CNN, Job, copy_project, metrics, python, result, run, torchrun
 
@@ -393,6 +394,7 @@ def test_other_differences_are_listed_and_unequal_work_has_no_speed_up(one, book
     about |= {"git_commit": "abc", "devices": ["NVIDIA T4"]}
     (other / "recipe.json").write_text(json.dumps(about))
     changes = {"batch_size": 64, "mixed_precision": "fp16", "val_images": 7}
+    changes |= {"half_precision": "weights", "gradient_reduction": "fp16"}
     changes |= {"compile": "default", "grad_checkpointing": True}
     (other / "result.json").write_text(json.dumps(result(other) | changes))
     text = compared(book, tmp_path, one[0], other, "--allow_different_data")
@@ -466,6 +468,23 @@ def copy_with(run_folder: Path, copy: Path, about: dict, recipe: dict, facts: di
 def test_the_same_run_twice_differs_in_nothing(one, book, tmp_path):
     text = compared(book, tmp_path, one[0], one[0])
     assert "Nothing: recipe, data, versions, commit, devices and precision are the same." in text
+
+
+def test_an_fsdp_run_of_an_older_version_had_weights_in_half_precision(one, book, tmp_path):
+    """Its files have the strategy alone, from which the types follow."""
+    older = tmp_path / "older"
+    copy_with(one[0], older, {"strategy": "fsdp"}, {}, {"strategy": "fsdp", "mixed_precision": "bf16"})
+    newer = tmp_path / "newer"
+    copy_with(older, newer, {}, {}, {"half_precision": "autocast", "gradient_reduction": "fp32"})
+    for file in (older / "recipe.json", older / "result.json"):
+        found = json.loads(file.read_text())
+        del found["half_precision"], found["gradient_reduction"]
+        file.write_text(json.dumps(found))
+    different = rows(compared(book, tmp_path, older, newer).partition("## Also different")[2])
+    assert different["half_precision"] == ["weights", "autocast"]
+    assert different["gradient_reduction"] == ["bf16", "fp32"]
+    assert mixed_precision(RunRecord(older).facts) == "bf16, weights and all activations"
+    assert mixed_precision(RunRecord(newer).facts).startswith("bf16, by autocast: weights and residual")
 
 
 def test_runs_of_one_strategy_may_be_sharded_in_other_ways(one, two, book, tmp_path):
