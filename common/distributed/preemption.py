@@ -79,7 +79,7 @@ def wanted() -> bool:
 
 
 class Poll:
-    """An asynchronous maximum over all processes: a call returns the largest number of the call before.
+    """Asynchronous maxima over all processes: a call returns the largest of each number of the call before.
 
     It runs over gloo, beside the training's own collectives, so nothing waits for a GPU. The constructor is
     collective.
@@ -91,25 +91,25 @@ class Poll:
             group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
             assert isinstance(group, dist.ProcessGroup)
             self.group = group
-        self.value = torch.zeros(1, dtype=torch.int32)
+        self.values = torch.zeros(0, dtype=torch.int32)
         self.work: dist.Work | None = None
 
-    def __call__(self, mine: int) -> int:
-        """Returns the largest number of the last call; on one process its own. Collective."""
+    def __call__(self, *mine: int) -> list[int]:
+        """Returns the last call's largest numbers, [] in the first; on one process its own. Collective."""
         if self.group is None:
-            return mine
+            return list(mine)
         answer = self.finish()
-        self.value = torch.tensor([mine], dtype=torch.int32)
-        self.work = dist.all_reduce(self.value, dist.ReduceOp.MAX, group=self.group, async_op=True)
+        self.values = torch.tensor(mine, dtype=torch.int32)
+        self.work = dist.all_reduce(self.values, dist.ReduceOp.MAX, group=self.group, async_op=True)
         return answer
 
-    def finish(self) -> int:
-        """Waits for the last call's answer and returns it; 0 when none is in flight."""
+    def finish(self) -> list[int]:
+        """Waits for the last call's answer and returns it; [] when none is in flight."""
         if self.work is None:
-            return 0
+            return []
         self.work.wait()
         self.work = None
-        return int(self.value)
+        return self.values.tolist()
 
     def gather(self, mine: Any) -> list[Any]:
         """Every process's object, by rank. Collective; NCCL would take GPU memory for it."""

@@ -1,5 +1,6 @@
 """Messages between the processes of a run: signals, problems, telemetry, skipped images."""
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,18 @@ from common.run.output import RunOutput
 from common.run.state import RunState
 from common.telemetry.collect import Telemetry
 
-STOP, PROBLEM = 1, 2  # what a process tells the others at each step
+STOP, PROBLEM = 1, 2  # what a process tells the others
+# A message takes the host some 0.1 ms. Where steps are short several share one; then a signal is obeyed
+# 2 * AGREEMENT_S later, or if steps become slow at once, after 2 * MOST_STEPS of them.
+SHORT_STEP_S = 0.005
+AGREEMENT_S = 0.02
+MOST_STEPS = 32
+UNKNOWN_US = 2**31 - 1
+
+
+def steps_between(step_s: float) -> int:
+    """Steps from one agreement on signals to the next, where a step takes step_s seconds."""
+    return 1 if step_s >= SHORT_STEP_S else min(MOST_STEPS, int(AGREEMENT_S / max(step_s, 1e-6)))
 
 
 class Exchange:
@@ -23,6 +35,26 @@ class Exchange:
     def __init__(self, timeout_s: float, state: RunState, telemetry: Telemetry, output: RunOutput | None):
         self.poll = Poll(timeout_s)
         self.state, self.telemetry, self.output = state, telemetry, output
+        self.step_us = UNKNOWN_US  # of this process, between its last two messages after a step
+        self.slowest_us = UNKNOWN_US  # of all processes, the same on each
+        self.told_at, self.told_step, self.next_step = time.perf_counter(), -1, 0
+
+    def listen_after(self, step: int) -> None:
+        """listen() after the step, or where steps are short after every so many.
+
+        The processes agree on their number, as each tells the others how long its steps take.
+        """
+        if step < self.next_step:
+            wanted()  # for the watchdog: a step has ended
+            return
+        now = time.perf_counter()
+        if self.told_step >= 0:
+            mean_us = (now - self.told_at) / max(1, step - self.told_step) * 1e6
+            self.step_us = min(int(mean_us), UNKNOWN_US)
+        self.told_at, self.told_step = now, step
+        self.listen()
+        alone = self.poll.group is None  # then it costs nothing
+        self.next_step = step + (1 if alone else steps_between(self.slowest_us / 1e6))
 
     def listen(self) -> None:
         """Sends this process's signal or problem to the others, and receives theirs of the last call.
@@ -30,7 +62,8 @@ class Exchange:
         Raises Preempted after a signal, ValueError with a problem's message, on all processes.
         """
         problem = self.problem()
-        heard = self.poll(PROBLEM if problem else STOP if wanted() else 0)
+        answer = self.poll(PROBLEM if problem else STOP if wanted() else 0, self.step_us)
+        heard, self.slowest_us = answer or (0, UNKNOWN_US)
         if heard == PROBLEM:
             raise ValueError(broadcast_object_list([problem])[0])
         if heard == STOP:

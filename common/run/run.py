@@ -110,7 +110,7 @@ class Run:
 
         Raises Preempted when any process was told to stop, ValueError when an earlier write failed.
         """
-        self.exchange.listen()
+        self.exchange.listen_after(step)
         every = self.recipe.checkpoint_every
         period = self.steps.per_epoch if every == "epoch" else int(every)
         due = step % period == 0 or step in (self.steps.last, self.steps.first, self.state.best_step)

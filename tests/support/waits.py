@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 from unittest.mock import Mock, patch
 
@@ -106,8 +106,7 @@ def waits_of(script: ModuleType, recipe: Recipe, images: Images, read: int) -> C
 
     def begin(run: Run, model: nn.Module, optimizer: Any, steps: Steps, **_: Any) -> Steps:
         """Run.begin without a folder, checkpoints, telemetry and other processes."""
-        exchange: Any = SimpleNamespace(listen=lambda *_: None, telemetry=Mock())
-        run.steps, run.exchange, run.saver, run.begun = steps, exchange, Mock(), True
+        run.steps, run.exchange, run.saver, run.begun = steps, Mock(), Mock(), True
         for p in model.parameters():
             p.grad = torch.zeros_like(p)
         optimizer.zero_grad = lambda: None
