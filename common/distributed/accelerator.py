@@ -40,7 +40,7 @@ from common.distributed.precision import (
 )
 from common.distributed.preemption import ready, watch
 from common.distributed.rehearsal import keep_freed_memory, rehearse_on_cpu, use_all_cores
-from common.distributed.rendezvous import join_after_restart, name_interface
+from common.distributed.rendezvous import join_after_restart, name_interface, set_group_timeout
 from common.distributed.strategy import plain_module, precision, strategy, versions
 from common.recipe import Batch, Job, recipe_part, share_out
 from common.system.env import rank, world_size
@@ -71,6 +71,7 @@ def start(job: Job, clip_norm: float = 0.0) -> tuple[Accelerator, Batch]:
         rehearse_on_cpu()
     compilation = asked_for(job.compile)
     name_interface()
+    set_group_timeout(job.timeout_s)
     join_after_restart(job.timeout_s)
     engines_precision = enabled_precision(deepspeed)
     kind = chosen_precision(job.mixed_precision or engines_precision)

@@ -26,6 +26,16 @@ def name_interface() -> None:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
+def set_group_timeout(timeout_s: int) -> None:
+    """Sets the time-out of the process groups made from here on without one of their own.
+
+    DeepSpeed clones the world, and a DeviceMesh makes groups of its hosts: both with torch's defaults, 600 s
+    for NCCL and 1,800 s for gloo, whatever the first group was given.
+    """
+    c10d = dist.distributed_c10d
+    c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = timedelta(seconds=timeout_s)
+
+
 def join_after_restart(timeout_s: int) -> None:
     """Makes the process group after a restart by torchrun, below a prefix of its own in torchrun's store.
 

@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from common.distributed.preemption import is_alive
-from tests.conftest import CNN, ROOT, Job, accelerate, free_port, mutate, torchrun
+from tests.conftest import CNN, ROOT, STRATEGIES, Job, free_port, mutate, torchrun
 
 FLAGS = ["--data", "synthetic", "--batch_size", "64", "--trackers", "none"]
 
@@ -85,9 +85,9 @@ def ranks_of(job: Job, script: str = "train_cnn_a.py", count: int = 2) -> list[p
     raise AssertionError(f"{len(found)} ranks")
 
 
-def start_long_training(tmp_path, cache, *flags) -> Job:
+def start_long_training(tmp_path, cache, *flags, strategy: str = "ddp") -> Job:
     """Returns once two ranks train."""
-    words = [*accelerate("ddp_2gpu"), *CNN, *FLAGS, *cache, "--epochs", "100000", "--log_every", "1", *flags]
+    words = [*STRATEGIES[strategy], *CNN, *FLAGS, *cache, "--epochs", "100000", "--log_every", "1", *flags]
     job = Job([*words, "--output_dir", tmp_path / "run"])
     deadline = time.monotonic() + 90
     file = tmp_path / "run" / "metrics.jsonl"
@@ -108,8 +108,9 @@ def test_a_rank_that_dies_ends_the_job(tmp_path, cache):
 
 
 @pytest.mark.full
-def test_a_rank_that_falls_silent_ends_the_job(tmp_path, cache):
-    job = start_long_training(tmp_path, cache, "--timeout_s", "5")
+@pytest.mark.parametrize("strategy", ["ddp", "zero2"])
+def test_a_rank_that_falls_silent_ends_the_job(strategy, tmp_path, cache):
+    job = start_long_training(tmp_path, cache, "--timeout_s", "5", strategy=strategy)
     ranks = ranks_of(job)
     ranks[1].send_signal(signal.SIGSTOP)
     while ranks[1].status() != psutil.STATUS_STOPPED:
