@@ -32,6 +32,7 @@ from common.distributed.determinism import compute_deterministically
 from common.distributed.devices import check_devices
 from common.distributed.gradients import refuse_missing_gradients, refuse_skipped_steps
 from common.distributed.initial_weights import share_initial_weights
+from common.distributed.peers import watch_peers
 from common.distributed.precision import (
     autocast_forward,
     cast_inputs,
@@ -122,6 +123,7 @@ def start(job: Job, clip_norm: float = 0.0) -> tuple[Accelerator, Batch]:
     extras += ", deterministic" if job.deterministic else ""
     accelerator.print(f"{strategy(accelerator)}, {batch}, mixed precision {precision(accelerator)}{extras}")
     ready()
+    watch_peers(accelerator)
     return accelerator, batch
 
 

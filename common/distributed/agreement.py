@@ -143,27 +143,31 @@ def first_mistake(error: BaseException) -> BaseException:
     return error
 
 
-def first_to_say(message: str) -> bool:
-    """True when no other process has printed this message: most mistakes are found by all at once."""
+def first_to_say(message: str, store: dist.Store | None = None) -> bool:
+    """True when no other process has printed this message: most mistakes are found by all at once.
+
+    store: a thread's own connection.
+    """
     if not dist.is_initialized():
         return is_hosts_first()
     key = f"said/{hashlib.sha256(message.encode()).hexdigest()}"
     try:
-        return dist.distributed_c10d._get_default_store().add(key, 1) == 1
+        return (store or dist.distributed_c10d._get_default_store()).add(key, 1) == 1
     except RuntimeError:  # the process that kept the store is gone
         return True
 
 
-def let_main_close_first(accelerator: Accelerator) -> None:
+def let_main_close_first(accelerator: Accelerator, store: dist.Store | None = None) -> None:
     """Waits, in a job that fails, until the main process has closed its files: 10 s at most.
 
     The main process calls it after closing them, the others before they end, because a launcher kills all
-    processes as soon as one has ended. The main process may hang in a collective.
+    processes as soon as one has ended. The main process may hang in a collective. store: a thread's own
+    connection.
     """
     if not dist.is_initialized():
         return
     try:
-        store = dist.distributed_c10d._get_default_store()
+        store = store or dist.distributed_c10d._get_default_store()
         if accelerator.is_main_process:
             store.set("closed", "yes")
         until = time.monotonic() + 10

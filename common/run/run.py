@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from common.checkpoint.saver import Saver
 from common.checkpoint.training import TrainingState
 from common.distributed.agreement import first_mistake, let_main_close_first, once
+from common.distributed.peers import on_failure, take_leave, tell_failure
 from common.distributed.preemption import Preempted, agreed
 from common.optim import EMA
 from common.order import Steps
@@ -79,6 +80,7 @@ class Run:
         self.meter.resume(self.state, self.accelerator.process_index)
         self.meter.start_clock()
         self.begun = True
+        on_failure(self._close_failed)
         return self.steps
 
     @property
@@ -135,6 +137,7 @@ class Run:
 
         once(self.accelerator, "report", finish, self.recipe.timeout_s)
         once(self.accelerator, "last upload", upload, self.recipe.timeout_s)
+        take_leave()
         self.accelerator.wait_for_everyone()  # under deepspeed rank 0 keeps the store that the others ask
 
     def feed(self, batches: Iterator[Item]) -> Iterator[Item]:
@@ -250,6 +253,7 @@ class Run:
 
     def _end_failed(self, error: BaseException) -> None:
         """Raises the error that all processes report, explained where its cause is known."""
+        take_leave()
         if isinstance(error, KeyboardInterrupt):
             saver, first_step = (self.saver, self.steps.first) if self.begun else (None, 0)
             mine: BaseException = interruption(self.accelerator, self.recipe, self.batch, saver, first_step)
@@ -258,13 +262,18 @@ class Run:
             folder = self.output.folder if self.output else None
             mine = explained(error, self.accelerator, self.batch, parameters, folder)
         first = first_mistake(mine)
-        if self.output:
-            self.saver.done(WRITING_GRACE_S)
-            interrupted = isinstance(first, KeyboardInterrupt)
-            self._close("failed", "interrupted" if interrupted else str(first) or type(first).__name__)
+        tell_failure(first)
+        interrupted = isinstance(first, KeyboardInterrupt)
+        self._close_failed("interrupted" if interrupted else str(first) or type(first).__name__)
         let_main_close_first(self.accelerator)
         if first is not error:
             raise first from error
+
+    def _close_failed(self, error: str) -> None:
+        """Closes the run; a checkpoint in flight may take WRITING_GRACE_S more."""
+        if self.output:
+            self.saver.done(WRITING_GRACE_S)
+            self._close("failed", error)
 
     def _close(self, status: str, error: str | None = None) -> None:
         if self.output:

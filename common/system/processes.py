@@ -21,10 +21,22 @@ def start_ticks(pid: int) -> int | None:
     the clock of the machine.
     """
     try:
-        stat = Path(f"/proc/{pid}/stat").read_bytes()
-        return int(stat.rpartition(b")")[2].split()[19])  # the name before it may contain anything
+        return int(_stat(pid)[19])
     except (OSError, ValueError, IndexError):
         return None
+
+
+def is_running(pid: int, ticks: int | None) -> bool:
+    """True when the process that started at start_ticks() has not ended; a zombie has."""
+    try:
+        return start_ticks(pid) == ticks is not None and _stat(pid)[0] not in (b"Z", b"X")
+    except (OSError, IndexError):
+        return False
+
+
+def _stat(pid: int) -> list[bytes]:
+    """The fields of /proc/PID/stat from the third on: the name before them may contain anything."""
+    return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
 
 
 def own_age_s() -> float:

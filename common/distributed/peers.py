@@ -1,0 +1,153 @@
+"""Failures of other ranks: each rank learns of them from the store, also while it hangs in a collective.
+
+Under gloo a collective fails when a process of it ends. Under NCCL the others wait on: their main threads
+stand in a synchronisation with the device, and hear of nothing until torchrun kills them 30 s later.
+"""
+
+import contextlib
+import json
+import os
+import socket
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable
+
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+
+from common.distributed.agreement import MISTAKES, first_to_say, let_main_close_first
+from common.system.cli import report_status, tell_torchrun
+from common.system.processes import is_running, start_ticks
+from common.system.text import printable_lines
+
+POLL_S = 0.5
+GRACE_S = 1.0  # for the main thread to meet the failure by itself, as it does under gloo
+CLOSING_S = 12.0  # for the main process to close its files: a checkpoint may be in flight
+
+_taking_leave = threading.RLock()  # who holds it ends this process: the main thread, or the watch
+_watch: "_Watch | None" = None
+
+
+def watch_peers(accelerator: Accelerator) -> None:
+    """Starts to watch the other ranks: when one fails, this process ends with its message. Collective.
+
+    A rank that fails tells it in the store. One that dies without a word is missed by the others of its host.
+    """
+    global _watch
+    if accelerator.num_processes == 1:
+        return
+    hosts_first = accelerator.process_index - accelerator.local_process_index
+    me = os.getpid(), start_ticks(os.getpid())
+    everyones = gather_object([[uuid.uuid4().hex, hosts_first, *me]])
+    siblings = {
+        rank: (pid, ticks)
+        for rank, (_, first, pid, ticks) in enumerate(everyones)
+        if first == hosts_first and is_running(pid, ticks) and rank != accelerator.process_index
+    }
+    _watch = _Watch(accelerator, everyones[0][0], siblings)
+    threading.Thread(target=_watch.run, daemon=True).start()
+
+
+def on_failure(close: Callable[[str], None]) -> None:
+    """Has close(message) called before this process ends because another rank failed.
+
+    It runs in the watching thread, while the main thread may hang.
+    """
+    if _watch:
+        _watch.close = close
+
+
+def take_leave() -> None:
+    """Says that the main thread ends this process, and knows why: another rank's failure no longer does it.
+
+    Never returns when the watch is already ending the process.
+    """
+    _taking_leave.acquire()
+    if _watch:
+        _watch.say_left()
+
+
+def tell_failure(error: BaseException) -> None:
+    """Tells the other ranks why this one fails, but for Ctrl-C. The first to fail in a job is heard."""
+    if _watch and isinstance(error, Exception):
+        _watch.tell(error)
+
+
+class _Watch:
+    """Watches the store, and this host's other processes.
+
+    job: a name that a restarted job does not share. siblings: this host's other ranks, as process ids and
+    times of start.
+    """
+
+    def __init__(self, accelerator: Accelerator, job: str, siblings: dict[int, tuple[int, int]]):
+        self.accelerator, self.rank = accelerator, accelerator.process_index
+        self.siblings, self.has_left = siblings, False
+        self.failure, self.left = f"{job}/failure", f"{job}/left"
+        # Clones: a store's connection serves one thread at a time, and the main thread may wait in its own.
+        store = dist.distributed_c10d._get_default_store()
+        self.store, self.own = store.clone(), store.clone()
+        self.close: Callable[[str], None] = lambda _: None
+
+    def run(self) -> None:
+        """Polls until another rank fails, or the main thread takes leave; then ends this process."""
+        while (message := self.first_failure()) is None:
+            time.sleep(POLL_S)
+            if self.has_left:
+                return
+        time.sleep(GRACE_S)
+        if not _taking_leave.acquire(blocking=False):
+            return
+        end = threading.Timer(CLOSING_S, os._exit, (1,))  # closing may wait for a disk, or for the store
+        end.daemon = True
+        end.start()
+        with contextlib.suppress(Exception):
+            self.close(message)
+        tell_torchrun(message)
+        if first_to_say(message, self.store):
+            print(f"error: {message}", file=sys.stderr, flush=True)
+        let_main_close_first(self.accelerator, self.store)
+        time.sleep(1 if self.rank == 0 else 2)  # a launcher kills all as soon as one has ended
+        sys.stdout.flush()
+        report_status(1)
+        os._exit(1)
+
+    def first_failure(self) -> str | None:
+        """The message of the rank that failed first; None while all are well."""
+        try:
+            if self.store.check([self.failure]):
+                return str(json.loads(self.store.get(self.failure)))
+            if missed := self.missed(self.store):
+                self.store.compare_set(self.failure, "", json.dumps(missed))
+        except RuntimeError:  # the process that kept the store is gone
+            return self.missed(None)
+        return None
+
+    def missed(self, store: dist.Store | None) -> str | None:
+        """A message about a process of this host that died without a word; None when there is none."""
+        for rank, (pid, ticks) in self.siblings.items():
+            if not is_running(pid, ticks) and not (store and store.check([f"{self.left}/{rank}"])):
+                return (
+                    f"rank {rank} (host {socket.gethostname()}, process {pid}) died without a message: it was"
+                    " killed, as for want of memory, or crashed; see the end of its output, and `dmesg`"
+                )
+        return None
+
+    def tell(self, error: Exception) -> None:
+        message = printable_lines(error)
+        if not isinstance(error, MISTAKES):
+            kind = type(error).__name__
+            message = f"rank {self.rank} (host {socket.gethostname()}) failed: {kind}: {message}"
+        with contextlib.suppress(RuntimeError):  # the process that kept the store is gone
+            message = self.missed(self.own) or message  # a connection breaks where a process has died
+            self.own.compare_set(self.failure, "", json.dumps(message))
+
+    def say_left(self) -> None:
+        if self.has_left:
+            return
+        self.has_left = True
+        with contextlib.suppress(RuntimeError):  # the process that kept the store is gone
+            self.own.set(f"{self.left}/{self.rank}", "yes")
