@@ -15,6 +15,9 @@ def compute_deterministically() -> None:
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
     torch.use_deterministic_algorithms(True)
+    # A property of torch's, which mypy does not see. Nothing here reads such memory, and filling takes time.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.backends.cudnn.deterministic = True
     torch.backends.cudnn.benchmark = False  # it would choose the algorithm by its speed in this run
     torch.backends.cudnn.allow_tf32 = False
     torch.backends.cuda.matmul.allow_tf32 = False

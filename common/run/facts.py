@@ -70,7 +70,7 @@ def about_checkpoint(
     """The part of a checkpoint's manifest on the run that writes it. about: recipe.json."""
     names = ("script", "strategy", "version", "git_commit", "versions", "hosts", "val_chosen")
     writer = {name: about[name] for name in names} | dataclasses.asdict(accelerator.precision)
-    writer["processes"] = batch.processes
+    writer |= {"processes": batch.processes, "deterministic": recipe.deterministic}
     return {"recipe": recipe_part(recipe), "data": about["source"], "classes": classes, "written_by": writer}
 
 

@@ -15,6 +15,8 @@ from common.telemetry.memory import is_out_of_memory, out_of_memory
 
 WRITING_GRACE_S = 8  # how long a failed run waits for a checkpoint in flight: the others wait 10 s for it
 
+NOT_DETERMINISTIC = " does not have a deterministic implementation"  # torch's words
+
 
 def explained(
     error: BaseException,
@@ -30,6 +32,12 @@ def explained(
     """
     if is_out_of_memory(error):
         return ValueError(out_of_memory(accelerator, batch))
+    if NOT_DETERMINISTIC in str(error):
+        operation = str(error).partition(NOT_DETERMINISTIC)[0].strip()
+        return ValueError(
+            f"--deterministic: {operation} has no deterministic form on a GPU: replace it in the script, or"
+            " train without the flag"
+        )
     if unused := unused_parameters(error, list(parameters)):
         return ValueError(without_gradient(unused))
     if folder and isinstance(error, OSError) and error.errno == errno.ENOSPC:

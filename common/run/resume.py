@@ -61,8 +61,10 @@ def _from_checkpoint(
     # After the last step only the end is missing, and its pictures show an evaluation.
     state.evaluated &= found.step < steps
     began_at = resumed_from(storage.folder)
-    if change := _changed_precision(found.manifest.get("written_by", {}), training):
-        print(change, flush=True)
+    writer = found.manifest.get("written_by", {})
+    for change in (_changed_precision(writer, training), _changed_determinism(writer, recipe)):
+        if change:
+            print(change, flush=True)
     if _evaluated_other_images(found, recipe):
         print("--max_val_images takes other images than before: the best evaluation begins anew")
         state.best, state.evaluated = {}, False
@@ -104,6 +106,15 @@ def _changed_precision(writer: dict[str, Any], training: TrainingState) -> str:
         return ""
     what = ", ".join(f"{name} {now[name]} (it was {before[name]})" for name in changed)
     return f"the checkpoint was computed otherwise: from here on {what}; losses differ by rounding"
+
+
+def _changed_determinism(writer: dict[str, Any], recipe: Recipe) -> str:
+    """A line where a GPU's last bits depend on the step at which the run was stopped."""
+    before = writer.get("deterministic")  # absent in older manifests
+    if not isinstance(before, bool) or before == recipe.deterministic:
+        return ""
+    was, now = (f"{'with' if flag else 'without'} --deterministic" for flag in (before, recipe.deterministic))
+    return f"the checkpoint was computed {was}, from here on {now}: on a GPU no other run has its last bits"
 
 
 def _evaluated_other_images(found: Checkpoint, recipe: Recipe) -> bool:

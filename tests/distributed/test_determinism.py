@@ -9,6 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.distributed.determinism import compute_deterministically
+from common.run.failure import explained
 from tests.conftest import CNN, RESNET, VIT, result
 from tests.support.warm import WarmJob
 
@@ -44,20 +45,18 @@ def record(file: Path) -> None:
     Operations(file).__enter__()
 
 
-@pytest.mark.parametrize("words", [CNN, [*RESNET, "--stem", "imagenet"], VIT], ids=["cnn_a", "cnn_b", "vit"])
+AUGMENTED = ["--randaug_layers", "4", "--color_jitter", "0.4", "--random_erasing", "0.5", "--dropout", "0.1"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [CNN, [*RESNET, "--stem", "imagenet"], [*VIT, *AUGMENTED]],
+    ids=["cnn_a", "cnn_b", "vit"],
+)
 def test_each_operation_has_a_deterministic_form_on_a_gpu(words, tmp_path, cache):
-    """Forward, loss, backward, optimizer and evaluation, on a CPU; augmentation has no backward."""
-    flags = [
-        "--data",
-        "digits",
-        "--batch_size",
-        48,
-        "--max_steps",
-        1,
-        "--trackers",
-        "none",
-        "--deterministic",
-    ]
+    """Augmentation, forward, loss, backward, optimizer and evaluation, on a CPU."""
+    flags = ["--data", "digits", "--batch_size", 48, "--max_steps", 1]
+    flags += ["--trackers", "none", "--deterministic"]
     words = [*words, *flags, *cache, "--output_dir", tmp_path / "run"]
     job = WarmJob(words, tmp_path / "log", before=partial(record, tmp_path / "operations"))
     status, output = job.wait()
@@ -75,12 +74,27 @@ def test_the_switches(monkeypatch):
     cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
     before = cudnn.allow_tf32, matmul.allow_tf32
     cudnn.benchmark = cudnn.allow_tf32 = matmul.allow_tf32 = True
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     try:
         compute_deterministically()
         assert torch.are_deterministic_algorithms_enabled()
         assert not torch.is_deterministic_algorithms_warn_only_enabled()
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+        assert cudnn.deterministic
         assert not any([cudnn.benchmark, cudnn.allow_tf32, matmul.allow_tf32])
     finally:
+        cudnn.deterministic = False
         torch.use_deterministic_algorithms(False)
         cudnn.allow_tf32, matmul.allow_tf32 = before
+
+
+def test_an_operation_without_a_deterministic_form_is_named():
+    """torch raises it on a GPU alone: these are its words."""
+    error = RuntimeError(
+        "upsample_bilinear2d_backward_out_cuda does not have a deterministic implementation, but you set"
+        " 'torch.use_deterministic_algorithms(True)'. You can turn off determinism just for this operation"
+    )
+    mistake = explained(error, None, None, (), None)
+    assert str(mistake).startswith(
+        "--deterministic: upsample_bilinear2d_backward_out_cuda has no deterministic form"
+    )
