@@ -12,7 +12,7 @@ VENV = .venv-torch$(TORCH)
 CONSTRAINTS =
 endif
 
-.PHONY: setup train tensorboard logbook experiment_vit experiment_speedup docs test test-all
+.PHONY: setup train tensorboard logbook experiment_vit experiment_speedup docs check test test-all
 
 setup: $(INSTALLED)
 
@@ -47,11 +47,14 @@ experiment_vit experiment_speedup: experiment_%: setup
 docs: setup
 	$(VENV)/bin/python -m docs.generate
 
-test: $(INSTALLED_DEV)
+# Style, imports between rooms, types. The types are those of the newest torch's annotations.
+check: $(INSTALLED_DEV)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	PYTHONPATH=. $(VENV)/bin/lint-imports --no-cache
 	$(VENV)/bin/mypy
+
+test: $(INSTALLED_DEV) $(if $(TORCH),,check)
 	$(VENV)/bin/python -m pytest -n 2 --no-loadscope-reorder -m "not full"
 
 # The products of strategies and scripts, and the long trainings: an hour on 2 cores.
