@@ -70,10 +70,13 @@ def take_leave() -> None:
         _watch.say_left()
 
 
-def tell_failure(error: BaseException) -> None:
-    """Tells the other ranks why this one fails, but for Ctrl-C. The first to fail in a job is heard."""
-    if _watch and isinstance(error, Exception):
-        _watch.tell(error)
+def tell_failure(error: BaseException) -> BaseException:
+    """Tells the other ranks why this one fails, but for Ctrl-C. Returns the error that explains it.
+
+    The first rank to fail in a job is heard. An error that follows from its failure, such as a connection
+    that is reset, is replaced by its message.
+    """
+    return _watch.tell(error) if _watch and isinstance(error, Exception) else error
 
 
 class _Watch:
@@ -136,14 +139,25 @@ class _Watch:
                 )
         return None
 
-    def tell(self, error: Exception) -> None:
-        message = printable_lines(error)
-        if not isinstance(error, MISTAKES):
-            kind = type(error).__name__
-            message = f"rank {self.rank} (host {socket.gethostname()}) failed: {kind}: {message}"
+    def tell(self, error: Exception) -> Exception:
+        is_mistake = isinstance(error, MISTAKES)
+        mine = printable_lines(error)
+        if not is_mistake:
+            mine = f"rank {self.rank} (host {socket.gethostname()}) failed: {type(error).__name__}: {mine}"
         with contextlib.suppress(RuntimeError):  # the process that kept the store is gone
-            message = self.missed(self.own) or message  # a connection breaks where a process has died
-            self.own.compare_set(self.failure, "", json.dumps(message))
+            missed = None if is_mistake else self.missed_soon()
+            told = json.loads(self.own.compare_set(self.failure, "", json.dumps(missed or mine)))
+            if not is_mistake and told != mine:
+                return ValueError(told)
+        return error
+
+    def missed_soon(self) -> str | None:
+        """missed(), after a moment: the kernel closes the connections of a process before it ends it."""
+        for _ in range(5):
+            if missed := self.missed(self.own):
+                return missed
+            time.sleep(0.1)
+        return None
 
     def say_left(self) -> None:
         if self.has_left:

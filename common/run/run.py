@@ -261,8 +261,7 @@ class Run:
             parameters = self.saver.training.layout.parameters if self.begun else ()
             folder = self.output.folder if self.output else None
             mine = explained(error, self.accelerator, self.batch, parameters, folder)
-        first = first_mistake(mine)
-        tell_failure(first)
+        first = tell_failure(first_mistake(mine))
         interrupted = isinstance(first, KeyboardInterrupt)
         self._close_failed("interrupted" if interrupted else str(first) or type(first).__name__)
         let_main_close_first(self.accelerator)

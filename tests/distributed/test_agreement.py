@@ -105,6 +105,8 @@ def test_a_rank_that_dies_ends_the_job(tmp_path, cache):
     status, output = job.wait(timeout_s=60)
     assert status != 0
     assert "SIGKILL" in output or "-9" in output
+    assert re.search(r"^error: rank 1 \(.*\) died without a message", output, re.MULTILINE), output
+    assert "Connection" not in output, "a reset connection follows from it"
 
 
 @pytest.mark.full
