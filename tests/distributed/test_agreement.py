@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from common.distributed.preemption import is_alive
-from tests.conftest import CNN, ROOT, STRATEGIES, Job, free_port, mutate, torchrun
+from tests.conftest import CNN, ROOT, STRATEGIES, Job, free_port, full, mutate, torchrun
 
 FLAGS = ["--data", "synthetic", "--batch_size", "64", "--trackers", "none"]
 
@@ -30,6 +30,7 @@ def two_hosts(tmp_path, cache, words, projects=(None, None), flags=((), ()), env
     [
         (([], ["--lr", "0.5"]), "recipe is lr=0.5 on rank 1 (host "),
         (([], ["--widths", "8,8,32"]), "recipe is widths=[8, 8, 32] on rank 1"),
+        full(([], ["--seed", "1"]), "recipe is seed=1 on rank 1"),
     ],
 )
 def test_another_recipe_on_one_host(flags, message, tmp_path, cache):

@@ -52,7 +52,14 @@ def test_last_digits_that_another_cpu_draws(strategy, project_copy):
     assert output.count("the ranks drew different initial weights") == 1, output
 
 
-def test_another_model(project_copy):
-    status, output = start("ddp", "model[2] = nn.Linear(8, 3)", project_copy)
+@pytest.mark.parametrize(
+    ("change", "difference"),
+    [
+        ("model[2] = nn.Linear(8, 3)", "2.bias=[[3]"),
+        full("model[0].register_buffer('extra', torch.zeros(5))", "0.extra=[[5]"),
+    ],
+)
+def test_another_model(change, difference, project_copy):
+    status, output = start("ddp", change, project_copy)
     assert status != 0
-    assert output.count("error: the processes do not agree: the model is 2.bias=[[3]") == 1, output
+    assert output.count(f"error: the processes do not agree: the model is {difference}") == 1, output
