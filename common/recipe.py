@@ -122,6 +122,12 @@ class Recipe(Job):
     checkpoint_every: str = setting(
         "epoch", "`epoch`, or a number of optimizer steps; the best and the last are always saved"
     )
+    checkpoint_s: float = setting(
+        60.0,
+        "where epochs are shorter, their checkpoints and those of new best evaluations are written so many"
+        " seconds apart, which is what a killed run loses; 0: each is written",
+        minimum=0,
+    )
     keep_every: int | None = setting(
         None, "keep the checkpoints of every so many steps, beside the best and the last two", minimum=1
     )

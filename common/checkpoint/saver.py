@@ -1,6 +1,8 @@
 """Writes checkpoints beside the training: the step waits for the snapshot alone."""
 
+import math
 import os
+import time
 from collections.abc import Callable
 from concurrent import futures
 from pathlib import Path
@@ -18,6 +20,7 @@ class Saver:
     """Saves one checkpoint at a time. All processes call save(); the main process writes, in a thread.
 
     about: further keys of the manifest. mirror: uploads checkpoints. committed: the newest step on the disk.
+    A snapshot may be held in memory: write_held() writes it, unless the next held one has replaced it.
     """
 
     def __init__(
@@ -33,18 +36,33 @@ class Saver:
         self.about, self.mirror = about, mirror
         self.thread = futures.ThreadPoolExecutor(1, initializer=lower_priority) if folder else None
         self.writing = self.thread.submit(training.allocate, training.expected()) if self.thread else None
+        self.held: tuple[int, dict[str, Snapshot], dict[str, Any], int | None] | None = None
+        self.written_at = -math.inf  # time.monotonic() of the last write's start in this process
         self.committed = committed
         self.problem: str | None = None  # on the main process: why the last save failed
 
-    def save(self, step: int, state: dict[str, Any], best: int | None) -> None:
-        """Takes a snapshot and starts to write it. Collective.
+    def save(self, step: int, state: dict[str, Any], best: int | None, hold: bool = False) -> None:
+        """Takes a snapshot and starts to write it, or holds it. It replaces one that is held. Collective.
 
         Writes nothing after a problem, of which the other processes may not know yet.
         """
         self.wait()
+        self.held = None
         snapshots = self.training.take()
-        if self.thread and not self.problem:
-            self.writing = self.thread.submit(self._write, step, snapshots, state, best)
+        if self.thread:
+            self.held = (step, snapshots, state, best)
+            if not hold:
+                self.write_held()
+
+    def write_held(self, after_s: float = 0.0) -> None:
+        """Starts to write the held snapshot, if there is one and the last write began after_s ago."""
+        if self.held and self.thread and not self.problem and self.since_write_s() >= after_s:
+            self.writing, self.held = self.thread.submit(self._write, *self.held), None
+            self.written_at = time.monotonic()
+
+    def since_write_s(self) -> float:
+        """Seconds since the last write began; infinite before the first one of this process."""
+        return time.monotonic() - self.written_at
 
     def wait(self, beat: Callable[[], None] = lambda: None) -> None:
         """Waits until the save in flight is on the disk, or has failed; calls beat() meanwhile."""

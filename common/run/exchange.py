@@ -73,6 +73,10 @@ class Exchange:
         """The main process's problem, if any; not collective."""
         return self.output.problem() if self.output else None
 
+    def of_main(self, own: Any) -> Any:
+        """The main process's value."""
+        return self.poll.gather(own)[0]
+
     def gather(self, own: Any) -> list[Any]:
         """The value of each process. The main process also gets the other hosts' telemetry and the ids of the
         images that any process skipped."""

@@ -1,6 +1,7 @@
 """A training run as a train script uses it: its begin, log, checkpoints and end."""
 
 import math
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -56,6 +57,7 @@ class Run:
         self.predictions = Predictions()
         self.output: RunOutput | None = None  # of the main process, once the run has begun
         self.begun = False
+        self.epoch_began = time.monotonic()
 
     def begin(
         self,
@@ -79,6 +81,7 @@ class Run:
         self.predictions.classes = data[1]
         self.meter.resume(self.state, self.accelerator.process_index)
         self.meter.start_clock()
+        self.epoch_began = time.monotonic()
         self.begun = True
         on_failure(self._close_failed)
         return self.steps
@@ -110,14 +113,30 @@ class Run:
     def checkpoint(self, step: int) -> None:
         """Saves when that is due after `step` steps. Collective.
 
-        Raises Preempted when any process was told to stop, ValueError when an earlier write failed.
+        What no --checkpoint_every asks for is written --checkpoint_s after the last write: until then the
+        best snapshot stays in memory. Raises Preempted when any process was told to stop, ValueError when an
+        earlier write failed.
         """
         self.exchange.listen_after(step)
+        if step > self.saved_step:
+            if step in (self.steps.last, self.steps.first) or self._is_period_over(step):
+                self._save()
+            elif step == self.state.best_step:
+                self._save(hold=True)
+        self.saver.write_held(self.recipe.checkpoint_s)
+
+    def _is_period_over(self, step: int) -> bool:
+        """True where --checkpoint_every asks for a checkpoint; for that of an epoch, where the next one's end
+        would come more than --checkpoint_s after the last write. Collective."""
         every = self.recipe.checkpoint_every
-        period = self.steps.per_epoch if every == "epoch" else int(every)
-        due = step % period == 0 or step in (self.steps.last, self.steps.first, self.state.best_step)
-        if due and step > self.saved_step:
-            self._save()
+        if every != "epoch":
+            return step % int(every) == 0
+        if step % self.steps.per_epoch:
+            return False
+        now = time.monotonic()
+        epoch_s, self.epoch_began = now - self.epoch_began, now
+        later_s = self.saver.since_write_s() + epoch_s
+        return self.exchange.of_main(later_s > self.recipe.checkpoint_s)  # clocks differ
 
     def finish(self, val_name: str) -> None:
         """Waits for the last checkpoint, writes plots/ and result.json, prints the table. Collective."""
@@ -198,8 +217,10 @@ class Run:
         if self.output:
             self.output.log.write_evaluation(step, self.state.wall_now_s(), metrics, self.predictions)
 
-    def _save(self) -> None:
-        """Takes a snapshot, which is written beside the training. Collective."""
+    def _save(self, hold: bool = False) -> None:
+        """Takes a snapshot, which is written beside the training, or held in memory. Collective."""
+        if self.state.best_step != self.state.step:
+            self.saver.write_held()  # the best evaluation's
         self.exchange.wait_for_main(self.saver.done)
         step, state, meter = self.state.step, self.state, self.meter
         losses = self.exchange.gather(meter.loss.item())
@@ -214,7 +235,7 @@ class Run:
             **self.saver.training.scalars(),
             **(self.output.log.tracker_ids() if self.output else {}),
         ).to_json()
-        self.saver.save(step, content, state.best_step)
+        self.saver.save(step, content, state.best_step, hold)
         self.saved_step = step
 
     def _write_samples(self) -> None:
@@ -238,6 +259,7 @@ class Run:
             return
         # A single process may stop inside a step, while it waits for a shard: the step does not count.
         if self.state.step == self.saved_step:
+            self.saver.write_held()
             self.exchange.gather(None)  # for the telemetry since then
         else:
             try:
@@ -254,6 +276,8 @@ class Run:
     def _end_failed(self, error: BaseException) -> None:
         """Raises the error that all processes report, explained where its cause is known."""
         take_leave()
+        if self.begun and not isinstance(error, RuntimeError):  # an error of the device would come again
+            self.saver.write_held()
         if isinstance(error, KeyboardInterrupt):
             saver, first_step = (self.saver, self.steps.first) if self.begun else (None, 0)
             mine: BaseException = interruption(self.accelerator, self.recipe, self.batch, saver, first_step)

@@ -39,7 +39,7 @@ from tests.support.faults import at_file_operation, mark, operations
 
 # 4 steps an epoch, 6 epochs: a checkpoint after each; from the third on an older one is removed.
 HELLO = ["train_hello.py", "--data_size", "256", "--batch_size", "64", "--epochs", "6", "--log_every", "1"]
-HELLO += ["--trackers", "none", "--mixed_precision", "no"]
+HELLO += ["--trackers", "none", "--mixed_precision", "no", "--checkpoint_s", "0"]
 LAST = "step_00000024"
 
 

@@ -1,0 +1,117 @@
+"""Where epochs are short checkpoints are written --checkpoint_s apart; what a killed run loses."""
+
+import itertools
+from types import SimpleNamespace
+
+import pytest
+
+from common.checkpoint import saver as saver_module
+from common.checkpoint.saver import Saver
+from common.order import Steps
+from common.run import run as run_module
+from common.run.run import Run
+from common.run.state import RunState
+from tests.checkpoint.test_checkpoints import HELLO
+from tests.checkpoint.test_resume import without_times
+from tests.conftest import latest, metrics, result
+from tests.support import warm
+from tests.support.faults import at_file_operation, mark, operations
+
+
+class Simulation:
+    """Run.checkpoint and a Saver that writes at once into a list, by a clock of its own. No tensors."""
+
+    def __init__(self, monkeypatch, per_epoch: int, epochs: int, **recipe):
+        self.now_s, self.lost_s = 1000.0, 0.0
+        for module in (run_module, saver_module):
+            monkeypatch.setattr(module.time, "monotonic", lambda: self.now_s)
+        self.written: list[tuple[int, float]] = []  # (step of the checkpoint, when)
+        training = SimpleNamespace(take=dict, scalars=dict)
+        saver = Saver(training, None, None, {}, None)
+        saver.thread = SimpleNamespace(
+            submit=lambda write, step, *_: self.written.append((step, self.now_s))  # None: nothing in flight
+        )
+        self.run = run = Run.__new__(Run)
+        run.recipe = SimpleNamespace(**{"checkpoint_every": "epoch", "checkpoint_s": 60.0} | recipe)
+        run.steps = Steps(per_epoch, per_epoch * epochs, per_epoch * epochs)
+        run.state, run.saved_step, run.saver, run.epoch_began = RunState(), 0, saver, self.now_s
+        run.exchange = SimpleNamespace(listen_after=lambda step: None, of_main=lambda value: value)
+        monkeypatch.setattr(Run, "_save", self.save)
+
+    def save(self, hold: bool = False) -> None:
+        """Run._save without its messages and its state.json."""
+        if self.run.state.best_step != self.run.state.step:
+            self.run.saver.write_held()
+        self.run.saver.save(self.run.state.step, {}, self.run.state.best_step, hold)
+        self.run.saved_step = self.run.state.step
+
+    def train(self, step_s: float, accuracy=lambda epoch: epoch) -> None:
+        run = self.run
+        for step in range(run.steps.last + 1):
+            if run.should_evaluate(step):
+                run.state.add_evaluation(
+                    step, {"loss": 0.0, "accuracy": accuracy(step // run.steps.per_epoch)}
+                )
+            run.checkpoint(step)
+            newest = max((s for s, _ in self.written), default=0)  # all that a kill at this moment leaves
+            self.lost_s = max(self.lost_s, (step - newest) * step_s)
+            if step < run.steps.last:
+                self.now_s += step_s
+                run.state.end_step(step + 1)
+
+
+@pytest.mark.parametrize("improves", [True, False])
+@pytest.mark.parametrize("epoch_s", [2.0, 7.0, 25.0, 45.0, 100.0])
+def test_a_killed_run_loses_at_most_the_stated_time_or_an_epoch(epoch_s, improves, monkeypatch):
+    one = Simulation(monkeypatch, per_epoch=10, epochs=60)
+    one.train(epoch_s / 10, accuracy=lambda epoch: epoch if improves else -epoch)
+    steps, times = zip(*one.written, strict=True)
+    assert steps[0] == 10, "the first epoch shows early that the disk can be written to"
+    assert steps[-1] == 600
+    assert one.run.state.best_step in steps
+    assert one.lost_s <= max(60.0, epoch_s) + 1e-6
+    if epoch_s < 30:
+        gaps = [b - a for a, b in itertools.pairwise(times)][:-1]
+        assert min(gaps) > 60 - 2 * epoch_s
+        assert len(times) <= 60 * epoch_s / (60 - epoch_s) + 3
+
+
+def test_every_epoch_is_written_without_the_interval(monkeypatch):
+    one = Simulation(monkeypatch, per_epoch=10, epochs=6, checkpoint_s=0)
+    one.train(0.01)
+    assert [step for step, _ in one.written] == [10, 20, 30, 40, 50, 60]
+
+
+def test_a_number_of_steps_is_kept_to_and_the_best_waits(monkeypatch):
+    """The best of step 10 is written at once, that of step 20 before the checkpoint of step 25; 30's is
+    replaced by 40's, and that by the last one, which is better."""
+    one = Simulation(monkeypatch, per_epoch=10, epochs=5, checkpoint_every="25")
+    one.train(0.01)
+    assert [step for step, _ in one.written] == [10, 20, 25, 50]
+
+
+def test_a_held_best_is_written_once_the_time_is_over(monkeypatch):
+    one = Simulation(monkeypatch, per_epoch=10, epochs=4, checkpoint_every="1000000")
+    one.train(4.0)
+    assert one.written[0] == (10, 1040.0)
+    assert one.written[1] == (20, 1100.0), "60 s after the first, in the middle of an epoch"
+
+
+def test_short_epochs_write_few_checkpoints_and_the_best_is_there(tmp_path):
+    words = [*HELLO, "--checkpoint_s", "60", "--output_dir", tmp_path / "run"]
+    warm.run(words, tmp_path / "log", at_file_operation(tmp_path, "/run/checkpoints", "list"))
+    found = operations(tmp_path)
+    written = [what.split("step_")[1][:8] for what in found if " os.rename .step_" in what]
+    best = int(result(tmp_path / "run")["best_checkpoint"][-8:])
+    assert sorted({4, best, 24}) == list(map(int, written))  # of six epochs
+    # Killed in the last commit, the same command ends as this run did.
+    number = next(n for n, what in enumerate(found, 1) if " os.rename .step_00000024" in what)
+    killed = [*words[:-1], tmp_path / "killed" / "run"]
+    (tmp_path / "killed").mkdir()
+    env = at_file_operation(tmp_path / "killed", "/run/checkpoints", number)
+    status, output = warm.WarmJob(killed, tmp_path / "log", env).wait()
+    assert status == -9, output
+    assert mark(tmp_path / "killed").exists()
+    assert "continuing at step" in warm.run(killed, tmp_path / "log")
+    assert without_times(metrics(tmp_path / "killed" / "run")) == without_times(metrics(tmp_path / "run"))
+    assert latest(tmp_path / "killed" / "run").name == latest(tmp_path / "run").name
