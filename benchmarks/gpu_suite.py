@@ -45,7 +45,7 @@ SECTIONS = {
     "inputs": 60,
     "several": 240,
 }
-DRY_RUN_S = 600  # a section may take so long on a CPU
+DRY_RUN_S = 900  # a section may take so long on a CPU
 GRACE_S = 5
 
 

@@ -22,7 +22,7 @@ SUITE = [sys.executable, "-m", "benchmarks.gpu_suite", "--dry_run"]
     "sections", ["ceilings,waits", *map(full, sorted({*gpu_suite.SECTIONS} - {"ceilings", "waits"}))]
 )
 def test_a_dry_run(sections, tmp_path):
-    status, output = Job([*SUITE, "--out", tmp_path, "--only", sections]).wait(600)
+    status, output = Job([*SUITE, "--out", tmp_path, "--only", sections]).wait(900)
     assert status == 0, output
     rows = json.loads((tmp_path / "rows.json").read_text())
     assert {row["section"] for row in rows} == set(sections.split(","))
