@@ -14,9 +14,11 @@ No file holds code. Data order and randomness are functions of seed, epoch and s
 import contextlib
 import hashlib
 import json
+import mmap
 import os
 import re
 import shutil
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -121,13 +123,18 @@ def steps_in(parent: Path) -> list[int]:
 class Snapshot:
     """The tensors of one safetensors file on the CPU, in one buffer that every save reuses.
 
-    The buffer has the file's layout, so writing needs no further copy. specs: name -> (dtype, shape).
+    The buffer has the file's layout, so writing needs no further copy. specs: name -> (dtype, shape). pinned:
+    page-locked, on a host with CUDA.
     """
 
     def __init__(self, specs: Specs, pinned: bool):
         self.specs = specs
         sizes = {name: dtype.itemsize * torch.Size(shape).numel() for name, (dtype, shape) in specs.items()}
-        self.buffer = torch.empty(sum(sizes.values()), dtype=torch.uint8, pin_memory=pinned)
+        self.buffer = _empty(sum(sizes.values()))
+        if pinned and len(self.buffer):
+            _pin(self.buffer)
+            # The buffer stays until it is unpinned. At the process's end the driver does it.
+            weakref.finalize(self, _unpin, self.buffer).atexit = False
         self.views: dict[str, Tensor] = {}
         header, start = {}, 0
         by_size = sorted(specs, key=lambda name: -specs[name][0].itemsize)  # aligns each to its item size
@@ -146,6 +153,26 @@ class Snapshot:
         data = self.buffer.numpy().data
         chunks = (data[start : start + CHUNK_BYTES] for start in range(0, len(data), CHUNK_BYTES))
         return _write(path, [self.header, *chunks])
+
+
+def _empty(size: int) -> Tensor:
+    """uint8 [size], in memory pages of its own."""
+    whole = torch.empty(size + 2 * mmap.PAGESIZE, dtype=torch.uint8)
+    start = -whole.data_ptr() % mmap.PAGESIZE
+    return whole[start : start + size]
+
+
+def _pin(buffer: Tensor) -> None:
+    """Page-locks the buffer's pages, not by torch's allocator: it takes the next power of two of bytes."""
+    size = -(-buffer.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    for_all_contexts = 1  # cudaHostRegisterPortable
+    status = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), size, for_all_contexts))
+    if status:
+        raise RuntimeError(f"{size:,} bytes for checkpoints can't be page-locked: CUDA's error {status}")
+
+
+def _unpin(buffer: Tensor) -> None:
+    torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
 
 
 def commit(
