@@ -16,22 +16,13 @@ from pathlib import Path
 
 import psutil
 
+from common.system.out_of_memory import says_out_of_memory
 from common.system.processes import adopt_orphans, end_with_parent, kill, running_descendants
 
 FIRST = 8  # images; fewer hardly show beside weights and libraries
 EXTRAPOLATED_SHARE = 0.9  # of the predicted growth that is tried, where it is larger than the measured range
 KNEE_SPEED_UP = 1.05  # images/s of a larger batch, relative to a smaller one's, that make it worth choosing
 SAMPLE_S, PERIOD_S = 0.02, 0.5  # between two samples of a process's memory; between two lists of processes
-# Messages of Python, C++, the loader and oneDNN under a memory limit, where no allocator of torch's fails.
-OUT_OF_MEMORY_MESSAGES = (
-    "MemoryError",
-    "std::bad_alloc",
-    "Cannot allocate memory",
-    "can't start new thread",
-    "failed to map segment from shared object",
-    "could not create a primitive",
-    "could not execute a primitive",
-)
 
 
 def next_size(ran: dict[int, float], failed: set[int], limit_gib: float, quantum: int) -> int | None:
@@ -90,13 +81,18 @@ def knee(images_per_s: dict[int, float]) -> int:
 class LaunchResult:
     status: int | None  # the launcher's; None when it was killed at the deadline
     output: str
-    data_gib: float  # the largest of any of its processes: writable memory, as RLIMIT_DATA counts it
+    data_gib: (
+        float  # the largest of any of its processes, under a limit: writable memory, as RLIMIT_DATA counts
+    )
     seconds: float
     is_out_of_memory: bool
 
 
 def launch(words: list[str], limit_gib: float | None, timeout_s: float) -> LaunchResult:
-    """Runs the command with at most limit_gib of data in each process. Kills whatever of it is left."""
+    """Runs the command with at most limit_gib of data in each process. Kills whatever of it is left.
+
+    Without a limit, where the GPUs' memory counts, it looks at no process while it waits.
+    """
     before = {process.pid for process in psutil.Process().children(recursive=True)}
     began, killed_before, data_gib = time.monotonic(), _killed_by_kernel(), 0.0
     adopt_orphans()
@@ -110,6 +106,9 @@ def launch(words: list[str], limit_gib: float | None, timeout_s: float) -> Launc
             preexec_fn=partial(_limit_process, limit_gib),
         )
         try:
+            if limit_gib is None:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    launcher.wait(timeout_s)
             while launcher.poll() is None and time.monotonic() - began < timeout_s:
                 data_gib = max(data_gib, _largest_data_gib(before))
             status = launcher.poll()
@@ -125,8 +124,9 @@ def launch(words: list[str], limit_gib: float | None, timeout_s: float) -> Launc
     killed = "SIGKILL" in text and _killed_by_kernel() > killed_before
     # A launcher computes nothing: when it crashes itself, its libraries had no memory.
     crashed = status == -signal.SIGSEGV
-    no_room = limit_gib is not None and (crashed or any(said in text for said in OUT_OF_MEMORY_MESSAGES))
-    is_out_of_memory = status != 0 and ("error: out of memory on" in text or killed or no_room)
+    is_limited = limit_gib is not None
+    no_room = says_out_of_memory(text, is_limited) or (is_limited and crashed)
+    is_out_of_memory = status != 0 and (killed or no_room)
     return LaunchResult(status, text, data_gib, time.monotonic() - began, is_out_of_memory)
 
 

@@ -31,7 +31,7 @@ def explained(
     process, once the training has begun.
     """
     if is_out_of_memory(error):
-        return ValueError(out_of_memory(accelerator, batch))
+        return ValueError(out_of_memory(accelerator, batch, error))
     if NOT_DETERMINISTIC in str(error):
         operation = str(error).partition(NOT_DETERMINISTIC)[0].strip()
         return ValueError(

@@ -8,6 +8,7 @@ from accelerate import Accelerator
 
 from common.distributed.strategy import device_name
 from common.recipe import Batch
+from common.system.out_of_memory import says_out_of_memory
 
 
 def memory_gib(accelerator: Accelerator, is_healthy: bool = False) -> dict[str, float]:
@@ -30,15 +31,13 @@ def memory_gib(accelerator: Accelerator, is_healthy: bool = False) -> dict[str, 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
     """True for errors of torch's allocators on GPU and CPU, of CUDA's libraries, and Python's MemoryError."""
-    texts = ["out of memory", "ALLOC_FAILED", "CUDA calloc", "can't allocate memory"]
-    texts += ["could not create a primitive"]  # oneDNN's
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
-        isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
+        isinstance(error, RuntimeError) and says_out_of_memory(str(error))
     )
 
 
-def out_of_memory(accelerator: Accelerator, batch: Batch) -> str:
-    """The message, with the batch size to try."""
+def out_of_memory(accelerator: Accelerator, batch: Batch, error: BaseException) -> str:
+    """The message, with the batch size to try. It quotes an error that does not speak of memory."""
     smaller = batch.smaller()
     advice = "shard the model (fsdp_4gpu, zero3_4gpu, zero3_offload_4gpu) or take a smaller one"
     if smaller:
@@ -47,4 +46,6 @@ def out_of_memory(accelerator: Accelerator, batch: Batch) -> str:
             f" {batch.total // (smaller * batch.processes)} accumulations, or {advice}"
         )
     device = device_name(accelerator)
-    return f"out of memory on {device} with --per_device_batch_size {batch.per_device}: {advice}"
+    said = str(error).partition("\n")[0]
+    quoted = "" if "memory" in said or not said else f" (the error was: {said})"
+    return f"out of memory on {device} with --per_device_batch_size {batch.per_device}: {advice}{quoted}"

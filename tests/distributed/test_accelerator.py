@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+from accelerate import Accelerator
 
 from common.distributed import accelerator, precision, rehearsal
 from common.distributed.devices import check_devices
 from common.recipe import share_out
-from common.telemetry.memory import is_out_of_memory
+from common.telemetry.memory import is_out_of_memory, out_of_memory
 
 
 @pytest.fixture(autouse=True)
@@ -106,6 +107,9 @@ def test_the_recipes_numbers_go_into_deepspeeds_config(capsys):
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), True),
         (RuntimeError("CUDA error: out of memory"), True),
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED"), True),
+        (RuntimeError("GET was unable to find an engine to execute this computation"), True),  # cuDNN
         (RuntimeError("NCCL Error 1: Failed to CUDA calloc async 608 bytes"), True),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."), True),
         (MemoryError(), True),
@@ -116,6 +120,18 @@ def test_the_recipes_numbers_go_into_deepspeeds_config(capsys):
 )
 def test_what_counts_as_out_of_memory(error, is_one):
     assert is_out_of_memory(error) == is_one
+
+
+def test_an_error_that_does_not_speak_of_memory_is_quoted():
+    """It may have another cause, as a convolution in a type that the GPU does not have."""
+    batch, made = share_out(64, 32, 1), Accelerator(cpu=True)
+    error = RuntimeError("GET was unable to find an engine to execute this computation\nC++ stack")
+    message = out_of_memory(made, batch, error)
+    assert message.startswith("out of memory on CPU")
+    assert "try --per_device_batch_size 16" in message
+    assert message.endswith("(the error was: GET was unable to find an engine to execute this computation)")
+    assert "the error was" not in out_of_memory(made, batch, RuntimeError("CUDA error: out of memory"))
+    assert "the error was" not in out_of_memory(made, batch, MemoryError())
 
 
 def test_no_more_threads_than_cores(monkeypatch):

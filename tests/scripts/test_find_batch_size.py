@@ -13,8 +13,10 @@ import psutil
 import pytest
 
 import find_batch_size
+from common import batch_search
 from common.batch_search import knee, launch, next_size
 from common.system.cli import run_command
+from common.system.files import write_json
 from tests.conftest import ROOT, Job
 
 # Large activations in small networks: 8 images are 0.09 to 0.13 GiB, many times what two launches differ by.
@@ -50,7 +52,7 @@ def check(found: dict) -> None:
     assert len(outcomes) == len(found["trials"]), "a size was tried twice"
     for trial in found["trials"]:
         if trial["outcome"] == "ran":
-            assert 0.5 < trial["memory_gib"] <= found["limit_gib"]
+            assert 0.5 < trial["memory_gib"] <= found["limit_gib"] + 1e-5  # Linux may grant a page more
             assert trial["images_per_s"] > 0
     assert outcomes[found["knee"]] == "ran"
 
@@ -149,6 +151,25 @@ def test_what_counts_as_out_of_memory(code, is_out_of_memory):
     assert ended.is_out_of_memory == is_out_of_memory, ended.output
 
 
+@pytest.mark.parametrize(
+    ("said", "is_out_of_memory"),
+    [
+        ("torch.OutOfMemoryError: CUDA out of memory", True),
+        ("RuntimeError: GET was unable to find an engine to execute this computation", True),
+        ("RuntimeError: CUDA error: CUBLAS_STATUS_NOT_INITIALIZED", True),
+        ("MemoryError", False),  # there is no limit
+        ("RuntimeError: an illegal memory access", False),
+    ],
+)
+def test_a_gpus_out_of_memory_is_known_without_a_limit_and_without_looking(
+    said, is_out_of_memory, monkeypatch
+):
+    """Simulated: the process prints what the libraries say on a GPU."""
+    monkeypatch.setattr(batch_search, "_largest_data_gib", lambda *_: pytest.fail("it looked at processes"))
+    ended = launch([sys.executable, "-c", f"print({said!r}); exit(1)"], limit_gib=None, timeout_s=60)
+    assert (ended.status, ended.is_out_of_memory, ended.data_gib) == (1, is_out_of_memory, 0)
+
+
 def test_the_largest_process_is_measured():
     small, large = (f"import time; x = bytearray({mib} * 2**20); time.sleep(3)" for mib in (50, 300))
     words = f"import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', {large!r}])\n{small}"
@@ -204,6 +225,43 @@ def test_a_result_with_the_same_name_is_kept(tmp_path, monkeypatch):
         names.append(str(file))
     folder = "runs/find_batch_size/train_vit"
     assert names == [f"{folder}/ddp_2gpu.json", f"{folder}/ddp_2gpu-2.json", f"{folder}/ddp_2gpu-3.json"]
+
+
+@pytest.mark.parametrize(("layers", "answer"), [("0", 96), ("2", 88)])
+def test_with_randaugment_a_margin_stays_free(layers, answer, tmp_path, monkeypatch, capsys):
+    """Simulated: trials on a GPU of 1 GiB, of which a size takes 1/100 for each image and 0.02."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(find_batch_size.Search, "_check_limit", lambda *_, **__: None)
+    trials = {"trial": 0}
+
+    def launched(words, limit_gib, timeout_s):
+        flags = dict(word[2:].split("=", 1) for word in words if word.startswith("--") and "=" in word)
+        size, trials["trial"] = int(flags["per_device_batch_size"]), trials["trial"] + 1
+        gib = 0.02 + size / 100
+        if gib > 1:
+            return batch_search.LaunchResult(1, "error: out of memory on a GPU", 0, 1.0, True)
+        folder = Path(flags["output_dir"])
+        folder.mkdir()
+        names = ("script", "strategy", "mixed_precision", "half_precision", "compile", "grad_checkpointing")
+        memory = {"reserved": gib, "other": 0, "device": 1.0, "peak": gib}
+        write_json(folder / "result.json", dict.fromkeys((*names, "device")) | {"memory_gib": [memory]})
+        write_json(folder / "recipe.json", dict.fromkeys(("sharding", "git_commit", "versions")))
+        lines = [json.dumps({"step": step, "train/images_per_s": size}) for step in range(4)]
+        (folder / "metrics.jsonl").write_text("\n".join(lines))
+        return batch_search.LaunchResult(0, "", 0, 1.0, False)
+
+    monkeypatch.setattr(find_batch_size, "launch", launched)
+    file = tmp_path / "found" / "result.json"
+    words = ["--config_file=accelerate_configs/single_gpu.yaml", f"--output={file}", *VIT]
+    find_batch_size.Search(find_batch_size.parse([*words, f"--randaug_layers={layers}"])).run()
+    found = json.loads(file.read_text())
+    assert (found["answer"], found["margin"]) == (answer, 0.05 if layers == "2" else 0)
+    assert found["limit_gib"] == 1
+    assert found["knee"] <= answer
+    outcomes = {trial["per_device_batch_size"]: trial["outcome"] for trial in found["trials"]}
+    expected = "ran in the margin" if layers == "2" else "out of memory"
+    assert outcomes[answer + 8] == expected
+    assert ("left less than 5% free" in capsys.readouterr().out) == (layers == "2")
 
 
 # --- Mistakes
