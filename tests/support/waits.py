@@ -106,7 +106,8 @@ def waits_of(script: ModuleType, recipe: Recipe, images: Images, read: int) -> C
 
     def begin(run: Run, model: nn.Module, optimizer: Any, steps: Steps, **_: Any) -> Steps:
         """Run.begin without a folder, checkpoints, telemetry and other processes."""
-        run.steps, run.exchange, run.saver, run.begun = steps, Mock(), Mock(), True
+        run.steps, run.exchange, run.begun = steps, Mock(), True
+        run.saver = Mock(since_write_s=lambda: 0.0)
         for p in model.parameters():
             p.grad = torch.zeros_like(p)
         optimizer.zero_grad = lambda: None
