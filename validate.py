@@ -42,7 +42,7 @@ from common.data.splits import Split
 from common.distributed.accelerator import start
 from common.distributed.agreement import agree, once
 from common.distributed.entry import run_process
-from common.distributed.peers import take_leave
+from common.distributed.peers import begin_exit
 from common.distributed.preemption import Preempted, wanted
 from common.distributed.strategy import device_name, precision, strategy
 from common.evaluation import counted, evaluated_ids, predictions
@@ -145,7 +145,7 @@ def main() -> None:
                 print(folder / name)
 
         once(accelerator, "report", report, flags.timeout_s)
-        take_leave()
+        begin_exit()
         accelerator.wait_for_everyone()  # under deepspeed rank 0 keeps the store that the others ask
 
 

@@ -15,7 +15,7 @@ from accelerate import Accelerator
 
 from common.distributed.accelerator import start
 from common.distributed.agreement import MISTAKES, first_to_say
-from common.distributed.peers import take_leave, tell_failure
+from common.distributed.peers import begin_exit, tell_failure
 from common.distributed.preemption import Preempted
 from common.recipe import Batch, Recipe, parse
 from common.system.cli import (
@@ -68,7 +68,7 @@ def run_process(main: Callable[[], None]) -> NoReturn:
         main()
     except MISTAKES as error:
         status = 1
-        take_leave()
+        begin_exit()
         tell_failure(error)
         message = printable_lines(error)
         tell_torchrun(message)
@@ -85,13 +85,13 @@ def run_process(main: Callable[[], None]) -> NoReturn:
             print(f"preempted: the same command continues (exit status {PREEMPTED})")
     except Exception as error:  # left to the interpreter, all shard downloads that were asked for would run
         status = 1
-        take_leave()
+        begin_exit()
         tell_failure(error)
         tell_torchrun(f"{type(error).__name__}: {error}")
         if not dist.is_initialized() or first_to_say(repr(error)):
             traceback.print_exc()
         _wait_for_others()
-    take_leave()
+    begin_exit()
     if dist.is_initialized() and status in (0, PREEMPTED):
         dist.destroy_process_group()
     sys.stdout.flush()

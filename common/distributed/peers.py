@@ -27,14 +27,14 @@ POLL_S = 0.5
 GRACE_S = 1.0  # for the main thread to meet the failure by itself, as it does under gloo
 CLOSING_S = 12.0  # for the main process to close its files: a checkpoint may be in flight
 
-_taking_leave = threading.RLock()  # who holds it ends this process: the main thread, or the watch
+_exit_lock = threading.RLock()  # who holds it ends this process: the main thread, or the watch
 _watch: "_Watch | None" = None
 
 
 def watch_peers(accelerator: Accelerator) -> None:
     """Starts to watch the other ranks: when one fails, this process ends with its message. Collective.
 
-    A rank that fails tells it in the store. One that dies without a word is missed by the others of its host.
+    A rank that fails writes so into the store. The other ranks of its host see when one dies without that.
     """
     global _watch
     if accelerator.num_processes == 1:
@@ -60,14 +60,14 @@ def on_failure(close: Callable[[str], None]) -> None:
         _watch.close = close
 
 
-def take_leave() -> None:
-    """Says that the main thread ends this process, and knows why: another rank's failure no longer does it.
+def begin_exit() -> None:
+    """Reserves the end of this process for the main thread: another rank's failure no longer ends it.
 
     Never returns when the watch is already ending the process.
     """
-    _taking_leave.acquire()
+    _exit_lock.acquire()
     if _watch:
-        _watch.say_left()
+        _watch.tell_exit()
 
 
 def tell_failure(error: BaseException) -> BaseException:
@@ -88,21 +88,21 @@ class _Watch:
 
     def __init__(self, accelerator: Accelerator, job: str, siblings: dict[int, tuple[int, int]]):
         self.accelerator, self.rank = accelerator, accelerator.process_index
-        self.siblings, self.has_left = siblings, False
-        self.failure, self.left = f"{job}/failure", f"{job}/left"
+        self.siblings, self.exiting = siblings, False
+        self.failure, self.exit = f"{job}/failure", f"{job}/exit"
         # Clones: a store's connection serves one thread at a time, and the main thread may wait in its own.
         store = dist.distributed_c10d._get_default_store()
         self.store, self.own = store.clone(), store.clone()
         self.close: Callable[[str], None] = lambda _: None
 
     def run(self) -> None:
-        """Polls until another rank fails, or the main thread takes leave; then ends this process."""
+        """Polls until another rank fails, and ends this process then; or until the main thread does."""
         while (message := self.first_failure()) is None:
             time.sleep(POLL_S)
-            if self.has_left:
+            if self.exiting:
                 return
         time.sleep(GRACE_S)
-        if not _taking_leave.acquire(blocking=False):
+        if not _exit_lock.acquire(blocking=False):
             return
         end = threading.Timer(CLOSING_S, os._exit, (1,))  # closing may wait for a disk, or for the store
         end.daemon = True
@@ -123,16 +123,16 @@ class _Watch:
         try:
             if self.store.check([self.failure]):
                 return str(json.loads(self.store.get(self.failure)))
-            if missed := self.missed(self.store):
-                self.store.compare_set(self.failure, "", json.dumps(missed))
+            if dead := self.dead_sibling(self.store):
+                self.store.compare_set(self.failure, "", json.dumps(dead))
         except RuntimeError:  # the process that kept the store is gone
-            return self.missed(None)
+            return self.dead_sibling(None)
         return None
 
-    def missed(self, store: dist.Store | None) -> str | None:
-        """A message about a process of this host that died without a word; None when there is none."""
+    def dead_sibling(self, store: dist.Store | None) -> str | None:
+        """A message about a process of this host that died without one of its own; None without such."""
         for rank, (pid, ticks) in self.siblings.items():
-            if not is_running(pid, ticks) and not (store and store.check([f"{self.left}/{rank}"])):
+            if not is_running(pid, ticks) and not (store and store.check([f"{self.exit}/{rank}"])):
                 return (
                     f"rank {rank} (host {socket.gethostname()}, process {pid}) died without a message: it was"
                     " killed, as for want of memory, or crashed; see the end of its output, and `dmesg`"
@@ -145,23 +145,23 @@ class _Watch:
         if not is_mistake:
             mine = f"rank {self.rank} (host {socket.gethostname()}) failed: {type(error).__name__}: {mine}"
         with contextlib.suppress(RuntimeError):  # the process that kept the store is gone
-            missed = None if is_mistake else self.missed_soon()
-            told = json.loads(self.own.compare_set(self.failure, "", json.dumps(missed or mine)))
+            dead = None if is_mistake else self.dead_sibling_soon()
+            told = json.loads(self.own.compare_set(self.failure, "", json.dumps(dead or mine)))
             if not is_mistake and told != mine:
                 return ValueError(told)
         return error
 
-    def missed_soon(self) -> str | None:
-        """missed(), after a moment: the kernel closes the connections of a process before it ends it."""
+    def dead_sibling_soon(self) -> str | None:
+        """dead_sibling(), for half a second: the kernel closes a process's connections before it ends it."""
         for _ in range(5):
-            if missed := self.missed(self.own):
-                return missed
+            if dead := self.dead_sibling(self.own):
+                return dead
             time.sleep(0.1)
         return None
 
-    def say_left(self) -> None:
-        if self.has_left:
+    def tell_exit(self) -> None:
+        if self.exiting:
             return
-        self.has_left = True
+        self.exiting = True
         with contextlib.suppress(RuntimeError):  # the process that kept the store is gone
-            self.own.set(f"{self.left}/{self.rank}", "yes")
+            self.own.set(f"{self.exit}/{self.rank}", "yes")

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from common.checkpoint.saver import Saver
 from common.checkpoint.training import TrainingState
 from common.distributed.agreement import first_mistake, let_main_close_first, once
-from common.distributed.peers import on_failure, take_leave, tell_failure
+from common.distributed.peers import begin_exit, on_failure, tell_failure
 from common.distributed.preemption import Preempted, agreed
 from common.optim import EMA
 from common.order import Steps
@@ -156,7 +156,7 @@ class Run:
 
         once(self.accelerator, "report", finish, self.recipe.timeout_s)
         once(self.accelerator, "last upload", upload, self.recipe.timeout_s)
-        take_leave()
+        begin_exit()
         self.accelerator.wait_for_everyone()  # under deepspeed rank 0 keeps the store that the others ask
 
     def feed(self, batches: Iterator[Item]) -> Iterator[Item]:
@@ -275,7 +275,7 @@ class Run:
 
     def _end_failed(self, error: BaseException) -> None:
         """Raises the error that all processes report, explained where its cause is known."""
-        take_leave()
+        begin_exit()
         if self.begun and not isinstance(error, RuntimeError):  # an error of the device would come again
             self.saver.write_held()
         if isinstance(error, KeyboardInterrupt):
