@@ -15,6 +15,7 @@ not yet measured on a GPU.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -46,10 +47,18 @@ class CnnB(ImageRecipe):
         choices=("cifar", "imagenet"),
     )
     width: int = flag(64, "channels of the first stage; the others have 2, 4 and 8 times as many", minimum=1)
+    blurpool: bool = flag(False, "blur before each convolution that skips pixels, so that none is lost")
     image_size: int = flag(32, "edge of the square that the network sees, in pixels", minimum=8)
-    momentum: float = flag(0.9, "of SGD, Nesterov's", minimum=0, maximum=0.999999)
+    train_sizes: tuple[int, ...] = flag(
+        (), "edges in training, each for an equal part of the epochs; unset: image_size", minimum=8
+    )
+    momentum: float = flag(0.9, "of SGD", minimum=0, maximum=0.999999)
+    nesterov: bool = flag(True, "Nesterov's momentum")
     weight_decay: float = flag(5e-4, "on matrices and convolutions only", minimum=0)
     warmup: float = flag(0.05, "share of all steps in which the learning rate rises", minimum=0, maximum=1)
+    schedule: str = flag(
+        "cosine", "how the learning rate falls after that, to 0", choices=("cosine", "linear")
+    )
     label_smoothing: float = flag(
         0.0, "probability given to the wrong classes in training", minimum=0, maximum=1
     )
@@ -59,18 +68,34 @@ class CnnB(ImageRecipe):
 # --- Model ------------------------------------------------------------------------------------------------
 
 
+class BlurredConv2d(nn.Conv2d):
+    """A convolution after a blur with weights 1, 2, 1 along rows and columns (arXiv 1904.11486)."""
+
+    kernel: Tensor
+
+    def __init__(self, width_in: int, width_out: int, size: int, stride: int, padding: int, bias: bool):
+        super().__init__(width_in, width_out, size, stride, padding, bias=bias)
+        line = torch.tensor([0.25, 0.5, 0.25])
+        kernel = torch.outer(line, line).repeat(width_in, 1, 1, 1)
+        self.register_buffer("kernel", kernel, persistent=False)  # not part of checkpoints
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(F.conv2d(x, self.kernel, padding=1, groups=self.in_channels))
+
+
 class Block(nn.Module):
     """[B, width_in, H, W] -> [B, width_out, H / stride, W / stride]: two convolutions and a shortcut."""
 
-    def __init__(self, width_in: int, width_out: int, stride: int):
+    def __init__(self, width_in: int, width_out: int, stride: int, blurpool: bool):
         super().__init__()
-        self.conv1 = nn.Conv2d(width_in, width_out, 3, stride, padding=1, bias=False)
+        conv = BlurredConv2d if blurpool and stride > 1 else nn.Conv2d
+        self.conv1 = conv(width_in, width_out, 3, stride, padding=1, bias=False)
         self.bn1 = nn.BatchNorm2d(width_out)
         self.conv2 = nn.Conv2d(width_out, width_out, 3, padding=1, bias=False)
         self.bn2 = nn.BatchNorm2d(width_out)
         self.shortcut: nn.Module = nn.Identity()
         if stride != 1 or width_in != width_out:
-            projection = nn.Conv2d(width_in, width_out, 1, stride, bias=False)
+            projection = conv(width_in, width_out, 1, stride, padding=0, bias=False)
             self.shortcut = nn.Sequential(projection, nn.BatchNorm2d(width_out))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -84,7 +109,7 @@ class ResNet18(nn.Module):
 
     _no_split_modules = ("Block",)  # what FSDP wraps one by one
 
-    def __init__(self, width: int, stem: str, classes: int):
+    def __init__(self, width: int, stem: str, classes: int, blurpool: bool = False):
         super().__init__()
         if stem == "cifar":
             layers = [nn.Conv2d(3, width, 3, padding=1, bias=False), nn.BatchNorm2d(width)]
@@ -96,8 +121,8 @@ class ResNet18(nn.Module):
         widths = [width, width, 2 * width, 4 * width, 8 * width]
         stages = [
             nn.Sequential(
-                Block(widths[i], widths[i + 1], stride=1 if i == 0 else 2),
-                Block(widths[i + 1], widths[i + 1], stride=1),
+                Block(widths[i], widths[i + 1], stride=1 if i == 0 else 2, blurpool=blurpool),
+                Block(widths[i + 1], widths[i + 1], stride=1, blurpool=blurpool),
             )
             for i in range(4)
         ]
@@ -113,7 +138,7 @@ class ResNet18(nn.Module):
 
 
 def build_model(recipe: CnnB, classes: int) -> nn.Module:
-    return ResNet18(recipe.width, recipe.stem, classes)
+    return ResNet18(recipe.width, recipe.stem, classes, recipe.blurpool)
 
 
 # --- Data -------------------------------------------------------------------------------------------------
@@ -125,14 +150,21 @@ def training_batches(
     images: Images, plan: Plan, device: torch.device, recipe: CnnB
 ) -> Iterator[tuple[Tensor, Tensor, np.ndarray]]:
     """Augmented micro-batches: float [b, 3, S, S] channels_last, labels int64 [b], sample ids [b]."""
-    batches = images.train.batches(
-        plan, device=device, train=True, size=recipe.image_size, seed=recipe.seed, workers=recipe.workers
-    )
-    for epoch, ids, pixels, labels in batches:
-        draws = uniforms(recipe.seed, epoch, ids, 3)
-        pad = 0 if images.train.cropped else pixels.shape[1] // 8  # 4 pixels of 32
-        pixels = crop_and_flip(pixels, draws, pad, flip=images.mirror)
-        yield to_float(pixels, MEAN, STD, recipe.image_size), labels, ids
+    for size, part in groupby(plan, lambda item: training_size(recipe, item[0])):
+        batches = images.train.batches(
+            part, device=device, train=True, size=size, seed=recipe.seed, workers=recipe.workers
+        )
+        for epoch, ids, pixels, labels in batches:
+            draws = uniforms(recipe.seed, epoch, ids, 3)
+            pad = 0 if images.train.cropped else pixels.shape[1] // 8  # 4 pixels of 32
+            pixels = crop_and_flip(pixels, draws, pad, flip=images.mirror)
+            yield to_float(pixels, MEAN, STD, size), labels, ids
+
+
+def training_size(recipe: CnnB, epoch: int) -> int:
+    """Small images first (arXiv 1906.06423): most of an epoch's work grows with their area."""
+    sizes = recipe.train_sizes or (recipe.image_size,)
+    return sizes[epoch * len(sizes) // recipe.epochs]
 
 
 # --- Optimizer and learning rate --------------------------------------------------------------------------
@@ -147,16 +179,18 @@ def build_optimizer(model: nn.Module, recipe: CnnB, fused: bool = False) -> torc
         {"params": decayed, "weight_decay": recipe.weight_decay},
         {"params": others, "weight_decay": 0.0},
     ]
-    momentum = recipe.momentum
-    return torch.optim.SGD(groups, recipe.lr, momentum, nesterov=momentum > 0, fused=fused)
+    nesterov = recipe.nesterov and recipe.momentum > 0
+    return torch.optim.SGD(groups, recipe.lr, recipe.momentum, nesterov=nesterov, fused=fused)
 
 
 def learning_rate(recipe: CnnB, step: int, total_steps: int) -> float:
-    """Rises linearly, then falls by half a cosine to 0 (arXiv 1608.03983)."""
+    """Rises linearly, then falls to 0: by half a cosine (arXiv 1608.03983) or linearly."""
     warmup_steps = int(recipe.warmup * total_steps)
     if step < warmup_steps:
         return recipe.lr * ((step + 1) / warmup_steps)
     progress = (step - warmup_steps) / max(1, total_steps - warmup_steps)
+    if recipe.schedule == "linear":
+        return recipe.lr * (1 - progress)
     return recipe.lr * (0.5 * (1 + math.cos(math.pi * progress)))
 
 

@@ -82,7 +82,7 @@ TIMM = ["train_cnn_b.py", "--data", "digits", *FLAGS]
 def timm_script(tmp_path_factory):
     """A copy of the project whose CNN-B is a timm model, without a word on BatchNorm or blocks."""
     project = copy_project(tmp_path_factory.mktemp("timm") / "project")
-    own = "    return ResNet18(recipe.width, recipe.stem, classes)\n"
+    own = "    return ResNet18(recipe.width, recipe.stem, classes, recipe.blurpool)\n"
     timms = "    return __import__('timm').create_model('test_efficientnet', num_classes=classes)\n"
     mutate(project, "train_cnn_b.py", own, timms)
     # FSDP and ZeRO can't have this layout, whose sums round otherwise: 1.1e-5 of the loss by step 4.

@@ -1,0 +1,111 @@
+"""The fast recipes of train_cnn_b.py start on real images, and its flags for them do what they say."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from common.data.images import Images
+from common.data.splits import ArraySplit
+from common.order import Steps
+from common.recipe import parse, share_out
+from tests.conftest import ROOT, metrics, python, result, run
+from train_cnn_b import (
+    BlurredConv2d,
+    CnnB,
+    ResNet18,
+    build_model,
+    build_optimizer,
+    learning_rate,
+    training_batches,
+    training_size,
+)
+
+
+def recipe_of(name: str, *flags: str) -> CnnB:
+    return parse(CnnB, ["--config", str(ROOT / "recipes" / f"{name}.yaml"), *flags])
+
+
+def test_the_fast_recipe_of_cifar10_starts(cifar10, cache, tmp_path):
+    words = ["train_cnn_b.py", "--config", "recipes/cnn_b_cifar10_fast.yaml", "--data", cifar10, *cache]
+    words += ["--width", "8", "--max_steps", "3", "--log_every", "1", "--max_val_images", "64"]
+    run([*python(), *words, "--mixed_precision", "no", "--output_dir", tmp_path / "run"])
+    assert result(tmp_path / "run")["steps"] == 3
+    rates = [line["train/lr"] for line in metrics(tmp_path / "run") if "train/lr" in line]
+    warmup_steps = int(0.1 * 26 * (50_000 // 512))
+    assert rates == pytest.approx([0.2 * (step + 1) / warmup_steps for step in range(3)])
+
+
+def test_the_16_epochs_on_imagenet_start_and_the_images_grow(photographs, cache, tmp_path):
+    """8 photographs, batches of 4, so 2 steps an epoch, 4 epochs: one for each size, cut to 32 pixels."""
+    for split in ("train", "val"):
+        for file in sorted(photographs.iterdir())[:8]:
+            folder = tmp_path / "images" / split / file.stem
+            folder.mkdir(parents=True)
+            (folder / file.name).symlink_to(file)
+    words = ["train_cnn_b.py", "--config", "recipes/cnn_b_imagenet_16epochs.yaml", "--width", "4", *cache]
+    words += ["--data", tmp_path / "images", "--batch_size", "4", "--epochs", "4", "--workers", "0"]
+    words += ["--log_every", "1", "--mixed_precision", "no", "--lr", "0.01", "--output_dir", tmp_path / "run"]
+    run([*python(), *words])
+    assert result(tmp_path / "run")["steps"] == 8
+
+
+def test_the_images_are_as_large_as_the_epoch_says(tmp_path):
+    recipe = recipe_of("cnn_b_imagenet_16epochs")
+    assert [training_size(recipe, epoch) for epoch in range(16)] == [160] * 12 + [192] * 4
+    assert training_size(CnnB(), 39) == 32
+    splits = []
+    for split in ("train", "val"):
+        np.save(tmp_path / f"{split}.npy", np.zeros((16, 24, 24, 3), np.uint8))
+        pixels = np.load(tmp_path / f"{split}.npy", mmap_mode="c")
+        splits.append(ArraySplit(pixels, np.zeros(16, np.int64)))
+    images = Images("", ("a",), *splits, val_name="val", mirror=True)
+    recipe = CnnB(epochs=4, batch_size=8, train_sizes=(16, 24), image_size=32)
+    batch = share_out(8, None, 1)
+    steps = Steps.of(images.train, batch, recipe)
+    plan = list(steps.plan(images.train, batch, 0, 0))
+    found = list(training_batches(images, plan, torch.device("cpu"), recipe))
+    assert [len(inputs[0][0]) for inputs, _, _ in found] == [16] * 4 + [24] * 4
+    assert all(np.array_equal(ids, planned) for (_, _, ids), (_, planned) in zip(found, plan, strict=True))
+    # A run that goes on in the third epoch goes on with its size.
+    later = list(training_batches(images, plan[5:], torch.device("cpu"), recipe))
+    assert [len(inputs[0][0]) for inputs, _, _ in later] == [24] * 3
+    for (ours, *_), (theirs, *_) in zip(later, found[5:], strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_the_rate_falls_linearly():
+    rate = partial(learning_rate, recipe_of("cnn_b_imagenet_16epochs"), total_steps=16 * 1251)
+    peak = 2 * 1251
+    assert rate(peak - 1) == pytest.approx(0.5)
+    assert rate(peak + 7 * 1251) == pytest.approx(0.25)
+    assert rate(16 * 1251 - 1) == pytest.approx(0.5 / (14 * 1251))
+
+
+def test_blurred_convolutions_are_those_that_skip_pixels_and_checkpoints_keep_their_names():
+    torch.manual_seed(0)
+    plain = ResNet18(8, "imagenet", 10)
+    torch.manual_seed(0)
+    blurred = build_model(recipe_of("cnn_b_imagenet_16epochs", "--width", "8"), 10)
+    names = [name for name, module in blurred.named_modules() if isinstance(module, BlurredConv2d)]
+    assert names == [f"stages.{i}.0.{part}" for i in (1, 2, 3) for part in ("conv1", "shortcut.0")]
+    ours, theirs = plain.state_dict(), blurred.state_dict()
+    assert list(ours) == list(theirs)
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    conv = blurred.get_submodule("stages.1.0.conv1")
+    x = torch.randn(2, 8, 9, 9)
+    weights = torch.tensor([1.0, 2.0, 1.0])
+    kernel = torch.outer(weights, weights)[None, None] / 16
+    smooth = torch.cat([F.conv2d(channel[:, None], kernel, padding=1) for channel in x.unbind(1)], 1)
+    torch.testing.assert_close(conv(x), F.conv2d(smooth, conv.weight, stride=2, padding=1))
+
+
+def test_momentum_is_nesterovs_unless_the_recipe_says_no():
+    model = ResNet18(4, "cifar", 10)
+    assert all(group["nesterov"] for group in build_optimizer(model, CnnB()).param_groups)
+    recipe = recipe_of("cnn_b_imagenet_16epochs")
+    groups = build_optimizer(model, recipe).param_groups
+    assert not any(group["nesterov"] for group in groups)
+    assert [group["weight_decay"] for group in groups] == [0.00005, 0.0]
