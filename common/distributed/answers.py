@@ -186,6 +186,7 @@ DEEPSPEED_INSTEAD = {
     "scheduler": "the script has its own",
     "compile": "choose --compile",
     "activation_checkpointing": "choose --grad_checkpointing",
+    "torch_autocast": "choose --mixed_precision bf16, which is autocast",
     "tensorboard": "choose --trackers tensorboard",
     "wandb": "choose --trackers wandb",
 }
@@ -326,7 +327,12 @@ def _check_deepspeed(config: dict[str, Any], file: str, precision: str | None) -
             raise ValueError(f"{file} has {name}.device {part['device']}, which is not supported: choose cpu")
         if name == "offload_param" and part.get("device", "none") != "none" and zero["stage"] != 3:
             raise ValueError(f"{file} has offload_param, which needs stage 3, here it is {zero['stage']}")
-    said = _precisions(config)
+    said, bf16 = _precisions(config), config.get("bf16") or {}
+    if own := [key for key in bf16 if key not in ("enabled", "check_grad_overflow") and not said.get("bf16")]:
+        raise ValueError(
+            f"{file} has bf16.{own[0]}, which is a setting of DeepSpeed's own bf16: leave it out, or write"
+            " enabled true"
+        )
     if all(said.get(kind) for kind in ("bf16", "fp16")):
         raise ValueError(f"{file} enables both bf16 and fp16: choose one")
     for kind, enabled in said.items():

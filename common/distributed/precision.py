@@ -39,7 +39,7 @@ def settle_precision(accelerator: Accelerator, kind: str, is_engines: bool) -> P
         accelerator.state.fsdp_plugin.mixed_precision_policy = None
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         config = accelerator.state.deepspeed_plugin.deepspeed_config
-        reduction = config.setdefault("communication_data_type", "fp32")
+        reduction = config["communication_data_type"] = config.get("communication_data_type") or "fp32"
         if kind == "fp16" or (kind == "bf16" and is_engines):
             half_precision = "weights"
         elif kind == "bf16":

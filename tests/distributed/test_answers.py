@@ -154,7 +154,8 @@ JSONS = {  # what a DeepSpeed JSON has beside ds_configs/zero2.json; a dotted ke
         "choose --grad_checkpointing",
     ),
     "pipeline": ({"pipeline": {"stages": 2}}, "pipeline", "leave it out"),
-    "autocast": ({"torch_autocast": {"enabled": True}}, "torch_autocast", "leave it out"),
+    "autocast": ({"torch_autocast": {"enabled": True}}, "torch_autocast", "choose --mixed_precision bf16"),
+    "own bf16": ({"bf16": {"enabled": "auto", "bf16_optimizer_states": True}}, "bf16.bf16_o", "leave"),
     "a misspelt key": ({"gradient_cliping": 1.0}, "gradient_cliping", "did you mean gradient_clipping?"),
     "zenflow": ({".zenflow": {"topk_ratio": 0.1}}, "zero_optimization.zenflow", "leave it out"),
     "super_offload": (
