@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from common.distributed.gradients import refuse_skipped_steps
 from common.distributed.precision import Precision
 from common.report.record import early_precision
 from common.run.resume import _changed_precision
@@ -110,8 +111,20 @@ def test_a_json_that_enables_bf16_means_deepspeeds_own(train, tmp_path):
     assert result(folder)["gradient_reduction"] == "fp32"
 
 
-@pytest.mark.parametrize("strategy", ["zero2", pytest.param("zero3", marks=pytest.mark.full)])
-@pytest.mark.parametrize("precision", ["bf16", pytest.param("no", marks=pytest.mark.full)])
+def test_a_step_that_deepspeed_leaves_out_is_an_error():
+    """DeepSpeed's optimizer says so to its loss scaler, here one that counts."""
+    told = []
+    zero = SimpleNamespace(_update_scale=told.append, param_groups=[{"lr": 0.5}])
+    refuse_skipped_steps(zero)
+    zero._update_scale(False)
+    with pytest.raises(FloatingPointError, match=r"a gradient is not finite with learning rate 0\.5"):
+        zero._update_scale(True)
+    assert told == [False]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+@pytest.mark.parametrize("precision", ["bf16", "no"])
 def test_zero_leaves_no_step_out_in_silence(strategy, precision, project_copy, tmp_path, cache):
     """Gradients of one rank that are not finite, with finite losses, end the job."""
     mutate(
