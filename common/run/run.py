@@ -1,7 +1,6 @@
 """A training run as a train script uses it: its begin, log, checkpoints and end."""
 
 import math
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +26,7 @@ from common.run.meter import Meter
 from common.run.opening import open_run
 from common.run.output import RunOutput, note_early_preemption
 from common.run.predictions import Predictions
+from common.run.schedule import SaveSchedule
 from common.run.state import RunState
 from common.system.threads import Heartbeat
 from common.telemetry.memory import memory_gib
@@ -48,6 +48,7 @@ class Run:
     steps: Steps
     saver: Saver
     exchange: Exchange
+    schedule: SaveSchedule
 
     def __init__(self, accelerator: Accelerator, recipe: Recipe, batch: Batch):
         self.accelerator, self.recipe, self.batch = accelerator, recipe, batch
@@ -57,7 +58,6 @@ class Run:
         self.predictions = Predictions()
         self.output: RunOutput | None = None  # of the main process, once the run has begun
         self.begun = False
-        self.epoch_began = time.monotonic()
 
     def begin(
         self,
@@ -81,7 +81,7 @@ class Run:
         self.predictions.classes = data[1]
         self.meter.resume(self.state, self.accelerator.process_index)
         self.meter.start_clock()
-        self.epoch_began = time.monotonic()
+        self.schedule = SaveSchedule(self.recipe, steps.per_epoch)
         self.begun = True
         on_failure(self._close_failed)
         return self.steps
@@ -113,30 +113,17 @@ class Run:
     def checkpoint(self, step: int) -> None:
         """Saves when that is due after `step` steps. Collective.
 
-        What no --checkpoint_every asks for is written --checkpoint_s after the last write: until then the
-        best snapshot stays in memory. Raises Preempted when any process was told to stop, ValueError when an
-        earlier write failed.
+        A best one that --checkpoint_every does not ask for stays in memory until --checkpoint_s after the
+        last write. Raises Preempted when any process was told to stop, ValueError when a write failed.
         """
         self.exchange.listen_after(step)
         if step > self.saved_step:
-            if step in (self.steps.last, self.steps.first) or self._is_period_over(step):
+            due = self.schedule.is_due(step, self.saver, self.exchange)
+            if due or step in (self.steps.last, self.steps.first):
                 self._save()
             elif step == self.state.best_step:
                 self._save(hold=True)
         self.saver.write_held(self.recipe.checkpoint_s)
-
-    def _is_period_over(self, step: int) -> bool:
-        """True where --checkpoint_every asks for a checkpoint; for that of an epoch, where the next one's end
-        would come more than --checkpoint_s after the last write. Collective."""
-        every = self.recipe.checkpoint_every
-        if every != "epoch":
-            return step % int(every) == 0
-        if step % self.steps.per_epoch:
-            return False
-        now = time.monotonic()
-        epoch_s, self.epoch_began = now - self.epoch_began, now
-        later_s = self.saver.since_write_s() + epoch_s
-        return self.exchange.of_main(later_s > self.recipe.checkpoint_s)  # clocks differ
 
     def finish(self, val_name: str) -> None:
         """Waits for the last checkpoint, writes plots/ and result.json, prints the table. Collective."""
@@ -197,10 +184,7 @@ class Run:
             self.output.log.write(step, state.wall_now_s(), values, self.exchange.telemetry.means())
 
     def tell(self, doing: str) -> None:
-        """Shows the progress of an evaluation, without waiting for the device. Collective.
-
-        Raises Preempted when any process was told to stop.
-        """
+        """Shows an evaluation's progress without waiting for the device, or raises Preempted. Collective."""
         if self.output:
             self.output.log.tell(doing)
         self.exchange.listen()

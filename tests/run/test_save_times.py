@@ -8,8 +8,9 @@ import pytest
 from common.checkpoint import saver as saver_module
 from common.checkpoint.saver import Saver
 from common.order import Steps
-from common.run import run as run_module
+from common.run import schedule as schedule_module
 from common.run.run import Run
+from common.run.schedule import SaveSchedule
 from common.run.state import RunState
 from tests.checkpoint.test_checkpoints import HELLO
 from tests.checkpoint.test_resume import without_times
@@ -23,7 +24,7 @@ class Simulation:
 
     def __init__(self, monkeypatch, per_epoch: int, epochs: int, **recipe):
         self.now_s, self.lost_s = 1000.0, 0.0
-        for module in (run_module, saver_module):
+        for module in (schedule_module, saver_module):
             monkeypatch.setattr(module.time, "monotonic", lambda: self.now_s)
         self.written: list[tuple[int, float]] = []  # (step of the checkpoint, when)
         training = SimpleNamespace(take=dict, scalars=dict)
@@ -34,7 +35,8 @@ class Simulation:
         self.run = run = Run.__new__(Run)
         run.recipe = SimpleNamespace(**{"checkpoint_every": "epoch", "checkpoint_s": 60.0} | recipe)
         run.steps = Steps(per_epoch, per_epoch * epochs, per_epoch * epochs)
-        run.state, run.saved_step, run.saver, run.epoch_began = RunState(), 0, saver, self.now_s
+        run.state, run.saved_step, run.saver = RunState(), 0, saver
+        run.schedule = SaveSchedule(run.recipe, per_epoch)
         run.exchange = SimpleNamespace(listen_after=lambda step: None, of_main=lambda value: value)
         monkeypatch.setattr(Run, "_save", self.save)
 
