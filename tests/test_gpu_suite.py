@@ -3,6 +3,7 @@
 import json
 import signal
 import sys
+import threading
 import time
 
 import psutil
@@ -10,7 +11,7 @@ import pytest
 
 from benchmarks import gpu_suite
 from benchmarks.gpu import throughput
-from benchmarks.gpu.rows import Result, Setting, Skip, run_rows
+from benchmarks.gpu.rows import Result, Setting, Skip, command, run_rows
 from common.recipe import parse
 from common.script import load_script, recipe_class
 from tests.conftest import ROOT, Job, full
@@ -46,6 +47,37 @@ def test_a_row_that_fails_does_not_end_the_others(tmp_path):
         ("two", "skipped", "", "needs two GPUs"),
         ("three", "", 3, ""),
     ]
+
+
+def test_checks_run_at_once(tmp_path):
+    both = threading.Barrier(2, timeout=30)  # broken, unless two rows wait in it
+
+    def meets(setting: Setting) -> Result:
+        return Result(both.wait() >= 0)
+
+    setting = Setting(tmp_path, "digits", 0, True, time.time() + 60)
+    assert [row["value"] for row in run_rows({"one": meets, "two": meets}, setting, at_once=2)] == [True] * 2
+
+
+def test_rows_that_the_sections_time_cuts_are_skipped(tmp_path):
+    setting = Setting(tmp_path, "digits", 0, True, time.time() + 0.2)
+
+    def long(setting: Setting) -> Result:
+        time.sleep(0.3)
+        raise RuntimeError("did not end in time")
+
+    found = [(row["verdict"], row["note"]) for row in run_rows({"one": long, "two": long}, setting)]
+    assert found == [
+        ("skipped", "the section's time ended during this row"),
+        ("skipped", "did not fit into the section's time"),
+    ]
+
+
+def test_a_command_that_hangs_leaves_no_process(tmp_path):
+    setting = Setting(tmp_path, "digits", 0, True, time.time() + 60, command_s=1)
+    sleep = "import subprocess; subprocess.run(['setsid', 'sleep', '61.25'])"
+    assert command(setting, ["-c", sleep]).status is None
+    assert not [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", "61.25"]]
 
 
 def test_a_package_that_is_not_installed(tmp_path, monkeypatch):

@@ -6,12 +6,12 @@ from typing import Any
 
 from safetensors.torch import load_file
 
-from benchmarks.gpu.rows import FAIL, OK, Result, Row, Setting, small_images, train
+from benchmarks.gpu.rows import FAIL, OK, Result, Row, Setting, one_at_a_time, small_images, train
 
 SCRIPTS = ("train_cnn_a", "train_cnn_b", "train_vit")
 
 
-def rows() -> dict[str, Row]:
+def checks() -> dict[str, Row]:
     found: dict[str, Row] = {}
     for script in SCRIPTS:
         found[f"{script}, twice, --deterministic"] = twice(script, "--deterministic")
@@ -45,10 +45,11 @@ def go(setting: Setting, script: str, name: str, *flags: Any) -> Path:
     """Trains some steps, unless that is done, and returns the last checkpoint's folder."""
     steps = ["--max_steps", setting.size(20, 4), "--checkpoint_every", 1000, "--max_val_images", 64]
     file = setting.folder / name / "result.json"
-    if file.exists() and (found := json.loads(file.read_text()))["steps"] == steps[1]:
-        return file.parent / found["checkpoint"]
-    folder, result = train(setting, name, small_images(setting, script), *steps, *flags)
-    return folder / result["checkpoint"]
+    with one_at_a_time(file.parent):
+        if file.exists() and (found := json.loads(file.read_text()))["steps"] == steps[1]:
+            return file.parent / found["checkpoint"]
+        folder, result = train(setting, name, small_images(setting, script), *steps, *flags)
+        return folder / result["checkpoint"]
 
 
 def difference(one: Path, other: Path) -> float:

@@ -108,7 +108,8 @@ class Profile(Speed):
     def end(self, images: int) -> dict[str, Any]:
         found = super().end(images)
         self.profiler.__exit__(None, None, None)
-        kernels = [e for e in self.profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+        events = [e for e in self.profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+        kernels = [e for e in events if not e.is_user_annotation]  # these span kernels, such as a whole step
         busy_ms = sum(kernel.device_time for kernel in kernels) / 1e3 / self.steps
         return found | {"launches": len(kernels) / self.steps, "busy_share": busy_ms / found["step_ms"]}
 

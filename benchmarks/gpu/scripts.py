@@ -9,7 +9,7 @@ from benchmarks.gpu.rows import FAIL, OK, Result, Row, Setting, Skip, small_imag
 SCRIPTS = ("train_cnn_a", "train_cnn_b", "train_vit")
 
 
-def rows() -> dict[str, Row]:
+def checks() -> dict[str, Row]:
     found: dict[str, Row] = {"train_hello": hello}
     found |= {script: trained(script) for script in SCRIPTS}
     found |= {f"{script}, fp16": trained(script, "--mixed_precision", "fp16") for script in SCRIPTS}

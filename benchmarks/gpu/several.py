@@ -19,24 +19,28 @@ from benchmarks.gpu.rows import (
     Setting,
     Skip,
     command,
+    kill_all,
     small_images,
     strategy,
     train,
 )
 from benchmarks.gpu.strategies import WITHIN, loss_of
-from common.system.processes import kill
 
 END_S = 60  # beyond --timeout_s, until a job with a stopped rank must have ended
 
 
 def rows() -> dict[str, Row]:
-    found: dict[str, Row] = {"doctor.py": doctor}
-    found |= {f"{name} beside one GPU": parity(name) for name in STRATEGIES}
+    scripts = ("train_cnn_b", "train_vit")
+    return {"doctor.py": doctor, **{f"{script}, scaling": scaling(script) for script in scripts}}
+
+
+def checks() -> dict[str, Row]:
+    found: dict[str, Row] = {f"{name} beside one GPU": parity(name) for name in STRATEGIES}
     found["zero: a ring of strategies"] = ring
     for name in STRATEGIES:
         found[f"{name}, a killed rank"] = lost(name, signal.SIGKILL)
         found[f"{name}, a stopped rank"] = lost(name, signal.SIGSTOP)
-    return found | {f"{script}, scaling": scaling(script) for script in ("train_cnn_b", "train_vit")}
+    return found
 
 
 def processes(setting: Setting) -> int:
@@ -88,7 +92,7 @@ def lost(name: str, number: signal.Signals) -> Row:
         words = [sys.executable, *launcher, *small_images(setting, "train_cnn_b"), "--epochs", 1000, *flags]
         words += ["--output_dir", folder, "--trackers", "none", "--timeout_s", timeout_s, "--log_every", 1]
         given = [f"{key}={value}" for key, value in env.items()]
-        with (setting.folder / "output").open("w") as output:
+        with (setting.folder / f"{folder.name}.log").open("w") as output:
             job = subprocess.Popen(
                 ["env", *given, *map(str, words)],
                 stdout=output,
@@ -103,7 +107,8 @@ def lost(name: str, number: signal.Signals) -> Row:
                 job.wait(max(1, min(timeout_s + 2 * END_S, setting.left_s)))
                 seconds = time.monotonic() - began
             finally:
-                kill([psutil.Process(job.pid), *descendants(job)] if job.poll() is None else [])
+                if job.poll() is None:
+                    kill_all(psutil.Process(job.pid))
         verdict = OK if job.returncode and seconds <= timeout_s + END_S else FAIL
         return Result(round(seconds, 1), "s until the job ended", verdict)
 

@@ -2,12 +2,23 @@
 
 import json
 
-from benchmarks.gpu.rows import FAIL, OK, STRATEGIES, Result, Row, Setting, small_images, strategy, train
+from benchmarks.gpu.rows import (
+    FAIL,
+    OK,
+    STRATEGIES,
+    Result,
+    Row,
+    Setting,
+    one_at_a_time,
+    small_images,
+    strategy,
+    train,
+)
 
 WITHIN = 1e-4  # of the loss after some steps in fp32; on a CPU it is 1e-5
 
 
-def rows() -> dict[str, Row]:
+def checks() -> dict[str, Row]:
     found: dict[str, Row] = {"single": reference}
     found |= {f"{name}, one process": beside_single(name, 1) for name in STRATEGIES}
     found |= {f"{name}, two ranks on one GPU, gloo": beside_single(name, 2) for name in STRATEGIES}
@@ -35,9 +46,11 @@ def loss_of(setting: Setting, name: str, launcher: list, flags: list, env: dict[
 
     BatchNorm would multiply rounding by a hundred within a few steps.
     """
-    if (file := setting.folder / name.replace(" ", "_") / "result.json").exists():
-        return json.loads(file.read_text())["final_loss"]
+    folder = setting.folder / name.replace(" ", "_")
     words = [*launcher, *small_images(setting, "train_cnn_a"), "--batch_size", 64, "--mixed_precision", "no"]
     steps = ["--per_device_batch_size", 32, "--max_steps", setting.size(10, 2), "--max_val_images", 256]
-    _, result = train(setting, name, words, *steps, "--deterministic", *flags, env=env)
-    return result["final_loss"]
+    with one_at_a_time(folder):
+        if (file := folder / "result.json").exists():
+            return json.loads(file.read_text())["final_loss"]
+        _, result = train(setting, name, words, *steps, "--deterministic", *flags, env=env)
+        return result["final_loss"]

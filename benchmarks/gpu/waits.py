@@ -7,7 +7,7 @@ from benchmarks.gpu.rows import FAIL, OK, Result, Row, Setting, need_gpu, small_
 SCRIPTS = ("train_hello", "train_cnn_a", "train_cnn_b", "train_vit")
 
 
-def rows() -> dict[str, Row]:
+def checks() -> dict[str, Row]:
     return {script: watched(script) for script in SCRIPTS}
 
 
