@@ -42,6 +42,7 @@ from common.checkpoint.format import load_weights
 from common.data.images import Images, load
 from common.distributed.accelerator import prepare
 from common.distributed.entry import entry
+from common.distributed.precision import input_dtype
 from common.evaluation import evaluate
 from common.optim import EMA
 from common.order import Plan, Steps, reseed, uniforms
@@ -189,7 +190,7 @@ def main(recipe: Vit, accelerator: Accelerator, batch: Batch) -> None:
         optimizer = build_optimizer(model, recipe)
         model, optimizer = prepare(accelerator, model, optimizer)
         ema = EMA(model, optimizer, recipe.ema_decay) if recipe.ema_decay else None
-        mix = mixer(recipe.mixup, recipe.cutmix, len(images.classes))
+        mix = mixer(recipe.mixup, recipe.cutmix, len(images.classes), input_dtype(accelerator))
 
         steps = Steps.of(images.train, batch, recipe)
         steps = run.begin(model, optimizer, steps, data=images.identity, ema=ema)

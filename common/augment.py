@@ -10,6 +10,7 @@ What the columns of a sample's `uniforms` are for, each for one purpose:
 """
 
 import math
+from typing import Any
 
 import numpy as np
 import torch
@@ -105,17 +106,40 @@ def to_float(images: Tensor, mean: tuple[float, ...], std: tuple[float, ...], si
     return F.interpolate(floats, (size, size), mode="bicubic", antialias=size < min(h, w))
 
 
-def mixer(mixup: float, cutmix: float, classes: int) -> nn.Module | None:
+def mixer(mixup: float, cutmix: float, classes: int, dtype: torch.dtype | None = None) -> nn.Module | None:
     """Mixup (arXiv 1710.09412) or cutmix (arXiv 1905.04899), by their alphas; one of them per micro-batch.
 
-    Maps (images [B, 3, H, W], labels int64 [B]) to (mixed images, float labels [B, classes]). It draws from
-    torch's generator, which common.order.reseed sets.
+    Maps (images [B, 3, H, W], labels int64 [B]) to (mixed images, float labels [B, classes]), channels_last
+    if the images are. dtype: of the mixed images; unset: theirs. A model that computes in bf16 rounds to it
+    anyway, and then half as many bytes are mixed. It draws from torch's generator, which common.order.reseed
+    sets.
     """
     from torchvision.transforms import v2  # takes seconds to import
 
-    kinds = [v2.MixUp(alpha=mixup, num_classes=classes)] if mixup else []
+    class MixUp(v2.MixUp):
+        """Its roll() gives up channels_last on a GPU, and the model's convolutions would restore it."""
+
+        def transform(self, inpt: Tensor, params: dict[str, Any]) -> Tensor:
+            if inpt is params["labels"]:
+                return super().transform(inpt, params)
+            others, own = torch.cat((inpt[-1:], inpt[:-1])), params["lam"]
+            if dtype is None:
+                return others.mul_(1.0 - own).add_(inpt.mul(own))
+            return torch.lerp(others, inpt, own)  # rounds once
+
+    class Converted(nn.Module):
+        def __init__(self, mix: nn.Module):
+            super().__init__()
+            self.mix = mix
+
+        def forward(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+            return self.mix(images.to(dtype), labels)
+
+    kinds = [MixUp(alpha=mixup, num_classes=classes)] if mixup else []
     kinds += [v2.CutMix(alpha=cutmix, num_classes=classes)] if cutmix else []
-    return v2.RandomChoice(kinds) if kinds else None
+    if not kinds:
+        return None
+    return v2.RandomChoice(kinds) if dtype is None else Converted(v2.RandomChoice(kinds))
 
 
 def _mirror(i: np.ndarray, n: int) -> np.ndarray:

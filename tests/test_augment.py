@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from common.augment import (
     to_float,
 )
 from common.data.decode import _resize
+from common.distributed.precision import input_dtype
 from common.order import reseed, uniforms
 from common.rand_augment import DRAWN, LAYERS
 from tests.conftest import python, real_data, run
@@ -79,6 +81,43 @@ def test_mixing_is_decided_by_the_seed_of_the_micro_batch(images):
     assert soft.shape == (64, 10)
     assert torch.allclose(soft.sum(1), torch.ones(64))
     assert mixer(0, 0, 10) is None
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize(("mixup", "cutmix"), [(0.8, 0.0), (0.0, 1.0)])
+def test_mixing_is_torchvisions_and_keeps_channels_last(mixup, cutmix, dtype):
+    from torchvision.transforms import v2
+
+    images = torch.randn(8, 3, 12, 12).contiguous(memory_format=torch.channels_last)
+    labels, before = torch.arange(8), images.clone()
+    theirs = v2.MixUp(alpha=mixup, num_classes=10) if mixup else v2.CutMix(alpha=cutmix, num_classes=10)
+    torch.manual_seed(3)
+    wanted, wanted_labels = v2.RandomChoice([theirs])(images, labels)
+    torch.manual_seed(3)
+    found, found_labels = mixer(mixup, cutmix, 10, dtype)(images, labels)
+    assert torch.equal(found_labels, wanted_labels)
+    assert torch.equal(images, before)
+    assert found.is_contiguous(memory_format=torch.channels_last)
+    if dtype is None:
+        assert torch.equal(found, wanted)
+    else:
+        assert found.dtype == dtype
+        torch.testing.assert_close(found.float(), wanted, rtol=2**-8, atol=2**-6)
+
+
+@pytest.mark.parametrize(
+    ("device", "kind", "dtype"),
+    [
+        ("cuda", "bf16", torch.bfloat16),
+        ("cuda", "fp16", torch.float16),
+        ("cuda", "no", None),
+        ("cpu", "bf16", None),
+    ],
+)
+def test_images_are_mixed_in_the_type_that_a_model_on_a_gpu_reads(device, kind, dtype):
+    """The accelerator is simulated: there is no GPU."""
+    precision = SimpleNamespace(mixed_precision=kind)
+    assert input_dtype(SimpleNamespace(device=torch.device(device), precision=precision)) == dtype
 
 
 OPERATIONS = (v2.functional.adjust_brightness, v2.functional.adjust_contrast, v2.functional.adjust_saturation)

@@ -28,7 +28,7 @@ from common.distributed.answers import (
     settle_answers,
 )
 from common.distributed.compilation import asked_for, compile_blocks
-from common.distributed.determinism import compute_deterministically
+from common.distributed.determinism import choose_algorithms
 from common.distributed.devices import check_devices
 from common.distributed.gradients import refuse_missing_gradients, refuse_skipped_steps
 from common.distributed.initial_weights import share_initial_weights
@@ -60,8 +60,7 @@ def start(job: Job, clip_norm: float = 0.0) -> tuple[Accelerator, Batch]:
     batch = share_out(job.batch_size, job.per_device_batch_size, world_size(), job.unit)
     watch(job.timeout_s)
     check_devices()
-    if job.deterministic:
-        compute_deterministically()
+    choose_algorithms(job.deterministic)
     if not torch.cuda.is_available():
         os.environ["DS_ACCELERATOR"] = "cpu"  # deepspeed reads it on import, and Accelerate imports deepspeed
     rehearsal = "LOCAL_RANK" in os.environ and not torch.cuda.is_available()

@@ -5,6 +5,17 @@ import os
 import torch
 
 
+def choose_algorithms(deterministic: bool) -> None:
+    """The fastest algorithms, or deterministic ones, before the first operation on a GPU.
+
+    For the fastest cuDNN tries several once per shape of a convolution; shapes hardly change in a training.
+    """
+    if deterministic:
+        compute_deterministically()
+    else:
+        torch.backends.cudnn.benchmark = True
+
+
 def compute_deterministically() -> None:
     """Makes torch use deterministic algorithms alone, before the first operation on a GPU.
 

@@ -56,6 +56,14 @@ def autocast_forward(accelerator: Accelerator, model: nn.Module) -> None:
     model.forward = convert_outputs_to_fp32(autocast(model.forward))
 
 
+def input_dtype(accelerator: Accelerator) -> torch.dtype | None:
+    """The type in which a model on a GPU reads its images: bf16 or fp16; None for fp32, and on a CPU.
+
+    On a CPU images stay fp32 until the model: a continued run must round as before.
+    """
+    return HALF.get(accelerator.precision.mixed_precision) if accelerator.device.type == "cuda" else None
+
+
 def chosen_precision(flag: str | None) -> str:
     """The flag, else the launcher's, else bf16 where the device has it natively."""
     launchers = os.environ.get("ACCELERATE_MIXED_PRECISION")

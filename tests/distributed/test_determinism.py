@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from common.distributed.determinism import compute_deterministically
+from common.distributed.determinism import choose_algorithms, compute_deterministically
 from common.run.failure import explained
 from tests.conftest import CNN, RESNET, VIT, result
 from tests.support.warm import WarmJob
@@ -98,3 +98,15 @@ def test_an_operation_without_a_deterministic_form_is_named():
     assert str(mistake).startswith(
         "--deterministic: upsample_bilinear2d_backward_out_cuda has no deterministic form"
     )
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_cudnn_tries_algorithms_only_without_the_flag(deterministic, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", deterministic)  # the contrary of what is wanted
+    called = []
+    monkeypatch.setattr(
+        "common.distributed.determinism.compute_deterministically", lambda: called.append("deterministic")
+    )
+    choose_algorithms(deterministic)
+    assert called == ["deterministic"] * deterministic
+    assert deterministic or torch.backends.cudnn.benchmark

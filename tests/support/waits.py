@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from common.data.images import Images
 from common.distributed import accelerator as accelerators
 from common.distributed.compilation import Compilation
+from common.distributed.precision import Precision
 from common.order import Steps
 from common.recipe import Recipe, share_out
 from common.run.run import Run
@@ -132,6 +133,7 @@ def waits_of(script: ModuleType, recipe: Recipe, images: Images, read: int) -> C
     AcceleratorState._reset_state(True)
     accelerator = Accelerator(cpu=True, mixed_precision="no", gradient_accumulation_steps=batch.accumulations)
     accelerator.compilation, accelerator.grad_checkpointing = Compilation(), False
+    accelerator.precision = Precision("no", "none", "fp32")
     with ExitStack() as stack:
         stack.callback(AcceleratorState._reset_state, True)
         for (owner, name), replacement in replaced.items():
