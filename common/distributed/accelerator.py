@@ -140,7 +140,8 @@ def prepare(
         model = model.to(memory_format=torch.channels_last)
     statistics = RunningStatistics(model)
     if accelerator.compilation:
-        compile_blocks(model, accelerator.compilation)
+        is_whole = strategy(accelerator) in ("single", "ddp") and not accelerator.grad_checkpointing
+        compile_blocks(model, accelerator.compilation, is_whole)
     if accelerator.grad_checkpointing:
         checkpoint_activations(model)
     sharded = strategy(accelerator) not in ("single", "ddp")  # for these Accelerate does it

@@ -48,10 +48,13 @@ def asked_for(flag: str | None) -> Compilation:
     return asked
 
 
-def compile_blocks(model: nn.Module, how: Compilation) -> None:
+def compile_blocks(model: nn.Module, how: Compilation, is_whole: bool = False) -> None:
     """Compiles the forward of each block, or the model's where it has no blocks. Names stay as they are.
 
-    Not block.compile(): that traces FSDP's and DeepSpeed's hooks too.
+    is_whole: nothing shards the model. Then `reduce-overhead` compiles all of it at once, as that mode is for
+    models that wait for the host: their stem and head count, too. Not a timm model, whose blocks share graphs
+    that they would not share inside of a whole. Not block.compile(): that traces FSDP's and DeepSpeed's hooks
+    too.
     """
     import torch._dynamo
     import torch._inductor.config
@@ -62,10 +65,17 @@ def compile_blocks(model: nn.Module, how: Compilation) -> None:
         drop_path = importlib.import_module("timm.layers").DropPath
         drop_path.forward = torch.compiler.disable(drop_path.forward)
     mode = how.mode if how.backend == "inductor" else None  # other backends take none
-    for block in list(blocks_of(model)) or [model]:
+    blocks = list(blocks_of(model))
+    if is_whole and how.mode == "reduce-overhead" and not any(is_timms(block) for block in blocks):
+        blocks = []
+    for block in blocks or [model]:
         block.forward = torch.compile(
             block.forward, backend=how.backend, mode=mode, fullgraph=how.fullgraph, dynamic=how.dynamic
         )
+
+
+def is_timms(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("timm.")
 
 
 def _by_launcher() -> Compilation:

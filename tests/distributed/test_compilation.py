@@ -104,6 +104,36 @@ def test_what_this_host_can_not_compile_by_is_refused(monkeypatch):
         asked_for("default")
 
 
+@pytest.mark.parametrize(
+    ("mode", "graphs"),
+    [("reduce-overhead", 1), ("default", 7)],  # the blocks of stage 1 share a graph; the other six differ
+)
+def test_reduce_overhead_takes_a_whole_cnn(mode, graphs):
+    """Through prepare(), so with the hooks that keep BatchNorm's statistics. Run by eager's operators."""
+    torch.manual_seed(0)
+    eager = ResNet18(width=4, stem="cifar", classes=10)
+    model = copy.deepcopy(eager)
+    counter = CompileCounterWithBackend("eager")
+    accelerator, optimizers = Accelerator(cpu=True), []
+    accelerator.grad_checkpointing = False
+    for one, how in ((eager, Compilation()), (model, Compilation(counter, mode))):
+        accelerator.compilation = how
+        optimizers.append(prepare(accelerator, one, torch.optim.SGD(one.parameters(), lr=0.1))[1])
+    for step in range(3):
+        images = torch.randn(8, 3, 32, 32, generator=torch.Generator().manual_seed(step))
+        for one, optimizer in zip((eager, model), optimizers, strict=True):
+            with accelerator.accumulate(one):
+                accelerator.backward(one(images).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+    assert counter.frame_count == graphs
+    assert eager.stages[0][0].bn1.num_batches_tracked == 3
+    ours, theirs = model.state_dict(), eager.state_dict()
+    assert list(ours) == list(theirs)
+    for name in ours:
+        torch.testing.assert_close(ours[name], theirs[name])
+
+
 @pytest.mark.full
 def test_a_compiled_resnet_has_the_same_gradients_and_statistics():
     """It computes in fp64: in fp32 another order of sums carries activations over ReLU's edge."""
