@@ -59,6 +59,12 @@ def test_checks_run_at_once(tmp_path):
     assert [row["value"] for row in run_rows({"one": meets, "two": meets}, setting, at_once=2)] == [True] * 2
 
 
+def test_rows_one_after_another_run_in_the_main_thread(tmp_path):
+    setting = Setting(tmp_path, "digits", 0, True, time.time() + 60)
+    here = {"one": lambda setting: Result(threading.current_thread() is threading.main_thread())}
+    assert [row["value"] for row in run_rows(here, setting)] == [True]
+
+
 def test_rows_that_the_sections_time_cuts_are_skipped(tmp_path):
     setting = Setting(tmp_path, "digits", 0, True, time.time() + 0.2)
 

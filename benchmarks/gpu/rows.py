@@ -85,7 +85,13 @@ def need_gpu(setting: Setting) -> None:
 
 
 def run_rows(rows: dict[str, Row], setting: Setting, at_once: int = 1) -> Iterator[dict[str, Any]]:
-    """Runs the rows, and yields each as JSON when it ends. A row that raises has failed; the others go on."""
+    """Runs the rows, and yields each as JSON when it ends. A row that raises has failed; the others go on.
+
+    One after another they run in the main thread, where alone a row may handle signals.
+    """
+    if at_once == 1:
+        yield from (run_row(name, row, setting) for name, row in rows.items())
+        return
     with ThreadPoolExecutor(at_once) as threads:
         for ended in as_completed([threads.submit(run_row, *row, setting) for row in rows.items()]):
             yield ended.result()
