@@ -30,6 +30,7 @@ from common.distributed.precision import Precision
 from common.order import Steps
 from common.recipe import Recipe, share_out
 from common.run.run import Run
+from common.run.schedule import SaveSchedule
 
 aten = torch.ops.aten
 STAGED_BYTES = 65536  # a copy of more, from memory that is not page-locked, waits even with non_blocking
@@ -109,6 +110,7 @@ def waits_of(script: ModuleType, recipe: Recipe, images: Images, read: int) -> C
         """Run.begin without a folder, checkpoints, telemetry and other processes."""
         run.steps, run.exchange, run.begun = steps, Mock(), True
         run.saver = Mock(since_write_s=lambda: 0.0)
+        run.schedule = SaveSchedule(run.recipe, steps.per_epoch)
         for p in model.parameters():
             p.grad = torch.zeros_like(p)
         optimizer.zero_grad = lambda: None
