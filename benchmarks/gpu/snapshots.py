@@ -1,5 +1,8 @@
 """The snapshot of a checkpoint, taken while the optimizer steps, against a blocking copy."""
 
+import json
+import statistics
+
 import torch
 from torch import nn
 
@@ -48,8 +51,11 @@ def blocking(setting: Setting) -> Result:
 def saves(setting: Setting) -> Result:
     """How long a save holds up a step, beside accelerator.save_state."""
     model = ["--model", "vit_tiny_patch16_224"] if setting.dry_run else []
-    words = ["-m", "benchmarks.checkpoint_saves", "--rounds", setting.size(5, 1), *model]
-    output = succeeds(setting, [*words, "--folder", setting.folder / "saves"])
-    ours = next(line for line in output.splitlines() if line.startswith("ours held up"))
-    ratio = next(line for line in output.splitlines() if line.startswith("ours / save_state"))
-    return Result(float(ratio.split()[-1]), "of save_state's time", note=ours)
+    file = setting.folder / "saves.json"
+    words = ["-m", "benchmarks.checkpoint_saves", "--rounds", setting.size(5, 1), *model, "--json", file]
+    succeeds(setting, [*words, "--folder", setting.folder / "saves"])
+    rounds = json.loads(file.read_text())[1:]  # the first is a warm-up
+    ours, theirs = (
+        1e3 * statistics.median(each[f"{arm} held up"] for each in rounds) for arm in ("ours", "save_state")
+    )
+    return Result(round(ours, 1), "ms", note=f"save_state {theirs:,.1f} ms")
