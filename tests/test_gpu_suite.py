@@ -5,12 +5,15 @@ import signal
 import sys
 import threading
 import time
+import warnings
+from types import SimpleNamespace
 
 import psutil
 import pytest
+import torch
 
 from benchmarks import gpu_suite
-from benchmarks.gpu import throughput
+from benchmarks.gpu import probe, throughput
 from benchmarks.gpu.rows import Result, Setting, Skip, command, run_rows
 from common.recipe import parse
 from common.script import load_script, recipe_class
@@ -20,7 +23,7 @@ SUITE = [sys.executable, "-m", "benchmarks.gpu_suite", "--dry_run"]
 
 
 @pytest.mark.parametrize(
-    "sections", ["ceilings,waits", *map(full, sorted({*gpu_suite.SECTIONS} - {"ceilings", "waits"}))]
+    "sections", ["ceilings,snapshots", *map(full, sorted({*gpu_suite.SECTIONS} - {"ceilings", "snapshots"}))]
 )
 def test_a_dry_run(sections, tmp_path):
     status, output = Job([*SUITE, "--out", tmp_path, "--only", sections]).wait(900)
@@ -47,6 +50,48 @@ def test_a_row_that_fails_does_not_end_the_others(tmp_path):
         ("two", "skipped", "", "needs two GPUs"),
         ("three", "", 3, ""),
     ]
+
+
+def test_waits_are_counted_and_placed(monkeypatch):
+    """Simulated: the warnings are those that CUDA's mode gives."""
+    modes = []
+    monkeypatch.setattr("torch.cuda.set_sync_debug_mode", modes.append)
+    watch = probe.Waits(steps=2)
+    watch.begin()
+    for _ in range(3):
+        warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
+    warnings.warn("another", stacklevel=1)
+    found = watch.end(images=64)
+    assert modes == ["warn", "default"]
+    assert found["waits"] == 1.5
+    assert [(place.split(":")[0], n) for place, n in found["places"].items()] == [("test_gpu_suite.py", 3)]
+
+
+def test_launches_and_busy_share(monkeypatch):
+    """Simulated: events of a GPU, one an annotation that spans the others, and one of a CPU."""
+    cuda, cpu = torch.autograd.DeviceType.CUDA, torch.autograd.DeviceType.CPU
+
+    class Profiler:
+        def __init__(self, activities):
+            pass
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        def events(self):
+            kinds = [(cuda, False, 100), (cuda, False, 300), (cuda, True, 400), (cpu, False, 900)]
+            names = ("device_type", "is_user_annotation", "device_time")
+            return [SimpleNamespace(**dict(zip(names, kind, strict=True))) for kind in kinds]
+
+    monkeypatch.setattr("torch.profiler.profile", Profiler)
+    watch = probe.Profile(steps=2)
+    watch.begin()
+    found = watch.end(images=64)
+    assert found["launches"] == 1
+    assert found["busy_share"] == pytest.approx(0.2 / found["step_ms"])
 
 
 def test_checks_run_at_once(tmp_path):

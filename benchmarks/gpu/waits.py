@@ -1,4 +1,4 @@
-"""Calls in a step of each train script that wait for the GPU."""
+"""Calls in a step of each train script that wait for the GPU; a dry run only takes the steps."""
 
 import json
 
@@ -13,11 +13,12 @@ def checks() -> dict[str, Row]:
 
 def watched(script: str) -> Row:
     def row(setting: Setting) -> Result:
-        need_gpu(setting)
         hello = ["train_hello.py", "--data_size", 65536]
         words = hello if script == "train_hello" else small_images(setting, script)
         folder = ["--output_dir", setting.folder / script, "--trackers", "none", "--log_every", 1000]
-        output = succeeds(setting, ["-m", "benchmarks.gpu.probe", "waits", "--steps", 20, *words, *folder])
+        watch = ["speed", "--steps", 2] if setting.dry_run else ["waits", "--steps", 20]
+        output = succeeds(setting, ["-m", "benchmarks.gpu.probe", *watch, *words, *folder])
+        need_gpu(setting)
         found = json.loads(output.splitlines()[-1])
         places = ", ".join(f"{place} {count}" for place, count in found["places"].items())
         return Result(found["waits"], "waits a step", FAIL if found["waits"] else OK, places)
