@@ -186,6 +186,7 @@ def test_no_command_is_left_out():
     """A new kind of command needs a test of its kind."""
     kinds = {
         "make": r"make (train|test|test-all)\b",  # test_make_train; the others are this run of the tests
+        "another torch": r"PIP_EXTRA_INDEX_URL=\S+ make setup TORCH=2\.11\b",  # downloads gigabytes: by hand
         "experiments": r"make (experiment_vit|experiment_speedup|tensorboard)\b",  # test_logbook.py
         "afterwards": r".*\b(validate|find_batch_size|logbook)\.py ",  # of their own names; test_make_train
         "accelerate config": r"accelerate config$|accelerate launch train_cnn_a.py$",
