@@ -332,6 +332,12 @@ def share_out(batch_size: int, per_device: int | None, processes: int, unit: str
     return Batch(batch_size, per_device, processes, batch_size // (per_device * processes), unit)
 
 
+def usable_processes(batch_size: int, per_device: int | None, most: int, step: int = 1) -> list[int]:
+    """The numbers of processes up to `most`, in steps of `step`, among which the batch divides."""
+    counts = range(step, most + 1, step)
+    return [count for count in counts if batch_size % (count * (per_device or 1)) == 0]
+
+
 def default_streams(batch_size: int) -> int:
     """64 where that divides the batch, else the divisor below 64 that suits most numbers of processes.
 

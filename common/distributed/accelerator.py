@@ -30,6 +30,7 @@ from common.distributed.answers import (
 from common.distributed.compilation import asked_for, compile_blocks
 from common.distributed.determinism import choose_algorithms
 from common.distributed.devices import check_devices
+from common.distributed.elastic import elastic_batch, replacement_problem
 from common.distributed.gradients import refuse_missing_gradients, refuse_skipped_steps
 from common.distributed.initial_weights import share_initial_weights
 from common.distributed.peers import watch_peers
@@ -41,9 +42,9 @@ from common.distributed.precision import (
 )
 from common.distributed.preemption import ready, watch
 from common.distributed.rehearsal import keep_freed_memory, rehearse_on_cpu, use_all_cores
-from common.distributed.rendezvous import join_after_restart, name_interface, set_group_timeout
+from common.distributed.rendezvous import join_agents_store, name_interface, set_group_timeout
 from common.distributed.strategy import plain_module, precision, strategy, versions
-from common.recipe import Batch, Job, recipe_part, share_out
+from common.recipe import Batch, Job, recipe_part
 from common.system.env import rank, world_size
 from common.system.paths import ROOT
 
@@ -57,7 +58,7 @@ def start(job: Job, clip_norm: float = 0.0) -> tuple[Accelerator, Batch]:
     deepspeed = check_answers(
         os.environ, world_size(), deepspeed_config=job.deepspeed_config, precision=job.mixed_precision
     )
-    batch = share_out(job.batch_size, job.per_device_batch_size, world_size(), job.unit)
+    batch = elastic_batch(job)
     watch(job.timeout_s)
     check_devices()
     choose_algorithms(job.deterministic)
@@ -72,7 +73,7 @@ def start(job: Job, clip_norm: float = 0.0) -> tuple[Accelerator, Batch]:
     compilation = asked_for(job.compile)
     name_interface()
     set_group_timeout(job.timeout_s)
-    join_after_restart(job.timeout_s)
+    join_agents_store(job.timeout_s)
     engines_precision = enabled_precision(deepspeed)
     kind = chosen_precision(job.mixed_precision or engines_precision)
     accelerator = Accelerator(
@@ -114,8 +115,9 @@ def start(job: Job, clip_norm: float = 0.0) -> tuple[Accelerator, Batch]:
     agree(accelerator, {**code, "recipe": recipe_part(job), **blocks, "deterministic": job.deterministic})
     if rehearsal:
         accelerator.print(f"rehearsal on CPU: {batch.processes} gloo processes stand for as many GPUs")
-    for remark in remarks:
-        accelerator.print(remark)
+    for remark in (*remarks, replacement_problem()):
+        if remark:
+            accelerator.print(remark)
     extras = f", compiled ({compilation})" if compilation else ""
     extras += ", weights too" if accelerator.precision.half_precision == "weights" else ""
     extras += ", activation checkpointing" if accelerator.grad_checkpointing else ""

@@ -18,14 +18,9 @@ from common.distributed.agreement import MISTAKES, first_to_say
 from common.distributed.peers import begin_exit, tell_failure
 from common.distributed.preemption import Preempted
 from common.recipe import Batch, Recipe, parse
-from common.system.cli import (
-    check_working_folder,
-    open_streams,
-    report_status,
-    set_umask,
-    tell_torchrun,
-)
+from common.system.cli import check_working_folder, open_streams, set_umask, tell_torchrun
 from common.system.env import PREEMPTED, is_hosts_first, rank, world_size
+from common.system.events import report
 from common.system.text import printable_lines
 
 R = TypeVar("R", bound=Recipe)
@@ -96,7 +91,7 @@ def run_process(main: Callable[[], None]) -> NoReturn:
         dist.destroy_process_group()
     sys.stdout.flush()
     sys.stderr.flush()
-    report_status(status)
+    report("exit", status=status)
     # Not sys.exit: about one in a hundred gloo processes aborts in the destructors of its threads, its work
     # done; and an upload to a silent store would be waited for.
     os._exit(status)

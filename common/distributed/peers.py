@@ -19,7 +19,8 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from common.distributed.agreement import MISTAKES, first_to_say, let_main_close_first
-from common.system.cli import report_status, tell_torchrun
+from common.system.cli import tell_torchrun
+from common.system.events import report
 from common.system.processes import is_running, start_ticks
 from common.system.text import printable_lines
 
@@ -115,7 +116,7 @@ class _Watch:
         let_main_close_first(self.accelerator, self.store)
         time.sleep(1 if self.rank == 0 else 2)  # a launcher kills all as soon as one has ended
         sys.stdout.flush()
-        report_status(1)
+        report("exit", status=1)
         os._exit(1)
 
     def first_failure(self) -> str | None:

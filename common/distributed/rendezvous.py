@@ -1,7 +1,9 @@
-"""Rendezvous of a job's processes: the network interface, and the process group after a restart."""
+"""Rendezvous of a job's processes: the network interface, and the process group in an agent's store."""
 
 import contextlib
 import os
+import time
+import uuid
 from datetime import timedelta
 
 import torch
@@ -36,15 +38,41 @@ def set_group_timeout(timeout_s: int) -> None:
     c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = timedelta(seconds=timeout_s)
 
 
-def join_after_restart(timeout_s: int) -> None:
-    """Makes the process group after a restart by torchrun, below a prefix of its own in torchrun's store.
+def join_agents_store(timeout_s: int) -> None:
+    """Makes the process group where torchrun's agent keeps the store, below a prefix that is this attempt's.
 
-    torch 2.15 keeps the store with the addresses of the dead processes.
+    torch 2.15 keeps that store over restarts, with the addresses of the dead processes. The agents count
+    restarts each for itself, so their numbers may differ: rank 0 names the attempt, and answers each rank.
     """
-    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    if restarts and world_size() > 1:
-        timeout = timedelta(seconds=timeout_s)
-        store, rank, processes = next(dist.rendezvous("env://", timeout=timeout))
-        store = dist.PrefixStore(f"restart_{restarts}", store)
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, store=store, rank=rank, world_size=processes, timeout=timeout)
+    if world_size() == 1 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return
+    timeout = timedelta(seconds=timeout_s)
+    store, rank, processes = next(dist.rendezvous("env://", timeout=timeout))
+    name = _name_attempt(store, processes) if rank == 0 else _learn_attempt(store, rank, timeout_s)
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    store = dist.PrefixStore(name, store)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=processes, timeout=timeout)
+
+
+def _name_attempt(store: dist.Store, processes: int) -> str:
+    """Rank 0's part: a new name, and an answer to each other rank that has read it."""
+    name = uuid.uuid4().hex
+    store.set("attempt", name)
+    for rank in range(1, processes):
+        store.set(f"{name}/heard/{store.get(f'{name}/{rank}').decode()}", "")
+    return name
+
+
+def _learn_attempt(store: dist.Store, rank: int, timeout_s: int) -> str:
+    """The name by rank 0 of this attempt: that of an earlier one, which may still be there, has no answer."""
+    own, deadline = uuid.uuid4().hex, time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        name = store.get("attempt").decode()
+        store.set(f"{name}/{rank}", own)
+        while time.monotonic() < deadline:
+            if store.check([f"{name}/heard/{own}"]):
+                return name
+            if store.get("attempt").decode() != name:
+                break
+            time.sleep(0.02)
+    raise ValueError(f"rank 0 did not answer within {timeout_s} s: see its output, or give more --timeout_s")

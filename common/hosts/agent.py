@@ -3,7 +3,8 @@
 launch.py starts it, over ssh or here. They exchange lines. The agent sends a JSON object about this host. It
 receives its part of the job as JSON, then empty lines as heartbeats, and `stop` or `kill`. It passes the
 job's output on. The end of the input, or SILENCE_S without a heartbeat, means the same as `stop`: the
-launcher has ended, or the connection is lost.
+launcher has ended, or the connection is lost. Events of the job's processes (common/system/events.py) are
+lines of their own.
 """
 
 import contextlib
@@ -18,13 +19,15 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import psutil
 
 from common.hosts.ssh import connection_addresses
-from common.system.env import PREEMPTED, STATUS_FILE
+from common.system.env import PREEMPTED
+from common.system.events import EVENTS_FILE, EventReader
 from common.system.network import interface_to, listener, use_interface
 from common.system.processes import adopt_orphans, end_with_parent, kill, running_descendants
 
@@ -33,6 +36,9 @@ SILENCE_S = 45
 GRACE_S = 40  # from `stop` to the end: launchers kill their processes 30 s after SIGTERM
 SUSPENDED = "is suspended by a signal (SIGSTOP, or a debugger): the others waited for it"
 HELLO = "\x1eagent "  # before the first line, which ssh's own output may precede
+EVENT = "\x1eevent "  # before an event
+
+_writing = threading.Lock()  # of a line to launch.py
 
 
 def main() -> None:
@@ -51,31 +57,33 @@ def main() -> None:
     if first.strip() in ("stop", "kill"):
         return
     part = json.loads(first)
-    statuses = Path(tempfile.mkdtemp(prefix="launch-")) / "statuses"
-    part["env"][STATUS_FILE] = str(statuses)
+    events = EventReader(Path(tempfile.mkdtemp(prefix="launch-")) / "events")
+    part["env"][EVENTS_FILE] = str(events.file)
     try:
         child = _start(part)
     except (ValueError, OSError) as error:
         print(f"error: {error}", flush=True)
         sys.exit(1)
     assert child.stdout
-    relay = threading.Thread(target=_relay, args=(child.stdout.fileno(),), daemon=True)
+    relay = threading.Thread(target=_relay, args=(child.stdout,), daemon=True)
     relay.start()
-    status = _wait(child, heard)
+    statuses: set[int] = set()  # of the job's processes: launchers turn most into 1
+    status = _wait(child, heard, lambda: _pass_on(events, statuses))
     relay.join(5)
-    if status != 0 and _was_preempted(statuses):
+    _pass_on(events, statuses)
+    shutil.rmtree(events.file.parent, ignore_errors=True)
+    if status != 0 and PREEMPTED in statuses <= {0, PREEMPTED}:
         status = PREEMPTED
-    shutil.rmtree(statuses.parent, ignore_errors=True)
     sys.exit(128 - status if status < 0 else status)
 
 
-def _was_preempted(statuses: Path) -> bool:
-    """True when processes ended by a preemption, and none by an error. Launchers turn both into status 1."""
-    try:
-        found = set(statuses.read_text().split())
-    except OSError:  # no process got that far
-        return False
-    return str(PREEMPTED) in found <= {"0", str(PREEMPTED)}
+def _pass_on(events: EventReader, statuses: set[int]) -> None:
+    """Sends new events to launch.py. Adds the exit statuses of processes to `statuses`."""
+    for event in events.new():
+        if event["event"] == "exit":
+            statuses.add(event["status"])
+        else:
+            _say(EVENT + json.dumps(event))
 
 
 def _listen(heard: "queue.SimpleQueue[str | None]") -> None:
@@ -116,14 +124,14 @@ def _start(part: dict[str, Any]) -> subprocess.Popen[bytes]:
     )
 
 
-def _relay(output: int) -> None:
-    """Passes the job's output on.
+def _relay(output: IO[bytes]) -> None:
+    """Passes the job's output on, by lines.
 
     When launch.py is gone the output is dropped: a process that saves must not fail in a print.
     """
-    while data := os.read(output, 2**16):
-        with contextlib.suppress(OSError):
-            os.write(sys.stdout.fileno(), data)
+    for line in output:
+        with _writing, contextlib.suppress(OSError):
+            os.write(sys.stdout.fileno(), line)
 
 
 def _check_port(port: int) -> None:
@@ -135,10 +143,16 @@ def _check_port(port: int) -> None:
             raise ValueError(f"port {port}: {error.strerror}{listener(port)}: give another --port") from None
 
 
-def _wait(child: subprocess.Popen[bytes], heard: "queue.SimpleQueue[str | None]") -> int:
-    """Waits until the child and all its descendants have ended. Returns the child's status."""
+def _wait(
+    child: subprocess.Popen[bytes], heard: "queue.SimpleQueue[str | None]", poll: Callable[[], None]
+) -> int:
+    """Waits until the child and all its descendants have ended. Returns the child's status.
+
+    poll: called several times a second.
+    """
     heard_at, stop, deadline = time.monotonic(), False, None
     while child.poll() is None or running_descendants([child.pid]):
+        poll()
         with contextlib.suppress(queue.Empty):
             line = heard.get(timeout=0.2)
             heard_at = time.monotonic()
@@ -168,8 +182,8 @@ def _say_who_is_suspended() -> None:
 
 
 def _say(text: str) -> None:
-    with contextlib.suppress(OSError):
-        print(text, flush=True)
+    with _writing, contextlib.suppress(OSError):
+        os.write(sys.stdout.fileno(), f"{text}\n".encode())
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-from common.hosts.agent import BEAT_S, HELLO, SUSPENDED
+from common.hosts.agent import BEAT_S, EVENT, HELLO, SUSPENDED
 from common.hosts.hostfile import Host
 from common.hosts.ssh import SSH_FAILED, close_and_wait, master_address, start_on
 from common.system.env import PREEMPTED
@@ -178,6 +178,9 @@ class JobRunner:
         if connection.hello is None and line.startswith(HELLO):
             connection.hello = json.loads(line.removeprefix(HELLO))
             return
+        if line.startswith(EVENT):
+            self._on_event(connection, json.loads(line.removeprefix(EVENT)))
+            return
         connection.keep(line)
         if line == TRACEBACK:
             return  # shown before the next line, unless that line shows it is the launcher's
@@ -185,6 +188,9 @@ class JobRunner:
             connection.only_log = connection.only_log or "<frozen runpy>" in line  # `python -m`
             self._show_line(connection, TRACEBACK)
         self._show_line(connection, line)
+
+    def _on_event(self, connection: HostConnection, event: dict[str, Any]) -> None:
+        """An event that a process of the host has reported."""
 
     def _on_end(self, connection: HostConnection, status: int) -> None:
         if connection.status is not None:

@@ -12,6 +12,7 @@ from accelerate import Accelerator
 
 from common.checkpoint.format import step_name
 from common.distributed import strategy as job
+from common.distributed.elastic import hosts, most_hosts
 from common.recipe import Batch, Recipe, recipe_part
 from common.run.folder import script_name
 from common.run.state import RunState
@@ -28,9 +29,11 @@ MODULES = ("accelerate.commands.launch", "torch.distributed.run")  # the same, a
 
 
 def run_name(accelerator: Accelerator, recipe: Recipe, batch: Batch) -> str:
-    """<strategy>_<batch>_<epochs>_<hosts>_<processes per host>"""
-    hosts = _hosts(batch)
-    return f"{job.strategy(accelerator)}_{batch.total}_{recipe.epochs}_{hosts}_{batch.processes // hosts}"
+    """<strategy>_<batch>_<epochs>_<hosts>_<processes per host>, the same while some hosts are away."""
+    hosts, on_each = most_hosts(), processes_per_host()
+    strategy = job.strategy(accelerator)
+    strategy = "ddp" if strategy == "single" and hosts * on_each > 1 else strategy
+    return f"{strategy}_{batch.total}_{recipe.epochs}_{hosts}_{on_each}"
 
 
 def about_run(
@@ -103,7 +106,7 @@ def result(
         "compile": str(accelerator.compilation),
         "grad_checkpointing": accelerator.grad_checkpointing,
         "deterministic": recipe.deterministic,
-        "hosts": _hosts(batch),
+        "hosts": hosts(),
         "processes": batch.processes,
         "device": job.device_name(accelerator),
         "data": recipe.data,
@@ -137,10 +140,6 @@ def _defaults(recipe: Recipe) -> dict[str, Any]:
     """The script's own recipe; what is derived from batch_size follows from this recipe's."""
     own = type(recipe)()
     return dataclasses.asdict(type(recipe)(batch_size=recipe.batch_size)) | {"batch_size": own.batch_size}
-
-
-def _hosts(batch: Batch) -> int:
-    return max(1, batch.processes // processes_per_host())
 
 
 def _checkpoint_path(step: int | None) -> str | None:

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import socket
 import sys
 from collections.abc import Collection
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 from common.checkpoint.format import steps_in
 from common.recipe import Recipe, recipe_part
 from common.system.files import read_json, write_json
+from common.system.processes import start_ticks
 from common.system.text import numbered
 
 FRUITLESS_RESTARTS = 3  # restarts by a launcher without a new checkpoint, after which it gives up
@@ -144,23 +146,35 @@ def _is_finished(folder: Path, last_step: int | None) -> bool:
 
 
 def count_restarts(folder: Path, step: int) -> None:
-    """Counts torchrun's restarts in restarts.json. Called at each start, which begins at `step`.
+    """Counts a launcher's restarts in restarts.json. Called at each start, which begins at `step`.
 
-    ValueError at the third restart without a newer checkpoint.
+    A start by the launcher of the one before, at the same step, is a restart without progress: unless the
+    one before was told to stop, as when a host joins. ValueError at the fourth.
     """
-    run_id, file = os.environ.get("TORCHELASTIC_RUN_ID"), folder / "restarts.json"
-    if run_id is None:
+    launcher = _launcher()
+    if launcher is None:
         return
-    restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    fruitless = 0
-    if restart > 0:
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            before = read_json(file)
-            if (before["run_id"], before["step"]) == (run_id, step):
-                fruitless = before["fruitless"] + (before["restart"] > 0)
-    write_json(file, {"run_id": run_id, "restart": restart, "step": step, "fruitless": fruitless})
-    if fruitless >= FRUITLESS_RESTARTS:
+    file, fruitless = folder / "restarts.json", 0
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        before = read_json(file)
+        if (before["launcher"], before["step"]) == (launcher, step):
+            fruitless = before["fruitless"] + (not _was_preempted(folder))
+    write_json(file, {"launcher": launcher, "step": step, "fruitless": fruitless})
+    if fruitless > FRUITLESS_RESTARTS:
         raise ValueError(
             f"{FRUITLESS_RESTARTS} restarts without a new checkpoint since step {step:,}: giving up. The log"
             " of the first failure says why; the same command continues when that is fixed"
         )
+
+
+def _launcher() -> str | None:
+    """A name of the agent that started this process; None when none restarts it."""
+    if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) == 0:
+        return None
+    return f"{socket.gethostname()} {os.getppid()} {start_ticks(os.getppid())}"
+
+
+def _was_preempted(folder: Path) -> bool:
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        return bool(read_json(folder / "result.json").get("status") == "preempted")
+    return False

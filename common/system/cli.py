@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from common.system.env import STATUS_FILE
 from common.system.text import printable_lines
 
 
@@ -77,13 +76,6 @@ def open_streams() -> None:
             setattr(sys, name, open(os.devnull, "w" if number else "r"))  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper):  # a test may have put another stream there
         sys.stdout.reconfigure(errors="backslashreplace")  # a name that is not UTF-8 must not end the command
-
-
-def report_status(status: int) -> None:
-    """Writes this process's exit status for the agent of launch.py: torchrun replaces all statuses by 1."""
-    if file := os.environ.get(STATUS_FILE):
-        with contextlib.suppress(OSError), open(file, "a") as statuses:
-            statuses.write(f"{status}\n")
 
 
 def tell_torchrun(message: str) -> None:

@@ -6,7 +6,7 @@ Imports neither torch nor accelerate, so that every command can use it and still
 import os
 
 PREEMPTED = 75  # exit status of a preempted process: EX_TEMPFAIL of sysexits.h, "try again later"
-STATUS_FILE = "LAUNCH_STATUS_FILE"  # set by launch.py's agent: each process of the job adds its exit status
+MOST_HOSTS = "LAUNCH_MOST_HOSTS"  # set by launch.py: hosts of a job of which some may be away
 
 
 def launched() -> bool:

@@ -6,6 +6,7 @@ collectives never learn that it has ended.
 
 import pytest
 
+from common.system.events import EVENTS_FILE, EventReader
 from tests.conftest import Job, full, mutate, result, torchrun
 
 HOLD_CONNECTIONS = """
@@ -32,13 +33,14 @@ def test_others_end_that_hang_in_a_collective(failure, message, tmp_path, projec
     block = "            if step == 5 and accelerator.process_index == 1:"
     block += HOLD_CONNECTIONS.replace("\n", "\n    ").rstrip(" ") + f"                {failure}\n"
     mutate(project_copy, "train_hello.py", CALL, block + CALL)
-    statuses = tmp_path / "statuses"
+    events = tmp_path / "events"
     words = [*torchrun(2), "train_hello.py", "--trackers", "none", "--output_dir", tmp_path / "run"]
-    status, output = Job(words, cwd=project_copy, env={"LAUNCH_STATUS_FILE": str(statuses)}).wait(60)
+    status, output = Job(words, cwd=project_copy, env={EVENTS_FILE: str(events)}).wait(60)
     assert status == 1
     assert "error: " in output
     assert message in output
     # Rank 0 ended by itself: a launcher would have killed it, and it would have reported nothing.
-    assert statuses.read_text().split() == ["1"] * (1 if "SIGKILL" in failure else 2), output
+    statuses = [event["status"] for event in EventReader(events).new() if event["event"] == "exit"]
+    assert statuses == [1] * (1 if "SIGKILL" in failure else 2), output
     assert result(tmp_path / "run")["status"] == "failed"
     assert message in result(tmp_path / "run")["error"]

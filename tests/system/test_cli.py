@@ -11,7 +11,6 @@ import time
 
 import pytest
 
-from common.hosts import agent
 from common.system import cli
 from common.system import paths as commands
 from tests.conftest import CNN, ROOT, Job, full, latest, result, torchrun
@@ -122,15 +121,6 @@ def test_files_that_may_not_grow(blocks, tmp_path, cache):
     assert line.startswith("error: ")
     assert ("a file may have 4,096 bytes here: ulimit -f" if blocks == 4 else "File too large") in line
     assert "Traceback" not in output
-
-
-def test_statuses_of_a_job(tmp_path, monkeypatch):
-    file = tmp_path / "statuses"
-    assert not agent._was_preempted(file)
-    monkeypatch.setenv(cli.STATUS_FILE, str(file))
-    for status, preempted in ((0, False), (75, True), (75, True), (1, False)):
-        cli.report_status(status)
-        assert agent._was_preempted(file) == preempted
 
 
 def test_what_a_job_prints_is_not_its_status(tmp_path):

@@ -1,0 +1,196 @@
+"""torchrun jobs whose hosts come and go. Each agent stands for a host, on this machine."""
+
+import contextlib
+import json
+import os
+import signal
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import psutil
+import pytest
+import torch.distributed as dist
+
+from common.distributed import elastic, rendezvous
+from common.recipe import Job as JobFlags
+from common.recipe import usable_processes
+from common.run.folder import count_restarts
+from common.system.files import write_json
+from tests.checkpoint.test_checkpoints import LONG
+from tests.conftest import Job, free_port, lines, metrics, mutate, result, run, torchrun
+
+ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+
+
+@pytest.fixture
+def agent(monkeypatch):
+    """Sets a process's environment as torchrun does."""
+
+    def set_to(**variables: str) -> None:
+        for name, value in ({"TORCHELASTIC_RUN_ID": "1"} | ALONE | variables).items():
+            monkeypatch.setenv(name, value)
+
+    monkeypatch.delenv("PET_NNODES", raising=False)
+    return set_to
+
+
+@pytest.mark.parametrize(
+    ("variables", "hosts"),
+    [
+        ({"PET_NNODES": "1:4"}, 4),
+        ({"PET_NNODES": "2"}, 1),
+        ({"PET_NNODES": "1:4", "WORLD_SIZE": "12", "LOCAL_WORLD_SIZE": "2"}, 6),  # torchrun admits no more
+        ({"LAUNCH_MOST_HOSTS": "3"}, 3),
+        ({}, 1),
+    ],
+)
+def test_most_hosts(variables, hosts, agent):
+    agent(**variables)
+    assert elastic.most_hosts() == hosts
+
+
+@pytest.mark.parametrize(
+    ("flags", "hosts"),
+    [(["--nnodes=1:4"], 4), (["--nnodes", "2:3", "x.py"], 3), (["-nnodes=2", "1:5"], 1)],
+)
+def test_most_hosts_of_torchruns_command_line(flags, hosts, agent, monkeypatch):
+    agent()
+    parent = type("Process", (), {"cmdline": lambda _: ["python", "torchrun", *flags]})
+    monkeypatch.setattr(elastic.psutil, "Process", lambda _: parent())
+    assert elastic.most_hosts() == hosts
+
+
+def test_each_forward_has_as_many_images_whatever_hosts_there_are(agent):
+    job = JobFlags(batch_size=96)
+    for hosts in (1, 2, 4):
+        agent(PET_NNODES="1:4", WORLD_SIZE=str(2 * hosts), LOCAL_WORLD_SIZE="2")
+        batch = elastic.elastic_batch(job)
+        assert (batch.per_device, batch.accumulations) == (12, 4 // hosts)
+    agent(PET_NNODES="1:5", WORLD_SIZE="4", LOCAL_WORLD_SIZE="1")  # 96 does not divide by 5
+    assert elastic.elastic_batch(job).per_device == 24
+
+
+def test_a_number_of_hosts_that_does_not_divide_waits_then_ends(agent, capsys, monkeypatch):
+    slept = []
+    monkeypatch.setattr(elastic.time, "sleep", slept.append)
+    job = JobFlags(batch_size=64, timeout_s=7)
+    agent(PET_NNODES="1:4", WORLD_SIZE="6", LOCAL_WORLD_SIZE="2")
+    with pytest.raises(ValueError, match=r"--batch_size.*of the hosts 1 or 2 or 4 can train"):
+        elastic.elastic_batch(job)
+    assert slept == [7]
+    assert capsys.readouterr().out == (
+        "3 hosts can't share the batch: waiting up to 7 s for another number of hosts (1 or 2 or 4)\n"
+    )
+    agent(PET_NNODES="3", WORLD_SIZE="6")
+    with pytest.raises(ValueError, match="--batch_size"):
+        elastic.elastic_batch(job)
+    assert slept == [7]
+    assert usable_processes(96, 16, 12, 2) == [2, 6]
+
+
+def test_a_shared_store_is_reported_where_hosts_could_join(agent, monkeypatch):
+    agent(WORLD_SIZE="2", TORCHELASTIC_USE_AGENT_STORE="True")
+    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in str(elastic.replacement_problem())
+    agent(WORLD_SIZE="2", TORCHELASTIC_USE_AGENT_STORE="False")
+    assert elastic.replacement_problem() is None
+    agent(TORCHELASTIC_USE_AGENT_STORE="True")
+    assert elastic.replacement_problem() is None  # one host
+    agent(WORLD_SIZE="2", TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RUN_ID="none")
+    assert elastic.replacement_problem() is None  # accelerate, deepspeed: static
+
+
+def test_an_attempt_is_named_anew_in_a_store_with_old_ones():
+    store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=10), wait_for_workers=False)
+
+    def attempt() -> list[str]:
+        names: list[str] = [""] * 3
+
+        def learn(rank: int) -> None:
+            own = dist.TCPStore("127.0.0.1", store.port, None, False, timedelta(seconds=10))
+            names[rank] = rendezvous._learn_attempt(own, rank, 10)
+
+        threads = [threading.Thread(target=learn, args=(rank,)) for rank in (1, 2)]
+        threads[0].start()  # before rank 0: it finds the old attempt
+        threads[0].join(0.3)
+        threads[1].start()
+        names[0] = rendezvous._name_attempt(store, 3)
+        for thread in threads:
+            thread.join()
+        return names
+
+    first, second = attempt(), attempt()
+    assert len(set(first)) == len(set(second)) == 1
+    assert first != second
+
+
+def test_restarts_without_progress_are_counted_in_the_run_folder(tmp_path, monkeypatch):
+    """Whatever each agent counts; a start that was told to stop, and another agent's, do not count."""
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1000")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "7")
+    for _ in range(4):
+        count_restarts(tmp_path, 10)
+    with pytest.raises(ValueError, match="3 restarts without a new checkpoint since step 10"):
+        count_restarts(tmp_path, 10)
+    for _ in range(4):
+        count_restarts(tmp_path, 20)
+    write_json(tmp_path / "result.json", {"status": "preempted"})
+    count_restarts(tmp_path, 20)
+    (tmp_path / "result.json").unlink()
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    for _ in range(4):
+        count_restarts(tmp_path, 20)
+
+
+def elastic_agent(port: int) -> list:
+    """torchrun on one of up to two hosts, with one process."""
+    conf = "--rdzv_conf=last_call_timeout=1,keep_alive_interval=1"
+    flags = ["--rdzv_backend=c10d", f"--rdzv_endpoint=localhost:{port}", "--rdzv_id=1", conf]
+    return torchrun(1, "--nnodes=1:2", "--max_restarts=1000", *flags)
+
+
+def wait_for_steps(folder: Path, steps: int, hosts: int, job: Job) -> None:
+    """Until so many hosts have trained so many steps more."""
+    deadline, first = time.monotonic() + 60, None
+    while True:
+        assert time.monotonic() < deadline
+        assert job.process.poll() is None, job.wait()[1]
+        time.sleep(0.05)
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            now = len(json.loads((folder / "recipe.json").read_text())["devices"])
+            step = metrics(folder)[-1]["step"] if now == hosts else None
+            first = first if step is not None and first is not None else step
+            if step is not None and step >= first + steps:
+                return
+
+
+def test_hosts_join_are_lost_and_are_replaced(tmp_path, project_copy):
+    """One host trains, a second joins and is killed, a third joins, the second is told to stop: each sample
+    comes once, in the uninterrupted run's order, and the losses differ by rounding only."""
+    call = "            run.checkpoint(step)\n"
+    sleep = "            __import__('time').sleep(float(__import__('os').environ.get('STEP_S', 0)))\n"
+    mutate(project_copy, "train_hello.py", call, sleep + call)
+    train = [*LONG, "--max_steps", "900", "--log_samples"]
+    straight = [*torchrun(2), *train, "--output_dir", tmp_path / "straight"]
+    run(straight, cwd=project_copy)
+    env = {"STEP_S": "0.02", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "PET_NNODES": "1:2"}
+    words = [*elastic_agent(free_port()), *train, "--model_folder", tmp_path]
+    folder = tmp_path / "train_hello" / "ddp_64_30_2_1"
+    hosts = [Job(words, cwd=project_copy, env=env)]
+    wait_for_steps(folder, 30, 1, hosts[0])
+    for number in (signal.SIGKILL, signal.SIGTERM):
+        hosts.append(Job(words, cwd=project_copy, env=env))
+        wait_for_steps(folder, 30, 2, hosts[0])
+        lost = [psutil.Process(hosts[-1].process.pid)]
+        lost += lost[0].children() if number == signal.SIGKILL else []
+        for process in lost:
+            process.send_signal(number)
+        wait_for_steps(folder, 30, 1, hosts[0])
+    status, output = hosts[0].wait()
+    assert status == 0, output
+    assert result(folder)["hosts"] == 1
+    assert lines(folder / "samples.jsonl") == lines(tmp_path / "straight" / "samples.jsonl")
+    for ours, theirs in zip(metrics(folder), metrics(tmp_path / "straight"), strict=True):
+        assert ours["step"] == theirs["step"]
+        assert ours.get("train/loss", 0) == pytest.approx(theirs.get("train/loss", 0), rel=1e-5)

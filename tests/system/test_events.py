@@ -1,0 +1,31 @@
+from common.hosts.agent import EVENT, _pass_on
+from common.system.events import EVENTS_FILE, EventReader, report
+
+
+def test_events_are_read_once_each(tmp_path, monkeypatch):
+    file = tmp_path / "events"
+    reader = EventReader(file)
+    report("exit", status=1)  # without the variable nothing happens
+    assert reader.new() == []
+    monkeypatch.setenv(EVENTS_FILE, str(file))
+    report("step", step=1)
+    assert reader.new() == [{"event": "step", "step": 1}]
+    assert reader.new() == []
+    report("step", step=2)
+    with open(file, "a") as half:
+        half.write('{"event": "st')
+    assert [event["step"] for event in reader.new()] == [2]
+    with open(file, "a") as half:
+        half.write('ep", "step": 3}\n')
+    assert [event["step"] for event in reader.new()] == [3]
+
+
+def test_the_agent_keeps_statuses_and_passes_the_other_events_on(tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv(EVENTS_FILE, str(tmp_path / "events"))
+    for status in (0, 75, 75):
+        report("exit", status=status)
+    report("notice", until="12:00")
+    statuses = set()
+    _pass_on(EventReader(tmp_path / "events"), statuses)
+    assert statuses == {0, 75}
+    assert capfd.readouterr().out == EVENT + '{"event": "notice", "until": "12:00"}\n'
