@@ -4,6 +4,7 @@
     python launch.py --hostfile hostfile --exclude worker-2 train_vit.py --epochs 5
     python launch.py --mode single-node --gpus 2
     python launch.py --mode multi-node --gpus-per-node 2 --master-node worker-1 --worker-nodes worker-2
+    python launch.py --hostfile hostfile --min_hosts 2 train_vit.py --s3 s3://my-bucket/vit-1
 
 Each host runs one `accelerate launch`, with its rank, the address of the first host and the interface to it.
 The project and its Python must be at the same path on each, and ssh must work without a question. The
@@ -12,16 +13,23 @@ default script is train_hello.py. Words after the script, and unknown flags, are
 A host's output is shown with its name, and written to a log of its own. When a host fails, all are stopped,
 and the first failure is shown. After Ctrl-C, SIGTERM or SIGHUP every process saves a checkpoint and ends, and
 the same command continues (exit status 75). Ctrl-C twice ends all at once.
+
+With --min_hosts the job is elastic: a host that is lost or told to stop leaves it, the others continue from
+the newest checkpoint, and a host that comes back, or is new in the hostfile, joins. launch.py runs outside of
+the hosts, or its own host can't be lost.
 """
 
 import argparse
 import difflib
 import io
+import math
 import os
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
+from common.hosts.elastic import ElasticJob
 from common.hosts.hostfile import NAME, Host, read_hostfile, select
 from common.hosts.job import JobRunner, LaunchPlan
 from common.system.cli import command_parser, run_command, split_at_script
@@ -48,7 +56,11 @@ def main() -> int:
     flags = parse(sys.argv[1:])
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # what ranks print must not end the job
-    return write_deepspeed_env() if flags.write_deepspeed_env else JobRunner(plan(flags)).run(flags.dry_run)
+    if flags.write_deepspeed_env:
+        return write_deepspeed_env()
+    if flags.min_hosts is None and flags.max_hosts is None:
+        return JobRunner(plan(flags)).run(flags.dry_run)
+    return elastic_job(flags).run()
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -67,6 +79,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--worker_nodes", help="the others, as a,b,c, with --mode multi-node")
     parser.add_argument("--port", type=int, default=29500, help="on the first host (default: %(default)s)")
     parser.add_argument("--master_addr", help="of the first host; by default as ssh reaches it")
+    parser.add_argument(
+        "--min_hosts",
+        type=int,
+        help="elastic: hosts may leave and join, down to so many (docs/resuming.md)",
+    )
+    parser.add_argument("--max_hosts", type=int, help="with --min_hosts: not more at once")
     parser.add_argument("--env", action="append", default=[], metavar="NAME", help="pass this variable on")
     parser.add_argument("--log_dir", type=Path, help="of a file for each host (default: runs/launch/<time>)")
     parser.add_argument("--dry_run", action="store_true", help="show the command of each host, and end")
@@ -84,9 +102,23 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return flags
 
 
-def plan(flags: argparse.Namespace) -> LaunchPlan:
-    """Checks the flags, before any host is connected. ValueError for a mistake."""
-    hosts = _hosts(flags)
+def elastic_job(flags: argparse.Namespace) -> ElasticJob:
+    hosts, most = _hosts(flags), flags.max_hosts or math.inf
+    if flags.min_hosts is None or flags.dry_run:
+        raise ValueError("--max_hosts needs --min_hosts, and --dry_run does not go with them")
+    if not 1 <= flags.min_hosts <= min(len(hosts), most):
+        raise ValueError(
+            f"--min_hosts {flags.min_hosts}: must be from 1 to --max_hosts, and to the {len(hosts)} hosts"
+        )
+    flags.config_file = flags.config_file or _default_config(hosts)
+    log_dir = flags.log_dir = plan(flags).log_dir
+    plan_for, read_hosts = partial(plan, flags), partial(_hosts, flags)
+    return ElasticJob(plan_for, read_hosts, log_dir, flags.min_hosts, flags.max_hosts)
+
+
+def plan(flags: argparse.Namespace, hosts: list[Host] | None = None) -> LaunchPlan:
+    """The launch on these hosts, by default on all. ValueError for a mistake, before a host is connected."""
+    hosts = hosts or _hosts(flags)
     if len({len(host.devices) for host in hosts}) > 1:
         counts = ", ".join(f"{host.name} {len(host.devices)}" for host in hosts)
         raise ValueError(

@@ -8,7 +8,8 @@ import time
 import psutil
 
 from common.recipe import Batch, Job, share_out, usable_processes
-from common.system.env import MOST_HOSTS, is_hosts_first, processes_per_host, rank, world_size
+from common.system.env import MOST_HOSTS, PER_DEVICE, processes_per_host, rank, world_size
+from common.system.events import report
 from common.system.text import plural
 
 RUN_NODES = re.compile(r"--?nnodes[= ](\d+):(\d+)(?!\d)")
@@ -37,8 +38,12 @@ def elastic_batch(job: Job) -> Batch:
     """
     processes, most = world_size(), most_hosts() * processes_per_host()
     per_device = job.per_device_batch_size
-    if per_device is None and job.batch_size % most == 0:
+    if per_device is None and PER_DEVICE in os.environ:
+        per_device = int(os.environ[PER_DEVICE])
+    elif per_device is None and job.batch_size % most == 0:
         per_device = job.batch_size // most
+    if rank() == 0:
+        report("batch", batch_size=job.batch_size, per_device=per_device or 1)
     try:
         return share_out(job.batch_size, per_device, processes, job.unit)
     except ValueError as error:
@@ -46,7 +51,7 @@ def elastic_batch(job: Job) -> Batch:
             raise
         usable = usable_processes(job.batch_size, per_device, most, processes_per_host())
         numbers = " or ".join(str(number // processes_per_host()) for number in usable) or "no number"
-        if is_hosts_first() and rank() == 0:
+        if rank() == 0:
             print(
                 f"{plural(hosts(), 'host')} can't share the batch: waiting up to {job.timeout_s} s for"
                 f" another number of hosts ({numbers})",

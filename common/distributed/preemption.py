@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from common.system.env import PREEMPTED, launched
+from common.system.events import report
 from common.system.processes import end_with_parent, is_under_nohup
 
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
@@ -157,8 +158,10 @@ def _hear(*_) -> None:
 
 def _listen(reader: int) -> None:
     while True:
-        if any(number in _SIGNALS for number in os.read(reader, 64)):
+        if told := [number for number in os.read(reader, 64) if number in _SIGNALS]:
             _stop.set()
+            if not _Main.agreed:
+                report("leaving", why=signal.Signals(told[0]).name)
 
 
 def _end_if_stuck() -> None:

@@ -26,17 +26,20 @@ from typing import IO, Any
 import psutil
 
 from common.hosts.ssh import connection_addresses
-from common.system.env import PREEMPTED
+from common.system.env import JOB, PREEMPTED
 from common.system.events import EVENTS_FILE, EventReader
 from common.system.network import interface_to, listener, use_interface
 from common.system.processes import adopt_orphans, end_with_parent, kill, running_descendants
 
-BEAT_S = 5  # between two heartbeats
+BEAT_S = 5  # between two heartbeats of the launcher
+ALIVE_S = 2  # between two signs of life of the agent
 SILENCE_S = 45
+FENCE_S = 15  # the same in an elastic job, whose part is killed then: it continues on other hosts
 GRACE_S = 40  # from `stop` to the end: launchers kill their processes 30 s after SIGTERM
 SUSPENDED = "is suspended by a signal (SIGSTOP, or a debugger): the others waited for it"
 HELLO = "\x1eagent "  # before the first line, which ssh's own output may precede
 EVENT = "\x1eevent "  # before an event
+TOLD = "told\n"  # as a line that was heard: a signal came
 
 _writing = threading.Lock()  # of a line to launch.py
 
@@ -45,9 +48,10 @@ def main() -> None:
     adopt_orphans()
     heard: queue.SimpleQueue[str | None] = queue.SimpleQueue()
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
-        signal.signal(number, lambda *_: heard.put("stop\n"))
+        signal.signal(number, lambda *_: heard.put(TOLD))
     threading.Thread(target=_listen, args=(heard,), daemon=True).start()
-    print(HELLO + json.dumps(_about_this_host()), flush=True)
+    _say(HELLO + json.dumps(_about_this_host()))
+    threading.Thread(target=_beat, daemon=True).start()
     first = ""
     while not first.strip():  # heartbeats
         try:
@@ -58,7 +62,7 @@ def main() -> None:
         return
     part = json.loads(first)
     events = EventReader(Path(tempfile.mkdtemp(prefix="launch-")) / "events")
-    part["env"][EVENTS_FILE] = str(events.file)
+    part["env"] |= {EVENTS_FILE: str(events.file)} | ({JOB: part["job"]} if part["job"] else {})
     try:
         child = _start(part)
     except (ValueError, OSError) as error:
@@ -68,7 +72,7 @@ def main() -> None:
     relay = threading.Thread(target=_relay, args=(child.stdout,), daemon=True)
     relay.start()
     statuses: set[int] = set()  # of the job's processes: launchers turn most into 1
-    status = _wait(child, heard, lambda: _pass_on(events, statuses))
+    status = _wait(child, heard, lambda: _pass_on(events, statuses), is_elastic=bool(part["job"]))
     relay.join(5)
     _pass_on(events, statuses)
     shutil.rmtree(events.file.parent, ignore_errors=True)
@@ -92,6 +96,13 @@ def _listen(heard: "queue.SimpleQueue[str | None]") -> None:
     heard.put(None)
 
 
+def _beat() -> None:
+    """Sends signs of life: launch.py notices a lost host sooner than ssh does."""
+    while True:
+        time.sleep(ALIVE_S)
+        _say(EVENT + json.dumps({"event": "alive"}))
+
+
 def _about_this_host() -> dict[str, Any]:
     """The host's name, and the two addresses of the launcher's ssh connection; None without ssh."""
     client, server = connection_addresses()
@@ -99,7 +110,9 @@ def _about_this_host() -> dict[str, Any]:
 
 
 def _start(part: dict[str, Any]) -> subprocess.Popen[bytes]:
-    """Starts the launcher. part: words, env, master (address, port; None on one host), first (rank 0)."""
+    """Starts the launcher. part: job, words, env, master (address, port; None on one host), first."""
+    if part["job"]:
+        _end_leftovers(part["job"])
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     env = os.environ | {"PATH": path} | part["env"]
     if part["master"]:
@@ -124,6 +137,16 @@ def _start(part: dict[str, Any]) -> subprocess.Popen[bytes]:
     )
 
 
+def _end_leftovers(job: str) -> None:
+    """Kills what an earlier part of the job left here: its agent may not know yet that it was given up."""
+    left = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get(JOB) == job:
+                left.append(process)
+    kill(left)
+
+
 def _relay(output: IO[bytes]) -> None:
     """Passes the job's output on, by lines.
 
@@ -144,7 +167,10 @@ def _check_port(port: int) -> None:
 
 
 def _wait(
-    child: subprocess.Popen[bytes], heard: "queue.SimpleQueue[str | None]", poll: Callable[[], None]
+    child: subprocess.Popen[bytes],
+    heard: "queue.SimpleQueue[str | None]",
+    poll: Callable[[], None],
+    is_elastic: bool,
 ) -> int:
     """Waits until the child and all its descendants have ended. Returns the child's status.
 
@@ -156,12 +182,15 @@ def _wait(
         with contextlib.suppress(queue.Empty):
             line = heard.get(timeout=0.2)
             heard_at = time.monotonic()
-            stop = stop or line in (None, "stop\n")
+            stop = stop or line in (None, "stop\n", TOLD)
+            if line == TOLD:
+                _say(EVENT + json.dumps({"event": "leaving", "why": "a signal to its agent"}))
             deadline = 0.0 if line == "kill\n" else deadline
         now = time.monotonic()
-        if not stop and now - heard_at > SILENCE_S:
-            stop = True
-            _say(f"stopping: no sign of the launcher for {SILENCE_S} s")
+        silence_s = FENCE_S if is_elastic else SILENCE_S
+        if not stop and now - heard_at > silence_s:
+            stop, deadline = True, 0.0 if is_elastic else None
+            _say(f"stopping: no sign of the launcher for {silence_s} s")
         if deadline is None and (stop or child.returncode is not None):
             _say_who_is_suspended()
             child.send_signal(signal.SIGTERM)

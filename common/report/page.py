@@ -71,10 +71,25 @@ def _curves(run: RunRecord) -> list[list[Panel]]:
             panel(lines, "step", f"{run.unit}/s", ("train/images_per_s",)),
         ],
     ]
+    if over_time := _hosts_over_time(run, time, unit_s):
+        rows.append([over_time, panel(lines, time, f"{run.unit}/s", ("train/images_per_s",))])
     has_classes = bool(rows[1][0].curves)
     for shown in rows[0]:
         shown.is_log = not has_classes  # a regression's loss falls over several orders of magnitude
     return [row for row in rows if row[0].curves]
+
+
+def _hosts_over_time(run: RunRecord, time: str, unit_s: float) -> Panel | None:
+    """Hosts against time, where hosts joined or left; else None."""
+    changes = run.changes
+    if not changes:
+        return None
+    times, hosts = [0.0], [changes[0]["hosts_before"]]
+    for change in changes:
+        times += [change["wall_s"] / unit_s] * 2
+        hosts += [hosts[-1], change["hosts"]]
+    times.append(run.metrics[-1]["wall_s"] / unit_s)
+    return Panel(time, "hosts", {"hosts": (times, [*hosts, hosts[-1]])}, from_zero=True)
 
 
 def _telemetry(run: RunRecord) -> list[list[Panel]]:
@@ -137,6 +152,7 @@ def page(run: RunRecord, stem: str, pictures: list[str]) -> str:
         "## Memory and utilisation",
         _memory(run),
         _hosts(run),
+        _changes(run),
         shown.get("telemetry.png", ""),
         *_nvidia_smi(run),
         "## What was run",
@@ -208,6 +224,23 @@ def _costs(run: RunRecord) -> str:
         "optimizer steps": number(facts.get("steps"), "{:,}"),
     }
     return md.table(["", ""], [row for row in names.items() if row[1] != "-"])
+
+
+def _changes(run: RunRecord) -> str:
+    """A table of the changes of hosts in an elastic run."""
+    if not run.changes:
+        return ""
+    rows = [
+        (
+            number(change["step"], "{:,}"),
+            number(change["wall_s"], "{:,.0f} s"),
+            f"{change['hosts_before']} -> {change['hosts']}",
+            f"{change['processes_before']} -> {change['processes']}",
+        )
+        for change in run.changes
+    ]
+    head = md.table(["from step", "after", "hosts", "processes"], rows)
+    return f"Hosts joined and left; the training is the same up to rounding:\n\n{head}"
 
 
 def _validation(name: str, report: dict[str, Any], shown: dict[str, str]) -> str:

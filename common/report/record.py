@@ -33,7 +33,10 @@ RESULT: dict[str, Kind] = {
     "telemetry": [{"host": str, "throttle": list[str], "*": float}],
     **dict.fromkeys(("grad_checkpointing", "deterministic", "uploaded"), bool),
 }
-METRICS_LINE: dict[str, Kind] = {"step": int, "*": float}
+METRICS_LINE: dict[str, Kind] = {
+    **dict.fromkeys(("step", "hosts", "hosts_before", "processes", "processes_before"), int),
+    "*": float,
+}
 TELEMETRY_LINE: dict[str, Kind] = {
     **dict.fromkeys(("t", "cpu_pct", "memory_gib", "cpus"), float),
     "host": str,  # in a header only
@@ -90,6 +93,12 @@ class RunRecord:
     def is_rehearsal(self) -> bool:
         devices = self.about.get("devices") or [self.facts.get("device", "")]
         return any(device.startswith("CPU") for device in devices)
+
+    @property
+    def changes(self) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl on hosts that joined or left."""
+        needed = {"hosts", "hosts_before", "processes", "processes_before"}
+        return [line for line in self.metrics if needed <= set(line)]
 
     @property
     def unit(self) -> str:

@@ -19,6 +19,7 @@ class RunLog:
     """The log of the main process. After a failed write `problem` has the message, for all processes.
 
     about: for recipe.json. state: of the checkpoint that the run resumes from; later lines are removed.
+    wrote: the part of that checkpoint's manifest on the processes that wrote it.
     """
 
     def __init__(
@@ -29,6 +30,7 @@ class RunLog:
         state: RunState,
         steps: int,
         steps_per_epoch: int,
+        wrote: dict[str, Any],
     ):
         self.folder, self.steps, self.steps_per_epoch = folder, steps, steps_per_epoch
         self.problem: str | None = None
@@ -42,6 +44,9 @@ class RunLog:
         self.metrics = open(metrics, "a", buffering=1)  # noqa: SIM115 (closed in close)
         self.samples = open(samples, "a", buffering=1) if recipe.log_samples else None  # noqa: SIM115
         self.progress = progress(recipe.epochs, state.step, steps, recipe.batch_size, recipe.unit)
+        if change := _change_of_hosts(wrote, about):
+            line = {"step": state.step, "epoch": state.step / steps_per_epoch, "wall_s": state.wall_now_s()}
+            self._write_line(self.metrics, line | change)
 
     def tracker_ids(self) -> dict[str, str]:
         return tracker_ids(self.trackers)
@@ -122,8 +127,17 @@ class RunLog:
         )
 
 
+def _change_of_hosts(wrote: dict[str, Any], about: dict[str, Any]) -> dict[str, int]:
+    """Numbers of hosts and processes, before and now; {} where they are the same, or not known."""
+    before = len(wrote.get("hosts", ())), wrote.get("processes", 0)
+    now = len(about["hosts"]), len(about["devices"])
+    if before == now or not all(before):
+        return {}
+    return {"hosts": now[0], "processes": now[1], "hosts_before": before[0], "processes_before": before[1]}
+
+
 def _was_before(line: dict[str, Any], state: RunState) -> bool:
-    """True when the line was written before the state was saved."""
+    """True when the line was written before the state was saved. A change of hosts is written again."""
     step = line.get("step", math.inf)
-    again = step == state.step and "val/loss" in line and not state.evaluated
+    again = step == state.step and ("hosts" in line or ("val/loss" in line and not state.evaluated))
     return step <= state.step and not again

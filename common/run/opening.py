@@ -1,6 +1,9 @@
 """Opens a run: its folder, the state it resumes from, its log, and what runs beside the training."""
 
+import contextlib
+import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
@@ -17,6 +20,7 @@ from common.run.output import RunOutput
 from common.run.resume import ResumePoint, resume_point
 from common.run.state import RunState
 from common.run.storage import open_storage
+from common.system.events import EVENTS_FILE, report
 from common.system.threads import Heartbeat
 from common.telemetry.collect import Telemetry, this_process
 
@@ -75,11 +79,37 @@ def open_run(
             output.saver = saver
         rank = accelerator.process_index
         telemetry = Telemetry(processes, rank, folder, recipe.telemetry_s, lambda: state.step, steps.last)
-        return OpenRun(state, saved_step, output, saver, Exchange(recipe.timeout_s, state, telemetry, output))
+        exchange = Exchange(recipe.timeout_s, state, telemetry, output)
+        _tell_launcher(exchange, recipe, batch, state.step)
+        return OpenRun(state, saved_step, output, saver, exchange)
     except BaseException:
         if output:
             output.storage.release()
         raise
+
+
+def _tell_launcher(exchange: Exchange, recipe: Recipe, batch: Batch, step: int) -> None:
+    """Reports where the run begins, and whether all hosts see its folder. Collective."""
+    if EVENTS_FILE not in os.environ:
+        return
+    record = exchange.output.folder.resolve() / "recipe.json" if exchange.output else None
+    told = exchange.of_main((record, record.read_bytes()) if record else None)
+    is_shared = all(exchange.poll.gather(_holds(*told)))
+    if record:
+        report(
+            "began",
+            step=step,
+            processes=batch.processes,
+            folder=str(record.parent),
+            in_s3=bool(recipe.s3),
+            is_shared=is_shared,
+        )
+
+
+def _holds(file: Path, content: bytes) -> bool:
+    with contextlib.suppress(OSError):
+        return file.read_bytes() == content
+    return False
 
 
 def _say(message: str) -> None:

@@ -1,6 +1,9 @@
 """The main process's side of a run: its folder, log and result.json, and their copies in S3."""
 
 import contextlib
+import math
+import os
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +20,7 @@ from common.run.owner import RECORD
 from common.run.predictions import Predictions
 from common.run.state import RunState
 from common.run.storage import RunStorage
+from common.system.events import EVENTS_FILE, report
 from common.system.files import not_written, read_json, sync, write_json
 from common.system.s3 import StoreError
 from common.system.threads import Heartbeat
@@ -34,7 +38,14 @@ class RunOutput:
     def __init__(self, accelerator: Accelerator, recipe: Recipe, batch: Batch, storage: RunStorage):
         self.accelerator, self.recipe, self.batch = accelerator, recipe, batch
         self.storage, self.folder = storage, storage.folder
+        self.next_report = 0.0 if EVENTS_FILE in os.environ else math.inf  # time.monotonic()
         self.final: dict[str, Any] = {}  # parts of result.json that are known at the end only
+
+    def tell_launcher(self, step: int) -> None:
+        """Reports the step to launch.py, at most once a second."""
+        if time.monotonic() > self.next_report:
+            self.next_report = time.monotonic() + 1
+            report("step", step=step)
 
     def start_log(
         self, about: dict[str, Any], state: RunState, saved_step: int, steps: int, steps_per_epoch: int
@@ -42,7 +53,9 @@ class RunOutput:
         """about: recipe.json. saved_step: of the checkpoint in the folder, 0 without one."""
         with self._writing("the log"):
             (self.folder / "result.json").unlink(missing_ok=True)
-            self.log = RunLog(self.folder, self.recipe, about, state, steps, steps_per_epoch)
+            found = self.storage.checkpoint
+            wrote = {} if found is None or self.storage.is_new else found.manifest.get("written_by", {})
+            self.log = RunLog(self.folder, self.recipe, about, state, steps, steps_per_epoch, wrote)
         if self.storage.mirror and saved_step:  # its upload may have been interrupted
             self.storage.mirror.offer(saved_step, state.best_step)
         print(f"run folder {self.folder}", flush=True)
@@ -117,6 +130,7 @@ class RunOutput:
     def close(self, state: RunState, status: str, error: str | None = None) -> None:
         """Closes files and trackers, and releases the folder. A full disk is no second error."""
         self.log.progress.stop()
+        report("step", step=state.step)
         with contextlib.suppress(OSError):
             if status != "finished":
                 write_json(self.folder / "result.json", self._result(state, status, error=error))

@@ -1,7 +1,8 @@
 """A lease on a run folder, or on a prefix in S3: it has one owner, and a second run is refused.
 
 The owner's record, owner.json, has a counter as heartbeat. The record of a dead process of this machine is
-taken over at once. A record of another machine is watched for heartbeats first: a machine that was lost could
+taken over at once, and so is one of an earlier launch of the same elastic job: launch.py has seen to its end.
+A record of another machine is watched for heartbeats first: a machine that was lost could
 not remove it.
 """
 
@@ -19,6 +20,7 @@ from typing import Any, Protocol
 
 import psutil
 
+from common.system.env import JOB
 from common.system.files import parse_json, write_text
 from common.system.processes import start_ticks
 from common.system.redaction import redacted
@@ -175,7 +177,7 @@ def _wait_for_end(store: RecordStore, beat: Callable[[], None], warn: Callable[[
     if theirs.get("machine") == _machine():
         if _lives(theirs):
             raise refusal
-    else:
+    elif theirs.get("job") is None or theirs["job"] != os.environ.get(JOB):
         warn(f"{store.name} has an owner, {_who(theirs)}: watching for {WATCH_S} s whether it still lives")
         until = time.monotonic() + WATCH_S
         while time.monotonic() < until:
@@ -199,6 +201,7 @@ def _this_process() -> dict[str, Any]:
         "started": me.create_time(),  # by the clock, for older versions
         "start_ticks": start_ticks(me.pid),
         "since": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        "job": os.environ.get(JOB),
     }
 
 

@@ -168,6 +168,8 @@ class Run:
         """
         self.state.end_step(step)
         self.meter.end_step()
+        if self.output:
+            self.output.tell_launcher(step)
         if step % self.recipe.log_every and step % self.steps.per_epoch and step != self.steps.last:
             return
         state, meter = self.state, self.meter

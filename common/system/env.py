@@ -6,7 +6,9 @@ Imports neither torch nor accelerate, so that every command can use it and still
 import os
 
 PREEMPTED = 75  # exit status of a preempted process: EX_TEMPFAIL of sysexits.h, "try again later"
-MOST_HOSTS = "LAUNCH_MOST_HOSTS"  # set by launch.py: hosts of a job of which some may be away
+JOB = "LAUNCH_JOB"  # set by launch.py in an elastic job: its name, the same in all its launches
+# Set by launch.py in a job of which hosts may be away: their number with these, images per forward
+MOST_HOSTS, PER_DEVICE = "LAUNCH_MOST_HOSTS", "LAUNCH_PER_DEVICE_BATCH_SIZE"
 
 
 def launched() -> bool:

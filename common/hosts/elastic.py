@@ -1,0 +1,362 @@
+"""launch.py's end of an elastic job: rounds of launches, on the hosts that are there.
+
+A host that is lost, or told to stop, leaves the job; the others go on from the newest checkpoint. A host that
+answers again, or is new in the hostfile, joins: all save, and the next round has it. The first host of a
+round stays the first of the next one, as it has the newest checkpoint; when it is lost, another host needs
+the checkpoints in S3 or in a shared folder.
+"""
+
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from common.hosts.agent import FENCE_S, HELLO
+from common.hosts.hostfile import Host
+from common.hosts.job import LaunchPlan, failure_cause
+from common.hosts.launcher import CONNECT_S, HostConnection, Launcher
+from common.hosts.ssh import SSH_FAILED, is_this_host
+from common.system.env import MOST_HOSTS, PER_DEVICE, PREEMPTED
+from common.system.text import plural
+
+LOST_S = 12  # without a sign of life from its agent a host is lost
+FENCED_S = FENCE_S + 3  # after a loss, when the lost host's agent has killed its part: no launch overlaps it
+KILL_S = 3  # from a loss until the others, which wait for it in a collective, are killed
+RETRY_S = 5  # between two attempts to connect to a host that is away
+SETTLE_S = 3  # for further hosts, before a round begins or is stopped for one that joins
+WAIT_S = 120  # for enough hosts; with fewer the job ends
+LEAVE_S = 180  # a host that was told to stop does not join sooner
+FRUITLESS_ROUNDS = 3  # rounds that fail at the same step, after which the job ends
+
+
+class ElasticJob(Launcher):
+    """Runs rounds until one finishes.
+
+    plan_for: the launch of a round on these hosts. read_hosts: all hosts of the job, which may change.
+    """
+
+    def __init__(
+        self,
+        plan_for: Callable[[list[Host]], LaunchPlan],
+        read_hosts: Callable[[], list[Host]],
+        log_dir: Path,
+        min_hosts: int,
+        max_hosts: int | None,
+    ):
+        self.hosts = read_hosts()
+        super().__init__(self.hosts, log_dir)
+        self.plan_for, self.read_hosts = plan_for, read_hosts
+        self.min_hosts, self.max_hosts = min_hosts, max_hosts
+        self.name = uuid.uuid4().hex
+        self.most = min(max_hosts or len(self.hosts), len(self.hosts))
+        self.away: dict[str, str] = {}  # hosts that do not answer, with the reason
+        self.leaves_until: dict[str, float] = {}  # hosts that were told to stop: time.monotonic()
+        self.next_try = 0.0
+        self.members: list[HostConnection] = []  # of this round, the first host first
+        self.stopping = ""  # why this round is stopped
+        self.lost_at: float | None = None  # when a member was lost
+        self.fenced_at = 0.0  # until then a first host that was lost may still write: time.monotonic()
+        self.larger_since: float | None = None  # when enough hosts for a larger round were there
+        self.leavers: dict[str, str] = {}  # hosts of this round that were told to stop, with the reason
+        self.first: str | None = None  # the first host of the last round that trained
+        self.batch: dict[str, int] = {}  # batch_size, per_device
+        self.began: dict[str, Any] = {}  # of the newest round that trained: step, in_s3, is_shared
+        self.is_training = False  # this round has begun
+        self.step = 0  # the newest that any round has reached
+        self.changed_at: float | None = None  # when the last change of hosts began
+        self.fruitless = 0
+
+    def run(self) -> int:
+        """Runs the job. Returns the exit status: 0, 75 when it continues later, 1, or 128 + a signal."""
+        self.listen()
+        own = [host.name for host in self.hosts if is_this_host(host.name)]
+        if own:
+            self.say(f"launch.py runs on {own[0]}: the job can lose any other host")
+        self.say(f"at least {plural(self.min_hosts, 'host')} of {len(self.hosts)}, logs in {self.log_dir}")
+        try:
+            status = None
+            while status is None:
+                status = self._round()
+            return status
+        finally:
+            self.close()
+
+    def _round(self) -> int | None:
+        """Runs a round. The job's exit status; None when another round follows."""
+        chosen = self._gather()
+        if chosen is None:
+            return self._end_without_hosts()
+        self._start(chosen)
+        while any(member.status is None for member in self.members):
+            self.handle_event()
+            self._connect_missing()
+            self._look_for_lost_hosts()
+            self._look_for_more_hosts()
+        status = self._judge()
+        self.members = []
+        return status
+
+    def parts(self) -> list[HostConnection]:
+        return self.members
+
+    # --- Hosts
+
+    def _gather(self) -> list[HostConnection] | None:
+        """Connects to the hosts, and chooses those of the next round. None: too few, or a signal."""
+        begin = time.monotonic()
+        patience_s = SETTLE_S if self.began else CONNECT_S
+        while not self.signals:
+            self._connect_missing()
+            ready, waited_s = self._ready(), time.monotonic() - begin
+            awaited = [h for h in self.hosts if h.name not in self.away and not self._leaves(h)]
+            if time.monotonic() < self.fenced_at:
+                pass
+            elif chosen := self._choose(ready):
+                if len(ready) >= len(awaited) or waited_s > patience_s:
+                    return chosen
+            elif waited_s > WAIT_S:
+                return None
+            self._look_for_lost_hosts()
+            self.handle_event()
+        return None
+
+    def _connect_missing(self) -> None:
+        """Connects to hosts that have no agent; every RETRY_S to those that did not answer."""
+        now = time.monotonic()
+        again = now > self.next_try
+        if again:
+            self.next_try = now + RETRY_S
+            self._read_hosts_again()
+        for host in self.hosts:
+            current = self._connection(host.name)
+            if current and (current.status is None or current in self.members):
+                continue
+            if (again or host.name not in self.away) and not self._leaves(host):
+                if current:
+                    current.close_log()
+                    self.connections.remove(current)
+                self.connect(host)
+
+    def _read_hosts_again(self) -> None:
+        try:
+            hosts = self.read_hosts()
+        except ValueError as error:
+            self.say(f"the hosts stay as they were: {error}")
+            return
+        known = {host.name for host in self.hosts}
+        if new := [host.name for host in hosts if host.name not in known]:
+            self.say(f"new in the hostfile: {', '.join(new)}")
+            self.names += [name for name in new if name not in self.names]
+        self.hosts = hosts
+        self.most = max(self.most, min(self.max_hosts or len(hosts), len(hosts)))
+
+    def _connection(self, name: str) -> HostConnection | None:
+        return next((c for c in self.connections if c.host.name == name), None)
+
+    def _leaves(self, host: Host) -> bool:
+        return time.monotonic() < self.leaves_until.get(host.name, 0)
+
+    def _ready(self) -> list[HostConnection]:
+        """Hosts that can be in a round, the last round's first host first."""
+        names = [host.name for host in self.hosts if not self._leaves(host)]
+        found = [c for c in map(self._connection, names) if c and c.hello and c.status is None]
+        return sorted(found, key=lambda connection: connection.host.name != self.first)
+
+    def _choose(self, ready: list[HostConnection]) -> list[HostConnection] | None:
+        """The largest round these hosts can make."""
+        if self._needs_first() and not (ready and ready[0].host.name == self.first):
+            return None
+        most = min(len(ready), self.max_hosts or len(ready))
+        counts = [count for count in range(self.min_hosts, most + 1) if self._divides(count)]
+        return ready[: counts[-1]] if counts else None
+
+    def _needs_first(self) -> bool:
+        """True when the checkpoints are on the first host's disk alone."""
+        return bool(self.began) and not (self.began["in_s3"] or self.began["is_shared"])
+
+    def _divides(self, hosts: int) -> bool:
+        if not self.batch:
+            return True
+        processes = hosts * len(self.hosts[0].devices)
+        return self.batch["batch_size"] % (self.batch["per_device"] * processes) == 0
+
+    def _look_for_lost_hosts(self) -> None:
+        now = time.monotonic()
+        for connection in self.connections:
+            if connection.status is None and connection.hello and now - connection.heard_at > LOST_S:
+                connection.last_lines.append(f"no sign of life for {LOST_S} s")
+                self.give_up(connection)
+        if self.lost_at and now - self.lost_at > KILL_S:
+            self.send_to_members("kill")
+
+    def _look_for_more_hosts(self) -> None:
+        """Stops the round when a larger one is possible: all save, and it begins."""
+        chosen = self._choose(self._ready())
+        if self.stopping or not self.is_training or not chosen or len(chosen) <= len(self.members):
+            self.larger_since = None
+            return
+        self.larger_since = self.larger_since or time.monotonic()
+        if time.monotonic() - self.larger_since > SETTLE_S:
+            present = {member.host.name for member in self.members}
+            names = [c.host.name for c in chosen if c.host.name not in present]
+            self._stop_round(f"{', '.join(names)} {'joins' if len(names) == 1 else 'join'}")
+
+    # --- A round
+
+    def _start(self, chosen: list[HostConnection]) -> None:
+        self.members, self.stopping, self.stopped_at = chosen, "", None
+        self.lost_at = self.larger_since = None
+        self.leavers, self.is_training = {}, False
+        plan = self.plan_for([member.host for member in chosen])
+        names = ", ".join(member.host.name for member in chosen)
+        others = [c.host.name for c in self._ready() if c not in chosen]
+        standby = f"; {', '.join(others)} stand by" if others else ""
+        count = f"{plural(len(chosen), 'host')}, {plural(plan.processes, 'process')}"
+        self.say(f"starting on {count}: {names}{standby}")
+        env = {MOST_HOSTS: str(self.most)}
+        if self.began:
+            env[PER_DEVICE] = str(self.batch["per_device"])
+        plan.start(chosen, self.name, **env)
+
+    def _stop_round(self, reason: str) -> None:
+        self.stopping = self.stopping or reason
+        self.stopped_at = self.stopped_at or time.monotonic()
+        self.changed_at = self.changed_at or time.monotonic()
+        self.send_to_members("stop")
+
+    def send_to_members(self, word: str) -> None:
+        for member in self.members:
+            if member.status is None:
+                member.send(word)
+
+    def on_event(self, connection: HostConnection, event: dict[str, Any]) -> None:
+        super().on_event(connection, event)
+        if connection not in self.members:
+            return
+        if event["event"] == "batch":
+            self.batch = {name: event[name] for name in ("batch_size", "per_device")}
+        elif event["event"] == "began":
+            self._on_begin(event)
+        elif event["event"] == "step":
+            self._on_step(event["step"])
+        elif event["event"] in ("leaving", "notice") and not self.stopping:
+            self.leavers.setdefault(connection.host.name, event["why"])
+
+    def _on_begin(self, event: dict[str, Any]) -> None:
+        name = self.members[0].host.name
+        if not self.began and not (event["in_s3"] or event["is_shared"]):
+            self.say(
+                f"the job can't lose {name}: the checkpoints are on its disk alone (give --s3, or a shared"
+                " --model_folder)"
+            )
+        if event["step"] > self.began.get("step", -1):
+            self.fruitless = 0
+        if self.began:
+            repeated = max(0, self.step - event["step"])
+            self.say(f"continuing at step {event['step']:,}; {plural(repeated, 'step')} to repeat")
+        self.began, self.first, self.is_training = event, name, True
+
+    def _on_step(self, step: int) -> None:
+        if self.changed_at and not self.stopping and step > self.began["step"]:
+            self.say(f"step {step:,} came {time.monotonic() - self.changed_at:.0f} s after the change")
+            self.changed_at = None
+        self.step = max(self.step, step)
+
+    def on_end(self, connection: HostConnection, status: int) -> None:
+        if connection.status is not None:
+            return
+        connection.status, name = status, connection.host.name
+        if connection.hello is None or status == SSH_FAILED:
+            if name not in self.away and not self.signals:
+                self.say(f"{name} does not answer: {failure_cause(connection)[1]}")
+            self.away[name] = failure_cause(connection)[1]
+            self.leaves_until.pop(name, None)  # it may be another machine when it answers again
+        if connection not in self.members or status == 0:
+            return
+        if status == SSH_FAILED:
+            self.lost_at = self.lost_at or time.monotonic()
+            if connection is self.members[0]:
+                self.fenced_at = time.monotonic() + FENCED_S
+        self._stop_round("one has ended")
+
+    def on_line(self, connection: HostConnection, line: str) -> None:
+        was_there = connection.hello is not None
+        if not was_there and connection.host.name in self.away and not line.startswith(HELLO):
+            connection.keep(line)  # the same as at the last attempt
+            return
+        super().on_line(connection, line)
+        if connection.hello and not was_there and self.away.pop(connection.host.name, None):
+            self.say(f"{connection.host.name} answers again")
+
+    def on_signal(self, number: int) -> None:
+        self.stopping = "launch.py was told to stop"
+        super().on_signal(number)
+
+    # --- The end of a round
+
+    def _judge(self) -> int | None:
+        """The job's exit status after a round; None when another round follows."""
+        statuses = [member.status for member in self.members]
+        if not any(statuses):
+            return 0
+        if self.signals:
+            return self._end_by_signal(is_saved=PREEMPTED in statuses)
+        lost = [member.host.name for member in self.members if member.status == SSH_FAILED]
+        is_saved = PREEMPTED in statuses and set(statuses) <= {0, PREEMPTED, SSH_FAILED}
+        if is_saved and not lost and self.leavers:
+            for name, why in self.leavers.items():
+                self.leaves_until[name] = time.monotonic() + LEAVE_S
+                self.say(f"{name} leaves ({why})")
+            return None
+        if is_saved and not lost:
+            self.say(self.stopping)
+            return None
+        if not self.is_training and not lost:
+            return self._retry_or_fail()
+        if lost:
+            self.say(f"{', '.join(lost)} lost after step {self.step:,}")
+        else:
+            self.say(f"failed after step {self.step:,}: {self._cause()}")
+        self.fruitless += 1
+        if self.fruitless > FRUITLESS_ROUNDS:
+            return self._fail(f"{FRUITLESS_ROUNDS} rounds without a new checkpoint: {self._cause()}")
+        return None
+
+    def _retry_or_fail(self) -> int | None:
+        """A round that failed before it trained: only another number of hosts is tried again."""
+        if self.batch and not self._divides(len(self.members)) and self._choose(self.members):
+            self.say(f"{plural(len(self.members), 'host')} can't share the batch")
+            return None
+        return self._fail(self._cause())
+
+    def _cause(self) -> str:
+        failed = [member for member in self.members if member.status not in (0, PREEMPTED)]
+        if not failed:
+            return "all were told to stop"
+        first = min(failed, key=lambda member: failure_cause(member)[0])
+        return f"{first.host.name}: {failure_cause(first)[1]}. Its log: {first.log_file}"
+
+    def _fail(self, message: str) -> int:
+        print(f"error: {message}", file=sys.stderr)
+        return 1
+
+    def _end_without_hosts(self) -> int:
+        if self.signals:
+            return self._end_by_signal(is_saved=bool(self.began))
+        wanted = (
+            f"{self.first}, which has the checkpoints," if self._needs_first() else f"enough of {self.names}"
+        )
+        there = ", ".join(c.host.name for c in self._ready()) or "none"
+        message = f"{wanted} did not answer within {WAIT_S} s (there: {there})"
+        if not self.began:
+            return self._fail(message)
+        self.say(f"{message}: the same command continues (exit status {PREEMPTED})")
+        return PREEMPTED
+
+    def _end_by_signal(self, is_saved: bool) -> int:
+        if is_saved:
+            self.say(f"preempted: the same command continues (exit status {PREEMPTED})")
+            return PREEMPTED
+        return 128 + self.signals[0]
