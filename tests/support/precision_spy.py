@@ -53,4 +53,5 @@ def write(file: Path, found: dict[str, list[str]]) -> None:
 def reduced(trace: Path) -> list[str]:
     events = json.loads(trace.read_text())["traceEvents"]
     sent = [event["args"] for event in events if event["name"] in ("gloo:all_reduce", "gloo:reduce_scatter")]
+    sent = [args for args in sent if "Input Dims" in args]  # torch 2.11 has events without
     return [args["Input type"][0] for args in sent if sum(args["Input Dims"][0]) > SCALARS]
