@@ -147,6 +147,15 @@ class Recipe(Job):
         1.0, "seconds between two samples of GPUs, processor, memory, network and disk; 0: none", minimum=0
     )
 
+    spot_notice: str | None = setting(
+        None,
+        "ask this cloud's metadata service whether it takes the host back: then save and end, as at SIGTERM",
+        choices=("aws", "gcp", "azure"),
+    )
+    price_per_hour: float | None = setting(
+        None, "of the whole job, in any currency: the run's page says what interruptions cost", minimum=0
+    )
+
     def __post_init__(self) -> None:
         if self.output_dir and self.model_folder:
             raise ValueError("--output_dir and --model_folder exclude one another: give one of them")

@@ -38,6 +38,7 @@ class _Main:
     heard = False  # a signal came
     agreed = False  # all processes have agreed to stop
     seen = 0.0  # time.monotonic() of the last check for a signal
+    why = ""  # the signal, or what request_stop() was told
     timeout_s = 300.0  # without a check for so long after a signal, the process is stuck
 
 
@@ -71,6 +72,17 @@ def ready() -> None:
 def agreed() -> None:
     """Ends the watchdog: all processes have agreed to stop, and the last save may take long."""
     _Main.agreed = True
+
+
+def request_stop(why: str) -> None:
+    """Has the same effect as a signal, from any thread."""
+    _Main.why = why
+    _stop.set()
+
+
+def reason() -> str:
+    """The signal that this process has received, or what else it is told to stop for; empty without one."""
+    return _Main.why
 
 
 def wanted() -> bool:
@@ -159,9 +171,10 @@ def _hear(*_) -> None:
 def _listen(reader: int) -> None:
     while True:
         if told := [number for number in os.read(reader, 64) if number in _SIGNALS]:
+            _Main.why = _Main.why or signal.Signals(told[0]).name
             _stop.set()
             if not _Main.agreed:
-                report("leaving", why=signal.Signals(told[0]).name)
+                report("leaving", why=_Main.why)
 
 
 def _end_if_stuck() -> None:
@@ -206,4 +219,4 @@ _LAUNCHER_MODULES = ("deepspeed.launcher", "accelerate.commands", "torch.distrib
 def _watch_launcher(launchers: list[psutil.Process]) -> None:
     while all(map(is_alive, launchers)):
         time.sleep(1)
-    _stop.set()
+    request_stop(_Main.why or "its launcher has ended")

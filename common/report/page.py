@@ -153,6 +153,7 @@ def page(run: RunRecord, stem: str, pictures: list[str]) -> str:
         _memory(run),
         _hosts(run),
         _changes(run),
+        _interruptions(run),
         shown.get("telemetry.png", ""),
         *_nvidia_smi(run),
         "## What was run",
@@ -241,6 +242,23 @@ def _changes(run: RunRecord) -> str:
     ]
     head = md.table(["from step", "after", "hosts", "processes"], rows)
     return f"Hosts joined and left; the training is the same up to rounding:\n\n{head}"
+
+
+def _interruptions(run: RunRecord) -> str:
+    """A table of the stops by a signal or a notice, from the signal to the first step after it."""
+    if not run.interruptions:
+        return ""
+    price = run.recipe.get("price_per_hour")
+    rows = []
+    for step, why, seconds in run.interruptions:
+        cost = None if price is None or seconds is None else price * seconds / 3600
+        rows.append(
+            (number(step, "{:,}"), md.text(why), number(seconds, "{:,.0f} s"), number(cost, "{:,.2f}"))
+        )
+    lost_s = sum(seconds or 0 for *_, seconds in run.interruptions)
+    whole = f"{plural(len(rows), 'interruption')}, {lost_s:,.0f} s without training"
+    whole += "" if price is None else f", {price * lost_s / 3600:,.2f} at {price:g} an hour"
+    return f"{whole}:\n\n{md.table(['after step', 'why', 'to the next step', 'price'], rows)}"
 
 
 def _validation(name: str, report: dict[str, Any], shown: dict[str, str]) -> str:

@@ -35,6 +35,7 @@ RESULT: dict[str, Kind] = {
 }
 METRICS_LINE: dict[str, Kind] = {
     **dict.fromkeys(("step", "hosts", "hosts_before", "processes", "processes_before"), int),
+    "why": str,
     "*": float,
 }
 TELEMETRY_LINE: dict[str, Kind] = {
@@ -99,6 +100,18 @@ class RunRecord:
         """The lines of metrics.jsonl on hosts that joined or left."""
         needed = {"hosts", "hosts_before", "processes", "processes_before"}
         return [line for line in self.metrics if needed <= set(line)]
+
+    @property
+    def interruptions(self) -> list[tuple[int, str, float | None]]:
+        """Of each stop by a signal or a notice: its step, why, and the seconds to the first step after it."""
+        found: list[tuple[int, str, float | None]] = []
+        for line in self.metrics:
+            if "interrupted_at" in line:
+                began = line["interrupted_at"]
+                found.append((line["step"], line.get("why", ""), None))
+            elif "resumed_at" in line and found and found[-1][2] is None:
+                found[-1] = (*found[-1][:2], line["resumed_at"] - began)
+        return found
 
     @property
     def unit(self) -> str:

@@ -39,6 +39,9 @@ class RunLog:
         for file in (metrics, samples) if recipe.log_samples else (metrics,):
             kept = [line for line in read_lines(file) if _was_before(line, state)]
             write_text(file, "".join(json.dumps(line) + "\n" for line in kept))
+            if file == metrics:
+                marks = [line for line in kept if {"interrupted_at", "resumed_at"} & set(line)]
+                self.was_interrupted = bool(marks) and "interrupted_at" in marks[-1]
         self.trackers = start_trackers(recipe.trackers, folder, about, state.step, state.wandb_id)
         write_json(folder / "recipe.json", about | self.tracker_ids())
         self.metrics = open(metrics, "a", buffering=1)  # noqa: SIM115 (closed in close)
@@ -67,6 +70,18 @@ class RunLog:
         except OSError as error:
             self._set_problem("the trackers' files", error)
         self.progress.show(step, epoch, values)
+
+    def write_interruption(self, step: int, wall_s: float, why: str) -> None:
+        """Writes why and when the training is interrupted after `step` steps."""
+        line = {"step": step, "epoch": step / self.steps_per_epoch, "wall_s": wall_s}
+        self._write_line(self.metrics, line | {"interrupted_at": time.time(), "why": why})
+
+    def end_interruption(self, step: int, wall_s: float) -> None:
+        """Writes when the first step after an interruption has ended."""
+        if self.was_interrupted:
+            line = {"step": step, "epoch": step / self.steps_per_epoch, "wall_s": wall_s}
+            self._write_line(self.metrics, line | {"resumed_at": time.time()})
+            self.was_interrupted = False
 
     def show(self, step: int, pictures: list[Path]) -> None:
         """Sends PNG files to the trackers."""

@@ -16,7 +16,7 @@ from common.checkpoint.saver import Saver
 from common.checkpoint.training import TrainingState
 from common.distributed.agreement import first_mistake, let_main_close_first, once
 from common.distributed.peers import begin_exit, on_failure, tell_failure
-from common.distributed.preemption import Preempted, agreed
+from common.distributed.preemption import Preempted, agreed, reason
 from common.optim import EMA
 from common.order import Steps
 from common.recipe import Batch, Recipe
@@ -170,6 +170,8 @@ class Run:
         self.meter.end_step()
         if self.output:
             self.output.tell_launcher(step)
+            if step == self.steps.first + 1:
+                self.output.log.end_interruption(step, self.state.wall_now_s())
         if step % self.recipe.log_every and step % self.steps.per_epoch and step != self.steps.last:
             return
         state, meter = self.state, self.meter
@@ -243,6 +245,9 @@ class Run:
                 note_early_preemption(self.accelerator, self.recipe, self.batch)
             let_main_close_first(self.accelerator)
             return
+        why = next(filter(None, self.exchange.poll.gather(reason())), "")
+        if self.output:
+            self.output.log.write_interruption(self.state.step, self.state.wall_now_s(), why)
         # A single process may stop inside a step, while it waits for a shard: the step does not count.
         if self.state.step == self.saved_step:
             self.saver.write_held()

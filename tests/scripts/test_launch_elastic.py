@@ -24,6 +24,7 @@ class ElasticTraining:
 
     def __init__(self, tmp_path: Path, count: int, slots: int, *flags: str):
         self.folder, hostfile = tmp_path / "run", tmp_path / "hostfile"
+        self.processes = count * slots  # of the first launch
         hostfile.write_text("".join(f"node{n} slots={slots}\n" for n in range(1, count + 1)))
         launcher = [sys.executable, "launch.py", "--hostfile", hostfile, "--log_dir", tmp_path / "logs"]
         words = [*launcher, "--min_hosts", "1", *flags, *WORDS, "--output_dir", self.folder]
@@ -38,7 +39,7 @@ class ElasticTraining:
             time.sleep(0.1)
             found = [line for line in self._lines() if "hosts" in line or "train/loss" in line]
             changes = [line for line in found if "processes" in line]
-            now = changes[-1]["processes"] if changes else devices
+            now = changes[-1]["processes"] if changes else self.processes
             trained = [line["step"] for line in found[-1:] if "train/loss" in line]
             if now == devices and trained:
                 first = trained[0] if first is None else first
