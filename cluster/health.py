@@ -1,0 +1,74 @@
+"""Says whether the training in this container is alive: one line, and exit status 0 or 1.
+
+    python cluster/health.py --within_s 1800
+
+It is alive while processes of a train script run, none of them is stopped, and, where the main process is one
+of them, its log has got a line within so many seconds: a line comes every --log_every steps and at each
+evaluation. Before the first line (start, preparation of data) running processes suffice.
+"""
+
+import argparse
+import contextlib
+import re
+import sys
+import time
+from pathlib import Path
+
+import psutil
+
+SCRIPT = re.compile(r"(.*/)?train_\w+\.py")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--within_s", type=float, default=1800, help="how old the log's last line may be")
+    is_alive, about = health(parser.parse_args().within_s)
+    print(about)
+    sys.exit(0 if is_alive else 1)
+
+
+def health(within_s: float) -> tuple[bool, str]:
+    """True while the training is alive, and a line about it."""
+    found = training_processes()
+    if not found:
+        return False, "no process of a train script runs"
+    if stopped := next((process.pid for process in found if is_stopped(process)), None):
+        return False, f"process {stopped} of the training is stopped"
+    logs = {Path(file) for process in found for file in open_logs(process)}
+    ages = {log: time.time() - log.stat().st_mtime for log in logs if log.exists() and log.stat().st_size}
+    for log, age_s in ages.items():
+        if age_s > within_s:
+            return False, f"{log} has got no line for {age_s:.0f} s, more than --within_s {within_s:.0f}"
+    newest = f"; the newest line is {min(ages.values()):.0f} s old" if ages else ""
+    return True, f"processes that train: {len(found)}{newest}"
+
+
+def training_processes() -> list[psutil.Process]:
+    """The Python processes whose script is train_*.py, also ranks and workers; not their launchers."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            python, *words = process.cmdline() or [""]
+            script = next((word for word in words if not word.startswith("-")), "")
+            if re.match(r"python[\d.]*$", Path(python).name) and SCRIPT.fullmatch(script):
+                found.append(process)
+    return found
+
+
+def is_stopped(process: psutil.Process) -> bool:
+    try:
+        return process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+    except psutil.NoSuchProcess:  # ended just now
+        return False
+
+
+def open_logs(process: psutil.Process) -> list[str]:
+    """The metrics.jsonl that the process writes to."""
+    try:
+        return [file.path for file in process.open_files() if file.path.endswith("/metrics.jsonl")]
+    except psutil.Error:
+        return []
+
+
+if __name__ == "__main__":
+    main()

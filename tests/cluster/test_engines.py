@@ -1,0 +1,304 @@
+"""cluster/skypilot.yaml, trainjob.yaml and Dockerfile: they name only what is there, and hold no secret."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import tomllib
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+import yaml
+from torch.distributed.run import parse_args
+
+from common.recipe import Recipe, parse
+from common.script import load_script, recipe_class
+from tests.conftest import ROOT
+
+SKYPILOT, TRAINJOB = ROOT / "cluster" / "skypilot.yaml", ROOT / "cluster" / "trainjob.yaml"
+SHARED_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+# As SkyPilot sets them on the second of two nodes with four GPUs each
+SKYPILOT_NODE = {
+    "SKYPILOT_NODE_IPS": "10.0.0.11\n10.0.0.12",
+    "SKYPILOT_NUM_NODES": "2",
+    "SKYPILOT_NODE_RANK": "1",
+    "SKYPILOT_NUM_GPUS_PER_NODE": "4",
+}
+SECRET = re.compile(r"KEY|SECRET|TOKEN|PASSWORD")
+# Amazon's key ids, and a value after a secret's name
+VALUES = re.compile(r"\b(AKIA|ASIA)[A-Z0-9]{12,}|(?i:secret|token|password)\w*[=:] *[\"']?[A-Za-z0-9/+]{16,}")
+
+
+def load(file: Path) -> dict:
+    return yaml.safe_load(file.read_text())
+
+
+def torchruns(words: list[str]) -> tuple[dict, Recipe]:
+    """What torchrun and the script make of their flags. Both end at one that they do not have."""
+    flags = parse_args(words)
+    script = ROOT / flags.training_script
+    assert script.exists()
+    return vars(flags), parse(recipe_class(load_script(script)), flags.training_script_args)
+
+
+@pytest.fixture
+def no_launcher(monkeypatch):
+    """The environment without the variables that are torchrun's defaults."""
+    for name in [name for name in os.environ if name.startswith("PET_")]:
+        monkeypatch.delenv(name)
+    return monkeypatch
+
+
+def test_skypilots_run_block_starts_torchrun(tmp_path, no_launcher):
+    """By a torchrun that writes down its flags and that variable."""
+    task = load(SKYPILOT)
+    stub = tmp_path / ".venv" / "bin" / "torchrun"
+    stub.parent.mkdir(parents=True)
+    stub.write_text(f'#!/bin/sh\nprintf "%s\\0" "${SHARED_STORE}" "$@" > words\n')
+    stub.chmod(0o755)
+    env = os.environ | SKYPILOT_NODE | task["envs"] | {"FLAGS": "--lr 0.001 --seed 3"}
+    subprocess.run(["bash", "-c", task["run"]], cwd=tmp_path, env=env, check=True)
+    shared_store, *words = (tmp_path / "words").read_text().split("\0")[:-1]
+    flags, recipe = torchruns(words)
+    assert shared_store == "1"
+    assert (flags["nnodes"], flags["nproc_per_node"]) == ("2", "4")
+    assert (flags["rdzv_endpoint"], flags["local_addr"]) == ("10.0.0.11:29500", "10.0.0.12")
+    assert (flags["rdzv_backend"], flags["rdzv_conf"]) == ("c10d", "is_host=0")
+    assert flags["max_restarts"] == 1000
+    assert (recipe.output_dir, recipe.s3) == ("weights/vit-1", "s3://my-bucket/train/vit-1")
+    assert (recipe.lr, recipe.seed) == (0.001, 3)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["train_vit.py", "--no_such_flag", "1"], ["--no_such_flag", "train_vit.py"], ["train_vat.py"]],
+)
+def test_a_flag_or_a_script_that_is_not_there_is_found(words, no_launcher, capsys):
+    with pytest.raises((SystemExit, AssertionError)):
+        torchruns(words)
+
+
+def test_skypilots_task_is_a_managed_job_on_spot_machines():
+    task = load(SKYPILOT)
+    assert task["num_nodes"] == 2
+    assert task["resources"]["use_spot"]
+    assert task["workdir"] == "."
+    assert set(task["secrets"].values()) == {None}  # from --secret-file
+    subprocess.run(["bash", "-n"], input=task["setup"], text=True, check=True)
+    target = re.search(r"^make (\w+) PYTHON=", task["setup"], re.MULTILINE)
+    assert re.search(rf"^{target[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    for name in re.findall(r"\$\{?(\w+)", task["run"] + task["setup"]):
+        own = {"first", "mine", "python"}
+        assert name in SKYPILOT_NODE | task["envs"] or name in own, name
+
+
+def test_the_trainjobs_container_starts_torchrun(no_launcher):
+    trainer = load(TRAINJOB)["spec"]["trainer"]
+    command = [*trainer["command"], *trainer["args"]]
+    env = {variable["name"]: variable.get("value") for variable in trainer["env"]}
+    for name, value in {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "4", "PET_MASTER_PORT": "29500"}.items():
+        no_launcher.setenv(name, value)
+    flags, recipe = torchruns(command[1:])
+    assert command[0] == "torchrun"
+    assert (flags["nnodes"], flags["nproc_per_node"]) == ("2", "4")
+    assert recipe.s3 == "s3://my-bucket/train/vit-1"
+    assert env[SHARED_STORE] == "1"
+    assert not any(name.startswith("PET_") for name in env)  # the controller's own
+    assert "$(" not in " ".join(command)
+
+
+def test_the_trainjob_has_shared_memory_and_time_to_save():
+    spec = load(TRAINJOB)["spec"]
+    [patch] = spec["runtimePatches"]
+    [job] = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+    pod = job["template"]["spec"]["template"]["spec"]
+    [volume], [container] = pod["volumes"], pod["containers"]
+    assert job["name"] == container["name"] == "node"
+    assert volume["emptyDir"]["medium"] == "Memory"
+    assert container["volumeMounts"] == [{"name": volume["name"], "mountPath": "/dev/shm"}]
+    assert pod["terminationGracePeriodSeconds"] > 30  # torchrun's own
+    assert pod["securityContext"]["runAsNonRoot"]
+    assert (
+        spec["trainer"]["resourcesPerNode"]["limits"]["nvidia.com/gpu"] == spec["trainer"]["numProcPerNode"]
+    )
+
+
+@pytest.mark.parametrize("file", [SKYPILOT, TRAINJOB], ids=lambda file: file.name)
+def test_no_secret_is_in_the_file(file):
+    assert not VALUES.search(file.read_text())
+    assert_no_values(load(file))
+
+
+def assert_no_values(part) -> None:
+    """A variable whose name is that of a secret has no value, but null or the name of its secret."""
+    if isinstance(part, list):
+        for item in part:
+            assert_no_values(item)
+    elif isinstance(part, dict):
+        if SECRET.search(str(part.get("name", ""))):
+            assert set(part) == {"name", "valueFrom"}
+            assert set(part["valueFrom"]) == {"secretKeyRef"}
+        for key, value in part.items():
+            assert not (SECRET.search(key) and value is not None), key
+            assert_no_values(value)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"envs": {"AWS_SECRET_ACCESS_KEY": "x"}},
+        {"env": [{"name": "WANDB_API_KEY", "value": "x"}]},
+        {"env": [{"name": "WANDB_API_KEY", "valueFrom": {"configMapKeyRef": {"name": "x"}}}]},
+    ],
+)
+def test_a_secret_with_a_value_is_found(wrong):
+    with pytest.raises(AssertionError):
+        assert_no_values({"a": [wrong]})
+
+
+def test_a_key_in_a_file_is_found():
+    assert VALUES.search("value: AKIAIOSFODNN7EXAMPLE")
+    assert VALUES.search("  secret_access_key: wJalrXUtnFEMI/K7MDENG/bPxRfiCY")
+
+
+def instructions() -> list[tuple[str, str]]:
+    """The Dockerfile's instructions and what follows them, with continued lines joined."""
+    lines = (ROOT / "cluster" / "Dockerfile").read_text().splitlines()
+    text = "\n".join(line for line in lines if not line.startswith("#")).replace("\\\n", " ")
+    return [(line.split()[0], line.partition(" ")[2]) for line in text.splitlines() if line]
+
+
+def of_kind(name: str) -> list[str]:
+    return [rest for kind, rest in instructions() if kind == name]
+
+
+def healthcheck() -> list[str]:
+    [rest] = of_kind("HEALTHCHECK")
+    flags, _, command = rest.partition(" CMD ")
+    assert all(re.fullmatch(r"--(interval|timeout|start-period)=\d+s|--retries=\d", f) for f in flags.split())
+    return json.loads(command)
+
+
+def test_the_dockerfile_has_known_instructions_in_a_right_order():
+    kinds = [kind for kind, _ in instructions()]
+    assert kinds[0] == "FROM"
+    assert set(kinds) <= {"FROM", "RUN", "WORKDIR", "COPY", "USER", "ENV", "HEALTHCHECK", "CMD"}
+    assert kinds.count("CMD") == kinds.count("HEALTHCHECK") == 1
+    for rest in of_kind("RUN"):
+        subprocess.run(["sh", "-n"], input=rest, text=True, check=True)
+    assert all(re.fullmatch(r"\w+=\S+", word) for rest in of_kind("ENV") for word in rest.split())
+    [command] = of_kind("CMD")
+    assert (ROOT / json.loads(command)[1]).exists()
+    assert (ROOT / healthcheck()[1]).exists()
+
+
+def test_the_image_is_pinned_and_runs_without_rights():
+    [base] = of_kind("FROM")
+    version = re.fullmatch(r"python:(3\.\d+)\.\d+-slim-bookworm", base)
+    lowest, highest = re.findall(
+        r"3\.(\d+)", tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"]
+    )
+    assert int(lowest) <= int(version[1].removeprefix("3.")) < int(highest)
+    assert any(
+        "--requirement requirements.txt --constraint constraints.txt" in rest for rest in of_kind("RUN")
+    )
+    [user] = of_kind("USER")
+    assert user != "0"
+    assert f"useradd --uid {user} " in " ".join(of_kind("RUN"))
+
+
+def ignored(path: str) -> bool:
+    """True where .dockerignore keeps the path out of the image. Docker's rules, as far as they are used."""
+    patterns = (ROOT / ".dockerignore").read_text().splitlines()
+    parts = path.split("/")
+    heads = ["/".join(parts[: n + 1]) for n in range(len(parts))]
+    return any(
+        fnmatch(head, pattern)
+        or (pattern.startswith("**/") and fnmatch(head.rpartition("/")[2], pattern[3:]))
+        for pattern in patterns
+        if pattern and not pattern.startswith("#")
+        for head in heads
+    )
+
+
+def test_the_image_gets_the_project_and_nothing_else():
+    for rest in of_kind("COPY"):
+        *sources, _ = rest.split()
+        assert all((ROOT / source).exists() and not ignored(source) for source in sources)
+    for name in (
+        ".git/config",
+        ".venv/bin/python",
+        ".venv-torch2.11/x",
+        ".env",
+        ".deepspeed_env",
+        "runs/a/b",
+    ):
+        assert ignored(name), name
+    assert ignored("common/run/__pycache__/run.pyc")
+    needed = [
+        *ROOT.glob("*.py"),
+        *(ROOT / "common").rglob("*.py"),
+        *ROOT.glob("*/*.yaml"),
+        *ROOT.glob("ds_configs/*"),
+    ]
+    needed += [ROOT / "cluster" / "health.py", ROOT / "pyproject.toml"]
+    for file in needed:
+        name = str(file.relative_to(ROOT))
+        assert not ignored(name) or name.startswith(("tests/", ".")), name
+
+
+# In a container of its own: processes of other tests are not seen. $1: the folder; then the HEALTHCHECK.
+IN_A_CONTAINER = """
+cd $1 && shift
+check() { "$@"; echo "status $?"; }
+check "$@"
+python train_sleepy.py & training=$!
+until [ -s run/metrics.jsonl ]; do sleep 0.05; done
+check "$@"
+touch -d '-40 minutes' run/metrics.jsonl
+check "$@"
+touch run/metrics.jsonl
+kill -STOP $training
+check "$@"
+kill -KILL $training
+wait $training
+check "$@"
+"""
+SLEEPY = """
+import os, time
+os.makedirs("run")
+log = open("run/metrics.jsonl", "a")
+print('{"step": 1}', file=log, flush=True)
+time.sleep(60)
+"""
+
+
+def test_the_health_checks_command(tmp_path):
+    if os.geteuid() != 0:
+        pytest.skip("a container's processes are made by unshare: needs root")
+    (tmp_path / "cluster").mkdir()
+    shutil.copy(ROOT / "cluster" / "health.py", tmp_path / "cluster")
+    (tmp_path / "train_sleepy.py").write_text(SLEEPY)
+    words = [
+        "unshare",
+        "--pid",
+        "--fork",
+        "--kill-child",
+        "--mount-proc",
+        "bash",
+        "-c",
+        IN_A_CONTAINER,
+        "container",
+    ]
+    done = subprocess.run([*words, tmp_path, *healthcheck()], capture_output=True, text=True, timeout=60)
+    said = done.stdout.splitlines()
+    assert [line for line in said if line.startswith("status")] == [f"status {n}" for n in (1, 0, 1, 1, 1)]
+    about = [line for line in said if not line.startswith("status")]
+    assert about[0] == about[4] == "no process of a train script runs"
+    assert re.fullmatch(r"processes that train: 1; the newest line is \d s old", about[1])
+    assert re.fullmatch(
+        r".*/run/metrics.jsonl has got no line for 24\d\d s, more than --within_s 1800", about[2]
+    )
+    assert re.fullmatch(r"process \d+ of the training is stopped", about[3])

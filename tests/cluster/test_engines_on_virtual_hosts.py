@@ -1,0 +1,299 @@
+"""SkyPilot's parser and Kubeflow's models take cluster/'s files, and what they start trains on two hosts.
+
+Each has an environment of its own, `.venv-<package>-<version>` in the repository's root, made when it is
+first needed. There is no cloud and no Kubernetes here: the tests set what SkyPilot and the controller would,
+and power a host off where a cloud would take a machine.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+import venv
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.cluster.test_engines import SKYPILOT, TRAINJOB, load
+from tests.conftest import ROOT, TRAINING, Job, assert_same_losses, copy_project, lines, mutate, per_device
+from tests.support.s3 import aws_env
+
+pytestmark = pytest.mark.full
+
+PARSE_TASK = """
+import json, sys
+import sky
+from sky.utils import schemas
+schemas._allow_additional_properties = lambda: False  # as on SkyPilot's server, which is stricter
+task = sky.Task.from_yaml(sys.argv[1])
+[resources] = task.resources
+print(json.dumps({
+    "run": task.run, "setup": task.setup, "num_nodes": task.num_nodes, "envs": task.envs,
+    "use_spot": resources.use_spot, "accelerators": resources.accelerators,
+}))
+"""
+# Its models drop a key that they don't have.
+VALIDATE_JOB = """
+import json, sys
+from kubeflow_trainer_api.models import TrainerV1alpha1TrainJob
+
+def missing(mine, theirs, path="TrainJob"):
+    if isinstance(mine, dict):
+        for key, value in mine.items():
+            if not isinstance(theirs, dict) or key not in theirs:
+                yield f"{path}.{key}"
+            else:
+                yield from missing(value, theirs[key], f"{path}.{key}")
+    elif isinstance(mine, list):
+        assert len(mine) == len(theirs)
+        for number, (ours, their) in enumerate(zip(mine, theirs)):
+            yield from missing(ours, their, f"{path}[{number}]")
+    elif mine != theirs:
+        yield f"{path}: {mine} has become {theirs}"
+
+job = json.load(sys.stdin)
+unknown = list(missing(job, TrainerV1alpha1TrainJob.from_dict(job).to_dict()))
+sys.exit(f"no key of a TrainJob: {unknown}" if unknown else 0)
+"""
+S3_HOST, S3 = "node5", "http://10.77.0.5:5000"
+MAKE_BUCKET = "import boto3; boto3.client('s3').create_bucket(Bucket='my-bucket')"
+
+
+def environment(package: str, version: str) -> Path:
+    """The Python of an environment that has this package alone."""
+    folder = ROOT / f".venv-{package}-{version}"
+    if not (folder / "installed").exists():
+        venv.create(folder, with_pip=True, clear=True)
+        words = [folder / "bin" / "python", "-m", "pip", "install", "--quiet", f"{package}=={version}"]
+        subprocess.run(words, check=True)
+        (folder / "installed").touch()
+    return folder / "bin" / "python"
+
+
+@pytest.fixture(scope="module")
+def parse_task(tmp_path_factory):
+    """SkyPilot's parser of a file, as (status, output). Without usage collection, without a server."""
+    python, home = environment("skypilot", "0.14.1"), tmp_path_factory.mktemp("home")
+    env = os.environ | {"HOME": str(home), "SKYPILOT_DISABLE_USAGE_COLLECTION": "1"}
+
+    def parse(file: Path) -> tuple[int, str]:
+        words = [python, "-c", PARSE_TASK, file]
+        done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+        return done.returncode, done.stdout if done.returncode == 0 else done.stderr
+
+    return parse
+
+
+@pytest.fixture(scope="module")
+def validate_job():
+    """Kubeflow's models on a TrainJob, as (status, output)."""
+    python = environment("kubeflow-trainer-api", "2.3.0")
+
+    def validate(job: dict) -> tuple[int, str]:
+        words = [python, "-c", VALIDATE_JOB]
+        done = subprocess.run(words, input=json.dumps(job), capture_output=True, text=True, timeout=120)
+        return done.returncode, done.stderr
+
+    return validate
+
+
+def test_skypilots_parser_takes_the_task(parse_task):
+    status, output = parse_task(SKYPILOT)
+    assert status == 0, output
+    task = json.loads(output)
+    assert (task["num_nodes"], task["use_spot"], task["accelerators"]) == (2, True, {"L4": 4})
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("num_nodes:", "num_node:"),
+        ("use_spot:", "use_spots:"),
+        ("max_restarts_on_errors:", "max_restart:"),
+        ("RUN: vit-1", "RUN:"),
+    ],
+)
+def test_a_wrong_key_of_the_task_is_found(right, wrong, parse_task, tmp_path):
+    text = SKYPILOT.read_text()
+    assert text.count(right) == 1
+    (tmp_path / "task.yaml").write_text(text.replace(right, wrong))
+    status, output = parse_task(tmp_path / "task.yaml")
+    assert status != 0
+    assert wrong.rstrip(":") in output
+
+
+def test_kubeflows_models_take_the_trainjob(validate_job):
+    assert validate_job(load(TRAINJOB)) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "message"),
+    [
+        ("numNodes:", "numNode:", "TrainJob.spec.trainer.numNode'"),
+        ("sizeLimit:", "sizelimit:", ".volumes[0].emptyDir.sizelimit'"),
+        ("terminationGracePeriodSeconds:", "gracePeriodSeconds:", ".template.spec.gracePeriodSeconds'"),
+        ("runtimePatches:", "podTemplateOverrides:", "TrainJob.spec.podTemplateOverrides'"),
+        ("runtimeRef:", "runtime:", "runtimeRef"),
+        ("numNodes: 2", "numNodes: two", "numNodes"),
+    ],
+)
+def test_a_wrong_key_of_the_trainjob_is_found(right, wrong, message, validate_job):
+    text = TRAINJOB.read_text()
+    assert text.count(right) == 1
+    status, output = validate_job(yaml.safe_load(text.replace(right, wrong)))
+    assert status != 0
+    assert message in output
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory) -> Path:
+    """The project in a folder that each host has for itself, with its environment. STEP_S slows steps."""
+    project = copy_project(tmp_path_factory.mktemp("engines") / "project")
+    call = "            run.checkpoint(step)\n"
+    slow = "            __import__('time').sleep(float(__import__('os').environ.get('STEP_S', 0)))\n"
+    mutate(project, "train_vit.py", call, slow + call)
+    for name in ("Makefile", "requirements.txt", "constraints.txt"):
+        (project / name).write_bytes((ROOT / name).read_bytes())
+    (project / ".venv").mkdir()
+    for path in Path(sys.prefix).iterdir():
+        (project / ".venv" / path.name).symlink_to(path)
+    (project / ".venv" / "installed").unlink(missing_ok=True)
+    (project / ".venv" / "installed").touch()
+    return project
+
+
+@pytest.fixture(scope="module")
+def hosts(cluster_tools, project):
+    """Five hosts: two, two that take their places, and one with S3."""
+    cluster_tools.up(5, private=[project])
+    env = aws_env(S3)
+    words = [sys.executable, "-m", "moto.server", "-H", "0.0.0.0", "-p", "5000"]
+    store = Job(cluster_tools.inside(S3_HOST, words), env=env, warm=False)
+    try:
+        make = cluster_tools.inside(S3_HOST, [sys.executable, "-c", MAKE_BUCKET])
+        deadline = time.monotonic() + 60
+        while Job(make, env=env, warm=False).wait()[0] != 0:
+            assert time.monotonic() < deadline
+        yield cluster_tools
+    finally:
+        store.kill()
+        cluster_tools.down()
+
+
+def flags(cache: list) -> list[str]:
+    return [str(word) for word in [*TRAINING[1:], per_device(2), *cache, "--checkpoint_every", "5"]]
+
+
+def log_of(hosts, host: str, project: Path, run: str) -> Path:
+    """metrics.jsonl of the run in this host's own copy of the project."""
+    return hosts.STATE / host / f"private{project}" / "changes" / "weights" / run / "metrics.jsonl"
+
+
+def wait_for_step(step: int, logs: list[Path], jobs: list[Job]) -> None:
+    """Waits until a log has so many steps. After step 12 the checkpoint of step 10 has been sent for long."""
+    deadline = time.monotonic() + 180
+    while not any(log.exists() and len(log.read_text().splitlines()) >= step for log in logs):
+        assert all(job.process.poll() is None for job in jobs), [job.wait()[1] for job in jobs]
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
+def assert_trained(logs: list[Path], outputs: list[str], reference: Path) -> None:
+    """The run went on from a checkpoint in S3, and its losses are those of one process."""
+    [log] = [log for log in logs if log.exists()]
+    assert "continuing at step 10 " in "".join(outputs), outputs
+    assert [line["step"] for line in lines(log) if "train/loss" in line] == list(range(1, 21))
+    assert_same_losses(log.parent, reference)
+
+
+def test_skypilots_run_block_trains_on_two_hosts_and_recovers(parse_task, hosts, project, cache, one_process):
+    """Both machines are taken. On two new ones, where nothing is, the same blocks go on from S3."""
+    task = json.loads(parse_task(SKYPILOT)[1])
+    task["envs"] |= {"RUN": "sky-1", "FLAGS": " ".join(flags(cache))}
+
+    def start(names: list[str], env: dict[str, str]) -> list[Job]:
+        """Runs the task's blocks on these hosts, as SkyPilot does."""
+        addresses = "\n".join(f"10.77.0.{name.removeprefix('node')}" for name in names)
+        told = {"SKYPILOT_NODE_IPS": addresses, "SKYPILOT_NUM_NODES": str(len(names))}
+        told |= {"SKYPILOT_NUM_GPUS_PER_NODE": "1"}  # processes: they have no GPU
+        env = aws_env(S3) | task["envs"] | told | env
+        for name in names:
+            status, output = Job(hosts.inside(name, ["bash", "-c", task["setup"]], project), env=env).wait()
+            assert (status, "Nothing to be done" in output) == (0, True), output
+        return [
+            Job(
+                hosts.inside(name, ["bash", "-c", task["run"]], project),
+                env=env | {"SKYPILOT_NODE_RANK": str(rank)},
+            )
+            for rank, name in enumerate(names)
+        ]
+
+    jobs = start(["node1", "node2"], {"STEP_S": "0.7"})
+    wait_for_step(12, [log_of(hosts, name, project, "sky-1") for name in ("node1", "node2")], jobs)
+    hosts.kill("node1")
+    hosts.kill("node2")
+    assert all(job.wait()[0] != 0 for job in jobs)
+
+    ended = [job.wait() for job in start(["node3", "node4"], {})]
+    assert [status for status, _ in ended] == [0, 0], ended
+    logs = [log_of(hosts, name, project, "sky-1") for name in ("node3", "node4")]
+    assert_trained(logs, [output for _, output in ended], one_process(per_device(2)))
+
+
+SECRETS = {"train-s3": {name: aws_env(S3)[name] for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")}}
+
+
+def pods_env(job: dict, rank: int) -> dict[str, str]:
+    """The environment of a node's container: the job's own, and what the controller's torch plugin adds.
+
+    Source: kubeflow/trainer, pkg/runtime/framework/plugins/torch/torch.go, EnforceMLPolicy.
+    """
+    name, trainer = job["metadata"]["name"], job["spec"]["trainer"]
+    env = {}
+    for variable in trainer["env"]:
+        if "value" in variable:
+            env[variable["name"]] = variable["value"]
+        else:
+            secret = variable["valueFrom"]["secretKeyRef"]
+            env[variable["name"]] = SECRETS[secret["name"]][secret["key"]]
+    return env | {
+        "PET_NNODES": str(trainer["numNodes"]),
+        "PET_NPROC_PER_NODE": str(trainer["numProcPerNode"]),
+        "PET_NODE_RANK": str(rank),
+        "PET_MASTER_ADDR": f"{name}-node-0-0.{name}",
+        "PET_MASTER_PORT": "29500",
+    }
+
+
+def test_the_trainjobs_containers_train_on_two_hosts_and_start_again(hosts, project, cache, one_process):
+    """One container is killed: both end. Started again, without their files, they go on from S3."""
+    job = load(TRAINJOB)
+    job["spec"]["trainer"]["numProcPerNode"] = 1  # of the four: there are few cores
+    trainer, name = job["spec"]["trainer"], job["metadata"]["name"]
+    pods = ["node3", "node4"]
+    for host in pods:  # the headless service's names
+        with open(hosts.STATE / host / "hosts", "a") as file:
+            file.write(f"10.77.0.3 {name}-node-0-0.{name}\n")
+    elsewhere = {name: value for name, value in aws_env(S3).items() if "KEY" not in name}
+
+    def start(env: dict[str, str]) -> list[Job]:
+        words = [*trainer["command"], *trainer["args"], *flags(cache), "--timeout_s", "30"]
+        return [
+            Job(hosts.inside(host, words, project), env=elsewhere | pods_env(job, rank) | env)
+            for rank, host in enumerate(pods)
+        ]
+
+    jobs, logs = start({"STEP_S": "0.7"}), [log_of(hosts, host, project, name) for host in pods]
+    wait_for_step(12, logs, jobs)
+    for process in hosts.processes("node4"):  # as when a container has too little memory
+        if "train_vit.py" in Path(f"/proc/{process}/cmdline").read_text():
+            os.kill(process, 9)
+    assert all(job.wait(120)[0] != 0 for job in jobs)
+    for host in pods:
+        assert Job(hosts.inside(host, ["rm", "-rf", f"weights/{name}"], project)).wait()[0] == 0
+
+    ended = [job.wait() for job in start({})]
+    assert [status for status, _ in ended] == [0, 0], ended
+    assert_trained(logs, [output for _, output in ended], one_process(per_device(2)))
