@@ -15,7 +15,7 @@ from torch.distributed.run import parse_args
 
 from common.recipe import Recipe, parse
 from common.script import load_script, recipe_class
-from tests.conftest import ROOT
+from tests.conftest import BIN, ROOT
 
 SKYPILOT, TRAINJOB = ROOT / "cluster" / "skypilot.yaml", ROOT / "cluster" / "trainjob.yaml"
 SHARED_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
@@ -92,6 +92,37 @@ def test_skypilots_task_is_a_managed_job_on_spot_machines():
     for name in re.findall(r"\$\{?(\w+)", task["run"] + task["setup"]):
         own = {"first", "mine", "python"}
         assert name in SKYPILOT_NODE | task["envs"] or name in own, name
+
+
+STUB = "#!/bin/sh\necho $(basename $0) $@ >> {log}\n{answer}\n"
+
+
+@pytest.mark.parametrize(
+    ("is_old", "expected"),
+    [
+        (False, ["make setup PYTHON=python3"]),
+        (
+            True,
+            [
+                "python3 -m pip install --quiet uv",
+                "python3 -m uv python install 3.12",
+                "python3 -m uv python find 3.12",
+                "make setup PYTHON=/uv/python3.12",
+            ],
+        ),
+    ],
+)
+def test_skypilots_setup_block_finds_a_python(is_old, expected, tmp_path):
+    """By programs that write down how they are called; the first python3 of the PATH is too old, or not."""
+    answer = f'case "$*" in *version_info*) exit {int(is_old)} ;; *find*) echo /uv/python3.12 ;; esac'
+    for name in ("python3", "make", "gcc"):
+        (tmp_path / name).write_text(STUB.format(log=tmp_path / "log", answer=answer))
+        (tmp_path / name).chmod(0o755)
+    env = os.environ | {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    subprocess.run(["bash", "-c", load(SKYPILOT)["setup"]], env=env, check=True)
+    asked, *calls = (tmp_path / "log").read_text().splitlines()
+    assert "version_info < (3, 11)" in asked
+    assert calls == expected
 
 
 def test_the_trainjobs_container_starts_torchrun(no_launcher):
@@ -250,10 +281,12 @@ def test_the_image_gets_the_project_and_nothing_else():
 
 
 # In a container of its own: processes of other tests are not seen. $1: the folder; then the HEALTHCHECK.
-IN_A_CONTAINER = """
+CHECK = """
 cd $1 && shift
 check() { "$@"; echo "status $?"; }
 check "$@"
+"""
+IN_A_CONTAINER = """
 python train_sleepy.py & training=$!
 until [ -s run/metrics.jsonl ]; do sleep 0.05; done
 check "$@"
@@ -266,6 +299,18 @@ kill -KILL $training
 wait $training
 check "$@"
 """
+# The same of a real training, with two ranks below torchrun
+REAL_TRAINING = """
+torchrun --standalone --nproc_per_node=2 train_hello.py --trackers none --mixed_precision no --epochs 100000 \
+    --log_every 10 --checkpoint_every 1000000 --output_dir $FOLDER > $FOLDER.log 2>&1 &
+until [ -s $FOLDER/metrics.jsonl ]; do sleep 0.1; kill -0 $! || { cat $FOLDER.log; exit 1; }; done
+check "$@"
+kill -STOP $(pgrep --newest --full "^[^ ]*python.* train_hello.py")
+check "$@"
+kill -KILL $! $(pgrep --full "^[^ ]*python.* train_hello.py")
+wait
+check "$@"
+"""
 SLEEPY = """
 import os, time
 os.makedirs("run")
@@ -275,25 +320,31 @@ time.sleep(60)
 """
 
 
-def test_the_health_checks_command(tmp_path):
+def in_a_container(script: str, folder: Path, **env: str) -> list[str]:
+    """Runs CHECK and the script in `folder`, with the HEALTHCHECK's command. Returns the lines of output."""
     if os.geteuid() != 0:
         pytest.skip("a container's processes are made by unshare: needs root")
+    words = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "bash", "-c", CHECK + script]
+    words += ["container", str(folder), *healthcheck()]
+    env = os.environ | {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"} | env
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, env=env)
+    return done.stdout.splitlines()
+
+
+@pytest.mark.full
+def test_the_health_checks_command_on_a_real_training(tmp_path):
+    said = in_a_container(REAL_TRAINING, ROOT, FOLDER=str(tmp_path / "run"))
+    assert said[1::2] == ["status 1", "status 0", "status 1", "status 1"], said
+    assert said[0] == said[6] == "no process of a train script runs"
+    assert re.fullmatch(r"processes that train: [2-9]; the newest line is \d s old", said[2])
+    assert re.fullmatch(r"process \d+ of the training is stopped", said[4])
+
+
+def test_the_health_checks_command(tmp_path):
     (tmp_path / "cluster").mkdir()
     shutil.copy(ROOT / "cluster" / "health.py", tmp_path / "cluster")
     (tmp_path / "train_sleepy.py").write_text(SLEEPY)
-    words = [
-        "unshare",
-        "--pid",
-        "--fork",
-        "--kill-child",
-        "--mount-proc",
-        "bash",
-        "-c",
-        IN_A_CONTAINER,
-        "container",
-    ]
-    done = subprocess.run([*words, tmp_path, *healthcheck()], capture_output=True, text=True, timeout=60)
-    said = done.stdout.splitlines()
+    said = in_a_container(IN_A_CONTAINER, tmp_path)
     assert [line for line in said if line.startswith("status")] == [f"status {n}" for n in (1, 0, 1, 1, 1)]
     about = [line for line in said if not line.startswith("status")]
     assert about[0] == about[4] == "no process of a train script runs"
