@@ -32,6 +32,7 @@ from common.distributed.determinism import choose_algorithms
 from common.distributed.devices import check_devices
 from common.distributed.elastic import elastic_batch, replacement_problem
 from common.distributed.gradients import refuse_missing_gradients, refuse_skipped_steps
+from common.distributed.hangs import record_collectives, watch_hangs
 from common.distributed.initial_weights import share_initial_weights
 from common.distributed.peers import watch_peers
 from common.distributed.precision import (
@@ -72,6 +73,7 @@ def start(job: Job, clip_norm: float = 0.0) -> tuple[Accelerator, Batch]:
         rehearse_on_cpu()
     compilation = asked_for(job.compile)
     name_interface()
+    record_collectives()
     set_group_timeout(job.timeout_s)
     join_agents_store(job.timeout_s)
     engines_precision = enabled_precision(deepspeed)
@@ -125,6 +127,7 @@ def start(job: Job, clip_norm: float = 0.0) -> tuple[Accelerator, Batch]:
     accelerator.print(f"{strategy(accelerator)}, {batch}, mixed precision {precision(accelerator)}{extras}")
     ready()
     watch_peers(accelerator)
+    watch_hangs(accelerator, job.timeout_s)
     return accelerator, batch
 
 

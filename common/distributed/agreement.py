@@ -12,7 +12,9 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
+from common.distributed.hangs import notice_hang
 from common.distributed.preemption import Preempted, wanted
+from common.system.doing import doing, now
 from common.system.env import is_hosts_first
 from common.system.text import printable_lines
 
@@ -67,12 +69,14 @@ def _while_others_wait(
     store = dist.distributed_c10d._get_default_store()
     if me == my_worker:
         try:
-            outcome = {"result": work(_heart(store, board))}
+            with doing(f"preparing the {topic}"):
+                outcome = {"result": work(_heart(store, board))}
         except (ValueError, OSError) as error:
             outcome = {"error": f"{error} (on host {socket.gethostname()})"}
         except Preempted:
             outcome = {"preempted": True}
         store.set(f"{board}/{me}", json.dumps(outcome))
+    phase, now.phase = now.phase, f"waiting for the {topic}"
     outcomes, beats, heard, told = {}, -1, time.monotonic(), 0.0
     while pending:
         for worker in [worker for worker in pending if store.check([f"{board}/{worker}"])]:
@@ -86,12 +90,14 @@ def _while_others_wait(
         if (latest := store.add(f"{board}/beats", 0)) != beats:
             beats, heard = latest, time.monotonic()
         elif time.monotonic() - heard > timeout_s:
+            notice_hang()
             raise ValueError(
                 f"rank {', '.join(map(str, sorted(pending)))} gave no sign of life for {timeout_s} s while it"
                 f" prepared the {topic}: look at its host, or give a larger --timeout_s"
             )
         if pending:
             time.sleep(0.05)
+    now.phase = phase
     for outcome in outcomes.values():
         if "error" in outcome:
             raise ValueError(outcome["error"])

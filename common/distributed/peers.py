@@ -19,6 +19,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from common.distributed.agreement import MISTAKES, first_to_say, let_main_close_first
+from common.distributed.hangs import stop_watching
 from common.system.cli import tell_torchrun
 from common.system.events import report
 from common.system.processes import is_running, start_ticks
@@ -67,6 +68,7 @@ def begin_exit() -> None:
     Never returns when the watch is already ending the process.
     """
     _exit_lock.acquire()
+    stop_watching()
     if _watch:
         _watch.tell_exit()
 

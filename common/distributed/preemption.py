@@ -19,6 +19,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from common.distributed.hangs import notice_hang
 from common.system.env import PREEMPTED, launched
 from common.system.events import report
 from common.system.processes import end_with_parent, is_under_nohup
@@ -188,6 +189,7 @@ def _end_if_stuck() -> None:
         time.sleep(1)
         silent_s = time.monotonic() - max(told, _Main.seen)
         if not _Main.agreed and silent_s > _Main.timeout_s:
+            notice_hang()
             what = f"told to stop, and no step ended in {_Main.timeout_s:g} s: the data, or another process"
             print(f"{what}, is waited for", file=sys.stderr, flush=True)
             os._exit(1)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from common.hosts.agent import BEAT_S, EVENT, HELLO
+from common.hosts.hangs import HangReports
 from common.hosts.hostfile import Host
 from common.hosts.ssh import SSH_FAILED, close_and_wait, start_on
 from common.system.gpus import visible_devices
@@ -78,6 +79,7 @@ class Launcher:
         self.connections: list[HostConnection] = []
         self.events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()  # their handlers
         self.signals: list[int] = []  # that this launcher has received
+        self.hangs = HangReports(log_dir)
         self.stopped_at: float | None = None  # when all were told to stop
 
     def listen(self) -> None:
@@ -96,6 +98,8 @@ class Launcher:
         return connection
 
     def close(self) -> None:
+        for line in self.hangs.lines_due(at_once=True):
+            self.say(line)
         close_and_wait([connection.process for connection in self.connections], END_S)
         for connection in self.connections:
             connection.close_log()
@@ -108,6 +112,8 @@ class Launcher:
                     self.give_up(connection)
         with contextlib.suppress(queue.Empty):
             self.events.get(timeout=0.5)()
+        for line in self.hangs.lines_due():
+            self.say(line)
 
     def give_up(self, connection: HostConnection) -> None:
         connection.process.kill()
@@ -125,6 +131,8 @@ class Launcher:
 
     def on_event(self, connection: HostConnection, event: dict[str, Any]) -> None:
         """Handles what a process of the host has reported (common/system/events.py)."""
+        if event["event"] == "hang":
+            self.hangs.add(connection.host.name, event)
 
     def on_end(self, connection: HostConnection, status: int) -> None:
         """Handles the end of a host's part. May be called again for the same connection."""

@@ -28,6 +28,7 @@ from common.run.output import RunOutput, note_early_preemption
 from common.run.predictions import Predictions
 from common.run.schedule import SaveSchedule
 from common.run.state import RunState
+from common.system.doing import doing, now
 from common.system.threads import Heartbeat
 from common.telemetry.memory import memory_gib
 
@@ -82,6 +83,7 @@ class Run:
         self.meter.resume(self.state, self.accelerator.process_index)
         self.meter.start_clock()
         self.schedule = SaveSchedule(self.recipe, steps.per_epoch)
+        now.phase, now.step = "training", self.state.step
         self.begun = True
         on_failure(self._close_failed)
         return self.steps
@@ -108,7 +110,9 @@ class Run:
     def should_evaluate(self, step: int) -> bool:
         """True when `step` steps end an epoch, or the run, and have not been evaluated."""
         ends = step % self.steps.per_epoch == 0 or step == self.steps.last
-        return step > 0 and ends and not self.state.evaluated
+        due = step > 0 and ends and not self.state.evaluated
+        now.phase = "evaluation" if due else "training"
+        return due
 
     def checkpoint(self, step: int) -> None:
         """Saves when that is due after `step` steps. Collective.
@@ -127,6 +131,7 @@ class Run:
 
     def finish(self, val_name: str) -> None:
         """Waits for the last checkpoint, writes plots/ and result.json, prints the table. Collective."""
+        now.phase = "ending"
         exchange, output = self.exchange, self.output
         exchange.poll.finish()
         exchange.telemetry.stop()
@@ -148,10 +153,16 @@ class Run:
 
     def feed(self, batches: Iterator[Item]) -> Iterator[Item]:
         """Yields the micro-batches. The clock starts at the first, as decoders take time to start."""
-        first = next(batches)
+        now.phase = "reading data"
+        first = next(batches, None)
+        if first is None:
+            return
         self.meter.start_clock()
-        yield first
-        yield from batches
+        while first is not None:
+            now.phase = "training"
+            yield first
+            now.phase = "reading data"
+            first = next(batches, None)
 
     def add(self, loss: Tensor, ids: np.ndarray) -> None:
         """Adds a micro-batch, whose loss stays on the device until the next line."""
@@ -167,6 +178,7 @@ class Run:
         Raises FloatingPointError on all processes when the loss is not finite.
         """
         self.state.end_step(step)
+        now.step = step
         self.meter.end_step()
         if self.output:
             self.output.tell_launcher(step)
@@ -199,6 +211,7 @@ class Run:
 
     def log_evaluation(self, step: int, metrics: dict[str, float]) -> None:
         """metrics: loss, images and, with classes, accuracy; with an EMA also raw_accuracy."""
+        now.phase = "training"
         self.meter.start_clock()
         self.state.add_evaluation(step, metrics)
         self.predictions.accept()
@@ -207,6 +220,10 @@ class Run:
 
     def _save(self, hold: bool = False) -> None:
         """Takes a snapshot, which is written beside the training, or held in memory. Collective."""
+        with doing("saving"):
+            self._take_snapshot(hold)
+
+    def _take_snapshot(self, hold: bool) -> None:
         if self.state.best_step != self.state.step:
             self.saver.write_held()  # the best evaluation's
         self.exchange.wait_for_main(self.saver.done)

@@ -1,0 +1,120 @@
+"""A job that hangs says which rank the others wait for, and where each one is."""
+
+import json
+import re
+
+import pytest
+
+from common.hosts.hangs import HangReports
+from common.system.events import EVENTS_FILE, EventReader
+from common.system.hangs import hang_table
+from tests.conftest import CNN, Job, full, mutate, torchrun
+
+HELLO, RUN = "train_hello.py", "common/run/run.py"
+CALL, READ = "            run.checkpoint(step)\n", "        first = next(batches, None)\n        if"
+ON_RANK_1 = "            if step == 5 and accelerator.process_index == 1:\n                "
+# torchrun would wait 30 s for the end of a process that is stopped.
+STOP = f"""{ON_RANK_1}import os, signal, subprocess
+                subprocess.Popen(["sh", "-c", f"sleep 6; kill -9 {{os.getpid()}}"], start_new_session=True)
+                os.kill(os.getpid(), signal.SIGSTOP)
+{CALL}"""
+SKIP = f"{ON_RANK_1}import time; time.sleep(60)\n            else:\n    {CALL}"
+SLEEP = f"        if self.accelerator.process_index == 1:\n            import time; time.sleep(60)\n{READ}"
+WAITS = ("training", "all_reduce", 7, False)
+
+
+def evidence(rank, phase, op, number, is_done):
+    one = {"op": f"gloo:{op}", "group": "0", "number": number, "age_s": 4.0, "is_done": is_done}
+    return {
+        "rank": rank,
+        "host": "node1",
+        "hosts": ["node1", "node1", "node2"],
+        "phase": phase,
+        "step": 1200,
+        "where": "train.py:7 main",
+        "waits": [] if is_done else [one],
+        "last": one,
+        "sequence": {"0": number},
+        "silent_s": {"2": 9.2},
+    }
+
+
+@pytest.mark.parametrize(
+    ("second", "third", "said"),
+    [
+        (WAITS, None, "rank 2 (node2) is silent"),
+        (
+            ("saving", "broadcast", 6, False),
+            WAITS,
+            "rank 1 (node1) is awaited, not in gloo:all_reduce with the others: saving at train.py:7",
+        ),
+        (
+            ("reading data", "all_reduce", 7, True),
+            WAITS,
+            "rank 1 (node1) is awaited, not in gloo:all_reduce with the others: reading data",
+        ),
+        (
+            ("saving", "barrier", 7, False),
+            WAITS,
+            "the ranks are in different collectives: rank 0 in gloo:all_reduce 7, rank 1 in gloo:barrier 7",
+        ),
+        (WAITS, WAITS, "all ranks are in the same collective"),
+    ],
+)
+def test_the_table_names_who_is_awaited(second, third, said):
+    found = [row for row in (WAITS, second, third) if row]
+    first, *lines = hang_table([evidence(rank, *row) for rank, row in enumerate(found)])
+    assert said in first
+    assert len(lines) == 4  # a header, a row per rank
+    assert "gloo:all_reduce 7 of group 0, waits for 4 s" in lines[1]
+    if third is None:
+        assert lines[3].startswith("2     node2  silent")
+        assert lines[3].endswith("9 s ago")
+
+
+@pytest.mark.parametrize(
+    ("script", "file", "before", "after", "said"),
+    [
+        full(HELLO, HELLO, CALL, STOP, r"rank 1 \(.*\) is silent: stopped by a signal"),
+        full(
+            HELLO, HELLO, CALL, SKIP, r"rank 1 \(.*\) is awaited, not in gloo:.*: training at train_hello.py:"
+        ),
+        full(
+            CNN[0], RUN, READ, SLEEP, r"rank 1 \(.*\) is awaited, not in gloo:.*: reading data at common/run/"
+        ),
+    ],
+)
+def test_a_job_that_hangs_names_the_rank(script, file, before, after, said, tmp_path, project_copy, cache):
+    mutate(project_copy, file, before, after)
+    flags = [*CNN[1:], "--data", "digits", *cache] if script == CNN[0] else []
+    words = [*torchrun(2), script, *flags, "--trackers", "none", "--timeout_s", "5"]
+    status, output = Job([*words, "--output_dir", tmp_path / "run"], cwd=project_copy).wait(90)
+    assert status != 0
+    assert re.search(rf"^the job hangs: {said}", output, re.MULTILINE), output
+    row = r"^0 +\S+ +\w[\w ]+ +\d+ .*gloo:\w+ \d+ of group \S+, waits for [345] s"
+    assert re.search(row, output, re.MULTILINE), output
+
+
+def test_ranks_report_to_launch_py(tmp_path, project_copy):
+    mutate(project_copy, HELLO, CALL, SKIP)
+    events = tmp_path / "events"
+    words = [*torchrun(2), HELLO, "--trackers", "none", "--timeout_s", "3", "--output_dir", tmp_path / "run"]
+    _, output = Job(words, cwd=project_copy, env={EVENTS_FILE: str(events)}).wait(60)
+    assert "the job hangs" not in output  # launch.py says it
+    reports = HangReports(tmp_path / "logs")
+    for event in EventReader(events).new():
+        if event["event"] == "hang":
+            reports.add("node1", event)
+    said, *lines = reports.lines_due(at_once=True)
+    assert "rank 1 (" in said
+    assert "training at train_hello.py:" in said
+    assert lines[2].startswith("1     node1  training  5 ")
+    assert 'train_hello.py", line' in (tmp_path / "logs" / "hang_rank_1.txt").read_text()
+
+
+def test_launch_py_waits_for_reports(tmp_path):
+    reports = HangReports(tmp_path)
+    reports.add("a", json.loads(json.dumps(evidence(0, *WAITS))))
+    assert reports.lines_due() == []  # others may still report
+    assert "rank 1 (node1), rank 2 (node2) are silent" in reports.lines_due(at_once=True)[0]
+    assert reports.lines_due(at_once=True) == []
