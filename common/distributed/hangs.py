@@ -67,15 +67,16 @@ def stop_watching() -> None:
         _watch.stopped = True
 
 
-def collectives() -> list[dict[str, Any]]:
+def collectives(only_active: bool = False) -> list[dict[str, Any]]:
     """The collectives in torch's flight recorder, oldest first: op, group, number, age_s and is_done.
 
-    number: a group's collectives are numbered; a rank with a smaller one is behind.
+    only_active: leaves out those that are done, of which there are up to 2,000 (35 ms). number: a group's
+    collectives are numbered; a rank with a smaller one is behind.
     """
     entries = []
     for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):  # gloo's, NCCL's
         with contextlib.suppress(AttributeError, RuntimeError, ValueError):
-            entries += json.loads(getattr(c10d, name)()).get("entries", [])
+            entries += json.loads(getattr(c10d, name)(onlyActive=only_active)).get("entries", [])
     unique = {(e["profiling_name"], e["process_group"][0], e["record_id"]): e for e in entries}
     return [
         {
@@ -104,7 +105,7 @@ class _HangWatch:
         every_s = max(POLL_S, self.timeout_s / 40)
         while not (self.stopped or self.noticed):
             time.sleep(every_s)
-            ages_s = [c["age_s"] for c in collectives() if not c["is_done"]]
+            ages_s = [c["age_s"] for c in collectives(only_active=True) if not c["is_done"]]
             if max(ages_s, default=0.0) > ASK_AT * self.timeout_s and not self.stopped:
                 self.notice()
 
