@@ -32,13 +32,16 @@ from common.system.paths import ROOT
 ASK_AT = 0.7  # of the time-out, after which a collective that waits is reported
 POLL_S = 0.5
 ANSWER_S = 1.0  # for the other ranks to answer
+KEPT = 256  # collectives; to read torch's default of 2,000 takes 35 ms or more
 BEATS = 5  # heartbeats in a time-out
 
 _watch: "_HangWatch | None" = None
 
 
 def record_collectives() -> None:
-    """Has torch write no pickles at a time-out. Its recorder is on by default. Before the first group."""
+    """Has torch keep few collectives, and write no pickles at a time-out. Before the first group."""
+    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(KEPT))
     for name in ("TORCH_FR_DUMP_ON_TIMEOUT", "TORCH_NCCL_DUMP_ON_TIMEOUT"):
         os.environ.setdefault(name, "0")
 
@@ -67,16 +70,15 @@ def stop_watching() -> None:
         _watch.stopped = True
 
 
-def collectives(only_active: bool = False) -> list[dict[str, Any]]:
+def collectives() -> list[dict[str, Any]]:
     """The collectives in torch's flight recorder, oldest first: op, group, number, age_s and is_done.
 
-    only_active: leaves out those that are done, of which there are up to 2,000 (35 ms). number: a group's
-    collectives are numbered; a rank with a smaller one is behind.
+    number: a group's collectives are numbered; a rank with a smaller one is behind.
     """
     entries = []
     for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):  # gloo's, NCCL's
         with contextlib.suppress(AttributeError, RuntimeError, ValueError):
-            entries += json.loads(getattr(c10d, name)(onlyActive=only_active)).get("entries", [])
+            entries += json.loads(getattr(c10d, name)()).get("entries", [])
     unique = {(e["profiling_name"], e["process_group"][0], e["record_id"]): e for e in entries}
     return [
         {
@@ -105,7 +107,7 @@ class _HangWatch:
         every_s = max(POLL_S, self.timeout_s / 40)
         while not (self.stopped or self.noticed):
             time.sleep(every_s)
-            ages_s = [c["age_s"] for c in collectives(only_active=True) if not c["is_done"]]
+            ages_s = [c["age_s"] for c in collectives() if not c["is_done"]]
             if max(ages_s, default=0.0) > ASK_AT * self.timeout_s and not self.stopped:
                 self.notice()
 
