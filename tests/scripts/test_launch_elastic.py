@@ -13,24 +13,28 @@ from common.checkpoint.format import steps_in
 from common.order import order
 from tests.conftest import ROOT, Job, full, lines, metrics, run
 from tests.scripts.test_launch import launcher_of, ranks_on, wait_until_empty
+from tests.support.s3 import BUCKET, aws_env
 
 BATCH, POINTS = 64, 4096
 WORDS = ["train_hello.py", "--trackers", "none", "--mixed_precision", "no", "--epochs", "100000"]
-WORDS += ["--log_every", "16", "--checkpoint_every", "256", "--log_samples", "--timeout_s", "60"]
+WORDS += ["--log_every", "16", "--checkpoint_every", "64", "--log_samples", "--timeout_s", "60"]
 
 
 class ElasticTraining:
-    """A job that node4 starts on the first `count` hosts, with `slots` processes each."""
+    """A job that node4 starts on the first `count` hosts, with `slots` processes each.
 
-    def __init__(self, tmp_path: Path, count: int, slots: int, *flags: str):
-        self.folder, hostfile = tmp_path / "run", tmp_path / "hostfile"
+    flags: of launch.py. script: more words of the script. folder: of the run.
+    """
+
+    def __init__(self, tmp_path: Path, count: int, slots: int, *flags: str, script=(), folder=None, env=None):
+        self.folder, self.hostfile = folder or tmp_path / "run", tmp_path / "hostfile"
         self.processes = count * slots  # of the first launch
-        hostfile.write_text("".join(f"node{n} slots={slots}\n" for n in range(1, count + 1)))
-        launcher = [sys.executable, "launch.py", "--hostfile", hostfile, "--log_dir", tmp_path / "logs"]
-        words = [*launcher, "--min_hosts", "1", *flags, *WORDS, "--output_dir", self.folder]
-        self.job = Job(hosts.inside("node4", words, ROOT))
+        self.hostfile.write_text("".join(f"node{n} slots={slots}\n" for n in range(1, count + 1)))
+        launcher = [sys.executable, "launch.py", "--hostfile", self.hostfile, "--log_dir", tmp_path / "logs"]
+        words = [*launcher, "--min_hosts", "1", *flags, *WORDS, "--output_dir", self.folder, *script]
+        self.job = Job(hosts.inside("node4", words, ROOT), env=env)
 
-    def wait_for(self, devices: int, steps: int = 40) -> int:
+    def wait_for(self, devices: int, steps: int = 80) -> int:
         """Waits until so many processes have trained so many steps more. Returns the newest step."""
         first, deadline = None, time.monotonic() + 120
         while True:
@@ -52,17 +56,27 @@ class ElasticTraining:
         except (OSError, ValueError):  # not yet there, or a line is being written
             return []
 
+    def kill(self) -> None:
+        """Ends a job that a failed test has left: its agents notice within seconds."""
+        if self.job.process.poll() is None:
+            launcher_of(self.job).kill()
+            self.job.wait()
+            wait_until_empty([name for name in hosts.names() if name != "node4"], 60)
+
     def stop(self) -> str:
         launcher_of(self.job).send_signal(signal.SIGTERM)
         status, output = self.job.wait(90)
         assert status == 75, output
         return output
 
-    def assert_same_as_one_process(self, tmp_path: Path) -> None:
-        """Each sample once, in the order of the step; learning rates equal, losses up to rounding."""
+    def assert_same_as_one_process(self, tmp_path: Path, first_step: int = 1) -> None:
+        """Each sample once, in the order of the step; learning rates equal, losses up to rounding.
+
+        first_step: in samples.jsonl, which is not copied to S3.
+        """
         last = max(steps_in(self.folder / "checkpoints"))
         ours = {line["step"]: line["samples"] for line in lines(self.folder / "samples.jsonl")}
-        assert sorted(ours) == list(range(1, last + 1))
+        assert sorted(ours) == list(range(first_step, last + 1))
         for step, samples in ours.items():
             epoch, within = divmod(step - 1, POINTS // BATCH)
             assert samples == order(0, epoch, POINTS)[BATCH * within : BATCH * (within + 1)].tolist()
@@ -76,8 +90,22 @@ class ElasticTraining:
             assert line["train/loss"] == pytest.approx(theirs[line["step"]]["train/loss"], rel=1e-3)
 
 
-def test_a_host_is_lost_comes_back_and_is_told_to_leave(cluster, tmp_path):
-    training = ElasticTraining(tmp_path, 2, 1)
+@pytest.fixture
+def start(cluster, tmp_path):
+    """Starts an ElasticTraining, of which nothing is left after the test."""
+    started = []
+
+    def start_one(*words, **options) -> ElasticTraining:
+        started.append(ElasticTraining(tmp_path, *words, **options))
+        return started[-1]
+
+    yield start_one
+    for training in started:
+        training.kill()
+
+
+def test_a_host_is_lost_comes_back_and_is_told_to_leave(start, tmp_path):
+    training = start(2, 1)
     training.wait_for(2)
     hosts.kill("node2")
     training.wait_for(1)
@@ -102,9 +130,9 @@ def test_a_host_is_lost_comes_back_and_is_told_to_leave(cluster, tmp_path):
 @pytest.mark.parametrize(
     "config", [full("ddp_2x2gpu"), full("fsdp_2x4gpu"), full("zero2_4gpu"), full("zero3_2x4gpu")]
 )
-def test_the_first_host_is_lost_under_each_strategy(config, cluster, tmp_path):
+def test_the_first_host_is_lost_under_each_strategy(config, start, tmp_path):
     """Its cable is cut, while it writes to a folder that all hosts share; later it joins as another."""
-    training = ElasticTraining(tmp_path, 2, 2, "--config_file", f"accelerate_configs/{config}.yaml")
+    training = start(2, 2, "--config_file", f"accelerate_configs/{config}.yaml")
     training.wait_for(4)
     hosts.cut("node1")
     training.wait_for(2)
@@ -126,3 +154,49 @@ def test_a_process_that_fails_at_each_start_ends_the_job(cluster, tmp_path):
     assert status == 1
     assert "--batch_size 64 is no multiple of --per_device_batch_size 48" in output
     wait_until_empty(hosts.names(), 5)
+
+
+@pytest.fixture
+def s3_on_node4(cluster):
+    """moto's server on node4, which all hosts reach. Yields the environment of its clients."""
+    env = aws_env("http://10.77.0.4:5000") | {"NO_PROXY": "10.77.0.4"}
+    words = [sys.executable, "-m", "moto.server", "-H", "10.77.0.4", "-p", "5000"]
+    server = Job(hosts.inside("node4", words, ROOT), env=env)
+    try:
+        bucket = f"import boto3; boto3.client('s3').create_bucket(Bucket={BUCKET!r})"
+        run(hosts.inside("node4", [sys.executable, "-c", bucket], ROOT), env=env)
+        yield env
+    finally:
+        server.kill()
+        server.process.communicate()
+
+
+@pytest.mark.full
+def test_the_first_host_is_lost_with_its_disk(start, s3_on_node4, tmp_path):
+    """Nothing is shared: the second host goes on with the checkpoints in S3, the first joins it later, and a
+    host that is new in the hostfile, too."""
+    folder = ROOT / "runs" / "elastic"  # each host has its own copy of the project
+    flags = [word for name in s3_on_node4 for word in ("--env", name)]
+    words = ["--s3", f"s3://{BUCKET}/elastic", "--per_device_batch_size", "8"]
+    training = start(2, 2, *flags, script=words, folder=folder, env=s3_on_node4)
+
+    def seen_from(host: str) -> Path:
+        return Path(f"/proc/{hosts._init(host)}/root{folder}")
+
+    training.folder = seen_from("node1")
+    training.wait_for(4, steps=200)
+    hosts.cut("node1")
+    training.folder = seen_from("node2")
+    training.wait_for(2)
+    hosts.heal("node1")
+    training.wait_for(4)
+    with training.hostfile.open("a") as hostfile:
+        hostfile.write("node3 slots=2\nnode4 slots=2\n")
+    training.wait_for(8)
+    output = training.stop()
+    assert "can't lose" not in output
+    assert "new in the hostfile: node3, node4" in output
+    first = lines(training.folder / "samples.jsonl")[0]["step"]
+    assert first > 1
+    training.assert_same_as_one_process(tmp_path, first)
+    wait_until_empty(["node1", "node2", "node3"], 5)
