@@ -6,6 +6,7 @@ seconds. Azure: learn.microsoft.com/azure/virtual-machines/linux/scheduled-event
 """
 
 import os
+import signal
 import sys
 import threading
 import time
@@ -58,6 +59,8 @@ def _poll(find: Callable[[], Notice | None]) -> None:
             print(f"notice from {printable(notice.why)}{until}: saving and ending", flush=True)
             report("notice", why=notice.why, until=notice.until)
             request_stop(notice.why)
+            if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")):
+                os.kill(os.getppid(), signal.SIGTERM)  # or torchrun would start this host's processes again
             return
         time.sleep(POLL_S)
 
@@ -74,12 +77,16 @@ class Aws:
         own = "http://[fd00:ec2::254]" if mode == "ipv6" else LINK_LOCAL
         self.url = os.environ.get("AWS_EC2_METADATA_SERVICE_ENDPOINT", own).rstrip("/") + "/latest/"
         self.token, self.renew_at = "", 0.0
+        self.is_old: bool | None = None  # True when rebalancing was recommended before this process began
 
     def __call__(self) -> Notice | None:
         if found := self._get("meta-data/spot/instance-action"):
             action = parse_json(found, ANSWER)
             return Notice(f"aws: {str(action['action'])[:20]}", str(action["time"])[:40])
-        if found := self._get("meta-data/events/recommendations/rebalance"):
+        found = self._get("meta-data/events/recommendations/rebalance")
+        if self.is_old is None:
+            self.is_old = found is not None  # it may stand for hours: whoever starts here again, means it
+        if found and not self.is_old:
             since = str(parse_json(found, ANSWER)["noticeTime"])[:40]
             return Notice(f"aws: rebalance recommended, since {since}", "")
         return None

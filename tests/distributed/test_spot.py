@@ -13,7 +13,7 @@ from common.distributed import preemption, spot
 from common.report.page import page
 from common.report.record import RunRecord
 from tests.checkpoint.test_checkpoints import LONG, start_and_wait
-from tests.conftest import latest, metrics, python, result, run
+from tests.conftest import latest, metrics, python, result, run, torchrun
 
 AWS, GCP = "/latest/", "/computeMetadata/v1/instance/preempted"
 ACTION = json.dumps({"action": "terminate", "time": "2026-11-23T08:22:00Z"})
@@ -106,6 +106,15 @@ def test_aws(service):
     assert service.tokens == ["token-0", "of another process", "token-2", "token-3"]
 
 
+def test_a_recommendation_from_before_the_start_does_not_end_it_again(service):
+    service.pages[AWS + "meta-data/events/recommendations/rebalance"] = '{"noticeTime": "2026-11-23"}'
+    ask = spot.Aws()
+    assert ask() is None
+    assert ask() is None
+    service.pages[AWS + "meta-data/spot/instance-action"] = ACTION
+    assert ask() == spot.Notice("aws: terminate", "2026-11-23T08:22:00Z")
+
+
 def test_gcp(service):
     ask = spot.Gcp()
     service.pages[GCP] = "FALSE"
@@ -181,6 +190,17 @@ def test_without_the_flag_nothing_is_asked(service, monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "1")
     spot.watch_for_notice("aws")  # another process of the host does it
     assert not service.asked
+
+
+@pytest.mark.full
+def test_torchrun_does_not_start_again_on_a_host_with_a_notice(service, tmp_path):
+    words = [*torchrun(2, "--standalone", "--max_restarts=1000"), *LONG, "--epochs", "3000"]
+    job = start_and_wait([*words, "--spot_notice", "gcp"], tmp_path / "run")
+    service.pages[GCP] = "TRUE"
+    status, output = job.wait(60)
+    assert status != 0
+    assert output.count("notice from gcp: preempted: saving and ending") == 1, output
+    assert result(tmp_path / "run")["status"] == "preempted"
 
 
 def test_a_run_saves_at_a_notice_and_its_page_shows_the_interruption(service, tmp_path):
