@@ -8,6 +8,7 @@
     python cluster/virtual_cluster.py kill node2
     python cluster/virtual_cluster.py revive node2
     python cluster/virtual_cluster.py down
+    python cluster/virtual_cluster.py drill -- python launch.py --hostfile /etc/hostfile train_hello.py
 
 Each host, node1, node2, ..., is a set of Linux namespaces: its own name, interface eth0 (10.77.0.1,
 10.77.0.2, ...), processes, /dev/shm and /etc/hosts, and an sshd that knows one key, made by `up`. `ssh node2`
@@ -103,6 +104,12 @@ def main() -> None:
         verb = verbs.add_parser(name, help=action.__doc__.partition("\n")[0])
         verb.add_argument("host")
     verbs.add_parser("down", help="end and remove everything")
+    verb = verbs.add_parser("drill", help="run a command with faults, and say what each costs")
+    verb.add_argument("--hosts", type=int, default=3, help="of the training; one more runs the command")
+    verb.add_argument("--slots", type=int, default=1)
+    verb.add_argument("--faults", help="some of them, as kill-rank,cut-cable")
+    verb.add_argument("--folder", type=Path, default=Path("runs/drill"), help="for the runs")
+    verb.add_argument("command", nargs=argparse.REMAINDER)
     flags = parser.parse_args()
     try:
         if os.geteuid() != 0:
@@ -124,9 +131,28 @@ def act(flags: argparse.Namespace) -> int:
         return subprocess.run(words).returncode
     elif flags.verb == "down":
         down()
+    elif flags.verb == "drill":
+        return _drill(flags)
     else:
         ACTIONS[flags.verb](flags.host)
     return 0
+
+
+def _drill(flags: argparse.Namespace) -> int:
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    from cluster import drill
+
+    command = flags.command[1:] if flags.command[:1] == ["--"] else flags.command
+    faults = flags.faults.split(",") if flags.faults else list(drill.FAULTS)
+    if unknown := [fault for fault in faults if fault not in drill.FAULTS]:
+        raise ValueError(f"--faults {unknown[0]}: choose among {', '.join(drill.FAULTS)}")
+    if not command:
+        raise ValueError("give the command after --")
+    if flags.hosts < 2 or STATE.exists():
+        raise ValueError("--hosts: at least 2, and no virtual cluster that is up")
+    outcomes = drill.drill(command, flags.hosts, flags.slots, flags.folder.resolve(), faults)
+    print(drill.table(outcomes))
+    return 0 if all(outcome.survived for outcome in outcomes) else 1
 
 
 def up(
@@ -136,8 +162,12 @@ def up(
     delay: str | None = None,
     loss: float | None = None,
     private: list[Path] = (),
+    spare: int = 0,
 ) -> None:
-    """Starts the hosts. ValueError when they are up already, or this machine lacks a package."""
+    """Starts the hosts; the hostfile names all but the last `spare` ones.
+
+    ValueError when they are up already, or this machine lacks a package.
+    """
     if STATE.exists():
         raise ValueError(f"there is a virtual cluster already ({STATE}): `down` removes it")
     for program, package in NEEDS.items():
@@ -150,7 +180,7 @@ def up(
             raise ValueError(f"--private {folder} is no folder")
     STATE.mkdir(parents=True, mode=0o700)
     try:
-        _make(hosts, slots, [folder.resolve() for folder in private])
+        _make(hosts, slots, [folder.resolve() for folder in private], spare)
         for name in names():
             shape(name, rate, delay)
             lose(name, loss or 0)
@@ -283,7 +313,7 @@ def revive(host: str) -> None:
     _wait_for(host, _start(host))
 
 
-def _make(hosts: int, slots: int, private: list[Path]) -> None:
+def _make(hosts: int, slots: int, private: list[Path], spare: int) -> None:
     _keygen(STATE / "user")
     everyone = {f"node{n}": f"10.77.0.{n}" for n in range(1, hosts + 1)}
     _run("ip", "netns", "add", SWITCH)
@@ -293,14 +323,14 @@ def _make(hosts: int, slots: int, private: list[Path]) -> None:
         (STATE / name).mkdir()
         _keygen(STATE / name / "host_key")
     for name, address in everyone.items():
-        _write_files(name, everyone, slots, private)
+        _write_files(name, everyone, slots, private, spare)
         _plug_in(name, address)
     starting = [(name, _start(name)) for name in everyone]
     for name, process in starting:
         _wait_for(name, process)
 
 
-def _write_files(name: str, everyone: dict[str, str], slots: int, private: list[Path]) -> None:
+def _write_files(name: str, everyone: dict[str, str], slots: int, private: list[Path], spare: int) -> None:
     folder = STATE / name
     (folder / "ssh").mkdir()
     known = (f"{n},{a} {(STATE / n / 'host_key.pub').read_text()}" for n, a in everyone.items())
@@ -310,7 +340,7 @@ def _write_files(name: str, everyone: dict[str, str], slots: int, private: list[
         # Debian's installer does the same: a host's own name is a loopback address on that host.
         "hosts": f"127.0.0.1 localhost\n127.0.1.1 {name}\n"
         + "".join(f"{address} {other}\n" for other, address in everyone.items() if other != name),
-        "hostfile": "".join(f"{other} slots={slots}\n" for other in everyone),
+        "hostfile": "".join(f"{other} slots={slots}\n" for other in list(everyone)[: len(everyone) - spare]),
         "private_folders": "".join(f"{folder}\n" for folder in private),
         "ssh/sshd_config": SSHD_CONFIG,
         "ssh/ssh_config": SSH_CONFIG,

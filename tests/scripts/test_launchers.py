@@ -41,10 +41,12 @@ LAUNCHES = [command for command in IN_BLOCKS if re.search(r"train_\w+\.py", comm
 LAUNCHES.remove("accelerate launch train_cnn_a.py")  # test_after_the_users_own_accelerate_config
 CONTINUED = [command for command in LAUNCHES if "weights/vit" in command or "s3://" in command]
 PRACTICE = [command for command in IN_BLOCKS if command.startswith("python cluster/virtual_cluster.py")]
+DRILLS = [command for command in PRACTICE if " drill " in command]  # tests/cluster/test_drill.py
+PRACTICE = [command for command in PRACTICE if command not in DRILLS]
 AFTERWARDS = [
     command for command in IN_BLOCKS if re.search(r"(validate|find_batch_size|logbook)\.py", command)
 ]
-LAUNCHES = [command for command in LAUNCHES if command not in [*CONTINUED, *PRACTICE, *AFTERWARDS]]
+LAUNCHES = [command for command in LAUNCHES if command not in [*CONTINUED, *PRACTICE, *DRILLS, *AFTERWARDS]]
 
 
 @pytest.fixture

@@ -1,0 +1,282 @@
+"""A fire drill: a training command on virtual hosts, once undisturbed and once with each fault.
+
+The command runs on a host of its own. It starts the training on the others, which /etc/hostfile names, and
+prints `run folder FOLDER`; the run is its last words' `--output_dir`. When the job ends before its training
+does, the same command is started again, as a person would. The table says what each fault cost.
+"""
+
+import contextlib
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from cluster import virtual_cluster as cluster
+
+VICTIM = "node2"
+PAUSE_S = 25  # of a cut cable, a full disk, a silent store; longer than a lost host takes to be noticed
+STARTS = 4  # of the same command, after which the training counts as lost
+AFTER = 0.3  # share of the steps after which the fault comes
+DISK_MIB = 512
+
+
+@dataclass
+class Outcome:
+    fault: str
+    survived: bool = False
+    starts: int = 1
+    lost_steps: int = 0
+    pause_s: float = math.nan  # from the fault to the first step after it, of those that are new
+    difference: float = math.nan  # of a loss, the largest, relative
+    notes: str = ""
+
+
+@dataclass
+class Training:
+    """The command in a folder. words: as the user gave them."""
+
+    words: list[str]
+    folder: Path
+    control: str  # the host on which the command runs
+    process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        words = cluster.inside(self.control, [*self.words, "--output_dir", str(self.folder)])
+        with open(self.folder.with_suffix(".log"), "ab") as log:
+            self.process = subprocess.Popen(words, stdout=log, stderr=log, start_new_session=True)
+
+    @property
+    def is_running(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
+    @property
+    def is_finished(self) -> bool:
+        with contextlib.suppress(OSError, ValueError):
+            return bool(json.loads((self.folder / "result.json").read_text())["status"] == "finished")
+        return False
+
+    def lines(self) -> list[dict[str, float]]:
+        """The lines of metrics.jsonl that have a training loss."""
+        found = []
+        with contextlib.suppress(OSError):
+            for line in (self.folder / "metrics.jsonl").read_text().splitlines():
+                with contextlib.suppress(ValueError):  # it is being written
+                    found.append(json.loads(line))
+        return [line for line in found if "train/loss" in line]
+
+    def step(self) -> int:
+        return int(max((line["step"] for line in self.lines()), default=0))
+
+    def losses(self) -> dict[int, float]:
+        return {int(line["step"]): line["train/loss"] for line in self.lines()}
+
+    def has_checkpoint(self) -> bool:
+        return any((self.folder / "checkpoints").glob("step_*/manifest.json"))
+
+    def end(self) -> None:
+        """Ends what is left of the command and of the job, on all hosts."""
+        if self.process and self.is_running:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        for host in filter(cluster._is_up, cluster.names()):
+            for pid in _job_processes(host):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+
+# --- Faults: each is a context; what is undone at its end is undone after PAUSE_S
+
+
+@contextlib.contextmanager
+def kill_a_rank(_: Training) -> Iterator[None]:
+    os.kill(_ranks(VICTIM)[-1], signal.SIGKILL)
+    yield
+
+
+@contextlib.contextmanager
+def kill_an_agent(_: Training) -> Iterator[None]:
+    """Kills the parent of the ranks: torchrun's agent, or accelerate's."""
+    os.kill(_parent(_ranks(VICTIM)[-1]), signal.SIGKILL)
+    yield
+
+
+@contextlib.contextmanager
+def cut_a_cable(_: Training) -> Iterator[None]:
+    cluster.cut(VICTIM)
+    yield
+    cluster.heal(VICTIM)
+
+
+@contextlib.contextmanager
+def power_off(_: Training) -> Iterator[None]:
+    cluster.kill(VICTIM)
+    yield
+    cluster.revive(VICTIM)
+
+
+@contextlib.contextmanager
+def stop_a_rank(_: Training) -> Iterator[None]:
+    """Suspends it: it neither answers nor ends."""
+    victim = _ranks(VICTIM)[-1]
+    os.kill(victim, signal.SIGSTOP)
+    yield
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(victim, signal.SIGCONT)
+
+
+@contextlib.contextmanager
+def fill_the_disk(training: Training) -> Iterator[None]:
+    filler = training.folder.parent / "filler"
+    with contextlib.suppress(OSError), open(filler, "wb") as file:
+        while True:
+            file.write(bytes(2**20))
+    yield
+    filler.unlink()
+
+
+@contextlib.contextmanager
+def preempt(_: Training) -> Iterator[None]:
+    """SIGTERM to the host's ranks, as at the end of a spot machine."""
+    for rank in _ranks(VICTIM):
+        os.kill(rank, signal.SIGTERM)
+    yield
+
+
+FAULTS: dict[str, Callable[[Training], contextlib.AbstractContextManager[None]]] = {
+    "kill-rank": kill_a_rank,
+    "kill-agent": kill_an_agent,
+    "cut-cable": cut_a_cable,
+    "power-off": power_off,
+    "stop-rank": stop_a_rank,
+    "fill-disk": fill_the_disk,
+    "preempt": preempt,
+}
+
+
+def drill(words: list[str], hosts: int, slots: int, folder: Path, faults: list[str]) -> list[Outcome]:
+    """Runs the command once alone and once with each fault. ValueError when the first run does not finish.
+
+    folder: for the runs, made on a disk of its own in memory, which can be filled; it stays.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={DISK_MIB}m", "tmpfs", folder], check=True, capture_output=True
+    )
+    try:
+        cluster.up(hosts + 1, slots, spare=1)
+        control = cluster.names()[-1]
+        reference = Training(words, folder / "undisturbed", control)
+        _say("undisturbed")
+        reference.start()
+        assert reference.process
+        reference.process.wait()
+        if not reference.is_finished:
+            raise ValueError(f"the undisturbed run does not finish: see {reference.folder}.log")
+        return [_try(fault, words, folder, control, reference) for fault in faults]
+    finally:
+        cluster.down()
+        _keep(folder)
+
+
+def _try(fault: str, words: list[str], folder: Path, control: str, reference: Training) -> Outcome:
+    _say(fault)
+    training = Training(words, folder / fault, control)
+    outcome = Outcome(fault)
+    training.start()
+    try:
+        while training.step() < AFTER * reference.step() or not training.has_checkpoint():
+            if not training.is_running:
+                outcome.notes = "ended before the fault"
+                return outcome
+            time.sleep(0.1)
+        reached, at = training.step(), time.monotonic()
+        with FAULTS[fault](training):
+            _wait_for_step(training, reached, at, outcome, until=at + PAUSE_S)
+        while not training.is_finished and outcome.starts <= STARTS:
+            _wait_for_step(training, reached, at, outcome, until=math.inf)
+            if training.is_finished:
+                break
+            outcome.starts += 1
+            training.start()
+        outcome.survived = training.is_finished
+    finally:
+        training.end()
+    log = training.folder.with_suffix(".log").read_text(errors="replace")
+    outcome.lost_steps = _repeated(log, reached)
+    ours, theirs = training.losses(), reference.losses()
+    if outcome.survived and set(ours) == set(theirs):
+        outcome.difference = max(abs(ours[step] / theirs[step] - 1) for step in theirs)
+    return outcome
+
+
+def _wait_for_step(training: Training, reached: int, at: float, outcome: Outcome, until: float) -> None:
+    """Waits until the command ends, or `until`. Notes when the first new step after `reached` came."""
+    while training.is_running and time.monotonic() < until:
+        if math.isnan(outcome.pause_s) and training.step() > reached:
+            outcome.pause_s = time.monotonic() - at
+        time.sleep(0.1)
+    if math.isnan(outcome.pause_s) and training.step() > reached:
+        outcome.pause_s = time.monotonic() - at
+
+
+def _repeated(log: str, reached: int) -> int:
+    """Steps before `reached` that were trained again."""
+    begun = [int(number.replace(",", "")) for number in re.findall(r"continuing at step ([\d,]+) with", log)]
+    return max(0, reached - min(begun, default=reached))
+
+
+def _ranks(host: str) -> list[int]:
+    """The pids, outside of the host, of the training's processes there."""
+    found = {pid: _environment(pid).get("RANK") for pid in _job_processes(host)}
+    of_ranks = {pid: int(rank) for pid, rank in found.items() if rank is not None}
+    # A rank's own children (workers) have its environment: the oldest is the rank itself.
+    first = {rank: min(pid for pid, own in of_ranks.items() if own == rank) for rank in of_ranks.values()}
+    return [first[rank] for rank in sorted(first)]
+
+
+def _job_processes(host: str) -> list[int]:
+    return [pid for pid in cluster.processes(host) if "WORLD_SIZE" in _environment(pid)]
+
+
+def _parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def _environment(pid: int) -> dict[str, str]:
+    with contextlib.suppress(OSError):
+        words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        return dict(word.decode(errors="replace").partition("=")[::2] for word in words if word)
+    return {}
+
+
+def _keep(folder: Path) -> None:
+    """Copies the runs from the disk in memory to where it was mounted."""
+    kept = folder.with_name(f".{folder.name}.kept")
+    shutil.copytree(folder, kept, ignore=shutil.ignore_patterns("checkpoints", "filler"))
+    subprocess.run(["umount", "--lazy", folder], check=True)
+    shutil.copytree(kept, folder, dirs_exist_ok=True)
+    shutil.rmtree(kept)
+
+
+def _say(what: str) -> None:
+    print(f"drill: {what}", file=sys.stderr, flush=True)
+
+
+def table(outcomes: list[Outcome]) -> str:
+    """Markdown, a row for each fault."""
+    head = "| fault | survived | starts | steps repeated | seconds to a new step | losses differ by |"
+    rows = [head, "|---|---|---|---|---|---|"]
+    for outcome in outcomes:
+        survived = "yes" if outcome.survived else f"no {outcome.notes}".strip()
+        pause = "-" if math.isnan(outcome.pause_s) else f"{outcome.pause_s:.0f}"
+        difference = "-" if math.isnan(outcome.difference) else f"{outcome.difference:.1g}"
+        numbers = f"{outcome.starts} | {outcome.lost_steps} | {pause} | {difference}"
+        rows.append(f"| {outcome.fault} | {survived} | {numbers} |")
+    return "\n".join(rows)
