@@ -1,7 +1,8 @@
 """A training run as a train script uses it: its begin, log, checkpoints and end."""
 
+import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -154,15 +155,15 @@ class Run:
     def feed(self, batches: Iterator[Item]) -> Iterator[Item]:
         """Yields the micro-batches. The clock starts at the first, as decoders take time to start."""
         now.phase = "reading data"
-        first = next(batches, None)
-        if first is None:
-            return
-        self.meter.start_clock()
-        while first is not None:
-            now.phase = "training"
-            yield first
-            now.phase = "reading data"
-            first = next(batches, None)
+        with contextlib.ExitStack() as stack:
+            if isinstance(batches, Generator):
+                stack.callback(batches.close)  # its decoders end with this generator
+            for number, item in enumerate(batches):
+                if number == 0:
+                    self.meter.start_clock()
+                now.phase = "training"
+                yield item
+                now.phase = "reading data"
 
     def add(self, loss: Tensor, ids: np.ndarray) -> None:
         """Adds a micro-batch, whose loss stays on the device until the next line."""

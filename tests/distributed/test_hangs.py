@@ -2,24 +2,25 @@
 
 import json
 import re
+import sys
 
 import pytest
 
 from common.hosts.hangs import HangReports
-from common.system.events import EVENTS_FILE, EventReader
 from common.system.hangs import hang_table
 from tests.conftest import CNN, Job, full, mutate, torchrun
 
 HELLO, RUN = "train_hello.py", "common/run/run.py"
-CALL, READ = "            run.checkpoint(step)\n", "        first = next(batches, None)\n        if"
+CALL, READ = "            run.checkpoint(step)\n", "            if isinstance(batches, Generator):\n"
 ON_RANK_1 = "            if step == 5 and accelerator.process_index == 1:\n                "
 # torchrun would wait 30 s for the end of a process that is stopped.
 STOP = f"""{ON_RANK_1}import os, signal, subprocess
                 subprocess.Popen(["sh", "-c", f"sleep 6; kill -9 {{os.getpid()}}"], start_new_session=True)
                 os.kill(os.getpid(), signal.SIGSTOP)
 {CALL}"""
-SKIP = f"{ON_RANK_1}import time; time.sleep(60)\n            else:\n    {CALL}"
-SLEEP = f"        if self.accelerator.process_index == 1:\n            import time; time.sleep(60)\n{READ}"
+WAIT = f"{ON_RANK_1}import time; time.sleep(60)\n            else:\n    {CALL}"
+SKIP = f"{ON_RANK_1}accelerator.wait_for_everyone()\n{CALL}"
+SLEEP = f"            if self.accelerator.process_index == 1: __import__('time').sleep(60)\n{READ}"
 WAITS = ("training", "all_reduce", 7, False)
 
 
@@ -77,7 +78,14 @@ def test_the_table_names_who_is_awaited(second, third, said):
     [
         full(HELLO, HELLO, CALL, STOP, r"rank 1 \(.*\) is silent: stopped by a signal"),
         full(
-            HELLO, HELLO, CALL, SKIP, r"rank 1 \(.*\) is awaited, not in gloo:.*: training at train_hello.py:"
+            HELLO, HELLO, CALL, WAIT, r"rank 1 \(.*\) is awaited, not in gloo:.*: training at train_hello.py:"
+        ),
+        full(
+            HELLO,
+            HELLO,
+            CALL,
+            SKIP,
+            r"(rank 1 \(.*\) is awaited, not in gloo:|the ranks are in different .*rank 1 in gloo:barrier)",
         ),
         full(
             CNN[0], RUN, READ, SLEEP, r"rank 1 \(.*\) is awaited, not in gloo:.*: reading data at common/run/"
@@ -95,20 +103,23 @@ def test_a_job_that_hangs_names_the_rank(script, file, before, after, said, tmp_
     assert re.search(row, output, re.MULTILINE), output
 
 
-def test_ranks_report_to_launch_py(tmp_path, project_copy):
-    mutate(project_copy, HELLO, CALL, SKIP)
-    events = tmp_path / "events"
-    words = [*torchrun(2), HELLO, "--trackers", "none", "--timeout_s", "3", "--output_dir", tmp_path / "run"]
-    _, output = Job(words, cwd=project_copy, env={EVENTS_FILE: str(events)}).wait(60)
-    assert "the job hangs" not in output  # launch.py says it
-    reports = HangReports(tmp_path / "logs")
-    for event in EventReader(events).new():
-        if event["event"] == "hang":
-            reports.add("node1", event)
-    said, *lines = reports.lines_due(at_once=True)
-    assert "rank 1 (" in said
-    assert "training at train_hello.py:" in said
-    assert lines[2].startswith("1     node1  training  5 ")
+def test_launch_py_shows_the_table(tmp_path, project_copy):
+    mutate(project_copy, HELLO, CALL, WAIT)
+    launch = [
+        sys.executable,
+        "launch.py",
+        "--mode",
+        "single-node",
+        "--gpus",
+        "2",
+        "--log_dir",
+        tmp_path / "logs",
+    ]
+    words = [*launch, HELLO, "--trackers", "none", "--timeout_s", "3", "--output_dir", tmp_path / "run"]
+    status, output = Job(words, cwd=project_copy).wait(60)
+    assert status == 1
+    assert len(re.findall(r"^the job hangs: rank 1 \(.*\) is awaited", output, re.MULTILINE)) == 1, output
+    assert re.search(r"^1 +\S+ +training +5 +train_hello.py:", output, re.MULTILINE), output
     assert 'train_hello.py", line' in (tmp_path / "logs" / "hang_rank_1.txt").read_text()
 
 
