@@ -169,7 +169,9 @@ def run(words: list, **options) -> str:
 
 
 def metrics(folder: Path) -> list[dict]:
-    return lines(folder / "metrics.jsonl")
+    """What was measured: the lines of metrics.jsonl without those on interruptions and changes of hosts."""
+    log = lines(folder / "metrics.jsonl")
+    return [line for line in log if any(name.startswith(("train/", "val/")) for name in line)]
 
 
 def lines(file: Path) -> list[dict]:

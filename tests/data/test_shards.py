@@ -30,7 +30,7 @@ from common.data.workers import decoded
 from common.order import stream_order, training_plan
 from common.recipe import ImageRecipe, share_out
 from tests.checkpoint.test_resume import without_times
-from tests.conftest import Job, accelerate, full, latest, lines, python, result, run
+from tests.conftest import Job, accelerate, full, latest, lines, metrics, python, result, run
 from tests.data.test_images import class_folders, picture
 
 pytestmark = pytest.mark.filterwarnings("ignore:The image decoding and encoding:DeprecationWarning")
@@ -620,7 +620,7 @@ def one_process(shards, cache, tmp_path_factory) -> Path:
 def test_any_number_of_processes_trains_the_same(processes, shards, cache, one_process, tmp_path):
     run([*LAUNCHERS[processes], *VIT, "--data", shards, *cache, "--output_dir", tmp_path / "run"])
     assert samples(tmp_path / "run") == expected_samples()
-    ours, theirs = (without_times(lines(f / "metrics.jsonl")) for f in (tmp_path / "run", one_process))
+    ours, theirs = (without_times(metrics(f)) for f in (tmp_path / "run", one_process))
     for our, their in zip(ours, theirs, strict=True):
         assert our == pytest.approx(their, abs=1e-4)
     assert result(tmp_path / "run")["val_images"] == 25

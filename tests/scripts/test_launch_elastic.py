@@ -121,7 +121,7 @@ def test_a_host_is_lost_comes_back_and_is_told_to_leave(start, tmp_path):
     repeated = re.findall(r"continuing at step [\d,]+; (\d+) steps? to repeat", output)
     assert len(repeated) == 3, output
     assert repeated[1:] == ["0", "0"]  # the join's, and the leave's
-    assert len([line for line in metrics(training.folder) if "hosts" in line]) == 3
+    assert len([line for line in lines(training.folder / "metrics.jsonl") if "hosts" in line]) == 3
     assert joined > 0
     training.assert_same_as_one_process(tmp_path)
     wait_until_empty(hosts.names(), 5)
