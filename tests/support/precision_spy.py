@@ -1,13 +1,14 @@
 """Copied beside a train script: writes the types of its first step into $SPY/<rank>.json."""
 
 import json
+import math
 import os
 from pathlib import Path
 
 import torch
+import torch._C._distributed_c10d as c10d
 from accelerate import Accelerator
 from torch import nn
-from torch.profiler import profile
 
 from common.distributed.strategy import plain_module
 
@@ -17,7 +18,7 @@ SCALARS = 8  # elements; smaller reductions are counts and losses, not gradients
 def watch(accelerator: Accelerator, prepared: nn.Module) -> None:
     """residual: of each block's output; outputs: of the model; reduced: of gradients, as gloo sends them."""
     model, found, micro_batches = plain_module(prepared), {"residual": [], "outputs": []}, 0
-    seen = profile(record_shapes=True, acc_events=True)
+    before = -1  # the last collective before the step
 
     def note(name: str):
         def hook(module: nn.Module, inputs, output: torch.Tensor) -> None:
@@ -27,17 +28,15 @@ def watch(accelerator: Accelerator, prepared: nn.Module) -> None:
         return hook
 
     def count(module: nn.Module, *_) -> None:
-        nonlocal micro_batches
+        nonlocal micro_batches, before
         if not model.training:
             return
         if micro_batches == 0:
-            seen.start()
+            before = max((entry["record_id"] for entry in collectives()), default=-1)
         if micro_batches == accelerator.gradient_accumulation_steps:
-            seen.stop()
-            folder = Path(os.environ["SPY"])
-            trace = folder / f"trace{accelerator.process_index}.json"
-            seen.export_chrome_trace(str(trace))
-            write(folder / f"{accelerator.process_index}.json", found | {"reduced": reduced(trace)})
+            file = Path(os.environ["SPY"]) / f"{accelerator.process_index}.json"
+            types = {name: sorted(set(seen)) for name, seen in (found | {"reduced": reduced(before)}).items()}
+            file.write_text(json.dumps(types))
         micro_batches += 1
 
     for block in model.blocks:  # of timm's ViT
@@ -46,12 +45,17 @@ def watch(accelerator: Accelerator, prepared: nn.Module) -> None:
     model.register_forward_pre_hook(count)
 
 
-def write(file: Path, found: dict[str, list[str]]) -> None:
-    file.write_text(json.dumps({name: sorted(set(types)) for name, types in found.items()}))
+def collectives() -> list[dict]:
+    """Those in torch's flight recorder."""
+    return json.loads(c10d._dump_fr_trace_json()).get("entries", [])
 
 
-def reduced(trace: Path) -> list[str]:
-    events = json.loads(trace.read_text())["traceEvents"]
-    sent = [event["args"] for event in events if event["name"] in ("gloo:all_reduce", "gloo:reduce_scatter")]
-    sent = [args for args in sent if "Input Dims" in args]  # torch 2.11 has events without
-    return [args["Input type"][0] for args in sent if sum(args["Input Dims"][0]) > SCALARS]
+def reduced(before: int) -> list[str]:
+    """Types of the tensors that are reduced after collective `before`."""
+    return [
+        kind.lower()
+        for entry in collectives()
+        if entry["record_id"] > before and "reduce" in entry["profiling_name"]
+        for kind, size in zip(entry["input_dtypes"], entry["input_sizes"], strict=True)
+        if math.prod(size) > SCALARS
+    ]
