@@ -54,6 +54,7 @@ class ElasticJob(Launcher):
         self.away: dict[str, str] = {}  # hosts that do not answer, with the reason
         self.leaves_until: dict[str, float] = {}  # hosts that were told to stop: time.monotonic()
         self.next_try = 0.0
+        self.mistake = ""  # in the hostfile, as it was read last
         self.members: list[HostConnection] = []  # of this round, the first host first
         self.stopping = ""  # why this round is stopped
         self.lost_at: float | None = None  # when a member was lost
@@ -142,8 +143,12 @@ class ElasticJob(Launcher):
     def _read_hosts_again(self) -> None:
         try:
             hosts = self.read_hosts()
+            if hosts != self.hosts:
+                self.plan_for(hosts)  # as many processes on each
         except ValueError as error:
-            self.say(f"the hosts stay as they were: {error}")
+            if str(error) != self.mistake:
+                self.say(f"the hosts stay as they were: {error}")
+                self.mistake = str(error)
             return
         known = {host.name for host in self.hosts}
         if new := [host.name for host in hosts if host.name not in known]:

@@ -120,7 +120,6 @@ class Launcher:
         self.on_end(connection, SSH_FAILED)
 
     def on_line(self, connection: HostConnection, line: str) -> None:
-        connection.heard_at = time.monotonic()
         if line.startswith(EVENT):
             self.on_event(connection, json.loads(line.removeprefix(EVENT)))
         elif connection.hello is None and line.startswith(HELLO):
@@ -162,6 +161,8 @@ class Launcher:
     def _listen(self, connection: HostConnection) -> None:
         assert connection.process.stdout
         for line in connection.process.stdout:
+            # Here, as a suspended terminal can block the main thread: a host is not lost by that.
+            connection.heard_at = time.monotonic()
             self.events.put(partial(self.on_line, connection, line.rstrip("\n")))
         self.events.put(partial(self.on_end, connection, connection.process.wait()))
 
