@@ -52,7 +52,7 @@ class ElasticTraining:
 
     def _lines(self) -> list[dict]:
         try:
-            return metrics(self.folder)
+            return lines(self.folder / "metrics.jsonl")
         except (OSError, ValueError):  # not yet there, or a line is being written
             return []
 
