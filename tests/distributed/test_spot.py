@@ -13,7 +13,7 @@ from common.distributed import preemption, spot
 from common.report.page import page
 from common.report.record import RunRecord
 from tests.checkpoint.test_checkpoints import LONG, start_and_wait
-from tests.conftest import latest, metrics, python, result, run, torchrun
+from tests.conftest import latest, lines, python, result, run, torchrun
 
 AWS, GCP = "/latest/", "/computeMetadata/v1/instance/preempted"
 ACTION = json.dumps({"action": "terminate", "time": "2026-11-23T08:22:00Z"})
@@ -213,7 +213,7 @@ def test_a_run_saves_at_a_notice_and_its_page_shows_the_interruption(service, tm
     assert "notice from aws: terminate at 2026-11-23T08:22:00Z: saving and ending" in output
     found = result(tmp_path / "run")
     assert (found["status"], latest(tmp_path / "run").name) == ("preempted", f"step_{found['steps']:08d}")
-    last = metrics(tmp_path / "run")[-1]
+    last = lines(tmp_path / "run" / "metrics.jsonl")[-1]
     assert (last["step"], last["why"]) == (found["steps"], "aws: terminate")
     service.pages.clear()
     words = [*python(), *LONG, "--epochs", "3000", "--price_per_hour", "36", "--output_dir", tmp_path / "run"]
