@@ -27,7 +27,7 @@ KILL_S = 3  # from a loss until the others, which wait for it in a collective, a
 RETRY_S = 5  # between two attempts to connect to a host that is away
 SETTLE_S = 3  # for further hosts, before a round begins or is stopped for one that joins
 WAIT_S = 120  # for enough hosts; with fewer the job ends
-LEAVE_S = 180  # a host that was told to stop does not join sooner
+LEAVE_S = 180  # a host that was told to stop does not join sooner, unless it was away
 FRUITLESS_ROUNDS = 3  # rounds that fail at the same step, after which the job ends
 
 
@@ -134,7 +134,8 @@ class ElasticJob(Launcher):
             current = self._connection(host.name)
             if current and (current.status is None or current in self.members):
                 continue
-            if (again or host.name not in self.away) and not self._leaves(host):
+            # One that leaves, too: when it is gone, it is another machine that answers next.
+            if again or host.name not in self.away:
                 if current:
                     current.close_log()
                     self.connections.remove(current)

@@ -108,7 +108,7 @@ def test_checkpoints_on_the_first_hosts_disk_alone_need_it(hosts):
     assert chosen(found.job) == ["node1", "node2"]
 
 
-def test_a_host_that_leaves_does_not_join_at_once(hosts, monkeypatch):
+def test_a_host_that_leaves_does_not_join_at_once(hosts):
     found = hosts(2)
     found.start("node1", "node2")
     found.job.on_event(found.job.members[1], {"event": "leaving", "why": "SIGTERM"})
@@ -116,8 +116,20 @@ def test_a_host_that_leaves_does_not_join_at_once(hosts, monkeypatch):
     assert "node2 leaves (SIGTERM)" in found.said
     found.job._connect_missing()
     assert chosen(found.job) == ["node1"]
-    monkeypatch.setattr(elastic, "LEAVE_S", 0)
     found.job.leaves_until["node2"] = time.monotonic()
+    assert chosen(found.job) == ["node1", "node2"]
+
+
+def test_a_host_that_left_and_was_away_joins_at_once(hosts):
+    """It is another machine."""
+    found = hosts(2)
+    found.start("node1", "node2")
+    found.job.on_event(found.job.members[1], {"event": "leaving", "why": "SIGTERM"})
+    found.end(node1=PREEMPTED, node2=PREEMPTED)
+    found.job._connect_missing()
+    assert chosen(found.job) == ["node1"]
+    found.job.on_end(found.job._connection("node2"), SSH_FAILED)
+    found.job.next_try = 0
     found.job._connect_missing()
     assert chosen(found.job) == ["node1", "node2"]
 
