@@ -11,7 +11,7 @@ import pytest
 from cluster import virtual_cluster as hosts
 from common.checkpoint.format import steps_in
 from common.order import order
-from tests.conftest import ROOT, Job, full, lines, metrics, run
+from tests.conftest import ROOT, Job, lines, metrics, run
 from tests.scripts.test_launch import launcher_of, ranks_on, wait_until_empty
 from tests.support.s3 import BUCKET, aws_env
 
@@ -127,8 +127,9 @@ def test_a_host_is_lost_comes_back_and_is_told_to_leave(start, tmp_path):
     wait_until_empty(hosts.names(), 5)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
-    "config", [full("ddp_2x2gpu"), full("fsdp_2x4gpu"), full("zero2_4gpu"), full("zero3_2x4gpu")]
+    "config", ["ddp_2x2gpu", "fsdp_4gpu", "fsdp_2x4gpu", "zero1_4gpu", "zero2_4gpu", "zero3_2x4gpu"]
 )
 def test_the_first_host_is_lost_under_each_strategy(config, start, tmp_path):
     """Its cable is cut, while it writes to a folder that all hosts share; later it joins as another."""
