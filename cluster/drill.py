@@ -1,8 +1,11 @@
 """A fire drill: a training command on virtual hosts, once undisturbed and once with each fault.
 
 The command runs on a host of its own. It starts the training on the others, which /etc/hostfile names, and
-prints `run folder FOLDER`; the run is its last words' `--output_dir`. When the job ends before its training
-does, the same command is started again, as a person would. The table says what each fault cost.
+takes `--output_dir` as its last words. When the job ends before its training does, the same command is
+started again, as a person would. The table says what each fault cost.
+
+A command with --s3 gets moto's S3 server, on the host that it runs on: `launch.py` passes its variables on by
+`--env AWS_ENDPOINT_URL --env AWS_ACCESS_KEY_ID --env AWS_SECRET_ACCESS_KEY --env NO_PROXY`.
 """
 
 import contextlib
@@ -16,16 +19,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cluster import virtual_cluster as cluster
 
 VICTIM = "node2"
-PAUSE_S = 25  # of a cut cable, a full disk, a silent store; longer than a lost host takes to be noticed
+ON = 0.2  # share of the steps that are trained while the fault lasts, which shows that the job goes on
+PAUSE_S = 25  # that it lasts at least: longer than a lost host takes to be noticed
+PATIENCE_S = 120  # beside the undisturbed run's time, until the job has gone on or ended; else it hangs
 STARTS = 4  # of the same command, after which the training counts as lost
 AFTER = 0.3  # share of the steps after which the fault comes
 DISK_MIB = 512
+STORE_S = 30  # for the S3 server to start
 
 
 @dataclass
@@ -46,16 +52,24 @@ class Training:
     words: list[str]
     folder: Path
     control: str  # the host on which the command runs
+    env: dict[str, str]  # of the command, beside this process's
     process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        words = cluster.inside(self.control, [*self.words, "--output_dir", str(self.folder)])
+        urls = re.findall(r"s3://\S+", " ".join(self.words))  # a prefix belongs to one run
+        prefix = ["--s3", f"{urls[0].rstrip('/')}/{self.folder.name}"] if urls else []
+        words = cluster.inside(self.control, [*self.words, "--output_dir", str(self.folder), *prefix])
         with open(self.folder.with_suffix(".log"), "ab") as log:
-            self.process = subprocess.Popen(words, stdout=log, stderr=log, start_new_session=True)
+            env = os.environ | self.env
+            self.process = subprocess.Popen(words, stdout=log, stderr=log, env=env, start_new_session=True)
 
     @property
     def is_running(self) -> bool:
         return self.process is not None and self.process.poll() is None
+
+    def status(self) -> int | None:
+        """Waits for the command's exit status."""
+        return self.process.wait() if self.process else None
 
     @property
     def is_finished(self) -> bool:
@@ -91,19 +105,19 @@ class Training:
                     os.kill(pid, signal.SIGKILL)
 
 
-# --- Faults: each is a context; what is undone at its end is undone after PAUSE_S
+# --- Faults: each is a context; what is undone is undone when the job has gone on without it, or has ended
 
 
 @contextlib.contextmanager
 def kill_a_rank(_: Training) -> Iterator[None]:
-    os.kill(_ranks(VICTIM)[-1], signal.SIGKILL)
+    os.kill(ranks_on(VICTIM)[-1], signal.SIGKILL)
     yield
 
 
 @contextlib.contextmanager
 def kill_an_agent(_: Training) -> Iterator[None]:
     """Kills the parent of the ranks: torchrun's agent, or accelerate's."""
-    os.kill(_parent(_ranks(VICTIM)[-1]), signal.SIGKILL)
+    os.kill(_parent(ranks_on(VICTIM)[-1]), signal.SIGKILL)
     yield
 
 
@@ -124,7 +138,7 @@ def power_off(_: Training) -> Iterator[None]:
 @contextlib.contextmanager
 def stop_a_rank(_: Training) -> Iterator[None]:
     """Suspends it: it neither answers nor ends."""
-    victim = _ranks(VICTIM)[-1]
+    victim = ranks_on(VICTIM)[-1]
     os.kill(victim, signal.SIGSTOP)
     yield
     with contextlib.suppress(ProcessLookupError):
@@ -144,9 +158,20 @@ def fill_the_disk(training: Training) -> Iterator[None]:
 @contextlib.contextmanager
 def preempt(_: Training) -> Iterator[None]:
     """SIGTERM to the host's ranks, as at the end of a spot machine."""
-    for rank in _ranks(VICTIM):
+    for rank in ranks_on(VICTIM):
         os.kill(rank, signal.SIGTERM)
     yield
+
+
+@contextlib.contextmanager
+def silence_s3(training: Training) -> Iterator[None]:
+    """Suspends the store: it takes connections and does not answer."""
+    store = _processes_of(training.control, "moto.server")
+    for pid in store:
+        os.kill(pid, signal.SIGSTOP)
+    yield
+    for pid in store:
+        os.kill(pid, signal.SIGCONT)
 
 
 FAULTS: dict[str, Callable[[Training], contextlib.AbstractContextManager[None]]] = {
@@ -157,6 +182,14 @@ FAULTS: dict[str, Callable[[Training], contextlib.AbstractContextManager[None]]]
     "stop-rank": stop_a_rank,
     "fill-disk": fill_the_disk,
     "preempt": preempt,
+    "silence-s3": silence_s3,
+}
+S3_ENV = {
+    "AWS_ACCESS_KEY_ID": "drill",
+    "AWS_SECRET_ACCESS_KEY": "drill",
+    "AWS_DEFAULT_REGION": "us-east-1",
+    "AWS_CONFIG_FILE": "/nonexistent",
+    "AWS_SHARED_CREDENTIALS_FILE": "/nonexistent",
 }
 
 
@@ -172,22 +205,51 @@ def drill(words: list[str], hosts: int, slots: int, folder: Path, faults: list[s
     try:
         cluster.up(hosts + 1, slots, spare=1)
         control = cluster.names()[-1]
-        reference = Training(words, folder / "undisturbed", control)
+        buckets = re.findall(r"s3://([^/ ]+)", " ".join(words))
+        env = _start_store(control, buckets[0], folder) if buckets else {}
+        reference = Training(words, folder / "undisturbed", control, env)
         _say("undisturbed")
+        began = time.monotonic()
         reference.start()
         assert reference.process
         reference.process.wait()
+        took_s = time.monotonic() - began
         if not reference.is_finished:
             raise ValueError(f"the undisturbed run does not finish: see {reference.folder}.log")
-        return [_try(fault, words, folder, control, reference) for fault in faults]
+        return [
+            _try(fault, replace(reference, folder=folder / fault, process=None), reference, took_s)
+            for fault in faults
+        ]
     finally:
         cluster.down()
         _keep(folder)
 
 
-def _try(fault: str, words: list[str], folder: Path, control: str, reference: Training) -> Outcome:
+def _start_store(host: str, bucket: str, folder: Path) -> dict[str, str]:
+    """Starts moto's S3 server on the host, with the bucket, and returns its clients' environment.
+
+    It needs requirements-dev.txt, and ends with the host.
+    """
+    address = f"10.77.0.{host.removeprefix('node')}"
+    clients = S3_ENV | {"AWS_ENDPOINT_URL": f"http://{address}:5000", "NO_PROXY": address}
+    env = os.environ | clients
+    words = cluster.inside(host, [sys.executable, "-m", "moto.server", "-H", address, "-p", "5000"])
+    with open(folder / "s3.log", "wb") as log:
+        subprocess.Popen(words, env=env, stdout=log, stderr=log, start_new_session=True)
+    code = f"import boto3; boto3.client('s3').create_bucket(Bucket={bucket!r})"
+    deadline = time.monotonic() + STORE_S
+    while True:
+        words = cluster.inside(host, [sys.executable, "-c", code])
+        done = subprocess.run(words, env=env, capture_output=True, text=True)
+        if not done.returncode:
+            return clients
+        if time.monotonic() > deadline:
+            raise ValueError(f"no S3 server on {host}: {done.stderr.strip().splitlines()[-1]}")
+
+
+def _try(fault: str, training: Training, reference: Training, took_s: float) -> Outcome:
+    """took_s: of the undisturbed run."""
     _say(fault)
-    training = Training(words, folder / fault, control)
     outcome = Outcome(fault)
     training.start()
     try:
@@ -196,16 +258,22 @@ def _try(fault: str, words: list[str], folder: Path, control: str, reference: Tr
                 outcome.notes = "ended before the fault"
                 return outcome
             time.sleep(0.1)
-        reached, at = training.step(), time.monotonic()
+        reached, last, at = training.step(), reference.step(), time.monotonic()
         with FAULTS[fault](training):
             _wait_for_step(training, reached, at, outcome, until=at + PAUSE_S)
-        while not training.is_finished and outcome.starts <= STARTS:
+            while training.is_running and training.step() < min(reached + ON * last, last):
+                if time.monotonic() > at + PATIENCE_S + took_s:
+                    outcome.notes = "hangs"
+                    return outcome
+                _wait_for_step(training, reached, at, outcome, until=time.monotonic() + 1)
+        while not training.is_finished and outcome.starts < STARTS:
             _wait_for_step(training, reached, at, outcome, until=math.inf)
             if training.is_finished:
                 break
             outcome.starts += 1
             training.start()
-        outcome.survived = training.is_finished
+        _wait_for_step(training, reached, at, outcome, until=math.inf)
+        outcome.survived = training.is_finished and training.status() == 0
     finally:
         training.end()
     log = training.folder.with_suffix(".log").read_text(errors="replace")
@@ -228,11 +296,13 @@ def _wait_for_step(training: Training, reached: int, at: float, outcome: Outcome
 
 def _repeated(log: str, reached: int) -> int:
     """Steps before `reached` that were trained again."""
-    begun = [int(number.replace(",", "")) for number in re.findall(r"continuing at step ([\d,]+) with", log)]
+    begun = [
+        int(number.replace(",", "")) for number in re.findall(r"continuing at step ([\d,]+)(?: with|;)", log)
+    ]
     return max(0, reached - min(begun, default=reached))
 
 
-def _ranks(host: str) -> list[int]:
+def ranks_on(host: str) -> list[int]:
     """The pids, outside of the host, of the training's processes there."""
     found = {pid: _environment(pid).get("RANK") for pid in _job_processes(host)}
     of_ranks = {pid: int(rank) for pid, rank in found.items() if rank is not None}
@@ -243,6 +313,16 @@ def _ranks(host: str) -> list[int]:
 
 def _job_processes(host: str) -> list[int]:
     return [pid for pid in cluster.processes(host) if "WORLD_SIZE" in _environment(pid)]
+
+
+def _processes_of(host: str, word: str) -> list[int]:
+    """The pids of the host's processes whose command has this word."""
+    found = []
+    for pid in cluster.processes(host):
+        with contextlib.suppress(OSError):
+            if word.encode() in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
+                found.append(pid)
+    return found
 
 
 def _parent(pid: int) -> int:

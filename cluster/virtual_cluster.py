@@ -143,9 +143,13 @@ def _drill(flags: argparse.Namespace) -> int:
     from cluster import drill
 
     command = flags.command[1:] if flags.command[:1] == ["--"] else flags.command
-    faults = flags.faults.split(",") if flags.faults else list(drill.FAULTS)
+    has_store = any("s3://" in word for word in command)
+    usual = [fault for fault in drill.FAULTS if has_store or fault != "silence-s3"]
+    faults = flags.faults.split(",") if flags.faults else usual
     if unknown := [fault for fault in faults if fault not in drill.FAULTS]:
         raise ValueError(f"--faults {unknown[0]}: choose among {', '.join(drill.FAULTS)}")
+    if "silence-s3" in faults and not has_store:
+        raise ValueError("silence-s3: the command has no --s3")
     if not command:
         raise ValueError("give the command after --")
     if flags.hosts < 2 or STATE.exists():

@@ -2,14 +2,50 @@
 
 import math
 import sys
+from pathlib import Path
 
 import pytest
 
 from cluster import drill
-from tests.conftest import ROOT, Job
+from tests.conftest import ROOT, Job, mutate
 
 TRAIN = ["train_hello.py", "--trackers", "none", "--mixed_precision", "no", "--epochs", "1000"]
-TRAIN += ["--max_steps", "3000", "--log_every", "16", "--checkpoint_every", "64", "--timeout_s", "20"]
+TRAIN += ["--max_steps", "1000", "--log_every", "16", "--checkpoint_every", "125", "--timeout_s", "20"]
+TO_S3 = ["--env", "AWS_ENDPOINT_URL", "--env", "AWS_ACCESS_KEY_ID", "--env", "AWS_SECRET_ACCESS_KEY"]
+TO_S3 += ["--env", "NO_PROXY"]
+# What each fault finds out: a mistake in the code, by which its row is not as it should be
+WAIT_FOR_UPLOAD = "self.mirror.offer(step, best)\n                self.mirror.wait(1e9)\n"
+REMOVE_ALL = (
+    "            for old in steps_in(parent):\n                checkpoints.remove(parent / step_name(old))\n"
+)
+LATEST = "            latest = max(steps_in(parent), default=None)\n"
+BATCH = "    batch = elastic_batch(job)\n"
+WITHOUT_TIMEOUT = "    job = __import__('dataclasses').replace(job, timeout_s=9999)\n"
+FILL = 'return send(f"{parameter}/{name}", shape, dtype)'
+MUTANTS = {
+    "kill-rank": [("common/checkpoint/optimizer_state.py", FILL, FILL.replace("send", "0 * send"))],
+    "kill-agent": [("common/distributed/preemption.py", "if launched():", "if False:")],
+    "cut-cable": [
+        ("common/hosts/elastic.py", "if h.name not in self.away and not self._leaves(h)]", "]"),
+        ("common/hosts/elastic.py", "SETTLE_S if self.began else CONNECT_S", "9999"),
+    ],
+    "power-off": [
+        ("common/order.py", "ids = samples.order(seed,", "ids = samples.order(seed + batch.processes,")
+    ],
+    "stop-rank": [("common/distributed/accelerator.py", BATCH, WITHOUT_TIMEOUT + BATCH)],
+    "fill-disk": [("common/checkpoint/saver.py", LATEST, REMOVE_ALL + LATEST)],
+    "preempt": [
+        (
+            "common/run/run.py",
+            "            try:\n                self._save()",
+            "            try:\n                pass",
+        )
+    ],
+    "silence-s3": [
+        ("common/checkpoint/saver.py", "self.mirror.offer(step, best)\n", WAIT_FOR_UPLOAD),
+        ("common/system/s3.py", "READ_S = 15 ", "READ_S = 999 "),
+    ],
+}
 
 
 def test_a_row_for_each_fault():
@@ -25,6 +61,9 @@ def test_a_row_for_each_fault():
 def test_repeated_steps_are_counted_from_the_log():
     log = "node1 | continuing at step 1,024 with /x\nnode1 | continuing at step 1,088 with /x\n"
     assert drill._repeated(log, 1100) == 76
+    assert (
+        drill._repeated("continuing at step 0; 1100 steps to repeat", 1100) == 1100
+    )  # no checkpoint was left
     assert drill._repeated("", 1100) == 0
 
 
@@ -42,23 +81,49 @@ def test_mistakes(words, said, cluster_tools):
     assert said in output
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("launcher", "starts"), [(["--min_hosts", "1"], 1), ([], 2)], ids=["elastic", "started again"]
-)
-def test_a_drill(launcher, starts, cluster_tools, tmp_path):
-    """An elastic job goes on by itself; another one is started again, and its losses stay the same."""
-    command = ["launch.py", "--hostfile", "/etc/hostfile", "--log_dir", tmp_path / "logs", *launcher, *TRAIN]
-    flags = ["--hosts", "2", "--folder", tmp_path / "runs", "--faults", "kill-rank,power-off"]
+def rows(project: Path, folder: Path, launcher: list[str], faults: str, train: list[str]) -> list[list[str]]:
+    """The rows of the table of a drill of the project's code, as words."""
+    command = ["launch.py", "--hostfile", "/etc/hostfile", "--log_dir", folder / "logs", *launcher, *train]
+    flags = ["--hosts", "2", "--folder", folder / "runs", "--faults", faults]
     words = ["cluster/virtual_cluster.py", "drill", *flags, "--", sys.executable, *command]
-    status, output = Job([sys.executable, *words], cwd=ROOT).wait(400)
-    assert status == 0, output
-    rows = [line.strip("| ").split(" | ") for line in output.splitlines() if line.startswith("| ")][1:]
-    assert [row[0] for row in rows] == ["kill-rank", "power-off"]
-    for _, survived, started, repeated, seconds, difference in rows:
-        assert (survived, int(started)) == ("yes", starts)
-        assert 0 <= int(repeated) <= 64 + 16
-        assert 0 < float(seconds) < 120
-        assert float(difference) < 1e-5
+    _, output = Job([sys.executable, *words], cwd=project).wait(1200)
+    found = [line.strip("| ").split(" | ") for line in output.splitlines() if line.startswith("| ")][1:]
+    assert found, output
+    return found
+
+
+def is_as_it_should_be(row: list[str], starts: int = 1) -> bool:
+    """The job goes on by itself, from the last checkpoint or from where it was, and stays the same."""
+    fault, survived, started, repeated, _, difference = row
+    most = 0 if fault in ("kill-agent", "preempt", "silence-s3") else 125 + 16
+    is_same = difference != "-" and float(difference) < 1e-5
+    return (survived, int(started)) == ("yes", starts) and int(repeated) <= most and is_same
+
+
+@pytest.mark.full
+def test_an_elastic_job_survives_all_faults(cluster_tools, tmp_path):
+    train = [*TRAIN, "--s3", "s3://drill/hello"]
+    found = rows(ROOT, tmp_path, ["--min_hosts", "1", *TO_S3], ",".join(drill.FAULTS), train)
+    assert [row[0] for row in found] == list(drill.FAULTS)
+    for row in found:
+        assert is_as_it_should_be(row, starts=2 if row[0] == "fill-disk" else 1), row
     assert (tmp_path / "runs" / "power-off" / "result.json").exists()
     assert not cluster_tools.STATE.exists()
+
+
+@pytest.mark.full
+def test_another_job_is_started_again(cluster_tools, tmp_path):
+    for row in rows(ROOT, tmp_path, [], "kill-rank,power-off", TRAIN):
+        assert is_as_it_should_be(row, starts=2), row
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("fault", MUTANTS)
+def test_a_mistake_fails_the_drill(fault, cluster_tools, project_copy, tmp_path):
+    for file, old, new in MUTANTS[fault]:
+        mutate(project_copy, file, old, new)
+    launcher, train = ["--min_hosts", "1"], TRAIN
+    if fault == "silence-s3":
+        launcher, train = [*launcher, *TO_S3], [*TRAIN, "--s3", "s3://drill/hello"]
+    [row] = rows(project_copy, tmp_path, launcher, fault, train)
+    assert not is_as_it_should_be(row, starts=2 if fault == "fill-disk" else 1), row
