@@ -1,0 +1,519 @@
+"""A random fire drill on four virtual hosts: hosts leave and join, and the training must stay the same.
+
+    python -m benchmarks.elastic_drill --minutes 20
+    python -m benchmarks.elastic_drill --scripts cnn_a --strategies ddp --compare docs/elastic_drill.png
+
+Hosts are cut off, killed, told to leave (SIGTERM, and the machine is gone after it), and join again, in an
+order that follows from --seed. launch.py --min_hosts runs on a fifth host. Then, in fp32:
+
+ids, lr   the sample ids and learning rates of all steps are those of an uninterrupted process
+replay    the losses of the 50 steps after each change are within 1e-5 of a single process that begins at that
+          change's checkpoint
+whole     over the whole run the losses differ from one process's by no more than twice what those of an
+          uninterrupted run on four processes do
+lost      no step is repeated after a leave or a join, at most a checkpoint interval after a cut or kill
+
+--compare drills a plain script with accelerator.save_state under torchrun --max_restarts, too. Its first host
+is spared in both, as it holds the store. Needs root, and what cluster/virtual_cluster.py needs.
+"""
+
+import argparse
+import contextlib
+import itertools
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cluster import virtual_cluster as cluster
+from cluster.drill import ranks_on
+from common.data.cache import prepare_data
+from common.report.plots import Panel, panels
+from common.system.paths import ROOT
+
+HOSTS, BATCH, PER_DEVICE = 4, 96, 8  # 12 micro-batches a step: for 1, 2, 3 and 4 hosts
+CHECKPOINT_EVERY = 64
+REPLAYED = 50  # steps after each change
+GAP = (60, 160)  # steps between two changes
+LOSSES = ("cut", "kill", "leave")
+PATIENCE_S = 240  # until a job goes on after a change
+REPLAY_BOUND = 1e-5
+MEAN_OF = 20  # steps, in the plot
+DROPOUT = ("--dropout", "0.1", "--mixup", "0.8")
+SCRIPTS = {
+    "cnn_a": ["train_cnn_a.py"],
+    "vit": ["train_vit.py", "--model", "test_vit", "--image_size", "32", "--patch_size", "8", *DROPOUT],
+}
+STRATEGIES = {"ddp": "ddp_4gpu", "fsdp": "fsdp_4gpu", "zero2": "zero2_4gpu"}
+RECIPE = ["--batch_size", str(BATCH), "--per_device_batch_size", str(PER_DEVICE), "--mixed_precision", "no"]
+# A small learning rate: at the scripts' own, rounding grows a thousandfold in 50 steps (ReLU, max-pool)
+RECIPE += ["--lr", "1e-4", "--warmup", "0.01"]
+RECIPE += ["--log_every", "1", "--log_samples", "--trackers", "none", "--max_val_images", "500"]
+ELASTIC = ["--checkpoint_every", str(CHECKPOINT_EVERY), "--timeout_s", "60"]
+PLAIN = ["-m", "benchmarks.plain_elastic"]
+STORE = "node1:29500"
+
+
+# --- The plan
+
+
+@dataclass(frozen=True)
+class Change:
+    kind: str  # cut, kill, leave or join
+    host: str
+    gap: int  # steps after the last change's first one
+
+
+def plan(seed: int, hosts: list[str]) -> Iterator[Change]:
+    """Endless changes of these hosts; one of all the job's hosts, or more, is there at any time."""
+    draw = random.Random(seed)
+    present, away = list(hosts), []
+    least = 1 if len(hosts) == HOSTS else 0  # a host that is spared is there
+    while True:
+        joins = away and (len(present) == least or draw.random() < 0.5)
+        host = draw.choice(sorted(away if joins else present))
+        kind = "join" if joins else draw.choice(LOSSES)
+        source, target = (away, present) if joins else (present, away)
+        source.remove(host)
+        target.append(host)
+        yield Change(kind, host, draw.randint(*GAP))
+
+
+@dataclass
+class Event:
+    """A change as it came about."""
+
+    kind: str
+    host: str
+    processes: int  # after it
+    step: int  # the newest before it
+    seconds: float  # until the first step with that number of processes
+    lost: int = 0  # steps that were trained again
+
+
+# --- The jobs
+
+
+class Job:
+    """A job on the hosts, in a folder that all share. metrics.jsonl tells how far it is."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.log = folder, folder.with_suffix(".log")
+        folder.mkdir(parents=True)
+
+    def newest(self) -> tuple[int, int]:
+        """The number of processes and the step of the newest line with a loss; zeros when there is none."""
+        raise NotImplementedError
+
+    def is_running(self) -> bool:
+        raise NotImplementedError
+
+    def wait(self, processes: int | None, steps: int) -> int:
+        """Waits for so many new steps, with so many processes. Returns the newest step."""
+        deadline, first = time.monotonic() + PATIENCE_S, None
+        while self.is_running() and time.monotonic() < deadline:
+            now, step = self.newest()
+            if step and processes in (now, None):
+                first = step if first is None else min(first, step)
+                if step - first >= steps:
+                    return step
+            time.sleep(0.1)
+        state = "does not go on" if self.is_running() else "ended"
+        raise RuntimeError(f"the job {state}: see {self.log}")
+
+    def change(self, change: Change, away: dict[str, str], present: int) -> Event:
+        raise NotImplementedError
+
+
+class OurJob(Job):
+    """launch.py --min_hosts, on the last host. Keeps a copy of each change's checkpoint."""
+
+    def __init__(self, folder: Path, words: list[str], config: str):
+        super().__init__(folder)
+        launch = ["launch.py", "--hostfile", "/etc/hostfile", "--min_hosts", "1", "--env", "OMP_NUM_THREADS"]
+        launch += ["--config_file", f"accelerate_configs/{config}.yaml", "--log_dir", f"{folder}-logs"]
+        self.processes, self.read, self.copied = HOSTS, 0, 0
+        self.resumed: list[tuple[int, Path]] = []  # step and copy of the checkpoint
+        words = [sys.executable, *launch, *words, *RECIPE, *ELASTIC, "--output_dir", str(folder)]
+        self.process = start(cluster.names()[-1], words, self.log)
+
+    def is_running(self) -> bool:
+        return self.process.poll() is None
+
+    def newest(self) -> tuple[int, int]:
+        self._copy_checkpoints()
+        lines = tail(self.folder / "metrics.jsonl")
+        changes = [i for i, line in enumerate(lines) if "processes" in line]
+        if changes:
+            self.processes = lines[changes[-1]]["processes"]
+            lines = lines[changes[-1] :]
+        steps = [line["step"] for line in lines if "train/loss" in line]
+        return self.processes, max(steps, default=0)
+
+    def _copy_checkpoints(self) -> None:
+        found = re.findall(r"continuing at step ([\d,]+) with (\S+)", self.log.read_text(errors="replace"))
+        for number, name in found[len(self.resumed) :]:
+            copy = self.folder.with_name("checkpoints") / f"{len(self.resumed)}"
+            shutil.copytree(name, copy / Path(name).name)
+            self.resumed.append((int(number.replace(",", "")), copy / Path(name).name))
+
+    def change(self, change: Change, away: dict[str, str], present: int) -> Event:
+        told = self.log.stat().st_size
+        step, began = self.newest()[1], time.monotonic()
+        if change.kind == "join":
+            bring_back(change.host, away.pop(change.host))
+        else:
+            take_away(change)
+            away[change.host] = change.kind
+        self.wait(present, 0)
+        event = Event(change.kind, change.host, present, step, time.monotonic() - began)
+        if change.kind == "leave":
+            cluster.kill(change.host)
+        event.lost = max(self._repeated(told))
+        return event
+
+    def _repeated(self, told: int) -> list[int]:
+        """Steps that launch.py says are repeated, in the log from byte `told` on."""
+        deadline = time.monotonic() + PATIENCE_S
+        while time.monotonic() < deadline:
+            text = self.log.read_bytes()[told:].decode(errors="replace")
+            if found := re.findall(r"continuing at step [\d,]+; (\d+) steps? to repeat", text):
+                return list(map(int, found))
+            time.sleep(0.1)
+        raise RuntimeError(f"launch.py does not tell of a change: see {self.log}")
+
+    def stop(self) -> None:
+        """Has it save and end."""
+        for pid in cluster.processes(cluster.names()[-1]):
+            with contextlib.suppress(OSError):
+                if b"launch.py" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[:2]:
+                    os.kill(pid, signal.SIGTERM)
+        self.process.wait()
+
+
+class PlainJob(Job):
+    """A torchrun agent on each host; that of a host that comes back is started again, as by a scheduler."""
+
+    def __init__(self, folder: Path, data: str):
+        super().__init__(folder)
+        agent = ["--nnodes=1:4", "--nproc_per_node=1", "--max_restarts=1000", "--rdzv_backend=c10d"]
+        agent += [f"--rdzv_endpoint={STORE}", "--rdzv_id=1"]
+        words = [*PLAIN, "--folder", str(folder), "--data", data, "--checkpoint_every", str(CHECKPOINT_EVERY)]
+        self.words = [sys.executable, "-m", "torch.distributed.run", *agent, *words]
+        hosts = cluster.names()[:HOSTS]
+        self.agents = {host: start(host, self.words, self.log) for host in hosts}
+
+    def is_running(self) -> bool:
+        return any(agent.poll() is None for agent in self.agents.values())
+
+    def newest(self) -> tuple[int, int]:
+        lines = tail(self.folder / "metrics.jsonl")
+        return (lines[-1]["processes"], lines[-1]["step"]) if lines else (0, 0)
+
+    def change(self, change: Change, away: dict[str, str], present: int) -> Event:
+        step, began = self.newest()[1], time.monotonic()
+        if change.kind == "join":
+            bring_back(change.host, away.pop(change.host))
+            self.agents[change.host] = start(change.host, self.words, self.log)
+        elif change.kind == "leave":  # what a scheduler signals is the agent
+            self.agents[change.host].terminate()
+            self._terminate_agent(change.host)
+            away[change.host] = change.kind
+        else:
+            take_away(change)
+            away[change.host] = change.kind
+        self.wait(present, 0)
+        event = Event(change.kind, change.host, present, step, time.monotonic() - began, self._repeated())
+        if change.kind != "join":
+            with contextlib.suppress(ValueError):
+                cluster.kill(change.host)
+            away[change.host] = "kill"
+        return event
+
+    def _repeated(self) -> int:
+        """Steps that were trained again after the newest change of processes."""
+        lines = tail(self.folder / "metrics.jsonl", size=10**6)
+        pairs = list(itertools.pairwise(lines))
+        before, after = [pair for pair in pairs if pair[0]["processes"] != pair[1]["processes"]][-1]
+        return max(0, before["step"] - after["step"] + 1)
+
+    def _terminate_agent(self, host: str) -> None:
+        for pid in cluster.processes(host):
+            with contextlib.suppress(OSError):
+                if b"torch.distributed.run" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    os.kill(pid, signal.SIGTERM)
+
+    def stop(self) -> None:
+        for host, agent in self.agents.items():
+            with contextlib.suppress(ValueError):  # the host is away
+                self._terminate_agent(host)
+            agent.wait()
+
+
+def take_away(change: Change) -> None:
+    if change.kind == "cut":
+        cluster.cut(change.host)
+    elif change.kind == "kill":
+        cluster.kill(change.host)
+    else:
+        for rank in ranks_on(change.host):
+            os.kill(rank, signal.SIGTERM)
+
+
+def bring_back(host: str, why: str) -> None:
+    cluster.heal(host) if why == "cut" else cluster.revive(host)
+
+
+def start(host: str, words: list[str], log: Path) -> subprocess.Popen[bytes]:
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    env |= {
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        "GLOO_SOCKET_IFNAME": "eth0",
+    }  # the plain script needs them
+    with open(log, "ab") as file:
+        command = cluster.inside(host, words, ROOT)
+        return subprocess.Popen(command, env=env, stdout=file, stderr=file, start_new_session=True)
+
+
+def tail(file: Path, size: int = 8192) -> list[dict[str, Any]]:
+    """The lines at the end of a file of JSON lines; none when it is not there."""
+    lines = []
+    with contextlib.suppress(OSError), open(file, "rb") as log:
+        log.seek(max(0, log.seek(0, os.SEEK_END) - size))
+        for line in log.read().splitlines():
+            with contextlib.suppress(ValueError):  # cut at its beginning, or being written
+                lines.append(json.loads(line))
+    return lines
+
+
+def disturb(job: Job, minutes: float, seed: int, spare: int) -> list[Event]:
+    """Runs the job through changes until the time is over, and stops it. spare: hosts that stay."""
+    changes, events = plan(seed, cluster.names()[spare:HOSTS]), []
+    away: dict[str, str] = {}
+    deadline = time.monotonic() + 60 * minutes
+    try:
+        job.wait(HOSTS, 1)
+        for change in changes:
+            job.wait(None, change.gap)
+            if time.monotonic() > deadline:
+                break
+            present = HOSTS - len(away) + (1 if change.kind == "join" else -1)
+            events.append(job.change(change, away, present))
+            say(str(events[-1]))
+    finally:
+        job.stop()
+    return events
+
+
+# --- What must hold
+
+
+def uninterrupted(folder: Path, words: list[str]) -> dict[int, dict[str, Any]]:
+    """The lines of a run on this machine, by step."""
+    say(f"uninterrupted: {folder}")
+    with open(folder.with_suffix(".log"), "wb") as log:
+        env = os.environ | {"OMP_NUM_THREADS": "1"}
+        command = [sys.executable, *words, "--output_dir", str(folder)]
+        subprocess.run(command, check=True, cwd=ROOT, env=env, stdout=log, stderr=log)
+    return trained(folder)
+
+
+def trained(folder: Path) -> dict[int, dict[str, Any]]:
+    """The lines of a run with a training loss, by step."""
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return {line["step"]: line for line in lines if "train/loss" in line}
+
+
+def difference(ours: dict[int, dict], theirs: dict[int, dict], steps: range) -> float:
+    return max(abs(ours[step]["train/loss"] - theirs[step]["train/loss"]) for step in steps)
+
+
+def examine(job: OurJob, events: list[Event], words: list[str], config: str) -> dict[str, Any]:
+    """Compares the run with uninterrupted ones and with replays. Returns the table's row."""
+    folder, ours = job.folder.parent, trained(job.folder)
+    last = max(ours)
+    straight = [*words, *RECIPE, "--checkpoint_every", "epoch", "--max_steps", str(last)]
+    launcher = ["-m", "accelerate.commands.launch", "--config_file", f"accelerate_configs/{config}.yaml"]
+    one = uninterrupted(folder / "one", straight)
+    four = uninterrupted(folder / "four", [*launcher, *straight])
+    ends = [step for step, _ in job.resumed[1:]] + [last]
+    replays = []
+    for number, ((step, checkpoint), end) in enumerate(zip(job.resumed, ends, strict=True)):
+        end = min(end, step + REPLAYED)
+        if end > step:
+            replay = [*words, *RECIPE, "--resume", str(checkpoint), "--max_steps", str(end)]
+            found = uninterrupted(folder / f"replay{number}", replay)
+            replays.append(difference(ours, found, range(step + 1, end + 1)))
+    steps = range(1, last + 1)
+    signalled = [event.lost for event in events if event.kind in ("leave", "join")]
+    killed = [event.lost for event in events if event.kind in ("cut", "kill")]
+    ids = [(path / "samples.jsonl").read_text() for path in (job.folder, folder / "one")]
+    return {
+        "steps": last,
+        "changes": len(events),
+        "replays": len(replays),
+        "ids": ids[0] == ids[1],
+        "lr": all(ours[step]["train/lr"] == one[step]["train/lr"] for step in steps),
+        "replay": max(replays, default=0.0),
+        "whole": difference(ours, one, steps),
+        "bound": 2 * difference(four, one, steps),
+        "lost_signalled": max(signalled, default=0),
+        "lost_killed": max(killed, default=0),
+        **seconds(events),
+    }
+
+
+def seconds(events: list[Event]) -> dict[str, float]:
+    """Medians, from a loss and from a join to the first step after it."""
+    kinds = {"loss_s": ("cut", "kill"), "leave_s": ("leave",), "join_s": ("join",)}
+    found = {name: [event.seconds for event in events if event.kind in kind] for name, kind in kinds.items()}
+    return {name: statistics.median(values) for name, values in found.items() if values}
+
+
+def holds(row: dict[str, Any]) -> bool:
+    is_same = row["ids"] and row["lr"] and row["replay"] <= REPLAY_BOUND and row["whole"] <= row["bound"]
+    return is_same and not row["lost_signalled"] and row["lost_killed"] <= CHECKPOINT_EVERY
+
+
+# --- The comparison
+
+
+def draw(file: Path, runs: dict[str, tuple[dict, dict]]) -> None:
+    """Losses of disturbed and uninterrupted runs, and how far apart they are, over the steps of all."""
+    last = min(max(run) for pair in runs.values() for run in pair)
+    apart, row = Panel("step", "distance", is_log=True), []
+    for name, (disturbed, straight) in runs.items():
+        pair = {"drilled": losses(disturbed, last), "uninterrupted": losses(straight, last)}
+        panel = Panel("step", f"loss, {name}")
+        panel.curves = {title: means(values) for title, values in pair.items()}
+        row.append(panel)
+        gaps = np.abs(np.subtract(*pair.values()))
+        apart.curves[name] = (range(1, last + 1), np.maximum(gaps, 1e-9).tolist())
+    panels(file, [[*row, apart]], "CNN-A while hosts are lost and join, beside the uninterrupted run")
+
+
+def losses(run: dict[int, dict], last: int) -> list[float]:
+    return [run[step]["train/loss"] for step in range(1, last + 1)]
+
+
+def means(values: list[float]) -> tuple[list[int], list[float]]:
+    """Steps, and the means of the MEAN_OF values up to each."""
+    window = np.convolve(values, np.ones(MEAN_OF) / MEAN_OF, mode="valid")
+    return list(range(MEAN_OF, len(values) + 1)), window.tolist()
+
+
+def drill_plain(folder: Path, flags: argparse.Namespace) -> tuple[list[Event], dict, dict]:
+    """Drills the plain script. Its events, lines, and those of an uninterrupted run."""
+    data = flags.data
+    job = PlainJob(folder / "run", data)
+    events = disturb(job, flags.minutes, flags.seed, spare=1)
+    disturbed = trained(job.folder)
+    (folder / "four").mkdir()
+    words = [*PLAIN, "--folder", str(folder / "four"), "--data", data, "--max_steps", str(max(disturbed))]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={HOSTS}"]
+    with open(folder / "four.log", "wb") as log:
+        env = os.environ | {"OMP_NUM_THREADS": "1"}
+        subprocess.run([*launcher, *words], check=True, cwd=ROOT, env=env, stdout=log, stderr=log)
+    return events, disturbed, trained(folder / "four")
+
+
+# --- Entry
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], epilog="\n".join(__doc__.splitlines()[1:]), allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("--scripts", nargs="+", choices=SCRIPTS, default=list(SCRIPTS))
+    parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=list(STRATEGIES))
+    parser.add_argument("--minutes", type=float, default=20, help="of each training (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of the changes (default: %(default)s)")
+    parser.add_argument("--data", default="digits", help="as the scripts' (default: %(default)s)")
+    parser.add_argument("--epochs", type=int, default=30, help="of the schedule (default: %(default)s)")
+    parser.add_argument("--folder", type=Path, default=Path("runs/elastic_drill"), help="for the runs")
+    parser.add_argument("--compare", type=Path, metavar="PNG", help="with a plain script, by CNN-A under DDP")
+    flags = parser.parse_args()
+    if flags.folder.exists():
+        parser.error(f"{flags.folder} exists: remove it, or give another --folder")
+    prepare_data(flags.data, Path("~/.cache/train-images").expanduser())
+    rows = []
+    for script in flags.scripts:
+        for strategy in flags.strategies:
+            rows.append(drill_ours(script, strategy, flags))
+            show(rows)
+    if flags.compare:
+        compare(flags)
+    return 0 if all(map(holds, rows)) else 1
+
+
+def drill_ours(script: str, strategy: str, flags: argparse.Namespace) -> dict[str, Any]:
+    folder = flags.folder.resolve() / f"{script}-{strategy}"
+    words = [*SCRIPTS[script], "--data", flags.data, "--epochs", str(flags.epochs)]
+    with hosts():
+        job = OurJob(folder / "run", words, STRATEGIES[strategy])
+        events = disturb(job, flags.minutes, flags.seed, spare=1 if flags.compare else 0)
+    row = {"training": f"{script} {strategy}", **examine(job, events, words, STRATEGIES[strategy])}
+    keep(folder, row, events)
+    return row
+
+
+def compare(flags: argparse.Namespace) -> None:
+    folder = flags.folder.resolve()
+    with hosts():
+        events, disturbed, straight = drill_plain(folder / "plain", flags)
+    ours = folder / "cnn_a-ddp"
+    curves = {
+        "ours": (trained(ours / "run"), trained(ours / "four")),
+        "plain script": (disturbed, straight),
+    }
+    draw(flags.compare, curves)
+    row = {"training": "plain script", "changes": len(events), **seconds(events)}
+    row["lost_killed"] = max((event.lost for event in events if event.kind != "join"), default=0)
+    keep(folder / "plain", row, events)
+    print(json.dumps(row))
+
+
+def keep(folder: Path, row: dict[str, Any], events: list[Event]) -> None:
+    text = json.dumps({"row": row, "events": list(map(asdict, events))}, indent=2)
+    (folder / "drill.json").write_text(text)
+
+
+@contextlib.contextmanager
+def hosts() -> Iterator[None]:
+    cluster.up(HOSTS + 1, 1, spare=1)
+    try:
+        yield
+    finally:
+        cluster.down()
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    """Prints Markdown, a row for each training."""
+    names = list(rows[0])
+    print("| " + " | ".join(names) + " | holds |\n" + "|---" * (len(names) + 1) + "|")
+    for row in rows:
+        cells = [
+            f"{row.get(n, '-'):.2g}" if isinstance(row.get(n), float) else str(row.get(n, "-")) for n in names
+        ]
+        print("| " + " | ".join(cells) + f" | {holds(row)} |")
+
+
+def say(what: str) -> None:
+    print(f"drill: {what}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
