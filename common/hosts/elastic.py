@@ -65,6 +65,7 @@ class ElasticJob(Launcher):
         self.batch: dict[str, int] = {}  # batch_size, per_device
         self.began: dict[str, Any] = {}  # of the newest round that trained: step, in_s3, is_shared
         self.is_training = False  # this round has begun
+        self.is_finished = False  # the training is: its processes are about to end
         self.step = 0  # the newest that any round has reached
         self.changed_at: float | None = None  # when the last change of hosts began
         self.fruitless = 0
@@ -200,7 +201,8 @@ class ElasticJob(Launcher):
     def _look_for_more_hosts(self) -> None:
         """Stops the round when a larger one is possible: all save, and it begins."""
         chosen = self._choose(self._ready())
-        if self.stopping or not self.is_training or not chosen or len(chosen) <= len(self.members):
+        can_stop = self.is_training and not self.stopping and not self.is_finished
+        if not can_stop or not chosen or len(chosen) <= len(self.members):
             self.larger_since = None
             return
         self.larger_since = self.larger_since or time.monotonic()
@@ -245,6 +247,8 @@ class ElasticJob(Launcher):
             self.batch = {name: event[name] for name in ("batch_size", "per_device")}
         elif event["event"] == "began":
             self._on_begin(event)
+        elif event["event"] == "finished":
+            self.is_finished = True
         elif event["event"] == "step":
             self._on_step(event["step"])
         elif event["event"] in ("leaving", "notice") and not self.stopping:
@@ -305,7 +309,7 @@ class ElasticJob(Launcher):
     def _judge(self) -> int | None:
         """The job's exit status after a round; None when another round follows."""
         statuses = [member.status for member in self.members]
-        if not any(statuses):
+        if self.is_finished or not any(statuses):  # a launcher may have been stopped at its very end
             return 0
         if self.signals:
             return self._end_by_signal(is_saved=PREEMPTED in statuses)

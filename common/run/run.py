@@ -30,6 +30,7 @@ from common.run.predictions import Predictions
 from common.run.schedule import SaveSchedule
 from common.run.state import RunState
 from common.system.doing import doing, now
+from common.system.events import report
 from common.system.threads import Heartbeat
 from common.telemetry.memory import memory_gib
 
@@ -151,6 +152,8 @@ class Run:
         once(self.accelerator, "last upload", upload, self.recipe.timeout_s)
         begin_exit()
         self.accelerator.wait_for_everyone()  # under deepspeed rank 0 keeps the store that the others ask
+        if output:
+            report("finished")
 
     def feed(self, batches: Iterator[Item]) -> Iterator[Item]:
         """Yields the micro-batches. The clock starts at the first, as decoders take time to start."""

@@ -146,6 +146,19 @@ def test_a_host_that_joins_stops_the_round_once(hosts, monkeypatch):
     assert found.said[-1] == "node2 joins"
 
 
+def test_a_training_that_has_finished_is_not_stopped_for_a_host(hosts, monkeypatch):
+    """Nor does its launcher's end by a signal, which was sent just before, count."""
+    monkeypatch.setattr(elastic, "SETTLE_S", 0)
+    found = hosts(2)
+    found.start("node1")
+    found.job.on_event(found.job.members[0], {"event": "finished"})
+    found.sent.clear()
+    for _ in range(3):
+        found.job._look_for_more_hosts()
+    assert found.sent == []
+    assert found.end(node1=1) == 0
+
+
 def test_a_silent_host_is_lost_and_the_others_are_killed(hosts, monkeypatch):
     found = hosts(2)
     found.start("node1", "node2")
