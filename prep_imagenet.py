@@ -6,6 +6,7 @@
     python prep_imagenet.py --url https://host/folder --out /data/imagenet
     python prep_imagenet.py --data /downloads --out /data/imagenet_index --format index --no_verify
     python prep_imagenet.py --from folder --data /data/flowers --out /data/flower_shards
+    python prep_imagenet.py --from shards --data s3://bucket/wds --format index --out /data/wds_index
 
 --data is the folder, or the s3:// prefix, that holds ILSVRC2012_img_train.tar, ILSVRC2012_img_val.tar and
 ILSVRC2012_devkit_t12.tar.gz; --url is the same on a web server. --train, --val and --devkit name the archives
@@ -28,6 +29,11 @@ sorted class names; a tar is scanned for them first. Hidden files, and files wit
 skipped. Each JPEG is checked on all cores: decoders silently fill up half a JPEG with grey. --no_verify skips
 that check.
 
+Other people's shards: --from shards --format index indexes WebDataset's tars, in a folder or below a prefix
+in S3, where they are. Tars with train, and with val or test, in their name or their folder's are found;
+--train and --val take patterns, as 'DIR/train-{0000..1023}.tar'. A sample's class is in its .cls, or the
+"label" of its .json; --classes is a file of names, one a line. Shards in S3 are read once, for their SHA-256.
+
 After an interruption, a kill or a full disk the same command continues, and the result is the same.
 """
 
@@ -41,6 +47,7 @@ from common.prepare.preparation import NAMES, Preparation
 from common.system.cli import command_parser, run_command
 from common.system.text import printable_lines
 
+WORK_DIR = "--work_dir is needed with --out s3://..., and only then"
 BOUNDS = {"resize": (1, 10_000), "quality": (1, 100), "shard_mib": (2**-10, 2**20), "seed": (0, 2**32 - 1)}
 
 
@@ -68,7 +75,8 @@ def parse(words: list[str]) -> argparse.Namespace:
     for part in NAMES["imagenet"]:
         add(f"--{part}", help="path, s3:// or http(s):// url of this archive")
     kind = "kind of input (default: imagenet)"
-    add("--from", dest="source", choices=tuple(NAMES), default="imagenet", help=kind)
+    add("--from", dest="source", choices=(*NAMES, "shards"), default="imagenet", help=kind)
+    add("--classes", metavar="FILE", help="with --from shards: the names of the classes, one a line")
     add("--out", required=True, help="a folder, or s3://bucket/prefix")
     add("--work_dir", help="with --out s3://...: a local folder with room for all shards")
     add("--format", choices=("shards", "folder", "index"), default="shards", help="(default: shards)")
@@ -107,14 +115,31 @@ def _problem(flags: argparse.Namespace) -> str | None:
     if "://" in flags.out and not remote:
         return f"--out {shown(flags.out)}: must be a folder, or s3://bucket/prefix"
     if flags.devkit and flags.source != "imagenet":
-        return f"--devkit: --from {flags.source} takes the classes from the names"
+        return f"--devkit: --from {flags.source} takes no devkit"
+    if flags.classes and flags.source != "shards":
+        return f"--classes: --from {flags.source} finds the names of the classes"
+    if flags.source == "shards":
+        return _problem_of_shards(flags)
     if remote and flags.format != "shards":
         return f"--format {flags.format} writes to a local folder, not to {shown(flags.out)}"
     if remote != bool(flags.work_dir):
-        return "--work_dir is needed with --out s3://..., and only then"
+        return WORK_DIR
     if flags.format == "index" and (flags.resize or flags.source == "folder"):
         return "--format index needs archives, and takes no --resize: it copies no image"
     return None
+
+
+def _problem_of_shards(flags: argparse.Namespace) -> str | None:
+    """Returns an error for flags that contradict --from shards, else None."""
+    remote = flags.out.startswith("s3://")
+    if flags.format != "index" or flags.resize:
+        return "--from shards needs --format index, and takes no --resize: it copies no image"
+    places = [place for place in (flags.data, flags.train, flags.val) if place]
+    if flags.url or any("://" in place and not place.startswith("s3://") for place in places):
+        return "--from shards takes folders, and s3://bucket/prefix, not --url"
+    if remote and not all(place.startswith("s3://") for place in places):
+        return f"--out {shown(flags.out)}: other hosts can't read an index there of shards on this host"
+    return WORK_DIR if remote != bool(flags.work_dir) else None
 
 
 if __name__ == "__main__":

@@ -128,7 +128,8 @@ def _why_unused(folder: Path) -> str:
             if reason := _why_untrusted(path, users):
                 return f"{path.name} {reason}" if path != folder else reason
         about = read_json(folder / "meta.json")
-        fetched = str(about["shards"] or "").startswith("s3://")  # into this folder, later
+        store = str(about.get("store") or about["shards"] or "")
+        fetched = store.startswith("s3://")  # into this folder, later
         return "no shards can be stored in it" if fetched and folder.stat().st_uid != os.geteuid() else ""
     except (OSError, ValueError, KeyError, TypeError) as error:
         return f"it can't be read ({error})"
@@ -181,6 +182,7 @@ def _make(folder: Path, source: Source, name: str, beat: Heartbeat, show_progres
             "val_name": source.val_name,
             "mirror": source.mirror,
             "shards": source.shards,
+            "store": source.store,
         }
         (work / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
         run_with_heartbeat(lambda: _sync_all(work), beat)

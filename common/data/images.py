@@ -93,18 +93,18 @@ def open_images(folder: Path, recipe: ImageRecipe | None = None) -> Images:
 def _open_shards(
     folder: Path, place: str, labels: dict[str, np.ndarray], recipe: ImageRecipe
 ) -> tuple[ShardSplit, ShardSplit]:
-    """Opens both splits. place: the folder of the shards, or s3://bucket/prefix."""
+    """Opens both splits. place: the folder of the manifest, or s3://bucket/prefix."""
     manifest = parse_manifest((folder / MANIFEST).read_bytes(), str(folder / MANIFEST))
-    check_roots(manifest, Path(place), recipe.data_root)
-    cache = None
-    if place.startswith("s3://"):
-        shards = tuple(shard for split in SPLITS for shard in manifest.splits[split].shards)
-        cache = ShardCache(folder / "shards", place, shards, int(recipe.cache_gib * 2**30))
+    check_roots(manifest, place, recipe.data_root)
+    cache, store = None, manifest.store or place
+    if store.startswith("s3://"):
+        shards = tuple(shard for split in SPLITS for shard in manifest.shards_in(split))
+        cache = ShardCache(folder / "shards", store, shards, int(recipe.cache_gib * 2**30))
 
     def open_split(split: str, beside: ShardSplit | None) -> ShardSplit:
-        shards, count = manifest.splits[split].shards, len(labels[split])
+        shards, count = manifest.shards_in(split), len(labels[split])
         samples: Shuffled | Streamed = Shuffled(count)
-        if manifest.kind == "shards":
+        if manifest.kind != "index":
             assert recipe.streams is not None
             samples = Streamed([shard.images for shard in shards], recipe.streams, recipe.shuffle_window)
         return ShardSplit(

@@ -18,6 +18,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from urllib.parse import quote, unquote
 
 import numpy as np
 import torch.distributed as dist
@@ -61,7 +62,7 @@ class ShardCache:
         allow_open_files(len(shards) + OTHER_FILES)  # each held lock is an open file
 
     def path(self, file: str) -> Path:
-        return self.folder / file
+        return self.folder / quote(file, safe="")  # a key may have folders
 
     @contextmanager
     def reserve(self, kept_bytes: float) -> Iterator[int]:
@@ -107,7 +108,7 @@ class ShardCache:
         os.close(lock)
 
     def _open_lock(self, file: str) -> int:
-        return os.open(self.locks / file, os.O_RDWR | os.O_CREAT, 0o666)
+        return os.open(self.locks / self.path(file).name, os.O_RDWR | os.O_CREAT, 0o666)
 
     def _lock(self, lock: int, kind: int, stop: threading.Event) -> None:
         while not try_lock(lock, kind):
@@ -130,7 +131,7 @@ class ShardCache:
             if stop.is_set():
                 raise _Stopped
 
-        part = self.path(f"{shard.file}.part")
+        part = self.path(shard.file).with_name(f"{self.path(shard.file).name}.part")
         for _ in range(2):
             self._make_room(shard, part, stop)
             self.store.download(shard.file, part, shard.bytes, beat)
@@ -168,10 +169,10 @@ class ShardCache:
         shards but one have at most bytes_left. Returns True if that was possible."""
         used, complete = 0, []
         for entry in os.scandir(self.folder):
-            file = entry.name.removesuffix(".part")
+            file = unquote(entry.name.removesuffix(".part"))
             if file not in self.shards or file == but:
                 continue
-            if entry.name == file:
+            if not entry.name.endswith(".part"):
                 complete.append((entry.stat().st_mtime_ns, file))
             else:
                 with self._if_unused(file) as unused:

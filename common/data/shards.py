@@ -2,7 +2,10 @@
 
     manifest.json      the classes, and for each split its shards and its index with their SHA-256
     <split>_index.npy  int64 [N, 4]: shard, offset of the image's bytes, their length, label; in this order
-    <split>-00000.tar  each image's bytes and, as <key>.cls, its label; kind "index" names other tars instead
+    <split>-00000.tar  each image's bytes and, as <key>.cls, its label
+
+Kind "index" names archives of this host instead, which may be sorted by class; kind "in_place" names shards
+of other people, on this host or in one bucket of S3.
 
 The 512 bytes before an image are its tar header. Messages take the image's key from there; of a name that is
 too long for the header they show the beginning.
@@ -11,12 +14,13 @@ too long for the header they show the beginning.
 import hashlib
 import io
 import os
+import posixpath
 import re
 import shlex
 import tarfile
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypedDict
@@ -49,10 +53,10 @@ class ClassName(TypedDict):
 
 @dataclass(frozen=True)
 class Shard:
-    file: str  # its name in the folder; for kind "index" an absolute path
+    file: str  # its name in the folder; for other kinds than "shards" an absolute path, or s3://bucket/key
     bytes: int
     images: int
-    sha256: str | None  # None for kind "index"
+    sha256: str | None  # None for other kinds than "shards", but in S3
 
 
 @dataclass(frozen=True)
@@ -64,11 +68,26 @@ class SplitManifest:
 
 @dataclass(frozen=True)
 class Manifest:
-    kind: str  # "shards" or "index"
+    kind: str  # "shards", "index" or "in_place"
     name: str
     classes: tuple[str, ...]  # names in label order; names that occur twice with their WordNet ids
     splits: dict[str, SplitManifest]
     sha256: str  # of the manifest itself
+
+    @property
+    def store(self) -> str | None:
+        """The prefix in S3 of other people's shards; None for all other kinds and places."""
+        files = [shard.file for split in self.splits.values() for shard in split.shards]
+        if self.kind != "in_place" or not files[0].startswith("s3://"):
+            return None
+        return "s3://" + posixpath.commonpath([posixpath.dirname(file[5:]) for file in files])
+
+    def shards_in(self, split: str) -> tuple[Shard, ...]:
+        """The split's shards, those that stay in S3 by their keys below `store`."""
+        begin = f"{self.store}/"
+        return tuple(
+            replace(shard, file=shard.file.removeprefix(begin)) for shard in self.splits[split].shards
+        )
 
 
 KINDS = {  # of the manifest's values
@@ -95,27 +114,27 @@ def find_local(folder: Path, roots: tuple[str, ...] = ()) -> Manifest | None:
             raise ValueError(f"--data {folder} has no {MANIFEST}: {UNFINISHED}")
         return None
     manifest = parse_manifest(path.read_bytes(), str(path))
-    check_roots(manifest, folder, roots)
+    check_roots(manifest, str(folder), roots)
     for split in manifest.splits.values():
-        for shard in split.shards:
+        for shard in split.shards if manifest.store is None else ():
             _check_size(folder / shard.file, shard.bytes)
     return manifest
 
 
-def check_roots(manifest: Manifest, folder: Path, roots: tuple[str, ...]) -> None:
-    """Raises ValueError if an index names a file outside of --data_root, by default its own folder.
+def check_roots(manifest: Manifest, place: str, roots: tuple[str, ...]) -> None:
+    """Raises ValueError if an index names a file outside of --data_root, by default its own place.
 
     Links are resolved. An index may come from strangers, and training reads the files that it names.
     """
-    if manifest.kind != "index":
+    if manifest.kind == "shards":
         return
     roots = tuple(root for root in roots if root)
     for file in dict.fromkeys(shard.file for split in manifest.splits.values() for shard in split.shards):
-        what = f"--data {folder}: its index names {printable(file)}"
-        if not any(is_inside(file, root) for root in roots or (str(folder),)):
+        what = f"--data {place}: its index names {printable(file)}"
+        if not any(is_inside(file, root) for root in roots or (place,)):
             allowed = " or ".join(roots) or "its own folder"
             raise ValueError(f"{what}, outside of {allowed}: to allow that, give {data_root_flag([file])}")
-        if file.startswith("s3://"):
+        if file.startswith("s3://") and manifest.kind == "index":
             raise ValueError(f"{what}, but an index can only name files of this host: prepare shards from it")
 
 
@@ -153,16 +172,18 @@ def _check_size(path: Path, size: int) -> None:
         raise ValueError(f"{path} has {found:,} bytes where {MANIFEST} says {size:,}: prepare again")
 
 
-def find_stored(store: ObjectStore) -> tuple[Manifest, bytes]:
-    """The manifest below a prefix, and its bytes. Raises ValueError when it is missing or damaged."""
+def find_stored(store: ObjectStore, roots: tuple[str, ...] = ()) -> tuple[Manifest, bytes]:
+    """The manifest below a prefix, and its bytes. Raises ValueError when it is missing or damaged, or names
+    objects outside of the roots."""
     content = store.read(MANIFEST, MANIFEST_LIMIT)
     if content is None:
         unfinished = any(map(_is_prepared, store.list()))
         why = UNFINISHED if unfinished else "prep_imagenet.py --out prepares data there"
         raise ValueError(f"--data {store.url} has no {MANIFEST}: {why}")
     manifest = parse_manifest(content, f"{store.url}/{MANIFEST}")
-    if manifest.kind == "index":
+    if manifest.kind != "shards" and manifest.store is None:
         raise ValueError(f"--data {store.url} is an index of one host's files: give its folder on that host")
+    check_roots(manifest, store.url, roots)
     return manifest, content
 
 
@@ -196,9 +217,9 @@ def parse_manifest(content: bytes, where: str) -> Manifest:
 
 def _problem(manifest: Manifest) -> str | None:
     """Returns an error for values that no preparation writes, else None."""
-    has_shards, files = manifest.kind == "shards", set[str]()
-    if not has_shards and manifest.kind != "index":
+    if manifest.kind not in ("shards", "index", "in_place"):
         return f"kind {_brief(manifest.kind)}"
+    has_shards, files, places = manifest.kind == "shards", set[str](), set[str]()
     for split in manifest.splits.values():
         if not 0 < split.images == sum(shard.images for shard in split.shards):
             return f"images {split.images}, which is not the sum of its shards'"
@@ -206,10 +227,21 @@ def _problem(manifest: Manifest) -> str | None:
             return f"SHA-256 {_brief(split.index_sha256)}"
         for shard in split.shards:
             is_named = SHARD_FILE.fullmatch(shard.file) if has_shards else _is_absolute(shard.file)
-            is_known = not has_shards or (SHA256.fullmatch(shard.sha256 or "") and shard.file not in files)
-            if not (is_named and is_known and 0 <= shard.bytes < LARGEST and 0 <= shard.images < LARGEST):
+            is_fetched = has_shards or (manifest.kind == "in_place" and shard.file.startswith("s3://"))
+            is_known = not is_fetched or SHA256.fullmatch(shard.sha256 or "")
+            is_new = manifest.kind == "index" or shard.file not in files
+            if not (
+                is_named
+                and is_known
+                and is_new
+                and 0 <= shard.bytes < LARGEST
+                and 0 <= shard.images < LARGEST
+            ):
                 return f"shard {_brief(shard.file)}"
             files.add(shard.file)
+            places.add(shard.file.split("/")[2] if shard.file.startswith("s3://") else "")
+    if manifest.kind == "in_place" and len(places) > 1:
+        return "shards in more than one bucket, or of this host, too"
     return None
 
 

@@ -45,7 +45,8 @@ class Source:
     val_name: str = "val"
     mirror: bool = True
     root: Path | None = None  # the folder of the image files, for images stored as paths
-    shards: str | None = None  # the place of shards: a folder, or s3://bucket/prefix
+    shards: str | None = None  # the place of their manifest: a folder, or s3://bucket/prefix
+    store: str | None = None  # the place in S3 of other people's shards
     hashes: tuple[str, ...] = ()  # hashes of the content beyond the files'
 
 
@@ -62,7 +63,7 @@ def find_source(data: str, beat: Heartbeat, show_progress: bool, data_root: tupl
     if data == "cifar10":
         return _find_on_hub(data, "uoft-cs/cifar10", beat, show_progress)
     if str(data).startswith("s3://"):
-        return run_with_heartbeat(lambda: _find_stored_shards(ObjectStore(data)), beat)
+        return run_with_heartbeat(lambda: _find_stored_shards(ObjectStore(data), data_root), beat)
     # Links are not followed: hosts that keep the data in different places can give it one name.
     root = Path(os.path.abspath(expand_home(data, "give --data as an absolute path")))
     if not root.is_dir():
@@ -115,16 +116,16 @@ def _write_synthetic(folder: Path, beat: Heartbeat) -> tuple[str, ...]:
 
 
 def _find_shards(root: Path, data_root: tuple[str, ...]) -> Source | None:
-    """Finds the shards that prep_imagenet.py wrote to a folder; they stay there."""
+    """Finds the shards that prep_imagenet.py wrote to a folder, or an index of others; they stay there."""
     manifest = shards.find_local(root, data_root)
     if manifest is None:
         return None
     return _source_of_shards(manifest, str(root), lambda name: (root / name).read_bytes())
 
 
-def _find_stored_shards(store: ObjectStore) -> Source:
-    """Finds shards below a prefix in S3; each is fetched when it is needed."""
-    manifest, content = shards.find_stored(store)
+def _find_stored_shards(store: ObjectStore, data_root: tuple[str, ...]) -> Source:
+    """Finds shards below a prefix in S3, or an index of others; each is fetched when it is needed."""
+    manifest, content = shards.find_stored(store, data_root)
 
     def read(name: str) -> bytes:
         found = content if name == shards.MANIFEST else store.read(name, shards.INDEX_LIMIT)
@@ -149,7 +150,8 @@ def _source_of_shards(manifest: shards.Manifest, place: str, read: Callable[[str
             beat()
         return manifest.classes
 
-    return Source(manifest.name, (), write, shards=place, hashes=(manifest.sha256,))
+    hashes = (manifest.sha256,)
+    return Source(manifest.name, (), write, shards=place, store=manifest.store, hashes=hashes)
 
 
 def _find_class_folders(root: Path) -> Source:

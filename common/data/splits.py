@@ -160,7 +160,8 @@ class ShardSplit(EncodedSplit):
         self.index, self.shards, self.labels, self.samples = index, shards, labels, samples
         self.skip, self.workers, self.cache = skip, workers, cache
         self.beside, self.evaluated = beside, evaluated
-        self.open = partial(ShardImages, index, tuple(str(folder / shard.file) for shard in shards))
+        files = (cache.path(shard.file) if cache else folder / shard.file for shard in shards)
+        self.open = partial(ShardImages, index, tuple(map(str, files)))
 
     def check(self, batch: Batch) -> None:
         """Raises ValueError if the streams do not fit the batch, or their shards the cache."""

@@ -199,7 +199,7 @@ def code() -> dict[str, str]:
 def _contents(data: str, data_root: tuple[str, ...]) -> dict[str, Any]:
     """A digest of a folder's file names and sizes, or of the manifest of shards in S3; else `problem`."""
     if data.startswith("s3://"):
-        return _stored(data)
+        return _stored(data, data_root)
     root, digest, count = Path(data), hashlib.sha256(), 0
     for folder, below, names in os.walk(root):
         below.sort()
@@ -221,13 +221,13 @@ def _contents(data: str, data_root: tuple[str, ...]) -> dict[str, Any]:
     return found
 
 
-def _stored(url: str) -> dict[str, Any]:
+def _stored(url: str, data_root: tuple[str, ...]) -> dict[str, Any]:
     """The digest of the manifest of shards in S3, read with this host's credentials."""
     from common.data.shards import find_stored
     from common.system.s3 import ObjectStore
 
     try:
-        return {"digest": find_stored(ObjectStore(url))[0].sha256[:12], "problem": None}
+        return {"digest": find_stored(ObjectStore(url), data_root)[0].sha256[:12], "problem": None}
     except ValueError as error:
         return {"problem": str(error)}
 

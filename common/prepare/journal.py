@@ -14,7 +14,7 @@ from typing import Any
 from common.data.decode import SPLITS
 from common.data.shards import JOURNAL, MANIFEST, MANIFEST_LIMIT, index_name
 from common.prepare.source import Position, RawDataset
-from common.prepare.writer import State, part_name
+from common.prepare.writer import State, part_name, rows_name
 from common.system.files import parse_json, read_json, try_lock, write_bytes
 from common.system.s3 import ObjectStore
 
@@ -124,7 +124,8 @@ class Journal:
         if self.form == "folder":
             return  # its manifest lists no files
         wanted = {index_name(split): None for split in splits}
-        wanted |= {shard["file"]: shard["bytes"] for about in splits.values() for shard in about["shards"]}
+        shards = (shard for about in splits.values() for shard in about["shards"])
+        wanted |= {s["file"]: s["bytes"] for s in shards if not s["file"].startswith("s3://")}
         stored = set() if self.store is None else set(self.store.list())
         for file, size in wanted.items():
             path = self.folder / file
@@ -224,6 +225,7 @@ class Journal:
         for path in self.folder.iterdir():
             if WRITTEN.fullmatch(path.name) and path.name.startswith(split):
                 path.unlink()
+        shutil.rmtree(self.folder / rows_name(split), ignore_errors=True)
         if self.form == "folder":
             shutil.rmtree(self.folder / split, ignore_errors=True)
 

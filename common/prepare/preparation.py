@@ -7,6 +7,7 @@ import os
 import shlex
 import shutil
 import time
+from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,8 @@ from common.prepare.inputs import shown
 from common.prepare.journal import Journal, SplitProgress
 from common.prepare.recode import recoded
 from common.prepare.source import SECOND_CLASS, ImageBatch, Position, RawDataset, batches, exists, index_rows
-from common.prepare.writer import FolderWriter, ShardWriter, write_index
+from common.prepare.webdataset import THREADS, WebDataset, find_patterns, index_once
+from common.prepare.writer import FolderWriter, ShardWriter, rows_name, write_index
 from common.system.cli import expand_home
 from common.system.progress import ReadingProgress
 from common.system.s3 import ObjectStore
@@ -43,7 +45,11 @@ class Preparation:
         self.store = ObjectStore(flags.out) if flags.out.startswith("s3://") else None
         self.folder = expand_home(flags.work_dir or flags.out, "give an absolute path").absolute()
         hashed = flags.source == "imagenet" and not flags.no_verify
-        self.dataset = RawDataset(flags.source, find_parts(flags), hashed, flags.subset)
+        self.dataset = (
+            WebDataset(find_parts(flags), flags.classes)
+            if flags.source == "shards"
+            else RawDataset(flags.source, find_parts(flags), hashed, flags.subset)
+        )
         self.settings: dict[str, Any] = {
             "format": flags.format,
             "from": flags.source,
@@ -54,7 +60,9 @@ class Preparation:
         }
         if self.dataset.listings:
             self.settings["names_and_sizes"] = self.dataset.listings
-        if flags.format == "index":  # whose shards are the archives
+        if isinstance(self.dataset, WebDataset):
+            self.settings |= {"patterns": self.dataset.parts, "classes": flags.classes}
+        elif flags.format == "index":  # whose shards are the archives
             parts = self.dataset.parts
             self.settings["paths"] = {s: str(Path(parts[s]).absolute()) for s in self._splits()}
         self.journal = Journal(self.folder, self.store, flags.format, self.settings, self.dataset)
@@ -70,13 +78,21 @@ class Preparation:
             self._begin_or_resume(left)
             for split in self._splits():
                 if self.journal.finished(split) is None:
-                    (self._index if self.flags.format == "index" else self._write)(split)
+                    self._prepare(split)
                 if self.store is not None:
                     self._upload(split, self.store)
             self._finish()
 
     def _splits(self) -> list[str]:
         return [split for split in SPLITS if split in self.dataset.parts]
+
+    def _prepare(self, split: str) -> None:
+        if isinstance(self.dataset, WebDataset):
+            self._index_in_place(split, self.dataset)
+        elif self.flags.format == "index":
+            self._index(split)
+        else:
+            self._write(split)
 
     def _begin_or_resume(self, left: dict[str, Any] | None) -> None:
         if left is None or not left["splits"]:
@@ -89,10 +105,12 @@ class Preparation:
     def _finish(self) -> None:
         finished = {split: self.journal.finished(split) or {} for split in self._splits()}
         odd = self.journal.odd_images()
+        if isinstance(self.dataset, WebDataset):
+            self.dataset.name_classes(max(entry.pop("largest_label") for entry in finished.values()))
         self.journal.finish(
             {
                 "format": FORMAT,
-                "kind": self.flags.format,
+                "kind": "in_place" if self.flags.source == "shards" else self.flags.format,
                 "name": self._name(),
                 "seed": self.flags.seed,
                 "resize": self.settings["resize"],
@@ -116,7 +134,9 @@ class Preparation:
         out = self.store.url if self.store else str(self.folder)
         words = f"--data {shlex.quote(out)}"
         if self.flags.format == "index":  # a training reads files outside of its folder only with this flag
-            words += f" {data_root_flag(self.settings['paths'].values())}"
+            words += (
+                f" {data_root_flag(shard['file'] for split in splits.values() for shard in split['shards'])}"
+            )
         print(printable(f"train with: {words}"))
 
     def _name(self) -> str:
@@ -154,6 +174,40 @@ class Preparation:
         entry = {"images": len(rows), "index_sha256": digest, "shards": [shard]}
         self.journal.finish_split(split, entry, [])
         print(f"{split}: {len(rows):,} images indexed in {time.perf_counter() - began:.2f} s", flush=True)
+
+    def _index_in_place(self, split: str, dataset: WebDataset) -> None:
+        """Writes the index of shards that stay where they are. An interruption costs those being read."""
+        files, folder, began = dataset.files[split], self.folder / rows_name(split), time.perf_counter()
+        self.journal.begin_writing()
+        self.journal.record(split, SplitProgress(0, len(files)), {})
+        folder.mkdir(exist_ok=True)
+        pool = ThreadPoolExecutor(THREADS)
+        try:
+            with ReadingProgress(split, 0, 0, dataset.bytes[split]) as progress:
+                coming = [
+                    pool.submit(index_once, folder / f"{n}.npz", file, dataset.places)
+                    for n, file in enumerate(files)
+                ]
+                found, done = [], 0
+                for file, shard in zip(files, coming, strict=True):
+                    found.append(shard.result())
+                    done += file.bytes
+                    progress.tell(done)
+        finally:
+            pool.shutdown(cancel_futures=True)
+        rows = np.concatenate([np.insert(s.rows, 0, n, axis=1) for n, s in enumerate(found)])
+        shards = [
+            {"file": file.url, "bytes": file.bytes, "images": len(shard.rows), "sha256": shard.sha256}
+            for file, shard in zip(files, found, strict=True)
+        ]
+        digest, largest = write_index(self.folder, split, rows), int(rows[:, 3].max())
+        entry = {"images": len(rows), "index_sha256": digest, "shards": shards, "largest_label": largest}
+        self.journal.finish_split(split, entry, [])
+        shutil.rmtree(folder)
+        seconds = time.perf_counter() - began
+        print(
+            f"{split}: {len(rows):,} images in {len(files):,} shards indexed in {seconds:.2f} s", flush=True
+        )
 
     def _write(self, split: str) -> None:
         """Writes a split's shards or folders in one pass, or the rest of them."""
@@ -226,7 +280,8 @@ class Preparation:
         """Uploads a finished split shard by shard, and removes each shard here."""
         entry = self.journal.finished(split)
         assert entry is not None
-        sizes = {shard["file"]: shard["bytes"] for shard in entry["shards"]}
+        in_place = self.flags.source == "shards"
+        sizes = {} if in_place else {shard["file"]: shard["bytes"] for shard in entry["shards"]}
         done = 0
         with ReadingProgress(split, 0, 0, sum(sizes.values()), "uploaded") as progress:
             for file in (*sizes, index_name(split)):
@@ -241,7 +296,16 @@ class Preparation:
 
 def find_parts(flags: argparse.Namespace) -> dict[str, str]:
     """Finds train, val and devkit: the path or url of each part that exists."""
-    base, names, found = flags.url or os.path.expanduser(flags.data or ""), NAMES[flags.source], {}
+    base = flags.url or os.path.expanduser(flags.data or "")
+    if flags.source == "shards":
+        patterns = find_patterns(base) if base else {}
+        patterns |= {split: given for split in SPLITS if (given := getattr(flags, split))}
+        if not patterns:
+            raise ValueError(
+                f"--data {base} holds no shards named *train*.tar or *val*.tar: give --train, --val"
+            )
+        return patterns
+    names, found = NAMES[flags.source], {}
     for part, name in names.items():
         given, beside = getattr(flags, part), base and f"{base.rstrip('/')}/{name}"
         if given or (beside and (flags.url or exists(beside))):

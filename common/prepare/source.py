@@ -209,7 +209,7 @@ class RawDataset:
             self.classes = [{"wnid": name, "name": name} for name in names]
             self.labels = dict.fromkeys(SPLITS, by_class(names))
             return
-        with open_input(self.parts["devkit"], self.hashed) as stream:
+        with open_input(self.parts["devkit"], "md5" if self.hashed else None) as stream:
             self.check_md5("devkit", stream)
         with open_input(self.parts["devkit"]) as stream:
             devkit = Devkit.read(stream, self.subset)
@@ -225,12 +225,12 @@ class RawDataset:
         if self.kind != "imagenet" and Path(where).is_dir():
             yield class_folders(Path(where)), None
             return
-        with open_input(where, hashed) as stream:
+        with open_input(where, "md5" if hashed else None) as stream:
             yield (flat_tar if self.kind == "imagenet" and split == "val" else class_tars)(stream), stream
 
     def check_md5(self, part: str, stream: Input | None) -> None:
         """Reads the rest of a part. Raises ValueError when its MD5 sum is not the published one."""
-        if self.hashed and stream is not None and (found := stream.md5()) != MD5[part]:
+        if self.hashed and stream is not None and (found := stream.digest()) != MD5[part]:
             raise ValueError(
                 f"{stream.where} is not the published file: its MD5 is {found}, expected {MD5[part]}. Get it"
                 " again; or give --no_verify if another file is meant"

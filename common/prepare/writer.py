@@ -138,6 +138,11 @@ def part_name(split: str) -> str:
     return f".{split}_index.part"
 
 
+def rows_name(split: str) -> str:
+    """Name of the folder with the indices of single shards, which is removed at the end."""
+    return f".{split}_rows"
+
+
 class _Shard:
     """One shard's file. A single thread calls its methods."""
 

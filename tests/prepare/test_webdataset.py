@@ -1,0 +1,220 @@
+"""Other people's shards: indexed where they are, on this host and in S3, and read in the order of our own."""
+
+import io
+import json
+import shutil
+import tarfile
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from common.data.cache import prepare_data
+from common.data.images import open_images
+from common.data.splits import ShardSplit
+from common.order import training_plan
+from common.prepare import preparation, webdataset
+from common.recipe import share_out
+from common.system.s3 import ObjectStore
+from tests.conftest import full, lines, python, run, torchrun
+from tests.data.test_shard_stream import RECIPE, SHARD_GIB, STEPS, TRAIN, VAL, expected
+from tests.data.test_shards import NO_WORKERS, VIT, jpeg, read, write_shards
+from tests.support.imagenet import fails, prep
+from tests.support.s3 import BUCKET, aws_env, s3  # noqa: F401 (fixture)
+
+FROM_SHARDS = ["--from", "shards", "--format", "index"]
+INDICES = ("train_index.npy", "val_index.npy")
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory) -> Path:
+    """Shards as prep_imagenet.py writes them."""
+    return write_shards(tmp_path_factory.mktemp("ours") / "wds", TRAIN, VAL)
+
+
+@pytest.fixture(scope="module")
+def theirs(ours) -> Path:
+    """The same tars and nothing else."""
+    folder = ours.parent.parent / "theirs" / "wds"
+    shutil.copytree(ours, folder, ignore=lambda _, names: [n for n in names if not n.endswith(".tar")])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def in_s3(theirs, s3):  # noqa: F811
+    """The same tars in S3, as train/00000.tar and so on. Yields their store."""
+    with pytest.MonkeyPatch.context() as patch:
+        for key, value in aws_env(s3).items():
+            patch.setenv(key, value)
+        store = ObjectStore(f"s3://{BUCKET}/wds")
+        for path in theirs.iterdir():
+            store.upload(path, path.name.replace("-", "/"))
+        yield store
+
+
+def write_tar(path: Path, members: dict[str, bytes]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w") as tar:
+        for name, content in members.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+    return path
+
+
+def training_split(data: str, cache: Path, *roots: str) -> ShardSplit:
+    return open_images(prepare_data(data, cache, data_root=roots), replace(RECIPE, data_root=roots)).train
+
+
+def ids_of(train: ShardSplit, processes: int) -> list[list[int]]:
+    """The samples of the micro-batches of an epoch, from step 3 on."""
+    batch = share_out(24, 6, processes)
+    ranks = [list(training_plan(train, batch, rank, 0, 3, STEPS)) for rank in range(processes)]
+    size = batch.accumulations
+    parts = [part for k in range(STEPS - 3) for rank in ranks for part in rank[k * size : (k + 1) * size]]
+    return [ids.tolist() for _, ids in parts]
+
+
+@pytest.mark.parametrize("place", ["local", "s3"])
+def test_nothing_is_copied_and_the_order_is_that_of_our_shards(place, ours, theirs, in_s3, tmp_path):
+    data, out = (str(theirs) if place == "local" else in_s3.url), tmp_path / "index"
+    before = in_s3.list()
+    output = prep(*FROM_SHARDS, "--data", data, "--out", out)
+    assert f"train with: --data {out} --data_root {data}" in output
+    assert sorted(path.name for path in out.iterdir()) == ["manifest.json", *INDICES]
+    assert in_s3.list() == before
+    for name in INDICES:
+        assert np.array_equal(np.load(out / name), np.load(ours / name))
+    straight = training_split(str(ours), tmp_path / "cache")
+    found = training_split(str(out), tmp_path / "cache", data)
+    for processes in (1, 2, 4):
+        assert ids_of(found, processes) == ids_of(straight, 1)
+    plan = list(training_plan(found, share_out(24, 6, 1), 0, 0, 3, STEPS))
+    for (_, _, pixels, labels), (_, _, pixels2, labels2) in zip(
+        read(found, plan), read(straight, plan), strict=True
+    ):
+        assert torch.equal(pixels, pixels2)
+        assert labels.tolist() == labels2.tolist()
+
+
+@pytest.mark.parametrize("processes", [2, full(1), full(4)])
+def test_an_interrupted_training_from_s3(processes, in_s3, tmp_path):
+    """It begins on one process; the index is in S3, too. Samples are those of the uninterrupted order."""
+    index = f"s3://{BUCKET}/index-{processes}"
+    prep(*FROM_SHARDS, "--data", in_s3.url, "--out", index, "--work_dir", tmp_path / "work")
+    words = [*VIT, "--data", index, "--data_root", in_s3.url, "--streams", 4]
+    words += [
+        "--shuffle_window",
+        4,
+        "--epochs",
+        2,
+        "--batch_size",
+        24,
+        "--per_device_batch_size",
+        6,
+        *NO_WORKERS,
+    ]
+    words += [
+        "--log_samples",
+        "--cache_dir",
+        tmp_path / "cache",
+        "--output_dir",
+        tmp_path / "run",
+    ]
+    run([*python(), *words, "--max_steps", 5])
+    run([*torchrun(processes), *words])
+    found = [line["samples"] for line in lines(tmp_path / "run" / "samples.jsonl")]
+    assert found == expected().tolist()
+
+
+def test_samples_of_several_fields(tmp_path):
+    """Classes from JSON, other fields, folders, a test split, names of the classes."""
+    image, about = jpeg(1), json.dumps({"label": 1, "width": 40}).encode()
+    write_tar(
+        tmp_path / "in-train-0.tar",
+        {"a/1.jpg": image, "a/1.seg.png": b"x", "a/1.json": about, "a/2.cls": b"0\n", "a/2.JPG": image},
+    )
+    write_tar(tmp_path / "in-test-0.tar", {"about.txt": b"x", "3.png": image, "3.cls": b"2"})
+    names = tmp_path / "names.txt"
+    names.write_text("cat\ndog\nhen\n")
+    prep(*FROM_SHARDS, "--data", tmp_path, "--out", tmp_path / "index", "--classes", names)
+    assert np.load(tmp_path / "index" / "train_index.npy")[:, 3].tolist() == [1, 0]
+    about = json.loads((tmp_path / "index" / "manifest.json").read_text())
+    assert [c["name"] for c in about["classes"]] == ["cat", "dog", "hen"]
+    assert about["splits"]["val"]["images"] == 1
+
+
+def test_braces(theirs, tmp_path):
+    patterns = ["--train", theirs / "train-{00000..00023}.tar", "--val", theirs / "val-0000[2-3].tar"]
+    prep(*FROM_SHARDS, *patterns, "--out", tmp_path / "index")
+    splits = json.loads((tmp_path / "index" / "manifest.json").read_text())["splits"]
+    assert {split: len(about["shards"]) for split, about in splits.items()} == {"train": 24, "val": 2}
+
+
+@pytest.mark.parametrize(
+    ("members", "said"),
+    [
+        ({"a.jpg": b"x"}, "train-0.tar: a has no class"),
+        ({"a.jpg": b"x", "a.json": b'{"name": "cat"}'}, "train-0.tar: a has no class"),
+        ({"a.cls": b"0"}, "train-0.tar: a has 0 images"),
+        ({"a.jpg": b"x", "a.png": b"x", "a.cls": b"0"}, "train-0.tar: a has 2 images"),
+        ({"a.jpg": b"x", "a.cls": b"cat"}, "its class is 'cat', not a number"),
+        ({"a.jpg": b"x", "a.cls": b"-1"}, "its class is '-1', not a number"),
+        ({"a.jpg": b"x", "a.json": b'{"label": true}'}, "its class is True, not a number"),
+        ({"a.jpg": b"x", "a.json": b"{"}, "a.json"),
+        ({"a.txt": b"x"}, "train-0.tar holds no samples with an image"),
+    ],
+)
+def test_a_sample_that_is_none_is_named(members, said, tmp_path):
+    write_tar(tmp_path / "data" / "train-0.tar", members)
+    output = fails(*FROM_SHARDS, "--data", tmp_path / "data", "--out", tmp_path / "index")
+    assert said in output
+    assert not (tmp_path / "index" / "manifest.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "said"),
+    [
+        (["--from", "shards"], 2, "--format index"),
+        ([*FROM_SHARDS, "--out", "s3://bucket/x", "--work_dir", "w"], 2, "other hosts can't read"),
+        ([*FROM_SHARDS, "--url", "https://a/b"], 2, "--url"),
+        ([*FROM_SHARDS, "--train", "nothing-{0..3}.tar"], 1, "nothing-0.tar is no file"),
+        ([*FROM_SHARDS, "--train", "nothing-*.tar"], 1, "nothing-*.tar names no shards"),
+        ([*FROM_SHARDS], 1, "holds no shards named *train*.tar"),
+        (["--classes", "x"], 2, "--classes"),
+    ],
+)
+def test_what_is_refused(words, status, said, tmp_path):
+    place = [] if "--url" in words else ["--data", tmp_path]
+    assert said in fails("--out", tmp_path / "out", *place, *words, status=status)
+
+
+def test_an_interruption_costs_the_shards_being_read(theirs, tmp_path, monkeypatch):
+    read_shards = []
+
+    def index_shard(file, places):
+        if len(read_shards) == 10:
+            raise OSError("the disk is gone")
+        read_shards.append(file.url)
+        return found(file, places)
+
+    found = webdataset.index_shard
+    monkeypatch.setattr(webdataset, "index_shard", index_shard)
+    monkeypatch.setattr(preparation, "THREADS", 1)
+    words = [*FROM_SHARDS, "--data", theirs, "--out", tmp_path / "index"]
+    assert "the same command continues" in fails(*words)
+    first, read_shards[:] = list(read_shards), ["-"] * 11
+    assert "was begun: continuing there" in prep(*words)
+    assert not set(first) & set(read_shards)
+    assert len(read_shards) - 11 == len(TRAIN) + len(VAL) - len(first)
+    assert not list((tmp_path / "index").glob(".*"))
+
+
+def test_a_shard_in_s3_that_was_replaced_is_refused(in_s3, tmp_path):
+    prep(*FROM_SHARDS, "--data", in_s3.url, "--out", tmp_path / "index")
+    in_s3.write("train/00000.tar", bytes(int(SHARD_GIB * 2**30)))
+    train = training_split(str(tmp_path / "index"), tmp_path / "cache", in_s3.url)
+    with pytest.raises(ValueError, match="differs from the manifest"):
+        read(train, [(0, np.array([0]))])
