@@ -24,10 +24,10 @@ Images stay as they are, byte for byte. CMYK images, and the PNG that is named .
 quality 95, and are listed. --resize 256 makes the shorter side of larger images 256 pixels, on all cores.
 
 Other images: --from tar takes train.tar and val.tar, each of which holds <class>.tar files. --from folder
-takes train/<class>/ and val/<class>/. --train and --val may be one of each. Labels are the numbers of the
-sorted class names; a tar is scanned for them first. Hidden files, and files without an image's extension, are
-skipped. Each JPEG is checked on all cores: decoders silently fill up half a JPEG with grey. --no_verify skips
-that check.
+takes train/<class>/ and val/<class>/, with images also in deeper folders. --train and --val may be one of
+each. Labels are the numbers of the sorted class names; a tar is scanned for them first. Hidden files, and
+files without an image's extension, are skipped. Each JPEG is checked on all cores: decoders silently fill up
+half a JPEG with grey. --no_verify skips that check.
 
 Other people's shards: --from shards --format index indexes WebDataset's tars, in a folder or below a prefix
 in S3, where they are. Tars with train, and with val or test, in their name or their folder's are found;

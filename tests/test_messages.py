@@ -107,7 +107,17 @@ MESSAGES: dict[str, tuple[Callable[[], object], str]] = {  # {here}: the working
     ),
     "no validation images": (
         lambda: (images("d/train/cat/a.jpg"), data("d")),
-        "--data {here}/d has train/, but no val/ or test/ to evaluate on",
+        "--data {here}/d has train/, but no val/, validation/, valid/ or test/ to evaluate on: move some"
+        " images of each class into val/<class>/",
+    ),
+    "class folders without splits": (
+        lambda: (images("d/cat/a.jpg", "d/dog/more/a.TIF"), data("d")),
+        "--data {here}/d has 2 class folders, but no val/, validation/, valid/ or test/ to evaluate on: move"
+        " each class folder into train/, and some images of each class into val/<class>/",
+    ),
+    "no training images": (
+        lambda: (images("d/test/cat/a.jpg"), data("d")),
+        "--data {here}/d has test/, but no train/",
     ),
     "other classes": (
         lambda: (images("d/train/cat/a.jpg", "d/val/dog/a.jpg"), data("d")),
@@ -115,7 +125,8 @@ MESSAGES: dict[str, tuple[Callable[[], object], str]] = {  # {here}: the working
     ),
     "an empty class": (
         lambda: (images("d/train/cat/a.jpg", "d/train/dog/a.txt", "d/val/cat/a.jpg"), data("d")),
-        "no images (.jpg .jpeg .png .webp .bmp) in {here}/d/train/dog: fill or remove the folder",
+        "no images (.jpg .jpeg .jpe .jfif .png .webp .bmp .tif .tiff .gif .ppm .pgm .pbm .pnm .avif) in"
+        " {here}/d/train/dog: fill or remove the folder",
     ),
     "precision of a launcher": (
         lambda: check_answers({"ACCELERATE_MIXED_PRECISION": "fp8"}, 2),

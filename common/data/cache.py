@@ -27,15 +27,22 @@ import numpy as np
 from common.data.decode import SPLITS, cores
 from common.data.encoded import FILES, Encoded
 from common.data.sources import Source, find_source
+from common.data.survey import Duplicates, find_duplicates
 from common.system.cli import expand_home
 from common.system.files import discard, read_json, size_limit, sync, try_lock
 from common.system.threads import Heartbeat, run_with_heartbeat
 
 FORMAT = 1  # part of the key: raised when the content of a cache folder changes
+DECODING = 2  # part of the place's key: raised when the pixels of some images change, or what meta.json has
 HASH_LIMIT_BYTES = 4 * 2**30
 SAMPLE = 64  # images of each split that are decoded to find the common size
 LOCK = ".lock"
 CHUNK_PIXELS = 2**22  # decoded in one go by a thread: some 50 ms, the longest delay of an interruption
+
+
+class Prepared(NamedTuple):
+    folder: str  # in the cache
+    left_out: str  # what of the data is not read, and why
 
 
 def prepare_data(
@@ -45,7 +52,18 @@ def prepare_data(
     show_progress: bool = True,
     data_root: tuple[str, ...] = (),
 ) -> Path:
-    """Finds or makes the cache folder of `data`; one process per host calls it. Returns the folder.
+    """The folder that prepare() returns."""
+    return Path(prepare(data, cache_dir, beat, show_progress, data_root).folder)
+
+
+def prepare(
+    data: str,
+    cache_dir: Path,
+    beat: Heartbeat = lambda: None,
+    show_progress: bool = True,
+    data_root: tuple[str, ...] = (),
+) -> Prepared:
+    """Finds or makes the cache folder of `data`; one process per host calls it.
 
     Calls beat() about every second. Raises ValueError for data or a cache that can't be used.
     """
@@ -54,19 +72,9 @@ def prepare_data(
         source = find_source(data, beat, show_progress, data_root)
         content, place = run_with_heartbeat(lambda: _keys(source), beat)
         label = re.sub(r"[^A-Za-z0-9._-]", "_", source.name).lstrip(".") or "images"
-        if not _why_unused(cache_dir / f"{label}-{place}"):
-            return cache_dir / f"{label}-{place}"
-        own_dir = _own_dir(cache_dir)
-        folder = own_dir / f"{label}-{place}"
-        if not _why_unused(folder):
-            return folder
-        with _lock(own_dir, beat):
-            if reason := _why_unused(folder):  # another job may have made it while we waited
-                if os.path.lexists(folder):
-                    print(f"{folder} is prepared again: {reason}", file=sys.stderr, flush=True)
-                    discard(folder)
-                _make(folder, source, f"{label}-{content}", beat, show_progress)
-        return folder
+        names = f"{label}-{content}", f"{label}-{place}"
+        folder = _find_or_make(source, *names, cache_dir, beat, show_progress)
+        return Prepared(str(folder), source.left_out)
     except OSError as error:
         raise ValueError(
             f"--data {data} could not be prepared in --cache_dir {cache_dir}: {error}{size_limit()}. The"
@@ -74,15 +82,33 @@ def prepare_data(
         ) from error
 
 
+def _find_or_make(
+    source: Source, name: str, folder_name: str, cache_dir: Path, beat: Heartbeat, show_progress: bool
+) -> Path:
+    if not _why_unused(cache_dir / folder_name):
+        return cache_dir / folder_name
+    own_dir = _own_dir(cache_dir)
+    folder = own_dir / folder_name
+    if not _why_unused(folder):
+        return folder
+    with _lock(own_dir, beat):
+        if reason := _why_unused(folder):  # another job may have made it while we waited
+            if os.path.lexists(folder):
+                print(f"{folder} is prepared again: {reason}", file=sys.stderr, flush=True)
+                discard(folder)
+            _make(folder, source, name, beat, show_progress)
+    return folder
+
+
 def _keys(source: Source) -> tuple[str, str]:
     """Two keys of 16 hex digits: of the content, equal on all hosts, and of the content in its place here.
 
     The first is SHA-256 of the names and bytes of all files. Above 4 GiB, where reading everything at each
     start would take too long, sizes stand for bytes, and the second key covers the times of change. The
-    second key covers the folder of the images, too: the cache may hold their paths.
+    second key covers the folder of the images, too: the cache may hold their paths; and DECODING.
     """
     stats = [path.stat() for _, path in source.files]
-    place = str(source.root or source.shards or "")
+    place = str(source.root or source.shards or "") + (f" {DECODING}" if source.files else "")
     if sum(stat.st_size for stat in stats) <= HASH_LIMIT_BYTES:
         with ThreadPoolExecutor(cores()) as pool:  # SHA-256 and reading release the GIL
             hashes = list(pool.map(_sha256, (path for _, path in source.files)))
@@ -176,6 +202,7 @@ def _make(folder: Path, source: Source, name: str, beat: Heartbeat, show_progres
     try:
         classes = source.write(work, beat)
         meta = {
+            "duplicates": None if source.shards else _duplicates(work, beat),
             "kind": _kind(work, source, beat, show_progress),
             "source": name,
             "classes": classes,
@@ -190,6 +217,14 @@ def _make(folder: Path, source: Source, name: str, beat: Heartbeat, show_progres
         sync(folder.parent)
     finally:
         shutil.rmtree(work, ignore_errors=True)
+
+
+def _duplicates(work: Path, beat: Heartbeat) -> Duplicates | None:
+    """Images in both splits; None where there are none, or where the source has written decoded images."""
+    if (work / "train_images.npy").exists():
+        return None
+    train, val = (Encoded(work, split) for split in SPLITS)
+    return run_with_heartbeat(lambda: find_duplicates(train, val), beat)
 
 
 def _sync_all(folder: Path) -> None:

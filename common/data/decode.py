@@ -3,6 +3,7 @@
 import io
 import math
 import os
+from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -13,13 +14,27 @@ if TYPE_CHECKING:
 SPLITS = ("train", "val")
 
 JPEG = b"\xff\xd8"
-# PIL opens no other format: EPS would start Ghostscript, and documents are no photographs.
-FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF", "PPM", "AVIF")
+# Formats by PIL's names, with their files' extensions. PIL opens no other: EPS would start Ghostscript, and
+# documents are no photographs.
+FORMATS = {
+    "JPEG": (".jpg", ".jpeg", ".jpe", ".jfif"),
+    "PNG": (".png",),
+    "WEBP": (".webp",),
+    "BMP": (".bmp",),
+    "TIFF": (".tif", ".tiff"),
+    "GIF": (".gif",),
+    "PPM": (".ppm", ".pgm", ".pbm", ".pnm"),
+    "AVIF": (".avif",),
+}
+EXTENSIONS = tuple(chain.from_iterable(FORMATS.values()))
 MAX_PIXELS = 89_478_485  # PIL's limit: a larger image could be a decompression bomb
 
 
 def decode(data: bytes | bytearray) -> np.ndarray:
     """Decodes one image, turned upright by its EXIF tag: uint8 [H, W, 3]. Raises ValueError with the reason.
+
+    Of several frames or pages the first counts. What is transparent is laid over white. 16 bits become 8 by
+    257, which PIL does not do to images in grey: it turns them white.
 
     The header's size is checked first. torchvision's JPEG decoder is the fastest; PIL decodes files that it
     refuses (a PNG named .jpg) and the other FORMATS. Both refuse a file that is cut short, unless it has an
@@ -123,17 +138,23 @@ def _decode_jpeg(data: bytes | bytearray) -> np.ndarray | None:
 
 
 def _decode_by_pil(data: bytes | bytearray) -> np.ndarray:
-    from PIL import ImageOps
+    from PIL import Image, ImageOps
 
     image = open_image(data)
+    is_16_bit = image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PPM")
     try:
         image = ImageOps.exif_transpose(image)
-        if image.mode.startswith("I;16"):  # convert("RGB") would clip all above 255 to white
-            return np.repeat((np.asarray(image) // 257).astype(np.uint8)[:, :, None], 3, axis=2)
+        if is_16_bit:  # convert("RGB") would clip all above 255 to white
+            grey = np.asarray(image)
+            is_clear = grey == image.info.get("transparency", -1)
+            grey = np.where(is_clear, 255, grey // 257).astype(np.uint8)
+            return np.repeat(grey[:, :, None], 3, axis=2)
         if image.mode in ("I", "F"):
             raise ValueError(f"its pixels have 32 bits (PIL's mode {image.mode}), not 8 or 16")
-        if image.mode == "P" and "transparency" in image.info:
-            image = image.convert("RGBA")  # PIL warns about the direct way
+        if image.has_transparency_data:
+            clear = image.convert("RGBA")
+            image = Image.new("RGBA", clear.size, "white")
+            image.alpha_composite(clear)
         return np.array(image.convert("RGB"))  # a copy, as torch warns about memory that may not be written
     except ValueError:
         raise
@@ -150,7 +171,7 @@ def open_image(data: bytes | bytearray) -> "Image.Image":
     if (frame := jpeg_frame(data)) is not None:
         _check_frame(frame, len(data))
     try:
-        image = Image.open(io.BytesIO(data), formats=FORMATS)
+        image = Image.open(io.BytesIO(data), formats=tuple(FORMATS))
     except UnidentifiedImageError:
         raise ValueError(f"not an image of a known format ({', '.join(FORMATS)})") from None
     except Exception as error:  # twice the limit, or a broken file: PIL's errors have no common class

@@ -76,7 +76,7 @@ class Encoded:
 
         strict: a JPEG of which a part is missing is broken, too.
         """
-        data = self._item(i) if self.root is None else Path(self.file(i)).read_bytes()
+        data = self.content(i)
         try:
             pixels = decode(data)
             if strict and data[:2] == JPEG and (what := damage(data)):
@@ -84,6 +84,16 @@ class Encoded:
             return pixels
         except ValueError as error:
             raise ValueError(f"{self.where(i)}: {error}") from None
+
+    def content(self, i: int) -> bytes:
+        """The bytes of image i as it is encoded."""
+        return self._item(i) if self.root is None else Path(self.file(i)).read_bytes()
+
+    def size(self, i: int) -> int:
+        """The length of content(i)."""
+        if self.root is None:
+            return int(self.offsets[i + 1] - self.offsets[i])
+        return os.path.getsize(self.file(i))
 
     def _item(self, i: int) -> bytes:
         start, end = self.offsets[i : i + 2].tolist()

@@ -1,6 +1,6 @@
 """Opens the images of --data: digits, cifar10, synthetic, parquet files, class folders, or shards.
 
-`prepare_data` (one process per host) makes a folder in the cache; `open_images` (all processes) maps it.
+`prepare` (one process per host) makes a folder in the cache; `open_images` (all processes) maps it.
 Images that fit in memory are decoded once, to uint8 arrays in the cache; workers of a DataLoader decode the
 others for each batch. Batches are uint8 on the device: augmentation and normalisation follow there.
 """
@@ -11,11 +11,13 @@ from pathlib import Path
 import numpy as np
 from accelerate import Accelerator
 
-from common.data.cache import prepare_data
+from common.data import survey
+from common.data.cache import prepare
 from common.data.decode import SPLITS
 from common.data.shard_cache import ShardCache
 from common.data.shards import MANIFEST, check_roots, index_name, parse_manifest
 from common.data.splits import ArraySplit, FileSplit, ShardSplit, Split
+from common.data.survey import Duplicates
 from common.distributed.agreement import agree, once_per_host
 from common.order import Shuffled, Streamed
 from common.recipe import ImageRecipe
@@ -28,7 +30,7 @@ class Images:
     """A data set: splits train and val (val_name is "val" or "test") and class names.
 
     source: the data's name and the key of its content, equal on all hosts with the same data.
-    mirror: True if a mirrored image keeps its class; False for digits.
+    mirror: True if a mirrored image keeps its class; False for digits. duplicates: images in both splits.
     """
 
     source: str
@@ -37,6 +39,7 @@ class Images:
     val: Split
     val_name: str
     mirror: bool
+    duplicates: Duplicates | None = None
 
     @property
     def identity(self) -> tuple[str, tuple[str, ...]]:
@@ -47,21 +50,26 @@ class Images:
 def load(accelerator: Accelerator, recipe: ImageRecipe) -> Images:
     """Opens recipe.data on all processes; one process per host prepares it, and all check that they agree."""
     cache_dir = Path(recipe.cache_dir or "~/.cache/train-images")
-    folder = once_per_host(
+    prepared = once_per_host(
         accelerator,
         "data",
-        lambda beat: str(prepare_data(recipe.data, cache_dir, beat, data_root=recipe.data_root)),
+        lambda beat: prepare(recipe.data, cache_dir, beat, data_root=recipe.data_root),
         recipe.timeout_s,
     )
+    folder, left_out = prepared  # as JSON, from another process
     images = open_images(Path(folder), recipe)
     kind = [images.source, images.val_name, type(images.train).__name__]
     counts = {"training images": len(images.train), "validation images": len(images.val)}
     agree(accelerator, {"data": kind, "classes": images.classes, **counts})
+    labels = images.train.labels, images.val.labels, images.val_name
+    accelerator.print(survey.found(recipe.data, *labels, len(images.classes), left_out))
+    for line in survey.warnings(*labels, images.classes, images.duplicates):
+        accelerator.print(f"warning: {line}")
     return images
 
 
 def open_images(folder: Path, recipe: ImageRecipe | None = None) -> Images:
-    """Maps the folder that `prepare_data` returned into memory.
+    """Maps the folder that `prepare` returned into memory.
 
     recipe: how shards are read and what happens to broken images; None: the defaults.
     """
@@ -86,8 +94,9 @@ def open_images(folder: Path, recipe: ImageRecipe | None = None) -> Images:
         train, val = (FileSplit(folder, split, labels[split], skip) for split in SPLITS)
     else:
         train, val = _open_shards(folder, about["shards"], labels, recipe)
+    duplicates = Duplicates(*about["duplicates"]) if about.get("duplicates") else None
     classes = tuple(map(printable, about["classes"]))  # names of folders have any bytes
-    return Images(about["source"], classes, train, val, about["val_name"], about["mirror"])
+    return Images(about["source"], classes, train, val, about["val_name"], about["mirror"], duplicates)
 
 
 def _open_shards(

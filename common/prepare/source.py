@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from common.data.decode import SPLITS
-from common.data.sources import EXTENSIONS
+from common.data.class_folders import DANGLING, LeftOut, is_image, list_classes
+from common.data.decode import EXTENSIONS, SPLITS
 from common.prepare.archives import Listing, TarMember, members
 from common.prepare.devkit import MD5, Devkit
 from common.prepare.inputs import Input, open_input, shown
@@ -80,36 +80,22 @@ def _files(archive: Input | TarMember) -> Iterator[tuple[str, Callable[[], bytes
 
 
 def class_folders(root: Path) -> Iterator[ImageGroup]:
-    """Yields the folders `<class>/*`, sorted. Links are followed."""
-    for folder in folders_in(root):
-        files = ((path.name, path.read_bytes) for path in files_in(folder))
-        yield ImageGroup(folder.name, str(folder), files)
+    """Yields the folders `<class>/`, sorted. An image below, `<class>/a/1.jpg`, gets the name a_1.jpg."""
+    for name, paths in list_folders(root).items():
+        files = ((path.replace("/", "_"), (root / name / path).read_bytes) for path in paths)
+        yield ImageGroup(name, str(root / name), files)
 
 
-def folders_in(root: Path) -> list[Path]:
-    """Lists the folders, sorted. Raises ValueError for a dangling link: it may have been a class."""
-    paths = sorted(path for path in root.iterdir() if path.name[0] != ".")
-    if lost := [path for path in paths if not path.exists()]:
-        raise ValueError(f"{lost[0]} is a dangling link: mend it, or remove it")
-    return [path for path in paths if path.is_dir()]
+def list_folders(root: Path) -> dict[str, list[str]]:
+    """Lists the classes of a folder, and the paths of their images below them.
 
-
-def files_in(folder: Path) -> list[Path]:
-    """Lists the files of a class folder, sorted.
-
-    Raises ValueError for a folder, and for a dangling link to an image: their images would be lost unnoticed.
+    Raises ValueError for a dangling link to an image or a folder: images would be lost unnoticed.
     """
-    files = []
-    for path in sorted(path for path in folder.iterdir() if path.name[0] != "."):
-        if path.is_file():
-            files.append(path)
-        elif path.is_dir():
-            raise ValueError(
-                f"{path} is a folder within a class folder: put its images into {folder}, or remove it"
-            )
-        elif is_image(path.name) and not path.exists():
-            raise ValueError(f"{path} is a dangling link: mend it, or remove it")
-    return files
+    left_out = LeftOut()
+    classes = list_classes(root, left_out)
+    if lost := left_out.first.get(DANGLING):
+        raise ValueError(f"{lost} is a dangling link: mend it, or remove it")
+    return classes
 
 
 def batches(groups: Iterable[ImageGroup], label: Label, begin: Position) -> Iterator[ImageBatch]:
@@ -156,10 +142,6 @@ def batches(groups: Iterable[ImageGroup], label: Label, begin: Position) -> Iter
             raise ValueError(f"{group.where} holds no images ({' '.join(EXTENSIONS)})")
         if images:
             yield ImageBatch(group.where, images, size, Position(number, len(keys)))
-
-
-def is_image(name: str) -> bool:
-    return not name.startswith(".") and name.lower().endswith(EXTENSIONS)
 
 
 def check_plain(name: str, where: str) -> None:
@@ -262,11 +244,10 @@ def size_and_version(where: str) -> tuple[int, str | None, str | None]:
             return stream.size, stream.version, None
     print(f"listing the images in {where}", flush=True)
     rows = []
-    for folder in folders_in(path):
-        for file in files_in(folder):
-            if is_image(file.name):
-                stat = file.stat()
-                rows.append((f"{folder.name}/{file.name}", stat.st_size, stat.st_mtime_ns))
+    for name, images in list_folders(path).items():
+        for image in images:
+            stat = os.stat(path / name / image)
+            rows.append((f"{name}/{image}", stat.st_size, stat.st_mtime_ns))
     return sum(size for _, size, _ in rows), _digest(rows), _digest([row[:2] for row in rows])[:16]
 
 

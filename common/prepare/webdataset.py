@@ -21,8 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from common.data.decode import SPLITS
-from common.data.sources import EXTENSIONS
+from common.data.decode import EXTENSIONS, SPLITS
 from common.prepare.archives import TarMember, members
 from common.prepare.inputs import Input, open_input, open_object
 from common.prepare.source import RawDataset

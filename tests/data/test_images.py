@@ -21,8 +21,9 @@ import torch
 from PIL import Image, ImageOps
 
 from common.data import cache as image_cache
+from common.data.cache import prepare_data
 from common.data.decode import decode
-from common.data.images import open_images, prepare_data
+from common.data.images import open_images
 from common.data.splits import ArraySplit, FileSplit
 from tests.conftest import ROOT, reset_signals
 
@@ -184,7 +185,8 @@ def test_cifar_equals_the_decoding_of_its_parquet_files(cifar, cifar10):
 
 def test_a_second_preparation_finds_the_first_and_imports_little(cifar, cifar10):
     script = (
-        "import sys; from pathlib import Path; from common.data.images import open_images, prepare_data\n"
+        "import sys; from pathlib import Path\n"
+        "from common.data.cache import prepare_data; from common.data.images import open_images\n"
         "folder = prepare_data(sys.argv[1], Path(sys.argv[2])); open_images(folder); print(folder)\n"
         "heavy = ('datasets', 'sklearn', 'PIL', 'torchvision', 'pyarrow', 'rich')\n"
         "print([name for name in heavy if name in sys.modules])"
@@ -775,7 +777,7 @@ BAD = {
     "a file": (lambda root: root.write_text("x"), ["is a file, not a folder"]),
     "empty": (lambda root: root.mkdir(), ["neither parquet files", "nor class folders", "train/<class>"]),
     "tars": (lambda root: (root.mkdir(), (root / "a.tar").touch()), ["run prep_imagenet.py on a.tar"]),
-    "no val": (lambda root: (class_folders(root), shutil.rmtree(root / "val")), ["no val/ or test/"]),
+    "no val": (lambda root: (class_folders(root), shutil.rmtree(root / "val")), ["has train/, but no val/,"]),
     "no classes": (
         lambda root: [(root / s).mkdir(parents=True) for s in ("train", "val")],
         ["no class folders"],

@@ -640,17 +640,27 @@ def test_names_with_the_same_key(ilsvrc, tmp_path):
     assert "a_b.png gets the key cat/a_b, which another image has: rename one" in message
 
 
-@pytest.mark.parametrize("path", ["train/cat/b.jpg", "train/dog", "train/cat/more"])
-def test_dangling_links_and_inner_folders_are_named(path, ilsvrc, tmp_path):
+@pytest.mark.parametrize("path", ["train/cat/b.jpg", "train/dog", "train/cat/more/b.TIF"])
+def test_dangling_links_are_named(path, ilsvrc, tmp_path):
     """Other files are skipped."""
     image = next(iter(ilsvrc.val.values()))
     data = class_folders(tmp_path / "data", {"train/cat/a.jpg": image, "train/cat/notes.txt": b""})
-    if path.endswith("more"):
-        (data / path).mkdir()
-    else:
-        (data / path).symlink_to("absent")
+    (data / path).parent.mkdir(exist_ok=True)
+    (data / path).symlink_to("absent")
     message = fails("--from", "folder", "--data", data, "--out", tmp_path / "out")
-    assert f"{data / path} is a " in message
+    assert f"{data / path} is a dangling link" in message
+
+
+def test_images_deeper_in_a_class_folder(ilsvrc, tmp_path):
+    """They belong to the class, under a key of their own, as --data of a training has them."""
+    one, two, three = list(ilsvrc.val.values())[:3]
+    files = {"cat/a.jpg": one, "cat/2024/a.jpg": two, "dog/x/y/b.JPG": three}
+    data = class_folders(tmp_path / "data", {f"train/{path}": content for path, content in files.items()})
+    prep("--from", "folder", "--data", data, "--out", tmp_path / "out")
+    with tarfile.open(tmp_path / "out" / "train-00000.tar") as archive:
+        names = {name for name in archive.getnames() if not name.endswith(".cls")}
+        assert names == {"cat/a.jpg", "cat/2024_a.jpg", "dog/x_y_b.jpg"}
+        assert archive.extractfile("cat/2024_a.jpg").read() == two
 
 
 def test_names_too_long_for_plain_tar_headers(ilsvrc, tmp_path):

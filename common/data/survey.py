@@ -1,0 +1,68 @@
+"""What a data set holds: images, classes, what was left out; imbalance, and images in both splits."""
+
+import hashlib
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from common.data.encoded import Encoded
+from common.system.text import printable, some_of
+
+IMBALANCE = 10  # times as many images in the largest class as in the smallest: named
+SEARCHED_BYTES = 4 * 2**30  # more are not searched for duplicates: reading them takes too long
+
+
+class Duplicates(NamedTuple):
+    """Images of the held-out split whose bytes are in the training split, too."""
+
+    images: int
+    train: str  # the names of the first pair
+    val: str
+
+
+def find_duplicates(train: Encoded, val: Encoded) -> Duplicates | None:
+    """Compares the bytes of images of equal size. None where no image is in both splits, or where the splits
+    have more than SEARCHED_BYTES."""
+    sizes = [[images.size(i) for i in range(len(images))] for images in (train, val)]
+    if sum(map(sum, sizes)) > SEARCHED_BYTES:
+        return None
+    common = set(sizes[0]) & set(sizes[1])
+    train_ids, val_ids = ([i for i, size in enumerate(found) if size in common] for found in sizes)
+    known = {_digest(train, i): i for i in reversed(train_ids)}
+    pairs = [(known[digest], i) for i in val_ids if (digest := _digest(val, i)) in known]
+    return Duplicates(len(pairs), train.where(pairs[0][0]), val.where(pairs[0][1])) if pairs else None
+
+
+def _digest(images: Encoded, i: int) -> bytes:
+    return hashlib.sha256(images.content(i)).digest()
+
+
+def found(name: str, train: np.ndarray, val: np.ndarray, val_name: str, classes: int, left_out: str) -> str:
+    """One line. train, val: labels int64 [N]."""
+    text = f"data {printable(name)}: {len(train):,} training images, {len(val):,} {val_name} images"
+    text += f", {classes:,} {'class' if classes == 1 else 'classes'}"
+    return text + (f"; left out: {left_out}" if left_out else "")
+
+
+def warnings(
+    train: np.ndarray, val: np.ndarray, val_name: str, classes: Sequence[str], duplicates: Duplicates | None
+) -> list[str]:
+    """A line for each thing that makes an accuracy misleading."""
+    lines = []
+    counts = np.bincount(train, minlength=len(classes))
+    least, most = int(counts.argmin()), int(counts.argmax())
+    if counts[most] >= IMBALANCE * counts[least]:
+        lines.append(
+            f"the classes are imbalanced: {counts[least]:,} training images of {printable(classes[least])},"
+            f" {counts[most]:,} of {printable(classes[most])}: look at each class's recall, too"
+        )
+    held_out = np.bincount(val, minlength=len(classes))
+    if absent := [name for name, count in zip(classes, held_out, strict=True) if count == 0]:
+        lines.append(f"the {val_name} split has no image of {some_of(absent)}")
+    if duplicates:
+        lines.append(
+            f"{duplicates.images:,} of the {len(val):,} {val_name} images are training images, too, as"
+            f" {duplicates.val} and {duplicates.train}: remove them from one split: accuracies are too high"
+        )
+    return lines

@@ -1,0 +1,310 @@
+"""--data takes images as people have them: layouts of class folders, formats, what is found and left out."""
+
+import io
+import os
+import shutil
+import socket
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image, ImageOps
+
+from common.data import survey
+from common.data.cache import prepare, prepare_data
+from common.data.decode import EXTENSIONS, FORMATS, decode
+from common.data.images import Images, open_images
+from tests.conftest import CNN, lines, metrics, python, run, torchrun
+from tests.data.test_images import class_folders, encode, picture
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The image decoding and encoding:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:Palette images with Transparency:UserWarning"),  # PIL's own way
+]
+
+
+def put(root: Path, *paths: str) -> Path:
+    """Writes a picture to each path below root; each differs from the others."""
+    for k, path in enumerate(paths):
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_bytes(encode(picture(k), "PNG"))
+    return root
+
+
+def opened(data: Path, cache: Path) -> Images:
+    return open_images(prepare_data(str(data), cache, show_progress=False))
+
+
+# Layouts
+
+
+@pytest.mark.parametrize(
+    ("train", "val", "val_name"),
+    [
+        ("train", "val", "val"),
+        ("train", "valid", "val"),
+        ("train", "validation", "val"),
+        ("train", "test", "test"),
+        ("Train", "Test", "test"),
+        ("TRAIN", "Valid", "val"),
+    ],
+)
+def test_the_names_of_splits(train, val, val_name, tmp_path):
+    root = put(tmp_path / "pets", *(f"{split}/{c}/1.png" for split in (train, val) for c in ("cat", "dog")))
+    images = opened(root, tmp_path / "cache")
+    assert (images.classes, images.val_name) == (("cat", "dog"), val_name)
+    assert (images.train.labels.tolist(), images.val.labels.tolist()) == ([0, 1], [0, 1])
+    expected = [decode((root / val / c / "1.png").read_bytes()) for c in ("cat", "dog")]
+    assert (images.val.images == np.stack(expected)).all()
+
+
+def test_the_first_split_to_evaluate_on_counts_and_the_others_are_named(tmp_path):
+    root = put(
+        tmp_path / "pets", *(f"{split}/cat/{split}.png" for split in ("train", "test", "valid", "val"))
+    )
+    prepared = prepare(str(root), tmp_path / "cache", show_progress=False)
+    assert prepared.left_out == "valid/, as val/ is there, test/, as val/ is there"
+    images = open_images(Path(prepared.folder))
+    assert (images.val.images[0] == decode((root / "val/cat/val.png").read_bytes())).all()
+
+
+def test_deeper_folders_belong_to_the_class_above(tmp_path):
+    paths = ("a/2.png", "a/2023/x/9.png", "a/2023/1.png", "b/deep/er/1.png")
+    root = put(tmp_path / "pets", *(f"{split}/{path}" for split in ("train", "val") for path in paths))
+    images = opened(root, tmp_path / "cache")
+    assert images.classes == ("a", "b")
+    order = ["a/2.png", "a/2023/1.png", "a/2023/x/9.png", "b/deep/er/1.png"]
+    expected = np.stack([decode((root / "train" / path).read_bytes()) for path in order])
+    assert (images.train.images == expected).all()
+    assert images.train.labels.tolist() == [0, 0, 0, 1]
+
+
+def test_one_list_of_formats_for_extensions_of_any_case(tmp_path):
+    """Each extension of the list is taken, in the order of the names."""
+    root = tmp_path / "pets"
+    for format, extensions in FORMATS.items():
+        for extension in extensions:
+            for name in (f"1{extension}", f"2{extension.upper()}"):
+                for split in ("train", "val"):
+                    path = root / split / "a" / name
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    path.write_bytes(encode(picture(), format))
+    images = opened(root, tmp_path / "cache")
+    assert len(images.train) == 2 * len(EXTENSIONS) == 30
+    names = sorted(path.name for path in (root / "train" / "a").iterdir())
+    for k, name in enumerate(names):
+        assert (images.train.images[k] == decode((root / "train" / "a" / name).read_bytes())).all(), name
+
+
+def test_what_is_no_image_is_counted_and_nothing_hangs(tmp_path):
+    root = put(
+        tmp_path / "pets",
+        *("train/a/1.png", "train/a/deep/2.png", "train/loose.png", "train/a/.hidden/3.png", "val/a/1.png"),
+        *("__MACOSX/train/a/1.png", "train/__MACOSX/a/1.png", "train/a/@eaDir/1.png"),
+    )
+    for name in ("a/n.txt", "a/m.TXT", "a/x.heic", "a/README", "index.html"):
+        (root / "train" / name).write_text("no image")
+    os.mkfifo(root / "train" / "a" / "pipe.png")
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(os.path.relpath(root / "train" / "a" / "socket.jpg"))
+    (root / "train" / "a" / "gone.png").symlink_to("nowhere.png")
+    (root / "train" / "a" / "circle").symlink_to(root / "train" / "a")
+    (root / "train" / "a" / "deep" / "up").symlink_to(root)
+    outside = put(tmp_path / "outside", "more/7.png")
+    (outside / "back").symlink_to(root / "train" / "a")
+    (root / "train" / "a" / "out").symlink_to(outside)
+    (root / "train" / "a" / "twin.png").symlink_to(outside / "more" / "7.png")
+    prepared = prepare(str(root), tmp_path / "cache", show_progress=False)
+    images = open_images(Path(prepared.folder))
+    assert len(images.train) == 4  # 1.png, deep/2.png, out/more/7.png, twin.png
+    assert sorted(prepared.left_out.split(", ")) == [
+        *("1 .heic", "1 .html", "1 dangling links", "1 outside class folders", "1 without an extension"),
+        *("2 .txt", "2 special files", "3 links in a circle"),
+    ]
+
+
+# Pixels
+
+
+def photo() -> Image.Image:
+    return picture(3, 40, 30)
+
+
+def pil(data: bytes) -> np.ndarray:
+    return np.asarray(ImageOps.exif_transpose(Image.open(io.BytesIO(data))).convert("RGB"))
+
+
+def over_white(data: bytes) -> np.ndarray:
+    rgba = np.asarray(Image.open(io.BytesIO(data)).convert("RGBA")).astype(float)
+    alpha = rgba[..., 3:] / 255
+    return rgba[..., :3] * alpha + 255 * (1 - alpha)
+
+
+def with_alpha(mode: str) -> Image.Image:
+    image = photo().convert("RGB")
+    alpha = Image.fromarray(np.linspace(0, 255, 40 * 30).reshape(30, 40).astype(np.uint8))
+    image.putalpha(alpha)
+    return image.convert(mode)
+
+
+def palette(**options) -> bytes:
+    return encode(photo().quantize(16), "PNG", **options)
+
+
+def animation(**options) -> bytes:
+    frames = [picture(seed, 40, 30).quantize(16) for seed in (1, 2, 3)]
+    return encode(frames[0], "GIF", save_all=True, append_images=frames[1:], **options)
+
+
+def rotated() -> bytes:
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turned by 90 degrees
+    return encode(photo(), "PNG", exif=exif)
+
+
+AS_PIL = {
+    "palette PNG": palette(),
+    "CMYK JPEG": encode(photo().convert("CMYK")),
+    "grey JPEG": encode(photo().convert("L")),
+    "1-bit PNG": encode(photo().convert("1"), "PNG"),
+    "animated GIF": animation(),
+    "animated WebP": encode(
+        photo(), "WEBP", save_all=True, append_images=[picture(9, 40, 30)], lossless=True
+    ),
+    "TIFF of two pages": encode(photo(), "TIFF", save_all=True, append_images=[picture(9, 40, 30)]),
+    "rotated by EXIF": rotated(),
+    "opaque RGBA": encode(photo().convert("RGBA"), "PNG"),
+}
+
+
+@pytest.mark.parametrize("kind", AS_PIL)
+def test_pixels_are_those_of_pil(kind):
+    data = AS_PIL[kind]
+    tolerance = 2 if kind == "grey JPEG" else 0  # torchvision's decoder
+    assert np.abs(decode(data).astype(int) - pil(data)).max() <= tolerance
+
+
+OVER_WHITE = {
+    "RGBA": encode(with_alpha("RGBA"), "PNG"),
+    "LA": encode(with_alpha("LA"), "PNG"),
+    "WebP": encode(with_alpha("RGBA"), "WEBP", lossless=True),
+    "palette with a clear colour": palette(transparency=3),
+    "palette with alpha": palette(transparency=bytes(range(0, 256, 16))),
+    "clear colour": encode(photo(), "PNG", transparency=photo().getpixel((7, 7))),
+    "GIF": animation(transparency=3),
+}
+
+
+@pytest.mark.parametrize("kind", OVER_WHITE)
+def test_what_is_transparent_is_white(kind):
+    data = OVER_WHITE[kind]
+    pixels, expected = decode(data), over_white(data)
+    assert np.abs(pixels - expected).max() <= 1  # rounding
+    assert np.abs(pil(data) - expected).max() > 50  # PIL alone shows what is below
+
+
+@pytest.mark.parametrize("format", ["PNG", "TIFF", "PPM"])
+def test_sixteen_bits_are_scaled_by_257(format):
+    grey = np.asarray(photo().convert("L"))
+    data = encode(Image.fromarray(grey.astype(np.uint16) * 257), format)
+    assert Image.open(io.BytesIO(data)).mode.startswith("I")
+    assert (decode(data) == grey[:, :, None]).all()
+
+
+# What is said
+
+
+def test_the_line_of_what_was_found(tmp_path):
+    labels = np.array([0] * 3 + [1] * 4), np.array([1, 0])
+    said = survey.found("pe\x1bts", *labels, "test", 2, "")
+    assert said == "data pe\\x1bts: 7 training images, 2 test images, 2 classes"
+    assert survey.found("x", *labels, "val", 1, "2 .txt").endswith("1 class; left out: 2 .txt")
+
+
+def test_imbalance_and_missing_classes_are_named():
+    classes = ("cat", "dog", "ox")
+    train, val = np.repeat([0, 1, 2], [2, 20, 5]), np.array([0, 1])
+    assert survey.warnings(train, val, "val", classes, None) == [
+        "the classes are imbalanced: 2 training images of cat, 20 of dog: look at each class's recall, too",
+        "the val split has no image of ox",
+    ]
+    assert survey.warnings(np.repeat([0, 1], [2, 19]), val, "val", classes[:2], None) == []
+
+
+@pytest.mark.parametrize("kind", ["paths", "tables"])
+def test_images_in_both_splits_are_named(kind, tmp_path, monkeypatch):
+    from tests.data.test_images import parquet_folder, write_parquet
+
+    if kind == "paths":
+        root = class_folders(tmp_path / "pets", count=3)
+        for k in range(3):
+            for c in "ab":
+                (root / "val" / c / f"{k}.png").write_bytes(encode(picture(100 + k * 7 + ord(c)), "PNG"))
+        shutil.copy(root / "train/a/1.png", root / "val/b/0.png")
+        names = f"{root}/val/b/0.png", f"{root}/train/a/1.png"
+    else:
+        root = parquet_folder(tmp_path / "pets", train=5)
+        data = [encode(picture(seed), "PNG") for seed in (70, 3, 71)]
+        file = write_parquet(root / "test-00000-of-00001.parquet", data, [0, 1, 0], ["cat", "dog"])
+        names = f"row 1 of {file}", f"row 3 of {root}/train-00000-of-00001.parquet"
+    images = opened(root, tmp_path / "cache")
+    assert images.duplicates == (1, names[1], names[0])
+    said = survey.warnings(images.train.labels, images.val.labels, "val", images.classes, images.duplicates)
+    assert said == [
+        f"1 of the {len(images.val)} val images are training images, too, as {names[0]} and {names[1]}:"
+        " remove them from one split: accuracies are too high"
+    ]
+    monkeypatch.setattr(survey, "SEARCHED_BYTES", 100)
+    assert opened(root, tmp_path / "other").duplicates is None
+
+
+def test_training_on_all_of_them_on_one_and_two_processes(tmp_path):
+    """Every form, several sizes; the same samples and losses, and one report for all ranks."""
+    forms = [*AS_PIL.values(), *OVER_WHITE.values(), encode(picture(5, 64, 50), "TIFF")]
+    for split in ("train", "valid"):
+        for k, data in enumerate(forms):
+            extension = Image.open(io.BytesIO(data)).format.lower()
+            path = tmp_path / "pets" / split / "ab"[k % 2] / f"deep{k % 3}" / f"{k}.{extension.upper()}"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
+    (tmp_path / "pets/train/a/notes.txt").write_text("no image")
+    words = [
+        *CNN,
+        "--data",
+        tmp_path / "pets",
+        "--epochs",
+        2,
+        "--batch_size",
+        8,
+        "--per_device_batch_size",
+        4,
+    ]
+    words += [
+        "--mixed_precision",
+        "no",
+        "--workers",
+        0,
+        "--log_every",
+        1,
+        "--log_samples",
+        "--trackers",
+        "none",
+    ]
+    words += ["--cache_dir", tmp_path / "cache", "--telemetry_s", 0]
+    outputs = [
+        run([*start, *words, "--output_dir", tmp_path / name])
+        for name, start in (("one", python()), ("two", torchrun(2)))
+    ]
+    said = f"data {tmp_path}/pets: 17 training images, 17 val images, 2 classes; left out: 1 .txt"
+    assert [output.count(said) for output in outputs] == [1, 1]
+    assert all(
+        output.count("warning: 17 of the 17 val images are training images, too") == 1 for output in outputs
+    )
+    one, two = (metrics(tmp_path / name) for name in ("one", "two"))
+    assert len(one) == len(two) > 4
+    for ours, theirs in zip(one, two, strict=True):
+        assert ours.get("train/loss") == pytest.approx(theirs.get("train/loss"), abs=1e-5)
+        assert ours.get("val/loss") == pytest.approx(theirs.get("val/loss"), abs=1e-5)
+    ids = [[line["samples"] for line in lines(tmp_path / name / "samples.jsonl")] for name in ("one", "two")]
+    assert ids[0] == ids[1]
+    assert max(map(max, ids[0])) == 16
