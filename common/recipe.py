@@ -180,8 +180,12 @@ class ImageRecipe(Recipe):
 
     data: str = flag(
         "cifar10",
-        "`digits`, `cifar10`, `synthetic`, a folder: the hub's parquet files, class folders, or what"
-        " prep_imagenet.py made; or `s3://bucket/prefix` of its shards",
+        "`digits`, `cifar10`, `synthetic`, `hub:OWNER/NAME[:CONFIG]`; a folder: class folders, parquet files,"
+        " what `save_to_disk` or prep_imagenet.py wrote; a CSV list; or `s3://bucket/prefix` of shards",
+    )
+    image_column: str | None = flag(None, "of tables: the column of images; unset: found by its type")
+    label_column: str | None = flag(
+        None, "of tables: the column of labels; unset: found by its features or its name"
     )
     image_size: int = flag(
         32, "edge of the square that the network sees, in pixels", minimum=1, per_script=True

@@ -105,6 +105,12 @@ MESSAGES: dict[str, tuple[Callable[[], object], str]] = {  # {here}: the working
         "--data {here}/d holds neither parquet files (train-*.parquet, test-*.parquet) nor class folders"
         " (train/<class>/*.jpg, val/<class>/*.jpg)",
     ),
+    "a list in the folder": (
+        lambda: (images("d/pets.csv", "d/img/1.txt"), data("d")),
+        "--data {here}/d holds neither parquet files (train-*.parquet, test-*.parquet) nor class folders"
+        " (train/<class>/*.jpg, val/<class>/*.jpg); for images that a list names give --data"
+        " {here}/d/pets.csv",
+    ),
     "no validation images": (
         lambda: (images("d/train/cat/a.jpg"), data("d")),
         "--data {here}/d has train/, but no val/, validation/, valid/ or test/ to evaluate on: move some"

@@ -26,7 +26,8 @@ import numpy as np
 
 from common.data.decode import SPLITS, cores
 from common.data.encoded import FILES, Encoded
-from common.data.sources import Source, find_source
+from common.data.source import BY_TYPE, Columns, Source
+from common.data.sources import find_source
 from common.data.survey import Duplicates, find_duplicates
 from common.system.cli import expand_home
 from common.system.files import discard, read_json, size_limit, sync, try_lock
@@ -51,9 +52,10 @@ def prepare_data(
     beat: Heartbeat = lambda: None,
     show_progress: bool = True,
     data_root: tuple[str, ...] = (),
+    columns: Columns = BY_TYPE,
 ) -> Path:
     """The folder that prepare() returns."""
-    return Path(prepare(data, cache_dir, beat, show_progress, data_root).folder)
+    return Path(prepare(data, cache_dir, beat, show_progress, data_root, columns).folder)
 
 
 def prepare(
@@ -62,6 +64,7 @@ def prepare(
     beat: Heartbeat = lambda: None,
     show_progress: bool = True,
     data_root: tuple[str, ...] = (),
+    columns: Columns = BY_TYPE,
 ) -> Prepared:
     """Finds or makes the cache folder of `data`; one process per host calls it.
 
@@ -69,7 +72,7 @@ def prepare(
     """
     cache_dir = expand_home(cache_dir, "give --cache_dir").resolve()
     try:
-        source = find_source(data, beat, show_progress, data_root)
+        source = find_source(data, beat, show_progress, data_root, columns)
         content, place = run_with_heartbeat(lambda: _keys(source), beat)
         label = re.sub(r"[^A-Za-z0-9._-]", "_", source.name).lstrip(".") or "images"
         names = f"{label}-{content}", f"{label}-{place}"

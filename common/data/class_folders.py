@@ -7,11 +7,15 @@ Folders are listed by os.scandir: 0.11 s for 100,000 files in 1,000 folders. tor
 import os
 from collections import Counter
 from pathlib import Path
+from typing import NoReturn
 
-from common.data.decode import EXTENSIONS
-from common.system.text import printable
+from common.data.decode import EXTENSIONS, SPLITS
+from common.data.encoded import save_images, save_labels
+from common.data.parquet import only_in
+from common.data.source import VAL_NAMES, Source
+from common.system.text import plural, printable, some_of
+from common.system.threads import Heartbeat
 
-VAL_NAMES = {"val": "val", "validation": "val", "valid": "val", "test": "test"}  # the first one is evaluated
 IGNORED = ("__MACOSX", "@eaDir")  # made by a Mac's zip, and by network drives
 DANGLING = "dangling links"
 CIRCLES = "links in a circle"
@@ -32,6 +36,98 @@ class LeftOut:
 
     def __str__(self) -> str:
         return ", ".join(f"{count:,} {printable(reason)}" for reason, count in self.counts.most_common())
+
+
+def find_class_folders(root: Path) -> Source:
+    """Lists `train/<class>/` and `val/<class>/` (or validation/, valid/, test/)."""
+    left_out, folders = LeftOut(), split_folders(root)
+    if folders and "train" not in folders:
+        raise ValueError(f"--data {root} has {next(iter(folders.values()))}/, but no train/")
+    val = next((split for split in VAL_NAMES if split in folders), None)
+    if not folders or val is None:
+        _refuse_without_val(root, folders)
+    names = {"train": folders["train"], "val": folders[val]}
+    splits = {split: list_classes(root / name, left_out) for split, name in names.items()}
+    for split, classes in splits.items():
+        folder = root / names[split]
+        if not classes:
+            raise ValueError(
+                f"{folder} has no class folders: each class's images belong in a folder of its own"
+            )
+        if empty := [str(folder / name) for name, images in classes.items() if not images]:
+            raise ValueError(
+                f"no images ({' '.join(EXTENSIONS)}) in {some_of(empty)}: fill or remove the folder"
+            )
+    train, other = (set(classes) for classes in splits.values())
+    if train != other:
+        raise ValueError(
+            f"--data {root}: the class folders of {names['train']}/ and {names['val']}/ differ:"
+            + only_in(names["train"], train - other)
+            + only_in(names["val"], other - train)
+        )
+    files = {
+        split: [(c, f"{names[split]}/{c}/{path}") for c, paths in classes.items() for path in paths]
+        for split, classes in splits.items()
+    }
+    unused = [
+        f"{name}/, as {names['val']}/ is there"
+        for split, name in folders.items()
+        if split not in ("train", val)
+    ]
+    said = ", ".join(filter(None, (str(left_out), *unused)))
+    return source_of_files(root.name, root, sorted(train), files, VAL_NAMES[val], said)
+
+
+def _refuse_without_val(root: Path, folders: dict[str, str]) -> NoReturn:
+    """Raises ValueError: class folders have no held-out split, or there are none."""
+    train = root / folders["train"] if folders else root
+    classes = [name for name, images in list_classes(train, LeftOut()).items() if images]
+    if classes:
+        where = (
+            f"{folders['train']}/, but no" if folders else f"{plural(len(classes), 'class folder')}, but no"
+        )
+        move = "" if folders else "each class folder into train/, and "
+        raise ValueError(
+            f"--data {root} has {where} val/, validation/, valid/ or test/ to evaluate on: move {move}some"
+            " images of each class into val/<class>/"
+        )
+    if tables := sorted((*root.glob("*.parquet"), *root.glob("*/*.parquet"))):
+        names = [table.relative_to(root) for table in tables]
+        raise ValueError(
+            f"--data {root} has parquet files, but no train-*.parquet ({some_of(names, 3)}): name those of"
+            " training so, and others val-*.parquet or test-*.parquet"
+        )
+    hint = ""
+    if tar := next(root.glob("*.tar"), None):
+        hint = f"; run prep_imagenet.py on {tar.name}, and give --data its output"
+    elif table := next(root.glob("*.csv"), None):
+        hint = f"; for images that a list names give --data {table}"
+    raise ValueError(
+        f"--data {root} holds neither parquet files (train-*.parquet, test-*.parquet)"
+        f" nor class folders (train/<class>/*.jpg, val/<class>/*.jpg){printable(hint)}"
+    )
+
+
+def source_of_files(
+    name: str,
+    root: Path,
+    classes: list[str],
+    splits: dict[str, list[tuple[str, str]]],
+    val_name: str,
+    left_out: str,
+) -> Source:
+    """The source of image files. splits: the class, and the path below root, of each image of a split."""
+
+    def write(folder: Path, beat: Heartbeat) -> tuple[str, ...]:
+        number = {c: k for k, c in enumerate(classes)}
+        for split in SPLITS:
+            save_images(folder, split, (os.fsencode(path) for _, path in splits[split]), root)
+            save_labels(folder, split, [number[c] for c, _ in splits[split]])
+            beat()
+        return tuple(classes)
+
+    files = tuple((path, root / path) for split in SPLITS for _, path in splits[split])
+    return Source(name, files, write, val_name, root=root, left_out=left_out)
 
 
 def is_image(name: str) -> bool:

@@ -1,4 +1,4 @@
-"""Opens the images of --data: digits, cifar10, synthetic, parquet files, class folders, or shards.
+"""Opens the images of --data: generated ones, tables, class folders, lists of files, or shards.
 
 `prepare` (one process per host) makes a folder in the cache; `open_images` (all processes) maps it.
 Images that fit in memory are decoded once, to uint8 arrays in the cache; workers of a DataLoader decode the
@@ -16,6 +16,7 @@ from common.data.cache import prepare
 from common.data.decode import SPLITS
 from common.data.shard_cache import ShardCache
 from common.data.shards import MANIFEST, check_roots, index_name, parse_manifest
+from common.data.source import Columns
 from common.data.splits import ArraySplit, FileSplit, ShardSplit, Split
 from common.data.survey import Duplicates
 from common.distributed.agreement import agree, once_per_host
@@ -50,10 +51,11 @@ class Images:
 def load(accelerator: Accelerator, recipe: ImageRecipe) -> Images:
     """Opens recipe.data on all processes; one process per host prepares it, and all check that they agree."""
     cache_dir = Path(recipe.cache_dir or "~/.cache/train-images")
+    columns = Columns(recipe.image_column, recipe.label_column)
     prepared = once_per_host(
         accelerator,
         "data",
-        lambda beat: prepare(recipe.data, cache_dir, beat, data_root=recipe.data_root),
+        lambda beat: prepare(recipe.data, cache_dir, beat, data_root=recipe.data_root, columns=columns),
         recipe.timeout_s,
     )
     folder, left_out = prepared  # as JSON, from another process

@@ -197,10 +197,14 @@ def code() -> dict[str, str]:
 
 
 def _contents(data: str, data_root: tuple[str, ...]) -> dict[str, Any]:
-    """A digest of a folder's file names and sizes, or of the manifest of shards in S3; else `problem`."""
+    """A digest of a folder's file names and sizes, of a list or of a manifest in S3; else `problem`."""
     if data.startswith("s3://"):
         return _stored(data, data_root)
+    if data.startswith("hub:") or data in ("digits", "cifar10", "synthetic"):
+        return {"problem": None}  # nothing to compare: generated, or fetched by each host
     root, digest, count = Path(data), hashlib.sha256(), 0
+    if root.is_file():  # a list of files; those may lie anywhere
+        return {"digest": hashlib.sha256(root.read_bytes()).hexdigest()[:12], "problem": None}
     for folder, below, names in os.walk(root):
         below.sort()
         for name in sorted(names):

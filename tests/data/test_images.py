@@ -764,6 +764,13 @@ def with_labels(root: Path, labels: pa.Array) -> None:
     pq.write_table(pa.table({"img": images, "label": labels}), file)
 
 
+def with_column(root: Path, name: str, values: pa.Array | None) -> None:
+    """A table of one row, in which these values take a column's place."""
+    file = parquet_folder(root, train=1) / "train-00000-of-00001.parquet"
+    table = pq.read_table(file).drop_columns([name])
+    pq.write_table(table if values is None else table.append_column(name, values), file)
+
+
 def empty_class(root: Path) -> None:
     class_folders(root)
     (root / "val" / "a").rename(root / "val" / "gone")
@@ -791,19 +798,19 @@ BAD = {
     "damaged parquet": (damaged_parquet, ["train-00000-of-00001.parquet cannot be read", "Fetch it again"]),
     "no val parquet": (
         lambda root: (parquet_folder(root) / "test-00000-of-00001.parquet").unlink(),
-        ["no val-, validation- or test-*.parquet"],
+        ["no val-, validation-, valid- or test-*.parquet"],
     ),
     "two sets": (
         lambda root: (parquet_folder(root, under="fine"), parquet_folder(root, under="coarse")),
         ["more than one data set", "coarse, fine"],
     ),
     "no image column": (
-        lambda root: with_train(root, [PNG], [0], columns=("picture", "label")),
-        ["has no column img or image, only: picture, label"],
+        lambda root: with_column(root, "img", pa.array(["1.png"])),
+        ["train-00000", "its image column holds string, not image bytes"],
     ),
     "no label column": (
-        lambda root: with_train(root, [PNG], [0], columns=("img", "y")),
-        ["has no column label or fine_label, only: img, y"],
+        lambda root: with_column(root, "label", None),
+        ["train-00000", "has no column of labels, only: img: choose one by --label_column"],
     ),
     "label range": (
         lambda root: with_train(root, [PNG] * 3, [0, 1, 2]),

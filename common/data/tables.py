@@ -1,0 +1,156 @@
+"""Tables of images: parquet files, folders that `datasets` saved, and data sets of the Hugging Face hub."""
+
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from common.data.class_folders import folder_names, split_folders
+from common.data.decode import SPLITS
+from common.data.parquet import Table, write_tables
+from common.data.source import VAL_CHOICE, VAL_NAMES, Columns, Source
+from common.system.files import parse_json
+from common.system.schema import fits
+from common.system.text import printable, some_of
+from common.system.threads import Heartbeat, run_with_heartbeat
+
+HUB = re.compile(r"hub:(\w[\w.-]*/\w[\w.-]*)(?::([\w.-]+))?", re.ASCII)
+
+SplitFiles = Callable[[Path, str], list[Path]]  # from a folder and the name of a split
+
+
+def find_parquet(root: Path, columns: Columns) -> Source | None:
+    """Lists train-*.parquet and val-*, validation-*, valid- or test-*.parquet, or train/*.parquet and so on.
+
+    They lie in the folder, or one level below.
+    """
+    below = [f for f in (root, *sorted(root.iterdir())) if f.is_dir()]
+    files_of = _named_files
+    if not (folders := [f for f in below if files_of(f, "train")]):
+        files_of = _files_in_folders
+        folders = [f for f in below if files_of(f, "train")]
+    if not folders:
+        return None
+    if len(folders) > 1 and folders[0] != root:
+        names = [f.name for f in folders]
+        raise ValueError(
+            f"--data {root} holds more than one data set ({some_of(names)}): give the folder of one"
+        )
+    folder = folders[0]
+    found = {name: files for name in VAL_NAMES if (files := files_of(folder, name))}
+    if not found:
+        raise ValueError(
+            f"--data {root} has train-*.parquet, but no val-, validation-, valid- or test-*.parquet to"
+            " evaluate on"
+        )
+    val_name = next(iter(found))
+    splits = {"train": files_of(folder, "train"), "val": found[val_name]}
+    left_out = ", ".join(f"{name}, as {val_name} is there" for name in list(found)[1:])
+    # the names within the data set, so that moving it changes nothing
+    nested = files_of is _files_in_folders
+    named = tuple((f"{f.parent.name}/{f.name}" if nested else f.name, f) for s in SPLITS for f in splits[s])
+    return _source_of_tables(root.name, named, _tables(splits), val_name, left_out, columns)
+
+
+def _named_files(folder: Path, split: str) -> list[Path]:
+    return sorted(f for f in folder.iterdir() if re.fullmatch(rf"{split}([-.].*)?\.parquet", f.name))
+
+
+def _files_in_folders(folder: Path, split: str) -> list[Path]:
+    """Parquet files of a folder that holds no folders: class folders may have such a file among them."""
+    name = split_folders(folder).get(split)
+    return sorted((folder / name).glob("*.parquet")) if name and not folder_names(folder / name) else []
+
+
+def find_saved(root: Path, columns: Columns) -> Source | None:
+    """Finds what `save_to_disk` of `datasets` wrote: for each split a folder with state.json."""
+    if (root / "state.json").is_file() and (root / "dataset_info.json").is_file():
+        raise ValueError(
+            f"--data {root} is one split that `datasets` saved: save a DatasetDict of train, and {VAL_CHOICE}"
+        )
+    if not (root / "dataset_dict.json").is_file():
+        return None
+    found = {split: root / name for split, name in split_folders(root).items()}
+    folders = {split: folder for split, folder in found.items() if (folder / "state.json").is_file()}
+    names = [split for split in VAL_NAMES if split in folders]
+    if "train" not in folders or not names:
+        raise ValueError(f"--data {root} has {_splits(folders)}")
+    splits = {"train": _arrow_files(folders["train"]), "val": _arrow_files(folders[names[0]])}
+    left_out = ", ".join(f"{name}, as {names[0]} is there" for name in names[1:])
+    files = tuple((f"{f.parent.name}/{f.name}", f) for split in SPLITS for f in splits[split])
+    return _source_of_tables(root.name, files, _tables(splits), names[0], left_out, columns)
+
+
+def _arrow_files(folder: Path) -> list[Path]:
+    """The files of one split, in the order of its rows."""
+    path = folder / "state.json"
+    about = parse_json(path.read_bytes(), str(path))
+    if not fits(about, {"_data_files": [{"filename": str}]}) or not about.get("_data_files"):
+        raise ValueError(f"{path} names no data files, as `datasets` writes them")
+    return [folder / Path(file["filename"]).name for file in about["_data_files"]]
+
+
+def find_on_hub(data: str, beat: Heartbeat, show_progress: bool, columns: Columns) -> Source:
+    """Finds `cifar10`, or `hub:OWNER/NAME[:CONFIG]`; `datasets` downloads it once and keeps it."""
+    if data == "cifar10":
+        repository, config = "uoft-cs/cifar10", None
+    elif match := HUB.fullmatch(data):
+        repository, config = match.groups()
+    else:
+        raise ValueError(f"--data {data}: expected hub:OWNER/NAME or hub:OWNER/NAME:CONFIG")
+
+    def load():
+        import datasets
+
+        if not show_progress:
+            datasets.disable_progress_bars()
+        return datasets.load_dataset(repository, config)
+
+    try:
+        loaded = run_with_heartbeat(load, beat)
+    except Exception as error:  # no network, no room, a hub that says no: too many classes to list
+        reason = " ".join((str(error) or type(error).__name__).split())
+        more = " ..." if len(reason) > 300 else ""
+        raise ValueError(
+            f"--data {data}: {repository} could not be loaded from the hub ({printable(reason[:300])}{more})."
+            " Without network use local files: --data FOLDER with the hub's train-*.parquet and"
+            " test-*.parquet"
+        ) from error
+    names = [name for name in VAL_NAMES if name in loaded]
+    if "train" not in loaded or not names:
+        raise ValueError(f"--data {data} has {_splits(loaded)}")
+    splits = {"train": loaded["train"], "val": loaded[names[0]]}
+    left_out = ", ".join(
+        f"{name}, as {names[0]} is there" for name in loaded if name not in ("train", names[0])
+    )
+    files = tuple(
+        (f"{split} {k}", Path(file["filename"]))
+        for split, table in splits.items()
+        for k, file in enumerate(table.cache_files)
+    )
+    name = data.removeprefix("hub:")
+    tables = {s: [Table(f"{name}'s {s} split", splits[s].data.table)] for s in SPLITS}
+    return _source_of_tables(name, files, tables, names[0], left_out, columns)
+
+
+def _splits(names: Iterable[str]) -> str:
+    return f"the splits {some_of(list(names)) or 'none'}: train is needed, and {VAL_CHOICE} to evaluate on"
+
+
+def _tables(splits: dict[str, list[Path]]) -> dict[str, list[Table]]:
+    return {split: [Table(str(file), file) for file in files] for split, files in splits.items()}
+
+
+def _source_of_tables(
+    name: str,
+    files: tuple[tuple[str, Path], ...],
+    tables: dict[str, list[Table]],
+    val_name: str,
+    left_out: str,
+    columns: Columns,
+) -> Source:
+    def write(folder: Path, beat: Heartbeat) -> tuple[str, ...]:
+        return write_tables(tables, columns, folder, beat)
+
+    chosen = (f"columns {list(columns)}",) if any(columns) else ()
+    val_name = VAL_NAMES[val_name]
+    return Source(name, files, write, val_name, hashes=chosen, is_table=True, left_out=left_out)

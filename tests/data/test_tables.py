@@ -1,0 +1,337 @@
+"""--data takes tables of any data set: parquet folders, save_to_disk folders, the hub's cache, CSV lists."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from common.data.cache import prepare, prepare_data
+from common.data.decode import decode
+from common.data.images import Images, open_images
+from common.data.parquet import Table, write_tables
+from common.data.source import Columns
+from common.hosts.facts import _contents
+from tests.data.test_any_images import put
+from tests.data.test_images import PNG, encode, picture, write_parquet
+
+pytestmark = pytest.mark.filterwarnings("ignore:The image decoding and encoding:DeprecationWarning")
+HUB_COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+def opened(data: object, cache: Path, **columns) -> Images:
+    return open_images(prepare_data(str(data), cache, show_progress=False, columns=Columns(**columns)))
+
+
+def structs(count: int, first: int = 0) -> pa.Array:
+    return pa.array([{"bytes": encode(picture(first + k), "PNG"), "path": f"{k}.png"} for k in range(count)])
+
+
+def metadata(**features) -> dict:
+    return {"huggingface": json.dumps({"info": {"features": features}})}
+
+
+NAMES = {"_type": "ClassLabel", "names": ["cat", "dog"]}
+IMAGE, WORDS = {"_type": "Image"}, {"_type": "Value", "dtype": "string"}
+COLUMNS = {  # the columns of a table, its features, the flags, and the columns that are found
+    "labels": (["image", "labels"], {"image": IMAGE, "labels": NAMES}, {}),
+    "other names": (["picture", "species"], {"picture": IMAGE, "species": NAMES}, {}),
+    "class names before a usual name": (
+        ["photo", "kind", "target"],
+        {"photo": IMAGE, "kind": NAMES, "target": {"_type": "Value", "dtype": "int64"}},
+        {"label": "kind"},
+    ),
+    "without features": (["pixels", "y"], {}, {}),
+    "a usual name without features": (["pixels", "id", "category"], {}, {"label": "category"}),
+    "both by flags": (["a", "b", "c", "d"], {}, {"image": "b", "label": "d"}),
+}
+
+
+@pytest.mark.parametrize("case", COLUMNS)
+def test_columns_are_found_by_features_names_and_types(case, tmp_path):
+    names, features, expected = COLUMNS[case]
+    image, label = expected.get("image", names[0]), expected.get("label", names[1])
+    given = expected if case == "both by flags" else {}
+    for split in ("train", "valid"):
+        columns = {name: pa.array([7, 8, 9]) for name in names}
+        columns |= {names[0]: structs(3, 50), image: structs(3), label: pa.array([1, 0, 1])}
+        table = pa.table(columns).replace_schema_metadata(metadata(**features) if features else None)
+        pq.write_table(table, tmp_path / f"{split}-0.parquet")
+    images = opened(tmp_path, tmp_path / "cache", **given)
+    assert images.classes == (("cat", "dog") if features else ("0", "1"))
+    assert (images.train.labels.tolist(), images.val_name) == ([1, 0, 1], "val")
+    assert (images.train.images == np.stack([np.asarray(picture(k)) for k in range(3)])).all()
+
+
+def test_columns_that_are_not_clear_are_refused_and_chosen_by_flags(tmp_path):
+    for split in ("train", "test"):
+        table = pa.table({"a": structs(2), "b": structs(2, 9), "x": pa.array([0, 1]), "y": pa.array([1, 0])})
+        pq.write_table(table, tmp_path / f"{split}.parquet")
+    cache = tmp_path / "cache"
+    with pytest.raises(ValueError, match="several columns of labels, x, y: choose one by --label_column"):
+        opened(tmp_path, cache)
+    with pytest.raises(ValueError, match="several columns of images, a, b: choose one by --image_column"):
+        opened(tmp_path, cache, label="x")
+    with pytest.raises(ValueError, match=r"--label_column z: .* has only: a, b, x, y"):
+        opened(tmp_path, cache, label="z")
+    one, two = (opened(tmp_path, cache, image=image, label=label) for image, label in ("ax", "by"))
+    assert (one.train.labels.tolist(), two.train.labels.tolist()) == ([0, 1], [1, 0])
+    assert (two.train.images[0] == np.asarray(picture(9))).all()
+    assert one.source != two.source
+    with pytest.raises(ValueError, match="are for tables: --data digits has no columns"):
+        opened("digits", cache, label="x")
+
+
+def test_parquet_in_folders_of_splits(tmp_path):
+    for folder, count in (("Train", 4), ("test", 2), ("validation", 3)):
+        images = [encode(picture(k), "PNG") for k in range(count)]
+        for part in range(2):
+            file = tmp_path / "pets" / "default" / folder / f"000{part}.parquet"
+            write_parquet(file, images, [part] * count, ["cat", "dog"])
+    prepared = prepare(str(tmp_path / "pets"), tmp_path / "cache", show_progress=False)
+    images = open_images(Path(prepared.folder))
+    assert prepared.left_out == "test, as validation is there"
+    assert (images.train.labels.tolist(), len(images.val)) == ([0] * 4 + [1] * 4, 6)
+
+
+def test_parquet_among_class_folders_is_left_alone(tmp_path):
+    put(tmp_path, *(f"{split}/{c}/1.png" for split in ("train", "val") for c in "ab"))
+    for file in ("about.parquet", "train/rows.parquet"):
+        write_parquet(tmp_path / file, [PNG], [0], ["cat"])
+    prepared = prepare(str(tmp_path), tmp_path / "cache", show_progress=False)
+    assert (open_images(Path(prepared.folder)).classes, prepared.left_out) == (("a", "b"), "1 .parquet")
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        (
+            ["data.parquet"],
+            "has parquet files, but no train-*.parquet (data.parquet): name those of training so",
+        ),
+        (["a/train/0.parquet"], "but no val-, validation-, valid- or test-*.parquet to evaluate on"),
+    ],
+)
+def test_parquet_without_splits_is_refused(files, message, tmp_path):
+    for file in files:
+        write_parquet(tmp_path / file, [PNG], [0], ["cat"])
+    with pytest.raises(ValueError, match=r".+") as error:
+        opened(tmp_path, tmp_path / "cache")
+    assert message in str(error.value)
+
+
+@pytest.fixture(scope="module")
+def hub_data():
+    """A DatasetDict whose rows were shuffled: its indices are another order than its table's."""
+    datasets = pytest.importorskip("datasets")
+    features = datasets.Features(
+        {"photo": datasets.Image(), "kind": datasets.ClassLabel(names=["cat", "dog"])}
+    )
+
+    def rows(count: int, first: int) -> "datasets.Dataset":
+        images = [{"bytes": encode(picture(first + k), "PNG"), "path": None} for k in range(count)]
+        return datasets.Dataset.from_dict({"photo": images, "kind": [k % 2 for k in range(count)]}, features)
+
+    return datasets.DatasetDict(train=rows(6, 0).select([5, 0, 3, 1]), test=rows(2, 100), valid=rows(3, 200))
+
+
+def assert_are_hub_data(images: Images) -> None:
+    assert (images.classes, images.val_name) == (("cat", "dog"), "val")
+    assert (images.train.labels.tolist(), images.val.labels.tolist()) == ([1, 0, 1, 1], [0, 1, 0])
+    assert (images.train.images == np.stack([np.asarray(picture(k)) for k in (5, 0, 3, 1)])).all()
+    assert (images.val.images == np.stack([np.asarray(picture(k)) for k in (200, 201, 202)])).all()
+
+
+def test_a_folder_of_save_to_disk(hub_data, tmp_path):
+    """Its name may be any, and reading it takes no `datasets`. Moved, it is the same data."""
+    root = tmp_path / "we[1]rd::pets"
+    hub_data.save_to_disk(tmp_path / "saved", num_shards={"train": 2, "test": 1, "valid": 1})
+    (tmp_path / "saved").rename(root)
+    prepared = prepare(str(root), tmp_path / "cache", show_progress=False)
+    assert_are_hub_data(open_images(Path(prepared.folder)))
+    assert prepared.left_out == "test, as valid is there"
+    (tmp_path / "elsewhere").mkdir()
+    moved = root.rename(tmp_path / "elsewhere" / root.name)
+    assert str(prepare_data(str(moved), tmp_path / "cache", show_progress=False)) == prepared.folder
+    with pytest.raises(
+        ValueError, match="is one split that `datasets` saved: save a DatasetDict of train, and"
+    ):
+        opened(moved / "train", tmp_path / "cache")
+    arrow = next((moved / "train").glob("*.arrow"))
+    arrow.write_bytes(arrow.read_bytes()[:-300])
+    with pytest.raises(ValueError, match=r"\.arrow cannot be read: .* Is it complete"):
+        opened(moved, tmp_path / "cache")
+    (moved / "train" / "state.json").write_text('{"_data_files": [{"filename": 1}]}')
+    with pytest.raises(ValueError, match=r"train/state\.json names no data files"):
+        opened(moved, tmp_path / "cache")
+
+
+def test_a_data_set_of_the_hub_from_the_cache_without_network(hub_data, tmp_path, monkeypatch):
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(tmp_path)
+    for config in ("small", "large"):  # as `datasets` keeps what it has loaded once
+        place = tmp_path / "hf" / "lab___pets" / config / "0.0.0" / HUB_COMMIT
+        for split, rows in hub_data.items():
+            file = tmp_path / f"{config}-{split}.parquet"
+            rows.flatten_indices().to_parquet(file)
+        files = {split: str(tmp_path / f"{config}-{split}.parquet") for split in hub_data}
+        made = datasets.load_dataset("parquet", data_files=files, cache_dir=tmp_path / "made" / config)
+        folder = Path(made["train"].cache_files[0]["filename"]).parent
+        place.parent.mkdir(parents=True)
+        folder.rename(place)
+        for file in place.glob("parquet-*.arrow"):
+            file.rename(place / file.name.replace("parquet-", "pets-", 1))
+        about = json.loads((place / "dataset_info.json").read_text())
+        about |= {"config_name": config, "dataset_name": "pets"}
+        (place / "dataset_info.json").write_text(json.dumps(about))
+    assert_are_hub_data(opened("hub:lab/pets:small", tmp_path / "cache"))
+    with pytest.raises(ValueError, match=r"--data hub:lab/pets: lab/pets could not be loaded .*small"):
+        opened("hub:lab/pets", tmp_path / "cache")
+    for name, message in {
+        "hub:lab/absent": r"lab/absent could not be loaded from the hub \(.*Without network use local files",
+        "hub:pets": "expected hub:OWNER/NAME or hub:OWNER/NAME:CONFIG",
+        "hub:../pets": "expected hub:OWNER/NAME",
+    }.items():
+        with pytest.raises(ValueError, match=message) as error:
+            opened(name, tmp_path / "cache")
+        assert "\n" not in str(error.value)
+
+
+def test_a_data_set_of_the_hub_that_holds_files(tmp_path, monkeypatch):
+    """Its rows have paths in the cache of the hub, no bytes. load_dataset takes a local folder first."""
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
+    monkeypatch.chdir(tmp_path)
+    paths = [f"lab/photos/{split}/{c}/{k}.png" for split in ("train", "test") for c in "ab" for k in range(2)]
+    put(tmp_path, *paths)
+    images = opened("hub:lab/photos", tmp_path / "cache")
+    assert (images.classes, images.val_name) == (("a", "b"), "test")
+    expected = [decode((tmp_path / path).read_bytes()) for path in paths[:4]]
+    assert (images.train.images == np.stack(expected)).all()
+
+
+@pytest.mark.parametrize("path", [None, "/nowhere/1.png"])
+def test_a_row_without_bytes_is_named(path, tmp_path):
+    rows = pa.table({"img": [{"bytes": PNG, "path": None}, {"bytes": None, "path": path}], "label": [0, 0]})
+    splits = {"train": [Table("the rows", rows)], "val": [Table("the rows", rows)]}
+    with pytest.raises(ValueError, match="row 1 of the rows has no image bytes"):
+        write_tables(splits, Columns(), tmp_path, lambda: None)
+
+
+# CSV
+
+
+def write_list(root: Path, text: str, name: str = "pets.csv") -> Path:
+    put(root, *(f"img/{k}.png" for k in range(6)))
+    (root / name).write_bytes(text.encode())
+    return root / name
+
+
+LISTS = {
+    "as documented": "file,label,split\n"
+    + "".join(f"img/{k}.png,{'dog' if k % 2 else 'cat'},{'test' if k > 3 else 'train'}\n" for k in range(6)),
+    "as Excel writes it": "\ufefffile_name;Class;Split\r\n"
+    + "".join(
+        f'"img/{k}.png";{"dog" if k % 2 else "cat"};{"Test" if k > 3 else "TRAIN"}\r\n' for k in range(6)
+    ),
+    "tabs, other columns": "id\tsplit\tpath\tcategory\n"
+    + "".join(
+        f"{k}\t{'test' if k > 3 else 'train'}\timg/{k}.png\t{'dog' if k % 2 else 'cat'}\n" for k in range(6)
+    ),
+}
+
+
+@pytest.mark.parametrize("form", LISTS)
+def test_a_list_of_files(form, tmp_path):
+    images = opened(write_list(tmp_path, LISTS[form]), tmp_path / "cache")
+    assert (images.classes, images.val_name) == (("cat", "dog"), "test")
+    assert (images.train.labels.tolist(), images.val.labels.tolist()) == ([0, 1, 0, 1], [0, 1])
+    assert (images.val.images == np.stack([np.asarray(picture(k)) for k in (4, 5)])).all()
+
+
+def test_labels_of_a_list_are_part_of_its_content(tmp_path):
+    path = write_list(tmp_path, LISTS["as documented"])
+    one = opened(path, tmp_path / "cache")
+    path.write_text(LISTS["as documented"].replace("0.png,cat", "0.png,dog"))
+    two = opened(path, tmp_path / "cache")
+    assert two.train.labels.tolist() == [1, 1, 0, 1]
+    assert one.source != two.source
+
+
+def test_columns_absolute_paths_numbers_and_a_second_held_out_split(tmp_path):
+    rows = [
+        f"{tmp_path}/img/{k}.png,x,{10 - k},{split}"
+        for k, split in enumerate(("train",) * 3 + ("val", "test"))
+    ]
+    path = write_list(
+        tmp_path, "\n".join(["a,b,c,split", *rows[:3], "img/3.png,x,9,val", rows[4].replace(",6,", ",8,")])
+    )
+    columns = Columns("a", "c")
+    prepared = prepare(str(path), tmp_path / "cache", show_progress=False, columns=columns)
+    images = open_images(Path(prepared.folder))
+    assert images.classes == ("8", "9", "10")
+    assert (images.train.labels.tolist(), images.val.labels.tolist()) == ([2, 1, 0], [1])
+    assert prepared.left_out == "1 rows of test, as val is there"
+
+
+BAD_LISTS = {
+    "no split": (
+        "file,label\nimg/0.png,cat\n",
+        "1 of 1 rows are of the split train, and 0 are held out: say in a",
+    ),
+    "no train": (
+        "file,label,split\nimg/0.png,cat,val\n",
+        "0 of 1 rows are of the split train, and 1 are held out",
+    ),
+    "no file": (
+        "file,label,split\nimg/0.png,cat,train\nimg/9.png,cat,val\n",
+        "line 3: there is no file {root}/img/9.png (1 such rows): paths are relative to the list's folder",
+    ),
+    "no label": ("file,label,split\nimg/0.png,,train\n", "line 2: it has no label"),
+    "cut": ("file,label,split\nimg/0.png\n", "line 2: it has no label"),
+    "split": ("file,label,split\nimg/0.png,a,trian\n", "line 2: its split is trian: choose among train, val"),
+    "columns": ("img,kind\n1,2\n", "its first line has no column file or filename or"),
+    "new label": (
+        "file,label,split\nimg/0.png,cat,train\nimg/1.png,ox,val\n",
+        "the split val has labels that train has not: ox",
+    ),
+    "empty": ("file,label,split\n", "it lists no images"),
+    "nothing": ("", "its first line has no column file"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_LISTS)
+def test_a_wrong_list_is_one_line(case, tmp_path):
+    text, message = BAD_LISTS[case]
+    path = write_list(tmp_path, text)
+    with pytest.raises(ValueError, match=r".+") as error:
+        opened(path, tmp_path / "cache")
+    assert str(error.value).startswith(f"--data {path}")
+    assert message.format(root=tmp_path) in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_bytes_that_are_no_text(tmp_path):
+    path = write_list(tmp_path, "")
+    for content, message in {
+        b"file,label\n\xff\xfe\n": "not in UTF-8",
+        b'file,label\n"' + b"a" * 200_000: "no CSV",
+    }.items():
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=message):
+            opened(path, tmp_path / "cache")
+
+
+def test_the_doctor_compares_lists_and_leaves_names_alone(tmp_path):
+    path = write_list(tmp_path, LISTS["as documented"])
+    before = _contents(str(path), ())
+    assert before["problem"] is None
+    path.write_text(LISTS["tabs, other columns"])
+    assert _contents(str(path), ())["digest"] != before["digest"]
+    assert _contents("hub:lab/pets", ()) == _contents("digits", ()) == {"problem": None}
+    assert _contents(str(tmp_path / "nothing"), ())["problem"]
