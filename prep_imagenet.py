@@ -29,6 +29,8 @@ each. Labels are the numbers of the sorted class names; a tar is scanned for the
 files without an image's extension, are skipped. Each JPEG is checked on all cores: decoders silently fill up
 half a JPEG with grey. --no_verify skips that check.
 
+--from parquet takes a folder of train-*.parquet, and of val-*, validation-* or test-*.parquet.
+
 Other people's shards: --from shards --format index indexes WebDataset's tars, in a folder or below a prefix
 in S3, where they are. Tars with train, and with val or test, in their name or their folder's are found;
 --train and --val take patterns, as 'DIR/train-{0000..1023}.tar'. A sample's class is in its .cls, or the
@@ -75,7 +77,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     for part in NAMES["imagenet"]:
         add(f"--{part}", help="path, s3:// or http(s):// url of this archive")
     kind = "kind of input (default: imagenet)"
-    add("--from", dest="source", choices=(*NAMES, "shards"), default="imagenet", help=kind)
+    add("--from", dest="source", choices=(*NAMES, "parquet", "shards"), default="imagenet", help=kind)
     add("--classes", metavar="FILE", help="with --from shards: the names of the classes, one a line")
     add("--out", required=True, help="a folder, or s3://bucket/prefix")
     add("--work_dir", help="with --out s3://...: a local folder with room for all shards")
@@ -120,11 +122,13 @@ def _problem(flags: argparse.Namespace) -> str | None:
         return f"--classes: --from {flags.source} finds the names of the classes"
     if flags.source == "shards":
         return _problem_of_shards(flags)
+    if flags.source == "parquet" and (flags.url or flags.train or flags.val or "://" in flags.data):
+        return "--from parquet takes --data FOLDER, with train-*.parquet and val-* or test-*.parquet"
     if remote and flags.format != "shards":
         return f"--format {flags.format} writes to a local folder, not to {shown(flags.out)}"
     if remote != bool(flags.work_dir):
         return WORK_DIR
-    if flags.format == "index" and (flags.resize or flags.source == "folder"):
+    if flags.format == "index" and (flags.resize or flags.source in ("folder", "parquet")):
         return "--format index needs archives, and takes no --resize: it copies no image"
     return None
 

@@ -72,8 +72,8 @@ def _stream_column(stream: BinaryIO, name: str) -> "Iterator[pyarrow.Array]":
         yield batch.column(name)
 
 
-class Labels(NamedTuple):
-    """The labels of one split."""
+class _Column(NamedTuple):
+    """The labels of one split, as its files have them."""
 
     names: tuple[str, ...] | None  # of the classes, where the files have them
     values: "pyarrow.ChunkedArray"  # int64 or string [N]
@@ -87,8 +87,26 @@ def write_tables(
 
     All labels are checked before an image is read. Memory: one row group and the labels.
     """
-    labels = {split: _read_labels(split, tables, columns, beat) for split, tables in splits.items()}
-    classes, numbers = _number_labels(labels)
+    classes, labels = read_labels(splits, columns, beat)
+    for split, tables in splits.items():
+        save_labels(folder, split, labels[split].numbers)
+        save_images(folder, split, read_images(tables, columns, beat), parts=labels[split].rows)
+    return classes
+
+
+class Labels(NamedTuple):
+    """The labels of one split."""
+
+    numbers: np.ndarray  # int64 [N]
+    rows: list[tuple[str, int]]  # of each table
+
+
+def read_labels(
+    splits: dict[str, list[Table]], chosen: Columns, beat: Heartbeat
+) -> tuple[tuple[str, ...], dict[str, Labels]]:
+    """The class names, and the labels of each split. Raises ValueError for a label without a class."""
+    columns = {split: _read_column(split, tables, chosen, beat) for split, tables in splits.items()}
+    classes, numbers = _number_labels(columns)
     for split, tables in splits.items():
         wrong = np.flatnonzero((numbers[split] < 0) | (numbers[split] >= len(classes)))
         if len(wrong):
@@ -97,12 +115,10 @@ def write_tables(
                 f" ({tables[0].where}) is out of range: there are {len(classes)} classes"
                 f" ({len(wrong):,} such rows)"
             )
-        save_labels(folder, split, numbers[split])
-        save_images(folder, split, _read_images(tables, columns, beat), parts=labels[split].rows)
-    return classes
+    return classes, {split: Labels(numbers[split], columns[split].rows) for split in splits}
 
 
-def _read_labels(split: str, tables: list[Table], chosen: Columns, beat: Heartbeat) -> Labels:
+def _read_column(split: str, tables: list[Table], chosen: Columns, beat: Heartbeat) -> _Column:
     import pyarrow as pa
 
     names, columns = [], []
@@ -121,7 +137,7 @@ def _read_labels(split: str, tables: list[Table], chosen: Columns, beat: Heartbe
     if len({chunk.type for chunk in chunks}) > 1:
         raise ValueError(f"labels of the {split} split ({tables[0].where}) {MIXED}")
     rows = [(table.where, len(column)) for table, column in zip(tables, columns, strict=True)]
-    return Labels(names[0], pa.chunked_array(chunks), rows)
+    return _Column(names[0], pa.chunked_array(chunks), rows)
 
 
 def _numbers_or_names(labels: "pyarrow.ChunkedArray", where: str) -> "pyarrow.ChunkedArray":
@@ -142,7 +158,7 @@ def _numbers_or_names(labels: "pyarrow.ChunkedArray", where: str) -> "pyarrow.Ch
     return labels.cast(pa.string())
 
 
-def _number_labels(labels: dict[str, Labels]) -> tuple[tuple[str, ...], dict[str, np.ndarray]]:
+def _number_labels(labels: dict[str, _Column]) -> tuple[tuple[str, ...], dict[str, np.ndarray]]:
     """The class names, and each split's labels as int64 [N]. Without names in the files the classes are the
     distinct labels, sorted."""
     import pyarrow as pa
@@ -167,7 +183,7 @@ def _number_labels(labels: dict[str, Labels]) -> tuple[tuple[str, ...], dict[str
     return tuple(map(str, train)), {split: np.asarray(column, np.int64) for split, column in values.items()}
 
 
-def _read_images(tables: list[Table], chosen: Columns, beat: Heartbeat) -> Iterator[bytes]:
+def read_images(tables: list[Table], chosen: Columns, beat: Heartbeat) -> Iterator[bytes]:
     """The values of a column of the hub's Image structs, or of plain binary."""
     for table in tables:
         with table.open() as (schema, read):

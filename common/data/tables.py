@@ -19,9 +19,23 @@ SplitFiles = Callable[[Path, str], list[Path]]  # from a folder and the name of 
 
 
 def find_parquet(root: Path, columns: Columns) -> Source | None:
+    if (found := parquet_files(root)) is None:
+        return None
+    val_name = next(name for name in VAL_NAMES if name in found)
+    splits = {"train": found["train"], "val": found[val_name]}
+    left_out = ", ".join(
+        f"{name}, as {val_name} is there" for name in found if name not in ("train", val_name)
+    )
+    # the names within the data set, so that moving it changes nothing
+    nested = not _is_named(splits["train"][0], "train")
+    named = tuple((f"{f.parent.name}/{f.name}" if nested else f.name, f) for s in SPLITS for f in splits[s])
+    return _source_of_tables(root.name, named, _tables(splits), val_name, left_out, columns)
+
+
+def parquet_files(root: Path) -> dict[str, list[Path]] | None:
     """Lists train-*.parquet and val-*, validation-*, valid- or test-*.parquet, or train/*.parquet and so on.
 
-    They lie in the folder, or one level below.
+    They lie in the folder, or one level below. None without any; ValueError without a held-out split.
     """
     below = [f for f in (root, *sorted(root.iterdir())) if f.is_dir()]
     files_of = _named_files
@@ -42,17 +56,15 @@ def find_parquet(root: Path, columns: Columns) -> Source | None:
             f"--data {root} has train-*.parquet, but no val-, validation-, valid- or test-*.parquet to"
             " evaluate on"
         )
-    val_name = next(iter(found))
-    splits = {"train": files_of(folder, "train"), "val": found[val_name]}
-    left_out = ", ".join(f"{name}, as {val_name} is there" for name in list(found)[1:])
-    # the names within the data set, so that moving it changes nothing
-    nested = files_of is _files_in_folders
-    named = tuple((f"{f.parent.name}/{f.name}" if nested else f.name, f) for s in SPLITS for f in splits[s])
-    return _source_of_tables(root.name, named, _tables(splits), val_name, left_out, columns)
+    return {"train": files_of(folder, "train")} | found
 
 
 def _named_files(folder: Path, split: str) -> list[Path]:
-    return sorted(f for f in folder.iterdir() if re.fullmatch(rf"{split}([-.].*)?\.parquet", f.name))
+    return sorted(f for f in folder.iterdir() if _is_named(f, split))
+
+
+def _is_named(file: Path, split: str) -> bool:
+    return re.fullmatch(rf"{split}([-.].*)?\.parquet", file.name) is not None
 
 
 def _files_in_folders(folder: Path, split: str) -> list[Path]:

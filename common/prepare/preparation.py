@@ -20,6 +20,7 @@ from common.prepare.archives import scan
 from common.prepare.devkit import DEVKIT, TRAIN, VAL
 from common.prepare.inputs import shown
 from common.prepare.journal import Journal, SplitProgress
+from common.prepare.parquet import ParquetDataset
 from common.prepare.recode import recoded
 from common.prepare.source import SECOND_CLASS, ImageBatch, Position, RawDataset, batches, exists, index_rows
 from common.prepare.webdataset import THREADS, WebDataset, find_patterns, index_once
@@ -45,11 +46,12 @@ class Preparation:
         self.store = ObjectStore(flags.out) if flags.out.startswith("s3://") else None
         self.folder = expand_home(flags.work_dir or flags.out, "give an absolute path").absolute()
         hashed = flags.source == "imagenet" and not flags.no_verify
-        self.dataset = (
-            WebDataset(find_parts(flags), flags.classes)
-            if flags.source == "shards"
-            else RawDataset(flags.source, find_parts(flags), hashed, flags.subset)
-        )
+        if flags.source == "shards":
+            self.dataset: RawDataset = WebDataset(find_parts(flags), flags.classes)
+        elif flags.source == "parquet":
+            self.dataset = ParquetDataset(expand_home(flags.data, "give an absolute path").absolute())
+        else:
+            self.dataset = RawDataset(flags.source, find_parts(flags), hashed, flags.subset)
         self.settings: dict[str, Any] = {
             "format": flags.format,
             "from": flags.source,

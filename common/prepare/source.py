@@ -248,10 +248,11 @@ def size_and_version(where: str) -> tuple[int, str | None, str | None]:
         for image in images:
             stat = os.stat(path / name / image)
             rows.append((f"{name}/{image}", stat.st_size, stat.st_mtime_ns))
-    return sum(size for _, size, _ in rows), _digest(rows), _digest([row[:2] for row in rows])[:16]
+    return sum(size for _, size, _ in rows), digest(rows), digest([row[:2] for row in rows])[:16]
 
 
-def _digest(rows: list[tuple]) -> str:
+def digest(rows: list[tuple]) -> str:
+    """SHA-256 of a list of names, sizes, and what changes with a file."""
     return hashlib.sha256(repr(rows).encode(errors="surrogateescape")).hexdigest()
 
 

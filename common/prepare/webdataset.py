@@ -9,7 +9,6 @@ https://github.com/webdataset/webdataset
 
 import fnmatch
 import glob
-import hashlib
 import io
 import itertools
 import os
@@ -24,7 +23,7 @@ import numpy as np
 from common.data.decode import EXTENSIONS, SPLITS
 from common.prepare.archives import TarMember, members
 from common.prepare.inputs import Input, open_input, open_object
-from common.prepare.source import RawDataset
+from common.prepare.source import RawDataset, digest
 from common.system.files import parse_json, write_bytes
 from common.system.s3 import ObjectStore
 
@@ -90,7 +89,7 @@ class WebDataset(RawDataset):
         if len({url.split("/")[2] if url.startswith("s3://") else "" for url in urls}) > 1:
             raise ValueError("the shards of train and val must lie all on this host, or all in one bucket")
         self.bytes = {split: sum(file.bytes for file in files) for split, files in self.files.items()}
-        self.versions = {split: _digest(files) for split, files in self.files.items()}
+        self.versions = {split: digest([*map(tuple, files)]) for split, files in self.files.items()}
         self.listings, self.labels, self.counts = {}, {}, {}
         self.classes: list[dict[str, str]] = []
         self.class_file = class_file
@@ -152,10 +151,6 @@ def _without_braces(pattern: str) -> list[str]:
     first, last = braces.groups()
     numbers = [str(n).zfill(len(first)) for n in range(int(first), int(last) + 1)]
     return [name for n in numbers for name in _without_braces(pattern.replace(braces[0], n, 1))]
-
-
-def _digest(files: list[ShardFile]) -> str:
-    return hashlib.sha256(repr(files).encode(errors="surrogateescape")).hexdigest()
 
 
 # --- One shard
