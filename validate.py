@@ -35,8 +35,8 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 
-from common.checkpoint.format import TensorFile, sha256_of
-from common.checkpoint.weights import TrainedModel, find
+from common.checkpoint.format import sha256_of
+from common.checkpoint.weights import TrainedModel, find, load_trained, open_script
 from common.data.images import Images, load
 from common.data.splits import Split
 from common.distributed.accelerator import start
@@ -47,7 +47,7 @@ from common.distributed.preemption import Preempted, wanted
 from common.distributed.strategy import device_name, precision, strategy
 from common.evaluation import counted, evaluated_ids, predictions
 from common.recipe import Batch, ImageRecipe, Job, parse, recipe_part, setting
-from common.script import as_flags, load_script, normalisation, own_script, recipe_class
+from common.script import normalisation
 from common.system.env import world_size
 from common.system.files import write_text
 from common.system.paths import ROOT
@@ -187,19 +187,7 @@ def script_and_recipe(
             f"{trained.name} is a lone file, which does not say what trained it: give the script, its flags"
             " and the data, as --script train_vit.py --model NAME --data cifar10"
         )
-    if flags.script and not Path(flags.script).is_file():
-        raise ValueError(f"--script {flags.script}: there is no such file")
-    try:
-        path = Path(flags.script) if flags.script else own_script(trained.script)
-        script = load_script(path)
-        kind = recipe_class(script)
-        if not issubclass(kind, ImageRecipe):
-            raise ValueError(
-                f"{script.__name__} trains no classifier of images, which alone can be validated"
-            )
-        recipe = parse(kind, [*as_flags(trained.recipe or {}, kind), *words])
-    except ValueError as error:
-        raise ValueError(f"{trained.name}: {error}") from None
+    script, recipe, path = open_script(trained, flags.script, words)
     ours = {"flags": dataclasses.asdict(flags), "recipe": recipe_part(recipe), "script": sha256_of(path)}
     agree(accelerator, ours)
     return script, recipe
@@ -225,9 +213,7 @@ def broadcast_weights(accelerator: Accelerator, model: nn.Module, file: Path, ti
     """Into the model of every process, from the main one, which alone has the file. Collective."""
 
     def read(_: Heartbeat) -> None:
-        weights, own = TensorFile(file), model.state_dict()
-        weights.expect({name: tuple(tensor.shape) for name, tensor in own.items()})
-        model.load_state_dict({name: weights.tensor(name) for name in own})
+        load_trained(model, file)
 
     once(accelerator, "weights", read, timeout_s)
     model.to(accelerator.device)

@@ -4,6 +4,7 @@
 batch. It neither trains nor downloads.
 """
 
+import ast
 import importlib.util
 import json
 import sys
@@ -66,7 +67,7 @@ def as_flags(recipe: dict[str, Any], kind: type[Recipe]) -> list[str]:
         raise ValueError(f"its recipe has {unknown.pop()!r}, which this code's {kind.__name__} does not know")
     words = []
     for name, value in recipe.items():
-        if name in NOT_OF_THE_MODEL or value is None:
+        if name in NOT_OF_THE_MODEL or value is None or value == []:  # no flag gives no numbers: the default
             continue
         if isinstance(value, bool):
             words.append(f"--{name}" if value else f"--no_{name}")
@@ -74,6 +75,63 @@ def as_flags(recipe: dict[str, Any], kind: type[Recipe]) -> list[str]:
             text = ",".join(map(str, value)) if isinstance(value, list) else value
             words.append(f"--{name}={text}")
     return words
+
+
+def standalone_source(script: ModuleType, name: str) -> str:
+    """The source of a function and of all that it needs of the script, with their imports, in its order.
+
+    Raises ValueError where something is needed from beyond torch and Python's own modules.
+    """
+    assert script.__file__ is not None
+    text = Path(script.__file__).read_text()
+    defined: dict[str, ast.stmt] = {}
+    imported: dict[str, tuple[str, str]] = {}  # name: its module, and the line that imports it
+    for node in ast.parse(text).body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            defined[node.name] = node
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            defined |= dict.fromkeys(_names(node, ast.Store), node)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            imported |= _imports(node)
+    recipe, todo, needed = recipe_class(script).__name__, [name], set[str]()
+    while todo:
+        if (this := todo.pop()) not in needed and this != recipe:  # a recipe stands in annotations alone
+            needed.add(this)
+            todo += _names(defined[this], ast.Load) if this in defined else []
+    lines = sorted({line for other, (_, line) in imported.items() if other in needed})
+    for module in {module for other, (module, _) in imported.items() if other in needed}:
+        if module.partition(".")[0] not in {"torch", *sys.stdlib_module_names}:
+            raise ValueError(
+                f"{script.__file__}: {name} needs {module}, and may need torch alone to be exported"
+            )
+    nodes = [node for node in dict.fromkeys(defined.values()) if needed & _defines(node)]
+    return "\n\n\n".join(["\n".join(lines), *(_source(text, node) for node in nodes)])
+
+
+def _names(node: ast.AST, context: type[ast.expr_context]) -> set[str]:
+    return {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, context)}
+
+
+def _defines(node: ast.stmt) -> set[str]:
+    if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+        return {node.name}
+    return _names(node, ast.Store)
+
+
+def _imports(node: ast.Import | ast.ImportFrom) -> dict[str, tuple[str, str]]:
+    """Names that an import defines: their modules, and a line that imports one alone."""
+    found = {}
+    for alias in node.names:
+        one = type(node)(**{**{f: getattr(node, f) for f in node._fields}, "names": [alias]})
+        module = node.module or "" if isinstance(node, ast.ImportFrom) else alias.name
+        found[alias.asname or alias.name.partition(".")[0]] = (module, ast.unparse(one))
+    return found
+
+
+def _source(text: str, node: ast.stmt) -> str:
+    """The lines of a definition with its decorators."""
+    first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", ()))])
+    return "\n".join(text.splitlines()[first - 1 : node.end_lineno])
 
 
 def normalisation(script: ModuleType, model: nn.Module) -> tuple[tuple[float, ...], tuple[float, ...]]:

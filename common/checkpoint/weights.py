@@ -2,7 +2,10 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+
+from torch import nn
 
 from common.checkpoint.format import (
     EMA_FILE,
@@ -11,6 +14,7 @@ from common.checkpoint.format import (
     MANIFEST_FILE,
     MODEL_FILE,
     Checkpoint,
+    TensorFile,
     newest,
     parse_index,
     step_name,
@@ -19,6 +23,8 @@ from common.checkpoint.format import (
     verify,
 )
 from common.checkpoint.mirror import fetch, fetch_newest
+from common.recipe import ImageRecipe, parse
+from common.script import as_flags, load_script, own_script, recipe_class
 from common.system.paths import shortest
 from common.system.s3 import ObjectStore
 from common.system.text import printable
@@ -60,6 +66,36 @@ def find(location: str, which: str, scratch: Path, beat: Heartbeat) -> TrainedMo
     in_run = found.folder.parent.name == "checkpoints"
     reports = found.folder.parents[1] / "validation" if in_run else Path("validation") / found.folder.name
     return _described(found, reports, shortest(found.folder), file)
+
+
+def open_script(
+    trained: TrainedModel, file: str | None, words: list[str]
+) -> tuple[ModuleType, ImageRecipe, Path]:
+    """The script that trained the model, its recipe changed by flags, and the script's file.
+
+    file: another script than the one of the project that the manifest names. Raises ValueError when it trains
+    no classifier of images.
+    """
+    if file and not Path(file).is_file():
+        raise ValueError(f"--script {file}: there is no such file")
+    try:
+        path = Path(file) if file else own_script(trained.script)
+        script = load_script(path)
+        kind = recipe_class(script)
+        if not issubclass(kind, ImageRecipe):
+            raise ValueError(
+                f"{script.__name__} trains no classifier of images, which alone can be used here"
+            )
+        return script, parse(kind, [*as_flags(trained.recipe or {}, kind), *words]), path
+    except ValueError as error:
+        raise ValueError(f"{trained.name}: {error}") from None
+
+
+def load_trained(model: nn.Module, file: Path) -> None:
+    """Copies the weights of a safetensors file into a model. ValueError unless they are the model's."""
+    weights, own = TensorFile(file), model.state_dict()
+    weights.expect({name: tuple(tensor.shape) for name, tensor in own.items()})
+    model.load_state_dict({name: weights.tensor(name) for name in own})
 
 
 def _of_run(folder: Path, which: str, beat: Heartbeat) -> Checkpoint:

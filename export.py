@@ -1,0 +1,120 @@
+"""Exports a trained model as files that load without this repository, by timm, plain PyTorch or ONNX Runtime.
+
+    python export.py runs/train_vit/fsdp_512_100_1_4 models/vit
+    python export.py runs/train_cnn_a/single_128_10_1_1 models/cnn_a --onnx
+    python export.py s3://bucket/prefix models/vit --push OWNER/NAME
+
+The model is a run's folder or its place in S3 (the best checkpoint, or --which latest), or a checkpoint's
+folder. It is verified first, and nothing in it is unpickled. The averaged weights are taken where there are
+some. Flags of its script change the recipe, as --data. The folder gets:
+
+model.safetensors  the weights in fp32
+config.json        how the model is built, its classes, and how images are prepared
+model.py           of models that timm does not know: build, load and prepare, with torch alone
+model.onnx         with --onnx: the same model for ONNX Runtime; its metadata hold what config.json says
+README.md          a model card: data, recipe, metrics; the licence is left to you
+
+timm loads its own models by `timm.create_model("local-dir:FOLDER", pretrained=True)`, and from the hub by
+`hf-hub:OWNER/NAME`. Before the folder is there, the model is loaded back from it, and its logits on images of
+the data are compared: equal bits, and within 1e-4 by ONNX Runtime. --push uploads the folder with the hub's
+own client; `hf auth login` or HF_TOKEN gives it access.
+"""
+
+import argparse
+import os
+import re
+import shlex
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+from common.system.cli import command_parser, expand_home, run_command
+
+SAMPLE = 16  # images on which the exported model is compared
+ONNX_BOUND = 1e-4  # of logits
+OPTIONAL = "pip install -r requirements-onnx.txt"
+
+
+def main() -> int:
+    flags, words = parse(sys.argv[1:])
+    folder = expand_home(flags.folder, "give an absolute path").absolute()
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"{flags.folder} is there already: give a new folder, or remove it")
+    if flags.onnx:
+        _check_onnx()
+    from common.checkpoint.export import (
+        check_onnx,
+        check_reloaded,
+        open_trained,
+        write_model,
+        write_onnx,
+    )
+    from common.report.card import model_card  # torch, from here on
+
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".export-", dir=folder.parent) as scratch:
+        part = Path(scratch) / folder.name
+        exported = open_trained(flags.model, flags.which, flags.script, words, Path(scratch), SAMPLE)
+        print(f"exporting {exported.trained.name}", flush=True)
+        part.mkdir()
+        about = write_model(exported, part)
+        check_reloaded(exported, part)
+        if flags.onnx:
+            write_onnx(exported, about, part / "model.onnx")
+            check_onnx(exported, part / "model.onnx", ONNX_BOUND)
+        (part / "README.md").write_text(model_card(folder.name, exported, about), encoding="utf-8")
+        if folder.exists():
+            folder.rmdir()  # empty
+        shutil.move(part, folder)
+    print("\n".join(f"{folder / name}" for name in sorted(os.listdir(folder))))
+    if flags.push:
+        print(push(folder, flags.push))
+    return 0
+
+
+def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Our flags, and the words of the script that trained the model."""
+    parser = command_parser(__doc__, usage="export.py MODEL FOLDER [flags] [flags of the script, as --data]")
+    add = parser.add_argument
+    add("model", help="a run's folder, its s3:// prefix, or a checkpoint's folder")
+    add("folder", help="a new folder for the files")
+    add("--which", choices=("best", "latest"), default="best", help="of a run's checkpoints (default: best)")
+    add("--script", help="what trained the model, where it is none of this project's scripts")
+    add("--onnx", action="store_true", help=f"write model.onnx, too; needs: {OPTIONAL}")
+    add("--push", metavar="OWNER/NAME", help="upload the folder to this repository of the hub")
+    flags, others = parser.parse_known_args(words)
+    if flags.push and not re.fullmatch(r"[\w.-]+/[\w.-]+", flags.push):
+        parser.error(f"--push {flags.push}: give OWNER/NAME")
+    return flags, others
+
+
+def _check_onnx() -> None:
+    try:
+        import onnx  # noqa: F401
+        import onnxruntime  # noqa: F401
+        import onnxscript  # noqa: F401
+    except ImportError as error:
+        raise ValueError(f"--onnx: {error.name} is not installed: {OPTIONAL}") from None
+
+
+def push(folder: Path, name: str) -> str:
+    """Uploads the files of a folder to a repository of the hub, which is made if needed. Returns its url."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    api = HfApi()
+    try:
+        url = api.create_repo(name, exist_ok=True)
+        api.upload_folder(repo_id=name, folder_path=folder, commit_message="Upload the exported model")
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        first = (str(error) or type(error).__name__).splitlines()[0]
+        again = f"hf upload {shlex.quote(name)} {shlex.quote(str(folder))}"
+        raise ValueError(
+            f"--push {name}: {first}. {folder} is complete: log in (hf auth login), then: {again}"
+        ) from None
+    return str(url)
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main))

@@ -1,0 +1,235 @@
+"""export.py: what it writes is loaded by others, and gives the bits of the model that was trained."""
+
+import json
+import os
+import subprocess
+import sys
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+import export
+from common.checkpoint.export import Exported, open_trained
+from common.script import load_script, standalone_source
+from common.system.cli import run_command
+from tests.conftest import CNN, RESNET, ROOT, VIT, full, python, result, run
+
+QUICK = ["--data", "digits", "--trackers", "none", "--mixed_precision", "no", "--epochs", "1"]
+SCRIPTS = {"cnn_a": CNN, "cnn_b": RESNET, "vit": VIT}
+IMAGES = 4
+
+# Without this repository: no folder of it is on the path. Prints logits of PNG files.
+LOAD = """
+import json, sys, torch
+from PIL import Image
+torch.set_num_threads(1)
+found = {}
+for folder, *files in json.loads(sys.argv[1]):
+    if "vit" in folder:
+        import timm
+        model = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
+        config = timm.data.resolve_model_data_config(model)
+        transform = timm.data.create_transform(**config, is_training=False)
+        images = [transform(Image.open(file).convert("RGB"))[None] for file in files]
+        names = model.pretrained_cfg["label_names"]
+    else:
+        sys.path.insert(0, folder)
+        import model as exported
+        del sys.path[0], sys.modules["model"]
+        model, names = exported.load(), exported.class_names()
+        images = [exported.prepare(Image.open(file)) for file in files]
+    with torch.inference_mode():
+        found[folder] = [model(image)[0].tolist() for image in images], list(names)
+assert not any("common" in name.split(".")[0] for name in sys.modules), sys.modules
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, cache) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("runs")
+    for name, words in SCRIPTS.items():
+        run([*python(), *words, *QUICK, *cache, "--output_dir", folder / name])
+    return {name: folder / name for name in SCRIPTS}
+
+
+@pytest.fixture(scope="module")
+def exported(runs, tmp_path_factory, cache) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("exported")
+    for name, place in runs.items():
+        made(place, folder / f"my_{name}", *cache)
+    return {name: folder / f"my_{name}" for name in runs}
+
+
+def made(*words, status: int = 0) -> None:
+    """Runs export.py in this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["export.py", *map(str, words)])
+        umask = os.umask(0)
+        try:
+            assert run_command(export.main) == status
+        finally:
+            os.umask(umask)
+
+
+def open_run(place: Path, scratch: Path, cache: list) -> Exported:
+    return open_trained(str(place), "best", None, [str(word) for word in cache], scratch, IMAGES)
+
+
+def test_others_load_it_and_get_the_same_logits(runs, exported, tmp_path, cache):
+    """From PNG files, in a process that does not know this project."""
+    request = []
+    models = {name: open_run(place, tmp_path, cache) for name, place in runs.items()}
+    for name, trained in models.items():
+        mean, std = (np.reshape(values, (3, 1, 1)) for values in (trained.mean, trained.std))
+        files = [tmp_path / f"{name}{k}.png" for k in range(IMAGES)]
+        for file, image in zip(files, trained.sample.numpy(), strict=True):
+            pixels = np.rint((image * std + mean) * 255).astype(np.uint8)
+            Image.fromarray(pixels.transpose(1, 2, 0)).save(file)
+        request.append([str(exported[name]), *map(str, files)])
+    env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    words = [sys.executable, "-c", LOAD, json.dumps(request)]
+    output = subprocess.run(words, cwd=tmp_path, env=env, check=True, capture_output=True, text=True).stdout
+    found = json.loads(output.splitlines()[-1])
+    for name, trained in models.items():
+        logits, classes = found[str(exported[name])]
+        with torch.inference_mode():
+            assert torch.tensor(logits) == pytest.approx(trained.model(trained.sample), abs=1e-5)
+        assert classes == list("0123456789")
+
+
+@pytest.mark.parametrize("name", ["cnn_b", full("cnn_a"), full("vit")])
+def test_onnx(name, runs, tmp_path, cache):
+    onnxruntime = pytest.importorskip("onnxruntime")
+    made(runs[name], tmp_path / "out", "--onnx", *cache)
+    trained = open_run(runs[name], tmp_path, cache)
+    session = onnxruntime.InferenceSession(tmp_path / "out" / "model.onnx")
+    (logits,) = session.run(None, {"images": trained.sample.numpy()})
+    assert logits == pytest.approx(trained.model(trained.sample).detach().numpy(), abs=1e-4)
+    about = {key: json.loads(value) for key, value in session.get_modelmeta().custom_metadata_map.items()}
+    assert about["label_names"] == list("0123456789")
+    assert (about["mean"], about["std"]) == (list(trained.mean), list(trained.std))
+    assert (about["input_size"], about["crop_pct"]) == ([3, 32, 32], 1.0)
+
+
+def test_the_card_says_what_the_run_reached(runs, exported):
+    facts, text = result(runs["cnn_a"]), (exported["cnn_a"] / "README.md").read_text()
+    assert f"value: {facts['best_accuracy']}" in text
+    assert f"| accuracy | {facts['best_accuracy']:.4f} |" in text
+    assert "| licence | not said: fill it in |" in text
+    matrix = json.loads((runs["cnn_a"] / "confusion.json").read_text())["confusion"]
+    recall = matrix[3][3] / sum(matrix[3])
+    (row,) = [line for line in text.splitlines() if line.startswith("| 3 |")]
+    assert row.split(" | ")[2] == f"{recall:.4f}"
+
+
+def test_an_ema_is_what_is_exported(runs, exported):
+    ours = load_file(runs["vit"] / "checkpoints" / best_step(runs["vit"]) / "ema.safetensors")
+    theirs = load_file(exported["vit"] / "model.safetensors")
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def best_step(folder: Path) -> str:
+    return f"step_{result(folder)['best_step']:08d}"
+
+
+def test_a_model_that_comes_back_differently_is_no_export(runs, tmp_path, cache, monkeypatch, capfd):
+    def spoil(tensors, file):
+        save_file({name: tensor + 1e-3 for name, tensor in tensors.items()}, file)
+
+    monkeypatch.setattr("safetensors.torch.save_file", spoil)
+    made(runs["cnn_a"], tmp_path / "new" / "out", *cache, status=1)
+    assert "gives other logits" in capfd.readouterr().err
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["{cnn_a}", "{tmp}/full"], "is there already"),
+        (["{tmp}/nothing", "{tmp}/out"], "there is no such folder"),
+        (
+            ["{vit}/checkpoints/{step}/ema.safetensors", "{tmp}/out", "--data", "synthetic", "--data=?"],
+            "--data ?",
+        ),
+        (["{tmp}/lone.safetensors", "{tmp}/out"], "give the checkpoint's folder"),
+        (["{cnn_a}", "{tmp}/out", "--widths", "4,8,31"], "hidden.weight"),
+    ],
+)
+def test_what_is_refused(words, said, runs, tmp_path, capfd):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    save_file({"weight": torch.zeros(1)}, tmp_path / "lone.safetensors")
+    places = {name: str(place) for name, place in runs.items()}
+    made(*(word.format(tmp=tmp_path, step=best_step(runs["vit"]), **places) for word in words), status=1)
+    assert said in capfd.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["full", "lone.safetensors"]
+
+
+def test_code_that_needs_more_than_torch_is_refused(tmp_path):
+    file = tmp_path / "train_other.py"
+    text = (ROOT / "train_cnn_a.py").read_text().replace("return Net(", "Steps; return Net(")
+    file.write_text(text)
+    with pytest.raises(ValueError, match=r"build_model needs common\.order"):
+        standalone_source(load_script(file), "build_model")
+
+
+class Hub(BaseHTTPRequestHandler):
+    """As much of the hub as an upload of small files needs."""
+
+    def do_POST(self) -> None:
+        length = int(self.headers.get("Content-Length", 0))
+        body = self.rfile.read(length)
+        self.server.requests.append((self.path, self.headers.get("Authorization"), body))
+        base = f"http://127.0.0.1:{self.server.server_port}"
+        if self.path.endswith("/preupload/main"):
+            files = [
+                {"path": f["path"], "uploadMode": "regular", "shouldIgnore": False}
+                for f in json.loads(body)["files"]
+            ]
+            answer: dict = {"files": files}
+        elif "/commit/" in self.path:
+            answer = {"commitUrl": f"{base}/me/digits/commit/1", "commitOid": "1" * 40}
+        else:
+            answer = {"url": f"{base}/me/digits", "name": "me/digits"}
+        self.answer(answer)
+
+    def do_GET(self) -> None:
+        self.answer({"id": "me/digits", "sha": "1" * 40, "siblings": []})
+
+    def answer(self, content: dict) -> None:
+        data = json.dumps(content).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_) -> None:
+        pass
+
+
+def test_push(exported, runs, tmp_path, cache):
+    """The hub's own client sends all files of the folder to a server on loopback."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        server.requests = []
+        Thread(target=server.serve_forever, daemon=True).start()
+        env = {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_TOKEN": "hf_secret"}
+        env |= {"HF_HOME": str(tmp_path / "hf"), "NO_PROXY": "127.0.0.1"}
+        words = [*python(), "export.py", runs["cnn_a"], tmp_path / "out", "--push", "me/digits", *cache]
+        output = run(words, env=env)
+        server.shutdown()
+    assert "/me/digits" in output
+    assert "hf_secret" not in output
+    (commit,) = [body for path, _, body in server.requests if "/commit/" in path]
+    sent = [json.loads(line) for line in commit.splitlines()]
+    names = {line["value"]["path"] for line in sent if line["key"] == "file"}
+    assert names == {path.name for path in (tmp_path / "out").iterdir()}
+    assert {key for _, key, _ in server.requests} == {"Bearer hf_secret"}
