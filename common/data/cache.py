@@ -28,7 +28,7 @@ from common.data.decode import SPLITS, cores
 from common.data.encoded import FILES, Encoded
 from common.data.source import BY_TYPE, Columns, Source
 from common.data.sources import find_source
-from common.data.survey import Duplicates, find_duplicates
+from common.data.survey import Broken, Duplicates, find_duplicates, is_too_much
 from common.system.cli import expand_home
 from common.system.files import discard, read_json, size_limit, sync, try_lock
 from common.system.threads import Heartbeat, run_with_heartbeat
@@ -38,6 +38,7 @@ DECODING = 2  # part of the place's key: raised when the pixels of some images c
 HASH_LIMIT_BYTES = 4 * 2**30
 SAMPLE = 64  # images of each split that are decoded to find the common size
 LOCK = ".lock"
+CHECKED = 16  # images of any size that a thread decodes in one go
 CHUNK_PIXELS = 2**22  # decoded in one go by a thread: some 50 ms, the longest delay of an interruption
 
 
@@ -205,8 +206,9 @@ def _make(folder: Path, source: Source, name: str, beat: Heartbeat, show_progres
     try:
         classes = source.write(work, beat)
         meta = {
-            "duplicates": None if source.shards else _duplicates(work, beat),
+            "duplicates": _duplicates(work, beat),
             "kind": _kind(work, source, beat, show_progress),
+            "broken": _broken(work, source.name, beat, show_progress),
             "source": name,
             "classes": classes,
             "val_name": source.val_name,
@@ -223,11 +225,33 @@ def _make(folder: Path, source: Source, name: str, beat: Heartbeat, show_progres
 
 
 def _duplicates(work: Path, beat: Heartbeat) -> Duplicates | None:
-    """Images in both splits; None where there are none, or where the source has written decoded images."""
-    if (work / "train_images.npy").exists():
+    """Images in both splits, if they are encoded and few enough to be searched."""
+    encoded = _searched(work, beat)
+    return run_with_heartbeat(lambda: find_duplicates(*encoded), beat) if encoded else None
+
+
+def _broken(work: Path, name: str, beat: Heartbeat, show_progress: bool) -> Broken | None:
+    """Decodes images that stay encoded, if they are few enough, so that the start names the broken ones."""
+    encoded = _searched(work, beat)
+    if encoded is None:
         return None
-    train, val = (Encoded(work, split) for split in SPLITS)
-    return run_with_heartbeat(lambda: find_duplicates(train, val), beat)
+    count = sum(map(len, encoded))
+    chunks = [
+        Chunk(images, None, range(len(images))[start : start + CHECKED])
+        for images in encoded
+        for start in range(0, len(images), CHECKED)
+    ]
+    with _progress(f"checking {count:,} images of {name}", count, show_progress) as advance:
+        bad = _decode_chunks(chunks, beat, advance)
+    return Broken(len(bad), min(bad)) if bad else None
+
+
+def _searched(work: Path, beat: Heartbeat) -> list[Encoded] | None:
+    """The encoded images of both splits; None without any, and where they are too many bytes."""
+    if not (work / f"train_{FILES[0]}").exists():
+        return None
+    encoded = [Encoded(work, split) for split in SPLITS]
+    return None if run_with_heartbeat(lambda: is_too_much(*encoded), beat) else encoded
 
 
 def _sync_all(folder: Path) -> None:
@@ -247,7 +271,7 @@ class Chunk(NamedTuple):
     """Images that a thread decodes in one go."""
 
     images: Encoded
-    pixels: np.ndarray  # uint8 [N, H, W, 3] of the whole split
+    pixels: np.ndarray | None  # uint8 [N, H, W, 3] of the whole split; None: the images are only checked
     ids: range
 
 
@@ -321,14 +345,16 @@ def _decode_chunks(chunks: list[Chunk], beat: Heartbeat, advance: Callable[[int]
         pool.shutdown(cancel_futures=True)
 
 
-def _decode(images: Encoded, pixels: np.ndarray, ids: range) -> list[str]:
-    """Decodes images[ids] into pixels[ids]. Returns an error for each that can't be decoded."""
+def _decode(images: Encoded, pixels: np.ndarray | None, ids: range) -> list[str]:
+    """Decodes images[ids] into pixels[ids], if given. Returns an error for each that can't be decoded."""
     bad = []
     for i in ids:
         try:
             image = images.decode(i, strict=True)
         except ValueError as error:
             bad.append(str(error))
+            continue
+        if pixels is None:
             continue
         if image.shape != pixels.shape[1:]:
             raise _OddSize

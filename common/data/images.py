@@ -18,7 +18,7 @@ from common.data.shard_cache import ShardCache
 from common.data.shards import MANIFEST, check_roots, index_name, parse_manifest
 from common.data.source import Columns
 from common.data.splits import ArraySplit, FileSplit, ShardSplit, Split
-from common.data.survey import Duplicates
+from common.data.survey import NO_FLAWS, Broken, Duplicates, Flaws
 from common.distributed.agreement import agree, once_per_host
 from common.order import Shuffled, Streamed
 from common.recipe import ImageRecipe
@@ -31,7 +31,7 @@ class Images:
     """A data set: splits train and val (val_name is "val" or "test") and class names.
 
     source: the data's name and the key of its content, equal on all hosts with the same data.
-    mirror: True if a mirrored image keeps its class; False for digits. duplicates: images in both splits.
+    mirror: True if a mirrored image keeps its class; False for digits. flaws: what is wrong with them.
     """
 
     source: str
@@ -40,7 +40,7 @@ class Images:
     val: Split
     val_name: str
     mirror: bool
-    duplicates: Duplicates | None = None
+    flaws: Flaws = NO_FLAWS
 
     @property
     def identity(self) -> tuple[str, tuple[str, ...]]:
@@ -65,7 +65,7 @@ def load(accelerator: Accelerator, recipe: ImageRecipe) -> Images:
     agree(accelerator, {"data": kind, "classes": images.classes, **counts})
     labels = images.train.labels, images.val.labels, images.val_name
     accelerator.print(survey.found(recipe.data, *labels, len(images.classes), left_out))
-    for line in survey.warnings(*labels, images.classes, images.duplicates):
+    for line in survey.warnings(*labels, images.classes, images.flaws):
         accelerator.print(f"warning: {line}")
     return images
 
@@ -96,9 +96,10 @@ def open_images(folder: Path, recipe: ImageRecipe | None = None) -> Images:
         train, val = (FileSplit(folder, split, labels[split], skip) for split in SPLITS)
     else:
         train, val = _open_shards(folder, about["shards"], labels, recipe)
-    duplicates = Duplicates(*about["duplicates"]) if about.get("duplicates") else None
+    duplicates, broken = about.get("duplicates"), about.get("broken")
+    flaws = Flaws(duplicates and Duplicates(*duplicates), broken and Broken(*broken))
     classes = tuple(map(printable, about["classes"]))  # names of folders have any bytes
-    return Images(about["source"], classes, train, val, about["val_name"], about["mirror"], duplicates)
+    return Images(about["source"], classes, train, val, about["val_name"], about["mirror"], flaws)
 
 
 def _open_shards(

@@ -10,7 +10,7 @@ from common.data.encoded import Encoded
 from common.system.text import printable, some_of
 
 IMBALANCE = 10  # times as many images in the largest class as in the smallest: named
-SEARCHED_BYTES = 4 * 2**30  # more are not searched for duplicates: reading them takes too long
+SEARCHED_BYTES = 4 * 2**30  # more are not searched for duplicates, nor decoded to find broken images
 
 
 class Duplicates(NamedTuple):
@@ -21,17 +21,33 @@ class Duplicates(NamedTuple):
     val: str
 
 
+class Broken(NamedTuple):
+    """Images that can't be decoded, or of which a part is missing."""
+
+    images: int
+    first: str  # the name of the first, and what is wrong with it
+
+
+class Flaws(NamedTuple):
+    duplicates: Duplicates | None = None
+    broken: Broken | None = None
+
+
+NO_FLAWS = Flaws()
+
+
 def find_duplicates(train: Encoded, val: Encoded) -> Duplicates | None:
-    """Compares the bytes of images of equal size. None where no image is in both splits, or where the splits
-    have more than SEARCHED_BYTES."""
+    """Compares the bytes of images of equal size. None where no image is in both splits."""
     sizes = [[images.size(i) for i in range(len(images))] for images in (train, val)]
-    if sum(map(sum, sizes)) > SEARCHED_BYTES:
-        return None
     common = set(sizes[0]) & set(sizes[1])
     train_ids, val_ids = ([i for i, size in enumerate(found) if size in common] for found in sizes)
     known = {_digest(train, i): i for i in reversed(train_ids)}
     pairs = [(known[digest], i) for i in val_ids if (digest := _digest(val, i)) in known]
     return Duplicates(len(pairs), train.where(pairs[0][0]), val.where(pairs[0][1])) if pairs else None
+
+
+def is_too_much(train: Encoded, val: Encoded) -> bool:
+    return sum(images.size(i) for images in (train, val) for i in range(len(images))) > SEARCHED_BYTES
 
 
 def _digest(images: Encoded, i: int) -> bytes:
@@ -46,7 +62,7 @@ def found(name: str, train: np.ndarray, val: np.ndarray, val_name: str, classes:
 
 
 def warnings(
-    train: np.ndarray, val: np.ndarray, val_name: str, classes: Sequence[str], duplicates: Duplicates | None
+    train: np.ndarray, val: np.ndarray, val_name: str, classes: Sequence[str], flaws: Flaws
 ) -> list[str]:
     """A line for each thing that makes an accuracy misleading."""
     lines = []
@@ -60,7 +76,12 @@ def warnings(
     held_out = np.bincount(val, minlength=len(classes))
     if absent := [name for name, count in zip(classes, held_out, strict=True) if count == 0]:
         lines.append(f"the {val_name} split has no image of {some_of(absent)}")
-    if duplicates:
+    if broken := flaws.broken:
+        lines.append(
+            f"{broken.images:,} of the {len(train) + len(val):,} images are broken, as {broken.first}: repair"
+            " or remove them; --on_bad_image skip passes over those of training that can't be decoded"
+        )
+    if duplicates := flaws.duplicates:
         lines.append(
             f"{duplicates.images:,} of the {len(val):,} {val_name} images are training images, too, as"
             f" {duplicates.val} and {duplicates.train}: remove them from one split: accuracies are too high"

@@ -1,5 +1,6 @@
 """--data takes images as people have them: layouts of class folders, formats, what is found and left out."""
 
+import errno
 import io
 import os
 import shutil
@@ -10,12 +11,14 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
-from common.data import survey
+from common.data import cache, survey
 from common.data.cache import prepare, prepare_data
 from common.data.decode import EXTENSIONS, FORMATS, decode
 from common.data.images import Images, open_images
-from tests.conftest import CNN, lines, metrics, python, run, torchrun
-from tests.data.test_images import class_folders, encode, picture
+from common.data.splits import FileSplit
+from tests.conftest import CNN, full, lines, metrics, python, run, torchrun
+from tests.data.test_decode import header_alone
+from tests.data.test_images import class_folders, encode, parquet_folder, picture, write_parquet
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The image decoding and encoding:DeprecationWarning"),
@@ -224,17 +227,15 @@ def test_the_line_of_what_was_found(tmp_path):
 def test_imbalance_and_missing_classes_are_named():
     classes = ("cat", "dog", "ox")
     train, val = np.repeat([0, 1, 2], [2, 20, 5]), np.array([0, 1])
-    assert survey.warnings(train, val, "val", classes, None) == [
+    assert survey.warnings(train, val, "val", classes, survey.NO_FLAWS) == [
         "the classes are imbalanced: 2 training images of cat, 20 of dog: look at each class's recall, too",
         "the val split has no image of ox",
     ]
-    assert survey.warnings(np.repeat([0, 1], [2, 19]), val, "val", classes[:2], None) == []
+    assert survey.warnings(np.repeat([0, 1], [2, 19]), val, "val", classes[:2], survey.NO_FLAWS) == []
 
 
 @pytest.mark.parametrize("kind", ["paths", "tables"])
 def test_images_in_both_splits_are_named(kind, tmp_path, monkeypatch):
-    from tests.data.test_images import parquet_folder, write_parquet
-
     if kind == "paths":
         root = class_folders(tmp_path / "pets", count=3)
         for k in range(3):
@@ -248,37 +249,65 @@ def test_images_in_both_splits_are_named(kind, tmp_path, monkeypatch):
         file = write_parquet(root / "test-00000-of-00001.parquet", data, [0, 1, 0], ["cat", "dog"])
         names = f"row 1 of {file}", f"row 3 of {root}/train-00000-of-00001.parquet"
     images = opened(root, tmp_path / "cache")
-    assert images.duplicates == (1, names[1], names[0])
-    said = survey.warnings(images.train.labels, images.val.labels, "val", images.classes, images.duplicates)
+    assert images.flaws.duplicates == (1, names[1], names[0])
+    said = survey.warnings(images.train.labels, images.val.labels, "val", images.classes, images.flaws)
     assert said == [
         f"1 of the {len(images.val)} val images are training images, too, as {names[0]} and {names[1]}:"
         " remove them from one split: accuracies are too high"
     ]
     monkeypatch.setattr(survey, "SEARCHED_BYTES", 100)
-    assert opened(root, tmp_path / "other").duplicates is None
+    assert opened(root, tmp_path / "other").flaws.duplicates is None
 
 
-def test_training_on_all_of_them_on_one_and_two_processes(tmp_path):
-    """Every form, several sizes; the same samples and losses, and one report for all ranks."""
+def test_broken_images_of_several_sizes_are_named_at_the_start(tmp_path, monkeypatch):
+    """Empty, no image, cut short, a bomb by its header. Among images of one size they are an error."""
+    root = class_folders(tmp_path / "pets", size=(40, 30))
+    picture(1, 50, 60).save(root / "train" / "a" / "large.png")
+    whole = encode(picture(2, 300, 300))
+    broken = {
+        "train/a/empty.jpg": b"",
+        "train/b/text.png": b"no image",
+        "val/a/cut.jpg": whole[: len(whole) // 2],
+        "val/b/half.jpg": whole[: len(whole) // 2] + b"\xff\xd9",
+        "val/b/bomb.jpg": header_alone(20_000, {}),
+    }
+    for path, data in broken.items():
+        (root / path).write_bytes(data)
+    images = opened(root, tmp_path / "cache")
+    assert isinstance(images.train, FileSplit)
+    assert images.flaws.broken == (5, f"{root}/train/a/empty.jpg: the file is empty")
+    labels = images.train.labels, images.val.labels
+    assert (
+        f"5 of the {len(labels[0]) + len(labels[1])} images are broken, as {root}/train/a/empty.jpg"
+        in (survey.warnings(*labels, "val", images.classes, images.flaws)[0])
+    )
+    for path in broken:
+        (root / path).unlink()
+    assert opened(root, tmp_path / "cache").flaws.broken is None
+    monkeypatch.setattr(survey, "SEARCHED_BYTES", 100)
+    (root / "val/a/empty.jpg").write_bytes(b"")
+    assert opened(root, tmp_path / "cache").flaws == survey.NO_FLAWS
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path, monkeypatch):
+    root = class_folders(tmp_path / "pets")
+    monkeypatch.setattr(cache, "_sha256", lambda path: unreadable(path))
+    with pytest.raises(
+        ValueError, match=r"Permission denied: '.*/pets/train/a/0\.png'\. The data must be readable"
+    ):
+        opened(root, tmp_path / "cache")
+
+
+def unreadable(path: Path) -> None:
+    raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+
+@pytest.mark.parametrize("form", ["folders", full("list"), full("parquet"), full("saved")])
+def test_training_on_all_of_them_on_one_and_two_processes(form, tmp_path):
+    """Every format, several sizes; the same samples and losses, and one report for all ranks."""
     forms = [*AS_PIL.values(), *OVER_WHITE.values(), encode(picture(5, 64, 50), "TIFF")]
-    for split in ("train", "valid"):
-        for k, data in enumerate(forms):
-            extension = Image.open(io.BytesIO(data)).format.lower()
-            path = tmp_path / "pets" / split / "ab"[k % 2] / f"deep{k % 3}" / f"{k}.{extension.upper()}"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(data)
-    (tmp_path / "pets/train/a/notes.txt").write_text("no image")
-    words = [
-        *CNN,
-        "--data",
-        tmp_path / "pets",
-        "--epochs",
-        2,
-        "--batch_size",
-        8,
-        "--per_device_batch_size",
-        4,
-    ]
+    data = WRITTEN[form](tmp_path / "pets", forms)
+    words = [*CNN, "--data", data, "--epochs", 2, "--batch_size", 8, "--per_device_batch_size", 4]
     words += [
         "--mixed_precision",
         "no",
@@ -295,11 +324,10 @@ def test_training_on_all_of_them_on_one_and_two_processes(tmp_path):
         run([*start, *words, "--output_dir", tmp_path / name])
         for name, start in (("one", python()), ("two", torchrun(2)))
     ]
-    said = f"data {tmp_path}/pets: 17 training images, 17 val images, 2 classes; left out: 1 .txt"
-    assert [output.count(said) for output in outputs] == [1, 1]
-    assert all(
-        output.count("warning: 17 of the 17 val images are training images, too") == 1 for output in outputs
-    )
+    said = f"data {data}: 17 training images, 17 val images, 2 classes"
+    said += "; left out: 1 .txt" if form == "folders" else ""
+    same = "warning: 17 of the 17 val images are training images, too"
+    assert [(output.count(f"{said}\n"), output.count(same)) for output in outputs] == [(1, 1), (1, 1)]
     one, two = (metrics(tmp_path / name) for name in ("one", "two"))
     assert len(one) == len(two) > 4
     for ours, theirs in zip(one, two, strict=True):
@@ -308,3 +336,45 @@ def test_training_on_all_of_them_on_one_and_two_processes(tmp_path):
     ids = [[line["samples"] for line in lines(tmp_path / name / "samples.jsonl")] for name in ("one", "two")]
     assert ids[0] == ids[1]
     assert max(map(max, ids[0])) == 16
+
+
+def as_folders(root: Path, forms: list[bytes]) -> Path:
+    for split in ("train", "valid"):
+        for k, data in enumerate(forms):
+            extension = Image.open(io.BytesIO(data)).format.upper()
+            path = root / split / "ab"[k % 2] / f"deep{k % 3}" / f"{k}.{extension}"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
+    (root / "train/a/notes.txt").write_text("no image")
+    return root
+
+
+def as_list(root: Path, forms: list[bytes]) -> Path:
+    root.mkdir()
+    for k, data in enumerate(forms):
+        (root / f"{k}.image").write_bytes(data)
+    rows = [f"{k}.image,{'ab'[k % 2]},{split}" for split in ("train", "valid") for k in range(len(forms))]
+    (root / "pets.csv").write_text("\n".join(["file,label,split", *rows]))
+    return root / "pets.csv"
+
+
+def as_parquet(root: Path, forms: list[bytes]) -> Path:
+    for split in ("train", "valid"):
+        labels = [k % 2 for k in range(len(forms))]
+        write_parquet(root / split / "0.parquet", forms, labels, ["a", "b"], columns=("photo", "labels"))
+    return root
+
+
+def as_saved(root: Path, forms: list[bytes]) -> Path:
+    import datasets
+
+    images = [{"bytes": data, "path": None} for data in forms]
+    features = datasets.Features({"photo": datasets.Image(), "kind": datasets.Value("string")})
+    rows = datasets.Dataset.from_dict(
+        {"photo": images, "kind": ["ab"[k % 2] for k in range(len(forms))]}, features
+    )
+    datasets.DatasetDict(train=rows, valid=rows).save_to_disk(root)
+    return root
+
+
+WRITTEN = {"folders": as_folders, "list": as_list, "parquet": as_parquet, "saved": as_saved}
