@@ -166,8 +166,12 @@ def chosen_by_hash(count: int, size: int) -> np.ndarray:
 
     No seed changes the choice, and a smaller choice is part of a larger one.
     """
-    hashes = _mix(np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_GOLDEN))
-    return np.sort(np.argsort(hashes, kind="stable")[:size])
+    return np.sort(np.argsort(hashes(count), kind="stable")[:size])
+
+
+def hashes(count: int) -> np.ndarray:
+    """A fixed hash of each of the sample ids 0 ... count - 1: uint64 [count], all different."""
+    return _mix(np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_GOLDEN))
 
 
 def _mix(x: np.ndarray) -> np.ndarray:

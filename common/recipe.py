@@ -187,6 +187,12 @@ class ImageRecipe(Recipe):
     label_column: str | None = flag(
         None, "of tables: the column of labels; unset: found by its features or its name"
     )
+    holdout: float | None = flag(
+        None,
+        "of data without a held-out split: so many of its images, or this share of them (`0.1`), are not"
+        " trained but evaluated on: the same share of each class, chosen by a hash of their ids",
+        minimum=0,
+    )
     image_size: int = flag(
         32, "edge of the square that the network sees, in pixels", minimum=1, per_script=True
     )
@@ -228,6 +234,10 @@ class ImageRecipe(Recipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.holdout is not None and (self.holdout <= 0 or (self.holdout > 1 and self.holdout % 1)):
+            raise ValueError(
+                f"--holdout {self.holdout:g}: must be a share below 1, or a whole number of images"
+            )
         if self.streams is None:
             object.__setattr__(self, "streams", default_streams(self.batch_size))
 

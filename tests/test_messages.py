@@ -113,13 +113,17 @@ MESSAGES: dict[str, tuple[Callable[[], object], str]] = {  # {here}: the working
     ),
     "no validation images": (
         lambda: (images("d/train/cat/a.jpg"), data("d")),
-        "--data {here}/d has train/, but no val/, validation/, valid/ or test/ to evaluate on: move some"
-        " images of each class into val/<class>/",
+        "--data d has no val, validation, valid or test to evaluate on: give it one, or hold out a tenth of"
+        " its training images by --holdout 0.1",
     ),
-    "class folders without splits": (
-        lambda: (images("d/cat/a.jpg", "d/dog/more/a.TIF"), data("d")),
-        "--data {here}/d has 2 class folders, but no val/, validation/, valid/ or test/ to evaluate on: move"
-        " each class folder into train/, and some images of each class into val/<class>/",
+    "class folders in a folder": (
+        lambda: (images("d/all/cat/a.jpg", "d/all/dog/more/a.TIF"), data("d")),
+        "--data {here}/d has images in one folder alone, all: give --data {here}/d/all if the"
+        " classes are in it",
+    ),
+    "neither a share nor a number": (
+        lambda: parse(CnnA, ["--holdout", "2.5"]),
+        "train_cnn_a.py: error: --holdout 2.5: must be a share below 1, or a whole number of images",
     ),
     "no training images": (
         lambda: (images("d/test/cat/a.jpg"), data("d")),

@@ -26,6 +26,7 @@ import numpy as np
 
 from common.data.decode import SPLITS, cores
 from common.data.encoded import FILES, Encoded
+from common.data.holdout import hold_out
 from common.data.source import BY_TYPE, Columns, Source
 from common.data.sources import find_source
 from common.data.survey import Broken, Duplicates, find_duplicates, is_too_much
@@ -34,7 +35,7 @@ from common.system.files import discard, read_json, size_limit, sync, try_lock
 from common.system.threads import Heartbeat, run_with_heartbeat
 
 FORMAT = 1  # part of the key: raised when the content of a cache folder changes
-DECODING = 2  # part of the place's key: raised when the pixels of some images change, or what meta.json has
+DECODING = 3  # part of the place's key: raised when the pixels of some images change, or what meta.json has
 HASH_LIMIT_BYTES = 4 * 2**30
 SAMPLE = 64  # images of each split that are decoded to find the common size
 LOCK = ".lock"
@@ -54,9 +55,10 @@ def prepare_data(
     show_progress: bool = True,
     data_root: tuple[str, ...] = (),
     columns: Columns = BY_TYPE,
+    holdout: float | None = None,
 ) -> Path:
     """The folder that prepare() returns."""
-    return Path(prepare(data, cache_dir, beat, show_progress, data_root, columns).folder)
+    return Path(prepare(data, cache_dir, beat, show_progress, data_root, columns, holdout).folder)
 
 
 def prepare(
@@ -66,6 +68,7 @@ def prepare(
     show_progress: bool = True,
     data_root: tuple[str, ...] = (),
     columns: Columns = BY_TYPE,
+    holdout: float | None = None,
 ) -> Prepared:
     """Finds or makes the cache folder of `data`; one process per host calls it.
 
@@ -73,7 +76,7 @@ def prepare(
     """
     cache_dir = expand_home(cache_dir, "give --cache_dir").resolve()
     try:
-        source = find_source(data, beat, show_progress, data_root, columns)
+        source = find_source(data, beat, show_progress, data_root, columns, holdout)
         content, place = run_with_heartbeat(lambda: _keys(source), beat)
         label = re.sub(r"[^A-Za-z0-9._-]", "_", source.name).lstrip(".") or "images"
         names = f"{label}-{content}", f"{label}-{place}"
@@ -205,6 +208,8 @@ def _make(folder: Path, source: Source, name: str, beat: Heartbeat, show_progres
     work.mkdir()
     try:
         classes = source.write(work, beat)
+        if source.holdout is not None:
+            hold_out(work, source.holdout, beat)
         meta = {
             "duplicates": _duplicates(work, beat),
             "kind": _kind(work, source, beat, show_progress),

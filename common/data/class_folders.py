@@ -13,7 +13,7 @@ from common.data.decode import EXTENSIONS, SPLITS
 from common.data.encoded import save_images, save_labels
 from common.data.parquet import only_in
 from common.data.source import VAL_NAMES, Source
-from common.system.text import plural, printable, some_of
+from common.system.text import printable, some_of
 from common.system.threads import Heartbeat
 
 IGNORED = ("__MACOSX", "@eaDir")  # made by a Mac's zip, and by network drives
@@ -39,14 +39,14 @@ class LeftOut:
 
 
 def find_class_folders(root: Path) -> Source:
-    """Lists `train/<class>/` and `val/<class>/` (or validation/, valid/, test/)."""
+    """Lists `train/<class>/` and `val/<class>/` (or validation/, valid/, test/), or `<class>/` alone."""
     left_out, folders = LeftOut(), split_folders(root)
-    if folders and "train" not in folders:
+    if not folders:
+        return _find_without_splits(root, left_out)
+    if "train" not in folders:
         raise ValueError(f"--data {root} has {next(iter(folders.values()))}/, but no train/")
     val = next((split for split in VAL_NAMES if split in folders), None)
-    if not folders or val is None:
-        _refuse_without_val(root, folders)
-    names = {"train": folders["train"], "val": folders[val]}
+    names = {"train": folders["train"]} | ({"val": folders[val]} if val else {})
     splits = {split: list_classes(root / name, left_out) for split, name in names.items()}
     for split, classes in splits.items():
         folder = root / names[split]
@@ -58,7 +58,7 @@ def find_class_folders(root: Path) -> Source:
             raise ValueError(
                 f"no images ({' '.join(EXTENSIONS)}) in {some_of(empty)}: fill or remove the folder"
             )
-    train, other = (set(classes) for classes in splits.values())
+    train, other = (set(splits.get(split, splits["train"])) for split in SPLITS)
     if train != other:
         raise ValueError(
             f"--data {root}: the class folders of {names['train']}/ and {names['val']}/ differ:"
@@ -69,28 +69,33 @@ def find_class_folders(root: Path) -> Source:
         split: [(c, f"{names[split]}/{c}/{path}") for c, paths in classes.items() for path in paths]
         for split, classes in splits.items()
     }
-    unused = [
-        f"{name}/, as {names['val']}/ is there"
-        for split, name in folders.items()
-        if split not in ("train", val)
-    ]
-    said = ", ".join(filter(None, (str(left_out), *unused)))
-    return source_of_files(root.name, root, sorted(train), files, VAL_NAMES[val], said)
+    unused = [name for split, name in folders.items() if split not in ("train", val)]
+    said = ", ".join(
+        filter(None, (str(left_out), *(f"{name}/, as {names['val']}/ is there" for name in unused)))
+    )
+    return source_of_files(root.name, root, sorted(train), files, VAL_NAMES[val] if val else None, said)
 
 
-def _refuse_without_val(root: Path, folders: dict[str, str]) -> NoReturn:
-    """Raises ValueError: class folders have no held-out split, or there are none."""
-    train = root / folders["train"] if folders else root
-    classes = [name for name, images in list_classes(train, LeftOut()).items() if images]
-    if classes:
-        where = (
-            f"{folders['train']}/, but no" if folders else f"{plural(len(classes), 'class folder')}, but no"
-        )
-        move = "" if folders else "each class folder into train/, and "
+def _find_without_splits(root: Path, left_out: LeftOut) -> Source:
+    """Lists `<class>/`. Raises ValueError where no folder, or one folder alone, has images."""
+    classes = list_classes(root, left_out)
+    found = {name: paths for name, paths in classes.items() if paths}
+    if len(found) == 1:
+        (name,) = found
         raise ValueError(
-            f"--data {root} has {where} val/, validation/, valid/ or test/ to evaluate on: move {move}some"
-            " images of each class into val/<class>/"
+            f"--data {root} has images in one folder alone, {printable(name)}: give --data"
+            f" {printable(root / name)} if the classes are in it"
         )
+    if not found:
+        _refuse(root)
+    files = [(c, f"{c}/{path}") for c, paths in found.items() for path in paths]
+    unused = [f"{name}/ without images" for name in classes if name not in found]
+    said = ", ".join(filter(None, (str(left_out), *unused)))
+    return source_of_files(root.name, root, sorted(found), {"train": files}, None, said)
+
+
+def _refuse(root: Path) -> NoReturn:
+    """Raises ValueError: what may be meant by a folder without class folders."""
     if tables := sorted((*root.glob("*.parquet"), *root.glob("*/*.parquet"))):
         names = [table.relative_to(root) for table in tables]
         raise ValueError(
@@ -113,20 +118,20 @@ def source_of_files(
     root: Path,
     classes: list[str],
     splits: dict[str, list[tuple[str, str]]],
-    val_name: str,
+    val_name: str | None,
     left_out: str,
 ) -> Source:
     """The source of image files. splits: the class, and the path below root, of each image of a split."""
 
     def write(folder: Path, beat: Heartbeat) -> tuple[str, ...]:
         number = {c: k for k, c in enumerate(classes)}
-        for split in SPLITS:
-            save_images(folder, split, (os.fsencode(path) for _, path in splits[split]), root)
-            save_labels(folder, split, [number[c] for c, _ in splits[split]])
+        for split, images in splits.items():
+            save_images(folder, split, (os.fsencode(path) for _, path in images), root)
+            save_labels(folder, split, [number[c] for c, _ in images])
             beat()
         return tuple(classes)
 
-    files = tuple((path, root / path) for split in SPLITS for _, path in splits[split])
+    files = tuple((path, root / path) for images in splits.values() for _, path in images)
     return Source(name, files, write, val_name, root=root, left_out=left_out)
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from common.data.class_folders import source_of_files
-from common.data.source import VAL_CHOICE, VAL_NAMES, Columns, Source
+from common.data.decode import SPLITS
+from common.data.source import VAL_NAMES, Columns, Source
 from common.system.text import printable, some_of
 
 FILE_COLUMNS = ("file", "filename", "file_name", "path", "filepath", "image")
@@ -28,18 +29,15 @@ def find_csv(path: Path, columns: Columns) -> Source:
     rows = _read(path, columns)
     counts = Counter(row.split for row in rows)
     names = [split for split in VAL_NAMES if counts[split]]
-    if not counts["train"] or not names:
-        raise ValueError(
-            f"--data {path}: {counts['train']:,} of {len(rows):,} rows are of the split train, and"
-            f" {sum(counts[name] for name in names):,} are held out: say in a column `split` which rows are"
-            f" train, and which are {VAL_CHOICE}"
-        )
-    val = names[0]
+    if not counts["train"]:
+        raise ValueError(f"--data {path}: none of its {len(rows):,} rows is of the split train")
+    val = names[0] if names else None
     splits = {
         key: [(row.label, row.file) for row in rows if row.split == split]
         for key, split in (("train", "train"), ("val", val))
+        if split
     }
-    train, held_out = ({label for label, _ in found} for found in splits.values())
+    train, held_out = ({label for label, _ in splits.get(split, ())} for split in SPLITS)
     if unknown := sorted(held_out - train):
         raise ValueError(f"--data {path}: the split {val} has labels that train has not: {some_of(unknown)}")
     if missing := [row for row in rows if not (path.parent / row.file).is_file()]:
@@ -49,7 +47,9 @@ def find_csv(path: Path, columns: Columns) -> Source:
         )
     left_out = ", ".join(f"{counts[name]:,} rows of {name}, as {val} is there" for name in names[1:])
     classes = sorted(train, key=int if all(map(str.isdecimal, train)) else str)
-    source = source_of_files(path.stem, path.parent, classes, splits, VAL_NAMES[val], left_out)
+    source = source_of_files(
+        path.stem, path.parent, classes, splits, VAL_NAMES[val] if val else None, left_out
+    )
     return replace(source, hashes=(repr(splits),), is_table=True)
 
 

@@ -3,6 +3,7 @@
 <split>_labels.npy   int64 [N]
 <split>_items.bin    the images' bytes, or the paths of their files, one after another
 <split>_offsets.npy  int64 [N + 1]: where each item begins
+<split>_ids.npy      int64 [N]: each image's number in the whole that --holdout divided; else int64 [0]
 <split>_items.json   root: the folder of the image files, or null; parts: [table, rows] in their order
 """
 
@@ -18,7 +19,7 @@ from common.data.decode import JPEG, damage, decode
 from common.system.files import read_json
 from common.system.text import printable
 
-FILES = ("items.bin", "offsets.npy", "items.json")
+FILES = ("items.bin", "offsets.npy", "ids.npy", "items.json")
 
 
 def save_labels(folder: Path, split: str, labels: Iterable[int] | np.ndarray) -> None:
@@ -31,14 +32,19 @@ def save_images(
     items: Iterable[bytes],
     root: Path | None = None,
     parts: list[tuple[str, int]] | None = None,
+    ids: np.ndarray | None = None,
 ) -> None:
-    """Writes image bytes, or paths below root, one after another. Memory: the offsets."""
+    """Writes image bytes, or paths below root, one after another. Memory: the offsets.
+
+    ids: where the items are a part of a split, their numbers in the whole, which `parts` describes.
+    """
     offsets = array("q", [0])
     with open(folder / f"{split}_items.bin", "wb") as out:
         for item in items:
             out.write(item)
             offsets.append(offsets[-1] + len(item))
     np.save(folder / f"{split}_offsets.npy", np.asarray(offsets))
+    np.save(folder / f"{split}_ids.npy", np.empty(0, np.int64) if ids is None else ids)
     about = {"root": None if root is None else str(root), "parts": parts}
     (folder / f"{split}_items.json").write_text(json.dumps(about))
 
@@ -49,6 +55,7 @@ class Encoded:
     def __init__(self, folder: Path, split: str):
         # Read, not mapped: a mapped file that is cut while it is in use kills the process (SIGBUS).
         self.offsets = np.load(folder / f"{split}_offsets.npy")
+        self.ids = np.load(folder / f"{split}_ids.npy")
         self.items = open(folder / f"{split}_items.bin", "rb", buffering=0)  # noqa: SIM115
         about = read_json(folder / f"{split}_items.json")
         self.root: str | None = about["root"]
@@ -61,6 +68,7 @@ class Encoded:
         """The name of image i in messages: its path, or the row of its table."""
         if self.root is not None:
             return printable(self.file(i))
+        i = int(self.ids[i]) if len(self.ids) else i
         for name, rows in self.parts:
             if i < rows:
                 return f"row {i} of {name}"
@@ -69,7 +77,7 @@ class Encoded:
 
     def file(self, i: int) -> str:
         """The file of image i; for one from a table its row."""
-        return self.where(i) if self.root is None else os.path.join(self.root, os.fsdecode(self._item(i)))
+        return self.where(i) if self.root is None else os.path.join(self.root, os.fsdecode(self.item(i)))
 
     def decode(self, i: int, strict: bool = False) -> np.ndarray:
         """uint8 [H, W, 3]. Raises ValueError that names a broken image, OSError where its file can't be read.
@@ -87,7 +95,7 @@ class Encoded:
 
     def content(self, i: int) -> bytes:
         """The bytes of image i as it is encoded."""
-        return self._item(i) if self.root is None else Path(self.file(i)).read_bytes()
+        return self.item(i) if self.root is None else Path(self.file(i)).read_bytes()
 
     def size(self, i: int) -> int:
         """The length of content(i)."""
@@ -95,7 +103,8 @@ class Encoded:
             return int(self.offsets[i + 1] - self.offsets[i])
         return os.path.getsize(self.file(i))
 
-    def _item(self, i: int) -> bytes:
+    def item(self, i: int) -> bytes:
+        """The bytes of image i, or of the path of its file."""
         start, end = self.offsets[i : i + 2].tolist()
         data = os.pread(self.items.fileno(), end - start, start)
         if len(data) < end - start:

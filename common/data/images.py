@@ -55,7 +55,14 @@ def load(accelerator: Accelerator, recipe: ImageRecipe) -> Images:
     prepared = once_per_host(
         accelerator,
         "data",
-        lambda beat: prepare(recipe.data, cache_dir, beat, data_root=recipe.data_root, columns=columns),
+        lambda beat: prepare(
+            recipe.data,
+            cache_dir,
+            beat,
+            data_root=recipe.data_root,
+            columns=columns,
+            holdout=recipe.holdout,
+        ),
         recipe.timeout_s,
     )
     folder, left_out = prepared  # as JSON, from another process

@@ -83,7 +83,7 @@ class _Column(NamedTuple):
 def write_tables(
     splits: dict[str, list[Table]], columns: Columns, folder: Path, beat: Heartbeat
 ) -> tuple[str, ...]:
-    """Stores labels and encoded images of both splits in a cache folder. Returns the class names.
+    """Stores labels and encoded images of the splits in a cache folder. Returns the class names.
 
     All labels are checked before an image is read. Memory: one row group and the labels.
     """
@@ -168,9 +168,12 @@ def _number_labels(labels: dict[str, _Column]) -> tuple[tuple[str, ...], dict[st
     kinds, names = {column.type for column in values.values()}, labels["train"].names
     if len(kinds) > 1 or (names is not None and pa.string() in kinds):
         raise ValueError(f"labels {MIXED}")
-    train, val = (
-        found.names or tuple(sorted(found.values.unique().to_pylist())) for found in labels.values()
-    )
+    classes = {
+        split: found.names or tuple(sorted(found.values.unique().to_pylist()))
+        for split, found in labels.items()
+    }
+    train = classes["train"]
+    val = classes.get("val", train)
     if train != val:
         raise ValueError(
             f"the classes of the two splits differ:{only_in('train', set(train) - set(val))}"

@@ -25,7 +25,7 @@ BY_TYPE = Columns()
 class Source:
     """The data that `--data` names.
 
-    write(folder, beat) stores both splits in a cache folder and returns the class names: for each split the
+    write(folder, beat) stores the splits in a cache folder and returns the class names: for each split the
     labels, `<split>_labels.npy` int64 [N], and decoded images, `<split>_images.npy`, or encoded ones
     (common/data/encoded.py).
     """
@@ -33,7 +33,8 @@ class Source:
     name: str
     files: tuple[tuple[str, Path], ...]  # (name that is part of the key, file), sorted; () if generated
     write: Callable[[Path, Heartbeat], tuple[str, ...]]
-    val_name: str = "val"
+    val_name: str | None = "val"  # None: it has training images alone
+    holdout: float | None = None  # how many of those are held out
     mirror: bool = True
     root: Path | None = None  # the folder of the image files, for images stored as paths
     shards: str | None = None  # the place of their manifest: a folder, or s3://bucket/prefix

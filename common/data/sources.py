@@ -6,6 +6,7 @@
 import difflib
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from common.data.class_folders import find_class_folders
 from common.data.csv_lists import find_csv
 from common.data.decode import SPLITS
 from common.data.encoded import save_labels
-from common.data.source import BY_TYPE, Columns, Source
+from common.data.source import BY_TYPE, VAL_CHOICE, Columns, Source
 from common.data.tables import find_on_hub, find_parquet, find_saved
 from common.system.cli import expand_home
 from common.system.s3 import ObjectStore
@@ -31,6 +32,7 @@ def find_source(
     show_progress: bool,
     data_root: tuple[str, ...] = (),
     columns: Columns = BY_TYPE,
+    holdout: float | None = None,
 ) -> Source:
     """Finds the data that `--data` names and lists its files.
 
@@ -40,6 +42,18 @@ def find_source(
     source = _find(data, beat, show_progress, data_root, columns)
     if any(columns) and not source.is_table:
         raise ValueError(f"--image_column and --label_column are for tables: --data {data} has no columns")
+    if source.val_name is None:
+        if holdout is None:
+            raise ValueError(
+                f"--data {data} has no {VAL_CHOICE} to evaluate on: give it one, or hold out a tenth of its"
+                " training images by --holdout 0.1"
+            )
+        hashes = (*source.hashes, f"holdout {holdout:g}")
+        return replace(source, val_name="val", holdout=holdout, hashes=hashes)
+    if holdout is not None:
+        raise ValueError(
+            f"--holdout {holdout:g}: --data {data} has a held-out split, {source.val_name}, already"
+        )
     return source
 
 

@@ -1,13 +1,13 @@
 """Tables of images: parquet files, folders that `datasets` saved, and data sets of the Hugging Face hub."""
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 from common.data.class_folders import folder_names, split_folders
-from common.data.decode import SPLITS
 from common.data.parquet import Table, write_tables
-from common.data.source import VAL_CHOICE, VAL_NAMES, Columns, Source
+from common.data.source import VAL_NAMES, Columns, Source
 from common.system.files import parse_json
 from common.system.schema import fits
 from common.system.text import printable, some_of
@@ -15,27 +15,29 @@ from common.system.threads import Heartbeat, run_with_heartbeat
 
 HUB = re.compile(r"hub:(\w[\w.-]*/\w[\w.-]*)(?::([\w.-]+))?", re.ASCII)
 
+Rows = TypeVar("Rows")
 SplitFiles = Callable[[Path, str], list[Path]]  # from a folder and the name of a split
 
 
 def find_parquet(root: Path, columns: Columns) -> Source | None:
     if (found := parquet_files(root)) is None:
         return None
-    val_name = next(name for name in VAL_NAMES if name in found)
-    splits = {"train": found["train"], "val": found[val_name]}
+    val_name, splits = _train_and_val(found)
     left_out = ", ".join(
         f"{name}, as {val_name} is there" for name in found if name not in ("train", val_name)
     )
     # the names within the data set, so that moving it changes nothing
     nested = not _is_named(splits["train"][0], "train")
-    named = tuple((f"{f.parent.name}/{f.name}" if nested else f.name, f) for s in SPLITS for f in splits[s])
+    named = tuple(
+        (f"{f.parent.name}/{f.name}" if nested else f.name, f) for files in splits.values() for f in files
+    )
     return _source_of_tables(root.name, named, _tables(splits), val_name, left_out, columns)
 
 
 def parquet_files(root: Path) -> dict[str, list[Path]] | None:
     """Lists train-*.parquet and val-*, validation-*, valid- or test-*.parquet, or train/*.parquet and so on.
 
-    They lie in the folder, or one level below. None without any; ValueError without a held-out split.
+    They lie in the folder, or one level below. None without any for training.
     """
     below = [f for f in (root, *sorted(root.iterdir())) if f.is_dir()]
     files_of = _named_files
@@ -51,11 +53,6 @@ def parquet_files(root: Path) -> dict[str, list[Path]] | None:
         )
     folder = folders[0]
     found = {name: files for name in VAL_NAMES if (files := files_of(folder, name))}
-    if not found:
-        raise ValueError(
-            f"--data {root} has train-*.parquet, but no val-, validation-, valid- or test-*.parquet to"
-            " evaluate on"
-        )
     return {"train": files_of(folder, "train")} | found
 
 
@@ -76,20 +73,27 @@ def _files_in_folders(folder: Path, split: str) -> list[Path]:
 def find_saved(root: Path, columns: Columns) -> Source | None:
     """Finds what `save_to_disk` of `datasets` wrote: for each split a folder with state.json."""
     if (root / "state.json").is_file() and (root / "dataset_info.json").is_file():
-        raise ValueError(
-            f"--data {root} is one split that `datasets` saved: save a DatasetDict of train, and {VAL_CHOICE}"
-        )
-    if not (root / "dataset_dict.json").is_file():
+        found = {"train": root}
+    elif (root / "dataset_dict.json").is_file():
+        found = {split: root / name for split, name in split_folders(root).items()}
+    else:
         return None
-    found = {split: root / name for split, name in split_folders(root).items()}
     folders = {split: folder for split, folder in found.items() if (folder / "state.json").is_file()}
-    names = [split for split in VAL_NAMES if split in folders]
-    if "train" not in folders or not names:
+    if "train" not in folders:
         raise ValueError(f"--data {root} has {_splits(folders)}")
-    splits = {"train": _arrow_files(folders["train"]), "val": _arrow_files(folders[names[0]])}
-    left_out = ", ".join(f"{name}, as {names[0]} is there" for name in names[1:])
-    files = tuple((f"{f.parent.name}/{f.name}", f) for split in SPLITS for f in splits[split])
-    return _source_of_tables(root.name, files, _tables(splits), names[0], left_out, columns)
+    val_name, splits = _train_and_val({split: _arrow_files(folder) for split, folder in folders.items()})
+    left_out = ", ".join(
+        f"{name}, as {val_name} is there" for name in folders if name not in ("train", val_name)
+    )
+    # the names within the data set, so that moving it changes nothing
+    files = tuple((f"{split}/{f.name}", f) for split, found in splits.items() for f in found)
+    return _source_of_tables(root.name, files, _tables(splits), val_name, left_out, columns)
+
+
+def _train_and_val(found: Mapping[str, Rows]) -> tuple[str | None, dict[str, Rows]]:
+    """The name of the split to evaluate on, None without one; and the rows of both."""
+    val_name = next((name for name in VAL_NAMES if name in found), None)
+    return val_name, {"train": found["train"]} | ({"val": found[val_name]} if val_name else {})
 
 
 def _arrow_files(folder: Path) -> list[Path]:
@@ -127,12 +131,11 @@ def find_on_hub(data: str, beat: Heartbeat, show_progress: bool, columns: Column
             " Without network use local files: --data FOLDER with the hub's train-*.parquet and"
             " test-*.parquet"
         ) from error
-    names = [name for name in VAL_NAMES if name in loaded]
-    if "train" not in loaded or not names:
+    if "train" not in loaded:
         raise ValueError(f"--data {data} has {_splits(loaded)}")
-    splits = {"train": loaded["train"], "val": loaded[names[0]]}
+    val_name, splits = _train_and_val(loaded)
     left_out = ", ".join(
-        f"{name}, as {names[0]} is there" for name in loaded if name not in ("train", names[0])
+        f"{name}, as {val_name} is there" for name in loaded if name not in ("train", val_name)
     )
     files = tuple(
         (f"{split} {k}", Path(file["filename"]))
@@ -140,12 +143,12 @@ def find_on_hub(data: str, beat: Heartbeat, show_progress: bool, columns: Column
         for k, file in enumerate(table.cache_files)
     )
     name = data.removeprefix("hub:")
-    tables = {s: [Table(f"{name}'s {s} split", splits[s].data.table)] for s in SPLITS}
-    return _source_of_tables(name, files, tables, names[0], left_out, columns)
+    tables = {s: [Table(f"{name}'s {s} split", rows.data.table)] for s, rows in splits.items()}
+    return _source_of_tables(name, files, tables, val_name, left_out, columns)
 
 
 def _splits(names: Iterable[str]) -> str:
-    return f"the splits {some_of(list(names)) or 'none'}: train is needed, and {VAL_CHOICE} to evaluate on"
+    return f"no split train, only: {some_of(list(names)) or 'none'}"
 
 
 def _tables(splits: dict[str, list[Path]]) -> dict[str, list[Table]]:
@@ -156,7 +159,7 @@ def _source_of_tables(
     name: str,
     files: tuple[tuple[str, Path], ...],
     tables: dict[str, list[Table]],
-    val_name: str,
+    val_name: str | None,
     left_out: str,
     columns: Columns,
 ) -> Source:
@@ -164,5 +167,5 @@ def _source_of_tables(
         return write_tables(tables, columns, folder, beat)
 
     chosen = (f"columns {list(columns)}",) if any(columns) else ()
-    val_name = VAL_NAMES[val_name]
-    return Source(name, files, write, val_name, hashes=chosen, is_table=True, left_out=left_out)
+    shown = VAL_NAMES[val_name] if val_name else None
+    return Source(name, files, write, shown, hashes=chosen, is_table=True, left_out=left_out)

@@ -23,7 +23,9 @@ class ParquetDataset(RawDataset):
         """Raises ValueError when there are no such files."""
         if not folder.is_dir() or (found := parquet_files(folder)) is None:
             raise ValueError(f"--data {folder} holds no train-*.parquet: give a folder that does")
-        files = {"train": found["train"], "val": next(found[name] for name in VAL_NAMES if name in found)}
+        if (val := next((found[name] for name in VAL_NAMES if name in found), None)) is None:
+            raise ValueError(f"--data {folder} has train-*.parquet, but no val-, valid- or test-*.parquet")
+        files = {"train": found["train"], "val": val}
         stats = {split: [(p.name, *_size_and_time(p)) for p in paths] for split, paths in files.items()}
         self.kind, self.hashed, self.subset = "parquet", False, True
         self.parts = dict.fromkeys(files, str(folder))

@@ -784,7 +784,10 @@ BAD = {
     "a file": (lambda root: root.write_text("x"), ["is a file, not a folder"]),
     "empty": (lambda root: root.mkdir(), ["neither parquet files", "nor class folders", "train/<class>"]),
     "tars": (lambda root: (root.mkdir(), (root / "a.tar").touch()), ["run prep_imagenet.py on a.tar"]),
-    "no val": (lambda root: (class_folders(root), shutil.rmtree(root / "val")), ["has train/, but no val/,"]),
+    "no val": (
+        lambda root: (class_folders(root), shutil.rmtree(root / "val")),
+        ["no val, validation, valid or test to evaluate on", "--holdout 0.1"],
+    ),
     "no classes": (
         lambda root: [(root / s).mkdir(parents=True) for s in ("train", "val")],
         ["no class folders"],
@@ -798,7 +801,7 @@ BAD = {
     "damaged parquet": (damaged_parquet, ["train-00000-of-00001.parquet cannot be read", "Fetch it again"]),
     "no val parquet": (
         lambda root: (parquet_folder(root) / "test-00000-of-00001.parquet").unlink(),
-        ["no val-, validation-, valid- or test-*.parquet"],
+        ["no val, validation, valid or test to evaluate on", "--holdout 0.1"],
     ),
     "two sets": (
         lambda root: (parquet_folder(root, under="fine"), parquet_folder(root, under="coarse")),

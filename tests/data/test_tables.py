@@ -111,7 +111,7 @@ def test_parquet_among_class_folders_is_left_alone(tmp_path):
             ["data.parquet"],
             "has parquet files, but no train-*.parquet (data.parquet): name those of training so",
         ),
-        (["a/train/0.parquet"], "but no val-, validation-, valid- or test-*.parquet to evaluate on"),
+        (["a/train/0.parquet"], "no val, validation, valid or test to evaluate on: give it one, or hold out"),
     ],
 )
 def test_parquet_without_splits_is_refused(files, message, tmp_path):
@@ -155,9 +155,7 @@ def test_a_folder_of_save_to_disk(hub_data, tmp_path):
     (tmp_path / "elsewhere").mkdir()
     moved = root.rename(tmp_path / "elsewhere" / root.name)
     assert str(prepare_data(str(moved), tmp_path / "cache", show_progress=False)) == prepared.folder
-    with pytest.raises(
-        ValueError, match="is one split that `datasets` saved: save a DatasetDict of train, and"
-    ):
+    with pytest.raises(ValueError, match="pets/train has no val, validation, valid or test to evaluate on"):
         opened(moved / "train", tmp_path / "cache")
     arrow = next((moved / "train").glob("*.arrow"))
     arrow.write_bytes(arrow.read_bytes()[:-300])
@@ -282,11 +280,11 @@ def test_columns_absolute_paths_numbers_and_a_second_held_out_split(tmp_path):
 BAD_LISTS = {
     "no split": (
         "file,label\nimg/0.png,cat\n",
-        "1 of 1 rows are of the split train, and 0 are held out: say in a",
+        "has no val, validation, valid or test to evaluate on",
     ),
     "no train": (
         "file,label,split\nimg/0.png,cat,val\n",
-        "0 of 1 rows are of the split train, and 1 are held out",
+        "none of its 1 rows is of the split train",
     ),
     "no file": (
         "file,label,split\nimg/0.png,cat,train\nimg/9.png,cat,val\n",
