@@ -9,6 +9,7 @@ Accuracy of this recipe: not yet measured on a GPU.
     accelerate launch --config_file accelerate_configs/fsdp_4gpu.yaml train_vit.py
     python train_vit.py --config recipes/vit_tiny_digits.yaml
     deepspeed --num_gpus 2 train_vit.py --deepspeed_config ds_configs/zero2.json --pretrained --lr 1e-4
+    python train_vit.py --config recipes/vit_b16_finetune_small.yaml --data FOLDER
 """
 
 import math
@@ -24,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from timm.data import resolve_model_data_config
-from timm.models import get_pretrained_cfg_value
+from timm.optim import param_groups_layer_decay
 from torch import Tensor, nn
 
 from common.augment import (
@@ -38,7 +39,7 @@ from common.augment import (
     random_erasing,
     to_float,
 )
-from common.checkpoint.format import load_weights
+from common.checkpoint.pretrained import head_names, model_with_weights, pretrained_model
 from common.data.images import Images, load
 from common.distributed.accelerator import prepare
 from common.distributed.entry import entry
@@ -61,8 +62,11 @@ class Vit(ImageRecipe):
     model: str = flag("vit_base_patch32_224", "any Vision Transformer of timm")
     pretrained: bool = flag(False, "start from the hub's weights for the model")
     weights: str | None = flag(
-        None, "start from a local safetensors file; the head is new if the classes differ"
+        None,
+        "start from these weights instead: a safetensors file, a run's folder or a checkpoint's; the head is"
+        " new if the number of classes differs",
     )
+    freeze: bool = flag(False, "train the head alone: a linear probe of --pretrained or --weights")
     image_size: int = flag(224, "edge of the square that the network sees, in pixels", minimum=1)
     patch_size: int | None = flag(None, "edge of a patch in pixels; unset: the model's own", minimum=1)
     drop_path: float = flag(
@@ -83,11 +87,22 @@ class Vit(ImageRecipe):
         0.1, "probability given to the wrong classes in training", minimum=0, maximum=1
     )
     weight_decay: float = flag(0.05, "of AdamW, on matrices only", minimum=0)
+    layer_decay: float = flag(
+        1.0,
+        "a block's learning rate as a share of the next block's; the head's is lr; 1: all have the same",
+        minimum=0,
+        maximum=1,
+    )
     warmup: float = flag(0.05, "share of all steps in which the learning rate rises", minimum=0, maximum=1)
     clip_norm: float = flag(1.0, "largest norm of the gradient; 0 does not clip", minimum=0)
     ema_decay: float = flag(
         0.999, "of the averaged weights, which are evaluated and saved; 0 is off", minimum=0, maximum=0.999999
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.freeze and not (self.pretrained or self.weights):
+            raise ValueError("--freeze trains the head alone: give the rest by --pretrained or --weights")
 
 
 # --- Model ------------------------------------------------------------------------------------------------
@@ -102,21 +117,23 @@ def build_model(recipe: Vit, classes: int) -> nn.Module:
     if not timm.is_model(recipe.model):
         raise ValueError(f"--model {recipe.model} is not in timm: timm.list_models('vit_*') names them")
     try:
-        model = timm.create_model(recipe.model, recipe.pretrained, num_classes=classes, **options)
+        if recipe.weights:
+            model = model_with_weights(recipe.model, Path(recipe.weights), classes, **options)
+        elif recipe.pretrained:
+            model = pretrained_model(recipe.model, classes, **options)
+        else:
+            model = timm.create_model(recipe.model, num_classes=classes, **options)
         block = type(model.get_submodule("blocks.0"))
-    except OSError as error:
-        raise ValueError(
-            f"--pretrained: the hub can't be reached ({error}): give --weights FILE instead"
-        ) from None
     except (TypeError, AttributeError, AssertionError, RuntimeError) as error:
         raise ValueError(
             f"--model {recipe.model} is no Vision Transformer that timm builds like this: {error}"
         ) from error
     # The classes that FSDP wraps one by one. torch declares a module's attributes as tensors or modules.
     model._no_split_modules = (block.__name__,)  # type: ignore[assignment]
-    if recipe.weights:
-        head = get_pretrained_cfg_value(recipe.model, "classifier")
-        load_weights(model, Path(recipe.weights), head=str(head))
+    if recipe.freeze:
+        model.requires_grad_(False)
+        for head in head_names(recipe.model):
+            model.get_submodule(head).requires_grad_(True)
     return model
 
 
@@ -157,6 +174,11 @@ def build_optimizer(model: nn.Module, recipe: Vit) -> torch.optim.Optimizer:
     # Weight decay on matrices only: biases, norms and position embeddings it would pull to zero without
     # making the model smaller.
     excluded: set[str] = getattr(model, "no_weight_decay", set)()  # as timm names them
+    if recipe.layer_decay < 1:  # BEiT's (arXiv 2106.08254): each group has its `lr_scale`
+        scaled = param_groups_layer_decay(
+            model, recipe.weight_decay, excluded, layer_decay=recipe.layer_decay
+        )
+        return torch.optim.AdamW(scaled, lr=recipe.lr, fused=True)
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     decayed = [p for name, p in trained if p.ndim > 1 and name not in excluded]
     others = [p for name, p in trained if p.ndim <= 1 or name in excluded]
@@ -213,7 +235,7 @@ def main(recipe: Vit, accelerator: Accelerator, batch: Batch) -> None:
                 break
             lr = learning_rate(recipe, step, steps.total)
             for group in optimizer.param_groups:  # a scheduler would be stepped once per process
-                group["lr"] = lr
+                group["lr"] = lr * group.get("lr_scale", 1.0)
             for k in batch.micro_batches(rank):
                 inputs, labels, ids = next(batches)
                 reseed(recipe.seed, step, k)

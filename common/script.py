@@ -5,6 +5,7 @@ batch. It neither trains nor downloads.
 """
 
 import ast
+import dataclasses
 import importlib.util
 import json
 import sys
@@ -20,7 +21,9 @@ from common.system.paths import ROOT
 
 IMAGES = {"digits": 1437, "cifar10": 50_000}  # to train on
 CLASSES = 10  # a head for more makes little difference
-NOT_OF_THE_MODEL = ("pretrained", "weights", "max_val_images")  # how it began, and was looked at
+# Flags by which a model begins as another has ended, and their values where it begins afresh
+AFRESH: dict[str, Any] = {"pretrained": False, "weights": None, "freeze": False}
+NOT_OF_THE_MODEL = (*AFRESH, "max_val_images")  # how it began, and was looked at
 
 
 def own_script(name: str | None) -> Path:
@@ -148,6 +151,8 @@ def main() -> None:
     del sys.argv[0]  # errors name the script
     script = load_script(Path(sys.argv[0]))
     recipe = parse(recipe_class(script), sys.argv[1:])
+    names = {field.name for field in dataclasses.fields(recipe)}
+    recipe = dataclasses.replace(recipe, **{k: v for k, v in AFRESH.items() if k in names})
     with torch.device("meta"):
         model = script.build_model(recipe, CLASSES) if hasattr(script, "build_model") else nn.Identity()
     size = {

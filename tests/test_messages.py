@@ -9,7 +9,6 @@ import pytest
 from torch import nn
 
 from common.batch_norm import RunningStatistics
-from common.checkpoint.format import load_weights
 from common.data.sources import find_source
 from common.distributed.answers import check_answers
 from common.distributed.gradients import without_gradient
@@ -180,11 +179,11 @@ MESSAGES: dict[str, tuple[Callable[[], object], str]] = {  # {here}: the working
         "nothing.tar is no file: give the path, s3:// or http(s):// url of an archive",
     ),
     "no such weights": (
-        lambda: load_weights(nn.Linear(2, 2), Path("nothing.safetensors"), "head"),
+        lambda: build_model(Vit(model="test_vit", weights="nothing.safetensors"), 10),
         "--weights nothing.safetensors: there is no such file",
     ),
     "weights of another kind": (
-        lambda: (images("w.safetensors"), load_weights(nn.Linear(2, 2), Path("w.safetensors"), "head")),
+        lambda: (images("w.safetensors"), build_model(Vit(model="test_vit", weights="w.safetensors"), 10)),
         "--weights w.safetensors is not a safetensors file: Error while deserializing header: header too"
         " small",
     ),
@@ -201,7 +200,9 @@ MESSAGES: dict[str, tuple[Callable[[], object], str]] = {  # {here}: the working
         lambda: build_model(Vit(model="vit_tiny_patch16_224", pretrained=True), 10),
         "--pretrained: the hub can't be reached (An error happened while trying to locate the file on the Hub"
         " and we cannot find the requested files in the local cache. Please check your connection and try"
-        " again or make sure your Internet connection is on.): give --weights FILE instead",
+        " again or make sure your Internet connection is on.): fetch the file where it can, by `hf download"
+        " timm/vit_tiny_patch16_224.augreg_in21k_ft_in1k model.safetensors --local-dir .`, copy it here, and"
+        " give --weights model.safetensors",
     ),
     "another BatchNorm": (
         lambda: RunningStatistics(nn.Sequential(nn.SyncBatchNorm(2))),

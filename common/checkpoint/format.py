@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from common.system.files import discard, parse_json, sync, write_json
 from common.system.schema import fits
@@ -402,34 +402,3 @@ class TensorFile:
 
     def tensor(self, name: str) -> Tensor:
         return self.file.get_tensor(name)
-
-
-def load_weights(model: nn.Module, path: Path, head: str) -> None:
-    """Copies saved weights into a model that is not yet prepared.
-
-    path: a safetensors file, a checkpoint's folder (its EMA where it has one), or a run's folder (its best
-    checkpoint). The layer named `head` keeps its fresh weights when the file has another number of classes.
-    ValueError names the file, and a tensor that is missing, unknown or of another shape.
-    """
-    own = model.state_dict()
-    try:
-        weights = TensorFile(_weights_file(path))
-        shapes = weights.shapes()
-        fresh = {n for n in shapes if n.startswith(f"{head}.") and n in own and own[n].shape != shapes[n]}
-        weights.expect({n: shapes[n] if n in fresh else tuple(t.shape) for n, t in own.items()})
-    except ValueError as error:
-        raise ValueError(f"--weights {error}") from None
-    model.load_state_dict({n: own[n] if n in fresh else weights.tensor(n) for n in own})
-
-
-def _weights_file(path: Path) -> Path:
-    index = path / "checkpoints" / INDEX_FILE
-    if index.is_file():
-        steps = parse_index(index.read_bytes(), index)
-        places = [index.parent / step_name(steps[name]) for name in ("best", "latest") if name in steps]
-        path = next((place for place in places if place.is_dir()), path)
-    if path.is_dir():
-        path = path / (EMA_FILE if (path / EMA_FILE).exists() else MODEL_FILE)
-    if not path.exists():
-        raise ValueError(f"{path}: there is no such file")
-    return path

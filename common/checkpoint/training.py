@@ -60,11 +60,13 @@ class TrainingState:
         layout = self.layout
         optimizer_specs, optimizer_tensors = self.optimizer.tensors()
         files = {
-            checkpoints.MODEL_FILE: chain(layout.untrained().items(), layout.whole(layout.held)),
+            checkpoints.MODEL_FILE: chain(
+                layout.buffers().items(), layout.whole_frozen(), layout.whole(layout.held)
+            ),
             checkpoints.OPTIMIZER_FILE: optimizer_tensors,
         }
         if self.ema:
-            files[checkpoints.EMA_FILE] = layout.whole(self.ema.averages)
+            files[checkpoints.EMA_FILE] = chain(layout.whole_frozen(), layout.whole(self.ema.averages))
         specs = self._specs(optimizer_specs)
         for file, tensors in files.items():
             if self.accelerator.is_main_process:
@@ -93,13 +95,17 @@ class TrainingState:
 
     def _specs(self, optimizer: Specs) -> dict[str, Specs]:
         """Type and shape of every tensor, by file. optimizer: those of its file."""
-        trained = {name: (torch.float32, shape) for name, shape in self.layout.shapes().items()}
+        parameters = {name: (torch.float32, shape) for name, shape in self._shapes().items()}
         buffers = {
             name: (_stored(tensor.dtype), tuple(tensor.shape))
-            for name, tensor in self.layout.untrained().items()
+            for name, tensor in self.layout.buffers().items()
         }
-        specs = {checkpoints.MODEL_FILE: buffers | trained, checkpoints.OPTIMIZER_FILE: optimizer}
-        return specs | ({checkpoints.EMA_FILE: trained} if self.ema else {})
+        specs = {checkpoints.MODEL_FILE: buffers | parameters, checkpoints.OPTIMIZER_FILE: optimizer}
+        return specs | ({checkpoints.EMA_FILE: parameters} if self.ema else {})
+
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        """Whole shapes of all parameters, frozen ones first."""
+        return self.layout.frozen_shapes() | self.layout.shapes()
 
     def _snapshot(self, file: str, specs: Specs) -> Snapshot:
         """The file's snapshot; a new one where the optimizer's state has changed."""
@@ -111,8 +117,8 @@ class TrainingState:
 
     def check(self, checkpoint: Checkpoint) -> None:
         """Raises ValueError unless the weights have this training's names and shapes. For one process."""
-        shapes, folder = self.layout.shapes(), checkpoint.folder
-        buffers = {name: tuple(tensor.shape) for name, tensor in self.layout.untrained().items()}
+        shapes, folder = self._shapes(), checkpoint.folder
+        buffers = {name: tuple(tensor.shape) for name, tensor in self.layout.buffers().items()}
         TensorFile(folder / checkpoints.MODEL_FILE).expect(shapes | buffers)
         if (folder / checkpoints.EMA_FILE).exists() != (self.ema is not None):
             raise ValueError(f"{folder} has {'no' if self.ema else 'an'} EMA, unlike this recipe")
@@ -136,7 +142,8 @@ class TrainingState:
             layout.fill(self.ema.averages, self._sender(self._file(checkpoint, checkpoints.EMA_FILE)))
         send = self._sender(self._file(checkpoint, checkpoints.MODEL_FILE))
         layout.fill(layout.held, send)
-        for name, buffer in layout.untrained().items():
+        layout.fill_frozen(send)
+        for name, buffer in layout.buffers().items():
             buffer.copy_(send(name, buffer.shape, _stored(buffer.dtype)))
         layout.publish()
         self._set_loss_scale(state["loss_scale"])
@@ -147,9 +154,9 @@ class TrainingState:
     def _sender(self, file: TensorFile | None) -> Callable[..., Tensor]:
         """Returns send(name, shape, dtype), which broadcasts a tensor of the main process to each device.
 
-        The default shape is the trained parameter's, the default type fp32.
+        The default shape is the parameter's, the default type fp32.
         """
-        shapes, device = self.layout.shapes(), self.accelerator.device
+        shapes, device = self._shapes(), self.accelerator.device
 
         def send(
             name: str, shape: tuple[int, ...] | None = None, dtype: torch.dtype = torch.float32

@@ -39,6 +39,9 @@ class Layout:
         self.parameters: dict[str, Any] = {
             name: p for name, p in self.module.named_parameters() if p.requires_grad
         }
+        self.frozen: dict[str, Any] = {
+            name: p for name, p in self.module.named_parameters() if not p.requires_grad
+        }
         self.held = self._held()  # fp32, in the order of self.states()
         self.inner = self._inner()  # the script's own optimizer
         self.constants = copy.deepcopy([group_values(group) for group in self.inner.param_groups])
@@ -47,16 +50,35 @@ class Layout:
         """Whole shapes of the trained parameters, by the model's own names."""
         return {name: tuple(p.shape) for name, p in self.parameters.items()}
 
-    def untrained(self) -> dict[str, Tensor]:
+    def buffers(self) -> dict[str, Tensor]:
         """Buffers such as BatchNorm's statistics, by the model's own names. Rank 0's are the model's."""
-        trained = {id(p) for p in self.parameters.values()}
+        parameters = {**self.parameters, **self.frozen}
+        known = {id(p) for p in parameters.values()}
         everything = self.module.state_dict(keep_vars=True)
-        # After a forward FSDP2 may show a gathered parameter, which is not the one that is trained.
+        # After a forward FSDP2 may show a gathered parameter, which is not the one that is known here.
         return {
             name: tensor.detach()
             for name, tensor in everything.items()
-            if id(tensor) not in trained and name not in self.parameters
+            if id(tensor) not in known and name not in parameters
         }
+
+    # --- Frozen parameters, which no optimizer has
+
+    def frozen_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Whole shapes of the parameters that are not trained, by the model's own names."""
+        return {name: tuple(p.shape) for name, p in self.frozen.items()}
+
+    def whole_frozen(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, whole tensor) of each frozen parameter, one gathered at a time. Collective."""
+        for name, p in self.frozen.items():
+            yield name, _gathered(p.detach())
+
+    def fill_frozen(self, whole: Callable[[str], Tensor]) -> None:
+        """Puts whole(name), on the device, into the frozen parameters. Collective."""
+        for name, p in self.frozen.items():
+            p.copy_(whole(name))
+
+    # --- Trained parameters
 
     def whole(self, held: Held) -> Iterator[tuple[str, Tensor]]:
         """(name, whole tensor) of each trained parameter, one gathered at a time. Collective."""
@@ -178,13 +200,14 @@ class _Sharded(Layout):
             yield name, sharded.full_tensor()
 
     def fill(self, held: Held, whole: Callable[[str], Tensor], names: Collection[str] | None = None) -> None:
-        from torch.distributed.tensor import distribute_tensor
-
         for (name, p), mine in zip(self.parameters.items(), held, strict=True):
             if names is None or name in names:
                 assert mine is not None, name
-                sharded = distribute_tensor(whole(name), p.device_mesh, p.placements, src_data_rank=None)
-                mine.copy_(sharded.to_local())
+                mine.copy_(_sharded_like(p, whole(name)))
+
+    def fill_frozen(self, whole: Callable[[str], Tensor]) -> None:
+        for name, p in self.frozen.items():
+            p.to_local().copy_(_sharded_like(p, whole(name)))
 
     def arrangements(self) -> list[Arrange]:
         from torch.distributed.tensor import distribute_tensor
@@ -265,6 +288,23 @@ class _Zero3(_Zero):
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: tuple(p.ds_shape) for name, p in self.parameters.items()}
+
+    def frozen_shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(p.ds_shape) for name, p in self.frozen.items()}
+
+    def whole_frozen(self) -> Iterator[tuple[str, Tensor]]:
+        from deepspeed.runtime.zero import GatheredParameters
+
+        for name, p in self.frozen.items():
+            with GatheredParameters([p]):
+                yield name, p.detach()
+
+    def fill_frozen(self, whole: Callable[[str], Tensor]) -> None:
+        from deepspeed.runtime.zero import GatheredParameters
+
+        for name, p in self.frozen.items():
+            with GatheredParameters([p], modifier_rank=0):  # at its end rank 0's values are the others', too
+                p.copy_(whole(name))
 
     def groups(self) -> list[list[str]]:
         groups: list[list[str]] = [[] for _ in self.inner.param_groups]
@@ -361,6 +401,13 @@ def _exchange(ours: list[Tensor], theirs: list[Tensor]) -> None:
 
 def _local(value: Any) -> Any:
     return value.to_local() if hasattr(value, "to_local") else value
+
+
+def _sharded_like(p: Any, whole: Tensor) -> Tensor:
+    """This process's shard of a whole tensor, as the DTensor p is sharded."""
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(whole, p.device_mesh, p.placements, src_data_rank=None).to_local()
 
 
 def _gathered(value: Any) -> Any:

@@ -1,0 +1,148 @@
+"""Layer decay and frozen layers: the same training under every strategy, and from one to another.
+
+Both begin with weights of 48 pixels and 5 classes, and train at 32 pixels for 10. test_parity.py, too, has a
+parameter group for each layer.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.checkpoint.test_resume import LAUNCHERS, Training, assert_same_training
+from tests.conftest import full, latest, lines, metrics, mutate, python, run
+
+STEPS = 12
+DECAY = 0.5
+FLAGS = {
+    "layers": ["--layer_decay", DECAY],
+    "frozen": ["--freeze", "--lr", "0.01", "--weight_decay", "0.1"],
+}
+SHORT = ["--max_steps", STEPS, "--log_every", "1"]
+STRATEGIES = ("ddp", "fsdp", "zero2", "zero3")
+RING = ("single", "ddp", "fsdp", "zero1", "zero2", "zero3", "single")
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory) -> Path:
+    import timm
+
+    torch.manual_seed(1)
+    model = timm.create_model("test_vit", img_size=48, patch_size=8, num_classes=5)
+    file = tmp_path_factory.mktemp("weights") / "small.safetensors"
+    save_file(model.state_dict(), file)
+    return file
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory, cache, stoppable, weights):
+    """The folder of an uninterrupted run in one process."""
+    folders: dict[str, Path] = {}
+
+    def folder_of(kind: str) -> Path:
+        if kind not in folders:
+            folders[kind] = tmp_path_factory.mktemp(kind) / "run"
+            training(kind, folders[kind], cache, stoppable, weights).go("single")
+        return folders[kind]
+
+    return folder_of
+
+
+def training(kind: str, folder: Path, cache: list, project: Path, weights: Path) -> Training:
+    return Training("vit", folder, cache, project, *SHORT, "--weights", weights, *FLAGS[kind])
+
+
+@pytest.mark.parametrize(
+    ("kind", "ring"),
+    [
+        ("frozen", ("fsdp", "zero3")),
+        full("layers", RING),
+        full("frozen", RING),
+        *(full("frozen", (strategy,)) for strategy in STRATEGIES),
+        *(full(kind, (a, b)) for kind in FLAGS for a in STRATEGIES for b in STRATEGIES if a != b),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(value),
+)
+def test_each_strategy_continues_the_other(kind, ring, alone, tmp_path, cache, stoppable, weights):
+    run_of = training(kind, tmp_path / "run", cache, stoppable, weights)
+    for leg, launcher in enumerate(ring[:-1]):
+        assert launcher in LAUNCHERS
+        run_of.go(launcher, 2 + leg * (STEPS - 2) // len(ring))
+    run_of.go(ring[-1])
+    assert_same_training(tmp_path / "run", alone(kind))
+    if kind == "frozen":
+        assert_only_the_head_was_trained(tmp_path / "run", load_file(weights))
+
+
+def test_only_the_head_of_a_frozen_model_is_trained(alone, weights):
+    assert_only_the_head_was_trained(alone("frozen"), load_file(weights))
+
+
+@pytest.mark.full
+def test_a_frozen_model_is_validated_without_the_weights_it_began_with(alone, tmp_path, cache):
+    words = [*python(), "validate.py", alone("frozen"), *cache, "--mixed_precision", "no"]
+    run([*words, "--output_dir", tmp_path])
+    report = json.loads((tmp_path / "report.json").read_text())
+    best = max(line.get("val/accuracy", 0) for line in metrics(alone("frozen")))
+    assert report["top1"] == pytest.approx(best)
+
+
+def assert_only_the_head_was_trained(folder: Path, source: dict[str, torch.Tensor]) -> None:
+    """No other tensor has changed a bit, and the optimizer has no state of one."""
+    checkpoint = latest(folder)
+    model, ema, state = (load_file(checkpoint / f"{f}.safetensors") for f in ("model", "ema", "optimizer"))
+    assert {name.rpartition("/")[0] for name in state} == {"head.weight", "head.bias"}
+    assert json.loads((checkpoint / "state.json").read_text())["optimizer"]["scalars"].keys() == {
+        "head.weight",
+        "head.bias",
+    }
+    assert model.keys() == ema.keys() == source.keys()
+    assert (model["head.bias"].abs() > 1e-3).all()  # it begins with 0
+    for name in source.keys() - {"head.weight", "head.bias", "pos_embed"}:
+        assert torch.equal(model[name], source[name]), name
+        assert torch.equal(ema[name], source[name]), name
+
+
+def test_each_layer_moves_by_its_own_learning_rate(alone, weights):
+    """AdamW's first steps move the elements with steady gradients by the sum of the learning rates."""
+    begun, ended = load_file(weights), load_file(latest(alone("layers")) / "model.safetensors")
+    total = sum(line.get("train/lr", 0) for line in lines(alone("layers") / "metrics.jsonl"))
+    depth = len({name.split(".")[1] for name in begun if name.startswith("blocks.")})
+    layers = {"cls_token": 0, "patch_embed.proj.bias": 0, "norm.bias": depth}
+    layers |= {f"blocks.{i}.mlp.fc1.bias": i + 1 for i in range(depth)}  # without weight decay
+    for name, layer in layers.items():
+        moved = (ended[name] - begun[name]).abs().max() / total
+        scale = DECAY ** (depth + 1 - layer)
+        assert 0.5 * scale < moved < 1.1 * scale, name
+
+
+MUTANTS = {
+    "one learning rate for all layers": (
+        "layers",
+        "fsdp",
+        "train_vit.py",
+        'group.get("lr_scale", 1.0)',
+        "1.0",
+    ),
+    "frozen layers that are not restored": (
+        "frozen",
+        "zero3",
+        "common/distributed/layout.py",
+        "                p.copy_(whole(name))\n",
+        "                whole(name)\n                p.zero_()\n",
+    ),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_parity_finds(mutant, alone, tmp_path, cache, stoppable, project_copy, weights):
+    kind, launcher, file, old, new = MUTANTS[mutant]
+    mutate(project_copy, file, old, new)
+    begun = training(kind, tmp_path / "run", cache, stoppable, weights)
+    begun.go(launcher, 3)
+    run([*LAUNCHERS[launcher], *begun.words], cwd=project_copy)
+    with pytest.raises(AssertionError):
+        assert_same_training(tmp_path / "run", alone(kind))
