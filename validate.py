@@ -29,14 +29,13 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 
 from common.checkpoint.format import sha256_of
-from common.checkpoint.weights import TrainedModel, find, load_trained, open_script
+from common.checkpoint.weights import TrainedModel, find, load_everywhere, open_script
 from common.data.images import Images, load
 from common.data.splits import Split
 from common.distributed.accelerator import start
@@ -118,7 +117,7 @@ def main() -> None:
         check_classes(accelerator, trained, images, recipe.data)
         split = images.train if flags.split == "train" else images.val
         model = script.build_model(recipe, len(images.classes))
-        broadcast_weights(accelerator, model, Path(trained.weights), flags.timeout_s)
+        load_everywhere(accelerator, model, Path(trained.weights), flags.timeout_s)
         mean, std = normalisation(script, model)
         rows, images_per_s = predict(accelerator, model, split, recipe, batch, mean, std)
 
@@ -207,20 +206,6 @@ def check_classes(accelerator: Accelerator, trained: TrainedModel, images: Image
 
 
 # --- Predictions
-
-
-def broadcast_weights(accelerator: Accelerator, model: nn.Module, file: Path, timeout_s: int) -> None:
-    """Into the model of every process, from the main one, which alone has the file. Collective."""
-
-    def read(_: Heartbeat) -> None:
-        load_trained(model, file)
-
-    once(accelerator, "weights", read, timeout_s)
-    model.to(accelerator.device)
-    if dist.is_initialized():
-        for tensor in model.state_dict().values():
-            dist.broadcast(tensor, 0)
-    model.to(memory_format=torch.channels_last)
 
 
 def predict(

@@ -5,6 +5,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
 from torch import nn
 
 from common.checkpoint.format import (
@@ -23,6 +26,7 @@ from common.checkpoint.format import (
     verify,
 )
 from common.checkpoint.mirror import fetch, fetch_newest
+from common.distributed.agreement import once
 from common.recipe import ImageRecipe, parse
 from common.script import as_flags, load_script, own_script, recipe_class
 from common.system.paths import shortest
@@ -96,6 +100,17 @@ def load_trained(model: nn.Module, file: Path) -> None:
     weights, own = TensorFile(file), model.state_dict()
     weights.expect({name: tuple(tensor.shape) for name, tensor in own.items()})
     model.load_state_dict({name: weights.tensor(name) for name in own})
+
+
+def load_everywhere(accelerator: Accelerator, model: nn.Module, file: Path, timeout_s: int) -> None:
+    """Copies weights into the model of every process, from the main one, which alone has the file, and moves
+    it to the device. Collective."""
+    once(accelerator, "weights", lambda _: load_trained(model, file), timeout_s)
+    model.to(accelerator.device)
+    if dist.is_initialized():
+        for tensor in model.state_dict().values():
+            dist.broadcast(tensor, 0)
+    model.to(memory_format=torch.channels_last)
 
 
 def _of_run(folder: Path, which: str, beat: Heartbeat) -> Checkpoint:

@@ -44,7 +44,9 @@ PRACTICE = [command for command in IN_BLOCKS if command.startswith("python clust
 DRILLS = [command for command in PRACTICE if " drill " in command]  # tests/cluster/test_drill.py
 PRACTICE = [command for command in PRACTICE if command not in DRILLS]
 AFTERWARDS = [
-    command for command in IN_BLOCKS if re.search(r"(validate|find_batch_size|logbook|export)\.py", command)
+    command
+    for command in IN_BLOCKS
+    if re.search(r"(validate|find_batch_size|logbook|export|predict)\.py", command)
 ]
 LAUNCHES = [command for command in LAUNCHES if command not in [*CONTINUED, *PRACTICE, *DRILLS, *AFTERWARDS]]
 
@@ -201,7 +203,7 @@ def test_no_command_is_left_out():
         "make": r"make (train|test|test-all)\b",  # test_make_train; the others are this run of the tests
         "another torch": r"PIP_EXTRA_INDEX_URL=\S+ make setup TORCH=2\.11\b",  # downloads gigabytes: by hand
         "experiments": r"make (experiment_vit|experiment_speedup|tensorboard)\b",  # test_logbook.py
-        "afterwards": r".*\b(validate|find_batch_size|logbook|export)\.py ",  # their own; test_make_train
+        "afterwards": r".*\b(validate|find_batch_size|logbook|export|predict)\.py ",  # test_make_train
         "accelerate config": r"accelerate config$|accelerate launch train_cnn_a.py$",
         "benchmark": r"python -m benchmarks\.(tutorial_speed |checkpoint_saves$)",  # test_benchmark*
         "tests": r"python -m pytest tests/[\w/]+\.py$",
@@ -284,6 +286,7 @@ def test_make_train(project, cache):
     assert "pip install" not in output
     (folder,) = (project / "runs" / "train_cnn_a").iterdir()
     assert result(folder)["best_accuracy"] >= 0.97
+    shutil.copytree(folder / "plots", project / "holiday")
     for command in AFTERWARDS:
         if str(folder.relative_to(project)) in command and "compare" not in command:
             run(

@@ -1,0 +1,229 @@
+"""Predictions of a trained model for pictures: files, folders, patterns, or a list.
+
+    python predict.py runs/train_cnn_a/single_128_10_1_1 holiday/ cat.jpg
+    ls *.jpg | python predict.py runs/train_vit/fsdp_512_100_1_4 - --top 5
+    torchrun --standalone --nproc_per_node=2 predict.py s3://bucket/prefix '/data/**/*.webp'
+
+The first word is the model: a run's folder or its place in S3 (the best checkpoint, or --which latest), or a
+checkpoint's folder. It is verified, and nothing in it is unpickled. All words up to the first flag are
+pictures; `-` reads their names from stdin. Under any launcher each picture is predicted once.
+
+The folder (--output_dir, else predictions/<run>) gets predictions.csv and predictions.jsonl, with the
+likeliest classes of each picture and their probabilities, and sheet.png with the first ones. A file that is
+no image is listed with the reason, and ends nothing.
+"""
+
+import csv
+import dataclasses
+import io
+import json
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from torch import Tensor, nn
+
+from common.checkpoint.weights import TrainedModel, find, load_everywhere, open_script
+from common.data.pictures import Pictures, Preparation, find_pictures, picture_batches
+from common.distributed.accelerator import start
+from common.distributed.agreement import agree, once
+from common.distributed.entry import run_process
+from common.distributed.peers import begin_exit
+from common.distributed.preemption import Preempted, wanted
+from common.distributed.strategy import precision
+from common.recipe import Job, parse, setting
+from common.script import normalisation
+from common.system.env import world_size
+from common.system.files import write_text
+from common.system.text import plural, printable
+from common.system.threads import Heartbeat
+
+WHOLE = ("digits", "cifar10", "synthetic")  # evaluated as they are: --crop auto resizes pictures whole
+SHEET = 32  # pictures
+PRINTED = 10
+
+Row = dict[str, Any]  # file, and classes and probabilities, likeliest first; or file and error
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """The flags."""
+
+    which: str = setting("best", "of a run's checkpoints", choices=("best", "latest"))
+    script: str | None = setting(None, "what trained the model, where it is none of this project's scripts")
+    top: int = setting(5, "classes of each picture", minimum=1)
+    crop: str = setting(
+        "auto",
+        "`center` resizes and crops as ImageNet's evaluations do, `whole` resizes the whole picture; `auto`"
+        " is whole for CIFAR-10 and digits",
+        choices=("auto", "center", "whole"),
+    )
+    output_dir: str | None = setting(None, "unset: `predictions/<name of the run>`")
+    workers: int = setting(2, "decoding processes per device; 0 decodes between the batches", minimum=0)
+    per_device_batch_size: int = setting(64, "pictures per forward on one device", minimum=1)
+    mixed_precision: str | None = setting(
+        None,
+        "unset: the launcher's; else bf16 where the device has it natively",
+        choices=("no", "bf16", "fp16"),
+    )
+    deterministic: bool = setting(False, "the same bits at each run on the same GPUs")
+    deepspeed_config: str | None = setting(
+        None, "a file of `ds_configs/`, for the launchers that have no YAML"
+    )
+    timeout_s: int = setting(300, "a process that is silent for so long ends the job", minimum=1)
+
+
+def main() -> None:
+    flags, model_name, names = parse_flags(sys.argv[1:])
+    accelerator, _ = start(
+        Job(
+            batch_size=flags.per_device_batch_size * world_size(),
+            per_device_batch_size=flags.per_device_batch_size,
+            mixed_precision=flags.mixed_precision,
+            compile="no",
+            deterministic=flags.deterministic,
+            deepspeed_config=flags.deepspeed_config,
+            timeout_s=flags.timeout_s,
+        )
+    )
+    with tempfile.TemporaryDirectory(prefix="predict-") as scratch:
+
+        def look(beat: Heartbeat) -> tuple[dict[str, Any], list[str]]:
+            found = find(model_name, flags.which, Path(scratch), beat)
+            return dataclasses.asdict(found), find_pictures(names)  # one process reads stdin
+
+        about, files = once(accelerator, "model and pictures", look, flags.timeout_s)
+        trained = TrainedModel(**about)
+        model, preparation = build(accelerator, flags, trained)
+        began = time.perf_counter()
+        rows = predict(accelerator, model, Pictures(files, preparation), trained.classes or [], flags)
+        seconds = time.perf_counter() - began
+
+        def report(_: Heartbeat) -> None:
+            folder = Path(flags.output_dir or f"predictions/{Path(trained.reports).parent.name or 'model'}")
+            write(folder, rows, trained)
+            show(rows, folder, seconds)
+
+        once(accelerator, "report", report, flags.timeout_s)
+        begin_exit()
+        accelerator.wait_for_everyone()  # under deepspeed rank 0 keeps the store that the others ask
+
+
+def parse_flags(words: list[str]) -> tuple[Prediction, str, list[str]]:
+    """The flags, the model and the words for pictures."""
+    words = [word for word in words if not word.startswith("--local_rank")]  # of the deepspeed launcher
+    first = next((k for k, word in enumerate(words) if word.startswith("-") and word != "-"), len(words))
+    flags = parse(Prediction, words[first:])
+    if first < 2:
+        raise ValueError("the first word is the model, and pictures follow: predict.py RUN a.jpg")
+    return flags, words[0], words[1:first]
+
+
+def build(
+    accelerator: Accelerator, flags: Prediction, trained: TrainedModel
+) -> tuple[nn.Module, Preparation]:
+    """The model on each device, and how pictures are prepared for it. Collective."""
+    if trained.recipe is None or trained.classes is None:
+        raise ValueError(f"{trained.name} is a lone file: give the checkpoint's folder, or the run's")
+    script, recipe, _ = open_script(trained, flags.script, [])
+    agree(accelerator, {"flags": dataclasses.asdict(flags), "model": trained.name})
+    model = script.build_model(recipe, len(trained.classes))
+    load_everywhere(accelerator, model, Path(trained.weights), flags.timeout_s)
+    model.eval()
+    mean, std = normalisation(script, model)
+    is_cropped = flags.crop == "center" or (flags.crop == "auto" and recipe.data not in WHOLE)
+    return model, Preparation(recipe.image_size, mean, std, is_cropped)
+
+
+@torch.inference_mode()
+def predict(
+    accelerator: Accelerator, model: nn.Module, pictures: Pictures, classes: list[str], flags: Prediction
+) -> list[Row]:
+    """A row for each picture, in their order, the same on all processes. Collective."""
+    half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision(accelerator))
+    mine: dict[int, Row] = {}
+    ids = range(accelerator.process_index, len(pictures), accelerator.num_processes)
+    for batch in picture_batches(pictures, ids, flags.per_device_batch_size, flags.workers):
+        if wanted():
+            raise Preempted
+        mine |= {i: {"file": pictures.files[i], "error": why} for i, why in batch.broken}
+        if not len(batch.ids):
+            continue
+        inputs = batch.inputs.to(accelerator.device).contiguous(memory_format=torch.channels_last)
+        with torch.autocast(accelerator.device.type, half, enabled=half is not None):
+            logits = model(inputs)
+        found = logits.float().softmax(1).topk(min(flags.top, len(classes)))
+        for i, values, labels in zip(batch.ids.tolist(), *map(Tensor.tolist, found), strict=True):
+            names = [classes[label] for label in labels]
+            mine[i] = {"file": pictures.files[i], "classes": names, "probabilities": values}
+    everyones = {i: row for part in gather_object([mine]) for i, row in part.items()}
+    assert sorted(everyones) == list(range(len(pictures))), "a picture was left out"
+    return [everyones[i] for i in range(len(pictures))]
+
+
+# --- Files
+
+
+def write(folder: Path, rows: list[Row], trained: TrainedModel) -> None:
+    """predictions.csv, predictions.jsonl and sheet.png, each whole or not at all."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps({**row, "file": printable(row["file"])}, allow_nan=False) for row in rows]
+    write_text(folder / "predictions.jsonl", "\n".join(lines) + "\n")
+    table, top = io.StringIO(), max((len(row.get("classes", ())) for row in rows), default=0)
+    writer = csv.writer(table, lineterminator="\n")
+    columns = [f"{what}_{k}" for k in range(1, top + 1) for what in ("class", "probability")]
+    writer.writerow(["file", *columns, "error"])
+    for row in rows:
+        pairs = zip(row.get("classes", ()), row.get("probabilities", ()), strict=True)
+        cells = [cell for name, value in pairs for cell in (name, f"{value:.6f}")]
+        writer.writerow([printable(row["file"]), *(cells or [""] * 2 * top), row.get("error", "")])
+    write_text(folder / "predictions.csv", table.getvalue())
+    if good := [row for row in rows if "classes" in row][:SHEET]:
+        draw(folder / "sheet.png", good, trained)
+
+
+def draw(file: Path, rows: list[Row], trained: TrainedModel) -> None:
+    """A contact sheet: the pictures with their likeliest class."""
+    from common.data.decode import decode
+    from common.report import plots
+
+    pixels = np.stack([square(decode(Path(row["file"]).read_bytes())) for row in rows])
+    captions = []
+    for row in rows:
+        name = Path(printable(row["file"])).name
+        captions.append(f"{name}\n{row['classes'][0]}\n{row['probabilities'][0]:.3f}")
+    plots.image_sheet(file, pixels, captions, f"{trained.script}: {len(rows)} predictions")
+
+
+def square(pixels: np.ndarray, size: int = 128) -> np.ndarray:
+    """A picture, uint8 [H, W, 3], fitted into a white square: uint8 [size, size, 3]."""
+    from PIL import Image, ImageOps
+
+    return np.asarray(ImageOps.pad(Image.fromarray(pixels), (size, size), color="white"))
+
+
+def show(rows: list[Row], folder: Path, seconds: float) -> None:
+    """Prints the first predictions, what could not be read, and the speed."""
+    good = [row for row in rows if "classes" in row]
+    for row in good[:PRINTED]:
+        print(f"{printable(row['file'])}: {row['classes'][0]} ({row['probabilities'][0]:.3f})")
+    if len(good) > PRINTED:
+        print(f"... and {len(good) - PRINTED:,} more")
+    for row in rows:
+        if "error" in row:
+            print(f"{printable(row['file'])} is left out: {printable(row['error'])}", file=sys.stderr)
+    counts = f"{plural(len(good), 'picture')} predicted, {len(rows) - len(good):,} left out"
+    print(f"{counts}, {len(rows) / seconds:,.0f} pictures/s, in {folder}")
+
+
+# --- Entry
+
+if __name__ == "__main__":
+    run_process(main)

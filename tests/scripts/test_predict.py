@@ -1,0 +1,105 @@
+"""predict.py: each picture once, under any launcher, with the predictions of validate.py."""
+
+import csv
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from common.augment import to_float
+from common.data.cache import prepare_data
+from common.data.decode import central_crop
+from common.data.images import open_images
+from common.data.pictures import Pictures, Preparation, find_pictures, picture_batches
+from tests.conftest import CNN, Job, full, python, result, run, torchrun
+
+COUNT = 360  # all held-out digits
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, cache) -> Path:
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    words = ["--data", "digits", "--trackers", "none", "--epochs", "2", "--mixed_precision", "no", *cache]
+    run([*python(), *CNN, *words, "--output_dir", folder])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory, cache) -> Path:
+    """Held-out digits as PNG files in two folders, and what is no picture."""
+    folder = tmp_path_factory.mktemp("pictures")
+    images = open_images(prepare_data("digits", Path(cache[1]))).val
+    for k in range(COUNT):
+        place = folder / ("even" if k % 2 == 0 else "odd/deeper") / f"{k:03d}.png"
+        place.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.array(images.images[k])).save(place)
+    (folder / "broken.png").write_bytes(b"\x89PNG, but no more")
+    return folder
+
+
+def rows_of(folder: Path) -> dict[str, dict]:
+    rows = [json.loads(line) for line in (folder / "predictions.jsonl").read_text().splitlines()]
+    assert len({row["file"] for row in rows}) == len(rows)
+    return {Path(row["file"]).name: row for row in rows}
+
+
+@pytest.mark.parametrize("launcher", [python(), torchrun(2), full(torchrun(3))], ids=["1", "2", "3"])
+def test_each_picture_once_as_validate_predicts_it(launcher, trained, pictures, tmp_path, cache):
+    """On one and two processes; a file that is no image ends nothing."""
+    words = ["predict.py", trained, pictures / "even", f"{pictures}/odd/**/*.png", pictures / "broken.png"]
+    words += ["--mixed_precision", "no", "--per_device_batch_size", 50, "--top", 3]
+    output = run([*launcher, *words, "--output_dir", tmp_path])
+    assert f"{COUNT} pictures predicted, 1 left out" in output
+    assert "broken.png is left out: " in output
+    rows = rows_of(tmp_path)
+    assert sorted(rows) == [*(f"{k:03d}.png" for k in range(COUNT)), "broken.png"]
+    assert rows.pop("broken.png").keys() == {"file", "error"}
+    assert all(len(row["classes"]) == 3 for row in rows.values())
+    if launcher == python():
+        run([*python(), "validate.py", trained, "--mixed_precision", "no", *cache])
+        report = trained / "validation" / f"val_{result(trained)['best_step']}" / "report.json"
+        for image in json.loads(report.read_text())["worst"]:
+            row = rows[f"{image['id']:03d}.png"]
+            assert row["classes"][0] == str(image["predicted"])
+            assert row["probabilities"][0] == pytest.approx(image["probability"], abs=1e-5)
+    table = list(csv.DictReader((tmp_path / "predictions.csv").open()))
+    assert [row["file"] for row in table if row["class_1"]] == [row["file"] for row in rows.values()]
+    with Image.open(tmp_path / "sheet.png") as sheet:
+        assert min(sheet.size) > 300
+
+
+def test_a_larger_picture_is_cropped_as_in_evaluations(tmp_path):
+    """The crop and the normalisation are those of a data set of photographs."""
+    noise = np.random.RandomState(0).randint(0, 256, (50, 70, 3), np.uint8)
+    Image.fromarray(noise).save(tmp_path / "a.png")
+    preparation = Preparation(32, (0.5, 0.4, 0.3), (0.2, 0.2, 0.3), is_cropped=True)
+    (batch,) = picture_batches(Pictures([str(tmp_path / "a.png")], preparation), [0], 8, workers=0)
+    expected = to_float(torch.from_numpy(central_crop(noise, 32).copy())[None], *preparation[1:3], 32)
+    assert torch.equal(batch.inputs, expected)
+
+
+def test_words_for_pictures(pictures, monkeypatch):
+    first, second = (str(pictures / "even" / f"{k:03d}.png") for k in (0, 2))
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{second}\n\n{first}\nnot there.jpg\n"))
+    assert find_pictures(["-", first]) == [second, first, "not there.jpg"]
+    assert len(find_pictures([str(pictures / "odd"), str(pictures / "*.png")])) == COUNT // 2 + 1
+    assert find_pictures([str(pictures / "none")]) == [str(pictures / "none")]  # listed as left out
+    with pytest.raises(ValueError, match="matches no file"):
+        find_pictures(["nothing/*.jpg"])
+    with pytest.raises(ValueError, match="no pictures"):
+        find_pictures([])
+
+
+def test_what_is_refused(trained, pictures, tmp_path):
+    for words, said in (
+        (["predict.py", trained], "pictures follow"),
+        (["predict.py", tmp_path / "nothing", pictures], "there is no such folder or file"),
+    ):
+        status, output = Job([*python(), *words]).wait()
+        assert status == 1
+        assert said in output
+        assert "Traceback" not in output
