@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from common.augment import to_float
 from common.checkpoint.weights import TrainedModel, find, load_trained, open_script
-from common.data.cache import prepare_data
-from common.data.images import Images, open_images
+from common.data.images import Images, open_data
 from common.recipe import ImageRecipe
 from common.script import load_script, normalisation, standalone_source
 
@@ -62,8 +61,7 @@ def open_trained(
     if trained.recipe is None:
         raise ValueError(f"{trained.name} is a lone file: give the checkpoint's folder, or the run's")
     script, recipe, _ = open_script(trained, script_file, words)
-    cache = Path(recipe.cache_dir or "~/.cache/train-images")
-    images = open_images(prepare_data(recipe.data, cache, data_root=recipe.data_root), recipe)
+    images = open_data(recipe)
     classes = tuple(trained.classes or images.classes)
     if len(images.classes) != len(classes):
         raise ValueError(

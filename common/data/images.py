@@ -6,13 +6,14 @@ others for each batch. Batches are uint8 on the device: augmentation and normali
 """
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 from accelerate import Accelerator
 
 from common.data import survey
-from common.data.cache import prepare
+from common.data.cache import Prepared, prepare
 from common.data.decode import SPLITS
 from common.data.shard_cache import ShardCache
 from common.data.shards import MANIFEST, check_roots, index_name, parse_manifest
@@ -24,6 +25,7 @@ from common.order import Shuffled, Streamed
 from common.recipe import ImageRecipe
 from common.system.files import read_json
 from common.system.text import printable
+from common.system.threads import Heartbeat
 
 
 @dataclass(frozen=True)
@@ -50,21 +52,7 @@ class Images:
 
 def load(accelerator: Accelerator, recipe: ImageRecipe) -> Images:
     """Opens recipe.data on all processes; one process per host prepares it, and all check that they agree."""
-    cache_dir = Path(recipe.cache_dir or "~/.cache/train-images")
-    columns = Columns(recipe.image_column, recipe.label_column)
-    prepared = once_per_host(
-        accelerator,
-        "data",
-        lambda beat: prepare(
-            recipe.data,
-            cache_dir,
-            beat,
-            data_root=recipe.data_root,
-            columns=columns,
-            holdout=recipe.holdout,
-        ),
-        recipe.timeout_s,
-    )
+    prepared = once_per_host(accelerator, "data", partial(_prepare, recipe), recipe.timeout_s)
     folder, left_out = prepared  # as JSON, from another process
     images = open_images(Path(folder), recipe)
     kind = [images.source, images.val_name, type(images.train).__name__]
@@ -75,6 +63,22 @@ def load(accelerator: Accelerator, recipe: ImageRecipe) -> Images:
     for line in survey.warnings(*labels, images.classes, images.flaws):
         accelerator.print(f"warning: {line}")
     return images
+
+
+def open_data(recipe: ImageRecipe) -> Images:
+    """Opens recipe.data in this process alone."""
+    return open_images(Path(_prepare(recipe, lambda: None).folder), recipe)
+
+
+def _prepare(recipe: ImageRecipe, beat: Heartbeat) -> Prepared:
+    return prepare(
+        recipe.data,
+        Path(recipe.cache_dir or "~/.cache/train-images"),
+        beat,
+        data_root=recipe.data_root,
+        columns=Columns(recipe.image_column, recipe.label_column),
+        holdout=recipe.holdout,
+    )
 
 
 def open_images(folder: Path, recipe: ImageRecipe | None = None) -> Images:

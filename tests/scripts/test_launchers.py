@@ -5,10 +5,13 @@ import os
 import re
 import shlex
 import shutil
+import subprocess
 import sys
 
 import pexpect
 import pytest
+import timm
+from safetensors.torch import save_file
 
 from common.system.s3 import ObjectStore
 from tests.conftest import BIN, ROOT, Job, free_port, lines, result, run
@@ -48,7 +51,9 @@ AFTERWARDS = [
     for command in IN_BLOCKS
     if re.search(r"(validate|find_batch_size|logbook|export|predict)\.py", command)
 ]
-LAUNCHES = [command for command in LAUNCHES if command not in [*CONTINUED, *PRACTICE, *DRILLS, *AFTERWARDS]]
+PHOTOGRAPHS = [command for command in IN_BLOCKS if re.match("python .*photographs", command)]
+OTHERS = [*CONTINUED, *PRACTICE, *DRILLS, *AFTERWARDS, *PHOTOGRAPHS]
+LAUNCHES = [command for command in LAUNCHES if command not in OTHERS]
 
 
 @pytest.fixture
@@ -131,6 +136,27 @@ def test_the_section_on_stopped_runs(project, cache, s3):  # noqa: F811
         for name, value in in_s3.items():
             patch.setenv(name, value)
         assert "checkpoints/step_00000010/manifest.json" in store.list()
+
+
+def test_from_photographs_to_a_model_of_timm(project, photographs, tmp_path, cache):
+    """The README's commands, with the weights of a small model in place of the hub's. A process that does not
+    know this project loads what comes out."""
+    for k, file in enumerate(sorted(photographs.glob("*.JPEG"))):
+        place = project / "photographs" / f"class_{k % 4}" / file.name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.symlink_to(file)
+    weights = tmp_path / "small.safetensors"
+    save_file(timm.create_model("test_vit", img_size=32, patch_size=8, num_classes=9).state_dict(), weights)
+    small = ["--model", "test_vit", "--image_size", "32", "--patch_size", "8", "--weights", weights]
+    train, export = PHOTOGRAPHS
+    output = run([*shlex.split(train), *small, "--max_steps", "2", *cache], cwd=project)
+    assert "80 training images, 20 " in output
+    run([*shlex.split(export), *cache], cwd=project)
+    load = "import sys, timm; model = timm.create_model(f'local-dir:{sys.argv[1]}', pretrained=True)\n"
+    load += "print(model.pretrained_cfg['label_names'], 'common' in sys.modules)"
+    words = [sys.executable, "-c", load, project / "models" / "photographs"]
+    found = subprocess.run(words, cwd=tmp_path, check=True, capture_output=True, text=True).stdout
+    assert found == f"{[f'class_{k}' for k in range(4)]} False\n"
 
 
 def test_the_practice_on_virtual_hosts(cluster_tools, project, cache):
