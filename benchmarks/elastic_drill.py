@@ -31,6 +31,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -346,16 +347,21 @@ def examine(job: OurJob, events: list[Event], words: list[str], config: str) -> 
     last = max(ours)
     straight = [*words, *RECIPE, "--checkpoint_every", "epoch", "--max_steps", str(last)]
     launcher = ["-m", "accelerate.commands.launch", "--config_file", f"accelerate_configs/{config}.yaml"]
-    one = uninterrupted(folder / "one", straight)
     four = uninterrupted(folder / "four", [*launcher, *straight])
     ends = [step for step, _ in job.resumed[1:]] + [last]
-    replays = []
-    for number, ((step, checkpoint), end) in enumerate(zip(job.resumed, ends, strict=True)):
-        end = min(end, step + REPLAYED)
-        if end > step:
-            replay = [*words, *RECIPE, "--resume", str(checkpoint), "--max_steps", str(end)]
-            found = uninterrupted(folder / f"replay{number}", replay)
-            replays.append(difference(ours, found, range(step + 1, end + 1)))
+
+    def replay(number: int) -> float:
+        """Trains up to REPLAYED steps after a change on one process. Returns the largest difference."""
+        (step, checkpoint), end = job.resumed[number], min(ends[number], job.resumed[number][0] + REPLAYED)
+        alone = [*words, *RECIPE, "--resume", str(checkpoint), "--max_steps", str(end)]
+        found = uninterrupted(folder / f"replay{number}", alone)
+        return difference(ours, found, range(step + 1, end + 1))
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # each has one thread
+        straight_one = pool.submit(uninterrupted, folder / "one", straight)
+        replayed = [number for number, (step, _) in enumerate(job.resumed) if ends[number] > step]
+        replays = list(pool.map(replay, replayed))
+        one = straight_one.result()
     steps = range(1, last + 1)
     signalled = [event.lost for event in events if event.kind in ("leave", "join")]
     killed = [event.lost for event in events if event.kind in ("cut", "kill")]

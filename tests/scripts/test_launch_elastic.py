@@ -1,6 +1,7 @@
 """launch.py --min_hosts on hosts with real sshd: hosts leave and join, and the training stays the same."""
 
 import re
+import shutil
 import signal
 import sys
 import time
@@ -9,15 +10,16 @@ from pathlib import Path
 import pytest
 
 from cluster import virtual_cluster as hosts
-from common.checkpoint.format import steps_in
+from common.checkpoint.format import step_name, step_of, steps_in
 from common.order import order
 from tests.conftest import ROOT, Job, lines, metrics, run
 from tests.scripts.test_launch import launcher_of, ranks_on, wait_until_empty
 from tests.support.s3 import BUCKET, aws_env
 
 BATCH, POINTS = 64, 4096
+REPLAYED, REPLAY_BOUND = 50, 1e-5  # steps after a change of hosts; of their losses
 WORDS = ["train_hello.py", "--trackers", "none", "--mixed_precision", "no", "--epochs", "100000"]
-WORDS += ["--log_every", "16", "--checkpoint_every", "64", "--log_samples", "--timeout_s", "60"]
+WORDS += ["--log_every", "1", "--checkpoint_every", "64", "--log_samples", "--timeout_s", "60"]
 
 
 class ElasticTraining:
@@ -29,6 +31,7 @@ class ElasticTraining:
     def __init__(self, tmp_path: Path, count: int, slots: int, *flags: str, script=(), folder=None, env=None):
         self.folder, self.hostfile = folder or tmp_path / "run", tmp_path / "hostfile"
         self.processes = count * slots  # of the first launch
+        self.kept = tmp_path / "kept"  # copies of checkpoints
         self.hostfile.write_text("".join(f"node{n} slots={slots}\n" for n in range(1, count + 1)))
         launcher = [sys.executable, "launch.py", "--hostfile", self.hostfile, "--log_dir", tmp_path / "logs"]
         words = [*launcher, "--min_hosts", "1", *flags, *WORDS, "--output_dir", self.folder, *script]
@@ -56,6 +59,11 @@ class ElasticTraining:
         except (OSError, ValueError):  # not yet there, or a line is being written
             return []
 
+    def keep_checkpoint(self) -> None:
+        """Copies the checkpoint with which the newest change of hosts began."""
+        step = [line["step"] for line in self._lines() if "processes" in line][-1]
+        shutil.copytree(self.folder / "checkpoints" / step_name(step), self.kept / step_name(step))
+
     def kill(self) -> None:
         """Ends a job that a failed test has left: its agents notice within seconds."""
         if self.job.process.poll() is None:
@@ -80,14 +88,27 @@ class ElasticTraining:
         for step, samples in ours.items():
             epoch, within = divmod(step - 1, POINTS // BATCH)
             assert samples == order(0, epoch, POINTS)[BATCH * within : BATCH * (within + 1)].tolist()
-        words = [sys.executable, *WORDS, "--max_steps", last, "--output_dir", tmp_path / "one"]
-        run(words)
-        theirs = {line["step"]: line for line in metrics(tmp_path / "one") if "train/loss" in line}
+        theirs = self._train_alone(tmp_path / "one", last)
         found = [line for line in metrics(self.folder) if "train/loss" in line]
         assert len(found) > 20
         for line in found:
             assert line["train/lr"] == theirs[line["step"]]["train/lr"]
             assert line["train/loss"] == pytest.approx(theirs[line["step"]]["train/loss"], rel=1e-3)
+
+    def assert_same_as_replays(self, tmp_path: Path) -> None:
+        """The losses after each change are those of one process that begins at that change's checkpoint."""
+        found = {line["step"]: line["train/loss"] for line in metrics(self.folder) if "train/loss" in line}
+        for checkpoint in sorted(self.kept.iterdir()):
+            first = step_of(checkpoint.name)
+            replay = self._train_alone(tmp_path / f"replay{first}", first + REPLAYED, "--resume", checkpoint)
+            assert len(replay) == REPLAYED
+            for step, line in replay.items():
+                assert found[step] == pytest.approx(line["train/loss"], abs=REPLAY_BOUND)
+
+    def _train_alone(self, folder: Path, last: int, *words) -> dict[int, dict]:
+        """The lines of a single process that trains to the step `last`, by step."""
+        run([sys.executable, *WORDS, "--max_steps", last, "--output_dir", folder, *words])
+        return {line["step"]: line for line in metrics(folder) if "train/loss" in line}
 
 
 @pytest.fixture
@@ -137,12 +158,15 @@ def test_the_first_host_is_lost_under_each_strategy(config, start, tmp_path):
     training.wait_for(4)
     hosts.cut("node1")
     training.wait_for(2)
+    training.keep_checkpoint()
     hosts.heal("node1")
     training.wait_for(4)
+    training.keep_checkpoint()
     output = training.stop()
     assert "node1 lost after step" in output
     assert "node1 joins" in output
     training.assert_same_as_one_process(tmp_path)
+    training.assert_same_as_replays(tmp_path)
     wait_until_empty(hosts.names(), 5)
 
 
@@ -189,15 +213,19 @@ def test_the_first_host_is_lost_with_its_disk(start, s3_on_node4, tmp_path):
     hosts.cut("node1")
     training.folder = seen_from("node2")
     training.wait_for(2)
+    training.keep_checkpoint()
     hosts.heal("node1")
     training.wait_for(4)
+    training.keep_checkpoint()
     with training.hostfile.open("a") as hostfile:
         hostfile.write("node3 slots=2\nnode4 slots=2\n")
     training.wait_for(8)
+    training.keep_checkpoint()
     output = training.stop()
     assert "can't lose" not in output
     assert "new in the hostfile: node3, node4" in output
     first = lines(training.folder / "samples.jsonl")[0]["step"]
     assert first > 1
     training.assert_same_as_one_process(tmp_path, first)
+    training.assert_same_as_replays(tmp_path)
     wait_until_empty(["node1", "node2", "node3"], 5)
