@@ -1,5 +1,6 @@
 """launch.py --min_hosts on hosts with real sshd: hosts leave and join, and the training stays the same."""
 
+import json
 import re
 import shutil
 import signal
@@ -18,8 +19,9 @@ from tests.support.s3 import BUCKET, aws_env
 
 BATCH, POINTS = 64, 4096
 REPLAYED, REPLAY_BOUND = 50, 1e-5  # steps after a change of hosts; of their losses
+LOG_EVERY = "4"  # steps whose mean loss is logged; a line for each step would fill the pipe of the output
 WORDS = ["train_hello.py", "--trackers", "none", "--mixed_precision", "no", "--epochs", "100000"]
-WORDS += ["--log_every", "1", "--checkpoint_every", "64", "--log_samples", "--timeout_s", "60"]
+WORDS += ["--log_every", LOG_EVERY, "--checkpoint_every", "64", "--log_samples", "--timeout_s", "60"]
 
 
 class ElasticTraining:
@@ -37,32 +39,36 @@ class ElasticTraining:
         words = [*launcher, "--min_hosts", "1", *flags, *WORDS, "--output_dir", self.folder, *script]
         self.job = Job(hosts.inside("node4", words, ROOT), env=env)
 
-    def wait_for(self, devices: int, steps: int = 80) -> int:
-        """Waits until so many processes have trained so many steps more. Returns the newest step."""
+    def wait_for(self, devices: int, steps: int = 80, keep: bool = False) -> int:
+        """Waits until so many processes have trained so many steps more. Returns the newest step.
+
+        keep: copy the checkpoint with which they began, before newer ones take its place.
+        """
         first, deadline = None, time.monotonic() + 120
         while True:
             assert self.job.process.poll() is None, self.job.wait()[1]
-            assert time.monotonic() < deadline, f"not {devices} processes"
+            if time.monotonic() > deadline:
+                launcher_of(self.job).kill()
+                pytest.fail(f"not {devices} processes: {self.job.wait()[1]}")
             time.sleep(0.1)
             found = [line for line in self._lines() if "hosts" in line or "train/loss" in line]
             changes = [line for line in found if "processes" in line]
             now = changes[-1]["processes"] if changes else self.processes
             trained = [line["step"] for line in found[-1:] if "train/loss" in line]
             if now == devices and trained:
-                first = trained[0] if first is None else first
+                if first is None:
+                    first = trained[0]
+                    if keep:
+                        name = step_name(changes[-1]["step"])
+                        shutil.copytree(self.folder / "checkpoints" / name, self.kept / name)
                 if trained[0] >= first + steps:
                     return trained[0]
 
     def _lines(self) -> list[dict]:
-        try:
-            return lines(self.folder / "metrics.jsonl")
-        except (OSError, ValueError):  # not yet there, or a line is being written
-            return []
-
-    def keep_checkpoint(self) -> None:
-        """Copies the checkpoint with which the newest change of hosts began."""
-        step = [line["step"] for line in self._lines() if "processes" in line][-1]
-        shutil.copytree(self.folder / "checkpoints" / step_name(step), self.kept / step_name(step))
+        """The complete lines of the log; none before it is there."""
+        file = self.folder / "metrics.jsonl"
+        text = file.read_text() if file.exists() else ""
+        return [json.loads(line) for line in text.rpartition("\n")[0].splitlines()]
 
     def kill(self) -> None:
         """Ends a job that a failed test has left: its agents notice within seconds."""
@@ -101,9 +107,10 @@ class ElasticTraining:
         for checkpoint in sorted(self.kept.iterdir()):
             first = step_of(checkpoint.name)
             replay = self._train_alone(tmp_path / f"replay{first}", first + REPLAYED, "--resume", checkpoint)
-            assert len(replay) == REPLAYED
-            for step, line in replay.items():
-                assert found[step] == pytest.approx(line["train/loss"], abs=REPLAY_BOUND)
+            logged = found.keys() & replay.keys()  # but for the replay's last lines: it ends within a window
+            assert len(logged) >= REPLAYED // int(LOG_EVERY) - 1
+            for step in logged:
+                assert found[step] == pytest.approx(replay[step]["train/loss"], abs=REPLAY_BOUND)
 
     def _train_alone(self, folder: Path, last: int, *words) -> dict[int, dict]:
         """The lines of a single process that trains to the step `last`, by step."""
@@ -157,11 +164,9 @@ def test_the_first_host_is_lost_under_each_strategy(config, start, tmp_path):
     training = start(2, 2, "--config_file", f"accelerate_configs/{config}.yaml")
     training.wait_for(4)
     hosts.cut("node1")
-    training.wait_for(2)
-    training.keep_checkpoint()
+    training.wait_for(2, keep=True)
     hosts.heal("node1")
-    training.wait_for(4)
-    training.keep_checkpoint()
+    training.wait_for(4, keep=True)
     output = training.stop()
     assert "node1 lost after step" in output
     assert "node1 joins" in output
@@ -212,15 +217,12 @@ def test_the_first_host_is_lost_with_its_disk(start, s3_on_node4, tmp_path):
     training.wait_for(4, steps=200)
     hosts.cut("node1")
     training.folder = seen_from("node2")
-    training.wait_for(2)
-    training.keep_checkpoint()
+    training.wait_for(2, keep=True)
     hosts.heal("node1")
-    training.wait_for(4)
-    training.keep_checkpoint()
+    training.wait_for(4, keep=True)
     with training.hostfile.open("a") as hostfile:
         hostfile.write("node3 slots=2\nnode4 slots=2\n")
-    training.wait_for(8)
-    training.keep_checkpoint()
+    training.wait_for(8, keep=True)
     output = training.stop()
     assert "can't lose" not in output
     assert "new in the hostfile: node3, node4" in output
