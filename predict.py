@@ -159,13 +159,14 @@ def predict(
         inputs = batch.inputs.to(accelerator.device).contiguous(memory_format=torch.channels_last)
         with torch.autocast(accelerator.device.type, half, enabled=half is not None):
             logits = model(inputs)
-        found = logits.float().softmax(1).topk(min(flags.top, len(classes)))
-        for i, values, labels in zip(batch.ids.tolist(), *map(Tensor.tolist, found), strict=True):
+        best = logits.float().softmax(1).topk(min(flags.top, len(classes)))
+        for i, values, labels in zip(batch.ids.tolist(), *map(Tensor.tolist, best), strict=True):
             names = [classes[label] for label in labels]
             mine[i] = {"file": pictures.files[i], "classes": names, "probabilities": values}
-    everyones = {i: row for part in gather_object([mine]) for i, row in part.items()}
-    assert sorted(everyones) == list(range(len(pictures))), "a picture was left out"
-    return [everyones[i] for i in range(len(pictures))]
+    everyones = [pair for part in gather_object([mine]) for pair in part.items()]
+    found = dict(everyones)
+    assert len(everyones) == len(found) == len(pictures), "a picture was left out, or predicted twice"
+    return [found[i] for i in range(len(pictures))]
 
 
 # --- Files
