@@ -107,7 +107,9 @@ def main() -> None:
         seconds = time.perf_counter() - began
 
         def report(_: Heartbeat) -> None:
-            folder = Path(flags.output_dir or f"predictions/{Path(trained.reports).parent.name or 'model'}")
+            reports = Path(trained.reports)  # the run's folder `validation`, or validation/<name>
+            name = reports.parent.name if reports.name == "validation" else reports.name
+            folder = Path(flags.output_dir or f"predictions/{name}")
             write(folder, rows, trained)
             show(rows, folder, seconds)
 

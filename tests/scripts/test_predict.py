@@ -15,7 +15,7 @@ from common.data.cache import prepare_data
 from common.data.decode import central_crop
 from common.data.images import open_images
 from common.data.pictures import Pictures, Preparation, find_pictures, picture_batches
-from tests.conftest import CNN, Job, full, python, result, run, torchrun
+from tests.conftest import CNN, ROOT, Job, full, python, result, run, torchrun
 
 COUNT = 360  # all held-out digits
 
@@ -80,6 +80,14 @@ def test_a_larger_picture_is_cropped_as_in_evaluations(tmp_path):
     (batch,) = picture_batches(Pictures([str(tmp_path / "a.png")], preparation), [0], 8, workers=0)
     expected = to_float(torch.from_numpy(central_crop(noise, 32).copy())[None], *preparation[1:3], 32)
     assert torch.equal(batch.inputs, expected)
+
+
+def test_the_folder_has_the_name_of_the_run(trained, pictures, tmp_path):
+    one = pictures / "even" / "000.png"
+    checkpoint = trained / "checkpoints" / f"step_{result(trained)['best_step']:08d}"
+    for model in (trained, checkpoint):
+        run([*python(), ROOT / "predict.py", model, one, "--workers", 0], cwd=tmp_path)
+    assert sorted(path.name for path in (tmp_path / "predictions").iterdir()) == [trained.name]
 
 
 def test_words_for_pictures(pictures, monkeypatch):
