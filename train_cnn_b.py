@@ -15,6 +15,7 @@ not yet measured on a GPU.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 
 import numpy as np
@@ -210,13 +211,13 @@ def main(recipe: CnnB, accelerator: Accelerator, batch: Batch) -> None:
         steps = run.begin(model, optimizer, steps, data=images.identity)
         rank = accelerator.process_index
         plan = steps.plan(images.train, batch, rank, recipe.seed)
+        measure = partial(
+            evaluate, accelerator, model, recipe=recipe, batch=batch, mean=MEAN, std=STD, watcher=run
+        )
         batches = run.feed(training_batches(images, plan, accelerator.device, recipe))
         for step in range(steps.first, steps.last + 1):
             if run.should_evaluate(step):
-                metrics = evaluate(
-                    accelerator, model, images.val, recipe, batch, mean=MEAN, std=STD, watcher=run
-                )
-                run.log_evaluation(step, metrics)
+                run.log_evaluation(step, measure(images.val))
             run.checkpoint(step)
             if step == steps.last:
                 break
@@ -236,6 +237,8 @@ def main(recipe: CnnB, accelerator: Accelerator, batch: Batch) -> None:
                     optimizer.zero_grad()
                 run.add(loss, ids)
             run.log_training(step + 1, lr)
+        if images.test and run.restore_best():
+            run.log_test(measure(images.test), images.test_name)
         run.finish(images.val_name)
 
 

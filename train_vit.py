@@ -218,16 +218,16 @@ def main(recipe: Vit, accelerator: Accelerator, batch: Batch) -> None:
         steps = run.begin(model, optimizer, steps, data=images.identity, ema=ema)
         rank = accelerator.process_index
         plan = steps.plan(images.train, batch, rank, recipe.seed)
-        validate = partial(
-            evaluate, accelerator, model, images.val, recipe, batch, mean=mean, std=std, watcher=run
+        measure = partial(
+            evaluate, accelerator, model, recipe=recipe, batch=batch, mean=mean, std=std, watcher=run
         )
         batches = run.feed(training_batches(images, plan, accelerator.device, recipe, mean, std))
         for step in range(steps.first, steps.last + 1):
             if run.should_evaluate(step):
-                metrics = validate()
+                metrics = measure(images.val)
                 if ema:
                     with ema.in_place():
-                        averaged = validate()
+                        averaged = measure(images.val)
                     metrics = averaged | {"raw_accuracy": metrics["accuracy"]}
                 run.log_evaluation(step, metrics)
             run.checkpoint(step)
@@ -253,6 +253,8 @@ def main(recipe: Vit, accelerator: Accelerator, batch: Batch) -> None:
             if ema:
                 ema.update(step)
             run.log_training(step + 1, lr)
+        if images.test and run.restore_best():
+            run.log_test(measure(images.test), images.test_name)
         run.finish(images.val_name)
 
 

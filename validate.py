@@ -69,7 +69,12 @@ class Validation:
 
     checkpoint: str | None = setting(None, "what to validate; the first word needs no flag")
     which: str = setting("best", "of a run's checkpoints", choices=("best", "latest"))
-    split: str = setting("val", "images held out, or those trained on, as they are", choices=("val", "train"))
+    split: str | None = setting(
+        None,
+        "images evaluated during the training, the data's own held-out ones of a run with `--holdout`, or"
+        " those trained on, as they are; unset: `test` where there is one, else `val`",
+        choices=("val", "test", "train"),
+    )
     script: str | None = setting(None, "what trained a lone .safetensors file, as train_vit.py")
     data: str | None = setting(None, "other images than the model was trained with; needed for a lone file")
     output_dir: str | None = setting(
@@ -115,7 +120,7 @@ def main() -> None:
         script, recipe = script_and_recipe(accelerator, flags, trained, words)
         images = load(accelerator, recipe)
         check_classes(accelerator, trained, images, recipe.data)
-        split = images.train if flags.split == "train" else images.val
+        split_name, split = chosen_split(images, flags.split)
         model = script.build_model(recipe, len(images.classes))
         load_everywhere(accelerator, model, Path(trained.weights), flags.timeout_s)
         mean, std = normalisation(script, model)
@@ -125,7 +130,7 @@ def main() -> None:
             found = {
                 "checkpoint": trained.name,
                 "data": recipe.data,
-                "split": flags.split,
+                "split": split_name,
                 **measure(rows, len(images.classes), Path(scratch)),
                 "images_per_s": images_per_s,
                 "classes": images.classes,
@@ -134,10 +139,10 @@ def main() -> None:
                 "device": device_name(accelerator),
                 "mixed_precision": precision(accelerator),
             }
-            leaf = flags.split if trained.step is None else f"{flags.split}_{trained.step}"
+            leaf = split_name if trained.step is None else f"{split_name}_{trained.step}"
             folder = Path(flags.output_dir or f"{trained.reports}/{leaf}")
-            split_name = images.val_name if flags.split == "val" else "train"
-            title = f"{script.__name__} on {Path(recipe.data).name}, {split_name} split"
+            shown = {"val": images.val_name, "test": images.test_name}.get(split_name, split_name)
+            title = f"{script.__name__} on {Path(recipe.data).name}, {shown} split"
             write(folder, found, pixels_of(split, found["worst"], recipe), title)
             show(found, title)
             for name in FILES:
@@ -190,6 +195,19 @@ def script_and_recipe(
     ours = {"flags": dataclasses.asdict(flags), "recipe": recipe_part(recipe), "script": sha256_of(path)}
     agree(accelerator, ours)
     return script, recipe
+
+
+def chosen_split(images: Images, wanted: str | None) -> tuple[str, Split]:
+    """The split that --split names. ValueError for a test split that the data has no more."""
+    splits = {"test": images.test, "val": images.val, "train": images.train}
+    name = wanted or ("test" if images.test else "val")
+    split = splits[name]
+    if split is None:
+        raise ValueError(
+            "--split test: only with --holdout are there images held out twice; --split val takes the"
+            f" {images.val_name} split"
+        )
+    return name, split
 
 
 def check_classes(accelerator: Accelerator, trained: TrainedModel, images: Images, data: str) -> None:

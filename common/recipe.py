@@ -189,8 +189,9 @@ class ImageRecipe(Recipe):
     )
     holdout: float | None = flag(
         None,
-        "of data without a held-out split: so many of its images, or this share of them (`0.1`), are not"
-        " trained but evaluated on: the same share of each class, chosen by a hash of their ids",
+        "so many of the training images, or this share of them (`0.1`), are not trained but evaluated on: the"
+        " same share of each class, chosen by a hash of their ids; the data's own held-out split is evaluated"
+        " once, at the end, with the best weights",
         minimum=0,
     )
     image_size: int = flag(

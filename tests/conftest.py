@@ -171,7 +171,7 @@ def run(words: list, **options) -> str:
 def metrics(folder: Path) -> list[dict]:
     """What was measured: the lines of metrics.jsonl without those on interruptions and changes of hosts."""
     log = lines(folder / "metrics.jsonl")
-    return [line for line in log if any(name.startswith(("train/", "val/")) for name in line)]
+    return [line for line in log if any(name.startswith(("train/", "val/", "test/")) for name in line)]
 
 
 def lines(file: Path) -> list[dict]:

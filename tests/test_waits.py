@@ -13,7 +13,7 @@ from accelerate.utils import DistributedType
 
 from common.augment import DRAWS, RAND_AUGMENT, crop_and_flip
 from common.data.images import Images
-from common.data.splits import ArraySplit
+from common.data.splits import ArraySplit, Part
 from common.optim import can_fuse_sgd
 from common.order import uniforms
 from common.rand_augment import rand_augment
@@ -47,7 +47,7 @@ def waits(file: Path, name: str, folder: Path) -> dict[str, int]:
     for split, count in (("train", 48), ("val", VAL)):
         np.save(folder / f"{split}.npy", np.zeros((count, 32, 32, 3), np.uint8))
         pixels = np.load(folder / f"{split}.npy", mmap_mode="c")
-        splits.append(ArraySplit(pixels, np.arange(count) % 10))
+        splits.append(ArraySplit(pixels, Part(split, np.arange(count) % 10)))
     images = Images("", tuple("0123456789"), *splits, val_name="val", mirror=True)
     script = load_script(file)
     numbers = dict(epochs=2, batch_size=16, per_device_batch_size=8, clip_norm=1.0, log_every=2)

@@ -148,6 +148,22 @@ class TrainingState:
         layout.publish()
         self._set_loss_scale(state["loss_scale"])
 
+    @torch.no_grad()
+    def restore_evaluated(self, checkpoint: Checkpoint | None) -> None:
+        """Gives the model the checkpoint's weights, an EMA's where there is one. Collective.
+
+        For after the last step: the optimizer and the EMA keep their state. checkpoint: as restore() has it.
+        """
+        layout = self.layout
+        send = self._sender(self._file(checkpoint, checkpoints.MODEL_FILE))
+        for name, buffer in layout.buffers().items():
+            buffer.copy_(send(name, buffer.shape, _stored(buffer.dtype)))
+        if self.ema:
+            send = self._sender(self._file(checkpoint, checkpoints.EMA_FILE))
+        layout.fill(layout.held, send)
+        layout.fill_frozen(send)
+        layout.publish()
+
     def _file(self, checkpoint: Checkpoint | None, name: str) -> TensorFile | None:
         return TensorFile(checkpoint.folder / name) if checkpoint else None
 

@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from stat import S_ISLNK, S_IWOTH
 from typing import NamedTuple
@@ -26,7 +27,7 @@ import numpy as np
 
 from common.data.decode import SPLITS, cores
 from common.data.encoded import FILES, Encoded
-from common.data.holdout import hold_out
+from common.data.holdout import NAME, hold_out, part_file
 from common.data.source import BY_TYPE, Columns, Source
 from common.data.sources import find_source
 from common.data.survey import Broken, Duplicates, find_duplicates, is_too_much
@@ -35,7 +36,7 @@ from common.system.files import discard, read_json, size_limit, sync, try_lock
 from common.system.threads import Heartbeat, run_with_heartbeat
 
 FORMAT = 1  # part of the key: raised when the content of a cache folder changes
-DECODING = 3  # part of the place's key: raised when the pixels of some images change, or what meta.json has
+DECODING = 4  # part of the place's key: raised when the pixels of some images change, or what meta.json has
 HASH_LIMIT_BYTES = 4 * 2**30
 SAMPLE = 64  # images of each split that are decoded to find the common size
 LOCK = ".lock"
@@ -209,14 +210,15 @@ def _make(folder: Path, source: Source, name: str, beat: Heartbeat, show_progres
     try:
         classes = source.write(work, beat)
         if source.holdout is not None:
-            hold_out(work, source.holdout, beat)
+            hold_out(work, source.holdout)
         meta = {
-            "duplicates": _duplicates(work, beat),
+            "duplicates": _duplicates(work, source, beat),
             "kind": _kind(work, source, beat, show_progress),
             "broken": _broken(work, source.name, beat, show_progress),
             "source": name,
             "classes": classes,
-            "val_name": source.val_name,
+            "val_name": source.val_name if source.holdout is None else NAME,
+            "test_name": None if source.holdout is None else source.val_name,
             "mirror": source.mirror,
             "shards": source.shards,
             "store": source.store,
@@ -229,10 +231,21 @@ def _make(folder: Path, source: Source, name: str, beat: Heartbeat, show_progres
         shutil.rmtree(work, ignore_errors=True)
 
 
-def _duplicates(work: Path, beat: Heartbeat) -> Duplicates | None:
-    """Images in both splits, if they are encoded and few enough to be searched."""
-    encoded = _searched(work, beat)
-    return run_with_heartbeat(lambda: find_duplicates(*encoded), beat) if encoded else None
+def _duplicates(work: Path, source: Source, beat: Heartbeat) -> dict[str, Duplicates]:
+    """Images of the splits "val" and "test" that are trained on, too, if they are encoded and few enough to
+    be searched."""
+    if _searched(work, beat) is None:
+        return {}
+    splits = {split: Encoded(work, split) for split in _stored(work)}
+    if source.holdout is not None:
+        train, val = (Encoded(work, "train", part_file(work, part)) for part in SPLITS)
+        splits = {"train": train, "val": val} | ({"test": splits["val"]} if "val" in splits else {})
+    train = splits.pop("train")
+    found = {
+        split: run_with_heartbeat(partial(find_duplicates, train, images), beat)
+        for split, images in splits.items()
+    }
+    return {split: duplicates for split, duplicates in found.items() if duplicates}
 
 
 def _broken(work: Path, name: str, beat: Heartbeat, show_progress: bool) -> Broken | None:
@@ -252,11 +265,16 @@ def _broken(work: Path, name: str, beat: Heartbeat, show_progress: bool) -> Brok
 
 
 def _searched(work: Path, beat: Heartbeat) -> list[Encoded] | None:
-    """The encoded images of both splits; None without any, and where they are too many bytes."""
+    """The encoded images of all splits; None without any, and where they are too many bytes."""
     if not (work / f"train_{FILES[0]}").exists():
         return None
-    encoded = [Encoded(work, split) for split in SPLITS]
+    encoded = [Encoded(work, split) for split in _stored(work)]
     return None if run_with_heartbeat(lambda: is_too_much(*encoded), beat) else encoded
+
+
+def _stored(work: Path) -> list[str]:
+    """The splits that have images: "train" alone, or both."""
+    return [split for split in SPLITS if (work / f"{split}_labels.npy").exists()]
 
 
 def _sync_all(folder: Path) -> None:
@@ -287,10 +305,10 @@ class _OddSize(Exception):
 def _decode_all(work: Path, name: str, beat: Heartbeat, show_progress: bool) -> bool:
     """Replaces encoded images by decoded arrays.
 
-    Returns False, and changes nothing, if sizes differ or both splits together need more than a quarter of
+    Returns False, and changes nothing, if sizes differ or all splits together need more than a quarter of
     the memory. Raises ValueError that lists images which can't be decoded.
     """
-    encoded = {split: Encoded(work, split) for split in SPLITS}
+    encoded = {split: Encoded(work, split) for split in _stored(work)}
     count = sum(map(len, encoded.values()))
     shape = run_with_heartbeat(lambda: _common_shape(encoded.values()), beat)
     if shape is None or count * math.prod(shape) > _memory_bytes() // 4:

@@ -3,7 +3,6 @@
 <split>_labels.npy   int64 [N]
 <split>_items.bin    the images' bytes, or the paths of their files, one after another
 <split>_offsets.npy  int64 [N + 1]: where each item begins
-<split>_ids.npy      int64 [N]: each image's number in the whole that --holdout divided; else int64 [0]
 <split>_items.json   root: the folder of the image files, or null; parts: [table, rows] in their order
 """
 
@@ -19,7 +18,7 @@ from common.data.decode import JPEG, damage, decode
 from common.system.files import read_json
 from common.system.text import printable
 
-FILES = ("items.bin", "offsets.npy", "ids.npy", "items.json")
+FILES = ("items.bin", "offsets.npy", "items.json")
 
 
 def save_labels(folder: Path, split: str, labels: Iterable[int] | np.ndarray) -> None:
@@ -32,43 +31,41 @@ def save_images(
     items: Iterable[bytes],
     root: Path | None = None,
     parts: list[tuple[str, int]] | None = None,
-    ids: np.ndarray | None = None,
 ) -> None:
-    """Writes image bytes, or paths below root, one after another. Memory: the offsets.
-
-    ids: where the items are a part of a split, their numbers in the whole, which `parts` describes.
-    """
+    """Writes image bytes, or paths below root, one after another. Memory: the offsets."""
     offsets = array("q", [0])
     with open(folder / f"{split}_items.bin", "wb") as out:
         for item in items:
             out.write(item)
             offsets.append(offsets[-1] + len(item))
     np.save(folder / f"{split}_offsets.npy", np.asarray(offsets))
-    np.save(folder / f"{split}_ids.npy", np.empty(0, np.int64) if ids is None else ids)
     about = {"root": None if root is None else str(root), "parts": parts}
     (folder / f"{split}_items.json").write_text(json.dumps(about))
 
 
 class Encoded:
-    """The encoded images of one split, by number."""
+    """The encoded images of one split, by number. part: a file with the ids of those that count."""
 
-    def __init__(self, folder: Path, split: str):
+    def __init__(self, folder: Path, split: str, part: Path | None = None):
         # Read, not mapped: a mapped file that is cut while it is in use kills the process (SIGBUS).
-        self.offsets = np.load(folder / f"{split}_offsets.npy")
-        self.ids = np.load(folder / f"{split}_ids.npy")
+        offsets = np.load(folder / f"{split}_offsets.npy")
+        self.starts, self.ends = offsets[:-1], offsets[1:]
+        self.ids = None if part is None else np.load(part)
+        if self.ids is not None:
+            self.starts, self.ends = self.starts[self.ids], self.ends[self.ids]
         self.items = open(folder / f"{split}_items.bin", "rb", buffering=0)  # noqa: SIM115
         about = read_json(folder / f"{split}_items.json")
         self.root: str | None = about["root"]
         self.parts: list[tuple[str, int]] = about["parts"]
 
     def __len__(self) -> int:
-        return len(self.offsets) - 1
+        return len(self.starts)
 
     def where(self, i: int) -> str:
         """The name of image i in messages: its path, or the row of its table."""
         if self.root is not None:
             return printable(self.file(i))
-        i = int(self.ids[i]) if len(self.ids) else i
+        i = i if self.ids is None else int(self.ids[i])
         for name, rows in self.parts:
             if i < rows:
                 return f"row {i} of {name}"
@@ -100,12 +97,12 @@ class Encoded:
     def size(self, i: int) -> int:
         """The length of content(i)."""
         if self.root is None:
-            return int(self.offsets[i + 1] - self.offsets[i])
+            return int(self.ends[i] - self.starts[i])
         return os.path.getsize(self.file(i))
 
     def item(self, i: int) -> bytes:
         """The bytes of image i, or of the path of its file."""
-        start, end = self.offsets[i : i + 2].tolist()
+        start, end = int(self.starts[i]), int(self.ends[i])
         data = os.pread(self.items.fileno(), end - start, start)
         if len(data) < end - start:
             raise OSError(

@@ -1,38 +1,25 @@
 """--holdout: images of the training split that are taken out of it and evaluated instead."""
 
-import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
-from common.data.encoded import FILES, Encoded, save_images, save_labels
-from common.system.threads import Heartbeat
-
-HELD, REST = "held_out", "rest"  # the names of val and train while both are written
+NAME = "holdout"  # of the split that they are
 
 
-def hold_out(folder: Path, holdout: float, beat: Heartbeat) -> None:
-    """Divides the encoded training images of a cache folder into train and val.
+def hold_out(folder: Path, holdout: float) -> None:
+    """Divides the training split of a cache folder: writes the ids of its parts, each ascending.
 
-    holdout: a share below 1, or a number of images. Each part keeps the order, and the names of its images.
+    holdout: a share below 1, or a number of images.
     """
-    images, labels = Encoded(folder, "train"), np.load(folder / "train_labels.npy")
-    is_held_out = chosen(labels, holdout)
-    root = None if images.root is None else Path(images.root)
-    for split, ids in ((HELD, np.flatnonzero(is_held_out)), (REST, np.flatnonzero(~is_held_out))):
-        save_images(folder, split, _items(images, ids, beat), root, images.parts, ids)
-        save_labels(folder, split, labels[ids])
-    for old, new in ((REST, "train"), (HELD, "val")):
-        for ending in ("labels.npy", *FILES):
-            os.replace(folder / f"{old}_{ending}", folder / f"{new}_{ending}")
+    is_held_out = chosen(np.load(folder / "train_labels.npy"), holdout)
+    np.save(part_file(folder, "train"), np.flatnonzero(~is_held_out))
+    np.save(part_file(folder, "val"), np.flatnonzero(is_held_out))
 
 
-def _items(images: Encoded, ids: np.ndarray, beat: Heartbeat) -> Iterator[bytes]:
-    for number, i in enumerate(ids.tolist()):
-        if number % 1000 == 0:
-            beat()
-        yield images.item(i)
+def part_file(folder: Path, part: str) -> Path:
+    """The ids of the images that --holdout leaves in "train", or takes out of it, "val": int64 [n]."""
+    return folder / f"{part}_part.npy"
 
 
 def chosen(labels: np.ndarray, holdout: float) -> np.ndarray:

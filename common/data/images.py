@@ -5,6 +5,8 @@ Images that fit in memory are decoded once, to uint8 arrays in the cache; worker
 others for each batch. Batches are uint8 on the device: augmentation and normalisation follow there.
 """
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,10 +17,11 @@ from accelerate import Accelerator
 from common.data import survey
 from common.data.cache import Prepared, prepare
 from common.data.decode import SPLITS
+from common.data.holdout import part_file
 from common.data.shard_cache import ShardCache
-from common.data.shards import MANIFEST, check_roots, index_name, parse_manifest
+from common.data.shards import MANIFEST, Shard, check_roots, index_name, parse_manifest
 from common.data.source import Columns
-from common.data.splits import ArraySplit, FileSplit, ShardSplit, Split
+from common.data.splits import ArraySplit, FileSplit, Part, ShardSplit, Split
 from common.data.survey import NO_FLAWS, Broken, Duplicates, Flaws
 from common.distributed.agreement import agree, once_per_host
 from common.order import Shuffled, Streamed
@@ -30,10 +33,12 @@ from common.system.threads import Heartbeat
 
 @dataclass(frozen=True)
 class Images:
-    """A data set: splits train and val (val_name is "val" or "test") and class names.
+    """A data set: splits and class names.
 
-    source: the data's name and the key of its content, equal on all hosts with the same data.
-    mirror: True if a mirrored image keeps its class; False for digits. flaws: what is wrong with them.
+    val: is evaluated during the training. test: with --holdout on data that has a held-out split of its own,
+    that one, for the end. Their names are "val", "test" or "holdout". source: the data's name and the key of
+    its content, equal on all hosts with the same data. mirror: True if a mirrored image keeps its class;
+    False for digits. flaws: what is wrong with them.
     """
 
     source: str
@@ -42,6 +47,8 @@ class Images:
     val: Split
     val_name: str
     mirror: bool
+    test: Split | None = None
+    test_name: str = ""
     flaws: Flaws = NO_FLAWS
 
     @property
@@ -49,18 +56,23 @@ class Images:
         """Source and classes, which checkpoints record and a resume compares."""
         return self.source, self.classes
 
+    @property
+    def evaluated(self) -> dict[str, Split]:
+        """The splits that are evaluated, by their names."""
+        return {self.val_name: self.val} | ({self.test_name: self.test} if self.test else {})
+
 
 def load(accelerator: Accelerator, recipe: ImageRecipe) -> Images:
     """Opens recipe.data on all processes; one process per host prepares it, and all check that they agree."""
     prepared = once_per_host(accelerator, "data", partial(_prepare, recipe), recipe.timeout_s)
     folder, left_out = prepared  # as JSON, from another process
     images = open_images(Path(folder), recipe)
-    kind = [images.source, images.val_name, type(images.train).__name__]
-    counts = {"training images": len(images.train), "validation images": len(images.val)}
+    train, evaluated = images.train.labels, {name: s.labels for name, s in images.evaluated.items()}
+    counts = {f"{name} images": len(labels) for name, labels in {"training": train, **evaluated}.items()}
+    kind = [images.source, type(images.train).__name__]
     agree(accelerator, {"data": kind, "classes": images.classes, **counts})
-    labels = images.train.labels, images.val.labels, images.val_name
-    accelerator.print(survey.found(recipe.data, *labels, len(images.classes), left_out))
-    for line in survey.warnings(*labels, images.classes, images.flaws):
+    accelerator.print(survey.found(recipe.data, train, evaluated, len(images.classes), left_out))
+    for line in survey.warnings(train, evaluated, images.classes, images.flaws):
         accelerator.print(f"warning: {line}")
     return images
 
@@ -86,62 +98,78 @@ def open_images(folder: Path, recipe: ImageRecipe | None = None) -> Images:
 
     recipe: how shards are read and what happens to broken images; None: the defaults.
     """
-    recipe, pixels = recipe or ImageRecipe(), {}
-    train: Split
-    val: Split
+    recipe = recipe or ImageRecipe()
     try:
         about = read_json(folder / "meta.json")
-        labels = {split: np.load(folder / f"{split}_labels.npy") for split in SPLITS}
-        if about["kind"] == "array":
-            # mode "c": pages are shared by all processes; torch would warn about an array it may not write
-            pixels = {split: np.load(folder / f"{split}_images.npy", mmap_mode="c") for split in SPLITS}
+        parts, is_array = _parts(folder), about["kind"] == "array"
+        # mode "c": pages are shared by all processes; torch would warn about an array it may not write
+        pixels = [np.load(folder / f"{part.split}_images.npy", mmap_mode="c") for part in parts if is_array]
     except (OSError, ValueError, KeyError, TypeError, EOFError) as error:
         raise ValueError(
             f"the prepared data in {folder} is damaged ({error}): remove that folder, and the same command"
             " prepares it again"
         ) from error
-    if about["kind"] == "array":
-        train, val = (ArraySplit(pixels[split], labels[split]) for split in SPLITS)
+    splits: Sequence[Split]
+    if is_array:
+        splits = [ArraySplit(images, part) for images, part in zip(pixels, parts, strict=True)]
     elif about["kind"] == "files":
-        skip = recipe.on_bad_image == "skip"
-        train, val = (FileSplit(folder, split, labels[split], skip) for split in SPLITS)
+        splits = [FileSplit(folder, part, recipe.on_bad_image == "skip") for part in parts]
     else:
-        train, val = _open_shards(folder, about["shards"], labels, recipe)
-    duplicates, broken = about.get("duplicates"), about.get("broken")
-    flaws = Flaws(duplicates and Duplicates(*duplicates), broken and Broken(*broken))
-    classes = tuple(map(printable, about["classes"]))  # names of folders have any bytes
-    return Images(about["source"], classes, train, val, about["val_name"], about["mirror"], flaws)
+        splits = _open_shards(folder, about["shards"], parts, recipe)
+    names = {"val": about["val_name"], "test": about["test_name"]}
+    duplicates = {names[split]: Duplicates(*found) for split, found in about["duplicates"].items()}
+    return Images(
+        source=about["source"],
+        classes=tuple(map(printable, about["classes"])),  # names of folders have any bytes
+        train=splits[0],
+        val=splits[1],
+        val_name=names["val"],
+        test=splits[2] if len(splits) > 2 else None,
+        test_name=names["test"] or "",
+        mirror=about["mirror"],
+        flaws=Flaws(duplicates, about["broken"] and Broken(*about["broken"])),
+    )
 
 
-def _open_shards(
-    folder: Path, place: str, labels: dict[str, np.ndarray], recipe: ImageRecipe
-) -> tuple[ShardSplit, ShardSplit]:
-    """Opens both splits. place: the folder of the manifest, or s3://bucket/prefix."""
+def _parts(folder: Path) -> list[Part]:
+    """The images to train on, those to evaluate, and with --holdout the data's own held-out split."""
+    whole = [
+        Part(split, np.load(folder / f"{split}_labels.npy"))
+        for split in SPLITS
+        if (folder / f"{split}_labels.npy").exists()
+    ]
+    if not part_file(folder, "train").exists():
+        return whole
+    files = [part_file(folder, part) for part in SPLITS]
+    return [Part("train", whole[0].labels[np.load(file)], file) for file in files] + whole[1:]
+
+
+def _open_shards(folder: Path, place: str, parts: list[Part], recipe: ImageRecipe) -> list[ShardSplit]:
+    """Opens all splits. place: the folder of the manifest, or s3://bucket/prefix."""
     manifest = parse_manifest((folder / MANIFEST).read_bytes(), str(folder / MANIFEST))
     check_roots(manifest, place, recipe.data_root)
     cache, store = None, manifest.store or place
     if store.startswith("s3://"):
-        shards = tuple(shard for split in SPLITS for shard in manifest.shards_in(split))
+        shards = tuple(shard for split in manifest.splits for shard in manifest.shards_in(split))
         cache = ShardCache(folder / "shards", store, shards, int(recipe.cache_gib * 2**30))
 
-    def open_split(split: str, beside: ShardSplit | None) -> ShardSplit:
-        shards, count = manifest.shards_in(split), len(labels[split])
-        samples: Shuffled | Streamed = Shuffled(count)
-        if manifest.kind != "index":
+    def open_split(part: Part, beside: ShardSplit | None) -> ShardSplit:
+        shards, index = manifest.shards_in(part.split), folder / index_name(part.split)
+        evaluated = 1.0 if beside else min(1.0, (recipe.max_val_images or math.inf) / len(part.labels))
+        samples: Shuffled | Streamed = Shuffled(len(part.labels))
+        if beside and manifest.kind != "index":
             assert recipe.streams is not None
-            samples = Streamed([shard.images for shard in shards], recipe.streams, recipe.shuffle_window)
-        return ShardSplit(
-            folder / index_name(split),
-            cache.folder if cache else Path(place),
-            shards,
-            labels[split],
-            samples,
-            recipe.on_bad_image == "skip",
-            recipe.workers,
-            cache,
-            beside,
-            min(1.0, recipe.max_val_images / count) if recipe.max_val_images and split == "val" else 1.0,
-        )
+            samples = Streamed(_counts(index, shards, part), recipe.streams, recipe.shuffle_window)
+        skip = recipe.on_bad_image == "skip"
+        root = cache.folder if cache else Path(place)
+        return ShardSplit(index, root, shards, part, samples, skip, recipe.workers, cache, beside, evaluated)
 
-    val = open_split("val", None)
-    return open_split("train", val), val
+    val, *test = (open_split(part, None) for part in parts[1:])
+    return [open_split(parts[0], val), val, *test]
+
+
+def _counts(index: Path, shards: tuple[Shard, ...], part: Part) -> list[int]:
+    """The number of the part's images in each shard."""
+    if part.file is None:
+        return [shard.images for shard in shards]
+    return np.bincount(np.load(index)[np.load(part.file), 0], minlength=len(shards)).tolist()

@@ -210,8 +210,8 @@ def parse_manifest(content: bytes, where: str) -> Manifest:
     manifest = Manifest(about["kind"], about["name"], classes, splits, sha256)
     if problem := _problem(manifest):
         raise ValueError(f"{where} is no manifest of shards ({problem}): prepare again")
-    if absent := [split for split in SPLITS if split not in splits]:
-        raise ValueError(f"{where} has no split {' and '.join(absent)}, and training needs both")
+    if "train" not in splits:
+        raise ValueError(f"{where} has no split train: prepare it, too")
     return manifest
 
 
@@ -312,11 +312,14 @@ def _array(content: bytes, images: int, where: str) -> np.ndarray:
 
 
 class ShardImages:
-    """The images of one split in tar files, by number. index: the cached file; files: of the shards."""
+    """The images of one split in tar files, by number. index: the cached file; files: of the shards; part: a
+    file with the ids of the images that count."""
 
-    def __init__(self, index: Path, files: tuple[str, ...]):
+    def __init__(self, index: Path, files: tuple[str, ...], part: Path | None = None):
         mapped = np.load(index, mmap_mode="r")  # int64 [N, 4]
-        self.images, self.rows_begin, self.row_bytes = len(mapped), mapped.offset, mapped.strides[0]
+        self.ids = None if part is None else np.load(part)
+        self.images = len(mapped if self.ids is None else self.ids)
+        self.rows_begin, self.row_bytes = mapped.offset, mapped.strides[0]
         self.index, self.files = open(index, "rb", buffering=0), files  # noqa: SIM115
 
     def __len__(self) -> int:
@@ -325,7 +328,8 @@ class ShardImages:
     def row(self, i: int) -> list[int]:
         """Shard, offset, length and label of image i. Read, not mapped: a file that is cut kills processes
         that map it (SIGBUS)."""
-        data = os.pread(self.index.fileno(), self.row_bytes, self.rows_begin + int(i) * self.row_bytes)
+        row = int(i if self.ids is None else self.ids[i])
+        data = os.pread(self.index.fileno(), self.row_bytes, self.rows_begin + row * self.row_bytes)
         if len(data) < self.row_bytes:
             raise OSError(
                 f"{self.index.name} is shorter than it was: remove its folder, and the same command prepares"

@@ -33,7 +33,7 @@ class Source:
     name: str
     files: tuple[tuple[str, Path], ...]  # (name that is part of the key, file), sorted; () if generated
     write: Callable[[Path, Heartbeat], tuple[str, ...]]
-    val_name: str | None = "val"  # None: it has training images alone
+    val_name: str | None = "val"  # its held-out split; None: it has training images alone
     holdout: float | None = None  # how many of those are held out
     mirror: bool = True
     root: Path | None = None  # the folder of the image files, for images stored as paths

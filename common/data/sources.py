@@ -42,17 +42,12 @@ def find_source(
     source = _find(data, beat, show_progress, data_root, columns)
     if any(columns) and not source.is_table:
         raise ValueError(f"--image_column and --label_column are for tables: --data {data} has no columns")
-    if source.val_name is None:
-        if holdout is None:
-            raise ValueError(
-                f"--data {data} has no {VAL_CHOICE} to evaluate on: give it one, or hold out a tenth of its"
-                " training images by --holdout 0.1"
-            )
-        hashes = (*source.hashes, f"holdout {holdout:g}")
-        return replace(source, val_name="val", holdout=holdout, hashes=hashes)
     if holdout is not None:
+        return replace(source, holdout=holdout, hashes=(*source.hashes, f"holdout {holdout:g}"))
+    if source.val_name is None:
         raise ValueError(
-            f"--holdout {holdout:g}: --data {data} has a held-out split, {source.val_name}, already"
+            f"--data {data} has no {VAL_CHOICE} to evaluate on: give it one, or hold out a tenth of its"
+            " training images by --holdout 0.1"
         )
     return source
 
@@ -153,7 +148,7 @@ def _source_of_shards(manifest: shards.Manifest, place: str, read: Callable[[str
 
     def write(folder: Path, beat: Heartbeat) -> tuple[str, ...]:
         (folder / shards.MANIFEST).write_bytes(read(shards.MANIFEST))
-        for split in SPLITS:
+        for split in manifest.splits:
             name = shards.index_name(split)
             content = run_with_heartbeat(partial(read, name), beat)
             rows = shards.parse_index(content, manifest, split, f"{place}/{name}")
@@ -162,5 +157,13 @@ def _source_of_shards(manifest: shards.Manifest, place: str, read: Callable[[str
             beat()
         return manifest.classes
 
-    hashes = (manifest.sha256,)
-    return Source(manifest.name, (), write, shards=place, store=manifest.store, hashes=hashes)
+    val_name = "val" if "val" in manifest.splits else None
+    return Source(
+        manifest.name,
+        (),
+        write,
+        val_name,
+        shards=place,
+        store=manifest.store,
+        hashes=(manifest.sha256,),
+    )

@@ -11,6 +11,7 @@ from contextlib import closing, contextmanager
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -26,8 +27,16 @@ from common.system.env import processes_per_host
 from common.system.transfer import send
 
 
+class Part(NamedTuple):
+    """The images of a split: all that a cache folder stores as "train" or "val", or some of them."""
+
+    split: str  # where they are stored
+    labels: np.ndarray  # int64 [N]
+    file: Path | None = None  # the ids of these images in the stored split, int64 [N]; None: all
+
+
 class ArraySplit(Shuffled):
-    """One split as an array in a file: uint8 [N, H, W, 3], and labels int64 [N].
+    """One split as an array in a file, uint8 [stored images, H, W, 3], and its labels, int64 [N].
 
     On the host its rows are read, not copied out of the mapped array: a mapped file that is cut while in use
     kills the process (SIGBUS). Both come from the page cache, which all processes share. Reading takes
@@ -36,9 +45,10 @@ class ArraySplit(Shuffled):
 
     cropped = False  # random crops are left to the caller
 
-    def __init__(self, images: np.memmap, labels: np.ndarray):
-        super().__init__(len(labels))
-        self.images, self.labels = images, labels
+    def __init__(self, images: np.memmap, part: Part):
+        super().__init__(len(part.labels))
+        self.images, self.labels = images, part.labels
+        self.rows = None if part.file is None else np.load(part.file)  # of the images; None: all
         assert images.filename is not None
         self.file = open(images.filename, "rb", buffering=0)  # noqa: SIM115
         self._resident: dict[torch.device, Tensor | None] = {}
@@ -50,7 +60,7 @@ class ArraySplit(Shuffled):
 
     @property
     def nbytes(self) -> int:
-        return self.images.nbytes
+        return len(self) * self.images.strides[0]
 
     def batches(
         self, plan: Plan, *, device: torch.device | str, train: bool, size: int, seed: int, workers: int
@@ -78,7 +88,8 @@ class ArraySplit(Shuffled):
         row_bytes = self.images.strides[0]
         # page-locked by torch's caching allocator, which waits for the copy before it reuses them
         images = torch.empty(len(ids), row_bytes, dtype=torch.uint8, pin_memory=pinned)
-        for row, i in zip(images.numpy(), ids.tolist(), strict=True):
+        rows = ids if self.rows is None else self.rows[ids]
+        for row, i in zip(images.numpy(), rows.tolist(), strict=True):
             if os.preadv(self.file.fileno(), [row], self.images.offset + i * row_bytes) < row_bytes:
                 raise ValueError(
                     f"{self.file.name} is shorter than it was: remove its folder, and the same command"
@@ -89,7 +100,8 @@ class ArraySplit(Shuffled):
     def _move(self, device: torch.device) -> Tensor | None:
         """The whole split on a CUDA device, if a quarter of its free memory holds it; else None."""
         if device.type == "cuda" and self.nbytes <= torch.cuda.mem_get_info(device)[0] // 4:
-            return torch.from_numpy(self.images).view(len(self), -1).to(device)
+            images = self.images if self.rows is None else self.images[self.rows]
+            return torch.from_numpy(images).view(len(self), -1).to(device)
         return None
 
 
@@ -132,9 +144,9 @@ class EncodedSplit(Shuffled):
 class FileSplit(EncodedSplit):
     """Images in a cache folder, or in files that it names: too large for memory, or of differing sizes."""
 
-    def __init__(self, folder: Path, split: str, labels: np.ndarray, skip: bool = False):
-        super().__init__(len(labels))
-        self.open, self.labels, self.skip = partial(Encoded, folder, split), labels, skip
+    def __init__(self, folder: Path, part: Part, skip: bool = False):
+        super().__init__(len(part.labels))
+        self.open, self.labels, self.skip = partial(Encoded, folder, part.split, part.file), part.labels, skip
 
 
 class ShardSplit(EncodedSplit):
@@ -145,7 +157,7 @@ class ShardSplit(EncodedSplit):
         index: Path,
         folder: Path,
         shards: tuple[Shard, ...],
-        labels: np.ndarray,
+        part: Part,
         samples: Shuffled | Streamed,
         skip: bool,
         workers: int,
@@ -156,12 +168,13 @@ class ShardSplit(EncodedSplit):
         """index: its file. folder: the shards' own, or the cache's. samples: the order of training. beside:
         the split that is evaluated, by as many workers, while training on this one pauses. evaluated: the
         share of this split that --max_val_images leaves."""
-        super().__init__(len(labels))
-        self.index, self.shards, self.labels, self.samples = index, shards, labels, samples
+        super().__init__(len(part.labels))
+        self.index, self.ids, self.shards = index, part.file, shards
+        self.labels, self.samples = part.labels, samples
         self.skip, self.workers, self.cache = skip, workers, cache
         self.beside, self.evaluated = beside, evaluated
         files = (cache.path(shard.file) if cache else folder / shard.file for shard in shards)
-        self.open = partial(ShardImages, index, tuple(map(str, files)))
+        self.open = partial(ShardImages, index, tuple(map(str, files)), part.file)
 
     def check(self, batch: Batch) -> None:
         """Raises ValueError if the streams do not fit the batch, or their shards the cache."""
@@ -222,8 +235,9 @@ class ShardSplit(EncodedSplit):
 
     @cached_property
     def rows(self) -> np.ndarray:
-        """The index: int64 [N, 4]."""
-        return np.load(self.index)
+        """The index's rows of these images: int64 [N, 4]."""
+        rows = np.load(self.index)
+        return rows if self.ids is None else rows[np.load(self.ids)]
 
 
 Split = ArraySplit | FileSplit | ShardSplit

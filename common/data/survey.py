@@ -1,7 +1,7 @@
 """What a data set holds: images, classes, what was left out; imbalance, and images in both splits."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -14,11 +14,11 @@ SEARCHED_BYTES = 4 * 2**30  # more are not searched for duplicates, nor decoded 
 
 
 class Duplicates(NamedTuple):
-    """Images of the held-out split whose bytes are in the training split, too."""
+    """Images of an evaluated split whose bytes are in the training split, too."""
 
     images: int
     train: str  # the names of the first pair
-    val: str
+    other: str
 
 
 class Broken(NamedTuple):
@@ -29,11 +29,11 @@ class Broken(NamedTuple):
 
 
 class Flaws(NamedTuple):
-    duplicates: Duplicates | None = None
-    broken: Broken | None = None
+    duplicates: Mapping[str, Duplicates]  # by the name of the evaluated split
+    broken: Broken | None
 
 
-NO_FLAWS = Flaws()
+NO_FLAWS = Flaws({}, None)
 
 
 def find_duplicates(train: Encoded, val: Encoded) -> Duplicates | None:
@@ -46,24 +46,26 @@ def find_duplicates(train: Encoded, val: Encoded) -> Duplicates | None:
     return Duplicates(len(pairs), train.where(pairs[0][0]), val.where(pairs[0][1])) if pairs else None
 
 
-def is_too_much(train: Encoded, val: Encoded) -> bool:
-    return sum(images.size(i) for images in (train, val) for i in range(len(images))) > SEARCHED_BYTES
+def is_too_much(*splits: Encoded) -> bool:
+    return sum(images.size(i) for images in splits for i in range(len(images))) > SEARCHED_BYTES
 
 
 def _digest(images: Encoded, i: int) -> bytes:
     return hashlib.sha256(images.content(i)).digest()
 
 
-def found(name: str, train: np.ndarray, val: np.ndarray, val_name: str, classes: int, left_out: str) -> str:
-    """One line. train, val: labels int64 [N]."""
-    text = f"data {printable(name)}: {len(train):,} training images, {len(val):,} {val_name} images"
+Labels = Mapping[str, np.ndarray]  # int64 [N], by the name of the evaluated split
+
+
+def found(name: str, train: np.ndarray, evaluated: Labels, classes: int, left_out: str) -> str:
+    """One line. train: labels int64 [N]."""
+    text = f"data {printable(name)}: {len(train):,} training images"
+    text += "".join(f", {len(labels):,} {split} images" for split, labels in evaluated.items())
     text += f", {classes:,} {'class' if classes == 1 else 'classes'}"
     return text + (f"; left out: {left_out}" if left_out else "")
 
 
-def warnings(
-    train: np.ndarray, val: np.ndarray, val_name: str, classes: Sequence[str], flaws: Flaws
-) -> list[str]:
+def warnings(train: np.ndarray, evaluated: Labels, classes: Sequence[str], flaws: Flaws) -> list[str]:
     """A line for each thing that makes an accuracy misleading."""
     lines = []
     counts = np.bincount(train, minlength=len(classes))
@@ -73,17 +75,20 @@ def warnings(
             f"the classes are imbalanced: {counts[least]:,} training images of {printable(classes[least])},"
             f" {counts[most]:,} of {printable(classes[most])}: look at each class's recall, too"
         )
-    held_out = np.bincount(val, minlength=len(classes))
-    if absent := [name for name, count in zip(classes, held_out, strict=True) if count == 0]:
-        lines.append(f"the {val_name} split has no image of {some_of(absent)}")
+    for split, labels in evaluated.items():
+        counts = np.bincount(labels, minlength=len(classes))
+        if absent := [name for name, count in zip(classes, counts, strict=True) if count == 0]:
+            lines.append(f"the {split} split has no image of {some_of(absent)}")
     if broken := flaws.broken:
         lines.append(
-            f"{broken.images:,} of the {len(train) + len(val):,} images are broken, as {broken.first}: repair"
-            " or remove them; --on_bad_image skip passes over those of training that can't be decoded"
+            f"{broken.images:,} of the {sum(map(len, (train, *evaluated.values()))):,} images are broken, as"
+            f" {broken.first}: repair or remove them; --on_bad_image skip passes over those of training that"
+            " can't be decoded"
         )
-    if duplicates := flaws.duplicates:
+    for split, duplicates in flaws.duplicates.items():
         lines.append(
-            f"{duplicates.images:,} of the {len(val):,} {val_name} images are training images, too, as"
-            f" {duplicates.val} and {duplicates.train}: remove them from one split: accuracies are too high"
+            f"{duplicates.images:,} of the {len(evaluated[split]):,} {split} images are training images, too,"
+            f" as {duplicates.other} and {duplicates.train}: remove them from one split: accuracies are too"
+            " high"
         )
     return lines

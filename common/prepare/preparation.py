@@ -36,6 +36,7 @@ NAMES = {
     "folder": {"train": "train", "val": "val"},
 }
 SAMPLED = 8  # batches from which the number of shards is estimated
+WITHOUT = {"train": "training needs it", "val": "--holdout 0.1 evaluates on a tenth of train"}
 
 
 class Preparation:
@@ -126,15 +127,15 @@ class Preparation:
         print(f"{self.flags.out} is complete: {counts}, {len(self.dataset.classes):,} classes")
         for image in odd:
             print(f"re-encoded as RGB JPEG: {image['split']} {image['key']} ({image['why']})")
-        if absent := [split for split in SPLITS if split not in finished]:
-            print(f"there is no {absent[0]}: training needs both splits")
+        for split in sorted(set(SPLITS) - finished.keys()):
+            print(f"there is no {split}: {WITHOUT[split]}")
         self._print_training_flags(finished)
 
     def _print_training_flags(self, splits: dict[str, Any]) -> None:
-        if self.flags.format == "folder" or not set(SPLITS) <= splits.keys():
+        if self.flags.format == "folder" or "train" not in splits:
             return
         out = self.store.url if self.store else str(self.folder)
-        words = f"--data {shlex.quote(out)}"
+        words = f"--data {shlex.quote(out)}" + ("" if "val" in splits else " --holdout 0.1")
         if self.flags.format == "index":  # a training reads files outside of its folder only with this flag
             words += (
                 f" {data_root_flag(shard['file'] for split in splits.values() for shard in split['shards'])}"

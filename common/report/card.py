@@ -77,8 +77,10 @@ def _metadata(name: str, exported: Exported, facts: dict[str, Any]) -> dict[str,
         "tags": ["image-classification"],
     }
     if exported.trained.step == facts.get("best_step") and "best_accuracy" in facts:
-        accuracy = {"type": "accuracy", "value": facts["best_accuracy"]}
-        data = {"name": _plain_name(exported.recipe.data), "type": _plain_name(exported.recipe.data)}
+        is_tested = "test_accuracy" in facts
+        accuracy = {"type": "accuracy", "value": facts["test_accuracy" if is_tested else "best_accuracy"]}
+        split = facts.get("test_name" if is_tested else "val_name", "val")
+        data = {name: _plain_name(exported.recipe.data) for name in ("name", "type")} | {"split": split}
         task = {"type": "image-classification"}
         result = {"task": task, "dataset": data, "metrics": [accuracy]}
         about["model-index"] = [{"name": name, "results": [result]}]
@@ -96,7 +98,7 @@ def _metrics(exported: Exported, run: RunRecord | None) -> list[str]:
     """Accuracies, and metrics by class where an evaluation of this step has left a confusion matrix."""
     if run is None:
         return ["## Metrics", "Not known here: the run's folder was not at hand."]
-    step, split = exported.trained.step, run.facts.get("val_name", "val")
+    step, facts, split = exported.trained.step, run.facts, run.facts.get("val_name", "val")
     lines = [line for line in run.evaluations if line.get("step") == step]
     rows = [
         (text(key.removeprefix("val/")), f"{line[key]:.4f}")
@@ -104,9 +106,13 @@ def _metrics(exported: Exported, run: RunRecord | None) -> list[str]:
         for key in sorted(line)
         if key.startswith("val/")
     ]
+    which = "val"
+    if "test_name" in facts and step == facts.get("best_step"):
+        which, split = "test", facts["test_name"]
+        rows = [(name, f"{facts[f'test_{name}']:.4f}") for name in ("accuracy", "loss")]
     found = ["## Metrics", f"Of step {step:,}, on the {text(split)} split.", table(("metric", "value"), rows)]
-    matrices = [report for report in run.reports.values() if report and report.get("split") == "val"]
-    if run.confusion.get("step") == step:
+    matrices = [report for report in run.reports.values() if report and report.get("split") == which]
+    if run.confusion.get("step") == step and ("split" in run.confusion) == (which == "test"):
         matrices.append(run.confusion)
     matrix = next((m["confusion"] for m in matrices if m.get("step", step) == step), None)
     if matrix is None:

@@ -284,6 +284,11 @@ def _table(comparison: Comparison) -> tuple[str, list[str]]:
         ("speed-up in whole time", "{:.2f}", [speed_up(first, run, "wall_s")[0] for run in runs]),
         (f"best accuracy on the {evaluated_images(first)}", "{:.4f}", facts("best_accuracy")),
         ("final accuracy", "{:.4f}", facts("final_accuracy")),
+        (
+            f"accuracy of the best weights on the {evaluated_images(first, 'test')}",
+            "{:.4f}",
+            facts("test_accuracy"),
+        ),
         ("final loss", "{:.4f}", facts("final_loss")),
         ("peak memory of a process", "{:.2f} GiB", [memory_gib(run) for run in runs]),
         ("utilisation, mean", "{}", busy),

@@ -23,8 +23,8 @@ from common.report.words import (
 from common.system.paths import public_path
 from common.system.text import plural
 
-INDEX = ["page", "model", "data", "batch", "epochs", "hosts", "processes", "final accuracy", "best accuracy"]
-INDEX += ["time", "status", "on"]
+INDEX = ["page", "model", "data", "batch", "epochs", "hosts", "processes", "accuracy", "split"]
+INDEX += ["best accuracy", "time", "status", "on"]
 SHOWN_CLASSES = 20  # rows of the table of classes
 SHOWN_CHARACTERS = 60_000  # of an nvidia-smi dump: GitHub shows pages up to 512 kB
 
@@ -43,7 +43,10 @@ def draw(run: RunRecord, folder: Path) -> list[str]:
             panels(drawn / f"{name}.png", rows, title)
     for name, found in {"training": run.confusion, **run.reports}.items():
         if "confusion" in found:
-            confusion_matrix(drawn / f"confusion_{name}.png", found["confusion"], found["classes"], title)
+            split = f", {found['split']} split" if "split" in found else ""
+            confusion_matrix(
+                drawn / f"confusion_{name}.png", found["confusion"], found["classes"], title + split
+            )
         worst = run.folder / "validation" / name / "worst.png"
         if worst.exists():
             shutil.copyfile(worst, drawn / f"worst_{name}.png")
@@ -177,12 +180,20 @@ def index_row(mark: dict[str, Any], page: str) -> list[str]:
         number(mark.get("epochs"), "{:,}"),
         number(mark.get("hosts"), "{:,}"),
         number(mark.get("processes"), "{:,}"),
-        number(mark.get("final_accuracy"), "{:.4f}"),
-        number(mark.get("best_accuracy"), "{:.4f}"),
+        *_index_accuracies(mark),
         number(mark.get("wall_s"), "{:,.0f} s"),
         md.text(mark.get("status")),
         md.text("CPU, rehearsal" if mark.get("is_rehearsal") else mark.get("device") or "-"),
     ]
+
+
+def _index_accuracies(mark: dict[str, Any]) -> list[str]:
+    """The headline, its split, and the best accuracy during the training."""
+    final, best = (number(mark.get(f"{which}_accuracy"), "{:.4f}") for which in ("final", "best"))
+    val_name = md.text(mark.get("val_name") or "-")
+    if mark.get("test_accuracy") is None:
+        return [final, val_name, best]
+    return [number(mark["test_accuracy"], "{:.4f}"), md.text(mark.get("test_name")), f"{best} ({val_name})"]
 
 
 def _status(run: RunRecord) -> str:
@@ -195,24 +206,35 @@ def _status(run: RunRecord) -> str:
 
 
 def _measures(run: RunRecord) -> str:
-    """A table of the best and the final evaluation."""
+    """A table of the best and the final evaluation, and of that on the test split."""
     facts, last = run.facts, run.evaluations[-1] if run.evaluations else {}
     best = {"step": facts.get("best_step"), "val/accuracy": facts.get("best_accuracy")}
     best |= next((line for line in run.evaluations if line["step"] == best["step"]), {})
     final = {"val/accuracy": facts.get("final_accuracy"), "val/loss": facts.get("final_loss")} | last
+    images, step = evaluated_images(run), number(best.get("step"), "step {:,}")
+    columns = {
+        f"best on the {images}, {step}": best,
+        f"final, {number(final.get('step'), 'step {:,}')}": final,
+    }
+    if "test_name" in facts:
+        test = {f"val/{measure}": facts.get(f"test_{measure}") for measure in ("accuracy", "loss")}
+        columns = {f"on the {evaluated_images(run, 'test')}, weights of {step}": test} | columns
     labels = {"val/accuracy": "accuracy", "val/raw_accuracy": "accuracy without EMA", "val/loss": "loss"}
-    found = {label: [line.get(name) for line in (best, final)] for name, label in labels.items()}
+    found = {label: [line.get(name) for line in columns.values()] for name, label in labels.items()}
     rows = [
         [label, *(number(value, "{:.4f}") for value in values)]
         for label, values in found.items()
-        if values != [None, None]
+        if any(value is not None for value in values)
     ]
     if not rows:
         return "No evaluation."
-    head = ["", f"best on the {evaluated_images(run)}, {number(best.get('step'), 'step {:,}')}"]
-    head += [f"final, {number(final.get('step'), 'step {:,}')}"]
-    images = number(run.facts.get("val_images"), f"{{:,}} {run.unit}, each counted once.")
-    return f"{md.table(head, rows)}\n\n{images if 'val_images' in run.facts else ''}".rstrip()
+    counts = [
+        f"{facts[f'{which}_images']:,} {run.unit} of the {facts.get(f'{which}_name', 'held-out')} split"
+        for which in ("test", "val")
+        if f"{which}_images" in facts
+    ]
+    counted = f"{' and '.join(counts)}, each counted once." if counts else ""
+    return f"{md.table(['', *columns], rows)}\n\n{counted}".rstrip()
 
 
 def _costs(run: RunRecord) -> str:

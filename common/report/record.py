@@ -22,12 +22,13 @@ ABOUT: dict[str, Kind] = {
     **{name: list[str] for name in ("command", "hosts", "devices")},
 }
 RESULT: dict[str, Kind] = {
-    **dict.fromkeys(("script", "status", "strategy", "mixed_precision", "device", "data", "val_name"), str),
-    **dict.fromkeys(("half_precision", "gradient_reduction"), str),
+    **dict.fromkeys(("script", "status", "strategy", "mixed_precision", "device", "data"), str),
+    **dict.fromkeys(("val_name", "test_name", "half_precision", "gradient_reduction"), str),
     **dict.fromkeys(("compile", "checkpoint", "best_checkpoint", "error"), str),
     **dict.fromkeys(("hosts", "processes", "batch_size", "per_device_batch_size", "accumulation_steps"), int),
-    **dict.fromkeys(("epochs", "steps", "best_step", "val_images", "seed"), int),
+    **dict.fromkeys(("epochs", "steps", "best_step", "val_images", "test_images", "seed"), int),
     **dict.fromkeys(("best_accuracy", "best_loss", "final_accuracy", "final_loss"), float),
+    **dict.fromkeys(("test_accuracy", "test_loss"), float),
     **dict.fromkeys(("train_s", "wall_s", "images_per_s", "energy_wh"), float),
     "memory_gib": [{"*": float}],
     "telemetry": [{"host": str, "throttle": list[str], "*": float}],
@@ -44,9 +45,12 @@ TELEMETRY_LINE: dict[str, Kind] = {
     "step": int,  # in a sample only
     "gpus": [{"index": int, "throttle": list[str], "*": float}],
 }
-CONFUSION: dict[str, Kind] = {"step": int, "classes": list[str], "confusion": list[list[int]]}
+CONFUSION: dict[str, Kind] = {
+    **{"step": int, "classes": list[str], "confusion": list[list[int]]},
+    "split": str,  # in confusion.json: of the best weights on the test split alone
+}
 REPORT = CONFUSION | {
-    **dict.fromkeys(("checkpoint", "split", "device", "strategy"), str),
+    **dict.fromkeys(("checkpoint", "device", "strategy"), str),
     **dict.fromkeys(("loss", "top1", "top5", "expected_calibration_error", "images_per_s"), float),
     "images": int,
     "per_class": {"*": list[float]},

@@ -12,15 +12,15 @@ if TYPE_CHECKING:  # imported where it is needed
     from rich.table import Table
 
 
-def show(folder: Path, val_name: str) -> None:
+def show(folder: Path) -> None:
     """Prints the folder's result.json and its weights as tables, and its files."""
     from rich.console import Console
 
     result, about = (read_json(folder / name) for name in ("result.json", "recipe.json"))
     lines = read_lines(folder / "metrics.jsonl")
     console = Console(markup=False, highlight=False)
-    console.print(_results(result, val_name, about["unit"]))
-    console.print(_weights(folder, result, lines, val_name))
+    console.print(_results(result, about["unit"]))
+    console.print(_weights(folder, result, lines))
     if result["best_accuracy"] is not None:
         validate = python_command(shortest(ROOT / "validate.py"), folder)
         console.print(f"all metrics of the best weights: {validate}", soft_wrap=True)
@@ -31,15 +31,19 @@ def show(folder: Path, val_name: str) -> None:
         console.print(f"{path}", soft_wrap=True)
 
 
-def _results(result: dict[str, Any], val_name: str, unit: str) -> "Table":
+def _results(result: dict[str, Any], unit: str) -> "Table":
     from rich.table import Table
 
     where = f"{result['strategy']} on {result['processes']} x {result['device']}"
     table = Table("what", title=f"{result['script']}, {where}")
     table.add_column("value", justify="right")
-    measure = _measure(result)
+    measure, val_name, test_name = _measure(result), result["val_name"], result.get("test_name")
     best, final = result[f"best_{measure}"], result[f"final_{measure}"]
-    rows = {
+    rows = {}
+    if test_name:
+        rows[f"{measure} of the best weights ({test_name} split)"] = f"{result[f'test_{measure}']:.4f}"
+        rows[f"{test_name} {unit}"] = f"{result['test_images']:,}"
+    rows |= {
         f"best {measure} ({val_name} split)": f"{best:.4f} at step {result['best_step']:,}",
         f"final {measure} ({val_name} split)": f"{final:.4f}",
         f"{val_name} {unit}": f"{result['val_images']:,}",
@@ -53,7 +57,7 @@ def _results(result: dict[str, Any], val_name: str, unit: str) -> "Table":
     return table
 
 
-def _weights(folder: Path, result: dict[str, Any], lines: list[dict[str, Any]], val_name: str) -> "Table":
+def _weights(folder: Path, result: dict[str, Any], lines: list[dict[str, Any]]) -> "Table":
     """A table of the files with weights: their accuracy or loss, and their use."""
     from rich.table import Table
 
@@ -63,9 +67,10 @@ def _weights(folder: Path, result: dict[str, Any], lines: list[dict[str, Any]], 
     table.add_column("file in checkpoints/", no_wrap=True)
     table.add_column(measure, justify="right")
     table.add_column("why")
+    is_best = f"best {measure} on the {result['val_name']} split"
     for checkpoint in dict.fromkeys((best, last)):
         line = at_step.get(Path(checkpoint).name, {})
-        reason = f"best {measure} on the {val_name} split" if checkpoint == best else "the last step"
+        reason = is_best if checkpoint == best else "the last step"
         reason += ", and the last step" if best == last else ""
         files = [name for name in (EMA_FILE, MODEL_FILE) if (folder / checkpoint / name).exists()]
         for name in files:

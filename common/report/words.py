@@ -50,9 +50,10 @@ def data(run: RunRecord) -> str:
     return Path(run.facts.get("data", "unknown data")).name
 
 
-def evaluated_images(run: RunRecord) -> str:
-    """The images that the run was evaluated on."""
-    whole = f"{run.facts['val_name']} split" if "val_name" in run.facts else "held-out images"
+def evaluated_images(run: RunRecord, which: str = "val") -> str:
+    """The images that the run was evaluated on: during the training ("val"), or at its end ("test")."""
+    name = run.facts.get(f"{which}_name")
+    whole = f"{name} split" if name else "held-out images"
     part = run.recipe.get("max_val_images")
     if not isinstance(part, int):
         return whole
@@ -70,9 +71,14 @@ def claim(run: RunRecord) -> str:
     facts = run.facts
     epoch = max((line["epoch"] for line in run.metrics), default=0)
     found = f"no evaluation of {data(run)}"
-    for measure, words in (("accuracy", "reaches accuracy {:.4f}"), ("loss", "reaches loss {:.4f}")):
+    for measure in ("accuracy", "loss"):
+        if f"test_{measure}" in facts:
+            found = f"reaches {measure} {facts[f'test_{measure}']:.4f} on the {evaluated_images(run, 'test')}"
+            found += f" of {data(run)} with the best weights on the {evaluated_images(run)}"
+            break
         if f"final_{measure}" in facts:
-            found = f"{words.format(facts[f'final_{measure}'])} on the {evaluated_images(run)} of {data(run)}"
+            found = f"reaches {measure} {facts[f'final_{measure}']:.4f} on the {evaluated_images(run)}"
+            found += f" of {data(run)}"
             break
     epochs = f"{epoch:.3g} of {plural(facts.get('epochs', '?'), 'epoch')}"
     took = number(facts.get("wall_s"), ", {:,.0f} s") if "wall_s" in facts else ""
@@ -97,7 +103,7 @@ def utilisation_pct(run: RunRecord) -> tuple[float | None, str]:
 def index_values(run: RunRecord) -> dict[str, Any]:
     """The values of a run that the index shows."""
     names = ["script", "strategy", "batch_size", "epochs", "hosts", "processes", "status", "device"]
-    names += ["best_accuracy", "final_accuracy", "wall_s"]
+    names += ["best_accuracy", "final_accuracy", "test_accuracy", "val_name", "test_name", "wall_s"]
     return {
         **{name: run.facts.get(name) for name in names},
         "model": model(run),

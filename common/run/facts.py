@@ -86,13 +86,15 @@ def result(
     *,
     checkpoint: int | None = None,
     val_name: str | None = None,
+    tested: dict[str, Any] | None = None,
     memory: list[dict[str, float]] | None = None,
     telemetry: list[dict[str, Any]] | None = None,
     error: str | None = None,
 ) -> dict[str, Any]:
     """result.json, on the main process.
 
-    status: `finished`, `preempted` or `failed`. checkpoint: step of the newest. memory: of all processes; by
+    status: `finished`, `preempted` or `failed`. checkpoint: step of the newest. tested: the best weights'
+    metrics on the test split. memory: of all processes; by
     default of this one. telemetry: summaries, of a finished run alone: they take seconds to read after a day,
     for which a launcher does not wait otherwise; the run's page sums it up then. error: of a failed run.
     """
@@ -122,6 +124,7 @@ def result(
         "final_loss": state.last.get("loss"),
         "val_name": val_name,
         "val_images": state.last.get("images"),
+        **(tested or {}),
         "bad_images": len(state.bad_images),
         "train_s": state.train_s,
         "wall_s": state.wall_now_s(),

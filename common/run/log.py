@@ -93,11 +93,23 @@ class RunLog:
     ) -> None:
         """Writes a line with the metrics and, with classes, confusion.json: a row per true class."""
         self.write(step, wall_s, {f"val/{name}": v for name, v in metrics.items() if name != "images"})
+        self._write_confusion(predictions, {"step": step})
+
+    def write_test(
+        self, state: RunState, metrics: dict[str, float], split: str, predictions: Predictions
+    ) -> None:
+        """Writes the same of the best weights on the test split, in a line of the last step."""
+        values = {f"test/{name}": v for name, v in metrics.items() if name != "images"}
+        self.write(state.step, state.wall_now_s(), values)
+        self._write_confusion(predictions, {"step": state.best_step, "split": split})
+
+    def _write_confusion(self, predictions: Predictions, of: dict[str, Any]) -> None:
+        """of: what was evaluated."""
         if predictions.confusion is None:
             return
         try:
             confusion = predictions.confusion.tolist()
-            found = {"step": step, "classes": predictions.classes, "confusion": confusion}
+            found = of | {"classes": predictions.classes, "confusion": confusion}
             write_text(self.folder / "confusion.json", json.dumps(found) + "\n")
         except OSError as error:
             self._set_problem("confusion.json", error)
@@ -152,7 +164,9 @@ def _change_of_hosts(wrote: dict[str, Any], about: dict[str, Any]) -> dict[str, 
 
 
 def _was_before(line: dict[str, Any], state: RunState) -> bool:
-    """True when the line was written before the state was saved. A change of hosts is written again."""
+    """True when the line was written before the state was saved. A change of hosts, and an evaluation at the
+    end, are written again."""
     step = line.get("step", math.inf)
-    again = step == state.step and ("hosts" in line or ("val/loss" in line and not state.evaluated))
+    is_repeated = "hosts" in line or "test/loss" in line or ("val/loss" in line and not state.evaluated)
+    again = step == state.step and is_repeated
     return step <= state.step and not again

@@ -9,7 +9,8 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from common.checkpoint.format import steps_in, write_index
+from common.checkpoint.format import Checkpoint, Damaged, step_name, steps_in, verify, write_index
+from common.checkpoint.mirror import committed, fetch
 from common.checkpoint.saver import Saver
 from common.recipe import Batch, Recipe
 from common.report import run_end
@@ -22,7 +23,7 @@ from common.run.state import RunState
 from common.run.storage import RunStorage
 from common.system.events import EVENTS_FILE, report
 from common.system.files import not_written, read_json, sync, write_json
-from common.system.s3 import StoreError
+from common.system.s3 import StoreError, WrongSize
 from common.system.threads import Heartbeat
 from common.telemetry.collect import Telemetry
 
@@ -40,6 +41,7 @@ class RunOutput:
         self.storage, self.folder = storage, storage.folder
         self.next_report = 0.0 if EVENTS_FILE in os.environ else math.inf  # time.monotonic()
         self.final: dict[str, Any] = {}  # parts of result.json that are known at the end only
+        self.best: Checkpoint | None = None  # what find_best() found
 
     def tell_launcher(self, step: int) -> None:
         """Reports the step to launch.py, at most once a second."""
@@ -65,16 +67,32 @@ class RunOutput:
         saving = self.saver.problem if self.saver else None
         return self.storage.owner_lost() or saving or self.log.problem
 
+    def find_best(self, step: int, beat: Heartbeat) -> bool:
+        """Finds and verifies the checkpoint of the best evaluation, here or in S3. False where it is gone."""
+        assert self.saver
+        self.saver.wait(beat)
+        if problem := self.problem():
+            raise ValueError(problem)
+        parent, mirror = self.folder / "checkpoints", self.storage.mirror
+        try:
+            if step not in steps_in(parent) and mirror and step in committed(mirror.store):
+                fetch(mirror.store, step, parent, beat, mirror.say)
+            self.best = verify(parent / step_name(step), beat)
+        except (Damaged, WrongSize) as error:
+            print(f"no test accuracy: the best weights, of step {step:,}, are gone: {error}", flush=True)
+        return self.best is not None
+
     def finish(
         self,
         state: RunState,
         predictions: Predictions,
         telemetry: Telemetry,
-        val_name: str,
-        memory: list[dict[str, float]],
+        known: dict[str, Any],
         beat: Heartbeat,
     ) -> None:
         """Completes the run on this disk. A kill or a full disk at any point loses no training.
+
+        known: further parts of result(). The steps:
 
         1. The last checkpoint is committed, and index.json names it.
         2. Pictures are drawn into plots/.
@@ -87,7 +105,7 @@ class RunOutput:
         the pictures show that evaluation, and repeats all steps. Once result.json says `finished` and, with a
         mirror, `uploaded` true, the same command begins another run.
         """
-        mirror, self.final = self.storage.mirror, {"val_name": val_name, "memory": memory}
+        mirror, self.final = self.storage.mirror, known
         self.log.progress.stop()
         assert self.saver
         self.saver.wait(beat)
@@ -105,7 +123,7 @@ class RunOutput:
             for file in (self.folder / "metrics.jsonl", *self.folder.glob("plots/*")):
                 sync(file)
             write_json(self.folder / "result.json", found)
-        run_end.show(self.folder, val_name)
+        run_end.show(self.folder)
 
     def upload(self, state: RunState, beat: Heartbeat) -> None:
         """Waits until the mirror has everything; result.json says whether it does."""
@@ -148,7 +166,7 @@ class RunOutput:
         """Draws all pictures. One that can't be drawn is reported, and does not fail the run."""
         try:
             run_end.draw(self.folder, found)
-            self.log.show(step, predictions.draw(self.folder / "plots", step))
+            self.log.show(step, predictions.draw(self.folder / "plots"))
         except OSError:
             raise
         except Exception as error:  # of many kinds, of libraries

@@ -19,13 +19,15 @@ class Predictions:
     def __init__(self) -> None:
         self.classes: tuple[str, ...] = ()
         self.kept: tuple[Tensor | None, list[Predicted]] = (None, [])
+        self.what = ""  # what was evaluated, as a title has it
         self.confusion: Tensor | None = None  # int64 [classes, classes], a row per true class
         self.examples: list[Predicted] = []  # this process's; at the end, of the main process, everyone's
 
     def keep(self, confusion: Tensor | None, examples: "list[Predicted]") -> None:
         self.kept = (confusion, examples)
 
-    def accept(self) -> None:
+    def accept(self, what: str) -> None:
+        self.what = what
         self.confusion, self.examples = self.kept
 
     def gather(self, poll: Poll) -> None:
@@ -34,7 +36,7 @@ class Predictions:
             part for parts in poll.gather([part.to("cpu") for part in self.examples]) for part in parts
         ]
 
-    def draw(self, folder: Path, step: int) -> list[Path]:
+    def draw(self, folder: Path) -> list[Path]:
         """Writes confusion.png and predictions.png. Returns the files: none without a confusion matrix, as
         with too many classes or none, and where a restart came after the last evaluation."""
         if self.confusion is None:
@@ -42,7 +44,7 @@ class Predictions:
         from common.report import plots
 
         classes, files = self.classes, [folder / "confusion.png", folder / "predictions.png"]
-        plots.confusion_matrix(files[0], self.confusion.tolist(), classes, f"step {step:,}")
+        plots.confusion_matrix(files[0], self.confusion.tolist(), classes, self.what)
         pixels, labels, logits = (
             torch.cat([getattr(part, name) for part in self.examples])
             for name in ("pixels", "labels", "logits")
@@ -52,6 +54,6 @@ class Predictions:
             f"{classes[label]}\n{classes[guess]}\n{probability:.2f}"
             for label, guess, probability in zip(labels, predicted, probabilities, strict=True)
         ]
-        title = f"step {step:,}: the true class, the predicted one and its probability"
+        title = f"{self.what}: the true class, the predicted one and its probability"
         plots.image_sheet(files[1], pixels.numpy(), captions, title, (labels != predicted).tolist())
         return files

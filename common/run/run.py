@@ -5,7 +5,7 @@ import math
 from collections.abc import Generator, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from accelerate import Accelerator
@@ -59,6 +59,7 @@ class Run:
         self.saved_step = 0  # of the newest snapshot, or checkpoint in the folder
         self.meter = Meter(accelerator.device, batch, recipe.log_samples)
         self.predictions = Predictions()
+        self.tested: dict[str, Any] = {}  # the last evaluation's parts of result.json, on the test split
         self.output: RunOutput | None = None  # of the main process, once the run has begun
         self.begun = False
 
@@ -131,6 +132,35 @@ class Run:
                 self._save(hold=True)
         self.saver.write_held(self.recipe.checkpoint_s)
 
+    def restore_best(self) -> bool:
+        """Gives the model the weights of the best evaluation, an EMA's where there is one. Collective.
+
+        After the checkpoint of the last step. Returns False where they are gone.
+        """
+        assert self.saved_step == self.state.step == self.steps.last
+        now.phase = "ending"
+        step, output = self.state.best_step, self.output
+
+        def find(beat: Heartbeat) -> bool:
+            assert output
+            assert step
+            return output.find_best(step, beat)
+
+        found = once(self.accelerator, "best checkpoint", find, self.recipe.timeout_s)
+        if found:
+            self.saver.training.restore_evaluated(output.best if output else None)
+        return found
+
+    def log_test(self, metrics: dict[str, float], split: str) -> None:
+        """The accuracy of the best weights on the data's own held-out split, which nothing was chosen by.
+
+        metrics: of evaluate(), after restore_best().
+        """
+        self.tested = {f"test_{name}": value for name, value in metrics.items()} | {"test_name": split}
+        self.predictions.accept(f"{split} split, best weights")
+        if self.output:
+            self.output.log.write_test(self.state, metrics, split, self.predictions)
+
     def finish(self, val_name: str) -> None:
         """Waits for the last checkpoint, writes plots/ and result.json, prints the table. Collective."""
         now.phase = "ending"
@@ -142,7 +172,8 @@ class Run:
 
         def finish(beat: Heartbeat) -> None:
             assert output
-            output.finish(self.state, self.predictions, exchange.telemetry, val_name, memory, beat)
+            known = {"val_name": val_name, "memory": memory, "tested": self.tested}
+            output.finish(self.state, self.predictions, exchange.telemetry, known, beat)
 
         def upload(beat: Heartbeat) -> None:
             assert output
@@ -218,7 +249,7 @@ class Run:
         now.phase = "training"
         self.meter.start_clock()
         self.state.add_evaluation(step, metrics)
-        self.predictions.accept()
+        self.predictions.accept(f"step {step:,}")
         if self.output:
             self.output.log.write_evaluation(step, self.state.wall_now_s(), metrics, self.predictions)
 

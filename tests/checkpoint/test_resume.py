@@ -174,7 +174,7 @@ def test_another_per_device_batch_size_keeps_the_mean_of_the_loss(tmp_path, cach
         training.go("single", None, *smaller)
     ours, theirs = (metrics(tmp_path / name) for name in ("stopped", "straight"))
     for our, their in zip(ours, theirs, strict=True):
-        for name in {"train/loss", "val/loss"} & their.keys():
+        for name in {"train/loss", "val/loss", "test/loss"} & their.keys():
             assert our[name] == pytest.approx(their[name], abs=1e-5), (name, our["step"])
 
 
@@ -276,7 +276,7 @@ def assert_same_training(folder, reference, expected=None, samples=None):
     assert lines(folder / "samples.jsonl") == samples
     for our, their in zip(ours, expected, strict=True):
         assert our.get("train/lr") == their.get("train/lr")
-        for name in {"train/loss", "val/loss"} & their.keys():
+        for name in {"train/loss", "val/loss", "test/loss"} & their.keys():
             assert our[name] == pytest.approx(their[name], abs=1e-5), (name, our["step"])
     assert_same_tensors(folder, reference, tolerance=1e-4)
 

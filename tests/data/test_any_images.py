@@ -218,20 +218,20 @@ def test_sixteen_bits_are_scaled_by_257(format):
 
 
 def test_the_line_of_what_was_found(tmp_path):
-    labels = np.array([0] * 3 + [1] * 4), np.array([1, 0])
-    said = survey.found("pe\x1bts", *labels, "test", 2, "")
-    assert said == "data pe\\x1bts: 7 training images, 2 test images, 2 classes"
-    assert survey.found("x", *labels, "val", 1, "2 .txt").endswith("1 class; left out: 2 .txt")
+    train, val = np.array([0] * 3 + [1] * 4), np.array([1, 0])
+    said = survey.found("pe\x1bts", train, {"holdout": val[:1], "test": val}, 2, "")
+    assert said == "data pe\\x1bts: 7 training images, 1 holdout images, 2 test images, 2 classes"
+    assert survey.found("x", train, {"val": val}, 1, "2 .txt").endswith("1 class; left out: 2 .txt")
 
 
 def test_imbalance_and_missing_classes_are_named():
     classes = ("cat", "dog", "ox")
     train, val = np.repeat([0, 1, 2], [2, 20, 5]), np.array([0, 1])
-    assert survey.warnings(train, val, "val", classes, survey.NO_FLAWS) == [
+    assert survey.warnings(train, {"val": val}, classes, survey.NO_FLAWS) == [
         "the classes are imbalanced: 2 training images of cat, 20 of dog: look at each class's recall, too",
         "the val split has no image of ox",
     ]
-    assert survey.warnings(np.repeat([0, 1], [2, 19]), val, "val", classes[:2], survey.NO_FLAWS) == []
+    assert survey.warnings(np.repeat([0, 1], [2, 19]), {"val": val}, classes[:2], survey.NO_FLAWS) == []
 
 
 @pytest.mark.parametrize("kind", ["paths", "tables"])
@@ -249,14 +249,15 @@ def test_images_in_both_splits_are_named(kind, tmp_path, monkeypatch):
         file = write_parquet(root / "test-00000-of-00001.parquet", data, [0, 1, 0], ["cat", "dog"])
         names = f"row 1 of {file}", f"row 3 of {root}/train-00000-of-00001.parquet"
     images = opened(root, tmp_path / "cache")
-    assert images.flaws.duplicates == (1, names[1], names[0])
-    said = survey.warnings(images.train.labels, images.val.labels, "val", images.classes, images.flaws)
+    split = images.val_name
+    assert images.flaws.duplicates == {split: (1, names[1], names[0])}
+    said = survey.warnings(images.train.labels, {split: images.val.labels}, images.classes, images.flaws)
     assert said == [
-        f"1 of the {len(images.val)} val images are training images, too, as {names[0]} and {names[1]}:"
+        f"1 of the {len(images.val)} {split} images are training images, too, as {names[0]} and {names[1]}:"
         " remove them from one split: accuracies are too high"
     ]
     monkeypatch.setattr(survey, "SEARCHED_BYTES", 100)
-    assert opened(root, tmp_path / "other").flaws.duplicates is None
+    assert opened(root, tmp_path / "other").flaws.duplicates == {}
 
 
 def test_broken_images_of_several_sizes_are_named_at_the_start(tmp_path, monkeypatch):
@@ -279,7 +280,7 @@ def test_broken_images_of_several_sizes_are_named_at_the_start(tmp_path, monkeyp
     labels = images.train.labels, images.val.labels
     assert (
         f"5 of the {len(labels[0]) + len(labels[1])} images are broken, as {root}/train/a/empty.jpg"
-        in (survey.warnings(*labels, "val", images.classes, images.flaws)[0])
+        in (survey.warnings(labels[0], {"val": labels[1]}, images.classes, images.flaws)[0])
     )
     for path in broken:
         (root / path).unlink()

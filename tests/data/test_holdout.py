@@ -1,5 +1,7 @@
-"""--holdout: images of data without a held-out split that are evaluated, and not trained on."""
+"""--holdout: training images that are not trained but evaluated on; then the data's own held-out split counts
+once, at the end, with the best weights."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -9,7 +11,11 @@ import pytest
 from common.data.cache import prepare_data
 from common.data.holdout import chosen
 from common.data.images import Images, open_images
-from tests.conftest import CNN, lines, metrics, python, result, run, torchrun
+from common.report.page import INDEX, index_row, page
+from common.report.record import RunRecord
+from common.report.words import index_values
+from tests.checkpoint.test_resume import assert_same_tensors
+from tests.conftest import CNN, Job, copy_project, lines, metrics, mutate, python, result, run, torchrun
 from tests.data.test_any_images import put
 from tests.data.test_images import encode, picture, write_parquet
 
@@ -78,23 +84,64 @@ def test_data_without_a_held_out_split(make, tmp_path):
     images = opened(data, cache, 0.2)
     is_held_out = chosen(np.repeat([0, 1], 10), 0.2)
     every = np.stack([np.asarray(picture(k)) for k in range(20)])
-    assert (images.train.images == every[~is_held_out]).all()
-    assert (images.val.images == every[is_held_out]).all()
+    assert pixels_of(images.train) == [image.tobytes() for image in every[~is_held_out]]
+    assert pixels_of(images.val) == [image.tobytes() for image in every[is_held_out]]
     assert (images.train.labels.tolist(), images.val.labels.tolist()) == ([0] * 8 + [1] * 8, [0, 0, 1, 1])
-    assert (images.val_name, images.flaws.duplicates) == ("val", None)
+    assert (images.val_name, images.test, images.flaws.duplicates) == ("holdout", None, {})
     same, other = opened(data, cache, 4), opened(data, cache, 0.3)
-    assert (same.val.images == images.val.images).all()
+    assert pixels_of(same.val) == pixels_of(images.val)
     assert len(other.val) == 6
     assert other.source != images.source
 
 
-def test_data_with_a_held_out_split_is_refused(tmp_path):
-    root = put(tmp_path / "pets", "train/a/1.png", "test/a/1.png")
-    for data, split in ((root, "test"), (Path("digits"), "val")):
-        with pytest.raises(
-            ValueError, match=f"--holdout 0.1: --data .* has a held-out split, {split}, already"
-        ):
-            opened(data, tmp_path / "cache", 0.1)
+def as_decoded(root: Path, val: str = "test") -> Path:
+    for k in range(26):
+        folder = root / (val if k >= 20 else "train") / "ab"[k % 2]
+        write(folder / f"{k:02}.png", encode(picture(k), "PNG"))
+    return root
+
+
+def as_several_sizes(root: Path) -> Path:
+    write(as_decoded(root) / "train" / "b" / "20.png", encode(picture(99, 60, 50), "PNG"))
+    return root
+
+
+def as_shards(root: Path) -> Path:
+    source = as_decoded(root / "source", "val")
+    words = ["--from", "folder", "--data", source, "--out", root / "out", "--shard_mib", "0.004"]
+    run([*python(), "prep_imagenet.py", *words])
+    return root / "out"
+
+
+def write(path: Path, content: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+
+
+def pixels_of(split) -> list[bytes]:
+    """The images of a split in the order of their ids, at 32 pixels."""
+    plan = [(0, np.arange(len(split)))]
+    batches = split.batches(plan, device="cpu", train=False, size=32, seed=0, workers=0)
+    return [image.numpy().tobytes() for batch in batches for image in batch.images]
+
+
+@pytest.mark.parametrize("make", [as_decoded, as_several_sizes, as_shards])
+def test_data_with_a_held_out_split_of_its_own(make, tmp_path):
+    """Every training image is in one part, in the order of the whole; the test split is the data's own."""
+    data, cache = make(tmp_path / "pets"), tmp_path / "cache"
+    whole, images = opened(data, cache, None), opened(data, cache, 0.2)
+    assert (whole.test, images.val_name, images.test_name) == (None, "holdout", whole.val_name)
+    is_held_out = chosen(whole.train.labels, 0.2)
+    assert is_held_out.sum() == 4
+    for part, expected in ((images.train, ~is_held_out), (images.val, is_held_out)):
+        assert (part.labels == whole.train.labels[expected]).all()
+        assert pixels_of(part) == [pixels_of(whole.train)[i] for i in np.flatnonzero(expected)]
+    assert pixels_of(images.test) == pixels_of(whole.val)
+    assert (images.test.labels == whole.val.labels).all()
+    assert len({*pixels_of(images.train), *pixels_of(images.val), *pixels_of(images.test)}) == len(
+        whole.train
+    ) + len(whole.val)
+    assert whole.source != images.source
 
 
 @pytest.mark.parametrize("make", [as_classes_at_once, as_parquet])
@@ -135,10 +182,101 @@ def test_the_same_images_on_two_processes_and_after_a_resume(tmp_path):
     run([*python(), *words, 5, "--max_steps", 3, "--output_dir", tmp_path / "resumed"])
     shutil.rmtree(tmp_path / "cache")
     output = run([*torchrun(2), *words, 5, "--output_dir", tmp_path / "resumed"])
-    assert output.count(f"data {root}: 16 training images, 5 val images, 2 classes; left out: 1 .txt") == 1
+    assert (
+        output.count(f"data {root}: 16 training images, 5 holdout images, 2 classes; left out: 1 .txt") == 1
+    )
     straight, resumed = (tmp_path / name for name in ("straight", "resumed"))
     ours, theirs = (lines(folder / "samples.jsonl") for folder in (resumed, straight))
     assert [line["samples"] for line in ours] == [line["samples"] for line in theirs]
     assert result(resumed)["val_images"] == 5
     last = [metrics(folder)[-1]["val/loss"] for folder in (resumed, straight)]
     assert last[0] == pytest.approx(last[1], abs=1e-5)
+
+
+# The end of a run whose data has a split of its own
+
+# Stopped where the learning rate is high: the best evaluation is not the last one.
+DIGITS = [*CNN, "--data", "digits", "--holdout", 0.2, "--epochs", 20, "--max_steps", 48, "--batch_size", 96]
+DIGITS += ["--lr", 0.02, "--warmup", 0, "--per_device_batch_size", 48, "--mixed_precision", "no"]
+DIGITS += ["--trackers", "none", "--telemetry_s", 0]
+VALIDATE = [*python(), "validate.py", "--mixed_precision", "no"]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, cache):
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    run([*python(), *DIGITS, *cache, "--output_dir", folder])
+    return folder
+
+
+def test_the_headline_is_of_the_best_weights_on_the_test_split(finished, cache, tmp_path):
+    """As validate.py finds it. The best evaluation is not the last one."""
+    found = result(finished)
+    assert found["best_step"] < found["steps"]
+    assert (found["val_name"], found["val_images"]) == ("holdout", 287)
+    assert (found["test_name"], found["test_images"]) == ("val", 360)
+    for flags, accuracy in (([], "test_accuracy"), (["--split", "val"], "best_accuracy")):
+        out = tmp_path / accuracy
+        run(
+            [
+                *python(),
+                "validate.py",
+                finished,
+                *flags,
+                *cache,
+                "--mixed_precision",
+                "no",
+                "--output_dir",
+                out,
+            ]
+        )
+        report = json.loads((out / "report.json").read_text())
+        assert report["top1"] == pytest.approx(found[accuracy])
+    run([*VALIDATE, "--checkpoint", finished, "--which", "latest", *cache, "--output_dir", tmp_path / "last"])
+    assert json.loads((tmp_path / "last" / "report.json").read_text())["top1"] != found["test_accuracy"]
+    confusion = json.loads((finished / "confusion.json").read_text())
+    assert (confusion["split"], confusion["step"]) == ("val", found["best_step"])
+    right = sum(confusion["confusion"][c][c] for c in range(10))
+    assert right / 360 == pytest.approx(found["test_accuracy"])
+
+
+def test_pages_say_which_split_each_number_is_of(finished):
+    found, record = result(finished), RunRecord(finished)
+    accuracy, best = f"{found['test_accuracy']:.4f}", f"{found['best_accuracy']:.4f}"
+    text = page(record, "x", [])
+    assert (
+        f"reaches accuracy {accuracy} on the val split of digits with the best weights on the holdout" in text
+    )
+    step = f"step {found['best_step']}"
+    final = f"final, step {found['steps']}"
+    assert f"| on the val split, weights of {step} | best on the holdout split, {step} | {final} |" in text
+    assert f"| accuracy | {accuracy} | {best} | " in text
+    assert "360 images of the val split and 287 images of the holdout split, each counted once." in text
+    row = dict(zip(INDEX, index_row(index_values(record), "x.md"), strict=True))
+    assert (row["accuracy"], row["split"], row["best accuracy"]) == (accuracy, "val", f"{best} (holdout)")
+
+
+TESTED = "            run.log_test(measure(images.test), images.test_name)\n"
+SIGNALS = {
+    "SIGTERM": (75, "            __import__('signal').raise_signal(15)\n" + TESTED),
+    "SIGKILL": (-9, TESTED + "            __import__('signal').raise_signal(9)\n"),
+}
+
+
+@pytest.mark.parametrize("name", SIGNALS)
+def test_stopped_in_the_last_evaluation_the_same_command_ends_the_run(name, finished, cache, tmp_path):
+    """The state is that of the last step, whatever weights the model has at that moment."""
+    status, lines_of_script = SIGNALS[name]
+    project = copy_project(tmp_path / "project")
+    mutate(project, "train_cnn_a.py", TESTED, lines_of_script)
+    words = [*DIGITS, *cache, "--output_dir", tmp_path / "run"]
+    assert Job([*python(), *words], cwd=project).wait()[0] == status
+    output = run([*torchrun(2), *words])
+    assert f"continuing at step {result(finished)['steps']} with" in output
+    ours, theirs = result(tmp_path / "run"), result(finished)
+    for key in ("test_accuracy", "best_accuracy", "best_step", "final_accuracy", "test_images"):
+        assert ours[key] == theirs[key], key
+    ours, theirs = metrics(tmp_path / "run"), metrics(finished)
+    assert [line["step"] for line in ours] == [line["step"] for line in theirs]
+    assert ours[-1]["test/loss"] == pytest.approx(theirs[-1]["test/loss"], abs=1e-5)
+    assert_same_tensors(tmp_path / "run", finished, tolerance=0)

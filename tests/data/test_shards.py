@@ -319,7 +319,8 @@ BAD = {
         lambda f: change(f, lambda m: m["splits"]["val"]["shards"][0].update(images=True)),
         "look at its splits",
     ),
-    "no val": (lambda f: change(f, lambda m: m["splits"].pop("val")), "has no split val"),
+    "no train": (lambda f: change(f, lambda m: m["splits"].pop("train")), "has no split train"),
+    "no val": (lambda f: change(f, lambda m: m["splits"].pop("val")), "to evaluate on: .*--holdout 0.1"),
     "count": (
         lambda f: change(f, lambda m: m["splits"]["val"].update(images=3)),
         "images 3, which is not the sum",

@@ -1,4 +1,4 @@
-"""Layer decay and frozen layers: the same training under every strategy, and from one to another.
+"""Layer decay, frozen layers, a hold-out: the same training under every strategy, and from one to another.
 
 Both begin with weights of 48 pixels and 5 classes, and train at 32 pixels for 10. test_parity.py, too, has a
 parameter group for each layer.
@@ -12,13 +12,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.checkpoint.test_resume import LAUNCHERS, Training, assert_same_training
-from tests.conftest import full, latest, lines, metrics, mutate, python, run
+from tests.conftest import full, latest, lines, mutate, python, result, run
 
 STEPS = 12
 DECAY = 0.5
 FLAGS = {
     "layers": ["--layer_decay", DECAY],
-    "frozen": ["--freeze", "--lr", "0.01", "--weight_decay", "0.1"],
+    "frozen": ["--freeze", "--lr", "0.01", "--weight_decay", "0.1", "--holdout", "0.2"],
 }
 SHORT = ["--max_steps", STEPS, "--log_every", "1"]
 STRATEGIES = ("ddp", "fsdp", "zero2", "zero3")
@@ -85,8 +85,8 @@ def test_a_frozen_model_is_validated_without_the_weights_it_began_with(alone, tm
     words = [*python(), "validate.py", alone("frozen"), *cache, "--mixed_precision", "no"]
     run([*words, "--output_dir", tmp_path])
     report = json.loads((tmp_path / "report.json").read_text())
-    best = max(line.get("val/accuracy", 0) for line in metrics(alone("frozen")))
-    assert report["top1"] == pytest.approx(best)
+    assert report["split"] == "test"
+    assert report["top1"] == pytest.approx(result(alone("frozen"))["test_accuracy"])
 
 
 def assert_only_the_head_was_trained(folder: Path, source: dict[str, torch.Tensor]) -> None:

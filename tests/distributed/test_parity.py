@@ -1,6 +1,7 @@
 """The same training everywhere: each strategy on 2 processes against one process; broken code must fail.
 
-Batch 96 of 1,437 digits: an epoch has 14 steps, so 20 steps cross its end, and the data of the second epoch.
+Batch 96 of 1,437 digits: an epoch has 14 steps, with --holdout 11, so 20 steps cross its end, and the data of
+the second epoch.
 """
 
 import json
@@ -35,7 +36,7 @@ SCRIPTS = {
     "hello": ["train_hello.py", "--data_size", "1437", *FLAGS],
     "cnn_a": [*CNN, "--data", "digits", *FLAGS],  # its recipe does not clip
     "cnn_b": [*RESNET, "--data", "digits", *FLAGS, "--label_smoothing", "0.1"],  # SGD, momentum, BatchNorm
-    # with drop path, mixup, cutmix, label smoothing and EMA; a parameter group for each layer
+    # with drop path, mixup, cutmix, label smoothing and EMA; a parameter group for each layer; a test split
     "vit": [
         *VIT,
         "--data",
@@ -47,6 +48,8 @@ SCRIPTS = {
         "0.1",
         "--layer_decay",
         "0.8",
+        "--holdout",
+        "0.2",
     ],
 }
 # Other scripts train what their recipe for the tests says: docs/add_a_model.md.
@@ -230,7 +233,7 @@ def assert_same_training(folder, reference):
     assert len(lines(folder / "samples.jsonl")) == STEPS
     for our, their in zip(ours, theirs, strict=True):
         assert our.get("train/lr") == their.get("train/lr")
-        for name in {"train/loss", "val/loss"} & their.keys():
+        for name in {"train/loss", "val/loss", "test/loss"} & their.keys():
             assert our[name] == pytest.approx(their[name], abs=1e-5), (name, our["step"])
     our_weights = load_file(folder / "checkpoints" / f"step_{STEPS:08d}" / "model.safetensors")
     their_weights = load_file(reference / "checkpoints" / f"step_{STEPS:08d}" / "model.safetensors")

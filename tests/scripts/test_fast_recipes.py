@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from common.data.images import Images
-from common.data.splits import ArraySplit
+from common.data.splits import ArraySplit, Part
 from common.order import Steps
 from common.recipe import parse, share_out
 from tests.conftest import ROOT, metrics, python, result, run
@@ -60,7 +60,7 @@ def test_the_images_are_as_large_as_the_epoch_says(tmp_path):
     for split in ("train", "val"):
         np.save(tmp_path / f"{split}.npy", np.zeros((16, 24, 24, 3), np.uint8))
         pixels = np.load(tmp_path / f"{split}.npy", mmap_mode="c")
-        splits.append(ArraySplit(pixels, np.zeros(16, np.int64)))
+        splits.append(ArraySplit(pixels, Part(split, np.zeros(16, np.int64))))
     images = Images("", ("a",), *splits, val_name="val", mirror=True)
     recipe = CnnB(epochs=4, batch_size=8, train_sizes=(16, 24), image_size=32)
     batch = share_out(8, None, 1)
