@@ -116,8 +116,10 @@ def open_images(folder: Path, recipe: ImageRecipe | None = None) -> Images:
         splits = [FileSplit(folder, part, recipe.on_bad_image == "skip") for part in parts]
     else:
         splits = _open_shards(folder, about["shards"], parts, recipe)
-    names = {"val": about["val_name"], "test": about["test_name"]}
-    duplicates = {names[split]: Duplicates(*found) for split, found in about["duplicates"].items()}
+    # Digits in a cache of an older version have no test_name, and no duplicates.
+    names = {"val": about["val_name"], "test": about.get("test_name") or ""}
+    found = (about.get("duplicates") or {}).items()
+    broken = about.get("broken")
     return Images(
         source=about["source"],
         classes=tuple(map(printable, about["classes"])),  # names of folders have any bytes
@@ -125,9 +127,9 @@ def open_images(folder: Path, recipe: ImageRecipe | None = None) -> Images:
         val=splits[1],
         val_name=names["val"],
         test=splits[2] if len(splits) > 2 else None,
-        test_name=names["test"] or "",
+        test_name=names["test"],
         mirror=about["mirror"],
-        flaws=Flaws(duplicates, about["broken"] and Broken(*about["broken"])),
+        flaws=Flaws({names[split]: Duplicates(*pair) for split, pair in found}, broken and Broken(*broken)),
     )
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import validate
 from common.data.cache import prepare_data
 from common.data.holdout import chosen
 from common.data.images import Images, open_images
@@ -142,6 +143,10 @@ def test_data_with_a_held_out_split_of_its_own(make, tmp_path):
         whole.train
     ) + len(whole.val)
     assert whole.source != images.source
+    assert validate.chosen_split(images, None) == ("test", images.test)
+    assert validate.chosen_split(whole, None) == ("val", whole.val)
+    with pytest.raises(ValueError, match="--split test: only with --holdout"):
+        validate.chosen_split(whole, "test")
 
 
 @pytest.mark.parametrize("make", [as_classes_at_once, as_parquet])

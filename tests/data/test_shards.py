@@ -320,7 +320,7 @@ BAD = {
         "look at its splits",
     ),
     "no train": (lambda f: change(f, lambda m: m["splits"].pop("train")), "has no split train"),
-    "no val": (lambda f: change(f, lambda m: m["splits"].pop("val")), "to evaluate on: .*--holdout 0.1"),
+    "no val": (lambda f: change(f, lambda m: m["splits"].pop("val")), "by --holdout 0.1"),
     "count": (
         lambda f: change(f, lambda m: m["splits"]["val"].update(images=3)),
         "images 3, which is not the sum",

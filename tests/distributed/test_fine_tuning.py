@@ -80,7 +80,6 @@ def test_only_the_head_of_a_frozen_model_is_trained(alone, weights):
     assert_only_the_head_was_trained(alone("frozen"), load_file(weights))
 
 
-@pytest.mark.full
 def test_a_frozen_model_is_validated_without_the_weights_it_began_with(alone, tmp_path, cache):
     words = [*python(), "validate.py", alone("frozen"), *cache, "--mixed_precision", "no"]
     run([*words, "--output_dir", tmp_path])
@@ -99,7 +98,7 @@ def assert_only_the_head_was_trained(folder: Path, source: dict[str, torch.Tenso
         "head.bias",
     }
     assert model.keys() == ema.keys() == source.keys()
-    assert (model["head.bias"].abs() > 1e-3).all()  # it begins with 0
+    assert (model["head.bias"] != 0).all()  # it begins with 0
     for name in source.keys() - {"head.weight", "head.bias", "pos_embed"}:
         assert torch.equal(model[name], source[name]), name
         assert torch.equal(ema[name], source[name]), name

@@ -386,7 +386,7 @@ def test_our_flags_and_the_scripts():
     ("flags", "said"),
     [
         ([], "the first word says what to validate"),
-        (["run", "--split", "test"], "--split test: choose among val, train"),
+        (["run", "--split", "tests"], "--split tests: choose among val, test, train"),
         (["run", "--which", "oldest"], "--which oldest: choose among best, latest"),
     ],
 )
