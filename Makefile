@@ -54,8 +54,9 @@ check: $(INSTALLED_DEV)
 	PYTHONPATH=. $(VENV)/bin/lint-imports --no-cache
 	$(VENV)/bin/mypy
 
+# Three processes on two cores, as some tests wait.
 test: $(INSTALLED_DEV) $(if $(TORCH),,check)
-	$(VENV)/bin/python -m pytest -n 2 --no-loadscope-reorder -m "not full"
+	$(VENV)/bin/python -m pytest -n 3 --no-loadscope-reorder -m "not full"
 
 # The products of strategies and scripts, and the long trainings: an hour on 2 cores.
 test-all: $(INSTALLED_DEV)

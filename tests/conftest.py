@@ -30,7 +30,8 @@ VIT = ["train_vit.py", "--model", "test_vit", "--image_size", "32", "--patch_siz
 
 
 def keep_to_own_cores() -> None:
-    """Gives each pytest process of `-n`, and all that it starts, cores of its own.
+    """Gives each pytest process of `-n`, and all that it starts, cores of its own; without enough of them all
+    share them, with one OpenMP thread each.
 
     Two OpenMP threads that share a core with others take many times as long as one.
     """
@@ -40,7 +41,11 @@ def keep_to_own_cores() -> None:
             int(os.environ["PYTEST_XDIST_WORKER_COUNT"]),
         )
         cores = sorted(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, cores[number % len(cores) :: count])
+        if count > len(cores):
+            os.environ["OMP_NUM_THREADS"] = "1"
+            torch.set_num_threads(1)
+            return
+        os.sched_setaffinity(0, cores[number::count])
         torch.set_num_threads(len(os.sched_getaffinity(0)))  # it has counted the cores when it was imported
 
 

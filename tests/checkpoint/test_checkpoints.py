@@ -156,6 +156,7 @@ def test_a_rank_or_the_launcher_killed_in_a_step(stoppable, tmp_path):
     assert without_times(metrics(tmp_path / "run")) == without_times(metrics(tmp_path / "straight"))
 
 
+@pytest.mark.full
 def test_torchrun_restarts_and_the_run_continues(stoppable, tmp_path):
     words = [*torchrun(2, "--standalone", "--max_restarts=3"), *LONG, "--max_steps", "600"]
     job = start_and_wait(words, tmp_path / "run", checkpoints=2, cwd=stoppable, env=SLOW)

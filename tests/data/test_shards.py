@@ -617,7 +617,8 @@ def one_process(shards, cache, tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("processes", [2, full(4)])
+@pytest.mark.full  # as test_shard_stream.py from S3
+@pytest.mark.parametrize("processes", [2, 4])
 def test_any_number_of_processes_trains_the_same(processes, shards, cache, one_process, tmp_path):
     run([*LAUNCHERS[processes], *VIT, "--data", shards, *cache, "--output_dir", tmp_path / "run"])
     assert samples(tmp_path / "run") == expected_samples()

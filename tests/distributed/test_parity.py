@@ -59,11 +59,9 @@ for path in sorted(ROOT.glob("train_*.py")):
 TWO_PROCESSES = {name: (launcher, []) for name, launcher in STRATEGIES.items() if name != "single"}
 TWO_PROCESSES["deepspeed"] = (deepspeed("--num_gpus", "2"), ["--deepspeed_config", "ds_configs/zero2.json"])
 # `make test` has each strategy with the ViT and some with the others; `make test-all` has the rest.
-QUICK = {("hello", "zero3"), ("cnn_b", "ddp"), ("cnn_b", "zero2")}
+QUICK = {("hello", "zero3"), ("cnn_b", "ddp"), ("cnn_b", "zero2"), *(("vit", s) for s in STRATEGIES)}
 PAIRS = [
-    pytest.param(
-        script, strategy, marks=[] if script == "vit" or (script, strategy) in QUICK else pytest.mark.full
-    )
+    pytest.param(script, strategy, marks=[] if (script, strategy) in QUICK else pytest.mark.full)
     for script, strategy in product(SCRIPTS, TWO_PROCESSES)
 ]
 

@@ -74,11 +74,7 @@ def losses(folder: Path) -> list[float]:
 
 @pytest.mark.parametrize(
     "strategy",
-    [
-        pytest.param(s, marks=[] if s in ("fsdp", "zero2") else pytest.mark.full)
-        for s in STRATEGIES
-        if s != "single"
-    ],
+    [pytest.param(s, marks=[] if s == "fsdp" else pytest.mark.full) for s in STRATEGIES if s != "single"],
 )
 def test_bf16_is_computed_alike_under_every_strategy(strategy, one_process, train):
     reference, [alone] = one_process

@@ -657,6 +657,7 @@ def test_the_share_of_a_process_is_the_largest_that_fits_and_divides(tmp_path):
         assert "--per_device_batch_size=16 " in output
 
 
+@pytest.mark.full
 def test_the_product_of_another_command_is_made_again(tmp_path):
     product = tmp_path / "runs" / "single_gpu" / "result.json"
     product.parent.mkdir(parents=True)

@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from common.report import run_end
-from tests.conftest import CNN, VIT, Job, metrics, python, result, run, torchrun
+from tests.conftest import CNN, VIT, Job, full, metrics, python, result, run, torchrun
 
 FLAGS = ["--data", "digits", "--batch_size", "64", "--epochs", "2", "--max_steps", "30", "--log_every", "10"]
 
@@ -76,7 +76,7 @@ def test_weights_start_another_run_with_another_number_of_classes(tmp_path, cach
     assert 'does not fit --model test_vit2: Missing key(s) in state_dict: "reg_token"' in output
 
 
-@pytest.mark.parametrize("launcher", [python(), torchrun(2)], ids=["python", "torchrun"])
+@pytest.mark.parametrize("launcher", [python(), full(torchrun(2))], ids=["python", "torchrun"])
 def test_a_closed_output_stops_nothing(launcher, tmp_path):
     """The reader ends first, like `| tee` at Ctrl-C: the training continues to its end."""
     words = ["train_hello.py", "--max_steps", "60", "--log_every", "1", "--trackers", "none"]

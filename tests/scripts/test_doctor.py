@@ -93,6 +93,7 @@ def test_another_host_key(cluster, tmp_path):
     assert [(f["code"], f["host"]) for f in fails] == [("host-key", "node2")], output
 
 
+@pytest.mark.full
 def test_other_code(broken, tmp_path):
     file = ROOT / "common" / "data" / "decode.py"
     broken("node2", ["sed", "-i", r"1s/^/# old\n/", file], ["sed", "-i", "1d", file])
@@ -102,6 +103,7 @@ def test_other_code(broken, tmp_path):
     assert "common/data/decode.py is " in output
 
 
+@pytest.mark.full
 def test_another_package(broken, tmp_path):
     import timm
 
@@ -147,6 +149,7 @@ def test_a_folder_that_can_not_be_written(broken, tmp_path):
     assert "is not shared" in output
 
 
+@pytest.mark.full
 def test_other_data(broken, tmp_path):
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "a.parquet").write_text("one")
@@ -164,6 +167,7 @@ def test_s3_is_asked_from_the_first_host(cluster, tmp_path, s3):  # noqa: F811
     assert [(f["code"], f["host"]) for f in fails] == [("s3", "node1")], output
 
 
+@pytest.mark.full
 def test_a_dangling_link_is_no_trouble_with_ssh(cluster, tmp_path):
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "gone").symlink_to("nowhere")

@@ -204,6 +204,7 @@ def test_scripts_and_strategies(script, config, tmp_path):
     assert found["processes"] == (1 if config == "single_gpu" else 2)
 
 
+@pytest.mark.full
 def test_the_data_set_limits_the_size(tmp_path):
     """Digits have 1,437 images: of the multiples of 1,024 only the first fits."""
     words = ["train_cnn_a.py", "--data=digits", "--widths=4,8,32"]

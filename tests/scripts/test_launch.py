@@ -123,13 +123,10 @@ ROADS = {
     "deepspeed": "deepspeed --hostfile {hostfile} --master_addr 10.77.0.1",
     "deepspeed, ZeRO-2": "deepspeed --hostfile {hostfile} --master_addr 10.77.0.1",
 }
-QUICK_ROAD = ("torchrun, c10d", 2, 1)
 
 
-@pytest.mark.parametrize(
-    ("road", "count", "slots"),
-    [r if r == QUICK_ROAD else full(*r) for r in product(ROADS, (2, 4), (1, 2))],
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("road", "count", "slots"), product(ROADS, (2, 4), (1, 2)))
 def test_other_launchers_train_the_same(road, count, slots, cluster, one_process, tmp_path, cache):
     """Starts by hand on each host; deepspeed on the first, which reaches the others by pdsh."""
     named = hosts.names()[:count]
@@ -375,6 +372,7 @@ def test_a_taken_port_is_said_with_its_process(cluster, tmp_path):
     wait_until_empty(hosts.names(), 5)
 
 
+@pytest.mark.full
 def test_other_code_on_one_host(cluster, tmp_path):
     """Each host has its own copy of the project; one copy is old."""
     file = ROOT / "common" / "data" / "decode.py"
@@ -406,6 +404,7 @@ def test_another_package_on_one_host(cluster, tmp_path):
     wait_until_empty(hosts.names(), 5)
 
 
+@pytest.mark.full
 def test_a_folder_that_can_not_be_written(cluster, tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()

@@ -255,6 +255,7 @@ def test_launch_of_a_result(command, project, request, cache):
     launch(command, project, request, cache)
 
 
+@pytest.mark.full
 def test_benchmark_of_saves(tmp_path):
     words = [
         "python",
@@ -275,9 +276,8 @@ def test_benchmark_of_saves(tmp_path):
 BENCHMARKS = [c for c in IN_TABLES if c.startswith("python -m benchmarks")]
 
 
-@pytest.mark.parametrize(
-    "command", [pytest.param(c, marks=pytest.mark.full if k else []) for k, c in enumerate(BENCHMARKS)]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("command", BENCHMARKS)
 def test_benchmark(command, tmp_path, cache):
     small = [*BENCHMARK, *(["--width", "8"] if "train_cnn_b" in command else []), *cache]
     run([*shlex.split(command), *small, "--json", tmp_path / "out.json"])

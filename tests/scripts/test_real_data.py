@@ -13,23 +13,16 @@ SCRIPTS = {"cnn_a": [*CNN, "--widths", "32,64,128"], "cnn_b": RESNET, "vit": VIT
 
 
 def quick_script(k: int, config: str) -> str:
-    return "vit" if config in ("single_gpu", "ddp_2gpu", "zero2_2gpu") else ("cnn_a", "cnn_b")[k % 2]
+    return "vit" if config == "single_gpu" else ("cnn_a", "cnn_b")[k % 2]
 
 
-# Most configs with one of the scripts; the rest of the product is for `make test-all`.
-FOUR = (
-    "ddp_4gpu",
-    "fsdp_4gpu",
-    "zero1_4gpu",
-    "zero2_4gpu",
-    "zero3_4gpu",
-    "zero3_offload_4gpu",
-)  # processes on 2 cores
+# Some configs with one of the scripts; the rest of the product is for `make test-all`.
+QUICK = ("cpu", "single_gpu", "fsdp_2gpu")
 PAIRS = [
     pytest.param(
         config,
         script,
-        marks=[] if script == quick_script(k, config) and config not in FOUR else pytest.mark.full,
+        marks=[] if script == quick_script(k, config) and config in QUICK else pytest.mark.full,
     )
     for (k, config), script in product(enumerate(CONFIGS), SCRIPTS)
 ]
