@@ -147,6 +147,12 @@ class Recipe(Job):
         1.0, "seconds between two samples of GPUs, processor, memory, network and disk; 0: none", minimum=0
     )
 
+    profile: int | None = setting(
+        None,
+        "profile three optimizer steps of the main process from this one on, the first is 1: a trace and a"
+        " summary in the run's `profile/`; changes no number",
+        minimum=1,
+    )
     spot_notice: str | None = setting(
         None,
         "ask this cloud's metadata service whether it takes the host back: then save and end, as at SIGTERM",

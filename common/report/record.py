@@ -10,6 +10,7 @@ from typing import Any
 from common.system.files import parse_json, read_json
 from common.system.paths import public_path
 from common.system.schema import Kind, fitting
+from common.telemetry.trace import FOLDER, SUMMARY
 
 ABOUT: dict[str, Kind] = {
     **dict.fromkeys(
@@ -55,6 +56,13 @@ REPORT = CONFUSION | {
     "images": int,
     "per_class": {"*": list[float]},
 }
+PROFILE: dict[str, Kind] = {
+    **dict.fromkeys(("first_step", "steps"), int),
+    "device": str,
+    **dict.fromkeys(("step_s", "hidden_s"), float),
+    "parts_s": {"*": float},
+    "operators": [{"name": str, "calls": int, "self_s": float}],
+}
 UNFINISHED = "killed or still running"  # the status of a run without a result
 
 
@@ -88,6 +96,8 @@ class RunRecord:
         shows_classes = self.facts["status"] == "finished" and "best_accuracy" in self.facts
         has_confusion = shows_classes or (folder / "confusion.json").exists()
         self.confusion = self._matrix("confusion.json", CONFUSION) if has_confusion else {}
+        has_profile = (folder / FOLDER / SUMMARY).exists()
+        self.profile = self._read(f"{FOLDER}/{SUMMARY}", PROFILE) if has_profile else {}
         self.reports = {
             path.name: self._matrix(f"validation/{path.name}/report.json", REPORT)
             for path in sorted(folder.glob("validation/*"))

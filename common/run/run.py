@@ -33,6 +33,7 @@ from common.system.doing import doing, now
 from common.system.events import report
 from common.system.threads import Heartbeat
 from common.telemetry.memory import memory_gib
+from common.telemetry.profiler import STEPS, Profile
 
 if TYPE_CHECKING:  # train_hello.py has no images, and starts sooner without what reads them
     from common.evaluation import Predicted
@@ -61,6 +62,7 @@ class Run:
         self.predictions = Predictions()
         self.tested: dict[str, Any] = {}  # the last evaluation's parts of result.json, on the test split
         self.output: RunOutput | None = None  # of the main process, once the run has begun
+        self.profile: Profile | None = None  # of the main process, with --profile
         self.begun = False
 
     def begin(
@@ -86,10 +88,26 @@ class Run:
         self.meter.resume(self.state, self.accelerator.process_index)
         self.meter.start_clock()
         self.schedule = SaveSchedule(self.recipe, steps.per_epoch)
+        self._begin_profile(model, optimizer)
         now.phase, now.step = "training", self.state.step
         self.begun = True
         on_failure(self._close_failed)
         return self.steps
+
+    def _begin_profile(self, model: nn.Module, optimizer: AcceleratedOptimizer) -> None:
+        first = self.recipe.profile
+        if first is None:
+            return
+        if first + STEPS - 1 > self.steps.last:
+            raise ValueError(
+                f"--profile {first}: {STEPS} steps from step {first:,} on, and the run ends at step"
+                f" {self.steps.last:,}: choose at most {self.steps.last - STEPS + 1:,}"
+            )
+        if self.output and self.state.step < first:
+            self.profile = Profile(self.accelerator, model, optimizer, first, self.output.folder)
+            self.profile.begin(self.state.step)
+        elif self.output:
+            print(f"no new profile: the run goes on behind step {first:,}", flush=True)
 
     @property
     def folder(self) -> Path:
@@ -172,6 +190,8 @@ class Run:
 
         def finish(beat: Heartbeat) -> None:
             assert output
+            if self.profile:
+                self.profile.wait(beat)
             known = {"val_name": val_name, "memory": memory, "tested": self.tested}
             output.finish(self.state, self.predictions, exchange.telemetry, known, beat)
 
@@ -192,7 +212,7 @@ class Run:
         with contextlib.ExitStack() as stack:
             if isinstance(batches, Generator):
                 stack.callback(batches.close)  # its decoders end with this generator
-            for number, item in enumerate(batches):
+            for number, item in enumerate(self.profile.watch(batches) if self.profile else batches):
                 if number == 0:
                     self.meter.start_clock()
                 now.phase = "training"
@@ -212,6 +232,8 @@ class Run:
 
         Raises FloatingPointError on all processes when the loss is not finite.
         """
+        if self.profile:
+            self.profile.end_step(step)
         self.state.end_step(step)
         now.step = step
         self.meter.end_step()
