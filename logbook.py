@@ -1,13 +1,15 @@
-"""The log book: pages of runs, Markdown with pictures, in runs/logbook/ or in --folder.
+"""The log book: pages of runs, Markdown and HTML with pictures, in runs/logbook/ or in --folder.
 
     python logbook.py add runs/train_cnn_a/single_128_10_1_1
     python logbook.py compare runs/train_vit/fsdp_512_100_1_4 runs/train_vit/ddp_512_100_2_4
     python logbook.py index --folder logbook
+    python logbook.py html
 
 add: writes <script>/<strategy>/<batch>_<epochs>_<hosts>_<processes per host>.md for each run. Another run of
 that name gets -2; the same run replaces its own page. compare: writes a page in compare/ with cost, accuracy
 and all other differences of the runs. Runs that were evaluated on different images are refused. index: writes
-README.md, which the other two also update.
+README.md, which the other two also update. html: writes logbook.html, one file for a browser with all runs
+below runs/, or those that are named: a table to sort and filter, curves, recipes side by side, pictures.
 
 The page of a killed run, or of one with missing or broken files, says so. The same run folders give the same
 bytes.
@@ -21,7 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from common.report import comparison
+from common.report import comparison, overview
 from common.report import markdown as md
 from common.report import page as run_page
 from common.report.comparison import Comparison, read_search
@@ -30,7 +32,7 @@ from common.report.words import index_values
 from common.system.cli import run_command
 from common.system.files import parse_json, write_text
 from common.system.paths import python_command, shortest
-from common.system.text import numbered
+from common.system.text import natural, numbered, printable
 
 FOLDER = Path("runs") / "logbook"
 COMPARE = "compare"  # the folder of the comparisons
@@ -39,6 +41,9 @@ COMPARE = "compare"  # the folder of the comparisons
 def main() -> int:
     flags = parse(sys.argv[1:])
     made = flags.make(flags)
+    if flags.make is write_html:
+        print(f"{shortest(made[0].absolute())}: open it in a browser")
+        return 0
     index = write_index(flags.folder)
     pages = [shortest(page.absolute()) for page in (index, *made)]
     print("\n".join(pages))
@@ -48,7 +53,7 @@ def main() -> int:
 
 def parse(words: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="logbook.py", allow_abbrev=False)
-    commands = parser.add_subparsers(required=True, metavar="{add,compare,index}")
+    commands = parser.add_subparsers(required=True, metavar="{add,compare,index,html}")
 
     def command(
         name: str, make: Callable[[argparse.Namespace], list[Path]], help: str
@@ -61,6 +66,9 @@ def parse(words: list[str]) -> argparse.Namespace:
     command("index", lambda flags: [], "write the table of all pages")
     add = command("add", add_runs, "write a page for each run")
     compare = command("compare", compare_runs, "write a page on several runs")
+    html = command("html", write_html, "write a page of all runs, for a browser")
+    runs = "a run's folder, or one with runs below it (default: runs)"
+    html.add_argument("runs", nargs="*", type=Path, metavar="RUN", help=runs, default=[Path("runs")])
     for sub in (add, compare):
         sub.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="the folder of a run")
     compare.add_argument("--name", help="of the page; unset: after the runs")
@@ -96,6 +104,16 @@ def write_run(logbook: Path, run: RunRecord) -> Path:
     page = free_page(folder, file_name(stem), run.identity)
     pictures = run_page.draw(run, page.with_suffix(""))
     return write_page(page, index_values(run) | run.identity, run_page.page(run, page.stem, pictures))
+
+
+def write_html(flags: argparse.Namespace) -> list[Path]:
+    """Writes the page of all runs and returns its file. Folders that can't be read are named in both."""
+    runs, unread = overview.find_runs(flags.runs)
+    for line in unread:
+        print(f"left out: {printable(line)}", file=sys.stderr)
+    flags.folder.mkdir(parents=True, exist_ok=True)
+    write_text(flags.folder / "logbook.html", overview.page(runs, unread))
+    return [flags.folder / "logbook.html"]
 
 
 def compare_runs(flags: argparse.Namespace) -> list[Path]:
@@ -172,11 +190,6 @@ def write_index(logbook: Path) -> Path:
     logbook.mkdir(parents=True, exist_ok=True)
     write_text(logbook / "README.md", "\n\n".join(parts) + "\n")
     return logbook / "README.md"
-
-
-def natural(page: Path) -> list[Any]:
-    """A sort key by which 128 comes after 64."""
-    return [[int(part) if part.isdigit() else 0, part] for part in re.split(r"(\d+)", str(page))]
 
 
 def file_name(text: str) -> str:

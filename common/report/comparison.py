@@ -162,9 +162,9 @@ def time_to(run: RunRecord, accuracy: float | None) -> float | None:
 
 def differences(runs: list[RunRecord]) -> dict[str, list[str]]:
     """Settings that differ between the runs, other than the compared ones: {name: value of each run}."""
-    conditions = [_conditions(run) for run in runs]
-    names = dict.fromkeys(name for found in conditions for name in found)
-    values = {name: [found.get(name, "not known") for found in conditions] for name in names}
+    known = [conditions(run) for run in runs]
+    names = dict.fromkeys(name for found in known for name in found)
+    values = {name: [found.get(name, "not known") for found in known] for name in names}
     return {name: found for name, found in values.items() if len(set(found)) > 1} | _sharding(runs)
 
 
@@ -182,7 +182,8 @@ def _sharding(runs: list[RunRecord]) -> dict[str, list[str]]:
     return found
 
 
-def _conditions(run: RunRecord) -> dict[str, str]:
+def conditions(run: RunRecord) -> dict[str, str]:
+    """Settings of the run that a comparison names where they differ."""
     facts, about = run.facts, run.about
     left_out = (*NOT_COMPARED, *RESOLVED)
     recipe = {name: public_path(as_flag(value)) for name, value in run.recipe.items() if name not in left_out}

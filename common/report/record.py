@@ -63,6 +63,7 @@ PROFILE: dict[str, Kind] = {
     "parts_s": {"*": float},
     "operators": [{"name": str, "calls": int, "self_s": float}],
 }
+PARTS = ("recipe.json", "result.json", "metrics.jsonl", "checkpoints")  # a run's folder has one of them
 UNFINISHED = "killed or still running"  # the status of a run without a result
 
 
@@ -75,9 +76,8 @@ class RunRecord:
     """
 
     def __init__(self, folder: Path):
-        parts = ("recipe.json", "result.json", "metrics.jsonl", "checkpoints")
-        if not any((folder / part).exists() for part in parts):
-            raise ValueError(f"{folder} is no run's folder: it has none of {', '.join(parts)}")
+        if not any((folder / part).exists() for part in PARTS):
+            raise ValueError(f"{folder} is no run's folder: it has none of {', '.join(PARTS)}")
         self.folder = folder
         self.problems: list[str] = []
         self.about = self._read("recipe.json", ABOUT)

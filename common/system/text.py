@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator, Sequence
 from itertools import count
+from typing import Any
 
 # Control characters (with them terminal escapes), line and paragraph separators, marks that change the
 # direction of writing, and lone surrogates: bytes of a file name that are not UTF-8.
@@ -31,6 +32,11 @@ def numbered(name: str) -> Iterator[str]:
     """`name`, `name-2`, `name-3`, ... without end."""
     yield name
     yield from (f"{name}-{number}" for number in count(2))
+
+
+def natural(text: object) -> list[Any]:
+    """A sort key by which 128 comes after 64."""
+    return [[int(part) if part.isdecimal() else 0, part] for part in re.split(r"(\d+)", str(text))]
 
 
 def some_of(names: Sequence[object], most: int = 10) -> str:

@@ -357,6 +357,47 @@ def test_no_name_breaks_a_page(one, book, tmp_path):
     check(tmp_path / "book/README.md")
 
 
+def test_the_page_of_all_runs_says_what_their_files_say(one, two, killed, project, book, tmp_path):
+    status, output, errors = book("html", project / "runs")
+    assert (status, output, errors) == (0, f"{tmp_path}/book/logbook.html: open it in a browser\n", "")
+    assert [file.name for file in (tmp_path / "book").iterdir()] == ["logbook.html"]
+    text = (tmp_path / "book/logbook.html").read_text()
+    found = json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', text)[1])
+    shown = {run["name"]: run for run in found["runs"]}
+    assert {"one", "two", "killed"} <= shown.keys()
+    for name, folder in (("one", one[0]), ("two", two)):
+        facts, values, lines = result(folder), shown[name]["values"], metrics(folder)
+        for key in (
+            "strategy",
+            "steps",
+            "best_accuracy",
+            "final_accuracy",
+            "final_loss",
+            "wall_s",
+            "images_per_s",
+        ):
+            same = facts[key] if isinstance(facts[key], str) else pytest.approx(facts[key], rel=1e-5)
+            assert values[key] == same, key
+        assert (values["price"], values["problems"]) == (None, None)
+        losses = [line for line in lines if "train/loss" in line]
+        curve = shown[name]["curves"]["train/loss"]
+        for key, source in {
+            "step": "step",
+            "epoch": "epoch",
+            "time": "wall_s",
+            "value": "train/loss",
+        }.items():
+            assert curve[key] == pytest.approx([line[source] for line in losses], rel=1e-5)
+    pictures = [picture["name"].rpartition("/")[2] for picture in shown["one"]["pictures"]]
+    assert pictures == ["confusion.png", "predictions.png", "confusion.png", "worst.png"]
+    assert shown["killed"]["values"]["status"] == "killed or still running"
+    (lines,) = [problem["lines"] for problem in found["problems"] if problem["name"] == "killed"]
+    assert "result.json is missing" in lines
+    status, _, errors = book("html", tmp_path / "book")
+    assert (status, errors.count("\n")) == (1, 1)
+    assert errors.startswith(f"error: {tmp_path}/book has no run: a run's folder has one of recipe.json")
+
+
 # --- Comparisons
 
 
