@@ -28,8 +28,9 @@ TEMPLATE = Path(__file__).with_name("overview.html")
 POINTS = 200  # in a curve; of a longer one the extrema of equal parts
 DIGITS = 6  # significant ones of a number
 PICTURE_PX = 900  # largest width and height of a picture
-PICTURES_BYTES = 8 * 2**20  # of all pictures in a page: those of the newest runs
-LEFT_OUT = f"Left out: the page has {PICTURES_BYTES // 2**20} MiB of pictures, those of the newest runs."
+PICTURES_BYTES = 4 * 2**20  # of all pictures in a page: those of the newest runs
+LEFT_OUT = f"Left out: a page has {PICTURES_BYTES // 2**20} MiB of pictures, those of its newest runs. "
+LEFT_OUT += "A page of fewer runs has them: python logbook.py html RUN ..."
 CONFUSIONS = 3  # named in the description of a confusion matrix
 # The table: key in a run's values, label, digits after the point (None: text)
 COLUMNS: tuple[tuple[str, str, int | None], ...] = (

@@ -3,6 +3,7 @@
 import base64
 import json
 import os
+import select
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -85,6 +86,7 @@ class Browser:
 
     def _read(self) -> dict[str, Any]:
         while b"\0" not in self.buffer:
+            assert select.select([self.from_chromium], [], [], 60)[0], "chromium has been silent for a minute"
             more = os.read(self.from_chromium, 1 << 20)
             assert more, "chromium has ended"
             self.buffer += more
