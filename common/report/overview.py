@@ -75,9 +75,11 @@ def find_runs(places: Iterable[Path]) -> tuple[list[Path], list[str]]:
     found: dict[Path, Path] = {}
     unread: list[str] = []
     for place in places:
+        before = len(unread)
         below = list(_walk(place, unread))
-        if not below and not unread:
-            raise ValueError(f"{place} has no run: a run's folder has one of {', '.join(PARTS)}")
+        if not below:
+            reasons = unread[before:] or [f"{place} has no run: a run's folder has one of {', '.join(PARTS)}"]
+            raise ValueError("; ".join(reasons))
         found |= {folder.resolve(): folder for folder in below}
     return sorted(found.values(), key=natural), unread
 

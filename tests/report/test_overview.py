@@ -433,6 +433,8 @@ def test_thinned_curves_keep_each_parts_extrema():
 def test_a_place_without_runs_is_refused_and_an_unreadable_folder_named(runs, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=f"{tmp_path} has no run: a run's folder has one of recipe.json"):
         overview.find_runs([runs, tmp_path])
+    with pytest.raises(ValueError, match="nowhere can't be read: No such file or directory"):
+        overview.find_runs([runs, tmp_path / "nowhere"])
     scan = os.scandir
 
     def refuse(path):
