@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.gpu.ceilings import product_flops
 from benchmarks.gpu.rows import (
@@ -26,6 +25,7 @@ from benchmarks.gpu.rows import (
 from common.recipe import parse
 from common.script import load_script, recipe_class
 from common.system.paths import ROOT
+from common.telemetry import flops
 
 
 @dataclass(frozen=True)
@@ -132,9 +132,4 @@ def flops_per_image(setting: Setting, case: Case) -> float:
     """Floating-point operations of a forward and a backward pass for one image, counted on no device."""
     script = load_script(ROOT / f"{case.script}.py")
     recipe = parse(recipe_class(script), list(map(str, script_words(setting, case)[1:])))
-    with torch.device("meta"):
-        model = script.build_model(recipe, 10)
-        image = torch.zeros(2, 3, recipe.image_size, recipe.image_size)
-    with FlopCounterMode(display=False) as counter:
-        model(image).sum().backward()
-    return counter.get_total_flops() / len(image)
+    return flops.flops_per_image(lambda: script.build_model(recipe, 10), recipe.image_size)

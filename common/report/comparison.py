@@ -280,6 +280,7 @@ def _table(comparison: Comparison) -> tuple[str, list[str]]:
         ("whole time", "{:,.1f} s", facts("wall_s")),
         (f"time to accuracy {number(target, '{:.4f}')}", "{:,.1f} s", [time_to(run, target) for run in runs]),
         (f"{first.unit}/s", "{:,.0f}", facts("images_per_s")),
+        ("MFU", "{:.1f} %", facts("mfu_pct")),
         ("speed-up in training time", "{:.2f}", [factor for factor, _ in speed_ups]),
         ("efficiency", "{:.0%}", [_efficiency(first, *pair) for pair in zip(runs, speed_ups, strict=True)]),
         ("speed-up in whole time", "{:.2f}", [speed_up(first, run, "wall_s")[0] for run in runs]),

@@ -245,10 +245,19 @@ def _costs(run: RunRecord) -> str:
         "training time": number(facts.get("train_s"), "{:,.1f} s"),
         "whole time, imports, evaluations and saves included": number(facts.get("wall_s"), "{:,.1f} s"),
         "speed of the training": number(facts.get("images_per_s"), f"{{:,.0f}} {run.unit}/s"),
+        "model FLOPs": _flops(facts),
         "energy of the GPUs": number(facts.get("energy_wh"), "{:,.1f} Wh"),
         "optimizer steps": number(facts.get("steps"), "{:,}"),
     }
     return md.table(["", ""], [row for row in names.items() if row[1] != "-"])
+
+
+def _flops(facts: dict[str, Any]) -> str:
+    """`26.2 GFLOP an image, 41.0 % of 989.5 TFLOP/s (MFU)`"""
+    shown = number(facts.get("flops_per_image"), "{:,.3g} FLOP an image")
+    if "mfu_pct" not in facts or "peak_flops" not in facts:
+        return shown
+    return f"{shown}: MFU {facts['mfu_pct']:.1f} % of {facts['peak_flops'] / 1e12:,.3g} TFLOP/s"
 
 
 def _changes(run: RunRecord) -> str:

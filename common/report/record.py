@@ -31,6 +31,7 @@ RESULT: dict[str, Kind] = {
     **dict.fromkeys(("best_accuracy", "best_loss", "final_accuracy", "final_loss"), float),
     **dict.fromkeys(("test_accuracy", "test_loss"), float),
     **dict.fromkeys(("train_s", "wall_s", "images_per_s", "energy_wh"), float),
+    **dict.fromkeys(("flops_per_image", "peak_flops", "mfu_pct"), float),
     "memory_gib": [{"*": float}],
     "telemetry": [{"host": str, "throttle": list[str], "*": float}],
     **dict.fromkeys(("grad_checkpointing", "deterministic", "uploaded"), bool),

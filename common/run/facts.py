@@ -20,6 +20,7 @@ from common.system.env import processes_per_host
 from common.system.paths import ROOT
 from common.system.version import project_version
 from common.telemetry.collect import ProcessInfo
+from common.telemetry.flops import Utilisation
 from common.telemetry.memory import memory_gib
 from common.telemetry.summary import energy_wh
 
@@ -87,6 +88,7 @@ def result(
     checkpoint: int | None = None,
     val_name: str | None = None,
     tested: dict[str, Any] | None = None,
+    utilisation: Utilisation | None = None,
     memory: list[dict[str, float]] | None = None,
     telemetry: list[dict[str, Any]] | None = None,
     error: str | None = None,
@@ -98,6 +100,7 @@ def result(
     default of this one. telemetry: summaries, of a finished run alone: they take seconds to read after a day,
     for which a launcher does not wait otherwise; the run's page sums it up then. error: of a failed run.
     """
+    images_per_s = state.logged_step * batch.total / state.train_s if state.train_s else None
     memory = memory or [memory_gib(accelerator)]
     summed = {} if telemetry is None else {"telemetry": telemetry, "energy_wh": energy_wh(telemetry)}
     return {
@@ -128,7 +131,8 @@ def result(
         "bad_images": len(state.bad_images),
         "train_s": state.train_s,
         "wall_s": state.wall_now_s(),
-        "images_per_s": state.logged_step * batch.total / state.train_s if state.train_s else None,
+        "images_per_s": images_per_s,
+        **(utilisation.facts(images_per_s) if utilisation else {}),
         "peak_memory_gib": max(peak["peak"] for peak in memory),
         "memory_gib": memory,
         **summed,

@@ -34,6 +34,7 @@ class OpenRun:
     output: RunOutput | None  # of the main process
     saver: Saver
     exchange: Exchange
+    devices: list[str]  # of all processes
 
 
 def open_run(
@@ -81,7 +82,7 @@ def open_run(
         telemetry = Telemetry(processes, rank, folder, recipe.telemetry_s, lambda: state.step, steps.last)
         exchange = Exchange(recipe.timeout_s, state, telemetry, output)
         _tell_launcher(exchange, recipe, batch, state.step)
-        return OpenRun(state, saved_step, output, saver, exchange)
+        return OpenRun(state, saved_step, output, saver, exchange, about["devices"])
     except BaseException:
         if output:
             output.storage.release()

@@ -29,9 +29,11 @@ from common.run.output import RunOutput, note_early_preemption
 from common.run.predictions import Predictions
 from common.run.schedule import SaveSchedule
 from common.run.state import RunState
+from common.run.utilisation import utilisation
 from common.system.doing import doing, now
 from common.system.events import report
 from common.system.threads import Heartbeat
+from common.telemetry.flops import Utilisation
 from common.telemetry.memory import memory_gib
 from common.telemetry.profiler import STEPS, Profile
 
@@ -63,6 +65,7 @@ class Run:
         self.tested: dict[str, Any] = {}  # the last evaluation's parts of result.json, on the test split
         self.output: RunOutput | None = None  # of the main process, once the run has begun
         self.profile: Profile | None = None  # of the main process, with --profile
+        self.utilisation: Utilisation | None = None  # of the main process
         self.begun = False
 
     def begin(
@@ -89,6 +92,8 @@ class Run:
         self.meter.start_clock()
         self.schedule = SaveSchedule(self.recipe, steps.per_epoch)
         self._begin_profile(model, optimizer)
+        if self.output:
+            self.utilisation = utilisation(self.accelerator, self.recipe, len(data[1]), opened.devices)
         now.phase, now.step = "training", self.state.step
         self.begun = True
         on_failure(self._close_failed)
@@ -192,7 +197,8 @@ class Run:
             assert output
             if self.profile:
                 self.profile.wait(beat)
-            known = {"val_name": val_name, "memory": memory, "tested": self.tested}
+            known: dict[str, Any] = {"val_name": val_name, "memory": memory, "tested": self.tested}
+            known["utilisation"] = self.utilisation
             output.finish(self.state, self.predictions, exchange.telemetry, known, beat)
 
         def upload(beat: Heartbeat) -> None:
@@ -253,7 +259,10 @@ class Run:
         if not math.isfinite(loss):
             raise FloatingPointError(f"the loss is {loss} at step {step} with learning rate {lr:g}")
         if self.output:
-            values = {"train/loss": loss, "train/lr": lr, "train/images_per_s": images / spent_s}
+            values = {"train/loss": loss, "train/lr": lr}
+            if self.utilisation and (mfu_pct := self.utilisation.pct(images / spent_s)) is not None:
+                values["train/mfu_pct"] = mfu_pct
+            values["train/images_per_s"] = images / spent_s
             self.output.log.write(step, state.wall_now_s(), values, self.exchange.telemetry.means())
 
     def tell(self, doing: str) -> None:

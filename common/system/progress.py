@@ -107,6 +107,7 @@ class BarProgress(PlainProgress):
             (4, value("train/loss")),
             (6, value("val/accuracy")),
             (7, value("train/lr")),
+            (8, value("train/mfu_pct")),
             (3, "" if speed is None else _numbers({"train/images_per_s": speed}, self.unit)),
             (2, self._left()),
         ]
@@ -226,7 +227,7 @@ def _where(step: int, epoch: float, progress: PlainProgress) -> str:
 
 
 def _numbers(values: dict[str, float], unit: str) -> str:
-    forms = {"lr": "lr {:.2e}", "images_per_s": f"{{:,.0f}} {unit}/s"}
+    forms = {"lr": "lr {:.2e}", "images_per_s": f"{{:,.0f}} {unit}/s", "mfu_pct": "MFU {:.1f} %"}
     parts = []
     for name, value in values.items():
         kind, _, short = name.partition("/")

@@ -91,7 +91,7 @@ def test_a_closed_output_stops_nothing(launcher, tmp_path):
 
 RESULT = {"script": "train_vit", "strategy": "ddp", "processes": 2, "device": "CPU", "data": "digits"}
 RESULT |= {"best_accuracy": 0.9, "best_step": 20, "final_accuracy": 0.8, "val_images": 360, "train_s": 1.0}
-RESULT |= {"wall_s": 2.0, "images_per_s": 100.0, "peak_memory_gib": 1.0}
+RESULT |= {"wall_s": 2.0, "images_per_s": 100.0, "peak_memory_gib": 1.0, "val_name": "val"}
 
 
 def test_a_table_says_which_weights_to_use_and_why(tmp_path, capsys):
@@ -122,7 +122,7 @@ def test_a_table_says_which_weights_to_use_and_why(tmp_path, capsys):
 
 def weights(folder: Path, capsys) -> list[str]:
     """The rows of the last table, each in one line; the commands below it are checked."""
-    run_end.show(folder, "val")
+    run_end.show(folder)
     output = capsys.readouterr().out
     assert all(len(line) <= 80 for line in output.partition("weights:")[2].split("\u2518")[0].splitlines())
     assert f"validate.py {folder}\n" in output

@@ -40,7 +40,9 @@ def test_the_bar_on_a_terminal_of_80_and_of_120_columns(tmp_path, cache, stoppab
         assert re.search(r"[\d,]+ images/s  \d+:\d\d left$", frame), frame
         assert re.match("[\u2501\u2578\u257a]{8}", frame), f"no bar: {frame}"
         assert "\u2026" not in frame, f"cut: {frame}"
-    last = r"epoch 6/6  step 66/66  loss \S+  val accuracy \S+  lr \S+  [\d,]+ images/s  0:00 left"
+    last = (
+        r"epoch 6/6  step 66/66  loss \S+  val accuracy \S+  lr \S+  (MFU \S+ %  )?[\d,]+ images/s  0:00 left"
+    )
     assert re.search(rf"  {last}$", later[-1]), later[-1]
     assert re.sub(ESCAPES, "", child.before).splitlines()[-1].endswith(f" add {tmp_path / 'run'}")
 

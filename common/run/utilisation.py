@@ -1,0 +1,28 @@
+"""The MFU of the model that the running train script builds."""
+
+import dataclasses
+import sys
+from functools import partial
+from typing import Any
+
+from accelerate import Accelerator
+
+from common.distributed.strategy import precision
+from common.recipe import ImageRecipe, Recipe
+from common.script import AFRESH
+from common.telemetry.flops import Utilisation
+
+
+def utilisation(
+    accelerator: Accelerator, recipe: Recipe, classes: int, devices: list[str]
+) -> Utilisation | None:
+    """None for a script without images or build_model, and where the images' size changes in the training."""
+    build: Any = getattr(sys.modules["__main__"], "build_model", None)
+    sizes: Any = getattr(recipe, "train_sizes", None)
+    if build is None or sizes or not isinstance(recipe, ImageRecipe):
+        return None
+    names = {field.name for field in dataclasses.fields(recipe)} - {
+        "freeze"
+    }  # what is frozen is not computed
+    empty = dataclasses.replace(recipe, **{name: value for name, value in AFRESH.items() if name in names})
+    return Utilisation(partial(build, empty, classes), recipe.image_size, devices, precision(accelerator))

@@ -1,0 +1,156 @@
+"""Model FLOPs and their utilisation (MFU): the share of the devices' peak that the model's own operations
+take (arXiv 2204.02311, appendix B).
+
+An operation is one addition or multiplication, so that a fused one counts twice. What activation
+checkpointing computes again does not count. A GPU's peak stands in devices.yaml; a CPU's is measured, by a
+product of matrices, as no data sheet has it.
+"""
+
+import functools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from common.system.paths import shortest
+from common.system.threads import start_daemon
+
+TABLE = Path(__file__).with_name("devices.yaml")
+SIZE, REPEATS = 512, 5  # of the square product, and of its measurement: 30 ms on one core
+
+
+@dataclass(frozen=True)
+class Device:
+    """A row of devices.yaml: peaks in 10^12 FLOP/s by type, memory and links in 10^9 bytes (a second)."""
+
+    name: str
+    peaks: dict[str, float]
+    memory_gb: float
+    memory_gb_s: float
+    link: str
+    link_gb_s: float
+    source: str
+
+
+@functools.cache
+def known_devices() -> tuple[Device, ...]:
+    import yaml
+
+    rows = yaml.safe_load(TABLE.read_text())
+    return tuple(
+        Device(
+            name,
+            {kind: float(row.pop(kind)) for kind in ("fp32", "tf32", "fp16", "bf16") if kind in row},
+            **row,
+        )
+        for name, row in ((name, dict(row)) for name, row in rows.items())
+    )
+
+
+def find_device(name: str) -> Device | None:
+    """The row of the device that torch calls so; None for a device that is not in the table."""
+    found = [device for device in known_devices() if name.startswith(device.name)]
+    return max(found, key=lambda device: len(device.name), default=None)
+
+
+def flops_per_image(build: Callable[[], nn.Module], size: int) -> float:
+    """Operations of a forward and a backward pass for one image of size x size, counted on no device.
+
+    build(): the model. Under torch.device("meta") it has no weights.
+    """
+    with torch.device("meta"):
+        model, images = build(), torch.zeros(2, 3, size, size)
+    with _Counter() as counter:
+        model(images).sum().backward()
+    return counter.flops / len(images)
+
+
+class _Counter(TorchDispatchMode):
+    """Adds up the operations by torch's own formulas, in the calling thread.
+
+    torch's FlopCounterMode hooks the modules of all threads: it can't count beside a training.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        from torch.utils.flop_counter import flop_registry
+
+        kwargs = kwargs or {}
+        formula = flop_registry.get(func._overloadpacket)
+        if formula is None:
+            with self:
+                result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        result = func(*args, **kwargs)
+        if formula:
+            self.flops += formula(*args, **kwargs, out_val=result)
+        return result
+
+
+class Utilisation:
+    """MFU of a training. The model's operations are counted in a thread beside the first steps.
+
+    build(): as flops_per_image has it. devices: of all processes, as torch names them.
+    """
+
+    def __init__(self, build: Callable[[], nn.Module], size: int, devices: Sequence[str], precision: str):
+        known = {name: peak_flops(name, precision) for name in dict.fromkeys(devices)}
+        self.unknown = [name for name, peak in known.items() if peak is None]
+        self.peak = sum(known[name] or 0.0 for name in devices)
+        self.counting = start_daemon(lambda: flops_per_image(build, size))
+
+    def pct(self, images_per_s: float) -> float | None:
+        """The share of the peak; None while the model is counted, and where a device's peak is not known."""
+        if self.unknown or not self.counting.done() or self.counting.exception():
+            return None
+        return 100 * images_per_s * self.counting.result() / self.peak
+
+    def facts(self, images_per_s: float | None) -> dict[str, float | None]:
+        """The parts of result.json; waits for the count."""
+        if error := self.counting.exception():
+            print(f"the model's operations can't be counted: {type(error).__name__}: {error}", flush=True)
+            return {}
+        if self.unknown:
+            print(f"no MFU: {', '.join(self.unknown)} is not in {shortest(TABLE)}, or not in this precision")
+        return {
+            "flops_per_image": self.counting.result(),
+            "peak_flops": None if self.unknown else self.peak,
+            "mfu_pct": self.pct(images_per_s or 0.0),
+        }
+
+
+def peak_flops(name: str, precision: str) -> float | None:
+    """Operations a second of a device at its best; None where the table does not have it.
+
+    name: as torch has it; "CPU..." is measured here, by the threads of this process. precision: of
+    --mixed_precision.
+    """
+    if name.startswith("CPU"):
+        return measured_flops({"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32))
+    device = find_device(name)
+    kind = precision if precision != "no" else "tf32" if uses_tf32() else "fp32"
+    # A device without units for TF32 computes it as fp32.
+    peaks = {} if device is None else {"tf32": device.peaks["fp32"]} | device.peaks
+    return 1e12 * peaks[kind] if kind in peaks else None
+
+
+def uses_tf32() -> bool:
+    return torch.backends.cuda.matmul.allow_tf32
+
+
+def measured_flops(kind: torch.dtype) -> float:
+    """Operations a second of a square product of matrices on this process's threads: the fastest of some."""
+    a, fastest_s = torch.ones(SIZE, SIZE, dtype=kind), float("inf")
+    for _ in range(REPEATS + 1):  # the first one may set things up
+        began = time.perf_counter()
+        torch.mm(a, a)
+        fastest_s = min(fastest_s, time.perf_counter() - began)
+    return 2 * SIZE**3 / fastest_s
