@@ -54,7 +54,7 @@ COLUMNS: tuple[tuple[str, str, int | None], ...] = (
     ("final_loss", "final loss", 4),
     ("wall_s", "time, s", 0),
     ("images_per_s", "images/s", 0),
-    ("mfu", "MFU", 3),
+    ("mfu_pct", "MFU, %", 1),
     ("memory_gib", "memory of a process, GiB", 2),
     ("utilisation_pct", "utilisation, %", 0),
     ("energy_wh", "energy of the GPUs, Wh", 1),

@@ -20,6 +20,12 @@ from common.report import overview
 from tests.support.browser import Browser, chromium
 
 HOSTILE = "</script><script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'><!--&amp;"
+MEASURED = {
+    "mfu_pct": 41.25,
+    "test_accuracy": 0.65,
+    "memory_gib": [{"peak": 3.5}, {"peak": 2.0}],
+    "energy_wh": 9.5,
+}
 PEAK = 0.98765  # of the accuracy of run `a/ddp`, in one line of many
 CLASSES = ["cat", HOSTILE, "d\u202eog"]
 needs_chromium = pytest.mark.skipif(
@@ -69,7 +75,12 @@ def runs(tmp_path_factory) -> Path:
     write_picture(ddp / "plots/confusion.png")
     write_picture(ddp / "plots/curves.png")
     write_run(
-        folder / "a" / "single", strategy="single", recipe={"lr": 0.2}, best_accuracy=0.9, began_s=1.6e9
+        folder / "a" / "single",
+        strategy="single",
+        recipe={"lr": 0.2},
+        best_accuracy=0.9,
+        began_s=1.6e9,
+        **MEASURED,
     )
     write_run(
         folder / "b" / HOSTILE.replace("/", "\\"),
@@ -211,6 +222,11 @@ def test_runs_are_sorted_by_the_keyboard(opened):
     opened.press(" ")
     assert column(opened, "best accuracy")[0] == "0.5000"
     assert opened.run("document.activeElement.parentElement.ariaSort") == "ascending"
+    assert [column(opened, name)[-2:] for name in ("MFU, %", "test accuracy")] == [
+        ["", "41.3"],
+        ["", "0.6500"],
+    ]
+    assert column(opened, "memory of a process, GiB")[-1] == "3.50"
     opened.run("document.querySelector('th[data-key=price] button').focus()")
     for _ in range(2):
         opened.press("Enter")
