@@ -153,6 +153,7 @@ def page(run: RunRecord, stem: str, pictures: list[str]) -> str:
         _costs(run),
         shown.get("confusion_training.png", ""),
         *(_validation(name, report, shown) for name, report in run.reports.items() if report),
+        _verified(run),
         "## Memory and utilisation",
         _memory(run),
         _hosts(run),
@@ -334,6 +335,31 @@ def _classes(report: dict[str, Any]) -> str:
         for i in order
     ]
     return md.folded(summary, md.table(["class", *names], rows))
+
+
+def _verified(run: RunRecord) -> str:
+    """A table of the replays by verify.py, and what they found."""
+    if not run.stamps:
+        return ""
+    rows, found = [], []
+    for stamp in run.stamps:
+        findings = stamp.get("findings", [])
+        rows.append(
+            (
+                md.text(stamp.get("date", "-")),
+                md.text(f"{stamp.get('config', '-')} on {stamp.get('device', '-')}"),
+                f"{stamp.get('steps', 0):,} of {stamp.get('of_steps', 0):,}",
+                md.text(", ".join(stamp.get("intervals", []))),
+                number(stamp.get("loss_difference"), "{:.1e}"),
+                number(stamp.get("bound"), "{:g}"),
+                f"**{plural(len(findings), 'difference')}**" if findings else "none",
+                md.text(stamp.get("commit") or "-"),
+            )
+        )
+        found += [f"- {md.text(stamp.get('date', '-'))}: {md.text(finding)}" for finding in findings]
+    head = ["date", "replayed by", "steps", "intervals", "largest difference of the loss", "bound"]
+    table = md.table([*head, "what differs", "commit"], rows)
+    return "\n\n".join(["### verify.py: replayed steps", table, "\n".join(found)]).rstrip()
 
 
 def _memory(run: RunRecord) -> str:

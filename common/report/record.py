@@ -65,6 +65,17 @@ PROFILE: dict[str, Kind] = {
     "operators": [{"name": str, "calls": int, "self_s": float}],
 }
 PARTS = ("recipe.json", "result.json", "metrics.jsonl", "checkpoints")  # a run's folder has one of them
+VERIFIED = "verified.json"  # by verify.py
+STAMPS: dict[str, Kind] = {
+    "stamps": [
+        {
+            **dict.fromkeys(("date", "commit", "device", "config", "mixed_precision"), str),
+            **dict.fromkeys(("steps", "of_steps"), int),
+            **dict.fromkeys(("intervals", "findings"), list[str]),
+            **dict.fromkeys(("loss_difference", "bound"), float),
+        }
+    ]
+}
 UNFINISHED = "killed or still running"  # the status of a run without a result
 
 
@@ -97,6 +108,8 @@ class RunRecord:
         shows_classes = self.facts["status"] == "finished" and "best_accuracy" in self.facts
         has_confusion = shows_classes or (folder / "confusion.json").exists()
         self.confusion = self._matrix("confusion.json", CONFUSION) if has_confusion else {}
+        stamps = self._read(VERIFIED, STAMPS) if (folder / VERIFIED).exists() else {}
+        self.stamps: list[dict[str, Any]] = stamps.get("stamps", [])
         has_profile = (folder / FOLDER / SUMMARY).exists()
         self.profile = self._read(f"{FOLDER}/{SUMMARY}", PROFILE) if has_profile else {}
         self.reports = {

@@ -49,7 +49,7 @@ PRACTICE = [command for command in PRACTICE if command not in DRILLS]
 AFTERWARDS = [
     command
     for command in IN_BLOCKS
-    if re.search(r"(validate|find_batch_size|logbook|export|predict)\.py", command)
+    if re.search(r"(validate|verify|find_batch_size|logbook|export|predict)\.py", command)
 ]
 PHOTOGRAPHS = [command for command in IN_BLOCKS if re.match("python .*photographs", command)]
 OTHERS = [*CONTINUED, *PRACTICE, *DRILLS, *AFTERWARDS, *PHOTOGRAPHS]
@@ -229,7 +229,7 @@ def test_no_command_is_left_out():
         "make": r"make (train|test|test-all)\b",  # test_make_train; the others are this run of the tests
         "another torch": r"PIP_EXTRA_INDEX_URL=\S+ make setup TORCH=2\.11\b",  # downloads gigabytes: by hand
         "experiments": r"make (experiment_vit|experiment_speedup|tensorboard)\b",  # test_logbook.py
-        "afterwards": r".*\b(validate|find_batch_size|logbook|export|predict)\.py ",  # test_make_train
+        "afterwards": r".*\b(validate|verify|find_batch_size|logbook|export|predict)\.py ",  # test_make_train
         "accelerate config": r"accelerate config$|accelerate launch train_cnn_a.py$",
         "benchmark": r"python -m benchmarks\.(tutorial_speed |checkpoint_saves$)",  # test_benchmark*
         "tests": r"python -m pytest tests/[\w/]+\.py$",
@@ -317,7 +317,7 @@ def test_make_train(project, cache):
         is_of_this = str(folder.relative_to(project)) in command or command == "python logbook.py html"
         if is_of_this and "compare" not in command:
             run(
-                [*shlex.split(command), *(cache if re.search("validate|export", command) else [])],
+                [*shlex.split(command), *(cache if re.search("validate|verify|export", command) else [])],
                 cwd=project,
             )
     assert (project / "runs" / "logbook" / "train_cnn_a" / "single" / "128_10_1_1.md").exists()
