@@ -72,6 +72,12 @@ class Job:
         "unset: the launcher's; else bf16 where the device has it natively",
         choices=("no", "bf16", "fp16"),
     )
+    grad_compression: str = flag(
+        "no",
+        "of DDP: the type in which the processes exchange gradients; bf16 halves the bytes on the network,"
+        " and rounds",
+        choices=("no", "bf16"),
+    )
     compile: str | None = setting(
         None,
         "torch.compile, in this mode: slow first steps, then faster ones; unset: the launcher's",

@@ -11,6 +11,7 @@ import torch
 from accelerate import Accelerator, DeepSpeedPlugin, DistributedDataParallelKwargs
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import (
+    DDPCommunicationHookType,
     DistributedType,
     GradientAccumulationPlugin,
     InitProcessGroupKwargs,
@@ -39,6 +40,7 @@ from common.distributed.precision import (
     autocast_forward,
     cast_inputs,
     chosen_precision,
+    compressed,
     settle_precision,
 )
 from common.distributed.preemption import ready, watch
@@ -88,12 +90,16 @@ def start(job: Job, clip_norm: float = 0.0) -> tuple[Accelerator, Batch]:
         kwargs_handlers=[
             InitProcessGroupKwargs(timeout=timedelta(seconds=job.timeout_s)),
             # Buckets are the gradients themselves: no copy, a gradient's memory saved.
-            DistributedDataParallelKwargs(gradient_as_bucket_view=True),
+            DistributedDataParallelKwargs(
+                gradient_as_bucket_view=True, comm_hook=DDPCommunicationHookType(job.grad_compression)
+            ),
         ],
     )
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         _fill_deepspeed_config(accelerator.state.deepspeed_plugin.deepspeed_config, batch, clip_norm)
     accelerator.precision = settle_precision(accelerator, kind, is_engines=engines_precision == kind)
+    if job.grad_compression != "no":
+        accelerator.precision = compressed(accelerator.precision, job.grad_compression, strategy(accelerator))
     accelerator.compilation = compilation
     accelerator.grad_checkpointing = job.grad_checkpointing
     if accelerator.distributed_type == DistributedType.FSDP:

@@ -5,6 +5,7 @@ in half precision. Two settings differ: fp16 under ZeRO, because DeepSpeed scale
 alone, and bf16 that a DeepSpeed JSON enables. There weights and activations are all in half precision.
 """
 
+import dataclasses
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -48,6 +49,16 @@ def settle_precision(accelerator: Accelerator, kind: str, is_engines: bool) -> P
             # True leaves out a step whose gradients are not finite, in silence, and waits for the device.
             config["bf16"].setdefault("check_grad_overflow", False)
     return Precision(kind, half_precision, reduction)
+
+
+def compressed(precision: Precision, kind: str, strategy: str) -> Precision:
+    """With gradients that are exchanged in `kind`, which DDP's hook does. ValueError for other strategies.
+
+    One process exchanges none: an elastic job may come down to it.
+    """
+    if strategy not in ("single", "ddp"):
+        raise ValueError(f"--grad_compression {kind} is for DDP, and this is {strategy}: choose no")
+    return dataclasses.replace(precision, gradient_reduction=kind if strategy == "ddp" else "fp32")
 
 
 def autocast_forward(accelerator: Accelerator, model: nn.Module) -> None:

@@ -1,0 +1,58 @@
+"""--grad_compression: DDP exchanges gradients in bf16. With accumulation they are exchanged once a step."""
+
+import gzip
+import json
+
+import pytest
+
+from common.telemetry.trace import FOLDER, TRACE
+from tests.conftest import CNN, STRATEGIES, Job, full, metrics, result, run
+
+FLAGS = [
+    "--data",
+    "digits",
+    "--batch_size",
+    "96",
+    "--max_steps",
+    "12",
+    "--log_every",
+    "1",
+    "--trackers",
+    "none",
+]
+FLAGS += ["--mixed_precision", "no", "--telemetry_s", "0", "--profile", "8"]
+
+
+def trained(folder, cache, *flags):
+    run([*STRATEGIES["ddp"], *CNN, *FLAGS, *flags, *cache, "--output_dir", folder])
+    trace = json.loads(gzip.decompress((folder / FOLDER / TRACE).read_bytes()))["traceEvents"]
+    losses = [line["train/loss"] for line in metrics(folder) if "train/loss" in line]
+    return losses, [event["args"] for event in trace if event["name"] == "gloo:all_reduce"]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory, cache):
+    return trained(tmp_path_factory.mktemp("plain") / "run", cache)
+
+
+def test_gradients_in_bf16_round(plain, cache, tmp_path):
+    """The first step has the same loss, as it knows no gradient; from then on it differs by rounding."""
+    losses, _ = trained(tmp_path / "run", cache, "--grad_compression", "bf16")
+    assert losses[0] == plain[0][0]
+    assert losses[1:] != plain[0][1:]
+    assert losses == pytest.approx(plain[0], abs=0.02)
+    assert result(tmp_path / "run")["gradient_reduction"] == "bf16"
+
+
+def test_accumulation_exchanges_no_gradients_in_between(plain, cache, tmp_path):
+    """Three profiled steps with 4 accumulations have as many exchanges as with one."""
+    _, exchanges = trained(tmp_path / "run", cache, "--per_device_batch_size", "12")
+    assert len(exchanges) == len(plain[1]) > 0
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", *map(full, ("zero1", "zero2", "zero3"))])
+def test_other_strategies_refuse_it(strategy, cache, tmp_path):
+    words = [*STRATEGIES[strategy], *CNN, *FLAGS, "--grad_compression", "bf16", *cache]
+    status, output = Job([*words, "--output_dir", tmp_path / "run"]).wait()
+    assert status > 0
+    assert f"--grad_compression bf16 is for DDP, and this is {strategy}: choose no" in output
