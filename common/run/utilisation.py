@@ -1,5 +1,6 @@
 """The MFU of the model that the running train script builds."""
 
+import copy
 import dataclasses
 import sys
 from functools import partial
@@ -21,8 +22,7 @@ def utilisation(
     sizes: Any = getattr(recipe, "train_sizes", None)
     if build is None or sizes or not isinstance(recipe, ImageRecipe):
         return None
-    names = {field.name for field in dataclasses.fields(recipe)} - {
-        "freeze"
-    }  # what is frozen is not computed
-    empty = dataclasses.replace(recipe, **{name: value for name, value in AFRESH.items() if name in names})
+    empty = copy.copy(recipe)  # not replace(), which would check it: --freeze needs weights, and stays
+    for name in {field.name for field in dataclasses.fields(recipe)} & (AFRESH.keys() - {"freeze"}):
+        object.__setattr__(empty, name, AFRESH[name])
     return Utilisation(partial(build, empty, classes), recipe.image_size, devices, precision(accelerator))

@@ -80,6 +80,12 @@ def test_only_the_head_of_a_frozen_model_is_trained(alone, weights):
     assert_only_the_head_was_trained(alone("frozen"), load_file(weights))
 
 
+def test_a_frozen_model_costs_less_than_a_trained_one(alone):
+    """The backward pass is that of the head alone: MFU counts no other."""
+    frozen, trained = (result(alone(kind))["flops_per_image"] for kind in ("frozen", "layers"))
+    assert 0.3 * trained < frozen < 0.4 * trained
+
+
 def test_a_frozen_model_is_validated_without_the_weights_it_began_with(alone, tmp_path, cache):
     words = [*python(), "validate.py", alone("frozen"), *cache, "--mixed_precision", "no"]
     run([*words, "--output_dir", tmp_path])
