@@ -10,15 +10,20 @@
 #   S3_PREFIX=       s3://bucket/prefix: the checkpoints of each run go below it
 #   FOLDER=          of the runs; runs/experiment_<name>/<size> by default
 #   LOGBOOK=         the folder of the pages; that of logbook.py by default
+#   SEEDS=1          runs of each training, one after another, with the seeds 0, 1, ...
 #   DRY_RUN=         1: show the commands, and end
 #   PYTHON=python
 
 SIZE=${SIZE:-rehearsal} DATA=${DATA:-cifar10} HOSTFILE=${HOSTFILE:-hostfile} PYTHON=${PYTHON:-python}
-S3_PREFIX=${S3_PREFIX:-} LOGBOOK=${LOGBOOK:-} DRY_RUN=${DRY_RUN:-}
+S3_PREFIX=${S3_PREFIX:-} LOGBOOK=${LOGBOOK:-} DRY_RUN=${DRY_RUN:-} SEEDS=${SEEDS:-1}
 NAME=experiment_$(basename "$0" .sh)
 FOLDER=${FOLDER:-runs/$NAME/$SIZE}
 RUNS=()
 
+[[ $SEEDS =~ ^[1-9][0-9]*$ ]] || {
+    echo "error: SEEDS=$SEEDS: a number of runs" >&2
+    exit 2
+}
 case $SIZE in
 rehearsal)
     echo "a rehearsal: small, and on the CPUs of this machine alone"
@@ -60,8 +65,17 @@ is_done() {
     [[ $1 != */result.json ]] || { grep -q '"status": "finished"' "$1" && ! grep -q '"uploaded": false' "$1"; }
 }
 
-# train NAME CONFIG SCRIPT FLAGS...: a run in FOLDER/NAME, by launch.py for a config of several hosts.
+# train NAME CONFIG SCRIPT FLAGS...: a run in FOLDER/NAME, by launch.py for a config of several hosts; further
+# seeds in FOLDER/NAME_seed1, ...
 train() {
+    local name=$1 seed
+    train_once "$@"
+    for ((seed = 1; seed < SEEDS; seed++)); do
+        train_once "${name}_seed$seed" "${@:2}" "--seed=$seed"
+    done
+}
+
+train_once() {
     local name=$1 config=$2 launcher=(-m accelerate.commands.launch)
     shift 2
     [ -z "$(hosts_of "$config")" ] || launcher=(launch.py)

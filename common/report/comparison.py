@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from common.report import markdown as md
+from common.report import seeds
 from common.report.page import as_flag, time_unit
 from common.report.plots import Panel, panels
 from common.report.record import RunRecord, early_precision
@@ -84,6 +85,12 @@ class Comparison:
         names = [", ".join(own) or one for own, one in zip(parts, where, strict=True)]
         seen = [names[:i].count(name) + 1 for i, name in enumerate(names)]
         return [name if k == 1 else f"{name} ({k})" for name, k in zip(names, seen, strict=True)]
+
+    @cached_property
+    def groups(self) -> list[seeds.Group]:
+        """The runs by everything but the seed; [] where no recipe was run with several seeds."""
+        found = seeds.group(self.runs, self.names)
+        return found if any(len(group.values) > 1 for group in found) else []
 
     @property
     def target(self) -> float | None:
@@ -209,6 +216,10 @@ def conditions(run: RunRecord) -> dict[str, str]:
 
 
 def draw(comparison: Comparison, file: Path) -> None:
+    """Draws accuracy, loss, speed and time of each run; of several seeds their means."""
+    if comparison.groups:
+        _draw_groups(comparison, file)
+        return
     runs, names = comparison.runs, comparison.names
     unit, unit_s = time_unit(max((line["wall_s"] for run in runs for line in run.metrics), default=0))
     accuracy, loss = Panel(f"time, {unit}", "accuracy"), Panel("step", "train/loss")
@@ -229,6 +240,29 @@ def draw(comparison: Comparison, file: Path) -> None:
     panels(file, [[accuracy, loss], [speed, whole]], f"{model(runs[0])} on {data(runs[0])}")
 
 
+def _draw_groups(comparison: Comparison, file: Path) -> None:
+    first = comparison.runs[0]
+    accuracy, loss = Panel("step", "accuracy, mean over seeds"), Panel("step", "train/loss, mean over seeds")
+    names = [f"{group.name} ({plural(len(group.runs), 'run')})" for group in comparison.groups]
+    for name, group in zip(names, comparison.groups, strict=True):
+        for panel, key in ((accuracy, "val/accuracy"), (loss, "train/loss")):
+            lines = [{line["step"]: line[key] for line in run.metrics if key in line} for run in group.runs]
+            steps = sorted(set.intersection(*map(set, lines)))
+            if steps:
+                means = [sum(run[step] for run in lines) / len(lines) for step in steps]
+                panel.curves[name] = (steps, means)
+    bars = [
+        Panel(label, "", bars=_known(names, [_mean(group, fact) for group in comparison.groups]))
+        for label, fact in ((f"{first.unit}/s", "images_per_s"), ("whole time, s", "wall_s"))
+    ]
+    panels(file, [[accuracy, loss], bars], f"{model(first)} on {data(first)}")
+
+
+def _mean(group: seeds.Group, fact: str) -> float | None:
+    values = [run.facts[fact] for run in group.runs if fact in run.facts]
+    return sum(values) / len(values) if values else None
+
+
 def _known(names: list[str], values: list[float | None]) -> dict[str, float]:
     return {name: value for name, value in zip(names, values, strict=True) if value is not None}
 
@@ -241,11 +275,13 @@ def page(comparison: Comparison, picture: str, pages: list[str | None]) -> str:
         for name, run, link in zip(comparison.names, runs, pages, strict=True)
     )
     table, notes = _table(comparison)
+    over_seeds = comparison.groups
     parts = [
         f"# {md.text(title(comparison))}",
         claims,
         REHEARSAL if any(run.is_rehearsal for run in runs) else "",
-        table,
+        seeds.section(over_seeds) if over_seeds else "",
+        md.folded("Each run", table) if over_seeds else table,
         "\n".join(f"- {note}" for note in notes),
         md.picture(f"accuracy, loss, {runs[0].unit}/s and time", picture),
         "## Also different",
