@@ -336,6 +336,7 @@ def _table(comparison: Comparison) -> tuple[str, list[str]]:
             "{:,.2f}",
             [_cost(run, price) for run in runs],
         ),
+        ("cost of a point of accuracy", "{:,.4f}", [_cost_of_a_point(run, price) for run in runs]),
         (
             "largest batch found, images a process",
             "{:,}",
@@ -366,6 +367,12 @@ def _cost(run: RunRecord, price_per_hour: float | None) -> float | None:
     if price_per_hour is None or not {"wall_s", "hosts"} <= run.facts.keys():
         return None
     return run.facts["wall_s"] / 3600 * run.facts["hosts"] * price_per_hour
+
+
+def _cost_of_a_point(run: RunRecord, price_per_hour: float | None) -> float | None:
+    """The price of the run for each percent of its accuracy: on the test split, or the final one."""
+    cost, accuracy = _cost(run, price_per_hour), seeds.headline(run)
+    return cost / (100 * accuracy) if cost is not None and accuracy else None
 
 
 def _largest(run: RunRecord, searches: tuple[dict[str, Any], ...]) -> int | None:

@@ -419,6 +419,8 @@ def test_a_comparison_says_what_the_results_say(one, two, book, tmp_path):
     assert table["speed-up in whole time"] == ["1.00", f"{a['wall_s'] / b['wall_s']:.2f}"]
     assert table["images/s"] == [f"{a['images_per_s']:,.0f}", f"{b['images_per_s']:,.0f}"]
     assert table["cost at 7.20 an hour and host"] == [f"{run['wall_s'] * 0.002:.2f}" for run in (a, b)]
+    costs = [run["wall_s"] * 0.002 / (100 * run["final_accuracy"]) for run in (a, b)]
+    assert table["cost of a point of accuracy"] == [f"{cost:.4f}" for cost in costs]
     best = [run["best_accuracy"] for run in (a, b)]
     assert f"time to accuracy {min(best):.4f}" in table
     different = rows(text.partition("## Also different")[2])
