@@ -100,7 +100,9 @@ def test_an_optimizer_resumes_and_trains_as_on_one_process_or_is_refused(strateg
         ours, theirs = (tensors(latest_of(folder / case / "straight")) for folder in (tmp_path, single))
         assert ours.keys() >= theirs.keys()  # ZeRO has zeros for a parameter that never had a gradient
         for name, tensor in theirs.items():
-            torch.testing.assert_close(ours[name], tensor, atol=1e-5, rtol=0, msg=f"{case} {name}")
+            # timm's Muon makes a gradient orthogonal in bf16, where a last bit is 2^-8.
+            atol = 1e-4 if case == "muon_mixed" else 1e-5
+            torch.testing.assert_close(ours[name], tensor, atol=atol, rtol=0, msg=f"{case} {name}")
 
 
 def test_the_files_have_all_state(single):

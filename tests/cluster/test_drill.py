@@ -24,7 +24,7 @@ WITHOUT_TIMEOUT = "    job = __import__('dataclasses').replace(job, timeout_s=99
 FILL = 'return send(f"{parameter}/{name}", shape, dtype)'
 MUTANTS = {
     "kill-rank": [("common/checkpoint/optimizer_state.py", FILL, FILL.replace("send", "0 * send"))],
-    "kill-agent": [("common/distributed/preemption.py", "if launched():", "if False:")],
+    "kill-agent": [("common/system/processes.py", "SIG, signal.SIGTERM", "SIG, signal.SIGKILL")],
     "cut-cable": [
         ("common/hosts/elastic.py", "if h.name not in self.away and not self._leaves(h)]", "]"),
         ("common/hosts/elastic.py", "SETTLE_S if self.began else CONNECT_S", "9999"),
