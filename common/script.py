@@ -158,13 +158,13 @@ def main() -> None:
     size = {
         "parameters": sum(p.numel() for p in model.parameters()),
         "data": recipe.data,
-        "images": _training_images(recipe.data),
+        "images": training_images(recipe.data),
         "batch_size": recipe.batch_size,
     }
     print(json.dumps(size))
 
 
-def _training_images(data: str) -> int | None:
+def training_images(data: str) -> int | None:
     """The number of training images, where it is seen at once."""
     folder = Path(data)
     if tables := sorted(folder.rglob("train-*.parquet")):

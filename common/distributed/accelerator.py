@@ -78,6 +78,43 @@ def start(job: Job, clip_norm: float = 0.0) -> tuple[Accelerator, Batch]:
     record_collectives()
     set_group_timeout(job.timeout_s)
     join_agents_store(job.timeout_s)
+    accelerator = make_accelerator(job, batch, deepspeed, clip_norm)
+    accelerator.compilation = compilation
+    if compilation and strategy(accelerator) == "zero3":
+        raise ValueError(
+            f"--compile {compilation} (dynamo_backend): ZeRO-3 gathers parameters inside of each block, which"
+            " does not compile; choose --compile no, ZeRO-2 or FSDP"
+        )
+    if accelerator.device.type == "cpu":
+        use_all_cores()
+        keep_freed_memory()
+    blocks = {"compile": str(compilation), "grad_checkpointing": accelerator.grad_checkpointing}
+    blocks |= vars(accelerator.precision)
+    code = {"script and common/": _code_hash(), **versions()}
+    agree(accelerator, {**code, "recipe": recipe_part(job), **blocks, "deterministic": job.deterministic})
+    if rehearsal:
+        accelerator.print(f"rehearsal on CPU: {batch.processes} gloo processes stand for as many GPUs")
+    for remark in (*remarks, replacement_problem()):
+        if remark:
+            accelerator.print(remark)
+    extras = f", compiled ({compilation})" if compilation else ""
+    extras += ", weights too" if accelerator.precision.half_precision == "weights" else ""
+    extras += ", activation checkpointing" if accelerator.grad_checkpointing else ""
+    extras += ", deterministic" if job.deterministic else ""
+    accelerator.print(f"{strategy(accelerator)}, {batch}, mixed precision {precision(accelerator)}{extras}")
+    ready()
+    watch_peers(accelerator)
+    watch_hangs(accelerator, job.timeout_s)
+    return accelerator, batch
+
+
+def make_accelerator(
+    job: Job, batch: Batch, deepspeed: dict[str, Any] | None, clip_norm: float
+) -> Accelerator:
+    """The Accelerator that the launcher's environment and the job ask for, without compilation.
+
+    deepspeed: the DeepSpeed JSON, where there is one, as check_answers gives it.
+    """
     engines_precision = enabled_precision(deepspeed)
     kind = chosen_precision(job.mixed_precision or engines_precision)
     accelerator = Accelerator(
@@ -100,41 +137,17 @@ def start(job: Job, clip_norm: float = 0.0) -> tuple[Accelerator, Batch]:
     accelerator.precision = settle_precision(accelerator, kind, is_engines=engines_precision == kind)
     if job.grad_compression != "no":
         accelerator.precision = compressed(accelerator.precision, job.grad_compression, strategy(accelerator))
-    accelerator.compilation = compilation
+    accelerator.compilation = None
     accelerator.grad_checkpointing = job.grad_checkpointing
     if accelerator.distributed_type == DistributedType.FSDP:
         plugin = accelerator.state.fsdp_plugin
         accelerator.grad_checkpointing |= bool(plugin.activation_checkpointing)
         plugin.activation_checkpointing = False  # prepare() does it
-    if compilation and strategy(accelerator) == "zero3":
-        raise ValueError(
-            f"--compile {compilation} (dynamo_backend): ZeRO-3 gathers parameters inside of each block, which"
-            " does not compile; choose --compile no, ZeRO-2 or FSDP"
-        )
-    if accelerator.device.type == "cpu":
-        use_all_cores()
-        keep_freed_memory()
-        if kind == "fp16" and accelerator.distributed_type != DistributedType.DEEPSPEED:
-            # As Accelerate does on a GPU; on a CPU it would compute in fp32 without a word.
-            accelerator.native_amp, accelerator.scaler = True, torch.amp.GradScaler("cpu")
-    blocks = {"compile": str(compilation), "grad_checkpointing": accelerator.grad_checkpointing}
-    blocks |= vars(accelerator.precision)
-    code = {"script and common/": _code_hash(), **versions()}
-    agree(accelerator, {**code, "recipe": recipe_part(job), **blocks, "deterministic": job.deterministic})
-    if rehearsal:
-        accelerator.print(f"rehearsal on CPU: {batch.processes} gloo processes stand for as many GPUs")
-    for remark in (*remarks, replacement_problem()):
-        if remark:
-            accelerator.print(remark)
-    extras = f", compiled ({compilation})" if compilation else ""
-    extras += ", weights too" if accelerator.precision.half_precision == "weights" else ""
-    extras += ", activation checkpointing" if accelerator.grad_checkpointing else ""
-    extras += ", deterministic" if job.deterministic else ""
-    accelerator.print(f"{strategy(accelerator)}, {batch}, mixed precision {precision(accelerator)}{extras}")
-    ready()
-    watch_peers(accelerator)
-    watch_hangs(accelerator, job.timeout_s)
-    return accelerator, batch
+    is_cpu = accelerator.device.type == "cpu"
+    if is_cpu and kind == "fp16" and accelerator.distributed_type != DistributedType.DEEPSPEED:
+        # As Accelerate does on a GPU; on a CPU it would compute in fp32 without a word.
+        accelerator.native_amp, accelerator.scaler = True, torch.amp.GradScaler("cpu")
+    return accelerator
 
 
 def prepare(
@@ -146,6 +159,13 @@ def prepare(
     and checkpointed, where that is asked for. BatchNorm gets running statistics as common.batch_norm says.
     """
     share_initial_weights(accelerator, model)
+    return wrap(accelerator, model, optimizer)
+
+
+def wrap(
+    accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[nn.Module, AcceleratedOptimizer]:
+    """prepare() without the exchange of initial weights."""
     check_wrapped_classes(model)
     if strategy(accelerator) in ("single", "ddp"):  # FSDP and ZeRO lay parameters out flat
         model = model.to(memory_format=torch.channels_last)
