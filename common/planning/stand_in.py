@@ -83,7 +83,8 @@ def _launchers_environment(config_file: Path, processes: int, hosts: int) -> dic
     else:
         return {}
     ours = {name: value for name, value in env.items() if os.environ.get(name) != value}
-    own = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes // hosts}
+    own: dict[str, object] = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}  # nobody connects
+    own |= {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes // hosts}
     return ours | {name: str(value) for name, value in own.items()}
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.conftest import ROOT
 
-COMMANDS = ("launch.py", "doctor.py", "find_batch_size.py", "logbook.py", "prep_imagenet.py")
+COMMANDS = ("launch.py", "doctor.py", "find_batch_size.py", "logbook.py", "plan.py", "prep_imagenet.py")
 HEAVY = {
     "torch",
     "accelerate",
