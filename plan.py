@@ -89,7 +89,7 @@ def main() -> int:
             print(lines[-1], flush=True)
     print(plan.recommendation(lines))
     if flags.output:
-        write_json(flags.output, {"about": plan.about, "lines": [asdict(line) for line in lines]})
+        write_json(flags.output, plan.facts | {"lines": [asdict(line) for line in lines]})
         print(flags.output)
     return 0
 
@@ -155,6 +155,22 @@ class Planning:
             f"{cluster.hosts} x {cluster.gpus} {device.name}, {device.memory_gb / 1.073741824:.0f} GiB each"
         )
         return f"{shown}, batch {self.recipe.batch_size}, mixed precision {self.precision}"
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What was planned: the script, the recipe's size and the cluster."""
+        return {
+            "about": self.about,
+            "script": Path(self.flags.script[0]).stem,
+            "flags": self.flags.script[1:],
+            "batch_size": self.recipe.batch_size,
+            "epochs": self.recipe.epochs,
+            "mixed_precision": self.precision,
+            "hosts": self.cluster.hosts,
+            "gpus": self.cluster.gpus,
+            "gpu": self.cluster.device.name,
+            "price_per_hour": self.flags.price_per_hour,
+        }
 
     def _trace(self, strategy: str, size: int) -> "Trace":
         """Traces a micro-batch of `size` images, and one twice as large, in a process of its own."""
