@@ -34,7 +34,6 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 
-from common.checkpoint.format import sha256_of
 from common.checkpoint.weights import TrainedModel, find, load_everywhere, open_script
 from common.data.images import Images, load
 from common.data.splits import Split
@@ -48,7 +47,7 @@ from common.evaluation import counted, evaluated_ids, predictions
 from common.recipe import Batch, ImageRecipe, Job, parse, recipe_part, setting
 from common.script import normalisation
 from common.system.env import world_size
-from common.system.files import write_text
+from common.system.files import sha256_of, write_text
 from common.system.paths import ROOT
 from common.system.threads import Heartbeat
 

@@ -27,7 +27,7 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor
 
-from common.system.files import discard, parse_json, sync, write_json
+from common.system.files import discard, parse_json, sha256_of, sync, write_json
 from common.system.paths import shortest
 from common.system.schema import fits
 
@@ -40,7 +40,7 @@ MODEL_FILE, OPTIMIZER_FILE, EMA_FILE, STATE_FILE, MANIFEST_FILE = (
     "manifest.json",
 )
 INDEX_FILE = "index.json"
-CHUNK_BYTES = 16 * 2**20  # written, read and hashed at once
+CHUNK_BYTES = 16 * 2**20  # written and hashed at once
 JSON_LIMIT_BYTES = 16 * 2**20  # of a manifest: 22,000 class names are 1.2 MB
 _DTYPES = {
     torch.float64: "F64",
@@ -338,15 +338,6 @@ def newest(
             " another --output_dir to start afresh"
         )
     return None
-
-
-def sha256_of(path: Path, beat: Callable[[], None] = lambda: None) -> str:
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while chunk := file.read(CHUNK_BYTES):
-            digest.update(chunk)
-            beat()
-    return digest.hexdigest()
 
 
 def _read_small(path: Path) -> bytes:

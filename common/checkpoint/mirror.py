@@ -21,13 +21,12 @@ from common.checkpoint.format import (
     MANIFEST_FILE,
     Damaged,
     check_manifest,
-    sha256_of,
     step_name,
     step_of,
     steps_in,
     to_keep,
 )
-from common.system.files import discard, sync
+from common.system.files import discard, sha256_of, sync
 from common.system.s3 import ObjectStore, StoreError, WrongSize
 from common.system.threads import lower_priority
 

@@ -32,7 +32,7 @@ from common.data.source import BY_TYPE, Columns, Source
 from common.data.sources import find_source
 from common.data.survey import Broken, Duplicates, find_duplicates, is_too_much
 from common.system.cli import expand_home
-from common.system.files import discard, read_json, size_limit, sync, try_lock
+from common.system.files import discard, read_json, sha256_of, size_limit, sync, try_lock
 from common.system.threads import Heartbeat, run_with_heartbeat
 
 FORMAT = 1  # part of the key: raised when the content of a cache folder changes
@@ -111,7 +111,7 @@ def _keys(source: Source) -> tuple[str, str]:
     place = str(source.root or source.shards or "") + (f" {DECODING}" if source.files else "")
     if sum(stat.st_size for stat in stats) <= HASH_LIMIT_BYTES:
         with ThreadPoolExecutor(cores()) as pool:  # SHA-256 and reading release the GIL
-            hashes = list(pool.map(_sha256, (path for _, path in source.files)))
+            hashes = list(pool.map(sha256_of, (path for _, path in source.files)))
     else:
         hashes = [str(stat.st_size) for stat in stats]
         place += f" {[stat.st_mtime_ns for stat in stats]}"
@@ -119,11 +119,6 @@ def _keys(source: Source) -> tuple[str, str]:
         [FORMAT, source.name, [name for name, _ in source.files], [*hashes, *source.hashes]]
     )
     return content, _short_hash([content, place])
-
-
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _short_hash(about: list) -> str:

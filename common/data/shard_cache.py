@@ -6,7 +6,6 @@ shard, exclusive to fetch or remove it. The kernel releases the locks of a proce
 
 import errno
 import fcntl
-import hashlib
 import os
 import sys
 import threading
@@ -27,7 +26,7 @@ from common.data.shards import Shard
 from common.distributed.preemption import Preempted, wanted
 from common.order import Plan
 from common.system.env import processes_per_host
-from common.system.files import allow_open_files, sync, try_lock
+from common.system.files import allow_open_files, sha256_of, sync, try_lock
 from common.system.s3 import ObjectStore
 
 DOWNLOADS = 2  # at a time in one process; each has its own connections
@@ -135,9 +134,7 @@ class ShardCache:
         for _ in range(2):
             self._make_room(shard, part, stop)
             self.store.download(shard.file, part, shard.bytes, beat)
-            with open(part, "rb") as file:
-                sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-            if sha256 == shard.sha256:
+            if sha256_of(part) == shard.sha256:
                 sync(part)
                 part.rename(self.path(shard.file))
                 return

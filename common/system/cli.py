@@ -88,10 +88,8 @@ def tell_torchrun(message: str) -> None:
 
 def check_working_folder() -> None:
     """Raises ValueError when the working folder has been removed."""
-    try:
-        os.getcwd()
-    except OSError:
-        raise ValueError("the working folder was removed: change to another folder and start again") from None
+    if working_folder() is None:
+        raise ValueError("the working folder was removed: change to another folder and start again")
 
 
 def expand_home(path: Path | str, instead: str) -> Path:

@@ -2,12 +2,16 @@
 
 import errno
 import fcntl
+import hashlib
 import json
 import os
 import resource
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+READ_BYTES = 16 * 2**20
 
 
 def sync(path: Path) -> None:
@@ -17,6 +21,16 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def sha256_of(path: Path, beat: Callable[[], None] = lambda: None) -> str:
+    """The SHA-256 of a file, as hex. Calls beat() after each READ_BYTES."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while chunk := file.read(READ_BYTES):
+            digest.update(chunk)
+            beat()
+    return digest.hexdigest()
 
 
 def discard(path: Path) -> None:
