@@ -49,7 +49,7 @@ CHECKPOINT_EVERY = 64
 REPLAYED = 50  # steps after each change
 GAP = (60, 160)  # steps between two changes
 LOSSES = ("cut", "kill", "leave")
-PATIENCE_S = 240  # until a job goes on after a change
+PATIENCE_S = 240  # without a new step, also after a change
 REPLAY_BOUND = 1e-5
 MEAN_OF = 20  # steps, in the plot
 DROPOUT = ("--dropout", "0.1", "--mixup", "0.8")
@@ -123,9 +123,11 @@ class Job:
 
     def wait(self, processes: int | None, steps: int) -> int:
         """Waits for so many new steps, with so many processes. Returns the newest step."""
-        deadline, first = time.monotonic() + PATIENCE_S, None
+        deadline, newest, first = time.monotonic() + PATIENCE_S, (0, 0), None
         while self.is_running() and time.monotonic() < deadline:
-            now, step = self.newest()
+            if (found := self.newest()) != newest:
+                deadline, newest = time.monotonic() + PATIENCE_S, found
+            now, step = found
             if step and processes in (now, None):
                 first = step if first is None else min(first, step)
                 if step - first >= steps:
