@@ -447,7 +447,7 @@ def main() -> int:
     )  # fmt: skip
     parser.add_argument("--scripts", nargs="+", choices=SCRIPTS, default=list(SCRIPTS))
     parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=list(STRATEGIES))
-    parser.add_argument("--minutes", type=float, default=20, help="of each training (default: %(default)s)")
+    parser.add_argument("--minutes", type=float, default=20, help="of all trainings (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the changes (default: %(default)s)")
     parser.add_argument("--data", default="digits", help="as the scripts' (default: %(default)s)")
     parser.add_argument("--epochs", type=int, default=30, help="of the schedule (default: %(default)s)")
@@ -458,6 +458,7 @@ def main() -> int:
         parser.error(f"{flags.folder} exists: remove it, or give another --folder")
     prepare_data(flags.data, Path("~/.cache/train-images").expanduser())
     rows = []
+    flags.minutes /= len(flags.scripts) * len(flags.strategies)  # of each training
     for script in flags.scripts:
         for strategy in flags.strategies:
             rows.append(drill_ours(script, strategy, flags))
