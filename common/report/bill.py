@@ -11,6 +11,7 @@ from common.report import markdown as md
 from common.report.record import RunRecord
 from common.report.words import memory_gib
 from common.system.doing import ENDING, EVALUATION, READING, SAVING, STARTING, TRAINING
+from common.system.schema import fits
 from common.system.text import plural
 
 PARTS = {
@@ -23,7 +24,9 @@ PARTS = {
 }
 LOST = "lost at restarts: all that came after the last checkpoint"
 WHOLE = "whole"
+WHOLE_PLAN = {"hours": "hours", "price": "in price"}
 REST = "not recorded, by an earlier version"
+LEAST = 1e-6  # smaller ones are shown with their exponent
 FACTOR = 2  # differences from twice on, or down to half, are factors
 
 
@@ -129,7 +132,7 @@ def price_per_hour(run: RunRecord) -> float | None:
 
 def _own_price(run: RunRecord) -> float | None:
     own = run.recipe.get("price_per_hour")
-    return own if isinstance(own, int | float) and not isinstance(own, bool) else None
+    return own if fits(own, float) else None
 
 
 def _is_same_cluster(run: RunRecord) -> bool:
@@ -151,8 +154,10 @@ def section(run: RunRecord) -> str:
 
 def amount(value: float | None, unit: str = "") -> str:
     """The value with three significant digits at least; `-` for None."""
-    if value is None:
+    if value is None or not math.isfinite(value):
         return "-"
+    if 0 < abs(value) < LEAST:
+        return f"{value:.2e}{unit}"
     digits = 2 - math.floor(math.log10(abs(value))) if value else 0
     return f"{value:,.{max(0, digits)}f}{unit}"
 
@@ -162,9 +167,8 @@ def _about(run: RunRecord) -> str:
         return ""
     line = run.plan.get("line", {})
     command = " ".join([f"{run.plan.get('script', '?')}.py", *run.plan.get("flags", [])])
-    whole = [f"{amount(line['hours'])} hours"] if "hours" in line else []
-    whole += [f"{amount(line['price'])} in price"] if "price" in line else []
-    ends = f", {md.text(' and '.join(whole))} to the recipe's end" if whole else ""
+    whole = [f"{amount(line[n])} {what}" for n, what in WHOLE_PLAN.items() if line.get(n) is not None]
+    ends = f", {' and '.join(whole)} to the recipe's end" if whole else ""
     strategy = md.text(line.get("strategy", "?"))
     return f"Planned for {md.text(run.plan.get('about', '?'))}: {strategy}, {md.code(command)}{ends}."
 
@@ -197,14 +201,12 @@ def _difference(plan: float | None, ours: float | None) -> str:
 
 
 def _share(run: RunRecord) -> str:
-    """`, for 40 of 390 steps (10.3 % of the recipe)`; empty for a whole run."""
+    """`, for 40 steps, 10.3% of the recipe`; empty for a whole run."""
     steps, epochs = run.facts.get("steps"), run.facts.get("epochs")
     epoch = max((line["epoch"] for line in run.metrics), default=0)
-    if not steps or not epochs or not epoch or epoch >= epochs:
+    if not steps or not epochs or epoch >= epochs:
         return ""
-    last = max((line["step"] for line in run.metrics if line["epoch"] == epoch), default=steps)
-    whole = round(last * epochs / epoch)
-    return f", for {steps:,} of {whole:,} steps ({steps / whole:.1%} of the recipe)"
+    return f", for {plural(f'{steps:,}', 'step')}, {epoch / epochs:.1%} of the recipe"
 
 
 def _notes(run: RunRecord) -> str:

@@ -28,7 +28,7 @@ def read_plan(accelerator: Accelerator, recipe: Recipe) -> dict[str, Any] | None
     file, strategy = Path(recipe.plan), planned_strategy(job.strategy(accelerator), job.sharding(accelerator))
 
     def read(_: Heartbeat) -> dict[str, Any]:
-        return _plan_of(file, script_name(), strategy)
+        return plan_of(file, script_name(), strategy)
 
     return once(accelerator, "plan", read, recipe.timeout_s)
 
@@ -47,7 +47,7 @@ def planned_strategy(strategy: str, sharding: dict[str, Any]) -> str:
     return "offload" if strategy == "zero3" else f"{strategy} with offload"
 
 
-def _plan_of(file: Path, script: str, strategy: str) -> dict[str, Any]:
+def plan_of(file: Path, script: str, strategy: str) -> dict[str, Any]:
     """The plan with the `line` of this strategy in place of all `lines`."""
     make = f"make one: python plan.py --output {file.name} ... {script}.py"
     try:
@@ -61,7 +61,7 @@ def _plan_of(file: Path, script: str, strategy: str) -> dict[str, Any]:
         raise ValueError(f"--plan {file} is no plan ({', '.join(wrong)} missing or wrong); {make}")
     if plan["script"] != script:
         raise ValueError(f"--plan {file} is of {plan['script']}, and this is {script}; {make}")
-    lines = {line["strategy"]: line for line in plan.pop("lines") if "strategy" in line}
+    lines = {line["strategy"]: line for line in plan.pop("lines") if line.get("strategy")}
     if strategy not in lines:
         raise ValueError(
             f"--plan {file} has no {strategy}, which runs here, but {', '.join(lines) or 'nothing'}: make one"
