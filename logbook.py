@@ -184,7 +184,7 @@ def write_index(logbook: Path) -> Path:
     marks = {page.relative_to(logbook).as_posix(): read_mark(page) for page in pages}
     rows = [run_page.index_row(mark, page) for page, mark in marks.items() if "run" in mark]
     links = [f"- {md.link(mark['title'], page)}" for page, mark in marks.items() if "runs" in mark]
-    parts = ["# Log book", "What was trained, how well, how fast, on what. Written by `logbook.py`."]
+    parts = ["# Log book", "Runs with accuracy, time and hardware. `logbook.py` writes this index."]
     parts += [md.table(run_page.INDEX, rows, numbers=False)] if rows else []
     parts += ["## Comparisons", "\n".join(links)] if links else []
     logbook.mkdir(parents=True, exist_ok=True)

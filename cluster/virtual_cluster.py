@@ -14,6 +14,7 @@ Each host, node1, node2, ..., is a set of Linux namespaces: its own name, interf
 10.77.0.2, ...), processes, /dev/shm and /etc/hosts, and an sshd that knows one key, made by `up`. `ssh node2`
 works on each of them. The hosts share this machine's cores, memory, GPUs and files, like
 a shared folder. --private FOLDER gives each host its own copy of that folder, as when nothing is shared.
+VIRTUAL_CLUSTER=NAME in the environment makes another cluster beside the usual one.
 
 Nothing of this machine is changed: the hosts are on a switch in its own namespace, without a route out.
 `down` ends all their processes and removes everything. Needs root, and Debian's iproute2, nftables and
@@ -31,8 +32,9 @@ import sys
 import time
 from pathlib import Path
 
-STATE = Path("/run/virtual_cluster")
-SWITCH = "vc-switch"
+CLUSTER = os.environ.get("VIRTUAL_CLUSTER", "vc")
+STATE = Path("/run/virtual_cluster") / CLUSTER
+SWITCH = f"{CLUSTER}-switch"
 PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 NEEDS = {
     "ip": "iproute2",
@@ -428,7 +430,7 @@ def _first_child(host: str) -> int:
 
 
 def _namespace(name: str) -> str:
-    return f"vc-{name}"
+    return f"{CLUSTER}-{name}"
 
 
 def _port(name: str) -> str:
