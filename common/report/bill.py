@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from common.report import markdown as md
 from common.report.record import RunRecord
-from common.report.words import memory_gib
+from common.report.words import memory_gib, utilisation_pct
 from common.system.doing import ENDING, EVALUATION, READING, SAVING, STARTING, TRAINING
 from common.system.schema import fits
 from common.system.text import plural
@@ -169,8 +169,9 @@ def _about(run: RunRecord) -> str:
     command = " ".join([f"{run.plan.get('script', '?')}.py", *run.plan.get("flags", [])])
     whole = [f"{amount(line[n])} {what}" for n, what in WHOLE_PLAN.items() if line.get(n) is not None]
     ends = f", {' and '.join(whole)} to the recipe's end" if whole else ""
-    strategy = md.text(line.get("strategy", "?"))
-    return f"Planned for {md.text(run.plan.get('about', '?'))}: {strategy}, {md.code(command)}{ends}."
+    strategy, limit = (md.text(line.get(name) or "?") for name in ("strategy", "limit"))
+    about = md.text(run.plan.get("about", "?"))
+    return f"Planned for {about}: {strategy}, limited by {limit}, {md.code(command)}{ends}."
 
 
 def _compared(run: RunRecord) -> str:
@@ -270,8 +271,19 @@ def _where(run: RunRecord) -> str:
         rows.append(row)
     columns = ["", "time", "share"] + (["price"] if price is not None else [])
     table = md.table(columns + (["planned"] if run.plan else []), rows)
-    said = f"{head}\n\nBy the clock of the main process.\n\n{table}"
+    return f"{head}\n\nBy the clock of the main process.\n\n{table}\n\n{_telemetry(run)}".rstrip()
+
+
+def _telemetry(run: RunRecord) -> str:
+    """How busy the devices were, and the pauses between processes."""
+    said = []
+    busy, kind = utilisation_pct(run)
+    if busy is not None:
+        said.append(f"Mean utilisation: {busy:.0f} % of the {kind}s.")
+    throttled = [host["throttled_pct"] for host in run.host_summaries() if host.get("throttled_pct")]
+    if throttled:
+        said.append(f"Throttled in up to {max(throttled):.0f} % of the samples of a host.")
     if (pause_s := paused_s(run)) >= 1:
         restarts = len(starts(run)) - 1
-        said += f"\n\nNot counted: {pause_s:,.0f} s without a process, at {plural(restarts, 'restart')}."
-    return said
+        said.append(f"Not counted: {pause_s:,.0f} s without a process, at {plural(restarts, 'restart')}.")
+    return " ".join(said)

@@ -68,7 +68,7 @@ PROFILE: dict[str, Kind] = {
 }
 PLAN = "plan.json"  # what --plan has of the running strategy
 PLAN_LINE: dict[str, Kind] = {
-    "strategy": str,
+    **dict.fromkeys(("strategy", "limit"), str),
     "memory": {"*": float},  # bytes
     "images": int,
     **dict.fromkeys(("step_s", "images_per_s", "hours", "price"), float),

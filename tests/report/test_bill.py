@@ -16,7 +16,14 @@ from tests.report.test_overview import HOSTILE, write_run
 # 300 steps of 128 images: at 384 images/s they take 100 s
 PLAN = {"about": "2 x 1 NVIDIA T4", "script": "train_vit", "flags": ["--lr", "0.1"], "batch_size": 128}
 PLAN |= {"epochs": 3, "mixed_precision": "fp16", "hosts": 2, "gpus": 1, "gpu": "NVIDIA T4"}
-LINE = {"strategy": "ddp", "images": 64, "images_per_s": 384.0, "step_s": 1 / 3, "hours": 100 / 3600}
+LINE = {
+    "strategy": "ddp",
+    "limit": "network",
+    "images": 64,
+    "images_per_s": 384.0,
+    "step_s": 1 / 3,
+    "hours": 100 / 3600,
+}
 LINE |= {"price": 2.0, "memory": {"parameters": 2**30, "optimizer": 2**31, "context": 2**29}}
 # 150 s of two processes on two hosts
 SPENT = {"training": 105.0, "reading data": 5.0, "evaluation": 15.0, "saving": 4.0, "starting": 20.0}
@@ -35,14 +42,14 @@ def record(
     line: Any = None,
     recipe: Any = None,
     about: Any = None,
-    telemetry: Any = (),
+    samples: Any = (),
     **facts: Any,
 ) -> RunRecord:
     """A run of 300 steps with these changes; without a plan where it is None."""
     write_run(folder, lines=300, recipe=recipe, about=about, **FACTS | {"spent_s": SPENT} | facts)
     if plan is not None:
         (folder / "plan.json").write_text(json.dumps(PLAN | plan | {"line": LINE | (line or {})}))
-    for lines in telemetry:
+    for lines in samples:
         text = "".join(json.dumps(line) + "\n" for line in lines)
         (folder / f"telemetry-{lines[0]['host']}.jsonl").write_text(text)
     return RunRecord(folder)
@@ -62,7 +69,10 @@ def test_planned_and_actual(tmp_path):
     assert table["memory of a device"] == ["3.00 GiB", "3.30 GiB", "+10.0 %"], "the context is not torch's"
     assert table["images/s"] == ["384", "343", "-10.7 %"]
     assert table["time of a step"] == ["333 ms", "373 ms", "+12.0 %"]
-    assert "Planned for 2 x 1 NVIDIA T4: ddp, `train_vit.py --lr 0.1`, 0.0278 hours and 2.00 in price" in text
+    assert (
+        "Planned for 2 x 1 NVIDIA T4: ddp, limited by network, `train_vit.py --lr 0.1`, 0.0278 hours" in text
+    )
+    assert "0.0278 hours and 2.00 in price to the recipe's end." in text
     assert "The price: 72 an hour for all hosts together." in text
     assert "Planned otherwise" not in text
 
@@ -95,6 +105,13 @@ def test_a_price_alone_gives_a_bill_without_a_plan(tmp_path):
     assert table["evaluation"] == ["15.0 s", "10.0%", "0.150"]
     assert "lan" not in bill_of(run)
     assert "Plan and bill" not in page(record(tmp_path / "other"), "x", [])
+
+
+def test_how_busy_the_devices_were(tmp_path):
+    hosts = [{"host": "h1", "gpus": 1, "utilisation_pct": 80.0, "throttled_pct": 0.0}]
+    hosts += [{"host": "h2", "gpus": 1, "utilisation_pct": 60.0, "throttled_pct": 12.0}]
+    text = bill_of(record(tmp_path / "run", plan={}, telemetry=hosts))
+    assert "Mean utilisation: 70 % of the GPUs. Throttled in up to 12 % of the samples of a host." in text
 
 
 def test_the_page_of_all_runs_has_both_prices(tmp_path):
@@ -160,7 +177,7 @@ def test_what_restarts_have_lost_is_measured_by_the_telemetry(tmp_path):
     first += [header("h1", 1245, 10, 120.0), {"t": 1250, "step": 250}]
     second = [header("h2", 1010), {"t": 1099, "step": 89}]
     second += [header("h2", 1180, 20, 70.0), {"t": 1220, "step": 100}]
-    run = record(tmp_path / "run", recipe={"price_per_hour": 36.0}, telemetry=[first, second])
+    run = record(tmp_path / "run", recipe={"price_per_hour": 36.0}, samples=[first, second])
     assert [(start.before_s, start.ended_s) for start in bill.starts(run)] == [
         (0, 100),
         (70, 130),
