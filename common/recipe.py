@@ -165,7 +165,14 @@ class Recipe(Job):
         choices=("aws", "gcp", "azure"),
     )
     price_per_hour: float | None = setting(
-        None, "of the whole job, in any currency: the run's page says what interruptions cost", minimum=0
+        None,
+        "of all hosts together, in any currency: the run's page says what it and its interruptions cost",
+        minimum=0,
+    )
+    plan: str | None = setting(
+        None,
+        "a file that `plan.py --output` wrote: the run's page compares its time, price and memory with the"
+        " run's, and says where the time went",
     )
 
     def __post_init__(self) -> None:

@@ -3,6 +3,7 @@
 #
 #   DATA=/data/cifar10 experiments/speedup.sh
 #   SIZE=full experiments/speedup.sh     ResNet-18 on 1, 2 and 4 GPUs: not yet measured on one
+#   experiments/speedup.sh --seeds 5     five runs of each, with the seeds 0 to 4; started again it goes on
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . experiments/steps.sh

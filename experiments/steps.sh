@@ -10,9 +10,29 @@
 #   S3_PREFIX=       s3://bucket/prefix: the checkpoints of each run go below it
 #   FOLDER=          of the runs; runs/experiment_<name>/<size> by default
 #   LOGBOOK=         the folder of the pages; that of logbook.py by default
-#   SEEDS=1          runs of each training, one after another, with the seeds 0, 1, ...
+#   SEEDS=1          runs of each training, one after another, with the seeds 0, 1, ...; or --seeds N
 #   DRY_RUN=         1: show the commands, and end
 #   PYTHON=python
+
+refuse() {
+    echo "error: $1" >&2
+    exit 2
+}
+
+# check_seeds NUMBER FLAG
+check_seeds() {
+    [[ $1 =~ ^[1-9][0-9]*$ ]] || refuse "$2$1: a number of runs, as 5"
+}
+
+while [ $# -gt 0 ]; do # the flags of the script that sources this file
+    case $1 in
+    --seeds) SEEDS=${2-} && shift $(($# > 1)) ;;
+    --seeds=*) SEEDS=${1#*=} ;;
+    *) refuse "$1: the only flag is --seeds N; experiments/steps.sh has the variables" ;;
+    esac
+    check_seeds "$SEEDS" "--seeds "
+    shift
+done
 
 SIZE=${SIZE:-rehearsal} DATA=${DATA:-cifar10} HOSTFILE=${HOSTFILE:-hostfile} PYTHON=${PYTHON:-python}
 S3_PREFIX=${S3_PREFIX:-} LOGBOOK=${LOGBOOK:-} DRY_RUN=${DRY_RUN:-} SEEDS=${SEEDS:-1}
@@ -20,20 +40,14 @@ NAME=experiment_$(basename "$0" .sh)
 FOLDER=${FOLDER:-runs/$NAME/$SIZE}
 RUNS=()
 
-[[ $SEEDS =~ ^[1-9][0-9]*$ ]] || {
-    echo "error: SEEDS=$SEEDS: a number of runs" >&2
-    exit 2
-}
+check_seeds "$SEEDS" SEEDS=
 case $SIZE in
 rehearsal)
     echo "a rehearsal: small, and on the CPUs of this machine alone"
     export CUDA_VISIBLE_DEVICES=
     ;;
 full) ;;
-*)
-    echo "error: SIZE=$SIZE: rehearsal or full" >&2
-    exit 2
-    ;;
+*) refuse "SIZE=$SIZE: rehearsal or full" ;;
 esac
 
 # step NAME PRODUCT WORDS...: runs `python WORDS`. PRODUCT is a file; with "" the step is always done again.

@@ -5,6 +5,7 @@
 #
 #   DATA=/data/cifar10 experiments/vit.sh      a rehearsal: FSDP on 2 processes, DDP on 4, 1.75 GiB for each
 #   SIZE=full HOSTFILE=hostfile S3_PREFIX=s3://bucket/vit experiments/vit.sh      not yet measured on GPUs
+#   experiments/vit.sh --seeds 5      five runs of each training, with the seeds 0 to 4; started again it goes on
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . experiments/steps.sh

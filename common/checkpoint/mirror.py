@@ -31,7 +31,8 @@ from common.system.files import discard, sync
 from common.system.s3 import ObjectStore, StoreError, WrongSize
 from common.system.threads import lower_priority
 
-RUN_FILES = ("recipe.json", "metrics.jsonl", "confusion.json", "nvidia-smi-*.txt", "result.json")
+LOGS = ("recipe.json", "plan.json", "metrics.jsonl", "confusion.json", "nvidia-smi-*.txt")
+RUN_FILES = (*LOGS, "result.json")
 TELEMETRY = "telemetry-*.jsonl"  # 140 MB a day from a host with 8 GPUs, so only new lines are sent
 PARTS = "telemetry-parts/"
 LOG_LIMIT_BYTES = 2**31
@@ -79,7 +80,7 @@ class Mirror:
 
     def send_last_files(self, result: dict[str, Any]) -> None:
         """Uploads the files of a finished run; result.json last, so that it stands for a complete upload."""
-        self._send_run_files(*(name for name in RUN_FILES if name != "result.json"), TELEMETRY)
+        self._send_run_files(*LOGS, TELEMETRY)
         self.store.write("result.json", json.dumps(result, indent=2).encode())
         self.store.delete(self.store.list(PARTS))
 

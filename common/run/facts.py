@@ -131,6 +131,7 @@ def result(
         "bad_images": len(state.bad_images),
         "train_s": state.train_s,
         "wall_s": state.wall_now_s(),
+        "spent_s": state.spent_now_s(),
         "images_per_s": images_per_s,
         **(utilisation.facts(images_per_s) if utilisation else {}),
         "peak_memory_gib": max(peak["peak"] for peak in memory),

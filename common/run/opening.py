@@ -44,11 +44,12 @@ def open_run(
     training: TrainingState,
     data: tuple[str, tuple[str, ...]],
     steps: Steps,
+    plan: dict[str, Any] | None = None,
 ) -> OpenRun:
     """Restores the training from the newest checkpoint, if there is one. Collective.
 
-    data: a name that changes with its content, and the names of the classes. Where it fails, nobody owns the
-    run's folder.
+    data: a name that changes with its content, and the names of the classes. plan: for plan.json. Where it
+    fails, nobody owns the run's folder.
     """
     output: RunOutput | None = None
     source, classes = data
@@ -62,7 +63,7 @@ def open_run(
 
     def start_log(_: Heartbeat) -> None:
         assert output
-        output.start_log(about, state, saved_step, steps.last, steps.per_epoch)
+        output.start_log(about, plan, state, saved_step, steps.last, steps.per_epoch)
 
     try:
         point = ResumePoint.from_json(once(accelerator, "run folder", open_output, recipe.timeout_s))
@@ -79,7 +80,9 @@ def open_run(
         if output:
             output.saver = saver
         rank = accelerator.process_index
-        telemetry = Telemetry(processes, rank, folder, recipe.telemetry_s, lambda: state.step, steps.last)
+        telemetry = Telemetry(
+            processes, rank, folder, recipe.telemetry_s, lambda: state.step, steps.last, state.wall_s
+        )
         exchange = Exchange(recipe.timeout_s, state, telemetry, output)
         _tell_launcher(exchange, recipe, batch, state.step)
         return OpenRun(state, saved_step, output, saver, exchange, about["devices"])

@@ -26,11 +26,12 @@ from common.run.failure import WRITING_GRACE_S, explained, interruption
 from common.run.meter import Meter
 from common.run.opening import open_run
 from common.run.output import RunOutput, note_early_preemption
+from common.run.planned import read_plan
 from common.run.predictions import Predictions
 from common.run.schedule import SaveSchedule
 from common.run.state import RunState
 from common.run.utilisation import utilisation
-from common.system.doing import doing, now
+from common.system.doing import ENDING, EVALUATION, READING, SAVING, STARTING, TRAINING, now, spending
 from common.system.events import report
 from common.system.threads import Heartbeat
 from common.telemetry.flops import Utilisation
@@ -46,8 +47,9 @@ Item = TypeVar("Item")
 class Run:
     """A context manager around a training. All processes call it, the main process writes and prints.
 
-    Raises ValueError when the folder holds another run or can't be written, or when the training inside ran
-    out of memory: then with the size to try. Preempted when a process was told to stop, after saving.
+    Raises ValueError for a wrong --plan, when the folder holds another run or can't be written, or when the
+    training inside ran out of memory: then with the size to try. Preempted when a process was told to stop,
+    after saving.
     """
 
     # Set by begin()
@@ -67,6 +69,7 @@ class Run:
         self.profile: Profile | None = None  # of the main process, with --profile
         self.utilisation: Utilisation | None = None  # of the main process
         self.begun = False
+        self.plan = read_plan(accelerator, recipe)
 
     def begin(
         self,
@@ -83,7 +86,7 @@ class Run:
         the classes.
         """
         training = TrainingState(self.accelerator, model, optimizer, ema)
-        opened = open_run(self.accelerator, self.recipe, self.batch, training, data, steps)
+        opened = open_run(self.accelerator, self.recipe, self.batch, training, data, steps, self.plan)
         self.state, self.saved_step, self.output = opened.state, opened.saved_step, opened.output
         self.saver, self.exchange = opened.saver, opened.exchange
         self.steps = replace(steps, first=self.state.step)
@@ -94,7 +97,8 @@ class Run:
         self._begin_profile(model, optimizer)
         if self.output:
             self.utilisation = utilisation(self.accelerator, self.recipe, len(data[1]), opened.devices)
-        now.phase, now.step = "training", self.state.step
+        now.enter(TRAINING)
+        now.step = self.state.step
         self.begun = True
         on_failure(self._close_failed)
         return self.steps
@@ -137,7 +141,7 @@ class Run:
         """True when `step` steps end an epoch, or the run, and have not been evaluated."""
         ends = step % self.steps.per_epoch == 0 or step == self.steps.last
         due = step > 0 and ends and not self.state.evaluated
-        now.phase = "evaluation" if due else "training"
+        now.enter(EVALUATION if due else TRAINING)
         return due
 
     def checkpoint(self, step: int) -> None:
@@ -154,6 +158,8 @@ class Run:
             elif step == self.state.best_step:
                 self._save(hold=True)
         self.saver.write_held(self.recipe.checkpoint_s)
+        if step == self.steps.last:
+            now.enter(ENDING)
 
     def restore_best(self) -> bool:
         """Gives the model the weights of the best evaluation, an EMA's where there is one. Collective.
@@ -161,7 +167,6 @@ class Run:
         After the checkpoint of the last step. Returns False where they are gone.
         """
         assert self.saved_step == self.state.step == self.steps.last
-        now.phase = "ending"
         step, output = self.state.best_step, self.output
 
         def find(beat: Heartbeat) -> bool:
@@ -172,6 +177,7 @@ class Run:
         found = once(self.accelerator, "best checkpoint", find, self.recipe.timeout_s)
         if found:
             self.saver.training.restore_evaluated(output.best if output else None)
+            now.enter(EVALUATION)
         return found
 
     def log_test(self, metrics: dict[str, float], split: str) -> None:
@@ -179,6 +185,7 @@ class Run:
 
         metrics: of evaluate(), after restore_best().
         """
+        now.enter(ENDING)
         self.tested = {f"test_{name}": value for name, value in metrics.items()} | {"test_name": split}
         self.predictions.accept(f"{split} split, best weights")
         if self.output:
@@ -186,7 +193,7 @@ class Run:
 
     def finish(self, val_name: str) -> None:
         """Waits for the last checkpoint, writes plots/ and result.json, prints the table. Collective."""
-        now.phase = "ending"
+        now.enter(ENDING)
         exchange, output = self.exchange, self.output
         exchange.poll.finish()
         exchange.telemetry.stop()
@@ -214,16 +221,17 @@ class Run:
 
     def feed(self, batches: Iterator[Item]) -> Iterator[Item]:
         """Yields the micro-batches. The clock starts at the first, as decoders take time to start."""
-        now.phase = "reading data"
+        now.enter(STARTING)
+        now.phase = READING
         with contextlib.ExitStack() as stack:
             if isinstance(batches, Generator):
                 stack.callback(batches.close)  # its decoders end with this generator
             for number, item in enumerate(self.profile.watch(batches) if self.profile else batches):
                 if number == 0:
                     self.meter.start_clock()
-                now.phase = "training"
+                now.enter(TRAINING)
                 yield item
-                now.phase = "reading data"
+                now.enter(READING)
 
     def add(self, loss: Tensor, ids: np.ndarray) -> None:
         """Adds a micro-batch, whose loss stays on the device until the next line."""
@@ -277,7 +285,7 @@ class Run:
 
     def log_evaluation(self, step: int, metrics: dict[str, float]) -> None:
         """metrics: loss, images and, with classes, accuracy; with an EMA also raw_accuracy."""
-        now.phase = "training"
+        now.enter(TRAINING)
         self.meter.start_clock()
         self.state.add_evaluation(step, metrics)
         self.predictions.accept(f"step {step:,}")
@@ -286,7 +294,7 @@ class Run:
 
     def _save(self, hold: bool = False) -> None:
         """Takes a snapshot, which is written beside the training, or held in memory. Collective."""
-        with doing("saving"):
+        with spending(SAVING):
             self._take_snapshot(hold)
 
     def _take_snapshot(self, hold: bool) -> None:
@@ -328,6 +336,7 @@ class Run:
                 note_early_preemption(self.accelerator, self.recipe, self.batch)
             let_main_close_first(self.accelerator)
             return
+        now.enter(SAVING)
         why = next(filter(None, self.exchange.poll.gather(reason())), "")
         if self.output:
             self.output.log.write_interruption(self.state.step, self.state.wall_now_s(), why)
@@ -350,6 +359,7 @@ class Run:
     def _end_failed(self, error: BaseException) -> None:
         """Raises the error that all processes report, explained where its cause is known."""
         begin_exit()
+        now.enter(ENDING)
         if self.begun and not isinstance(error, RuntimeError):  # an error of the device would come again
             self.saver.write_held()
         if isinstance(error, KeyboardInterrupt):

@@ -7,6 +7,7 @@ from typing import Any, Self
 
 from common.checkpoint.format import STATE_FILE, Checkpoint
 from common.checkpoint.optimizer_state import OptimizerScalars
+from common.system.doing import now
 from common.system.files import read_json
 from common.system.processes import own_age_s
 from common.system.schema import fitting
@@ -16,8 +17,8 @@ from common.system.schema import fitting
 class RunState:
     """The state after `step` optimizer steps. Without arguments: that of a run that has not begun.
 
-    In memory `wall_s` is the time of the processes before this one, and the fields from `losses` on are those
-    that it began with: at_save() gives the current ones.
+    In memory `wall_s` and `spent_s` are of the processes before this one, and the fields from `losses` on
+    are those that it began with: at_save() gives the current ones.
     """
 
     step: int = 0
@@ -27,6 +28,7 @@ class RunState:
     logged_step: int = 0  # step of the last line on the training in metrics.jsonl
     train_s: float = 0.0
     wall_s: float = 0.0
+    spent_s: dict[str, float] | None = None  # the parts of wall_s; absent in older files
     bad_images: list[int] = field(default_factory=list)  # samples that were skipped; absent in older files
     losses: list[float] = field(default_factory=list)  # of each process, summed since the last line
     accumulations: int = 1
@@ -67,7 +69,8 @@ class RunState:
     def at_save(self, **filled: Any) -> Self:
         """A copy for state.json, with the fields whose values are taken at the save."""
         restored = {"optimizer_steps": None, "wandb_id": None, "wandb_url": None}  # not of this process
-        return dataclasses.replace(self, wall_s=self.wall_now_s(), **restored | filled)
+        times: dict[str, Any] = {"wall_s": self.wall_now_s(), "spent_s": self.spent_now_s()}
+        return dataclasses.replace(self, **times | restored | filled)
 
     def scalars(self) -> dict[str, Any]:
         """The part that belongs to the optimizer and the loss scale, as TrainingState takes it."""
@@ -77,6 +80,11 @@ class RunState:
     def wall_now_s(self) -> float:
         """Seconds since the run's first process began, imports included, without pauses between processes."""
         return self.wall_s + own_age_s()
+
+    def spent_now_s(self) -> dict[str, float]:
+        """The parts of wall_now_s(): `starting`, `training`, `evaluation`, ... (common/system/doing.py)."""
+        before, mine = self.spent_s or {}, now.spent_s()
+        return {part: before.get(part, 0.0) + mine.get(part, 0.0) for part in before | mine}
 
     def end_step(self, step: int) -> None:
         self.step, self.evaluated = step, False
