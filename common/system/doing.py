@@ -1,4 +1,4 @@
-"""This process's phase and step, for reports of a job that hangs. A record costs an assignment."""
+"""This process's phase and step, for reports of a job that hangs. Setting them costs an assignment."""
 
 import contextlib
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ now = _Now()
 
 @contextlib.contextmanager
 def doing(phase: str) -> Iterator[None]:
-    """Names the phase of what runs inside."""
+    """Sets the phase within the context."""
     before, now.phase = now.phase, phase
     try:
         yield
