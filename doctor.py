@@ -77,7 +77,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--output_dir", help="the run's folder (default: runs)", default="runs")
     parser.add_argument("--s3", help="s3://bucket/prefix to test from the first host")
     parser.add_argument("--port", type=int, default=29500)
-    parser.add_argument("--master_addr", help="the first host's address (default: the one that ssh reaches)")
+    parser.add_argument("--master_addr", help="the first host's address (default: as ssh reaches it)")
     parser.add_argument("--json", type=Path, help="write the findings to this file")
     mine, script = split_at_script(argv)
     flags = parser.parse_args(mine)
@@ -233,7 +233,6 @@ class Checks:
     def _all(
         self, ask: Callable[[HostClient], dict], clients: list[HostClient] | None = None
     ) -> list[tuple[HostClient, dict]]:
-        """Asks all hosts in parallel."""
         clients = self.clients if clients is None else clients
         if not clients:
             return []

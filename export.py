@@ -85,7 +85,7 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
         default="best",
         help="which checkpoint of a run (default: best)",
     )
-    add("--script", help="the script that trained the model, if it is not one of this project")
+    add("--script", help="the script that trained the model, if not one of this project")
     add("--onnx", action="store_true", help=f"write model.onnx, too; needs: {OPTIONAL}")
     add("--push", metavar="OWNER/NAME", help="upload the folder to this repository of the hub")
     flags, others = parser.parse_known_args(words)

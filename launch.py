@@ -78,11 +78,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--master_node", help="the first host, with --mode multi-node")
     parser.add_argument("--worker_nodes", help="the other hosts, as a,b,c, with --mode multi-node")
     parser.add_argument("--port", type=int, default=29500, help="of the first host (default: %(default)s)")
-    parser.add_argument("--master_addr", help="the first host's address (default: the one that ssh reaches)")
+    parser.add_argument("--master_addr", help="the first host's address (default: as ssh reaches it)")
     parser.add_argument(
         "--min_hosts",
         type=int,
-        help="elastic: hosts may leave and join, while at least this many are left (docs/resuming.md)",
+        help="elastic: hosts may leave and join, at least this many stay (docs/resuming.md)",
     )
     parser.add_argument("--max_hosts", type=int, help="with --min_hosts: the most hosts at once")
     parser.add_argument("--env", action="append", default=[], metavar="NAME", help="pass this variable")

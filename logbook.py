@@ -94,7 +94,6 @@ def parse(words: list[str]) -> argparse.Namespace:
 
 
 def add_runs(flags: argparse.Namespace) -> list[Path]:
-    """Writes the pages and returns their files."""
     runs = [RunRecord(folder) for folder in flags.runs]
     return [write_run(flags.folder, run) for run in runs]
 
@@ -122,7 +121,6 @@ def write_html(flags: argparse.Namespace) -> list[Path]:
 
 
 def compare_runs(flags: argparse.Namespace) -> list[Path]:
-    """Writes the page and returns its file."""
     runs = [RunRecord(folder) for folder in flags.runs]
     searches = tuple(read_search(file) for file in flags.batch_search)
     what = Comparison(runs, flags.target_accuracy, flags.price_per_hour, searches, flags.allow_different_data)

@@ -54,10 +54,8 @@ Row = dict[str, Any]  # file, classes and probabilities, the most likely first; 
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """The flags."""
-
     which: str = setting("best", "which checkpoint of a run", choices=("best", "latest"))
-    script: str | None = setting(None, "the script that trained the model, if it is not one of this project")
+    script: str | None = setting(None, "the script that trained the model, if not one of this project")
     top: int = setting(5, "most likely classes to list per picture", minimum=1)
     crop: str = setting(
         "auto",
@@ -75,9 +73,9 @@ class Prediction:
     )
     deterministic: bool = setting(False, "the same bits in each run on the same GPUs")
     deepspeed_config: str | None = setting(
-        None, "a file of `ds_configs/`, for launchers that take no accelerate config"
+        None, "a file of `ds_configs/`, for launchers without an accelerate config"
     )
-    timeout_s: int = setting(300, "the job ends when a process is silent for this many seconds", minimum=1)
+    timeout_s: int = setting(300, "seconds after which a silent process ends the job", minimum=1)
 
 
 def main() -> None:

@@ -4,8 +4,8 @@ The recipe is that of github.com/kuangliu/pytorch-cifar (main.py; ResNet-18 with
 max-pool): SGD with momentum 0.9, learning rate 0.1, weight decay 5e-4, cosine, shifts by up to 4 pixels and
 flips; its README reports 93.02 with an older step schedule. What differs here: Nesterov's momentum, a
 warm-up of 5 percent of the steps (arXiv 1706.02677, section 2.2), no weight decay on biases and BatchNorm
-(arXiv 1812.01187, section 3.1), and 40 epochs instead of 200, to reach 0.94 on CIFAR-10. The accuracy of
-this recipe is not yet measured on a GPU.
+(arXiv 1812.01187, section 3.1), and 40 epochs instead of 200, to reach 0.94 on CIFAR-10. Its accuracy is not
+yet measured on a GPU.
 
     accelerate launch --config_file accelerate_configs/ddp_2gpu.yaml train_cnn_b.py
     deepspeed --hostfile hostfile train_cnn_b.py --deepspeed_config ds_configs/zero2.json
@@ -44,8 +44,8 @@ class CnnB(ImageRecipe):
     lr: float = flag(0.1, "peak learning rate", minimum=0)
     stem: str = flag(
         "cifar",
-        "first layers: `cifar` is a 3x3 convolution with stride 1, `imagenet` a 7x7 one with stride 2 and a"
-        " max-pool, for 224 pixels",
+        "first layers: `cifar` is 3x3 with stride 1, `imagenet` 7x7 with stride 2 and a max-pool, for 224"
+        " pixels",
         choices=("cifar", "imagenet"),
     )
     width: int = flag(64, "channels of the first stage; the others have 2, 4 and 8 times as many", minimum=1)

@@ -181,7 +181,6 @@ def main(recipe: Hello, accelerator: Accelerator, batch: Batch) -> None:
 
 
 def plot(path: Path, x: Tensor, y: Tensor, grid: Tensor, learned: Tensor) -> None:
-    """The points, the true curve and the learned one."""
     import matplotlib
 
     matplotlib.use("agg")

@@ -4,7 +4,7 @@ The recipe is DeiT's (arXiv 2012.12877, table 9): AdamW with betas (0.9, 0.999),
 512, weight decay 0.05, warm-up and cosine, label smoothing 0.1, drop path 0.1, mixup 0.8, cutmix 1.0;
 clipping at 1.0 as in "How to train your ViT" (arXiv 2106.10270); an EMA of the weights. What differs here:
 100 epochs instead of 300, and an EMA decay of 0.999, which averages over some 10 epochs of CIFAR-10 at this
-batch instead of a hundred. The accuracy of this recipe is not yet measured on a GPU.
+batch instead of a hundred. Its accuracy is not yet measured on a GPU.
 
     accelerate launch --config_file accelerate_configs/fsdp_4gpu.yaml train_vit.py
     python train_vit.py --config recipes/vit_tiny_digits.yaml
@@ -77,7 +77,7 @@ class Vit(ImageRecipe):
     cutmix: float = flag(1.0, "alpha of cutmix; 0 is off", minimum=0)
     color_jitter: float = flag(
         0.0,
-        "largest distance from 1 of the factors of brightness, contrast and saturation; 0 is off",
+        "how far brightness, contrast and saturation may be scaled from 1; 0 is off",
         minimum=0,
         maximum=1,
     )
@@ -102,7 +102,7 @@ class Vit(ImageRecipe):
     clip_norm: float = flag(1.0, "maximum norm of the gradient; 0 is off", minimum=0)
     ema_decay: float = flag(
         0.999,
-        "decay of the moving average of the weights, which is evaluated and saved; 0 is off",
+        "of the averaged weights (EMA), which are evaluated and saved; 0 is off",
         minimum=0,
         maximum=0.999999,
     )

@@ -10,10 +10,10 @@ checkpoint's folder, or a .safetensors file. It is verified before use, and noth
 manifest names the script that trained it; flags of that script change the recipe, as --data or --image_size.
 If the run has averaged weights they are used, as the run evaluated them.
 
-Each process evaluates its share of the images, with the whole model on its device: without training these
+Each process evaluates its share of the images with the whole model on its device: without training these
 models need no sharding, and the launcher's strategy changes no number. Only the main process reads the
-checkpoint and writes files, so no shared folder is needed. It prints the metrics and writes report.json,
-confusion.png, and worst.png with the mistakes of which the model was most confident.
+checkpoint and writes, so no shared folder is needed. It prints the metrics and writes report.json,
+confusion.png, and worst.png with the model's most confident mistakes.
 """
 
 import dataclasses
@@ -71,9 +71,8 @@ class Validation:
     which: str = setting("best", "which checkpoint of a run", choices=("best", "latest"))
     split: str | None = setting(
         None,
-        "`val`: the images evaluated during the training; `test`: the data's own held-out split, for a run"
-        " with `--holdout`; `train`: the training images, without augmentation; unset: `test` if there is"
-        " one, else `val`",
+        "`val` was evaluated during the training, `test` is the data's own held-out split of a run with"
+        " `--holdout`, `train` is not augmented; unset: `test` if there is one, else `val`",
         choices=("val", "test", "train"),
     )
     script: str | None = setting(None, "the script that trained a .safetensors file, as train_vit.py")
@@ -89,9 +88,9 @@ class Validation:
     )
     deterministic: bool = setting(False, "the same bits in each run on the same GPUs")
     deepspeed_config: str | None = setting(
-        None, "a file of `ds_configs/`, for launchers that take no accelerate config"
+        None, "a file of `ds_configs/`, for launchers without an accelerate config"
     )
-    timeout_s: int = setting(300, "the job ends when a process is silent for this many seconds", minimum=1)
+    timeout_s: int = setting(300, "seconds after which a silent process ends the job", minimum=1)
 
     def __post_init__(self) -> None:
         if not self.checkpoint:

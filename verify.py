@@ -6,12 +6,12 @@
 
 A replay begins at step 0 or at a checkpoint that the run has kept (--keep_every keeps more of them), and ends
 with the first line of the log after --steps steps. It is a training with the run's recipe in a temporary
-folder on this machine, under any strategy and number of processes. Its losses must equal the log's within a
-bound, its learning rates exactly, and its weights those of the next checkpoint within a bound. --sample
-replays only some intervals, chosen at random.
+folder on this machine, under any strategy and number of processes. Its losses, and its weights at the next
+checkpoint, must equal the run's within bounds, its learning rates exactly. --sample replays only some
+intervals, chosen at random.
 
-It prints how much of the run was replayed; steps between the intervals are not verified. The outcome is added
-to `verified.json` in the run's folder, which the run's page shows. Exit status 1 if anything differs.
+It prints how much of the run was replayed; other steps are not verified. The outcome is added to
+`verified.json` in the run's folder, which the run's page shows. Exit status 1 if anything differs.
 
 The bound on the loss is 1e-4 after the first step in fp32, and grows tenfold every 25 steps up to 0.05, as
 rounding errors grow; in half precision it is 0.05. So frequent lines (--log_every) and short replays verify
@@ -40,9 +40,9 @@ from common.system.text import printable, some_of
 
 # Rounding depends on the number of processes, the strategy and the device, and training amplifies it.
 # Differences measured on CPUs: CIFAR-10, batch 96, 300 steps, 100 from each of three checkpoints. One process
-# against one: 0. 4 processes against one in fp32: 5e-7 for the small ViT's loss; for CNN-A's 2e-4 after 30
-# steps and 5e-3 after 100, for its weights 0.06, as max pooling or a ReLU selects another branch. bf16
-# against fp32: 9e-5 (ViT), 7e-3 (CNN-A). Not yet measured on a GPU.
+# against one: 0. 4 processes against one in fp32: the small ViT's loss 5e-7; CNN-A's 2e-4 after 30 steps and
+# 5e-3 after 100, its weights 0.06, as max pooling or a ReLU takes another branch. bf16 against fp32: 9e-5
+# (ViT), 7e-3 (CNN-A). Not yet measured on a GPU.
 LOSS_BOUND, WEIGHTS_BOUND = 1e-4, 1e-3  # for the loss and a weight, after the first step
 TENFOLD_STEPS = 25  # in which the bounds grow tenfold
 MOST_LOSS, MOST_WEIGHTS = 0.05, 0.1  # bounds in half precision, and maximum in fp32
@@ -290,7 +290,6 @@ class Run:
             )
 
     def bound(self, steps: int, first: float, most: float) -> float:
-        """The bound after `steps` steps of a replay."""
         return most if self.is_half else min(most, first * 10 ** (steps / TENFOLD_STEPS))
 
     # --- Output

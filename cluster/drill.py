@@ -68,7 +68,6 @@ class Training:
         return self.process is not None and self.process.poll() is None
 
     def status(self) -> int | None:
-        """Waits for the command's exit status."""
         return self.process.wait() if self.process else None
 
     @property

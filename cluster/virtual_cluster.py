@@ -206,7 +206,6 @@ def down() -> None:
 
 
 def names() -> list[str]:
-    """The names of the hosts that are up."""
     folders = STATE.glob("node*")
     return sorted((folder.name for folder in folders), key=lambda name: int(name.removeprefix("node")))
 

@@ -84,17 +84,15 @@ class Job:
         choices=("no", "default", "reduce-overhead", "max-autotune"),
     )
     grad_checkpointing: bool = setting(
-        False,
-        "keep only the input of each block, and recompute the block in the backward pass: less"
-        " memory, slower",
+        False, "recompute each block in the backward pass from its input: less memory, slower"
     )
     deterministic: bool = setting(
         False, "the same bits in each run on the same GPUs: slower, without TF32; a CPU needs no flag for it"
     )
     deepspeed_config: str | None = setting(
-        None, "a file of `ds_configs/`, for launchers that take no accelerate config"
+        None, "a file of `ds_configs/`, for launchers without an accelerate config"
     )
-    timeout_s: int = setting(300, "the job ends when a process is silent for this many seconds", minimum=1)
+    timeout_s: int = setting(300, "seconds after which a silent process ends the job", minimum=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,8 +117,8 @@ class Recipe(Job):
     )
     resume: str = setting(
         "auto",
-        "`auto` continues an unfinished run of the same recipe, `never` starts a new one; a run's folder, a"
-        " checkpoint's folder or `s3://bucket/prefix` starts from the checkpoint there",
+        "`auto` continues an unfinished run of the same recipe, `never` starts a new one; or start from a"
+        " run's folder, a checkpoint's folder or `s3://bucket/prefix`",
     )
     allow_changed: tuple[str, ...] = setting(
         (),
@@ -132,18 +130,18 @@ class Recipe(Job):
     )
     checkpoint_s: float = setting(
         60.0,
-        "where epochs are shorter than this, checkpoints, also those of new best evaluations, are written"
-        " this many seconds apart: a killed run loses at most that; 0 writes each one",
+        "for shorter epochs: seconds between checkpoints, also those of new best evaluations, which is the"
+        " most that a killed run loses; 0 writes each one",
         minimum=0,
     )
     keep_every: int | None = setting(
         None,
-        "keep the checkpoints at multiples of this number of steps, besides the best and the last two",
+        "also keep checkpoints at multiples of this step, not only the best and the last two",
         minimum=1,
     )
     s3: str | None = setting(
         None,
-        "`s3://bucket/prefix` for this run alone: checkpoints are uploaded there, and resumed from there",
+        "`s3://bucket/prefix` for this run alone: checkpoints go there, and are resumed from there",
     )
     log_every: int = setting(50, "optimizer steps between lines of the log", minimum=1)
     log_samples: bool = setting(
@@ -160,8 +158,8 @@ class Recipe(Job):
 
     profile: int | None = setting(
         None,
-        "profile three optimizer steps of the main process, from this one on (counted from 1): writes a trace"
-        " and a summary to the run's `profile/`, and changes no result",
+        "profile three optimizer steps of the main process, from this one on (counted from 1): a trace and a"
+        " summary in the run's `profile/`; changes no result",
         minimum=1,
     )
     spot_notice: str | None = setting(
@@ -170,9 +168,7 @@ class Recipe(Job):
         choices=("aws", "gcp", "azure"),
     )
     price_per_hour: float | None = setting(
-        None,
-        "price of the whole job, in any currency: the run's page shows the cost of interruptions",
-        minimum=0,
+        None, "of the whole job, in any currency: the run's page shows what interruptions cost", minimum=0
     )
 
     def __post_init__(self) -> None:
@@ -224,8 +220,8 @@ class ImageRecipe(Recipe):
     )
     streams: int | None = flag(
         None,
-        "shards only: number of streams that are read in parallel; it must divide batch_size and be a"
-        " multiple of the number of processes; unset: 64, or a smaller divisor of batch_size",
+        "shards only: streams that are read in parallel; a divisor of batch_size and a multiple of the number"
+        " of processes; unset: 64, or a smaller divisor of batch_size",
         minimum=1,
     )
     shuffle_window: int = flag(
@@ -234,13 +230,13 @@ class ImageRecipe(Recipe):
     on_bad_image: str = flag(
         "fail",
         "an image that can't be decoded: `fail` ends the training, `skip` takes another image of its"
-        " micro-batch instead; in evaluations, which count each image once, it is always an error",
+        " micro-batch instead; evaluations, which count each image once, always fail",
         choices=("fail", "skip"),
     )
     data_root: tuple[str, ...] = setting(
         (),
-        "only with an index (prep_imagenet.py --format index): the folder or `s3://bucket/prefix` of the"
-        " indexed files, several as `a,b` or by several flags; unset: the folder of the index",
+        "index (prep_imagenet.py --format index) only: folder or `s3://bucket/prefix` of the indexed files,"
+        " several as `a,b` or by several flags; unset: the index's own folder",
         repeatable=True,
     )
     cache_dir: str | None = setting(
@@ -310,7 +306,6 @@ def recipe_part(recipe: Job) -> dict[str, Any]:
 
 
 def as_yaml(recipe: "DataclassInstance") -> str:
-    """All fields as YAML, for --config."""
     import yaml
 
     values = dataclasses.asdict(recipe)

@@ -23,12 +23,11 @@ def train_scripts() -> list[Path]:
 
 
 def flags_page() -> str:
-    """The whole of docs/flags.md."""
     parts = [
         "<!-- `python -m docs.generate` writes this page from the recipes. -->",
         "# Flags",
         "`--config FILE` sets any of them from a YAML or JSON file; flags on the command line win."
-        " `--batch-size` and\n`--batch_size` are the same. A default that is empty means unset.",
+        " `--batch-size` and\n`--batch_size` are the same. An empty default means unset.",
         "## All scripts",
         flag_table(Recipe),
         "## Image scripts",

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Trains a Vision Transformer with FSDP on 4 GPUs, and with DDP on 2 hosts with 4 GPUs each. For both it searches the
-# largest batch, trains, computes all metrics of the best checkpoint on the test split, and writes a page; then it
-# compares them. The best checkpoint is chosen by a tenth of the training images.
+# A Vision Transformer with FSDP on 4 GPUs, and with DDP on 2 hosts of 4 each: searches the largest batch, trains,
+# computes all metrics of the best checkpoint on the test split, writes a page for each, and compares them. A tenth of
+# the training images chooses the best checkpoint.
 #
 #   DATA=/data/cifar10 experiments/vit.sh      a rehearsal: FSDP on 2 processes, DDP on 4, with 1.75 GiB each
 #   SIZE=full HOSTFILE=hostfile S3_PREFIX=s3://bucket/vit experiments/vit.sh      not yet measured on GPUs

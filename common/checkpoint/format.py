@@ -133,7 +133,7 @@ class Snapshot:
         self.buffer = _empty(sum(sizes.values()))
         if pinned and len(self.buffer):
             _pin(self.buffer)
-            # finalize keeps the buffer until it is unpinned. At the process's end the driver unpins it.
+            # finalize keeps the buffer until it is unpinned. At the process's end the driver does that.
             weakref.finalize(self, _unpin, self.buffer).atexit = False
         self.views: dict[str, Tensor] = {}
         header, start = {}, 0

@@ -25,8 +25,7 @@ from common.optim import EMA
 class TrainingState:
     """Model, optimizer, EMA and loss scale of a prepared training. Create it before the first forward.
 
-    The constructor is collective. ValueError for an optimizer whose state can't be saved, or whose update the
-    strategy would change.
+    Collective. ValueError for an optimizer whose state can't be saved, or whose update the strategy changes.
     """
 
     def __init__(

@@ -160,7 +160,7 @@ class _HangWatch:
                     mine["silent_s"][rank] = time.time() - float(store.get(key))
 
     def leave(self) -> Evidence:
-        """Reports this process's evidence to launch.py, or writes its stacks to a file, and returns it."""
+        """Reports this process's evidence to launch.py or in a file, and returns it."""
         mine = evidence(self.rank, self.hosts)
         if EVENTS_FILE not in os.environ:
             mine["file"] = _write(self.job, self.rank, mine.pop("stacks"))
@@ -207,7 +207,6 @@ def _where(frame: FrameType | None) -> str:
 
 
 def _stacks() -> str:
-    """The Python stacks of all threads."""
     with contextlib.suppress(OSError), tempfile.TemporaryFile("w+") as file:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)

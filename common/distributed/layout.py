@@ -178,7 +178,6 @@ class Layout:
         return [_local(p.detach()) for p in self.parameters.values()]
 
     def _keys(self) -> list[Tensor]:
-        """The keys of the optimizer's state."""
         return list(self.parameters.values())
 
 

@@ -32,7 +32,7 @@ class Precision:
 def settle_precision(accelerator: Accelerator, kind: str, is_engines: bool) -> Precision:
     """Makes FSDP2 and ZeRO compute as one process does. Call it before prepare(), which adds the autocast.
 
-    kind: no, bf16 or fp16. is_engines: True if a DeepSpeed JSON sets it, which means DeepSpeed's own kind.
+    kind: no, bf16 or fp16. is_engines: a DeepSpeed JSON sets it, which means DeepSpeed's own kind.
     """
     half_precision, reduction = "none" if kind == "no" else "autocast", "fp32"
     if accelerator.distributed_type == DistributedType.FSDP:

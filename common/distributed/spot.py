@@ -119,7 +119,7 @@ class Gcp:
 
 
 class Azure:
-    """Azure's scheduled events. AZURE_METADATA_ENDPOINT is our own variable: Azure's SDKs have none."""
+    """AZURE_METADATA_ENDPOINT is our own variable, as Azure's SDKs have none."""
 
     def __init__(self) -> None:
         self.url = os.environ.get("AZURE_METADATA_ENDPOINT", LINK_LOCAL).rstrip("/") + "/metadata/"

@@ -1,4 +1,4 @@
-"""The agent on each host of a job: starts the host's part, stops it on request, and leaves no process behind.
+"""The agent on each host of a job: starts the host's part, stops it on request, leaves no process behind.
 
 launch.py starts it, over ssh or locally. They exchange lines. The agent sends a JSON object about this host,
 receives its part of the job as JSON, then empty lines as heartbeats, and `stop` or `kill`. It forwards the
@@ -33,7 +33,7 @@ from common.system.processes import adopt_orphans, end_with_parent, kill, runnin
 BEAT_S = 5  # between heartbeats of the launcher
 ALIVE_S = 2  # between heartbeats of the agent
 SILENCE_S = 45  # without a heartbeat, after which the part is stopped
-FENCE_S = 15  # the same in an elastic job, where the part is killed, as the job continues on other hosts
+FENCE_S = 15  # the same in an elastic job, which continues elsewhere: the part is killed
 GRACE_S = 40  # from `stop` to the end: launchers kill their processes 30 s after SIGTERM
 SUSPENDED = "is suspended by a signal (SIGSTOP, or a debugger): the others waited for it"
 HELLO = "\x1eagent "  # prefix of the agent's first line, which ssh's own output may precede
@@ -137,7 +137,7 @@ def _start(part: dict[str, Any]) -> subprocess.Popen[bytes]:
 
 
 def _end_leftovers(job: str) -> None:
-    """Kills processes that an earlier part of the job left here, as its agent may not have ended yet."""
+    """Kills processes of an earlier part of the job, whose agent may not have ended yet."""
     left = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):

@@ -15,8 +15,6 @@ ASK_S = 30  # time-out of a quick answer
 
 
 class HostClient:
-    """A host and the answering process there."""
-
     def __init__(self, host: Host):
         self.host, self.name = host, host.name
         self.process = start_on(host.name, [sys.executable, "-m", "common.hosts.facts"], ROOT)

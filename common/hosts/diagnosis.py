@@ -23,14 +23,14 @@ MEANINGS = {
     "facts": "a check failed on the host, but not because of ssh",
     "clock": "the host's clock is wrong",
     "versions": "Python or a package differs: ranks would refuse to start together",
-    "driver": "driver or NCCL differ between hosts; different versions of NCCL hang in the first collective",
+    "driver": "driver or NCCL differ between hosts; different NCCLs hang in the first collective",
     "code": "a file of the project differs: ranks would refuse to start together",
     "old-driver": "the installed torch needs a newer driver: a training would run on the CPU",
     "driver-broken": "the driver does not answer: it was updated but not reloaded, a GPU failed, or a"
-    " container lost its GPUs",
-    "slots": "the hostfile has more slots than the host has GPUs, or some hosts have no GPU",
+    " container lost it",
+    "slots": "the hostfile has more slots than a host has GPUs, or some hosts have none",
     "device-memory": "another process holds a GPU's memory",
-    "peer-access": "GPUs of a host can't reach each other directly, but only through its memory",
+    "peer-access": "GPUs of a host exchange data only through its memory",
     "precision": "a GPU has no native bf16 and emulates it",
     "unsupported-gpu": "the installed torch has no code for this GPU",
     "unusable-gpu": "torch can't use a GPU that the driver reports",
@@ -46,7 +46,7 @@ MEANINGS = {
     "output": "the run folder is not writable; this matters on the first host only",
     "all-reduce": "the test all-reduce failed, or took too long",
     "s3": "a put, get or delete fails on the first host",
-    "strategy": "FSDP or ZeRO-3 is configured for a model that needs less than a fifth of a GPU's memory",
+    "strategy": "FSDP or ZeRO-3 for a model that needs less than a fifth of a GPU's memory",
     "script": "the script, or one of its flags, is wrong",
     "batch": "the batch is larger than the data set",
 }
@@ -78,12 +78,11 @@ REMEDIES = {
     "shm": "start the container with --ipc=host, or --shm-size=8g",
     "disk": "free disk space, or give another --output_dir",
     "open-files": "set `ulimit -n 65536` in the shell that starts the job, or in /etc/security/limits.conf",
-    "data": "put the same files at the same path on each host; for s3:// also credentials (the doctor does"
+    "data": "put the same files at the same path on each host; for s3:// credentials, too (the doctor does"
     " not see those of `launch.py --env`)",
     "output": "correct the folder's owner and mode: the user of ssh must be able to write there",
     "all-reduce": "see `port-closed` and `interface`; NCCL_DEBUG=INFO says more",
-    "s3": "check the credentials on the first host (where boto3 looks for them), and the bucket's region and"
-    " policy",
+    "s3": "check the first host's credentials (where boto3 looks for them), the bucket's region and policy",
     "strategy": "use ddp_*.yaml, which is faster if the model fits",
     "script": "see its error: `python SCRIPT --print_config` with the same flags",
     "batch": "give a smaller --batch_size",

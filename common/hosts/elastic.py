@@ -22,7 +22,7 @@ from common.system.env import MOST_HOSTS, PER_DEVICE, PREEMPTED
 from common.system.text import plural
 
 LOST_S = 12  # without a heartbeat of its agent, after which a host is lost
-FENCED_S = FENCE_S + 3  # after a loss, when the lost host's agent has surely killed its part
+FENCED_S = FENCE_S + 3  # after a loss, until the lost host's agent has killed its part
 KILL_S = 3  # from a loss until the others, which wait for it in a collective, are killed
 RETRY_S = 5  # between attempts to connect to a host that is away
 SETTLE_S = 3  # wait for further hosts before a round begins, or is stopped for a joining host
@@ -34,8 +34,7 @@ FRUITLESS_ROUNDS = 3  # failed rounds at the same step, after which the job ends
 class ElasticJob(Launcher):
     """Runs rounds until one finishes.
 
-    plan_for: returns the launch of a round on these hosts. read_hosts: returns the job's hosts, which may
-    change.
+    plan_for: makes the launch of a round on these hosts. read_hosts: the job's hosts, which may change.
     """
 
     def __init__(
@@ -66,7 +65,7 @@ class ElasticJob(Launcher):
         self.batch: dict[str, int] = {}  # batch_size, per_device
         self.began: dict[str, Any] = {}  # step, in_s3, is_shared of the last round that trained
         self.is_training = False  # True once this round trains
-        self.is_finished = False  # True once the training has finished and its processes are about to end
+        self.is_finished = False  # True once the training has finished
         self.step = 0  # the newest step of any round
         self.changed_at: float | None = None  # when the last change of hosts began
         self.fruitless = 0

@@ -116,7 +116,6 @@ def writable(folder: str, token: str, leave: bool) -> dict[str, Any]:
 
 
 def remove_token(file: str) -> dict[str, Any]:
-    """Removes the token of writable()."""
     Path(file).unlink(missing_ok=True)
     return {}
 

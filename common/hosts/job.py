@@ -109,7 +109,7 @@ class JobRunner(Launcher):
         return True
 
     def _show_hosts(self, address: str, with_commands: bool) -> None:
-        """Prints the hosts and their ranks, and each host's command, as it would be typed by hand."""
+        """Prints the hosts and their ranks, and the command that would start each host's part by hand."""
         first = 0
         for rank, connection in enumerate(self.connections):
             count = len(connection.host.devices)
@@ -141,7 +141,7 @@ class JobRunner(Launcher):
 
 
 def failure_cause(connection: HostConnection) -> tuple[int, str]:
-    """How likely this host's failure is a consequence (0: a cause ... 4: most likely one), and its reason."""
+    """A rank from 0 (a cause) to 4 (most likely a consequence), and the reason of this host's failure."""
     lines = connection.last_lines
     last = next((line for line in reversed(lines) if line.strip("=- ")), f"exit status {connection.status}")
     if connection.hello is None:

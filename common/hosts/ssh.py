@@ -61,8 +61,7 @@ def master_address(reached_at: Sequence[str | None], asked_from: Sequence[str | 
     """An address of the first host that all hosts reach.
 
     reached_at, asked_from: for each host, the address that ssh connected to, and the one that it came from;
-    None without ssh. It is the address at which ssh reached the first host; if the first host is this one,
-    the address from which ssh connected to another host.
+    None without ssh. It is where ssh reached the first host; if that is this host, where ssh came from.
     """
     return reached_at[0] or next(filter(None, asked_from), None) or "localhost"
 

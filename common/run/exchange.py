@@ -74,7 +74,6 @@ class Exchange:
         return self.output.problem() if self.output else None
 
     def of_main(self, own: Any) -> Any:
-        """The main process's value."""
         return self.poll.gather(own)[0]
 
     def gather(self, own: Any) -> list[Any]:

@@ -53,7 +53,6 @@ class Meter:
         return elapsed_s
 
     def elapsed_s(self) -> float:
-        """Seconds since the last start of the clock."""
         return time.perf_counter() - self.started
 
     def take_ids(self) -> list[int]:

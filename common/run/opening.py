@@ -27,8 +27,6 @@ from common.telemetry.collect import Telemetry, this_process
 
 @dataclass
 class OpenRun:
-    """The parts of an open run."""
-
     state: RunState
     saved_step: int  # of the newest checkpoint in the run's own folder, 0 without one
     output: RunOutput | None  # of the main process

@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # train_hello.py has no images, and starts faster without the
 class Predictions:
     """The newest evaluation's predictions: keep() holds them, accept() takes them when metrics are logged.
 
-    With an EMA two evaluations precede one log line; those of the averaged weights come last and count.
+    With an EMA two evaluations precede a log line; the last one, of the averaged weights, counts.
     """
 
     def __init__(self) -> None:

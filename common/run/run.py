@@ -46,9 +46,8 @@ Item = TypeVar("Item")
 class Run:
     """A context manager around a training. All processes call it; the main process writes and prints.
 
-    Raises ValueError when the folder holds another run or can't be written, or when the training runs out of
-    memory (the message names the size to try). Raises Preempted, after saving, when a process was told to
-    stop.
+    Raises ValueError when the folder holds another run or can't be written, or when memory runs out, with the
+    size to try. Raises Preempted, after saving, when a process was told to stop.
     """
 
     # Set by begin()

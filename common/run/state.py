@@ -61,7 +61,6 @@ class RunState:
         return cls(**kept)
 
     def to_json(self) -> dict[str, Any]:
-        """The content of state.json."""
         return {n: value for n, value in vars(self).items() if value is not None or n == "loss_scale"}
 
     def at_save(self, **filled: Any) -> Self:

@@ -124,7 +124,6 @@ def _own_checkpoint(
 
 
 def _other_runs_checkpoint(folder: Path, resume: str, beat: Heartbeat, say: Say) -> Checkpoint:
-    """The checkpoint of the run that --resume names."""
     if not resume.startswith("s3://"):
         return _checkpoint_at(Path(resume), beat, say)
     fetched = fetch_newest(ObjectStore(resume), folder / "checkpoints", -1, beat, say, ours=False)

@@ -49,7 +49,7 @@ def command_parser(doc: str | None, usage: str | None = None) -> argparse.Argume
 
 
 def split_at_script(words: list[str]) -> tuple[list[str], list[str]]:
-    """The words before the first that ends in .py, and the words from there on: a script and its flags."""
+    """The words before the first that ends in .py, and those from there on: a script and its flags."""
     at = next((number for number, word in enumerate(words) if word.endswith(".py")), len(words))
     return words[:at], words[at:]
 

@@ -21,8 +21,5 @@ LIMITED = (  # only under a limit on a process's memory, from other allocators t
 
 
 def says_out_of_memory(text: str, is_limited: bool = False) -> bool:
-    """True if an error's text, or a failed process's output, has such a message.
-
-    is_limited: True if the process's memory had a limit.
-    """
+    """True if an error or a failed process's output has such a message. is_limited: memory had a limit."""
     return any(message in text for message in (*MESSAGES, *(LIMITED if is_limited else ())))

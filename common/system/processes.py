@@ -1,4 +1,4 @@
-"""Processes of this host: their start times, their end with a parent, and descendants of this process."""
+"""Processes of this host: start times, end with the parent, and descendants of this process."""
 
 import contextlib
 import ctypes

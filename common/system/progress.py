@@ -54,8 +54,7 @@ class PlainProgress:
         self.began = self.began or (time.perf_counter(), step)
 
     def _steps_per_s(self) -> float | None:
-        """Steps per second including evaluations and saves, since the first call of advance(); None before
-        one step is done."""
+        """Speed since the first call of advance(), including evaluations and saves; None before one step."""
         if not self.began or self.step <= self.began[1]:
             return None
         return (self.step - self.began[1]) / max(1e-9, time.perf_counter() - self.began[0])
