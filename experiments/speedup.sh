@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A CNN on 1, 2 and 4 processes at the same batch size: a page each, and the comparison.
+# Trains a CNN on 1, 2 and 4 processes with the same batch size; writes a page per run, and their comparison.
 #
 #   DATA=/data/cifar10 experiments/speedup.sh
 #   SIZE=full experiments/speedup.sh     ResNet-18 on 1, 2 and 4 GPUs: not yet measured on one

@@ -1,8 +1,8 @@
 # Steps of an experiment; sourced by the scripts beside it.
 #
-# Each step's command is shown before it runs. The first step that fails ends the experiment. The next start
-# continues there: a step is done when its product exists and FOLDER/steps/ has the same command as successful.
-# An interrupted training continues from its checkpoint.
+# Each step's command is shown before it runs. The first failing step ends the experiment, and the next start
+# continues with it: a step is done if its product exists and FOLDER/steps/ records the same command. An
+# interrupted training resumes from its checkpoint.
 #
 #   SIZE=rehearsal   small, on the CPUs of this machine; SIZE=full is for GPUs
 #   DATA=cifar10     as the train scripts take --data
@@ -50,7 +50,7 @@ full) ;;
 *) refuse "SIZE=$SIZE: rehearsal or full" ;;
 esac
 
-# step NAME PRODUCT WORDS...: runs `python WORDS`. PRODUCT is a file; with "" the step is always done again.
+# step NAME PRODUCT WORDS...: runs `python WORDS`. PRODUCT is a file; with "" the step is always repeated.
 step() {
     local name=$1 product=$2 written status=0
     shift 2
@@ -64,7 +64,7 @@ step() {
     [ -z "$DRY_RUN" ] || return 0
     mkdir -p "$FOLDER/steps"
     "$PYTHON" "$@" &
-    trap 'kill -TERM $!' TERM # it saves; Ctrl-C reaches it by itself
+    trap 'kill -TERM $!' TERM # makes it save; Ctrl-C reaches it directly
     wait $! || status=$?
     while kill -0 $! 2>/dev/null; do wait $! || status=$?; done
     if [ $status != 0 ]; then
@@ -79,7 +79,7 @@ is_done() {
     [[ $1 != */result.json ]] || { grep -q '"status": "finished"' "$1" && ! grep -q '"uploaded": false' "$1"; }
 }
 
-# train NAME CONFIG SCRIPT FLAGS...: a run in FOLDER/NAME, by launch.py for a config of several hosts; further
+# train NAME CONFIG SCRIPT FLAGS...: a run in FOLDER/NAME, with launch.py if the config has several hosts; further
 # seeds in FOLDER/NAME_seed1, ...
 train() {
     local name=$1 seed
@@ -103,7 +103,7 @@ hosts_of() {
     case $1 in *_2x*) echo "--hostfile $HOSTFILE" ;; esac
 }
 
-# pages [FLAGS OF THE COMPARISON...]: a page of each run, and their comparison.
+# pages [FLAGS OF THE COMPARISON...]: writes a page of each run, and their comparison.
 pages() {
     local where=(${LOGBOOK:+"--folder=$LOGBOOK"})
     step pages "" logbook.py add "${RUNS[@]}" "${where[@]}"

@@ -41,7 +41,7 @@ now = _Now()
 
 @contextlib.contextmanager
 def doing(phase: str) -> Iterator[None]:
-    """Names the phase of what runs inside."""
+    """Sets the phase within the context."""
     before, now.phase = now.phase, phase
     try:
         yield
