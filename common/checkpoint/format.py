@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from common.system.files import discard, parse_json, sync, write_json
+from common.system.paths import shortest
 from common.system.schema import fits
 
 FORMAT_VERSION = 1  # docs/checkpoints.md: when it rises, and which versions are read
@@ -214,6 +215,14 @@ def parse_index(content: bytes, where: Path | str) -> dict[str, int]:
         return {label: step for label, step in steps.items() if step is not None}
     except (ValueError, TypeError):
         raise ValueError(f"{where} is not an index of checkpoints") from None
+
+
+def best_in(parent: Path) -> Path | None:
+    """The folder of the best checkpoint, which index.json names; None where it is not there."""
+    index = parent / INDEX_FILE
+    best = parse_index(index.read_bytes(), shortest(index)).get("best") if index.is_file() else None
+    folder = None if best is None else parent / step_name(best)
+    return folder if folder and folder.is_dir() else None
 
 
 def to_keep(steps: Iterable[int], best: int | None, every: int | None) -> set[int]:

@@ -16,13 +16,11 @@ from torch import nn
 
 from common.checkpoint.format import (
     EMA_FILE,
-    INDEX_FILE,
     MANIFEST_FILE,
     MODEL_FILE,
     TensorFile,
+    best_in,
     newest,
-    parse_index,
-    step_name,
     steps_in,
     verify,
 )
@@ -122,10 +120,8 @@ def _file_and_recipe(path: Path) -> tuple[Path, dict[str, Any]]:
 
 def _checkpoint_of_run(parent: Path) -> Path | None:
     """The best checkpoint, or the newest that verifies where the best is not there; None without any."""
-    index = parent / INDEX_FILE
-    best = parse_index(index.read_bytes(), index).get("best") if index.is_file() else None
-    if best is not None and (parent / step_name(best)).is_dir():
-        return parent / step_name(best)
+    if best := best_in(parent):
+        return best
     found = newest(parent, lambda: None, lambda _: None, ours=False) if steps_in(parent) else None
     return found.folder if found else None
 

@@ -133,19 +133,13 @@ class TrainingState:
 
         checkpoint: on the main process, which broadcasts its tensors. state: what scalars() returned for it.
         """
-        layout = self.layout
         if with_optimizer:
             file = self._file(checkpoint, checkpoints.OPTIMIZER_FILE)
             specs = broadcast_object_list([file.specs() if file else None])[0]
             self.optimizer.restore(specs, state, self._sender(file))
         if self.ema:
-            layout.fill(self.ema.averages, self._sender(self._file(checkpoint, checkpoints.EMA_FILE)))
-        send = self._sender(self._file(checkpoint, checkpoints.MODEL_FILE))
-        layout.fill(layout.held, send)
-        layout.fill_frozen(send)
-        for name, buffer in layout.buffers().items():
-            buffer.copy_(send(name, buffer.shape, _stored(buffer.dtype)))
-        layout.publish()
+            self.layout.fill(self.ema.averages, self._sender(self._file(checkpoint, checkpoints.EMA_FILE)))
+        self._restore_model(checkpoint, checkpoints.MODEL_FILE)
         self._set_loss_scale(state["loss_scale"])
 
     @torch.no_grad()
@@ -154,12 +148,14 @@ class TrainingState:
 
         For after the last step: the optimizer and the EMA keep their state. checkpoint: as restore() has it.
         """
-        layout = self.layout
-        send = self._sender(self._file(checkpoint, checkpoints.MODEL_FILE))
+        self._restore_model(checkpoint, checkpoints.EMA_FILE if self.ema else checkpoints.MODEL_FILE)
+
+    def _restore_model(self, checkpoint: Checkpoint | None, file: str) -> None:
+        """Restores the model's buffers, and its parameters from this file."""
+        layout, send = self.layout, self._sender(self._file(checkpoint, checkpoints.MODEL_FILE))
         for name, buffer in layout.buffers().items():
             buffer.copy_(send(name, buffer.shape, _stored(buffer.dtype)))
-        if self.ema:
-            send = self._sender(self._file(checkpoint, checkpoints.EMA_FILE))
+        send = self._sender(self._file(checkpoint, file))
         layout.fill(layout.held, send)
         layout.fill_frozen(send)
         layout.publish()

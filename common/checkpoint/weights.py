@@ -18,6 +18,7 @@ from common.checkpoint.format import (
     MODEL_FILE,
     Checkpoint,
     TensorFile,
+    best_in,
     newest,
     parse_index,
     step_name,
@@ -122,11 +123,9 @@ def _of_run(folder: Path, which: str, beat: Heartbeat) -> Checkpoint:
         found = newest(parent, beat, print, ours=False)
         assert found, "there are some"
         return found
-    index = parent / INDEX_FILE
-    best = parse_index(index.read_bytes(), shortest(index)).get("best") if index.exists() else None
-    if best is None or not (parent / step_name(best)).is_dir():
+    if (best := best_in(parent)) is None:
         raise ValueError(f"{shortest(folder)} does not hold its best checkpoint: take --which latest")
-    return verify(parent / step_name(best), beat)
+    return verify(best, beat)
 
 
 def _download(store: ObjectStore, which: str, scratch: Path, beat: Heartbeat) -> Checkpoint:

@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from stat import S_ISLNK, S_IWOTH
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -49,17 +49,9 @@ class Prepared(NamedTuple):
     left_out: str  # what of the data is not read, and why
 
 
-def prepare_data(
-    data: str,
-    cache_dir: Path,
-    beat: Heartbeat = lambda: None,
-    show_progress: bool = True,
-    data_root: tuple[str, ...] = (),
-    columns: Columns = BY_TYPE,
-    holdout: float | None = None,
-) -> Path:
+def prepare_data(*where: Any, **options: Any) -> Path:
     """The folder that prepare() returns."""
-    return Path(prepare(data, cache_dir, beat, show_progress, data_root, columns, holdout).folder)
+    return Path(prepare(*where, **options).folder)
 
 
 def prepare(

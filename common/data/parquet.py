@@ -300,15 +300,13 @@ def _features(schema: "pyarrow.Schema", where: str) -> dict[str, dict[str, Any]]
 
 def _class_names(schema: "pyarrow.Schema", label: str, where: str) -> tuple[str, ...] | None:
     """The names of a `datasets.ClassLabel` column, from the schema's metadata; None without."""
-    metadata = f"{where}: its huggingface metadata"
-    about = parse_json((schema.metadata or {}).get(b"huggingface", b"{}"), metadata)
-    if not fits(about, {"info": {"features": {label: {"names": list[str]}}}}):
+    names = _features(schema, where).get(label, {}).get("names") or []
+    if not fits(names, list[str]):
         raise ValueError(
-            f"{metadata} has no class names as `datasets` writes them, a list at info.features.{label}"
+            f"{where}: its huggingface metadata has no class names as `datasets` writes them, a list at"
+            f" info.features.{label}"
         )
-    for key in ("info", "features", label):
-        about = about.get(key) or {}
-    return tuple(about["names"]) if about.get("names") else None
+    return tuple(names) or None
 
 
 def only_in(split: str, classes: set) -> str:

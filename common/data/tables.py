@@ -1,7 +1,7 @@
 """Tables of images: parquet files, folders that `datasets` saved, and data sets of the Hugging Face hub."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -16,16 +16,12 @@ from common.system.threads import Heartbeat, run_with_heartbeat
 HUB = re.compile(r"hub:(\w[\w.-]*/\w[\w.-]*)(?::([\w.-]+))?", re.ASCII)
 
 Rows = TypeVar("Rows")
-SplitFiles = Callable[[Path, str], list[Path]]  # from a folder and the name of a split
 
 
 def find_parquet(root: Path, columns: Columns) -> Source | None:
     if (found := parquet_files(root)) is None:
         return None
-    val_name, splits = _train_and_val(found)
-    left_out = ", ".join(
-        f"{name}, as {val_name} is there" for name in found if name not in ("train", val_name)
-    )
+    val_name, splits, left_out = _train_and_val(found)
     # the names within the data set, so that moving it changes nothing
     nested = not _is_named(splits["train"][0], "train")
     named = tuple(
@@ -81,19 +77,20 @@ def find_saved(root: Path, columns: Columns) -> Source | None:
     folders = {split: folder for split, folder in found.items() if (folder / "state.json").is_file()}
     if "train" not in folders:
         raise ValueError(f"--data {root} has {_splits(folders)}")
-    val_name, splits = _train_and_val({split: _arrow_files(folder) for split, folder in folders.items()})
-    left_out = ", ".join(
-        f"{name}, as {val_name} is there" for name in folders if name not in ("train", val_name)
+    val_name, splits, left_out = _train_and_val(
+        {split: _arrow_files(folder) for split, folder in folders.items()}
     )
     # the names within the data set, so that moving it changes nothing
     files = tuple((f"{split}/{f.name}", f) for split, found in splits.items() for f in found)
     return _source_of_tables(root.name, files, _tables(splits), val_name, left_out, columns)
 
 
-def _train_and_val(found: Mapping[str, Rows]) -> tuple[str | None, dict[str, Rows]]:
-    """The name of the split to evaluate on, None without one; and the rows of both."""
+def _train_and_val(found: Mapping[str, Rows]) -> tuple[str | None, dict[str, Rows], str]:
+    """The name of the split to evaluate on, None without one; the rows of both; and what is left out."""
     val_name = next((name for name in VAL_NAMES if name in found), None)
-    return val_name, {"train": found["train"]} | ({"val": found[val_name]} if val_name else {})
+    others = [f"{name}, as {val_name} is there" for name in found if name not in ("train", val_name)]
+    rows = {"train": found["train"]} | ({"val": found[val_name]} if val_name else {})
+    return val_name, rows, ", ".join(others)
 
 
 def _arrow_files(folder: Path) -> list[Path]:
@@ -133,10 +130,7 @@ def find_on_hub(data: str, beat: Heartbeat, show_progress: bool, columns: Column
         ) from error
     if "train" not in loaded:
         raise ValueError(f"--data {data} has {_splits(loaded)}")
-    val_name, splits = _train_and_val(loaded)
-    left_out = ", ".join(
-        f"{name}, as {val_name} is there" for name in loaded if name not in ("train", val_name)
-    )
+    val_name, splits, left_out = _train_and_val(loaded)
     files = tuple(
         (f"{split} {k}", Path(file["filename"]))
         for split, table in splits.items()

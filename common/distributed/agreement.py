@@ -16,7 +16,6 @@ from common.distributed.hangs import notice_hang
 from common.distributed.preemption import Preempted, wanted
 from common.system.doing import doing, now
 from common.system.env import is_hosts_first
-from common.system.text import printable_lines
 
 Work = Callable[[Callable[[], None]], Any]  # work(beat)
 MISTAKES = (ValueError, FloatingPointError, OSError)  # said in one line, without a traceback
@@ -128,25 +127,6 @@ def _heart(store: dist.Store, board: str) -> Callable[[], None]:
 def _stop_if_wanted() -> None:
     if wanted():
         raise Preempted
-
-
-def first_mistake(error: BaseException) -> BaseException:
-    """The error that explains why the job fails. A mistake of this process is told to the others.
-
-    Any other error here, such as a connection that another process closed, is replaced by a mistake that
-    another process has told.
-    """
-    if not dist.is_initialized():
-        return error
-    try:
-        store = dist.distributed_c10d._get_default_store()
-        if isinstance(error, MISTAKES):
-            store.set("mistake", printable_lines(error))
-        elif isinstance(error, Exception) and store.check(["mistake"]):
-            return ValueError(store.get("mistake").decode())
-    except RuntimeError:  # the process that kept the store is gone
-        pass
-    return error
 
 
 def first_to_say(message: str, store: dist.Store | None = None) -> bool:

@@ -5,6 +5,7 @@ the graphs: a ViT's blocks take 4 of them to train and 4 to evaluate, whatever t
 block, which has no drop path, and three pieces for all others). Speed is not yet measured on a GPU.
 """
 
+import argparse
 import importlib
 import os
 import sys
@@ -93,29 +94,21 @@ def _in_launchers_file() -> dict[str, Any]:
     import yaml
     from accelerate.commands.config.config_args import default_config_file
 
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config_file", default=default_config_file)
     for process in psutil.Process().parents():
         try:
             words, folder = process.cmdline(), process.cwd()
         except psutil.Error:
             break
         if any(Path(word).name == "accelerate" or word == "accelerate.commands.launch" for word in words):
-            file = Path(folder, _value(words, "--config_file") or default_config_file)
+            file = Path(folder, parser.parse_known_args(words)[0].config_file)
             config = (yaml.safe_load(file.read_text()) or {}) if file.is_file() else {}
             found = config.get("dynamo_config") or {}
             keys = {"backend": "backend", "mode": "mode"}
             keys |= {"fullgraph": "use_fullgraph", "dynamic": "use_dynamic"}
             return {name: found[f"dynamo_{key}"] for name, key in keys.items() if f"dynamo_{key}" in found}
     return {}
-
-
-def _value(words: list[str], flag: str) -> str | None:
-    """The value of `--flag value` or `--flag=value`; None without the flag."""
-    for word, following in zip(words, [*words[1:], None], strict=True):
-        if word == flag:
-            return following
-        if word.startswith(f"{flag}="):
-            return word.partition("=")[2]
-    return None
 
 
 def _check(asked: Compilation) -> None:

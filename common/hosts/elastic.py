@@ -196,7 +196,7 @@ class ElasticJob(Launcher):
                 connection.last_lines.append(f"no sign of life for {LOST_S} s")
                 self.give_up(connection)
         if self.lost_at and now - self.lost_at > KILL_S:
-            self.send_to_members("kill")
+            self.send_all("kill", self.members)
 
     def _look_for_more_hosts(self) -> None:
         """Stops the round when a larger one is possible: all save, and it begins."""
@@ -232,12 +232,7 @@ class ElasticJob(Launcher):
         self.stopping = self.stopping or reason
         self.stopped_at = self.stopped_at or time.monotonic()
         self.changed_at = self.changed_at or time.monotonic()
-        self.send_to_members("stop")
-
-    def send_to_members(self, word: str) -> None:
-        for member in self.members:
-            if member.status is None:
-                member.send(word)
+        self.send_all("stop", self.members)
 
     def on_event(self, connection: HostConnection, event: dict[str, Any]) -> None:
         super().on_event(connection, event)

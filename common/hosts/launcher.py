@@ -153,8 +153,9 @@ class Launcher:
         self.stopped_at = self.stopped_at or time.monotonic()
         self.send_all("stop")
 
-    def send_all(self, word: str) -> None:
-        for connection in self.connections:
+    def send_all(self, word: str, to: list[HostConnection] | None = None) -> None:
+        """Sends a word to these hosts, by default to all."""
+        for connection in self.connections if to is None else to:
             if connection.status is None:
                 connection.send(word)
 

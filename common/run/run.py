@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from common.checkpoint.saver import Saver
 from common.checkpoint.training import TrainingState
-from common.distributed.agreement import first_mistake, let_main_close_first, once
+from common.distributed.agreement import let_main_close_first, once
 from common.distributed.peers import begin_exit, on_failure, tell_failure
 from common.distributed.preemption import Preempted, agreed, reason
 from common.optim import EMA
@@ -369,7 +369,7 @@ class Run:
             parameters = self.saver.training.layout.parameters if self.begun else ()
             folder = self.output.folder if self.output else None
             mine = explained(error, self.accelerator, self.batch, parameters, folder)
-        first = tell_failure(first_mistake(mine))
+        first = tell_failure(mine)
         interrupted = isinstance(first, KeyboardInterrupt)
         self._close_failed("interrupted" if interrupted else str(first) or type(first).__name__)
         let_main_close_first(self.accelerator)

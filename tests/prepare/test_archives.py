@@ -394,6 +394,20 @@ class TestRemote:
         assert "secret" not in str(caught.value)
 
 
+def test_a_server_that_cuts_every_answer(store, ilsvrc):
+    store.cut_download(after=30_000, times=None)  # fewer bytes than the client's buffer, which are lost
+    assert read(places(store)[1]) == read(ilsvrc.train_tar)
+    assert store.faults["cut_download"] > 5
+
+
+def test_a_server_that_falls_silent(store, monkeypatch):
+    monkeypatch.setattr(inputs, "SILENCE_S", 0.2)
+    monkeypatch.setattr(inputs, "ATTEMPTS", 2)
+    store.black_hole(times=None)
+    with pytest.raises(ValueError, match=r"byte 0 in 2 attempts \(Timeout"):
+        open_input(places(store)[1])
+
+
 def test_a_url_with_a_password_is_refused_and_not_shown():
     with pytest.raises(ValueError, match=r"'/a\.tar' has no host, a user name") as caught:
         open_input("https://me:password@host/a.tar")
