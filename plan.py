@@ -116,8 +116,8 @@ def draw(path: Path, plan: "Planning", found: "list[Found]") -> None:
         path,
         [
             [
-                Panel("hours", unit, {"Pareto": pareto}, points, is_log=True, is_log_x=True),
-                Panel(f"devices, {strategy}", "efficiency", curves, from_zero=True, is_log_x=True),
+                Panel("hours to the end", unit, {"Pareto": pareto}, points, is_log=True, is_log_x=True),
+                Panel(f"devices under {strategy}", "efficiency", curves, from_zero=True, is_log_x=True),
             ]
         ],
         plan.about,

@@ -5,10 +5,10 @@
     python -m benchmarks.plan_time --collectives
 
 Two hosts with one process and one core each train ResNet-18 (45 MB of gradients) on 2 images. In each round
-every arm is calibrated, as plan.py --measure 2 does, and then trains at each rate; so both meet the same
-noise. Calibration knows nothing of the network: its rate is tc's. The table has the medians of all steps.
-The exit status is 1 where a prediction is more than 20 percent off, or two strategies that differ by more
-are in the wrong order.
+every arm is calibrated, as plan.py --measure 2 does, before and after it trains at each rate; so both meet
+the same noise. Calibration knows nothing of the network: its rate is tc's. The table has the medians of all
+steps. The exit status is 1 where a prediction is more than 20 percent off, or two strategies that differ by
+more are in the wrong order.
 
 --collectives measures gloo's collectives alone, beside the time that their bytes need on the network: where
 the constants of common/planning/cost.py come from. Needs root, and what cluster/virtual_cluster.py needs. The
@@ -24,7 +24,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from itertools import combinations
+from itertools import combinations, product
 from pathlib import Path
 
 from cluster import virtual_cluster as cluster
@@ -66,7 +66,7 @@ def main() -> int:
 def _pin() -> None:
     """Gives each host a core of its own, and with it each of its processes to come."""
     for core, host in enumerate(cluster.names()):
-        for process in {*cluster.processes(host), cluster._init(host)}:
+        for process in cluster.processes(host):
             os.sched_setaffinity(process, {core})
 
 
@@ -81,16 +81,16 @@ def compare(arms: list[str], rates: list[str], rounds: int, steps: int) -> int:
         assert calibration.collectives
         for arm in arms:
             strategy, compression = ARMS[arm]
-            found = measured_step(config_file(strategy), SHARE, SCRIPT, compression, 2)
-            print(f"# {arm}: {_words(found)}", flush=True)
-            trace = compressed(traces[strategy], compression)
-            for rate in rates:
+            before = measured_step(config_file(strategy), SHARE, SCRIPT, compression, 2)
+            trained = train(strategy, compression, rates, steps)
+            after = measured_step(config_file(strategy), SHARE, SCRIPT, compression, 2)
+            print(f"# {arm}: {_words(before)}; {_words(after)}", flush=True)
+            trace, among = compressed(traces[strategy], compression), shards(strategy, 2, 1)
+            for rate, found in product(rates, (before, after)):
                 hosts = Cluster(2, 1, calibration.device, RATES[rate])
-                step = measured_step_time(
-                    trace, hosts, found, calibration.collectives, shards(strategy, 2, 1)
-                )
+                step = measured_step_time(trace, hosts, found, calibration.collectives, among)
                 predicted[arm, rate].append(step.seconds)
-            for rate, seconds in train(strategy, compression, rates, steps).items():
+            for rate, seconds in trained.items():
                 measured[arm, rate] += seconds
     print("| network | strategy | predicted | measured | difference |\n|---|---|---|---|---|")
     worst, right = 0.0, True
@@ -117,7 +117,7 @@ def is_order_right(lines: list[tuple[str, float, float]]) -> bool:
 
 def _words(found: Measured) -> str:
     times = [f"{getattr(found, name + '_s') * 1e3:.0f}" for name in ("forward", "backward", "optimizer")]
-    return f"forward {times[0]}, backward {times[1]}, optimizer {times[2]} ms on one process"
+    return f"forward {times[0]}, backward {times[1]}, optimizer {times[2]} ms"
 
 
 def train(strategy: str, compression: str, rates: list[str], steps: int) -> dict[str, list[float]]:
@@ -160,7 +160,8 @@ def _steps(folder: Path) -> list[float]:
 
 def measure_collectives(rates: list[str]) -> int:
     """Prints gloo's collectives on the hosts, as a multiple of the time that their bytes need."""
-    print("| network | collective | MiB | the bytes alone | measured | times |\n|---|---|---|---|---|---|")
+    print("| network | collective | MiB | sent, MiB | these alone | measured | times |")
+    print("|---|---|---|---|---|---|---|", flush=True)
     for rate in rates:
         for host in cluster.names():
             cluster.shape(host, rate)
@@ -170,11 +171,17 @@ def measure_collectives(rates: list[str]) -> int:
             cluster.inside("node1", [*words, "0"], ROOT), capture_output=True, text=True, check=True
         )
         others.wait()
-        for kind, size, seconds in json.loads(done.stdout.splitlines()[-1]):
-            alone_s = size * (0.5 if kind == "all_gather" else 1) / TCP_SHARE / (RATES[rate] * 1e9)
-            shown = f"{size / 2**20:.0f} | {alone_s:.3f} s | {seconds:.3f} s | {seconds / alone_s:.2f}"
-            print(f"| {rate} | {kind} | {shown} |", flush=True)
+        for kind, size, seconds, sent in json.loads(done.stdout.splitlines()[-1]):
+            alone_s = sent / TCP_SHARE / (RATES[rate] * 1e9)
+            shown = f"{size / 2**20:.0f} | {sent / 2**20:.2f} | {alone_s:.3f} s | {seconds:.3f} s"
+            print(f"| {rate} | {kind} | {shown} | {seconds / alone_s:.2f} |", flush=True)
     return 0
+
+
+def _sent() -> int:
+    """Bytes that this host has sent, without frames' headers but those of long segments."""
+    line = next(line for line in Path("/proc/net/dev").read_text().splitlines() if "eth0:" in line)
+    return int(line.split()[9])
 
 
 def time_collectives(rank: int) -> None:
@@ -191,7 +198,7 @@ def time_collectives(rank: int) -> None:
         for size in (2**20, 8 * 2**20, 24 * 2**20):
             exchange = call(kind, size // 4)
             exchange()
-            seconds = []
+            seconds, before = [], _sent()
             for number in range(6):
                 dist.barrier()
                 if rank == number % 2:
@@ -202,7 +209,7 @@ def time_collectives(rank: int) -> None:
                 mine = torch.tensor([time.perf_counter() - began - (LATE_S if rank != number % 2 else 0)])
                 dist.all_reduce(mine, op=dist.ReduceOp.MAX)
                 seconds.append(mine.item())
-            found.append((kind, size, statistics.median(seconds)))
+            found.append((kind, size, statistics.median(seconds), (_sent() - before) / len(seconds)))
     if rank == 0:
         print(json.dumps(found), flush=True)
     os._exit(0)  # gloo's threads sometimes abort in their destructors

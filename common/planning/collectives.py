@@ -1,9 +1,8 @@
 """One of two processes of this machine that time gloo's collectives: what they cost the hosts themselves.
 
 `python -m common.planning.collectives STORE RANK` (STORE: a file that both name); rank 0 prints
-{kind: [seconds of a small one, seconds a byte, bytes sent by a rank for a byte of the tensor]} as JSON.
-The network is the loopback interface, so that copies, sums and TCP are all that takes time. The bytes are
-those of the interface's counter: gloo's reduce-scatter, for example, sends as much as an all-reduce.
+{kind: [seconds of a small one, seconds for each byte of the tensor]} as JSON. The network is the loopback
+interface, so that copies, sums and TCP are all that takes time.
 """
 
 import json
@@ -12,7 +11,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -25,11 +23,8 @@ def main() -> None:
     store, rank = sys.argv[1], int(sys.argv[2])
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    found = {}
-    for kind in ("all_reduce", "all_gather", "reduce_scatter"):
-        latency_s, _ = _measured(call(kind, SMALL))
-        seconds, sent = _measured(call(kind, LARGE))
-        found[kind] = (latency_s, seconds / (LARGE * 4), sent / (LARGE * 4))
+    kinds = ("all_reduce", "all_gather", "reduce_scatter")
+    found = {kind: (_median(call(kind, SMALL)), _median(call(kind, LARGE)) / (LARGE * 4)) for kind in kinds}
     if rank == 0:
         print(json.dumps(found), flush=True)
     os._exit(0)  # gloo's threads sometimes abort in their destructors
@@ -45,22 +40,16 @@ def call(kind: str, numbers: int) -> Callable[[], object]:
     }[kind]
 
 
-def _measured(call: Callable[[], object]) -> tuple[float, float]:
-    """The median of the seconds of ROUNDS calls, after one that warms up, and the bytes that a rank sends."""
-    call()
-    seconds, began_at = [], _sent()
+def _median(exchange: Callable[[], object]) -> float:
+    """The median of the seconds of ROUNDS calls, after one that warms up."""
+    exchange()
+    seconds = []
     for _ in range(ROUNDS):
         dist.barrier()
         began = time.perf_counter()
-        call()
+        exchange()
         seconds.append(time.perf_counter() - began)
-    return statistics.median(seconds), (_sent() - began_at) / 2 / ROUNDS
-
-
-def _sent() -> int:
-    """Bytes that this machine's processes have sent one another."""
-    loopback = next(line for line in Path("/proc/net/dev").read_text().splitlines() if "lo:" in line)
-    return int(loopback.split()[9])
+    return statistics.median(seconds)
 
 
 if __name__ == "__main__":

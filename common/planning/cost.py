@@ -36,10 +36,12 @@ CONTEXT_BYTES = int(0.5 * 2**30)  # CUDA's context and libraries, outside of tor
 QUANTUM = 8  # sizes of forwards are its multiples
 # Of an Ethernet frame: MTU 1500 less IPv4's 20 and TCP's 32 bytes (RFC 791, 9293, 7323), of 1514 with header
 TCP_SHARE = 1448 / 1514
-# gloo's all-gather sends a block in two halves. A rank asks for the second half behind its own first one: the
-# network idles for half a block. Measured by `python -m benchmarks.plan_time --collectives`.
-GLOO_WAITS = {"all_gather": 1.5}
 RING = {"all_reduce": 2.0}  # times (n-1)/n of the bytes are sent; of other collectives once
+# Between two ranks, measured by `python -m benchmarks.plan_time --collectives`: gloo's reduce-scatter sends
+# as much as an all-reduce. Its all-gather takes 1.5 times as long as its bytes: it sends a block in two halves,
+# and a rank's request for the other's second half waits behind what it sends itself.
+GLOO_RING = {"all_reduce": 2.0, "reduce_scatter": 2.0}
+GLOO_WAITS = {"all_gather": 1.5}
 LARGE_PART = 0.1  # of the computation: an exchange that takes longer beside it is what limits
 COMPUTE, MEMORY, LAUNCHES = "compute", "memory traffic", "launch overhead"
 LINK, NETWORK, HOSTS = "link", "network", "exchange on the hosts"
@@ -141,8 +143,7 @@ class _Exchange:
 
     def __init__(self, kind: str, moved: int, ranks: int, cluster: Cluster, over_gloo: Collectives | None):
         costs = (over_gloo or {}).get(kind)
-        # Between two ranks a ring sends half of what it does for many, times n - 1 of n.
-        factor = 2 * costs.sent if costs else RING.get(kind, 1.0)
+        factor = (GLOO_RING if over_gloo else RING).get(kind, 1.0)
         self.link, self.network = _ways(kind, factor * moved * (ranks - 1) / ranks, ranks, cluster)
         waits = GLOO_WAITS.get(kind, 1.0) / TCP_SHARE if over_gloo else 1.0
         self.network_s = self.network * waits / (cluster.network_gb_s * 1e9)

@@ -32,7 +32,6 @@ class Costs(NamedTuple):
 
     latency_s: float
     s_per_byte: float  # of the tensor
-    sent: float  # bytes that each rank sends, for a byte of the tensor
 
 
 Collectives = dict[str, Costs]  # by a collective's name
