@@ -38,7 +38,7 @@ QUANTUM = 8  # sizes of forwards are its multiples
 TCP_SHARE = 1448 / 1514
 RING = {"all_reduce": 2.0}  # times (n-1)/n of the bytes are sent; of other collectives once
 # Between two ranks, measured by `python -m benchmarks.plan_time --collectives`: gloo's reduce-scatter sends
-# as much as an all-reduce. Its all-gather takes 1.5 times as long as its bytes: it sends a block in two halves,
+# as much as an all-reduce. Its all-gather takes 1.5 times as long as its bytes: it sends a block in halves,
 # and a rank's request for the other's second half waits behind what it sends itself.
 GLOO_RING = {"all_reduce": 2.0, "reduce_scatter": 2.0}
 GLOO_WAITS = {"all_gather": 1.5}

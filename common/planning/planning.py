@@ -115,13 +115,15 @@ class Planning:
         return accelerates_estimate(model)
 
     def found(self) -> Iterator[Found]:
-        """Each strategy's trace, and with a calibration its measured step: one after another, undisturbed."""
-        if self.calibration:
-            for found in [self._traced(strategy) for strategy in self.strategies]:
-                yield replace(found, measured=self._measured(found, self.calibration))
-            return
+        """Each strategy's trace; with a calibration its measured step, too, when all are traced."""
         with ThreadPoolExecutor(min(MOST_AT_ONCE, os.cpu_count() or 1)) as pool:
-            yield from pool.map(self._traced, self.strategies)
+            traced = pool.map(self._traced, self.strategies)
+            if not self.calibration:
+                yield from traced
+                return
+            done = list(traced)
+        for found in done:  # one after another, undisturbed
+            yield replace(found, measured=self._measured(found, self.calibration))
 
     def _traced(self, strategy: str) -> Found:
         processes, batch_size = self._processes(strategy), self.recipe.batch_size
@@ -133,15 +135,18 @@ class Planning:
         return Found(strategy, strategies.compressed(trace, self.recipe.grad_compression), share, largest)
 
     def _trace(self, strategy: str, size: int) -> Trace:
-        words = [*self.script, f"--mixed_precision={self.precision}"]
-        return strategies.traced(strategy, self.cluster.hosts, self.cluster.gpus, [size, 2 * size], words)
+        cluster = self.cluster
+        return strategies.traced(strategy, cluster.hosts, cluster.gpus, [size, 2 * size], self._words)
 
     def _measured(self, found: Found, calibration: Calibration) -> Measured | None:
         if not found.share or found.strategy == "offload":
             return None
-        file, words = strategies.config_file(found.strategy), [*self.script]
-        words.append(f"--mixed_precision={self.precision}")
-        return measured_step(file, found.share, words, self.recipe.grad_compression, calibration.processes)
+        file, compression = strategies.config_file(found.strategy), self.recipe.grad_compression
+        return measured_step(file, found.share, self._words, compression, calibration.processes)
+
+    @property
+    def _words(self) -> list[str]:
+        return [*self.script, f"--mixed_precision={self.precision}"]
 
     def _processes(self, strategy: str) -> int:
         return strategies.processes_of(strategy, self.cluster.hosts, self.cluster.gpus)
