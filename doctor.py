@@ -1,17 +1,17 @@
-"""Finds what would make a job on several hosts hang or fail, before it is started.
+"""Finds what would make a job hang or fail on its hosts, before it is started.
 
     python doctor.py
     python doctor.py --hostfile hostfile --config_file accelerate_configs/ddp_2x2gpu.yaml
     python doctor.py --data /data/cifar10 --output_dir /shared/run --s3 s3://bucket/prefix
     python doctor.py --config_file accelerate_configs/fsdp_2x4gpu.yaml train_vit.py --batch_size 512
 
-It asks all hosts at the same time, over ssh as launch.py does; then one process per slot takes part in an
+It asks all hosts in parallel, over ssh as launch.py does; then one process per slot takes part in an
 all-reduce. The table has a row for each check and a column for each host. Each finding has a remedy, and a
-code that docs/trouble.md explains. With a script and its flags it also checks model, strategy and data.
+code that docs/trouble.md explains. Given a script and its flags, it also checks model, strategy and data.
 
-Exit status 1 if the job would fail, 0 otherwise, also with warnings. --json FILE writes all findings.
-Eight virtual hosts of one slot on 2 CPU cores: 1.6 s, and 9 s more for the all-reduce, for which each
-imports torch.
+The exit status is 1 if the job would fail, else 0, also with warnings. --json FILE writes all findings.
+Eight virtual hosts with one slot each took 1.6 s on 2 CPU cores, and 9 s more for the all-reduce, as each
+process imports torch.
 """
 
 import argparse
@@ -72,13 +72,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--include", default="", help="as launch.py's")
     parser.add_argument("--exclude", default="", help="as launch.py's")
     parser.add_argument("--config_file", type=Path, help="one of accelerate_configs/")
-    parser.add_argument("--data", help="a folder, or s3://bucket/prefix of shards, that each host must have")
+    parser.add_argument("--data", help="a folder, or s3://bucket/prefix of shards, that each host must reach")
     parser.add_argument("--data_root", action="append", default=[], help="as the train scripts'")
-    parser.add_argument("--output_dir", help="where the run will be (default: runs)", default="runs")
-    parser.add_argument("--s3", help="s3://bucket/prefix, tried from the first host")
+    parser.add_argument("--output_dir", help="the run's folder (default: runs)", default="runs")
+    parser.add_argument("--s3", help="s3://bucket/prefix to test from the first host")
     parser.add_argument("--port", type=int, default=29500)
-    parser.add_argument("--master_addr", help="of the first host; by default as ssh reaches it")
-    parser.add_argument("--json", type=Path, help="write what was found to this file")
+    parser.add_argument("--master_addr", help="the first host's address (default: as ssh reaches it)")
+    parser.add_argument("--json", type=Path, help="write the findings to this file")
     mine, script = split_at_script(argv)
     flags = parser.parse_args(mine)
     flags.script = script
@@ -86,7 +86,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 class Checks:
-    """The checks in their order: each needs the results of those before it."""
+    """The checks in order: each needs the results of those before it."""
 
     def __init__(self, clients: list[HostClient], flags: argparse.Namespace, config: dict[str, Any]):
         self.clients, self.flags, self.config = clients, flags, config
@@ -102,7 +102,7 @@ class Checks:
             for check in (self.hosts, self.network, self.folders, self.s3, self.all_reduce):
                 found += check()
                 if len(self.facts) < len(self.clients):
-                    break  # later checks connect all hosts
+                    break  # later checks need all hosts
             found += self.job(model.result()) if model else []
         return found
 
@@ -115,7 +115,7 @@ class Checks:
             began = time.time()
             roots = [root for given in self.flags.data_root for root in given.split(",")]
             answer = client.ask("facts", within_s, data=self.flags.data, data_root=roots)
-            # The host read its clock between `began` and now: only a time outside of that is off.
+            # The host read its clock between `began` and now: a time within that interval is right.
             clock = answer.get("clock", began)
             return answer | {"clock_off_s": min(clock - began, 0) + max(clock - time.time(), 0)}
 
@@ -160,7 +160,7 @@ class Checks:
                 yield Finding("port-closed", client.name, what, True)
 
     def folders(self) -> Iterator[Finding]:
-        """Checks --output_dir. Only rank 0 writes: on other hosts a problem is a warning."""
+        """Checks --output_dir. Only rank 0 writes, so a problem on another host is a warning."""
         self.checked += ["output", "disk"]
         question: dict[str, Any] = {
             "folder": str(Path(self.flags.output_dir).absolute()),
@@ -193,7 +193,7 @@ class Checks:
                 yield Finding("s3", self.first, problem, True)
 
     def all_reduce(self) -> Iterator[Finding]:
-        """Runs a process per device, as the job does: GPUs of one host may hang, too."""
+        """Runs a process per device, as the job does, because GPUs of one host may hang, too."""
         slots = [len(client.host.devices) for client in self.clients]
         processes = sum(slots)
         first_ranks = dict(zip(self.facts, accumulate(slots, initial=0), strict=False))
@@ -233,7 +233,6 @@ class Checks:
     def _all(
         self, ask: Callable[[HostClient], dict], clients: list[HostClient] | None = None
     ) -> list[tuple[HostClient, dict]]:
-        """Asks all hosts at the same time."""
         clients = self.clients if clients is None else clients
         if not clients:
             return []
@@ -242,7 +241,7 @@ class Checks:
 
 
 def _model(script: list[str]) -> dict[str, Any]:
-    """Size, data and batch of the script with these flags; from another process, which imports torch."""
+    """Size, data and batch of the script with these flags, from a subprocess that imports torch."""
     done = subprocess.run(
         [sys.executable, "-m", "common.script", *script], cwd=ROOT, capture_output=True, text=True
     )

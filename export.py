@@ -1,23 +1,23 @@
-"""Exports a trained model as files that load without this repository, by timm, plain PyTorch or ONNX Runtime.
+"""Exports a trained model to files that timm, plain PyTorch or ONNX Runtime load without this repository.
 
     python export.py runs/train_vit/fsdp_512_100_1_4 models/vit
     python export.py runs/train_cnn_a/single_128_10_1_1 models/cnn_a --onnx
     python export.py s3://bucket/prefix models/vit --push OWNER/NAME
 
-The model is a run's folder or its place in S3 (the best checkpoint, or --which latest), or a checkpoint's
-folder. It is verified first, and nothing in it is unpickled. The averaged weights are taken where there are
-some. Flags of its script change the recipe, as --data. The folder gets:
+The model is a run's folder or S3 prefix (its best checkpoint, or --which latest), or a checkpoint's folder.
+It is verified first, and nothing in it is unpickled. If the run has averaged weights they are used. Flags of
+the script that trained it change the recipe, as --data. The folder gets:
 
 model.safetensors  the weights in fp32
-config.json        how the model is built, its classes, and how images are prepared
-model.py           of models that timm does not know: build, load and prepare, with torch alone
-model.onnx         with --onnx: the same model for ONNX Runtime; its metadata hold what config.json says
-README.md          a model card: data, recipe, metrics; the licence is left to you
+config.json        how to build the model and prepare images, and its classes
+model.py           for models that timm does not have: build, load and prepare, with torch alone
+model.onnx         with --onnx: the same model for ONNX Runtime; its metadata repeat config.json
+README.md          a model card: data, recipe, metrics; add the licence yourself
 
 timm loads its own models by `timm.create_model("local-dir:FOLDER", pretrained=True)`, and from the hub by
-`hf-hub:OWNER/NAME`. Before the folder is there, the model is loaded back from it, and its logits on images of
-the data are compared: equal bits, and within 1e-4 by ONNX Runtime. --push uploads the folder with the hub's
-own client; `hf auth login` or HF_TOKEN gives it access.
+`hf-hub:OWNER/NAME`. Before the folder appears, the model is loaded from the new files, and its logits on
+images of the data are compared: equal bits, and within 1e-4 by ONNX Runtime. --push uploads the folder with
+the hub's own client; `hf auth login` or HF_TOKEN gives it access.
 """
 
 import argparse
@@ -50,7 +50,7 @@ def main() -> int:
         write_model,
         write_onnx,
     )
-    from common.report.card import model_card  # torch, from here on
+    from common.report.card import model_card  # imports torch
 
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".export-", dir=folder.parent) as scratch:
@@ -79,8 +79,13 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add = parser.add_argument
     add("model", help="a run's folder, its s3:// prefix, or a checkpoint's folder")
     add("folder", help="a new folder for the files")
-    add("--which", choices=("best", "latest"), default="best", help="of a run's checkpoints (default: best)")
-    add("--script", help="what trained the model, where it is none of this project's scripts")
+    add(
+        "--which",
+        choices=("best", "latest"),
+        default="best",
+        help="which checkpoint of a run (default: best)",
+    )
+    add("--script", help="the script that trained the model, if not one of this project")
     add("--onnx", action="store_true", help=f"write model.onnx, too; needs: {OPTIONAL}")
     add("--push", metavar="OWNER/NAME", help="upload the folder to this repository of the hub")
     flags, others = parser.parse_known_args(words)
@@ -99,7 +104,7 @@ def _check_onnx() -> None:
 
 
 def push(folder: Path, name: str) -> str:
-    """Uploads the files of a folder to a repository of the hub, which is made if needed. Returns its url."""
+    """Uploads a folder's files to a repository of the hub, creating it if needed. Returns its url."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
 

@@ -6,17 +6,17 @@
     CUDA_VISIBLE_DEVICES= python find_batch_size.py --config_file accelerate_configs/zero2_2gpu.yaml \\
         --memory_limit_gib 2 train_cnn_b.py --data digits
 
-Each trial is a launch like the training's: the same data and model, 4 optimizer steps without accumulation,
-a checkpoint and an evaluation. Two sizes show how memory grows; then the largest size that should fit is
-tried. The search ends when a size ran and --quantum images more did not. A launch fails when any of its
-processes runs out of memory, so the one with the most memory decides. Without a GPU it needs
---memory_limit_gib, a limit on the data of each process (RLIMIT_DATA).
+Each trial launches a short training with the same data and model: 4 optimizer steps without accumulation, a
+checkpoint and an evaluation. Two sizes show how memory grows; then the largest size that should fit is tried.
+The search ends when a size ran and --quantum images more did not. A trial fails when any process runs out of
+memory, so the process that needs most memory decides. Without a GPU, --memory_limit_gib is required: it
+limits the data of each process (RLIMIT_DATA).
 
 The largest batch is often not the best. Each size is shown with its images/s, measured in a few steps. The
-knee is the size from which a larger batch is less than 5 percent faster. Not yet measured on a GPU.
+knee is the smallest size that no other beats by 5 percent. Not yet measured on a GPU.
 
-With RandAugment a step's memory depends on what it draws, and a trial draws 4 times: 5 percent of the limit
-stay free.
+With RandAugment a step's memory depends on its random operations, and a trial has only 4 steps: 5 percent of
+the limit stay free.
 """
 
 import argparse
@@ -42,14 +42,15 @@ from common.system.files import read_accelerate_config, read_json, read_lines, w
 from common.system.paths import ROOT
 from common.system.text import numbered
 
-STEPS = 4  # the first, which makes the optimizer's state, is not timed
-WITHOUT_MEMORY = {"batch_size", "epochs", "lr", "seed", "streams", "max_val_images"}  # flags that need none
+STEPS = 4  # the first is not timed: it creates the optimizer's state
+WITHOUT_MEMORY = {"batch_size", "epochs", "lr", "seed", "streams", "max_val_images"}  # do not affect memory
 SHOWN = 25  # last lines of a launch that failed
 RAN, OUT_OF_MEMORY, TOO_LARGE = "ran", "out of memory", "more than the images"
 IN_MARGIN = "ran in the margin"
-# Of the limit, kept free where a recipe's memory differs from step to step. RandAugment's own tensors peak at
-# 21 bytes a pixel of the batch; in 150 steps, 13 percent above the peak of 4 steps with 32 images, 4 percent
-# with 512 (torch's profiler, 2 layers, CPU). What CUDA's allocator adds is not yet measured on a GPU.
+# Share of the limit that is kept free where a recipe's memory differs from step to step. RandAugment's own
+# tensors peak at 21 bytes a pixel of the batch. Their peak in 150 steps is 13 percent above that in 4 steps
+# with 32 images, and 4 percent with 512 (torch's profiler, 2 layers, CPU). What CUDA's allocator adds is not
+# yet measured on a GPU.
 MARGIN = 0.05
 
 
@@ -58,7 +59,7 @@ class Trial:
     per_device_batch_size: int
     outcome: str
     seconds: float
-    memory_gib: float | None = None  # of the process that used most
+    memory_gib: float | None = None  # of the process that used the most
     images_per_s: float | None = None
 
     def __str__(self) -> str:
@@ -79,15 +80,15 @@ def main() -> int:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """The search's own flags, and as `script` the script with its flags."""
+    """The search's flags; `script` has the script and its flags."""
     parser = command_parser(__doc__, "%(prog)s [flags] SCRIPT [its flags]")
     parser.add_argument("--config_file", type=Path, required=True, help="one of accelerate_configs/")
-    parser.add_argument("--hostfile", type=Path, help="launch on these hosts, the first of which is this one")
-    parser.add_argument("--quantum", type=int, default=8, help="sizes are its multiples (default: 8)")
-    parser.add_argument("--memory_limit_gib", type=float, help="of data in each process, without a GPU")
-    parser.add_argument("--trial_timeout_s", type=float, default=900, help="of one launch (default: 900)")
+    parser.add_argument("--hostfile", type=Path, help="launch on these hosts; the first must be this one")
+    parser.add_argument("--quantum", type=int, default=8, help="try only multiples of this (default: 8)")
+    parser.add_argument("--memory_limit_gib", type=float, help="without a GPU: limit on each process's data")
+    parser.add_argument("--trial_timeout_s", type=float, default=900, help="limit on a trial (default: 900)")
     default = "runs/find_batch_size/<script>/<config>.json"
-    parser.add_argument("--output", type=Path, help=f"where the result goes (default: {default}, -2, ...)")
+    parser.add_argument("--output", type=Path, help=f"file for the result (default: {default}, -2, ...)")
     mine, script = split_at_script(argv)
     flags = parser.parse_args(mine)
     flags.script = script
@@ -101,7 +102,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 class Search:
     def __init__(self, flags: argparse.Namespace):
-        """Checks the flags, before anything is launched. ValueError for a mistake."""
+        """Checks the flags before anything is launched. ValueError for a mistake."""
         self.flags = flags
         config = read_accelerate_config(flags.config_file)
         self.processes = _processes(config, flags.hostfile)
@@ -111,8 +112,8 @@ class Search:
         self.margin = MARGIN if getattr(self.recipe, "randaug_layers", 0) else 0.0  # of the limit
         self.output = flags.output or _free_name(Path(flags.script[0]).stem, flags.config_file.stem)
         self.trials: list[Trial] = []
-        self.about: dict[str, Any] = {}  # settings that the trials that ran have reported
-        self.shown = ""  # command and last lines of the last launch that failed
+        self.about: dict[str, Any] = {}  # settings as reported by the trials that ran
+        self.shown = ""  # command and last lines of the last failed launch
 
     def run(self) -> None:
         """Searches and prints. ValueError when no size fits, or a trial fails for another reason."""
@@ -159,7 +160,7 @@ class Search:
             raise ValueError(f"{needed} is more than this machine has, {total_gib:.1f} GiB")
 
     def try_size(self, size: int) -> tuple[Trial, int]:
-        """Launches one trial. Returns it, and the number of training images if they were too few, else 0."""
+        """Launches one trial. Also returns the number of training images if they were too few, else 0."""
         with tempfile.TemporaryDirectory(prefix=".trial-", dir=self.output.parent.resolve()) as folder:
             run = Path(folder) / "run"
             words = [*self._launcher(), *self.flags.script, *self._sized(size), f"--output_dir={run}"]
@@ -182,21 +183,21 @@ class Search:
         config = ["--config_file", str(self.flags.config_file)]
         if self.flags.hostfile:
             return [sys.executable, str(ROOT / "launch.py"), "--hostfile", str(self.flags.hostfile), *config]
-        # By the module: the command `accelerate` takes seconds for imports that are not needed.
+        # Not the command `accelerate`: it takes seconds to import what is not needed.
         return [sys.executable, "-m", "accelerate.commands.launch", *config, "--main_process_port", "0"]
 
     def _sized(self, size: int) -> list[str]:
-        """The trial's flags, which come last and override the user's."""
+        """The trial's flags. They come last and override the user's."""
         batch_size = size * self.processes
         flags = {
             "per_device_batch_size": size,
             "batch_size": batch_size,
-            "streams": self.processes,  # of shards: they must divide any size
-            "epochs": STEPS,  # in case one batch is all of the data
+            "streams": self.processes,  # of shards: must divide any size
+            "epochs": STEPS,  # in case one batch is the whole data set
             "max_steps": STEPS,
             "max_val_images": 2 * batch_size,
-            "lr": 0,  # the recipe's is for another batch: the loss must not diverge
-            "checkpoint_every": STEPS - 1,  # the last step runs while it is written
+            "lr": 0,  # the recipe's is for another batch, and the loss must not diverge
+            "checkpoint_every": STEPS - 1,  # the last step runs while the checkpoint is written
             "log_every": 1,
             "resume": "never",
             "trackers": "none",
@@ -224,11 +225,11 @@ class Search:
         return Trial(size, outcome, ended.seconds, memory_gib, statistics.median(speeds[1:]))
 
     def _usable_gib(self) -> float:
-        """The limit without the margin; not known before the first trial on a GPU."""
+        """The limit without the margin; infinite before the first trial on a GPU shows its memory."""
         return math.inf if self.limit_gib is None else self.limit_gib * (1 - self.margin)
 
     def _conclude(self, answer: int, is_memory_full: bool) -> None:
-        """Writes the result, and prints the commands that train with it."""
+        """Writes the result and prints the commands that train with it."""
         ran = [trial for trial in self.trials if trial.outcome == RAN]
         speeds = {t.per_device_batch_size: t.images_per_s for t in ran if t.images_per_s is not None}
         found = self.about | {
@@ -272,7 +273,7 @@ class Search:
 
 
 def _processes(config: dict[str, Any], hostfile: Path | None) -> int:
-    """The number of processes of the whole job, as the launcher will start them."""
+    """The number of processes that the launcher will start for the whole job."""
     if hostfile:
         return sum(len(host.devices) for host in read_hostfile(hostfile))
     if config.get("num_machines", 1) > 1:

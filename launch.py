@@ -6,17 +6,17 @@
     python launch.py --mode multi-node --gpus-per-node 2 --master-node worker-1 --worker-nodes worker-2
     python launch.py --hostfile hostfile --min_hosts 2 train_vit.py --s3 s3://my-bucket/vit-1
 
-Each host runs one `accelerate launch`, with its rank, the address of the first host and the interface to it.
-The project and its Python must be at the same path on each, and ssh must work without a question. The
-default script is train_hello.py. Words after the script, and unknown flags, are the script's flags.
+Each host runs one `accelerate launch`, with its rank, the first host's address and the interface to it. The
+project and its Python must be at the same path on every host, and ssh must work without a prompt. The default
+script is train_hello.py. Words after the script, and unknown flags, are passed to the script.
 
-A host's output is shown with its name, and written to a log of its own. When a host fails, all are stopped,
-and the first failure is shown. After Ctrl-C, SIGTERM or SIGHUP every process saves a checkpoint and ends, and
-the same command continues (exit status 75). Ctrl-C twice ends all at once.
+Each line of a host's output is shown after its name, and written to the host's log file. When one host fails,
+all are stopped, and the first failure is shown. After Ctrl-C, SIGTERM or SIGHUP every process saves a
+checkpoint and exits (status 75), and the same command resumes. A second Ctrl-C kills all at once.
 
-With --min_hosts the job is elastic: a host that is lost or told to stop leaves it, the others continue from
-the newest checkpoint, and a host that comes back, or is new in the hostfile, joins. launch.py runs outside of
-the hosts, or its own host can't be lost.
+With --min_hosts the job is elastic: when a host is lost or told to stop, the others continue from the newest
+checkpoint; a host that comes back, or is new in the hostfile, joins. Run launch.py on a machine outside of
+the job, as its own host can't be lost.
 """
 
 import argparse
@@ -36,7 +36,7 @@ from common.system.cli import command_parser, run_command, split_at_script
 from common.system.files import read_accelerate_config, write_text
 from common.system.paths import ROOT
 
-# Variables that DeepSpeed's launcher may pass on to other hosts: none is secret.
+# Variables that DeepSpeed's launcher may pass to other hosts. None is secret.
 DEEPSPEED_ENV = (
     "CUDA_VISIBLE_DEVICES",
     "GLOO_SOCKET_IFNAME",
@@ -64,34 +64,34 @@ def main() -> int:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """The launcher's flags, and as `script` the script with its own."""
+    """The launcher's flags; `script` has the script and its flags."""
     parser = command_parser(__doc__, "%(prog)s [flags] [SCRIPT [its flags]]")
     parser.add_argument("--hostfile", type=Path, help="`name slots=N` lines (default: hostfile)")
-    parser.add_argument("--include", default="", help="as DeepSpeed's: worker-1@worker-2:0,2")
-    parser.add_argument("--exclude", default="", help="the same, for hosts and GPUs to leave out")
-    parser.add_argument("--config_file", help="one of accelerate_configs/; DDP by default")
+    parser.add_argument("--include", default="", help="hosts and GPUs, as worker-1@worker-2:0,2")
+    parser.add_argument("--exclude", default="", help="hosts and GPUs to leave out, in the same form")
+    parser.add_argument("--config_file", help="one of accelerate_configs/ (default: DDP)")
     parser.add_argument(
         "--mode", choices=("single-node", "multi-node"), help="name hosts by flags, without a hostfile"
     )
-    parser.add_argument("--gpus", type=int, help="of this machine, with --mode single-node")
-    parser.add_argument("--gpus_per_node", type=int, help="with --mode multi-node")
+    parser.add_argument("--gpus", type=int, help="GPUs of this machine, with --mode single-node")
+    parser.add_argument("--gpus_per_node", type=int, help="GPUs per host, with --mode multi-node")
     parser.add_argument("--master_node", help="the first host, with --mode multi-node")
-    parser.add_argument("--worker_nodes", help="the others, as a,b,c, with --mode multi-node")
-    parser.add_argument("--port", type=int, default=29500, help="on the first host (default: %(default)s)")
-    parser.add_argument("--master_addr", help="of the first host; by default as ssh reaches it")
+    parser.add_argument("--worker_nodes", help="the other hosts, as a,b,c, with --mode multi-node")
+    parser.add_argument("--port", type=int, default=29500, help="of the first host (default: %(default)s)")
+    parser.add_argument("--master_addr", help="the first host's address (default: as ssh reaches it)")
     parser.add_argument(
         "--min_hosts",
         type=int,
-        help="elastic: hosts may leave and join, down to so many (docs/resuming.md)",
+        help="elastic: hosts may leave and join, at least this many stay (docs/resuming.md)",
     )
-    parser.add_argument("--max_hosts", type=int, help="with --min_hosts: not more at once")
-    parser.add_argument("--env", action="append", default=[], metavar="NAME", help="pass this variable on")
-    parser.add_argument("--log_dir", type=Path, help="of a file for each host (default: runs/launch/<time>)")
-    parser.add_argument("--dry_run", action="store_true", help="show the command of each host, and end")
+    parser.add_argument("--max_hosts", type=int, help="with --min_hosts: the most hosts at once")
+    parser.add_argument("--env", action="append", default=[], metavar="NAME", help="pass this variable")
+    parser.add_argument("--log_dir", type=Path, help="for each host's log (default: runs/launch/<time>)")
+    parser.add_argument("--dry_run", action="store_true", help="print each host's command, and exit")
     parser.add_argument(
         "--write_deepspeed_env",
         action="store_true",
-        help="write .deepspeed_env for the deepspeed launcher, and end",
+        help="write .deepspeed_env for DeepSpeed's launcher, and exit",
     )
     mine, script = split_at_script(argv)
     flags, rest = parser.parse_known_args([_underscores(word) for word in mine])
@@ -117,7 +117,7 @@ def elastic_job(flags: argparse.Namespace) -> ElasticJob:
 
 
 def plan(flags: argparse.Namespace, hosts: list[Host] | None = None) -> LaunchPlan:
-    """The launch on these hosts, by default on all. ValueError for a mistake, before a host is connected."""
+    """The launch on these hosts, by default on all. ValueError for a mistake, before connecting to a host."""
     hosts = hosts or _hosts(flags)
     if len({len(host.devices) for host in hosts}) > 1:
         counts = ", ".join(f"{host.name} {len(host.devices)}" for host in hosts)
@@ -172,9 +172,9 @@ def _default_config(hosts: list[Host]) -> str:
 
 
 def _for_several(config: Path, hosts: list[Host]) -> list[str]:
-    """Flags that the config needs on these hosts. Hybrid sharding shards inside each host.
+    """Flags that the config needs on these hosts. Hybrid sharding shards within each host.
 
-    DeepSpeed's other launchers would write the whole environment into a file, and onto command lines.
+    DeepSpeed's other launchers would write the whole environment into a file and onto command lines.
     """
     content = read_accelerate_config(config)
     if content.get("distributed_type") == "DEEPSPEED" and len(hosts) > 1:
@@ -192,9 +192,9 @@ def _underscores(word: str) -> str:
 
 
 def write_deepspeed_env() -> int:
-    """Writes only the variables that other hosts need: DeepSpeed puts the file's content on command lines.
+    """Writes only variables that other hosts need, as DeepSpeed puts the file's content on command lines.
 
-    Lines of other variables stay; blank lines, on which DeepSpeed's reader fails, are removed.
+    Lines of other variables stay. Blank lines are removed, because DeepSpeed's reader fails on them.
     """
     file = Path(".deepspeed_env")
     lines = file.read_text().splitlines() if file.exists() else []

@@ -1,18 +1,19 @@
-"""The log book: pages of runs, Markdown and HTML with pictures, in runs/logbook/ or in --folder.
+"""Writes the log book: Markdown and HTML pages of runs, with plots, in runs/logbook/ or --folder.
 
     python logbook.py add runs/train_cnn_a/single_128_10_1_1
     python logbook.py compare runs/train_vit/fsdp_512_100_1_4 runs/train_vit/ddp_512_100_2_4
     python logbook.py index --folder logbook
     python logbook.py html
 
-add: writes <script>/<strategy>/<batch>_<epochs>_<hosts>_<processes per host>.md for each run. Another run of
-that name gets -2; the same run replaces its own page. compare: writes a page in compare/ with cost, accuracy
-and all other differences of the runs. Runs that were evaluated on different images are refused. index: writes
-README.md, which the other two also update. html: writes logbook.html, one file for a browser with all runs
-below runs/, or those that are named: a table to sort and filter, curves, recipes side by side, pictures.
+add      writes <script>/<strategy>/<batch>_<epochs>_<hosts>_<processes per host>.md for each run. Another
+         run of that name gets -2; the same run replaces its own page
+compare  writes a page in compare/ with cost, accuracy and all other differences of the runs. It refuses runs
+         that were evaluated on different images
+index    writes README.md, which add and compare also update
+html     writes logbook.html, one file for a browser with the named runs, or all below runs/: a table to sort
+         and filter, curves, recipes side by side, plots
 
-The page of a killed run, or of one with missing or broken files, says so. The same run folders give the same
-bytes.
+A page says if its run was killed, or has missing or broken files. The same run folders give the same bytes.
 """
 
 import argparse
@@ -60,20 +61,24 @@ def parse(words: list[str]) -> argparse.Namespace:
     ) -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=help, description=help, allow_abbrev=False)
         sub.set_defaults(make=make)
-        sub.add_argument("--folder", type=Path, default=FOLDER, help="of the pages (default: %(default)s)")
+        sub.add_argument(
+            "--folder", type=Path, default=FOLDER, help="folder of the pages (default: %(default)s)"
+        )
         return sub
 
     command("index", lambda flags: [], "write the table of all pages")
     add = command("add", add_runs, "write a page for each run")
-    compare = command("compare", compare_runs, "write a page on several runs")
+    compare = command("compare", compare_runs, "write a page that compares runs")
     html = command("html", write_html, "write a page of all runs, for a browser")
-    runs = "a run's folder, or one with runs below it (default: runs)"
+    runs = "a run's folder, or a folder with runs below it (default: runs)"
     html.add_argument("runs", nargs="*", type=Path, metavar="RUN", help=runs, default=[Path("runs")])
     for sub in (add, compare):
         sub.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="the folder of a run")
-    compare.add_argument("--name", help="of the page; unset: after the runs")
-    compare.add_argument("--target_accuracy", type=float, help="unset: what all of the runs have reached")
-    compare.add_argument("--price_per_hour", type=float, help="of one host, in any currency")
+    compare.add_argument("--name", help="name of the page; unset: made from the runs")
+    compare.add_argument(
+        "--target_accuracy", type=float, help="unset: the highest that all runs have reached"
+    )
+    compare.add_argument("--price_per_hour", type=float, help="price of one host, in any currency")
     compare.add_argument(
         "--allow_different_data", action="store_true", help="compare runs that saw different images"
     )
@@ -89,7 +94,6 @@ def parse(words: list[str]) -> argparse.Namespace:
 
 
 def add_runs(flags: argparse.Namespace) -> list[Path]:
-    """Writes the pages and returns their files."""
     runs = [RunRecord(folder) for folder in flags.runs]
     return [write_run(flags.folder, run) for run in runs]
 
@@ -107,7 +111,7 @@ def write_run(logbook: Path, run: RunRecord) -> Path:
 
 
 def write_html(flags: argparse.Namespace) -> list[Path]:
-    """Writes the page of all runs and returns its file. Folders that can't be read are named in both."""
+    """Writes the page of all runs and returns its file. Names unreadable folders there and on stderr."""
     runs, unread = overview.find_runs(flags.runs)
     for line in unread:
         print(f"left out: {printable(line)}", file=sys.stderr)
@@ -117,7 +121,6 @@ def write_html(flags: argparse.Namespace) -> list[Path]:
 
 
 def compare_runs(flags: argparse.Namespace) -> list[Path]:
-    """Writes the page and returns its file."""
     runs = [RunRecord(folder) for folder in flags.runs]
     searches = tuple(read_search(file) for file in flags.batch_search)
     what = Comparison(runs, flags.target_accuracy, flags.price_per_hour, searches, flags.allow_different_data)
@@ -146,7 +149,7 @@ def free_page(folder: Path, stem: str, identity: dict[str, Any]) -> Path:
 
 
 def is_same(mark: dict[str, Any], identity: dict[str, Any]) -> bool:
-    """True when a page is of these runs. The folder decides only for a run without a line of metrics."""
+    """True if a page is of these runs. Folders are compared only for a run without metrics."""
     if "runs" in identity:
         theirs, ours = mark.get("runs", []), identity["runs"]
         return len(theirs) == len(ours) and all(map(is_same, theirs, ours))
@@ -155,7 +158,7 @@ def is_same(mark: dict[str, Any], identity: dict[str, Any]) -> bool:
 
 
 def write_page(page: Path, mark: dict[str, Any], text: str) -> Path:
-    """mark: for the index and is_same, in a comment. It is escaped: no name can end the comment."""
+    """Writes the page. mark: for the index and is_same; it is escaped, so no name can end its comment."""
     escaped = json.dumps(mark, sort_keys=True).replace("<", "\\u003c").replace(">", "\\u003e")
     page.parent.mkdir(parents=True, exist_ok=True)
     write_text(page, f"<!-- logbook {escaped} -->\n\n{text}")
@@ -179,12 +182,12 @@ def run_pages(logbook: Path) -> list[Path]:
 
 
 def write_index(logbook: Path) -> Path:
-    """Writes README.md from the first lines of all pages. The runs themselves may be gone."""
+    """Writes README.md from the first lines of all pages. The run folders are not needed."""
     pages = [*run_pages(logbook), *sorted(logbook.glob(f"{COMPARE}/*.md"), key=natural)]
     marks = {page.relative_to(logbook).as_posix(): read_mark(page) for page in pages}
     rows = [run_page.index_row(mark, page) for page, mark in marks.items() if "run" in mark]
     links = [f"- {md.link(mark['title'], page)}" for page, mark in marks.items() if "runs" in mark]
-    parts = ["# Log book", "What was trained, how well, how fast, on what. Written by `logbook.py`."]
+    parts = ["# Log book", "Runs with accuracy, time and hardware. `logbook.py` writes this index."]
     parts += [md.table(run_page.INDEX, rows, numbers=False)] if rows else []
     parts += ["## Comparisons", "\n".join(links)] if links else []
     logbook.mkdir(parents=True, exist_ok=True)

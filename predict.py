@@ -1,16 +1,16 @@
-"""Predictions of a trained model for pictures: files, folders, patterns, or a list.
+"""Predicts the classes of pictures with a trained model: files, folders, patterns, or a list.
 
     python predict.py runs/train_cnn_a/single_128_10_1_1 holiday/ cat.jpg
     ls *.jpg | python predict.py runs/train_vit/fsdp_512_100_1_4 - --top 5
     torchrun --standalone --nproc_per_node=2 predict.py s3://bucket/prefix '/data/**/*.webp'
 
-The first word is the model: a run's folder or its place in S3 (the best checkpoint, or --which latest), or a
-checkpoint's folder. It is verified, and nothing in it is unpickled. All words up to the first flag are
-pictures; `-` reads their names from stdin. Under any launcher each picture is predicted once.
+The first word is the model: a run's folder or S3 prefix (its best checkpoint, or --which latest), or a
+checkpoint's folder. It is verified before use, and nothing in it is unpickled. All other words up to the
+first flag are pictures; `-` reads their names from stdin. Under any launcher each picture is predicted once.
 
-The folder (--output_dir, else predictions/<run>) gets predictions.csv and predictions.jsonl, with the
-likeliest classes of each picture and their probabilities, and sheet.png with the first ones. A file that is
-no image is listed with the reason, and ends nothing.
+The folder (--output_dir, else predictions/<run>) gets predictions.csv and predictions.jsonl, with the most
+likely classes of each picture and their probabilities, and sheet.png with the first pictures. A file that is
+no image is listed with the reason, and does not end the command.
 """
 
 import csv
@@ -45,24 +45,22 @@ from common.system.files import write_text
 from common.system.text import plural, printable
 from common.system.threads import Heartbeat
 
-WHOLE = ("digits", "cifar10", "synthetic")  # evaluated as they are: --crop auto resizes pictures whole
-SHEET = 32  # pictures
+WHOLE = ("digits", "cifar10", "synthetic")  # evaluated without a crop: --crop auto resizes whole pictures
+SHEET = 32  # pictures on sheet.png
 PRINTED = 10
 
-Row = dict[str, Any]  # file, and classes and probabilities, likeliest first; or file and error
+Row = dict[str, Any]  # file, classes and probabilities, the most likely first; or file and error
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """The flags."""
-
-    which: str = setting("best", "of a run's checkpoints", choices=("best", "latest"))
-    script: str | None = setting(None, "what trained the model, where it is none of this project's scripts")
-    top: int = setting(5, "classes of each picture", minimum=1)
+    which: str = setting("best", "which checkpoint of a run", choices=("best", "latest"))
+    script: str | None = setting(None, "the script that trained the model, if not one of this project")
+    top: int = setting(5, "most likely classes to list per picture", minimum=1)
     crop: str = setting(
         "auto",
-        "`center` resizes and crops as ImageNet's evaluations do, `whole` resizes the whole picture; `auto`"
-        " is whole for CIFAR-10 and digits",
+        "`center` resizes and crops as in ImageNet evaluations, `whole` resizes the whole picture; `auto` is"
+        " `whole` for cifar10, digits and synthetic, else `center`",
         choices=("auto", "center", "whole"),
     )
     output_dir: str | None = setting(None, "unset: `predictions/<name of the run>`")
@@ -70,14 +68,14 @@ class Prediction:
     per_device_batch_size: int = setting(64, "pictures per forward on one device", minimum=1)
     mixed_precision: str | None = setting(
         None,
-        "unset: the launcher's; else bf16 where the device has it natively",
+        "unset: the launcher's setting, else bf16 where the device supports it natively",
         choices=("no", "bf16", "fp16"),
     )
-    deterministic: bool = setting(False, "the same bits at each run on the same GPUs")
+    deterministic: bool = setting(False, "the same bits in each run on the same GPUs")
     deepspeed_config: str | None = setting(
-        None, "a file of `ds_configs/`, for the launchers that have no YAML"
+        None, "a file of `ds_configs/`, for launchers without an accelerate config"
     )
-    timeout_s: int = setting(300, "a process that is silent for so long ends the job", minimum=1)
+    timeout_s: int = setting(300, "seconds after which a silent process ends the job", minimum=1)
 
 
 def main() -> None:
@@ -115,12 +113,12 @@ def main() -> None:
 
         once(accelerator, "report", report, flags.timeout_s)
         begin_exit()
-        accelerator.wait_for_everyone()  # under deepspeed rank 0 keeps the store that the others ask
+        accelerator.wait_for_everyone()  # under deepspeed rank 0 hosts the store that the others use
 
 
 def parse_flags(words: list[str]) -> tuple[Prediction, str, list[str]]:
     """The flags, the model and the words for pictures."""
-    words = [word for word in words if not word.startswith("--local_rank")]  # of the deepspeed launcher
+    words = [word for word in words if not word.startswith("--local_rank")]  # from DeepSpeed's launcher
     first = next((k for k, word in enumerate(words) if word.startswith("-") and word != "-"), len(words))
     flags = parse(Prediction, words[first:])
     if first < 2:
@@ -131,7 +129,7 @@ def parse_flags(words: list[str]) -> tuple[Prediction, str, list[str]]:
 def build(
     accelerator: Accelerator, flags: Prediction, trained: TrainedModel
 ) -> tuple[nn.Module, Preparation]:
-    """The model on each device, and how pictures are prepared for it. Collective."""
+    """The model on each device, and its preparation of pictures. Collective."""
     if trained.recipe is None or trained.classes is None:
         raise ValueError(f"{trained.name} is a lone file: give the checkpoint's folder, or the run's")
     script, recipe, _ = open_script(trained, flags.script, [])
@@ -148,7 +146,7 @@ def build(
 def predict(
     accelerator: Accelerator, model: nn.Module, pictures: Pictures, classes: list[str], flags: Prediction
 ) -> list[Row]:
-    """A row for each picture, in their order, the same on all processes. Collective."""
+    """A row per picture, in order, the same on all processes. Collective."""
     half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision(accelerator))
     mine: dict[int, Row] = {}
     ids = range(accelerator.process_index, len(pictures), accelerator.num_processes)
@@ -175,7 +173,7 @@ def predict(
 
 
 def write(folder: Path, rows: list[Row], trained: TrainedModel) -> None:
-    """predictions.csv, predictions.jsonl and sheet.png, each whole or not at all."""
+    """Writes predictions.csv, predictions.jsonl and sheet.png, each atomically."""
     folder.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps({**row, "file": printable(row["file"])}, allow_nan=False) for row in rows]
     write_text(folder / "predictions.jsonl", "\n".join(lines) + "\n")
@@ -193,7 +191,7 @@ def write(folder: Path, rows: list[Row], trained: TrainedModel) -> None:
 
 
 def draw(file: Path, rows: list[Row], trained: TrainedModel) -> None:
-    """A contact sheet: the pictures with their likeliest class."""
+    """Draws a contact sheet: the pictures with their most likely class."""
     from common.data.decode import decode
     from common.report import plots
 
@@ -213,7 +211,7 @@ def square(pixels: np.ndarray, size: int = 128) -> np.ndarray:
 
 
 def show(rows: list[Row], folder: Path, seconds: float) -> None:
-    """Prints the first predictions, what could not be read, and the speed."""
+    """Prints the first predictions, the unreadable files, and the speed."""
     good = [row for row in rows if "classes" in row]
     for row in good[:PRINTED]:
         print(f"{printable(row['file'])}: {row['classes'][0]} ({row['probabilities'][0]:.3f})")

@@ -8,35 +8,35 @@
     python prep_imagenet.py --from folder --data /data/flowers --out /data/flower_shards
     python prep_imagenet.py --from shards --data s3://bucket/wds --format index --out /data/wds_index
 
---data is the folder, or the s3:// prefix, that holds ILSVRC2012_img_train.tar, ILSVRC2012_img_val.tar and
-ILSVRC2012_devkit_t12.tar.gz; --url is the same on a web server. --train, --val and --devkit name the archives
-one by one, also by signed urls. Each archive is read once, as a stream; nothing is extracted. Its published
-MD5 sum is checked meanwhile. --no_verify skips that check, and an interrupted preparation then does not read
-again what is done.
+--data is the folder, or the s3:// prefix, with ILSVRC2012_img_train.tar, ILSVRC2012_img_val.tar and
+ILSVRC2012_devkit_t12.tar.gz; --url is their folder on a web server. --train, --val and --devkit name the
+archives one by one, also by signed urls. Each archive is read once, as a stream, and never extracted; its
+published MD5 sum is checked at the same time. --no_verify skips that check; an interrupted preparation then
+does not read again what is done.
 
---format shards  tar files of about 256 MiB that `tar`, WebDataset and `datasets` read. --seed spreads the
-                 images over them. An index and, last, a manifest complete them: --data of the train scripts
+--format shards  tar files of about 256 MiB that `tar`, WebDataset and `datasets` read, with the images
+                 shuffled by --seed. An index and, last, a manifest complete them. Pass it to --data
 --format folder  train/<class>/*.JPEG and val/<class>/*.JPEG
---format index   an index into the archives, which must stay where they are on this host; a training takes
-                 their folder as --data_root
+--format index   an index into the archives, which must stay where they are on this host; pass their folder
+                 to the train scripts' --data_root
 
-Images stay as they are, byte for byte. CMYK images, and the PNG that is named .JPEG, become RGB JPEGs of
-quality 95, and are listed. --resize 256 makes the shorter side of larger images 256 pixels, on all cores.
+Images are copied byte for byte. CMYK images, and the PNG that is named .JPEG, become RGB JPEGs of quality 95,
+and are listed. --resize 256 scales larger images to a shorter side of 256 pixels, on all cores.
 
-Other images: --from tar takes train.tar and val.tar, each of which holds <class>.tar files. --from folder
-takes train/<class>/ and val/<class>/, with images also in deeper folders. --train and --val may be one of
-each. Labels are the numbers of the sorted class names; a tar is scanned for them first. Hidden files, and
-files without an image's extension, are skipped. Each JPEG is checked on all cores: decoders silently fill up
-half a JPEG with grey. --no_verify skips that check.
+Other images: --from tar takes train.tar and val.tar with a <class>.tar per class; --from folder takes
+train/<class>/ and val/<class>/, with images also in subfolders. --train and --val each take a tar or a
+folder. Labels are the indices of the sorted class names, so a tar is scanned for them first. Hidden files,
+and files without an image's extension, are skipped. Each JPEG is checked on all cores, because decoders
+silently fill the missing part of a truncated JPEG with grey; --no_verify skips that check.
 
 --from parquet takes a folder of train-*.parquet, and of val-*, validation-* or test-*.parquet.
 
-Other people's shards: --from shards --format index indexes WebDataset's tars, in a folder or below a prefix
-in S3, where they are. Tars with train, and with val or test, in their name or their folder's are found;
---train and --val take patterns, as 'DIR/train-{0000..1023}.tar'. A sample's class is in its .cls, or the
-"label" of its .json; --classes is a file of names, one a line. Shards in S3 are read once, for their SHA-256.
+Other people's shards: --from shards --format index indexes WebDataset's tars in a folder or below an S3
+prefix, without copying them. It finds tars whose name or folder contains train, val or test; --train and
+--val take patterns, as 'DIR/train-{0000..1023}.tar'. A sample's class is in its .cls file, or the "label" of
+its .json; --classes is a file of class names, one per line. Shards in S3 are read once, for their SHA-256.
 
-After an interruption, a kill or a full disk the same command continues, and the result is the same.
+After an interruption, a kill or a full disk the same command resumes, and the result is the same.
 """
 
 import argparse
@@ -72,13 +72,13 @@ def main() -> int:
 def parse(words: list[str]) -> argparse.Namespace:
     parser = command_parser(__doc__)
     add = parser.add_argument
-    add("--data", help="folder or s3://bucket/prefix that holds the archives")
-    add("--url", help="http(s)://... of the folder that holds the archives")
+    add("--data", help="folder or s3://bucket/prefix of the archives")
+    add("--url", help="http(s)://... of the archives' folder")
     for part in NAMES["imagenet"]:
         add(f"--{part}", help="path, s3:// or http(s):// url of this archive")
     kind = "kind of input (default: imagenet)"
     add("--from", dest="source", choices=(*NAMES, "parquet", "shards"), default="imagenet", help=kind)
-    add("--classes", metavar="FILE", help="with --from shards: the names of the classes, one a line")
+    add("--classes", metavar="FILE", help="with --from shards: class names, one per line")
     add("--out", required=True, help="a folder, or s3://bucket/prefix")
     add("--work_dir", help="with --out s3://...: a local folder with room for all shards")
     add("--format", choices=("shards", "folder", "index"), default="shards", help="(default: shards)")
@@ -90,7 +90,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     add("--no_verify", action="store_true", help=skipped)
     counts = "accept other counts than 1,000 classes of 50 validation images"
     add("--subset", action="store_true", help=counts)
-    # --work-dir is understood as well as --work_dir
+    # --work-dir is accepted as --work_dir
     words = [re.sub("^--[^=]+", lambda m: "--" + m[0][2:].replace("-", "_"), word) for word in words]
     flags = parser.parse_args(words)
     for name, (low, high) in BOUNDS.items():

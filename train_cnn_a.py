@@ -1,6 +1,6 @@
 """CNN-A: two convolutions and two linear layers; 0.766 on CIFAR-10's test split in 10 epochs.
 
-That took 75 s of training on two AVX512-BF16 cores (JPEG copy of the set); on a GPU not yet measured.
+That took 75 s of training on two AVX512-BF16 cores, with a JPEG copy of the data; not yet measured on a GPU.
 The recipe: AdamW (arXiv 1711.05101), linear warm-up and cosine (arXiv 1608.03983), shifts by up to 4 pixels
 and flips (arXiv 1512.03385, section 4.2).
 
@@ -38,15 +38,15 @@ class CnnA(ImageRecipe):
     batch_size: int = flag(128, "images per optimizer step over the whole job", minimum=1)
     lr: float = flag(3e-3, "peak learning rate", minimum=0)
     widths: tuple[int, ...] = flag(
-        (32, 64, 128), "channels of the convolutions, width of the hidden layer", minimum=1
+        (32, 64, 128), "channels of the two convolutions, and width of the hidden layer", minimum=1
     )
     image_size: int = flag(32, "edge of the square that the network sees, in pixels", minimum=4)
-    weight_decay: float = flag(0.05, "of AdamW, on matrices and convolutions only", minimum=0)
+    weight_decay: float = flag(0.05, "AdamW's, on matrices and convolutions only", minimum=0)
     warmup: float = flag(0.1, "share of all steps in which the learning rate rises", minimum=0, maximum=1)
     label_smoothing: float = flag(
         0.0, "probability given to the wrong classes in training", minimum=0, maximum=1
     )
-    clip_norm: float = flag(0.0, "largest norm of the gradient; 0 does not clip", minimum=0)
+    clip_norm: float = flag(0.0, "maximum norm of the gradient; 0 is off", minimum=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -63,7 +63,7 @@ class Block(nn.Sequential):
     """[B, width_in, H, W] -> [B, width_out, H/2, W/2]"""
 
     def __init__(self, width_in: int, width_out: int):
-        # The pool before the ReLU: the same function as after it, and a quarter of the work.
+        # Pooling before the ReLU gives the same result as after it, with a quarter of the ReLU's work.
         super().__init__(nn.Conv2d(width_in, width_out, 3, padding=1), nn.MaxPool2d(2), nn.ReLU())
 
 
@@ -110,8 +110,8 @@ def training_batches(
 
 
 def build_optimizer(model: nn.Module, recipe: CnnA) -> torch.optim.Optimizer:
-    # Weight decay on matrices and convolutions only: biases and norms it would pull to zero without making
-    # the model smaller.
+    # Weight decay on matrices and convolutions only: it would pull biases and norms to zero without making
+    # the model simpler.
     decayed = [p for p in model.parameters() if p.ndim > 1]
     others = [p for p in model.parameters() if p.ndim <= 1]
     groups = [
@@ -157,7 +157,7 @@ def main(recipe: CnnA, accelerator: Accelerator, batch: Batch) -> None:
             if step == steps.last:
                 break
             lr = learning_rate(recipe, step, steps.total)
-            for group in optimizer.param_groups:  # a scheduler would be stepped once per process
+            for group in optimizer.param_groups:  # Accelerate's scheduler would step once per process
                 group["lr"] = lr
             for k in batch.micro_batches(rank):
                 inputs, labels, ids = next(batches)

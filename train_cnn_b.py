@@ -2,10 +2,10 @@
 
 The recipe is that of github.com/kuangliu/pytorch-cifar (main.py; ResNet-18 with a 3x3 stem and no
 max-pool): SGD with momentum 0.9, learning rate 0.1, weight decay 5e-4, cosine, shifts by up to 4 pixels and
-flips; its README has 93.02 from an older schedule in steps. Ours: Nesterov's momentum, a warm-up of 5
-percent of the steps (arXiv 1706.02677, section 2.2), no weight decay on biases and BatchNorm (arXiv
-1812.01187, section 3.1), and 40 epochs instead of 200, meant for 0.94 on CIFAR-10. Accuracy of this recipe:
-not yet measured on a GPU.
+flips; its README reports 93.02 with an older step schedule. What differs here: Nesterov's momentum, a
+warm-up of 5 percent of the steps (arXiv 1706.02677, section 2.2), no weight decay on biases and BatchNorm
+(arXiv 1812.01187, section 3.1), and 40 epochs instead of 200, to reach 0.94 on CIFAR-10. Its accuracy is not
+yet measured on a GPU.
 
     accelerate launch --config_file accelerate_configs/ddp_2gpu.yaml train_cnn_b.py
     deepspeed --hostfile hostfile train_cnn_b.py --deepspeed_config ds_configs/zero2.json
@@ -44,26 +44,27 @@ class CnnB(ImageRecipe):
     lr: float = flag(0.1, "peak learning rate", minimum=0)
     stem: str = flag(
         "cifar",
-        "first layers: 3x3, stride 1; or 7x7, stride 2, and a max-pool, for 224 pixels",
+        "first layers: `cifar` is 3x3 with stride 1, `imagenet` 7x7 with stride 2 and a max-pool, for 224"
+        " pixels",
         choices=("cifar", "imagenet"),
     )
     width: int = flag(64, "channels of the first stage; the others have 2, 4 and 8 times as many", minimum=1)
-    blurpool: bool = flag(False, "blur before each convolution that skips pixels, so that none is lost")
+    blurpool: bool = flag(False, "blur before each convolution with stride 2, except in the stem")
     image_size: int = flag(32, "edge of the square that the network sees, in pixels", minimum=8)
     train_sizes: tuple[int, ...] = flag(
-        (), "edges in training, each for an equal part of the epochs; unset: image_size", minimum=8
+        (), "image sizes in training, each for an equal part of the epochs; unset: image_size", minimum=8
     )
-    momentum: float = flag(0.9, "of SGD", minimum=0, maximum=0.999999)
+    momentum: float = flag(0.9, "SGD's momentum", minimum=0, maximum=0.999999)
     nesterov: bool = flag(True, "Nesterov's momentum")
     weight_decay: float = flag(5e-4, "on matrices and convolutions only", minimum=0)
     warmup: float = flag(0.05, "share of all steps in which the learning rate rises", minimum=0, maximum=1)
     schedule: str = flag(
-        "cosine", "how the learning rate falls after that, to 0", choices=("cosine", "linear")
+        "cosine", "how the learning rate falls to 0 after the warm-up", choices=("cosine", "linear")
     )
     label_smoothing: float = flag(
         0.0, "probability given to the wrong classes in training", minimum=0, maximum=1
     )
-    clip_norm: float = flag(0.0, "largest norm of the gradient; 0 does not clip", minimum=0)
+    clip_norm: float = flag(0.0, "maximum norm of the gradient; 0 is off", minimum=0)
 
 
 # --- Model ------------------------------------------------------------------------------------------------
@@ -108,7 +109,7 @@ class Block(nn.Module):
 class ResNet18(nn.Module):
     """[B, 3, image_size, image_size] -> logits [B, classes]"""
 
-    _no_split_modules = ("Block",)  # what FSDP wraps one by one
+    _no_split_modules = ("Block",)  # the classes that FSDP wraps one by one
 
     def __init__(self, width: int, stem: str, classes: int, blurpool: bool = False):
         super().__init__()
@@ -163,7 +164,7 @@ def training_batches(
 
 
 def training_size(recipe: CnnB, epoch: int) -> int:
-    """Small images first (arXiv 1906.06423): most of an epoch's work grows with their area."""
+    """The image size of an epoch: small first (arXiv 1906.06423), as the work grows with the area."""
     sizes = recipe.train_sizes or (recipe.image_size,)
     return sizes[epoch * len(sizes) // recipe.epochs]
 
@@ -172,8 +173,8 @@ def training_size(recipe: CnnB, epoch: int) -> int:
 
 
 def build_optimizer(model: nn.Module, recipe: CnnB, fused: bool = False) -> torch.optim.Optimizer:
-    # Weight decay on matrices and convolutions only: biases and norms it would pull to zero without making
-    # the model smaller.
+    # Weight decay on matrices and convolutions only: it would pull biases and norms to zero without making
+    # the model simpler.
     decayed = [p for p in model.parameters() if p.ndim > 1]
     others = [p for p in model.parameters() if p.ndim <= 1]
     groups = [
@@ -222,7 +223,7 @@ def main(recipe: CnnB, accelerator: Accelerator, batch: Batch) -> None:
             if step == steps.last:
                 break
             lr = learning_rate(recipe, step, steps.total)
-            for group in optimizer.param_groups:  # a scheduler would be stepped once per process
+            for group in optimizer.param_groups:  # Accelerate's scheduler would step once per process
                 group["lr"] = lr
             for k in batch.micro_batches(rank):
                 inputs, labels, ids = next(batches)

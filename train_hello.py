@@ -1,13 +1,13 @@
 """Hello: a small network learns a curve. The smallest complete example, and a smoke test of a cluster.
 
-Start here if you have never seen distributed training: what a process does and what all of them do together
-is explained where it happens. The other scripts are the same story with images.
+Start here if distributed training is new to you: comments explain what each process does, and what all of
+them do together. The other scripts do the same with images.
 
     python train_hello.py
     torchrun --standalone --nproc_per_node=2 train_hello.py
     accelerate launch --config_file accelerate_configs/fsdp_4gpu.yaml train_hello.py --hidden_size 256
 
-It takes seconds, and leaves its loss curves and a picture of the learned function in the run folder's plots/.
+It takes seconds, and saves its loss curves and a plot of the learned function in the run folder's plots/.
 """
 
 import math
@@ -34,14 +34,14 @@ from common.system.transfer import send
 @dataclass(frozen=True, kw_only=True)
 class Hello(Recipe):
     unit: ClassVar[str] = "points"
-    data: str = flag("generated", "noisy points of a curve, from the seed", choices=("generated",))
+    data: str = flag("generated", "noisy points of a curve, made from the seed", choices=("generated",))
     data_size: int = flag(4096, "points to learn from", minimum=1)
     hidden_size: int = flag(64, "width of the hidden layers", minimum=1)
     epochs: int = flag(10, "passes over the points", minimum=1)
     batch_size: int = flag(64, "points per optimizer step over the whole job", minimum=1)
     lr: float = flag(0.01, "peak learning rate", minimum=0)
-    clip_norm: float = flag(0.0, "largest norm of the gradient; 0 does not clip", minimum=0)
-    log_every: int = setting(100, "optimizer steps between two lines of the log", minimum=1)
+    clip_norm: float = flag(0.0, "maximum norm of the gradient; 0 is off", minimum=0)
+    log_every: int = setting(100, "optimizer steps between lines of the log", minimum=1)
 
 
 # --- Model ------------------------------------------------------------------------------------------------
@@ -55,7 +55,7 @@ class Block(nn.Sequential):
 class Net(nn.Module):
     """[B, 1] -> [B, 1]"""
 
-    # FSDP and ZeRO-3 give each process a part of every weight; a block is gathered whole just when it runs.
+    # FSDP and ZeRO-3 give each process a shard of every weight, and gather a block's weights when it runs.
     _no_split_modules = ("Block",)
 
     def __init__(self, hidden_size: int):
@@ -75,15 +75,14 @@ def curve(x: Tensor) -> Tensor:
 
 
 def points(count: int, seed: int) -> tuple[Tensor, Tensor]:
-    """x in [-2, 2] and the curve with noise of standard deviation 0.1: two [count, 1] on CPU."""
+    """x in [-2, 2], and the curve with noise of standard deviation 0.1: [count, 1] each, on the CPU."""
     generator = torch.Generator().manual_seed(seed)
     x = 4 * torch.rand(count, 1, generator=generator) - 2
     return x, curve(x) + 0.1 * torch.randn(count, 1, generator=generator)
 
 
 def rows(x: Tensor, ids: np.ndarray) -> Tensor:
-    """x[ids]. A GPU works through a queue that the host fills: with x[ids] the host would wait until it is
-    empty, before it sends the numbers."""
+    """x[ids], but asynchronously: x[ids] itself would wait until the GPU has done all queued work."""
     return x.index_select(0, send(torch.from_numpy(ids), x.device))
 
 
@@ -94,15 +93,15 @@ def rows(x: Tensor, ids: np.ndarray) -> Tensor:
 def evaluate(
     accelerator: Accelerator, model: nn.Module, x: Tensor, y: Tensor, batch: Batch
 ) -> dict[str, float]:
-    """Mean squared error over all points: each process takes its share, and their sums are added up."""
+    """Mean squared error over all points. Each process evaluates its share, and the sums are added up."""
     model.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=x.device)  # squared errors, points
     shares = evaluation_plan(len(x), batch.per_device, batch.processes, accelerator.process_index)
-    for ids, valid in shares:  # the last share is filled up: what fills it is not counted
+    for ids, valid in shares:  # the last micro-batch is padded: only `valid` points count
         errors = (model(rows(x, ids)).float() - rows(y, ids))[:valid]
         squares = errors.double().square().sum()
         sums += torch.stack([squares, torch.full_like(squares, valid)])
-    # "All-reduce": every process gives its numbers, and every process gets the sum of all.
+    # An "all-reduce": every process gives its numbers, and gets the sum of all.
     squared, count = accelerator.reduce(sums, "sum").tolist()
     model.train()
     return {"loss": squared / count, "images": int(count)}
@@ -120,9 +119,9 @@ def learning_rate(recipe: Hello, step: int, total_steps: int) -> float:
     return recipe.lr * (0.5 * (1 + math.cos(math.pi * progress)))
 
 
-# A launcher has started this script several times (plain python: once). The processes find one another at an
-# address that it passed in environment variables; together they are the "process group". Each has a number
-# in it, its "rank" (accelerator.process_index), and a device of its own. Rank 0 is the "main process".
+# A launcher has started this script several times (plain python: once). The processes meet at an address that
+# the launcher passed in environment variables, and form the "process group". Each has a number, its "rank"
+# (accelerator.process_index), and its own device. Rank 0 is the "main process".
 @entry(Hello)
 def main(recipe: Hello, accelerator: Accelerator, batch: Batch) -> None:
     with Run(accelerator, recipe, batch) as run:
@@ -132,20 +131,20 @@ def main(recipe: Hello, accelerator: Accelerator, batch: Batch) -> None:
         torch.manual_seed(recipe.seed)
         model: nn.Module = Net(recipe.hidden_size)
         optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr)
-        # Here the strategy enters. DDP keeps the whole model on every rank; FSDP and ZeRO lay weights,
-        # gradients or the optimizer's moments out over the ranks. The loop below is the same for all of them.
+        # Applies the strategy. DDP keeps the whole model on every rank; FSDP and ZeRO shard weights,
+        # gradients or the optimizer's moments over the ranks. The loop below is the same for all of them.
         model, optimizer = prepare(accelerator, model, optimizer)
 
         samples = Shuffled(recipe.data_size)
         steps = Steps.of(samples, batch, recipe)
-        # A run that was interrupted goes on where its newest checkpoint was made: rank 0 reads it, and every
-        # rank gets its part. Without one the first step is 0.
+        # An interrupted run resumes from its newest checkpoint: rank 0 reads it, and every rank gets its
+        # part. Without a checkpoint the first step is 0.
         steps = run.begin(model, optimizer, steps, data=("generated", ()))
         rank = accelerator.process_index
-        # "Sharding" of the data: all ranks shuffle the points in the same way, and of the batch_size points
-        # of a step each takes other ones, batch_size / ranks of them. (If a share does not fit on the device
-        # it is cut further, into "accumulations": micro-batches of per_device_batch_size points, one after
-        # the other.)
+        # "Sharding" of the data: all ranks shuffle the points in the same way, and each takes its own
+        # batch_size / ranks of the points of a step. (If they do not fit on the device they are divided
+        # further, into micro-batches of per_device_batch_size points, one after the other: "gradient
+        # accumulation".)
         plan = iter(steps.plan(samples, batch, rank, recipe.seed))
         for step in range(steps.first, steps.last + 1):
             if run.should_evaluate(step):
@@ -154,35 +153,34 @@ def main(recipe: Hello, accelerator: Accelerator, batch: Batch) -> None:
             if step == steps.last:
                 break
             lr = learning_rate(recipe, step, steps.total)
-            for group in optimizer.param_groups:  # a scheduler would be stepped once per process
+            for group in optimizer.param_groups:  # Accelerate's scheduler would step once per process
                 group["lr"] = lr
             for k in batch.micro_batches(rank):
                 _, ids = next(plan)
                 reseed(recipe.seed, step, k)
                 with accelerator.accumulate(model):
                     loss = F.mse_loss(model(rows(x, ids)).float(), rows(y, ids))
-                    # Each rank has the gradient of its own points. While backward runs, the ranks average
-                    # them (all-reduce; FSDP and ZeRO: reduce-scatter, each rank gets its part of the mean).
+                    # Each rank computes the gradient of its own points. During backward the ranks average
+                    # them (all-reduce; FSDP and ZeRO: reduce-scatter, each rank gets its shard of the mean).
                     accelerator.backward(loss)
                     if recipe.clip_norm and accelerator.sync_gradients:
                         accelerator.clip_grad_norm_(model.parameters(), recipe.clip_norm)
-                    # With DDP all ranks make the same step, so their weights stay the same and are not sent.
-                    # With FSDP and ZeRO each updates its part; the parts are gathered when a block runs.
+                    # With DDP all ranks make the same step, so their weights stay equal and are not sent.
+                    # With FSDP and ZeRO each rank updates its shard.
                     optimizer.step()
                     optimizer.zero_grad()
                 run.add(loss, ids)
             run.log_training(step + 1, lr)
-        # The picture needs the model's answers, and under FSDP and ZeRO all ranks must run a model together.
+        # The plot needs the model's outputs, and under FSDP and ZeRO all ranks must run a model together.
         grid = torch.linspace(-2, 2, 201, device=accelerator.device)[:, None]
         with torch.no_grad():
             learned = model(grid).float().cpu()
-        if accelerator.is_main_process:  # what is written once is written by one rank
+        if accelerator.is_main_process:  # one rank writes the file
             plot(run.folder / "plots" / "fit.png", x.cpu(), y.cpu(), grid.cpu(), learned)
         run.finish("validation")
 
 
 def plot(path: Path, x: Tensor, y: Tensor, grid: Tensor, learned: Tensor) -> None:
-    """The points, the true curve and the learned one."""
     import matplotlib
 
     matplotlib.use("agg")

@@ -2,9 +2,9 @@
 
 The recipe is DeiT's (arXiv 2012.12877, table 9): AdamW with betas (0.9, 0.999), learning rate 5e-4 at batch
 512, weight decay 0.05, warm-up and cosine, label smoothing 0.1, drop path 0.1, mixup 0.8, cutmix 1.0;
-clipping at 1.0 as in "How to train your ViT" (arXiv 2106.10270); an EMA of the weights. Ours: 100 epochs, not
-300, and an EMA decay of 0.999, which averages over some 10 epochs of CIFAR-10 at this batch, not a hundred.
-Accuracy of this recipe: not yet measured on a GPU.
+clipping at 1.0 as in "How to train your ViT" (arXiv 2106.10270); an EMA of the weights. What differs here:
+100 epochs instead of 300, and an EMA decay of 0.999, which averages over some 10 epochs of CIFAR-10 at this
+batch instead of a hundred. Its accuracy is not yet measured on a GPU.
 
     accelerate launch --config_file accelerate_configs/fsdp_4gpu.yaml train_vit.py
     python train_vit.py --config recipes/vit_tiny_digits.yaml
@@ -63,40 +63,48 @@ class Vit(ImageRecipe):
     pretrained: bool = flag(False, "start from the hub's weights for the model")
     weights: str | None = flag(
         None,
-        "start from these weights instead: a safetensors file, a run's folder or a checkpoint's; the head is"
+        "start from these weights: a safetensors file, a run's folder or a checkpoint's folder; the head is"
         " new if the number of classes differs",
     )
-    freeze: bool = flag(False, "train the head alone: a linear probe of --pretrained or --weights")
+    freeze: bool = flag(False, "train only the head: a linear probe of --pretrained or --weights")
     image_size: int = flag(224, "edge of the square that the network sees, in pixels", minimum=1)
     patch_size: int | None = flag(None, "edge of a patch in pixels; unset: the model's own", minimum=1)
     drop_path: float = flag(
-        0.1, "share of residual branches that are left out in training", minimum=0, maximum=0.99
+        0.1, "share of residual branches that are dropped in training", minimum=0, maximum=0.99
     )
-    dropout: float = flag(0.0, "share of activations that are left out in training", minimum=0, maximum=0.99)
+    dropout: float = flag(0.0, "share of activations that are dropped in training", minimum=0, maximum=0.99)
     mixup: float = flag(0.8, "alpha of mixup; 0 is off", minimum=0)
     cutmix: float = flag(1.0, "alpha of cutmix; 0 is off", minimum=0)
     color_jitter: float = flag(
-        0.0, "how far brightness, contrast and saturation go from 1; 0 is off", minimum=0, maximum=1
+        0.0,
+        "how far brightness, contrast and saturation may be scaled from 1; 0 is off",
+        minimum=0,
+        maximum=1,
     )
     randaug_layers: int = flag(
         0, "RandAugment: operations on each image; 0 is off", minimum=0, maximum=LAYERS
     )
-    randaug_magnitude: float = flag(10.0, "how strong they are; 10 is strong", minimum=0, maximum=30)
-    random_erasing: float = flag(0.0, "share of the images that lose a box", minimum=0, maximum=1)
+    randaug_magnitude: float = flag(
+        10.0, "RandAugment: strength of the operations; 10 is strong", minimum=0, maximum=30
+    )
+    random_erasing: float = flag(0.0, "share of images in which a box is erased", minimum=0, maximum=1)
     label_smoothing: float = flag(
         0.1, "probability given to the wrong classes in training", minimum=0, maximum=1
     )
-    weight_decay: float = flag(0.05, "of AdamW, on matrices only", minimum=0)
+    weight_decay: float = flag(0.05, "AdamW's, on matrices only", minimum=0)
     layer_decay: float = flag(
         1.0,
-        "a block's learning rate as a share of the next block's; the head's is lr; 1: all have the same",
+        "a block's learning rate divided by the next block's; the head has lr; 1 is off",
         minimum=0,
         maximum=1,
     )
     warmup: float = flag(0.05, "share of all steps in which the learning rate rises", minimum=0, maximum=1)
-    clip_norm: float = flag(1.0, "largest norm of the gradient; 0 does not clip", minimum=0)
+    clip_norm: float = flag(1.0, "maximum norm of the gradient; 0 is off", minimum=0)
     ema_decay: float = flag(
-        0.999, "of the averaged weights, which are evaluated and saved; 0 is off", minimum=0, maximum=0.999999
+        0.999,
+        "of the averaged weights (EMA), which are evaluated and saved; 0 is off",
+        minimum=0,
+        maximum=0.999999,
     )
 
     def __post_init__(self) -> None:
@@ -128,7 +136,7 @@ def build_model(recipe: Vit, classes: int) -> nn.Module:
         raise ValueError(
             f"--model {recipe.model} is no Vision Transformer that timm builds like this: {error}"
         ) from error
-    # The classes that FSDP wraps one by one. torch declares a module's attributes as tensors or modules.
+    # The classes that FSDP wraps one by one. For mypy a module's attributes are tensors or modules.
     model._no_split_modules = (block.__name__,)  # type: ignore[assignment]
     if recipe.freeze:
         model.requires_grad_(False)
@@ -171,8 +179,8 @@ def training_batches(
 
 
 def build_optimizer(model: nn.Module, recipe: Vit) -> torch.optim.Optimizer:
-    # Weight decay on matrices only: biases, norms and position embeddings it would pull to zero without
-    # making the model smaller.
+    # Weight decay on matrices only: it would pull biases, norms and position embeddings to zero without
+    # making the model simpler.
     excluded: set[str] = getattr(model, "no_weight_decay", set)()  # as timm names them
     if recipe.layer_decay < 1:  # BEiT's (arXiv 2106.08254): each group has its `lr_scale`
         scaled = param_groups_layer_decay(
@@ -234,7 +242,7 @@ def main(recipe: Vit, accelerator: Accelerator, batch: Batch) -> None:
             if step == steps.last:
                 break
             lr = learning_rate(recipe, step, steps.total)
-            for group in optimizer.param_groups:  # a scheduler would be stepped once per process
+            for group in optimizer.param_groups:  # Accelerate's scheduler would step once per process
                 group["lr"] = lr * group.get("lr_scale", 1.0)
             for k in batch.micro_batches(rank):
                 inputs, labels, ids = next(batches)

@@ -1,19 +1,19 @@
-"""All metrics of a trained model, over every image of a split exactly once, under any launcher.
+"""Evaluates a trained model with all metrics on each image of a split exactly once, under any launcher.
 
     python validate.py runs/train_cnn_a/single_128_10_1_1
     python validate.py runs/train_vit/fsdp_512_100_1_4/checkpoints/step_00009700 --split train
     accelerate launch --config_file accelerate_configs/ddp_4gpu.yaml validate.py s3://bucket/prefix
     python validate.py vit.safetensors --script train_vit.py --model vit_tiny_patch16_224 --data cifar10
 
-The model comes first: a run's folder, or its place in S3 (the best checkpoint, or --which latest), a
-checkpoint's folder, or a .safetensors file. It is verified before it is used, and nothing in it is unpickled.
-Its manifest says what trained it; flags of that script change the recipe, as --data or --image_size. The
-averaged weights are taken where there are some: they are what the run evaluated.
+The first word is the model: a run's folder or S3 prefix (its best checkpoint, or --which latest), a
+checkpoint's folder, or a .safetensors file. It is verified before use, and nothing in it is unpickled. Its
+manifest names the script that trained it; flags of that script change the recipe, as --data or --image_size.
+If the run has averaged weights they are used, as the run evaluated them.
 
-The images are shared out over the processes, with the whole model on each device: where nothing is trained
-these models need no sharding, and the launcher's strategy changes no number. Only the main process reads the
-checkpoint and writes: no shared folder is needed. It prints the metrics and writes report.json, confusion.png
-and worst.png, the mistakes that the model was surest of.
+Each process evaluates its share of the images with the whole model on its device: without training these
+models need no sharding, and the launcher's strategy changes no number. Only the main process reads the
+checkpoint and writes, so no shared folder is needed. It prints the metrics and writes report.json,
+confusion.png, and worst.png with the model's most confident mistakes.
 """
 
 import dataclasses
@@ -53,43 +53,43 @@ from common.system.threads import Heartbeat
 
 METRICS = ROOT / "common" / "metrics"
 TOP, BINS, WORST = 5, 15, 24
-PRINTED_CLASSES = 20  # up to so many all classes are printed, and the confusion matrix where it has room
-WORST_CLASSES = 10  # are printed of more
-NAME = 24  # characters of a class that are printed
+PRINTED_CLASSES = 20  # the most for which all classes, and if it fits the confusion matrix, are printed
+WORST_CLASSES = 10  # printed if there are more classes
+NAME = 24  # printed characters of a class's name
 PER_CLASS = ("precision", "recall", "f1", "specificity", "support")
 FILES = ("worst.png", "confusion.png", "report.json")
 
-Rows = dict[str, np.ndarray]  # a row per image: id, label, predicted, top [n, k], loss, probability
+Rows = dict[str, np.ndarray]  # n images: id, label, predicted, loss, probability [n] each, top [n, k]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Validation:
-    """Our own flags; all others are those of the script that trained the model."""
+    """The flags of validate.py; all others are those of the script that trained the model."""
 
-    checkpoint: str | None = setting(None, "what to validate; the first word needs no flag")
-    which: str = setting("best", "of a run's checkpoints", choices=("best", "latest"))
+    checkpoint: str | None = setting(None, "the model, if it is not the first word")
+    which: str = setting("best", "which checkpoint of a run", choices=("best", "latest"))
     split: str | None = setting(
         None,
-        "images evaluated during the training, the data's own held-out ones of a run with `--holdout`, or"
-        " those trained on, as they are; unset: `test` where there is one, else `val`",
+        "`val` was evaluated during the training, `test` is the data's own held-out split of a run with"
+        " `--holdout`, `train` is not augmented; unset: `test` if there is one, else `val`",
         choices=("val", "test", "train"),
     )
-    script: str | None = setting(None, "what trained a lone .safetensors file, as train_vit.py")
-    data: str | None = setting(None, "other images than the model was trained with; needed for a lone file")
+    script: str | None = setting(None, "the script that trained a .safetensors file, as train_vit.py")
+    data: str | None = setting(None, "data, if not that of the training; required for a .safetensors file")
     output_dir: str | None = setting(
         None, "unset: `validation/<split>_<step>` in the run's folder, or `validation/<name>` here"
     )
     per_device_batch_size: int = setting(128, "images per forward on one device", minimum=1)
     mixed_precision: str | None = setting(
         None,
-        "unset: the launcher's; else bf16 where the device has it natively",
+        "unset: the launcher's setting, else bf16 where the device supports it natively",
         choices=("no", "bf16", "fp16"),
     )
-    deterministic: bool = setting(False, "the same bits at each run on the same GPUs")
+    deterministic: bool = setting(False, "the same bits in each run on the same GPUs")
     deepspeed_config: str | None = setting(
-        None, "a file of `ds_configs/`, for the launchers that have no YAML"
+        None, "a file of `ds_configs/`, for launchers without an accelerate config"
     )
-    timeout_s: int = setting(300, "a process that is silent for so long ends the job", minimum=1)
+    timeout_s: int = setting(300, "seconds after which a silent process ends the job", minimum=1)
 
     def __post_init__(self) -> None:
         if not self.checkpoint:
@@ -149,15 +149,15 @@ def main() -> None:
 
         once(accelerator, "report", report, flags.timeout_s)
         begin_exit()
-        accelerator.wait_for_everyone()  # under deepspeed rank 0 keeps the store that the others ask
+        accelerator.wait_for_everyone()  # under deepspeed rank 0 hosts the store that the others use
 
 
 # --- Flags
 
 
 def parse_flags(words: list[str]) -> tuple[Validation, list[str]]:
-    """Our flags, and the words of the script's; what both know, as --data, is in both."""
-    words = [word for word in words if not word.startswith("--local_rank")]  # of the deepspeed launcher
+    """Our flags, and the words for the script's. A flag that both have, as --data, is in both."""
+    words = [word for word in words if not word.startswith("--local_rank")]  # from DeepSpeed's launcher
     if {"-h", "--help"} & set(words):
         words = ["--help"]
     elif words and not words[0].startswith("-"):
@@ -170,7 +170,7 @@ def parse_flags(words: list[str]) -> tuple[Validation, list[str]]:
 
 
 def pick(words: list[str], names: set[str]) -> tuple[list[str], list[str]]:
-    """The words of the flags with these names, each with the value behind it, and all other words."""
+    """The words of the flags with these names, including their values, and all other words."""
     picked: list[str] = []
     others: list[str] = []
     target = others
@@ -197,7 +197,7 @@ def script_and_recipe(
 
 
 def chosen_split(images: Images, wanted: str | None) -> tuple[str, Split]:
-    """The split that --split names. ValueError for a test split that the data has no more."""
+    """The split that --split names. ValueError for a test split without --holdout."""
     splits = {"test": images.test, "val": images.val, "train": images.train}
     name = wanted or ("test" if images.test else "val")
     split = splits[name]
@@ -234,9 +234,9 @@ def predict(
     mean: tuple[float, ...],
     std: tuple[float, ...],
 ) -> tuple[Rows, float]:
-    """A row per image in the order of their ids, the same on all processes; images/s, decoding included.
+    """A row per image, sorted by id, the same on all processes; and images/s, including decoding.
 
-    Collective. No logits are gathered: 80 bytes per image, however many classes there are.
+    Collective. It gathers no logits, but 80 bytes per image, whatever the number of classes.
     """
     half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision(accelerator))
     parts: list[dict[str, Tensor]] = []
@@ -277,7 +277,7 @@ def check(rows: Rows, ids: np.ndarray) -> None:
 
 
 def teller(accelerator: Accelerator) -> Callable[[str], None]:
-    """tell(doing) says every 30 s how far the main process is. Raises Preempted when told to stop."""
+    """A function tell(doing) that prints the progress every 30 s, and raises Preempted after a signal."""
     shown_s = time.monotonic()
 
     def tell(doing: str) -> None:
@@ -292,7 +292,7 @@ def teller(accelerator: Accelerator) -> Callable[[str], None]:
 
 
 def pixels_of(split: Split, shown: list[dict], recipe: ImageRecipe) -> np.ndarray:
-    """The images with these ids, as they were before the normalisation: uint8 [n, H, W, 3]."""
+    """The images with these ids before normalisation: uint8 [n, H, W, 3]."""
     plan = [(0, np.asarray([image["id"] for image in shown], dtype=np.int64))]
     batches = split.batches(
         plan, device="cpu", train=False, size=recipe.image_size, seed=recipe.seed, workers=0
@@ -304,7 +304,7 @@ def pixels_of(split: Split, shown: list[dict], recipe: ImageRecipe) -> np.ndarra
 
 
 def measure(rows: Rows, classes: int, scratch: Path) -> dict[str, Any]:
-    """The numbers of the report, by the modules in common/metrics/."""
+    """The numbers of the report, computed by the modules in common/metrics/."""
     classification, top_k, calibration = load_metrics(["classification", "top_k", "calibration"], scratch)
     pairs = {"predictions": rows["predicted"], "references": rows["label"]}
     by_class = classification.compute(**pairs, classes=classes)
@@ -324,8 +324,8 @@ def measure(rows: Rows, classes: int, scratch: Path) -> dict[str, Any]:
 
 
 def load_metrics(names: list[str], scratch: Path) -> list[Any]:
-    """Modules in common/metrics/. `evaluate` imports a copy: it is in `scratch`, not in a cache at home,
-    which may be read-only, or hold what another process has half written."""
+    """The modules in common/metrics/. `evaluate` imports copies, which it writes to `scratch`: its cache in
+    the home folder may be read-only, or hold another process's unfinished copy."""
     import evaluate
 
     evaluate.config.HF_MODULES_CACHE = scratch
@@ -333,7 +333,7 @@ def load_metrics(names: list[str], scratch: Path) -> list[Any]:
 
 
 def write(folder: Path, found: dict[str, Any], worst: np.ndarray, title: str) -> None:
-    """All FILES, each whole or not at all. worst: uint8 [n, H, W, 3]."""
+    """Writes all FILES, each atomically. worst: uint8 [n, H, W, 3]."""
     from common.report import plots
 
     classes = found["classes"]
@@ -353,12 +353,12 @@ def write(folder: Path, found: dict[str, Any], worst: np.ndarray, title: str) ->
 
 
 def as_json(content: dict[str, Any]) -> str:
-    """A key a line: indented, the confusion matrix of 1,000 classes would have a million lines."""
+    """JSON with a key per line. Indented, a confusion matrix of 1,000 classes would have a million lines."""
     return "{\n" + ",\n".join(f'"{key}": {json.dumps(value)}' for key, value in content.items()) + "\n}\n"
 
 
 def show(found: dict[str, Any], title: str) -> None:
-    """Prints the metrics; of many classes the worst ones. The confusion matrix where it has room."""
+    """Prints the metrics, of many classes only the worst, and the confusion matrix if it fits."""
     from rich.console import Console
 
     console = Console(markup=False, highlight=False)
@@ -391,7 +391,7 @@ def show(found: dict[str, Any], title: str) -> None:
 
 
 def table(title: str, columns: list[str], rows: Iterable[tuple[str, ...]]) -> Any:
-    """A table for rich to print, with numbers aligned to the right."""
+    """A rich table with numbers aligned to the right."""
     from rich import box
     from rich.table import Table
 

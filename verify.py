@@ -1,21 +1,21 @@
-"""Replays steps of a finished run, and says whether its log, its recipe and its checkpoints are true.
+"""Replays steps of a finished run, and checks its log, recipe and checkpoints against them.
 
     python verify.py runs/train_cnn_a/single_128_10_1_1
     python verify.py runs/train_vit/fsdp_512_100_1_4 --config_file accelerate_configs/ddp_2gpu.yaml
     python verify.py runs/train_vit/fsdp_512_100_1_4 --sample 5 --steps 100
 
 A replay begins at step 0 or at a checkpoint that the run has kept (--keep_every keeps more of them), and ends
-with the first line of the log after --steps steps. It is a training of its own, in a temporary folder, with
-the run's recipe: on this machine, under any strategy and number of processes. It must give the log's losses
-within a bound, the same learning rates, and the weights of the next checkpoint. --sample replays some of
-them, chosen at random.
+with the first line of the log after --steps steps. It is a training with the run's recipe in a temporary
+folder on this machine, under any strategy and number of processes. Its losses, and its weights at the next
+checkpoint, must equal the run's within bounds, its learning rates exactly. --sample replays only some
+intervals, chosen at random.
 
-It says how much of the run that covers. What lies between the intervals is not verified. The outcome is added
-to `verified.json` in the run's folder, which its page shows. Exit status 1 if anything differs.
+It prints how much of the run was replayed; other steps are not verified. The outcome is added to
+`verified.json` in the run's folder, which the run's page shows. Exit status 1 if anything differs.
 
-The bound on the loss is 1e-4 after the first step in fp32, and becomes tenfold every 25 steps, up to 0.05, as
-rounding grows; in half precision it is 0.05. So frequent lines (--log_every) and short replays say most. On a
-CPU one process replays one process bit by bit.
+The bound on the loss is 1e-4 after the first step in fp32, and grows tenfold every 25 steps up to 0.05, as
+rounding errors grow; in half precision it is 0.05. So frequent lines (--log_every) and short replays verify
+most. On a CPU, one process replays a run of one process bit by bit.
 """
 
 import argparse
@@ -38,23 +38,23 @@ from common.system.files import read_json, write_json
 from common.system.paths import ROOT, shortest
 from common.system.text import printable, some_of
 
-# Rounding differs between numbers of processes, strategies and devices, and the training multiplies it.
-# Measured on CPUs: CIFAR-10, batch 96, 300 steps, 100 from each of three checkpoints. One process as one
-# process: 0. fp32 on 4 processes as on one: the small ViT's loss 5e-7; CNN-A's 2e-4 after 30 steps and 5e-3
-# after 100, its weights 0.06, as a max pooling or a ReLU goes the other way. bf16 as fp32: 9e-5 (ViT), 7e-3.
-# Not yet measured on a GPU.
-LOSS_BOUND, WEIGHTS_BOUND = 1e-4, 1e-3  # after the first step, of the loss and of an element of the model
-TENFOLD_STEPS = 25  # in which the bounds become tenfold
-MOST_LOSS, MOST_WEIGHTS = 0.05, 0.1  # the bounds in half precision, and the largest in fp32
-DRAWN_ON_DEVICE = ("dropout", "drop_path")  # a GPU draws other numbers than a CPU
-SHOWN = 15  # last lines of a replay that failed
-# Settings of the run that its numbers may depend on, beside the recipe.
+# Rounding depends on the number of processes, the strategy and the device, and training amplifies it.
+# Differences measured on CPUs: CIFAR-10, batch 96, 300 steps, 100 from each of three checkpoints. One process
+# against one: 0. 4 processes against one in fp32: the small ViT's loss 5e-7; CNN-A's 2e-4 after 30 steps and
+# 5e-3 after 100, its weights 0.06, as max pooling or a ReLU takes another branch. bf16 against fp32: 9e-5
+# (ViT), 7e-3 (CNN-A). Not yet measured on a GPU.
+LOSS_BOUND, WEIGHTS_BOUND = 1e-4, 1e-3  # for the loss and a weight, after the first step
+TENFOLD_STEPS = 25  # in which the bounds grow tenfold
+MOST_LOSS, MOST_WEIGHTS = 0.05, 0.1  # bounds in half precision, and maximum in fp32
+DRAWN_ON_DEVICE = ("dropout", "drop_path")  # a GPU's random numbers differ from a CPU's
+SHOWN = 15  # last lines of a failed replay
+# Settings outside of the recipe that the run's numbers may depend on.
 KEPT = ("log_every", "deterministic", "image_column", "label_column", "data_root", "workers")
 
 
 @dataclass(frozen=True)
 class Interval:
-    """The steps start + 1 ... end. checkpoint: a kept one in it, the first, whose weights are compared."""
+    """The steps start + 1 ... end. checkpoint: the first kept one in it, whose weights are compared."""
 
     start: int
     end: int
@@ -68,9 +68,9 @@ class Interval:
 class Outcome:
     interval: Interval
     findings: list[str] = field(default_factory=list)
-    loss: float = 0.0  # the largest difference
-    bound: float = 0.0  # the largest, of the loss
-    weights: float | None = None
+    loss: float = 0.0  # largest difference of the loss
+    bound: float = 0.0  # largest bound on the loss
+    weights: float | None = None  # largest difference of a weight
 
 
 def main() -> int:
@@ -89,13 +89,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = command_parser(__doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a finished run")
     parser.add_argument("--config_file", type=Path, help="one of accelerate_configs/; unset: one process")
-    parser.add_argument("--steps", type=int, default=20, help="of each replay, at least (default: 20)")
-    parser.add_argument("--sample", type=int, help="so many of the intervals, at random; unset: all")
-    parser.add_argument("--seed", type=int, help="of the choice; unset: another each time, which is printed")
+    parser.add_argument("--steps", type=int, default=20, help="minimum length of a replay (default: 20)")
+    parser.add_argument("--sample", type=int, help="replay this many intervals, at random; unset: all")
+    parser.add_argument("--seed", type=int, help="seed of that choice; unset: a new one, which is printed")
     parser.add_argument("--data", help="where the run's data is now; unset: where it was")
     parser.add_argument("--per_device_batch_size", type=int, help="unset: the run's")
     parser.add_argument("--mixed_precision", choices=("no", "bf16", "fp16"), help="unset: the run's")
-    parser.add_argument("--cache_dir", help="as of a training")
+    parser.add_argument("--cache_dir", help="as the train scripts'")
     flags = parser.parse_args(argv)
     for name in ("steps", "sample", "per_device_batch_size"):
         if (value := getattr(flags, name)) is not None and value < 1:
@@ -104,7 +104,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 class Run:
-    """The run, and its intervals that are replayed. ValueError for one that can't be."""
+    """The run and the intervals to replay. ValueError for a run that can't be replayed."""
 
     def __init__(self, flags: argparse.Namespace):
         self.flags, self.folder = flags, flags.run
@@ -139,7 +139,7 @@ class Run:
             )
 
     def _intervals(self) -> list[Interval]:
-        """One from step 0 and from each kept checkpoint, up to a line of the log; without overlaps."""
+        """One from step 0 and from each kept checkpoint, up to a line of the log, without overlaps."""
         found: list[Interval] = []
         for start in (0, *self.kept):
             lines = [step for step in sorted(self.lines) if step > start]
@@ -160,7 +160,7 @@ class Run:
     # --- One interval
 
     def replay(self, interval: Interval) -> Outcome:
-        """Trains the interval's steps, and compares."""
+        """Trains the interval's steps and compares them with the run."""
         outcome = Outcome(interval)
         if interval.start and not self._check_checkpoint(interval.start, outcome):
             return outcome
@@ -180,7 +180,7 @@ class Run:
         return outcome
 
     def _check_checkpoint(self, step: int, outcome: Outcome) -> bool:
-        """Whole, and of the page's recipe."""
+        """True if the checkpoint is intact and of the page's recipe."""
         try:
             found = verify(self.checkpoints / step_name(step))
         except Damaged as error:
@@ -194,7 +194,7 @@ class Run:
         return not changed
 
     def _train(self, interval: Interval, folder: Path) -> str:
-        """Runs the train script. Returns why it failed; empty if it has not."""
+        """Runs the train script. Returns the reason if it failed, else an empty string."""
         words = [
             *self._launcher(),
             str(self.script),
@@ -237,7 +237,7 @@ class Run:
         ]
 
     def _config(self, folder: Path) -> Path:
-        """The run's recipe, and the settings that its numbers depend on, as a file for --config."""
+        """A file for --config with the run's recipe and the settings that its numbers depend on."""
         kind = recipe_class(load_script(self.script))
         names = (*recipe_part(kind()), *KEPT)
         values = {name: self.recipe[name] for name in names if self.recipe.get(name) is not None}
@@ -247,7 +247,7 @@ class Run:
         return file
 
     def _compare_lines(self, ours: RunRecord, outcome: Outcome) -> None:
-        """The losses and learning rates of the interval's lines."""
+        """Compares the losses and learning rates of the interval's lines."""
         found = {line["step"]: line for line in ours.metrics if "train/loss" in line}
         steps = [s for s in self.lines if outcome.interval.start < s <= outcome.interval.end]
         for step in sorted(steps):
@@ -290,10 +290,9 @@ class Run:
             )
 
     def bound(self, steps: int, first: float, most: float) -> float:
-        """The bound after so many steps of a replay."""
         return most if self.is_half else min(most, first * 10 ** (steps / TENFOLD_STEPS))
 
-    # --- What is said
+    # --- Output
 
     def said(self, outcome: Outcome) -> str:
         where = f"{outcome.interval} of {self.last:,}"
@@ -306,7 +305,7 @@ class Run:
         )
 
     def conclude(self, outcomes: list[Outcome]) -> int:
-        """Prints the coverage, adds the stamp, and returns the exit status."""
+        """Prints the coverage, adds the outcome to verified.json, and returns the exit status."""
         covered = sum(one.interval.end - one.interval.start for one in outcomes)
         findings = [finding for one in outcomes for finding in one.findings]
         share = f"{covered:,} of {self.last:,} steps ({covered / self.last:.1%}) replayed"

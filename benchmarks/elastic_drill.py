@@ -49,7 +49,7 @@ CHECKPOINT_EVERY = 64
 REPLAYED = 50  # steps after each change
 GAP = (60, 160)  # steps between two changes
 LOSSES = ("cut", "kill", "leave")
-PATIENCE_S = 240  # until a job goes on after a change
+PATIENCE_S = 240  # without a new step, also after a change
 REPLAY_BOUND = 1e-5
 MEAN_OF = 20  # steps, in the plot
 DROPOUT = ("--dropout", "0.1", "--mixup", "0.8")
@@ -123,9 +123,11 @@ class Job:
 
     def wait(self, processes: int | None, steps: int) -> int:
         """Waits for so many new steps, with so many processes. Returns the newest step."""
-        deadline, first = time.monotonic() + PATIENCE_S, None
+        deadline, newest, first = time.monotonic() + PATIENCE_S, (0, 0), None
         while self.is_running() and time.monotonic() < deadline:
-            now, step = self.newest()
+            if (found := self.newest()) != newest:
+                deadline, newest = time.monotonic() + PATIENCE_S, found
+            now, step = found
             if step and processes in (now, None):
                 first = step if first is None else min(first, step)
                 if step - first >= steps:
@@ -445,7 +447,7 @@ def main() -> int:
     )  # fmt: skip
     parser.add_argument("--scripts", nargs="+", choices=SCRIPTS, default=list(SCRIPTS))
     parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=list(STRATEGIES))
-    parser.add_argument("--minutes", type=float, default=20, help="of each training (default: %(default)s)")
+    parser.add_argument("--minutes", type=float, default=20, help="of all trainings (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the changes (default: %(default)s)")
     parser.add_argument("--data", default="digits", help="as the scripts' (default: %(default)s)")
     parser.add_argument("--epochs", type=int, default=30, help="of the schedule (default: %(default)s)")
@@ -456,6 +458,7 @@ def main() -> int:
         parser.error(f"{flags.folder} exists: remove it, or give another --folder")
     prepare_data(flags.data, Path("~/.cache/train-images").expanduser())
     rows = []
+    flags.minutes /= len(flags.scripts) * len(flags.strategies)  # of each training
     for script in flags.scripts:
         for strategy in flags.strategies:
             rows.append(drill_ours(script, strategy, flags))

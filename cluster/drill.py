@@ -1,10 +1,10 @@
 """A fire drill: a training command on virtual hosts, once undisturbed and once with each fault.
 
-The command runs on a host of its own. It starts the training on the others, which /etc/hostfile names, and
-takes `--output_dir` as its last words. When the job ends before its training does, the same command is
-started again, as a person would. The table says what each fault cost.
+The command runs on an extra host. It starts the training on the hosts of /etc/hostfile; `--output_dir` is
+appended to it. When the job ends before its training is finished, the same command is started again, as a
+person would do. The table shows what each fault cost.
 
-A command with --s3 gets moto's S3 server, on the host that it runs on: `launch.py` passes its variables on by
+For a command with --s3, moto's S3 server is started on the command's host. Pass its variables to launch.py by
 `--env AWS_ENDPOINT_URL --env AWS_ACCESS_KEY_ID --env AWS_SECRET_ACCESS_KEY --env NO_PROXY`.
 """
 
@@ -25,11 +25,11 @@ from pathlib import Path
 from cluster import virtual_cluster as cluster
 
 VICTIM = "node2"
-ON = 0.2  # share of the steps that are trained while the fault lasts, which shows that the job goes on
-PAUSE_S = 25  # that it lasts at least: longer than a lost host takes to be noticed
-PATIENCE_S = 120  # beside the undisturbed run's time, until the job has gone on or ended; else it hangs
+ON = 0.2  # share of the steps to be trained during the fault, which shows that the job continues
+PAUSE_S = 25  # minimum length of the fault: longer than it takes to notice a lost host
+PATIENCE_S = 120  # added to the undisturbed run's time; a job without progress for so long hangs
 STARTS = 4  # of the same command, after which the training counts as lost
-AFTER = 0.3  # share of the steps after which the fault comes
+AFTER = 0.3  # share of the steps before the fault
 DISK_MIB = 512
 STORE_S = 30  # for the S3 server to start
 
@@ -40,19 +40,19 @@ class Outcome:
     survived: bool = False
     starts: int = 1
     lost_steps: int = 0
-    pause_s: float = math.nan  # from the fault to the first step after it, of those that are new
-    difference: float = math.nan  # of a loss, the largest, relative
+    pause_s: float = math.nan  # from the fault to the first new step
+    difference: float = math.nan  # largest relative difference of a loss
     notes: str = ""
 
 
 @dataclass
 class Training:
-    """The command in a folder. words: as the user gave them."""
+    """A run of the command in a folder. words: as the user gave them."""
 
     words: list[str]
     folder: Path
     control: str  # the host on which the command runs
-    env: dict[str, str]  # of the command, beside this process's
+    env: dict[str, str]  # of the command, added to this process's
     process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
@@ -68,7 +68,6 @@ class Training:
         return self.process is not None and self.process.poll() is None
 
     def status(self) -> int | None:
-        """Waits for the command's exit status."""
         return self.process.wait() if self.process else None
 
     @property
@@ -96,7 +95,7 @@ class Training:
         return any((self.folder / "checkpoints").glob("step_*/manifest.json"))
 
     def end(self) -> None:
-        """Ends what is left of the command and of the job, on all hosts."""
+        """Kills what is left of the command and of the job on all hosts."""
         if self.process and self.is_running:
             os.killpg(self.process.pid, signal.SIGKILL)
         for host in filter(cluster._is_up, cluster.names()):
@@ -105,7 +104,7 @@ class Training:
                     os.kill(pid, signal.SIGKILL)
 
 
-# --- Faults: each is a context; what is undone is undone when the job has gone on without it, or has ended
+# --- Faults: context managers, at whose end the fault is repaired, after the job has continued or ended
 
 
 @contextlib.contextmanager
@@ -137,7 +136,7 @@ def power_off(_: Training) -> Iterator[None]:
 
 @contextlib.contextmanager
 def stop_a_rank(_: Training) -> Iterator[None]:
-    """Suspends it: it neither answers nor ends."""
+    """Suspends a rank, which then neither answers nor ends."""
     victim = ranks_on(VICTIM)[-1]
     os.kill(victim, signal.SIGSTOP)
     yield
@@ -157,7 +156,7 @@ def fill_the_disk(training: Training) -> Iterator[None]:
 
 @contextlib.contextmanager
 def preempt(_: Training) -> Iterator[None]:
-    """SIGTERM to the host's ranks, as at the end of a spot machine."""
+    """Sends SIGTERM to the host's ranks, as at the end of a spot machine."""
     for rank in ranks_on(VICTIM):
         os.kill(rank, signal.SIGTERM)
     yield
@@ -165,7 +164,7 @@ def preempt(_: Training) -> Iterator[None]:
 
 @contextlib.contextmanager
 def silence_s3(training: Training) -> Iterator[None]:
-    """Suspends the store: it takes connections and does not answer."""
+    """Suspends the store, which then accepts connections and does not answer."""
     store = _processes_of(training.control, "moto.server")
     for pid in store:
         os.kill(pid, signal.SIGSTOP)
@@ -194,9 +193,9 @@ S3_ENV = {
 
 
 def drill(words: list[str], hosts: int, slots: int, folder: Path, faults: list[str]) -> list[Outcome]:
-    """Runs the command once alone and once with each fault. ValueError when the first run does not finish.
+    """Runs the command once undisturbed and once with each fault. ValueError if the first does not finish.
 
-    folder: for the runs, made on a disk of its own in memory, which can be filled; it stays.
+    folder: for the runs. During the drill it is a small disk in memory, which can be filled; it stays.
     """
     folder.mkdir(parents=True, exist_ok=True)
     subprocess.run(
@@ -226,7 +225,7 @@ def drill(words: list[str], hosts: int, slots: int, folder: Path, faults: list[s
 
 
 def _start_store(host: str, bucket: str, folder: Path) -> dict[str, str]:
-    """Starts moto's S3 server on the host, with the bucket, and returns its clients' environment.
+    """Starts moto's S3 server with the bucket on the host, and returns its clients' environment.
 
     It needs requirements-dev.txt, and ends with the host.
     """
@@ -248,7 +247,7 @@ def _start_store(host: str, bucket: str, folder: Path) -> dict[str, str]:
 
 
 def _try(fault: str, training: Training, reference: Training, took_s: float) -> Outcome:
-    """took_s: of the undisturbed run."""
+    """Runs the training with one fault. took_s: time of the undisturbed run."""
     _say(fault)
     outcome = Outcome(fault)
     training.start()
@@ -285,7 +284,7 @@ def _try(fault: str, training: Training, reference: Training, took_s: float) -> 
 
 
 def _wait_for_step(training: Training, reached: int, at: float, outcome: Outcome, until: float) -> None:
-    """Waits until the command ends, or `until`. Notes when the first new step after `reached` came."""
+    """Waits until the command ends, or `until`. Records when the first step after `reached` came."""
     while training.is_running and time.monotonic() < until:
         if math.isnan(outcome.pause_s) and training.step() > reached:
             outcome.pause_s = time.monotonic() - at
@@ -303,10 +302,10 @@ def _repeated(log: str, reached: int) -> int:
 
 
 def ranks_on(host: str) -> list[int]:
-    """The pids, outside of the host, of the training's processes there."""
+    """The pids, as this machine numbers them, of the training's ranks on the host."""
     found = {pid: _environment(pid).get("RANK") for pid in _job_processes(host)}
     of_ranks = {pid: int(rank) for pid, rank in found.items() if rank is not None}
-    # A rank's own children (workers) have its environment: the oldest is the rank itself.
+    # A rank's children (workers) have its environment. The oldest process is the rank itself.
     first = {rank: min(pid for pid, own in of_ranks.items() if own == rank) for rank in of_ranks.values()}
     return [first[rank] for rank in sorted(first)]
 
@@ -337,7 +336,7 @@ def _environment(pid: int) -> dict[str, str]:
 
 
 def _keep(folder: Path) -> None:
-    """Copies the runs from the disk in memory to where it was mounted."""
+    """Copies the runs from the disk in memory to its mount point, and unmounts it."""
     kept = folder.with_name(f".{folder.name}.kept")
     shutil.copytree(folder, kept, ignore=shutil.ignore_patterns("checkpoints", "filler"))
     subprocess.run(["umount", "--lazy", folder], check=True)

@@ -1,10 +1,10 @@
-"""Says whether the training in this container is alive: one line, and exit status 0 or 1.
+"""Checks if the training in this container is alive: prints one line, and exits with status 0 or 1.
 
     python cluster/health.py --within_s 1800
 
-It is alive while processes of a train script run, none of them is stopped, and, where the main process is one
-of them, its log has got a line within so many seconds: a line comes every --log_every steps and at each
-evaluation. Before the first line (start, preparation of data) running processes suffice.
+It is alive while processes of a train script run, none of them is stopped, and, if the main process is among
+them, its log has got a line within --within_s seconds. A line comes every --log_every steps and at each
+evaluation. Before the first line (start, preparation of data) running processes are enough.
 """
 
 import argparse
@@ -28,7 +28,7 @@ def main() -> None:
 
 
 def health(within_s: float) -> tuple[bool, str]:
-    """True while the training is alive, and a line about it."""
+    """True if the training is alive, and a line about it."""
     found = training_processes()
     if not found:
         return False, "no process of a train script runs"
@@ -44,7 +44,7 @@ def health(within_s: float) -> tuple[bool, str]:
 
 
 def training_processes() -> list[psutil.Process]:
-    """The Python processes whose script is train_*.py, also ranks and workers; not their launchers."""
+    """The Python processes whose script is train_*.py: ranks and workers, but not launchers."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
@@ -63,7 +63,7 @@ def is_stopped(process: psutil.Process) -> bool:
 
 
 def open_logs(process: psutil.Process) -> list[str]:
-    """The metrics.jsonl that the process writes to."""
+    """The files metrics.jsonl that the process has open."""
     try:
         return [file.path for file in process.open_files() if file.path.endswith("/metrics.jsonl")]
     except psutil.Error:

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Makes a bare Debian or Ubuntu machine a host of a training cluster: see --help, and docs/cluster.md for the
-# steps before and after. Each step checks the machine, and changes only what differs from the wanted state.
+# steps before and after. Each step changes only what differs from the wanted state.
 set -Eeuo pipefail
 
 help() {
@@ -11,24 +11,24 @@ Makes this machine a host of a training cluster: Debian or Ubuntu, as root. A se
         --host node1=10.0.0.11 --host node2=10.0.0.12 --nfs 10.0.0.5:/export
     sudo ./setup_node.sh --dry-run --cifs //10.0.0.5/shared --cifs_credentials /root/.cifs
 
-It checks the GPU's driver (and installs none), installs the Debian packages that are missing, writes the
-hosts into /etc/hosts, mounts the drives that are named, through lines in /etc/fstab, clones or updates the
-repository, and runs `make setup` there. What no flag asks for is left out.
+It checks the GPU's driver (but installs none), installs missing Debian packages, writes the hosts into
+/etc/hosts, mounts drives by lines in /etc/fstab, clones or updates the repository, and runs `make setup`
+there. Steps without a flag are left out.
 
-    --host NAME=ADDRESS      a host of the cluster, this one too; repeat it. All of them stand in one block of
-                             /etc/hosts, which is replaced as a whole; without --host it stays as it is
+    --host NAME=ADDRESS      a host of the cluster, including this one; repeat the flag. The hosts are one block
+                             of /etc/hosts, which is replaced as a whole; without --host it does not change
     --repo URL               the project's git repository; fast-forward only, local changes are refused
-    --path FOLDER            where it stands, the same on all hosts (default: /opt/train)
-    --user NAME              whose it is, and who trains (default: who called sudo, else root)
+    --path FOLDER            the folder of the project, the same on all hosts (default: /opt/train)
+    --user NAME              its owner, who also trains (default: the caller of sudo, else root)
     --nfs SERVER:/EXPORT     a shared drive
-    --cifs //SERVER/SHARE    the same, of Windows or Samba
+    --cifs //SERVER/SHARE    a shared drive of Windows or Samba
     --cifs_credentials FILE  lines username=..., password=...; mode 600
-    --mount FOLDER           where the shared drive goes (default: /mnt/shared)
-    --s3_mount BUCKET[:/PATH]  a bucket of S3 as a folder, through s3fs: to read data, not for checkpoints
+    --mount FOLDER           mount point of the shared drive (default: /mnt/shared)
+    --s3_mount BUCKET[:/PATH]  a bucket of S3 as a folder, by s3fs: for reading data, not for checkpoints
     --s3_credentials FILE    a line KEY:SECRET; mode 600 (default: the role of the machine)
-    --mount_s3 FOLDER        where it goes (default: /mnt/s3)
-    --dry-run                show each change that would be made, and change nothing
-    --help                   this
+    --mount_s3 FOLDER        mount point of the bucket (default: /mnt/s3)
+    --dry-run                show each change, and make none
+    --help                   show this text
 
 Exit status: 0 when the host is ready; 1 when it is not, also for a GPU without a driver; 2 for a wrong flag.
 END
@@ -39,8 +39,8 @@ FLAGS+=(--mount_s3 --dry_run --help)
 PACKAGES=(python3-venv make git gcc openssh-server openssh-client iproute2 pdsh)
 BEGIN="# BEGIN hosts of the training cluster (setup_node.sh)"
 END="# END hosts of the training cluster"
-LOCK_S=300  # a new machine's own upgrades may hold apt for a while
-MOUNT_S=90  # for a server to answer
+LOCK_S=300  # wait for apt's lock, which a new machine's own upgrades may hold
+MOUNT_S=90  # wait for a server's answer
 
 repo="" path="" user="" nfs="" cifs="" cifs_credentials="" mount="" s3_mount="" s3_credentials="" mount_s3=""
 dry_run="" home="" scratch="" not_ready="" said="" explained="" where="what was under way"
@@ -54,7 +54,7 @@ main() {
     parse "$@"
     check_flags
     scratch=$(mktemp -d)
-    cd / # a user other than root can't stand in root's home
+    cd / # other users can't enter root's home
     check_driver
     install_packages
     write_hosts
@@ -281,7 +281,7 @@ install_packages() {
 
 need() { there "$1" || missing+=("$1"); }
 
-# Checks for the program, not for the package: it may come from elsewhere than Debian.
+# Checks for the program, not for Debian's package, as it may come from elsewhere.
 there() {
     case $1 in
         python3-venv) python3 -c "import venv, ensurepip" 2>/dev/null ;;
@@ -313,7 +313,7 @@ write_hosts() {
     fi
 }
 
-# With one of its lines missing, lines after the block would be taken for a part of it.
+# If one of its marker lines were missing, lines after the block would count as part of it.
 whole_block() {
     local file
     file=$(or_empty /etc/hosts)
@@ -321,8 +321,8 @@ whole_block() {
         die "/etc/hosts has only one of the lines '$BEGIN' and '$END': remove it"
 }
 
-# The file with the block in its place, or at its end. A host's name loses its loopback address, which Debian
-# gives it (127.0.1.1): torchrun's c10d and gloo look up their own name, and others can't reach them there.
+# Prints the file with the block in its old place, or at the end. It removes the loopback address that Debian gives
+# a host's own name (127.0.1.1): torchrun's c10d and gloo look up their own name, and others can't reach them there.
 with_block() {
     awk -v begin="$BEGIN" -v end="$END" -v names="$1" -v block="$scratch/block" '
         function put_block(    line) {
@@ -368,7 +368,7 @@ check_own_name() {
             if [ "${entry%%=*}" = "$own" ]; then
                 is_mine "${entry#*=}" ||
                     warn "--host $entry is this host, but it has no such address: see ip -brief address"
-                return 0 # its loopback address is gone, or would be
+                return 0 # its loopback address is, or would be, removed
             fi
         done
         warn "no --host has this host's name, $own"
@@ -383,7 +383,7 @@ is_mine() { ! there iproute2 || [ -n "$(ip -oneline address show to "$1")" ]; }
 
 or_empty() { if [ -e "$1" ]; then echo "$1"; else echo /dev/null; fi; }
 
-# Replaces a file by $scratch/new; overwrites it where it can't be replaced, as in a container.
+# Replaces a file by $scratch/new, or overwrites it if it can't be replaced, as in a container.
 put() {
     local file=$1 next
     if cmp -s "$scratch/new" "$file"; then

@@ -10,13 +10,14 @@
     python cluster/virtual_cluster.py down
     python cluster/virtual_cluster.py drill -- python launch.py --hostfile /etc/hostfile train_hello.py
 
-Each host, node1, node2, ..., is a set of Linux namespaces: its own name, interface eth0 (10.77.0.1,
-10.77.0.2, ...), processes, /dev/shm and /etc/hosts, and an sshd that knows one key, made by `up`. `ssh node2`
-works on each of them. The hosts share this machine's cores, memory, GPUs and files, like
-a shared folder. --private FOLDER gives each host its own copy of that folder, as when nothing is shared.
+Each host (node1, node2, ...) is a set of Linux namespaces: it has its own name, interface eth0 (10.77.0.1,
+10.77.0.2, ...), processes, /dev/shm and /etc/hosts, and an sshd that accepts one key, made by `up`.
+`ssh node2` works on each of them. The hosts share this machine's cores, memory, GPUs and files. --private
+FOLDER gives each host its own copy of that folder, as if it were not shared. VIRTUAL_CLUSTER=NAME in the
+environment makes another cluster beside the usual one.
 
 Nothing of this machine is changed: the hosts are on a switch in its own namespace, without a route out.
-`down` ends all their processes and removes everything. Needs root, and Debian's iproute2, nftables and
+`down` kills all their processes and removes everything. It needs root, and Debian's iproute2, nftables and
 openssh-server.
 """
 
@@ -31,8 +32,9 @@ import sys
 import time
 from pathlib import Path
 
-STATE = Path("/run/virtual_cluster")
-SWITCH = "vc-switch"
+CLUSTER = os.environ.get("VIRTUAL_CLUSTER", "vc")
+STATE = Path("/run/virtual_cluster") / CLUSTER
+SWITCH = f"{CLUSTER}-switch"
 PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 NEEDS = {
     "ip": "iproute2",
@@ -56,7 +58,7 @@ SSH_CONFIG = """\
 IdentityFile /etc/ssh/user
 GlobalKnownHostsFile /etc/ssh/ssh_known_hosts
 """
-# The first process of a host: when it ends, the kernel ends all others of that host. $1 is the host's folder.
+# The first process of a host. When it ends, the kernel kills the host's other processes. $1: host's folder.
 INIT = """
 set -e
 folder=$1
@@ -92,10 +94,10 @@ def main() -> None:
     verbs = parser.add_subparsers(dest="verb", required=True)
     verb = verbs.add_parser("up", help="start the hosts")
     verb.add_argument("--hosts", type=int, default=2)
-    verb.add_argument("--slots", type=int, default=2, help="for the hostfile, /etc/hostfile on each host")
-    verb.add_argument("--rate", help="limit of what each host sends, as 1gbit")
-    verb.add_argument("--delay", help="delay of each packet that a host sends, as 2ms")
-    verb.add_argument("--loss", type=float, help="percent of the packets to each host that are dropped")
+    verb.add_argument("--slots", type=int, default=2, help="per host, for /etc/hostfile on each host")
+    verb.add_argument("--rate", help="limit on each host's outgoing rate, as 1gbit")
+    verb.add_argument("--delay", help="delay of each outgoing packet, as 2ms")
+    verb.add_argument("--loss", type=float, help="percent of incoming packets that are dropped")
     verb.add_argument("--private", type=Path, action="append", default=[], metavar="FOLDER")
     verb = verbs.add_parser("run", help="run a command on a host, in this folder")
     verb.add_argument("--host", default="node1")
@@ -103,11 +105,11 @@ def main() -> None:
     for name, action in ACTIONS.items():
         verb = verbs.add_parser(name, help=action.__doc__.partition("\n")[0])
         verb.add_argument("host")
-    verbs.add_parser("down", help="end and remove everything")
-    verb = verbs.add_parser("drill", help="run a command with faults, and say what each costs")
-    verb.add_argument("--hosts", type=int, default=3, help="of the training; one more runs the command")
+    verbs.add_parser("down", help="kill and remove everything")
+    verb = verbs.add_parser("drill", help="run a command with faults, and show what each costs")
+    verb.add_argument("--hosts", type=int, default=3, help="of the training; an extra one runs the command")
     verb.add_argument("--slots", type=int, default=1)
-    verb.add_argument("--faults", help="some of them, as kill-rank,cut-cable")
+    verb.add_argument("--faults", help="only these, as kill-rank,cut-cable")
     verb.add_argument("--folder", type=Path, default=Path("runs/drill"), help="for the runs")
     verb.add_argument("command", nargs=argparse.REMAINDER)
     flags = parser.parse_args()
@@ -127,7 +129,7 @@ def act(flags: argparse.Namespace) -> int:
         print(f"{', '.join(names())} are up; python {sys.argv[0]} run --host node1 COMMAND")
     elif flags.verb == "run":
         words = inside(flags.host, flags.command or ["bash"])
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the command, which ends as it sees fit
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the command
         return subprocess.run(words).returncode
     elif flags.verb == "down":
         down()
@@ -168,9 +170,9 @@ def up(
     private: list[Path] = (),
     spare: int = 0,
 ) -> None:
-    """Starts the hosts; the hostfile names all but the last `spare` ones.
+    """Starts the hosts. The hostfile names all but the last `spare` ones.
 
-    ValueError when they are up already, or this machine lacks a package.
+    ValueError if they are up already, or this machine lacks a package.
     """
     if STATE.exists():
         raise ValueError(f"there is a virtual cluster already ({STATE}): `down` removes it")
@@ -194,7 +196,7 @@ def up(
 
 
 def down() -> None:
-    """Ends all processes of all hosts, and removes their namespaces and files, if there are any."""
+    """Kills all processes of all hosts, and removes their namespaces and files."""
     for name in names():
         with contextlib.suppress(ValueError):
             kill(name)
@@ -204,15 +206,14 @@ def down() -> None:
 
 
 def names() -> list[str]:
-    """The names of the hosts that are up."""
     folders = STATE.glob("node*")
     return sorted((folder.name for folder in folders), key=lambda name: int(name.removeprefix("node")))
 
 
 def inside(host: str, command: list[str], folder: Path | None = None) -> list[str]:
-    """The command line that runs a command on a host, in the working folder or the one given."""
+    """The command line that runs a command on a host, in the given folder or the working folder."""
     target = ["nsenter", "--target", str(_init(host)), "--mount", "--uts", "--ipc", "--net", "--pid"]
-    # --wd would find the folder as it is outside, without what --private has put there.
+    # Not nsenter's --wd, which would take the folder outside of the host, without its --private copy.
     words = shlex.join(["env", "--default-signal=INT", *map(str, command)])
     there = f"cd {shlex.quote(str(folder or Path.cwd()))} && exec {words}"
     return [*target, "sh", "-c", there]
@@ -228,7 +229,7 @@ def heal(host: str) -> None:
     """Connects the host again after cut()."""
     _init(host)
     _run("ip", "-n", SWITCH, "link", "set", _port(host), "up")
-    for name in names():  # who asked for its address in vain would soon answer "No route to host" once more
+    for name in names():  # else failed look-ups of its address would still cause "No route to host"
         _run("ip", "-n", _namespace(name), "neigh", "flush", "all")
 
 
@@ -261,7 +262,7 @@ def shape(host: str, rate: str | None = None, delay: str | None = None) -> None:
 
 
 def lose(host: str, percent: float) -> None:
-    """Drops a random share of the packets to the host. Not by netem, which not every kernel has."""
+    """Drops a random share of the packets to the host, without netem, which not every kernel has."""
     rules = "table inet lossy\ndelete table inet lossy\n"
     if percent:
         chance = f"numgen random mod 10000 < {round(percent * 100)}"
@@ -273,7 +274,7 @@ def lose(host: str, percent: float) -> None:
 
 
 def processes(host: str) -> set[int]:
-    """The pids, outside of the host, of all its processes but the first one."""
+    """The pids, as this machine numbers them, of all processes of the host but the first one."""
     init = _init(host)
     own = os.readlink(f"/proc/{init}/ns/pid")
     found = set()
@@ -341,7 +342,7 @@ def _write_files(name: str, everyone: dict[str, str], slots: int, private: list[
     files = {
         "name": name,
         "hostname": name + "\n",
-        # Debian's installer does the same: a host's own name is a loopback address on that host.
+        # As Debian's installer does: on the host its own name is a loopback address.
         "hosts": f"127.0.0.1 localhost\n127.0.1.1 {name}\n"
         + "".join(f"{address} {other}\n" for other, address in everyone.items() if other != name),
         "hostfile": "".join(f"{other} slots={slots}\n" for other in list(everyone)[: len(everyone) - spare]),
@@ -406,7 +407,7 @@ def _wait_for_sshd(host: str) -> None:
 
 
 def _init(host: str) -> int:
-    """The pid, outside of the host, of its first process."""
+    """The pid of the host's first process, as this machine numbers it."""
     if not _is_up(host):
         there = ", ".join(filter(_is_up, names())) or "none: `up` starts them"
         raise ValueError(f"no host {host} is up; there are {there}")
@@ -414,7 +415,7 @@ def _init(host: str) -> int:
 
 
 def _is_up(host: str) -> bool:
-    """True when that pid is still this host's first process: pids are reused."""
+    """True if the recorded pid still is this host's first process, as pids are reused."""
     try:
         own = os.stat(f"/run/netns/{_namespace(host)}").st_ino
         return os.stat(f"/proc/{_first_child(host)}/ns/net").st_ino == own
@@ -428,7 +429,7 @@ def _first_child(host: str) -> int:
 
 
 def _namespace(name: str) -> str:
-    return f"vc-{name}"
+    return f"{CLUSTER}-{name}"
 
 
 def _port(name: str) -> str:

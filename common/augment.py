@@ -1,6 +1,6 @@
-"""Augmentation of a whole batch on the device; its randomness belongs to each sample (common/order.py).
+"""Augmentation of a whole batch on the device, with random numbers per sample (common/order.py).
 
-What the columns of a sample's `uniforms` are for, each for one purpose:
+Each column of a sample's `uniforms` has one use:
 
     0 to 2    crop_and_flip
     4 to 43   the random resized crop, where images are decoded (common/data/workers.py)
@@ -29,7 +29,7 @@ ORDERS = np.array([[0, 1, 2], [0, 2, 1], [1, 0, 2], [1, 2, 0], [2, 0, 1], [2, 1,
 
 
 def crop_and_flip(images: Tensor, draws: np.ndarray, pad: int, flip: bool) -> Tensor:
-    """Random shifts by up to `pad` pixels, the border mirrored, and horizontal flips, all by one gather.
+    """Shifts by up to `pad` pixels with mirrored borders and flips horizontally, at random, in one gather.
 
     images: uint8 [B, H, W, 3]; draws: float64 [B, >= 3] in [0, 1), for the vertical shift, the horizontal
     shift and the flip. Returns uint8 [B, H, W, 3]. As in He et al. 2015 (arXiv 1512.03385, section 4.2), but
@@ -47,11 +47,11 @@ def crop_and_flip(images: Tensor, draws: np.ndarray, pad: int, flip: bool) -> Te
 
 
 def color_jitter(images: Tensor, draws: np.ndarray, strength: float) -> Tensor:
-    """Brightness, contrast and saturation, by factors from 1 - strength to 1 + strength, in random order.
+    """Scales brightness, contrast and saturation by 1 - strength to 1 + strength, in random order.
 
     images: uint8 [B, H, W, 3]; draws: float64 [B, 4] in [0, 1), for the three factors and the order;
-    strength: up to 1. Returns uint8 [B, H, W, 3]. As torchvision's ColorJitter(strength, strength, strength),
-    which timm's training has with 0.4, but rounded only once, at the end.
+    strength: up to 1. Returns uint8 [B, H, W, 3]. Equals torchvision's ColorJitter(strength, strength,
+    strength), which timm uses with 0.4, but rounds only once, at the end.
     """
     _, h, w, _ = images.shape
     order = ORDERS[(draws[:, 3] * len(ORDERS)).astype(np.int64)]  # [B, 3]
@@ -62,7 +62,7 @@ def color_jitter(images: Tensor, draws: np.ndarray, strength: float) -> Tensor:
     planes = images.permute(3, 0, 1, 2).contiguous().float()  # [3, B, H, W]
     for own, mean, grey in shares[..., None, None].unbind(2):  # [B, 1, 1] each
         luma = LUMA[0] * planes[0] + LUMA[1] * planes[1] + LUMA[2] * planes[2]  # [B, H, W]
-        # In whole numbers: a sum of floats would depend on what else is in the batch, by its last bit.
+        # Integers, as the last bit of a float sum would depend on the other images of the batch.
         total = luma.round().int().sum((1, 2), keepdim=True)
         other = total * (mean / (h * w)) + luma * grey
         planes.mul_(own).add_(other).clamp_(0, 255)
@@ -70,12 +70,12 @@ def color_jitter(images: Tensor, draws: np.ndarray, strength: float) -> Tensor:
 
 
 def random_erasing(images: Tensor, draws: np.ndarray, probability: float) -> Tensor:
-    """One box of some images becomes 0, which is the mean of what is normalised (arXiv 1708.04896).
+    """Erases a box in some images: sets it to 0, the mean of normalised pixels (arXiv 1708.04896).
 
     images: float [B, 3, H, W], changed in place and returned; draws: float64 [B, 5] in [0, 1): whether, area,
-    aspect ratio, and where. Area 0.02 to 1/3 of the image, aspect ratio 0.3 to 1/0.3, as in timm, whose mode
-    "const" it is. Not its "pixel": noise would have to belong to the sample, 150,000 draws of it. A box that
-    is longer than the image, one in 200, is cut, where timm draws anew.
+    aspect ratio, position. Area 0.02 to 1/3 of the image, aspect ratio 0.3 to 1/0.3, as in timm's mode
+    "const"; its mode "pixel" would need 150,000 draws per sample for noise. A box that is longer than the
+    image, one in 200, is clipped, where timm draws again.
     """
     h, w = images.shape[2:]
     area = (0.02 + (1 / 3 - 0.02) * draws[:, 1]) * h * w
@@ -93,11 +93,11 @@ def random_erasing(images: Tensor, draws: np.ndarray, probability: float) -> Ten
 def to_float(images: Tensor, mean: tuple[float, ...], std: tuple[float, ...], size: int) -> Tensor:
     """uint8 [B, H, W, 3] -> normalised float32 [B, 3, size, size], channels_last. mean, std: of [0, 1].
 
-    The resize is bicubic and happens here, on the device: 3 kB a CIFAR image cross to it instead of 602 kB.
+    The bicubic resize runs on the device, so that only 3 kB per CIFAR image are copied to it, not 602 kB.
     """
     b, h, w, c = images.shape
-    # Scale and shift stand for a whole image, so that the inner loop runs over H*W*3 values and not over 3.
-    # Sent without waiting: torch.tensor(..., device=...) would wait until the device has done all before it.
+    # Scale and shift have the size of an image, so that the inner loop runs over H*W*3 values, not over 3.
+    # torch.tensor(..., device=...) would wait for all work queued on the device.
     factors = torch.tensor([[1 / (255 * s) for s in std], [-m / s for m, s in zip(mean, std, strict=True)]])
     scale, shift = factors.to(images.device, non_blocking=True).repeat(1, h * w)
     floats = images.view(b, -1).float().mul_(scale).add_(shift).view(b, h, w, c).permute(0, 3, 1, 2)
@@ -107,17 +107,17 @@ def to_float(images: Tensor, mean: tuple[float, ...], std: tuple[float, ...], si
 
 
 def mixer(mixup: float, cutmix: float, classes: int, dtype: torch.dtype | None = None) -> nn.Module | None:
-    """Mixup (arXiv 1710.09412) or cutmix (arXiv 1905.04899), by their alphas; one of them per micro-batch.
+    """Mixup (arXiv 1710.09412) or cutmix (arXiv 1905.04899) with these alphas, one of them per micro-batch.
 
     Maps (images [B, 3, H, W], labels int64 [B]) to (mixed images, float labels [B, classes]), channels_last
-    if the images are. dtype: of the mixed images; unset: theirs. A model that computes in bf16 rounds to it
-    anyway, and then half as many bytes are mixed. It draws from torch's generator, which common.order.reseed
-    sets.
+    if the images are. dtype: of the mixed images, by default the images' own; bf16 halves the bytes for a
+    model that rounds to bf16 anyway. Random numbers come from torch's generator, which common.order.reseed
+    seeds.
     """
     from torchvision.transforms import v2  # takes seconds to import
 
     class MixUp(v2.MixUp):
-        """Its roll() gives up channels_last on a GPU, and the model's convolutions would restore it."""
+        """Mixup that keeps channels_last: on a GPU torchvision's roll() loses it."""
 
         def transform(self, inpt: Tensor, params: dict[str, Any]) -> Tensor:
             if inpt is params["labels"]:
@@ -143,5 +143,5 @@ def mixer(mixup: float, cutmix: float, classes: int, dtype: torch.dtype | None =
 
 
 def _mirror(i: np.ndarray, n: int) -> np.ndarray:
-    """Indices outside 0 ... n - 1 are reflected at the border pixel. |i| < 2n - 1."""
+    """Reflects indices outside 0 ... n - 1 at the border pixel. |i| < 2n - 1."""
     return (n - 1) - np.abs((n - 1) - np.abs(i))

@@ -1,8 +1,8 @@
 """BatchNorm under every strategy: running statistics that follow micro-batch 0 of each step.
 
-Layers of torch and of timm write the mean and variance of each forward in training into buffers of their own.
-Only those of rank 0's first micro-batch go on into the running statistics, so neither the number of processes
-nor a block that activation checkpointing computes again changes them.
+In training, each layer of torch or timm writes the mean and variance of a forward into extra buffers. Only
+those of rank 0's first micro-batch update the running statistics, so these do not depend on the number of
+processes, nor on recomputation by activation checkpointing.
 """
 
 from functools import cache
@@ -13,14 +13,14 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-FORWARDS = (  # _Layer.forward takes their place
+FORWARDS = (  # which _Layer.forward replaces
     "torch.nn.modules.batchnorm._BatchNorm.forward",
     "timm.layers.norm_act.BatchNormAct2d.forward",
 )
 
 
 class RunningStatistics:
-    """The running statistics of a model's BatchNorm layers. Made before accelerator.prepare.
+    """The running statistics of a model's BatchNorm layers. Create it before accelerator.prepare.
 
     ValueError for a kind of BatchNorm whose statistics can't be made independent of the number of processes.
     """
@@ -36,7 +36,7 @@ class RunningStatistics:
         self.begun_with = [(layer.running_mean, layer.running_var) for layer in self.layers]
 
     def follow(self, accelerator: Accelerator, prepared: nn.Module) -> None:
-        """Lets each forward of micro-batch 0 update them. prepared: the plain model inside the wrapper."""
+        """Updates them after each forward of micro-batch 0. prepared: the plain model inside the wrapper."""
         for layer, (mean, var) in zip(self.layers, self.begun_with, strict=True):
             # DeepSpeed casts the whole model, but running statistics need fp32.
             layer.running_mean, layer.running_var = (t.to(accelerator.device) for t in (mean, var))
@@ -61,10 +61,10 @@ class RunningStatistics:
 
 
 class _Layer(_BatchNorm):
-    """[B, C, ...] -> [B, C, ...], in training by the statistics of the process's own micro-batch.
+    """[B, C, ...] -> [B, C, ...], in training with the statistics of the process's own micro-batch.
 
-    Weight and bias enter in the statistics' type, fp32: FSDP and ZeRO hold them in half precision, which
-    torch refuses beside it.
+    Weight and bias are cast to fp32, the statistics' type: where they are in half precision, torch refuses
+    the mixture.
     """
 
     momentum: float
@@ -81,14 +81,14 @@ class _Layer(_BatchNorm):
         mean, var = self.running_mean, self.running_var
         weight, bias = (None if p is None else p.to(mean.dtype) for p in (self.weight, self.bias))
         if self.training:
-            mean, var = self.batch_mean, self.batch_var  # a momentum of 1 overwrites them
+            mean, var = self.batch_mean, self.batch_var  # momentum 1 overwrites them
         x = F.batch_norm(x, mean, var, weight, bias, self.training, 1.0, self.eps)
         return self.act(self.drop(x)) if hasattr(self, "act") else x
 
 
 @cache
 def _layer_class(kind: type[_BatchNorm]) -> type[_BatchNorm]:
-    """A subclass of the same name: weights keep their names, and isinstance its answers."""
+    """A subclass with the same name, so that isinstance still works."""
     return type(kind.__name__, (_Layer, kind), {})
 
 

@@ -1,6 +1,6 @@
 """The search for the largest batch that fits: which size to try next, and a trial under a memory limit.
 
-A trial may run out of memory or hang: it is a launch in processes of its own, all of which end with it.
+A trial runs in new processes, as it may run out of memory or hang. All of them end with it.
 """
 
 import contextlib
@@ -19,17 +19,17 @@ import psutil
 from common.system.out_of_memory import says_out_of_memory
 from common.system.processes import adopt_orphans, end_with_parent, kill, running_descendants
 
-FIRST = 8  # images; fewer hardly show beside weights and libraries
-EXTRAPOLATED_SHARE = 0.9  # of the predicted growth that is tried, where it is larger than the measured range
-KNEE_SPEED_UP = 1.05  # images/s of a larger batch, relative to a smaller one's, that make it worth choosing
-SAMPLE_S, PERIOD_S = 0.02, 0.5  # between two samples of a process's memory; between two lists of processes
+FIRST = 8  # images; fewer hardly add to the memory of weights and libraries
+EXTRAPOLATED_SHARE = 0.9  # of the predicted growth to try, if it is larger than the measured range
+KNEE_SPEED_UP = 1.05  # speed relative to a smaller batch's that makes a larger one worthwhile
+SAMPLE_S, PERIOD_S = 0.02, 0.5  # between samples of a process's memory; between lists of processes
 
 
 def next_size(ran: dict[int, float], failed: set[int], limit_gib: float, quantum: int) -> int | None:
     """The size to try next, a multiple of quantum; None when the largest that ran plus quantum has failed.
 
-    ran: GiB of each size that ran, taken as a line, a + b * size. failed: the sizes that did not fit. Where a
-    prediction fails, the steps down from it double, but not below the middle of the open interval.
+    ran: GiB of each size that ran; memory is modelled as a + b * size. failed: the sizes that did not fit.
+    After a wrong prediction the steps down from it double, but not below the middle of the open interval.
     """
     low = max(ran, default=0)
     if not failed:
@@ -46,7 +46,7 @@ def next_size(ran: dict[int, float], failed: set[int], limit_gib: float, quantum
 
 
 def _predicted(ran: dict[int, float], limit_gib: float, quantum: int) -> int:
-    """The largest size that should fit, from the sizes that ran; larger than all of them in any case."""
+    """The largest size that should fit, judging by the sizes that ran; always larger than all of them."""
     if not ran:
         return max(1, FIRST // quantum) * quantum
     small, low = min(ran), max(ran)
@@ -55,24 +55,24 @@ def _predicted(ran: dict[int, float], limit_gib: float, quantum: int) -> int:
     image_gib = (ran[low] - ran[small]) / (low - small)
     if image_gib <= 0:
         return 4 * low
-    room = (limit_gib - ran[low]) / image_gib + 1e-6  # images; an exact fit does fit
+    room = (limit_gib - ran[low]) / image_gib + 1e-6  # images; 1e-6 lets an exact fit pass
     if room > low - small:
         room *= EXTRAPOLATED_SHARE
     if room >= quantum:
         return low + int(room / quantum) * quantum
-    # Nothing more should fit. Where that was predicted before, more than once, and was wrong, the step grows.
+    # Nothing more should fit. If that was predicted before, more than once, and was wrong, the step grows.
     full = sum(gib + quantum * image_gib > limit_gib for gib in ran.values())
     return low + quantum * 2 ** max(0, full - 2)
 
 
 def _safe(ran: dict[int, float], limit_gib: float, quantum: int) -> int:
-    """A size that fits even if memory is proportional to the size, without a fixed part; 0 when none ran."""
+    """A size that fits even if memory is proportional to it, without a fixed part; 0 when none ran."""
     low = max(ran, default=0)
     return int(low * limit_gib / ran[low]) // quantum * quantum if low else 0
 
 
 def knee(images_per_s: dict[int, float]) -> int:
-    """The smallest size than which no other is 5 percent faster."""
+    """The smallest size that no other beats by 5 percent."""
     best = max(images_per_s.values())
     return min(size for size, speed in images_per_s.items() if best < KNEE_SPEED_UP * speed)
 
@@ -89,9 +89,9 @@ class LaunchResult:
 
 
 def launch(words: list[str], limit_gib: float | None, timeout_s: float) -> LaunchResult:
-    """Runs the command with at most limit_gib of data in each process. Kills whatever of it is left.
+    """Runs the command with at most limit_gib of data in each process, and kills what is left of it.
 
-    Without a limit, where the GPUs' memory counts, it looks at no process while it waits.
+    Without a limit, as on GPUs, it does not sample the processes' memory.
     """
     before = {process.pid for process in psutil.Process().children(recursive=True)}
     began, killed_before, data_gib = time.monotonic(), _killed_by_kernel(), 0.0
@@ -122,7 +122,7 @@ def launch(words: list[str], limit_gib: float | None, timeout_s: float) -> Launc
         output.seek(0)
         text = output.read()
     killed = "SIGKILL" in text and _killed_by_kernel() > killed_before
-    # A launcher computes nothing: when it crashes itself, its libraries had no memory.
+    # A launcher computes nothing: if it crashes, its libraries had no memory.
     crashed = status == -signal.SIGSEGV
     is_limited = limit_gib is not None
     no_room = says_out_of_memory(text, is_limited) or (is_limited and crashed)
@@ -131,7 +131,7 @@ def launch(words: list[str], limit_gib: float | None, timeout_s: float) -> Launc
 
 
 def _limit_process(limit_gib: float | None) -> None:
-    """Runs in the launcher before its program; its processes inherit the limit."""
+    """Limits the launcher's memory before its program starts; its processes inherit the limit."""
     end_with_parent()
     if limit_gib is not None:
         size = int(limit_gib * 2**30)

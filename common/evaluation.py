@@ -1,4 +1,4 @@
-"""Metrics over every sample exactly once, whatever the number of processes."""
+"""Evaluation of every sample exactly once, on any number of processes."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,13 +17,13 @@ from common.order import chosen_by_hash, evaluation_plan
 from common.recipe import Batch, ImageRecipe
 from common.system.transfer import send
 
-SHOWN = 16  # predictions that are drawn
-CONFUSED = 1000  # classes, up to which there is a confusion matrix: its size is their square
+SHOWN = 16  # sample predictions for plots/
+CONFUSED = 1000  # the most classes with a confusion matrix, whose size is their square
 
 
 @dataclass(frozen=True)
 class Predicted:
-    """One micro-batch's samples that count, of this process, on its device; v of them, v may be 0."""
+    """The v samples of one micro-batch that count, on this process's device; v may be 0."""
 
     ids: np.ndarray  # int64 [v]
     pixels: Tensor  # uint8 [v, H, W, 3]
@@ -31,7 +31,7 @@ class Predicted:
     logits: Tensor  # float32 [v, classes]
 
     def only(self, ids: np.ndarray) -> "Predicted":
-        """A copy of the samples among `ids`, which holds no whole micro-batch on the device."""
+        """A copy of the samples among `ids`, so that the whole micro-batch can be freed."""
         rows = np.flatnonzero(np.isin(self.ids, ids))
         sent = send(torch.from_numpy(rows), self.labels.device)  # t[rows] would wait for the device
         parts = (t.index_select(0, sent) for t in (self.pixels, self.labels, self.logits))
@@ -42,7 +42,7 @@ class Predicted:
 
 
 class Watcher(Protocol):
-    """The receiver of an evaluation's progress and predictions: a run, or validate.py."""
+    """Receives an evaluation's progress and predictions."""
 
     def tell(self, doing: str) -> None: ...
 
@@ -62,9 +62,9 @@ def evaluate(
 ) -> dict[str, float]:
     """Mean cross-entropy and top-1 accuracy: {"loss", "accuracy", "images"}, the same on all processes.
 
-    mean, std: of the pixels in [0, 1]. watcher hears of the progress with each micro-batch, and gets the
-    confusion matrix, int64 [classes, classes] with a row per true class, None of more than CONFUSED classes;
-    and this process's share of SHOWN predictions, the same images whatever the seed. Collective.
+    mean, std: of the pixels in [0, 1]. watcher: its tell() is called before each micro-batch, its keep() with
+    the confusion matrix, int64 [classes, classes] with a row per true class (None for more than CONFUSED
+    classes), and this process's share of SHOWN predictions, of the same images for any seed. Collective.
     """
     totals = torch.zeros(3, device=accelerator.device, dtype=torch.float64)  # loss, correct, images
     confusion, examples = None, []
@@ -108,7 +108,7 @@ def predictions(
     std: tuple[float, ...],
     tell: Callable[[str], None],
 ) -> Iterator[Predicted]:
-    """This process's share of the split, each sample on one process only. Collective."""
+    """Yields the predictions for this process's share of the split. Collective."""
     broadcast_buffers(model)
     model.eval()
     device, size, count = accelerator.device, recipe.image_size, counted(split, recipe)
@@ -130,7 +130,7 @@ def predictions(
 
 
 def broadcast_buffers(model: nn.Module) -> None:
-    """Rank 0's buffers (BatchNorm's statistics) are the model's. Collective."""
+    """Copies rank 0's buffers (BatchNorm's statistics) to all ranks. Collective."""
     if dist.is_initialized():
         for buffer in model.buffers():
             dist.broadcast(buffer, 0)

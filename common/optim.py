@@ -1,4 +1,4 @@
-"""An exponential moving average of the weights, under every strategy; where SGD is fused."""
+"""An exponential moving average of the weights, under every strategy, and a check for fused SGD."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,10 +13,10 @@ from common.distributed.layout import exchanged, layout_of
 
 
 def can_fuse_sgd(accelerator: Accelerator) -> bool:
-    """True where torch.optim.SGD(fused=True) serves: on a GPU, but under FSDP.
+    """True where torch.optim.SGD(fused=True) can be used: on a GPU, except under FSDP.
 
-    One kernel for all tensors, and fp16's scaler does not wait for the device to see an overflow. FSDP's
-    DTensors know no fused SGD in torch 2.15. On a CPU it rounds differently, and a continued run must not.
+    It runs one kernel for all tensors, and with it fp16's scaler needs no wait for the device. DTensors have
+    no fused SGD in torch 2.15. On a CPU it would round differently than in runs that are to be resumed.
     """
     return accelerator.device.type == "cuda" and accelerator.distributed_type != DistributedType.FSDP
 
@@ -24,8 +24,8 @@ def can_fuse_sgd(accelerator: Accelerator) -> bool:
 class EMA:
     """An exponential moving average of the fp32 weights; each process averages the shard that it holds.
 
-    Under ZeRO these are the master weights, under FSDP2 the local shards, else the parameters. Early in the
-    training the average is shorter, min(decay, (1 + step) / (10 + step)), as in TensorFlow's.
+    Under ZeRO these are the master weights, under FSDP2 the local shards, else the parameters. The decay is
+    min(decay, (1 + step) / (10 + step)), as in TensorFlow: early in the training it averages fewer steps.
     """
 
     def __init__(self, model: nn.Module, optimizer: AcceleratedOptimizer, decay: float):
@@ -41,7 +41,7 @@ class EMA:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Gives the model the averaged weights until the end. Collective: every process enters and leaves."""
+        """Gives the model the averaged weights within the context. Collective, also at its end."""
         with exchanged(self.averages, self.layout.held):
             self.layout.publish()
             yield

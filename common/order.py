@@ -1,8 +1,8 @@
 """The order of samples: a pure function of (seed, epoch, step, batch size), equal on every machine.
 
-An epoch has floor(N / B) steps. Step s of epoch e takes the samples [s*B : (s+1)*B] of the epoch's order;
-micro-batch k of a step is its samples [k*b : (k+1)*b]; of A accumulations rank r does k = r*A ... r*A + A-1.
-What is left over is left out.
+An epoch has floor(N / B) steps. Step s takes the samples [s*B : (s+1)*B] of the epoch's order; the samples
+left over are not used. Micro-batch k of a step has its samples [k*b : (k+1)*b]. With A accumulations rank r
+computes the micro-batches r*A ... r*A + A-1.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,23 +14,23 @@ import torch
 
 from common.recipe import Batch, Recipe
 
-Plan = Iterable[tuple[int, np.ndarray]]  # (epoch, sample ids int64 [b]) of one micro-batch after another
+Plan = Iterable[tuple[int, np.ndarray]]  # (epoch, sample ids int64 [b]) of each micro-batch, in order
 
 
 class Samples(Protocol):
-    """A data set's training samples, seen as an order."""
+    """The number and order of a data set's training samples."""
 
     def __len__(self) -> int: ...
 
     def check(self, batch: Batch) -> None:
-        """Raises ValueError when a batch can't be shared out so."""
+        """Raises ValueError when this batch can't be divided among the processes."""
 
     def order(self, seed: int, epoch: int, batch: Batch) -> np.ndarray:
         """The samples of one epoch: int64, at least floor(N / B) * B of them."""
 
 
 class Shuffled:
-    """Samples that are quick to read one by one: an epoch is one permutation of all."""
+    """Samples with fast random access: an epoch is a permutation of all of them."""
 
     def __init__(self, count: int):
         self.count = count
@@ -39,14 +39,14 @@ class Shuffled:
         return self.count
 
     def check(self, batch: Batch) -> None:
-        """Any batch will do."""
+        """Accepts any batch."""
 
     def order(self, seed: int, epoch: int, batch: Batch) -> np.ndarray:
         return order(seed, epoch, self.count)
 
 
 class Streamed:
-    """The samples of shards, of so many each, which are read one after another in a number of streams."""
+    """The samples of shards, read sequentially in parallel streams. counts: samples in each shard."""
 
     def __init__(self, counts: Sequence[int], streams: int, window: int):
         self.counts, self.streams, self.window = np.asarray(counts), streams, window
@@ -78,10 +78,10 @@ def stream_order(
 ) -> np.ndarray:
     """The samples of one epoch, which are read shard by shard: int64 [floor(N / B) * B].
 
-    The shards, of counts[k] samples each, are laid end to end in a new order, and cut into equal streams. In
-    each stream the samples are shuffled within windows: only these samples, and the rest of the shards at
-    both ends, are needed at once. A step takes B / streams samples of each stream, stream by stream: the
-    processes, if their number divides the streams', have streams of their own.
+    The shards, of counts[k] samples each, are concatenated in a new order and cut into equal streams. In each
+    stream the samples are shuffled within windows, so that only the shards of one window are needed at once.
+    A step takes B / streams samples of each stream, stream by stream: if the number of processes divides the
+    number of streams, each process has its own streams.
     """
     generator = np.random.RandomState([seed, epoch])
     ends = np.cumsum(counts)
@@ -90,7 +90,7 @@ def stream_order(
     steps, share = len(sequence) // batch_size, batch_size // streams
     laid = sequence[: steps * batch_size].reshape(streams, steps * share)
     for number, stream in enumerate(laid):
-        # The first window's length is the stream's own, so that not all streams need new shards in one step.
+        # The first window's length differs by stream, so that not all streams need new shards in one step.
         first = window * (number + 1) // streams
         for samples in np.split(stream, range(first, len(stream), window)):
             generator.shuffle(samples)
@@ -98,8 +98,8 @@ def stream_order(
 
 
 def steps_per_epoch(samples: Samples, batch: Batch) -> int:
-    """floor(N / batch size). Raises ValueError when there are fewer samples than one batch, or the batch
-    can't be shared out."""
+    """floor(N / batch size). Raises ValueError for fewer samples than one batch, or a batch that can't be
+    divided among the processes."""
     if len(samples) < batch.total:
         raise ValueError(
             f"--batch_size {batch.total} is more than the {len(samples)} training {batch.unit}: choose at"
@@ -114,9 +114,9 @@ class Steps:
     """The optimizer steps of a run. It trains the steps first ... last - 1."""
 
     per_epoch: int
-    total: int  # of all epochs: schedules count to it
+    total: int  # of all epochs: the length of schedules
     last: int  # total, or --max_steps
-    first: int = 0  # more where a run goes on
+    first: int = 0  # more in a resumed run
 
     @classmethod
     def of(cls, samples: Samples, batch: Batch, recipe: Recipe) -> "Steps":
@@ -132,7 +132,7 @@ class Steps:
 def training_plan(
     samples: Samples, batch: Batch, rank: int, seed: int, first_step: int, last_step: int
 ) -> Plan:
-    """This process's micro-batches of the steps first_step ... last_step - 1, in the order of training."""
+    """This process's micro-batches of the steps first_step ... last_step - 1, in order."""
     per_epoch = steps_per_epoch(samples, batch)
     epoch, ids = -1, np.empty(0, np.int64)
     for step in range(first_step, last_step):
@@ -149,9 +149,9 @@ def evaluation_plan(
 ) -> Iterator[tuple[np.ndarray, int]]:
     """Every sample exactly once over all processes: yields (ids int64 [per_device], how many of them count).
 
-    Each process has samples that follow one another, so that it reads its part of the shards only. All get
-    equally many micro-batches of equal shape, because under FSDP and ZeRO-3 a forward is a collective. Where
-    its samples run out, the last one fills up and is not counted.
+    Each process gets consecutive samples, so that it reads only its part of the shards. All get the same
+    number of micro-batches of the same shape, because under FSDP and ZeRO-3 a forward is a collective.
+    Padding repeats the process's last sample, and does not count.
     """
     share = -(-count // processes)  # rounded up
     first, end = rank * share, min((rank + 1) * share, count)
@@ -162,9 +162,9 @@ def evaluation_plan(
 
 
 def chosen_by_hash(count: int, size: int) -> np.ndarray:
-    """`size` of the samples 0 ... count - 1 by a fixed hash of their ids: int64 [size], ascending.
+    """`size` of the samples 0 ... count - 1, chosen by a fixed hash of their ids: int64 [size], ascending.
 
-    No seed changes the choice, and a smaller choice is part of a larger one.
+    The choice does not depend on the seed, and a smaller choice is a subset of a larger one.
     """
     return np.sort(np.argsort(hashes(count), kind="stable")[:size])
 
@@ -186,7 +186,7 @@ _MASK = 2**64 - 1
 
 
 def _hash(*words: int) -> int:
-    """64 well-mixed bits from some integers; in Python's own, which are quicker than NumPy one by one."""
+    """A 64-bit hash of some integers, with Python's integers: for a few they are faster than NumPy's."""
     state = 0
     for word in words:
         state = (state + (word + 1) * _GOLDEN) & _MASK
@@ -197,7 +197,7 @@ def _hash(*words: int) -> int:
 
 
 def uniforms(seed: int, epoch: int, samples: np.ndarray, count: int) -> np.ndarray:
-    """Random numbers of each sample, from (seed, epoch, sample) alone: float64 [b, count] in [0, 1)."""
+    """Random numbers that depend only on (seed, epoch, sample): float64 [b, count] in [0, 1)."""
     key = np.uint64(_hash(seed, epoch))
     per_sample = _mix(key + np.asarray(samples).astype(np.uint64) * np.uint64(_GOLDEN))
     draws = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
@@ -205,9 +205,9 @@ def uniforms(seed: int, epoch: int, samples: np.ndarray, count: int) -> np.ndarr
 
 
 def reseed(seed: int, step: int, k: int) -> None:
-    """Sets torch's generators before micro-batch k: dropout, drop path and mixup then need no saved state.
+    """Seeds torch's generators before micro-batch k: dropout, drop path and mixup then need no saved state.
 
-    Not torch.manual_seed: without a GPU it formats a stack trace at each call, 0.4 ms.
+    It does not call torch.manual_seed, which without a GPU takes 0.4 ms to format a stack trace.
     """
     number = _hash(seed, step, k) >> 1  # 63 bits: generators take a signed integer
     torch.default_generator.manual_seed(number)

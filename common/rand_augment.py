@@ -1,8 +1,8 @@
 """RandAugment (arXiv 1909.13719) of a batch on the device, after github.com/google-research/big_vision.
 
-Each layer applies one of 16 operations to each image, at one strength for all. The operations are those of
-big_vision/pp/archive/autoaugment.py, most of them PIL's. An image's result does not depend on the other
-images of the batch. One difference: shifts and cut-outs grow with the image (theirs are for 224 pixels).
+Each layer applies one of 16 operations to each image, with one strength for all. The operations are those
+of big_vision/pp/archive/autoaugment.py, most of them PIL's. An image's result does not depend on the other
+images of the batch. Shifts and cut-outs scale with the image size, while theirs are for 224 pixels.
 
 Five operations are torchvision's. The others are ours: torchvision's AutoContrast, Color, Contrast and
 Sharpness round differently, its affine transforms take one angle or shift for the whole batch, and it has no
@@ -21,10 +21,10 @@ from common.system.transfer import send_arrays
 
 Factors = tuple[float | np.ndarray, ...]
 
-LAYERS = 4  # at most
-DRAWN = 4  # columns of a sample's draws that a layer uses
+LAYERS = 4  # maximum
+DRAWN = 4  # columns of a sample's draws per layer
 GREY = 128  # the fill colour
-EDGE = 224  # pixels, to which shifts and cut-outs refer
+EDGE = 224  # pixels: the image size for which shifts and cut-outs are given
 
 
 def rand_augment(images: Tensor, draws: np.ndarray, layers: int, magnitude: float) -> Tensor:
@@ -51,11 +51,11 @@ def rand_augment(images: Tensor, draws: np.ndarray, layers: int, magnitude: floa
 
 
 class _Layer(NamedTuple):
-    """One layer's operations on a batch, as the host decides them before anything is sent to the device."""
+    """One layer's operations on a batch, chosen on the host."""
 
     counts: list[int]  # images in each of GROUPS
-    # int64 [B]: the images by group, and the way back; float32 [6, warped]: factors of _warped; int32
-    # [cut out, 2]: middles of the squares
+    # int64 [B] each: the order of the images by group, and its inverse; float32 [6, warped]: factors of
+    # _warped; int32 [cut out, 2]: middles of the squares
     arrays: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
     @classmethod
@@ -107,13 +107,13 @@ def _posterize(images: Tensor, strength: float) -> Tensor:
 
 
 def _solarize(images: Tensor, strength: float) -> Tensor:
-    """Inverts what is bright."""
+    """Inverts pixels above a threshold."""
     threshold = int(256 * strength)
     return _torchvision("solarize", images, threshold) if threshold <= 255 else images
 
 
 def _solarize_add(images: Tensor, strength: float) -> Tensor:
-    """Brightens what is dark."""
+    """Brightens dark pixels."""
     brighter = (images.short() + int(110 * strength)).clamp(max=255).to(torch.uint8)
     return torch.where(images < 128, brighter, images)
 
@@ -163,8 +163,8 @@ SIMPLE = {
     "SolarizeAdd": _solarize_add,
 }
 
-# --- Warps: (height, width, strength, direction float64 [b]) -> the six factors of _warped, each a number or
-# one for each image
+# --- Warps: (height, width, strength, direction float64 [b]) -> the six factors of _warped, each a number for
+# all images or an array with one per image
 
 
 def _rotate(h: int, w: int, strength: float, direction: np.ndarray) -> Factors:
@@ -182,7 +182,7 @@ WARPS: dict[str, Callable[[int, int, float, np.ndarray], Factors]] = {
     "TranslateY": lambda h, w, strength, direction: (1, 0, 0, 0, 1, 100 / EDGE * h * strength * direction),
 }
 
-# By their place here a draw chooses them.
+# A draw chooses an operation by its index.
 OPERATIONS = (
     "AutoContrast",
     "Equalize",
@@ -201,7 +201,7 @@ OPERATIONS = (
     "Cutout",
     "SolarizeAdd",
 )
-# Images of one group are computed together. All warps are one: on a GPU the number of kernels counts.
+# Images of a group are computed together. All warps form one group, to need fewer kernels on a GPU.
 GROUPS = (*SIMPLE, "Cutout", "Warp")
 _GROUP_OF = np.array([GROUPS.index("Warp" if name in WARPS else name) for name in OPERATIONS])
 
@@ -213,13 +213,13 @@ def _luma(images: Tensor) -> Tensor:
 
 
 def _blended(images: Tensor, others: Tensor, strength: float) -> Tensor:
-    """Moves `others` towards the images, or beyond, by _factor(strength)."""
+    """Interpolates, or extrapolates, from `others` to the images by _factor(strength)."""
     others = others.float()
     return _cut(others + _factor(strength) * (images - others))
 
 
 def _factor(strength: float) -> float:
-    """The factor of PIL's ImageEnhance: 0 is black, grey or smooth, and 1 changes nothing."""
+    """The factor of PIL's ImageEnhance: 0 is black, grey or smooth, 1 the unchanged image."""
     return 1.8 * strength + 0.1
 
 
@@ -228,7 +228,7 @@ def _cut(values: Tensor) -> Tensor:
 
 
 def _warped(images: Tensor, factors: Tensor) -> Tensor:
-    """Takes pixel (x, y) from the one nearest to (a x + b y + c, d x + e y + f); outside it is GREY.
+    """Takes pixel (x, y) from the one nearest to (a x + b y + c, d x + e y + f). Pixels outside are GREY.
 
     factors: a to f, float32 [6, b].
     """

@@ -1,4 +1,4 @@
-"""Recipes: one frozen dataclass per script, its flags, its YAML or JSON file; the arithmetic of the batch."""
+"""Recipes: a frozen dataclass per script, its flags, its YAML or JSON file; the arithmetic of a batch."""
 
 import argparse
 import dataclasses
@@ -35,10 +35,10 @@ def flag(
     per_script: bool = False,
     repeatable: bool = False,
 ) -> Any:
-    """A recipe's field that is a flag. part_of_recipe: runs that differ in it are different trainings.
+    """Declares a field of a recipe as a flag. part_of_recipe: a resumed run must have the same value.
 
-    per_script: each script has a default of its own, which its recipe declares. repeatable: a tuple's flag
-    may be given several times, and all values count; of other flags the last one does.
+    per_script: each script's recipe declares its own default. repeatable: the flag of a tuple may be given
+    several times, and all values count; for other flags the last value counts.
     """
     metadata = dict(
         help=help,
@@ -53,7 +53,7 @@ def flag(
 
 
 def setting(default: Any, help: str, **bounds: Any) -> Any:
-    """A flag that says where or how to run, not what is trained."""
+    """Declares a flag about where or how to run, not about what is trained."""
     return flag(default, help, part_of_recipe=False, **bounds)
 
 
@@ -61,111 +61,121 @@ def setting(default: Any, help: str, **bounds: Any) -> Any:
 class Job:
     """Settings of the computation, which distributed.accelerator.start needs."""
 
-    unit: typing.ClassVar[str] = "images"  # what is learned from, in messages
+    unit: typing.ClassVar[str] = "images"  # the word for samples in messages
 
     batch_size: int = flag(256, "images per optimizer step over the whole job", minimum=1, per_script=True)
     per_device_batch_size: int | None = setting(
-        None, "images per forward on one device; unset: batch_size / processes", minimum=1
+        None, "micro-batch: images per forward on one device; unset: batch_size / processes", minimum=1
     )
     mixed_precision: str | None = setting(
         None,
-        "unset: the launcher's; else bf16 where the device has it natively",
+        "unset: the launcher's setting, else bf16 where the device supports it natively",
         choices=("no", "bf16", "fp16"),
     )
     grad_compression: str = flag(
         "no",
-        "of DDP: the type in which the processes exchange gradients; bf16 halves the bytes on the network,"
-        " and rounds",
+        "DDP only: bf16 all-reduces gradients in bf16, which halves the network traffic and rounds their"
+        " sums",
         choices=("no", "bf16"),
     )
     compile: str | None = setting(
         None,
-        "torch.compile, in this mode: slow first steps, then faster ones; unset: the launcher's",
+        "torch.compile in this mode: slow first steps, then faster ones; unset: the launcher's setting",
         choices=("no", "default", "reduce-overhead", "max-autotune"),
     )
     grad_checkpointing: bool = setting(
-        False, "keep a block's input only and compute it again in the backward pass: less memory, slower"
+        False, "recompute each block in the backward pass from its input: less memory, slower"
     )
     deterministic: bool = setting(
-        False, "the same bits at each run on the same GPUs: slower, without TF32; a CPU's are always the same"
+        False, "the same bits in each run on the same GPUs: slower, without TF32; a CPU needs no flag for it"
     )
     deepspeed_config: str | None = setting(
-        None, "a file of `ds_configs/`, for the launchers that have no YAML"
+        None, "a file of `ds_configs/`, for launchers without an accelerate config"
     )
-    timeout_s: int = setting(300, "a process that is silent for so long ends the job", minimum=1)
+    timeout_s: int = setting(300, "seconds after which a silent process ends the job", minimum=1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe(Job):
     """The flags that every script has. A script's own recipe adds to them and sets their defaults."""
 
-    data: str = flag("generated", "what is learned from", per_script=True)
+    data: str = flag("generated", "training data", per_script=True)
     epochs: int = flag(10, "passes over the training images", minimum=1, per_script=True)
     lr: float = flag(1e-3, "peak learning rate", minimum=0, per_script=True)
     seed: int = flag(
         0,
-        "of the initial weights, the order of the images and the augmentation",
+        "seed of the initial weights, the order of the images and the augmentation",
         minimum=0,
         maximum=2**32 - 1,
     )
     max_steps: int | None = setting(
-        None, "stop early, after so many optimizer steps; changes no schedule", minimum=1
+        None, "stop after this many optimizer steps; schedules stay those of all epochs", minimum=1
     )
     output_dir: str | None = setting(None, "the run's folder; unset: `runs/<script>/<name>`")
     model_folder: str | None = setting(
-        None, "one folder for all runs: the run's folder is `<model_folder>/<script>/<name>`"
+        None, "one folder for all runs: each run's folder is `<model_folder>/<script>/<name>`"
     )
     resume: str = setting(
         "auto",
-        "`auto` continues an unfinished run of the same recipe, `never` starts afresh; or where to begin: a"
-        " run's folder, a checkpoint's, or `s3://bucket/prefix`",
+        "`auto` continues an unfinished run of the same recipe, `never` starts a new one; or start from a"
+        " run's folder, a checkpoint's folder or `s3://bucket/prefix`",
     )
     allow_changed: tuple[str, ...] = setting(
         (),
-        "parts of the recipe in which a continued run may differ, as `epochs,lr`; `optimizer`: another one"
-        " starts its state afresh",
+        "parts of the recipe that a resumed run may change, as `epochs,lr`; `optimizer` permits another"
+        " optimizer, whose state starts at zero",
     )
     checkpoint_every: str = setting(
         "epoch", "`epoch`, or a number of optimizer steps; the best and the last are always saved"
     )
     checkpoint_s: float = setting(
         60.0,
-        "where epochs are shorter, their checkpoints and those of new best evaluations are written so many"
-        " seconds apart, which is what a killed run loses; 0: each is written",
+        "for shorter epochs: seconds between checkpoints, also those of new best evaluations, which is the"
+        " most that a killed run loses; 0 writes each one",
         minimum=0,
     )
     keep_every: int | None = setting(
-        None, "keep the checkpoints of every so many steps, beside the best and the last two", minimum=1
+        None,
+        "also keep checkpoints at multiples of this step, not only the best and the last two",
+        minimum=1,
     )
     s3: str | None = setting(
-        None, "`s3://bucket/prefix` of this run alone: where its checkpoints are copied to, and found again"
+        None,
+        "`s3://bucket/prefix` for this run alone: checkpoints go there, and are resumed from there",
     )
-    log_every: int = setting(50, "optimizer steps between two lines of the log", minimum=1)
+    log_every: int = setting(50, "optimizer steps between lines of the log", minimum=1)
     log_samples: bool = setting(
-        False, "also write the sample ids of every step to `samples.jsonl` (slow: an audit)"
+        False, "also write the sample ids of every step to `samples.jsonl`: slow, for audits"
     )
     trackers: tuple[str, ...] = setting(
         ("tensorboard",),
-        "where the metrics go beside `metrics.jsonl`: one, several as `tensorboard,wandb`, or `none`",
+        "trackers that get the metrics of `metrics.jsonl`: one, several as `tensorboard,wandb`, or `none`",
         choices=("tensorboard", "wandb", "none"),
     )
     telemetry_s: float = setting(
-        1.0, "seconds between two samples of GPUs, processor, memory, network and disk; 0: none", minimum=0
+        1.0, "seconds between samples of GPU, CPU, memory, network and disk use; 0 is off", minimum=0
     )
 
     profile: int | None = setting(
         None,
-        "profile three optimizer steps of the main process from this one on, the first is 1: a trace and a"
-        " summary in the run's `profile/`; changes no number",
+        "profile three optimizer steps of the main process, from this one on (counted from 1): a trace and a"
+        " summary in the run's `profile/`; changes no result",
         minimum=1,
     )
     spot_notice: str | None = setting(
         None,
-        "ask this cloud's metadata service whether it takes the host back: then save and end, as at SIGTERM",
+        "poll this cloud's metadata service for a notice of preemption: then save and exit, as after SIGTERM",
         choices=("aws", "gcp", "azure"),
     )
     price_per_hour: float | None = setting(
-        None, "of the whole job, in any currency: the run's page says what interruptions cost", minimum=0
+        None,
+        "of all hosts together, in any currency: the run's page shows what it and its interruptions cost",
+        minimum=0,
+    )
+    plan: str | None = setting(
+        None,
+        "a file written by `plan.py --output`: the run's page compares its time, price and memory with the"
+        " run's, and shows where the time went",
     )
 
     def __post_init__(self) -> None:
@@ -182,28 +192,29 @@ class Recipe(Job):
                 raise ValueError(f"--{name} {value}: expected s3://bucket/prefix")
 
     def without_derived(self, recorded: dict[str, Any]) -> dict[str, Any]:
-        """A recorded recipe in which what follows from another flag, or was never used, is as it is here."""
+        """A recorded recipe, with this recipe's values for fields that were derived or never used."""
         return recorded
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImageRecipe(Recipe):
-    """The flags that every script for images has."""
+    """The flags that every image script has."""
 
     data: str = flag(
         "cifar10",
-        "`digits`, `cifar10`, `synthetic`, `hub:OWNER/NAME[:CONFIG]`; a folder: class folders, parquet files,"
-        " what `save_to_disk` or prep_imagenet.py wrote; a CSV list; or `s3://bucket/prefix` of shards",
+        "`digits`, `cifar10`, `synthetic`, `hub:OWNER/NAME[:CONFIG]`; a folder with class folders or parquet"
+        " files, or written by `save_to_disk` or prep_imagenet.py; a CSV list; or `s3://bucket/prefix` of"
+        " shards",
     )
-    image_column: str | None = flag(None, "of tables: the column of images; unset: found by its type")
+    image_column: str | None = flag(None, "tables only: the column of images; unset: found by its type")
     label_column: str | None = flag(
-        None, "of tables: the column of labels; unset: found by its features or its name"
+        None, "tables only: the column of labels; unset: found by its features or its name"
     )
     holdout: float | None = flag(
         None,
-        "so many of the training images, or this share of them (`0.1`), are not trained but evaluated on: the"
-        " same share of each class, chosen by a hash of their ids; the data's own held-out split is evaluated"
-        " once, at the end, with the best weights",
+        "number of training images, or share of them (`0.1`), to evaluate on instead: the same share of each"
+        " class, chosen by a hash of their ids; the data's own held-out split is then evaluated once, at the"
+        " end, with the best weights",
         minimum=0,
     )
     image_size: int = flag(
@@ -211,38 +222,38 @@ class ImageRecipe(Recipe):
     )
     max_val_images: int | None = flag(
         None,
-        "evaluate on so many images of the split, chosen by a hash of their ids: for rehearsals",
+        "evaluate on only this many images of the split, chosen by a hash of their ids: for rehearsals",
         minimum=1,
     )
     streams: int | None = flag(
         None,
-        "of shards only: so many are read side by side; divides batch_size, a multiple of the processes;"
-        " unset: 64, or a smaller divisor of batch_size",
+        "shards only: streams that are read in parallel; a divisor of batch_size and a multiple of the number"
+        " of processes; unset: 64, or a smaller divisor of batch_size",
         minimum=1,
     )
     shuffle_window: int = flag(
-        4096, "of shards only: images of a stream among which the order is random", minimum=1
+        4096, "shards only: consecutive images of a stream that are shuffled together", minimum=1
     )
     on_bad_image: str = flag(
         "fail",
-        "an image that can't be decoded ends the training, or another of its micro-batch takes its place; in"
-        " evaluations, which count each image once, it is always an error",
+        "an image that can't be decoded: `fail` ends the training, `skip` takes another image of its"
+        " micro-batch instead; evaluations, which count each image once, always fail",
         choices=("fail", "skip"),
     )
     data_root: tuple[str, ...] = setting(
         (),
-        "of an index (prep_imagenet.py --format index) only: a folder or `s3://bucket/prefix` in which its"
-        " files may lie, several as `a,b` or by several flags; unset: its own folder",
+        "index (prep_imagenet.py --format index) only: folder or `s3://bucket/prefix` of the indexed files,"
+        " several as `a,b` or by several flags; unset: the index's own folder",
         repeatable=True,
     )
     cache_dir: str | None = setting(
-        None, "decoded images, or shards from S3, on a local disk; unset: `~/.cache/train-images`"
+        None, "folder on a local disk for decoded images and shards from S3; unset: `~/.cache/train-images`"
     )
     cache_gib: float = setting(
-        112.0, "of each host's disk, for the shards of one data set from S3", minimum=0
+        112.0, "GiB of each host's disk for the shards of one data set from S3", minimum=0
     )
     workers: int = setting(
-        2, "decoding processes per device, where the images do not fit into memory", minimum=0
+        2, "decoding processes per device, for images that do not fit into memory", minimum=0
     )
 
     def __post_init__(self) -> None:
@@ -264,16 +275,16 @@ class ImageRecipe(Recipe):
 
 
 def parse(recipe_class: type[R], argv: list[str] | None = None) -> R:
-    """The recipe from the command line; `--config FILE` sets defaults and flags win.
+    """The recipe from the command line; `--config FILE` sets defaults, and flags win.
 
-    What is wrong ends the job with status 2 and one line, printed once a host, that names the flag or key.
-    `--print_config` prints the recipe and ends it with status 0.
+    A mistake ends the job with status 2 and one line, printed once per host, that names the flag or key.
+    `--print_config` prints the recipe and ends the job with status 0.
     """
     fields = dataclasses.fields(recipe_class)
     parser = _Parser(prog=Path(sys.argv[0]).name, allow_abbrev=False)
     parser.add_argument("--config", metavar="FILE", help="YAML or JSON with any of the flags below as keys")
     parser.add_argument(
-        "--print_config", action="store_true", help="print the resolved recipe, as YAML for --config, and end"
+        "--print_config", action="store_true", help="print the resolved recipe as YAML for --config, and exit"
     )
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # given by the deepspeed launcher
     for field in fields:
@@ -295,14 +306,13 @@ def parse(recipe_class: type[R], argv: list[str] | None = None) -> R:
 
 
 def recipe_part(recipe: Job) -> dict[str, Any]:
-    """The fields that say what is trained, without those that say where."""
+    """The fields that define the training, without those about where or how to run."""
     return {
         f.name: getattr(recipe, f.name) for f in dataclasses.fields(recipe) if f.metadata["part_of_recipe"]
     }
 
 
 def as_yaml(recipe: "DataclassInstance") -> str:
-    """All fields, as a file for --config."""
     import yaml
 
     values = dataclasses.asdict(recipe)
@@ -311,7 +321,7 @@ def as_yaml(recipe: "DataclassInstance") -> str:
 
 
 def flag_table(recipe_class: type[Recipe], without: type[Recipe] | None = None) -> str:
-    """The flags as rows of a Markdown table; those that `without` has with the same default are left out."""
+    """The flags as a Markdown table, without those that `without` has with the same default."""
     others = dataclasses.fields(without) if without else ()
     known = {f.name: (f.default, f.metadata["per_script"]) for f in others}
     rows = ["| flag | default | what it is |", "|---|---|---|"]
@@ -345,13 +355,13 @@ class Batch:
         return range(rank * self.accumulations, (rank + 1) * self.accumulations)
 
     def smaller(self) -> int | None:
-        """The largest per_device_batch_size up to half of this one that leaves the batch as it is."""
+        """The largest per_device_batch_size, at most half of this one, with which the batch still divides."""
         share = self.total // self.processes
         return next((b for b in range(self.per_device // 2, 0, -1) if share % b == 0), None)
 
 
 def share_out(batch_size: int, per_device: int | None, processes: int, unit: str = "images") -> Batch:
-    """Derives the accumulations; ValueError with the numbers when the batch does not divide."""
+    """Derives the gradient accumulation. ValueError with the numbers when the batch does not divide."""
     if per_device is None:
         if batch_size % processes:
             raise ValueError(
@@ -377,7 +387,7 @@ def usable_processes(batch_size: int, per_device: int | None, most: int, step: i
 def default_streams(batch_size: int) -> int:
     """64 where that divides the batch, else the divisor below 64 that suits most numbers of processes.
 
-    From the batch size alone: the order of the images is the same on any number of processes.
+    It depends on the batch size alone, so that the order of images is the same on any number of processes.
     """
     divisors = [n for n in range(1, 65) if batch_size % n == 0]
     return 64 if 64 in divisors else max(divisors, key=lambda n: (sum(n % p == 0 for p in range(1, 17)), n))
@@ -390,7 +400,7 @@ def _multiples_beside(number: int, unit: int) -> str:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> typing.NoReturn:
-        """One line, from one process; an unknown flag comes with the nearest known one."""
+        """Prints one line, from one process per host. For an unknown flag it names the nearest known one."""
         if message.startswith("unrecognized arguments"):
             unknown = message.split()[2].split("=")[0]
             near = difflib.get_close_matches(unknown, self._option_string_actions, n=1)
@@ -401,7 +411,9 @@ class _Parser(argparse.ArgumentParser):
         tell_torchrun(message)
         self.print_once(f"{self.prog}: error: {message}\n", sys.stderr)
         if not is_hosts_first():
-            time.sleep(5)  # a launcher kills all processes when one ends: not before the first has printed
+            time.sleep(
+                5
+            )  # a launcher kills all processes when one exits: the first must have printed by then
         sys.exit(2)
 
     def print_help(self, file: Any = None) -> None:
@@ -413,7 +425,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _underscores(word: str) -> str:
-    """--batch-size=8 -> --batch_size=8: both spellings are understood."""
+    """--batch-size=8 -> --batch_size=8: both spellings are accepted."""
     if not word.startswith("--"):
         return word
     name, equals, value = word.partition("=")
@@ -466,7 +478,7 @@ def _converted(field: dataclasses.Field, value: Any) -> Any:
 
 
 def _of_type(kind: type, value: Any) -> Any:
-    """Text or a number; what Python would convert, but nobody means (1.5 as an int), is refused."""
+    """The value as this type. Refuses conversions that nobody means, as of 1.5 to an int."""
     if isinstance(value, bool) or (kind is str and not isinstance(value, str)):
         raise ValueError
     if kind is int and isinstance(value, float):
@@ -475,7 +487,7 @@ def _of_type(kind: type, value: Any) -> Any:
 
 
 def _checked(field: dataclasses.Field, value: Any, name: str) -> Any:
-    """The value, when it is among the choices and within the bounds (a tuple: each of its parts)."""
+    """The value, if it is among the choices and within the bounds, and so is each part of a tuple."""
     meta = field.metadata
     for part in value if isinstance(value, tuple) else (value,):
         if meta["choices"] and part not in meta["choices"]:
@@ -490,7 +502,7 @@ def _checked(field: dataclasses.Field, value: Any, name: str) -> Any:
 
 
 def _read_config(path: Path, fields: tuple[dataclasses.Field, ...]) -> dict[str, Any]:
-    """Key by key from YAML or JSON. ValueError names the file and the key or the line."""
+    """Checked values from YAML or JSON. ValueError names the file and the key or the line."""
     try:
         is_json = path.suffix == ".json"
         content = parse_json(path.read_bytes(), f"--config {path}") if is_json else _read_yaml(path)
@@ -525,7 +537,7 @@ def _read_yaml(path: Path) -> Any:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark else ""
         raise ValueError(f"--config {path}{line}: {getattr(error, 'problem', None) or error}") from None
-    except ValueError as error:  # not UTF-8, a date that there is not
+    except ValueError as error:  # not UTF-8, or a date that does not exist
         raise ValueError(f"--config {path}: {error}") from None
 
 

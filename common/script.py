@@ -1,7 +1,7 @@
-"""A train script as a module: its recipe and its model without training.
+"""Loads a train script as a module, for its recipe and its model, without training.
 
-`python -m common.script train_vit.py [its flags]` prints its size as JSON, for doctor.py: parameters, data,
-batch. It neither trains nor downloads.
+`python -m common.script train_vit.py [its flags]` prints JSON for doctor.py: the numbers of parameters and
+images, the data and the batch size. It neither trains nor downloads.
 """
 
 import ast
@@ -19,17 +19,17 @@ from torch import nn
 from common.recipe import Recipe, parse, recipe_part
 from common.system.paths import ROOT
 
-IMAGES = {"digits": 1437, "cifar10": 50_000}  # to train on
-CLASSES = 10  # a head for more makes little difference
-# Flags by which a model begins as another has ended, and their values where it begins afresh
+IMAGES = {"digits": 1437, "cifar10": 50_000}  # training images
+CLASSES = 10  # more classes change the size little
+# Flags that start from trained weights, and their values for new weights
 AFRESH: dict[str, Any] = {"pretrained": False, "weights": None, "freeze": False}
-NOT_OF_THE_MODEL = (*AFRESH, "max_val_images")  # how it began, and was looked at
+NOT_OF_THE_MODEL = (*AFRESH, "max_val_images")  # flags that do not change the trained model's structure
 
 
 def own_script(name: str | None) -> Path:
-    """The project's own train script with the name that a checkpoint's manifest has. ValueError for others.
+    """The project's train script of this name, as in a checkpoint's manifest. ValueError for other names.
 
-    Never a path that a checkpoint names: to load a script is to run its code.
+    A checkpoint can't name a path, because loading a script runs its code.
     """
     scripts = {path.stem: path for path in sorted(ROOT.glob("train_*.py"))}
     if name not in scripts:
@@ -41,7 +41,7 @@ def own_script(name: str | None) -> Path:
 
 
 def load_script(path: Path) -> ModuleType:
-    """Imports it, without its main()."""
+    """Imports the script without running its main()."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
@@ -61,16 +61,16 @@ def recipe_class(script: ModuleType) -> type[Recipe]:
 
 
 def as_flags(recipe: dict[str, Any], kind: type[Recipe]) -> list[str]:
-    """A manifest's recipe as flags of its script, which are then checked like a user's.
+    """A manifest's recipe as flags of its script, to be checked like a user's.
 
-    Without the weights that the training began with, and the number of images that it was evaluated on.
-    ValueError for a key that is no part of the recipe.
+    It leaves out the initial weights and the number of evaluated images. ValueError for a key that is no part
+    of the recipe.
     """
     if unknown := recipe.keys() - recipe_part(kind()).keys():
         raise ValueError(f"its recipe has {unknown.pop()!r}, which this code's {kind.__name__} does not know")
     words = []
     for name, value in recipe.items():
-        if name in NOT_OF_THE_MODEL or value is None or value == []:  # no flag gives no numbers: the default
+        if name in NOT_OF_THE_MODEL or value is None or value == []:  # an empty list is the default
             continue
         if isinstance(value, bool):
             words.append(f"--{name}" if value else f"--no_{name}")
@@ -81,9 +81,9 @@ def as_flags(recipe: dict[str, Any], kind: type[Recipe]) -> list[str]:
 
 
 def standalone_source(script: ModuleType, name: str) -> str:
-    """The source of a function and of all that it needs of the script, with their imports, in its order.
+    """The source of a function and of what it needs from the script, with the imports, in the script's order.
 
-    Raises ValueError where something is needed from beyond torch and Python's own modules.
+    Raises ValueError if it needs other modules than torch and the standard library.
     """
     assert script.__file__ is not None
     text = Path(script.__file__).read_text()
@@ -98,7 +98,7 @@ def standalone_source(script: ModuleType, name: str) -> str:
             imported |= _imports(node)
     recipe, todo, needed = recipe_class(script).__name__, [name], set[str]()
     while todo:
-        if (this := todo.pop()) not in needed and this != recipe:  # a recipe stands in annotations alone
+        if (this := todo.pop()) not in needed and this != recipe:  # recipes are only annotations
             needed.add(this)
             todo += _names(defined[this], ast.Load) if this in defined else []
     lines = sorted({line for other, (_, line) in imported.items() if other in needed})
@@ -122,7 +122,7 @@ def _defines(node: ast.stmt) -> set[str]:
 
 
 def _imports(node: ast.Import | ast.ImportFrom) -> dict[str, tuple[str, str]]:
-    """Names that an import defines: their modules, and a line that imports one alone."""
+    """The names that an import defines: each with its module, and a line that imports it alone."""
     found = {}
     for alias in node.names:
         one = type(node)(**{**{f: getattr(node, f) for f in node._fields}, "names": [alias]})
@@ -138,7 +138,7 @@ def _source(text: str, node: ast.stmt) -> str:
 
 
 def normalisation(script: ModuleType, model: nn.Module) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and standard deviation of the pixels in [0, 1], with which the script trains its model."""
+    """Mean and standard deviation of the pixels in [0, 1] that the script normalises with."""
     if hasattr(script, "MEAN"):
         return script.MEAN, script.STD
     from timm.data import resolve_model_data_config
@@ -148,7 +148,7 @@ def normalisation(script: ModuleType, model: nn.Module) -> tuple[tuple[float, ..
 
 
 def main() -> None:
-    del sys.argv[0]  # errors name the script
+    del sys.argv[0]  # so that errors name the script
     script = load_script(Path(sys.argv[0]))
     recipe = parse(recipe_class(script), sys.argv[1:])
     names = {field.name for field in dataclasses.fields(recipe)}
@@ -165,7 +165,7 @@ def main() -> None:
 
 
 def training_images(data: str) -> int | None:
-    """The number of training images, where it is seen at once."""
+    """The number of training images, if it can be found quickly; else None."""
     folder = Path(data)
     if tables := sorted(folder.rglob("train-*.parquet")):
         import pyarrow.parquet

@@ -1,8 +1,8 @@
-"""Writes what documents say from the code: the flags, and the doctor's findings.
+"""Generates parts of the documents from the code: the flags, and the doctor's findings.
 
     python -m docs.generate
 
-docs/flags.md is made from the recipes of all train_*.py, docs/trouble.md's table from
+docs/flags.md comes from the recipes of all train_*.py, the table of docs/trouble.md from
 common/hosts/diagnosis.py.
 """
 
@@ -23,16 +23,14 @@ def train_scripts() -> list[Path]:
 
 
 def flags_page() -> str:
-    """The whole of docs/flags.md."""
     parts = [
         "<!-- `python -m docs.generate` writes this page from the recipes. -->",
         "# Flags",
-        "`--config FILE` takes any of them from YAML or JSON; flags win. `--batch-size` and `--batch_size`"
-        " are the same.\nEach script has the flags of the first section, and those for images also the"
-        " second's.",
-        "## Of all scripts",
+        "`--config FILE` sets any of them from a YAML or JSON file; flags on the command line win."
+        " `--batch-size` and\n`--batch_size` are the same. An empty default means unset.",
+        "## All scripts",
         flag_table(Recipe),
-        "## Of the scripts for images",
+        "## Image scripts",
         flag_table(ImageRecipe, without=Recipe),
     ]
     for path in train_scripts():
@@ -40,12 +38,12 @@ def flags_page() -> str:
         recipe = recipe_class(script)
         base = ImageRecipe if issubclass(recipe, ImageRecipe) else Recipe
         about = (script.__doc__ or "").partition("\n\n")[0]
-        parts += [f"## {path.name}, where it differs", about, flag_table(recipe, without=base)]
+        parts += [f"## {path.name}: its own flags and defaults", about, flag_table(recipe, without=base)]
     return "\n\n".join(parts) + "\n"
 
 
 def trouble_page() -> str:
-    """docs/trouble.md as it stands, its table made anew."""
+    """docs/trouble.md with a new table."""
     rows = ["| code | what it means | what helps |", "|---|---|---|"]
     rows += [f"| `{code}` | {MEANINGS[code]} | {REMEDIES[code]} |" for code in REMEDIES]
     table = "\n".join([BEGIN, *rows, END])

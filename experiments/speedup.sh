@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# A CNN on 1, 2 and 4 processes at the same batch size: a page each, and the comparison.
+# Trains a CNN on 1, 2 and 4 processes with the same batch size; writes a page per run, and their comparison.
 #
 #   DATA=/data/cifar10 experiments/speedup.sh
 #   SIZE=full experiments/speedup.sh     ResNet-18 on 1, 2 and 4 GPUs: not yet measured on one
+#   experiments/speedup.sh --seeds 5     five runs of each, with the seeds 0 to 4; started again it goes on
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . experiments/steps.sh

@@ -1,8 +1,8 @@
 # Steps of an experiment; sourced by the scripts beside it.
 #
-# Each step's command is shown before it runs. The first step that fails ends the experiment. The next start
-# continues there: a step is done when its product exists and FOLDER/steps/ has the same command as successful.
-# An interrupted training continues from its checkpoint.
+# Each step's command is shown before it runs. The first failing step ends the experiment, and the next start
+# continues with it: a step is done if its product exists and FOLDER/steps/ records the same command. An
+# interrupted training resumes from its checkpoint.
 #
 #   SIZE=rehearsal   small, on the CPUs of this machine; SIZE=full is for GPUs
 #   DATA=cifar10     as the train scripts take --data
@@ -10,9 +10,29 @@
 #   S3_PREFIX=       s3://bucket/prefix: the checkpoints of each run go below it
 #   FOLDER=          of the runs; runs/experiment_<name>/<size> by default
 #   LOGBOOK=         the folder of the pages; that of logbook.py by default
-#   SEEDS=1          runs of each training, one after another, with the seeds 0, 1, ...
+#   SEEDS=1          runs of each training, one after another, with the seeds 0, 1, ...; or --seeds N
 #   DRY_RUN=         1: show the commands, and end
 #   PYTHON=python
+
+refuse() {
+    echo "error: $1" >&2
+    exit 2
+}
+
+# check_seeds NUMBER FLAG
+check_seeds() {
+    [[ $1 =~ ^[1-9][0-9]*$ ]] || refuse "$2$1: a number of runs, as 5"
+}
+
+while [ $# -gt 0 ]; do # the flags of the script that sources this file
+    case $1 in
+    --seeds) SEEDS=${2-} && shift $(($# > 1)) ;;
+    --seeds=*) SEEDS=${1#*=} ;;
+    *) refuse "$1: the only flag is --seeds N; experiments/steps.sh has the variables" ;;
+    esac
+    check_seeds "$SEEDS" "--seeds "
+    shift
+done
 
 SIZE=${SIZE:-rehearsal} DATA=${DATA:-cifar10} HOSTFILE=${HOSTFILE:-hostfile} PYTHON=${PYTHON:-python}
 S3_PREFIX=${S3_PREFIX:-} LOGBOOK=${LOGBOOK:-} DRY_RUN=${DRY_RUN:-} SEEDS=${SEEDS:-1}
@@ -20,23 +40,17 @@ NAME=experiment_$(basename "$0" .sh)
 FOLDER=${FOLDER:-runs/$NAME/$SIZE}
 RUNS=()
 
-[[ $SEEDS =~ ^[1-9][0-9]*$ ]] || {
-    echo "error: SEEDS=$SEEDS: a number of runs" >&2
-    exit 2
-}
+check_seeds "$SEEDS" SEEDS=
 case $SIZE in
 rehearsal)
     echo "a rehearsal: small, and on the CPUs of this machine alone"
     export CUDA_VISIBLE_DEVICES=
     ;;
 full) ;;
-*)
-    echo "error: SIZE=$SIZE: rehearsal or full" >&2
-    exit 2
-    ;;
+*) refuse "SIZE=$SIZE: rehearsal or full" ;;
 esac
 
-# step NAME PRODUCT WORDS...: runs `python WORDS`. PRODUCT is a file; with "" the step is always done again.
+# step NAME PRODUCT WORDS...: runs `python WORDS`. PRODUCT is a file; with "" the step is always repeated.
 step() {
     local name=$1 product=$2 written status=0
     shift 2
@@ -50,7 +64,7 @@ step() {
     [ -z "$DRY_RUN" ] || return 0
     mkdir -p "$FOLDER/steps"
     "$PYTHON" "$@" &
-    trap 'kill -TERM $!' TERM # it saves; Ctrl-C reaches it by itself
+    trap 'kill -TERM $!' TERM # makes it save; Ctrl-C reaches it directly
     wait $! || status=$?
     while kill -0 $! 2>/dev/null; do wait $! || status=$?; done
     if [ $status != 0 ]; then
@@ -65,7 +79,7 @@ is_done() {
     [[ $1 != */result.json ]] || { grep -q '"status": "finished"' "$1" && ! grep -q '"uploaded": false' "$1"; }
 }
 
-# train NAME CONFIG SCRIPT FLAGS...: a run in FOLDER/NAME, by launch.py for a config of several hosts; further
+# train NAME CONFIG SCRIPT FLAGS...: a run in FOLDER/NAME, with launch.py if the config has several hosts; further
 # seeds in FOLDER/NAME_seed1, ...
 train() {
     local name=$1 seed
@@ -89,7 +103,7 @@ hosts_of() {
     case $1 in *_2x*) echo "--hostfile $HOSTFILE" ;; esac
 }
 
-# pages [FLAGS OF THE COMPARISON...]: a page of each run, and their comparison.
+# pages [FLAGS OF THE COMPARISON...]: writes a page of each run, and their comparison.
 pages() {
     local where=(${LOGBOOK:+"--folder=$LOGBOOK"})
     step pages "" logbook.py add "${RUNS[@]}" "${where[@]}"

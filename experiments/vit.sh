@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# A Vision Transformer with FSDP on 4 GPUs, and with DDP on 2 hosts of 4 each: the largest batch of each, the
-# training, all metrics of the best checkpoint on the test split, a page each, and the comparison. A tenth of the
-# training images chooses the best checkpoint.
+# A Vision Transformer with FSDP on 4 GPUs, and with DDP on 2 hosts of 4 each: searches the largest batch, trains,
+# computes all metrics of the best checkpoint on the test split, writes a page for each, and compares them. A tenth of
+# the training images chooses the best checkpoint.
 #
-#   DATA=/data/cifar10 experiments/vit.sh      a rehearsal: FSDP on 2 processes, DDP on 4, 1.75 GiB for each
+#   DATA=/data/cifar10 experiments/vit.sh      a rehearsal: FSDP on 2 processes, DDP on 4, with 1.75 GiB each
 #   SIZE=full HOSTFILE=hostfile S3_PREFIX=s3://bucket/vit experiments/vit.sh      not yet measured on GPUs
+#   experiments/vit.sh --seeds 5      five runs of each training, with the seeds 0 to 4; started again it goes on
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . experiments/steps.sh
@@ -20,7 +21,7 @@ else
 fi
 script+=("--batch_size=$batch" "--data=$DATA" --holdout=0.1)
 
-# largest_share SEARCH SHARE: the largest divisor of a process's images of a step that the search found to fit.
+# largest_share SEARCH SHARE: the largest divisor of SHARE, a process's images per step, that fits by the SEARCH.
 largest_share() {
     local size
     if [ ! -f "$1" ]; then

@@ -51,11 +51,10 @@ def keep_to_own_cores() -> None:
 
 keep_to_own_cores()
 
-ON_VIRTUAL_HOSTS = (
-    "tests/scripts/test_doctor.py",
-    "tests/scripts/test_launch.py",
-    "tests/cluster/test_virtual_cluster.py",
-)
+# Each process of `-n` has virtual hosts of its own.
+os.environ["VIRTUAL_CLUSTER"] = "test-" + os.environ.get("PYTEST_XDIST_WORKER", "alone")
+
+FIRST = ("tests/scripts/test_launch.py", "tests/scripts/test_launchers.py")  # take longest
 
 # As each of two processes has. Sums in another order would now and then carry an activation over
 # ReLU's edge: in a small ResNet one such activation is 0.5 % of a gradient.
@@ -63,16 +62,18 @@ HALF_THE_CORES = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // 
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log):
-    """Keeps the tests of a file in one process of `-n`, and all that need virtual hosts in one, too."""
+    """Keeps the tests of a file in one process of `-n`."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Files(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            file = nodeid.partition("::")[0]
-            needs_hosts = file in ON_VIRTUAL_HOSTS or "on_virtual_hosts" in nodeid
-            return "virtual hosts" if needs_hosts else file
+            return nodeid.partition("::")[0]
 
     return Files(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.nodeid.partition("::")[0] not in FIRST)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -296,7 +297,8 @@ def cluster(cluster_tools):
     yield cluster_tools
     cluster_tools.down()
     assert not cluster_tools.STATE.exists()
-    assert "vc-" not in subprocess.run(["ip", "netns"], capture_output=True, text=True).stdout
+    namespaces = subprocess.run(["ip", "netns"], capture_output=True, text=True).stdout
+    assert f"{cluster_tools.CLUSTER}-" not in namespaces
 
 
 @pytest.fixture

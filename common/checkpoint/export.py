@@ -1,4 +1,4 @@
-"""A trained model as files that load without this repository: timm's, plain PyTorch's, ONNX Runtime's."""
+"""Writes a trained model as files for timm, plain PyTorch and ONNX Runtime, without this repository."""
 
 import json
 from dataclasses import dataclass
@@ -17,14 +17,14 @@ from common.recipe import ImageRecipe
 from common.script import load_script, normalisation, standalone_source
 
 WEIGHTS, CONFIG, CODE = "model.safetensors", "config.json", "model.py"
-RESIZE = 256 / 224  # the shorter side, of the crop: common.data.decode.central_crop
+RESIZE = 256 / 224  # the shorter side relative to the crop, as in common.data.decode.central_crop
 OPSET = 20
 OF_ITS_ORIGIN = ("tag", "license", "paper_ids", "paper_name", "origin_url", "notes")
 
 
 @dataclass(frozen=True)
 class Exported:
-    """A trained model, ready to be written."""
+    """A trained model and what its files need."""
 
     trained: TrainedModel
     script: ModuleType
@@ -33,8 +33,8 @@ class Exported:
     classes: tuple[str, ...]
     mean: tuple[float, ...]
     std: tuple[float, ...]
-    is_cropped: bool  # images are resized and cropped in the middle; else resized whole
-    sample: Tensor  # of the data's held-out images, as the model sees them: [n, 3, S, S]
+    is_cropped: bool  # True: images are resized and centre-cropped; False: only resized
+    sample: Tensor  # held-out images as the model's input: [n, 3, S, S]
 
     @property
     def is_timms(self) -> bool:
@@ -42,7 +42,7 @@ class Exported:
 
     @property
     def preparation(self) -> dict[str, Any]:
-        """How an image becomes the model's input, in timm's words."""
+        """The preparation of an image for the model, with timm's keys."""
         size = self.recipe.image_size
         return {
             "input_size": (3, size, size),
@@ -100,7 +100,7 @@ def write_model(exported: Exported, folder: Path) -> dict[str, Any]:
             safe_serialization=True,
         )
         about = json.loads((folder / CONFIG).read_text())
-        for key in OF_ITS_ORIGIN:  # timm's copies of what is known of the hub's weights
+        for key in OF_ITS_ORIGIN:  # facts about the hub's weights, which timm copies
             about["pretrained_cfg"].pop(key, None)
         (folder / CONFIG).write_text(json.dumps(about, indent=2) + "\n")
         return about
@@ -124,7 +124,7 @@ def write_model(exported: Exported, folder: Path) -> dict[str, Any]:
 
 
 def check_reloaded(exported: Exported, folder: Path) -> None:
-    """Loads the model from the folder, as others do. Raises ValueError unless its logits have equal bits."""
+    """Loads the model from the folder as a user would. ValueError unless its logits have equal bits."""
     if exported.is_timms:
         import timm
 
@@ -137,7 +137,7 @@ def check_reloaded(exported: Exported, folder: Path) -> None:
 
 
 def write_onnx(exported: Exported, about: dict[str, Any], file: Path) -> None:
-    """Writes the model for any number of images; how they are prepared, and the classes, as metadata."""
+    """Writes the model for any batch size, with the preparation and the classes as metadata."""
     batch = torch.export.Dim("batch", min=1)
     program = torch.onnx.export(
         exported.model,

@@ -1,14 +1,14 @@
-"""The checkpoint format: atomic writes, verification, the same files from every strategy.
+"""The checkpoint format: atomic writes, verification, and the same files from every strategy.
 
     checkpoints/index.json                   {"latest": "step_00000390", "best": "step_00000260"}
     checkpoints/step_00000390/
         model.safetensors                    fp32, the model's own parameter names; BatchNorm's statistics
         optimizer.safetensors                `<parameter>/exp_avg`, ...
-        ema.safetensors                      where a recipe has averaged weights
+        ema.safetensors                      if the recipe has averaged weights
         state.json                           step, best evaluation, state of the log
         manifest.json                        last: size and SHA-256 of each file, recipe, classes, writer
 
-No file holds code. Data order and randomness are functions of seed, epoch and step: not stored.
+No file holds code. Data order and random numbers are functions of seed, epoch and step, and not stored.
 """
 
 import contextlib
@@ -40,8 +40,8 @@ MODEL_FILE, OPTIMIZER_FILE, EMA_FILE, STATE_FILE, MANIFEST_FILE = (
     "manifest.json",
 )
 INDEX_FILE = "index.json"
-CHUNK_BYTES = 16 * 2**20  # written and hashed at once
-JSON_LIMIT_BYTES = 16 * 2**20  # of a manifest: 22,000 class names are 1.2 MB
+CHUNK_BYTES = 16 * 2**20  # unit of writing and hashing
+JSON_LIMIT_BYTES = 16 * 2**20  # limit of a manifest; 22,000 class names take 1.2 MB
 _DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -60,7 +60,7 @@ Specs = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # name -> dtype and shap
 
 
 class Damaged(ValueError):
-    """The checkpoint does not verify."""
+    """Raised when a checkpoint does not verify."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class Snapshot:
         self.buffer = _empty(sum(sizes.values()))
         if pinned and len(self.buffer):
             _pin(self.buffer)
-            # The buffer stays until it is unpinned. At the process's end the driver does it.
+            # finalize keeps the buffer until it is unpinned. At the process's end the driver does that.
             weakref.finalize(self, _unpin, self.buffer).atexit = False
         self.views: dict[str, Tensor] = {}
         header, start = {}, 0
@@ -157,14 +157,14 @@ class Snapshot:
 
 
 def _empty(size: int) -> Tensor:
-    """uint8 [size], in memory pages of its own."""
+    """Allocates uint8 [size] in memory pages of its own."""
     whole = torch.empty(size + 2 * mmap.PAGESIZE, dtype=torch.uint8)
     start = -whole.data_ptr() % mmap.PAGESIZE
     return whole[start : start + size]
 
 
 def _pin(buffer: Tensor) -> None:
-    """Page-locks the buffer's pages, not by torch's allocator: it takes the next power of two of bytes."""
+    """Page-locks the buffer's pages. (torch's allocator would round the size up to a power of two.)"""
     size = -(-buffer.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
     for_all_contexts = 1  # cudaHostRegisterPortable
     status = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), size, for_all_contexts))
@@ -181,7 +181,7 @@ def commit(
 ) -> Path:
     """Writes parent/step_N atomically and syncs it. about: further keys of the manifest.
 
-    OSError when that fails; earlier checkpoints stay.
+    OSError if that fails; earlier checkpoints stay.
     """
     folder = parent / step_name(step)
     temporary = parent / f".{folder.name}.tmp"
@@ -203,7 +203,7 @@ def commit(
 
 
 def write_index(parent: Path, latest: int, best: int | None) -> None:
-    """Writes index.json, for people, `--weights` and validate.py. A resume does not read it."""
+    """Writes index.json, for people, `--weights` and validate.py. Resuming does not read it."""
     names = {"latest": step_name(latest)} | ({"best": step_name(best)} if best is not None else {})
     write_json(parent / INDEX_FILE, names)
 
@@ -232,9 +232,9 @@ def to_keep(steps: Iterable[int], best: int | None, every: int | None) -> set[in
 
 
 def remove(folder: Path) -> None:
-    """Removes a checkpoint; an interrupted removal leaves no folder that looks complete.
+    """Removes a checkpoint. An interrupted removal leaves no folder that looks complete.
 
-    A symbolic link is removed, its target stays: somebody has moved the checkpoint there.
+    Of a symbolic link only the link is removed: somebody has moved the checkpoint to its target.
     """
     if folder.is_symlink():
         print(f"{folder} is a link to {folder.readlink()}: the link is removed, not what it leads to")

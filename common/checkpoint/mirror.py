@@ -1,9 +1,9 @@
-"""Uploads committed checkpoints to a prefix in S3, beside the training, and downloads them.
+"""Uploads committed checkpoints to a prefix in S3 during the training, and downloads them.
 
-<prefix>/checkpoints/step_00000390/...   as on the disk; the manifest last: without it there is no checkpoint
+<prefix>/checkpoints/step_00000390/...   as on the disk; the manifest, uploaded last, commits the checkpoint
 <prefix>/checkpoints/index.json          {"latest": ..., "best": ...}
 <prefix>/metrics.jsonl, recipe.json, result.json, ...
-<prefix>/telemetry-parts/<file>/<first byte>-<end>   while the run goes on; telemetry-*.jsonl at its end
+<prefix>/telemetry-parts/<file>/<first byte>-<end>   during the run; telemetry-*.jsonl at its end
 """
 
 import fnmatch
@@ -30,17 +30,18 @@ from common.system.files import discard, sha256_of, sync
 from common.system.s3 import ObjectStore, StoreError, WrongSize
 from common.system.threads import lower_priority
 
-RUN_FILES = ("recipe.json", "metrics.jsonl", "confusion.json", "nvidia-smi-*.txt", "result.json")
+LOGS = ("recipe.json", "plan.json", "metrics.jsonl", "confusion.json", "nvidia-smi-*.txt")
+RUN_FILES = (*LOGS, "result.json")
 TELEMETRY = "telemetry-*.jsonl"  # 140 MB a day from a host with 8 GPUs, so only new lines are sent
 PARTS = "telemetry-parts/"
 LOG_LIMIT_BYTES = 2**31
-NAME_LIMIT_BYTES = 200  # of a file named by a key; file systems take 255
+NAME_LIMIT_BYTES = 200  # limit of a file name from a key; file systems allow 255
 
 
 class Mirror:
-    """Uploads in a thread of its own, one checkpoint at a time; of later ones only the newest is queued.
+    """Uploads one checkpoint at a time in its own thread; of later ones only the newest is queued.
 
-    The training never waits for it. say() reports a failed upload. It is repeated with the next checkpoint,
+    The training never waits for it. say() reports a failed upload, which is retried with the next checkpoint,
     at the end of the run, and when the same command is started again.
     """
 
@@ -77,8 +78,8 @@ class Mirror:
             return self.changed.wait_for(lambda: self.waiting is None and self.sending is None, timeout_s)
 
     def send_last_files(self, result: dict[str, Any]) -> None:
-        """Uploads the files of a finished run; result.json last, so that it stands for a complete upload."""
-        self._send_run_files(*(name for name in RUN_FILES if name != "result.json"), TELEMETRY)
+        """Uploads the files of a finished run, result.json last: its presence means a complete upload."""
+        self._send_run_files(*LOGS, TELEMETRY)
         self.store.write("result.json", json.dumps(result, indent=2).encode())
         self.store.delete(self.store.list(PARTS))
 
@@ -109,7 +110,7 @@ class Mirror:
             problem = None
             try:
                 self._send(step, best)
-            except Exception as error:  # any kind: the end of the run waits for this thread
+            except Exception as error:  # of any kind, because the end of the run waits for this thread
                 problem = error
                 self.say(
                     f"the checkpoint of step {step:,} is not in {self.store.url} ({error}): it is safe on the"
@@ -121,7 +122,7 @@ class Mirror:
                 self.changed.notify_all()
 
     def _send(self, step: int, best: int | None) -> None:
-        """Uploads the checkpoint, the best one if it was skipped, index.json and the run's files."""
+        """Uploads the checkpoint, the best one if it is missing, index.json and the run's files."""
         there = committed(self.store)
         for wanted in sorted({step} | ({best} if best in steps_in(self.folder / "checkpoints") else set())):
             if wanted not in there:
@@ -161,8 +162,8 @@ def fetch_newest(
 ) -> int | None:
     """Downloads the newest committed checkpoint that verifies and is newer than that step into `parent`.
 
-    Returns its step; None when there is none newer. ValueError when there are some and none verifies. If the
-    prefix is `ours`, the manifests of damaged ones are deleted, so that nothing reads them again.
+    Returns its step; None if there is no newer one. ValueError when there are checkpoints but none verifies.
+    If the prefix is `ours`, the manifests of damaged ones are deleted, so that nothing reads them again.
     """
     steps = sorted((s for s in committed(store) if s > newer_than), reverse=True)
     damaged: list[str] = []
@@ -187,9 +188,9 @@ def fetch_newest(
 def fetch(
     store: ObjectStore, step: int, parent: Path, beat: Callable[[], None], warn: Callable[[str], None]
 ) -> None:
-    """Downloads one checkpoint into `parent`: to a temporary folder, renamed once every file is verified.
+    """Downloads one checkpoint into `parent`, by a temporary folder that is renamed once verified.
 
-    Raises Damaged or WrongSize when it does not verify, OSError when it can't be written.
+    Raises Damaged or WrongSize if it does not verify, OSError if it can't be written.
     """
     remote, folder = f"checkpoints/{step_name(step)}", parent / step_name(step)
     content = store.read(f"{remote}/{MANIFEST_FILE}", JSON_LIMIT_BYTES) or b""
@@ -216,9 +217,9 @@ def fetch(
 
 
 def fetch_log(store: ObjectStore, folder: Path) -> None:
-    """Downloads metrics and telemetry, so that a run continued from another machine's checkpoint has no gap.
+    """Downloads metrics and telemetry, so that a run resumed from another machine's checkpoint has no gap.
 
-    A local file stays if it begins with the content in the bucket. Otherwise the bucket's replaces it.
+    A local file stays if it begins with the bucket's content; otherwise the bucket's file replaces it.
     """
     names = {key.removeprefix(PARTS).partition("/")[0] for key in store.list("telemetry-")}
     names = {name for name in fnmatch.filter(names, TELEMETRY) if len(name.encode()) < NAME_LIMIT_BYTES}

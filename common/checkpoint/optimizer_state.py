@@ -1,7 +1,7 @@
 """Saves and restores all state of an optimizer.
 
-`optimizer.safetensors` holds its tensors as `<parameter>/<state>`, `state.json` its scalars and the
-values that it changes in its parameter groups, `manifest.json` its class and the names of its state.
+`optimizer.safetensors` holds its tensors as `<parameter>/<state>`, `state.json` its scalars and the values
+that it changes in its parameter groups, `manifest.json` its class and the names of its state.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,14 +19,14 @@ Send = Callable[[str, tuple[int, ...], torch.dtype], Tensor]  # broadcasts a ten
 
 
 class OptimizerScalars(TypedDict):
-    """The part of state.json on the optimizer."""
+    """The optimizer's part of state.json."""
 
     scalars: dict[str, dict[str, Any]]  # parameter -> name -> value
     groups: list[dict[str, Any]]  # values that the optimizer changed in its parameter groups
 
 
 class OptimizerState:
-    """The optimizer's state, made before its first step. Collective.
+    """The optimizer's state. Create it before the optimizer's first step. Collective.
 
     ValueError for an optimizer whose state can't be saved, or whose update the strategy would change.
     """
@@ -38,7 +38,7 @@ class OptimizerState:
         """The optimizer's class and the names of its state, for the manifest."""
         return {"class": self.trial.name, "state": self.trial.state_names()}
 
-    # --- Out
+    # --- Save
 
     def expected(self) -> Specs:
         """Type and shape of the tensors that have their parameter's shape, known before the first step."""
@@ -172,7 +172,7 @@ def _is_array(value: Any) -> bool:
 
 
 def _saved(specs: Specs, state: dict[str, Any]) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
-    """Scalars of the parameters, and changed values of the groups; an older checkpoint has a step count."""
+    """Scalars of the parameters, and changed values of the groups; older checkpoints have a step count."""
     if "optimizer" in state:
         return state["optimizer"]["scalars"], state["optimizer"]["groups"]
     steps = state.get("optimizer_steps")

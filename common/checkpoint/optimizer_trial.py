@@ -1,10 +1,9 @@
-"""Tries the script's optimizer on small tensors, before the training.
+"""Tries the script's optimizer on small tensors before the training.
 
-The trial shows which state the optimizer keeps, and if its update is the same where a strategy shards
-parameters. ZeRO hands an optimizer flat partitions, FSDP2 shards. An elementwise update
-(AdamW, SGD, Lion) is the same there. One that needs the shape or the norm of a parameter (Muon, Lamb,
-Adafactor) may not be. So copies of the optimizer step small parameters, whole and sharded as the strategy
-does it, and the results are compared.
+The trial shows which state the optimizer keeps, and if its update stays the same when a strategy shards
+parameters: ZeRO gives an optimizer flat partitions, FSDP2 shards. An elementwise update (AdamW, SGD, Lion)
+stays the same. An update that needs the shape or the norm of a parameter (Muon, Lamb, Adafactor) may not.
+So copies of the optimizer step small parameters, whole and sharded, and the results are compared.
 """
 
 import copy
@@ -22,7 +21,7 @@ from common.distributed.layout import Arrange, Layout, changed, group_values, ow
 LARGEST_EDGE = 128  # of a small parameter
 STEPS = 3
 LEARNING_RATE = 0.01
-TOLERANCE = 1e-5  # as a share of the update; sums over shards round differently
+TOLERANCE = 1e-5  # relative to the update, as sums over shards round differently
 
 Shape = tuple[int, ...]
 Groups = list[list[Tensor]]  # the tensors of each parameter group
@@ -30,11 +29,11 @@ Groups = list[list[Tensor]]  # the tensors of each parameter group
 
 @dataclass
 class OptimizerTrial:
-    """The findings about an optimizer before its first step."""
+    """What the trial shows about an optimizer."""
 
     name: str  # its class
     states: dict[str, dict[str, Any]] = field(default_factory=dict)  # parameter -> state of its small copy
-    groups: list[dict[str, Any]] = field(default_factory=list)  # what the optimizer changes in its groups
+    groups: list[dict[str, Any]] = field(default_factory=list)  # values that it changes in its groups
     shaped: dict[str, dict[str, torch.dtype]] = field(default_factory=dict)  # state with a parameter's shape
 
     def state_names(self) -> list[str] | None:
@@ -49,13 +48,13 @@ def try_out(layout: Layout) -> OptimizerTrial:
 
     ValueError for an optimizer whose state can't be saved, or whose update the strategy would change.
     """
-    if type(layout.inner).__module__.startswith("deepspeed."):  # made for flat partitions
+    if type(layout.inner).__module__.startswith("deepspeed."):  # its optimizers are made for flat partitions
         return OptimizerTrial(class_name(layout.inner))
     try:
         return _try_out(layout)
     except ValueError as error:
         problem = str(error)
-    except Exception as error:  # any error of an optimizer on tensors that it was not made for
+    except Exception as error:  # optimizers raise any kind on tensors that they do not expect
         problem = (
             f"a trial step ended with {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         )
@@ -104,7 +103,7 @@ def _try_out(layout: Layout) -> OptimizerTrial:
 
 
 class _Copy:
-    """A copy of the layout's optimizer, with arrange(values) as the parameters of its groups."""
+    """A copy of the layout's optimizer whose parameter groups are arrange(values)."""
 
     def __init__(self, layout: Layout, values: Groups, arrange: Arrange):
         self.layout, self.arrange = layout, arrange
@@ -114,7 +113,7 @@ class _Copy:
             group |= {"params": mine, "lr": LEARNING_RATE}
 
     def begin(self, p: nn.Parameter, state: dict[str, Any], shape: Shape) -> None:
-        """Gives the small parameter the state that the optimizer's constructor has made for a whole one."""
+        """Gives the small parameter the state that the optimizer's constructor made for the whole one."""
         if state:
             corner = tuple(slice(n) for n in p.shape)
             cut = {
@@ -161,7 +160,7 @@ class _Copy:
 
 
 def _compare(layout: Layout, values: Groups, whole: _Copy, parts: list[_Copy]) -> None:
-    """Raises ValueError unless the parts together equal the whole."""
+    """Raises ValueError unless the sharded updates together equal the whole one."""
     for i, group in enumerate(values):
         if not group:
             continue
@@ -183,7 +182,7 @@ def _compare(layout: Layout, values: Groups, whole: _Copy, parts: list[_Copy]) -
 
 
 def _check_flat(part: _Copy) -> None:
-    """Raises ValueError unless its tensors have one fp32 number per element: others can't be divided."""
+    """Raises ValueError unless its state tensors have one fp32 number per element: others can't be split."""
     for i, group in enumerate(part.parameters):
         for p, state in zip(group, part.states(i), strict=True):
             for name, value in state.items():
@@ -193,7 +192,7 @@ def _check_flat(part: _Copy) -> None:
 
 
 def _drawn(shapes: list[list[Shape]], count: int, device: torch.device) -> list[Groups]:
-    """Draws normal numbers, the same on every process."""
+    """Normally distributed tensors, the same on every process."""
     generator = torch.Generator().manual_seed(0)
     return [
         [[torch.randn(shape, generator=generator).to(device) for shape in group] for group in shapes]
@@ -202,7 +201,7 @@ def _drawn(shapes: list[list[Shape]], count: int, device: torch.device) -> list[
 
 
 def _copied(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
-    """A copy without parameters and state. Optimizer's own copy would lack a subclass's attributes."""
+    """A copy without parameters and state. (copy.deepcopy would lose a subclass's attributes.)"""
     made = object.__new__(type(optimizer))
     memo[id(optimizer)], memo[id(optimizer.state)] = made, defaultdict(dict)
     memo |= {id(p): torch.empty(0) for group in optimizer.param_groups for p in group["params"]}

@@ -1,7 +1,7 @@
-"""Builds a model of timm with the weights that its training begins with: the hub's, a file's or a run's.
+"""Builds a timm model with initial weights from the hub, a file or a run.
 
-timm's own loading makes them fit the model: it resamples the position embeddings where the number of patches
-differs, and the patch embedding where their size does.
+timm's loading adapts them to the model: it resamples the position embeddings if the number of patches
+differs, and the patch embedding if the patch size differs.
 """
 
 import re
@@ -27,19 +27,19 @@ from common.checkpoint.format import (
 from common.system.env import rank
 from common.system.paths import shortest
 
-# timm takes the averaged weights of a training's checkpoint where it has some, and lets torch build tensors
-# alone. It runs where the user chooses, never here.
+# A command that converts a pickle, which the user runs, never this code. timm prefers the averaged weights of
+# a training's checkpoint, and lets torch load only tensors.
 CONVERT = (
     "import sys; from timm.models import load_state_dict as load; from safetensors.torch import save_file;"
     " save_file({n: t.clone().contiguous() for n, t in load(sys.argv[1]).items()}, sys.argv[2])"
 )
-PICKLES = (b"PK", b"\x80")  # how torch's files begin, new and old ones
+PICKLES = (b"PK", b"\x80")  # first bytes of torch's files, new and old ones
 
 
 def pretrained_model(name: str, classes: int, **options: Any) -> nn.Module:
-    """The model with the hub's weights; its head is new when the number of classes differs.
+    """The model with the hub's weights; its head is new if the number of classes differs.
 
-    ValueError where timm knows no weights, or the hub can't be reached.
+    ValueError if timm has no weights for it, or the hub can't be reached.
     """
     config = get_pretrained_cfg(name)
     if config is None or not config.has_weights:
@@ -58,10 +58,10 @@ def pretrained_model(name: str, classes: int, **options: Any) -> nn.Module:
 
 
 def model_with_weights(name: str, location: Path, classes: int, **options: Any) -> nn.Module:
-    """The model with saved weights; its head is new when the number of classes differs.
+    """The model with saved weights; its head is new if the number of classes differs.
 
-    location: a safetensors file, a checkpoint's folder (its EMA where it has one), or a run's folder (its
-    best checkpoint). ValueError names the file, and what does not fit.
+    location: a safetensors file, a checkpoint's folder (its EMA if it has one), or a run's folder (its best
+    checkpoint). ValueError names the file, and what does not fit.
     """
     try:
         file, about = _file_and_recipe(location)
@@ -94,15 +94,15 @@ def model_with_weights(name: str, location: Path, classes: int, **options: Any) 
 
 
 def head_names(name: str) -> tuple[str, ...]:
-    """The names of the layers that give the logits: one, but two in DeiT's distilled models."""
+    """The names of the layers that compute the logits: one, or two in DeiT's distilled models."""
     names = getattr(get_pretrained_cfg(name), "classifier", None) or "head"
     return (names,) if isinstance(names, str) else tuple(names)
 
 
 def _file_and_recipe(path: Path) -> tuple[Path, dict[str, Any]]:
-    """The file of weights, and the recipe that trained it where a manifest says so.
+    """The file of weights, and the recipe that trained it if there is a manifest.
 
-    ValueError where there is no file, or a checkpoint does not verify.
+    ValueError if there is no file, or a checkpoint does not verify.
     """
     if not path.exists():
         raise ValueError(f"{path}: there is no such file")
@@ -119,7 +119,7 @@ def _file_and_recipe(path: Path) -> tuple[Path, dict[str, Any]]:
 
 
 def _checkpoint_of_run(parent: Path) -> Path | None:
-    """The best checkpoint, or the newest that verifies where the best is not there; None without any."""
+    """The best checkpoint, or if it is missing the newest that verifies; None without any."""
     if best := best_in(parent):
         return best
     found = newest(parent, lambda: None, lambda _: None, ours=False) if steps_in(parent) else None
@@ -139,6 +139,6 @@ def _open(file: Path) -> TensorFile:
             f"{file} is a pickle, which can run code when it is read: convert it where nothing can be"
             f" harmed, as in a container, by {command}"
         ) from None
-    if file.suffix != ".safetensors":  # timm would take it for a pickle
+    if file.suffix != ".safetensors":  # timm would treat it as a pickle
         raise ValueError(f"{file} is a safetensors file by another name: call it {file.stem}.safetensors")
     return weights

@@ -1,4 +1,4 @@
-"""Writes checkpoints beside the training: the step waits for the snapshot alone."""
+"""Writes checkpoints in the background: a training step waits only for the snapshot."""
 
 import math
 import os
@@ -20,7 +20,7 @@ class Saver:
     """Saves one checkpoint at a time. All processes call save(); the main process writes, in a thread.
 
     about: further keys of the manifest. mirror: uploads checkpoints. committed: the newest step on the disk.
-    A snapshot may be held in memory: write_held() writes it, unless the next held one has replaced it.
+    A snapshot may be held in memory until write_held() writes it, or the next snapshot replaces it.
     """
 
     def __init__(
@@ -42,9 +42,9 @@ class Saver:
         self.problem: str | None = None  # on the main process: why the last save failed
 
     def save(self, step: int, state: dict[str, Any], best: int | None, hold: bool = False) -> None:
-        """Takes a snapshot and starts to write it, or holds it. It replaces one that is held. Collective.
+        """Takes a snapshot and starts to write it, or holds it. It replaces a held one. Collective.
 
-        Writes nothing after a problem, of which the other processes may not know yet.
+        Writes nothing after a problem, which the other processes may not know yet.
         """
         self.wait()
         self.held = None
@@ -55,7 +55,7 @@ class Saver:
                 self.write_held()
 
     def write_held(self, after_s: float = 0.0) -> None:
-        """Starts to write the held snapshot, if there is one and the last write began after_s ago."""
+        """Starts to write the held snapshot, if any, once the last write began at least after_s ago."""
         if self.held and self.thread and not self.problem and self.since_write_s() >= after_s:
             self.writing, self.held = self.thread.submit(self._write, *self.held), None
             self.written_at = time.monotonic()
@@ -65,7 +65,7 @@ class Saver:
         return time.monotonic() - self.written_at
 
     def wait(self, beat: Callable[[], None] = lambda: None) -> None:
-        """Waits until the save in flight is on the disk, or has failed; calls beat() meanwhile."""
+        """Waits until the save in flight is on the disk or has failed. Calls beat() meanwhile."""
         while not self.done(0.2):
             beat()
 

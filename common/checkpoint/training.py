@@ -1,6 +1,6 @@
 """Copies a training's tensors into a snapshot on the main process, and a checkpoint's to all processes.
 
-Both are collective. One tensor is gathered or broadcast at a time: the extra memory is the snapshot on the
+Both are collective. One tensor is gathered or broadcast at a time, so the extra memory is the snapshot on the
 main process's host, and one whole tensor on each device.
 """
 
@@ -23,9 +23,9 @@ from common.optim import EMA
 
 
 class TrainingState:
-    """Model, optimizer, EMA and loss scale of a prepared training, before its first forward. Collective.
+    """Model, optimizer, EMA and loss scale of a prepared training. Create it before the first forward.
 
-    ValueError for an optimizer whose state can't be saved, or whose update the strategy would change.
+    Collective. ValueError for an optimizer whose state can't be saved, or whose update the strategy changes.
     """
 
     def __init__(
@@ -37,14 +37,14 @@ class TrainingState:
         self.snapshots: dict[str, Snapshot] = {}
         self.copied: torch.cuda.Event | None = None
 
-    # --- Out
+    # --- Save
 
     def expected(self) -> dict[str, Specs]:
-        """Type and shape of every tensor, by file. Call it in the main thread: modules may change."""
+        """Type and shape of every tensor, by file. Call it in the main thread, as modules may change."""
         return self._specs(self.optimizer.expected())
 
     def allocate(self, expected: dict[str, Specs]) -> None:
-        """Allocates the snapshots before the first take(): new memory takes longer than the copy into it.
+        """Allocates the snapshots before the first take(), because that takes longer than the copy.
 
         Main process only, in any thread.
         """
@@ -53,7 +53,7 @@ class TrainingState:
 
     @torch.no_grad()
     def take(self) -> dict[str, Snapshot]:
-        """Copies all tensors into the snapshots, by file name; on other processes the result is empty.
+        """Copies all tensors into the snapshots, by file name. On other processes the result is empty.
 
         On a GPU the copies are queued before the next step's kernels: wait_until_copied() before reading.
         """
@@ -108,15 +108,15 @@ class TrainingState:
         return self.layout.frozen_shapes() | self.layout.shapes()
 
     def _snapshot(self, file: str, specs: Specs) -> Snapshot:
-        """The file's snapshot; a new one where the optimizer's state has changed."""
+        """The file's snapshot; a new one if types or shapes have changed."""
         if file not in self.snapshots or self.snapshots[file].specs != specs:
             self.snapshots[file] = Snapshot(specs, pinned=self.accelerator.device.type == "cuda")
         return self.snapshots[file]
 
-    # --- In
+    # --- Restore
 
     def check(self, checkpoint: Checkpoint) -> None:
-        """Raises ValueError unless the weights have this training's names and shapes. For one process."""
+        """Raises ValueError unless the weights have this training's names and shapes. Not collective."""
         shapes, folder = self._shapes(), checkpoint.folder
         buffers = {name: tuple(tensor.shape) for name, tensor in self.layout.buffers().items()}
         TensorFile(folder / checkpoints.MODEL_FILE).expect(shapes | buffers)
@@ -129,9 +129,9 @@ class TrainingState:
     def restore(
         self, checkpoint: Checkpoint | None, state: dict[str, Any], with_optimizer: bool = True
     ) -> None:
-        """Restores what take() saved. Without the optimizer, its state starts afresh. Collective.
+        """Restores what take() saved. Without the optimizer, its state starts at zero. Collective.
 
-        checkpoint: on the main process, which broadcasts its tensors. state: what scalars() returned for it.
+        checkpoint: on the main process, which broadcasts its tensors. state: the scalars() saved with it.
         """
         if with_optimizer:
             file = self._file(checkpoint, checkpoints.OPTIMIZER_FILE)
@@ -144,9 +144,9 @@ class TrainingState:
 
     @torch.no_grad()
     def restore_evaluated(self, checkpoint: Checkpoint | None) -> None:
-        """Gives the model the checkpoint's weights, an EMA's where there is one. Collective.
+        """Gives the model the checkpoint's weights, or their EMA if there is one. Collective.
 
-        For after the last step: the optimizer and the EMA keep their state. checkpoint: as restore() has it.
+        For use after the last step: the optimizer and the EMA keep their state. checkpoint: as in restore().
         """
         self._restore_model(checkpoint, checkpoints.EMA_FILE if self.ema else checkpoints.MODEL_FILE)
 
@@ -186,7 +186,7 @@ class TrainingState:
     # --- fp16
 
     def _loss_scale(self) -> dict[str, float] | None:
-        """fp16's loss scale, and the number of steps since it overflowed; None in other precisions."""
+        """fp16's loss scale and the number of steps since an overflow; None in other precisions."""
         if scaler := self._deepspeed_scaler():
             return {"scale": scaler.cur_scale, "good_steps": scaler.cur_iter - scaler.last_overflow_iter - 1}
         if self.accelerator.scaler is None:
@@ -195,7 +195,7 @@ class TrainingState:
         return {"scale": state["scale"], "good_steps": state["_growth_tracker"]}
 
     def _set_loss_scale(self, saved: dict[str, float] | None) -> None:
-        """Restores the scale under any strategy: they differ only in how fast it grows."""
+        """Restores the loss scale, also from another strategy: they differ only in how fast it grows."""
         if saved is None:
             return
         if scaler := self._deepspeed_scaler():

@@ -1,4 +1,4 @@
-"""Finds and verifies a trained model: on the disk or in S3, in a run, a checkpoint or a file."""
+"""Finds and verifies a trained model on the disk or in S3: a run's, a checkpoint's or a single file."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,10 +38,10 @@ from common.system.threads import Heartbeat
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """The weights and what their manifest says. A file without a manifest has the first three fields only."""
+    """The weights and facts of their manifest. Without a manifest only the first three fields are set."""
 
     weights: str  # path of the file on the local disk
-    name: str  # of the file, for people
+    name: str  # for people
     reports: str  # folder for reports about the model
     step: int | None = None
     script: str | None = None  # the name of the script that trained it
@@ -78,8 +78,8 @@ def open_script(
 ) -> tuple[ModuleType, ImageRecipe, Path]:
     """The script that trained the model, its recipe changed by flags, and the script's file.
 
-    file: another script than the one of the project that the manifest names. Raises ValueError when it trains
-    no classifier of images.
+    file: of the script, if it is not the project's script that the manifest names. Raises ValueError unless
+    the script trains a classifier of images.
     """
     if file and not Path(file).is_file():
         raise ValueError(f"--script {file}: there is no such file")
@@ -97,15 +97,15 @@ def open_script(
 
 
 def load_trained(model: nn.Module, file: Path) -> None:
-    """Copies the weights of a safetensors file into a model. ValueError unless they are the model's."""
+    """Copies the weights of a safetensors file into a model. ValueError unless names and shapes agree."""
     weights, own = TensorFile(file), model.state_dict()
     weights.expect({name: tuple(tensor.shape) for name, tensor in own.items()})
     model.load_state_dict({name: weights.tensor(name) for name in own})
 
 
 def load_everywhere(accelerator: Accelerator, model: nn.Module, file: Path, timeout_s: int) -> None:
-    """Copies weights into the model of every process, from the main one, which alone has the file, and moves
-    it to the device. Collective."""
+    """Loads the main process's file into the model of every process, and moves the models to their devices.
+    Collective."""
     once(accelerator, "weights", lambda _: load_trained(model, file), timeout_s)
     model.to(accelerator.device)
     if dist.is_initialized():
@@ -115,7 +115,7 @@ def load_everywhere(accelerator: Accelerator, model: nn.Module, file: Path, time
 
 
 def _of_run(folder: Path, which: str, beat: Heartbeat) -> Checkpoint:
-    """The best checkpoint of a run's folder, or the newest that verifies."""
+    """A run's best checkpoint, or with `latest` the newest that verifies."""
     parent = folder / "checkpoints"
     if not steps_in(parent):
         raise ValueError(f"{shortest(folder)} holds no checkpoints/step_*: give the folder of a run")
@@ -129,7 +129,7 @@ def _of_run(folder: Path, which: str, beat: Heartbeat) -> Checkpoint:
 
 
 def _download(store: ObjectStore, which: str, scratch: Path, beat: Heartbeat) -> Checkpoint:
-    """Downloads the best checkpoint of a run in S3, or the newest that verifies."""
+    """Downloads the best checkpoint of a run in S3, or with `latest` the newest that verifies."""
     if which == "latest":
         step = fetch_newest(store, scratch, -1, beat, print, ours=False)
         if step is None:
@@ -147,7 +147,7 @@ def _download(store: ObjectStore, which: str, scratch: Path, beat: Heartbeat) ->
 
 
 def _described(found: Checkpoint, reports: Path, name: str, file: str | None = None) -> TrainedModel:
-    """The model of a verified checkpoint. file: of the weights, if the user named one."""
+    """The model of a verified checkpoint. file: name of the weights' file, if the user gave one."""
     manifest = found.manifest
     file = file or (EMA_FILE if EMA_FILE in manifest["files"] else MODEL_FILE)
     if file not in (EMA_FILE, MODEL_FILE) or file not in manifest["files"]:

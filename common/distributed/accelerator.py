@@ -1,4 +1,4 @@
-"""One Accelerator, whoever launched us, on GPUs or as a rehearsal on CPU."""
+"""Creates the Accelerator under any launcher, on GPUs or as a rehearsal on the CPU."""
 
 import hashlib
 import os
@@ -55,8 +55,8 @@ from common.system.paths import ROOT
 def start(job: Job, clip_norm: float = 0.0) -> tuple[Accelerator, Batch]:
     """The Accelerator and this job's batch arithmetic. clip_norm is for DeepSpeed's engine; 0 does not clip.
 
-    Raises ValueError when the launcher's config has an answer that is not supported, the batch does not
-    divide, GPUs are too few, or processes disagree.
+    Raises ValueError when the launcher's config has an unsupported answer, the batch does not divide, there
+    are too few GPUs, or the processes disagree.
     """
     deepspeed = check_answers(
         os.environ, world_size(), deepspeed_config=job.deepspeed_config, precision=job.mixed_precision
@@ -111,9 +111,9 @@ def start(job: Job, clip_norm: float = 0.0) -> tuple[Accelerator, Batch]:
 def make_accelerator(
     job: Job, batch: Batch, deepspeed: dict[str, Any] | None, clip_norm: float
 ) -> Accelerator:
-    """The Accelerator that the launcher's environment and the job ask for, without compilation.
+    """The Accelerator for the launcher's environment and the job, without compilation.
 
-    deepspeed: the DeepSpeed JSON, where there is one, as check_answers gives it.
+    deepspeed: the DeepSpeed JSON from check_answers(), if there is one.
     """
     engines_precision = enabled_precision(deepspeed)
     kind = chosen_precision(job.mixed_precision or engines_precision)
@@ -126,7 +126,7 @@ def make_accelerator(
         ),
         kwargs_handlers=[
             InitProcessGroupKwargs(timeout=timedelta(seconds=job.timeout_s)),
-            # Buckets are the gradients themselves: no copy, a gradient's memory saved.
+            # Gradients are views of DDP's buckets, which saves a copy and its memory.
             DistributedDataParallelKwargs(
                 gradient_as_bucket_view=True, comm_hook=DDPCommunicationHookType(job.grad_compression)
             ),
@@ -145,7 +145,7 @@ def make_accelerator(
         plugin.activation_checkpointing = False  # prepare() does it
     is_cpu = accelerator.device.type == "cpu"
     if is_cpu and kind == "fp16" and accelerator.distributed_type != DistributedType.DEEPSPEED:
-        # As Accelerate does on a GPU; on a CPU it would compute in fp32 without a word.
+        # As Accelerate does on a GPU; on a CPU it would silently compute in fp32.
         accelerator.native_amp, accelerator.scaler = True, torch.amp.GradScaler("cpu")
     return accelerator
 
@@ -156,7 +156,7 @@ def prepare(
     """accelerator.prepare, with rank 0's initial weights on every rank.
 
     The model's `_no_split_modules` names the classes that FSDP wraps one by one; the same blocks are compiled
-    and checkpointed, where that is asked for. BatchNorm gets running statistics as common.batch_norm says.
+    and checkpointed if the flags say so. BatchNorm gets the running statistics of common.batch_norm.
     """
     share_initial_weights(accelerator, model)
     return wrap(accelerator, model, optimizer)
@@ -167,7 +167,7 @@ def wrap(
 ) -> tuple[nn.Module, AcceleratedOptimizer]:
     """prepare() without the exchange of initial weights."""
     check_wrapped_classes(model)
-    if strategy(accelerator) in ("single", "ddp"):  # FSDP and ZeRO lay parameters out flat
+    if strategy(accelerator) in ("single", "ddp"):  # FSDP and ZeRO flatten parameters
         model = model.to(memory_format=torch.channels_last)
     statistics = RunningStatistics(model)
     if accelerator.compilation:
@@ -184,19 +184,19 @@ def wrap(
         if accelerator.precision.half_precision == "weights":
             plain_module(prepared).register_forward_pre_hook(cast_inputs(precision(accelerator)))
         if precision(accelerator) == "fp16":
-            # Run finds a loss that is not finite, and says more than DeepSpeed's traceback would.
+            # Run reports a loss that is not finite, and better than DeepSpeed's traceback.
             wrapped.optimizer.loss_scaler.raise_error_at_min_scale = False
         else:
             refuse_skipped_steps(wrapped.optimizer)
     if isinstance(prepared, nn.parallel.DistributedDataParallel):
-        prepared.broadcast_buffers = False  # common.evaluation broadcasts them where they are used
+        prepared.broadcast_buffers = False  # common.evaluation broadcasts them before it uses them
         refuse_missing_gradients(plain_module(prepared), wrapped.optimizer)
     prepared.train()
     return prepared, wrapped
 
 
 def _fill_deepspeed_config(config: dict[str, Any], batch: Batch, clip_norm: float) -> None:
-    """The recipe's numbers, the same under every strategy; told nothing, DeepSpeed would clip at 1.0."""
+    """Sets the recipe's numbers, the same under every strategy. By default DeepSpeed would clip at 1.0."""
     numbers = {
         "train_batch_size": batch.total,
         "train_micro_batch_size_per_gpu": batch.per_device,
@@ -208,12 +208,12 @@ def _fill_deepspeed_config(config: dict[str, Any], batch: Batch, clip_norm: floa
             print(f"DeepSpeed's {key} {config[key]} gives way to the recipe's {number}", flush=True)
         config[key] = number
     config.setdefault("steps_per_print", sys.maxsize)  # the script prints its own log
-    # With offload accelerate would compile DeepSpeed's own Adam in place of the script's optimizer.
+    # With offload Accelerate would replace the script's optimizer by DeepSpeed's Adam, which it compiles.
     config.setdefault("zero_force_ds_cpu_optimizer", False)
 
 
 def _code_hash() -> str:
-    """Hash of the started script and common/: it differs on a host with an old copy."""
+    """Hash of the started script and common/, which differs on a host with an old copy."""
     script, *files = Path(sys.argv[0]).resolve(), *sorted((ROOT / "common").rglob("*.py"))
     digest = hashlib.sha256(script.name.encode() + script.read_bytes())
     for file in files:

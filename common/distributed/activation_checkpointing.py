@@ -1,8 +1,8 @@
-"""Activation checkpointing: a block's activations are computed again in the backward pass, not kept.
+"""Activation checkpointing: a block's activations are recomputed in the backward pass instead of kept.
 
-It draws the same random numbers again, so dropout and drop path leave the gradients as they are; parameters
-keep their names. Between forward and backward a ViT-B/32 with 32 images of 224 pixels holds 66 MiB instead of
-911 (fp32, CPU: benchmarks/activation_memory.py). Not yet measured on a GPU.
+The recomputation draws the same random numbers, so dropout and drop path do not change the gradients.
+Parameters keep their names. Between forward and backward a ViT-B/32 with 32 images of 224 pixels holds 66 MiB
+instead of 911 (fp32, CPU: benchmarks/activation_memory.py). Not yet measured on a GPU.
 """
 
 import functools
@@ -28,9 +28,9 @@ def _outermost(module: nn.Module, names: Collection[str]) -> Iterator[nn.Module]
 
 
 def checkpoint_activations(model: nn.Module) -> None:
-    """Recomputes each block, or what timm's own method does. Raises ValueError for a model with neither.
+    """Checkpoints each block, or what timm's own method chooses. ValueError for a model with neither.
 
-    Not by accelerate: it draws other random numbers in the backward pass, and changes parameters' names.
+    Accelerate's method would draw other random numbers in the backward pass, and rename parameters.
     """
     blocks = list(blocks_of(model))
     for block in blocks:

@@ -18,8 +18,8 @@ from common.system.doing import doing, now
 from common.system.env import is_hosts_first
 
 Work = Callable[[Callable[[], None]], Any]  # work(beat)
-MISTAKES = (ValueError, FloatingPointError, OSError)  # said in one line, without a traceback
-UNANSWERED_S = 240  # wait for a working process after a signal: a request to S3 may take so long
+MISTAKES = (ValueError, FloatingPointError, OSError)  # printed in one line, without a traceback
+UNANSWERED_S = 240  # wait for a working process after a signal: a request to S3 may take that long
 
 
 def agree(accelerator: Accelerator, facts: dict[str, Any]) -> None:
@@ -42,10 +42,9 @@ def agree(accelerator: Accelerator, facts: dict[str, Any]) -> None:
 def once_per_host(accelerator: Accelerator, topic: str, work: Work, timeout_s: int) -> Any:
     """Runs work(beat) in one process per host while the others wait; returns its result, as JSON, on all.
 
-    Work may take hours: no process waits in a collective. It calls beat() as a heartbeat; without one for
-    timeout_s seconds the job ends. A ValueError in work ends all processes with its message; a signal to any
-    process ends the work, and all raise Preempted. topic: names this call in messages, such as `data`; each
-    call has its own.
+    The work may take hours, as no process waits in a collective. It calls beat() as a heartbeat; without one
+    for timeout_s seconds the job ends. A ValueError in the work ends all processes with its message. A signal
+    to any process ends the work, and all raise Preempted. topic: a unique name of this call, such as `data`.
     """
     return _while_others_wait(
         accelerator, topic, work, timeout_s, accelerator.process_index - accelerator.local_process_index
@@ -53,7 +52,7 @@ def once_per_host(accelerator: Accelerator, topic: str, work: Work, timeout_s: i
 
 
 def once(accelerator: Accelerator, topic: str, work: Work, timeout_s: int) -> Any:
-    """Runs work(beat) as once_per_host does, in the main process alone; returns its result on all."""
+    """Runs work(beat) like once_per_host, but only in the main process; returns its result on all."""
     return _while_others_wait(accelerator, topic, work, timeout_s, 0)
 
 
@@ -85,7 +84,7 @@ def _while_others_wait(
             store.set(f"{board}/stop", "yes")  # the workers' outcomes decide: they are the same for all
             told = told or time.monotonic()
             if time.monotonic() - told > UNANSWERED_S:
-                raise Preempted  # the worker is dead: its launcher has told us so
+                raise Preempted  # the worker is dead, and its launcher stops this process
         if (latest := store.add(f"{board}/beats", 0)) != beats:
             beats, heard = latest, time.monotonic()
         elif time.monotonic() - heard > timeout_s:
@@ -130,25 +129,25 @@ def _stop_if_wanted() -> None:
 
 
 def first_to_say(message: str, store: dist.Store | None = None) -> bool:
-    """True when no other process has printed this message: most mistakes are found by all at once.
+    """True when no other process has printed this message, as most mistakes occur in all processes.
 
-    store: a thread's own connection.
+    store: a connection for this thread alone.
     """
     if not dist.is_initialized():
         return is_hosts_first()
     key = f"said/{hashlib.sha256(message.encode()).hexdigest()}"
     try:
         return (store or dist.distributed_c10d._get_default_store()).add(key, 1) == 1
-    except RuntimeError:  # the process that kept the store is gone
+    except RuntimeError:  # the process that hosts the store is gone
         return True
 
 
 def let_main_close_first(accelerator: Accelerator, store: dist.Store | None = None) -> None:
-    """Waits, in a job that fails, until the main process has closed its files: 10 s at most.
+    """Waits in a failing job until the main process has closed its files, 10 s at most.
 
-    The main process calls it after closing them, the others before they end, because a launcher kills all
-    processes as soon as one has ended. The main process may hang in a collective. store: a thread's own
-    connection.
+    The main process calls it after closing them, the others before they exit, because a launcher kills all
+    processes as soon as one has exited. The main process may hang in a collective. store: a connection for
+    this thread alone.
     """
     if not dist.is_initialized():
         return
@@ -159,12 +158,12 @@ def let_main_close_first(accelerator: Accelerator, store: dist.Store | None = No
         until = time.monotonic() + 10
         while not store.check(["closed"]) and time.monotonic() < until:
             time.sleep(0.05)
-    except RuntimeError:  # the process that kept the store is gone
+    except RuntimeError:  # the process that hosts the store is gone
         return
 
 
 def _difference(ours: str | None, theirs: str | None) -> str:
-    """ours as text; only the entries that differ when both are objects."""
+    """`ours` as text; if both are objects, only the entries that differ."""
     ours, theirs = json.loads(ours or "null"), json.loads(theirs or "null")
     if isinstance(ours, dict) and isinstance(theirs, dict):
         return ", ".join(f"{key}={value}" for key, value in ours.items() if theirs.get(key) != value)

@@ -1,7 +1,7 @@
-"""The answers of `accelerate config`: each is honoured, or refused in one line before anything starts.
+"""Checks the answers of `accelerate config`: each is used, or refused in one line before anything starts.
 
-accelerate's launcher hands them to each process in environment variables. The same holds for the keys of a
-DeepSpeed JSON file.
+Accelerate's launcher passes them to each process in environment variables. The keys of a DeepSpeed JSON file
+are checked in the same way.
 """
 
 import difflib
@@ -18,15 +18,15 @@ from common.system.files import parse_json
 
 
 class Answer(NamedTuple):
-    """A key of the accelerate config, and which of its values are honoured."""
+    """A key of the accelerate config, and its supported values."""
 
     key: str
-    variable: str  # in which accelerate's launcher hands the value on
-    honoured: str = ".*"  # pattern of the values; case does not matter
-    instead: str = ""  # what to choose in place of another value
+    variable: str  # in which Accelerate's launcher passes the value
+    honoured: str = ".*"  # pattern of the supported values; case does not matter
+    instead: str = ""  # advice for other values
 
 
-ANSWERS = {  # by the variable that switches a group of answers on; the first group always counts
+ANSWERS = {  # by the variable that enables a group of answers; the first group always counts
     "": (
         Answer("mixed_precision", "ACCELERATE_MIXED_PRECISION", "no|bf16|fp16", "choose bf16, fp16 or no"),
         Answer(
@@ -73,13 +73,13 @@ ANSWERS = {  # by the variable that switches a group of answers on; the first gr
         ),
         Answer("fsdp_transformer_layer_cls_to_wrap", "FSDP_TRANSFORMER_CLS_TO_WRAP"),  # check_wrapped_classes
         Answer("fsdp_min_num_params", "FSDP_MIN_NUM_PARAMS", "[0-9]+", "choose a whole number"),
-        # FSDP 2 prefetches before each backward, whatever the answer
+        # FSDP 2 always prefetches before each backward
         Answer(
             "fsdp_backward_prefetch", "FSDP_BACKWARD_PREFETCH", "1|BACKWARD_PRE|None", "choose BACKWARD_PRE"
         ),
         Answer("fsdp_forward_prefetch", "FSDP_FORWARD_PREFETCH", "false", "it is of FSDP 1, choose false"),
         Answer("fsdp_use_orig_params", "FSDP_USE_ORIG_PARAMS", "true", "FSDP 2 always does, choose true"),
-        # of accelerate's own checkpoints, which these scripts do not write
+        # for Accelerate's own checkpoints, which these scripts do not write
         Answer(
             "fsdp_state_dict_type",
             "FSDP_STATE_DICT_TYPE",
@@ -150,7 +150,7 @@ ANSWERS = {  # by the variable that switches a group of answers on; the first gr
             "false",
             "it is for models that Transformers loads, choose false",
         ),
-        # of accelerate's own checkpoints
+        # for Accelerate's own checkpoints
         Answer("zero3_save_16bit_model", "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL"),
         Answer(
             "deepspeed_moe_layer_cls_names",
@@ -158,17 +158,17 @@ ANSWERS = {  # by the variable that switches a group of answers on; the first gr
             "",
             "leave it out, no model here has such layers",
         ),
-        # the recipe's numbers; accelerator.py says where these differ
+        # the recipe's numbers are used; accelerator.py reports a difference
         Answer("gradient_accumulation_steps", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"),
         Answer("gradient_clipping", "ACCELERATE_GRADIENT_CLIPPING"),
         Answer("deepspeed_config_file", "ACCELERATE_DEEPSPEED_CONFIG_FILE"),  # check_deepspeed
         Answer("deepspeed_config", "ACCELERATE_CONFIG_DS_FIELDS"),  # the names of the keys above
     ),
 }
-# The number of processes, as MPI tells it to each
+# Variables in which MPI sets the number of processes
 MPI_SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 
-# Keys of a DeepSpeed JSON file with which the scripts work.
+# Supported keys of a DeepSpeed JSON file.
 DEEPSPEED_KEYS = {
     "": """train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping bf16
         fp16 zero_optimization zero_allow_untested_optimizer zero_force_ds_cpu_optimizer steps_per_print
@@ -199,11 +199,11 @@ def check_answers(
     deepspeed_config: str | None = None,
     precision: str | None = None,
 ) -> dict[str, Any] | None:
-    """Checks the launcher's answers in env beside --deepspeed_config and --mixed_precision, which wins.
+    """Checks the launcher's answers in env, with --deepspeed_config and --mixed_precision (which wins).
 
-    Returns the DeepSpeed JSON, where there is one. ValueError names the first answer that is not honoured.
+    Returns the DeepSpeed JSON, if there is one. ValueError names the first unsupported answer.
     """
-    env = {"FSDP_VERSION": "1", **env}  # accelerate's default
+    env = {"FSDP_VERSION": "1", **env}  # Accelerate's default
     for switch, answers in ANSWERS.items():
         if switch and not _is_on(env, switch):
             continue
@@ -246,7 +246,7 @@ def _refuse(key: str, value: str, instead: str) -> None:
 
 
 def _check_processes(env: Mapping[str, str]) -> None:
-    """Refuses MPI, and `multi-CPU`, which starts one process without it."""
+    """Refuses MPI, and `multi-CPU`, which without MPI starts one process only."""
     if "LOCAL_RANK" in env:
         return
     instead = "choose multi-GPU, which is also how several processes rehearse on a CPU"
@@ -299,7 +299,7 @@ def _check_deepspeed_answers(env: Mapping[str, str], file: str) -> None:
 
 
 def _read_deepspeed(name: str, file: str) -> dict[str, Any]:
-    """A DeepSpeed JSON file. name: of the flag or key that names it. ValueError when it can't be read."""
+    """The content of a DeepSpeed JSON file. name: the flag or key that names it. ValueError if unreadable."""
     try:
         return parse_json(Path(file).read_bytes(), f"{name} {file}")
     except OSError as error:
@@ -307,7 +307,7 @@ def _read_deepspeed(name: str, file: str) -> dict[str, Any]:
 
 
 def _check_deepspeed(config: dict[str, Any], file: str, precision: str | None) -> None:
-    """ValueError names the first key of the JSON file that is not honoured. precision: --mixed_precision."""
+    """Checks a DeepSpeed JSON. ValueError names the first unsupported key. precision: --mixed_precision."""
     zero = config.get("zero_optimization")
     if not isinstance(zero, dict):
         raise ValueError(f"{file} has no zero_optimization: take one of ds_configs/")
@@ -344,16 +344,16 @@ def _check_deepspeed(config: dict[str, Any], file: str, precision: str | None) -
 
 
 def enabled_precision(config: dict[str, Any] | None) -> str | None:
-    """bf16 or fp16, where the DeepSpeed JSON itself says so; no, where it switches bf16 off.
+    """The precision that the DeepSpeed JSON sets: bf16, fp16, or `no` if it disables bf16.
 
-    None leaves it to the flag and the device.
+    None leaves the choice to the flag and the device.
     """
     said = _precisions(config or {})
     return next((kind for kind, enabled in said.items() if enabled), "no" if "bf16" in said else None)
 
 
 def _precisions(config: dict[str, Any]) -> dict[str, bool]:
-    """The switches of bf16 and fp16; a missing one, or "auto", is left out."""
+    """The `enabled` values of bf16 and fp16, without missing ones and "auto"."""
     sections = {kind: config.get(kind) for kind in ("bf16", "fp16")}
     return {
         kind: section["enabled"]
@@ -374,7 +374,7 @@ def _check_keys(section: dict[str, Any], name: str, file: str) -> None:
 
 
 def check_device_kind() -> None:
-    """ValueError on a host with TPUs, XPUs or NPUs, which accelerate would train on."""
+    """ValueError on a host with TPUs, XPUs or NPUs, on which Accelerate would train."""
     import torch
     from accelerate.utils import is_torch_xla_available
 
@@ -385,11 +385,11 @@ def check_device_kind() -> None:
 
 
 def settle_answers(rehearsal: bool) -> list[str]:
-    """Changes the answers that mean nothing here. Returns a line about each."""
+    """Disables answers that have no meaning here. Returns a remark about each."""
     meaningless = [("fsdp_cpu_ram_efficient_loading", "it is for models that Transformers loads")]
     if rehearsal:
         meaningless.append(("fsdp_offload_params", "in a rehearsal they are on the CPU anyway"))
-    if os.environ.get("FSDP_TRANSFORMER_CLS_TO_WRAP") == "":  # the question's default: the model's own blocks
+    if os.environ.get("FSDP_TRANSFORMER_CLS_TO_WRAP") == "":  # empty by default: use the model's own blocks
         del os.environ["FSDP_TRANSFORMER_CLS_TO_WRAP"]
     remarks = []
     for key, why in meaningless:

@@ -1,8 +1,8 @@
-"""torch.compile, block by block: by --compile, or by the `dynamo_config` of an accelerate config.
+"""torch.compile, block by block: with --compile, or with the `dynamo_config` of an accelerate config.
 
 Equal blocks share their graphs. Drop path's rate is a constant of each block, so timm's DropPath stays out of
-the graphs: a ViT's blocks take 4 of them to train and 4 to evaluate, whatever their number (one for the first
-block, which has no drop path, and three pieces for all others). Speed is not yet measured on a GPU.
+the graphs. The blocks of a ViT then need 4 graphs to train and 4 to evaluate, for any number of blocks: one
+for the first block, which has no drop path, and three for all others. Speed is not yet measured on a GPU.
 """
 
 import argparse
@@ -19,8 +19,8 @@ from torch import nn
 
 from common.distributed.activation_checkpointing import blocks_of
 
-# Graphs of one class of blocks: of each width and stride, to train and to evaluate. Beyond Dynamo's limit, 8,
-# a block would run uncompiled without a word.
+# Graphs of one class of blocks: for each width and stride, to train and to evaluate. Beyond Dynamo's default
+# limit of 8, a block would silently run uncompiled.
 RECOMPILE_LIMIT = 64
 
 
@@ -42,7 +42,7 @@ class Compilation:
 
 
 def asked_for(flag: str | None) -> Compilation:
-    """The compilation that --compile asks for, else the launcher. Raises ValueError if this host can't."""
+    """The compilation of --compile, else of the launcher. Raises ValueError if this host can't compile."""
     asked = _by_launcher() if flag is None else Compilation("no" if flag == "no" else "inductor", flag)
     if asked:
         _check(asked)
@@ -50,22 +50,21 @@ def asked_for(flag: str | None) -> Compilation:
 
 
 def compile_blocks(model: nn.Module, how: Compilation, is_whole: bool = False) -> None:
-    """Compiles the forward of each block, or the model's where it has no blocks. Names stay as they are.
+    """Compiles the forward of each block, or of a model without blocks. Parameters keep their names.
 
-    is_whole: nothing shards the model. Then `reduce-overhead` compiles all of it at once, as that mode is for
-    models that wait for the host: their stem and head count, too. Not a timm model, whose blocks share graphs
-    that they would not share inside of a whole. Not block.compile(): that traces FSDP's and DeepSpeed's hooks
-    too.
+    is_whole: True if nothing shards the model. Then `reduce-overhead` compiles the model as a whole, because
+    that mode is for models that wait for the host, also in stem and head; except a timm model, whose blocks
+    would no longer share graphs. block.compile() is not used, as it also traces FSDP's and DeepSpeed's hooks.
     """
     import torch._dynamo
     import torch._inductor.config
 
     torch._dynamo.config.recompile_limit = max(RECOMPILE_LIMIT, torch._dynamo.config.recompile_limit)
-    torch._inductor.config.fallback_random = True  # else Inductor draws other dropout than eager does
+    torch._inductor.config.fallback_random = True  # else dropout differs from eager mode
     if "timm" in sys.modules and not how.fullgraph:
         drop_path = importlib.import_module("timm.layers").DropPath
         drop_path.forward = torch.compiler.disable(drop_path.forward)
-    mode = how.mode if how.backend == "inductor" else None  # other backends take none
+    mode = how.mode if how.backend == "inductor" else None  # other backends have no modes
     blocks = list(blocks_of(model))
     if is_whole and how.mode == "reduce-overhead" and not any(is_timms(block) for block in blocks):
         blocks = []
@@ -81,7 +80,7 @@ def is_timms(module: nn.Module) -> bool:
 
 def _by_launcher() -> Compilation:
     if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true" and "ACCELERATE_DYNAMO_BACKEND" not in os.environ:
-        plugin = TorchDynamoPlugin(**_in_launchers_file())  # accelerate hands nothing on to DeepSpeed's jobs
+        plugin = TorchDynamoPlugin(**_in_launchers_file())  # for DeepSpeed, accelerate launch passes nothing
     else:
         plugin = TorchDynamoPlugin()
     return Compilation(
@@ -90,7 +89,7 @@ def _by_launcher() -> Compilation:
 
 
 def _in_launchers_file() -> dict[str, Any]:
-    """`dynamo_config` of the file that `accelerate launch` was given, or has by default, for the plugin."""
+    """The plugin's arguments from `dynamo_config` of `accelerate launch`'s config file."""
     import yaml
     from accelerate.commands.config.config_args import default_config_file
 

@@ -1,4 +1,4 @@
-"""The devices that a process may train on: no CPU by accident, and no GPU without code for it."""
+"""Checks a process's device: refuses a CPU used by accident, and a GPU that torch has no code for."""
 
 import os
 import re
@@ -14,7 +14,7 @@ REHEARSE = "to rehearse on the CPU put CUDA_VISIBLE_DEVICES= before the same com
 
 
 def check_devices() -> None:
-    """ValueError when the GPUs are too few, or torch can't use them; and on TPUs, XPUs or NPUs."""
+    """ValueError if there are too few GPUs, or torch can't use them; and on TPUs, XPUs or NPUs."""
     check_device_kind()
     gpus, processes = torch.cuda.device_count(), processes_per_host()
     if not on_gpu():
@@ -30,7 +30,7 @@ def check_devices() -> None:
 
 
 def _check_that_no_gpu_is_left_out() -> None:
-    """Without this, a host whose driver is too old for torch would train on its CPU for hours."""
+    """ValueError if torch can't use this host's GPUs: with an old driver it would train on the CPU."""
     if _gpus_are_hidden() or os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true":
         return
     found, cuda = devices(), torch.version.cuda
@@ -67,7 +67,7 @@ def _torchs_own_reason() -> str:
 
 
 def _check_code(device: int) -> None:
-    """ValueError when torch was not built for this process's GPU: its first kernel would fail."""
+    """ValueError if torch was not built for this process's GPU, where the first kernel would fail."""
     major, minor = torch.cuda.get_device_capability(device)
     built = torch.cuda.get_arch_list()
     if built and not any(runs_on(code, major, minor) for code in built):

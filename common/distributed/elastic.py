@@ -1,4 +1,4 @@
-"""Jobs whose hosts come and go: the most hosts, and rounds whose number of processes can't train."""
+"""Elastic jobs: the maximum number of hosts, and the batch with any number of them."""
 
 import contextlib
 import os
@@ -21,20 +21,20 @@ def hosts() -> int:
 
 
 def most_hosts() -> int:
-    """The hosts of the whole job, of which some may be away now; elsewhere those there are.
+    """The number of hosts of an elastic job, including those that are away; of other jobs their hosts.
 
-    launch.py says it in LAUNCH_MOST_HOSTS, torchrun in --nnodes=MIN:MAX.
+    It comes from launch.py's LAUNCH_MOST_HOSTS, or from torchrun's --nnodes=MIN:MAX.
     """
     told = os.environ.get(MOST_HOSTS) or _torchruns_most()
     return max(int(told), hosts()) if told else hosts()
 
 
 def elastic_batch(job: Job) -> Batch:
-    """The arithmetic of the batch, alike for any number of hosts of the job.
+    """The arithmetic of the batch, with the same micro-batch for any number of hosts.
 
-    Unless --per_device_batch_size is given, it is that of all hosts: with fewer of them each process has
-    more micro-batches. Where their number does not divide, torchrun's round waits for another one, and after
-    job.timeout_s ends. ValueError with the numbers that can train.
+    Unless --per_device_batch_size is given, the micro-batch is that with all hosts: with fewer hosts each
+    process accumulates more of them. If this number of hosts does not divide the batch, torchrun's round
+    waits job.timeout_s for another number. ValueError with the numbers that can train.
     """
     processes, most = world_size(), most_hosts() * processes_per_host()
     per_device = job.per_device_batch_size
@@ -62,10 +62,10 @@ def elastic_batch(job: Job) -> Batch:
 
 
 def replacement_problem() -> str | None:
-    """Why no replaced or added host can join this torchrun job; None where one can, or on one host.
+    """Why no replaced or added host can join this torchrun job; None if one can, or on one host.
 
-    torch 2.15 shares the agent's store: in a later round the agents that are new do not learn the address of
-    rank 0, wait for 60 s, and fail (torch.distributed.elastic.rendezvous.dynamic_rendezvous).
+    torch 2.15 shares the agent's store: in a later round new agents do not learn the address of rank 0, wait
+    for 60 s, and fail (torch.distributed.elastic.rendezvous.dynamic_rendezvous).
     """
     by_torchrun = os.environ.get("TORCHELASTIC_RUN_ID", "none") != "none"
     shares_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -75,7 +75,7 @@ def replacement_problem() -> str | None:
 
 
 def _torchruns_most() -> str | None:
-    """MAX of torchrun's --nnodes=MIN:MAX, as text; None elsewhere. torchrun does not tell its processes."""
+    """MAX of torchrun's --nnodes=MIN:MAX, as text, from the agent's command line; None without it."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
     found = re.fullmatch(r"(\d+):(\d+)", os.environ.get("PET_NNODES", ""))

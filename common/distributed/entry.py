@@ -1,4 +1,4 @@
-"""The begin and end of a job's process: a train script's entry, errors in one line, exit statuses."""
+"""Start and end of a job's process: a train script's entry, errors in one line, exit statuses."""
 
 import contextlib
 import functools
@@ -31,7 +31,7 @@ Main = Callable[[R, Accelerator, Batch], None]
 def entry(kind: type[R]) -> Callable[[Main[R]], Callable[[], None]]:
     """Decorates a train script's main(recipe, accelerator, batch).
 
-    Called without arguments it reads the recipe from the flags, starts the accelerator, trains, and ends the
+    The decorated function reads the recipe from the flags, starts the accelerator, trains, and ends the
     process.
     """
 
@@ -54,8 +54,8 @@ def entry(kind: type[R]) -> Callable[[Main[R]], Callable[[], None]]:
 def run_process(main: Callable[[], None]) -> NoReturn:
     """Calls main(), and ends the process with an exit status.
 
-    1 for a mistake, which is one line, and for any other error, which is a traceback; 130 for Ctrl-C; 75 for
-    a preemption.
+    1 after a mistake (printed in one line) or another error (with a traceback), 130 after Ctrl-C, 75 after a
+    preemption.
     """
     status = 0
     set_umask()
@@ -81,7 +81,7 @@ def run_process(main: Callable[[], None]) -> NoReturn:
         status = PREEMPTED
         if first_to_say("preempted"):
             print(f"preempted: the same command continues (exit status {PREEMPTED})")
-    except Exception as error:  # left to the interpreter, all shard downloads that were asked for would run
+    except Exception as error:  # if it reached the interpreter, all queued downloads of shards would run
         status = 1
         begin_exit()
         tell_failure(error)
@@ -95,22 +95,22 @@ def run_process(main: Callable[[], None]) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     report("exit", status=status)
-    # Not sys.exit: about one in a hundred gloo processes aborts in the destructors of its threads, its work
-    # done; and an upload to a silent store would be waited for.
+    # Not sys.exit: about one in a hundred gloo processes aborts in the destructors of its threads, and an
+    # upload to a silent store would delay the exit.
     os._exit(status)
 
 
 def _wait_for_others() -> None:
     """Waits until the other processes have printed their errors, or read this one's from rank 0's store.
 
-    A launcher kills all processes as soon as one has ended.
+    A launcher kills all processes as soon as one has exited.
     """
     if world_size() > 1:
         time.sleep(1 if rank() == 0 else 2 if dist.is_initialized() else 5)
 
 
 class _Output(io.FileIO):
-    """A file that drops what it can't write: a training must not fail in a print."""
+    """A file that drops what it can't write, because a training must not fail in a print."""
 
     def write(self, data: Any, /) -> int:
         with contextlib.suppress(OSError):
@@ -119,7 +119,7 @@ class _Output(io.FileIO):
 
 
 def _ignoring_write_errors(stream: TextIO) -> TextIO:
-    """The same output, which outlives a `| tee` that ends first, and a full disk under a log."""
+    """The stream without write errors, as from a `| tee` that ended first, or a full disk under a log."""
     assert isinstance(stream, io.TextIOWrapper)
     stream.flush()
     output = _Output(stream.fileno(), "w", closefd=False)

@@ -1,4 +1,4 @@
-"""Gradients that a strategy leaves out without a word: missing ones under DDP, infinite ones under ZeRO."""
+"""Refuses gradients that a strategy silently skips: missing ones under DDP, infinite ones under ZeRO."""
 
 import re
 from typing import Any
@@ -10,12 +10,12 @@ from torch import nn
 def refuse_missing_gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Makes the optimizer's first step raise ValueError when a trained parameter has no gradient.
 
-    DDP averages no gradient of a bucket in which one is missing. It says so itself, but at the next forward,
-    after a step by gradients that differ between the processes.
+    DDP averages no gradient of a bucket in which one is missing. It reports this only at the next forward,
+    after a step with gradients that differ between the processes.
     """
 
     def check(stepping: torch.optim.Optimizer, *_) -> None:
-        if stepping is not optimizer:  # a copy, which is tried before the training
+        if stepping is not optimizer:  # a copy, in the trial before the training
             return
         hook.remove()
         if missing := [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]:
@@ -25,10 +25,10 @@ def refuse_missing_gradients(model: nn.Module, optimizer: torch.optim.Optimizer)
 
 
 def refuse_skipped_steps(zero: Any) -> None:
-    """Makes DeepSpeed's optimizer raise FloatingPointError where it would leave a step out.
+    """Makes DeepSpeed's optimizer raise FloatingPointError where it would skip a step.
 
-    For precisions without loss scaling, where a step is left out because a gradient is not finite. All
-    processes find that together.
+    For precisions without loss scaling, where it skips a step if a gradient is not finite. All processes
+    detect this together.
     """
     update_scale = zero._update_scale
 
@@ -42,7 +42,7 @@ def refuse_skipped_steps(zero: Any) -> None:
 
 
 def unused_parameters(error: BaseException | None, parameters: list[str]) -> list[str]:
-    """The names in DDP's own error about them, which comes when a gradient is missing in a later step."""
+    """The parameters in DDP's own error, which it raises when a gradient is missing in a later step."""
     found = re.search(r"Parameter indices which did not receive grad for rank \d+: ([\d ]+)", str(error))
     return [parameters[int(i)] for i in found[1].split()] if found else []
 

@@ -1,8 +1,8 @@
-"""Reports of a job that hangs: each rank tells its phase, step, stack and last collective.
+"""Reports of a job that hangs: each rank's phase, step, stack and last collective.
 
-A thread of each rank looks at torch's flight recorder, which records gloo and NCCL. When a collective has
-waited for most of the time-out it asks all ranks for their evidence, before the time-out ends them: NCCL's
-watchdog aborts a process without a word from Python. A stopped rank does not answer.
+A thread of each rank polls torch's flight recorder, which records gloo and NCCL. When a collective has waited
+for most of the time-out, the thread asks all ranks for their evidence before the time-out ends them (NCCL's
+watchdog aborts a process without a message from Python). A stopped rank does not answer.
 """
 
 import contextlib
@@ -29,17 +29,17 @@ from common.system.events import EVENTS_FILE, report
 from common.system.hangs import Evidence, hang_table
 from common.system.paths import ROOT
 
-ASK_AT = 0.7  # of the time-out, after which a collective that waits is reported
+ASK_AT = 0.7  # share of the time-out after which a waiting collective is reported
 POLL_S = 0.5
 ANSWER_S = 1.0  # for the other ranks to answer
-KEPT = 256  # collectives; to read torch's default of 2,000 takes 35 ms or more
-BEATS = 5  # heartbeats in a time-out
+KEPT = 256  # recorded collectives; reading torch's default of 2,000 takes 35 ms or more
+BEATS = 5  # heartbeats per time-out
 
 _watch: "_HangWatch | None" = None
 
 
 def record_collectives() -> None:
-    """Has torch keep few collectives, and write no pickles at a time-out. Before the first group."""
+    """Makes torch record few collectives, and write no pickles at a time-out. Before the first group."""
     if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(KEPT))
     for name in ("TORCH_FR_DUMP_ON_TIMEOUT", "TORCH_NCCL_DUMP_ON_TIMEOUT"):
@@ -47,7 +47,7 @@ def record_collectives() -> None:
 
 
 def watch_hangs(accelerator: Accelerator, timeout_s: float) -> None:
-    """Starts to look for collectives that wait too long, and to answer other ranks that do. Collective."""
+    """Starts to look for collectives that wait too long, and to answer other ranks. Collective."""
     global _watch
     if accelerator.num_processes == 1:
         return
@@ -59,13 +59,13 @@ def watch_hangs(accelerator: Accelerator, timeout_s: float) -> None:
 
 
 def notice_hang() -> None:
-    """Reports this process's place, and asks the others for theirs: it ends soon."""
+    """Reports this process's evidence and asks the others for theirs, because this process ends soon."""
     if _watch:
         _watch.notice()
 
 
 def stop_watching() -> None:
-    """Ends the threads: this process ends."""
+    """Stops the threads before this process ends."""
     if _watch:
         _watch.stopped = True
 
@@ -73,7 +73,7 @@ def stop_watching() -> None:
 def collectives() -> list[dict[str, Any]]:
     """The collectives in torch's flight recorder, oldest first: op, group, number, age_s and is_done.
 
-    number: a group's collectives are numbered; a rank with a smaller one is behind.
+    number: in its group; a rank whose last number is smaller is behind.
     """
     entries = []
     for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):  # gloo's, NCCL's
@@ -96,14 +96,14 @@ def collectives() -> list[dict[str, Any]]:
 class _HangWatch:
     def __init__(self, rank: int, hosts: list[str], job: str, timeout_s: float):
         self.rank, self.hosts, self.job, self.timeout_s = rank, hosts, job, timeout_s
-        self.store = dist.distributed_c10d._get_default_store().clone()  # of the thread that answers
+        self.store = dist.distributed_c10d._get_default_store().clone()  # for the answering thread
         self.asking = dist.distributed_c10d._get_default_store().clone()
         self.lock = threading.Lock()
         self.stopped = self.noticed = self.answered = False
-        self.first = True  # no other rank has noticed before, as far as this one knows
+        self.first = True  # False once another rank is known to have noticed first
 
     def look(self) -> None:
-        """Looks for a collective that waits too long. It uses no store: that may hang, too."""
+        """Looks for a collective that waits too long, without the store, which may hang, too."""
         every_s = max(POLL_S, self.timeout_s / 40)
         while not (self.stopped or self.noticed):
             time.sleep(every_s)
@@ -114,7 +114,7 @@ class _HangWatch:
     def answer(self) -> None:
         """Writes heartbeats into the store, and evidence when a rank asks for it."""
         beaten = 0.0
-        with contextlib.suppress(RuntimeError):  # the process that kept the store is gone
+        with contextlib.suppress(RuntimeError):  # the process that hosts the store is gone
             while not self.stopped:
                 if time.monotonic() - beaten > self.timeout_s / BEATS:
                     beaten = time.monotonic()
@@ -132,11 +132,11 @@ class _HangWatch:
             self.noticed = True
         mine = self.leave()
         others: dict[int, Evidence] = {}
-        # A store in a stopped process does not answer either.
+        # In a thread, as a store in a stopped process does not answer.
         asking = threading.Thread(target=self._ask, args=(mine, others), daemon=True)
         asking.start()
         asking.join(2 * ANSWER_S)
-        report("hang", **mine)  # again, with the last signs of life of the silent
+        report("hang", **mine)  # again, with the last heartbeats of silent ranks
         if EVENTS_FILE not in os.environ and self.first:
             found = {**others, self.rank: mine}
             lines = hang_table(list(found.values()))
@@ -160,7 +160,7 @@ class _HangWatch:
                     mine["silent_s"][rank] = time.time() - float(store.get(key))
 
     def leave(self) -> Evidence:
-        """This process's evidence, in a file and to launch.py."""
+        """Reports this process's evidence to launch.py or in a file, and returns it."""
         mine = evidence(self.rank, self.hosts)
         if EVENTS_FILE not in os.environ:
             mine["file"] = _write(self.job, self.rank, mine.pop("stacks"))
@@ -173,7 +173,7 @@ class _HangWatch:
 
 
 def evidence(rank: int, hosts: list[str]) -> Evidence:
-    """This process's place, as JSON: names of files, lines and functions, no values."""
+    """This process's evidence for JSON: names of files, lines and functions, but no values."""
     found = collectives()
     sequence: dict[str, int] = {}
     for one in found:
@@ -195,7 +195,7 @@ def evidence(rank: int, hosts: list[str]) -> Evidence:
 
 
 def _where(frame: FrameType | None) -> str:
-    """The innermost line of the project's own, or of the script's."""
+    """The innermost line of the stack in the project or beside the script."""
     roots = (ROOT, Path(sys.argv[0]).resolve().parent)
     while frame:
         file = Path(frame.f_code.co_filename).absolute()
@@ -207,7 +207,6 @@ def _where(frame: FrameType | None) -> str:
 
 
 def _stacks() -> str:
-    """The Python stacks of all threads."""
     with contextlib.suppress(OSError), tempfile.TemporaryFile("w+") as file:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)

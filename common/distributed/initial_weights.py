@@ -1,4 +1,4 @@
-"""Initial weights: rank 0's, on every rank."""
+"""Copies rank 0's initial weights to every rank."""
 
 import hashlib
 
@@ -13,10 +13,10 @@ from common.distributed.agreement import agree
 
 @torch.no_grad()
 def share_initial_weights(accelerator: Accelerator, model: nn.Module) -> None:
-    """Gives every rank rank 0's weights. ValueError when names, shapes or types of parameters differ.
+    """Gives every rank the weights of rank 0. ValueError when names, shapes or types of parameters differ.
 
-    All ranks draw theirs from the same seed. On equal CPUs they are equal, and nothing is sent; CPUs with
-    other instruction sets round otherwise.
+    All ranks draw their weights from the same seed. If they are equal, nothing is sent; CPUs with different
+    instruction sets round differently.
     """
     tensors = model.state_dict()
     shapes = {name: [list(tensor.shape), str(tensor.dtype)] for name, tensor in tensors.items()}

@@ -1,9 +1,8 @@
 """Conversion between whole tensors and what each process holds of them, under every strategy.
 
 The tensors that the optimizer changes in place are called "held" here: the parameters themselves on one
-process and under DDP, shards under FSDP2, flat partitions of the fp32 masters under ZeRO. An EMA's averages,
-and most of an optimizer's state, are lists of tensors with the shapes of the held ones, so one conversion
-serves all.
+process and under DDP, shards under FSDP2, flat partitions of the fp32 masters under ZeRO. An EMA's averages
+and most of an optimizer's state have the shapes of the held tensors, so they are converted in the same way.
 """
 
 import copy
@@ -18,24 +17,24 @@ from torch.optim import Optimizer
 
 from common.distributed.strategy import plain_module
 
-EXCHANGED_BYTES = 64 * 2**20  # what exchanging two tensors takes beside them
+EXCHANGED_BYTES = 64 * 2**20  # extra memory for exchanging two tensors
 
-Held = Sequence[Tensor | None]  # one per held tensor; None: the parameter has no such state
-Arrange = Callable[[list[Tensor]], list[Tensor]]  # the tensors of a parameter group, as a strategy holds them
+Held = Sequence[Tensor | None]  # one per held tensor; None if the parameter has no such state
+Arrange = Callable[[list[Tensor]], list[Tensor]]  # converts a parameter group to what a strategy holds
 
 
 class Layout:
     """The layout of one process and of DDP, where every process holds everything.
 
-    Made before the first forward: later FSDP2's modules show gathered copies of their parameters.
+    Create it before the first forward: later FSDP2's modules may show gathered copies of their parameters.
     """
 
-    parts = ""  # what the optimizer gets instead of whole parameters
+    parts = ""  # a name of what the optimizer gets instead of whole parameters
     is_flat = False
 
     def __init__(self, model: nn.Module, optimizer: AcceleratedOptimizer):
         self.module, self.optimizer = plain_module(model), optimizer.optimizer
-        # nn.Parameters; FSDP's and ZeRO's have further attributes
+        # nn.Parameters; under FSDP and ZeRO with further attributes
         self.parameters: dict[str, Any] = {
             name: p for name, p in self.module.named_parameters() if p.requires_grad
         }
@@ -47,25 +46,25 @@ class Layout:
         self.constants = copy.deepcopy([group_values(group) for group in self.inner.param_groups])
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Whole shapes of the trained parameters, by the model's own names."""
+        """Whole shapes of the trained parameters, by their names in the model."""
         return {name: tuple(p.shape) for name, p in self.parameters.items()}
 
     def buffers(self) -> dict[str, Tensor]:
-        """Buffers such as BatchNorm's statistics, by the model's own names. Rank 0's are the model's."""
+        """Buffers such as BatchNorm's statistics, by their names in the model. Rank 0's count."""
         parameters = {**self.parameters, **self.frozen}
         known = {id(p) for p in parameters.values()}
         everything = self.module.state_dict(keep_vars=True)
-        # After a forward FSDP2 may show a gathered parameter, which is not the one that is known here.
+        # After a forward FSDP2 may show a gathered parameter, which is another object than the known one.
         return {
             name: tensor.detach()
             for name, tensor in everything.items()
             if id(tensor) not in known and name not in parameters
         }
 
-    # --- Frozen parameters, which no optimizer has
+    # --- Frozen parameters, which the optimizer does not have
 
     def frozen_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Whole shapes of the parameters that are not trained, by the model's own names."""
+        """Whole shapes of the frozen parameters, by their names in the model."""
         return {name: tuple(p.shape) for name, p in self.frozen.items()}
 
     def whole_frozen(self) -> Iterator[tuple[str, Tensor]]:
@@ -74,7 +73,7 @@ class Layout:
             yield name, _gathered(p.detach())
 
     def fill_frozen(self, whole: Callable[[str], Tensor]) -> None:
-        """Puts whole(name), on the device, into the frozen parameters. Collective."""
+        """Fills the frozen parameters with whole(name), a tensor on the device. Collective."""
         for name, p in self.frozen.items():
             p.copy_(whole(name))
 
@@ -87,7 +86,7 @@ class Layout:
                 yield name, mine
 
     def fill(self, held: Held, whole: Callable[[str], Tensor], names: Collection[str] | None = None) -> None:
-        """Puts whole(name), on the device, into the held tensors. Every process calls whole in one order.
+        """Fills the held tensors with whole(name), a tensor on the device. All processes use the same order.
 
         names: the parameters to fill; all by default.
         """
@@ -110,7 +109,7 @@ class Layout:
         return [owner(self.inner).state.get(key, {}) for key in self._keys()]
 
     def shaped_state(self) -> dict[str, Held]:
-        """The state that has the shape of what is held: `exp_avg` and the like."""
+        """The state with the shape of the held tensors, such as `exp_avg`."""
         keys, states = self._keys(), self.states()
         names = {name for key, state in zip(keys, states, strict=True) for name in shaped(state, key)}
         return {
@@ -135,11 +134,11 @@ class Layout:
         }
 
     def changed_groups(self) -> list[dict[str, Any]]:
-        """The values of its groups that the optimizer itself has changed, such as a count of steps."""
+        """The values of the parameter groups that the optimizer itself has changed, as a count of steps."""
         return changed(self.inner.param_groups, self.constants)
 
     def make_state(self, name: str, dtypes: dict[str, torch.dtype]) -> Held:
-        """Zeros with the shapes of what is held, for these parameters, of these types."""
+        """Creates state of zeros with the shapes of the held tensors, for these parameters and types."""
         made: list[Tensor | None] = []
         for key, members in zip(self._keys(), self.members(), strict=True):
             dtype = next((dtypes[member] for member in members if member in dtypes), None)
@@ -148,12 +147,12 @@ class Layout:
         return made
 
     def put_state(self, parameter: str, name: str, value: Any) -> None:
-        """A scalar, or a tensor that is laid out already."""
+        """Sets a scalar, or a tensor that is already in the strategy's layout."""
         keys = {m: key for key, ms in zip(self._keys(), self.members(), strict=True) for m in ms}
         self._put(keys[parameter], name, value)
 
     def arrangements(self) -> list[Arrange]:
-        """Functions that lay a group of parameters out as each process holds it; none where it is whole."""
+        """Functions that convert a group of parameters to what each process holds; none without shards."""
         return []
 
     def steps_at_once(self) -> bool:
@@ -179,7 +178,6 @@ class Layout:
         return [_local(p.detach()) for p in self.parameters.values()]
 
     def _keys(self) -> list[Tensor]:
-        """The keys of the optimizer's state."""
         return list(self.parameters.values())
 
 
@@ -223,15 +221,15 @@ class _Sharded(Layout):
         from torch.distributed.fsdp import FSDPModule
 
         for module in self.module.modules():
-            if isinstance(module, FSDPModule):  # it keeps gathered copies after a forward without backward
+            if isinstance(module, FSDPModule):  # keeps gathered copies after a forward without backward
                 module.reshard()
 
 
 class _Zero(Layout):
     """The layout of ZeRO-1 and ZeRO-2: flat partitions of the fp32 masters.
 
-    Only DeepSpeed can take a partition apart, and only the masters'. So moments and averages are exchanged
-    with the masters while they are read or written.
+    Only DeepSpeed can split a partition into parameters, and only that of the masters. So moments and
+    averages are exchanged with the masters while they are read or written.
     """
 
     parts = "ZeRO's flat partitions"
@@ -284,7 +282,7 @@ class _Zero(Layout):
 
 
 class _Zero3(_Zero):
-    """ZeRO-3's layout: each parameter is cut into equal parts, one per process, the last one padded."""
+    """ZeRO-3's layout: each parameter is split into equal parts, one per process, the last one padded."""
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: tuple(p.ds_shape) for name, p in self.parameters.items()}
@@ -303,7 +301,7 @@ class _Zero3(_Zero):
         from deepspeed.runtime.zero import GatheredParameters
 
         for name, p in self.frozen.items():
-            with GatheredParameters([p], modifier_rank=0):  # at its end rank 0's values are the others', too
+            with GatheredParameters([p], modifier_rank=0):  # at its end all ranks get rank 0's values
                 p.copy_(whole(name))
 
     def groups(self) -> list[list[str]]:
@@ -313,10 +311,10 @@ class _Zero3(_Zero):
         return groups
 
     def steps_at_once(self) -> bool:
-        return len(self._keys()) == 1  # one call for each partition
+        return len(self._keys()) == 1  # one call per partition
 
     def publish(self) -> None:
-        """Does what the end of the optimizer's step does."""
+        """Repeats the end of the optimizer's step."""
         zero = self.optimizer
         zero._partition_all_parameters()
         for i in range(len(self._keys())):
@@ -349,13 +347,13 @@ def layout_of(model: nn.Module, optimizer: AcceleratedOptimizer) -> Layout:
 
 
 def owner(optimizer: Optimizer) -> Optimizer:
-    """The optimizer that has the state: a wrapper such as Lookahead keeps all in the one inside."""
+    """The optimizer that has the state: a wrapper such as Lookahead keeps it in the inner optimizer."""
     inside = [value for value in vars(optimizer).values() if isinstance(value, Optimizer)]
     return owner(inside[0]) if len(inside) == 1 and not optimizer.state else optimizer
 
 
 def shaped(state: dict[str, Any], key: Tensor) -> dict[str, Tensor]:
-    """The state with the shape of its parameter; none for a scalar parameter, where shapes say nothing."""
+    """The state with the shape of its parameter; none for a scalar parameter, whose shape is ambiguous."""
     return {name: value for name, value in state.items() if key.ndim and _has_shape(value, key)}
 
 

@@ -1,7 +1,7 @@
 """Failures of other ranks: each rank learns of them from the store, also while it hangs in a collective.
 
-Under gloo a collective fails when a process of it ends. Under NCCL the others wait on: their main threads
-stand in a synchronisation with the device, and hear of nothing until torchrun kills them 30 s later.
+Under gloo a collective fails when one of its processes ends. Under NCCL the others keep waiting: their main
+threads block in a synchronisation with the device until torchrun kills them 30 s later.
 """
 
 import contextlib
@@ -26,17 +26,17 @@ from common.system.processes import is_running, start_ticks
 from common.system.text import printable_lines
 
 POLL_S = 0.5
-GRACE_S = 1.0  # for the main thread to meet the failure by itself, as it does under gloo
+GRACE_S = 1.0  # for the main thread to fail by itself, as it does under gloo
 CLOSING_S = 12.0  # for the main process to close its files: a checkpoint may be in flight
 
-_exit_lock = threading.RLock()  # who holds it ends this process: the main thread, or the watch
+_exit_lock = threading.RLock()  # its holder ends this process: the main thread, or the watch
 _watch: "_Watch | None" = None
 
 
 def watch_peers(accelerator: Accelerator) -> None:
     """Starts to watch the other ranks: when one fails, this process ends with its message. Collective.
 
-    A rank that fails writes so into the store. The other ranks of its host see when one dies without that.
+    A failing rank writes a message into the store. If it dies without one, other ranks of its host notice.
     """
     global _watch
     if accelerator.num_processes == 1:
@@ -54,7 +54,7 @@ def watch_peers(accelerator: Accelerator) -> None:
 
 
 def on_failure(close: Callable[[str], None]) -> None:
-    """Has close(message) called before this process ends because another rank failed.
+    """Registers close(message), to be called before this process ends because another rank failed.
 
     It runs in the watching thread, while the main thread may hang.
     """
@@ -63,7 +63,7 @@ def on_failure(close: Callable[[str], None]) -> None:
 
 
 def begin_exit() -> None:
-    """Reserves the end of this process for the main thread: another rank's failure no longer ends it.
+    """Reserves the end of this process for the main thread, so that no other rank's failure ends it.
 
     Never returns when the watch is already ending the process.
     """
@@ -74,32 +74,31 @@ def begin_exit() -> None:
 
 
 def tell_failure(error: BaseException) -> BaseException:
-    """Tells the other ranks why this one fails, but for Ctrl-C. Returns the error that explains it.
+    """Publishes this rank's error to the others, except for Ctrl-C. Returns the error that explains it.
 
-    The first rank to fail in a job is heard. An error that follows from its failure, such as a connection
-    that is reset, is replaced by its message.
+    The first failure of a job counts: an error that follows from it on another rank, such as a reset
+    connection, is replaced by its message.
     """
     return _watch.tell(error) if _watch and isinstance(error, Exception) else error
 
 
 class _Watch:
-    """Watches the store, and this host's other processes.
+    """Watches the store and this host's other processes.
 
-    job: a name that a restarted job does not share. siblings: this host's other ranks, as process ids and
-    times of start.
+    job: a name that is new after a restart. siblings: pids and start times of this host's other ranks.
     """
 
     def __init__(self, accelerator: Accelerator, job: str, siblings: dict[int, tuple[int, int]]):
         self.accelerator, self.rank = accelerator, accelerator.process_index
         self.siblings, self.exiting = siblings, False
         self.failure, self.exit = f"{job}/failure", f"{job}/exit"
-        # Clones: a store's connection serves one thread at a time, and the main thread may wait in its own.
+        # Clones, as a connection serves one thread at a time, and the main thread may wait in its own.
         store = dist.distributed_c10d._get_default_store()
         self.store, self.own = store.clone(), store.clone()
         self.close: Callable[[str], None] = lambda _: None
 
     def run(self) -> None:
-        """Polls until another rank fails, and ends this process then; or until the main thread does."""
+        """Polls until another rank fails, and then ends this process; or until the main thread ends it."""
         while (message := self.first_failure()) is None:
             time.sleep(POLL_S)
             if self.exiting:
@@ -122,18 +121,18 @@ class _Watch:
         os._exit(1)
 
     def first_failure(self) -> str | None:
-        """The message of the rank that failed first; None while all are well."""
+        """The message of the first rank that failed; None while none has failed."""
         try:
             if self.store.check([self.failure]):
                 return str(json.loads(self.store.get(self.failure)))
             if dead := self.dead_sibling(self.store):
                 self.store.compare_set(self.failure, "", json.dumps(dead))
-        except RuntimeError:  # the process that kept the store is gone
+        except RuntimeError:  # the process that hosts the store is gone
             return self.dead_sibling(None)
         return None
 
     def dead_sibling(self, store: dist.Store | None) -> str | None:
-        """A message about a process of this host that died without one of its own; None without such."""
+        """A message about a process of this host that died without a message; None if there is none."""
         for rank, (pid, ticks) in self.siblings.items():
             if not is_running(pid, ticks) and not (store and store.check([f"{self.exit}/{rank}"])):
                 return (
@@ -147,7 +146,7 @@ class _Watch:
         mine = printable_lines(error)
         if not is_mistake:
             mine = f"rank {self.rank} (host {socket.gethostname()}) failed: {type(error).__name__}: {mine}"
-        with contextlib.suppress(RuntimeError):  # the process that kept the store is gone
+        with contextlib.suppress(RuntimeError):  # the process that hosts the store is gone
             dead = None if is_mistake else self.dead_sibling_soon()
             told = json.loads(self.own.compare_set(self.failure, "", json.dumps(dead or mine)))
             if not is_mistake and told != mine:
@@ -155,7 +154,7 @@ class _Watch:
         return error
 
     def dead_sibling_soon(self) -> str | None:
-        """dead_sibling(), for half a second: the kernel closes a process's connections before it ends it."""
+        """Polls dead_sibling() for half a second: a dying process's connections close before it has ended."""
         for _ in range(5):
             if dead := self.dead_sibling(self.own):
                 return dead
@@ -166,5 +165,5 @@ class _Watch:
         if self.exiting:
             return
         self.exiting = True
-        with contextlib.suppress(RuntimeError):  # the process that kept the store is gone
+        with contextlib.suppress(RuntimeError):  # the process that hosts the store is gone
             self.own.set(f"{self.exit}/{self.rank}", "yes")

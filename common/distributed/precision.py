@@ -1,8 +1,8 @@
-"""The choice of mixed precision, and how it is computed: alike under every strategy, by autocast.
+"""The choice of mixed precision, computed in the same way under every strategy, with autocast.
 
 Weights, the residual stream and the reduction of gradients are in fp32; matrix products and convolutions are
-in half precision. Two settings differ: fp16 under ZeRO, because DeepSpeed scales the loss in its own fp16
-alone, and bf16 that a DeepSpeed JSON enables. There weights and activations are all in half precision.
+in half precision. Two settings differ: fp16 under ZeRO, because DeepSpeed scales the loss only in its own
+fp16, and bf16 that a DeepSpeed JSON enables. There all weights and activations are in half precision.
 """
 
 import dataclasses
@@ -25,18 +25,18 @@ class Precision:
     """The types of a training's tensors."""
 
     mixed_precision: str  # no, bf16 or fp16
-    half_precision: str  # none; of `autocast` or of all `weights`
+    half_precision: str  # none, autocast or weights (all in half precision)
     gradient_reduction: str  # between the processes: fp32, bf16 or fp16
 
 
 def settle_precision(accelerator: Accelerator, kind: str, is_engines: bool) -> Precision:
-    """Makes FSDP2 and ZeRO compute as one process does. Before prepare, which adds the autocast itself.
+    """Makes FSDP2 and ZeRO compute as one process does. Call it before prepare(), which adds the autocast.
 
-    kind: no, bf16 or fp16. is_engines: a DeepSpeed JSON enables it, which means DeepSpeed's own.
+    kind: no, bf16 or fp16. is_engines: a DeepSpeed JSON sets it, which means DeepSpeed's own kind.
     """
     half_precision, reduction = "none" if kind == "no" else "autocast", "fp32"
     if accelerator.distributed_type == DistributedType.FSDP:
-        # Accelerate's policy: weights, activations and the reduction in half precision
+        # Accelerate's policy would put weights, activations and the reduction in half precision
         accelerator.state.fsdp_plugin.mixed_precision_policy = None
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         config = accelerator.state.deepspeed_plugin.deepspeed_config
@@ -46,15 +46,15 @@ def settle_precision(accelerator: Accelerator, kind: str, is_engines: bool) -> P
         elif kind == "bf16":
             config["bf16"] = {"enabled": False}
         if config.get("bf16", {}).get("enabled"):
-            # True leaves out a step whose gradients are not finite, in silence, and waits for the device.
+            # True would silently skip a step whose gradients are not finite, and wait for the device.
             config["bf16"].setdefault("check_grad_overflow", False)
     return Precision(kind, half_precision, reduction)
 
 
 def compressed(precision: Precision, kind: str, strategy: str) -> Precision:
-    """With gradients that are exchanged in `kind`, which DDP's hook does. ValueError for other strategies.
+    """The precision with gradients exchanged in `kind` by DDP's hook. ValueError for other strategies.
 
-    One process exchanges none: an elastic job may come down to it.
+    One process, to which an elastic job may shrink, exchanges none.
     """
     if strategy not in ("single", "ddp"):
         raise ValueError(f"--grad_compression {kind} is for DDP, and this is {strategy}: choose no")
@@ -62,7 +62,7 @@ def compressed(precision: Precision, kind: str, strategy: str) -> Precision:
 
 
 def autocast_forward(accelerator: Accelerator, model: nn.Module) -> None:
-    """Puts the model's forward under autocast, its outputs into fp32, as Accelerate does for DDP."""
+    """Puts the model's forward under autocast and its outputs into fp32, as Accelerate does for DDP."""
     autocast = torch.autocast(accelerator.device.type, HALF[accelerator.precision.mixed_precision])
     model.forward = convert_outputs_to_fp32(autocast(model.forward))
 
@@ -70,13 +70,13 @@ def autocast_forward(accelerator: Accelerator, model: nn.Module) -> None:
 def input_dtype(accelerator: Accelerator) -> torch.dtype | None:
     """The type in which a model on a GPU reads its images: bf16 or fp16; None for fp32, and on a CPU.
 
-    On a CPU images stay fp32 until the model: a continued run must round as before.
+    On a CPU images stay in fp32 up to the model, because a resumed run must round as before.
     """
     return HALF.get(accelerator.precision.mixed_precision) if accelerator.device.type == "cuda" else None
 
 
 def chosen_precision(flag: str | None) -> str:
-    """The flag, else the launcher's, else bf16 where the device has it natively."""
+    """The flag, else the launcher's setting, else bf16 where the device supports it natively."""
     launchers = os.environ.get("ACCELERATE_MIXED_PRECISION")
     # accelerate launch passes "no" for a DeepSpeed config that leaves the precision to the JSON's "auto".
     fields = os.environ.get("ACCELERATE_CONFIG_DS_FIELDS", "").split(",")
@@ -103,7 +103,7 @@ def chosen_precision(flag: str | None) -> str:
 
 
 def on_gpu() -> bool:
-    """False also on a host with GPUs when the launcher's config has use_cpu, as cpu.yaml."""
+    """True if the job trains on GPUs; False also if the launcher's config has use_cpu, as cpu.yaml."""
     return torch.cuda.is_available() and not parse_flag_from_env("ACCELERATE_USE_CPU")
 
 
@@ -114,6 +114,6 @@ def has_native_bf16() -> bool:
 
 
 def cast_inputs(kind: str) -> Callable:
-    """DeepSpeed holds the weights in half precision and leaves the inputs as they are."""
+    """A hook that casts inputs to half precision, as DeepSpeed casts only the weights."""
     dtype = HALF[kind]
     return lambda module, inputs: tuple(x.to(dtype) if x.is_floating_point() else x for x in inputs)

@@ -1,9 +1,9 @@
-"""Preemption: after SIGTERM, SIGUSR1 or SIGHUP to any process, all processes save together and end.
+"""Preemption: after SIGTERM, SIGUSR1 or SIGHUP to any process, all processes save together and exit.
 
 SIGHUP comes when a terminal is closed or an ssh connection is lost. A process that was started with SIGHUP
-ignored, as nohup does, continues. A launcher passes SIGTERM on to its processes; torchrun and accelerate pass
-SIGHUP on too. When a launcher is killed, the kernel sends SIGTERM to its child processes; a watchdog thread
-serves processes further down.
+ignored, as by nohup, continues. Launchers forward SIGTERM to their processes; torchrun and accelerate also
+forward SIGHUP. When a launcher is killed, the kernel sends SIGTERM to its child processes; in processes
+further down a thread notices it.
 """
 
 import os
@@ -29,36 +29,36 @@ _stop = threading.Event()
 
 
 class Preempted(Exception):
-    """All processes have agreed to save and to end."""
+    """All processes have agreed to save and exit."""
 
 
 class _Main:
     """The main thread's state, for the other threads."""
 
-    ready = False  # False: a signal ends the process at once; True: it waits for the end of the step
+    ready = False  # False: a signal ends the process at once; True: at the end of the step
     heard = False  # a signal came
     agreed = False  # all processes have agreed to stop
     seen = 0.0  # time.monotonic() of the last check for a signal
-    why = ""  # the signal, or what request_stop() was told
-    timeout_s = 300.0  # without a check for so long after a signal, the process is stuck
+    why = ""  # the signal, or request_stop()'s reason
+    timeout_s = 300.0  # without a check for this long after a signal, the process is stuck
 
 
 def watch(timeout_s: float) -> None:
-    """Starts to listen for _SIGNALS: before ready() they end the process, then they wait for a step's end.
+    """Starts to listen for _SIGNALS. Before ready() a signal ends the process at once, later after a step.
 
-    A process that is still in the same step timeout_s after a signal ends.
+    A watchdog ends a process that is still in the same step timeout_s after a signal.
     """
     _Main.timeout_s = timeout_s
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
-    # The interpreter calls a handler only when the main thread is out of torch: a thread hears it at once.
+    # The interpreter delays a handler while the main thread is inside torch; this thread reacts at once.
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     for number in _SIGNALS:
         if number != signal.SIGHUP or not is_under_nohup():
             signal.signal(number, _hear)
     threading.Thread(target=_listen, args=(reader,), daemon=True).start()
     threading.Thread(target=_end_if_stuck, daemon=True).start()
-    if launched():  # a shell that ends does not end what it started
+    if launched():  # only a launcher's end ends this process, not that of a shell
         end_with_parent()
         if _is_orphan():
             _stop.set()
@@ -66,12 +66,12 @@ def watch(timeout_s: float) -> None:
 
 
 def ready() -> None:
-    """Lets signals wait for the end of the step."""
+    """Makes signals take effect at the end of a step from here on."""
     _Main.ready = True
 
 
 def agreed() -> None:
-    """Ends the watchdog: all processes have agreed to stop, and the last save may take long."""
+    """Stops the watchdog once all processes have agreed to stop, as the last save may take long."""
     _Main.agreed = True
 
 
@@ -82,7 +82,7 @@ def request_stop(why: str) -> None:
 
 
 def reason() -> str:
-    """The signal that this process has received, or what else it is told to stop for; empty without one."""
+    """The signal that this process has received, or request_stop()'s reason; empty without one."""
     return _Main.why
 
 
@@ -93,9 +93,9 @@ def wanted() -> bool:
 
 
 class Poll:
-    """Asynchronous maxima over all processes: a call returns the largest of each number of the call before.
+    """Asynchronous maxima over all processes: a call returns the maximum of each number of the last call.
 
-    It runs over gloo, beside the training's own collectives, so nothing waits for a GPU. The constructor is
+    It uses gloo, beside the training's own collectives, so nothing waits for a GPU. The constructor is
     collective.
     """
 
@@ -109,7 +109,7 @@ class Poll:
         self.work: dist.Work | None = None
 
     def __call__(self, *mine: int) -> list[int]:
-        """Returns the last call's largest numbers, [] in the first; on one process its own. Collective."""
+        """Returns the last call's maxima, [] in the first call; on one process its own. Collective."""
         if self.group is None:
             return list(mine)
         answer = self.finish()
@@ -126,7 +126,7 @@ class Poll:
         return self.values.tolist()
 
     def gather(self, mine: Any) -> list[Any]:
-        """Every process's object, by rank. Collective; NCCL would take GPU memory for it."""
+        """Every process's object, by rank. Collective. (NCCL would need GPU memory for it.)"""
         if self.group is None:
             return [mine]
         everyones = [None] * dist.get_world_size()
@@ -136,7 +136,7 @@ class Poll:
     def wait_for_main(self, is_main: bool, done: Callable[[float], bool]) -> None:
         """Waits until done(1.0), which waits up to a second, is true on the main process. Collective.
 
-        The main process broadcasts every second, so no process waits for ever when it is gone.
+        The main process broadcasts every second, so that no process waits for ever if it is gone.
         """
         finished = False
         while not finished:
@@ -155,7 +155,7 @@ def is_alive(process: psutil.Process) -> bool:
 
 
 def _is_orphan() -> bool:
-    """True when the launcher died while this process imported: its variables are set, its process is gone."""
+    """True if the launcher died while this process imported: its variables are set, but it is gone."""
     by_launcher = any(name in os.environ for name in _SET_BY_LAUNCHERS)
     return (
         by_launcher
@@ -181,7 +181,7 @@ def _listen(reader: int) -> None:
 def _end_if_stuck() -> None:
     """The watchdog: ends this process when no step ends after a signal.
 
-    It may wait for ever: for a process that has died, a disk or a file server.
+    The main thread may wait for ever, for a dead process, a disk or a file server.
     """
     _stop.wait()
     told = time.monotonic()
@@ -197,7 +197,7 @@ def _end_if_stuck() -> None:
 
 
 def _launchers() -> list[psutil.Process]:
-    """The parent, and the processes of the same launcher above it: `deepspeed` has two."""
+    """The parent and further processes of its launcher above it: `deepspeed` has two."""
     found = []
     for process in psutil.Process().parents():
         try:
@@ -205,14 +205,14 @@ def _launchers() -> list[psutil.Process]:
         except psutil.Error:
             break
         if not words or not words[0].rpartition("/")[2].startswith(("python", "pypy")):
-            break  # a shell or a test: it may end before us
+            break  # a shell or a test, which may end first
         if not any(w.rpartition("/")[2] in _LAUNCHERS or w.startswith(_LAUNCHER_MODULES) for w in words[1:]):
             break
         found.append(process)
     return found
 
 
-# Set by torchrun, accelerate and deepspeed, and hardly by hand
+# Set by torchrun, accelerate and deepspeed, rarely by hand
 _SET_BY_LAUNCHERS = ("TORCHELASTIC_RUN_ID", "ACCELERATE_DYNAMO_BACKEND", "CROSS_RANK")
 _LAUNCHERS = ("deepspeed", "accelerate", "torchrun", "launch.py")
 _LAUNCHER_MODULES = ("deepspeed.launcher", "accelerate.commands", "torch.distributed")

@@ -16,33 +16,33 @@ from common.system.network import interface_to
 def name_interface() -> None:
     """Sets GLOO_SOCKET_IFNAME to the interface with the route to the master, unless it is set.
 
-    On several hosts gloo would take the address of the host's name, on Debian 127.0.1.1. gloo carries the
-    agreement on signals beside NCCL, and everything in a rehearsal.
+    On several hosts gloo would use the address of the host's name, on Debian 127.0.1.1. gloo carries the
+    messages about signals beside NCCL, and everything in a rehearsal.
     """
     if world_size() == processes_per_host() or "MASTER_ADDR" not in os.environ:
         return
     with contextlib.suppress(ValueError):
         name, mine = interface_to(os.environ["MASTER_ADDR"])
-        # The master may know its own name as a loopback address: there gloo finds another.
+        # On the master its own name may be a loopback address; without the variable gloo finds another.
         if not mine.startswith("127."):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
 def set_group_timeout(timeout_s: int) -> None:
-    """Sets the time-out of the process groups made from here on without one of their own.
+    """Sets the default time-out of process groups created from here on.
 
-    DeepSpeed clones the world, and a DeviceMesh makes groups of its hosts: both with torch's defaults, 600 s
-    for NCCL and 1,800 s for gloo, whatever the first group was given.
+    DeepSpeed clones the world group, and a DeviceMesh makes groups of its hosts, both with torch's defaults:
+    600 s for NCCL and 1,800 s for gloo, whatever the first group was given.
     """
     c10d = dist.distributed_c10d
     c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = timedelta(seconds=timeout_s)
 
 
 def join_agents_store(timeout_s: int) -> None:
-    """Makes the process group where torchrun's agent keeps the store, below a prefix that is this attempt's.
+    """Creates the process group in the store of torchrun's agent, below a prefix for this attempt.
 
-    torch 2.15 keeps that store over restarts, with the addresses of the dead processes. The agents count
-    restarts each for itself, so their numbers may differ: rank 0 names the attempt, and answers each rank.
+    torch 2.15 keeps that store over restarts, with the addresses of dead processes. Each agent counts
+    restarts by itself, and the counts may differ. So rank 0 names the attempt, in a handshake with each rank.
     """
     if world_size() == 1 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return
@@ -55,7 +55,7 @@ def join_agents_store(timeout_s: int) -> None:
 
 
 def _name_attempt(store: dist.Store, processes: int) -> str:
-    """Rank 0's part: a new name, and an answer to each other rank that has read it."""
+    """Rank 0's part of the handshake: sets a new name, and answers each rank that has read it."""
     name = uuid.uuid4().hex
     store.set("attempt", name)
     for rank in range(1, processes):
@@ -64,7 +64,7 @@ def _name_attempt(store: dist.Store, processes: int) -> str:
 
 
 def _learn_attempt(store: dist.Store, rank: int, timeout_s: int) -> str:
-    """The name by rank 0 of this attempt: that of an earlier one, which may still be there, has no answer."""
+    """Another rank's part: returns the name once rank 0 answers. An earlier attempt's name gets no answer."""
     own, deadline = uuid.uuid4().hex, time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         name = store.get("attempt").decode()

@@ -1,4 +1,4 @@
-"""Notices of a cloud that it takes this host back, polled from its metadata service and obeyed as SIGTERM.
+"""Polls a cloud's metadata service for a notice of this host's preemption, which then acts like SIGTERM.
 
 AWS: docs.aws.amazon.com/AWSEC2/latest/UserGuide/spot-instance-termination-notices.html, two minutes before,
 and rebalance-recommendations.html, earlier. GCP: cloud.google.com/compute/docs/instances/create-use-spot, 30
@@ -25,7 +25,7 @@ from common.system.text import printable
 
 POLL_S = 2.0
 TIMEOUT_S = 2.0  # of a request to a service on the host's own link
-MOST_BYTES = 2**16  # of an answer
+MOST_BYTES = 2**16  # of an answer that are read
 TOKEN_TTL_S = 21600
 ANSWER = "its answer"
 LINK_LOCAL = "http://169.254.169.254"
@@ -34,17 +34,17 @@ LINK_LOCAL = "http://169.254.169.254"
 @dataclass(frozen=True)
 class Notice:
     why: str  # `aws: terminate`
-    until: str  # when, in the service's words; empty where it does not say
+    until: str  # when, in the service's words; empty if it does not say
 
 
 def watch_for_notice(cloud: str | None) -> None:
-    """Starts to poll, in one process of each host. Without a cloud nothing is contacted."""
+    """Starts to poll in one process of each host. Without a cloud nothing is contacted."""
     if cloud and is_hosts_first():
         threading.Thread(target=_poll, args=(SERVICES[cloud](),), daemon=True).start()
 
 
 def _poll(find: Callable[[], Notice | None]) -> None:
-    """Polls until there is a notice. A service that fails is reported once, and asked again."""
+    """Polls until there is a notice. A failing service is reported once, and polling continues."""
     complained = False
     while True:
         try:
@@ -60,7 +60,7 @@ def _poll(find: Callable[[], Notice | None]) -> None:
             report("notice", why=notice.why, until=notice.until)
             request_stop(notice.why)
             if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")):
-                os.kill(os.getppid(), signal.SIGTERM)  # or torchrun would start this host's processes again
+                os.kill(os.getppid(), signal.SIGTERM)  # else torchrun would restart this host's processes
             return
         time.sleep(POLL_S)
 
@@ -70,7 +70,7 @@ def _reason(error: BaseException) -> str:
 
 
 class Aws:
-    """IMDSv2: each question carries a token, renewed when it is refused or half as old as it may get."""
+    """AWS's IMDSv2: each request carries a token, renewed when it is refused or at half of its lifetime."""
 
     def __init__(self) -> None:
         mode = os.environ.get("AWS_EC2_METADATA_SERVICE_ENDPOINT_MODE", "").lower()
@@ -85,7 +85,7 @@ class Aws:
             return Notice(f"aws: {str(action['action'])[:20]}", str(action["time"])[:40])
         found = self._get("meta-data/events/recommendations/rebalance")
         if self.is_old is None:
-            self.is_old = found is not None  # it may stand for hours: whoever starts here again, means it
+            self.is_old = found is not None  # it may last for hours: a job started after it is meant to run
         if found and not self.is_old:
             since = str(parse_json(found, ANSWER)["noticeTime"])[:40]
             return Notice(f"aws: rebalance recommended, since {since}", "")
@@ -119,11 +119,11 @@ class Gcp:
 
 
 class Azure:
-    """AZURE_METADATA_ENDPOINT is for tests: Azure's SDKs have no variable for it."""
+    """AZURE_METADATA_ENDPOINT is our own variable, as Azure's SDKs have none."""
 
     def __init__(self) -> None:
         self.url = os.environ.get("AZURE_METADATA_ENDPOINT", LINK_LOCAL).rstrip("/") + "/metadata/"
-        self.own: str | None = None  # this host's name, as events have it
+        self.own: str | None = None  # this host's name in events
 
     def __call__(self) -> Notice | None:
         if self.own is None:
@@ -148,12 +148,12 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
         return None
 
 
-# A proxy is not on the host's link, and must not see the token.
+# No proxy: the service is on the host's own link, and a proxy must not see the token.
 _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirect)
 
 
 def _get(url: str, headers: dict[str, str], method: str = "GET") -> str | None:
-    """The answer's text; None for 404. OSError when there is none."""
+    """The text of the answer; None for 404. OSError without an answer."""
     request = urllib.request.Request(url, headers=headers, method=method)
     try:
         with _opener.open(request, timeout=TIMEOUT_S) as answer:

@@ -12,7 +12,7 @@ from torch import nn
 
 
 def plain_module(model: nn.Module) -> nn.Module:
-    """The model inside DDP's or DeepSpeed's wrapper. Accelerate's unwrap_model would import deepspeed."""
+    """The model inside DDP's or DeepSpeed's wrapper. (Accelerate's unwrap_model would import deepspeed.)"""
     while type(model).__name__ in ("DistributedDataParallel", "DeepSpeedEngine"):
         model = model.get_submodule("module")
     return model
@@ -28,7 +28,7 @@ def strategy(accelerator: Accelerator) -> str:
 
 
 def sharding(accelerator: Accelerator) -> dict[str, Any]:
-    """FSDP's or ZeRO's sharding, in the words of their configs; empty where nothing is sharded."""
+    """FSDP's or ZeRO's sharding, by the keys of their configs; empty if nothing is sharded."""
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         config = accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]
         plain = {name: value for name, value in config.items() if not isinstance(value, dict)}

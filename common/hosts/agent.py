@@ -1,10 +1,9 @@
 """The agent on each host of a job: starts the host's part, stops it on request, leaves no process behind.
 
-launch.py starts it, over ssh or here. They exchange lines. The agent sends a JSON object about this host. It
-receives its part of the job as JSON, then empty lines as heartbeats, and `stop` or `kill`. It passes the
-job's output on. The end of the input, or SILENCE_S without a heartbeat, means the same as `stop`: the
-launcher has ended, or the connection is lost. Events of the job's processes (common/system/events.py) are
-lines of their own.
+launch.py starts it, over ssh or locally. They exchange lines. The agent sends a JSON object about this host,
+receives its part of the job as JSON, then empty lines as heartbeats, and `stop` or `kill`. It forwards the
+job's output. The end of the input, or SILENCE_S without a heartbeat, acts like `stop`: the launcher has
+ended, or the connection is lost. Events of the job's processes (common/system/events.py) are separate lines.
 """
 
 import contextlib
@@ -31,17 +30,17 @@ from common.system.events import EVENTS_FILE, EventReader
 from common.system.network import interface_to, listener, use_interface
 from common.system.processes import adopt_orphans, end_with_parent, kill, running_descendants
 
-BEAT_S = 5  # between two heartbeats of the launcher
-ALIVE_S = 2  # between two signs of life of the agent
-SILENCE_S = 45
-FENCE_S = 15  # the same in an elastic job, whose part is killed then: it continues on other hosts
+BEAT_S = 5  # between heartbeats of the launcher
+ALIVE_S = 2  # between heartbeats of the agent
+SILENCE_S = 45  # without a heartbeat, after which the part is stopped
+FENCE_S = 15  # the same in an elastic job, which continues elsewhere: the part is killed
 GRACE_S = 40  # from `stop` to the end: launchers kill their processes 30 s after SIGTERM
 SUSPENDED = "is suspended by a signal (SIGSTOP, or a debugger): the others waited for it"
-HELLO = "\x1eagent "  # before the first line, which ssh's own output may precede
-EVENT = "\x1eevent "  # before an event
-TOLD = "told\n"  # as a line that was heard: a signal came
+HELLO = "\x1eagent "  # prefix of the agent's first line, which ssh's own output may precede
+EVENT = "\x1eevent "  # prefix of an event
+TOLD = "told\n"  # stands for a signal in the queue of received lines
 
-_writing = threading.Lock()  # of a line to launch.py
+_writing = threading.Lock()  # held while a line is written to launch.py
 
 
 def main() -> None:
@@ -71,7 +70,7 @@ def main() -> None:
     assert child.stdout
     relay = threading.Thread(target=_relay, args=(child.stdout,), daemon=True)
     relay.start()
-    statuses: set[int] = set()  # of the job's processes: launchers turn most into 1
+    statuses: set[int] = set()  # of the job's processes, as launchers turn most of them into 1
     status = _wait(child, heard, lambda: _pass_on(events, statuses), is_elastic=bool(part["job"]))
     relay.join(5)
     _pass_on(events, statuses)
@@ -97,20 +96,20 @@ def _listen(heard: "queue.SimpleQueue[str | None]") -> None:
 
 
 def _beat() -> None:
-    """Sends signs of life: launch.py notices a lost host sooner than ssh does."""
+    """Sends heartbeats, by which launch.py notices a lost host sooner than ssh does."""
     while True:
         time.sleep(ALIVE_S)
         _say(EVENT + json.dumps({"event": "alive"}))
 
 
 def _about_this_host() -> dict[str, Any]:
-    """The host's name, and the two addresses of the launcher's ssh connection; None without ssh."""
+    """The host's name and the two addresses of the launcher's ssh connection, which are None without ssh."""
     client, server = connection_addresses()
     return {"hostname": socket.gethostname(), "client": client, "address": server}
 
 
 def _start(part: dict[str, Any]) -> subprocess.Popen[bytes]:
-    """Starts the launcher. part: job, words, env, master (address, port; None on one host), first."""
+    """Starts the launcher. part: job, words, env, master (address and port; None on one host), first."""
     if part["job"]:
         _end_leftovers(part["job"])
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
@@ -138,7 +137,7 @@ def _start(part: dict[str, Any]) -> subprocess.Popen[bytes]:
 
 
 def _end_leftovers(job: str) -> None:
-    """Kills what an earlier part of the job left here: its agent may not know yet that it was given up."""
+    """Kills processes of an earlier part of the job, whose agent may not have ended yet."""
     left = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
@@ -148,9 +147,9 @@ def _end_leftovers(job: str) -> None:
 
 
 def _relay(output: IO[bytes]) -> None:
-    """Passes the job's output on, by lines.
+    """Forwards the job's output line by line.
 
-    When launch.py is gone the output is dropped: a process that saves must not fail in a print.
+    Without launch.py the output is dropped, because a process that saves must not fail in a print.
     """
     for line in output:
         with _writing, contextlib.suppress(OSError):
@@ -174,7 +173,7 @@ def _wait(
 ) -> int:
     """Waits until the child and all its descendants have ended. Returns the child's status.
 
-    poll: called several times a second.
+    poll() is called several times a second.
     """
     heard_at, stop, deadline = time.monotonic(), False, None
     while child.poll() is None or running_descendants([child.pid]):
@@ -202,7 +201,7 @@ def _wait(
 
 
 def _say_who_is_suspended() -> None:
-    """Prints the suspended processes before they are ended: the other hosts failed waiting for them."""
+    """Prints the suspended processes before they are killed, as the other hosts failed waiting for them."""
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
             if process.status() == psutil.STATUS_STOPPED:

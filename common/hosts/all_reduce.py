@@ -1,8 +1,8 @@
-"""One process of doctor.py's group of all devices: tests their connections and times an all-reduce.
+"""One process of doctor.py's all-reduce over all devices: tests their connections and their speed.
 
-The backend is a job's: nccl between GPUs, else gloo. Prints two lines of JSON: torch's GPU architectures and
-the GPU's; then the seconds of a small all-reduce, and GB/s of a large one (bytes of the tensor / seconds).
-With --gpus the host has GPUs: where torch can't use them, the first line says why (`unusable`), and it ends.
+The backend is that of a job: nccl between GPUs, else gloo. Prints JSON lines. With --gpus the first has
+torch's architectures and the GPU's capability, or why torch can't use the GPU (`unusable`), which ends the
+process. The last has the seconds of a small all-reduce and GB/s of a large one (bytes of the tensor / s).
 """
 
 import json
@@ -33,7 +33,7 @@ def main() -> None:
             "built_for": torch.cuda.get_arch_list(),
             "capability": torch.cuda.get_device_capability(),
         }
-        print(json.dumps(about), flush=True)  # first: on a GPU that torch was not built for the rest fails
+        print(json.dumps(about), flush=True)  # now, as the rest fails on a GPU that torch was not built for
     dist.init_process_group("nccl" if gpu else "gloo", timeout=timedelta(seconds=within_s))
     found = {
         "latency_s": _seconds(torch.ones(SMALL, device=device)),
@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def _seconds(numbers: torch.Tensor) -> float:
-    """The median of ROUNDS, after one that opens the connections."""
+    """The median of ROUNDS all-reduces, after one that opens the connections."""
     times = []
     for _ in range(ROUNDS + 1):
         began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""doctor.py's end of a connection to a host, on which common/hosts/facts.py answers its questions."""
+"""doctor.py's connection to a host, where common/hosts/facts.py answers its questions."""
 
 import json
 import queue
@@ -11,21 +11,19 @@ from common.hosts.hostfile import Host
 from common.hosts.ssh import start_on
 from common.system.paths import ROOT
 
-ASK_S = 30  # for an answer that takes no work
+ASK_S = 30  # time-out of a quick answer
 
 
 class HostClient:
-    """One host, and the process there that answers."""
-
     def __init__(self, host: Host):
         self.host, self.name = host, host.name
         self.process = start_on(host.name, [sys.executable, "-m", "common.hosts.facts"], ROOT)
-        self._answers: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()  # None: it has ended
-        self._other_lines: list[str] = []  # output that is no answer
+        self._answers: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()  # None: process ended
+        self._other_lines: list[str] = []  # other output
         threading.Thread(target=self._listen, daemon=True).start()
 
     def ask(self, name: str, within_s: float = ASK_S, **question: Any) -> dict[str, Any]:
-        """The host's answer. Without one it has the keys `error`, with the reason, and `gone`."""
+        """The host's answer; if there is none, the keys `error`, with the reason, and `gone`."""
         assert self.process.stdin
         try:
             self.process.stdin.write(json.dumps({"ask": name, **question}) + "\n")
@@ -33,7 +31,7 @@ class HostClient:
         except (OSError, ValueError):
             answer = None
         except queue.Empty:
-            self.process.kill()  # a late answer would be taken for the next question's
+            self.process.kill()  # else a late answer would be taken for that to the next question
             self._other_lines.append(f"no answer within {within_s:.0f} s")
             answer = None
         if answer is None:

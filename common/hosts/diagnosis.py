@@ -14,77 +14,78 @@ CLOCK_S = 2.0
 SHM_GIB, SHM_LEAST_GIB = 1.0, 0.0625  # the least is what a container has by default
 DISK_GIB, DISK_LEAST_GIB = 10.0, 1.0
 OPEN_FILES = 4096
-HELD_PART = 0.1  # of a GPU's memory that others may hold without a finding
+HELD_PART = 0.1  # share of a GPU's memory that other processes may hold without a finding
 
-# Both tables are docs/trouble.md's: `python -m docs.generate` writes them there.
+# `python -m docs.generate` writes both tables into docs/trouble.md.
 MEANINGS = {
-    "ssh": "a host is not reached, or the project is not at this path there",
-    "host-key": "the host's key changed, or was never seen",
-    "facts": "a question was not answered on the host, for another reason than ssh",
-    "clock": "a clock is off",
+    "ssh": "a host can't be reached, or does not have the project at this path",
+    "host-key": "the host's key has changed, or is unknown",
+    "facts": "a check failed on the host, but not because of ssh",
+    "clock": "the host's clock is wrong",
     "versions": "Python or a package differs: ranks would refuse to start together",
-    "driver": "driver or NCCL differ between hosts; another NCCL hangs in its first collective",
+    "driver": "driver or NCCL differ between hosts; different NCCLs hang in the first collective",
     "code": "a file of the project differs: ranks would refuse to start together",
     "old-driver": "the installed torch needs a newer driver: a training would run on the CPU",
-    "driver-broken": "the driver does not answer: it was updated and not loaded, a GPU failed, or a container"
-    " lost it",
-    "slots": "the hostfile counts GPUs that are not there, or some hosts have none",
+    "driver-broken": "the driver does not answer: it was updated but not reloaded, a GPU failed, or a"
+    " container lost it",
+    "slots": "the hostfile has more slots than a host has GPUs, or some hosts have none",
     "device-memory": "another process holds a GPU's memory",
-    "peer-access": "GPUs of a host exchange data through its memory",
-    "precision": "a GPU emulates bf16",
+    "peer-access": "GPUs of a host exchange data only through its memory",
+    "precision": "a GPU has no native bf16 and emulates it",
     "unsupported-gpu": "the installed torch has no code for this GPU",
     "unusable-gpu": "torch can't use a GPU that the driver reports",
     "interface": "no route to the first host, or its address is a loopback",
-    "own-name": "/etc/hosts has the host's own name as 127.0.1.1, as Debian does: torchrun with c10d does not"
-    " recognise itself by its address",
-    "port-taken": "something listens on the master's port",
-    "port-closed": "the others do not reach the first host",
+    "own-name": "/etc/hosts maps the host's own name to 127.0.1.1, as on Debian: torchrun with c10d does not"
+    " recognise the host by its address",
+    "port-taken": "another process listens on the port on the first host",
+    "port-closed": "the other hosts can't connect to the first host",
     "shm": "/dev/shm is small: NCCL and DataLoader workers need it",
-    "disk": "little room for checkpoints",
-    "open-files": "few open files are allowed",
+    "disk": "little disk space for checkpoints",
+    "open-files": "the limit on open files is low",
     "data": "--data is missing or differs on a host, or the host can't read it from S3",
-    "output": "the run folder can't be written to; only the first host's matters",
-    "all-reduce": "the hosts do not meet, or too slowly",
+    "output": "the run folder is not writable; this matters on the first host only",
+    "all-reduce": "the test all-reduce failed, or took too long",
     "s3": "a put, get or delete fails on the first host",
-    "strategy": "FSDP or ZeRO-3 for a model that needs less than a fifth of a GPU",
+    "strategy": "FSDP or ZeRO-3 for a model that needs less than a fifth of a GPU's memory",
     "script": "the script, or one of its flags, is wrong",
     "batch": "the batch is larger than the data set",
 }
 
 REMEDIES = {
-    "ssh": "`ssh HOST` must work without a question (a key, its name in `~/.ssh/config`), with the project"
-    " and its .venv at this path there",
-    "host-key": "compare its fingerprint with the console's, then `ssh-keyscan HOST >> ~/.ssh/known_hosts`",
-    "facts": "look at what it says; the checks that need the answer were left out",
+    "ssh": "make `ssh HOST` work without a prompt (a key, and its name in `~/.ssh/config`), and put the"
+    " project with its .venv at this path there",
+    "host-key": "compare the fingerprint with the one on the host's console, then `ssh-keyscan HOST >>"
+    " ~/.ssh/known_hosts`",
+    "facts": "see its message; the checks that need the answer were left out",
     "clock": "set the clock by NTP (`timedatectl set-ntp true`): S3 refuses requests that are minutes off",
-    "versions": "`make setup` on the host: the ranks would refuse to start together",
-    "driver": "the same driver on all hosts, or at least the same NCCL",
-    "code": "bring the host to the same commit (`git pull`): the ranks would refuse to start together",
-    "old-driver": "a newer driver, or a torch for this one: README, `GPUs and drivers`",
+    "versions": "run `make setup` on the host",
+    "driver": "install the same driver on all hosts, or at least the same NCCL",
+    "code": "bring the host to the same commit (`git pull`)",
+    "old-driver": "install a newer driver, or a torch for this one: README, `GPUs and drivers`",
     "driver-broken": "restart the host, or the container; `dmesg | grep -i NVRM` says more",
     "slots": "correct the hostfile, or free the GPUs",
-    "device-memory": "end the process that holds the memory, or leave the GPU out by --exclude HOST:N",
-    "peer-access": "nothing to do on machines without NVLink; NCCL goes through host memory, slower",
-    "precision": "--mixed_precision fp16 on GPUs before compute capability 8.0",
-    "unsupported-gpu": "a torch that was built for this GPU: README, `GPUs and drivers`",
-    "unusable-gpu": "`python -c 'import torch; torch.cuda.init()'` must work on the host; a torch without"
-    " CUDA (+cpu) is replaced by `make setup`",
-    "interface": "a route between the hosts, or --master_addr with an address that all of them reach",
-    "own-name": "in /etc/hosts give the host's name its real address; `launch.py` does not need it",
+    "device-memory": "end the process that holds the memory, or leave the GPU out with --exclude HOST:N",
+    "peer-access": "nothing to do on machines without NVLink: NCCL uses host memory, which is slower",
+    "precision": "use --mixed_precision fp16 on GPUs before compute capability 8.0",
+    "unsupported-gpu": "install a torch that was built for this GPU: README, `GPUs and drivers`",
+    "unusable-gpu": "`python -c 'import torch; torch.cuda.init()'` must work on the host; `make setup`"
+    " replaces a torch without CUDA (+cpu)",
+    "interface": "set up a route between the hosts, or give --master_addr an address that all of them reach",
+    "own-name": "give the host's name its real address in /etc/hosts; `launch.py` does not need this",
     "port-taken": "end that process, or give another --port",
-    "port-closed": "open all ports among the hosts, to no others: a security group whose source is"
+    "port-closed": "open all ports among the hosts and to no others, as with a security group whose source is"
     " itself; jobs use many ports",
-    "shm": "a container: --ipc=host, or --shm-size=8g",
-    "disk": "make room, or give another --output_dir",
-    "open-files": "`ulimit -n 65536` in the shell that starts the job, or in /etc/security/limits.conf",
-    "data": "the same files at the same path on each host; for s3:// also credentials on each (the doctor"
-    " does not see those of `launch.py --env`)",
-    "output": "correct the folder's owner and mode: the user that ssh logs in must be able to write",
+    "shm": "start the container with --ipc=host, or --shm-size=8g",
+    "disk": "free disk space, or give another --output_dir",
+    "open-files": "set `ulimit -n 65536` in the shell that starts the job, or in /etc/security/limits.conf",
+    "data": "put the same files at the same path on each host; for s3:// credentials, too (the doctor does"
+    " not see those of `launch.py --env`)",
+    "output": "correct the folder's owner and mode: the user of ssh must be able to write there",
     "all-reduce": "see `port-closed` and `interface`; NCCL_DEBUG=INFO says more",
-    "s3": "credentials where boto3 looks for them, on the first host; the bucket's region and policy",
-    "strategy": "ddp_*.yaml is faster where the model fits",
+    "s3": "check the first host's credentials (where boto3 looks for them), the bucket's region and policy",
+    "strategy": "use ddp_*.yaml, which is faster if the model fits",
     "script": "see its error: `python SCRIPT --print_config` with the same flags",
-    "batch": "a smaller --batch_size",
+    "batch": "give a smaller --batch_size",
 }
 
 
@@ -93,7 +94,7 @@ class Finding:
     code: str
     host: str
     what: str
-    fails: bool  # the job would fail; else it is a warning
+    fails: bool  # True if the job would fail; False for a warning
 
     @property
     def remedy(self) -> str:
@@ -146,7 +147,7 @@ def _check_gpu(host: str, number: int, gpu: dict[str, Any]) -> Iterator[Finding]
 
 
 def compare_hosts(facts: Facts) -> Iterator[Finding]:
-    """Differences between hosts. The value that most hosts have counts as right."""
+    """Findings about differences between hosts. The most common value counts as right."""
     for name in next(iter(facts.values()))["versions"] if facts else ():
         yield from _differences(
             "versions", name, {h: own["versions"][name] for h, own in facts.items()}, True
@@ -177,7 +178,7 @@ def _differences(code: str, name: str, values: dict[str, Any], fails: bool) -> I
 
 
 def check_all_reduce(host: Host, answer: dict[str, Any]) -> Iterator[Finding]:
-    """Findings from a host's answer: of each device, and the same of several once."""
+    """Findings from a host's answer; the same one of several devices is reported once."""
     found: dict[tuple[str, str], list[int]] = {}  # code and what is wrong -> devices
     for device, own in zip(host.devices, answer.get("ranks", ()), strict=False):
         major, minor = own.get("capability") or (0, 0)
@@ -201,7 +202,7 @@ def check_all_reduce(host: Host, answer: dict[str, Any]) -> Iterator[Finding]:
 def check_job(
     host: str, config: dict[str, Any], model: dict[str, Any], memory_gib: float | None
 ) -> Iterator[Finding]:
-    """Checks strategy, model and data against one another. memory_gib: of the smallest GPU; None without."""
+    """Checks that strategy, model and data fit. memory_gib: of the smallest GPU; None without a GPU."""
     fsdp = config.get("distributed_type") == "FSDP"
     zero3 = "zero3" in str((config.get("deepspeed_config") or {}).get("deepspeed_config_file"))
     needed_gib = 16 * model["parameters"] / 2**30  # fp32 weights, gradients, two moments

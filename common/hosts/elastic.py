@@ -1,7 +1,7 @@
-"""launch.py's end of an elastic job: rounds of launches, on the hosts that are there.
+"""launch.py's part of an elastic job: rounds of launches on the available hosts.
 
-A host that is lost, or told to stop, leaves the job; the others go on from the newest checkpoint. A host that
-answers again, or is new in the hostfile, joins: all save, and the next round has it. The first host of a
+A host that is lost or told to stop leaves the job; the others continue from the newest checkpoint. When a
+host answers again or is new in the hostfile, all save, and the next round includes it. The first host of a
 round stays the first of the next one, as it has the newest checkpoint; when it is lost, another host needs
 the checkpoints in S3 or in a shared folder.
 """
@@ -21,20 +21,20 @@ from common.hosts.ssh import SSH_FAILED, is_this_host
 from common.system.env import MOST_HOSTS, PER_DEVICE, PREEMPTED
 from common.system.text import plural
 
-LOST_S = 12  # without a sign of life from its agent a host is lost
-FENCED_S = FENCE_S + 3  # after a loss, when the lost host's agent has killed its part: no launch overlaps it
+LOST_S = 12  # without a heartbeat of its agent, after which a host is lost
+FENCED_S = FENCE_S + 3  # after a loss, until the lost host's agent has killed its part
 KILL_S = 3  # from a loss until the others, which wait for it in a collective, are killed
-RETRY_S = 5  # between two attempts to connect to a host that is away
-SETTLE_S = 3  # for further hosts, before a round begins or is stopped for one that joins
-WAIT_S = 120  # for enough hosts; with fewer the job ends
-LEAVE_S = 180  # a host that was told to stop does not join sooner, unless it was away
-FRUITLESS_ROUNDS = 3  # rounds that fail at the same step, after which the job ends
+RETRY_S = 5  # between attempts to connect to a host that is away
+SETTLE_S = 3  # wait for further hosts before a round begins, or is stopped for a joining host
+WAIT_S = 120  # wait for enough hosts, after which the job ends
+LEAVE_S = 180  # until a host that was told to stop may join again, unless it was away meanwhile
+FRUITLESS_ROUNDS = 3  # failed rounds at the same step, after which the job ends
 
 
 class ElasticJob(Launcher):
     """Runs rounds until one finishes.
 
-    plan_for: the launch of a round on these hosts. read_hosts: all hosts of the job, which may change.
+    plan_for: makes the launch of a round on these hosts. read_hosts: the job's hosts, which may change.
     """
 
     def __init__(
@@ -54,19 +54,19 @@ class ElasticJob(Launcher):
         self.away: dict[str, str] = {}  # hosts that do not answer, with the reason
         self.leaves_until: dict[str, float] = {}  # hosts that were told to stop: time.monotonic()
         self.next_try = 0.0
-        self.mistake = ""  # in the hostfile, as it was read last
+        self.mistake = ""  # last mistake found in the hostfile
         self.members: list[HostConnection] = []  # of this round, the first host first
         self.stopping = ""  # why this round is stopped
         self.lost_at: float | None = None  # when a member was lost
-        self.fenced_at = 0.0  # until then a first host that was lost may still write: time.monotonic()
-        self.larger_since: float | None = None  # when enough hosts for a larger round were there
+        self.fenced_at = 0.0  # time.monotonic() until which a lost first host may still write
+        self.larger_since: float | None = None  # since when a larger round is possible
         self.leavers: dict[str, str] = {}  # hosts of this round that were told to stop, with the reason
         self.first: str | None = None  # the first host of the last round that trained
         self.batch: dict[str, int] = {}  # batch_size, per_device
-        self.began: dict[str, Any] = {}  # of the newest round that trained: step, in_s3, is_shared
-        self.is_training = False  # this round has begun
-        self.is_finished = False  # the training is: its processes are about to end
-        self.step = 0  # the newest that any round has reached
+        self.began: dict[str, Any] = {}  # step, in_s3, is_shared of the last round that trained
+        self.is_training = False  # True once this round trains
+        self.is_finished = False  # True once the training has finished
+        self.step = 0  # the newest step of any round
         self.changed_at: float | None = None  # when the last change of hosts began
         self.fruitless = 0
 
@@ -86,7 +86,7 @@ class ElasticJob(Launcher):
             self.close()
 
     def _round(self) -> int | None:
-        """Runs a round. The job's exit status; None when another round follows."""
+        """Runs a round. Returns the job's exit status; None when another round follows."""
         chosen = self._gather()
         if chosen is None:
             return self._end_without_hosts()
@@ -106,7 +106,7 @@ class ElasticJob(Launcher):
     # --- Hosts
 
     def _gather(self) -> list[HostConnection] | None:
-        """Connects to the hosts, and chooses those of the next round. None: too few, or a signal."""
+        """Connects to the hosts and chooses those of the next round. None for too few hosts, or a signal."""
         begin = time.monotonic()
         patience_s = SETTLE_S if self.began else CONNECT_S
         while not self.signals:
@@ -125,7 +125,7 @@ class ElasticJob(Launcher):
         return None
 
     def _connect_missing(self) -> None:
-        """Connects to hosts that have no agent; every RETRY_S to those that did not answer."""
+        """Connects to hosts without an agent; every RETRY_S also to those that did not answer."""
         now = time.monotonic()
         again = now > self.next_try
         if again:
@@ -135,7 +135,7 @@ class ElasticJob(Launcher):
             current = self._connection(host.name)
             if current and (current.status is None or current in self.members):
                 continue
-            # One that leaves, too: when it is gone, it is another machine that answers next.
+            # Also to a host that leaves: once it is gone, another machine answers under its name.
             if again or host.name not in self.away:
                 if current:
                     current.close_log()
@@ -146,7 +146,7 @@ class ElasticJob(Launcher):
         try:
             hosts = self.read_hosts()
             if hosts != self.hosts:
-                self.plan_for(hosts)  # as many processes on each
+                self.plan_for(hosts)  # checks for the same number of processes on each
         except ValueError as error:
             if str(error) != self.mistake:
                 self.say(f"the hosts stay as they were: {error}")
@@ -166,13 +166,13 @@ class ElasticJob(Launcher):
         return time.monotonic() < self.leaves_until.get(host.name, 0)
 
     def _ready(self) -> list[HostConnection]:
-        """Hosts that can be in a round, the last round's first host first."""
+        """Hosts that can take part in a round, the last round's first host first."""
         names = [host.name for host in self.hosts if not self._leaves(host)]
         found = [c for c in map(self._connection, names) if c and c.hello and c.status is None]
         return sorted(found, key=lambda connection: connection.host.name != self.first)
 
     def _choose(self, ready: list[HostConnection]) -> list[HostConnection] | None:
-        """The largest round these hosts can make."""
+        """The hosts of the largest possible round; None without one."""
         if self._needs_first() and not (ready and ready[0].host.name == self.first):
             return None
         most = min(len(ready), self.max_hosts or len(ready))
@@ -180,7 +180,7 @@ class ElasticJob(Launcher):
         return ready[: counts[-1]] if counts else None
 
     def _needs_first(self) -> bool:
-        """True when the checkpoints are on the first host's disk alone."""
+        """True when the checkpoints are only on the first host's disk."""
         return bool(self.began) and not (self.began["in_s3"] or self.began["is_shared"])
 
     def _divides(self, hosts: int) -> bool:
@@ -199,7 +199,7 @@ class ElasticJob(Launcher):
             self.send_all("kill", self.members)
 
     def _look_for_more_hosts(self) -> None:
-        """Stops the round when a larger one is possible: all save, and it begins."""
+        """Stops the round when a larger one is possible, so that all save and the larger one begins."""
         chosen = self._choose(self._ready())
         can_stop = self.is_training and not self.stopping and not self.is_finished
         if not can_stop or not chosen or len(chosen) <= len(self.members):
@@ -277,7 +277,7 @@ class ElasticJob(Launcher):
             if name not in self.away and not self.signals:
                 self.say(f"{name} does not answer: {failure_cause(connection)[1]}")
             self.away[name] = failure_cause(connection)[1]
-            self.leaves_until.pop(name, None)  # it may be another machine when it answers again
+            self.leaves_until.pop(name, None)  # another machine may answer under this name
         if connection not in self.members or status == 0:
             return
         if status == SSH_FAILED:
@@ -289,7 +289,7 @@ class ElasticJob(Launcher):
     def on_line(self, connection: HostConnection, line: str) -> None:
         was_there = connection.hello is not None
         if not was_there and connection.host.name in self.away and not line.startswith(HELLO):
-            connection.keep(line)  # the same as at the last attempt
+            connection.keep(line)  # not shown, as at the last attempt it was the same
             return
         super().on_line(connection, line)
         if connection.hello and not was_there and self.away.pop(connection.host.name, None):
@@ -302,9 +302,9 @@ class ElasticJob(Launcher):
     # --- The end of a round
 
     def _judge(self) -> int | None:
-        """The job's exit status after a round; None when another round follows."""
+        """Returns the job's exit status after a round; None when another round follows."""
         statuses = [member.status for member in self.members]
-        if self.is_finished or not any(statuses):  # a launcher may have been stopped at its very end
+        if self.is_finished or not any(statuses):  # a launcher may have been stopped just before its end
             return 0
         if self.signals:
             return self._end_by_signal(is_saved=PREEMPTED in statuses)
@@ -330,7 +330,7 @@ class ElasticJob(Launcher):
         return None
 
     def _retry_or_fail(self) -> int | None:
-        """A round that failed before it trained: only another number of hosts is tried again."""
+        """Decides after a round that failed before it trained: only another number of hosts is tried."""
         if self.batch and not self._divides(len(self.members)) and self._choose(self.members):
             self.say(f"{plural(len(self.members), 'host')} can't share the batch")
             return None

@@ -1,4 +1,4 @@
-"""Answers doctor.py's questions on each host: JSON lines in and out, without importing torch.
+"""Answers doctor.py's questions on a host: JSON lines in and out, without importing torch.
 
     {"ask": "connect", "address": "10.0.0.11", "port": 29500}  ->  ANSWER and {"refused": null}
 
@@ -27,13 +27,13 @@ from common.system.gpus import devices, torch_cuda, visible_devices
 from common.system.network import interface_to, listener, use_interface
 from common.system.paths import ROOT
 
-ANSWER = "\x1eanswer "  # begins an answer, and no other output of a host
+ANSWER = "\x1eanswer "  # prefix of an answer, to tell it from other output of the host
 PACKAGES = ("torch", "accelerate", "deepspeed", "timm", "numpy", "safetensors")
 
 
 def main() -> None:
-    """Answers until the end of the input, when doctor.py has ended."""
-    listening: list[socket.socket] = []  # open until the end
+    """Answers questions until the end of the input, when doctor.py has ended."""
+    listening: list[socket.socket] = []  # stay open until the end
     questions: dict[str, Callable[..., Any]] = {
         "facts": facts,
         "route": route,
@@ -50,13 +50,13 @@ def main() -> None:
         name = question.pop("ask")
         try:
             answer = questions[name](**question)
-        except Exception as error:  # sent as an answer: the other questions can still be asked
+        except Exception as error:  # sent as an answer, as further questions can still be answered
             answer = {"error": f"{type(error).__name__}: {error}"}
         print(ANSWER + json.dumps(answer), flush=True)
 
 
 def facts(data: str | None, data_root: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Facts about this host alone. Sizes in GiB, times in seconds since 1970."""
+    """Facts about this host. Sizes in GiB, times in seconds since 1970."""
     asked_from, reached_at = connection_addresses()
     return {
         "clock": time.time(),
@@ -98,7 +98,7 @@ def connect(address: str, port: int) -> dict[str, Any]:
 
 
 def writable(folder: str, token: str, leave: bool) -> dict[str, Any]:
-    """Tries to write to the folder: `problem` is None when it can. Free space; `sees`: the token is there.
+    """Tries to write to the folder. Answers `problem` or None, free space, and if it `sees` the token.
 
     leave: creates the token, an empty file by which other hosts see that the folder is shared.
     """
@@ -116,7 +116,6 @@ def writable(folder: str, token: str, leave: bool) -> dict[str, Any]:
 
 
 def remove_token(file: str) -> dict[str, Any]:
-    """Removes the token of writable()."""
     Path(file).unlink(missing_ok=True)
     return {}
 
@@ -148,10 +147,10 @@ def all_reduce(
     interface: str,
     deadline_s: float,
 ) -> dict[str, Any]:
-    """Runs one process per device in a group of all hosts, as a job would: their answers as `ranks`.
+    """Runs one process per device in a group of all hosts, as a job would. Returns their answers as `ranks`.
 
-    An answer has latency and bandwidth, or `problem`, and torch's facts about its GPU. devices: as the
-    hostfile numbers them. gpus: True when the job's hosts have GPUs, which torch must then use.
+    An answer has latency and bandwidth, or `problem`, and torch's facts about its GPU. devices: numbers as in
+    the hostfile. gpus: True if the job's hosts have GPUs, which torch must then use.
     """
     env = os.environ | use_interface(interface) | visible_devices(devices)
     env |= {"MASTER_ADDR": address, "MASTER_PORT": str(port), "WORLD_SIZE": str(processes)}
@@ -190,20 +189,20 @@ def _all_reduce_answer(child: subprocess.Popen[str], deadline: float, deadline_s
 
 
 def code() -> dict[str, str]:
-    """The beginning of the SHA-256 of each file that a job runs."""
+    """The first 12 digits of the SHA-256 of each file that a job uses."""
     patterns = ("*.py", "common/**/*.py", "accelerate_configs/*.yaml", "ds_configs/*.json")
     files = sorted(file for pattern in patterns for file in ROOT.glob(pattern))
     return {str(file.relative_to(ROOT)): hashlib.sha256(file.read_bytes()).hexdigest()[:12] for file in files}
 
 
 def _contents(data: str, data_root: tuple[str, ...]) -> dict[str, Any]:
-    """A digest of a folder's file names and sizes, of a list or of a manifest in S3; else `problem`."""
+    """A digest of a folder's file names and sizes, of a list, or of a manifest in S3; or a `problem`."""
     if data.startswith("s3://"):
         return _stored(data, data_root)
     if data.startswith("hub:") or data in ("digits", "cifar10", "synthetic"):
-        return {"problem": None}  # nothing to compare: generated, or fetched by each host
+        return {"problem": None}  # nothing to compare: generated, or downloaded by each host
     root, digest, count = Path(data), hashlib.sha256(), 0
-    if root.is_file():  # a list of files; those may lie anywhere
+    if root.is_file():  # a list, whose files may be anywhere
         return {"digest": hashlib.sha256(root.read_bytes()).hexdigest()[:12], "problem": None}
     for folder, below, names in os.walk(root):
         below.sort()

@@ -1,4 +1,4 @@
-"""launch.py's end of a job that hangs: collects what the ranks report, and makes one table of it."""
+"""launch.py's part in a job that hangs: collects the ranks' reports and shows them as a table."""
 
 import contextlib
 import time
@@ -6,11 +6,11 @@ from pathlib import Path
 
 from common.system.hangs import Evidence, hang_table
 
-COLLECT_S = 4.0  # from the first report to the table; a rank that has not reported is silent
+COLLECT_S = 4.0  # from the first report to the table; ranks without a report by then are silent
 
 
 class HangReports:
-    """Reports of the ranks. Their stacks become files beside the hosts' logs."""
+    """The ranks' reports. Writes their stacks to files beside the hosts' logs."""
 
     def __init__(self, log_dir: Path):
         self.log_dir = log_dir
@@ -27,7 +27,7 @@ class HangReports:
         self.found[event["rank"]] = event | {"host": host}
 
     def lines_due(self, at_once: bool = False) -> list[str]:
-        """The table's lines, once; [] before."""
+        """The table's lines when they are due, once; otherwise []."""
         if self.began_at is None or self.is_shown:
             return []
         if not at_once and time.monotonic() - self.began_at < COLLECT_S:

@@ -1,4 +1,4 @@
-"""The hostfile: hosts, and the number of processes on each. DeepSpeed's syntax; mistakes are refused.
+"""Reads the hostfile: hosts and the number of processes on each, in DeepSpeed's syntax.
 
 # a comment
 worker-1 slots=4
@@ -14,14 +14,14 @@ NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 @dataclass(frozen=True)
 class Host:
-    """A name that ssh knows, and the numbers of the GPUs that take part, with one process each."""
+    """A host: its name for ssh, and the numbers of its GPUs in the job, with one process each."""
 
     name: str
     devices: tuple[int, ...]
 
 
 def read_hostfile(path: Path) -> list[Host]:
-    """The hosts of the file. ValueError with the line's number, also for mistakes that DeepSpeed ignores."""
+    """The hosts of the file. ValueError with the line number, also for mistakes that DeepSpeed ignores."""
     try:
         text = path.read_text()
     except OSError as error:
@@ -43,9 +43,9 @@ def read_hostfile(path: Path) -> list[Host]:
 
 
 def select(hosts: list[Host], include: str = "", exclude: str = "") -> list[Host]:
-    """DeepSpeed's filters: `worker-1@worker-2:0,2` is all of worker-1 and two GPUs of worker-2.
+    """Applies DeepSpeed's filters: `worker-1@worker-2:0,2` is all of worker-1 and two GPUs of worker-2.
 
-    The hosts stay in the hostfile's order: rank 0 is on the first. ValueError for a host or GPU that is not
+    The hosts stay in the hostfile's order, with rank 0 on the first. ValueError for a host or GPU that is not
     in `hosts`.
     """
     if include and exclude:
@@ -81,7 +81,7 @@ def _host(line: str, where: str) -> Host:
 
 
 def _parse_filter(flag: str, text: str, hosts: list[Host]) -> dict[str, tuple[int, ...]]:
-    """Host name -> devices. A host named with and without numbers means the numbers, as in DeepSpeed."""
+    """Host name -> devices. For a host named with and without numbers the numbers count, as in DeepSpeed."""
     known = {host.name: host.devices for host in hosts}
     chosen: dict[str, set[int]] = {}
     for part in text.split("@"):

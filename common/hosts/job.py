@@ -1,4 +1,4 @@
-"""launch.py's end of a job: starts its part on each host, and ends them together."""
+"""launch.py's part of a job: starts the job on each host, and ends it on all together."""
 
 import json
 import re
@@ -16,15 +16,15 @@ from common.hosts.ssh import SSH_FAILED, master_address
 from common.system.env import PREEMPTED
 from common.system.paths import ROOT
 
-LAUNCHERS_OWN = ("subprocess.CalledProcessError", "torch.distributed.elastic.")  # exceptions
+LAUNCHERS_OWN = ("subprocess.CalledProcessError", "torch.distributed.elastic.")  # exceptions of launchers
 
 
 @dataclass(frozen=True)
 class LaunchPlan:
     hosts: list[Host]
     launcher: list[str]  # flags of accelerate launch
-    script: list[str]  # and its flags
-    env: dict[str, str]  # for each process, sent over stdin: no command line shows it
+    script: list[str]  # the script and its flags
+    env: dict[str, str]  # for each process; sent over stdin, so that no command line shows it
     master_addr: str | None
     port: int
     log_dir: Path
@@ -42,13 +42,13 @@ class LaunchPlan:
         return [sys.executable, "-m", "accelerate.commands.launch", *self.launcher, *flags, *self.script]
 
     def address(self, connections: Sequence[HostConnection]) -> str:
-        """The first host's address, as all reach it. connections: to these hosts, which have answered."""
+        """The first host's address, by which all reach it. connections: to all hosts, which have answered."""
         hellos = [connection.hello for connection in connections if connection.hello]
         found = master_address([h["address"] for h in hellos], [h["client"] for h in hellos])
         return self.master_addr or found
 
     def start(self, connections: Sequence[HostConnection], job: str = "", **env: str) -> None:
-        """Starts the part of each host. job: a name; what is left of it on a host is ended before."""
+        """Starts each host's part. job: a name; leftovers of that job on a host are killed first."""
         address = self.address(connections)
         for rank, connection in enumerate(connections):
             part = {
@@ -62,7 +62,7 @@ class LaunchPlan:
 
 
 class JobRunner(Launcher):
-    """One launch on all hosts: where one fails, all end."""
+    """Launches a job on all hosts once. When one host fails, all are stopped."""
 
     def __init__(self, plan: LaunchPlan):
         super().__init__(plan.hosts, plan.log_dir)
@@ -97,7 +97,7 @@ class JobRunner(Launcher):
             self.stop_all()
 
     def _wait_for_agents(self) -> bool:
-        """True when all hosts answer. Nothing is started on any of them before."""
+        """Waits until all hosts answer, before anything is started. False if one fails to, or on a signal."""
         deadline = time.monotonic() + CONNECT_S
         while silent := [connection for connection in self.connections if connection.hello is None]:
             if time.monotonic() > deadline:
@@ -128,7 +128,7 @@ class JobRunner(Launcher):
         if not self.failed and all(connection.status == 0 for connection in self.connections):
             return 0
         saved = [connection for connection in self.failed if connection.status == PREEMPTED]
-        if saved and (self.signals or self.failed[0] in saved):  # those that fail later were stopped
+        if saved and (self.signals or self.failed[0] in saved):  # hosts that failed later were stopped
             self.say(f"preempted: the same command continues (exit status {PREEMPTED})")
             return PREEMPTED
         if self.signals:
@@ -141,7 +141,7 @@ class JobRunner(Launcher):
 
 
 def failure_cause(connection: HostConnection) -> tuple[int, str]:
-    """The reason why this host's part ended, after its rank: 0 is a cause, 4 most likely a consequence."""
+    """A rank from 0 (a cause) to 4 (most likely a consequence), and the reason of this host's failure."""
     lines = connection.last_lines
     last = next((line for line in reversed(lines) if line.strip("=- ")), f"exit status {connection.status}")
     if connection.hello is None:
@@ -152,7 +152,7 @@ def failure_cause(connection: HostConnection) -> tuple[int, str]:
     text = "\n".join(lines)
     if suspended := re.search(rf"^error: (.* {re.escape(SUSPENDED)})$", text, re.MULTILINE):
         return 1, suspended[1]
-    # torchrun's report. It ends survivors by 15, and NCCL ends them by 6.
+    # torchrun's report. Survivors end by signal 15 of torchrun, or 6 of NCCL.
     if killed := re.search(r"exitcode *: *-(?!15\b|6\b)(\d+)", text):
         return 1, f"a process was killed by signal {killed[1]}"
     if errors := re.findall(r"^(?:\S+: )?error: (.*)", text, re.MULTILINE):

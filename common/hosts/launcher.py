@@ -1,4 +1,4 @@
-"""launch.py's connections to the agents of a job: their output, heartbeats, and the words that end them."""
+"""launch.py's connections to a job's agents: their output, heartbeats, and the commands to stop."""
 
 import contextlib
 import json
@@ -24,15 +24,15 @@ from common.system.paths import ROOT
 from common.system.processes import is_under_nohup
 
 CONNECT_S = 30  # for all hosts to answer
-END_S = 60  # from `stop` until a host that has not ended is given up
+END_S = 60  # from `stop` until a host that has not ended counts as lost
 TRACEBACK = "Traceback (most recent call last):"
-LINES = 200  # of a host's output that are kept to find the reason of a failure
+LINES = 200  # kept of a host's output, to find the reason of a failure
 COLOURS = (36, 33, 35, 32, 34, 96, 93, 95)
 
 
 @dataclass(eq=False)
 class HostConnection:
-    """The agent on one host of the job, and what it has printed."""
+    """The agent on one host of the job, and its output."""
 
     host: Host
     process: subprocess.Popen[str]
@@ -40,9 +40,9 @@ class HostConnection:
     log: IO[str] | None = None
     hello: dict[str, Any] | None = None  # the agent's first message
     status: int | None = None
-    lock: threading.Lock = field(default_factory=threading.Lock)  # of the agent's input
+    lock: threading.Lock = field(default_factory=threading.Lock)  # for the agent's input
     last_lines: list[str] = field(default_factory=list)
-    only_log: bool = False  # what follows is its launcher's traceback, which is not shown
+    only_log: bool = False  # True from its launcher's traceback on, which is logged but not shown
     heard_at: float = field(default_factory=time.monotonic)  # when the agent last sent a line
 
     def keep(self, line: str) -> None:
@@ -58,7 +58,7 @@ class HostConnection:
             self.log.close()
 
     def visible_devices(self) -> dict[str, str]:
-        """The environment of a host of which not all devices take part, or not the first ones."""
+        """The environment that selects the host's devices; {} if they are the first ones."""
         devices = self.host.devices
         if devices == tuple(range(len(devices))):
             return {}
@@ -72,19 +72,19 @@ class HostConnection:
 
 
 class Launcher:
-    """The connections of a job, one a host. Handlers run in the main thread, one event after another."""
+    """A job's connections, one per host. Handlers run in the main thread, one event after another."""
 
     def __init__(self, hosts: list[Host], log_dir: Path):
         self.names, self.log_dir = [host.name for host in hosts], log_dir
         self.connections: list[HostConnection] = []
-        self.events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()  # their handlers
-        self.signals: list[int] = []  # that this launcher has received
+        self.events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()  # calls of handlers
+        self.signals: list[int] = []  # received by this launcher
         self.hangs = HangReports(log_dir)
         self.stopped_at: float | None = None  # when all were told to stop
 
     def listen(self) -> None:
-        """Begins to receive signals, and to send heartbeats."""
-        # SIGHUP comes from a terminal that is closed, or an ssh connection that is lost.
+        """Starts to receive signals, and to send heartbeats."""
+        # SIGHUP comes when a terminal is closed, or an ssh connection is lost.
         hangup = () if is_under_nohup() else (signal.SIGHUP,)
         for number in (signal.SIGINT, signal.SIGTERM, *hangup):
             signal.signal(number, lambda number, _: self.events.put(partial(self.on_signal, number)))
@@ -108,7 +108,7 @@ class Launcher:
         """Waits up to half a second for an event."""
         if self.stopped_at and time.monotonic() - self.stopped_at > END_S:
             for connection in self.parts():
-                if connection.status is None:  # can't be reached; its agent ends there by itself
+                if connection.status is None:  # unreachable; its agent ends by itself
                     self.give_up(connection)
         with contextlib.suppress(queue.Empty):
             self.events.get(timeout=0.5)()
@@ -129,7 +129,7 @@ class Launcher:
             self._show(connection, line)
 
     def on_event(self, connection: HostConnection, event: dict[str, Any]) -> None:
-        """Handles what a process of the host has reported (common/system/events.py)."""
+        """Handles an event of a process on the host (common/system/events.py)."""
         if event["event"] == "hang":
             self.hangs.add(connection.host.name, event)
 
@@ -146,7 +146,7 @@ class Launcher:
         self.signals.append(number)
 
     def parts(self) -> list[HostConnection]:
-        """The connections whose hosts have a part of the launch."""
+        """The connections to hosts that take part in the launch."""
         return self.connections
 
     def stop_all(self) -> None:
@@ -162,13 +162,13 @@ class Launcher:
     def _listen(self, connection: HostConnection) -> None:
         assert connection.process.stdout
         for line in connection.process.stdout:
-            # Here, as a suspended terminal can block the main thread: a host is not lost by that.
+            # In this thread, as a suspended terminal can block the main one, and no host is lost by that.
             connection.heard_at = time.monotonic()
             self.events.put(partial(self.on_line, connection, line.rstrip("\n")))
         self.events.put(partial(self.on_end, connection, connection.process.wait()))
 
     def _send_heartbeats(self) -> None:
-        """Sends heartbeats, in a thread: a suspended terminal can block the main thread's output."""
+        """Sends heartbeats. In a thread, as a suspended terminal can block the main thread's output."""
         while True:
             self.send_all("")
             time.sleep(BEAT_S)
@@ -176,7 +176,7 @@ class Launcher:
     # --- Output
 
     def say(self, text: str) -> None:
-        """Prints. When the reader is gone (`| tee` ends at Ctrl-C, too) the job and its logs continue."""
+        """Prints. Without a reader (`| tee` ends at Ctrl-C, too) the job and its logs continue."""
         try:
             print(text, flush=True)
         except OSError:
@@ -189,9 +189,9 @@ class Launcher:
         return f"\033[{COLOURS[self.names.index(connection.host.name) % len(COLOURS)]}m{name}\033[0m"
 
     def _show(self, connection: HostConnection, line: str) -> None:
-        """Prints a line of a host's output; of its launcher's own traceback nothing but errors."""
+        """Prints a line of a host's output; of its launcher's own traceback only errors."""
         if line == TRACEBACK:
-            return  # shown before the next line, unless that line shows it is the launcher's
+            return  # shown with the next line, unless that shows that it is the launcher's traceback
         if connection.last_lines[-2:-1] == [TRACEBACK]:
             connection.only_log = connection.only_log or "<frozen runpy>" in line  # `python -m`
             self._show_line(connection, TRACEBACK)

@@ -1,4 +1,4 @@
-"""Commands on the hosts of a job, by the ordinary ssh client, which reads ~/.ssh/config."""
+"""Runs commands on a job's hosts with the ordinary ssh client, which reads ~/.ssh/config."""
 
 import contextlib
 import os
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from common.system.network import own_addresses
 
-# An unknown key is refused, ssh asks nothing, and a lost host is noticed within 25 s.
+# Refuses an unknown key, never prompts, and notices a lost host within 25 s.
 SSH: tuple[str, ...] = ("ssh", "-T", "-x", "-a", "-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=yes")
 SSH += ("-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=4")
 SSH += ("-o", "ControlMaster=no", "-o", "ControlPath=none")  # an existing connection has other options
@@ -21,7 +21,7 @@ SSH_FAILED = 255  # ssh's own exit status
 def start_on(host: str, words: Sequence[str], folder: Path) -> subprocess.Popen[str]:
     """Starts a command in this folder of the host, with pipes for its lines. Ctrl-C here does not reach it.
 
-    On this host it is started directly, without ssh.
+    On this host it starts the command directly, without ssh.
     """
     command = f"cd {shlex.quote(str(folder))} && exec {shlex.join(words)}"
     return subprocess.Popen(
@@ -38,7 +38,7 @@ def start_on(host: str, words: Sequence[str], folder: Path) -> subprocess.Popen[
 
 
 def close_and_wait(processes: Sequence[subprocess.Popen[str]], within_s: float) -> None:
-    """Closes the inputs, at which the commands end; kills each ssh that has not ended in time."""
+    """Closes the inputs, which ends the commands. Kills each ssh that does not end in time."""
     for process in processes:
         with contextlib.suppress(OSError):
             assert process.stdin
@@ -60,14 +60,14 @@ def connection_addresses() -> tuple[str, str] | tuple[None, None]:
 def master_address(reached_at: Sequence[str | None], asked_from: Sequence[str | None]) -> str:
     """An address of the first host that all hosts reach.
 
-    reached_at, asked_from: of each host, the address that ssh connected to and the one that it came from;
-    None without ssh. The first host's own where ssh reached it, else the one ssh left this host by.
+    reached_at, asked_from: for each host, the address that ssh connected to, and the one that it came from;
+    None without ssh. It is where ssh reached the first host; if that is this host, where ssh came from.
     """
     return reached_at[0] or next(filter(None, asked_from), None) or "localhost"
 
 
 def is_this_host(name: str) -> bool:
-    """True when the name resolves to an address of this machine. A name in ~/.ssh/config alone does not."""
+    """True if the name resolves to an address of this machine. Aliases of ~/.ssh/config do not count."""
     try:
         found = {str(address[4][0]) for address in socket.getaddrinfo(name, None, socket.AF_INET)}
     except OSError:

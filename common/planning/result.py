@@ -1,7 +1,8 @@
-"""What a trace of a training step found."""
+"""What a trace of a training step found, and what measurements of one did."""
 
 import json
 from dataclasses import dataclass
+from typing import NamedTuple
 
 Kernel = tuple[str, int, int]  # the type of what it writes, FLOPs, bytes read and written
 Collective = tuple[str, int, int]  # its name, bytes, ranks
@@ -24,3 +25,23 @@ class Trace:
         values = json.loads(text)
         values["peaks"] = {int(size): peak for size, peak in values["peaks"].items()}
         return cls(**values)
+
+
+class Costs(NamedTuple):
+    """What a collective costs the hosts between two processes, beside any network."""
+
+    latency_s: float
+    s_per_byte: float  # of the tensor
+
+
+Collectives = dict[str, Costs]  # by a collective's name
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A micro-batch with its optimizer step on one process that exchanges nothing."""
+
+    forward_s: float
+    backward_s: float
+    optimizer_s: float
+    buckets: list[tuple[float, int]]  # DDP's: seconds after the forward's begin, bytes

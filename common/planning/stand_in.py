@@ -46,7 +46,7 @@ class FakeContents(FakeTensorMode):
 
 def start_as_rank_0(config_file: Path, batch: Batch, hosts: int, recipe: Recipe) -> Accelerator:
     """The Accelerator of rank 0, with a config file's answers for batch.processes processes on some hosts."""
-    os.environ.update(_launchers_environment(config_file, batch.processes, hosts))
+    os.environ.update(launchers_environment(config_file, batch.processes, hosts))
     deepspeed = check_answers(os.environ, batch.processes, precision=recipe.mixed_precision)
     settle_answers(True)
     if batch.processes > 1 or deepspeed:
@@ -63,7 +63,7 @@ def start_as_rank_0(config_file: Path, batch: Batch, hosts: int, recipe: Recipe)
     return accelerator
 
 
-def _launchers_environment(config_file: Path, processes: int, hosts: int) -> dict[str, str]:
+def launchers_environment(config_file: Path, processes: int, hosts: int) -> dict[str, str]:
     """What `accelerate launch --config_file` gives rank 0."""
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
     from accelerate.utils import launch

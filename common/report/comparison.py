@@ -6,8 +6,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from common.report import bill, seeds
 from common.report import markdown as md
-from common.report import seeds
 from common.report.page import as_flag, time_unit
 from common.report.plots import Panel, panels
 from common.report.record import RunRecord, early_precision
@@ -27,7 +27,7 @@ from common.system.paths import public_path
 from common.system.schema import Kind, fitting
 from common.system.text import plural
 
-NOT_COMPARED = ("output_dir", "model_folder", "s3")  # places of the output
+NOT_COMPARED = ("output_dir", "model_folder", "s3", "plan")  # places of files
 # Flags whose resolved values stand in result.json.
 RESOLVED = ("mixed_precision", "per_device_batch_size", "compile", "grad_checkpointing")
 NAMED = ("data", "model", "epochs", "batch_size", "lr", "seed")  # flags in a column's name where they differ
@@ -363,10 +363,11 @@ def _efficiency(first: RunRecord, run: RunRecord, found: tuple[float | None, str
 
 
 def _cost(run: RunRecord, price_per_hour: float | None) -> float | None:
-    """The price of all hosts for the run's whole time."""
-    if price_per_hour is None or not {"wall_s", "hosts"} <= run.facts.keys():
+    """The price of all hosts for the run's whole time, with what restarts have lost."""
+    used_s = bill.used_s(run)
+    if price_per_hour is None or used_s is None or not {"wall_s", "hosts"} <= run.facts.keys():
         return None
-    return run.facts["wall_s"] / 3600 * run.facts["hosts"] * price_per_hour
+    return used_s / 3600 * run.facts["hosts"] * price_per_hour
 
 
 def _cost_of_a_point(run: RunRecord, price_per_hour: float | None) -> float | None:

@@ -17,6 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from common.report import bill
 from common.report.comparison import conditions
 from common.report.page import as_flag
 from common.report.record import PARTS, RunRecord
@@ -59,6 +60,7 @@ COLUMNS: tuple[tuple[str, str, int | None], ...] = (
     ("utilisation_pct", "utilisation, %", 0),
     ("energy_wh", "energy of the GPUs, Wh", 1),
     ("price", "price", 2),
+    ("planned_price", "planned price", 2),
 )
 CHOICES = ("status", "model", "data", "strategy")  # columns with a list of their values as a filter
 MEASURES = ("val/accuracy", "val/loss", "train/loss", "val/raw_accuracy", "train/lr", "train/images_per_s")
@@ -162,8 +164,7 @@ def _run(run: RunRecord, name: str) -> dict[str, Any]:
 
 def _values(run: RunRecord, name: str) -> dict[str, str | float | None]:
     """The run's cells, and its price_per_hour."""
-    facts, per_hour = run.facts, run.recipe.get("price_per_hour")
-    per_hour = per_hour if isinstance(per_hour, int | float) and not isinstance(per_hour, bool) else None
+    facts = run.facts
     wall_s = facts.get("wall_s", run.metrics[-1]["wall_s"] if run.metrics else None)
     starts = [line["t"] for lines in run.telemetry.values() for line in lines[:1]]
     found = {key: facts.get(key) for key, *_ in COLUMNS} | {
@@ -176,8 +177,9 @@ def _values(run: RunRecord, name: str) -> dict[str, str | float | None]:
         "wall_s": wall_s,
         "memory_gib": memory_gib(run),
         "utilisation_pct": utilisation_pct(run)[0],
-        "price_per_hour": per_hour,
-        "price": None if per_hour is None or wall_s is None else per_hour * wall_s / 3600,
+        "price_per_hour": bill.price_per_hour(run),
+        "price": bill.actual(run)["price"],
+        "planned_price": bill.planned(run)["price"],
     }
     return {
         key: printable(value) if isinstance(value, str) else _short(value) for key, value in found.items()

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from common.report import bill
 from common.report import markdown as md
 from common.report.plots import Panel, confusion_matrix, panel, panels
 from common.report.record import RunRecord
@@ -154,6 +155,7 @@ def page(run: RunRecord, stem: str, pictures: list[str]) -> str:
         shown.get("confusion_training.png", ""),
         *(_validation(name, report, shown) for name, report in run.reports.items() if report),
         _verified(run),
+        bill.section(run),
         "## Memory and utilisation",
         _memory(run),
         _hosts(run),
@@ -282,7 +284,7 @@ def _interruptions(run: RunRecord) -> str:
     """A table of the stops by a signal or a notice, from the signal to the first step after it."""
     if not run.interruptions:
         return ""
-    price = run.recipe.get("price_per_hour")
+    price = bill.price_per_hour(run)
     rows = []
     for step, why, seconds in run.interruptions:
         cost = None if price is None or seconds is None else price * seconds / 3600

@@ -24,14 +24,16 @@ POINTS = 500  # in a curve; longer curves are averaged
 
 @dataclass
 class Panel:
-    """Curves {name: ([x], [y])}, or bars {name: value} along x."""
+    """Curves and points {name: ([x], [y])}, or bars {name: value} along x."""
 
     x: str
     y: str
     curves: dict[str, tuple[Sequence[float], Sequence[float]]] = field(default_factory=dict)
+    points: dict[str, tuple[Sequence[float], Sequence[float]]] = field(default_factory=dict)
     bars: dict[str, float] = field(default_factory=dict)
     from_zero: bool = False  # the y axis
     is_log: bool = False  # the y axis
+    is_log_x: bool = False
 
 
 def panel(lines: Sequence[dict[str, Any]], x: str, y: str, names: Sequence[str]) -> Panel:
@@ -56,13 +58,20 @@ def panels(path: Path, rows: Sequence[Sequence[Panel]], title: str) -> None:
             for name, (x, y) in panel.curves.items():
                 marker = "o" if len(x) < 40 else None
                 axes.plot(*_averaged(x, y), label=_short(name), marker=marker, markersize=3, linewidth=1.2)
+            for name, (x, y) in panel.points.items():
+                axes.plot(x, y, label=_short(name), marker="o", markersize=4, linestyle="")
             if panel.bars:
                 axes.invert_yaxis()
-            if 1 < len(panel.curves) <= NAMED_CURVES:
+            if 1 < len(panel.curves) + len(panel.points) <= NAMED_CURVES:
                 axes.legend(fontsize=8)
             axes.set(xlabel=_plain(panel.x), ylabel=_plain(panel.y))
             if panel.is_log:
                 axes.set_yscale("log")
+            if panel.is_log_x:
+                axes.set_xscale("log")
+                axes.xaxis.set_minor_formatter("")  # between powers of ten labels collide
+                if axes.dataLim.x1 < 10 * axes.dataLim.x0:  # no two powers: a plain axis has labels
+                    axes.set_xscale("linear")
             if panel.from_zero:
                 axes.set_ylim(0, 1.05 * axes.dataLim.ymax or 1)
             axes.grid(alpha=0.3)

@@ -19,7 +19,8 @@ from common.report.record import RunRecord
 ALPHA, POWER = 0.05, 0.8  # of the test; of the number of seeds that would tell
 MOST_SEEDS = 10_000
 TINY = 1e-12  # a deviation that is rounding
-PLACES = ("seed", "output_dir", "model_folder", "s3", "cache_dir")  # that do not decide what is trained
+# What does not decide what is trained
+PLACES = ("seed", "output_dir", "model_folder", "s3", "cache_dir", "plan", "price_per_hour")
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from common.run.output import RunOutput
 from common.run.state import RunState
 from common.telemetry.collect import Telemetry
 
-STOP, PROBLEM = 1, 2  # what a process tells the others
-# A message takes the host some 0.1 ms. Where steps are short several share one; then a signal is obeyed
-# 2 * AGREEMENT_S later, or if steps become slow at once, after 2 * MOST_STEPS of them.
+STOP, PROBLEM = 1, 2  # messages of a process to the others
+# A message costs the host some 0.1 ms, so several short steps share one. A signal then takes effect
+# 2 * AGREEMENT_S later, or after 2 * MOST_STEPS steps if steps suddenly become slow.
 SHORT_STEP_S = 0.005
 AGREEMENT_S = 0.02
 MOST_STEPS = 32
@@ -29,7 +29,7 @@ def steps_between(step_s: float) -> int:
 class Exchange:
     """Messages over gloo, beside the training's collectives. All methods and the constructor are collective.
 
-    output: of the main process, None elsewhere; it gets what the other processes have for it.
+    output: the main process's; None on other processes.
     """
 
     def __init__(self, timeout_s: float, state: RunState, telemetry: Telemetry, output: RunOutput | None):
@@ -40,12 +40,12 @@ class Exchange:
         self.told_at, self.told_step, self.next_step = time.perf_counter(), -1, 0
 
     def listen_after(self, step: int) -> None:
-        """listen() after the step, or where steps are short after every so many.
+        """Calls listen() after the step, or if steps are short, only after every few of them.
 
-        The processes agree on their number, as each tells the others how long its steps take.
+        All processes use the same number of steps, because each sends the others its time per step.
         """
         if step < self.next_step:
-            wanted()  # for the watchdog: a step has ended
+            wanted()  # resets the watchdog: a step has ended
             return
         now = time.perf_counter()
         if self.told_step >= 0:
@@ -57,9 +57,9 @@ class Exchange:
         self.next_step = step + (1 if alone else steps_between(self.slowest_us / 1e6))
 
     def listen(self) -> None:
-        """Sends this process's signal or problem to the others, and receives theirs of the last call.
+        """Sends this process's signal or problem to the others, and receives theirs from the last call.
 
-        Raises Preempted after a signal, ValueError with a problem's message, on all processes.
+        On all processes it raises Preempted after a signal, or ValueError with a problem's message.
         """
         problem = self.problem()
         answer = self.poll(PROBLEM if problem else STOP if wanted() else 0, self.step_us)
@@ -70,16 +70,15 @@ class Exchange:
             raise Preempted
 
     def problem(self) -> str | None:
-        """The main process's problem, if any; not collective."""
+        """The main process's problem, if any. Not collective."""
         return self.output.problem() if self.output else None
 
     def of_main(self, own: Any) -> Any:
-        """The main process's value."""
         return self.poll.gather(own)[0]
 
     def gather(self, own: Any) -> list[Any]:
-        """The value of each process. The main process also gets the other hosts' telemetry and the ids of the
-        images that any process skipped."""
+        """The value of each process. Also gathers the other hosts' telemetry and the ids of skipped images
+        on the main process."""
         everyones = self.poll.gather((own, self.telemetry.take(), bad_images.seen()))
         if self.output:
             self.telemetry.append([piece for _, pieces, _ in everyones for piece in pieces])
@@ -89,5 +88,5 @@ class Exchange:
         return [own for own, *_ in everyones]
 
     def wait_for_main(self, done: Callable[[float], bool]) -> None:
-        """Waits until done(1.0) is true on the main process; done(seconds) itself waits so long."""
+        """Waits until done(1.0) is true on the main process. done(seconds) may wait that long."""
         self.poll.wait_for_main(self.output is not None, done)

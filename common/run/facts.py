@@ -1,4 +1,4 @@
-"""A run's facts: recipe.json at its start, result.json at its end, its part of checkpoints' manifests."""
+"""A run's facts: the contents of recipe.json, of result.json, and of the manifests of its checkpoints."""
 
 import contextlib
 import dataclasses
@@ -24,13 +24,13 @@ from common.telemetry.flops import Utilisation
 from common.telemetry.memory import memory_gib
 from common.telemetry.summary import energy_wh
 
-VAL_CHOSEN = "a hash of their ids"  # decides which images --max_val_images evaluates; once it was the first
+VAL_CHOSEN = "a hash of their ids"  # how --max_val_images chooses images; older versions took the first
 ENTRIES = ("accelerate", "torchrun", "deepspeed")  # launchers
 MODULES = ("accelerate.commands.launch", "torch.distributed.run")  # the same, as modules
 
 
 def run_name(accelerator: Accelerator, recipe: Recipe, batch: Batch) -> str:
-    """<strategy>_<batch>_<epochs>_<hosts>_<processes per host>, the same while some hosts are away."""
+    """<strategy>_<batch>_<epochs>_<hosts>_<processes per host>; hosts that are away count, too."""
     hosts, on_each = most_hosts(), processes_per_host()
     strategy = job.strategy(accelerator)
     strategy = "ddp" if strategy == "single" and hosts * on_each > 1 else strategy
@@ -44,7 +44,7 @@ def about_run(
     resumed_from: str | None,
     source: str,
 ) -> dict[str, Any]:
-    """recipe.json. processes: of all ranks. source: a name of the data that changes with its content."""
+    """The content of recipe.json. processes: of all ranks. source: a name that changes with the data."""
     return {
         "script": script_name(),
         "strategy": job.strategy(accelerator),
@@ -71,7 +71,7 @@ def about_run(
 def about_checkpoint(
     about: dict[str, Any], recipe: Recipe, batch: Batch, accelerator: Accelerator, classes: tuple[str, ...]
 ) -> dict[str, Any]:
-    """The part of a checkpoint's manifest on the run that writes it. about: recipe.json."""
+    """The part of a checkpoint's manifest about the run that writes it. about: recipe.json."""
     names = ("script", "strategy", "version", "git_commit", "versions", "hosts", "val_chosen")
     writer = {name: about[name] for name in names} | dataclasses.asdict(accelerator.precision)
     writer |= {"processes": batch.processes, "deterministic": recipe.deterministic}
@@ -93,12 +93,12 @@ def result(
     telemetry: list[dict[str, Any]] | None = None,
     error: str | None = None,
 ) -> dict[str, Any]:
-    """result.json, on the main process.
+    """The content of result.json. Main process only.
 
     status: `finished`, `preempted` or `failed`. checkpoint: step of the newest. tested: the best weights'
-    metrics on the test split. memory: of all processes; by
-    default of this one. telemetry: summaries, of a finished run alone: they take seconds to read after a day,
-    for which a launcher does not wait otherwise; the run's page sums it up then. error: of a failed run.
+    metrics on the test split. memory: of all processes; by default of this one. telemetry: summaries, only of
+    a finished run: after a day they take seconds, for which a launcher does not wait when it stops a run; the
+    run's page then makes them. error: of a failed run.
     """
     images_per_s = state.logged_step * batch.total / state.train_s if state.train_s else None
     memory = memory or [memory_gib(accelerator)]
@@ -131,6 +131,7 @@ def result(
         "bad_images": len(state.bad_images),
         "train_s": state.train_s,
         "wall_s": state.wall_now_s(),
+        "spent_s": state.spent_now_s(),
         "images_per_s": images_per_s,
         **(utilisation.facts(images_per_s) if utilisation else {}),
         "peak_memory_gib": max(peak["peak"] for peak in memory),
@@ -144,7 +145,7 @@ def result(
 
 
 def _defaults(recipe: Recipe) -> dict[str, Any]:
-    """The script's own recipe; what is derived from batch_size follows from this recipe's."""
+    """The script's default recipe; fields derived from batch_size have the values of this recipe."""
     own = type(recipe)()
     return dataclasses.asdict(type(recipe)(batch_size=recipe.batch_size)) | {"batch_size": own.batch_size}
 
@@ -155,9 +156,10 @@ def _checkpoint_path(step: int | None) -> str | None:
 
 
 def _command() -> list[str]:
-    """The command as typed: the outermost launcher's that was given this script, else this process's.
+    """The command as typed: that of the outermost launcher of this script, else this process's.
 
-    Only launchers count: what stands before them (sudo, env, a shell) may be a secret, and pages show this.
+    Words before the launcher (sudo, env, a shell) are left out: pages show the command, and they may be
+    secret.
     """
     own = [word for word in sys.argv[1:] if not word.startswith("--local_rank")]
     found = ["python", sys.argv[0], *own]
@@ -176,7 +178,7 @@ def _command() -> list[str]:
 
 
 def _git_commit() -> str | None:
-    """The commit of the code, with + behind it when files differ from it; None outside of a repository."""
+    """The commit of the code, followed by + if files differ from it; None outside of a repository."""
     try:
         commit, changed = (
             subprocess.run(

@@ -1,4 +1,4 @@
-"""Errors that end a run, explained where their cause is known."""
+"""Explains errors that end a run, if their cause is known."""
 
 import errno
 from collections.abc import Iterable
@@ -13,7 +13,7 @@ from common.run.output import newest_step
 from common.system.files import not_written
 from common.telemetry.memory import is_out_of_memory, out_of_memory
 
-WRITING_GRACE_S = 8  # how long a failed run waits for a checkpoint in flight: the others wait 10 s for it
+WRITING_GRACE_S = 8  # for a checkpoint in flight in a failed run; the other processes wait 10 s
 
 NOT_DETERMINISTIC = " does not have a deterministic implementation"  # torch's words
 
@@ -27,8 +27,8 @@ def explained(
 ) -> BaseException:
     """A ValueError that says what to do, or the error itself.
 
-    parameters: names of the trained ones, none before the training begins. folder: of the run, on the main
-    process, once the training has begun.
+    parameters: names of the trained parameters, empty before the training begins. folder: the run's folder on
+    the main process, once the training has begun; else None.
     """
     if is_out_of_memory(error):
         return ValueError(out_of_memory(accelerator, batch, error))
@@ -41,14 +41,14 @@ def explained(
     if unused := unused_parameters(error, list(parameters)):
         return ValueError(without_gradient(unused))
     if folder and isinstance(error, OSError) and error.errno == errno.ENOSPC:
-        return not_written("the run", folder, error)  # by the script itself
+        return not_written("the run", folder, error)  # the script itself was writing
     return error
 
 
 def interruption(
     accelerator: Accelerator, recipe: Recipe, batch: Batch, saver: Saver | None, first_step: int
 ) -> KeyboardInterrupt:
-    """The error after Ctrl-C, which saves nothing. On the main process it says where the next start resumes.
+    """The error after Ctrl-C, which saves nothing. On the main process it names the step to resume from.
 
     saver: None before the run has begun. first_step: the step at which this process began.
     """

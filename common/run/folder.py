@@ -1,4 +1,4 @@
-"""Chooses a run's folder: a new one, or that of an unfinished run of the same recipe, to continue it."""
+"""Chooses a run's folder: a new one, or that of an unfinished run of the same recipe."""
 
 import contextlib
 import json
@@ -23,11 +23,11 @@ def script_name() -> str:
 
 
 def open_folder(recipe: Recipe, name: str, last_step: int | None, passed: Collection[Path] = ()) -> Path:
-    """Makes or finds the run's folder: exactly --output_dir, or <name>, <name>-2, ... in --model_folder.
+    """Makes or finds the run's folder: --output_dir itself, or <name>, <name>-2, ... in --model_folder.
 
-    A run there is continued when it is unfinished, has the same recipe, and began at the same --resume. Else
-    a named folder gets the next number, and --output_dir is refused. last_step: of this run, None when not
-    known. passed: folders to leave out. ValueError for a recipe.json that can't be read.
+    A run there is continued if it is unfinished, has the same recipe, and began at the same --resume. Else
+    the next number is tried, or --output_dir is refused. last_step: of this run, None if unknown. passed:
+    folders to leave out. ValueError for a recipe.json that can't be read.
     """
     try:
         if recipe.output_dir is None:
@@ -55,11 +55,11 @@ def _named(parent: Path, name: str, recipe: Recipe, last_step: int | None, passe
 
 
 def _why_not_ours(folder: Path, recipe: Recipe, last_step: int | None) -> str:
-    """The reason why the folder holds another run, as ` (its epochs is 3, here 10)`; empty when it holds
-    this one, or none."""
+    """Why the folder holds another run, as ` (its epochs is 3, here 10)`; empty if it holds this run or
+    none."""
     about = _recipe_json(folder)
     if about is None:
-        return ""  # empty, or stopped before it began: its checkpoint's recipe will be compared
+        return ""  # empty, or stopped before it began: the checkpoint's recipe is compared later
     began = about.get("resumed_from")
     if reason := why_other_run(about, recipe):
         return reason
@@ -71,7 +71,7 @@ def _why_not_ours(folder: Path, recipe: Recipe, last_step: int | None) -> str:
 
 
 def _recipe_json(folder: Path) -> dict[str, Any] | None:
-    """recipe.json; None without that file. ValueError when it can't be read: then the run is not known."""
+    """The content of recipe.json; None without that file. ValueError when it can't be read."""
     file = folder / "recipe.json"
     try:
         about = read_json(file)
@@ -89,14 +89,14 @@ def _recipe_json(folder: Path) -> dict[str, Any] | None:
 
 
 def this_run(recipe: Recipe) -> dict[str, Any]:
-    """The first lines of recipe.json, to identify the run before that file is written."""
+    """The fields of recipe.json that identify the run, for use before that file is written."""
     return {"script": script_name(), "recipe": recipe_part(recipe)}
 
 
 def why_other_run(about: dict[str, Any], recipe: Recipe) -> str:
-    """The reason why a run is not one of this recipe; empty when it is, or when that is not known.
+    """Why a run is not one of this recipe; empty if it is, or if that is unknown.
 
-    about: its recipe.json, or what this_run() gave for it.
+    about: its recipe.json, or this_run() of it.
     """
     if not isinstance(about.get("recipe"), dict):
         return ""
@@ -108,7 +108,7 @@ def why_other_run(about: dict[str, Any], recipe: Recipe) -> str:
 
 
 def resumed_from(folder: Path) -> str | None:
-    """The --resume at which the folder's run began."""
+    """The --resume with which the folder's run began."""
     try:
         return read_json(folder / "recipe.json").get("resumed_from")
     except (OSError, ValueError):
@@ -116,8 +116,8 @@ def resumed_from(folder: Path) -> str | None:
 
 
 def differences(theirs: dict[str, Any], recipe: Recipe) -> str:
-    """The flags that differ, as `its epochs is 3, here 10; ...`, without those that --allow_changed names. A
-    flag that the other run's version did not have counts as its default."""
+    """The flags that differ, as `its epochs is 3, here 10; ...`, without those that --allow_changed names.
+    A flag that is missing in the other recipe counts as its default."""
     ours, defaults = (json.loads(json.dumps(recipe_part(r))) for r in (recipe, type(recipe)()))
     theirs = recipe.without_derived(defaults | theirs)
     return "; ".join(
@@ -146,10 +146,10 @@ def _is_finished(folder: Path, last_step: int | None) -> bool:
 
 
 def count_restarts(folder: Path, step: int) -> None:
-    """Counts a launcher's restarts in restarts.json. Called at each start, which begins at `step`.
+    """Counts a launcher's restarts in restarts.json. Called at each start. step: where this start begins.
 
-    A start by the launcher of the one before, at the same step, is a restart without progress: unless the
-    one before was told to stop, as when a host joins. ValueError at the fourth.
+    A restart by the same launcher at the same step is one without progress, unless the process before it was
+    told to stop, as when a host joins. ValueError at the fourth.
     """
     launcher = _launcher()
     if launcher is None:
@@ -168,7 +168,7 @@ def count_restarts(folder: Path, step: int) -> None:
 
 
 def _launcher() -> str | None:
-    """A name of the agent that started this process; None when none restarts it."""
+    """A unique name of the agent that restarts this process; None without one."""
     if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) == 0:
         return None
     return f"{socket.gethostname()} {os.getppid()} {start_ticks(os.getppid())}"

@@ -19,7 +19,7 @@ class RunLog:
     """The log of the main process. After a failed write `problem` has the message, for all processes.
 
     about: for recipe.json. state: of the checkpoint that the run resumes from; later lines are removed.
-    wrote: the part of that checkpoint's manifest on the processes that wrote it.
+    wrote: `written_by` of that checkpoint's manifest.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class RunLog:
     ) -> None:
         """Writes a line after `step` optimizer steps and wall_s seconds of the run.
 
-        telemetry: further values, for the trackers alone.
+        telemetry: further values, only for the trackers.
         """
         epoch = step / self.steps_per_epoch
         line = {"epoch": epoch, "wall_s": wall_s, **values}
@@ -98,13 +98,13 @@ class RunLog:
     def write_test(
         self, state: RunState, metrics: dict[str, float], split: str, predictions: Predictions
     ) -> None:
-        """Writes the same of the best weights on the test split, in a line of the last step."""
+        """Writes the metrics of the best weights on the test split, in a line of the last step."""
         values = {f"test/{name}": v for name, v in metrics.items() if name != "images"}
         self.write(state.step, state.wall_now_s(), values)
         self._write_confusion(predictions, {"step": state.best_step, "split": split})
 
     def _write_confusion(self, predictions: Predictions, of: dict[str, Any]) -> None:
-        """of: what was evaluated."""
+        """Writes confusion.json. of: what was evaluated."""
         if predictions.confusion is None:
             return
         try:
@@ -115,9 +115,9 @@ class RunLog:
             self._set_problem("confusion.json", error)
 
     def write_samples(self, step: int, per_rank: list[list[int]], share: int) -> None:
-        """A line for each of the steps up to `step`, with its ids in the order of the whole batch.
+        """Writes a line for each step up to `step`, with its ids in the order of the whole batch.
 
-        per_rank: the ids of all these steps, of each process. share: of a process in a step.
+        per_rank: each process's ids of all these steps. share: number of ids of a process in a step.
         """
         assert self.samples
         count = len(per_rank[0]) // share
@@ -132,7 +132,7 @@ class RunLog:
             self.progress.tell(doing)
 
     def close(self, failed: bool) -> None:
-        """Closes files and trackers. A full disk is no second error, and a second call does nothing."""
+        """Closes files and trackers. Ignores a full disk. A second call does nothing."""
         for file in (self.metrics, self.samples):
             with contextlib.suppress(OSError):
                 if file:
@@ -155,7 +155,7 @@ class RunLog:
 
 
 def _change_of_hosts(wrote: dict[str, Any], about: dict[str, Any]) -> dict[str, int]:
-    """Numbers of hosts and processes, before and now; {} where they are the same, or not known."""
+    """Numbers of hosts and processes, before and now; {} if they are the same or unknown."""
     before = len(wrote.get("hosts", ())), wrote.get("processes", 0)
     now = len(about["hosts"]), len(about["devices"])
     if before == now or not all(before):
@@ -164,8 +164,8 @@ def _change_of_hosts(wrote: dict[str, Any], about: dict[str, Any]) -> dict[str, 
 
 
 def _was_before(line: dict[str, Any], state: RunState) -> bool:
-    """True when the line was written before the state was saved. A change of hosts, and an evaluation at the
-    end, are written again."""
+    """True when the line was written before the state was saved. Changes of hosts at that step, and
+    evaluations that will be repeated, count as later: they are written again."""
     step = line.get("step", math.inf)
     is_repeated = "hosts" in line or "test/loss" in line or ("val/loss" in line and not state.evaluated)
     again = step == state.step and is_repeated

@@ -1,4 +1,4 @@
-"""Loss, samples and time of this process's training since the last line in the log."""
+"""Loss, samples and time of this process since the last line of the log."""
 
 import time
 
@@ -12,7 +12,7 @@ from common.run.state import RunState
 
 
 class Meter:
-    """Sums losses on the device: nothing waits for it before mean_loss()."""
+    """Sums losses on the device, without waiting for it before mean_loss()."""
 
     def __init__(self, device: torch.device, batch: Batch, keeps_ids: bool):
         self.batch, self.keeps_ids = batch, keeps_ids
@@ -23,7 +23,7 @@ class Meter:
         self.started = time.perf_counter()
 
     def resume(self, state: RunState, rank: int) -> None:
-        """Takes over the sum of losses, scaled to the current number of micro-batches: the mean stays."""
+        """Restores the sum of losses, scaled to the current number of micro-batches to keep the mean."""
         losses = state.losses
         if not losses:
             return
@@ -41,19 +41,18 @@ class Meter:
         self.step_loss.zero_()
 
     def mean_loss(self, accelerator: Accelerator, steps: int) -> float:
-        """The mean loss of these last steps over all processes. Collective; waits for the device."""
+        """The mean loss of the last `steps` steps over all processes. Collective; waits for the device."""
         mean = (accelerator.reduce(self.loss, "mean") / (steps * self.batch.accumulations)).item()
         self.loss.zero_()
         return mean
 
     def start_clock(self) -> float:
-        """Starts the clock anew. Returns the seconds since its last start."""
+        """Restarts the clock. Returns the seconds since its last start."""
         elapsed_s = self.elapsed_s()
         self.started += elapsed_s
         return elapsed_s
 
     def elapsed_s(self) -> float:
-        """Seconds since the last start of the clock."""
         return time.perf_counter() - self.started
 
     def take_ids(self) -> list[int]:

@@ -1,4 +1,4 @@
-"""Opens a run: its folder, the state it resumes from, its log, and what runs beside the training."""
+"""Opens a run: its folder, the state it resumes from, its log, its saver and its telemetry."""
 
 import contextlib
 import os
@@ -27,8 +27,6 @@ from common.telemetry.collect import Telemetry, this_process
 
 @dataclass
 class OpenRun:
-    """The parts of a run between its beginning and its end."""
-
     state: RunState
     saved_step: int  # of the newest checkpoint in the run's own folder, 0 without one
     output: RunOutput | None  # of the main process
@@ -44,11 +42,12 @@ def open_run(
     training: TrainingState,
     data: tuple[str, tuple[str, ...]],
     steps: Steps,
+    plan: dict[str, Any] | None = None,
 ) -> OpenRun:
     """Restores the training from the newest checkpoint, if there is one. Collective.
 
-    data: a name that changes with its content, and the names of the classes. Where it fails, nobody owns the
-    run's folder.
+    data: a name that changes with its content, and the names of the classes. plan: for plan.json. On an
+    error the run's folder is released.
     """
     output: RunOutput | None = None
     source, classes = data
@@ -62,7 +61,7 @@ def open_run(
 
     def start_log(_: Heartbeat) -> None:
         assert output
-        output.start_log(about, state, saved_step, steps.last, steps.per_epoch)
+        output.start_log(about, plan, state, saved_step, steps.last, steps.per_epoch)
 
     try:
         point = ResumePoint.from_json(once(accelerator, "run folder", open_output, recipe.timeout_s))
@@ -79,7 +78,9 @@ def open_run(
         if output:
             output.saver = saver
         rank = accelerator.process_index
-        telemetry = Telemetry(processes, rank, folder, recipe.telemetry_s, lambda: state.step, steps.last)
+        telemetry = Telemetry(
+            processes, rank, folder, recipe.telemetry_s, lambda: state.step, steps.last, state.wall_s
+        )
         exchange = Exchange(recipe.timeout_s, state, telemetry, output)
         _tell_launcher(exchange, recipe, batch, state.step)
         return OpenRun(state, saved_step, output, saver, exchange, about["devices"])
@@ -90,7 +91,7 @@ def open_run(
 
 
 def _tell_launcher(exchange: Exchange, recipe: Recipe, batch: Batch, step: int) -> None:
-    """Reports where the run begins, and whether all hosts see its folder. Collective."""
+    """Reports the first step to launch.py, and if all hosts see the run's folder. Collective."""
     if EVENTS_FILE not in os.environ:
         return
     record = exchange.output.folder.resolve() / "recipe.json" if exchange.output else None
@@ -114,5 +115,5 @@ def _holds(file: Path, content: bytes) -> bool:
 
 
 def _say(message: str) -> None:
-    """Called by the main process, also in the threads that save and upload."""
+    """Prints. Called by the main process, also in the threads that save and upload."""
     print(message, flush=True)

@@ -1,4 +1,4 @@
-"""The main process's side of a run: its folder, log and result.json, and their copies in S3."""
+"""The main process's part of a run: its folder, log and result.json, and their copies in S3."""
 
 import contextlib
 import math
@@ -14,6 +14,7 @@ from common.checkpoint.mirror import committed, fetch
 from common.checkpoint.saver import Saver
 from common.recipe import Batch, Recipe
 from common.report import run_end
+from common.report.record import PLAN
 from common.run.facts import result, run_name
 from common.run.folder import open_folder
 from common.run.log import RunLog
@@ -31,7 +32,7 @@ UPLOAD_GRACE_S = 15  # how long a preempted run waits for S3: launchers kill 30 
 
 
 class RunOutput:
-    """The main process's side of an open run. start_log() and `saver` follow before the first step."""
+    """The main process's part of an open run. start_log() and `saver` complete it before the first step."""
 
     log: RunLog
     saver: Saver | None = None
@@ -40,8 +41,8 @@ class RunOutput:
         self.accelerator, self.recipe, self.batch = accelerator, recipe, batch
         self.storage, self.folder = storage, storage.folder
         self.next_report = 0.0 if EVENTS_FILE in os.environ else math.inf  # time.monotonic()
-        self.final: dict[str, Any] = {}  # parts of result.json that are known at the end only
-        self.best: Checkpoint | None = None  # what find_best() found
+        self.final: dict[str, Any] = {}  # parts of result.json that are known only at the end
+        self.best: Checkpoint | None = None  # from find_best()
 
     def tell_launcher(self, step: int) -> None:
         """Reports the step to launch.py, at most once a second."""
@@ -50,11 +51,20 @@ class RunOutput:
             report("step", step=step)
 
     def start_log(
-        self, about: dict[str, Any], state: RunState, saved_step: int, steps: int, steps_per_epoch: int
+        self,
+        about: dict[str, Any],
+        plan: dict[str, Any] | None,
+        state: RunState,
+        saved_step: int,
+        steps: int,
+        steps_per_epoch: int,
     ) -> None:
-        """about: recipe.json. saved_step: of the checkpoint in the folder, 0 without one."""
+        """Opens the log. about: recipe.json. plan: plan.json; without one an earlier start's stays.
+        saved_step: of the checkpoint in the folder, 0 without one."""
         with self._writing("the log"):
             (self.folder / "result.json").unlink(missing_ok=True)
+            if plan:
+                write_json(self.folder / PLAN, plan)
             found = self.storage.checkpoint
             wrote = {} if found is None or self.storage.is_new else found.manifest.get("written_by", {})
             self.log = RunLog(self.folder, self.recipe, about, state, steps, steps_per_epoch, wrote)
@@ -68,7 +78,7 @@ class RunOutput:
         return self.storage.owner_lost() or saving or self.log.problem
 
     def find_best(self, step: int, beat: Heartbeat) -> bool:
-        """Finds and verifies the checkpoint of the best evaluation, here or in S3. False where it is gone."""
+        """Finds and verifies the checkpoint of the best evaluation, here or in S3. False if it is gone."""
         assert self.saver
         self.saver.wait(beat)
         if problem := self.problem():
@@ -97,13 +107,13 @@ class RunOutput:
         1. The last checkpoint is committed, and index.json names it.
         2. Pictures are drawn into plots/.
         3. The trackers are closed.
-        4. result.json says `finished`: where there is a mirror with `uploaded` false.
-        5. upload(): the checkpoint and the run's files are in S3, result.json last.
+        4. result.json says `finished`, and with a mirror `uploaded` false.
+        5. upload() sends the checkpoint and the run's files to S3, result.json last.
         6. result.json says `uploaded` true.
 
-        After an interruption the same command restores the last checkpoint, evaluates it once more, because
-        the pictures show that evaluation, and repeats all steps. Once result.json says `finished` and, with a
-        mirror, `uploaded` true, the same command begins another run.
+        After an interruption the same command restores the last checkpoint, repeats its evaluation, which the
+        pictures show, and then all steps. Once result.json says `finished` and, with a mirror, `uploaded`
+        true, the same command begins another run.
         """
         mirror, self.final = self.storage.mirror, known
         self.log.progress.stop()
@@ -126,7 +136,7 @@ class RunOutput:
         run_end.show(self.folder)
 
     def upload(self, state: RunState, beat: Heartbeat) -> None:
-        """Waits until the mirror has everything; result.json says whether it does."""
+        """Waits until the mirror has sent everything, and writes into result.json if it succeeded."""
         mirror = self.storage.mirror
         if mirror is None:
             return
@@ -146,7 +156,7 @@ class RunOutput:
             write_json(file, found)
 
     def close(self, state: RunState, status: str, error: str | None = None) -> None:
-        """Closes files and trackers, and releases the folder. A full disk is no second error."""
+        """Closes files and trackers, and releases the folder. Ignores a full disk."""
         self.log.progress.stop()
         report("step", step=state.step)
         with contextlib.suppress(OSError):
@@ -163,13 +173,13 @@ class RunOutput:
         return result(self.accelerator, self.recipe, self.batch, state, status, **parts)
 
     def _draw(self, step: int, predictions: Predictions, found: dict[str, Any]) -> None:
-        """Draws all pictures. One that can't be drawn is reported, and does not fail the run."""
+        """Draws all pictures. A picture that can't be drawn is reported, and does not fail the run."""
         try:
             run_end.draw(self.folder, found)
             self.log.show(step, predictions.draw(self.folder / "plots"))
         except OSError:
             raise
-        except Exception as error:  # of many kinds, of libraries
+        except Exception as error:  # libraries raise many kinds
             print(
                 f"not all pictures are in {self.folder / 'plots'}: {type(error).__name__}: {error}",
                 flush=True,
@@ -185,8 +195,8 @@ class RunOutput:
 
 
 def newest_step(accelerator: Accelerator, recipe: Recipe, batch: Batch) -> int:
-    """The step of the newest checkpoint in the folder that this recipe would get; 0 without one, or without
-    a folder. Called before the folder is open."""
+    """The step of the newest checkpoint in the folder that this recipe would get, 0 without one. Called
+    before the folder is open."""
     with contextlib.suppress(ValueError, OSError):
         folder = open_folder(recipe, run_name(accelerator, recipe, batch), None)
         return max(steps_in(folder / "checkpoints"), default=0)
@@ -198,7 +208,7 @@ def note_early_preemption(accelerator: Accelerator, recipe: Recipe, batch: Batch
     with contextlib.suppress(ValueError, OSError):
         folder = open_folder(recipe, run_name(accelerator, recipe, batch), None)
         if (folder / RECORD).exists():
-            return  # a run that goes on, or was killed
+            return  # another process runs there, or was killed
         file = folder / "result.json"
         before = (
             read_json(file) if file.exists() else result(accelerator, recipe, batch, RunState(), "preempted")

@@ -1,9 +1,8 @@
 """A lease on a run folder, or on a prefix in S3: it has one owner, and a second run is refused.
 
 The owner's record, owner.json, has a counter as heartbeat. The record of a dead process of this machine is
-taken over at once, and so is one of an earlier launch of the same elastic job: launch.py has seen to its end.
-A record of another machine is watched for heartbeats first: a machine that was lost could
-not remove it.
+taken over at once, and so is one of an earlier launch of the same elastic job, which launch.py has ended. A
+record of another machine is watched for heartbeats first, because a lost machine could not remove it.
 """
 
 import contextlib
@@ -26,14 +25,14 @@ from common.system.processes import start_ticks
 from common.system.redaction import redacted
 from common.system.s3 import ObjectStore, StoreError
 
-BEAT_S = 20  # between two heartbeats
-WATCH_S = 65  # a record of another machine without a heartbeat for so long has a dead owner
+BEAT_S = 20  # between heartbeats
+WATCH_S = 65  # without a heartbeat, after which the owner on another machine counts as dead
 RELEASE_S = 5
 RECORD = "owner.json"
 
 
 class AlreadyOwned(ValueError):
-    """Another owner lives. record: the content of its owner.json."""
+    """Raised when another owner lives. record: the content of its owner.json."""
 
     def __init__(self, message: str, record: dict[str, Any]):
         super().__init__(message)
@@ -41,7 +40,7 @@ class AlreadyOwned(ValueError):
 
 
 class RecordStore(Protocol):
-    """The place of a record. create() is False when there is one; remove() leaves any other text."""
+    """The place of a record. create() returns False if one exists; remove() removes only this text."""
 
     name: str
 
@@ -56,7 +55,7 @@ class FolderRecord:
         self.name, self.path = str(folder), folder / RECORD
 
     def create(self, text: str) -> bool:
-        """Creates the record by a link: the file is complete from the first moment on."""
+        """Creates the record by a hard link, so that nobody reads an incomplete file."""
         mine = self.path.with_name(f".{RECORD}.{secrets.token_hex(4)}")
         try:
             mine.write_text(text)
@@ -87,7 +86,7 @@ class FolderRecord:
         write_text(self.path, text)
 
     def remove(self, text: str) -> None:
-        """Removes it by a rename: only one of several processes succeeds, and none removes a newer record."""
+        """Removes the record by a rename: only one process succeeds, and none removes a newer record."""
         aside = self.path.with_name(f".{RECORD}.{secrets.token_hex(4)}")
         with contextlib.suppress(FileNotFoundError):
             self.path.rename(aside)
@@ -117,7 +116,7 @@ class PrefixRecord:
 
 
 class Owner:
-    """Owns the record from here to release(). Raises AlreadyOwned, with host, process and time of the owner.
+    """Owns the record from here to release(). Raises AlreadyOwned, with the owner's host, process and time.
 
     beat() is called about every second while another machine's record is watched. about: further content of
     the record.
@@ -132,7 +131,7 @@ class Owner:
     ):
         self.store = store
         self.record = {**(about or {}), **_this_process(), "id": secrets.token_hex(8), "beat": 0}
-        self.lost: str | None = None  # the message after another run has taken over
+        self.lost: str | None = None  # the message, once another run has taken over
         while not store.create(json.dumps(self.record)):
             _wait_for_end(store, beat, warn)
         self.released = threading.Event()
@@ -140,7 +139,7 @@ class Owner:
         self.thread.start()
 
     def release(self) -> None:
-        """Removes the record, unless that takes too long: then it stays without heartbeats."""
+        """Stops the heartbeats and removes the record, waiting RELEASE_S at most."""
         self.released.set()
         self.thread.join(RELEASE_S)
 
@@ -164,7 +163,7 @@ class Owner:
 
 
 def _wait_for_end(store: RecordStore, beat: Callable[[], None], warn: Callable[[str], None]) -> None:
-    """Returns when the record is gone, or its owner is dead and it is removed. Else raises AlreadyOwned."""
+    """Returns once the record is gone, or removed because its owner is dead. Else raises AlreadyOwned."""
     text = store.read()
     if text is None:
         return
@@ -198,7 +197,7 @@ def _this_process() -> dict[str, Any]:
         "host": socket.gethostname(),
         "machine": _machine(),
         "pid": me.pid,
-        "started": me.create_time(),  # by the clock, for older versions
+        "started": me.create_time(),  # for older versions, which compare it
         "start_ticks": start_ticks(me.pid),
         "since": time.strftime("%Y-%m-%d %H:%M:%S %z"),
         "job": os.environ.get(JOB),
@@ -206,7 +205,7 @@ def _this_process() -> dict[str, Any]:
 
 
 def _machine() -> str:
-    """Identifies this start of this kernel, and this container's process numbers."""
+    """Identifies this boot of this machine, and this container's pid namespace."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     space = Path("/proc/self/ns/pid")
     return (

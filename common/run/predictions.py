@@ -8,20 +8,22 @@ from torch import Tensor
 
 from common.distributed.preemption import Poll
 
-if TYPE_CHECKING:  # train_hello.py has no images, and starts sooner without what reads them
+if TYPE_CHECKING:  # train_hello.py has no images, and starts faster without these imports
     from common.evaluation import Predicted
 
 
 class Predictions:
-    """Kept at each evaluation; accepted once its metrics are logged, as an EMA's evaluation follows that of
-    the weights themselves."""
+    """The newest evaluation's predictions: keep() holds them, accept() takes them when metrics are logged.
+
+    With an EMA two evaluations precede a log line; the last one, of the averaged weights, counts.
+    """
 
     def __init__(self) -> None:
         self.classes: tuple[str, ...] = ()
         self.kept: tuple[Tensor | None, list[Predicted]] = (None, [])
-        self.what = ""  # what was evaluated, as a title has it
+        self.what = ""  # what was evaluated, for a title
         self.confusion: Tensor | None = None  # int64 [classes, classes], a row per true class
-        self.examples: list[Predicted] = []  # this process's; at the end, of the main process, everyone's
+        self.examples: list[Predicted] = []  # this process's; after gather() all processes'
 
     def keep(self, confusion: Tensor | None, examples: "list[Predicted]") -> None:
         self.kept = (confusion, examples)
@@ -31,14 +33,14 @@ class Predictions:
         self.confusion, self.examples = self.kept
 
     def gather(self, poll: Poll) -> None:
-        """Brings all processes' examples to the CPU of each. Collective."""
+        """Gathers all processes' examples on the CPU of each. Collective."""
         self.examples = [
             part for parts in poll.gather([part.to("cpu") for part in self.examples]) for part in parts
         ]
 
     def draw(self, folder: Path) -> list[Path]:
-        """Writes confusion.png and predictions.png. Returns the files: none without a confusion matrix, as
-        with too many classes or none, and where a restart came after the last evaluation."""
+        """Writes confusion.png and predictions.png, and returns them; none without a confusion matrix: with
+        too many classes or none, or without an evaluation in this process."""
         if self.confusion is None:
             return []
         from common.report import plots

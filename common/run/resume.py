@@ -1,4 +1,4 @@
-"""Checks the checkpoint that a run resumes from, and chooses which parts of its state stay valid."""
+"""Checks the checkpoint that a run resumes from, and which parts of its state stay valid."""
 
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -15,13 +15,13 @@ from common.run.storage import RunStorage
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """The state at which this process begins. Without arguments: step 0."""
+    """The state from which this process starts. Without arguments: step 0."""
 
     state: RunState = field(default_factory=RunState)
     has_checkpoint: bool = False
-    saved_step: int = 0  # of that checkpoint when it is in this run's own folder
-    has_optimizer: bool = False  # False with a checkpoint: the optimizer's state starts afresh
-    resumed_from: str | None = None  # the --resume at which the run began
+    saved_step: int = 0  # of that checkpoint if it is in this run's own folder
+    has_optimizer: bool = False  # False: the optimizer's state starts at zero
+    resumed_from: str | None = None  # the --resume with which the run began
 
     def to_json(self) -> dict[str, Any]:
         return vars(self) | {"state": self.state.to_json()}
@@ -34,10 +34,10 @@ class ResumePoint:
 def resume_point(
     storage: RunStorage, training: TrainingState, recipe: Recipe, data: str, steps: int
 ) -> ResumePoint:
-    """Returns the state to resume from. Main process only. data: a name of its content. steps: of the run.
+    """The state to resume from. Main process only. data: a name of its content. steps: of the run.
 
-    ValueError for a checkpoint of other data, another model or optimizer, or with more steps; and after too
-    many restarts without a new one.
+    ValueError for a checkpoint of other data, another model or optimizer, or a step after the run's last; and
+    after too many restarts without a new checkpoint.
     """
     found = storage.checkpoint
     point = (
@@ -58,7 +58,7 @@ def _from_checkpoint(
     has_optimizer = _has_optimizer(found, state, training, recipe)
     if found.step > steps:
         raise ValueError(f"--max_steps {steps}: {found.folder} is at step {found.step:,} already; give more")
-    # After the last step only the end is missing, and its pictures show an evaluation.
+    # After the last step only the run's end is missing, whose pictures need an evaluation.
     state.evaluated &= found.step < steps
     began_at = resumed_from(storage.folder)
     writer = found.manifest.get("written_by", {})
@@ -68,7 +68,7 @@ def _from_checkpoint(
     if _evaluated_other_images(found, recipe):
         print("--max_val_images takes other images than before: the best evaluation begins anew")
         state.best, state.evaluated = {}, False
-    if storage.is_new:  # another run's best is not this one's, nor is its W&B run
+    if storage.is_new:  # the best evaluation and the W&B run are another run's
         state.best, state.evaluated, state.wandb_id, state.wandb_url = {}, False, None, None
         began_at = recipe.resume
     return ResumePoint(state, True, 0 if storage.is_new else found.step, has_optimizer, began_at)
@@ -99,7 +99,7 @@ def _has_optimizer(found: Checkpoint, state: RunState, training: TrainingState, 
 
 
 def _changed_precision(writer: dict[str, Any], training: TrainingState) -> str:
-    """A line where the types of the computation have changed; weights in checkpoints are fp32 in any case."""
+    """A remark if the types of the computation have changed. Weights in checkpoints are always fp32."""
     before, now = early_precision(writer) | writer, vars(training.accelerator.precision)
     changed = [name for name in now if before.get(name, now[name]) != now[name]]
     if not changed:
@@ -109,7 +109,7 @@ def _changed_precision(writer: dict[str, Any], training: TrainingState) -> str:
 
 
 def _changed_determinism(writer: dict[str, Any], recipe: Recipe) -> str:
-    """A line where a GPU's last bits depend on the step at which the run was stopped."""
+    """A remark if --deterministic has changed: a GPU's last bits then depend on the step of the change."""
     before = writer.get("deterministic")  # absent in older manifests
     if not isinstance(before, bool) or before == recipe.deterministic:
         return ""
@@ -118,6 +118,6 @@ def _changed_determinism(writer: dict[str, Any], recipe: Recipe) -> str:
 
 
 def _evaluated_other_images(found: Checkpoint, recipe: Recipe) -> bool:
-    """True where --max_val_images took the first images of the split, as older versions did."""
+    """True if --max_val_images took the first images of the split, as in older versions."""
     part = getattr(recipe, "max_val_images", None)
     return bool(part) and found.manifest.get("written_by", {}).get("val_chosen") != VAL_CHOSEN

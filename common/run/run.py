@@ -1,4 +1,4 @@
-"""A training run as a train script uses it: its begin, log, checkpoints and end."""
+"""A training run as a train script uses it: its start, log, checkpoints and end."""
 
 import contextlib
 import math
@@ -26,28 +26,29 @@ from common.run.failure import WRITING_GRACE_S, explained, interruption
 from common.run.meter import Meter
 from common.run.opening import open_run
 from common.run.output import RunOutput, note_early_preemption
+from common.run.planned import read_plan
 from common.run.predictions import Predictions
 from common.run.schedule import SaveSchedule
 from common.run.state import RunState
 from common.run.utilisation import utilisation
-from common.system.doing import doing, now
+from common.system.doing import ENDING, EVALUATION, READING, SAVING, STARTING, TRAINING, now, spending
 from common.system.events import report
 from common.system.threads import Heartbeat
 from common.telemetry.flops import Utilisation
 from common.telemetry.memory import memory_gib
 from common.telemetry.profiler import STEPS, Profile
 
-if TYPE_CHECKING:  # train_hello.py has no images, and starts sooner without what reads them
+if TYPE_CHECKING:  # train_hello.py has no images, and starts faster without these imports
     from common.evaluation import Predicted
 
 Item = TypeVar("Item")
 
 
 class Run:
-    """A context manager around a training. All processes call it, the main process writes and prints.
+    """A context manager around a training. All processes call it; the main process writes and prints.
 
-    Raises ValueError when the folder holds another run or can't be written, or when the training inside ran
-    out of memory: then with the size to try. Preempted when a process was told to stop, after saving.
+    Raises ValueError for a wrong --plan, when the folder holds another run or can't be written, or when
+    memory runs out, with the size to try. Raises Preempted, after saving, when a process was told to stop.
     """
 
     # Set by begin()
@@ -59,14 +60,15 @@ class Run:
     def __init__(self, accelerator: Accelerator, recipe: Recipe, batch: Batch):
         self.accelerator, self.recipe, self.batch = accelerator, recipe, batch
         self.state = RunState()
-        self.saved_step = 0  # of the newest snapshot, or checkpoint in the folder
+        self.saved_step = 0  # of the newest snapshot, or of the checkpoint in the folder
         self.meter = Meter(accelerator.device, batch, recipe.log_samples)
         self.predictions = Predictions()
-        self.tested: dict[str, Any] = {}  # the last evaluation's parts of result.json, on the test split
+        self.tested: dict[str, Any] = {}  # parts of result.json about the test split
         self.output: RunOutput | None = None  # of the main process, once the run has begun
         self.profile: Profile | None = None  # of the main process, with --profile
         self.utilisation: Utilisation | None = None  # of the main process
         self.begun = False
+        self.plan = read_plan(accelerator, recipe)
 
     def begin(
         self,
@@ -79,11 +81,11 @@ class Run:
     ) -> Steps:
         """Opens the run's folder and restores the newest checkpoint. Returns the steps left. Collective.
 
-        After prepare, before the first forward. data: a name that changes with its content, and the names of
-        the classes.
+        Call it after prepare() and before the first forward. data: a name that changes with its content, and
+        the names of the classes.
         """
         training = TrainingState(self.accelerator, model, optimizer, ema)
-        opened = open_run(self.accelerator, self.recipe, self.batch, training, data, steps)
+        opened = open_run(self.accelerator, self.recipe, self.batch, training, data, steps, self.plan)
         self.state, self.saved_step, self.output = opened.state, opened.saved_step, opened.output
         self.saver, self.exchange = opened.saver, opened.exchange
         self.steps = replace(steps, first=self.state.step)
@@ -94,7 +96,8 @@ class Run:
         self._begin_profile(model, optimizer)
         if self.output:
             self.utilisation = utilisation(self.accelerator, self.recipe, len(data[1]), opened.devices)
-        now.phase, now.step = "training", self.state.step
+        now.enter(TRAINING)
+        now.step = self.state.step
         self.begun = True
         on_failure(self._close_failed)
         return self.steps
@@ -116,7 +119,7 @@ class Run:
 
     @property
     def folder(self) -> Path:
-        """The run's folder, known to the main process alone."""
+        """The run's folder. Main process only."""
         assert self.output
         return self.output.folder
 
@@ -134,16 +137,16 @@ class Run:
             self._end_failed(error)
 
     def should_evaluate(self, step: int) -> bool:
-        """True when `step` steps end an epoch, or the run, and have not been evaluated."""
+        """True when an epoch or the run ends after `step` steps and is not evaluated yet."""
         ends = step % self.steps.per_epoch == 0 or step == self.steps.last
         due = step > 0 and ends and not self.state.evaluated
-        now.phase = "evaluation" if due else "training"
+        now.enter(EVALUATION if due else TRAINING)
         return due
 
     def checkpoint(self, step: int) -> None:
-        """Saves when that is due after `step` steps. Collective.
+        """Saves if a checkpoint is due after `step` steps. Collective.
 
-        A best one that --checkpoint_every does not ask for stays in memory until --checkpoint_s after the
+        A snapshot of a new best evaluation that is not due stays in memory until --checkpoint_s after the
         last write. Raises Preempted when any process was told to stop, ValueError when a write failed.
         """
         self.exchange.listen_after(step)
@@ -154,14 +157,15 @@ class Run:
             elif step == self.state.best_step:
                 self._save(hold=True)
         self.saver.write_held(self.recipe.checkpoint_s)
+        if step == self.steps.last:
+            now.enter(ENDING)
 
     def restore_best(self) -> bool:
-        """Gives the model the weights of the best evaluation, an EMA's where there is one. Collective.
+        """Gives the model the weights of the best evaluation, or their EMA if there is one. Collective.
 
-        After the checkpoint of the last step. Returns False where they are gone.
+        Call it after the checkpoint of the last step. Returns False if those weights are gone.
         """
         assert self.saved_step == self.state.step == self.steps.last
-        now.phase = "ending"
         step, output = self.state.best_step, self.output
 
         def find(beat: Heartbeat) -> bool:
@@ -172,21 +176,23 @@ class Run:
         found = once(self.accelerator, "best checkpoint", find, self.recipe.timeout_s)
         if found:
             self.saver.training.restore_evaluated(output.best if output else None)
+            now.enter(EVALUATION)
         return found
 
     def log_test(self, metrics: dict[str, float], split: str) -> None:
-        """The accuracy of the best weights on the data's own held-out split, which nothing was chosen by.
+        """Logs the best weights' metrics on the data's own held-out split, by which nothing was chosen.
 
         metrics: of evaluate(), after restore_best().
         """
+        now.enter(ENDING)
         self.tested = {f"test_{name}": value for name, value in metrics.items()} | {"test_name": split}
         self.predictions.accept(f"{split} split, best weights")
         if self.output:
             self.output.log.write_test(self.state, metrics, split, self.predictions)
 
     def finish(self, val_name: str) -> None:
-        """Waits for the last checkpoint, writes plots/ and result.json, prints the table. Collective."""
-        now.phase = "ending"
+        """Waits for the last checkpoint, writes plots/ and result.json, and prints the table. Collective."""
+        now.enter(ENDING)
         exchange, output = self.exchange, self.output
         exchange.poll.finish()
         exchange.telemetry.stop()
@@ -208,33 +214,34 @@ class Run:
         once(self.accelerator, "report", finish, self.recipe.timeout_s)
         once(self.accelerator, "last upload", upload, self.recipe.timeout_s)
         begin_exit()
-        self.accelerator.wait_for_everyone()  # under deepspeed rank 0 keeps the store that the others ask
+        self.accelerator.wait_for_everyone()  # under deepspeed rank 0 hosts the store that the others use
         if output:
             report("finished")
 
     def feed(self, batches: Iterator[Item]) -> Iterator[Item]:
-        """Yields the micro-batches. The clock starts at the first, as decoders take time to start."""
-        now.phase = "reading data"
+        """Yields the micro-batches. The clock starts at the first one, as decoders take time to start."""
+        now.enter(STARTING)
+        now.phase = READING
         with contextlib.ExitStack() as stack:
             if isinstance(batches, Generator):
                 stack.callback(batches.close)  # its decoders end with this generator
             for number, item in enumerate(self.profile.watch(batches) if self.profile else batches):
                 if number == 0:
                     self.meter.start_clock()
-                now.phase = "training"
+                now.enter(TRAINING)
                 yield item
-                now.phase = "reading data"
+                now.enter(READING)
 
     def add(self, loss: Tensor, ids: np.ndarray) -> None:
-        """Adds a micro-batch, whose loss stays on the device until the next line."""
+        """Adds a micro-batch. Its loss stays on the device until the next line of the log."""
         self.meter.add(loss, ids)
         if self.output:
             done = self.steps.first + self.meter.micro_batches // self.batch.accumulations
             self.output.log.progress.advance(done)
 
     def log_training(self, step: int, lr: float) -> None:
-        """Ends a step. Each --log_every steps, and where an epoch ends, it waits for the device and logs mean
-        loss, learning rate and speed since the last line. Collective.
+        """Ends a step. Every --log_every steps, and at the end of an epoch, it waits for the device and logs
+        mean loss, learning rate and speed since the last line. Collective.
 
         Raises FloatingPointError on all processes when the loss is not finite.
         """
@@ -266,7 +273,7 @@ class Run:
             self.output.log.write(step, state.wall_now_s(), values, self.exchange.telemetry.means())
 
     def tell(self, doing: str) -> None:
-        """Shows an evaluation's progress without waiting for the device, or raises Preempted. Collective."""
+        """Shows an evaluation's progress without waiting for the device. May raise Preempted. Collective."""
         if self.output:
             self.output.log.tell(doing)
         self.exchange.listen()
@@ -276,8 +283,8 @@ class Run:
         self.predictions.keep(confusion, examples)
 
     def log_evaluation(self, step: int, metrics: dict[str, float]) -> None:
-        """metrics: loss, images and, with classes, accuracy; with an EMA also raw_accuracy."""
-        now.phase = "training"
+        """Logs an evaluation. metrics: loss, images and, with classes, accuracy; with an EMA raw_accuracy."""
+        now.enter(TRAINING)
         self.meter.start_clock()
         self.state.add_evaluation(step, metrics)
         self.predictions.accept(f"step {step:,}")
@@ -285,8 +292,8 @@ class Run:
             self.output.log.write_evaluation(step, self.state.wall_now_s(), metrics, self.predictions)
 
     def _save(self, hold: bool = False) -> None:
-        """Takes a snapshot, which is written beside the training, or held in memory. Collective."""
-        with doing("saving"):
+        """Takes a snapshot, and writes it in the background or holds it in memory. Collective."""
+        with spending(SAVING):
             self._take_snapshot(hold)
 
     def _take_snapshot(self, hold: bool) -> None:
@@ -310,7 +317,7 @@ class Run:
         self.saved_step = step
 
     def _write_samples(self) -> None:
-        """The sample ids since the last call, each step's in the order of its whole batch. Collective."""
+        """Logs the sample ids since the last call, of each step in the order of its batch. Collective."""
         if not self.recipe.log_samples:
             return
         per_rank = gather_object([self.meter.take_ids()])
@@ -321,20 +328,21 @@ class Run:
     # --- Ending
 
     def _end_preempted(self) -> None:
-        """Saves, once. The others wait for the main process: a launcher kills all when one has ended."""
+        """Saves once. The others wait for the main process, because a launcher kills all when one exits."""
         agreed()
         if not self.begun:
             if self.accelerator.is_main_process:
                 note_early_preemption(self.accelerator, self.recipe, self.batch)
             let_main_close_first(self.accelerator)
             return
+        now.enter(SAVING)
         why = next(filter(None, self.exchange.poll.gather(reason())), "")
         if self.output:
             self.output.log.write_interruption(self.state.step, self.state.wall_now_s(), why)
-        # A single process may stop inside a step, while it waits for a shard: the step does not count.
+        # A single process may stop within a step, while it waits for a shard: that step does not count.
         if self.state.step == self.saved_step:
             self.saver.write_held()
-            self.exchange.gather(None)  # for the telemetry since then
+            self.exchange.gather(None)  # collects the telemetry since then
         else:
             try:
                 self._save()
@@ -348,9 +356,10 @@ class Run:
             raise ValueError(problem)
 
     def _end_failed(self, error: BaseException) -> None:
-        """Raises the error that all processes report, explained where its cause is known."""
+        """Raises the error that all processes report, explained if its cause is known."""
         begin_exit()
-        if self.begun and not isinstance(error, RuntimeError):  # an error of the device would come again
+        now.enter(ENDING)
+        if self.begun and not isinstance(error, RuntimeError):  # after a device error this would fail, too
             self.saver.write_held()
         if isinstance(error, KeyboardInterrupt):
             saver, first_step = (self.saver, self.steps.first) if self.begun else (None, 0)
@@ -367,7 +376,7 @@ class Run:
             raise first from error
 
     def _close_failed(self, error: str) -> None:
-        """Closes the run; a checkpoint in flight may take WRITING_GRACE_S more."""
+        """Closes the run. Waits up to WRITING_GRACE_S for a checkpoint in flight."""
         if self.output:
             self.saver.done(WRITING_GRACE_S)
             self._close("failed", error)

@@ -1,4 +1,4 @@
-"""When a run saves a checkpoint, beside its first, best and last."""
+"""The schedule of a run's checkpoints, besides the first, the best and the last."""
 
 import time
 
@@ -8,7 +8,7 @@ from common.run.exchange import Exchange
 
 
 class SaveSchedule:
-    """--checkpoint_every: a number of steps, or each epoch; short epochs save --checkpoint_s apart."""
+    """Saves every --checkpoint_every steps, or each epoch; after short epochs only every --checkpoint_s."""
 
     def __init__(self, recipe: Recipe, steps_per_epoch: int):
         self.every = None if recipe.checkpoint_every == "epoch" else int(recipe.checkpoint_every)
@@ -16,9 +16,9 @@ class SaveSchedule:
         self.epoch_began = time.monotonic()
 
     def is_due(self, step: int, saver: Saver, exchange: Exchange) -> bool:
-        """True after a step that saves. Collective at the end of an epoch, as clocks differ.
+        """True if a checkpoint is due after `step` steps. Collective at an epoch's end, as clocks differ.
 
-        An epoch saves where the next one's end would come more than interval_s after the last write.
+        At an epoch's end it is due if the next epoch would end more than interval_s after the last write.
         """
         if self.every is not None:
             return step % self.every == 0

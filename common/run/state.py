@@ -1,4 +1,4 @@
-"""The progress of a run: the schema of state.json in each checkpoint, and the same values in memory."""
+"""The progress of a run, in memory and as state.json in each checkpoint."""
 
 import dataclasses
 import typing
@@ -7,6 +7,7 @@ from typing import Any, Self
 
 from common.checkpoint.format import STATE_FILE, Checkpoint
 from common.checkpoint.optimizer_state import OptimizerScalars
+from common.system.doing import now
 from common.system.files import read_json
 from common.system.processes import own_age_s
 from common.system.schema import fitting
@@ -14,19 +15,20 @@ from common.system.schema import fitting
 
 @dataclass
 class RunState:
-    """The state after `step` optimizer steps. Without arguments: that of a run that has not begun.
+    """The state after `step` optimizer steps. Without arguments: before the run begins.
 
-    In memory `wall_s` is the time of the processes before this one, and the fields from `losses` on are those
-    that it began with: at_save() gives the current ones.
+    In memory `wall_s` and `spent_s` are the times of earlier processes, and the fields from `losses` on have
+    the values with which this process began; at_save() fills in the current ones.
     """
 
     step: int = 0
     evaluated: bool = False  # True when the weights of this step were evaluated
     best: dict[str, float] = field(default_factory=dict)  # of the best evaluation: its metrics and its step
     last: dict[str, float] = field(default_factory=dict)  # of the last evaluation: its metrics
-    logged_step: int = 0  # step of the last line on the training in metrics.jsonl
+    logged_step: int = 0  # step of the last line with a training loss in metrics.jsonl
     train_s: float = 0.0
     wall_s: float = 0.0
+    spent_s: dict[str, float] | None = None  # the parts of wall_s; absent in older files
     bad_images: list[int] = field(default_factory=list)  # samples that were skipped; absent in older files
     losses: list[float] = field(default_factory=list)  # of each process, summed since the last line
     accumulations: int = 1
@@ -61,16 +63,16 @@ class RunState:
         return cls(**kept)
 
     def to_json(self) -> dict[str, Any]:
-        """The content of state.json."""
         return {n: value for n, value in vars(self).items() if value is not None or n == "loss_scale"}
 
     def at_save(self, **filled: Any) -> Self:
         """A copy for state.json, with the fields whose values are taken at the save."""
         restored = {"optimizer_steps": None, "wandb_id": None, "wandb_url": None}  # not of this process
-        return dataclasses.replace(self, wall_s=self.wall_now_s(), **restored | filled)
+        times: dict[str, Any] = {"wall_s": self.wall_now_s(), "spent_s": self.spent_now_s()}
+        return dataclasses.replace(self, **times | restored | filled)
 
     def scalars(self) -> dict[str, Any]:
-        """The part that belongs to the optimizer and the loss scale, as TrainingState takes it."""
+        """The state of the optimizer and the loss scale, for TrainingState."""
         names = ("optimizer", "optimizer_steps", "loss_scale")
         return {name: value for name, value in self.to_json().items() if name in names}
 
@@ -78,11 +80,16 @@ class RunState:
         """Seconds since the run's first process began, imports included, without pauses between processes."""
         return self.wall_s + own_age_s()
 
+    def spent_now_s(self) -> dict[str, float]:
+        """The parts of wall_now_s(): `starting`, `training`, `evaluation`, ... (common/system/doing.py)."""
+        before, mine = self.spent_s or {}, now.spent_s()
+        return {part: before.get(part, 0.0) + mine.get(part, 0.0) for part in before | mine}
+
     def end_step(self, step: int) -> None:
         self.step, self.evaluated = step, False
 
     def add_evaluation(self, step: int, metrics: dict[str, float]) -> None:
-        """Best is the first evaluation with the highest accuracy, or without classes the lowest loss."""
+        """Adds an evaluation. The best is the first with the highest accuracy, or else the lowest loss."""
         self.last, self.evaluated = metrics, True
         if not self.best or _score(metrics) > _score(self.best):
             self.best = metrics | {"step": step}

@@ -1,8 +1,8 @@
 """Opens a run's folder and its mirror in S3, and chooses the checkpoint to resume from. Main process only.
 
 1. The newest checkpoint in the run's own folder that verifies.
-2. --s3: a newer one there is downloaded first, as on a fresh machine with an empty folder.
-3. --resume PATH or s3://...: for a run without a checkpoint of its own.
+2. If --s3 has a newer one, it is downloaded first, as on a new machine with an empty folder.
+3. Without a checkpoint of its own, the run starts from --resume PATH or s3://....
 4. The chosen one must have the same recipe, except for the flags that --allow_changed names.
 """
 
@@ -31,7 +31,7 @@ class RunStorage:
     owners: list[Owner] = field(default_factory=list)
     mirror: Mirror | None = None
     checkpoint: Checkpoint | None = None
-    is_new: bool = False  # True when the run begins now, at another run's checkpoint
+    is_new: bool = False  # True when the run begins now, from another run's checkpoint
 
     def owner_lost(self) -> str | None:
         return next((owner.lost for owner in self.owners if owner.lost), None)
@@ -42,9 +42,9 @@ class RunStorage:
 
 
 def open_storage(recipe: Recipe, name: str, last_step: int, beat: Heartbeat, say: Say) -> RunStorage:
-    """ValueError when another process owns it, it holds another run, or no checkpoint of several verifies.
+    """Opens the storage. ValueError when it has another owner or run, or has checkpoints but none verifies.
 
-    name: of the folder, as open_folder takes it. last_step: of this run. A prefix in S3 that already has a
+    name: of the folder, for open_folder(). last_step: of this run. A prefix in S3 that already has a
     checkpoint of that step belongs to another run.
     """
     storage = _own_folder(recipe, name, last_step, beat, say)
@@ -57,7 +57,7 @@ def open_storage(recipe: Recipe, name: str, last_step: int, beat: Heartbeat, say
             storage.owners.append(Owner(PrefixRecord(store), beat, say))
         storage.checkpoint = _own_checkpoint(folder, store, recipe, last_step, beat, say)
         if recipe.resume not in ("auto", "never"):
-            # A checkpoint that an interrupted start has downloaded is still another run's.
+            # A checkpoint downloaded by an interrupted start is still another run's.
             began = (folder / "recipe.json").exists() or (store is not None and committed(store))
             storage.is_new = storage.checkpoint is None or not began
             if storage.checkpoint is None:
@@ -79,7 +79,7 @@ def _own_folder(recipe: Recipe, name: str, last_step: int, beat: Heartbeat, say:
     """Becomes the owner of the run's folder.
 
     A run of another recipe that has just begun there may have no recipe.json yet, but its owner's record has
-    the recipe: then a named folder gets the next number."""
+    the recipe. Unless --output_dir names the folder, the next number is tried then."""
     passed: set[Path] = set()
     while True:
         folder = open_folder(recipe, name, last_step, passed)
@@ -93,7 +93,7 @@ def _own_folder(recipe: Recipe, name: str, last_step: int, beat: Heartbeat, say:
         except OSError as error:
             raise not_written("the run", folder, error) from None
         try:
-            if open_folder(recipe, name, last_step, passed) == folder:  # no other run had it in between
+            if open_folder(recipe, name, last_step, passed) == folder:  # no other run used it meanwhile
                 return storage
         except BaseException:
             storage.release()
@@ -108,14 +108,14 @@ def _own_checkpoint(
     try:
         found = checkpoints.newest(own, beat, say)
     except ValueError as error:
-        problem = error  # unless there is an intact one in S3
+        problem = error  # raised below, unless S3 has an intact one
     if store:
         here, there = found.step if found else -1, max(committed(store), default=-1)
         if there >= 0 and not steps_in(own) and (recipe.resume == "never" or there >= last_step):
             what = "and --resume is never" if recipe.resume == "never" else "which is finished"
             raise ValueError(f"{store.url} holds a run already, {what}: give another prefix")
         if there > here:
-            fetch_log(store, folder)  # first: after a kill before the checkpoint is here both are repeated
+            fetch_log(store, folder)  # first: a kill before the checkpoint is complete repeats both
             if fetch_newest(store, own, here, beat, say, ours=True) is not None:
                 return checkpoints.newest(own, beat, say)
     if problem:
@@ -124,7 +124,6 @@ def _own_checkpoint(
 
 
 def _other_runs_checkpoint(folder: Path, resume: str, beat: Heartbeat, say: Say) -> Checkpoint:
-    """The checkpoint of the run that --resume names."""
     if not resume.startswith("s3://"):
         return _checkpoint_at(Path(resume), beat, say)
     fetched = fetch_newest(ObjectStore(resume), folder / "checkpoints", -1, beat, say, ours=False)
@@ -135,7 +134,7 @@ def _other_runs_checkpoint(folder: Path, resume: str, beat: Heartbeat, say: Say)
 
 
 def _checkpoint_at(path: Path, beat: Heartbeat, say: Say) -> Checkpoint:
-    """path: a checkpoint, or a run whose newest checkpoint is taken."""
+    """The checkpoint at a path: a checkpoint's folder, or a run's folder with its newest checkpoint."""
     if step_of(path.resolve().name) is not None:
         return checkpoints.verify(path.resolve(), beat)
     for parent in (path / "checkpoints", path):

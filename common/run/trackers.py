@@ -12,7 +12,7 @@ from accelerate.tracking import GeneralTracker, TensorBoardTracker, WandBTracker
 
 from common.system.text import printable
 
-HEADLINES = ("val/accuracy", "val/loss", "train/loss", "train/images_per_s")  # beside the hyper-parameters
+HEADLINES = ("val/accuracy", "val/loss", "train/loss", "train/images_per_s")  # shown with hyper-parameters
 INIT_S, FINISH_S = 10, 60  # how long a run waits for a W&B server, at its beginning and at its end
 
 
@@ -22,7 +22,7 @@ def start_trackers(
     """The trackers that --trackers names, in the run's folder. Called by the main process only.
 
     about: the run's recipe.json; its recipe, strategy and number of processes are the hyper-parameters.
-    first_step: where the run resumes. wandb_id: of the W&B run to continue.
+    first_step: from which the run resumes. wandb_id: of the W&B run to continue.
     """
     where = {"strategy": about["strategy"], "processes": len(about["devices"])}
     hyper_parameters = {
@@ -48,17 +48,17 @@ def _without_full_disks(args: threading.ExceptHookArgs) -> None:
 
 
 def log_pictures(tracker: GeneralTracker, step: int, files: list[Path]) -> None:
-    """Sends PNG files, as `plots/<name>`. An error is printed, and ends no training."""
+    """Sends PNG files as `plots/<name>`. An error is printed, and does not end the training."""
     from PIL import Image
 
-    # TensorBoard wants to be told the layout, [1, H, W, 3]; W&B takes the images one by one.
+    # TensorBoard needs the layout, [1, H, W, 3]; W&B takes the images one by one.
     layout = {} if isinstance(tracker, _WandB) else {"dataformats": "NHWC"}
     try:
         for file in files:
             with Image.open(file) as image:
                 pixels = np.asarray(image.convert("RGB"))[None]
             tracker.log_images({f"plots/{file.stem}": pixels}, step=step, **layout)
-    except Exception as error:  # of many kinds, of libraries and disks
+    except Exception as error:  # libraries and disks raise many kinds
         print(f"{tracker.name} does not have the pictures ({error}); they are in plots/", flush=True)
 
 
@@ -75,12 +75,12 @@ def tracker_ids(trackers: list[GeneralTracker]) -> dict[str, str]:
 
 
 class _TensorBoard(TensorBoardTracker):
-    """TensorBoard with the hyper-parameters in the run's own folder; Accelerate's makes a second run."""
+    """TensorBoard with the hyper-parameters in the run itself; Accelerate's tracker adds a second run."""
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         from torch.utils.tensorboard.summary import hparams
 
-        # TensorBoard takes the numbers from the curves with these names.
+        # TensorBoard shows the values of the curves with these names.
         *start, self.success = hparams(values, dict.fromkeys(HEADLINES, 0.0))
         for summary in start:
             self.writer.file_writer.add_summary(summary)
@@ -93,7 +93,7 @@ class _TensorBoard(TensorBoardTracker):
 
 
 class _WandB(WandBTracker):
-    """W&B with the optimizer step as the axis of all curves: its own counter takes no step twice.
+    """W&B with the optimizer step as the axis of all curves: its own counter accepts no step twice.
 
     An error is printed once and ends the logging to W&B, not the training.
     """
@@ -129,11 +129,11 @@ class _WandB(WandBTracker):
 
 
 def _start_wandb(folder: Path, project: str, run_id: str | None) -> _WandB:
-    """Starts or continues a run; offline without a key, or when no server takes it.
+    """Starts or continues a run; offline without a key, or if no server accepts it.
 
     WANDB_RUN_ID, WANDB_PROJECT, WANDB_MODE and W&B's other variables are respected.
     """
-    # W&B's reports on its own errors would wait for the same server at the end.
+    # Otherwise W&B's error reports would wait for the same server at the end.
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     import wandb
 
@@ -156,9 +156,9 @@ def _start_wandb(folder: Path, project: str, run_id: str | None) -> _WandB:
             )
             tracker = offline
         tracker.start()
-    except Exception as error:  # of many kinds: a wrong key, no server, no service process
+    except Exception as error:  # as for a wrong key, no server, no service process
         print(f"W&B does not take the run ({error}): it is logged offline; {_send_later(folder)}", flush=True)
-        wandb.teardown()  # or the offline start would wait for the same server
+        wandb.teardown()  # otherwise the offline start would wait for the same server
         tracker = offline
         tracker.start()
     print(f"W&B run {tracker.run.id if tracker.run.offline else tracker.run.url}", flush=True)
@@ -170,7 +170,7 @@ def _send_later(folder: Path | str) -> str:
 
 
 def _has_wandb_key(settings: Any) -> bool:
-    """True when wandb.init finds a key or needs none; else it would ask for one at the terminal."""
+    """True when wandb.init finds a key or needs none; else it would prompt for one."""
     import wandb
     from wandb.sdk.lib import wbauth
 

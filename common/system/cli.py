@@ -1,4 +1,4 @@
-"""Start and end of a command, also with closed streams, without a home or a working folder."""
+"""Start and end of a command, also with closed streams, or without a home or working folder."""
 
 import argparse
 import contextlib
@@ -14,7 +14,7 @@ from common.system.text import printable_lines
 
 
 def run_command(main: Callable[[], int]) -> int:
-    """Calls a command's main(). A mistake is one line and exit status 1, Ctrl-C 130."""
+    """Calls a command's main(). After a mistake it prints one line and returns 1, after Ctrl-C 130."""
     set_umask()
     open_streams()
     try:
@@ -29,7 +29,7 @@ def run_command(main: Callable[[], int]) -> int:
 
 
 def _text(error: Exception) -> str:
-    """The error's message; for a file's error without Python's number and quotes."""
+    """The error's message; for an error of a file without Python's number and quotes."""
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
     return str(error)
@@ -49,15 +49,15 @@ def command_parser(doc: str | None, usage: str | None = None) -> argparse.Argume
 
 
 def split_at_script(words: list[str]) -> tuple[list[str], list[str]]:
-    """The words before the first that ends in .py, and the script with its flags, if there is one."""
+    """The words before the first that ends in .py, and those from there on: a script and its flags."""
     at = next((number for number, word in enumerate(words) if word.endswith(".py")), len(words))
     return words[:at], words[at:]
 
 
 def set_umask() -> None:
-    """Removes the write permission of others from files and folders that this process creates.
+    """Denies others the write permission for files and folders that this process creates.
 
-    The group's stays as the user's umask says: weights are shared.
+    The group's permission follows the user's umask, as weights are shared.
     """
     os.umask(os.umask(0o077) | 0o002)
 
@@ -65,7 +65,7 @@ def set_umask() -> None:
 def open_streams() -> None:
     """Opens /dev/null in place of each closed standard stream.
 
-    Otherwise the next file would get the stream's number, and receive what is printed.
+    Otherwise the next opened file would get the stream's number, and receive printed text.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
@@ -79,7 +79,7 @@ def open_streams() -> None:
 
 
 def tell_torchrun(message: str) -> None:
-    """Writes the message that torchrun shows when it reports that this process failed."""
+    """Writes the message that torchrun shows when it reports the failure of this process."""
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         about = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
         with contextlib.suppress(OSError):

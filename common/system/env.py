@@ -1,13 +1,13 @@
-"""Launchers' environment variables, and the exit statuses that launchers read.
+"""The launchers' environment variables, and the exit status of a preemption.
 
-Imports neither torch nor accelerate, so that every command can use it and still answer --help at once.
+It imports neither torch nor accelerate, so that commands that use it still answer --help at once.
 """
 
 import os
 
 PREEMPTED = 75  # exit status of a preempted process: EX_TEMPFAIL of sysexits.h, "try again later"
 JOB = "LAUNCH_JOB"  # set by launch.py in an elastic job: its name, the same in all its launches
-# Set by launch.py in a job of which hosts may be away: their number with these, images per forward
+# Set by launch.py in an elastic job: number of hosts including those away, and the micro-batch
 MOST_HOSTS, PER_DEVICE = "LAUNCH_MOST_HOSTS", "LAUNCH_PER_DEVICE_BATCH_SIZE"
 
 
@@ -25,14 +25,14 @@ def world_size() -> int:
 
 
 def is_hosts_first() -> bool:
-    """True in one process of each host."""
+    """True in the first process of each host."""
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def processes_per_host() -> int:
     """Processes on this host: deepspeed sets LOCAL_SIZE, torchrun and accelerate LOCAL_WORLD_SIZE.
 
-    LOCAL_SIZE comes first: on CPU Accelerate itself sets LOCAL_WORLD_SIZE to 1 when the launcher did not.
+    LOCAL_SIZE comes first, because on a CPU Accelerate sets LOCAL_WORLD_SIZE to 1 if the launcher did not.
     """
     return int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or "1")
 

@@ -1,4 +1,4 @@
-"""Events that a job's processes tell launch.py: lines of JSON in a file that its agent reads on each host."""
+"""Events of a job's processes for launch.py: lines of JSON in a file that its agent reads on each host."""
 
 import contextlib
 import json
@@ -10,16 +10,16 @@ EVENTS_FILE = "LAUNCH_EVENTS_FILE"  # set by launch.py's agent
 
 
 def report(event: str, **facts: Any) -> None:
-    """Adds an event to this host's file. Does nothing where launch.py did not start the job."""
+    """Adds an event to this host's file. Does nothing if launch.py did not start the job."""
     if file := os.environ.get(EVENTS_FILE):
         line = json.dumps({"event": event} | facts) + "\n"
-        # One write of a whole line: several processes append to the file.
+        # One write per line, as several processes append to the file.
         with contextlib.suppress(OSError), open(file, "a", buffering=len(line) + 1) as events:
             events.write(line)
 
 
 class EventReader:
-    """Yields the file's events once each, as they are added."""
+    """Reads the events that are added to the file, each once."""
 
     def __init__(self, file: Path):
         self.file, self.read_bytes, self.rest = file, 0, b""

@@ -1,4 +1,4 @@
-"""Atomic writes, and reading of JSON and text that may be malformed."""
+"""Atomic writes, locks, and reading of JSON and text that may be malformed."""
 
 import errno
 import fcntl
@@ -56,7 +56,7 @@ def free_space(folder: Path) -> str:
 
 
 def not_written(what: str, folder: Path, error: OSError) -> ValueError:
-    """The error of a run that can't write: what, where, why, and what to do."""
+    """The error for a failed write: what, where, why, and what to do."""
     advice = "Make room" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "Mend that"
     return ValueError(
         f"{what} can't be written to {folder}: {error.strerror or error} ({free_space(folder)})."
@@ -88,7 +88,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Replaces the file atomically and waits until it is on the disk. On failure the old one stays."""
+    """Replaces the file atomically and waits until it is on the disk. On an error the old file stays."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         with open(temporary, "wb") as file:
@@ -103,15 +103,15 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. OSError when it can't be read, ValueError when it contains none."""
+    """The object in a JSON file. OSError if it can't be read, ValueError if it contains no object."""
     return parse_json(path.read_bytes(), path)
 
 
 def parse_json(content: bytes | str, where: object) -> dict[str, Any]:
     """The JSON object in `content`.
 
-    ValueError for anything else: other text, another encoding, too deep nesting, numbers of thousands of
-    digits. The error names `where` and quotes nothing of the content.
+    ValueError for anything else: other text, another encoding, too deep nesting, numbers with thousands of
+    digits. The error names `where` and quotes nothing from the content.
     """
     try:
         found = json.loads(content)
@@ -143,7 +143,7 @@ def read_accelerate_config(file: Path) -> dict[str, Any]:
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:
-    """The objects of a JSON-lines file, without lines that a kill or a full disk has truncated."""
+    """The objects of a JSON-lines file, without lines truncated by a kill or a full disk."""
     lines = []
     for text in file.read_text(errors="replace").splitlines() if file.exists() else []:
         try:

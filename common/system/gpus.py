@@ -1,6 +1,6 @@
-"""GPUs as NVIDIA's driver reports them through NVML, and whether the installed torch can use them.
+"""GPUs as NVIDIA's driver reports them through NVML, and if the installed torch can use them.
 
-Imports no torch: doctor.py asks each host in a fraction of a second.
+It does not import torch, so that hosts answer doctor.py in a fraction of a second.
 """
 
 import importlib.util
@@ -11,15 +11,15 @@ from typing import Any, NamedTuple
 
 import psutil
 
-# The oldest driver for each major version of CUDA. Within one, a newer torch runs on an older driver:
+# The oldest driver for each major version of CUDA. A torch for a newer minor version runs on it, too:
 # https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html
 LEAST_DRIVER = {11: 450, 12: 525, 13: 580}
 
 
 class Devices(NamedTuple):
-    """The answers of NVML on this host. gpus: in the order of the PCI bus; a fact that a GPU does not
-    support is None. driver_cuda: the newest CUDA that the driver runs, as (major, minor).
-    problem: why NVML gave no GPUs, though there may be some; None without NVIDIA's driver, too."""
+    """NVML's answers on this host. gpus: in the order of the PCI bus; a fact that a GPU does not support is
+    None. driver_cuda: the newest CUDA that the driver supports, as (major, minor). problem: why NVML lists no
+    GPUs although there may be some; None also without NVIDIA's driver."""
 
     driver: str | None = None
     driver_cuda: tuple[int, int] | None = None
@@ -63,7 +63,7 @@ def _gpu(pynvml: Any, handle: Any, handles: list[Any]) -> dict[str, Any]:
 
 
 def _ask(pynvml: Any, function: Callable[..., Any], *words: Any) -> Any:
-    """NVML's answer; None where it has none. One question that fails leaves the answers of the others."""
+    """NVML's answer, or None if the query fails, so that the other queries can go on."""
     try:
         return function(*words)
     except pynvml.NVMLError:
@@ -78,7 +78,7 @@ def _named(process: int) -> str:
 
 
 def _reaches(pynvml: Any, one: Any, other: Any) -> bool:
-    """True when a GPU reads the other's memory without the host."""
+    """True if a GPU can read the other's memory directly."""
     status = _ask(pynvml, pynvml.nvmlDeviceGetP2PStatus, one, other, pynvml.NVML_P2P_CAPS_INDEX_READ)
     return status == pynvml.NVML_P2P_STATUS_OK
 
@@ -97,7 +97,7 @@ def torch_cuda() -> str | None:
 
 
 def driver_problem(found: Devices, cuda: str | None) -> str | None:
-    """Why a torch built for this version of CUDA can't use the host's GPUs; None when nothing is known."""
+    """Why a torch built for this version of CUDA can't use the host's GPUs; None without a known problem."""
     if found.problem:
         return f"the NVIDIA driver does not answer ({found.problem})"
     if not found.gpus:
@@ -117,15 +117,15 @@ def needed_driver(cuda: str) -> str:
 
 
 def visible_devices(numbers: Sequence[int]) -> dict[str, str]:
-    """The environment of a job that takes these GPUs of its host, as nvidia-smi and the hostfile number them.
+    """The environment that selects these GPUs of a host, numbered as in nvidia-smi and the hostfile.
 
-    CUDA itself would number the fastest GPU first.
+    By default CUDA would number the fastest GPU first.
     """
     return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(map(str, numbers))}
 
 
 def runs_on(built: str, major: int, minor: int) -> bool:
-    """True when the GPU runs code for `built`: sm_80 on later minors of its major, compute_80 on newer."""
+    """True if the GPU runs code for `built`: sm_80 on 8.0 and later 8.x, compute_80 also on newer GPUs."""
     kind, _, number = built.partition("_")
     built_major, built_minor = divmod(int(number.rstrip("af")), 10)
     if kind == "compute":

@@ -1,17 +1,18 @@
-"""The table of a job that hangs: each rank's place, and the rank that the others wait for."""
+"""The table of a job that hangs: where each rank is, and the rank that the others wait for."""
 
 from collections.abc import Sequence
 from typing import Any
 
-Evidence = dict[str, Any]  # what a process has left: see common.distributed.hangs.evidence()
+Evidence = dict[str, Any]  # a rank's report: see common.distributed.hangs.evidence()
 
 COLUMNS = ("rank", "host", "phase", "step", "where", "last collective", "last sign of life")
 
 
 def hang_table(found: Sequence[Evidence]) -> list[str]:
-    """Lines: what is waited for, and a table with a row per rank. Those without evidence are silent.
+    """Lines of text: the rank that is waited for, and a table with a row per rank.
 
-    found: of the ranks that answered, at least one of which has `hosts`, the host of each rank.
+    found: the evidence of the ranks that answered; the others are silent. At least one has `hosts`, the host
+    of each rank.
     """
     rows = {evidence["rank"]: evidence for evidence in found}
     hosts = max((evidence.get("hosts", []) for evidence in found), key=len)
@@ -67,7 +68,7 @@ def _last(row: Evidence) -> str:
 
 
 def _last_seen(found: Sequence[Evidence]) -> dict[int, str]:
-    """Seconds since the last heartbeats of the silent ranks, as words."""
+    """The time since the last heartbeat of each silent rank, as text."""
     ages: dict[int, float] = {}
     for evidence in found:
         for rank, age_s in evidence.get("silent_s", {}).items():

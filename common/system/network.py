@@ -10,8 +10,8 @@ import psutil
 def interface_to(address: str) -> tuple[str, str]:
     """The interface with the route to an address, and this host's address on it.
 
-    When the address is this host's own, the interface that has it. IPv4, as the launchers' rendezvous is.
-    ValueError when there is no route.
+    For an address of this host, the interface that has it. IPv4 only, like the launchers' rendezvous.
+    ValueError if there is no route.
     """
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -28,7 +28,7 @@ def interface_to(address: str) -> tuple[str, str]:
 
 def use_interface(name: str) -> dict[str, str]:
     """Environment variables that make gloo and NCCL use this interface."""
-    return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}  # without = a prefix of names
+    return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}  # without = NCCL matches a prefix
 
 
 def own_addresses() -> set[str]:
@@ -36,7 +36,7 @@ def own_addresses() -> set[str]:
 
 
 def listener(port: int) -> str:
-    """The process that listens on the port, as ` by process 12, python x.py`; empty when it can't be seen."""
+    """The process that listens on the port, as ` by process 12, python x.py`; empty if it is not visible."""
     with contextlib.suppress(psutil.Error):
         for known in psutil.net_connections("tcp"):
             if known.status == psutil.CONN_LISTEN and known.laddr and known.laddr.port == port and known.pid:

@@ -1,6 +1,6 @@
-"""Out of memory, as Python, torch and the libraries below them say it."""
+"""The messages of Python, torch and the libraries below them when memory runs out."""
 
-MESSAGES = (  # in an error, or in the output of a process that has failed
+MESSAGES = (  # in an error, or in the output of a failed process
     "out of memory",  # torch and CUDA
     "ALLOC_FAILED",  # cuBLAS, cuDNN 8
     "ALLOCATION_FAILED",  # cuDNN 9, of the device or the host
@@ -10,7 +10,7 @@ MESSAGES = (  # in an error, or in the output of a process that has failed
     "can't allocate memory",  # torch on a CPU
     "could not create a primitive",  # oneDNN
 )
-LIMITED = (  # under a limit on a process's memory, where no allocator of torch's fails
+LIMITED = (  # only under a limit on a process's memory, from other allocators than torch's
     "MemoryError",
     "std::bad_alloc",
     "Cannot allocate memory",
@@ -21,5 +21,5 @@ LIMITED = (  # under a limit on a process's memory, where no allocator of torch'
 
 
 def says_out_of_memory(text: str, is_limited: bool = False) -> bool:
-    """True for such an error's text, or a failed process's output. is_limited: its memory had a limit."""
+    """True if an error or a failed process's output has such a message. is_limited: memory had a limit."""
     return any(message in text for message in (*MESSAGES, *(LIMITED if is_limited else ())))

@@ -1,4 +1,4 @@
-"""Commands and paths in the form in which they are shown, ready to be copied."""
+"""Commands and paths in the form in which they are printed, ready to be copied."""
 
 import os
 import shlex
@@ -12,18 +12,18 @@ ROOT = Path(__file__).resolve().parents[2]  # the project
 
 
 def python_command(*words: object) -> str:
-    """A command for the Python that runs now, which `python` on the PATH need not be."""
+    """A command for the running Python, as `python` on the PATH may be another."""
     python = "python" if shutil.which("python") == sys.executable else shortest(sys.executable)
     return shlex.join([python, *map(str, words)])
 
 
 def shortest(path: Path | str) -> str:
-    """The path, relative when it is below the working folder."""
+    """The path, relative if it is below the working folder."""
     return os.fspath(path).removeprefix(f"{working_folder()}{os.sep}")
 
 
 def public_path(path: Path | str) -> str:
-    """The path as it is shown to others: relative to the project, or to the home folder as `~`."""
+    """The path for publication: relative to the project, or to the home folder as `~`."""
     text, home = str(path), f"{os.path.expanduser('~')}{os.sep}"
     inside = text.removeprefix(f"{ROOT}{os.sep}")
     return f"~/{inside.removeprefix(home)}" if inside.startswith(home) else inside

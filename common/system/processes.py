@@ -1,4 +1,4 @@
-"""Processes of this host: when one started, who ends with whom, and what runs below this one."""
+"""Processes of this host: start times, end with the parent, and descendants of this process."""
 
 import contextlib
 import ctypes
@@ -15,10 +15,10 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # prctl(2)
 
 
 def start_ticks(pid: int) -> int | None:
-    """When the process started, in clock ticks since the boot; None without such a process, or /proc.
+    """The process's start time in clock ticks since the boot; None without such a process, or /proc.
 
-    Field 22 of /proc/PID/stat (proc(5)). psutil's create_time adds the time of the boot, which moves with
-    the clock of the machine.
+    It is field 22 of /proc/PID/stat (proc(5)). psutil's create_time adds the time of the boot, which changes
+    when the machine's clock is set.
     """
     try:
         return int(_stat(pid)[19])
@@ -27,7 +27,7 @@ def start_ticks(pid: int) -> int | None:
 
 
 def is_running(pid: int, ticks: int | None) -> bool:
-    """True when the process that started at start_ticks() has not ended; a zombie has."""
+    """True if the process that started at these start_ticks() has not ended. A zombie has ended."""
     try:
         return start_ticks(pid) == ticks is not None and _stat(pid)[0] not in (b"Z", b"X")
     except (OSError, IndexError):
@@ -35,7 +35,7 @@ def is_running(pid: int, ticks: int | None) -> bool:
 
 
 def _stat(pid: int) -> list[bytes]:
-    """The fields of /proc/PID/stat from the third on: the name before them may contain anything."""
+    """The fields of /proc/PID/stat from the third on. (The name before them may contain anything.)"""
     return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
 
 
@@ -48,7 +48,7 @@ def own_age_s() -> float:
 
 
 def is_under_nohup() -> bool:
-    """True when this process was started with SIGHUP ignored. Call it before installing a handler."""
+    """True if this process was started with SIGHUP ignored. Call it before installing a handler."""
     return signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
 
 
@@ -59,7 +59,7 @@ def end_with_parent() -> None:
 
 
 def adopt_orphans(adopt: bool = True) -> None:
-    """Makes orphaned descendants children of this process, not of init, so that it can find them."""
+    """Makes orphaned descendants children of this process instead of init, so that it can find them."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, int(adopt))
 
 
@@ -78,7 +78,7 @@ def running_descendants(but: Collection[int] = ()) -> list[psutil.Process]:
 
 
 def kill(processes: Collection[psutil.Process]) -> None:
-    """Sends SIGKILL to each that still exists."""
+    """Sends SIGKILL to each process that still exists."""
     for process in processes:
         with contextlib.suppress(psutil.Error):
             process.kill()

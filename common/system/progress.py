@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-LINE_S = 30  # of silence
+LINE_S = 30  # without output, after which a line is printed
 MIN_BAR, MAX_BAR = 8, 20  # characters
 
 
@@ -16,7 +16,7 @@ def progress(
 ) -> "PlainProgress | BarProgress":
     """A live line on a terminal, else plain lines.
 
-    epochs, steps: of the whole run. first_step: of this process. unit: of a batch's samples, as `images`.
+    epochs, steps: of the whole run. first_step: of this process. unit: the word for samples, as `images`.
     """
     return (BarProgress if _is_terminal() else PlainProgress)(epochs, first_step, steps, batch_size, unit)
 
@@ -31,7 +31,7 @@ class PlainProgress:
         self.shown = time.perf_counter()
 
     def advance(self, step: int) -> None:
-        """Called after each micro-batch with the steps done."""
+        """Shows the number of finished steps. Called after each micro-batch."""
         self._count(step)
         self.tell(f"step {step:,}/{self.steps:,}")
 
@@ -54,7 +54,7 @@ class PlainProgress:
         self.began = self.began or (time.perf_counter(), step)
 
     def _steps_per_s(self) -> float | None:
-        """Speed including evaluations and saves, without the start of the decoders; None before step 2."""
+        """Speed since the first call of advance(), including evaluations and saves; None before one step."""
         if not self.began or self.step <= self.began[1]:
             return None
         return (self.step - self.began[1]) / max(1e-9, time.perf_counter() - self.began[0])
@@ -114,10 +114,10 @@ class BarProgress(PlainProgress):
 
 
 class LiveLine:
-    """One line at the bottom of a terminal: a bar, and beside it as many parts as fit, none truncated.
+    """One line at the bottom of a terminal: a bar, and as many parts beside it as fit, none truncated.
 
-    look: returns the share that is done, and the parts in order, each with its priority; 0 is the highest.
-    It is called four times a second, from a thread.
+    look: returns the finished share, and the parts in order, each with its priority (0 is the highest). It is
+    called four times a second from a thread.
     """
 
     def __init__(self, look: Callable[[], tuple[float, list[tuple[int, str]]]]):
@@ -153,7 +153,7 @@ class ReadingProgress:
     """Progress of reading one split, by the bytes of its images: a bar on a terminal, else lines."""
 
     def __init__(self, split: str, images: int, read: int, total: int, doing: str = "read"):
-        """images, read: done before an interruption. doing: the word that tell() shows."""
+        """images, read: images and bytes done before an interruption. doing: the word that tell() shows."""
         self.split, self.first_image, self.first_byte, self.total = split, images, read, total
         self.doing, self.showing = doing, False
         self.images, self.read = images, read
@@ -170,9 +170,9 @@ class ReadingProgress:
             self.line.stop()
 
     def tell(self, done: int) -> None:
-        """Reports bytes that yield no images, such as bytes that are only hashed.
+        """Shows bytes that yield no images, such as bytes that are only hashed.
 
-        They do not count in the speed. Does nothing once there are images.
+        They do not count for the speed. Does nothing once there are images.
         """
         if self.showing:
             return

@@ -1,17 +1,17 @@
-"""Redacts text from a store or a web server: one line, bounded, without secrets."""
+"""Redacts text from a store or a web server to one bounded line without secrets."""
 
 import re
 from collections.abc import Iterable
 from urllib.parse import quote
 
 LENGTH = 200
-INPUT_LENGTH = 2**12  # characters that are searched
+INPUT_LENGTH = 2**12  # searched characters
 HIDDEN = "..."
-# The rest of a line that begins with an Authorization header: its value may have several words.
+# An Authorization header and the rest of its line, as its value may have several words.
 AUTHORIZATION = re.compile(r"(authorization[\"']?\s*[:=]\s*).*", re.I)
 QUERY = re.compile(r"\?\S+")
 USER_IN_URL = re.compile(r"(://)[^/\s@]+@")
-# Access key ids, signatures, and tokens, by the name before them.
+# Access key ids, signatures and tokens, recognised by the name before them.
 NAMED = re.compile(
     r"((?:signature|credential|token|access-?key-?id|secret\w*|password)[\"']?\s*[:=]\s*)[^\s;]+", re.I
 )
@@ -20,13 +20,13 @@ LONG = re.compile(r"(?=[a-z+/=_%-]*\d)(?=[\d+/=_%-]*[a-z])[a-z\d+/=_%-]{16,}", r
 
 
 def redacted(text: str, secrets: Iterable[str] = ()) -> str:
-    """The beginning of the text, without these secrets and without anything like a credential."""
+    """The beginning of the text, without these secrets and anything like a credential."""
     text = " ".join("".join(c if c.isprintable() else " " for c in text).split())
     if len(text) > INPUT_LENGTH:
-        text = text[:INPUT_LENGTH].rpartition(" ")[0]  # half a secret would not be found
+        text = text[:INPUT_LENGTH].rpartition(" ")[0]  # no word may be cut: half a secret is not found
     for secret in sorted(filter(None, secrets), key=len, reverse=True):
         for form in {secret, quote(secret, safe="")}:
-            # A short one, as "test", may be a part of ordinary words.
+            # A short secret, as "test", may be part of ordinary words.
             edges = ("", "") if len(form) >= 8 else ("(?<![A-Za-z])", "(?![A-Za-z])")
             text = re.sub(re.escape(form).join(edges), HIDDEN, text)
     text = QUERY.sub("?" + HIDDEN, AUTHORIZATION.sub(rf"\1{HIDDEN}", text))

@@ -1,7 +1,7 @@
 """One prefix of an S3 bucket, through boto3, with bounded waits.
 
 The endpoint is AWS_ENDPOINT_URL_S3 or AWS_ENDPOINT_URL, and credentials come from boto3's own chain. Errors
-name the operation, the address, and the store's code and message as redacted() leaves them.
+name the operation, the address, and the store's redacted code and message.
 """
 
 import os
@@ -27,22 +27,22 @@ if TYPE_CHECKING:  # imported where it is needed: it takes a second
     from botocore.client import BaseClient
     from botocore.exceptions import ClientError
 
-CONNECT_S = 5  # per address that the endpoint's name has
+CONNECT_S = 5  # per address of the endpoint's name
 READ_S = 15  # silence after which a request, or a part of an answer, counts as lost
 ATTEMPTS = 4
-# 102 s, the longest that a request takes when nothing answers: all attempts, and the waits between them
-# (1 + 2 + 4 s after SlowDown, and 5 s more each when the store asks for it). Reads, uploads, downloads are
-# several requests: they end at most 2 * REQUEST_BOUND_S + READ_S after their last byte went through.
+# 102 s, the maximum time of a request without an answer: all attempts, and the waits between them (1 + 2 +
+# 4 s after SlowDown, and 5 s more each if the store asks for it). Reads, uploads and downloads are several
+# requests: they end at most 2 * REQUEST_BOUND_S + READ_S after their last byte went through.
 REQUEST_BOUND_S = ATTEMPTS * (CONNECT_S + READ_S) + 22
 PROBE_S = 20
 
-PART_BYTES = 16 * 2**20  # above it an upload is multipart; the unit of a download, too
-STREAMS = 4  # connections of one upload or download, beside the training
-ERROR_BYTES = 2**16  # of an error's body that are read
-ANSWER_BYTES = 2**24  # of any other answer but an object: a page of 1,000 keys has at most 4 MiB
+PART_BYTES = 16 * 2**20  # larger uploads are multipart; also the unit of downloads
+STREAMS = 4  # connections of one upload or download
+ERROR_BYTES = 2**16  # read of an error's body
+ANSWER_BYTES = 2**24  # limit of an answer other than an object; a page of 1,000 keys has at most 4 MiB
 LIST_PAGES = 5_000
 LIST_KEYS = 500_000
-CHUNK_BYTES = 2**18  # of a download, between two checks of `stop`
+CHUNK_BYTES = 2**18  # of a download, between checks of `stop`
 
 NOT_CONDITIONAL = (
     "S3: this store has no conditional writes (If-None-Match): two runs that start at the same moment in the"
@@ -56,15 +56,14 @@ class StoreError(ValueError):
 
 
 class WrongSize(StoreError):
-    """The object is absent, or has another size than expected."""
+    """Raised when an object is absent, or does not have the expected size."""
 
 
 class ObjectStore:
-    """One prefix of an S3 bucket, `s3://bucket/prefix`. Thread-safe, not fork-safe: the client is made at the
-    first request, per process.
+    """One prefix of an S3 bucket, `s3://bucket/prefix`. Thread-safe; each process creates its own client.
 
-    All keys are relative to the prefix. Every method raises StoreError, after retries. A request ends within
-    REQUEST_BOUND_S when nothing answers.
+    All keys are relative to the prefix. Every method raises StoreError, after retries. A request without an
+    answer ends within REQUEST_BOUND_S.
     """
 
     def __init__(self, url: str):
@@ -80,15 +79,15 @@ class ObjectStore:
         self.url = f"s3://{bucket}/{prefix}".rstrip("/")
         self._bucket = bucket
         self._prefix = f"{prefix}/" if prefix else ""
-        self._conditional = True  # until the store refuses one
-        self._endpoint = "the store"  # its address, after the first client
-        self._clients: dict[int, BaseClient] = {}  # by pid: a forked process must not share connections
+        self._conditional = True  # until the store refuses a conditional write
+        self._endpoint = "the store"  # its address, once there is a client
+        self._clients: dict[int, BaseClient] = {}  # by pid, as a forked process must not share connections
         self._secrets: tuple[str, ...] = ()  # the credentials of the newest client
 
     def probe(self) -> None:
         """Writes, lists, reads and deletes a small object with a random name, within PROBE_S.
 
-        Says on stdout if the store has no conditional writes; some take them and don't obey.
+        Prints a warning if the store has no conditional writes; some accept them and ignore the condition.
         """
         end_s = time.monotonic() + PROBE_S
 
@@ -165,11 +164,11 @@ class ObjectStore:
             self._client().put_object(Bucket=self._bucket, Key=self._key(key), Body=content)
 
     def create(self, key: str, content: bytes) -> bool:
-        """Writes a small object unless it exists. False when it exists and is not this call's own.
+        """Writes a small object unless it exists. False if it exists and this call did not write it.
 
-        When a request was repeated because its answer was lost, an object with this content is taken for its
-        result: the content should be unique to the writer (a random id). On a store without conditional
-        writes it checks first and then writes, and prints a warning once.
+        After a request that was repeated because its answer was lost, an object with this content counts as
+        written by it: so the content should be unique to the writer (a random id). On a store without
+        conditional writes it checks first and then writes, and prints a warning once.
         """
         for attempt in range(ATTEMPTS if self._conditional else 0):
             time.sleep(_backoff_s(attempt))
@@ -188,7 +187,7 @@ class ObjectStore:
         return True
 
     def _put_if_absent(self, key: str, content: bytes) -> tuple[str, bool]:
-        """One conditional write: its outcome, and True if boto repeated the request.
+        """Tries one conditional write. Returns its outcome, and True if boto repeated the request.
 
         Outcomes: made, exists, conflict (a concurrent write), refused (no conditional writes here).
         """
@@ -212,7 +211,7 @@ class ObjectStore:
     def upload(self, path: Path, key: str) -> None:
         """Uploads a file, in parts above PART_BYTES. OSError when the file can't be read.
 
-        A failed upload leaves no parts behind, unless the store can't be reached to remove them.
+        A failed upload leaves no parts behind, unless the store can't be reached for removing them.
         """
         with self._explained(f"uploading {key}"):
             client = self._client()
@@ -221,8 +220,8 @@ class ObjectStore:
             except client.exceptions.ClientError as error:
                 if _about(error)[0] != "NoSuchUpload":
                     raise
-                # The answer to the last request was lost and its repetition found nothing to complete: the
-                # object could be this file or an older one.
+                # The answer to the last request was lost, and its repetition found nothing to complete. The
+                # object may be this file or an older one.
                 self._transfer(client, path, key)
 
     def _transfer(self, client: "BaseClient", path: Path, key: str) -> None:
@@ -232,16 +231,16 @@ class ObjectStore:
             multipart_threshold=PART_BYTES + 1,
             multipart_chunksize=PART_BYTES,
             max_concurrency=STREAMS,
-            preferred_transfer_client="classic",  # the other one, CRT, ignores the endpoint
+            preferred_transfer_client="classic",  # CRT, the other client, ignores the endpoint
         )
         with create_transfer_manager(client, config) as manager:
             manager.upload(str(path), self._bucket, self._key(key)).result()
 
     def download(self, key: str, path: Path, size: int, beat: Callable[[], None] = lambda: None) -> None:
-        """Fetches an object of `size` bytes to `path`, in ranges; a lost connection is resumed.
+        """Downloads an object of `size` bytes to `path` in ranges, and resumes after a lost connection.
 
-        beat() is called at least every second, in the calling thread; its exception ends the download.
-        On failure nothing is left at `path`. OSError when it can't be written.
+        beat() is called at least every second in the calling thread; its exception ends the download. On an
+        error nothing is left at `path`. OSError if it can't be written.
         """
         stop = threading.Event()
         try:
@@ -255,7 +254,7 @@ class ObjectStore:
             ranges: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
             for start in range(0, size, PART_BYTES):
                 ranges.put((start, min(start + PART_BYTES, size)))
-            # Opened here: a thread that outlives a failed download must not open what is at `path` by then.
+            # Opened here, as a thread that outlives a failed download must not open a newer file at `path`.
             files = [open(path, "r+b") for _ in range(min(STREAMS, ranges.qsize()))]  # noqa: SIM115
             fetch = partial(self._fetch, key, found.get("ETag"), ranges, stop)
             run_all_with_heartbeat([partial(fetch, file) for file in files], beat)
@@ -265,15 +264,15 @@ class ObjectStore:
             raise
 
     def size_and_etag(self, key: str) -> tuple[int, str | None] | None:
-        """Size in bytes and ETag, which changes when the object is replaced; None when absent."""
+        """Size in bytes and ETag, which changes when the object is replaced; None if the object is absent."""
         found = self._head(key)
         return None if found is None else (found["ContentLength"], found.get("ETag"))
 
     def stream(self, key: str, size: int, etag: str | None, start: int = 0) -> Iterator[bytes]:
-        """The object's bytes from `start` on: a small piece, which may be all that is needed, then pieces of
+        """Yields the object's bytes from `start` on: a small piece, which may be enough, then pieces of
         PART_BYTES, of which STREAMS are prefetched.
 
-        Close it, or read it to its end. Each piece is tried ATTEMPTS times.
+        Close the iterator, or read it to its end. Each piece is tried ATTEMPTS times.
         """
         stop = threading.Event()
         coming: deque[Future[bytes]] = deque()
@@ -308,9 +307,9 @@ class ObjectStore:
     def _chunks(
         self, key: str, start: int, end: int, etag: str | None, stop: threading.Event
     ) -> Iterator[bytes]:
-        """The object's bytes from start to end, or fewer after `stop`.
+        """Yields the object's bytes from start to end, or fewer after `stop`.
 
-        A lost connection is resumed, ATTEMPTS requests in all.
+        It resumes after a lost connection, with ATTEMPTS requests in all.
         """
         same = {"IfMatch": etag} if etag else {}
         moved_s, attempt = time.monotonic(), 0
@@ -336,7 +335,7 @@ class ObjectStore:
                         raise
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Deletes one by one: bulk requests need Content-MD5 at some stores. Absent keys are fine."""
+        """Deletes one by one, as some stores need Content-MD5 for bulk requests. Absent keys are fine."""
         for key in keys:
             with self._explained(f"deleting {key}"):
                 client = self._client()
@@ -380,20 +379,20 @@ class ObjectStore:
                 what = _client_error(error, self._secrets)
             else:
                 what = _other_error(error, self._endpoint, self._secrets)
-            # A new client reads the credentials again, and starts with a full budget of retries.
+            # A new client reads the credentials again, and has a full budget of retries.
             self._clients.pop(os.getpid(), None)
-            # Not `from error`: its traceback prints the output of credential helpers.
+            # Not `from error`, as its traceback may show the output of credential helpers.
             raise StoreError(f"{doing} at {self.url} failed: {what}") from None
 
 
 def _is_plain(key: str) -> bool:
-    """True for names with single slashes between: HTTP libraries resolve . and .. . At most 1,024 bytes."""
+    """True for up to 1,024 characters of names with single slashes between, none of them . or .. ."""
     names = key.split("/")
     return len(key) <= 1024 and key.isprintable() and all(name not in ("", ".", "..") for name in names)
 
 
 def _connect() -> tuple["BaseClient", tuple[str, ...]]:
-    """A client with a session of its own, so that processes share nothing, and its credentials."""
+    """A client in a new session, so that processes share nothing, and its credentials."""
     import boto3
     from botocore.config import Config
 
@@ -406,11 +405,11 @@ def _connect() -> tuple["BaseClient", tuple[str, ...]]:
         response_checksum_validation="when_required",
     )
     session = boto3.session.Session()
-    # Stores other than AWS take any region, but without one nothing can be signed; AWS redirects.
+    # Requests can't be signed without a region. AWS redirects to the right one, other stores accept any.
     region = session.region_name or os.environ.get("AWS_REGION") or "us-east-1"
     try:
         client = session.client("s3", region_name=region, config=config)
-    except ValueError:  # its text quotes the url, which might contain a password
+    except ValueError:  # its text quotes the url, which may contain a password
         raise StoreError("AWS_ENDPOINT_URL, or the region, is malformed: write https://host[:port]") from None
     if "@" in urlsplit(client.meta.endpoint_url).netloc:
         raise StoreError(
@@ -422,9 +421,9 @@ def _connect() -> tuple["BaseClient", tuple[str, ...]]:
 
 
 def _send(http_session: Any, request: Any, **_: Any) -> Any:
-    """Sends the request and bounds the answer's size: botocore reads an error's body of any length.
+    """Sends the request and limits the answer's size, as botocore would read an error's body of any length.
 
-    A hook of the event `before-send`. Returns botocore's answer, with the body as far as it was read.
+    A hook of the event `before-send`. Returns botocore's answer with the body that was read.
     """
     from botocore.exceptions import HTTPClientError
     from urllib3.exceptions import HTTPError
@@ -438,9 +437,9 @@ def _send(http_session: Any, request: Any, **_: Any) -> Any:
     try:
         answer._content = answer.raw.read(limit + 1)
     except HTTPError as error:
-        raise HTTPClientError(error=error) from None  # which botocore repeats
+        raise HTTPClientError(error=error) from None  # botocore then repeats the request
     if len(answer._content) > limit:
-        answer.raw.close()  # with its connection, on which the rest would come
+        answer.raw.close()  # also closes the connection, on which the rest would arrive
         if not failed:
             raise StoreError(f"an answer of the store has more than {limit / 2**20:g} MiB: use another store")
         answer._content = answer._content[:limit]
@@ -448,7 +447,7 @@ def _send(http_session: Any, request: Any, **_: Any) -> Any:
 
 
 def _cuts() -> tuple[type[Exception], ...]:
-    """Exceptions of reading an answer when the connection is lost or silent."""
+    """The exceptions of reading an answer when the connection is lost or silent."""
     from botocore.exceptions import HTTPClientError, IncompleteReadError
     from urllib3.exceptions import HTTPError
 
@@ -505,7 +504,7 @@ def _client_error(error: "ClientError", secrets_: Iterable[str]) -> str:
 
 
 def _other_error(error: Exception, endpoint: str, secrets_: Iterable[str]) -> str:
-    """The reason why there was no answer, and what to do."""
+    """Why there was no answer, and what to do."""
     from botocore import exceptions as known
 
     name = type(error).__name__
@@ -527,12 +526,12 @@ def _other_error(error: Exception, endpoint: str, secrets_: Iterable[str]) -> st
 
 
 def _backoff_s(attempt: int) -> float:
-    """The wait before an attempt; none before the first, number 0."""
+    """The wait before an attempt; 0 before the first, number 0."""
     return random.uniform(0.1, 0.3) * 2**attempt if attempt else 0.0
 
 
 def _reserve(path: Path, size: int) -> None:
-    """Creates a file and allocates `size` bytes: a full disk is an error now, not after an hour."""
+    """Creates a file and allocates `size` bytes, so that a full disk is an error now, not after an hour."""
     with open(path, "wb") as file:
         if size and hasattr(os, "posix_fallocate"):  # not on macOS
             os.posix_fallocate(file.fileno(), 0, size)

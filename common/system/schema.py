@@ -1,20 +1,20 @@
-"""Checks the values of a JSON object, which may come from anywhere, against the types that are expected."""
+"""Checks the values of an untrusted JSON object against the expected types."""
 
 import dataclasses
 import types
 import typing
 from typing import Any
 
-# A type, list[Kind], tuple[Kind, ...], dict[str, Kind], a TypedDict, a dataclass, unions of them.
-# float: any finite number.
-# {key: Kind, "*": Kind of all other keys} is an object whose values may also be null; [Kind] is a list.
+# A type, list[Kind], tuple[Kind, ...], dict[str, Kind], a TypedDict, a dataclass, or a union of them.
+# float: any finite number. [Kind]: a list.
+# {key: Kind, "*": Kind of all other keys}: an object whose values may also be null.
 Kind = Any
 
 
 def fitting(content: dict[str, Any], kinds: dict[str, Kind]) -> tuple[dict[str, Any], list[str]]:
-    """The values that have the expected type, and the names of those that have another.
+    """The values with the expected type, and the names of those with another type.
 
-    Unknown keys and nulls are left out of both.
+    Unknown keys and nulls are in neither.
     """
     kept, wrong = {}, []
     for key, value in content.items():
@@ -29,7 +29,7 @@ def fitting(content: dict[str, Any], kinds: dict[str, Kind]) -> tuple[dict[str, 
 
 
 def fits(value: Any, kind: Kind) -> bool:
-    """True when the value, read from JSON, is of that kind."""
+    """True if the value, read from JSON, is of that kind."""
     if kind is Any:
         return True
     if isinstance(kind, types.UnionType):

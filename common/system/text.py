@@ -1,17 +1,17 @@
-"""Escaping of text from outside, for terminals, files and pages."""
+"""Escapes untrusted text for terminals, files and pages."""
 
 import re
 from collections.abc import Iterator, Sequence
 from itertools import count
 from typing import Any
 
-# Control characters (with them terminal escapes), line and paragraph separators, marks that change the
-# direction of writing, and lone surrogates: bytes of a file name that are not UTF-8.
+# Control characters (so also terminal escapes), line and paragraph separators, marks that change the
+# direction of writing, and lone surrogates (bytes of a file name that are not UTF-8).
 _UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def printable(text: object) -> str:
-    r"""The text in one line of characters that any terminal, font and UTF-8 file can take.
+    r"""The text as one line of characters that any terminal, font and UTF-8 file can show.
 
     `caf\xe9` for a name in Latin-1, `\x1b[31m` for a terminal escape.
     """
@@ -47,6 +47,6 @@ def some_of(names: Sequence[object], most: int = 10) -> str:
 
 def _escaped(character: str) -> str:
     code = ord(character)
-    if 0xDC80 <= code <= 0xDCFF:  # os.fsdecode's way to keep a byte
+    if 0xDC80 <= code <= 0xDCFF:  # a byte as os.fsdecode encodes it
         code -= 0xDC00
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"

@@ -1,4 +1,4 @@
-"""Work in threads: beside the training, or with heartbeats meanwhile."""
+"""Work in threads: at low priority beside the training, or with heartbeats meanwhile."""
 
 import contextlib
 import os
@@ -7,22 +7,22 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from typing import TypeVar
 
-Heartbeat = Callable[[], None]  # tells the other processes that this one makes progress; about every second
+Heartbeat = Callable[[], None]  # shows the other processes that this one makes progress; about every second
 Result = TypeVar("Result")
 
 
 def lower_priority() -> None:
     """Gives the calling thread, and threads that it starts, only the CPU time that the training leaves.
 
-    On Linux threads have priorities of their own. With 2 cores for ViT-B/32 a step beside the writing takes
-    1.0 to 1.3 times its time; at equal priority 2.9 times (benchmarks/checkpoint_saves.py).
+    On Linux each thread has its own priority. With ViT-B/32 on 2 cores a step during a write takes 1.0 to 1.3
+    times its time; at equal priority 2.9 times (benchmarks/checkpoint_saves.py).
     """
     with contextlib.suppress(OSError, AttributeError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
 
 
 def start_daemon(work: Callable[[], Result]) -> Future[Result]:
-    """Runs work() in a daemon thread: the process can end while the work still waits for a silent server."""
+    """Runs work() in a daemon thread, so that the process can end while it waits for a silent server."""
     outcome: Future[Result] = Future()
 
     def run() -> None:
@@ -46,7 +46,7 @@ def run_with_heartbeat(work: Callable[[], Result], beat: Heartbeat, every_s: flo
 def run_all_with_heartbeat(
     works: Sequence[Callable[[], Result]], beat: Heartbeat, every_s: float = 0.5
 ) -> list[Result]:
-    """run_with_heartbeat for several, each in its own thread. Raises the first exception of any of them."""
+    """Like run_with_heartbeat for several works, each in its own thread. Raises the first exception."""
     outcomes = [start_daemon(work) for work in works]
     while True:
         done, pending = wait(outcomes, every_s, FIRST_EXCEPTION)

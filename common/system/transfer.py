@@ -1,4 +1,4 @@
-"""Copies from the host to the device for which nothing waits."""
+"""Asynchronous copies from the host to the device."""
 
 from collections.abc import Sequence
 
@@ -6,18 +6,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-ALIGNMENT = 8  # bytes: a view of another type must begin at a multiple of its size
+ALIGNMENT = 8  # bytes; a view of another type must begin at a multiple of its size
 
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copies to the device without waiting for it: to CUDA from page-locked memory."""
+    """Copies to the device without waiting for it, to CUDA from page-locked memory."""
     if device.type == "cuda" and tensor.device.type == "cpu":
-        tensor = tensor.pin_memory()  # returns itself where it is pinned already
+        tensor = tensor.pin_memory()  # no copy if it is pinned already
     return tensor.to(device, non_blocking=True)
 
 
 def send_arrays(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
-    """The arrays as tensors on the device, by one copy for all: each copy costs the host some 10 us."""
+    """The arrays as tensors on the device, sent as one copy, as each copy costs the host some 10 us."""
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
     room = [-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays]

@@ -1,4 +1,4 @@
-"""The project's version: read from pyproject.toml, the only place where it is written."""
+"""The project's version, which is written only in pyproject.toml."""
 
 import functools
 import tomllib
@@ -8,7 +8,7 @@ from common.system.paths import ROOT
 
 @functools.cache
 def project_version() -> str:
-    """The version, as `0.9.0`; `unknown` where the code was copied without its pyproject.toml."""
+    """The version, as `0.9.0`; `unknown` if the code was copied without its pyproject.toml."""
     try:
         return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     except (OSError, ValueError, KeyError):

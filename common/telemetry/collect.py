@@ -2,7 +2,8 @@
 
 A thread in the first process of each host takes a sample every --telemetry_s seconds. In the run's folder:
 
-    telemetry-<host>.jsonl     a header at each start of the run, then the samples, an object a line
+    telemetry-<host>.jsonl     a header at each start of the run, then the samples, an object a line; the
+                               main process's headers also have its age_s, and the run's wall_s before it
     nvidia-smi-<host>.txt      `nvidia-smi -q` at the start and after half of the steps, where there is one
 
 The main process alone writes. Samples of its own host are written at once; those of other hosts come to it
@@ -24,6 +25,7 @@ import torch
 from accelerate import Accelerator
 
 from common.distributed.strategy import device_name
+from common.system.processes import own_age_s
 from common.system.text import numbered
 from common.telemetry.sampler import Sampler
 from common.telemetry.summary import GPU_NUMBERS, HOST_NUMBERS, summarize
@@ -71,7 +73,7 @@ class Telemetry:
     """Telemetry of one process: the first process of each host samples, the main process writes.
 
     processes: of all ranks. folder: the run's on the main process, None elsewhere. step: returns the current
-    step of the training. steps: of the whole run.
+    step of the training. steps: of the whole run. before_s: its wall_s before this process.
     """
 
     def __init__(
@@ -82,8 +84,9 @@ class Telemetry:
         interval_s: float,
         step: Callable[[], int],
         steps: int,
+        before_s: float = 0.0,
     ):
-        self.folder = folder
+        self.folder, self.before_s = folder, before_s
         self.reported: set[str] = set()
         self.unsent: deque[tuple[str, str]] = deque()  # not on the main process: file name and text
         self.unlogged: deque[dict[str, Any]] = deque()  # on the main process: for the trackers
@@ -135,6 +138,8 @@ class Telemetry:
         """Called in the sampler's thread, with a line of telemetry or a text of nvidia-smi."""
         host = self.host.name if self.host else "unknown"
         if isinstance(record, dict):
+            if self.folder and "host" in record:
+                record |= {"before_s": round(self.before_s, 3), "age_s": round(own_age_s(), 3)}
             name, text = f"telemetry-{host}.jsonl", json.dumps(record) + "\n"
         else:
             name, text = f"nvidia-smi-{host}.txt", record

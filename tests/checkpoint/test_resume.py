@@ -250,7 +250,7 @@ def assert_same_state(folder, reference):
     ours, theirs = (json.loads((latest(f) / "state.json").read_text()) for f in (folder, reference))
     for state in (ours, theirs):
         assert state.pop("train_s") > 0
-        assert state.pop("wall_s") > 0
+        assert state.pop("wall_s") == pytest.approx(sum(state.pop("spent_s").values()), abs=0.2)
     assert ours == theirs
 
 

@@ -178,6 +178,6 @@ def test_down_leaves_nothing(cluster_tools):
     assert sleeper.wait(10)[0] != 0
     assert hosts.names() == []
     assert not hosts.STATE.exists()
-    assert "vc-" not in subprocess.run(["ip", "netns"], capture_output=True, text=True).stdout
+    assert f"{hosts.CLUSTER}-" not in subprocess.run(["ip", "netns"], capture_output=True, text=True).stdout
     assert subprocess.run(["ip", "-brief", "link"], capture_output=True, text=True).stdout == before
     assert "virtual_cluster" not in Path("/proc/mounts").read_text()

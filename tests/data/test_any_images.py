@@ -305,7 +305,7 @@ def test_broken_images_of_several_sizes_are_named_at_the_start(tmp_path, monkeyp
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path, monkeypatch):
     root = class_folders(tmp_path / "pets")
-    monkeypatch.setattr(cache, "_sha256", lambda path: unreadable(path))
+    monkeypatch.setattr(cache, "sha256_of", lambda path: unreadable(path))
     with pytest.raises(
         ValueError, match=r"Permission denied: '.*/pets/train/a/0\.png'\. The data must be readable"
     ):

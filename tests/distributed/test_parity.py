@@ -135,7 +135,8 @@ def compiling(strategy: str, tmp_path: Path) -> list:
 @pytest.mark.parametrize(
     ("script", "strategy", "flags"),
     [
-        ("vit", "single", ["--compile", "default"]),
+        ("cnn_a", "single", ["--compile", "default"]),
+        full("vit", "single", ["--compile", "default"]),
         full("cnn_a", "ddp", []),
         full("vit", "ddp", ["--grad_checkpointing"]),
         full("vit", "fsdp", ["--grad_checkpointing"]),

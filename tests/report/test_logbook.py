@@ -639,9 +639,9 @@ esac
 """
 
 
-def experiment(name: str, folder: Path, **variables: object) -> Job:
+def experiment(name: str, folder: Path, *flags: object, **variables: object) -> Job:
     env = {"FOLDER": folder, "PYTHON": sys.executable} | variables
-    return Job([f"experiments/{name}.sh"], env={key: str(value) for key, value in env.items()})
+    return Job([f"experiments/{name}.sh", *flags], env={key: str(value) for key, value in env.items()})
 
 
 def test_an_experiment_shows_its_commands(tmp_path):

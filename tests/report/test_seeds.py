@@ -143,16 +143,39 @@ def test_runs_of_one_recipe_and_seed_are_no_sample(book, tmp_path):
     assert f"{same[0]} and {same[1]} have the same recipe and seed 0: name one of them" in errors
 
 
-def test_an_experiment_with_several_seeds_shows_its_commands(tmp_path):
-    status, output = experiment("speedup", tmp_path, DRY_RUN=1, SEEDS=3).wait()
+@pytest.mark.parametrize(
+    ("flags", "variables"),
+    [((), {"SEEDS": 3}), (("--seeds", 3), {}), (("--seeds=3",), {"SEEDS": 7})],
+)
+def test_an_experiment_with_several_seeds_shows_its_commands(flags, variables, tmp_path):
+    status, output = experiment("speedup", tmp_path, *flags, DRY_RUN=1, **variables).wait()
     assert status == 0, output
     trainings = re.findall(r"# training, (\S+)\n(.*)", output)
     names = [f"{c}{s}" for c in ("single_gpu", "ddp_2gpu", "ddp_4gpu") for s in ("", "_seed1", "_seed2")]
     assert [name for name, _ in trainings] == names
     assert ["--seed=2" in command for _, command in trainings] == [False, False, True] * 3
     assert re.search(r"logbook.py compare .*single_gpu \S*single_gpu_seed1 \S*single_gpu_seed2 ", output)
-    status, output = experiment("speedup", tmp_path, SEEDS="some").wait()
-    assert (status, "error: SEEDS=some: a number of runs" in output) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("flags", "variables", "said"),
+    [
+        ((), {"SEEDS": "some"}, "error: SEEDS=some: a number of runs, as 5"),
+        (("--seeds", "0"), {}, "error: --seeds 0: a number of runs, as 5"),
+        (("--seeds=some",), {"SEEDS": 3}, "error: --seeds some: a number of runs, as 5"),
+        (("--seeds",), {}, "error: --seeds : a number of runs, as 5"),
+        (
+            ("--seed", "3"),
+            {},
+            "error: --seed: the only flag is --seeds N; experiments/steps.sh has the variables",
+        ),
+    ],
+)
+@pytest.mark.parametrize("name", ["vit", "speedup"])
+def test_a_wrong_number_of_seeds_is_refused(name, flags, variables, said, tmp_path):
+    status, output = experiment(name, tmp_path / "runs", *flags, **variables).wait()
+    assert (status, output) == (2, f"{said}\n")
+    assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.full

@@ -20,6 +20,7 @@ def test_a_state_comes_back_through_its_file(tmp_path):
     found = RunState.read(Checkpoint(tmp_path, {"step": 4}))
     assert found == saved
     assert found.wall_s > state.wall_s
+    assert found.wall_s - state.wall_s == pytest.approx(sum(found.spent_s.values()), abs=0.1)
     assert found.scalars() == {"optimizer": OPTIMIZER, "loss_scale": None}
 
 

@@ -1,0 +1,240 @@
+"""Plan and bill: what a run's page says of its hours, price and memory, and of where the time went."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.report import bill, overview
+from common.report.page import page
+from common.report.record import RunRecord
+from tests.report.test_logbook import check, rows
+from tests.report.test_overview import HOSTILE, write_run
+
+# 300 steps of 128 images: at 384 images/s they take 100 s
+PLAN = {"about": "2 x 1 NVIDIA T4", "script": "train_vit", "flags": ["--lr", "0.1"], "batch_size": 128}
+PLAN |= {"epochs": 3, "mixed_precision": "fp16", "hosts": 2, "gpus": 1, "gpu": "NVIDIA T4"}
+LINE = {
+    "strategy": "ddp",
+    "limit": "network",
+    "images": 64,
+    "images_per_s": 384.0,
+    "step_s": 1 / 3,
+    "hours": 100 / 3600,
+}
+LINE |= {"price": 2.0, "memory": {"parameters": 2**30, "optimizer": 2**31, "context": 2**29}}
+# 150 s of two processes on two hosts
+SPENT = {"training": 105.0, "reading data": 5.0, "evaluation": 15.0, "saving": 4.0, "starting": 20.0}
+SPENT |= {"ending": 1.0}
+FACTS = {"hosts": 2, "processes": 2, "steps": 300, "wall_s": 150.0, "train_s": 112.0, "images_per_s": 342.9}
+FACTS |= {
+    "per_device_batch_size": 64,
+    "mixed_precision": "fp16",
+    "memory_gib": [{"peak": 3.3}, {"peak": 3.1}],
+}
+
+
+def record(
+    folder: Path,
+    plan: Any = None,
+    line: Any = None,
+    recipe: Any = None,
+    about: Any = None,
+    samples: Any = (),
+    **facts: Any,
+) -> RunRecord:
+    """A run of 300 steps with these changes; without a plan where it is None."""
+    write_run(folder, lines=300, recipe=recipe, about=about, **FACTS | {"spent_s": SPENT} | facts)
+    if plan is not None:
+        (folder / "plan.json").write_text(json.dumps(PLAN | plan | {"line": LINE | (line or {})}))
+    for lines in samples:
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (folder / f"telemetry-{lines[0]['host']}.jsonl").write_text(text)
+    return RunRecord(folder)
+
+
+def bill_of(run: RunRecord) -> str:
+    """The section, which begins no other one."""
+    text = page(run, "x", [])
+    return text.partition("## Plan and bill\n")[2].partition("\n## ")[0]
+
+
+def test_planned_and_actual(tmp_path):
+    run = record(tmp_path / "run", plan={"price_per_hour": 72.0})
+    text, table = bill_of(run), rows(bill_of(run))
+    assert table["hours"] == ["0.0278", "0.0417", "+50.0 %"], "of the whole run, not of its training"
+    assert table["price"] == ["2.00", "3.00", "+50.0 %"], "72 an hour is of both hosts together"
+    assert table["memory of a device"] == ["3.00 GiB", "3.30 GiB", "+10.0 %"], "the context is not torch's"
+    assert table["images/s"] == ["384", "343", "-10.7 %"]
+    assert table["time of a step"] == ["333 ms", "373 ms", "+12.0 %"]
+    assert (
+        "Planned for 2 x 1 NVIDIA T4: ddp, limited by network, `train_vit.py --lr 0.1`, 0.0278 hours" in text
+    )
+    assert "0.0278 hours and 2.00 in price to the recipe's end." in text
+    assert "The price: 72 an hour for all hosts together." in text
+    assert "Planned otherwise" not in text
+
+
+def test_the_parts_add_up_to_the_whole_time(tmp_path):
+    run = record(tmp_path / "run", plan={"price_per_hour": 72.0})
+    table = rows(bill_of(run).partition("### Where the time went")[2])
+    assert [*table] == [
+        "",
+        "training steps",
+        "starting: imports, data, model, first batch",
+        "evaluation",
+        "waiting for data, augmenting",
+        "saving",
+        "ending: pictures, last checkpoint, upload",
+        "whole",
+    ]
+    assert table["training steps"] == ["105.0 s", "70.0%", "2.10", "100 s"]
+    assert table["evaluation"] == ["15.0 s", "10.0%", "0.300", "-"]
+    assert table["whole"] == ["150.0 s", "100.0%", "3.00", "100 s"]
+    assert sum(bill.parts_s(run).values()) == run.facts["wall_s"]
+    older = record(tmp_path / "older", plan={}, spent_s={"training": 90.0})
+    assert bill.parts_s(older) == {"training steps": 90.0, "not recorded, by an earlier version": 60.0}
+
+
+def test_a_price_alone_gives_a_bill_without_a_plan(tmp_path):
+    run = record(tmp_path / "run", recipe={"price_per_hour": 36.0})
+    table = rows(bill_of(run))
+    assert (table["price"], table["hours"]) == (["1.50"], ["0.0417"])
+    assert table["evaluation"] == ["15.0 s", "10.0%", "0.150"]
+    assert "lan" not in bill_of(run)
+    assert "Plan and bill" not in page(record(tmp_path / "other"), "x", [])
+
+
+def test_how_busy_the_devices_were(tmp_path):
+    hosts = [{"host": "h1", "gpus": 1, "utilisation_pct": 80.0, "throttled_pct": 0.0}]
+    hosts += [{"host": "h2", "gpus": 1, "utilisation_pct": 60.0, "throttled_pct": 12.0}]
+    text = bill_of(record(tmp_path / "run", plan={}, telemetry=hosts))
+    assert "Mean utilisation: 70 % of the GPUs. Throttled in up to 12 % of the samples of a host." in text
+
+
+def test_the_page_of_all_runs_has_both_prices(tmp_path):
+    run = record(tmp_path / "run", plan={"price_per_hour": 72.0})
+    text = overview.page([run.folder])
+    found = json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', text)[1])
+    values = found["runs"][0]["values"]
+    assert (values["planned_price"], values["price"], values["price_per_hour"]) == (2.0, 3.0, 72.0)
+
+
+@pytest.mark.parametrize(
+    ("plan", "recipe", "facts", "prices"),
+    [
+        ({"price_per_hour": 72.0}, {"price_per_hour": 36.0}, {}, ["2.00", "1.50"]),
+        ({}, {"price_per_hour": 36.0}, {}, ["1.00", "1.50"]),
+        ({"price_per_hour": 72.0}, {}, {"hosts": 1}, ["2.00", "-"]),
+        ({}, {"price_per_hour": 36.0}, {"processes": 4}, ["-", "1.50"]),
+        ({}, {}, {}, ["-", "-"]),
+    ],
+)
+def test_a_price_is_that_of_its_own_cluster(plan, recipe, facts, prices, tmp_path):
+    """The plan's price per hour counts for a run on as many hosts and devices, and the other way."""
+    run = record(tmp_path / "run", plan=plan, recipe=recipe, **facts)
+    assert rows(bill_of(run))["price"][:2] == prices
+
+
+def test_differences_between_plan_and_run_are_shown(tmp_path):
+    changes = {"batch_size": 256, "epochs": 6, "hosts": 1, "gpus": 4, "gpu": "NVIDIA A100"}
+    changes |= {"mixed_precision": "bf16", "price_per_hour": 5}
+    run = record(tmp_path / "run", plan=changes, line={"images": 32}, recipe={"price_per_hour": 7.2})
+    table = rows(bill_of(run).partition("Planned otherwise than run")[2].partition("###")[0])
+    assert table == {
+        "": ["planned", "run"],
+        "batch_size": ["256", "128"],
+        "epochs": ["6", "3"],
+        "hosts": ["1", "2"],
+        "devices": ["4", "2"],
+        "device": ["NVIDIA A100", "NVIDIA T4"],
+        "mixed precision": ["bf16", "fp16"],
+        "images a forward": ["32", "64"],
+        "price per hour": ["5", "7.2"],
+    }
+
+
+def test_an_unfinished_run_is_compared_with_a_part_of_the_plan(tmp_path):
+    """150 of 300 steps: the plan's 50 s."""
+    run = record(tmp_path / "run", plan={"price_per_hour": 72.0}, steps=150, status="preempted")
+    lines = (run.folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run.folder / "metrics.jsonl").write_text("".join(lines[:150]))
+    table = rows(bill_of(RunRecord(run.folder)))
+    assert table["hours, for 150 steps, 50.0% of the recipe"][:2] == ["0.0139", "0.0417"]
+    assert table["price"][:2] == ["1.00", "3.00"]
+
+
+def header(host: str, t: float, age_s: float | None = None, before_s: float = 0.0) -> dict[str, Any]:
+    return {"host": host, "t": t} | ({} if age_s is None else {"age_s": age_s, "before_s": before_s})
+
+
+def test_what_restarts_have_lost_is_measured_by_the_telemetry(tmp_path):
+    """Three processes. The first one ends 30 s after its last checkpoint, the second one 10 s, on another
+    host, which was a worker before; 60 s and 5 s later the next ones begin."""
+    first = [header("h1", 1010, 10), {"t": 1011, "step": 1}, {"t": 1100, "step": 90}]
+    first += [header("h1", 1245, 10, 120.0), {"t": 1250, "step": 250}]
+    second = [header("h2", 1010), {"t": 1099, "step": 89}]
+    second += [header("h2", 1180, 20, 70.0), {"t": 1220, "step": 100}]
+    run = record(tmp_path / "run", recipe={"price_per_hour": 36.0}, samples=[first, second])
+    assert [(start.before_s, start.ended_s) for start in bill.starts(run)] == [
+        (0, 100),
+        (70, 130),
+        (120, 135),
+    ]
+    assert (bill.lost_s(run), bill.paused_s(run), bill.used_s(run)) == (30 + 10, 60 + 15, 150 + 40)
+    text = bill_of(run)
+    table = rows(text)
+    assert table["lost at restarts: all that came after the last checkpoint"] == ["40.0 s", "21.1%", "0.400"]
+    assert table["whole"] == ["190.0 s", "100.0%", "1.90"]
+    assert table["price"] == ["1.90"]
+    assert "Not counted: 75 s without a process, at 2 restarts." in text
+    (run.folder / "result.json").unlink()
+    (run.folder / "metrics.jsonl").unlink()
+    killed = RunRecord(run.folder)
+    assert bill.used_s(killed) == 135 + 40, "as long as the last process has samples"
+    assert "Not known: a process records it when it ends." in bill_of(killed)
+
+
+@pytest.mark.parametrize(
+    ("plan", "line", "facts"),
+    [
+        ({"about": HOSTILE, "flags": [HOSTILE], "gpu": HOSTILE}, {"strategy": HOSTILE}, {}),
+        ({}, {"hours": None, "price": None, "images_per_s": None, "memory": {}, "images": None}, {}),
+        (
+            {},
+            {"images_per_s": 5e-324, "step_s": 0, "memory": {"a": None}},
+            {"steps": 2**62, "images_per_s": 0},
+        ),
+        ({"script": 7, "line": []}, None, {"spent_s": {"training": None, HOSTILE: 1.0}, "wall_s": 0.0}),
+    ],
+)
+def test_odd_values_break_no_page(plan, line, facts, tmp_path):
+    about = {"devices": [HOSTILE]}
+    run = record(
+        tmp_path / "run", plan=plan, line=line, recipe={"price_per_hour": 1e400}, about=about, **facts
+    )
+    text = bill_of(run)
+    assert len(rows(text)["hours"]) == 3
+    (tmp_path / "page.md").write_text(text)
+    check(tmp_path / "page.md")
+    (run.folder / "plan.json").write_text("[")
+    broken = RunRecord(run.folder)
+    assert broken.problems[0].startswith("plan.json")
+    assert "Plan and bill" not in page(broken, "x", [])
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (None, "-"),
+        (0, "0"),
+        (1234.5, "1,234"),
+        (12.345, "12.3"),
+        (0.0123456, "0.0123"),
+        (1e-7, "1.00e-07"),
+    ],
+)
+def test_amounts_have_three_digits(value, shown):
+    assert bill.amount(value) == shown
