@@ -23,6 +23,7 @@ from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.fsdp._fully_shard import _fully_shard
+from torch.distributed.tensor import _sharding_prop
 from torch.nn.parallel import DistributedDataParallel, distributed
 
 from common.distributed.accelerator import make_accelerator
@@ -100,6 +101,9 @@ def without_contents() -> Iterator[None]:
             return made(*args, **kwargs)
 
     _fully_shard._init_default_mesh = default_mesh
+    # DTensor asks an operator for its result on fake tensors of whole shapes. In a mode of their own they are
+    # not counted as this process's.
+    _sharding_prop.detect_fake_mode = lambda *_: None
     with FakeContents(allow_non_fake_inputs=True):
         yield
 
@@ -114,6 +118,13 @@ def settle_in(model: nn.Module) -> nn.Module:
         # Accelerate finds a parameter's shard by its address; fake ones have none.
         parameter.data_ptr = partial(int, number)  # type: ignore[method-assign]
 
+    def to(*_: Any, memory_format: torch.memory_format | None = None, **__: Any) -> nn.Module:
+        if memory_format:
+            for parameter in model.parameters():
+                if parameter.ndim == 4:
+                    parameter.data = parameter.data.contiguous(memory_format=memory_format)
+        return model
+
     def to_half(kind: torch.dtype) -> nn.Module:
         for tensor in (*model.parameters(), *model.buffers()):
             if tensor.is_floating_point():
@@ -121,7 +132,7 @@ def settle_in(model: nn.Module) -> nn.Module:
         return model
 
     for name, moved in {
-        "to": lambda *_, **__: model,
+        "to": to,
         "float": lambda: model,
         "bfloat16": lambda: to_half(torch.bfloat16),
         "half": lambda: to_half(torch.float16),

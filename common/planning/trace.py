@@ -110,7 +110,8 @@ def trace(config_file: Path, processes: int, hosts: int, sizes: list[int], words
             tracker.track_external(*averaged.averages)
 
         def step(size: int) -> None:
-            inputs = torch.empty(size, 3, recipe.image_size, recipe.image_size)
+            shape = (size, 3, recipe.image_size, recipe.image_size)
+            inputs = torch.empty(shape, memory_format=torch.channels_last)  # as common.augment gives them
             labels = torch.empty(size, dtype=torch.int64)
             reseed(recipe.seed, 0, 0)
             with accelerator.accumulate(model):

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.plan_memory import BOUND_PCT, FLAGS, _measured, _traced
+from benchmarks.plan_memory import BOUND_PCT, FLAGS
 from common.planning import cost
 from common.planning.cost import Cluster, largest_size, step_time, traffic
 from common.planning.result import Trace
 from common.script import load_script
 from common.telemetry.flops import find_device
-from tests.conftest import ROOT, Job
+from tests.conftest import ROOT, Job, accelerate, run
 
 H200 = find_device("NVIDIA H200")
 SMALL = ["train_cnn_a.py", "--widths=8,16,32", "--batch_size=64", "--data=digits"]
@@ -23,10 +23,16 @@ def made(**values) -> Trace:
     return Trace(**known | {"peaks": {}, "operations": [], "collectives": []} | values)
 
 
-def traced(config: str, processes: int, hosts: int = 1, script: list[str] = SMALL) -> Trace:
-    words = ["-m", "common.planning.trace", f"accelerate_configs/{config}.yaml", processes, hosts, "16,32"]
-    status, output = Job([sys.executable, *map(str, words), *script, "--mixed_precision=no"], cwd=ROOT).wait()
-    assert status == 0, output
+def traced(
+    config: str,
+    processes: int,
+    hosts: int = 1,
+    script: list[str] = SMALL,
+    sizes: tuple[int, ...] = (16, 32),
+) -> Trace:
+    words = ["-m", "common.planning.trace", f"accelerate_configs/{config}.yaml", processes, hosts]
+    words += [",".join(map(str, sizes)), *script, "--mixed_precision=no"]
+    output = run([sys.executable, *words])
     return Trace.from_json(next(line for line in output.splitlines() if line.startswith('{"strategy"')))
 
 
@@ -65,11 +71,47 @@ def test_hybrid_sharding_sends_a_share_between_the_hosts():
     assert network == pytest.approx(4 * between)  # of the four devices of a host, 2 (n-1)/n is 1
 
 
-@pytest.mark.parametrize(("config", "processes"), [("single_gpu", 1), ("ddp_2gpu", 2)])
-def test_the_memory_is_that_of_a_training(config, processes):
-    words, file = ["train_cnn_a.py", "--batch_size=512", *FLAGS], f"accelerate_configs/{config}.yaml"
-    live = _measured(file, processes, words)["live"]
-    assert _traced(file, processes, words) == pytest.approx(live, rel=BOUND_PCT / 100)
+def test_a_sharded_optimizer_has_its_shards_alone():
+    """DTensor makes fake tensors of whole shapes before an operator: nothing that a device holds."""
+    found = traced("fsdp_4gpu", 4, script=["train_cnn_a.py", "--batch_size=4"], sizes=(1,))
+    assert found.peaks[1]["Optstate"] == pytest.approx(found.optimizer, rel=0.01)
+
+
+def test_the_memory_is_that_of_a_training(tmp_path):
+    file, script = tmp_path / "found.json", ["train_cnn_a.py", "--batch_size=128", *FLAGS]
+    words = ["-m", "benchmarks.plan_memory", "--of", file, *script, "--output_dir", tmp_path / "run"]
+    run([*accelerate("ddp_2gpu"), *words], env={"PYTHONPATH": str(ROOT)})
+    peak = traced("ddp_2gpu", 2, script=script, sizes=(64,)).peaks[64]["Total"]
+    assert peak == pytest.approx(json.loads(file.read_text())["live"], rel=BOUND_PCT / 100)
+
+
+RELEASES_ELSEWHERE = """
+import queue, threading, time
+import torch
+from torch.profiler import ProfilerActivity, profile
+from benchmarks.plan_memory import count_all_threads, least_peaks
+
+def release():
+    tensors.get()
+    released.set()
+
+count_all_threads()
+tensors, released = queue.Queue(), threading.Event()
+threading.Thread(target=release).start()
+with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+    marks_ns = [time.time_ns()]
+    tensors.put(torch.ones(1000))
+    released.wait()
+    torch.ones(2000)
+    marks_ns.append(time.time_ns())
+print("live", least_peaks(recorded.profiler.kineto_results.experimental_event_tree(), marks_ns)["live"])
+"""
+
+
+def test_a_tensor_that_another_thread_released_is_not_measured(tmp_path):
+    file = tmp_path / "releases.py"
+    file.write_text(RELEASES_ELSEWHERE)
+    assert "live 8000\n" in run([sys.executable, file], env={"PYTHONPATH": str(ROOT)})
 
 
 def test_the_largest_size_is_a_line_through_two():
