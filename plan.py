@@ -106,22 +106,15 @@ def planning(flags: argparse.Namespace) -> "Planning":
 
 
 def draw(path: Path, plan: "Planning", found: "list[Found]") -> None:
-    """The charts: cost against time, and the efficiency of more devices."""
+    """The charts: cost against time, where the number of images is known, and scaling to more devices."""
     from common.planning import charts
     from common.report.plots import Panel, panels
 
     points, pareto, unit = charts.costs(plan, found)
     strategy, curves = charts.scaling(plan, found)
-    panels(
-        path,
-        [
-            [
-                Panel("hours to the end", unit, {"Pareto": pareto}, points, is_log=True, is_log_x=True),
-                Panel(f"devices under {strategy}", "efficiency", curves, from_zero=True, is_log_x=True),
-            ]
-        ],
-        plan.about,
-    )
+    costs = Panel("hours to the end", unit, {"Pareto": pareto}, points, is_log=True, is_log_x=True)
+    scaling = Panel(f"devices under {strategy}", "efficiency", curves, from_zero=True, is_log_x=True)
+    panels(path, [[costs, scaling] if points else [scaling]], plan.about)
 
 
 if __name__ == "__main__":

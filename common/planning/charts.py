@@ -49,7 +49,7 @@ def pareto_line(points: Sequence[tuple[float, float]]) -> list[tuple[float, floa
 
 
 def scaling(plan: Planning, found: Sequence[Found]) -> tuple[str, dict[str, Curve]]:
-    """The recommended strategy, and its efficiency on 1 to 1,024 devices, by network.
+    """The best strategy but for hybrid sharding, and its efficiency on 1 to 1,024 devices, by network.
 
     Each device keeps its images per forward, so that the batch grows. Efficiency is a device's images/s, as a
     share of those of one that is alone.

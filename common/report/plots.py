@@ -4,6 +4,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import cycle
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +20,7 @@ NAME = 28  # characters in a line of a class's name
 # image, width of a column, and the least width of the sheet, in inches
 CAPTION, TITLE_PER_IN = 22, 11
 LINE_IN, EDGE_IN, CELL_IN, MIN_SHEET_IN = 0.125, 1.25, 1.35, 4
+MARKERS = "os^DvP<>"  # of points, hollow: some lie on others
 POINTS = 500  # in a curve; longer curves are averaged
 
 
@@ -58,8 +60,8 @@ def panels(path: Path, rows: Sequence[Sequence[Panel]], title: str) -> None:
             for name, (x, y) in panel.curves.items():
                 marker = "o" if len(x) < 40 else None
                 axes.plot(*_averaged(x, y), label=_short(name), marker=marker, markersize=3, linewidth=1.2)
-            for name, (x, y) in panel.points.items():
-                axes.plot(x, y, label=_short(name), marker="o", markersize=4, linestyle="")
+            for marker, (name, (x, y)) in zip(cycle(MARKERS), panel.points.items(), strict=False):
+                axes.plot(x, y, label=_short(name), marker=marker, fillstyle="none", linestyle="")
             if panel.bars:
                 axes.invert_yaxis()
             if 1 < len(panel.curves) + len(panel.points) <= NAMED_CURVES:
