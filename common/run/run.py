@@ -4,39 +4,41 @@ import contextlib
 import math
 from collections.abc import Generator, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor, nn
 
 from common.checkpoint.saver import Saver
 from common.checkpoint.training import TrainingState
-from common.distributed.agreement import let_main_close_first, once
-from common.distributed.peers import begin_exit, on_failure, tell_failure
-from common.distributed.preemption import Preempted, agreed, reason
+from common.distributed.agreement import once
+from common.distributed.peers import begin_exit, on_failure
+from common.distributed.preemption import Preempted
 from common.optim import EMA
 from common.order import Steps
 from common.recipe import Batch, Recipe
+from common.run.ending import close, close_failed, end_failed, end_preempted
 from common.run.exchange import Exchange
-from common.run.failure import WRITING_GRACE_S, explained, interruption
 from common.run.meter import Meter
 from common.run.opening import open_run
-from common.run.output import RunOutput, note_early_preemption
+from common.run.output import RunOutput
 from common.run.planned import read_plan
 from common.run.predictions import Predictions
+from common.run.profile import begin_profile
 from common.run.schedule import SaveSchedule
+from common.run.snapshots import Snapshots
 from common.run.state import RunState
 from common.run.utilisation import utilisation
-from common.system.doing import ENDING, EVALUATION, READING, SAVING, STARTING, TRAINING, now, spending
+from common.system.doing import ENDING, EVALUATION, READING, STARTING, TRAINING, now
 from common.system.events import report
 from common.system.threads import Heartbeat
 from common.telemetry.flops import Utilisation
 from common.telemetry.memory import memory_gib
-from common.telemetry.profiler import STEPS, Profile
+from common.telemetry.profiler import Profile
 
 if TYPE_CHECKING:  # train_hello.py has no images, and starts faster without these imports
     from common.evaluation import Predicted
@@ -56,11 +58,11 @@ class Run:
     saver: Saver
     exchange: Exchange
     schedule: SaveSchedule
+    snapshots: Snapshots
 
     def __init__(self, accelerator: Accelerator, recipe: Recipe, batch: Batch):
         self.accelerator, self.recipe, self.batch = accelerator, recipe, batch
         self.state = RunState()
-        self.saved_step = 0  # of the newest snapshot, or of the checkpoint in the folder
         self.meter = Meter(accelerator.device, batch, recipe.log_samples)
         self.predictions = Predictions()
         self.tested: dict[str, Any] = {}  # parts of result.json about the test split
@@ -86,36 +88,23 @@ class Run:
         """
         training = TrainingState(self.accelerator, model, optimizer, ema)
         opened = open_run(self.accelerator, self.recipe, self.batch, training, data, steps, self.plan)
-        self.state, self.saved_step, self.output = opened.state, opened.saved_step, opened.output
+        self.state, self.output = opened.state, opened.output
         self.saver, self.exchange = opened.saver, opened.exchange
         self.steps = replace(steps, first=self.state.step)
         self.predictions.classes = data[1]
         self.meter.resume(self.state, self.accelerator.process_index)
         self.meter.start_clock()
         self.schedule = SaveSchedule(self.recipe, steps.per_epoch)
-        self._begin_profile(model, optimizer)
+        self.snapshots = Snapshots(opened, self.recipe, self.batch, self.steps, self.meter)
+        folder = self.output.folder if self.output else None
+        self.profile = begin_profile(self.accelerator, self.recipe, self.steps, model, optimizer, folder)
         if self.output:
             self.utilisation = utilisation(self.accelerator, self.recipe, len(data[1]), opened.devices)
         now.enter(TRAINING)
         now.step = self.state.step
         self.begun = True
-        on_failure(self._close_failed)
+        on_failure(partial(close_failed, opened))
         return self.steps
-
-    def _begin_profile(self, model: nn.Module, optimizer: AcceleratedOptimizer) -> None:
-        first = self.recipe.profile
-        if first is None:
-            return
-        if first + STEPS - 1 > self.steps.last:
-            raise ValueError(
-                f"--profile {first}: {STEPS} steps from step {first:,} on, and the run ends at step"
-                f" {self.steps.last:,}: choose at most {self.steps.last - STEPS + 1:,}"
-            )
-        if self.output and self.state.step < first:
-            self.profile = Profile(self.accelerator, model, optimizer, first, self.output.folder)
-            self.profile.begin(self.state.step)
-        elif self.output:
-            print(f"no new profile: the run goes on behind step {first:,}", flush=True)
 
     @property
     def folder(self) -> Path:
@@ -127,14 +116,15 @@ class Run:
         return self
 
     def __exit__(self, _: object, error: BaseException | None, trace: object) -> None:
-        if self.begun:
+        snapshots = self.snapshots if self.begun else None
+        if snapshots:
             self.exchange.telemetry.stop()
-        if error is None:
-            self._close("finished")
-        elif isinstance(error, Preempted):
-            self._end_preempted()
-        else:
-            self._end_failed(error)
+        if isinstance(error, Preempted):
+            end_preempted(self.accelerator, self.recipe, self.batch, snapshots)
+        elif error is not None:
+            end_failed(error, self.accelerator, self.recipe, self.batch, snapshots)
+        elif snapshots:
+            close(snapshots.opened, "finished")
 
     def should_evaluate(self, step: int) -> bool:
         """True when an epoch or the run ends after `step` steps and is not evaluated yet."""
@@ -150,12 +140,12 @@ class Run:
         last write. Raises Preempted when any process was told to stop, ValueError when a write failed.
         """
         self.exchange.listen_after(step)
-        if step > self.saved_step:
+        if step > self.snapshots.newest:
             due = self.schedule.is_due(step, self.saver, self.exchange)
             if due or step in (self.steps.last, self.steps.first):
-                self._save()
+                self.snapshots.take()
             elif step == self.state.best_step:
-                self._save(hold=True)
+                self.snapshots.take(hold=True)
         self.saver.write_held(self.recipe.checkpoint_s)
         if step == self.steps.last:
             now.enter(ENDING)
@@ -165,7 +155,7 @@ class Run:
 
         Call it after the checkpoint of the last step. Returns False if those weights are gone.
         """
-        assert self.saved_step == self.state.step == self.steps.last
+        assert self.snapshots.newest == self.state.step == self.steps.last
         step, output = self.state.best_step, self.output
 
         def find(beat: Heartbeat) -> bool:
@@ -261,7 +251,7 @@ class Run:
         spent_s = meter.start_clock()
         images = (step - max(state.logged_step, self.steps.first)) * self.batch.total
         state.train_s += spent_s
-        self._write_samples()
+        self.snapshots.write_samples()
         state.logged_step = step
         if not math.isfinite(loss):
             raise FloatingPointError(f"the loss is {loss} at step {step} with learning rate {lr:g}")
@@ -290,97 +280,3 @@ class Run:
         self.predictions.accept(f"step {step:,}")
         if self.output:
             self.output.log.write_evaluation(step, self.state.wall_now_s(), metrics, self.predictions)
-
-    def _save(self, hold: bool = False) -> None:
-        """Takes a snapshot, and writes it in the background or holds it in memory. Collective."""
-        with spending(SAVING):
-            self._take_snapshot(hold)
-
-    def _take_snapshot(self, hold: bool) -> None:
-        if self.state.best_step != self.state.step:
-            self.saver.write_held()  # the best evaluation's
-        self.exchange.wait_for_main(self.saver.done)
-        step, state, meter = self.state.step, self.state, self.meter
-        losses = self.exchange.gather(meter.loss.item())
-        if not all(math.isfinite(loss) for loss in losses):
-            raise FloatingPointError(f"the loss is {sum(losses)} before step {step}: nothing was saved")
-        self._write_samples()
-        content = state.at_save(
-            losses=losses,
-            accumulations=self.batch.accumulations,
-            epoch=step / self.steps.per_epoch,
-            train_s=state.train_s + meter.elapsed_s(),
-            **self.saver.training.scalars(),
-            **(self.output.log.tracker_ids() if self.output else {}),
-        ).to_json()
-        self.saver.save(step, content, state.best_step, hold)
-        self.saved_step = step
-
-    def _write_samples(self) -> None:
-        """Logs the sample ids since the last call, of each step in the order of its batch. Collective."""
-        if not self.recipe.log_samples:
-            return
-        per_rank = gather_object([self.meter.take_ids()])
-        if self.output:
-            share = self.batch.per_device * self.batch.accumulations
-            self.output.log.write_samples(self.state.step, per_rank, share)
-
-    # --- Ending
-
-    def _end_preempted(self) -> None:
-        """Saves once. The others wait for the main process, because a launcher kills all when one exits."""
-        agreed()
-        if not self.begun:
-            if self.accelerator.is_main_process:
-                note_early_preemption(self.accelerator, self.recipe, self.batch)
-            let_main_close_first(self.accelerator)
-            return
-        now.enter(SAVING)
-        why = next(filter(None, self.exchange.poll.gather(reason())), "")
-        if self.output:
-            self.output.log.write_interruption(self.state.step, self.state.wall_now_s(), why)
-        # A single process may stop within a step, while it waits for a shard: that step does not count.
-        if self.state.step == self.saved_step:
-            self.saver.write_held()
-            self.exchange.gather(None)  # collects the telemetry since then
-        else:
-            try:
-                self._save()
-            except FloatingPointError:
-                self._close("failed")
-                raise
-        self.exchange.wait_for_main(self.saver.done)
-        problem = self.exchange.problem()
-        self._close("failed" if problem else "preempted")
-        if problem := broadcast_object_list([problem])[0]:
-            raise ValueError(problem)
-
-    def _end_failed(self, error: BaseException) -> None:
-        """Raises the error that all processes report, explained if its cause is known."""
-        begin_exit()
-        now.enter(ENDING)
-        if self.begun and not isinstance(error, RuntimeError):  # after a device error this would fail, too
-            self.saver.write_held()
-        if isinstance(error, KeyboardInterrupt):
-            saver, first_step = (self.saver, self.steps.first) if self.begun else (None, 0)
-            mine: BaseException = interruption(self.accelerator, self.recipe, self.batch, saver, first_step)
-        else:
-            parameters = self.saver.training.layout.parameters if self.begun else ()
-            folder = self.output.folder if self.output else None
-            mine = explained(error, self.accelerator, self.batch, parameters, folder)
-        first = tell_failure(mine)
-        interrupted = isinstance(first, KeyboardInterrupt)
-        self._close_failed("interrupted" if interrupted else str(first) or type(first).__name__)
-        let_main_close_first(self.accelerator)
-        if first is not error:
-            raise first from error
-
-    def _close_failed(self, error: str) -> None:
-        """Closes the run. Waits up to WRITING_GRACE_S for a checkpoint in flight."""
-        if self.output:
-            self.saver.done(WRITING_GRACE_S)
-            self._close("failed", error)
-
-    def _close(self, status: str, error: str | None = None) -> None:
-        if self.output:
-            self.output.close(self.state, status, error)

@@ -35,17 +35,17 @@ class Simulation:
         self.run = run = Run.__new__(Run)
         run.recipe = SimpleNamespace(**{"checkpoint_every": "epoch", "checkpoint_s": 60.0} | recipe)
         run.steps = Steps(per_epoch, per_epoch * epochs, per_epoch * epochs)
-        run.state, run.saved_step, run.saver = RunState(), 0, saver
+        run.state, run.saver = RunState(), saver
+        run.snapshots = SimpleNamespace(newest=0, take=self.save)
         run.schedule = SaveSchedule(run.recipe, per_epoch)
         run.exchange = SimpleNamespace(listen_after=lambda step: None, of_main=lambda value: value)
-        monkeypatch.setattr(Run, "_save", self.save)
 
     def save(self, hold: bool = False) -> None:
-        """Run._save without its messages and its state.json."""
+        """Snapshots.take without its messages and its state.json."""
         if self.run.state.best_step != self.run.state.step:
             self.run.saver.write_held()
         self.run.saver.save(self.run.state.step, {}, self.run.state.best_step, hold)
-        self.run.saved_step = self.run.state.step
+        self.run.snapshots.newest = self.run.state.step
 
     def train(self, step_s: float, accuracy=lambda epoch: epoch) -> None:
         run = self.run
