@@ -8,6 +8,7 @@ the slowest of them.
 import json
 import math
 import os
+import platform
 import statistics
 import subprocess
 import sys
@@ -64,7 +65,7 @@ def this_cpu(processes: int) -> Device:
     finally:
         torch.set_num_threads(before)
     return Device(
-        name="CPU",
+        name=f"CPU ({platform.machine()})",  # as runs name it
         peaks=peaks,
         memory_gb=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9 / processes,
         memory_gb_s=2 * COPIED * 4 / copying_s / 1e9,
