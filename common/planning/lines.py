@@ -78,17 +78,23 @@ def command(best: Line, hosts: int, gpus: int, script: Sequence[str]) -> list[st
 
 
 def memory_of(strategy: str, trace: Trace) -> dict[str, int]:
-    """The parts of a device's memory at the peak of a step, in bytes."""
+    """The parts of a device's memory at the peak of a step, in bytes.
+
+    MemTracker does not know DDP's gradients, which are views of its buckets: they count as gradients, too.
+    """
     peak = trace.peaks[min(trace.peaks)]
     optimizer = min(trace.optimizer, peak["Total"] - trace.parameters)
     rest = peak["Total"] - trace.parameters - optimizer
     activations = min(peak.get("Activation", 0), rest)
     buffers = min(peak.get("Buffer", 0), rest - activations)
+    rest -= activations + buffers
+    gradients = min(peak.get("Gradient", 0) or trace.gradients, rest)
     return {
         "parameters": trace.parameters,
         "optimizer": 0 if strategy == "offload" else optimizer,
         "activations": activations,
         "buffers": buffers,
-        "gradients_buckets_temporaries": rest - activations - buffers,
+        "gradients": gradients,
+        "buckets_temporaries": rest - gradients,
         "context": CONTEXT_BYTES,
     }

@@ -19,6 +19,7 @@ class Trace:
     optimizer: int  # masters under ZeRO, the optimizer's state, averages
     operations: list[Kernel]
     collectives: list[Collective]
+    gradients: int = 0  # bytes of the parameters' .grad after the backward pass; ZeRO keeps them in buckets
 
     @classmethod
     def from_json(cls, text: str) -> "Trace":

@@ -109,7 +109,10 @@ def trace(config_file: Path, processes: int, hosts: int, sizes: list[int], words
         if averaged:
             tracker.track_external(*averaged.averages)
 
+        gradients = 0
+
         def step(size: int) -> None:
+            nonlocal gradients
             shape = (size, 3, recipe.image_size, recipe.image_size)
             inputs = torch.empty(shape, memory_format=torch.channels_last)  # as common.augment gives them
             labels = torch.empty(size, dtype=torch.int64)
@@ -117,6 +120,7 @@ def trace(config_file: Path, processes: int, hosts: int, sizes: list[int], words
             with accelerator.accumulate(model):
                 loss = F.cross_entropy(model(inputs).float(), labels)
                 accelerator.backward(loss)
+                gradients = sum(_local_bytes(p.grad) for p in model.parameters() if p.grad is not None)
                 if getattr(recipe, "clip_norm", 0):
                     accelerator.clip_grad_norm_(model.parameters(), recipe.clip_norm)
                 optimizer.step()
@@ -146,6 +150,7 @@ def trace(config_file: Path, processes: int, hosts: int, sizes: list[int], words
         sum(map(_local_bytes, state)),
         recorded.kernels,
         recorded.collectives,
+        gradients,
     )
 
 

@@ -132,10 +132,11 @@ def planned(*flags: str, hosts: int = 2, prices: Prices | None = None) -> Planni
 
 def ddp_found(share: int = 32) -> Found:
     trace = made(
-        peaks={share: {"Total": 10, "Activation": 3, "Buffer": 2}},
+        peaks={share: {"Total": 16, "Activation": 3, "Buffer": 2, "Gradient": 0}},
         operations=[("float32", 0, 10**10)],
         collectives=[("all_reduce", 10**8, 2)],
         parameters=4,
+        gradients=4,
     )
     return Found("ddp", trace, share, 1000)
 
@@ -146,7 +147,8 @@ def test_a_slow_input_is_the_step():
     assert line.limit == S3
     assert line.images_per_s == pytest.approx(2 * 1e3 / 104)
     assert planned().line(found).limit == cost.NETWORK
-    assert (line.memory["buffers"], line.memory["gradients_buckets_temporaries"]) == (2, 1)
+    parts = ("parameters", "activations", "buffers", "gradients", "buckets_temporaries")
+    assert [line.memory[name] for name in parts] == [4, 3, 2, 4, 3]
 
 
 def test_the_pareto_line_has_what_nothing_beats():
