@@ -1,7 +1,7 @@
 """A random fire drill on four virtual hosts: hosts leave and join, and the training must stay the same.
 
     python -m benchmarks.elastic_drill --minutes 20
-    python -m benchmarks.elastic_drill --scripts cnn_a --strategies ddp --compare docs/elastic_drill.png
+    python -m benchmarks.elastic_drill --scripts cnn_a --strategies ddp --lr 1e-4 --compare drill.png
 
 Hosts are cut off, killed, told to leave (SIGTERM, and the machine is gone after it), and join again, in an
 order that follows from --seed. launch.py --min_hosts runs on a fifth host. Then, in fp32:
@@ -59,9 +59,8 @@ SCRIPTS = {
 }
 STRATEGIES = {"ddp": "ddp_4gpu", "fsdp": "fsdp_4gpu", "zero2": "zero2_4gpu"}
 RECIPE = ["--batch_size", str(BATCH), "--per_device_batch_size", str(PER_DEVICE), "--mixed_precision", "no"]
-# A small learning rate: at the scripts' own, rounding grows a thousandfold in 50 steps (ReLU, max-pool)
-RECIPE += ["--lr", "1e-4", "--warmup", "0.01"]
-RECIPE += ["--log_every", "1", "--log_samples", "--trackers", "none", "--max_val_images", "500"]
+RECIPE += ["--warmup", "0.01", "--log_every", "1", "--log_samples", "--trackers", "none"]
+RECIPE += ["--max_val_images", "500"]
 ELASTIC = ["--checkpoint_every", str(CHECKPOINT_EVERY), "--timeout_s", "60"]
 PLAIN = ["-m", "benchmarks.plain_elastic"]
 STORE = "node1:29500"
@@ -451,6 +450,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the changes (default: %(default)s)")
     parser.add_argument("--data", default="digits", help="as the scripts' (default: %(default)s)")
     parser.add_argument("--epochs", type=int, default=30, help="of the schedule (default: %(default)s)")
+    # At the scripts' own, rounding grows a thousandfold in 50 steps (ReLU, max-pool); at 1e-4 in some.
+    parser.add_argument("--lr", type=float, default=1e-5, help="learning rate (default: %(default)s)")
     parser.add_argument("--folder", type=Path, default=Path("runs/elastic_drill"), help="for the runs")
     parser.add_argument("--compare", type=Path, metavar="PNG", help="with a plain script, by CNN-A under DDP")
     flags = parser.parse_args()
@@ -470,7 +471,7 @@ def main() -> int:
 
 def drill_ours(script: str, strategy: str, flags: argparse.Namespace) -> dict[str, Any]:
     folder = flags.folder.resolve() / f"{script}-{strategy}"
-    words = [*SCRIPTS[script], "--data", flags.data, "--epochs", str(flags.epochs)]
+    words = [*SCRIPTS[script], "--data", flags.data, "--epochs", str(flags.epochs), "--lr", str(flags.lr)]
     with hosts():
         job = OurJob(folder / "run", words, STRATEGIES[strategy])
         events = disturb(job, flags.minutes, flags.seed, spare=1 if flags.compare else 0)
