@@ -104,7 +104,7 @@ def measured_step(
 
 
 def slowest(runs: Sequence[Sequence[dict[str, Any]]]) -> Measured:
-    """Of the steps that ran at once the slowest; of these the medians, and the buckets of the middle one."""
+    """Medians of the steps, each the slowest of those that ran at once; the buckets are the middle step's."""
     steps = sorted((max(together, key=_length) for together in zip(*runs, strict=True)), key=_length)
     names = ("forward_s", "backward_s", "optimizer_s")
     medians = {name: statistics.median(step[name] for step in steps) for name in names}

@@ -125,7 +125,7 @@ def actual(run: RunRecord) -> dict[str, float | None]:
 
 
 def price_per_hour(run: RunRecord) -> float | None:
-    """Of all hosts: the run's own, else the plan's if that has as many hosts and devices."""
+    """The price of all hosts: the run's own, else the plan's if that has as many hosts and devices."""
     own = _own_price(run)
     return run.plan.get("price_per_hour") if own is None and _is_same_cluster(run) else own
 

@@ -213,7 +213,7 @@ def _problems(run: RunRecord) -> list[str]:
 
 
 def _curves(run: RunRecord) -> dict[str, dict[str, list[float]]]:
-    """Of each measure in metrics.jsonl: step, epoch, time in seconds, and value of the points."""
+    """The curve of each measure in metrics.jsonl: step, epoch, time in seconds and value of its points."""
     names = {name for line in run.metrics for name in line if "/" in name}
     ordered = [name for name in MEASURES if name in names] + sorted(names - set(MEASURES))
     return {printable(name): _curve([line for line in run.metrics if name in line], name) for name in ordered}

@@ -149,7 +149,7 @@ class RunRecord:
 
     @property
     def interruptions(self) -> list[tuple[int, str, float | None]]:
-        """Of each stop by a signal or a notice: its step, why, and the seconds to the first step after it."""
+        """The stops by a signal or a notice: step, reason, and seconds to the first step after each."""
         found: list[tuple[int, str, float | None]] = []
         for line in self.metrics:
             if "interrupted_at" in line:

@@ -15,7 +15,7 @@ SAVING, ENDING = "saving", "ending"
 
 
 class _Now:
-    """phase: may be more detailed than the part to which the time counts."""
+    """What this process does now. phase: may be more detailed than the part to which the time counts."""
 
     def __init__(self) -> None:
         self.phase = self.part = STARTING

@@ -167,7 +167,7 @@ def test_a_broken_image_keeps_its_name(make, tmp_path):
 
 
 def test_the_same_images_on_two_processes_and_after_a_resume(tmp_path):
-    """Of several sizes. Begun on one process, continued on two; another --holdout is another recipe."""
+    """Images of several sizes, on one process, then on two. Another --holdout is another recipe."""
     root = as_classes_at_once(tmp_path / "pets")
     (root / "a" / "large.png").write_bytes(encode(picture(77, 60, 50), "PNG"))
     words = [*CNN, "--data", root, "--epochs", 2, "--batch_size", 8, "--per_device_batch_size", 4]

@@ -48,7 +48,7 @@ def test_pairs_of_equal_seeds_and_welchs_test_of_others():
 
 @pytest.mark.parametrize("is_paired", [True, False])
 def test_200_comparisons_find_a_planted_difference_and_no_other(is_paired):
-    """Of 5 runs each. Without a difference 5 percent are found, with one of 3 deviations 96 or more."""
+    """5 runs against 5: finds 5 percent without a difference, 96 or more with one of 3 deviations."""
     random = np.random.RandomState(1)
     for planted, least, most in ((0.0, 0.0, 0.1), (0.03, 0.92, 1.0)):
         found = 0
