@@ -4,7 +4,8 @@
     python -m benchmarks.elastic_drill --scripts cnn_a --strategies ddp --lr 1e-4 --compare drill.png
 
 Hosts are cut off, killed, told to leave (SIGTERM, and the machine is gone after it), and join again, in an
-order that follows from --seed. launch.py --min_hosts runs on a fifth host. Then, in fp32:
+order that follows from --seed: the second training's is that of the next seed, and so on.
+launch.py --min_hosts runs on a fifth host. Then, in fp32:
 
 ids, lr   the sample ids and learning rates of all steps are those of an uninterrupted process
 replay    the losses of the 50 steps after each change are within 1e-5 of a single process that begins at that
@@ -301,7 +302,10 @@ def tail(file: Path, size: int = 8192) -> list[dict[str, Any]]:
 
 
 def disturb(job: Job, minutes: float, seed: int, spare: int) -> list[Event]:
-    """Runs the job through changes until the time is over, and stops it. spare: hosts that stay."""
+    """Runs the job through changes until the time is over and a host has joined, and stops it.
+
+    spare: the number of hosts that stay.
+    """
     changes, events = plan(seed, cluster.names()[spare:HOSTS]), []
     away: dict[str, str] = {}
     deadline = time.monotonic() + 60 * minutes
@@ -309,7 +313,7 @@ def disturb(job: Job, minutes: float, seed: int, spare: int) -> list[Event]:
         job.wait(HOSTS, 1)
         for change in changes:
             job.wait(None, change.gap)
-            if time.monotonic() > deadline:
+            if time.monotonic() > deadline and any(event.kind == "join" for event in events):
                 break
             present = HOSTS - len(away) + (1 if change.kind == "join" else -1)
             events.append(job.change(change, away, present))
@@ -369,7 +373,7 @@ def examine(job: OurJob, events: list[Event], words: list[str], config: str) -> 
     ids = [(path / "samples.jsonl").read_text() for path in (job.folder, folder / "one")]
     return {
         "steps": last,
-        "changes": len(events),
+        "changes": ", ".join(event.kind for event in events),
         "replays": len(replays),
         "ids": ids[0] == ids[1],
         "lr": all(ours[step]["train/lr"] == one[step]["train/lr"] for step in steps),
@@ -447,7 +451,9 @@ def main() -> int:
     parser.add_argument("--scripts", nargs="+", choices=SCRIPTS, default=list(SCRIPTS))
     parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=list(STRATEGIES))
     parser.add_argument("--minutes", type=float, default=20, help="of all trainings (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of the changes (default: %(default)s)")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of the first training's changes (default: %(default)s)"
+    )
     parser.add_argument("--data", default="digits", help="as the scripts' (default: %(default)s)")
     parser.add_argument("--epochs", type=int, default=30, help="of the schedule (default: %(default)s)")
     # At the scripts' own, rounding grows a thousandfold in 50 steps (ReLU, max-pool); at 1e-4 in some.
@@ -460,22 +466,25 @@ def main() -> int:
     prepare_data(flags.data, Path("~/.cache/train-images").expanduser())
     rows = []
     flags.minutes /= len(flags.scripts) * len(flags.strategies)  # of each training
-    for script in flags.scripts:
-        for strategy in flags.strategies:
-            rows.append(drill_ours(script, strategy, flags))
-            show(rows)
+    for number, (script, strategy) in enumerate(itertools.product(flags.scripts, flags.strategies)):
+        rows.append(drill_ours(script, strategy, flags.seed + number, flags))
+        show(rows)
     if flags.compare:
         compare(flags)
     return 0 if all(map(holds, rows)) else 1
 
 
-def drill_ours(script: str, strategy: str, flags: argparse.Namespace) -> dict[str, Any]:
+def drill_ours(script: str, strategy: str, seed: int, flags: argparse.Namespace) -> dict[str, Any]:
     folder = flags.folder.resolve() / f"{script}-{strategy}"
     words = [*SCRIPTS[script], "--data", flags.data, "--epochs", str(flags.epochs), "--lr", str(flags.lr)]
     with hosts():
         job = OurJob(folder / "run", words, STRATEGIES[strategy])
-        events = disturb(job, flags.minutes, flags.seed, spare=1 if flags.compare else 0)
-    row = {"training": f"{script} {strategy}", **examine(job, events, words, STRATEGIES[strategy])}
+        events = disturb(job, flags.minutes, seed, spare=1 if flags.compare else 0)
+    row = {
+        "training": f"{script} {strategy}",
+        "seed": seed,
+        **examine(job, events, words, STRATEGIES[strategy]),
+    }
     keep(folder, row, events)
     return row
 
@@ -512,7 +521,7 @@ def hosts() -> Iterator[None]:
 
 def show(rows: list[dict[str, Any]]) -> None:
     """Prints Markdown, a row for each training."""
-    names = list(rows[0])
+    names = list(dict.fromkeys(itertools.chain(*rows)))
     print("| " + " | ".join(names) + " | holds |\n" + "|---" * (len(names) + 1) + "|")
     for row in rows:
         cells = [

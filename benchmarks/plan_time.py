@@ -55,19 +55,11 @@ def main() -> int:
     arms, rates = flags.arms.split(","), flags.rates.split(",")
     cluster.up(2, 1)
     try:
-        _pin()
         if flags.collectives:
             return measure_collectives(rates)
         return compare(arms, rates, flags.rounds, flags.steps)
     finally:
         cluster.down()
-
-
-def _pin() -> None:
-    """Gives each host a core of its own, and with it each of its processes to come."""
-    for core, host in enumerate(cluster.names()):
-        for process in cluster.processes(host):
-            os.sched_setaffinity(process, {core})
 
 
 def compare(arms: list[str], rates: list[str], rounds: int, steps: int) -> int:

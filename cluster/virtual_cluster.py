@@ -12,9 +12,10 @@
 
 Each host (node1, node2, ...) is a set of Linux namespaces: it has its own name, interface eth0 (10.77.0.1,
 10.77.0.2, ...), processes, /dev/shm and /etc/hosts, and an sshd that accepts one key, made by `up`.
-`ssh node2` works on each of them. The hosts share this machine's cores, memory, GPUs and files. --private
-FOLDER gives each host its own copy of that folder, as if it were not shared. VIRTUAL_CLUSTER=NAME in the
-environment makes another cluster beside the usual one.
+`ssh node2` works on each of them. This machine's cores are divided among the hosts; where there are more
+hosts than cores, several use one. They share its memory, GPUs and files. --private FOLDER gives each host its
+own copy of that folder, as if it were not shared. VIRTUAL_CLUSTER=NAME in the environment makes another
+cluster beside the usual one.
 
 Nothing of this machine is changed: the hosts are on a switch in its own namespace, without a route out.
 `down` kills all their processes and removes everything. It needs root, and Debian's iproute2, nftables and
@@ -42,6 +43,7 @@ NEEDS = {
     "nft": "nftables",
     "sshd": "openssh-server",
     "unshare": "util-linux",
+    "taskset": "util-linux",
 }
 SSHD_CONFIG = """\
 HostKey /etc/ssh/ssh_host_key
@@ -212,7 +214,9 @@ def names() -> list[str]:
 
 def inside(host: str, command: list[str], folder: Path | None = None) -> list[str]:
     """The command line that runs a command on a host, in the given folder or the working folder."""
-    target = ["nsenter", "--target", str(_init(host)), "--mount", "--uts", "--ipc", "--net", "--pid"]
+    init = str(_init(host))
+    target = [*_on_its_cores(host), "nsenter", "--target", init]
+    target += ["--mount", "--uts", "--ipc", "--net", "--pid"]
     # Not nsenter's --wd, which would take the folder outside of the host, without its --private copy.
     words = shlex.join(["env", "--default-signal=INT", *map(str, command)])
     there = f"cd {shlex.quote(str(folder or Path.cwd()))} && exec {words}"
@@ -327,12 +331,20 @@ def _make(hosts: int, slots: int, private: list[Path], spare: int) -> None:
     for name in everyone:
         (STATE / name).mkdir()
         _keygen(STATE / name / "host_key")
-    for name, address in everyone.items():
+    shares = max(1, hosts - spare)
+    for number, (name, address) in enumerate(everyone.items()):
         _write_files(name, everyone, slots, private, spare)
+        (STATE / name / "cores").write_text(_share_of_cores(number % shares, shares))
         _plug_in(name, address)
     starting = [(name, _start(name)) for name in everyone]
     for name, process in starting:
         _wait_for(name, process)
+
+
+def _share_of_cores(number: int, shares: int) -> str:
+    """The cores of one host of so many, of those that this process may use, in taskset's form."""
+    cores = sorted(os.sched_getaffinity(0))
+    return ",".join(map(str, cores[number % len(cores) :: shares]))
 
 
 def _write_files(name: str, everyone: dict[str, str], slots: int, private: list[Path], spare: int) -> None:
@@ -369,8 +381,18 @@ def _plug_in(name: str, address: str) -> None:
     _run("ip", "-n", namespace, "link", "set", "eth0", "up")
 
 
+def _on_its_cores(host: str) -> list[str]:
+    """The words before a command that keep it on the host's cores.
+
+    Without them a training of one process a host starts as many threads a host as this machine has cores:
+    a small ViT on 4 hosts and 2 cores takes 1.5 instead of 0.07 s a step.
+    """
+    return ["taskset", "--cpu-list", (STATE / host / "cores").read_text()]
+
+
 def _start(name: str) -> subprocess.Popen:
     words = [
+        *_on_its_cores(name),
         "nsenter",
         f"--net=/run/netns/{_namespace(name)}",
         "unshare",

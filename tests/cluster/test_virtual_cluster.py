@@ -1,5 +1,7 @@
 """The virtual hosts: separate from one another, breakable, removed without a trace."""
 
+import os
+import shlex
 import socket
 import subprocess
 import sys
@@ -30,6 +32,35 @@ def test_each_host_is_one_of_its_own(cluster):
     seen = on("node1", "ps", "ax", "-o", "pid,args")
     assert "pytest" not in seen
     assert Path("/etc/hostname").read_text().strip() == socket.gethostname() != "node1"
+
+
+def test_each_host_has_its_own_cores():
+    cores = sorted(os.sched_getaffinity(1))  # all, where this process has one of them
+    if len(cores) < 2:
+        pytest.skip("there is one core")
+    env = {"VIRTUAL_CLUSTER": f"{hosts.CLUSTER}-cores"}
+    show = [sys.executable, "-c", "import os; print(*sorted(os.sched_getaffinity(0)))"]
+
+    def run(*words: str) -> str:
+        words = ["taskset", "--cpu-list", ",".join(map(str, cores[:2])), *SCRIPT, *words]
+        status, output = Job(words, env=env).wait(60)
+        assert status == 0, output
+        return output.strip()
+
+    run("up", "--hosts", "3")
+    try:
+        for number, core in enumerate([cores[0], cores[1], cores[0]], 1):
+            assert run("run", "--host", f"node{number}", *show) == str(core)
+            there = run("run", "--host", "node1", "ssh", f"node{number}", shlex.join(show))
+            assert there == str(core)
+    finally:
+        run("down")
+
+
+@pytest.mark.parametrize(("shares", "expected"), [(2, ["0,2,4", "1,3,5"]), (4, ["0,4", "1,5", "2", "3"])])
+def test_cores_are_divided(shares, expected, monkeypatch):
+    monkeypatch.setattr(hosts.os, "sched_getaffinity", lambda _: set(range(6)))
+    assert [hosts._share_of_cores(number, shares) for number in range(shares)] == expected
 
 
 def test_a_private_folder_is_changed_for_one_host_alone(cluster):
