@@ -397,8 +397,10 @@ def seconds(events: list[Event]) -> dict[str, float]:
 
 
 def holds(row: dict[str, Any]) -> bool:
+    """True if the training was disturbed, and no bound is broken."""
     is_same = row["ids"] and row["lr"] and row["replay"] <= REPLAY_BOUND and row["whole"] <= row["bound"]
-    return is_same and not row["lost_signalled"] and row["lost_killed"] <= CHECKPOINT_EVERY
+    is_lost = row["lost_signalled"] > 0 or row["lost_killed"] > CHECKPOINT_EVERY
+    return row["replays"] > 0 and is_same and not is_lost
 
 
 # --- The comparison

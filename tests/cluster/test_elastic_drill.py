@@ -34,13 +34,14 @@ def test_the_end_of_a_log_that_is_being_written(tmp_path):
     assert len(elastic_drill.tail(file, size=100)) < 10
 
 
-GOOD = {"ids": True, "lr": True, "replay": 4e-6, "whole": 0.01, "bound": 0.02}
+GOOD = {"replays": 5, "ids": True, "lr": True, "replay": 4e-6, "whole": 0.01, "bound": 0.02}
 GOOD |= {"lost_signalled": 0, "lost_killed": 64}
 
 
 @pytest.mark.parametrize(
     "other",
     [
+        {"replays": 0},
         {"ids": False},
         {"lr": False},
         {"replay": 2e-5},

@@ -46,7 +46,7 @@ def watch(accelerator: Accelerator, prepared: nn.Module) -> None:
 
 
 def collectives() -> list[dict]:
-    """Those in torch's flight recorder."""
+    """The collectives in torch's flight recorder."""
     return json.loads(c10d._dump_fr_trace_json()).get("entries", [])
 
 
