@@ -44,6 +44,7 @@ from common.data.images import Images, load
 from common.distributed.accelerator import prepare
 from common.distributed.entry import entry
 from common.distributed.precision import input_dtype
+from common.drop_path import share_graphs
 from common.evaluation import evaluate
 from common.optim import EMA
 from common.order import Plan, Steps, reseed, uniforms
@@ -136,6 +137,7 @@ def build_model(recipe: Vit, classes: int) -> nn.Module:
         raise ValueError(
             f"--model {recipe.model} is no Vision Transformer that timm builds like this: {error}"
         ) from error
+    share_graphs(model)
     # The classes that FSDP wraps one by one. For mypy a module's attributes are tensors or modules.
     model._no_split_modules = (block.__name__,)  # type: ignore[assignment]
     if recipe.freeze:

@@ -10,6 +10,7 @@ Each column of a sample's `uniforms` has one use:
 """
 
 import math
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -96,14 +97,41 @@ def to_float(images: Tensor, mean: tuple[float, ...], std: tuple[float, ...], si
     The bicubic resize runs on the device, so that only 3 kB per CIFAR image are copied to it, not 602 kB.
     """
     b, h, w, c = images.shape
-    # Scale and shift have the size of an image, so that the inner loop runs over H*W*3 values, not over 3.
-    # torch.tensor(..., device=...) would wait for all work queued on the device.
+    scale, shift = _normalization(mean, std, h * w, images.device)
+    floats = images.reshape(b, -1).float().mul_(scale).add_(shift)  # [B, H * W * 3]
+    if (h, w) != (size, size):
+        rows, columns = _bicubic(h, w, size, images.device)
+        floats = rows @ (floats.view(b * h, w * c) @ columns).view(b, h, size * c)  # [B, size, size * 3]
+        h = w = size
+    return floats.view(b, h, w, c).permute(0, 3, 1, 2)
+
+
+@lru_cache(maxsize=32)
+def _normalization(
+    mean: tuple[float, ...], std: tuple[float, ...], pixels: int, device: torch.device
+) -> Tensor:
+    """[2, pixels * 3]: scale and shift as large as an image, so that the inner loop runs over all its values.
+
+    Kept, as each copy to a GPU costs the host some 10 us; torch.tensor(..., device=...) would also wait for
+    all work that is queued on it.
+    """
     factors = torch.tensor([[1 / (255 * s) for s in std], [-m / s for m, s in zip(mean, std, strict=True)]])
-    scale, shift = factors.to(images.device, non_blocking=True).repeat(1, h * w)
-    floats = images.view(b, -1).float().mul_(scale).add_(shift).view(b, h, w, c).permute(0, 3, 1, 2)
-    if (h, w) == (size, size):
-        return floats
-    return F.interpolate(floats, (size, size), mode="bicubic", antialias=size < min(h, w))
+    return factors.to(device, non_blocking=True).repeat(1, pixels)
+
+
+@lru_cache(maxsize=32)
+def _bicubic(h: int, w: int, size: int, device: torch.device) -> tuple[Tensor, ...]:
+    """The bicubic resize of rows, [size, H], and of interleaved columns, [W * 3, size * 3], as matrices.
+
+    A resize is linear in the pixels. The products take a fifth of the time of F.interpolate on a CPU
+    (32 to 224 pixels); not yet measured on a GPU.
+    """
+    rows, columns = (
+        F.interpolate(torch.eye(n)[None, None], (size, n), mode="bicubic", antialias=size < min(h, w))[0, 0]
+        for n in (h, w)
+    )
+    matrices = rows, torch.kron(columns.T.contiguous(), torch.eye(3))
+    return tuple(matrix.to(device, non_blocking=True) for matrix in matrices)
 
 
 def mixer(mixup: float, cutmix: float, classes: int, dtype: torch.dtype | None = None) -> nn.Module | None:

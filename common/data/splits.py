@@ -51,7 +51,7 @@ class ArraySplit(Shuffled):
         self.rows = None if part.file is None else np.load(part.file)  # of the images; None: all
         assert images.filename is not None
         self.file = open(images.filename, "rb", buffering=0)  # noqa: SIM115
-        self._resident: dict[torch.device, Tensor | None] = {}
+        self._resident: dict[torch.device, tuple[Tensor | None, Tensor]] = {}
 
     @property
     def size(self) -> tuple[int, int]:
@@ -73,14 +73,14 @@ class ArraySplit(Shuffled):
         device = torch.device(device)
         if device not in self._resident:
             self._resident[device] = self._move(device)
-        pixels, labels = self._resident[device], torch.from_numpy(self.labels)
+        pixels, labels = self._resident[device]
         for epoch, ids in plan:
-            rows = torch.as_tensor(ids, dtype=torch.int64)
+            rows = send(torch.as_tensor(ids, dtype=torch.int64), device)
             if pixels is None:
                 images = send(self._read(ids, pinned=device.type == "cuda"), device)
             else:
-                images = pixels.index_select(0, send(rows, device))
-            targets = send(labels.index_select(0, rows), device)
+                images = pixels.index_select(0, rows)
+            targets = labels.index_select(0, rows)
             yield MicroBatch(epoch, ids, images.view(-1, *self.images.shape[1:]), targets)
 
     def _read(self, ids: np.ndarray, pinned: bool) -> Tensor:
@@ -97,12 +97,13 @@ class ArraySplit(Shuffled):
                 )
         return images
 
-    def _move(self, device: torch.device) -> Tensor | None:
-        """The whole split on a CUDA device, if a quarter of its free memory holds it; else None."""
+    def _move(self, device: torch.device) -> tuple[Tensor | None, Tensor]:
+        """The pixels on a CUDA device, if a quarter of its free memory holds them, else None; the labels."""
+        labels = send(torch.from_numpy(self.labels), device)
         if device.type == "cuda" and self.nbytes <= torch.cuda.mem_get_info(device)[0] // 4:
             images = self.images if self.rows is None else self.images[self.rows]
-            return torch.from_numpy(images).view(len(self), -1).to(device)
-        return None
+            return torch.from_numpy(images).view(len(self), -1).to(device), labels
+        return None, labels
 
 
 class EncodedSplit(Shuffled):

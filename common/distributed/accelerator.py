@@ -1,5 +1,6 @@
 """Creates the Accelerator under any launcher, on GPUs or as a rehearsal on the CPU."""
 
+import functools
 import hashlib
 import os
 import sys
@@ -17,6 +18,7 @@ from accelerate.utils import (
     InitProcessGroupKwargs,
     TorchDynamoPlugin,
 )
+from accelerate.utils import imports as accelerate_imports
 from torch import nn
 
 from common.batch_norm import RunningStatistics
@@ -70,6 +72,8 @@ def start(job: Job, clip_norm: float = 0.0) -> tuple[Accelerator, Batch]:
     rehearsal = "LOCAL_RANK" in os.environ and not torch.cuda.is_available()
     if job.deepspeed_config:
         os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    # Accelerate asks twice a step for an optimizer's package; each time Python looks through its folders.
+    accelerate_imports._is_package_available = functools.cache(accelerate_imports._is_package_available)
     remarks = settle_answers(rehearsal)
     if rehearsal:
         rehearse_on_cpu()

@@ -1,14 +1,12 @@
 """torch.compile, block by block: with --compile, or with the `dynamo_config` of an accelerate config.
 
-Equal blocks share their graphs. Drop path's rate is a constant of each block, so timm's DropPath stays out of
-the graphs. The blocks of a ViT then need 4 graphs to train and 4 to evaluate, for any number of blocks: one
-for the first block, which has no drop path, and three for all others. Speed is not yet measured on a GPU.
+Equal blocks share their graphs. The blocks of a ViT need 2 graphs to train and 2 to evaluate, for any number
+of blocks: one for the first block, which has no drop path, and one for all others (common/drop_path.py).
+Speed is not yet measured on a GPU.
 """
 
 import argparse
-import importlib
 import os
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,9 +59,6 @@ def compile_blocks(model: nn.Module, how: Compilation, is_whole: bool = False) -
 
     torch._dynamo.config.recompile_limit = max(RECOMPILE_LIMIT, torch._dynamo.config.recompile_limit)
     torch._inductor.config.fallback_random = True  # else dropout differs from eager mode
-    if "timm" in sys.modules and not how.fullgraph:
-        drop_path = importlib.import_module("timm.layers").DropPath
-        drop_path.forward = torch.compiler.disable(drop_path.forward)
     mode = how.mode if how.backend == "inductor" else None  # other backends have no modes
     blocks = list(blocks_of(model))
     if is_whole and how.mode == "reduce-overhead" and not any(is_timms(block) for block in blocks):
