@@ -138,6 +138,13 @@ class Owner:
         self.thread = threading.Thread(target=self._keep_alive, daemon=True)
         self.thread.start()
 
+    def check(self) -> str | None:
+        """Reads the record again. Returns the message once another run has taken over, before that None."""
+        theirs = _parsed(self.store.read())
+        if theirs.get("id") != self.record["id"]:
+            self.lost = f"{self.store.name} was taken over by {_who(theirs)}"
+        return self.lost
+
     def release(self) -> None:
         """Stops the heartbeats and removes the record, waiting RELEASE_S at most."""
         self.released.set()
@@ -148,18 +155,13 @@ class Owner:
             with contextlib.suppress(OSError, StoreError):  # the checkpoints report a full disk
                 self._heartbeat()
         with contextlib.suppress(OSError, StoreError):
-            if self._is_ours():
+            if not self.check():
                 self.store.remove(json.dumps(self.record))
 
     def _heartbeat(self) -> None:
-        if not self._is_ours():
-            self.lost = f"{self.store.name} was taken over by {_who(_parsed(self.store.read()))}"
-            return
-        self.record["beat"] += 1
-        self.store.replace(json.dumps(self.record))
-
-    def _is_ours(self) -> bool:
-        return _parsed(self.store.read()).get("id") == self.record["id"]
+        if not self.check():
+            self.record["beat"] += 1
+            self.store.replace(json.dumps(self.record))
 
 
 def _wait_for_end(store: RecordStore, beat: Callable[[], None], warn: Callable[[str], None]) -> None:
