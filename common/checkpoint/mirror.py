@@ -42,11 +42,19 @@ class Mirror:
     """Uploads one checkpoint at a time in its own thread; of later ones only the newest is queued.
 
     The training never waits for it. say() reports a failed upload, which is retried with the next checkpoint,
-    at the end of the run, and when the same command is started again.
+    at the end of the run, and when the same command is started again. lost(): the message once another run
+    owns the prefix, as after a pause of this machine: from then on nothing is written or removed there.
     """
 
-    def __init__(self, store: ObjectStore, folder: Path, keep_every: int | None, say: Callable[[str], None]):
-        self.store, self.folder, self.keep_every, self.say = store, folder, keep_every, say
+    def __init__(
+        self,
+        store: ObjectStore,
+        folder: Path,
+        keep_every: int | None,
+        say: Callable[[str], None],
+        lost: Callable[[], str | None],
+    ):
+        self.store, self.folder, self.keep_every, self.say, self.lost = store, folder, keep_every, say, lost
         self.changed = threading.Condition()
         self.waiting: tuple[int, int | None] | None = None  # (step, best step)
         self.sending: int | None = None
@@ -79,9 +87,10 @@ class Mirror:
 
     def send_last_files(self, result: dict[str, Any]) -> None:
         """Uploads the files of a finished run, result.json last: its presence means a complete upload."""
+        self._check_owner()
         self._send_run_files(*LOGS, TELEMETRY)
         self.store.write("result.json", json.dumps(result, indent=2).encode())
-        self.store.delete(self.store.list(PARTS))
+        self._delete(self.store.list(PARTS))
 
     def _send_run_files(self, *patterns: str) -> None:
         for pattern in patterns:
@@ -123,12 +132,14 @@ class Mirror:
 
     def _send(self, step: int, best: int | None) -> None:
         """Uploads the checkpoint, the best one if it is missing, index.json and the run's files."""
+        self._check_owner()
         there = committed(self.store)
         for wanted in sorted({step} | ({best} if best in steps_in(self.folder / "checkpoints") else set())):
             if wanted not in there:
                 self._send_checkpoint(wanted)
                 there.add(wanted)
         index = {"latest": step_name(step)} | ({"best": step_name(best)} if best in there else {})
+        self._check_owner()
         self.store.write(f"checkpoints/{INDEX_FILE}", json.dumps(index).encode())
         self._send_run_files(*RUN_FILES)
         self._send_new_telemetry()
@@ -146,10 +157,21 @@ class Mirror:
             raise StoreError(f"another run has written step {step:,} to {self.store.url}")
 
     def _prune(self, keep: set[int]) -> None:
-        """Deletes old checkpoints, manifests first, so that an interrupted removal leaves none."""
-        keys = self.store.list("checkpoints/step_")
-        doomed = [key for key in keys if (step := _step(key)) is not None and step not in keep]
-        self.store.delete(sorted(doomed, key=lambda key: not key.endswith(MANIFEST_FILE)))
+        """Deletes checkpoints older than the newest of `keep`.
+
+        Manifests first, so that an interrupted removal leaves none.
+        """
+        newest, keys = max(keep), self.store.list("checkpoints/step_")
+        doomed = [k for k in keys if (step := _step(k)) is not None and step < newest and step not in keep]
+        self._delete(sorted(doomed, key=lambda key: not key.endswith(MANIFEST_FILE)))
+
+    def _delete(self, keys: list[str]) -> None:
+        self._check_owner()
+        self.store.delete(keys)
+
+    def _check_owner(self) -> None:
+        if lost := self.lost():
+            raise StoreError(lost)
 
 
 def fetch_newest(
@@ -163,7 +185,8 @@ def fetch_newest(
     """Downloads the newest committed checkpoint that verifies and is newer than that step into `parent`.
 
     Returns its step; None if there is no newer one. ValueError when there are checkpoints but none verifies.
-    If the prefix is `ours`, the manifests of damaged ones are deleted, so that nothing reads them again.
+    If the prefix is `ours`, the manifests of damaged ones are deleted, so that nothing reads them again and
+    the run can write those steps anew.
     """
     steps = sorted((s for s in committed(store) if s > newer_than), reverse=True)
     damaged: list[str] = []
@@ -182,6 +205,7 @@ def fetch_newest(
             ) from None
     if steps and newer_than < 0:
         raise ValueError(f"none of the {len(steps)} checkpoints in {store.url} verifies")
+    store.delete(damaged if ours else [])
     return None
 
 

@@ -20,7 +20,8 @@ class Saver:
     """Saves one checkpoint at a time. All processes call save(); the main process writes, in a thread.
 
     about: further keys of the manifest. mirror: uploads checkpoints. committed: the newest step on the disk.
-    A snapshot may be held in memory until write_held() writes it, or the next snapshot replaces it.
+    lost(): a message once another run owns the folder, which RunOutput.problem() reports; then nothing is
+    written. A snapshot may be held in memory until write_held() writes it, or the next snapshot replaces it.
     """
 
     def __init__(
@@ -31,6 +32,7 @@ class Saver:
         about: dict[str, Any],
         mirror: Mirror | None,
         committed: int | None = None,
+        lost: Callable[[], str | None] = lambda: None,
     ):
         self.training, self.folder, self.keep_every = training, folder, keep_every
         self.about, self.mirror = about, mirror
@@ -38,7 +40,7 @@ class Saver:
         self.writing = self.thread.submit(training.allocate, training.expected()) if self.thread else None
         self.held: tuple[int, dict[str, Snapshot], dict[str, Any], int | None] | None = None
         self.written_at = -math.inf  # time.monotonic() of the last write's start in this process
-        self.committed = committed
+        self.committed, self.lost = committed, lost
         self.problem: str | None = None  # on the main process: why the last save failed
 
     def save(self, step: int, state: dict[str, Any], best: int | None, hold: bool = False) -> None:
@@ -84,17 +86,21 @@ class Saver:
         try:
             self.training.wait_until_copied()
             sync(self.folder / "metrics.jsonl")  # the log is never behind the checkpoint
+            if self.lost():
+                return
             if os.path.lexists(parent / step_name(step)):
                 checkpoints.remove(parent / step_name(step))
             checkpoints.commit(parent, step, snapshots, state, self.about)
             self.committed = step
+            if self.lost():  # while it was written
+                return
             checkpoints.write_index(parent, step, best)
             needed = set()
             if self.mirror:
                 self.mirror.offer(step, best)
                 needed = self.mirror.needs()
-            kept = to_keep(steps_in(parent), best, self.keep_every) | needed
-            for old in set(steps_in(parent)) - kept:
+            steps = {s for s in steps_in(parent) if s <= step}
+            for old in steps - to_keep(steps, best, self.keep_every) - needed:
                 checkpoints.remove(parent / step_name(old))
         except OSError as error:
             latest = max(steps_in(parent), default=None)

@@ -38,6 +38,8 @@ from common.system.threads import Heartbeat, run_with_heartbeat
 FORMAT = 1  # part of the key: raised when the content of a cache folder changes
 DECODING = 4  # part of the place's key: raised when the pixels of some images change, or what meta.json has
 HASH_LIMIT_BYTES = 4 * 2**30
+BLOCK_BYTES = 4096  # of files that are not read whole, a block for each begun part of PART_BYTES is hashed
+PART_BYTES = 16 * 2**20
 SAMPLE = 64  # images of each split that are decoded to find the common size
 LOCK = ".lock"
 CHECKED = 16  # images of any size that a thread decodes in one go
@@ -104,21 +106,38 @@ def _keys(source: Source) -> tuple[str, str]:
     """Two keys of 16 hex digits: of the content, equal on all hosts, and of the content in its place here.
 
     The first is SHA-256 of the names and bytes of all files. Above 4 GiB, where reading everything at each
-    start would take too long, sizes stand for bytes, and the second key covers the times of change. The
-    second key covers the folder of the images, too: the cache may hold their paths; and DECODING.
+    start would take too long, each file's size and some of its blocks stand for its bytes, and the second key
+    covers the times of change. The second key covers the folder of the images, too: the cache may hold their
+    paths; and DECODING.
     """
     stats = [path.stat() for _, path in source.files]
     place = str(source.root or source.shards or "") + (f" {DECODING}" if source.files else "")
-    if sum(stat.st_size for stat in stats) <= HASH_LIMIT_BYTES:
-        with ThreadPoolExecutor(cores()) as pool:  # SHA-256 and reading release the GIL
-            hashes = list(pool.map(sha256_of, (path for _, path in source.files)))
-    else:
-        hashes = [str(stat.st_size) for stat in stats]
+    is_large = sum(stat.st_size for stat in stats) > HASH_LIMIT_BYTES
+    with ThreadPoolExecutor(cores()) as pool:  # SHA-256 and reading release the GIL
+        hashes = list(pool.map(_hash_of_blocks if is_large else _hash_of_all, source.files))
+    if is_large:
         place += f" {[stat.st_mtime_ns for stat in stats]}"
     content = _short_hash(
         [FORMAT, source.name, [name for name, _ in source.files], [*hashes, *source.hashes]]
     )
     return content, _short_hash([content, place])
+
+
+def _hash_of_all(file: tuple[str, Path]) -> str:
+    return sha256_of(file[1])
+
+
+def _hash_of_blocks(file: tuple[str, Path]) -> str:
+    """SHA-256 of a file's size and of blocks at positions that its name chooses, so the same on all hosts."""
+    name, path = file
+    size = path.stat().st_size
+    digest = hashlib.sha256(str(size).encode())
+    with open(path, "rb", buffering=0) as content:
+        for part in range(1 + size // PART_BYTES):
+            chosen = int.from_bytes(hashlib.sha256(f"{part} {name}".encode()).digest())
+            content.seek(chosen % max(1, size - BLOCK_BYTES + 1))
+            digest.update(content.read(BLOCK_BYTES))
+    return digest.hexdigest()
 
 
 def _short_hash(about: list) -> str:

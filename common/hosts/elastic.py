@@ -6,6 +6,7 @@ round stays the first of the next one, as it has the newest checkpoint; when it 
 the checkpoints in S3 or in a shared folder.
 """
 
+import itertools
 import sys
 import time
 import uuid
@@ -18,7 +19,7 @@ from common.hosts.hostfile import Host
 from common.hosts.job import LaunchPlan, failure_cause
 from common.hosts.launcher import CONNECT_S, HostConnection, Launcher
 from common.hosts.ssh import SSH_FAILED, is_this_host
-from common.system.env import MOST_HOSTS, PER_DEVICE, PREEMPTED
+from common.system.env import MOST_HOSTS, PER_DEVICE, PREEMPTED, ROUND
 from common.system.text import plural
 
 LOST_S = 12  # without a heartbeat of its agent, after which a host is lost
@@ -49,7 +50,7 @@ class ElasticJob(Launcher):
         super().__init__(self.hosts, log_dir)
         self.plan_for, self.read_hosts = plan_for, read_hosts
         self.min_hosts, self.max_hosts = min_hosts, max_hosts
-        self.name = uuid.uuid4().hex
+        self.name, self.rounds = uuid.uuid4().hex, itertools.count(1)
         self.most = min(max_hosts or len(self.hosts), len(self.hosts))
         self.away: dict[str, str] = {}  # hosts that do not answer, with the reason
         self.leaves_until: dict[str, float] = {}  # hosts that were told to stop: time.monotonic()
@@ -223,7 +224,7 @@ class ElasticJob(Launcher):
         standby = f"; {', '.join(others)} stand by" if others else ""
         count = f"{plural(len(chosen), 'host')}, {plural(plan.processes, 'process')}"
         self.say(f"starting on {count}: {names}{standby}")
-        env = {MOST_HOSTS: str(self.most)}
+        env = {MOST_HOSTS: str(self.most), ROUND: str(next(self.rounds))}
         if self.began:
             env[PER_DEVICE] = str(self.batch["per_device"])
         plan.start(chosen, self.name, **env)

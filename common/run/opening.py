@@ -74,7 +74,8 @@ def open_run(
         folder = output.folder if output else None
         mirror = output.storage.mirror if output else None
         manifest = about_checkpoint(about, recipe, batch, accelerator, classes) | training.about()
-        saver = Saver(training, folder, recipe.keep_every, manifest, mirror, saved_step or None)
+        lost = output.storage.owners[0].check if output else lambda: None
+        saver = Saver(training, folder, recipe.keep_every, manifest, mirror, saved_step or None, lost)
         if output:
             output.saver = saver
         rank = accelerator.process_index

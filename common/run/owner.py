@@ -1,8 +1,8 @@
 """A lease on a run folder, or on a prefix in S3: it has one owner, and a second run is refused.
 
 The owner's record, owner.json, has a counter as heartbeat. The record of a dead process of this machine is
-taken over at once, and so is one of an earlier launch of the same elastic job, which launch.py has ended. A
-record of another machine is watched for heartbeats first, because a lost machine could not remove it.
+taken over at once. A record of another machine is watched for heartbeats first, because a lost machine could
+not remove it, unless it is of an earlier round of the same elastic job, which launch.py has ended.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import psutil
 
-from common.system.env import JOB
+from common.system.env import job_round
 from common.system.files import parse_json, write_text
 from common.system.processes import start_ticks
 from common.system.redaction import redacted
@@ -138,6 +138,13 @@ class Owner:
         self.thread = threading.Thread(target=self._keep_alive, daemon=True)
         self.thread.start()
 
+    def check(self) -> str | None:
+        """Reads the record again. Returns the message once another run has taken over, before that None."""
+        theirs = _parsed(self.store.read())
+        if theirs.get("id") != self.record["id"]:
+            self.lost = f"{self.store.name} was taken over by {_who(theirs)}"
+        return self.lost
+
     def release(self) -> None:
         """Stops the heartbeats and removes the record, waiting RELEASE_S at most."""
         self.released.set()
@@ -148,18 +155,13 @@ class Owner:
             with contextlib.suppress(OSError, StoreError):  # the checkpoints report a full disk
                 self._heartbeat()
         with contextlib.suppress(OSError, StoreError):
-            if self._is_ours():
+            if not self.check():
                 self.store.remove(json.dumps(self.record))
 
     def _heartbeat(self) -> None:
-        if not self._is_ours():
-            self.lost = f"{self.store.name} was taken over by {_who(_parsed(self.store.read()))}"
-            return
-        self.record["beat"] += 1
-        self.store.replace(json.dumps(self.record))
-
-    def _is_ours(self) -> bool:
-        return _parsed(self.store.read()).get("id") == self.record["id"]
+        if not self.check():
+            self.record["beat"] += 1
+            self.store.replace(json.dumps(self.record))
 
 
 def _wait_for_end(store: RecordStore, beat: Callable[[], None], warn: Callable[[str], None]) -> None:
@@ -176,7 +178,7 @@ def _wait_for_end(store: RecordStore, beat: Callable[[], None], warn: Callable[[
     if theirs.get("machine") == _machine():
         if _lives(theirs):
             raise refusal
-    elif theirs.get("job") is None or theirs["job"] != os.environ.get(JOB):
+    elif not _is_of_earlier_round(theirs):
         warn(f"{store.name} has an owner, {_who(theirs)}: watching for {WATCH_S} s whether it still lives")
         until = time.monotonic() + WATCH_S
         while time.monotonic() < until:
@@ -192,7 +194,7 @@ def _wait_for_end(store: RecordStore, beat: Callable[[], None], warn: Callable[[
 
 
 def _this_process() -> dict[str, Any]:
-    me = psutil.Process()
+    me, (job, number) = psutil.Process(), job_round()
     return {
         "host": socket.gethostname(),
         "machine": _machine(),
@@ -200,7 +202,8 @@ def _this_process() -> dict[str, Any]:
         "started": me.create_time(),  # for older versions, which compare it
         "start_ticks": start_ticks(me.pid),
         "since": time.strftime("%Y-%m-%d %H:%M:%S %z"),
-        "job": os.environ.get(JOB),
+        "job": job,
+        "round": number,
     }
 
 
@@ -223,6 +226,11 @@ def _lives(record: dict[str, Any]) -> bool:
         return same and process.status() != psutil.STATUS_ZOMBIE
     except (psutil.NoSuchProcess, KeyError, TypeError, ValueError, OverflowError):
         return False
+
+
+def _is_of_earlier_round(record: dict[str, Any]) -> bool:
+    job, number = job_round()
+    return record.get("job") == job and record.get("round") in range(number)
 
 
 def _who(record: dict[str, Any]) -> str:

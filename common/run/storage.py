@@ -65,7 +65,7 @@ def open_storage(recipe: Recipe, name: str, last_step: int, beat: Heartbeat, say
         if storage.checkpoint:
             _check_recipe(storage.checkpoint, recipe)
         if store:
-            storage.mirror = Mirror(store, folder, recipe.keep_every, say)
+            storage.mirror = Mirror(store, folder, recipe.keep_every, say, storage.owners[-1].check)
     except OSError as error:
         storage.release()
         raise not_written("the run", folder, error) from None

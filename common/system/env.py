@@ -6,8 +6,9 @@ It imports neither torch nor accelerate, so that commands that use it still answ
 import os
 
 PREEMPTED = 75  # exit status of a preempted process: EX_TEMPFAIL of sysexits.h, "try again later"
-JOB = "LAUNCH_JOB"  # set by launch.py in an elastic job: its name, the same in all its launches
-# Set by launch.py in an elastic job: number of hosts including those away, and the micro-batch
+# Set by launch.py in an elastic job: its name, the same in all its rounds, and the round's number, from 1;
+# the number of hosts including those away, and the micro-batch
+JOB, ROUND = "LAUNCH_JOB", "LAUNCH_ROUND"
 MOST_HOSTS, PER_DEVICE = "LAUNCH_MOST_HOSTS", "LAUNCH_PER_DEVICE_BATCH_SIZE"
 
 
@@ -35,6 +36,15 @@ def processes_per_host() -> int:
     LOCAL_SIZE comes first, because on a CPU Accelerate sets LOCAL_WORLD_SIZE to 1 if the launcher did not.
     """
     return int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or "1")
+
+
+def job_round() -> tuple[str | None, int]:
+    """The elastic job and its round. When a round begins, all earlier ones of that job are over.
+
+    (None, 0) elsewhere. torchrun tells its processes no such number: TORCHELASTIC_RESTART_COUNT is each
+    agent's own and stays the same when hosts leave or join, and jobs share a TORCHELASTIC_RUN_ID.
+    """
+    return os.environ.get(JOB), int(os.environ.get(ROUND, "0"))
 
 
 def launched_with(plugin: str) -> bool:

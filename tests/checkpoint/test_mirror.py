@@ -5,6 +5,7 @@ A training takes less time than an upload, and only the newest checkpoint waits 
 holds in the end is known, what it holds in between is not.
 """
 
+import itertools
 import json
 import os
 import shutil
@@ -16,10 +17,18 @@ import psutil
 import pytest
 import torch
 
-from common.checkpoint.format import MANIFEST_FILE, steps_in, verify
+from common.checkpoint.format import MANIFEST_FILE, step_name, steps_in, verify
 from common.checkpoint.mirror import Mirror, fetch_newest
-from common.system.s3 import ObjectStore
-from tests.checkpoint.test_checkpoints import HELLO, LAST, start_and_wait, straight  # noqa: F401
+from common.run.owner import Owner, PrefixRecord
+from common.system.s3 import ObjectStore, StoreError
+from tests.checkpoint.test_checkpoints import (  # noqa: F401
+    HELLO,
+    LAST,
+    LONG,
+    SLOW,
+    start_and_wait,
+    straight,
+)
 from tests.checkpoint.test_resume import without_times
 from tests.checkpoint.test_stored import STORED
 from tests.conftest import Job, full, latest, lines, metrics, mutate, python, result, run, tensors, torchrun
@@ -59,7 +68,7 @@ def mirror(bucket, tmp_path, monkeypatch):
     for key, value in bucket.env.items():
         monkeypatch.setenv(key, value)
     said: list[str] = []
-    mirror = Mirror(ObjectStore(bucket.url), tmp_path / "run", None, said.append)
+    mirror = Mirror(ObjectStore(bucket.url), tmp_path / "run", None, said.append, lambda: None)
     mirror.said = said
     return mirror
 
@@ -273,6 +282,70 @@ def test_a_prefix_has_one_owner(bucket, tmp_path):
     assert "owner.json" not in bucket.store.list()
 
 
+PAUSES = {  # of an upload: a request before which it is paused, and how often that one comes before
+    "before index.json": ("PUT", "step_00000016/manifest", 0),
+    "before a removal": ("PUT", "/recipe.json", 0),
+    "in a removal": ("GET", "list-type=2.*checkpoints%2Fstep_", 1),
+}
+
+
+@pytest.mark.parametrize("pause", PAUSES)
+def test_an_owner_that_was_paused_removes_nothing_of_its_successor(pause, bucket, mirror, tmp_path):
+    """It is paused while it uploads step 16. Meanwhile another one goes on from step 14 to 20."""
+    owner = Owner(PrefixRecord(mirror.store), lambda: None, mirror.said.append)
+    mirror.lost = owner.check
+    send(mirror, 14)
+    successor = Mirror(bucket.store, tmp_path / "run", None, mirror.said.append, lambda: None)
+    method, path, before = PAUSES[pause]
+    requests = itertools.count()
+
+    def succeed() -> None:
+        if next(requests) == before:
+            record = owner.record | {"id": "theirs", "host": "far"}
+            bucket.store.write("owner.json", json.dumps(record).encode())
+            send(successor, 20, best=20)
+
+    bucket.proxy.on(method, path, succeed, times=None)
+    send(mirror, 16)
+    assert next(requests) > before
+    assert 20 in bucket.steps()
+    index = json.loads(bucket.store.read("checkpoints/index.json"))
+    assert index == {"latest": "step_00000020", "best": "step_00000020"}
+    assert len(mirror.said) == 1, mirror.said
+    assert "was taken over by process" in mirror.said[0]
+    with pytest.raises(StoreError, match=r"was taken over by process \d+ on host far"):
+        mirror.send_last_files({})
+    owner.release()
+    assert json.loads(bucket.store.read("owner.json"))["id"] == "theirs"
+
+
+def test_a_run_that_is_suspended_and_taken_over_leaves_its_successors_files(bucket, stoppable, tmp_path):
+    """The successor's record, checkpoints and index.json come while the first run's process is stopped."""
+    words = [*LONG, "--epochs", "3000", "--keep_every", "100000", "--s3", bucket.url]
+    job = start_and_wait([*python(), *words], tmp_path / "run", env=bucket.env | SLOW, cwd=stoppable)
+    while not bucket.steps():
+        time.sleep(0.05)
+    job.process.send_signal(signal.SIGSTOP)
+    folder, steps = tmp_path / "run" / "checkpoints", [50_000, 60_000, 70_000]
+    record = json.loads((tmp_path / "run" / "owner.json").read_text()) | {"id": "theirs", "host": "far"}
+    index = {"latest": step_name(70_000), "best": step_name(50_000)}
+    for step in steps:
+        shutil.copytree(latest(tmp_path / "run"), folder / step_name(step))
+        bucket.store.write(f"checkpoints/{step_name(step)}/{MANIFEST_FILE}", b"theirs")
+    for name, content in (("owner.json", record), ("checkpoints/index.json", index)):
+        (tmp_path / "run" / name).write_text(json.dumps(content))
+        bucket.store.write(name, json.dumps(content).encode())
+    job.process.send_signal(signal.SIGCONT)
+    status, output = job.wait(120)
+    assert status == 1, output
+    assert "was taken over by process" in output
+    assert "on host far" in output
+    assert set(steps) <= set(steps_in(folder))
+    assert set(steps) <= set(bucket.steps())
+    assert json.loads((folder / "index.json").read_text()) == index
+    assert json.loads(bucket.store.read("checkpoints/index.json")) == index
+
+
 @pytest.mark.parametrize("how", ["truncated", "one bit flipped", "deleted"])
 def test_damage_in_the_bucket_is_found(how, bucket, mirror, tmp_path):
     send(mirror, 16)
@@ -294,6 +367,9 @@ def test_damage_in_the_bucket_is_found(how, bucket, mirror, tmp_path):
     mirror.said.clear()
     assert fetched(mirror, tmp_path / "again") == 16
     assert "is damaged" not in "".join(mirror.said)
+    bucket.store.write("checkpoints/step_00000016/state.json", b"")
+    assert fetch_newest(mirror.store, tmp_path / "old", 14, lambda: None, mirror.said.append, True) is None
+    assert bucket.steps() == [14], "a run that goes on at step 14 can write step 16 again"
 
 
 @pytest.mark.full

@@ -371,8 +371,9 @@ def test_the_key_is_the_content(tmp_path):
     assert len(in_cache(cache)) == 2
 
 
-def test_large_data_is_keyed_on_names_sizes_and_times(tmp_path, monkeypatch):
+def test_large_data_is_keyed_on_names_sizes_samples_and_times(tmp_path, monkeypatch):
     monkeypatch.setattr(image_cache, "HASH_LIMIT_BYTES", 0)
+    monkeypatch.setattr(image_cache, "BLOCK_BYTES", 64)
     root, cache = class_folders(tmp_path / "data"), tmp_path / "cache"
     first = prepare_data(str(root), cache)
     assert prepare_data(str(root), cache) == first
@@ -381,6 +382,11 @@ def test_large_data_is_keyed_on_names_sizes_and_times(tmp_path, monkeypatch):
     second = prepare_data(str(root), cache)
     assert second != first
     assert open_images(second).source == open_images(first).source  # what hosts compare has no times
+    size = path.stat().st_size
+    path.write_bytes(encode(Image.new("RGB", (32, 32), "red"), "PNG").ljust(size))  # decoders ignore the rest
+    os.utime(path, (1, 1))
+    assert path.stat().st_size == size > 3 * image_cache.BLOCK_BYTES
+    assert open_images(prepare_data(str(root), cache)).source != open_images(first).source
 
 
 def test_an_index_belongs_to_the_place_of_its_files(tmp_path):

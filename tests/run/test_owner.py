@@ -68,8 +68,9 @@ def test_one_of_many_starts_becomes_the_owner(tmp_path):
     assert b"mine" in winner.communicate()[0]
 
 
-def foreign_record(folder) -> dict:
-    record = ownership._this_process() | {"id": "theirs", "beat": 0, "host": "far", "machine": "another"}
+def foreign_record(folder, **about) -> dict:
+    theirs = {"id": "theirs", "beat": 0, "host": "far", "machine": "another"}
+    record = ownership._this_process() | theirs | about
     (folder / "owner.json").write_text(json.dumps(record))
     return record
 
@@ -83,14 +84,28 @@ def test_a_record_from_elsewhere_that_stands_still_is_taken_over(tmp_path, monke
     owner.release()
 
 
-def test_a_record_from_elsewhere_that_moves_is_respected(tmp_path, monkeypatch):
+@pytest.mark.parametrize("theirs", [{"round": 2}, {"round": 3}, {"round": 1, "job": "another"}])
+def test_a_record_from_elsewhere_that_moves_is_respected(theirs, tmp_path, monkeypatch):
+    """Only an earlier round of the same job is known to be over."""
     monkeypatch.setattr(ownership, "WATCH_S", 30)
-    record = foreign_record(tmp_path)
+    monkeypatch.setenv("LAUNCH_JOB", "ours")
+    monkeypatch.setenv("LAUNCH_ROUND", "2")
+    record = foreign_record(tmp_path, **theirs)
     text = json.dumps(record | {"beat": 1})
     threading.Timer(2, lambda: (tmp_path / "owner.json").write_text(text)).start()
     with pytest.raises(ValueError, match=r"goes on: process .* on host far"):
         own(tmp_path)
     assert json.loads((tmp_path / "owner.json").read_text())["id"] == "theirs"
+
+
+def test_a_later_round_of_the_job_takes_over_at_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("LAUNCH_JOB", "ours")
+    monkeypatch.setenv("LAUNCH_ROUND", "1")
+    foreign_record(tmp_path)
+    monkeypatch.setenv("LAUNCH_ROUND", "2")
+    owner, [said] = own(tmp_path)
+    assert said.endswith("which is dead: taken over"), "it is not watched first"
+    owner.release()
 
 
 def test_another_process_with_the_same_number_is_not_the_owner(tmp_path):
