@@ -4,7 +4,7 @@ Both are collective. One tensor is gathered or broadcast at a time, so the extra
 main process's host, and one whole tensor on each device.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
@@ -60,13 +60,11 @@ class TrainingState:
         layout = self.layout
         optimizer_specs, optimizer_tensors = self.optimizer.tensors()
         files = {
-            checkpoints.MODEL_FILE: chain(
-                layout.buffers().items(), layout.whole_frozen(), layout.whole(layout.held)
-            ),
+            checkpoints.MODEL_FILE: self._whole_model(layout.held),
             checkpoints.OPTIMIZER_FILE: optimizer_tensors,
         }
         if self.ema:
-            files[checkpoints.EMA_FILE] = chain(layout.whole_frozen(), layout.whole(self.ema.averages))
+            files[checkpoints.EMA_FILE] = self._whole_model(self.ema.averages)
         specs = self._specs(optimizer_specs)
         for file, tensors in files.items():
             if self.accelerator.is_main_process:
@@ -80,6 +78,11 @@ class TrainingState:
             self.copied = torch.cuda.Event()
             self.copied.record()
         return self.snapshots
+
+    def _whole_model(self, held: Sequence[Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """(name, whole tensor) of a file of weights. held: its trained parameters. Collective."""
+        layout = self.layout
+        return chain(layout.buffers().items(), layout.whole_frozen(), layout.whole(held))
 
     def wait_until_copied(self) -> None:
         if self.copied:
@@ -100,8 +103,9 @@ class TrainingState:
             name: (_stored(tensor.dtype), tuple(tensor.shape))
             for name, tensor in self.layout.buffers().items()
         }
-        specs = {checkpoints.MODEL_FILE: buffers | parameters, checkpoints.OPTIMIZER_FILE: optimizer}
-        return specs | ({checkpoints.EMA_FILE: parameters} if self.ema else {})
+        model = buffers | parameters
+        specs = {checkpoints.MODEL_FILE: model, checkpoints.OPTIMIZER_FILE: optimizer}
+        return specs | ({checkpoints.EMA_FILE: model} if self.ema else {})
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         """Whole shapes of all parameters, frozen ones first."""
@@ -123,7 +127,9 @@ class TrainingState:
         if (folder / checkpoints.EMA_FILE).exists() != (self.ema is not None):
             raise ValueError(f"{folder} has {'no' if self.ema else 'an'} EMA, unlike this recipe")
         if self.ema:
-            TensorFile(folder / checkpoints.EMA_FILE).expect(shapes)
+            averaged = TensorFile(folder / checkpoints.EMA_FILE)
+            own = averaged.shapes()  # without buffers in older checkpoints
+            averaged.expect(shapes | {name: shape for name, shape in buffers.items() if name in own})
 
     @torch.no_grad()
     def restore(

@@ -11,6 +11,7 @@ from threading import Thread
 
 import numpy as np
 import pytest
+import timm
 import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
@@ -19,11 +20,12 @@ import export
 from common.checkpoint.export import Exported, open_trained
 from common.script import load_script, standalone_source
 from common.system.cli import run_command
-from tests.conftest import CNN, RESNET, ROOT, VIT, full, python, result, run
+from tests.conftest import CNN, RESNET, ROOT, STRATEGIES, VIT, full, metrics, python, result, run
 
 QUICK = ["--data", "digits", "--trackers", "none", "--mixed_precision", "no", "--epochs", "1"]
 SCRIPTS = {"cnn_a": CNN, "cnn_b": RESNET, "vit": VIT}
 IMAGES = 4
+XCIT = ["train_vit.py", "--model", "xcit_nano_12_p16_224", "--image_size", "32", "--mixup", "0"]  # BatchNorm
 
 # Without this repository: no folder of it is on the path. Prints logits of PNG files.
 LOAD = """
@@ -127,6 +129,62 @@ def test_the_card_says_what_the_run_reached(runs, exported):
     matrix = json.loads((runs["cnn_a"] / "confusion.json").read_text())["confusion"]
     rows = [line.split(" | ") for line in text.splitlines() if re.match(r"\| \d \|", line)]
     assert [row[2] for row in rows] == [f"{row[k] / sum(row):.4f}" for k, row in enumerate(matrix)]
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
+def test_an_ema_of_a_model_with_batch_norm(strategy, tmp_path, cache):
+    """Trained, resumed, validated, used and exported: the same model each time, with its buffers."""
+    place = tmp_path / "run"
+    flags = [*QUICK, "--batch_size", "96", "--lr", "3e-3", "--ema_decay", "0.8", *cache]
+    for steps in ("6", "14"):
+        words = ["--max_steps", steps, "--log_every", "1", "--output_dir", place]
+        run([*STRATEGIES[strategy], *XCIT, *flags, *words])
+    step = best_step(place)
+    averaged, raw = (
+        load_file(place / "checkpoints" / step / f"{name}.safetensors") for name in ("ema", "model")
+    )
+    buffers = [name for name in averaged if "running_" in name or "num_batches" in name]
+    assert len(buffers) == 48
+    assert all(torch.equal(averaged[name], raw[name]) for name in buffers)
+    assert not torch.equal(averaged["head.weight"], raw["head.weight"])
+
+    trained = open_run(place, tmp_path, cache)
+    with torch.inference_mode():
+        logits = trained.model(trained.sample)
+    run([*python(), "validate.py", place, "--mixed_precision", "no", *cache])
+    report = json.loads((place / "validation" / f"val_{int(step[5:])}" / "report.json").read_text())
+    assert report["top1"] == result(place)["best_accuracy"]
+    lines = [line for line in metrics(place) if line["step"] == int(step[5:]) and "val/loss" in line]
+    assert report["loss"] == pytest.approx(lines[0]["val/loss"], abs=1e-6)
+
+    made(place, tmp_path / "out", *cache)
+    exported = timm.create_model(f"local-dir:{tmp_path / 'out'}", pretrained=True).eval()
+    with torch.inference_mode():
+        assert torch.equal(exported(trained.sample), logits)
+    mean, std = (np.reshape(values, (3, 1, 1)) for values in (trained.mean, trained.std))
+    for k, image in enumerate(trained.sample.numpy()):
+        pixels = np.rint((image * std + mean) * 255).astype(np.uint8)
+        Image.fromarray(pixels.transpose(1, 2, 0)).save(tmp_path / f"{k}.png")
+    pictures = [tmp_path / f"{k}.png" for k in range(IMAGES)]
+    words = [
+        "--mixed_precision",
+        "no",
+        "--top",
+        "10",
+        "--workers",
+        "0",
+        "--output_dir",
+        tmp_path / "predicted",
+    ]
+    run([*python(), "predict.py", place, *pictures, *words])
+    for line, expected in zip(
+        (tmp_path / "predicted" / "predictions.jsonl").read_text().splitlines(),
+        logits.softmax(1),
+        strict=True,
+    ):
+        row = json.loads(line)
+        by_class = dict(zip(row["classes"], row["probabilities"], strict=True))
+        assert [by_class[str(k)] for k in range(10)] == pytest.approx(expected.tolist(), abs=1e-5)
 
 
 def test_an_ema_is_what_is_exported(runs, exported):
