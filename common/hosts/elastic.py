@@ -3,10 +3,11 @@
 A host that is lost or told to stop leaves the job; the others continue from the newest checkpoint. When a
 host answers again or is new in the hostfile, all save, and the next round includes it. The first host of a
 round stays the first of the next one, as it has the newest checkpoint; when it is lost, another host needs
-the checkpoints in S3 or in a shared folder.
+the checkpoints in S3 or in a shared folder. A newcomer with which no step is trained is left out for a while.
 """
 
 import itertools
+import re
 import sys
 import time
 import uuid
@@ -29,6 +30,7 @@ RETRY_S = 5  # between attempts to connect to a host that is away
 SETTLE_S = 3  # wait for further hosts before a round begins, or is stopped for a joining host
 WAIT_S = 120  # wait for enough hosts, after which the job ends
 LEAVE_S = 180  # until a host that was told to stop may join again, unless it was away meanwhile
+REFUSED_S, LONGEST_S = 60, 3600  # until a bad newcomer is tried again: at first, doubled each time; at most
 FRUITLESS_ROUNDS = 3  # failed rounds at the same step, after which the job ends
 
 
@@ -53,7 +55,10 @@ class ElasticJob(Launcher):
         self.name, self.rounds = uuid.uuid4().hex, itertools.count(1)
         self.most = min(max_hosts or len(self.hosts), len(self.hosts))
         self.away: dict[str, str] = {}  # hosts that do not answer, with the reason
-        self.leaves_until: dict[str, float] = {}  # hosts that were told to stop: time.monotonic()
+        self.leaves_until: dict[str, float] = {}  # hosts told to stop, or left out: time.monotonic()
+        self.refusals: dict[str, int] = {}  # how often a host was left out since it last trained
+        self.waiting: dict[str, str] = {}  # hosts that a larger round has no use for, with the reason
+        self.proven: set[str] = set()  # hosts that have trained a step
         self.next_try = 0.0
         self.mistake = ""  # last mistake found in the hostfile
         self.members: list[HostConnection] = []  # of this round, the first host first
@@ -158,6 +163,8 @@ class ElasticJob(Launcher):
             self.say(f"new in the hostfile: {', '.join(new)}")
             self.names += [name for name in new if name not in self.names]
         self.hosts = hosts
+        for name in self.leaves_until.keys() - {host.name for host in hosts}:
+            del self.leaves_until[name]
         self.most = max(self.most, min(self.max_hosts or len(hosts), len(hosts)))
 
     def _connection(self, name: str) -> HostConnection | None:
@@ -201,16 +208,30 @@ class ElasticJob(Launcher):
 
     def _look_for_more_hosts(self) -> None:
         """Stops the round when a larger one is possible, so that all save and the larger one begins."""
-        chosen = self._choose(self._ready())
         can_stop = self.is_training and not self.stopping and not self.is_finished
-        if not can_stop or not chosen or len(chosen) <= len(self.members):
+        ready = self._ready() if can_stop else []
+        chosen = self._choose(ready)
+        if not chosen or len(chosen) <= len(self.members):
             self.larger_since = None
+            self._say_who_waits([c.host.name for c in ready if c not in self.members])
             return
         self.larger_since = self.larger_since or time.monotonic()
         if time.monotonic() - self.larger_since > SETTLE_S:
             present = {member.host.name for member in self.members}
             names = [c.host.name for c in chosen if c.host.name not in present]
             self._stop_round(f"{', '.join(names)} {'joins' if len(names) == 1 else 'join'}")
+
+    def _say_who_waits(self, names: list[str]) -> None:
+        """Prints once why these hosts, which answer, are in no round."""
+        reason = f"--max_hosts {self.max_hosts}"
+        if names and len(self.members) != self.max_hosts:
+            hosts = plural(len(self.members) + len(names), "host")
+            micro_batches = self.batch["batch_size"] // self.batch["per_device"]
+            processes = plural(len(self.hosts[0].devices), "process")
+            reason = f"the {micro_batches} micro-batches of a step do not divide among {hosts} of {processes}"
+        if new := [name for name in names if self.waiting.get(name) != reason]:
+            self.say(f"{', '.join(new)} {'waits' if len(new) == 1 else 'wait'}: {reason}")
+        self.waiting = dict.fromkeys(names, reason)
 
     # --- A round
 
@@ -220,10 +241,8 @@ class ElasticJob(Launcher):
         self.leavers, self.is_training = {}, False
         plan = self.plan_for([member.host for member in chosen])
         names = ", ".join(member.host.name for member in chosen)
-        others = [c.host.name for c in self._ready() if c not in chosen]
-        standby = f"; {', '.join(others)} stand by" if others else ""
         count = f"{plural(len(chosen), 'host')}, {plural(plan.processes, 'process')}"
-        self.say(f"starting on {count}: {names}{standby}")
+        self.say(f"starting on {count}: {names}")
         env = {MOST_HOSTS: str(self.most), ROUND: str(next(self.rounds))}
         if self.began:
             env[PER_DEVICE] = str(self.batch["per_device"])
@@ -268,6 +287,9 @@ class ElasticJob(Launcher):
         if self.changed_at and not self.stopping and step > self.began["step"]:
             self.say(f"step {step:,} came {time.monotonic() - self.changed_at:.0f} s after the change")
             self.changed_at = None
+        if step > self.began["step"]:
+            self.proven |= (trained := {member.host.name for member in self.members})
+            self.refusals = {n: count for n, count in self.refusals.items() if n not in trained}
         self.step = max(self.step, step)
 
     def on_end(self, connection: HostConnection, status: int) -> None:
@@ -319,8 +341,10 @@ class ElasticJob(Launcher):
         if is_saved and not lost:
             self.say(self.stopping)
             return None
-        if not self.is_training and not lost:
+        if not lost and not self.proven and not self.is_training:
             return self._retry_or_fail()
+        if not lost and self._leave_out_the_bad():
+            return None
         if lost:
             self.say(f"{', '.join(lost)} lost after step {self.step:,}")
         else:
@@ -337,11 +361,40 @@ class ElasticJob(Launcher):
             return None
         return self._fail(self._cause())
 
-    def _cause(self) -> str:
+    def _leave_out_the_bad(self) -> bool:
+        """Leaves out those by whom a round failed, if others can go on. False when nobody is to blame.
+
+        Newcomers are to blame, or a host that certainly failed by itself before it trained.
+        """
+        first = self._first_failure()
+        if first is None:
+            return False
+        rank, cause = failure_cause(first)
+        suspects = [member for member in self.members if member.host.name not in self.proven]
+        if not suspects and not self.is_training and rank <= 1:
+            suspects = [first]
+        # All hosts say what one of them finds, and name it.
+        named = [m for m in suspects if m.hello and re.search(rf"\bhost {m.hello['hostname']}\b", cause)]
+        bad = named or ([first] if first in suspects else suspects)
+        if not bad or not self._choose([member for member in self.members if member not in bad]):
+            return False
+        for name in (member.host.name for member in bad):
+            wait_s = min(REFUSED_S * 2 ** self.refusals.get(name, 0), LONGEST_S)
+            self.refusals[name] = self.refusals.get(name, 0) + 1
+            self.leaves_until[name] = time.monotonic() + wait_s
+            self.say(f"{name} is left out for {wait_s} s: {cause}. See {first.log_file}")
+        return True
+
+    def _first_failure(self) -> HostConnection | None:
+        """The host whose failure explains those of the others; of several alike a newcomer."""
         failed = [member for member in self.members if member.status not in (0, PREEMPTED)]
-        if not failed:
+        order = lambda m: (failure_cause(m)[0], m.host.name in self.proven)  # noqa: E731
+        return min(failed, key=order, default=None)
+
+    def _cause(self) -> str:
+        first = self._first_failure()
+        if first is None:
             return "all were told to stop"
-        first = min(failed, key=lambda member: failure_cause(member)[0])
         return f"{first.host.name}: {failure_cause(first)[1]}. Its log: {first.log_file}"
 
     def _fail(self, message: str) -> int:

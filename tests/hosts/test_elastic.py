@@ -7,12 +7,14 @@ from types import SimpleNamespace
 import pytest
 
 from common.hosts import elastic
+from common.hosts.agent import SUSPENDED
 from common.hosts.elastic import ElasticJob
 from common.hosts.hostfile import Host
 from common.hosts.launcher import HostConnection
 from common.hosts.ssh import SSH_FAILED
 from common.system.env import PREEMPTED
 
+HELLO = {"address": None, "client": None}
 BATCH = {"event": "batch", "batch_size": 64, "per_device": 8}
 
 
@@ -39,18 +41,32 @@ class Hosts:
 
     def connect(self, host: Host) -> HostConnection:
         process = SimpleNamespace(kill=lambda: None)
-        connection = HostConnection(host, process, Path("log"), hello={"address": None, "client": None})
+        connection = HostConnection(host, process, Path("log"), hello=HELLO | {"hostname": host.name})
         connection.send = lambda line: self.sent.append((host.name, line))
         self.job.connections.append(connection)
         return connection
 
-    def start(self, *names: str) -> None:
-        """A round on these hosts, that has begun to train."""
+    def launch(self, *names: str) -> None:
+        """A round on these hosts, that has not begun to train."""
         job = self.job
         job._connect_missing()
-        job._start([c for c in job.connections if c.host.name in names])
+        job._start([c for c in job._ready() if c.host.name in names])
         job.on_event(job.members[0], BATCH)
-        job.on_event(job.members[0], {"event": "began", "step": 10, "in_s3": True, "is_shared": False})
+
+    def start(self, *names: str) -> None:
+        """A round on these hosts, that has begun to train."""
+        self.launch(*names)
+        began = {"event": "began", "step": 10, "in_s3": True, "is_shared": False}
+        self.job.on_event(self.job.members[0], began)
+
+    def train(self, *names: str) -> None:
+        """A round on these hosts that has trained, and was then told to save and end."""
+        self.start(*names)
+        self.job.on_event(self.job.members[0], {"event": "step", "step": 11})
+        assert self.end(**dict.fromkeys(names, PREEMPTED)) is None
+
+    def print(self, name: str, line: str) -> None:
+        self.job._connection(name).last_lines.append(line)
 
     def end(self, **statuses: int) -> int | None:
         for member in self.job.members:
@@ -201,3 +217,83 @@ def test_a_changed_hostfile(hosts):
     found.job._read_hosts_again()
     assert found.said[1:] == ["new in the hostfile: node3"]
     assert (len(found.job.hosts), found.job.most) == (3, 3)
+
+
+DISAGREE = "error: the processes do not agree: common/ is a on rank 1 (host node2), but b on the others"
+
+
+@pytest.mark.parametrize(
+    ("began", "host", "line", "reason"),
+    [
+        (False, "node1", DISAGREE, DISAGREE),
+        (False, "node2", "error: --data /data: no such folder", "error: --data /data: no such folder"),
+        (True, "node2", "torch.OutOfMemoryError: CUDA out of memory", "torch.OutOfMemoryError: CUDA out of"),
+        (False, "node2", "error: rank 1 is suspended by a signal", "rank 1 is suspended by a signal"),
+        (False, "node1", "error: no answer", "no answer"),
+    ],
+)
+def test_a_bad_newcomer_is_left_out_and_tried_again(began, host, line, reason, hosts, monkeypatch):
+    """The others go on, and are not disturbed more and more seldom."""
+    found = hosts(2)
+    found.train("node1")
+    clock = [time.monotonic()]
+    monkeypatch.setattr(elastic.time, "monotonic", lambda: clock[0])
+    for wait_s in (60, 120, 240):
+        (found.start if began else found.launch)("node1", "node2")
+        found.print("node1", "RuntimeError: connection reset by peer")
+        found.print("node2", "RuntimeError: connection reset by peer")
+        found.print(host, line)
+        assert found.end(node1=1, node2=1) is None
+        assert found.said[-1].startswith(f"node2 is left out for {wait_s} s: {reason.removeprefix('error: ')}")
+        found.job._connect_missing()
+        assert chosen(found.job) == ["node1"]
+        clock[0] += wait_s
+        assert chosen(found.job) == ["node1", "node2"]
+    found.train("node1", "node2")
+    assert not found.job.refusals
+
+
+def test_a_host_that_was_left_out_and_is_another_machine_joins_at_once(hosts):
+    found = hosts(2)
+    found.train("node1")
+    found.launch("node1", "node2")
+    assert found.end(node1=1, node2=1) is None
+    found.job._connect_missing()
+    found.job.on_end(found.job._connection("node2"), SSH_FAILED)
+    found.job.next_try = 0
+    found.job._connect_missing()
+    assert chosen(found.job) == ["node1", "node2"]
+
+
+def test_a_host_that_freezes_as_it_starts_again_is_left_out(hosts):
+    """It has trained before: what tells is the signal."""
+    found = hosts(2)
+    found.train("node1", "node2")
+    found.launch("node1", "node2")
+    found.print("node2", f"error: rank 1, process 7, {SUSPENDED}")
+    assert found.end(node1=1, node2=137) is None
+    assert found.said[-1].startswith("node2 is left out for 60 s: rank 1, process 7, is suspended")
+    found.launch("node1", "node2")
+    assert found.end(node1=1, node2=1) is None  # nobody is to blame: tried again
+    assert found.said[-1].startswith("failed after step 11: ")
+
+
+def test_a_host_that_waits_is_named_once_with_the_reason(hosts, monkeypatch):
+    monkeypatch.setattr(elastic, "SETTLE_S", 0)
+    found = hosts(3)
+    found.start("node1", "node2")
+    for _ in range(3):
+        found.job._look_for_more_hosts()
+    waits = "node3 waits: the 8 micro-batches of a step do not divide among 3 hosts of 2 processes"
+    assert [line for line in found.said if "waits" in line] == [waits]
+    found.names.append("node4")  # together they divide
+    found.slots["node4"] = 2
+    found.job._read_hosts_again()
+    found.job._connect_missing()
+    for _ in range(3):
+        found.job._look_for_more_hosts()
+    assert found.job.stopping == "node3, node4 join"
+    found = hosts(3, max_hosts=2)
+    found.start("node1", "node2")
+    found.job._look_for_more_hosts()
+    assert found.said[-1] == "node3 waits: --max_hosts 2"
