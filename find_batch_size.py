@@ -37,7 +37,7 @@ from common.batch_search import LaunchResult, knee, launch, next_size
 from common.hosts.hostfile import read_hostfile
 from common.recipe import ImageRecipe, recipe_part
 from common.recipe import parse as parse_recipe
-from common.system.cli import command_parser, run_command, split_at_script
+from common.system.cli import check_positive, command_parser, run_command, split_at_script
 from common.system.files import read_accelerate_config, read_json, read_lines, write_json
 from common.system.paths import ROOT
 from common.system.text import numbered
@@ -94,9 +94,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     flags.script = script
     if not flags.script:
         parser.error("name the script, as train_vit.py, behind these flags")
-    for name in ("quantum", "memory_limit_gib", "trial_timeout_s"):
-        if (value := getattr(flags, name)) is not None and value <= 0:
-            parser.error(f"--{name} {value}: must be more than 0")
+    check_positive(parser, flags, "quantum", "memory_limit_gib", "trial_timeout_s")
     return flags
 
 

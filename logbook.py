@@ -30,7 +30,7 @@ from common.report import page as run_page
 from common.report.comparison import Comparison, read_search
 from common.report.record import RunRecord
 from common.report.words import index_values
-from common.system.cli import run_command
+from common.system.cli import check_positive, run_command
 from common.system.files import parse_json, write_text
 from common.system.paths import python_command, shortest
 from common.system.text import natural, numbered, printable
@@ -90,7 +90,9 @@ def parse(words: list[str]) -> argparse.Namespace:
         metavar="FILE",
         help="results of find_batch_size.py",
     )
-    return parser.parse_args(words)
+    flags = parser.parse_args(words)
+    check_positive(parser, flags, "target_accuracy", "price_per_hour")
+    return flags
 
 
 def add_runs(flags: argparse.Namespace) -> list[Path]:

@@ -21,7 +21,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from common.system.cli import command_parser, run_command, split_at_script
+from common.system.cli import check_positive, command_parser, run_command, split_at_script
 from common.system.files import write_json
 
 if TYPE_CHECKING:
@@ -82,9 +82,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
         parser.error("name the script, as train_vit.py, behind these flags")
     if bool(flags.gpu) == (flags.measure is not None):
         parser.error("give --gpu NAME for a plan by data sheets, or --measure for one of the device at hand")
-    for name in ("hosts", "gpus", "measure", "network_gb_s", "s3_gb_s", "image_kb", "price_per_hour"):
-        if (value := getattr(flags, name)) is not None and value <= 0:
-            parser.error(f"--{name} {value:g}: must be more than 0")
+    numbers = ("hosts", "gpus", "measure", "network_gb_s", "s3_gb_s", "image_kb", "price_per_hour")
+    check_positive(parser, flags, *numbers)
     return flags
 
 

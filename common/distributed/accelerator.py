@@ -44,6 +44,7 @@ from common.distributed.precision import (
     chosen_precision,
     compressed,
     settle_precision,
+    typed_precision,
 )
 from common.distributed.preemption import ready, watch
 from common.distributed.rehearsal import keep_freed_memory, rehearse_on_cpu, use_all_cores
@@ -60,8 +61,9 @@ def start(job: Job, clip_norm: float = 0.0) -> tuple[Accelerator, Batch]:
     Raises ValueError when the launcher's config has an unsupported answer, the batch does not divide, there
     are too few GPUs, or the processes disagree.
     """
+    wanted = job.mixed_precision or typed_precision()
     deepspeed = check_answers(
-        os.environ, world_size(), deepspeed_config=job.deepspeed_config, precision=job.mixed_precision
+        os.environ, world_size(), deepspeed_config=job.deepspeed_config, precision=wanted
     )
     batch = elastic_batch(job)
     watch(job.timeout_s)

@@ -7,9 +7,11 @@ fp16, and bf16 that a DeepSpeed JSON enables. There all weights and activations 
 
 import dataclasses
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import psutil
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, convert_outputs_to_fp32, parse_flag_from_env
@@ -77,13 +79,18 @@ def input_dtype(accelerator: Accelerator) -> torch.dtype | None:
 
 def chosen_precision(flag: str | None) -> str:
     """The flag, else the launcher's setting, else bf16 where the device supports it natively."""
-    launchers = os.environ.get("ACCELERATE_MIXED_PRECISION")
-    # accelerate launch passes "no" for a DeepSpeed config that leaves the precision to the JSON's "auto".
+    launchers, remark = os.environ.get("ACCELERATE_MIXED_PRECISION"), ""
+    typed = typed_precision() if launchers == "no" and not flag else ""
     fields = os.environ.get("ACCELERATE_CONFIG_DS_FIELDS", "").split(",")
-    if launched_with("DEEPSPEED") and "mixed_precision" not in fields and launchers == "no":
+    if typed == "no":
+        flag = typed
+    elif launchers == "no" and launched_with("DEEPSPEED") and "mixed_precision" not in fields:
+        # accelerate launch passes "no" for a DeepSpeed config that leaves the precision to the JSON's "auto".
         launchers = None
+        if typed is None and has_native_bf16():
+            remark = "training in bf16: a --mixed_precision no of accelerate launch can't be seen here;"
+            remark += " give the flag to the script for fp32"
     wanted = flag or launchers or ("bf16" if has_native_bf16() else "no")
-    remark = ""
     if not on_gpu() and wanted == "fp16":
         remark = "fp16 is slow on a CPU; it is computed all the same, with loss scaling as on a GPU"
     elif not on_gpu() and wanted == launchers == "bf16" and not has_native_bf16():
@@ -100,6 +107,21 @@ def chosen_precision(flag: str | None) -> str:
     if remark and rank() == 0:
         print(remark, flush=True)
     return wanted
+
+
+def typed_precision() -> str | None:
+    """--mixed_precision of `accelerate launch`, "" without it. None where another program is the parent.
+
+    The launcher's environment does not tell a typed no from its default; its command line does.
+    """
+    try:
+        line = " ".join(psutil.Process(os.getppid()).cmdline())
+    except psutil.Error:  # the launcher has just ended, or its command line is hidden
+        return None
+    if not re.search(r"\baccelerate(\.commands\.launch|-launch| launch)\b", line):
+        return None
+    typed = re.search(r"--mixed[_-]precision[= ](no|bf16|fp16)\b", line)
+    return typed[1] if typed else ""
 
 
 def on_gpu() -> bool:

@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import io
 import json
+import math
 import os
 import sys
 import time
@@ -52,6 +53,14 @@ def split_at_script(words: list[str]) -> tuple[list[str], list[str]]:
     """The words before the first that ends in .py, and those from there on: a script and its flags."""
     at = next((number for number, word in enumerate(words) if word.endswith(".py")), len(words))
     return words[:at], words[at:]
+
+
+def check_positive(parser: argparse.ArgumentParser, flags: argparse.Namespace, *names: str) -> None:
+    """Ends the command where one of these numbers is given, and is not finite and more than 0."""
+    for name in names:
+        value = getattr(flags, name, None)
+        if value is not None and not 0 < value < math.inf:
+            parser.error(f"--{name} {value:g}: must be more than 0 and finite")
 
 
 def set_umask() -> None:

@@ -17,6 +17,8 @@ LIMITED = (  # only under a limit on a process's memory, from other allocators t
     "can't start new thread",
     "failed to map segment from shared object",
     "could not execute a primitive",
+    "OpenBLAS error: Memory allocation still failed",
+    "OpenBLAS blas_thread_init: pthread_create failed",
 )
 
 

@@ -82,13 +82,29 @@ def test_a_line_says_that_a_gpu_trains_in_fp32_for_want_of_a_config(monkeypatch,
     assert not capsys.readouterr().out
 
 
-def test_the_no_of_accelerate_for_a_deepspeed_file_was_said_by_nobody(monkeypatch):
+LAUNCH = "python -m accelerate.commands.launch"
+
+
+@pytest.mark.parametrize(
+    ("parent", "fields", "wanted", "is_told"),
+    [
+        (f"{LAUNCH} --config_file a.yaml s.py", "zero_stage", "bf16", False),  # nobody said no
+        ("python /bin/accelerate launch s.py", "", "bf16", False),
+        (f"{LAUNCH} --mixed_precision no s.py", "", "no", False),
+        (f"{LAUNCH} --mixed-precision=no s.py", "", "no", False),
+        ("python /bin/accelerate launch --mixed_precision no s.py", "", "no", False),
+        (f"{LAUNCH} s.py", "zero_stage,mixed_precision", "no", False),  # the user's own config
+        ("nsys profile python s.py", "", "bf16", True),  # a wrapper hides the launcher
+    ],
+)
+def test_the_no_of_accelerate_for_a_deepspeed_file(parent, fields, wanted, is_told, monkeypatch, capsys):
     gpus(monkeypatch, 1)
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    assert precision.chosen_precision(None) == "bf16"
-    monkeypatch.setenv("ACCELERATE_CONFIG_DS_FIELDS", "zero_stage,mixed_precision")  # the user's own config
-    assert precision.chosen_precision(None) == "no"
+    monkeypatch.setenv("ACCELERATE_CONFIG_DS_FIELDS", fields)
+    monkeypatch.setattr(precision.psutil.Process, "cmdline", lambda _: parent.split())
+    assert precision.chosen_precision(None) == wanted
+    assert ("training in bf16" in capsys.readouterr().out) == is_told
 
 
 def test_the_recipes_numbers_go_into_deepspeeds_config(capsys):

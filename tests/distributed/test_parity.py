@@ -93,6 +93,25 @@ def test_two_processes_train_as_one_with_two_accumulations(script, strategy, one
     assert_same_training(tmp_path / "run", one_process(script))
 
 
+@pytest.mark.parametrize(
+    "strategy", [pytest.param(s, marks=[] if s == "zero2" else pytest.mark.full) for s in STRATEGIES]
+)
+def test_a_precision_typed_for_the_launcher_counts(strategy, one_process, project_copy, tmp_path, cache):
+    """Also for a DeepSpeed file, for which accelerate passes "no" without being told. The CPU says bf16."""
+    mutate(
+        project_copy,
+        "common/distributed/precision.py",
+        "return torch.cpu._is_avx512_bf16_supported()",
+        "return True",
+    )
+    words, at = command("cnn_a", cache), SCRIPTS["cnn_a"].index("--mixed_precision")
+    launcher = accelerate("single_gpu") if strategy == "single" else STRATEGIES[strategy]
+    words = [*launcher, "--mixed_precision", "no", *words[:at], *words[at + 2 :]]
+    output = run([*words, "--output_dir", tmp_path / "run"], cwd=project_copy)
+    assert "mixed precision no" in output, output
+    assert_same_training(tmp_path / "run", one_process("cnn_a"))
+
+
 # The same settings as an answer of the launcher's, where there is one, or as a flag.
 CHECKPOINTING = {
     "fsdp": accelerate("fsdp_2gpu", "--fsdp_activation_checkpointing", "true"),

@@ -168,6 +168,8 @@ def test_a_plan(tmp_path):
         (["--gpu", "Tesla T4", "nothing.py"], "nothing.py: no such script"),
         (["--gpu", "Tesla T4", "--gpus", "3", *SMALL], "--batch_size 64 does not divide among 3 devices"),
         (["--gpu", "Tesla T4", "--hosts", "0", *SMALL], "--hosts 0: must be more than 0"),
+        (["--gpu", "Tesla T4", "--network_gb_s", "nan", *SMALL], "--network_gb_s nan: must be more than 0"),
+        (["--gpu", "Tesla T4", "--price_per_hour", "inf", *SMALL], "--price_per_hour inf: must be more"),
         (["--gpu", "Tesla T4"], "name the script"),
     ],
 )

@@ -22,7 +22,7 @@ from common.report.comparison import Comparison
 from common.report.record import RunRecord
 from common.report.words import mixed_precision
 from common.system.cli import run_command
-from tests.conftest import CNN, Job, copy_project, metrics, python, result, run, torchrun
+from tests.conftest import CNN, ROOT, Job, copy_project, metrics, python, result, run, torchrun
 
 FLAGS = ["--data", "digits", "--epochs", "3", "--log_every", "2", "--telemetry_s", "0.2"]
 MARKDOWN = MarkdownIt("commonmark").enable("table")
@@ -584,6 +584,14 @@ def test_results_of_a_batch_search(one, two, book, tmp_path):
 
 def test_a_comparison_of_one_is_refused(one, book):
     assert book("compare", one[0])[::2] == (1, "error: a comparison needs two runs or more\n")
+
+
+@pytest.mark.parametrize("flag", ["--price_per_hour=nan", "--target_accuracy=inf"])
+def test_numbers_that_are_none_are_refused(flag):
+    job = Job([sys.executable, "logbook.py", "compare", "a", "b", flag], cwd=ROOT)
+    status, output = job.wait()
+    assert status == 2
+    assert f"{flag.replace('=', ' ')}: must be more than 0 and finite" in output
 
 
 # --- Figures

@@ -138,6 +138,8 @@ def test_a_hanging_launch_leaves_no_process(tmp_path, monkeypatch):
     ("code", "is_out_of_memory"),
     [
         ("bytearray(2**30)", True),
+        ("held = bytearray(2**29 - 2**25); import numpy", True),  # OpenBLAS ends the process in its own words
+        ("print('OpenBLAS blas_thread_init: pthread_create failed for thread 1 of 2'); exit(1)", True),
         ("print('error: out of memory on this device'); exit(1)", True),
         ("print('error: out of memory on this device')", False),  # it went well
         ("import os; os.abort()", False),
@@ -271,7 +273,7 @@ def test_with_randaugment_a_margin_stays_free(layers, answer, tmp_path, monkeypa
 MISTAKES = [
     ((), 2, "name the script"),
     (("--quantum=0", *CNN), 2, "--quantum 0: must be more than 0"),
-    (("--memory_limit_gib=-1", *CNN), 2, "--memory_limit_gib -1.0: must be more than 0"),
+    (("--memory_limit_gib=-1", *CNN), 2, "--memory_limit_gib -1: must be more than 0"),
     (("--memory=1", *CNN), 2, "--memory=1"),
     ((*CNN, "--widht=1"), 2, "unknown flag --widht: did you mean --widths?"),
     (("--config_file=accelerate_configs/ddp_3gpu.yaml", *CNN), 1, "ddp_3gpu.yaml: No such file"),
@@ -283,6 +285,9 @@ MISTAKES = [
     (("--memory_limit_gib=0.2", *CNN), 1, "even 8 images a process are too many"),
     (("--memory_limit_gib=2", *CNN, "--data=/nowhere"), 1, "--data /nowhere"),
     (("--memory_limit_gib=2", "--trial_timeout_s=0.5", *CNN), 1, "no end within"),
+    (("--memory_limit_gib=nan", *CNN), 2, "--memory_limit_gib nan: must be more than 0 and finite"),
+    (("--memory_limit_gib=inf", *CNN), 2, "--memory_limit_gib inf: must be more than 0 and finite"),
+    (("--trial_timeout_s=nan", *CNN), 2, "--trial_timeout_s nan: must be more than 0 and finite"),
 ]
 
 
