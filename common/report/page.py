@@ -535,10 +535,9 @@ def _places(run: RunRecord) -> str:
         rows.append(["upload", "not complete"])
     if (run.folder / "tensorboard").is_dir():
         rows.append(["TensorBoard", md.code(f"tensorboard --logdir {shlex.quote(folder + '/tensorboard')}")])
-    if "wandb_url" in about:
-        rows.append(["W&B run", md.link(about["wandb_url"], about["wandb_url"])])
-    elif "wandb_id" in about:
-        rows.append(["W&B run", md.code(about["wandb_id"])])
+    if url := about.get("wandb_url", about.get("wandb_id")):
+        is_web = url.startswith(("https://", "http://"))  # and no script
+        rows.append(["W&B run", md.link(url, url) if is_web else md.code(url)])
     return md.table(["", ""], rows, numbers=False)
 
 

@@ -20,6 +20,7 @@ from PIL import Image
 import logbook
 from common.report import plots
 from common.report.comparison import Comparison
+from common.report.page import page
 from common.report.record import RunRecord
 from common.report.words import mixed_precision
 from common.system.cli import run_command
@@ -302,6 +303,16 @@ def test_a_page_holds_nothing_from_outside_of_its_run(one, book, tmp_path):
     assert not [file for file in written if b"SECRET" in file.read_bytes()]
     pictures = embedded((tmp_path / "book" / "logbook.html").read_text())["runs"][0]["pictures"]
     assert not {"plots/link.png", "plots/pipe.png"} & {picture["name"] for picture in pictures}
+
+
+@pytest.mark.parametrize("url", ["https://wandb.ai/me/x", "javascript:alert(1)", "data:text/html,x", "//x"])
+def test_only_an_address_of_the_web_is_a_link(url, tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "recipe.json").write_text(json.dumps({"wandb_url": url}))
+    text = page(RunRecord(folder), "run", [])
+    assert rows(text)["W&B run"] == [url]
+    assert ("](" in text) == url.startswith("https:")
 
 
 def test_a_folder_that_is_no_run_is_named_and_nothing_is_written(one, book, tmp_path):
