@@ -10,7 +10,8 @@ first flag are pictures; `-` reads their names from stdin. Under any launcher ea
 
 The folder (--output_dir, else predictions/<run>) gets predictions.csv and predictions.jsonl, with the most
 likely classes of each picture and their probabilities, and sheet.png with the first pictures. A file that is
-no image is listed with the reason, and does not end the command.
+no image is listed with the reason, and does not end the command. In predictions.csv a name that begins like a
+formula of a spreadsheet (= + - @) has a ' before it.
 """
 
 import csv
@@ -48,6 +49,7 @@ from common.system.threads import Heartbeat
 WHOLE = ("digits", "cifar10", "synthetic")  # evaluated without a crop: --crop auto resizes whole pictures
 SHEET = 32  # pictures on sheet.png
 PRINTED = 10
+FORMULA = ("=", "+", "-", "@")  # a cell that begins so is one for spreadsheets (OWASP, CSV Injection)
 
 Row = dict[str, Any]  # file, classes and probabilities, the most likely first; or file and error
 
@@ -184,7 +186,8 @@ def write(folder: Path, rows: list[Row], trained: TrainedModel) -> None:
     for row in rows:
         pairs = zip(row.get("classes", ()), row.get("probabilities", ()), strict=True)
         cells = [cell for name, value in pairs for cell in (name, f"{value:.6f}")]
-        writer.writerow([printable(row["file"]), *(cells or [""] * 2 * top), row.get("error", "")])
+        line = map(printable, (row["file"], *(cells or [""] * 2 * top), row.get("error", "")))
+        writer.writerow([f"'{cell}" if cell.startswith(FORMULA) else cell for cell in line])
     write_text(folder / "predictions.csv", table.getvalue())
     if good := [row for row in rows if "classes" in row][:SHEET]:
         draw(folder / "sheet.png", good, trained)

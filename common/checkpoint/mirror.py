@@ -26,7 +26,7 @@ from common.checkpoint.format import (
     steps_in,
     to_keep,
 )
-from common.system.files import discard, sha256_of, sync
+from common.system.files import discard, own_files, sha256_of, sync
 from common.system.s3 import ObjectStore, StoreError, WrongSize
 from common.system.threads import lower_priority
 
@@ -94,11 +94,11 @@ class Mirror:
 
     def _send_run_files(self, *patterns: str) -> None:
         for pattern in patterns:
-            for file in sorted(self.folder.glob(pattern)):
+            for file in own_files(self.folder, pattern):
                 self.store.upload(file, file.name)
 
     def _send_new_telemetry(self) -> None:
-        for file in sorted(self.folder.glob(TELEMETRY)):
+        for file in own_files(self.folder, TELEMETRY):
             parts = _parts(self.store, file.name)
             sent = parts[-1][1] if parts else 0
             with open(file, "rb") as lines:
@@ -148,7 +148,7 @@ class Mirror:
     def _send_checkpoint(self, step: int) -> None:
         local = self.folder / "checkpoints" / step_name(step)
         remote = f"checkpoints/{step_name(step)}"
-        for path in sorted(local.iterdir()):
+        for path in own_files(local, "*"):
             if path.name != MANIFEST_FILE:
                 self.store.upload(path, f"{remote}/{path.name}")
         manifest = (local / MANIFEST_FILE).read_bytes()

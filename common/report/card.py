@@ -39,7 +39,7 @@ def model_card(name: str, exported: Exported, about: dict[str, Any]) -> str:
         ("trained by", code(f"{exported.script.__name__}.py")),
         ("run, step", f"{code(run.folder.name if run else 'unknown')}, {exported.trained.step:,}"),
         ("commit", code(run.about.get("git_commit", "unknown") if run else "unknown")),
-        ("data", text(_plain_name(exported.recipe.data))),
+        ("data", text(_name(exported.recipe.data).removeprefix("hub:"))),
         ("licence", TO_FILL_IN),
         ("licence of the data", TO_FILL_IN),
         ("intended use, limits", TO_FILL_IN),
@@ -60,12 +60,15 @@ def model_card(name: str, exported: Exported, about: dict[str, Any]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _plain_name(data: str) -> str:
-    return data.rstrip("/").rpartition("/")[2]
-
-
 def _flag(value: object) -> object:
-    return ",".join(map(str, value)) if isinstance(value, list) else value
+    if isinstance(value, (list, tuple)):
+        return ",".join(str(_flag(one)) for one in value)
+    return _name(value) if isinstance(value, str) else value
+
+
+def _name(value: str) -> str:
+    """The last part of a path or an address, as the rest may be private; a name of the hub whole."""
+    return value if value.startswith(("hub:", "hf-hub:")) else value.rstrip("/").rpartition("/")[2]
 
 
 def _metadata(name: str, exported: Exported, facts: dict[str, Any]) -> dict[str, Any]:
@@ -80,9 +83,9 @@ def _metadata(name: str, exported: Exported, facts: dict[str, Any]) -> dict[str,
         is_tested = "test_accuracy" in facts
         accuracy = {"type": "accuracy", "value": facts["test_accuracy" if is_tested else "best_accuracy"]}
         split = facts.get("test_name" if is_tested else "val_name", "val")
-        data = {name: _plain_name(exported.recipe.data) for name in ("name", "type")} | {"split": split}
+        data = dict.fromkeys(("name", "type"), _name(exported.recipe.data).removeprefix("hub:"))
         task = {"type": "image-classification"}
-        result = {"task": task, "dataset": data, "metrics": [accuracy]}
+        result = {"task": task, "dataset": data | {"split": split}, "metrics": [accuracy]}
         about["model-index"] = [{"name": name, "results": [result]}]
     return about
 

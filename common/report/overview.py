@@ -20,8 +20,9 @@ from typing import Any
 from common.report import bill
 from common.report.comparison import conditions
 from common.report.page import as_flag
-from common.report.record import PARTS, RunRecord
+from common.report.record import PARTS, RunRecord, read_picture
 from common.report.words import data, devices, memory_gib, model, utilisation_pct
+from common.system.files import own_files
 from common.system.paths import public_path
 from common.system.text import natural, plural, printable
 
@@ -263,7 +264,7 @@ def _add_pictures(runs: list[dict[str, Any]], folders: list[Path]) -> None:
             try:
                 picture = _picture(file)
             except ValueError as error:
-                run["lines"].append(f"{name} can't be read as a picture: {printable(error)}")
+                run["lines"].append(f"{name} {printable(error)}")
                 run["values"]["problems"] = 1 + (run["values"]["problems"] or 0)
                 continue
             run["pictures"].append(picture | {"name": name, "text": texts.get(name) or _kind(name)})
@@ -272,21 +273,14 @@ def _add_pictures(runs: list[dict[str, Any]], folders: list[Path]) -> None:
 
 def _files(folder: Path) -> list[Path]:
     """plots/ without the curves, which the page draws itself, and what validate.py has drawn."""
-    plots = [file for file in folder.glob("plots/*.png") if file.name != "curves.png"]
-    return sorted([*plots, *folder.glob("validation/*/*.png")], key=natural)
+    plots = [file for file in own_files(folder, "plots/*.png") if file.name != "curves.png"]
+    return sorted([*plots, *own_files(folder, "validation/*/*.png")], key=natural)
 
 
 def _picture(file: Path) -> dict[str, Any]:
     """The picture as WebP; of the file, nothing but its pixels gets into the page. ValueError for no PNG."""
-    from PIL import Image
-
-    try:
-        with Image.open(file, formats=["PNG"]) as image:
-            image.thumbnail((PICTURE_PX, PICTURE_PX))
-            pixels = image.convert("RGB")
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise ValueError(type(error).__name__) from None
-    written = io.BytesIO()
+    pixels, written = read_picture(file), io.BytesIO()
+    pixels.thumbnail((PICTURE_PX, PICTURE_PX))
     pixels.save(written, "WEBP", quality=60)
     source = f"data:image/webp;base64,{base64.b64encode(written.getvalue()).decode()}"
     return {"source": source, "width": pixels.width, "height": pixels.height}

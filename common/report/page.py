@@ -3,13 +3,14 @@
 import shlex
 import shutil
 from collections.abc import Iterator
+from glob import escape
 from pathlib import Path
 from typing import Any
 
 from common.report import bill
 from common.report import markdown as md
 from common.report.plots import Panel, confusion_matrix, panel, panels
-from common.report.record import RunRecord
+from common.report.record import RunRecord, read_picture
 from common.report.words import (
     REHEARSAL,
     claim,
@@ -21,6 +22,7 @@ from common.report.words import (
     number,
     where,
 )
+from common.system.files import own_files
 from common.system.paths import public_path
 from common.system.text import plural
 from common.telemetry.trace import FOLDER, TRACE
@@ -49,9 +51,11 @@ def draw(run: RunRecord, folder: Path) -> list[str]:
             confusion_matrix(
                 drawn / f"confusion_{name}.png", found["confusion"], found["classes"], title + split
             )
-        worst = run.folder / "validation" / name / "worst.png"
-        if worst.exists():
-            shutil.copyfile(worst, drawn / f"worst_{name}.png")
+        for worst in own_files(run.folder, f"validation/{escape(name)}/worst.png"):
+            try:
+                read_picture(worst).save(drawn / f"worst_{name}.png")
+            except ValueError as error:
+                run.problems.append(f"{worst.relative_to(run.folder)} {error}")
     shutil.rmtree(folder, ignore_errors=True)
     drawn.rename(folder)
     return sorted(path.name for path in folder.iterdir())
@@ -407,8 +411,9 @@ def _hosts(run: RunRecord) -> str:
 
 
 def _nvidia_smi(run: RunRecord) -> Iterator[str]:
-    for file in sorted(run.folder.glob("nvidia-smi-*.txt")):
-        dump = file.read_text(errors="replace")
+    for file in own_files(run.folder, "nvidia-smi-*.txt"):
+        with open(file, errors="replace") as text:
+            dump = text.read(SHOWN_CHARACTERS + 1)
         cut = f", its first {SHOWN_CHARACTERS:,} characters" if len(dump) > SHOWN_CHARACTERS else ""
         yield md.folded(
             f"nvidia-smi -q on {file.stem.removeprefix('nvidia-smi-')}{cut}",
@@ -530,10 +535,9 @@ def _places(run: RunRecord) -> str:
         rows.append(["upload", "not complete"])
     if (run.folder / "tensorboard").is_dir():
         rows.append(["TensorBoard", md.code(f"tensorboard --logdir {shlex.quote(folder + '/tensorboard')}")])
-    if "wandb_url" in about:
-        rows.append(["W&B run", md.link(about["wandb_url"], about["wandb_url"])])
-    elif "wandb_id" in about:
-        rows.append(["W&B run", md.code(about["wandb_id"])])
+    if url := about.get("wandb_url", about.get("wandb_id")):
+        is_web = url.startswith(("https://", "http://"))  # and no script
+        rows.append(["W&B run", md.link(url, url) if is_web else md.code(url)])
     return md.table(["", ""], rows, numbers=False)
 
 

@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from common.system.files import parse_json, read_json
+from PIL import Image
+
+from common.system.files import parse_json, read_own
 from common.system.paths import public_path
 from common.system.schema import Kind, fitting
 from common.telemetry.trace import FOLDER, SUMMARY
@@ -93,6 +95,7 @@ STAMPS: dict[str, Kind] = {
         }
     ]
 }
+MOST_BYTES = 2**31  # larger files are not read: 14 days of telemetry of a host with 8 GPUs
 UNFINISHED = "killed or still running"  # the status of a run without a result
 
 
@@ -180,7 +183,7 @@ class RunRecord:
         from common.telemetry.summary import summarize
 
         found = []
-        for host in self.telemetry:
+        for host in (host for host, lines in self.telemetry.items() if lines):
             with contextlib.suppress(OSError, ValueError, RecursionError):  # it is among the problems
                 found.append(summarize(self.folder / f"telemetry-{host}.jsonl"))
         return found
@@ -217,7 +220,7 @@ class RunRecord:
 
     def _read(self, name: str, kinds: dict[str, Any]) -> dict[str, Any]:
         try:
-            content = read_json(self.folder / name)
+            content = parse_json(read_own(self.folder, name, MOST_BYTES), self.folder / name)
         except FileNotFoundError:
             self.problems.append(f"{name} is missing")
             return {}
@@ -235,7 +238,7 @@ class RunRecord:
     def _read_lines(self, name: str, kinds: dict[str, Any], needed: set[str]) -> list[dict[str, Any]]:
         """The lines, without those that a kill or a full disk has cut."""
         try:
-            texts = (self.folder / name).read_text(errors="replace").splitlines()
+            texts = read_own(self.folder, name, MOST_BYTES).decode(errors="replace").splitlines()
         except FileNotFoundError:
             self.problems.append(f"{name} is missing")
             return []
@@ -266,6 +269,15 @@ class RunRecord:
             self.problems.append(f"{name} has no square matrix of its classes")
             found = {key: value for key, value in found.items() if key != "confusion"}
         return found
+
+
+def read_picture(file: Path) -> Image.Image:
+    """The pixels of a PNG, in RGB. ValueError for any other file."""
+    try:
+        with Image.open(file, formats=["PNG"]) as image:
+            return image.convert("RGB")
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise ValueError(f"can't be read as a picture: {type(error).__name__}") from None
 
 
 def early_precision(facts: Mapping[str, Any]) -> dict[str, str]:

@@ -79,6 +79,26 @@ def size_limit() -> str:
     return "" if limit == resource.RLIM_INFINITY else f" (a file may have {limit:,} bytes here: ulimit -f)"
 
 
+def own_files(folder: Path, pattern: str) -> list[Path]:
+    """The regular files below the folder that match, in order: no pipes, and nothing that a link leads to."""
+    return [file for file in sorted(folder.glob(pattern)) if _is_own(file, folder)]
+
+
+def read_own(folder: Path, name: str, most_bytes: int) -> bytes:
+    """The content of a file of own_files(). OSError for any other file, and for a larger one."""
+    file = folder / name
+    if not _is_own(file, folder):
+        file.lstat()  # FileNotFoundError for one that is missing
+        raise OSError(errno.EINVAL, "it is no regular file of this folder")
+    if file.stat().st_size > most_bytes:
+        raise OSError(errno.EFBIG, f"it has more than {most_bytes:,} bytes")
+    return file.read_bytes()
+
+
+def _is_own(file: Path, folder: Path) -> bool:
+    return file.is_file() and file.resolve() == folder.resolve() / file.relative_to(folder)
+
+
 def write_json(path: Path, content: dict[str, Any]) -> None:
     write_text(path, json.dumps(content, indent=2) + "\n")
 

@@ -384,6 +384,22 @@ def test_an_intact_copy_in_the_bucket_replaces_a_damaged_one(bucket, tmp_path):
     assert "continuing at step 12" in output
 
 
+def test_what_a_link_leads_to_is_not_uploaded(mirror, tmp_path):
+    """A run's folder may be a stranger's, that goes on here."""
+    (tmp_path / "id_rsa").write_text("SECRET")
+    names = ["nvidia-smi-h.txt", "telemetry-h.jsonl", "confusion.json", "checkpoints/step_00000020/more"]
+    for name in names:
+        (mirror.folder / name).unlink(missing_ok=True)
+        (mirror.folder / name).symlink_to(tmp_path / "id_rsa")
+    os.mkfifo(mirror.folder / "nvidia-smi-pipe.txt")
+    send(mirror, 20)
+    mirror.send_last_files({})
+    assert not mirror.said
+    sent = mirror.store.list("")
+    assert "checkpoints/step_00000020/manifest.json" in sent
+    assert not [key for key in sent if b"SECRET" in (mirror.store.read(key, 2**31) or b"")]
+
+
 def test_what_is_no_checkpoint_stays_in_the_bucket(bucket, mirror):
     theirs = {"checkpoints/step_00000004_backup/model.safetensors", "notes.txt"}
     for key in theirs:

@@ -1,6 +1,7 @@
 """The log book: pages of real runs, of killed ones, of broken folders; comparisons; experiments."""
 
 import json
+import os
 import re
 import shlex
 import shutil
@@ -19,10 +20,12 @@ from PIL import Image
 import logbook
 from common.report import plots
 from common.report.comparison import Comparison
+from common.report.page import page
 from common.report.record import RunRecord
 from common.report.words import mixed_precision
 from common.system.cli import run_command
 from tests.conftest import CNN, ROOT, Job, copy_project, metrics, python, result, run, torchrun
+from tests.report.test_overview import embedded
 
 FLAGS = ["--data", "digits", "--epochs", "3", "--log_every", "2", "--telemetry_s", "0.2"]
 MARKDOWN = MarkdownIt("commonmark").enable("table")
@@ -246,6 +249,9 @@ BREAKS = {
     "nested": lambda file: file.write_text("[" * 100_000),
     "other types": lambda file: file.write_text(json.dumps({key: {"a": [None]} for key in keys(file)})),
     "a folder": lambda file: (file.unlink(), file.mkdir()),
+    "a link": lambda file: file.symlink_to(file.rename(file.with_name(f"{file.name}.moved"))),
+    "a pipe": lambda file: (file.unlink(), os.mkfifo(file)),
+    "huge": lambda file: os.truncate(file, 2**40),  # sparse
 }
 
 
@@ -270,6 +276,43 @@ def test_missing_or_broken_files_are_named(how, one, book, tmp_path):
     # A run without a result need not have these.
     unknown = ("telemetry", "confusion") if how == "missing" else ()
     assert all(name in text for name in names if not name.startswith(unknown)), text
+
+
+def test_a_page_holds_nothing_from_outside_of_its_run(one, book, tmp_path):
+    """A run's folder from a stranger: links to the user's files, pipes, and text that is called a picture."""
+    secret, folder = tmp_path / "home" / "id_rsa", tmp_path / "run"
+    secret.parent.mkdir()
+    secret.write_text("SECRET")
+    shutil.copytree(one[0], folder)
+    (validation,) = folder.glob("validation/*")
+    for name in ("nvidia-smi-link.txt", "plots/link.png", "validation/text/worst.png"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).symlink_to(secret)
+    (validation / "worst.png").write_text("SECRET")
+    for name in ("nvidia-smi-pipe.txt", "plots/pipe.png", "verified.json", "telemetry-pipe.jsonl"):
+        os.mkfifo(folder / name)
+    shutil.copytree(validation, tmp_path / "home" / "theirs")
+    (folder / "validation" / "linked").symlink_to(tmp_path / "home" / "theirs")
+    text = page_of(folder, book, tmp_path)
+    assert "nvidia-smi -q" not in text
+    assert "### validate.py: linked" not in text
+    assert "worst.png can't be read as a picture" in text
+    assert book("html", folder)[0] == 0
+    written = [file for file in (tmp_path / "book").rglob("*") if file.is_file()]
+    assert len(written) > 4
+    assert not [file for file in written if b"SECRET" in file.read_bytes()]
+    pictures = embedded((tmp_path / "book" / "logbook.html").read_text())["runs"][0]["pictures"]
+    assert not {"plots/link.png", "plots/pipe.png"} & {picture["name"] for picture in pictures}
+
+
+@pytest.mark.parametrize("url", ["https://wandb.ai/me/x", "javascript:alert(1)", "data:text/html,x", "//x"])
+def test_only_an_address_of_the_web_is_a_link(url, tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "recipe.json").write_text(json.dumps({"wandb_url": url}))
+    text = page(RunRecord(folder), "run", [])
+    assert rows(text)["W&B run"] == [url]
+    assert ("](" in text) == url.startswith("https:")
 
 
 def test_a_folder_that_is_no_run_is_named_and_nothing_is_written(one, book, tmp_path):

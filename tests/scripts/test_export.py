@@ -17,7 +17,10 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 import export
+import train_cnn_a
 from common.checkpoint.export import Exported, open_trained
+from common.checkpoint.weights import TrainedModel
+from common.report.card import model_card
 from common.script import load_script, standalone_source
 from common.system.cli import run_command
 from tests.conftest import CNN, RESNET, ROOT, STRATEGIES, VIT, full, metrics, python, result, run
@@ -185,6 +188,29 @@ def test_an_ema_of_a_model_with_batch_norm(strategy, tmp_path, cache):
         row = json.loads(line)
         by_class = dict(zip(row["classes"], row["probabilities"], strict=True))
         assert [by_class[str(k)] for k in range(10)] == pytest.approx(expected.tolist(), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("data", "shown"),
+    [
+        ("/home/alice/ward 7/scans/", "scans"),
+        ("../ward 7/scans", "scans"),
+        ("s3://hospital-ward7/private/scans", "scans"),
+        ("hub:OWNER/NAME", "OWNER/NAME"),
+    ],
+)
+def test_the_card_has_no_private_path(data, shown):
+    recipe = train_cnn_a.CnnA(data=data)
+    weights = "/home/alice/ward 7/step_00000009/model.safetensors"
+    told = vars(recipe) | {"weights": weights, "data_root": [data]}
+    trained = TrainedModel(weights, "", "", 9, "train_cnn_a", told, ["a", "b"])
+    model, ones = torch.nn.Linear(2, 2), (1.0, 1.0, 1.0)
+    exported = Exported(trained, train_cnn_a, recipe, model, ("a", "b"), ones, ones, False, torch.ones(1))
+    text = model_card("mine", exported, {"architecture": "Linear"})
+    assert not re.search(r"alice|ward ?7|private", text)
+    assert f"| data | {shown} |" in text
+    assert f"| `data` | `{data if data.startswith('hub:') else shown}` |" in text
+    assert "| `weights` | `model.safetensors` |" in text
 
 
 def test_an_ema_is_what_is_exported(runs, exported):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
+import predict
 from common.augment import to_float
 from common.data.cache import prepare_data
 from common.data.decode import central_crop
@@ -88,6 +89,21 @@ def test_the_folder_has_the_name_of_the_run(trained, pictures, tmp_path):
     for model in (trained, checkpoint):
         run([*python(), ROOT / "predict.py", model, one, "--workers", 0], cwd=tmp_path)
     assert sorted(path.name for path in (tmp_path / "predictions").iterdir()) == [trained.name]
+
+
+def test_no_name_is_a_formula_in_a_spreadsheet(tmp_path, monkeypatch):
+    monkeypatch.setattr(predict, "draw", lambda *_: None)
+    names = ["=1+1", "+1", "-1", "@SUM(A1)", "\t=1", "\r=1", "cat"]
+    shown = ["'=1+1", "'+1", "'-1", "'@SUM(A1)", r"\x09=1", r"\x0d=1", "cat"]
+    pairs = {"classes": names, "probabilities": [1 / 7] * 7}
+    rows = [{"file": "=cmd.png"} | pairs, {"file": "-.png", "error": "@error"}]
+    predict.write(tmp_path, rows, None)
+    with open(tmp_path / "predictions.csv", newline="") as file:
+        good, bad = csv.DictReader(file)
+    assert [good[f"class_{k}"] for k in range(1, 8)] == shown
+    assert (good["file"], bad["file"], bad["error"]) == ("'=cmd.png", "'-.png", "'@error")
+    exact = [json.loads(line) for line in (tmp_path / "predictions.jsonl").read_text().splitlines()]
+    assert (exact[0]["classes"], exact[1]["file"]) == (names, "-.png")
 
 
 def test_words_for_pictures(pictures, monkeypatch):
