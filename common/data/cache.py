@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from common.data.decode import SPLITS, cores
+from common.data.decode import SPLITS, checks_jpegs, cores
 from common.data.encoded import FILES, Encoded
 from common.data.holdout import NAME, hold_out, part_file
 from common.data.source import BY_TYPE, Columns, Source
@@ -359,6 +359,7 @@ def _decode_chunks(chunks: list[Chunk], beat: Heartbeat, advance: Callable[[int]
 
     Decoders release the GIL. An exception of beat(), or an odd size, ends the threads after their chunks.
     """
+    checks_jpegs()  # said here, before the threads could say it several times
     pool = ThreadPoolExecutor(cores())
     bad: list[str] = []
     try:

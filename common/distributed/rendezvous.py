@@ -38,6 +38,11 @@ def set_group_timeout(timeout_s: int) -> None:
     c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = timedelta(seconds=timeout_s)
 
 
+def backend() -> str:
+    """The backend of the process group: NCCL between GPUs, else gloo."""
+    return "nccl" if torch.cuda.is_available() else "gloo"
+
+
 def join_agents_store(timeout_s: int) -> None:
     """Creates the process group in the store of torchrun's agent, below a prefix for this attempt.
 
@@ -49,9 +54,8 @@ def join_agents_store(timeout_s: int) -> None:
     timeout = timedelta(seconds=timeout_s)
     store, rank, processes = next(dist.rendezvous("env://", timeout=timeout))
     name = _name_attempt(store, processes) if rank == 0 else _learn_attempt(store, rank, timeout_s)
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
     store = dist.PrefixStore(name, store)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=processes, timeout=timeout)
+    dist.init_process_group(backend(), store=store, rank=rank, world_size=processes, timeout=timeout)
 
 
 def _name_attempt(store: dist.Store, processes: int) -> str:

@@ -28,10 +28,12 @@ class Devices(NamedTuple):
 
 
 def devices() -> Devices:
-    import pynvml
-
     try:
+        import pynvml
+
         pynvml.nvmlInit()
+    except ImportError:  # torch finds the GPUs without it
+        return Devices()
     except (pynvml.NVMLError_LibraryNotFound, pynvml.NVMLError_DriverNotLoaded):
         return Devices()
     except pynvml.NVMLError as error:

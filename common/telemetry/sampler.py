@@ -141,8 +141,11 @@ def open_gpus(uuids: list[str], complain: Callable[[str], None]) -> list["Gpu"]:
     """The job's GPUs; an empty list without NVML, or where it does not know one of them."""
     if not uuids:
         return []
-    import pynvml
-
+    try:
+        import pynvml
+    except ImportError:
+        complain("nvidia-ml-py is not installed: the GPUs are not in the telemetry")
+        return []
     try:
         pynvml.nvmlInit()
         return [Gpu(pynvml, index, uuid, complain) for index, uuid in enumerate(uuids)]
