@@ -79,6 +79,7 @@ def test_blocks_are_the_outermost_modules_of_the_named_classes():
     assert list(blocks_of(model)) == [model["a"], model["b"][0]]
 
 
+@pytest.mark.needs("g++")
 @pytest.mark.parametrize(
     ("flag", "answers", "wanted"),
     [
@@ -135,6 +136,7 @@ def test_reduce_overhead_takes_a_whole_cnn(mode, graphs):
 
 
 @pytest.mark.full
+@pytest.mark.needs("g++")
 def test_a_compiled_resnet_has_the_same_gradients_and_statistics():
     """It computes in fp64: in fp32 another order of sums carries activations over ReLU's edge."""
     torch.manual_seed(0)
