@@ -12,7 +12,7 @@ VENV = .venv-torch$(TORCH)
 CONSTRAINTS =
 endif
 
-.PHONY: setup train tensorboard logbook experiment_vit experiment_speedup docs check test test-all
+.PHONY: setup train tensorboard logbook experiment_vit experiment_speedup docs check packages test test-all
 
 setup: $(INSTALLED)
 
@@ -54,6 +54,12 @@ check: $(INSTALLED_DEV)
 	$(VENV)/bin/ruff format --check .
 	PYTHONPATH=. $(VENV)/bin/lint-imports --no-cache
 	$(VENV)/bin/mypy
+
+# Debian's packages that tests need and this machine lacks. Without them those tests are skipped.
+packages:
+	missing=$$($(PYTHON) -m tests.support.packages) || exit; [ -z "$$missing" ] || \
+	    $(if $(filter-out 0,$(shell id -u)),sudo) sh -c "apt-get update -q && DEBIAN_FRONTEND=noninteractive \
+	    apt-get install -qy --no-install-recommends $$missing"
 
 # Three processes on two cores, as some tests wait.
 test: $(INSTALLED_DEV) $(if $(TORCH),,check)

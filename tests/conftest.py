@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.support import forks
+from tests.support import forks, packages
 from tests.support.forks import reset_signals
 
 ROOT = Path(__file__).parents[1]
@@ -76,7 +76,35 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.nodeid.partition("::")[0] not in FIRST)
 
 
+def needs(*names: str) -> None:
+    """Skips a test where the machine lacks one of these programs, "root" or "TEST_DATA_DIR"; in CI it fails.
+
+    For fixtures; a test has the mark of the same name.
+    """
+    if missing := packages.missing(names):
+        refuse = pytest.fail if os.environ.get("CI") == "true" else pytest.skip
+        refuse(NEEDS + ", ".join(missing))
+
+
+NEEDS = "needs "  # begins the reason of each such skip
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session):
+    """Says last what was missing: how many tests were skipped for each package."""
+    yield
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    skipped = reporter.stats.get("skipped", []) if reporter else []  # a process of `-n` has no reporter
+    reasons = [report.longrepr[2].removeprefix("Skipped: ") for report in skipped]
+    lacking = [name for r in reasons if r.startswith(NEEDS) for name in r.removeprefix(NEEDS).split(", ")]
+    if counts := [f"{name} ({lacking.count(name)})" for name in sorted(set(lacking))]:
+        reporter.write_line(
+            f"Skipped tests, by what is missing: {', '.join(counts)}. To install packages: make packages"
+        )
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    needs(*(name for mark in item.iter_markers("needs") for name in mark.args))
     in_module = getattr(getattr(item, "module", None), "REAL_PROCESSES", False)
     Job.warm = not in_module and item.get_closest_marker("real_processes") is None
 
@@ -205,17 +233,15 @@ def photographs() -> Path:
 
 
 def real_data() -> Path:
-    if "TEST_DATA_DIR" not in os.environ:
-        pytest.skip("TEST_DATA_DIR is not set: no real images on this machine")
+    needs("TEST_DATA_DIR")
     return Path(os.environ["TEST_DATA_DIR"])
 
 
 @pytest.fixture
 def ssh(tmp_path):
     """A real sshd on loopback, and a PATH on which `ssh localhost` goes to it. Yields the environment."""
+    needs("root", "ssh", "ssh-keygen", "sshd")
     sshd = shutil.which("sshd", path="/usr/sbin:/usr/bin")
-    if sshd is None or os.geteuid() != 0:
-        pytest.skip("needs root and Debian's openssh-server")
     folder, port = tmp_path / "ssh", free_port()
     folder.mkdir(mode=0o700)
     for key in ("host", "user"):
@@ -281,11 +307,7 @@ def cluster_tools():
     """cluster/virtual_cluster.py, where this machine can make hosts of itself. None is left from before."""
     from cluster import virtual_cluster
 
-    missing = {
-        p for name, p in virtual_cluster.NEEDS.items() if not shutil.which(name, path=virtual_cluster.PATH)
-    }
-    if missing or os.geteuid() != 0:
-        pytest.skip(f"needs root and Debian's {', '.join(sorted(missing))}")
+    needs("root", "ssh", "ps", *virtual_cluster.NEEDS)
     virtual_cluster.down()
     return virtual_cluster
 

@@ -22,6 +22,7 @@ from tests.conftest import ROOT, Job, full
 SUITE = [sys.executable, "-m", "benchmarks.gpu_suite", "--dry_run"]
 
 
+@pytest.mark.needs("g++")
 @pytest.mark.parametrize(
     "sections", ["ceilings,snapshots", *map(full, sorted({*gpu_suite.SECTIONS} - {"ceilings", "snapshots"}))]
 )

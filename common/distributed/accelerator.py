@@ -178,7 +178,7 @@ def wrap(
     statistics = RunningStatistics(model)
     if accelerator.compilation:
         is_whole = strategy(accelerator) in ("single", "ddp") and not accelerator.grad_checkpointing
-        compile_blocks(model, accelerator.compilation, is_whole)
+        compile_blocks(model, accelerator.compilation, is_whole, accelerator.gradient_accumulation_steps)
     if accelerator.grad_checkpointing:
         checkpoint_activations(model)
     sharded = strategy(accelerator) not in ("single", "ddp")  # for these Accelerate does it

@@ -47,12 +47,16 @@ def asked_for(flag: str | None) -> Compilation:
     return asked
 
 
-def compile_blocks(model: nn.Module, how: Compilation, is_whole: bool = False) -> None:
+def compile_blocks(
+    model: nn.Module, how: Compilation, is_whole: bool = False, accumulations: int = 1
+) -> None:
     """Compiles the forward of each block, or of a model without blocks. Parameters keep their names.
 
-    is_whole: True if nothing shards the model. Then `reduce-overhead` compiles the model as a whole, because
-    that mode is for models that wait for the host, also in stem and head; except a timm model, whose blocks
-    would no longer share graphs. block.compile() is not used, as it also traces FSDP's and DeepSpeed's hooks.
+    is_whole: True if nothing shards or checkpoints the model. Then modes with CUDA graphs compile the model
+    as a whole; except a timm model, whose blocks would no longer share graphs. Block by block, and with
+    accumulations, `max-autotune` goes without CUDA graphs, and the others raise ValueError: in an evaluation
+    a block would overwrite its input, the output of the block before, and a micro-batch the gradients of the
+    one before. block.compile() is not used, as it also traces FSDP's and DeepSpeed's hooks.
     """
     import torch._dynamo
     import torch._inductor.config
@@ -61,8 +65,16 @@ def compile_blocks(model: nn.Module, how: Compilation, is_whole: bool = False) -
     torch._inductor.config.fallback_random = True  # else dropout differs from eager mode
     mode = how.mode if how.backend == "inductor" else None  # other backends have no modes
     blocks = list(blocks_of(model))
-    if is_whole and how.mode == "reduce-overhead" and not any(is_timms(block) for block in blocks):
-        blocks = []
+    if how.backend == "cudagraphs" or mode in ("reduce-overhead", "max-autotune"):
+        if is_whole and accumulations == 1 and not any(is_timms(block) for block in blocks):
+            blocks = []
+        elif mode == "max-autotune":
+            mode = "max-autotune-no-cudagraphs"
+        else:
+            raise ValueError(
+                f"--compile {how} (dynamo_backend): CUDA graphs are for CNNs on one process or under DDP,"
+                " without activation checkpointing or gradient accumulation; choose --compile default"
+            )
     for block in blocks or [model]:
         block.forward = torch.compile(
             block.forward, backend=how.backend, mode=mode, fullgraph=how.fullgraph, dynamic=how.dynamic

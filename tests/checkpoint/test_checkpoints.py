@@ -32,7 +32,7 @@ from common.checkpoint.format import (
 from common.distributed.preemption import is_alive
 from common.run.state import RunState
 from tests.checkpoint.test_resume import without_times
-from tests.conftest import Job, full, latest, lines, metrics, python, result, run, tensors, torchrun
+from tests.conftest import Job, full, latest, lines, metrics, needs, python, result, run, tensors, torchrun
 from tests.distributed.test_agreement import ranks_of
 from tests.support import warm
 from tests.support.faults import at_file_operation, mark, operations
@@ -198,6 +198,7 @@ def test_three_restarts_without_a_new_checkpoint_give_up(stoppable, tmp_path):
 @pytest.fixture
 def small_disk(tmp_path):
     """A file system of 4 MiB in memory."""
+    needs("root")  # to mount
     folder = tmp_path / "disk"
     folder.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", folder], check=True)

@@ -131,6 +131,7 @@ def test_a_run_that_was_stopped_four_times_is_bit_equal(
 
 
 @pytest.mark.full
+@pytest.mark.needs("g++")
 @pytest.mark.parametrize("launcher", ["single", "fsdp"])
 def test_compiled_and_eager_continue_one_another(launcher, uninterrupted, tmp_path, cache, stoppable):
     compiled = ("--compile", "default", "--grad_checkpointing")

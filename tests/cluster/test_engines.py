@@ -15,7 +15,7 @@ from torch.distributed.run import parse_args
 
 from common.recipe import Recipe, parse
 from common.script import load_script, recipe_class
-from tests.conftest import BIN, ROOT
+from tests.conftest import BIN, ROOT, needs
 
 SKYPILOT, TRAINJOB = ROOT / "cluster" / "skypilot.yaml", ROOT / "cluster" / "trainjob.yaml"
 SHARED_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
@@ -322,8 +322,7 @@ time.sleep(60)
 
 def in_a_container(script: str, folder: Path, **env: str) -> list[str]:
     """Runs CHECK and the script in `folder`, with the HEALTHCHECK's command. Returns the lines of output."""
-    if os.geteuid() != 0:
-        pytest.skip("a container's processes are made by unshare: needs root")
+    needs("root", "pgrep")
     words = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "bash", "-c", CHECK + script]
     words += ["container", str(folder), *healthcheck()]
     env = os.environ | {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"} | env

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT
+from tests.conftest import ROOT, needs
 
 SCRIPT = ROOT / "cluster" / "setup_node.sh"
 PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
@@ -143,10 +143,7 @@ class Sandbox:
 
 @pytest.fixture
 def sandbox(tmp_path):
-    needs = ("unshare", "make", "git", "gcc", "ssh", "sshd", "ip", "pdsh", "findmnt")
-    missing = [name for name in needs if not shutil.which(name, path=PATH)]
-    if missing or os.geteuid() != 0:
-        pytest.skip(f"needs root and {', '.join(missing) or 'nothing else'}")
+    needs("root", "git", "g++", "ssh", "sshd", "ip", "pdsh")
     sandbox = Sandbox(tmp_path / "sandbox")
     try:
         yield sandbox

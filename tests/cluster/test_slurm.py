@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 import subprocess
 import time
 from pathlib import Path
@@ -19,6 +18,7 @@ from tests.conftest import (
     free_port,
     metrics,
     mutate,
+    needs,
     per_device,
     result,
     run,
@@ -26,7 +26,6 @@ from tests.conftest import (
 
 HELLO = ["train_hello.py", "--trackers", "none", "--mixed_precision", "no"]
 DDP = "accelerate_configs/ddp_2x2gpu.yaml"
-NEEDS = {"slurmctld": "slurm-wlm", "slurmd": "slurm-wlm", "sbatch": "slurm-wlm", "munged": "munge"}
 PATH = os.pathsep.join([str(BIN), os.environ["PATH"], "/usr/sbin", "/sbin"])
 
 # A requeued job starts when its credential has expired: 5 s is the least that Slurm takes, 120 the default.
@@ -147,9 +146,7 @@ def lines_of(folder: Path) -> int:
 
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory):
-    missing = {package for name, package in NEEDS.items() if not shutil.which(name, path=PATH)}
-    if missing or os.geteuid() != 0:
-        pytest.skip(f"needs root and Debian's {', '.join(sorted(missing or set(NEEDS.values())))}")
+    needs("root", "slurmctld", "slurmd", "sbatch", "munged")
     folder = tmp_path_factory.mktemp("slurm")
     (folder / "state").mkdir()
     ports = [free_port() for _ in range(5)]

@@ -68,7 +68,8 @@ def as_parquet(root: Path) -> Path:
 
 
 def as_saved(root: Path) -> Path:
-    datasets = pytest.importorskip("datasets")
+    import datasets
+
     images = [{"bytes": encode(picture(k), "PNG"), "path": None} for k in range(20)]
     features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=["a", "b"])})
     rows = datasets.Dataset.from_dict({"image": images, "label": [k // 10 for k in range(20)]}, features)

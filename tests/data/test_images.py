@@ -196,7 +196,8 @@ def test_a_second_preparation_finds_the_first_and_imports_little(cifar, cifar10)
 
 
 def test_cifar10_by_name_is_loaded_through_datasets(tmp_path, monkeypatch):
-    datasets = pytest.importorskip("datasets")
+    import datasets
+
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
     (tmp_path / "uoft-cs").mkdir()
     if DATA:  # the first rows of the real files; load_dataset takes a local folder of this name first

@@ -628,7 +628,7 @@ def test_any_number_of_processes_trains_the_same(processes, shards, cache, one_p
     assert result(tmp_path / "run")["val_images"] == 25
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to mount a small /dev/shm")
+@pytest.mark.needs("root")  # to mount
 def test_a_full_dev_shm_is_one_line(shards, cache, tmp_path):
     small = 'mount -t tmpfs -o size=256k tmpfs /dev/shm && exec "$@"'
     words = [*VIT, "--image_size", "64", "--per_device_batch_size", "24", "--workers", "2"]

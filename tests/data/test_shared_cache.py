@@ -23,7 +23,7 @@ from tests.support.warm import WarmJob
 
 ALICE, MALLORY = 61001, 61002
 
-pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be several users")
+pytestmark = pytest.mark.needs("root")  # to be several users
 
 
 @contextmanager

@@ -125,7 +125,8 @@ def test_parquet_without_splits_is_refused(files, message, tmp_path):
 @pytest.fixture(scope="module")
 def hub_data():
     """A DatasetDict whose rows were shuffled: its indices are another order than its table's."""
-    datasets = pytest.importorskip("datasets")
+    import datasets
+
     features = datasets.Features(
         {"photo": datasets.Image(), "kind": datasets.ClassLabel(names=["cat", "dog"])}
     )
@@ -202,7 +203,8 @@ def test_a_data_set_of_the_hub_from_the_cache_without_network(hub_data, tmp_path
 
 def test_a_data_set_of_the_hub_that_holds_files(tmp_path, monkeypatch):
     """Its rows have paths in the cache of the hub, no bytes. load_dataset takes a local folder first."""
-    datasets = pytest.importorskip("datasets")
+    import datasets
+
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
     monkeypatch.chdir(tmp_path)
     paths = [f"lab/photos/{split}/{c}/{k}.png" for split in ("train", "test") for c in "ab" for k in range(2)]

@@ -90,6 +90,7 @@ def test_blocks_are_the_outermost_modules_of_the_named_classes():
     assert list(blocks_of(model)) == [model["a"], model["b"][0]]
 
 
+@pytest.mark.needs("g++")
 @pytest.mark.parametrize(
     ("flag", "answers", "wanted"),
     [
@@ -119,7 +120,7 @@ def test_what_this_host_can_not_compile_by_is_refused(monkeypatch):
     ("mode", "graphs"),
     [("reduce-overhead", 1), ("default", 7)],  # the blocks of stage 1 share a graph; the other six differ
 )
-def test_reduce_overhead_takes_a_whole_cnn(mode, graphs):
+def test_reduce_overhead_takes_a_whole_cnn(mode, graphs, monkeypatch):
     """Through prepare(), so with the hooks that keep BatchNorm's statistics. Run by eager's operators."""
     torch.manual_seed(0)
     eager = ResNet18(width=4, stem="cifar", classes=10)
@@ -127,7 +128,9 @@ def test_reduce_overhead_takes_a_whole_cnn(mode, graphs):
     counter = CompileCounterWithBackend("eager")
     accelerator, optimizers = Accelerator(cpu=True), []
     accelerator.grad_checkpointing = False
-    for one, how in ((eager, Compilation()), (model, Compilation(counter, mode))):
+    compiled = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, **_: compiled(function, backend=counter))
+    for one, how in ((eager, Compilation()), (model, Compilation("inductor", mode))):
         accelerator.compilation = how
         optimizers.append(prepare(accelerator, one, torch.optim.SGD(one.parameters(), lr=0.1))[1])
     for step in range(3):
@@ -145,7 +148,66 @@ def test_reduce_overhead_takes_a_whole_cnn(mode, graphs):
         torch.testing.assert_close(ours[name], theirs[name])
 
 
+GRAPHS = ("reduce-overhead", "max-autotune", "cudagraphs")  # modes, and a backend, with CUDA graphs
+NO_GRAPHS = "max-autotune-no-cudagraphs"
+
+
+class FakeGraphs:
+    """torch.compile on a CPU. As with CUDA graphs, a call without gradients overwrites the last output."""
+
+    def __init__(self):
+        self.modes, self.last = [], torch.zeros(0)
+
+    def compile(self, function, *, backend, mode, **_):
+        self.modes.append(mode or backend)
+
+        def run(*arguments):
+            if not torch.is_grad_enabled():
+                self.last.fill_(torch.nan)
+            self.last = function(*arguments)
+            return self.last
+
+        return run if self.modes[-1] in GRAPHS else function
+
+
+@pytest.mark.parametrize(
+    ("model", "how", "checkpointing", "accumulations", "wanted"),
+    [
+        ("resnet", "default", False, 1, ["default"] * 8),
+        ("resnet", "reduce-overhead", False, 1, ["reduce-overhead"]),
+        ("resnet", "max-autotune", False, 1, ["max-autotune"]),
+        ("resnet", "max-autotune", True, 1, [NO_GRAPHS] * 8),
+        ("resnet", "max-autotune", False, 2, [NO_GRAPHS] * 8),
+        ("vit", "max-autotune", False, 1, [NO_GRAPHS] * 3),
+        ("resnet", "reduce-overhead", True, 1, None),
+        ("resnet", "reduce-overhead", False, 2, None),
+        ("vit", "reduce-overhead", False, 1, None),
+        ("resnet", "cudagraphs", False, 1, ["cudagraphs"]),
+        ("vit", "cudagraphs", False, 1, None),
+    ],
+)
+def test_cuda_graphs_take_whole_models_alone(model, how, checkpointing, accumulations, wanted, monkeypatch):
+    torch.manual_seed(0)
+    eager = vit(3) if model == "vit" else ResNet18(width=4, stem="cifar", classes=10)
+    accelerator, fake = Accelerator(cpu=True, gradient_accumulation_steps=accumulations), FakeGraphs()
+    accelerator.grad_checkpointing = checkpointing
+    accelerator.compilation = Compilation(how) if how == "cudagraphs" else Compilation("inductor", how)
+    compiled, images = copy.deepcopy(eager), torch.randn(2, 4, 3, 32, 32)
+    monkeypatch.setattr(torch, "compile", fake.compile)
+    optimizer = torch.optim.SGD(compiled.parameters(), lr=0.1)
+    if wanted is None:
+        with pytest.raises(ValueError, match=rf"^--compile {how} \(dynamo_backend\): .*choose [^\n]*$"):
+            prepare(accelerator, compiled, optimizer)
+        return
+    prepared, _ = prepare(accelerator, compiled, optimizer)
+    with torch.no_grad():
+        for batch in images:
+            torch.testing.assert_close(prepared.eval()(batch), eager.eval()(batch))
+    assert fake.modes == wanted
+
+
 @pytest.mark.full
+@pytest.mark.needs("g++")
 def test_a_compiled_resnet_has_the_same_gradients_and_statistics():
     """It computes in fp64: in fp32 another order of sums carries activations over ReLU's edge."""
     torch.manual_seed(0)

@@ -151,6 +151,7 @@ def compiling(strategy: str, tmp_path: Path) -> list:
     return [*accelerate(name)[:-1], tmp_path / "compiled.yaml"]
 
 
+@pytest.mark.needs("g++")
 @pytest.mark.parametrize(
     ("script", "strategy", "flags"),
     [

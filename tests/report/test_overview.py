@@ -6,7 +6,6 @@ import itertools
 import json
 import os
 import random
-import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,9 +27,6 @@ MEASURED = {
 }
 PEAK = 0.98765  # of the accuracy of run `a/ddp`, in one line of many
 CLASSES = ["cat", HOSTILE, "d\u202eog"]
-needs_chromium = pytest.mark.skipif(
-    shutil.which("chromium") is None, reason="needs chromium (apt-get install chromium)"
-)
 
 
 def write_run(
@@ -174,7 +170,7 @@ def set_to(browser: Browser, selector: str, value: str) -> None:
 # --- In the browser
 
 
-@needs_chromium
+@pytest.mark.needs("chromium")
 def test_the_page_asks_for_nothing_and_no_text_of_a_run_becomes_a_part_of_it(opened, page):
     click(opened, "#select-shown")
     opened.run("Promise.all([...document.images].map((image) => image.decode()))")
@@ -194,7 +190,7 @@ def test_the_page_asks_for_nothing_and_no_text_of_a_run_becomes_a_part_of_it(ope
     assert HOSTILE in rows[HOSTILE]
 
 
-@needs_chromium
+@pytest.mark.needs("chromium")
 def test_a_script_or_picture_from_elsewhere_is_refused(opened):
     """The page's policy holds also where the escaping would fail."""
     opened.run("""new Promise((done) => {
@@ -210,7 +206,7 @@ def test_a_script_or_picture_from_elsewhere_is_refused(opened):
     assert opened.run("window.refused") >= 4
 
 
-@needs_chromium
+@pytest.mark.needs("chromium")
 def test_runs_are_sorted_by_the_keyboard(opened):
     assert column(opened, "began, UTC")[0] == "2023-11-14 22:13"
     opened.run("document.querySelector('th[data-key=best_accuracy] button').focus()")
@@ -233,7 +229,7 @@ def test_runs_are_sorted_by_the_keyboard(opened):
         assert column(opened, "price") == ["3.60", "", "", "", ""], "what has no price comes last, either way"
 
 
-@needs_chromium
+@pytest.mark.needs("chromium")
 def test_runs_are_filtered(opened):
     opened.run("document.getElementById('words').focus()")
     opened.type("a/ SINGLE")
@@ -253,7 +249,7 @@ def test_runs_are_filtered(opened):
     assert column(opened, "status") == ["killed or still running"]
 
 
-@needs_chromium
+@pytest.mark.needs("chromium")
 def test_curves_along_step_epoch_time_and_price(opened):
     click(opened, "#select-none")
     assert text_of(opened, "chart") == "No curve: select runs in the table."
@@ -288,7 +284,7 @@ def test_curves_along_step_epoch_time_and_price(opened):
     assert points == 2 * (overview.POINTS // 2 - 1) + 6
 
 
-@needs_chromium
+@pytest.mark.needs("chromium")
 def test_recipes_stand_side_by_side(opened):
     select(opened, "a/ddp", "a/single")
     rows = {row[0]: row[1:] for row in table(opened, "settings")}
@@ -303,7 +299,7 @@ def test_recipes_stand_side_by_side(opened):
     assert "lr" in opened.run("[...document.querySelectorAll('tr.differs th')].map((one) => one.textContent)")
 
 
-@needs_chromium
+@pytest.mark.needs("chromium")
 def test_pictures_are_shown_and_described(opened):
     opened.run("Promise.all([...document.images].map((image) => image.decode()))")
     texts = opened.run("[...document.images].map((image) => [image.alt, image.naturalWidth])")
@@ -314,7 +310,7 @@ def test_pictures_are_shown_and_described(opened):
     assert "curves.png" not in text_of(opened, "shown-pictures")
 
 
-@needs_chromium
+@pytest.mark.needs("chromium")
 def test_unfinished_and_broken_runs_are_named(opened):
     lines = opened.run("[...document.querySelectorAll('#problems li')].map((one) => one.textContent)")
     found = {line.partition(": ")[0]: line for line in lines}
@@ -327,7 +323,7 @@ def test_unfinished_and_broken_runs_are_named(opened):
     assert text_of(opened, "summary").startswith("5 runs, 2 of them not finished.")
 
 
-@needs_chromium
+@pytest.mark.needs("chromium")
 def test_the_address_keeps_the_view(opened):
     set_to(opened, "#words", "a/")
     set_to(opened, "#choice-strategy", "2")
@@ -344,7 +340,7 @@ def test_the_address_keeps_the_view(opened):
     assert len(column(opened, "run")) == 1
 
 
-@needs_chromium
+@pytest.mark.needs("chromium")
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_text_and_curves_stand_out_in_light_and_dark(scheme, opened):
     """The contrast of WCAG 2.2: 4.5 for text, 3 for curves and the ring of the focus."""
@@ -370,7 +366,7 @@ def test_text_and_curves_stand_out_in_light_and_dark(scheme, opened):
     assert contrast("text", "marked") >= 4.5
 
 
-@needs_chromium
+@pytest.mark.needs("chromium")
 def test_everything_is_reached_and_named_without_a_mouse(opened):
     nodes = opened.call("Accessibility.getFullAXTree")["nodes"]
     named = {"button", "checkbox", "combobox", "searchbox", "radio", "slider", "table", "image", "region"}
@@ -403,14 +399,14 @@ def test_everything_is_reached_and_named_without_a_mouse(opened):
     assert [name for name in reached if name in expected] == expected
 
 
-@needs_chromium
+@pytest.mark.needs("chromium")
 def test_a_narrow_window_scrolls_tables_and_not_the_page(opened):
     opened.show_as("dark", 380, 800)
     assert opened.run("document.documentElement.scrollWidth") == 380
     assert opened.run("document.querySelector('#chart svg').clientWidth") < 380
 
 
-@needs_chromium
+@pytest.mark.needs("chromium")
 @pytest.mark.full
 def test_a_hundred_runs_of_2000_points_open_in_a_second(started, tmp_path):
     for k in range(100):

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from tests.checkpoint.test_resume import without_times
-from tests.conftest import metrics, result, tensors
+from tests.conftest import metrics, needs, result, tensors
 from tests.support.faults import at_file_operation, mark, operations
 from tests.support.warm import WarmJob
 
@@ -22,6 +22,7 @@ PICTURES = ["confusion.png", "curves.png", "predictions.png"]
 @pytest.fixture(scope="module")
 def disk(tmp_path_factory):
     """A file system of 8 MiB in memory."""
+    needs("root")  # to mount
     folder = tmp_path_factory.mktemp("disk")
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", folder], check=True)
     try:

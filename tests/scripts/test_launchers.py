@@ -302,11 +302,10 @@ def test_tensorboard_starts(tmp_path):
         job.process.communicate()
 
 
+@pytest.mark.needs("make setup")
 def test_make_train(project, cache):
     """`make train` installs nothing a second time. Then the README's other commands use its run."""
     venv = BIN.parent
-    if not (venv / "installed").exists():
-        pytest.skip(f"{venv} was not made by `make setup`")
     for name in ("Makefile", "requirements.txt", "constraints.txt"):
         shutil.copy2(ROOT / name, project)  # with its time: make compares it
     output = run(["make", "train", f"VENV={venv}"], cwd=project)

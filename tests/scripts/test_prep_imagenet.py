@@ -35,7 +35,7 @@ from common.prepare.writer import tar_header
 from common.recipe import ImageRecipe
 from common.system import progress
 from common.system.s3 import ObjectStore
-from tests.conftest import ROOT, full, python, run
+from tests.conftest import ROOT, full, needs, python, run
 from tests.support.imagenet import (
     DEVKIT,
     TRAIN,
@@ -1069,8 +1069,7 @@ def test_a_file_may_not_grow(eager, ilsvrc, tmp_path):
 @pytest.fixture
 def small_disk(tmp_path):
     """mount("size=1m") mounts a small disk on a folder; a second call changes its size."""
-    if os.geteuid() != 0:
-        pytest.skip("needs root, to mount a small tmpfs")
+    needs("root")  # to mount
     folder, mounted = tmp_path / "disk", []
     folder.mkdir()
 

@@ -1,9 +1,7 @@
 """Commands with closed streams, without a home or a working folder, under a file size limit; exit statuses of
 launch.py's jobs."""
 
-import os
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -13,7 +11,7 @@ import pytest
 
 from common.system import cli
 from common.system import paths as commands
-from tests.conftest import CNN, ROOT, Job, full, latest, result, torchrun
+from tests.conftest import CNN, ROOT, Job, full, latest, needs, result, torchrun
 
 TRAIN = [str(ROOT / "train_cnn_a.py"), "--data", "digits", "--batch_size", "16", "--max_steps", "2"]
 COMMANDS = ("launch.py", "doctor.py", "logbook.py", "find_batch_size.py", "prep_imagenet.py")
@@ -78,8 +76,7 @@ def test_paths_in_a_removed_folder(tmp_path, monkeypatch):
 
 def as_nobody(words: list) -> list:
     """The environment of a user without a home folder, who may read all files here."""
-    if os.geteuid() != 0 or not shutil.which("setpriv"):
-        pytest.skip("needs root and setpriv")
+    needs("root")
     ids = [f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"]
     may_read = ["--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search"]
     return ["env", "-u", "HOME", "-u", "USER", "-u", "LOGNAME", "setpriv", *ids, *may_read, *words]
