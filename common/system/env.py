@@ -9,6 +9,7 @@ PREEMPTED = 75  # exit status of a preempted process: EX_TEMPFAIL of sysexits.h,
 JOB = "LAUNCH_JOB"  # set by launch.py in an elastic job: its name, the same in all its launches
 # Set by launch.py in an elastic job: number of hosts including those away, and the micro-batch
 MOST_HOSTS, PER_DEVICE = "LAUNCH_MOST_HOSTS", "LAUNCH_PER_DEVICE_BATCH_SIZE"
+PROCESSES = "LAUNCH_PROCESSES"  # set by launch.py: the number of processes of the job
 
 
 def launched() -> bool:

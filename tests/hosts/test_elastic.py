@@ -37,7 +37,8 @@ class Hosts:
         if len({len(host.devices) for host in hosts}) > 1:
             raise ValueError("these differ")
         start = lambda *_, **env: self.sent.append(("start", env))  # noqa: E731
-        return SimpleNamespace(processes=sum(len(host.devices) for host in hosts), start=start)
+        processes = sum(len(host.devices) for host in hosts)
+        return SimpleNamespace(processes=processes, start=start, remark=lambda _: None)
 
     def connect(self, host: Host) -> HostConnection:
         process = SimpleNamespace(kill=lambda: None)
@@ -244,7 +245,9 @@ def test_a_bad_newcomer_is_left_out_and_tried_again(began, host, line, reason, h
         found.print("node2", "RuntimeError: connection reset by peer")
         found.print(host, line)
         assert found.end(node1=1, node2=1) is None
-        assert found.said[-1].startswith(f"node2 is left out for {wait_s} s: {reason.removeprefix('error: ')}")
+        assert found.said[-1].startswith(
+            f"node2 is left out for {wait_s} s: {reason.removeprefix('error: ')}"
+        )
         found.job._connect_missing()
         assert chosen(found.job) == ["node1"]
         clock[0] += wait_s
