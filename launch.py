@@ -24,18 +24,22 @@ import difflib
 import io
 import math
 import os
+import re
 import sys
 import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from common.hosts.elastic import ElasticJob
 from common.hosts.hostfile import NAME, Host, read_hostfile, select
 from common.hosts.job import JobRunner, LaunchPlan
+from common.recipe import Job
 from common.system.cli import command_parser, run_command, split_at_script
 from common.system.files import read_accelerate_config, write_text
 from common.system.paths import ROOT
 
+DDP = "accelerate_configs/ddp_2gpu.yaml"  # for any number of processes
 # Variables that DeepSpeed's launcher may pass to other hosts. None is secret.
 DEEPSPEED_ENV = (
     "CUDA_VISIBLE_DEVICES",
@@ -110,7 +114,7 @@ def elastic_job(flags: argparse.Namespace) -> ElasticJob:
         raise ValueError(
             f"--min_hosts {flags.min_hosts}: must be from 1 to --max_hosts, and to the {len(hosts)} hosts"
         )
-    flags.config_file = flags.config_file or _default_config(hosts)
+    flags.config_file = flags.config_file or DDP
     log_dir = flags.log_dir = plan(flags).log_dir
     plan_for, read_hosts = partial(plan, flags), partial(_hosts, flags)
     return ElasticJob(plan_for, read_hosts, log_dir, flags.min_hosts, flags.max_hosts)
@@ -135,7 +139,12 @@ def plan(flags: argparse.Namespace, hosts: list[Host] | None = None) -> LaunchPl
         raise ValueError(f"--env {missing[0]}: give the name of a variable of this environment, not a value")
     env = {name: os.environ[name] for name in flags.env}
     log_dir = flags.log_dir or ROOT / "runs" / "launch" / time.strftime("%Y-%m-%d_%H-%M-%S")
-    launcher = ["--config_file", str(config), *_for_several(ROOT / config, hosts)]
+    content = read_accelerate_config(ROOT / config)
+    processes = sum(len(host.devices) for host in hosts)
+    if content.get("distributed_type") in ("NO", False) and (processes > 1 or flags.min_hosts):
+        reason = f"this job has {processes}" if processes > 1 else "hosts may join this job"
+        raise ValueError(f"--config_file {config} starts one process, and {reason}: choose another, as {DDP}")
+    launcher = ["--config_file", str(config), *_for_several(content, hosts, _timeout_s(flags.script))]
     return LaunchPlan(hosts, launcher, flags.script, env, flags.master_addr, flags.port, log_dir)
 
 
@@ -168,21 +177,28 @@ def _hosts(flags: argparse.Namespace) -> list[Host]:
 
 def _default_config(hosts: list[Host]) -> str:
     alone = len(hosts) == 1 and len(hosts[0].devices) == 1
-    return f"accelerate_configs/{'single_gpu' if alone else 'ddp_2gpu'}.yaml"
+    return "accelerate_configs/single_gpu.yaml" if alone else DDP
 
 
-def _for_several(config: Path, hosts: list[Host]) -> list[str]:
+def _for_several(config: dict[str, Any], hosts: list[Host], timeout_s: int) -> list[str]:
     """Flags that the config needs on these hosts. Hybrid sharding shards within each host.
 
-    DeepSpeed's other launchers would write the whole environment into a file and onto command lines.
+    torch's launchers would wait for one another for 600 s. DeepSpeed's other launchers would write the whole
+    environment into a file and onto command lines.
     """
-    content = read_accelerate_config(config)
-    if content.get("distributed_type") == "DEEPSPEED" and len(hosts) > 1:
-        return ["--deepspeed_multinode_launcher", "standard"]
-    if "parallelism_config" not in content:
-        return []
-    prefix = "--parallelism_config_dp"
-    return [f"{prefix}_replicate_size", str(len(hosts)), f"{prefix}_shard_size", str(len(hosts[0].devices))]
+    flags = ["--rdzv_conf", f"timeout={timeout_s}"] if len(hosts) > 1 else []
+    if config.get("distributed_type") == "DEEPSPEED" and len(hosts) > 1:
+        flags += ["--deepspeed_multinode_launcher", "standard"]
+    if "parallelism_config" in config:
+        prefix, slots = "--parallelism_config_dp", len(hosts[0].devices)
+        flags += [f"{prefix}_replicate_size", str(len(hosts)), f"{prefix}_shard_size", str(slots)]
+    return flags
+
+
+def _timeout_s(script: list[str]) -> int:
+    """--timeout_s among the script's flags, or its default."""
+    given = re.findall(r" --timeout_s[ =](\d+)(?= |$)", " ".join(map(_underscores, script)))
+    return int(given[-1]) if given else Job.timeout_s
 
 
 def _underscores(word: str) -> str:

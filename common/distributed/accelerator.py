@@ -33,7 +33,7 @@ from common.distributed.answers import (
 from common.distributed.compilation import asked_for, compile_blocks
 from common.distributed.determinism import choose_algorithms
 from common.distributed.devices import check_devices
-from common.distributed.elastic import elastic_batch, replacement_problem
+from common.distributed.elastic import check_processes, elastic_batch, replacement_problem
 from common.distributed.gradients import refuse_missing_gradients, refuse_skipped_steps
 from common.distributed.hangs import record_collectives, watch_hangs
 from common.distributed.initial_weights import share_initial_weights
@@ -65,6 +65,7 @@ def start(job: Job, clip_norm: float = 0.0) -> tuple[Accelerator, Batch]:
     deepspeed = check_answers(
         os.environ, world_size(), deepspeed_config=job.deepspeed_config, precision=wanted
     )
+    check_processes()
     batch = elastic_batch(job)
     watch(job.timeout_s)
     check_devices()

@@ -8,12 +8,23 @@ import time
 import psutil
 
 from common.recipe import Batch, Job, share_out, usable_processes
-from common.system.env import MOST_HOSTS, PER_DEVICE, processes_per_host, rank, world_size
+from common.system.env import MOST_HOSTS, PER_DEVICE, PROCESSES, processes_per_host, rank, world_size
 from common.system.events import report
 from common.system.text import plural
 
 RUN_NODES = re.compile(r"--?nnodes[= ](\d+):(\d+)(?!\d)")
 SHARED_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+
+
+def check_processes() -> None:
+    """ValueError if this process's job has another number of processes than launch.py has started."""
+    promised, processes = int(os.environ.get(PROCESSES, world_size())), world_size()
+    if processes != promised:
+        found = "this one is alone" if processes == 1 else f"this one is in a job of {processes}"
+        raise ValueError(
+            f"launch.py started {promised} processes for this job, and {found}: give --config_file one of"
+            " accelerate_configs/ for several processes"
+        )
 
 
 def hosts() -> int:

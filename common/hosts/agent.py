@@ -103,9 +103,13 @@ def _beat() -> None:
 
 
 def _about_this_host() -> dict[str, Any]:
-    """The host's name and the two addresses of the launcher's ssh connection, which are None without ssh."""
+    """The host's name, the two addresses of the launcher's ssh connection, and if there is a GPU to be seen.
+
+    The addresses are None without ssh.
+    """
     client, server = connection_addresses()
-    return {"hostname": socket.gethostname(), "client": client, "address": server}
+    has_gpus = any(Path("/dev").glob("nvidia[0-9]*")) and os.environ.get("CUDA_VISIBLE_DEVICES") != ""
+    return {"hostname": socket.gethostname(), "client": client, "address": server, "has_gpus": has_gpus}
 
 
 def _start(part: dict[str, Any]) -> subprocess.Popen[bytes]:

@@ -246,6 +246,8 @@ class ElasticJob(Launcher):
         env = {MOST_HOSTS: str(self.most), ROUND: str(next(self.rounds))}
         if self.began:
             env[PER_DEVICE] = str(self.batch["per_device"])
+        elif remark := plan.remark(chosen):
+            self.say(remark)
         plan.start(chosen, self.name, **env)
 
     def _stop_round(self, reason: str) -> None:

@@ -13,9 +13,10 @@ from common.hosts.agent import SUSPENDED
 from common.hosts.hostfile import Host
 from common.hosts.launcher import CONNECT_S, HostConnection, Launcher
 from common.hosts.ssh import SSH_FAILED, master_address
-from common.system.env import PREEMPTED
+from common.system.env import PREEMPTED, PROCESSES
 from common.system.paths import ROOT
 
+USE_CPU = "ACCELERATE_USE_CPU"
 LAUNCHERS_OWN = ("subprocess.CalledProcessError", "torch.distributed.elastic.")  # exceptions of launchers
 
 
@@ -47,6 +48,22 @@ class LaunchPlan:
         found = master_address([h["address"] for h in hellos], [h["client"] for h in hellos])
         return self.master_addr or found
 
+    def remark(self, connections: Sequence[HostConnection]) -> str | None:
+        """What a script that imports nothing of common/ must set on hosts without a GPU; None for others.
+
+        Accelerate by itself makes each process a job of its own there.
+        """
+        text = (ROOT / self.script[0]).read_text(errors="replace")
+        knows = re.search(rf"^\s*(from|import) common\b|cpu=True|{USE_CPU}", text, re.MULTILINE)
+        has_gpus = any(connection.hello and connection.hello["has_gpus"] for connection in connections)
+        if self.processes == 1 or knows or has_gpus or USE_CPU in self.env:
+            return None
+        return (
+            f"{self.script[0]} imports nothing of common/: without a GPU each of its {self.processes}"
+            " processes is a job of its own. For one job it must make Accelerator(cpu=True); or put"
+            f" {USE_CPU}=true before this command, and give --env {USE_CPU}. It then trains by DDP over gloo"
+        )
+
     def start(self, connections: Sequence[HostConnection], job: str = "", **env: str) -> None:
         """Starts each host's part. job: a name; leftovers of that job on a host are killed first."""
         address = self.address(connections)
@@ -54,7 +71,7 @@ class LaunchPlan:
             part = {
                 "job": job,
                 "words": self.words(rank, address),
-                "env": connection.visible_devices() | self.env | env,
+                "env": connection.visible_devices() | self.env | {PROCESSES: str(self.processes)} | env,
                 "master": (address, self.port) if len(connections) > 1 else None,
                 "first": rank == 0,
             }
@@ -78,6 +95,8 @@ class JobRunner(Launcher):
         try:
             if self._wait_for_agents():
                 self._show_hosts(self.plan.address(self.connections), dry_run)
+                if remark := self.plan.remark(self.connections):
+                    self.say(remark)
                 if dry_run:
                     return 0
                 self.plan.start(self.connections)

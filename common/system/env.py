@@ -10,6 +10,7 @@ PREEMPTED = 75  # exit status of a preempted process: EX_TEMPFAIL of sysexits.h,
 # the number of hosts including those away, and the micro-batch
 JOB, ROUND = "LAUNCH_JOB", "LAUNCH_ROUND"
 MOST_HOSTS, PER_DEVICE = "LAUNCH_MOST_HOSTS", "LAUNCH_PER_DEVICE_BATCH_SIZE"
+PROCESSES = "LAUNCH_PROCESSES"  # set by launch.py: the number of processes of the job
 
 
 def launched() -> bool:

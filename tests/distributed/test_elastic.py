@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import signal
+import sys
 import threading
 import time
 from datetime import timedelta
@@ -88,6 +89,15 @@ def test_a_number_of_hosts_that_does_not_divide_waits_then_ends(agent, capsys, m
         elastic.elastic_batch(job)
     assert slept == [7]
     assert usable_processes(96, 16, 12, 2) == [2, 6]
+
+
+def test_each_process_checks_how_many_were_promised(tmp_path):
+    """A launcher's config, not launch.py's flags, may have started each as a job of its own."""
+    words = [sys.executable, "train_hello.py", "--output_dir", tmp_path / "run"]
+    status, output = Job(words, env={"LAUNCH_PROCESSES": "2"}).wait(60)
+    assert status == 1
+    assert "error: launch.py started 2 processes for this job, and this one is alone" in output
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_shared_store_is_reported_where_hosts_could_join(agent, monkeypatch):

@@ -37,7 +37,8 @@ class Hosts:
         if len({len(host.devices) for host in hosts}) > 1:
             raise ValueError("these differ")
         start = lambda *_, **env: self.sent.append(("start", env))  # noqa: E731
-        return SimpleNamespace(processes=sum(len(host.devices) for host in hosts), start=start)
+        processes = sum(len(host.devices) for host in hosts)
+        return SimpleNamespace(processes=processes, start=start, remark=lambda _: None)
 
     def connect(self, host: Host) -> HostConnection:
         process = SimpleNamespace(kill=lambda: None)

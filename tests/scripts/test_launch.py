@@ -1,5 +1,6 @@
 """launch.py on hosts with real sshd: it starts, stops and cleans up all of them, and reports failures."""
 
+import contextlib
 import json
 import re
 import shlex
@@ -174,6 +175,30 @@ def test_the_default_script_and_the_logs(cluster, tmp_path):
         assert json.loads((folder / "recipe.json").read_text())["recipe"]["lr"] == 0.02
 
 
+FOREIGN = """from accelerate import Accelerator
+accelerator = Accelerator()
+print("process", accelerator.process_index, "of", accelerator.num_processes)
+"""
+
+
+def test_a_script_that_knows_nothing_of_ours(tmp_path):
+    """Without GPUs Accelerate makes each of its processes a job, and what launch.py says makes them one."""
+    script = tmp_path / "foreign.py"
+    script.write_text(FOREIGN)
+    words = [sys.executable, "launch.py", "--mode", "single-node", "--gpus", "2", "--log_dir", tmp_path / "l"]
+    status, output = Job([*words, script]).wait(60)
+    assert status == 0, output
+    assert output.count("process 0 of 1") == 2
+    said = re.findall("^.*foreign.py.*$", output, re.M)
+    assert len(said) == 1, output
+    (variable,) = re.findall("([A-Z_]+)=true", said[0])
+    (flags,) = re.findall(f"--env {variable}", said[0])
+    status, output = Job([*words, *flags.split(), script], env={variable: "true"}).wait(60)
+    assert status == 0, output
+    assert {f"process {rank} of 2" for rank in range(2)} <= set(re.findall(r"process \d of \d", output))
+    assert "foreign.py" not in output
+
+
 @pytest.mark.full
 def test_a_dry_run_starts_nothing(cluster, tmp_path):
     """The command that it prints for each host starts that host's part by hand."""
@@ -276,6 +301,25 @@ def test_a_rank_that_is_stopped(training):
     )
     wait_until_empty(hosts.names(), 60)
     training.continues()
+
+
+@pytest.mark.full
+@pytest.mark.real_processes
+def test_a_host_that_freezes_as_it_starts(cluster, tmp_path):
+    """Its launcher stops before the script runs, while the other hosts' launchers wait for it."""
+    job = start([*HELLO, "--timeout_s", "15", "--output_dir", tmp_path / "run"], tmp_path)
+    while not any("accelerate.commands.launch" in words for words in left("node2")):
+        assert job.process.poll() is None, job.wait()[1]
+    for number in hosts.processes("node2"):
+        with contextlib.suppress(psutil.Error):
+            if "accelerate.commands.launch" in psutil.Process(number).cmdline():
+                psutil.Process(number).suspend()
+    status, output = job.wait(15 + 60)
+    assert status == 1
+    assert re.search(r"^error: node2: \S+, process \d+, is suspended by a signal", output, re.MULTILINE), (
+        output
+    )
+    wait_until_empty(hosts.names(), 5)
 
 
 @pytest.mark.full
@@ -433,6 +477,9 @@ def test_the_deepspeed_env_has_no_secret(tmp_path):
     assert all("=" in line for line in written.splitlines())
 
 
+SINGLE = ["--config_file", "accelerate_configs/single_gpu.yaml"]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -453,6 +500,14 @@ def test_the_deepspeed_env_has_no_secret(tmp_path):
             "a host twice",
         ),
         (["--mode", "multi-node"], "error: --mode multi-node needs --master-node"),
+        (
+            ["--mode", "single-node", "--gpus", "2", *SINGLE, "train_hello.py"],
+            "error: --config_file accelerate_configs/single_gpu.yaml starts one process, and this job has 2",
+        ),
+        (
+            ["--mode", "single-node", "--min_hosts", "1", *SINGLE, "train_hello.py"],
+            "starts one process, and hosts may join this job",
+        ),
         (
             ["--mode", "multi-node", "--gpus-per-node=1", "--master-node=-x", "--worker-nodes=b"],
             "no host's name",

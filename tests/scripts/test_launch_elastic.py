@@ -13,7 +13,7 @@ import pytest
 from cluster import virtual_cluster as hosts
 from common.checkpoint.format import step_name, step_of, steps_in
 from common.order import order
-from tests.conftest import ROOT, Job, lines, metrics, run
+from tests.conftest import ROOT, Job, lines, metrics, result, run
 from tests.scripts.test_launch import launcher_of, ranks_on, wait_until_empty
 from tests.support.s3 import BUCKET, aws_env
 
@@ -32,6 +32,7 @@ class ElasticTraining:
 
     def __init__(self, tmp_path: Path, count: int, slots: int, *flags: str, script=(), folder=None, env=None):
         self.folder, self.hostfile = folder or tmp_path / "run", tmp_path / "hostfile"
+        self.slots = slots
         self.processes = count * slots  # of the first launch
         self.kept = tmp_path / "kept"  # copies of checkpoints
         self.hostfile.write_text("".join(f"node{n} slots={slots}\n" for n in range(1, count + 1)))
@@ -76,6 +77,19 @@ class ElasticTraining:
             launcher_of(self.job).kill()
             self.job.wait()
             wait_until_empty([name for name in hosts.names() if name != "node4"], 60)
+
+    def add(self, host: str) -> None:
+        with self.hostfile.open("a") as hostfile:
+            hostfile.write(f"{host} slots={self.slots}\n")
+
+    def wait_for_line(self, text: str) -> list[str]:
+        """Waits until launch.py has printed the text. Returns the lines with it."""
+        deadline = time.monotonic() + 120
+        while not (found := [line for line in self.output.read_text().splitlines() if text in line]):
+            assert self.job.process.poll() is None, self.output.read_text()
+            assert time.monotonic() < deadline, self.output.read_text()
+            time.sleep(0.1)
+        return found
 
     def stop(self) -> str:
         launcher_of(self.job).send_signal(signal.SIGTERM)
@@ -169,6 +183,31 @@ def test_a_host_is_lost_comes_back_and_is_told_to_leave(start, tmp_path):
     assert repeated[1:] == ["0", "0"]  # the join's, and the leave's
     assert len([line for line in lines(training.folder / "metrics.jsonl") if "hosts" in line]) == 3
     assert joined > 0
+    training.assert_same_as_one_process(tmp_path)
+    wait_until_empty(hosts.names(), 5)
+
+
+def test_a_job_of_one_process_grows_and_leaves_out_a_bad_host(start, tmp_path):
+    """The first newcomer has other code; mended it joins, and the next one has to wait."""
+    training = start(1, 1, script=["--per_device_batch_size", "8"])
+    file = str(ROOT / "common" / "data" / "decode.py")
+    training.wait_for(1)
+    Job(hosts.inside("node2", ["sed", "-i", r"1s/^/# old\n/", file])).wait()
+    training.add("node2")
+    (said,) = training.wait_for_line("node2 is left out")
+    assert "the processes do not agree: script and common/ is " in said
+    assert "(host node2)" in said
+    training.wait_for(1)
+    hosts.kill("node2")
+    hosts.revive("node2")
+    Job(hosts.inside("node2", ["sed", "-i", "1d", file])).wait()
+    training.wait_for(2)
+    training.add("node3")
+    training.wait_for_line("node3 waits: the 8 micro-batches of a step do not divide among 3 hosts of 1")
+    training.wait_for(2)
+    output = training.stop()
+    assert len(re.findall("node3 waits", output)) == 1
+    assert result(training.folder)["hosts"] == 2
     training.assert_same_as_one_process(tmp_path)
     wait_until_empty(hosts.names(), 5)
 
