@@ -6,7 +6,8 @@
     python logbook.py html
 
 add      writes <script>/<strategy>/<batch>_<epochs>_<hosts>_<processes per host>.md for each run. Another
-         run of that name gets -2; the same run replaces its own page
+         run of that name gets -2; the same run replaces its own page. --plan FILE and --price_per_hour add
+         the bill: what was planned and what it cost, and where the time went
 compare  writes a page in compare/ with cost, accuracy and all other differences of the runs. It refuses runs
          that were evaluated on different images
 index    writes README.md, which add and compare also update
@@ -18,13 +19,14 @@ A page says if its run was killed, or has missing or broken files. The same run 
 
 import argparse
 import json
+import math
 import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from common.report import comparison, overview
+from common.report import bill, comparison, overview
 from common.report import markdown as md
 from common.report import page as run_page
 from common.report.comparison import Comparison, read_search
@@ -74,6 +76,17 @@ def parse(words: list[str]) -> argparse.Namespace:
     html.add_argument("runs", nargs="*", type=Path, metavar="RUN", help=runs, default=[Path("runs")])
     for sub in (add, compare):
         sub.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="the folder of a run")
+    add.add_argument(
+        "--plan",
+        type=Path,
+        metavar="FILE",
+        help="by plan.py --output: compare the run's time, price and memory with it",
+    )
+    add.add_argument(
+        "--price_per_hour",
+        type=price,
+        help="of all hosts together, in any currency: show what the run and its interruptions cost",
+    )
     compare.add_argument("--name", help="name of the page; unset: made from the runs")
     compare.add_argument(
         "--target_accuracy", type=float, help="unset: the highest that all runs have reached"
@@ -95,12 +108,20 @@ def parse(words: list[str]) -> argparse.Namespace:
     return flags
 
 
+def price(text: str) -> float:
+    if not 0 <= (value := float(text)) < math.inf:
+        raise ValueError
+    return value
+
+
 def add_runs(flags: argparse.Namespace) -> list[Path]:
     runs = [RunRecord(folder) for folder in flags.runs]
-    return [write_run(flags.folder, run) for run in runs]
+    plans = [bill.plan_of(flags.plan, run) if flags.plan else {} for run in runs]
+    terms = [bill.Terms(plan, flags.price_per_hour) for plan in plans]
+    return [write_run(flags.folder, *one) for one in zip(runs, terms, strict=True)]
 
 
-def write_run(logbook: Path, run: RunRecord) -> Path:
+def write_run(logbook: Path, run: RunRecord, terms: bill.Terms) -> Path:
     facts = run.facts
     processes, hosts = facts.get("processes"), facts.get("hosts")
     per_host = processes // hosts if processes and hosts else None
@@ -109,7 +130,7 @@ def write_run(logbook: Path, run: RunRecord) -> Path:
     folder = logbook / file_name(facts.get("script", "unknown")) / file_name(facts.get("strategy", "unknown"))
     page = free_page(folder, file_name(stem), run.identity)
     pictures = run_page.draw(run, page.with_suffix(""))
-    return write_page(page, index_values(run) | run.identity, run_page.page(run, page.stem, pictures))
+    return write_page(page, index_values(run) | run.identity, run_page.page(run, page.stem, pictures, terms))
 
 
 def write_html(flags: argparse.Namespace) -> list[Path]:

@@ -167,16 +167,6 @@ class Recipe(Job):
         "poll this cloud's metadata service for a notice of preemption: then save and exit, as after SIGTERM",
         choices=("aws", "gcp", "azure"),
     )
-    price_per_hour: float | None = setting(
-        None,
-        "of all hosts together, in any currency: the run's page shows what it and its interruptions cost",
-        minimum=0,
-    )
-    plan: str | None = setting(
-        None,
-        "a file written by `plan.py --output`: the run's page compares its time, price and memory with the"
-        " run's, and shows where the time went",
-    )
 
     def __post_init__(self) -> None:
         if self.output_dir and self.model_folder:

@@ -30,7 +30,7 @@ from common.system.files import discard, own_files, sha256_of, sync
 from common.system.s3 import ObjectStore, StoreError, WrongSize
 from common.system.threads import lower_priority
 
-LOGS = ("recipe.json", "plan.json", "metrics.jsonl", "confusion.json", "nvidia-smi-*.txt")
+LOGS = ("recipe.json", "metrics.jsonl", "confusion.json", "nvidia-smi-*.txt")
 RUN_FILES = (*LOGS, "result.json")
 TELEMETRY = "telemetry-*.jsonl"  # 140 MB a day from a host with 8 GPUs, so only new lines are sent
 PARTS = "telemetry-parts/"

@@ -1,17 +1,20 @@
 """What a run cost, beside what plan.py had planned, and where its time went. All of it is measured.
 
-Prices are of all hosts together, as --price_per_hour of plan.py and of a training.
+Prices are of all hosts together, as --price_per_hour of plan.py and of logbook.py add.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 from common.report import markdown as md
 from common.report.record import RunRecord
 from common.report.words import memory_gib, utilisation_pct
 from common.system.doing import ENDING, EVALUATION, READING, SAVING, STARTING, TRAINING
-from common.system.schema import fits
+from common.system.files import read_json
+from common.system.schema import Kind, fitting
 from common.system.text import plural
 
 PARTS = {
@@ -28,6 +31,78 @@ WHOLE_PLAN = {"hours": "hours", "price": "in price"}
 REST = "not recorded, by an earlier version"
 LEAST = 1e-6  # smaller ones are shown with their exponent
 FACTOR = 2  # differences from twice on, or down to half, are factors
+
+
+PLAN_LINE: dict[str, Kind] = {
+    **dict.fromkeys(("strategy", "limit"), str),
+    "memory": {"*": float},  # bytes
+    "images": int,
+    **dict.fromkeys(("step_s", "images_per_s", "hours", "price"), float),
+}
+PLAN: dict[str, Kind] = {  # what plan.py writes
+    **dict.fromkeys(("about", "script", "mixed_precision", "gpu"), str),
+    "flags": list[str],
+    **dict.fromkeys(("batch_size", "epochs", "hosts", "gpus"), int),
+    "price_per_hour": float,
+    "lines": [PLAN_LINE],
+}
+NEEDED = ("script", "batch_size", "hosts", "gpus", "lines")
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What a run's bill is made by: the flags of logbook.py add."""
+
+    plan: dict[str, Any] = field(default_factory=dict)  # of plan_of(); empty without --plan
+    price_per_hour: float | None = None  # of all hosts together
+
+
+NONE = Terms()
+
+
+# --- The plan's file
+
+
+def plan_of(file: Path, run: RunRecord) -> dict[str, Any]:
+    """What plan.py has written, with the `line` of the run's strategy in place of all `lines`.
+
+    ValueError for a file that is no plan, or none of this script and strategy.
+    """
+    script = run.facts.get("script", "unknown")
+    make = f"make one: python plan.py --output {file.name} ... {script}.py"
+    try:
+        plan, wrong = fitting(read_json(file), PLAN)
+    except OSError as error:
+        raise ValueError(f"--plan {file} can't be read: {error.strerror}; {make}") from None
+    except ValueError as error:
+        raise ValueError(f"--plan {error}; {make}") from None
+    wrong += [name for name in NEEDED if name not in plan and name not in wrong]
+    if wrong:
+        raise ValueError(f"--plan {file} is no plan ({', '.join(wrong)} missing or wrong); {make}")
+    if plan["script"] != script:
+        raise ValueError(f"--plan {file} is of {plan['script']}, and {run.folder} of {script}; {make}")
+    strategy = planned_strategy(run.facts.get("strategy", "unknown"), run.about.get("sharding", {}))
+    lines = {line["strategy"]: line for line in plan.pop("lines") if line.get("strategy")}
+    if strategy not in lines:
+        raise ValueError(
+            f"--plan {file} has no {strategy}, as {run.folder}, but {', '.join(lines) or 'nothing'}: make one"
+            " for this number of hosts and devices"
+        )
+    return plan | {"line": lines[strategy]}
+
+
+def planned_strategy(strategy: str, sharding: dict[str, Any]) -> str:
+    """The name of a running strategy in a plan: `hybrid` is FSDP2 with replicas, `offload` ZeRO-3's.
+
+    sharding: as recipe.json has it.
+    """
+    if sharding.get("replicas", 1) != 1:
+        strategy = "hybrid"
+    if sharding.get("offload_params"):
+        return f"{strategy} with offload"
+    if all(sharding.get(name, "none") == "none" for name in ("offload_optimizer", "offload_param")):
+        return strategy
+    return "offload" if strategy == "zero3" else f"{strategy} with offload"
 
 
 # --- Time
@@ -92,14 +167,14 @@ def parts_s(run: RunRecord) -> dict[str, float]:
 # --- Plan and bill
 
 
-def planned(run: RunRecord) -> dict[str, float | None]:
+def planned(run: RunRecord, terms: Terms) -> dict[str, float | None]:
     """The plan's hours and price for the steps that the run has made, and its other numbers."""
-    line = run.plan.get("line", {})
+    line = terms.plan.get("line", {})
     speed, memory = line.get("images_per_s"), line.get("memory")
     hours = None
     if speed and {"steps", "batch_size"} <= run.facts.keys():
         hours = run.facts["steps"] * run.facts["batch_size"] / speed / 3600
-    price = run.plan.get("price_per_hour", _own_price(run) if _is_same_cluster(run) else None)
+    price = terms.plan.get("price_per_hour", terms.price_per_hour if _is_same_cluster(run, terms) else None)
     tensors = [size for name, size in memory.items() if name != "context" and size] if memory else []
     return {
         "hours": hours,
@@ -110,9 +185,9 @@ def planned(run: RunRecord) -> dict[str, float | None]:
     }
 
 
-def actual(run: RunRecord) -> dict[str, float | None]:
+def actual(run: RunRecord, terms: Terms) -> dict[str, float | None]:
     """The same numbers of the run itself, its hours from its first process's start on."""
-    whole_s, price, speed = used_s(run), price_per_hour(run), run.facts.get("images_per_s")
+    whole_s, price, speed = used_s(run), price_per_hour(run, terms), run.facts.get("images_per_s")
     hours = None if whole_s is None else whole_s / 3600
     batch = run.facts.get("batch_size")
     return {
@@ -124,31 +199,28 @@ def actual(run: RunRecord) -> dict[str, float | None]:
     }
 
 
-def price_per_hour(run: RunRecord) -> float | None:
-    """The price of all hosts: the run's own, else the plan's if that has as many hosts and devices."""
-    own = _own_price(run)
-    return run.plan.get("price_per_hour") if own is None and _is_same_cluster(run) else own
+def price_per_hour(run: RunRecord, terms: Terms) -> float | None:
+    """The price of all hosts: the given one, else the plan's if that has as many hosts and devices."""
+    if terms.price_per_hour is None and _is_same_cluster(run, terms):
+        return terms.plan.get("price_per_hour")
+    return terms.price_per_hour
 
 
-def _own_price(run: RunRecord) -> float | None:
-    own = run.recipe.get("price_per_hour")
-    return own if fits(own, float) else None
-
-
-def _is_same_cluster(run: RunRecord) -> bool:
-    hosts = run.plan.get("hosts", 0)
-    planned_for = hosts, hosts * run.plan.get("gpus", 0)
+def _is_same_cluster(run: RunRecord, terms: Terms) -> bool:
+    hosts = terms.plan.get("hosts", 0)
+    planned_for = hosts, hosts * terms.plan.get("gpus", 0)
     return planned_for == (run.facts.get("hosts"), run.facts.get("processes"))
 
 
 # --- On the page
 
 
-def section(run: RunRecord) -> str:
-    """Markdown; empty for a run with neither --plan nor --price_per_hour."""
-    if not run.plan and price_per_hour(run) is None:
+def section(run: RunRecord, terms: Terms) -> str:
+    """Markdown; empty without a plan and a price."""
+    if terms == NONE:
         return ""
-    parts = ["## Plan and bill", _about(run), _compared(run), _notes(run), _differences(run), _where(run)]
+    parts = ["## Plan and bill", _about(terms), _compared(run, terms), _notes(run, terms)]
+    parts += [_differences(run, terms), _where(run, terms)]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -162,20 +234,20 @@ def amount(value: float | None, unit: str = "") -> str:
     return f"{value:,.{max(0, digits)}f}{unit}"
 
 
-def _about(run: RunRecord) -> str:
-    if not run.plan:
+def _about(terms: Terms) -> str:
+    if not terms.plan:
         return ""
-    line = run.plan.get("line", {})
-    command = " ".join([f"{run.plan.get('script', '?')}.py", *run.plan.get("flags", [])])
+    line = terms.plan.get("line", {})
+    command = " ".join([f"{terms.plan.get('script', '?')}.py", *terms.plan.get("flags", [])])
     whole = [f"{amount(line[n])} {what}" for n, what in WHOLE_PLAN.items() if line.get(n) is not None]
     ends = f", {' and '.join(whole)} to the recipe's end" if whole else ""
     strategy, limit = (md.text(line.get(name) or "?") for name in ("strategy", "limit"))
-    about = md.text(run.plan.get("about", "?"))
+    about = md.text(terms.plan.get("about", "?"))
     return f"Planned for {about}: {strategy}, limited by {limit}, {md.code(command)}{ends}."
 
 
-def _compared(run: RunRecord) -> str:
-    ours, theirs = actual(run), planned(run)
+def _compared(run: RunRecord, terms: Terms) -> str:
+    ours, theirs = actual(run, terms), planned(run, terms)
     memory = f"memory of a {'process' if run.is_rehearsal else 'device'}"
     rows = []
     for name, label, unit, scale in (
@@ -186,11 +258,11 @@ def _compared(run: RunRecord) -> str:
         ("step_s", "time of a step", " ms", 1000),
     ):
         cells = [amount(value and scale * value, unit) for value in (theirs[name], ours[name])]
-        if run.plan:
+        if terms.plan:
             rows.append([md.text(label), *cells, _difference(theirs[name], ours[name])])
         elif ours[name] is not None:
             rows.append([md.text(label), cells[1]])
-    return md.table(["", "planned", "actual", "difference"] if run.plan else ["", "actual"], rows)
+    return md.table(["", "planned", "actual", "difference"] if terms.plan else ["", "actual"], rows)
 
 
 def _difference(plan: float | None, ours: float | None) -> str:
@@ -210,30 +282,30 @@ def _share(run: RunRecord) -> str:
     return f", for {plural(f'{steps:,}', 'step')}, {epoch / epochs:.1%} of the recipe"
 
 
-def _notes(run: RunRecord) -> str:
-    price = price_per_hour(run)
+def _notes(run: RunRecord, terms: Terms) -> str:
+    price = price_per_hour(run, terms)
     lines = []
-    if run.plan:
+    if terms.plan:
         lines.append("The plan's hours are of training steps alone, the actual ones of all parts below.")
     if price is not None:
         lines.append(f"The price: {price:g} an hour for all hosts together.")
     if price is not None and run.changes:
         lines.append("It counts all hosts all the time, also those that were away.")
-    if run.plan and run.is_rehearsal:
+    if terms.plan and run.is_rehearsal:
         lines.append(
             "Memory on a CPU: the plan counts tensors, the run a process's resident memory at its peak, with"
             " Python and its libraries."
         )
-    elif run.plan:
+    elif terms.plan:
         lines.append("Memory: tensors at the peak, without CUDA's context.")
     return " ".join(lines)
 
 
-def _differences(run: RunRecord) -> str:
+def _differences(run: RunRecord, terms: Terms) -> str:
     """A table of what was planned otherwise than it was run."""
-    if not run.plan:
+    if not terms.plan:
         return ""
-    plan, facts = run.plan, run.facts
+    plan, facts = terms.plan, run.facts
     devices = list(dict.fromkeys(run.about.get("devices") or [facts.get("device", "?")]))
     both = {
         "batch_size": (plan.get("batch_size"), facts.get("batch_size")),
@@ -243,7 +315,7 @@ def _differences(run: RunRecord) -> str:
         "device": (plan.get("gpu"), ", ".join(devices)),
         "mixed precision": (plan.get("mixed_precision"), facts.get("mixed_precision")),
         f"{run.unit} a forward": (plan.get("line", {}).get("images"), facts.get("per_device_batch_size")),
-        "price per hour": (plan.get("price_per_hour"), _own_price(run)),
+        "price per hour": (plan.get("price_per_hour"), terms.price_per_hour),
     }
     rows = [
         [md.text(name), *(md.text(f"{value:,}" if isinstance(value, int) else str(value)) for value in pair)]
@@ -255,10 +327,10 @@ def _differences(run: RunRecord) -> str:
     return f"Planned otherwise than run:\n\n{md.table(['', 'planned', 'run'], rows, numbers=False)}"
 
 
-def _where(run: RunRecord) -> str:
+def _where(run: RunRecord, terms: Terms) -> str:
     """A table of the parts of the run's time, and a line on its pauses."""
-    parts, price = parts_s(run), price_per_hour(run)
-    head, hours = "### Where the time went", planned(run)["hours"]
+    parts, price = parts_s(run), price_per_hour(run, terms)
+    head, hours = "### Where the time went", planned(run, terms)["hours"]
     if not parts:
         return f"{head}\n\nNot known: a process records it when it ends."
     whole_s, of_steps = sum(parts.values()), amount(hours and 3600 * hours, " s")
@@ -266,11 +338,11 @@ def _where(run: RunRecord) -> str:
     for name, seconds in [*parts.items(), (WHOLE, whole_s)]:
         row = [md.text(name), f"{seconds:,.1f} s", f"{seconds / whole_s:.1%}"]
         row += [amount(seconds / 3600 * price)] if price is not None else []
-        if run.plan:
+        if terms.plan:
             row.append(of_steps if name in (PARTS[TRAINING], WHOLE) else "-")
         rows.append(row)
     columns = ["", "time", "share"] + (["price"] if price is not None else [])
-    table = md.table(columns + (["planned"] if run.plan else []), rows)
+    table = md.table(columns + (["planned"] if terms.plan else []), rows)
     return f"{head}\n\nBy the clock of the main process.\n\n{table}\n\n{_telemetry(run)}".rstrip()
 
 

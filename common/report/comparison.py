@@ -27,7 +27,7 @@ from common.system.paths import public_path
 from common.system.schema import Kind, fitting
 from common.system.text import plural
 
-NOT_COMPARED = ("output_dir", "model_folder", "s3", "plan")  # places of files
+NOT_COMPARED = ("output_dir", "model_folder", "s3")  # places of files
 # Flags whose resolved values stand in result.json.
 RESOLVED = ("mixed_precision", "per_device_batch_size", "compile", "grad_checkpointing")
 NAMED = ("data", "model", "epochs", "batch_size", "lr", "seed")  # flags in a column's name where they differ

@@ -17,7 +17,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from common.report import bill
 from common.report.comparison import conditions
 from common.report.page import as_flag
 from common.report.record import PARTS, RunRecord, read_picture
@@ -60,8 +59,6 @@ COLUMNS: tuple[tuple[str, str, int | None], ...] = (
     ("memory_gib", "memory of a process, GiB", 2),
     ("utilisation_pct", "utilisation, %", 0),
     ("energy_wh", "energy of the GPUs, Wh", 1),
-    ("price", "price", 2),
-    ("planned_price", "planned price", 2),
 )
 CHOICES = ("status", "model", "data", "strategy")  # columns with a list of their values as a filter
 MEASURES = ("val/accuracy", "val/loss", "train/loss", "val/raw_accuracy", "train/lr", "train/images_per_s")
@@ -164,7 +161,7 @@ def _run(run: RunRecord, name: str) -> dict[str, Any]:
 
 
 def _values(run: RunRecord, name: str) -> dict[str, str | float | None]:
-    """The run's cells, and its price_per_hour."""
+    """The run's cells."""
     facts = run.facts
     wall_s = facts.get("wall_s", run.metrics[-1]["wall_s"] if run.metrics else None)
     starts = [line["t"] for lines in run.telemetry.values() for line in lines[:1]]
@@ -178,9 +175,6 @@ def _values(run: RunRecord, name: str) -> dict[str, str | float | None]:
         "wall_s": wall_s,
         "memory_gib": memory_gib(run),
         "utilisation_pct": utilisation_pct(run)[0],
-        "price_per_hour": bill.price_per_hour(run),
-        "price": bill.actual(run)["price"],
-        "planned_price": bill.planned(run)["price"],
     }
     return {
         key: printable(value) if isinstance(value, str) else _short(value) for key, value in found.items()

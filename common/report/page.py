@@ -141,7 +141,7 @@ def _running(lines: list[dict[str, Any]]) -> Iterator[tuple[float, dict[str, Any
 # --- The page
 
 
-def page(run: RunRecord, stem: str, pictures: list[str]) -> str:
+def page(run: RunRecord, stem: str, pictures: list[str], terms: bill.Terms = bill.NONE) -> str:
     """The Markdown of the page. stem: of its file, and of the folder with its pictures."""
     facts = run.facts
     size = f"{facts.get('batch_size', '?')} {run.unit} a step, {plural(facts.get('epochs', '?'), 'epoch')}"
@@ -159,12 +159,12 @@ def page(run: RunRecord, stem: str, pictures: list[str]) -> str:
         shown.get("confusion_training.png", ""),
         *(_validation(name, report, shown) for name, report in run.reports.items() if report),
         _verified(run),
-        bill.section(run),
+        bill.section(run, terms),
         "## Memory and utilisation",
         _memory(run),
         _hosts(run),
         _changes(run),
-        _interruptions(run),
+        _interruptions(run, bill.price_per_hour(run, terms)),
         shown.get("telemetry.png", ""),
         *_nvidia_smi(run),
         _profile(run),
@@ -284,11 +284,10 @@ def _changes(run: RunRecord) -> str:
     return f"Hosts joined and left; the training is the same up to rounding:\n\n{head}"
 
 
-def _interruptions(run: RunRecord) -> str:
+def _interruptions(run: RunRecord, price: float | None) -> str:
     """A table of the stops by a signal or a notice, from the signal to the first step after it."""
     if not run.interruptions:
         return ""
-    price = bill.price_per_hour(run)
     rows = []
     for step, why, seconds in run.interruptions:
         cost = None if price is None or seconds is None else price * seconds / 3600

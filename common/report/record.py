@@ -68,21 +68,6 @@ PROFILE: dict[str, Kind] = {
     "parts_s": {"*": float},
     "operators": [{"name": str, "calls": int, "self_s": float}],
 }
-PLAN = "plan.json"  # what --plan has of the running strategy
-PLAN_LINE: dict[str, Kind] = {
-    **dict.fromkeys(("strategy", "limit"), str),
-    "memory": {"*": float},  # bytes
-    "images": int,
-    **dict.fromkeys(("step_s", "images_per_s", "hours", "price"), float),
-}
-PLANNED: dict[str, Kind] = {
-    **dict.fromkeys(("about", "script", "mixed_precision", "gpu"), str),
-    "flags": list[str],
-    **dict.fromkeys(("batch_size", "epochs", "hosts", "gpus"), int),
-    "price_per_hour": float,
-}
-PLAN_FILE_KINDS = PLANNED | {"lines": [PLAN_LINE]}  # by plan.py
-PLAN_KINDS = PLANNED | {"line": PLAN_LINE}
 PARTS = ("recipe.json", "result.json", "metrics.jsonl", "checkpoints")  # a run's folder has one of them
 VERIFIED = "verified.json"  # by verify.py
 STAMPS: dict[str, Kind] = {
@@ -130,7 +115,6 @@ class RunRecord:
         self.confusion = self._matrix("confusion.json", CONFUSION) if has_confusion else {}
         stamps = self._read(VERIFIED, STAMPS) if (folder / VERIFIED).exists() else {}
         self.stamps: list[dict[str, Any]] = stamps.get("stamps", [])
-        self.plan = self._read(PLAN, PLAN_KINDS) if (folder / PLAN).exists() else {}
         has_profile = (folder / FOLDER / SUMMARY).exists()
         self.profile = self._read(f"{FOLDER}/{SUMMARY}", PROFILE) if has_profile else {}
         self.reports = {

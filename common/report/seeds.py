@@ -20,7 +20,7 @@ ALPHA, POWER = 0.05, 0.8  # of the test; of the number of seeds that would tell
 MOST_SEEDS = 10_000
 TINY = 1e-12  # a deviation that is rounding
 # What does not decide what is trained
-PLACES = ("seed", "output_dir", "model_folder", "s3", "cache_dir", "plan", "price_per_hour")
+PLACES = ("seed", "output_dir", "model_folder", "s3", "cache_dir")
 
 
 @dataclass(frozen=True)

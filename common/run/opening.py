@@ -42,12 +42,11 @@ def open_run(
     training: TrainingState,
     data: tuple[str, tuple[str, ...]],
     steps: Steps,
-    plan: dict[str, Any] | None = None,
 ) -> OpenRun:
     """Restores the training from the newest checkpoint, if there is one. Collective.
 
-    data: a name that changes with its content, and the names of the classes. plan: for plan.json. On an
-    error the run's folder is released.
+    data: a name that changes with its content, and the names of the classes. On an error the
+    run's folder is released.
     """
     output: RunOutput | None = None
     source, classes = data
@@ -61,7 +60,7 @@ def open_run(
 
     def start_log(_: Heartbeat) -> None:
         assert output
-        output.start_log(about, plan, state, saved_step, steps.last, steps.per_epoch)
+        output.start_log(about, state, saved_step, steps.last, steps.per_epoch)
 
     try:
         point = ResumePoint.from_json(once(accelerator, "run folder", open_output, recipe.timeout_s))

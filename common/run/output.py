@@ -14,7 +14,6 @@ from common.checkpoint.mirror import committed, fetch
 from common.checkpoint.saver import Saver
 from common.recipe import Batch, Recipe
 from common.report import run_end
-from common.report.record import PLAN
 from common.run.facts import result, run_name
 from common.run.folder import open_folder
 from common.run.log import RunLog
@@ -53,18 +52,14 @@ class RunOutput:
     def start_log(
         self,
         about: dict[str, Any],
-        plan: dict[str, Any] | None,
         state: RunState,
         saved_step: int,
         steps: int,
         steps_per_epoch: int,
     ) -> None:
-        """Opens the log. about: recipe.json. plan: plan.json; without one an earlier start's stays.
-        saved_step: of the checkpoint in the folder, 0 without one."""
+        """Opens the log. about: recipe.json. saved_step: of the checkpoint in the folder, or 0."""
         with self._writing("the log"):
             (self.folder / "result.json").unlink(missing_ok=True)
-            if plan:
-                write_json(self.folder / PLAN, plan)
             found = self.storage.checkpoint
             wrote = {} if found is None or self.storage.is_new else found.manifest.get("written_by", {})
             self.log = RunLog(self.folder, self.recipe, about, state, steps, steps_per_epoch, wrote)

@@ -26,7 +26,6 @@ from common.run.exchange import Exchange
 from common.run.meter import Meter
 from common.run.opening import open_run
 from common.run.output import RunOutput
-from common.run.planned import read_plan
 from common.run.predictions import Predictions
 from common.run.profile import begin_profile
 from common.run.schedule import SaveSchedule
@@ -49,7 +48,7 @@ Item = TypeVar("Item")
 class Run:
     """A context manager around a training. All processes call it; the main process writes and prints.
 
-    Raises ValueError for a wrong --plan, when the folder holds another run or can't be written, or when
+    Raises ValueError when the folder holds another run or can't be written, or when
     memory runs out, with the size to try. Raises Preempted, after saving, when a process was told to stop.
     """
 
@@ -70,7 +69,6 @@ class Run:
         self.profile: Profile | None = None  # of the main process, with --profile
         self.utilisation: Utilisation | None = None  # of the main process
         self.begun = False
-        self.plan = read_plan(accelerator, recipe)
 
     def begin(
         self,
@@ -87,7 +85,7 @@ class Run:
         the names of the classes.
         """
         training = TrainingState(self.accelerator, model, optimizer, ema)
-        opened = open_run(self.accelerator, self.recipe, self.batch, training, data, steps, self.plan)
+        opened = open_run(self.accelerator, self.recipe, self.batch, training, data, steps)
         self.state, self.output = opened.state, opened.output
         self.saver, self.exchange = opened.saver, opened.exchange
         self.steps = replace(steps, first=self.state.step)

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from common.distributed import preemption, spot
+from common.report.bill import Terms
 from common.report.page import page
 from common.report.record import RunRecord
 from tests.checkpoint.test_checkpoints import LONG, start_and_wait
@@ -205,7 +206,7 @@ def test_torchrun_does_not_start_again_on_a_host_with_a_notice(service, tmp_path
 
 def test_a_run_saves_at_a_notice_and_its_page_shows_the_interruption(service, tmp_path):
     """With a proxy in the environment, which is not asked."""
-    words = [*python(), *LONG, "--epochs", "3000", "--spot_notice", "aws", "--price_per_hour", "36"]
+    words = [*python(), *LONG, "--epochs", "3000", "--spot_notice", "aws"]
     job = start_and_wait(words, tmp_path / "run")
     service.pages[AWS + "meta-data/spot/instance-action"] = ACTION
     status, output = job.wait(60)
@@ -216,11 +217,11 @@ def test_a_run_saves_at_a_notice_and_its_page_shows_the_interruption(service, tm
     last = lines(tmp_path / "run" / "metrics.jsonl")[-1]
     assert (last["step"], last["why"]) == (found["steps"], "aws: terminate")
     service.pages.clear()
-    words = [*python(), *LONG, "--epochs", "3000", "--price_per_hour", "36", "--output_dir", tmp_path / "run"]
+    words = [*python(), *LONG, "--epochs", "3000", "--output_dir", tmp_path / "run"]
     run([*words, "--max_steps", found["steps"] + 5])
     ((step, why, seconds),) = RunRecord(tmp_path / "run").interruptions
     assert (step, why) == (found["steps"], "aws: terminate")
     assert 0 < seconds < 60
-    text = page(RunRecord(tmp_path / "run"), "x", [])
+    text = page(RunRecord(tmp_path / "run"), "x", [], Terms(price_per_hour=36.0))
     assert f"1 interruption, {seconds:,.0f} s without training, {seconds / 100:,.2f} at 36 an hour:" in text
     assert f"| {step:,} | aws: terminate | {seconds:,.0f} s | {seconds / 100:,.2f} |" in text

@@ -35,7 +35,7 @@ def write_run(
     """A finished run's folder as a training leaves it, with these changes."""
     folder.mkdir(parents=True)
     known = {"data": "digits", "epochs": 3, "batch_size": 128, "lr": 0.1, "seed": 0, "model": "vit_tiny"}
-    known |= {"price_per_hour": None, **(recipe or {})}
+    known |= {"layer_decay": None, **(recipe or {})}
     made = {"script": "train_vit", "strategy": "ddp", "recipe": known, "sharding": {}, "hosts": ["h1"]}
     made |= {"devices": ["NVIDIA T4", "NVIDIA T4"], "versions": {"torch": "2.15.0"}, **(about or {})}
     found = {"script": "train_vit", "status": "finished", "strategy": "ddp", "processes": 2, "hosts": 1}
@@ -62,9 +62,9 @@ def write_picture(file: Path, width: int = 1200) -> None:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> Path:
-    """Five runs: with a price and a peak, without, hostile and failed, killed, broken."""
+    """Five runs: with a peak, without, hostile and failed, killed, broken."""
     folder = tmp_path_factory.mktemp("runs")
-    ddp = write_run(folder / "a" / "ddp", lines=900, recipe={"price_per_hour": 7.2})
+    ddp = write_run(folder / "a" / "ddp", lines=900, recipe={"layer_decay": 0.75})
     text = (ddp / "metrics.jsonl").read_text().splitlines()
     text[555] = json.dumps(json.loads(text[555]) | {"val/accuracy": PEAK})
     (ddp / "metrics.jsonl").write_text("\n".join(text) + "\n")
@@ -223,10 +223,10 @@ def test_runs_are_sorted_by_the_keyboard(opened):
         ["", "0.6500"],
     ]
     assert column(opened, "memory of a process, GiB")[-1] == "3.50"
-    opened.run("document.querySelector('th[data-key=price] button').focus()")
+    opened.run("document.querySelector('th[data-key=energy_wh] button').focus()")
     for _ in range(2):
         opened.press("Enter")
-        assert column(opened, "price") == ["3.60", "", "", "", ""], "what has no price comes last, either way"
+        assert column(opened, "energy of the GPUs, Wh") == ["9.5", "", "", "", ""], "without a value: last"
 
 
 @pytest.mark.needs("chromium")
@@ -250,19 +250,18 @@ def test_runs_are_filtered(opened):
 
 
 @pytest.mark.needs("chromium")
-def test_curves_along_step_epoch_time_and_price(opened):
+def test_curves_along_step_epoch_and_time(opened):
     click(opened, "#select-none")
     assert text_of(opened, "chart") == "No curve: select runs in the table."
     select(opened, "a/ddp", "a/single", "c/broken")
     assert text_of(opened, "left-out") == "Not drawn: c/broken (no val/accuracy)."
-    ends = {"step": "step 900", "epoch": "epoch 3", "time": "30 min", "price": "price 3.6"}
+    ends = {"step": "step 900", "epoch": "epoch 3", "time": "30 min"}
     for name, end in ends.items():
         click(opened, f"input[value={name}]")
         label = {"time": "time, min"}.get(name, name)
         drawn = opened.run("document.querySelectorAll('#chart polyline').length")
-        assert (drawn, table(opened, "reading")[0][1]) == (1 if name == "price" else 2, f"at {end}")
+        assert (drawn, table(opened, "reading")[0][1]) == (2, f"at {end}")
         assert text_of(opened, "chart-title") == f"val/accuracy by {label}"
-    assert "a/single (no --price_per_hour)" in text_of(opened, "left-out")
     click(opened, "input[value=step]")
     assert table(opened, "reading")[1:] == [
         ["a/ddp", "0.5", "0.00055556", str(PEAK), "0.5"],
@@ -290,7 +289,7 @@ def test_recipes_stand_side_by_side(opened):
     rows = {row[0]: row[1:] for row in table(opened, "settings")}
     assert rows["setting"] == ["a/ddp", "a/single"]
     assert rows["lr"] == ["0.1", "0.2"]
-    assert rows["price_per_hour"] == ["7.2", "unset"]
+    assert rows["layer_decay"] == ["0.75", "unset"]
     assert "epochs" not in rows
     click(opened, "#differing")
     rows = {row[0]: row[1:] for row in table(opened, "settings")}
@@ -327,9 +326,9 @@ def test_unfinished_and_broken_runs_are_named(opened):
 def test_the_address_keeps_the_view(opened):
     set_to(opened, "#words", "a/")
     set_to(opened, "#choice-strategy", "2")
-    click(opened, "input[value=price]")
+    click(opened, "input[value=time]")
     set_to(opened, "#measure", "train/loss")
-    click(opened, "th[data-key=price] button")
+    click(opened, "th[data-key=energy_wh] button")
     click(opened, "#select-none")
     click(opened, "#table tbody tr:not([hidden]) input")
     parts = "[...document.querySelectorAll('#reading, #shown, #measure')]"
@@ -390,7 +389,7 @@ def test_everything_is_reached_and_named_without_a_mouse(opened):
         "choice-status",
         "select-shown",
         "run",
-        "price",
+        "energy of the GPUs, Wh",
         "measure",
         "along",
         "logarithmic",
