@@ -73,7 +73,7 @@ def main() -> int:
 def _traced(config_file: str, processes: int, words: list[str]) -> int:
     batch = next(int(word.partition("=")[2]) for word in words if word.startswith("--batch_size"))
     size = batch // processes
-    command = [sys.executable, "-m", "benchmarks.plan_memory", "--trace", config_file, processes, 1, size]
+    command = [sys.executable, "-m", "benchmarks.plan_memory", "--trace", config_file, processes, 1, size, 0]
     command += words
     return json.loads(_output(command).splitlines()[-1])["peaks"][str(size)]["Total"]
 

@@ -64,7 +64,7 @@ def main() -> int:
 
 def compare(arms: list[str], rates: list[str], rounds: int, steps: int) -> int:
     traces = {
-        strategy: traced(strategy, 2, 1, [SHARE], SCRIPT) for strategy in {ARMS[arm][0] for arm in arms}
+        strategy: traced(strategy, 2, 1, [SHARE], 0, SCRIPT) for strategy in {ARMS[arm][0] for arm in arms}
     }
     predicted: dict[tuple[str, str], list[float]] = defaultdict(list)
     measured: dict[tuple[str, str], list[float]] = defaultdict(list)

@@ -71,13 +71,15 @@ class StepTime:
     network_bytes: float  # sent by a host to others
 
 
-def largest_size(trace: Trace, memory_bytes: float) -> int:
-    """The largest images per forward that fit: memory is linear in them. 0 where not one quantum fits."""
-    (small, low), (large, high) = ((s, p["Total"]) for s, p in sorted(trace.peaks.items())[:2])
-    each = (high - low) / (large - small)
-    return max(
-        0, math.floor((memory_bytes - CONTEXT_BYTES - (low - small * each)) / each / QUANTUM) * QUANTUM
-    )
+def largest_size(peaks: dict[int, dict[str, int]], memory_bytes: float) -> int:
+    """The largest images per forward that fit, by the line through the last two sizes traced.
+
+    0 where not one quantum fits. Where memory does not grow between the two: 64 times the larger one.
+    """
+    (small, low), (large, high) = [(size, peak["Total"]) for size, peak in peaks.items()][-2:]
+    free, each = memory_bytes - CONTEXT_BYTES - high, (high - low) / (large - small)
+    more = free / each if each > 0 else 63 * large if free > 0 else -large
+    return max(0, math.floor((large + more) / QUANTUM) * QUANTUM)
 
 
 def step_time(trace: Trace, cluster: Cluster, least_launches: int = 0, accumulations: int = 1) -> StepTime:

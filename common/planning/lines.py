@@ -82,7 +82,7 @@ def memory_of(strategy: str, trace: Trace) -> dict[str, int]:
 
     MemTracker does not know DDP's gradients, which are views of its buckets: they count as gradients, too.
     """
-    peak = trace.peaks[min(trace.peaks)]
+    peak = next(iter(trace.peaks.values()))  # of the planned size
     optimizer = min(trace.optimizer, peak["Total"] - trace.parameters)
     rest = peak["Total"] - trace.parameters - optimizer
     activations = min(peak.get("Activation", 0), rest)

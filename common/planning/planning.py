@@ -129,14 +129,16 @@ class Planning:
         processes, batch_size = self._processes(strategy), self.recipe.batch_size
         share = self.recipe.per_device_batch_size or batch_size // processes
         trace = self._trace(strategy, share)
-        if (largest := largest_size(trace, self.cluster.device.memory_gb * 1e9)) < share:
+        if (largest := largest_size(trace.peaks, self.cluster.device.memory_gb * 1e9)) < share:
             share = max((n for n in range(1, largest + 1) if batch_size % (n * processes) == 0), default=0)
             trace = self._trace(strategy, share) if share else trace
         return Found(strategy, strategies.compressed(trace, self.recipe.grad_compression), share, largest)
 
     def _trace(self, strategy: str, size: int) -> Trace:
-        cluster = self.cluster
-        return strategies.traced(strategy, cluster.hosts, cluster.gpus, [size, 2 * size], self._words)
+        cluster, sizes = self.cluster, [size, 2 * size]
+        return strategies.traced(
+            strategy, cluster.hosts, cluster.gpus, sizes, cluster.device.memory_gb * 1e9, self._words
+        )
 
     def _measured(self, found: Found, calibration: Calibration) -> Measured | None:
         if not found.share or found.strategy == "offload":

@@ -45,14 +45,16 @@ def shards(strategy: str, hosts: int, gpus: int) -> int:
     return gpus if strategy == "hybrid" else hosts * gpus
 
 
-def traced(strategy: str, hosts: int, gpus: int, sizes: Sequence[int], script: Sequence[str]) -> Trace:
+def traced(
+    strategy: str, hosts: int, gpus: int, sizes: Sequence[int], memory_bytes: float, script: Sequence[str]
+) -> Trace:
     """Traces a micro-batch of each size in a process of its own. ValueError with its last words.
 
-    script: the script and its flags; a later flag wins.
+    memory_bytes: of a device. script: the script and its flags; a later flag wins.
     """
     words = ["-m", "common.planning.trace", config_file(strategy)]
     words += [str(processes_of(strategy, hosts, gpus)), str(1 if strategy == "single" else hosts)]
-    words += [",".join(map(str, sizes)), *script]
+    words += [",".join(map(str, sizes)), str(memory_bytes), *script]
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run([sys.executable, *words], env=env, capture_output=True, text=True, check=False)
     if done.returncode:

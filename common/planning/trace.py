@@ -1,9 +1,11 @@
 """A training step without a device: its memory, operations and collectives.
 
-`python -m common.planning.trace CONFIG PROCESSES HOSTS SIZES SCRIPT [its flags]` runs the script's model and
-optimizer as rank 0, by the engines themselves on fake tensors, and prints what torch's MemTracker and the
-dispatcher saw as JSON. SIZES: images per forward, as 8,16, ascending. benchmarks/plan_memory.py compares the
-sum of live tensors with what torch's allocator reports in a real training on CPU processes.
+`python -m common.planning.trace CONFIG PROCESSES HOSTS SIZES MEMORY SCRIPT [its flags]` runs the script's
+model and optimizer as rank 0, by the engines themselves on fake tensors, and prints what torch's MemTracker
+and the dispatcher saw as JSON. SIZES: images per forward, as 8,16. MEMORY: bytes of the device; then sizes
+near the largest that fits are traced, too, as with few images the optimizer's step is the peak. 0: only
+SIZES. benchmarks/plan_memory.py compares the sum of live tensors with what torch's allocator reports in a
+real training on CPU processes.
 
 The kernels are a CPU's: what CUDA's or cuDNN's need beside their tensors is not in it. Not yet measured on a
 GPU.
@@ -30,6 +32,7 @@ from common.distributed.layout import layout_of
 from common.distributed.strategy import precision, strategy
 from common.optim import EMA
 from common.order import reseed
+from common.planning.cost import QUANTUM, largest_size
 from common.planning.result import Collective, Kernel, Trace
 from common.planning.stand_in import settle_in, stand_in_for_reducer, start_as_rank_0, without_contents
 from common.recipe import Batch, ImageRecipe, parse
@@ -46,6 +49,7 @@ COLLECTIVES = {  # torch's operator: the collective, and the argument that has a
     "broadcast_": ("broadcast", 0),
     "reduce_": ("reduce", 0),
 }
+LINES = 6  # at most so many through two sizes each: memory is a few lines, each steeper than the one before
 WITHOUT_KERNEL = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias")
 
 
@@ -83,7 +87,9 @@ class _Operations(TorchDispatchMode):
             self.collectives.append((kind, moved, dist.ProcessGroup.unbox(group).size()))
 
 
-def trace(config_file: Path, processes: int, hosts: int, sizes: list[int], words: list[str]) -> Trace:
+def trace(
+    config_file: Path, processes: int, hosts: int, sizes: list[int], memory_bytes: float, words: list[str]
+) -> Trace:
     """Traces an optimizer step of one micro-batch for each of the sizes, on this process as rank 0."""
     script = load_script(Path(words[0]))
     recipe: Any = parse(recipe_class(script), words[1:])
@@ -129,7 +135,14 @@ def trace(config_file: Path, processes: int, hosts: int, sizes: list[int], words
                 averaged.update(0)
             tracker.reset_mod_stats()
 
-        peaks = {}
+        peaks: dict[int, dict[str, int]] = {}
+
+        def find_peak(size: int) -> None:
+            tracker._peak_mem.clear()  # or the peak of a larger size would stay
+            step(size)
+            peak = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]
+            peaks[size] = {str(getattr(kind, "value", kind)): moved for kind, moved in peak.items()}
+
         with tracker:
             step(sizes[0])  # makes the optimizer's state
             with recorded:
@@ -137,15 +150,18 @@ def trace(config_file: Path, processes: int, hosts: int, sizes: list[int], words
                 step(sizes[0])
             recorded.collectives += exchanged
             for size in sizes:
-                if size != sizes[0]:
-                    step(size)
-                peaks[size] = dict(tracker.get_tracker_snapshot("peak")[torch.device("cpu")])
+                find_peak(size)
+            for _ in range(LINES if memory_bytes else 0):
+                if (largest := largest_size(peaks, memory_bytes)) == 0 or largest in peaks:
+                    break
+                find_peak(largest)
+                find_peak(largest + QUANTUM)
     state = [t for t in tree_leaves(layout.states()) if isinstance(t, Tensor)]
     state += [*(layout.held if layout.is_flat else ()), *(averaged.averages if averaged else ())]
     return Trace(
         strategy(accelerator),
         precision(accelerator),
-        {size: {str(getattr(k, "value", k)): v for k, v in peak.items()} for size, peak in peaks.items()},
+        peaks,
         sum(_local_bytes(p) for p in model.parameters()),
         sum(map(_local_bytes, state)),
         recorded.kernels,
@@ -159,13 +175,12 @@ def _local_bytes(tensor: Any) -> int:
 
 
 def main() -> None:
-    config_file, processes, hosts, sizes = sys.argv[1:5]
-    words = sys.argv[5:]
+    config_file, processes, hosts, sizes, memory = sys.argv[1:6]
+    words = sys.argv[6:]
     sys.argv[:] = words  # errors name the script
     try:
-        found = trace(
-            Path(config_file), int(processes), int(hosts), [int(s) for s in sizes.split(",")], words
-        )
+        numbers = [int(size) for size in sizes.split(",")]
+        found = trace(Path(config_file), int(processes), int(hosts), numbers, float(memory), words)
     except ValueError as error:
         sys.exit(f"error: {error}")
     print(json.dumps(dataclasses.asdict(found)), flush=True)

@@ -31,7 +31,7 @@ def traced(
     sizes: tuple[int, ...] = (16, 32),
 ) -> Trace:
     words = ["-m", "common.planning.trace", f"accelerate_configs/{config}.yaml", processes, hosts]
-    words += [",".join(map(str, sizes)), *script, "--mixed_precision=no"]
+    words += [",".join(map(str, sizes)), 0, *script, "--mixed_precision=no"]
     output = run([sys.executable, *words])
     return Trace.from_json(next(line for line in output.splitlines() if line.startswith('{"strategy"')))
 
@@ -118,8 +118,8 @@ def test_a_tensor_that_another_thread_released_is_not_measured(tmp_path):
 
 def test_the_largest_size_is_a_line_through_two():
     peaks = {8: {"Total": 18 * 2**30}, 16: {"Total": 26 * 2**30}}  # 10 GiB, and 1 GiB an image
-    assert largest_size(made(peaks=peaks), 60 * 2**30 + cost.CONTEXT_BYTES) == 48
-    assert largest_size(made(peaks=peaks), 12 * 2**30) == 0
+    assert largest_size(peaks, 60 * 2**30 + cost.CONTEXT_BYTES) == 48
+    assert largest_size(peaks, 12 * 2**30) == 0
 
 
 @pytest.mark.parametrize(
@@ -159,6 +159,18 @@ def test_a_plan(tmp_path):
     assert offload["step_s"] is None  # not estimated
     assert "accelerate launch --config_file accelerate_configs/single_gpu.yaml" in output
     assert "--mixed_precision fp16" in output  # a T4 has no bf16
+
+
+def test_the_largest_size_does_not_depend_on_the_recipes_batch(tmp_path):
+    """With 2 images the optimizer's step is the peak, with thousands the activations are."""
+    largest = []
+    for batch_size in (2, 4096):
+        script = ["train_cnn_a.py", "--data=digits", f"--batch_size={batch_size}"]
+        file = tmp_path / f"{batch_size}.json"
+        status, output = plan("--gpus", 1, "--gpu", "Tesla T4", "--output", file, *script)
+        assert status == 0, output
+        largest.append([line["largest"] for line in json.loads(file.read_text())["lines"]])
+    assert largest[0] == largest[1]
 
 
 @pytest.mark.parametrize(
