@@ -36,7 +36,7 @@ END
 
 FLAGS=(--host --repo --path --user --nfs --cifs --cifs_credentials --mount --s3_mount --s3_credentials)
 FLAGS+=(--mount_s3 --dry_run --help)
-PACKAGES=(python3-venv make git gcc openssh-server openssh-client iproute2 pdsh)
+PACKAGES=(python3-venv make git g++ openssh-server openssh-client iproute2 pdsh)
 BEGIN="# BEGIN hosts of the training cluster (setup_node.sh)"
 END="# END hosts of the training cluster"
 LOCK_S=300  # wait for apt's lock, which a new machine's own upgrades may hold

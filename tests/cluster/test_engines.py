@@ -115,7 +115,7 @@ STUB = "#!/bin/sh\necho $(basename $0) $@ >> {log}\n{answer}\n"
 def test_skypilots_setup_block_finds_a_python(is_old, expected, tmp_path):
     """By programs that write down how they are called; the first python3 of the PATH is too old, or not."""
     answer = f'case "$*" in *version_info*) exit {int(is_old)} ;; *find*) echo /uv/python3.12 ;; esac'
-    for name in ("python3", "make", "gcc"):
+    for name in ("python3", "make", "g++"):
         (tmp_path / name).write_text(STUB.format(log=tmp_path / "log", answer=answer))
         (tmp_path / name).chmod(0o755)
     env = os.environ | {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
@@ -123,6 +123,12 @@ def test_skypilots_setup_block_finds_a_python(is_old, expected, tmp_path):
     asked, *calls = (tmp_path / "log").read_text().splitlines()
     assert "version_info < (3, 11)" in asked
     assert calls == expected
+
+
+@pytest.mark.parametrize("file", ["Dockerfile", "skypilot.yaml", "setup_node.sh"])
+def test_hosts_get_the_compiler_of_torch_compile(file):
+    """gcc alone can't compile C++, and --compile is refused."""
+    assert re.search(r"(install .*|PACKAGES=.*) g\+\+", (ROOT / "cluster" / file).read_text())
 
 
 def test_the_trainjobs_container_starts_torchrun(no_launcher):

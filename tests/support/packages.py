@@ -9,10 +9,12 @@ import shutil
 import sys
 from pathlib import Path
 
-from cluster import virtual_cluster
-
+PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
 PACKAGES = {  # of each program
-    **virtual_cluster.NEEDS,  # hosts and networks, made of this machine
+    "ip": "iproute2",  # hosts and networks, made of this machine
+    "tc": "iproute2",
+    "nft": "nftables",
+    "sshd": "openssh-server",
     "git": "git",  # the commit of a run
     "g++": "g++",  # torch.compile's kernels
     "ps": "procps",
@@ -37,7 +39,7 @@ OTHERS = {  # True: is there
 def missing(names: tuple[str, ...]) -> list[str]:
     """The packages of those programs, and those of OTHERS, that this machine lacks."""
     lacking = {name for name in names if not OTHERS.get(name)}
-    programs = {name for name in lacking - OTHERS.keys() if not shutil.which(name, path=virtual_cluster.PATH)}
+    programs = {name for name in lacking - OTHERS.keys() if not shutil.which(name, path=PATH)}
     return sorted({PACKAGES[name] for name in programs} | (lacking & OTHERS.keys()))
 
 
