@@ -158,8 +158,8 @@ class Recipe(Job):
 
     profile: int | None = setting(
         None,
-        "profile three optimizer steps of the main process, from this one on (counted from 1): a trace and a"
-        " summary in the run's `profile/`; changes no result",
+        "profile three optimizer steps of the main process, from this one on (counted from 1): torch's trace"
+        " and table in the run's `profile/`; changes no result",
         minimum=1,
     )
     spot_notice: str | None = setting(

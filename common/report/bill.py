@@ -219,8 +219,7 @@ def section(run: RunRecord, terms: Terms) -> str:
     """Markdown; empty without a plan and a price."""
     if terms == NONE:
         return ""
-    parts = ["## Plan and bill", _about(terms), _compared(run, terms), _notes(run, terms)]
-    parts += [_differences(run, terms), _where(run, terms)]
+    parts = ["## Plan and bill", _about(terms), _compared(run, terms), _notes(run, terms), _where(run, terms)]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -299,32 +298,6 @@ def _notes(run: RunRecord, terms: Terms) -> str:
     elif terms.plan:
         lines.append("Memory: tensors at the peak, without CUDA's context.")
     return " ".join(lines)
-
-
-def _differences(run: RunRecord, terms: Terms) -> str:
-    """A table of what was planned otherwise than it was run."""
-    if not terms.plan:
-        return ""
-    plan, facts = terms.plan, run.facts
-    devices = list(dict.fromkeys(run.about.get("devices") or [facts.get("device", "?")]))
-    both = {
-        "batch_size": (plan.get("batch_size"), facts.get("batch_size")),
-        "epochs": (plan.get("epochs"), facts.get("epochs")),
-        "hosts": (plan.get("hosts"), facts.get("hosts")),
-        "devices": (plan.get("hosts", 0) * plan.get("gpus", 0) or None, facts.get("processes")),
-        "device": (plan.get("gpu"), ", ".join(devices)),
-        "mixed precision": (plan.get("mixed_precision"), facts.get("mixed_precision")),
-        f"{run.unit} a forward": (plan.get("line", {}).get("images"), facts.get("per_device_batch_size")),
-        "price per hour": (plan.get("price_per_hour"), terms.price_per_hour),
-    }
-    rows = [
-        [md.text(name), *(md.text(f"{value:,}" if isinstance(value, int) else str(value)) for value in pair)]
-        for name, pair in both.items()
-        if None not in pair and pair[0] != pair[1]
-    ]
-    if not rows:
-        return ""
-    return f"Planned otherwise than run:\n\n{md.table(['', 'planned', 'run'], rows, numbers=False)}"
 
 
 def _where(run: RunRecord, terms: Terms) -> str:

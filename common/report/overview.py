@@ -26,7 +26,6 @@ from common.system.paths import public_path
 from common.system.text import natural, plural, printable
 
 TEMPLATE = Path(__file__).with_name("overview.html")
-POINTS = 200  # in a curve; of a longer one the extrema of equal parts
 DIGITS = 6  # significant ones of a number
 PICTURE_PX = 900  # largest width and height of a picture
 PICTURES_BYTES = 4 * 2**20  # of all pictures in a page: those of the newest runs
@@ -104,7 +103,7 @@ def page(folders: list[Path], unread: Iterable[str] = ()) -> str:
     _add_pictures(runs, folders)
     problems = [{"name": run["name"], "lines": lines} for run in runs if (lines := run.pop("lines"))]
     problems += [{"name": "a folder", "lines": [printable(line)]} for line in unread]
-    content = {"columns": _columns(runs), "runs": runs, "problems": problems, "points": POINTS}
+    content = {"columns": _columns(runs), "runs": runs, "problems": problems}
     template = TEMPLATE.read_text(encoding="ascii")
     return template.replace("@policy@", _policy(template)).replace("@data@", _embedded(content))
 
@@ -215,25 +214,8 @@ def _curves(run: RunRecord) -> dict[str, dict[str, list[float]]]:
 
 
 def _curve(lines: list[dict[str, Any]], name: str) -> dict[str, list[float]]:
-    kept = [lines[i] for i in thinned([line[name] for line in lines])]
     columns = {"step": "step", "epoch": "epoch", "time": "wall_s", "value": name}
-    return {column: [_short(line[key]) for line in kept] for column, key in columns.items()}
-
-
-def thinned(values: list[float]) -> list[int]:
-    """The indices of at most POINTS values: first, last, and the lowest and highest of equal parts.
-
-    So each peak of a long curve stays in sight, where averages would hide it.
-    """
-    count = len(values)
-    if count <= POINTS:
-        return list(range(count))
-    parts = POINTS // 2 - 1
-    kept = {0, count - 1}
-    for part in range(parts):
-        span = range(count * part // parts, count * (part + 1) // parts)
-        kept |= {min(span, key=values.__getitem__), max(span, key=values.__getitem__)}
-    return sorted(kept)
+    return {column: [_short(line[key]) for line in lines] for column, key in columns.items()}
 
 
 def _short(value: Any) -> Any:
@@ -272,11 +254,11 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _picture(file: Path) -> dict[str, Any]:
-    """The picture as WebP; of the file, nothing but its pixels gets into the page. ValueError for no PNG."""
+    """The picture; of the file, nothing but its pixels gets into the page. ValueError for no PNG."""
     pixels, written = read_picture(file), io.BytesIO()
     pixels.thumbnail((PICTURE_PX, PICTURE_PX))
-    pixels.save(written, "WEBP", quality=60)
-    source = f"data:image/webp;base64,{base64.b64encode(written.getvalue()).decode()}"
+    pixels.save(written, "PNG")
+    source = f"data:image/png;base64,{base64.b64encode(written.getvalue()).decode()}"
     return {"source": source, "width": pixels.width, "height": pixels.height}
 
 

@@ -25,7 +25,6 @@ from common.report.words import (
 from common.system.files import own_files
 from common.system.paths import public_path
 from common.system.text import plural
-from common.telemetry.trace import FOLDER, TRACE
 
 INDEX = ["page", "model", "data", "batch", "epochs", "hosts", "processes", "accuracy", "split"]
 INDEX += ["best accuracy", "time", "status", "on"]
@@ -167,7 +166,6 @@ def page(run: RunRecord, stem: str, pictures: list[str], terms: bill.Terms = bil
         _interruptions(run, bill.price_per_hour(run, terms)),
         shown.get("telemetry.png", ""),
         *_nvidia_smi(run),
-        _profile(run),
         "## What was run",
         _command(run),
         _setup(run),
@@ -418,44 +416,6 @@ def _nvidia_smi(run: RunRecord) -> Iterator[str]:
             f"nvidia-smi -q on {file.stem.removeprefix('nvidia-smi-')}{cut}",
             md.block(dump[:SHOWN_CHARACTERS]),
         )
-
-
-def _profile(run: RunRecord) -> str:
-    """Tables of --profile: the parts of a step, and the operators with the most time of their own."""
-    found = run.profile
-    if not {"first_step", "steps", "step_s", "parts_s", "operators"} <= found.keys():
-        return ""
-    last, step_s = found["first_step"] + found["steps"] - 1, found["step_s"]
-    names = {
-        "data": "waiting for data, augmenting",
-        "forward": "forward",
-        "backward": "backward",
-        "communication": "communication that nothing hides",
-        "optimizer": "optimizer and clipping",
-        "host": "host: Python, launching, logging",
-    }
-    parts = [(names.get(name, name), seconds) for name, seconds in found["parts_s"].items()]
-    rows = [
-        (md.text(name), number(1e3 * seconds, "{:,.2f} ms"), number(seconds / step_s, "{:.1%}"))
-        for name, seconds in sorted(parts, key=lambda part: -part[1])
-    ]
-    rows.append(("whole step", number(1e3 * step_s, "{:,.2f} ms"), ""))
-    operators = [
-        (md.code(op["name"]), f"{op['calls']:,}", number(1e3 * op["self_s"], "{:,.2f} ms"))
-        for op in found["operators"]
-    ]
-    head = f"### Where a step's time goes: steps {found['first_step']:,} to {last:,} of process 0"
-    hidden = number(1e3 * found["hidden_s"], "{:,.2f} ms") if "hidden_s" in found else "-"
-    trace = md.code(public_path(run.folder.resolve() / FOLDER / TRACE))
-    note = f"Communication behind the computation: {hidden} a step. The trace, for Perfetto: {trace}."
-    return "\n\n".join(
-        [
-            head,
-            md.table(["part", "a step", "share"], rows),
-            note,
-            md.table(["operator", "calls", f"time of its own in {found['steps']} steps"], operators),
-        ]
-    )
 
 
 def _command(run: RunRecord) -> str:

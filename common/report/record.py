@@ -12,7 +12,6 @@ from PIL import Image
 from common.system.files import parse_json, read_own
 from common.system.paths import public_path
 from common.system.schema import Kind, fitting
-from common.telemetry.trace import FOLDER, SUMMARY
 
 ABOUT: dict[str, Kind] = {
     **dict.fromkeys(
@@ -61,13 +60,6 @@ REPORT = CONFUSION | {
     "images": int,
     "per_class": {"*": list[float]},
 }
-PROFILE: dict[str, Kind] = {
-    **dict.fromkeys(("first_step", "steps"), int),
-    "device": str,
-    **dict.fromkeys(("step_s", "hidden_s"), float),
-    "parts_s": {"*": float},
-    "operators": [{"name": str, "calls": int, "self_s": float}],
-}
 PARTS = ("recipe.json", "result.json", "metrics.jsonl", "checkpoints")  # a run's folder has one of them
 VERIFIED = "verified.json"  # by verify.py
 STAMPS: dict[str, Kind] = {
@@ -115,8 +107,6 @@ class RunRecord:
         self.confusion = self._matrix("confusion.json", CONFUSION) if has_confusion else {}
         stamps = self._read(VERIFIED, STAMPS) if (folder / VERIFIED).exists() else {}
         self.stamps: list[dict[str, Any]] = stamps.get("stamps", [])
-        has_profile = (folder / FOLDER / SUMMARY).exists()
-        self.profile = self._read(f"{FOLDER}/{SUMMARY}", PROFILE) if has_profile else {}
         self.reports = {
             path.name: self._matrix(f"validation/{path.name}/report.json", REPORT)
             for path in sorted(folder.glob("validation/*"))

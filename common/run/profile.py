@@ -3,8 +3,6 @@
 from pathlib import Path
 
 from accelerate import Accelerator
-from accelerate.optimizer import AcceleratedOptimizer
-from torch import nn
 
 from common.order import Steps
 from common.recipe import Recipe
@@ -15,8 +13,6 @@ def begin_profile(
     accelerator: Accelerator,
     recipe: Recipe,
     steps: Steps,
-    model: nn.Module,
-    optimizer: AcceleratedOptimizer,
     folder: Path | None,
 ) -> Profile | None:
     """The profile that --profile asks for; None without it, or once its first step is done.
@@ -37,6 +33,6 @@ def begin_profile(
     if steps.first >= first:
         print(f"no new profile: the run goes on behind step {first:,}", flush=True)
         return None
-    profile = Profile(accelerator, model, optimizer, first, folder)
+    profile = Profile(accelerator.device, first, folder)
     profile.begin(steps.first)
     return profile

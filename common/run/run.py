@@ -95,7 +95,7 @@ class Run:
         self.schedule = SaveSchedule(self.recipe, steps.per_epoch)
         self.snapshots = Snapshots(opened, self.recipe, self.batch, self.steps, self.meter)
         folder = self.output.folder if self.output else None
-        self.profile = begin_profile(self.accelerator, self.recipe, self.steps, model, optimizer, folder)
+        self.profile = begin_profile(self.accelerator, self.recipe, self.steps, folder)
         if self.output:
             self.utilisation = utilisation(self.accelerator, self.recipe, len(data[1]), opened.devices)
         now.enter(TRAINING)
@@ -213,7 +213,7 @@ class Run:
         with contextlib.ExitStack() as stack:
             if isinstance(batches, Generator):
                 stack.callback(batches.close)  # its decoders end with this generator
-            for number, item in enumerate(self.profile.watch(batches) if self.profile else batches):
+            for number, item in enumerate(batches):
                 if number == 0:
                     self.meter.start_clock()
                 now.enter(TRAINING)

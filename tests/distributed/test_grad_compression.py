@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from common.telemetry.trace import FOLDER, STEP, TRACE
+from common.telemetry.profiler import FOLDER, TRACE
 from tests.conftest import CNN, STRATEGIES, Job, full, metrics, result, run
 
 FLAGS = [
@@ -27,7 +27,9 @@ def trained(folder, cache, *flags):
     run([*STRATEGIES["ddp"], *CNN, *FLAGS, *flags, *cache, "--output_dir", folder])
     trace = json.loads(gzip.decompress((folder / FOLDER / TRACE).read_bytes()))["traceEvents"]
     losses = [line["train/loss"] for line in metrics(folder) if "train/loss" in line]
-    spans = [(e["ts"], e["ts"] + e["dur"]) for e in trace if e["name"].startswith(STEP) and "dur" in e]
+    spans = [
+        (e["ts"], e["ts"] + e["dur"]) for e in trace if e["name"].startswith("ProfilerStep") and "dur" in e
+    ]
     begun = [e["ts"] for e in trace if e["name"] == "c10d::allreduce_"]
     return losses, [sum(start <= at < end for at in begun) for start, end in sorted(spans)]
 
