@@ -14,17 +14,19 @@ from common.system.network import interface_to
 
 
 def name_interface() -> None:
-    """Sets GLOO_SOCKET_IFNAME to the interface with the route to the master, unless it is set.
+    """Sets GLOO_SOCKET_IFNAME, unless it is set: to loopback on one host, else to the route to the master.
 
-    On several hosts gloo would use the address of the host's name, on Debian 127.0.1.1. gloo carries the
-    messages about signals beside NCCL, and everything in a rehearsal.
+    gloo would listen at the address of the host's name: on one host that may be one that others reach, and
+    objects between ranks are pickles; on several it is 127.0.1.1 on Debian. gloo carries the messages about
+    signals beside NCCL, and everything in a rehearsal.
     """
-    if world_size() == processes_per_host() or "MASTER_ADDR" not in os.environ:
+    if world_size() == 1 or "MASTER_ADDR" not in os.environ:
         return
+    is_one_host = world_size() == processes_per_host()
     with contextlib.suppress(ValueError):
-        name, mine = interface_to(os.environ["MASTER_ADDR"])
+        name, mine = interface_to("127.0.0.1" if is_one_host else os.environ["MASTER_ADDR"])
         # On the master its own name may be a loopback address; without the variable gloo finds another.
-        if not mine.startswith("127."):
+        if is_one_host or not mine.startswith("127."):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 

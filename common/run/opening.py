@@ -56,7 +56,7 @@ def open_run(
         nonlocal output
         storage = open_storage(recipe, run_name(accelerator, recipe, batch), steps.last, beat, _say)
         output = RunOutput(accelerator, recipe, batch, storage)
-        return resume_point(storage, training, recipe, source, steps.last).to_json()
+        return resume_point(storage, training, recipe, source, steps).to_json()
 
     def start_log(_: Heartbeat) -> None:
         assert output

@@ -5,6 +5,7 @@ from typing import Any, Self
 
 from common.checkpoint.format import Checkpoint
 from common.checkpoint.training import TrainingState
+from common.order import Steps
 from common.recipe import Recipe
 from common.report.record import early_precision
 from common.run.facts import VAL_CHOSEN
@@ -32,9 +33,9 @@ class ResumePoint:
 
 
 def resume_point(
-    storage: RunStorage, training: TrainingState, recipe: Recipe, data: str, steps: int
+    storage: RunStorage, training: TrainingState, recipe: Recipe, data: str, steps: Steps
 ) -> ResumePoint:
-    """The state to resume from. Main process only. data: a name of its content. steps: of the run.
+    """The state to resume from. Main process only. data: a name of its content.
 
     ValueError for a checkpoint of other data, another model or optimizer, or a step after the run's last; and
     after too many restarts without a new checkpoint.
@@ -50,19 +51,25 @@ def resume_point(
 
 
 def _from_checkpoint(
-    found: Checkpoint, storage: RunStorage, training: TrainingState, recipe: Recipe, data: str, steps: int
+    found: Checkpoint, storage: RunStorage, training: TrainingState, recipe: Recipe, data: str, steps: Steps
 ) -> ResumePoint:
     _check_data(found, recipe, data)
     training.check(found)
     state = RunState.read(found)
     has_optimizer = _has_optimizer(found, state, training, recipe)
-    if found.step > steps:
-        raise ValueError(f"--max_steps {steps}: {found.folder} is at step {found.step:,} already; give more")
+    if found.step > steps.last:
+        raise ValueError(
+            f"--max_steps {steps.last}: {found.folder} is at step {found.step:,} already; give more"
+        )
     # After the last step only the run's end is missing, whose pictures need an evaluation.
-    state.evaluated &= found.step < steps
+    state.evaluated &= found.step < steps.last
     began_at = resumed_from(storage.folder)
     writer = found.manifest.get("written_by", {})
-    for change in (_changed_precision(writer, training), _changed_determinism(writer, recipe)):
+    for change in (
+        _changed_precision(writer, training),
+        _changed_determinism(writer, recipe),
+        _moved_place(found, state, recipe, steps.per_epoch),
+    ):
         if change:
             print(change, flush=True)
     if _evaluated_other_images(found, recipe):
@@ -115,6 +122,26 @@ def _changed_determinism(writer: dict[str, Any], recipe: Recipe) -> str:
         return ""
     was, now = (f"{'with' if flag else 'without'} --deterministic" for flag in (before, recipe.deterministic))
     return f"the checkpoint was computed {was}, from here on {now}: on a GPU no other run has its last bits"
+
+
+def _moved_place(found: Checkpoint, state: RunState, recipe: Recipe, per_epoch: int) -> str:
+    """A remark if another batch size moves the place in the epochs, as steps keep their numbers.
+
+    state.epoch is the step divided by the steps per epoch with the checkpoint's batch size.
+    """
+    size, unit = recipe.batch_size, recipe.unit
+    before = found.manifest["recipe"].get("batch_size", size)
+    if before == size or not state.epoch:
+        return ""
+    old_epoch, old_step = divmod(state.step, round(state.step / state.epoch))
+    epoch, step = divmod(state.step, per_epoch)
+    old, new = old_step * before, step * size
+    between = f"{abs(old - new):,} {unit}" if epoch == old_epoch else f"the {unit} between"
+    return (
+        f"--batch_size {size} (it was {before}): step {state.step:,} came after {old:,} {unit} of epoch"
+        f" {old_epoch + 1}, and comes after {new:,} of epoch {epoch + 1} now: {between} are"
+        f" {'trained twice' if (epoch, new) < (old_epoch, old) else 'not trained'}"
+    )
 
 
 def _evaluated_other_images(found: Checkpoint, recipe: Recipe) -> bool:

@@ -331,5 +331,15 @@ def test_another_recipe_is_refused_unless_a_flag_names_it(tmp_path, cache, stopp
     status, output = Job(other, cwd=stoppable).wait()
     assert status == 1
     assert "is of another recipe (its seed is 0, here 1)" in output
+    for batch_size, place in (
+        (48, "after 432 of epoch 1 now: 432 images are trained twice"),
+        (192, "after 384 of epoch 2 now: the images between are not trained"),
+    ):
+        changed = ["--batch_size", batch_size, "--allow_changed", "batch_size", "--max_steps", "10"]
+        changed += ["--resume", tmp_path / "run", "--output_dir", tmp_path / str(batch_size)]
+        output = run([*python(), *training.words, *changed], cwd=stoppable)
+        was = f"--batch_size {batch_size} (it was 96): step 9 came after 864 images of epoch 1"
+        assert f"{was}, and comes {place}" in output
     output = run([*words, "--allow_changed", "lr"], cwd=stoppable)
     assert "continuing at step 9" in output
+    assert "came after" not in output

@@ -26,6 +26,8 @@ from tests.conftest import (
     metrics,
     per_device,
     result,
+    run,
+    torchrun,
 )
 
 HELLO = ["train_hello.py", "--trackers", "none", "--mixed_precision", "no"]
@@ -399,6 +401,32 @@ def test_another_host_key(cluster, tmp_path):
         known.write_text(text)
     assert status == 1
     assert "error: node2: Host key verification failed." in output, output
+
+
+LISTENING = """  # the addresses at which the ranks on this host listen
+import psutil
+for process in psutil.process_iter():
+    if "train_hello.py" in process.cmdline()[:3] and "RANK" in process.environ():
+        print(*(s.laddr.ip for s in process.net_connections("tcp") if s.status == psutil.CONN_LISTEN))
+"""
+
+
+def test_ranks_on_one_host_listen_on_loopback_alone(cluster, tmp_path):
+    """The host's name leads to an address that other hosts reach, as on most clouds."""
+    named = ["unshare", "--uts", "sh", "-c", 'hostname 10.77.0.1 && exec "$@"', "sh"]
+    words = [*named, *torchrun(2), *LONG, "--output_dir", tmp_path / "run"]
+    job = Job(hosts.inside("node1", words, ROOT))
+    try:
+        deadline = time.monotonic() + 120
+        while not (tmp_path / "run" / "metrics.jsonl").exists():
+            assert job.process.poll() is None, job.wait()[1]
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        found = run(hosts.inside("node1", [sys.executable, "-c", LISTENING], ROOT))
+    finally:
+        job.kill()
+        job.wait()
+    assert set(found.split()) == {"127.0.0.1"}
 
 
 def test_a_taken_port_is_said_with_its_process(cluster, tmp_path):
