@@ -58,8 +58,6 @@ def _from_checkpoint(
     has_optimizer = _has_optimizer(found, state, training, recipe)
     if found.step > steps:
         raise ValueError(f"--max_steps {steps}: {found.folder} is at step {found.step:,} already; give more")
-    # After the last step only the run's end is missing, whose pictures need an evaluation.
-    state.evaluated &= found.step < steps
     began_at = resumed_from(storage.folder)
     writer = found.manifest.get("written_by", {})
     for change in (_changed_precision(writer, training), _changed_determinism(writer, recipe)):
@@ -67,10 +65,14 @@ def _from_checkpoint(
             print(change, flush=True)
     if _evaluated_other_images(found, recipe):
         print("--max_val_images takes other images than before: the best evaluation begins anew")
-        state.best, state.evaluated = {}, False
+        state.best, state.stale, state.evaluated = {}, 0, False
     if storage.is_new:  # the best evaluation and the W&B run are another run's
         state.best, state.evaluated, state.wandb_id, state.wandb_url = {}, False, None, None
+        state.stale, state.stopped = 0, False
         began_at = recipe.resume
+    if found.step == steps or state.is_over(recipe.patience):
+        # Only the run's end is missing, whose pictures need an evaluation.
+        state.evaluated = False
     return ResumePoint(state, True, 0 if storage.is_new else found.step, has_optimizer, began_at)
 
 
