@@ -150,7 +150,7 @@ def main(recipe: Hello, accelerator: Accelerator, batch: Batch) -> None:
             if run.should_evaluate(step):
                 run.log_evaluation(step, evaluate(accelerator, model, val_x, val_y, batch))
             run.checkpoint(step)
-            if step == steps.last:
+            if run.is_last(step):
                 break
             lr = learning_rate(recipe, step, steps.total)
             for group in optimizer.param_groups:  # Accelerate's scheduler would step once per process

@@ -241,7 +241,7 @@ def main(recipe: Vit, accelerator: Accelerator, batch: Batch) -> None:
                     metrics = averaged | {"raw_accuracy": metrics["accuracy"]}
                 run.log_evaluation(step, metrics)
             run.checkpoint(step)
-            if step == steps.last:
+            if run.is_last(step):
                 break
             lr = learning_rate(recipe, step, steps.total)
             for group in optimizer.param_groups:  # Accelerate's scheduler would step once per process

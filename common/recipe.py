@@ -111,6 +111,11 @@ class Recipe(Job):
     max_steps: int | None = setting(
         None, "stop after this many optimizer steps; schedules stay those of all epochs", minimum=1
     )
+    patience: int | None = setting(
+        None,
+        "end the run after this many evaluations without a better one; schedules stay those of all epochs",
+        minimum=1,
+    )
     output_dir: str | None = setting(None, "the run's folder; unset: `runs/<script>/<name>`")
     model_folder: str | None = setting(
         None, "one folder for all runs: each run's folder is `<model_folder>/<script>/<name>`"

@@ -88,6 +88,13 @@ class TrainingState:
         if self.copied:
             self.copied.synchronize()
 
+    def is_copied(self) -> bool:
+        """True when the snapshots are complete; False after a device error, too. Does not wait."""
+        try:
+            return self.copied is None or self.copied.query()
+        except RuntimeError:
+            return False
+
     def scalars(self) -> dict[str, Any]:
         """The optimizer's scalars and fp16's loss scale, for state.json. Collective."""
         return {"optimizer": self.optimizer.scalars(), "loss_scale": self._loss_scale()}

@@ -10,7 +10,7 @@ from typing import Any
 from common.report import bill
 from common.report import markdown as md
 from common.report.plots import Panel, confusion_matrix, panel, panels
-from common.report.record import RunRecord, read_picture
+from common.report.record import RunRecord, early_end, read_picture
 from common.report.words import (
     REHEARSAL,
     claim,
@@ -206,7 +206,8 @@ def _index_accuracies(mark: dict[str, Any]) -> list[str]:
 def _status(run: RunRecord) -> str:
     facts = run.facts
     if facts["status"] == "finished":
-        return ""
+        early = early_end(facts)
+        return f"The run {md.text(early)}." if early else ""
     step = number(facts.get("steps"), "step {:,}")
     error = f": {md.text(facts['error'])}" if "error" in facts else ""
     return f"**Not finished: {md.text(facts['status'])}**{error}. Last seen at {step}."

@@ -26,9 +26,11 @@ ABOUT: dict[str, Kind] = {
 RESULT: dict[str, Kind] = {
     **dict.fromkeys(("script", "status", "strategy", "mixed_precision", "device", "data"), str),
     **dict.fromkeys(("val_name", "test_name", "half_precision", "gradient_reduction"), str),
-    **dict.fromkeys(("compile", "checkpoint", "best_checkpoint", "error"), str),
+    **dict.fromkeys(("compile", "checkpoint", "best_checkpoint", "error", "stopped_by"), str),
     **dict.fromkeys(("hosts", "processes", "batch_size", "per_device_batch_size", "accumulation_steps"), int),
-    **dict.fromkeys(("epochs", "steps", "best_step", "val_images", "test_images", "seed"), int),
+    **dict.fromkeys(
+        ("epochs", "steps", "total_steps", "best_step", "val_images", "test_images", "seed"), int
+    ),
     **dict.fromkeys(("best_accuracy", "best_loss", "final_accuracy", "final_loss"), float),
     **dict.fromkeys(("test_accuracy", "test_loss"), float),
     **dict.fromkeys(("train_s", "wall_s", "images_per_s", "energy_wh"), float),
@@ -267,6 +269,13 @@ def early_precision(facts: Mapping[str, Any]) -> dict[str, str]:
     if strategy in ("single", "ddp"):
         return {"half_precision": "autocast", "gradient_reduction": "fp32"}
     return {"half_precision": "weights", "gradient_reduction": kind}
+
+
+def early_end(facts: Mapping[str, Any]) -> str:
+    """`ended at step 20 of 58, by --max_steps 20`; empty for a whole run, and for an unfinished one."""
+    if not {"steps", "total_steps"} <= facts.keys() or not facts.get("stopped_by"):
+        return ""
+    return f"ended at step {facts['steps']:,} of {facts['total_steps']:,}, by {facts['stopped_by']}"
 
 
 def _score(evaluation: dict[str, float]) -> float:

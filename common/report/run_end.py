@@ -39,7 +39,9 @@ def _results(result: dict[str, Any], unit: str) -> "Table":
     table.add_column("value", justify="right")
     measure, val_name, test_name = _measure(result), result["val_name"], result.get("test_name")
     best, final = result[f"best_{measure}"], result[f"final_{measure}"]
-    rows = {}
+    rows: dict[str, str] = {}
+    if by := result.get("stopped_by"):
+        rows[f"ended early, by {by}"] = f"step {result['steps']:,} of {result['total_steps']:,}"
     if test_name:
         rows[f"{measure} of the best weights ({test_name} split)"] = f"{result[f'test_{measure}']:.4f}"
         rows[f"{test_name} {unit}"] = f"{result['test_images']:,}"

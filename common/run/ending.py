@@ -37,15 +37,12 @@ def end_preempted(
     if output:
         output.log.write_interruption(state.step, state.wall_now_s(), why)
     # A single process may stop within a step, while it waits for a shard: that step does not count.
-    if state.step == snapshots.newest:
-        saver.write_held()
-        exchange.gather(None)  # collects the telemetry since then
-    else:
-        try:
-            snapshots.take()
-        except FloatingPointError:
-            close(opened, "failed")
-            raise
+    try:
+        snapshots.flush()
+    except FloatingPointError:
+        close(opened, "failed")
+        raise
+    exchange.gather(None)  # collects the telemetry since the newest snapshot
     exchange.wait_for_main(saver.done)
     problem = exchange.problem()
     close(opened, "failed" if problem else "preempted")
@@ -65,8 +62,8 @@ def end_failed(
     now.enter(ENDING)
     opened = snapshots.opened if snapshots else None
     saver = opened.saver if opened else None
-    if saver and not isinstance(error, RuntimeError):  # after a device error this would fail, too
-        saver.write_held()
+    if opened:
+        write_best(opened)
     if isinstance(error, KeyboardInterrupt):
         first_step = snapshots.steps.first if snapshots else 0
         mine: BaseException = interruption(accelerator, recipe, batch, saver, first_step)
@@ -84,10 +81,18 @@ def end_failed(
 
 
 def close_failed(opened: OpenRun, error: str) -> None:
-    """Closes the run. Waits up to WRITING_GRACE_S for a checkpoint in flight."""
+    """Closes the run, also where another rank has failed. Writes a held checkpoint, and waits up to
+    WRITING_GRACE_S for it or one in flight."""
     if opened.output:
+        write_best(opened)
         opened.saver.done(WRITING_GRACE_S)
         close(opened, "failed", error)
+
+
+def write_best(opened: OpenRun) -> None:
+    """Starts to write a held snapshot, unless a device error may have spoilt it."""
+    if opened.saver.training.is_copied():
+        opened.saver.write_held()
 
 
 def close(opened: OpenRun, status: str, error: str | None = None) -> None:

@@ -86,6 +86,7 @@ def result(
     status: str,
     *,
     checkpoint: int | None = None,
+    end: dict[str, Any] | None = None,
     val_name: str | None = None,
     tested: dict[str, Any] | None = None,
     utilisation: Utilisation | None = None,
@@ -95,10 +96,11 @@ def result(
 ) -> dict[str, Any]:
     """The content of result.json. Main process only.
 
-    status: `finished`, `preempted` or `failed`. checkpoint: step of the newest. tested: the best weights'
-    metrics on the test split. memory: of all processes; by default of this one. telemetry: summaries, only of
-    a finished run: after a day they take seconds, for which a launcher does not wait when it stops a run; the
-    run's page then makes them. error: of a failed run.
+    status: `finished`, `preempted` or `failed`. checkpoint: step of the newest. end: of a finished
+    run, the steps of all epochs, and what ended it before them. tested: the best weights' metrics on the test
+    split. memory: of all processes; by default of this one. telemetry: summaries, only of a finished run:
+    after a day they take seconds, for which a launcher does not wait when it stops a run; the run's page then
+    makes them. error: of a failed run.
     """
     images_per_s = state.logged_step * batch.total / state.train_s if state.train_s else None
     memory = memory or [memory_gib(accelerator)]
@@ -120,6 +122,7 @@ def result(
         "accumulation_steps": batch.accumulations,
         "epochs": recipe.epochs,
         "steps": state.step,
+        **(end or {}),
         "best_accuracy": state.best.get("accuracy"),
         "best_loss": state.best.get("loss") if "accuracy" not in state.best else None,
         "best_step": state.best_step,

@@ -140,7 +140,8 @@ def _is_finished(folder: Path, last_step: int | None) -> bool:
     try:
         result = read_json(folder / "result.json")
         done = result["status"] == "finished" and result.get("uploaded") is not False
-        return done and (last_step is None or result["steps"] >= last_step)
+        by_flag = (result.get("stopped_by") or "--max_steps").startswith("--max_steps")
+        return done and (last_step is None or not by_flag or result["steps"] >= last_step)
     except (OSError, ValueError, KeyError, TypeError):
         return False
 

@@ -61,8 +61,6 @@ def _from_checkpoint(
         raise ValueError(
             f"--max_steps {steps.last}: {found.folder} is at step {found.step:,} already; give more"
         )
-    # After the last step only the run's end is missing, whose pictures need an evaluation.
-    state.evaluated &= found.step < steps.last
     began_at = resumed_from(storage.folder)
     writer = found.manifest.get("written_by", {})
     for change in (
@@ -74,10 +72,14 @@ def _from_checkpoint(
             print(change, flush=True)
     if _evaluated_other_images(found, recipe):
         print("--max_val_images takes other images than before: the best evaluation begins anew")
-        state.best, state.evaluated = {}, False
+        state.best, state.stale, state.evaluated = {}, 0, False
     if storage.is_new:  # the best evaluation and the W&B run are another run's
         state.best, state.evaluated, state.wandb_id, state.wandb_url = {}, False, None, None
+        state.stale, state.stopped = 0, False
         began_at = recipe.resume
+    if found.step == steps.last or state.is_over(recipe.patience):
+        # Only the run's end is missing, whose pictures need an evaluation.
+        state.evaluated = False
     return ResumePoint(state, True, 0 if storage.is_new else found.step, has_optimizer, began_at)
 
 

@@ -21,6 +21,7 @@ from common.distributed.preemption import Preempted
 from common.optim import EMA
 from common.order import Steps
 from common.recipe import Batch, Recipe
+from common.report.record import early_end
 from common.run.ending import close, close_failed, end_failed, end_preempted
 from common.run.exchange import Exchange
 from common.run.meter import Meter
@@ -68,7 +69,8 @@ class Run:
         self.output: RunOutput | None = None  # of the main process, once the run has begun
         self.profile: Profile | None = None  # of the main process, with --profile
         self.utilisation: Utilisation | None = None  # of the main process
-        self.begun = False
+        self.begun = self.ended = self.finished = False
+        self.feeding: Generator[Any, None, None] | None = None  # the script's micro-batches
 
     def begin(
         self,
@@ -121,12 +123,17 @@ class Run:
             end_preempted(self.accelerator, self.recipe, self.batch, snapshots)
         elif error is not None:
             end_failed(error, self.accelerator, self.recipe, self.batch, snapshots)
-        elif snapshots:
+        elif snapshots and self.finished:
             close(snapshots.opened, "finished")
+        elif snapshots:
+            left = ValueError("the script left its run without run.finish(): end the loop by `break`")
+            end_failed(left, self.accelerator, self.recipe, self.batch, snapshots)
+            raise left
 
     def should_evaluate(self, step: int) -> bool:
         """True when an epoch or the run ends after `step` steps and is not evaluated yet."""
         ends = step % self.steps.per_epoch == 0 or step == self.steps.last
+        ends |= self.state.is_over(self.recipe.patience)
         due = step > 0 and ends and not self.state.evaluated
         now.enter(EVALUATION if due else TRAINING)
         return due
@@ -138,22 +145,62 @@ class Run:
         last write. Raises Preempted when any process was told to stop, ValueError when a write failed.
         """
         self.exchange.listen_after(step)
-        if step > self.snapshots.newest:
-            due = self.schedule.is_due(step, self.saver, self.exchange)
-            if due or step in (self.steps.last, self.steps.first):
+        if self.is_last(step):
+            self._end()
+        elif step > self.snapshots.newest:
+            if self.schedule.is_due(step, self.saver, self.exchange) or step == self.steps.first:
                 self.snapshots.take()
             elif step == self.state.best_step:
                 self.snapshots.take(hold=True)
         self.saver.write_held(self.recipe.checkpoint_s)
-        if step == self.steps.last:
-            now.enter(ENDING)
+
+    def is_last(self, step: int) -> bool:
+        """True when the run ends after `step` steps: the last, or an evaluated one once the run is over."""
+        return step == self.steps.last or (self.state.evaluated and self.state.is_over(self.recipe.patience))
+
+    def stop(self) -> None:
+        """Ends the run as a finished one, at this step if it is evaluated, else at the next, which will be.
+
+        All processes call it at the same step. Schedules stay those of all epochs.
+        """
+        self.state.stopped = True
+
+    def _end(self) -> None:
+        """Writes the checkpoints that are not on the disk yet, and prints why an end is early. Collective."""
+        now.enter(ENDING)
+        if self.feeding:
+            self.feeding.close()  # decoders would go on with the next steps
+        if self.state.step < self.steps.last and not self.state.is_over(self.recipe.patience):
+            self.state.stopped = True  # the script has left its loop
+        self.snapshots.flush()
+        if self.output and not self.ended and (early := early_end(self._end_facts())):
+            print(early, flush=True)
+        self.ended = True
+        if not self.state.best:
+            raise ValueError("the script left its loop before the first evaluation: there is no result")
+
+    def _end_facts(self) -> dict[str, Any]:
+        """The parts of result.json about the end."""
+        return {
+            "steps": self.state.step,
+            "total_steps": self.steps.total,
+            "stopped_by": self._stopped_by(),
+        }
+
+    def _stopped_by(self) -> str | None:
+        """What ends the run before the last step of all epochs; None after that step."""
+        if self.state.step == self.steps.total:
+            return None
+        if self.state.step == self.steps.last:
+            return f"--max_steps {self.steps.last}"
+        return "the script" if self.state.stopped else f"--patience {self.recipe.patience}"
 
     def restore_best(self) -> bool:
         """Gives the model the weights of the best evaluation, or their EMA if there is one. Collective.
 
-        Call it after the checkpoint of the last step. Returns False if those weights are gone.
+        Call it after the loop. Returns False if those weights are gone.
         """
-        assert self.snapshots.newest == self.state.step == self.steps.last
+        self._end()
         step, output = self.state.best_step, self.output
 
         def find(beat: Heartbeat) -> bool:
@@ -180,7 +227,7 @@ class Run:
 
     def finish(self, val_name: str) -> None:
         """Waits for the last checkpoint, writes plots/ and result.json, and prints the table. Collective."""
-        now.enter(ENDING)
+        self._end()
         exchange, output = self.exchange, self.output
         exchange.poll.finish()
         exchange.telemetry.stop()
@@ -192,7 +239,7 @@ class Run:
             if self.profile:
                 self.profile.wait(beat)
             known: dict[str, Any] = {"val_name": val_name, "memory": memory, "tested": self.tested}
-            known["utilisation"] = self.utilisation
+            known |= {"utilisation": self.utilisation, "end": self._end_facts()}
             output.finish(self.state, self.predictions, exchange.telemetry, known, beat)
 
         def upload(beat: Heartbeat) -> None:
@@ -205,9 +252,14 @@ class Run:
         self.accelerator.wait_for_everyone()  # under deepspeed rank 0 hosts the store that the others use
         if output:
             report("finished")
+        self.finished = True
 
     def feed(self, batches: Iterator[Item]) -> Iterator[Item]:
         """Yields the micro-batches. The clock starts at the first one, as decoders take time to start."""
+        self.feeding = self._feed(batches)
+        return self.feeding
+
+    def _feed(self, batches: Iterator[Item]) -> Generator[Item, None, None]:
         now.enter(STARTING)
         now.phase = READING
         with contextlib.ExitStack() as stack:
@@ -233,6 +285,7 @@ class Run:
 
         Raises FloatingPointError on all processes when the loss is not finite.
         """
+        assert not self.ended, "the loop must end where run.is_last(step) is true"
         if self.profile:
             self.profile.end_step(step)
         self.state.end_step(step)
@@ -242,7 +295,8 @@ class Run:
             self.output.tell_launcher(step)
             if step == self.steps.first + 1:
                 self.output.log.end_interruption(step, self.state.wall_now_s())
-        if step % self.recipe.log_every and step % self.steps.per_epoch and step != self.steps.last:
+        is_last = step == self.steps.last or self.state.stopped
+        if step % self.recipe.log_every and step % self.steps.per_epoch and not is_last:
             return
         state, meter = self.state, self.meter
         loss = meter.mean_loss(self.accelerator, step - state.logged_step)

@@ -26,6 +26,16 @@ class Snapshots:
         with spending(SAVING):
             self._take(hold)
 
+    def flush(self) -> None:
+        """Writes what is not on the disk yet: this step's snapshot, and one that is held. Collective.
+
+        Raises as take() does.
+        """
+        if self.opened.state.step > self.newest:
+            self.take()
+        else:
+            self.opened.saver.write_held()
+
     def _take(self, hold: bool) -> None:
         state, saver, exchange = self.opened.state, self.opened.saver, self.opened.exchange
         if state.best_step != state.step:

@@ -25,6 +25,8 @@ class RunState:
     evaluated: bool = False  # True when the weights of this step were evaluated
     best: dict[str, float] = field(default_factory=dict)  # of the best evaluation: its metrics and its step
     last: dict[str, float] = field(default_factory=dict)  # of the last evaluation: its metrics
+    stale: int = 0  # evaluations since the best one; absent in older files
+    stopped: bool = False  # True when the script ends the run before its last step; absent in older files
     logged_step: int = 0  # step of the last line with a training loss in metrics.jsonl
     train_s: float = 0.0
     wall_s: float = 0.0
@@ -91,8 +93,13 @@ class RunState:
     def add_evaluation(self, step: int, metrics: dict[str, float]) -> None:
         """Adds an evaluation. The best is the first with the highest accuracy, or else the lowest loss."""
         self.last, self.evaluated = metrics, True
+        self.stale += 1
         if not self.best or _score(metrics) > _score(self.best):
-            self.best = metrics | {"step": step}
+            self.best, self.stale = metrics | {"step": step}, 0
+
+    def is_over(self, patience: int | None) -> bool:
+        """True when the run ends at the next evaluation, or at the one of this step. patience: --patience."""
+        return self.stopped or (patience is not None and self.stale >= patience)
 
     @property
     def best_step(self) -> int | None:

@@ -33,10 +33,13 @@ class Simulation:
             submit=lambda write, step, *_: self.written.append((step, self.now_s))  # None: nothing in flight
         )
         self.run = run = Run.__new__(Run)
-        run.recipe = SimpleNamespace(**{"checkpoint_every": "epoch", "checkpoint_s": 60.0} | recipe)
+        run.recipe = SimpleNamespace(
+            **{"checkpoint_every": "epoch", "checkpoint_s": 60.0, "patience": None} | recipe
+        )
         run.steps = Steps(per_epoch, per_epoch * epochs, per_epoch * epochs)
         run.state, run.saver = RunState(), saver
-        run.snapshots = SimpleNamespace(newest=0, take=self.save)
+        run.snapshots = SimpleNamespace(newest=0, take=self.save, flush=self.save)
+        run.output, run.feeding, run.ended = None, None, False
         run.schedule = SaveSchedule(run.recipe, per_epoch)
         run.exchange = SimpleNamespace(listen_after=lambda step: None, of_main=lambda value: value)
 

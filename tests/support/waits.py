@@ -127,7 +127,7 @@ def waits_of(script: ModuleType, recipe: Recipe, images: Images, read: int) -> C
         (Run, "begin"): begin,
         (Run, "folder"): Path(),
         (runs, "end_failed"): lambda *_: None,
-        (Run, "finish"): lambda run, name: None,
+        (Run, "finish"): lambda run, name: setattr(run, "finished", True),
         (script, builder): lambda *args: _on_cuda(build, *args),
         (script, "load"): lambda *_: images,
         (script, "plot"): lambda *_: None,

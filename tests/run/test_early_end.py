@@ -1,0 +1,151 @@
+"""Runs that end before their last step: what waits in memory is written, and each place says why it ended."""
+
+import pytest
+
+from common.report import markdown as md
+from common.report.page import page
+from common.report.record import RunRecord
+from tests.conftest import (
+    CNN,
+    STRATEGIES,
+    Job,
+    copy_project,
+    full,
+    metrics,
+    mutate,
+    python,
+    result,
+    run,
+)
+
+EPOCH, EPOCHS = 13, 6  # steps; 143 of the digits are held out
+ACCURACIES = (0.0, 0.1, 0.5, 0.4, 0.3, 0.9, 0.2)  # after each epoch: the best before two worse ones is held
+BEST, END, TOTAL = 2 * EPOCH, 4 * EPOCH, EPOCHS * EPOCH
+FLAGS = [*CNN, "--data", "digits", "--holdout", "0.1", "--batch_size", "96", "--epochs", EPOCHS]
+FLAGS += [
+    "--per_device_batch_size",
+    "48",
+    "--mixed_precision",
+    "no",
+    "--trackers",
+    "none",
+    "--log_every",
+    "4",
+]
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory):
+    """The project, where a script has known accuracies and runs the code in AT_STEP before checkpoints."""
+    folder = copy_project(tmp_path_factory.mktemp("early_end") / "project")
+    old, call = "run.log_evaluation(step, measure(images.val))\n", "            run.checkpoint(step)\n"
+    known = f"measure(images.val) | {{'accuracy': {ACCURACIES}[step // steps.per_epoch]}})\n"
+    mutate(folder, CNN[0], old, f"run.log_evaluation(step, {known}")
+    env = "__import__('os').environ"
+    before = f"            exec({env}.get('AT_STEP', ''))\n"
+    after = [
+        f"            if str(step) == {env}.get('{word.upper()}_AT'):\n                {word}\n"
+        for word in ("break", "return")
+    ]
+    mutate(folder, CNN[0], call, before + call + "".join(after))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(project, tmp_path_factory, cache):
+    """The run of all steps."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    run([*python(), *FLAGS, *cache, "--output_dir", folder], cwd=project)
+    return folder
+
+
+def saved(folder) -> list[int]:
+    return sorted(int(path.name[5:]) for path in (folder / "checkpoints").glob("step_*"))
+
+
+def assert_ended(folder, whole, end: int, by: str, output: str) -> None:
+    """It finished with the schedule of the whole run, its best weights are there, and all places say so."""
+    found, sentence = result(folder), f"ended at step {end} of {TOTAL}, by {by}"
+    said = {"status": "finished", "steps": end, "total_steps": TOTAL, "stopped_by": by, "best_step": BEST}
+    assert said.items() <= found.items()
+    assert {BEST, end} <= set(saved(folder))
+    assert (folder / found["best_checkpoint"] / "manifest.json").exists()
+    assert "test_accuracy" in found, "of the best weights"
+    assert output.count(f"{sentence}\n") == 1, "a line of the log"
+    assert f"ended early, by {by} " in output, "the table"
+    assert md.text(sentence) in page(RunRecord(folder), "run", [])
+    ours, theirs = (
+        {line["step"]: line for line in metrics(f) if "train/loss" in line} for f in (folder, whole)
+    )
+    assert len(ours.keys() & theirs.keys()) > end // 8
+    for step in ours.keys() & theirs.keys():
+        assert ours[step]["train/lr"] == theirs[step]["train/lr"]
+        assert ours[step]["train/loss"] == pytest.approx(theirs[step]["train/loss"], abs=1e-5)
+
+
+ENDS = {  # name: (flags, environment, last step, the reason that is shown)
+    "patience": (["--patience", "2"], {}, END, "--patience 2"),
+    "stop": ([], {"AT_STEP": f"if step == {END}: run.stop()"}, END, "the script"),
+    "stop inside an epoch": ([], {"AT_STEP": f"if step == {END + 4}: run.stop()"}, END + 5, "the script"),
+    "break": ([], {"BREAK_AT": str(END)}, END, "the script"),
+    "break inside an epoch": ([], {"BREAK_AT": str(END + 5)}, END + 5, "the script"),
+    "max_steps": (["--max_steps", END + 5], {}, END + 5, f"--max_steps {END + 5}"),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_every_end_writes_what_waits_and_says_why(end, project, whole, tmp_path, cache):
+    flags, env, step, by = ENDS[end]
+    words = [*python(), *FLAGS, *flags, *cache, "--output_dir", tmp_path / "run"]
+    assert_ended(tmp_path / "run", whole, step, by, run(words, cwd=project, env=env))
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", *map(full, ("ddp", "zero1", "zero2", "zero3"))])
+@pytest.mark.parametrize("end", ["patience", full("stop inside an epoch"), full("break inside an epoch")])
+def test_under_every_strategy_and_after_a_resume(strategy, end, project, whole, tmp_path, cache):
+    """Interrupted after one worse evaluation."""
+    flags, env, step, by = ENDS[end]
+    words = [*STRATEGIES[strategy], *FLAGS, *flags, *cache, "--output_dir", tmp_path / "run"]
+    told = "accelerator.is_main_process: __import__('signal').raise_signal(15)"
+    kill = f"if step == {3 * EPOCH + 2} and {told}"
+    status, output = Job(words, cwd=project, env={"AT_STEP": kill}).wait()
+    assert (status, result(tmp_path / "run")["status"]) == (1, "preempted"), output
+    output = run(words, cwd=project, env=env)
+    assert "continuing at step" in output
+    assert_ended(tmp_path / "run", whole, step, by, output)
+
+
+def test_a_run_that_ended_stays_ended(project, whole, tmp_path, cache):
+    """Killed before result.json, the same command ends at the same step; with more patience it goes on."""
+    folder = tmp_path / "run"
+    words = [*python(), *FLAGS, *cache, "--output_dir", folder, "--patience"]
+    run([*words, "2"], cwd=project)
+    status, output = Job([*words, "2"], cwd=project).wait()
+    assert (status, "which is finished" in output) == (1, True), output
+    (folder / "result.json").unlink()
+    assert_ended(folder, whole, END, "--patience 2", run([*words, "2"], cwd=project))
+    (folder / "result.json").unlink()
+    run([*words, "3"], cwd=project)
+    found = result(folder)
+    assert (found["steps"], found["best_step"], found["stopped_by"]) == (TOTAL, 5 * EPOCH, None)
+
+
+FAILURES = {  # name: (launcher, environment)
+    "an error": (python(), {"AT_STEP": f"if step == {END}: raise RuntimeError('no more')"}),
+    "without run.finish": (python(), {"RETURN_AT": str(END)}),
+    "before an evaluation": (python(), {"BREAK_AT": str(EPOCH - 4)}),
+    "of another rank": (
+        STRATEGIES["ddp"],
+        {"AT_STEP": f"assert step < {END} or accelerator.is_main_process, 'no more'"},
+    ),
+}
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_a_failure_writes_what_waits(failure, project, tmp_path, cache):
+    launcher, env = FAILURES[failure]
+    words = [*launcher, *FLAGS, *cache, "--output_dir", tmp_path / "run"]
+    status, output = Job(words, cwd=project, env=env).wait()
+    assert (status, result(tmp_path / "run")["status"]) == (1, "failed"), output
+    waited = EPOCH - 4 if failure == "before an evaluation" else BEST
+    assert waited in saved(tmp_path / "run"), output
