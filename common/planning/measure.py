@@ -1,18 +1,18 @@
 """Times steps of a script's training on the device at hand: one process, alone, under one engine.
 
-`python -m common.planning.measure CONFIG SIZE COMPRESSION SCRIPT [its flags]` prepares model and optimizer as
-a training does, warms up, prints "ready", waits for a line, and prints the times of STEPS steps as JSON.
-common.planning.calibrate starts it. Images are random and lie ready on the device; the engine's collectives
-have no partner.
+`python -m common.planning.measure CONFIG SIZE SCRIPT [its flags]` prepares model and optimizer as a training
+does, and prints the median times of STEPS steps as JSON. Images are random and lie ready on the device; the
+engine's collectives have no partner.
 """
 
 import contextlib
 import dataclasses
 import json
 import os
+import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from accelerate import Accelerator
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.nn.parallel import DistributedDataParallel
 
 from common.distributed.accelerator import make_accelerator, prepare
 from common.distributed.answers import check_answers, settle_answers
@@ -37,11 +35,6 @@ from common.recipe import Batch, parse
 from common.script import AFRESH, CLASSES, load_script, recipe_class
 
 WARM_UP, STEPS = 3, 7
-HOOKS = {
-    "no": default_hooks.allreduce_hook,
-    "bf16": default_hooks.bf16_compress_hook,
-    "fp16": default_hooks.fp16_compress_hook,
-}
 
 
 class Clock:
@@ -67,7 +60,7 @@ class Clock:
 class TimedTraining:
     """A model and its optimizer under an engine, and steps of it on images without meaning."""
 
-    def __init__(self, config_file: Path, size: int, compression: str, words: list[str]):
+    def __init__(self, config_file: Path, size: int, words: list[str]):
         script = load_script(Path(words[0]))
         recipe: Any = parse(recipe_class(script), words[1:])
         afresh = {name: value for name, value in AFRESH.items() if hasattr(recipe, name)}
@@ -85,24 +78,10 @@ class TimedTraining:
         self.images = images.to(input_dtype(self.accelerator) or images.dtype)
         self.labels = torch.randint(CLASSES, (size,), device=device)
         self.clock = Clock(device)
-        self.marks: dict[str, list[Any]] = {}
-        self.buckets: list[tuple[Any, int]] = []
-        if isinstance(self.model, DistributedDataParallel):
-            self.model.register_comm_hook(None, self._noting(compression))
 
-    def _noting(self, compression: str) -> Callable[..., Any]:
-        """DDP's hook, which also notes when each bucket is ready, and the bytes that it sends."""
-        hook, share = HOOKS[compression], 1 if compression == "no" else 2
-
-        def noting(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-            self.buckets.append((self.clock.mark(), bucket.buffer().nbytes // share))
-            return hook(group, bucket)
-
-        return noting
-
-    def step(self) -> dict[str, Any]:
-        """One optimizer step of one micro-batch, in seconds, and when DDP's buckets were ready."""
-        marks, self.buckets = [self.clock.mark()], []
+    def step(self) -> list[float]:
+        """Seconds of forward, backward and optimizer in one optimizer step of one micro-batch."""
+        marks = [self.clock.mark()]
         reseed(self.recipe.seed, 0, 0)
         with self.accelerator.accumulate(self.model), self._engines_step(marks):
             loss = F.cross_entropy(self.model(self.images).float(), self.labels)
@@ -118,14 +97,7 @@ class TimedTraining:
         if self.averaged:
             self.averaged.update(0)
         marks.append(self.clock.mark())
-        forward_s, backward_s, optimizer_s = map(self.clock.between, marks, marks[1:])
-        buckets = [(self.clock.between(marks[0], at), moved) for at, moved in self.buckets]
-        return {
-            "forward_s": forward_s,
-            "backward_s": backward_s,
-            "optimizer_s": optimizer_s,
-            "buckets": buckets,
-        }
+        return list(map(self.clock.between, marks, marks[1:]))
 
     @contextlib.contextmanager
     def _engines_step(self, marks: list[Any]) -> Iterator[None]:
@@ -165,18 +137,21 @@ def _start(config_file: Path, size: int, recipe: Any) -> Accelerator:
 
 
 def main() -> None:
-    config_file, size, compression = sys.argv[1:4]
-    words = sys.argv[4:]
+    config_file, size = sys.argv[1:3]
+    words = sys.argv[3:]
     sys.argv[:] = words  # errors name the script
     try:
-        training = TimedTraining(Path(config_file), int(size), compression, words)
+        training = TimedTraining(Path(config_file), int(size), words)
     except ValueError as error:
         sys.exit(f"error: {error}")
     for _ in range(WARM_UP):
         training.step()
-    print("ready", flush=True)
-    sys.stdin.readline()
-    print(json.dumps([training.step() for _ in range(STEPS)]), flush=True)
+    steps = [training.step() for _ in range(STEPS)]
+    names = ("forward_s", "backward_s", "optimizer_s")
+    print(
+        json.dumps(dict(zip(names, map(statistics.median, zip(*steps, strict=True)), strict=True))),
+        flush=True,
+    )
     os._exit(0)  # gloo's threads sometimes abort in their destructors
 
 

@@ -1,8 +1,8 @@
-"""The plan of a training on a cluster: what plan.py's table, file and charts are made of."""
+"""The plan of a training on a cluster: what plan.py's table and file are made of."""
 
-import dataclasses
 import math
 import os
+import platform
 import shlex
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,15 +12,15 @@ from typing import Any
 
 import torch
 
+from common.data.shards import MANIFEST, parse_manifest
+from common.distributed.precision import has_native_bf16
 from common.planning import strategies
-from common.planning.calibrate import Calibration, measured_step
-from common.planning.cost import Cluster, StepTime, largest_size, measured_step_time, step_time
-from common.planning.inputs import input_of
+from common.planning.cost import Cluster, StepTime, largest_size, measured_step_time, step_time, traffic
 from common.planning.lines import ALIKE, Line, best_of, command, memory_of, reason
 from common.planning.result import Measured, Trace
-from common.planning.sizes import AcceleratesEstimate, accelerates_estimate
 from common.recipe import parse
-from common.script import AFRESH, CLASSES, load_script, recipe_class, training_images
+from common.script import load_script, recipe_class, training_images
+from common.telemetry.flops import Device, find_device
 
 MOST_AT_ONCE = 4  # traces, of about 1 GiB each
 
@@ -36,35 +36,47 @@ class Found:
     measured: Measured | None = None
 
 
-@dataclass(frozen=True)
-class Prices:
-    """What a cluster's hosts pay and get. Bandwidths in 10^9 bytes a second of a host; None: not known."""
+def this_device() -> Device:
+    """The device at hand. A CPU has no row in the table: its steps are timed, its exchange costs nothing."""
+    if torch.cuda.is_available():
+        name = torch.cuda.get_device_name()
+        if not (device := find_device(name)):
+            raise ValueError(f"--measure: {name} is not in common/telemetry/devices.yaml: add its row there")
+        return device
+    memory_gb = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
+    peaks = {"fp32": math.nan} | ({"bf16": math.nan} if has_native_bf16() else {})
+    name = f"CPU ({platform.machine()})"  # as runs name it
+    return Device(name, peaks, memory_gb, math.nan, "loopback", math.inf, "measured")
 
-    per_hour: float | None = None  # of all hosts together, in any currency
-    s3_gb_s: float | None = None
-    image_kb: float | None = None  # 10^3 bytes of an image as it is stored
+
+def _training_images(data: str) -> int | None:
+    """The number of images to train on; None where it is not known without reading a store."""
+    manifest = Path(data) / MANIFEST
+    if not manifest.is_file():
+        return training_images(data)
+    return sum(s.images for s in parse_manifest(manifest.read_bytes(), data).splits["train"].shards)
 
 
 class Planning:
     """A script with its flags on a cluster. ValueError for a mistake in them.
 
-    calibration: measured times of this machine instead of estimates by data sheets.
+    price_per_hour: of all hosts together, in any currency. measure: the cluster is made of the device at
+    hand, on which a step of each strategy is timed.
     """
 
     def __init__(
         self,
         script: Sequence[str],
         cluster: Cluster,
-        prices: Prices | None = None,
-        calibration: Calibration | None = None,
+        price_per_hour: float | None = None,
+        measure: bool = False,
     ):
         if not Path(script[0]).is_file():
             raise ValueError(f"{script[0]}: no such script")
-        self.script, self.cluster, self.prices = list(script), cluster, prices or Prices()
-        self.calibration, self.module = calibration, load_script(Path(script[0]))
-        self.recipe: Any = parse(recipe_class(self.module), self.script[1:])
-        self.input = input_of(self.recipe.data, self.prices.image_kb)
-        self.images = self.input.images if self.input else training_images(self.recipe.data)
+        self.script, self.cluster = list(script), cluster
+        self.price_per_hour, self.measure = price_per_hour, measure
+        self.recipe: Any = parse(recipe_class(load_script(Path(script[0]))), self.script[1:])
+        self.images = _training_images(self.recipe.data)
         if self.recipe.batch_size % cluster.processes:
             raise ValueError(
                 f"--batch_size {self.recipe.batch_size} does not divide among {cluster.processes} devices"
@@ -102,28 +114,22 @@ class Planning:
             "hosts": self.cluster.hosts,
             "gpus": self.cluster.gpus,
             "gpu": self.cluster.device.name,
-            "price_per_hour": self.prices.per_hour,
+            "price_per_hour": self.price_per_hour,
             "link": self.cluster.device.link,
             "network_gb_s": self.cluster.network_gb_s,
-            "measured": self.calibration is not None,
+            "measured": self.measure,
         }
 
-    def accelerates_estimate(self) -> AcceleratesEstimate:
-        afresh = {name: value for name, value in AFRESH.items() if hasattr(self.recipe, name)}
-        with torch.device("meta"):
-            model = self.module.build_model(dataclasses.replace(self.recipe, **afresh), CLASSES)
-        return accelerates_estimate(model)
-
     def found(self) -> Iterator[Found]:
-        """Each strategy's trace; with a calibration its measured step, too, when all are traced."""
+        """Each strategy's trace; with `measure` its measured step, too, when all are traced."""
         with ThreadPoolExecutor(min(MOST_AT_ONCE, os.cpu_count() or 1)) as pool:
             traced = pool.map(self._traced, self.strategies)
-            if not self.calibration:
+            if not self.measure:
                 yield from traced
                 return
             done = list(traced)
         for found in done:  # one after another, undisturbed
-            yield replace(found, measured=self._measured(found, self.calibration))
+            yield replace(found, measured=self._measured(found))
 
     def _traced(self, strategy: str) -> Found:
         processes, batch_size = self._processes(strategy), self.recipe.batch_size
@@ -140,11 +146,10 @@ class Planning:
             strategy, cluster.hosts, cluster.gpus, sizes, cluster.device.memory_gb * 1e9, self._words
         )
 
-    def _measured(self, found: Found, calibration: Calibration) -> Measured | None:
+    def _measured(self, found: Found) -> Measured | None:
         if not found.share or found.strategy == "offload":
             return None
-        file, compression = strategies.config_file(found.strategy), self.recipe.grad_compression
-        return measured_step(file, found.share, self._words, compression, calibration.processes)
+        return strategies.measured(found.strategy, found.share, self._words)
 
     @property
     def _words(self) -> list[str]:
@@ -162,13 +167,15 @@ class Planning:
             return line
         self.least_launches = self.least_launches or len(found.trace.operations)
         cluster = self.cluster if processes > 1 else replace(self.cluster, hosts=1, gpus=1)
-        step = self.step(found, cluster, self.recipe.batch_size // (found.share * processes))
-        line = replace(line, link_bytes=step.link_bytes, network_bytes=step.network_bytes)
+        accumulations = self.recipe.batch_size // (found.share * processes)
+        link, network = traffic(found.trace, cluster, accumulations)
+        line = replace(line, link_bytes=link, network_bytes=network)
         if strategy == "offload":
             return replace(line, limit="the CPU's optimizer")
+        step = self.step(found, cluster, accumulations)
         speed = self.recipe.batch_size / step.seconds
         self.first_speed = self.first_speed or speed / processes
-        hours, rate = self.hours(step.seconds), self.prices.per_hour
+        hours, rate = self.hours(step.seconds), self.price_per_hour
         return replace(
             line,
             limit=self._named(step.limit),
@@ -180,25 +187,11 @@ class Planning:
         )
 
     def step(self, found: Found, cluster: Cluster, accumulations: int) -> StepTime:
-        """An optimizer step on a cluster, as slow as its input at least."""
-        if found.measured:
-            assert self.calibration
-            shards = strategies.shards(found.strategy, cluster.hosts, cluster.gpus)
-            collectives = self.calibration.collectives
-            step = measured_step_time(
-                found.trace, cluster, found.measured, collectives, shards, accumulations
-            )
-        else:
-            step = step_time(found.trace, cluster, self.least_launches, accumulations)
-        if self.input:
-            images = found.share * cluster.processes * accumulations
-            limits = self.input.images_per_s(
-                cluster.processes, self.recipe.workers, cluster.hosts, self.prices.s3_gb_s
-            )
-            slowest = min(limits, key=lambda name: limits[name])
-            if images / limits[slowest] > step.seconds:  # the next batches are read beside the training
-                step = replace(step, seconds=images / limits[slowest], limit=slowest)
-        return step
+        """An optimizer step on a cluster."""
+        if not found.measured:
+            return step_time(found.trace, cluster, self.least_launches, accumulations)
+        shards = strategies.shards(found.strategy, cluster.hosts, cluster.gpus)
+        return measured_step_time(found.trace, cluster, found.measured, shards, accumulations)
 
     def hours(self, step_s: float) -> float | None:
         """To the recipe's end; None where the number of images is not known."""

@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import dataclass
-from typing import NamedTuple
 
 Kernel = tuple[str, int, int]  # the type of what it writes, FLOPs, bytes read and written
 Collective = tuple[str, int, int]  # its name, bytes, ranks
@@ -28,16 +27,6 @@ class Trace:
         return cls(**values)
 
 
-class Costs(NamedTuple):
-    """What a collective costs the hosts between two processes, beside any network."""
-
-    latency_s: float
-    s_per_byte: float  # of the tensor
-
-
-Collectives = dict[str, Costs]  # by a collective's name
-
-
 @dataclass(frozen=True)
 class Measured:
     """A micro-batch with its optimizer step on one process that exchanges nothing."""
@@ -45,4 +34,3 @@ class Measured:
     forward_s: float
     backward_s: float
     optimizer_s: float
-    buckets: list[tuple[float, int]]  # DDP's: seconds after the forward's begin, bytes

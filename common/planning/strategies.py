@@ -1,12 +1,15 @@
 """The strategies that plan.py compares: their config files, and a trace of each."""
 
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
-from common.planning.result import Trace
+import torch
+
+from common.planning.result import Measured, Trace
 from common.system.paths import ROOT
 
 CONFIGS = {  # strategy: its config file
@@ -52,15 +55,29 @@ def traced(
 
     memory_bytes: of a device. script: the script and its flags; a later flag wins.
     """
-    words = ["-m", "common.planning.trace", config_file(strategy)]
-    words += [str(processes_of(strategy, hosts, gpus)), str(1 if strategy == "single" else hosts)]
+    words = [config_file(strategy), str(processes_of(strategy, hosts, gpus))]
+    words += [str(1 if strategy == "single" else hosts)]
     words += [",".join(map(str, sizes)), str(memory_bytes), *script]
-    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([sys.executable, *words], env=env, capture_output=True, text=True, check=False)
+    env = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return Trace.from_json(_last_line("trace", words, env, f"{strategy} can't be traced"))
+
+
+def measured(strategy: str, size: int, script: Sequence[str]) -> Measured:
+    """Times the strategy's engine on micro-batches of `size` images, in one process on the device at hand."""
+    words = [config_file(strategy), str(size), *script]
+    env = {} if torch.cuda.is_available() else {"CUDA_VISIBLE_DEVICES": ""}
+    return Measured(**json.loads(_last_line("measure", words, env, f"--measure: {strategy}")))
+
+
+def _last_line(module: str, words: Sequence[str], env: dict[str, str], what: str) -> str:
+    """What a module of this folder prints last. ValueError with its last words where it fails."""
+    command = [sys.executable, "-m", f"common.planning.{module}", *words]
+    env = os.environ | {"PYTHONPATH": str(ROOT)} | env
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     if done.returncode:
         said = [line for line in done.stderr.splitlines() if line.strip()]
-        raise ValueError(f"{strategy} can't be traced: {said[-1].removeprefix('error: ') if said else '?'}")
-    return Trace.from_json(done.stdout.splitlines()[-1])
+        raise ValueError(f"{what}: {said[-1].removeprefix('error: ') if said else 'the process was killed'}")
+    return done.stdout.splitlines()[-1]
 
 
 def compressed(trace: Trace, grad_compression: str) -> Trace:

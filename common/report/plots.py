@@ -4,7 +4,6 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import cycle
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,7 +19,6 @@ NAME = 28  # characters in a line of a class's name
 # image, width of a column, and the least width of the sheet, in inches
 CAPTION, TITLE_PER_IN = 22, 11
 LINE_IN, EDGE_IN, CELL_IN, MIN_SHEET_IN = 0.125, 1.25, 1.35, 4
-MARKERS = "os^DvP<>"  # of points, hollow: some lie on others
 POINTS = 500  # in a curve; longer curves are averaged
 
 
@@ -31,11 +29,9 @@ class Panel:
     x: str
     y: str
     curves: dict[str, tuple[Sequence[float], Sequence[float]]] = field(default_factory=dict)
-    points: dict[str, tuple[Sequence[float], Sequence[float]]] = field(default_factory=dict)
     bars: dict[str, float] = field(default_factory=dict)
     from_zero: bool = False  # the y axis
     is_log: bool = False  # the y axis
-    is_log_x: bool = False
 
 
 def panel(lines: Sequence[dict[str, Any]], x: str, y: str, names: Sequence[str]) -> Panel:
@@ -60,20 +56,13 @@ def panels(path: Path, rows: Sequence[Sequence[Panel]], title: str) -> None:
             for name, (x, y) in panel.curves.items():
                 marker = "o" if len(x) < 40 else None
                 axes.plot(*_averaged(x, y), label=_short(name), marker=marker, markersize=3, linewidth=1.2)
-            for marker, (name, (x, y)) in zip(cycle(MARKERS), panel.points.items(), strict=False):
-                axes.plot(x, y, label=_short(name), marker=marker, fillstyle="none", linestyle="")
             if panel.bars:
                 axes.invert_yaxis()
-            if 1 < len(panel.curves) + len(panel.points) <= NAMED_CURVES:
+            if 1 < len(panel.curves) <= NAMED_CURVES:
                 axes.legend(fontsize=8)
             axes.set(xlabel=_plain(panel.x), ylabel=_plain(panel.y))
             if panel.is_log:
                 axes.set_yscale("log")
-            if panel.is_log_x:
-                axes.set_xscale("log")
-                axes.xaxis.set_minor_formatter("")  # between powers of ten labels collide
-                if axes.dataLim.x1 < 10 * axes.dataLim.x0:  # no two powers: a plain axis has labels
-                    axes.set_xscale("linear")
             if panel.from_zero:
                 axes.set_ylim(0, 1.05 * axes.dataLim.ymax or 1)
             axes.grid(alpha=0.3)
