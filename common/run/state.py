@@ -25,13 +25,13 @@ class RunState:
     evaluated: bool = False  # True when the weights of this step were evaluated
     best: dict[str, float] = field(default_factory=dict)  # of the best evaluation: its metrics and its step
     last: dict[str, float] = field(default_factory=dict)  # of the last evaluation: its metrics
-    stale: int = 0  # evaluations since the best one; absent in older files
-    stopped: bool = False  # True when the script ends the run before its last step; absent in older files
     logged_step: int = 0  # step of the last line with a training loss in metrics.jsonl
     train_s: float = 0.0
     wall_s: float = 0.0
     spent_s: dict[str, float] | None = None  # the parts of wall_s; absent in older files
     bad_images: list[int] = field(default_factory=list)  # samples that were skipped; absent in older files
+    stale: int = 0  # evaluations since the best one; absent in older files
+    stopped: bool = False  # True when the script ends the run before its last step; absent in older files
     losses: list[float] = field(default_factory=list)  # of each process, summed since the last line
     accumulations: int = 1
     epoch: float = 0.0

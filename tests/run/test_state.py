@@ -27,7 +27,7 @@ def test_a_state_comes_back_through_its_file(tmp_path):
 def test_a_state_of_the_first_version_of_the_format_is_read():
     content = json.loads((STORED / "state.json").read_text())
     found = RunState.read(Checkpoint(STORED, {"step": 16}))
-    assert found.to_json() == content
+    assert found.to_json() == {"stale": 0, "stopped": False} | content
     for younger in ("bad_images", "optimizer", "loss_scale", "epoch"):
         del content[younger]
     older = RunState.from_json(content | {"optimizer_steps": 16})
@@ -41,6 +41,8 @@ WRONG = {name: [None, "x", [1]] for name in NEEDED} | {
     "accumulations": [None, 0, -1],
     "train_s": ["0", float("inf")],
     "bad_images": [[0.5], "x"],
+    "stale": ["1", 0.5],
+    "stopped": [1, "yes"],
     "optimizer": [1, {}, {"scalars": {}}, {"scalars": {"a": 1}, "groups": []}],
     "loss_scale": [1, {"scale": "x"}],
     "wandb_id": [1],
