@@ -1,100 +1,94 @@
-"""Replays steps of a finished run, and checks its log, recipe and checkpoints against them.
+"""Replays steps of a finished run, and checks its log, result, recipe, data and checkpoints against them.
 
     python verify.py runs/train_cnn_a/single_128_10_1_1
     python verify.py runs/train_vit/fsdp_512_100_1_4 --config_file accelerate_configs/ddp_2gpu.yaml
     python verify.py runs/train_vit/fsdp_512_100_1_4 --sample 5 --steps 100
 
-A replay begins at step 0 or at a checkpoint that the run has kept (--keep_every keeps more of them), and ends
+A replay begins where the run began, or at a checkpoint that it has kept (--keep_every keeps more), and ends
 with the first line of the log after --steps steps. It is a training with the run's recipe in a temporary
-folder on this machine, under any strategy and number of processes. Its losses, and its weights at the next
-checkpoint, must equal the run's within bounds, its learning rates exactly. --sample replays only some
-intervals, chosen at random.
+folder on this machine, under any strategy and number of processes. All values in the log's lines of these
+steps, and all tensors of the checkpoints kept in them, must equal the run's. --sample replays only some
+intervals, chosen at random. The last and the best checkpoint are always evaluated again.
 
-It prints how much of the run was replayed; other steps are not verified. The outcome is added to
-`verified.json` in the run's folder, which the run's page shows. Exit status 1 if anything differs.
+It prints how much of the run was replayed, and what is not verified: other steps, devices, times, speeds. The
+outcome is added to `verified.json` in the run's folder, which the run's page shows. Exit status 1 if anything
+differs.
 
-The bound on the loss is 1e-4 after the first step in fp32, and grows tenfold every 25 steps up to 0.05, as
-rounding errors grow; in half precision it is 0.05. So frequent lines (--log_every) and short replays verify
-most. On a CPU, one process replays a run of one process bit by bit.
+On a CPU, one process replays a run of one process bit by bit. Elsewhere rounding differs, and training
+amplifies it. Where a replay differs by more than 1e-6 of a value, a second one that rounds otherwise measures
+by how much; the bound is 30 times the difference between the two. So short replays verify most.
 """
 
 import argparse
 import json
+import math
 import random
+import runpy
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
-from common.checkpoint.format import MODEL_FILE, Damaged, TensorFile, step_name, steps_in, verify
+from common.checkpoint.format import step_name, step_of, steps_in, verify
 from common.recipe import recipe_part
-from common.report.record import VERIFIED, RunRecord
+from common.report.record import VERIFIED, RunRecord, stamped_files
+from common.report.replay import (
+    Interval,
+    Outcome,
+    compare,
+    compare_facts,
+    contradictions,
+    has_same_weights,
+    steps_per_epoch,
+)
 from common.script import load_script, own_script, recipe_class
 from common.system.cli import command_parser, run_command
 from common.system.files import read_json, write_json
 from common.system.paths import ROOT, shortest
-from common.system.text import printable, some_of
+from common.system.text import plural, printable, some_of
 
-# Rounding depends on the number of processes, the strategy and the device, and training amplifies it.
-# Differences measured on CPUs: CIFAR-10, batch 96, 300 steps, 100 from each of three checkpoints. One process
-# against one: 0. 4 processes against one in fp32: the small ViT's loss 5e-7; CNN-A's 2e-4 after 30 steps and
-# 5e-3 after 100, its weights 0.06, as max pooling or a ReLU takes another branch. bf16 against fp32: 9e-5
-# (ViT), 7e-3 (CNN-A). Not yet measured on a GPU.
-LOSS_BOUND, WEIGHTS_BOUND = 1e-4, 1e-3  # for the loss and a weight, after the first step
-TENFOLD_STEPS = 25  # in which the bounds grow tenfold
-MOST_LOSS, MOST_WEIGHTS = 0.05, 0.1  # bounds in half precision, and maximum in fp32
+NUDGE = 1e-5  # by which the second replay's weights differ at its beginning, times a normal random number
 DRAWN_ON_DEVICE = ("dropout", "drop_path")  # a GPU's random numbers differ from a CPU's
+NUDGED = "--nudged"  # before a train script and its flags: begin with such weights
 SHOWN = 15  # last lines of a failed replay
-# Settings outside of the recipe that the run's numbers may depend on.
+# Settings outside of the recipe that the run's numbers may depend on
 KEPT = ("log_every", "deterministic", "image_column", "label_column", "data_root", "workers")
-
-
-@dataclass(frozen=True)
-class Interval:
-    """The steps start + 1 ... end. checkpoint: the first kept one in it, whose weights are compared."""
-
-    start: int
-    end: int
-    checkpoint: int | None
-
-    def __str__(self) -> str:
-        return f"steps {self.start:,}-{self.end:,}"
-
-
-@dataclass
-class Outcome:
-    interval: Interval
-    findings: list[str] = field(default_factory=list)
-    loss: float = 0.0  # largest difference of the loss
-    bound: float = 0.0  # largest bound on the loss
-    weights: float | None = None  # largest difference of a weight
+NOT_VERIFIED = (
+    "devices, hosts, strategy, times, speeds, memory and prices",
+    "commit, versions and command",
+    "pictures, confusion matrices and reports of validate.py",
+)
 
 
 def main() -> int:
     flags = parse(sys.argv[1:])
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     run = Run(flags)
+    found = contradictions(run.record, run.kept)
+    for finding in found:
+        print(finding, flush=True)
     outcomes = []
-    for interval in run.chosen:
+    for interval in run.intervals:
         print(f"{interval} of {run.last:,}: replaying", flush=True)
         outcomes.append(run.replay(interval))
         print(run.said(outcomes[-1]), flush=True)
-    return run.conclude(outcomes)
+    return run.conclude(found, outcomes)
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = command_parser(__doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a finished run")
+    parser.add_argument("--script", type=Path, help="the run's train script, if it is not the project's")
     parser.add_argument("--config_file", type=Path, help="one of accelerate_configs/; unset: one process")
     parser.add_argument("--steps", type=int, default=20, help="minimum length of a replay (default: 20)")
     parser.add_argument("--sample", type=int, help="replay this many intervals, at random; unset: all")
     parser.add_argument("--seed", type=int, help="seed of that choice; unset: a new one, which is printed")
     parser.add_argument("--data", help="where the run's data is now; unset: where it was")
     parser.add_argument("--per_device_batch_size", type=int, help="unset: the run's")
-    parser.add_argument("--mixed_precision", choices=("no", "bf16", "fp16"), help="unset: the run's")
     parser.add_argument("--cache_dir", help="as the train scripts'")
     flags = parser.parse_args(argv)
     for name in ("steps", "sample", "per_device_batch_size"):
@@ -107,27 +101,41 @@ class Run:
     """The run and the intervals to replay. ValueError for a run that can't be replayed."""
 
     def __init__(self, flags: argparse.Namespace):
-        self.flags, self.folder = flags, flags.run
+        self.flags, self.folder, self.files = flags, flags.run, stamped_files(flags.run)
         self.record = record = RunRecord(flags.run)
         status, about = record.facts["status"], record.about
         if status != "finished":
             raise ValueError(f"{flags.run} is not finished ({status}): the same command as before ends it")
-        self.script = own_script(about.get("script"))
-        self.recipe, self.lines = (
-            record.recipe,
-            {line["step"]: line for line in record.metrics if {"train/loss", "train/lr"} <= set(line)},
-        )
-        if not self.recipe or not self.lines:
-            raise ValueError(f"{flags.run} has no recipe, or no losses: {some_of(record.problems)}")
-        self.last = max(self.lines)
+        self.script = flags.script or own_script(about.get("script"))
+        self.kind = recipe_class(load_script(self.script))
+        self.recipe, self.per_epoch = record.recipe, steps_per_epoch(record)
+        if not self.recipe:
+            raise ValueError(f"{flags.run} has no recipe: {some_of(record.problems)}")
+        self.last = record.facts["steps"]
+        self.best = record.facts.get("best_step", self.last)
+        self.headline = sorted({self.last, self.best})  # the steps whose evaluations the page shows first
         self.checkpoints = flags.run / "checkpoints"
         self.kept = sorted(steps_in(self.checkpoints))
-        self.precision = flags.mixed_precision or about.get("mixed_precision", "no")
-        is_half = {self.precision, about.get("mixed_precision", "no")} != {"no"}
-        self.is_half = is_half
+        began = self._beginning(about.get("resumed_from"))
+        self.starts = began | {step: self.checkpoints / step_name(step) for step in self.kept}
+        self.began = min(began, default=0)
+        self.precision = about.get("mixed_precision", "no")
         self.device = "cuda" if has_gpu(flags.config_file) else "cpu"
         self._check_device(about.get("devices") or [""])
-        self.chosen = self._choose(self._intervals())
+        self.intervals = self._choose(self._all_intervals())
+        self.intervals += self._evaluations()
+
+    def _beginning(self, other: str | None) -> dict[int, Path | None]:
+        """The step and the checkpoint with which the run began; None at step 0; {} if it is not here."""
+        if other is None:
+            return {0: None}
+        path, first = Path(other).resolve(), self.record.metrics[0]["step"]
+        if (step := step_of(path.name)) is not None:
+            return {step: path} if path.is_dir() else {}
+        for parent in (path / "checkpoints", path):
+            if steps := [step for step in steps_in(parent) if step <= first]:
+                return {steps[0]: parent / step_name(steps[0])}
+        return {}
 
     def _check_device(self, devices: list[str]) -> None:
         theirs = "cpu" if devices[0].startswith("CPU") else "cuda"
@@ -138,16 +146,17 @@ class Run:
                 " this device: verify it on one of its kind"
             )
 
-    def _intervals(self) -> list[Interval]:
-        """One from step 0 and from each kept checkpoint, up to a line of the log, without overlaps."""
+    def _all_intervals(self) -> list[Interval]:
+        """One from the beginning and from each kept checkpoint, up to a line of the log, without overlaps."""
         found: list[Interval] = []
-        for start in (0, *self.kept):
-            lines = [step for step in sorted(self.lines) if step > start]
-            if not lines or (found and start < found[-1].end):
+        for start in sorted(self.starts):
+            if start >= self.last or (found and start < found[-1].end):
                 continue
-            end = next((step for step in lines if step >= start + self.flags.steps), lines[-1])
-            inside = [step for step in self.kept if start < step <= end]
-            found.append(Interval(start, end, inside[0] if inside else None))
+            end = start + self.flags.steps
+            while end < self.last and end % self.recipe.get("log_every", 50) and end % self.per_epoch:
+                end += 1
+            end = min(end, self.last)
+            found.append(Interval(start, end, tuple(step for step in self.kept if start < step <= end)))
         return found
 
     def _choose(self, intervals: list[Interval]) -> list[Interval]:
@@ -157,140 +166,93 @@ class Run:
         print(f"--sample {self.flags.sample} of {len(intervals)} intervals by --seed {seed}", flush=True)
         return sorted(random.Random(seed).sample(intervals, self.flags.sample), key=lambda i: i.start)
 
+    def _evaluations(self) -> list[Interval]:
+        """The evaluations of the last and the best checkpoint, where no chosen interval has them.
+
+        Only a replay that ends with the best weights evaluates them on the test split.
+        """
+        seen = {s for s in self.headline if any(i.start <= s <= i.end for i in self.intervals)}
+        seen -= {self.best} if "test_name" in self.record.facts else set()
+        return [Interval(step, step) for step in self.kept if step in self.headline and step not in seen]
+
     # --- One interval
 
     def replay(self, interval: Interval) -> Outcome:
         """Trains the interval's steps and compares them with the run."""
         outcome = Outcome(interval)
-        if interval.start and not self._check_checkpoint(interval.start, outcome):
+        own = {step for step in (interval.start, *interval.checkpoints) if step in self.kept}
+        outcome.findings = [finding for step in sorted(own) for finding in self._check_checkpoint(step)]
+        if outcome.findings:
             return outcome
-        with tempfile.TemporaryDirectory(prefix="verify-") as scratch:
-            folder = Path(scratch) / "run"
-            problem = self._train(interval, folder)
-            if problem:
-                outcome.findings.append(problem)
-                return outcome
-            ours = RunRecord(folder)
-            source = self.record.about.get("source")
-            if source and ours.about.get("source") != source:
-                outcome.findings.append(f"the data is {ours.about.get('source')}, the page's was {source}")
-            self._compare_lines(ours, outcome)
-            if interval.checkpoint is not None and self._check_checkpoint(interval.checkpoint, outcome):
-                self._compare_weights(folder / "checkpoints", interval.checkpoint, outcome)
+        try:
+            with tempfile.TemporaryDirectory(prefix="verify-") as scratch:
+                self._replay(outcome, Path(scratch))
+        except Exception as error:  # of the script, or of a damaged file by many libraries: the others go on
+            outcome.findings.append(f"its replay failed: {printable(error)}")
         return outcome
 
-    def _check_checkpoint(self, step: int, outcome: Outcome) -> bool:
-        """True if the checkpoint is intact and of the page's recipe."""
+    def _check_checkpoint(self, step: int) -> Iterator[str]:
+        """Yields what is wrong: a damaged file, or another recipe than the page's."""
         try:
-            found = verify(self.checkpoints / step_name(step))
-        except Damaged as error:
-            outcome.findings.append(f"the checkpoint of step {step:,}: {error}")
-            return False
-        theirs = found.manifest.get("recipe", {})
+            theirs = verify(self.checkpoints / step_name(step)).manifest.get("recipe", {})
+        except ValueError as error:
+            yield f"the checkpoint of step {step:,}: {error}"
+            return
         changed = [name for name in theirs if theirs[name] != self.recipe.get(name)]
         if changed:
             shown = ", ".join(f"{name} {theirs[name]}, not {self.recipe.get(name)}" for name in changed)
-            outcome.findings.append(f"the checkpoint of step {step:,} was trained with {shown}")
-        return not changed
+            yield f"the checkpoint of step {step:,} was trained with {shown}"
 
-    def _train(self, interval: Interval, folder: Path) -> str:
-        """Runs the train script. Returns the reason if it failed, else an empty string."""
-        words = [
-            *self._launcher(),
-            str(self.script),
-            "--config",
-            self._config(folder),
-            "--output_dir",
-            folder,
-        ]
-        words += ["--max_steps", interval.end, "--trackers", "none", "--telemetry_s", "0"]
-        words += ["--checkpoint_every", interval.checkpoint or 10**9, "--mixed_precision", self.precision]
-        if interval.start:
-            words += ["--resume", self.checkpoints / step_name(interval.start)]
+    def _replay(self, outcome: Outcome, scratch: Path) -> None:
+        run, first = self.record, RunRecord(self._train(outcome.interval, scratch / "first"))
+        outcome.is_replayed = True
+        outcome.has_test = first.facts.get("best_step") == self.best
+        outcome.findings += compare_facts(run, first, is_moved=bool(self.flags.data))
+        if found := compare(run, first, first, outcome):
+            second = RunRecord(self._train(outcome.interval, scratch / "second", is_second=True))
+            found = compare(run, first, second, outcome)
+            if self.precision != "no" and has_same_weights(run, second, outcome.interval):
+                found = compare(run, second, second, outcome)
+                found.insert(0, f"the weights are those of fp32, and not of {self.precision}")
+        outcome.findings += found
+
+    def _train(self, interval: Interval, folder: Path, is_second: bool = False) -> Path:
+        """Runs the train script. Returns its run's folder. ValueError with the reason if it fails."""
+        every = math.gcd(*interval.checkpoints) or 10**9
+        is_nudged = is_second and self.precision == "no"
+        script = [__file__, NUDGED, self.script] if is_nudged else [self.script]
+        words = [*self._launcher(), *script, "--config", self._config(folder)]
+        words += ["--output_dir", folder, "--max_steps", interval.end, "--trackers", "none"]
+        words += ["--telemetry_s", "0", "--checkpoint_every", every, "--keep_every", every]
+        words += ["--mixed_precision", "no" if is_second else self.precision]
+        if start := self.starts[interval.start]:
+            words += ["--resume", start]
         if self.flags.cache_dir:
             words += ["--cache_dir", self.flags.cache_dir]
-        if self.flags.data:
-            words += ["--data", self.flags.data, "--allow_changed", "data"]
-        done = subprocess.run(
-            [str(word) for word in words],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-        )
-        if done.returncode == 0:
-            return ""
-        lines = done.stdout.splitlines()
-        print("\n".join(lines[-SHOWN:]), file=sys.stderr)
-        return f"its replay failed: {next((line for line in reversed(lines) if 'error' in line), lines[-1])}"
+        status, output = launch([str(word) for word in words])
+        if status:
+            lines = output.splitlines() or ["no output"]
+            print("\n".join(lines[-SHOWN:]), file=sys.stderr)
+            raise ValueError(next((line for line in reversed(lines) if "error" in line), lines[-1]))
+        return folder
 
-    def _launcher(self) -> list[str]:
+    def _launcher(self) -> list[object]:
         if self.flags.config_file is None:
             return [sys.executable]
-        return [
-            sys.executable,
-            "-m",
-            "accelerate.commands.launch",
-            "--config_file",
-            str(self.flags.config_file),
-        ]
+        module = "accelerate.commands.launch"
+        return [sys.executable, "-m", module, "--config_file", self.flags.config_file]
 
     def _config(self, folder: Path) -> Path:
         """A file for --config with the run's recipe and the settings that its numbers depend on."""
-        kind = recipe_class(load_script(self.script))
-        names = (*recipe_part(kind()), *KEPT)
+        names = (*recipe_part(self.kind()), *KEPT)
         values = {name: self.recipe[name] for name in names if self.recipe.get(name) is not None}
         size = self.flags.per_device_batch_size or self.record.facts.get("per_device_batch_size")
+        changed = [*self.recipe.get("allow_changed", []), "data"]
+        values |= {"per_device_batch_size": size, "allow_changed": changed}
+        values |= {"data": self.flags.data} if self.flags.data else {}
         file = folder.with_suffix(".json")
-        file.write_text(json.dumps(values | {"per_device_batch_size": size}))
+        file.write_text(json.dumps(values))
         return file
-
-    def _compare_lines(self, ours: RunRecord, outcome: Outcome) -> None:
-        """Compares the losses and learning rates of the interval's lines."""
-        found = {line["step"]: line for line in ours.metrics if "train/loss" in line}
-        steps = [s for s in self.lines if outcome.interval.start < s <= outcome.interval.end]
-        for step in sorted(steps):
-            if step not in found:
-                outcome.findings.append(f"the replay has no line of step {step:,}")
-                continue
-            mine, theirs = found[step], self.lines[step]
-            difference = abs(mine["train/loss"] - theirs["train/loss"])
-            outcome.loss = max(outcome.loss, difference)
-            bound = self.bound(step - outcome.interval.start, LOSS_BOUND, MOST_LOSS)
-            outcome.bound = max(outcome.bound, bound)
-            if not difference <= bound:
-                outcome.findings.append(
-                    f"the loss of step {step:,} is {mine['train/loss']:.6g}, in the log"
-                    f" {theirs['train/loss']:.6g}: they differ by {difference:.1e}, bound {bound:.1e}"
-                )
-            if mine["train/lr"] != theirs["train/lr"]:
-                outcome.findings.append(
-                    f"the learning rate of step {step:,} is {mine['train/lr']:g}, in the log"
-                    f" {theirs['train/lr']:g}"
-                )
-
-    def _compare_weights(self, checkpoints: Path, step: int, outcome: Outcome) -> None:
-        parents = checkpoints, self.checkpoints
-        mine, theirs = (TensorFile(parent / step_name(step) / MODEL_FILE) for parent in parents)
-        if mine.shapes() != theirs.shapes():
-            outcome.findings.append(f"the checkpoint of step {step:,} has other tensors than the model")
-            return
-        differences = {
-            name: float((mine.tensor(name).double() - theirs.tensor(name).double()).abs().max())
-            for name in mine.shapes()
-        }
-        worst = max(differences, key=lambda name: differences[name])
-        outcome.weights = differences[worst]
-        bound = self.bound(step - outcome.interval.start, WEIGHTS_BOUND, MOST_WEIGHTS)
-        if not differences[worst] <= bound:
-            outcome.findings.append(
-                f"{worst} in the checkpoint of step {step:,} differs by {differences[worst]:.1e}, bound"
-                f" {bound:.1e}"
-            )
-
-    def bound(self, steps: int, first: float, most: float) -> float:
-        return most if self.is_half else min(most, first * 10 ** (steps / TENFOLD_STEPS))
 
     # --- Output
 
@@ -300,16 +262,25 @@ class Run:
             return "\n".join(f"{where}: {finding}" for finding in outcome.findings)
         weights = "" if outcome.weights is None else f", the weights by at most {outcome.weights:.0e}"
         return (
-            f"{where}: the loss differs by at most {outcome.loss:.0e}{weights}; data, recipe and weights are"
-            " those of the page"
+            f"{where}: the loss differs by at most {outcome.loss:.0e}{weights}; log, data, recipe and weights"
+            " are those of the page"
         )
 
-    def conclude(self, outcomes: list[Outcome]) -> int:
-        """Prints the coverage, adds the outcome to verified.json, and returns the exit status."""
-        covered = sum(one.interval.end - one.interval.start for one in outcomes)
-        findings = [finding for one in outcomes for finding in one.findings]
-        share = f"{covered:,} of {self.last:,} steps ({covered / self.last:.1%}) replayed"
-        print(f"{share}: {f'{len(findings)} differences' if findings else 'no difference'}")
+    def conclude(self, found: list[str], outcomes: list[Outcome]) -> int:
+        """Prints the coverage, adds the outcome to verified.json, and returns the exit status.
+
+        found: the contradictions.
+        """
+        replayed = [one for one in outcomes if one.is_replayed]
+        covered = sum(one.interval.end - one.interval.start for one in replayed)
+        compared = {step for one in replayed for step in one.interval.checkpoints}
+        findings = found + [f"{one.interval}: {finding}" for one in outcomes for finding in one.findings]
+        of_steps = max(1, self.last - self.began)
+        steps = f"{covered:,} of {of_steps:,} steps ({covered / of_steps:.1%})"
+        differ = plural(len(findings), "difference") if findings else "no difference"
+        print(f"{steps} and {len(compared)} of {len(self.kept)} checkpoints replayed: {differ}")
+        left_out = [f"{of_steps - covered:,} steps", *NOT_VERIFIED, *self._not_replayed(replayed, compared)]
+        print(f"not verified: {'; '.join(left_out)}")
         stamp = {
             "date": time.strftime("%Y-%m-%d"),
             "commit": commit(),
@@ -317,16 +288,75 @@ class Run:
             "config": self.flags.config_file.stem if self.flags.config_file else "one process",
             "mixed_precision": self.precision,
             "steps": covered,
-            "of_steps": self.last,
-            "intervals": [f"{one.interval.start}-{one.interval.end}" for one in outcomes],
+            "of_steps": of_steps,
+            "intervals": [str(one.interval) for one in replayed],
+            "checkpoints": [step_name(step) for step in sorted(compared)],
             "loss_difference": max((one.loss for one in outcomes), default=0.0),
             "bound": max((one.bound for one in outcomes), default=0.0),
             "findings": findings,
+            "not_verified": left_out,
+            "files": self.files,
         }
         file = self.folder / VERIFIED
         write_json(file, {"stamps": [*(read_json(file)["stamps"] if file.exists() else []), stamp]})
         print(f"{shortest(file)}: its page shows it after `python logbook.py add {shortest(self.folder)}`")
         return 1 if findings else 0
+
+    def _not_replayed(self, replayed: list[Outcome], compared: set[int]) -> list[str]:
+        """What could be replayed, and was not."""
+        found = []
+        if rest := sorted({*self.kept} - compared):
+            found.append(f"weights of the checkpoints of steps {some_of(rest)}")
+        for step in self.headline:
+            if not any(one.interval.start <= step <= one.interval.end for one in replayed):
+                found.append(f"the evaluation at step {step:,}")
+        if "test_name" in self.record.facts and not any(one.has_test for one in replayed):
+            found.append("the evaluation on the test split")
+        if untold := sorted({tensor for one in replayed for tensor in one.untold}):
+            found.append(f"{some_of(untold, 3)}, which rounding changes as much (give fewer --steps)")
+        if other := self.record.about.get("resumed_from"):
+            found.append(f"the training before the beginning, {other}")
+        unknown = self.recipe.keys() - {field.name for field in fields(self.kind)}
+        if unknown:
+            found.append(f"flags that {self.script.name} does not have: {some_of(sorted(unknown))}")
+        return found
+
+
+def train_nudged(words: list[str]) -> None:
+    """Runs a train script that begins with slightly changed weights. words: the script and its flags."""
+    import torch
+
+    from common.distributed.layout import layout_of
+    from common.run.run import Run as Training
+
+    begin = Training.begin
+
+    def begin_nudged(training: Any, model: Any, optimizer: Any, *others: Any, **named: Any) -> Any:
+        steps = begin(training, model, optimizer, *others, **named)
+        layout, ema = layout_of(model, optimizer), named.get("ema")
+        torch.manual_seed(training.accelerator.process_index)
+        with torch.no_grad():
+            for weights in [*layout.held, *(ema.averages if ema else [])]:
+                weights.mul_(1 + NUDGE * torch.randn_like(weights))
+        layout.publish()
+        return steps
+
+    Training.begin = begin_nudged  # type: ignore[assignment, method-assign]
+    sys.argv = words
+    runpy.run_path(words[0], run_name="__main__")
+
+
+def launch(words: list[str]) -> tuple[int, str]:
+    """Runs a replay. Returns its exit status and its output."""
+    done = subprocess.run(
+        words,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    )
+    return done.returncode, done.stdout
 
 
 def has_gpu(config_file: Path | None) -> bool:
@@ -345,4 +375,8 @@ def commit() -> str | None:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:2] == [NUDGED]:
+        train_nudged(sys.argv[2:])
+        sys.exit()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     sys.exit(run_command(main))

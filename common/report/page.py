@@ -10,7 +10,7 @@ from typing import Any
 from common.report import bill
 from common.report import markdown as md
 from common.report.plots import Panel, confusion_matrix, panel, panels
-from common.report.record import RunRecord, early_end, read_picture
+from common.report.record import RunRecord, early_end, read_picture, stamped_files
 from common.report.words import (
     REHEARSAL,
     claim,
@@ -24,7 +24,7 @@ from common.report.words import (
 )
 from common.system.files import own_files
 from common.system.paths import public_path
-from common.system.text import plural
+from common.system.text import plural, some_of
 
 INDEX = ["page", "model", "data", "batch", "epochs", "hosts", "processes", "accuracy", "split"]
 INDEX += ["best accuracy", "time", "status", "on"]
@@ -342,28 +342,36 @@ def _classes(report: dict[str, Any]) -> str:
 
 
 def _verified(run: RunRecord) -> str:
-    """A table of the replays by verify.py, and what they found."""
+    """A table of the replays by verify.py, what they found, and what they can't show.
+
+    A stamp is void when a file that it was given for has changed. A checkpoint may be removed.
+    """
     if not run.stamps:
         return ""
-    rows, found = [], []
+    files, rows, notes = stamped_files(run.folder), [], []
     for stamp in run.stamps:
-        findings = stamp.get("findings", [])
+        date, findings = md.text(stamp.get("date", "-")), stamp.get("findings", [])
+        changed = [name for name in files if files[name] != stamp.get("files", {}).get(name)]
+        differs = f"**{plural(len(findings), 'difference')}**" if findings else "none"
         rows.append(
             (
-                md.text(stamp.get("date", "-")),
+                date,
                 md.text(f"{stamp.get('config', '-')} on {stamp.get('device', '-')}"),
                 f"{stamp.get('steps', 0):,} of {stamp.get('of_steps', 0):,}",
                 md.text(", ".join(stamp.get("intervals", []))),
+                md.text(", ".join(stamp.get("checkpoints", [])) or "-"),
                 number(stamp.get("loss_difference"), "{:.1e}"),
-                number(stamp.get("bound"), "{:g}"),
-                f"**{plural(len(findings), 'difference')}**" if findings else "none",
+                number(stamp.get("bound"), "{:.1e}"),
+                "**void**" if changed else differs,
                 md.text(stamp.get("commit") or "-"),
             )
         )
-        found += [f"- {md.text(stamp.get('date', '-'))}: {md.text(finding)}" for finding in findings]
-    head = ["date", "replayed by", "steps", "intervals", "largest difference of the loss", "bound"]
-    table = md.table([*head, "what differs", "commit"], rows)
-    return "\n\n".join(["### verify.py: replayed steps", table, "\n".join(found)]).rstrip()
+        notes += [f"- {date}: void, as {md.text(some_of(changed))} changed after it"] if changed else []
+        notes += [f"- {date}: {md.text(finding)}" for finding in findings]
+        notes += [f"- {date}: not verified: {md.text('; '.join(stamp.get('not_verified', [])))}"]
+    head = ["date", "replayed by", "steps", "intervals", "checkpoints", "largest difference of the loss"]
+    table = md.table([*head, "bound", "what differs", "commit"], rows)
+    return "\n\n".join(["### verify.py: replayed steps", table, "\n".join(notes)])
 
 
 def _memory(run: RunRecord) -> str:

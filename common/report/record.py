@@ -9,7 +9,7 @@ from typing import Any
 
 from PIL import Image
 
-from common.system.files import parse_json, read_own
+from common.system.files import parse_json, read_own, sha256_of
 from common.system.paths import public_path
 from common.system.schema import Kind, fitting
 
@@ -69,8 +69,9 @@ STAMPS: dict[str, Kind] = {
         {
             **dict.fromkeys(("date", "commit", "device", "config", "mixed_precision"), str),
             **dict.fromkeys(("steps", "of_steps"), int),
-            **dict.fromkeys(("intervals", "findings"), list[str]),
+            **dict.fromkeys(("intervals", "checkpoints", "findings", "not_verified"), list[str]),
             **dict.fromkeys(("loss_difference", "bound"), float),
+            "files": {"*": str},  # name -> SHA-256
         }
     ]
 }
@@ -168,7 +169,7 @@ class RunRecord:
         """The values of result.json that can be derived from the other files."""
         about, recipe = self.about, fitting(self.recipe, RESULT)[0]
         devices, hosts = about.get("devices", []), about.get("hosts", [])
-        best = max(self.evaluations, key=_score, default={})
+        best = max(self.evaluations, key=score, default={})
         final = self.evaluations[-1] if self.evaluations else {}
         lines = [self.metrics, *self.telemetry.values()]
         saved = sorted(self.folder.glob("checkpoints/step_*/manifest.json"))
@@ -256,6 +257,13 @@ def read_picture(file: Path) -> Image.Image:
         raise ValueError(f"can't be read as a picture: {type(error).__name__}") from None
 
 
+def stamped_files(folder: Path) -> dict[str, str]:
+    """The SHA-256 of the files that verify.py compares; empty for a file that is missing."""
+    files = [folder / name for name in ("recipe.json", "result.json", "metrics.jsonl")]
+    files += sorted(folder.glob("checkpoints/step_*/manifest.json"))
+    return {str(file.relative_to(folder)): sha256_of(file) if file.is_file() else "" for file in files}
+
+
 def early_precision(facts: Mapping[str, Any]) -> dict[str, str]:
     """half_precision and gradient_reduction of versions that did not record them; empty where nobody knows.
 
@@ -278,6 +286,6 @@ def early_end(facts: Mapping[str, Any]) -> str:
     return f"ended at step {facts['steps']:,} of {facts['total_steps']:,}, by {facts['stopped_by']}"
 
 
-def _score(evaluation: dict[str, float]) -> float:
+def score(evaluation: dict[str, float]) -> float:
     """The order by which RunState chooses the best evaluation."""
     return evaluation.get("val/accuracy", -evaluation["val/loss"])
