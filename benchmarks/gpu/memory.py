@@ -22,7 +22,7 @@ sys.stdin.read()
 # A dry run limits memory as find_batch_size.py does.
 LIMITED = """
 import resource, runpy, sys
-resource.setrlimit(resource.RLIMIT_DATA, (2**31, 2**31))
+resource.setrlimit(resource.RLIMIT_DATA, (2**32, 2**32))
 del sys.argv[0]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
