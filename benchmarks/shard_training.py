@@ -34,6 +34,7 @@ from common.data.images import load
 from common.data.workers import in_flight
 from common.distributed.accelerator import prepare, start
 from common.distributed.entry import run_process
+from common.distributed.precision import input_dtype
 from common.distributed.strategy import device_name, precision
 from common.order import reseed, steps_per_epoch, training_plan
 from common.recipe import parse
@@ -74,7 +75,7 @@ class Benchmark:
         model = build_model(recipe, len(images.classes))
         mean, std = model.pretrained_cfg["mean"], model.pretrained_cfg["std"]
         self.model, self.optimizer = prepare(self.accelerator, model, build_optimizer(model, recipe))
-        self.mix = mixer(recipe.mixup, recipe.cutmix, len(images.classes))
+        self.mix = mixer(recipe.mixup, recipe.cutmix, len(images.classes), input_dtype(self.accelerator))
         self.per_epoch, self.steps = steps_per_epoch(images.train, self.batch), 0
         plan = training_plan(images.train, self.batch, self.rank, recipe.seed, 0, sys.maxsize)
         self.batches = training_batches(images, plan, self.device, recipe, mean, std)

@@ -1,4 +1,4 @@
-"""benchmarks/gpu_suite.py as far as a CPU goes: --dry_run."""
+"""benchmarks/gpu_suite.py as far as a CPU goes: --dry_run, and the code of its full rows."""
 
 import json
 import signal
@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 import warnings
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import psutil
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from benchmarks import gpu_suite
-from benchmarks.gpu import probe, throughput
+from benchmarks.gpu import memory, probe, throughput
 from benchmarks.gpu.rows import Result, Setting, Skip, command, run_rows
 from common.recipe import parse
 from common.script import load_script, recipe_class
@@ -53,22 +54,78 @@ def test_a_row_that_fails_does_not_end_the_others(tmp_path):
     ]
 
 
+def test_the_output_of_failed_rows_is_kept(tmp_path):
+    def fails(setting: Setting) -> Result:
+        done = command(setting, ["-c", "print('first of many lines'); raise SystemExit(3)"])
+        return Result(verdict="FAIL" if done.status else "ok")
+
+    log = tmp_path / "failures.log"
+    setting = Setting(tmp_path, "digits", 0, True, time.time() + 60, failures=log)
+    assert [row["verdict"] for row in run_rows({"one": fails, "two": lambda s: Result(1)}, setting)] == [
+        "FAIL",
+        "",
+    ]
+    text = log.read_text()
+    assert "first of many lines" in text
+    assert "exit status 3" in text
+    assert "two" not in text
+
+
+def test_a_measurement_that_misses_its_estimate_by_half_is_marked(tmp_path):
+    setting = Setting(tmp_path, "digits", 0, False, time.time() + 60)
+    rows = {str(v): lambda s, v=v: Result(v, "images/s", expected=100) for v in (40, 60, 140, 160)}
+    assert [row["verdict"] for row in run_rows(rows, setting)] == ["off by half", "", "", "off by half"]
+
+
+@pytest.mark.parametrize(
+    ("only", "limits"),
+    [("throughput", [560]), ("ceilings,throughput", [80, 480]), ("scaling,several", [140, 420])],
+)
+def test_chosen_sections_share_the_whole_budget(only, limits, tmp_path, monkeypatch):
+    """A section that takes no time leaves its share to those after it."""
+    given = []
+    monkeypatch.setattr(gpu_suite.Suite, "section", lambda self, name, limit_s: given.append(limit_s))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("time.time", lambda: 560.0 - sum(given))
+    gpu_suite.Suite(gpu_suite.parse(["--out", str(tmp_path), "--only", only]), tmp_path).run()
+    assert given[0] == pytest.approx(limits[0])
+    assert sum(given) <= 560 + len(given)
+
+
+def test_fail_fast(tmp_path, monkeypatch):
+    def fails(self, name, limit_s):
+        self.add(name, {"row": "", "verdict": "FAIL"})
+
+    monkeypatch.setattr(gpu_suite.Suite, "section", fails)
+    flags = ["--out", str(tmp_path), "--only", "ceilings,recipes,inputs", "--dry_run", "--fail_fast", "2"]
+    suite = gpu_suite.Suite(gpu_suite.parse(flags), tmp_path)
+    suite.run()
+    assert [row["section"] for row in suite.rows] == ["ceilings", "recipes"]
+    assert "ended by --fail_fast 2" in (tmp_path / "table.md").read_text()
+
+
 def test_waits_are_counted_and_placed(monkeypatch):
-    """Simulated: the warnings are those that CUDA's mode gives."""
+    """Simulated: the warnings are those that CUDA's mode gives, and torch's own about the mode."""
     modes = []
-    monkeypatch.setattr("torch.cuda.set_sync_debug_mode", modes.append)
-    watch = probe.Waits(steps=2)
+
+    def set_mode(mode):
+        modes.append(mode)
+        warnings.warn("Synchronization debug mode is a prototype feature", stacklevel=1)
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.set_sync_debug_mode", set_mode)
+    watch = probe.Waits(2, steps=2)
     watch.begin()
     for _ in range(3):
         warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
     warnings.warn("another", stacklevel=1)
-    found = watch.end(images=64)
+    found = watch.end()
     assert modes == ["warn", "default"]
     assert found["waits"] == 1.5
     assert [(place.split(":")[0], n) for place, n in found["places"].items()] == [("test_gpu_suite.py", 3)]
 
 
-def test_launches_and_busy_share(monkeypatch):
+def test_launches_busy_share_and_kernels(monkeypatch):
     """Simulated: events of a GPU, one an annotation that spans the others, and one of a CPU."""
     cuda, cpu = torch.autograd.DeviceType.CUDA, torch.autograd.DeviceType.CPU
 
@@ -83,16 +140,116 @@ def test_launches_and_busy_share(monkeypatch):
             pass
 
         def events(self):
-            kinds = [(cuda, False, 100), (cuda, False, 300), (cuda, True, 400), (cpu, False, 900)]
-            names = ("device_type", "is_user_annotation", "device_time")
-            return [SimpleNamespace(**dict(zip(names, kind, strict=True))) for kind in kinds]
+            kinds = [("a", cuda, False, 100), ("b", cuda, False, 300), ("step", cuda, True, 400)]
+            names = ("name", "device_type", "is_user_annotation", "device_time")
+            return [
+                SimpleNamespace(**dict(zip(names, k, strict=True))) for k in [*kinds, ("c", cpu, False, 9)]
+            ]
 
     monkeypatch.setattr("torch.profiler.profile", Profiler)
-    watch = probe.Profile(steps=2)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.synchronize", lambda: None)
+    clock = iter([0.0, 0.008])
+    monkeypatch.setattr("time.perf_counter", lambda: next(clock))
+    watch = probe.Profile(2, steps=2)
     watch.begin()
-    found = watch.end(images=64)
+    found = watch.end()
     assert found["launches"] == 1
-    assert found["busy_share"] == pytest.approx(0.2 / found["step_ms"])
+    assert found["busy_share"] == pytest.approx(0.4 / 8)
+    assert found["kernels"] == [("b", 0.15, 0.5), ("a", 0.05, 0.5)]
+
+
+def test_a_warm_up_precedes_three_windows(monkeypatch):
+    """Steps of 1 s, the first of 100 s, which compiles."""
+    clock = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+    watch, found, steps = probe.Speed(4, 20), None, 0
+    while found is None:
+        clock[0] += 1 if steps else 100
+        found, steps = watch.step(64), steps + 1
+    assert steps == 1 + 4 * 4
+    assert (found["images_per_s"], found["spread"]) == (64, 0)
+
+
+# --- The code of full rows, on small sizes
+
+
+@pytest.fixture
+def full_setting(tmp_path, monkeypatch):
+    """A host with a GPU, as far as the suite's own process can tell; commands find none, nor simplejpeg."""
+    monkeypatch.setattr(Setting, "device", torch.device("cpu"))
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, resource, sys\n"
+        "sys.modules['simplejpeg'] = sys.modules['pynvml'] = None\n"
+        "if 'LIMIT_GIB' in os.environ:\n"
+        "    resource.setrlimit(resource.RLIMIT_DATA, (int(os.environ['LIMIT_GIB']) * 2**30,) * 2)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    folder = tmp_path / "scratch" / "section"
+    folder.mkdir(parents=True)
+    return Setting(
+        folder, "synthetic", 1, False, time.time() + 300, 300, tmp_path / "failures.log", small=True
+    )
+
+
+def done(row, setting: Setting) -> dict[str, dict]:
+    rows = list(run_rows({"a row": row}, setting))
+    failures = setting.failures.read_text() if setting.failures.exists() else ""
+    assert not [r for r in rows if r["verdict"] in ("FAIL", "skipped")], (rows, failures)
+    return {r["row"]: r for r in rows}
+
+
+@pytest.mark.parametrize("name", ["CNN-A, batch 512", "vit ViT-S/16 at 224, RandAugment, batch 256"])
+def test_a_full_case(name, full_setting):
+    """The second one's data are JPEGs."""
+    rows = done(throughput.eager(throughput.CASES[name]), full_setting)
+    assert rows["a row, eager"]["value"] > 0
+    assert rows["a row, data / resident"]["value"] > 0
+    assert 0 < len(rows["a row, launches"]["kernels"]) <= 15
+    assert rows["a row, waits"]["value"] == 0
+    assert not (full_setting.folder / "run").exists()
+
+
+def test_a_probe_watches_beyond_an_epoch(full_setting):
+    words = ["--data", "synthetic", "--widths", "4,4,8", "--batch_size", 2048]  # two steps an epoch
+    flags = [
+        "--trackers",
+        "none",
+        "--output_dir",
+        full_setting.folder,
+        "--cache_dir",
+        full_setting.folder / "c",
+    ]
+    probed = ["-m", "benchmarks.gpu.probe", "waits", "--steps", 5, "train_cnn_a.py", *words, *flags]
+    ended = command(full_setting, probed)
+    assert ended.status == 0, ended.output
+    assert json.loads(ended.output.splitlines()[-1])["waits"]["waits"] == 0
+
+
+def test_full_out_of_memory(full_setting, monkeypatch):
+    @contextmanager
+    def ballast():
+        monkeypatch.setenv("LIMIT_GIB", "4")
+        yield
+
+    monkeypatch.setattr(memory, "ballast", ballast)
+    assert done(memory.one_line, full_setting)["a row"]["verdict"] == "ok"
+
+
+def test_two_ranks_on_one_gpu_use_gloo(full_setting, tmp_path):
+    """Simulated: torch says that there is a GPU, and NCCL would start."""
+    script = tmp_path / "meets.py"
+    script.write_text(
+        "import torch\n"
+        "torch.cuda.is_available = lambda: True\n"
+        "from common.distributed.rendezvous import join_agents_store\n"
+        "join_agents_store(60)\n"
+        "print('backend', torch.distributed.get_backend())\n"
+    )
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    ended = command(full_setting, [*launcher, "-m", "benchmarks.gpu.shared_gpu", script])
+    assert ended.status == 0, ended.output
+    assert ended.output.count("backend gloo") == 2
 
 
 def test_checks_run_at_once(tmp_path):
@@ -144,9 +301,8 @@ def test_the_flags_of_a_full_run(case, tmp_path):
     setting = Setting(tmp_path, "synthetic", 1, False, time.time() + 60)
     script, *flags = map(str, throughput.script_words(setting, case))
     recipe = parse(recipe_class(load_script(ROOT / script)), flags)
-    assert recipe.data == "synthetic"
+    assert recipe.data == ("synthetic" if not case.large else str(tmp_path / "224_pixels"))
     assert recipe.batch_size in case.flags
-    assert throughput.flops_per_image(setting, case) > 1e6
 
 
 def test_what_no_longer_fits_says_so(tmp_path, monkeypatch, capsys):

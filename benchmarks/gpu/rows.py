@@ -4,11 +4,13 @@ import contextlib
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -21,11 +23,9 @@ import torch
 
 from common.system.processes import end_with_parent, kill
 
-OK, FAIL, SKIPPED = "ok", "FAIL", "skipped"
+OK, FAIL, SKIPPED, OFF = "ok", "FAIL", "skipped", "off by half"
 END_TO_END = 0.95  # goal: a training's speed, divided by that on a batch that stays on the device
-PACKAGES = {"zero": "deepspeed", "vit": "timm"}  # what a row with this word in its name needs
-
-
+PACKAGES = {"zero": "deepspeed", "vit": "timm", "hello": "matplotlib"}  # what a row with this word needs
 CHECK_CORES, CHECK_GIB = 4, 24  # processor cores and GPU memory for each of several checks at once
 
 
@@ -35,25 +35,26 @@ class Skip(Exception):
 
 @dataclass(frozen=True)
 class Result:
-    """What a row found. value: in `unit`. verdict: ok or FAIL; empty for a measurement without a goal."""
+    """What a row found. value: in `unit`. expected: the estimate of a measurement, or what a check promises.
+
+    verdict: ok or FAIL, of a check or a measurement with a goal. kernels: the dearest, as (name, ms a step,
+    count a step).
+    """
 
     value: Any = ""
     unit: str = ""
+    expected: Any = ""
     verdict: str = ""
     note: str = ""
-
-
-def judged(value: float, unit: str, goal: float, note: str = "") -> Result:
-    """A measurement beside the goal that it should reach."""
-    reached = OK if value >= goal else FAIL
-    return Result(value, unit, reached, f"goal {goal:,g}{'; ' if note else ''}{note}")
+    kernels: tuple[tuple[str, float, float], ...] = ()
 
 
 @dataclass(frozen=True)
 class Setting:
     """Where a section runs. folder: its own. data: `--data` of images of 32 pixels. ends_at: time.time().
 
-    command_s: a command that takes longer hangs.
+    dry_run: on a CPU, where no goal counts. small: a few steps of small models. command_s: a command that
+    takes longer hangs. failures: the file for the whole output of failed rows.
     """
 
     folder: Path
@@ -62,10 +63,20 @@ class Setting:
     dry_run: bool
     ends_at: float
     command_s: float = 900
+    failures: Path | None = None
+    small: bool | None = None
 
-    def size(self, full: int, dry: int) -> int:
+    def size(self, full: Any, dry: Any) -> Any:
         """The number of steps, images or bytes: a few in a dry run."""
-        return dry if self.dry_run else full
+        return dry if self.is_small else full
+
+    def judge(self, reached: bool) -> str:
+        """The verdict about a goal."""
+        return "" if self.is_small else OK if reached else FAIL
+
+    @property
+    def is_small(self) -> bool:
+        return self.dry_run if self.small is None else self.small
 
     @property
     def device(self) -> torch.device:
@@ -76,7 +87,9 @@ class Setting:
         return self.ends_at - time.time()
 
 
-Row = Callable[[Setting], Result]
+# A row's function returns one result, or several by the rest of their names.
+Row = Callable[[Setting], Result | dict[str, Result]]
+_this = threading.local()  # .outputs: of the commands that this thread's row has run
 
 
 def need_gpu(setting: Setting) -> None:
@@ -90,16 +103,18 @@ def run_rows(rows: dict[str, Row], setting: Setting, at_once: int = 1) -> Iterat
     One after another they run in the main thread, where alone a row may handle signals.
     """
     if at_once == 1:
-        yield from (run_row(name, row, setting) for name, row in rows.items())
+        for name, row in rows.items():
+            yield from run_row(name, row, setting)
         return
     with ThreadPoolExecutor(at_once) as threads:
         for ended in as_completed([threads.submit(run_row, *row, setting) for row in rows.items()]):
-            yield ended.result()
+            yield from ended.result()
 
 
-def run_row(name: str, row: Row, setting: Setting) -> dict[str, Any]:
-    began = time.monotonic()
+def run_row(name: str, row: Row, setting: Setting) -> list[dict[str, Any]]:
+    began, _this.outputs = time.monotonic(), []
     missing = [p for word, p in PACKAGES.items() if word in name and not importlib.util.find_spec(p)]
+    found: Result | dict[str, Result]
     try:
         if missing:
             raise Skip(f"{missing[0]} is not installed")
@@ -109,18 +124,38 @@ def run_row(name: str, row: Row, setting: Setting) -> dict[str, Any]:
     except Skip as reason:
         found = Result(verdict=SKIPPED, note=str(reason))
     except Exception as error:  # a failed row must not end the others
+        _this.outputs.append(traceback.format_exc())
         found = Result(verdict=FAIL, note=f"{type(error).__name__}: {str(error)[-300:]}")
         if setting.left_s <= 0:
             found = Result(verdict=SKIPPED, note="the section's time ended during this row")
-    return {"row": name, **vars(found), "seconds": round(time.monotonic() - began, 1)}
+    results = {"": found} if isinstance(found, Result) else found
+    if setting.failures and any(result.verdict == FAIL for result in results.values()):
+        with setting.failures.open("a") as file:
+            file.write("\n".join([f"=== {setting.folder.name}: {name}", *_this.outputs, ""]))
+    seconds = round(time.monotonic() - began, 1)
+    return [
+        {"row": ", ".join(filter(None, (name, part))), **_cells(setting, result), "seconds": seconds}
+        for part, result in results.items()
+    ]
+
+
+def _cells(setting: Setting, found: Result) -> dict[str, Any]:
+    cells = dict(vars(found))
+    numbers = isinstance(found.value, (int, float)) and isinstance(found.expected, (int, float))
+    if numbers and found.expected and not found.verdict and not setting.is_small:
+        cells["verdict"] = OFF if abs(found.value / found.expected - 1) > 0.5 else ""
+    if not cells["kernels"]:
+        del cells["kernels"]
+    return cells
 
 
 def checks_at_once(setting: Setting) -> int:
     """Number of rows that may run at the same time when they measure no time."""
+    cores = len(os.sched_getaffinity(0))
     if setting.dry_run:
-        return 1
+        return min(2, cores)
     free_gib = torch.cuda.mem_get_info()[0] / 2**30
-    return max(1, min(len(os.sched_getaffinity(0)) // CHECK_CORES, int(free_gib // CHECK_GIB)))
+    return max(1, min(cores // CHECK_CORES, int(free_gib // CHECK_GIB)))
 
 
 _working: defaultdict[Path, threading.Lock] = defaultdict(threading.Lock)
@@ -160,7 +195,11 @@ def command(setting: Setting, words: list[Any], env: dict[str, str] | None = Non
         finally:
             kill_all(process)
         output.seek(0)
-        return Done(status, output.read())
+        text = output.read()
+    if not hasattr(_this, "outputs"):
+        _this.outputs = []
+    _this.outputs.append(f"--- python {' '.join(map(str, words))}\n{text}--- exit status {status}")
+    return Done(status, text)
 
 
 def kill_all(process: psutil.Process) -> None:
@@ -180,16 +219,27 @@ def succeeds(setting: Setting, words: list[Any], env: dict[str, str] | None = No
     return done.output
 
 
+def run_flags(setting: Setting, folder: Path, words: list[Any]) -> list[Any]:
+    """Flags of a run that keeps to the suite's scratch folder."""
+    flags = ["--trackers", "none", "--output_dir", folder]
+    return flags if "train_hello.py" in words else [*flags, "--cache_dir", setting.folder.parent / "cache"]
+
+
 def train(
     setting: Setting, name: str, words: list[Any], *flags: Any, env: dict[str, str] | None = None
 ) -> tuple[Path, dict[str, Any]]:
     """Trains by this launcher and script. Returns the run's folder and result.json."""
     folder = setting.folder / name.replace(" ", "_").replace("/", "_")
-    common = ["--trackers", "none", "--output_dir", folder]
-    if "train_hello.py" not in words:  # it has no images
-        common += ["--cache_dir", setting.folder.parent / "cache"]
-    succeeds(setting, [*words, *common, *flags], env)
+    succeeds(setting, [*words, *run_flags(setting, folder, words), *flags], env)
     return folder, json.loads((folder / "result.json").read_text())
+
+
+@contextlib.contextmanager
+def trained(setting: Setting, name: str, *words: Any, **named: Any) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """train(), whose folder is removed once it is read."""
+    folder, result = train(setting, name, *words, **named)
+    yield folder, result
+    shutil.rmtree(folder)
 
 
 def torchrun(processes: int) -> list[str]:
@@ -197,13 +247,13 @@ def torchrun(processes: int) -> list[str]:
 
 
 def small_images(setting: Setting, script: str) -> list[Any]:
-    """A train script on images of 32 pixels; in a dry run on digits, and small."""
+    """A train script on images of 32 pixels; small in a dry run."""
     words = [f"{script}.py", "--data", setting.data]
     if script == "train_vit":
         small = ["--model", "test_vit", "--image_size", 32, "--patch_size", 8, "--batch_size", 64]
-        return [*words, *small] if setting.dry_run else [*words, "--batch_size", 512]
+        return [*words, *small] if setting.is_small else [*words, "--batch_size", 512]
     widths = {"train_cnn_a": ["--widths", "8,8,32"], "train_cnn_b": ["--width", 8]}[script]
-    return [*words, "--batch_size", 64, *widths] if setting.dry_run else words
+    return [*words, "--batch_size", 64, *widths] if setting.is_small else words
 
 
 FSDP = {

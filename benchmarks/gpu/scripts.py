@@ -1,37 +1,68 @@
 """Every train script for 20 steps, its telemetry and memory checked; also compiled, in fp16, ..."""
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.rows import FAIL, OK, Result, Row, Setting, Skip, small_images, train
+from benchmarks.gpu.rows import (
+    FAIL,
+    OK,
+    Result,
+    Row,
+    Setting,
+    Skip,
+    run_flags,
+    small_images,
+    succeeds,
+    trained,
+)
 
 SCRIPTS = ("train_cnn_a", "train_cnn_b", "train_vit")
 
 
+MODES = ("default", "reduce-overhead", "max-autotune")
+
+
+def smoke() -> dict[str, Row]:
+    """What must work before anything else is worth its time. Its process loads CUDA's libraries first."""
+    return {"a few steps": runs("train_cnn_a")}
+
+
 def checks() -> dict[str, Row]:
-    found: dict[str, Row] = {"train_hello": hello}
-    found |= {script: trained(script) for script in SCRIPTS}
-    found |= {f"{script}, fp16": trained(script, "--mixed_precision", "fp16") for script in SCRIPTS}
-    found["train_vit, activation checkpointing"] = trained("train_vit", "--grad_checkpointing")
-    found |= {f"{script}, compiled": trained(script, "--compile", "default") for script in SCRIPTS}
+    found: dict[str, Row] = {"train_hello": hello, "train_hello, waits": hello_waits}
+    found |= {script: runs(script) for script in SCRIPTS}
+    found |= {f"{script}, fp16": runs(script, "--mixed_precision", "fp16") for script in SCRIPTS}
+    found["train_vit, activation checkpointing"] = runs("train_vit", "--grad_checkpointing")
+    for mode in MODES:
+        found |= {f"{script}, --compile {mode}": runs(script, "--compile", mode) for script in SCRIPTS}
     return found
 
 
 def hello(setting: Setting) -> Result:
-    folder, result = train(setting, "hello", ["train_hello.py"], "--epochs", 2)
-    return checked(setting, folder, result)
+    with trained(setting, "hello", ["train_hello.py"], "--epochs", 2) as (folder, result):
+        return checked(setting, folder, result)
 
 
-def trained(script: str, *flags: Any) -> Row:
+def hello_waits(setting: Setting) -> Result:
+    words = ["train_hello.py", "--data_size", 65536]
+    probe = ["-m", "benchmarks.gpu.probe", "waits", "--steps", setting.size(20, 3)]
+    output = succeeds(setting, [*probe, *words, *run_flags(setting, setting.folder / "waits", words)])
+    waits = json.loads(output.splitlines()[-1])["waits"]
+    note = ", ".join(f"{place} {count}" for place, count in waits["places"].items())
+    return Result(waits["waits"], "a step", 0, FAIL if waits["waits"] else OK, note)
+
+
+def runs(script: str, *flags: Any) -> Row:
     def row(setting: Setting) -> Result:
-        if setting.dry_run and "--compile" in flags and script != "train_cnn_a":
+        if setting.is_small and "--compile" in flags and (*flags[1:], script) != ("default", "train_cnn_a"):
             raise Skip("takes minutes on a CPU")
         words = small_images(setting, script)
         steps = ["--max_steps", setting.size(20, 2), "--log_every", setting.size(5, 1), "--telemetry_s", 0.5]
+        steps += ["--max_val_images", setting.size(4096, 64)]
         name = "_".join([script, *map(str, flags)]).replace("--", "")
-        folder, result = train(setting, name, words, *steps, *flags)
-        return checked(setting, folder, result)
+        with trained(setting, name, words, *steps, *flags) as (folder, result):
+            return checked(setting, folder, result)
 
     return row
 
@@ -43,7 +74,7 @@ def checked(setting: Setting, folder: Path, result: dict[str, Any]) -> Result:
     losses = [line["train/loss"] for line in lines if "train/loss" in line]
     if not losses or not all(loss < 100 for loss in losses):
         problems.append(f"losses {losses}")
-    if not setting.dry_run:
+    if not setting.dry_run and importlib.util.find_spec("pynvml"):
         samples = [
             json.loads(line)
             for file in folder.glob("telemetry-*.jsonl")
@@ -53,4 +84,4 @@ def checked(setting: Setting, folder: Path, result: dict[str, Any]) -> Result:
         problems += [] if any(gpu.get("memory_gib") for gpu in gpus) else ["no GPU memory in the telemetry"]
         problems += [] if "cuda" in str(result["device"]).lower() or gpus else ["it trained on the CPU"]
     note = "; ".join(problems) or f"loss {losses[0]:.3f} to {losses[-1]:.3f}, {result['mixed_precision']}"
-    return Result(round(result["peak_memory_gib"], 3), "GiB", FAIL if problems else OK, note)
+    return Result(round(result["peak_memory_gib"], 3), "GiB", "finished", FAIL if problems else OK, note)

@@ -20,9 +20,11 @@ from benchmarks.gpu.rows import (
     Skip,
     command,
     kill_all,
+    run_flags,
     small_images,
     strategy,
     train,
+    trained,
 )
 from benchmarks.gpu.strategies import WITHIN, loss_of
 
@@ -54,7 +56,9 @@ def doctor(setting: Setting) -> Result:
     hostfile.write_text(f"localhost slots={processes(setting)}\n")
     done = command(setting, ["doctor.py", "--hostfile", hostfile, "--output_dir", setting.folder / "runs"])
     said = [line for line in done.output.splitlines() if "all-reduce (" in line or "FAILS" in line]
-    return Result(verdict=OK if done.status == 0 else FAIL, note="; ".join(said)[:300])
+    return Result(
+        expected="exit status 0", verdict=OK if done.status == 0 else FAIL, note="; ".join(said)[:300]
+    )
 
 
 def parity(name: str) -> Row:
@@ -62,7 +66,8 @@ def parity(name: str) -> Row:
         launcher, flags, env = strategy(name, processes(setting))
         single = loss_of(setting, "single", [], [], {})
         off = abs(loss_of(setting, name, launcher, flags, env) - single)
-        return Result(float(f"{off:.2g}"), "difference of the loss to single", OK if off < WITHIN else FAIL)
+        verdict = OK if off < WITHIN else FAIL
+        return Result(float(f"{off:.2g}"), "of the loss to single", f"below {WITHIN}", verdict)
 
     return row
 
@@ -78,9 +83,9 @@ def ring(setting: Setting) -> Result:
         step += setting.size(5, 1)
         _, result = train(setting, folder.name, [*launcher, *words], "--max_steps", step, *flags, env=env)
     launcher, _, env = strategy("ddp", count)
-    _, straight = train(setting, "straight", [*launcher, *words], "--max_steps", step, env=env)
-    off = abs(result["final_loss"] - straight["final_loss"])
-    return Result(float(f"{off:.2g}"), "difference of the loss", OK if off < WITHIN else FAIL)
+    with trained(setting, "straight", [*launcher, *words], "--max_steps", step, env=env) as (_, straight):
+        off = abs(result["final_loss"] - straight["final_loss"])
+    return Result(float(f"{off:.2g}"), "of the loss", f"below {WITHIN}", OK if off < WITHIN else FAIL)
 
 
 def lost(name: str, number: signal.Signals) -> Row:
@@ -90,7 +95,7 @@ def lost(name: str, number: signal.Signals) -> Row:
         launcher, flags, env = strategy(name, processes(setting))
         folder, timeout_s = setting.folder / f"{name}_{number.name}", setting.size(20, 5)
         words = [sys.executable, *launcher, *small_images(setting, "train_cnn_b"), "--epochs", 1000, *flags]
-        words += ["--output_dir", folder, "--trackers", "none", "--timeout_s", timeout_s, "--log_every", 1]
+        words += [*run_flags(setting, folder, words), "--timeout_s", timeout_s, "--log_every", 1]
         given = [f"{key}={value}" for key, value in env.items()]
         with (setting.folder / f"{folder.name}.log").open("w") as output:
             job = subprocess.Popen(
@@ -110,7 +115,7 @@ def lost(name: str, number: signal.Signals) -> Row:
                 if job.poll() is None:
                     kill_all(psutil.Process(job.pid))
         verdict = OK if job.returncode and seconds <= timeout_s + END_S else FAIL
-        return Result(round(seconds, 1), "s until the job ended", verdict)
+        return Result(round(seconds, 1), "s until the job ended", f"at most {timeout_s + END_S}", verdict)
 
     return row
 
@@ -146,17 +151,13 @@ def scaling(script: str) -> Row:
             launcher = strategy("ddp", number)[0]
             words = [*launcher, *small_images(setting, script)]
             each = int(re.findall(r"--batch_size (\d+)", " ".join(map(str, words)) + " --batch_size 128")[0])
-            steps = [
-                "--max_steps",
-                setting.size(100, 3),
-                "--batch_size",
-                each * number,
-                "--max_val_images",
-                64,
-            ]
-            _, result = train(setting, f"{script}_{number}", words, *steps)
-            speeds[number] = result["images_per_s"]
+            steps = ["--max_steps", setting.size(100, 3), "--batch_size", each * number]
+            steps += ["--max_val_images", 64]
+            with trained(setting, f"{script}_{number}", words, *steps) as (_, result):
+                speeds[number] = result["images_per_s"]
         share = speeds[count] / count / speeds[1]
-        return Result(round(share, 3), "of perfect scaling", note=f"{speeds[count]:,.0f} images/s on {count}")
+        return Result(
+            round(share, 3), "of perfect scaling", 0.9, note=f"{speeds[count]:,.0f} images/s on {count}"
+        )
 
     return row

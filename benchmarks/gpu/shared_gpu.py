@@ -13,6 +13,8 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import DistributedType
 
+from common.distributed import rendezvous
+
 
 def main() -> None:
     processes = int(os.environ["WORLD_SIZE"])
@@ -26,6 +28,7 @@ def main() -> None:
         self.device = torch.device("cuda", 0)
         torch.cuda.set_device(0)
 
+    rendezvous.backend = lambda: "gloo"
     PartialState._prepare_backend, PartialState.set_device = backend, device
     del sys.argv[0]
     runpy.run_path(sys.argv[0], run_name="__main__")

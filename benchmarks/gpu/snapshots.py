@@ -38,19 +38,19 @@ def consistent(setting: Setting) -> Result:
         training.wait_until_copied()
         taken = snapshots["model.safetensors"].views
         wrong += any(not torch.equal(before[name].cpu(), taken[name].cpu()) for name in before)
-    return Result(wrong, "snapshots of another step", FAIL if wrong else OK)
+    return Result(wrong, "of another step", 0, FAIL if wrong else OK)
 
 
 def blocking(setting: Setting) -> Result:
     """Milliseconds of the copy of a model of ViT-B's size that waits for it."""
     need_gpu(setting)
     weights = torch.zeros(86_000_000, device=setting.device)
-    return Result(round(1e3 * median_s(setting, lambda: weights.cpu(), repeats=2), 1), "ms")
+    return Result(round(1e3 * median_s(lambda: weights.cpu(), repeats=2), 1), "ms", 150)
 
 
 def saves(setting: Setting) -> Result:
     """How long a save holds up a step, beside accelerator.save_state."""
-    model = ["--model", "vit_tiny_patch16_224"] if setting.dry_run else []
+    model = ["--model", "vit_tiny_patch16_224"] if setting.is_small else []
     file = setting.folder / "saves.json"
     words = ["-m", "benchmarks.checkpoint_saves", "--rounds", setting.size(5, 1), *model, "--json", file]
     succeeds(setting, [*words, "--folder", setting.folder / "saves"])
@@ -58,4 +58,4 @@ def saves(setting: Setting) -> Result:
     ours, theirs = (
         1e3 * statistics.median(each[f"{arm} held up"] for each in rounds) for arm in ("ours", "save_state")
     )
-    return Result(round(ours, 1), "ms", note=f"save_state {theirs:,.1f} ms")
+    return Result(round(ours, 1), "ms", "below save_state's", note=f"save_state {theirs:,.1f} ms")

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from common.data.cache import prepare_data
-from common.data.decode import damage, decode, jpeg_frame, open_image
+from common.data.decode import checks_jpegs, damage, decode, jpeg_frame, open_image
 from common.prepare.recode import recoded
 from common.prepare.source import ImageBatch, Position, RawImage
 from tests.conftest import ROOT
@@ -162,3 +162,17 @@ def test_pictures_of_other_formats_are_read_from_their_header_first(monkeypatch)
         open_image(data)
     with pytest.raises(ValueError, match="decompression bomb"):
         decode(data)
+
+
+def test_without_simplejpeg_images_are_decoded_and_it_is_said_once(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "simplejpeg", None)
+    checks_jpegs.cache_clear()
+    folders = {
+        f"{s}/{c}/{i}.jpg": encode(picture(i)) for s in ("train", "val") for c in "ab" for i in range(9)
+    }
+    data = class_folders(tmp_path / "data", folders)
+    prepare_data(str(data), tmp_path / "cache", show_progress=False)
+    assert capsys.readouterr().err.count("simplejpeg is not installed") == 1
+    assert damage(b"no image")
+    monkeypatch.undo()
+    checks_jpegs.cache_clear()
