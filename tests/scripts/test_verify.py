@@ -342,7 +342,7 @@ def test_a_forgery_is_found_by_the_command(forge, said, finished, cache, tmp_pat
     assert (status, said in output) == (1, True), output
 
 
-@pytest.mark.parametrize("forge", [None, off_by_a_tenth], ids=str)
+@pytest.mark.parametrize("forge", [None, off_by_a_tenth], ids=["true", "off_by_a_tenth"])
 def test_a_run_in_bf16(forge, in_bf16, check, tmp_path):
     folder = copy_of(in_bf16, tmp_path)
     if forge:
