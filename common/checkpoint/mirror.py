@@ -180,20 +180,25 @@ def fetch_newest(
     newer_than: int,
     beat: Callable[[], None],
     warn: Callable[[str], None],
-    ours: bool,
+    lost: Callable[[], str | None] | None = None,
 ) -> int | None:
     """Downloads the newest committed checkpoint that verifies and is newer than that step into `parent`.
 
     Returns its step; None if there is no newer one. ValueError when there are checkpoints but none verifies.
-    If the prefix is `ours`, the manifests of damaged ones are deleted, so that nothing reads them again and
-    the run can write those steps anew.
+    lost: as Mirror's, for the prefix's owner, who deletes the manifests of damaged ones, so that nothing
+    reads them again and the run can write those steps anew. Without it the prefix is only read.
     """
+
+    def remove(damaged: list[str]) -> None:
+        if damaged and lost and not lost():  # a download takes long enough for another run to take over
+            store.delete(damaged)
+
     steps = sorted((s for s in committed(store) if s > newer_than), reverse=True)
     damaged: list[str] = []
     for step in steps:
         try:
             fetch(store, step, parent, beat, warn)
-            store.delete(damaged if ours else [])
+            remove(damaged)
             return step
         except (Damaged, WrongSize) as error:
             warn(f"checkpoint of step {step:,} is damaged: {error}")
@@ -205,7 +210,7 @@ def fetch_newest(
             ) from None
     if steps and newer_than < 0:
         raise ValueError(f"none of the {len(steps)} checkpoints in {store.url} verifies")
-    store.delete(damaged if ours else [])
+    remove(damaged)
     return None
 
 

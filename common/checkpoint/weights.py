@@ -131,7 +131,7 @@ def _of_run(folder: Path, which: str, beat: Heartbeat) -> Checkpoint:
 def _download(store: ObjectStore, which: str, scratch: Path, beat: Heartbeat) -> Checkpoint:
     """Downloads the best checkpoint of a run in S3, or with `latest` the newest that verifies."""
     if which == "latest":
-        step = fetch_newest(store, scratch, -1, beat, print, ours=False)
+        step = fetch_newest(store, scratch, -1, beat, print)
         if step is None:
             raise ValueError(f"{store.url} holds no checkpoint: give the prefix of a run")
     else:

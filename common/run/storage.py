@@ -55,7 +55,9 @@ def open_storage(recipe: Recipe, name: str, last_step: int, beat: Heartbeat, say
         if store:
             store.probe()
             storage.owners.append(Owner(PrefixRecord(store), beat, say))
-        storage.checkpoint = _own_checkpoint(folder, store, recipe, last_step, beat, say)
+        storage.checkpoint = _own_checkpoint(
+            folder, store, recipe, last_step, beat, say, storage.owners[-1].check
+        )
         if recipe.resume not in ("auto", "never"):
             # A checkpoint downloaded by an interrupted start is still another run's.
             began = (folder / "recipe.json").exists() or (store is not None and committed(store))
@@ -102,8 +104,15 @@ def _own_folder(recipe: Recipe, name: str, last_step: int, beat: Heartbeat, say:
 
 
 def _own_checkpoint(
-    folder: Path, store: ObjectStore | None, recipe: Recipe, last_step: int, beat: Heartbeat, say: Say
+    folder: Path,
+    store: ObjectStore | None,
+    recipe: Recipe,
+    last_step: int,
+    beat: Heartbeat,
+    say: Say,
+    lost: Callable[[], str | None],
 ) -> Checkpoint | None:
+    """lost: of the last lease taken, that on the store if there is one."""
     own, found, problem = folder / "checkpoints", None, None
     try:
         found = checkpoints.newest(own, beat, say)
@@ -116,7 +125,7 @@ def _own_checkpoint(
             raise ValueError(f"{store.url} holds a run already, {what}: give another prefix")
         if there > here:
             fetch_log(store, folder)  # first: a kill before the checkpoint is complete repeats both
-            if fetch_newest(store, own, here, beat, say, ours=True) is not None:
+            if fetch_newest(store, own, here, beat, say, lost) is not None:
                 return checkpoints.newest(own, beat, say)
     if problem:
         raise problem
@@ -126,7 +135,7 @@ def _own_checkpoint(
 def _other_runs_checkpoint(folder: Path, resume: str, beat: Heartbeat, say: Say) -> Checkpoint:
     if not resume.startswith("s3://"):
         return _checkpoint_at(Path(resume), beat, say)
-    fetched = fetch_newest(ObjectStore(resume), folder / "checkpoints", -1, beat, say, ours=False)
+    fetched = fetch_newest(ObjectStore(resume), folder / "checkpoints", -1, beat, say)
     found = None if fetched is None else checkpoints.newest(folder / "checkpoints", beat, say)
     if found is None:
         raise ValueError(f"--resume {resume} holds no checkpoint")

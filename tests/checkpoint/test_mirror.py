@@ -78,9 +78,9 @@ def send(mirror: Mirror, step: int, best: int | None = 14) -> None:
     assert mirror.wait(60)
 
 
-def fetched(mirror: Mirror, parent: Path, ours: bool = True) -> int | None:
+def fetched(mirror: Mirror, parent: Path, lost=lambda: None) -> int | None:
     """The step of the checkpoint that a fresh machine downloads."""
-    return fetch_newest(mirror.store, parent, -1, lambda: None, mirror.said.append, ours)
+    return fetch_newest(mirror.store, parent, -1, lambda: None, mirror.said.append, lost)
 
 
 @pytest.fixture
@@ -358,8 +358,10 @@ def test_damage_in_the_bucket_is_found(how, bucket, mirror, tmp_path):
         bucket.store.write(key, content[:-1])
     else:
         bucket.store.write(key, content[:-9] + bytes([content[-9] ^ 1]) + content[-8:])
-    assert fetched(mirror, tmp_path / "theirs", ours=False) == 16
-    assert bucket.steps() == [14, 16, 20], "a stranger's bucket is only read"
+    for name, lost in (("theirs", None), ("taken over", lambda: "by another run")):
+        mirror.said.clear()
+        assert fetched(mirror, tmp_path / name, lost) == 16
+        assert bucket.steps() == [14, 16, 20], "the bucket of another owner is only read"
     assert fetched(mirror, tmp_path / "fresh") == 16
     assert sum("checkpoint of step 20 is damaged" in message for message in mirror.said) == 2
     assert [path.name for path in (tmp_path / "fresh").iterdir()] == ["step_00000016"]
@@ -368,7 +370,10 @@ def test_damage_in_the_bucket_is_found(how, bucket, mirror, tmp_path):
     assert fetched(mirror, tmp_path / "again") == 16
     assert "is damaged" not in "".join(mirror.said)
     bucket.store.write("checkpoints/step_00000016/state.json", b"")
-    assert fetch_newest(mirror.store, tmp_path / "old", 14, lambda: None, mirror.said.append, True) is None
+    assert (
+        fetch_newest(mirror.store, tmp_path / "old", 14, lambda: None, mirror.said.append, lambda: None)
+        is None
+    )
     assert bucket.steps() == [14], "a run that goes on at step 14 can write step 16 again"
 
 
