@@ -27,8 +27,11 @@ from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any
 
-from common.hosts.client import ASK_S, HostClient
-from common.hosts.diagnosis import (
+from common.system.cli import command_parser, run_command, split_at_script
+from common.system.files import read_accelerate_config
+from common.system.gpus import Devices, driver_problem
+from common.system.paths import ROOT
+from tools.doctor.checks import (
     DISK_GIB,
     DISK_LEAST_GIB,
     REMEDIES,
@@ -38,12 +41,8 @@ from common.hosts.diagnosis import (
     check_job,
     compare_hosts,
 )
-from common.hosts.hostfile import Host, read_hostfile, select
-from common.hosts.ssh import close_and_wait, master_address
-from common.system.cli import command_parser, run_command, split_at_script
-from common.system.files import read_accelerate_config
-from common.system.gpus import Devices, driver_problem
-from common.system.paths import ROOT
+from tools.doctor.client import ASK_S, HostClient
+from tools.launch.hosts import Host, close_and_wait, master_address, read_hostfile, select
 
 ALL_REDUCE_S = 60
 

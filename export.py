@@ -50,7 +50,7 @@ def main() -> int:
         write_model,
         write_onnx,
     )
-    from common.report.card import model_card  # imports torch
+    from tools.logbook.card import model_card  # imports torch
 
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".export-", dir=folder.parent) as scratch:

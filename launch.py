@@ -31,13 +31,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common.hosts.elastic import ElasticJob
-from common.hosts.hostfile import NAME, Host, read_hostfile, select
-from common.hosts.job import JobRunner, LaunchPlan
 from common.recipe import Job
 from common.system.cli import command_parser, run_command, split_at_script
 from common.system.files import read_accelerate_config, write_text
 from common.system.paths import ROOT
+from tools.launch.elastic import ElasticJob
+from tools.launch.hosts import NAME, Host, read_hostfile, select
+from tools.launch.job import JobRunner, LaunchPlan
 
 DDP = "accelerate_configs/ddp_2gpu.yaml"  # for any number of processes
 # Variables that DeepSpeed's launcher may pass to other hosts. None is secret.

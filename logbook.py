@@ -26,16 +26,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from common.report import bill, comparison, overview
-from common.report import markdown as md
-from common.report import page as run_page
-from common.report.comparison import Comparison, read_search
-from common.report.record import RunRecord
-from common.report.words import index_values
 from common.system.cli import check_positive, run_command
 from common.system.files import parse_json, write_text
 from common.system.paths import python_command, shortest
 from common.system.text import natural, numbered, printable
+from tools.logbook import bill, comparison, overview
+from tools.logbook import markdown as md
+from tools.logbook import page as run_page
+from tools.logbook.comparison import Comparison, read_search
+from tools.logbook.record import RunRecord
+from tools.logbook.words import index_values
 
 FOLDER = Path("runs") / "logbook"
 COMPARE = "compare"  # the folder of the comparisons

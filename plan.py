@@ -10,7 +10,7 @@ MemTracker; the bytes sent are those of the collectives that were called. Both a
 docs/performance.md compares the memory with real trainings on CPU processes.
 
 Time and price are estimates from data sheets (common/telemetry/devices.yaml) by the formulas of
-common/planning/cost.py. With --measure the cluster is made of the device at hand, on which a few steps under
+tools/plan/cost.py. With --measure the cluster is made of the device at hand, on which a few steps under
 each engine are timed; the exchange stays an estimate. They leave out compilation, offload's work on the CPU,
 and decoding and reading of images, and are not yet measured on a GPU.
 """
@@ -25,13 +25,13 @@ from common.system.cli import check_positive, command_parser, run_command, split
 from common.system.files import write_json
 
 if TYPE_CHECKING:
-    from common.planning.planning import Planning
+    from tools.plan.planning import Planning
 
 
 def main() -> int:
     flags = parse(sys.argv[1:])
     plan = planning(flags)
-    from common.planning.lines import Line, title
+    from tools.plan.lines import Line, title
 
     print(plan.about, plan.links, sep="\n", flush=True)
     print(title(), flush=True)
@@ -69,9 +69,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def planning(flags: argparse.Namespace) -> "Planning":
     """The plan that the flags ask for. ValueError for a device that is not in the table."""
-    from common.planning.cost import Cluster
-    from common.planning.planning import Planning, this_device
     from common.telemetry.flops import find_device, known_devices
+    from tools.plan.cost import Cluster
+    from tools.plan.planning import Planning, this_device
 
     device = this_device() if flags.measure else find_device(flags.gpu)
     if not device:

@@ -196,7 +196,7 @@ def write(folder: Path, rows: list[Row], trained: TrainedModel) -> None:
 def draw(file: Path, rows: list[Row], trained: TrainedModel) -> None:
     """Draws a contact sheet: the pictures with their most likely class."""
     from common.data.decode import decode
-    from common.report import plots
+    from common.run import plots
 
     pixels = np.stack([square(decode(Path(row["file"]).read_bytes())) for row in rows])
     captions = []

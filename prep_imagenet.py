@@ -44,10 +44,10 @@ import re
 import signal
 import sys
 
-from common.prepare.inputs import shown
-from common.prepare.preparation import NAMES, Preparation
 from common.system.cli import command_parser, run_command
 from common.system.text import printable_lines
+from tools.prepare.inputs import shown
+from tools.prepare.preparation import NAMES, Preparation
 
 WORK_DIR = "--work_dir is needed with --out s3://..., and only then"
 BOUNDS = {"resize": (1, 10_000), "quality": (1, 100), "shard_mib": (2**-10, 2**20), "seed": (0, 2**32 - 1)}

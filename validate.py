@@ -334,7 +334,7 @@ def load_metrics(names: list[str], scratch: Path) -> list[Any]:
 
 def write(folder: Path, found: dict[str, Any], worst: np.ndarray, title: str) -> None:
     """Writes all FILES, each atomically. worst: uint8 [n, H, W, 3]."""
-    from common.report import plots
+    from common.run import plots
 
     classes = found["classes"]
     captions = [

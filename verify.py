@@ -36,8 +36,13 @@ from typing import Any
 
 from common.checkpoint.format import step_name, step_of, steps_in, verify
 from common.recipe import recipe_part
-from common.report.record import VERIFIED, RunRecord, stamped_files
-from common.report.replay import (
+from common.script import load_script, own_script, recipe_class
+from common.system.cli import command_parser, run_command
+from common.system.files import read_json, write_json
+from common.system.paths import ROOT, shortest
+from common.system.text import plural, printable, some_of
+from tools.logbook.record import VERIFIED, RunRecord, stamped_files
+from tools.logbook.replay import (
     Interval,
     Outcome,
     compare,
@@ -46,11 +51,6 @@ from common.report.replay import (
     has_same_weights,
     steps_per_epoch,
 )
-from common.script import load_script, own_script, recipe_class
-from common.system.cli import command_parser, run_command
-from common.system.files import read_json, write_json
-from common.system.paths import ROOT, shortest
-from common.system.text import plural, printable, some_of
 
 NUDGE = 1e-5  # by which the second replay's weights differ at its beginning, times a normal random number
 DRAWN_ON_DEVICE = ("dropout", "drop_path")  # a GPU's random numbers differ from a CPU's

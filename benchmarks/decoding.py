@@ -33,7 +33,7 @@ from torchvision import transforms
 
 from common.data.decode import decode, random_resized_crop
 from common.order import uniforms
-from common.prepare.recode import smaller
+from tools.prepare.recode import smaller
 
 SUFFIXES = (".jpg", ".jpeg", ".png")
 SHORT_SIDE, QUALITY = 256, 90

@@ -42,7 +42,7 @@ import numpy as np
 from cluster import virtual_cluster as cluster
 from cluster.drill import ranks_on
 from common.data.cache import prepare_data
-from common.report.plots import Panel, panels
+from common.run.plots import Panel, panels
 from common.system.paths import ROOT
 
 HOSTS, BATCH, PER_DEVICE = 4, 96, 8  # 12 micro-batches a step: for 1, 2, 3 and 4 hosts

@@ -30,10 +30,10 @@ import psutil
 import torch
 
 from benchmarks.gpu.rows import FAIL, SKIPPED, Setting, checks_at_once, run_rows
-from common.report.markdown import table, text
 from common.system.cli import command_parser, run_command
 from common.system.files import write_text
 from common.system.processes import adopt_orphans, end_with_parent, kill, running_descendants
+from tools.logbook.markdown import table, text
 
 # Section -> its rows' function, and its weight in the budget, in order of what it tells for its time.
 SECTIONS = {

@@ -35,7 +35,7 @@ from rich.table import Table
 from torchvision.datasets import imagenet
 
 import prep_imagenet
-from common.prepare.devkit import MD5, TRAIN
+from tools.prepare.devkit import MD5, TRAIN
 
 NOISE_BYTES = 110_000  # an image of ILSVRC2012, on average
 

@@ -80,7 +80,7 @@ def _traced(config_file: str, processes: int, words: list[str]) -> int:
 
 def trace_over_gloo() -> None:
     """Lets collectives allocate what gloo's do beside their results. NCCL's allocate no tensors."""
-    from common.planning import trace
+    from tools.plan import trace
 
     gather, reduce = dist.all_gather_into_tensor, dist.reduce_scatter_tensor
 

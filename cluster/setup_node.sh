@@ -185,7 +185,7 @@ check_hosts() {
     local entry name address seen=" "
     for entry in "${hosts[@]}"; do
         name=${entry%%=*} address=${entry#*=}
-        # A name as in the hostfile: common/hosts/hostfile.py.
+        # A name as in the hostfile: tools/launch/hosts.py.
         [[ $entry == *=* && $name =~ ^[A-Za-z0-9_][A-Za-z0-9_.-]*$ ]] ||
             die "--host $entry: give NAME=ADDRESS" 2
         is_address "$address" || die "--host $entry: $address is no IP address" 2

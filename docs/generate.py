@@ -3,16 +3,16 @@
     python -m docs.generate
 
 docs/flags.md comes from the recipes of all train_*.py, the table of docs/trouble.md from
-common/hosts/diagnosis.py.
+tools/doctor/checks.py.
 """
 
 import re
 from pathlib import Path
 
-from common.hosts.diagnosis import MEANINGS, REMEDIES
 from common.recipe import ImageRecipe, Recipe, flag_table
 from common.script import load_script, recipe_class
 from common.system.paths import ROOT
+from tools.doctor.checks import MEANINGS, REMEDIES
 
 FLAGS, TROUBLE = ROOT / "docs" / "flags.md", ROOT / "docs" / "trouble.md"
 BEGIN, END = "<!-- codes -->", "<!-- end -->"

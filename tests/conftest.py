@@ -352,7 +352,7 @@ def stoppable(tmp_path_factory) -> Path:
 
 def copy_project(copy: Path) -> Path:
     copy.mkdir()
-    for name in ("common", "accelerate_configs", "ds_configs", "cluster"):
+    for name in ("common", "tools", "accelerate_configs", "ds_configs", "cluster"):
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
     for file in (*ROOT.glob("*.py"), ROOT / "pyproject.toml"):
         shutil.copy(file, copy)

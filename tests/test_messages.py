@@ -12,11 +12,11 @@ from common.batch_norm import RunningStatistics
 from common.data.sources import find_source
 from common.distributed.answers import check_answers
 from common.distributed.gradients import without_gradient
-from common.hosts.hostfile import read_hostfile, select
 from common.order import Shuffled, steps_per_epoch
-from common.prepare.inputs import open_input
 from common.recipe import parse, share_out
 from common.system.cli import check_working_folder
+from tools.launch.hosts import read_hostfile, select
+from tools.prepare.inputs import open_input
 from train_cnn_a import CnnA
 from train_vit import Vit, build_model
 

@@ -13,7 +13,7 @@ from tests.conftest import ROOT
 from tests.support.packages import PACKAGES
 
 # A few tests of each kind: hosts, Slurm, a browser, a compiler, ssh, real images; and some that need nothing.
-PART = ["tests/cluster", "tests/report/test_overview.py", "tests/distributed/test_compilation.py"]
+PART = ["tests/cluster", "tests/logbook/test_overview.py", "tests/distributed/test_compilation.py"]
 PART += ["tests/scripts/test_launchers.py", "tests/scripts/test_real_data.py", "-m", "not full", "-k"]
 PART += ["cluster or slurm or page or flag or health or other_script or real_data"]
 # A mount namespace without /usr/sbin, which cluster/virtual_cluster.py adds to the PATH

@@ -4,11 +4,11 @@ import re
 
 import pytest
 
-from common.hosts.diagnosis import MEANINGS, REMEDIES
 from common.recipe import parse
 from common.script import load_script, recipe_class
 from docs.generate import FLAGS, TROUBLE, flags_page, train_scripts, trouble_page
 from tests.conftest import ROOT
+from tools.doctor.checks import MEANINGS, REMEDIES
 
 README = ROOT / "README.md"
 DOCUMENTS = [
@@ -57,7 +57,7 @@ def test_the_architecture_names_every_room_and_only_files_that_are_there():
     text = (ROOT / "docs" / "architecture.md").read_text()
     for name in re.findall(r"`((?:\w+/)*\w+\.py)`", text):
         assert (ROOT / name).exists() or (ROOT / "common" / name).exists(), name
-    for path in (ROOT / "common").iterdir():
+    for path in (*(ROOT / "common").iterdir(), *(ROOT / "tools").iterdir()):
         name = f"`{path.name}/`" if path.is_dir() else f"`{path.name}`"
         assert name in text or path.name in ("__init__.py", "__pycache__"), name
 

@@ -13,7 +13,7 @@ from common.checkpoint.format import Checkpoint, Damaged, step_name, steps_in, v
 from common.checkpoint.mirror import committed, fetch
 from common.checkpoint.saver import Saver
 from common.recipe import Batch, Recipe
-from common.report import run_end
+from common.run import finish as run_end
 from common.run.facts import result, run_name
 from common.run.folder import open_folder
 from common.run.log import RunLog

@@ -43,7 +43,7 @@ class Predictions:
         too many classes or none, or without an evaluation in this process."""
         if self.confusion is None:
             return []
-        from common.report import plots
+        from common.run import plots
 
         classes, files = self.classes, [folder / "confusion.png", folder / "predictions.png"]
         plots.confusion_matrix(files[0], self.confusion.tolist(), classes, self.what)

@@ -7,7 +7,6 @@ from common.checkpoint.format import Checkpoint
 from common.checkpoint.training import TrainingState
 from common.order import Steps
 from common.recipe import Recipe
-from common.report.record import early_precision
 from common.run.facts import VAL_CHOSEN
 from common.run.folder import count_restarts, resumed_from
 from common.run.state import RunState
@@ -109,7 +108,7 @@ def _has_optimizer(found: Checkpoint, state: RunState, training: TrainingState, 
 
 def _changed_precision(writer: dict[str, Any], training: TrainingState) -> str:
     """A remark if the types of the computation have changed. Weights in checkpoints are always fp32."""
-    before, now = early_precision(writer) | writer, vars(training.accelerator.precision)
+    before, now = writer, vars(training.accelerator.precision)
     changed = [name for name in now if before.get(name, now[name]) != now[name]]
     if not changed:
         return ""

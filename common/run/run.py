@@ -21,9 +21,9 @@ from common.distributed.preemption import Preempted
 from common.optim import EMA
 from common.order import Steps
 from common.recipe import Batch, Recipe
-from common.report.record import early_end
 from common.run.ending import close, close_failed, end_failed, end_preempted
 from common.run.exchange import Exchange
+from common.run.finish import early_end
 from common.run.meter import Meter
 from common.run.opening import open_run
 from common.run.output import RunOutput

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from common.checkpoint.format import FORMAT_VERSION
-from common.report.page import page
-from common.report.record import RunRecord
 from common.system.version import project_version
 from tests.conftest import latest, metrics, tensors
 from tests.support import warm
+from tools.logbook.page import page
+from tools.logbook.record import RunRecord
 
 STORED = Path(__file__).parent / "stored"
 LATER = "step_00000020"  # what the run itself went on to

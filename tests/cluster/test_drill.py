@@ -26,8 +26,8 @@ MUTANTS = {
     "kill-rank": [("common/checkpoint/optimizer_state.py", FILL, FILL.replace("send", "0 * send"))],
     "kill-agent": [("common/system/processes.py", "SIG, signal.SIGTERM", "SIG, signal.SIGKILL")],
     "cut-cable": [
-        ("common/hosts/elastic.py", "if h.name not in self.away and not self._leaves(h)]", "]"),
-        ("common/hosts/elastic.py", "SETTLE_S if self.began else CONNECT_S", "9999"),
+        ("tools/launch/elastic.py", "if h.name not in self.away and not self._leaves(h)]", "]"),
+        ("tools/launch/elastic.py", "SETTLE_S if self.began else CONNECT_S", "9999"),
     ],
     "power-off": [
         ("common/order.py", "ids = samples.order(seed,", "ids = samples.order(seed + batch.processes,")

@@ -277,6 +277,7 @@ def test_the_image_gets_the_project_and_nothing_else():
     needed = [
         *ROOT.glob("*.py"),
         *(ROOT / "common").rglob("*.py"),
+        *(ROOT / "tools").rglob("*.py"),
         *ROOT.glob("*/*.yaml"),
         *ROOT.glob("ds_configs/*"),
     ]

@@ -10,11 +10,11 @@ from PIL import Image
 
 from common.data.cache import prepare_data
 from common.data.decode import checks_jpegs, damage, decode, jpeg_frame, open_image
-from common.prepare.recode import recoded
-from common.prepare.source import ImageBatch, Position, RawImage
 from tests.conftest import ROOT
 from tests.data.test_images import encode, picture
 from tests.support.imagenet import class_folders, fails, prep
+from tools.prepare.recode import recoded
+from tools.prepare.source import ImageBatch, Position, RawImage
 
 pytestmark = pytest.mark.filterwarnings("ignore:The image decoding and encoding:DeprecationWarning")
 

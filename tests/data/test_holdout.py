@@ -12,13 +12,13 @@ import validate
 from common.data.cache import prepare_data
 from common.data.holdout import chosen
 from common.data.images import Images, open_images
-from common.report.page import INDEX, index_row, page
-from common.report.record import RunRecord
-from common.report.words import index_values
 from tests.checkpoint.test_resume import assert_same_tensors
 from tests.conftest import CNN, Job, copy_project, lines, metrics, mutate, python, result, run, torchrun
 from tests.data.test_any_images import put
 from tests.data.test_images import encode, picture, write_parquet
+from tools.logbook.page import INDEX, index_row, page
+from tools.logbook.record import RunRecord
+from tools.logbook.words import index_values
 
 pytestmark = pytest.mark.filterwarnings("ignore:The image decoding and encoding:DeprecationWarning")
 

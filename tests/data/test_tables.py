@@ -13,9 +13,9 @@ from common.data.decode import decode
 from common.data.images import Images, open_images
 from common.data.parquet import Table, write_tables
 from common.data.source import Columns
-from common.hosts.facts import _contents
 from tests.data.test_any_images import put
 from tests.data.test_images import PNG, encode, picture, write_parquet
+from tools.doctor.facts import _contents
 
 pytestmark = pytest.mark.filterwarnings("ignore:The image decoding and encoding:DeprecationWarning")
 HUB_COMMIT = "0123456789abcdef0123456789abcdef01234567"

@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
-from common.hosts.hangs import HangReports
 from common.system.hangs import hang_table
 from tests.conftest import CNN, Job, full, mutate, torchrun
+from tools.launch.hang_reports import HangReports
 
 HELLO, RUN = "train_hello.py", "common/run/run.py"
 CALL, READ = "            run.checkpoint(step)\n", "            if isinstance(batches, Generator):\n"

@@ -12,7 +12,6 @@ import pytest
 
 from common.distributed.gradients import refuse_skipped_steps
 from common.distributed.precision import Precision
-from common.report.record import early_precision
 from common.run.resume import _changed_precision
 from tests.conftest import (
     BIN,
@@ -137,16 +136,12 @@ def test_zero_leaves_no_step_out_in_silence(strategy, precision, project_copy, t
     assert result(tmp_path / "run")["steps"] == 2
 
 
-def test_a_run_of_an_older_version_says_what_changes():
-    """Its manifests have the strategy, from which the types follow."""
+def test_a_resume_in_other_types_says_what_changes():
     training = SimpleNamespace(accelerator=SimpleNamespace(precision=Precision("bf16", "autocast", "fp32")))
-    for strategy in ("single", "ddp"):
-        assert _changed_precision({"strategy": strategy, "mixed_precision": "bf16"}, training) == ""
-    line = _changed_precision({"strategy": "fsdp", "mixed_precision": "bf16"}, training)
+    assert _changed_precision(vars(training.accelerator.precision), training) == ""
+    writer = {"mixed_precision": "bf16", "half_precision": "weights", "gradient_reduction": "bf16"}
+    line = _changed_precision(writer, training)
     assert "half_precision autocast (it was weights)" in line
     assert "gradient_reduction fp32 (it was bf16)" in line
     assert "mixed_precision" not in line
-    line = _changed_precision({"strategy": "zero2", "mixed_precision": "no"}, training)
-    assert "mixed_precision bf16 (it was no)" in line
-    assert _changed_precision({}, training) == ""  # made by hand, or by the first versions
-    assert early_precision({"strategy": "zero3", "mixed_precision": "no"})["half_precision"] == "none"
+    assert _changed_precision({}, training) == ""  # made by hand

@@ -10,11 +10,11 @@ from types import SimpleNamespace
 import pytest
 
 from common.distributed import preemption, spot
-from common.report.bill import Terms
-from common.report.page import page
-from common.report.record import RunRecord
 from tests.checkpoint.test_checkpoints import LONG, start_and_wait
 from tests.conftest import latest, lines, python, result, run, torchrun
+from tools.logbook.bill import Terms
+from tools.logbook.page import page
+from tools.logbook.record import RunRecord
 
 AWS, GCP = "/latest/", "/computeMetadata/v1/instance/preempted"
 ACTION = json.dumps({"action": "terminate", "time": "2026-11-23T08:22:00Z"})

@@ -17,14 +17,14 @@ import pytest
 import torch
 import torchvision.datasets.imagenet as torchvision_imagenet
 
-from common.prepare import devkit as imagenet
-from common.prepare import inputs
-from common.prepare.archives import members, scan
-from common.prepare.devkit import Devkit
-from common.prepare.inputs import Input, open_input
 from common.system import s3 as object_store
 from tests.support.imagenet import DEVKIT, Ilsvrc, make_ilsvrc, synsets_of, tar, write_devkit
 from tests.support.s3 import BUCKET, SECRET, aws_env, s3, s3_proxy  # noqa: F401  (two are fixtures)
+from tools.prepare import devkit as imagenet
+from tools.prepare import inputs
+from tools.prepare.archives import members, scan
+from tools.prepare.devkit import Devkit
+from tools.prepare.inputs import Input, open_input
 
 CONTENT = bytes(range(256)) * 5
 KIT = "ILSVRC2012_devkit_t12"

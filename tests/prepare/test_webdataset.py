@@ -15,7 +15,6 @@ from common.data.cache import prepare_data
 from common.data.images import open_images
 from common.data.splits import ShardSplit
 from common.order import training_plan
-from common.prepare import preparation, webdataset
 from common.recipe import share_out
 from common.system.s3 import ObjectStore
 from tests.conftest import full, lines, python, run, torchrun
@@ -23,6 +22,7 @@ from tests.data.test_shard_stream import RECIPE, SHARD_GIB, STEPS, TRAIN, VAL, e
 from tests.data.test_shards import NO_WORKERS, VIT, jpeg, read, write_shards
 from tests.support.imagenet import fails, prep
 from tests.support.s3 import BUCKET, aws_env, s3  # noqa: F401 (fixture)
+from tools.prepare import preparation, webdataset
 
 FROM_SHARDS = ["--from", "shards", "--format", "index"]
 INDICES = ("train_index.npy", "val_index.npy")

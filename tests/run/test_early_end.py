@@ -2,9 +2,6 @@
 
 import pytest
 
-from common.report import markdown as md
-from common.report.page import page
-from common.report.record import RunRecord
 from tests.conftest import (
     CNN,
     HALF_THE_CORES,
@@ -18,6 +15,9 @@ from tests.conftest import (
     result,
     run,
 )
+from tools.logbook import markdown as md
+from tools.logbook.page import page
+from tools.logbook.record import RunRecord
 
 EPOCH, EPOCHS = 13, 6  # steps; 143 of the digits are held out
 ACCURACIES = (0.0, 0.1, 0.5, 0.4, 0.3, 0.9, 0.2)  # after each epoch: the best before two worse ones is held

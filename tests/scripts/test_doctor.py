@@ -8,12 +8,12 @@ import sys
 import pytest
 
 from cluster import virtual_cluster as hosts
-from common.hosts.diagnosis import check_all_reduce, check_hosts, check_job, compare_hosts
-from common.hosts.hostfile import Host
 from tests.conftest import ROOT, Job
 from tests.data.test_shard_stream import upload
 from tests.data.test_shards import write_shards
 from tests.support.s3 import BUCKET, aws_env, s3  # noqa: F401 (a fixture)
+from tools.doctor.checks import check_all_reduce, check_hosts, check_job, compare_hosts
+from tools.launch.hosts import Host
 
 
 def examine(tmp_path, *flags, env=None, slots=1) -> tuple[int, str, list[dict]]:

@@ -20,11 +20,11 @@ import export
 import train_cnn_a
 from common.checkpoint.export import Exported, open_trained
 from common.checkpoint.weights import TrainedModel
-from common.report.card import model_card
 from common.script import load_script, standalone_source
 from common.system.cli import run_command
 from tests.checkpoint.test_checkpoints import forge
 from tests.conftest import CNN, RESNET, ROOT, STRATEGIES, VIT, full, latest, metrics, python, result, run
+from tools.logbook.card import model_card
 
 QUICK = ["--data", "digits", "--trackers", "none", "--mixed_precision", "no", "--epochs", "1"]
 SCRIPTS = {"cnn_a": CNN, "cnn_b": RESNET, "vit": VIT}

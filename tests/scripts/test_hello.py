@@ -6,7 +6,7 @@ import pytest
 from matplotlib.figure import Figure
 from PIL import Image
 
-from common.report import run_end
+from common.run import finish as run_end
 from tests.conftest import accelerate, metrics, python, result, run, torchrun
 
 

@@ -29,9 +29,6 @@ from common.data.cache import prepare_data
 from common.data.decode import decode
 from common.data.images import open_images
 from common.data.shards import ShardImages, find_local, parse_index
-from common.prepare import devkit, journal, preparation, source
-from common.prepare import writer as shard_writer
-from common.prepare.writer import tar_header
 from common.recipe import ImageRecipe
 from common.system import progress
 from common.system.s3 import ObjectStore
@@ -51,6 +48,9 @@ from tests.support.imagenet import (
 )
 from tests.support.s3 import BUCKET, aws_env, s3, s3_proxy  # noqa: F401
 from tests.support.warm import WarmJob
+from tools.prepare import devkit, journal, preparation, source
+from tools.prepare import writer as shard_writer
+from tools.prepare.writer import tar_header
 
 pytestmark = pytest.mark.filterwarnings("ignore:The image decoding and encoding:DeprecationWarning")
 
@@ -580,7 +580,7 @@ def test_devkit_that_is_missing_or_of_something_else(ilsvrc, tmp_path):
 
 
 def test_ground_truth_of_another_length(ilsvrc, tmp_path):
-    from common.prepare.inputs import open_input
+    from tools.prepare.inputs import open_input
 
     with open_input(ilsvrc.devkit) as stream:
         kit = devkit.Devkit.read(stream, subset=True)

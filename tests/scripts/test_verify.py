@@ -13,11 +13,11 @@ from safetensors.torch import load_file, save_file
 
 import verify
 from common.checkpoint.format import _digest
-from common.report.page import page
-from common.report.record import RunRecord
 from tests.conftest import RESNET, ROOT, VIT, Job, accelerate, full, lines, python, run
 from tests.data.test_any_images import put
 from tests.data.test_images import encode, picture
+from tools.logbook.page import page
+from tools.logbook.record import RunRecord
 
 STEPS = 32  # of 4 epochs; each has 8 steps, an evaluation and a kept checkpoint
 FLAGS = ["--epochs", 4, "--batch_size", 8, "--per_device_batch_size", 4, "--holdout", 16, "--log_every", 2]

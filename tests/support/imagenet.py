@@ -17,12 +17,12 @@ import numpy as np
 from PIL import Image
 
 import prep_imagenet
-from common.prepare import devkit, journal, source
-from common.prepare.writer import FolderWriter, ShardWriter
 from common.system import progress
 from common.system.cli import run_command
 from tests.conftest import real_data
 from tests.support.warm import WarmJob
+from tools.prepare import devkit, journal, source
+from tools.prepare.writer import FolderWriter, ShardWriter
 
 TRAIN, VAL = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar"
 DEVKIT = "ILSVRC2012_devkit_t12.tar.gz"

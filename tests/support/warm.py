@@ -26,7 +26,7 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
     [
         *("torch", "accelerate", "torch.utils.tensorboard", "sklearn.datasets"),
-        *("matplotlib.figure", "matplotlib.backends.backend_agg", "common.report.plots", "common.evaluation"),
+        *("matplotlib.figure", "matplotlib.backends.backend_agg", "common.run.plots", "common.evaluation"),
         *("train_cnn_a", "train_hello", "tests.support.warm"),
     ]
 )

@@ -1,5 +1,5 @@
-from common.hosts.agent import EVENT, _pass_on
 from common.system.events import EVENTS_FILE, EventReader, report
+from tools.launch.agent import EVENT, _pass_on
 
 
 def test_events_are_read_once_each(tmp_path, monkeypatch):

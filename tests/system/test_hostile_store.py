@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from common.checkpoint.mirror import Mirror, committed, fetch_log
-from common.prepare.inputs import open_input
 from common.run.owner import PrefixRecord, _parsed, _who
 from common.system import s3 as object_store
 from common.system.redaction import redacted
@@ -17,6 +16,7 @@ from common.system.s3 import ObjectStore
 from tests.conftest import ROOT
 from tests.support.s3 import BUCKET, SECRET, s3, s3_proxy  # noqa: F401  (two are fixtures)
 from tests.system.test_s3 import one_loader, proxy, refused, store  # noqa: F401  (three are fixtures)
+from tools.prepare.inputs import open_input
 
 SIGNED = (
     "X-Amz-Credential=AKIAIOSFODNN7EXAMPLE/20261122&X-Amz-Signature=0123456789abcdef&X-Amz-Security-Token=tok"

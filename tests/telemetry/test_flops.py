@@ -5,12 +5,12 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from common.report.page import page
-from common.report.record import RunRecord
 from common.script import load_script, recipe_class
 from common.telemetry import flops
 from common.telemetry.flops import Utilisation, find_device, flops_per_image, known_devices, peak_flops
 from tests.conftest import CNN, ROOT, metrics, python, result, run
+from tools.logbook.page import page
+from tools.logbook.record import RunRecord
 
 MODELS = {
     "train_cnn_a": {},

@@ -1,0 +1,177 @@
+"""Untrusted names and JSON: shown escaped, or refused in one line that names the file."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from common.checkpoint.format import MANIFEST_FILE, STATE_FILE, Checkpoint, check_manifest, parse_index
+from common.data.cache import prepare_data
+from common.data.images import open_images
+from common.data.shards import parse_manifest
+from common.distributed.answers import _read_deepspeed
+from common.recipe import ImageRecipe, _read_config
+from common.run import plots
+from common.run.folder import _why_not_ours, count_restarts, resumed_from
+from common.run.owner import _parsed
+from common.run.state import RunState
+from common.system.files import read_accelerate_config, read_json, read_lines
+from common.system.text import printable, printable_lines
+from common.telemetry.summary import _lines
+from logbook import read_mark
+from tests.conftest import CNN, python, result, run
+from tests.support.images import class_folders
+from tools.doctor.facts import facts
+from tools.logbook import markdown
+from tools.logbook.comparison import read_search
+from tools.logbook.page import draw, page
+from tools.logbook.record import RunRecord
+
+LATIN_1, RED = os.fsdecode(b"caf\xe9"), "\x1b[31mred"
+SHOWN = [r"\x1b[31mred", r"caf\xe9"]
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        (LATIN_1, r"caf\xe9"),
+        (RED, r"\x1b[31mred"),
+        ("a\nb\t\x7f\x85\u2028", r"a\x0ab\x09\x7f\x85\u2028"),
+        ("\u202egnp\u2069\ud800", r"\u202egnp\u2069\ud800"),
+        ("caf\u00e9 \u732b \U0001f431 a\\b", "caf\u00e9 \u732b \U0001f431 a\\b"),
+    ],
+)
+def test_what_can_be_shown_stays(text, shown):
+    assert printable(text) == shown == printable(shown)
+    assert printable_lines(f"{text}\n\t{text}").replace("\n", r"\x0a").replace("\t", r"\x09") == (
+        rf"{shown}\x0a\x09{shown}"
+    )
+
+
+def renamed_classes(root: Path) -> Path:
+    """Class folders and a file with names that are not UTF-8, or contain terminal escapes."""
+    class_folders(root, train=16, val=8, size=32)
+    for split in ("train", "val"):
+        for digit, name in (("0", LATIN_1), ("1", RED)):
+            (root / split / digit).rename(root / split / name)
+        first = min((root / split / LATIN_1).iterdir())
+        first.rename(first.with_name(f"{LATIN_1}.png"))
+    return root
+
+
+def test_a_class_in_latin_1_is_trained_validated_and_shown(tmp_path):
+    """Goes from the folders to the page without a traceback."""
+    data, folder = renamed_classes(tmp_path / os.fsdecode(b"donn\xe9es")), tmp_path / "run"
+    cache = ["--cache_dir", tmp_path / "cache", "--mixed_precision", "no"]
+    flags = ["--data", data, "--batch_size", "8", "--epochs", "1", "--max_steps", "1", "--telemetry_s", "0"]
+    output = run([*python(), *CNN, *flags, *cache, "--output_dir", folder])
+    assert "Traceback" not in output
+    assert result(folder)["status"] == "finished"
+    assert list((folder / "tensorboard").rglob("events*"))
+    assert {path.name for path in (folder / "plots").iterdir()} == {
+        "confusion.png", "curves.png", "predictions.png",
+    }  # fmt: skip
+    assert read_json(folder / "confusion.json")["classes"] == SHOWN
+    [manifest] = folder.glob("checkpoints/*/manifest.json")
+    assert read_json(manifest)["classes"] == SHOWN
+    output = run([*python(), "validate.py", folder, *cache])
+    assert "\x1b[31m" not in output
+    assert r"caf\xe9" in output
+    [report] = folder.glob("validation/*/report.json")
+    assert read_json(report)["classes"] == SHOWN
+    record = RunRecord(folder)
+    text = page(record, "run", draw(record, tmp_path / "pictures"))
+    assert r"caf\\xe9" in text  # Markdown's backslash
+    text.encode()
+
+
+def test_such_names_are_shown_wherever_they_are(tmp_path):
+    """Covers a broken image of such a class, splits that differ, doctor.py's comparison, plots and pages."""
+    root = renamed_classes(tmp_path / "data")
+    split = open_images(prepare_data(str(root), tmp_path / "cache"), ImageRecipe(workers=0))
+    assert list(split.classes) == SHOWN
+    assert facts(str(root))["data"]["problem"] is None
+    broken = min((root / "train" / LATIN_1).iterdir())
+    broken.write_bytes(b"none")
+    with pytest.raises(ValueError, match=r"caf\\xe9"):
+        prepare_data(str(root), tmp_path / "cache", show_progress=False)
+    (root / "val" / LATIN_1).rename(root / "val" / "other")
+    with pytest.raises(ValueError, match=r"only in train: caf\\xe9\. only in val: other"):
+        prepare_data(str(root), tmp_path / "cache")
+    row = [plots.Panel(LATIN_1, RED, bars={LATIN_1: 1.0})]
+    plots.panels(tmp_path / "a.png", [row], f"{RED} $x$")
+    plots.confusion_matrix(tmp_path / "b.png", [[1, 0], [0, 1]], [LATIN_1, RED], LATIN_1)
+    text = [markdown.text(RED), markdown.code(LATIN_1), markdown.block(f"a\n{RED}")]
+    text += [markdown.folded(LATIN_1, ""), markdown.link(LATIN_1, LATIN_1), markdown.picture(RED, LATIN_1)]
+    assert "caf%E9" in text[-2]
+    assert all(line.isprintable() for part in text for line in part.splitlines())
+
+
+def deep_state(file: Path) -> None:
+    RunState.read(Checkpoint(file.parent, {"step": 1}))
+
+
+def deep_restart(file: Path) -> None:
+    count_restarts(file.parent, 0)
+    raise ValueError(file.name)  # what is no count is begun anew
+
+
+READERS = {  # file: what reads it, or for those that go on without it, what they then say
+    "any.json": read_json,
+    STATE_FILE: deep_state,
+    MANIFEST_FILE: lambda file: check_manifest(file.read_bytes(), file.parent),
+    "index.json": lambda file: parse_index(file.read_bytes(), file),
+    "shards.json": lambda file: parse_manifest(file.read_bytes(), str(file)),
+    "search.json": read_search,
+    "config.json": lambda file: _read_config(file, ()),
+    "config.yaml": lambda file: _read_config(file, ()),
+    "accelerate.yaml": read_accelerate_config,
+    "deepspeed.json": lambda file: _read_deepspeed("--deepspeed_config", str(file)),
+    "restarts.json": deep_restart,
+}
+CONTENTS = {
+    "deep": b"[" * 100_000,
+    "deep object": b'{"a":' * 100_000,
+    "long number": b'{"a": ' + b"1" * 5000 + b"}",
+    "not UTF-8": b'{"a": "caf\xe9"}',
+    "a list": b"[]",
+    "empty": b"",
+    "text": b"root:secret:0",
+}
+
+
+@pytest.mark.parametrize("content", CONTENTS)
+def test_malformed_json_is_one_line_that_names_its_file(content, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    for name, read in READERS.items():
+        file = tmp_path / "step_00000001" / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_bytes(CONTENTS[content])
+        if name == "config.yaml" and content == "long number":
+            continue  # YAML's key `a` is unknown, as any
+        with pytest.raises(ValueError, match=r".+") as error:
+            read(file)
+        assert file.name in str(error.value), name
+        assert len(str(error.value).splitlines()) == 1, name
+        assert "secret" not in str(error.value), name
+
+
+@pytest.mark.parametrize("content", CONTENTS)
+def test_a_run_with_malformed_json_has_a_page(content, tmp_path):
+    """Its page names the fault; no new run continues it; a broken owner.json blocks no start."""
+    for name in ("recipe.json", "result.json", "confusion.json", "metrics.jsonl", "telemetry-a.jsonl"):
+        (tmp_path / name).write_bytes(CONTENTS[content])
+    record = RunRecord(tmp_path)
+    record.host_summaries()
+    assert any("recipe.json" in problem for problem in record.problems)
+    with pytest.raises(ValueError, match=r"recipe\.json can't be read"):
+        _why_not_ours(tmp_path, ImageRecipe(), None)
+    assert resumed_from(tmp_path) is None
+    assert read_lines(tmp_path / "metrics.jsonl") == list(_lines(tmp_path / "telemetry-a.jsonl"))
+    assert not _parsed(CONTENTS[content].decode(errors="surrogateescape")).get("pid")
+    (tmp_path / "page.md").write_text("<!-- logbook {" + '"a":{' * 100_000 + "} -->\n")
+    with pytest.raises(ValueError, match=r"page\.md"):
+        read_mark(tmp_path / "page.md")
+    json.dumps(record.problems)

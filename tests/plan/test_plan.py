@@ -1,0 +1,192 @@
+"""plan.py: what a trace counts, what follows from it, and the table."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.plan_memory import BOUND_PCT, FLAGS
+from common.script import load_script
+from common.telemetry.flops import find_device
+from tests.conftest import ROOT, Job, accelerate, run
+from tools.plan import cost
+from tools.plan.cost import Cluster, largest_size, step_time, traffic
+from tools.plan.result import Trace
+
+H200 = find_device("NVIDIA H200")
+SMALL = ["train_cnn_a.py", "--widths=8,16,32", "--batch_size=64", "--data=digits"]
+
+
+def made(**values) -> Trace:
+    known = {"strategy": "ddp", "mixed_precision": "no", "parameters": 0, "optimizer": 0}
+    return Trace(**known | {"peaks": {}, "operations": [], "collectives": []} | values)
+
+
+def traced(
+    config: str,
+    processes: int,
+    hosts: int = 1,
+    script: list[str] = SMALL,
+    sizes: tuple[int, ...] = (16, 32),
+) -> Trace:
+    words = ["-m", "tools.plan.trace", f"accelerate_configs/{config}.yaml", processes, hosts]
+    words += [",".join(map(str, sizes)), 0, *script, "--mixed_precision=no"]
+    output = run([sys.executable, *words])
+    return Trace.from_json(next(line for line in output.splitlines() if line.startswith('{"strategy"')))
+
+
+def parameter_bytes() -> int:
+    script = load_script(ROOT / SMALL[0])
+    model = script.build_model(script.CnnA(widths=(8, 16, 32)), 10)
+    return sum(4 * p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("config", "share", "sent"),
+    [
+        ("ddp_4gpu", 1, {"all_reduce": 1}),
+        ("fsdp_4gpu", 4, {"all_gather": 1, "reduce_scatter": 1}),
+        ("zero2_4gpu", 1, {"all_gather": 1, "all_reduce": 1}),
+    ],
+)
+def test_a_trace_is_that_of_the_engine(config, share, sent):
+    """What a device keeps, and the bytes that it exchanges, follow from the number of parameters."""
+    whole, found = parameter_bytes(), traced(config, 4, hosts=2)
+    assert found.parameters == pytest.approx(whole / share, rel=0.05)
+    if config != "zero2_4gpu":  # its gradients are in DeepSpeed's bucket
+        assert found.gradients == found.parameters
+    if config != "zero2_4gpu":  # it has masters, too
+        moments = 2 if "AdamW" in (ROOT / SMALL[0]).read_text() else 1
+        assert found.optimizer == pytest.approx(moments * whole / share, rel=0.05)
+    for kind, times in sent.items():
+        moved = sum(size for name, size, ranks in found.collectives if name == kind and ranks == 4)
+        assert times * whole * 0.95 < moved < 2 * times * whole * 1.05, (kind, moved, whole)
+    assert found.peaks[32]["Total"] > found.peaks[16]["Total"] > found.parameters + found.optimizer
+
+
+def test_hybrid_sharding_sends_a_share_between_the_hosts():
+    whole, found = parameter_bytes(), traced("fsdp_2x4gpu", 8, 2)
+    between = sum(size for name, size, ranks in found.collectives if (name, ranks) == ("all_reduce", 2))
+    assert between == pytest.approx(whole / 4, rel=0.05)
+    _, network = traffic(found, Cluster(2, 4, H200, 10))
+    assert network == pytest.approx(4 * between)  # of the four devices of a host, 2 (n-1)/n is 1
+
+
+def test_a_sharded_optimizer_has_its_shards_alone():
+    """DTensor makes fake tensors of whole shapes before an operator: nothing that a device holds."""
+    found = traced("fsdp_4gpu", 4, script=["train_cnn_a.py", "--batch_size=4"], sizes=(1,))
+    assert found.peaks[1]["Optstate"] == pytest.approx(found.optimizer, rel=0.01)
+
+
+def test_the_memory_is_that_of_a_training(tmp_path):
+    file, script = tmp_path / "found.json", ["train_cnn_a.py", "--batch_size=128", *FLAGS]
+    words = ["-m", "benchmarks.plan_memory", "--of", file, *script, "--output_dir", tmp_path / "run"]
+    run([*accelerate("ddp_2gpu"), *words], env={"PYTHONPATH": str(ROOT)})
+    peak = traced("ddp_2gpu", 2, script=script, sizes=(64,)).peaks[64]["Total"]
+    assert peak == pytest.approx(json.loads(file.read_text())["live"], rel=BOUND_PCT / 100)
+
+
+RELEASES_ELSEWHERE = """
+import queue, threading, time
+import torch
+from torch.profiler import ProfilerActivity, profile
+from benchmarks.plan_memory import count_all_threads, least_peaks
+
+def release():
+    tensors.get()
+    released.set()
+
+count_all_threads()
+tensors, released = queue.Queue(), threading.Event()
+threading.Thread(target=release).start()
+with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+    marks_ns = [time.time_ns()]
+    tensors.put(torch.ones(1000))
+    released.wait()
+    torch.ones(2000)
+    marks_ns.append(time.time_ns())
+print("live", least_peaks(recorded.profiler.kineto_results.experimental_event_tree(), marks_ns)["live"])
+"""
+
+
+def test_a_tensor_that_another_thread_released_is_not_measured(tmp_path):
+    file = tmp_path / "releases.py"
+    file.write_text(RELEASES_ELSEWHERE)
+    assert "live 8000\n" in run([sys.executable, file], env={"PYTHONPATH": str(ROOT)})
+
+
+def test_the_largest_size_is_a_line_through_two():
+    peaks = {8: {"Total": 18 * 2**30}, 16: {"Total": 26 * 2**30}}  # 10 GiB, and 1 GiB an image
+    assert largest_size(peaks, 60 * 2**30 + cost.CONTEXT_BYTES) == 48
+    assert largest_size(peaks, 12 * 2**30) == 0
+
+
+@pytest.mark.parametrize(
+    ("trace", "cluster", "limit", "seconds"),
+    [
+        (made(operations=[("bfloat16", 10**15, 1)]), Cluster(1, 1, H200, 1), cost.COMPUTE, 1 / 0.9895 / 0.66),
+        (made(operations=[("float32", 0, 10**12)]), Cluster(1, 1, H200, 1), cost.MEMORY, 1 / 4.8 / 0.9),
+        (made(operations=[("float32", 1, 1)] * 10), Cluster(1, 1, H200, 1), cost.LAUNCHES, 70e-6),
+        (made(collectives=[("all_reduce", 10**9, 2)]), Cluster(2, 1, H200, 2), cost.NETWORK, 0.5),
+        (made(collectives=[("all_gather", 9 * 10**11, 2)]), Cluster(1, 2, H200, 2), cost.LINK, 1),
+    ],
+)
+def test_what_limits_a_step(trace, cluster, limit, seconds):
+    found = step_time(trace, cluster)
+    assert (found.limit, found.seconds) == (limit, pytest.approx(seconds))
+
+
+def test_an_exchange_hides_behind_the_backward_pass():
+    computing = [("float32", 0, 10**12)] * 10
+    alone = step_time(made(operations=computing), Cluster(2, 1, H200, 1)).seconds
+    hidden = made(operations=computing, collectives=[("all_reduce", 10**9, 2)])
+    assert step_time(hidden, Cluster(2, 1, H200, 1)).seconds == alone
+
+
+def plan(*words: object) -> tuple[int, str]:
+    return Job([sys.executable, "plan.py", *map(str, words)], cwd=ROOT).wait()
+
+
+def test_a_plan(tmp_path):
+    file: Path = tmp_path / "plan.json"
+    status, output = plan("--gpus", 1, "--gpu", "Tesla T4", "--price_per_hour", 2, "--output", file, *SMALL)
+    assert status == 0, output
+    single, offload = json.loads(file.read_text())["lines"]
+    assert (single["strategy"], single["images"], single["efficiency"]) == ("single", 64, 1.0)
+    assert single["hours"] == pytest.approx(1437 // 64 * 10 * single["step_s"] / 3600, rel=0.5)
+    assert single["price"] == pytest.approx(2 * single["hours"])
+    assert offload["step_s"] is None  # not estimated
+    assert "accelerate launch --config_file accelerate_configs/single_gpu.yaml" in output
+    assert "--mixed_precision fp16" in output  # a T4 has no bf16
+
+
+def test_the_largest_size_does_not_depend_on_the_recipes_batch(tmp_path):
+    """With 2 images the optimizer's step is the peak, with thousands the activations are."""
+    largest = []
+    for batch_size in (2, 4096):
+        script = ["train_cnn_a.py", "--data=digits", f"--batch_size={batch_size}"]
+        file = tmp_path / f"{batch_size}.json"
+        status, output = plan("--gpus", 1, "--gpu", "Tesla T4", "--output", file, *script)
+        assert status == 0, output
+        largest.append([line["largest"] for line in json.loads(file.read_text())["lines"]])
+    assert largest[0] == largest[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--gpu", "Abacus", *SMALL], "--gpu Abacus is not in the table: choose one of Tesla T4"),
+        (["--gpu", "Tesla T4", "nothing.py"], "nothing.py: no such script"),
+        (["--gpu", "Tesla T4", "--gpus", "3", *SMALL], "--batch_size 64 does not divide among 3 devices"),
+        (["--gpu", "Tesla T4", "--hosts", "0", *SMALL], "--hosts 0: must be more than 0"),
+        (["--gpu", "Tesla T4", "--network_gb_s", "nan", *SMALL], "--network_gb_s nan: must be more than 0"),
+        (["--gpu", "Tesla T4", "--price_per_hour", "inf", *SMALL], "--price_per_hour inf: must be more"),
+        (["--gpu", "Tesla T4"], "name the script"),
+    ],
+)
+def test_mistakes(words, said):
+    status, output = plan(*words)
+    assert status != 0
+    assert said in output
+    assert "Traceback" not in output

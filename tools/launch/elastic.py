@@ -1,0 +1,422 @@
+"""launch.py's part of an elastic job: rounds of launches on the available hosts.
+
+A host that is lost or told to stop leaves the job; the others continue from the newest checkpoint. When a
+host answers again or is new in the hostfile, all save, and the next round includes it. The first host of a
+round stays the first of the next one, as it has the newest checkpoint; when it is lost, another host needs
+the checkpoints in S3 or in a shared folder. A newcomer with which no step is trained is left out for a while.
+"""
+
+import itertools
+import re
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from common.system.env import MOST_HOSTS, PER_DEVICE, PREEMPTED, ROUND
+from common.system.text import plural
+from tools.launch.agent import FENCE_S, HELLO
+from tools.launch.hosts import SSH_FAILED, Host, is_this_host
+from tools.launch.job import LaunchPlan, failure_cause
+from tools.launch.launcher import CONNECT_S, HostConnection, Launcher
+
+LOST_S = 12  # without a heartbeat of its agent, after which a host is lost
+FENCED_S = FENCE_S + 3  # after a loss, until the lost host's agent has killed its part
+KILL_S = 3  # from a loss until the others, which wait for it in a collective, are killed
+RETRY_S = 5  # between attempts to connect to a host that is away
+SETTLE_S = 3  # wait for further hosts before a round begins, or is stopped for a joining host
+WAIT_S = 120  # wait for enough hosts, after which the job ends
+LEAVE_S = 180  # until a host that was told to stop may join again, unless it was away meanwhile
+REFUSED_S, LONGEST_S = 60, 3600  # until a bad newcomer is tried again: at first, doubled each time; at most
+FRUITLESS_ROUNDS = 3  # failed rounds at the same step, after which the job ends
+
+
+class ElasticJob(Launcher):
+    """Runs rounds until one finishes.
+
+    plan_for: makes the launch of a round on these hosts. read_hosts: the job's hosts, which may change.
+    """
+
+    def __init__(
+        self,
+        plan_for: Callable[[list[Host]], LaunchPlan],
+        read_hosts: Callable[[], list[Host]],
+        log_dir: Path,
+        min_hosts: int,
+        max_hosts: int | None,
+    ):
+        self.hosts = read_hosts()
+        super().__init__(self.hosts, log_dir)
+        self.plan_for, self.read_hosts = plan_for, read_hosts
+        self.min_hosts, self.max_hosts = min_hosts, max_hosts
+        self.name, self.rounds = uuid.uuid4().hex, itertools.count(1)
+        self.most = min(max_hosts or len(self.hosts), len(self.hosts))
+        self.away: dict[str, str] = {}  # hosts that do not answer, with the reason
+        self.leaves_until: dict[str, float] = {}  # hosts told to stop, or left out: time.monotonic()
+        self.refusals: dict[str, int] = {}  # how often a host was left out since it last trained
+        self.waiting: dict[str, str] = {}  # hosts that a larger round has no use for, with the reason
+        self.proven: set[str] = set()  # hosts that have trained a step
+        self.next_try = 0.0
+        self.mistake = ""  # last mistake found in the hostfile
+        self.members: list[HostConnection] = []  # of this round, the first host first
+        self.stopping = ""  # why this round is stopped
+        self.lost_at: float | None = None  # when a member was lost
+        self.fenced_at = 0.0  # time.monotonic() until which a lost first host may still write
+        self.larger_since: float | None = None  # since when a larger round is possible
+        self.leavers: dict[str, str] = {}  # hosts of this round that were told to stop, with the reason
+        self.first: str | None = None  # the first host of the last round that trained
+        self.batch: dict[str, int] = {}  # batch_size, per_device
+        self.began: dict[str, Any] = {}  # step, in_s3, is_shared of the last round that trained
+        self.is_training = False  # True once this round trains
+        self.is_finished = False  # True once the training has finished
+        self.step = 0  # the newest step of any round
+        self.changed_at: float | None = None  # when the last change of hosts began
+        self.fruitless = 0
+
+    def run(self) -> int:
+        """Runs the job. Returns the exit status: 0, 75 when it continues later, 1, or 128 + a signal."""
+        self.listen()
+        own = [host.name for host in self.hosts if is_this_host(host.name)]
+        if own:
+            self.say(f"launch.py runs on {own[0]}: the job can lose any other host")
+        self.say(f"at least {plural(self.min_hosts, 'host')} of {len(self.hosts)}, logs in {self.log_dir}")
+        try:
+            status = None
+            while status is None:
+                status = self._round()
+            return status
+        finally:
+            self.close()
+
+    def _round(self) -> int | None:
+        """Runs a round. Returns the job's exit status; None when another round follows."""
+        chosen = self._gather()
+        if chosen is None:
+            return self._end_without_hosts()
+        self._start(chosen)
+        while any(member.status is None for member in self.members):
+            self.handle_event()
+            self._connect_missing()
+            self._look_for_lost_hosts()
+            self._look_for_more_hosts()
+        status = self._judge()
+        self.members = []
+        return status
+
+    def parts(self) -> list[HostConnection]:
+        return self.members
+
+    # --- Hosts
+
+    def _gather(self) -> list[HostConnection] | None:
+        """Connects to the hosts and chooses those of the next round. None for too few hosts, or a signal."""
+        begin = time.monotonic()
+        patience_s = SETTLE_S if self.began else CONNECT_S
+        while not self.signals:
+            self._connect_missing()
+            ready, waited_s = self._ready(), time.monotonic() - begin
+            awaited = [h for h in self.hosts if h.name not in self.away and not self._leaves(h)]
+            if time.monotonic() < self.fenced_at:
+                pass
+            elif chosen := self._choose(ready):
+                if len(ready) >= len(awaited) or waited_s > patience_s:
+                    return chosen
+            elif waited_s > WAIT_S:
+                return None
+            self._look_for_lost_hosts()
+            self.handle_event()
+        return None
+
+    def _connect_missing(self) -> None:
+        """Connects to hosts without an agent; every RETRY_S also to those that did not answer."""
+        now = time.monotonic()
+        again = now > self.next_try
+        if again:
+            self.next_try = now + RETRY_S
+            self._read_hosts_again()
+        for host in self.hosts:
+            current = self._connection(host.name)
+            if current and (current.status is None or current in self.members):
+                continue
+            # Also to a host that leaves: once it is gone, another machine answers under its name.
+            if again or host.name not in self.away:
+                if current:
+                    current.close_log()
+                    self.connections.remove(current)
+                self.connect(host)
+
+    def _read_hosts_again(self) -> None:
+        try:
+            hosts = self.read_hosts()
+            if hosts != self.hosts:
+                self.plan_for(hosts)  # checks for the same number of processes on each
+        except ValueError as error:
+            if str(error) != self.mistake:
+                self.say(f"the hosts stay as they were: {error}")
+                self.mistake = str(error)
+            return
+        known = {host.name for host in self.hosts}
+        if new := [host.name for host in hosts if host.name not in known]:
+            self.say(f"new in the hostfile: {', '.join(new)}")
+            self.names += [name for name in new if name not in self.names]
+        self.hosts = hosts
+        for name in self.leaves_until.keys() - {host.name for host in hosts}:
+            del self.leaves_until[name]
+        self.most = max(self.most, min(self.max_hosts or len(hosts), len(hosts)))
+
+    def _connection(self, name: str) -> HostConnection | None:
+        return next((c for c in self.connections if c.host.name == name), None)
+
+    def _leaves(self, host: Host) -> bool:
+        return time.monotonic() < self.leaves_until.get(host.name, 0)
+
+    def _ready(self) -> list[HostConnection]:
+        """Hosts that can take part in a round, the last round's first host first."""
+        names = [host.name for host in self.hosts if not self._leaves(host)]
+        found = [c for c in map(self._connection, names) if c and c.hello and c.status is None]
+        return sorted(found, key=lambda connection: connection.host.name != self.first)
+
+    def _choose(self, ready: list[HostConnection]) -> list[HostConnection] | None:
+        """The hosts of the largest possible round; None without one."""
+        if self._needs_first() and not (ready and ready[0].host.name == self.first):
+            return None
+        most = min(len(ready), self.max_hosts or len(ready))
+        counts = [count for count in range(self.min_hosts, most + 1) if self._divides(count)]
+        return ready[: counts[-1]] if counts else None
+
+    def _needs_first(self) -> bool:
+        """True when the checkpoints are only on the first host's disk."""
+        return bool(self.began) and not (self.began["in_s3"] or self.began["is_shared"])
+
+    def _divides(self, hosts: int) -> bool:
+        if not self.batch:
+            return True
+        processes = hosts * len(self.hosts[0].devices)
+        return self.batch["batch_size"] % (self.batch["per_device"] * processes) == 0
+
+    def _look_for_lost_hosts(self) -> None:
+        now = time.monotonic()
+        for connection in self.connections:
+            if connection.status is None and connection.hello and now - connection.heard_at > LOST_S:
+                connection.last_lines.append(f"no sign of life for {LOST_S} s")
+                self.give_up(connection)
+        if self.lost_at and now - self.lost_at > KILL_S:
+            self.send_all("kill", self.members)
+
+    def _look_for_more_hosts(self) -> None:
+        """Stops the round when a larger one is possible, so that all save and the larger one begins."""
+        can_stop = self.is_training and not self.stopping and not self.is_finished
+        ready = self._ready() if can_stop else []
+        chosen = self._choose(ready)
+        if not chosen or len(chosen) <= len(self.members):
+            self.larger_since = None
+            self._say_who_waits([c.host.name for c in ready if c not in self.members])
+            return
+        self.larger_since = self.larger_since or time.monotonic()
+        if time.monotonic() - self.larger_since > SETTLE_S:
+            present = {member.host.name for member in self.members}
+            names = [c.host.name for c in chosen if c.host.name not in present]
+            self._stop_round(f"{', '.join(names)} {'joins' if len(names) == 1 else 'join'}")
+
+    def _say_who_waits(self, names: list[str]) -> None:
+        """Prints once why these hosts, which answer, are in no round."""
+        reason = f"--max_hosts {self.max_hosts}"
+        if names and len(self.members) != self.max_hosts:
+            hosts = plural(len(self.members) + len(names), "host")
+            micro_batches = self.batch["batch_size"] // self.batch["per_device"]
+            processes = plural(len(self.hosts[0].devices), "process")
+            reason = f"the {micro_batches} micro-batches of a step do not divide among {hosts} of {processes}"
+        if new := [name for name in names if self.waiting.get(name) != reason]:
+            self.say(f"{', '.join(new)} {'waits' if len(new) == 1 else 'wait'}: {reason}")
+        self.waiting = dict.fromkeys(names, reason)
+
+    # --- A round
+
+    def _start(self, chosen: list[HostConnection]) -> None:
+        self.members, self.stopping, self.stopped_at = chosen, "", None
+        self.lost_at = self.larger_since = None
+        self.leavers, self.is_training = {}, False
+        plan = self.plan_for([member.host for member in chosen])
+        names = ", ".join(member.host.name for member in chosen)
+        count = f"{plural(len(chosen), 'host')}, {plural(plan.processes, 'process')}"
+        self.say(f"starting on {count}: {names}")
+        env = {MOST_HOSTS: str(self.most), ROUND: str(next(self.rounds))}
+        if self.began:
+            env[PER_DEVICE] = str(self.batch["per_device"])
+        elif remark := plan.remark(chosen):
+            self.say(remark)
+        plan.start(chosen, self.name, **env)
+
+    def _stop_round(self, reason: str) -> None:
+        self.stopping = self.stopping or reason
+        self.stopped_at = self.stopped_at or time.monotonic()
+        self.changed_at = self.changed_at or time.monotonic()
+        self.send_all("stop", self.members)
+
+    def on_event(self, connection: HostConnection, event: dict[str, Any]) -> None:
+        super().on_event(connection, event)
+        if connection not in self.members:
+            return
+        if event["event"] == "batch":
+            self.batch = {name: event[name] for name in ("batch_size", "per_device")}
+        elif event["event"] == "began":
+            self._on_begin(event)
+        elif event["event"] == "finished":
+            self.is_finished = True
+        elif event["event"] == "step":
+            self._on_step(event["step"])
+        elif event["event"] in ("leaving", "notice") and not self.stopping:
+            self.leavers.setdefault(connection.host.name, event["why"])
+
+    def _on_begin(self, event: dict[str, Any]) -> None:
+        name = self.members[0].host.name
+        if not self.began and not (event["in_s3"] or event["is_shared"]):
+            self.say(
+                f"the job can't lose {name}: the checkpoints are on its disk alone (give --s3, or a shared"
+                " --model_folder)"
+            )
+        if event["step"] > self.began.get("step", -1):
+            self.fruitless = 0
+        if self.began:
+            repeated = max(0, self.step - event["step"])
+            self.say(f"continuing at step {event['step']:,}; {plural(repeated, 'step')} to repeat")
+        self.began, self.first, self.is_training = event, name, True
+
+    def _on_step(self, step: int) -> None:
+        if self.changed_at and not self.stopping and step > self.began["step"]:
+            self.say(f"step {step:,} came {time.monotonic() - self.changed_at:.0f} s after the change")
+            self.changed_at = None
+        if step > self.began["step"]:
+            self.proven |= (trained := {member.host.name for member in self.members})
+            self.refusals = {n: count for n, count in self.refusals.items() if n not in trained}
+        self.step = max(self.step, step)
+
+    def on_end(self, connection: HostConnection, status: int) -> None:
+        if connection.status is not None:
+            return
+        connection.status, name = status, connection.host.name
+        if connection.hello is None or status == SSH_FAILED:
+            if name not in self.away and not self.signals:
+                self.say(f"{name} does not answer: {failure_cause(connection)[1]}")
+            self.away[name] = failure_cause(connection)[1]
+            self.leaves_until.pop(name, None)  # another machine may answer under this name
+        if connection not in self.members or status == 0:
+            return
+        if status == SSH_FAILED:
+            self.lost_at = self.lost_at or time.monotonic()
+            if connection is self.members[0]:
+                self.fenced_at = time.monotonic() + FENCED_S
+        self._stop_round("one has ended")
+
+    def on_line(self, connection: HostConnection, line: str) -> None:
+        was_there = connection.hello is not None
+        if not was_there and connection.host.name in self.away and not line.startswith(HELLO):
+            connection.keep(line)  # not shown, as at the last attempt it was the same
+            return
+        super().on_line(connection, line)
+        if connection.hello and not was_there and self.away.pop(connection.host.name, None):
+            self.say(f"{connection.host.name} answers again")
+
+    def on_signal(self, number: int) -> None:
+        self.stopping = "launch.py was told to stop"
+        super().on_signal(number)
+
+    # --- The end of a round
+
+    def _judge(self) -> int | None:
+        """Returns the job's exit status after a round; None when another round follows."""
+        statuses = [member.status for member in self.members]
+        if self.is_finished or not any(statuses):  # a launcher may have been stopped just before its end
+            return 0
+        if self.signals:
+            return self._end_by_signal(is_saved=PREEMPTED in statuses)
+        lost = [member.host.name for member in self.members if member.status == SSH_FAILED]
+        is_saved = PREEMPTED in statuses and set(statuses) <= {0, PREEMPTED, SSH_FAILED}
+        if is_saved and not lost and self.leavers:
+            for name, why in self.leavers.items():
+                self.leaves_until[name] = time.monotonic() + LEAVE_S
+                self.say(f"{name} leaves ({why})")
+            return None
+        if is_saved and not lost:
+            self.say(self.stopping)
+            return None
+        if not lost and not self.proven and not self.is_training:
+            return self._retry_or_fail()
+        if not lost and self._leave_out_the_bad():
+            return None
+        if lost:
+            self.say(f"{', '.join(lost)} lost after step {self.step:,}")
+        else:
+            self.say(f"failed after step {self.step:,}: {self._cause()}")
+        self.fruitless += 1
+        if self.fruitless > FRUITLESS_ROUNDS:
+            return self._fail(f"{FRUITLESS_ROUNDS} rounds without a new checkpoint: {self._cause()}")
+        return None
+
+    def _retry_or_fail(self) -> int | None:
+        """Decides after a round that failed before it trained: only another number of hosts is tried."""
+        if self.batch and not self._divides(len(self.members)) and self._choose(self.members):
+            self.say(f"{plural(len(self.members), 'host')} can't share the batch")
+            return None
+        return self._fail(self._cause())
+
+    def _leave_out_the_bad(self) -> bool:
+        """Leaves out those by whom a round failed, if others can go on. False when nobody is to blame.
+
+        Newcomers are to blame, or a host that certainly failed by itself before it trained.
+        """
+        first = self._first_failure()
+        if first is None:
+            return False
+        rank, cause = failure_cause(first)
+        suspects = [member for member in self.members if member.host.name not in self.proven]
+        if not suspects and not self.is_training and rank <= 1:
+            suspects = [first]
+        # All hosts say what one of them finds, and name it.
+        named = [m for m in suspects if m.hello and re.search(rf"\bhost {m.hello['hostname']}\b", cause)]
+        bad = named or ([first] if first in suspects else suspects)
+        if not bad or not self._choose([member for member in self.members if member not in bad]):
+            return False
+        for name in (member.host.name for member in bad):
+            wait_s = min(REFUSED_S * 2 ** self.refusals.get(name, 0), LONGEST_S)
+            self.refusals[name] = self.refusals.get(name, 0) + 1
+            self.leaves_until[name] = time.monotonic() + wait_s
+            self.say(f"{name} is left out for {wait_s} s: {cause}. See {first.log_file}")
+        return True
+
+    def _first_failure(self) -> HostConnection | None:
+        """The host whose failure explains those of the others; of several alike a newcomer."""
+        failed = [member for member in self.members if member.status not in (0, PREEMPTED)]
+        order = lambda m: (failure_cause(m)[0], m.host.name in self.proven)  # noqa: E731
+        return min(failed, key=order, default=None)
+
+    def _cause(self) -> str:
+        first = self._first_failure()
+        if first is None:
+            return "all were told to stop"
+        return f"{first.host.name}: {failure_cause(first)[1]}. Its log: {first.log_file}"
+
+    def _fail(self, message: str) -> int:
+        print(f"error: {message}", file=sys.stderr)
+        return 1
+
+    def _end_without_hosts(self) -> int:
+        if self.signals:
+            return self._end_by_signal(is_saved=bool(self.began))
+        wanted = (
+            f"{self.first}, which has the checkpoints," if self._needs_first() else f"enough of {self.names}"
+        )
+        there = ", ".join(c.host.name for c in self._ready()) or "none"
+        message = f"{wanted} did not answer within {WAIT_S} s (there: {there})"
+        if not self.began:
+            return self._fail(message)
+        self.say(f"{message}: the same command continues (exit status {PREEMPTED})")
+        return PREEMPTED
+
+    def _end_by_signal(self, is_saved: bool) -> int:
+        if is_saved:
+            self.say(f"preempted: the same command continues (exit status {PREEMPTED})")
+            return PREEMPTED
+        return 128 + self.signals[0]

@@ -1,0 +1,175 @@
+"""The job's hosts: reads the hostfile, in DeepSpeed's syntax, and runs commands on them by ssh.
+
+# a comment
+worker-1 slots=4
+worker-2 slots=4
+
+ssh is the ordinary client, which reads ~/.ssh/config.
+"""
+
+import contextlib
+import os
+import re
+import shlex
+import socket
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.system.network import own_addresses
+
+NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+
+
+@dataclass(frozen=True)
+class Host:
+    """A host: its name for ssh, and the numbers of its GPUs in the job, with one process each."""
+
+    name: str
+    devices: tuple[int, ...]
+
+
+def read_hostfile(path: Path) -> list[Host]:
+    """The hosts of the file. ValueError with the line number, also for mistakes that DeepSpeed ignores."""
+    try:
+        text = path.read_text()
+    except OSError as error:
+        raise ValueError(f"the hostfile {path} can't be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"the hostfile {path} can't be read: not UTF-8") from None
+    lines: dict[str, int] = {}
+    hosts = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        if line.strip() and not line.strip().startswith("#"):
+            host = _host(line.strip(), f"{path}, line {number}")
+            if host.name in lines:
+                raise ValueError(f"{path}, line {number}: {host.name} is in line {lines[host.name]} already")
+            lines[host.name] = number
+            hosts.append(host)
+    if not hosts:
+        raise ValueError(f"{path} names no host: write one a line, as `worker-1 slots=4`")
+    return hosts
+
+
+def select(hosts: list[Host], include: str = "", exclude: str = "") -> list[Host]:
+    """Applies DeepSpeed's filters: `worker-1@worker-2:0,2` is all of worker-1 and two GPUs of worker-2.
+
+    The hosts stay in the hostfile's order, with rank 0 on the first. ValueError for a host or GPU that is not
+    in `hosts`.
+    """
+    if include and exclude:
+        raise ValueError("--include and --exclude exclude one another: give one of them")
+    flag, named = ("--include", include) if include else ("--exclude", exclude)
+    chosen = _parse_filter(flag, named, hosts) if named else {}
+    if include:
+        kept = [Host(host.name, chosen.get(host.name, ())) for host in hosts]
+    else:
+        kept = [
+            Host(host.name, tuple(d for d in host.devices if d not in chosen.get(host.name, ())))
+            for host in hosts
+        ]
+    kept = [host for host in kept if host.devices]
+    if not kept:
+        raise ValueError(f"{flag} {named} leaves no host")
+    return kept
+
+
+def _host(line: str, where: str) -> Host:
+    found = re.fullmatch(r"(\S+)\s+slots=(\d+)", re.sub(r"\s+#.*", "", line))
+    if not found:
+        raise ValueError(f"{where}: expected `name slots=N`, found `{line}`")
+    name, slots = found[1], int(found[2])
+    if not NAME.fullmatch(name):
+        raise ValueError(
+            f"{where}: {name} is no host's name (letters, digits, dots, - and _; a user or a port belongs"
+            " into ~/.ssh/config)"
+        )
+    if slots == 0:
+        raise ValueError(f"{where}: {name} has no slots: leave the line out, or give --exclude {name}")
+    return Host(name, tuple(range(slots)))
+
+
+def _parse_filter(flag: str, text: str, hosts: list[Host]) -> dict[str, tuple[int, ...]]:
+    """Host name -> devices. For a host named with and without numbers the numbers count, as in DeepSpeed."""
+    known = {host.name: host.devices for host in hosts}
+    chosen: dict[str, set[int]] = {}
+    for part in text.split("@"):
+        name, colon, devices = part.partition(":")
+        if name not in known:
+            raise ValueError(f"{flag} {text}: no host {name}; there are {', '.join(known)}")
+        if colon and not re.fullmatch(r"\d+(,\d+)*", devices):
+            raise ValueError(f"{flag} {text}: expected `{name}:0,2`")
+        numbers = {int(device) for device in devices.split(",")} if colon else set()
+        if missing := numbers - set(known[name]):
+            raise ValueError(
+                f"{flag} {text}: {name} has no slot {min(missing)}, but {len(known[name])} slots"
+            )
+        chosen[name] = chosen.get(name, set()) | numbers
+    return {name: tuple(sorted(numbers)) or known[name] for name, numbers in chosen.items()}
+
+
+# Refuses an unknown key, never prompts, and notices a lost host within 25 s.
+SSH: tuple[str, ...] = ("ssh", "-T", "-x", "-a", "-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=yes")
+SSH += ("-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=4")
+SSH += ("-o", "ControlMaster=no", "-o", "ControlPath=none")  # an existing connection has other options
+SSH_FAILED = 255  # ssh's own exit status
+
+
+def start_on(host: str, words: Sequence[str], folder: Path) -> subprocess.Popen[str]:
+    """Starts a command in this folder of the host, with pipes for its lines. Ctrl-C here does not reach it.
+
+    On this host it starts the command directly, without ssh.
+    """
+    command = f"cd {shlex.quote(str(folder))} && exec {shlex.join(words)}"
+    return subprocess.Popen(
+        list(words) if is_this_host(host) else [*SSH, host, command],
+        cwd=folder,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        bufsize=1,
+        start_new_session=True,
+    )
+
+
+def close_and_wait(processes: Sequence[subprocess.Popen[str]], within_s: float) -> None:
+    """Closes the inputs, which ends the commands. Kills each ssh that does not end in time."""
+    for process in processes:
+        with contextlib.suppress(OSError):
+            assert process.stdin
+            process.stdin.close()
+    deadline = time.monotonic() + within_s
+    for process in processes:
+        try:
+            process.wait(max(0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
+def connection_addresses() -> tuple[str, str] | tuple[None, None]:
+    """Both ends of the ssh connection that started this process: client and this host; None without ssh."""
+    ends = os.environ.get("SSH_CONNECTION", "").split()  # client, its port, server, its port
+    return (ends[0], ends[2]) if len(ends) == 4 else (None, None)
+
+
+def master_address(reached_at: Sequence[str | None], asked_from: Sequence[str | None]) -> str:
+    """An address of the first host that all hosts reach.
+
+    reached_at, asked_from: for each host, the address that ssh connected to, and the one that it came from;
+    None without ssh. It is where ssh reached the first host; if that is this host, where ssh came from.
+    """
+    return reached_at[0] or next(filter(None, asked_from), None) or "localhost"
+
+
+def is_this_host(name: str) -> bool:
+    """True if the name resolves to an address of this machine. Aliases of ~/.ssh/config do not count."""
+    try:
+        found = {str(address[4][0]) for address in socket.getaddrinfo(name, None, socket.AF_INET)}
+    except OSError:
+        return False
+    own = own_addresses()
+    return any(address in own or address.startswith("127.") for address in found)

@@ -1,0 +1,181 @@
+"""launch.py's part of a job: starts the job on each host, and ends it on all together."""
+
+import json
+import re
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.system.env import PREEMPTED, PROCESSES
+from common.system.paths import ROOT
+from tools.launch.agent import SUSPENDED
+from tools.launch.hosts import SSH_FAILED, Host, master_address
+from tools.launch.launcher import CONNECT_S, HostConnection, Launcher
+
+USE_CPU = "ACCELERATE_USE_CPU"
+LAUNCHERS_OWN = ("subprocess.CalledProcessError", "torch.distributed.elastic.")  # exceptions of launchers
+
+
+@dataclass(frozen=True)
+class LaunchPlan:
+    hosts: list[Host]
+    launcher: list[str]  # flags of accelerate launch
+    script: list[str]  # the script and its flags
+    env: dict[str, str]  # for each process; sent over stdin, so that no command line shows it
+    master_addr: str | None
+    port: int
+    log_dir: Path
+
+    @property
+    def processes(self) -> int:
+        return sum(len(host.devices) for host in self.hosts)
+
+    def words(self, rank: int, address: str) -> list[str]:
+        """The command of host number `rank`. address: the first host's, unused in a job on one host."""
+        flags = ["--num_machines", str(len(self.hosts)), "--num_processes", str(self.processes)]
+        if len(self.hosts) > 1:
+            flags += ["--machine_rank", str(rank), "--main_process_ip", address]
+            flags += ["--main_process_port", str(self.port)]
+        return [sys.executable, "-m", "accelerate.commands.launch", *self.launcher, *flags, *self.script]
+
+    def address(self, connections: Sequence[HostConnection]) -> str:
+        """The first host's address, by which all reach it. connections: to all hosts, which have answered."""
+        hellos = [connection.hello for connection in connections if connection.hello]
+        found = master_address([h["address"] for h in hellos], [h["client"] for h in hellos])
+        return self.master_addr or found
+
+    def remark(self, connections: Sequence[HostConnection]) -> str | None:
+        """What a script that imports nothing of common/ must set on hosts without a GPU; None for others.
+
+        Accelerate by itself makes each process a job of its own there.
+        """
+        text = (ROOT / self.script[0]).read_text(errors="replace")
+        knows = re.search(rf"^\s*(from|import) common\b|cpu=True|{USE_CPU}", text, re.MULTILINE)
+        has_gpus = any(connection.hello and connection.hello["has_gpus"] for connection in connections)
+        if self.processes == 1 or knows or has_gpus or USE_CPU in self.env:
+            return None
+        return (
+            f"{self.script[0]} imports nothing of common/: without a GPU each of its {self.processes}"
+            " processes is a job of its own. For one job it must make Accelerator(cpu=True); or put"
+            f" {USE_CPU}=true before this command, and give --env {USE_CPU}. It then trains by DDP over gloo"
+        )
+
+    def start(self, connections: Sequence[HostConnection], job: str = "", **env: str) -> None:
+        """Starts each host's part. job: a name; leftovers of that job on a host are killed first."""
+        address = self.address(connections)
+        for rank, connection in enumerate(connections):
+            part = {
+                "job": job,
+                "words": self.words(rank, address),
+                "env": connection.visible_devices() | self.env | {PROCESSES: str(self.processes)} | env,
+                "master": (address, self.port) if len(connections) > 1 else None,
+                "first": rank == 0,
+            }
+            connection.send(json.dumps(part))
+
+
+class JobRunner(Launcher):
+    """Launches a job on all hosts once. When one host fails, all are stopped."""
+
+    def __init__(self, plan: LaunchPlan):
+        super().__init__(plan.hosts, plan.log_dir)
+        self.plan = plan
+        self.failed: list[HostConnection] = []  # in the order in which they ended
+
+    def run(self, dry_run: bool) -> int:
+        """Runs the job. Returns the exit status: 0, 75 after a preemption, 1, or 128 + a signal's number."""
+        began = time.monotonic()
+        self.listen()
+        for host in self.plan.hosts:
+            self.connect(host)
+        try:
+            if self._wait_for_agents():
+                self._show_hosts(self.plan.address(self.connections), dry_run)
+                if remark := self.plan.remark(self.connections):
+                    self.say(remark)
+                if dry_run:
+                    return 0
+                self.plan.start(self.connections)
+                self.say(f"started after {time.monotonic() - began:.2f} s, logs in {self.log_dir}")
+                while any(connection.status is None for connection in self.connections):
+                    self.handle_event()
+            return self._status()
+        finally:
+            self.close()
+
+    def on_end(self, connection: HostConnection, status: int) -> None:
+        if connection.status is not None:
+            return
+        connection.status = status
+        if status != 0:
+            self.failed.append(connection)
+            self.stop_all()
+
+    def _wait_for_agents(self) -> bool:
+        """Waits until all hosts answer, before anything is started. False if one fails to, or on a signal."""
+        deadline = time.monotonic() + CONNECT_S
+        while silent := [connection for connection in self.connections if connection.hello is None]:
+            if time.monotonic() > deadline:
+                silent[0].last_lines.append(f"no answer within {CONNECT_S} s")
+                self.failed.append(silent[0])
+            if self.failed or self.signals:
+                return False
+            self.handle_event()
+        return True
+
+    def _show_hosts(self, address: str, with_commands: bool) -> None:
+        """Prints the hosts and their ranks, and the command that would start each host's part by hand."""
+        first = 0
+        for rank, connection in enumerate(self.connections):
+            count = len(connection.host.devices)
+            ranks = f"rank {first}" if count == 1 else f"ranks {first}-{first + count - 1}"
+            first += count
+            devices = ",".join(map(str, connection.host.devices))
+            master = f"  master {address}:{self.plan.port}" if rank == 0 and len(self.connections) > 1 else ""
+            assert connection.hello
+            at = connection.hello["address"] or (address if rank == 0 else "this host")
+            self.say(f"{self.label(connection)}  {at}  {ranks}  devices {devices}{master}")
+            if with_commands:
+                visible = [f"{name}={value}" for name, value in connection.visible_devices().items()]
+                self.say(f"    {shlex.join([*visible, *self.plan.words(rank, address)])}")
+
+    def _status(self) -> int:
+        if not self.failed and all(connection.status == 0 for connection in self.connections):
+            return 0
+        saved = [connection for connection in self.failed if connection.status == PREEMPTED]
+        if saved and (self.signals or self.failed[0] in saved):  # hosts that failed later were stopped
+            self.say(f"preempted: the same command continues (exit status {PREEMPTED})")
+            return PREEMPTED
+        if self.signals:
+            return 128 + self.signals[0]
+        first = min(self.failed, key=lambda connection: failure_cause(connection)[0])
+        others = "; the other hosts were stopped" if len(self.connections) > 1 and first.hello else ""
+        what = f"{first.host.name}: {failure_cause(first)[1]}{others}"
+        print(f"error: {what}. Its log: {first.log_file}", file=sys.stderr)
+        return 1
+
+
+def failure_cause(connection: HostConnection) -> tuple[int, str]:
+    """A rank from 0 (a cause) to 4 (most likely a consequence), and the reason of this host's failure."""
+    lines = connection.last_lines
+    last = next((line for line in reversed(lines) if line.strip("=- ")), f"exit status {connection.status}")
+    if connection.hello is None:
+        needs = f"`ssh {connection.host.name}` must work without a question, the project be at {ROOT}"
+        return 0, f"{last} ({needs})"
+    if connection.status == SSH_FAILED:
+        return 0, f"the connection is lost ({last})"
+    text = "\n".join(lines)
+    if suspended := re.search(rf"^error: (.* {re.escape(SUSPENDED)})$", text, re.MULTILINE):
+        return 1, suspended[1]
+    # torchrun's report. Survivors end by signal 15 of torchrun, or 6 of NCCL.
+    if killed := re.search(r"exitcode *: *-(?!15\b|6\b)(\d+)", text):
+        return 1, f"a process was killed by signal {killed[1]}"
+    if errors := re.findall(r"^(?:\S+: )?error: (.*)", text, re.MULTILINE):
+        return 2, errors[0]
+    raised = re.findall(r"^(?:\[\w+\]: ?)?(\w[\w.]*(?:Error|Exception): .*)", text, re.MULTILINE)
+    if raised := [line for line in raised if not line.startswith(LAUNCHERS_OWN)] or raised:
+        return 3, raised[-1]
+    return 4, last

@@ -1,0 +1,201 @@
+"""launch.py's connections to a job's agents: their output, heartbeats, and the commands to stop."""
+
+import contextlib
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import IO, Any
+
+from common.system.gpus import visible_devices
+from common.system.paths import ROOT
+from common.system.processes import is_under_nohup
+from tools.launch.agent import BEAT_S, EVENT, HELLO
+from tools.launch.hang_reports import HangReports
+from tools.launch.hosts import SSH_FAILED, Host, close_and_wait, start_on
+
+CONNECT_S = 30  # for all hosts to answer
+END_S = 60  # from `stop` until a host that has not ended counts as lost
+TRACEBACK = "Traceback (most recent call last):"
+LINES = 200  # kept of a host's output, to find the reason of a failure
+COLOURS = (36, 33, 35, 32, 34, 96, 93, 95)
+
+
+@dataclass(eq=False)
+class HostConnection:
+    """The agent on one host of the job, and its output."""
+
+    host: Host
+    process: subprocess.Popen[str]
+    log_file: Path
+    log: IO[str] | None = None
+    hello: dict[str, Any] | None = None  # the agent's first message
+    status: int | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)  # for the agent's input
+    last_lines: list[str] = field(default_factory=list)
+    only_log: bool = False  # True from its launcher's traceback on, which is logged but not shown
+    heard_at: float = field(default_factory=time.monotonic)  # when the agent last sent a line
+
+    def keep(self, line: str) -> None:
+        self.last_lines = [*self.last_lines[-LINES:], line]
+        with contextlib.suppress(OSError):  # a full disk here must not end the job there
+            if self.log is None:
+                self.log_file.parent.mkdir(parents=True, exist_ok=True)
+                self.log = open(self.log_file, "a", buffering=1, encoding="utf-8")  # noqa: SIM115
+            self.log.write(line + "\n")
+
+    def close_log(self) -> None:
+        if self.log:
+            self.log.close()
+
+    def visible_devices(self) -> dict[str, str]:
+        """The environment that selects the host's devices; {} if they are the first ones."""
+        devices = self.host.devices
+        if devices == tuple(range(len(devices))):
+            return {}
+        return visible_devices(devices)
+
+    def send(self, line: str) -> None:
+        with self.lock, contextlib.suppress(OSError, ValueError):
+            assert self.process.stdin
+            self.process.stdin.write(line + "\n")
+            self.process.stdin.flush()
+
+
+class Launcher:
+    """A job's connections, one per host. Handlers run in the main thread, one event after another."""
+
+    def __init__(self, hosts: list[Host], log_dir: Path):
+        self.names, self.log_dir = [host.name for host in hosts], log_dir
+        self.connections: list[HostConnection] = []
+        self.events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()  # calls of handlers
+        self.signals: list[int] = []  # received by this launcher
+        self.hangs = HangReports(log_dir)
+        self.stopped_at: float | None = None  # when all were told to stop
+
+    def listen(self) -> None:
+        """Starts to receive signals, and to send heartbeats."""
+        # SIGHUP comes when a terminal is closed, or an ssh connection is lost.
+        hangup = () if is_under_nohup() else (signal.SIGHUP,)
+        for number in (signal.SIGINT, signal.SIGTERM, *hangup):
+            signal.signal(number, lambda number, _: self.events.put(partial(self.on_signal, number)))
+        threading.Thread(target=self._send_heartbeats, daemon=True).start()
+
+    def connect(self, host: Host) -> HostConnection:
+        process = start_on(host.name, [sys.executable, "-m", "tools.launch.agent"], ROOT)
+        connection = HostConnection(host, process, self.log_dir / f"{host.name}.log")
+        self.connections.append(connection)
+        threading.Thread(target=self._listen, args=(connection,), daemon=True).start()
+        return connection
+
+    def close(self) -> None:
+        for line in self.hangs.lines_due(at_once=True):
+            self.say(line)
+        close_and_wait([connection.process for connection in self.connections], END_S)
+        for connection in self.connections:
+            connection.close_log()
+
+    def handle_event(self) -> None:
+        """Waits up to half a second for an event."""
+        if self.stopped_at and time.monotonic() - self.stopped_at > END_S:
+            for connection in self.parts():
+                if connection.status is None:  # unreachable; its agent ends by itself
+                    self.give_up(connection)
+        with contextlib.suppress(queue.Empty):
+            self.events.get(timeout=0.5)()
+        for line in self.hangs.lines_due():
+            self.say(line)
+
+    def give_up(self, connection: HostConnection) -> None:
+        connection.process.kill()
+        self.on_end(connection, SSH_FAILED)
+
+    def on_line(self, connection: HostConnection, line: str) -> None:
+        if line.startswith(EVENT):
+            self.on_event(connection, json.loads(line.removeprefix(EVENT)))
+        elif connection.hello is None and line.startswith(HELLO):
+            connection.hello = json.loads(line.removeprefix(HELLO))
+        else:
+            connection.keep(line)
+            self._show(connection, line)
+
+    def on_event(self, connection: HostConnection, event: dict[str, Any]) -> None:
+        """Handles an event of a process on the host (common/system/events.py)."""
+        if event["event"] == "hang":
+            self.hangs.add(connection.host.name, event)
+
+    def on_end(self, connection: HostConnection, status: int) -> None:
+        """Handles the end of a host's part. May be called again for the same connection."""
+        raise NotImplementedError
+
+    def on_signal(self, number: int) -> None:
+        if self.signals:
+            self.send_all("kill")
+        else:
+            self.stop_all()
+            self.say("stopping: every process saves and ends; once more ends all at once")
+        self.signals.append(number)
+
+    def parts(self) -> list[HostConnection]:
+        """The connections to hosts that take part in the launch."""
+        return self.connections
+
+    def stop_all(self) -> None:
+        self.stopped_at = self.stopped_at or time.monotonic()
+        self.send_all("stop")
+
+    def send_all(self, word: str, to: list[HostConnection] | None = None) -> None:
+        """Sends a word to these hosts, by default to all."""
+        for connection in self.connections if to is None else to:
+            if connection.status is None:
+                connection.send(word)
+
+    def _listen(self, connection: HostConnection) -> None:
+        assert connection.process.stdout
+        for line in connection.process.stdout:
+            # In this thread, as a suspended terminal can block the main one, and no host is lost by that.
+            connection.heard_at = time.monotonic()
+            self.events.put(partial(self.on_line, connection, line.rstrip("\n")))
+        self.events.put(partial(self.on_end, connection, connection.process.wait()))
+
+    def _send_heartbeats(self) -> None:
+        """Sends heartbeats. In a thread, as a suspended terminal can block the main thread's output."""
+        while True:
+            self.send_all("")
+            time.sleep(BEAT_S)
+
+    # --- Output
+
+    def say(self, text: str) -> None:
+        """Prints. Without a reader (`| tee` ends at Ctrl-C, too) the job and its logs continue."""
+        try:
+            print(text, flush=True)
+        except OSError:
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+
+    def label(self, connection: HostConnection) -> str:
+        name = f"{connection.host.name:{max(map(len, self.names))}}"
+        if not sys.stdout.isatty() or "NO_COLOR" in os.environ:
+            return name
+        return f"\033[{COLOURS[self.names.index(connection.host.name) % len(COLOURS)]}m{name}\033[0m"
+
+    def _show(self, connection: HostConnection, line: str) -> None:
+        """Prints a line of a host's output; of its launcher's own traceback only errors."""
+        if line == TRACEBACK:
+            return  # shown with the next line, unless that shows that it is the launcher's traceback
+        if connection.last_lines[-2:-1] == [TRACEBACK]:
+            connection.only_log = connection.only_log or "<frozen runpy>" in line  # `python -m`
+            self._show_line(connection, TRACEBACK)
+        self._show_line(connection, line)
+
+    def _show_line(self, connection: HostConnection, line: str) -> None:
+        if not connection.only_log or line.startswith("error: "):
+            self.say(f"{self.label(connection)} | {line}")

@@ -1,0 +1,201 @@
+"""Comparisons over seeds: runs that differ in the seed alone count as one, with a mean and its interval.
+
+Two of them are compared by a t-test: of pairs where the seeds are the same, as a seed decides the initial
+weights and the order of the images, and so a part of the noise; else Welch's, which assumes no equal
+variances. Both assume that accuracies over seeds are normally distributed.
+"""
+
+import itertools
+import json
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from tools.logbook import markdown as md
+from tools.logbook.record import RunRecord
+
+ALPHA, POWER = 0.05, 0.8  # of the test; of the number of seeds that would tell
+MOST_SEEDS = 10_000
+TINY = 1e-12  # a deviation that is rounding
+# What does not decide what is trained
+PLACES = ("seed", "output_dir", "model_folder", "s3", "cache_dir")
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs of one recipe on one kind of job. values: their headline accuracies, by seed."""
+
+    name: str
+    values: dict[int, float]
+    runs: tuple[RunRecord, ...]
+
+    @property
+    def mean(self) -> float:
+        return statistics.fmean(self.values.values())
+
+    @property
+    def deviation(self) -> float | None:
+        """The sample's standard deviation; None for one run."""
+        return statistics.stdev(self.values.values()) if len(self.values) > 1 else None
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """The mean's 95 percent interval, by Student's t; None for one run."""
+        if self.deviation is None:
+            return None
+        half = _critical(len(self.values) - 1) * self.deviation / math.sqrt(len(self.values))
+        return self.mean - half, self.mean + half
+
+
+class Difference(NamedTuple):
+    """The second group's mean minus the first's."""
+
+    mean: float
+    low: float  # of its 95 percent interval
+    high: float
+    p: float
+    is_paired: bool
+    needed: int | None  # seeds of each that find a difference of this size with POWER; None: more than MOST
+
+    @property
+    def is_found(self) -> bool:
+        return self.p < ALPHA
+
+
+def group(runs: Sequence[RunRecord], names: Sequence[str]) -> list[Group]:
+    """Groups finished runs by everything but the seed, in their order.
+
+    names: of the runs, in which parts are separated by commas. ValueError for a seed that a group has twice.
+    """
+    found: dict[str, list[tuple[str, RunRecord]]] = {}
+    for name, run in zip(names, runs, strict=True):
+        if run.facts["status"] == "finished" and headline(run) is not None:
+            found.setdefault(_job(run), []).append((name, run))
+    groups = []
+    for members in found.values():
+        seeds = [_seed(run) for _, run in members]
+        if len(set(seeds)) == 1:  # the same training several times
+            groups += [_group([member]) for member in members]
+            continue
+        for seed in set(seeds):
+            if seeds.count(seed) > 1:
+                both = " and ".join(str(run.folder) for _, run in members if _seed(run) == seed)
+                raise ValueError(f"{both} have the same recipe and seed {seed}: name one of them")
+        groups.append(_group(members))
+    return groups
+
+
+def _group(members: list[tuple[str, RunRecord]]) -> Group:
+    name, first = members[0]
+    parts = [part for part in name.split(", ") if not part.startswith("seed ")]
+    where = f"{first.facts.get('strategy')} x {first.facts.get('processes')}"
+    runs = sorted((run for _, run in members), key=_seed)
+    return Group(", ".join(parts) or where, {_seed(run): headline(run) or 0.0 for run in runs}, tuple(runs))
+
+
+def _seed(run: RunRecord) -> int:
+    return run.recipe.get("seed", 0)
+
+
+def headline(run: RunRecord) -> float | None:
+    """The accuracy on the test split, or without --holdout the final one."""
+    return run.facts.get("test_accuracy", run.facts.get("final_accuracy"))
+
+
+def _job(run: RunRecord) -> str:
+    """What the runs of a group have in common."""
+    recipe = {name: value for name, value in run.recipe.items() if name not in PLACES}
+    places = [run.facts.get(name) for name in ("script", "strategy", "hosts", "processes", "mixed_precision")]
+    return json.dumps([recipe, places, run.about.get("devices"), run.about.get("source")], sort_keys=True)
+
+
+def compare(first: Group, second: Group) -> Difference | None:
+    """The t-test of two groups; None where one of them has a single run, or all values are equal."""
+    from scipy import stats
+
+    if min(len(first.values), len(second.values)) < 2:
+        return None
+    if first.values.keys() == second.values.keys():
+        pairs = [second.values[seed] - first.values[seed] for seed in first.values]
+        deviation = statistics.stdev(pairs)
+        if deviation < TINY:
+            return None
+        result = stats.ttest_1samp(pairs, 0.0)
+        needed = seeds_needed(abs(statistics.fmean(pairs)) / deviation, is_paired=True)
+    else:
+        pairs = []
+        spread = math.hypot(first.deviation or 0.0, second.deviation or 0.0)
+        if spread < TINY:
+            return None
+        result = stats.ttest_ind([*second.values.values()], [*first.values.values()], equal_var=False)
+        needed = seeds_needed(abs(second.mean - first.mean) / spread, is_paired=False)
+    low, high = result.confidence_interval(1 - ALPHA)
+    return Difference(second.mean - first.mean, low, high, float(result.pvalue), bool(pairs), needed)
+
+
+def seeds_needed(effect: float, is_paired: bool) -> int | None:
+    """The fewest seeds of each group by which a t-test finds a difference with POWER; None: too many.
+
+    effect: the difference in standard deviations: of the pairs' differences, or else of a difference between
+    a run of each group. By the noncentral t distribution.
+    """
+    from scipy import stats
+
+    if effect == 0:
+        return None
+    for seeds in itertools.chain(range(2, 100), range(100, MOST_SEEDS, 10)):
+        freedom = seeds - 1 if is_paired else 2 * (seeds - 1)
+        critical, shift = _critical(freedom), effect * math.sqrt(seeds)
+        missed = stats.nct.cdf(critical, freedom, shift) - stats.nct.cdf(-critical, freedom, shift)
+        if 1 - missed >= POWER:
+            return seeds
+    return None
+
+
+def _critical(freedom: int) -> float:
+    from scipy import stats
+
+    return float(stats.t.ppf(1 - ALPHA / 2, freedom))
+
+
+# --- On the page
+
+
+def section(groups: Sequence[Group]) -> str:
+    """Markdown: a row for each group, and each one's difference from the first."""
+    rows = []
+    for one in groups:
+        low, high = one.interval or (None, None)
+        spread = "-" if one.deviation is None else f"{one.deviation:.4f}"
+        between = "-" if low is None or high is None else f"{low:.4f} to {high:.4f}"
+        seeds = ", ".join(map(str, one.values))
+        rows.append(
+            (md.text(one.name), f"{len(one.values)}", md.text(seeds), f"{one.mean:.4f}", spread, between)
+        )
+    head = ("", "runs", "seeds", "mean accuracy", "standard deviation", "95 % interval of the mean")
+    said = [f"- {md.text(verdict(groups[0], other))}" for other in groups[1:]]
+    note = "The accuracy is that on the test split with --holdout, else the final one."
+    return "\n\n".join(filter(None, ["## Over seeds", md.table(head, rows), "\n".join(said), note]))
+
+
+def verdict(first: Group, second: Group) -> str:
+    """One sentence: better, worse, or not distinguishable, and how many seeds would tell."""
+    found = compare(first, second)
+    if found is None:
+        few = min(len(first.values), len(second.values)) < 2
+        why = "a single run says nothing about the seeds" if few else "each pair differs by the same amount"
+        return f"{second.name} and {first.name}: no test, {why}."
+    how = f"{'paired' if found.is_paired else 'Welch'} t-test, p = {found.p:.2g}"
+    runs = sorted({len(first.values), len(second.values)})
+    count = f"n = {' and '.join(map(str, runs))}"
+    between = f"{found.mean:+.4f}, 95 %: {found.low:+.4f} to {found.high:+.4f}; {how}"
+    if found.is_found:
+        word = "better" if found.mean > 0 else "worse"
+        return f"{second.name} is {word} than {first.name} with {count} ({between})."
+    more = f"more than {MOST_SEEDS:,}" if found.needed is None else f"some {found.needed:,}"
+    return (
+        f"{second.name} and {first.name} are not distinguishable with {count} ({between}); {more} seeds of"
+        f" each would tell a difference of this size four times out of five."
+    )

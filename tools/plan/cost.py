@@ -1,0 +1,150 @@
+"""Time of an optimizer step from its trace: by data sheets, or by a measured step on one device.
+
+- By data sheets a kernel takes the longer of its FLOPs at the device's peak and its bytes at the memory's
+  bandwidth (the roofline of Williams, Waterman, Patterson 2009, doi 10.1145/1498765.1498785), each times a
+  share that kernels reach. The host launches one kernel after another; the slower of host and device counts.
+- A measured step is that of one process under the engine, without an exchange. The optimizer's time is
+  divided among the ranks that share its state.
+- What is exchanged during the backward pass hides behind it: two thirds of the computation by data sheets.
+  A ring of n ranks sends, from each, 2 (n-1)/n of an all-reduce's bytes and (n-1)/n of an all-gather's or a
+  reduce-scatter's (Patarasuk, Yuan 2009, doi 10.1016/j.jpdc.2008.09.002).
+
+Not measured on a GPU yet; the three constants of data sheets are meant for an H200.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from common.telemetry.flops import Device
+from tools.plan.result import Collective, Measured, Trace
+
+REACHED_FLOPS = 0.66  # of the peak, by large products in half precision: 650 of 990 TFLOP/s
+REACHED_BANDWIDTH = 0.9  # of the memory's: 4.3 of 4.8 TB/s
+LAUNCH_S = 7e-6  # of a kernel, by the host, in PyTorch without compilation
+HIDDEN = 2 / 3  # of the computation: the backward pass, beside which gradients are exchanged
+CONTEXT_BYTES = int(0.5 * 2**30)  # CUDA's context and libraries, outside of torch's allocator
+QUANTUM = 8  # sizes of forwards are its multiples
+RING = {"all_reduce": 2.0}  # times (n-1)/n of the bytes are sent; of other collectives once
+LARGE_PART = 0.1  # of the computation: an exchange that takes longer beside it is what limits
+COMPUTE, MEMORY, LAUNCHES = "compute", "memory traffic", "launch overhead"
+LINK, NETWORK = "link", "network"
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """hosts x gpus devices of one kind. network_gb_s: of a host, in one direction, in 10^9 bytes a second."""
+
+    hosts: int
+    gpus: int
+    device: Device
+    network_gb_s: float
+
+    @property
+    def processes(self) -> int:
+        return self.hosts * self.gpus
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of an optimizer step with all its accumulations, and what limits it."""
+
+    seconds: float
+    limit: str
+
+
+def largest_size(peaks: dict[int, dict[str, int]], memory_bytes: float) -> int:
+    """The largest images per forward that fit, by the line through the last two sizes traced.
+
+    0 where not one quantum fits. Where memory does not grow between the two: 64 times the larger one.
+    """
+    (small, low), (large, high) = [(size, peak["Total"]) for size, peak in peaks.items()][-2:]
+    free, each = memory_bytes - CONTEXT_BYTES - high, (high - low) / (large - small)
+    more = free / each if each > 0 else 63 * large if free > 0 else -large
+    return max(0, math.floor((large + more) / QUANTUM) * QUANTUM)
+
+
+def step_time(trace: Trace, cluster: Cluster, least_launches: int = 0, accumulations: int = 1) -> StepTime:
+    """By data sheets, with the trace's planned size. least_launches: so many kernels at least a forward."""
+    of_kernels = _kernel_times(trace, cluster.device)
+    launching_s = max(least_launches, len(trace.operations)) * LAUNCH_S
+    computing_s = accumulations * max(sum(of_kernels.values()), launching_s)
+    limit = max(of_kernels, key=lambda name: of_kernels[name])
+    if launching_s > sum(of_kernels.values()):
+        limit = LAUNCHES
+    return _with_exchange(trace, cluster, accumulations, computing_s, HIDDEN * computing_s, limit)
+
+
+def measured_step_time(
+    trace: Trace, cluster: Cluster, measured: Measured, shards: int = 1, accumulations: int = 1
+) -> StepTime:
+    """By a measured micro-batch. shards: ranks that share the optimizer's state."""
+    passes_s = accumulations * (measured.forward_s + measured.backward_s)
+    computing_s = passes_s + measured.optimizer_s / shards
+    # DDP and ZeRO-1 exchange behind the last backward pass only.
+    hiding = 1 if trace.strategy in ("ddp", "zero1") else accumulations
+    return _with_exchange(trace, cluster, accumulations, computing_s, hiding * measured.backward_s, COMPUTE)
+
+
+def _with_exchange(
+    trace: Trace, cluster: Cluster, accumulations: int, computing_s: float, hidden_s: float, limit: str
+) -> StepTime:
+    """The step with its exchange, of which hidden_s beside the computation. limit: the computation's."""
+    link, network = traffic(trace, cluster, accumulations)
+    # Half of a link's data sheet bandwidth: it counts both directions.
+    times = {
+        LINK: link / (cluster.device.link_gb_s / 2 * 1e9),
+        NETWORK: network / (cluster.network_gb_s * 1e9),
+    }
+    exposed_s = max(0.0, max(times.values()) - hidden_s)
+    if exposed_s > LARGE_PART * computing_s:
+        limit = max(times, key=lambda name: times[name])
+    return StepTime(computing_s + exposed_s, limit)
+
+
+def exchanged(trace: Trace, accumulations: int = 1) -> Iterator[Collective]:
+    """The collectives of an optimizer step: those of a micro-batch for each, but for what waits for the last.
+
+    DDP and ZeRO-1 exchange gradients once, FSDP scatters them once; ZeRO-2 gathers weights once.
+    """
+    for collective in trace.collectives:
+        kind = collective[0]
+        once = {"fsdp": kind != "all_gather", "zero2": kind == "all_gather"}
+        is_once = once.get(trace.strategy, trace.strategy in ("ddp", "zero1"))
+        yield from [collective] * (1 if is_once else accumulations)
+
+
+def _kernel_times(trace: Trace, device: Device) -> dict[str, float]:
+    """Seconds of all kernels that computation limits, and of those that the memory's bandwidth limits."""
+    peaks = {"bfloat16": device.peaks.get("bf16"), "float16": device.peaks.get("fp16")}
+    full = device.peaks.get("tf32", device.peaks["fp32"])
+    times = {COMPUTE: 0.0, MEMORY: 0.0}
+    for kind, flops, moved in trace.operations:
+        computing_s = flops / ((peaks.get(kind) or full) * 1e12 * REACHED_FLOPS)
+        moving_s = moved / (device.memory_gb_s * 1e9 * REACHED_BANDWIDTH)
+        times[COMPUTE if computing_s > moving_s else MEMORY] += max(computing_s, moving_s)
+    return times
+
+
+def traffic(trace: Trace, cluster: Cluster, accumulations: int = 1) -> tuple[float, float]:
+    """Bytes that a device sends inside its host, and a host to others, in one optimizer step."""
+    link = network = 0.0
+    for kind, moved, ranks in exchanged(trace, accumulations):
+        more = _ways(kind, RING.get(kind, 1.0) * moved * (ranks - 1) / ranks, ranks, cluster)
+        link, network = link + more[0], network + more[1]
+    return link, network
+
+
+def _ways(kind: str, sent: float, ranks: int, cluster: Cluster) -> tuple[float, float]:
+    """What of a rank's bytes goes to devices of its host, and of its host's to others.
+
+    A ring over all devices passes each host's network once. Groups of one device a host (hybrid sharding)
+    share it.
+    """
+    if cluster.hosts > 1 and ranks == cluster.processes:
+        return (sent if cluster.gpus > 1 else 0.0), sent
+    # Hybrid sharding's all-reduce has one device a host. It gathers and scatters inside of a host.
+    is_shard = kind != "all_reduce" and ranks == cluster.gpus
+    if cluster.hosts > 1 and ranks == cluster.hosts != cluster.processes and not is_shard:
+        return 0.0, sent * cluster.gpus
+    return sent, 0.0

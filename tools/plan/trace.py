@@ -1,0 +1,190 @@
+"""A training step without a device: its memory, operations and collectives.
+
+`python -m tools.plan.trace CONFIG PROCESSES HOSTS SIZES MEMORY SCRIPT [its flags]` runs the script's
+model and optimizer as rank 0, by the engines themselves on fake tensors, and prints what torch's MemTracker
+and the dispatcher saw as JSON. SIZES: images per forward, as 8,16. MEMORY: bytes of the device; then sizes
+near the largest that fits are traced, too, as with few images the optimizer's step is the peak. 0: only
+SIZES. benchmarks/plan_memory.py compares the sum of live tensors with what torch's allocator reports in a
+real training on CPU processes.
+
+The kernels are a CPU's: what CUDA's or cuDNN's need beside their tensors is not in it. Not yet measured on a
+GPU.
+"""
+
+import dataclasses
+import json
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from common.distributed.accelerator import wrap
+from common.distributed.layout import layout_of
+from common.distributed.strategy import precision, strategy
+from common.optim import EMA
+from common.order import reseed
+from common.recipe import Batch, ImageRecipe, parse
+from common.script import AFRESH, CLASSES, load_script, recipe_class
+from tools.plan.cost import QUANTUM, largest_size
+from tools.plan.result import Collective, Kernel, Trace
+from tools.plan.stand_in import settle_in, stand_in_for_reducer, start_as_rank_0, without_contents
+
+COLLECTIVES = {  # torch's operator: the collective, and the argument that has all of its bytes
+    "allreduce_": ("all_reduce", 0),
+    "_allgather_base_": ("all_gather", 0),
+    "allgather_": ("all_gather", 0),
+    "allgather_into_tensor_coalesced_": ("all_gather", 0),
+    "_reduce_scatter_base_": ("reduce_scatter", 1),
+    "reduce_scatter_": ("reduce_scatter", 1),
+    "reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1),
+    "broadcast_": ("broadcast", 0),
+    "reduce_": ("reduce", 0),
+}
+LINES = 6  # at most so many through two sizes each: memory is a few lines, each steeper than the one before
+WITHOUT_KERNEL = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias")
+
+
+@dataclass
+class _Operations(TorchDispatchMode):
+    """Records kernels and collectives. Views launch none."""
+
+    kernels: list[Kernel] = field(default_factory=list)
+    collectives: list[Collective] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        name = func._schema.name.partition("::")[2]
+        if func.namespace == "c10d":
+            self._collective(name, args)
+        elif func.namespace == "aten" and not func.is_view and name not in WITHOUT_KERNEL:
+            written = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
+            if written:
+                read = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+                formula = flop_registry.get(func._overloadpacket)
+                flops = formula(*args, **kwargs, out_val=result) if formula else 0
+                moved = sum(t.nbytes for t in {id(t): t for t in (*read, *written)}.values())
+                self.kernels.append((str(written[0].dtype).removeprefix("torch."), int(flops), moved))
+        return result
+
+    def _collective(self, name: str, args: tuple[Any, ...]) -> None:
+        if name in COLLECTIVES:
+            kind, which = COLLECTIVES[name]
+            moved = sum(t.nbytes for t in tree_leaves(args[which]) if isinstance(t, Tensor))
+            group = next(a for a in args if isinstance(a, torch.ScriptObject) and "ProcessGroup" in str(a))
+            self.collectives.append((kind, moved, dist.ProcessGroup.unbox(group).size()))
+
+
+def trace(
+    config_file: Path, processes: int, hosts: int, sizes: list[int], memory_bytes: float, words: list[str]
+) -> Trace:
+    """Traces an optimizer step of one micro-batch for each of the sizes, on this process as rank 0."""
+    script = load_script(Path(words[0]))
+    recipe: Any = parse(recipe_class(script), words[1:])
+    if not (isinstance(recipe, ImageRecipe) and hasattr(script, "build_model")):
+        raise ValueError(f"{words[0]} has no build_model(): only scripts for images can be planned")
+    afresh = {name: value for name, value in AFRESH.items() if hasattr(recipe, name)}
+    recipe = dataclasses.replace(recipe, **afresh, grad_compression="no", compile="no")
+    batch = Batch(sizes[0] * processes, sizes[0], processes, 1)
+    accelerator = start_as_rank_0(config_file, batch, hosts, recipe)
+    with torch.device("meta"):
+        model = script.build_model(recipe, CLASSES)
+    recorded = _Operations()
+    with without_contents():
+        model = settle_in(model)
+        optimizer = script.build_optimizer(model, recipe)
+        model, optimizer = wrap(accelerator, model, optimizer)
+        averaged = EMA(model, optimizer, recipe.ema_decay) if getattr(recipe, "ema_decay", 0) else None
+        exchanged: list[Collective] = []  # by DDP's reducer
+        stand_in_for_reducer(model, exchanged)
+        layout = layout_of(model, optimizer)
+        tracker = MemTracker()
+        tracker.track_external(model, *tree_leaves(layout.held))
+        if averaged:
+            tracker.track_external(*averaged.averages)
+
+        gradients = 0
+
+        def step(size: int) -> None:
+            nonlocal gradients
+            shape = (size, 3, recipe.image_size, recipe.image_size)
+            inputs = torch.empty(shape, memory_format=torch.channels_last)  # as common.augment gives them
+            labels = torch.empty(size, dtype=torch.int64)
+            reseed(recipe.seed, 0, 0)
+            with accelerator.accumulate(model):
+                loss = F.cross_entropy(model(inputs).float(), labels)
+                accelerator.backward(loss)
+                gradients = sum(_local_bytes(p.grad) for p in model.parameters() if p.grad is not None)
+                if getattr(recipe, "clip_norm", 0):
+                    accelerator.clip_grad_norm_(model.parameters(), recipe.clip_norm)
+                optimizer.step()
+                optimizer.zero_grad()
+            if averaged:
+                averaged.update(0)
+            tracker.reset_mod_stats()
+
+        peaks: dict[int, dict[str, int]] = {}
+
+        def find_peak(size: int) -> None:
+            tracker._peak_mem.clear()  # or the peak of a larger size would stay
+            step(size)
+            peak = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]
+            peaks[size] = {str(getattr(kind, "value", kind)): moved for kind, moved in peak.items()}
+
+        with tracker:
+            step(sizes[0])  # makes the optimizer's state
+            with recorded:
+                exchanged.clear()
+                step(sizes[0])
+            recorded.collectives += exchanged
+            for size in sizes:
+                find_peak(size)
+            for _ in range(LINES if memory_bytes else 0):
+                if (largest := largest_size(peaks, memory_bytes)) == 0 or largest in peaks:
+                    break
+                find_peak(largest)
+                find_peak(largest + QUANTUM)
+    state = [t for t in tree_leaves(layout.states()) if isinstance(t, Tensor)]
+    state += [*(layout.held if layout.is_flat else ()), *(averaged.averages if averaged else ())]
+    return Trace(
+        strategy(accelerator),
+        precision(accelerator),
+        peaks,
+        sum(_local_bytes(p) for p in model.parameters()),
+        sum(map(_local_bytes, state)),
+        recorded.kernels,
+        recorded.collectives,
+        gradients,
+    )
+
+
+def _local_bytes(tensor: Any) -> int:
+    return (tensor.to_local() if hasattr(tensor, "to_local") else tensor).nbytes
+
+
+def main() -> None:
+    config_file, processes, hosts, sizes, memory = sys.argv[1:6]
+    words = sys.argv[6:]
+    sys.argv[:] = words  # errors name the script
+    try:
+        numbers = [int(size) for size in sizes.split(",")]
+        found = trace(Path(config_file), int(processes), int(hosts), numbers, float(memory), words)
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    print(json.dumps(dataclasses.asdict(found)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
