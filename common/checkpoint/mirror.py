@@ -44,6 +44,7 @@ class Mirror:
     The training never waits for it. say() reports a failed upload, which is retried with the next checkpoint,
     at the end of the run, and when the same command is started again. lost(): the message once another run
     owns the prefix, as after a pause of this machine: from then on nothing is written or removed there.
+    Only a request whose check came before the pause still goes out: the new owner's next upload repairs it.
     """
 
     def __init__(

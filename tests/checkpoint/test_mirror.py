@@ -25,7 +25,6 @@ from tests.checkpoint.test_checkpoints import (  # noqa: F401
     HELLO,
     LAST,
     LONG,
-    SLOW,
     start_and_wait,
     straight,
 )
@@ -322,8 +321,9 @@ def test_an_owner_that_was_paused_removes_nothing_of_its_successor(pause, bucket
 def test_a_run_that_is_suspended_and_taken_over_leaves_its_successors_files(bucket, stoppable, tmp_path):
     """The successor's record, checkpoints and index.json come while the first run's process is stopped."""
     words = [*LONG, "--epochs", "3000", "--keep_every", "100000", "--s3", bucket.url]
-    job = start_and_wait([*python(), *words], tmp_path / "run", env=bucket.env | SLOW, cwd=stoppable)
-    while not bucket.steps():
+    env = bucket.env | {"STEP_S": "0.1"}  # 5 s between checkpoints
+    job = start_and_wait([*python(), *words], tmp_path / "run", env=env, cwd=stoppable)
+    while "metrics.jsonl" not in bucket.store.list():  # by then nothing is being sent that was checked before
         time.sleep(0.05)
     job.process.send_signal(signal.SIGSTOP)
     folder, steps = tmp_path / "run" / "checkpoints", [50_000, 60_000, 70_000]
