@@ -13,8 +13,8 @@ from common.data.decode import checks_jpegs, damage, decode, jpeg_frame, open_im
 from tests.conftest import ROOT
 from tests.data.test_images import encode, picture
 from tests.support.imagenet import class_folders, fails, prep
+from tools.prepare.originals import ImageBatch, Position, RawImage
 from tools.prepare.recode import recoded
-from tools.prepare.source import ImageBatch, Position, RawImage
 
 pytestmark = pytest.mark.filterwarnings("ignore:The image decoding and encoding:DeprecationWarning")
 
@@ -35,7 +35,7 @@ def half(jpeg: bytes) -> bytes:
 
 
 def one_image(data: bytes, name: str = "a.jpg") -> list[ImageBatch]:
-    return [ImageBatch("here", [RawImage("cat", name, "a", 0, data)], len(data), Position())]
+    return [ImageBatch("here", [RawImage(name, "a", 0, data)], len(data), Position(), [])]
 
 
 @pytest.mark.parametrize("opener", [decode, open_image, lambda data: list(recoded(one_image(data), 8, 90))])

@@ -4,7 +4,6 @@ import json
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import pytest
 
@@ -16,7 +15,6 @@ from common.system.s3 import ObjectStore
 from tests.conftest import ROOT
 from tests.support.s3 import BUCKET, SECRET, s3, s3_proxy  # noqa: F401  (two are fixtures)
 from tests.system.test_s3 import one_loader, proxy, refused, store  # noqa: F401  (three are fixtures)
-from tools.prepare.inputs import open_input
 
 SIGNED = (
     "X-Amz-Credential=AKIAIOSFODNN7EXAMPLE/20261122&X-Amz-Signature=0123456789abcdef&X-Amz-Security-Token=tok"
@@ -202,51 +200,3 @@ def test_an_owner_record_with_any_content(store):  # noqa: F811
     text = _who(_parsed(json.dumps(odd)))
     assert text.isprintable()
     assert len(text) < 700
-
-
-def test_a_web_server_without_end(proxy, tmp_path: Path):  # noqa: F811
-    """Sends bytes beyond the stated size, redirects with endless bodies, and errors that repeat the query."""
-    url = f"{proxy.endpoint}/file?{SIGNED}"
-
-    def endless(handler) -> bool:
-        start = handler.headers["Range"].removeprefix("bytes=").partition("-")[0]
-        handler.send_response(206)
-        handler.send_header("Content-Range", f"bytes {start}-6/7")
-        handler.send_header("Connection", "close")
-        handler.end_headers()
-        handler.wfile.write(b"content"[int(start) :] + b"x" * MIB)
-        return handler._close()
-
-    def redirect(handler) -> bool:
-        handler.send_response(302)
-        handler.send_header("Location", "/there")
-        handler.send_header("Connection", "close")
-        handler.end_headers()
-        for _ in range(40):
-            handler.wfile.write(b"x" * MIB)
-            body.append(MIB)
-        return handler._close()
-
-    body: list[int] = []
-    proxy.add("endless", endless, times=None, path="/there")
-    proxy.add("redirect", redirect, times=None, path="/file")
-    with open_input(url) as source:
-        assert source.read(100) == b"content"
-        assert source.read(100) == b""
-    assert len(body) < 40, "the whole body of the redirect was read"
-    proxy.clear()
-    for status, reason in ((403, f"no {SIGNED}"), (302, "loop")):
-
-        def refuse(handler, status=status, reason=reason) -> bool:
-            handler.send_response(status, reason)
-            handler.send_header("Location", handler.path)
-            handler.send_header("Content-Length", "0")
-            handler.end_headers()
-            return True
-
-        proxy.add("refuse", refuse, times=None)
-        with pytest.raises(ValueError, match=str(status)) as caught:
-            open_input(url)
-        assert "X-Amz" not in str(caught.value)
-        assert "\n" not in str(caught.value)
-        proxy.clear()
