@@ -33,7 +33,6 @@ from common.distributed.answers import (
 from common.distributed.compilation import asked_for, compile_blocks
 from common.distributed.determinism import choose_algorithms
 from common.distributed.devices import check_devices
-from common.distributed.elastic import check_processes, elastic_batch, replacement_problem
 from common.distributed.gradients import refuse_missing_gradients, refuse_skipped_steps
 from common.distributed.hangs import record_collectives, watch_hangs
 from common.distributed.initial_weights import share_initial_weights
@@ -48,7 +47,14 @@ from common.distributed.precision import (
 )
 from common.distributed.preemption import ready, watch
 from common.distributed.rehearsal import keep_freed_memory, rehearse_on_cpu, use_all_cores
-from common.distributed.rendezvous import join_agents_store, name_interface, set_group_timeout
+from common.distributed.rendezvous import (
+    check_processes,
+    elastic_batch,
+    join_agents_store,
+    name_interface,
+    replacement_problem,
+    set_group_timeout,
+)
 from common.distributed.strategy import plain_module, precision, strategy, versions
 from common.recipe import Batch, Job, recipe_part
 from common.system.env import rank, world_size

@@ -17,7 +17,6 @@ from common.distributed.accelerator import start
 from common.distributed.agreement import MISTAKES, first_to_say
 from common.distributed.peers import begin_exit, tell_failure
 from common.distributed.preemption import Preempted
-from common.distributed.spot import watch_for_notice
 from common.recipe import Batch, Recipe, parse
 from common.system.cli import check_working_folder, open_streams, set_umask, tell_torchrun
 from common.system.env import PREEMPTED, is_hosts_first, rank, world_size
@@ -39,7 +38,6 @@ def entry(kind: type[R]) -> Callable[[Main[R]], Callable[[], None]]:
         def train() -> None:
             recipe = parse(kind)
             accelerator, batch = start(recipe, clip_norm=getattr(recipe, "clip_norm", 0.0))
-            watch_for_notice(recipe.spot_notice)
             main(recipe, accelerator, batch)
 
         @functools.wraps(main)

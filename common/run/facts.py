@@ -12,7 +12,7 @@ from accelerate import Accelerator
 
 from common.checkpoint.format import step_name
 from common.distributed import strategy as job
-from common.distributed.elastic import hosts, most_hosts
+from common.distributed.rendezvous import hosts, most_hosts
 from common.recipe import Batch, Recipe, recipe_part
 from common.run.folder import script_name
 from common.run.state import RunState
