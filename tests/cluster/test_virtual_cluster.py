@@ -35,6 +35,7 @@ def test_each_host_is_one_of_its_own(cluster):
     assert Path("/etc/hostname").read_text().strip() == socket.gethostname() != "node1"
 
 
+@pytest.mark.full
 @pytest.mark.needs("two cores")
 def test_each_host_has_its_own_cores(cluster_tools):
     cores = sorted(os.sched_getaffinity(1))  # all, where this process has one of them
@@ -126,6 +127,7 @@ def arrived() -> int:
     return int(receiver.wait()[1])
 
 
+@pytest.mark.full
 def test_a_lossy_cable(cluster):
     hosts.lose("node2", 30)
     try:
