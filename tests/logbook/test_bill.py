@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from common.system.phase import _Now
 
-from common.system.doing import _Now
 from common.system.processes import own_age_s
 from tests.conftest import CNN, python, result, run
 from tests.logbook.test_logbook import check, rows

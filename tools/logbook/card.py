@@ -2,14 +2,16 @@
 
 import contextlib
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import yaml
 
-from common.checkpoint.export import Exported
 from tools.logbook.markdown import block, code, table, text
 from tools.logbook.record import RunRecord
+
+if TYPE_CHECKING:  # a tool knows no other
+    from tools.inference.exported import Exported
 
 TO_FILL_IN = "not said: fill it in"
 MOST_CLASSES = 100  # with a row each
@@ -24,7 +26,7 @@ IN_TORCH = """from model import class_names, load, prepare   # in this folder
 logits = load()(prepare(image))   # image: of PIL"""
 
 
-def model_card(name: str, exported: Exported, about: dict[str, Any]) -> str:
+def model_card(name: str, exported: "Exported", about: dict[str, Any]) -> str:
     """Markdown with the hub's metadata. about: config.json."""
     run = _record(exported)
     facts = run.facts if run else {}
@@ -71,7 +73,7 @@ def _name(value: str) -> str:
     return value if value.startswith(("hub:", "hf-hub:")) else value.rstrip("/").rpartition("/")[2]
 
 
-def _metadata(name: str, exported: Exported, facts: dict[str, Any]) -> dict[str, Any]:
+def _metadata(name: str, exported: "Exported", facts: dict[str, Any]) -> dict[str, Any]:
     """What the hub reads. Its word for a licence that is not named is `unknown`."""
     about: dict[str, Any] = {
         "license": "unknown",
@@ -90,14 +92,14 @@ def _metadata(name: str, exported: Exported, facts: dict[str, Any]) -> dict[str,
     return about
 
 
-def _record(exported: Exported) -> RunRecord | None:
+def _record(exported: "Exported") -> RunRecord | None:
     """The run on this disk that the model is of."""
     with contextlib.suppress(ValueError, OSError):
         return RunRecord(Path(exported.trained.weights).parents[2])
     return None
 
 
-def _metrics(exported: Exported, run: RunRecord | None) -> list[str]:
+def _metrics(exported: "Exported", run: RunRecord | None) -> list[str]:
     """Accuracies, and metrics by class where an evaluation of this step has left a confusion matrix."""
     if run is None:
         return ["## Metrics", "Not known here: the run's folder was not at hand."]

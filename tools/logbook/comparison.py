@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from common.run.plots import Panel, panels
-from common.system.files import read_json
+from common.system.files import Kind, fitting, read_json
 from common.system.paths import public_path
-from common.system.schema import Kind, fitting
 from common.system.text import plural
 from tools.logbook import bill, seeds
 from tools.logbook import markdown as md

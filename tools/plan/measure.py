@@ -32,7 +32,7 @@ from common.optim import EMA
 from common.order import reseed
 from common.recipe import Batch, parse
 from common.script import AFRESH, CLASSES, load_script, recipe_class
-from tools.plan.stand_in import launchers_environment
+from tools.plan.fake_rank import launchers_environment
 
 WARM_UP, STEPS = 3, 7
 
