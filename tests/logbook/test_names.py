@@ -10,7 +10,7 @@ from common.checkpoint.format import MANIFEST_FILE, STATE_FILE, Checkpoint, chec
 from common.data.cache import prepare_data
 from common.data.images import open_images
 from common.data.shards import parse_manifest
-from common.distributed.answers import _read_deepspeed
+from common.distributed.launch_config import _read_deepspeed
 from common.recipe import ImageRecipe, _read_config
 from common.run import plots
 from common.run.folder import _why_not_ours, count_restarts, resumed_from

@@ -27,7 +27,7 @@ from torch.distributed.tensor import _sharding_prop
 from torch.nn.parallel import DistributedDataParallel, distributed
 
 from common.distributed.accelerator import make_accelerator
-from common.distributed.answers import check_answers, settle_answers
+from common.distributed.launch_config import check_launch_config, disable_meaningless
 from common.distributed.rehearsal import rehearse_on_cpu
 from common.recipe import Batch, Recipe
 from tools.plan.cost import Collective
@@ -48,8 +48,8 @@ class FakeContents(FakeTensorMode):
 def start_as_rank_0(config_file: Path, batch: Batch, hosts: int, recipe: Recipe) -> Accelerator:
     """The Accelerator of rank 0, with a config file's answers for batch.processes processes on some hosts."""
     os.environ.update(launchers_environment(config_file, batch.processes, hosts))
-    deepspeed = check_answers(os.environ, batch.processes, precision=recipe.mixed_precision)
-    settle_answers(True)
+    deepspeed = check_launch_config(os.environ, batch.processes, precision=recipe.mixed_precision)
+    disable_meaningless(True)
     if batch.processes > 1 or deepspeed:
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
