@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 
 from common.recipe import Batch, Job, share_out, usable_processes
-from common.system.env import MOST_HOSTS, PER_DEVICE, PROCESSES, processes_per_host, rank, world_size
-from common.system.events import report
+from common.system.env import MOST_HOSTS, PER_DEVICE, PROCESSES, processes_per_host, rank, report, world_size
 from common.system.network import interface_to
 from common.system.text import plural
 

@@ -14,7 +14,7 @@ from common.run.failure import WRITING_GRACE_S, explained, interruption
 from common.run.opening import OpenRun
 from common.run.output import note_early_preemption
 from common.run.snapshots import Snapshots
-from common.system.doing import ENDING, SAVING, now
+from common.system.phase import ENDING, SAVING, now
 
 
 def end_preempted(

@@ -17,8 +17,7 @@ from common.recipe import Batch, Recipe, recipe_part
 from common.run.folder import script_name
 from common.run.state import RunState
 from common.system.env import processes_per_host
-from common.system.paths import ROOT
-from common.system.version import project_version
+from common.system.paths import ROOT, project_version
 from common.telemetry.collect import ProcessInfo
 from common.telemetry.flops import Utilisation
 from common.telemetry.memory import memory_gib

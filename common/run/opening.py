@@ -20,7 +20,7 @@ from common.run.output import RunOutput
 from common.run.resume import ResumePoint, resume_point
 from common.run.state import RunState
 from common.run.storage import open_storage
-from common.system.events import EVENTS_FILE, report
+from common.system.env import EVENTS_FILE, report
 from common.system.threads import Heartbeat
 from common.telemetry.collect import Telemetry, this_process
 

@@ -21,7 +21,7 @@ from common.run.owner import RECORD
 from common.run.predictions import Predictions
 from common.run.state import RunState
 from common.run.storage import RunStorage
-from common.system.events import EVENTS_FILE, report
+from common.system.env import EVENTS_FILE, report
 from common.system.files import not_written, read_json, sync, write_json
 from common.system.s3 import StoreError, WrongSize
 from common.system.threads import Heartbeat

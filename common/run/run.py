@@ -33,8 +33,8 @@ from common.run.schedule import SaveSchedule
 from common.run.snapshots import Snapshots
 from common.run.state import RunState
 from common.run.utilisation import utilisation
-from common.system.doing import ENDING, EVALUATION, READING, STARTING, TRAINING, now
-from common.system.events import report
+from common.system.env import report
+from common.system.phase import ENDING, EVALUATION, READING, STARTING, TRAINING, now
 from common.system.threads import Heartbeat
 from common.telemetry.flops import Utilisation
 from common.telemetry.memory import memory_gib

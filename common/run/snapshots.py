@@ -8,7 +8,7 @@ from common.order import Steps
 from common.recipe import Batch, Recipe
 from common.run.meter import Meter
 from common.run.opening import OpenRun
-from common.system.doing import SAVING, spending
+from common.system.phase import SAVING, spending
 
 
 class Snapshots:

@@ -8,7 +8,7 @@ from accelerate import Accelerator
 
 from common.distributed.strategy import device_name
 from common.recipe import Batch
-from common.system.out_of_memory import says_out_of_memory
+from common.system.processes import says_out_of_memory
 
 
 def memory_gib(accelerator: Accelerator, is_healthy: bool = False) -> dict[str, float]:

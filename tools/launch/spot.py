@@ -20,7 +20,7 @@ from collections.abc import Callable
 from http.client import HTTPException
 
 from common.system.cli import command_parser, run_command
-from common.system.events import report
+from common.system.env import report
 from common.system.files import parse_json
 from common.system.processes import adopt_orphans, end_with_parent, running_descendants
 from common.system.text import printable
