@@ -12,7 +12,7 @@ from common.run.predictions import Predictions
 from common.run.state import RunState
 from common.run.trackers import finish_trackers, log_pictures, start_trackers, tracker_ids
 from common.system.files import read_lines, write_json, write_text
-from common.system.progress import progress
+from common.system.progress import TrainingProgress
 
 
 class RunLog:
@@ -46,7 +46,7 @@ class RunLog:
         write_json(folder / "recipe.json", about | self.tracker_ids())
         self.metrics = open(metrics, "a", buffering=1)  # noqa: SIM115 (closed in close)
         self.samples = open(samples, "a", buffering=1) if recipe.log_samples else None  # noqa: SIM115
-        self.progress = progress(recipe.epochs, state.step, steps, recipe.batch_size, recipe.unit)
+        self.progress = TrainingProgress(recipe.epochs, state.step, steps, recipe.unit)
         if change := _change_of_hosts(wrote, about):
             line = {"step": state.step, "epoch": state.step / steps_per_epoch, "wall_s": state.wall_now_s()}
             self._write_line(self.metrics, line | change)

@@ -22,8 +22,8 @@ import psutil
 from common.system.env import job_round
 from common.system.files import parse_json, write_text
 from common.system.processes import start_ticks
-from common.system.redaction import redacted
 from common.system.s3 import ObjectStore, StoreError
+from common.system.text import redacted
 
 BEAT_S = 20  # between heartbeats
 WATCH_S = 65  # without a heartbeat, after which the owner on another machine counts as dead
