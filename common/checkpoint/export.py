@@ -14,7 +14,7 @@ from common.augment import to_float
 from common.checkpoint.weights import TrainedModel, find, load_trained, open_script
 from common.data.images import Images, open_data
 from common.recipe import ImageRecipe
-from common.script import load_script, normalisation, standalone_source
+from common.script import load_script, model_section, normalisation
 
 WEIGHTS, CONFIG, CODE = "model.safetensors", "config.json", "model.py"
 RESIZE = 256 / 224  # the shorter side relative to the crop, as in common.data.decode.central_crop
@@ -106,7 +106,7 @@ def write_model(exported: Exported, folder: Path) -> dict[str, Any]:
         return about
     from safetensors.torch import save_file
 
-    code = standalone_source(exported.script, "build_model")
+    code = model_section(exported.script)
     save_file({name: t.contiguous() for name, t in exported.model.state_dict().items()}, folder / WEIGHTS)
     recipe = {name: value for name, value in vars(exported.recipe).items() if f"recipe.{name}" in code}
     about = {
@@ -117,9 +117,7 @@ def write_model(exported: Exported, folder: Path) -> dict[str, Any]:
         **exported.preparation,
     }
     (folder / CONFIG).write_text(json.dumps(about, indent=2) + "\n")
-    (folder / CODE).write_text(
-        HEAD.format(script=exported.script.__name__, model=code.removeprefix("import torch\n")) + LOADER
-    )
+    (folder / CODE).write_text(HEAD.format(script=exported.script.__name__, model=code) + LOADER)
     return about
 
 
@@ -130,7 +128,13 @@ def check_reloaded(exported: Exported, folder: Path) -> None:
 
         loaded = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
     else:
-        loaded = load_script(folder / CODE).load(folder)
+        try:
+            loaded = load_script(folder / CODE).load(folder)
+        except NameError as error:
+            raise ValueError(
+                f"{exported.script.__file__}: its Model section needs more than math, torch, F, Tensor and nn"
+                f" ({error}): define it there"
+            ) from None
     with torch.inference_mode():
         if not torch.equal(loaded(exported.sample), exported.model(exported.sample)):
             raise ValueError("the model that was loaded back gives other logits: it is not exported")
@@ -183,10 +187,14 @@ HEAD = '''"""The model of {script}.py, exported. Needs torch, numpy, safetensors
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
 {model}
 
 '''

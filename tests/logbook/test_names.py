@@ -14,7 +14,7 @@ from common.distributed.answers import _read_deepspeed
 from common.recipe import ImageRecipe, _read_config
 from common.run import plots
 from common.run.folder import _why_not_ours, count_restarts, resumed_from
-from common.run.owner import _parsed
+from common.run.lease import _parsed
 from common.run.state import RunState
 from common.system.files import read_accelerate_config, read_json, read_lines
 from common.system.text import printable, printable_lines

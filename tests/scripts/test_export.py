@@ -3,11 +3,13 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,12 +20,25 @@ from safetensors.torch import load_file, save_file
 
 import export
 import train_cnn_a
-from common.checkpoint.export import Exported, open_trained
+from common.checkpoint.export import Exported, check_reloaded, open_trained
 from common.checkpoint.weights import TrainedModel
-from common.script import load_script, standalone_source
+from common.script import load_script, model_section
 from common.system.cli import run_command
 from tests.checkpoint.test_checkpoints import forge
-from tests.conftest import CNN, RESNET, ROOT, STRATEGIES, VIT, full, latest, metrics, python, result, run
+from tests.conftest import (
+    CNN,
+    RESNET,
+    ROOT,
+    STRATEGIES,
+    VIT,
+    full,
+    latest,
+    metrics,
+    mutate,
+    python,
+    result,
+    run,
+)
 from tools.logbook.card import model_card
 
 QUICK = ["--data", "digits", "--trackers", "none", "--mixed_precision", "no", "--epochs", "1"]
@@ -267,12 +282,14 @@ def test_what_is_refused(words, said, runs, tmp_path, capfd):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["full", "lone.safetensors"]
 
 
-def test_code_that_needs_more_than_torch_is_refused(tmp_path):
-    file = tmp_path / "train_other.py"
-    text = (ROOT / "train_cnn_a.py").read_text().replace("return Net(", "Steps; return Net(")
-    file.write_text(text)
-    with pytest.raises(ValueError, match=r"build_model needs common\.order"):
-        standalone_source(load_script(file), "build_model")
+def test_code_that_needs_more_than_torch_is_refused(exported, tmp_path):
+    copy = shutil.copytree(exported["cnn_a"], tmp_path / "copy")
+    mutate(copy, "model.py", "return Net(", "Steps; return Net(")
+    model = SimpleNamespace(is_timms=False, script=load_script(ROOT / "train_cnn_a.py"))
+    with pytest.raises(ValueError, match=r"Model section needs more than .*'Steps'"):
+        check_reloaded(model, copy)
+    with pytest.raises(ValueError, match="has no lines `# --- Model"):
+        model_section(load_script(ROOT / "predict.py"))
 
 
 class Hub(BaseHTTPRequestHandler):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from common.checkpoint.mirror import Mirror, committed, fetch_log
-from common.run.owner import PrefixRecord, _parsed, _who
+from common.run.lease import PrefixRecord, _parsed, _who
 from common.system import s3 as object_store
 from common.system.redaction import redacted
 from common.system.s3 import ObjectStore

@@ -7,8 +7,8 @@ from glob import escape
 from pathlib import Path
 from typing import Any
 
-from common.run.finish import early_end
 from common.run.plots import Panel, confusion_matrix, panel, panels
+from common.run.result_tables import early_end
 from common.system.files import own_files
 from common.system.paths import public_path
 from common.system.text import plural, some_of
