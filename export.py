@@ -43,7 +43,7 @@ def main() -> int:
         raise ValueError(f"{flags.folder} is there already: give a new folder, or remove it")
     if flags.onnx:
         _check_onnx()
-    from common.checkpoint.export import (
+    from tools.inference.exported import (
         check_onnx,
         check_reloaded,
         open_trained,

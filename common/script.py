@@ -7,7 +7,6 @@ images, the data and the batch size. It neither trains nor downloads.
 import dataclasses
 import importlib.util
 import json
-import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -78,17 +77,6 @@ def as_flags(recipe: dict[str, Any], kind: type[Recipe]) -> list[str]:
             text = ",".join(map(str, value)) if isinstance(value, list) else value
             words.append(f"--{name}={text}")
     return words
-
-
-def model_section(script: ModuleType) -> str:
-    """The script's text between `# --- Model` and the next such mark. ValueError without these marks."""
-    assert script.__file__ is not None
-    section = re.search(r"^# --- Model -*\n(.*?)^# --- ", Path(script.__file__).read_text(), re.M | re.S)
-    if section is None:
-        raise ValueError(
-            f"{script.__file__} has no lines `# --- Model ---` and `# --- Data ---` around its model"
-        )
-    return section[1].strip()
 
 
 def normalisation(script: ModuleType, model: nn.Module) -> tuple[tuple[float, ...], tuple[float, ...]]:

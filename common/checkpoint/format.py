@@ -27,9 +27,8 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor
 
-from common.system.files import discard, parse_json, sha256_of, sync, write_json
+from common.system.files import discard, fits, parse_json, sha256_of, sync, write_json
 from common.system.paths import shortest
-from common.system.schema import fits
 
 FORMAT_VERSION = 1  # docs/checkpoints.md: when it rises, and which versions are read
 MODEL_FILE, OPTIMIZER_FILE, EMA_FILE, STATE_FILE, MANIFEST_FILE = (

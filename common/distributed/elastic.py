@@ -8,8 +8,7 @@ import time
 import psutil
 
 from common.recipe import Batch, Job, share_out, usable_processes
-from common.system.env import MOST_HOSTS, PER_DEVICE, PROCESSES, processes_per_host, rank, world_size
-from common.system.events import report
+from common.system.env import MOST_HOSTS, PER_DEVICE, PROCESSES, processes_per_host, rank, report, world_size
 from common.system.text import plural
 
 RUN_NODES = re.compile(r"--?nnodes[= ](\d+):(\d+)(?!\d)")

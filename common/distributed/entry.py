@@ -20,8 +20,7 @@ from common.distributed.preemption import Preempted
 from common.distributed.spot import watch_for_notice
 from common.recipe import Batch, Recipe, parse
 from common.system.cli import check_working_folder, open_streams, set_umask, tell_torchrun
-from common.system.env import PREEMPTED, is_hosts_first, rank, world_size
-from common.system.events import report
+from common.system.env import PREEMPTED, is_hosts_first, rank, report, world_size
 from common.system.text import printable_lines
 
 R = TypeVar("R", bound=Recipe)

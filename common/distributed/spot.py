@@ -18,8 +18,7 @@ from http.client import HTTPException
 from typing import Any
 
 from common.distributed.preemption import request_stop
-from common.system.env import is_hosts_first
-from common.system.events import report
+from common.system.env import is_hosts_first, report
 from common.system.files import parse_json
 from common.system.text import printable
 

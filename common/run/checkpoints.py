@@ -12,7 +12,7 @@ from common.order import Steps
 from common.recipe import Batch
 from common.run.opening import OpenRun
 from common.run.state import RunState
-from common.system.doing import SAVING, spending
+from common.system.phase import SAVING, spending
 
 
 class Meter:

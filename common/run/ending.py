@@ -26,10 +26,10 @@ from common.run.opening import OpenRun
 from common.run.provenance import run_name
 from common.run.result_tables import print_how_to_add
 from common.run.state import RunState
-from common.system.doing import ENDING, SAVING, now
-from common.system.events import report
+from common.system.env import report
 from common.system.files import not_written, read_json, write_json
-from common.system.out_of_memory import says_out_of_memory
+from common.system.phase import ENDING, SAVING, now
+from common.system.processes import says_out_of_memory
 
 UPLOAD_GRACE_S = 15  # how long a preempted run waits for S3: launchers kill 30 s after SIGTERM
 WRITING_GRACE_S = 8  # for a checkpoint in flight in a failed run; the other processes wait 10 s

@@ -16,7 +16,7 @@ from common.distributed.preemption import Poll
 from common.recipe import Recipe
 from common.run.state import RunState
 from common.run.trackers import finish_trackers, log_pictures, start_trackers, tracker_ids
-from common.system.events import EVENTS_FILE, report
+from common.system.env import EVENTS_FILE, report
 from common.system.files import read_lines, write_json, write_text
 from common.system.progress import progress
 

@@ -21,7 +21,7 @@ from common.run.folder import RunFolder, count_restarts, open_folder, resumed_fr
 from common.run.log import RunLog
 from common.run.provenance import checkpoint_record, run_name, run_record
 from common.run.state import RunState
-from common.system.events import EVENTS_FILE, report
+from common.system.env import EVENTS_FILE, report
 from common.system.files import not_written
 from common.system.threads import Heartbeat
 from common.telemetry.collect import Telemetry, this_process

@@ -15,8 +15,7 @@ from common.distributed.elastic import most_hosts
 from common.recipe import Batch, Recipe, recipe_part
 from common.run.folder import script_name
 from common.system.env import processes_per_host
-from common.system.paths import ROOT
-from common.system.version import project_version
+from common.system.paths import ROOT, project_version
 from common.telemetry.collect import ProcessInfo
 
 VAL_CHOSEN = "a hash of their ids"  # how --max_val_images chooses images

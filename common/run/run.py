@@ -28,8 +28,8 @@ from common.run.log import Predictions, RunLog
 from common.run.opening import OpenRun, open_run
 from common.run.result_tables import early_end
 from common.run.state import RunState
-from common.system.doing import ENDING, EVALUATION, READING, STARTING, TRAINING, now
-from common.system.events import report
+from common.system.env import report
+from common.system.phase import ENDING, EVALUATION, READING, STARTING, TRAINING, now
 from common.system.threads import Heartbeat
 from common.telemetry.flops import Utilisation, utilisation
 

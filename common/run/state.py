@@ -7,10 +7,9 @@ from typing import Any, Self
 
 from common.checkpoint.format import STATE_FILE, Checkpoint
 from common.checkpoint.optimizer_state import OptimizerScalars
-from common.system.doing import now
-from common.system.files import read_json
+from common.system.files import fitting, read_json
+from common.system.phase import now
 from common.system.processes import own_age_s
-from common.system.schema import fitting
 
 
 @dataclass
@@ -83,7 +82,7 @@ class RunState:
         return self.wall_s + own_age_s()
 
     def spent_now_s(self) -> dict[str, float]:
-        """The parts of wall_now_s(): `starting`, `training`, `evaluation`, ... (common/system/doing.py)."""
+        """The parts of wall_now_s(): `starting`, `training`, `evaluation`, ... (common/system/phase.py)."""
         before, mine = self.spent_s or {}, now.spent_s()
         return {part: before.get(part, 0.0) + mine.get(part, 0.0) for part in before | mine}
 

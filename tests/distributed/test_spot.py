@@ -12,8 +12,8 @@ import pytest
 from common.distributed import preemption, spot
 from tests.checkpoint.test_checkpoints import LONG, start_and_wait
 from tests.conftest import latest, lines, python, result, run, torchrun
-from tools.logbook.bill import Terms
 from tools.logbook.page import page
+from tools.logbook.price import Terms
 from tools.logbook.record import RunRecord
 
 AWS, GCP = "/latest/", "/computeMetadata/v1/instance/preempted"

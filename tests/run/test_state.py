@@ -7,7 +7,7 @@ import pytest
 
 from common.checkpoint.format import Checkpoint
 from common.run.state import NEEDED, RunState
-from common.system.schema import fits, fitting
+from common.system.files import fits, fitting
 
 STORED = Path(__file__).parents[1] / "checkpoint" / "stored" / "format_1" / "checkpoints" / "step_00000016"
 OPTIMIZER = {"scalars": {"head.weight": {"step": 3}}, "groups": [{}]}

@@ -39,7 +39,7 @@ from typing import Any
 PRELOADED = (
     *("torch._dynamo", "torch._inductor", "torch.distributed.run", "torch.distributed.fsdp"),
     *("torch.distributed.checkpoint.state_dict", "torch.utils.tensorboard", "torch.utils.checkpoint"),
-    *("torchvision.transforms.v2.functional", "torchvision.io", "PIL.Image", "safetensors.torch"),
+    *("torchvision.transforms.v2.functional", "torchcodec.decoders", "PIL.Image", "safetensors.torch"),
     *("accelerate", "accelerate.commands.launch", "accelerate.tracking", "accelerate.utils", "yaml", "tqdm"),
     *("sklearn.datasets", "matplotlib.figure", "matplotlib.backends.backend_agg", "psutil"),
 )

@@ -3,7 +3,7 @@
 launch.py starts it, over ssh or locally. They exchange lines. The agent sends a JSON object about this host,
 receives its part of the job as JSON, then empty lines as heartbeats, and `stop` or `kill`. It forwards the
 job's output. The end of the input, or SILENCE_S without a heartbeat, acts like `stop`: the launcher has
-ended, or the connection is lost. Events of the job's processes (common/system/events.py) are separate lines.
+ended, or the connection is lost. Events of the job's processes (common/system/env.py) are separate lines.
 """
 
 import contextlib
@@ -24,8 +24,7 @@ from typing import IO, Any
 
 import psutil
 
-from common.system.env import JOB, PREEMPTED
-from common.system.events import EVENTS_FILE, EventReader
+from common.system.env import EVENTS_FILE, JOB, PREEMPTED, EventReader
 from common.system.network import interface_to, listener, use_interface
 from common.system.processes import adopt_orphans, end_with_parent, kill, running_descendants
 from tools.launch.hosts import connection_addresses

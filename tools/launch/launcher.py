@@ -128,7 +128,7 @@ class Launcher:
             self._show(connection, line)
 
     def on_event(self, connection: HostConnection, event: dict[str, Any]) -> None:
-        """Handles an event of a process on the host (common/system/events.py)."""
+        """Handles an event of a process on the host (common/system/env.py)."""
         if event["event"] == "hang":
             self.hangs.add(connection.host.name, event)
 

@@ -1,21 +1,19 @@
-"""What a run cost, beside what plan.py had planned, and where its time went. All of it is measured.
+"""The cost of a run, beside what plan.py had planned, and where its time went. All of it is measured.
 
 Prices are of all hosts together, as --price_per_hour of plan.py and of logbook.py add.
 """
 
-import math
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from common.system.doing import ENDING, EVALUATION, READING, SAVING, STARTING, TRAINING
-from common.system.files import read_json
-from common.system.schema import Kind, fitting
+from common.system.files import Kind, fitting, read_json
+from common.system.phase import ENDING, EVALUATION, READING, SAVING, STARTING, TRAINING
 from common.system.text import plural
-from tools.logbook import markdown as md
+from tools.logbook.markdown import amount
 from tools.logbook.record import RunRecord
-from tools.logbook.words import memory_gib, utilisation_pct
+from tools.logbook.words import memory_gib
 
 PARTS = {
     TRAINING: "training steps",
@@ -26,12 +24,7 @@ PARTS = {
     ENDING: "ending: pictures, last checkpoint, upload",
 }
 LOST = "lost at restarts: all that came after the last checkpoint"
-WHOLE = "whole"
-WHOLE_PLAN = {"hours": "hours", "price": "in price"}
-REST = "not recorded, by an earlier version"
-LEAST = 1e-6  # smaller ones are shown with their exponent
 FACTOR = 2  # differences from twice on, or down to half, are factors
-
 
 PLAN_LINE: dict[str, Kind] = {
     **dict.fromkeys(("strategy", "limit"), str),
@@ -51,7 +44,7 @@ NEEDED = ("script", "batch_size", "hosts", "gpus", "lines")
 
 @dataclass(frozen=True)
 class Terms:
-    """What a run's bill is made by: the flags of logbook.py add."""
+    """What a run's cost is computed from: the flags of logbook.py add."""
 
     plan: dict[str, Any] = field(default_factory=dict)  # of plan_of(); empty without --plan
     price_per_hour: float | None = None  # of all hosts together
@@ -88,7 +81,7 @@ def plan_of(file: Path, run: RunRecord) -> dict[str, Any]:
             f"--plan {file} has no {strategy}, as {run.folder}, but {', '.join(lines) or 'nothing'}: make one"
             " for this number of hosts and devices"
         )
-    return plan | {"line": lines[strategy]}
+    return dict.fromkeys(PLAN) | plan | {"line": dict.fromkeys(PLAN_LINE) | lines[strategy]}
 
 
 def planned_strategy(strategy: str, sharding: dict[str, Any]) -> str:
@@ -158,41 +151,40 @@ def parts_s(run: RunRecord) -> dict[str, float]:
         return {}
     found = {PARTS.get(name, name): seconds for name, seconds in spent.items() if seconds is not None}
     found[LOST] = lost_s(run)
-    rest_s = whole_s - sum(found.values())
-    if rest_s > max(0.5, whole_s / 200):  # clocks differ by less
-        found[REST] = rest_s
     return {name: s for name, s in sorted(found.items(), key=lambda part: -part[1]) if s > 0}
 
 
-# --- Plan and bill
+# --- Planned and actual
 
 
 def planned(run: RunRecord, terms: Terms) -> dict[str, float | None]:
     """The plan's hours and price for the steps that the run has made, and its other numbers."""
-    line = terms.plan.get("line", {})
-    speed, memory = line.get("images_per_s"), line.get("memory")
+    line = terms.plan.get("line") or dict.fromkeys(PLAN_LINE)
+    speed, memory = line["images_per_s"], line["memory"] or {}
     hours = None
     if speed and {"steps", "batch_size"} <= run.facts.keys():
         hours = run.facts["steps"] * run.facts["batch_size"] / speed / 3600
-    price = terms.plan.get("price_per_hour", terms.price_per_hour if _is_same_cluster(run, terms) else None)
-    tensors = [size for name, size in memory.items() if name != "context" and size] if memory else []
+    an_hour = terms.plan.get("price_per_hour")
+    if an_hour is None and _is_same_cluster(run, terms):
+        an_hour = terms.price_per_hour
+    tensors = [size for name, size in memory.items() if name != "context" and size]
     return {
         "hours": hours,
-        "price": None if hours is None or price is None else hours * price,
+        "price": None if hours is None or an_hour is None else hours * an_hour,
         "memory_gib": sum(tensors) / 2**30 if tensors else None,
         "images_per_s": speed,
-        "step_s": line.get("step_s"),
+        "step_s": line["step_s"],
     }
 
 
 def actual(run: RunRecord, terms: Terms) -> dict[str, float | None]:
     """The same numbers of the run itself, its hours from its first process's start on."""
-    whole_s, price, speed = used_s(run), price_per_hour(run, terms), run.facts.get("images_per_s")
+    whole_s, an_hour, speed = used_s(run), price_per_hour(run, terms), run.facts.get("images_per_s")
     hours = None if whole_s is None else whole_s / 3600
     batch = run.facts.get("batch_size")
     return {
         "hours": hours,
-        "price": None if hours is None or price is None else hours * price,
+        "price": None if hours is None or an_hour is None else hours * an_hour,
         "memory_gib": memory_gib(run),
         "images_per_s": speed,
         "step_s": batch / speed if batch and speed else None,
@@ -212,67 +204,18 @@ def _is_same_cluster(run: RunRecord, terms: Terms) -> bool:
     return planned_for == (run.facts.get("hosts"), run.facts.get("processes"))
 
 
-# --- On the page
+# --- In words
 
 
-def section(run: RunRecord, terms: Terms) -> str:
-    """Markdown; empty without a plan and a price."""
-    if terms == NONE:
-        return ""
-    parts = ["## Plan and bill", _about(terms), _compared(run, terms), _notes(run, terms), _where(run, terms)]
-    return "\n\n".join(part for part in parts if part)
-
-
-def amount(value: float | None, unit: str = "") -> str:
-    """The value with three significant digits at least; `-` for None."""
-    if value is None or not math.isfinite(value):
-        return "-"
-    if 0 < abs(value) < LEAST:
-        return f"{value:.2e}{unit}"
-    digits = 2 - math.floor(math.log10(abs(value))) if value else 0
-    return f"{value:,.{max(0, digits)}f}{unit}"
-
-
-def _about(terms: Terms) -> str:
-    if not terms.plan:
-        return ""
-    line = terms.plan.get("line", {})
-    command = " ".join([f"{terms.plan.get('script', '?')}.py", *terms.plan.get("flags", [])])
-    whole = [f"{amount(line[n])} {what}" for n, what in WHOLE_PLAN.items() if line.get(n) is not None]
-    ends = f", {' and '.join(whole)} to the recipe's end" if whole else ""
-    strategy, limit = (md.text(line.get(name) or "?") for name in ("strategy", "limit"))
-    about = md.text(terms.plan.get("about", "?"))
-    return f"Planned for {about}: {strategy}, limited by {limit}, {md.code(command)}{ends}."
-
-
-def _compared(run: RunRecord, terms: Terms) -> str:
-    ours, theirs = actual(run, terms), planned(run, terms)
-    memory = f"memory of a {'process' if run.is_rehearsal else 'device'}"
-    rows = []
-    for name, label, unit, scale in (
-        ("hours", f"hours{_share(run)}", "", 1),
-        ("price", "price", "", 1),
-        ("memory_gib", memory, " GiB", 1),
-        ("images_per_s", f"{run.unit}/s", "", 1),
-        ("step_s", "time of a step", " ms", 1000),
-    ):
-        cells = [amount(value and scale * value, unit) for value in (theirs[name], ours[name])]
-        if terms.plan:
-            rows.append([md.text(label), *cells, _difference(theirs[name], ours[name])])
-        elif ours[name] is not None:
-            rows.append([md.text(label), cells[1]])
-    return md.table(["", "planned", "actual", "difference"] if terms.plan else ["", "actual"], rows)
-
-
-def _difference(plan: float | None, ours: float | None) -> str:
+def difference(plan: float | None, ours: float | None) -> str | None:
     if not plan or not ours:
-        return "-"
+        return None
     ratio = ours / plan
     is_factor = ratio >= FACTOR or ratio <= 1 / FACTOR
     return f"x {amount(ratio)}" if is_factor else f"{100 * (ratio - 1):+.1f} %"
 
 
-def _share(run: RunRecord) -> str:
+def share(run: RunRecord) -> str:
     """`, for 40 steps, 10.3% of the recipe`; empty for a whole run."""
     steps, epochs = run.facts.get("steps"), run.facts.get("epochs")
     epoch = max((line["epoch"] for line in run.metrics), default=0)
@@ -281,54 +224,5 @@ def _share(run: RunRecord) -> str:
     return f", for {plural(f'{steps:,}', 'step')}, {epoch / epochs:.1%} of the recipe"
 
 
-def _notes(run: RunRecord, terms: Terms) -> str:
-    price = price_per_hour(run, terms)
-    lines = []
-    if terms.plan:
-        lines.append("The plan's hours are of training steps alone, the actual ones of all parts below.")
-    if price is not None:
-        lines.append(f"The price: {price:g} an hour for all hosts together.")
-    if price is not None and run.changes:
-        lines.append("It counts all hosts all the time, also those that were away.")
-    if terms.plan and run.is_rehearsal:
-        lines.append(
-            "Memory on a CPU: the plan counts tensors, the run a process's resident memory at its peak, with"
-            " Python and its libraries."
-        )
-    elif terms.plan:
-        lines.append("Memory: tensors at the peak, without CUDA's context.")
-    return " ".join(lines)
-
-
-def _where(run: RunRecord, terms: Terms) -> str:
-    """A table of the parts of the run's time, and a line on its pauses."""
-    parts, price = parts_s(run), price_per_hour(run, terms)
-    head, hours = "### Where the time went", planned(run, terms)["hours"]
-    if not parts:
-        return f"{head}\n\nNot known: a process records it when it ends."
-    whole_s, of_steps = sum(parts.values()), amount(hours and 3600 * hours, " s")
-    rows = []
-    for name, seconds in [*parts.items(), (WHOLE, whole_s)]:
-        row = [md.text(name), f"{seconds:,.1f} s", f"{seconds / whole_s:.1%}"]
-        row += [amount(seconds / 3600 * price)] if price is not None else []
-        if terms.plan:
-            row.append(of_steps if name in (PARTS[TRAINING], WHOLE) else "-")
-        rows.append(row)
-    columns = ["", "time", "share"] + (["price"] if price is not None else [])
-    table = md.table(columns + (["planned"] if terms.plan else []), rows)
-    return f"{head}\n\nBy the clock of the main process.\n\n{table}\n\n{_telemetry(run)}".rstrip()
-
-
-def _telemetry(run: RunRecord) -> str:
-    """How busy the devices were, and the pauses between processes."""
-    said = []
-    busy, kind = utilisation_pct(run)
-    if busy is not None:
-        said.append(f"Mean utilisation: {busy:.0f} % of the {kind}s.")
-    throttled = [host["throttled_pct"] for host in run.host_summaries() if host.get("throttled_pct")]
-    if throttled:
-        said.append(f"Throttled in up to {max(throttled):.0f} % of the samples of a host.")
-    if (pause_s := paused_s(run)) >= 1:
-        restarts = len(starts(run)) - 1
-        said.append(f"Not counted: {pause_s:,.0f} s without a process, at {plural(restarts, 'restart')}.")
-    return " ".join(said)
+def command(plan: dict[str, Any]) -> str:
+    return " ".join([f"{plan['script']}.py", *(plan["flags"] or [])])

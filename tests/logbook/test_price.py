@@ -1,4 +1,4 @@
-"""Plan and bill: what a run's page says of its hours, price and memory, and of where the time went."""
+"""Plan and cost: what a run's page says of its hours, price and memory, and of where the time went."""
 
 import json
 import re
@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from common.system.doing import _Now
+from common.system.phase import _Now
 from common.system.processes import own_age_s
 from tests.conftest import CNN, python, result, run
 from tests.logbook.test_logbook import check, rows
 from tests.logbook.test_overview import HOSTILE, write_run
-from tools.logbook import bill
-from tools.logbook.bill import Terms, plan_of, planned_strategy
+from tools.logbook.markdown import amount
 from tools.logbook.page import page
+from tools.logbook.price import Terms, lost_s, parts_s, paused_s, plan_of, planned_strategy, starts, used_s
 from tools.logbook.record import RunRecord
 
 # 300 steps of 128 images: at 384 images/s they take 100 s
@@ -59,14 +59,14 @@ def record(
     return run, Terms({} if plan is None else plan_of(file, run), price)
 
 
-def bill_of(run: RunRecord, terms: Terms) -> str:
+def section(run: RunRecord, terms: Terms) -> str:
     """The section, which begins no other one."""
     text = page(run, "x", [], terms)
-    return text.partition("## Plan and bill\n")[2].partition("\n## ")[0]
+    return text.partition("## Plan and cost\n")[2].partition("\n## ")[0]
 
 
 def test_planned_and_actual(tmp_path):
-    text = bill_of(*record(tmp_path / "run", plan={"price_per_hour": 72.0}))
+    text = section(*record(tmp_path / "run", plan={"price_per_hour": 72.0}))
     table = rows(text)
     assert table["hours"] == ["0.0278", "0.0417", "+50.0 %"], "of the whole run, not of its training"
     assert table["price"] == ["2.00", "3.00", "+50.0 %"], "72 an hour is of both hosts together"
@@ -82,7 +82,7 @@ def test_planned_and_actual(tmp_path):
 
 def test_the_parts_add_up_to_the_whole_time(tmp_path):
     run, terms = record(tmp_path / "run", plan={"price_per_hour": 72.0})
-    table = rows(bill_of(run, terms).partition("### Where the time went")[2])
+    table = rows(section(run, terms).partition("### Where the time went")[2])
     assert [*table] == [
         "",
         "training steps",
@@ -96,24 +96,22 @@ def test_the_parts_add_up_to_the_whole_time(tmp_path):
     assert table["training steps"] == ["105.0 s", "70.0%", "2.10", "100 s"]
     assert table["evaluation"] == ["15.0 s", "10.0%", "0.300", "-"]
     assert table["whole"] == ["150.0 s", "100.0%", "3.00", "100 s"]
-    assert sum(bill.parts_s(run).values()) == run.facts["wall_s"]
-    older, _ = record(tmp_path / "older", spent_s={"training": 90.0})
-    assert bill.parts_s(older) == {"training steps": 90.0, "not recorded, by an earlier version": 60.0}
+    assert sum(parts_s(run).values()) == run.facts["wall_s"]
 
 
-def test_a_price_alone_gives_a_bill_without_a_plan(tmp_path):
-    text = bill_of(*record(tmp_path / "run", price=36.0))
+def test_a_price_alone_gives_a_cost_without_a_plan(tmp_path):
+    text = section(*record(tmp_path / "run", price=36.0))
     table = rows(text)
     assert (table["price"], table["hours"]) == (["1.50"], ["0.0417"])
     assert table["evaluation"] == ["15.0 s", "10.0%", "0.150"]
     assert "lan" not in text
-    assert "Plan and bill" not in page(RunRecord(tmp_path / "run"), "x", [])
+    assert "Plan and cost" not in page(RunRecord(tmp_path / "run"), "x", [])
 
 
 def test_how_busy_the_devices_were(tmp_path):
     hosts = [{"host": "h1", "gpus": 1, "utilisation_pct": 80.0, "throttled_pct": 0.0}]
     hosts += [{"host": "h2", "gpus": 1, "utilisation_pct": 60.0, "throttled_pct": 12.0}]
-    text = bill_of(*record(tmp_path / "run", plan={}, telemetry=hosts))
+    text = section(*record(tmp_path / "run", plan={}, telemetry=hosts))
     assert "Mean utilisation: 70 % of the GPUs. Throttled in up to 12 % of the samples of a host." in text
 
 
@@ -130,7 +128,7 @@ def test_how_busy_the_devices_were(tmp_path):
 def test_a_price_is_that_of_its_own_cluster(plan, price, facts, prices, tmp_path):
     """The plan's price per hour counts for a run on as many hosts and devices, and the other way."""
     run = record(tmp_path / "run", plan=plan, price=price, **facts)
-    assert rows(bill_of(*run))["price"][:2] == prices
+    assert rows(section(*run))["price"][:2] == prices
 
 
 def test_an_unfinished_run_is_compared_with_a_part_of_the_plan(tmp_path):
@@ -138,7 +136,7 @@ def test_an_unfinished_run_is_compared_with_a_part_of_the_plan(tmp_path):
     run, terms = record(tmp_path / "run", plan={"price_per_hour": 72.0}, steps=150, status="preempted")
     lines = (run.folder / "metrics.jsonl").read_text().splitlines(keepends=True)
     (run.folder / "metrics.jsonl").write_text("".join(lines[:150]))
-    table = rows(bill_of(RunRecord(run.folder), terms))
+    table = rows(section(RunRecord(run.folder), terms))
     assert table["hours, for 150 steps, 50.0% of the recipe"][:2] == ["0.0139", "0.0417"]
     assert table["price"][:2] == ["1.00", "3.00"]
 
@@ -155,13 +153,13 @@ def test_what_restarts_have_lost_is_measured_by_the_telemetry(tmp_path):
     second = [header("h2", 1010), {"t": 1099, "step": 89}]
     second += [header("h2", 1180, 20, 70.0), {"t": 1220, "step": 100}]
     run, terms = record(tmp_path / "run", price=36.0, samples=[first, second])
-    assert [(start.before_s, start.ended_s) for start in bill.starts(run)] == [
+    assert [(start.before_s, start.ended_s) for start in starts(run)] == [
         (0, 100),
         (70, 130),
         (120, 135),
     ]
-    assert (bill.lost_s(run), bill.paused_s(run), bill.used_s(run)) == (30 + 10, 60 + 15, 150 + 40)
-    text = bill_of(run, terms)
+    assert (lost_s(run), paused_s(run), used_s(run)) == (30 + 10, 60 + 15, 150 + 40)
+    text = section(run, terms)
     table = rows(text)
     assert table["lost at restarts: all that came after the last checkpoint"] == ["40.0 s", "21.1%", "0.400"]
     assert table["whole"] == ["190.0 s", "100.0%", "1.90"]
@@ -170,8 +168,8 @@ def test_what_restarts_have_lost_is_measured_by_the_telemetry(tmp_path):
     (run.folder / "result.json").unlink()
     (run.folder / "metrics.jsonl").unlink()
     killed = RunRecord(run.folder)
-    assert bill.used_s(killed) == 135 + 40, "as long as the last process has samples"
-    assert "Not known: a process records it when it ends." in bill_of(killed, terms)
+    assert used_s(killed) == 135 + 40, "as long as the last process has samples"
+    assert "Not known: a process records it when it ends." in section(killed, terms)
 
 
 @pytest.mark.parametrize(
@@ -189,7 +187,7 @@ def test_what_restarts_have_lost_is_measured_by_the_telemetry(tmp_path):
 )
 def test_odd_values_break_no_page(plan, line, facts, tmp_path):
     about = {"devices": [HOSTILE]}
-    text = bill_of(*record(tmp_path / "run", plan=plan, line=line, price=1e308, about=about, **facts))
+    text = section(*record(tmp_path / "run", plan=plan, line=line, price=1e308, about=about, **facts))
     assert len(rows(text)["hours"]) == 3
     (tmp_path / "page.md").write_text(text)
     check(tmp_path / "page.md")
@@ -198,7 +196,7 @@ def test_odd_values_break_no_page(plan, line, facts, tmp_path):
 @pytest.mark.parametrize(
     ("value", "shown"),
     [
-        (None, "-"),
+        (None, None),
         (0, "0"),
         (1234.5, "1,234"),
         (12.345, "12.3"),
@@ -207,7 +205,7 @@ def test_odd_values_break_no_page(plan, line, facts, tmp_path):
     ],
 )
 def test_amounts_have_three_digits(value, shown):
-    assert bill.amount(value) == shown
+    assert amount(value) == shown
 
 
 # --- The plan's file
@@ -284,7 +282,7 @@ def test_the_parts_of_a_run_add_up_to_its_time(folder):
     assert min(parts.values()) > 0
     assert sum(parts.values()) == pytest.approx(found["wall_s"], abs=0.1)
     assert max(parts["training"], found["train_s"]) < found["wall_s"] - parts["starting"]
-    processes = bill.starts(RunRecord(folder))
+    processes = starts(RunRecord(folder))
     assert processes[0].before_s == 0
     assert 0 < processes[1].before_s <= processes[0].ended_s + 0.2
     assert processes[1].ended_s == pytest.approx(found["wall_s"], abs=1)
@@ -299,15 +297,15 @@ def test_the_page_compares_the_run_with_its_plan(folder, tmp_path):
     output = run([*python(), "logbook.py", "add", folder, "--plan", file, "--folder", tmp_path / "book"])
     text = Path(output.splitlines()[-2]).read_text()
     record, found = RunRecord(folder), result(folder)
-    table = rows(text.partition("## Plan and bill")[2].partition("\n## ")[0])
-    hours = bill.used_s(record) / 3600
+    table = rows(text.partition("## Plan and cost")[2].partition("\n## ")[0])
+    hours = used_s(record) / 3600
     assert found["wall_s"] / 3600 <= hours < (found["wall_s"] + 10) / 3600
     planned = 44 * 64 / line["images_per_s"] / 3600
-    assert table["hours"][:2] == [bill.amount(planned), bill.amount(hours)]
-    assert table["price"][:2] == [bill.amount(36 * planned), bill.amount(36 * hours)]
-    assert table["images/s"][:2] == [bill.amount(line["images_per_s"]), bill.amount(found["images_per_s"])]
+    assert table["hours"][:2] == [amount(planned), amount(hours)]
+    assert table["price"][:2] == [amount(36 * planned), amount(36 * hours)]
+    assert table["images/s"][:2] == [amount(line["images_per_s"]), amount(found["images_per_s"])]
     memory = max(process["peak"] for process in found["memory_gib"])
-    assert table["memory of a process"][1] == f"{bill.amount(memory)} GiB"
+    assert table["memory of a process"][1] == f"{amount(memory)} GiB"
     assert "the run a process's resident memory at its peak" in text
     shares = [float(cells[1].rstrip("%")) for cells in table.values() if cells[1].endswith("%")]
     assert sum(shares) == pytest.approx(200, abs=0.5), "the parts, and the whole"
