@@ -11,6 +11,7 @@ from common.data.cache import prepare_data
 from common.data.images import open_images
 from common.data.shards import parse_manifest
 from common.distributed.launch_config import _read_deepspeed
+from common.flags import read_config
 from common.recipe import ImageRecipe
 from common.run import plots
 from common.run.folder import _why_not_ours, count_restarts, resumed_from
