@@ -173,7 +173,7 @@ def test_the_default_script(mode, cluster, tmp_path):
 
 FOREIGN = """from accelerate import Accelerator
 accelerator = Accelerator()
-print("process", accelerator.process_index, "of", accelerator.num_processes)
+print(f"process {accelerator.process_index} of {accelerator.num_processes}\\n", end="")  # in one write
 """
 
 
