@@ -223,5 +223,5 @@ def test_a_run_saves_at_a_notice_and_its_page_shows_the_interruption(service, tm
     assert (step, why) == (found["steps"], "aws: terminate")
     assert 0 < seconds < 60
     text = page(RunRecord(tmp_path / "run"), "x", [], Terms(price_per_hour=36.0))
-    assert f"1 interruption, {seconds:,.0f} s without training, {seconds / 100:,.2f} at 36 an hour:" in text
+    assert f"1 interruption, {seconds:,.0f} s without training, {seconds / 100:,.2f} at 36 per hour:" in text
     assert f"| {step:,} | aws: terminate | {seconds:,.0f} s | {seconds / 100:,.2f} |" in text
