@@ -24,7 +24,6 @@ from common.data.decode import FILES, SPLITS, Encoded, checks_jpegs, cores
 from common.data.sources import Source, find_source
 from common.data.splits import hold_out, part_file
 from common.data.tables import BY_TYPE, Columns
-from common.system.cli import expand_home
 from common.system.files import discard, sha256_of, size_limit, sync, try_lock
 from common.system.threads import Heartbeat, run_with_heartbeat
 
@@ -86,7 +85,7 @@ def prepare(
 
     Calls beat() about every second. Raises ValueError for data or a cache that can't be used.
     """
-    cache_dir = expand_home(cache_dir, "give --cache_dir").resolve()
+    cache_dir = Path(cache_dir).expanduser().resolve()
     try:
         source = find_source(data, beat, show_progress, data_root, columns, holdout)
         content, place = run_with_heartbeat(lambda: _keys(source), beat)

@@ -27,7 +27,6 @@ from common.data.tables import (
     saved_files,
     write_tables,
 )
-from common.system.cli import expand_home
 from common.system.s3 import ObjectStore
 from common.system.text import printable, some_of
 from common.system.threads import Heartbeat, run_with_heartbeat
@@ -100,7 +99,7 @@ def _find(
     if str(data).startswith("s3://"):
         return run_with_heartbeat(lambda: _find_stored_shards(ObjectStore(data), data_root), beat)
     # Links are not followed: hosts that keep the data in different places can give it one name.
-    root = Path(os.path.abspath(expand_home(data, "give --data as an absolute path")))
+    root = Path(os.path.abspath(Path(data).expanduser()))
     if root.is_file() and root.suffix.lower() in (".csv", ".tsv"):
         return run_with_heartbeat(lambda: find_csv(root, columns), beat)
     if not root.is_dir():

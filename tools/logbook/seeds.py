@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tools.logbook import markdown as md
 from tools.logbook.record import RunRecord
 
 ALPHA, POWER = 0.05, 0.8  # of the test; of the number of seeds that would tell
@@ -158,26 +157,6 @@ def _critical(freedom: int) -> float:
     from scipy import stats
 
     return float(stats.t.ppf(1 - ALPHA / 2, freedom))
-
-
-# --- On the page
-
-
-def section(groups: Sequence[Group]) -> str:
-    """Markdown: a row for each group, and each one's difference from the first."""
-    rows = []
-    for one in groups:
-        low, high = one.interval or (None, None)
-        spread = "-" if one.deviation is None else f"{one.deviation:.4f}"
-        between = "-" if low is None or high is None else f"{low:.4f} to {high:.4f}"
-        seeds = ", ".join(map(str, one.values))
-        rows.append(
-            (md.text(one.name), f"{len(one.values)}", md.text(seeds), f"{one.mean:.4f}", spread, between)
-        )
-    head = ("", "runs", "seeds", "mean accuracy", "standard deviation", "95 % interval of the mean")
-    said = [f"- {md.text(verdict(groups[0], other))}" for other in groups[1:]]
-    note = "The accuracy is that on the test split with --holdout, else the final one."
-    return "\n\n".join(filter(None, ["## Over seeds", md.table(head, rows), "\n".join(said), note]))
 
 
 def verdict(first: Group, second: Group) -> str:
