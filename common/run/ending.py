@@ -6,9 +6,8 @@ snapshots: of the run; None before it has begun.
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
-from common.distributed.agreement import let_main_close_first
-from common.distributed.peers import begin_exit, tell_failure
 from common.distributed.preemption import agreed, reason
+from common.distributed.watch import begin_exit, let_main_close_first, report_failure
 from common.recipe import Batch, Recipe
 from common.run.failure import WRITING_GRACE_S, explained, interruption
 from common.run.opening import OpenRun
@@ -71,7 +70,7 @@ def end_failed(
         parameters = saver.training.layout.parameters if saver else ()
         folder = opened.output.folder if opened and opened.output else None
         mine = explained(error, accelerator, batch, parameters, folder)
-    first = tell_failure(mine)
+    first = report_failure(mine)
     if opened:
         interrupted = isinstance(first, KeyboardInterrupt)
         close_failed(opened, "interrupted" if interrupted else str(first) or type(first).__name__)

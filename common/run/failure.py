@@ -7,7 +7,7 @@ from pathlib import Path
 from accelerate import Accelerator
 
 from common.checkpoint.saver import Saver
-from common.distributed.gradients import unused_parameters, without_gradient
+from common.distributed.strategy import unused_parameters, without_gradient
 from common.recipe import Batch, Recipe
 from common.run.output import newest_step
 from common.system.files import not_written

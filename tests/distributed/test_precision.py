@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from common.distributed.gradients import refuse_skipped_steps
 from common.distributed.precision import Precision
+from common.distributed.strategy import refuse_skipped_steps
 from common.run.resume import _changed_precision
 from tests.conftest import (
     BIN,
