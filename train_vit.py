@@ -39,7 +39,7 @@ from common.augment import (
     random_erasing,
     to_float,
 )
-from common.checkpoint.pretrained import head_names, model_with_weights, pretrained_model
+from common.checkpoint.weights import head_names, model_with_weights, pretrained_model
 from common.data.images import Images, load
 from common.distributed.accelerator import prepare
 from common.distributed.blocks import share_graphs

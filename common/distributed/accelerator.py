@@ -31,7 +31,6 @@ from common.distributed.devices import (
     rehearse_on_cpu,
     use_all_cores,
 )
-from common.distributed.elastic import check_processes, elastic_batch, replacement_problem
 from common.distributed.launch_config import (
     check_launch_config,
     check_wrapped_classes,
@@ -47,7 +46,14 @@ from common.distributed.precision import (
     typed_precision,
 )
 from common.distributed.preemption import ready, watch
-from common.distributed.rendezvous import join_agents_store, name_interface, set_group_timeout
+from common.distributed.rendezvous import (
+    check_processes,
+    elastic_batch,
+    join_agents_store,
+    name_interface,
+    replacement_problem,
+    set_group_timeout,
+)
 from common.distributed.strategy import (
     plain_module,
     precision,

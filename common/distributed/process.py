@@ -15,10 +15,9 @@ from accelerate import Accelerator
 
 from common.distributed.accelerator import start
 from common.distributed.preemption import Preempted
-from common.distributed.spot import watch_for_notice
 from common.distributed.watch import MISTAKES, begin_exit, first_to_report, report_failure
 from common.recipe import Batch, Recipe, parse
-from common.system.cli import check_working_folder, open_streams, set_umask, tell_torchrun
+from common.system.cli import set_umask, tell_torchrun
 from common.system.env import PREEMPTED, is_hosts_first, rank, report, world_size
 from common.system.text import printable_lines
 
@@ -37,7 +36,6 @@ def entry(kind: type[R]) -> Callable[[Main[R]], Callable[[], None]]:
         def train() -> None:
             recipe = parse(kind)
             accelerator, batch = start(recipe, clip_norm=getattr(recipe, "clip_norm", 0.0))
-            watch_for_notice(recipe.spot_notice)
             main(recipe, accelerator, batch)
 
         @functools.wraps(main)
@@ -57,10 +55,8 @@ def run_process(main: Callable[[], None]) -> NoReturn:
     """
     status = 0
     set_umask()
-    open_streams()
     sys.stdout, sys.stderr = _ignoring_write_errors(sys.stdout), _ignoring_write_errors(sys.stderr)
     try:
-        check_working_folder()
         main()
     except KeyboardInterrupt as error:
         status = 130

@@ -4,7 +4,7 @@ import shlex
 from collections.abc import Iterator
 from typing import Any
 
-from common.run.finish import early_end
+from common.run.result_tables import early_end
 from common.system.files import Kind, own_files
 from common.system.paths import public_path
 from common.system.text import plural, some_of
