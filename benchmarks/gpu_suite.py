@@ -193,7 +193,7 @@ class Suite:
         write_text(out / "rows.json", json.dumps(self.rows, indent=1) + "\n")
         columns = ("section", "row", "value", "unit", "expected", "verdict", "note", "seconds")
         cells = ([text(shown(row.get(column, ""))) for column in columns] for row in self.rows)
-        parts = [table(columns, cells, numbers=False), *map(kernels, self.rows), remark]
+        parts = [table(cells, columns, numbers=False), *map(kernels, self.rows), remark]
         write_text(out / "table.md", "\n\n".join(filter(None, parts)) + "\n")
 
 
@@ -202,7 +202,7 @@ def kernels(row: dict[str, Any]) -> str:
     if not row.get("kernels"):
         return ""
     cells = ([text(name), f"{ms:.3f}", f"{count:g}"] for name, ms, count in row["kernels"])
-    return f"{text(row['row'])}:\n\n" + table(("kernel", "ms a step", "a step"), cells)
+    return f"{text(row['row'])}:\n\n" + table(cells, ("kernel", "ms a step", "a step"))
 
 
 def shown(value: Any) -> str:

@@ -42,8 +42,6 @@ from tests.support.s3 import BUCKET, aws_env, s3, s3_proxy  # noqa: F401
 from tests.support.warm import WarmJob
 from tools.prepare import devkit, journal, originals, preparation
 
-pytestmark = pytest.mark.filterwarnings("ignore:The image decoding and encoding:DeprecationWarning")
-
 MINI = ["--no_verify", "--subset"]
 SMALL = ["--shard_mib", "0.1"]  # some 7 shards of training images
 

@@ -11,11 +11,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from common.data.class_folders import DANGLING, LeftOut, is_image, list_classes
+from common.data.class_folders import DANGLING, VAL_NAMES, LeftOut, is_image, list_classes
 from common.data.decode import EXTENSIONS, SPLITS
-from common.data.parquet import Table, read_images, read_labels
-from common.data.source import BY_TYPE, VAL_NAMES
-from common.data.tables import parquet_files
+from common.data.tables import BY_TYPE, Table, parquet_files, read_images, read_labels
 from tools.prepare.archives import Member, Stream, members, open_stream
 from tools.prepare.devkit import MD5, Devkit
 

@@ -15,7 +15,6 @@ from typing import Any
 
 from common.data.decode import SPLITS
 from common.data.shards import FORMAT, data_root_flag, index_name
-from common.system.cli import expand_home
 from common.system.progress import ReadingProgress
 from common.system.s3 import ObjectStore
 from common.system.text import printable
@@ -48,7 +47,7 @@ class Preparation:
     def __init__(self, flags: argparse.Namespace):
         self.flags = flags
         self.store = ObjectStore(flags.out) if flags.out.startswith("s3://") else None
-        self.folder = expand_home(flags.work_dir or flags.out, "give an absolute path").absolute()
+        self.folder = Path(flags.work_dir or flags.out).expanduser().absolute()
         self.dataset = find_dataset(flags)
         self.settings: dict[str, Any] = {
             "format": flags.format,
