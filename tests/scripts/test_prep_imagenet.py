@@ -417,7 +417,7 @@ def test_md5(format, ilsvrc, shards, published, tmp_path, monkeypatch):
     shutil.copy(ilsvrc.train_tar, data)
     output = prep(*words)
     if format == "index":
-        assert output.count("train  0.00 of 0.00 GiB read\n") > len(ilsvrc.wnids)  # one each, and the MD5's
+        assert "train  0.00 of 0.00 GiB read\n" in output
         assert read_index(out, "train") == expected(ilsvrc, "train")
     else:
         assert contents(out) == contents(shards)

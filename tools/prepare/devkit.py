@@ -4,7 +4,6 @@ import gzip
 import io
 import re
 import zlib
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -26,40 +25,32 @@ TRUTH = "data/ILSVRC2012_validation_ground_truth.txt"
 LARGEST_DEVKIT_BYTES = 2**28  # compressed, and uncompressed
 
 
-@dataclass(frozen=True)
-class Devkit:
-    """The classes, and the labels of the validation images."""
+def read_devkit(stream: Stream, subset: bool = False) -> tuple[dict[str, str], np.ndarray]:
+    """Reads DEVKIT: the words of each class by its WordNet id, sorted in the order of the labels, and the
+    labels of the validation images, int64 [images], in the order of their names.
 
-    classes: list[tuple[str, str]]  # WordNet id and words, sorted by id: the order of the labels
-    val_labels: np.ndarray  # int64 [images], in the order of the sorted file names
-
-    @classmethod
-    def read(cls, stream: Stream, subset: bool = False) -> "Devkit":
-        """Reads DEVKIT. Unless `subset`, it must have CLASSES with VAL_PER_CLASS images each.
-
-        Raises ValueError, with the archive's name, when a file is missing, damaged or inconsistent.
-        """
-        files = _unpacked(stream)
-        if missing := [name for name in (META, TRUTH) if name not in files]:
-            raise ValueError(f"{stream.where} has no {missing[0]}: give {DEVKIT} (task 1 and 2)")
-        wnids, names = _leaves(f"{stream.where}: {META}", files[META])
-        label_of = {wnid: label for label, wnid in enumerate(sorted(names))}
-        truth = f"{stream.where}: {TRUTH}"
-        lines = files[TRUTH].decode(errors="replace").split()
-        if unknown := set(lines) - {str(i) for i in wnids}:
-            raise ValueError(f"{truth} has the id {min(unknown)!a}, which is no class of {META}; {GET_AGAIN}")
-        labels = np.array([label_of[wnids[int(line)]] for line in lines], dtype=np.int64)
-        counts = np.bincount(labels, minlength=len(wnids))
-        if not subset:
-            for what, found, published in (
-                (f"{stream.where} has {{}} classes", len(wnids), CLASSES),
-                (f"{truth} has {{}} lines", len(labels), CLASSES * VAL_PER_CLASS),
-                (f"{truth} has {{}} images of class {counts.argmax()}", counts.max(), VAL_PER_CLASS),
-            ):
-                if found != published:
-                    what = f"{what.format(f'{found:,}')} where ILSVRC2012 has {published:,}"
-                    raise ValueError(f"{what}: --subset, if that is meant")
-        return cls([(wnid, names[wnid]) for wnid in label_of], labels)
+    Unless `subset`, it must have CLASSES with VAL_PER_CLASS images each. Raises ValueError that names the
+    archive when a file is missing, damaged or inconsistent.
+    """
+    files = _unpacked(stream)
+    if missing := [name for name in (META, TRUTH) if name not in files]:
+        raise ValueError(f"{stream.where} has no {missing[0]}: give {DEVKIT} (task 1 and 2)")
+    wnids, words = _leaves(f"{stream.where}: {META}", files[META])
+    label_of = {wnid: label for label, wnid in enumerate(words)}
+    truth, lines = f"{stream.where}: {TRUTH}", files[TRUTH].decode(errors="replace").split()
+    if unknown := set(lines) - {str(i) for i in wnids}:
+        raise ValueError(f"{truth} has the id {min(unknown)!a}, which is no class of {META}; {GET_AGAIN}")
+    labels = np.array([label_of[wnids[int(line)]] for line in lines], dtype=np.int64)
+    counts = np.bincount(labels, minlength=len(wnids))
+    for what, found, published in (
+        (f"{stream.where} has {{}} classes", len(wnids), CLASSES),
+        (f"{truth} has {{}} lines", len(labels), CLASSES * VAL_PER_CLASS),
+        (f"{truth} has {{}} images of class {counts.argmax()}", counts.max(), VAL_PER_CLASS),
+    ):
+        if found != published and not subset:
+            what = f"{what.format(f'{found:,}')} where ILSVRC2012 has {published:,}"
+            raise ValueError(f"{what}: --subset, if that is meant")
+    return words, labels
 
 
 def _unpacked(stream: Stream) -> dict[str, bytes]:
@@ -80,7 +71,7 @@ def _unpacked(stream: Stream) -> dict[str, bytes]:
 
 
 def _leaves(where: str, content: bytes) -> tuple[dict[int, str], dict[str, str]]:
-    """Reads the classes, which are meta.mat's synsets without children: wnid by id, and words by wnid.
+    """Reads the classes, meta.mat's synsets without children: wnid by id, and words by wnid, sorted.
 
     Nothing in the file is executed: MATLAB's functions and objects are read as data.
     """
@@ -99,4 +90,4 @@ def _leaves(where: str, content: bytes) -> tuple[dict[int, str], dict[str, str]]
     names = {wnid: words for _, wnid, words in leaves}
     if not len(wnids) == len(names) == len(leaves) > 0 or not all(re.fullmatch(r"n\d{8}", n) for n in names):
         raise ValueError(f"{where} has classes without a WordNet id or id of their own; {GET_AGAIN}")
-    return wnids, names
+    return wnids, dict(sorted(names.items()))

@@ -15,7 +15,7 @@ from common.data.class_folders import DANGLING, VAL_NAMES, LeftOut, is_image, li
 from common.data.decode import EXTENSIONS, SPLITS
 from common.data.tables import BY_TYPE, Table, parquet_files, read_images, read_labels
 from tools.prepare.archives import Member, Stream, members, open_stream
-from tools.prepare.devkit import MD5, Devkit
+from tools.prepare.devkit import MD5, read_devkit
 
 VAL_NAME = re.compile(r"ILSVRC2012_val_(\d{8})\.JPEG")
 WNID = re.compile(r"n\d{8}")
@@ -273,11 +273,10 @@ class Ilsvrc(Originals):
             with open_stream(self.parts["devkit"], "md5") as stream:
                 self.check_md5("devkit", stream)
         with open_stream(self.parts["devkit"]) as stream:
-            devkit = Devkit.read(stream, self.subset)
-        self.classes = [{"wnid": wnid, "name": name} for wnid, name in devkit.classes]
-        train = by_class([wnid for wnid, _ in devkit.classes])
-        self.labels = {"train": train, "val": by_number(devkit.val_labels)}
-        self.counts = {"train": len(self.classes), "val": len(devkit.val_labels)}
+            words, val_labels = read_devkit(stream, self.subset)
+        self.classes = [{"wnid": wnid, "name": name} for wnid, name in words.items()]
+        self.labels = {"train": by_class([*words]), "val": by_number(val_labels)}
+        self.counts = {"train": len(words), "val": len(val_labels)}
 
     def groups(self, split: str, archive: Member) -> Iterator[ImageGroup]:
         if split == "val":
