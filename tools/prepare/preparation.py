@@ -137,8 +137,9 @@ class Preparation:
         pool = ThreadPoolExecutor(THREADS)
         try:
             with ReadingProgress(split, 0, 0, dataset.bytes[split]) as reading:
-                watch = reading.tell if len(tars) == 1 else lambda _: None
-                indexed = pool.map(partial(dataset.index, split, watch), left)
+                # One archive is indexed by this thread, so that a signal interrupts it.
+                index = partial(dataset.index, split, reading.tell if len(tars) == 1 else lambda _: None)
+                indexed = pool.map(index, left) if len(tars) > 1 else map(index, left)
                 for tar, (its_rows, sha256) in zip(left, indexed, strict=True):
                     rows.append([(len(shards), *row) for row in its_rows])
                     count = len(its_rows)
