@@ -12,7 +12,7 @@ VENV = .venv-torch$(TORCH)
 CONSTRAINTS =
 endif
 
-.PHONY: setup train tensorboard logbook experiment_vit experiment_speedup docs check packages test test-all
+.PHONY: setup train tensorboard logbook experiment_vit experiment_speedup docs check packages test test-all golden
 
 setup: $(INSTALLED)
 
@@ -68,3 +68,8 @@ test: $(INSTALLED_DEV) $(if $(TORCH),,check)
 # The products of strategies and scripts, and the long trainings: an hour on 2 cores.
 test-all: $(INSTALLED_DEV)
 	$(VENV)/bin/python -m pytest -n 2 --no-loadscope-reorder
+
+# Compares losses, checkpoints and shards with the record of the code before it became smaller.
+GOLDEN ?= /tmp/golden.json
+golden: $(INSTALLED_DEV)
+	$(VENV)/bin/python -m tests.golden compare $(GOLDEN)

@@ -119,7 +119,7 @@ class Search:
         quantum, most = self.flags.quantum, sys.maxsize
         ran: dict[int, float] = {}
         failed: set[int] = set()
-        print(ROW.format("images", "outcome", "GiB a process", "images/s", "time"), flush=True)
+        print(ROW.format("images", "outcome", "GiB/process", "images/s", "time"), flush=True)
         while (size := next_size(ran, failed, self._usable_gib(), quantum)) is not None:
             if (size := min(size, most)) in ran:
                 break
@@ -137,7 +137,7 @@ class Search:
             print(self.shown, file=sys.stderr)
             finer = " or a smaller --quantum" if quantum > 1 else ""
             more = "a larger --memory_limit_gib" if self.flags.memory_limit_gib else "another config file"
-            raise ValueError(f"even {min(failed)} images a process are too many: give {more}{finer}")
+            raise ValueError(f"{min(failed)} images per process do not fit: give {more}{finer}")
         self._conclude(max(ran), is_memory_full=max(ran) + quantum in failed)
 
     def _check_limit(self, use_cpu: bool) -> None:
@@ -175,7 +175,7 @@ class Search:
         reason = next((line.strip() for line in lines if "error: " in line), f"exit status {ended.status}")
         if ended.status is None:
             reason = f"no end within --trial_timeout_s {self.flags.trial_timeout_s:g}"
-        raise ValueError(f"the trial with {size} images a process failed ({reason})")
+        raise ValueError(f"the trial with {size} images per process failed ({reason})")
 
     def _launcher(self) -> list[str]:
         config = ["--config_file", str(self.flags.config_file)]
@@ -249,9 +249,11 @@ class Search:
         why = f"{more} ran out of memory" if is_memory_full else "the data set has no more"
         if outcomes.get(more) == IN_MARGIN:
             why = f"{more} left less than {self.margin:.0%} free, for what RandAugment may still draw"
-        print(f"\nlargest: {answer} images a process, {self.limit_gib:.2f} GiB each; {why}")
+        print(f"\nLargest: {answer} images per process, within {self.limit_gib:.2f} GiB each; {why}")
         print(self._command(answer))
-        print(f"knee: {found['knee']} images a process; of {len(speeds)} sizes none is 5 percent faster")
+        print(
+            f"Knee: {found['knee']} images per process; none of {len(speeds)} sizes is more than 5 % faster"
+        )
         print(self._command(found["knee"]))
         print(self.output)
 

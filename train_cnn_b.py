@@ -28,10 +28,11 @@ from common.augment import crop_and_flip, to_float
 from common.data.images import Images, load
 from common.distributed.accelerator import prepare
 from common.distributed.entry import entry
+from common.distributed.step_graph import StepGraph
 from common.evaluation import evaluate
 from common.optim import can_fuse_sgd
 from common.order import Plan, Steps, reseed, uniforms
-from common.recipe import Batch, ImageRecipe, flag
+from common.recipe import Batch, ImageRecipe, flag, setting
 from common.run.run import Run
 
 # --- Recipe -----------------------------------------------------------------------------------------------
@@ -65,6 +66,9 @@ class CnnB(ImageRecipe):
         0.0, "probability given to the wrong classes in training", minimum=0, maximum=1
     )
     clip_norm: float = flag(0.0, "maximum norm of the gradient; 0 is off", minimum=0)
+    step_graph: bool = setting(
+        False, "one GPU: each step is one CUDA graph, which the host launches at once instead of its kernels"
+    )
 
 
 # --- Model ------------------------------------------------------------------------------------------------
@@ -216,6 +220,20 @@ def main(recipe: CnnB, accelerator: Accelerator, batch: Batch) -> None:
             evaluate, accelerator, model, recipe=recipe, batch=batch, mean=MEAN, std=STD, watcher=run
         )
         batches = run.feed(training_batches(images, plan, accelerator.device, recipe))
+
+        def train(inputs: Tensor, labels: Tensor) -> Tensor:
+            with accelerator.accumulate(model):
+                logits = model(inputs).float()
+                loss = F.cross_entropy(logits, labels, label_smoothing=recipe.label_smoothing)
+                accelerator.backward(loss)
+                if recipe.clip_norm and accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), recipe.clip_norm)
+                optimizer.step()
+                optimizer.zero_grad()
+            return loss
+
+        if recipe.step_graph:
+            train = StepGraph(accelerator, optimizer, train)
         for step in range(steps.first, steps.last + 1):
             if run.should_evaluate(step):
                 run.log_evaluation(step, measure(images.val))
@@ -228,14 +246,7 @@ def main(recipe: CnnB, accelerator: Accelerator, batch: Batch) -> None:
             for k in batch.micro_batches(rank):
                 inputs, labels, ids = next(batches)
                 reseed(recipe.seed, step, k)
-                with accelerator.accumulate(model):
-                    logits = model(inputs).float()
-                    loss = F.cross_entropy(logits, labels, label_smoothing=recipe.label_smoothing)
-                    accelerator.backward(loss)
-                    if recipe.clip_norm and accelerator.sync_gradients:
-                        accelerator.clip_grad_norm_(model.parameters(), recipe.clip_norm)
-                    optimizer.step()
-                    optimizer.zero_grad()
+                loss = train(inputs, labels)
                 run.add(loss, ids)
             run.log_training(step + 1, lr)
         if images.test and run.restore_best():

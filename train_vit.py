@@ -39,11 +39,11 @@ from common.augment import (
     random_erasing,
     to_float,
 )
-from common.checkpoint.pretrained import head_names, model_with_weights, pretrained_model
+from common.checkpoint.weights import head_names, model_with_weights, pretrained_model
 from common.data.images import Images, load
 from common.distributed.accelerator import prepare
 from common.distributed.entry import entry
-from common.distributed.precision import input_dtype
+from common.distributed.precision import input_dtype, to_autocast_dtype
 from common.drop_path import share_graphs
 from common.evaluation import evaluate
 from common.optim import EMA
@@ -74,6 +74,9 @@ class Vit(ImageRecipe):
         0.1, "share of residual branches that are dropped in training", minimum=0, maximum=0.99
     )
     dropout: float = flag(0.0, "share of activations that are dropped in training", minimum=0, maximum=0.99)
+    half_residual: bool = flag(
+        False, "keep the residual stream in bf16 or fp16, as --mixed_precision says; in fp32 without effect"
+    )
     mixup: float = flag(0.8, "alpha of mixup; 0 is off", minimum=0)
     cutmix: float = flag(1.0, "alpha of cutmix; 0 is off", minimum=0)
     color_jitter: float = flag(
@@ -138,6 +141,8 @@ def build_model(recipe: Vit, classes: int) -> nn.Module:
             f"--model {recipe.model} is no Vision Transformer that timm builds like this: {error}"
         ) from error
     share_graphs(model)
+    if recipe.half_residual:
+        model.get_submodule("blocks.0").register_forward_pre_hook(to_autocast_dtype)
     # The classes that FSDP wraps one by one. For mypy a module's attributes are tensors or modules.
     model._no_split_modules = (block.__name__,)  # type: ignore[assignment]
     if recipe.freeze:

@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from cluster import virtual_cluster as cluster
@@ -258,20 +259,19 @@ def _try(fault: str, training: Training, reference: Training, took_s: float) -> 
                 return outcome
             time.sleep(0.1)
         reached, last, at = training.step(), reference.step(), time.monotonic()
+        wait = partial(_wait_for_step, training, reached, at, outcome)
         with FAULTS[fault](training):
-            _wait_for_step(training, reached, at, outcome, until=at + PAUSE_S)
+            wait(until=at + PAUSE_S)
             while training.is_running and training.step() < min(reached + ON * last, last):
                 if time.monotonic() > at + PATIENCE_S + took_s:
                     outcome.notes = "hangs"
                     return outcome
-                _wait_for_step(training, reached, at, outcome, until=time.monotonic() + 1)
+                wait(until=time.monotonic() + 1)
+        wait(until=math.inf)
         while not training.is_finished and outcome.starts < STARTS:
-            _wait_for_step(training, reached, at, outcome, until=math.inf)
-            if training.is_finished:
-                break
             outcome.starts += 1
             training.start()
-        _wait_for_step(training, reached, at, outcome, until=math.inf)
+            wait(until=math.inf)
         outcome.survived = training.is_finished and training.status() == 0
     finally:
         training.end()
@@ -295,10 +295,8 @@ def _wait_for_step(training: Training, reached: int, at: float, outcome: Outcome
 
 def _repeated(log: str, reached: int) -> int:
     """Steps before `reached` that were trained again."""
-    begun = [
-        int(number.replace(",", "")) for number in re.findall(r"continuing at step ([\d,]+)(?: with|;)", log)
-    ]
-    return max(0, reached - min(begun, default=reached))
+    begun = re.findall(r"continuing at step ([\d,]+)(?: with|;)", log)
+    return max(0, reached - min((int(step.replace(",", "")) for step in begun), default=reached))
 
 
 def ranks_on(host: str) -> list[int]:

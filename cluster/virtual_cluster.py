@@ -249,20 +249,7 @@ def shape(host: str, rate: str | None = None, delay: str | None = None) -> None:
         except ValueError as error:
             raise ValueError(f"--delay needs the kernel's sch_netem ({error})") from None
     elif rate:
-        _run(
-            *discipline,
-            "add",
-            "dev",
-            "eth0",
-            "root",
-            "tbf",
-            "rate",
-            rate,
-            "burst",
-            "256kb",
-            "latency",
-            "50ms",
-        )
+        _run(*discipline, *f"add dev eth0 root tbf rate {rate} burst 256kb latency 50ms".split())
 
 
 def lose(host: str, percent: float) -> None:
@@ -270,10 +257,8 @@ def lose(host: str, percent: float) -> None:
     rules = "table inet lossy\ndelete table inet lossy\n"
     if percent:
         chance = f"numgen random mod 10000 < {round(percent * 100)}"
-        rules += (
-            "table inet lossy {\n chain arriving {\n  type filter hook prerouting priority 0\n"
-            f'  iifname "eth0" {chance} drop\n }}\n}}\n'
-        )
+        rules += "table inet lossy {\n chain arriving {\n  type filter hook prerouting priority 0\n"
+        rules += f'  iifname "eth0" {chance} drop\n }}\n}}\n'
     _run(*inside(host, ["nft", "-f", "-"]), text=rules)
 
 
@@ -365,10 +350,9 @@ def _write_files(name: str, everyone: dict[str, str], slots: int, private: list[
     }
     for file, text in files.items():
         (folder / file).write_text(text)
-    shutil.copy(folder / "host_key", folder / "ssh" / "ssh_host_key")
-    shutil.copy(folder / "host_key.pub", folder / "ssh" / "ssh_host_key.pub")
-    shutil.copy(STATE / "user", folder / "ssh" / "user")
-    shutil.copy(STATE / "user.pub", folder / "ssh" / "user.pub")
+    for key in ("", ".pub"):
+        shutil.copy(folder / f"host_key{key}", folder / "ssh" / f"ssh_host_key{key}")
+        shutil.copy(STATE / f"user{key}", folder / "ssh" / f"user{key}")
 
 
 def _plug_in(name: str, address: str) -> None:
@@ -391,17 +375,9 @@ def _on_its_cores(host: str) -> list[str]:
 
 
 def _start(name: str) -> subprocess.Popen:
-    words = [
-        *_on_its_cores(name),
-        "nsenter",
-        f"--net=/run/netns/{_namespace(name)}",
-        "unshare",
-        "--mount",
-        "--uts",
-        "--ipc",
-        "--pid",
-    ]
-    words += ["--fork", "--kill-child", "--mount-proc", "bash", "-c", INIT, "init", str(STATE / name)]
+    words = [*_on_its_cores(name), "nsenter", f"--net=/run/netns/{_namespace(name)}", "unshare"]
+    words += ["--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc"]
+    words += ["bash", "-c", INIT, "init", str(STATE / name)]
     with open(STATE / name / "init.log", "w") as log:
         process = subprocess.Popen(
             words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True

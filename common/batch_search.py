@@ -16,8 +16,13 @@ from pathlib import Path
 
 import psutil
 
-from common.system.out_of_memory import says_out_of_memory
-from common.system.processes import adopt_orphans, end_with_parent, kill, running_descendants
+from common.system.processes import (
+    adopt_orphans,
+    end_with_parent,
+    kill,
+    running_descendants,
+    says_out_of_memory,
+)
 
 FIRST = 8  # images; fewer hardly add to the memory of weights and libraries
 EXTRAPOLATED_SHARE = 0.9  # of the predicted growth to try, if it is larger than the measured range

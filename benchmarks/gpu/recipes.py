@@ -14,6 +14,7 @@ def rows() -> dict[str, Row]:
     """Estimates and goals: seconds of the whole training on one H100, and on one H200."""
     return {
         "fast recipe, eager": trains("train_cnn_b", 0.94, 25, 15, *FAST, "--compile", "no"),
+        "fast recipe, step graph": trains("train_cnn_b", 0.94, 22, 15, *FAST, "--step_graph"),
         "fast recipe, compiled": trains("train_cnn_b", 0.94, 18, 15, *FAST, "--compile", "default"),
         "CNN-A": trains("train_cnn_a", 0.75, 4, None),
     }
@@ -26,7 +27,7 @@ def trains(script: str, accuracy: float, expected_s: float, goal_s: float | None
         small = ["--epochs", 2, "--max_steps", 4, "--log_every", 1, "--max_val_images", 64]
         words = [*small_images(setting, script), *flags, *setting.size([], small), "--telemetry_s", 0]
         with trained(setting, script, words) as (folder, result):
-            seconds, settled = times(folder, result)
+            seconds, settled, evaluations = times(folder, result)
         # Generated images are fewer: the time is that of as many steps as CIFAR-10 has.
         share = result["epochs"] * IMAGES / (result["steps"] * result["batch_size"])
         is_whole = setting.data != "synthetic"
@@ -39,19 +40,25 @@ def trains(script: str, accuracy: float, expected_s: float, goal_s: float | None
         return {
             "training": Result(round(seconds, 1), "s", note="with autotuning and compilation"),
             "training after epoch 1": Result(round(settled, 1), "s", expected_s, verdict, note.lstrip("; ")),
+            "evaluations": Result(round(sum(evaluations), 2), "s", note=f"the first {evaluations[0]:.2f} s"),
             "accuracy": Result(reached, "", f"at least {accuracy}" if is_whole else "", judged),
         }
 
     return row
 
 
-def times(folder: Path, result: dict[str, Any]) -> tuple[float, float]:
-    """Seconds of training, and epochs 2 to n times n / (n - 1): the first has autotuning and compilation."""
+def times(folder: Path, result: dict[str, Any]) -> tuple[float, float, list[float]]:
+    """Seconds of training; epochs 2 to n times n / (n - 1), as the first autotunes and compiles; evaluations.
+
+    Evaluations are no part of the training's seconds. The first one autotunes and compiles, too.
+    """
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     per_epoch, epochs = result["steps"] / result["epochs"], result["epochs"]
-    before, first_s = 0, 0.0
-    for line in lines:
+    before, first_s, evaluations = 0, 0.0, []
+    for last, line in zip([{}, *lines], lines, strict=False):
         if "train/images_per_s" in line and line["step"] <= per_epoch:
             first_s += (line["step"] - before) * result["batch_size"] / line["train/images_per_s"]
             before = line["step"]
-    return result["train_s"], (result["train_s"] - first_s) * epochs / (epochs - 1)
+        if "val/loss" in line and "wall_s" in last:
+            evaluations.append(line["wall_s"] - last["wall_s"])
+    return result["train_s"], (result["train_s"] - first_s) * epochs / (epochs - 1), evaluations

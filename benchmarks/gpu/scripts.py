@@ -38,6 +38,7 @@ def checks() -> dict[str, Row]:
         found |= {f"{script}, --compile {mode}": runs(script, "--compile", mode) for script in SCRIPTS}
     for script in SCRIPTS[:2]:
         found[f"{script}, --compile reduce-overhead"] = runs(script, "--compile", "reduce-overhead")
+        found[f"{script}, --step_graph"] = runs(script, "--step_graph")
     return found
 
 

@@ -53,10 +53,9 @@ CASES = {
 VARIANTS = {
     "vit ViT-B/32, compiled": (replace(VIT_B, expected=16_500, mfu_pct=45), ("--compile", "default")),
     "ResNet-18, compiled": (replace(RESNET, expected=75_000), ("--compile", "default")),
-    "CNN-A, reduce-overhead": (
-        replace(CNN_A, expected=900_000, images_per_s=1e6),
-        ("--compile", "reduce-overhead"),
-    ),
+    "CNN-A, step graph": (replace(CNN_A, expected=1_200_000, images_per_s=1e6), ("--step_graph",)),
+    "ResNet-18, step graph": (replace(RESNET, expected=60_000), ("--step_graph",)),
+    "CNN-A, reduce-overhead": (replace(CNN_A, expected=900_000), ("--compile", "reduce-overhead")),
     "vit ViT-S/16, compiled": (
         replace(SMALL_VIT, expected=8_000, images_per_s=8_000),
         ("--compile", "default"),

@@ -134,9 +134,7 @@ class TrainingState:
         if (folder / checkpoints.EMA_FILE).exists() != (self.ema is not None):
             raise ValueError(f"{folder} has {'no' if self.ema else 'an'} EMA, unlike this recipe")
         if self.ema:
-            averaged = TensorFile(folder / checkpoints.EMA_FILE)
-            own = averaged.shapes()  # without buffers in older checkpoints
-            averaged.expect(shapes | {name: shape for name, shape in buffers.items() if name in own})
+            TensorFile(folder / checkpoints.EMA_FILE).expect(shapes | buffers)
 
     @torch.no_grad()
     def restore(

@@ -31,7 +31,6 @@ from common.data.holdout import NAME, hold_out, part_file
 from common.data.source import BY_TYPE, Columns, Source
 from common.data.sources import find_source
 from common.data.survey import Broken, Duplicates, find_duplicates, is_too_much
-from common.system.cli import expand_home
 from common.system.files import discard, read_json, sha256_of, size_limit, sync, try_lock
 from common.system.threads import Heartbeat, run_with_heartbeat
 
@@ -69,7 +68,7 @@ def prepare(
 
     Calls beat() about every second. Raises ValueError for data or a cache that can't be used.
     """
-    cache_dir = expand_home(cache_dir, "give --cache_dir").resolve()
+    cache_dir = Path(cache_dir).expanduser().resolve()
     try:
         source = find_source(data, beat, show_progress, data_root, columns, holdout)
         content, place = run_with_heartbeat(lambda: _keys(source), beat)

@@ -4,12 +4,17 @@ import functools
 import importlib.util
 import io
 import math
+import multiprocessing
 import os
 import sys
+from collections.abc import Callable
+from contextlib import suppress
 from itertools import chain
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+
+from common.system.text import printable
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -36,25 +41,44 @@ MAX_PIXELS = 89_478_485  # PIL's limit: a larger image could be a decompression 
 def decode(data: bytes | bytearray) -> np.ndarray:
     """Decodes one image, turned upright by its EXIF tag: uint8 [H, W, 3]. Raises ValueError with the reason.
 
-    Of several frames or pages the first counts. What is transparent is laid over white. 16 bits become 8 by
-    257, which PIL does not do to images in grey: it turns them white.
+    Decodes the first frame or page, composites transparency on white, and scales 16-bit values by 1/257,
+    which PIL does not do to images in grey: it turns them white.
 
-    The header's size is checked first. torchvision's JPEG decoder is the fastest; PIL decodes files that it
-    refuses (a PNG named .jpg) and the other FORMATS. Both refuse a file that is cut short, unless it has an
-    end marker: see damage(). On JPEG they agree within 2 of 255 (both use libjpeg-turbo).
+    The header's size is checked first. torchcodec decodes JPEGs; PIL decodes files that it refuses (a PNG
+    named .jpg) and the other FORMATS. Both refuse a file that is cut short, unless it has an end marker: see
+    damage(). On JPEG they agree within 2 of 255 (both use libjpeg-turbo).
     """
     if (frame := jpeg_frame(data)) is not None:
         _check_frame(frame, len(data))
-        pixels = _decode_jpeg(data)
-        if pixels is not None:
-            return pixels
+        if (decode_jpeg := torchcodec_decoder()) is not None:
+            import torch
+
+            # A bytearray: for bytes torchcodec changes the filters of warnings, which is not thread-safe.
+            encoded = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            with suppress(RuntimeError):  # PIL decodes it, or has the better reason
+                return decode_jpeg(encoded).permute(1, 2, 0).numpy()  # [H, W, 3] is how it lies in memory
     return _decode_by_pil(data)
+
+
+@functools.cache
+def torchcodec_decoder() -> Callable[..., Any] | None:
+    """The function that decodes JPEGs; None, which is printed once per process of a training, without
+    torchcodec, or with one that is built for another CUDA than torch. PIL then takes 1.4 times as long."""
+    try:
+        from torchcodec.decoders import decode_jpeg
+    except (ImportError, OSError, RuntimeError) as error:
+        if multiprocessing.parent_process() is None:  # a worker's trainer has said it
+            reason = printable(str(error).splitlines()[0])
+            text = f"warning: JPEGs are decoded by PIL, more slowly, as torchcodec can't be used: {reason}"
+            print(text, file=sys.stderr, flush=True)
+        return None
+    return decode_jpeg
 
 
 def damage(data: bytes) -> str | None:
     """The error of a broken image, or of a JPEG with missing parts, which decoders fill with grey; else None.
 
-    torchvision and PIL accept half a JPEG with an end marker: they hide libjpeg's warnings. For a photograph
+    torchcodec and PIL accept half a JPEG with an end marker: they hide libjpeg's warnings. For a photograph
     of 110 kB damage() takes 1.0 ms of one core, decode() 1.4 ms.
     """
     frame = jpeg_frame(data)
@@ -137,20 +161,6 @@ def _check_size(width: int, height: int) -> None:
             f"{width:,} x {height:,} pixels could be a decompression bomb: at most {MAX_PIXELS:,} pixels are"
             " decoded"
         )
-
-
-def _decode_jpeg(data: bytes | bytearray) -> np.ndarray | None:
-    """Decodes by torchvision; None where it refuses, and PIL decodes or gives the better reason."""
-    import torch
-    from torchvision.io import ImageReadMode, decode_jpeg
-
-    # bytearray: torch warns about memory that may not be written
-    encoded = torch.frombuffer(data if isinstance(data, bytearray) else bytearray(data), dtype=torch.uint8)
-    try:
-        pixels = decode_jpeg(encoded, mode=ImageReadMode.RGB, apply_exif_orientation=True)
-    except RuntimeError:
-        return None
-    return pixels.permute(1, 2, 0).numpy()  # [3, H, W] -> [H, W, 3], which is how it lies in memory
 
 
 def _decode_by_pil(data: bytes | bytearray) -> np.ndarray:

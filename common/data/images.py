@@ -16,7 +16,7 @@ from accelerate import Accelerator
 
 from common.data import survey
 from common.data.cache import Prepared, prepare
-from common.data.decode import SPLITS
+from common.data.decode import SPLITS, torchcodec_decoder
 from common.data.holdout import part_file
 from common.data.shard_cache import ShardCache
 from common.data.shards import MANIFEST, Shard, check_roots, index_name, parse_manifest
@@ -70,7 +70,10 @@ def load(accelerator: Accelerator, recipe: ImageRecipe) -> Images:
     train, evaluated = images.train.labels, {name: s.labels for name, s in images.evaluated.items()}
     counts = {f"{name} images": len(labels) for name, labels in {"training": train, **evaluated}.items()}
     kind = [images.source, type(images.train).__name__]
-    agree(accelerator, {"data": kind, "classes": images.classes, **counts})
+    facts = {"data": kind, "classes": images.classes, **counts}
+    if not isinstance(images.train, ArraySplit):  # decoders may differ in the last bit
+        facts["the decoder of JPEGs"] = "torchcodec" if torchcodec_decoder() else "PIL"
+    agree(accelerator, facts)
     accelerator.print(survey.found(recipe.data, train, evaluated, len(images.classes), left_out))
     for line in survey.warnings(train, evaluated, images.classes, images.flaws):
         accelerator.print(f"warning: {line}")

@@ -15,8 +15,7 @@ import numpy as np
 
 from common.data.encoded import save_images, save_labels
 from common.data.source import Columns
-from common.system.files import parse_json
-from common.system.schema import fits
+from common.system.files import fits, parse_json
 from common.system.text import some_of
 from common.system.threads import Heartbeat
 

@@ -28,9 +28,8 @@ from typing import Any, TypedDict
 import numpy as np
 
 from common.data.decode import SPLITS, decode
-from common.system.files import parse_json
+from common.system.files import fits, parse_json
 from common.system.s3 import ObjectStore
-from common.system.schema import fits
 from common.system.text import printable
 
 FORMAT = 1

@@ -19,7 +19,6 @@ from common.data.decode import SPLITS
 from common.data.encoded import save_labels
 from common.data.source import BY_TYPE, VAL_CHOICE, Columns, Source
 from common.data.tables import find_on_hub, find_parquet, find_saved
-from common.system.cli import expand_home
 from common.system.s3 import ObjectStore
 from common.system.threads import Heartbeat, run_with_heartbeat
 
@@ -64,7 +63,7 @@ def _find(
     if str(data).startswith("s3://"):
         return run_with_heartbeat(lambda: _find_stored_shards(ObjectStore(data), data_root), beat)
     # Links are not followed: hosts that keep the data in different places can give it one name.
-    root = Path(os.path.abspath(expand_home(data, "give --data as an absolute path")))
+    root = Path(os.path.abspath(Path(data).expanduser()))
     if root.is_file() and root.suffix.lower() in (".csv", ".tsv"):
         return run_with_heartbeat(lambda: find_csv(root, columns), beat)
     if not root.is_dir():

@@ -8,8 +8,7 @@ from typing import TypeVar
 from common.data.class_folders import folder_names, split_folders
 from common.data.parquet import Table, write_tables
 from common.data.source import VAL_NAMES, Columns, Source
-from common.system.files import parse_json
-from common.system.schema import fits
+from common.system.files import fits, parse_json
 from common.system.text import printable, some_of
 from common.system.threads import Heartbeat, run_with_heartbeat
 

@@ -204,7 +204,7 @@ def _forkserver() -> multiprocessing.context.BaseContext:
     names = [x.__name__ if isinstance(x, ModuleType) else getattr(x, "__module__", None) for x in values]
     modules = sorted({name for name in names if isinstance(name, str) and name in sys.modules} - {"__main__"})
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["common.data.workers", "torchvision.io", *modules])
+    context.set_forkserver_preload(["common.data.workers", "torchcodec.decoders", *modules])
     # Python 3.11 does not give the server our sys.path: a script started from elsewhere would not import.
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))

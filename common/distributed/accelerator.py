@@ -24,19 +24,18 @@ from torch import nn
 from common.batch_norm import RunningStatistics
 from common.distributed.activation_checkpointing import checkpoint_activations
 from common.distributed.agreement import agree
-from common.distributed.answers import (
-    check_answers,
-    check_wrapped_classes,
-    enabled_precision,
-    settle_answers,
-)
 from common.distributed.compilation import asked_for, compile_blocks
 from common.distributed.determinism import choose_algorithms
 from common.distributed.devices import check_devices
-from common.distributed.elastic import check_processes, elastic_batch, replacement_problem
 from common.distributed.gradients import refuse_missing_gradients, refuse_skipped_steps
 from common.distributed.hangs import record_collectives, watch_hangs
 from common.distributed.initial_weights import share_initial_weights
+from common.distributed.launch_config import (
+    check_launch_config,
+    check_wrapped_classes,
+    disable_meaningless,
+    enabled_precision,
+)
 from common.distributed.peers import watch_peers
 from common.distributed.precision import (
     autocast_forward,
@@ -48,7 +47,14 @@ from common.distributed.precision import (
 )
 from common.distributed.preemption import ready, watch
 from common.distributed.rehearsal import keep_freed_memory, rehearse_on_cpu, use_all_cores
-from common.distributed.rendezvous import join_agents_store, name_interface, set_group_timeout
+from common.distributed.rendezvous import (
+    check_processes,
+    elastic_batch,
+    join_agents_store,
+    name_interface,
+    replacement_problem,
+    set_group_timeout,
+)
 from common.distributed.strategy import plain_module, precision, strategy, versions
 from common.recipe import Batch, Job, recipe_part
 from common.system.env import rank, world_size
@@ -62,7 +68,7 @@ def start(job: Job, clip_norm: float = 0.0) -> tuple[Accelerator, Batch]:
     are too few GPUs, or the processes disagree.
     """
     wanted = job.mixed_precision or typed_precision()
-    deepspeed = check_answers(
+    deepspeed = check_launch_config(
         os.environ, world_size(), deepspeed_config=job.deepspeed_config, precision=wanted
     )
     check_processes()
@@ -77,7 +83,7 @@ def start(job: Job, clip_norm: float = 0.0) -> tuple[Accelerator, Batch]:
         os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     # Accelerate asks twice a step for an optimizer's package; each time Python looks through its folders.
     accelerate_imports._is_package_available = functools.cache(accelerate_imports._is_package_available)
-    remarks = settle_answers(rehearsal)
+    remarks = disable_meaningless(rehearsal)
     if rehearsal:
         rehearse_on_cpu()
     compilation = asked_for(job.compile)
@@ -120,7 +126,7 @@ def make_accelerator(
 ) -> Accelerator:
     """The Accelerator for the launcher's environment and the job, without compilation.
 
-    deepspeed: the DeepSpeed JSON from check_answers(), if there is one.
+    deepspeed: the DeepSpeed JSON from check_launch_config(), if there is one.
     """
     engines_precision = enabled_precision(deepspeed)
     kind = chosen_precision(job.mixed_precision or engines_precision)

@@ -14,8 +14,8 @@ from accelerate.utils import gather_object
 
 from common.distributed.hangs import notice_hang
 from common.distributed.preemption import Preempted, wanted
-from common.system.doing import doing, now
 from common.system.env import is_hosts_first
+from common.system.phase import in_phase, now
 
 Work = Callable[[Callable[[], None]], Any]  # work(beat)
 MISTAKES = (ValueError, FloatingPointError, OSError)  # printed in one line, without a traceback
@@ -67,7 +67,7 @@ def _while_others_wait(
     store = dist.distributed_c10d._get_default_store()
     if me == my_worker:
         try:
-            with doing(f"preparing the {topic}"):
+            with in_phase(f"preparing the {topic}"):
                 outcome = {"result": work(_heart(store, board))}
         except (ValueError, OSError) as error:
             outcome = {"error": f"{error} (on host {socket.gethostname()})"}

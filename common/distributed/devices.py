@@ -4,8 +4,9 @@ import os
 import re
 
 import torch
+from accelerate.utils import is_torch_xla_available
 
-from common.distributed.answers import check_device_kind
+from common.distributed.launch_config import refuse
 from common.distributed.precision import on_gpu
 from common.system.env import processes_per_host
 from common.system.gpus import devices, driver_problem, needed_driver, runs_on
@@ -15,7 +16,7 @@ REHEARSE = "to rehearse on the CPU put CUDA_VISIBLE_DEVICES= before the same com
 
 def check_devices() -> None:
     """ValueError if there are too few GPUs, or torch can't use them; and on TPUs, XPUs or NPUs."""
-    check_device_kind()
+    _check_kind()
     gpus, processes = torch.cuda.device_count(), processes_per_host()
     if not on_gpu():
         _check_that_no_gpu_is_left_out()
@@ -27,6 +28,14 @@ def check_devices() -> None:
         )
     else:
         _check_code(int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def _check_kind() -> None:
+    """ValueError on a host with TPUs, XPUs or NPUs, on which Accelerate would train."""
+    device = torch.accelerator.current_accelerator(check_available=True)
+    kind = "XLA" if is_torch_xla_available() else device.type.upper() if device else "CPU"
+    if kind not in ("CPU", "CUDA", "MPS"):
+        refuse(f"distributed_type: {kind}", "choose multi-GPU, or no distributed training")
 
 
 def _check_that_no_gpu_is_left_out() -> None:

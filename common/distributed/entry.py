@@ -17,11 +17,9 @@ from common.distributed.accelerator import start
 from common.distributed.agreement import MISTAKES, first_to_say
 from common.distributed.peers import begin_exit, tell_failure
 from common.distributed.preemption import Preempted
-from common.distributed.spot import watch_for_notice
 from common.recipe import Batch, Recipe, parse
-from common.system.cli import check_working_folder, open_streams, set_umask, tell_torchrun
-from common.system.env import PREEMPTED, is_hosts_first, rank, world_size
-from common.system.events import report
+from common.system.cli import set_umask, tell_torchrun
+from common.system.env import PREEMPTED, is_hosts_first, rank, report, world_size
 from common.system.text import printable_lines
 
 R = TypeVar("R", bound=Recipe)
@@ -39,7 +37,6 @@ def entry(kind: type[R]) -> Callable[[Main[R]], Callable[[], None]]:
         def train() -> None:
             recipe = parse(kind)
             accelerator, batch = start(recipe, clip_norm=getattr(recipe, "clip_norm", 0.0))
-            watch_for_notice(recipe.spot_notice)
             main(recipe, accelerator, batch)
 
         @functools.wraps(main)
@@ -59,10 +56,8 @@ def run_process(main: Callable[[], None]) -> NoReturn:
     """
     status = 0
     set_umask()
-    open_streams()
     sys.stdout, sys.stderr = _ignoring_write_errors(sys.stdout), _ignoring_write_errors(sys.stderr)
     try:
-        check_working_folder()
         main()
     except MISTAKES as error:
         status = 1

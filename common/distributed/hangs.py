@@ -24,10 +24,10 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-from common.system.doing import now
-from common.system.events import EVENTS_FILE, report
+from common.system.env import EVENTS_FILE, report
 from common.system.hangs import Evidence, hang_table
 from common.system.paths import ROOT
+from common.system.phase import now
 
 ASK_AT = 0.7  # share of the time-out after which a waiting collective is reported
 POLL_S = 0.5

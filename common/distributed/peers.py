@@ -21,7 +21,7 @@ from accelerate.utils import gather_object
 from common.distributed.agreement import MISTAKES, first_to_say, let_main_close_first
 from common.distributed.hangs import stop_watching
 from common.system.cli import tell_torchrun
-from common.system.events import report
+from common.system.env import report
 from common.system.processes import is_running, start_ticks
 from common.system.text import printable_lines
 

@@ -20,8 +20,7 @@ import torch
 import torch.distributed as dist
 
 from common.distributed.hangs import notice_hang
-from common.system.env import PREEMPTED, launched
-from common.system.events import report
+from common.system.env import PREEMPTED, launched, report
 from common.system.processes import end_with_parent, is_under_nohup
 
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)

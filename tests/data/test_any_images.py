@@ -21,10 +21,8 @@ from tests.conftest import CNN, full, lines, metrics, python, run, torchrun
 from tests.data.test_decode import header_alone
 from tests.data.test_images import class_folders, encode, parquet_folder, picture, write_parquet
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:The image decoding and encoding:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:Palette images with Transparency:UserWarning"),  # PIL's own way
-]
+# PIL's own way
+pytestmark = pytest.mark.filterwarnings("ignore:Palette images with Transparency:UserWarning")
 
 
 def put(root: Path, *paths: str) -> Path:
@@ -196,7 +194,7 @@ AS_PIL = {
 @pytest.mark.parametrize("kind", AS_PIL)
 def test_pixels_are_those_of_pil(kind):
     data = AS_PIL[kind]
-    tolerance = 2 if kind == "grey JPEG" else 0  # torchvision's decoder
+    tolerance = 2 if kind == "grey JPEG" else 0  # torchcodec's decoder
     assert np.abs(decode(data).astype(int) - pil(data)).max() <= tolerance
 
 

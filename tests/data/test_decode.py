@@ -5,18 +5,17 @@ import resource
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from PIL import Image
 
 from common.data.cache import prepare_data
-from common.data.decode import checks_jpegs, damage, decode, jpeg_frame, open_image
+from common.data.decode import checks_jpegs, damage, decode, jpeg_frame, open_image, torchcodec_decoder
 from tests.conftest import ROOT
 from tests.data.test_images import encode, picture
 from tests.support.imagenet import class_folders, fails, prep
 from tools.prepare.recode import recoded
 from tools.prepare.source import ImageBatch, Position, RawImage
-
-pytestmark = pytest.mark.filterwarnings("ignore:The image decoding and encoding:DeprecationWarning")
 
 EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n0 0 9 9 rectfill\n%%EOF\n"
 
@@ -162,6 +161,20 @@ def test_pictures_of_other_formats_are_read_from_their_header_first(monkeypatch)
         open_image(data)
     with pytest.raises(ValueError, match="decompression bomb"):
         decode(data)
+
+
+def test_without_torchcodec_pil_decodes_the_same_and_it_is_said_once(photographs, monkeypatch, capsys):
+    files = [file.read_bytes() for file in sorted(photographs.glob("*.JPEG"))[:9]]
+    files += [encode(picture(k, 61, 47), progressive=bool(k)) for k in (0, 1)]
+    expected = [decode(data) for data in files]
+    monkeypatch.setitem(sys.modules, "torchcodec.decoders", None)
+    torchcodec_decoder.cache_clear()
+    found = [decode(data) for data in files]
+    monkeypatch.undo()
+    torchcodec_decoder.cache_clear()
+    for ours, theirs in zip(found, expected, strict=True):
+        assert np.abs(ours.astype(int) - theirs).max() <= 2
+    assert capsys.readouterr().err.count("JPEGs are decoded by PIL, more slowly, as torchcodec can't") == 1
 
 
 def test_without_simplejpeg_images_are_decoded_and_it_is_said_once(tmp_path, monkeypatch, capsys):

@@ -20,8 +20,6 @@ from tools.logbook.page import index, page
 from tools.logbook.record import RunRecord
 from tools.logbook.words import index_values
 
-pytestmark = pytest.mark.filterwarnings("ignore:The image decoding and encoding:DeprecationWarning")
-
 
 def opened(data: Path, cache: Path, holdout: float | None) -> Images:
     return open_images(prepare_data(str(data), cache, show_progress=False, holdout=holdout))

@@ -28,8 +28,6 @@ from common.data.splits import ArraySplit, FileSplit
 from tests.conftest import ROOT, reset_signals
 
 DATA = os.environ.get("TEST_DATA_DIR")
-# for 0.29 torchvision announces that its decoders go to TorchCodec
-pytestmark = pytest.mark.filterwarnings("ignore:The image decoding and encoding:DeprecationWarning")
 
 
 def in_cache(folder: Path) -> list[Path]:

@@ -41,8 +41,6 @@ from tests.conftest import (
 from tests.data.test_shards import NO_WORKERS, VIT, break_image, read, samples, write_shards
 from tests.support.s3 import BUCKET, FaultProxy, aws_env, s3, s3_proxy  # noqa: F401 (fixtures)
 
-pytestmark = pytest.mark.filterwarnings("ignore:The image decoding and encoding:DeprecationWarning")
-
 TRAIN, VAL = (8, 10) * 12, (8, 8, 8, 8)  # of 4 streams, 54 images each, hardly one ends where a shard does
 STEPS = 9  # an epoch
 SHARD_OF = np.repeat(np.arange(24), TRAIN)
@@ -327,7 +325,7 @@ def test_an_unexpected_error_does_not_wait_for_downloads(url, s3_proxy, tmp_path
 
 READER = """
 import sys
-import torchvision.io  # before anything is fetched
+import torchcodec.decoders  # before anything is fetched
 from pathlib import Path
 from common.distributed.entry import run_process
 from common.data.cache import prepare_data

@@ -33,8 +33,6 @@ from tests.checkpoint.test_resume import without_times
 from tests.conftest import Job, accelerate, full, latest, lines, metrics, python, result, run
 from tests.data.test_images import class_folders, picture
 
-pytestmark = pytest.mark.filterwarnings("ignore:The image decoding and encoding:DeprecationWarning")
-
 CLASSES = [{"wnid": f"n{c:08d}", "name": name} for c, name in enumerate(("crane", "hen", "crane", "ox"))]
 RECIPE = ImageRecipe(streams=4, shuffle_window=20)
 

@@ -17,7 +17,6 @@ from tests.data.test_any_images import put
 from tests.data.test_images import PNG, encode, picture, write_parquet
 from tools.doctor.facts import _contents
 
-pytestmark = pytest.mark.filterwarnings("ignore:The image decoding and encoding:DeprecationWarning")
 HUB_COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 

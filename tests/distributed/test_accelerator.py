@@ -7,7 +7,7 @@ from accelerate import Accelerator
 from common.distributed import accelerator, precision, rehearsal
 from common.distributed.devices import check_devices
 from common.recipe import share_out
-from common.telemetry.memory import is_out_of_memory, out_of_memory
+from common.run.ending import is_out_of_memory, out_of_memory
 
 
 @pytest.fixture(autouse=True)

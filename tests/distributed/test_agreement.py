@@ -171,5 +171,7 @@ def test_ctrl_c_ends_everything(tmp_path, cache):
     status, output = job.wait(timeout_s=60)
     assert status != 0
     assert not any(map(is_alive, ranks)), output
-    assert len(re.findall(r"^interrupted: the same command goes on ", output, re.MULTILINE)) == 1, output
+    assert len(re.findall(r"^interrupted: run the same command to resume ", output, re.MULTILINE)) == 1, (
+        output
+    )
     assert "train_cnn_a.py" not in output, output  # no traceback of ours; torchrun shows its own

@@ -6,8 +6,8 @@ import pynvml
 import pytest
 import torch
 
-from common.distributed.answers import check_answers
 from common.distributed.devices import check_devices
+from common.distributed.launch_config import check_launch_config
 from common.system import gpus
 from tests.conftest import accelerate, full, python, run
 
@@ -174,4 +174,4 @@ def test_zero_without_deepspeed(flag, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     env = {"ACCELERATE_USE_DEEPSPEED": "false" if flag else "true"}
     with pytest.raises(ValueError, match="ZeRO needs DeepSpeed, which is not installed"):
-        check_answers(env, 2, deepspeed_config=flag)
+        check_launch_config(env, 2, deepspeed_config=flag)

@@ -9,10 +9,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from common.distributed.gradients import refuse_skipped_steps
 from common.distributed.precision import Precision
-from common.run.resume import _changed_precision
+from common.run.opening import changed_types
 from tests.conftest import (
     BIN,
     CNN,
@@ -27,6 +28,7 @@ from tests.conftest import (
     result,
     run,
 )
+from train_vit import Vit, build_model
 
 STEPS = 6
 # Measured over 20 steps on 2 CPU cores: 0 under DDP, 0.00007 under FSDP2, 0.00009 under ZeRO-2, 0.00016 under
@@ -137,11 +139,25 @@ def test_zero_leaves_no_step_out_in_silence(strategy, precision, project_copy, t
 
 
 def test_a_resume_in_other_types_says_what_changes():
-    training = SimpleNamespace(accelerator=SimpleNamespace(precision=Precision("bf16", "autocast", "fp32")))
-    assert _changed_precision(vars(training.accelerator.precision), training) == ""
+    types = vars(Precision("bf16", "autocast", "fp32"))
     writer = {"mixed_precision": "bf16", "half_precision": "weights", "gradient_reduction": "bf16"}
-    line = _changed_precision(writer, training)
-    assert "half_precision autocast (it was weights)" in line
-    assert "gradient_reduction fp32 (it was bf16)" in line
-    assert "mixed_precision" not in line
-    assert _changed_precision({}, training) == ""  # made by hand
+    assert changed_types(writer, types) == (
+        "half_precision autocast (it was weights), gradient_reduction fp32 (it was bf16)"
+    )
+    assert changed_types(types, types) == changed_types({}, types) == ""
+
+
+@pytest.mark.parametrize("half", [True, False])
+def test_half_residual(half):
+    """All blocks read and give bf16 under autocast, and fp32 without."""
+    model = build_model(Vit(model="test_vit", image_size=32, patch_size=8, half_residual=half), 10)
+    seen = []
+    for block in model.blocks:
+        block.register_forward_hook(lambda _, inputs, output: seen.extend((inputs[0].dtype, output.dtype)))
+    x = torch.randn(2, 3, 32, 32)
+    model(x)
+    assert set(seen) == {torch.float32}
+    seen.clear()
+    with torch.autocast("cpu", torch.bfloat16):
+        model(x)
+    assert seen[1:] == [torch.bfloat16 if half else torch.float32] * (2 * len(model.blocks) - 1)

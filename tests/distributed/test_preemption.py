@@ -197,7 +197,7 @@ def test_ctrl_c_says_at_which_step_the_same_command_goes_on(tmp_path):
     status, output = job.wait()
     assert (status, output.splitlines()[-1]) == (
         130,
-        "interrupted: the same command goes on from the beginning",
+        "interrupted: run the same command to resume from the beginning",
     )
     assert result(tmp_path / "early")["error"] == "interrupted"
     words = [*SLOW, "--output_dir", tmp_path / "run"]
@@ -210,7 +210,7 @@ def test_ctrl_c_says_at_which_step_the_same_command_goes_on(tmp_path):
     job.send_signal(signal.SIGINT)
     status, output = job.wait()
     step = max(steps_in(tmp_path / "run" / "checkpoints"))
-    assert output.splitlines()[-1] == f"interrupted: the same command goes on at step {step:,}"
+    assert output.splitlines()[-1] == f"interrupted: run the same command to resume at step {step:,}"
     assert "Traceback" not in output
     job = WarmJob(words, tmp_path / "log")
     wait_for(f"continuing at step {step:,} with", job)

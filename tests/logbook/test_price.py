@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from common.system.doing import _Now
+from common.system.phase import _Now
 from common.system.processes import own_age_s
 from tests.conftest import CNN, python, result, run
 from tests.logbook.pages import BARS, HOSTILE, check, is_golden, rows, write_lines, write_run

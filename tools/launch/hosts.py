@@ -37,8 +37,6 @@ def read_hostfile(path: Path) -> list[Host]:
         text = path.read_text()
     except OSError as error:
         raise ValueError(f"the hostfile {path} can't be read: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise ValueError(f"the hostfile {path} can't be read: not UTF-8") from None
     lines: dict[str, int] = {}
     hosts = []
     for number, line in enumerate(text.splitlines(), start=1):
@@ -63,14 +61,11 @@ def select(hosts: list[Host], include: str = "", exclude: str = "") -> list[Host
         raise ValueError("--include and --exclude exclude one another: give one of them")
     flag, named = ("--include", include) if include else ("--exclude", exclude)
     chosen = _parse_filter(flag, named, hosts) if named else {}
-    if include:
-        kept = [Host(host.name, chosen.get(host.name, ())) for host in hosts]
-    else:
-        kept = [
-            Host(host.name, tuple(d for d in host.devices if d not in chosen.get(host.name, ())))
-            for host in hosts
-        ]
-    kept = [host for host in kept if host.devices]
+    kept = []
+    for host in hosts:
+        devices = [d for d in host.devices if (d in chosen.get(host.name, ())) == bool(include)]
+        if devices:
+            kept.append(Host(host.name, tuple(devices)))
     if not kept:
         raise ValueError(f"{flag} {named} leaves no host")
     return kept
@@ -91,7 +86,7 @@ def _host(line: str, where: str) -> Host:
     return Host(name, tuple(range(slots)))
 
 
-def _parse_filter(flag: str, text: str, hosts: list[Host]) -> dict[str, tuple[int, ...]]:
+def _parse_filter(flag: str, text: str, hosts: list[Host]) -> dict[str, set[int]]:
     """Host name -> devices. For a host named with and without numbers the numbers count, as in DeepSpeed."""
     known = {host.name: host.devices for host in hosts}
     chosen: dict[str, set[int]] = {}
@@ -107,7 +102,7 @@ def _parse_filter(flag: str, text: str, hosts: list[Host]) -> dict[str, tuple[in
                 f"{flag} {text}: {name} has no slot {min(missing)}, but {len(known[name])} slots"
             )
         chosen[name] = chosen.get(name, set()) | numbers
-    return {name: tuple(sorted(numbers)) or known[name] for name, numbers in chosen.items()}
+    return {name: numbers or set(known[name]) for name, numbers in chosen.items()}
 
 
 # Refuses an unknown key, never prompts, and notices a lost host within 25 s.

@@ -2,20 +2,22 @@
 
 import contextlib
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import yaml
 from markupsafe import Markup
 
-from common.checkpoint.export import Exported
 from tools.logbook.markdown import code, render
 from tools.logbook.record import RunRecord
+
+if TYPE_CHECKING:  # a tool knows no other
+    from tools.inference.exported import Exported
 
 MOST_CLASSES = 100  # with a row each
 
 
-def model_card(name: str, exported: Exported, about: dict[str, Any]) -> str:
+def model_card(name: str, exported: "Exported", about: dict[str, Any]) -> str:
     """Markdown with the hub's metadata. about: config.json."""
     run = _record(exported)
     metadata = _metadata(name, exported, run.facts if run else {})
@@ -49,7 +51,7 @@ def _name(value: str) -> str:
     return value if value.startswith(("hub:", "hf-hub:")) else value.rstrip("/").rpartition("/")[2]
 
 
-def _metadata(name: str, exported: Exported, facts: dict[str, Any]) -> dict[str, Any]:
+def _metadata(name: str, exported: "Exported", facts: dict[str, Any]) -> dict[str, Any]:
     """What the hub reads. Its word for a licence that is not named is `unknown`."""
     about: dict[str, Any] = {
         "license": "unknown",
@@ -68,14 +70,14 @@ def _metadata(name: str, exported: Exported, facts: dict[str, Any]) -> dict[str,
     return about
 
 
-def _record(exported: Exported) -> RunRecord | None:
+def _record(exported: "Exported") -> RunRecord | None:
     """The run on this disk that the model is of."""
     with contextlib.suppress(ValueError, OSError):
         return RunRecord(Path(exported.trained.weights).parents[2])
     return None
 
 
-def _measures(exported: Exported, run: RunRecord) -> dict[str, Any]:
+def _measures(exported: "Exported", run: RunRecord) -> dict[str, Any]:
     """Accuracies, and metrics by class where an evaluation of this step has left a confusion matrix."""
     step, facts, split = exported.trained.step, run.facts, run.facts.get("val_name", "val")
     lines = [line for line in run.evaluations if line.get("step") == step]

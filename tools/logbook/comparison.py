@@ -6,9 +6,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from common.system.files import read_json
+from common.system.files import Kind, fitting, read_json
 from common.system.paths import public_path
-from common.system.schema import Kind, fitting
 from common.system.text import plural
 from tools.logbook import price, seeds, words
 from tools.logbook.markdown import code, render

@@ -4,10 +4,9 @@ import shlex
 from collections.abc import Iterator
 from typing import Any
 
-from common.run.finish import early_end
-from common.system.files import own_files
+from common.run.result_tables import early_end
+from common.system.files import Kind, own_files
 from common.system.paths import public_path
-from common.system.schema import Kind
 from common.system.text import plural, some_of
 from tools.logbook import price, words
 from tools.logbook.markdown import code, link, render

@@ -8,9 +8,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from common.system.doing import ENDING, EVALUATION, READING, SAVING, STARTING, TRAINING
-from common.system.files import read_json
-from common.system.schema import Kind, fitting
+from common.system.files import Kind, fitting, read_json
+from common.system.phase import ENDING, EVALUATION, READING, SAVING, STARTING, TRAINING
 from common.system.text import plural
 from tools.logbook.markdown import amount
 from tools.logbook.record import RunRecord

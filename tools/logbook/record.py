@@ -8,9 +8,8 @@ from typing import Any
 
 from PIL import Image
 
-from common.system.files import parse_json, read_own, sha256_of
+from common.system.files import Kind, fitting, parse_json, read_own, sha256_of
 from common.system.paths import public_path
-from common.system.schema import Kind, fitting
 
 ABOUT: dict[str, Kind] = {
     **dict.fromkeys(

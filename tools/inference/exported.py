@@ -1,6 +1,7 @@
 """Writes a trained model as files for timm, plain PyTorch and ONNX Runtime, without this repository."""
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -14,7 +15,7 @@ from common.augment import to_float
 from common.checkpoint.weights import TrainedModel, find, load_trained, open_script
 from common.data.images import Images, open_data
 from common.recipe import ImageRecipe
-from common.script import load_script, normalisation, standalone_source
+from common.script import load_script, normalisation
 
 WEIGHTS, CONFIG, CODE = "model.safetensors", "config.json", "model.py"
 RESIZE = 256 / 224  # the shorter side relative to the crop, as in common.data.decode.central_crop
@@ -106,7 +107,7 @@ def write_model(exported: Exported, folder: Path) -> dict[str, Any]:
         return about
     from safetensors.torch import save_file
 
-    code = standalone_source(exported.script, "build_model")
+    code = model_section(exported.script)
     save_file({name: t.contiguous() for name, t in exported.model.state_dict().items()}, folder / WEIGHTS)
     recipe = {name: value for name, value in vars(exported.recipe).items() if f"recipe.{name}" in code}
     about = {
@@ -117,20 +118,35 @@ def write_model(exported: Exported, folder: Path) -> dict[str, Any]:
         **exported.preparation,
     }
     (folder / CONFIG).write_text(json.dumps(about, indent=2) + "\n")
-    (folder / CODE).write_text(
-        HEAD.format(script=exported.script.__name__, model=code.removeprefix("import torch\n")) + LOADER
-    )
+    (folder / CODE).write_text(HEAD.format(script=exported.script.__name__, model=code) + LOADER)
     return about
 
 
+def model_section(script: ModuleType) -> str:
+    """The text of the script's section `# --- Model`. ValueError without one."""
+    text = Path(str(script.__file__)).read_text()
+    found = re.search(r"^# --- Model\b[^\n]*\n(.*?)^# --- ", text, re.MULTILINE | re.DOTALL)
+    if not found:
+        raise ValueError(f"{script.__file__} has no section that begins with `# --- Model`, to export")
+    return found[1].strip()
+
+
 def check_reloaded(exported: Exported, folder: Path) -> None:
-    """Loads the model from the folder as a user would. ValueError unless its logits have equal bits."""
+    """Loads the model from the folder as a user would. ValueError unless its logits have equal bits.
+
+    The script's section may need torch alone, by the names that the head of model.py imports.
+    """
     if exported.is_timms:
         import timm
 
         loaded = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
     else:
-        loaded = load_script(folder / CODE).load(folder)
+        try:
+            loaded = load_script(folder / CODE).load(folder)
+        except NameError as error:
+            raise ValueError(
+                f"{exported.script.__file__}: its Model section needs {error.name}, and may need torch alone"
+            ) from None
     with torch.inference_mode():
         if not torch.equal(loaded(exported.sample), exported.model(exported.sample)):
             raise ValueError("the model that was loaded back gives other logits: it is not exported")
@@ -183,10 +199,15 @@ HEAD = '''"""The model of {script}.py, exported. Needs torch, numpy, safetensors
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
 {model}
 
 '''

@@ -40,7 +40,7 @@ now = _Now()
 
 
 @contextlib.contextmanager
-def doing(phase: str) -> Iterator[None]:
+def in_phase(phase: str) -> Iterator[None]:
     """Sets the phase within the context."""
     before, now.phase = now.phase, phase
     try:

@@ -27,10 +27,10 @@ from torch.distributed.tensor import _sharding_prop
 from torch.nn.parallel import DistributedDataParallel, distributed
 
 from common.distributed.accelerator import make_accelerator
-from common.distributed.answers import check_answers, settle_answers
+from common.distributed.launch_config import check_launch_config, disable_meaningless
 from common.distributed.rehearsal import rehearse_on_cpu
 from common.recipe import Batch, Recipe
-from tools.plan.result import Collective
+from tools.plan.cost import Collective
 
 # What ranks compare with one another, which no fake collective can answer.
 COMPARISONS = ("assert_ints_same_as_other_ranks", "assert_lst_len_same_as_other_ranks")
@@ -48,8 +48,8 @@ class FakeContents(FakeTensorMode):
 def start_as_rank_0(config_file: Path, batch: Batch, hosts: int, recipe: Recipe) -> Accelerator:
     """The Accelerator of rank 0, with a config file's answers for batch.processes processes on some hosts."""
     os.environ.update(launchers_environment(config_file, batch.processes, hosts))
-    deepspeed = check_answers(os.environ, batch.processes, precision=recipe.mixed_precision)
-    settle_answers(True)
+    deepspeed = check_launch_config(os.environ, batch.processes, precision=recipe.mixed_precision)
+    disable_meaningless(True)
     if batch.processes > 1 or deepspeed:
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -108,7 +108,7 @@ def without_contents() -> Iterator[None]:
         yield
 
 
-def settle_in(model: nn.Module) -> nn.Module:
+def materialize(model: nn.Module) -> nn.Module:
     """A model of the meta device, on the fake CPU, which stays in place when it is moved.
 
     torch can't swap a fake tensor that others refer to, which is how a module moves.
@@ -141,7 +141,7 @@ def settle_in(model: nn.Module) -> nn.Module:
     return model
 
 
-def stand_in_for_reducer(model: nn.Module, exchanged: list[Collective]) -> None:
+def fake_reducer(model: nn.Module, exchanged: list[Collective]) -> None:
     """Lets DDP's reducer, which reads contents in C++, exchange its buckets with nobody.
 
     exchanged: gets the collective, the bytes and the ranks of each bucket.

@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tools.plan.cost import CONTEXT_BYTES, LAUNCHES
-from tools.plan.result import Trace
+from tools.plan.cost import CONTEXT_BYTES, LAUNCHES, Trace
 
 ALIKE = 1.05  # times as long: more than the estimates can tell apart
 HEAD = ("strategy", "GiB", "images", "largest", "link MB", "net MB", "step ms", "images/s", "eff.", "hours")
