@@ -123,11 +123,7 @@ def test_what_restarts_have_lost_is_measured_by_the_telemetry(tmp_path):
     second = [header("h2", 1010), {"t": 1099, "step": 89}]
     second += [header("h2", 1180, 20, 70.0), {"t": 1220, "step": 100}]
     run, terms = record(tmp_path / "run", price=36.0, samples=[first, second])
-    assert [(start.before_s, start.ended_s) for start in starts(run)] == [
-        (0, 100),
-        (70, 130),
-        (120, 135),
-    ]
+    assert [(start.before_s, start.ended_s) for start in starts(run)] == [(0, 100), (70, 130), (120, 135)]
     assert (lost_s(run), paused_s(run), used_s(run)) == (30 + 10, 60 + 15, 150 + 40)
     text = section(run, terms)
     table = rows(text)
@@ -165,14 +161,7 @@ def test_odd_values_break_no_page(plan, line, facts, tmp_path):
 
 @pytest.mark.parametrize(
     ("value", "shown"),
-    [
-        (None, None),
-        (0, "0"),
-        (1234.5, "1,234"),
-        (12.345, "12.3"),
-        (0.0123456, "0.0123"),
-        (1e-7, "1.00e-07"),
-    ],
+    [(None, None), (0, "0"), (1234.5, "1,234"), (12.345, "12.3"), (0.0123456, "0.0123"), (1e-7, "1.00e-07")],
 )
 def test_amounts_have_three_digits(value, shown):
     assert amount(value) == shown
