@@ -25,7 +25,7 @@ from common.data.cache import prepare_data
 from common.data.decode import decode
 from common.data.images import open_images
 from common.data.splits import ArraySplit, FileSplit
-from tests.conftest import ROOT, reset_signals
+from tests.conftest import ROOT, full, reset_signals
 
 
 def in_cache(folder: Path) -> list[Path]:
@@ -577,7 +577,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize("end", ["fails", "is killed"])
+@pytest.mark.parametrize("end", [full("fails"), "is killed"])
 def test_workers_end_with_the_trainer(tmp_path, end):
     root = class_folders(tmp_path / "data")
     picture(0, 40, 32).save(root / "train" / "a" / "0.png")
