@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from common.distributed.accelerator import prepare, start
-from common.distributed.entry import run_process
+from common.distributed.process import run_process
 from common.distributed.strategy import device_name, precision
 from common.order import reseed
 from common.recipe import parse

@@ -327,7 +327,7 @@ READER = """
 import sys
 import torchcodec.decoders  # before anything is fetched
 from pathlib import Path
-from common.distributed.entry import run_process
+from common.distributed.process import run_process
 from common.data.cache import prepare_data
 from common.data.images import open_images
 from common.order import training_plan
