@@ -108,7 +108,7 @@ class Mirror:
                 problem = error
                 self.say(
                     f"the checkpoint of step {step:,} is not in {self.store.url} ({error}): it is safe on the"
-                    " disk, and the next upload, or the same command later, sends it"
+                    " disk. The next upload sends it, or run the same command again later"
                 )
             with self.changed:
                 self.failed = (step, best) if problem else None
