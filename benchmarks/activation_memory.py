@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from common.distributed.activation_checkpointing import checkpoint_activations
+from common.distributed.blocks import checkpoint_activations
 
 MODEL, IMAGES, SIZE = "vit_base_patch32_224", 32, 224
 

@@ -33,8 +33,8 @@ from common.augment import mixer
 from common.data.images import load
 from common.data.workers import in_flight
 from common.distributed.accelerator import prepare, start
-from common.distributed.entry import run_process
 from common.distributed.precision import input_dtype
+from common.distributed.process import run_process
 from common.distributed.strategy import device_name, precision
 from common.order import reseed, steps_per_epoch, training_plan
 from common.recipe import parse

@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from common.distributed.accelerator import prepare, start
-from common.distributed.entry import run_process
+from common.distributed.process import run_process
 from common.distributed.strategy import device_name, precision
 from common.order import reseed
 from common.recipe import parse
@@ -88,8 +88,8 @@ class Benchmark:
                 torch.cuda.synchronize()
             images_per_s = (self.steps - first_step) * self.batch.total / (time.perf_counter() - began)
             cpu_s = 0.0
-            if telemetry.sampler:
-                cpu_s = time.clock_gettime(time.pthread_getcpuclockid(telemetry.sampler.thread.ident))
+            if telemetry.thread:
+                cpu_s = time.clock_gettime(time.pthread_getcpuclockid(telemetry.thread.ident))
             samples = len(telemetry.unlogged)
             telemetry.stop()
         return {"images_per_s": images_per_s, "samples": samples, "cpu_s": cpu_s}

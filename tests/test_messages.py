@@ -10,8 +10,8 @@ from torch import nn
 
 from common.batch_norm import RunningStatistics
 from common.data.sources import find_source
-from common.distributed.gradients import without_gradient
 from common.distributed.launch_config import check_launch_config
+from common.distributed.strategy import without_gradient
 from common.order import Shuffled, steps_per_epoch
 from common.recipe import parse, share_out
 from tools.launch.hosts import read_hostfile, select

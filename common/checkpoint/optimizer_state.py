@@ -13,7 +13,7 @@ from torch import Tensor
 from common.checkpoint import format as checkpoints
 from common.checkpoint.format import Checkpoint, Specs, TensorFile
 from common.checkpoint.optimizer_trial import try_out
-from common.distributed.layout import Held, Layout
+from common.distributed.layout import Layout, Local
 
 Send = Callable[[str, tuple[int, ...], torch.dtype], Tensor]  # broadcasts a tensor of the main process
 
@@ -82,7 +82,7 @@ class OptimizerState:
             "groups": [{n: checkpoints.encode(v) for n, v in group.items()} for group in groups],
         }
 
-    def _whole(self, shaped: dict[str, Held], others: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    def _whole(self, shaped: dict[str, Local], others: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         for name, held in shaped.items():
             for parameter, tensor in self.layout.whole(held):
                 yield f"{parameter}/{name}", tensor

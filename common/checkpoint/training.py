@@ -60,7 +60,7 @@ class TrainingState:
         layout = self.layout
         optimizer_specs, optimizer_tensors = self.optimizer.tensors()
         files = {
-            checkpoints.MODEL_FILE: self._whole_model(layout.held),
+            checkpoints.MODEL_FILE: self._whole_model(layout.local),
             checkpoints.OPTIMIZER_FILE: optimizer_tensors,
         }
         if self.ema:
@@ -167,9 +167,9 @@ class TrainingState:
         for name, buffer in layout.buffers().items():
             buffer.copy_(send(name, buffer.shape, _stored(buffer.dtype)))
         send = self._sender(self._file(checkpoint, file))
-        layout.fill(layout.held, send)
+        layout.fill(layout.local, send)
         layout.fill_frozen(send)
-        layout.publish()
+        layout.sync()
 
     def _file(self, checkpoint: Checkpoint | None, name: str) -> TensorFile | None:
         return TensorFile(checkpoint.folder / name) if checkpoint else None

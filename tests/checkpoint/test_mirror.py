@@ -19,7 +19,7 @@ import torch
 
 from common.checkpoint.format import MANIFEST_FILE, step_name, steps_in, verify
 from common.checkpoint.mirror import Mirror, committed, fetch_log, fetch_newest
-from common.run.owner import Owner, PrefixRecord
+from common.run.lease import Lease, PrefixRecord
 from common.system.s3 import ObjectStore, StoreError
 from tests.checkpoint.test_checkpoints import (  # noqa: F401
     HELLO,
@@ -267,7 +267,7 @@ def test_a_prefix_has_one_owner(bucket, tmp_path):
     job = start_and_wait([*python(), *HELLO, *long, "--s3", bucket.url], tmp_path / "run", env=bucket.env)
     status, output = bucket.start(tmp_path / "other", *long).wait()
     assert status == 1
-    assert f"{bucket.url} belongs to a run that goes on: process {job.process.pid} on host" in output
+    assert f"{bucket.url} is in use by process {job.process.pid} on host" in output
     job.process.send_signal(signal.SIGTERM)
     status, output = job.wait()
     assert status == 75, output
@@ -284,7 +284,7 @@ PAUSES = {  # of an upload: a request before which it is paused, and how often t
 @pytest.mark.parametrize("pause", PAUSES)
 def test_an_owner_that_was_paused_removes_nothing_of_its_successor(pause, bucket, mirror, tmp_path):
     """It is paused while it uploads step 16. Meanwhile another one goes on from step 14 to 20."""
-    owner = Owner(PrefixRecord(mirror.store), lambda: None, mirror.said.append)
+    owner = Lease(PrefixRecord(mirror.store), lambda: None, mirror.said.append)
     mirror.lost = owner.check
     send(mirror, 14)
     successor = Mirror(bucket.store, tmp_path / "run", None, mirror.said.append, lambda: None)

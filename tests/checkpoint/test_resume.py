@@ -108,7 +108,7 @@ def test_a_run_that_was_stopped_four_times_is_bit_equal(
         training.go(launcher, stop)
     output = training.go(launcher, None, "--deterministic")  # on a CPU bits are equal with it, and without
     assert f"continuing at step {STOPS[-1]}" in output
-    assert output.count("computed without --deterministic, from here on with --deterministic") == 1
+    assert output.count("from here on the run is deterministic, but it cannot be reproduced bit for bit") == 1
     walls = [line["wall_s"] for line in metrics(tmp_path / "run")]
     assert walls == sorted(walls), "time goes on where it stopped"
     reference = uninterrupted(script, launcher, *flags)

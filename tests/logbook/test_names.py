@@ -11,10 +11,11 @@ from common.data.cache import prepare_data
 from common.data.images import open_images
 from common.data.shards import parse_manifest
 from common.distributed.launch_config import _read_deepspeed
-from common.recipe import ImageRecipe, _read_config
+from common.flags import read_config
+from common.recipe import ImageRecipe
 from common.run import plots
 from common.run.folder import _why_not_ours, count_restarts, resumed_from
-from common.run.owner import _parsed
+from common.run.lease import _parsed
 from common.run.state import RunState
 from common.system.files import read_accelerate_config, read_json, read_lines
 from common.system.text import printable, printable_lines
@@ -125,8 +126,8 @@ READERS = {  # file: what reads it, or for those that go on without it, what the
     "index.json": lambda file: parse_index(file.read_bytes(), file),
     "shards.json": lambda file: parse_manifest(file.read_bytes(), str(file)),
     "search.json": read_search,
-    "config.json": lambda file: _read_config(file, ()),
-    "config.yaml": lambda file: _read_config(file, ()),
+    "config.json": lambda file: read_config(file, ()),
+    "config.yaml": lambda file: read_config(file, ()),
     "accelerate.yaml": read_accelerate_config,
     "deepspeed.json": lambda file: _read_deepspeed("--deepspeed_config", str(file)),
     "restarts.json": deep_restart,

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from common.checkpoint import format as checkpoints
 from common.checkpoint.training import TrainingState
 from common.distributed.accelerator import prepare, start
-from common.distributed.entry import run_process
+from common.distributed.process import run_process
 from common.recipe import Recipe, flag, parse
 from common.run.state import RunState
 

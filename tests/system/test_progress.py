@@ -67,11 +67,11 @@ def test_a_line_without_a_terminal_for_each_30_seconds_and_line_of_the_log(monke
 SLOW_START = """
 import sys, time
 from types import SimpleNamespace
-import common.run.meter
+import common.run.checkpoints
 import {script} as script
 
 now_s = 0.0
-common.run.meter.time = SimpleNamespace(perf_counter=lambda: now_s, time=time.time)
+common.run.checkpoints.time = SimpleNamespace(perf_counter=lambda: now_s, monotonic=time.monotonic)
 training_batches = script.training_batches
 
 def slow(*args):

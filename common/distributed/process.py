@@ -14,10 +14,8 @@ import torch.distributed as dist
 from accelerate import Accelerator
 
 from common.distributed.accelerator import start
-from common.distributed.agreement import MISTAKES, first_to_say
-from common.distributed.peers import begin_exit, tell_failure
 from common.distributed.preemption import Preempted
-from common.distributed.spot import watch_for_notice
+from common.distributed.watch import MISTAKES, begin_exit, first_to_report, report_failure
 from common.recipe import Batch, Recipe, parse
 from common.system.cli import set_umask, tell_torchrun
 from common.system.env import PREEMPTED, is_hosts_first, rank, report, world_size
@@ -38,7 +36,6 @@ def entry(kind: type[R]) -> Callable[[Main[R]], Callable[[], None]]:
         def train() -> None:
             recipe = parse(kind)
             accelerator, batch = start(recipe, clip_norm=getattr(recipe, "clip_norm", 0.0))
-            watch_for_notice(recipe.spot_notice)
             main(recipe, accelerator, batch)
 
         @functools.wraps(main)
@@ -61,30 +58,25 @@ def run_process(main: Callable[[], None]) -> NoReturn:
     sys.stdout, sys.stderr = _ignoring_write_errors(sys.stdout), _ignoring_write_errors(sys.stderr)
     try:
         main()
-    except MISTAKES as error:
-        status = 1
-        begin_exit()
-        tell_failure(error)
-        message = printable_lines(error)
-        tell_torchrun(message)
-        if first_to_say(message):
-            print(f"error: {message}", file=sys.stderr, flush=True)
-        _wait_for_others()
     except KeyboardInterrupt as error:
         status = 130
         if is_hosts_first():
             print(": ".join(["interrupted", *map(str, error.args)]), file=sys.stderr)
     except Preempted:
         status = PREEMPTED
-        if first_to_say("preempted"):
+        if first_to_report("preempted"):
             print(f"preempted: the same command continues (exit status {PREEMPTED})")
     except Exception as error:  # if it reached the interpreter, all queued downloads of shards would run
         status = 1
         begin_exit()
-        tell_failure(error)
-        tell_torchrun(f"{type(error).__name__}: {error}")
-        if not dist.is_initialized() or first_to_say(repr(error)):
+        report_failure(error)
+        is_mistake = isinstance(error, MISTAKES)
+        message = printable_lines(error) if is_mistake else f"{type(error).__name__}: {error}"
+        tell_torchrun(message)
+        if not is_mistake and (not dist.is_initialized() or first_to_report(repr(error))):
             traceback.print_exc()
+        elif is_mistake and first_to_report(message):
+            print(f"error: {message}", file=sys.stderr, flush=True)
         _wait_for_others()
     begin_exit()
     if dist.is_initialized() and status in (0, PREEMPTED):

@@ -1,71 +1,76 @@
-"""Polls a cloud's metadata service for a notice of this host's preemption, which then acts like SIGTERM.
+"""Runs a command on a spot machine, and sends it SIGTERM at the cloud's notice of preemption.
 
+    python -m tools.launch.spot aws -- torchrun --nproc_per_node=4 train_vit.py
+
+Start it on each host; `launch.py --spot_notice aws` does. It polls the cloud's metadata service.
 AWS: docs.aws.amazon.com/AWSEC2/latest/UserGuide/spot-instance-termination-notices.html, two minutes before,
 and rebalance-recommendations.html, earlier. GCP: cloud.google.com/compute/docs/instances/create-use-spot, 30
 seconds. Azure: learn.microsoft.com/azure/virtual-machines/linux/scheduled-events, 30 seconds.
 """
 
+import contextlib
 import os
 import signal
+import subprocess
 import sys
-import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
-from dataclasses import dataclass
 from http.client import HTTPException
-from typing import Any
 
-from common.distributed.preemption import request_stop
-from common.system.env import is_hosts_first, report
+from common.system.cli import command_parser, run_command
+from common.system.env import report
 from common.system.files import parse_json
+from common.system.processes import adopt_orphans, end_with_parent, running_descendants
 from common.system.text import printable
 
 POLL_S = 2.0
 TIMEOUT_S = 2.0  # of a request to a service on the host's own link
-MOST_BYTES = 2**16  # of an answer that are read
+SAVE_S = 120  # from the command's end, until its processes must have ended: accelerate does not wait for them
 TOKEN_TTL_S = 21600
 ANSWER = "its answer"
 LINK_LOCAL = "http://169.254.169.254"
 
-
-@dataclass(frozen=True)
-class Notice:
-    why: str  # `aws: terminate`
-    until: str  # when, in the service's words; empty if it does not say
+Service = Callable[[], str | None]  # the notice in words, if there is one
 
 
-def watch_for_notice(cloud: str | None) -> None:
-    """Starts to poll in one process of each host. Without a cloud nothing is contacted."""
-    if cloud and is_hosts_first():
-        threading.Thread(target=_poll, args=(SERVICES[cloud](),), daemon=True).start()
+def main() -> int:
+    parser = command_parser(__doc__, "python -m tools.launch.spot CLOUD -- COMMAND")
+    parser.add_argument("cloud", choices=SERVICES)
+    parser.add_argument("command", nargs="+")
+    flags = parser.parse_args()
+    return watch(SERVICES[flags.cloud](), flags.command)
 
 
-def _poll(find: Callable[[], Notice | None]) -> None:
-    """Polls until there is a notice. A failing service is reported once, and polling continues."""
-    complained = False
-    while True:
+def watch(service: Service, words: list[str]) -> int:
+    """Runs the command until all its processes have ended. Returns its exit status, or 128 + a signal."""
+    adopt_orphans()
+    command = subprocess.Popen(words, preexec_fn=end_with_parent)
+    signal.signal(signal.SIGTERM, lambda *_: command.terminate())
+    for number in (signal.SIGINT, signal.SIGHUP):  # a terminal sends them to the command, too
+        signal.signal(number, lambda *_: None)
+    is_noticed, complained = False, False
+    while command.poll() is None:
         try:
-            notice = find()
+            notice = None if is_noticed else service()
         except (OSError, HTTPException, ValueError, KeyError, TypeError, AttributeError) as error:
             notice = None
             if not complained:
-                print(f"--spot_notice: {printable(_reason(error))}; asking on", file=sys.stderr, flush=True)
+                what = printable(f"{type(error).__name__}: {error}"[:200])
+                print(f"the metadata service does not answer as expected ({what})", file=sys.stderr)
                 complained = True
         if notice:
-            until = f" at {printable(notice.until)}" if notice.until else ""
-            print(f"notice from {printable(notice.why)}{until}: saving and ending", flush=True)
-            report("notice", why=notice.why, until=notice.until)
-            request_stop(notice.why)
-            if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")):
-                os.kill(os.getppid(), signal.SIGTERM)  # else torchrun would restart this host's processes
-            return
-        time.sleep(POLL_S)
-
-
-def _reason(error: BaseException) -> str:
-    return f"the metadata service does not answer as expected ({type(error).__name__}: {error})"[:200]
+            print(f"preemption notice ({printable(notice)}): sending SIGTERM", flush=True)
+            report("leaving", why=notice)
+            command.terminate()
+            is_noticed = True
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            command.wait(POLL_S)
+    deadline = time.monotonic() + SAVE_S
+    while running_descendants([command.pid]) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return 128 - command.returncode if command.returncode < 0 else command.returncode
 
 
 class Aws:
@@ -78,16 +83,15 @@ class Aws:
         self.token, self.renew_at = "", 0.0
         self.is_old: bool | None = None  # True when rebalancing was recommended before this process began
 
-    def __call__(self) -> Notice | None:
-        if found := self._get("meta-data/spot/instance-action"):
-            action = parse_json(found, ANSWER)
-            return Notice(f"aws: {str(action['action'])[:20]}", str(action["time"])[:40])
-        found = self._get("meta-data/events/recommendations/rebalance")
+    def __call__(self) -> str | None:
+        if text := self._get("meta-data/spot/instance-action"):
+            action = parse_json(text, ANSWER)
+            return f"aws: {action['action']} at {action['time']}"
+        text = self._get("meta-data/events/recommendations/rebalance")
         if self.is_old is None:
-            self.is_old = found is not None  # it may last for hours: a job started after it is meant to run
-        if found and not self.is_old:
-            since = str(parse_json(found, ANSWER)["noticeTime"])[:40]
-            return Notice(f"aws: rebalance recommended, since {since}", "")
+            self.is_old = text is not None  # it may last for hours: a job started after it is meant to run
+        if text and not self.is_old:
+            return f"aws: rebalance recommended, since {parse_json(text, ANSWER)['noticeTime']}"
         return None
 
     def _get(self, path: str) -> str | None:
@@ -112,9 +116,9 @@ class Gcp:
         host = os.environ.get("GCE_METADATA_HOST", "metadata.google.internal")
         self.url = f"http://{host}/computeMetadata/v1/instance/preempted"
 
-    def __call__(self) -> Notice | None:
-        found = _get(self.url, {"Metadata-Flavor": "Google"})
-        return Notice("gcp: preempted", "") if (found or "").strip() == "TRUE" else None
+    def __call__(self) -> str | None:
+        text = _get(self.url, {"Metadata-Flavor": "Google"})
+        return "gcp: preempted" if (text or "").strip() == "TRUE" else None
 
 
 class Azure:
@@ -124,31 +128,25 @@ class Azure:
         self.url = os.environ.get("AZURE_METADATA_ENDPOINT", LINK_LOCAL).rstrip("/") + "/metadata/"
         self.own: str | None = None  # this host's name in events
 
-    def __call__(self) -> Notice | None:
+    def __call__(self) -> str | None:
         if self.own is None:
             self.own = self._get("instance/compute/name?api-version=2021-02-01&format=text").strip()
         for event in parse_json(self._get("scheduledevents?api-version=2020-07-01"), ANSWER)["Events"]:
             if event["EventType"] == "Preempt" and self.own in event["Resources"]:
-                return Notice("azure: preempted", str(event.get("NotBefore", ""))[:40])
+                return f"azure: preempted, not before {event.get('NotBefore') or 'now'}"
         return None
 
     def _get(self, path: str) -> str:
-        found = _get(self.url + path, {"Metadata": "true"})
-        if found is None:
+        text = _get(self.url + path, {"Metadata": "true"})
+        if text is None:
             raise ValueError(f"no {path.partition('?')[0]}")
-        return found
+        return text
 
 
 SERVICES: dict[str, type[Aws] | type[Gcp] | type[Azure]] = {"aws": Aws, "gcp": Gcp, "azure": Azure}
 
-
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    def redirect_request(self, *_: Any) -> None:
-        return None
-
-
 # No proxy: the service is on the host's own link, and a proxy must not see the token.
-_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirect)
+_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def _get(url: str, headers: dict[str, str], method: str = "GET") -> str | None:
@@ -156,8 +154,12 @@ def _get(url: str, headers: dict[str, str], method: str = "GET") -> str | None:
     request = urllib.request.Request(url, headers=headers, method=method)
     try:
         with _opener.open(request, timeout=TIMEOUT_S) as answer:
-            return str(answer.read(MOST_BYTES).decode(errors="replace"))
+            return str(answer.read().decode(errors="replace"))
     except urllib.error.HTTPError as error:
         if error.code == 404:
             return None
         raise
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main))

@@ -6,7 +6,6 @@ not remove it, unless it is of an earlier round of the same elastic job, which l
 """
 
 import contextlib
-import errno
 import json
 import os
 import secrets
@@ -15,24 +14,26 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import psutil
 
 from common.system.env import job_round
 from common.system.files import parse_json, write_text
 from common.system.processes import start_ticks
-from common.system.s3 import ObjectStore, StoreError
 from common.system.text import redacted
 
-BEAT_S = 20  # between heartbeats
+if TYPE_CHECKING:  # imported where it is needed
+    from common.system.s3 import ObjectStore
+
+HEARTBEAT_S = 20
 WATCH_S = 65  # without a heartbeat, after which the owner on another machine counts as dead
 RELEASE_S = 5
 RECORD = "owner.json"
 
 
 class AlreadyOwned(ValueError):
-    """Raised when another owner lives. record: the content of its owner.json."""
+    """Raised when another owner is alive. record: the content of its owner.json."""
 
     def __init__(self, message: str, record: dict[str, Any]):
         super().__init__(message)
@@ -43,6 +44,7 @@ class RecordStore(Protocol):
     """The place of a record. create() returns False if one exists; remove() removes only this text."""
 
     name: str
+    flag: str  # that names another place
 
     def create(self, text: str) -> bool: ...
     def read(self) -> str | None: ...
@@ -51,30 +53,23 @@ class RecordStore(Protocol):
 
 
 class FolderRecord:
+    """A record in a folder. A reader may see it before its text is written, as one of another machine."""
+
+    flag = "--output_dir"
+
     def __init__(self, folder: Path):
         self.name, self.path = str(folder), folder / RECORD
 
     def create(self, text: str) -> bool:
-        """Creates the record by a hard link, so that nobody reads an incomplete file."""
-        mine = self.path.with_name(f".{RECORD}.{secrets.token_hex(4)}")
         try:
-            mine.write_text(text)
-            os.link(mine, self.path)
-            return True
+            with open(self.path, "x") as file:
+                file.write(text)
         except FileExistsError:
             return False
-        except OSError as error:
-            if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
-                raise
-            with (
-                contextlib.suppress(FileExistsError),
-                open(self.path, "x") as file,
-            ):  # no links here
-                file.write(text)
-                return True
-            return False
-        finally:
-            mine.unlink(missing_ok=True)
+        except OSError:  # a full disk
+            self.path.unlink(missing_ok=True)
+            raise
+        return True
 
     def read(self) -> str | None:
         try:
@@ -90,22 +85,23 @@ class FolderRecord:
         aside = self.path.with_name(f".{RECORD}.{secrets.token_hex(4)}")
         with contextlib.suppress(FileNotFoundError):
             self.path.rename(aside)
-            if aside.read_text() != text:
-                with contextlib.suppress(FileExistsError):
-                    os.link(aside, self.path)
+            if (newer := aside.read_text()) != text:
+                self.create(newer)
             aside.unlink()
 
 
 class PrefixRecord:
-    def __init__(self, store: ObjectStore):
+    flag = "--s3"
+
+    def __init__(self, store: "ObjectStore"):
         self.name, self.store = store.url, store
 
     def create(self, text: str) -> bool:
         return self.store.create(RECORD, text.encode())
 
     def read(self) -> str | None:
-        found = self.store.read(RECORD)
-        return None if found is None else found.decode(errors="replace")
+        content = self.store.read(RECORD)
+        return None if content is None else content.decode(errors="replace")
 
     def replace(self, text: str) -> None:
         self.store.write(RECORD, text.encode())
@@ -115,7 +111,7 @@ class PrefixRecord:
             self.store.delete([RECORD])
 
 
-class Owner:
+class Lease:
     """Owns the record from here to release(). Raises AlreadyOwned, with the owner's host, process and time.
 
     beat() is called about every second while another machine's record is watched. about: further content of
@@ -151,10 +147,11 @@ class Owner:
         self.thread.join(RELEASE_S)
 
     def _keep_alive(self) -> None:
-        while not self.released.wait(BEAT_S) and not self.lost:
-            with contextlib.suppress(OSError, StoreError):  # the checkpoints report a full disk
+        # The checkpoints report a full disk, and the mirror a store's error (StoreError, a ValueError).
+        while not self.released.wait(HEARTBEAT_S) and not self.lost:
+            with contextlib.suppress(OSError, ValueError):
                 self._heartbeat()
-        with contextlib.suppress(OSError, StoreError):
+        with contextlib.suppress(OSError, ValueError):
             if not self.check():
                 self.store.remove(json.dumps(self.record))
 
@@ -171,15 +168,13 @@ def _wait_for_end(store: RecordStore, beat: Callable[[], None], warn: Callable[[
         return
     theirs = _parsed(text)
     refusal = AlreadyOwned(
-        f"{store.name} belongs to a run that goes on: {_who(theirs)}. Stop that run, or give this one"
-        " another place",
-        theirs,
+        f"{store.name} is in use by {_who(theirs)}. Stop that run, or choose another {store.flag}", theirs
     )
     if theirs.get("machine") == _machine():
-        if _lives(theirs):
+        if _is_alive(theirs):
             raise refusal
     elif not _is_of_earlier_round(theirs):
-        warn(f"{store.name} has an owner, {_who(theirs)}: watching for {WATCH_S} s whether it still lives")
+        warn(f"{store.name} is leased by {_who(theirs)}: waiting {WATCH_S} s for its next heartbeat")
         until = time.monotonic() + WATCH_S
         while time.monotonic() < until:
             beat()
@@ -199,7 +194,7 @@ def _this_process() -> dict[str, Any]:
         "host": socket.gethostname(),
         "machine": _machine(),
         "pid": me.pid,
-        "started": me.create_time(),  # for older versions, which compare it
+        "started": me.create_time(),
         "start_ticks": start_ticks(me.pid),
         "since": time.strftime("%Y-%m-%d %H:%M:%S %z"),
         "job": job,
@@ -216,14 +211,12 @@ def _machine() -> str:
     )
 
 
-def _lives(record: dict[str, Any]) -> bool:
+def _is_alive(record: dict[str, Any]) -> bool:
+    """True for a running process with the record's start, which, unlike `started`, no set clock changes."""
     try:
         process = psutil.Process(int(record["pid"]))
-        if record.get("start_ticks") is not None:
-            same = record["start_ticks"] == start_ticks(process.pid)
-        else:
-            same = abs(process.create_time() - float(record["started"])) < 1
-        return same and process.status() != psutil.STATUS_ZOMBIE
+        is_same = record["start_ticks"] == start_ticks(process.pid)
+        return is_same and process.status() != psutil.STATUS_ZOMBIE
     except (psutil.NoSuchProcess, KeyError, TypeError, ValueError, OverflowError):
         return False
 
