@@ -42,19 +42,9 @@ from tools.launch.spot import SERVICES
 
 DDP = "accelerate_configs/ddp_2gpu.yaml"  # for any number of processes
 # Variables that DeepSpeed's launcher may pass to other hosts. None is secret.
-DEEPSPEED_ENV = (
-    "CUDA_VISIBLE_DEVICES",
-    "GLOO_SOCKET_IFNAME",
-    "HF_HOME",
-    "HF_HUB_OFFLINE",
-    "NCCL_DEBUG",
-    "NCCL_IB_DISABLE",
-    "NCCL_P2P_DISABLE",
-    "NCCL_SOCKET_IFNAME",
-    "OMP_NUM_THREADS",
-    "WANDB_MODE",
-    "WANDB_PROJECT",
-)
+DEEPSPEED_ENV = ["CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_DEBUG"]
+DEEPSPEED_ENV += ["NCCL_IB_DISABLE", "NCCL_P2P_DISABLE", "HF_HOME", "HF_HUB_OFFLINE", "OMP_NUM_THREADS"]
+DEEPSPEED_ENV += ["WANDB_MODE", "WANDB_PROJECT"]
 
 
 def main() -> int:

@@ -32,8 +32,10 @@ def main() -> int:
     flags = parser.parse_args()
     print("| network | step, fp32 | step, bf16 | speed-up |\n|---|---|---|---|", flush=True)
     for rate in RATES:
-        cluster.up(2, 1, rate)
+        cluster.up(2, 1)
         try:
+            for name in cluster.names():
+                cluster.shape(name, rate)
             found: dict[str, list[float]] = {"no": [], "bf16": []}
             for _ in range(flags.rounds):
                 for kind, times in found.items():

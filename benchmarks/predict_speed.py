@@ -18,7 +18,8 @@ import timm
 import torch
 from timm.data import create_dataset, create_loader, resolve_model_data_config
 
-from common.data.pictures import Pictures, Preparation, find_pictures, picture_batches
+from common.data.class_folders import find_pictures
+from common.data.workers import Pictures, Preprocessing, picture_batches
 
 
 def main() -> int:
@@ -55,7 +56,7 @@ def main() -> int:
 @torch.inference_mode()
 def ours(model: torch.nn.Module, flags: argparse.Namespace) -> int:
     config = resolve_model_data_config(model)
-    preparation = Preparation(config["input_size"][1], config["mean"], config["std"], is_cropped=True)
+    preparation = Preprocessing(config["input_size"][1], config["mean"], config["std"], is_cropped=True)
     pictures = Pictures(find_pictures([flags.pictures]), preparation)
     count = 0
     for batch in picture_batches(pictures, range(len(pictures)), flags.batch_size, flags.workers):

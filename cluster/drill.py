@@ -8,6 +8,7 @@ For a command with --s3, moto's S3 server is started on the command's host. Pass
 `--env AWS_ENDPOINT_URL --env AWS_ACCESS_KEY_ID --env AWS_SECRET_ACCESS_KEY --env NO_PROXY`.
 """
 
+import argparse
 import contextlib
 import json
 import math
@@ -191,6 +192,25 @@ S3_ENV = {
     "AWS_CONFIG_FILE": "/nonexistent",
     "AWS_SHARED_CREDENTIALS_FILE": "/nonexistent",
 }
+
+
+def main(flags: argparse.Namespace) -> int:
+    """Runs the drill with the flags of cluster/virtual_cluster.py. Returns 0 if each training survived."""
+    command = flags.command[1:] if flags.command[:1] == ["--"] else flags.command
+    has_store = any("s3://" in word for word in command)
+    usual = [fault for fault in FAULTS if has_store or fault != "silence-s3"]
+    faults = flags.faults.split(",") if flags.faults else usual
+    if unknown := [fault for fault in faults if fault not in FAULTS]:
+        raise ValueError(f"--faults {unknown[0]}: choose among {', '.join(FAULTS)}")
+    if "silence-s3" in faults and not has_store:
+        raise ValueError("silence-s3: the command has no --s3")
+    if not command:
+        raise ValueError("give the command after --")
+    if flags.hosts < 2 or cluster.STATE.exists():
+        raise ValueError("--hosts: at least 2, and no virtual cluster that is up")
+    outcomes = drill(command, flags.hosts, flags.slots, flags.folder.resolve(), faults)
+    print(table(outcomes))
+    return 0 if all(outcome.survived for outcome in outcomes) else 1
 
 
 def drill(words: list[str], hosts: int, slots: int, folder: Path, faults: list[str]) -> list[Outcome]:

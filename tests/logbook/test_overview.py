@@ -8,16 +8,15 @@ import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from tests.logbook.pages import HOSTILE, write_picture, write_run
 from tests.support.browser import Browser, chromium
 from tools.logbook import overview
 
-HOSTILE = "</script><script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'><!--&amp;"
 MEASURED = {
     "mfu_pct": 41.25,
     "test_accuracy": 0.65,
@@ -25,38 +24,6 @@ MEASURED = {
     "energy_wh": 9.5,
 }
 PEAK = 0.98765  # of the accuracy of run `a/ddp`, in one line of many
-CLASSES = ["cat", HOSTILE, "d\u202eog"]
-
-
-def write_run(
-    folder: Path, lines: int = 6, began_s: float = 1.7e9, about: Any = None, recipe: Any = None, **facts: Any
-) -> Path:
-    """A finished run's folder as a training leaves it, with these changes."""
-    folder.mkdir(parents=True)
-    known = {"data": "digits", "epochs": 3, "batch_size": 128, "lr": 0.1, "seed": 0, "model": "vit_tiny"}
-    known |= {"layer_decay": None, **(recipe or {})}
-    made = {"script": "train_vit", "strategy": "ddp", "recipe": known, "sharding": {}, "hosts": ["h1"]}
-    made |= {"devices": ["NVIDIA T4", "NVIDIA T4"], "versions": {"torch": "2.15.0"}, **(about or {})}
-    found = {"script": "train_vit", "status": "finished", "strategy": "ddp", "processes": 2, "hosts": 1}
-    found |= {"data": "digits", "batch_size": 128, "epochs": 3, "steps": lines, "wall_s": 2.0 * lines}
-    found |= {"best_accuracy": 0.8, "final_accuracy": 0.7, "final_loss": 0.5, "images_per_s": 1000.0}
-    (folder / "recipe.json").write_text(json.dumps(made))
-    (folder / "result.json").write_text(json.dumps(found | facts))
-    confusion = {"step": lines, "classes": CLASSES, "confusion": [[7, 2, 0], [0, 9, 0], [0, 5, 4]]}
-    (folder / "confusion.json").write_text(json.dumps(confusion))
-    (folder / "telemetry-h1.jsonl").write_text(json.dumps({"host": "h1", "t": began_s}) + "\n")
-    metrics: list[dict[str, float]] = []
-    for k in range(1, lines + 1):
-        values = {"train/loss": 2 / k, "val/loss": 3 / k, "val/accuracy": k / lines / 2}
-        metrics.append({"step": k, "epoch": 3 * k / lines, "wall_s": 2.0 * k, **values})
-    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in metrics))
-    return folder
-
-
-def write_picture(file: Path, width: int = 1200) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    shades = np.linspace(0, 255, width * 400).reshape(400, width).astype(np.uint8)
-    Image.fromarray(shades).convert("RGB").save(file)
 
 
 @pytest.fixture(scope="module")

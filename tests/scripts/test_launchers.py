@@ -215,8 +215,8 @@ def test_no_command_is_left_out():
     kinds = {
         "make": r"make (train|test|test-all)\b",  # test_make_train; the others are this run of the tests
         "another torch": r"PIP_EXTRA_INDEX_URL=\S+ make setup TORCH=2\.11\b",  # downloads gigabytes: by hand
-        "experiments": r"make (experiment_vit|experiment_speedup|tensorboard)\b",  # test_logbook.py
-        "experiments with flags": r"experiments/\w+\.sh --seeds",  # test_seeds.py
+        "experiments": r"make (experiment_vit|experiment_speedup|tensorboard)\b",  # test_experiments.py
+        "experiments with flags": r"experiments/\w+\.sh --seeds",  # test_experiments.py
         "afterwards": r".*\b(validate|verify|find_batch_size|logbook|export|predict)\.py ",  # test_make_train
         "accelerate config": r"accelerate config$|accelerate launch train_cnn_a.py$",
         "benchmark": r"python -m benchmarks\.(tutorial_speed |checkpoint_saves$)",  # test_benchmark*

@@ -95,12 +95,12 @@ class Checks:
 
     def run(self, model: Callable[[], dict[str, Any]] | None) -> list[Finding]:
         """model: returns the facts of the script's model; None without a script."""
-        found: list[Finding] = []
+        findings: list[Finding] = []
         for check in (self.hosts, self.network, self.folders, self.s3, self.all_reduce):
-            found += check()
+            findings += check()
             if len(self.facts) < len(self.clients):
                 break  # later checks need all hosts
-        return found + list(self.job(model()) if model else [])
+        return findings + list(self.job(model()) if model else [])
 
     def hosts(self) -> Iterator[Finding]:
         self.checked += ["ssh", "clock", "versions", "driver", "old-driver", "driver-broken", "code", "slots"]
@@ -299,7 +299,7 @@ def compare_hosts(facts: Facts) -> Iterator[Finding]:
 
 def check_all_reduce(host: Host, answer: dict[str, Any]) -> Iterator[Finding]:
     """Findings from a host's answer; the same one of several devices is reported once."""
-    found: dict[tuple[str, str], list[int]] = {}  # code and what is wrong -> devices
+    devices_of: dict[tuple[str, str], list[int]] = {}  # code and what is wrong -> devices
     for device, own in zip(host.devices, answer.get("ranks", ()), strict=False):
         major, minor = own.get("capability") or (0, 0)
         if "unusable" in own:
@@ -311,8 +311,8 @@ def check_all_reduce(host: Host, answer: dict[str, Any]) -> Iterator[Finding]:
             key = ("all-reduce", own["problem"])
         else:
             continue
-        found.setdefault(key, []).append(device)
-    for (code, what), devices in found.items():
+        devices_of.setdefault(key, []).append(device)
+    for (code, what), devices in devices_of.items():
         of = "" if len(devices) == len(host.devices) else f"slot {', '.join(map(str, devices))}: "
         yield Finding(code, host.name, of + what)
     if "error" in answer:

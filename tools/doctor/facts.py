@@ -161,18 +161,18 @@ def all_reduce(
     deadline = time.monotonic() + deadline_s
 
     def answer(child: subprocess.Popen[str]) -> dict[str, Any]:
-        found: dict[str, Any] = {"problem": None}
+        reply: dict[str, Any] = {"problem": None}
         try:
             output, errors = child.communicate(timeout=deadline - time.monotonic())
         except subprocess.TimeoutExpired:
             child.kill()
             output, errors = child.communicate()
-            found["problem"] = f"no answer within {deadline_s:.0f} s"
+            reply["problem"] = f"no answer within {deadline_s:.0f} s"
         for line in output.splitlines():
-            found |= json.loads(line)
-        if child.returncode and not found["problem"]:
-            found["problem"] = (errors.strip() or f"exit status {child.returncode}").splitlines()[-1]
-        return found
+            reply |= json.loads(line)
+        if child.returncode and not reply["problem"]:
+            reply["problem"] = (errors.strip() or f"exit status {child.returncode}").splitlines()[-1]
+        return reply
 
     with ThreadPoolExecutor(len(started)) as threads:
         return {"ranks": list(threads.map(answer, started))}

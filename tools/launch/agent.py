@@ -106,8 +106,8 @@ def _send_heartbeats() -> None:
     """
     client, server = connection_addresses()
     has_gpus = any(Path("/dev").glob("nvidia[0-9]*")) and os.environ.get("CUDA_VISIBLE_DEVICES") != ""
-    about = {"hostname": socket.gethostname(), "client": client, "address": server, "has_gpus": has_gpus}
-    _send(EVENT + json.dumps({"event": "hello"} | about))
+    host = {"hostname": socket.gethostname(), "client": client, "address": server, "has_gpus": has_gpus}
+    _send(EVENT + json.dumps({"event": "hello"} | host))
     while True:
         time.sleep(ALIVE_S)
         _send(EVENT + json.dumps({"event": "alive"}))

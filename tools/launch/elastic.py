@@ -60,7 +60,7 @@ class ElasticJob(Launcher):
         self.proven: set[str] = set()  # hosts that have trained a step
         self.next_try = 0.0
         self.mistake = ""  # last mistake found in the hostfile
-        self.members: list[HostConnection] = []  # of this round, the first host first
+        self.members = []  # of this round, the first host first
         self.stopping = ""  # why this round is stopped
         self.lost_at: float | None = None  # when a member was lost
         self.fenced_at = 0.0  # time.monotonic() until which a lost first host may still write
@@ -101,9 +101,6 @@ class ElasticJob(Launcher):
         status = self._judge()
         self.members = []
         return status
-
-    def parts(self) -> list[HostConnection]:
-        return self.members
 
     # --- Hosts
 
@@ -169,8 +166,8 @@ class ElasticJob(Launcher):
     def _ready(self) -> list[HostConnection]:
         """Hosts that can take part in a round, the last round's first host first."""
         names = [host.name for host in self.hosts if not self._leaves(host)]
-        found = [c for c in map(self._connection, names) if c and c.hello and c.status is None]
-        return sorted(found, key=lambda connection: connection.host.name != self.first)
+        ready = [c for c in map(self._connection, names) if c and c.hello and c.status is None]
+        return sorted(ready, key=lambda connection: connection.host.name != self.first)
 
     def _choose(self, ready: list[HostConnection]) -> list[HostConnection] | None:
         """The hosts of the largest possible round; None without one."""

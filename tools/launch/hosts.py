@@ -71,18 +71,18 @@ def select(hosts: list[Host], include: str = "", exclude: str = "") -> list[Host
     return kept
 
 
-def _host(line: str, where: str) -> Host:
-    found = re.fullmatch(r"(\S+)\s+slots=(\d+)", re.sub(r"\s+#.*", "", line))
-    if not found:
-        raise ValueError(f"{where}: expected `name slots=N`, found `{line}`")
-    name, slots = found[1], int(found[2])
+def _host(line: str, place: str) -> Host:
+    parts = re.fullmatch(r"(\S+)\s+slots=(\d+)", re.sub(r"\s+#.*", "", line))
+    if not parts:
+        raise ValueError(f"{place}: expected `name slots=N`, found `{line}`")
+    name, slots = parts[1], int(parts[2])
     if not NAME.fullmatch(name):
         raise ValueError(
-            f"{where}: {name} is no host's name (letters, digits, dots, - and _; a user or a port belongs"
+            f"{place}: {name} is no host's name (letters, digits, dots, - and _; a user or a port belongs"
             " into ~/.ssh/config)"
         )
     if slots == 0:
-        raise ValueError(f"{where}: {name} has no slots: leave the line out, or give --exclude {name}")
+        raise ValueError(f"{place}: {name} has no slots: leave the line out, or give --exclude {name}")
     return Host(name, tuple(range(slots)))
 
 
@@ -163,8 +163,8 @@ def master_address(reached_at: Sequence[str | None], asked_from: Sequence[str | 
 def is_this_host(name: str) -> bool:
     """True if the name resolves to an address of this machine. Aliases of ~/.ssh/config do not count."""
     try:
-        found = {str(address[4][0]) for address in socket.getaddrinfo(name, None, socket.AF_INET)}
+        addresses = {str(address[4][0]) for address in socket.getaddrinfo(name, None, socket.AF_INET)}
     except OSError:
         return False
     own = own_addresses()
-    return any(address in own or address.startswith("127.") for address in found)
+    return any(address in own or address.startswith("127.") for address in addresses)

@@ -47,8 +47,8 @@ class LaunchPlan:
     def address(self, connections: Sequence[HostConnection]) -> str:
         """The first host's address, by which all reach it. connections: to all hosts, which have answered."""
         hellos = [connection.hello for connection in connections if connection.hello]
-        found = master_address([h["address"] for h in hellos], [h["client"] for h in hellos])
-        return self.master_addr or found
+        address = master_address([h["address"] for h in hellos], [h["client"] for h in hellos])
+        return self.master_addr or address
 
     def remark(self, connections: Sequence[HostConnection]) -> str | None:
         """What a script that imports nothing of common/ must set on hosts without a GPU; None for others.

@@ -71,6 +71,7 @@ class Launcher:
     def __init__(self, hosts: list[Host], log_dir: Path):
         self.names, self.log_dir = [host.name for host in hosts], log_dir
         self.connections: list[HostConnection] = []
+        self.members = self.connections  # those to hosts that take part in the launch
         self.events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()  # calls of handlers
         self.signals: list[int] = []  # received by this launcher
         self.hangs: dict[int, Evidence] = {}  # the reports of ranks in a job that hangs
@@ -99,7 +100,7 @@ class Launcher:
     def handle_event(self) -> None:
         """Waits up to half a second for an event."""
         if self.stopped_at and time.monotonic() - self.stopped_at > END_S:
-            for connection in self.parts():
+            for connection in self.members:
                 if connection.status is None:  # unreachable; its agent ends by itself
                     self.give_up(connection)
         with contextlib.suppress(queue.Empty):
@@ -140,10 +141,6 @@ class Launcher:
             self.stop_all()
             self.log("stopping: every process saves and ends; once more ends all at once")
         self.signals.append(number)
-
-    def parts(self) -> list[HostConnection]:
-        """The connections to hosts that take part in the launch."""
-        return self.connections
 
     def stop_all(self) -> None:
         self.stopped_at = self.stopped_at or time.monotonic()

@@ -23,7 +23,7 @@ PARTS = {
     STARTING: "starting: imports, data, model, first batch",
     ENDING: "ending: pictures, last checkpoint, upload",
 }
-LOST = "lost at restarts: all that came after the last checkpoint"
+LOST = "lost at restarts: work after the last checkpoint"
 FACTOR = 2  # differences from twice on, or down to half, are factors
 
 PLAN_LINE: dict[str, Kind] = {
@@ -158,7 +158,7 @@ def parts_s(run: RunRecord) -> dict[str, float]:
 
 
 def planned(run: RunRecord, terms: Terms) -> dict[str, float | None]:
-    """The plan's hours and price for the steps that the run has made, and its other numbers."""
+    """The plan's hours and cost for the steps that the run has made, and its other numbers."""
     line = terms.plan.get("line") or dict.fromkeys(PLAN_LINE)
     speed, memory = line["images_per_s"], line["memory"] or {}
     hours = None
@@ -170,7 +170,7 @@ def planned(run: RunRecord, terms: Terms) -> dict[str, float | None]:
     tensors = [size for name, size in memory.items() if name != "context" and size]
     return {
         "hours": hours,
-        "price": None if hours is None or an_hour is None else hours * an_hour,
+        "cost": None if hours is None or an_hour is None else hours * an_hour,
         "memory_gib": sum(tensors) / 2**30 if tensors else None,
         "images_per_s": speed,
         "step_s": line["step_s"],
@@ -184,7 +184,7 @@ def actual(run: RunRecord, terms: Terms) -> dict[str, float | None]:
     batch = run.facts.get("batch_size")
     return {
         "hours": hours,
-        "price": None if hours is None or an_hour is None else hours * an_hour,
+        "cost": None if hours is None or an_hour is None else hours * an_hour,
         "memory_gib": memory_gib(run),
         "images_per_s": speed,
         "step_s": batch / speed if batch and speed else None,

@@ -252,10 +252,14 @@ def read_picture(file: Path) -> Image.Image:
 
 
 def stamped_files(folder: Path) -> dict[str, str]:
-    """The SHA-256 of the files that verify.py compares; empty for a file that is missing."""
+    """The SHA-256 of the files that verify.py compares; empty for one that is missing or too large."""
+
+    def hashed(file: Path) -> str:
+        return sha256_of(file) if file.is_file() and file.stat().st_size <= MOST_BYTES else ""
+
     files = [folder / name for name in ("recipe.json", "result.json", "metrics.jsonl")]
     files += sorted(folder.glob("checkpoints/step_*/manifest.json"))
-    return {str(file.relative_to(folder)): sha256_of(file) if file.is_file() else "" for file in files}
+    return {str(file.relative_to(folder)): hashed(file) for file in files}
 
 
 def score(evaluation: dict[str, float]) -> float:
