@@ -2,7 +2,7 @@
 
 The recomputation draws the same random numbers, so dropout and drop path do not change the gradients.
 Parameters keep their names. Between forward and backward a ViT-B/32 with 32 images of 224 pixels holds 66 MiB
-instead of 911 (fp32, CPU: benchmarks/activation_memory.py). Not yet measured on a GPU.
+instead of 911 (fp32, counted on a CPU). Not yet measured on a GPU.
 """
 
 import functools
