@@ -222,9 +222,8 @@ def _forkserver() -> multiprocessing.context.BaseContext:
     names = [x.__name__ if isinstance(x, ModuleType) else getattr(x, "__module__", None) for x in values]
     modules = sorted({name for name in names if isinstance(name, str) and name in sys.modules} - {"__main__"})
     context = multiprocessing.get_context("forkserver")
-    codec = (
-        ["torchcodec.decoders"] if torchcodec_decoder() else []
-    )  # one that can't be loaded ends the server
+    # One that can't be loaded would end the server.
+    codec = ["torchcodec.decoders"] if torchcodec_decoder() else []
     context.set_forkserver_preload(["common.data.workers", *codec, *modules])
     # Python 3.11 does not give the server our sys.path: a script started from elsewhere would not import.
     before = os.environ.get("PYTHONPATH")
