@@ -43,9 +43,9 @@ class OpenRun:
     log: RunLog | None  # of the main process
     final: dict[str, Any] = field(default_factory=dict)  # parts of result.json that are known only at the end
 
-    def wait_for_save(self, beat: Heartbeat) -> None:
+    def wait_for_save(self, heartbeat: Heartbeat) -> None:
         """Waits until the checkpoint in flight is written. ValueError when it could not be. Main process."""
-        self.saver.wait(beat)
+        self.saver.wait(heartbeat)
         if problem := self.exchange.problem():
             raise ValueError(problem)
 
@@ -77,9 +77,9 @@ def open_run(
     source, classes = data
     processes = gather_object([this_process(accelerator)])
 
-    def open_own(beat: Heartbeat) -> dict[str, Any]:
+    def open_own(heartbeat: Heartbeat) -> dict[str, Any]:
         nonlocal folder
-        folder = open_folder(recipe, run_name(accelerator, recipe, batch), steps.last, beat, _print)
+        folder = open_folder(recipe, run_name(accelerator, recipe, batch), steps.last, heartbeat, _print)
         return _resume_point(folder, training, recipe, source, steps).to_json()
 
     def start_log(_: Heartbeat) -> None:
@@ -255,10 +255,10 @@ def _from_checkpoint(
     return ResumePoint(state, True, 0 if folder.is_new else checkpoint.step, has_optimizer, began_at)
 
 
-def _has_optimizer(found: Checkpoint, state: RunState, training: TrainingState, recipe: Recipe) -> bool:
+def _has_optimizer(checkpoint: Checkpoint, state: RunState, training: TrainingState, recipe: Recipe) -> bool:
     """False when the optimizer differs from the checkpoint's and --allow_changed permits it."""
     try:
-        training.optimizer.check(found, state.scalars())
+        training.optimizer.check(checkpoint, state.scalars())
     except ValueError as problem:
         if "optimizer" not in recipe.allow_changed:
             raise ValueError(

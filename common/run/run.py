@@ -188,9 +188,9 @@ class Run:
         self._end()
         best = None
 
-        def find(beat: Heartbeat) -> bool:
+        def find(heartbeat: Heartbeat) -> bool:
             nonlocal best
-            best = finish.find_best(self.opened, beat)
+            best = finish.find_best(self.opened, heartbeat)
             return best is not None
 
         exists = once(self.accelerator, "best checkpoint", find, self.recipe.timeout_s)
@@ -218,12 +218,12 @@ class Run:
         memory = self.exchange.gather(finish.memory_gib(self.accelerator, is_healthy=True))
         self.predictions.gather(self.exchange.poll)
 
-        def write_end(beat: Heartbeat) -> None:
+        def write_end(heartbeat: Heartbeat) -> None:
             if self.profile:
-                self.profile.wait(beat)
+                self.profile.wait(heartbeat)
             parts: dict[str, Any] = {"val_name": val_name, "memory": memory, "tested": self.tested}
             parts |= {"utilisation": self.utilisation, "end": self._end_facts()}
-            finish.write_end(self.opened, self.predictions, parts, beat)
+            finish.write_end(self.opened, self.predictions, parts, heartbeat)
 
         once(self.accelerator, "report", write_end, self.recipe.timeout_s)
         once(self.accelerator, "last upload", partial(finish.upload, self.opened), self.recipe.timeout_s)
@@ -291,10 +291,10 @@ class Run:
             values["train/images_per_s"] = images_per_s
             self.log.write(step, state, values, self.exchange.telemetry.means())
 
-    def tell(self, doing: str) -> None:
+    def show_progress(self, text: str) -> None:
         """Shows an evaluation's progress without waiting for the device. May raise Preempted. Collective."""
         if self.log:
-            self.log.show_work(doing)
+            self.log.show_progress(text)
         self.exchange.listen()
 
     def keep(self, confusion: Tensor | None, examples: "list[Predicted]") -> None:

@@ -35,11 +35,7 @@ MUTANTS = {
     "stop-rank": [("common/distributed/accelerator.py", BATCH, WITHOUT_TIMEOUT + BATCH)],
     "fill-disk": [("common/checkpoint/saver.py", LATEST, REMOVE_ALL + LATEST)],
     "preempt": [
-        (
-            "common/run/run.py",
-            "            try:\n                self._save()",
-            "            try:\n                pass",
-        )
+        ("common/run/ending.py", "    try:\n        checkpoints.flush()", "    try:\n        pass"),
     ],
     "silence-s3": [
         ("common/checkpoint/saver.py", "self.mirror.offer(step, best)\n", WAIT_FOR_UPLOAD),
