@@ -32,10 +32,11 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 
 from common.checkpoint.weights import TrainedModel, load_everywhere, open_script
-from common.data.pictures import Pictures, Preparation, find_pictures, picture_batches
+from common.data.class_folders import find_pictures
+from common.data.workers import Pictures, Preprocessing, picture_batches
 from common.distributed.agreement import agree
-from common.distributed.entry import run_process
 from common.distributed.preemption import Preempted, wanted
+from common.distributed.process import run_process
 from common.recipe import parse, setting
 from common.script import normalisation
 from common.system.files import write_text
@@ -94,7 +95,7 @@ def parse_flags(words: list[str]) -> tuple[Prediction, str, list[str]]:
 
 def build(
     accelerator: Accelerator, flags: Prediction, trained: TrainedModel
-) -> tuple[nn.Module, Preparation]:
+) -> tuple[nn.Module, Preprocessing]:
     """The model on each device, and its preparation of pictures. Collective."""
     if trained.recipe is None or trained.classes is None:
         raise ValueError(f"{trained.name} is a lone file: give the checkpoint's folder, or the run's")
@@ -105,7 +106,7 @@ def build(
     model.eval()
     mean, std = normalisation(script, model)
     is_cropped = flags.crop == "center" or (flags.crop == "auto" and recipe.data not in WHOLE)
-    return model, Preparation(recipe.image_size, mean, std, is_cropped)
+    return model, Preprocessing(recipe.image_size, mean, std, is_cropped)
 
 
 @torch.inference_mode()

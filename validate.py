@@ -38,8 +38,8 @@ from common.checkpoint.weights import TrainedModel, load_everywhere, open_script
 from common.data.images import Images, load
 from common.data.splits import Split
 from common.distributed.agreement import agree
-from common.distributed.entry import run_process
 from common.distributed.preemption import Preempted, wanted
+from common.distributed.process import run_process
 from common.distributed.strategy import device_name, precision, strategy
 from common.evaluation import counted, evaluated_ids, predictions
 from common.recipe import Batch, ImageRecipe, parse, recipe_part, setting

@@ -86,9 +86,7 @@ def knee(images_per_s: dict[int, float]) -> int:
 class LaunchResult:
     status: int | None  # the launcher's; None when it was killed at the deadline
     output: str
-    data_gib: (
-        float  # the largest of any of its processes, under a limit: writable memory, as RLIMIT_DATA counts
-    )
+    data_gib: float  # under a limit: the largest of any of its processes, as RLIMIT_DATA counts
     seconds: float
     is_out_of_memory: bool
 

@@ -125,11 +125,6 @@ class Recipe(Job):
         " and table in the run's `profile/`; changes no result",
         minimum=1,
     )
-    spot_notice: str | None = setting(
-        None,
-        "poll this cloud's metadata service for a notice of preemption: then save and exit, as after SIGTERM",
-        choices=("aws", "gcp", "azure"),
-    )
 
     def __post_init__(self) -> None:
         if self.output_dir and self.model_folder:

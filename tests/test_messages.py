@@ -10,11 +10,10 @@ from torch import nn
 
 from common.batch_norm import RunningStatistics
 from common.data.sources import find_source
-from common.distributed.gradients import without_gradient
 from common.distributed.launch_config import check_launch_config
+from common.distributed.strategy import without_gradient
 from common.order import Shuffled, steps_per_epoch
 from common.recipe import parse, share_out
-from common.system.cli import check_working_folder
 from tools.launch.hosts import read_hostfile, select
 from tools.prepare.inputs import open_input
 from train_cnn_a import CnnA
@@ -44,13 +43,6 @@ def deepspeed(json: str) -> None:
     with open("zero.json", "w") as file:
         file.write(json)
     check_launch_config(DEEPSPEED, 2)
-
-
-def removed_folder() -> None:
-    os.mkdir("gone")
-    os.chdir("gone")
-    os.rmdir("../gone")
-    check_working_folder()
 
 
 MESSAGES: dict[str, tuple[Callable[[], object], str]] = {  # {here}: the working folder
@@ -208,10 +200,6 @@ MESSAGES: dict[str, tuple[Callable[[], object], str]] = {  # {here}: the working
         lambda: RunningStatistics(nn.Sequential(nn.SyncBatchNorm(2))),
         "the model has SyncBatchNorm, whose statistics depend on the number of"
         " processes: use BatchNorm1d, 2d or 3d, or timm's BatchNormAct2d",
-    ),
-    "a removed folder": (
-        removed_folder,
-        "the working folder was removed: change to another folder and start again",
     ),
 }
 

@@ -72,14 +72,14 @@ def class_name(optimizer: Optimizer) -> str:
 def _try_out(layout: Layout) -> OptimizerTrial:
     names, shapes = layout.groups(), layout.shapes()
     if len(names) != len(layout.inner.param_groups):
-        raise ValueError("DeepSpeed makes it anew, without its parameter groups")
+        raise ValueError("DeepSpeed rebuilds this optimizer and drops its parameter groups")
     if layout.is_flat and owner(layout.inner) is not layout.inner:
         raise ValueError("ZeRO would step it group by group, but not the optimizer inside")
     if layout.arrangements() and owner(layout.inner).state:
         raise ValueError("it makes its state before its first step, for whole parameters")
     small = {name: tuple(min(n, LARGEST_EDGE) for n in shapes[name]) for group in names for name in group}
     kinds = [{small[name]: name for name in group} for group in names]  # small shape -> a parameter
-    values, *gradients = _drawn([list(group) for group in kinds], 1 + STEPS, layout.held[0].device)
+    values, *gradients = _drawn([list(group) for group in kinds], 1 + STEPS, layout.local[0].device)
     state = dict(zip(layout.parameters, layout.states(), strict=False)) if owner(layout.inner).state else {}
     whole = _Copy(layout, values, lambda tensors: tensors)
     for group, mine in zip(kinds, whole.parameters, strict=True):

@@ -66,10 +66,10 @@ class Saver:
         """Seconds since the last write began; infinite before the first one of this process."""
         return time.monotonic() - self.written_at
 
-    def wait(self, beat: Callable[[], None] = lambda: None) -> None:
-        """Waits until the save in flight is on the disk or has failed. Calls beat() meanwhile."""
+    def wait(self, heartbeat: Callable[[], None] = lambda: None) -> None:
+        """Waits until the save in flight is on the disk or has failed. Calls heartbeat() meanwhile."""
         while not self.done(0.2):
-            beat()
+            heartbeat()
 
     def done(self, wait_s: float) -> bool:
         """Waits up to wait_s. True when no save is in flight."""
@@ -107,6 +107,6 @@ class Saver:
             since = "there is none before it" if latest is None else f"that of step {latest:,} is intact"
             self.problem = (
                 f"the checkpoint of step {step:,} can't be written to {parent}: {error.strerror or error}"
-                f" ({free_space(self.folder)}); {since}. Make room, or move the folder and give its new place"
-                " as --output_dir: the same command continues"
+                f" ({free_space(self.folder)}); {since}. Free some space, or move the folder and give"
+                " its new path as --output_dir, then run the same command to resume"
             )

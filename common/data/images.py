@@ -6,7 +6,7 @@ others for each batch. Batches are uint8 on the device: augmentation and normali
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,21 +14,20 @@ from pathlib import Path
 import numpy as np
 from accelerate import Accelerator
 
-from common.data import survey
-from common.data.cache import Prepared, prepare
+from common.data.cache import NO_FLAWS, Broken, Duplicates, Flaws, Prepared, prepare
 from common.data.decode import SPLITS, torchcodec_decoder
-from common.data.holdout import part_file
 from common.data.shard_cache import ShardCache
 from common.data.shards import MANIFEST, Shard, check_roots, index_name, parse_manifest
-from common.data.source import Columns
-from common.data.splits import ArraySplit, FileSplit, Part, ShardSplit, Split
-from common.data.survey import NO_FLAWS, Broken, Duplicates, Flaws
+from common.data.splits import ArraySplit, FileSplit, Part, ShardSplit, Split, part_file
+from common.data.tables import Columns
 from common.distributed.agreement import agree, once_per_host
 from common.order import Shuffled, Streamed
 from common.recipe import ImageRecipe
 from common.system.files import read_json
-from common.system.text import printable
+from common.system.text import printable, some_of
 from common.system.threads import Heartbeat
+
+IMBALANCE = 10  # times as many images in the largest class as in the smallest: named
 
 
 @dataclass(frozen=True)
@@ -74,8 +73,8 @@ def load(accelerator: Accelerator, recipe: ImageRecipe) -> Images:
     if not isinstance(images.train, ArraySplit):  # decoders may differ in the last bit
         facts["the decoder of JPEGs"] = "torchcodec" if torchcodec_decoder() else "PIL"
     agree(accelerator, facts)
-    accelerator.print(survey.found(recipe.data, train, evaluated, len(images.classes), left_out))
-    for line in survey.warnings(train, evaluated, images.classes, images.flaws):
+    accelerator.print(summary(recipe.data, train, evaluated, len(images.classes), left_out))
+    for line in warnings(train, evaluated, images.classes, images.flaws):
         accelerator.print(f"warning: {line}")
     return images
 
@@ -103,8 +102,8 @@ def open_images(folder: Path, recipe: ImageRecipe | None = None) -> Images:
     """
     recipe = recipe or ImageRecipe()
     try:
-        about = read_json(folder / "meta.json")
-        parts, is_array = _parts(folder), about["kind"] == "array"
+        meta = read_json(folder / "meta.json")
+        parts, is_array = _parts(folder), meta["kind"] == "array"
         # mode "c": pages are shared by all processes; torch would warn about an array it may not write
         pixels = [np.load(folder / f"{part.split}_images.npy", mmap_mode="c") for part in parts if is_array]
     except (OSError, ValueError, KeyError, TypeError, EOFError) as error:
@@ -115,24 +114,26 @@ def open_images(folder: Path, recipe: ImageRecipe | None = None) -> Images:
     splits: Sequence[Split]
     if is_array:
         splits = [ArraySplit(images, part) for images, part in zip(pixels, parts, strict=True)]
-    elif about["kind"] == "files":
+    elif meta["kind"] == "files":
         splits = [FileSplit(folder, part, recipe.on_bad_image == "skip") for part in parts]
     else:
-        splits = _open_shards(folder, about["shards"], parts, recipe)
+        splits = _open_shards(folder, meta["shards"], parts, recipe)
     # Digits in a cache of an older version have no test_name, and no duplicates.
-    names = {"val": about["val_name"], "test": about.get("test_name") or ""}
-    found = (about.get("duplicates") or {}).items()
-    broken = about.get("broken")
+    names = {"val": meta["val_name"], "test": meta.get("test_name") or ""}
+    duplicates = {names[s]: Duplicates(*pair) for s, pair in (meta.get("duplicates") or {}).items()}
+    broken = meta.get("broken")
     return Images(
-        source=about["source"],
-        classes=tuple(map(printable, about["classes"])),  # names of folders have any bytes
+        source=meta["source"],
+        classes=tuple(map(printable, meta["classes"])),  # names of folders have any bytes
         train=splits[0],
         val=splits[1],
         val_name=names["val"],
         test=splits[2] if len(splits) > 2 else None,
         test_name=names["test"],
-        mirror=about["mirror"],
-        flaws=Flaws({names[split]: Duplicates(*pair) for split, pair in found}, broken and Broken(*broken)),
+        mirror=meta["mirror"],
+        flaws=Flaws(
+            {names[split]: Duplicates(*pair) for split, pair in duplicates}, broken and Broken(*broken)
+        ),
     )
 
 
@@ -178,3 +179,45 @@ def _counts(index: Path, shards: tuple[Shard, ...], part: Part) -> list[int]:
     if part.file is None:
         return [shard.images for shard in shards]
     return np.bincount(np.load(index)[np.load(part.file), 0], minlength=len(shards)).tolist()
+
+
+# Its summary and warnings, printed at the start
+
+Labels = Mapping[str, np.ndarray]  # int64 [N], by the name of the evaluated split
+
+
+def summary(name: str, train: np.ndarray, evaluated: Labels, classes: int, left_out: str) -> str:
+    """One line. train: labels int64 [N]."""
+    text = f"data {printable(name)}: {len(train):,} training images"
+    text += "".join(f", {len(labels):,} {split} images" for split, labels in evaluated.items())
+    text += f", {classes:,} {'class' if classes == 1 else 'classes'}"
+    return text + (f"; left out: {left_out}" if left_out else "")
+
+
+def warnings(train: np.ndarray, evaluated: Labels, classes: Sequence[str], flaws: Flaws) -> list[str]:
+    """A line for each thing that makes an accuracy misleading."""
+    lines = []
+    counts = np.bincount(train, minlength=len(classes))
+    least, most = int(counts.argmin()), int(counts.argmax())
+    if counts[most] >= IMBALANCE * counts[least]:
+        lines.append(
+            f"the classes are imbalanced: {counts[least]:,} training images of {printable(classes[least])},"
+            f" {counts[most]:,} of {printable(classes[most])}: look at each class's recall, too"
+        )
+    for split, labels in evaluated.items():
+        counts = np.bincount(labels, minlength=len(classes))
+        if absent := [name for name, count in zip(classes, counts, strict=True) if count == 0]:
+            lines.append(f"the {split} split has no image of {some_of(absent)}")
+    if broken := flaws.broken:
+        lines.append(
+            f"{broken.images:,} of the {sum(map(len, (train, *evaluated.values()))):,} images are broken, as"
+            f" {broken.first}: repair or remove them; --on_bad_image skip passes over those of training that"
+            " can't be decoded"
+        )
+    for split, duplicates in flaws.duplicates.items():
+        lines.append(
+            f"{duplicates.images:,} of the {len(evaluated[split]):,} {split} images are training images, too,"
+            f" as {duplicates.other} and {duplicates.train}: remove them from one split: accuracies are too"
+            " high"
+        )
+    return lines

@@ -1,6 +1,5 @@
-"""Agreement between the processes of a job: equal settings, work by one of them, one print of an error."""
+"""Agreement between the processes of a job: equal settings, and work by one of them."""
 
-import hashlib
 import json
 import socket
 import time
@@ -12,13 +11,11 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-from common.distributed.hangs import notice_hang
 from common.distributed.preemption import Preempted, wanted
-from common.system.env import is_hosts_first
+from common.distributed.watch import report_hang
 from common.system.phase import in_phase, now
 
-Work = Callable[[Callable[[], None]], Any]  # work(beat)
-MISTAKES = (ValueError, FloatingPointError, OSError)  # printed in one line, without a traceback
+Work = Callable[[Callable[[], None]], Any]  # work(heartbeat)
 UNANSWERED_S = 240  # wait for a working process after a signal: a request to S3 may take that long
 
 
@@ -40,11 +37,11 @@ def agree(accelerator: Accelerator, facts: dict[str, Any]) -> None:
 
 
 def once_per_host(accelerator: Accelerator, topic: str, work: Work, timeout_s: int) -> Any:
-    """Runs work(beat) in one process per host while the others wait; returns its result, as JSON, on all.
+    """Runs work(heartbeat) in one process per host; returns its result, as JSON, on all.
 
-    The work may take hours, as no process waits in a collective. It calls beat() as a heartbeat; without one
-    for timeout_s seconds the job ends. A ValueError in the work ends all processes with its message. A signal
-    to any process ends the work, and all raise Preempted. topic: a unique name of this call, such as `data`.
+    The work may take hours, as no process waits in a collective. It calls heartbeat(); without one for
+    timeout_s seconds the job ends. A ValueError in the work ends all processes with its message. A signal to
+    any process ends the work, and all raise Preempted. topic: a unique name of this call, such as `data`.
     """
     return _while_others_wait(
         accelerator, topic, work, timeout_s, accelerator.process_index - accelerator.local_process_index
@@ -52,7 +49,7 @@ def once_per_host(accelerator: Accelerator, topic: str, work: Work, timeout_s: i
 
 
 def once(accelerator: Accelerator, topic: str, work: Work, timeout_s: int) -> Any:
-    """Runs work(beat) like once_per_host, but only in the main process; returns its result on all."""
+    """Runs work(heartbeat) like once_per_host, but only in the main process; returns its result on all."""
     return _while_others_wait(accelerator, topic, work, timeout_s, 0)
 
 
@@ -68,27 +65,27 @@ def _while_others_wait(
     if me == my_worker:
         try:
             with in_phase(f"preparing the {topic}"):
-                outcome = {"result": work(_heart(store, board))}
+                outcome = {"result": work(_heartbeat(store, board))}
         except (ValueError, OSError) as error:
             outcome = {"error": f"{error} (on host {socket.gethostname()})"}
         except Preempted:
             outcome = {"preempted": True}
         store.set(f"{board}/{me}", json.dumps(outcome))
     phase, now.phase = now.phase, f"waiting for the {topic}"
-    outcomes, beats, heard, told = {}, -1, time.monotonic(), 0.0
+    outcomes, received, received_at, stopped_at = {}, -1, time.monotonic(), 0.0
     while pending:
         for worker in [worker for worker in pending if store.check([f"{board}/{worker}"])]:
             outcomes[worker] = json.loads(store.get(f"{board}/{worker}"))
             pending.remove(worker)
         if wanted():
             store.set(f"{board}/stop", "yes")  # the workers' outcomes decide: they are the same for all
-            told = told or time.monotonic()
-            if time.monotonic() - told > UNANSWERED_S:
+            stopped_at = stopped_at or time.monotonic()
+            if time.monotonic() - stopped_at > UNANSWERED_S:
                 raise Preempted  # the worker is dead, and its launcher stops this process
-        if (latest := store.add(f"{board}/beats", 0)) != beats:
-            beats, heard = latest, time.monotonic()
-        elif time.monotonic() - heard > timeout_s:
-            notice_hang()
+        if (latest := store.add(f"{board}/heartbeats", 0)) != received:
+            received, received_at = latest, time.monotonic()
+        elif time.monotonic() - received_at > timeout_s:
+            report_hang()
             raise ValueError(
                 f"rank {', '.join(map(str, sorted(pending)))} gave no sign of life for {timeout_s} s while it"
                 f" prepared the {topic}: look at its host, or give a larger --timeout_s"
@@ -104,62 +101,28 @@ def _while_others_wait(
     return outcomes[my_worker]["result"]
 
 
-def _heart(store: dist.Store, board: str) -> Callable[[], None]:
-    """Returns beat(), which sends a heartbeat to all processes at most once a second.
+def _heartbeat(store: dist.Store, board: str) -> Callable[[], None]:
+    """Returns heartbeat(), which tells all processes, at most once a second, that this one makes progress.
 
     It raises Preempted when one of them was told to stop.
     """
-    beaten = 0.0
+    sent_at = 0.0
 
-    def beat() -> None:
-        nonlocal beaten
+    def heartbeat() -> None:
+        nonlocal sent_at
         _stop_if_wanted()
-        if time.monotonic() - beaten > 1:
-            beaten = time.monotonic()
-            store.add(f"{board}/beats", 1)
+        if time.monotonic() - sent_at > 1:
+            sent_at = time.monotonic()
+            store.add(f"{board}/heartbeats", 1)
             if store.check([f"{board}/stop"]):
                 raise Preempted
 
-    return beat
+    return heartbeat
 
 
 def _stop_if_wanted() -> None:
     if wanted():
         raise Preempted
-
-
-def first_to_say(message: str, store: dist.Store | None = None) -> bool:
-    """True when no other process has printed this message, as most mistakes occur in all processes.
-
-    store: a connection for this thread alone.
-    """
-    if not dist.is_initialized():
-        return is_hosts_first()
-    key = f"said/{hashlib.sha256(message.encode()).hexdigest()}"
-    try:
-        return (store or dist.distributed_c10d._get_default_store()).add(key, 1) == 1
-    except RuntimeError:  # the process that hosts the store is gone
-        return True
-
-
-def let_main_close_first(accelerator: Accelerator, store: dist.Store | None = None) -> None:
-    """Waits in a failing job until the main process has closed its files, 10 s at most.
-
-    The main process calls it after closing them, the others before they exit, because a launcher kills all
-    processes as soon as one has exited. The main process may hang in a collective. store: a connection for
-    this thread alone.
-    """
-    if not dist.is_initialized():
-        return
-    try:
-        store = store or dist.distributed_c10d._get_default_store()
-        if accelerator.is_main_process:
-            store.set("closed", "yes")
-        until = time.monotonic() + 10
-        while not store.check(["closed"]) and time.monotonic() < until:
-            time.sleep(0.05)
-    except RuntimeError:  # the process that hosts the store is gone
-        return
 
 
 def _difference(ours: str | None, theirs: str | None) -> str:

@@ -12,11 +12,9 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
 from common.checkpoint.format import steps_in
-from common.distributed.agreement import let_main_close_first
-from common.distributed.gradients import unused_parameters, without_gradient
-from common.distributed.peers import begin_exit, tell_failure
 from common.distributed.preemption import agreed, reason
-from common.distributed.strategy import device_name
+from common.distributed.strategy import device_name, unused_parameters, without_gradient
+from common.distributed.watch import begin_exit, let_main_close_first, report_failure
 from common.recipe import Batch, Recipe
 from common.run import finish
 from common.run.checkpoints import Checkpoints
@@ -89,7 +87,7 @@ def end_failed(
             own = KeyboardInterrupt(f"run the same command to resume {place}")
     else:
         own = explained(error, accelerator, batch, opened)
-    first = tell_failure(own)
+    first = report_failure(own)
     if opened:
         is_interrupted = isinstance(first, KeyboardInterrupt)
         close_failed(opened, "interrupted" if is_interrupted else str(first) or type(first).__name__)

@@ -6,7 +6,7 @@ from typing import Any
 
 from accelerate.utils import broadcast_object_list
 
-from common.data import bad_images
+from common.data.workers import skipped
 from common.distributed.preemption import Poll, Preempted, wanted
 from common.run.state import RunState
 from common.telemetry.collect import Telemetry
@@ -85,7 +85,7 @@ class Exchange:
     def gather(self, own: Any) -> list[Any]:
         """The value of each process. Also gathers the other hosts' telemetry and the ids of skipped images
         on the main process."""
-        everyones = self.poll.gather((own, self.telemetry.take(), bad_images.seen()))
+        everyones = self.poll.gather((own, self.telemetry.take(), skipped()))
         if self.find_problem:
             self.telemetry.append([piece for _, pieces, _ in everyones for piece in pieces])
             ids = {i for *_, ids in everyones for i in ids}

@@ -10,7 +10,7 @@ from accelerate import Accelerator
 
 from common.checkpoint.format import Checkpoint, Damaged, step_name, steps_in, verify, write_index
 from common.distributed import strategy as job
-from common.distributed.elastic import hosts
+from common.distributed.rendezvous import hosts
 from common.recipe import Batch, Recipe
 from common.run import result_tables
 from common.run.folder import script_name
@@ -38,7 +38,7 @@ def find_best(opened: OpenRun, heartbeat: Heartbeat) -> Checkpoint | None:
 
             gone = (Damaged, WrongSize)
             if step in committed(mirror.store):
-                fetch(mirror.store, step, parent, heartbeat, mirror.say)
+                fetch(mirror.store, step, parent, heartbeat, mirror.report)
         return verify(parent / step_name(step), heartbeat)
     except gone as error:
         print(f"no test accuracy: the best weights, of step {step:,}, are gone: {error}", flush=True)

@@ -21,7 +21,7 @@ import psutil
 from common.system.env import job_round
 from common.system.files import parse_json, write_text
 from common.system.processes import start_ticks
-from common.system.redaction import redacted
+from common.system.text import redacted
 
 if TYPE_CHECKING:  # imported where it is needed
     from common.system.s3 import ObjectStore

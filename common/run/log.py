@@ -17,7 +17,7 @@ from common.recipe import Recipe
 from common.run.state import RunState
 from common.system.env import EVENTS_FILE, report
 from common.system.files import read_lines, write_json, write_text
-from common.system.progress import progress
+from common.system.progress import TrainingProgress
 
 if TYPE_CHECKING:  # imported where they are needed
     from common.evaluation import Predicted
@@ -108,7 +108,7 @@ class RunLog:
         write_json(folder / "recipe.json", record | self.tracker_ids())
         self.metrics = open(metrics, "a", buffering=1)  # noqa: SIM115 (closed in close)
         self.samples = open(samples, "a", buffering=1) if recipe.log_samples else None  # noqa: SIM115
-        self.progress = progress(recipe.epochs, state.step, steps, recipe.batch_size, recipe.unit)
+        self.progress = TrainingProgress(recipe.epochs, state.step, steps, recipe.unit)
         if change := _change_of_hosts(writer, record):
             self._write_mark(state.step, state, change)
 

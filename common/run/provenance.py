@@ -11,7 +11,7 @@ import psutil
 from accelerate import Accelerator
 
 from common.distributed import strategy as job
-from common.distributed.elastic import most_hosts
+from common.distributed.rendezvous import most_hosts
 from common.recipe import Batch, Recipe, recipe_part
 from common.run.folder import script_name
 from common.system.env import processes_per_host

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from common.checkpoint.training import TrainingState
 from common.distributed.agreement import once
-from common.distributed.peers import begin_exit, on_failure
 from common.distributed.preemption import Preempted
+from common.distributed.watch import begin_exit, on_failure
 from common.optim import EMA
 from common.order import Steps
 from common.recipe import Batch, Recipe

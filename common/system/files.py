@@ -30,13 +30,13 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def sha256_of(path: Path, beat: Callable[[], None] = lambda: None) -> str:
-    """The SHA-256 of a file, as hex. Calls beat() after each READ_BYTES."""
+def sha256_of(path: Path, heartbeat: Callable[[], None] = lambda: None) -> str:
+    """The SHA-256 of a file, as hex. Calls heartbeat() after each READ_BYTES."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while chunk := file.read(READ_BYTES):
             digest.update(chunk)
-            beat()
+            heartbeat()
     return digest.hexdigest()
 
 

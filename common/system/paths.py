@@ -8,8 +8,6 @@ import sys
 import tomllib
 from pathlib import Path
 
-from common.system.cli import working_folder
-
 ROOT = Path(__file__).resolve().parents[2]  # the project
 
 
@@ -21,7 +19,7 @@ def python_command(*words: object) -> str:
 
 def shortest(path: Path | str) -> str:
     """The path, relative if it is below the working folder."""
-    return os.fspath(path).removeprefix(f"{working_folder()}{os.sep}")
+    return os.fspath(path).removeprefix(f"{os.getcwd()}{os.sep}")
 
 
 def public_path(path: Path | str) -> str:

@@ -3,8 +3,8 @@
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from collections.abc import Callable
+from concurrent.futures import Future, wait
 from typing import TypeVar
 
 Heartbeat = Callable[[], None]  # shows the other processes that this one makes progress; about every second
@@ -35,23 +35,12 @@ def start_daemon(work: Callable[[], Result]) -> Future[Result]:
     return outcome
 
 
-def run_with_heartbeat(work: Callable[[], Result], beat: Heartbeat, every_s: float = 0.5) -> Result:
-    """Runs work() in a thread and calls beat() here meanwhile. Returns its result, or raises its exception.
+def run_with_heartbeat(work: Callable[[], Result], heartbeat: Heartbeat, every_s: float = 0.5) -> Result:
+    """Runs work() in a thread and calls heartbeat() here meanwhile. Returns or raises what work() does.
 
-    An exception of beat() is raised at once; the thread continues, and does not keep the process alive.
+    An exception of heartbeat() is raised at once; the thread continues, and does not keep the process alive.
     """
-    return run_all_with_heartbeat([work], beat, every_s)[0]
-
-
-def run_all_with_heartbeat(
-    works: Sequence[Callable[[], Result]], beat: Heartbeat, every_s: float = 0.5
-) -> list[Result]:
-    """Like run_with_heartbeat for several works, each in its own thread. Raises the first exception."""
-    outcomes = [start_daemon(work) for work in works]
-    while True:
-        done, pending = wait(outcomes, every_s, FIRST_EXCEPTION)
-        for outcome in done:
-            outcome.result()
-        if not pending:
-            return [outcome.result() for outcome in outcomes]
-        beat()
+    outcome = start_daemon(work)
+    while wait([outcome], every_s).not_done:
+        heartbeat()
+    return outcome.result()

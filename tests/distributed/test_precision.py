@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from common.distributed.gradients import refuse_skipped_steps
 from common.distributed.precision import Precision
+from common.distributed.strategy import refuse_skipped_steps
 from common.run.opening import changed_types
 from tests.conftest import (
     BIN,

@@ -58,8 +58,8 @@ READ_AT_START = (
 )
 READ_AT_START += ("HOME", "LANG", "TORCH_TRACE", "TORCH_COMPILE")
 HANDLED = ("PYTHONPATH", "PYTHONWARNINGS", "PYTHONUNBUFFERED")
-# They start nothing that can be forked. The agent waits until no process is left below it.
-WITHOUT_SERVER = ("train_", "validate", "tools.launch.agent")
+# They start nothing that can be forked, or wait until no process is left below them.
+WITHOUT_SERVER = ("train_", "validate", "tools.launch.agent", "tools.launch.spot")
 PR_SET_MM, PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER, PR_SET_MM_MAP = 35, 36, 37, 14
 
 _libc = ctypes.CDLL(None)

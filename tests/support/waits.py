@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.data.images import Images
 from common.distributed import accelerator as accelerators
-from common.distributed.compilation import Compilation
+from common.distributed.blocks import Compilation
 from common.distributed.precision import Precision
 from common.order import Steps
 from common.recipe import Recipe, share_out

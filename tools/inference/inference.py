@@ -13,8 +13,8 @@ from accelerate import Accelerator
 from common.checkpoint.weights import TrainedModel, find
 from common.distributed.accelerator import start
 from common.distributed.agreement import once
-from common.distributed.peers import begin_exit
 from common.distributed.strategy import precision
+from common.distributed.watch import begin_exit
 from common.recipe import Batch, Job, setting
 from common.system.env import world_size
 from common.system.threads import Heartbeat

@@ -132,15 +132,15 @@ def _values(runs: list[RunRecord], name: str) -> list[str]:
 
 def speed_up(first: RunRecord, run: RunRecord, time: str) -> tuple[float | None, str]:
     """The speed-up in `time` (train_s or wall_s); or None, and the reason."""
-    words = {"batch_size": f"{run.unit} a step", "steps": "steps", "data": "as data", "script": "as script"}
+    words = {"batch_size": f"{run.unit} per step", "steps": "steps", "data": "as data", "script": "as script"}
     for name, what in words.items():
         if first.facts.get(name) != run.facts.get(name):
-            return None, f"{run.facts.get(name)} {what}, the first {first.facts.get(name)}"
+            return None, f"{run.facts.get(name)} {what}, the first run {first.facts.get(name)}"
     for one in (first, run):
         if one.facts["status"] != "finished":
-            return None, f"{'the first' if one is first else 'it'} is not finished"
+            return None, f"{'the first run' if one is first else 'it'} is not finished"
         if not one.facts.get(time):
-            return None, f"{'the first' if one is first else 'it'} has no {time}"
+            return None, f"{'the first run' if one is first else 'it'} has no {time}"
     return first.facts[time] / run.facts[time], ""
 
 
@@ -195,7 +195,7 @@ def conditions(run: RunRecord) -> dict[str, str]:
         "commit": about.get("git_commit", "not known"),
         "device": ", ".join(sorted(set(devices))),
         "host": "; ".join(sorted(hosts)) or "not known",
-        "began with": public_path(about.get("resumed_from", "fresh weights")),
+        "started from": public_path(about.get("resumed_from", "fresh weights")),
     }
 
 

@@ -83,10 +83,10 @@ def _evaluations(run: RunRecord) -> dict[str, dict[str, Any]]:
 
 
 def _flops(facts: dict[str, Any]) -> str | None:
-    """`26.2 GFLOP an image, 41.0 % of 989.5 TFLOP/s (MFU)`"""
+    """`2.62e+10 FLOP per image: MFU 41.0 % of 990 TFLOP/s`"""
     if facts["flops_per_image"] is None:
         return None
-    shown = f"{facts['flops_per_image']:,.3g} FLOP an image"
+    shown = f"{facts['flops_per_image']:,.3g} FLOP per image"
     if facts["mfu_pct"] is None or facts["peak_flops"] is None:
         return shown
     return f"{shown}: MFU {facts['mfu_pct']:.1f} % of {facts['peak_flops'] / 1e12:,.3g} TFLOP/s"
@@ -156,7 +156,7 @@ def _setup(run: RunRecord, facts: dict[str, Any], about: dict[str, Any]) -> dict
         "version": about["version"],
         "commit": (commit.rstrip("+") or "-") + (" and uncommitted changes" if commit.endswith("+") else ""),
         "versions": ", ".join(versions) or None,
-        "began with": public_path(about["resumed_from"] or "fresh weights"),
+        "started from": public_path(about["resumed_from"] or "fresh weights"),
     }
 
 
@@ -170,7 +170,7 @@ def _places(run: RunRecord, facts: dict[str, Any], about: dict[str, Any]) -> lis
             if s3:
                 rows.append((f"{what} in S3", code(f"{s3.rstrip('/')}/{facts[name]}")))
     if s3 and facts["uploaded"] is not True:
-        rows.append(("upload", "not complete"))
+        rows.append(("upload", "incomplete"))
     if (run.folder / "tensorboard").is_dir():
         rows.append(("TensorBoard", code(f"tensorboard --logdir {shlex.quote(folder + '/tensorboard')}")))
     if url := about["wandb_url"] or about["wandb_id"]:

@@ -23,7 +23,7 @@ PARTS = {
     STARTING: "starting: imports, data, model, first batch",
     ENDING: "ending: pictures, last checkpoint, upload",
 }
-LOST = "lost at restarts: all that came after the last checkpoint"
+LOST = "lost at restarts: work after the last checkpoint"
 FACTOR = 2  # differences from twice on, or down to half, are factors
 
 PLAN_LINE: dict[str, Kind] = {
@@ -73,13 +73,13 @@ def plan_of(file: Path, run: RunRecord) -> dict[str, Any]:
     if wrong:
         raise ValueError(f"--plan {file} is no plan ({', '.join(wrong)} missing or wrong); {make}")
     if plan["script"] != script:
-        raise ValueError(f"--plan {file} is of {plan['script']}, and {run.folder} of {script}; {make}")
+        raise ValueError(f"--plan {file} is for {plan['script']}, but {run.folder} ran {script}; {make}")
     strategy = planned_strategy(run.facts.get("strategy", "unknown"), run.about.get("sharding", {}))
     lines = {line["strategy"]: line for line in plan.pop("lines") if line.get("strategy")}
     if strategy not in lines:
         raise ValueError(
-            f"--plan {file} has no {strategy}, as {run.folder}, but {', '.join(lines) or 'nothing'}: make one"
-            " for this number of hosts and devices"
+            f"--plan {file} plans {', '.join(lines) or 'nothing'}, not {strategy}, which {run.folder} used:"
+            " make one for this number of hosts and devices"
         )
     return dict.fromkeys(PLAN) | plan | {"line": dict.fromkeys(PLAN_LINE) | lines[strategy]}
 
@@ -158,7 +158,7 @@ def parts_s(run: RunRecord) -> dict[str, float]:
 
 
 def planned(run: RunRecord, terms: Terms) -> dict[str, float | None]:
-    """The plan's hours and price for the steps that the run has made, and its other numbers."""
+    """The plan's hours and cost for the steps that the run has made, and its other numbers."""
     line = terms.plan.get("line") or dict.fromkeys(PLAN_LINE)
     speed, memory = line["images_per_s"], line["memory"] or {}
     hours = None
@@ -170,7 +170,7 @@ def planned(run: RunRecord, terms: Terms) -> dict[str, float | None]:
     tensors = [size for name, size in memory.items() if name != "context" and size]
     return {
         "hours": hours,
-        "price": None if hours is None or an_hour is None else hours * an_hour,
+        "cost": None if hours is None or an_hour is None else hours * an_hour,
         "memory_gib": sum(tensors) / 2**30 if tensors else None,
         "images_per_s": speed,
         "step_s": line["step_s"],
@@ -184,7 +184,7 @@ def actual(run: RunRecord, terms: Terms) -> dict[str, float | None]:
     batch = run.facts.get("batch_size")
     return {
         "hours": hours,
-        "price": None if hours is None or an_hour is None else hours * an_hour,
+        "cost": None if hours is None or an_hour is None else hours * an_hour,
         "memory_gib": memory_gib(run),
         "images_per_s": speed,
         "step_s": batch / speed if batch and speed else None,

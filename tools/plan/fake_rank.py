@@ -27,8 +27,8 @@ from torch.distributed.tensor import _sharding_prop
 from torch.nn.parallel import DistributedDataParallel, distributed
 
 from common.distributed.accelerator import make_accelerator
+from common.distributed.devices import rehearse_on_cpu
 from common.distributed.launch_config import check_launch_config, disable_meaningless
-from common.distributed.rehearsal import rehearse_on_cpu
 from common.recipe import Batch, Recipe
 from tools.plan.cost import Collective
 

@@ -25,9 +25,9 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 
 from common.distributed.accelerator import make_accelerator, prepare
+from common.distributed.devices import keep_freed_memory, rehearse_on_cpu
 from common.distributed.launch_config import check_launch_config, disable_meaningless
 from common.distributed.precision import input_dtype
-from common.distributed.rehearsal import keep_freed_memory, rehearse_on_cpu
 from common.optim import EMA
 from common.order import reseed
 from common.recipe import Batch, parse

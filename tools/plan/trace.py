@@ -110,7 +110,7 @@ def trace(
         fake_reducer(model, exchanged)
         layout = layout_of(model, optimizer)
         tracker = MemTracker()
-        tracker.track_external(model, *tree_leaves(layout.held))
+        tracker.track_external(model, *tree_leaves(layout.local))
         if averaged:
             tracker.track_external(*averaged.averages)
 
@@ -156,7 +156,7 @@ def trace(
                 find_peak(largest)
                 find_peak(largest + QUANTUM)
     state = [t for t in tree_leaves(layout.states()) if isinstance(t, Tensor)]
-    state += [*(layout.held if layout.is_flat else ()), *(averaged.averages if averaged else ())]
+    state += [*(layout.local if layout.is_flat else ()), *(averaged.averages if averaged else ())]
     return Trace(
         strategy(accelerator),
         precision(accelerator),

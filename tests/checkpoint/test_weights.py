@@ -1,0 +1,219 @@
+"""The weights that fine-tuning begins with: a file's or a run's, made to fit as timm itself does."""
+
+import json
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from safetensors.torch import load_file, save_file
+from timm.layers import resample_abs_pos_embed, resample_patch_embed
+from timm.optim import param_groups_layer_decay
+from torch import Tensor
+
+from common.checkpoint.format import Snapshot, commit, write_index
+from tests.conftest import full
+from train_vit import Vit, build_model, build_optimizer
+
+SMALL = {"model": "test_vit", "image_size": 32, "patch_size": 8}
+
+
+def saved(file: Path, classes: int = 10, **changes) -> Path:
+    """A file with the weights of a small model. changes: other tensors, by name."""
+    torch.manual_seed(1)
+    model = build_model(Vit(**SMALL), classes)
+    save_file(model.state_dict() | changes, file)
+    return file
+
+
+@pytest.fixture
+def file(tmp_path) -> Path:
+    return saved(tmp_path / "small.safetensors")
+
+
+def built(weights: Path, classes: int = 10, **more) -> dict[str, Tensor]:
+    return build_model(Vit(**SMALL | more, weights=str(weights)), classes).state_dict()
+
+
+@pytest.mark.parametrize(
+    "more", [{"image_size": 48}, {"patch_size": 4}, {"image_size": 40, "patch_size": 4}, {}], ids=str
+)
+def test_embeddings_are_resampled_as_timm_does(more, file):
+    size, patch = (SMALL | more)["image_size"], (SMALL | more)["patch_size"]
+    ours, source = built(file, **more), load_file(file)
+    options = {"img_size": size, "patch_size": patch, "num_classes": 10}
+    overlay = {"file": str(file), "num_classes": 10}
+    theirs = timm.create_model("test_vit", True, pretrained_cfg_overlay=overlay, **options).state_dict()
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert torch.equal(ours[name], tensor), name
+    grid = size // patch
+    places = resample_abs_pos_embed(source["pos_embed"], [grid, grid], num_prefix_tokens=1)
+    assert torch.equal(ours["pos_embed"], places)
+    name = "patch_embed.proj.weight"
+    patches = source[name] if patch == 8 else resample_patch_embed(source[name], [patch, patch])
+    assert torch.equal(ours[name], patches)
+    for name in ("cls_token", "blocks.0.attn.qkv.weight", "head.weight"):
+        assert torch.equal(ours[name], source[name]), name
+
+
+def test_the_head_is_new_for_another_number_of_classes(file, tmp_path, capsys):
+    ours, source = built(file, classes=3), load_file(file)
+    assert ours["head.weight"].shape == (3, 64)
+    assert 0.01 < ours["head.weight"].std() < 0.03  # as timm draws it
+    assert not ours["head.bias"].any()
+    for name in source.keys() - {"head.weight", "head.bias"}:
+        assert torch.equal(ours[name], source[name]), name
+    assert "the head is new, for 3 classes instead of 10" in capsys.readouterr().out
+    headless = {name: tensor for name, tensor in source.items() if not name.startswith("head.")}
+    save_file(headless, tmp_path / "headless.safetensors")
+    assert built(tmp_path / "headless.safetensors", classes=3)["head.weight"].shape == (3, 64)
+
+
+def checkpoint(run: Path, step: int, value: float, ema: float | None = None) -> Path:
+    """A checkpoint of a run, whose weights all have this value, those of its EMA another."""
+    specs = {n: (t.dtype, tuple(t.shape)) for n, t in build_model(Vit(**SMALL), 10).state_dict().items()}
+    names = {"model.safetensors": value} | ({} if ema is None else {"ema.safetensors": ema})
+    snapshots = {"optimizer.safetensors": Snapshot({}, pinned=False)}
+    for name, fill in names.items():
+        snapshots[name] = Snapshot(specs, pinned=False)
+        for view in snapshots[name].views.values():
+            view.fill_(fill)
+    return commit(run / "checkpoints", step, snapshots, {}, {"recipe": {"model": "test_vit"}})
+
+
+def test_a_run_a_checkpoint_and_an_exported_folder_have_weights(tmp_path):
+    def first(location: Path) -> float:
+        return built(location)["norm.weight"][0].item()
+
+    run = tmp_path / "run"
+    best, latest = checkpoint(run, 10, 1.0, ema=2.0), checkpoint(run, 20, 3.0)
+    assert first(run) == 3.0  # the newest, without an index
+    write_index(run / "checkpoints", 20, 10)
+    assert first(run) == 2.0  # the best one's averaged weights
+    assert first(best) == 2.0
+    assert first(latest) == 3.0
+    assert first(best / "model.safetensors") == 1.0
+    (tmp_path / "model").mkdir()
+    saved(tmp_path / "model" / "model.safetensors")
+    assert built(tmp_path / "model").keys() == built(best).keys()
+    content = bytearray((best / "ema.safetensors").read_bytes())
+    content[-1] ^= 1
+    (best / "ema.safetensors").write_bytes(content)
+    with pytest.raises(ValueError, match=r"--weights .*ema.safetensors has changed since it was written"):
+        built(run)
+
+
+def test_weights_of_another_model_are_refused_by_the_first_tensor(file, tmp_path):
+    with pytest.raises(ValueError, match=r'test_vit2: Missing key\(s\) in state_dict: "reg_token": give'):
+        built(file, model="test_vit2")
+    more = saved(tmp_path / "more.safetensors", unknown=torch.zeros(1))
+    with pytest.raises(
+        ValueError, match=r'Unexpected key\(s\) in state_dict: "unknown": give the --model that it is of$'
+    ):
+        built(more)
+    best = checkpoint(tmp_path / "run", 10, 1.0)
+    with pytest.raises(
+        ValueError, match=r"does not fit --model test_vit2: .*: give the --model that it is of, test_vit$"
+    ):
+        built(best, model="test_vit2")
+    with pytest.raises(ValueError, match=r"holds neither checkpoints nor model\.safetensors"):
+        built(tmp_path)
+    file.rename(tmp_path / "small.bin")
+    with pytest.raises(ValueError, match=r"by another name: call it small\.safetensors"):
+        built(tmp_path / "small.bin")
+
+
+@pytest.mark.parametrize("is_zip", [True, False])
+def test_a_pickle_is_not_read_and_the_message_converts_it(is_zip, file, tmp_path, monkeypatch):
+    """The command of the message makes a file that loads."""
+    state = load_file(file)
+    state["head.weight"] = state["head.weight"].t().contiguous().t()  # as some files have it
+    pickle = tmp_path / "their model.pth"
+    torch.save({"model": state, "epoch": 3}, pickle, _use_new_zipfile_serialization=is_zip)
+    with pytest.raises(ValueError, match="is a pickle, which can run code when it is read") as raised:
+        built(pickle)
+    command = str(raised.value).partition(", by ")[2]
+    words = shlex.split(command)
+    assert words[:2] == ["python", "-c"]
+    monkeypatch.setattr(sys, "argv", ["-c", *words[3:]])
+    exec(words[2], {})
+    ours = built(tmp_path / "their model.safetensors")
+    assert all(torch.equal(ours[name], tensor) for name, tensor in state.items())
+
+
+def test_without_a_network_the_message_fetches_the_file_elsewhere(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match="the hub can't be reached") as raised:
+        build_model(Vit(model="vit_tiny_patch16_224.augreg_in21k", pretrained=True), 10)
+    assert str(raised.value).endswith(
+        ": fetch the file where it can, by `hf download timm/vit_tiny_patch16_224.augreg_in21k"
+        " model.safetensors --local-dir .`, copy it here, and give --weights model.safetensors"
+    )
+    with pytest.raises(
+        ValueError, match="--pretrained: timm has no weights for --model vit_base_r26_s32_224"
+    ):
+        build_model(Vit(model="vit_base_r26_s32_224", pretrained=True), 10)
+
+
+# --- Layers
+
+
+@pytest.mark.parametrize("model", ["test_vit", "deit_tiny_distilled_patch16_224"])
+def test_layers_have_timms_learning_rates(model):
+    recipe = Vit(model=model, image_size=32, patch_size=16, layer_decay=0.5, weight_decay=0.1)
+    with torch.device("meta"):
+        network = build_model(recipe, 10)
+    names = {id(p): name for name, p in network.named_parameters()}
+    groups = build_optimizer(network, recipe).param_groups
+    ours = {names[id(p)]: (g["lr_scale"], g["weight_decay"]) for g in groups for p in g["params"]}
+    assert ours.keys() == set(names.values())
+    theirs = param_groups_layer_decay(network, 0.1, network.no_weight_decay(), layer_decay=0.5)
+    assert ours == {names[id(p)]: (g["lr_scale"], g["weight_decay"]) for g in theirs for p in g["params"]}
+    depth = len(network.blocks)
+    assert (ours["head.weight"], ours["head.bias"]) == ((1.0, 0.1), (1.0, 0.0))
+    assert ours["norm.weight"] == (0.5, 0.0)  # with the last block
+    assert ours[f"blocks.{depth - 1}.mlp.fc1.weight"] == (0.5, 0.1)
+    assert ours["blocks.0.mlp.fc1.bias"] == (0.5**depth, 0.0)
+    assert ours["pos_embed"] == (0.5 ** (depth + 1), 0.0)
+    without = build_optimizer(network, Vit(model=model)).param_groups
+    assert [("lr_scale" in group, len(group["params"]) > 0) for group in without] == [(False, True)] * 2
+
+
+@pytest.mark.parametrize(
+    ("model", "layer_decay"),
+    [
+        ("test_vit", 1.0),
+        ("deit_tiny_distilled_patch16_224", 0.7),
+        full("test_vit", 0.7),
+        full("eva02_tiny_patch14_224", 1.0),
+    ],
+)
+def test_freeze_leaves_the_head_alone_to_the_optimizer(model, layer_decay, tmp_path):
+    size = {"model": model, "image_size": 56, "patch_size": 14}
+    save_file(build_model(Vit(**size), 5).state_dict(), tmp_path / "w.safetensors")
+    recipe = Vit(**size, weights=str(tmp_path / "w.safetensors"), freeze=True, layer_decay=layer_decay)
+    network = build_model(recipe, 3)
+    trained = {name for name, p in network.named_parameters() if p.requires_grad}
+    assert {name.partition(".")[0] for name in trained} <= {"head", "head_dist"}
+    assert {"head.weight", "head.bias"} <= trained
+    groups = build_optimizer(network, recipe).param_groups
+    assert sum(len(group["params"]) for group in groups) == len(trained)
+
+
+def test_freeze_without_weights_is_refused():
+    with pytest.raises(ValueError, match="--freeze trains the head alone: give the rest by --pretrained or"):
+        Vit(freeze=True)
+
+
+def test_a_checkpoints_recipe_builds_the_model_without_its_beginning():
+    """validate.py and the like build a frozen run's model without its --weights, which may be gone."""
+    import train_vit
+    from common.recipe import parse
+    from common.script import as_flags, recipe_class
+
+    recipe = {"weights": "gone", "freeze": True, "layer_decay": 0.7, "pretrained": True, **SMALL}
+    kind = recipe_class(train_vit)
+    assert parse(kind, as_flags(json.loads(json.dumps(recipe)), kind)) == Vit(**SMALL, layer_decay=0.7)
