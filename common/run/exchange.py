@@ -9,7 +9,7 @@ from accelerate.utils import broadcast_object_list
 from common.data.workers import skipped
 from common.distributed.preemption import Poll, Preempted, wanted
 from common.run.state import RunState
-from common.telemetry.collect import Telemetry
+from common.telemetry.sampling import Telemetry
 
 STOP, PROBLEM = 1, 2  # messages of a process to the others
 # A message costs the host some 0.1 ms, so several short steps share one. A signal then takes effect

@@ -25,7 +25,7 @@ from common.run.checkpoints import Checkpoints, Meter
 from common.run.ending import close, close_failed, end_failed, end_preempted
 from common.run.exchange import Exchange
 from common.run.log import Predictions, RunLog
-from common.run.opening import OpenRun, open_run
+from common.run.opening import OpenRun
 from common.run.result_tables import early_end
 from common.run.state import RunState
 from common.system.env import report
@@ -80,7 +80,7 @@ class Run:
         the names of the classes.
         """
         training = TrainingState(self.accelerator, model, optimizer, ema)
-        opened = open_run(self.accelerator, self.recipe, self.batch, training, data, steps)
+        opened = OpenRun(self.accelerator, self.recipe, self.batch, training, data, steps)
         self.opened, self.state, self.exchange, self.log = opened, opened.state, opened.exchange, opened.log
         self.steps = replace(steps, first=self.state.step)
         self.predictions.classes = data[1]
@@ -94,7 +94,7 @@ class Run:
             self.profile = begin_profile(self.accelerator.device, first, self.steps, folder)
         if self.log:
             precision = self.accelerator.precision.mixed_precision
-            self.utilisation = utilisation(self.recipe, len(data[1]), opened.devices, precision)
+            self.utilisation = utilisation(self.recipe, len(data[1]), opened.record["devices"], precision)
         now.enter(TRAINING)
         now.step = self.state.step
         on_failure(partial(close_failed, opened))

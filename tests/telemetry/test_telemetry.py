@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from common.telemetry import collect
-from common.telemetry.collect import ProcessInfo, Telemetry, sampled_hosts
-from common.telemetry.meters import Gpu
+from common.telemetry import sampling
+from common.telemetry.sampling import Gpu, ProcessInfo, Telemetry, sampled_hosts
 from common.telemetry.summary import GPU_NUMBERS, HOST_NUMBERS, energy_wh, summarize
 from tests.checkpoint.test_checkpoints import LONG, SLOW, start_and_wait
 from tests.conftest import CNN, Job, free_port, lines, metrics, python, result, run, torchrun
@@ -170,7 +169,7 @@ def test_nvidia_smi_is_asked_at_the_start_and_in_the_middle(answers, tmp_path, m
     script.write_text("#!/bin/sh\n" + ('echo "answer to $*"' if answers else "exec sleep 1000") + "\n")
     script.chmod(0o755)
     monkeypatch.setenv("PATH", f"{script.parent}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setattr(collect, "NVIDIA_SMI_S", 60 if answers else 0.2)
+    monkeypatch.setattr(sampling, "NVIDIA_SMI_S", 60 if answers else 0.2)
     step = 3
     telemetry = telemetry_of(tmp_path, interval_s=0.01, step=lambda: step, steps=20)
     file = tmp_path / "telemetry-a.jsonl"
