@@ -3,7 +3,7 @@
 import dataclasses
 import resource
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
@@ -19,8 +19,10 @@ from common.run.opening import OpenRun, writing
 from common.run.state import RunState
 from common.system.files import read_json, sync, write_json
 from common.system.threads import Heartbeat
-from common.telemetry.flops import Utilisation
 from common.telemetry.summary import energy_wh
+
+if TYPE_CHECKING:  # imported where it is needed
+    from common.telemetry.flops import Utilisation
 
 
 def find_best(opened: OpenRun, heartbeat: Heartbeat) -> Checkpoint | None:
@@ -128,7 +130,7 @@ def result(
     end: dict[str, Any] | None = None,
     val_name: str | None = None,
     tested: dict[str, Any] | None = None,
-    utilisation: Utilisation | None = None,
+    utilisation: "Utilisation | None" = None,
     memory: list[dict[str, float]] | None = None,
     telemetry: list[dict[str, Any]] | None = None,
     error: str | None = None,

@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -15,7 +15,7 @@ from common.checkpoint.saver import Saver
 from common.checkpoint.training import TrainingState
 from common.distributed.agreement import once
 from common.order import Steps
-from common.recipe import Batch, Recipe
+from common.recipe import Batch, ImageRecipe, Recipe
 from common.run.exchange import Exchange
 from common.run.folder import RunFolder, count_restarts, open_folder, resumed_from
 from common.run.log import RunLog
@@ -72,7 +72,7 @@ class OpenRun:
                 processes, rank, path, interval_s, lambda: state.step, steps.last, state.wall_s
             )
             find_problem = self._problem if self.folder else None
-            self.exchange = Exchange(recipe.timeout_s, state, telemetry, find_problem)
+            self.exchange = Exchange(recipe.timeout_s, state, telemetry, find_problem, _skipped(recipe))
             _report_start(self.exchange, recipe, batch, state.step, path)
         except BaseException:
             if self.folder:
@@ -136,6 +136,15 @@ def _report_start(exchange: Exchange, recipe: Recipe, batch: Batch, step: int, f
             in_s3=bool(recipe.s3),
             is_shared=is_shared,
         )
+
+
+def _skipped(recipe: Recipe) -> Callable[[], list[int]]:
+    """A function that gives the ids of skipped images; none without images."""
+    if not isinstance(recipe, ImageRecipe):
+        return list
+    from common.data.workers import skipped
+
+    return skipped
 
 
 def _holds(file: Path, content: bytes) -> bool:

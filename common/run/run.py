@@ -19,7 +19,7 @@ from common.distributed.preemption import Preempted
 from common.distributed.watch import begin_exit, on_failure
 from common.optim import EMA
 from common.order import Steps
-from common.recipe import Batch, Recipe
+from common.recipe import Batch, ImageRecipe, Recipe
 from common.run import finish
 from common.run.checkpoints import Checkpoints, Meter
 from common.run.ending import close, close_failed, end_failed, end_preempted
@@ -31,10 +31,10 @@ from common.run.state import RunState
 from common.system.env import report
 from common.system.phase import ENDING, EVALUATION, READING, STARTING, TRAINING, now
 from common.system.threads import Heartbeat
-from common.telemetry.flops import Utilisation, utilisation
 
 if TYPE_CHECKING:  # imported where they are needed
     from common.evaluation import Predicted
+    from common.telemetry.flops import Utilisation
     from common.telemetry.profiler import Profile
 
 Item = TypeVar("Item")
@@ -92,7 +92,9 @@ class Run:
 
             folder = self.folder if self.log else None
             self.profile = begin_profile(self.accelerator.device, first, self.steps, folder)
-        if self.log:
+        if self.log and isinstance(self.recipe, ImageRecipe):
+            from common.telemetry.flops import utilisation
+
             precision = self.accelerator.precision.mixed_precision
             self.utilisation = utilisation(self.recipe, len(data[1]), opened.record["devices"], precision)
         now.enter(TRAINING)
