@@ -29,7 +29,7 @@ from common.system.text import printable
 from common.system.transfer import send
 
 PREFETCHED = 4  # micro-batches for each worker
-TO_DO = {  # about a broken image; True in training
+ADVICE = {  # for a broken image; True in training
     True: "; without it by --on_bad_image skip --allow_changed on_bad_image",
     False: "; evaluations count each image, and skip none: repair it at its source",
 }
@@ -115,11 +115,11 @@ def _while_workers_live(loader: Iterable[Crops]) -> Generator[Crops, None, None]
     try:
         yield from loader
     except (RuntimeError, EOFError, ConnectionError) as error:
-        told = "exited unexpectedly" in str(error)
+        reported = "exited unexpectedly" in str(error)
         # A batch was announced, and torch asked the dead worker for its bytes before it noticed the death.
         # An error that begins with "Caught" comes from a worker that lives.
-        lost = not isinstance(error, RuntimeError) and not str(error).startswith("Caught")
-        if not (told or lost):
+        noticed = not isinstance(error, RuntimeError) and not str(error).startswith("Caught")
+        if not (reported or noticed):
             raise
         what = "a decoding process was killed: it lacked memory, or shared memory"
         raise ValueError(f"{what}. {MORE_ROOM}") from None
@@ -159,7 +159,7 @@ class _Crops(Dataset):
                 broken[i] = str(found)
                 if self.skip:
                     continue
-                error = f"{found}{TO_DO[self.train]}"
+                error = f"{found}{ADVICE[self.train]}"
                 break
             except OSError as found:
                 error = str(found)

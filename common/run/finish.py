@@ -38,7 +38,7 @@ def find_best(opened: OpenRun, beat: Heartbeat) -> Checkpoint | None:
 
             gone = (Damaged, WrongSize)
             if step in committed(mirror.store):
-                fetch(mirror.store, step, parent, beat, mirror.say)
+                fetch(mirror.store, step, parent, beat, mirror.report)
         return verify(parent / step_name(step), beat)
     except gone as error:
         print(f"no test accuracy: the best weights, of step {step:,}, are gone: {error}", flush=True)

@@ -73,13 +73,13 @@ def plan_of(file: Path, run: RunRecord) -> dict[str, Any]:
     if wrong:
         raise ValueError(f"--plan {file} is no plan ({', '.join(wrong)} missing or wrong); {make}")
     if plan["script"] != script:
-        raise ValueError(f"--plan {file} is of {plan['script']}, and {run.folder} of {script}; {make}")
+        raise ValueError(f"--plan {file} is for {plan['script']}, but {run.folder} ran {script}; {make}")
     strategy = planned_strategy(run.facts.get("strategy", "unknown"), run.about.get("sharding", {}))
     lines = {line["strategy"]: line for line in plan.pop("lines") if line.get("strategy")}
     if strategy not in lines:
         raise ValueError(
-            f"--plan {file} has no {strategy}, as {run.folder}, but {', '.join(lines) or 'nothing'}: make one"
-            " for this number of hosts and devices"
+            f"--plan {file} plans {', '.join(lines) or 'nothing'}, not {strategy}, which {run.folder} used:"
+            " make one for this number of hosts and devices"
         )
     return dict.fromkeys(PLAN) | plan | {"line": dict.fromkeys(PLAN_LINE) | lines[strategy]}
 
