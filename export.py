@@ -29,7 +29,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from common.system.cli import command_parser, expand_home, run_command
+from common.system.cli import command_parser, run_command
 
 SAMPLE = 16  # images on which the exported model is compared
 ONNX_BOUND = 1e-4  # of logits
@@ -38,12 +38,12 @@ OPTIONAL = "pip install -r requirements-onnx.txt"
 
 def main() -> int:
     flags, words = parse(sys.argv[1:])
-    folder = expand_home(flags.folder, "give an absolute path").absolute()
+    folder = Path(flags.folder).expanduser().absolute()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{flags.folder} is there already: give a new folder, or remove it")
     if flags.onnx:
         _check_onnx()
-    from common.checkpoint.export import (
+    from tools.inference.exported import (
         check_onnx,
         check_reloaded,
         open_trained,

@@ -110,7 +110,7 @@ class Search:
         self.margin = MARGIN if getattr(self.recipe, "randaug_layers", 0) else 0.0  # of the limit
         self.output = flags.output or _free_name(Path(flags.script[0]).stem, flags.config_file.stem)
         self.trials: list[Trial] = []
-        self.about: dict[str, Any] = {}  # settings as reported by the trials that ran
+        self.settings: dict[str, Any] = {}  # settings as reported by the trials that ran
         self.shown = ""  # command and last lines of the last failed launch
 
     def run(self) -> None:
@@ -119,7 +119,7 @@ class Search:
         quantum, most = self.flags.quantum, sys.maxsize
         ran: dict[int, float] = {}
         failed: set[int] = set()
-        print(ROW.format("images", "outcome", "GiB a process", "images/s", "time"), flush=True)
+        print(ROW.format("images", "outcome", "GiB/process", "images/s", "time"), flush=True)
         while (size := next_size(ran, failed, self._usable_gib(), quantum)) is not None:
             if (size := min(size, most)) in ran:
                 break
@@ -137,7 +137,7 @@ class Search:
             print(self.shown, file=sys.stderr)
             finer = " or a smaller --quantum" if quantum > 1 else ""
             more = "a larger --memory_limit_gib" if self.flags.memory_limit_gib else "another config file"
-            raise ValueError(f"even {min(failed)} images a process are too many: give {more}{finer}")
+            raise ValueError(f"{min(failed)} images per process do not fit: give {more}{finer}")
         self._conclude(max(ran), is_memory_full=max(ran) + quantum in failed)
 
     def _check_limit(self, use_cpu: bool) -> None:
@@ -175,7 +175,7 @@ class Search:
         reason = next((line.strip() for line in lines if "error: " in line), f"exit status {ended.status}")
         if ended.status is None:
             reason = f"no end within --trial_timeout_s {self.flags.trial_timeout_s:g}"
-        raise ValueError(f"the trial with {size} images a process failed ({reason})")
+        raise ValueError(f"the trial with {size} images per process failed ({reason})")
 
     def _launcher(self) -> list[str]:
         config = ["--config_file", str(self.flags.config_file)]
@@ -207,10 +207,10 @@ class Search:
     def _read(self, size: int, ended: LaunchResult, run: Path) -> Trial:
         if not (run / "result.json").exists():
             raise ValueError("the trial's result is not here: the hostfile's first host must be this one")
-        result, about = (read_json(run / name) for name in ("result.json", "recipe.json"))
+        result, recipe = (read_json(run / name) for name in ("result.json", "recipe.json"))
         names = ("script", "strategy", "mixed_precision", "half_precision", "compile", "grad_checkpointing")
-        self.about = {name: result[name] for name in (*names, "device")}
-        self.about |= {name: about[name] for name in ("sharding", "git_commit", "versions")}
+        self.settings = {name: result[name] for name in (*names, "device")}
+        self.settings |= {name: recipe[name] for name in ("sharding", "git_commit", "versions")}
         memory_gib, of_each = ended.data_gib, result["memory_gib"]
         if not self.flags.memory_limit_gib:
             if "device" not in of_each[0]:
@@ -230,7 +230,7 @@ class Search:
         """Writes the result and prints the commands that train with it."""
         ran = [trial for trial in self.trials if trial.outcome == RAN]
         speeds = {t.per_device_batch_size: t.images_per_s for t in ran if t.images_per_s is not None}
-        found = self.about | {
+        report = self.settings | {
             "config_file": str(self.flags.config_file),
             "processes": self.processes,
             "flags": self.flags.script[1:],
@@ -243,16 +243,16 @@ class Search:
             "knee": knee(speeds),
             "trials": [asdict(trial) for trial in self.trials],
         }
-        write_json(self.output, found)
+        write_json(self.output, report)
         outcomes = {trial.per_device_batch_size: trial.outcome for trial in self.trials}
         more = answer + self.flags.quantum
         why = f"{more} ran out of memory" if is_memory_full else "the data set has no more"
         if outcomes.get(more) == IN_MARGIN:
             why = f"{more} left less than {self.margin:.0%} free, for what RandAugment may still draw"
-        print(f"\nlargest: {answer} images a process, {self.limit_gib:.2f} GiB each; {why}")
+        print(f"\nLargest: {answer} images per process, within {self.limit_gib:.2f} GiB each; {why}")
         print(self._command(answer))
-        print(f"knee: {found['knee']} images a process; of {len(speeds)} sizes none is 5 percent faster")
-        print(self._command(found["knee"]))
+        print(f"Knee: {report['knee']} images per process; of {len(speeds)} sizes none is over 5 % faster")
+        print(self._command(report["knee"]))
         print(self.output)
 
     def _command(self, size: int) -> str:

@@ -38,22 +38,13 @@ from common.system.paths import ROOT
 from tools.launch.elastic import ElasticJob
 from tools.launch.hosts import NAME, Host, read_hostfile, select
 from tools.launch.job import JobRunner, LaunchPlan
+from tools.launch.spot import SERVICES
 
 DDP = "accelerate_configs/ddp_2gpu.yaml"  # for any number of processes
 # Variables that DeepSpeed's launcher may pass to other hosts. None is secret.
-DEEPSPEED_ENV = (
-    "CUDA_VISIBLE_DEVICES",
-    "GLOO_SOCKET_IFNAME",
-    "HF_HOME",
-    "HF_HUB_OFFLINE",
-    "NCCL_DEBUG",
-    "NCCL_IB_DISABLE",
-    "NCCL_P2P_DISABLE",
-    "NCCL_SOCKET_IFNAME",
-    "OMP_NUM_THREADS",
-    "WANDB_MODE",
-    "WANDB_PROJECT",
-)
+DEEPSPEED_ENV = ["CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_DEBUG"]
+DEEPSPEED_ENV += ["NCCL_IB_DISABLE", "NCCL_P2P_DISABLE", "HF_HOME", "HF_HUB_OFFLINE", "OMP_NUM_THREADS"]
+DEEPSPEED_ENV += ["WANDB_MODE", "WANDB_PROJECT"]
 
 
 def main() -> int:
@@ -89,6 +80,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
         help="elastic: hosts may leave and join, at least this many stay (docs/resuming.md)",
     )
     parser.add_argument("--max_hosts", type=int, help="with --min_hosts: the most hosts at once")
+    parser.add_argument(
+        "--spot_notice", choices=SERVICES, help="stop a host at its cloud's notice of preemption"
+    )
     parser.add_argument("--env", action="append", default=[], metavar="NAME", help="pass this variable")
     parser.add_argument("--log_dir", type=Path, help="for each host's log (default: runs/launch/<time>)")
     parser.add_argument("--dry_run", action="store_true", help="print each host's command, and exit")
@@ -145,7 +139,9 @@ def plan(flags: argparse.Namespace, hosts: list[Host] | None = None) -> LaunchPl
         reason = f"this job has {processes}" if processes > 1 else "hosts may join this job"
         raise ValueError(f"--config_file {config} starts one process, and {reason}: choose another, as {DDP}")
     launcher = ["--config_file", str(config), *_for_several(content, hosts, _timeout_s(flags.script))]
-    return LaunchPlan(hosts, launcher, flags.script, env, flags.master_addr, flags.port, log_dir)
+    return LaunchPlan(
+        hosts, launcher, flags.script, env, flags.spot_notice, flags.master_addr, flags.port, log_dir
+    )
 
 
 def _hosts(flags: argparse.Namespace) -> list[Host]:

@@ -7,7 +7,7 @@
 
 add      writes <script>/<strategy>/<batch>_<epochs>_<hosts>_<processes per host>.md for each run. Another
          run of that name gets -2; the same run replaces its own page. --plan FILE and --price_per_hour add
-         the bill: what was planned and what it cost, and where the time went
+         the cost, beside the plan, and where the time went
 compare  writes a page in compare/ with cost, accuracy and all other differences of the runs. It refuses runs
          that were evaluated on different images
 index    writes README.md, which add and compare also update
@@ -30,8 +30,7 @@ from common.system.cli import check_positive, run_command
 from common.system.files import parse_json, write_text
 from common.system.paths import python_command, shortest
 from common.system.text import natural, numbered, printable
-from tools.logbook import bill, comparison, overview
-from tools.logbook import markdown as md
+from tools.logbook import comparison, overview, pictures, price
 from tools.logbook import page as run_page
 from tools.logbook.comparison import Comparison, read_search
 from tools.logbook.record import RunRecord
@@ -84,7 +83,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     )
     add.add_argument(
         "--price_per_hour",
-        type=price,
+        type=price_per_hour,
         help="of all hosts together, in any currency: show what the run and its interruptions cost",
     )
     compare.add_argument("--name", help="name of the page; unset: made from the runs")
@@ -108,7 +107,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     return flags
 
 
-def price(text: str) -> float:
+def price_per_hour(text: str) -> float:
     if not 0 <= (value := float(text)) < math.inf:
         raise ValueError
     return value
@@ -116,12 +115,12 @@ def price(text: str) -> float:
 
 def add_runs(flags: argparse.Namespace) -> list[Path]:
     runs = [RunRecord(folder) for folder in flags.runs]
-    plans = [bill.plan_of(flags.plan, run) if flags.plan else {} for run in runs]
-    terms = [bill.Terms(plan, flags.price_per_hour) for plan in plans]
+    plans = [price.plan_of(flags.plan, run) if flags.plan else {} for run in runs]
+    terms = [price.Terms(plan, flags.price_per_hour) for plan in plans]
     return [write_run(flags.folder, *one) for one in zip(runs, terms, strict=True)]
 
 
-def write_run(logbook: Path, run: RunRecord, terms: bill.Terms) -> Path:
+def write_run(logbook: Path, run: RunRecord, terms: price.Terms) -> Path:
     facts = run.facts
     processes, hosts = facts.get("processes"), facts.get("hosts")
     per_host = processes // hosts if processes and hosts else None
@@ -129,8 +128,8 @@ def write_run(logbook: Path, run: RunRecord, terms: bill.Terms) -> Path:
     stem = "_".join(map(str, sizes)) if None not in sizes else run.folder.resolve().name
     folder = logbook / file_name(facts.get("script", "unknown")) / file_name(facts.get("strategy", "unknown"))
     page = free_page(folder, file_name(stem), run.identity)
-    pictures = run_page.draw(run, page.with_suffix(""))
-    return write_page(page, index_values(run) | run.identity, run_page.page(run, page.stem, pictures, terms))
+    drawn = pictures.draw(run, page.with_suffix(""))
+    return write_page(page, index_values(run) | run.identity, run_page.page(run, page.stem, drawn, terms))
 
 
 def write_html(flags: argparse.Namespace) -> list[Path]:
@@ -153,7 +152,7 @@ def compare_runs(flags: argparse.Namespace) -> list[Path]:
     else:
         names = "_".join(name.replace(" ", "") for name in what.names)
         page = free_page(folder, file_name(f"{runs[0].facts.get('script', 'unknown')}_{names}"), identity)
-    comparison.draw(what, page.with_suffix(".png"))
+    pictures.draw_comparison(what, page.with_suffix(".png"))
     marks = {f"../{other.relative_to(flags.folder)}": read_mark(other) for other in run_pages(flags.folder)}
     links = [
         next((link for link, mark in marks.items() if is_same(mark, run.identity)), None) for run in runs
@@ -208,13 +207,10 @@ def write_index(logbook: Path) -> Path:
     """Writes README.md from the first lines of all pages. The run folders are not needed."""
     pages = [*run_pages(logbook), *sorted(logbook.glob(f"{COMPARE}/*.md"), key=natural)]
     marks = {page.relative_to(logbook).as_posix(): read_mark(page) for page in pages}
-    rows = [run_page.index_row(mark, page) for page, mark in marks.items() if "run" in mark]
-    links = [f"- {md.link(mark['title'], page)}" for page, mark in marks.items() if "runs" in mark]
-    parts = ["# Log book", "Runs with accuracy, time and hardware. `logbook.py` writes this index."]
-    parts += [md.table(run_page.INDEX, rows, numbers=False)] if rows else []
-    parts += ["## Comparisons", "\n".join(links)] if links else []
+    runs = {page: mark for page, mark in marks.items() if "run" in mark}
+    comparisons = {page: mark["title"] for page, mark in marks.items() if "runs" in mark}
     logbook.mkdir(parents=True, exist_ok=True)
-    write_text(logbook / "README.md", "\n\n".join(parts) + "\n")
+    write_text(logbook / "README.md", run_page.index(runs, comparisons))
     return logbook / "README.md"
 
 

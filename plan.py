@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 def main() -> int:
     flags = parse(sys.argv[1:])
     plan = planning(flags)
-    from tools.plan.lines import Line, title
+    from tools.plan.table import Line, title
 
     print(plan.about, plan.links, sep="\n", flush=True)
     print(title(), flush=True)
     lines: list[Line] = []
-    for found in plan.found():
+    for found in plan.candidates():
         lines.append(plan.line(found))
         print(lines[-1], flush=True)
     print(plan.recommendation(lines))

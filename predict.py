@@ -19,9 +19,9 @@ import dataclasses
 import io
 import json
 import sys
-import tempfile
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,20 +31,17 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 
-from common.checkpoint.weights import TrainedModel, find, load_everywhere, open_script
-from common.data.pictures import Pictures, Preparation, find_pictures, picture_batches
-from common.distributed.accelerator import start
-from common.distributed.agreement import agree, once
-from common.distributed.entry import run_process
-from common.distributed.peers import begin_exit
+from common.checkpoint.weights import TrainedModel, load_everywhere, open_script
+from common.data.class_folders import find_pictures
+from common.data.workers import Pictures, Preprocessing, picture_batches
+from common.distributed.agreement import agree
 from common.distributed.preemption import Preempted, wanted
-from common.distributed.strategy import precision
-from common.recipe import Job, parse, setting
+from common.distributed.process import run_process
+from common.recipe import parse, setting
 from common.script import normalisation
-from common.system.env import world_size
 from common.system.files import write_text
 from common.system.text import plural, printable
-from common.system.threads import Heartbeat
+from tools.inference.inference import Inference, autocast, own_words
 
 WHOLE = ("digits", "cifar10", "synthetic")  # evaluated without a crop: --crop auto resizes whole pictures
 SHEET = 32  # pictures on sheet.png
@@ -55,9 +52,7 @@ Row = dict[str, Any]  # file, classes and probabilities, the most likely first; 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prediction:
-    which: str = setting("best", "which checkpoint of a run", choices=("best", "latest"))
-    script: str | None = setting(None, "the script that trained the model, if not one of this project")
+class Prediction(Inference):
     top: int = setting(5, "most likely classes to list per picture", minimum=1)
     crop: str = setting(
         "auto",
@@ -65,62 +60,32 @@ class Prediction:
         " `whole` for cifar10, digits and synthetic, else `center`",
         choices=("auto", "center", "whole"),
     )
-    output_dir: str | None = setting(None, "unset: `predictions/<name of the run>`")
     workers: int = setting(2, "decoding processes per device; 0 decodes between the batches", minimum=0)
-    per_device_batch_size: int = setting(64, "pictures per forward on one device", minimum=1)
-    mixed_precision: str | None = setting(
-        None,
-        "unset: the launcher's setting, else bf16 where the device supports it natively",
-        choices=("no", "bf16", "fp16"),
-    )
-    deterministic: bool = setting(False, "the same bits in each run on the same GPUs")
-    deepspeed_config: str | None = setting(
-        None, "a file of `ds_configs/`, for launchers without an accelerate config"
-    )
-    timeout_s: int = setting(300, "seconds after which a silent process ends the job", minimum=1)
 
 
 def main() -> None:
-    flags, model_name, names = parse_flags(sys.argv[1:])
-    accelerator, _ = start(
-        Job(
-            batch_size=flags.per_device_batch_size * world_size(),
-            per_device_batch_size=flags.per_device_batch_size,
-            mixed_precision=flags.mixed_precision,
-            compile="no",
-            deterministic=flags.deterministic,
-            deepspeed_config=flags.deepspeed_config,
-            timeout_s=flags.timeout_s,
-        )
-    )
-    with tempfile.TemporaryDirectory(prefix="predict-") as scratch:
-
-        def look(beat: Heartbeat) -> tuple[dict[str, Any], list[str]]:
-            found = find(model_name, flags.which, Path(scratch), beat)
-            return dataclasses.asdict(found), find_pictures(names)  # one process reads stdin
-
-        about, files = once(accelerator, "model and pictures", look, flags.timeout_s)
-        trained = TrainedModel(**about)
+    flags, location, names = parse_flags(sys.argv[1:])
+    accelerator, _ = flags.start()
+    look = partial(find_pictures, names)  # one process reads stdin
+    with flags.trained(accelerator, location, look) as (trained, files, _):
         model, preparation = build(accelerator, flags, trained)
         began = time.perf_counter()
         rows = predict(accelerator, model, Pictures(files, preparation), trained.classes or [], flags)
         seconds = time.perf_counter() - began
 
-        def report(_: Heartbeat) -> None:
+        def report() -> None:
             reports = Path(trained.reports)  # the run's folder `validation`, or validation/<name>
             name = reports.parent.name if reports.name == "validation" else reports.name
             folder = Path(flags.output_dir or f"predictions/{name}")
             write(folder, rows, trained)
             show(rows, folder, seconds)
 
-        once(accelerator, "report", report, flags.timeout_s)
-        begin_exit()
-        accelerator.wait_for_everyone()  # under deepspeed rank 0 hosts the store that the others use
+        flags.finish(accelerator, report)
 
 
 def parse_flags(words: list[str]) -> tuple[Prediction, str, list[str]]:
     """The flags, the model and the words for pictures."""
-    words = [word for word in words if not word.startswith("--local_rank")]  # from DeepSpeed's launcher
+    words = own_words(words)
     first = next((k for k, word in enumerate(words) if word.startswith("-") and word != "-"), len(words))
     flags = parse(Prediction, words[first:])
     if first < 2:
@@ -130,7 +95,7 @@ def parse_flags(words: list[str]) -> tuple[Prediction, str, list[str]]:
 
 def build(
     accelerator: Accelerator, flags: Prediction, trained: TrainedModel
-) -> tuple[nn.Module, Preparation]:
+) -> tuple[nn.Module, Preprocessing]:
     """The model on each device, and its preparation of pictures. Collective."""
     if trained.recipe is None or trained.classes is None:
         raise ValueError(f"{trained.name} is a lone file: give the checkpoint's folder, or the run's")
@@ -141,7 +106,7 @@ def build(
     model.eval()
     mean, std = normalisation(script, model)
     is_cropped = flags.crop == "center" or (flags.crop == "auto" and recipe.data not in WHOLE)
-    return model, Preparation(recipe.image_size, mean, std, is_cropped)
+    return model, Preprocessing(recipe.image_size, mean, std, is_cropped)
 
 
 @torch.inference_mode()
@@ -149,7 +114,6 @@ def predict(
     accelerator: Accelerator, model: nn.Module, pictures: Pictures, classes: list[str], flags: Prediction
 ) -> list[Row]:
     """A row per picture, in order, the same on all processes. Collective."""
-    half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision(accelerator))
     mine: dict[int, Row] = {}
     ids = range(accelerator.process_index, len(pictures), accelerator.num_processes)
     for batch in picture_batches(pictures, ids, flags.per_device_batch_size, flags.workers):
@@ -159,7 +123,7 @@ def predict(
         if not len(batch.ids):
             continue
         inputs = batch.inputs.to(accelerator.device).contiguous(memory_format=torch.channels_last)
-        with torch.autocast(accelerator.device.type, half, enabled=half is not None):
+        with autocast(accelerator):
             logits = model(inputs)
         best = logits.float().softmax(1).topk(min(flags.top, len(classes)))
         for i, values, labels in zip(batch.ids.tolist(), *map(Tensor.tolist, best), strict=True):

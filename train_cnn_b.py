@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from common.augment import crop_and_flip, to_float
 from common.data.images import Images, load
 from common.distributed.accelerator import prepare
-from common.distributed.entry import entry
+from common.distributed.process import entry
 from common.distributed.step_graph import StepGraph
 from common.evaluation import evaluate
 from common.optim import can_fuse_sgd

@@ -22,7 +22,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from common.distributed.accelerator import prepare
-from common.distributed.entry import entry
+from common.distributed.process import entry
 from common.order import Shuffled, Steps, evaluation_plan, reseed
 from common.recipe import Batch, Recipe, flag, setting
 from common.run.run import Run

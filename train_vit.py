@@ -39,12 +39,12 @@ from common.augment import (
     random_erasing,
     to_float,
 )
-from common.checkpoint.pretrained import head_names, model_with_weights, pretrained_model
+from common.checkpoint.weights import head_names, model_with_weights, pretrained_model
 from common.data.images import Images, load
 from common.distributed.accelerator import prepare
-from common.distributed.entry import entry
+from common.distributed.blocks import share_graphs
 from common.distributed.precision import input_dtype, to_autocast_dtype
-from common.drop_path import share_graphs
+from common.distributed.process import entry
 from common.evaluation import evaluate
 from common.optim import EMA
 from common.order import Plan, Steps, reseed, uniforms

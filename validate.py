@@ -34,22 +34,19 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 
-from common.checkpoint.weights import TrainedModel, find, load_everywhere, open_script
+from common.checkpoint.weights import TrainedModel, load_everywhere, open_script
 from common.data.images import Images, load
 from common.data.splits import Split
-from common.distributed.accelerator import start
-from common.distributed.agreement import agree, once
-from common.distributed.entry import run_process
-from common.distributed.peers import begin_exit
+from common.distributed.agreement import agree
 from common.distributed.preemption import Preempted, wanted
+from common.distributed.process import run_process
 from common.distributed.strategy import device_name, precision, strategy
 from common.evaluation import counted, evaluated_ids, predictions
-from common.recipe import Batch, ImageRecipe, Job, parse, recipe_part, setting
+from common.recipe import Batch, ImageRecipe, parse, recipe_part, setting
 from common.script import normalisation
-from common.system.env import world_size
 from common.system.files import sha256_of, write_text
 from common.system.paths import ROOT
-from common.system.threads import Heartbeat
+from tools.inference.inference import Inference, autocast, own_words
 
 METRICS = ROOT / "common" / "metrics"
 TOP, BINS, WORST = 5, 15, 24
@@ -63,33 +60,17 @@ Rows = dict[str, np.ndarray]  # n images: id, label, predicted, loss, probabilit
 
 
 @dataclass(frozen=True, kw_only=True)
-class Validation:
+class Validation(Inference):
     """The flags of validate.py; all others are those of the script that trained the model."""
 
     checkpoint: str | None = setting(None, "the model, if it is not the first word")
-    which: str = setting("best", "which checkpoint of a run", choices=("best", "latest"))
     split: str | None = setting(
         None,
         "`val` was evaluated during the training, `test` is the data's own held-out split of a run with"
         " `--holdout`, `train` is not augmented; unset: `test` if there is one, else `val`",
         choices=("val", "test", "train"),
     )
-    script: str | None = setting(None, "the script that trained a .safetensors file, as train_vit.py")
     data: str | None = setting(None, "data, if not that of the training; required for a .safetensors file")
-    output_dir: str | None = setting(
-        None, "unset: `validation/<split>_<step>` in the run's folder, or `validation/<name>` here"
-    )
-    per_device_batch_size: int = setting(128, "images per forward on one device", minimum=1)
-    mixed_precision: str | None = setting(
-        None,
-        "unset: the launcher's setting, else bf16 where the device supports it natively",
-        choices=("no", "bf16", "fp16"),
-    )
-    deterministic: bool = setting(False, "the same bits in each run on the same GPUs")
-    deepspeed_config: str | None = setting(
-        None, "a file of `ds_configs/`, for launchers without an accelerate config"
-    )
-    timeout_s: int = setting(300, "seconds after which a silent process ends the job", minimum=1)
 
     def __post_init__(self) -> None:
         if not self.checkpoint:
@@ -98,24 +79,8 @@ class Validation:
 
 def main() -> None:
     flags, words = parse_flags(sys.argv[1:])
-    accelerator, batch = start(
-        Job(
-            batch_size=flags.per_device_batch_size * world_size(),
-            per_device_batch_size=flags.per_device_batch_size,
-            mixed_precision=flags.mixed_precision,
-            compile="no",
-            deterministic=flags.deterministic,
-            deepspeed_config=flags.deepspeed_config,
-            timeout_s=flags.timeout_s,
-        )
-    )
-    with tempfile.TemporaryDirectory(prefix="validate-") as scratch:
-
-        def look(beat: Heartbeat) -> dict[str, Any]:
-            assert flags.checkpoint is not None
-            return dataclasses.asdict(find(flags.checkpoint, flags.which, Path(scratch), beat))
-
-        trained = TrainedModel(**once(accelerator, "checkpoint", look, flags.timeout_s))
+    accelerator, batch = flags.start()
+    with flags.trained(accelerator, flags.checkpoint or "") as (trained, _, scratch):
         script, recipe = script_and_recipe(accelerator, flags, trained, words)
         images = load(accelerator, recipe)
         check_classes(accelerator, trained, images, recipe.data)
@@ -125,12 +90,12 @@ def main() -> None:
         mean, std = normalisation(script, model)
         rows, images_per_s = predict(accelerator, model, split, recipe, batch, mean, std)
 
-        def report(_: Heartbeat) -> None:
+        def report() -> None:
             found = {
                 "checkpoint": trained.name,
                 "data": recipe.data,
                 "split": split_name,
-                **measure(rows, len(images.classes), Path(scratch)),
+                **measure(rows, len(images.classes), scratch),
                 "images_per_s": images_per_s,
                 "classes": images.classes,
                 "strategy": strategy(accelerator),
@@ -147,9 +112,7 @@ def main() -> None:
             for name in FILES:
                 print(folder / name)
 
-        once(accelerator, "report", report, flags.timeout_s)
-        begin_exit()
-        accelerator.wait_for_everyone()  # under deepspeed rank 0 hosts the store that the others use
+        flags.finish(accelerator, report)
 
 
 # --- Flags
@@ -157,7 +120,7 @@ def main() -> None:
 
 def parse_flags(words: list[str]) -> tuple[Validation, list[str]]:
     """Our flags, and the words for the script's. A flag that both have, as --data, is in both."""
-    words = [word for word in words if not word.startswith("--local_rank")]  # from DeepSpeed's launcher
+    words = own_words(words)
     if {"-h", "--help"} & set(words):
         words = ["--help"]
     elif words and not words[0].startswith("-"):
@@ -238,10 +201,9 @@ def predict(
 
     Collective. It gathers no logits, but 80 bytes per image, whatever the number of classes.
     """
-    half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision(accelerator))
     parts: list[dict[str, Tensor]] = []
     began = time.perf_counter()
-    with torch.autocast(accelerator.device.type, half, enabled=half is not None):
+    with autocast(accelerator):
         for part in predictions(accelerator, model, split, recipe, batch, mean, std, teller(accelerator)):
             probability, predicted = part.logits.softmax(1).max(1)
             columns = {

@@ -336,9 +336,9 @@ def train_nudged(words: list[str]) -> None:
         layout, ema = layout_of(model, optimizer), named.get("ema")
         torch.manual_seed(training.accelerator.process_index)
         with torch.no_grad():
-            for weights in [*layout.held, *(ema.averages if ema else [])]:
+            for weights in [*layout.local, *(ema.averages if ema else [])]:
                 weights.mul_(1 + NUDGE * torch.randn_like(weights))
-        layout.publish()
+        layout.sync()
         return steps
 
     Training.begin = begin_nudged  # type: ignore[assignment, method-assign]

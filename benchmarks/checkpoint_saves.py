@@ -28,7 +28,7 @@ from common.checkpoint.format import STATE_FILE, newest
 from common.checkpoint.saver import Saver
 from common.checkpoint.training import TrainingState
 from common.distributed.accelerator import prepare, start
-from common.distributed.entry import run_process
+from common.distributed.process import run_process
 from common.distributed.strategy import device_name, strategy
 from common.order import reseed
 from common.system.env import world_size

@@ -34,8 +34,10 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=10, help="of each training")
     flags = parser.parse_args()
     for rate in RATES:
-        cluster.up(2, 1, rate)
+        cluster.up(2, 1)
         try:
+            for name in cluster.names():
+                cluster.shape(name, rate)
             arms = {"fp32": lambda: step_s("no", flags), "bf16": lambda: step_s("bf16", flags)}
             rounds = in_turn(arms, flags.rounds)
         finally:

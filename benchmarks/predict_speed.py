@@ -16,7 +16,8 @@ import torch
 from timm.data import create_dataset, create_loader, resolve_model_data_config
 
 from benchmarks.harness import benchmark_parser, in_turn, report
-from common.data.pictures import Pictures, Preparation, find_pictures, picture_batches
+from common.data.class_folders import find_pictures
+from common.data.workers import Pictures, Preprocessing, picture_batches
 from common.system.cli import run_command
 
 
@@ -41,7 +42,7 @@ def main() -> int:
 @torch.inference_mode()
 def ours(model: torch.nn.Module, flags: argparse.Namespace) -> int:
     config = resolve_model_data_config(model)
-    preparation = Preparation(config["input_size"][1], config["mean"], config["std"], is_cropped=True)
+    preparation = Preprocessing(config["input_size"][1], config["mean"], config["std"], is_cropped=True)
     pictures = Pictures(find_pictures([flags.pictures]), preparation)
     batches = picture_batches(pictures, range(len(pictures)), flags.batch_size, flags.workers)
     return sum(len(model(b.inputs).softmax(1).topk(5).indices) for b in batches if len(b.ids))

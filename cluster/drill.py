@@ -8,6 +8,7 @@ For a command with --s3, moto's S3 server is started on the command's host. Pass
 `--env AWS_ENDPOINT_URL --env AWS_ACCESS_KEY_ID --env AWS_SECRET_ACCESS_KEY --env NO_PROXY`.
 """
 
+import argparse
 import contextlib
 import json
 import math
@@ -20,6 +21,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from cluster import virtual_cluster as cluster
@@ -192,6 +194,25 @@ S3_ENV = {
 }
 
 
+def main(flags: argparse.Namespace) -> int:
+    """Runs the drill with the flags of cluster/virtual_cluster.py. Returns 0 if each training survived."""
+    command = flags.command[1:] if flags.command[:1] == ["--"] else flags.command
+    has_store = any("s3://" in word for word in command)
+    usual = [fault for fault in FAULTS if has_store or fault != "silence-s3"]
+    faults = flags.faults.split(",") if flags.faults else usual
+    if unknown := [fault for fault in faults if fault not in FAULTS]:
+        raise ValueError(f"--faults {unknown[0]}: choose among {', '.join(FAULTS)}")
+    if "silence-s3" in faults and not has_store:
+        raise ValueError("silence-s3: the command has no --s3")
+    if not command:
+        raise ValueError("give the command after --")
+    if flags.hosts < 2 or cluster.STATE.exists():
+        raise ValueError("--hosts: at least 2, and no virtual cluster that is up")
+    outcomes = drill(command, flags.hosts, flags.slots, flags.folder.resolve(), faults)
+    print(table(outcomes))
+    return 0 if all(outcome.survived for outcome in outcomes) else 1
+
+
 def drill(words: list[str], hosts: int, slots: int, folder: Path, faults: list[str]) -> list[Outcome]:
     """Runs the command once undisturbed and once with each fault. ValueError if the first does not finish.
 
@@ -258,20 +279,19 @@ def _try(fault: str, training: Training, reference: Training, took_s: float) -> 
                 return outcome
             time.sleep(0.1)
         reached, last, at = training.step(), reference.step(), time.monotonic()
+        wait = partial(_wait_for_step, training, reached, at, outcome)
         with FAULTS[fault](training):
-            _wait_for_step(training, reached, at, outcome, until=at + PAUSE_S)
+            wait(until=at + PAUSE_S)
             while training.is_running and training.step() < min(reached + ON * last, last):
                 if time.monotonic() > at + PATIENCE_S + took_s:
                     outcome.notes = "hangs"
                     return outcome
-                _wait_for_step(training, reached, at, outcome, until=time.monotonic() + 1)
+                wait(until=time.monotonic() + 1)
+        wait(until=math.inf)
         while not training.is_finished and outcome.starts < STARTS:
-            _wait_for_step(training, reached, at, outcome, until=math.inf)
-            if training.is_finished:
-                break
             outcome.starts += 1
             training.start()
-        _wait_for_step(training, reached, at, outcome, until=math.inf)
+            wait(until=math.inf)
         outcome.survived = training.is_finished and training.status() == 0
     finally:
         training.end()
@@ -295,10 +315,8 @@ def _wait_for_step(training: Training, reached: int, at: float, outcome: Outcome
 
 def _repeated(log: str, reached: int) -> int:
     """Steps before `reached` that were trained again."""
-    begun = [
-        int(number.replace(",", "")) for number in re.findall(r"continuing at step ([\d,]+)(?: with|;)", log)
-    ]
-    return max(0, reached - min(begun, default=reached))
+    begun = re.findall(r"continuing at step ([\d,]+)(?: with|;)", log)
+    return max(0, reached - min((int(step.replace(",", "")) for step in begun), default=reached))
 
 
 def ranks_on(host: str) -> list[int]:

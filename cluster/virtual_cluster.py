@@ -31,20 +31,15 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 CLUSTER = os.environ.get("VIRTUAL_CLUSTER", "vc")
 STATE = Path("/run/virtual_cluster") / CLUSTER
 SWITCH = f"{CLUSTER}-switch"
 PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
-NEEDS = {
-    "ip": "iproute2",
-    "tc": "iproute2",
-    "nft": "nftables",
-    "sshd": "openssh-server",
-    "unshare": "util-linux",
-    "taskset": "util-linux",
-}
+NEEDS = {"ip": "iproute2", "tc": "iproute2", "nft": "nftables", "sshd": "openssh-server"}
+NEEDS |= dict.fromkeys(("unshare", "taskset"), "util-linux")
 SSHD_CONFIG = """\
 HostKey /etc/ssh/ssh_host_key
 AuthorizedKeysFile /etc/ssh/user.pub
@@ -56,10 +51,7 @@ PidFile none
 MaxStartups 100
 Subsystem sftp internal-sftp
 """
-SSH_CONFIG = """\
-IdentityFile /etc/ssh/user
-GlobalKnownHostsFile /etc/ssh/ssh_known_hosts
-"""
+SSH_CONFIG = "IdentityFile /etc/ssh/user\nGlobalKnownHostsFile /etc/ssh/ssh_known_hosts\n"
 # The first process of a host. When it ends, the kernel kills the host's other processes. $1: host's folder.
 INIT = """
 set -e
@@ -99,7 +91,7 @@ def main() -> None:
     verb.add_argument("--slots", type=int, default=2, help="per host, for /etc/hostfile on each host")
     verb.add_argument("--rate", help="limit on each host's outgoing rate, as 1gbit")
     verb.add_argument("--delay", help="delay of each outgoing packet, as 2ms")
-    verb.add_argument("--loss", type=float, help="percent of incoming packets that are dropped")
+    verb.add_argument("--loss", type=float, default=0, help="percent of incoming packets that are dropped")
     verb.add_argument("--private", type=Path, action="append", default=[], metavar="FOLDER")
     verb = verbs.add_parser("run", help="run a command on a host, in this folder")
     verb.add_argument("--host", default="node1")
@@ -118,16 +110,17 @@ def main() -> None:
     try:
         if os.geteuid() != 0:
             raise ValueError("hosts are namespaces: this needs root")
-        status = act(flags)
+        sys.exit(act(flags))
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        status = 1
-    sys.exit(status)
+        sys.exit(f"error: {error}")
 
 
 def act(flags: argparse.Namespace) -> int:
     if flags.verb == "up":
-        up(flags.hosts, flags.slots, flags.rate, flags.delay, flags.loss, flags.private)
+        up(flags.hosts, flags.slots, flags.private)
+        for name in names():
+            shape(name, flags.rate, flags.delay)
+            lose(name, flags.loss)
         print(f"{', '.join(names())} are up; python {sys.argv[0]} run --host node1 COMMAND")
     elif flags.verb == "run":
         words = inside(flags.host, flags.command or ["bash"])
@@ -136,46 +129,17 @@ def act(flags: argparse.Namespace) -> int:
     elif flags.verb == "down":
         down()
     elif flags.verb == "drill":
-        return _drill(flags)
+        sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+        from cluster import drill
+
+        return drill.main(flags)
     else:
         ACTIONS[flags.verb](flags.host)
     return 0
 
 
-def _drill(flags: argparse.Namespace) -> int:
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-    from cluster import drill
-
-    command = flags.command[1:] if flags.command[:1] == ["--"] else flags.command
-    has_store = any("s3://" in word for word in command)
-    usual = [fault for fault in drill.FAULTS if has_store or fault != "silence-s3"]
-    faults = flags.faults.split(",") if flags.faults else usual
-    if unknown := [fault for fault in faults if fault not in drill.FAULTS]:
-        raise ValueError(f"--faults {unknown[0]}: choose among {', '.join(drill.FAULTS)}")
-    if "silence-s3" in faults and not has_store:
-        raise ValueError("silence-s3: the command has no --s3")
-    if not command:
-        raise ValueError("give the command after --")
-    if flags.hosts < 2 or STATE.exists():
-        raise ValueError("--hosts: at least 2, and no virtual cluster that is up")
-    outcomes = drill.drill(command, flags.hosts, flags.slots, flags.folder.resolve(), faults)
-    print(drill.table(outcomes))
-    return 0 if all(outcome.survived for outcome in outcomes) else 1
-
-
-def up(
-    hosts: int,
-    slots: int = 2,
-    rate: str | None = None,
-    delay: str | None = None,
-    loss: float | None = None,
-    private: list[Path] = (),
-    spare: int = 0,
-) -> None:
-    """Starts the hosts. The hostfile names all but the last `spare` ones.
-
-    ValueError if they are up already, or this machine lacks a package.
-    """
+def up(hosts: int, slots: int = 2, private: Sequence[Path] = (), spare: int = 0) -> None:
+    """Starts the hosts. The hostfile names all but the last `spare` ones."""
     if STATE.exists():
         raise ValueError(f"there is a virtual cluster already ({STATE}): `down` removes it")
     for program, package in NEEDS.items():
@@ -183,15 +147,9 @@ def up(
             raise ValueError(f"{program} is missing: apt-get install {package}")
     if not 1 <= hosts <= 250:
         raise ValueError(f"--hosts {hosts}: must be from 1 to 250")
-    for folder in private:
-        if not folder.is_dir():
-            raise ValueError(f"--private {folder} is no folder")
     STATE.mkdir(parents=True, mode=0o700)
     try:
         _make(hosts, slots, [folder.resolve() for folder in private], spare)
-        for name in names():
-            shape(name, rate, delay)
-            lose(name, loss or 0)
     except BaseException:
         down()
         raise
@@ -208,61 +166,44 @@ def down() -> None:
 
 
 def names() -> list[str]:
-    folders = STATE.glob("node*")
-    return sorted((folder.name for folder in folders), key=lambda name: int(name.removeprefix("node")))
+    return sorted((folder.name for folder in STATE.glob("node*")), key=lambda name: int(name[4:]))
 
 
 def inside(host: str, command: list[str], folder: Path | None = None) -> list[str]:
     """The command line that runs a command on a host, in the given folder or the working folder."""
-    init = str(_init(host))
-    target = [*_on_its_cores(host), "nsenter", "--target", init]
+    target = [*_on_its_cores(host), "nsenter", "--target", str(_init(host))]
     target += ["--mount", "--uts", "--ipc", "--net", "--pid"]
     # Not nsenter's --wd, which would take the folder outside of the host, without its --private copy.
     words = shlex.join(["env", "--default-signal=INT", *map(str, command)])
-    there = f"cd {shlex.quote(str(folder or Path.cwd()))} && exec {words}"
-    return [*target, "sh", "-c", there]
+    return [*target, "sh", "-c", f"cd {shlex.quote(str(folder or Path.cwd()))} && exec {words}"]
 
 
 def cut(host: str) -> None:
     """Disconnects the host's network; its processes continue."""
     _init(host)
-    _run("ip", "-n", SWITCH, "link", "set", _port(host), "down")
+    _ip(SWITCH, "link set", f"to-{host}", "down")
 
 
 def heal(host: str) -> None:
     """Connects the host again after cut()."""
     _init(host)
-    _run("ip", "-n", SWITCH, "link", "set", _port(host), "up")
+    _ip(SWITCH, "link set", f"to-{host}", "up")
     for name in names():  # else failed look-ups of its address would still cause "No route to host"
-        _run("ip", "-n", _namespace(name), "neigh", "flush", "all")
+        _ip(_namespace(name), "neigh flush all")
 
 
 def shape(host: str, rate: str | None = None, delay: str | None = None) -> None:
     """Limits the host's outgoing rate and adds a delay, in tc's units: `1gbit`, `2ms`. None: no limit."""
     _init(host)
-    discipline = ["tc", "-n", _namespace(host), "qdisc"]
-    subprocess.run([*discipline, "del", "dev", "eth0", "root"], capture_output=True)
+    tc = ["tc", "-n", _namespace(host), "qdisc"]
+    subprocess.run([*tc, "del", "dev", "eth0", "root"], capture_output=True)
     if delay:
-        rates = ["rate", rate] if rate else []
         try:
-            _run(*discipline, "add", "dev", "eth0", "root", "netem", "delay", delay, *rates)
+            _run(*tc, *f"add dev eth0 root netem delay {delay} {f'rate {rate}' if rate else ''}".split())
         except ValueError as error:
             raise ValueError(f"--delay needs the kernel's sch_netem ({error})") from None
     elif rate:
-        _run(
-            *discipline,
-            "add",
-            "dev",
-            "eth0",
-            "root",
-            "tbf",
-            "rate",
-            rate,
-            "burst",
-            "256kb",
-            "latency",
-            "50ms",
-        )
+        _run(*tc, *f"add dev eth0 root tbf rate {rate} burst 256kb latency 50ms".split())
 
 
 def lose(host: str, percent: float) -> None:
@@ -270,10 +211,8 @@ def lose(host: str, percent: float) -> None:
     rules = "table inet lossy\ndelete table inet lossy\n"
     if percent:
         chance = f"numgen random mod 10000 < {round(percent * 100)}"
-        rules += (
-            "table inet lossy {\n chain arriving {\n  type filter hook prerouting priority 0\n"
-            f'  iifname "eth0" {chance} drop\n }}\n}}\n'
-        )
+        rules += "table inet lossy {\n chain arriving {\n  type filter hook prerouting priority 0\n"
+        rules += f'  iifname "eth0" {chance} drop\n }}\n}}\n'
     _run(*inside(host, ["nft", "-f", "-"]), text=rules)
 
 
@@ -326,8 +265,8 @@ def _make(hosts: int, slots: int, private: list[Path], spare: int) -> None:
     _keygen(STATE / "user")
     everyone = {f"node{n}": f"10.77.0.{n}" for n in range(1, hosts + 1)}
     _run("ip", "netns", "add", SWITCH)
-    _run("ip", "-n", SWITCH, "link", "add", "br0", "type", "bridge")
-    _run("ip", "-n", SWITCH, "link", "set", "br0", "up")
+    _ip(SWITCH, "link add br0 type bridge")
+    _ip(SWITCH, "link set br0 up")
     for name in everyone:
         (STATE / name).mkdir()
         _keygen(STATE / name / "host_key")
@@ -336,8 +275,7 @@ def _make(hosts: int, slots: int, private: list[Path], spare: int) -> None:
         _write_files(name, everyone, slots, private, spare)
         (STATE / name / "cores").write_text(_share_of_cores(number % shares, shares))
         _plug_in(name, address)
-    starting = [(name, _start(name)) for name in everyone]
-    for name, process in starting:
+    for name, process in [(name, _start(name)) for name in everyone]:
         _wait_for(name, process)
 
 
@@ -365,47 +303,34 @@ def _write_files(name: str, everyone: dict[str, str], slots: int, private: list[
     }
     for file, text in files.items():
         (folder / file).write_text(text)
-    shutil.copy(folder / "host_key", folder / "ssh" / "ssh_host_key")
-    shutil.copy(folder / "host_key.pub", folder / "ssh" / "ssh_host_key.pub")
-    shutil.copy(STATE / "user", folder / "ssh" / "user")
-    shutil.copy(STATE / "user.pub", folder / "ssh" / "user.pub")
+    for key in ("", ".pub"):
+        shutil.copy(folder / f"host_key{key}", folder / "ssh" / f"ssh_host_key{key}")
+        shutil.copy(STATE / f"user{key}", folder / "ssh" / f"user{key}")
 
 
 def _plug_in(name: str, address: str) -> None:
     namespace = _namespace(name)
     _run("ip", "netns", "add", namespace)
-    ends = ["link", "add", _port(name), "type", "veth", "peer", "name", "eth0", "netns", namespace]
-    _run("ip", "-n", SWITCH, *ends)
-    _run("ip", "-n", SWITCH, "link", "set", _port(name), "master", "br0", "up")
-    _run("ip", "-n", namespace, "address", "add", f"{address}/24", "dev", "eth0")
-    _run("ip", "-n", namespace, "link", "set", "eth0", "up")
+    _ip(SWITCH, "link add", f"to-{name}", "type veth peer name eth0 netns", namespace)
+    _ip(SWITCH, "link set", f"to-{name}", "master br0 up")
+    _ip(namespace, "address add", f"{address}/24", "dev eth0")
+    _ip(namespace, "link set eth0 up")
 
 
 def _on_its_cores(host: str) -> list[str]:
-    """The words before a command that keep it on the host's cores.
+    """The words before a command that keep it, and its number of threads, on the host's cores.
 
-    Without them a training of one process a host starts as many threads a host as this machine has cores:
-    a small ViT on 4 hosts and 2 cores takes 1.5 instead of 0.07 s a step.
+    A small ViT on 4 hosts and 2 cores takes 0.07 s a step, 1.5 without them.
     """
     return ["taskset", "--cpu-list", (STATE / host / "cores").read_text()]
 
 
 def _start(name: str) -> subprocess.Popen:
-    words = [
-        *_on_its_cores(name),
-        "nsenter",
-        f"--net=/run/netns/{_namespace(name)}",
-        "unshare",
-        "--mount",
-        "--uts",
-        "--ipc",
-        "--pid",
-    ]
-    words += ["--fork", "--kill-child", "--mount-proc", "bash", "-c", INIT, "init", str(STATE / name)]
-    with open(STATE / name / "init.log", "w") as log:
-        process = subprocess.Popen(
-            words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-        )
+    words = [*_on_its_cores(name), "nsenter", f"--net=/run/netns/{_namespace(name)}", "unshare"]
+    words += ["--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc"]
+    words += ["bash", "-c", INIT, "init", str(STATE / name)]
+    with open(STATE / name / "init.log", "w") as log, open(os.devnull) as nothing:
+        process = subprocess.Popen(words, stdin=nothing, stdout=log, stderr=log, start_new_session=True)
     (STATE / name / "outer_pid").write_text(str(process.pid))
     return process
 
@@ -454,13 +379,12 @@ def _namespace(name: str) -> str:
     return f"{CLUSTER}-{name}"
 
 
-def _port(name: str) -> str:
-    """The name of the host's port on the switch."""
-    return f"to-{name}"
-
-
 def _keygen(path: Path) -> None:
     _run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", path.parent.name, "-f", str(path))
+
+
+def _ip(namespace: str, *words: str) -> None:
+    _run("ip", "-n", namespace, *" ".join(words).split())
 
 
 def _run(*words: str, text: str | None = None) -> None:

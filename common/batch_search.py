@@ -16,8 +16,13 @@ from pathlib import Path
 
 import psutil
 
-from common.system.out_of_memory import says_out_of_memory
-from common.system.processes import adopt_orphans, end_with_parent, kill, running_descendants
+from common.system.processes import (
+    adopt_orphans,
+    end_with_parent,
+    kill,
+    running_descendants,
+    says_out_of_memory,
+)
 
 FIRST = 8  # images; fewer hardly add to the memory of weights and libraries
 EXTRAPOLATED_SHARE = 0.9  # of the predicted growth to try, if it is larger than the measured range
@@ -81,9 +86,7 @@ def knee(images_per_s: dict[int, float]) -> int:
 class LaunchResult:
     status: int | None  # the launcher's; None when it was killed at the deadline
     output: str
-    data_gib: (
-        float  # the largest of any of its processes, under a limit: writable memory, as RLIMIT_DATA counts
-    )
+    data_gib: float  # under a limit: the largest of any of its processes, as RLIMIT_DATA counts
     seconds: float
     is_out_of_memory: bool
 

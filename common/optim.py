@@ -9,7 +9,8 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType
 from torch import nn
 
-from common.distributed.layout import exchanged, layout_of
+from common.distributed.layout import layout_of
+from common.system.transfer import exchanged
 
 
 def can_fuse_sgd(accelerator: Accelerator) -> bool:
@@ -31,18 +32,18 @@ class EMA:
     def __init__(self, model: nn.Module, optimizer: AcceleratedOptimizer, decay: float):
         self.decay = decay
         self.layout = layout_of(model, optimizer)
-        self.averages = [weights.clone() for weights in self.layout.held]
+        self.averages = [weights.clone() for weights in self.layout.local]
 
     @torch.no_grad()
     def update(self, step: int) -> None:
         """Averages the weights after the optimizer step `step`, counted from 0."""
         decay = min(self.decay, (1 + step) / (10 + step))
-        torch._foreach_lerp_(self.averages, self.layout.held, 1 - decay)
+        torch._foreach_lerp_(self.averages, self.layout.local, 1 - decay)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Gives the model the averaged weights within the context. Collective, also at its end."""
-        with exchanged(self.averages, self.layout.held):
-            self.layout.publish()
+        with exchanged(self.averages, self.layout.local):
+            self.layout.sync()
             yield
-        self.layout.publish()
+        self.layout.sync()

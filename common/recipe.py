@@ -2,59 +2,20 @@
 
 import argparse
 import dataclasses
-import difflib
-import math
 import re
 import sys
-import time
-import types
 import typing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from common.system.cli import tell_torchrun
-from common.system.env import is_hosts_first
-from common.system.files import parse_json
-from common.system.text import plural, printable_lines
+from common.flags import Parser, add_flag, as_text, flag, read_config, setting, typed, underscores
+from common.system.text import plural
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 R = TypeVar("R", bound="DataclassInstance")
-
-
-def flag(
-    default: Any,
-    help: str,
-    *,
-    choices: tuple = (),
-    minimum: float = -math.inf,
-    maximum: float = math.inf,
-    part_of_recipe: bool = True,
-    per_script: bool = False,
-    repeatable: bool = False,
-) -> Any:
-    """Declares a field of a recipe as a flag. part_of_recipe: a resumed run must have the same value.
-
-    per_script: each script's recipe declares its own default. repeatable: the flag of a tuple may be given
-    several times, and all values count; for other flags the last value counts.
-    """
-    metadata = dict(
-        help=help,
-        choices=choices,
-        minimum=minimum,
-        maximum=maximum,
-        part_of_recipe=part_of_recipe,
-        per_script=per_script,
-        repeatable=repeatable,
-    )
-    return dataclasses.field(default=default, metadata=metadata)
-
-
-def setting(default: Any, help: str, **bounds: Any) -> Any:
-    """Declares a flag about where or how to run, not about what is trained."""
-    return flag(default, help, part_of_recipe=False, **bounds)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,17 +128,12 @@ class Recipe(Job):
         " and table in the run's `profile/`; changes no result",
         minimum=1,
     )
-    spot_notice: str | None = setting(
-        None,
-        "poll this cloud's metadata service for a notice of preemption: then save and exit, as after SIGTERM",
-        choices=("aws", "gcp", "azure"),
-    )
 
     def __post_init__(self) -> None:
         if self.output_dir and self.model_folder:
             raise ValueError("--output_dir and --model_folder exclude one another: give one of them")
         if "none" in self.trackers and len(self.trackers) > 1:
-            raise ValueError(f"--trackers {_text(self.trackers)}: `none` stands alone")
+            raise ValueError(f"--trackers {as_text(self.trackers)}: `none` stands alone")
         if self.checkpoint_every != "epoch" and not re.fullmatch("[1-9][0-9]*", self.checkpoint_every):
             raise ValueError(f"--checkpoint_every {self.checkpoint_every}: `epoch` or a number of steps")
         if unknown := set(self.allow_changed) - {"optimizer", *recipe_part(self)}:
@@ -187,7 +143,7 @@ class Recipe(Job):
                 raise ValueError(f"--{name} {value}: expected s3://bucket/prefix")
 
     def without_derived(self, recorded: dict[str, Any]) -> dict[str, Any]:
-        """A recorded recipe, with this recipe's values for fields that were derived or never used."""
+        """A recorded recipe, with this recipe's values for fields that were derived."""
         return recorded
 
 
@@ -261,12 +217,10 @@ class ImageRecipe(Recipe):
             object.__setattr__(self, "streams", default_streams(self.batch_size))
 
     def without_derived(self, recorded: dict[str, Any]) -> dict[str, Any]:
-        size, streams = recorded["batch_size"], recorded["streams"]
-        if not (isinstance(size, int) and isinstance(streams, int) and streams > 0):
-            return recorded
-        is_unused = size % streams != 0  # as the 64 of older runs without shards
-        are_derived = streams == default_streams(size) and self.streams == default_streams(self.batch_size)
-        return recorded | ({"streams": self.streams} if is_unused or are_derived else {})
+        size = recorded["batch_size"]
+        were_derived = isinstance(size, int) and recorded["streams"] == default_streams(size)
+        are_derived = self.streams == default_streams(self.batch_size)
+        return recorded | ({"streams": self.streams} if were_derived and are_derived else {})
 
 
 def parse(recipe_class: type[R], argv: list[str] | None = None) -> R:
@@ -276,21 +230,21 @@ def parse(recipe_class: type[R], argv: list[str] | None = None) -> R:
     `--print_config` prints the recipe and ends the job with status 0.
     """
     fields = dataclasses.fields(recipe_class)
-    parser = _Parser(prog=Path(sys.argv[0]).name, allow_abbrev=False)
+    parser = Parser(prog=Path(sys.argv[0]).name, allow_abbrev=False)
     parser.add_argument("--config", metavar="FILE", help="YAML or JSON with any of the flags below as keys")
     parser.add_argument(
         "--print_config", action="store_true", help="print the resolved recipe as YAML for --config, and exit"
     )
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # given by the deepspeed launcher
     for field in fields:
-        _add_flag(parser, field, getattr(recipe_class, "unit", "images"))
-    given = vars(parser.parse_args([_underscores(word) for word in (sys.argv[1:] if argv is None else argv)]))
+        add_flag(parser, field, getattr(recipe_class, "unit", "images"))
+    given = vars(parser.parse_args([underscores(word) for word in (sys.argv[1:] if argv is None else argv)]))
     try:
-        values = _read_config(Path(given["config"]), fields) if given["config"] else {}
+        values = read_config(Path(given["config"]), fields) if given["config"] else {}
         for field in fields:
             if (value := given[field.name]) is not None:
                 value = ",".join(value) if field.metadata["repeatable"] else value
-                values[field.name] = _typed(field, value, f"--{field.name}")
+                values[field.name] = typed(field, value, f"--{field.name}")
         recipe = recipe_class(**values)
     except ValueError as error:
         parser.error(str(error))
@@ -323,7 +277,7 @@ def flag_table(recipe_class: type[Recipe], without: type[Recipe] | None = None) 
     for field in dataclasses.fields(recipe_class):
         if known.get(field.name) == (field.default, field.metadata["per_script"]):
             continue
-        default = "" if field.default is None else _text(field.default)
+        default = "" if field.default is None else as_text(field.default)
         default = "each script's own" if field.metadata["per_script"] else default
         allowed = f" ({', '.join(field.metadata['choices'])})" if field.metadata["choices"] else ""
         rows.append(f"| `--{field.name}` | {default} | {field.metadata['help']}{allowed} |")
@@ -391,160 +345,3 @@ def default_streams(batch_size: int) -> int:
 def _multiples_beside(number: int, unit: int) -> str:
     below = number // unit * unit
     return f"{below} or {below + unit}" if below else f"{unit}"
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> typing.NoReturn:
-        """Prints one line, from one process per host. For an unknown flag it names the nearest known one."""
-        if message.startswith("unrecognized arguments"):
-            unknown = message.split()[2].split("=")[0]
-            near = difflib.get_close_matches(unknown, self._option_string_actions, n=1)
-            message = f"unknown flag {unknown}" + (
-                f": did you mean {near[0]}?" if near else "; --help lists them all"
-            )
-        message = printable_lines(message)
-        tell_torchrun(message)
-        self.print_once(f"{self.prog}: error: {message}\n", sys.stderr)
-        if not is_hosts_first():
-            time.sleep(
-                5
-            )  # a launcher kills all processes when one exits: the first must have printed by then
-        sys.exit(2)
-
-    def print_help(self, file: Any = None) -> None:
-        self.print_once(self.format_help(), file)
-
-    def print_once(self, text: str, file: Any = None) -> None:
-        if is_hosts_first():
-            print(text, end="", file=file or sys.stdout, flush=True)
-
-
-def _underscores(word: str) -> str:
-    """--batch-size=8 -> --batch_size=8: both spellings are accepted."""
-    if not word.startswith("--"):
-        return word
-    name, equals, value = word.partition("=")
-    return "--" + name[2:].replace("-", "_") + equals + value
-
-
-def _add_flag(parser: argparse.ArgumentParser, field: dataclasses.Field, unit: str) -> None:
-    help = field.metadata["help"].replace("%", "%%").replace("images", unit) + (
-        "" if field.default is None else f" (default: {_text(field.default)})"
-    )
-    if field.type is bool:
-        parser.add_argument(f"--{field.name}", action="store_const", const="true", help=help, default=None)
-        parser.add_argument(
-            f"--no_{field.name}", action="store_const", const="false", dest=field.name, help=argparse.SUPPRESS
-        )
-    else:
-        choices = field.metadata["choices"]
-        metavar = "{" + ",".join(choices) + "}" if choices else _base_type(field).__name__.upper()
-        action = "append" if field.metadata["repeatable"] else "store"
-        names = [f"--{field.name}", *(["--learning_rate"] if field.name == "lr" else [])]
-        parser.add_argument(
-            *names, dest=field.name, metavar=metavar, help=help, default=argparse.SUPPRESS, action=action
-        )
-        parser.set_defaults(**{field.name: None})
-
-
-def _text(value: Any) -> str:
-    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
-
-
-def _base_type(field: dataclasses.Field) -> Any:
-    """int for `int | None`, tuple for `tuple[int, ...]`."""
-    kind = field.type
-    if isinstance(kind, types.UnionType):
-        kind = next(member for member in kind.__args__ if member is not types.NoneType)
-    return typing.get_origin(kind) or kind
-
-
-def _converted(field: dataclasses.Field, value: Any) -> Any:
-    """A flag's text or a config file's value as the field's type. Raises ValueError or TypeError."""
-    kind = _base_type(field)
-    if kind is tuple:
-        parts = value.split(",") if isinstance(value, str) else value if isinstance(value, list) else [value]
-        return tuple(_of_type(typing.get_args(field.type)[0], part) for part in parts)
-    if kind is bool:
-        if isinstance(value, bool) or value in ("true", "false"):
-            return value in (True, "true")
-        raise ValueError
-    return _of_type(kind, value)
-
-
-def _of_type(kind: type, value: Any) -> Any:
-    """The value as this type. Refuses conversions that nobody means, as of 1.5 to an int."""
-    if isinstance(value, bool) or (kind is str and not isinstance(value, str)):
-        raise ValueError
-    if kind is int and isinstance(value, float):
-        raise ValueError
-    return kind(value)
-
-
-def _checked(field: dataclasses.Field, value: Any, name: str) -> Any:
-    """The value, if it is among the choices and within the bounds, and so is each part of a tuple."""
-    meta = field.metadata
-    for part in value if isinstance(value, tuple) else (value,):
-        if meta["choices"] and part not in meta["choices"]:
-            raise ValueError(f"{name} {_text(value)}: choose among {', '.join(meta['choices'])}")
-        if isinstance(part, (int, float)) and not meta["minimum"] <= part <= meta["maximum"]:
-            low, high = meta["minimum"], meta["maximum"]
-            bounds = f"at least {low:g}" if math.isinf(high) else f"from {low:g} to {high:g}"
-            raise ValueError(f"{name} {_text(value)}: must be {bounds}")
-        if isinstance(part, float) and not math.isfinite(part):
-            raise ValueError(f"{name} {value}: must be a finite number")
-    return value
-
-
-def _read_config(path: Path, fields: tuple[dataclasses.Field, ...]) -> dict[str, Any]:
-    """Checked values from YAML or JSON. ValueError names the file and the key or the line."""
-    try:
-        is_json = path.suffix == ".json"
-        content = parse_json(path.read_bytes(), f"--config {path}") if is_json else _read_yaml(path)
-    except OSError as error:
-        raise ValueError(f"--config {path}: {error.strerror}") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"--config {path}: expected `key: value` lines")
-    by_name = {field.name: field for field in fields}
-    values = {}
-    for key, value in content.items():
-        name = str(key).replace("-", "_")
-        if name not in by_name:
-            name = name.strip("_")
-            near = ["lr"] if name == "learning_rate" else difflib.get_close_matches(name, by_name, n=1)
-            raise ValueError(
-                f"--config {path}: unknown key {key}" + (f", did you mean {near[0]}?" if near else "")
-            )
-        if value is None and by_name[name].default is None:
-            continue
-        values[name] = _typed(by_name[name], value, f"--config {path}: {key}")
-    return values
-
-
-def _read_yaml(path: Path) -> Any:
-    import yaml
-
-    try:
-        return yaml.safe_load(path.read_text())
-    except RecursionError:
-        raise ValueError(f"--config {path}: it is nested too deep") from None
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f", line {mark.line + 1}" if mark else ""
-        raise ValueError(f"--config {path}{line}: {getattr(error, 'problem', None) or error}") from None
-    except ValueError as error:  # not UTF-8, or a date that does not exist
-        raise ValueError(f"--config {path}: {error}") from None
-
-
-def _typed(field: dataclasses.Field, value: Any, name: str) -> Any:
-    try:
-        converted = _converted(field, value)
-    except (ValueError, TypeError):
-        kind = {
-            "int": "a whole number",
-            "float": "a number",
-            "bool": "true or false",
-            "tuple": "numbers as 4,8,32" if int in typing.get_args(field.type) else "words as a,b",
-        }
-        raise ValueError(f"{name} {value}: must be {kind.get(_base_type(field).__name__, 'text')}") from None
-    return _checked(field, converted, name)

@@ -4,7 +4,6 @@
 images, the data and the batch size. It neither trains nor downloads.
 """
 
-import ast
 import dataclasses
 import importlib.util
 import json
@@ -78,63 +77,6 @@ def as_flags(recipe: dict[str, Any], kind: type[Recipe]) -> list[str]:
             text = ",".join(map(str, value)) if isinstance(value, list) else value
             words.append(f"--{name}={text}")
     return words
-
-
-def standalone_source(script: ModuleType, name: str) -> str:
-    """The source of a function and of what it needs from the script, with the imports, in the script's order.
-
-    Raises ValueError if it needs other modules than torch and the standard library.
-    """
-    assert script.__file__ is not None
-    text = Path(script.__file__).read_text()
-    defined: dict[str, ast.stmt] = {}
-    imported: dict[str, tuple[str, str]] = {}  # name: its module, and the line that imports it
-    for node in ast.parse(text).body:
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            defined[node.name] = node
-        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
-            defined |= dict.fromkeys(_names(node, ast.Store), node)
-        elif isinstance(node, (ast.Import, ast.ImportFrom)):
-            imported |= _imports(node)
-    recipe, todo, needed = recipe_class(script).__name__, [name], set[str]()
-    while todo:
-        if (this := todo.pop()) not in needed and this != recipe:  # recipes are only annotations
-            needed.add(this)
-            todo += _names(defined[this], ast.Load) if this in defined else []
-    lines = sorted({line for other, (_, line) in imported.items() if other in needed})
-    for module in {module for other, (module, _) in imported.items() if other in needed}:
-        if module.partition(".")[0] not in {"torch", *sys.stdlib_module_names}:
-            raise ValueError(
-                f"{script.__file__}: {name} needs {module}, and may need torch alone to be exported"
-            )
-    nodes = [node for node in dict.fromkeys(defined.values()) if needed & _defines(node)]
-    return "\n\n\n".join(["\n".join(lines), *(_source(text, node) for node in nodes)])
-
-
-def _names(node: ast.AST, context: type[ast.expr_context]) -> set[str]:
-    return {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, context)}
-
-
-def _defines(node: ast.stmt) -> set[str]:
-    if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-        return {node.name}
-    return _names(node, ast.Store)
-
-
-def _imports(node: ast.Import | ast.ImportFrom) -> dict[str, tuple[str, str]]:
-    """The names that an import defines: each with its module, and a line that imports it alone."""
-    found = {}
-    for alias in node.names:
-        one = type(node)(**{**{f: getattr(node, f) for f in node._fields}, "names": [alias]})
-        module = node.module or "" if isinstance(node, ast.ImportFrom) else alias.name
-        found[alias.asname or alias.name.partition(".")[0]] = (module, ast.unparse(one))
-    return found
-
-
-def _source(text: str, node: ast.stmt) -> str:
-    """The lines of a definition with its decorators."""
-    first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", ()))])
-    return "\n".join(text.splitlines()[first - 1 : node.end_lineno])
 
 
 def normalisation(script: ModuleType, model: nn.Module) -> tuple[tuple[float, ...], tuple[float, ...]]:

@@ -3,7 +3,7 @@
     python -m docs.generate
 
 docs/flags.md comes from the recipes of all train_*.py, the table of docs/trouble.md from
-tools/doctor/checks.py.
+tools/doctor/findings.yaml.
 """
 
 import re
@@ -12,7 +12,7 @@ from pathlib import Path
 from common.recipe import ImageRecipe, Recipe, flag_table
 from common.script import load_script, recipe_class
 from common.system.paths import ROOT
-from tools.doctor.checks import MEANINGS, REMEDIES
+from tools.doctor.checks import FINDINGS
 
 FLAGS, TROUBLE = ROOT / "docs" / "flags.md", ROOT / "docs" / "trouble.md"
 BEGIN, END = "<!-- codes -->", "<!-- end -->"
@@ -45,7 +45,7 @@ def flags_page() -> str:
 def trouble_page() -> str:
     """docs/trouble.md with a new table."""
     rows = ["| code | what it means | what helps |", "|---|---|---|"]
-    rows += [f"| `{code}` | {MEANINGS[code]} | {REMEDIES[code]} |" for code in REMEDIES]
+    rows += [f"| `{code}` | {row['meaning']} | {row['remedy']} |" for code, row in FINDINGS.items()]
     table = "\n".join([BEGIN, *rows, END])
     page, count = re.subn(
         re.escape(BEGIN) + ".*?" + re.escape(END), lambda _: table, TROUBLE.read_text(), flags=re.DOTALL

@@ -49,10 +49,6 @@ def test_crop_and_flip_is_pad_crop_flip(images):
     assert 16 < flips < 48
 
 
-def test_without_padding_and_flip_nothing_changes(images):
-    assert torch.equal(crop_and_flip(images, uniforms(0, 0, np.arange(64), 3), 0, flip=False), images)
-
-
 @pytest.mark.parametrize("size", [12, 20, 48])
 def test_to_float_is_torchvisions_normalize_and_resize(images, size):
     square = images[:, :, :20].contiguous()
@@ -80,14 +76,11 @@ def test_mixing_is_decided_by_the_seed_of_the_micro_batch(images):
     assert not torch.equal(a, c)
     assert soft.shape == (64, 10)
     assert torch.allclose(soft.sum(1), torch.ones(64))
-    assert mixer(0, 0, 10) is None
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize(("mixup", "cutmix"), [(0.8, 0.0), (0.0, 1.0)])
 def test_mixing_is_torchvisions_and_keeps_channels_last(mixup, cutmix, dtype):
-    from torchvision.transforms import v2
-
     images = torch.randn(8, 3, 12, 12).contiguous(memory_format=torch.channels_last)
     labels, before = torch.arange(8), images.clone()
     theirs = v2.MixUp(alpha=mixup, num_classes=10) if mixup else v2.CutMix(alpha=cutmix, num_classes=10)
@@ -171,11 +164,13 @@ def test_erased_boxes_have_the_areas_and_shapes_of_the_paper():
     assert columns.any(0).all()
 
 
-def test_neither_jitter_nor_erasing_at_zero_changes_anything(images):
+def test_augmentation_at_zero_changes_nothing(images):
     draws = uniforms(0, 0, np.arange(64), DRAWS)
+    assert torch.equal(crop_and_flip(images, draws, 0, flip=False), images)
     assert torch.equal(color_jitter(images, draws[:, COLOR], 0.0), images)
     floats = torch.randn(64, 3, 20, 24)
     assert torch.equal(random_erasing(floats.clone(), draws[:, ERASING], 0.0), floats)
+    assert mixer(0, 0, 10) is None
 
 
 def test_augmentation_belongs_to_the_sample_whatever_is_beside_it(images):
@@ -190,14 +185,11 @@ def test_augmentation_belongs_to_the_sample_whatever_is_beside_it(images):
     assert torch.equal(whole[40:], last)
     assert torch.equal(whole[7:8], one)
     assert not torch.equal(augmented([7], epoch=1), one)
-    large, draws = (
-        torch.randint(256, (9, 256, 256, 3), dtype=torch.uint8),
-        uniforms(3, 0, np.arange(9), DRAWS),
-    )
-    beside_it = color_jitter(large, draws[:, COLOR], 0.4)  # threads share out the pixels of few images
-    assert all(
-        torch.equal(beside_it[[i]], color_jitter(large[[i]], draws[[i], COLOR], 0.4)) for i in range(9)
-    )
+    large = torch.randint(256, (9, 256, 256, 3), dtype=torch.uint8)
+    draws = uniforms(3, 0, np.arange(9), DRAWS)[:, COLOR]
+    beside_it = color_jitter(large, draws, 0.4)  # threads share out the pixels of few images
+    for i in range(9):
+        assert torch.equal(beside_it[[i]], color_jitter(large[[i]], draws[[i]], 0.4))
 
 
 def test_each_kind_of_draw_has_columns_of_its_own():
@@ -228,6 +220,7 @@ def test_benchmark_of_decoding(tmp_path):
     assert found["ratios"]["ours, resized"] > 0
 
 
+@pytest.mark.full
 def test_benchmark_of_preparing(tmp_path):
     words = ["-m", "benchmarks.imagenet_prep", "--images", real_data() / "imagenet_sample", "--count", "30"]
     words += ["--classes", "3", "--rounds", "1", "--folder", tmp_path, "--json", tmp_path / "out.json"]
@@ -239,6 +232,7 @@ def test_benchmark_of_preparing(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
 
 
+@pytest.mark.full
 def test_benchmark_of_training_from_shards(tmp_path):
     words = ["-m", "benchmarks.train_speed", "--arms", "ready,ours", "--rounds", "2", "--steps", "2"]
     words += ["--json", tmp_path / "out.json", "train_vit.py", "--data", write_shards(tmp_path / "shards")]

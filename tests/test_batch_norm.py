@@ -8,7 +8,7 @@ from accelerate.utils import GradientAccumulationPlugin
 from torch import nn
 
 from common.distributed.accelerator import prepare
-from common.distributed.compilation import Compilation
+from common.distributed.blocks import Compilation
 from common.distributed.layout import layout_of
 from tests.conftest import HALF_THE_CORES, accelerate, copy_project, full, mutate, python, run
 from tests.distributed.test_parity import FLAGS, assert_same_training

@@ -10,11 +10,10 @@ from torch import nn
 
 from common.batch_norm import RunningStatistics
 from common.data.sources import find_source
-from common.distributed.answers import check_answers
-from common.distributed.gradients import without_gradient
+from common.distributed.launch_config import check_launch_config
+from common.distributed.strategy import without_gradient
 from common.order import Shuffled, steps_per_epoch
 from common.recipe import parse, share_out
-from common.system.cli import check_working_folder
 from tools.launch.hosts import read_hostfile, select
 from tools.prepare.inputs import open_input
 from train_cnn_a import CnnA
@@ -43,14 +42,7 @@ def hosts(text: str, include: str = "") -> None:
 def deepspeed(json: str) -> None:
     with open("zero.json", "w") as file:
         file.write(json)
-    check_answers(DEEPSPEED, 2)
-
-
-def removed_folder() -> None:
-    os.mkdir("gone")
-    os.chdir("gone")
-    os.rmdir("../gone")
-    check_working_folder()
+    check_launch_config(DEEPSPEED, 2)
 
 
 MESSAGES: dict[str, tuple[Callable[[], object], str]] = {  # {here}: the working folder
@@ -138,15 +130,15 @@ MESSAGES: dict[str, tuple[Callable[[], object], str]] = {  # {here}: the working
         " {here}/d/train/dog: fill or remove the folder",
     ),
     "precision of a launcher": (
-        lambda: check_answers({"ACCELERATE_MIXED_PRECISION": "fp8"}, 2),
+        lambda: check_launch_config({"ACCELERATE_MIXED_PRECISION": "fp8"}, 2),
         "the accelerate config has mixed_precision: fp8, which is not supported: choose bf16, fp16 or no",
     ),
     "FSDP 1": (
-        lambda: check_answers({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1"}, 2),
+        lambda: check_launch_config({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1"}, 2),
         "the accelerate config has fsdp_version: 1, which is not supported: choose fsdp_version: 2",
     ),
     "MPI": (
-        lambda: check_answers({"OMPI_COMM_WORLD_SIZE": "2"}, 1),
+        lambda: check_launch_config({"OMPI_COMM_WORLD_SIZE": "2"}, 1),
         "the accelerate config has mpirun_config: yes, which is not supported: choose multi-GPU, which is"
         " also how several processes rehearse on a CPU",
     ),
@@ -208,10 +200,6 @@ MESSAGES: dict[str, tuple[Callable[[], object], str]] = {  # {here}: the working
         lambda: RunningStatistics(nn.Sequential(nn.SyncBatchNorm(2))),
         "the model has SyncBatchNorm, whose statistics depend on the number of"
         " processes: use BatchNorm1d, 2d or 3d, or timm's BatchNormAct2d",
-    ),
-    "a removed folder": (
-        removed_folder,
-        "the working folder was removed: change to another folder and start again",
     ),
 }
 

@@ -27,19 +27,12 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor
 
-from common.system.files import discard, parse_json, sha256_of, sync, write_json
+from common.system.files import discard, fits, parse_json, sha256_of, sync, write_json
 from common.system.paths import shortest
-from common.system.schema import fits
 
 FORMAT_VERSION = 1  # docs/checkpoints.md: when it rises, and which versions are read
-MODEL_FILE, OPTIMIZER_FILE, EMA_FILE, STATE_FILE, MANIFEST_FILE = (
-    "model.safetensors",
-    "optimizer.safetensors",
-    "ema.safetensors",
-    "state.json",
-    "manifest.json",
-)
-INDEX_FILE = "index.json"
+MODEL_FILE, OPTIMIZER_FILE, EMA_FILE = "model.safetensors", "optimizer.safetensors", "ema.safetensors"
+STATE_FILE, MANIFEST_FILE, INDEX_FILE = "state.json", "manifest.json", "index.json"
 CHUNK_BYTES = 16 * 2**20  # unit of writing and hashing
 JSON_LIMIT_BYTES = 16 * 2**20  # limit of a manifest; 22,000 class names take 1.2 MB
 _DTYPES = {
@@ -256,7 +249,7 @@ def remove_temporary(parent: Path) -> None:
 # --- Verifying and choosing
 
 
-def verify(folder: Path, beat: Callable[[], None] = lambda: None) -> Checkpoint:
+def verify(folder: Path, heartbeat: Callable[[], None] = lambda: None) -> Checkpoint:
     """Checks the manifest, and size and SHA-256 of every file. Damaged names the file and the fault."""
     try:
         manifest = check_manifest(_read_small(folder / MANIFEST_FILE), folder)
@@ -266,7 +259,7 @@ def verify(folder: Path, beat: Callable[[], None] = lambda: None) -> Checkpoint:
                 raise Damaged(f"{path} is missing")
             if path.stat().st_size != expected["size"]:
                 raise Damaged(f"{path} has {path.stat().st_size:,} bytes instead of {expected['size']:,}")
-            if sha256_of(path, beat) != expected["sha256"]:
+            if sha256_of(path, heartbeat) != expected["sha256"]:
                 raise Damaged(f"{path} has changed since it was written (SHA-256)")
     except FileNotFoundError as error:
         raise Damaged(f"{error.filename} is missing") from None
@@ -312,7 +305,7 @@ def check_manifest(content: bytes, folder: Path | str) -> dict[str, Any]:
 
 
 def newest(
-    parent: Path, beat: Callable[[], None], warn: Callable[[str], None], ours: bool = True
+    parent: Path, heartbeat: Callable[[], None], warn: Callable[[str], None], ours: bool = True
 ) -> Checkpoint | None:
     """The newest checkpoint that verifies; None where there are no checkpoints.
 
@@ -323,7 +316,7 @@ def newest(
     for step in steps:
         folder = parent / step_name(step)
         try:
-            found = verify(folder, beat)
+            found = verify(folder, heartbeat)
         except Damaged as error:
             damaged.append(folder)
             warn(f"checkpoint of step {step:,} is damaged: {error}")

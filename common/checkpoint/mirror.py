@@ -2,16 +2,14 @@
 
 <prefix>/checkpoints/step_00000390/...   as on the disk; the manifest, uploaded last, commits the checkpoint
 <prefix>/checkpoints/index.json          {"latest": ..., "best": ...}
-<prefix>/metrics.jsonl, recipe.json, result.json, ...
-<prefix>/telemetry-parts/<file>/<first byte>-<end>   during the run; telemetry-*.jsonl at its end
+<prefix>/metrics.jsonl, recipe.json, result.json, ...    telemetry-*.jsonl with the result
 """
 
-import fnmatch
 import json
-import re
 import shutil
 import threading
 from collections.abc import Callable
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +24,14 @@ from common.checkpoint.format import (
     steps_in,
     to_keep,
 )
-from common.system.files import discard, own_files, sha256_of, sync
+from common.system.files import discard, own_files, sha256_of, sync, write_bytes
 from common.system.s3 import ObjectStore, StoreError, WrongSize
 from common.system.threads import lower_priority
 
 LOGS = ("recipe.json", "metrics.jsonl", "confusion.json", "nvidia-smi-*.txt")
 RUN_FILES = (*LOGS, "result.json")
-TELEMETRY = "telemetry-*.jsonl"  # 140 MB a day from a host with 8 GPUs, so only new lines are sent
-PARTS = "telemetry-parts/"
+TELEMETRY = "telemetry-*.jsonl"  # 140 MB a day from a host with 8 GPUs, so it is sent once, with the result
 LOG_LIMIT_BYTES = 2**31
-NAME_LIMIT_BYTES = 200  # limit of a file name from a key; file systems allow 255
 
 
 class Mirror:
@@ -91,23 +87,11 @@ class Mirror:
         self._check_owner()
         self._send_run_files(*LOGS, TELEMETRY)
         self.store.write("result.json", json.dumps(result, indent=2).encode())
-        self._delete(self.store.list(PARTS))
 
     def _send_run_files(self, *patterns: str) -> None:
         for pattern in patterns:
             for file in own_files(self.folder, pattern):
                 self.store.upload(file, file.name)
-
-    def _send_new_telemetry(self) -> None:
-        for file in own_files(self.folder, TELEMETRY):
-            parts = _parts(self.store, file.name)
-            sent = parts[-1][1] if parts else 0
-            with open(file, "rb") as lines:
-                lines.seek(sent)
-                new = lines.read()
-            if new:
-                end = sent + len(new)
-                self.store.write(f"{PARTS}{file.name}/{sent:015d}-{end:015d}", new)
 
     def _work(self) -> None:
         lower_priority()
@@ -143,7 +127,6 @@ class Mirror:
         self._check_owner()
         self.store.write(f"checkpoints/{INDEX_FILE}", json.dumps(index).encode())
         self._send_run_files(*RUN_FILES)
-        self._send_new_telemetry()
         self._prune(to_keep({s for s in there if s <= step}, best, self.keep_every))
 
     def _send_checkpoint(self, step: int) -> None:
@@ -164,11 +147,8 @@ class Mirror:
         """
         newest, keys = max(keep), self.store.list("checkpoints/step_")
         doomed = [k for k in keys if (step := _step(k)) is not None and step < newest and step not in keep]
-        self._delete(sorted(doomed, key=lambda key: not key.endswith(MANIFEST_FILE)))
-
-    def _delete(self, keys: list[str]) -> None:
         self._check_owner()
-        self.store.delete(keys)
+        self.store.delete(sorted(doomed, key=lambda key: not key.endswith(MANIFEST_FILE)))
 
     def _check_owner(self) -> None:
         if lost := self.lost():
@@ -179,7 +159,7 @@ def fetch_newest(
     store: ObjectStore,
     parent: Path,
     newer_than: int,
-    beat: Callable[[], None],
+    heartbeat: Callable[[], None],
     warn: Callable[[str], None],
     lost: Callable[[], str | None] | None = None,
 ) -> int | None:
@@ -198,7 +178,7 @@ def fetch_newest(
     damaged: list[str] = []
     for step in steps:
         try:
-            fetch(store, step, parent, beat, warn)
+            fetch(store, step, parent, heartbeat, warn)
             remove(damaged)
             return step
         except (Damaged, WrongSize) as error:
@@ -216,7 +196,7 @@ def fetch_newest(
 
 
 def fetch(
-    store: ObjectStore, step: int, parent: Path, beat: Callable[[], None], warn: Callable[[str], None]
+    store: ObjectStore, step: int, parent: Path, heartbeat: Callable[[], None], warn: Callable[[str], None]
 ) -> None:
     """Downloads one checkpoint into `parent`, by a temporary folder that is renamed once verified.
 
@@ -232,8 +212,8 @@ def fetch(
         total = sum(about["size"] for about in manifest["files"].values())
         warn(f"downloading the checkpoint of step {step:,} from {store.url}: {total / 2**20:,.1f} MiB")
         for name, about in manifest["files"].items():
-            store.download(f"{remote}/{name}", part / name, about["size"], beat)
-            if sha256_of(part / name, beat) != about["sha256"]:
+            store.download(f"{remote}/{name}", part / name, about["size"], heartbeat)
+            if sha256_of(part / name, heartbeat) != about["sha256"]:
                 raise Damaged(f"{store.url}/{remote}/{name} has changed since it was written (SHA-256)")
             sync(part / name)
         (part / MANIFEST_FILE).write_bytes(content)
@@ -251,25 +231,12 @@ def fetch_log(store: ObjectStore, folder: Path) -> None:
 
     A local file stays if it begins with the bucket's content; otherwise the bucket's file replaces it.
     """
-    names = {key.removeprefix(PARTS).partition("/")[0] for key in store.list("telemetry-")}
-    names = {name for name in fnmatch.filter(names, TELEMETRY) if len(name.encode()) < NAME_LIMIT_BYTES}
-    for name in ("metrics.jsonl", "confusion.json", *sorted(names)):
-        file, part = folder / name, folder / f".{name}.part"
-        keys = [key for _, end, key in _parts(store, name) if end <= LOG_LIMIT_BYTES] or [name]
-        content = b"".join(store.read(key, LOG_LIMIT_BYTES) or b"" for key in keys)
+    telemetry = [key for key in store.list("telemetry-") if fnmatch(key, TELEMETRY) and "/" not in key]
+    for name in ("metrics.jsonl", "confusion.json", *telemetry):
+        file = folder / name
+        content = store.read(name, LOG_LIMIT_BYTES)
         if content and not (file.exists() and file.read_bytes().startswith(content)):
-            part.write_bytes(content)
-            part.replace(file)
-
-
-def _parts(store: ObjectStore, name: str) -> list[tuple[int, int, str]]:
-    """The uploaded parts of a file as (first byte, end, key), up to the first gap."""
-    found: list[tuple[int, int, str]] = []
-    for key in store.list(f"{PARTS}{name}/"):
-        span = re.fullmatch(rf"{re.escape(PARTS + name)}/([0-9]+)-([0-9]+)", key)
-        if span and int(span[1]) == (found[-1][1] if found else 0):
-            found.append((int(span[1]), int(span[2]), key))
-    return found
+            write_bytes(file, content)
 
 
 def committed(store: ObjectStore) -> set[int]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from common.checkpoint import format as checkpoints
 from common.checkpoint.format import Checkpoint, Specs, TensorFile
 from common.checkpoint.optimizer_trial import try_out
-from common.distributed.layout import Held, Layout
+from common.distributed.layout import Layout, Local
 
 Send = Callable[[str, tuple[int, ...], torch.dtype], Tensor]  # broadcasts a tensor of the main process
 
@@ -82,7 +82,7 @@ class OptimizerState:
             "groups": [{n: checkpoints.encode(v) for n, v in group.items()} for group in groups],
         }
 
-    def _whole(self, shaped: dict[str, Held], others: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    def _whole(self, shaped: dict[str, Local], others: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         for name, held in shaped.items():
             for parameter, tensor in self.layout.whole(held):
                 yield f"{parameter}/{name}", tensor
@@ -97,7 +97,7 @@ class OptimizerState:
         """
         folder, shapes = checkpoint.folder, self.layout.shapes()
         specs = TensorFile(folder / checkpoints.OPTIMIZER_FILE).specs()
-        theirs, ours = checkpoint.manifest.get("optimizer", _older_about(specs, state)), self.about()
+        theirs, ours = checkpoint.manifest.get("optimizer"), self.about()
         if not isinstance(theirs, dict):
             raise ValueError(f"{folder / checkpoints.MANIFEST_FILE} does not describe its optimizer")
         known = [key for key in ours if theirs.get(key) is not None and ours[key] is not None]
@@ -105,7 +105,7 @@ class OptimizerState:
             raise ValueError(
                 f"{folder} has the state of {_words(theirs)}, and this run's optimizer is {_words(ours)}"
             )
-        scalars, groups = _saved(specs, state)
+        scalars, groups = state["optimizer"]["scalars"], state["optimizer"]["groups"]
         parameters = scalars.keys() | {name.rpartition("/")[0] for name in specs}
         if unknown := parameters - shapes.keys():
             raise ValueError(
@@ -143,10 +143,10 @@ class OptimizerState:
                 return send(f"{parameter}/{name}", shape, dtype)
 
             layout.fill(held, receive, dtypes)
-        scalars, groups = _saved(specs, state)
-        for parameter, values in scalars.items():
+        for parameter, values in state["optimizer"]["scalars"].items():
             for name, value in values.items():
                 self._put(parameter, name, checkpoints.decode(value))
+        groups = state["optimizer"]["groups"]
         for group, values, like in zip(layout.inner.param_groups, groups, self.trial.groups, strict=False):
             group |= {name: _placed(checkpoints.decode(v), like.get(name)) for name, v in values.items()}
 
@@ -169,21 +169,6 @@ def _placed(value: Any, like: Any) -> Any:
 
 def _is_array(value: Any) -> bool:
     return isinstance(value, Tensor) and value.ndim > 0
-
-
-def _saved(specs: Specs, state: dict[str, Any]) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
-    """Scalars of the parameters, and changed values of the groups; older checkpoints have a step count."""
-    if "optimizer" in state:
-        return state["optimizer"]["scalars"], state["optimizer"]["groups"]
-    steps = state.get("optimizer_steps")
-    step = {} if steps is None else {"step": {"dtype": "F32", "value": float(steps)}}
-    return {name.rpartition("/")[0]: dict(step) for name in specs}, []
-
-
-def _older_about(specs: Specs, state: dict[str, Any]) -> dict[str, Any]:
-    """Names of the optimizer's state in a checkpoint whose manifest does not describe it."""
-    names = {name.rpartition("/")[2] for name in specs}
-    return {"state": sorted(names | ({"step"} if state.get("optimizer_steps") is not None else set()))}
 
 
 def _words(about: dict[str, Any]) -> str:

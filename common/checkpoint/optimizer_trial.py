@@ -79,7 +79,7 @@ def _try_out(layout: Layout) -> OptimizerTrial:
         raise ValueError("it makes its state before its first step, for whole parameters")
     small = {name: tuple(min(n, LARGEST_EDGE) for n in shapes[name]) for group in names for name in group}
     kinds = [{small[name]: name for name in group} for group in names]  # small shape -> a parameter
-    values, *gradients = _drawn([list(group) for group in kinds], 1 + STEPS, layout.held[0].device)
+    values, *gradients = _drawn([list(group) for group in kinds], 1 + STEPS, layout.local[0].device)
     state = dict(zip(layout.parameters, layout.states(), strict=False)) if owner(layout.inner).state else {}
     whole = _Copy(layout, values, lambda tensors: tensors)
     for group, mine in zip(kinds, whole.parameters, strict=True):

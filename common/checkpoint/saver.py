@@ -66,10 +66,10 @@ class Saver:
         """Seconds since the last write began; infinite before the first one of this process."""
         return time.monotonic() - self.written_at
 
-    def wait(self, beat: Callable[[], None] = lambda: None) -> None:
-        """Waits until the save in flight is on the disk or has failed. Calls beat() meanwhile."""
+    def wait(self, heartbeat: Callable[[], None] = lambda: None) -> None:
+        """Waits until the save in flight is on the disk or has failed. Calls heartbeat() meanwhile."""
         while not self.done(0.2):
-            beat()
+            heartbeat()
 
     def done(self, wait_s: float) -> bool:
         """Waits up to wait_s. True when no save is in flight."""

@@ -60,7 +60,7 @@ class TrainingState:
         layout = self.layout
         optimizer_specs, optimizer_tensors = self.optimizer.tensors()
         files = {
-            checkpoints.MODEL_FILE: self._whole_model(layout.held),
+            checkpoints.MODEL_FILE: self._whole_model(layout.local),
             checkpoints.OPTIMIZER_FILE: optimizer_tensors,
         }
         if self.ema:
@@ -134,9 +134,7 @@ class TrainingState:
         if (folder / checkpoints.EMA_FILE).exists() != (self.ema is not None):
             raise ValueError(f"{folder} has {'no' if self.ema else 'an'} EMA, unlike this recipe")
         if self.ema:
-            averaged = TensorFile(folder / checkpoints.EMA_FILE)
-            own = averaged.shapes()  # without buffers in older checkpoints
-            averaged.expect(shapes | {name: shape for name, shape in buffers.items() if name in own})
+            TensorFile(folder / checkpoints.EMA_FILE).expect(shapes | buffers)
 
     @torch.no_grad()
     def restore(
@@ -169,9 +167,9 @@ class TrainingState:
         for name, buffer in layout.buffers().items():
             buffer.copy_(send(name, buffer.shape, _stored(buffer.dtype)))
         send = self._sender(self._file(checkpoint, file))
-        layout.fill(layout.held, send)
+        layout.fill(layout.local, send)
         layout.fill_frozen(send)
-        layout.publish()
+        layout.sync()
 
     def _file(self, checkpoint: Checkpoint | None, name: str) -> TensorFile | None:
         return TensorFile(checkpoint.folder / name) if checkpoint else None

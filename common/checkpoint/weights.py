@@ -1,5 +1,11 @@
-"""Finds and verifies a trained model on the disk or in S3: a run's, a checkpoint's or a single file."""
+"""Weights of a trained model: those of a run, a checkpoint or a file, and those that fine-tuning begins with.
 
+timm's loading adapts weights to its model: it resamples the position embeddings if the number of patches
+differs, and the patch embedding if the patch size differs.
+"""
+
+import re
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -30,10 +36,19 @@ from common.checkpoint.mirror import fetch, fetch_newest
 from common.distributed.agreement import once
 from common.recipe import ImageRecipe, parse
 from common.script import as_flags, load_script, own_script, recipe_class
+from common.system.env import rank
 from common.system.paths import shortest
 from common.system.s3 import ObjectStore
 from common.system.text import printable
 from common.system.threads import Heartbeat
+
+# A command that converts a pickle, which the user runs, never this code. timm prefers the averaged weights of
+# a training's checkpoint, and lets torch load only tensors.
+CONVERT = (
+    "import sys; from timm.models import load_state_dict as load; from safetensors.torch import save_file;"
+    " save_file({n: t.clone().contiguous() for n, t in load(sys.argv[1]).items()}, sys.argv[2])"
+)
+PICKLES = (b"PK", b"\x80")  # first bytes of torch's files, new and old ones
 
 
 @dataclass(frozen=True)
@@ -49,7 +64,7 @@ class TrainedModel:
     classes: list[str] | None = None
 
 
-def find(location: str, which: str, scratch: Path, beat: Heartbeat) -> TrainedModel:
+def find(location: str, which: str, scratch: Path, heartbeat: Heartbeat) -> TrainedModel:
     """Finds the model at a run's folder or s3:// prefix, a checkpoint's folder, or a .safetensors file.
 
     which: a run's `best` or `latest` checkpoint. A checkpoint's averaged weights are preferred. Downloads go
@@ -57,7 +72,7 @@ def find(location: str, which: str, scratch: Path, beat: Heartbeat) -> TrainedMo
     """
     if location.startswith("s3://"):
         store = ObjectStore(location)
-        found = _download(store, which, scratch, beat)
+        found = _download(store, which, scratch, heartbeat)
         reports = Path("validation") / store.url.rpartition("/")[2]
         return _described(found, reports, f"{store.url}/checkpoints/{found.folder.name}")
     path, file = Path(location).resolve(), None
@@ -67,7 +82,9 @@ def find(location: str, which: str, scratch: Path, beat: Heartbeat) -> TrainedMo
         if not (path.parent / MANIFEST_FILE).exists():
             return TrainedModel(str(path), shortest(path), str(Path("validation") / path.stem))
         path, file = path.parent, path.name
-    found = verify(path, beat) if step_of(path.name) is not None or file else _of_run(path, which, beat)
+    found = (
+        verify(path, heartbeat) if step_of(path.name) is not None or file else _of_run(path, which, heartbeat)
+    )
     in_run = found.folder.parent.name == "checkpoints"
     reports = found.folder.parents[1] / "validation" if in_run else Path("validation") / found.folder.name
     return _described(found, reports, shortest(found.folder), file)
@@ -114,24 +131,29 @@ def load_everywhere(accelerator: Accelerator, model: nn.Module, file: Path, time
     model.to(memory_format=torch.channels_last)
 
 
-def _of_run(folder: Path, which: str, beat: Heartbeat) -> Checkpoint:
-    """A run's best checkpoint, or with `latest` the newest that verifies."""
+def _of_run(folder: Path, which: str, heartbeat: Heartbeat) -> Checkpoint:
+    """A run's `best` or `latest` checkpoint; `any`: the newest that verifies where the best is not there."""
     parent = folder / "checkpoints"
     if not steps_in(parent):
         raise ValueError(f"{shortest(folder)} holds no checkpoints/step_*: give the folder of a run")
-    if which == "latest":
-        found = newest(parent, beat, print, ours=False)
-        assert found, "there are some"
-        return found
-    if (best := best_in(parent)) is None:
+    if which != "latest" and (best := best_in(parent)):
+        return verify(best, heartbeat)
+    if which == "best":
         raise ValueError(f"{shortest(folder)} does not hold its best checkpoint: take --which latest")
-    return verify(best, beat)
+    found = newest(parent, heartbeat, print, ours=False)
+    assert found, "there are some"
+    return found
 
 
-def _download(store: ObjectStore, which: str, scratch: Path, beat: Heartbeat) -> Checkpoint:
+def _preferred(found: Checkpoint) -> str:
+    """The file of the averaged weights if the checkpoint has them."""
+    return EMA_FILE if EMA_FILE in found.manifest["files"] else MODEL_FILE
+
+
+def _download(store: ObjectStore, which: str, scratch: Path, heartbeat: Heartbeat) -> Checkpoint:
     """Downloads the best checkpoint of a run in S3, or with `latest` the newest that verifies."""
     if which == "latest":
-        step = fetch_newest(store, scratch, -1, beat, print)
+        step = fetch_newest(store, scratch, -1, heartbeat, print)
         if step is None:
             raise ValueError(f"{store.url} holds no checkpoint: give the prefix of a run")
     else:
@@ -142,14 +164,14 @@ def _download(store: ObjectStore, which: str, scratch: Path, beat: Heartbeat) ->
         step = parse_index(content, f"{store.url}/{key}").get("best")
         if step is None:
             raise ValueError(f"{store.url} does not hold its best checkpoint: take --which latest")
-        fetch(store, step, scratch, beat, print)
-    return verify(scratch / step_name(step), beat)
+        fetch(store, step, scratch, heartbeat, print)
+    return verify(scratch / step_name(step), heartbeat)
 
 
 def _described(found: Checkpoint, reports: Path, name: str, file: str | None = None) -> TrainedModel:
     """The model of a verified checkpoint. file: name of the weights' file, if the user gave one."""
     manifest = found.manifest
-    file = file or (EMA_FILE if EMA_FILE in manifest["files"] else MODEL_FILE)
+    file = file or _preferred(found)
     if file not in (EMA_FILE, MODEL_FILE) or file not in manifest["files"]:
         raise ValueError(f"{name}/{file} does not hold a model: give {name}/{MODEL_FILE}")
     recipe, classes, writer = (manifest.get(key) for key in ("recipe", "classes", "written_by"))
@@ -161,3 +183,115 @@ def _described(found: Checkpoint, reports: Path, name: str, file: str | None = N
     weights = str(found.folder / file)
     classes = [printable(name) for name in classes]
     return TrainedModel(weights, f"{name}/{file}", str(reports), found.step, script, recipe, classes)
+
+
+# --- Fine-tuning
+
+
+def pretrained_model(name: str, classes: int, **options: Any) -> nn.Module:
+    """The model with the hub's weights; its head is new if the number of classes differs.
+
+    ValueError if timm has no weights for it, or the hub can't be reached.
+    """
+    import timm
+
+    config = timm.get_pretrained_cfg(name)
+    if config is None or not config.has_weights:
+        raise ValueError(
+            f"--pretrained: timm has no weights for --model {name}: give another, or --weights FILE"
+        )
+    try:
+        return timm.create_model(name, True, num_classes=classes, **options)
+    except OSError as error:
+        file = config.hf_hub_filename or MODEL_FILE
+        fetch = f"`hf download {config.hf_hub_id} {file} --local-dir .`"
+        raise ValueError(
+            f"--pretrained: the hub can't be reached ({error}): fetch the file where it can, by"
+            f" {fetch if config.hf_hub_id else config.url}, copy it here, and give --weights {file}"
+        ) from None
+
+
+def model_with_weights(name: str, location: Path, classes: int, **options: Any) -> nn.Module:
+    """The model with saved weights; its head is new if the number of classes differs.
+
+    location: a safetensors file, a checkpoint's folder (its EMA if it has one), or a run's folder (its best
+    checkpoint). ValueError names the file, and what does not fit.
+    """
+    import timm
+    from timm.models.vision_transformer import init_weights_vit_timm
+
+    try:
+        file, recipe = _file_and_recipe(location)
+        shapes = _open(file).shapes()
+    except ValueError as error:
+        raise ValueError(f"--weights {error}") from None
+    heads = head_names(name)
+    found = (shapes.get(f"{heads[0]}.weight") or (0,))[0]  # classes in the file; 0: it has no head
+    source = {"file": str(file), "num_classes": found, "custom_load": False, "label_offset": 0}
+    try:
+        model: Any = timm.create_model(
+            name, True, pretrained_cfg_overlay=source, num_classes=found, **options
+        )
+    except RuntimeError as error:
+        if "loading state_dict" not in str(error):
+            raise
+        first = re.sub('", ".*', '"', str(error).splitlines()[1].strip()).rstrip(".")
+        whose = f", {recipe['model']}" if "model" in recipe else ""
+        raise ValueError(
+            f"--weights {file} does not fit --model {name}: {first}: give the --model that it is of{whose}"
+        ) from None
+    if found != classes:
+        model.reset_classifier(classes)
+        for head in heads:
+            model.get_submodule(head).apply(init_weights_vit_timm)
+    if rank() == 0:
+        new = f"; the head is new, for {classes:,} classes instead of {found:,}" if found != classes else ""
+        print(f"--weights: {shortest(file)}{new}", flush=True)
+    return model
+
+
+def head_names(name: str) -> tuple[str, ...]:
+    """The names of the layers that compute the logits: one, or two in DeiT's distilled models."""
+    import timm
+
+    names = getattr(timm.get_pretrained_cfg(name), "classifier", None) or "head"
+    return (names,) if isinstance(names, str) else tuple(names)
+
+
+def _file_and_recipe(path: Path) -> tuple[Path, dict[str, Any]]:
+    """The file of weights, and the recipe that trained it if there is a manifest.
+
+    ValueError if there is no file, or a checkpoint does not verify.
+    """
+    if not path.exists():
+        raise ValueError(f"{path}: there is no such file")
+    if not path.is_dir():
+        return path, {}
+    if steps_in(path / "checkpoints"):
+        found = _of_run(path, "any", lambda: None)
+    elif (path / MANIFEST_FILE).exists():
+        found = verify(path)
+    elif (path / MODEL_FILE).exists():
+        return path / MODEL_FILE, {}
+    else:
+        raise ValueError(f"{path} holds neither checkpoints nor {MODEL_FILE}: give a file, or a run's folder")
+    recipe = found.manifest.get("recipe")
+    return found.folder / _preferred(found), recipe if isinstance(recipe, dict) else {}
+
+
+def _open(file: Path) -> TensorFile:
+    try:
+        weights = TensorFile(file)
+    except ValueError:
+        with open(file, "rb") as opened:
+            begin = opened.read(2)
+        if not begin.startswith(PICKLES):
+            raise
+        command = shlex.join(["python", "-c", CONVERT, str(file), str(file.with_suffix(".safetensors"))])
+        raise ValueError(
+            f"{file} is a pickle, which can run code when it is read: convert it where nothing can be"
+            f" harmed, as in a container, by {command}"
+        ) from None
+    if file.suffix != ".safetensors":  # timm would treat it as a pickle
+        raise ValueError(f"{file} is a safetensors file by another name: call it {file.stem}.safetensors")
+    return weights

@@ -1,9 +1,6 @@
 """The cache of prepared images: a folder per data set, named by a hash of its content, complete or absent.
 
 One process per host writes a temporary folder, under a lock, and renames it when everything is on the disk.
-
-A job uses only folders of its own user or of root. In a --cache_dir that another user owns, or that everybody
-can write to, each user gets a folder: nobody can put pixels into another's training, or hold its lock.
 """
 
 import fcntl
@@ -11,28 +8,23 @@ import hashlib
 import json
 import math
 import os
-import pwd
 import re
 import shutil
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from stat import S_ISLNK, S_IWOTH
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from common.data.decode import SPLITS, checks_jpegs, cores
-from common.data.encoded import FILES, Encoded
-from common.data.holdout import NAME, hold_out, part_file
-from common.data.source import BY_TYPE, Columns, Source
-from common.data.sources import find_source
-from common.data.survey import Broken, Duplicates, find_duplicates, is_too_much
-from common.system.cli import expand_home
-from common.system.files import discard, read_json, sha256_of, size_limit, sync, try_lock
+from common.data.decode import FILES, SPLITS, Encoded, checks_jpegs, cores
+from common.data.sources import Source, find_source
+from common.data.splits import hold_out, part_file
+from common.data.tables import BY_TYPE, Columns
+from common.system.files import discard, sha256_of, size_limit, sync, try_lock
 from common.system.threads import Heartbeat, run_with_heartbeat
 
 FORMAT = 1  # part of the key: raised when the content of a cache folder changes
@@ -42,8 +34,32 @@ BLOCK_BYTES = 4096  # of files that are not read whole, a block for each begun p
 PART_BYTES = 16 * 2**20
 SAMPLE = 64  # images of each split that are decoded to find the common size
 LOCK = ".lock"
+SEARCHED_BYTES = 4 * 2**30  # more are not searched for duplicates, nor decoded to find broken images
 CHECKED = 16  # images of any size that a thread decodes in one go
 CHUNK_PIXELS = 2**22  # decoded in one go by a thread: some 50 ms, the longest delay of an interruption
+
+
+class Duplicates(NamedTuple):
+    """Images of an evaluated split whose bytes are in the training split, too."""
+
+    images: int
+    train: str  # the names of the first pair
+    other: str
+
+
+class Broken(NamedTuple):
+    """Images that can't be decoded, or of which a part is missing."""
+
+    images: int
+    first: str  # the name of the first, and what is wrong with it
+
+
+class Flaws(NamedTuple):
+    duplicates: Mapping[str, Duplicates]  # by the name of the evaluated split
+    broken: Broken | None
+
+
+NO_FLAWS = Flaws({}, None)
 
 
 class Prepared(NamedTuple):
@@ -69,13 +85,19 @@ def prepare(
 
     Calls beat() about every second. Raises ValueError for data or a cache that can't be used.
     """
-    cache_dir = expand_home(cache_dir, "give --cache_dir").resolve()
+    cache_dir = Path(cache_dir).expanduser().resolve()
     try:
         source = find_source(data, beat, show_progress, data_root, columns, holdout)
         content, place = run_with_heartbeat(lambda: _keys(source), beat)
         label = re.sub(r"[^A-Za-z0-9._-]", "_", source.name).lstrip(".") or "images"
-        names = f"{label}-{content}", f"{label}-{place}"
-        folder = _find_or_make(source, *names, cache_dir, beat, show_progress)
+        folder = cache_dir / f"{label}-{place}"
+        _check_owner(cache_dir)
+        _check_owner(folder)
+        if not folder.exists():
+            cache_dir.mkdir(parents=True, exist_ok=True)
+            with _lock(cache_dir, beat):
+                if not folder.exists():  # another job may have made it while we waited
+                    _make(folder, source, f"{label}-{content}", beat, show_progress)
         return Prepared(str(folder), source.left_out)
     except OSError as error:
         raise ValueError(
@@ -84,22 +106,11 @@ def prepare(
         ) from error
 
 
-def _find_or_make(
-    source: Source, name: str, folder_name: str, cache_dir: Path, beat: Heartbeat, show_progress: bool
-) -> Path:
-    if not _why_unused(cache_dir / folder_name):
-        return cache_dir / folder_name
-    own_dir = _own_dir(cache_dir)
-    folder = own_dir / folder_name
-    if not _why_unused(folder):
-        return folder
-    with _lock(own_dir, beat):
-        if reason := _why_unused(folder):  # another job may have made it while we waited
-            if os.path.lexists(folder):
-                print(f"{folder} is prepared again: {reason}", file=sys.stderr, flush=True)
-                discard(folder)
-            _make(folder, source, name, beat, show_progress)
-    return folder
+def _check_owner(folder: Path) -> None:
+    """Raises ValueError for a folder of another user, who could put pixels into this training."""
+    if not folder.exists() or os.geteuid() in (0, folder.stat().st_uid) or folder.stat().st_uid == 0:
+        return
+    raise ValueError(f"{folder} belongs to user {folder.stat().st_uid}: give a --cache_dir of your own")
 
 
 def _keys(source: Source) -> tuple[str, str]:
@@ -114,17 +125,13 @@ def _keys(source: Source) -> tuple[str, str]:
     place = str(source.root or source.shards or "") + (f" {DECODING}" if source.files else "")
     is_large = sum(stat.st_size for stat in stats) > HASH_LIMIT_BYTES
     with ThreadPoolExecutor(cores()) as pool:  # SHA-256 and reading release the GIL
-        hashes = list(pool.map(_hash_of_blocks if is_large else _hash_of_all, source.files))
+        hashes = list(pool.map(_hash_of_blocks if is_large else lambda f: sha256_of(f[1]), source.files))
     if is_large:
         place += f" {[stat.st_mtime_ns for stat in stats]}"
     content = _short_hash(
         [FORMAT, source.name, [name for name, _ in source.files], [*hashes, *source.hashes]]
     )
     return content, _short_hash([content, place])
-
-
-def _hash_of_all(file: tuple[str, Path]) -> str:
-    return sha256_of(file[1])
 
 
 def _hash_of_blocks(file: tuple[str, Path]) -> str:
@@ -144,61 +151,10 @@ def _short_hash(about: list) -> str:
     return hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
 
 
-def _own_dir(cache_dir: Path) -> Path:
-    """The folder in which this user prepares data: cache_dir if nobody else can write to it, else one in it.
-
-    Raises ValueError when that folder is another user's.
-    """
-    cache_dir.mkdir(parents=True, exist_ok=True)
-    if not _why_untrusted(cache_dir, (os.geteuid(),)):
-        return cache_dir
-    own_dir = cache_dir / f"user-{os.geteuid()}"
-    with suppress(FileExistsError):
-        own_dir.mkdir()
-    if reason := _why_untrusted(own_dir, (os.geteuid(),)):
-        raise ValueError(f"{own_dir} is not used: {reason}. Give a --cache_dir of your own")
-    return own_dir
-
-
-def _why_unused(folder: Path) -> str:
-    """The reason why this folder of prepared data can't be used; empty if it can."""
-    try:
-        users = (os.geteuid(), 0)
-        for path in (folder, *folder.iterdir()):
-            if reason := _why_untrusted(path, users):
-                return f"{path.name} {reason}" if path != folder else reason
-        about = read_json(folder / "meta.json")
-        store = str(about.get("store") or about["shards"] or "")
-        fetched = store.startswith("s3://")  # into this folder, later
-        return "no shards can be stored in it" if fetched and folder.stat().st_uid != os.geteuid() else ""
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        return f"it can't be read ({error})"
-
-
-def _why_untrusted(path: Path, users: Collection[int]) -> str:
-    """The reason why a path is not trusted: a link, another owner, or writable by everybody. Else empty."""
-    stat = path.lstat()
-    if S_ISLNK(stat.st_mode):
-        return "it is a link"
-    if stat.st_uid not in users:
-        return f"it belongs to {_user(stat.st_uid)}"
-    return "everybody can write to it" if stat.st_mode & S_IWOTH else ""
-
-
-def _user(uid: int) -> str:
-    try:
-        return f"user {pwd.getpwuid(uid).pw_name}"
-    except KeyError:
-        return f"user {uid}"
-
-
 @contextmanager
 def _lock(folder: Path, beat: Heartbeat) -> Iterator[None]:
-    """Holds the lock that this user's processes on a host share; the kernel releases it when its holder dies.
-
-    No other user can open its file, and so hold it.
-    """
-    descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    """Holds the lock that the processes on a host share; the kernel releases it when its holder dies."""
+    descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         if not try_lock(descriptor):
             print(f"another process is preparing images in {folder}: waiting for it", file=sys.stderr)
@@ -217,13 +173,22 @@ def _make(folder: Path, source: Source, name: str, beat: Heartbeat, show_progres
         classes = source.write(work, beat)
         if source.holdout is not None:
             hold_out(work, source.holdout)
+        kind, duplicates, broken = "shards" if source.shards else "array", {}, None
+        if (work / f"train_{FILES[0]}").exists():
+            encoded = {s: Encoded(work, s) for s in SPLITS if (work / f"{s}_labels.npy").exists()}
+            is_small = run_with_heartbeat(partial(_is_small, encoded), beat)
+            if is_small:
+                duplicates = _duplicates(work, source, encoded, beat)
+            kind = "array" if _decode_all(work, source.name, encoded, beat, show_progress) else "files"
+            if is_small and kind == "files":
+                broken = _broken(source.name, list(encoded.values()), beat, show_progress)
         meta = {
-            "duplicates": _duplicates(work, source, beat),
-            "kind": _kind(work, source, beat, show_progress),
-            "broken": _broken(work, source.name, beat, show_progress),
+            "duplicates": duplicates,
+            "kind": kind,
+            "broken": broken,
             "source": name,
             "classes": classes,
-            "val_name": source.val_name if source.holdout is None else NAME,
+            "val_name": source.val_name if source.holdout is None else "holdout",
             "test_name": None if source.holdout is None else source.val_name,
             "mirror": source.mirror,
             "shards": source.shards,
@@ -237,15 +202,23 @@ def _make(folder: Path, source: Source, name: str, beat: Heartbeat, show_progres
         shutil.rmtree(work, ignore_errors=True)
 
 
-def _duplicates(work: Path, source: Source, beat: Heartbeat) -> dict[str, Duplicates]:
-    """Images of the splits "val" and "test" that are trained on, too, if they are encoded and few enough to
-    be searched."""
-    if _searched(work, beat) is None:
-        return {}
-    splits = {split: Encoded(work, split) for split in _stored(work)}
+def _sync_all(folder: Path) -> None:
+    for path in (*folder.iterdir(), folder):
+        sync(path)
+
+
+def _is_small(encoded: Mapping[str, Encoded]) -> bool:
+    return sum(e.size(i) for e in encoded.values() for i in range(len(e))) <= SEARCHED_BYTES
+
+
+def _duplicates(
+    work: Path, source: Source, encoded: Mapping[str, Encoded], beat: Heartbeat
+) -> dict[str, Duplicates]:
+    """Images of the splits "val" and "test" that are trained on, too."""
+    splits = dict(encoded)
     if source.holdout is not None:
-        train, val = (Encoded(work, "train", part_file(work, part)) for part in SPLITS)
-        splits = {"train": train, "val": val} | ({"test": splits["val"]} if "val" in splits else {})
+        splits = {part: Encoded(work, "train", part_file(work, part)) for part in SPLITS}
+        splits |= {"test": encoded["val"]} if "val" in encoded else {}
     train = splits.pop("train")
     found = {
         split: run_with_heartbeat(partial(find_duplicates, train, images), beat)
@@ -254,11 +227,22 @@ def _duplicates(work: Path, source: Source, beat: Heartbeat) -> dict[str, Duplic
     return {split: duplicates for split, duplicates in found.items() if duplicates}
 
 
-def _broken(work: Path, name: str, beat: Heartbeat, show_progress: bool) -> Broken | None:
-    """Decodes images that stay encoded, if they are few enough, so that the start names the broken ones."""
-    encoded = _searched(work, beat)
-    if encoded is None:
-        return None
+def find_duplicates(train: Encoded, val: Encoded) -> Duplicates | None:
+    """Compares the bytes of images of equal size. None where no image is in both splits."""
+    sizes = [[images.size(i) for i in range(len(images))] for images in (train, val)]
+    common = set(sizes[0]) & set(sizes[1])
+    train_ids, val_ids = ([i for i, size in enumerate(found) if size in common] for found in sizes)
+    known = {_digest(train, i): i for i in reversed(train_ids)}
+    pairs = [(known[digest], i) for i in val_ids if (digest := _digest(val, i)) in known]
+    return Duplicates(len(pairs), train.where(pairs[0][0]), val.where(pairs[0][1])) if pairs else None
+
+
+def _digest(images: Encoded, i: int) -> bytes:
+    return hashlib.sha256(images.content(i)).digest()
+
+
+def _broken(name: str, encoded: list[Encoded], beat: Heartbeat, show_progress: bool) -> Broken | None:
+    """Decodes images that stay encoded, so that the start names the broken ones."""
     count = sum(map(len, encoded))
     chunks = [
         Chunk(images, None, range(len(images))[start : start + CHECKED])
@@ -268,32 +252,6 @@ def _broken(work: Path, name: str, beat: Heartbeat, show_progress: bool) -> Brok
     with _progress(f"checking {count:,} images of {name}", count, show_progress) as advance:
         bad = _decode_chunks(chunks, beat, advance)
     return Broken(len(bad), min(bad)) if bad else None
-
-
-def _searched(work: Path, beat: Heartbeat) -> list[Encoded] | None:
-    """The encoded images of all splits; None without any, and where they are too many bytes."""
-    if not (work / f"train_{FILES[0]}").exists():
-        return None
-    encoded = [Encoded(work, split) for split in _stored(work)]
-    return None if run_with_heartbeat(lambda: is_too_much(*encoded), beat) else encoded
-
-
-def _stored(work: Path) -> list[str]:
-    """The splits that have images: "train" alone, or both."""
-    return [split for split in SPLITS if (work / f"{split}_labels.npy").exists()]
-
-
-def _sync_all(folder: Path) -> None:
-    for path in (*folder.iterdir(), folder):
-        sync(path)
-
-
-def _kind(work: Path, source: Source, beat: Heartbeat, show_progress: bool) -> str:
-    """The kind of the folder: "shards" for an index, "array" for decoded images, "files" for encoded ones."""
-    if source.shards:
-        return "shards"
-    array = (work / "train_images.npy").exists() or _decode_all(work, source.name, beat, show_progress)
-    return "array" if array else "files"
 
 
 class Chunk(NamedTuple):
@@ -308,13 +266,14 @@ class _OddSize(Exception):
     """An image has another size than the first ones: the data set stays encoded."""
 
 
-def _decode_all(work: Path, name: str, beat: Heartbeat, show_progress: bool) -> bool:
+def _decode_all(
+    work: Path, name: str, encoded: Mapping[str, Encoded], beat: Heartbeat, show_progress: bool
+) -> bool:
     """Replaces encoded images by decoded arrays.
 
     Returns False, and changes nothing, if sizes differ or all splits together need more than a quarter of
     the memory. Raises ValueError that lists images which can't be decoded.
     """
-    encoded = {split: Encoded(work, split) for split in _stored(work)}
     count = sum(map(len, encoded.values()))
     shape = run_with_heartbeat(lambda: _common_shape(encoded.values()), beat)
     if shape is None or count * math.prod(shape) > _memory_bytes() // 4:
@@ -406,9 +365,9 @@ def _progress(text: str, count: int, show: bool) -> Iterator[Callable[[int], Non
         yield lambda done: None
         return
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import MofNCompleteColumn, Progress
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    columns = (*Progress.get_default_columns(), MofNCompleteColumn())
     with Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task(text, total=count)
         yield lambda done: bar.advance(task, done)

@@ -1,22 +1,21 @@
-"""Images in class folders as people have them: nested, linked, with or without splits, beside other files.
+"""Lists the images of folders as people have them: nested, linked, with or without splits, among other files.
 
-torchvision's make_dataset finds the images: with the look for links in a circle, which it would follow again
-and again, 0.5 s for 100,000 files in 1,000 folders, besides 1 to 2 s for its import. os.scandir took 0.11 s.
+`datasets` and torchvision can't do it: they take the innermost folder for the class, or follow a link in a
+circle, need seconds to import at each start, and don't tell what they leave out.
 """
 
+import glob
 import os
+import sys
 from collections import Counter
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from common.data.decode import EXTENSIONS, SPLITS
-from common.data.encoded import save_images, save_labels
-from common.data.parquet import only_in
-from common.data.source import VAL_NAMES, Source
+from common.data.decode import EXTENSIONS
 from common.system.text import printable, some_of
-from common.system.threads import Heartbeat
 
+VAL_NAMES = {"val": "val", "validation": "val", "valid": "val", "test": "test"}  # the first one is evaluated
 IGNORED = ("__MACOSX", "@eaDir")  # made by a Mac's zip, and by network drives
 DANGLING = "dangling links"
 SPECIAL = "special files"
@@ -34,9 +33,9 @@ class LeftOut:
         self.counts[reason] += 1
         self.first.setdefault(reason, path)
 
-    def takes(self, folder: str, path: str) -> bool:
-        """True for an image, a file in a folder or below. Counts any other file, unless it is hidden."""
-        if any(map(is_hidden, path.removeprefix(folder).split("/"))):
+    def takes(self, path: str) -> bool:
+        """True for an image. Counts any other file, unless it is hidden."""
+        if is_hidden(os.path.basename(path)):
             return False
         kind = os.path.splitext(path)[1].lower()
         is_image = kind in EXTENSIONS
@@ -54,18 +53,43 @@ class LeftOut:
         return ", ".join(f"{count:,} {printable(reason)}" for reason, count in self.counts.most_common())
 
 
-def find_class_folders(root: Path) -> Source:
-    """Lists `train/<class>/` and `val/<class>/` (or validation/, valid/, test/), or `<class>/` alone."""
-    left_out, folders = LeftOut(), split_folders(root)
+def is_image(name: str) -> bool:
+    return not is_hidden(name) and name.lower().endswith(EXTENSIONS)
+
+
+def is_hidden(name: str) -> bool:
+    return name.startswith(".") or name in IGNORED
+
+
+def folder_names(root: Path) -> list[str]:
+    with os.scandir(root) as entries:
+        return sorted(entry.name for entry in entries if not is_hidden(entry.name) and entry.is_dir())
+
+
+def split_folders(root: Path) -> dict[str, str]:
+    """Finds the folders of splits below root: their names by the split's, as {"train": "Train"}."""
+    folders, found = folder_names(root), {}
+    for split in ("train", *VAL_NAMES):
+        if alike := [name for name in folders if name.lower() == split]:
+            found[split] = split if split in alike else alike[0]
+    return found
+
+
+def list_splits(root: Path, left_out: LeftOut) -> tuple[dict[str, str], dict[str, dict[str, list[str]]]]:
+    """The folders of `train/<class>/` and `val/<class>/` (or validation/, valid/, test/), and their classes.
+
+    For `<class>/` alone the folder is "". Raises ValueError for folders that can't be trained on.
+    """
+    folders = split_folders(root)
     if not folders:
-        return _find_without_splits(root, left_out)
+        return {"train": ""}, {"train": _list_without_splits(root, left_out)}
     if "train" not in folders:
         raise ValueError(f"--data {root} has {next(iter(folders.values()))}/, but no train/")
     val = next((split for split in VAL_NAMES if split in folders), None)
-    names = {"train": folders["train"]} | ({"val": folders[val]} if val else {})
-    splits = {split: list_classes(root / name, left_out) for split, name in names.items()}
+    used = {"train": folders["train"]} | ({val: folders[val]} if val else {})
+    splits = {split: list_classes(root / name, left_out) for split, name in used.items()}
     for split, classes in splits.items():
-        folder = root / names[split]
+        folder = root / used[split]
         if not classes:
             raise ValueError(
                 f"{folder} has no class folders: each class's images belong in a folder of its own"
@@ -74,25 +98,20 @@ def find_class_folders(root: Path) -> Source:
             raise ValueError(
                 f"no images ({' '.join(EXTENSIONS)}) in {some_of(empty)}: fill or remove the folder"
             )
-    train, other = (set(splits.get(split, splits["train"])) for split in SPLITS)
-    if train != other:
+    if val and (differing := only_in(used["train"], splits["train"], used[val], splits[val])):
         raise ValueError(
-            f"--data {root}: the class folders of {names['train']}/ and {names['val']}/ differ:"
-            + only_in(names["train"], train - other)
-            + only_in(names["val"], other - train)
+            f"--data {root}: the class folders of {used['train']}/ and {used[val]}/ differ:{differing}"
         )
-    files = {
-        split: [(c, f"{names[split]}/{c}/{path}") for c, paths in classes.items() for path in paths]
-        for split, classes in splits.items()
-    }
-    unused = [name for split, name in folders.items() if split not in ("train", val)]
-    said = ", ".join(
-        filter(None, (str(left_out), *(f"{name}/, as {names['val']}/ is there" for name in unused)))
-    )
-    return source_of_files(root.name, root, sorted(train), files, VAL_NAMES[val] if val else None, said)
+    return folders, splits
 
 
-def _find_without_splits(root: Path, left_out: LeftOut) -> Source:
+def only_in(one: str, classes: Sequence | dict, other: str, others: Sequence | dict) -> str:
+    """Sentences that name the classes which only one of two splits has; empty where none differs."""
+    names = {one: sorted(set(classes) - set(others)), other: sorted(set(others) - set(classes))}
+    return "".join(f" only in {split}: {some_of(only)}." for split, only in names.items() if only)
+
+
+def _list_without_splits(root: Path, left_out: LeftOut) -> dict[str, list[str]]:
     """Lists `<class>/`. Raises ValueError where no folder, or one folder alone, has images."""
     classes = list_classes(root, left_out)
     found = {name: paths for name, paths in classes.items() if paths}
@@ -104,10 +123,7 @@ def _find_without_splits(root: Path, left_out: LeftOut) -> Source:
         )
     if not found:
         _refuse(root)
-    files = [(c, f"{c}/{path}") for c, paths in found.items() for path in paths]
-    unused = [f"{name}/ without images" for name in classes if name not in found]
-    said = ", ".join(filter(None, (str(left_out), *unused)))
-    return source_of_files(root.name, root, sorted(found), {"train": files}, None, said)
+    return classes
 
 
 def _refuse(root: Path) -> NoReturn:
@@ -129,52 +145,6 @@ def _refuse(root: Path) -> NoReturn:
     )
 
 
-def source_of_files(
-    name: str,
-    root: Path,
-    classes: list[str],
-    splits: dict[str, list[tuple[str, str]]],
-    val_name: str | None,
-    left_out: str,
-) -> Source:
-    """The source of image files. splits: the class, and the path below root, of each image of a split."""
-
-    def write(folder: Path, beat: Heartbeat) -> tuple[str, ...]:
-        number = {c: k for k, c in enumerate(classes)}
-        for split, images in splits.items():
-            save_images(folder, split, (os.fsencode(path) for _, path in images), root)
-            save_labels(folder, split, [number[c] for c, _ in images])
-            beat()
-        return tuple(classes)
-
-    files = tuple((path, root / path) for images in splits.values() for _, path in images)
-    return Source(name, files, write, val_name, root=root, left_out=left_out)
-
-
-def is_image(name: str) -> bool:
-    return not is_hidden(name) and name.lower().endswith(EXTENSIONS)
-
-
-def is_hidden(name: str) -> bool:
-    return name.startswith(".") or name in IGNORED
-
-
-def split_folders(root: Path) -> dict[str, str]:
-    """Finds the folders of splits below root: their names by the split's, as {"train": "Train"}."""
-    folders = folder_names(root)
-    found = {}
-    for split in ("train", *VAL_NAMES):
-        alike = [name for name in folders if name.lower() == split]
-        if alike:
-            found[split] = split if split in alike else alike[0]
-    return found
-
-
-def folder_names(root: Path) -> list[str]:
-    with os.scandir(root) as entries:
-        return sorted(entry.name for entry in entries if not is_hidden(entry.name) and entry.is_dir())
-
-
 def list_classes(root: Path, left_out: LeftOut) -> dict[str, list[str]]:
     """Lists {class: sorted paths of its images below its folder} for the folders of root, sorted.
 
@@ -183,29 +153,49 @@ def list_classes(root: Path, left_out: LeftOut) -> dict[str, list[str]]:
     """
     with os.scandir(root) as entries:
         loose = [entry.path for entry in entries if not entry.is_dir()]
-    for path in loose:
-        if left_out.takes(os.path.join(root, ""), path):
-            left_out.add(LOOSE, path)
+    for path in filter(left_out.takes, loose):
+        left_out.add(LOOSE, path)
     return {name: list_images(root / name, left_out) for name in folder_names(root)}
 
 
 def list_images(folder: Path, left_out: LeftOut) -> list[str]:
     """Lists the images of a folder and the folders in it, sorted: their paths below it."""
-    from torchvision.datasets.folder import make_dataset  # takes a second to import
-
-    _refuse_circles(folder)
-    prefix = os.path.join(folder, "")
-    found = make_dataset(folder, {"": 0}, is_valid_file=partial(left_out.takes, prefix), allow_empty=True)
-    return sorted(path.removeprefix(prefix) for path, _ in found)
-
-
-def _refuse_circles(folder: Path) -> None:
-    """Raises ValueError for a link to a folder above it: torchvision would follow it again and again."""
-    for above, names, _ in os.walk(folder, onerror=_raise, followlinks=True):
+    found: list[str] = []
+    for above, names, files in os.walk(folder, onerror=_raise, followlinks=True):
+        names[:] = [name for name in names if not is_hidden(name)]  # os.walk enters these alone
         for path in (Path(above, name) for name in names):
             if path.is_symlink() and path.resolve() in map(Path.resolve, path.absolute().parents):
                 raise ValueError(f"{path} links to a folder above it: remove the link")
+        found += filter(left_out.takes, (os.path.join(above, name) for name in files))
+    prefix = os.path.join(folder, "")
+    return sorted(path.removeprefix(prefix) for path in found)
 
 
 def _raise(error: OSError) -> NoReturn:
     raise error
+
+
+def find_pictures(words: Sequence[str]) -> list[str]:
+    """The files that words name: files, folders with all images below, patterns, and `-` for a list on stdin.
+
+    In the order of the words, each file once. Raises ValueError for a word that names nothing.
+    """
+    found: list[str] = []
+    for word in words:
+        if word == "-":
+            found += [line.rstrip("\n") for line in sys.stdin if line.strip()]
+        elif os.path.isdir(word):
+            images = [os.path.join(word, name) for name in list_images(Path(word), LeftOut())]
+            if not images:
+                raise ValueError(f"{word} holds no images: give a folder of pictures")
+            found += images
+        elif glob.has_magic(word) and not os.path.exists(word):
+            matches = sorted(name for name in glob.glob(word, recursive=True) if os.path.isfile(name))
+            if not matches:
+                raise ValueError(f"{word} matches no file")
+            found += matches
+        else:
+            found.append(word)
+    if not found:
+        raise ValueError("no pictures: give files, folders, patterns, or - for a list on stdin")
+    return list(dict.fromkeys(found))

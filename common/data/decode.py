@@ -1,15 +1,24 @@
-"""From encoded images to uint8 pixels: decoding, and the crops of training and evaluation."""
+"""From encoded images to uint8 pixels: files in the cache, decoding, crops for training and evaluation."""
 
 import functools
 import importlib.util
 import io
+import json
 import math
+import multiprocessing
 import os
 import sys
+from array import array
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from itertools import chain
-from typing import TYPE_CHECKING, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+
+from common.system.files import read_json
+from common.system.text import printable
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -36,25 +45,44 @@ MAX_PIXELS = 89_478_485  # PIL's limit: a larger image could be a decompression 
 def decode(data: bytes | bytearray) -> np.ndarray:
     """Decodes one image, turned upright by its EXIF tag: uint8 [H, W, 3]. Raises ValueError with the reason.
 
-    Of several frames or pages the first counts. What is transparent is laid over white. 16 bits become 8 by
-    257, which PIL does not do to images in grey: it turns them white.
+    Decodes the first frame or page, composites transparency on white, and scales 16-bit values by 1/257,
+    which PIL does not do to images in grey: it turns them white.
 
-    The header's size is checked first. torchvision's JPEG decoder is the fastest; PIL decodes files that it
-    refuses (a PNG named .jpg) and the other FORMATS. Both refuse a file that is cut short, unless it has an
-    end marker: see damage(). On JPEG they agree within 2 of 255 (both use libjpeg-turbo).
+    The header's size is checked first. torchcodec decodes JPEGs; PIL decodes files that it refuses (a PNG
+    named .jpg) and the other FORMATS. Both refuse a file that is cut short, unless it has an end marker: see
+    damage(). On JPEG they agree within 2 of 255 (both use libjpeg-turbo).
     """
     if (frame := jpeg_frame(data)) is not None:
         _check_frame(frame, len(data))
-        pixels = _decode_jpeg(data)
-        if pixels is not None:
-            return pixels
+        if (decode_jpeg := torchcodec_decoder()) is not None:
+            import torch
+
+            # A bytearray: for bytes torchcodec changes the filters of warnings, which is not thread-safe.
+            encoded = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            with suppress(RuntimeError):  # PIL decodes it, or has the better reason
+                return decode_jpeg(encoded).permute(1, 2, 0).numpy()  # [H, W, 3] is how it lies in memory
     return _decode_by_pil(data)
+
+
+@functools.cache
+def torchcodec_decoder() -> Callable[..., Any] | None:
+    """The function that decodes JPEGs; None, which is printed once per process of a training, without
+    torchcodec, or with one that is built for another CUDA than torch. PIL then takes 1.4 times as long."""
+    try:
+        from torchcodec.decoders import decode_jpeg
+    except (ImportError, OSError, RuntimeError) as error:
+        if multiprocessing.parent_process() is None:  # a worker's trainer has said it
+            reason = printable(str(error).splitlines()[0])
+            text = f"warning: JPEGs are decoded by PIL, more slowly, as torchcodec can't be used: {reason}"
+            print(text, file=sys.stderr, flush=True)
+        return None
+    return decode_jpeg
 
 
 def damage(data: bytes) -> str | None:
     """The error of a broken image, or of a JPEG with missing parts, which decoders fill with grey; else None.
 
-    torchvision and PIL accept half a JPEG with an end marker: they hide libjpeg's warnings. For a photograph
+    torchcodec and PIL accept half a JPEG with an end marker: they hide libjpeg's warnings. For a photograph
     of 110 kB damage() takes 1.0 ms of one core, decode() 1.4 ms.
     """
     frame = jpeg_frame(data)
@@ -139,20 +167,6 @@ def _check_size(width: int, height: int) -> None:
         )
 
 
-def _decode_jpeg(data: bytes | bytearray) -> np.ndarray | None:
-    """Decodes by torchvision; None where it refuses, and PIL decodes or gives the better reason."""
-    import torch
-    from torchvision.io import ImageReadMode, decode_jpeg
-
-    # bytearray: torch warns about memory that may not be written
-    encoded = torch.frombuffer(data if isinstance(data, bytearray) else bytearray(data), dtype=torch.uint8)
-    try:
-        pixels = decode_jpeg(encoded, mode=ImageReadMode.RGB, apply_exif_orientation=True)
-    except RuntimeError:
-        return None
-    return pixels.permute(1, 2, 0).numpy()  # [3, H, W] -> [H, W, 3], which is how it lies in memory
-
-
 def _decode_by_pil(data: bytes | bytearray) -> np.ndarray:
     from PIL import Image, ImageOps
 
@@ -195,6 +209,103 @@ def open_image(data: bytes | bytearray) -> "Image.Image":
     # PIL's warning is no way to do it: changing the filters of warnings is not thread-safe.
     _check_size(*image.size)
     return image
+
+
+# The encoded images of a split
+
+FILES = ("items.bin", "offsets.npy", "items.json")
+
+
+def save_labels(folder: Path, split: str, labels: Iterable[int] | np.ndarray) -> None:
+    np.save(folder / f"{split}_labels.npy", np.asarray(labels, np.int64))
+
+
+def save_images(
+    folder: Path,
+    split: str,
+    items: Iterable[bytes],
+    root: Path | None = None,
+    parts: list[tuple[str, int]] | None = None,
+) -> None:
+    """Writes image bytes, or paths below root, as a cache folder keeps them. Memory: the offsets.
+
+    <split>_items.bin    the bytes or paths, one after another
+    <split>_offsets.npy  int64 [N + 1]: where each item begins
+    <split>_items.json   root: the folder of the image files, or null; parts: [table, rows] in their order
+    """
+    offsets = array("q", [0])
+    with open(folder / f"{split}_items.bin", "wb") as out:
+        for item in items:
+            out.write(item)
+            offsets.append(offsets[-1] + len(item))
+    np.save(folder / f"{split}_offsets.npy", np.asarray(offsets))
+    about = {"root": None if root is None else str(root), "parts": parts}
+    (folder / f"{split}_items.json").write_text(json.dumps(about))
+
+
+class Encoded:
+    """The encoded images of one split, by number. part: a file with the ids of those that count."""
+
+    def __init__(self, folder: Path, split: str, part: Path | None = None):
+        offsets = np.load(folder / f"{split}_offsets.npy")
+        self.starts, self.ends = offsets[:-1], offsets[1:]
+        self.ids = None if part is None else np.load(part)
+        if self.ids is not None:
+            self.starts, self.ends = self.starts[self.ids], self.ends[self.ids]
+        self.items = open(folder / f"{split}_items.bin", "rb", buffering=0)  # noqa: SIM115
+        about = read_json(folder / f"{split}_items.json")
+        self.root: str | None = about["root"]
+        self.parts: list[tuple[str, int]] = about["parts"]
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def where(self, i: int) -> str:
+        """The name of image i in messages: its path, or the row of its table."""
+        if self.root is not None:
+            return printable(self.file(i))
+        i = i if self.ids is None else int(self.ids[i])
+        for name, rows in self.parts:
+            if i < rows:
+                return f"row {i} of {name}"
+            i -= rows
+        raise AssertionError("no such image")
+
+    def file(self, i: int) -> str:
+        """The file of image i; for one from a table its row."""
+        return self.where(i) if self.root is None else os.path.join(self.root, os.fsdecode(self.item(i)))
+
+    def decode(self, i: int, strict: bool = False) -> np.ndarray:
+        """uint8 [H, W, 3]. Raises ValueError that names a broken image, OSError where its file can't be read.
+
+        strict: a JPEG of which a part is missing is broken, too.
+        """
+        data = self.content(i)
+        try:
+            pixels = decode(data)
+            if strict and data[:2] == JPEG and (what := damage(data)):
+                raise ValueError(what)
+            return pixels
+        except ValueError as error:
+            raise ValueError(f"{self.where(i)}: {error}") from None
+
+    def content(self, i: int) -> bytes:
+        """The bytes of image i as it is encoded."""
+        return self.item(i) if self.root is None else Path(self.file(i)).read_bytes()
+
+    def size(self, i: int) -> int:
+        """The length of content(i)."""
+        if self.root is None:
+            return int(self.ends[i] - self.starts[i])
+        return os.path.getsize(self.file(i))
+
+    def item(self, i: int) -> bytes:
+        """The bytes of image i, or of the path of its file."""
+        start, end = int(self.starts[i]), int(self.ends[i])
+        return os.pread(self.items.fileno(), end - start, start)
+
+
+# Crops
 
 
 def random_resized_crop(image: np.ndarray, size: int, draws: np.ndarray) -> np.ndarray:

@@ -6,7 +6,7 @@ others for each batch. Batches are uint8 on the device: augmentation and normali
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,21 +14,20 @@ from pathlib import Path
 import numpy as np
 from accelerate import Accelerator
 
-from common.data import survey
-from common.data.cache import Prepared, prepare
-from common.data.decode import SPLITS
-from common.data.holdout import part_file
+from common.data.cache import NO_FLAWS, Broken, Duplicates, Flaws, Prepared, prepare
+from common.data.decode import SPLITS, torchcodec_decoder
 from common.data.shard_cache import ShardCache
 from common.data.shards import MANIFEST, Shard, check_roots, index_name, parse_manifest
-from common.data.source import Columns
-from common.data.splits import ArraySplit, FileSplit, Part, ShardSplit, Split
-from common.data.survey import NO_FLAWS, Broken, Duplicates, Flaws
+from common.data.splits import ArraySplit, FileSplit, Part, ShardSplit, Split, part_file
+from common.data.tables import Columns
 from common.distributed.agreement import agree, once_per_host
 from common.order import Shuffled, Streamed
 from common.recipe import ImageRecipe
 from common.system.files import read_json
-from common.system.text import printable
+from common.system.text import printable, some_of
 from common.system.threads import Heartbeat
+
+IMBALANCE = 10  # times as many images in the largest class as in the smallest: named
 
 
 @dataclass(frozen=True)
@@ -70,9 +69,12 @@ def load(accelerator: Accelerator, recipe: ImageRecipe) -> Images:
     train, evaluated = images.train.labels, {name: s.labels for name, s in images.evaluated.items()}
     counts = {f"{name} images": len(labels) for name, labels in {"training": train, **evaluated}.items()}
     kind = [images.source, type(images.train).__name__]
-    agree(accelerator, {"data": kind, "classes": images.classes, **counts})
-    accelerator.print(survey.found(recipe.data, train, evaluated, len(images.classes), left_out))
-    for line in survey.warnings(train, evaluated, images.classes, images.flaws):
+    facts = {"data": kind, "classes": images.classes, **counts}
+    if not isinstance(images.train, ArraySplit):  # decoders may differ in the last bit
+        facts["the decoder of JPEGs"] = "torchcodec" if torchcodec_decoder() else "PIL"
+    agree(accelerator, facts)
+    accelerator.print(summary(recipe.data, train, evaluated, len(images.classes), left_out))
+    for line in warnings(train, evaluated, images.classes, images.flaws):
         accelerator.print(f"warning: {line}")
     return images
 
@@ -175,3 +177,45 @@ def _counts(index: Path, shards: tuple[Shard, ...], part: Part) -> list[int]:
     if part.file is None:
         return [shard.images for shard in shards]
     return np.bincount(np.load(index)[np.load(part.file), 0], minlength=len(shards)).tolist()
+
+
+# What is said about them
+
+Labels = Mapping[str, np.ndarray]  # int64 [N], by the name of the evaluated split
+
+
+def summary(name: str, train: np.ndarray, evaluated: Labels, classes: int, left_out: str) -> str:
+    """One line. train: labels int64 [N]."""
+    text = f"data {printable(name)}: {len(train):,} training images"
+    text += "".join(f", {len(labels):,} {split} images" for split, labels in evaluated.items())
+    text += f", {classes:,} {'class' if classes == 1 else 'classes'}"
+    return text + (f"; left out: {left_out}" if left_out else "")
+
+
+def warnings(train: np.ndarray, evaluated: Labels, classes: Sequence[str], flaws: Flaws) -> list[str]:
+    """A line for each thing that makes an accuracy misleading."""
+    lines = []
+    counts = np.bincount(train, minlength=len(classes))
+    least, most = int(counts.argmin()), int(counts.argmax())
+    if counts[most] >= IMBALANCE * counts[least]:
+        lines.append(
+            f"the classes are imbalanced: {counts[least]:,} training images of {printable(classes[least])},"
+            f" {counts[most]:,} of {printable(classes[most])}: look at each class's recall, too"
+        )
+    for split, labels in evaluated.items():
+        counts = np.bincount(labels, minlength=len(classes))
+        if absent := [name for name, count in zip(classes, counts, strict=True) if count == 0]:
+            lines.append(f"the {split} split has no image of {some_of(absent)}")
+    if broken := flaws.broken:
+        lines.append(
+            f"{broken.images:,} of the {sum(map(len, (train, *evaluated.values()))):,} images are broken, as"
+            f" {broken.first}: repair or remove them; --on_bad_image skip passes over those of training that"
+            " can't be decoded"
+        )
+    for split, duplicates in flaws.duplicates.items():
+        lines.append(
+            f"{duplicates.images:,} of the {len(evaluated[split]):,} {split} images are training images, too,"
+            f" as {duplicates.other} and {duplicates.train}: remove them from one split: accuracies are too"
+            " high"
+        )
+    return lines

@@ -57,7 +57,6 @@ class ShardCache:
         self.shards = {shard.file: shard for shard in shards}
         self.locks = folder / "locks"
         self.locks.mkdir(parents=True, exist_ok=True)
-        self.locks.chmod(0o700)  # other users can't open, and so can't lock, its files
         allow_open_files(len(shards) + OTHER_FILES)  # each held lock is an open file
 
     def path(self, file: str) -> Path:
@@ -74,7 +73,7 @@ class ShardCache:
             self.reserved_bytes -= size_bytes
 
     def hold(self, file: str, stop: threading.Event) -> int:
-        """Fetches the shard if it is missing, and holds its lock. Returns the lock for let_go: until then no
+        """Fetches the shard if it is missing, and holds its lock. Returns the lock for release: until then no
         process removes the shard.
 
         Raises ValueError when it can't be fetched or stored, _Stopped after `stop`.
@@ -101,7 +100,7 @@ class ShardCache:
                 f"{file} of {self.store.url} can't be stored in {self.folder}: {error.strerror}. {advice}"
             ) from error
 
-    def let_go(self, file: str, lock: int) -> None:
+    def release(self, file: str, lock: int) -> None:
         with suppress(OSError):
             os.utime(self.path(file))  # when it was last used
         os.close(lock)
@@ -229,7 +228,7 @@ class ShardPrefetcher:
         while True:
             with self.changed:
                 if len(self.given) == self.in_flight:
-                    self._let_go(self.given.popleft())
+                    self._release(self.given.popleft())
                 self.asked = True
                 self.changed.notify_all()
                 while not self.ahead and not self.ended:
@@ -246,13 +245,13 @@ class ShardPrefetcher:
         if self.error:
             raise self.error
 
-    def _let_go(self, files: set[str]) -> None:
+    def _release(self, files: set[str]) -> None:
         for file in files:
             held = self.held[file]
             held.uses -= 1
             if not held.uses:
                 del self.held[file]
-                self.cache.let_go(file, held.lock.result())
+                self.cache.release(file, held.lock.result())
 
     def close(self) -> None:
         """Ends the thread and the downloads, and releases all shards."""
@@ -261,13 +260,13 @@ class ShardPrefetcher:
             self.changed.notify_all()
             for file, held in self.held.items():
                 held.lock.cancel()
-                held.lock.add_done_callback(partial(self._let_go_late, file))
+                held.lock.add_done_callback(partial(self._release_late, file))
             self.held.clear()
         self.downloads.shutdown(wait=False)
 
-    def _let_go_late(self, file: str, lock: Future[int]) -> None:
+    def _release_late(self, file: str, lock: Future[int]) -> None:
         if not lock.cancelled() and not lock.exception():
-            self.cache.let_go(file, lock.result())
+            self.cache.release(file, lock.result())
 
     def _wait(self, locks: dict[str, Future[int]]) -> None:
         """Waits for all locks. Raises the exception of any that failed."""

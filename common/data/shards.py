@@ -28,9 +28,8 @@ from typing import Any, TypedDict
 import numpy as np
 
 from common.data.decode import SPLITS, decode
-from common.system.files import parse_json
+from common.system.files import fits, parse_json
 from common.system.s3 import ObjectStore
-from common.system.schema import fits
 from common.system.text import printable
 
 FORMAT = 1
@@ -269,7 +268,12 @@ def parse_index(content: bytes, manifest: Manifest, split: str, where: str) -> n
     about = manifest.splits[split]
     if hashlib.sha256(content).hexdigest() != about.index_sha256:
         raise ValueError(f"{where} is not the index that {MANIFEST} names (SHA-256): prepare again")
-    rows = _array(content, about.images, where)
+    try:
+        rows = np.load(io.BytesIO(content), allow_pickle=False)
+    except Exception:  # numpy parses the header as Python, which fails in many ways
+        raise ValueError(f"{where} is no array: prepare again") from None
+    if not isinstance(rows, np.ndarray) or rows.dtype != np.int64 or rows.shape != (about.images, 4):
+        raise ValueError(f"{where} is no array of int64 [{about.images}, 4]: prepare again")
     shard, offset, length, label = rows.T
     if shard.min() < 0 or shard.max() >= len(about.shards):
         raise ValueError(f"{where} names shards that do not exist: prepare again")
@@ -292,50 +296,21 @@ def parse_index(content: bytes, manifest: Manifest, split: str, where: str) -> n
     return rows
 
 
-def _array(content: bytes, images: int, where: str) -> np.ndarray:
-    """Parses a .npy file: int64 [images, 4]. Checks its header first: a huge array would take all memory."""
-    stream = io.BytesIO(content)
-    try:
-        assert np.lib.format.read_magic(stream) == (1, 0)  # as np.save writes it
-        shape, _, dtype = np.lib.format.read_array_header_1_0(stream)
-    except Exception:  # numpy parses the header as Python, which fails in many ways
-        raise ValueError(f"{where} is no array: prepare again") from None
-    if dtype != np.int64 or shape != (images, 4):
-        raise ValueError(
-            f"{where} holds {dtype} {_brief(list(shape))}, not int64 [{images}, 4]: prepare again"
-        )
-    stream.seek(0)
-    try:
-        return np.load(stream, allow_pickle=False)
-    except (ValueError, MemoryError):  # shorter than its header says
-        raise ValueError(f"{where} is no array: prepare again") from None
-
-
 class ShardImages:
     """The images of one split in tar files, by number. index: the cached file; files: of the shards; part: a
     file with the ids of the images that count."""
 
     def __init__(self, index: Path, files: tuple[str, ...], part: Path | None = None):
-        mapped = np.load(index, mmap_mode="r")  # int64 [N, 4]
-        self.ids = None if part is None else np.load(part)
-        self.images = len(mapped if self.ids is None else self.ids)
-        self.rows_begin, self.row_bytes = mapped.offset, mapped.strides[0]
-        self.index, self.files = open(index, "rb", buffering=0), files  # noqa: SIM115
+        self.rows = np.load(index, mmap_mode="r")  # int64 [N, 4]
+        self.ids = np.arange(len(self.rows)) if part is None else np.load(part)
+        self.files = files
 
     def __len__(self) -> int:
-        return self.images
+        return len(self.ids)
 
     def row(self, i: int) -> list[int]:
-        """Shard, offset, length and label of image i. Read, not mapped: a file that is cut kills processes
-        that map it (SIGBUS)."""
-        row = int(i if self.ids is None else self.ids[i])
-        data = os.pread(self.index.fileno(), self.row_bytes, self.rows_begin + row * self.row_bytes)
-        if len(data) < self.row_bytes:
-            raise OSError(
-                f"{self.index.name} is shorter than it was: remove its folder, and the same command prepares"
-                " it again"
-            )
-        return np.frombuffer(data, np.int64).tolist()
+        """Shard, offset, length and label of image i."""
+        return self.rows[self.ids[i]].tolist()
 
     def file(self, i: int) -> str:
         return self.files[self.row(i)[0]]

@@ -3,27 +3,62 @@
 `find_source` only lists files; `Source.write` reads them; `common/data/cache.py` decodes and caches.
 """
 
+import csv
 import difflib
 import os
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from common.data import shards
-from common.data.class_folders import find_class_folders
-from common.data.csv_lists import find_csv
-from common.data.decode import SPLITS
-from common.data.encoded import save_labels
-from common.data.source import BY_TYPE, VAL_CHOICE, Columns, Source
-from common.data.tables import find_on_hub, find_parquet, find_saved
-from common.system.cli import expand_home
+from common.data.class_folders import VAL_NAMES, LeftOut, list_splits
+from common.data.decode import SPLITS, save_images, save_labels
+from common.data.tables import (
+    BY_TYPE,
+    Columns,
+    Table,
+    is_named,
+    load_from_hub,
+    parquet_files,
+    saved_files,
+    write_tables,
+)
 from common.system.s3 import ObjectStore
+from common.system.text import printable, some_of
 from common.system.threads import Heartbeat, run_with_heartbeat
 
 KNOWN = ("digits", "cifar10", "synthetic")
+VAL_CHOICE = "val, validation, valid or test"
+FILE_COLUMNS = ("file", "filename", "file_name", "path", "filepath", "image")  # of a CSV list
+LABEL_COLUMNS = ("label", "labels", "class", "category", "target")
+DELIMITERS = ",;\t"
+
+
+@dataclass(frozen=True)
+class Source:
+    """The data that `--data` names.
+
+    write(folder, beat) stores the splits in a cache folder and returns the class names: for each split the
+    labels, `<split>_labels.npy` int64 [N], and decoded images, `<split>_images.npy`, or encoded ones
+    (save_images).
+    """
+
+    name: str
+    files: tuple[tuple[str, Path], ...]  # (name that is part of the key, file), sorted; () if generated
+    write: Callable[[Path, Heartbeat], tuple[str, ...]]
+    val_name: str | None = "val"  # its held-out split; None: it has training images alone
+    holdout: float | None = None  # how many of those are held out
+    mirror: bool = True
+    root: Path | None = None  # the folder of the image files, for images stored as paths
+    shards: str | None = None  # the place of their manifest: a folder, or s3://bucket/prefix
+    store: str | None = None  # the place in S3 of other people's shards
+    hashes: tuple[str, ...] = ()  # hashes of the content beyond the files'
+    is_table: bool = False  # it has columns to choose from
+    left_out: str = ""  # what is not read, and why
 
 
 def find_source(
@@ -60,11 +95,11 @@ def _find(
     if data == "synthetic":
         return Source(data, (), _write_synthetic)
     if data == "cifar10" or str(data).startswith("hub:"):
-        return find_on_hub(data, beat, show_progress, columns)
+        return _of_hub(data, load_from_hub(data, beat, show_progress), columns)
     if str(data).startswith("s3://"):
         return run_with_heartbeat(lambda: _find_stored_shards(ObjectStore(data), data_root), beat)
     # Links are not followed: hosts that keep the data in different places can give it one name.
-    root = Path(os.path.abspath(expand_home(data, "give --data as an absolute path")))
+    root = Path(os.path.abspath(Path(data).expanduser()))
     if root.is_file() and root.suffix.lower() in (".csv", ".tsv"):
         return run_with_heartbeat(lambda: find_csv(root, columns), beat)
     if not root.is_dir():
@@ -72,15 +107,22 @@ def _find(
         near = difflib.get_close_matches(data, KNOWN, n=1)
         meant = f"did you mean {near[0]}?" if near else f"give a folder or one of: {', '.join(KNOWN)}"
         raise ValueError(f"--data {data}: {what}; {meant}")
-    return run_with_heartbeat(
-        lambda: (
-            _find_shards(root, data_root)
-            or find_saved(root, columns)
-            or find_parquet(root, columns)
-            or find_class_folders(root)
-        ),
-        beat,
-    )
+    return run_with_heartbeat(lambda: _find_in_folder(root, data_root, columns), beat)
+
+
+def _find_in_folder(root: Path, data_root: tuple[str, ...], columns: Columns) -> Source:
+    if manifest := shards.find_local(root, data_root):
+        return _of_shards(manifest, str(root), lambda name: (root / name).read_bytes())
+    if (found := saved_files(root)) is not None:
+        return _of_tables(root, found, lambda split, file: f"{split}/{file.name}", columns)
+    if found := parquet_files(root):
+        if is_named(found["train"][0], "train"):
+            return _of_tables(root, found, lambda _, file: file.name, columns)
+        return _of_tables(root, found, lambda _, file: f"{file.parent.name}/{file.name}", columns)
+    return find_class_folders(root)
+
+
+# Generated
 
 
 def _write_digits(folder: Path, beat: Heartbeat) -> tuple[str, ...]:
@@ -122,12 +164,7 @@ def _write_synthetic(folder: Path, beat: Heartbeat) -> tuple[str, ...]:
     return tuple(f"pattern {c}" for c in range(10))
 
 
-def _find_shards(root: Path, data_root: tuple[str, ...]) -> Source | None:
-    """Finds the shards that prep_imagenet.py wrote to a folder, or an index of others; they stay there."""
-    manifest = shards.find_local(root, data_root)
-    if manifest is None:
-        return None
-    return _source_of_shards(manifest, str(root), lambda name: (root / name).read_bytes())
+# Shards
 
 
 def _find_stored_shards(store: ObjectStore, data_root: tuple[str, ...]) -> Source:
@@ -140,10 +177,10 @@ def _find_stored_shards(store: ObjectStore, data_root: tuple[str, ...]) -> Sourc
             raise ValueError(f"{store.url}/{name} is missing: prepare again")
         return found
 
-    return _source_of_shards(manifest, store.url, read)
+    return _of_shards(manifest, store.url, read)
 
 
-def _source_of_shards(manifest: shards.Manifest, place: str, read: Callable[[str], bytes]) -> Source:
+def _of_shards(manifest: shards.Manifest, place: str, read: Callable[[str], bytes]) -> Source:
     """The source of shards in a place. read(name): the content of a file beside them."""
 
     def write(folder: Path, beat: Heartbeat) -> tuple[str, ...]:
@@ -159,11 +196,182 @@ def _source_of_shards(manifest: shards.Manifest, place: str, read: Callable[[str
 
     val_name = "val" if "val" in manifest.splits else None
     return Source(
-        manifest.name,
-        (),
-        write,
-        val_name,
-        shards=place,
-        store=manifest.store,
-        hashes=(manifest.sha256,),
+        manifest.name, (), write, val_name, shards=place, store=manifest.store, hashes=(manifest.sha256,)
     )
+
+
+# Tables
+
+
+def _of_tables(
+    root: Path, found: dict[str, list[Path]], named: Callable[[str, Path], str], columns: Columns
+) -> Source:
+    """named(split, file): a file's name within the data set, so that moving it changes nothing."""
+    tables = {split: [Table(str(file), file) for file in files] for split, files in found.items()}
+    names = {s: [(named("val" if s in VAL_NAMES else s, f), f) for f in files] for s, files in found.items()}
+    return _source_of_tables(str(root), root.name, tables, names, columns)
+
+
+def _of_hub(data: str, loaded: dict[str, Any], columns: Columns) -> Source:
+    name = data.removeprefix("hub:")
+    tables = {s: [Table(f"{name}'s {s} split", rows.data.table)] for s, rows in loaded.items()}
+    files = {
+        split: [
+            (f"{'val' if split in VAL_NAMES else split} {k}", Path(file["filename"]))
+            for k, file in enumerate(rows.cache_files)
+        ]
+        for split, rows in loaded.items()
+    }
+    return _source_of_tables(data, name, tables, files, columns)
+
+
+def _source_of_tables(
+    data: str,
+    name: str,
+    tables: dict[str, list[Table]],
+    files: dict[str, list[tuple[str, Path]]],
+    columns: Columns,
+) -> Source:
+    """files: each split's files, with their names in the key."""
+    if "train" not in tables:
+        raise ValueError(f"--data {data} has no split train, only: {some_of(list(tables)) or 'none'}")
+    used = _used(tables)
+    splits = {key: tables[split] for key, split in used.items()}
+    return Source(
+        name,
+        tuple(file for split in used.values() for file in files[split]),
+        lambda folder, beat: write_tables(splits, columns, folder, beat),
+        VAL_NAMES.get(used.get("val", "")),
+        hashes=(f"columns {list(columns)}",) if any(columns) else (),
+        is_table=True,
+        left_out=", ".join(_left_out({split: split for split in tables}, used)),
+    )
+
+
+def _used(splits: Iterable[str]) -> dict[str, str]:
+    """The names of the splits that are read: {"train": "train", "val": the first to evaluate on}."""
+    val = next((name for name in VAL_NAMES if name in splits), None)
+    return {"train": "train"} | ({"val": val} if val else {})
+
+
+def _left_out(shown: dict[str, str], used: dict[str, str]) -> list[str]:
+    """Messages about the other splits. shown: how messages name each split."""
+    why = f", as {shown[used['val']]} is there" if "val" in used else ""
+    return [name + why for split, name in shown.items() if split not in used.values()]
+
+
+# Image files
+
+
+def find_class_folders(root: Path) -> Source:
+    left_out = LeftOut()
+    folders, found = list_splits(root, left_out)
+    used = _used(found)
+    splits = {
+        key: [(c, os.path.join(folders[split], c, path)) for c, ps in found[split].items() for path in ps]
+        for key, split in used.items()
+    }
+    unused = _left_out({split: f"{name}/" for split, name in folders.items()}, used)
+    empty = [c for c, paths in found["train"].items() if not paths]
+    unused += [f"{c}/ without images" for c in empty]
+    text = ", ".join(filter(None, (str(left_out), *unused)))
+    return _source_of_files(root.name, root, sorted({*found["train"]} - {*empty}), splits, used, text)
+
+
+def find_csv(path: Path, columns: Columns) -> Source:
+    """Lists the files of the rows, in their order. Raises ValueError that names the first wrong line."""
+    rows = _read_csv(path, columns)
+    named = {split for _, split, _, _ in rows}
+    used = _used(named)
+    if "train" not in named:
+        raise ValueError(f"--data {path}: none of its {len(rows):,} rows is of the split train")
+    splits = {
+        key: [(label, file) for _, of, label, file in rows if of == split] for key, split in used.items()
+    }
+    train, val = ({label for label, _ in splits.get(split, ())} for split in SPLITS)
+    if val - train:
+        raise ValueError(
+            f"--data {path}: the split {used['val']} has labels that train has not:"
+            f" {some_of(sorted(val - train))}"
+        )
+    if missing := [(line, file) for line, *_, file in rows if not (path.parent / file).is_file()]:
+        line, file = missing[0]
+        raise ValueError(
+            f"--data {path}, line {line}: there is no file {path.parent / file} ({len(missing):,} such rows):"
+            " paths are relative to the list's folder"
+        )
+    text = ", ".join(_left_out({split: split for split in ("train", *VAL_NAMES) if split in named}, used))
+    classes = sorted(train, key=int if all(map(str.isdecimal, train)) else str)
+    source = _source_of_files(path.stem, path.parent, classes, splits, used, text)
+    return replace(source, hashes=(repr(splits),), is_table=True)
+
+
+def _read_csv(path: Path, columns: Columns) -> list[tuple[int, str, str, str]]:
+    """The line, split, label and file of each row."""
+    rows = []
+    try:
+        with open(path, newline="", encoding="utf-8-sig") as file:
+            first = file.readline()
+            file.seek(0)
+            reader = csv.DictReader(file, delimiter=max(DELIMITERS, key=first.count))
+            names = reader.fieldnames or []
+            image = _csv_column(path, names, FILE_COLUMNS, columns.image, "image")
+            label = _csv_column(path, names, LABEL_COLUMNS, columns.label, "label")
+            split_column = _same_name(names, ("split",))
+            for row in reader:
+                split = (row[split_column] or "").strip().lower() if split_column else "train"
+                line, values = f"--data {path}, line {reader.line_num}", (row[image], row[label])
+                if not all(values):
+                    raise ValueError(f"{line}: it has no {label if values[0] else image}")
+                if split not in ("train", *VAL_NAMES):
+                    raise ValueError(
+                        f"{line}: its split is {printable(split) or 'empty'}: choose among train,"
+                        f" {', '.join(VAL_NAMES)}"
+                    )
+                rows.append((reader.line_num, split, values[1].strip(), values[0].strip()))
+    except UnicodeDecodeError:
+        raise ValueError(f"--data {path}: it is not in UTF-8") from None
+    except csv.Error as error:
+        raise ValueError(f"--data {path}: it is no CSV file: {error}") from None
+    if not rows:
+        raise ValueError(f"--data {path}: it lists no images")
+    return rows
+
+
+def _csv_column(
+    path: Path, names: Sequence[str], known: tuple[str, ...], chosen: str | None, kind: str
+) -> str:
+    """The name of a column, as it is written in the first line."""
+    if name := _same_name(names, (chosen,) if chosen else known):
+        return name
+    raise ValueError(
+        f"--data {path}: its first line has no column {chosen or ' or '.join(known)}, only: {some_of(names)}:"
+        f" choose one by --{kind}_column"
+    )
+
+
+def _same_name(names: Sequence[str], known: tuple[str, ...]) -> str | None:
+    return next((name for wanted in known for name in names if name.strip().lower() == wanted.lower()), None)
+
+
+def _source_of_files(
+    name: str,
+    root: Path,
+    classes: list[str],
+    splits: dict[str, list[tuple[str, str]]],
+    used: dict[str, str],
+    left_out: str,
+) -> Source:
+    """splits: the class, and the path below root, of each image of a split."""
+
+    def write(folder: Path, beat: Heartbeat) -> tuple[str, ...]:
+        number = {c: k for k, c in enumerate(classes)}
+        for split, images in splits.items():
+            save_images(folder, split, (os.fsencode(path) for _, path in images), root)
+            save_labels(folder, split, [number[c] for c, _ in images])
+            beat()
+        return tuple(classes)
+
+    files = tuple((path, root / path) for images in splits.values() for _, path in images)
+    val_name = VAL_NAMES.get(used.get("val", ""))
+    return Source(name, files, write, val_name, root=root, left_out=left_out)

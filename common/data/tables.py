@@ -1,33 +1,80 @@
-"""Tables of images: parquet files, folders that `datasets` saved, and data sets of the Hugging Face hub."""
+"""Tables of images: parquet files, folders that `datasets` saved, and data sets of the Hugging Face hub.
 
+pyarrow reads the files in place. `datasets` would copy them into a cache of its own first, takes `[`, `*` and
+`::` in the name of a folder for patterns and URLs, and takes 3 s to import: it is used for the hub alone.
+"""
+
+import json
+import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from common.data.class_folders import folder_names, split_folders
-from common.data.parquet import Table, write_tables
-from common.data.source import VAL_NAMES, Columns, Source
-from common.system.files import parse_json
-from common.system.schema import fits
+import numpy as np
+
+from common.data.class_folders import VAL_NAMES, folder_names, only_in, split_folders
+from common.data.decode import save_images, save_labels
 from common.system.text import printable, some_of
 from common.system.threads import Heartbeat, run_with_heartbeat
 
+if TYPE_CHECKING:
+    import pyarrow
+
 HUB = re.compile(r"hub:(\w[\w.-]*/\w[\w.-]*)(?::([\w.-]+))?", re.ASCII)
+# The first that is there, before others that hold images or labels
+IMAGE_COLUMNS, LABEL_COLUMNS = ("img", "image"), ("label", "fine_label")
+OTHER_LABEL_COLUMNS = ("labels", "class", "category", "target")
+ROWS = 256  # read at a time
+MIXED = "must be all numbers, or all names in columns without ClassLabel"
 
-Rows = TypeVar("Rows")
+
+class Columns(NamedTuple):
+    """--image_column and --label_column of tables; None: found by type and name."""
+
+    image: str | None = None
+    label: str | None = None
 
 
-def find_parquet(root: Path, columns: Columns) -> Source | None:
-    if (found := parquet_files(root)) is None:
-        return None
-    val_name, splits, left_out = _train_and_val(found)
-    # the names within the data set, so that moving it changes nothing
-    nested = not _is_named(splits["train"][0], "train")
-    named = tuple(
-        (f"{f.parent.name}/{f.name}" if nested else f.name, f) for files in splits.values() for f in files
-    )
-    return _source_of_tables(root.name, named, _tables(splits), val_name, left_out, columns)
+BY_TYPE = Columns()
+
+
+class Table(NamedTuple):
+    """A parquet file, an arrow stream (.arrow), or rows that `datasets` has loaded."""
+
+    where: str  # its name in messages
+    content: "Path | pyarrow.Table"
+
+    @contextmanager
+    def open(self) -> "Iterator[tuple[pyarrow.Schema, Callable[[str], Iterator[pyarrow.Array]]]]":
+        """Yields the schema and a function that reads a column, ROWS values at a time. Raises ValueError that
+        names the table for anything that pyarrow can't read."""
+        import pyarrow as pa
+        import pyarrow.parquet
+
+        try:
+            if isinstance(self.content, Path) and self.content.suffix != ".arrow":
+                with open(self.content, "rb") as stream:  # pyarrow takes no file name that is not UTF-8
+                    file = pa.parquet.ParquetFile(stream)
+                    read = file.iter_batches
+                    yield file.schema_arrow, lambda name: (b.column(0) for b in read(ROWS, columns=[name]))
+                return
+            rows = self.content
+            if isinstance(rows, Path):
+                with open(rows, "rb") as stream:
+                    rows = pa.ipc.open_stream(stream).read_all()
+            yield rows.schema, lambda name: (b.column(0) for b in rows.select([name]).to_batches(ROWS))
+        except (pa.ArrowException, OSError) as error:
+            reason = str(error).splitlines()[0]
+            raise ValueError(
+                f"{self.where} cannot be read: {reason}. Is it complete? Fetch it again"
+            ) from None
+        except UnicodeDecodeError:
+            raise ValueError(f"{self.where} has a name or label that is not UTF-8") from None
+
+
+# Finding them
 
 
 def parquet_files(root: Path) -> dict[str, list[Path]] | None:
@@ -36,28 +83,25 @@ def parquet_files(root: Path) -> dict[str, list[Path]] | None:
     They lie in the folder, or one level below. None without any for training.
     """
     below = [f for f in (root, *sorted(root.iterdir())) if f.is_dir()]
-    files_of = _named_files
-    if not (folders := [f for f in below if files_of(f, "train")]):
-        files_of = _files_in_folders
-        folders = [f for f in below if files_of(f, "train")]
-    if not folders:
+    for files_of in (_named_files, _files_in_folders):
+        if folders := [f for f in below if files_of(f, "train")]:
+            break
+    else:
         return None
     if len(folders) > 1 and folders[0] != root:
         names = [f.name for f in folders]
         raise ValueError(
             f"--data {root} holds more than one data set ({some_of(names)}): give the folder of one"
         )
-    folder = folders[0]
-    found = {name: files for name in VAL_NAMES if (files := files_of(folder, name))}
-    return {"train": files_of(folder, "train")} | found
+    return {split: files for split in ("train", *VAL_NAMES) if (files := files_of(folders[0], split))}
+
+
+def is_named(file: Path, split: str) -> bool:
+    return re.fullmatch(rf"{split}([-.].*)?\.parquet", file.name) is not None
 
 
 def _named_files(folder: Path, split: str) -> list[Path]:
-    return sorted(f for f in folder.iterdir() if _is_named(f, split))
-
-
-def _is_named(file: Path, split: str) -> bool:
-    return re.fullmatch(rf"{split}([-.].*)?\.parquet", file.name) is not None
+    return sorted(file for file in folder.iterdir() if is_named(file, split))
 
 
 def _files_in_folders(folder: Path, split: str) -> list[Path]:
@@ -66,49 +110,30 @@ def _files_in_folders(folder: Path, split: str) -> list[Path]:
     return sorted((folder / name).glob("*.parquet")) if name and not folder_names(folder / name) else []
 
 
-def find_saved(root: Path, columns: Columns) -> Source | None:
-    """Finds what `save_to_disk` of `datasets` wrote: for each split a folder with state.json."""
+def saved_files(root: Path) -> dict[str, list[Path]] | None:
+    """Lists what `save_to_disk` of `datasets` wrote: for each split a folder with state.json, else None."""
     if (root / "state.json").is_file() and (root / "dataset_info.json").is_file():
-        found = {"train": root}
+        folders = {"train": root}
     elif (root / "dataset_dict.json").is_file():
-        found = {split: root / name for split, name in split_folders(root).items()}
+        folders = {split: root / name for split, name in split_folders(root).items()}
     else:
         return None
-    folders = {split: folder for split, folder in found.items() if (folder / "state.json").is_file()}
-    if "train" not in folders:
-        raise ValueError(f"--data {root} has {_splits(folders)}")
-    val_name, splits, left_out = _train_and_val(
-        {split: _arrow_files(folder) for split, folder in folders.items()}
-    )
-    # the names within the data set, so that moving it changes nothing
-    files = tuple((f"{split}/{f.name}", f) for split, found in splits.items() for f in found)
-    return _source_of_tables(root.name, files, _tables(splits), val_name, left_out, columns)
+    found = {}
+    for split, folder in folders.items():
+        if (state := folder / "state.json").is_file():
+            try:
+                files = json.loads(state.read_bytes())["_data_files"]
+                found[split] = [folder / Path(file["filename"]).name for file in files]
+            except (ValueError, KeyError, TypeError):
+                raise ValueError(f"{state} names no data files, as `datasets` writes them") from None
+    return found
 
 
-def _train_and_val(found: Mapping[str, Rows]) -> tuple[str | None, dict[str, Rows], str]:
-    """The name of the split to evaluate on, None without one; the rows of both; and what is left out."""
-    val_name = next((name for name in VAL_NAMES if name in found), None)
-    others = [f"{name}, as {val_name} is there" for name in found if name not in ("train", val_name)]
-    rows = {"train": found["train"]} | ({"val": found[val_name]} if val_name else {})
-    return val_name, rows, ", ".join(others)
-
-
-def _arrow_files(folder: Path) -> list[Path]:
-    """The files of one split, in the order of its rows."""
-    path = folder / "state.json"
-    about = parse_json(path.read_bytes(), str(path))
-    if not fits(about, {"_data_files": [{"filename": str}]}) or not about.get("_data_files"):
-        raise ValueError(f"{path} names no data files, as `datasets` writes them")
-    return [folder / Path(file["filename"]).name for file in about["_data_files"]]
-
-
-def find_on_hub(data: str, beat: Heartbeat, show_progress: bool, columns: Columns) -> Source:
-    """Finds `cifar10`, or `hub:OWNER/NAME[:CONFIG]`; `datasets` downloads it once and keeps it."""
-    if data == "cifar10":
-        repository, config = "uoft-cs/cifar10", None
-    elif match := HUB.fullmatch(data):
-        repository, config = match.groups()
-    else:
+def load_from_hub(data: str, beat: Heartbeat, show_progress: bool) -> dict[str, Any]:
+    """The `datasets.Dataset` of each split of `cifar10`, or `hub:OWNER/NAME[:CONFIG]`; `datasets` downloads
+    it once and keeps it."""
+    match = HUB.fullmatch("hub:uoft-cs/cifar10" if data == "cifar10" else data)
+    if not match:
         raise ValueError(f"--data {data}: expected hub:OWNER/NAME or hub:OWNER/NAME:CONFIG")
 
     def load():
@@ -116,50 +141,210 @@ def find_on_hub(data: str, beat: Heartbeat, show_progress: bool, columns: Column
 
         if not show_progress:
             datasets.disable_progress_bars()
-        return datasets.load_dataset(repository, config)
+        return datasets.load_dataset(*match.groups())
 
     try:
-        loaded = run_with_heartbeat(load, beat)
+        return run_with_heartbeat(load, beat)
     except Exception as error:  # no network, no room, a hub that says no: too many classes to list
         reason = " ".join((str(error) or type(error).__name__).split())
         more = " ..." if len(reason) > 300 else ""
         raise ValueError(
-            f"--data {data}: {repository} could not be loaded from the hub ({printable(reason[:300])}{more})."
+            f"--data {data}: {match[1]} could not be loaded from the hub ({printable(reason[:300])}{more})."
             " Without network use local files: --data FOLDER with the hub's train-*.parquet and"
             " test-*.parquet"
         ) from error
-    if "train" not in loaded:
-        raise ValueError(f"--data {data} has {_splits(loaded)}")
-    val_name, splits, left_out = _train_and_val(loaded)
-    files = tuple(
-        (f"{split} {k}", Path(file["filename"]))
-        for split, table in splits.items()
-        for k, file in enumerate(table.cache_files)
+
+
+# Reading them
+
+
+def write_tables(
+    splits: dict[str, list[Table]], columns: Columns, folder: Path, beat: Heartbeat
+) -> tuple[str, ...]:
+    """Stores labels and encoded images of the splits in a cache folder. Returns the class names.
+
+    All labels are checked before an image is read. Memory: one row group and the labels.
+    """
+    classes, labels = read_labels(splits, columns, beat)
+    for split, tables in splits.items():
+        save_labels(folder, split, labels[split].numbers)
+        save_images(folder, split, read_images(tables, columns, beat), parts=labels[split].rows)
+    return classes
+
+
+class Labels(NamedTuple):
+    """The labels of one split."""
+
+    numbers: np.ndarray  # int64 [N]
+    rows: list[tuple[str, int]]  # of each table
+
+
+def read_labels(
+    splits: dict[str, list[Table]], chosen: Columns, beat: Heartbeat
+) -> tuple[tuple[str, ...], dict[str, Labels]]:
+    """The class names, and the labels of each split. Raises ValueError for a label without a class.
+
+    Without names in the files the classes are the distinct labels, sorted.
+    """
+    values, names, rows = {}, {}, {}
+    for split, tables in splits.items():
+        values[split], names[split], rows[split] = _read_split(split, tables, chosen, beat)
+    kinds = {type(value) for column in values.values() for value in column}
+    if len(kinds) > 1 or (names["train"] and str in kinds):
+        where = [table.where for split in splits.values() for table in split]
+        raise ValueError(f"labels of {some_of(where, 3)} {MIXED}")
+    classes = {split: names[split] or tuple(sorted(set(values[split]))) for split in splits}
+    train, val = classes["train"], classes.get("val", classes["train"])
+    if train != val:
+        raise ValueError(
+            f"the classes of the two splits differ:{only_in('train', train, 'val', val)} In order, train has"
+            f" {some_of(train)}, val {some_of(val)}"
+        )
+    number = {label: k for k, label in enumerate(range(len(train)) if names["train"] else train)}
+    for split, column in values.items():
+        wrong = [row for row, label in enumerate(column) if label not in number]
+        if wrong:
+            raise ValueError(
+                f"label {column[wrong[0]]} in row {wrong[0]} of the {split} split"
+                f" ({splits[split][0].where}) is out of range: there are {len(train)} classes"
+                f" ({len(wrong):,} such rows)"
+            )
+    numbers = {split: np.array([number[label] for label in column]) for split, column in values.items()}
+    return tuple(map(str, train)), {split: Labels(numbers[split], rows[split]) for split in splits}
+
+
+def _read_split(
+    split: str, tables: list[Table], chosen: Columns, beat: Heartbeat
+) -> tuple[list[Any], tuple[str, ...], list[tuple[str, int]]]:
+    """The labels of a split, int or str; the class names, where the files have them; and each table's number
+    of rows. Raises ValueError for labels of other types, and where one is missing."""
+    labels, names, rows = [], [], []
+    for table in tables:
+        with table.open() as (schema, read):
+            name = label_column(schema, chosen, table.where)
+            names.append(tuple(_features(schema, table.where).get(name, {}).get("names") or ()))
+            values = [value for column in read(name) for value in column.to_pylist()]
+        if None in values:
+            raise ValueError(f"row {values.index(None)} of {table.where} has no label")
+        if other := {type(value) for value in values} - {int, str}:
+            raise ValueError(f"the labels of {table.where} are {other.pop().__name__}, not numbers or names")
+        if names[-1] != names[0]:
+            raise ValueError(f"{table.where} has other class names than {tables[0].where}")
+        labels += values
+        rows.append((table.where, len(values)))
+        beat()
+    if not labels:
+        raise ValueError(f"no images in the {split} split: {some_of([table.where for table in tables])}")
+    return labels, names[0], rows
+
+
+def read_images(tables: list[Table], chosen: Columns, beat: Heartbeat) -> Iterator[bytes]:
+    """The values of a column of the hub's Image structs, or of plain binary."""
+    for table in tables:
+        with table.open() as (schema, read):
+            row = 0
+            for column in read(image_column(schema, chosen, table.where)):
+                yield from _image_bytes(column, table, row)
+                row += len(column)
+                beat()
+
+
+def _image_bytes(column: "pyarrow.Array", table: Table, row: int) -> list[bytes]:
+    """The bytes of consecutive images. row: the first one's.
+
+    Rows that `datasets` has loaded may have the path of a file in its cache instead.
+    """
+    import pyarrow as pa
+
+    if not _holds_bytes(column.type):
+        raise ValueError(f"{table.where}: its image column holds {column.type}, not image bytes")
+    images = []
+    for k, value in enumerate(column.to_pylist()):
+        file = None
+        if pa.types.is_struct(column.type):
+            value, file = (value or {}).get("bytes"), (value or {}).get("path")
+        if value is None and file and not isinstance(table.content, Path) and os.path.isfile(file):
+            value = Path(file).read_bytes()
+        if value is None:
+            raise ValueError(f"row {row + k} of {table.where} has no image bytes")
+        images.append(value)
+    return images
+
+
+def _holds_bytes(kind: "pyarrow.DataType") -> bool:
+    """True for binary, and for the hub's structs of an image."""
+    import pyarrow as pa
+
+    if pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0:
+        kind = kind.field("bytes").type
+    return pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
+
+
+# Their columns
+
+
+def image_column(schema: "pyarrow.Schema", chosen: Columns, where: str) -> str:
+    """The column of images: the chosen one, else img or image, else the only one that holds some."""
+    features = _features(schema, where)
+    found = [
+        field.name
+        for field in schema
+        if _holds_bytes(field.type)
+        and features.get(field.name, {}).get("_type", "Image") in ("Image", "Value")  # not sounds
+    ]
+    return _choice(schema, "image", chosen.image, IMAGE_COLUMNS, found, where)
+
+
+def label_column(schema: "pyarrow.Schema", chosen: Columns, where: str) -> str:
+    """The column of labels: the chosen one, else label or fine_label, else the only one with class names.
+
+    Without class names the only one with a usual name, or the only one of numbers or words.
+    """
+    import pyarrow as pa
+
+    is_label = (pa.types.is_integer, pa.types.is_string, pa.types.is_large_string, pa.types.is_dictionary)
+    features = _features(schema, where)
+    found = [name for name in schema.names if features.get(name, {}).get("_type") == "ClassLabel"]
+    found = found or [name for name in schema.names if name.lower() in OTHER_LABEL_COLUMNS]
+    found = found or [field.name for field in schema if any(test(field.type) for test in is_label)]
+    return _choice(schema, "label", chosen.label, LABEL_COLUMNS, found, where)
+
+
+def _choice(
+    schema: "pyarrow.Schema",
+    kind: str,
+    chosen: str | None,
+    names: tuple[str, ...],
+    found: list[str],
+    where: str,
+) -> str:
+    """The chosen column, else the first of these names that the table has, else the only one found."""
+    if chosen and chosen not in schema.names:
+        raise ValueError(f"--{kind}_column {chosen}: {where} has only: {some_of(schema.names)}")
+    if known := chosen or next((name for name in names if name in schema.names), None):
+        return known
+    if len(found) == 1:
+        return found[0]
+    what = (
+        f"several columns of {kind}s, {some_of(found)}"
+        if found
+        else f"no column of {kind}s, only: {some_of(schema.names)}"
     )
-    name = data.removeprefix("hub:")
-    tables = {s: [Table(f"{name}'s {s} split", rows.data.table)] for s, rows in splits.items()}
-    return _source_of_tables(name, files, tables, val_name, left_out, columns)
+    raise ValueError(f"{where} has {what}: choose one by --{kind}_column")
 
 
-def _splits(names: Iterable[str]) -> str:
-    return f"no split train, only: {some_of(list(names)) or 'none'}"
-
-
-def _tables(splits: dict[str, list[Path]]) -> dict[str, list[Table]]:
-    return {split: [Table(str(file), file) for file in files] for split, files in splits.items()}
-
-
-def _source_of_tables(
-    name: str,
-    files: tuple[tuple[str, Path], ...],
-    tables: dict[str, list[Table]],
-    val_name: str | None,
-    left_out: str,
-    columns: Columns,
-) -> Source:
-    def write(folder: Path, beat: Heartbeat) -> tuple[str, ...]:
-        return write_tables(tables, columns, folder, beat)
-
-    chosen = (f"columns {list(columns)}",) if any(columns) else ()
-    shown = VAL_NAMES[val_name] if val_name else None
-    return Source(name, files, write, shown, hashes=chosen, is_table=True, left_out=left_out)
+def _features(schema: "pyarrow.Schema", where: str) -> dict[str, dict[str, Any]]:
+    """The `datasets` features of the columns, from the schema's metadata; empty without."""
+    try:
+        about = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
+        features = (about.get("info") or {}).get("features") or {}
+        features = {name: feature for name, feature in features.items() if isinstance(feature, dict)}
+        names = [feature.get("names") or [] for feature in features.values()]
+    except (ValueError, AttributeError, RecursionError):
+        names = [None]
+    if all(isinstance(some, list) and all(isinstance(name, str) for name in some) for some in names):
+        return features
+    raise ValueError(
+        f"{where}: its huggingface metadata has no class names as `datasets` writes them, a list at"
+        " info.features.<column>.names"
+    )

@@ -11,18 +11,21 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
+from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
 
-from common.data import bad_images
-from common.data.decode import central_crop, random_resized_crop
+from common.augment import to_float
+from common.data.decode import central_crop, decode, random_resized_crop
 from common.order import Plan, uniforms
+from common.system.text import printable
 from common.system.transfer import send
 
 PREFETCHED = 4  # micro-batches for each worker
@@ -73,7 +76,7 @@ def decoded(
     micro-batch replaces a broken one; otherwise a broken one raises a ValueError that names it.
     """
     ahead, items = itertools.tee(plan)
-    loader = torch.utils.data.DataLoader(
+    loader = DataLoader(
         _Crops(open_images, train, size, seed, skip),
         sampler=ahead,
         batch_size=None,  # the plan's items are batches already
@@ -87,9 +90,24 @@ def decoded(
         for (images, broken, error), (epoch, ids) in zip(batches, items, strict=False):
             if error:
                 raise ValueError(error)
-            bad_images.note(broken)
+            _note_skipped(broken)
             shown_labels = torch.from_numpy(labels[ids[_shown(ids, broken)]])
             yield MicroBatch(epoch, ids, send(images, device), send(shown_labels, device))
+
+
+_skipped: set[int] = set()  # sample ids
+
+
+def skipped() -> list[int]:
+    """The sample ids of all images that this process skipped."""
+    return sorted(_skipped)
+
+
+def _note_skipped(broken: dict[int, str]) -> None:
+    """Reports each broken image once. broken: their errors by sample id."""
+    for i in broken.keys() - _skipped:
+        print(f"skipped: {printable(broken[i])}", file=sys.stderr, flush=True)
+    _skipped.update(broken)
 
 
 def _while_workers_live(loader: Iterable[Crops]) -> Generator[Crops, None, None]:
@@ -112,7 +130,7 @@ def in_flight(workers: int) -> int:
     return max(1, PREFETCHED * workers)
 
 
-class _Crops(torch.utils.data.Dataset):
+class _Crops(Dataset):
     """The crops of each item of the plan, made by a worker. Small to pickle: the images stay on disk."""
 
     def __init__(
@@ -204,7 +222,7 @@ def _forkserver() -> multiprocessing.context.BaseContext:
     names = [x.__name__ if isinstance(x, ModuleType) else getattr(x, "__module__", None) for x in values]
     modules = sorted({name for name in names if isinstance(name, str) and name in sys.modules} - {"__main__"})
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["common.data.workers", "torchvision.io", *modules])
+    context.set_forkserver_preload(["common.data.workers", "torchcodec.decoders", *modules])
     # Python 3.11 does not give the server our sys.path: a script started from elsewhere would not import.
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
@@ -253,3 +271,57 @@ def _start_worker(_: int) -> None:
 def _end_unsent(error: Exception, _) -> None:
     print(f"a decoding process can't send its images: {error}", file=sys.stderr, flush=True)
     os._exit(1)
+
+
+# Pictures to predict
+
+
+class Preprocessing(NamedTuple):
+    """How a picture becomes the model's input. is_cropped: the middle of it; else the whole is resized."""
+
+    size: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    is_cropped: bool
+
+
+class Pictures(Dataset[tuple[int, Tensor | str]]):
+    """The model's inputs of pictures: float32 [3, S, S]; an error's text where one can't be read."""
+
+    def __init__(self, files: Sequence[str], preprocessing: Preprocessing):
+        self.files, self.preprocessing = files, preprocessing
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, i: int) -> tuple[int, Tensor | str]:
+        size, mean, std, is_cropped = self.preprocessing
+        try:
+            pixels = decode(Path(self.files[i]).read_bytes())  # uint8 [H, W, 3]
+        except OSError as error:
+            return i, error.strerror or str(error)
+        except ValueError as error:
+            return i, str(error)
+        pixels = np.ascontiguousarray(central_crop(pixels, size)) if is_cropped else pixels
+        return i, to_float(torch.from_numpy(pixels)[None], mean, std, size)[0]
+
+
+class PictureBatch(NamedTuple):
+    ids: np.ndarray  # int64 [b]
+    inputs: Tensor  # float32 [b, 3, S, S]
+    broken: list[tuple[int, str]]  # ids of others, and why
+
+
+def picture_batches(
+    pictures: Pictures, ids: Sequence[int], size: int, workers: int
+) -> Iterator[PictureBatch]:
+    """Yields batches of up to `size` pictures, in the order of ids. workers: processes that decode."""
+    batches = [list(ids[k : k + size]) for k in range(0, len(ids), size)]
+    yield from DataLoader(pictures, batch_sampler=batches, num_workers=workers, collate_fn=_collate)
+
+
+def _collate(rows: list[tuple[int, Tensor | str]]) -> PictureBatch:
+    good = [(i, content) for i, content in rows if isinstance(content, Tensor)]
+    broken = [(i, content) for i, content in rows if isinstance(content, str)]
+    inputs = torch.stack([content for _, content in good]) if good else torch.empty(0)
+    return PictureBatch(np.array([i for i, _ in good], np.int64), inputs, broken)

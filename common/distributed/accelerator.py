@@ -22,22 +22,21 @@ from accelerate.utils import imports as accelerate_imports
 from torch import nn
 
 from common.batch_norm import RunningStatistics
-from common.distributed.activation_checkpointing import checkpoint_activations
 from common.distributed.agreement import agree
-from common.distributed.answers import (
-    check_answers,
-    check_wrapped_classes,
-    enabled_precision,
-    settle_answers,
+from common.distributed.blocks import checkpoint_activations, chosen_compilation, compile_blocks
+from common.distributed.devices import (
+    check_devices,
+    choose_algorithms,
+    keep_freed_memory,
+    rehearse_on_cpu,
+    use_all_cores,
 )
-from common.distributed.compilation import asked_for, compile_blocks
-from common.distributed.determinism import choose_algorithms
-from common.distributed.devices import check_devices
-from common.distributed.elastic import check_processes, elastic_batch, replacement_problem
-from common.distributed.gradients import refuse_missing_gradients, refuse_skipped_steps
-from common.distributed.hangs import record_collectives, watch_hangs
-from common.distributed.initial_weights import share_initial_weights
-from common.distributed.peers import watch_peers
+from common.distributed.launch_config import (
+    check_launch_config,
+    check_wrapped_classes,
+    disable_meaningless,
+    enabled_precision,
+)
 from common.distributed.precision import (
     autocast_forward,
     cast_inputs,
@@ -47,9 +46,24 @@ from common.distributed.precision import (
     typed_precision,
 )
 from common.distributed.preemption import ready, watch
-from common.distributed.rehearsal import keep_freed_memory, rehearse_on_cpu, use_all_cores
-from common.distributed.rendezvous import join_agents_store, name_interface, set_group_timeout
-from common.distributed.strategy import plain_module, precision, strategy, versions
+from common.distributed.rendezvous import (
+    check_processes,
+    elastic_batch,
+    join_agents_store,
+    name_interface,
+    replacement_problem,
+    set_group_timeout,
+)
+from common.distributed.strategy import (
+    plain_module,
+    precision,
+    refuse_missing_gradients,
+    refuse_skipped_steps,
+    share_initial_weights,
+    strategy,
+    versions,
+)
+from common.distributed.watch import record_collectives, watch_ranks
 from common.recipe import Batch, Job, recipe_part
 from common.system.env import rank, world_size
 from common.system.paths import ROOT
@@ -62,7 +76,7 @@ def start(job: Job, clip_norm: float = 0.0) -> tuple[Accelerator, Batch]:
     are too few GPUs, or the processes disagree.
     """
     wanted = job.mixed_precision or typed_precision()
-    deepspeed = check_answers(
+    deepspeed = check_launch_config(
         os.environ, world_size(), deepspeed_config=job.deepspeed_config, precision=wanted
     )
     check_processes()
@@ -77,10 +91,10 @@ def start(job: Job, clip_norm: float = 0.0) -> tuple[Accelerator, Batch]:
         os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     # Accelerate asks twice a step for an optimizer's package; each time Python looks through its folders.
     accelerate_imports._is_package_available = functools.cache(accelerate_imports._is_package_available)
-    remarks = settle_answers(rehearsal)
+    remarks = disable_meaningless(rehearsal)
     if rehearsal:
         rehearse_on_cpu()
-    compilation = asked_for(job.compile)
+    compilation = chosen_compilation(job.compile)
     name_interface()
     record_collectives()
     set_group_timeout(job.timeout_s)
@@ -110,8 +124,7 @@ def start(job: Job, clip_norm: float = 0.0) -> tuple[Accelerator, Batch]:
     extras += ", deterministic" if job.deterministic else ""
     accelerator.print(f"{strategy(accelerator)}, {batch}, mixed precision {precision(accelerator)}{extras}")
     ready()
-    watch_peers(accelerator)
-    watch_hangs(accelerator, job.timeout_s)
+    watch_ranks(accelerator, job.timeout_s)
     return accelerator, batch
 
 
@@ -120,7 +133,7 @@ def make_accelerator(
 ) -> Accelerator:
     """The Accelerator for the launcher's environment and the job, without compilation.
 
-    deepspeed: the DeepSpeed JSON from check_answers(), if there is one.
+    deepspeed: the DeepSpeed JSON from check_launch_config(), if there is one.
     """
     engines_precision = enabled_precision(deepspeed)
     kind = chosen_precision(job.mixed_precision or engines_precision)

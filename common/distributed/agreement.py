@@ -1,6 +1,5 @@
-"""Agreement between the processes of a job: equal settings, work by one of them, one print of an error."""
+"""Agreement between the processes of a job: equal settings, and work by one of them."""
 
-import hashlib
 import json
 import socket
 import time
@@ -12,13 +11,11 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-from common.distributed.hangs import notice_hang
 from common.distributed.preemption import Preempted, wanted
-from common.system.doing import doing, now
-from common.system.env import is_hosts_first
+from common.distributed.watch import report_hang
+from common.system.phase import in_phase, now
 
 Work = Callable[[Callable[[], None]], Any]  # work(beat)
-MISTAKES = (ValueError, FloatingPointError, OSError)  # printed in one line, without a traceback
 UNANSWERED_S = 240  # wait for a working process after a signal: a request to S3 may take that long
 
 
@@ -67,7 +64,7 @@ def _while_others_wait(
     store = dist.distributed_c10d._get_default_store()
     if me == my_worker:
         try:
-            with doing(f"preparing the {topic}"):
+            with in_phase(f"preparing the {topic}"):
                 outcome = {"result": work(_heart(store, board))}
         except (ValueError, OSError) as error:
             outcome = {"error": f"{error} (on host {socket.gethostname()})"}
@@ -88,7 +85,7 @@ def _while_others_wait(
         if (latest := store.add(f"{board}/beats", 0)) != beats:
             beats, heard = latest, time.monotonic()
         elif time.monotonic() - heard > timeout_s:
-            notice_hang()
+            report_hang()
             raise ValueError(
                 f"rank {', '.join(map(str, sorted(pending)))} gave no sign of life for {timeout_s} s while it"
                 f" prepared the {topic}: look at its host, or give a larger --timeout_s"
@@ -126,40 +123,6 @@ def _heart(store: dist.Store, board: str) -> Callable[[], None]:
 def _stop_if_wanted() -> None:
     if wanted():
         raise Preempted
-
-
-def first_to_say(message: str, store: dist.Store | None = None) -> bool:
-    """True when no other process has printed this message, as most mistakes occur in all processes.
-
-    store: a connection for this thread alone.
-    """
-    if not dist.is_initialized():
-        return is_hosts_first()
-    key = f"said/{hashlib.sha256(message.encode()).hexdigest()}"
-    try:
-        return (store or dist.distributed_c10d._get_default_store()).add(key, 1) == 1
-    except RuntimeError:  # the process that hosts the store is gone
-        return True
-
-
-def let_main_close_first(accelerator: Accelerator, store: dist.Store | None = None) -> None:
-    """Waits in a failing job until the main process has closed its files, 10 s at most.
-
-    The main process calls it after closing them, the others before they exit, because a launcher kills all
-    processes as soon as one has exited. The main process may hang in a collective. store: a connection for
-    this thread alone.
-    """
-    if not dist.is_initialized():
-        return
-    try:
-        store = store or dist.distributed_c10d._get_default_store()
-        if accelerator.is_main_process:
-            store.set("closed", "yes")
-        until = time.monotonic() + 10
-        while not store.check(["closed"]) and time.monotonic() < until:
-            time.sleep(0.05)
-    except RuntimeError:  # the process that hosts the store is gone
-        return
 
 
 def _difference(ours: str | None, theirs: str | None) -> str:

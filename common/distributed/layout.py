@@ -1,8 +1,8 @@
-"""Conversion between whole tensors and what each process holds of them, under every strategy.
+"""Conversion between whole tensors and what each process has of them, under every strategy.
 
-The tensors that the optimizer changes in place are called "held" here: the parameters themselves on one
+The tensors that the optimizer changes in place are called "local" here: the parameters themselves on one
 process and under DDP, shards under FSDP2, flat partitions of the fp32 masters under ZeRO. An EMA's averages
-and most of an optimizer's state have the shapes of the held tensors, so they are converted in the same way.
+and most of an optimizer's state have the shapes of the local tensors, so they are converted in the same way.
 """
 
 import copy
@@ -16,15 +16,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from common.distributed.strategy import plain_module
+from common.system.transfer import exchanged
 
-EXCHANGED_BYTES = 64 * 2**20  # extra memory for exchanging two tensors
-
-Held = Sequence[Tensor | None]  # one per held tensor; None if the parameter has no such state
-Arrange = Callable[[list[Tensor]], list[Tensor]]  # converts a parameter group to what a strategy holds
+Local = Sequence[Tensor | None]  # one per local tensor; None if the parameter has no such state
+Arrange = Callable[[list[Tensor]], list[Tensor]]  # converts a parameter group to one process's part
 
 
 class Layout:
-    """The layout of one process and of DDP, where every process holds everything.
+    """The layout of one process and of DDP, where every process has everything.
 
     Create it before the first forward: later FSDP2's modules may show gathered copies of their parameters.
     """
@@ -35,19 +34,16 @@ class Layout:
     def __init__(self, model: nn.Module, optimizer: AcceleratedOptimizer):
         self.module, self.optimizer = plain_module(model), optimizer.optimizer
         # nn.Parameters; under FSDP and ZeRO with further attributes
-        self.parameters: dict[str, Any] = {
-            name: p for name, p in self.module.named_parameters() if p.requires_grad
-        }
-        self.frozen: dict[str, Any] = {
-            name: p for name, p in self.module.named_parameters() if not p.requires_grad
-        }
-        self.held = self._held()  # fp32, in the order of self.states()
+        everything: dict[str, Any] = dict(self.module.named_parameters())
+        self.parameters = {name: p for name, p in everything.items() if p.requires_grad}
+        self.frozen = {name: p for name, p in everything.items() if not p.requires_grad}
+        self.local = self._local()  # fp32, in the order of self.states()
         self.inner = self._inner()  # the script's own optimizer
         self.constants = copy.deepcopy([group_values(group) for group in self.inner.param_groups])
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Whole shapes of the trained parameters, by their names in the model."""
-        return {name: tuple(p.shape) for name, p in self.parameters.items()}
+        return {name: self._shape(p) for name, p in self.parameters.items()}
 
     def buffers(self) -> dict[str, Tensor]:
         """Buffers such as BatchNorm's statistics, by their names in the model. Rank 0's count."""
@@ -61,11 +57,9 @@ class Layout:
             if id(tensor) not in known and name not in parameters
         }
 
-    # --- Frozen parameters, which the optimizer does not have
-
     def frozen_shapes(self) -> dict[str, tuple[int, ...]]:
         """Whole shapes of the frozen parameters, by their names in the model."""
-        return {name: tuple(p.shape) for name, p in self.frozen.items()}
+        return {name: self._shape(p) for name, p in self.frozen.items()}
 
     def whole_frozen(self) -> Iterator[tuple[str, Tensor]]:
         """(name, whole tensor) of each frozen parameter, one gathered at a time. Collective."""
@@ -75,46 +69,44 @@ class Layout:
     def fill_frozen(self, whole: Callable[[str], Tensor]) -> None:
         """Fills the frozen parameters with whole(name), a tensor on the device. Collective."""
         for name, p in self.frozen.items():
-            p.copy_(whole(name))
+            _to_local(p).copy_(self._part(p, whole(name)))
 
-    # --- Trained parameters
-
-    def whole(self, held: Held) -> Iterator[tuple[str, Tensor]]:
+    def whole(self, local: Local) -> Iterator[tuple[str, Tensor]]:
         """(name, whole tensor) of each trained parameter, one gathered at a time. Collective."""
-        for name, mine in zip(self.parameters, held, strict=True):
+        for (name, p), mine in zip(self.parameters.items(), local, strict=True):
             if mine is not None:
-                yield name, mine
+                yield name, self._gather(p, mine)
 
-    def fill(self, held: Held, whole: Callable[[str], Tensor], names: Collection[str] | None = None) -> None:
-        """Fills the held tensors with whole(name), a tensor on the device. All processes use the same order.
+    def fill(
+        self, local: Local, whole: Callable[[str], Tensor], names: Collection[str] | None = None
+    ) -> None:
+        """Fills the local tensors with whole(name), a tensor on the device. All processes use the same order.
 
         names: the parameters to fill; all by default.
         """
-        for name, mine in zip(self.parameters, held, strict=True):
+        for (name, p), mine in zip(self.parameters.items(), local, strict=True):
             if names is None or name in names:
                 assert mine is not None, name
-                mine.copy_(whole(name))
+                mine.copy_(self._part(p, whole(name)))
 
-    def publish(self) -> None:
-        """Makes what was written into self.held visible to the next forward. Collective."""
-
-    # --- The optimizer's state
+    def sync(self) -> None:
+        """Makes what was written into self.local visible to the next forward. Collective."""
 
     def groups(self) -> list[list[str]]:
         """The names of the trained parameters in each of the optimizer's groups."""
         return self._names_of([group["params"] for group in self.inner.param_groups])
 
     def states(self) -> list[dict[str, Any]]:
-        """The optimizer's state of each held tensor; empty before the first step."""
+        """The optimizer's state of each local tensor; empty before the first step."""
         return [owner(self.inner).state.get(key, {}) for key in self._keys()]
 
-    def shaped_state(self) -> dict[str, Held]:
-        """The state with the shape of the held tensors, such as `exp_avg`."""
+    def shaped_state(self) -> dict[str, Local]:
+        """The state with the shape of the local tensors, such as `exp_avg`."""
         keys, states = self._keys(), self.states()
         names = {name for key, state in zip(keys, states, strict=True) for name in shaped(state, key)}
         return {
             name: [
-                _local(state[name] if _has_shape(state.get(name), key) else None)
+                _to_local(state[name] if _has_shape(state.get(name), key) else None)
                 for key, state in zip(keys, states, strict=True)
             ]
             for name in sorted(names)
@@ -137,13 +129,13 @@ class Layout:
         """The values of the parameter groups that the optimizer itself has changed, as a count of steps."""
         return changed(self.inner.param_groups, self.constants)
 
-    def make_state(self, name: str, dtypes: dict[str, torch.dtype]) -> Held:
-        """Creates state of zeros with the shapes of the held tensors, for these parameters and types."""
+    def make_state(self, name: str, dtypes: dict[str, torch.dtype]) -> Local:
+        """Creates state of zeros with the shapes of the local tensors, for these parameters and types."""
         made: list[Tensor | None] = []
         for key, members in zip(self._keys(), self.members(), strict=True):
             dtype = next((dtypes[member] for member in members if member in dtypes), None)
             new = None if dtype is None else self._put(key, name, torch.zeros_like(key, dtype=dtype))
-            made.append(_local(new))
+            made.append(_to_local(new))
         return made
 
     def put_state(self, parameter: str, name: str, value: Any) -> None:
@@ -152,7 +144,7 @@ class Layout:
         self._put(keys[parameter], name, value)
 
     def arrangements(self) -> list[Arrange]:
-        """Functions that convert a group of parameters to what each process holds; none without shards."""
+        """Functions that convert a group of parameters to one process's part; none without shards."""
         return []
 
     def steps_at_once(self) -> bool:
@@ -167,18 +159,29 @@ class Layout:
         return self.optimizer
 
     def members(self) -> list[list[str]]:
-        """The names of the parameters in each held tensor."""
+        """The names of the parameters in each local tensor."""
         return [[name] for name in self.parameters]
 
     def _names_of(self, groups: list[list[Tensor]]) -> list[list[str]]:
         names = {id(p): name for name, p in self.parameters.items()}
         return [[names[id(p)] for p in group if id(p) in names] for group in groups]
 
-    def _held(self) -> list[Tensor]:
-        return [_local(p.detach()) for p in self.parameters.values()]
+    def _local(self) -> list[Tensor]:
+        return [_to_local(p.detach()) for p in self.parameters.values()]
 
     def _keys(self) -> list[Tensor]:
         return list(self.parameters.values())
+
+    def _shape(self, parameter: Any) -> tuple[int, ...]:
+        return tuple(parameter.shape)
+
+    def _gather(self, parameter: Any, mine: Tensor) -> Tensor:
+        """The whole of a tensor of which this process has `mine`."""
+        return mine
+
+    def _part(self, parameter: Any, whole: Tensor) -> Tensor:
+        """What this process has of a whole tensor."""
+        return whole
 
 
 class _Sharded(Layout):
@@ -186,38 +189,23 @@ class _Sharded(Layout):
 
     parts = "FSDP2's shards"
 
-    def whole(self, held: Held) -> Iterator[tuple[str, Tensor]]:
+    def _gather(self, parameter: Any, mine: Tensor) -> Tensor:
         from torch.distributed.tensor import DTensor
 
-        for (name, p), mine in zip(self.parameters.items(), held, strict=True):
-            if mine is None:
-                continue
-            sharded = DTensor.from_local(
-                mine, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
-            )
-            yield name, sharded.full_tensor()
+        p, shape, stride = parameter, parameter.shape, parameter.stride()
+        sharded = DTensor.from_local(
+            mine, p.device_mesh, p.placements, run_check=False, shape=shape, stride=stride
+        )
+        return sharded.full_tensor()
 
-    def fill(self, held: Held, whole: Callable[[str], Tensor], names: Collection[str] | None = None) -> None:
-        for (name, p), mine in zip(self.parameters.items(), held, strict=True):
-            if names is None or name in names:
-                assert mine is not None, name
-                mine.copy_(_sharded_like(p, whole(name)))
-
-    def fill_frozen(self, whole: Callable[[str], Tensor]) -> None:
-        for name, p in self.frozen.items():
-            p.to_local().copy_(_sharded_like(p, whole(name)))
+    def _part(self, parameter: Any, whole: Tensor) -> Tensor:
+        return _distributed_like(parameter, whole).to_local()
 
     def arrangements(self) -> list[Arrange]:
-        from torch.distributed.tensor import distribute_tensor
-
         p = next(iter(self.parameters.values()))
-        return [
-            lambda tensors: [
-                distribute_tensor(t, p.device_mesh, p.placements, src_data_rank=None) for t in tensors
-            ]
-        ]
+        return [lambda tensors: [_distributed_like(p, tensor) for tensor in tensors]]
 
-    def publish(self) -> None:
+    def sync(self) -> None:
         from torch.distributed.fsdp import FSDPModule
 
         for module in self.module.modules():
@@ -235,17 +223,19 @@ class _Zero(Layout):
     parts = "ZeRO's flat partitions"
     is_flat = True
 
-    def whole(self, held: Held) -> Iterator[tuple[str, Tensor]]:
+    def whole(self, local: Local) -> Iterator[tuple[str, Tensor]]:
         from deepspeed.utils import safe_get_full_fp32_param
 
-        absent = {m for mine, ms in zip(held, self.members(), strict=True) if mine is None for m in ms}
-        with self._in_masters(held):
+        absent = {m for mine, ms in zip(local, self.members(), strict=True) if mine is None for m in ms}
+        with self._in_masters(local):
             for name, p in self.parameters.items():
                 if name not in absent:
                     yield name, safe_get_full_fp32_param(p)
 
-    def fill(self, held: Held, whole: Callable[[str], Tensor], names: Collection[str] | None = None) -> None:
-        with self._in_masters(held):
+    def fill(
+        self, local: Local, whole: Callable[[str], Tensor], names: Collection[str] | None = None
+    ) -> None:
+        with self._in_masters(local):
             for name, p in self.parameters.items():
                 if names is None or name in names:
                     self._set(p, whole(name))
@@ -256,19 +246,19 @@ class _Zero(Layout):
     def arrangements(self) -> list[Arrange]:
         return [lambda tensors: _flat_half(tensors, 0), lambda tensors: _flat_half(tensors, 1)]
 
-    def publish(self) -> None:
+    def sync(self) -> None:
         self.optimizer.update_lp_params()
 
     @contextmanager
-    def _in_masters(self, held: Held) -> Iterator[None]:
-        pairs = [(mine, master) for mine, master in zip(held, self.held, strict=True) if mine is not None]
-        with nullcontext() if held is self.held else exchanged(*map(list, zip(*pairs, strict=True))):
+    def _in_masters(self, local: Local) -> Iterator[None]:
+        pairs = [(mine, master) for mine, master in zip(local, self.local, strict=True) if mine is not None]
+        with nullcontext() if local is self.local else exchanged(*map(list, zip(*pairs, strict=True))):
             yield
 
     def _set(self, parameter: Any, value: Tensor) -> None:
         parameter.set_full_hp_param(value)
 
-    def _held(self) -> list[Tensor]:
+    def _local(self) -> list[Tensor]:
         return [flat.detach() for flat in self._keys()]
 
     def _inner(self) -> Optimizer:
@@ -284,11 +274,8 @@ class _Zero(Layout):
 class _Zero3(_Zero):
     """ZeRO-3's layout: each parameter is split into equal parts, one per process, the last one padded."""
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: tuple(p.ds_shape) for name, p in self.parameters.items()}
-
-    def frozen_shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: tuple(p.ds_shape) for name, p in self.frozen.items()}
+    def _shape(self, parameter: Any) -> tuple[int, ...]:
+        return tuple(parameter.ds_shape)
 
     def whole_frozen(self) -> Iterator[tuple[str, Tensor]]:
         from deepspeed.runtime.zero import GatheredParameters
@@ -313,7 +300,7 @@ class _Zero3(_Zero):
     def steps_at_once(self) -> bool:
         return len(self._keys()) == 1  # one call per partition
 
-    def publish(self) -> None:
+    def sync(self) -> None:
         """Repeats the end of the optimizer's step."""
         zero = self.optimizer
         zero._partition_all_parameters()
@@ -374,38 +361,15 @@ def changed(groups: list[dict[str, Any]], before: list[dict[str, Any]]) -> list[
     ]
 
 
-@contextmanager
-def exchanged(ours: list[Tensor], theirs: list[Tensor]) -> Iterator[None]:
-    """Exchanges the contents of two lists of tensors, and exchanges them back at the end."""
-    _exchange(ours, theirs)
-    try:
-        yield
-    finally:
-        _exchange(ours, theirs)
-
-
-@torch.no_grad()
-def _exchange(ours: list[Tensor], theirs: list[Tensor]) -> None:
-    for a, b in zip(ours, theirs, strict=True):
-        if not a.numel():
-            continue
-        a, b = torch.atleast_1d(a), torch.atleast_1d(b)
-        rows = max(1, EXCHANGED_BYTES * len(a) // a.nbytes)
-        for some_a, some_b in zip(a.split(rows), b.split(rows), strict=True):
-            kept = some_a.clone()
-            some_a.copy_(some_b)
-            some_b.copy_(kept)
-
-
-def _local(value: Any) -> Any:
+def _to_local(value: Any) -> Any:
     return value.to_local() if hasattr(value, "to_local") else value
 
 
-def _sharded_like(p: Any, whole: Tensor) -> Tensor:
-    """This process's shard of a whole tensor, as the DTensor p is sharded."""
+def _distributed_like(p: Any, whole: Tensor) -> Any:
+    """The whole tensor as a DTensor, sharded as the DTensor p is."""
     from torch.distributed.tensor import distribute_tensor
 
-    return distribute_tensor(whole, p.device_mesh, p.placements, src_data_rank=None).to_local()
+    return distribute_tensor(whole, p.device_mesh, p.placements, src_data_rank=None)
 
 
 def _gathered(value: Any) -> Any:

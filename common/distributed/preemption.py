@@ -3,10 +3,11 @@
 SIGHUP comes when a terminal is closed or an ssh connection is lost. A process that was started with SIGHUP
 ignored, as by nohup, continues. Launchers forward SIGTERM to their processes; torchrun and accelerate also
 forward SIGHUP. When a launcher is killed, the kernel sends SIGTERM to its child processes; in processes
-further down a thread notices it.
+further down a thread notices it within a second.
 """
 
 import os
+import select
 import signal
 import sys
 import threading
@@ -19,9 +20,8 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from common.distributed.hangs import notice_hang
-from common.system.env import PREEMPTED, launched
-from common.system.events import report
+from common.distributed.watch import report_hang
+from common.system.env import PREEMPTED, launched, report
 from common.system.processes import end_with_parent, is_under_nohup
 
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
@@ -32,64 +32,64 @@ class Preempted(Exception):
     """All processes have agreed to save and exit."""
 
 
-class _Main:
-    """The main thread's state, for the other threads."""
+class _State:
+    """What the main thread and the watching thread tell one another."""
 
-    ready = False  # False: a signal ends the process at once; True: at the end of the step
-    heard = False  # a signal came
-    agreed = False  # all processes have agreed to stop
-    seen = 0.0  # time.monotonic() of the last check for a signal
-    why = ""  # the signal, or request_stop()'s reason
+    is_ready = False  # False: a signal ends the process at once; True: at the end of the step
+    is_signalled = False
+    is_agreed = False  # all processes have agreed to stop
+    checked_at = 0.0  # time.monotonic() of the last check for a signal
+    reason = ""  # the signal, or request_stop()'s reason
     timeout_s = 300.0  # without a check for this long after a signal, the process is stuck
 
 
 def watch(timeout_s: float) -> None:
     """Starts to listen for _SIGNALS. Before ready() a signal ends the process at once, later after a step.
 
-    A watchdog ends a process that is still in the same step timeout_s after a signal.
+    A process that is still in the same step timeout_s after a signal is ended.
     """
-    _Main.timeout_s = timeout_s
+    _State.timeout_s = timeout_s
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
-    # The interpreter delays a handler while the main thread is inside torch; this thread reacts at once.
+    # The interpreter delays a handler while the main thread is inside torch; the thread reacts at once.
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     for number in _SIGNALS:
         if number != signal.SIGHUP or not is_under_nohup():
-            signal.signal(number, _hear)
-    threading.Thread(target=_listen, args=(reader,), daemon=True).start()
-    threading.Thread(target=_end_if_stuck, daemon=True).start()
+            signal.signal(number, _note_signal)
+    launchers = []
     if launched():  # only a launcher's end ends this process, not that of a shell
         end_with_parent()
         if _is_orphan():
             _stop.set()
-        threading.Thread(target=_watch_launcher, args=(_launchers(),), daemon=True).start()
+        launchers = _launchers()
+    threading.Thread(target=_watch, args=(reader, launchers), daemon=True).start()
 
 
 def ready() -> None:
     """Makes signals take effect at the end of a step from here on."""
-    _Main.ready = True
+    _State.is_ready = True
 
 
 def agreed() -> None:
     """Stops the watchdog once all processes have agreed to stop, as the last save may take long."""
-    _Main.agreed = True
+    _State.is_agreed = True
 
 
 def request_stop(why: str) -> None:
     """Has the same effect as a signal, from any thread."""
-    _Main.why = why
+    _State.reason = why
     _stop.set()
 
 
 def reason() -> str:
     """The signal that this process has received, or request_stop()'s reason; empty without one."""
-    return _Main.why
+    return _State.reason
 
 
 def wanted() -> bool:
     """True after a stop signal. Each call also resets the watchdog."""
-    _Main.seen = time.monotonic()
-    return _Main.heard or _stop.is_set()
+    _State.checked_at = time.monotonic()
+    return _State.is_signalled or _stop.is_set()
 
 
 class Poll:
@@ -164,36 +164,42 @@ def _is_orphan() -> bool:
     )
 
 
-def _hear(*_) -> None:
-    """Records a signal. _stop.set() takes a lock, which a second signal may interrupt."""
-    _Main.heard = True
+def _note_signal(*_) -> None:
+    """Notes a signal. _stop.set() takes a lock, which a second signal may interrupt."""
+    _State.is_signalled = True
 
 
-def _listen(reader: int) -> None:
-    while True:
-        if told := [number for number in os.read(reader, 64) if number in _SIGNALS]:
-            _Main.why = _Main.why or signal.Signals(told[0]).name
-            _stop.set()
-            if not _Main.agreed:
-                report("leaving", why=_Main.why)
-
-
-def _end_if_stuck() -> None:
-    """The watchdog: ends this process when no step ends after a signal.
+def _watch(reader: int, launchers: list[psutil.Process]) -> None:
+    """Notices signals at once, and the end of a launcher; ends this process if no step ends after it.
 
     The main thread may wait for ever, for a dead process, a disk or a file server.
     """
-    _stop.wait()
-    told = time.monotonic()
-    while _Main.ready:
-        time.sleep(1)
-        silent_s = time.monotonic() - max(told, _Main.seen)
-        if not _Main.agreed and silent_s > _Main.timeout_s:
-            notice_hang()
-            what = f"told to stop, and no step ended in {_Main.timeout_s:g} s: the data, or another process"
-            print(f"{what}, is waited for", file=sys.stderr, flush=True)
+    stopped_at = 0.0
+    while True:
+        is_readable = select.select([reader], [], [], 1.0)[0]
+        if numbers := [n for n in (os.read(reader, 64) if is_readable else b"") if n in _SIGNALS]:
+            _State.reason = _State.reason or signal.Signals(numbers[0]).name
+            _stop.set()
+            if not _State.is_agreed:
+                report("leaving", why=_State.reason)
+        elif not all(map(is_alive, launchers)):
+            request_stop(_State.reason or "its launcher has ended")
+            launchers = []
+        if not _stop.is_set():
+            continue
+        if not _State.is_ready:
+            os._exit(PREEMPTED)
+        stopped_at = stopped_at or time.monotonic()
+        silent_s = time.monotonic() - max(stopped_at, _State.checked_at)
+        if not _State.is_agreed and silent_s > _State.timeout_s:
+            report_hang()
+            print(
+                f"Received {_State.reason}, but no step finished within {_State.timeout_s:g} s; still waiting"
+                " for data or another rank.",
+                file=sys.stderr,
+                flush=True,
+            )
             os._exit(1)
-    os._exit(PREEMPTED)
 
 
 def _launchers() -> list[psutil.Process]:
@@ -216,9 +222,3 @@ def _launchers() -> list[psutil.Process]:
 _SET_BY_LAUNCHERS = ("TORCHELASTIC_RUN_ID", "ACCELERATE_DYNAMO_BACKEND", "CROSS_RANK")
 _LAUNCHERS = ("deepspeed", "accelerate", "torchrun", "launch.py")
 _LAUNCHER_MODULES = ("deepspeed.launcher", "accelerate.commands", "torch.distributed")
-
-
-def _watch_launcher(launchers: list[psutil.Process]) -> None:
-    while all(map(is_alive, launchers)):
-        time.sleep(1)
-    request_stop(_Main.why or "its launcher has ended")

@@ -1,14 +1,23 @@
-"""Facts about a started job: its strategy, sharding, precision, device and versions."""
+"""The strategy of a started job: its name, sharding and precision, and what is done to make all train alike.
+
+All ranks begin with rank 0's weights. Gradients that a strategy would silently skip are refused: missing ones
+under DDP, infinite ones under ZeRO.
+"""
 
 import contextlib
+import hashlib
 import platform
+import re
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
-from torch import nn
+from accelerate.utils import DistributedType, gather_object
+from torch import Tensor, nn
+
+from common.distributed.agreement import agree
 
 
 def plain_module(model: nn.Module) -> nn.Module:
@@ -65,3 +74,76 @@ def versions() -> dict[str, str]:
         with contextlib.suppress(PackageNotFoundError):  # DeepSpeed is needed for ZeRO alone
             found[name] = version(name)
     return found
+
+
+@torch.no_grad()
+def share_initial_weights(accelerator: Accelerator, model: nn.Module) -> None:
+    """Gives every rank the weights of rank 0. ValueError when names, shapes or types of parameters differ.
+
+    All ranks draw their weights from the same seed. If they are equal, nothing is sent; CPUs with different
+    instruction sets round differently.
+    """
+    tensors = model.state_dict()
+    shapes = {name: [list(tensor.shape), str(tensor.dtype)] for name, tensor in tensors.items()}
+    agree(accelerator, {"the model": shapes})
+    if accelerator.num_processes == 1 or len(set(gather_object([_digest(tensors)]))) == 1:
+        return
+    for tensor in tensors.values():
+        sent = tensor.to(accelerator.device)
+        dist.broadcast(sent, 0)
+        tensor.copy_(sent)
+    accelerator.print("the ranks drew different initial weights, as different CPUs do: rank 0's are used")
+
+
+def _digest(tensors: dict[str, Tensor]) -> str:
+    digest = hashlib.sha256()
+    for tensor in tensors.values():
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def refuse_missing_gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Makes the optimizer's first step raise ValueError when a trained parameter has no gradient.
+
+    DDP averages no gradient of a bucket in which one is missing. It reports this only at the next forward,
+    after a step with gradients that differ between the processes.
+    """
+
+    def check(stepping: torch.optim.Optimizer, *_) -> None:
+        if stepping is not optimizer:  # a copy, in the trial before the training
+            return
+        hook.remove()
+        if missing := [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]:
+            raise ValueError(without_gradient(missing))
+
+    hook = optimizer.register_step_pre_hook(check)
+
+
+def refuse_skipped_steps(zero: Any) -> None:
+    """Makes DeepSpeed's optimizer raise FloatingPointError where it would skip a step.
+
+    For precisions without loss scaling, where it skips a step if a gradient is not finite. All processes
+    detect this together.
+    """
+    update_scale = zero._update_scale
+
+    def check(has_overflow: bool = False) -> None:
+        if has_overflow:
+            lr = zero.param_groups[0]["lr"]
+            raise FloatingPointError(f"a gradient is not finite with learning rate {lr:g}")
+        update_scale(has_overflow)
+
+    zero._update_scale = check
+
+
+def unused_parameters(error: BaseException | None, parameters: list[str]) -> list[str]:
+    """The parameters in DDP's own error, which it raises when a gradient is missing in a later step."""
+    found = re.search(r"Parameter indices which did not receive grad for rank \d+: ([\d ]+)", str(error))
+    return [parameters[int(i)] for i in found[1].split()] if found else []
+
+
+def without_gradient(names: list[str]) -> str:
+    return (
+        f"under DDP every trained parameter needs a gradient in each step, and {', '.join(names)} had none:"
+        " set its requires_grad to False, or train with FSDP or ZeRO"
+    )

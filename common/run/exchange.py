@@ -6,9 +6,8 @@ from typing import Any
 
 from accelerate.utils import broadcast_object_list
 
-from common.data import bad_images
+from common.data.workers import skipped
 from common.distributed.preemption import Poll, Preempted, wanted
-from common.run.output import RunOutput
 from common.run.state import RunState
 from common.telemetry.collect import Telemetry
 
@@ -27,17 +26,24 @@ def steps_between(step_s: float) -> int:
 
 
 class Exchange:
-    """Messages over gloo, beside the training's collectives. All methods and the constructor are collective.
+    """Messages over gloo, beside the training's collectives. All methods but problem() are collective, and so
+    is the constructor.
 
-    output: the main process's; None on other processes.
+    find_problem: the main process's; None on other processes.
     """
 
-    def __init__(self, timeout_s: float, state: RunState, telemetry: Telemetry, output: RunOutput | None):
+    def __init__(
+        self,
+        timeout_s: float,
+        state: RunState,
+        telemetry: Telemetry,
+        find_problem: Callable[[], str | None] | None,
+    ):
         self.poll = Poll(timeout_s)
-        self.state, self.telemetry, self.output = state, telemetry, output
+        self.state, self.telemetry, self.find_problem = state, telemetry, find_problem
         self.step_us = UNKNOWN_US  # of this process, between its last two messages after a step
         self.slowest_us = UNKNOWN_US  # of all processes, the same on each
-        self.told_at, self.told_step, self.next_step = time.perf_counter(), -1, 0
+        self.sent_at, self.sent_step, self.next_step = time.perf_counter(), -1, 0
 
     def listen_after(self, step: int) -> None:
         """Calls listen() after the step, or if steps are short, only after every few of them.
@@ -48,13 +54,13 @@ class Exchange:
             wanted()  # resets the watchdog: a step has ended
             return
         now = time.perf_counter()
-        if self.told_step >= 0:
-            mean_us = (now - self.told_at) / max(1, step - self.told_step) * 1e6
+        if self.sent_step >= 0:
+            mean_us = (now - self.sent_at) / max(1, step - self.sent_step) * 1e6
             self.step_us = min(int(mean_us), UNKNOWN_US)
-        self.told_at, self.told_step = now, step
+        self.sent_at, self.sent_step = now, step
         self.listen()
-        alone = self.poll.group is None  # then it costs nothing
-        self.next_step = step + (1 if alone else steps_between(self.slowest_us / 1e6))
+        is_alone = self.poll.group is None  # then it costs nothing
+        self.next_step = step + (1 if is_alone else steps_between(self.slowest_us / 1e6))
 
     def listen(self) -> None:
         """Sends this process's signal or problem to the others, and receives theirs from the last call.
@@ -63,15 +69,15 @@ class Exchange:
         """
         problem = self.problem()
         answer = self.poll(PROBLEM if problem else STOP if wanted() else 0, self.step_us)
-        heard, self.slowest_us = answer or (0, UNKNOWN_US)
-        if heard == PROBLEM:
+        received, self.slowest_us = answer or (0, UNKNOWN_US)
+        if received == PROBLEM:
             raise ValueError(broadcast_object_list([problem])[0])
-        if heard == STOP:
+        if received == STOP:
             raise Preempted
 
     def problem(self) -> str | None:
         """The main process's problem, if any. Not collective."""
-        return self.output.problem() if self.output else None
+        return self.find_problem() if self.find_problem else None
 
     def of_main(self, own: Any) -> Any:
         return self.poll.gather(own)[0]
@@ -79,14 +85,13 @@ class Exchange:
     def gather(self, own: Any) -> list[Any]:
         """The value of each process. Also gathers the other hosts' telemetry and the ids of skipped images
         on the main process."""
-        everyones = self.poll.gather((own, self.telemetry.take(), bad_images.seen()))
-        if self.output:
+        everyones = self.poll.gather((own, self.telemetry.take(), skipped()))
+        if self.find_problem:
             self.telemetry.append([piece for _, pieces, _ in everyones for piece in pieces])
-            self.state.bad_images = sorted(
-                {i for *_, ids in everyones for i in ids} | {*self.state.bad_images}
-            )
+            ids = {i for *_, ids in everyones for i in ids}
+            self.state.bad_images = sorted(ids | {*self.state.bad_images})
         return [own for own, *_ in everyones]
 
     def wait_for_main(self, done: Callable[[float], bool]) -> None:
         """Waits until done(1.0) is true on the main process. done(seconds) may wait that long."""
-        self.poll.wait_for_main(self.output is not None, done)
+        self.poll.wait_for_main(self.find_problem is not None, done)

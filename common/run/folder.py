@@ -1,91 +1,147 @@
-"""Chooses a run's folder: a new one, or that of an unfinished run of the same recipe."""
+"""A run's folder: a new one or that of an unfinished run, its lease, its mirror in S3, and its checkpoint.
+
+The run resumes from:
+
+1. The newest checkpoint in the run's own folder that verifies.
+2. If --s3 has a newer one, it is downloaded first, as on a new machine with an empty folder.
+3. Without a checkpoint of its own, the run starts from --resume PATH or s3://....
+4. The chosen one must have the same recipe, except for the flags that --allow_changed names.
+
+Main process only.
+"""
 
 import contextlib
+import itertools
 import json
 import os
 import socket
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from common.checkpoint.format import steps_in
+from common.checkpoint import format as checkpoints
+from common.checkpoint.format import Checkpoint, step_of, steps_in
 from common.recipe import Recipe, recipe_part
-from common.system.files import read_json, write_json
+from common.run.lease import AlreadyOwned, FolderRecord, Lease, PrefixRecord
+from common.system.files import not_written, read_json, write_json
 from common.system.processes import start_ticks
 from common.system.text import numbered
+from common.system.threads import Heartbeat
+
+if TYPE_CHECKING:  # imported with --s3
+    from common.checkpoint.mirror import Mirror
+    from common.system.s3 import ObjectStore
 
 FRUITLESS_RESTARTS = 3  # restarts by a launcher without a new checkpoint, after which it gives up
+Log = Callable[[str], None]
+
+
+@dataclass
+class RunFolder:
+    """A run's folder, which this process owns, its mirror in S3, and the checkpoint to resume from."""
+
+    path: Path
+    leases: list[Lease]  # on the folder, and then on the prefix in S3
+    mirror: "Mirror | None" = None
+    checkpoint: Checkpoint | None = None
+    is_new: bool = False  # True when the run begins now, from another run's checkpoint
+
+    def lost(self) -> str | None:
+        """The message once another run has taken over the folder or the prefix."""
+        return next((lease.lost for lease in self.leases if lease.lost), None)
+
+    def release(self) -> None:
+        for lease in self.leases:
+            lease.release()
+
+
+def open_folder(recipe: Recipe, name: str, last_step: int, beat: Heartbeat, log: Log) -> RunFolder:
+    """Opens the run's folder. ValueError when it has another owner or run, or has checkpoints but none
+    verifies.
+
+    name: of the folder in --model_folder. last_step: of this run. A prefix in S3 that already has a
+    checkpoint of that step belongs to another run.
+    """
+    opened = _leased(recipe, name, last_step, beat, log)
+    path, store = opened.path, None
+    try:
+        checkpoints.remove_temporary(path / "checkpoints")
+        if recipe.s3:
+            from common.checkpoint.mirror import Mirror, committed
+            from common.system.s3 import ObjectStore
+
+            store = ObjectStore(recipe.s3)
+            store.probe()
+            opened.leases.append(Lease(PrefixRecord(store), beat, log))
+            opened.mirror = Mirror(store, path, recipe.keep_every, log, opened.leases[-1].check)
+        opened.checkpoint = _own_checkpoint(opened, store, recipe, last_step, beat, log)
+        if recipe.resume not in ("auto", "never"):
+            # A checkpoint downloaded by an interrupted start is still another run's.
+            began = (path / "recipe.json").exists() or (store is not None and committed(store))
+            opened.is_new = opened.checkpoint is None or not began
+            opened.checkpoint = opened.checkpoint or _other_runs_checkpoint(path, recipe.resume, beat, log)
+        if opened.checkpoint:
+            _check_recipe(opened.checkpoint, recipe)
+    except OSError as error:
+        opened.release()
+        raise not_written("the run", path, error) from None
+    except BaseException:
+        opened.release()
+        raise
+    return opened
+
+
+def _leased(recipe: Recipe, name: str, last_step: int, beat: Heartbeat, log: Log) -> RunFolder:
+    """Takes the lease on the run's folder.
+
+    A run of another recipe that has just begun there may have no recipe.json yet, but its owner's record has
+    the recipe. Unless --output_dir names the folder, the next number is tried then.
+    """
+    for path in folders(recipe, name, last_step):
+        try:
+            lease = Lease(FolderRecord(path), beat, log, this_run(recipe))
+        except AlreadyOwned as error:
+            if recipe.output_dir or not why_other_run(error.record, recipe):
+                raise
+            continue
+        except OSError as error:
+            raise not_written("the run", path, error) from None
+        with contextlib.ExitStack() as stack:
+            stack.callback(lease.release)
+            if not _why_not_ours(path, recipe, last_step):  # no other run used it meanwhile
+                stack.pop_all()
+                return RunFolder(path, [lease])
+    raise AssertionError("there is always another number")
+
+
+def folders(recipe: Recipe, name: str, last_step: int | None) -> Iterator[Path]:
+    """Makes and yields folders without another run: --output_dir, or <name>, <name>-2, ... in --model_folder.
+
+    A run there is continued if it is unfinished, has the same recipe, and began at the same --resume.
+    last_step: of this run, None if unknown. ValueError for another run in --output_dir, and for a recipe.json
+    that can't be read.
+    """
+    parent = Path(recipe.model_folder or "runs") / script_name()
+    given = recipe.output_dir and Path(recipe.output_dir)
+    for folder in itertools.repeat(given) if given else map(parent.joinpath, numbered(name)):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"can't make the run folder {error.filename}: {error.strerror}") from None
+        reason = _why_not_ours(folder, recipe, last_step)
+        if not reason:
+            yield folder
+        elif given:
+            raise ValueError(
+                f"--output_dir {folder} holds a run already{reason}: choose another folder, or move that one"
+                " away"
+            )
 
 
 def script_name() -> str:
     return Path(sys.argv[0]).stem
-
-
-def open_folder(recipe: Recipe, name: str, last_step: int | None, passed: Collection[Path] = ()) -> Path:
-    """Makes or finds the run's folder: --output_dir itself, or <name>, <name>-2, ... in --model_folder.
-
-    A run there is continued if it is unfinished, has the same recipe, and began at the same --resume. Else
-    the next number is tried, or --output_dir is refused. last_step: of this run, None if unknown. passed:
-    folders to leave out. ValueError for a recipe.json that can't be read.
-    """
-    try:
-        if recipe.output_dir is None:
-            parent = Path(recipe.model_folder or "runs") / script_name()
-            return _named(parent, name, recipe, last_step, passed)
-        folder = Path(recipe.output_dir)
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"can't make the run folder {error.filename}: {error.strerror}") from None
-    if reason := _why_not_ours(folder, recipe, last_step):
-        raise ValueError(
-            f"--output_dir {folder} holds a run already{reason}: give another folder, or move that one away"
-        )
-    return folder
-
-
-def _named(parent: Path, name: str, recipe: Recipe, last_step: int | None, passed: Collection[Path]) -> Path:
-    parent.mkdir(parents=True, exist_ok=True)
-    for own in numbered(name):
-        folder = parent / own
-        folder.mkdir(exist_ok=True)
-        if folder not in passed and not _why_not_ours(folder, recipe, last_step):
-            break
-    return folder
-
-
-def _why_not_ours(folder: Path, recipe: Recipe, last_step: int | None) -> str:
-    """Why the folder holds another run, as ` (its epochs is 3, here 10)`; empty if it holds this run or
-    none."""
-    about = _recipe_json(folder)
-    if about is None:
-        return ""  # empty, or stopped before it began: the checkpoint's recipe is compared later
-    began = about.get("resumed_from")
-    if reason := why_other_run(about, recipe):
-        return reason
-    if recipe.resume != "auto" and recipe.resume != began and not _is_own(folder, recipe.resume):
-        return f", which did not begin at --resume {recipe.resume}"
-    if _is_finished(folder, last_step):
-        return ", which is finished"
-    return ""
-
-
-def _recipe_json(folder: Path) -> dict[str, Any] | None:
-    """The content of recipe.json; None without that file. ValueError when it can't be read."""
-    file = folder / "recipe.json"
-    try:
-        about = read_json(file)
-        if not isinstance(about["recipe"], dict) or not isinstance(about["script"], str):
-            raise ValueError("it has no recipe and script")
-        return about
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, KeyError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is empty or damaged"
-        raise ValueError(
-            f"{file} can't be read ({reason}), so the run in {folder} is not known: remove that file to"
-            " continue from its newest checkpoint, or move the folder away to start afresh"
-        ) from None
 
 
 def this_run(recipe: Recipe) -> dict[str, Any]:
@@ -107,14 +163,6 @@ def why_other_run(about: dict[str, Any], recipe: Recipe) -> str:
     return ", and --resume is never" if recipe.resume == "never" else ""
 
 
-def resumed_from(folder: Path) -> str | None:
-    """The --resume with which the folder's run began."""
-    try:
-        return read_json(folder / "recipe.json").get("resumed_from")
-    except (OSError, ValueError):
-        return None
-
-
 def differences(theirs: dict[str, Any], recipe: Recipe) -> str:
     """The flags that differ, as `its epochs is 3, here 10; ...`, without those that --allow_changed names.
     A flag that is missing in the other recipe counts as its default."""
@@ -127,13 +175,50 @@ def differences(theirs: dict[str, Any], recipe: Recipe) -> str:
     )
 
 
+def resumed_from(folder: Path) -> str | None:
+    """The --resume with which the folder's run began."""
+    try:
+        return read_json(folder / "recipe.json").get("resumed_from")
+    except (OSError, ValueError):
+        return None
+
+
+def _why_not_ours(folder: Path, recipe: Recipe, last_step: int | None) -> str:
+    """Why the folder holds another run, as ` (its epochs is 3, here 10)`; empty if it holds this run or
+    none."""
+    about = _recipe_json(folder)
+    if about is None:
+        return ""  # empty, or stopped before it began: the checkpoint's recipe is compared later
+    if reason := why_other_run(about, recipe):
+        return reason
+    if recipe.resume not in ("auto", about.get("resumed_from")) and not _is_own(folder, recipe.resume):
+        return f", which did not begin at --resume {recipe.resume}"
+    return ", which is finished" if _is_finished(folder, last_step) else ""
+
+
+def _recipe_json(folder: Path) -> dict[str, Any] | None:
+    """The content of recipe.json; None without that file. ValueError when it can't be read."""
+    file = folder / "recipe.json"
+    try:
+        about = read_json(file)
+        if not isinstance(about["recipe"], dict) or not isinstance(about["script"], str):
+            raise ValueError("it has no recipe and script")
+        return about
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is empty or damaged"
+        raise ValueError(
+            f"{file} can't be read ({reason}), so the run in {folder} is not known: remove that file to"
+            " continue from its newest checkpoint, or move the folder away to start afresh"
+        ) from None
+
+
 def _is_own(folder: Path, resume: str) -> bool:
     """True when --resume names this folder, or its own newest checkpoint."""
-    steps = steps_in(folder / "checkpoints")
-    path = Path(resume).resolve()
-    own = folder.resolve()
-    newest = [own / "checkpoints" / f"step_{steps[0]:08d}"] if steps else []
-    return path in (own, own / "checkpoints", *newest)
+    path, parent = Path(resume).resolve(), folder.resolve() / "checkpoints"
+    newest = [parent / checkpoints.step_name(step) for step in steps_in(parent)[:1]]
+    return path in (parent.parent, parent, *newest)
 
 
 def _is_finished(folder: Path, last_step: int | None) -> bool:
@@ -144,6 +229,60 @@ def _is_finished(folder: Path, last_step: int | None) -> bool:
         return done and (last_step is None or not by_flag or result["steps"] >= last_step)
     except (OSError, ValueError, KeyError, TypeError):
         return False
+
+
+def _own_checkpoint(
+    opened: RunFolder, store: "ObjectStore | None", recipe: Recipe, last_step: int, beat: Heartbeat, log: Log
+) -> Checkpoint | None:
+    parent, found, problem = opened.path / "checkpoints", None, None
+    try:
+        found = checkpoints.newest(parent, beat, log)
+    except ValueError as error:
+        problem = error  # raised below, unless S3 has an intact one
+    if store:
+        from common.checkpoint.mirror import committed, fetch_log, fetch_newest
+
+        here, there = found.step if found else -1, max(committed(store), default=-1)
+        if there >= 0 and not steps_in(parent) and (recipe.resume == "never" or there >= last_step):
+            what = "and --resume is never" if recipe.resume == "never" else "which is finished"
+            raise ValueError(f"{store.url} holds a run already, {what}: choose another prefix")
+        if there > here:
+            fetch_log(store, opened.path)  # first: a kill before the checkpoint is complete repeats both
+            if fetch_newest(store, parent, here, beat, log, opened.leases[-1].check) is not None:
+                return checkpoints.newest(parent, beat, log)
+    if problem:
+        raise problem
+    return found
+
+
+def _other_runs_checkpoint(folder: Path, resume: str, beat: Heartbeat, log: Log) -> Checkpoint:
+    """The checkpoint that --resume names: in S3, a checkpoint's folder, or the newest in a run's folder."""
+    path, parent, found = Path(resume), folder / "checkpoints", None
+    if resume.startswith("s3://"):
+        from common.checkpoint.mirror import fetch_newest
+        from common.system.s3 import ObjectStore
+
+        if fetch_newest(ObjectStore(resume), parent, -1, beat, log) is not None:
+            found = checkpoints.newest(parent, beat, log)
+    elif step_of(path.resolve().name) is not None:
+        return checkpoints.verify(path.resolve(), beat)
+    else:
+        parents = (parent for parent in (path / "checkpoints", path) if steps_in(parent))
+        found = next((checkpoints.newest(parent, beat, log, ours=False) for parent in parents), None)
+    if found is None:
+        hint = "" if "://" in resume else ": give a run's folder, or one of its checkpoints/step_*"
+        raise ValueError(f"--resume {resume} holds no checkpoint{hint}")
+    return found
+
+
+def _check_recipe(found: Checkpoint, recipe: Recipe) -> None:
+    theirs = found.manifest.get("recipe")
+    differing = differences(theirs, recipe) if isinstance(theirs, dict) else "it has none"
+    if differing:
+        raise ValueError(
+            f"{found.folder} is of another recipe ({differing}): give the same flags, or name with"
+            " --allow_changed what may differ"
+        )
 
 
 def count_restarts(folder: Path, step: int) -> None:
@@ -164,7 +303,7 @@ def count_restarts(folder: Path, step: int) -> None:
     if fruitless > FRUITLESS_RESTARTS:
         raise ValueError(
             f"{FRUITLESS_RESTARTS} restarts without a new checkpoint since step {step:,}: giving up. The log"
-            " of the first failure says why; the same command continues when that is fixed"
+            " of the first failure says why; run the same command to resume when that is fixed"
         )
 
 

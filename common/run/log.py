@@ -1,68 +1,130 @@
-"""The log of a running training: metrics.jsonl, samples.jsonl, the trackers, the line on the terminal."""
+"""The log of a running training: metrics.jsonl, samples.jsonl, the trackers, the line on the terminal; the
+predictions of the last evaluation."""
 
 import contextlib
 import json
 import math
+import os
 import time
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
+import torch
+from torch import Tensor
+
+from common.distributed.preemption import Poll
 from common.recipe import Recipe
-from common.run.predictions import Predictions
 from common.run.state import RunState
 from common.run.trackers import finish_trackers, log_pictures, start_trackers, tracker_ids
+from common.system.env import EVENTS_FILE, report
 from common.system.files import read_lines, write_json, write_text
-from common.system.progress import progress
+from common.system.progress import TrainingProgress
+
+if TYPE_CHECKING:  # train_hello.py has no images, and starts faster without these imports
+    from common.evaluation import Predicted
+
+
+class Predictions:
+    """The newest evaluation's predictions: keep() holds them, accept() takes them when metrics are logged.
+
+    With an EMA two evaluations precede a log line; the last one, of the averaged weights, counts.
+    """
+
+    def __init__(self) -> None:
+        self.classes: tuple[str, ...] = ()
+        self.kept: tuple[Tensor | None, list[Predicted]] = (None, [])
+        self.what = ""  # what was evaluated, for a title
+        self.confusion: Tensor | None = None  # int64 [classes, classes], a row per true class
+        self.examples: list[Predicted] = []  # this process's; after gather() all processes'
+
+    def keep(self, confusion: Tensor | None, examples: "list[Predicted]") -> None:
+        self.kept = (confusion, examples)
+
+    def accept(self, what: str) -> None:
+        self.what = what
+        self.confusion, self.examples = self.kept
+
+    def gather(self, poll: Poll) -> None:
+        """Gathers all processes' examples on the CPU of each. Collective."""
+        everyones = poll.gather([part.to("cpu") for part in self.examples])
+        self.examples = [part for parts in everyones for part in parts]
+
+    def draw(self, folder: Path) -> list[Path]:
+        """Writes confusion.png and predictions.png, and returns them; none without a confusion matrix: with
+        too many classes or none, or without an evaluation in this process."""
+        if self.confusion is None:
+            return []
+        from common.run import plots
+
+        classes, files = self.classes, [folder / "confusion.png", folder / "predictions.png"]
+        plots.confusion_matrix(files[0], self.confusion.tolist(), classes, self.what)
+        pixels, labels, logits = (
+            torch.cat([getattr(part, name) for part in self.examples])
+            for name in ("pixels", "labels", "logits")
+        )
+        probabilities, predicted = logits.softmax(1).max(1)
+        captions = [
+            f"{classes[label]}\n{classes[guess]}\n{probability:.2f}"
+            for label, guess, probability in zip(labels, predicted, probabilities, strict=True)
+        ]
+        title = f"{self.what}: the true class, the predicted one and its probability"
+        plots.image_sheet(files[1], pixels.numpy(), captions, title, (labels != predicted).tolist())
+        return files
 
 
 class RunLog:
     """The log of the main process. After a failed write `problem` has the message, for all processes.
 
-    about: for recipe.json. state: of the checkpoint that the run resumes from; later lines are removed.
-    wrote: `written_by` of that checkpoint's manifest.
+    record: for recipe.json. state: of the checkpoint that the run resumes from; later lines are removed.
+    writer: `written_by` of that checkpoint's manifest.
     """
 
     def __init__(
         self,
         folder: Path,
         recipe: Recipe,
-        about: dict[str, Any],
+        record: dict[str, Any],
         state: RunState,
         steps: int,
         steps_per_epoch: int,
-        wrote: dict[str, Any],
+        writer: dict[str, Any],
     ):
         self.folder, self.steps, self.steps_per_epoch = folder, steps, steps_per_epoch
         self.problem: str | None = None
-        self.shown_at = 0.0  # when tell() last showed something
+        self.shown_at = 0.0  # time.perf_counter() when show_work() last showed something
+        self.report_at = 0.0 if EVENTS_FILE in os.environ else math.inf  # time.monotonic()
         metrics, samples = folder / "metrics.jsonl", folder / "samples.jsonl"
-        for file in (metrics, samples) if recipe.log_samples else (metrics,):
-            kept = [line for line in read_lines(file) if _was_before(line, state)]
-            write_text(file, "".join(json.dumps(line) + "\n" for line in kept))
-            if file == metrics:
-                marks = [line for line in kept if {"interrupted_at", "resumed_at"} & set(line)]
-                self.was_interrupted = bool(marks) and "interrupted_at" in marks[-1]
-        self.trackers = start_trackers(recipe.trackers, folder, about, state.step, state.wandb_id)
-        write_json(folder / "recipe.json", about | self.tracker_ids())
+        kept = _keep_lines(metrics, state)
+        if recipe.log_samples:
+            _keep_lines(samples, state)
+        marks = [line for line in kept if {"interrupted_at", "resumed_at"} & set(line)]
+        self.was_interrupted = bool(marks) and "interrupted_at" in marks[-1]
+        self.trackers = start_trackers(recipe.trackers, folder, record, state.step, state.wandb_id)
+        write_json(folder / "recipe.json", record | self.tracker_ids())
         self.metrics = open(metrics, "a", buffering=1)  # noqa: SIM115 (closed in close)
         self.samples = open(samples, "a", buffering=1) if recipe.log_samples else None  # noqa: SIM115
-        self.progress = progress(recipe.epochs, state.step, steps, recipe.batch_size, recipe.unit)
-        if change := _change_of_hosts(wrote, about):
-            line = {"step": state.step, "epoch": state.step / steps_per_epoch, "wall_s": state.wall_now_s()}
-            self._write_line(self.metrics, line | change)
+        self.progress = TrainingProgress(recipe.epochs, state.step, steps, recipe.unit)
+        if change := _change_of_hosts(writer, record):
+            self._write_mark(state.step, state, change)
 
     def tracker_ids(self) -> dict[str, str]:
         return tracker_ids(self.trackers)
 
-    def write(
-        self, step: int, wall_s: float, values: dict[str, float], telemetry: dict[str, float] | None = None
-    ) -> None:
-        """Writes a line after `step` optimizer steps and wall_s seconds of the run.
+    def end_step(self, step: int, state: RunState) -> None:
+        """Reports the step to launch.py, at most once a second, and the end of an interruption."""
+        if time.monotonic() > self.report_at:
+            self.report_at = time.monotonic() + 1
+            report("step", step=step)
+        if self.was_interrupted:
+            self._write_mark(step, state, {"resumed_at": time.time()})
+            self.was_interrupted = False
 
-        telemetry: further values, only for the trackers.
-        """
+    def write(
+        self, step: int, state: RunState, values: dict[str, float], telemetry: dict[str, float] | None = None
+    ) -> None:
+        """Writes a line after `step` optimizer steps. telemetry: further values, only for the trackers."""
         epoch = step / self.steps_per_epoch
-        line = {"epoch": epoch, "wall_s": wall_s, **values}
+        line = {"epoch": epoch, "wall_s": state.wall_now_s(), **values}
         self._write_line(self.metrics, {"step": step, **line})
         try:
             for tracker in self.trackers:
@@ -71,17 +133,9 @@ class RunLog:
             self._set_problem("the trackers' files", error)
         self.progress.show(step, epoch, values)
 
-    def write_interruption(self, step: int, wall_s: float, why: str) -> None:
-        """Writes why and when the training is interrupted after `step` steps."""
-        line = {"step": step, "epoch": step / self.steps_per_epoch, "wall_s": wall_s}
-        self._write_line(self.metrics, line | {"interrupted_at": time.time(), "why": why})
-
-    def end_interruption(self, step: int, wall_s: float) -> None:
-        """Writes when the first step after an interruption has ended."""
-        if self.was_interrupted:
-            line = {"step": step, "epoch": step / self.steps_per_epoch, "wall_s": wall_s}
-            self._write_line(self.metrics, line | {"resumed_at": time.time()})
-            self.was_interrupted = False
+    def write_interruption(self, state: RunState, why: str) -> None:
+        """Writes why and when the training is interrupted."""
+        self._write_mark(state.step, state, {"interrupted_at": time.time(), "why": why})
 
     def show(self, step: int, pictures: list[Path]) -> None:
         """Sends PNG files to the trackers."""
@@ -89,10 +143,10 @@ class RunLog:
             log_pictures(tracker, step, pictures)
 
     def write_evaluation(
-        self, step: int, wall_s: float, metrics: dict[str, float], predictions: Predictions
+        self, step: int, state: RunState, metrics: dict[str, float], predictions: Predictions
     ) -> None:
         """Writes a line with the metrics and, with classes, confusion.json: a row per true class."""
-        self.write(step, wall_s, {f"val/{name}": v for name, v in metrics.items() if name != "images"})
+        self.write(step, state, {f"val/{name}": v for name, v in metrics.items() if name != "images"})
         self._write_confusion(predictions, {"step": step})
 
     def write_test(
@@ -100,19 +154,8 @@ class RunLog:
     ) -> None:
         """Writes the metrics of the best weights on the test split, in a line of the last step."""
         values = {f"test/{name}": v for name, v in metrics.items() if name != "images"}
-        self.write(state.step, state.wall_now_s(), values)
+        self.write(state.step, state, values)
         self._write_confusion(predictions, {"step": state.best_step, "split": split})
-
-    def _write_confusion(self, predictions: Predictions, of: dict[str, Any]) -> None:
-        """Writes confusion.json. of: what was evaluated."""
-        if predictions.confusion is None:
-            return
-        try:
-            confusion = predictions.confusion.tolist()
-            found = of | {"classes": predictions.classes, "confusion": confusion}
-            write_text(self.folder / "confusion.json", json.dumps(found) + "\n")
-        except OSError as error:
-            self._set_problem("confusion.json", error)
 
     def write_samples(self, step: int, per_rank: list[list[int]], share: int) -> None:
         """Writes a line for each step up to `step`, with its ids in the order of the whole batch.
@@ -125,11 +168,11 @@ class RunLog:
             ids = [sample for own in per_rank for sample in own[i * share : (i + 1) * share]]
             self._write_line(self.samples, {"step": step - count + i + 1, "samples": ids})
 
-    def tell(self, doing: str) -> None:
+    def show_work(self, what: str) -> None:
         """Shows the work between two lines on the terminal, at most once a second."""
         if time.perf_counter() - self.shown_at > 1:
             self.shown_at = time.perf_counter()
-            self.progress.tell(doing)
+            self.progress.tell(what)
 
     def close(self, failed: bool) -> None:
         """Closes files and trackers. Ignores a full disk. A second call does nothing."""
@@ -140,6 +183,21 @@ class RunLog:
         with contextlib.suppress(OSError):
             open_trackers, self.trackers = self.trackers, []
             finish_trackers(open_trackers, failed)
+
+    def _write_confusion(self, predictions: Predictions, about: dict[str, Any]) -> None:
+        """Writes confusion.json. about: what was evaluated."""
+        if predictions.confusion is None:
+            return
+        content = about | {"classes": predictions.classes, "confusion": predictions.confusion.tolist()}
+        try:
+            write_text(self.folder / "confusion.json", json.dumps(content) + "\n")
+        except OSError as error:
+            self._set_problem("confusion.json", error)
+
+    def _write_mark(self, step: int, state: RunState, values: dict[str, Any]) -> None:
+        """Writes a line without metrics."""
+        line = {"step": step, "epoch": step / self.steps_per_epoch, "wall_s": state.wall_now_s()}
+        self._write_line(self.metrics, line | values)
 
     def _write_line(self, file: TextIO, line: dict[str, Any]) -> None:
         try:
@@ -154,13 +212,20 @@ class RunLog:
         )
 
 
-def _change_of_hosts(wrote: dict[str, Any], about: dict[str, Any]) -> dict[str, int]:
+def _change_of_hosts(writer: dict[str, Any], record: dict[str, Any]) -> dict[str, int]:
     """Numbers of hosts and processes, before and now; {} if they are the same or unknown."""
-    before = len(wrote.get("hosts", ())), wrote.get("processes", 0)
-    now = len(about["hosts"]), len(about["devices"])
+    before = len(writer.get("hosts", ())), writer.get("processes", 0)
+    now = len(record["hosts"]), len(record["devices"])
     if before == now or not all(before):
         return {}
     return {"hosts": now[0], "processes": now[1], "hosts_before": before[0], "processes_before": before[1]}
+
+
+def _keep_lines(file: Path, state: RunState) -> list[dict[str, Any]]:
+    """Removes the lines that were written after the state was saved. Returns the others."""
+    kept = [line for line in read_lines(file) if _was_before(line, state)]
+    write_text(file, "".join(json.dumps(line) + "\n" for line in kept))
+    return kept
 
 
 def _was_before(line: dict[str, Any], state: RunState) -> bool:

@@ -13,35 +13,29 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 
-from common.checkpoint.saver import Saver
 from common.checkpoint.training import TrainingState
 from common.distributed.agreement import once
-from common.distributed.peers import begin_exit, on_failure
 from common.distributed.preemption import Preempted
+from common.distributed.watch import begin_exit, on_failure
 from common.optim import EMA
 from common.order import Steps
 from common.recipe import Batch, Recipe
+from common.run import finish
+from common.run.checkpoints import Checkpoints, Meter
 from common.run.ending import close, close_failed, end_failed, end_preempted
 from common.run.exchange import Exchange
-from common.run.finish import early_end
-from common.run.meter import Meter
-from common.run.opening import open_run
-from common.run.output import RunOutput
-from common.run.predictions import Predictions
-from common.run.profile import begin_profile
-from common.run.schedule import SaveSchedule
-from common.run.snapshots import Snapshots
+from common.run.log import Predictions, RunLog
+from common.run.opening import OpenRun, open_run
+from common.run.result_tables import early_end
 from common.run.state import RunState
-from common.run.utilisation import utilisation
-from common.system.doing import ENDING, EVALUATION, READING, STARTING, TRAINING, now
-from common.system.events import report
+from common.system.env import report
+from common.system.phase import ENDING, EVALUATION, READING, STARTING, TRAINING, now
 from common.system.threads import Heartbeat
-from common.telemetry.flops import Utilisation
-from common.telemetry.memory import memory_gib
-from common.telemetry.profiler import Profile
+from common.telemetry.flops import Utilisation, utilisation
 
-if TYPE_CHECKING:  # train_hello.py has no images, and starts faster without these imports
+if TYPE_CHECKING:  # imported where they are needed
     from common.evaluation import Predicted
+    from common.telemetry.profiler import Profile
 
 Item = TypeVar("Item")
 
@@ -55,10 +49,8 @@ class Run:
 
     # Set by begin()
     steps: Steps
-    saver: Saver
+    opened: OpenRun
     exchange: Exchange
-    schedule: SaveSchedule
-    snapshots: Snapshots
 
     def __init__(self, accelerator: Accelerator, recipe: Recipe, batch: Batch):
         self.accelerator, self.recipe, self.batch = accelerator, recipe, batch
@@ -66,10 +58,11 @@ class Run:
         self.meter = Meter(accelerator.device, batch, recipe.log_samples)
         self.predictions = Predictions()
         self.tested: dict[str, Any] = {}  # parts of result.json about the test split
-        self.output: RunOutput | None = None  # of the main process, once the run has begun
+        self.checkpoints: Checkpoints | None = None  # once the run has begun
+        self.log: RunLog | None = None  # of the main process, once the run has begun
         self.profile: Profile | None = None  # of the main process, with --profile
         self.utilisation: Utilisation | None = None  # of the main process
-        self.begun = self.ended = self.finished = False
+        self.ended = self.finished = False
         self.feeding: Generator[Any, None, None] | None = None  # the script's micro-batches
 
     def begin(
@@ -88,46 +81,47 @@ class Run:
         """
         training = TrainingState(self.accelerator, model, optimizer, ema)
         opened = open_run(self.accelerator, self.recipe, self.batch, training, data, steps)
-        self.state, self.output = opened.state, opened.output
-        self.saver, self.exchange = opened.saver, opened.exchange
+        self.opened, self.state, self.exchange, self.log = opened, opened.state, opened.exchange, opened.log
         self.steps = replace(steps, first=self.state.step)
         self.predictions.classes = data[1]
         self.meter.resume(self.state, self.accelerator.process_index)
         self.meter.start_clock()
-        self.schedule = SaveSchedule(self.recipe, steps.per_epoch)
-        self.snapshots = Snapshots(opened, self.recipe, self.batch, self.steps, self.meter)
-        folder = self.output.folder if self.output else None
-        self.profile = begin_profile(self.accelerator, self.recipe, self.steps, folder)
-        if self.output:
-            self.utilisation = utilisation(self.accelerator, self.recipe, len(data[1]), opened.devices)
+        self.checkpoints = Checkpoints(opened, self.steps, self.meter)
+        if first := self.recipe.profile:
+            from common.telemetry.profiler import begin_profile
+
+            folder = self.folder if self.log else None
+            self.profile = begin_profile(self.accelerator.device, first, self.steps, folder)
+        if self.log:
+            precision = self.accelerator.precision.mixed_precision
+            self.utilisation = utilisation(self.recipe, len(data[1]), opened.devices, precision)
         now.enter(TRAINING)
         now.step = self.state.step
-        self.begun = True
         on_failure(partial(close_failed, opened))
         return self.steps
 
     @property
     def folder(self) -> Path:
         """The run's folder. Main process only."""
-        assert self.output
-        return self.output.folder
+        assert self.opened.folder
+        return self.opened.folder.path
 
     def __enter__(self) -> "Run":
         return self
 
     def __exit__(self, _: object, error: BaseException | None, trace: object) -> None:
-        snapshots = self.snapshots if self.begun else None
-        if snapshots:
+        job = self.accelerator, self.recipe, self.batch, self.checkpoints
+        if self.checkpoints:
             self.exchange.telemetry.stop()
         if isinstance(error, Preempted):
-            end_preempted(self.accelerator, self.recipe, self.batch, snapshots)
+            end_preempted(*job)
         elif error is not None:
-            end_failed(error, self.accelerator, self.recipe, self.batch, snapshots)
-        elif snapshots and self.finished:
-            close(snapshots.opened, "finished")
-        elif snapshots:
+            end_failed(error, *job)
+        elif self.checkpoints and self.finished:
+            close(self.opened, "finished")
+        elif self.checkpoints:
             left = ValueError("the script left its run without run.finish(): end the loop by `break`")
-            end_failed(left, self.accelerator, self.recipe, self.batch, snapshots)
+            end_failed(left, *job)
             raise left
 
     def should_evaluate(self, step: int) -> bool:
@@ -144,15 +138,12 @@ class Run:
         A snapshot of a new best evaluation that is not due stays in memory until --checkpoint_s after the
         last write. Raises Preempted when any process was told to stop, ValueError when a write failed.
         """
+        assert self.checkpoints
         self.exchange.listen_after(step)
         if self.is_last(step):
             self._end()
-        elif step > self.snapshots.newest:
-            if self.schedule.is_due(step, self.saver, self.exchange) or step == self.steps.first:
-                self.snapshots.take()
-            elif step == self.state.best_step:
-                self.snapshots.take(hold=True)
-        self.saver.write_held(self.recipe.checkpoint_s)
+        else:
+            self.checkpoints.save_if_due(step)
 
     def is_last(self, step: int) -> bool:
         """True when the run ends after `step` steps: the last, or an evaluated one once the run is over."""
@@ -167,33 +158,27 @@ class Run:
 
     def _end(self) -> None:
         """Writes the checkpoints that are not on the disk yet, and prints why an end is early. Collective."""
+        assert self.checkpoints
         now.enter(ENDING)
         if self.feeding:
             self.feeding.close()  # decoders would go on with the next steps
         if self.state.step < self.steps.last and not self.state.is_over(self.recipe.patience):
             self.state.stopped = True  # the script has left its loop
-        self.snapshots.flush()
-        if self.output and not self.ended and (early := early_end(self._end_facts())):
+        self.checkpoints.flush()
+        if self.log and not self.ended and (early := early_end(self._end_facts())):
             print(early, flush=True)
         self.ended = True
         if not self.state.best:
             raise ValueError("the script left its loop before the first evaluation: there is no result")
 
     def _end_facts(self) -> dict[str, Any]:
-        """The parts of result.json about the end."""
-        return {
-            "steps": self.state.step,
-            "total_steps": self.steps.total,
-            "stopped_by": self._stopped_by(),
-        }
-
-    def _stopped_by(self) -> str | None:
-        """What ends the run before the last step of all epochs; None after that step."""
-        if self.state.step == self.steps.total:
-            return None
-        if self.state.step == self.steps.last:
-            return f"--max_steps {self.steps.last}"
-        return "the script" if self.state.stopped else f"--patience {self.recipe.patience}"
+        """The parts of result.json about the end. stopped_by: None after the last step of all epochs."""
+        step, by = self.state.step, None
+        if step == self.steps.last != self.steps.total:
+            by = f"--max_steps {step}"
+        elif step != self.steps.total:
+            by = "the script" if self.state.stopped else f"--patience {self.recipe.patience}"
+        return {"steps": step, "total_steps": self.steps.total, "stopped_by": by}
 
     def restore_best(self) -> bool:
         """Gives the model the weights of the best evaluation, or their EMA if there is one. Collective.
@@ -201,18 +186,18 @@ class Run:
         Call it after the loop. Returns False if those weights are gone.
         """
         self._end()
-        step, output = self.state.best_step, self.output
+        best = None
 
         def find(beat: Heartbeat) -> bool:
-            assert output
-            assert step
-            return output.find_best(step, beat)
+            nonlocal best
+            best = finish.find_best(self.opened, beat)
+            return best is not None
 
-        found = once(self.accelerator, "best checkpoint", find, self.recipe.timeout_s)
-        if found:
-            self.saver.training.restore_evaluated(output.best if output else None)
+        exists = once(self.accelerator, "best checkpoint", find, self.recipe.timeout_s)
+        if exists:
+            self.opened.saver.training.restore_evaluated(best)
             now.enter(EVALUATION)
-        return found
+        return exists
 
     def log_test(self, metrics: dict[str, float], split: str) -> None:
         """Logs the best weights' metrics on the data's own held-out split, by which nothing was chosen.
@@ -222,35 +207,29 @@ class Run:
         now.enter(ENDING)
         self.tested = {f"test_{name}": value for name, value in metrics.items()} | {"test_name": split}
         self.predictions.accept(f"{split} split, best weights")
-        if self.output:
-            self.output.log.write_test(self.state, metrics, split, self.predictions)
+        if self.log:
+            self.log.write_test(self.state, metrics, split, self.predictions)
 
     def finish(self, val_name: str) -> None:
         """Waits for the last checkpoint, writes plots/ and result.json, and prints the table. Collective."""
         self._end()
-        exchange, output = self.exchange, self.output
-        exchange.poll.finish()
-        exchange.telemetry.stop()
-        memory = exchange.gather(memory_gib(self.accelerator, is_healthy=True))
-        self.predictions.gather(exchange.poll)
+        self.exchange.poll.finish()
+        self.exchange.telemetry.stop()
+        memory = self.exchange.gather(finish.memory_gib(self.accelerator, is_healthy=True))
+        self.predictions.gather(self.exchange.poll)
 
-        def finish(beat: Heartbeat) -> None:
-            assert output
+        def write_end(beat: Heartbeat) -> None:
             if self.profile:
                 self.profile.wait(beat)
-            known: dict[str, Any] = {"val_name": val_name, "memory": memory, "tested": self.tested}
-            known |= {"utilisation": self.utilisation, "end": self._end_facts()}
-            output.finish(self.state, self.predictions, exchange.telemetry, known, beat)
+            parts: dict[str, Any] = {"val_name": val_name, "memory": memory, "tested": self.tested}
+            parts |= {"utilisation": self.utilisation, "end": self._end_facts()}
+            finish.write_end(self.opened, self.predictions, parts, beat)
 
-        def upload(beat: Heartbeat) -> None:
-            assert output
-            output.upload(self.state, beat)
-
-        once(self.accelerator, "report", finish, self.recipe.timeout_s)
-        once(self.accelerator, "last upload", upload, self.recipe.timeout_s)
+        once(self.accelerator, "report", write_end, self.recipe.timeout_s)
+        once(self.accelerator, "last upload", partial(finish.upload, self.opened), self.recipe.timeout_s)
         begin_exit()
         self.accelerator.wait_for_everyone()  # under deepspeed rank 0 hosts the store that the others use
-        if output:
+        if self.log:
             report("finished")
         self.finished = True
 
@@ -275,9 +254,8 @@ class Run:
     def add(self, loss: Tensor, ids: np.ndarray) -> None:
         """Adds a micro-batch. Its loss stays on the device until the next line of the log."""
         self.meter.add(loss, ids)
-        if self.output:
-            done = self.steps.first + self.meter.micro_batches // self.batch.accumulations
-            self.output.log.progress.advance(done)
+        if self.log:
+            self.log.progress.advance(self.steps.first + self.meter.micro_batches // self.batch.accumulations)
 
     def log_training(self, step: int, lr: float) -> None:
         """Ends a step. Every --log_every steps, and at the end of an epoch, it waits for the device and logs
@@ -286,38 +264,37 @@ class Run:
         Raises FloatingPointError on all processes when the loss is not finite.
         """
         assert not self.ended, "the loop must end where run.is_last(step) is true"
+        assert self.checkpoints
         if self.profile:
-            self.profile.end_step(step)
+            self.profile.end_step()
         self.state.end_step(step)
         now.step = step
         self.meter.end_step()
-        if self.output:
-            self.output.tell_launcher(step)
-            if step == self.steps.first + 1:
-                self.output.log.end_interruption(step, self.state.wall_now_s())
+        if self.log:
+            self.log.end_step(step, self.state)
         is_last = step == self.steps.last or self.state.stopped
         if step % self.recipe.log_every and step % self.steps.per_epoch and not is_last:
             return
         state, meter = self.state, self.meter
         loss = meter.mean_loss(self.accelerator, step - state.logged_step)
         spent_s = meter.start_clock()
-        images = (step - max(state.logged_step, self.steps.first)) * self.batch.total
+        images_per_s = (step - max(state.logged_step, self.steps.first)) * self.batch.total / spent_s
         state.train_s += spent_s
-        self.snapshots.write_samples()
+        self.checkpoints.write_samples()
         state.logged_step = step
         if not math.isfinite(loss):
             raise FloatingPointError(f"the loss is {loss} at step {step} with learning rate {lr:g}")
-        if self.output:
+        if self.log:
             values = {"train/loss": loss, "train/lr": lr}
-            if self.utilisation and (mfu_pct := self.utilisation.pct(images / spent_s)) is not None:
+            if self.utilisation and (mfu_pct := self.utilisation.pct(images_per_s)) is not None:
                 values["train/mfu_pct"] = mfu_pct
-            values["train/images_per_s"] = images / spent_s
-            self.output.log.write(step, state.wall_now_s(), values, self.exchange.telemetry.means())
+            values["train/images_per_s"] = images_per_s
+            self.log.write(step, state, values, self.exchange.telemetry.means())
 
     def tell(self, doing: str) -> None:
         """Shows an evaluation's progress without waiting for the device. May raise Preempted. Collective."""
-        if self.output:
-            self.output.log.tell(doing)
+        if self.log:
+            self.log.show_work(doing)
         self.exchange.listen()
 
     def keep(self, confusion: Tensor | None, examples: "list[Predicted]") -> None:
@@ -330,5 +307,5 @@ class Run:
         self.meter.start_clock()
         self.state.add_evaluation(step, metrics)
         self.predictions.accept(f"step {step:,}")
-        if self.output:
-            self.output.log.write_evaluation(step, self.state.wall_now_s(), metrics, self.predictions)
+        if self.log:
+            self.log.write_evaluation(step, self.state, metrics, self.predictions)

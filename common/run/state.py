@@ -7,10 +7,9 @@ from typing import Any, Self
 
 from common.checkpoint.format import STATE_FILE, Checkpoint
 from common.checkpoint.optimizer_state import OptimizerScalars
-from common.system.doing import now
-from common.system.files import read_json
+from common.system.files import fitting, read_json
+from common.system.phase import now
 from common.system.processes import own_age_s
-from common.system.schema import fitting
 
 
 @dataclass
@@ -36,7 +35,6 @@ class RunState:
     accumulations: int = 1
     epoch: float = 0.0
     optimizer: OptimizerScalars | None = None
-    optimizer_steps: int | None = None  # in older files, in place of `optimizer`
     loss_scale: dict[str, float] | None = None  # with fp16
     wandb_id: str | None = None
     wandb_url: str | None = None
@@ -69,13 +67,13 @@ class RunState:
 
     def at_save(self, **filled: Any) -> Self:
         """A copy for state.json, with the fields whose values are taken at the save."""
-        restored = {"optimizer_steps": None, "wandb_id": None, "wandb_url": None}  # not of this process
+        restored = {"wandb_id": None, "wandb_url": None}  # not of this process
         times: dict[str, Any] = {"wall_s": self.wall_now_s(), "spent_s": self.spent_now_s()}
         return dataclasses.replace(self, **times | restored | filled)
 
     def scalars(self) -> dict[str, Any]:
         """The state of the optimizer and the loss scale, for TrainingState."""
-        names = ("optimizer", "optimizer_steps", "loss_scale")
+        names = ("optimizer", "loss_scale")
         return {name: value for name, value in self.to_json().items() if name in names}
 
     def wall_now_s(self) -> float:
@@ -83,7 +81,7 @@ class RunState:
         return self.wall_s + own_age_s()
 
     def spent_now_s(self) -> dict[str, float]:
-        """The parts of wall_now_s(): `starting`, `training`, `evaluation`, ... (common/system/doing.py)."""
+        """The parts of wall_now_s(): `starting`, `training`, `evaluation`, ... (common/system/phase.py)."""
         before, mine = self.spent_s or {}, now.spent_s()
         return {part: before.get(part, 0.0) + mine.get(part, 0.0) for part in before | mine}
 
@@ -106,7 +104,18 @@ class RunState:
         return int(self.best["step"]) if "step" in self.best else None
 
 
-NEEDED = ("step", "evaluated", "best", "last", "logged_step", "losses", "accumulations", "train_s", "wall_s")
+NEEDED = (
+    "step",
+    "evaluated",
+    "best",
+    "last",
+    "logged_step",
+    "losses",
+    "accumulations",
+    "train_s",
+    "wall_s",
+    "optimizer",
+)
 
 
 def _score(metrics: dict[str, float]) -> float:

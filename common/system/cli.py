@@ -1,4 +1,4 @@
-"""Start and end of a command, also with closed streams, or without a home or working folder."""
+"""Start and end of a command, and its flags."""
 
 import argparse
 import contextlib
@@ -17,9 +17,9 @@ from common.system.text import printable_lines
 def run_command(main: Callable[[], int]) -> int:
     """Calls a command's main(). After a mistake it prints one line and returns 1, after Ctrl-C 130."""
     set_umask()
-    open_streams()
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a test may have put another stream there
+        sys.stdout.reconfigure(errors="backslashreplace")  # a name that is not UTF-8 must not end the command
     try:
-        check_working_folder()
         return main()
     except (ValueError, OSError) as error:
         print(f"error: {printable_lines(_text(error))}", file=sys.stderr)
@@ -71,51 +71,9 @@ def set_umask() -> None:
     os.umask(os.umask(0o077) | 0o002)
 
 
-def open_streams() -> None:
-    """Opens /dev/null in place of each closed standard stream.
-
-    Otherwise the next opened file would get the stream's number, and receive printed text.
-    """
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
-        try:
-            os.fstat(number)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "w" if number else "r"))  # noqa: SIM115
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a test may have put another stream there
-        sys.stdout.reconfigure(errors="backslashreplace")  # a name that is not UTF-8 must not end the command
-
-
 def tell_torchrun(message: str) -> None:
     """Writes the message that torchrun shows when it reports the failure of this process."""
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         about = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
         with contextlib.suppress(OSError):
             Path(file).write_text(json.dumps({"message": about}))
-
-
-def check_working_folder() -> None:
-    """Raises ValueError when the working folder has been removed."""
-    if working_folder() is None:
-        raise ValueError("the working folder was removed: change to another folder and start again")
-
-
-def expand_home(path: Path | str, instead: str) -> Path:
-    """The path with `~` expanded.
-
-    instead: what to give in place of `~`, for the ValueError of a user without a home folder.
-    """
-    try:
-        return Path(path).expanduser()
-    except RuntimeError:
-        raise ValueError(
-            f"{path}: HOME is not set, and user {os.getuid()} has no home folder: {instead}"
-        ) from None
-
-
-def working_folder() -> str | None:
-    """The current folder; None when it has been removed."""
-    with contextlib.suppress(OSError):
-        return os.getcwd()
-    return None

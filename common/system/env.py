@@ -1,15 +1,20 @@
-"""The launchers' environment variables, and the exit status of a preemption.
+"""The launchers' environment variables, events for launch.py, and the exit status of a preemption.
 
 It imports neither torch nor accelerate, so that commands that use it still answer --help at once.
 """
 
+import contextlib
+import json
 import os
+from pathlib import Path
+from typing import Any
 
 PREEMPTED = 75  # exit status of a preempted process: EX_TEMPFAIL of sysexits.h, "try again later"
 # Set by launch.py in an elastic job: its name, the same in all its rounds, and the round's number, from 1;
 # the number of hosts including those away, and the micro-batch
 JOB, ROUND = "LAUNCH_JOB", "LAUNCH_ROUND"
 MOST_HOSTS, PER_DEVICE = "LAUNCH_MOST_HOSTS", "LAUNCH_PER_DEVICE_BATCH_SIZE"
+EVENTS_FILE = "LAUNCH_EVENTS_FILE"  # set by launch.py's agent: the events of a host's processes, JSON lines
 PROCESSES = "LAUNCH_PROCESSES"  # set by launch.py: the number of processes of the job
 
 
@@ -51,3 +56,31 @@ def job_round() -> tuple[str | None, int]:
 def launched_with(plugin: str) -> bool:
     """True when the accelerate config names this plugin: FSDP or DEEPSPEED."""
     return os.environ.get(f"ACCELERATE_USE_{plugin}", "false").lower() == "true"
+
+
+def report(event: str, **facts: Any) -> None:
+    """Adds an event to this host's file. Does nothing if launch.py did not start the job."""
+    if file := os.environ.get(EVENTS_FILE):
+        line = json.dumps({"event": event} | facts) + "\n"
+        # One write per line, as several processes append to the file.
+        with contextlib.suppress(OSError), open(file, "a", buffering=len(line) + 1) as events:
+            events.write(line)
+
+
+class EventReader:
+    """Reads the events that are added to the file, each once."""
+
+    def __init__(self, file: Path):
+        self.file, self.read_bytes, self.rest = file, 0, b""
+
+    def new(self) -> list[dict[str, Any]]:
+        """The events since the last call; [] while there is no file."""
+        try:
+            with open(self.file, "rb") as events:
+                events.seek(self.read_bytes)
+                data = events.read()
+        except OSError:
+            return []
+        self.read_bytes += len(data)
+        *lines, self.rest = (self.rest + data).split(b"\n")
+        return [json.loads(line) for line in lines]

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-Evidence = dict[str, Any]  # a rank's report: see common.distributed.hangs.evidence()
+Evidence = dict[str, Any]  # a rank's report: see common.distributed.watch.evidence()
 
 COLUMNS = ("rank", "host", "phase", "step", "where", "last collective", "last sign of life")
 

@@ -1,12 +1,12 @@
-"""Commands and paths in the form in which they are printed, ready to be copied."""
+"""The project's folder and version, and commands and paths in the form in which they are printed."""
 
+import functools
 import os
 import shlex
 import shutil
 import sys
+import tomllib
 from pathlib import Path
-
-from common.system.cli import working_folder
 
 ROOT = Path(__file__).resolve().parents[2]  # the project
 
@@ -19,7 +19,7 @@ def python_command(*words: object) -> str:
 
 def shortest(path: Path | str) -> str:
     """The path, relative if it is below the working folder."""
-    return os.fspath(path).removeprefix(f"{working_folder()}{os.sep}")
+    return os.fspath(path).removeprefix(f"{os.getcwd()}{os.sep}")
 
 
 def public_path(path: Path | str) -> str:
@@ -27,3 +27,12 @@ def public_path(path: Path | str) -> str:
     text, home = str(path), f"{os.path.expanduser('~')}{os.sep}"
     inside = text.removeprefix(f"{ROOT}{os.sep}")
     return f"~/{inside.removeprefix(home)}" if inside.startswith(home) else inside
+
+
+@functools.cache
+def project_version() -> str:
+    """The version in pyproject.toml, as `1.0.0`; `unknown` if the code was copied without that file."""
+    try:
+        return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    except (OSError, ValueError, KeyError):
+        return "unknown"

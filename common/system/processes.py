@@ -1,4 +1,4 @@
-"""Processes of this host: start times, end with the parent, and descendants of this process."""
+"""Processes of this host: start times, end with the parent, descendants, and messages without memory."""
 
 import contextlib
 import ctypes
@@ -12,6 +12,26 @@ from pathlib import Path
 import psutil
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # prctl(2)
+NO_MEMORY = (  # in an error, or in the output of a failed process
+    "out of memory",  # torch and CUDA
+    "ALLOC_FAILED",  # cuBLAS, cuDNN 8
+    "ALLOCATION_FAILED",  # cuDNN 9, of the device or the host
+    "CUBLAS_STATUS_NOT_INITIALIZED",  # no room for cuBLAS's handle
+    "unable to find an engine to execute this computation",  # cuDNN: no room for any engine's workspace
+    "CUDA calloc",  # NCCL
+    "can't allocate memory",  # torch on a CPU
+    "could not create a primitive",  # oneDNN
+)
+NO_MEMORY_WHERE_LIMITED = (  # only under a limit on a process's memory, from other allocators than torch's
+    "MemoryError",
+    "std::bad_alloc",
+    "Cannot allocate memory",
+    "can't start new thread",
+    "failed to map segment from shared object",
+    "could not execute a primitive",
+    "OpenBLAS error: Memory allocation still failed",
+    "OpenBLAS blas_thread_init: pthread_create failed",
+)
 
 
 def start_ticks(pid: int) -> int | None:
@@ -82,3 +102,8 @@ def kill(processes: Collection[psutil.Process]) -> None:
     for process in processes:
         with contextlib.suppress(psutil.Error):
             process.kill()
+
+
+def says_out_of_memory(text: str, is_limited: bool = False) -> bool:
+    """True if an error or a failed process's output has such a message. is_limited: memory had a limit."""
+    return any(message in text for message in (*NO_MEMORY, *(NO_MEMORY_WHERE_LIMITED if is_limited else ())))

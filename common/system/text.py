@@ -1,13 +1,31 @@
-"""Escapes untrusted text for terminals, files and pages."""
+"""Escapes and redacts untrusted text for terminals, files and pages."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import count
 from typing import Any
+from urllib.parse import quote
 
 # Control characters (so also terminal escapes), line and paragraph separators, marks that change the
 # direction of writing, and lone surrogates (bytes of a file name that are not UTF-8).
 _UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+_HIDDEN = "..."
+_CREDENTIALS = [  # and what is shown instead
+    # An Authorization header and the rest of its line, as its value may have several words.
+    (re.compile(r"(authorization[\"']?\s*[:=]\s*).*", re.I), rf"\1{_HIDDEN}"),
+    (re.compile(r"\?\S+"), f"?{_HIDDEN}"),  # a url's query
+    (re.compile(r"(://)[^/\s@]+@"), rf"\1{_HIDDEN}@"),  # a url's user
+    # Access key ids, signatures and tokens, recognised by the name before them.
+    (
+        re.compile(
+            r"((?:signature|credential|token|access-?key-?id|secret\w*|password)[\"']?\s*[:=]\s*)[^\s;]+",
+            re.I,
+        ),
+        rf"\1{_HIDDEN}",
+    ),
+    # A long word of letters and digits may be a key, a signature or a token.
+    (re.compile(r"(?=[a-z+/=_%-]*\d)(?=[\d+/=_%-]*[a-z])[a-z\d+/=_%-]{16,}", re.I), _HIDDEN),
+]
 
 
 def printable(text: object) -> str:
@@ -21,6 +39,21 @@ def printable(text: object) -> str:
 def printable_lines(text: object) -> str:
     """printable() for several lines: newlines and tabs stay."""
     return _UNSAFE.sub(lambda found: found[0] if found[0] in "\n\t" else _escaped(found[0]), str(text))
+
+
+def redacted(text: str, secrets: Iterable[str] = (), length: int = 200) -> str:
+    """The beginning of a store's or server's text as one line, without these secrets and what may be one."""
+    text = " ".join("".join(c if c.isprintable() else " " for c in text).split())
+    if len(text) > 4096:
+        text = text[:4096].rpartition(" ")[0]  # no word may be cut: half a secret is not found
+    for secret in sorted(filter(None, secrets), key=len, reverse=True):
+        for form in {secret, quote(secret, safe="")}:
+            # A short secret, as "test", may be part of ordinary words.
+            edges = ("", "") if len(form) >= 8 else ("(?<![A-Za-z])", "(?![A-Za-z])")
+            text = re.sub(re.escape(form).join(edges), _HIDDEN, text)
+    for pattern, instead in _CREDENTIALS:
+        text = pattern.sub(instead, text)
+    return text if len(text) <= length else text[: length - 3] + "..."
 
 
 def plural(number: object, word: str) -> str:

@@ -35,16 +35,16 @@ def start_daemon(work: Callable[[], Result]) -> Future[Result]:
     return outcome
 
 
-def run_with_heartbeat(work: Callable[[], Result], beat: Heartbeat, every_s: float = 0.5) -> Result:
-    """Runs work() in a thread and calls beat() here meanwhile. Returns its result, or raises its exception.
+def run_with_heartbeat(work: Callable[[], Result], heartbeat: Heartbeat, every_s: float = 0.5) -> Result:
+    """Runs work() in a thread and calls heartbeat() here meanwhile. Returns or raises what work() does.
 
-    An exception of beat() is raised at once; the thread continues, and does not keep the process alive.
+    An exception of heartbeat() is raised at once; the thread continues, and does not keep the process alive.
     """
-    return run_all_with_heartbeat([work], beat, every_s)[0]
+    return run_all_with_heartbeat([work], heartbeat, every_s)[0]
 
 
 def run_all_with_heartbeat(
-    works: Sequence[Callable[[], Result]], beat: Heartbeat, every_s: float = 0.5
+    works: Sequence[Callable[[], Result]], heartbeat: Heartbeat, every_s: float = 0.5
 ) -> list[Result]:
     """Like run_with_heartbeat for several works, each in its own thread. Raises the first exception."""
     outcomes = [start_daemon(work) for work in works]
@@ -54,4 +54,4 @@ def run_all_with_heartbeat(
             outcome.result()
         if not pending:
             return [outcome.result() for outcome in outcomes]
-        beat()
+        heartbeat()

@@ -13,24 +13,33 @@ count, also those of steps that a restart repeated. An error here is printed onc
 
 import json
 import re
+import shutil
 import socket
+import subprocess
+import threading
+import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import Any, BinaryIO, TypeVar
 
+import psutil
 import torch
 from accelerate import Accelerator
 
 from common.distributed.strategy import device_name
 from common.system.processes import own_age_s
 from common.system.text import numbered
-from common.telemetry.sampler import Sampler
+from common.system.threads import lower_priority
+from common.telemetry.meters import GIB, HostMeter, open_gpus
 from common.telemetry.summary import GPU_NUMBERS, HOST_NUMBERS, summarize
 
 Item = TypeVar("Item")
+STOP_S = 2  # how long a run waits at its end for a sampler that is busy
+NVIDIA_SMI_S = 30  # how long nvidia-smi may take
+SHORTEST_S = 0.1  # a share of the processor's time over less is meaningless
 
 
 @dataclass(frozen=True)
@@ -70,7 +79,7 @@ def sampled_hosts(processes: list[ProcessInfo]) -> list[SampledHost]:
 
 
 class Telemetry:
-    """Telemetry of one process: the first process of each host samples, the main process writes.
+    """Telemetry of one process: the first process of each host samples in a thread, the main process writes.
 
     processes: of all ranks. folder: the run's on the main process, None elsewhere. step: returns the current
     step of the training. steps: of the whole run. before_s: its wall_s before this process.
@@ -86,22 +95,22 @@ class Telemetry:
         steps: int,
         before_s: float = 0.0,
     ):
-        self.folder, self.before_s = folder, before_s
+        self.folder, self.interval_s, self.step, self.before_s = folder, interval_s, step, before_s
+        self.middle = steps // 2
         self.reported: set[str] = set()
         self.unsent: deque[tuple[str, str]] = deque()  # not on the main process: file name and text
         self.unlogged: deque[dict[str, Any]] = deque()  # on the main process: for the trackers
-        self.host = next((host for host in sampled_hosts(processes) if host.first_rank == rank), None)
-        self.sampler = None
-        if self.host and interval_s:
-            self.sampler = Sampler(
-                self.host.name, self.host.gpus, interval_s, step, steps // 2, self._keep, self._complain
-            )
-            self.sampler.start()
+        self.stopped, self.thread = threading.Event(), None
+        host = next((host for host in sampled_hosts(processes) if host.first_rank == rank), None)
+        if host and interval_s:
+            self.thread = threading.Thread(target=self._work, args=(host,), daemon=True)
+            self.thread.start()
 
     def stop(self) -> None:
-        """Takes a last sample and ends the sampler."""
-        if self.sampler:
-            self.sampler.stop()
+        """Takes a last sample and ends the thread."""
+        self.stopped.set()
+        if self.thread:
+            self.thread.join(STOP_S)
 
     def take(self) -> list[tuple[str, str]]:
         """The text since the last call for the main process to write, as (file name, text)."""
@@ -119,36 +128,82 @@ class Telemetry:
         """Means over the main process's host since the last call: `telemetry/<name>`."""
         values: defaultdict[str, list[float]] = defaultdict(list)
         for sample in _drained(self.unlogged):
-            for name, value in _numbers(sample):
-                values[f"telemetry/{name}"].append(value)
+            parts: list[tuple[str, tuple[str, ...], dict[str, Any]]] = [("", HOST_NUMBERS, sample)]
+            parts += [(f"gpu{gpu['index']}_", GPU_NUMBERS, gpu) for gpu in sample.get("gpus", [])]
+            for prefix, names, part in parts:
+                for name in names:
+                    if part[name] is not None:
+                        values[f"telemetry/{prefix}{name}"].append(part[name])
         return {name: fmean(measured) for name, measured in values.items()}
 
     def summaries(self) -> list[dict[str, Any]]:
         """A summary for each host that the run has had. Called by the main process."""
         assert self.folder
-        found = []
+        summaries = []
         for file in sorted(self.folder.glob("telemetry-*.jsonl")):
             try:
-                found.append(summarize(file))
+                summaries.append(summarize(file))
             except (OSError, ValueError) as error:
                 self._complain(str(error))
-        return found
+        return summaries
 
-    def _keep(self, record: dict[str, Any] | str) -> None:
-        """Called in the sampler's thread, with a line of telemetry or a text of nvidia-smi."""
-        host = self.host.name if self.host else "unknown"
-        if isinstance(record, dict):
-            if self.folder and "host" in record:
-                record |= {"before_s": round(self.before_s, 3), "age_s": round(own_age_s(), 3)}
-            name, text = f"telemetry-{host}.jsonl", json.dumps(record) + "\n"
-        else:
-            name, text = f"nvidia-smi-{host}.txt", record
-        if self.folder is None:
-            self.unsent.append((name, text))
+    def _work(self, host: SampledHost) -> None:
+        """The thread: a header, a sample each interval_s, and a last one."""
+        lower_priority()
+        try:
+            meter, gpus = HostMeter(), open_gpus(list(host.gpus), self._complain)
+            self._write_header(host)
+            self._ask_nvidia_smi(host)
+            asked_again = self.step() >= self.middle
+            while not (last := self.stopped.wait(self.interval_s)) or meter.age_s() > SHORTEST_S:
+                sample = {"t": round(time.time(), 3), "step": self.step(), **meter.sample()}
+                self._write(host, sample | ({"gpus": [gpu.sample() for gpu in gpus]} if gpus else {}))
+                if last:
+                    break
+                if not asked_again and self.step() >= self.middle:
+                    asked_again = True
+                    self._ask_nvidia_smi(host)
+        except Exception as error:  # of any kind: no training ends because its telemetry does
+            self._complain(f"no more samples of host {host.name} ({error})")
+
+    def _write_header(self, host: SampledHost) -> None:
+        header = {
+            "host": host.name,
+            "t": round(time.time(), 3),
+            "interval_s": self.interval_s,
+            "devices": list(host.gpus.values()),
+            "cpus": psutil.cpu_count(),
+            "memory_gib": round(psutil.virtual_memory().total / GIB, 3),
+        }
+        if self.folder:
+            header |= {"before_s": round(self.before_s, 3), "age_s": round(own_age_s(), 3)}
+        self._write(host, header)
+
+    def _ask_nvidia_smi(self, host: SampledHost) -> None:
+        if shutil.which("nvidia-smi") is None:
             return
-        self._append(name, text)
-        if isinstance(record, dict) and "step" in record:
-            self.unlogged.append(record)
+        step, when = self.step(), time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+        try:
+            answer = subprocess.run(
+                ["nvidia-smi", "-q"], capture_output=True, text=True, errors="replace", timeout=NVIDIA_SMI_S
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            self._complain(f"no answer of nvidia-smi on host {host.name} ({error})")
+            return
+        text = f"# nvidia-smi -q, step {step}, {when}\n{answer.stdout}{answer.stderr}\n"
+        self._keep(f"nvidia-smi-{host.name}.txt", text)
+
+    def _write(self, host: SampledHost, line: dict[str, Any]) -> None:
+        self._keep(f"telemetry-{host.name}.jsonl", json.dumps(line) + "\n")
+        if self.folder and "step" in line:
+            self.unlogged.append(line)
+
+    def _keep(self, name: str, text: str) -> None:
+        """Writes the text into the run's folder, or keeps it for the main process."""
+        if self.folder:
+            self._append(name, text)
+        else:
+            self.unsent.append((name, text))
 
     def _append(self, name: str, text: str) -> None:
         assert self.folder
@@ -171,11 +226,3 @@ def _ends_a_line(file: BinaryIO) -> bool:
 def _drained(queue: deque[Item]) -> list[Item]:
     """Empties the queue, to which another thread may append meanwhile."""
     return [queue.popleft() for _ in range(len(queue))]
-
-
-def _numbers(sample: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    """The measured values by name; those of GPUs as `gpu0_power_w`."""
-    parts: list[tuple[str, tuple[str, ...], dict[str, Any]]] = [("", HOST_NUMBERS, sample)]
-    parts += [(f"gpu{gpu['index']}_", GPU_NUMBERS, gpu) for gpu in sample.get("gpus", [])]
-    for prefix, names, values in parts:
-        yield from ((prefix + name, values[name]) for name in names if values[name] is not None)

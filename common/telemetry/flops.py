@@ -6,16 +6,22 @@ checkpointing computes again does not count. A GPU's peak stands in devices.yaml
 product of matrices, as no data sheet has it.
 """
 
+import copy
 import functools
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from common.recipe import ImageRecipe, Recipe
+from common.script import AFRESH
 from common.system.paths import shortest
 from common.system.threads import start_daemon
 
@@ -102,9 +108,9 @@ class Utilisation:
     """
 
     def __init__(self, build: Callable[[], nn.Module], size: int, devices: Sequence[str], precision: str):
-        known = {name: peak_flops(name, precision) for name in dict.fromkeys(devices)}
-        self.unknown = [name for name, peak in known.items() if peak is None]
-        self.peak = sum(known[name] or 0.0 for name in devices)
+        peaks = {name: peak_flops(name, precision) for name in dict.fromkeys(devices)}
+        self.unknown = [name for name, peak in peaks.items() if peak is None]
+        self.peak = sum(peaks[name] or 0.0 for name in devices)
         self.counting = start_daemon(lambda: flops_per_image(build, size))
 
     def pct(self, images_per_s: float) -> float | None:
@@ -125,6 +131,19 @@ class Utilisation:
             "peak_flops": None if self.unknown else self.peak,
             "mfu_pct": self.pct(images_per_s or 0.0),
         }
+
+
+def utilisation(recipe: Recipe, classes: int, devices: list[str], precision: str) -> Utilisation | None:
+    """That of the running train script's model. None without images or build_model, or if the image size
+    changes in training."""
+    build: Any = getattr(sys.modules["__main__"], "build_model", None)
+    if build is None or getattr(recipe, "train_sizes", None) or not isinstance(recipe, ImageRecipe):
+        return None
+    fresh = copy.copy(recipe)  # replace() would refuse --freeze without weights
+    for name in ("pretrained", "weights"):
+        if hasattr(fresh, name):
+            object.__setattr__(fresh, name, AFRESH[name])
+    return Utilisation(partial(build, fresh, classes), recipe.image_size, devices, precision)
 
 
 def peak_flops(name: str, precision: str) -> float | None:

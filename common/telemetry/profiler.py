@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerAction, ProfilerActivity, profile
 
+from common.order import Steps
 from common.system.files import write_text
 from common.system.threads import Heartbeat, start_daemon
 
@@ -19,56 +20,67 @@ FOLDER, TRACE, TABLE = "profile", "trace.json.gz", "table.txt"  # in the run's f
 ROWS = 50  # operators in the table
 
 
+def begin_profile(device: torch.device, first: int, steps: Steps, folder: Path | None) -> "Profile | None":
+    """The profile of the steps from `first` on; None if a resumed run is behind it.
+
+    folder: the run's, on the main process; None elsewhere, where nothing is profiled. ValueError on all
+    processes when the run ends before the profile.
+    """
+    if first + STEPS - 1 > steps.last:
+        raise ValueError(
+            f"--profile {first}: {STEPS} steps from step {first:,} on, and the run ends at step"
+            f" {steps.last:,}: choose at most {steps.last - STEPS + 1:,}"
+        )
+    if folder and steps.first >= first:
+        print(f"no new profile: the run resumes after step {first:,}", flush=True)
+        return None
+    return Profile(device, first, steps.first, folder) if folder else None
+
+
 class Profile:
     """Profiles the optimizer steps first, first + 1 and first + 2, counted from 1, and writes profile/.
 
-    The caller calls begin() before its first step, and end_step() after each step.
+    done: the number of steps before this process's first. The caller calls end_step() after each step.
     """
 
-    def __init__(self, device: torch.device, first: int, folder: Path):
-        self.device, self.first, self.folder = device, first, folder / FOLDER
-        self.profiler: profile | None = None
+    def __init__(self, device: torch.device, first: int, done: int, folder: Path):
+        self.first, self.skipped, self.folder = first, first - 1 - done, folder / FOLDER
+        self.on_gpu = device.type == "cuda"
         self.writing: futures.Future[None] | None = None
-
-    def begin(self, step: int) -> None:
-        """Starts the profiler when the next step is the first one. step: the number of steps that ended."""
-        if step != self.first - 1:
-            return
-        activities = [ProfilerActivity.CPU]
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-            activities.append(ProfilerActivity.CUDA)
-        # Any schedule makes torch mark the steps: ProfilerStep#0, #1, #2.
-        self.profiler = profile(activities=activities, schedule=lambda _: ProfilerAction.RECORD)
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.on_gpu else [])]
+        self.profiler = profile(
+            activities=activities, schedule=self._action, on_trace_ready=self._start_writing
+        )
         self.profiler.start()
 
-    def end_step(self, step: int) -> None:
-        """Ends the step, and after the last one the profile. Before anything is logged."""
-        if self.profiler is None:
-            self.begin(step)
-        elif step < self.first + STEPS - 1:
+    def end_step(self) -> None:
+        """Ends a step. Called before anything is logged."""
+        if self.writing is None:
             self.profiler.step()
-        else:
-            if self.device.type == "cuda":
-                torch.cuda.synchronize()
-            self.profiler.stop()
-            profiler, self.profiler = self.profiler, None
-            self.writing = start_daemon(lambda: self._write(profiler))
 
     def wait(self, beat: Heartbeat) -> None:
         """Waits until the files are written."""
         while self.writing and futures.wait([self.writing], 0.5).not_done:
             beat()
 
+    def _action(self, step: int) -> ProfilerAction:
+        """torch's schedule. step: of this process, counted from 0."""
+        number = step - self.skipped
+        if number == STEPS - 1:
+            return ProfilerAction.RECORD_AND_SAVE
+        return ProfilerAction.RECORD if 0 <= number < STEPS else ProfilerAction.NONE
+
+    def _start_writing(self, profiler: profile) -> None:
+        self.writing = start_daemon(lambda: self._write(profiler))
+
     def _write(self, profiler: profile) -> None:
-        """Writes the files. A profile that can't be written is said, and ends nothing."""
+        """Writes the files. A profile that can't be written is reported, and ends nothing."""
         try:
             self.folder.mkdir(exist_ok=True)
-            trace = self.folder / TRACE
-            profiler.export_chrome_trace(str(trace))
-            by = f"self_{'device' if self.device.type == 'cuda' else 'cpu'}_time_total"
+            profiler.export_chrome_trace(str(self.folder / TRACE))
+            by = f"self_{'device' if self.on_gpu else 'cpu'}_time_total"
             write_text(self.folder / TABLE, profiler.key_averages().table(sort_by=by, row_limit=ROWS) + "\n")
-            last = self.first + STEPS - 1
-            print(f"profile of steps {self.first:,} to {last:,}: {trace} (for https://ui.perfetto.dev)")
+            steps = f"{self.first:,} to {self.first + STEPS - 1:,}"
+            print(f"profile of steps {steps}: {self.folder / TRACE} (for https://ui.perfetto.dev)")
         except Exception as error:  # of many kinds: of the disk, of the profiler
             print(f"no profile: {type(error).__name__}: {error}", flush=True)

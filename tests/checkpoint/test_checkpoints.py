@@ -80,7 +80,7 @@ def test_a_commit_has_the_boundaries_that_are_tested(straight):
         assert any(name.startswith(part) for name in names), (part, names)
 
 
-@pytest.mark.parametrize("part", QUICK)
+@pytest.mark.parametrize("part", [QUICK[0], full(QUICK[1]), QUICK[2], full(QUICK[3])])
 def test_killed_in_a_commit(part, straight, tmp_path):
     number = next(
         n for n in of_one_commit(straight[1]) if straight[1][n - 1].split(" ", 1)[1].startswith(part)
@@ -325,8 +325,8 @@ def test_when_none_is_good_the_run_stops(straight, tmp_path):
     for folder in (tmp_path / "run" / "checkpoints").glob("step_*"):
         damage(folder / "state.json", "truncated")
     before = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
-    status, output = Job([*torchrun(2), *HELLO, "--output_dir", tmp_path / "run"]).wait()
-    assert status != 0
+    status, output = warm.WarmJob([*HELLO, "--output_dir", tmp_path / "run"], tmp_path / "log").wait()
+    assert status == 1
     assert output.count("error: none of the ") == 1, output
     assert "verifies" in output
     assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == before
@@ -393,19 +393,18 @@ def test_a_manifest_can_not_name_other_files(name, hostile):
 
 @pytest.mark.parametrize(
     "changes",
-    [{"files": []}, {"files": {"model.safetensors": 1}}, {"step": "24"}, {"step": 25}, {"files": None}],
+    [
+        {"files": []},
+        {"files": {"model.safetensors": 1}},
+        {"files": {"state.json": {"size": -1, "sha256": ""}}},
+        {"step": "24"},
+        {"step": 25},
+        {"files": None},
+    ],
 )
 def test_a_manifest_of_another_shape(changes, hostile):
     forge(hostile, **changes)
-    with pytest.raises(Damaged):
-        verify(hostile)
-
-
-def test_a_file_of_negative_size_is_refused(hostile):
-    files = json.loads((hostile / MANIFEST_FILE).read_text())["files"]
-    files["state.json"]["size"] = -1
-    forge(hostile, files=files)
-    with pytest.raises(Damaged, match="is not a manifest"):
+    with pytest.raises(Damaged, match=r"is not a manifest|belongs to step 25"):
         verify(hostile)
 
 
@@ -426,9 +425,9 @@ def test_an_unknown_format_version_is_refused(version, hostile):
 def test_tensors_of_another_shape_are_refused_before_anything_is_loaded(hostile, tmp_path):
     save_file({"head.weight": torch.zeros(3)}, hostile / "model.safetensors")
     forge(hostile)
-    words = [*torchrun(2), *HELLO, "--resume", hostile, "--output_dir", tmp_path / "run"]
-    status, output = Job(words).wait()
-    assert status != 0
+    words = [*HELLO, "--resume", hostile, "--output_dir", tmp_path / "run"]
+    status, output = warm.WarmJob(words, tmp_path / "log").wait()
+    assert status == 1
     assert output.count("error: ") == 1, output
     assert "belongs to another model" in output
     assert not list((tmp_path / "run").glob("checkpoints/*"))
@@ -480,25 +479,6 @@ def test_no_link_is_followed_when_checkpoints_are_removed(straight, tmp_path, ca
     commit(parent, 24, {}, {}, {})
     assert (parent / LAST / MANIFEST_FILE).exists()
     assert sorted(elsewhere.rglob("*")) == kept
-
-
-def test_a_run_prunes_past_a_link(tmp_path):
-    """A checkpoint was moved to another disk; two links lead nowhere."""
-    words = [*HELLO, "--output_dir", tmp_path / "run"]
-    warm.run([*words, "--max_steps", "8"], tmp_path / "log")
-    parent = tmp_path / "run" / "checkpoints"
-    (parent / "step_00000004").rename(tmp_path / "moved")
-    (parent / "step_00000004").symlink_to(tmp_path / "moved")
-    (parent / "step_00000016").symlink_to(tmp_path / "gone")
-    (parent / "step_00000002").symlink_to(tmp_path / "gone")
-    output = warm.run(words, tmp_path / "log")
-    assert "continuing at step 8" in output
-    assert "checkpoint of step 16 is damaged" in output
-    for step in (2, 4):
-        assert output.count(f"step_{step:08d} is a link to") == 1
-    assert verify(latest(tmp_path / "run")).step == 24
-    assert (tmp_path / "moved" / MANIFEST_FILE).exists()
-    assert not any(path.is_symlink() for path in parent.glob("step_*"))
 
 
 def test_best_the_last_two_and_every_so_many_are_kept():

@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from common.checkpoint.format import MANIFEST_FILE, step_name, steps_in, verify
-from common.checkpoint.mirror import Mirror, fetch_newest
-from common.run.owner import Owner, PrefixRecord
+from common.checkpoint.mirror import Mirror, committed, fetch_log, fetch_newest
+from common.run.lease import Lease, PrefixRecord
 from common.system.s3 import ObjectStore, StoreError
 from tests.checkpoint.test_checkpoints import (  # noqa: F401
     HELLO,
@@ -30,7 +30,7 @@ from tests.checkpoint.test_checkpoints import (  # noqa: F401
 )
 from tests.checkpoint.test_resume import without_times
 from tests.checkpoint.test_stored import STORED
-from tests.conftest import Job, full, latest, lines, metrics, mutate, python, result, run, tensors, torchrun
+from tests.conftest import Job, latest, lines, metrics, mutate, python, result, run, tensors, torchrun
 from tests.support import warm
 from tests.support.s3 import BUCKET, SECRET, aws_env, s3, s3_proxy  # noqa: F401 (fixtures)
 
@@ -51,7 +51,15 @@ class Bucket:
         return sorted(int(key.split("/")[1][5:]) for key in keys if key.endswith(MANIFEST_FILE))
 
     def words(self, folder: Path, *flags) -> list:
-        return [*python(), *HELLO, "--s3", self.url, "--output_dir", folder, *flags]
+        return [*HELLO, "--s3", self.url, "--output_dir", folder, *flags]
+
+    def start(self, folder: Path, *flags) -> warm.WarmJob:
+        return warm.WarmJob(self.words(folder, *flags), folder.with_suffix(".log"), self.env)
+
+    def run(self, folder: Path, *flags) -> str:
+        status, output = self.start(folder, *flags).wait()
+        assert status == 0, output
+        return output
 
 
 @pytest.fixture
@@ -98,46 +106,44 @@ def assert_same_end(folder: Path, reference: Path) -> None:
 
 
 def test_a_fresh_machine_goes_on_from_the_bucket(bucket, straight, tmp_path):  # noqa: F811
-    run(bucket.words(tmp_path / "first", "--max_steps", "14"), env=bucket.env)
+    bucket.run(tmp_path / "first", "--max_steps", "14")
     assert bucket.steps()[-1] == 14
     assert set(bucket.steps()) <= set(steps_in(tmp_path / "first" / "checkpoints"))
     index = json.loads(bucket.store.read("checkpoints/index.json"))
     assert index == {"latest": "step_00000014", "best": index["best"]}
     assert json.loads(bucket.store.read("result.json"))["uploaded"] is True
-    status, output = Job(bucket.words(tmp_path / "other", "--lr", "0.1"), env=bucket.env).wait()
+    status, output = bucket.start(tmp_path / "other", "--lr", "0.1").wait()
     assert status == 1
     assert "is of another recipe (its lr is 0.01, here 0.1)" in output
-    output = run(bucket.words(tmp_path / "second"), env=bucket.env)
+    output = bucket.run(tmp_path / "second")
     assert "downloading the checkpoint of step 14" in output
     assert "continuing at step 14" in output
     log = metrics(tmp_path / "second")  # its beginning was in the bucket
     assert [line["step"] for line in log if "train/loss" in line] == [*range(1, 25)]
     (telemetry,) = (tmp_path / "second").glob("telemetry-*.jsonl")
     assert sum("host" in line for line in lines(telemetry)) == 2, "what the first one saw is lost"
-    assert bucket.store.list("telemetry-") == [telemetry.name]
     assert bucket.store.read(telemetry.name) == telemetry.read_bytes()
     ours, theirs = tensors(latest(tmp_path / "second")), tensors(latest(straight[0]))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     best = int(result(tmp_path / "second")["best_checkpoint"][-8:])
     assert {best, 24} <= set(bucket.steps())
     assert len(bucket.steps()) <= 3
-    status, output = Job(bucket.words(tmp_path / "third"), env=bucket.env).wait()
+    status, output = bucket.start(tmp_path / "third").wait()
     assert status == 1
     assert "holds a run already, which is finished" in output
 
 
-def test_the_first_machine_returns_with_an_old_folder(bucket, straight, tmp_path):  # noqa: F811
-    """Its files get the lines that another machine has logged meanwhile; the bucket keeps them."""
-    for folder, steps in (("first", "8"), ("second", "16"), ("first", "24")):
-        output = run(bucket.words(tmp_path / folder, "--max_steps", steps), env=bucket.env)
-    assert "continuing at step 16" in output
-    assert without_times(metrics(tmp_path / "first")) == without_times(metrics(straight[0]))
-    (telemetry,) = (tmp_path / "first").glob("telemetry-*.jsonl")
-    assert sum("host" in line for line in lines(telemetry)) == 3
-    for file in (tmp_path / "first" / "metrics.jsonl", telemetry):
-        assert bucket.store.read(file.name) == file.read_bytes()
-    assert not list((tmp_path / "first").glob(".*.part"))
-    assert not (tmp_path / "first" / "confusion.json").exists(), "nobody wrote one"
+def test_an_older_log_is_replaced_by_that_of_another_machine(bucket, tmp_path):
+    for name in ("metrics.jsonl", "telemetry-a.jsonl", "telemetry-b.jsonl", "telemetry-c/d.jsonl"):
+        bucket.store.write(name, b"1\n2\n")
+    (tmp_path / "metrics.jsonl").write_bytes(b"1\n")
+    (tmp_path / "telemetry-a.jsonl").write_bytes(b"1\n2\n3\n")
+    fetch_log(bucket.store, tmp_path)
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == {
+        "metrics.jsonl": b"1\n2\n",
+        "telemetry-a.jsonl": b"1\n2\n3\n",
+        "telemetry-b.jsonl": b"1\n2\n",
+    }
 
 
 def test_uploads_survive_bursts_slow_answers_and_cuts(bucket, mirror, tmp_path):
@@ -168,55 +174,54 @@ def kill(job: warm.WarmJob) -> bool:
 
 
 def test_killed_between_data_and_manifest(bucket, straight, tmp_path):  # noqa: F811
-    words = bucket.words(tmp_path / "run")
-    run([*words, "--max_steps", "8"], env=bucket.env)
+    folder = tmp_path / "run"
+    bucket.run(folder, "--max_steps", "8")
     bucket.proxy.on("PUT", ".*/step_000000(12|16|20|24)/manifest.json", lambda: kill(job))
-    job = warm.WarmJob(words[1:], tmp_path / "log", bucket.env)
+    job = bucket.start(folder)
     assert job.wait()[0] == -signal.SIGKILL
     new = [key for key in bucket.store.list("checkpoints/step_") if key.split("/")[1] > "step_00000008"]
     assert len(new) == 3, "the data is there"
     assert bucket.steps()[-1] == 8, "without its manifest it is no checkpoint"
-    assert verify(tmp_path / "run" / "checkpoints" / new[0].split("/")[1])
+    assert verify(folder / "checkpoints" / new[0].split("/")[1])
     # another machine knows of step 8 alone; its lock is that of a dead process of this one
-    output = run(bucket.words(tmp_path / "elsewhere", "--max_steps", "9"), env=bucket.env)
+    output = bucket.run(tmp_path / "elsewhere", "--max_steps", "9")
     assert "continuing at step 8" in output
     assert "which is dead: taken over" in output
     # this one has more on its disk, and finishes the upload
-    output = run(words, env=bucket.env)
-    assert "continuing at step" in output
+    assert "continuing at step" in bucket.run(folder)
     assert bucket.steps()[-1] == 24
-    assert_same_end(tmp_path / "run", straight[0])
+    assert_same_end(folder, straight[0])
 
 
+@pytest.mark.full
 def test_killed_in_the_last_upload(bucket, tmp_path):
-    words = bucket.words(tmp_path / "run", "--max_steps", "4")
+    flags = ("--max_steps", "4")
     bucket.proxy.on("PUT", ".*/step_00000004/manifest.json", lambda: kill(job))
-    job = warm.WarmJob(words[1:], tmp_path / "log", bucket.env)
+    job = bucket.start(tmp_path / "run", *flags)
     assert job.wait()[0] == -signal.SIGKILL
     assert 4 not in bucket.steps()
-    run(words, env=bucket.env)
+    bucket.run(tmp_path / "run", *flags)
     assert bucket.steps()[-1] == 4
     assert result(tmp_path / "run")["uploaded"] is True
 
 
 def test_a_black_hole_stops_no_training(bucket, impatient, straight, tmp_path):  # noqa: F811
     """The black hole begins at the second upload, which the next start of the command repeats."""
-    words = bucket.words(tmp_path / "run")
-    run([*words, "--max_steps", "4"], env=bucket.env)
+    folder = tmp_path / "run"
+    bucket.run(folder, "--max_steps", "4")
     bucket.proxy.on("PUT", ".*/step_.*", lambda: bucket.proxy.black_hole(times=None))
-    output = run(words, env=bucket.env, cwd=impatient)
+    output = run([*python(), *bucket.words(folder)], env=bucket.env, cwd=impatient)
     assert bucket.proxy.faults["black_hole"] >= 2
     assert "is not in s3://" in output
     assert "it is safe on the disk" in output
-    assert_same_end(tmp_path / "run", straight[0])
-    assert result(tmp_path / "run")["status"] == "finished"
-    assert result(tmp_path / "run")["uploaded"] is False
+    assert_same_end(folder, straight[0])
+    assert result(folder)["status"] == "finished"
+    assert result(folder)["uploaded"] is False
     assert bucket.steps() == [4]
     bucket.proxy.clear()
-    output = run(words, env=bucket.env, cwd=impatient)
-    assert "continuing at step 24" in output
+    assert "continuing at step 24" in bucket.run(folder)
     assert bucket.steps()[-1] == 24
-    assert result(tmp_path / "run")["uploaded"] is True
+    assert result(folder)["uploaded"] is True
 
 
 def test_credentials_that_expire_in_the_middle(bucket, mirror):
@@ -235,46 +240,34 @@ def test_credentials_that_expire_in_the_middle(bucket, mirror):
     assert bucket.steps() == [14, 20]
 
 
-@pytest.mark.parametrize("trouble", ["expired", full("no bucket"), full("no credentials")])
-def test_a_store_is_probed_before_the_training(trouble, bucket, tmp_path):
-    words, env = bucket.words(tmp_path / "run"), dict(bucket.env)
-    if trouble == "expired":
-        bucket.proxy.expire_credentials()
-    elif trouble == "no bucket":
-        words[words.index("--s3") + 1] = "s3://no-such-bucket/prefix"
-    else:
-        env |= {"AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": ""}
-    status, output = Job(words, env=env).wait()
+def test_a_store_is_probed_before_the_training(bucket, tmp_path):
+    bucket.proxy.expire_credentials()
+    status, output = bucket.start(tmp_path / "run").wait()
     assert status == 1
     assert output.count("error: ") == 1, output
+    assert "the credentials have expired" in output
     assert "Traceback" not in output
-    expected = {
-        "expired": "the credentials have expired",
-        "no bucket": "there is no bucket of this name",
-        "no credentials": "there are no credentials",
-    }
-    assert expected[trouble] in output
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
     assert SECRET not in output
 
 
-def test_a_store_without_conditional_writes(bucket, tmp_path):
+def test_a_store_without_conditional_writes(bucket, mirror, capsys):
     bucket.proxy.refuse_conditional_writes()
     bucket.proxy.refuse_checksums()
     bucket.proxy.refuse_bulk_delete()
-    output = run(bucket.words(tmp_path / "run"), env=bucket.env)
-    assert output.count("are not kept apart") == 1
-    assert "is not in s3://" not in output
-    assert bucket.steps()[-1] == 24
+    for step in (14, 16, 20):
+        send(mirror, step, best=None)
+    assert not mirror.said
+    assert bucket.steps() == [16, 20]
+    assert capsys.readouterr().out.count("are not kept apart") == 1
 
 
 def test_a_prefix_has_one_owner(bucket, tmp_path):
     long = ["--data_size", "6400", "--epochs", "3000", "--log_every", "50"]
-    job = start_and_wait(bucket.words(tmp_path / "run", *long)[:-6] + long, tmp_path / "run", env=bucket.env)
-    words = [*bucket.words(tmp_path / "other")[:-2], *long, "--output_dir", tmp_path / "other"]
-    status, output = Job(words, env=bucket.env).wait()
+    job = start_and_wait([*python(), *HELLO, *long, "--s3", bucket.url], tmp_path / "run", env=bucket.env)
+    status, output = bucket.start(tmp_path / "other", *long).wait()
     assert status == 1
-    assert f"{bucket.url} belongs to a run that goes on: process {job.process.pid} on host" in output
+    assert f"{bucket.url} is in use by process {job.process.pid} on host" in output
     job.process.send_signal(signal.SIGTERM)
     status, output = job.wait()
     assert status == 75, output
@@ -291,7 +284,7 @@ PAUSES = {  # of an upload: a request before which it is paused, and how often t
 @pytest.mark.parametrize("pause", PAUSES)
 def test_an_owner_that_was_paused_removes_nothing_of_its_successor(pause, bucket, mirror, tmp_path):
     """It is paused while it uploads step 16. Meanwhile another one goes on from step 14 to 20."""
-    owner = Owner(PrefixRecord(mirror.store), lambda: None, mirror.said.append)
+    owner = Lease(PrefixRecord(mirror.store), lambda: None, mirror.said.append)
     mirror.lost = owner.check
     send(mirror, 14)
     successor = Mirror(bucket.store, tmp_path / "run", None, mirror.said.append, lambda: None)
@@ -318,6 +311,7 @@ def test_an_owner_that_was_paused_removes_nothing_of_its_successor(pause, bucket
     assert json.loads(bucket.store.read("owner.json"))["id"] == "theirs"
 
 
+@pytest.mark.full
 def test_a_run_that_is_suspended_and_taken_over_leaves_its_successors_files(bucket, stoppable, tmp_path):
     """The successor's record, checkpoints and index.json come while the first run's process is stopped."""
     words = [*LONG, "--epochs", "3000", "--keep_every", "100000", "--s3", bucket.url]
@@ -379,11 +373,10 @@ def test_damage_in_the_bucket_is_found(how, bucket, mirror, tmp_path):
 
 @pytest.mark.full
 def test_an_intact_copy_in_the_bucket_replaces_a_damaged_one(bucket, tmp_path):
-    words = bucket.words(tmp_path / "run", "--max_steps", "12")
-    run(words, env=bucket.env)
+    bucket.run(tmp_path / "run", "--max_steps", "12")
     for folder in (tmp_path / "run" / "checkpoints").glob("step_*"):
         (folder / "model.safetensors").write_bytes(b"")
-    output = run([*words, "--max_steps", "13"], env=bucket.env)
+    output = bucket.run(tmp_path / "run", "--max_steps", "13")
     assert "is damaged" in output
     assert "downloading the checkpoint of step 12" in output
     assert "continuing at step 12" in output
@@ -407,23 +400,24 @@ def test_what_a_link_leads_to_is_not_uploaded(mirror, tmp_path):
 
 def test_what_is_no_checkpoint_stays_in_the_bucket(bucket, mirror):
     theirs = {"checkpoints/step_00000004_backup/model.safetensors", "notes.txt"}
+    theirs |= {f"checkpoints/step_{name}/manifest.json" for name in ("000000000004", "9" * 400)}
     for key in theirs:
         bucket.store.write(key, b"mine")
     for step in (14, 16, 20):
         send(mirror, step, best=None)
-    assert bucket.steps() == [16, 20]
+    assert committed(bucket.store) == {16, 20}
     assert theirs <= set(bucket.store.list())
 
 
 @pytest.mark.full
 def test_resume_from_a_prefix_of_another_run(bucket, tmp_path):
-    run(bucket.words(tmp_path / "run", "--max_steps", "12"), env=bucket.env)
-    words = [*python(), *HELLO, "--resume", bucket.url, "--output_dir", tmp_path / "new"]
-    assert "continuing at step 12" in run(words, env=bucket.env)
+    bucket.run(tmp_path / "run", "--max_steps", "12")
+    words = [*python(), *HELLO, "--output_dir", tmp_path / "new", "--resume"]
+    assert "continuing at step 12" in run([*words, bucket.url], env=bucket.env)
     assert bucket.steps()[-1] == 12
     made = json.loads((tmp_path / "new" / "checkpoints" / "index.json").read_text())
     assert (tmp_path / "new" / "checkpoints" / made["best"]).is_dir(), "its best is one of its own"
-    status, output = Job([*words[:-2], "--resume", f"{bucket.url}/nothing"], env=bucket.env).wait()
+    status, output = Job([*words, f"{bucket.url}/nothing"], env=bucket.env).wait()
     assert status == 1
     assert "holds no checkpoint" in output
 

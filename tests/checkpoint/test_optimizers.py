@@ -18,16 +18,7 @@ from tests.conftest import STRATEGIES, Job, latest, mutate, python, run, tensors
 
 ON_TWO_PROCESSES = ("ddp", "fsdp", "zero2", "zero3")
 CASES = ["adamw", "amsgrad", "adamw_first_without_gradient", "sgd", "sgd_momentum", "lion", "lamb", "nadam"]
-CASES += [
-    "adafactor",
-    "adafactor_unfactored",
-    "muon",
-    "muon_mixed",
-    "lookahead",
-    "schedule_free",
-    "adamw_older",
-]
-CASES += ["sgd_older"]
+CASES += ["adafactor", "adafactor_unfactored", "muon", "muon_mixed", "lookahead", "schedule_free"]
 NOT_FLAT = dict.fromkeys(
     ("lamb", "adafactor", "adafactor_unfactored", "muon_mixed"), "depends on the whole parameter"
 )

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from common.checkpoint.format import Snapshot
-from common.telemetry.memory import is_out_of_memory
+from common.run.ending import is_out_of_memory
 
 SPECS = {"odd": (torch.bfloat16, (3, 7, 5)), "large": (torch.float32, (100, 1001)), "step": (torch.int64, ())}
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from common.checkpoint.format import FORMAT_VERSION
-from common.system.version import project_version
+from common.system.paths import project_version
 from tests.conftest import latest, metrics, tensors
 from tests.support import warm
 from tools.logbook.page import page

@@ -72,9 +72,7 @@ class Sandbox:
         for name in ("etc", "opt", "mnt", "usr/bin", "sys"):
             assert (self.files / name).stat().st_dev != Path("/", name).stat().st_dev
         self.at("/etc/hosts").write_text(HOSTS)
-        self.at("/etc/fstab").write_text(
-            "# as installed\nUUID=1 / ext4 defaults 0 1"
-        )  # no newline at its end
+        self.at("/etc/fstab").write_text("# as installed\nUUID=1 / ext4 defaults 0 1")  # without a newline
         self.stub("nvidia-smi", "exit 9")  # as without a driver
         self.stub("apt-get", "exit 1")
 
@@ -205,9 +203,8 @@ def test_a_dry_run_changes_nothing_and_a_second_run_neither(sandbox, origin):
         "change: clone the repository into /opt/train",
         "change: make setup in /opt/train",
     ]
-    assert [
-        line.replace("would: ", "change: ") for line in planned.splitlines() if "would: " in line
-    ] == changes
+    would = [line for line in planned.splitlines() if "would: " in line]
+    assert [line.replace("would: ", "change: ") for line in would] == changes
     assert made.splitlines()[-1] == "node1: 6 changes made"
     assert sandbox.at("/opt/train/.venv/installed").exists()
 
@@ -219,27 +216,19 @@ def test_a_dry_run_changes_nothing_and_a_second_run_neither(sandbox, origin):
     assert len(sandbox.calls("mount")) == 1
 
 
-def test_packages_that_are_there_are_left_alone(sandbox):
-    assert "ok: packages: all are there" in sandbox.setup()
-    assert sandbox.calls("apt-get") == []
-
-
 def test_only_what_is_missing_is_installed(sandbox):
+    assert "ok: packages: all are there" in sandbox.setup()
     program = sandbox.at("/usr/bin/pdsh")
     content = program.read_bytes()
     program.unlink()
+    assert sandbox.refused(*CLUSTER) == "error: apt-get update failed, see above"
     (sandbox.at(str(sandbox.folder)) / "pdsh").write_bytes(content)
     sandbox.stub("apt-get", f"[[ $* != *install* ]] || install {sandbox.folder}/pdsh /usr/bin/pdsh")
     assert "change: install pdsh" in sandbox.setup()
-    update, install = sandbox.calls("apt-get")
+    _, update, install = sandbox.calls("apt-get")
     assert update.split()[0] == "update"
     assert install.split()[-2:] == ["--no-install-recommends", "pdsh"]
     assert "nothing to do" in sandbox.setup()
-
-
-def test_a_failed_installation_ends_it(sandbox):
-    sandbox.at("/usr/bin/pdsh").unlink()
-    assert sandbox.refused(*CLUSTER) == "error: apt-get update failed, see above"
 
 
 def test_the_hosts_are_one_block_and_no_name_is_loopback(sandbox):
@@ -262,43 +251,31 @@ def test_the_hosts_are_one_block_and_no_name_is_loopback(sandbox):
 def test_a_loopback_line_with_no_other_name_goes(sandbox):
     sandbox.at("/etc/hosts").write_text("127.0.0.1 localhost\n127.0.1.1 node1\n")
     sandbox.at("/etc/hosts").chmod(0o640)
-    sandbox.setup(*CLUSTER)
+    sandbox.at("/etc/cloud").mkdir(exist_ok=True)
+    sandbox.at("/etc/cloud/cloud.cfg").write_text("manage_etc_hosts: true\n")
+    assert "manage_etc_hosts: false" in sandbox.setup(*CLUSTER)  # cloud-init would write the hosts anew
     assert sandbox.read("/etc/hosts") == "127.0.0.1 localhost\n" + BLOCK
     assert sandbox.at("/etc/hosts").stat().st_mode & 0o777 == 0o640
 
 
-@pytest.mark.parametrize(
-    ("hosts", "flags", "warning"),
-    [
+def test_misleading_lines_are_warned_of(sandbox):
+    other, twice = "--host node1=10.9.0.7 is this host", "/etc/hosts has another line for a host of the block"
+    for hosts, flags, warning in [
         (HOSTS, [], "this host's own name, node1, is 127.0.1.1 here"),
         (HOSTS, ["--host", "node2=10.9.0.2"], "no --host has this host's name, node1"),
-        (
-            HOSTS,
-            ["--host", "node1=10.9.0.7"],
-            "--host node1=10.9.0.7 is this host, but it has no such address",
-        ),
-        (HOSTS + "10.1.1.1 old node2\n", CLUSTER, "another line for a host of the block: 10.1.1.1 old node2"),
-    ],
-)
-def test_misleading_lines_are_warned_of(hosts, flags, warning, sandbox):
-    sandbox.at("/etc/hosts").write_text(hosts)
-    output = sandbox.setup(*flags)
-    assert f"warning: {warning}" in output or f"warning: /etc/hosts has {warning}" in output
-    assert " warning" in output.splitlines()[-1]
+        (HOSTS, ["--host", "node1=10.9.0.7"], f"{other}, but it has no such address"),
+        (HOSTS + "10.1.1.1 old node2\n", CLUSTER, f"{twice}: 10.1.1.1 old node2"),
+    ]:
+        sandbox.at("/etc/hosts").write_text(hosts)
+        output = sandbox.setup(*flags)
+        assert f"warning: {warning}" in output
+        assert " warning" in output.splitlines()[-1]
 
 
-def test_cloud_init_would_write_the_hosts_anew(sandbox):
-    sandbox.at("/etc/cloud").mkdir(exist_ok=True)
-    sandbox.at("/etc/cloud/cloud.cfg").write_text("manage_etc_hosts: true\n")
-    assert "manage_etc_hosts: false" in sandbox.setup(*CLUSTER)
-
-
-def test_half_a_block_is_not_guessed_at(sandbox):
+def test_hosts_that_can_not_be_written_are_refused(sandbox):
     sandbox.at("/etc/hosts").write_text(BLOCK.splitlines(keepends=True)[0] + HOSTS)
-    assert "has only one of the lines" in sandbox.refused(*CLUSTER)
-
-
-def test_no_failure_is_silent(sandbox):
+    assert "has only one of the lines" in sandbox.refused(*CLUSTER)  # half a block is not guessed at
+    sandbox.at("/etc/hosts").write_text(HOSTS)
     sandbox.do("mount", "-o", "remount,ro", "/etc")
     error = sandbox.refused(*CLUSTER)
     assert error.startswith("error: line ")
@@ -337,41 +314,33 @@ def test_local_work_is_never_lost(sandbox, origin):
     assert sandbox.read("/opt/train/Makefile") == MAKEFILE + "# mine\n"
 
 
-def test_a_file_that_git_does_not_know_is_not_overwritten(sandbox, origin):
+def test_no_other_file_or_repository_is_overwritten(sandbox, origin):
     sandbox.setup("--repo", origin)
     sandbox.at("/opt/train/train.py").write_text("mine\n")
     push(sandbox, "train.py", "theirs\n")
     error = sandbox.setup("--repo", origin, status=1).splitlines()[-1]
     assert "untracked working tree files would be overwritten" in error
     assert sandbox.read("/opt/train/train.py") == "mine\n"
-
-
-def test_another_repository_is_left_alone(sandbox, origin):
-    sandbox.setup("--repo", origin)
     assert "clone of another repository" in sandbox.refused("--repo", "/opt/other.git")
     sandbox.at("/opt/full").mkdir()
     sandbox.at("/opt/full/thesis.txt").write_text("mine\n")
     assert "is no git repository" in sandbox.refused("--repo", origin, "--path", "/opt/full")
-
-
-def test_gits_reason_is_the_error(sandbox):
-    error = sandbox.setup("--repo", "/opt/nowhere.git", status=1).splitlines()[-1]
+    flags = ["--repo", "/opt/nowhere.git", "--path", "/opt/new"]
+    error = sandbox.setup(*flags, status=1).splitlines()[-1]
     assert error.startswith("error: fatal: repository '/opt/nowhere.git' does not exist")
 
 
 def test_a_failed_setup_is_tried_again(sandbox, origin):
+    sandbox.stub("python3", "[[ $* != *version_info* ]]")  # has venv, but not the version
+    error = sandbox.setup("--repo", origin, status=1).splitlines()[-1]
+    assert error == "error: python3 is older than 3.11: take Debian 12 or Ubuntu 24.04, or set PYTHON"
+    assert not sandbox.at("/opt/train/.venv").exists()
+    sandbox.stub("python3", "exit 0")
     push(sandbox, "Makefile", MAKEFILE.replace("\ttouch $@", "\tfalse"))
     output = sandbox.setup("--repo", origin, status=1)
     assert output.splitlines()[-1] == "error: make setup in /opt/train failed, see above"
     push(sandbox, "Makefile", MAKEFILE)
     assert "node1: 2 changes made" in sandbox.setup("--repo", origin)
-
-
-def test_a_python_that_is_too_old_is_said_before_pip_fails(sandbox, origin):
-    sandbox.stub("python3", "[[ $* != *version_info* ]]")  # has venv, but not the version
-    error = sandbox.setup("--repo", origin, status=1).splitlines()[-1]
-    assert error == "error: python3 is older than 3.11: take Debian 12 or Ubuntu 24.04, or set PYTHON"
-    assert not sandbox.at("/opt/train/.venv").exists()
 
 
 def test_the_repository_belongs_to_the_user_who_trains(sandbox, origin):
@@ -405,9 +374,8 @@ def test_a_share_of_windows(sandbox):
     assert sandbox.read("/etc/fstab").count("/mnt/data") == 1
     sandbox.do("umount", "/mnt/data")  # as after a failed start
     assert "node1: 1 change made" in sandbox.setup(*flags)
-    assert "/etc/fstab mounts something else on /mnt/data" in sandbox.refused(
-        "--nfs", "10.9.0.9:/export", "--mount", "/mnt/data"
-    )
+    line = sandbox.refused("--nfs", "10.9.0.9:/export", "--mount", "/mnt/data")
+    assert "/etc/fstab mounts something else on /mnt/data" in line
 
 
 @pytest.mark.parametrize(("file", "who"), [(True, "passwd_file=/etc/secret"), (False, "iam_role=auto")])
@@ -425,80 +393,69 @@ def test_a_mount_that_fails_leaves_no_line(sandbox):
     serve(sandbox, "mount.nfs")
     sandbox.stub("mount", "echo 'mount.nfs: access denied by server' >&2; exit 32")
     output = sandbox.setup("--nfs", "10.9.0.9:/export", status=1)
-    assert output.splitlines()[-1].startswith(
-        "error: mounting 10.9.0.9:/export on /mnt/shared: mount.nfs: access"
-    )
+    error = "error: mounting 10.9.0.9:/export on /mnt/shared: mount.nfs: access"
+    assert output.splitlines()[-1].startswith(error)
     assert "10.9.0.9" not in sandbox.read("/etc/fstab")
 
 
-@pytest.mark.parametrize(
-    ("text", "mode", "error"),
-    [
-        ("username=me\npassword=hunter2\n", 0o644, "its mode is 644: chmod 600 /etc/secret"),
-        ("username=me\npassword=hunter2\n", 0o660, "its mode is 660"),
-        ("hunter2\n", 0o600, "has no line username=..."),
-    ],
-)
-def test_secrets_that_others_could_read_are_refused(text, mode, error, sandbox):
+def test_secrets_that_others_could_read_are_refused(sandbox):
     serve(sandbox, "mount.cifs")
-    flags = ["--cifs", "//10.9.0.9/data", "--cifs_credentials", secret(sandbox, text, mode)]
-    said = sandbox.refused(*flags)
-    assert error in said
-    assert "hunter2" not in said
+    login = "username=me\npassword=hunter2\n"
+    for text, mode, error in [
+        (login, 0o644, "its mode is 644: chmod 600 /etc/secret"),
+        (login, 0o660, "its mode is 660"),
+        ("hunter2\n", 0o600, "has no line username=..."),
+    ]:
+        flags = ["--cifs", "//10.9.0.9/data", "--cifs_credentials", secret(sandbox, text, mode)]
+        line = sandbox.refused(*flags)
+        assert error in line
+        assert "hunter2" not in line
 
 
-@pytest.mark.parametrize(
-    ("flags", "error"),
-    [
-        (["--hots", "a=10.0.0.1"], "unknown flag --hots: did you mean --host?"),
-        (["--cifs-credential=x"], "unknown flag --cifs_credential: did you mean --cifs_credentials?"),
-        (["node1"], "node1 is no flag"),
-        (["--repo"], "--repo needs a value"),
-        (["--repo", "--dry-run"], "--repo needs a value"),
-        (["--user", "nobody", "--user", "root"], "--user is given twice"),
-        (["--user", "nobody-here"], "there is no such user"),
-        (["--repo", "https://me:hunter2@example.com/x.git"], "--repo holds a password or token"),
-        (["--repo", "https://ghp_hunter2@example.com/x.git"], "--repo holds a password or token"),
-        (["--path", "/opt/train"], "--path needs --repo"),
-        (["--repo", "/opt/x.git", "--path", "train"], "--path train: a path from / on"),
-        (["--host", "node1"], "give NAME=ADDRESS"),
-        (["--host", "-oProxyCommand=10.0.0.1"], "give NAME=ADDRESS"),
-        (["--host", "a=10.0.0.256"], "10.0.0.256 is no IP address"),
-        (["--host", "a=127.0.1.1"], "loopback address"),
-        (["--host", "a=10.0.0.1", "--host", "a=10.0.0.2"], "--host a is given twice"),
-        (["--nfs", "server"], "give SERVER:/EXPORT"),
-        (["--nfs", "a:/b", "--cifs", "//a/b"], "--nfs and --cifs: give one of them"),
-        (["--cifs", "//a/b"], "--cifs needs --cifs_credentials FILE"),
-        (["--mount", "/mnt/x"], "--mount needs --nfs or --cifs"),
-        (["--mount_s3", "/mnt/x"], "need --s3_mount"),
-        (["--nfs", "a:/b", "--s3_mount", "bucket", "--mount_s3", "/mnt/shared"], "the same folder"),
-    ],
-)
-def test_a_wrong_flag_changes_nothing(flags, error, sandbox):
-    said = sandbox.refused(*flags, status=2)
-    assert error in said
-    assert "hunter2" not in said
+WRONG_FLAGS = [
+    ("--hots a=10.0.0.1", "unknown flag --hots: did you mean --host?"),
+    ("--cifs-credential=x", "unknown flag --cifs_credential: did you mean --cifs_credentials?"),
+    ("node1", "node1 is no flag"),
+    ("--repo", "--repo needs a value"),
+    ("--repo --dry-run", "--repo needs a value"),
+    ("--user nobody --user root", "--user is given twice"),
+    ("--user nobody-here", "there is no such user"),
+    ("--repo https://me:hunter2@example.com/x.git", "--repo holds a password or token"),
+    ("--repo https://ghp_hunter2@example.com/x.git", "--repo holds a password or token"),
+    ("--path /opt/train", "--path needs --repo"),
+    ("--repo /opt/x.git --path train", "--path train: a path from / on"),
+    ("--host node1", "give NAME=ADDRESS"),
+    ("--host -oProxyCommand=10.0.0.1", "give NAME=ADDRESS"),
+    ("--host a=10.0.0.256", "10.0.0.256 is no IP address"),
+    ("--host a=127.0.1.1", "loopback address"),
+    ("--host a=10.0.0.1 --host a=10.0.0.2", "--host a is given twice"),
+    ("--nfs server", "give SERVER:/EXPORT"),
+    ("--nfs a:/b --cifs //a/b", "--nfs and --cifs: give one of them"),
+    ("--cifs //a/b", "--cifs needs --cifs_credentials FILE"),
+    ("--mount /mnt/x", "--mount needs --nfs or --cifs"),
+    ("--mount_s3 /mnt/x", "need --s3_mount"),
+    ("--nfs a:/b --s3_mount bucket --mount_s3 /mnt/shared", "the same folder"),
+]
 
 
-def gpu(sandbox: Sandbox) -> None:
-    device = sandbox.at("/sys/bus/pci/devices/0000:00:1e.0")
-    device.mkdir(parents=True)
-    (device / "vendor").write_text("0x10de\n")
-    (device / "class").write_text("0x030200\n")
+def test_a_wrong_flag_changes_nothing(sandbox):
+    for flags, error in WRONG_FLAGS:
+        line = sandbox.refused(*flags.split(), status=2)
+        assert error in line, flags
+        assert "hunter2" not in line
 
 
 def test_a_gpu_without_a_driver_is_not_ready(sandbox):
     assert "ok: no NVIDIA GPU: this is a host for rehearsals on the CPU" in sandbox.setup()
-    gpu(sandbox)
+    device = sandbox.at("/sys/bus/pci/devices/0000:00:1e.0")
+    device.mkdir(parents=True)
+    (device / "vendor").write_text("0x10de\n")
+    (device / "class").write_text("0x030200\n")
     output = sandbox.setup(*CLUSTER, status=1)
     assert "ubuntu-drivers install" in output
     assert "change: /etc/hosts" in output  # all else is done
     assert output.splitlines()[-1].endswith("NOT READY: there is an NVIDIA GPU, but no driver that works")
     assert sandbox.calls("apt-get") == []
-
-
-def test_gpus_are_shown_with_their_driver(sandbox):
-    gpu(sandbox)
     sandbox.stub("nvidia-smi", "printf 'NVIDIA L4, 580.95.05\\nNVIDIA L4, 580.95.05\\n'")
     assert "ok: 2 x NVIDIA L4, driver 580.95.05\n" in sandbox.setup()
 

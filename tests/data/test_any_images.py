@@ -11,20 +11,18 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
-from common.data import cache, survey
-from common.data.cache import prepare, prepare_data
-from common.data.class_folders import find_class_folders
+from common.data import cache
+from common.data.cache import NO_FLAWS, prepare, prepare_data
+from common.data.class_folders import LeftOut, list_splits
 from common.data.decode import EXTENSIONS, FORMATS, decode
-from common.data.images import Images, open_images
+from common.data.images import Images, open_images, summary, warnings
 from common.data.splits import FileSplit
 from tests.conftest import CNN, full, lines, metrics, python, run, torchrun
 from tests.data.test_decode import header_alone
 from tests.data.test_images import class_folders, encode, parquet_folder, picture, write_parquet
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:The image decoding and encoding:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:Palette images with Transparency:UserWarning"),  # PIL's own way
-]
+# PIL's own way
+pytestmark = pytest.mark.filterwarnings("ignore:Palette images with Transparency:UserWarning")
 
 
 def put(root: Path, *paths: str) -> Path:
@@ -136,7 +134,7 @@ def test_links_in_a_circle_are_refused(circle, tmp_path):
     (root / "train/a/out").symlink_to(outside)  # no circle
     link.symlink_to(target)
     with pytest.raises(ValueError, match="link links to a folder above it"):
-        find_class_folders(root)
+        list_splits(root, LeftOut())
 
 
 # Pixels
@@ -179,6 +177,9 @@ def rotated() -> bytes:
 
 
 AS_PIL = {
+    "RGB PNG": encode(photo(), "PNG"),
+    "BMP": encode(photo(), "BMP"),
+    "progressive JPEG": encode(photo(), quality=95, progressive=True),
     "palette PNG": palette(),
     "CMYK JPEG": encode(photo().convert("CMYK")),
     "grey JPEG": encode(photo().convert("L")),
@@ -196,7 +197,7 @@ AS_PIL = {
 @pytest.mark.parametrize("kind", AS_PIL)
 def test_pixels_are_those_of_pil(kind):
     data = AS_PIL[kind]
-    tolerance = 2 if kind == "grey JPEG" else 0  # torchvision's decoder
+    tolerance = 2 if "JPEG" in kind else 0  # torchcodec's decoder
     assert np.abs(decode(data).astype(int) - pil(data)).max() <= tolerance
 
 
@@ -232,19 +233,19 @@ def test_sixteen_bits_are_scaled_by_257(format):
 
 def test_the_line_of_what_was_found(tmp_path):
     train, val = np.array([0] * 3 + [1] * 4), np.array([1, 0])
-    said = survey.found("pe\x1bts", train, {"holdout": val[:1], "test": val}, 2, "")
+    said = summary("pe\x1bts", train, {"holdout": val[:1], "test": val}, 2, "")
     assert said == "data pe\\x1bts: 7 training images, 1 holdout images, 2 test images, 2 classes"
-    assert survey.found("x", train, {"val": val}, 1, "2 .txt").endswith("1 class; left out: 2 .txt")
+    assert summary("x", train, {"val": val}, 1, "2 .txt").endswith("1 class; left out: 2 .txt")
 
 
 def test_imbalance_and_missing_classes_are_named():
     classes = ("cat", "dog", "ox")
     train, val = np.repeat([0, 1, 2], [2, 20, 5]), np.array([0, 1])
-    assert survey.warnings(train, {"val": val}, classes, survey.NO_FLAWS) == [
+    assert warnings(train, {"val": val}, classes, NO_FLAWS) == [
         "the classes are imbalanced: 2 training images of cat, 20 of dog: look at each class's recall, too",
         "the val split has no image of ox",
     ]
-    assert survey.warnings(np.repeat([0, 1], [2, 19]), {"val": val}, classes[:2], survey.NO_FLAWS) == []
+    assert warnings(np.repeat([0, 1], [2, 19]), {"val": val}, classes[:2], NO_FLAWS) == []
 
 
 @pytest.mark.parametrize("kind", ["paths", "tables"])
@@ -264,12 +265,12 @@ def test_images_in_both_splits_are_named(kind, tmp_path, monkeypatch):
     images = opened(root, tmp_path / "cache")
     split = images.val_name
     assert images.flaws.duplicates == {split: (1, names[1], names[0])}
-    said = survey.warnings(images.train.labels, {split: images.val.labels}, images.classes, images.flaws)
+    said = warnings(images.train.labels, {split: images.val.labels}, images.classes, images.flaws)
     assert said == [
         f"1 of the {len(images.val)} {split} images are training images, too, as {names[0]} and {names[1]}:"
         " remove them from one split: accuracies are too high"
     ]
-    monkeypatch.setattr(survey, "SEARCHED_BYTES", 100)
+    monkeypatch.setattr(cache, "SEARCHED_BYTES", 100)
     assert opened(root, tmp_path / "other").flaws.duplicates == {}
 
 
@@ -293,14 +294,14 @@ def test_broken_images_of_several_sizes_are_named_at_the_start(tmp_path, monkeyp
     labels = images.train.labels, images.val.labels
     assert (
         f"5 of the {len(labels[0]) + len(labels[1])} images are broken, as {root}/train/a/empty.jpg"
-        in (survey.warnings(labels[0], {"val": labels[1]}, images.classes, images.flaws)[0])
+        in (warnings(labels[0], {"val": labels[1]}, images.classes, images.flaws)[0])
     )
     for path in broken:
         (root / path).unlink()
     assert opened(root, tmp_path / "cache").flaws.broken is None
-    monkeypatch.setattr(survey, "SEARCHED_BYTES", 100)
+    monkeypatch.setattr(cache, "SEARCHED_BYTES", 100)
     (root / "val/a/empty.jpg").write_bytes(b"")
-    assert opened(root, tmp_path / "cache").flaws == survey.NO_FLAWS
+    assert opened(root, tmp_path / "cache").flaws == NO_FLAWS
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path, monkeypatch):
@@ -338,9 +339,9 @@ def test_training_on_all_of_them_on_one_and_two_processes(form, tmp_path):
         run([*start, *words, "--output_dir", tmp_path / name])
         for name, start in (("one", python()), ("two", torchrun(2)))
     ]
-    said = f"data {data}: 17 training images, 17 val images, 2 classes"
+    said = f"data {data}: 20 training images, 20 val images, 2 classes"
     said += "; left out: 1 .txt" if form == "folders" else ""
-    same = "warning: 17 of the 17 val images are training images, too"
+    same = "warning: 20 of the 20 val images are training images, too"
     assert [(output.count(f"{said}\n"), output.count(same)) for output in outputs] == [(1, 1), (1, 1)]
     one, two = (metrics(tmp_path / name) for name in ("one", "two"))
     assert len(one) == len(two) > 4
@@ -349,7 +350,7 @@ def test_training_on_all_of_them_on_one_and_two_processes(form, tmp_path):
         assert ours.get("val/loss") == pytest.approx(theirs.get("val/loss"), abs=1e-5)
     ids = [[line["samples"] for line in lines(tmp_path / name / "samples.jsonl")] for name in ("one", "two")]
     assert ids[0] == ids[1]
-    assert max(map(max, ids[0])) == 16
+    assert max(map(max, ids[0])) == 19
 
 
 def as_folders(root: Path, forms: list[bytes]) -> Path:

@@ -10,17 +10,15 @@ import pytest
 
 import validate
 from common.data.cache import prepare_data
-from common.data.holdout import chosen
 from common.data.images import Images, open_images
+from common.data.splits import held_out
 from tests.checkpoint.test_resume import assert_same_tensors
-from tests.conftest import CNN, Job, copy_project, lines, metrics, mutate, python, result, run, torchrun
+from tests.conftest import CNN, Job, copy_project, full, lines, metrics, mutate, python, result, run, torchrun
 from tests.data.test_any_images import put
 from tests.data.test_images import encode, picture, write_parquet
-from tools.logbook.page import INDEX, index_row, page
+from tools.logbook.page import index, page
 from tools.logbook.record import RunRecord
 from tools.logbook.words import index_values
-
-pytestmark = pytest.mark.filterwarnings("ignore:The image decoding and encoding:DeprecationWarning")
 
 
 def opened(data: Path, cache: Path, holdout: float | None) -> Images:
@@ -30,20 +28,20 @@ def opened(data: Path, cache: Path, holdout: float | None) -> Images:
 @pytest.mark.parametrize(("holdout", "expected"), [(0.1, [10, 4, 1]), (30, [20, 8, 2]), (1, [1, 0, 0])])
 def test_the_same_share_of_each_class(holdout, expected):
     labels = np.random.RandomState(0).permutation(np.repeat([0, 1, 2], [100, 40, 10]))
-    is_held_out = chosen(labels, holdout)
+    is_held_out = held_out(labels, holdout)
     assert np.bincount(labels[is_held_out], minlength=3).tolist() == expected
-    assert (chosen(labels, holdout) == is_held_out).all()
-    assert np.flatnonzero(chosen(np.zeros(20, np.int64), 5)).tolist() == [2, 4, 6, 8, 18]  # on any machine
+    assert (held_out(labels, holdout) == is_held_out).all()
+    assert np.flatnonzero(held_out(np.zeros(20, np.int64), 5)).tolist() == [2, 4, 6, 8, 18]  # on any machine
 
 
 def test_each_class_keeps_a_training_image():
     labels = np.array([0] * 10 + [1, 2, 2])
-    assert np.bincount(labels[~chosen(labels, 10)]).tolist() == [1, 1, 1]
+    assert np.bincount(labels[~held_out(labels, 10)]).tolist() == [1, 1, 1]
     for holdout in (11, 0.9, 0.01):
         with pytest.raises(
             ValueError, match=r"of 13 training images: choose 1 to 10, as each class keeps one"
         ):
-            chosen(labels, holdout)
+            held_out(labels, holdout)
 
 
 def as_train_alone(root: Path) -> Path:
@@ -84,7 +82,7 @@ def test_data_without_a_held_out_split(make, tmp_path):
     with pytest.raises(ValueError, match=r"to evaluate on: .* by --holdout 0\.1"):
         opened(data, cache, None)
     images = opened(data, cache, 0.2)
-    is_held_out = chosen(np.repeat([0, 1], 10), 0.2)
+    is_held_out = held_out(np.repeat([0, 1], 10), 0.2)
     every = np.stack([np.asarray(picture(k)) for k in range(20)])
     assert pixels_of(images.train) == [image.tobytes() for image in every[~is_held_out]]
     assert pixels_of(images.val) == [image.tobytes() for image in every[is_held_out]]
@@ -133,7 +131,7 @@ def test_data_with_a_held_out_split_of_its_own(make, tmp_path):
     data, cache = make(tmp_path / "pets"), tmp_path / "cache"
     whole, images = opened(data, cache, None), opened(data, cache, 0.2)
     assert (whole.test, images.val_name, images.test_name) == (None, "holdout", whole.val_name)
-    is_held_out = chosen(whole.train.labels, 0.2)
+    is_held_out = held_out(whole.train.labels, 0.2)
     assert is_held_out.sum() == 4
     for part, expected in ((images.train, ~is_held_out), (images.val, is_held_out)):
         assert (part.labels == whole.train.labels[expected]).all()
@@ -153,7 +151,7 @@ def test_data_with_a_held_out_split_of_its_own(make, tmp_path):
 @pytest.mark.parametrize("make", [as_classes_at_once, as_parquet])
 def test_a_broken_image_keeps_its_name(make, tmp_path):
     root = make(tmp_path / "pets")
-    place = int(np.flatnonzero(chosen(np.repeat([0, 1], 10), 0.2))[-1])
+    place = int(np.flatnonzero(held_out(np.repeat([0, 1], 10), 0.2))[-1])
     if make is as_parquet:
         images = [encode(picture(k), "PNG") for k in range(10, 20)]
         images[place - 10] = b"no image"
@@ -167,6 +165,7 @@ def test_a_broken_image_keeps_its_name(make, tmp_path):
     assert f"  {name}: not an image" in str(error.value)
 
 
+@pytest.mark.full
 def test_the_same_images_on_two_processes_and_after_a_resume(tmp_path):
     """Images of several sizes, on one process, then on two. Another --holdout is another recipe."""
     root = as_classes_at_once(tmp_path / "pets")
@@ -258,8 +257,7 @@ def test_pages_say_which_split_each_number_is_of(finished):
     assert f"| on the val split, weights of {step} | best on the holdout split, {step} | {final} |" in text
     assert f"| accuracy | {accuracy} | {best} | " in text
     assert "360 images of the val split and 287 images of the holdout split, each counted once." in text
-    row = dict(zip(INDEX, index_row(index_values(record), "x.md"), strict=True))
-    assert (row["accuracy"], row["split"], row["best accuracy"]) == (accuracy, "val", f"{best} (holdout)")
+    assert f" | {accuracy} | val | {best} (holdout) | " in index({"x.md": index_values(record)}, {})
 
 
 TESTED = "            run.log_test(measure(images.test), images.test_name)\n"
@@ -269,7 +267,7 @@ SIGNALS = {
 }
 
 
-@pytest.mark.parametrize("name", SIGNALS)
+@pytest.mark.parametrize("name", ["SIGTERM", full("SIGKILL")])
 def test_stopped_in_the_last_evaluation_the_same_command_ends_the_run(name, finished, cache, tmp_path):
     """The state is that of the last step, whatever weights the model has at that moment."""
     status, lines_of_script = SIGNALS[name]

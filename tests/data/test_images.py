@@ -27,10 +27,6 @@ from common.data.images import open_images
 from common.data.splits import ArraySplit, FileSplit
 from tests.conftest import ROOT, reset_signals
 
-DATA = os.environ.get("TEST_DATA_DIR")
-# for 0.29 torchvision announces that its decoders go to TorchCodec
-pytestmark = pytest.mark.filterwarnings("ignore:The image decoding and encoding:DeprecationWarning")
-
 
 def in_cache(folder: Path) -> list[Path]:
     """The files in the cache, without the lock."""
@@ -165,12 +161,8 @@ def test_synthetic_is_learnable_and_the_same_everywhere(tmp_path):
 def test_cifar_equals_the_decoding_of_its_parquet_files(cifar, cifar10):
     images = open_images(cifar)
     assert images.classes[:2] == ("airplane", "automobile")
-    assert (len(images.train), len(images.val), images.val_name, images.mirror) == (
-        50_000,
-        10_000,
-        "test",
-        True,
-    )
+    assert (len(images.train), len(images.val)) == (50_000, 10_000)
+    assert (images.val_name, images.mirror) == ("test", True)
     assert images.train.nbytes == 50_000 * 3072
     assert np.bincount(images.train.labels).tolist() == [5_000] * 10
     rows = pq.read_table(cifar10 / "test-00000-of-00001.parquet").slice(0, 300).to_pylist()
@@ -199,39 +191,17 @@ def test_cifar10_by_name_is_loaded_through_datasets(tmp_path, monkeypatch):
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
-    (tmp_path / "uoft-cs").mkdir()
-    if DATA:  # the first rows of the real files; load_dataset takes a local folder of this name first
-        copy = tmp_path / "uoft-cs" / "cifar10"
-        for split in ("train", "test"):
-            copy.mkdir(exist_ok=True)
-            table = pq.read_table(Path(DATA, "cifar10", f"{split}-00000-of-00001.parquet"))
-            pq.write_table(table.slice(0, 100), copy / f"{split}-00000-of-00001.parquet")
-    else:
-        copy = parquet_folder(tmp_path / "uoft-cs" / "cifar10")
+    # load_dataset takes a local folder of this name first
+    copy = parquet_folder(tmp_path / "uoft-cs" / "cifar10")
     monkeypatch.chdir(tmp_path)
     folder = prepare_data("cifar10", tmp_path / "cache", show_progress=False)
-    hub, local = (
-        open_images(folder),
-        open_images(prepare_data(str(copy), tmp_path / "cache", show_progress=False)),
-    )
+    hub, local = map(open_images, (folder, prepare_data(str(copy), tmp_path / "cache", show_progress=False)))
     assert folder.name.startswith("cifar10-")
     assert prepare_data("cifar10", tmp_path / "cache", show_progress=False) == folder
     assert hub.val_name == "test"
     assert hub.classes == local.classes
     assert (hub.train.images == local.train.images).all()
     assert (hub.val.labels == local.val.labels).all()
-
-
-def test_cifar10_without_network_says_what_to_do(tmp_path):
-    script = "import sys; from common.data.cache import prepare_data; prepare_data('cifar10', sys.argv[1])"
-    offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf")}
-    process = start(script, tmp_path / "cache", env=offline, cwd=tmp_path)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 1
-    last = err.strip().splitlines()[-1]
-    assert last.startswith("ValueError: --data cifar10: uoft-cs/cifar10 could not be loaded")
-    assert "--data FOLDER" in last
-    assert not (tmp_path / "cache").exists()
 
 
 @pytest.mark.parametrize("about", ["{}", '{"info": {}}', '{"info": {"features": {"label": null}}}'])
@@ -244,12 +214,7 @@ def test_metadata_without_names_is_no_mistake(about, tmp_path):
 
 
 def test_parquet_variants(tmp_path):
-    cache = tmp_path / "cache"
-    deeper = open_images(prepare_data(str(parquet_folder(tmp_path / "deeper", under="plain_text")), cache))
-    assert deeper.classes == ("cat", "dog")
-    assert len(deeper.train) == 40
-
-    root = tmp_path / "both"
+    cache, root = tmp_path / "cache", tmp_path / "both"
     images = [encode(picture(k)) for k in range(8)]
     write_parquet(root / "train-0-of-2.parquet", images, [5, 7] * 4, columns=("image", "fine_label"))
     write_parquet(root / "train-1-of-2.parquet", images[:2], [7, 7], columns=("image", "fine_label"))
@@ -297,31 +262,15 @@ def test_labels_of_any_kind_in_parquet(tmp_path):
 @pytest.mark.parametrize(
     ("labels", "message"),
     [
-        (pa.array([0.0, 1.0]), "are double, neither numbers nor names"),
-        (pa.array([True, False]), "are bool, neither numbers nor names"),
-        (pa.array(["a", "b"]), "labels must be all numbers, or all names"),
+        (pa.array([0.0, 1.0]), "are float, not numbers or names"),
+        (pa.array([True, False]), "are bool, not numbers or names"),
+        (pa.array(["a", "b"]), "must be all numbers, or all names"),
     ],
 )
 def test_labels_of_other_kinds_are_refused(labels, message, tmp_path):
     with_labels(tmp_path / "data", labels)
     with pytest.raises(ValueError, match=message):
         prepare_data(str(tmp_path / "data"), tmp_path / "cache")
-
-
-def test_class_folders_of_one_size_become_an_array(tmp_path):
-    root = class_folders(tmp_path / "pets", val="test")
-    picture(9).save(root / "train" / "b" / "Z.JPG", quality=95)
-    (root / "train" / "b" / ".hidden.png").write_bytes(b"no image")
-    (root / "train" / "b" / "notes.txt").write_text("no image")
-    (root / "train" / ".cache").mkdir()
-    images = open_images(prepare_data(str(root), tmp_path / "cache"))
-    assert isinstance(images.train, ArraySplit)
-    assert images.classes == ("a", "b")
-    assert images.val_name == "test"
-    assert images.train.labels.tolist() == [0] * 4 + [1] * 5
-    assert (images.train.images[1] == np.asarray(picture(1))).all()
-    expected = decode((root / "train" / "b" / "Z.JPG").read_bytes())
-    assert (images.train.images[8] == expected).all()  # after 0.png ... 3.png
 
 
 @pytest.mark.parametrize("kind", ["parquet", "folders"])
@@ -499,34 +448,6 @@ def test_a_full_disk_is_a_clear_error(tmp_path, monkeypatch):
 # Decoding
 
 
-def test_modes_and_disguises():
-    rgb = picture(1, 48, 32)
-    expected = np.asarray(rgb).astype(int)
-    for data in (encode(rgb, "PNG"), encode(rgb, "BMP"), encode(rgb, "WEBP", lossless=True)):
-        assert (decode(data) == expected).all()  # by content, whatever the name says
-    for image, options in (
-        (rgb, {}),
-        (rgb, {"progressive": True}),
-        (rgb.convert("CMYK"), {}),
-        (rgb.convert("L"), {}),
-    ):
-        data = encode(image, "JPEG", quality=95, **options)
-        pil = np.asarray(Image.open(io.BytesIO(data)).convert("RGB")).astype(int)
-        assert decode(data).shape == (32, 48, 3)
-        assert np.abs(decode(data) - pil).max() <= 2
-    assert np.abs(decode(encode(rgb.convert("CMYK"), quality=95)) - expected).mean() < 5
-    for image in (
-        rgb.convert("P"),
-        rgb.convert("RGBA"),
-        rgb.convert("L"),
-        rgb.convert("LA"),
-        rgb.convert("1"),
-    ):
-        assert (decode(encode(image, "PNG")) == np.asarray(image.convert("RGB"))).all()
-    deep = np.linspace(0, 65535, 32 * 48).reshape(32, 48).astype(np.uint16)
-    assert (decode(encode(Image.fromarray(deep), "PNG"))[..., 1] == deep // 257).all()
-
-
 @pytest.mark.parametrize("format", ["JPEG", "PNG"])
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_exif_turns_upright_in_both_decoders(format, orientation):
@@ -545,23 +466,6 @@ def test_a_jpeg_cut_short_is_an_error(options, part):
     assert decode(data).shape == (200, 200, 3)
     with pytest.raises(ValueError, match=r".+"):
         decode(data[: int(len(data) * part)])
-
-
-@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
-def test_broken_and_dangerous_files():
-    for data, reason in ((b"", "empty"), (b"hello", "not an image"), (b"\xff\xd8\xff\xe0", "not an image")):
-        with pytest.raises(ValueError, match=reason):
-            decode(data)
-    large = Image.new("L", (9500, 9500))  # PIL warns from 89 million pixels on
-    with pytest.raises(ValueError, match="decompression bomb"):
-        decode(encode(large, "PNG", compress_level=1))
-    profiles = b"".join(b"\xff\xe2\xff\xffICC_PROFILE\0" + bytes([k, 5]) + bytes(65519) for k in range(1, 6))
-    with pytest.raises(ValueError, match="Truncated"):  # of which PIL reads all when it opens the file
-        decode(b"\xff\xd8" + profiles[:-1000])
-    jpeg = encode(large, quality=90)
-    assert len(jpeg) > 250_000
-    with pytest.raises(ValueError, match="decompression bomb"):
-        decode(jpeg)
 
 
 # Batches of files
@@ -786,6 +690,7 @@ def empty_class(root: Path) -> None:
 
 
 PNG = encode(picture(), "PNG")
+NO_NAMES = ["train-00000", "its huggingface metadata has no class names as"]
 BAD = {
     "missing": (lambda root: None, ["does not exist", "digits, cifar10, synthetic"]),
     "a file": (lambda root: root.write_text("x"), ["is a file, not a folder"]),
@@ -827,10 +732,7 @@ BAD = {
         ["label 2 in row 2 of the train split", "train-00000", "out of range: there are 2 classes"],
     ),
     "label -1": (lambda root: with_train(root, [PNG], [-1]), ["label -1 in row 0 of the train split"]),
-    "label missing": (
-        lambda root: with_train(root, [PNG] * 2, [0, None]),
-        ["row 1 of", "has no label"],
-    ),
+    "label missing": (lambda root: with_train(root, [PNG] * 2, [0, None]), ["row 1 of", "has no label"]),
     "image missing": (lambda root: with_train(root, [PNG, None], [0, 1]), ["row 1 of", "has no image bytes"]),
     "other names": (
         lambda root: with_train(root, [PNG], [0], names=("cat", "cow")),
@@ -840,22 +742,12 @@ BAD = {
         lambda root: with_train(root, [PNG] * 3, [0, 1, 9], names=None),
         ["the classes of the two splits differ", "only in train: 9"],
     ),
-    "metadata no object": (lambda root: with_metadata(root, "[]"), ["train-00000", "holds no JSON object"]),
-    "metadata no JSON": (
-        lambda root: with_metadata(root, "{"),
-        ["train-00000", "metadata, line 1, is no JSON"],
-    ),
-    "metadata nested too deep": (
-        lambda root: with_metadata(root, '{"info":' * 100_000),
-        ["train-00000", "nested too deep"],
-    ),
-    "features a list": (
-        lambda root: with_metadata(root, '{"info": {"features": [1]}}'),
-        ["train-00000", "no class names as"],
-    ),
+    "metadata no object": (lambda root: with_metadata(root, "[]"), NO_NAMES),
+    "metadata no JSON": (lambda root: with_metadata(root, "{"), NO_NAMES),
+    "features a list": (lambda root: with_metadata(root, '{"info": {"features": [1]}}'), NO_NAMES),
     "names no list": (
         lambda root: with_metadata(root, '{"info": {"features": {"label": {"names": "ab"}}}}'),
-        ["train-00000", "no class names as"],
+        NO_NAMES,
     ),
     "label not UTF-8": (
         lambda root: with_labels(root, pa.array([b"caf\xe9"]).cast(pa.string(), safe=False)),

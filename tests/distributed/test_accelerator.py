@@ -4,10 +4,10 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from common.distributed import accelerator, precision, rehearsal
+from common.distributed import accelerator, devices, precision
 from common.distributed.devices import check_devices
 from common.recipe import share_out
-from common.telemetry.memory import is_out_of_memory, out_of_memory
+from common.run.ending import is_out_of_memory, out_of_memory
 
 
 @pytest.fixture(autouse=True)
@@ -155,10 +155,10 @@ def test_no_more_threads_than_cores(monkeypatch):
     before = torch.get_num_threads()
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    monkeypatch.setattr(rehearsal.os, "sched_getaffinity", lambda _: {0})
+    monkeypatch.setattr(devices.os, "sched_getaffinity", lambda _: {0})
     try:
         torch.set_num_threads(2)
-        rehearsal.use_all_cores()
+        devices.use_all_cores()
         assert torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(before)

@@ -25,48 +25,45 @@ def two_hosts(tmp_path, cache, words, projects=(None, None), flags=((), ()), env
     return [job.wait() for job in jobs]
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (([], ["--lr", "0.5"]), "recipe is lr=0.5 on rank 1 (host "),
-        (([], ["--widths", "8,8,32"]), "recipe is widths=[8, 8, 32] on rank 1"),
-        full(([], ["--seed", "1"]), "recipe is seed=1 on rank 1"),
-    ],
-)
-def test_another_recipe_on_one_host(flags, message, tmp_path, cache):
-    jobs = two_hosts(tmp_path, cache, [*CNN, *FLAGS], flags=flags)
+def assert_refused(jobs: list[tuple[int, str]], message: str) -> None:
+    """Both launches failed. The rank that found the difference first has said it, once."""
     assert all(status != 0 for status, _ in jobs)
     output = jobs[0][1] + jobs[1][1]
     assert message in output
+    assert "on rank 1 (host " in output
     assert output.count("error: ") == 1, output
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--lr", "0.5"], "recipe is lr=0.5"),
+        full(["--widths", "8,8,32"], "recipe is widths=[8, 8, 32]"),
+        full(["--seed", "1"], "recipe is seed=1"),
+    ],
+)
+def test_another_recipe_on_one_host(flags, message, tmp_path, cache):
+    assert_refused(two_hosts(tmp_path, cache, [*CNN, *FLAGS], flags=([], flags)), message)
     assert not list(tmp_path.glob("run*"))
 
 
 def test_other_code_on_one_host(project_copy, tmp_path, cache):
     mutate(project_copy, "common/data/decode.py", '"""From', '"""Here: from')
     jobs = two_hosts(tmp_path, cache, [*CNN, *FLAGS], projects=(None, project_copy))
-    assert all(status != 0 for status, _ in jobs)
-    output = jobs[0][1] + jobs[1][1]  # whoever finds it first says it
-    assert output.count("error: the processes do not agree: script and common/ is ") == 1, output
-    assert "on rank 1" in output
+    assert_refused(jobs, "error: the processes do not agree: script and common/ is ")
 
 
 def test_other_data_on_one_host(tmp_path, cache):
     """The same flags and another content: the name of the folder is in the recipe, its images are not."""
     from tests.support.images import class_folders
 
-    for node, count in ((0, 16), (1, 18)):
-        (tmp_path / f"cwd{node}").mkdir()
-        class_folders(tmp_path / f"cwd{node}" / "images", train=count, val=8)
-    script = [str(word) for word in CNN]
-    script[0] = os.path.abspath(script[0])
-    words = [*script, "--data", "images", "--batch_size", "8", "--trackers", "none"]
     projects = (tmp_path / "cwd0", tmp_path / "cwd1")
+    for project, count in zip(projects, (16, 18), strict=True):
+        project.mkdir()
+        class_folders(project / "images", train=count, val=8)
+    words = [ROOT / CNN[0], *CNN[1:], "--data", "images", "--batch_size", "8", "--trackers", "none"]
     jobs = two_hosts(tmp_path, cache, words, projects=projects)
-    assert all(status != 0 for status, _ in jobs)
-    output = jobs[0][1] + jobs[1][1]  # whoever finds it first says it
-    assert output.count("error: the processes do not agree: data is ['images-") == 1, output
-    assert "on rank 1" in output
+    assert_refused(jobs, "error: the processes do not agree: data is ['images-")
 
 
 def ranks_of(job: Job, script: str = "train_cnn_a.py", count: int = 2) -> list[psutil.Process]:
@@ -126,20 +123,26 @@ def test_a_rank_that_falls_silent_ends_the_job(strategy, tmp_path, cache):
 ONCE_PER_HOST = """
 import sys, time
 from common.distributed.accelerator import start
-from common.distributed.entry import run_process
+from common.distributed.process import run_process
 from common.distributed.agreement import once_per_host
 from common.recipe import Recipe, parse
 
+def alive(beat):  # twice as long as the limit
+    for _ in range(12):
+        time.sleep(0.5)
+        beat()
+    return "done"
+
+def silent(beat):
+    time.sleep(6)
+
+def failing(beat):
+    raise ValueError("no such images")
+
 def main():
-    recipe = parse(Recipe)
-    accelerator, _ = start(recipe)
-    def work(beat):
-        for _ in range({rounds}):
-            time.sleep(0.5)
-            {beat}
-        {end}
-        return "done"
-    print("answer", once_per_host(accelerator, "data", work, 4), flush=True)
+    accelerator, _ = start(parse(Recipe))
+    print("answer", once_per_host(accelerator, "data", alive, 3), flush=True)
+    once_per_host(accelerator, "rest", WORK, 3)
 
 if __name__ == "__main__":
     run_process(main)
@@ -147,21 +150,18 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize(
-    ("rounds", "beat", "end", "succeeds", "message"),
+    ("work", "message"),
     [
-        (16, "beat()", "", True, "answer done"),  # twice as long as the limit, but alive
-        (16, "", "", False, "error: rank 0 gave no sign of life for 4 s"),
-        (1, "", "raise ValueError('no such images')", False, "error: no such images (on host "),
+        ("silent", "error: rank 0 gave no sign of life for 3 s"),
+        ("failing", "error: no such images (on host "),
     ],
 )
-def test_waiting_for_the_process_that_prepares_data(
-    rounds, beat, end, succeeds, message, tmp_path, project_copy
-):
-    script = project_copy / "once.py"
-    script.write_text(ONCE_PER_HOST.format(rounds=rounds, beat=beat or "pass", end=end or "pass"))
+def test_waiting_for_the_process_that_prepares_data(work, message, project_copy):
+    (project_copy / "once.py").write_text(ONCE_PER_HOST.replace("WORK", work))
     status, output = Job([*torchrun(2), "once.py"], cwd=project_copy).wait()
-    assert (status == 0) == succeeds, output
-    assert output.count(message) == (2 if succeeds else 1), output
+    assert status != 0, output
+    assert output.count("answer done") == 2, output
+    assert output.count(message) == 1, output
 
 
 def test_ctrl_c_ends_everything(tmp_path, cache):
@@ -171,5 +171,7 @@ def test_ctrl_c_ends_everything(tmp_path, cache):
     status, output = job.wait(timeout_s=60)
     assert status != 0
     assert not any(map(is_alive, ranks)), output
-    assert len(re.findall(r"^interrupted: the same command goes on ", output, re.MULTILINE)) == 1, output
+    assert len(re.findall(r"^interrupted: run the same command to resume ", output, re.MULTILINE)) == 1, (
+        output
+    )
     assert "train_cnn_a.py" not in output, output  # no traceback of ours; torchrun shows its own

@@ -12,10 +12,16 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 
 from common.distributed.accelerator import prepare
-from common.distributed.activation_checkpointing import blocks_of, checkpoint_activations
-from common.distributed.compilation import Compilation, asked_for, compile_blocks
-from common.drop_path import DropPath, share_graphs
-from tests.conftest import VIT, Job, accelerate
+from common.distributed.blocks import (
+    Compilation,
+    DropPath,
+    blocks_of,
+    checkpoint_activations,
+    chosen_compilation,
+    compile_blocks,
+    share_graphs,
+)
+from tests.conftest import VIT, Job, accelerate, full
 from train_cnn_b import ResNet18
 
 
@@ -104,48 +110,63 @@ def test_blocks_are_the_outermost_modules_of_the_named_classes():
 def test_the_flag_counts_before_the_launchers_answer(flag, answers, wanted, monkeypatch):
     for name, value in answers.items():
         monkeypatch.setenv(f"ACCELERATE_DYNAMO_{name}", value)
-    assert str(asked_for(flag)) == wanted
+    assert str(chosen_compilation(flag)) == wanted
 
 
 def test_what_this_host_can_not_compile_by_is_refused(monkeypatch):
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "TENSORRT")
     with pytest.raises(ValueError, match=r"dynamo_backend tensorrt is not on this host: choose .*inductor"):
-        asked_for(None)
+        chosen_compilation(None)
     monkeypatch.setattr(torch._inductor.config.cpp, "cxx", (None, "no-such-compiler"))
     with pytest.raises(ValueError, match=r"--compile default .* needs a C\+\+ compiler.*install g\+\+"):
-        asked_for("default")
+        chosen_compilation("default")
+
+
+def train_both(eager: nn.Module, model: nn.Module, how: Compilation, is_checkpointed: bool = False) -> None:
+    """Three steps of SGD through prepare(), so with the hooks that keep BatchNorm's statistics. The losses,
+    gradients, weights and statistics of both are as equal as their type allows."""
+    accelerator, optimizers = Accelerator(cpu=True), []
+    for one, accelerator.compilation in ((eager, Compilation()), (model, how)):
+        accelerator.grad_checkpointing = is_checkpointed and one is model
+        optimizers.append(prepare(accelerator, one, torch.optim.SGD(one.parameters(), lr=0.1))[1])
+    dtype = next(model.parameters()).dtype
+    for step in range(3):
+        images = torch.randn(8, 3, 32, 32, dtype=dtype, generator=torch.Generator().manual_seed(step))
+        losses = []
+        for one, optimizer in zip((eager, model), optimizers, strict=True):
+            with accelerator.accumulate(one):
+                optimizer.zero_grad()
+                losses.append(one(images).square().mean())
+                accelerator.backward(losses[-1])
+                optimizer.step()
+        torch.testing.assert_close(*losses)
+        for ours, theirs in zip(model.parameters(), eager.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad)
+    assert eager.stages[0][0].bn1.num_batches_tracked == 3
+    torch.testing.assert_close(model.state_dict(), eager.state_dict())
 
 
 @pytest.mark.parametrize(
     ("mode", "graphs"),
-    [("reduce-overhead", 1), ("default", 7)],  # the blocks of stage 1 share a graph; the other six differ
+    [("reduce-overhead", 1), full("default", 7)],  # the blocks of stage 1 share a graph; six others differ
 )
 def test_reduce_overhead_takes_a_whole_cnn(mode, graphs, monkeypatch):
-    """Through prepare(), so with the hooks that keep BatchNorm's statistics. Run by eager's operators."""
+    """Run by eager's operators."""
     torch.manual_seed(0)
     eager = ResNet18(width=4, stem="cifar", classes=10)
-    model = copy.deepcopy(eager)
-    counter = CompileCounterWithBackend("eager")
-    accelerator, optimizers = Accelerator(cpu=True), []
-    accelerator.grad_checkpointing = False
-    compiled = torch.compile
+    counter, compiled = CompileCounterWithBackend("eager"), torch.compile
     monkeypatch.setattr(torch, "compile", lambda function, **_: compiled(function, backend=counter))
-    for one, how in ((eager, Compilation()), (model, Compilation("inductor", mode))):
-        accelerator.compilation = how
-        optimizers.append(prepare(accelerator, one, torch.optim.SGD(one.parameters(), lr=0.1))[1])
-    for step in range(3):
-        images = torch.randn(8, 3, 32, 32, generator=torch.Generator().manual_seed(step))
-        for one, optimizer in zip((eager, model), optimizers, strict=True):
-            with accelerator.accumulate(one):
-                accelerator.backward(one(images).square().mean())
-                optimizer.step()
-                optimizer.zero_grad()
+    train_both(eager, copy.deepcopy(eager), Compilation("inductor", mode))
     assert counter.frame_count == graphs
-    assert eager.stages[0][0].bn1.num_batches_tracked == 3
-    ours, theirs = model.state_dict(), eager.state_dict()
-    assert list(ours) == list(theirs)
-    for name in ours:
-        torch.testing.assert_close(ours[name], theirs[name])
+
+
+@pytest.mark.full
+@pytest.mark.needs("g++")
+def test_a_compiled_resnet_has_the_same_gradients_and_statistics():
+    """It computes in fp64: in fp32 another order of sums carries activations over ReLU's edge."""
+    torch.manual_seed(0)
+    eager = ResNet18(width=8, stem="cifar", classes=10).double()
+    train_both(eager, copy.deepcopy(eager), Compilation("inductor"), is_checkpointed=True)
 
 
 GRAPHS = ("reduce-overhead", "max-autotune", "cudagraphs")  # modes, and a backend, with CUDA graphs
@@ -204,33 +225,6 @@ def test_cuda_graphs_take_whole_models_alone(model, how, checkpointing, accumula
         for batch in images:
             torch.testing.assert_close(prepared.eval()(batch), eager.eval()(batch))
     assert fake.modes == wanted
-
-
-@pytest.mark.full
-@pytest.mark.needs("g++")
-def test_a_compiled_resnet_has_the_same_gradients_and_statistics():
-    """It computes in fp64: in fp32 another order of sums carries activations over ReLU's edge."""
-    torch.manual_seed(0)
-    eager = ResNet18(width=8, stem="cifar", classes=10).double()
-    model = copy.deepcopy(eager)
-    accelerator, optimizers = Accelerator(cpu=True), []
-    for one, how in ((eager, Compilation()), (model, Compilation("inductor"))):
-        accelerator.compilation, accelerator.grad_checkpointing = how, bool(how)
-        optimizers.append(prepare(accelerator, one, torch.optim.SGD(one.parameters(), lr=0.1))[1])
-    for step in range(2):
-        images = torch.randn(8, 3, 32, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
-        losses = []
-        for one, optimizer in zip((eager, model), optimizers, strict=True):
-            with accelerator.accumulate(one):
-                losses.append(one(images).square().mean())
-                accelerator.backward(losses[-1])
-                optimizer.step()
-        torch.testing.assert_close(*losses, rtol=1e-9, atol=0)
-        for ours, theirs in zip(model.parameters(), eager.parameters(), strict=True):
-            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-7, atol=1e-9)
-    assert eager.stages[0][0].bn1.num_batches_tracked == 2
-    for ours, theirs in zip(model.buffers(), eager.buffers(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.full

@@ -16,100 +16,64 @@ from tests.conftest import ROOT
 YAMLS = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
 JSONS = sorted((ROOT / "ds_configs").glob("*.json"))
 GPU_COUNTS = {
-    "cpu": 1,
-    "single_gpu": 1,
-    "ddp_2gpu": 2,
-    "ddp_4gpu": 4,
-    "ddp_2x2gpu": 4,
-    "ddp_2x4gpu": 8,
-    "fsdp_2gpu": 2,
-    "fsdp_4gpu": 4,
-    "fsdp_2x4gpu": 8,
-    "zero1_4gpu": 4,
-    "zero2_2gpu": 2,
-    "zero2_4gpu": 4,
-    "zero3_4gpu": 4,
-    "zero3_2x4gpu": 8,
-    "zero3_offload_4gpu": 4,
-}
-yamls = pytest.mark.parametrize("path", YAMLS, ids=lambda path: path.stem)
-jsons = pytest.mark.parametrize("path", JSONS, ids=lambda path: path.stem)
-
-
-def hosts(config: str) -> int:
-    return 2 if "_2x" in config else 1
+    "cpu": 1, "single_gpu": 1, "ddp_2gpu": 2, "ddp_4gpu": 4, "ddp_2x2gpu": 4, "ddp_2x4gpu": 8,
+    "fsdp_2gpu": 2, "fsdp_4gpu": 4, "fsdp_2x4gpu": 8, "zero1_4gpu": 4, "zero2_2gpu": 2, "zero2_4gpu": 4,
+    "zero3_4gpu": 4, "zero3_2x4gpu": 8, "zero3_offload_4gpu": 4,
+}  # fmt: skip
+KINDS = {"ddp": DistributedType.MULTI_GPU, "fsdp": DistributedType.FSDP, "zero": DistributedType.DEEPSPEED}
+HYBRID = {"parallelism_config_dp_replicate_size": 2, "parallelism_config_dp_shard_size": 4}
 
 
 def test_the_set_is_complete():
     assert {path.stem for path in YAMLS} == set(GPU_COUNTS)
     assert {path.stem for path in JSONS} == {"zero1", "zero2", "zero3", "zero2_offload", "zero3_offload"}
+    text = (ROOT / "accelerate_configs" / "README.md").read_text()
+    assert [path.stem for path in YAMLS if f"[{path.stem}]({path.name})" not in text] == []
 
 
-@yamls
-def test_accelerate_reads_it(path):
-    config = load_config_from_file(str(path))
-    strategy = path.stem.split("_")[0]
-    kinds = {
-        "ddp": DistributedType.MULTI_GPU,
-        "fsdp": DistributedType.FSDP,
-        "zero": DistributedType.DEEPSPEED,
-    }
-    assert config.distributed_type == kinds.get(strategy.rstrip("123"), DistributedType.NO)
-    assert config.num_processes == GPU_COUNTS[path.stem]
-    assert config.num_machines == hosts(path.stem)
+@pytest.mark.parametrize("path", YAMLS, ids=lambda path: path.stem)
+def test_a_config_file(path):
+    """Accelerate reads it. It has no rank, address or fixed port, and explains each key."""
+    config, keys = load_config_from_file(str(path)), yaml.safe_load(path.read_text())
+    strategy, hosts = path.stem.split("_")[0].rstrip("123"), 2 if "_2x" in path.stem else 1
+    assert config.distributed_type == KINDS.get(strategy, DistributedType.NO)
+    assert (config.num_processes, config.num_machines) == (GPU_COUNTS[path.stem], hosts)
     assert config.use_cpu == (strategy == "cpu")
     # bf16 unless the script's flag decides; beside a DeepSpeed file accelerate refuses the key
-    assert config.mixed_precision == (None if strategy.startswith("zero") else "bf16")
-
-
-@yamls
-def test_no_rank_address_or_fixed_port(path):
-    keys = yaml.safe_load(path.read_text())
+    assert config.mixed_precision == (None if strategy == "zero" else "bf16")
     assert not {"machine_rank", "main_process_ip", "rdzv_backend", "gpu_ids"} & set(keys)
     # Accelerate replaces 0 by a free port, but only where it starts more than one process; several hosts
     # would each choose one of their own.
-    free = keys["num_processes"] > 1 and hosts(path.stem) == 1
-    assert keys.get("main_process_port") == (0 if free else None)
-
-
-@yamls
-def test_every_key_is_explained(path):
+    assert keys.get("main_process_port") == (0 if keys["num_processes"] > 1 and hosts == 1 else None)
     first, *lines = path.read_text().splitlines()
     assert first.startswith("# ")
     for line in lines:
         assert re.fullmatch(r" *\w+:( \S+)?  # \S.+", line), line
         assert len(line) <= 110, line
+    assert config.parallelism_config == (HYBRID if path.stem == "fsdp_2x4gpu" else {})
+    assert bool(config.fsdp_config) == (strategy == "fsdp")
+    if strategy == "fsdp":  # which wraps what the model names
+        assert config.fsdp_config["fsdp_version"] == 2
+        assert config.fsdp_config["fsdp_reshard_after_forward"] is True
+        assert config.fsdp_config["fsdp_auto_wrap_policy"] == "TRANSFORMER_BASED_WRAP"
+        assert "fsdp_transformer_layer_cls_to_wrap" not in config.fsdp_config
+        assert config.fsdp_config["fsdp_cpu_ram_efficient_loading"] is False  # true fails on buffers
+    assert bool(config.deepspeed_config) == (strategy == "zero")
+    if strategy == "zero":  # all settings are in the JSON
+        file = ROOT / config.deepspeed_config.pop("deepspeed_config_file")
+        assert file.is_file()
+        assert file.stem == strategy_of(path.stem)
+        standard = {"zero3_init_flag": False, "deepspeed_multinode_launcher": "standard"}
+        assert config.deepspeed_config == standard
 
 
-@yamls
-def test_fsdp_wraps_what_the_model_names(path):
-    fsdp = load_config_from_file(str(path)).fsdp_config
-    if not path.stem.startswith("fsdp"):
-        assert not fsdp
-        return
-    assert fsdp["fsdp_version"] == 2
-    assert fsdp["fsdp_reshard_after_forward"] is True
-    assert fsdp["fsdp_auto_wrap_policy"] == "TRANSFORMER_BASED_WRAP"
-    assert "fsdp_transformer_layer_cls_to_wrap" not in fsdp
-    assert fsdp["fsdp_cpu_ram_efficient_loading"] is False  # true fails on BatchNorm's buffers
-
-
-@yamls
-def test_deepspeed_settings_are_in_an_existing_json_alone(path):
-    settings = load_config_from_file(str(path)).deepspeed_config
-    if not path.stem.startswith("zero"):
-        assert not settings
-        return
-    file = ROOT / settings.pop("deepspeed_config_file")
-    assert file.stem == strategy_of(path.stem)
-    assert file.is_file()
-    assert settings == {"zero3_init_flag": False, "deepspeed_multinode_launcher": "standard"}
-
-
-@jsons
+@pytest.mark.parametrize("path", JSONS, ids=lambda path: path.stem)
 def test_deepspeed_json(path):
+    """Accelerate and DeepSpeed read it, and the README explains each key."""
+    from deepspeed.runtime.config import DeepSpeedConfig
+
     config = json.loads(path.read_text())
-    assert HfDeepSpeedConfig(str(path)).config == config  # Accelerate's own reader
+    assert HfDeepSpeedConfig(str(path)).config == config
     for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
         assert config[key] == "auto"
     assert config["gradient_clipping"] == "auto"  # left out, DeepSpeed would clip at 1.0
@@ -122,33 +86,14 @@ def test_deepspeed_json(path):
     offloads = path.stem.endswith("_offload")
     assert (zero.get("offload_optimizer", {}).get("device") == "cpu") == offloads
     assert (config.get("zero_force_ds_cpu_optimizer") is False) == offloads
-
-
-@jsons
-def test_deepspeed_accepts_it_once_the_numbers_are_filled_in(path):
-    from deepspeed.runtime.config import DeepSpeedConfig
-
-    config = json.loads(path.read_text())
+    text = (ROOT / "ds_configs" / "README.md").read_text()
+    for key in {*config, *zero} - {"zero_optimization", "stage"}:
+        assert f"`{key}" in text, key
     config |= {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 1}
     config |= {"gradient_clipping": 0.0, "bf16": {"enabled": True}, "fp16": {"enabled": False}}
     read = DeepSpeedConfig(config)
     assert read.zero_optimization_stage == int(path.stem[4])
     assert read.gradient_clipping == 0.0
-
-
-@jsons
-def test_every_json_key_is_explained(path):
-    text = (ROOT / "ds_configs" / "README.md").read_text()
-    config = json.loads(path.read_text())
-    for key in {*config, *config["zero_optimization"]} - {"zero_optimization", "stage"}:
-        assert f"`{key}" in text, key
-
-
-@yamls
-def test_hybrid_sharding_gathers_inside_a_host(path):
-    mesh = load_config_from_file(str(path)).parallelism_config
-    sizes = {"parallelism_config_dp_replicate_size": 2, "parallelism_config_dp_shard_size": 4}
-    assert mesh == (sizes if path.stem == "fsdp_2x4gpu" else {})
 
 
 def strategy_of(config: str) -> str:
@@ -225,9 +170,3 @@ def test_numbers_in_the_readme_of_ds_configs():
         on_host = 20 if file.endswith("_offload") else 0  # copy or gradients twice, masters, moments
         assert gpu == f"{bytes_on_gpu(file, 4) * p / 2**30:.2f}", file
         assert host == f"{on_host * p / 2**30:.2f}", file
-
-
-def test_every_config_is_in_the_readme():
-    text = (ROOT / "accelerate_configs" / "README.md").read_text()
-    for path in YAMLS:
-        assert f"[{path.stem}]({path.name})" in text

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from common.distributed.determinism import choose_algorithms, compute_deterministically
-from common.run.failure import explained
+from common.distributed.devices import choose_algorithms
+from common.run.ending import explained
 from tests.conftest import CNN, RESNET, VIT, result
 from tests.support.warm import WarmJob
 
@@ -72,11 +72,14 @@ def test_the_switches(monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # so that what is set is undone
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
     cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
-    before = cudnn.allow_tf32, matmul.allow_tf32
-    cudnn.benchmark = cudnn.allow_tf32 = matmul.allow_tf32 = True
+    before = cudnn.benchmark, cudnn.allow_tf32, matmul.allow_tf32
+    cudnn.benchmark, cudnn.allow_tf32, matmul.allow_tf32 = False, True, True
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     try:
-        compute_deterministically()
+        choose_algorithms(deterministic=False)
+        assert cudnn.benchmark
+        assert not torch.are_deterministic_algorithms_enabled()
+        choose_algorithms(deterministic=True)
         assert torch.are_deterministic_algorithms_enabled()
         assert not torch.is_deterministic_algorithms_warn_only_enabled()
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
@@ -85,7 +88,7 @@ def test_the_switches(monkeypatch):
     finally:
         cudnn.deterministic = False
         torch.use_deterministic_algorithms(False)
-        cudnn.allow_tf32, matmul.allow_tf32 = before
+        cudnn.benchmark, cudnn.allow_tf32, matmul.allow_tf32 = before
 
 
 def test_an_operation_without_a_deterministic_form_is_named():
@@ -94,19 +97,7 @@ def test_an_operation_without_a_deterministic_form_is_named():
         "upsample_bilinear2d_backward_out_cuda does not have a deterministic implementation, but you set"
         " 'torch.use_deterministic_algorithms(True)'. You can turn off determinism just for this operation"
     )
-    mistake = explained(error, None, None, (), None)
+    mistake = explained(error, None, None, None)
     assert str(mistake).startswith(
         "--deterministic: upsample_bilinear2d_backward_out_cuda has no deterministic form"
     )
-
-
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_cudnn_tries_algorithms_only_without_the_flag(deterministic, monkeypatch):
-    monkeypatch.setattr(torch.backends.cudnn, "benchmark", deterministic)  # the contrary of what is wanted
-    called = []
-    monkeypatch.setattr(
-        "common.distributed.determinism.compute_deterministically", lambda: called.append("deterministic")
-    )
-    choose_algorithms(deterministic)
-    assert called == ["deterministic"] * deterministic
-    assert deterministic or torch.backends.cudnn.benchmark

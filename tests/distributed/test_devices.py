@@ -6,8 +6,8 @@ import pynvml
 import pytest
 import torch
 
-from common.distributed.answers import check_answers
 from common.distributed.devices import check_devices
+from common.distributed.launch_config import check_launch_config
 from common.system import gpus
 from tests.conftest import accelerate, full, python, run
 
@@ -47,66 +47,49 @@ def not_supported(*_):
     raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
 
 
-def refusal() -> str:
-    with pytest.raises(ValueError, match="torch can't use this host's") as error:
-        check_devices()
-    assert "CUDA_VISIBLE_DEVICES=" in str(error.value)  # how to rehearse
-    return str(error.value)
-
-
-def test_a_driver_too_old_for_torch(driver):
-    driver()
-    message = refusal()
-    assert "4 GPUs (Tesla T4)" in message
-    assert "driver 535.183.01 runs CUDA up to 12.2" in message
-    assert "CUDA 13.2" in message
-    assert "driver 580 or newer" in message
-
-
-def test_a_torch_without_cuda(driver, monkeypatch):
-    driver(cuda=13000)
-    monkeypatch.setattr(torch.version, "cuda", None)
-    assert "the installed torch has no CUDA" in refusal()
-
-
-def test_a_driver_that_was_updated_and_not_loaded(driver):
-    driver(error=pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH)
-    assert "does not answer" in refusal()
-
-
-def test_a_gpu_that_is_not_there(driver, monkeypatch):
-    driver(cuda=13000)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
-    assert "CUDA_VISIBLE_DEVICES=7 names none of them" in refusal()
-
-
-def test_torchs_own_reason(driver, monkeypatch):
-    def fail() -> None:
-        raise RuntimeError("Error 802: system not yet initialized\nand more")
-
-    driver(cuda=13000)
-    monkeypatch.setattr(torch.cuda, "init", fail)
-    assert "Error 802: system not yet initialized: " in refusal()
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+MISMATCH, NO_LIBRARY = pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH, pynvml.NVML_ERROR_LIBRARY_NOT_FOUND
 
 
 @pytest.mark.parametrize(
-    ("variable", "value"),
+    ("simulated", "visible", "torchs_cuda", "message"),
     [
-        ("CUDA_VISIBLE_DEVICES", ""),
-        ("CUDA_VISIBLE_DEVICES", "-1"),
-        ("CUDA_VISIBLE_DEVICES", "NoDevFiles"),  # Slurm's
-        ("ACCELERATE_USE_CPU", "True"),
+        ({}, None, "13.2", "4 GPUs .Tesla T4.: driver 535.183.01 runs CUDA up to 12.2.*13.2.*driver 580 or"),
+        ({"cuda": 13000}, None, None, "the installed torch has no CUDA"),
+        ({"error": MISMATCH}, None, "13.2", "does not answer"),  # updated and not loaded
+        ({"cuda": 13000}, "7", "13.2", "CUDA_VISIBLE_DEVICES=7 names none of them"),
+        ({"cuda": 13000}, None, "13.2", "Error 802: system not yet initialized: "),  # torch's own words
     ],
 )
-def test_a_rehearsal_that_is_asked_for(variable, value, driver, monkeypatch):
-    driver()
-    monkeypatch.setenv(variable, value)
-    check_devices()
+def test_gpus_that_torch_can_not_use(simulated, visible, torchs_cuda, message, driver, monkeypatch):
+    def fail() -> None:
+        raise RuntimeError("Error 802: system not yet initialized\nand more")
+
+    driver(**simulated)
+    monkeypatch.setattr(torch.cuda, "init", fail)
+    monkeypatch.setattr(torch.version, "cuda", torchs_cuda)
+    if visible:
+        monkeypatch.setenv(VISIBLE, visible)
+    with pytest.raises(ValueError, match=f"^torch can't use this host's .*{message}") as error:
+        check_devices()
+    assert "to rehearse on the CPU put CUDA_VISIBLE_DEVICES=" in str(error.value)
 
 
-@pytest.mark.parametrize("error", [pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, pynvml.NVML_ERROR_DRIVER_NOT_LOADED])
-def test_a_host_without_gpus(error, driver):
+@pytest.mark.parametrize(
+    ("variable", "value", "error"),
+    [
+        (VISIBLE, "", None),
+        (VISIBLE, "-1", None),
+        (VISIBLE, "NoDevFiles", None),  # Slurm's
+        ("ACCELERATE_USE_CPU", "True", None),
+        ("", "", NO_LIBRARY),  # a host without GPUs
+        ("", "", pynvml.NVML_ERROR_DRIVER_NOT_LOADED),
+    ],
+)
+def test_a_rehearsal_that_is_asked_for(variable, value, error, driver, monkeypatch):
     driver(error=error)
+    if variable:
+        monkeypatch.setenv(variable, value)
     check_devices()
 
 
@@ -174,4 +157,4 @@ def test_zero_without_deepspeed(flag, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     env = {"ACCELERATE_USE_DEEPSPEED": "false" if flag else "true"}
     with pytest.raises(ValueError, match="ZeRO needs DeepSpeed, which is not installed"):
-        check_answers(env, 2, deepspeed_config=flag)
+        check_launch_config(env, 2, deepspeed_config=flag)

@@ -14,7 +14,7 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from common.distributed import elastic, rendezvous
+from common.distributed import rendezvous
 from common.recipe import Job as JobFlags
 from common.recipe import usable_processes
 from common.run.folder import count_restarts
@@ -49,7 +49,7 @@ def agent(monkeypatch):
 )
 def test_most_hosts(variables, hosts, agent):
     agent(**variables)
-    assert elastic.most_hosts() == hosts
+    assert rendezvous.most_hosts() == hosts
 
 
 @pytest.mark.parametrize(
@@ -59,34 +59,34 @@ def test_most_hosts(variables, hosts, agent):
 def test_most_hosts_of_torchruns_command_line(flags, hosts, agent, monkeypatch):
     agent()
     parent = type("Process", (), {"cmdline": lambda _: ["python", "torchrun", *flags]})
-    monkeypatch.setattr(elastic.psutil, "Process", lambda _: parent())
-    assert elastic.most_hosts() == hosts
+    monkeypatch.setattr(rendezvous.psutil, "Process", lambda _: parent())
+    assert rendezvous.most_hosts() == hosts
 
 
 def test_each_forward_has_as_many_images_whatever_hosts_there_are(agent):
     job = JobFlags(batch_size=96)
     for hosts in (1, 2, 4):
         agent(PET_NNODES="1:4", WORLD_SIZE=str(2 * hosts), LOCAL_WORLD_SIZE="2")
-        batch = elastic.elastic_batch(job)
+        batch = rendezvous.elastic_batch(job)
         assert (batch.per_device, batch.accumulations) == (12, 4 // hosts)
     agent(PET_NNODES="1:5", WORLD_SIZE="4", LOCAL_WORLD_SIZE="1")  # 96 does not divide by 5
-    assert elastic.elastic_batch(job).per_device == 24
+    assert rendezvous.elastic_batch(job).per_device == 24
 
 
 def test_a_number_of_hosts_that_does_not_divide_waits_then_ends(agent, capsys, monkeypatch):
     slept = []
-    monkeypatch.setattr(elastic.time, "sleep", slept.append)
+    monkeypatch.setattr(rendezvous.time, "sleep", slept.append)
     job = JobFlags(batch_size=64, timeout_s=7)
     agent(PET_NNODES="1:4", WORLD_SIZE="6", LOCAL_WORLD_SIZE="2")
     with pytest.raises(ValueError, match=r"--batch_size.*of the hosts 1 or 2 or 4 can train"):
-        elastic.elastic_batch(job)
+        rendezvous.elastic_batch(job)
     assert slept == [7]
     assert capsys.readouterr().out == (
         "3 hosts can't share the batch: waiting up to 7 s for another number of hosts (1 or 2 or 4)\n"
     )
     agent(PET_NNODES="3", WORLD_SIZE="6")
     with pytest.raises(ValueError, match="--batch_size"):
-        elastic.elastic_batch(job)
+        rendezvous.elastic_batch(job)
     assert slept == [7]
     assert usable_processes(96, 16, 12, 2) == [2, 6]
 
@@ -102,13 +102,13 @@ def test_each_process_checks_how_many_were_promised(tmp_path):
 
 def test_a_shared_store_is_reported_where_hosts_could_join(agent, monkeypatch):
     agent(WORLD_SIZE="2", TORCHELASTIC_USE_AGENT_STORE="True")
-    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in str(elastic.replacement_problem())
+    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in str(rendezvous.replacement_problem())
     agent(WORLD_SIZE="2", TORCHELASTIC_USE_AGENT_STORE="False")
-    assert elastic.replacement_problem() is None
+    assert rendezvous.replacement_problem() is None
     agent(TORCHELASTIC_USE_AGENT_STORE="True")
-    assert elastic.replacement_problem() is None  # one host
+    assert rendezvous.replacement_problem() is None  # one host
     agent(WORLD_SIZE="2", TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RUN_ID="none")
-    assert elastic.replacement_problem() is None  # accelerate, deepspeed: static
+    assert rendezvous.replacement_problem() is None  # accelerate, deepspeed: static
 
 
 def test_an_attempt_is_named_anew_in_a_store_with_old_ones():

@@ -6,29 +6,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.conftest import CNN, RESNET, STRATEGIES, VIT, accelerate, metrics, mutate, python, result, run
+from tests.conftest import CNN, RESNET, STRATEGIES, VIT, full, metrics, mutate, result, run
 
-FLAGS = [
-    "--data",
-    "digits",
-    "--batch_size",
-    "32",
-    "--max_steps",
-    "4",
-    "--log_every",
-    "1",
-    "--trackers",
-    "none",
-]
-SCRIPTS = {"cnn_a": CNN, "cnn_b": [*RESNET, "--lr", "0.01"], "vit": VIT}
-QUICK = [("vit", "fsdp")]
-PAIRS = [
-    pytest.param(script, strategy, marks=[] if (script, strategy) in QUICK else pytest.mark.full)
-    for script, strategy in product(SCRIPTS, STRATEGIES)
-]
+FLAGS = ["--data", "digits", "--batch_size", "32", "--max_steps", "4", "--log_every", "1"]
+FLAGS += ["--trackers", "none"]
+SCRIPTS = {"vit": VIT, "cnn_a": CNN, "cnn_b": [*RESNET, "--lr", "0.01"]}
+REST = [full(*pair) for pair in product(SCRIPTS, STRATEGIES) if pair != ("vit", "fsdp")]
 
 
-@pytest.mark.parametrize(("script", "strategy"), PAIRS)
+@pytest.mark.parametrize(("script", "strategy"), [("vit", "fsdp"), *REST])
 def test_fp16_follows_fp32(script, strategy, tmp_path, cache):
     """Mixup, drop path, clipping and the EMA of the ViT included."""
     words = [*STRATEGIES[strategy], *SCRIPTS[script], *FLAGS, *cache]
@@ -43,45 +29,32 @@ def test_fp16_follows_fp32(script, strategy, tmp_path, cache):
     assert losses["fp16"] != losses["no"]
 
 
-@pytest.mark.parametrize(
-    "launcher",
-    [python(), pytest.param(accelerate("fsdp_2gpu"), marks=pytest.mark.full)],
-    ids=["single", "fsdp"],
+SCALER = ("common/distributed/accelerator.py", 'GradScaler("cpu")', 'GradScaler("cpu", init_scale=2.0**60)')
+ON_ONE_RANK = (
+    "train_cnn_a.py",
+    "accelerator.backward(loss)",
+    "accelerator.backward(loss * (1e30 if accelerator.process_index == 1 else 1))",
 )
-def test_a_step_that_overflows_changes_nothing(launcher, project_copy, tmp_path, cache):
-    """All ranks skip each step when every gradient is infinite, by a loss scale beyond fp16."""
-    mutate(
-        project_copy,
-        "common/distributed/accelerator.py",
-        'GradScaler("cpu")',
-        'GradScaler("cpu", init_scale=2.0**60)',
-    )
-    weights = []
-    for flags in (["--lr", "0"], ["--lr", "0.1"], ["--lr", "0.1", "--mixed_precision", "no"]):
-        folder = tmp_path / f"run{len(weights)}"
-        words = [*launcher, *CNN, *FLAGS, "--mixed_precision", "fp16", *flags, *cache, "--output_dir", folder]
-        run(words, cwd=project_copy)
-        assert result(folder)["final_loss"] > 0
-        weights.append(load_file(folder / result(folder)["checkpoint"] / "model.safetensors"))
-    untouched, overflowed, trained = weights
-    assert all(torch.equal(overflowed[name], tensor) for name, tensor in untouched.items())
-    assert not any(torch.equal(trained[name], tensor) for name, tensor in untouched.items())
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero2", "zero3"])
-def test_an_overflow_on_one_rank_leaves_the_step_out_on_all(strategy, project_copy, tmp_path, cache):
-    mutate(
-        project_copy,
-        "train_cnn_a.py",
-        "accelerator.backward(loss)",
-        "accelerator.backward(loss * (1e30 if accelerator.process_index == 1 else 1))",
-    )
-    weights = []
-    for lr in ("0", "0.1"):
-        folder = tmp_path / lr
-        words = [*STRATEGIES[strategy], *CNN, *FLAGS, "--mixed_precision", "fp16", "--lr", lr, *cache]
-        run([*words, "--output_dir", folder], cwd=project_copy)
-        weights.append(load_file(folder / result(folder)["checkpoint"] / "model.safetensors"))
-    untouched, overflowed = weights
+@pytest.mark.parametrize(
+    ("strategy", "overflow"),
+    [
+        ("single", SCALER),  # every gradient is infinite, by a loss scale beyond fp16
+        full("fsdp", SCALER),
+        *(full(strategy, ON_ONE_RANK) for strategy in ("ddp", "fsdp", "zero2", "zero3")),
+    ],
+)
+def test_a_step_that_overflows_is_left_out_on_all_ranks(strategy, overflow, project_copy, tmp_path, cache):
+    def trained(name: str, *flags) -> dict[str, torch.Tensor]:
+        words = [*STRATEGIES[strategy], *CNN, *FLAGS, "--mixed_precision", "fp16", *flags, *cache]
+        run([*words, "--output_dir", tmp_path / name], cwd=project_copy)
+        assert result(tmp_path / name)["final_loss"] > 0
+        return load_file(tmp_path / name / result(tmp_path / name)["checkpoint"] / "model.safetensors")
+
+    mutate(project_copy, *overflow)
+    untouched, overflowed = trained("untouched", "--lr", "0"), trained("overflowed", "--lr", "0.1")
     assert all(torch.equal(overflowed[name], tensor) for name, tensor in untouched.items())
+    if overflow == SCALER:
+        in_fp32 = trained("trained", "--lr", "0.1", "--mixed_precision", "no")
+        assert not any(torch.equal(in_fp32[name], tensor) for name, tensor in untouched.items())

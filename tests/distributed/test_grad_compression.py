@@ -8,18 +8,8 @@ import pytest
 from common.telemetry.profiler import FOLDER, TRACE
 from tests.conftest import CNN, STRATEGIES, Job, full, metrics, result, run
 
-FLAGS = [
-    "--data",
-    "digits",
-    "--batch_size",
-    "96",
-    "--max_steps",
-    "12",
-    "--log_every",
-    "1",
-    "--trackers",
-    "none",
-]
+FLAGS = ["--data", "digits", "--batch_size", "96", "--max_steps", "12", "--log_every", "1"]
+FLAGS += ["--trackers", "none"]
 FLAGS += ["--mixed_precision", "no", "--telemetry_s", "0", "--profile", "8"]
 
 

@@ -3,12 +3,14 @@
 import json
 import re
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from common.system.hangs import hang_table
 from tests.conftest import CNN, Job, full, mutate, torchrun
-from tools.launch.hang_reports import HangReports
+from tools.launch.hosts import Host
+from tools.launch.launcher import Launcher
 
 HELLO, RUN = "train_hello.py", "common/run/run.py"
 CALL, READ = "            run.checkpoint(step)\n", "            if isinstance(batches, Generator):\n"
@@ -128,9 +130,13 @@ def test_launch_py_shows_the_table(tmp_path, project_copy):
     assert 'train_hello.py", line' in (tmp_path / "logs" / "hang_rank_1.txt").read_text()
 
 
-def test_launch_py_waits_for_reports(tmp_path):
-    reports = HangReports(tmp_path)
-    reports.add("a", json.loads(json.dumps(evidence(0, *WAITS))))
-    assert reports.lines_due() == []  # others may still report
-    assert "rank 1 (node1), rank 2 (node2) are silent" in reports.lines_due(at_once=True)[0]
-    assert reports.lines_due(at_once=True) == []
+def test_launch_py_waits_for_reports(tmp_path, capsys):
+    launcher = Launcher([], tmp_path)
+    event = {"event": "hang", "stacks": "main"} | json.loads(json.dumps(evidence(0, *WAITS)))
+    launcher.on_event(SimpleNamespace(host=Host("a", (0,))), event)
+    launcher.handle_event()
+    assert not capsys.readouterr().out  # others may still report
+    launcher.close()
+    launcher.close()
+    assert capsys.readouterr().out.count("rank 1 (node1), rank 2 (node2) are silent") == 1
+    assert (tmp_path / "hang_rank_0.txt").read_text() == "main"

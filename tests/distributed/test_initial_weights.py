@@ -11,7 +11,7 @@ SCRIPT = """
 import torch
 from torch import nn
 from common.distributed.accelerator import prepare, start
-from common.distributed.entry import run_process
+from common.distributed.process import run_process
 from common.distributed.layout import layout_of
 from common.recipe import Recipe, parse
 
@@ -27,7 +27,7 @@ def main():
             {change}
     drawn = [p.detach().clone() for p in model.parameters()]
     layout = layout_of(*prepare(accelerator, model, torch.optim.SGD(model.parameters(), lr=0.1)))
-    whole = [tensor.cpu().clone() for _, tensor in layout.whole(layout.held)]
+    whole = [tensor.cpu().clone() for _, tensor in layout.whole(layout.local)]
     same = all(map(torch.equal, whole, drawn))
     print(f"rank {{accelerator.process_index}} trains what it drew: {{same}}", flush=True)
 

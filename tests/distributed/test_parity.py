@@ -25,6 +25,7 @@ from tests.conftest import (
     lines,
     metrics,
     mutate,
+    needs,
     python,
     run,
 )
@@ -38,18 +39,8 @@ SCRIPTS = {
     "cnn_b": [*RESNET, "--data", "digits", *FLAGS, "--label_smoothing", "0.1"],  # SGD, momentum, BatchNorm
     # with drop path, mixup, cutmix, label smoothing and EMA; a parameter group for each layer; a test split
     "vit": [
-        *VIT,
-        "--data",
-        "digits",
-        *FLAGS,
-        "--dropout",
-        "0.1",
-        "--clip_norm",
-        "0.1",
-        "--layer_decay",
-        "0.8",
-        "--holdout",
-        "0.2",
+        *(*VIT, "--data", "digits", *FLAGS, "--dropout", "0.1", "--clip_norm", "0.1"),
+        *("--layer_decay", "0.8", "--holdout", "0.2"),
     ],
 }
 # Other scripts train what their recipe for the tests says: docs/add_a_model.md.
@@ -58,12 +49,13 @@ for path in sorted(ROOT.glob("train_*.py")):
     SCRIPTS.setdefault(name, [path.name, "--config", f"recipes/{name}_digits.yaml", *FLAGS])
 TWO_PROCESSES = {name: (launcher, []) for name, launcher in STRATEGIES.items() if name != "single"}
 TWO_PROCESSES["deepspeed"] = (deepspeed("--num_gpus", "2"), ["--deepspeed_config", "ds_configs/zero2.json"])
-# `make test` has each strategy with the ViT and some with the others; `make test-all` has the rest.
-QUICK = {("hello", "zero3"), ("cnn_b", "ddp"), ("cnn_b", "zero2"), *(("vit", s) for s in STRATEGIES)}
-PAIRS = [
-    pytest.param(script, strategy, marks=[] if (script, strategy) in QUICK else pytest.mark.full)
-    for script, strategy in product(SCRIPTS, TWO_PROCESSES)
-]
+# `make test` has a ring: each strategy with one script, and each script; `make test-all` has all pairs.
+RING = {("hello", "zero3"), ("cnn_a", "zero1"), ("cnn_b", "ddp"), ("vit", "fsdp"), ("vit", "zero2")}
+
+
+def rows(quick, every) -> list:
+    """The rows of a table of tests; those that are not quick are for `make test-all`."""
+    return [row if row in quick else full(*row) for row in every]
 
 
 def command(script: str, cache: list) -> list:
@@ -86,16 +78,14 @@ def one_process(tmp_path_factory, cache):
     return folder_of
 
 
-@pytest.mark.parametrize(("script", "strategy"), PAIRS)
+@pytest.mark.parametrize(("script", "strategy"), rows(RING, product(SCRIPTS, TWO_PROCESSES)))
 def test_two_processes_train_as_one_with_two_accumulations(script, strategy, one_process, tmp_path, cache):
     launcher, flags = TWO_PROCESSES[strategy]
     run([*launcher, *command(script, cache), *flags, "--output_dir", tmp_path / "run"])
     assert_same_training(tmp_path / "run", one_process(script))
 
 
-@pytest.mark.parametrize(
-    "strategy", [pytest.param(s, marks=[] if s == "zero2" else pytest.mark.full) for s in STRATEGIES]
-)
+@pytest.mark.parametrize("strategy", ["zero2", *(full(s) for s in STRATEGIES if s != "zero2")])
 def test_a_precision_typed_for_the_launcher_counts(strategy, one_process, project_copy, tmp_path, cache):
     """Also for a DeepSpeed file, for which accelerate passes "no" without being told. The CPU says bf16."""
     mutate(
@@ -112,36 +102,45 @@ def test_a_precision_typed_for_the_launcher_counts(strategy, one_process, projec
     assert_same_training(tmp_path / "run", one_process("cnn_a"))
 
 
-# The same settings as an answer of the launcher's, where there is one, or as a flag.
-CHECKPOINTING = {
-    "fsdp": accelerate("fsdp_2gpu", "--fsdp_activation_checkpointing", "true"),
-    "single": python(),
-    **{strategy: launcher for strategy, (launcher, _) in TWO_PROCESSES.items() if strategy != "fsdp"},
-}
+CHECKPOINTED, COMPILED, SMALLER = "grad_checkpointing", "compile", "per_device_batch_size"
+SETTINGS = [
+    *((script, s, CHECKPOINTED) for script in ("vit", "cnn_b") for s in ("single", *TWO_PROCESSES)),
+    *((script, "single", COMPILED) for script in ("cnn_a", "vit")),
+    *(("cnn_a", "ddp", COMPILED), ("vit", "zero1", COMPILED)),
+    *(("vit", strategy, f"{COMPILED}, {CHECKPOINTED}") for strategy in ("ddp", "fsdp", "zero2")),
+    *(("vit", strategy, SMALLER) for strategy in TWO_PROCESSES),
+]
+QUICK = {("vit", "fsdp", CHECKPOINTED), ("cnn_a", "single", COMPILED), ("vit", "ddp", SMALLER)}
+RECORDED = {CHECKPOINTED: True, COMPILED: "default"}
 
 
-@pytest.mark.parametrize(
-    ("script", "strategy"),
-    [
-        pytest.param(script, s, marks=[] if (script, s) == ("vit", "fsdp") else pytest.mark.full)
-        for script, s in product(("vit", "cnn_b"), CHECKPOINTING)
-    ],
-)
-def test_activation_checkpointing_changes_no_number(script, strategy, one_process, tmp_path, cache):
-    flags = TWO_PROCESSES.get(strategy, ((), []))[1] + (
-        [] if strategy == "fsdp" else ["--grad_checkpointing"]
-    )
-    words = [*CHECKPOINTING[strategy], *command(script, cache), *flags, "--output_dir", tmp_path / "run"]
+@pytest.mark.parametrize(("script", "strategy", "settings"), rows(QUICK, SETTINGS))
+def test_a_setting_of_the_machine_changes_no_number(script, strategy, settings, one_process, tmp_path, cache):
+    """As an answer of the launcher's, where there is one, or as a flag. With smaller micro-batches two
+    processes with two accumulations train as one with four."""
+    launcher, flags = (*TWO_PROCESSES.get(strategy, (python(), [])),)
+    smaller = ["--per_device_batch_size", "24"] if settings == SMALLER else []
+    if COMPILED in settings:
+        needs("g++")
+    if COMPILED in settings and strategy == "single":
+        flags = ["--compile", "default"]
+    elif COMPILED in settings:
+        launcher = compiling(strategy, tmp_path)
+    if settings == CHECKPOINTED and strategy == "fsdp":
+        launcher = accelerate("fsdp_2gpu", "--fsdp_activation_checkpointing", "true")
+    elif CHECKPOINTED in settings:
+        flags = [*flags, "--grad_checkpointing"]
+    words = [*launcher, *command(script, cache), *smaller, *flags, "--output_dir", tmp_path / "run"]
     run(words, env=HALF_THE_CORES if strategy == "single" else None)
-    assert_same_training(tmp_path / "run", one_process(script))
-    for recorded in ("recipe.json", "result.json"):
-        assert json.loads((tmp_path / "run" / recorded).read_text())["grad_checkpointing"] is True
+    assert_same_training(tmp_path / "run", one_process(script, *smaller))
+    for file in ("recipe.json", "result.json"):
+        recorded = json.loads((tmp_path / "run" / file).read_text())
+        for name in RECORDED.keys() & set(settings.split(", ")):
+            assert recorded[name] == RECORDED[name], file
 
 
 def compiling(strategy: str, tmp_path: Path) -> list:
-    """The launcher with a config file that asks for compilation; without one for one process."""
-    if strategy == "single":
-        return python()
+    """The launcher with a config file that asks for compilation."""
     name = {"zero1": "zero1_4gpu"}.get(strategy, f"{strategy}_2gpu")
     config = yaml.safe_load((ROOT / "accelerate_configs" / f"{name}.yaml").read_text())
     config.pop("dynamo_backend", None)
@@ -151,90 +150,38 @@ def compiling(strategy: str, tmp_path: Path) -> list:
     return [*accelerate(name)[:-1], tmp_path / "compiled.yaml"]
 
 
-@pytest.mark.needs("g++")
-@pytest.mark.parametrize(
-    ("script", "strategy", "flags"),
-    [
-        ("cnn_a", "single", ["--compile", "default"]),
-        full("vit", "single", ["--compile", "default"]),
-        full("cnn_a", "ddp", []),
-        full("vit", "ddp", ["--grad_checkpointing"]),
-        full("vit", "fsdp", ["--grad_checkpointing"]),
-        full("vit", "zero1", []),
-        full("vit", "zero2", ["--grad_checkpointing"]),
-    ],
-)
-def test_compilation_changes_no_number(script, strategy, flags, one_process, tmp_path, cache):
-    words = [*compiling(strategy, tmp_path), *command(script, cache), *flags]
-    run([*words, "--output_dir", tmp_path / "run"], env=HALF_THE_CORES if strategy == "single" else None)
-    assert_same_training(tmp_path / "run", one_process(script))
-    for recorded in ("recipe.json", "result.json"):
-        assert json.loads((tmp_path / "run" / recorded).read_text())["compile"] == "default"
-
-
-@pytest.mark.parametrize(
-    "strategy",
-    [pytest.param(s, marks=[] if s == "ddp" else pytest.mark.full) for s in TWO_PROCESSES],
-)
-def test_two_processes_with_two_accumulations_train_as_one_with_four(strategy, one_process, tmp_path, cache):
-    launcher, flags = TWO_PROCESSES[strategy]
-    smaller = ["--per_device_batch_size", "24"]
-    run([*launcher, *command("vit", cache), *smaller, *flags, "--output_dir", tmp_path / "run"])
-    assert_same_training(tmp_path / "run", one_process("vit", *smaller))
-
-
 def test_accumulation_does_not_change_a_model_without_dropout(one_process, tmp_path, cache):
     flags = [*command("cnn_a", cache), "--per_device_batch_size", "96", "--output_dir", tmp_path / "run"]
     run([*python(), *flags], env=HALF_THE_CORES)
     assert_same_training(tmp_path / "run", one_process("cnn_a"))
 
 
-MUTANTS = {
-    "the rate doubled": ("cnn_a", "ddp", "train_cnn_a.py", 'group["lr"] = lr', 'group["lr"] = 2 * lr'),
+ACCELERATOR, VIT_SCRIPT, CNN_SCRIPT = "common/distributed/accelerator.py", "train_vit.py", "train_cnn_a.py"
+MUTANTS = {  # script, strategy, file, code and its replacement
     "clipping at 1.0, DeepSpeed's default": (
-        "vit",
-        "zero2",
-        "common/distributed/accelerator.py",
-        '"gradient_clipping": clip_norm',
-        '"gradient_clipping": 1.0',
+        *("vit", "zero2", ACCELERATOR, '"gradient_clipping": clip_norm', '"gradient_clipping": 1.0'),
     ),
     "one rank's samples dropped": (
-        "cnn_a",
-        "ddp",
-        "common/recipe.py",
+        *("cnn_a", "ddp", "common/recipe.py"),
         "return range(rank * self.accumulations, (rank + 1) * self.accumulations)",
         "return range(self.accumulations)",
     ),
+    "the rate doubled": ("cnn_a", "ddp", CNN_SCRIPT, 'group["lr"] = lr', 'group["lr"] = 2 * lr'),
     "the schedule stepped once per process": (
-        "cnn_a",
-        "ddp",
-        "train_cnn_a.py",
+        *("cnn_a", "ddp", CNN_SCRIPT),
         "lr = learning_rate(recipe, step, steps.total)",
         "lr = learning_rate(recipe, step * accelerator.num_processes, steps.total)",
     ),
     "the same dropout on all ranks": (
-        "vit",
-        "ddp",
-        "train_vit.py",
-        "reseed(recipe.seed, step, k)",
-        "reseed(recipe.seed, step, 0)",
+        *("vit", "ddp", VIT_SCRIPT, "reseed(recipe.seed, step, k)", "reseed(recipe.seed, step, 0)"),
     ),
     "each rank's own BatchNorm statistics": (
-        "cnn_b",
-        "ddp",
-        "common/evaluation.py",
-        "    broadcast_buffers(model)\n",
-        "",
+        *("cnn_b", "ddp", "common/evaluation.py", "    broadcast_buffers(model)\n", ""),
     ),
 }
 
 
-QUICK_MUTANTS = list(MUTANTS)[:3]
-
-
-@pytest.mark.parametrize(
-    "mutant", [pytest.param(m, marks=[] if m in QUICK_MUTANTS else pytest.mark.full) for m in MUTANTS]
-)
+@pytest.mark.parametrize("mutant", [m if k < 2 else full(m) for k, m in enumerate(MUTANTS)])
 def test_parity_finds(mutant, one_process, project_copy, tmp_path, cache):
     script, strategy, file, old, new = MUTANTS[mutant]
     mutate(project_copy, file, old, new)

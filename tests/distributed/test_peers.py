@@ -6,7 +6,7 @@ collectives never learn that it has ended.
 
 import pytest
 
-from common.system.events import EVENTS_FILE, EventReader
+from common.system.env import EVENTS_FILE, EventReader
 from tests.conftest import Job, full, mutate, result, torchrun
 
 HOLD_CONNECTIONS = """

@@ -11,9 +11,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from common.distributed.gradients import refuse_skipped_steps
 from common.distributed.precision import Precision
-from common.run.resume import _changed_precision
+from common.distributed.strategy import refuse_skipped_steps
+from common.run.opening import changed_types
 from tests.conftest import (
     BIN,
     CNN,
@@ -139,14 +139,12 @@ def test_zero_leaves_no_step_out_in_silence(strategy, precision, project_copy, t
 
 
 def test_a_resume_in_other_types_says_what_changes():
-    training = SimpleNamespace(accelerator=SimpleNamespace(precision=Precision("bf16", "autocast", "fp32")))
-    assert _changed_precision(vars(training.accelerator.precision), training) == ""
+    types = vars(Precision("bf16", "autocast", "fp32"))
     writer = {"mixed_precision": "bf16", "half_precision": "weights", "gradient_reduction": "bf16"}
-    line = _changed_precision(writer, training)
-    assert "half_precision autocast (it was weights)" in line
-    assert "gradient_reduction fp32 (it was bf16)" in line
-    assert "mixed_precision" not in line
-    assert _changed_precision({}, training) == ""  # made by hand
+    assert changed_types(writer, types) == (
+        "half_precision autocast (it was weights), gradient_reduction fp32 (it was bf16)"
+    )
+    assert changed_types(types, types) == changed_types({}, types) == ""
 
 
 @pytest.mark.parametrize("half", [True, False])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from accelerate.utils import DistributedType
 
-from common.distributed.compilation import Compilation
+from common.distributed.blocks import Compilation
 from common.distributed.step_graph import WARM_UP_STEPS, StepGraph
 from tests.conftest import CNN, RESNET, latest, metrics, mutate, python, run, tensors
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn, optim
 from common.distributed.accelerator import prepare, start
-from common.distributed.entry import run_process
+from common.distributed.process import run_process
 from common.recipe import Recipe, parse
 
 class Net(nn.Sequential):

@@ -26,8 +26,8 @@ class Hosts:
         self.sent: list[tuple[str, str]] = []
         self.job = ElasticJob(self.plan_for, self.read, tmp_path, min_hosts, max_hosts)
         self.job.connect = self.connect
-        self.job.say = lambda text: self.said.append(text)
-        self.said: list[str] = []
+        self.logged: list[str] = []
+        self.job.log = self.logged.append
 
     def read(self) -> list[Host]:
         return [Host(name, tuple(range(self.slots[name]))) for name in self.names]
@@ -64,6 +64,11 @@ class Hosts:
         self.start(*names)
         self.job.on_event(self.job.members[0], {"event": "step", "step": 11})
         assert self.end(**dict.fromkeys(names, PREEMPTED)) is None
+
+    def again(self) -> None:
+        """Connects to hosts that were away."""
+        self.job.next_try = 0
+        self.job._connect_missing()
 
     def print(self, name: str, line: str) -> None:
         self.job._connection(name).last_lines.append(line)
@@ -104,91 +109,75 @@ def test_at_least_and_at_most(hosts):
 
 
 def test_the_first_host_stays_the_first(hosts):
+    """It is needed where its disk alone has the checkpoints."""
     found = hosts(2)
     found.start("node2")
     assert found.end(node2=PREEMPTED) is None
     found.job._connect_missing()
     assert chosen(found.job) == ["node2", "node1"]
-
-
-def test_checkpoints_on_the_first_hosts_disk_alone_need_it(hosts):
-    found = hosts(2)
-    found.start("node1", "node2")
-    found.job.began = {"step": 10, "in_s3": False, "is_shared": False}
-    assert found.end(node1=SSH_FAILED, node2=1) is None
-    found.job.next_try = time.monotonic() + 100  # node1 is away
+    found.start("node2", "node1")
+    found.job.began |= {"in_s3": False}
+    assert found.end(node2=SSH_FAILED, node1=1) is None
+    found.job.next_try = time.monotonic() + 100  # node2 is away
     found.job._connect_missing()
     assert chosen(found.job) == []
-    found.job.next_try = 0
-    found.job._connect_missing()
-    assert chosen(found.job) == ["node1", "node2"]
+    found.again()
+    assert chosen(found.job) == ["node2", "node1"]
 
 
-def test_a_host_that_leaves_does_not_join_at_once(hosts):
+@pytest.mark.parametrize("how", ["it leaves", "it is left out"])
+@pytest.mark.parametrize("then", ["time passes", "it was away"])
+def test_a_host_joins_again_after_a_while_or_as_another_machine(how, then, hosts):
     found = hosts(2)
-    found.start("node1", "node2")
-    found.job.on_event(found.job.members[1], {"event": "leaving", "why": "SIGTERM"})
-    assert found.end(node1=PREEMPTED, node2=PREEMPTED) is None
-    assert "node2 leaves (SIGTERM)" in found.said
+    found.train("node1")
+    if how == "it leaves":
+        found.start("node1", "node2")
+        found.job.on_event(found.job.members[1], {"event": "leaving", "why": "SIGTERM"})
+        assert found.end(node1=PREEMPTED, node2=PREEMPTED) is None
+        assert "node2 leaves (SIGTERM)" in found.logged
+    else:
+        found.launch("node1", "node2")
+        assert found.end(node1=1, node2=1) is None
     found.job._connect_missing()
     assert chosen(found.job) == ["node1"]
-    found.job.leaves_until["node2"] = time.monotonic()
+    if then == "it was away":
+        found.job.on_end(found.job._connection("node2"), SSH_FAILED)
+        found.again()
+    else:
+        found.job.leaves_until["node2"] = time.monotonic()
     assert chosen(found.job) == ["node1", "node2"]
 
 
-def test_a_host_that_left_and_was_away_joins_at_once(hosts):
-    """It is another machine."""
-    found = hosts(2)
-    found.start("node1", "node2")
-    found.job.on_event(found.job.members[1], {"event": "leaving", "why": "SIGTERM"})
-    found.end(node1=PREEMPTED, node2=PREEMPTED)
-    found.job._connect_missing()
-    assert chosen(found.job) == ["node1"]
-    found.job.on_end(found.job._connection("node2"), SSH_FAILED)
-    found.job.next_try = 0
-    found.job._connect_missing()
-    assert chosen(found.job) == ["node1", "node2"]
-
-
-def test_a_host_that_joins_stops_the_round_once(hosts, monkeypatch):
+@pytest.mark.parametrize("is_finished", [False, True])
+def test_a_host_that_joins_stops_the_round_once(is_finished, hosts, monkeypatch):
+    """Not one that has finished. The end of its launcher by a signal, sent just before, does not count."""
     monkeypatch.setattr(elastic, "SETTLE_S", 0)
     found = hosts(2)
     found.start("node1")
+    if is_finished:
+        found.job.on_event(found.job.members[0], {"event": "finished"})
     found.sent.clear()
     for _ in range(3):
         found.job._look_for_more_hosts()
-    assert found.sent == [("node1", "stop")]
-    assert found.end(node1=PREEMPTED) is None
-    assert found.said[-1] == "node2 joins"
-
-
-def test_a_training_that_has_finished_is_not_stopped_for_a_host(hosts, monkeypatch):
-    """Nor does its launcher's end by a signal, which was sent just before, count."""
-    monkeypatch.setattr(elastic, "SETTLE_S", 0)
-    found = hosts(2)
-    found.start("node1")
-    found.job.on_event(found.job.members[0], {"event": "finished"})
-    found.sent.clear()
-    for _ in range(3):
-        found.job._look_for_more_hosts()
-    assert found.sent == []
-    assert found.end(node1=1) == 0
+    assert found.sent == ([] if is_finished else [("node1", "stop")])
+    assert found.end(node1=1 if is_finished else PREEMPTED) == (0 if is_finished else None)
+    assert is_finished or found.logged[-1] == "node2 joins"
 
 
 def test_a_silent_host_is_lost_and_the_others_are_killed(hosts, monkeypatch):
     found = hosts(2)
     found.start("node1", "node2")
-    found.job.members[1].heard_at -= elastic.LOST_S + 1
+    found.job.members[1].received_at -= elastic.LOST_S + 1
     monkeypatch.setattr(elastic, "KILL_S", -1)
     found.job._look_for_lost_hosts()
     assert found.job.members[1].status == SSH_FAILED
     assert ("node1", "kill") in found.sent
     assert found.end(node1=1, node2=SSH_FAILED) is None
-    assert "node2 lost after step 0" in found.said
+    assert "node2 lost after step 0" in found.logged
     assert found.job.fenced_at == 0  # the first host lives: nobody else writes
 
 
-def test_rounds_without_progress_end_the_job(hosts, capsys):
+def test_rounds_without_progress_and_a_mistake_before_the_first_step_end_the_job(hosts, capsys):
     found = hosts(1)
     for _ in range(elastic.FRUITLESS_ROUNDS):
         found.start("node1")
@@ -196,12 +185,8 @@ def test_rounds_without_progress_end_the_job(hosts, capsys):
     found.start("node1")
     assert found.end(node1=1) == 1
     assert "error: 3 rounds without a new checkpoint" in capsys.readouterr().err
-
-
-def test_a_mistake_before_the_first_step_ends_the_job(hosts, capsys):
     found = hosts(2)
-    found.job._connect_missing()
-    found.job._start(found.job._choose(found.job._ready()))
+    found.launch("node1", "node2")
     assert found.end(node1=1, node2=1) == 1
     assert capsys.readouterr().err.startswith("error: node1: ")
 
@@ -212,10 +197,10 @@ def test_a_changed_hostfile(hosts):
     found.slots["node3"] = 1
     for _ in range(2):
         found.job._read_hosts_again()
-    assert found.said == ["the hosts stay as they were: these differ"]
+    assert found.logged == ["the hosts stay as they were: these differ"]
     found.slots["node3"] = 2
     found.job._read_hosts_again()
-    assert found.said[1:] == ["new in the hostfile: node3"]
+    assert found.logged[1:] == ["new in the hostfile: node3"]
     assert (len(found.job.hosts), found.job.most) == (3, 3)
 
 
@@ -244,7 +229,7 @@ def test_a_bad_newcomer_is_left_out_and_tried_again(began, host, line, reason, h
         found.print("node2", "RuntimeError: connection reset by peer")
         found.print(host, line)
         assert found.end(node1=1, node2=1) is None
-        assert found.said[-1].startswith(
+        assert found.logged[-1].startswith(
             f"node2 is left out for {wait_s} s: {reason.removeprefix('error: ')}"
         )
         found.job._connect_missing()
@@ -255,18 +240,6 @@ def test_a_bad_newcomer_is_left_out_and_tried_again(began, host, line, reason, h
     assert not found.job.refusals
 
 
-def test_a_host_that_was_left_out_and_is_another_machine_joins_at_once(hosts):
-    found = hosts(2)
-    found.train("node1")
-    found.launch("node1", "node2")
-    assert found.end(node1=1, node2=1) is None
-    found.job._connect_missing()
-    found.job.on_end(found.job._connection("node2"), SSH_FAILED)
-    found.job.next_try = 0
-    found.job._connect_missing()
-    assert chosen(found.job) == ["node1", "node2"]
-
-
 def test_a_host_that_freezes_as_it_starts_again_is_left_out(hosts):
     """It has trained before: what tells is the signal."""
     found = hosts(2)
@@ -274,10 +247,10 @@ def test_a_host_that_freezes_as_it_starts_again_is_left_out(hosts):
     found.launch("node1", "node2")
     found.print("node2", f"error: rank 1, process 7, {SUSPENDED}")
     assert found.end(node1=1, node2=137) is None
-    assert found.said[-1].startswith("node2 is left out for 60 s: rank 1, process 7, is suspended")
+    assert found.logged[-1].startswith("node2 is left out for 60 s: rank 1, process 7, is suspended")
     found.launch("node1", "node2")
     assert found.end(node1=1, node2=1) is None  # nobody is to blame: tried again
-    assert found.said[-1].startswith("failed after step 11: ")
+    assert found.logged[-1].startswith("failed after step 11: ")
 
 
 def test_a_host_that_waits_is_named_once_with_the_reason(hosts, monkeypatch):
@@ -287,7 +260,7 @@ def test_a_host_that_waits_is_named_once_with_the_reason(hosts, monkeypatch):
     for _ in range(3):
         found.job._look_for_more_hosts()
     waits = "node3 waits: the 8 micro-batches of a step do not divide among 3 hosts of 2 processes"
-    assert [line for line in found.said if "waits" in line] == [waits]
+    assert [line for line in found.logged if "waits" in line] == [waits]
     found.names.append("node4")  # together they divide
     found.slots["node4"] = 2
     found.job._read_hosts_again()
@@ -298,4 +271,4 @@ def test_a_host_that_waits_is_named_once_with_the_reason(hosts, monkeypatch):
     found = hosts(3, max_hosts=2)
     found.start("node1", "node2")
     found.job._look_for_more_hosts()
-    assert found.said[-1] == "node3 waits: --max_hosts 2"
+    assert found.logged[-1] == "node3 waits: --max_hosts 2"

@@ -10,11 +10,12 @@ from common.checkpoint.format import MANIFEST_FILE, STATE_FILE, Checkpoint, chec
 from common.data.cache import prepare_data
 from common.data.images import open_images
 from common.data.shards import parse_manifest
-from common.distributed.answers import _read_deepspeed
-from common.recipe import ImageRecipe, _read_config
+from common.distributed.launch_config import _read_deepspeed
+from common.flags import read_config
+from common.recipe import ImageRecipe
 from common.run import plots
 from common.run.folder import _why_not_ours, count_restarts, resumed_from
-from common.run.owner import _parsed
+from common.run.lease import _parsed
 from common.run.state import RunState
 from common.system.files import read_accelerate_config, read_json, read_lines
 from common.system.text import printable, printable_lines
@@ -25,7 +26,8 @@ from tests.support.images import class_folders
 from tools.doctor.facts import facts
 from tools.logbook import markdown
 from tools.logbook.comparison import read_search
-from tools.logbook.page import draw, page
+from tools.logbook.page import page
+from tools.logbook.pictures import draw
 from tools.logbook.record import RunRecord
 
 LATIN_1, RED = os.fsdecode(b"caf\xe9"), "\x1b[31mred"
@@ -103,8 +105,8 @@ def test_such_names_are_shown_wherever_they_are(tmp_path):
     plots.panels(tmp_path / "a.png", [row], f"{RED} $x$")
     plots.confusion_matrix(tmp_path / "b.png", [[1, 0], [0, 1]], [LATIN_1, RED], LATIN_1)
     text = [markdown.text(RED), markdown.code(LATIN_1), markdown.block(f"a\n{RED}")]
-    text += [markdown.folded(LATIN_1, ""), markdown.link(LATIN_1, LATIN_1), markdown.picture(RED, LATIN_1)]
-    assert "caf%E9" in text[-2]
+    text += [markdown.folded("", LATIN_1), markdown.link(RED, LATIN_1)]
+    assert "caf%E9" in text[-1]
     assert all(line.isprintable() for part in text for line in part.splitlines())
 
 
@@ -124,8 +126,8 @@ READERS = {  # file: what reads it, or for those that go on without it, what the
     "index.json": lambda file: parse_index(file.read_bytes(), file),
     "shards.json": lambda file: parse_manifest(file.read_bytes(), str(file)),
     "search.json": read_search,
-    "config.json": lambda file: _read_config(file, ()),
-    "config.yaml": lambda file: _read_config(file, ()),
+    "config.json": lambda file: read_config(file, ()),
+    "config.yaml": lambda file: read_config(file, ()),
     "accelerate.yaml": read_accelerate_config,
     "deepspeed.json": lambda file: _read_deepspeed("--deepspeed_config", str(file)),
     "restarts.json": deep_restart,

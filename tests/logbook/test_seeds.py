@@ -1,21 +1,13 @@
 """Comparisons over seeds: the statistics against scipy and against draws, and the page of a comparison."""
 
-import json
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
 from scipy import stats
 
-from tests.logbook import test_logbook
-from tests.logbook.test_logbook import check, experiment, rows
-from tools.logbook.seeds import Group, compare, seeds_needed, verdict
-
-RECIPE = {"data": "digits", "epochs": 1, "batch_size": 64, "lr": 0.003, "seed": 0}
-
-
-book = test_logbook.book  # a fixture
+from tests.logbook.pages import check, is_golden, write_run
+from tools.logbook.seeds import ALPHA, Group, compare, seeds_needed, verdict
 
 
 def group(name: str, values, seeds=None) -> Group:
@@ -55,8 +47,7 @@ def test_200_comparisons_find_a_planted_difference_and_no_other(is_paired):
         for _ in range(200):
             first, second = random.normal(0.9, 0.01, (2, 5))
             seeds = range(5) if is_paired else range(5, 10)
-            difference = compare(group("a", first), group("b", second + planted, seeds))
-            found += difference.is_found
+            found += compare(group("a", first), group("b", second + planted, seeds)).p < ALPHA
         assert least <= found / 200 <= most, (planted, found)
 
 
@@ -80,116 +71,40 @@ def test_verdicts():
     low, high = group("a", [0.90, 0.91, 0.92]), group("b", [0.95, 0.96, 0.98])
     assert verdict(low, high).startswith("b is better than a with n = 3 (+0.0533, 95 %: ")
     assert verdict(high, low).startswith("a is worse than b with n = 3 (-0.0533, ")
-    said = verdict(low, group("c", [0.92, 0.90, 0.93]))
-    assert re.match(
-        r"c and a are not distinguishable with n = 3 \(\+0.0067, .*\); some \d+ seeds of each would tell",
-        said,
+    assert re.fullmatch(
+        r"c and a are not distinguishable with n = 3 \(\+0.0067, .*; paired t-test, p = 0.\d\d\). About \d+"
+        " seeds per variant would detect a difference of this size with 80% power.",
+        verdict(low, group("c", [0.92, 0.90, 0.93])),
     )
-    assert "paired t-test" in said
     assert "n = 2 and 3" in verdict(low, group("d", [0.9, 0.95]))
     assert "Welch t-test" in verdict(low, group("d", [0.9, 0.95]))
-    assert verdict(low, group("e", [0.9])).endswith("no test, a single run says nothing about the seeds.")
-    assert verdict(low, low).endswith("no test, each pair differs by the same amount.")
+    alone, equal = "a single run does not show how seeds vary.", "all pairs differ by the same amount."
+    assert verdict(low, group("e", [0.9])).endswith(f"no test, because {alone}")
+    assert verdict(low, low).endswith(f"no test, because {equal}")
 
 
-def make_run(folder: Path, seed: int, accuracy: float, **changes) -> Path:
-    """A finished run as its files say."""
-    folder.mkdir(parents=True)
-    about = {"script": "train_cnn_a", "strategy": "single", "source": "digits-1", "unit": "images"}
-    about |= {"hosts": ["h"], "devices": ["CPU (x86_64)"], "recipe": RECIPE | {"seed": seed} | changes}
-    facts = {"script": "train_cnn_a", "status": "finished", "strategy": "single", "hosts": 1, "processes": 1}
-    facts |= {"final_accuracy": accuracy, "best_accuracy": accuracy, "val_name": "val", "val_images": 360}
-    facts |= {"data": "digits", "wall_s": 10.0 + seed, "images_per_s": 100.0, "seed": seed}
-    lines = [
-        {"step": step, "epoch": 1.0, "wall_s": float(step), "train/loss": 2.0 / step} for step in (1, 2, 3)
-    ]
-    lines.append({"step": 3, "epoch": 1.0, "wall_s": 3.0, "val/loss": 1.0, "val/accuracy": accuracy})
-    (folder / "recipe.json").write_text(json.dumps(about))
-    (folder / "result.json").write_text(json.dumps(facts))
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return folder
-
-
-def compared(book, tmp_path: Path, runs: list[Path]) -> tuple[int, str, str]:
-    """The exit status, the page if there is one, and the errors."""
-    status, _, errors = book("compare", *runs, "--name", "page")
-    file = tmp_path / "book" / "compare" / "page.md"
-    return status, file.read_text() if file.exists() else "", errors
+def make_run(folder, seed: int, accuracy: float, lr: float = 0.003):
+    return write_run(folder, recipe={"seed": seed, "lr": lr}, final_accuracy=accuracy, best_accuracy=accuracy)
 
 
 def test_a_page_over_seeds(book, tmp_path):
     values = {0.003: (0.90, 0.91, 0.93), 0.01: (0.92, 0.94, 0.95)}
     runs = [
-        make_run(tmp_path / f"{lr}_{seed}", seed, value, lr=lr)
+        make_run(tmp_path / f"{lr}_{seed}", seed, value, lr)
         for lr, found in values.items()
         for seed, value in enumerate(found)
     ]
-    status, text, _ = compared(book, tmp_path, runs)
-    assert status == 0
-    check(tmp_path / "book" / "compare" / "page.md")
-    assert rows(text)["lr 0.003"] == ["3", "0, 1, 2", "0.9133", "0.0153", "0.8754 to 0.9513"]
-    assert rows(text)["lr 0.01"][:3] == ["3", "0, 1, 2", "0.9367"]
-    assert "- lr 0.01 is better than lr 0.003 with n = 3 (+0.0233, 95 %: +0.0090 to +0.0377; paired" in text
-    assert "<summary>Each run</summary>" in text
+    assert book("compare", *runs, "--name", "page")[0] == 0
+    file = tmp_path / "book" / "compare" / "page.md"
+    check(file)
+    assert is_golden("seeds.md", file.read_text(), tmp_path)
 
 
 def test_runs_of_one_recipe_and_seed_are_no_sample(book, tmp_path):
     """The same training twice is compared as two runs; among several seeds it is refused."""
     same = [make_run(tmp_path / f"same{k}", 0, 0.9) for k in range(2)]
-    status, text, _ = compared(book, tmp_path, same)
-    assert (status, "Over seeds" in text) == (0, False)
-    status, _, errors = compared(book, tmp_path, [*same, make_run(tmp_path / "other", 1, 0.91)])
+    assert book("compare", *same, "--name", "page")[0] == 0
+    assert "Over seeds" not in (tmp_path / "book/compare/page.md").read_text()
+    status, _, errors = book("compare", *same, make_run(tmp_path / "other", 1, 0.91))
     assert status == 1
     assert f"{same[0]} and {same[1]} have the same recipe and seed 0: name one of them" in errors
-
-
-@pytest.mark.parametrize(
-    ("flags", "variables"),
-    [((), {"SEEDS": 3}), (("--seeds", 3), {}), (("--seeds=3",), {"SEEDS": 7})],
-)
-def test_an_experiment_with_several_seeds_shows_its_commands(flags, variables, tmp_path):
-    status, output = experiment("speedup", tmp_path, *flags, DRY_RUN=1, **variables).wait()
-    assert status == 0, output
-    trainings = re.findall(r"# training, (\S+)\n(.*)", output)
-    names = [f"{c}{s}" for c in ("single_gpu", "ddp_2gpu", "ddp_4gpu") for s in ("", "_seed1", "_seed2")]
-    assert [name for name, _ in trainings] == names
-    assert ["--seed=2" in command for _, command in trainings] == [False, False, True] * 3
-    assert re.search(r"logbook.py compare .*single_gpu \S*single_gpu_seed1 \S*single_gpu_seed2 ", output)
-
-
-@pytest.mark.parametrize(
-    ("flags", "variables", "said"),
-    [
-        ((), {"SEEDS": "some"}, "error: SEEDS=some: a number of runs, as 5"),
-        (("--seeds", "0"), {}, "error: --seeds 0: a number of runs, as 5"),
-        (("--seeds=some",), {"SEEDS": 3}, "error: --seeds some: a number of runs, as 5"),
-        (("--seeds",), {}, "error: --seeds : a number of runs, as 5"),
-        (
-            ("--seed", "3"),
-            {},
-            "error: --seed: the only flag is --seeds N; experiments/steps.sh has the variables",
-        ),
-    ],
-)
-@pytest.mark.parametrize("name", ["vit", "speedup"])
-def test_a_wrong_number_of_seeds_is_refused(name, flags, variables, said, tmp_path):
-    status, output = experiment(name, tmp_path / "runs", *flags, **variables).wait()
-    assert (status, output) == (2, f"{said}\n")
-    assert not (tmp_path / "runs").exists()
-
-
-@pytest.mark.full
-def test_an_experiment_goes_on_at_its_next_seed(tmp_path):
-    """Two seeds have ended, the third's folder is in the way: the next start trains no seed twice."""
-    (tmp_path / "runs").mkdir()
-    (tmp_path / "runs" / "single_gpu_seed2").write_text("in the way")
-    start = {"DATA": "digits", "SEEDS": 3, "LOGBOOK": tmp_path / "book"}
-    status, output = experiment("speedup", tmp_path / "runs", **start).wait(600)
-    assert (status, "error: training, single_gpu_seed2 failed" in output) == (1, True), output
-    (tmp_path / "runs" / "single_gpu_seed2").unlink()
-    status, output = experiment("speedup", tmp_path / "runs", **start).wait(900)
-    assert status == 0, output
-    assert output.count("done already") == 2
-    text = (tmp_path / "book/compare/experiment_speedup_rehearsal.md").read_text()
-    assert rows(text)["single x 1"][:2] == ["3", "0, 1, 2"]
-    assert "ddp x 2 and single x 1 are not distinguishable" in text or "ddp x 2 is " in text

@@ -11,8 +11,7 @@ from common.script import load_script
 from common.telemetry.flops import find_device
 from tests.conftest import ROOT, Job, accelerate, run
 from tools.plan import cost
-from tools.plan.cost import Cluster, largest_size, step_time, traffic
-from tools.plan.result import Trace
+from tools.plan.cost import Cluster, Trace, largest_size, step_time, traffic
 
 H200 = find_device("NVIDIA H200")
 SMALL = ["train_cnn_a.py", "--widths=8,16,32", "--batch_size=64", "--data=digits"]

@@ -5,11 +5,9 @@ from dataclasses import replace
 import pytest
 
 from tests.plan.test_plan import H200, SMALL, made, plan
-from tools.plan import cost, strategies
-from tools.plan.cost import Cluster, exchanged, measured_step_time, step_time, traffic
-from tools.plan.planning import Found, Planning, this_device
-from tools.plan.result import Measured
-from tools.plan.strategies import compressed, possible
+from tools.plan import cost, planning
+from tools.plan.cost import Cluster, Measured, exchanged, measured_step_time, step_time, traffic
+from tools.plan.planning import Candidate, Planning, compressed, possible, this_device
 
 HOSTS = Cluster(2, 1, H200, 0.1)  # 10^8 bytes a second
 STEP = Measured(1.0, 2.0, 0.5)
@@ -58,7 +56,7 @@ def test_compressed_gradients_are_half_of_the_bytes():
 
 
 def test_a_step_is_measured_under_the_engine():
-    found = strategies.measured("zero2", 8, [*SMALL, "--mixed_precision=no"])
+    found = planning.measured("zero2", 8, [*SMALL, "--mixed_precision=no"])
     assert found.backward_s > 0
     assert 0 < found.forward_s < 60
     assert found.optimizer_s > 0
@@ -66,7 +64,7 @@ def test_a_step_is_measured_under_the_engine():
 
 def test_a_measurement_that_fails_says_why():
     with pytest.raises(ValueError, match=r"--measure: ddp: .*--widths"):
-        strategies.measured("ddp", 8, [*SMALL, "--widths=0"])
+        planning.measured("ddp", 8, [*SMALL, "--widths=0"])
 
 
 def test_the_parts_of_the_memory_and_what_limits():
@@ -77,7 +75,7 @@ def test_the_parts_of_the_memory_and_what_limits():
         parameters=4,
         gradients=4,
     )
-    line = Planning(SMALL, HOSTS).line(Found("ddp", trace, 32, 1000))
+    line = Planning(SMALL, HOSTS).line(Candidate("ddp", trace, 32, 1000))
     assert line.limit == cost.NETWORK
     parts = ("parameters", "activations", "buffers", "gradients", "buckets_temporaries")
     assert [line.memory[name] for name in parts] == [4, 3, 2, 4, 3]

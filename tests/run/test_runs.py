@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from common.run import finish as run_end
+from common.run.result_tables import show
 from tests.conftest import CNN, VIT, Job, full, metrics, python, result, run, torchrun
 
 FLAGS = ["--data", "digits", "--batch_size", "64", "--epochs", "2", "--max_steps", "30", "--log_every", "10"]
@@ -122,7 +122,7 @@ def test_a_table_says_which_weights_to_use_and_why(tmp_path, capsys):
 
 def weights(folder: Path, capsys) -> list[str]:
     """The rows of the last table, each in one line; the commands below it are checked."""
-    run_end.show(folder)
+    show(folder)
     output = capsys.readouterr().out
     assert all(len(line) <= 80 for line in output.partition("weights:")[2].split("\u2518")[0].splitlines())
     assert f"validate.py {folder}\n" in output

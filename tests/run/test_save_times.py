@@ -3,14 +3,15 @@
 import itertools
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from common.checkpoint import saver as saver_module
 from common.checkpoint.saver import Saver
 from common.order import Steps
-from common.run import schedule as schedule_module
+from common.run import checkpoints as checkpoints_module
+from common.run.checkpoints import Checkpoints
 from common.run.run import Run
-from common.run.schedule import SaveSchedule
 from common.run.state import RunState
 from tests.checkpoint.test_checkpoints import HELLO
 from tests.checkpoint.test_resume import without_times
@@ -24,31 +25,28 @@ class Simulation:
 
     def __init__(self, monkeypatch, per_epoch: int, epochs: int, **recipe):
         self.now_s, self.lost_s = 1000.0, 0.0
-        for module in (schedule_module, saver_module):
+        for module in (checkpoints_module, saver_module):
             monkeypatch.setattr(module.time, "monotonic", lambda: self.now_s)
         self.written: list[tuple[int, float]] = []  # (step of the checkpoint, when)
-        training = SimpleNamespace(take=dict, scalars=dict)
-        saver = Saver(training, None, None, {}, None)
+        saver = Saver(SimpleNamespace(take=dict, scalars=dict), None, None, {}, None)
         saver.thread = SimpleNamespace(
             submit=lambda write, step, *_: self.written.append((step, self.now_s))  # None: nothing in flight
         )
-        self.run = run = Run.__new__(Run)
-        run.recipe = SimpleNamespace(
-            **{"checkpoint_every": "epoch", "checkpoint_s": 60.0, "patience": None} | recipe
+        recipe = {"checkpoint_every": "epoch", "checkpoint_s": 60.0, "patience": None} | recipe
+        exchange = SimpleNamespace(
+            listen_after=lambda step: None,
+            of_main=lambda value: value,
+            gather=lambda value: [value],
+            wait_for_main=lambda done: None,
         )
+        self.run = run = Run.__new__(Run)
+        run.recipe, run.state, run.exchange = SimpleNamespace(**recipe), RunState(), exchange
         run.steps = Steps(per_epoch, per_epoch * epochs, per_epoch * epochs)
-        run.state, run.saver = RunState(), saver
-        run.snapshots = SimpleNamespace(newest=0, take=self.save, flush=self.save)
-        run.output, run.feeding, run.ended = None, None, False
-        run.schedule = SaveSchedule(run.recipe, per_epoch)
-        run.exchange = SimpleNamespace(listen_after=lambda step: None, of_main=lambda value: value)
-
-    def save(self, hold: bool = False) -> None:
-        """Snapshots.take without its messages and its state.json."""
-        if self.run.state.best_step != self.run.state.step:
-            self.run.saver.write_held()
-        self.run.saver.save(self.run.state.step, {}, self.run.state.best_step, hold)
-        self.run.snapshots.newest = self.run.state.step
+        run.log, run.feeding, run.ended = None, None, False
+        opened = SimpleNamespace(recipe=run.recipe, state=run.state, exchange=exchange, saver=saver, log=None)
+        opened.saved_step, opened.batch = 0, SimpleNamespace(accumulations=1)
+        meter = SimpleNamespace(loss=np.zeros(()), keeps_ids=False, elapsed_s=lambda: 0.0)
+        run.checkpoints = Checkpoints(opened, run.steps, meter)
 
     def train(self, step_s: float, accuracy=lambda epoch: epoch) -> None:
         run = self.run

@@ -3,9 +3,13 @@
 import copy
 import json
 import re
+import socket
 import sys
+from pathlib import Path
 
 import pytest
+import timm
+import yaml
 
 from cluster import virtual_cluster as hosts
 from tests.conftest import ROOT, Job
@@ -16,26 +20,26 @@ from tools.doctor.checks import check_all_reduce, check_hosts, check_job, compar
 from tools.launch.hosts import Host
 
 
-def examine(tmp_path, *flags, env=None, slots=1) -> tuple[int, str, list[dict]]:
-    """Runs doctor.py on node1, for node1 and node2. Returns exit status, output, and failing findings."""
-    (tmp_path / "hostfile").write_text(f"node1 slots={slots}\nnode2 slots=1\n")
-    words = [
-        sys.executable,
-        "doctor.py",
-        "--hostfile",
-        tmp_path / "hostfile",
-        "--json",
-        tmp_path / "out.json",
-    ]
-    status, output = Job(hosts.inside("node1", [*words, *flags], ROOT), env=env).wait(90)
+def examine(tmp_path, *flags, count=2, env=None) -> tuple[int, str, list[tuple[str, str]]]:
+    """Runs doctor.py on node1, which has two slots, and further hosts.
+
+    Returns exit status, output, and codes and hosts of the findings that fail.
+    """
+    others = "".join(f"{name} slots=1\n" for name in hosts.names()[1:count])
+    (tmp_path / "hostfile").write_text(f"node1 slots=2\n{others}")
+    words = [sys.executable, "doctor.py", "--hostfile", tmp_path / "hostfile"]
+    words += ["--json", tmp_path / "out.json", *flags]
+    status, output = Job(hosts.inside("node1", words, ROOT), env=env).wait(90)
     found = json.loads((tmp_path / "out.json").read_text())["findings"]
-    return status, output, [finding for finding in found if finding["fails"]]
+    return status, output, [(finding["code"], finding["host"]) for finding in found if finding["fails"]]
 
 
 def test_sound_hosts(cluster, tmp_path):
+    """Three processes in the all-reduce. A dangling link in --data is no fault."""
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "gone").symlink_to("nowhere")
     folder = tmp_path / "runs"
-    flags = ["--output_dir", folder, "--data", ROOT / "recipes"]
-    status, output, fails = examine(tmp_path, *flags, slots=2)  # three processes in the all-reduce
+    status, output, fails = examine(tmp_path, "--output_dir", folder, "--data", tmp_path / "data")
     assert (status, fails) == (0, []), output
     assert re.search(r"all-reduce \(gloo over eth0\): \d+\.\d\d ms, 64 MiB at \d", output)
     assert f"{folder} is shared" in output
@@ -44,135 +48,61 @@ def test_sound_hosts(cluster, tmp_path):
     # launch.py is not affected by Debian's /etc/hosts.
     assert "warning [own-name] node2: its own name node2 is 127.0.1.1 there" in output
     for name in hosts.names():
-        assert not [p for p in hosts.processes(name) if b"python" in _command(p)]
+        commands = [Path(f"/proc/{process}/cmdline") for process in hosts.processes(name)]
+        assert not [file for file in commands if file.exists() and b"python" in file.read_bytes()]
 
 
-def _command(process: int) -> bytes:
-    try:
-        with open(f"/proc/{process}/cmdline", "rb") as file:
-            return file.read()
-    except OSError:
-        return b""
-
-
-@pytest.fixture
-def broken(cluster, tmp_path):
-    """Breaks a host by a command, and repairs it by another one after the test."""
-    repairs = []
-
-    def broken(host: str, command: list, repair: list) -> None:
-        assert Job(hosts.inside(host, command)).wait()[0] == 0
-        repairs.append((host, repair))
-
-    yield broken
-    for host, repair in repairs:
-        assert Job(hosts.inside(host, repair)).wait()[0] == 0
-
-
-def test_no_sshd(cluster, tmp_path):
+def test_hosts_without_sshd_or_with_another_key(cluster, tmp_path):
+    known = hosts.STATE / "node1" / "ssh" / "ssh_known_hosts"
+    text = known.read_text()
+    key = text.splitlines()[0].partition(" ")[2]
+    kept = "".join(line for line in text.splitlines(keepends=True) if not line.startswith("node3,"))
+    known.write_text(f"{kept}node3,10.77.0.3 {key}\n")
     hosts.stop_sshd("node2")
     try:
-        status, output, fails = examine(tmp_path)
+        status, output, fails = examine(tmp_path, count=3)
     finally:
         hosts.start_sshd("node2")
-    assert status == 1
-    assert [(f["code"], f["host"]) for f in fails] == [("ssh", "node2")]
+        known.write_text(text)
+    assert (status, fails) == (1, [("ssh", "node2"), ("host-key", "node3")]), output
     assert "Connection refused" in output
 
 
-def test_another_host_key(cluster, tmp_path):
-    known = hosts.STATE / "node1" / "ssh" / "ssh_known_hosts"
-    text = known.read_text()
-    first = text.splitlines()[0]
-    known.write_text(f"{first}\nnode2,10.77.0.2 {first.partition(' ')[2]}\n")
-    try:
-        status, output, fails = examine(tmp_path)
-    finally:
-        known.write_text(text)
-    assert status == 1
-    assert [(f["code"], f["host"]) for f in fails] == [("host-key", "node2")], output
-
-
-@pytest.mark.full
-def test_other_code(broken, tmp_path):
-    file = ROOT / "common" / "data" / "decode.py"
-    broken("node2", ["sed", "-i", r"1s/^/# old\n/", file], ["sed", "-i", "1d", file])
-    status, output, fails = examine(tmp_path)
-    assert status == 1
-    assert [(f["code"], f["host"]) for f in fails] == [("code", "node2")], output
-    assert "common/data/decode.py is " in output
-
-
-@pytest.mark.full
-def test_another_package(broken, tmp_path):
-    import timm
-
-    (folder,) = ROOT.__class__(timm.__file__).parent.parent.glob("timm-*.dist-info")
-    change = ["sed", "-i", "s/^Version: /Version: 0./", folder / "METADATA"]
-    broken("node2", change, ["sed", "-i", "s/^Version: 0[.]/Version: /", folder / "METADATA"])
-    status, output, fails = examine(tmp_path)
-    assert status == 1
-    assert [(f["code"], f["host"]) for f in fails] == [("versions", "node2")], output
-    assert f"timm is 0.{timm.__version__}, elsewhere {timm.__version__}" in output
-
-
-def test_a_taken_port(cluster, tmp_path):
-    code = "import socket, time; s = socket.create_server(('', 29500)); print(1, flush=True); time.sleep(300)"
-    taker = Job(hosts.inside("node1", [sys.executable, "-c", code]))
-    assert taker.process.stdout.readline() == "1\n"
-    try:
-        status, output, fails = examine(tmp_path)
-    finally:
-        taker.kill()
-        taker.process.communicate()
-    assert status == 1
-    assert [(f["code"], f["host"]) for f in fails] == [("port-taken", "node1")], output
-    assert "Address already in use by process " in output
-
-
-def test_a_closed_port(broken, tmp_path):
+def test_faults_of_hosts(cluster, tmp_path, s3):  # noqa: F811
+    """Each fault is found: other code, package and data, a closed port, a folder, and S3 out of reach."""
+    runs, data, file = tmp_path / "runs", tmp_path / "data", ROOT / "common" / "data" / "decode.py"
+    runs.mkdir()
+    data.mkdir()
+    (data / "a.parquet").write_text("one")
+    (info,) = Path(timm.__file__).parent.parent.glob("timm-*.dist-info/METADATA")
     rule = "add table inet wall; add chain inet wall in { type filter hook input priority 0; };"
     rule += " add rule inet wall in tcp dport 29500 reject"
-    broken("node1", ["nft", rule], ["nft", "delete table inet wall"])
-    status, output, fails = examine(tmp_path)
-    assert status == 1
-    assert [(f["code"], f["host"]) for f in fails] == [("port-closed", "node2")], output
-
-
-def test_a_folder_that_can_not_be_written(broken, tmp_path):
-    folder = tmp_path / "runs"
-    folder.mkdir()
-    broken("node1", ["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", folder], ["umount", folder])
-    status, output, fails = examine(tmp_path, "--output_dir", folder)
-    assert status == 1
-    assert [(f["code"], f["host"]) for f in fails] == [("output", "node1")], output
-    assert "is not shared" in output
-
-
-@pytest.mark.full
-def test_other_data(broken, tmp_path):
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "a.parquet").write_text("one")
-    empty = ["mount", "-t", "tmpfs", "tmpfs", tmp_path / "data"]
-    broken("node2", empty, ["umount", tmp_path / "data"])
-    status, output, fails = examine(tmp_path, "--data", tmp_path / "data")
-    assert status == 1
-    assert [(f["code"], f["host"]) for f in fails] == [("data", "node2")], output
-
-
-def test_s3_is_asked_from_the_first_host(cluster, tmp_path, s3):  # noqa: F811
-    """The hosts have no route out, so they can't reach a server on this machine."""
-    status, output, fails = examine(tmp_path, "--s3", f"s3://{BUCKET}/doctor", env=aws_env(s3))
-    assert status == 1
-    assert [(f["code"], f["host"]) for f in fails] == [("s3", "node1")], output
-
-
-@pytest.mark.full
-def test_a_dangling_link_is_no_trouble_with_ssh(cluster, tmp_path):
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "gone").symlink_to("nowhere")
-    status, output, fails = examine(tmp_path, "--data", tmp_path / "data")
-    assert (status, fails) == (0, []), output
+    faults = [  # a host, the command that breaks it, and the one that repairs it
+        ("node2", ["sed", "-i", r"1s/^/# old\n/", file], ["sed", "-i", "1d", file]),
+        (
+            "node2",
+            ["sed", "-i", "s/^Version: /Version: 0./", info],
+            ["sed", "-i", "s/^Version: 0[.]/Version: /", info],
+        ),
+        ("node2", ["mount", "-t", "tmpfs", "tmpfs", data], ["umount", data]),
+        ("node1", ["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", runs], ["umount", runs]),
+        ("node1", ["nft", rule], ["nft", "delete table inet wall"]),
+    ]
+    done = []
+    try:
+        for host, command, repair in faults:
+            assert Job(hosts.inside(host, command)).wait()[0] == 0
+            done.append((host, repair))
+        flags = ["--output_dir", runs, "--data", data, "--s3", f"s3://{BUCKET}/doctor"]
+        status, output, fails = examine(tmp_path, *flags, env=aws_env(s3))
+    finally:
+        for host, repair in done:
+            assert Job(hosts.inside(host, repair)).wait()[0] == 0
+    on_node2 = [(code, "node2") for code in ("versions", "code", "data", "port-closed")]
+    assert (status, sorted(fails)) == (1, sorted([*on_node2, ("output", "node1"), ("s3", "node1")])), output
+    assert "common/data/decode.py is " in output
+    assert f"timm is 0.{timm.__version__}, elsewhere {timm.__version__}" in output
+    assert f"{runs} is not shared" in output
 
 
 @pytest.mark.parametrize(
@@ -180,10 +110,7 @@ def test_a_dangling_link_is_no_trouble_with_ssh(cluster, tmp_path):
     [
         (["--json", "/no/such/x"], "error: /no/such/x: No such file or directory"),
         (["nothing.py"], "FAILS [script] localhost: "),
-        (
-            ["train_cnn_a.py", "--lrr", "1"],
-            "FAILS [script] localhost: train_cnn_a.py: error: unknown flag --lrr",
-        ),
+        (["train_cnn_a.py", "--lrr", "1"], "[script] localhost: train_cnn_a.py: error: unknown flag --lrr"),
         (["--hostfile", "nowhere"], "error: the hostfile nowhere can't be read: No such file"),
     ],
 )
@@ -195,19 +122,18 @@ def test_a_mistake_is_said(words, message):
 
 
 def test_one_host_with_s3_and_a_script(tmp_path, s3):  # noqa: F811
-    words = [sys.executable, "doctor.py", "--s3", f"s3://{BUCKET}/doctor"]
+    """S3 is read with the host's own credentials. One port is taken, by this process."""
+    url = upload(write_shards(tmp_path / "tiny"), "doctor-data", s3)
+    words = [sys.executable, "doctor.py", "--s3", f"s3://{BUCKET}/doctor", "--data", url]
     words += ["train_cnn_a.py", "--data", "digits", "--batch_size", "1440"]
-    status, output = Job(words, env=aws_env(s3)).wait(90)
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        status, output = Job([*words[:2], "--port", port, *words[2:]], env=aws_env(s3)).wait(90)
     assert status == 1
     assert "FAILS [batch] localhost: --batch_size 1440 of 1,437 images in digits" in output
-    assert output.count("FAILS [") == 1, output
-
-
-def test_data_in_s3_is_read_by_the_host_itself(tmp_path, s3):  # noqa: F811
-    env, url = aws_env(s3), upload(write_shards(tmp_path / "tiny"), "doctor-data", s3)
-    status, output = Job([sys.executable, "doctor.py", "--data", url], env=env).wait(90)
-    assert "[data]" not in output, output
-    status, output = Job([sys.executable, "doctor.py", "--data", f"{url}/nothing"], env=env).wait(90)
+    assert f"FAILS [port-taken] localhost: port {port}: Address already in use by process " in output
+    assert output.count("FAILS [") == 2, output
+    status, output = Job([sys.executable, "doctor.py", "--data", f"{url}/nothing"], env=aws_env(s3)).wait(90)
     assert status == 1
     assert f"FAILS [data] localhost: --data {url}/nothing has no manifest.json" in output
 
@@ -230,35 +156,17 @@ FACTS = {
     "torch_cuda": "13.2",
     "shm_gib": 60.0,
     "open_files": 10**6,
-    "data": None,
+    "data": {"digest": "a", "problem": None},
     "clock_off_s": 0.0,
 }
-
-
-def codes(change, devices=(0, 1)) -> list[tuple]:
-    """The findings on two hosts, of which the second is changed."""
-    facts = {"a": copy.deepcopy(FACTS), "b": copy.deepcopy(FACTS)}
-    change(facts["b"])
-    both = [Host("a", devices), Host("b", devices)]
-    found = [*check_hosts(both, facts), *compare_hosts(facts)]
-    assert all(finding.host == "b" for finding in found)
-    assert all(finding.remedy for finding in found)
-    return [(finding.code, finding.fails) for finding in found]
-
-
-def test_sound_gpus():
-    assert codes(lambda b: None) == []
-
-
-@pytest.mark.parametrize("answer", [{"digest": "b", "problem": None}, {"problem": "no credentials"}])
-def test_data_that_another_host_has_otherwise_or_not(answer, monkeypatch):
-    monkeypatch.setitem(FACTS, "data", {"digest": "a", "problem": None})
-    assert codes(lambda b: b.update(data=answer)) == [("data", True)]
 
 
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
+        (lambda b: None, []),
+        (lambda b: b.update(data={"digest": "b", "problem": None}), [("data", True)]),
+        (lambda b: b.update(data={"problem": "no credentials"}), [("data", True)]),
         (lambda b: b["devices"]["gpus"].pop(), [("slots", True)]),
         (lambda b: b["devices"].update(gpus=[], driver=None), [("slots", True), ("driver", False)]),
         (lambda b: b["devices"].update(driver="550"), [("driver", False)]),
@@ -282,7 +190,13 @@ def test_data_that_another_host_has_otherwise_or_not(answer, monkeypatch):
     ],
 )
 def test_a_fault_of_one_host(change, expected):
-    assert codes(change) == expected
+    """On two hosts, of which the second is changed."""
+    facts = {"a": copy.deepcopy(FACTS), "b": copy.deepcopy(FACTS)}
+    change(facts["b"])
+    found = [*check_hosts([Host("a", (0, 1)), Host("b", (0, 1))], facts), *compare_hosts(facts)]
+    assert all(finding.host == "b" for finding in found)
+    assert all(finding.remedy for finding in found)
+    assert [(finding.code, finding.fails) for finding in found] == expected
 
 
 def test_a_gpu_that_torch_was_not_built_for():
@@ -320,13 +234,6 @@ def all_reduced(*ranks: dict) -> list[tuple[str, str]]:
     ],
 )
 def test_the_wrong_tool(config, model, memory_gib, expected):
-    import yaml
-
-    vit = {
-        "parameters": 87_462_922,
-        "images": 50_000,
-        "batch_size": 512,
-        "data": "cifar10",
-    }
+    vit = {"parameters": 87_462_922, "images": 50_000, "batch_size": 512, "data": "cifar10"}
     settings = yaml.safe_load((ROOT / "accelerate_configs" / f"{config}.yaml").read_text())
     assert [f.code for f in check_job("a", settings, vit | model, memory_gib)] == expected

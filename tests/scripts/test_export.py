@@ -18,12 +18,11 @@ from safetensors.torch import load_file, save_file
 
 import export
 import train_cnn_a
-from common.checkpoint.export import Exported, open_trained
 from common.checkpoint.weights import TrainedModel
-from common.script import load_script, standalone_source
 from common.system.cli import run_command
 from tests.checkpoint.test_checkpoints import forge
 from tests.conftest import CNN, RESNET, ROOT, STRATEGIES, VIT, full, latest, metrics, python, result, run
+from tools.inference.exported import Exported, open_trained
 from tools.logbook.card import model_card
 
 QUICK = ["--data", "digits", "--trackers", "none", "--mixed_precision", "no", "--epochs", "1"]
@@ -136,7 +135,7 @@ def test_the_card_says_what_the_run_reached(runs, exported):
     assert [row[2] for row in rows] == [f"{row[k] / sum(row):.4f}" for k, row in enumerate(matrix)]
 
 
-@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["fsdp", full("single"), full("ddp")])
 def test_an_ema_of_a_model_with_batch_norm(strategy, tmp_path, cache):
     """Trained, resumed, validated, used and exported: the same model each time, with its buffers."""
     place = tmp_path / "run"
@@ -267,12 +266,12 @@ def test_what_is_refused(words, said, runs, tmp_path, capfd):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["full", "lone.safetensors"]
 
 
-def test_code_that_needs_more_than_torch_is_refused(tmp_path):
-    file = tmp_path / "train_other.py"
-    text = (ROOT / "train_cnn_a.py").read_text().replace("return Net(", "Steps; return Net(")
-    file.write_text(text)
-    with pytest.raises(ValueError, match=r"build_model needs common\.order"):
-        standalone_source(load_script(file), "build_model")
+def test_code_that_needs_more_than_torch_is_refused(runs, tmp_path, cache, capfd):
+    file = tmp_path / "train_cnn_a.py"
+    file.write_text((ROOT / "train_cnn_a.py").read_text().replace("return Net(", "reseed; return Net("))
+    made(runs["cnn_a"], tmp_path / "out", "--script", file, *cache, status=1)
+    assert "needs reseed, and may need torch alone" in capfd.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 class Hub(BaseHTTPRequestHandler):

@@ -26,13 +26,8 @@ VIT = ["train_vit.py", "--data=digits", "--model=test_vit", "--image_size=96", "
 
 
 def finder(config: str, *words: str) -> list[str]:
-    return [
-        sys.executable,
-        "find_batch_size.py",
-        "--config_file",
-        f"accelerate_configs/{config}.yaml",
-        *words,
-    ]
+    file = f"accelerate_configs/{config}.yaml"
+    return [sys.executable, "find_batch_size.py", "--config_file", file, *words]
 
 
 def find(tmp_path: Path, config: str, *words: str) -> tuple[dict, str]:
@@ -90,20 +85,19 @@ def test_five_trials_suffice_for_linear_memory(quantum, most):
 @pytest.mark.parametrize(
     "gib",
     [
-        lambda image_gib, size, limit_gib, draw: 1 + image_gib * size + draw.gauss(0, 0.2),
-        lambda image_gib, size, limit_gib, draw: 1 + image_gib * size // 0.5 / 2,
-        lambda image_gib, size, limit_gib, draw: 1 + image_gib * max(0, size - 100),
-        lambda image_gib, size, limit_gib, draw: (
-            min(1 + 1.3 * image_gib * size, limit_gib) + (image_gib * size > limit_gib)
-        ),
+        lambda image, size, limit, draw: 1 + image * size + draw.gauss(0, 0.2),  # noise
+        lambda image, size, limit, draw: 1 + image * size // 0.5 / 2,  # steps
+        lambda image, size, limit, draw: 1 + image * max(0, size - 100),  # flat at first
+        # a cache that fills up what there is
+        lambda image, size, limit, draw: min(1 + 1.3 * image * size, limit) + (image * size > limit),
     ],
-    ids=["noise", "steps", "flat at first", "a cache that fills up what there is"],
+    ids=range(4),
 )
 def test_the_search_ends_when_memory_is_not_linear(gib):
     for seed in range(300):
         draw = random.Random(seed)
         image_gib, limit_gib = draw.uniform(0.002, 0.2), draw.uniform(1.5, 30)
-        memory = partial(gib, image_gib, limit_gib=limit_gib, draw=draw)
+        memory = partial(gib, image_gib, limit=limit_gib, draw=draw)
         answer, tried = search(memory, limit_gib, 8)
         assert len(tried) <= 30
         assert answer == 0 or answer in tried
@@ -192,7 +186,7 @@ def test_the_answer_has_run_and_the_next_size_has_not(tmp_path):
     assert tuple(found[name] for name in names) == expected
     assert found["flags"] == CNN[1:]
     assert found["versions"]["torch"]
-    assert f"largest: {found['answer']} images" in output
+    assert f"Largest: {found['answer']} images" in output
     assert "accelerate launch --config_file accelerate_configs/cpu.yaml train_cnn_a.py" in output
 
 
@@ -220,14 +214,11 @@ def test_the_data_set_limits_the_size(tmp_path):
 
 def test_a_result_with_the_same_name_is_kept(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    names = []
-    for _ in range(3):
-        file = find_batch_size._free_name("train_vit", "ddp_2gpu")
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.touch()
-        names.append(str(file))
-    folder = "runs/find_batch_size/train_vit"
-    assert names == [f"{folder}/ddp_2gpu.json", f"{folder}/ddp_2gpu-2.json", f"{folder}/ddp_2gpu-3.json"]
+    folder = Path("runs/find_batch_size/train_vit")
+    folder.mkdir(parents=True)
+    for name in ("ddp_2gpu.json", "ddp_2gpu-2.json"):
+        assert find_batch_size._free_name("train_vit", "ddp_2gpu") == folder / name
+        (folder / name).touch()
 
 
 @pytest.mark.parametrize(("layers", "answer"), [("0", 96), ("2", 88)])
@@ -270,28 +261,26 @@ def test_with_randaugment_a_margin_stays_free(layers, answer, tmp_path, monkeypa
 # --- Mistakes
 
 
-MISTAKES = [
-    ((), 2, "name the script"),
-    (("--quantum=0", *CNN), 2, "--quantum 0: must be more than 0"),
-    (("--memory_limit_gib=-1", *CNN), 2, "--memory_limit_gib -1: must be more than 0"),
-    (("--memory=1", *CNN), 2, "--memory=1"),
-    ((*CNN, "--widht=1"), 2, "unknown flag --widht: did you mean --widths?"),
-    (("--config_file=accelerate_configs/ddp_3gpu.yaml", *CNN), 1, "ddp_3gpu.yaml: No such file"),
-    (("--config_file=accelerate_configs/ddp_2x2gpu.yaml", *CNN), 1, "is for 2 hosts: give --hostfile"),
-    (("train_cnn_z.py",), 1, "train_cnn_z.py: no such file"),
-    (("--memory_limit_gib=1", "train_hello.py"), 1, "train_hello.py has no images"),
-    (CNN, 1, "give --memory_limit_gib"),
-    (("--memory_limit_gib=9999", *CNN), 1, "more than this machine has"),
-    (("--memory_limit_gib=0.2", *CNN), 1, "even 8 images a process are too many"),
-    (("--memory_limit_gib=2", *CNN, "--data=/nowhere"), 1, "--data /nowhere"),
-    (("--memory_limit_gib=2", "--trial_timeout_s=0.5", *CNN), 1, "no end within"),
-    (("--memory_limit_gib=nan", *CNN), 2, "--memory_limit_gib nan: must be more than 0 and finite"),
-    (("--memory_limit_gib=inf", *CNN), 2, "--memory_limit_gib inf: must be more than 0 and finite"),
-    (("--trial_timeout_s=nan", *CNN), 2, "--trial_timeout_s nan: must be more than 0 and finite"),
-]
-
-
-@pytest.mark.parametrize(("words", "status", "message"), MISTAKES)
+@pytest.mark.parametrize(
+    ("words", "status", "message"),
+    [
+        ((), 2, "name the script"),
+        (("--quantum=0", *CNN), 2, "--quantum 0: must be more than 0"),
+        (("--memory_limit_gib=-1", *CNN), 2, "--memory_limit_gib -1: must be more than 0"),
+        (("--memory=1", *CNN), 2, "--memory=1"),
+        ((*CNN, "--widht=1"), 2, "unknown flag --widht: did you mean --widths?"),
+        (("--config_file=accelerate_configs/ddp_3gpu.yaml", *CNN), 1, "ddp_3gpu.yaml: No such file"),
+        (("--config_file=accelerate_configs/ddp_2x2gpu.yaml", *CNN), 1, "is for 2 hosts: give --hostfile"),
+        (("train_cnn_z.py",), 1, "train_cnn_z.py: no such file"),
+        (("--memory_limit_gib=1", "train_hello.py"), 1, "train_hello.py has no images"),
+        (CNN, 1, "give --memory_limit_gib"),
+        (("--memory_limit_gib=9999", *CNN), 1, "more than this machine has"),
+        (("--memory_limit_gib=0.2", *CNN), 1, "8 images per process do not fit"),
+        (("--memory_limit_gib=2", *CNN, "--data=/nowhere"), 1, "--data /nowhere"),
+        (("--memory_limit_gib=2", "--trial_timeout_s=0.5", *CNN), 1, "no end within"),
+        (("--memory_limit_gib=nan", *CNN), 2, "--memory_limit_gib nan: must be more than 0 and finite"),
+    ],
+)
 def test_mistakes_are_one_clear_message(words, status, message, tmp_path, monkeypatch, capsys):
     file = tmp_path / "found" / "result.json"
     monkeypatch.chdir(ROOT)
@@ -307,22 +296,15 @@ def test_mistakes_are_one_clear_message(words, status, message, tmp_path, monkey
     assert not any(file.parent.glob("*")), "something is left"
 
 
-@pytest.mark.parametrize(("words", "status", "message"), [MISTAKES[4], MISTAKES[9]])
-def test_mistakes_end_the_process(words, status, message):
-    ended, output = Job([*finder("cpu"), *words], warm=True).wait()
-    assert (ended, message in output.splitlines()[-1]) == (status, True), output
-
-
 def test_a_signal_leaves_no_process(tmp_path):
     file = tmp_path / "found" / "result.json"
     job = Job([*finder("ddp_2gpu", f"--output={file}", "--memory_limit_gib=2"), *CNN])
-    while not (
-        ranks := [
-            p for p in psutil.Process(job.process.pid).children(recursive=True) if "RANK" in environment(p)
-        ]
-    ):
+    ranks = []
+    while not ranks:
         assert job.process.poll() is None
         time.sleep(0.1)
+        below = psutil.Process(job.process.pid).children(recursive=True)
+        ranks = [process for process in below if "RANK" in environment(process)]
     job.process.send_signal(signal.SIGTERM)
     status, output = job.wait(30)
     assert (status, output.splitlines()[-1]) == (130, "interrupted")

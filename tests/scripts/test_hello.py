@@ -6,7 +6,7 @@ import pytest
 from matplotlib.figure import Figure
 from PIL import Image
 
-from common.run import finish as run_end
+from common.run.result_tables import plot_curves
 from tests.conftest import accelerate, metrics, python, result, run, torchrun
 
 
@@ -55,5 +55,5 @@ def test_a_loss_without_classes_is_plotted_on_a_log_scale(name, scale, tmp_path,
     drawn = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
     lines = [{"step": k, "epoch": k, "train/loss": 10.0**-k, "val/loss": 0.1, name: 0.5} for k in range(3)]
-    run_end.plot_curves(tmp_path, lines, "title")
+    plot_curves(tmp_path, lines, "title")
     assert drawn[0].axes[0].get_yscale() == scale

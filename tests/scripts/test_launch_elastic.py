@@ -187,6 +187,7 @@ def test_a_host_is_lost_comes_back_and_is_told_to_leave(start, tmp_path):
     wait_until_empty(hosts.names(), 5)
 
 
+@pytest.mark.full
 def test_a_job_of_one_process_grows_and_leaves_out_a_bad_host(start, tmp_path):
     """The first newcomer has other code; mended it joins, and the next one has to wait."""
     training = start(1, 1, script=["--per_device_batch_size", "8"])

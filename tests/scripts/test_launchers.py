@@ -14,7 +14,7 @@ import timm
 from safetensors.torch import save_file
 
 from common.system.s3 import ObjectStore
-from tests.conftest import BIN, ROOT, Job, free_port, lines, result, run
+from tests.conftest import BIN, ROOT, Job, free_port, full, lines, result, run
 from tests.support.s3 import BUCKET, aws_env, s3  # noqa: F401 (a fixture)
 
 # Appended to a command, so that it takes seconds and needs no hub: the last of two equal flags counts.
@@ -73,17 +73,7 @@ def split_environment(command: str) -> tuple[dict[str, str], list[str]]:
 
 def kind(command: str) -> tuple:
     """The kind of a command. Other tests cover what differs within a kind: configs, scripts, recipes."""
-    words = (
-        "train_hello",
-        "launch.py",
-        "hostfile",
-        "--nnodes=2",
-        "--nnodes=1:4",
-        "--config ",
-        "--max_restarts",
-        "--s3",
-        "wandb",
-    )
+    words = ("launch.py", "hostfile", "--nnodes=2", "--nnodes=1:4")
     return split_environment(command)[1][0], *(word in command for word in words)
 
 
@@ -94,7 +84,7 @@ REALLY_STARTED = {split_environment(c)[1][0]: c for c in reversed(LAUNCHES)}.val
 
 @pytest.mark.parametrize(
     "command",
-    [pytest.param(c, marks=[] if c in FIRST_OF_ITS_KIND else pytest.mark.full) for c in LAUNCHES],
+    [c if c in FIRST_OF_ITS_KIND else full(c) for c in LAUNCHES],
 )
 def test_launch(command, project, request, cache):
     launch(command, project, request, cache)
@@ -102,10 +92,7 @@ def test_launch(command, project, request, cache):
 
 MODEL_FOLDER = [command for command in LAUNCHES if command.endswith(ONE_TWO_AND_TWO_HOSTS)]
 OTHER_SCRIPTS = [
-    pytest.param(
-        command.replace("train_cnn_a.py", script),
-        marks=pytest.mark.full,
-    )
+    full(command.replace("train_cnn_a.py", script))
     for command in MODEL_FOLDER
     for script in sorted(path.name for path in ROOT.glob("train_*.py"))
     if script not in ("train_cnn_a.py", "train_hello.py") and "--config" not in command
@@ -228,8 +215,8 @@ def test_no_command_is_left_out():
     kinds = {
         "make": r"make (train|test|test-all)\b",  # test_make_train; the others are this run of the tests
         "another torch": r"PIP_EXTRA_INDEX_URL=\S+ make setup TORCH=2\.11\b",  # downloads gigabytes: by hand
-        "experiments": r"make (experiment_vit|experiment_speedup|tensorboard)\b",  # test_logbook.py
-        "experiments with flags": r"experiments/\w+\.sh --seeds",  # test_seeds.py
+        "experiments": r"make (experiment_vit|experiment_speedup|tensorboard)\b",  # test_experiments.py
+        "experiments with flags": r"experiments/\w+\.sh --seeds",  # test_experiments.py
         "afterwards": r".*\b(validate|verify|find_batch_size|logbook|export|predict)\.py ",  # test_make_train
         "accelerate config": r"accelerate config$|accelerate launch train_cnn_a.py$",
         "benchmark": r"python -m benchmarks\.(train_speed |checkpoint_saves$)",  # test_benchmark*
@@ -258,16 +245,8 @@ def test_launch_of_a_result(command, project, request, cache):
 
 @pytest.mark.full
 def test_benchmark_of_saves(tmp_path):
-    words = [
-        "python",
-        "-m",
-        "benchmarks.checkpoint_saves",
-        "--rounds",
-        "2",
-        "--model",
-        "vit_tiny_patch16_224",
-    ]
-    words += ["--folder", tmp_path / "saves"]
+    words = ["python", "-m", "benchmarks.checkpoint_saves", "--rounds", "2", "--folder", tmp_path / "saves"]
+    words += ["--model", "vit_tiny_patch16_224"]
     output = run([*words, "--json", tmp_path / "out.json"])
     assert "of save_state" in output
     assert len(json.loads((tmp_path / "out.json").read_text())["rounds"]) == 2
@@ -314,10 +293,8 @@ def test_make_train(project, cache):
     for command in AFTERWARDS:
         is_of_this = str(folder.relative_to(project)) in command or command == "python logbook.py html"
         if is_of_this and "compare" not in command:
-            run(
-                [*shlex.split(command), *(cache if re.search("validate|verify|export", command) else [])],
-                cwd=project,
-            )
+            in_cache = cache if re.search("validate|verify|export", command) else []
+            run([*shlex.split(command), *in_cache], cwd=project)
     assert (project / "runs" / "logbook" / "train_cnn_a" / "single" / "128_10_1_1.md").exists()
     assert "train_cnn_a" in (project / "runs" / "logbook" / "logbook.html").read_text()
     assert {path.name.split("_")[0] for path in (folder / "validation").iterdir()} == {"val", "train"}
@@ -334,9 +311,7 @@ ROADS = {  # strategy: what is answered beside the defaults
 }
 
 
-@pytest.mark.parametrize(
-    "strategy", ["ddp", *(pytest.param(s, marks=pytest.mark.full) for s in ("fsdp", "zero3"))]
-)
+@pytest.mark.parametrize("strategy", ["ddp", full("fsdp"), full("zero3")])
 def test_after_the_users_own_accelerate_config(strategy, project, tmp_path, cache):
     """The questions of accelerate are answered at a terminal; then the plain command works."""
     home = {"HF_HOME": str(tmp_path / "hf"), "CUDA_VISIBLE_DEVICES": "", "TERM": "dumb"}

@@ -13,9 +13,10 @@ from PIL import Image
 import predict
 from common.augment import to_float
 from common.data.cache import prepare_data
+from common.data.class_folders import find_pictures
 from common.data.decode import central_crop
 from common.data.images import open_images
-from common.data.pictures import Pictures, Preparation, find_pictures, picture_batches
+from common.data.workers import Pictures, Preprocessing, picture_batches
 from tests.conftest import CNN, ROOT, Job, full, python, result, run, torchrun
 
 COUNT = 360  # all held-out digits
@@ -77,7 +78,7 @@ def test_a_larger_picture_is_cropped_as_in_evaluations(tmp_path):
     """The crop and the normalisation are those of a data set of photographs."""
     noise = np.random.RandomState(0).randint(0, 256, (50, 70, 3), np.uint8)
     Image.fromarray(noise).save(tmp_path / "a.png")
-    preparation = Preparation(32, (0.5, 0.4, 0.3), (0.2, 0.2, 0.3), is_cropped=True)
+    preparation = Preprocessing(32, (0.5, 0.4, 0.3), (0.2, 0.2, 0.3), is_cropped=True)
     (batch,) = picture_batches(Pictures([str(tmp_path / "a.png")], preparation), [0], 8, workers=0)
     expected = to_float(torch.from_numpy(central_crop(noise, 32).copy())[None], *preparation[1:3], 32)
     assert torch.equal(batch.inputs, expected)

@@ -52,8 +52,6 @@ from tools.prepare import devkit, journal, preparation, source
 from tools.prepare import writer as shard_writer
 from tools.prepare.writer import tar_header
 
-pytestmark = pytest.mark.filterwarnings("ignore:The image decoding and encoding:DeprecationWarning")
-
 MINI = ["--no_verify", "--subset"]
 SMALL = ["--shard_mib", "0.1"]  # some 7 shards of training images
 

@@ -389,7 +389,7 @@ def test_a_stamp_is_void_after_a_change(file, finished, check, tmp_path):
         changed.write_text(changed.read_text() + " ")
     text = page(RunRecord(folder), "x", [])
     assert ("| **void** |" in text) == (file is not None)
-    assert file is None or f"{file} changed after it" in text
+    assert file is None or f"{file} changed since" in text
 
 
 # True runs

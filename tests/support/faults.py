@@ -4,7 +4,6 @@ Every Python process imports `sitecustomize` first, if it is on its path. It cou
 that contain WATCHED, and causes the fault before the named one. A mark file makes sure that it happens once.
 """
 
-import os
 from pathlib import Path
 
 HOOK = """
@@ -69,7 +68,3 @@ def mark(tmp_path: Path) -> Path:
 def operations(tmp_path: Path) -> list[str]:
     """The operations that "list" wrote: "<number> <event> <file>"."""
     return Path(f"{mark(tmp_path)}.list").read_text().splitlines()
-
-
-def alive(pid: int) -> bool:
-    return os.path.exists(f"/proc/{pid}")

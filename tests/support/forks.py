@@ -39,7 +39,7 @@ from typing import Any
 PRELOADED = (
     *("torch._dynamo", "torch._inductor", "torch.distributed.run", "torch.distributed.fsdp"),
     *("torch.distributed.checkpoint.state_dict", "torch.utils.tensorboard", "torch.utils.checkpoint"),
-    *("torchvision.transforms.v2.functional", "torchvision.io", "PIL.Image", "safetensors.torch"),
+    *("torchvision.transforms.v2.functional", "torchcodec.decoders", "PIL.Image", "safetensors.torch"),
     *("accelerate", "accelerate.commands.launch", "accelerate.tracking", "accelerate.utils", "yaml", "tqdm"),
     *("sklearn.datasets", "matplotlib.figure", "matplotlib.backends.backend_agg", "psutil"),
 )
@@ -58,8 +58,8 @@ READ_AT_START = (
 )
 READ_AT_START += ("HOME", "LANG", "TORCH_TRACE", "TORCH_COMPILE")
 HANDLED = ("PYTHONPATH", "PYTHONWARNINGS", "PYTHONUNBUFFERED")
-# They start nothing that can be forked. The agent waits until no process is left below it.
-WITHOUT_SERVER = ("train_", "validate", "tools.launch.agent")
+# They start nothing that can be forked, or wait until no process is left below them.
+WITHOUT_SERVER = ("train_", "validate", "tools.launch.agent", "tools.launch.spot")
 PR_SET_MM, PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER, PR_SET_MM_MAP = 35, 36, 37, 14
 
 _libc = ctypes.CDLL(None)

@@ -7,8 +7,6 @@ FOLDER/<name>/resumed, or why there are none to FOLDER/<name>/refused.
 """
 
 import gc
-import hashlib
-import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -22,7 +20,7 @@ from torch import Tensor, nn
 from common.checkpoint import format as checkpoints
 from common.checkpoint.training import TrainingState
 from common.distributed.accelerator import prepare, start
-from common.distributed.entry import run_process
+from common.distributed.process import run_process
 from common.recipe import Recipe, flag, parse
 from common.run.state import RunState
 
@@ -79,7 +77,6 @@ class Case:
     make: Callable[[list[dict]], torch.optim.Optimizer]
     lr: float = 0.01
     only_matrices: bool = False  # all other parameters are frozen
-    goes_on_from_older: bool = False  # from a checkpoint as older versions wrote it
     uses_first: bool = True
 
 
@@ -89,8 +86,6 @@ def adamw(groups: list[dict], **options) -> torch.optim.Optimizer:
 
 CASES = {
     "adamw": Case(adamw),
-    "adamw_older": Case(adamw, goes_on_from_older=True),
-    "sgd_older": Case(lambda groups: torch.optim.SGD(groups, momentum=0.9), lr=0.1, goes_on_from_older=True),
     "amsgrad": Case(lambda groups: adamw(groups, amsgrad=True)),
     "adamw_first_without_gradient": Case(adamw, uses_first=False),
     "sgd": Case(lambda groups: torch.optim.SGD(groups, lr=0.1), lr=0.1),
@@ -107,20 +102,6 @@ CASES = {
     "lookahead": Case(lambda groups: timm.optim.Lookahead(adamw(groups), k=3)),
     "schedule_free": Case(ScheduleFree, lr=0.1),
 }
-
-
-def make_older(checkpoint: Path) -> None:
-    """Removes from a checkpoint what older versions did not write: the optimizer's class and scalars."""
-    state = json.loads((checkpoint / "state.json").read_text())
-    counted = any("step" in scalars for scalars in state.pop("optimizer")["scalars"].values())
-    older = state | {"optimizer_steps": state["step"] if counted else None}
-    (checkpoint / "state.json").write_text(json.dumps(older))
-    content = (checkpoint / "state.json").read_bytes()
-    manifest = json.loads((checkpoint / "manifest.json").read_text())
-    del manifest["optimizer"], manifest["digest"]
-    manifest["files"]["state.json"] = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    digest = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
-    (checkpoint / "manifest.json").write_text(json.dumps(manifest | {"digest": digest}))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,12 +165,6 @@ def compare(accelerator: Accelerator, case: Case, folder: Path) -> None:
     except ValueError as error:
         (folder / "refused").write_text(str(error))
         return
-    if case.goes_on_from_older:
-        accelerator.wait_for_everyone()
-        if accelerator.is_main_process:
-            make_older(half.folder)
-        accelerator.wait_for_everyone()
-        half = checkpoints.verify(half.folder)
     save(train(accelerator, case, 5, 10, half), folder / "resumed", 10)
     save(train(accelerator, case, 0, 10, None), folder / "straight", 10)
 

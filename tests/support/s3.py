@@ -5,7 +5,6 @@ A test module imports the fixtures `s3` (the server's address) and `s3_proxy` (a
 
 import contextlib
 import http.client
-import itertools
 import re
 import socket
 import struct
@@ -152,26 +151,6 @@ class FaultProxy:
 
         self.add("echo", answer, **{"times": None} | where)
 
-    def flood(self, status: int, size: int | None, content: bytes = b"x" * 2**16, **where) -> None:
-        """Answers with so many bytes; None: endless, without Content-Length."""
-        self.add("flood", lambda handler: handler.flood(status, size, content), **{"times": None} | where)
-
-    def list_for_ever(self, keys: Callable[[int], list[str]], tokens: Callable[[int], str], **where) -> None:
-        """Answers each list request with keys(number of the page), and a token for one more page."""
-        page = itertools.count()
-
-        def answer(handler: "_Handler") -> bool:
-            number = next(page)
-            contents = "".join(f"<Contents><Key>{escape(key)}</Key></Contents>" for key in keys(number))
-            return handler.answer(
-                200,
-                f"<ListBucketResult><IsTruncated>true</IsTruncated>{contents}"
-                f"<NextContinuationToken>{tokens(number)}</NextContinuationToken></ListBucketResult>",
-            )
-
-        where = {"times": None, "method": "GET", "path": "list-type=2"} | where
-        self.add("list_for_ever", answer, **where)
-
     def delay(self, seconds: float, **where) -> None:
         self.add("delay", lambda handler: time.sleep(seconds), **{"times": None} | where)
 
@@ -287,19 +266,6 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.wfile.write(text)
         return True
-
-    def flood(self, status: int, size: int | None, content: bytes) -> bool:
-        self._body()
-        self.send_response(status)
-        if size is not None:
-            self.send_header("Content-Length", str(size))
-        self.send_header("Connection", "close")
-        self.end_headers()
-        sent = 0
-        with contextlib.suppress(OSError):  # the client has seen enough
-            while size is None or sent < size:
-                sent += self.wfile.write(content if size is None else content[: size - sent])
-        return self._close()
 
     def refuse_bulk_delete(self) -> bool:
         if self.headers.get("Content-MD5"):

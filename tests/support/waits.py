@@ -25,13 +25,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.data.images import Images
 from common.distributed import accelerator as accelerators
-from common.distributed.compilation import Compilation
+from common.distributed.blocks import Compilation
 from common.distributed.precision import Precision
 from common.order import Steps
 from common.recipe import Recipe, share_out
 from common.run import run as runs
+from common.run.checkpoints import Checkpoints
 from common.run.run import Run
-from common.run.schedule import SaveSchedule
 
 aten = torch.ops.aten
 STAGED_BYTES = 65536  # a copy of more, from memory that is not page-locked, waits even with non_blocking
@@ -109,9 +109,11 @@ def waits_of(script: ModuleType, recipe: Recipe, images: Images, read: int) -> C
 
     def begin(run: Run, model: nn.Module, optimizer: Any, steps: Steps, **_: Any) -> Steps:
         """Run.begin without a folder, checkpoints, telemetry and other processes."""
-        run.steps, run.exchange, run.begun = steps, Mock(), True
-        run.saver, run.snapshots = Mock(since_write_s=lambda: 0.0), Mock(newest=0)
-        run.schedule = SaveSchedule(run.recipe, steps.per_epoch)
+        run.steps, run.exchange = steps, Mock()
+        run.opened = Mock(recipe=run.recipe, state=run.state, exchange=run.exchange, log=None, saved_step=0)
+        run.opened.saver.since_write_s = lambda: 0.0
+        run.checkpoints = Checkpoints(run.opened, steps, run.meter)
+        run.checkpoints.take = Mock()
         for p in model.parameters():
             p.grad = torch.zeros_like(p)
         optimizer.zero_grad = lambda: None

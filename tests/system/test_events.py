@@ -1,4 +1,4 @@
-from common.system.events import EVENTS_FILE, EventReader, report
+from common.system.env import EVENTS_FILE, EventReader, report
 from tools.launch.agent import EVENT, _pass_on
 
 

@@ -103,4 +103,4 @@ def test_a_run_on_a_cpu(cache, tmp_path):
     assert last["train/mfu_pct"] == pytest.approx(100 * share)
     assert f"MFU {last['train/mfu_pct']:.1f} %" in output
     text = page(RunRecord(tmp_path / "run"), "x", [])
-    assert f"FLOP an image: MFU {found['mfu_pct']:.1f} % of " in text
+    assert f"FLOP per image: MFU {found['mfu_pct']:.1f} % of " in text

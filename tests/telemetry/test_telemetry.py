@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from common.telemetry import collect
 from common.telemetry.collect import ProcessInfo, Telemetry, sampled_hosts
-from common.telemetry.sampler import Gpu
+from common.telemetry.meters import Gpu
 from common.telemetry.summary import GPU_NUMBERS, HOST_NUMBERS, energy_wh, summarize
 from tests.checkpoint.test_checkpoints import LONG, SLOW, start_and_wait
 from tests.conftest import CNN, Job, free_port, lines, metrics, python, result, run, torchrun
@@ -111,10 +112,7 @@ def test_a_killed_run_has_its_samples_and_a_restart_adds_to_them(stoppable, tmp_
     words = [*python(), *LONG, *OFTEN, "--max_steps", "2000"]
     job = start_and_wait(words, tmp_path / "run", checkpoints=2, cwd=stoppable, env=SLOW)
     file = tmp_path / "run" / f"telemetry-{NAME}.jsonl"
-    deadline = time.monotonic() + 60
-    while len(lines(file)) < 4:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: len(lines(file)) >= 4)
     job.process.send_signal(signal.SIGKILL)
     job.wait()
     before = lines(file)
@@ -126,58 +124,63 @@ def test_a_killed_run_has_its_samples_and_a_restart_adds_to_them(stoppable, tmp_
     assert result(tmp_path / "run")["telemetry"][0]["samples"] == len(lines(file)) - 2
 
 
+def telemetry_of(
+    folder: Path | None, *processes: ProcessInfo, interval_s=0.0, step=lambda: 0, steps=1
+) -> Telemetry:
+    """That of rank 0, by default without a thread."""
+    return Telemetry(
+        list(processes) or [ProcessInfo("a", 0, "CPU", None)], 0, folder, interval_s, step, steps
+    )
+
+
+def wait_until(happens) -> None:
+    deadline = time.monotonic() + 30
+    while not happens():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def test_an_interval_of_0_takes_no_sample(tmp_path):
-    run([*python(), *HELLO, "--telemetry_s", "0", "--output_dir", tmp_path / "run"])
-    assert not list((tmp_path / "run").glob("telemetry-*"))
-    found = result(tmp_path / "run")
-    assert (found["telemetry"], found["energy_wh"]) == ([], None)
+    telemetry = telemetry_of(tmp_path)
+    telemetry.stop()
+    assert (list(tmp_path.iterdir()), telemetry.summaries(), energy_wh([])) == ([], [], None)
 
 
-def test_a_write_error_is_reported_once_and_stops_nothing(tmp_path):
-    (tmp_path / "run" / f"telemetry-{NAME}.jsonl").mkdir(parents=True)
-    output = run([*python(), *HELLO, *OFTEN, "--output_dir", tmp_path / "run"])
-    said = [line for line in output.splitlines() if "telemetry is not complete" in line]
-    assert len(said) == len(set(said)) == 2, "the sampler's, and the summary's"
-    assert all("Is a directory" in line for line in said)
-    found = result(tmp_path / "run")
-    assert (found["status"], found["telemetry"]) == ("finished", [])
-
-
-def test_another_hosts_samples_that_can_not_be_written(tmp_path, capsys):
-    (tmp_path / "telemetry-b.jsonl").mkdir()
-    telemetry = Telemetry([ProcessInfo("a", 0, "CPU", None)], 0, tmp_path, 0, lambda: 0, 1)
+def test_a_write_error_is_reported_once_and_stops_nothing(tmp_path, capsys):
+    """The error of the sampling thread, of another host's samples, and of the summary."""
+    for host in "ab":
+        (tmp_path / f"telemetry-{host}.jsonl").mkdir()
+    telemetry = telemetry_of(tmp_path, interval_s=0.05)
+    wait_until(lambda: not telemetry.thread.is_alive())
     for _ in range(2):
         telemetry.append([("telemetry-b.jsonl", "{}\n")])
-    assert capsys.readouterr().out.count("telemetry is not complete") == 1
+        assert telemetry.summaries() == []
+    reported = capsys.readouterr().out.splitlines()
+    assert len(reported) == len(set(reported)) == 3
+    assert all(
+        line.startswith("telemetry is not complete: ") and "Is a directory" in line for line in reported
+    )
 
 
-# --- nvidia-smi: a stand-in, as a program on the PATH
-
-
-def nvidia_smi(folder: Path, script: str) -> dict[str, str]:
-    """The environment in which nvidia-smi is this shell script."""
-    folder.mkdir()
-    (folder / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
-    (folder / "nvidia-smi").chmod(0o755)
-    return {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
-
-
-def test_nvidia_smi_is_asked_at_the_start_and_in_the_middle(stoppable, tmp_path):
-    words = [*python(), *LONG, *OFTEN, "--max_steps", "1500", "--output_dir", tmp_path / "run"]
-    env = nvidia_smi(tmp_path / "bin", 'echo "answer to $*"') | {"STEP_S": "0.004"}
-    run(words, cwd=stoppable, env=env)
-    text = (tmp_path / "run" / f"nvidia-smi-{NAME}.txt").read_text()
-    assert text.count("answer to -q\n") == 2
-    first, second = (int(line.split()[4].rstrip(",")) for line in text.splitlines() if line.startswith("#"))
-    assert first < 750 <= second < 1500
-    assert_sane(tmp_path / "run" / f"telemetry-{NAME}.jsonl")
-
-
-def test_nvidia_smi_that_does_not_answer_holds_nothing_up(tmp_path):
-    words = [*python(), *HELLO, *OFTEN, "--output_dir", tmp_path / "run"]
-    run(words, env=nvidia_smi(tmp_path / "bin", "exec sleep 1000"))
-    found = result(tmp_path / "run")
-    assert (found["status"], found["telemetry"][0]["samples"]) == ("finished", 0)
+@pytest.mark.parametrize("answers", [True, False])
+def test_nvidia_smi_is_asked_at_the_start_and_in_the_middle(answers, tmp_path, monkeypatch):
+    """A stand-in on the PATH. One that does not answer holds nothing up."""
+    script = tmp_path / "bin" / "nvidia-smi"
+    script.parent.mkdir()
+    script.write_text("#!/bin/sh\n" + ('echo "answer to $*"' if answers else "exec sleep 1000") + "\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{script.parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr(collect, "NVIDIA_SMI_S", 60 if answers else 0.2)
+    step = 3
+    telemetry = telemetry_of(tmp_path, interval_s=0.01, step=lambda: step, steps=20)
+    file = tmp_path / "telemetry-a.jsonl"
+    wait_until(lambda: file.exists() and samples_of(file))
+    step = 10
+    wait_until(lambda: [sample["step"] for sample in samples_of(file)][-3:] == [10] * 3)
+    telemetry.stop()
+    text = (tmp_path / "nvidia-smi-a.txt").read_text() if answers else ""
+    steps = [line.split(", ")[1] for line in text.splitlines() if line.startswith("#")]
+    assert (text.count("answer to -q\n"), steps) == ((2, ["step 3", "step 10"]) if answers else (0, []))
 
 
 # --- GPUs: the real pynvml over a stand-in for NVIDIA's library. This tests that the calls exist and how
@@ -274,11 +277,8 @@ def test_the_telemetry_of_a_host_with_gpus(nvml, tmp_path, capsys, known):
     """Only the job's GPUs are sampled; the host is sampled even when NVML does not know them."""
     nvml("GPU-1" if known else "GPU-2", ANSWERS)
     processes = [ProcessInfo("a", 0, "Model X", "1"), ProcessInfo("b", 0, "Model Y", "3")]
-    telemetry = Telemetry(processes, 0, tmp_path, 0.05, lambda: 7, 10)
-    deadline = time.monotonic() + 30
-    while not telemetry.unlogged:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    telemetry = telemetry_of(tmp_path, *processes, interval_s=0.05, step=lambda: 7, steps=10)
+    wait_until(lambda: telemetry.unlogged)
     telemetry.stop()
     header, sample = lines(tmp_path / "telemetry-a.jsonl")[:2]
     assert header["devices"] == ["Model X"]
@@ -329,8 +329,9 @@ def test_the_energy_of_a_run_is_that_of_all_its_starts(tmp_path, starts, expecte
 def test_a_line_that_was_cut_is_left_out(tmp_path):
     """A restart adds its lines after a newline."""
     file = written(tmp_path / "telemetry-a.jsonl", HEADER, sample(1, utilisation_pct=50), '{"t": 2, "st')
-    telemetry = Telemetry([ProcessInfo("b", 0, "CPU", None)], 0, tmp_path, 0, lambda: 0, 1)
-    telemetry.append([(file.name, json.dumps(HEADER) + "\n"), (file.name, json.dumps(sample(9)) + "\n")])
+    telemetry_of(tmp_path).append(
+        [(file.name, json.dumps(HEADER) + "\n"), (file.name, json.dumps(sample(9)) + "\n")]
+    )
     assert json.loads(file.read_text().splitlines()[-2]) == HEADER
     found = summarize(file)
     assert (found["samples"], found["utilisation_pct"]) == (2, 50)
@@ -355,10 +356,10 @@ def test_hosts_are_apart_whatever_they_call_themselves():
 
 
 def test_a_growing_queue_is_drained_without_loss_or_repetition():
-    telemetry = Telemetry([ProcessInfo("a", 0, "CPU", None)], 0, None, 0, lambda: 0, 1)
-    grow = threading.Thread(target=lambda: [telemetry._keep({"step": k}) for k in range(20_000)])
+    telemetry = telemetry_of(None)
+    grow = threading.Thread(target=lambda: [telemetry._keep("file", str(k)) for k in range(20_000)])
     grow.start()
     taken = []
     while grow.is_alive() or telemetry.unsent:
         taken += telemetry.take()
-    assert [json.loads(text)["step"] for _, text in taken] == list(range(20_000))
+    assert taken == [("file", str(k)) for k in range(20_000)]

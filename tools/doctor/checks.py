@@ -1,92 +1,39 @@
-"""Findings from the hosts' answers, each with a code that docs/trouble.md explains."""
+"""The doctor's checks of all hosts. Their findings have codes, which docs/trouble.md explains."""
 
+import argparse
+import contextlib
+import json
+import queue
+import secrets
+import sys
+import threading
+import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
+import yaml
+
 from common.system.gpus import Devices, driver_problem, runs_on
-from tools.launch.hosts import Host
+from common.system.paths import ROOT
+from tools.doctor.facts import ANSWER
+from tools.launch.hosts import Host, master_address, start_on
 
 Facts = dict[str, dict[str, Any]]  # host's name -> its facts
 
+ASK_S, DATA_S, S3_S, ALL_REDUCE_S = 30, 300, 180, 60  # time-outs; a folder of --data may have a million files
 CLOCK_S = 2.0
 SHM_GIB, SHM_LEAST_GIB = 1.0, 0.0625  # the least is what a container has by default
 DISK_GIB, DISK_LEAST_GIB = 10.0, 1.0
 OPEN_FILES = 4096
 HELD_PART = 0.1  # share of a GPU's memory that other processes may hold without a finding
 
-# `python -m docs.generate` writes both tables into docs/trouble.md.
-MEANINGS = {
-    "ssh": "a host can't be reached, or does not have the project at this path",
-    "host-key": "the host's key has changed, or is unknown",
-    "facts": "a check failed on the host, but not because of ssh",
-    "clock": "the host's clock is wrong",
-    "versions": "Python or a package differs: ranks would refuse to start together",
-    "driver": "driver or NCCL differ between hosts; different NCCLs hang in the first collective",
-    "code": "a file of the project differs: ranks would refuse to start together",
-    "old-driver": "the installed torch needs a newer driver: a training would run on the CPU",
-    "driver-broken": "the driver does not answer: it was updated but not reloaded, a GPU failed, or a"
-    " container lost it",
-    "slots": "the hostfile has more slots than a host has GPUs, or some hosts have none",
-    "device-memory": "another process holds a GPU's memory",
-    "peer-access": "GPUs of a host exchange data only through its memory",
-    "precision": "a GPU has no native bf16 and emulates it",
-    "unsupported-gpu": "the installed torch has no code for this GPU",
-    "unusable-gpu": "torch can't use a GPU that the driver reports",
-    "interface": "no route to the first host, or its address is a loopback",
-    "own-name": "/etc/hosts maps the host's own name to 127.0.1.1, as on Debian: torchrun with c10d does not"
-    " recognise the host by its address",
-    "port-taken": "another process listens on the port on the first host",
-    "port-closed": "the other hosts can't connect to the first host",
-    "shm": "/dev/shm is small: NCCL and DataLoader workers need it",
-    "disk": "little disk space for checkpoints",
-    "open-files": "the limit on open files is low",
-    "data": "--data is missing or differs on a host, or the host can't read it from S3",
-    "output": "the run folder is not writable; this matters on the first host only",
-    "all-reduce": "the test all-reduce failed, or took too long",
-    "s3": "a put, get or delete fails on the first host",
-    "strategy": "FSDP or ZeRO-3 for a model that needs less than a fifth of a GPU's memory",
-    "script": "the script, or one of its flags, is wrong",
-    "batch": "the batch is larger than the data set",
-}
-
-REMEDIES = {
-    "ssh": "make `ssh HOST` work without a prompt (a key, and its name in `~/.ssh/config`), and put the"
-    " project with its .venv at this path there",
-    "host-key": "compare the fingerprint with the one on the host's console, then `ssh-keyscan HOST >>"
-    " ~/.ssh/known_hosts`",
-    "facts": "see its message; the checks that need the answer were left out",
-    "clock": "set the clock by NTP (`timedatectl set-ntp true`): S3 refuses requests that are minutes off",
-    "versions": "run `make setup` on the host",
-    "driver": "install the same driver on all hosts, or at least the same NCCL",
-    "code": "bring the host to the same commit (`git pull`)",
-    "old-driver": "install a newer driver, or a torch for this one: README, `GPUs and drivers`",
-    "driver-broken": "restart the host, or the container; `dmesg | grep -i NVRM` says more",
-    "slots": "correct the hostfile, or free the GPUs",
-    "device-memory": "end the process that holds the memory, or leave the GPU out with --exclude HOST:N",
-    "peer-access": "nothing to do on machines without NVLink: NCCL uses host memory, which is slower",
-    "precision": "use --mixed_precision fp16 on GPUs before compute capability 8.0",
-    "unsupported-gpu": "install a torch that was built for this GPU: README, `GPUs and drivers`",
-    "unusable-gpu": "`python -c 'import torch; torch.cuda.init()'` must work on the host; `make setup`"
-    " replaces a torch without CUDA (+cpu)",
-    "interface": "set up a route between the hosts, or give --master_addr an address that all of them reach",
-    "own-name": "give the host's name its real address in /etc/hosts; `launch.py` does not need this",
-    "port-taken": "end that process, or give another --port",
-    "port-closed": "open all ports among the hosts and to no others, as with a security group whose source is"
-    " itself; jobs use many ports",
-    "shm": "start the container with --ipc=host, or --shm-size=8g",
-    "disk": "free disk space, or give another --output_dir",
-    "open-files": "set `ulimit -n 65536` in the shell that starts the job, or in /etc/security/limits.conf",
-    "data": "put the same files at the same path on each host; for s3:// credentials, too (the doctor does"
-    " not see those of `launch.py --env`)",
-    "output": "correct the folder's owner and mode: the user of ssh must be able to write there",
-    "all-reduce": "see `port-closed` and `interface`; NCCL_DEBUG=INFO says more",
-    "s3": "check the first host's credentials (where boto3 looks for them), the bucket's region and policy",
-    "strategy": "use ddp_*.yaml, which is faster if the model fits",
-    "script": "see its error: `python SCRIPT --print_config` with the same flags",
-    "batch": "give a smaller --batch_size",
-}
+# code -> meaning and remedy
+FINDINGS: dict[str, dict[str, str]] = yaml.safe_load(Path(__file__).with_name("findings.yaml").read_text())
 
 
 @dataclass(frozen=True)
@@ -94,11 +41,190 @@ class Finding:
     code: str
     host: str
     what: str
-    fails: bool  # True if the job would fail; False for a warning
+    fails: bool = True  # True if the job would fail; False for a warning
 
     @property
     def remedy(self) -> str:
-        return REMEDIES[self.code].replace("HOST", self.host)
+        return FINDINGS[self.code]["remedy"].replace("HOST", self.host)
+
+
+class HostClient:
+    """The connection to a host, where tools/doctor/facts.py answers questions."""
+
+    def __init__(self, host: Host):
+        self.host, self.name = host, host.name
+        self.process = start_on(host.name, [sys.executable, "-m", "tools.doctor.facts"], ROOT)
+        self._answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._last_line = ""  # of other output
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def ask(self, name: str, within_s: float = ASK_S, **question: Any) -> dict[str, Any]:
+        """The host's answer; if there is none, the keys `error`, with the reason, and `gone`."""
+        assert self.process.stdin
+        with contextlib.suppress(OSError, ValueError):  # the process has ended, as _listen() reports
+            self.process.stdin.write(json.dumps({"ask": name, **question}) + "\n")
+        try:
+            answer = self._answers.get(timeout=within_s)
+        except queue.Empty:
+            self.process.kill()  # else a late answer would be taken for that to the next question
+            answer = {"error": f"no answer within {within_s:.0f} s", "gone": True}
+        if "gone" in answer:
+            self._answers.put(answer)  # for the next question, too
+        return answer
+
+    def _listen(self) -> None:
+        assert self.process.stdout
+        for line in self.process.stdout:
+            if line.startswith(ANSWER):
+                self._answers.put(json.loads(line.removeprefix(ANSWER)))
+            else:
+                self._last_line = line.strip()
+        error = self._last_line or f"exit status {self.process.wait()}"
+        self._answers.put({"error": error, "gone": True})
+
+
+class Checks:
+    """The checks in order: each needs the results of those before it."""
+
+    def __init__(self, clients: list[HostClient], flags: argparse.Namespace, config: dict[str, Any]):
+        self.clients, self.flags, self.config = clients, flags, config
+        self.first = clients[0].name
+        self.facts: Facts = {}
+        self.checked: list[str] = []  # codes, in order
+        self.notes: list[str] = []
+
+    def run(self, model: Callable[[], dict[str, Any]] | None) -> list[Finding]:
+        """model: returns the facts of the script's model; None without a script."""
+        findings: list[Finding] = []
+        for check in (self.hosts, self.network, self.folders, self.s3, self.all_reduce):
+            findings += check()
+            if len(self.facts) < len(self.clients):
+                break  # later checks need all hosts
+        return findings + list(self.job(model()) if model else [])
+
+    def hosts(self) -> Iterator[Finding]:
+        self.checked += ["ssh", "clock", "versions", "driver", "old-driver", "driver-broken", "code", "slots"]
+        self.checked += ["own-name", "shm", "open-files", *(["data"] if self.flags.data else [])]
+        roots = [root for given in self.flags.data_root for root in given.split(",")]
+
+        def ask(client: HostClient) -> dict[str, Any]:
+            began = time.time()
+            within_s = DATA_S if self.flags.data else ASK_S
+            answer = client.ask("facts", within_s, data=self.flags.data, data_root=roots)
+            # The host read its clock between `began` and now: a time within that interval is right.
+            clock = answer.get("clock", began)
+            return answer | {"clock_off_s": min(clock - began, 0) + max(clock - time.time(), 0)}
+
+        for client, answer in _all(self.clients, ask):
+            if "error" in answer:
+                code = "host-key" if "Host key" in answer["error"] else "ssh" if "gone" in answer else "facts"
+                yield Finding(code, client.name, answer["error"])
+            else:
+                self.facts[client.name] = answer
+        yield from check_hosts([client.host for client in self.clients], self.facts)
+        yield from compare_hosts(self.facts)
+        self.gpus = [gpu for own in self.facts.values() for gpu in own["devices"]["gpus"]]
+        if self.gpus:
+            self.checked += ["device-memory", "peer-access", "precision"]
+        else:
+            self.notes.append("no GPUs: the job would be a rehearsal, on gloo processes")
+
+    def network(self) -> Iterator[Finding]:
+        self.checked += ["interface", "port-taken"]
+        names = [client.name for client in self.clients]
+        ends = [[self.facts[name][key] for name in names] for key in ("reached_at", "asked_from")]
+        self.address = self.flags.master_addr or master_address(*ends)
+        for client, answer in _all(self.clients, lambda client: client.ask("route", master=self.address)):
+            self.facts[client.name]["interface"] = answer.get("interface")
+            if "error" in answer:
+                yield Finding("interface", client.name, answer["error"])
+            elif len(names) > 1 and answer["address"].startswith("127."):
+                what = f"the first host's address {self.address} is this host's loopback"
+                yield Finding("interface", client.name, what)
+        first, *others = self.clients
+        answer = first.ask("listen", port=self.flags.port)
+        self.free_port = answer.get("free_port")
+        if problem := answer.get("taken") or answer.get("error"):
+            yield Finding("port-taken", first.name, f"port {self.flags.port}: {problem}")
+            return
+        self.checked.append("port-closed")
+        question = {"address": self.address, "port": self.flags.port}
+        for client, answer in _all(others, lambda client: client.ask("connect", **question)):
+            if problem := answer.get("refused") or answer.get("error"):
+                what = f"{self.address}:{self.flags.port} is not reached: {problem}"
+                yield Finding("port-closed", client.name, what)
+
+    def folders(self) -> Iterator[Finding]:
+        """Checks --output_dir. Only rank 0 writes, so a problem on another host is a warning."""
+        self.checked += ["output", "disk"]
+        folder, token = str(Path(self.flags.output_dir).absolute()), f".doctor-{secrets.token_hex(4)}"
+        first, *others = self.clients
+
+        def ask(client: HostClient) -> dict[str, Any]:
+            return client.ask("writable", folder=folder, token=token, leave=client is first)
+
+        answers = [(first, ask(first)), *_all(others, ask)]
+        if token_in := answers[0][1].get("folder"):
+            first.ask("remove_token", file=f"{token_in}/{token}")
+        for client, answer in answers:
+            if problem := answer.get("problem") or answer.get("error"):
+                what = f"{folder} can't be written to: {problem}"
+                yield Finding("output", client.name, what, client is first)
+            elif answer["free_gib"] < DISK_GIB:
+                what = f"{answer['free_gib']:.1f} GiB are free in {answer['folder']}"
+                is_full = answer["free_gib"] < DISK_LEAST_GIB
+                yield Finding("disk", client.name, what, client is first and is_full)
+        if others:
+            shared = all(answer.get("sees") for _, answer in answers)
+            kind = "shared" if shared else "not shared: the first host's is used, which is enough"
+            self.notes.append(f"{folder} is {kind}")
+
+    def s3(self) -> Iterator[Finding]:
+        if self.flags.s3:
+            self.checked.append("s3")
+            answer = self.clients[0].ask("s3", S3_S, url=self.flags.s3)
+            if problem := answer.get("problem") or answer.get("error"):
+                yield Finding("s3", self.first, problem)
+
+    def all_reduce(self) -> Iterator[Finding]:
+        """Runs a process per device, as the job does, because GPUs of one host may hang, too."""
+        slots = [len(client.host.devices) for client in self.clients]
+        first_ranks = dict(zip(self.facts, accumulate(slots, initial=0), strict=False))
+        unusable = any(_driver_problem(own) for own in self.facts.values())
+        interfaces = [own["interface"] for own in self.facts.values()]
+        if sum(slots) < 2 or unusable or not all(interfaces):
+            return
+        self.checked += ["all-reduce", *(["unsupported-gpu", "unusable-gpu"] if self.gpus else [])]
+
+        def ask(client: HostClient) -> dict[str, Any]:
+            job = {"address": self.address, "port": self.free_port, "processes": sum(slots)}
+            own = {"first_rank": first_ranks[client.name], "devices": client.host.devices}
+            own |= {"interface": self.facts[client.name]["interface"], "gpus": bool(self.gpus)}
+            return client.ask("all_reduce", ALL_REDUCE_S + 10, **job, **own, deadline_s=ALL_REDUCE_S)
+
+        times = []
+        for client, answer in _all(self.clients, ask):
+            yield from check_all_reduce(client.host, answer)
+            times += [rank for rank in answer.get("ranks", ()) if "latency_s" in rank]
+        if len(times) == sum(slots):
+            slowest, speed = max(t["latency_s"] for t in times), min(t["gb_per_s"] for t in times)
+            how = f"{times[0]['backend']} over {', '.join(sorted(set(interfaces)))}"
+            self.notes.append(f"all-reduce ({how}): {slowest * 1e3:.2f} ms, 64 MiB at {speed:.2f} GB/s")
+
+    def job(self, model: dict[str, Any]) -> Iterator[Finding]:
+        self.checked.append("script")
+        if "error" in model:
+            yield Finding("script", self.first, model["error"])
+            return
+        self.checked += ["strategy", "batch"]
+        memory_gib = min((gpu["memory_gib"] for gpu in self.gpus if gpu["memory_gib"]), default=None)
+        yield from check_job(self.first, self.config, model, memory_gib)
+
+
+def _all(clients: list[HostClient], ask: Callable[[HostClient], dict]) -> list[tuple[HostClient, dict]]:
+    """The answers of all clients, which are asked in parallel."""
+    with ThreadPoolExecutor(len(clients) or 1) as threads:
+        return list(zip(clients, threads.map(ask, clients), strict=True))
 
 
 def check_hosts(hosts: list[Host], facts: Facts) -> Iterator[Finding]:
@@ -106,10 +232,13 @@ def check_hosts(hosts: list[Host], facts: Facts) -> Iterator[Finding]:
         if (own := facts.get(host.name)) is None:
             continue
         gpus = own["devices"]["gpus"]
-        yield from _check_driver(host.name, own)
+        if problem := _driver_problem(own):
+            broken = own["devices"]["problem"]
+            code = "driver-broken" if broken else "old-driver" if own["torch_cuda"] else "unusable-gpu"
+            yield Finding(code, host.name, problem)
         if gpus and max(host.devices) >= len(gpus):
             what = f"slot {max(host.devices)} in the hostfile, and {len(gpus)} GPUs"
-            yield Finding("slots", host.name, what, True)
+            yield Finding("slots", host.name, what)
         for number in host.devices:
             if number < len(gpus):
                 yield from _check_gpu(host.name, number, gpus[number])
@@ -122,14 +251,11 @@ def check_hosts(hosts: list[Host], facts: Facts) -> Iterator[Finding]:
         if own["open_files"] < OPEN_FILES:
             yield Finding("open-files", host.name, f"{own['open_files']} open files at most", False)
         if own["data"] and own["data"]["problem"]:
-            yield Finding("data", host.name, own["data"]["problem"], True)
+            yield Finding("data", host.name, own["data"]["problem"])
 
 
-def _check_driver(host: str, own: dict[str, Any]) -> Iterator[Finding]:
-    devices = Devices(**own["devices"])
-    if problem := driver_problem(devices, own["torch_cuda"]):
-        code = "driver-broken" if devices.problem else "old-driver" if own["torch_cuda"] else "unusable-gpu"
-        yield Finding(code, host, problem, True)
+def _driver_problem(own: dict[str, Any]) -> str | None:
+    return driver_problem(Devices(**own["devices"]), own["torch_cuda"])
 
 
 def _check_gpu(host: str, number: int, gpu: dict[str, Any]) -> Iterator[Finding]:
@@ -138,48 +264,42 @@ def _check_gpu(host: str, number: int, gpu: dict[str, Any]) -> Iterator[Finding]
         by = f" by process {', '.join(gpu['held_by'])}" if gpu["held_by"] else ""
         yield Finding("device-memory", host, f"{held:.1f} GiB of GPU {number} are held{by}", False)
     if gpu["capability"] and gpu["capability"] < [8, 0]:
-        capability = ".".join(map(str, gpu["capability"]))
-        yield Finding(
-            "precision", host, f"GPU {number} ({gpu['name']}, {capability}) has no native bf16", False
-        )
+        name = f"{gpu['name']}, {'.'.join(map(str, gpu['capability']))}"
+        yield Finding("precision", host, f"GPU {number} ({name}) has no native bf16", False)
     if not all(gpu["peers"]):
         yield Finding("peer-access", host, f"GPU {number} does not reach all others directly", False)
 
 
 def compare_hosts(facts: Facts) -> Iterator[Finding]:
     """Findings about differences between hosts. The most common value counts as right."""
-    for name in next(iter(facts.values()))["versions"] if facts else ():
-        yield from _differences(
-            "versions", name, {h: own["versions"][name] for h, own in facts.items()}, True
-        )
-    gpus = {host: bool(own["devices"]["gpus"]) for host, own in facts.items()}
-    yield from _differences("slots", "a GPU", gpus, True)
-    if any(gpus.values()):
-        yield from _differences(
-            "driver", "driver", {h: o["devices"]["driver"] for h, o in facts.items()}, False
-        )
-    yield from _differences("driver", "NCCL", {h: own["nccl"] for h, own in facts.items()}, True)
-    for file in sorted({file for own in facts.values() for file in own["code"]}):
-        yield from _differences("code", file, {h: own["code"].get(file) for h, own in facts.items()}, True)
-    digests = {h: own["data"]["digest"] for h, own in facts.items() if "digest" in (own["data"] or {})}
-    yield from _differences("data", "the content of --data", digests, True)
+    every = facts.items()
+    rows = [  # code, name, the value on each host, fails
+        *(
+            ("versions", name, {host: own["versions"].get(name) for host, own in every}, True)
+            for name in dict.fromkeys(name for own in facts.values() for name in own["versions"])
+        ),
+        ("slots", "a GPU", {host: bool(own["devices"]["gpus"]) for host, own in every}, True),
+        ("driver", "driver", {host: own["devices"]["driver"] for host, own in every}, False),
+        ("driver", "NCCL", {host: own["nccl"] for host, own in every}, True),
+        *(
+            ("code", file, {host: own["code"].get(file) for host, own in every}, True)
+            for file in sorted({file for own in facts.values() for file in own["code"]})
+        ),
+    ]
+    digests = {h: own["data"]["digest"] for h, own in every if "digest" in (own["data"] or {})}
+    for code, name, values, fails in [*rows, ("data", "the content of --data", digests, True)]:
+        usual = Counter(values.values()).most_common(1)[0][0] if values else None
+        for host, value in values.items():
+            if value != usual:
+                yield Finding(code, host, f"{name} is {value}, elsewhere {usual}", fails)
     for host, own in facts.items():
         if abs(own["clock_off_s"]) > CLOCK_S:
             yield Finding("clock", host, f"its clock is {own['clock_off_s']:+.1f} s off this one's", False)
 
 
-def _differences(code: str, name: str, values: dict[str, Any], fails: bool) -> Iterator[Finding]:
-    if len(set(values.values())) < 2:
-        return
-    usual = Counter(values.values()).most_common(1)[0][0]
-    for host, value in values.items():
-        if value != usual:
-            yield Finding(code, host, f"{name} is {value}, elsewhere {usual}", fails)
-
-
 def check_all_reduce(host: Host, answer: dict[str, Any]) -> Iterator[Finding]:
     """Findings from a host's answer; the same one of several devices is reported once."""
-    found: dict[tuple[str, str], list[int]] = {}  # code and what is wrong -> devices
+    devices_of: dict[tuple[str, str], list[int]] = {}  # code and what is wrong -> devices
     for device, own in zip(host.devices, answer.get("ranks", ()), strict=False):
         major, minor = own.get("capability") or (0, 0)
         if "unusable" in own:
@@ -191,12 +311,12 @@ def check_all_reduce(host: Host, answer: dict[str, Any]) -> Iterator[Finding]:
             key = ("all-reduce", own["problem"])
         else:
             continue
-        found.setdefault(key, []).append(device)
-    for (code, what), devices in found.items():
+        devices_of.setdefault(key, []).append(device)
+    for (code, what), devices in devices_of.items():
         of = "" if len(devices) == len(host.devices) else f"slot {', '.join(map(str, devices))}: "
-        yield Finding(code, host.name, of + what, True)
+        yield Finding(code, host.name, of + what)
     if "error" in answer:
-        yield Finding("all-reduce", host.name, answer["error"], True)
+        yield Finding("all-reduce", host.name, answer["error"])
 
 
 def check_job(
@@ -208,10 +328,8 @@ def check_job(
     needed_gib = 16 * model["parameters"] / 2**30  # fp32 weights, gradients, two moments
     if (fsdp or zero3) and memory_gib and 0 < needed_gib < memory_gib / 5:
         kind = "FSDP" if fsdp else "ZeRO-3"
-        what = (
-            f"{kind} for a model that takes {needed_gib:.2f} GiB with its optimizer, on {memory_gib:.0f} GiB"
-        )
-        yield Finding("strategy", host, what, False)
+        size = f"{needed_gib:.2f} GiB with its optimizer, on {memory_gib:.0f} GiB"
+        yield Finding("strategy", host, f"{kind} for a model that takes {size}", False)
     if model["images"] and model["batch_size"] > model["images"]:
         what = f"--batch_size {model['batch_size']} of {model['images']:,} images in {model['data']}"
-        yield Finding("batch", host, what, True)
+        yield Finding("batch", host, what)

@@ -2,7 +2,7 @@
 
     {"ask": "connect", "address": "10.0.0.11", "port": 29500}  ->  ANSWER and {"refused": null}
 
-A question names one of the functions below and gives its arguments.
+A question names one of QUESTIONS and gives its arguments.
 """
 
 import hashlib
@@ -12,12 +12,15 @@ import platform
 import resource
 import shutil
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from datetime import timedelta
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -29,27 +32,19 @@ from tools.launch.hosts import connection_addresses
 
 ANSWER = "\x1eanswer "  # prefix of an answer, to tell it from other output of the host
 PACKAGES = ("torch", "accelerate", "deepspeed", "timm", "numpy", "safetensors")
+SMALL, LARGE = 1, 2**24  # fp32 numbers of an all-reduce: 4 bytes, 64 MiB
+ROUNDS = 5
+
+_listening: list[socket.socket] = []  # open until this process ends
 
 
 def main() -> None:
     """Answers questions until the end of the input, when doctor.py has ended."""
-    listening: list[socket.socket] = []  # stay open until the end
-    questions: dict[str, Callable[..., Any]] = {
-        "facts": facts,
-        "route": route,
-        "listen": lambda port: _listen(port, listening),
-        "connect": connect,
-        "writable": writable,
-        "remove_token": remove_token,
-        "free_port": free_port,
-        "s3": s3,
-        "all_reduce": all_reduce,
-    }
     for line in sys.stdin:
         question = json.loads(line)
         name = question.pop("ask")
         try:
-            answer = questions[name](**question)
+            answer = QUESTIONS[name](**question)
         except Exception as error:  # sent as an answer, as further questions can still be answered
             answer = {"error": f"{type(error).__name__}: {error}"}
         print(ANSWER + json.dumps(answer), flush=True)
@@ -81,12 +76,16 @@ def route(master: str) -> dict[str, Any]:
     return {"interface": name, "address": address}
 
 
-def _listen(port: int, listening: list[socket.socket]) -> dict[str, Any]:
+def listen(port: int) -> dict[str, Any]:
+    """Listens on the port, if it is not taken. Also answers a port that is free."""
+    with socket.create_server(("", 0)) as probe:
+        free_port = probe.getsockname()[1]
+    taken = None
     try:
-        listening.append(socket.create_server(("", port)))
+        _listening.append(socket.create_server(("", port)))
     except OSError as error:
-        return {"taken": f"{os.strerror(error.errno or 0)}{listener(port)}"}
-    return {"taken": None}
+        taken = f"{os.strerror(error.errno or 0)}{listener(port)}"
+    return {"taken": taken, "free_port": free_port}
 
 
 def connect(address: str, port: int) -> dict[str, Any]:
@@ -120,12 +119,6 @@ def remove_token(file: str) -> dict[str, Any]:
     return {}
 
 
-def free_port() -> dict[str, Any]:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return {"port": probe.getsockname()[1]}
-
-
 def s3(url: str) -> dict[str, Any]:
     """Writes, reads and deletes an object, with this host's credentials."""
     from common.system.s3 import ObjectStore
@@ -154,10 +147,9 @@ def all_reduce(
     """
     env = os.environ | use_interface(interface) | visible_devices(devices)
     env |= {"MASTER_ADDR": address, "MASTER_PORT": str(port), "WORLD_SIZE": str(processes)}
-    words = [sys.executable, "-m", "tools.doctor.all_reduce", str(deadline_s), *(["--gpus"] if gpus else [])]
     started = [
         subprocess.Popen(
-            words,
+            [sys.executable, "-m", "tools.doctor.facts", str(deadline_s), *(["--gpus"] if gpus else [])],
             env=env | {"RANK": str(first_rank + number), "LOCAL_RANK": str(number)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -167,86 +159,116 @@ def all_reduce(
         for number in range(len(devices))
     ]
     deadline = time.monotonic() + deadline_s
+
+    def answer(child: subprocess.Popen[str]) -> dict[str, Any]:
+        reply: dict[str, Any] = {"problem": None}
+        try:
+            output, errors = child.communicate(timeout=deadline - time.monotonic())
+        except subprocess.TimeoutExpired:
+            child.kill()
+            output, errors = child.communicate()
+            reply["problem"] = f"no answer within {deadline_s:.0f} s"
+        for line in output.splitlines():
+            reply |= json.loads(line)
+        if child.returncode and not reply["problem"]:
+            reply["problem"] = (errors.strip() or f"exit status {child.returncode}").splitlines()[-1]
+        return reply
+
     with ThreadPoolExecutor(len(started)) as threads:
-        return {
-            "ranks": list(threads.map(lambda child: _all_reduce_answer(child, deadline, deadline_s), started))
-        }
+        return {"ranks": list(threads.map(answer, started))}
 
 
-def _all_reduce_answer(child: subprocess.Popen[str], deadline: float, deadline_s: float) -> dict[str, Any]:
-    found: dict[str, Any] = {"problem": None}
-    try:
-        output, errors = child.communicate(timeout=deadline - time.monotonic())
-    except subprocess.TimeoutExpired:
-        child.kill()
-        output, errors = child.communicate()
-        found["problem"] = f"no answer within {deadline_s:.0f} s"
-    for line in output.splitlines():
-        found |= json.loads(line)
-    if child.returncode and not found["problem"]:
-        found["problem"] = (errors.strip() or f"exit status {child.returncode}").splitlines()[-1]
-    return found
+def run_rank(within_s: float, gpu: bool) -> None:
+    """One process of the all-reduce, over the backend of a job: nccl between GPUs, else gloo.
+
+    Prints JSON lines. On a GPU the first has torch's architectures and the GPU's capability, or why torch
+    can't use the GPU (`unusable`), which ends the process. The last has the seconds of a small all-reduce and
+    GB/s of a large one (bytes of the tensor / s).
+    """
+    import torch
+    import torch.distributed as dist
+
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
+    if gpu:
+        try:
+            torch.cuda.init()
+            torch.cuda.set_device(device)
+        except (RuntimeError, AssertionError) as error:  # AssertionError: a torch without CUDA
+            print(json.dumps({"unusable": str(error).splitlines()[0]}), flush=True)
+            sys.exit(1)
+        built_for, capability = torch.cuda.get_arch_list(), torch.cuda.get_device_capability()
+        # Printed now, as the rest fails on a GPU that torch was not built for.
+        print(json.dumps({"built_for": built_for, "capability": capability}), flush=True)
+
+    def seconds(numbers: torch.Tensor) -> float:
+        """The median of ROUNDS all-reduces, after one that opens the connections."""
+        times = []
+        for _ in range(ROUNDS + 1):
+            began = time.perf_counter()
+            dist.all_reduce(numbers)
+            if gpu:
+                torch.cuda.synchronize()
+            times.append(time.perf_counter() - began)
+        return statistics.median(times[1:])
+
+    dist.init_process_group("nccl" if gpu else "gloo", timeout=timedelta(seconds=within_s))
+    latency_s = seconds(torch.ones(SMALL, device=device))
+    gb_per_s = LARGE * 4 / 1e9 / seconds(torch.ones(LARGE, device=device))
+    dist.barrier()
+    answer = {"latency_s": latency_s, "gb_per_s": gb_per_s, "backend": dist.get_backend()}
+    print(json.dumps(answer), flush=True)
+    os._exit(0)  # gloo's threads sometimes abort in their destructors
 
 
 def code() -> dict[str, str]:
     """The first 12 digits of the SHA-256 of each file that a job uses."""
     patterns = ("*.py", "common/**/*.py", "tools/**/*.py", "accelerate_configs/*.yaml", "ds_configs/*.json")
     files = sorted(file for pattern in patterns for file in ROOT.glob(pattern))
-    return {str(file.relative_to(ROOT)): hashlib.sha256(file.read_bytes()).hexdigest()[:12] for file in files}
+    return {str(file.relative_to(ROOT)): _digest(file.read_bytes()) for file in files}
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:12]
 
 
 def _contents(data: str, data_root: tuple[str, ...]) -> dict[str, Any]:
-    """A digest of a folder's file names and sizes, of a list, or of a manifest in S3; or a `problem`."""
-    if data.startswith("s3://"):
-        return _stored(data, data_root)
+    """A digest of a folder's file names and sizes, of a list, or of a manifest; or a `problem`."""
     if data.startswith("hub:") or data in ("digits", "cifar10", "synthetic"):
         return {"problem": None}  # nothing to compare: generated, or downloaded by each host
-    root, digest, count = Path(data), hashlib.sha256(), 0
-    if root.is_file():  # a list, whose files may be anywhere
-        return {"digest": hashlib.sha256(root.read_bytes()).hexdigest()[:12], "problem": None}
-    for folder, below, names in os.walk(root):
-        below.sort()
-        for name in sorted(names):
-            path = Path(folder) / name
-            line = f"{path.relative_to(root)} {path.lstat().st_size}\n"
-            digest.update(line.encode(errors="surrogateescape"))
-            count += 1
-    if not count:
-        return {"problem": "the folder of --data is not there, or empty"}
-    found = {"digest": digest.hexdigest()[:12], "problem": None}
-    if (root / "manifest.json").is_file():
-        from common.data.shards import find_local
-
-        try:
-            find_local(root, data_root)
-        except ValueError as error:
-            found["problem"] = str(error)
-    return found
-
-
-def _stored(url: str, data_root: tuple[str, ...]) -> dict[str, Any]:
-    """The digest of the manifest of shards in S3, read with this host's credentials."""
-    from common.data.shards import find_stored
-    from common.system.s3 import ObjectStore
-
+    answer: dict[str, Any] = {"problem": None}
     try:
-        return {"digest": find_stored(ObjectStore(url), data_root)[0].sha256[:12], "problem": None}
+        if data.startswith("s3://"):
+            from common.data.shards import find_stored
+            from common.system.s3 import ObjectStore
+
+            return answer | {"digest": find_stored(ObjectStore(data), data_root)[0].sha256[:12]}
+        root = Path(data)
+        if root.is_file():  # a list, whose files may be anywhere
+            return answer | {"digest": _digest(root.read_bytes())}
+        files = sorted(Path(folder) / name for folder, _, names in os.walk(root) for name in names)
+        if not files:
+            raise ValueError("the folder of --data is not there, or empty")
+        lines = "".join(f"{path.relative_to(root)} {path.lstat().st_size}\n" for path in files)
+        answer["digest"] = _digest(lines.encode(errors="surrogateescape"))
+        if (root / "manifest.json").is_file():
+            from common.data.shards import find_local
+
+            find_local(root, data_root)
     except ValueError as error:
-        return {"problem": str(error)}
+        answer["problem"] = str(error)
+    return answer
 
 
 def _resolved(name: str) -> str | None:
-    try:
+    with suppress(OSError):
         return socket.gethostbyname(name)
-    except OSError:
-        return None
+    return None
 
 
 def _version(package: str) -> str | None:
-    try:
+    with suppress(metadata.PackageNotFoundError):
         return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
+    return None
 
 
 def _nccl_version() -> str | None:
@@ -255,5 +277,12 @@ def _nccl_version() -> str | None:
     return next((_version(name) for name in names if name and name.startswith("nvidia-nccl-")), None)
 
 
+QUESTIONS: dict[str, Callable[..., dict[str, Any]]] = {
+    function.__name__: function
+    for function in (facts, route, listen, connect, writable, remove_token, s3, all_reduce)
+}
+
 if __name__ == "__main__":
+    if sys.argv[1:]:  # started by all_reduce()
+        run_rank(float(sys.argv[1]), "--gpus" in sys.argv[2:])
     main()

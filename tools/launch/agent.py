@@ -1,16 +1,15 @@
 """The agent on each host of a job: starts the host's part, stops it on request, leaves no process behind.
 
-launch.py starts it, over ssh or locally. They exchange lines. The agent sends a JSON object about this host,
+launch.py starts it, over ssh or locally. They exchange lines. The agent sends an event about this host,
 receives its part of the job as JSON, then empty lines as heartbeats, and `stop` or `kill`. It forwards the
-job's output. The end of the input, or SILENCE_S without a heartbeat, acts like `stop`: the launcher has
-ended, or the connection is lost. Events of the job's processes (common/system/events.py) are separate lines.
+job's output, and events of its processes (common/system/env.py). The end of the input, or SILENCE_S
+without a heartbeat, acts like `stop`: the launcher has ended, or the connection is lost.
 """
 
 import contextlib
 import json
 import os
 import queue
-import shutil
 import signal
 import socket
 import subprocess
@@ -24,60 +23,65 @@ from typing import IO, Any
 
 import psutil
 
-from common.system.env import JOB, PREEMPTED
-from common.system.events import EVENTS_FILE, EventReader
+from common.system.env import EVENTS_FILE, JOB, PREEMPTED, EventReader
 from common.system.network import interface_to, listener, use_interface
 from common.system.processes import adopt_orphans, end_with_parent, kill, running_descendants
 from tools.launch.hosts import connection_addresses
 
 BEAT_S = 5  # between heartbeats of the launcher
-ALIVE_S = 2  # between heartbeats of the agent
+ALIVE_S = 2  # between heartbeats of the agent, by which launch.py notices a lost host sooner than ssh does
 SILENCE_S = 45  # without a heartbeat, after which the part is stopped
 FENCE_S = 15  # the same in an elastic job, which continues elsewhere: the part is killed
 GRACE_S = 40  # from `stop` to the end: launchers kill their processes 30 s after SIGTERM
 SUSPENDED = "is suspended by a signal (SIGSTOP, or a debugger): the others waited for it"
-HELLO = "\x1eagent "  # prefix of the agent's first line, which ssh's own output may precede
-EVENT = "\x1eevent "  # prefix of an event
-TOLD = "told\n"  # stands for a signal in the queue of received lines
+EVENT = "\x1eevent "  # prefix of an event, which ssh's own output may precede
+
+Lines = queue.SimpleQueue[str]  # received; `signal` stands for a signal to this process
 
 _writing = threading.Lock()  # held while a line is written to launch.py
 
 
 def main() -> None:
     adopt_orphans()
-    heard: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+    received: Lines = queue.SimpleQueue()
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
-        signal.signal(number, lambda *_: heard.put(TOLD))
-    threading.Thread(target=_listen, args=(heard,), daemon=True).start()
-    _say(HELLO + json.dumps(_about_this_host()))
-    threading.Thread(target=_beat, daemon=True).start()
+        signal.signal(number, lambda *_: received.put("signal"))
+    threading.Thread(target=_receive, args=(received,), daemon=True).start()
+    threading.Thread(target=_send_heartbeats, daemon=True).start()
     first = ""
-    while not first.strip():  # heartbeats
+    while not first:  # a heartbeat
         try:
-            first = heard.get(timeout=SILENCE_S) or "stop"
+            first = received.get(timeout=SILENCE_S)
         except queue.Empty:
             return
-    if first.strip() in ("stop", "kill"):
+    if first in ("stop", "kill", "signal"):
         return
     part = json.loads(first)
-    events = EventReader(Path(tempfile.mkdtemp(prefix="launch-")) / "events")
+    with tempfile.TemporaryDirectory(prefix="launch-", ignore_cleanup_errors=True) as folder:
+        sys.exit(_run(part, EventReader(Path(folder) / "events"), received))
+
+
+def _run(part: dict[str, Any], events: EventReader, received: Lines) -> int:
+    """Runs the part to its end. Returns its exit status.
+
+    part: job, words, env, master (address and port; None on one host), first.
+    """
     part["env"] |= {EVENTS_FILE: str(events.file)} | ({JOB: part["job"]} if part["job"] else {})
     try:
         child = _start(part)
     except (ValueError, OSError) as error:
         print(f"error: {error}", flush=True)
-        sys.exit(1)
+        return 1
     assert child.stdout
     relay = threading.Thread(target=_relay, args=(child.stdout,), daemon=True)
     relay.start()
     statuses: set[int] = set()  # of the job's processes, as launchers turn most of them into 1
-    status = _wait(child, heard, lambda: _pass_on(events, statuses), is_elastic=bool(part["job"]))
+    status = _wait(child, received, lambda: _pass_on(events, statuses), is_elastic=bool(part["job"]))
     relay.join(5)
     _pass_on(events, statuses)
-    shutil.rmtree(events.file.parent, ignore_errors=True)
     if status != 0 and PREEMPTED in statuses <= {0, PREEMPTED}:
-        status = PREEMPTED
-    sys.exit(128 - status if status < 0 else status)
+        return PREEMPTED
+    return 128 - status if status < 0 else status
 
 
 def _pass_on(events: EventReader, statuses: set[int]) -> None:
@@ -86,34 +90,31 @@ def _pass_on(events: EventReader, statuses: set[int]) -> None:
         if event["event"] == "exit":
             statuses.add(event["status"])
         else:
-            _say(EVENT + json.dumps(event))
+            _send(EVENT + json.dumps(event))
 
 
-def _listen(heard: "queue.SimpleQueue[str | None]") -> None:
+def _receive(received: Lines) -> None:
     for line in sys.stdin:
-        heard.put(line)
-    heard.put(None)
+        received.put(line.strip())
+    received.put("stop")
 
 
-def _beat() -> None:
-    """Sends heartbeats, by which launch.py notices a lost host sooner than ssh does."""
-    while True:
-        time.sleep(ALIVE_S)
-        _say(EVENT + json.dumps({"event": "alive"}))
+def _send_heartbeats() -> None:
+    """Sends an event about this host, then heartbeats.
 
-
-def _about_this_host() -> dict[str, Any]:
-    """The host's name, the two addresses of the launcher's ssh connection, and if there is a GPU to be seen.
-
-    The addresses are None without ssh.
+    client, address: of the launcher's ssh connection; None without ssh.
     """
     client, server = connection_addresses()
     has_gpus = any(Path("/dev").glob("nvidia[0-9]*")) and os.environ.get("CUDA_VISIBLE_DEVICES") != ""
-    return {"hostname": socket.gethostname(), "client": client, "address": server, "has_gpus": has_gpus}
+    host = {"hostname": socket.gethostname(), "client": client, "address": server, "has_gpus": has_gpus}
+    _send(EVENT + json.dumps({"event": "hello"} | host))
+    while True:
+        time.sleep(ALIVE_S)
+        _send(EVENT + json.dumps({"event": "alive"}))
 
 
 def _start(part: dict[str, Any]) -> subprocess.Popen[bytes]:
-    """Starts the launcher. part: job, words, env, master (address and port; None on one host), first."""
+    """Starts the launcher."""
     if part["job"]:
         _end_leftovers(part["job"])
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
@@ -142,12 +143,10 @@ def _start(part: dict[str, Any]) -> subprocess.Popen[bytes]:
 
 def _end_leftovers(job: str) -> None:
     """Kills processes of an earlier part of the job, whose agent may not have ended yet."""
-    left = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             if process.environ().get(JOB) == job:
-                left.append(process)
-    kill(left)
+                process.kill()
 
 
 def _relay(output: IO[bytes]) -> None:
@@ -156,8 +155,7 @@ def _relay(output: IO[bytes]) -> None:
     Without launch.py the output is dropped, because a process that saves must not fail in a print.
     """
     for line in output:
-        with _writing, contextlib.suppress(OSError):
-            os.write(sys.stdout.fileno(), line)
+        _write(line)
 
 
 def _check_port(port: int) -> None:
@@ -169,33 +167,28 @@ def _check_port(port: int) -> None:
             raise ValueError(f"port {port}: {error.strerror}{listener(port)}: give another --port") from None
 
 
-def _wait(
-    child: subprocess.Popen[bytes],
-    heard: "queue.SimpleQueue[str | None]",
-    poll: Callable[[], None],
-    is_elastic: bool,
-) -> int:
+def _wait(child: subprocess.Popen[bytes], received: Lines, poll: Callable[[], None], is_elastic: bool) -> int:
     """Waits until the child and all its descendants have ended. Returns the child's status.
 
     poll() is called several times a second.
     """
-    heard_at, stop, deadline = time.monotonic(), False, None
+    received_at, stop, deadline = time.monotonic(), False, None
     while child.poll() is None or running_descendants([child.pid]):
         poll()
         with contextlib.suppress(queue.Empty):
-            line = heard.get(timeout=0.2)
-            heard_at = time.monotonic()
-            stop = stop or line in (None, "stop\n", TOLD)
-            if line == TOLD:
-                _say(EVENT + json.dumps({"event": "leaving", "why": "a signal to its agent"}))
-            deadline = 0.0 if line == "kill\n" else deadline
+            line = received.get(timeout=0.2)
+            received_at = time.monotonic()
+            stop = stop or line in ("stop", "signal")
+            if line == "signal":
+                _send(EVENT + json.dumps({"event": "leaving", "why": "a signal to its agent"}))
+            deadline = 0.0 if line == "kill" else deadline
         now = time.monotonic()
         silence_s = FENCE_S if is_elastic else SILENCE_S
-        if not stop and now - heard_at > silence_s:
+        if not stop and now - received_at > silence_s:
             stop, deadline = True, 0.0 if is_elastic else None
-            _say(f"stopping: no sign of the launcher for {silence_s} s")
+            _send(f"stopping: no sign of the launcher for {silence_s} s")
         if deadline is None and (stop or child.returncode is not None):
-            _say_who_is_suspended()
+            _name_suspended()
             child.send_signal(signal.SIGTERM)
             deadline = now + GRACE_S
         if deadline is not None and now > deadline:
@@ -204,18 +197,22 @@ def _wait(
     return child.returncode
 
 
-def _say_who_is_suspended() -> None:
+def _name_suspended() -> None:
     """Prints the suspended processes before they are killed, as the other hosts failed waiting for them."""
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
             if process.status() == psutil.STATUS_STOPPED:
                 name = f"rank {process.environ()['RANK']}" if "RANK" in process.environ() else process.name()
-                _say(f"error: {name}, process {process.pid}, {SUSPENDED}")
+                _send(f"error: {name}, process {process.pid}, {SUSPENDED}")
 
 
-def _say(text: str) -> None:
+def _send(text: str) -> None:
+    _write(f"{text}\n".encode())
+
+
+def _write(data: bytes) -> None:
     with _writing, contextlib.suppress(OSError):
-        os.write(sys.stdout.fileno(), f"{text}\n".encode())
+        os.write(sys.stdout.fileno(), data)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from typing import Any
 
 from common.system.env import MOST_HOSTS, PER_DEVICE, PREEMPTED, ROUND
 from common.system.text import plural
-from tools.launch.agent import FENCE_S, HELLO
+from tools.launch.agent import EVENT, FENCE_S
 from tools.launch.hosts import SSH_FAILED, Host, is_this_host
 from tools.launch.job import LaunchPlan, failure_cause
 from tools.launch.launcher import CONNECT_S, HostConnection, Launcher
@@ -60,7 +60,7 @@ class ElasticJob(Launcher):
         self.proven: set[str] = set()  # hosts that have trained a step
         self.next_try = 0.0
         self.mistake = ""  # last mistake found in the hostfile
-        self.members: list[HostConnection] = []  # of this round, the first host first
+        self.members = []  # of this round, the first host first
         self.stopping = ""  # why this round is stopped
         self.lost_at: float | None = None  # when a member was lost
         self.fenced_at = 0.0  # time.monotonic() until which a lost first host may still write
@@ -69,8 +69,7 @@ class ElasticJob(Launcher):
         self.first: str | None = None  # the first host of the last round that trained
         self.batch: dict[str, int] = {}  # batch_size, per_device
         self.began: dict[str, Any] = {}  # step, in_s3, is_shared of the last round that trained
-        self.is_training = False  # True once this round trains
-        self.is_finished = False  # True once the training has finished
+        self.is_training = self.is_finished = False  # this round trains; the training has finished
         self.step = 0  # the newest step of any round
         self.changed_at: float | None = None  # when the last change of hosts began
         self.fruitless = 0
@@ -78,14 +77,12 @@ class ElasticJob(Launcher):
     def run(self) -> int:
         """Runs the job. Returns the exit status: 0, 75 when it continues later, 1, or 128 + a signal."""
         self.listen()
-        own = [host.name for host in self.hosts if is_this_host(host.name)]
-        if own:
-            self.say(f"launch.py runs on {own[0]}: the job can lose any other host")
-        self.say(f"at least {plural(self.min_hosts, 'host')} of {len(self.hosts)}, logs in {self.log_dir}")
+        if own := [host.name for host in self.hosts if is_this_host(host.name)]:
+            self.log(f"launch.py runs on {own[0]}: the job can lose any other host")
+        self.log(f"at least {plural(self.min_hosts, 'host')} of {len(self.hosts)}, logs in {self.log_dir}")
         try:
-            status = None
-            while status is None:
-                status = self._round()
+            while (status := self._round()) is None:
+                pass
             return status
         finally:
             self.close()
@@ -105,9 +102,6 @@ class ElasticJob(Launcher):
         self.members = []
         return status
 
-    def parts(self) -> list[HostConnection]:
-        return self.members
-
     # --- Hosts
 
     def _gather(self) -> list[HostConnection] | None:
@@ -118,12 +112,10 @@ class ElasticJob(Launcher):
             self._connect_missing()
             ready, waited_s = self._ready(), time.monotonic() - begin
             awaited = [h for h in self.hosts if h.name not in self.away and not self._leaves(h)]
-            if time.monotonic() < self.fenced_at:
-                pass
-            elif chosen := self._choose(ready):
-                if len(ready) >= len(awaited) or waited_s > patience_s:
-                    return chosen
-            elif waited_s > WAIT_S:
+            chosen = self._choose(ready) if time.monotonic() > self.fenced_at else None
+            if chosen and (len(ready) >= len(awaited) or waited_s > patience_s):
+                return chosen
+            if not chosen and waited_s > WAIT_S:
                 return None
             self._look_for_lost_hosts()
             self.handle_event()
@@ -143,7 +135,6 @@ class ElasticJob(Launcher):
             # Also to a host that leaves: once it is gone, another machine answers under its name.
             if again or host.name not in self.away:
                 if current:
-                    current.close_log()
                     self.connections.remove(current)
                 self.connect(host)
 
@@ -152,18 +143,18 @@ class ElasticJob(Launcher):
             hosts = self.read_hosts()
             if hosts != self.hosts:
                 self.plan_for(hosts)  # checks for the same number of processes on each
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             if str(error) != self.mistake:
-                self.say(f"the hosts stay as they were: {error}")
+                self.log(f"the hosts stay as they were: {error}")
                 self.mistake = str(error)
             return
         known = {host.name for host in self.hosts}
         if new := [host.name for host in hosts if host.name not in known]:
-            self.say(f"new in the hostfile: {', '.join(new)}")
+            self.log(f"new in the hostfile: {', '.join(new)}")
             self.names += [name for name in new if name not in self.names]
         self.hosts = hosts
-        for name in self.leaves_until.keys() - {host.name for host in hosts}:
-            del self.leaves_until[name]
+        present = {host.name for host in hosts}
+        self.leaves_until = {n: until for n, until in self.leaves_until.items() if n in present}
         self.most = max(self.most, min(self.max_hosts or len(hosts), len(hosts)))
 
     def _connection(self, name: str) -> HostConnection | None:
@@ -175,8 +166,8 @@ class ElasticJob(Launcher):
     def _ready(self) -> list[HostConnection]:
         """Hosts that can take part in a round, the last round's first host first."""
         names = [host.name for host in self.hosts if not self._leaves(host)]
-        found = [c for c in map(self._connection, names) if c and c.hello and c.status is None]
-        return sorted(found, key=lambda connection: connection.host.name != self.first)
+        ready = [c for c in map(self._connection, names) if c and c.hello and c.status is None]
+        return sorted(ready, key=lambda connection: connection.host.name != self.first)
 
     def _choose(self, ready: list[HostConnection]) -> list[HostConnection] | None:
         """The hosts of the largest possible round; None without one."""
@@ -199,7 +190,7 @@ class ElasticJob(Launcher):
     def _look_for_lost_hosts(self) -> None:
         now = time.monotonic()
         for connection in self.connections:
-            if connection.status is None and connection.hello and now - connection.heard_at > LOST_S:
+            if connection.status is None and connection.hello and now - connection.received_at > LOST_S:
                 connection.last_lines.append(f"no sign of life for {LOST_S} s")
                 self.give_up(connection)
         if self.lost_at and now - self.lost_at > KILL_S:
@@ -212,15 +203,14 @@ class ElasticJob(Launcher):
         chosen = self._choose(ready)
         if not chosen or len(chosen) <= len(self.members):
             self.larger_since = None
-            self._say_who_waits([c.host.name for c in ready if c not in self.members])
+            self._name_waiting([c.host.name for c in ready if c not in self.members])
             return
         self.larger_since = self.larger_since or time.monotonic()
         if time.monotonic() - self.larger_since > SETTLE_S:
-            present = {member.host.name for member in self.members}
-            names = [c.host.name for c in chosen if c.host.name not in present]
+            names = [c.host.name for c in chosen if c not in self.members]
             self._stop_round(f"{', '.join(names)} {'joins' if len(names) == 1 else 'join'}")
 
-    def _say_who_waits(self, names: list[str]) -> None:
+    def _name_waiting(self, names: list[str]) -> None:
         """Prints once why these hosts, which answer, are in no round."""
         reason = f"--max_hosts {self.max_hosts}"
         if names and len(self.members) != self.max_hosts:
@@ -229,24 +219,23 @@ class ElasticJob(Launcher):
             processes = plural(len(self.hosts[0].devices), "process")
             reason = f"the {micro_batches} micro-batches of a step do not divide among {hosts} of {processes}"
         if new := [name for name in names if self.waiting.get(name) != reason]:
-            self.say(f"{', '.join(new)} {'waits' if len(new) == 1 else 'wait'}: {reason}")
+            self.log(f"{', '.join(new)} {'waits' if len(new) == 1 else 'wait'}: {reason}")
         self.waiting = dict.fromkeys(names, reason)
 
     # --- A round
 
     def _start(self, chosen: list[HostConnection]) -> None:
-        self.members, self.stopping, self.stopped_at = chosen, "", None
-        self.lost_at = self.larger_since = None
-        self.leavers, self.is_training = {}, False
+        self.members, self.stopping, self.leavers, self.is_training = chosen, "", {}, False
+        self.stopped_at = self.lost_at = self.larger_since = None
         plan = self.plan_for([member.host for member in chosen])
         names = ", ".join(member.host.name for member in chosen)
         count = f"{plural(len(chosen), 'host')}, {plural(plan.processes, 'process')}"
-        self.say(f"starting on {count}: {names}")
+        self.log(f"starting on {count}: {names}")
         env = {MOST_HOSTS: str(self.most), ROUND: str(next(self.rounds))}
         if self.began:
             env[PER_DEVICE] = str(self.batch["per_device"])
         elif remark := plan.remark(chosen):
-            self.say(remark)
+            self.log(remark)
         plan.start(chosen, self.name, **env)
 
     def _stop_round(self, reason: str) -> None:
@@ -257,6 +246,9 @@ class ElasticJob(Launcher):
 
     def on_event(self, connection: HostConnection, event: dict[str, Any]) -> None:
         super().on_event(connection, event)
+        name = connection.host.name
+        if event["event"] == "hello" and self.away.pop(name, None):
+            self.log(f"{name} answers again")
         if connection not in self.members:
             return
         if event["event"] == "batch":
@@ -267,26 +259,24 @@ class ElasticJob(Launcher):
             self.is_finished = True
         elif event["event"] == "step":
             self._on_step(event["step"])
-        elif event["event"] in ("leaving", "notice") and not self.stopping:
-            self.leavers.setdefault(connection.host.name, event["why"])
+        elif event["event"] == "leaving" and not self.stopping:
+            self.leavers.setdefault(name, event["why"])
 
     def _on_begin(self, event: dict[str, Any]) -> None:
         name = self.members[0].host.name
         if not self.began and not (event["in_s3"] or event["is_shared"]):
-            self.say(
-                f"the job can't lose {name}: the checkpoints are on its disk alone (give --s3, or a shared"
-                " --model_folder)"
-            )
+            reason = "the checkpoints are on its disk alone (give --s3, or a shared --model_folder)"
+            self.log(f"the job can't lose {name}: {reason}")
         if event["step"] > self.began.get("step", -1):
             self.fruitless = 0
         if self.began:
             repeated = max(0, self.step - event["step"])
-            self.say(f"continuing at step {event['step']:,}; {plural(repeated, 'step')} to repeat")
+            self.log(f"continuing at step {event['step']:,}; {plural(repeated, 'step')} to repeat")
         self.began, self.first, self.is_training = event, name, True
 
     def _on_step(self, step: int) -> None:
         if self.changed_at and not self.stopping and step > self.began["step"]:
-            self.say(f"step {step:,} came {time.monotonic() - self.changed_at:.0f} s after the change")
+            self.log(f"step {step:,} came {time.monotonic() - self.changed_at:.0f} s after the change")
             self.changed_at = None
         if step > self.began["step"]:
             self.proven |= (trained := {member.host.name for member in self.members})
@@ -299,7 +289,7 @@ class ElasticJob(Launcher):
         connection.status, name = status, connection.host.name
         if connection.hello is None or status == SSH_FAILED:
             if name not in self.away and not self.signals:
-                self.say(f"{name} does not answer: {failure_cause(connection)[1]}")
+                self.log(f"{name} does not answer: {failure_cause(connection)[1]}")
             self.away[name] = failure_cause(connection)[1]
             self.leaves_until.pop(name, None)  # another machine may answer under this name
         if connection not in self.members or status == 0:
@@ -311,13 +301,10 @@ class ElasticJob(Launcher):
         self._stop_round("one has ended")
 
     def on_line(self, connection: HostConnection, line: str) -> None:
-        was_there = connection.hello is not None
-        if not was_there and connection.host.name in self.away and not line.startswith(HELLO):
-            connection.keep(line)  # not shown, as at the last attempt it was the same
-            return
-        super().on_line(connection, line)
-        if connection.hello and not was_there and self.away.pop(connection.host.name, None):
-            self.say(f"{connection.host.name} answers again")
+        if connection.hello is None and connection.host.name in self.away and not line.startswith(EVENT):
+            connection.record(line)  # not shown, as at the last attempt it was the same
+        else:
+            super().on_line(connection, line)
 
     def on_signal(self, number: int) -> None:
         self.stopping = "launch.py was told to stop"
@@ -326,49 +313,45 @@ class ElasticJob(Launcher):
     # --- The end of a round
 
     def _judge(self) -> int | None:
-        """Returns the job's exit status after a round; None when another round follows."""
+        """The job's exit status after a round; None when another round follows."""
         statuses = [member.status for member in self.members]
         if self.is_finished or not any(statuses):  # a launcher may have been stopped just before its end
             return 0
         if self.signals:
-            return self._end_by_signal(is_saved=PREEMPTED in statuses)
+            return self.end_preempted() if PREEMPTED in statuses else 128 + self.signals[0]
         lost = [member.host.name for member in self.members if member.status == SSH_FAILED]
         is_saved = PREEMPTED in statuses and set(statuses) <= {0, PREEMPTED, SSH_FAILED}
-        if is_saved and not lost and self.leavers:
+        if is_saved and not lost:
             for name, why in self.leavers.items():
                 self.leaves_until[name] = time.monotonic() + LEAVE_S
-                self.say(f"{name} leaves ({why})")
-            return None
-        if is_saved and not lost:
-            self.say(self.stopping)
+                self.log(f"{name} leaves ({why})")
+            if not self.leavers:
+                self.log(self.stopping)
             return None
         if not lost and not self.proven and not self.is_training:
             return self._retry_or_fail()
         if not lost and self._leave_out_the_bad():
             return None
-        if lost:
-            self.say(f"{', '.join(lost)} lost after step {self.step:,}")
-        else:
-            self.say(f"failed after step {self.step:,}: {self._cause()}")
+        step = f"after step {self.step:,}"
+        self.log(f"{', '.join(lost)} lost {step}" if lost else f"failed {step}: {self._cause()}")
         self.fruitless += 1
         if self.fruitless > FRUITLESS_ROUNDS:
-            return self._fail(f"{FRUITLESS_ROUNDS} rounds without a new checkpoint: {self._cause()}")
+            return _fail(f"{FRUITLESS_ROUNDS} rounds without a new checkpoint: {self._cause()}")
         return None
 
     def _retry_or_fail(self) -> int | None:
         """Decides after a round that failed before it trained: only another number of hosts is tried."""
         if self.batch and not self._divides(len(self.members)) and self._choose(self.members):
-            self.say(f"{plural(len(self.members), 'host')} can't share the batch")
+            self.log(f"{plural(len(self.members), 'host')} can't share the batch")
             return None
-        return self._fail(self._cause())
+        return _fail(self._cause())
 
     def _leave_out_the_bad(self) -> bool:
         """Leaves out those by whom a round failed, if others can go on. False when nobody is to blame.
 
         Newcomers are to blame, or a host that certainly failed by itself before it trained.
         """
-        first = self._first_failure()
-        if first is None:
+        if (first := self._first_failure()) is None:
             return False
         rank, cause = failure_cause(first)
         suspects = [member for member in self.members if member.host.name not in self.proven]
@@ -383,7 +366,7 @@ class ElasticJob(Launcher):
             wait_s = min(REFUSED_S * 2 ** self.refusals.get(name, 0), LONGEST_S)
             self.refusals[name] = self.refusals.get(name, 0) + 1
             self.leaves_until[name] = time.monotonic() + wait_s
-            self.say(f"{name} is left out for {wait_s} s: {cause}. See {first.log_file}")
+            self.log(f"{name} is left out for {wait_s} s: {cause}. See {first.log_file}")
         return True
 
     def _first_failure(self) -> HostConnection | None:
@@ -393,30 +376,22 @@ class ElasticJob(Launcher):
         return min(failed, key=order, default=None)
 
     def _cause(self) -> str:
-        first = self._first_failure()
-        if first is None:
+        if (first := self._first_failure()) is None:
             return "all were told to stop"
         return f"{first.host.name}: {failure_cause(first)[1]}. Its log: {first.log_file}"
 
-    def _fail(self, message: str) -> int:
-        print(f"error: {message}", file=sys.stderr)
-        return 1
-
     def _end_without_hosts(self) -> int:
         if self.signals:
-            return self._end_by_signal(is_saved=bool(self.began))
-        wanted = (
-            f"{self.first}, which has the checkpoints," if self._needs_first() else f"enough of {self.names}"
-        )
+            return self.end_preempted() if self.began else 128 + self.signals[0]
+        wanted = f"{self.first}, with the checkpoints," if self._needs_first() else f"enough of {self.names}"
         there = ", ".join(c.host.name for c in self._ready()) or "none"
         message = f"{wanted} did not answer within {WAIT_S} s (there: {there})"
         if not self.began:
-            return self._fail(message)
-        self.say(f"{message}: the same command continues (exit status {PREEMPTED})")
-        return PREEMPTED
+            return _fail(message)
+        self.log(message)
+        return self.end_preempted()
 
-    def _end_by_signal(self, is_saved: bool) -> int:
-        if is_saved:
-            self.say(f"preempted: the same command continues (exit status {PREEMPTED})")
-            return PREEMPTED
-        return 128 + self.signals[0]
+
+def _fail(message: str) -> int:
+    print(f"error: {message}", file=sys.stderr)
+    return 1

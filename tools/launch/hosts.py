@@ -37,8 +37,6 @@ def read_hostfile(path: Path) -> list[Host]:
         text = path.read_text()
     except OSError as error:
         raise ValueError(f"the hostfile {path} can't be read: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise ValueError(f"the hostfile {path} can't be read: not UTF-8") from None
     lines: dict[str, int] = {}
     hosts = []
     for number, line in enumerate(text.splitlines(), start=1):
@@ -63,35 +61,32 @@ def select(hosts: list[Host], include: str = "", exclude: str = "") -> list[Host
         raise ValueError("--include and --exclude exclude one another: give one of them")
     flag, named = ("--include", include) if include else ("--exclude", exclude)
     chosen = _parse_filter(flag, named, hosts) if named else {}
-    if include:
-        kept = [Host(host.name, chosen.get(host.name, ())) for host in hosts]
-    else:
-        kept = [
-            Host(host.name, tuple(d for d in host.devices if d not in chosen.get(host.name, ())))
-            for host in hosts
-        ]
-    kept = [host for host in kept if host.devices]
+    kept = []
+    for host in hosts:
+        devices = [d for d in host.devices if (d in chosen.get(host.name, ())) == bool(include)]
+        if devices:
+            kept.append(Host(host.name, tuple(devices)))
     if not kept:
         raise ValueError(f"{flag} {named} leaves no host")
     return kept
 
 
-def _host(line: str, where: str) -> Host:
-    found = re.fullmatch(r"(\S+)\s+slots=(\d+)", re.sub(r"\s+#.*", "", line))
-    if not found:
-        raise ValueError(f"{where}: expected `name slots=N`, found `{line}`")
-    name, slots = found[1], int(found[2])
+def _host(line: str, place: str) -> Host:
+    parts = re.fullmatch(r"(\S+)\s+slots=(\d+)", re.sub(r"\s+#.*", "", line))
+    if not parts:
+        raise ValueError(f"{place}: expected `name slots=N`, found `{line}`")
+    name, slots = parts[1], int(parts[2])
     if not NAME.fullmatch(name):
         raise ValueError(
-            f"{where}: {name} is no host's name (letters, digits, dots, - and _; a user or a port belongs"
+            f"{place}: {name} is no host's name (letters, digits, dots, - and _; a user or a port belongs"
             " into ~/.ssh/config)"
         )
     if slots == 0:
-        raise ValueError(f"{where}: {name} has no slots: leave the line out, or give --exclude {name}")
+        raise ValueError(f"{place}: {name} has no slots: leave the line out, or give --exclude {name}")
     return Host(name, tuple(range(slots)))
 
 
-def _parse_filter(flag: str, text: str, hosts: list[Host]) -> dict[str, tuple[int, ...]]:
+def _parse_filter(flag: str, text: str, hosts: list[Host]) -> dict[str, set[int]]:
     """Host name -> devices. For a host named with and without numbers the numbers count, as in DeepSpeed."""
     known = {host.name: host.devices for host in hosts}
     chosen: dict[str, set[int]] = {}
@@ -107,7 +102,7 @@ def _parse_filter(flag: str, text: str, hosts: list[Host]) -> dict[str, tuple[in
                 f"{flag} {text}: {name} has no slot {min(missing)}, but {len(known[name])} slots"
             )
         chosen[name] = chosen.get(name, set()) | numbers
-    return {name: tuple(sorted(numbers)) or known[name] for name, numbers in chosen.items()}
+    return {name: numbers or set(known[name]) for name, numbers in chosen.items()}
 
 
 # Refuses an unknown key, never prompts, and notices a lost host within 25 s.
@@ -168,8 +163,8 @@ def master_address(reached_at: Sequence[str | None], asked_from: Sequence[str | 
 def is_this_host(name: str) -> bool:
     """True if the name resolves to an address of this machine. Aliases of ~/.ssh/config do not count."""
     try:
-        found = {str(address[4][0]) for address in socket.getaddrinfo(name, None, socket.AF_INET)}
+        addresses = {str(address[4][0]) for address in socket.getaddrinfo(name, None, socket.AF_INET)}
     except OSError:
         return False
     own = own_addresses()
-    return any(address in own or address.startswith("127.") for address in found)
+    return any(address in own or address.startswith("127.") for address in addresses)

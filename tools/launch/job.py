@@ -25,6 +25,7 @@ class LaunchPlan:
     launcher: list[str]  # flags of accelerate launch
     script: list[str]  # the script and its flags
     env: dict[str, str]  # for each process; sent over stdin, so that no command line shows it
+    cloud: str | None  # whose notices of preemption each host polls (tools/launch/spot.py)
     master_addr: str | None
     port: int
     log_dir: Path
@@ -39,13 +40,15 @@ class LaunchPlan:
         if len(self.hosts) > 1:
             flags += ["--machine_rank", str(rank), "--main_process_ip", address]
             flags += ["--main_process_port", str(self.port)]
-        return [sys.executable, "-m", "accelerate.commands.launch", *self.launcher, *flags, *self.script]
+        words = [sys.executable, "-m", "accelerate.commands.launch", *self.launcher, *flags, *self.script]
+        spot = [sys.executable, "-m", "tools.launch.spot", self.cloud, "--"] if self.cloud else []
+        return [*spot, *words]
 
     def address(self, connections: Sequence[HostConnection]) -> str:
         """The first host's address, by which all reach it. connections: to all hosts, which have answered."""
         hellos = [connection.hello for connection in connections if connection.hello]
-        found = master_address([h["address"] for h in hellos], [h["client"] for h in hellos])
-        return self.master_addr or found
+        address = master_address([h["address"] for h in hellos], [h["client"] for h in hellos])
+        return self.master_addr or address
 
     def remark(self, connections: Sequence[HostConnection]) -> str | None:
         """What a script that imports nothing of common/ must set on hosts without a GPU; None for others.
@@ -95,11 +98,11 @@ class JobRunner(Launcher):
             if self._wait_for_agents():
                 self._show_hosts(self.plan.address(self.connections), dry_run)
                 if remark := self.plan.remark(self.connections):
-                    self.say(remark)
+                    self.log(remark)
                 if dry_run:
                     return 0
                 self.plan.start(self.connections)
-                self.say(f"started after {time.monotonic() - began:.2f} s, logs in {self.log_dir}")
+                self.log(f"started after {time.monotonic() - began:.2f} s, logs in {self.log_dir}")
                 while any(connection.status is None for connection in self.connections):
                     self.handle_event()
             return self._status()
@@ -137,18 +140,17 @@ class JobRunner(Launcher):
             master = f"  master {address}:{self.plan.port}" if rank == 0 and len(self.connections) > 1 else ""
             assert connection.hello
             at = connection.hello["address"] or (address if rank == 0 else "this host")
-            self.say(f"{self.label(connection)}  {at}  {ranks}  devices {devices}{master}")
+            self.log(f"{self.label(connection)}  {at}  {ranks}  devices {devices}{master}")
             if with_commands:
                 visible = [f"{name}={value}" for name, value in connection.visible_devices().items()]
-                self.say(f"    {shlex.join([*visible, *self.plan.words(rank, address)])}")
+                self.log(f"    {shlex.join([*visible, *self.plan.words(rank, address)])}")
 
     def _status(self) -> int:
         if not self.failed and all(connection.status == 0 for connection in self.connections):
             return 0
         saved = [connection for connection in self.failed if connection.status == PREEMPTED]
         if saved and (self.signals or self.failed[0] in saved):  # hosts that failed later were stopped
-            self.say(f"preempted: the same command continues (exit status {PREEMPTED})")
-            return PREEMPTED
+            return self.end_preempted()
         if self.signals:
             return 128 + self.signals[0]
         first = min(self.failed, key=lambda connection: failure_cause(connection)[0])
@@ -163,7 +165,7 @@ def failure_cause(connection: HostConnection) -> tuple[int, str]:
     lines = connection.last_lines
     last = next((line for line in reversed(lines) if line.strip("=- ")), f"exit status {connection.status}")
     if connection.hello is None:
-        needs = f"`ssh {connection.host.name}` must work without a question, the project be at {ROOT}"
+        needs = f"`ssh {connection.host.name}` must work without a prompt, and the project must be at {ROOT}"
         return 0, f"{last} ({needs})"
     if connection.status == SSH_FAILED:
         return 0, f"the connection is lost ({last})"

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import queue
 import signal
@@ -13,16 +14,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
+from common.system.env import PREEMPTED
 from common.system.gpus import visible_devices
+from common.system.hangs import Evidence, hang_table
 from common.system.paths import ROOT
 from common.system.processes import is_under_nohup
-from tools.launch.agent import BEAT_S, EVENT, HELLO
-from tools.launch.hang_reports import HangReports
+from tools.launch.agent import BEAT_S, EVENT
 from tools.launch.hosts import SSH_FAILED, Host, close_and_wait, start_on
 
 CONNECT_S = 30  # for all hosts to answer
+COLLECT_S = 4.0  # from the first report of a hang to the table; ranks without a report by then are silent
 END_S = 60  # from `stop` until a host that has not ended counts as lost
 TRACEBACK = "Traceback (most recent call last):"
 LINES = 200  # kept of a host's output, to find the reason of a failure
@@ -36,32 +39,24 @@ class HostConnection:
     host: Host
     process: subprocess.Popen[str]
     log_file: Path
-    log: IO[str] | None = None
-    hello: dict[str, Any] | None = None  # the agent's first message
+    hello: dict[str, Any] | None = None  # the agent's first event
     status: int | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)  # for the agent's input
     last_lines: list[str] = field(default_factory=list)
     only_log: bool = False  # True from its launcher's traceback on, which is logged but not shown
-    heard_at: float = field(default_factory=time.monotonic)  # when the agent last sent a line
+    received_at: float = field(default_factory=time.monotonic)  # when the agent last sent a line
 
-    def keep(self, line: str) -> None:
+    def record(self, line: str) -> None:
         self.last_lines = [*self.last_lines[-LINES:], line]
         with contextlib.suppress(OSError):  # a full disk here must not end the job there
-            if self.log is None:
-                self.log_file.parent.mkdir(parents=True, exist_ok=True)
-                self.log = open(self.log_file, "a", buffering=1, encoding="utf-8")  # noqa: SIM115
-            self.log.write(line + "\n")
-
-    def close_log(self) -> None:
-        if self.log:
-            self.log.close()
+            self.log_file.parent.mkdir(parents=True, exist_ok=True)
+            with open(self.log_file, "a", encoding="utf-8") as log:
+                log.write(f"{line}\n")
 
     def visible_devices(self) -> dict[str, str]:
         """The environment that selects the host's devices; {} if they are the first ones."""
         devices = self.host.devices
-        if devices == tuple(range(len(devices))):
-            return {}
-        return visible_devices(devices)
+        return {} if devices == tuple(range(len(devices))) else visible_devices(devices)
 
     def send(self, line: str) -> None:
         with self.lock, contextlib.suppress(OSError, ValueError):
@@ -76,9 +71,11 @@ class Launcher:
     def __init__(self, hosts: list[Host], log_dir: Path):
         self.names, self.log_dir = [host.name for host in hosts], log_dir
         self.connections: list[HostConnection] = []
+        self.members = self.connections  # those to hosts that take part in the launch
         self.events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()  # calls of handlers
         self.signals: list[int] = []  # received by this launcher
-        self.hangs = HangReports(log_dir)
+        self.hangs: dict[int, Evidence] = {}  # the reports of ranks in a job that hangs
+        self.hang_at: float | None = None  # when the first report came; infinite once the table is shown
         self.stopped_at: float | None = None  # when all were told to stop
 
     def listen(self) -> None:
@@ -97,22 +94,18 @@ class Launcher:
         return connection
 
     def close(self) -> None:
-        for line in self.hangs.lines_due(at_once=True):
-            self.say(line)
+        self._show_hang(COLLECT_S)
         close_and_wait([connection.process for connection in self.connections], END_S)
-        for connection in self.connections:
-            connection.close_log()
 
     def handle_event(self) -> None:
         """Waits up to half a second for an event."""
         if self.stopped_at and time.monotonic() - self.stopped_at > END_S:
-            for connection in self.parts():
+            for connection in self.members:
                 if connection.status is None:  # unreachable; its agent ends by itself
                     self.give_up(connection)
         with contextlib.suppress(queue.Empty):
             self.events.get(timeout=0.5)()
-        for line in self.hangs.lines_due():
-            self.say(line)
+        self._show_hang()
 
     def give_up(self, connection: HostConnection) -> None:
         connection.process.kill()
@@ -121,16 +114,21 @@ class Launcher:
     def on_line(self, connection: HostConnection, line: str) -> None:
         if line.startswith(EVENT):
             self.on_event(connection, json.loads(line.removeprefix(EVENT)))
-        elif connection.hello is None and line.startswith(HELLO):
-            connection.hello = json.loads(line.removeprefix(HELLO))
         else:
-            connection.keep(line)
+            connection.record(line)
             self._show(connection, line)
 
     def on_event(self, connection: HostConnection, event: dict[str, Any]) -> None:
-        """Handles an event of a process on the host (common/system/events.py)."""
-        if event["event"] == "hang":
-            self.hangs.add(connection.host.name, event)
+        """Handles an event of the agent, or of a process on the host (common/system/env.py)."""
+        if event["event"] == "hello":
+            connection.hello = event
+        elif event["event"] == "hang":
+            self.hang_at = self.hang_at or time.monotonic()
+            if stacks := event.pop("stacks", ""):
+                with contextlib.suppress(OSError):
+                    self.log_dir.mkdir(parents=True, exist_ok=True)
+                    (self.log_dir / f"hang_rank_{event['rank']}.txt").write_text(stacks)
+            self.hangs[event["rank"]] = event | {"host": connection.host.name}
 
     def on_end(self, connection: HostConnection, status: int) -> None:
         """Handles the end of a host's part. May be called again for the same connection."""
@@ -141,12 +139,8 @@ class Launcher:
             self.send_all("kill")
         else:
             self.stop_all()
-            self.say("stopping: every process saves and ends; once more ends all at once")
+            self.log("stopping: every process saves and ends; once more ends all at once")
         self.signals.append(number)
-
-    def parts(self) -> list[HostConnection]:
-        """The connections to hosts that take part in the launch."""
-        return self.connections
 
     def stop_all(self) -> None:
         self.stopped_at = self.stopped_at or time.monotonic()
@@ -162,7 +156,7 @@ class Launcher:
         assert connection.process.stdout
         for line in connection.process.stdout:
             # In this thread, as a suspended terminal can block the main one, and no host is lost by that.
-            connection.heard_at = time.monotonic()
+            connection.received_at = time.monotonic()
             self.events.put(partial(self.on_line, connection, line.rstrip("\n")))
         self.events.put(partial(self.on_end, connection, connection.process.wait()))
 
@@ -174,7 +168,19 @@ class Launcher:
 
     # --- Output
 
-    def say(self, text: str) -> None:
+    def _show_hang(self, sooner_s: float = 0.0) -> None:
+        """Shows the table of a job that hangs once, COLLECT_S - sooner_s after the first report."""
+        if self.hang_at and time.monotonic() - self.hang_at >= COLLECT_S - sooner_s:
+            self.hang_at = math.inf
+            for line in hang_table(list(self.hangs.values())):
+                self.log(line)
+            self.log(f"the stacks of all threads: {self.log_dir}/hang_rank_*.txt")
+
+    def end_preempted(self) -> int:
+        self.log(f"preempted: the same command continues (exit status {PREEMPTED})")
+        return PREEMPTED
+
+    def log(self, text: str) -> None:
         """Prints. Without a reader (`| tee` ends at Ctrl-C, too) the job and its logs continue."""
         try:
             print(text, flush=True)
@@ -198,4 +204,4 @@ class Launcher:
 
     def _show_line(self, connection: HostConnection, line: str) -> None:
         if not connection.only_log or line.startswith("error: "):
-            self.say(f"{self.label(connection)} | {line}")
+            self.log(f"{self.label(connection)} | {line}")

@@ -6,26 +6,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from common.run.plots import Panel, panels
-from common.system.files import read_json
+from common.system.files import Kind, fitting, read_json
 from common.system.paths import public_path
-from common.system.schema import Kind, fitting
 from common.system.text import plural
-from tools.logbook import bill, seeds
-from tools.logbook import markdown as md
-from tools.logbook.page import as_flag, time_unit
+from tools.logbook import price, seeds, words
+from tools.logbook.markdown import code, render
 from tools.logbook.record import RunRecord
-from tools.logbook.words import (
-    REHEARSAL,
-    chosen,
-    claim,
-    data,
-    evaluated_images,
-    memory_gib,
-    model,
-    number,
-    utilisation_pct,
-)
+from tools.logbook.words import as_flag, chosen, data, memory_gib, utilisation_pct
 
 NOT_COMPARED = ("output_dir", "model_folder", "s3")  # places of files
 # Flags whose resolved values stand in result.json.
@@ -145,15 +132,15 @@ def _values(runs: list[RunRecord], name: str) -> list[str]:
 
 def speed_up(first: RunRecord, run: RunRecord, time: str) -> tuple[float | None, str]:
     """The speed-up in `time` (train_s or wall_s); or None, and the reason."""
-    words = {"batch_size": f"{run.unit} a step", "steps": "steps", "data": "as data", "script": "as script"}
+    words = {"batch_size": f"{run.unit} per step", "steps": "steps", "data": "as data", "script": "as script"}
     for name, what in words.items():
         if first.facts.get(name) != run.facts.get(name):
-            return None, f"{run.facts.get(name)} {what}, the first {first.facts.get(name)}"
+            return None, f"{run.facts.get(name)} {what}, the first run {first.facts.get(name)}"
     for one in (first, run):
         if one.facts["status"] != "finished":
-            return None, f"{'the first' if one is first else 'it'} is not finished"
+            return None, f"{'the first run' if one is first else 'it'} is not finished"
         if not one.facts.get(time):
-            return None, f"{'the first' if one is first else 'it'} has no {time}"
+            return None, f"{'the first run' if one is first else 'it'} has no {time}"
     return first.facts[time] / run.facts[time], ""
 
 
@@ -208,171 +195,73 @@ def conditions(run: RunRecord) -> dict[str, str]:
         "commit": about.get("git_commit", "not known"),
         "device": ", ".join(sorted(set(devices))),
         "host": "; ".join(sorted(hosts)) or "not known",
-        "began with": public_path(about.get("resumed_from", "fresh weights")),
+        "started from": public_path(about.get("resumed_from", "fresh weights")),
     }
 
 
 # --- The page
 
 
-def draw(comparison: Comparison, file: Path) -> None:
-    """Draws accuracy, loss, speed and time of each run; of several seeds their means."""
-    if comparison.groups:
-        _draw_groups(comparison, file)
-        return
-    runs, names = comparison.runs, comparison.names
-    unit, unit_s = time_unit(max((line["wall_s"] for run in runs for line in run.metrics), default=0))
-    accuracy, loss = Panel(f"time, {unit}", "accuracy"), Panel("step", "train/loss")
-    for run, name in zip(runs, names, strict=True):
-        points = [
-            (line["wall_s"] / unit_s, line["val/accuracy"])
-            for line in run.evaluations
-            if "val/accuracy" in line
-        ]
-        steps = [(line["step"], line["train/loss"]) for line in run.metrics if "train/loss" in line]
-        for panel, part in ((accuracy, points), (loss, steps)):
-            if part:
-                panel.curves[name] = ([point[0] for point in part], [point[1] for point in part])
-    speed = Panel(
-        f"{runs[0].unit}/s", "", bars=_known(names, [run.facts.get("images_per_s") for run in runs])
-    )
-    whole = Panel("whole time, s", "", bars=_known(names, [run.facts.get("wall_s") for run in runs]))
-    panels(file, [[accuracy, loss], [speed, whole]], f"{model(runs[0])} on {data(runs[0])}")
-
-
-def _draw_groups(comparison: Comparison, file: Path) -> None:
-    first = comparison.runs[0]
-    accuracy, loss = Panel("step", "accuracy, mean over seeds"), Panel("step", "train/loss, mean over seeds")
-    names = [f"{group.name} ({plural(len(group.runs), 'run')})" for group in comparison.groups]
-    for name, group in zip(names, comparison.groups, strict=True):
-        for panel, key in ((accuracy, "val/accuracy"), (loss, "train/loss")):
-            lines = [{line["step"]: line[key] for line in run.metrics if key in line} for run in group.runs]
-            steps = sorted(set.intersection(*map(set, lines)))
-            if steps:
-                means = [sum(run[step] for run in lines) / len(lines) for step in steps]
-                panel.curves[name] = (steps, means)
-    bars = [
-        Panel(label, "", bars=_known(names, [_mean(group, fact) for group in comparison.groups]))
-        for label, fact in ((f"{first.unit}/s", "images_per_s"), ("whole time, s", "wall_s"))
-    ]
-    panels(file, [[accuracy, loss], bars], f"{model(first)} on {data(first)}")
-
-
-def _mean(group: seeds.Group, fact: str) -> float | None:
-    values = [run.facts[fact] for run in group.runs if fact in run.facts]
-    return sum(values) / len(values) if values else None
-
-
-def _known(names: list[str], values: list[float | None]) -> dict[str, float]:
-    return {name: value for name, value in zip(names, values, strict=True) if value is not None}
-
-
 def page(comparison: Comparison, picture: str, pages: list[str | None]) -> str:
-    """The Markdown of the page. picture, pages: links to draw()'s file and to the runs' pages, if any."""
-    runs = comparison.runs
-    claims = "\n".join(
-        f"- {md.link(name, link) if link else md.text(name)}: {md.text(claim(run))}"
-        for name, run, link in zip(comparison.names, runs, pages, strict=True)
+    """The page. picture, pages: links to the picture and to the runs' pages, if any."""
+    runs, names, groups = comparison.runs, comparison.names, comparison.groups
+    pairs = [speed_up(runs[0], run, "train_s") for run in runs]
+    speed_ups = [factor for factor, _ in pairs]
+    costs = [_cost(run, comparison.price_per_hour) for run in runs]
+    busy = [value and f"{value:.0f} % of {kind}s" for value, kind in map(utilisation_pct, runs)]
+    return render(
+        "compare.md.j2",
+        title=title(comparison),
+        members=list(zip(runs, names, pages, strict=True)),
+        names=names,
+        groups=groups,
+        verdicts=[seeds.verdict(groups[0], other) for other in groups[1:]],
+        each=lambda name: [run.facts.get(name) for run in runs],
+        target=comparison.target,
+        times=[time_to(run, comparison.target) for run in runs],
+        speed_ups=speed_ups,
+        efficiencies=[_efficiency(runs[0], run, factor) for run, factor in zip(runs, speed_ups, strict=True)],
+        whole_speed_ups=[speed_up(runs[0], run, "wall_s")[0] for run in runs],
+        reasons=[(name, reason) for name, (_, reason) in zip(names, pairs, strict=True) if reason],
+        memory=[memory_gib(run) for run in runs],
+        busy=busy,
+        an_hour=comparison.price_per_hour,
+        costs=costs,
+        costs_of_a_point=[_cost_of_a_point(run, cost) for run, cost in zip(runs, costs, strict=True)],
+        largest=[_largest(run, comparison.searches) for run in runs],
+        picture=picture,
+        different=[[name, *map(code, values)] for name, values in differences(runs).items()],
+        searches=[
+            dict.fromkeys(SEARCH)
+            | search
+            | {"name": f"{search['script']}, {search['strategy']} x {search['processes']}"}
+            for search in comparison.searches
+        ],
+        problems=[f"{name}: {line}" for name, run in zip(names, runs, strict=True) for line in run.problems],
+        words=words,
     )
-    table, notes = _table(comparison)
-    over_seeds = comparison.groups
-    parts = [
-        f"# {md.text(title(comparison))}",
-        claims,
-        REHEARSAL if any(run.is_rehearsal for run in runs) else "",
-        seeds.section(over_seeds) if over_seeds else "",
-        md.folded("Each run", table) if over_seeds else table,
-        "\n".join(f"- {note}" for note in notes),
-        md.picture(f"accuracy, loss, {runs[0].unit}/s and time", picture),
-        "## Also different",
-        _also_different(comparison),
-        *_searches(comparison),
-        _problems(comparison),
-    ]
-    return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def title(comparison: Comparison) -> str:
-    return f"{model(comparison.runs[0])} on {data(comparison.runs[0])}: {', '.join(comparison.names)}"
+    return f"{words.model(comparison.runs[0])} on {data(comparison.runs[0])}: {', '.join(comparison.names)}"
 
 
-def _table(comparison: Comparison) -> tuple[str, list[str]]:
-    """A table with a column for each run, and remarks on it."""
-    runs, first = comparison.runs, comparison.runs[0]
-    target, price = comparison.target, comparison.price_per_hour
-    speed_ups = [speed_up(first, run, "train_s") for run in runs]
-    busy = [value and f"{value:.0f} % of {kind}s" for value, kind in map(utilisation_pct, runs)]
-
-    def facts(name: str) -> list[Any]:
-        return [run.facts.get(name) for run in runs]
-
-    rows = [
-        ("hosts", "{}", facts("hosts")),
-        ("processes", "{}", facts("processes")),
-        (f"{first.unit} a step", "{:,}", facts("batch_size")),
-        (f"{first.unit} a forward and process", "{:,}", facts("per_device_batch_size")),
-        ("optimizer steps", "{:,}", facts("steps")),
-        ("training time", "{:,.1f} s", facts("train_s")),
-        ("whole time", "{:,.1f} s", facts("wall_s")),
-        (f"time to accuracy {number(target, '{:.4f}')}", "{:,.1f} s", [time_to(run, target) for run in runs]),
-        (f"{first.unit}/s", "{:,.0f}", facts("images_per_s")),
-        ("MFU", "{:.1f} %", facts("mfu_pct")),
-        ("speed-up in training time", "{:.2f}", [factor for factor, _ in speed_ups]),
-        ("efficiency", "{:.0%}", [_efficiency(first, *pair) for pair in zip(runs, speed_ups, strict=True)]),
-        ("speed-up in whole time", "{:.2f}", [speed_up(first, run, "wall_s")[0] for run in runs]),
-        (f"best accuracy on the {evaluated_images(first)}", "{:.4f}", facts("best_accuracy")),
-        ("final accuracy", "{:.4f}", facts("final_accuracy")),
-        (
-            f"accuracy of the best weights on the {evaluated_images(first, 'test')}",
-            "{:.4f}",
-            facts("test_accuracy"),
-        ),
-        ("final loss", "{:.4f}", facts("final_loss")),
-        ("peak memory of a process", "{:.2f} GiB", [memory_gib(run) for run in runs]),
-        ("utilisation, mean", "{}", busy),
-        ("energy of the GPUs", "{:,.1f} Wh", facts("energy_wh")),
-        (
-            f"cost at {number(price, '{:,.2f}')} an hour and host",
-            "{:,.2f}",
-            [_cost(run, price) for run in runs],
-        ),
-        ("cost of a point of accuracy", "{:,.4f}", [_cost_of_a_point(run, price) for run in runs]),
-        (
-            "largest batch found, images a process",
-            "{:,}",
-            [_largest(run, comparison.searches) for run in runs],
-        ),
-    ]
-    notes = [
-        f"No speed-up of {md.text(name)}: {md.text(reason)}."
-        for name, (_, reason) in zip(comparison.names, speed_ups, strict=True)
-        if reason
-    ]
-    notes.append("Efficiency: the speed-up divided by (processes / processes of the first run).")
-    shown = [
-        [md.text(label), *(number(value, form) for value in values)]
-        for label, form, values in rows
-        if any(value is not None for value in values)
-    ]
-    return md.table(["", *map(md.text, comparison.names)], shown), notes
-
-
-def _efficiency(first: RunRecord, run: RunRecord, found: tuple[float | None, str]) -> float | None:
+def _efficiency(first: RunRecord, run: RunRecord, factor: float | None) -> float | None:
     before, after = first.facts.get("processes"), run.facts.get("processes")
-    return found[0] * before / after if found[0] is not None and before and after else None
+    return factor * before / after if factor is not None and before and after else None
 
 
 def _cost(run: RunRecord, price_per_hour: float | None) -> float | None:
     """The price of all hosts for the run's whole time, with what restarts have lost."""
-    used_s = bill.used_s(run)
+    used_s = price.used_s(run)
     if price_per_hour is None or used_s is None or not {"wall_s", "hosts"} <= run.facts.keys():
         return None
     return used_s / 3600 * run.facts["hosts"] * price_per_hour
 
 
-def _cost_of_a_point(run: RunRecord, price_per_hour: float | None) -> float | None:
-    """The price of the run for each percent of its accuracy: on the test split, or the final one."""
-    cost, accuracy = _cost(run, price_per_hour), seeds.headline(run)
+def _cost_of_a_point(run: RunRecord, cost: float | None) -> float | None:
+    """The cost for each percent of the run's accuracy: on the test split, or the final one."""
+    accuracy = seeds.headline(run)
     return cost / (100 * accuracy) if cost is not None and accuracy else None
 
 
@@ -388,65 +277,3 @@ def _largest(run: RunRecord, searches: tuple[dict[str, Any], ...]) -> int | None
         if same_recipe and same_sharding and same_facts:
             return search.get("answer")
     return None
-
-
-def _also_different(comparison: Comparison) -> str:
-    found = differences(comparison.runs)
-    if not found:
-        return "Nothing: recipe, data, versions, commit, devices and precision are the same."
-    rows = [[md.text(name), *map(md.code, values)] for name, values in found.items()]
-    return md.table(["", *map(md.text, comparison.names)], rows, numbers=False)
-
-
-def _searches(comparison: Comparison) -> list[str]:
-    """A table of the largest batch of each search; its trials, folded."""
-    if not comparison.searches:
-        return []
-    head = [
-        "",
-        "largest, images a process",
-        "images a forward, all processes",
-        "knee",
-        "limit",
-        "trials",
-        "time",
-    ]
-    rows, folds = [], []
-    for search in comparison.searches:
-        name = f"{search['script']}, {search['strategy']} x {search['processes']}"
-        answer, trials = search.get("answer"), search["trials"]
-        took_s = sum(trial.get("seconds") or 0 for trial in trials)
-        rows.append(
-            [
-                md.text(f"{name} on {search.get('device', 'unknown device')}"),
-                number(answer, "{:,}"),
-                number(answer and answer * search["processes"], "{:,}"),
-                number(search.get("knee"), "{:,}"),
-                number(search.get("limit_gib"), "{:.2f} GiB a process"),
-                f"{len(trials)}",
-                f"{took_s:,.0f} s",
-            ]
-        )
-        trial_rows = [
-            [
-                number(trial.get("per_device_batch_size"), "{:,}"),
-                md.text(trial.get("outcome") or "-"),
-                number(trial.get("memory_gib"), "{:.2f} GiB"),
-                number(trial.get("images_per_s"), "{:,.0f}"),
-                number(trial.get("seconds"), "{:,.0f} s"),
-            ]
-            for trial in trials
-        ]
-        columns = ["images a forward", "outcome", "memory", "images/s", "time"]
-        folds.append(md.folded(f"The trials of {name}", md.table(columns, trial_rows)))
-    knee = "The knee: from there on a larger batch brings less than 5 percent more images/s."
-    return ["## Largest batch", md.table(head, rows), knee, *folds]
-
-
-def _problems(comparison: Comparison) -> str:
-    lines = [
-        f"- {md.text(name)}: {md.text(problem)}"
-        for name, run in zip(comparison.names, comparison.runs, strict=True)
-        for problem in run.problems
-    ]
-    return "## Missing or broken in the runs' folders\n\n" + "\n".join(lines) if lines else ""

@@ -1,65 +1,139 @@
-"""Writes GitHub's Markdown with names escaped: none can break a table or insert HTML."""
+"""Renders the pages' templates. Every text in them is escaped, so that none can break a table or insert HTML.
+
+In templates/*.md.j2 a value is plain text unless a filter of this file has made it Markdown; in *.html.j2
+jinja2 escapes it for HTML.
+"""
 
 import html
+import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
-from common.system.text import printable, printable_lines
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from common.system.text import plural, printable, printable_lines
+
+TEMPLATES = Path(__file__).with_name("templates")
 
 
-def text(value: object) -> str:
-    """Escapes one line of plain text. Underscores inside words need no escape."""
-    line = _line(value)
-    return re.sub(r"[\\`*\[\]<>&~$]|(?<!\w)_|_(?!\w)", r"\\\g<0>", line)
+def render(template: str, **values: Any) -> str:
+    """The page. In Markdown, parts of a template that are empty leave no blank lines."""
+    is_markdown = template.endswith(".md.j2")
+    page = _environment(is_markdown).get_template(template).render(values)
+    return re.sub(r"\n{3,}", "\n\n", page).strip() + "\n" if is_markdown else page
 
 
-def code(value: object) -> str:
-    """An inline code span of one line."""
+@cache
+def _environment(is_markdown: bool) -> Environment:
+    made = Environment(
+        loader=FileSystemLoader(TEMPLATES, "ascii"),
+        autoescape=True,  # leaves alone what finalize has made Markdown
+        finalize=text if is_markdown else lambda one: one if isinstance(one, Markup) else printable(one),
+        undefined=StrictUndefined,
+        trim_blocks=not is_markdown,
+    )
+    filters = (amount, block, bullets, code, columns, each, folded, formatted, known, link, plural, table)
+    made.filters |= {function.__name__: function for function in (*filters, url)}
+    return made
+
+
+def text(value: object) -> Markup:
+    """Escapes one line of plain text; `-` for None. Underscores inside words need no escape."""
+    if isinstance(value, Markup):
+        return value
+    line = "-" if value is None else _line(value)
+    return Markup(re.sub(r"[\\`*\[\]<>&~$|]|(?<!\w)_|_(?!\w)", r"\\\g<0>", line))
+
+
+def code(value: object, in_table: bool = True) -> Markup:
+    """An inline code span of one line. Only in a table a bar in it needs a backslash, and hides it."""
     line = _line(value)
     fence = _fence(line, least=1)
     pad = " " if "`" in line or not line else ""
-    return f"{fence}{pad}{line}{pad}{fence}"
+    span = f"{fence}{pad}{line}{pad}{fence}"
+    return Markup(span.replace("|", "\\|") if in_table else span)
 
 
-def block(content: str, language: str = "") -> str:
+def block(content: str, language: str = "") -> Markup:
     content = printable_lines(content)
     fence = _fence(content, least=3)
-    return f"{fence}{language}\n{content.rstrip()}\n{fence}"
+    return Markup(f"{fence}{language}\n{content.rstrip()}\n{fence}")
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]], numbers: bool = True) -> str:
-    """Cells are Markdown. numbers: all columns but the first are aligned to the right."""
-    lines = [head, ["---", *(["---:" if numbers else "---"] * (len(head) - 1))], *rows]
-    return "\n".join(f"| {' | '.join(_cell(cell) for cell in line)} |" for line in lines)
+def bullets(lines: Iterable[object]) -> Markup:
+    return Markup("\n".join(f"- {text(line)}" for line in lines))
 
 
-def folded(summary: str, content: str) -> str:
-    """A folded section. summary: its title, plain text."""
-    return f"<details><summary>{html.escape(_line(summary))}</summary>\n\n{content}\n\n</details>"
+def formatted(value: float | str | None, form: str = "{:,.1f}") -> str | None:
+    """The value in the form of str.format(), as `{:,.1f} s`. None and Markdown stay."""
+    return value if value is None or isinstance(value, Markup) else form.format(value)
 
 
-def picture(what: str, path: str) -> str:
-    return f"![{text(what)}]({_url(path)})"
+def amount(value: float | None, unit: str = "", scale: float = 1) -> str | None:
+    """The value, times scale, with three significant digits at least."""
+    if value is None or not math.isfinite(value := value * scale):
+        return None
+    if 0 < abs(value) < 1e-6:
+        return f"{value:.2e}{unit}"
+    digits = 2 - math.floor(math.log10(abs(value))) if value else 0
+    return f"{value:,.{max(0, digits)}f}{unit}"
 
 
-def link(what: str, path: str) -> str:
-    return f"[{text(what)}]({_url(path, safe='/:#?=&%@')})"
+def table(
+    rows: Iterable[Sequence[object]], head: Sequence[object] = ("", ""), numbers: bool = True
+) -> Markup:
+    """A table; empty without rows. numbers: all columns but the first are aligned to the right."""
+    lines = [head, [Markup("---"), *[Markup("---:" if numbers else "---")] * (len(head) - 1)], *rows]
+    shown = [f"| {' | '.join(map(text, line))} |" for line in lines]
+    return Markup("\n".join(shown) if len(shown) > 2 else "")
+
+
+def known(rows: Iterable[tuple[object, str, Any]]) -> list[list[object]]:
+    """Rows with their values formatted, without those of which no value is known.
+
+    rows: label, form, and a value or a list of values.
+    """
+    lists = [(label, form, value if isinstance(value, list) else [value]) for label, form, value in rows]
+    return [
+        [label, *(formatted(value, form) for value in values)]
+        for label, form, values in lists
+        if any(value is not None for value in values)
+    ]
+
+
+def each(items: Iterable[Mapping[str, Any]], key: str) -> list[Any]:
+    return [item.get(key) for item in items]
+
+
+def columns(items: Sequence[Mapping[str, Any]], labels: Mapping[str, tuple[str, str]]) -> Markup:
+    """A table with a row for each item. labels: {key: (label, form)}; those that no item has are left out."""
+    keys = [key for key in labels if any(item.get(key) is not None for item in items)]
+    rows = [[formatted(item.get(key), labels[key][1]) for key in keys] for item in items]
+    return table(rows, [labels[key][0] for key in keys])
+
+
+def folded(content: str, summary: str) -> Markup:
+    """A folded section of Markdown. summary: its title, plain text."""
+    return Markup(f"<details><summary>{html.escape(_line(summary))}</summary>\n\n{content}\n\n</details>")
+
+
+def link(what: object, path: str) -> Markup:
+    return Markup(f"[{text(what)}]({url(path, safe='/:#?=&%@')})")
+
+
+def url(path: str, safe: str = "/") -> Markup:
+    return Markup(quote(path.encode(errors="surrogateescape"), safe=safe))
 
 
 def _line(value: object) -> str:
     return printable(" ".join(str(value).split()))
 
 
-def _url(path: str, safe: str = "/") -> str:
-    return quote(path.encode(errors="surrogateescape"), safe=safe)
-
-
 def _fence(content: str, least: int) -> str:
     """A fence of more backticks than the longest row of them in the content."""
     return "`" * max(least, 1 + max(map(len, re.findall("`+", content)), default=0))
-
-
-def _cell(cell: str) -> str:
-    """Escapes bars: each one without a backslash would end the cell, in code too."""
-    return cell.replace("|", "\\|")

@@ -1,8 +1,8 @@
 """One HTML page of all runs: a table, curves, recipes side by side, pictures. The file loads nothing else.
 
-overview.html is the page without its runs. They are put into it as JSON, which no text from a run can end,
-and its script shows them as text nodes. The page's own policy (Content-Security-Policy) lets the browser run
-that script alone, by its hash, and forbids every request.
+jinja2 escapes every text of a run. What the page's script needs stands in it as JSON, which no text can end.
+The page's own policy (Content-Security-Policy) lets the browser run that script alone, by its hash, and
+forbids every request.
 """
 
 import base64
@@ -11,21 +11,21 @@ import heapq
 import io
 import json
 import os
-import re
 from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from markupsafe import Markup
+
 from common.system.files import own_files
 from common.system.paths import public_path
 from common.system.text import natural, plural, printable
 from tools.logbook.comparison import conditions
-from tools.logbook.page import as_flag
+from tools.logbook.markdown import TEMPLATES, render
 from tools.logbook.record import PARTS, RunRecord, read_picture
-from tools.logbook.words import data, devices, memory_gib, model, utilisation_pct
+from tools.logbook.words import as_flag, data, devices, memory_gib, model, utilisation_pct
 
-TEMPLATE = Path(__file__).with_name("overview.html")
 DIGITS = 6  # significant ones of a number
 PICTURE_PX = 900  # largest width and height of a picture
 PICTURES_BYTES = 4 * 2**20  # of all pictures in a page: those of the newest runs
@@ -101,28 +101,37 @@ def page(folders: list[Path], unread: Iterable[str] = ()) -> str:
     names = _names(folders)
     runs = [_run(RunRecord(folder), name) for folder, name in zip(folders, names, strict=True)]
     _add_pictures(runs, folders)
-    problems = [{"name": run["name"], "lines": lines} for run in runs if (lines := run.pop("lines"))]
-    problems += [{"name": "a folder", "lines": [printable(line)]} for line in unread]
-    content = {"columns": _columns(runs), "runs": runs, "problems": problems}
-    template = TEMPLATE.read_text(encoding="ascii")
-    return template.replace("@policy@", _policy(template)).replace("@data@", _embedded(content))
+    columns = [
+        {"key": key, "label": label, "digits": digits}
+        for key, label, digits in COLUMNS
+        if any(run["values"][key] is not None for run in runs)
+    ]
+    shown = [{key: run[key] for key in ("name", "values", "settings", "curves")} for run in runs]
+    content = json.dumps({"columns": columns, "runs": shown}, separators=(",", ":"), allow_nan=False)  # ASCII
+    style, script = ((TEMPLATES / f"overview.{kind}").read_text("ascii") for kind in ("css", "js"))
+    return render(
+        "overview.html.j2",
+        columns=columns,
+        runs=runs,
+        choices=[(column, _choices(runs, column["key"])) for column in columns if column["key"] in CHOICES],
+        measures=list(dict.fromkeys(name for run in runs for name in run["curves"])),
+        unfinished=sum(run["values"]["status"] != "finished" for run in runs),
+        problems=[(run["name"], run["lines"]) for run in runs if run["lines"]]
+        + [("a folder", [line]) for line in unread],
+        policy=f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; img-src data:;"
+        " base-uri 'none'; form-action 'none'",
+        style=Markup(style),
+        script=Markup(script),
+        data=Markup(content.replace("<", "\\u003c")),  # so it can neither end its element nor begin a comment
+    )
 
 
-def _embedded(content: dict[str, Any]) -> str:
-    """JSON for a <script> element. Without `<` it can neither end the element nor begin a comment in it."""
-    text = json.dumps(content, separators=(",", ":"), allow_nan=False)  # ASCII
-    return text.replace("<", "\\u003c")
+def _hash(content: str) -> str:
+    return Markup(f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'")
 
 
-def _policy(template: str) -> str:
-    """Allows the template's own script and style, by their hashes, and pictures that stand in the page."""
-
-    def allowed(tag: str) -> str:
-        (content,) = re.findall(f"<{tag}>(.*?)</{tag}>", template, re.DOTALL)
-        return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
-
-    rules = ["default-src 'none'", f"script-src {allowed('script')}", f"style-src {allowed('style')}"]
-    return "; ".join([*rules, "img-src data:", "base-uri 'none'", "form-action 'none'"])
+def _choices(runs: list[dict[str, Any]], key: str) -> list[str]:
+    return sorted({run["values"][key] or "" for run in runs}, key=natural)
 
 
 def _names(folders: list[Path]) -> list[str]:
@@ -132,20 +141,6 @@ def _names(folders: list[Path]) -> list[str]:
     return [printable(place.relative_to(root)) for place in places]
 
 
-def _columns(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The columns in which some run has a value."""
-    return [
-        {
-            "key": key,
-            "label": label,
-            "choice": key in CHOICES,
-            **({} if digits is None else {"digits": digits}),
-        }
-        for key, label, digits in COLUMNS
-        if any(run["values"][key] is not None for run in runs)
-    ]
-
-
 def _run(run: RunRecord, name: str) -> dict[str, Any]:
     return {
         "name": name,
@@ -153,7 +148,7 @@ def _run(run: RunRecord, name: str) -> dict[str, Any]:
         "settings": _settings(run),
         "curves": _curves(run),
         "pictures": [],
-        # These two are not in the page.
+        "left_out": "",
         "lines": _problems(run),
         "texts": _texts(run),
     }
@@ -231,7 +226,7 @@ def _add_pictures(runs: list[dict[str, Any]], folders: list[Path]) -> None:
     left = PICTURES_BYTES
     by_age = sorted(zip(runs, folders, strict=True), key=lambda pair: pair[0]["values"]["began"] or "")
     for run, folder in reversed(by_age):
-        texts, files = run.pop("texts"), _files(folder)
+        texts, files = run["texts"], _files(folder)
         if left <= 0 and files:
             run["left_out"] = LEFT_OUT
             continue

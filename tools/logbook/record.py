@@ -8,9 +8,8 @@ from typing import Any
 
 from PIL import Image
 
-from common.system.files import parse_json, read_own, sha256_of
+from common.system.files import Kind, fitting, parse_json, read_own, sha256_of
 from common.system.paths import public_path
-from common.system.schema import Kind, fitting
 
 ABOUT: dict[str, Kind] = {
     **dict.fromkeys(
@@ -63,16 +62,12 @@ REPORT = CONFUSION | {
 }
 PARTS = ("recipe.json", "result.json", "metrics.jsonl", "checkpoints")  # a run's folder has one of them
 VERIFIED = "verified.json"  # by verify.py
-STAMPS: dict[str, Kind] = {
-    "stamps": [
-        {
-            **dict.fromkeys(("date", "commit", "device", "config", "mixed_precision"), str),
-            **dict.fromkeys(("steps", "of_steps"), int),
-            **dict.fromkeys(("intervals", "checkpoints", "findings", "not_verified"), list[str]),
-            **dict.fromkeys(("loss_difference", "bound"), float),
-            "files": {"*": str},  # name -> SHA-256
-        }
-    ]
+STAMP: dict[str, Kind] = {
+    **dict.fromkeys(("date", "commit", "device", "config", "mixed_precision"), str),
+    **dict.fromkeys(("steps", "of_steps"), int),
+    **dict.fromkeys(("intervals", "checkpoints", "findings", "not_verified"), list[str]),
+    **dict.fromkeys(("loss_difference", "bound"), float),
+    "files": {"*": str},  # name -> SHA-256
 }
 MOST_BYTES = 2**31  # larger files are not read: 14 days of telemetry of a host with 8 GPUs
 UNFINISHED = "killed or still running"  # the status of a run without a result
@@ -107,7 +102,7 @@ class RunRecord:
         shows_classes = self.facts["status"] == "finished" and "best_accuracy" in self.facts
         has_confusion = shows_classes or (folder / "confusion.json").exists()
         self.confusion = self._matrix("confusion.json", CONFUSION) if has_confusion else {}
-        stamps = self._read(VERIFIED, STAMPS) if (folder / VERIFIED).exists() else {}
+        stamps = self._read(VERIFIED, {"stamps": [STAMP]}) if (folder / VERIFIED).exists() else {}
         self.stamps: list[dict[str, Any]] = stamps.get("stamps", [])
         self.reports = {
             path.name: self._matrix(f"validation/{path.name}/report.json", REPORT)
@@ -257,10 +252,14 @@ def read_picture(file: Path) -> Image.Image:
 
 
 def stamped_files(folder: Path) -> dict[str, str]:
-    """The SHA-256 of the files that verify.py compares; empty for a file that is missing."""
+    """The SHA-256 of the files that verify.py compares; empty for one that is missing or too large."""
+
+    def hashed(file: Path) -> str:
+        return sha256_of(file) if file.is_file() and file.stat().st_size <= MOST_BYTES else ""
+
     files = [folder / name for name in ("recipe.json", "result.json", "metrics.jsonl")]
     files += sorted(folder.glob("checkpoints/step_*/manifest.json"))
-    return {str(file.relative_to(folder)): sha256_of(file) if file.is_file() else "" for file in files}
+    return {str(file.relative_to(folder)): hashed(file) for file in files}
 
 
 def score(evaluation: dict[str, float]) -> float:

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tools.logbook import markdown as md
 from tools.logbook.record import RunRecord
 
 ALPHA, POWER = 0.05, 0.8  # of the test; of the number of seeds that would tell
@@ -57,11 +56,7 @@ class Difference(NamedTuple):
     high: float
     p: float
     is_paired: bool
-    needed: int | None  # seeds of each that find a difference of this size with POWER; None: more than MOST
-
-    @property
-    def is_found(self) -> bool:
-        return self.p < ALPHA
+    effect: float  # its size in standard deviations, as seeds_needed() takes it
 
 
 def group(runs: Sequence[RunRecord], names: Sequence[str]) -> list[Group]:
@@ -119,20 +114,17 @@ def compare(first: Group, second: Group) -> Difference | None:
         return None
     if first.values.keys() == second.values.keys():
         pairs = [second.values[seed] - first.values[seed] for seed in first.values]
-        deviation = statistics.stdev(pairs)
-        if deviation < TINY:
-            return None
-        result = stats.ttest_1samp(pairs, 0.0)
-        needed = seeds_needed(abs(statistics.fmean(pairs)) / deviation, is_paired=True)
+        spread = statistics.stdev(pairs)
+        result = stats.ttest_1samp(pairs, 0.0) if spread >= TINY else None
     else:
         pairs = []
         spread = math.hypot(first.deviation or 0.0, second.deviation or 0.0)
-        if spread < TINY:
-            return None
-        result = stats.ttest_ind([*second.values.values()], [*first.values.values()], equal_var=False)
-        needed = seeds_needed(abs(second.mean - first.mean) / spread, is_paired=False)
-    low, high = result.confidence_interval(1 - ALPHA)
-    return Difference(second.mean - first.mean, low, high, float(result.pvalue), bool(pairs), needed)
+        samples = [*second.values.values()], [*first.values.values()]
+        result = stats.ttest_ind(*samples, equal_var=False) if spread >= TINY else None
+    if result is None:
+        return None
+    mean, (low, high) = second.mean - first.mean, result.confidence_interval(1 - ALPHA)
+    return Difference(mean, low, high, float(result.pvalue), bool(pairs), abs(mean) / spread)
 
 
 def seeds_needed(effect: float, is_paired: bool) -> int | None:
@@ -160,42 +152,23 @@ def _critical(freedom: int) -> float:
     return float(stats.t.ppf(1 - ALPHA / 2, freedom))
 
 
-# --- On the page
-
-
-def section(groups: Sequence[Group]) -> str:
-    """Markdown: a row for each group, and each one's difference from the first."""
-    rows = []
-    for one in groups:
-        low, high = one.interval or (None, None)
-        spread = "-" if one.deviation is None else f"{one.deviation:.4f}"
-        between = "-" if low is None or high is None else f"{low:.4f} to {high:.4f}"
-        seeds = ", ".join(map(str, one.values))
-        rows.append(
-            (md.text(one.name), f"{len(one.values)}", md.text(seeds), f"{one.mean:.4f}", spread, between)
-        )
-    head = ("", "runs", "seeds", "mean accuracy", "standard deviation", "95 % interval of the mean")
-    said = [f"- {md.text(verdict(groups[0], other))}" for other in groups[1:]]
-    note = "The accuracy is that on the test split with --holdout, else the final one."
-    return "\n\n".join(filter(None, ["## Over seeds", md.table(head, rows), "\n".join(said), note]))
-
-
 def verdict(first: Group, second: Group) -> str:
     """One sentence: better, worse, or not distinguishable, and how many seeds would tell."""
     found = compare(first, second)
     if found is None:
         few = min(len(first.values), len(second.values)) < 2
-        why = "a single run says nothing about the seeds" if few else "each pair differs by the same amount"
-        return f"{second.name} and {first.name}: no test, {why}."
+        why = "a single run does not show how seeds vary" if few else "all pairs differ by the same amount"
+        return f"{second.name} and {first.name}: no test, because {why}."
     how = f"{'paired' if found.is_paired else 'Welch'} t-test, p = {found.p:.2g}"
     runs = sorted({len(first.values), len(second.values)})
     count = f"n = {' and '.join(map(str, runs))}"
     between = f"{found.mean:+.4f}, 95 %: {found.low:+.4f} to {found.high:+.4f}; {how}"
-    if found.is_found:
+    if found.p < ALPHA:
         word = "better" if found.mean > 0 else "worse"
         return f"{second.name} is {word} than {first.name} with {count} ({between})."
-    more = f"more than {MOST_SEEDS:,}" if found.needed is None else f"some {found.needed:,}"
+    needed = seeds_needed(found.effect, found.is_paired)
+    more = f"More than {MOST_SEEDS:,}" if needed is None else f"About {needed:,}"
     return (
-        f"{second.name} and {first.name} are not distinguishable with {count} ({between}); {more} seeds of"
-        f" each would tell a difference of this size four times out of five."
+        f"{second.name} and {first.name} are not distinguishable with {count} ({between}). {more} seeds per"
+        f" variant would detect a difference of this size with {POWER:.0%} power."
     )

@@ -12,12 +12,18 @@ HALF_PRECISION = {
     "autocast": "by autocast: weights and residual stream in fp32",
     "weights": "weights and all activations",
 }
-REHEARSAL = "**Rehearsal on CPU: says nothing about GPUs.**"
 
 
 def number(value: float | None, form: str = "{:,.1f}") -> str:
     """The formatted value; `-` for None. form: as `{:,.1f} s`."""
     return "-" if value is None else form.format(value)
+
+
+def as_flag(value: Any) -> str:
+    """The value as it is written after a flag."""
+    if isinstance(value, list):
+        return ",".join(map(str, value)) or "none"
+    return "unset" if value is None else str(value)
 
 
 def devices(run: RunRecord) -> str:
@@ -100,13 +106,11 @@ def utilisation_pct(run: RunRecord) -> tuple[float | None, str]:
     return None, "device"
 
 
+INDEXED = ["script", "strategy", "batch_size", "epochs", "hosts", "processes", "status", "device"]
+INDEXED += ["best_accuracy", "final_accuracy", "test_accuracy", "val_name", "test_name", "wall_s"]
+
+
 def index_values(run: RunRecord) -> dict[str, Any]:
     """The values of a run that the index shows."""
-    names = ["script", "strategy", "batch_size", "epochs", "hosts", "processes", "status", "device"]
-    names += ["best_accuracy", "final_accuracy", "test_accuracy", "val_name", "test_name", "wall_s"]
-    return {
-        **{name: run.facts.get(name) for name in names},
-        "model": model(run),
-        "data": data(run),
-        "is_rehearsal": run.is_rehearsal,
-    }
+    found = {"model": model(run), "data": data(run), "is_rehearsal": run.is_rehearsal}
+    return {name: run.facts.get(name) for name in INDEXED} | found

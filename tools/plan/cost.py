@@ -12,12 +12,12 @@
 Not measured on a GPU yet; the three constants of data sheets are meant for an H200.
 """
 
+import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from common.telemetry.flops import Device
-from tools.plan.result import Collective, Measured, Trace
 
 REACHED_FLOPS = 0.66  # of the peak, by large products in half precision: 650 of 990 TFLOP/s
 REACHED_BANDWIDTH = 0.9  # of the memory's: 4.3 of 4.8 TB/s
@@ -29,6 +29,38 @@ RING = {"all_reduce": 2.0}  # times (n-1)/n of the bytes are sent; of other coll
 LARGE_PART = 0.1  # of the computation: an exchange that takes longer beside it is what limits
 COMPUTE, MEMORY, LAUNCHES = "compute", "memory traffic", "launch overhead"
 LINK, NETWORK = "link", "network"
+
+Kernel = tuple[str, int, int]  # the type of what it writes, FLOPs, bytes read and written
+Collective = tuple[str, int, int]  # its name, bytes, ranks
+
+
+@dataclass
+class Trace:
+    """One process's optimizer step. Memory in bytes, by the images per forward."""
+
+    strategy: str
+    mixed_precision: str
+    peaks: dict[int, dict[str, int]]  # MemTracker's parts at the peak, and `Total`
+    parameters: int  # bytes of what this process keeps between steps
+    optimizer: int  # masters under ZeRO, the optimizer's state, averages
+    operations: list[Kernel]
+    collectives: list[Collective]
+    gradients: int = 0  # bytes of the parameters' .grad after the backward pass; ZeRO keeps them in buckets
+
+    @classmethod
+    def from_json(cls, text: str) -> "Trace":
+        values = json.loads(text)
+        values["peaks"] = {int(size): peak for size, peak in values["peaks"].items()}
+        return cls(**values)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A micro-batch with its optimizer step on one process that exchanges nothing."""
+
+    forward_s: float
+    backward_s: float
+    optimizer_s: float
 
 
 @dataclass(frozen=True)

@@ -25,14 +25,14 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 
 from common.distributed.accelerator import make_accelerator, prepare
-from common.distributed.answers import check_answers, settle_answers
+from common.distributed.devices import keep_freed_memory, rehearse_on_cpu
+from common.distributed.launch_config import check_launch_config, disable_meaningless
 from common.distributed.precision import input_dtype
-from common.distributed.rehearsal import keep_freed_memory, rehearse_on_cpu
 from common.optim import EMA
 from common.order import reseed
 from common.recipe import Batch, parse
 from common.script import AFRESH, CLASSES, load_script, recipe_class
-from tools.plan.stand_in import launchers_environment
+from tools.plan.fake_rank import launchers_environment
 
 WARM_UP, STEPS = 3, 7
 
@@ -122,9 +122,9 @@ class TimedTraining:
 def _start(config_file: Path, size: int, recipe: Any) -> Accelerator:
     """The Accelerator of a job of one process under a config file."""
     os.environ.update(launchers_environment(config_file, 1, 1))
-    deepspeed = check_answers(os.environ, 1, precision=recipe.mixed_precision)
+    deepspeed = check_launch_config(os.environ, 1, precision=recipe.mixed_precision)
     on_cpu = not torch.cuda.is_available()
-    settle_answers(on_cpu)
+    disable_meaningless(on_cpu)
     if on_cpu:
         keep_freed_memory()
     if "MULTI_GPU" in config_file.read_text() or "ACCELERATE_USE_FSDP" in os.environ or deepspeed:

@@ -34,9 +34,8 @@ from common.optim import EMA
 from common.order import reseed
 from common.recipe import Batch, ImageRecipe, parse
 from common.script import AFRESH, CLASSES, load_script, recipe_class
-from tools.plan.cost import QUANTUM, largest_size
-from tools.plan.result import Collective, Kernel, Trace
-from tools.plan.stand_in import settle_in, stand_in_for_reducer, start_as_rank_0, without_contents
+from tools.plan.cost import QUANTUM, Collective, Kernel, Trace, largest_size
+from tools.plan.fake_rank import fake_reducer, materialize, start_as_rank_0, without_contents
 
 COLLECTIVES = {  # torch's operator: the collective, and the argument that has all of its bytes
     "allreduce_": ("all_reduce", 0),
@@ -103,15 +102,15 @@ def trace(
         model = script.build_model(recipe, CLASSES)
     recorded = _Operations()
     with without_contents():
-        model = settle_in(model)
+        model = materialize(model)
         optimizer = script.build_optimizer(model, recipe)
         model, optimizer = wrap(accelerator, model, optimizer)
         averaged = EMA(model, optimizer, recipe.ema_decay) if getattr(recipe, "ema_decay", 0) else None
         exchanged: list[Collective] = []  # by DDP's reducer
-        stand_in_for_reducer(model, exchanged)
+        fake_reducer(model, exchanged)
         layout = layout_of(model, optimizer)
         tracker = MemTracker()
-        tracker.track_external(model, *tree_leaves(layout.held))
+        tracker.track_external(model, *tree_leaves(layout.local))
         if averaged:
             tracker.track_external(*averaged.averages)
 
@@ -157,7 +156,7 @@ def trace(
                 find_peak(largest)
                 find_peak(largest + QUANTUM)
     state = [t for t in tree_leaves(layout.states()) if isinstance(t, Tensor)]
-    state += [*(layout.held if layout.is_flat else ()), *(averaged.averages if averaged else ())]
+    state += [*(layout.local if layout.is_flat else ()), *(averaged.averages if averaged else ())]
     return Trace(
         strategy(accelerator),
         precision(accelerator),

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from common.system.redaction import redacted
+from common.system.text import redacted
 
 if TYPE_CHECKING:
     from aiohttp import ClientResponseError

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from common.data.parquet import Table, read_images, read_labels
-from common.data.source import BY_TYPE, VAL_NAMES
-from common.data.tables import parquet_files
+from common.data.class_folders import VAL_NAMES
+from common.data.tables import BY_TYPE, Table, parquet_files, read_images, read_labels
 from tools.prepare.inputs import Input
 from tools.prepare.source import ImageGroup, Label, RawDataset, check_plain, digest
 

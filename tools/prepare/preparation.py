@@ -16,7 +16,6 @@ import numpy as np
 
 from common.data.decode import SPLITS
 from common.data.shards import FORMAT, data_root_flag, index_name
-from common.system.cli import expand_home
 from common.system.progress import ReadingProgress
 from common.system.s3 import ObjectStore
 from common.system.text import printable
@@ -45,12 +44,12 @@ class Preparation:
     def __init__(self, flags: argparse.Namespace):
         self.flags = flags
         self.store = ObjectStore(flags.out) if flags.out.startswith("s3://") else None
-        self.folder = expand_home(flags.work_dir or flags.out, "give an absolute path").absolute()
+        self.folder = Path(flags.work_dir or flags.out).expanduser().absolute()
         hashed = flags.source == "imagenet" and not flags.no_verify
         if flags.source == "shards":
             self.dataset: RawDataset = WebDataset(find_parts(flags), flags.classes)
         elif flags.source == "parquet":
-            self.dataset = ParquetDataset(expand_home(flags.data, "give an absolute path").absolute())
+            self.dataset = ParquetDataset(Path(flags.data).expanduser().absolute())
         else:
             self.dataset = RawDataset(flags.source, find_parts(flags), hashed, flags.subset)
         self.settings: dict[str, Any] = {

@@ -1,0 +1,215 @@
+"""A model's blocks, compiled one by one (--compile), or with recomputed activations (--grad_checkpointing).
+
+Compilation: also by the `dynamo_config` of an accelerate config. Equal blocks share their graphs. The blocks
+of a ViT need 2 graphs to train and 2 to evaluate, for any number of blocks: one for the first block, which
+has no drop path, and one for all others. Speed is not yet measured on a GPU.
+
+Activation checkpointing: a block's activations are recomputed in the backward pass instead of kept, with the
+same random numbers. Between forward and backward a ViT-B/32 with 32 images of 224 pixels holds 66 MiB instead
+of 911 (fp32, counted on a CPU). Not yet measured on a GPU.
+"""
+
+import argparse
+import functools
+import os
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from accelerate.utils import TorchDynamoPlugin
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+# Graphs of one class of blocks: for each width and stride, to train and to evaluate. Beyond Dynamo's default
+# limit of 8, a block would silently run uncompiled.
+RECOMPILE_LIMIT = 64
+
+
+def blocks_of(model: nn.Module) -> Iterator[nn.Module]:
+    """The outermost modules of the classes that the model's `_no_split_modules` names."""
+    yield from _outermost(model, getattr(model, "_no_split_modules", None) or ())
+
+
+def _outermost(module: nn.Module, names: Collection[str]) -> Iterator[nn.Module]:
+    for child in module.children():
+        if type(child).__name__ in names:
+            yield child
+        else:
+            yield from _outermost(child, names)
+
+
+def checkpoint_activations(model: nn.Module) -> None:
+    """Checkpoints each block, or what timm's own method chooses. ValueError for a model with neither.
+
+    Parameters keep their names. Accelerate's method would draw other random numbers in the backward pass, and
+    rename parameters.
+    """
+    blocks = list(blocks_of(model))
+    for block in blocks:
+        block.forward = _recomputed(block.forward)
+    if blocks:
+        return
+    try:
+        model.set_grad_checkpointing()  # type: ignore[operator]  # timm's models have it
+    except (AttributeError, AssertionError):
+        raise ValueError(
+            f"activation checkpointing: {type(model).__name__} has no blocks, name their classes in its"
+            " _no_split_modules; or train without --grad_checkpointing (fsdp_activation_checkpointing)"
+        ) from None
+
+
+def _recomputed(forward: Callable) -> Callable:
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+    return run
+
+
+@dataclass(frozen=True)
+class Compilation:
+    """Arguments of torch.compile. Backend `no` compiles nothing."""
+
+    backend: str = "no"
+    mode: str = "default"
+    fullgraph: bool = False
+    dynamic: bool = False
+
+    def __bool__(self) -> bool:
+        return self.backend != "no"
+
+    def __str__(self) -> str:
+        """The value of --compile; for a backend other than Inductor, the backend's name."""
+        return self.mode if self.backend == "inductor" else self.backend
+
+
+def chosen_compilation(flag: str | None) -> Compilation:
+    """The compilation of --compile, else of the launcher. Raises ValueError if this host can't compile."""
+    if flag is None:
+        plugin = TorchDynamoPlugin(**_arguments_in_launchers_file())
+        is_full, is_dynamic = bool(plugin.fullgraph), bool(plugin.dynamic)
+        chosen = Compilation(plugin.backend.value.lower(), plugin.mode, is_full, is_dynamic)
+    else:
+        chosen = Compilation("no" if flag == "no" else "inductor", flag)
+    if chosen:
+        _check(chosen)
+    return chosen
+
+
+def compile_blocks(
+    model: nn.Module, how: Compilation, is_whole: bool = False, accumulations: int = 1
+) -> None:
+    """Compiles the forward of each block, or of a model without blocks. Parameters keep their names.
+
+    is_whole: True if nothing shards or checkpoints the model. Then modes with CUDA graphs compile the model
+    as a whole; except a timm model, whose blocks would no longer share graphs. Block by block, and with
+    accumulations, `max-autotune` goes without CUDA graphs, and the others raise ValueError: in an evaluation
+    a block would overwrite its input, the output of the block before, and a micro-batch the gradients of the
+    one before. block.compile() is not used, as it also traces FSDP's and DeepSpeed's hooks.
+    """
+    import torch._dynamo
+    import torch._inductor.config
+
+    torch._dynamo.config.recompile_limit = max(RECOMPILE_LIMIT, torch._dynamo.config.recompile_limit)
+    torch._inductor.config.fallback_random = True  # else dropout differs from eager mode
+    mode = how.mode if how.backend == "inductor" else None  # other backends have no modes
+    blocks = list(blocks_of(model))
+    if how.backend == "cudagraphs" or mode in ("reduce-overhead", "max-autotune"):
+        is_timms = any(type(block).__module__.startswith("timm.") for block in blocks)
+        if is_whole and accumulations == 1 and not is_timms:
+            blocks = []
+        elif mode == "max-autotune":
+            mode = "max-autotune-no-cudagraphs"
+        else:
+            raise ValueError(
+                f"--compile {how} (dynamo_backend): CUDA graphs are for CNNs on one process or under DDP,"
+                " without activation checkpointing or gradient accumulation; choose --compile default"
+            )
+    for block in blocks or [model]:
+        block.forward = torch.compile(
+            block.forward, backend=how.backend, mode=mode, fullgraph=how.fullgraph, dynamic=how.dynamic
+        )
+
+
+def _arguments_in_launchers_file() -> dict[str, Any]:
+    """TorchDynamoPlugin's arguments from `dynamo_config` of `accelerate launch`'s config file.
+
+    For DeepSpeed, accelerate launch passes them in no variable. {} where it does.
+    """
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED") != "true" or "ACCELERATE_DYNAMO_BACKEND" in os.environ:
+        return {}
+    import yaml
+    from accelerate.commands.config.config_args import default_config_file
+
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config_file", default=default_config_file)
+    for process in psutil.Process().parents():
+        try:
+            words, folder = process.cmdline(), process.cwd()
+        except psutil.Error:
+            break
+        if any(Path(word).name == "accelerate" or word == "accelerate.commands.launch" for word in words):
+            file = Path(folder, parser.parse_known_args(words)[0].config_file)
+            config = (yaml.safe_load(file.read_text()) or {}) if file.is_file() else {}
+            answers = config.get("dynamo_config") or {}
+            keys = {"backend": "dynamo_backend", "mode": "dynamo_mode"}
+            keys |= {"fullgraph": "dynamo_use_fullgraph", "dynamic": "dynamo_use_dynamic"}
+            return {name: answers[key] for name, key in keys.items() if key in answers}
+    return {}
+
+
+def _check(chosen: Compilation) -> None:
+    from torch._dynamo import list_backends
+
+    if chosen.backend not in (known := list_backends(())):
+        raise ValueError(f"dynamo_backend {chosen.backend} is not on this host: choose {', '.join(known)}")
+    if chosen.backend == "inductor":
+        from torch._inductor.cpp_builder import get_cpp_compiler
+        from torch._inductor.exc import InvalidCxxCompiler
+
+        try:
+            get_cpp_compiler()
+        except InvalidCxxCompiler:
+            raise ValueError(
+                f"--compile {chosen} (dynamo_backend) needs a C++ compiler, and this host has none: install"
+                " g++, or choose --compile no"
+            ) from None
+
+
+class DropPath(nn.Module):
+    """Drops a residual branch of some samples in training (stochastic depth, arXiv 1603.09382), and scales
+    the others: [B, ...] -> [B, ...].
+
+    timm's DropPath has its rate as a Python number, which torch.compile makes a constant of the graph: blocks
+    that differ in nothing else would each need their own. Here the rate is data.
+    """
+
+    UNITS = 2**24  # of which float32 holds every number
+    keep: Tensor
+
+    def __init__(self, rate: float):
+        super().__init__()
+        # An integer, as ZeRO rounds a model's floating-point buffers to bf16.
+        self.register_buffer("keep", torch.tensor(round((1 - rate) * self.UNITS)), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return x
+        keep = self.keep / self.UNITS
+        kept = torch.rand((x.shape[0],) + (1,) * (x.ndim - 1), device=x.device) < keep
+        return x * (kept / keep).to(x.dtype)
+
+
+def share_graphs(model: nn.Module) -> None:
+    """Replaces timm's DropPath in the model."""
+    import timm.layers
+
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if isinstance(child, timm.layers.DropPath):
+                module.add_module(name, DropPath(child.drop_prob))

@@ -1,0 +1,121 @@
+"""Start and end of a job's process: a train script's entry, errors in one line, exit statuses."""
+
+import contextlib
+import functools
+import io
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any, NoReturn, TextIO, TypeVar
+
+import torch.distributed as dist
+from accelerate import Accelerator
+
+from common.distributed.accelerator import start
+from common.distributed.preemption import Preempted
+from common.distributed.watch import MISTAKES, begin_exit, first_to_report, report_failure
+from common.recipe import Batch, Recipe, parse
+from common.system.cli import set_umask, tell_torchrun
+from common.system.env import PREEMPTED, is_hosts_first, rank, report, world_size
+from common.system.text import printable_lines
+
+R = TypeVar("R", bound=Recipe)
+Main = Callable[[R, Accelerator, Batch], None]
+
+
+def entry(kind: type[R]) -> Callable[[Main[R]], Callable[[], None]]:
+    """Decorates a train script's main(recipe, accelerator, batch).
+
+    The decorated function reads the recipe from the flags, starts the accelerator, trains, and ends the
+    process.
+    """
+
+    def decorate(main: Main[R]) -> Callable[[], None]:
+        def train() -> None:
+            recipe = parse(kind)
+            accelerator, batch = start(recipe, clip_norm=getattr(recipe, "clip_norm", 0.0))
+            main(recipe, accelerator, batch)
+
+        @functools.wraps(main)
+        def started() -> None:
+            run_process(train)
+
+        return started
+
+    return decorate
+
+
+def run_process(main: Callable[[], None]) -> NoReturn:
+    """Calls main(), and ends the process with an exit status.
+
+    1 after a mistake (printed in one line) or another error (with a traceback), 130 after Ctrl-C, 75 after a
+    preemption.
+    """
+    status = 0
+    set_umask()
+    sys.stdout, sys.stderr = _ignoring_write_errors(sys.stdout), _ignoring_write_errors(sys.stderr)
+    try:
+        main()
+    except KeyboardInterrupt as error:
+        status = 130
+        if is_hosts_first():
+            print(": ".join(["interrupted", *map(str, error.args)]), file=sys.stderr)
+    except Preempted:
+        status = PREEMPTED
+        if first_to_report("preempted"):
+            print(f"preempted: the same command continues (exit status {PREEMPTED})")
+    except Exception as error:  # if it reached the interpreter, all queued downloads of shards would run
+        status = 1
+        begin_exit()
+        report_failure(error)
+        is_mistake = isinstance(error, MISTAKES)
+        message = printable_lines(error) if is_mistake else f"{type(error).__name__}: {error}"
+        tell_torchrun(message)
+        if not is_mistake and (not dist.is_initialized() or first_to_report(repr(error))):
+            traceback.print_exc()
+        elif is_mistake and first_to_report(message):
+            print(f"error: {message}", file=sys.stderr, flush=True)
+        _wait_for_others()
+    begin_exit()
+    if dist.is_initialized() and status in (0, PREEMPTED):
+        dist.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    report("exit", status=status)
+    # Not sys.exit: about one in a hundred gloo processes aborts in the destructors of its threads, and an
+    # upload to a silent store would delay the exit.
+    os._exit(status)
+
+
+def _wait_for_others() -> None:
+    """Waits until the other processes have printed their errors, or read this one's from rank 0's store.
+
+    A launcher kills all processes as soon as one has exited.
+    """
+    if world_size() > 1:
+        time.sleep(1 if rank() == 0 else 2 if dist.is_initialized() else 5)
+
+
+class _Output(io.FileIO):
+    """A file that drops what it can't write, because a training must not fail in a print."""
+
+    def write(self, data: Any, /) -> int:
+        with contextlib.suppress(OSError):
+            return super().write(data)
+        return len(data)
+
+
+def _ignoring_write_errors(stream: TextIO) -> TextIO:
+    """The stream without write errors, as from a `| tee` that ended first, or a full disk under a log."""
+    assert isinstance(stream, io.TextIOWrapper)
+    stream.flush()
+    output = _Output(stream.fileno(), "w", closefd=False)
+    return io.TextIOWrapper(
+        output if stream.write_through else io.BufferedWriter(output),  # python -u has no buffer
+        encoding=stream.encoding,
+        errors="backslashreplace",
+        line_buffering=stream.line_buffering,
+        write_through=stream.write_through,
+    )

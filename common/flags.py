@@ -1,0 +1,210 @@
+"""Flags from the fields of a dataclass: their declaration, parser, conversion, and files of them.
+
+A field's type gives the conversion: int, float, str, bool, a tuple of them, each also with None.
+"""
+
+import argparse
+import dataclasses
+import difflib
+import math
+import sys
+import time
+import types
+import typing
+from pathlib import Path
+from typing import Any
+
+from common.system.cli import tell_torchrun
+from common.system.env import is_hosts_first
+from common.system.files import parse_json
+from common.system.text import printable_lines
+
+
+def flag(
+    default: Any,
+    help: str,
+    *,
+    choices: tuple = (),
+    minimum: float = -math.inf,
+    maximum: float = math.inf,
+    part_of_recipe: bool = True,
+    per_script: bool = False,
+    repeatable: bool = False,
+) -> Any:
+    """Declares a field of a recipe as a flag. part_of_recipe: a resumed run must have the same value.
+
+    per_script: each script's recipe declares its own default. repeatable: the flag of a tuple may be given
+    several times, and all values count; for other flags the last value counts.
+    """
+    metadata = dict(
+        help=help,
+        choices=choices,
+        minimum=minimum,
+        maximum=maximum,
+        part_of_recipe=part_of_recipe,
+        per_script=per_script,
+        repeatable=repeatable,
+    )
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def setting(default: Any, help: str, **bounds: Any) -> Any:
+    """Declares a flag about where or how to run, not about what is trained."""
+    return flag(default, help, part_of_recipe=False, **bounds)
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> typing.NoReturn:
+        """Prints one line, from one process per host. For an unknown flag it names the nearest known one."""
+        if message.startswith("unrecognized arguments"):
+            unknown = message.split()[2].split("=")[0]
+            near = difflib.get_close_matches(unknown, self._option_string_actions, n=1)
+            message = f"unknown flag {unknown}" + (
+                f": did you mean {near[0]}?" if near else "; --help lists them all"
+            )
+        message = printable_lines(message)
+        tell_torchrun(message)
+        self.print_once(f"{self.prog}: error: {message}\n", sys.stderr)
+        if not is_hosts_first():
+            time.sleep(
+                5
+            )  # a launcher kills all processes when one exits: the first must have printed by then
+        sys.exit(2)
+
+    def print_help(self, file: Any = None) -> None:
+        self.print_once(self.format_help(), file)
+
+    def print_once(self, text: str, file: Any = None) -> None:
+        if is_hosts_first():
+            print(text, end="", file=file or sys.stdout, flush=True)
+
+
+def underscores(word: str) -> str:
+    """--batch-size=8 -> --batch_size=8: both spellings are accepted."""
+    if not word.startswith("--"):
+        return word
+    name, equals, value = word.partition("=")
+    return "--" + name[2:].replace("-", "_") + equals + value
+
+
+def add_flag(parser: argparse.ArgumentParser, field: dataclasses.Field, unit: str) -> None:
+    help = field.metadata["help"].replace("%", "%%").replace("images", unit) + (
+        "" if field.default is None else f" (default: {as_text(field.default)})"
+    )
+    if field.type is bool:
+        parser.add_argument(f"--{field.name}", action="store_const", const="true", help=help, default=None)
+        parser.add_argument(
+            f"--no_{field.name}", action="store_const", const="false", dest=field.name, help=argparse.SUPPRESS
+        )
+    else:
+        choices = field.metadata["choices"]
+        metavar = "{" + ",".join(choices) + "}" if choices else _base_type(field).__name__.upper()
+        action = "append" if field.metadata["repeatable"] else "store"
+        names = [f"--{field.name}", *(["--learning_rate"] if field.name == "lr" else [])]
+        parser.add_argument(
+            *names, dest=field.name, metavar=metavar, help=help, default=argparse.SUPPRESS, action=action
+        )
+        parser.set_defaults(**{field.name: None})
+
+
+def as_text(value: Any) -> str:
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def _base_type(field: dataclasses.Field) -> Any:
+    """int for `int | None`, tuple for `tuple[int, ...]`."""
+    kind = field.type
+    if isinstance(kind, types.UnionType):
+        kind = next(member for member in kind.__args__ if member is not types.NoneType)
+    return typing.get_origin(kind) or kind
+
+
+def _converted(field: dataclasses.Field, value: Any) -> Any:
+    """A flag's text or a config file's value as the field's type. Raises ValueError or TypeError."""
+    kind = _base_type(field)
+    if kind is tuple:
+        parts = value.split(",") if isinstance(value, str) else value if isinstance(value, list) else [value]
+        return tuple(_of_type(typing.get_args(field.type)[0], part) for part in parts)
+    if kind is bool:
+        if isinstance(value, bool) or value in ("true", "false"):
+            return value in (True, "true")
+        raise ValueError
+    return _of_type(kind, value)
+
+
+def _of_type(kind: type, value: Any) -> Any:
+    """The value as this type. Refuses conversions that nobody means, as of 1.5 to an int."""
+    if isinstance(value, bool) or (kind is str and not isinstance(value, str)):
+        raise ValueError
+    if kind is int and isinstance(value, float):
+        raise ValueError
+    return kind(value)
+
+
+def _checked(field: dataclasses.Field, value: Any, name: str) -> Any:
+    """The value, if it is among the choices and within the bounds, and so is each part of a tuple."""
+    meta = field.metadata
+    for part in value if isinstance(value, tuple) else (value,):
+        if meta["choices"] and part not in meta["choices"]:
+            raise ValueError(f"{name} {as_text(value)}: choose among {', '.join(meta['choices'])}")
+        if isinstance(part, (int, float)) and not meta["minimum"] <= part <= meta["maximum"]:
+            low, high = meta["minimum"], meta["maximum"]
+            bounds = f"at least {low:g}" if math.isinf(high) else f"from {low:g} to {high:g}"
+            raise ValueError(f"{name} {as_text(value)}: must be {bounds}")
+        if isinstance(part, float) and not math.isfinite(part):
+            raise ValueError(f"{name} {value}: must be a finite number")
+    return value
+
+
+def read_config(path: Path, fields: tuple[dataclasses.Field, ...]) -> dict[str, Any]:
+    """Checked values from YAML or JSON. ValueError names the file and the key or the line."""
+    try:
+        is_json = path.suffix == ".json"
+        content = parse_json(path.read_bytes(), f"--config {path}") if is_json else _read_yaml(path)
+    except OSError as error:
+        raise ValueError(f"--config {path}: {error.strerror}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"--config {path}: expected `key: value` lines")
+    by_name = {field.name: field for field in fields}
+    values = {}
+    for key, value in content.items():
+        name = str(key).replace("-", "_")
+        if name not in by_name:
+            name = name.strip("_")
+            near = ["lr"] if name == "learning_rate" else difflib.get_close_matches(name, by_name, n=1)
+            raise ValueError(
+                f"--config {path}: unknown key {key}" + (f", did you mean {near[0]}?" if near else "")
+            )
+        if value is None and by_name[name].default is None:
+            continue
+        values[name] = typed(by_name[name], value, f"--config {path}: {key}")
+    return values
+
+
+def _read_yaml(path: Path) -> Any:
+    import yaml
+
+    try:
+        return yaml.safe_load(path.read_text())
+    except RecursionError:
+        raise ValueError(f"--config {path}: it is nested too deep") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f", line {mark.line + 1}" if mark else ""
+        raise ValueError(f"--config {path}{line}: {getattr(error, 'problem', None) or error}") from None
+    except ValueError as error:  # not UTF-8, or a date that does not exist
+        raise ValueError(f"--config {path}: {error}") from None
+
+
+def typed(field: dataclasses.Field, value: Any, name: str) -> Any:
+    try:
+        converted = _converted(field, value)
+    except (ValueError, TypeError):
+        kind = {
+            "int": "a whole number",
+            "float": "a number",
+            "bool": "true or false",
+            "tuple": "numbers as 4,8,32" if int in typing.get_args(field.type) else "words as a,b",
+        }
+        raise ValueError(f"{name} {value}: must be {kind.get(_base_type(field).__name__, 'text')}") from None
+    return _checked(field, converted, name)

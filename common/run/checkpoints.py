@@ -1,0 +1,142 @@
+"""When checkpoints are due, and what they hold; loss, samples and time since the last line of the log."""
+
+import math
+import time
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from common.order import Steps
+from common.recipe import Batch
+from common.run.opening import OpenRun
+from common.run.state import RunState
+from common.system.phase import SAVING, spending
+
+
+class Meter:
+    """Loss, samples and time of this process since the last line of the log. It does not wait for the device
+    before mean_loss()."""
+
+    def __init__(self, device: torch.device, batch: Batch, keeps_ids: bool):
+        self.batch, self.keeps_ids = batch, keeps_ids
+        self.loss = torch.zeros((), device=device)  # over the micro-batches of all steps since the last line
+        self.step_loss = torch.zeros_like(self.loss)  # over those of the current step
+        self.ids: list[int] = []  # of the samples since the last line, for --log_samples
+        self.micro_batches = 0  # since this process started
+        self.started = time.perf_counter()
+
+    def resume(self, state: RunState, rank: int) -> None:
+        """Restores the sum of losses, scaled to the current number of micro-batches to keep the mean."""
+        if losses := state.losses:
+            own = losses[rank] if len(losses) == self.batch.processes else sum(losses) / len(losses)
+            self.loss.fill_(own * self.batch.accumulations / state.accumulations)
+
+    def add(self, loss: Tensor, ids: np.ndarray) -> None:
+        self.step_loss += loss.detach()
+        self.micro_batches += 1
+        if self.keeps_ids:
+            self.ids.extend(ids.tolist())
+
+    def end_step(self) -> None:
+        self.loss += self.step_loss
+        self.step_loss.zero_()
+
+    def mean_loss(self, accelerator: Accelerator, steps: int) -> float:
+        """The mean loss of the last `steps` steps over all processes. Collective; waits for the device."""
+        mean = (accelerator.reduce(self.loss, "mean") / (steps * self.batch.accumulations)).item()
+        self.loss.zero_()
+        return mean
+
+    def start_clock(self) -> float:
+        """Restarts the clock. Returns the seconds since its last start."""
+        elapsed_s = self.elapsed_s()
+        self.started += elapsed_s
+        return elapsed_s
+
+    def elapsed_s(self) -> float:
+        return time.perf_counter() - self.started
+
+
+class Checkpoints:
+    """Decides when a checkpoint is due, takes its snapshot, and has it written. All processes call it.
+
+    Due are the first, the best and the last, and every --checkpoint_every steps or each epoch; after short
+    epochs only every --checkpoint_s.
+    """
+
+    def __init__(self, opened: OpenRun, steps: Steps, meter: Meter):
+        self.opened, self.steps, self.meter = opened, steps, meter
+        self.state, self.saver, self.exchange = opened.state, opened.saver, opened.exchange
+        self.newest = opened.saved_step  # step of the newest snapshot, or of the checkpoint in the folder
+        self.epoch_began = time.monotonic()
+
+    def save_if_due(self, step: int) -> None:
+        """Saves if a checkpoint is due after `step` steps, and holds the snapshot of a new best evaluation
+        until --checkpoint_s after the last write. Collective. Raises as take() does."""
+        if step > self.newest:
+            if self._is_due(step) or step == self.steps.first:
+                self.take()
+            elif step == self.state.best_step:
+                self.take(hold=True)
+        self.saver.write_held(self.opened.recipe.checkpoint_s)
+
+    def flush(self) -> None:
+        """Writes what is not on the disk yet: this step's snapshot, and one that is held. Collective. Raises
+        as take() does."""
+        if self.state.step > self.newest:
+            self.take()
+        else:
+            self.saver.write_held()
+
+    def take(self, hold: bool = False) -> None:
+        """Takes a snapshot, and writes it in the background or holds it in memory. Collective.
+
+        Raises FloatingPointError if the loss is not finite, ValueError if the last write failed.
+        """
+        with spending(SAVING):
+            state, saver, opened = self.state, self.saver, self.opened
+            if state.best_step != state.step:
+                saver.write_held()  # the best evaluation's
+            self.exchange.wait_for_main(saver.done)
+            losses = self.exchange.gather(self.meter.loss.item())
+            if not all(math.isfinite(loss) for loss in losses):
+                raise FloatingPointError(
+                    f"the loss is {sum(losses)} before step {state.step}: nothing was saved"
+                )
+            self.write_samples()
+            content = state.at_save(
+                losses=losses,
+                accumulations=opened.batch.accumulations,
+                epoch=state.step / self.steps.per_epoch,
+                train_s=state.train_s + self.meter.elapsed_s(),
+                **saver.training.scalars(),
+                **(opened.log.tracker_ids() if opened.log else {}),
+            ).to_json()
+            saver.save(state.step, content, state.best_step, hold)
+            self.newest = state.step
+
+    def write_samples(self) -> None:
+        """Logs the sample ids since the last call, of each step in the order of its batch. Collective."""
+        if not self.meter.keeps_ids:
+            return
+        per_rank = self.exchange.poll.gather(self.meter.ids)
+        self.meter.ids = []
+        if log := self.opened.log:
+            batch = self.opened.batch
+            log.write_samples(self.state.step, per_rank, batch.per_device * batch.accumulations)
+
+    def _is_due(self, step: int) -> bool:
+        """True if a checkpoint is due after `step` steps. Collective at an epoch's end, as clocks differ.
+
+        At an epoch's end it is due if the next epoch would end more than --checkpoint_s after the last write.
+        """
+        recipe = self.opened.recipe
+        if recipe.checkpoint_every != "epoch":
+            return step % int(recipe.checkpoint_every) == 0
+        if step % self.steps.per_epoch:
+            return False
+        now = time.monotonic()
+        epoch_s, self.epoch_began = now - self.epoch_began, now
+        return self.exchange.of_main(self.saver.since_write_s() + epoch_s > recipe.checkpoint_s)

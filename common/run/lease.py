@@ -1,0 +1,238 @@
+"""A lease on a run folder, or on a prefix in S3: it has one owner, and a second run is refused.
+
+The owner's record, owner.json, has a counter as heartbeat. The record of a dead process of this machine is
+taken over at once. A record of another machine is watched for heartbeats first, because a lost machine could
+not remove it, unless it is of an earlier round of the same elastic job, which launch.py has ended.
+"""
+
+import contextlib
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import psutil
+
+from common.system.env import job_round
+from common.system.files import parse_json, write_text
+from common.system.processes import start_ticks
+from common.system.text import redacted
+
+if TYPE_CHECKING:  # imported where it is needed
+    from common.system.s3 import ObjectStore
+
+HEARTBEAT_S = 20
+WATCH_S = 65  # without a heartbeat, after which the owner on another machine counts as dead
+RELEASE_S = 5
+RECORD = "owner.json"
+
+
+class AlreadyOwned(ValueError):
+    """Raised when another owner is alive. record: the content of its owner.json."""
+
+    def __init__(self, message: str, record: dict[str, Any]):
+        super().__init__(message)
+        self.record = record
+
+
+class RecordStore(Protocol):
+    """The place of a record. create() returns False if one exists; remove() removes only this text."""
+
+    name: str
+    flag: str  # that names another place
+
+    def create(self, text: str) -> bool: ...
+    def read(self) -> str | None: ...
+    def replace(self, text: str) -> None: ...
+    def remove(self, text: str) -> None: ...
+
+
+class FolderRecord:
+    """A record in a folder. A reader may see it before its text is written, as one of another machine."""
+
+    flag = "--output_dir"
+
+    def __init__(self, folder: Path):
+        self.name, self.path = str(folder), folder / RECORD
+
+    def create(self, text: str) -> bool:
+        try:
+            with open(self.path, "x") as file:
+                file.write(text)
+        except FileExistsError:
+            return False
+        except OSError:  # a full disk
+            self.path.unlink(missing_ok=True)
+            raise
+        return True
+
+    def read(self) -> str | None:
+        try:
+            return self.path.read_text()
+        except FileNotFoundError:
+            return None
+
+    def replace(self, text: str) -> None:
+        write_text(self.path, text)
+
+    def remove(self, text: str) -> None:
+        """Removes the record by a rename: only one process succeeds, and none removes a newer record."""
+        aside = self.path.with_name(f".{RECORD}.{secrets.token_hex(4)}")
+        with contextlib.suppress(FileNotFoundError):
+            self.path.rename(aside)
+            if (newer := aside.read_text()) != text:
+                self.create(newer)
+            aside.unlink()
+
+
+class PrefixRecord:
+    flag = "--s3"
+
+    def __init__(self, store: "ObjectStore"):
+        self.name, self.store = store.url, store
+
+    def create(self, text: str) -> bool:
+        return self.store.create(RECORD, text.encode())
+
+    def read(self) -> str | None:
+        content = self.store.read(RECORD)
+        return None if content is None else content.decode(errors="replace")
+
+    def replace(self, text: str) -> None:
+        self.store.write(RECORD, text.encode())
+
+    def remove(self, text: str) -> None:
+        if self.read() == text:
+            self.store.delete([RECORD])
+
+
+class Lease:
+    """Owns the record from here to release(). Raises AlreadyOwned, with the owner's host, process and time.
+
+    beat() is called about every second while another machine's record is watched. about: further content of
+    the record.
+    """
+
+    def __init__(
+        self,
+        store: RecordStore,
+        beat: Callable[[], None],
+        warn: Callable[[str], None],
+        about: dict[str, Any] | None = None,
+    ):
+        self.store = store
+        self.record = {**(about or {}), **_this_process(), "id": secrets.token_hex(8), "beat": 0}
+        self.lost: str | None = None  # the message, once another run has taken over
+        while not store.create(json.dumps(self.record)):
+            _wait_for_end(store, beat, warn)
+        self.released = threading.Event()
+        self.thread = threading.Thread(target=self._keep_alive, daemon=True)
+        self.thread.start()
+
+    def check(self) -> str | None:
+        """Reads the record again. Returns the message once another run has taken over, before that None."""
+        theirs = _parsed(self.store.read())
+        if theirs.get("id") != self.record["id"]:
+            self.lost = f"{self.store.name} was taken over by {_who(theirs)}"
+        return self.lost
+
+    def release(self) -> None:
+        """Stops the heartbeats and removes the record, waiting RELEASE_S at most."""
+        self.released.set()
+        self.thread.join(RELEASE_S)
+
+    def _keep_alive(self) -> None:
+        # The checkpoints report a full disk, and the mirror a store's error (StoreError, a ValueError).
+        while not self.released.wait(HEARTBEAT_S) and not self.lost:
+            with contextlib.suppress(OSError, ValueError):
+                self._heartbeat()
+        with contextlib.suppress(OSError, ValueError):
+            if not self.check():
+                self.store.remove(json.dumps(self.record))
+
+    def _heartbeat(self) -> None:
+        if not self.check():
+            self.record["beat"] += 1
+            self.store.replace(json.dumps(self.record))
+
+
+def _wait_for_end(store: RecordStore, beat: Callable[[], None], warn: Callable[[str], None]) -> None:
+    """Returns once the record is gone, or removed because its owner is dead. Else raises AlreadyOwned."""
+    text = store.read()
+    if text is None:
+        return
+    theirs = _parsed(text)
+    refusal = AlreadyOwned(
+        f"{store.name} is in use by {_who(theirs)}. Stop that run, or choose another {store.flag}", theirs
+    )
+    if theirs.get("machine") == _machine():
+        if _is_alive(theirs):
+            raise refusal
+    elif not _is_of_earlier_round(theirs):
+        warn(f"{store.name} is leased by {_who(theirs)}: waiting {WATCH_S} s for its next heartbeat")
+        until = time.monotonic() + WATCH_S
+        while time.monotonic() < until:
+            beat()
+            time.sleep(1)
+            now = store.read()
+            if now is None:
+                return
+            if now != text:
+                raise refusal
+    warn(f"{store.name} was left by {_who(theirs)}, which is dead: taken over")
+    store.remove(text)
+
+
+def _this_process() -> dict[str, Any]:
+    me, (job, number) = psutil.Process(), job_round()
+    return {
+        "host": socket.gethostname(),
+        "machine": _machine(),
+        "pid": me.pid,
+        "started": me.create_time(),
+        "start_ticks": start_ticks(me.pid),
+        "since": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        "job": job,
+        "round": number,
+    }
+
+
+def _machine() -> str:
+    """Identifies this boot of this machine, and this container's pid namespace."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    space = Path("/proc/self/ns/pid")
+    return (
+        f"{boot.read_text().strip() if boot.exists() else ''} {os.readlink(space) if space.exists() else ''}"
+    )
+
+
+def _is_alive(record: dict[str, Any]) -> bool:
+    """True for a running process with the record's start, which, unlike `started`, no set clock changes."""
+    try:
+        process = psutil.Process(int(record["pid"]))
+        is_same = record["start_ticks"] == start_ticks(process.pid)
+        return is_same and process.status() != psutil.STATUS_ZOMBIE
+    except (psutil.NoSuchProcess, KeyError, TypeError, ValueError, OverflowError):
+        return False
+
+
+def _is_of_earlier_round(record: dict[str, Any]) -> bool:
+    job, number = job_round()
+    return record.get("job") == job and record.get("round") in range(number)
+
+
+def _who(record: dict[str, Any]) -> str:
+    host, pid, since = (redacted(str(record.get(key, "unknown"))) for key in ("host", "pid", "since"))
+    return f"process {pid} on host {host} since {since}"
+
+
+def _parsed(text: str | None) -> dict[str, Any]:
+    try:
+        return parse_json(text or "{}", RECORD)
+    except ValueError:
+        return {}

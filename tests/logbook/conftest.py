@@ -1,0 +1,20 @@
+"""logbook.py, called in this process."""
+
+import sys
+
+import pytest
+
+import logbook
+from common.system.cli import run_command
+
+
+@pytest.fixture
+def book(tmp_path, monkeypatch, capsys):
+    """Calls logbook.py with a log book in tmp_path. Returns exit status, output and errors."""
+
+    def call(*words: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["logbook.py", *map(str, words), "--folder", str(tmp_path / "book")])
+        status = run_command(logbook.main)
+        return status, *capsys.readouterr()
+
+    return call

@@ -1,0 +1,99 @@
+"""Made runs for the tests of the log book, and how its pages are read."""
+
+import json
+import os
+import re
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+import numpy as np
+from markdown_it import MarkdownIt
+from PIL import Image
+
+MARKDOWN = MarkdownIt("commonmark").enable("table")
+GOLDEN = Path(__file__).with_name("golden")
+HOSTILE = "</script><script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'><!--&amp;"
+BARS = "a|b `c` *d* _e_ [f](g) $h$ ~~i~~ \\| \u202ex\nz"
+CLASSES = ["cat", HOSTILE, "d\u202eog"]
+
+
+def write_run(
+    folder: Path, lines: int = 6, began_s: float = 1.7e9, about: Any = None, recipe: Any = None, **facts: Any
+) -> Path:
+    """A finished run's folder as a training leaves it, with these changes."""
+    folder.mkdir(parents=True)
+    known = {"data": "digits", "epochs": 3, "batch_size": 128, "lr": 0.1, "seed": 0, "model": "vit_tiny"}
+    known |= {"layer_decay": None, **(recipe or {})}
+    made = {"script": "train_vit", "strategy": "ddp", "recipe": known, "sharding": {}, "hosts": ["h1"]}
+    made |= {"devices": ["NVIDIA T4", "NVIDIA T4"], "versions": {"torch": "2.15.0"}, "source": "digits-1"}
+    made |= {"val_chosen": "a hash of their ids", **(about or {})}
+    found = {"script": "train_vit", "status": "finished", "strategy": "ddp", "processes": 2, "hosts": 1}
+    found |= {"data": "digits", "batch_size": 128, "epochs": 3, "steps": lines, "wall_s": 2.0 * lines}
+    found |= {"best_accuracy": 0.8, "final_accuracy": 0.7, "final_loss": 0.5, "images_per_s": 1000.0}
+    (folder / "recipe.json").write_text(json.dumps(made))
+    (folder / "result.json").write_text(json.dumps(found | facts))
+    confusion = {"step": lines, "classes": CLASSES, "confusion": [[7, 2, 0], [0, 9, 0], [0, 5, 4]]}
+    (folder / "confusion.json").write_text(json.dumps(confusion))
+    write_lines(folder / "telemetry-h1.jsonl", [{"host": "h1", "t": began_s}])
+    metrics: list[dict[str, Any]] = []
+    for k in range(1, lines + 1):
+        values = {"train/loss": 2 / k, "val/loss": 3 / k, "val/accuracy": k / lines / 2}
+        metrics.append({"step": k, "epoch": 3 * k / lines, "wall_s": 2.0 * k, **values})
+    write_lines(folder / "metrics.jsonl", metrics)
+    return folder
+
+
+def write_lines(file: Path, lines: list[dict[str, Any]]) -> None:
+    file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+
+
+def change(file: Path, **changes: Any) -> None:
+    """Changes keys of a JSON file."""
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def write_picture(file: Path, width: int = 1200) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    shades = np.linspace(0, 255, width * 400).reshape(400, width).astype(np.uint8)
+    Image.fromarray(shades).convert("RGB").save(file)
+
+
+def check(page: Path) -> None:
+    """Checks a page: whole tables, no HTML but ours, and pictures that open."""
+    text = page.read_text()
+    for token in MARKDOWN.parse(text):
+        if token.type == "html_block":
+            assert token.content.startswith(("<!-- logbook {", "<details><summary>", "</details>")), token
+        for part in token.children or ():
+            assert part.type != "html_inline", part.content
+            if part.type == "image":
+                with Image.open(page.parent / unquote(part.attrs["src"])) as image:
+                    assert image.size[0] > 300
+    bars = [len(re.findall(r"(?<!\\)\|", line)) if line.startswith("|") else 0 for line in text.splitlines()]
+    assert all(a == b for a, b in pairwise(bars) if a and b)
+
+
+def rows(text: str) -> dict[str, list[str]]:
+    """The rows of all tables as they are shown: first cell -> the others."""
+    found, cells = {}, []
+    for token in MARKDOWN.parse(text):
+        if token.type == "tr_open":
+            cells = []
+        elif token.type == "inline":
+            cells.append("".join(part.content for part in token.children))
+        elif token.type == "tr_close":
+            found[cells[0]] = cells[1:]
+    return found
+
+
+def is_golden(name: str, text: str, place: Path) -> bool:
+    """Compares a page with the stored one. WRITE_GOLDEN=1 stores it instead: then read the difference.
+
+    place: the folder of the runs, which differs in each test.
+    """
+    file, text = GOLDEN / name, text.replace(str(place), "PLACE")
+    if os.environ.get("WRITE_GOLDEN"):
+        file.write_text(text)
+    return file.read_text() == text

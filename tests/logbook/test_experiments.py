@@ -1,0 +1,167 @@
+"""The experiments: their commands, where they stop, and where they go on."""
+
+import re
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Job
+from tests.logbook.pages import check, rows
+
+SAVES = """#!/bin/bash
+trap 'sleep 1; echo saved; exit 75' TERM
+echo trains
+sleep 60 >/dev/null 2>&1 &
+wait
+"""
+
+SEARCHES = """#!/bin/bash
+case $1 in
+-c) exec {python} "$@" ;;
+find_batch_size.py) for word; do [[ $word != --output=* ]] || echo '{{"answer": 28}}' >"${{word#*=}}"; done ;;
+*) exit 3 ;;
+esac
+"""
+
+
+def experiment(name: str, folder: Path, *flags: object, **variables: object) -> Job:
+    env = {"FOLDER": folder, "PYTHON": sys.executable} | variables
+    return Job([f"experiments/{name}.sh", *flags], env={key: str(value) for key, value in env.items()})
+
+
+def test_an_experiment_shows_its_commands(tmp_path):
+    job = experiment("vit", tmp_path, SIZE="full", S3_PREFIX="s3://b/p", DRY_RUN=1)
+    status, output = job.wait()
+    assert status == 0, output
+    steps = [line.removeprefix("# ") for line in output.splitlines() if line.startswith("# ")]
+    of_both = [
+        f"{what}, {way}" for way in ("fsdp", "ddp") for what in ("largest batch", "training", "all metrics")
+    ]
+    assert steps == [*of_both, "pages", "comparison"]
+    assert (
+        "launch.py --config_file accelerate_configs/ddp_2x4gpu.yaml --hostfile hostfile train_vit.py"
+        in output
+    )
+    assert f"--output_dir={tmp_path}/ddp --s3=s3://b/p/full/ddp" in output
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_experiment_ends_with_the_name_of_what_failed(tmp_path):
+    python = tmp_path / "python"
+    python.write_text("#!/bin/bash\nexit 3\n")
+    python.chmod(0o755)
+    status, output = experiment("speedup", tmp_path / "runs", PYTHON=python).wait()
+    assert status == 1
+    end = "error: training, single_gpu failed with exit status 3: started again it goes on there\n"
+    assert output.endswith(end)
+    assert "ddp_2gpu" not in output
+
+
+def test_an_experiment_passes_sigterm_on_and_waits(tmp_path):
+    python = tmp_path / "python"
+    python.write_text(SAVES)
+    python.chmod(0o755)
+    job = experiment("speedup", tmp_path / "runs", PYTHON=python)
+    while job.process.stdout.readline() != "trains\n":
+        assert job.process.poll() is None
+    job.process.terminate()
+    status, output = job.wait(30)
+    assert status == 1
+    assert output.startswith("saved\nerror: training, single_gpu failed with exit status 75")
+
+
+def test_the_share_of_a_process_is_the_largest_that_fits_and_divides(tmp_path):
+    """A stand-in for Python answers 28; the training that follows gets 16, the next divisor of 32."""
+    python = tmp_path / "python"
+    python.write_text(SEARCHES.format(python=sys.executable))
+    python.chmod(0o755)
+    for said in ("# largest batch, fsdp\n", "# largest batch, fsdp: done already\n"):
+        status, output = experiment("vit", tmp_path / "runs", PYTHON=python).wait()
+        assert status == 1
+        assert said in output
+        assert "--per_device_batch_size=16 " in output
+
+
+@pytest.mark.full
+def test_the_product_of_another_command_is_made_again(tmp_path):
+    product = tmp_path / "runs" / "single_gpu" / "result.json"
+    product.parent.mkdir(parents=True)
+    product.write_text('{"status": "finished"}')
+    (tmp_path / "runs" / "steps").mkdir()
+    (tmp_path / "runs" / "steps" / "training__single_gpu").write_text("of other data\n")
+    for _ in range(2):
+        status, output = experiment("speedup", tmp_path / "runs", DATA=tmp_path / "nowhere").wait()
+        assert (status, "done already" in output) == (1, False), output
+        assert product.exists(), "a result is not lost"
+
+
+@pytest.mark.full
+def test_an_experiment_goes_on_where_it_failed(tmp_path):
+    """A page in the way fails the last steps. A second start repeats no training."""
+    start = partial(experiment, "speedup", tmp_path / "runs", DATA="digits", LOGBOOK=tmp_path / "book")
+    (tmp_path / "book").write_text("in the way")
+    status, output = start().wait(600)
+    assert status == 1
+    assert "error: pages failed" in output
+    (tmp_path / "book").unlink()
+    status, output = start().wait()
+    assert status == 0, output
+    assert output.count("done already") == 3
+    assert "images/s left" not in output
+    page = tmp_path / "book/compare/experiment_speedup_rehearsal.md"
+    check(page)
+    assert rows(page.read_text())["processes"] == ["1", "2", "4"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "variables"),
+    [((), {"SEEDS": 3}), (("--seeds", 3), {}), (("--seeds=3",), {"SEEDS": 7})],
+)
+def test_an_experiment_with_several_seeds_shows_its_commands(flags, variables, tmp_path):
+    status, output = experiment("speedup", tmp_path, *flags, DRY_RUN=1, **variables).wait()
+    assert status == 0, output
+    trainings = re.findall(r"# training, (\S+)\n(.*)", output)
+    names = [f"{c}{s}" for c in ("single_gpu", "ddp_2gpu", "ddp_4gpu") for s in ("", "_seed1", "_seed2")]
+    assert [name for name, _ in trainings] == names
+    assert ["--seed=2" in command for _, command in trainings] == [False, False, True] * 3
+    assert re.search(r"logbook.py compare .*single_gpu \S*single_gpu_seed1 \S*single_gpu_seed2 ", output)
+
+
+NUMBER = "a number of runs, as 5"
+
+
+@pytest.mark.parametrize(
+    ("flags", "variables", "said"),
+    [
+        ((), {"SIZE": "half"}, "SIZE=half: rehearsal or full"),
+        ((), {"SEEDS": "some"}, f"SEEDS=some: {NUMBER}"),
+        (("--seeds", "0"), {}, f"--seeds 0: {NUMBER}"),
+        (("--seeds=some",), {"SEEDS": 3}, f"--seeds some: {NUMBER}"),
+        (("--seeds",), {}, f"--seeds : {NUMBER}"),
+        (("--seed", "3"), {}, "--seed: the only flag is --seeds N; experiments/steps.sh has the variables"),
+    ],
+)
+@pytest.mark.parametrize("name", ["vit", "speedup"])
+def test_wrong_flags_and_variables_are_refused(name, flags, variables, said, tmp_path):
+    status, output = experiment(name, tmp_path / "runs", *flags, **variables).wait()
+    assert (status, output) == (2, f"error: {said}\n")
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.full
+def test_an_experiment_goes_on_at_its_next_seed(tmp_path):
+    """Two seeds have ended, the third's folder is in the way: the next start trains no seed twice."""
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "single_gpu_seed2").write_text("in the way")
+    start = {"DATA": "digits", "SEEDS": 3, "LOGBOOK": tmp_path / "book"}
+    status, output = experiment("speedup", tmp_path / "runs", **start).wait(600)
+    assert (status, "error: training, single_gpu_seed2 failed" in output) == (1, True), output
+    (tmp_path / "runs" / "single_gpu_seed2").unlink()
+    status, output = experiment("speedup", tmp_path / "runs", **start).wait(900)
+    assert status == 0, output
+    assert output.count("done already") == 2
+    text = (tmp_path / "book/compare/experiment_speedup_rehearsal.md").read_text()
+    assert rows(text)["single x 1"][:2] == ["3", "0, 1, 2"]
+    assert "ddp x 2 and single x 1 are not distinguishable" in text or "ddp x 2 is " in text

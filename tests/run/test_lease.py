@@ -1,0 +1,205 @@
+"""A run folder has one owner: a second run is refused, a dead owner's record is taken over."""
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass
+
+import pytest
+
+from common.recipe import Recipe, flag
+from common.run import folder as folder_module
+from common.run import lease as lease_module
+from common.run.folder import open_folder, script_name, this_run
+from common.run.lease import FolderRecord, Lease
+from common.system.processes import own_age_s
+from tests.checkpoint.test_checkpoints import LONG, start_and_wait
+from tests.conftest import Job, python
+
+
+def test_a_second_run_is_refused_and_the_first_goes_on(tmp_path):
+    words = [*python(), *LONG, "--epochs", "3000"]
+    job = start_and_wait(words, tmp_path / "run")
+    status, output = Job([*words, "--output_dir", tmp_path / "run"], warm=True).wait()
+    assert status == 1
+    assert output.count("error: ") == 1, output
+    record = json.loads((tmp_path / "run" / "owner.json").read_text())
+    assert record["pid"] == job.process.pid
+    assert f"process {job.process.pid} on host {record['host']} since {record['since']}" in output
+    assert job.process.poll() is None
+    job.process.terminate()
+    assert job.wait()[0] == 75
+
+
+def own(folder) -> tuple[Lease, list[str]]:
+    said = []
+    return Lease(FolderRecord(folder), lambda: None, said.append), said
+
+
+def test_the_record_goes_with_the_owner(tmp_path):
+    owner, said = own(tmp_path)
+    with pytest.raises(ValueError, match="is in use by process"):
+        own(tmp_path)
+    owner.release()
+    assert not list(tmp_path.iterdir())
+    own(tmp_path)[0].release()
+    assert not said
+
+
+def test_one_of_many_starts_becomes_the_owner(tmp_path):
+    script = (
+        "import sys, time; from pathlib import Path; from common.run.lease import *\n"
+        "try:\n    Lease(FolderRecord(Path(sys.argv[1])), lambda: None, print)\n"
+        "except ValueError:\n    sys.exit(3)\n"
+        "print('mine', flush=True); time.sleep(60)\n"
+    )
+    words = [sys.executable, "-c", script, tmp_path]
+    processes = [subprocess.Popen(words, stdout=subprocess.PIPE) for _ in range(6)]
+    deadline = time.monotonic() + 60
+    while sum(process.poll() is None for process in processes) > 1:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    [winner] = [process for process in processes if process.poll() is None]
+    assert all(process.returncode == 3 for process in processes if process is not winner)
+    winner.kill()
+    assert b"mine" in winner.communicate()[0]
+
+
+def foreign_record(folder, **about) -> dict:
+    theirs = {"id": "theirs", "beat": 0, "host": "far", "machine": "another"}
+    record = lease_module._this_process() | theirs | about
+    (folder / "owner.json").write_text(json.dumps(record))
+    return record
+
+
+def test_a_record_from_elsewhere_that_stands_still_is_taken_over(tmp_path, monkeypatch):
+    monkeypatch.setattr(lease_module, "WATCH_S", 3)
+    foreign_record(tmp_path)
+    owner, said = own(tmp_path)
+    assert "on host far" in said[0]
+    assert said[-1].endswith("which is dead: taken over")
+    owner.release()
+
+
+@pytest.mark.parametrize("theirs", [{"round": 2}, {"round": 3}, {"round": 1, "job": "another"}])
+def test_a_record_from_elsewhere_that_moves_is_respected(theirs, tmp_path, monkeypatch):
+    """Only an earlier round of the same job is known to be over."""
+    monkeypatch.setattr(lease_module, "WATCH_S", 30)
+    monkeypatch.setenv("LAUNCH_JOB", "ours")
+    monkeypatch.setenv("LAUNCH_ROUND", "2")
+    record = foreign_record(tmp_path, **theirs)
+    text = json.dumps(record | {"beat": 1})
+    threading.Timer(2, lambda: (tmp_path / "owner.json").write_text(text)).start()
+    with pytest.raises(ValueError, match=r"in use by process .* on host far"):
+        own(tmp_path)
+    assert json.loads((tmp_path / "owner.json").read_text())["id"] == "theirs"
+
+
+def test_a_later_round_of_the_job_takes_over_at_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("LAUNCH_JOB", "ours")
+    monkeypatch.setenv("LAUNCH_ROUND", "1")
+    foreign_record(tmp_path)
+    monkeypatch.setenv("LAUNCH_ROUND", "2")
+    owner, [said] = own(tmp_path)
+    assert said.endswith("which is dead: taken over"), "it is not watched first"
+    owner.release()
+
+
+def test_another_process_with_the_same_number_is_not_the_owner(tmp_path):
+    record = lease_module._this_process() | {"id": "old", "beat": 0}
+    record["start_ticks"] -= 1
+    (tmp_path / "owner.json").write_text(json.dumps(record))
+    owner, said = own(tmp_path)
+    assert said[-1].endswith("which is dead: taken over")
+    owner.release()
+
+
+def test_an_owner_that_was_taken_over_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(lease_module, "HEARTBEAT_S", 0.1)
+    owner, _ = own(tmp_path)
+    foreign_record(tmp_path)
+    deadline = time.monotonic() + 10
+    while owner.lost is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert "was taken over by process" in owner.lost
+    owner.release()
+    assert json.loads((tmp_path / "owner.json").read_text())["id"] == "theirs"
+
+
+@pytest.mark.parametrize("step_s", [-3600, 3600])
+def test_the_clock_may_be_set_while_an_owner_lives(step_s, tmp_path):
+    """psutil's create_time in a record changes with the clock."""
+    record = lease_module._this_process() | {"id": "theirs", "beat": 0}
+    record["started"] += step_s
+    (tmp_path / "owner.json").write_text(json.dumps(record))
+    with pytest.raises(ValueError, match="is in use by process"):
+        own(tmp_path)
+
+
+def test_the_time_of_a_run_is_not_that_of_the_clock(monkeypatch):
+    before = own_age_s()
+    monkeypatch.setattr(time, "time", lambda: 0.0)
+    assert 0 < before <= own_age_s() < before + 100
+
+
+# --- Which folder
+
+
+@dataclass(frozen=True, kw_only=True)
+class Small(Recipe):
+    lr: float = flag(0.1, "learning rate")
+
+
+def place(tmp_path, **fields):
+    """The storage of a start of this recipe; this process owns it."""
+    recipe = Small(**{"model_folder": str(tmp_path)} | fields)
+    return open_folder(recipe, "named", 10, lambda: None, lambda text: None)
+
+
+def test_a_second_recipe_gets_the_next_number_before_the_first_has_a_recipe_json(tmp_path):
+    first = place(tmp_path)
+    with pytest.raises(ValueError, match="is in use by process"):
+        place(tmp_path)
+    assert [path.name for path in first.path.iterdir()] == ["owner.json"]
+    second, third = place(tmp_path, lr=0.2), place(tmp_path, resume="never")
+    names = [opened.path.name for opened in (first, second, third)]
+    assert names == ["named", "named-2", "named-3"]
+    with pytest.raises(ValueError, match="is in use by process"):
+        place(tmp_path, lr=0.2, output_dir=str(first.path), model_folder=None)
+    for opened in (first, second, third):
+        opened.release()
+
+
+def test_a_run_that_ends_while_another_looks_for_its_folder(tmp_path, monkeypatch):
+    """A run of another recipe begins and ends between the check of the folder and the record."""
+
+    class Late(Lease):
+        def __init__(self, where, *rest):
+            about = this_run(Small(lr=0.2)) | {"script": script_name()}
+            if where.path.parent.name == "named":
+                (where.path.parent / "recipe.json").write_text(json.dumps(about))
+            super().__init__(where, *rest)
+
+    monkeypatch.setattr(folder_module, "Lease", Late)
+    opened = place(tmp_path)
+    assert opened.path.name == "named-2"
+    assert not (tmp_path / script_name() / "named" / "owner.json").exists()
+    opened.release()
+
+
+@pytest.mark.parametrize("content", ["", '{"recipe": {', "[]", '{"recipe": {}}'])
+def test_a_recipe_json_that_can_not_be_read_is_refused(content, tmp_path):
+    place(tmp_path).release()
+    file = tmp_path / script_name() / "named" / "recipe.json"
+    file.write_text(content)
+    with pytest.raises(ValueError, match=f"{file} can't be read .*remove that file") as error:
+        place(tmp_path)
+    assert "\n" not in str(error.value)
+    assert [path.name for path in file.parent.parent.iterdir()] == ["named"]
+    file.unlink()
+    opened = place(tmp_path)
+    assert opened.path.name == "named"
+    opened.release()

@@ -1,0 +1,83 @@
+"""The house stays small: budgets of lines, imports that go one way, one meaning of each file name."""
+
+import shutil
+import subprocess
+from collections import Counter
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from common.script import load_script, recipe_class
+from tests.conftest import BIN, ROOT, Job
+
+# Lines of Python. A change that needs more room takes as much away.
+BUDGETS = {"common/": 9000, "tools/": 5500, "": 2600, "tests/": 16_000, "benchmarks/": 2000}
+MOST_LINES = 400  # of a file outside of tests/
+MOST_FILES = 60  # of common/
+SHARED_FLAGS = 42  # that all train scripts have
+
+
+def sources() -> list[Path]:
+    words = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.py"]
+    names = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    return [Path(name) for name in names if (ROOT / name).exists()]
+
+
+def lines_of(path: Path) -> int:
+    return len((ROOT / path).read_text().splitlines())
+
+
+@pytest.mark.parametrize(("folder", "budget"), BUDGETS.items())
+def test_the_budget(folder, budget):
+    inside = [path for path in sources() if str(path).startswith(folder) and (folder or len(path.parts) == 1)]
+    assert 0 < sum(map(lines_of, inside)) <= budget
+
+
+def test_files_are_few_and_short():
+    ours = [path for path in sources() if path.parts[0] != "tests"]
+    assert sum(path.parts[0] == "common" for path in ours) <= MOST_FILES
+    assert [str(path) for path in ours if lines_of(path) > MOST_LINES] == []
+
+
+def test_each_file_name_has_one_meaning():
+    names = Counter(path.name for path in sources() if path.parts[0] in ("common", "tools"))
+    assert [name for name, count in names.items() if count > 1 and name != "__init__.py"] == []
+
+
+def test_all_scripts_share_no_more_flags_than_before():
+    kinds = [recipe_class(load_script(path)) for path in sorted(ROOT.glob("train_*.py"))]
+    shared = set.intersection(*({field.name for field in fields(kind)} for kind in kinds))
+    assert len(shared) <= SHARED_FLAGS, sorted(shared)
+
+
+def lint(folder: Path) -> tuple[int, str]:
+    return Job([BIN / "lint-imports", "--no-cache"], cwd=folder, env={"PYTHONPATH": str(folder)}).wait(60)
+
+
+def test_imports_go_one_way():
+    status, output = lint(ROOT)
+    assert status == 0, output
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "contract"),
+    [
+        ("common/system/files.py", "import common.data.decode", "imports between rooms go one way"),
+        ("tools/logbook/markdown.py", "import tools.logbook.page", "no import circles"),
+        ("common/order.py", "import tools.logbook.record", "the core knows no tool"),
+        ("tools/plan/cost.py", "import tools.doctor.facts", "no tool knows another"),
+        ("common/attic/__init__.py", "", "imports between rooms go one way"),
+    ],
+    ids=["upward", "circle", "a tool from the core", "another tool", "a room that nobody knows"],
+)
+def test_another_import_is_found(tmp_path, file, line, contract):
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    for name in ("common", "tools"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    with open(tmp_path / file, "a") as source:
+        source.write(f"\n{line}\n")
+    status, output = lint(tmp_path)
+    assert status != 0
+    assert f"{contract} BROKEN" in output

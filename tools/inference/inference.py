@@ -1,0 +1,77 @@
+"""What validate.py and predict.py share: their settings, start and end of such a job."""
+
+import contextlib
+import dataclasses
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from common.checkpoint.weights import TrainedModel, find
+from common.distributed.accelerator import start
+from common.distributed.agreement import once
+from common.distributed.strategy import precision
+from common.distributed.watch import begin_exit
+from common.recipe import Batch, Job, setting
+from common.system.env import world_size
+from common.system.threads import Heartbeat
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Inference:
+    """The settings of every command that computes with a trained model."""
+
+    which: str = setting("best", "which checkpoint of a run", choices=("best", "latest"))
+    script: str | None = setting(None, "the script that trained the model, if not one of this project")
+    output_dir: str | None = setting(None, "a folder for the results; unset: one named after the model")
+    per_device_batch_size: int = setting(128, "images per forward on one device", minimum=1)
+    mixed_precision: str | None = setting(
+        None,
+        "unset: the launcher's setting, else bf16 where the device supports it natively",
+        choices=("no", "bf16", "fp16"),
+    )
+    deterministic: bool = setting(False, "the same bits in each run on the same GPUs")
+    deepspeed_config: str | None = setting(
+        None, "a file of `ds_configs/`, for launchers without an accelerate config"
+    )
+    timeout_s: int = setting(300, "seconds after which a silent process ends the job", minimum=1)
+
+    def start(self) -> tuple[Accelerator, Batch]:
+        """Each process computes its share with the whole model, under any launcher's strategy."""
+        size = self.per_device_batch_size
+        names = ("per_device_batch_size", "mixed_precision", "deterministic", "deepspeed_config", "timeout_s")
+        settings: dict[str, Any] = {name: getattr(self, name) for name in names}
+        return start(Job(batch_size=size * world_size(), compile="no", **settings))
+
+    @contextlib.contextmanager
+    def trained(
+        self, accelerator: Accelerator, location: str, also: Callable[[], Any] = lambda: None
+    ) -> Iterator[tuple[TrainedModel, Any, Path]]:
+        """The model that the main process finds and verifies, its also(), and a scratch folder."""
+        with tempfile.TemporaryDirectory(prefix="inference-") as scratch:
+
+            def look(heartbeat: Heartbeat) -> tuple[dict[str, Any], Any]:
+                return dataclasses.asdict(find(location, self.which, Path(scratch), heartbeat)), also()
+
+            about, others = once(accelerator, "model", look, self.timeout_s)
+            yield TrainedModel(**about), others, Path(scratch)
+
+    def finish(self, accelerator: Accelerator, report: Callable[[], None]) -> None:
+        """Calls report() on the main process, and ends the job."""
+        once(accelerator, "report", lambda _: report(), self.timeout_s)
+        begin_exit()
+        accelerator.wait_for_everyone()  # under deepspeed rank 0 hosts the store that the others use
+
+
+def autocast(accelerator: Accelerator) -> torch.autocast:
+    """The job's precision. Each `with` may enter it anew."""
+    half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision(accelerator))
+    return torch.autocast(accelerator.device.type, half, enabled=half is not None)
+
+
+def own_words(words: list[str]) -> list[str]:
+    """The command's words without what DeepSpeed's launcher adds."""
+    return [word for word in words if not word.startswith("--local_rank")]

@@ -1,0 +1,169 @@
+"""The pictures of a run's page: curves, telemetry, confusion matrices, mistakes."""
+
+import shutil
+from collections.abc import Iterator
+from glob import escape
+from pathlib import Path
+from typing import Any
+
+from common.run.plots import Panel, confusion_matrix, panel, panels
+from common.system.files import own_files
+from common.system.text import plural
+from tools.logbook import seeds
+from tools.logbook.comparison import Comparison
+from tools.logbook.record import RunRecord, read_picture
+from tools.logbook.words import data, model, where
+
+
+def draw(run: RunRecord, folder: Path) -> list[str]:
+    """Draws all pictures into the folder, which is replaced. Returns the names of the files."""
+    drawn = folder.with_name(f".{folder.name}.tmp")
+    shutil.rmtree(drawn, ignore_errors=True)
+    drawn.mkdir(parents=True)
+    title = f"{model(run)} on {data(run)}, {where(run)}"
+    for name, rows in {"curves": _curves(run), "telemetry": _telemetry(run)}.items():
+        if rows:
+            panels(drawn / f"{name}.png", rows, title)
+    for name, found in {"training": run.confusion, **run.reports}.items():
+        if "confusion" in found:
+            split = f", {found['split']} split" if "split" in found else ""
+            confusion_matrix(
+                drawn / f"confusion_{name}.png", found["confusion"], found["classes"], title + split
+            )
+        for worst in own_files(run.folder, f"validation/{escape(name)}/worst.png"):
+            try:
+                read_picture(worst).save(drawn / f"worst_{name}.png")
+            except ValueError as error:
+                run.problems.append(f"{worst.relative_to(run.folder)} {error}")
+    shutil.rmtree(folder, ignore_errors=True)
+    drawn.rename(folder)
+    return sorted(path.name for path in folder.iterdir())
+
+
+def time_unit(seconds: float) -> tuple[str, float]:
+    """A readable unit for a time of so many seconds, and the unit in seconds."""
+    return ("s", 1) if seconds < 600 else ("min", 60) if seconds < 10_000 else ("h", 3600)
+
+
+def _curves(run: RunRecord) -> list[list[Panel]]:
+    """Loss and accuracy against steps and time; learning rate and speed against steps."""
+    unit, unit_s = time_unit(max((line["wall_s"] for line in run.metrics), default=0))
+    time = f"time, {unit}"
+    lines = [line | {time: line["wall_s"] / unit_s} for line in run.metrics]
+    loss, accuracy = ("train/loss", "val/loss"), ("val/accuracy", "val/raw_accuracy")
+    rows = [
+        [panel(lines, "step", "loss", loss), panel(lines, time, "loss", loss)],
+        [panel(lines, "step", "accuracy", accuracy), panel(lines, time, "accuracy", accuracy)],
+        [
+            panel(lines, "step", "learning rate", ("train/lr",)),
+            panel(lines, "step", f"{run.unit}/s", ("train/images_per_s",)),
+        ],
+    ]
+    if over_time := _hosts_over_time(run, time, unit_s):
+        rows.append([over_time, panel(lines, time, f"{run.unit}/s", ("train/images_per_s",))])
+    has_classes = bool(rows[1][0].curves)
+    for shown in rows[0]:
+        shown.is_log = not has_classes  # a regression's loss falls over several orders of magnitude
+    return [row for row in rows if row[0].curves]
+
+
+def _hosts_over_time(run: RunRecord, time: str, unit_s: float) -> Panel | None:
+    """Hosts against time, where hosts joined or left; else None."""
+    changes = run.changes
+    if not changes:
+        return None
+    times, hosts = [0.0], [changes[0]["hosts_before"]]
+    for change in changes:
+        times += [change["wall_s"] / unit_s] * 2
+        hosts += [hosts[-1], change["hosts"]]
+    times.append(run.metrics[-1]["wall_s"] / unit_s)
+    return Panel(time, "hosts", {"hosts": (times, [*hosts, hosts[-1]])}, from_zero=True)
+
+
+def _telemetry(run: RunRecord) -> list[list[Panel]]:
+    """Utilisation and memory over time: of the GPUs, with their power; without GPUs, of the hosts."""
+    has_gpus = any(line.get("gpus") for lines in run.telemetry.values() for line in lines)
+    labels = {"cpu_pct": "CPU utilisation, %", "memory_gib": "memory in use on the host, GiB"}
+    if has_gpus:
+        labels = {"utilisation_pct": "GPU utilisation, %", "memory_gib": "GPU memory in use, GiB"}
+        labels |= {"power_w": "power, W"}
+    samples = {host: list(_running(lines)) for host, lines in run.telemetry.items()}
+    unit, unit_s = time_unit(max((s for found in samples.values() for s, _ in found), default=0))
+    curves: dict[str, dict[str, tuple[list[float], list[float]]]] = {name: {} for name in labels}
+    for host, found in samples.items():
+        for seconds, line in found:
+            for device in line.get("gpus", []) if has_gpus else [line]:
+                curve = f"{host}, GPU {device.get('index')}" if has_gpus else host
+                for name in labels:
+                    if device.get(name) is not None:
+                        times, values = curves[name].setdefault(curve, ([], []))
+                        times.append(seconds / unit_s)
+                        values.append(device[name])
+    shown = [
+        Panel(f"time, {unit}", label, {**curves[name]}, from_zero=True)
+        for name, label in labels.items()
+        if curves[name]
+    ]
+    return [shown] if shown else []
+
+
+def _running(lines: list[dict[str, Any]]) -> Iterator[tuple[float, dict[str, Any]]]:
+    """The samples with the seconds since the first start, without the pauses before later ones."""
+    seconds, before = 0.0, None
+    for line in lines:
+        if "host" not in line:
+            seconds += 0 if before is None else line["t"] - before
+            yield seconds, line
+        before = line["t"]
+
+
+def draw_comparison(comparison: Comparison, file: Path) -> None:
+    """Draws accuracy, loss, speed and time of each run; of several seeds their means."""
+    if comparison.groups:
+        _draw_groups(comparison, file)
+        return
+    runs, names = comparison.runs, comparison.names
+    unit, unit_s = time_unit(max((line["wall_s"] for run in runs for line in run.metrics), default=0))
+    accuracy, loss = Panel(f"time, {unit}", "accuracy"), Panel("step", "train/loss")
+    for run, name in zip(runs, names, strict=True):
+        points = [
+            (line["wall_s"] / unit_s, line["val/accuracy"])
+            for line in run.evaluations
+            if "val/accuracy" in line
+        ]
+        steps = [(line["step"], line["train/loss"]) for line in run.metrics if "train/loss" in line]
+        for shown, part in ((accuracy, points), (loss, steps)):
+            if part:
+                shown.curves[name] = ([point[0] for point in part], [point[1] for point in part])
+    speed = Panel(
+        f"{runs[0].unit}/s", "", bars=_known(names, [run.facts.get("images_per_s") for run in runs])
+    )
+    whole = Panel("whole time, s", "", bars=_known(names, [run.facts.get("wall_s") for run in runs]))
+    panels(file, [[accuracy, loss], [speed, whole]], f"{model(runs[0])} on {data(runs[0])}")
+
+
+def _draw_groups(comparison: Comparison, file: Path) -> None:
+    first = comparison.runs[0]
+    accuracy, loss = Panel("step", "accuracy, mean over seeds"), Panel("step", "train/loss, mean over seeds")
+    names = [f"{group.name} ({plural(len(group.runs), 'run')})" for group in comparison.groups]
+    for name, group in zip(names, comparison.groups, strict=True):
+        for shown, key in ((accuracy, "val/accuracy"), (loss, "train/loss")):
+            lines = [{line["step"]: line[key] for line in run.metrics if key in line} for run in group.runs]
+            steps = sorted(set.intersection(*map(set, lines)))
+            if steps:
+                means = [sum(run[step] for run in lines) / len(lines) for step in steps]
+                shown.curves[name] = (steps, means)
+    bars = [
+        Panel(label, "", bars=_known(names, [_mean(group, fact) for group in comparison.groups]))
+        for label, fact in ((f"{first.unit}/s", "images_per_s"), ("whole time, s", "wall_s"))
+    ]
+    panels(file, [[accuracy, loss], bars], f"{model(first)} on {data(first)}")
+
+
+def _mean(group: seeds.Group, fact: str) -> float | None:
+    values = [run.facts[fact] for run in group.runs if fact in run.facts]
+    return sum(values) / len(values) if values else None
+
+
+def _known(names: list[str], values: list[float | None]) -> dict[str, float]:
+    return {name: value for name, value in zip(names, values, strict=True) if value is not None}

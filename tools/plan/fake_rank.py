@@ -1,0 +1,184 @@
+"""One process that stands for rank 0 of a job on other devices: no GPU, no network, no memory.
+
+Its tensors are torch's fake ones, with shapes and no contents; its process group is torch's fake one, whose
+collectives return at once. Accelerate, FSDP2, DDP and DeepSpeed run as they are but for what can't work
+without contents: each such place stands here, once.
+"""
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+# DeepSpeed reads it on import, and Accelerate imports DeepSpeed.
+os.environ["DS_ACCELERATOR"] = "cpu"
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator, PartialState
+from accelerate.utils import DistributedType
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.distributed.fsdp._fully_shard import _fully_shard
+from torch.distributed.tensor import _sharding_prop
+from torch.nn.parallel import DistributedDataParallel, distributed
+
+from common.distributed.accelerator import make_accelerator
+from common.distributed.devices import rehearse_on_cpu
+from common.distributed.launch_config import check_launch_config, disable_meaningless
+from common.recipe import Batch, Recipe
+from tools.plan.cost import Collective
+
+# What ranks compare with one another, which no fake collective can answer.
+COMPARISONS = ("assert_ints_same_as_other_ranks", "assert_lst_len_same_as_other_ranks")
+
+
+class FakeContents(FakeTensorMode):
+    """Fake tensors that answer 1 where a number is read out of them, as a gradient's norm."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return False if args[0].dtype == torch.bool else torch.ones((), dtype=args[0].dtype).item()
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def start_as_rank_0(config_file: Path, batch: Batch, hosts: int, recipe: Recipe) -> Accelerator:
+    """The Accelerator of rank 0, with a config file's answers for batch.processes processes on some hosts."""
+    os.environ.update(launchers_environment(config_file, batch.processes, hosts))
+    deepspeed = check_launch_config(os.environ, batch.processes, precision=recipe.mixed_precision)
+    disable_meaningless(True)
+    if batch.processes > 1 or deepspeed:
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        rehearse_on_cpu()
+        rehearsed = PartialState._prepare_backend
+        kind = rehearsed(PartialState.__new__(PartialState))[1]
+        dist.init_process_group("fake", rank=0, world_size=batch.processes, store=FakeStore())
+        PartialState._prepare_backend = lambda *_, **__: ("fake", kind)
+    accelerator = make_accelerator(recipe, batch, deepspeed, getattr(recipe, "clip_norm", 0.0))
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        _leave_out_comparisons()
+    return accelerator
+
+
+def launchers_environment(config_file: Path, processes: int, hosts: int) -> dict[str, str]:
+    """What `accelerate launch --config_file` gives rank 0."""
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils import launch
+
+    words = ["--config_file", str(config_file), "--num_processes", str(processes), "--num_machines", "1"]
+    words += ["--num_cpu_threads_per_process", "1"]
+    with contextlib.redirect_stdout(sys.stderr):
+        args, defaults, _ = _validate_launch_command(launch_command_parser().parse_args([*words, "plan.py"]))
+    if args.use_parallelism_config:
+        args.parallelism_config_dp_replicate_size = hosts
+        args.parallelism_config_dp_shard_size = processes // hosts
+    if args.use_deepspeed:
+        args.deepspeed_fields_from_accelerate_config = ",".join(defaults.deepspeed_config)
+        _, env = launch.prepare_deepspeed_cmd_env(args)
+    elif args.use_fsdp or processes > 1:
+        env = launch.prepare_multi_gpu_env(args)
+    else:
+        return {}
+    ours = {name: value for name, value in env.items() if os.environ.get(name) != value}
+    own: dict[str, object] = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}  # nobody connects
+    own |= {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes // hosts}
+    return ours | {name: str(value) for name, value in own.items()}
+
+
+@contextlib.contextmanager
+def without_contents() -> Iterator[None]:
+    """Makes the tensors of a block fake, and lets models be wrapped there."""
+    distributed._verify_param_shape_across_processes = lambda *_, **__: True
+    distributed._sync_module_states = lambda *_, **__: None
+    made = _fully_shard._init_default_mesh
+
+    def default_mesh(*args: Any, **kwargs: Any) -> Any:
+        with unset_fake_temporarily():  # ranks are numbers that are read
+            return made(*args, **kwargs)
+
+    _fully_shard._init_default_mesh = default_mesh
+    # DTensor asks an operator for its result on fake tensors of whole shapes. In a mode of their own they are
+    # not counted as this process's.
+    _sharding_prop.detect_fake_mode = lambda *_: None
+    with FakeContents(allow_non_fake_inputs=True):
+        yield
+
+
+def materialize(model: nn.Module) -> nn.Module:
+    """A model of the meta device, on the fake CPU, which stays in place when it is moved.
+
+    torch can't swap a fake tensor that others refer to, which is how a module moves.
+    """
+    model = model.to_empty(device="cpu")
+    for number, parameter in enumerate(model.parameters(), 1):
+        # Accelerate finds a parameter's shard by its address; fake ones have none.
+        parameter.data_ptr = partial(int, number)  # type: ignore[method-assign]
+
+    def to(*_: Any, memory_format: torch.memory_format | None = None, **__: Any) -> nn.Module:
+        if memory_format:
+            for parameter in model.parameters():
+                if parameter.ndim == 4:
+                    parameter.data = parameter.data.contiguous(memory_format=memory_format)
+        return model
+
+    def to_half(kind: torch.dtype) -> nn.Module:
+        for tensor in (*model.parameters(), *model.buffers()):
+            if tensor.is_floating_point():
+                tensor.data = tensor.data.to(kind)
+        return model
+
+    for name, moved in {
+        "to": to,
+        "float": lambda: model,
+        "bfloat16": lambda: to_half(torch.bfloat16),
+        "half": lambda: to_half(torch.float16),
+    }.items():
+        setattr(model, name, moved)
+    return model
+
+
+def fake_reducer(model: nn.Module, exchanged: list[Collective]) -> None:
+    """Lets DDP's reducer, which reads contents in C++, exchange its buckets with nobody.
+
+    exchanged: gets the collective, the bytes and the ranks of each bucket.
+    """
+    if not isinstance(model, DistributedDataParallel):
+        return
+
+    def exchange(_: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        exchanged.append(("all_reduce", bucket.buffer().nbytes, dist.get_world_size()))
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    model.register_comm_hook(None, exchange)
+    model.reducer = _Reducer(model.reducer)  # type: ignore[assignment]
+
+
+class _Reducer:
+    """DDP's reducer with the buckets of the first step: making new ones reads contents."""
+
+    def __init__(self, reducer: Any):
+        self.reducer = reducer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.reducer, name)
+
+    def _rebuild_buckets(self) -> bool:
+        return False
+
+
+def _leave_out_comparisons() -> None:
+    import deepspeed.runtime.zero.partition_parameters  # so that all who use them are loaded
+    import deepspeed.runtime.zero.stage3
+
+    del deepspeed
+    for name, module in list(sys.modules.items()):
+        if name.startswith("deepspeed."):
+            for comparison in COMPARISONS:
+                if comparison in vars(module):
+                    setattr(module, comparison, lambda *_, **__: None)
