@@ -6,10 +6,12 @@ docs/flags.md comes from the recipes of all train_*.py, the table of docs/troubl
 tools/doctor/findings.yaml.
 """
 
+import dataclasses
 import re
 from pathlib import Path
 
-from common.recipe import ImageRecipe, Recipe, flag_table
+from common.flags import as_text
+from common.recipe import ImageRecipe, Recipe
 from common.script import load_script, recipe_class
 from common.system.paths import ROOT
 from tools.doctor.checks import FINDINGS
@@ -20,6 +22,21 @@ BEGIN, END = "<!-- codes -->", "<!-- end -->"
 
 def train_scripts() -> list[Path]:
     return sorted(ROOT.glob("train_*.py"))
+
+
+def flag_table(recipe_class: type[Recipe], without: type[Recipe] | None = None) -> str:
+    """The flags as a Markdown table, without those that `without` has with the same default."""
+    others = dataclasses.fields(without) if without else ()
+    known = {f.name: (f.default, f.metadata["per_script"]) for f in others}
+    rows = ["| flag | default | what it is |", "|---|---|---|"]
+    for field in dataclasses.fields(recipe_class):
+        if known.get(field.name) == (field.default, field.metadata["per_script"]):
+            continue
+        default = "" if field.default is None else as_text(field.default)
+        default = "each script's own" if field.metadata["per_script"] else default
+        allowed = f" ({', '.join(field.metadata['choices'])})" if field.metadata["choices"] else ""
+        rows.append(f"| `--{field.name}` | {default} | {field.metadata['help']}{allowed} |")
+    return "\n".join(rows)
 
 
 def flags_page() -> str:

@@ -29,17 +29,16 @@ FACTOR = 2  # differences from twice on, or down to half, are factors
 PLAN_LINE: dict[str, Kind] = {
     **dict.fromkeys(("strategy", "limit"), str),
     "memory": {"*": float},  # bytes
-    "images": int,
     **dict.fromkeys(("step_s", "images_per_s", "hours", "price"), float),
 }
-PLAN: dict[str, Kind] = {  # what plan.py writes
-    **dict.fromkeys(("about", "script", "mixed_precision", "gpu"), str),
+PLAN: dict[str, Kind] = {  # of what plan.py writes
+    **dict.fromkeys(("about", "script"), str),
     "flags": list[str],
-    **dict.fromkeys(("batch_size", "epochs", "hosts", "gpus"), int),
+    **dict.fromkeys(("hosts", "gpus"), int),
     "price_per_hour": float,
     "lines": [PLAN_LINE],
 }
-NEEDED = ("script", "batch_size", "hosts", "gpus", "lines")
+NEEDED = ("script", "hosts", "gpus", "lines")
 
 
 @dataclass(frozen=True)
