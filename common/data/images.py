@@ -131,9 +131,7 @@ def open_images(folder: Path, recipe: ImageRecipe | None = None) -> Images:
         test=splits[2] if len(splits) > 2 else None,
         test_name=names["test"],
         mirror=meta["mirror"],
-        flaws=Flaws(
-            {names[split]: Duplicates(*pair) for split, pair in duplicates}, broken and Broken(*broken)
-        ),
+        flaws=Flaws(duplicates, broken and Broken(*broken)),
     )
 
 

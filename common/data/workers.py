@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from common.augment import to_float
-from common.data.decode import central_crop, decode, random_resized_crop
+from common.data.decode import central_crop, decode, random_resized_crop, torchcodec_decoder
 from common.order import Plan, uniforms
 from common.system.text import printable
 from common.system.transfer import send
@@ -105,7 +105,7 @@ def skipped() -> list[int]:
 
 def _note_skipped(broken: dict[int, str]) -> None:
     """Reports each broken image once. broken: their errors by sample id."""
-    for i in broken.keys() - _skipped:
+    for i in sorted(broken.keys() - _skipped):
         print(f"skipped: {printable(broken[i])}", file=sys.stderr, flush=True)
     _skipped.update(broken)
 
@@ -222,7 +222,9 @@ def _forkserver() -> multiprocessing.context.BaseContext:
     names = [x.__name__ if isinstance(x, ModuleType) else getattr(x, "__module__", None) for x in values]
     modules = sorted({name for name in names if isinstance(name, str) and name in sys.modules} - {"__main__"})
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["common.data.workers", "torchcodec.decoders", *modules])
+    # One that can't be loaded would end the server.
+    codec = ["torchcodec.decoders"] if torchcodec_decoder() else []
+    context.set_forkserver_preload(["common.data.workers", *codec, *modules])
     # Python 3.11 does not give the server our sys.path: a script started from elsewhere would not import.
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
