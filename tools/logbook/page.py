@@ -10,7 +10,7 @@ from common.system.files import Kind, own_files
 from common.system.paths import public_path
 from common.system.text import plural, some_of
 from tools.logbook import price, words
-from tools.logbook.markdown import code, link, render
+from tools.logbook.markdown import code, formatted, link, render
 from tools.logbook.record import ABOUT, REPORT, RESULT, STAMP, RunRecord, stamped_files
 from tools.logbook.words import as_flag, evaluated_images
 
@@ -81,10 +81,10 @@ def _evaluations(run: RunRecord) -> dict[str, dict[str, Any]]:
     best = {"step": facts.get("best_step"), "val/accuracy": facts.get("best_accuracy")}
     best |= next((line for line in run.evaluations if line["step"] == best["step"]), {})
     final = {"val/accuracy": facts.get("final_accuracy"), "val/loss": facts.get("final_loss")} | last
-    step = words.number(best.get("step"), "step {:,}")
+    step, last_step = (formatted(one.get("step"), "step {:,}") or "-" for one in (best, final))
     found = {
         f"best on the {evaluated_images(run)}, {step}": best,
-        f"final, {words.number(final.get('step'), 'step {:,}')}": final,
+        f"final, {last_step}": final,
     }
     if "test_name" in facts:
         test = {f"val/{measure}": facts.get(f"test_{measure}") for measure in ("accuracy", "loss")}

@@ -13,11 +13,6 @@ HALF_PRECISION = {
 }
 
 
-def number(value: float | None, form: str = "{:,.1f}") -> str:
-    """The formatted value; `-` for None. form: as `{:,.1f} s`."""
-    return "-" if value is None else form.format(value)
-
-
 def as_flag(value: Any) -> str:
     """The value as it is written after a flag."""
     if isinstance(value, list):
