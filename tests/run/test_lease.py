@@ -197,3 +197,12 @@ def test_a_recipe_json_that_can_not_be_read_is_refused(content, tmp_path):
     opened = place(tmp_path)
     assert opened.path.name == "named"
     opened.release()
+
+
+@pytest.mark.parametrize("content", [b"[" * 100_000, b"\xff\x00", b'{"pid": 1e999}'])
+def test_a_record_with_any_content_is_one_bounded_line(content):
+    assert isinstance(lease_module._parsed(content.decode(errors="replace")), dict)
+    odd = {"host": "\x1b[31m" + "h" * 5000, "pid": [1] * 1000, "since": {"\n": 1}}
+    text = lease_module._who(lease_module._parsed(json.dumps(odd)))
+    assert text.isprintable()
+    assert len(text) < 700

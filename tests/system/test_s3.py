@@ -309,6 +309,25 @@ def test_a_silent_store_is_given_up(store, proxy, big, tmp_path, quick, monkeypa
     assert os.listdir(tmp_path) == []
 
 
+def test_a_store_that_falls_silent_during_an_upload(store, proxy, big, quick):
+    proxy.black_hole(path="partNumber=3")
+    assert "no whole answer" in refused(store.upload, big, "model")
+    assert proxy.faults["black_hole"] == object_store.ATTEMPTS
+    assert "Uploads" not in boto3.client("s3").list_multipart_uploads(Bucket=BUCKET)
+
+
+def test_a_process_can_be_killed_between_two_requests(store, proxy):
+    code = (
+        "import sys; from common.system.s3 import ObjectStore; store = ObjectStore(sys.argv[1])\n"
+        "store.write('data', b''); store.write('manifest', b'')"
+    )
+    process = None
+    proxy.on("PUT", "/manifest$", lambda: (process.kill(), proxy.black_hole(times=1)))
+    process = subprocess.Popen([sys.executable, "-c", code, store.url], cwd=ROOT)
+    assert process.wait(60) == -9
+    assert proxy.faults["callback"] == 1
+
+
 def test_probe_gives_up_early(store, proxy, monkeypatch):
     store.write("a", b"")
     monkeypatch.setattr(object_store, "PROBE_S", 1)
