@@ -1,25 +1,18 @@
-"""Measures how long a save blocks a step of ViT-B/32 with AdamW, compared with accelerator.save_state.
-
-Results and machine: benchmarks/README.md.
+"""How long a save holds up a step of ViT-B/32 with AdamW, beside accelerator.save_state.
 
     python -m benchmarks.checkpoint_saves
     accelerate launch --config_file accelerate_configs/ddp_2gpu.yaml -m benchmarks.checkpoint_saves
     accelerate launch --config_file accelerate_configs/ddp_2gpu.yaml -m benchmarks.checkpoint_saves --resume
 
-A round is a step, a save by each of the two in alternating order, and a step during the writing. A barrier
+Ours holds it up for the snapshot, save_state for everything, though it does not wait for the disk. A barrier
 precedes and follows each save, so the slowest process counts. --resume, after a run without it, measures the
-time from the start of the process to the first step after its checkpoint.
-
-held up    seconds that the call takes: for ours the snapshot, for save_state everything
-committed  seconds from the call until all is on the disk (save_state does not wait for the disk)
+time from the start of the process to the first step after its checkpoint. Results: docs/resuming.md.
 """
 
 import argparse
-import dataclasses
 import json
 import shutil
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -30,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from accelerate.utils import broadcast_object_list
 
+from benchmarks.harness import benchmark_parser, in_turn, report, wait_for_device
 from common.checkpoint.format import STATE_FILE, newest
 from common.checkpoint.saver import Saver
 from common.checkpoint.training import TrainingState
@@ -42,31 +36,32 @@ from train_vit import Vit, build_model, build_optimizer
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = benchmark_parser(__doc__, rounds=5)
     parser.add_argument("--model", default="vit_base_patch32_224")
-    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--per_device_batch_size", type=int, default=4)
     parser.add_argument("--mixed_precision")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "checkpoint_saves")
     parser.add_argument("--resume", action="store_true", help="time a resume from what an earlier run left")
-    parser.add_argument("--json", type=Path, help="where to write every round")
     flags = parser.parse_args()
     Benchmark(flags).resume() if flags.resume else Benchmark(flags).save()
 
 
 class Benchmark:
     def __init__(self, flags: argparse.Namespace):
-        self.flags = flags
-        recipe = Vit(model=flags.model, per_device_batch_size=flags.per_device_batch_size, ema_decay=0)
-        recipe = dataclasses.replace(recipe, mixed_precision=flags.mixed_precision)
-        processes = world_size()
-        recipe = dataclasses.replace(recipe, batch_size=flags.per_device_batch_size * processes)
+        self.flags, size = flags, flags.per_device_batch_size
+        recipe = Vit(
+            model=flags.model,
+            batch_size=size * world_size(),
+            per_device_batch_size=size,
+            mixed_precision=flags.mixed_precision,
+            ema_decay=0,
+        )
         self.accelerator, _ = start(recipe, recipe.clip_norm)
+        self.is_main = self.accelerator.is_main_process
         torch.manual_seed(0)
-        model = build_model(recipe, 10)
-        size = recipe.image_size
-        self.inputs = torch.randn(flags.per_device_batch_size, 3, size, size, device=self.accelerator.device)
-        self.labels = torch.zeros(flags.per_device_batch_size, dtype=torch.int64, device=self.inputs.device)
+        model, edge = build_model(recipe, 10), recipe.image_size
+        self.inputs = torch.randn(size, 3, edge, edge, device=self.accelerator.device)
+        self.labels = torch.zeros(size, dtype=torch.int64, device=self.accelerator.device)
         self.model, self.optimizer = prepare(self.accelerator, model, build_optimizer(model, recipe))
         self.training = TrainingState(self.accelerator, self.model, self.optimizer, None)
         self.steps = 0
@@ -89,78 +84,73 @@ class Benchmark:
         return time.perf_counter() - began
 
     def wait(self) -> None:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        wait_for_device()
         self.accelerator.wait_for_everyone()
 
     def save(self) -> None:
-        folder, main = self.flags.folder, self.accelerator.is_main_process
-        if main:
+        folder = self.flags.folder
+        if self.is_main:
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
             (folder / "metrics.jsonl").touch()
-        saver = Saver(self.training, folder if main else None, None, {"recipe": {}, "classes": []}, None)
-        rounds = []
+        about = {"recipe": {}, "classes": []}
+        saver = Saver(self.training, folder if self.is_main else None, None, about, None)
+        beside: list[float] = []
+        committed: list[float] = []
+
+        def ours() -> float:
+            began = time.perf_counter()
+            state = {"step": self.steps, **self.training.scalars()}
+            seconds = self.timed(lambda: saver.save(self.steps, state, None))
+            beside.append(self.timed(self.step))
+            saver.wait()
+            self.wait()
+            committed.append(time.perf_counter() - began)
+            if saver.problem:
+                raise ValueError(saver.problem)
+            return seconds
+
+        def save_state() -> float:
+            seconds = self.timed(lambda: self.accelerator.save_state(str(folder / "save_state")))
+            if self.is_main:
+                shutil.rmtree(folder / "save_state")
+            return seconds
+
         self.step()
-        for number in range(self.flags.rounds + 1):  # the first is a warm-up, reported separately
-            found = {"step": self.timed(self.step)}
-            arms = [lambda found=found: self.ours(saver, found), lambda found=found: self.theirs(found)]
-            for arm in arms if number % 2 == 0 else reversed(arms):
-                arm()
-            rounds.append(found)
-            if main:
-                print(json.dumps({name: round(value, 3) for name, value in found.items()}), flush=True)
-        if main:
-            self.report(rounds)
-
-    def ours(self, saver: Saver, found: dict[str, float]) -> None:
-        began = time.perf_counter()
-        state = {"step": self.steps, **self.training.scalars()}
-        found["ours held up"] = self.timed(lambda: saver.save(self.steps, state, None))
-        found["step beside the writing"] = self.timed(self.step)
-        saver.wait()
-        self.wait()
-        found["ours committed"] = time.perf_counter() - began
-        if saver.problem:
-            sys.exit(saver.problem)
-
-    def theirs(self, found: dict[str, float]) -> None:
-        folder = self.flags.folder / "save_state"
-        found["save_state held up"] = self.timed(lambda: self.accelerator.save_state(str(folder)))
-        if self.accelerator.is_main_process:
-            shutil.rmtree(folder)
-
-    def report(self, rounds: list[dict[str, float]]) -> None:
-        first, rest = rounds[0], rounds[1:]
-        place = f"{strategy(self.accelerator)} x {self.accelerator.num_processes}"
-        print(f"{self.flags.model}, {place}, {device_name(self.accelerator)}, {len(rest)} rounds")
-        for name in first:
-            print(
-                f"{name}: median {statistics.median(r[name] for r in rest):.2f} s, first {first[name]:.2f} s"
+        usual = statistics.median(self.timed(self.step) for _ in range(3))
+        arms = {"save_state": save_state, "ours": ours}
+        rounds = in_turn(arms, self.flags.rounds + 1)[1:]  # the first is a warm-up
+        if self.is_main:
+            place = f"{strategy(self.accelerator)} x {self.accelerator.num_processes}"
+            report(
+                rounds,
+                "s held up",
+                "save_state",
+                self.flags.json,
+                where=f"{self.flags.model}, {place}, {device_name(self.accelerator)}",
+                step_s=round(usual, 3),
+                step_beside_the_writing_s=round(statistics.median(beside[1:]), 3),
+                committed_after_s=round(statistics.median(committed[1:]), 3),
             )
-        ratios = [r["ours held up"] / r["save_state held up"] for r in rest]
-        print(f"ours / save_state, held up: {statistics.median(ratios):.3f}")
-        if self.flags.json:
-            self.flags.json.write_text(json.dumps(rounds) + "\n")
 
     def resume(self) -> None:
-        main, found = self.accelerator.is_main_process, None
-        if main:
-            found = newest(self.flags.folder / "checkpoints", lambda: None, print)
+        found = newest(self.flags.folder / "checkpoints", lambda: None, print) if self.is_main else None
+        if self.is_main:
             if found is None:
                 raise ValueError(
-                    f"--folder {self.flags.folder} holds no checkpoint: run without --resume first"
+                    f"--folder {self.flags.folder} has no checkpoint: run without --resume first"
                 )
             self.training.check(found)
         # The state has the optimizer's scalars, but nothing of a run.
         scalars = json.loads((found.folder / STATE_FILE).read_text()) if found else None
-        scalars = broadcast_object_list([scalars])[0]
-        self.training.restore(found, scalars)
+        self.training.restore(found, broadcast_object_list([scalars])[0])
         self.step()
         self.wait()
         if found:
-            since = time.time() - psutil.Process().create_time()
-            print(f"from the start of the process to the first step after {found.folder.name}: {since:.1f} s")
+            since_s = time.time() - psutil.Process().create_time()
+            print(
+                f"from the start of the process to the first step after {found.folder.name}: {since_s:.1f} s"
+            )
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ on the CPU.
 """
 
 import argparse
-import importlib
+import html
 import json
 import os
 import shutil
@@ -23,35 +23,37 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 
+from benchmarks.gpu import checks, device, parallel, speed
 from benchmarks.gpu.rows import FAIL, SKIPPED, Setting, checks_at_once, run_rows
 from common.system.cli import command_parser, run_command
 from common.system.files import write_text
 from common.system.processes import adopt_orphans, end_with_parent, kill, running_descendants
-from tools.logbook.markdown import table, text
 
 # Section -> its rows' function, and its weight in the budget, in order of what it tells for its time.
 SECTIONS = {
-    "smoke": ("scripts.smoke", 0),
-    "ceilings": ("ceilings.rows", 20),
-    "throughput": ("throughput.rows", 120),
-    "recipes": ("recipes.rows", 100),
-    "variants": ("throughput.variants", 120),
-    "scripts": ("scripts.checks", 100),
-    "snapshots": ("snapshots.rows", 20),
-    "strategies": ("strategies.checks", 50),
-    "determinism": ("determinism.checks", 50),
-    "memory": ("memory.rows", 40),
-    "inputs": ("inputs.rows", 40),
-    "scaling": ("several.rows", 20),
-    "several": ("several.checks", 60),
+    "smoke": (checks.smoke, 0),
+    "ceilings": (device.ceilings, 20),
+    "throughput": (speed.rows, 120),
+    "recipes": (speed.recipes, 100),
+    "variants": (speed.variants, 120),
+    "scripts": (checks.scripts, 100),
+    "snapshots": (device.snapshots, 20),
+    "strategies": (parallel.strategies, 50),
+    "determinism": (checks.determinism, 50),
+    "memory": (checks.memory, 40),
+    "inputs": (speed.inputs, 40),
+    "scaling": (parallel.scaling, 20),
+    "several": (parallel.several, 60),
 }
 ON_DEVICE = ("ceilings", "snapshots")  # their own process uses the GPU
+AT_ONCE = ("scripts", "strategies", "determinism", "several")  # they measure no time
 BUDGET_S = 560
 COMMAND_S = 150  # with this budget a command that takes longer hangs
 DRY_RUN_S = 900  # a section may take so long on a CPU
@@ -145,14 +147,8 @@ class Suite:
         env = dict(os.environ)
         if self.flags.dry_run:  # one thread: with more a single process rounds otherwise than each of several
             env |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-        child = subprocess.Popen(
-            words,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=env,
-            preexec_fn=end_with_parent,
-            start_new_session=True,
-        )
+        kinds = dict(text=True, env=env, preexec_fn=end_with_parent, start_new_session=True)
+        child = subprocess.Popen(words, stdout=subprocess.PIPE, **kinds)
         expired = threading.Event()
 
         def stop() -> None:
@@ -192,21 +188,21 @@ class Suite:
         out = self.flags.out
         write_text(out / "rows.json", json.dumps(self.rows, indent=1) + "\n")
         columns = ("section", "row", "value", "unit", "expected", "verdict", "note", "seconds")
-        cells = ([text(shown(row.get(column, ""))) for column in columns] for row in self.rows)
-        parts = [table(cells, columns, numbers=False), *map(kernels, self.rows), remark]
-        write_text(out / "table.md", "\n\n".join(filter(None, parts)) + "\n")
+        parts = [table(columns, [[row.get(column) for column in columns] for row in self.rows])]
+        for row in self.rows:  # the dearest kernels of each case
+            if cells := [(name, f"{ms:.3f}", f"{n:g}") for name, ms, n in row.get("kernels", ())]:
+                parts += [row["row"] + ":", table(("kernel", "ms a step", "a step"), cells)]
+        write_text(out / "table.md", "\n\n".join([*parts, *([remark] if remark else [])]) + "\n")
 
 
-def kernels(row: dict[str, Any]) -> str:
-    """A table of the dearest kernels, if the row has them."""
-    if not row.get("kernels"):
-        return ""
-    cells = ([text(name), f"{ms:.3f}", f"{count:g}"] for name, ms, count in row["kernels"])
-    return f"{text(row['row'])}:\n\n" + table(cells, ("kernel", "ms a step", "a step"))
+def table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """A Markdown table. Texts come from outputs of commands."""
 
+    def line(cells: Sequence[Any]) -> str:
+        words = ("" if v is None else f"{v:,}" if isinstance(v, int) else str(v) for v in cells)
+        return "| " + " | ".join(html.escape(" ".join(w.split())).replace("|", "\\|") for w in words) + " |"
 
-def shown(value: Any) -> str:
-    return "" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
+    return "\n".join([line(columns), "|---" * len(columns) + "|", *map(line, rows)])
 
 
 def run_section(flags: argparse.Namespace) -> int:
@@ -222,9 +218,8 @@ def run_section(flags: argparse.Namespace) -> int:
     ends_at, failures = time.time() + flags.limit_s, flags.out.absolute() / "failures.log"
     gpus = flags.gpus or 0
     setting = Setting(folder, flags.data, gpus, flags.dry_run, ends_at, command_s, failures)
-    module, function = SECTIONS[flags.section][0].split(".")
-    rows = getattr(importlib.import_module(f"benchmarks.gpu.{module}"), function)()
-    for row in run_rows(rows, setting, checks_at_once(setting) if function == "checks" else 1):
+    at_once = checks_at_once(setting) if flags.section in AT_ONCE else 1
+    for row in run_rows(SECTIONS[flags.section][0](), setting, at_once):
         print(json.dumps(row), file=output, flush=True)
     return 0
 

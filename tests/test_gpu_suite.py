@@ -14,13 +14,15 @@ import pytest
 import torch
 
 from benchmarks import gpu_suite
-from benchmarks.gpu import memory, probe, throughput
+from benchmarks.gpu import checks, probe, speed
 from benchmarks.gpu.rows import Result, Setting, Skip, command, run_rows
 from common.recipe import parse
 from common.script import load_script, recipe_class
 from tests.conftest import ROOT, Job, full
 
 SUITE = [sys.executable, "-m", "benchmarks.gpu_suite", "--dry_run"]
+# What a bare host lacks
+ABSENT = ("simplejpeg", "pynvml", "datasets", "torchcodec", "deepspeed", "boto3", "wandb", "evaluate")
 
 
 @pytest.mark.needs("g++")
@@ -37,44 +39,74 @@ def test_a_dry_run(sections, tmp_path):
     assert len((tmp_path / "table.md").read_text().splitlines()) == len(rows) + 2
 
 
-def test_a_row_that_fails_does_not_end_the_others(tmp_path):
-    def fails(setting: Setting) -> Result:
-        raise RuntimeError("no such kernel")
+# --- Rows and sections
 
-    def skips(setting: Setting) -> Result:
-        raise Skip("needs two GPUs")
 
-    setting = Setting(tmp_path, "digits", 0, True, time.time() + 60)
+def setting_of(tmp_path, left_s: float = 60, **named) -> Setting:
+    return Setting(tmp_path, "digits", 0, named.pop("dry_run", True), time.time() + left_s, **named)
+
+
+def fails(setting: Setting) -> Result:
+    done = command(setting, ["-c", "print('first of many lines'); raise SystemExit(3)"])
+    raise RuntimeError(f"no such kernel, {done.status}")
+
+
+def skips(setting: Setting) -> Result:
+    raise Skip("needs two GPUs")
+
+
+def test_a_row_that_fails_keeps_its_output_and_ends_no_other(tmp_path):
+    log = tmp_path / "failures.log"
     rows = {"one": fails, "two": skips, "three": lambda setting: Result(3, "ms")}
-    found = [(row["row"], row["verdict"], row["value"], row["note"]) for row in run_rows(rows, setting)]
-    assert found == [
-        ("one", "FAIL", "", "RuntimeError: no such kernel"),
+    found = list(run_rows(rows, setting_of(tmp_path, failures=log)))
+    assert [(row["row"], row["verdict"], row["value"], row["note"]) for row in found] == [
+        ("one", "FAIL", "", "RuntimeError: no such kernel, 3"),
         ("two", "skipped", "", "needs two GPUs"),
         ("three", "", 3, ""),
-    ]
-
-
-def test_the_output_of_failed_rows_is_kept(tmp_path):
-    def fails(setting: Setting) -> Result:
-        done = command(setting, ["-c", "print('first of many lines'); raise SystemExit(3)"])
-        return Result(verdict="FAIL" if done.status else "ok")
-
-    log = tmp_path / "failures.log"
-    setting = Setting(tmp_path, "digits", 0, True, time.time() + 60, failures=log)
-    assert [row["verdict"] for row in run_rows({"one": fails, "two": lambda s: Result(1)}, setting)] == [
-        "FAIL",
-        "",
     ]
     text = log.read_text()
     assert "first of many lines" in text
     assert "exit status 3" in text
-    assert "two" not in text
+    assert "three" not in text
 
 
 def test_a_measurement_that_misses_its_estimate_by_half_is_marked(tmp_path):
-    setting = Setting(tmp_path, "digits", 0, False, time.time() + 60)
     rows = {str(v): lambda s, v=v: Result(v, "images/s", expected=100) for v in (40, 60, 140, 160)}
-    assert [row["verdict"] for row in run_rows(rows, setting)] == ["off by half", "", "", "off by half"]
+    found = [row["verdict"] for row in run_rows(rows, setting_of(tmp_path, dry_run=False))]
+    assert found == ["off by half", "", "", "off by half"]
+
+
+def test_rows_run_at_once_or_in_the_main_thread(tmp_path):
+    both = threading.Barrier(2, timeout=30)  # broken, unless two rows wait in it
+    meets = {name: lambda setting: Result(both.wait() >= 0) for name in ("one", "two")}
+    found = run_rows(meets, setting_of(tmp_path), at_once=2)
+    assert [row["value"] for row in found] == [True] * 2
+    here = {"one": lambda setting: Result(threading.current_thread() is threading.main_thread())}
+    assert [row["value"] for row in run_rows(here, setting_of(tmp_path))] == [True]
+
+
+def test_rows_that_the_sections_time_cuts_are_skipped(tmp_path):
+    def long(setting: Setting) -> Result:
+        time.sleep(0.3)
+        raise RuntimeError("did not end in time")
+
+    found = run_rows({"one": long, "two": long}, setting_of(tmp_path, left_s=0.2))
+    assert [(row["verdict"], row["note"]) for row in found] == [
+        ("skipped", "the section's time ended during this row"),
+        ("skipped", "did not fit into the section's time"),
+    ]
+
+
+def test_a_command_that_hangs_leaves_no_process(tmp_path):
+    sleep = "import subprocess; subprocess.run(['setsid', 'sleep', '61.25'])"
+    assert command(setting_of(tmp_path, command_s=1), ["-c", sleep]).status is None
+    assert not [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", "61.25"]]
+
+
+def test_a_package_that_is_not_installed(tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    (row,) = run_rows({"zero2, one process": lambda setting: Result()}, setting_of(tmp_path))
+    assert (row["verdict"], row["note"]) == ("skipped", "deepspeed is not installed")
 
 
 @pytest.mark.parametrize(
@@ -91,16 +123,52 @@ def test_chosen_sections_share_the_whole_budget(only, limits, tmp_path, monkeypa
     assert given == pytest.approx(limits)
 
 
-def test_fail_fast(tmp_path, monkeypatch):
-    def fails(self, name, limit_s):
+@pytest.mark.parametrize(
+    ("flags", "rows", "remark"),
+    [
+        (["--fail_fast", "2"], [("ceilings", "FAIL"), ("recipes", "FAIL")], "ended by --fail_fast 2"),
+        (
+            ["--budget_s", "5"],
+            [(name, "skipped") for name in ("ceilings", "recipes", "inputs")],
+            "did not fit",
+        ),
+    ],
+)
+def test_how_it_ends_early(flags, rows, remark, tmp_path, monkeypatch):
+    def failing(self, name, limit_s):
         self.add(name, {"row": "", "verdict": "FAIL"})
 
-    monkeypatch.setattr(gpu_suite.Suite, "section", fails)
-    flags = ["--out", str(tmp_path), "--only", "ceilings,recipes,inputs", "--dry_run", "--fail_fast", "2"]
-    suite = gpu_suite.Suite(gpu_suite.parse(flags), tmp_path)
+    monkeypatch.setattr(gpu_suite.Suite, "section", failing)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    words = ["--out", str(tmp_path), "--only", "ceilings,recipes,inputs", *flags]
+    suite = gpu_suite.Suite(gpu_suite.parse(words), tmp_path)
     suite.run()
-    assert [row["section"] for row in suite.rows] == ["ceilings", "recipes"]
-    assert "ended by --fail_fast 2" in (tmp_path / "table.md").read_text()
+    assert [(row["section"], row["verdict"]) for row in suite.rows] == rows
+    assert remark in (tmp_path / "table.md").read_text()
+
+
+def test_ctrl_c_leaves_the_table_and_no_process(tmp_path):
+    job, table = Job([*SUITE, "--out", tmp_path, "--only", "ceilings,scripts"]), tmp_path / "table.md"
+    deadline = time.monotonic() + 120
+    while not (table.exists() and "matrix product, fp16" in table.read_text()):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    below = psutil.Process(job.process.pid).children(recursive=True)
+    job.process.send_signal(signal.SIGINT)
+    status, output = job.wait(60)
+    assert status == 130, output
+    assert "interrupted" in table.read_text()
+    assert not [process for process in below if process.is_running()]
+
+
+def test_without_a_gpu_it_says_what_to_do():
+    status, output = Job([*SUITE[:-1], "--out", ROOT / "nowhere"]).wait(60)
+    assert status == 1
+    assert "error: there is no GPU that torch can use: --dry_run does" in output
+    assert not (ROOT / "nowhere").exists()
+
+
+# --- The probe
 
 
 def test_waits_are_counted_and_placed(monkeypatch):
@@ -115,9 +183,8 @@ def test_waits_are_counted_and_placed(monkeypatch):
     monkeypatch.setattr("torch.cuda.set_sync_debug_mode", set_mode)
     watch = probe.Waits(2, steps=2)
     watch.begin()
-    for _ in range(3):
-        warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
-    warnings.warn("another", stacklevel=1)
+    for text in (*["called a synchronizing CUDA operation"] * 3, "another"):
+        warnings.warn(text, stacklevel=1)
     found = watch.end()
     assert modes == ["warn", "default"]
     assert found["waits"] == 1.5
@@ -127,25 +194,17 @@ def test_waits_are_counted_and_placed(monkeypatch):
 def test_launches_busy_share_and_kernels(monkeypatch):
     """Simulated: events of a GPU, one an annotation that spans the others, and one of a CPU."""
     cuda, cpu = torch.autograd.DeviceType.CUDA, torch.autograd.DeviceType.CPU
-
-    class Profiler:
-        def __init__(self, activities):
-            pass
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *_):
-            pass
-
-        def events(self):
-            kinds = [("a", cuda, False, 100), ("b", cuda, False, 300), ("step", cuda, True, 400)]
-            names = ("name", "device_type", "is_user_annotation", "device_time")
-            return [
-                SimpleNamespace(**dict(zip(names, k, strict=True))) for k in [*kinds, ("c", cpu, False, 9)]
-            ]
-
-    monkeypatch.setattr("torch.profiler.profile", Profiler)
+    kinds = [
+        ("a", cuda, False, 100),
+        ("b", cuda, False, 300),
+        ("step", cuda, True, 400),
+        ("c", cpu, False, 9),
+    ]
+    names = ("name", "device_type", "is_user_annotation", "device_time")
+    events = [SimpleNamespace(**dict(zip(names, kind, strict=True))) for kind in kinds]
+    profiler = SimpleNamespace(__enter__=None, __exit__=lambda *_: None, events=lambda: events)
+    profiler.__enter__ = lambda: profiler
+    monkeypatch.setattr("torch.profiler.profile", lambda activities: profiler)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.synchronize", lambda: None)
     clock = iter([0.0, 0.008])
@@ -153,8 +212,7 @@ def test_launches_busy_share_and_kernels(monkeypatch):
     watch = probe.Profile(2, steps=2)
     watch.begin()
     found = watch.end()
-    assert found["launches"] == 1
-    assert found["busy_share"] == pytest.approx(0.4 / 8)
+    assert (found["launches"], found["busy_share"]) == (1, pytest.approx(0.4 / 8))
     assert found["kernels"] == [("b", 0.15, 0.5), ("a", 0.05, 0.5)]
 
 
@@ -175,20 +233,18 @@ def test_a_warm_up_precedes_three_windows(monkeypatch):
 
 @pytest.fixture
 def full_setting(tmp_path, monkeypatch):
-    """A host with a GPU, as far as the suite's own process can tell; commands find none, nor simplejpeg."""
+    """A host with a GPU, as far as the suite's own process can tell; commands find none, and a bare host."""
     monkeypatch.setattr(Setting, "device", torch.device("cpu"))
     (tmp_path / "sitecustomize.py").write_text(
         "import os, resource, sys\n"
-        "sys.modules['simplejpeg'] = sys.modules['pynvml'] = None\n"
+        f"sys.modules |= dict.fromkeys({ABSENT})\n"
         "if 'LIMIT_GIB' in os.environ:\n"
         "    resource.setrlimit(resource.RLIMIT_DATA, (int(os.environ['LIMIT_GIB']) * 2**30,) * 2)\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    folder = tmp_path / "scratch" / "section"
+    folder, failures = tmp_path / "scratch" / "section", tmp_path / "failures.log"
     folder.mkdir(parents=True)
-    return Setting(
-        folder, "synthetic", 1, False, time.time() + 300, 300, tmp_path / "failures.log", small=True
-    )
+    return Setting(folder, "synthetic", 1, False, time.time() + 300, 300, failures, small=True)
 
 
 def done(row, setting: Setting) -> dict[str, dict]:
@@ -200,8 +256,8 @@ def done(row, setting: Setting) -> dict[str, dict]:
 
 @pytest.mark.parametrize("name", ["CNN-A, batch 512", "vit ViT-S/16 at 224, RandAugment, batch 256"])
 def test_a_full_case(name, full_setting):
-    """The second one's data are JPEGs."""
-    rows = done(throughput.eager(throughput.CASES[name]), full_setting)
+    """The second one's data are JPEGs in folders."""
+    rows = done(speed.eager(speed.CASES[name]), full_setting)
     assert rows["a row, eager"]["value"] > 0
     assert rows["a row, data / resident"]["value"] > 0
     assert 0 < len(rows["a row, launches"]["kernels"]) <= 15
@@ -210,8 +266,8 @@ def test_a_full_case(name, full_setting):
 
 
 def test_a_probe_watches_beyond_an_epoch(full_setting):
-    words = ["--data", "synthetic", "--widths", "4,4,8", "--batch_size", 2048]  # two steps an epoch
-    flags = [
+    words = ["train_cnn_a.py", "--data", "synthetic", "--widths", "4,4,8", "--batch_size", 2048]  # 2 an epoch
+    words += [
         "--trackers",
         "none",
         "--output_dir",
@@ -219,8 +275,7 @@ def test_a_probe_watches_beyond_an_epoch(full_setting):
         "--cache_dir",
         full_setting.folder / "c",
     ]
-    probed = ["-m", "benchmarks.gpu.probe", "waits", "--steps", 5, "train_cnn_a.py", *words, *flags]
-    ended = command(full_setting, probed)
+    ended = command(full_setting, ["-m", "benchmarks.gpu.probe", "waits", "--steps", 5, *words])
     assert ended.status == 0, ended.output
     assert json.loads(ended.output.splitlines()[-1])["waits"]["waits"] == 0
 
@@ -231,8 +286,8 @@ def test_full_out_of_memory(full_setting, monkeypatch):
         monkeypatch.setenv("LIMIT_GIB", "4")
         yield
 
-    monkeypatch.setattr(memory, "ballast", ballast)
-    assert done(memory.one_line, full_setting)["a row"]["verdict"] == "ok"
+    monkeypatch.setattr(checks, "ballast", ballast)
+    assert done(checks.one_line, full_setting)["a row"]["verdict"] == "ok"
 
 
 def test_two_ranks_on_one_gpu_use_gloo(full_setting, tmp_path):
@@ -251,87 +306,9 @@ def test_two_ranks_on_one_gpu_use_gloo(full_setting, tmp_path):
     assert ended.output.count("backend gloo") == 2
 
 
-def test_checks_run_at_once(tmp_path):
-    both = threading.Barrier(2, timeout=30)  # broken, unless two rows wait in it
-
-    def meets(setting: Setting) -> Result:
-        return Result(both.wait() >= 0)
-
-    setting = Setting(tmp_path, "digits", 0, True, time.time() + 60)
-    assert [row["value"] for row in run_rows({"one": meets, "two": meets}, setting, at_once=2)] == [True] * 2
-
-
-def test_rows_one_after_another_run_in_the_main_thread(tmp_path):
-    setting = Setting(tmp_path, "digits", 0, True, time.time() + 60)
-    here = {"one": lambda setting: Result(threading.current_thread() is threading.main_thread())}
-    assert [row["value"] for row in run_rows(here, setting)] == [True]
-
-
-def test_rows_that_the_sections_time_cuts_are_skipped(tmp_path):
-    setting = Setting(tmp_path, "digits", 0, True, time.time() + 0.2)
-
-    def long(setting: Setting) -> Result:
-        time.sleep(0.3)
-        raise RuntimeError("did not end in time")
-
-    found = [(row["verdict"], row["note"]) for row in run_rows({"one": long, "two": long}, setting)]
-    assert found == [
-        ("skipped", "the section's time ended during this row"),
-        ("skipped", "did not fit into the section's time"),
-    ]
-
-
-def test_a_command_that_hangs_leaves_no_process(tmp_path):
-    setting = Setting(tmp_path, "digits", 0, True, time.time() + 60, command_s=1)
-    sleep = "import subprocess; subprocess.run(['setsid', 'sleep', '61.25'])"
-    assert command(setting, ["-c", sleep]).status is None
-    assert not [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", "61.25"]]
-
-
-def test_a_package_that_is_not_installed(tmp_path, monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    setting = Setting(tmp_path, "digits", 0, True, time.time() + 60)
-    (row,) = run_rows({"zero2, one process": lambda setting: Result()}, setting)
-    assert (row["verdict"], row["note"]) == ("skipped", "deepspeed is not installed")
-
-
-@pytest.mark.parametrize("case", throughput.CASES.values(), ids=throughput.CASES)
+@pytest.mark.parametrize("case", speed.CASES.values(), ids=speed.CASES)
 def test_the_flags_of_a_full_run(case, tmp_path):
-    setting = Setting(tmp_path, "synthetic", 1, False, time.time() + 60)
-    script, *flags = map(str, throughput.script_words(setting, case))
+    script, *flags = map(str, speed.script_words(setting_of(tmp_path, dry_run=False), case))
     recipe = parse(recipe_class(load_script(ROOT / script)), flags)
-    assert recipe.data == ("synthetic" if not case.large else str(tmp_path / "224_pixels"))
+    assert recipe.data == (str(tmp_path / "224x224") if case.photographs else "digits")
     assert recipe.batch_size in case.flags
-
-
-def test_what_no_longer_fits_says_so(tmp_path, monkeypatch, capsys):
-    words = ["--out", str(tmp_path), "--only", "ceilings,inputs", "--budget_s", "5"]
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr(sys, "argv", ["gpu_suite", *words])
-    assert gpu_suite.main() == 0
-    rows = json.loads((tmp_path / "rows.json").read_text())
-    assert [row["note"] for row in rows] == ["did not fit into --budget_s"] * 2
-
-
-def test_ctrl_c_leaves_the_table_and_no_process(tmp_path):
-    job = Job([*SUITE, "--out", tmp_path, "--only", "ceilings,scripts"])
-    deadline = time.monotonic() + 120
-    while (
-        not (tmp_path / "table.md").exists()
-        or "matrix product, fp16" not in (tmp_path / "table.md").read_text()
-    ):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    below = psutil.Process(job.process.pid).children(recursive=True)
-    job.process.send_signal(signal.SIGINT)
-    status, output = job.wait(60)
-    assert status == 130, output
-    assert "interrupted" in (tmp_path / "table.md").read_text()
-    assert not [process for process in below if process.is_running()]
-
-
-def test_without_a_gpu_it_says_what_to_do():
-    status, output = Job([*SUITE[:-1], "--out", ROOT / "nowhere"]).wait(60)
-    assert status == 1
-    assert "error: there is no GPU that torch can use: --dry_run does" in output
-    assert not (ROOT / "nowhere").exists()

@@ -7,13 +7,11 @@ resident  likewise, on one batch that stays on the device
 profile   launches of a step, the share of the time in which the GPU was busy, and the dearest kernels
 waits     calls that wait for the GPU, a step, and from where they come (torch.cuda.set_sync_debug_mode)
 
-Nothing is evaluated. Beside it are the model's operations for an image, and what a product of matrices and
-the data sheet have for the device.
+Beside it are the model's operations for an image, and what a product of matrices and the data sheet have for
+the device.
 """
 
 import argparse
-import contextlib
-import io
 import json
 import os
 import statistics
@@ -21,22 +19,16 @@ import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
 
-from benchmarks.gpu.ceilings import product_flops, wait
-from common.distributed.accelerator import start
+from benchmarks.gpu.device import product_flops
+from benchmarks.harness import train_watched, wait_for_device
 from common.distributed.strategy import device_name
-from common.order import Steps
-from common.recipe import Recipe, parse
 from common.run.run import Run
-from common.script import load_script, recipe_class
+from common.script import load_script
 from common.system.cli import split_at_script
 from common.telemetry import flops
 
@@ -49,90 +41,55 @@ def main() -> None:
     parser.add_argument("what", help=f"of {','.join(WATCHES)}")
     parser.add_argument("--seconds", type=float, default=2.0, help="of a window")
     parser.add_argument("--steps", type=int, default=20, help="of a profile, and to count waits in")
-    own, words = split_at_script(sys.argv[1:])
+    own, (file, *words) = split_at_script(sys.argv[1:])
     flags = parser.parse_args(own)
-    script = load_script(Path(words[0]).resolve())
-    sys.argv = words
-    recipe = parse(recipe_class(script))
+    script, output, found = load_script(Path(file).resolve()), sys.stdout, {}
     names = flags.what.split(",")
     watches = [WATCHES[name](flags.seconds, flags.steps) for name in names]
-    found: dict[str, Any] = {}
-    output = sys.stdout
 
-    class WatchedRun(Run):
-        """Gives each step to the watch whose turn it is, and ends the process after the last one."""
+    def on_step(run: Run) -> None:
+        """Gives the step to the watch whose turn it is, and ends the process after the last one."""
+        if (ended := watches[len(found)].step(run.batch.total)) is not None:
+            found[names[len(found)]] = ended
+        if len(found) == len(names):
+            print(json.dumps(found | facts_of(script, run)), file=output, flush=True)
+            os._exit(0)
 
-        def begin(self, *words: Any, **named: Any) -> Steps:
-            steps = super().begin(*words, **named)
-            self.steps = replace(self.steps, per_epoch=sys.maxsize)  # no evaluation and no line at its end
-            return steps
-
-        def add(self, loss: Tensor, ids: np.ndarray) -> None:
-            super().add(loss, ids)
-            if self.meter.micro_batches % self.batch.accumulations:
-                return
-            name = names[len(found)]
-            if (ended := watches[len(found)].step(self.batch.total)) is not None:
-                found[name] = ended
-            if len(found) == len(names):
-                about = device(script, recipe, self) if hasattr(recipe, "image_size") else {}
-                print(json.dumps(found | about), file=output, flush=True)
-                os._exit(0)
-
-    script.Run = WatchedRun
-    if hasattr(script, "training_batches"):
-        is_resident = lambda: len(found) < len(names) and names[len(found)] == "resident"  # noqa: E731
-        script.training_batches = batches(script.training_batches, is_resident)
-    with contextlib.redirect_stdout(io.StringIO()):
-        script.main.__wrapped__(recipe, *start(recipe, clip_norm=getattr(recipe, "clip_norm", 0.0)))
+    train_watched(script, words, on_step, lambda: len(found) < len(names) and names[len(found)] == "resident")
     sys.exit("the training ended before all was watched")
 
 
-def device(script: Any, recipe: Recipe, run: Run) -> dict[str, Any]:
+def facts_of(script: Any, run: Run) -> dict[str, Any]:
     """Operations of an image, and the device's a second: of a bf16 product, and of the data sheet."""
-    size = getattr(recipe, "image_size", 0)
+    if not (size := getattr(run.recipe, "image_size", 0)):
+        return {}
     name = device_name(run.accelerator)
     return {
-        "flops_per_image": flops.flops_per_image(lambda: script.build_model(recipe, 10), size),
+        "flops_per_image": flops.flops_per_image(lambda: script.build_model(run.recipe, 10), size),
         "product": product_flops(run.accelerator.device, torch.bfloat16),
         "sheet": None if name.startswith("CPU") else flops.peak_flops(name, "bf16"),
     }
-
-
-def batches(real: Callable[..., Iterator[tuple]], is_resident: Callable[[], bool]) -> Callable:
-    """The script's training_batches, which repeats a batch while is_resident(): no data, no augmentation."""
-
-    def repeated(*words: Any) -> Iterator[tuple]:
-        for batch in real(*words):
-            yield batch
-            while is_resident():
-                yield batch
-
-    return repeated
 
 
 class Speed:
     """A warm-up, which ends the compilation and the autotuning, then windows between two waits."""
 
     def __init__(self, seconds: float, steps: int):
-        self.seconds = seconds
-        self.count, self.began = 0, 0.0
+        self.seconds, self.count, self.began = seconds, 0, 0.0
         self.windows: list[float] = []
 
     def step(self, images: int) -> dict[str, Any] | None:
         """After a step of so many images: what was found, at the end."""
         self.count += 1
         if not self.began or (self.count >= LEAST_STEPS and time.perf_counter() - self.began >= self.seconds):
-            wait()
+            wait_for_device()
             now = time.perf_counter()
             self.windows += [self.count * images / (now - self.began)] if self.began else []
             self.count, self.began = 0, now
         if len(self.windows) <= WINDOWS:
             return None
-        speeds = self.windows[1:]
-        median = statistics.median(speeds)
-        spread = (max(speeds) - min(speeds)) / median
-        return {"images_per_s": median, "spread": spread, "step_ms": 1e3 * images / median}
+        median = statistics.median(speeds := self.windows[1:])
+        return {"images_per_s": median, "spread": (max(speeds) - min(speeds)) / median}
 
 
 class Watch:
@@ -140,11 +97,12 @@ class Watch:
 
     def __init__(self, seconds: float, steps: int):
         self.steps, self.count = steps, -1
+        self.on_gpu = torch.cuda.is_available()
 
     def step(self, images: int) -> dict[str, Any] | None:
         self.count += 1
         if self.count == 0:
-            wait()
+            wait_for_device()
             self.begin()
         return self.end() if self.count == self.steps else None
 
@@ -158,14 +116,13 @@ class Profile(Watch):
     """Kernels of a GPU; on a CPU, for a dry run, its operators."""
 
     def begin(self) -> None:
-        self.on_gpu = torch.cuda.is_available()
         kinds = torch.profiler.ProfilerActivity
         self.profiler = torch.profiler.profile(activities=[kinds.CUDA if self.on_gpu else kinds.CPU])
         self.profiler.__enter__()
         self.began = time.perf_counter()
 
     def end(self) -> dict[str, Any]:
-        wait()
+        wait_for_device()
         ms = 1e3 * (time.perf_counter() - self.began)
         self.profiler.__exit__(None, None, None)
         kind = torch.autograd.DeviceType.CUDA if self.on_gpu else torch.autograd.DeviceType.CPU
@@ -177,8 +134,7 @@ class Profile(Watch):
                 took[event.name] += (event.device_time if self.on_gpu else event.self_cpu_time_total) / 1e3
                 count[event.name] += 1
         dearest = [(n[:80], t / self.steps, count[n] / self.steps) for n, t in took.most_common(KERNELS)]
-        busy = took.total() / ms
-        return {"launches": count.total() / self.steps, "busy_share": busy, "kernels": dearest}
+        return {"launches": count.total() / self.steps, "busy_share": took.total() / ms, "kernels": dearest}
 
 
 class Waits(Watch):
@@ -197,7 +153,7 @@ class Waits(Watch):
         return {"waits": len(waits) / self.steps, "places": dict(places.most_common(5))}
 
     def set_mode(self, mode: str) -> None:
-        if torch.cuda.is_available():
+        if self.on_gpu:
             torch.cuda.set_sync_debug_mode(mode)
 
 

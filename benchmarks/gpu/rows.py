@@ -87,6 +87,11 @@ class Setting:
         return self.ends_at - time.time()
 
 
+def check(holds: bool, value: Any = "", unit: str = "", promised: Any = "", note: str = "") -> Result:
+    """The result of a check."""
+    return Result(value, unit, promised, OK if holds else FAIL, note)
+
+
 # A row's function returns one result, or several by the rest of their names.
 Row = Callable[[Setting], Result | dict[str, Result]]
 _this = threading.local()  # .outputs: of the commands that this thread's row has run
@@ -242,10 +247,6 @@ def trained(setting: Setting, name: str, *words: Any, **named: Any) -> Iterator[
     shutil.rmtree(folder)
 
 
-def torchrun(processes: int) -> list[str]:
-    return ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-
-
 def small_images(setting: Setting, script: str) -> list[Any]:
     """A train script on images of 32 pixels; small in a dry run."""
     words = [f"{script}.py", "--data", setting.data]
@@ -254,21 +255,3 @@ def small_images(setting: Setting, script: str) -> list[Any]:
         return [*words, *small] if setting.is_small else [*words, "--batch_size", 512]
     widths = {"train_cnn_a": ["--widths", "8,8,32"], "train_cnn_b": ["--width", 8]}[script]
     return [*words, "--batch_size", 64, *widths] if setting.is_small else words
-
-
-FSDP = {
-    "ACCELERATE_USE_FSDP": "true",
-    "FSDP_VERSION": "2",
-    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
-    "FSDP_RESHARD_AFTER_FORWARD": "true",
-    "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
-}
-
-
-def strategy(name: str, processes: int) -> tuple[list[str], list[str], dict[str, str]]:
-    """Launcher, flags and environment of a strategy: ddp, fsdp, zero1, zero2 or zero3."""
-    flags = ["--deepspeed_config", f"ds_configs/{name}.json"] if name.startswith("zero") else []
-    return torchrun(processes), flags, FSDP if name == "fsdp" else {}
-
-
-STRATEGIES = ("ddp", "fsdp", "zero1", "zero2", "zero3")

@@ -85,7 +85,8 @@ class StepGraph:
         if not self.on_gpu:
             return lambda: self._run(buffers)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=self.stream):
+        # Other threads, which write checkpoints and sample, may call CUDA meanwhile.
+        with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
             self._run(buffers)
         return graph.replay
 

@@ -1,0 +1,224 @@
+"""Checks of one GPU: every script, with telemetry and memory; bits; and what happens out of memory."""
+
+import contextlib
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+
+from benchmarks.gpu.rows import (
+    Result,
+    Row,
+    Setting,
+    Skip,
+    check,
+    command,
+    one_at_a_time,
+    run_flags,
+    small_images,
+    succeeds,
+    train,
+    trained,
+)
+
+CNNS = ("train_cnn_a", "train_cnn_b")
+SCRIPTS = (*CNNS, "train_vit")
+# Flags of runs of 20 steps. CUDA graphs are for the CNNs: a ViT's blocks refuse them.
+FLAGS: dict[tuple[str, ...], tuple[str, ...]] = {
+    (): SCRIPTS,
+    ("--mixed_precision", "fp16"): SCRIPTS,
+    ("--grad_checkpointing",): ("train_vit",),
+    ("--half_residual",): ("train_vit",),
+    ("--step_graph",): CNNS,
+    ("--compile", "default"): SCRIPTS,
+    ("--compile", "max-autotune"): SCRIPTS,
+    ("--compile", "reduce-overhead"): CNNS,
+}
+
+
+def smoke() -> dict[str, Row]:
+    """What must work before anything else is worth its time. Its process loads CUDA's libraries first."""
+    return {"a few steps": runs("train_cnn_a")}
+
+
+def scripts() -> dict[str, Row]:
+    found: dict[str, Row] = {"train_hello": hello, "train_hello, waits": hello_waits}
+    for flags, names in FLAGS.items():
+        found |= {" ".join((f"{name},", *flags)).rstrip(","): runs(name, *flags) for name in names}
+    return found
+
+
+def hello(setting: Setting) -> Result:
+    with trained(setting, "hello", ["train_hello.py"], "--epochs", 2) as (folder, result):
+        return sound(setting, folder, result)
+
+
+def hello_waits(setting: Setting) -> Result:
+    words = ["train_hello.py", "--data_size", 65536]
+    probe = ["-m", "benchmarks.gpu.probe", "waits", "--steps", setting.size(20, 3)]
+    output = succeeds(setting, [*probe, *words, *run_flags(setting, setting.folder / "waits", words)])
+    waits = json.loads(output.splitlines()[-1])["waits"]
+    places = ", ".join(f"{place} {count}" for place, count in waits["places"].items())
+    return check(not waits["waits"], waits["waits"], "a step", 0, places)
+
+
+def runs(script: str, *flags: Any) -> Row:
+    def row(setting: Setting) -> Result:
+        if setting.is_small and "--compile" in flags and (*flags[1:], script) != ("default", "train_cnn_a"):
+            raise Skip("takes minutes on a CPU")
+        words = small_images(setting, script)
+        steps = ["--max_steps", setting.size(20, 2), "--log_every", setting.size(5, 1), "--telemetry_s", 0.5]
+        steps += ["--max_val_images", setting.size(4096, 64)]
+        name = "_".join([script, *map(str, flags)]).replace("--", "")
+        with trained(setting, name, words, *steps, *flags) as (folder, result):
+            return sound(setting, folder, result)
+
+    return row
+
+
+def sound(setting: Setting, folder: Path, result: dict[str, Any]) -> Result:
+    """Finished, with a loss in each line; on a GPU with memory and utilisation, too."""
+    problems = [] if result["status"] == "finished" else [f"status {result['status']}"]
+    losses = [line["train/loss"] for line in lines(folder / "metrics.jsonl") if "train/loss" in line]
+    if not losses or not all(loss < 100 for loss in losses):
+        problems.append(f"losses {losses}")
+    if not setting.dry_run and importlib.util.find_spec("pynvml"):
+        samples = [sample for file in folder.glob("telemetry-*.jsonl") for sample in lines(file)]
+        gpus = [gpu for sample in samples for gpu in sample.get("gpus", [])]
+        problems += [] if any(gpu.get("memory_gib") for gpu in gpus) else ["no GPU memory in the telemetry"]
+        problems += [] if "cuda" in str(result["device"]).lower() or gpus else ["it trained on the CPU"]
+    note = "; ".join(problems) or f"loss {losses[0]:.3f} to {losses[-1]:.3f}, {result['mixed_precision']}"
+    return check(not problems, round(result["peak_memory_gib"], 3), "GiB", "finished", note)
+
+
+def lines(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+# --- Bits: two equal runs, and a run that was stopped and resumed
+
+
+DRY = "train_cnn_b"  # on a CPU the bits of all scripts are the same for the same reason
+
+
+def determinism() -> dict[str, Row]:
+    found: dict[str, Row] = {}
+    for script in SCRIPTS:
+        found[f"{script}, twice, --deterministic"] = twice(script, "--deterministic")
+        found[f"{script}, resumed, --deterministic"] = resumed(script)
+    # In fp32 attention has another kernel.
+    fp32 = ("--deterministic", "--mixed_precision", "no")
+    found["train_vit, twice, --deterministic, fp32"] = twice("train_vit", *fp32)
+    found["train_cnn_a, twice, without the flag"] = twice("train_cnn_a")
+    return found
+
+
+def twice(script: str, *flags: str) -> Row:
+    def row(setting: Setting) -> Result:
+        if setting.is_small and (script, *flags) != (DRY, "--deterministic"):
+            raise Skip(f"a dry run has only {DRY}'s")
+        first, second = (go(setting, script, f"{script}_{n}{len(flags)}", *flags) for n in (1, 2))
+        off = difference(first, second)
+        if not flags:
+            return Result(off, "largest difference of a weight", "anything")  # nothing is promised
+        return check(off == 0, off, "largest difference of a weight", 0)
+
+    return row
+
+
+def resumed(script: str) -> Row:
+    def row(setting: Setting) -> Result:
+        if setting.is_small and script != DRY:
+            raise Skip(f"a dry run has only {DRY}'s")
+        straight = go(setting, script, f"{script}_11", "--deterministic")  # the first row's
+        half = setting.size(10, 2)
+        go(setting, script, f"{script}_resumed", "--deterministic", "--max_steps", half)
+        off = difference(straight, go(setting, script, f"{script}_resumed", "--deterministic"))
+        return check(off == 0, off, "largest difference of a weight", 0)
+
+    return row
+
+
+def go(setting: Setting, script: str, name: str, *flags: Any) -> Path:
+    """Trains some steps, unless that is done, and returns the last checkpoint's folder."""
+    steps = ["--max_steps", setting.size(20, 4), "--checkpoint_every", 1000, "--max_val_images", 64]
+    file = setting.folder / name / "result.json"
+    with one_at_a_time(file.parent):
+        if file.exists() and (found := json.loads(file.read_text()))["steps"] == steps[1]:
+            return file.parent / found["checkpoint"]
+        folder, result = train(setting, name, small_images(setting, script), *steps, *flags)
+        return folder / result["checkpoint"]
+
+
+def difference(one: Path, other: Path) -> float:
+    a, b = (load_file(folder / "model.safetensors") for folder in (one, other))
+    assert a.keys() == b.keys()
+    return max(float((a[name].double() - b[name].double()).abs().max()) for name in a if a[name].numel())
+
+
+# --- Out of memory, beside a process that holds most of the GPU
+
+FREE_GIB = 6  # what the ballast leaves
+BALLAST = """
+import sys, torch
+free, _ = torch.cuda.mem_get_info()
+held = torch.empty(max(0, free - int(float(sys.argv[1]) * 2**30)), dtype=torch.uint8, device="cuda")
+print("held", flush=True)
+sys.stdin.read()
+"""
+# A dry run limits memory as find_batch_size.py does.
+LIMITED = """
+import resource, runpy, sys
+resource.setrlimit(resource.RLIMIT_DATA, (2**32, 2**32))
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def memory() -> dict[str, Row]:
+    return {"out of memory is one line": one_line, "find_batch_size.py": search}
+
+
+@contextlib.contextmanager
+def ballast() -> Iterator[None]:
+    """Holds the GPU's memory but FREE_GIB, in another process."""
+    words = [sys.executable, "-c", BALLAST, str(FREE_GIB)]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout
+            assert process.stdout.readline() == "held\n"
+            yield
+        finally:
+            process.kill()
+
+
+def one_line(setting: Setting) -> Result:
+    """A batch of all generated images, enlarged: it needs 40 times what is free."""
+    words = [*small_images(setting, "train_cnn_b"), "--width", 64, "--batch_size", 4096, "--image_size", 128]
+    words += run_flags(setting, setting.folder / "full", words)
+    with ballast() if not setting.dry_run else contextlib.nullcontext():
+        done = command(setting, ["-c", LIMITED, *words] if setting.dry_run else words)
+    found = re.findall(r"^error: out of memory.*", done.output, re.MULTILINE)
+    holds = done.status not in (0, None) and len(found) == 1 and "Traceback" not in done.output
+    note = (found or done.output.splitlines()[-1:] or [""])[0][:200]
+    return check(holds, promised="one line", note=note)
+
+
+def search(setting: Setting) -> Result:
+    """In a dry run CNN-A under a limit of memory, which stands for the GPU's."""
+    file, script = setting.folder / "found.json", "train_cnn_a" if setting.dry_run else "train_cnn_b"
+    limit = ["--memory_limit_gib", 1, "--quantum", 256] if setting.dry_run else []
+    config = ["--config_file", "accelerate_configs/single_gpu.yaml", "--output", file]
+    words = ["find_batch_size.py", *config, *limit, *small_images(setting, script)]
+    words += ["--cache_dir", setting.folder.parent / "cache"]
+    with ballast() if not setting.dry_run else contextlib.nullcontext():
+        succeeds(setting, [*words, "--widths", "32,64,128"] if setting.dry_run else words)
+    found = json.loads(file.read_text())
+    tried = f"{len(found['trials'])} trials, knee {found.get('knee')}"
+    return check(found["answer"] > 0, found["answer"], "images", "above 0", tried)
