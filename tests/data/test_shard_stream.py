@@ -23,7 +23,6 @@ from common.data.images import open_images
 from common.distributed.preemption import Preempted
 from common.order import evaluation_plan, stream_order, training_plan
 from common.recipe import ImageRecipe, share_out
-from common.system import s3 as object_store
 from common.system.s3 import ObjectStore
 from tests.conftest import (
     ROOT,
@@ -185,7 +184,6 @@ def test_a_resume_reads_the_rest_and_not_the_epoch(url, through_proxy, tmp_path)
 
 def test_cuts_and_bursts_of_errors_are_retried(local, url, through_proxy, tmp_path, monkeypatch):
     monkeypatch.setattr(time, "sleep", lambda seconds: None)  # between boto's retries
-    monkeypatch.setattr(object_store, "_backoff_s", lambda attempt: 0.0)
     through_proxy.fail(503, times=3, path="manifest")
     through_proxy.fail(503, times=3, method="GET", path=r"train-00003\.tar")
     through_proxy.fail(500, "InternalError", times=2, method="HEAD", path=r"train-00007\.tar")
