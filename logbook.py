@@ -14,7 +14,7 @@ index    writes README.md, which add and compare also update
 html     writes logbook.html, one file for a browser with the named runs, or all below runs/: a table to sort
          and filter, curves, recipes side by side, plots
 
-A page says if its run was killed, or has missing or broken files. The same run folders give the same bytes.
+A page names missing and broken files. The same run folders give the same bytes.
 """
 
 import argparse
@@ -59,49 +59,31 @@ def parse(words: list[str]) -> argparse.Namespace:
 
     def command(
         name: str, make: Callable[[argparse.Namespace], list[Path]], help: str
-    ) -> argparse.ArgumentParser:
+    ) -> Callable[..., argparse.Action]:
         sub = commands.add_parser(name, help=help, description=help, allow_abbrev=False)
         sub.set_defaults(make=make)
-        sub.add_argument(
-            "--folder", type=Path, default=FOLDER, help="folder of the pages (default: %(default)s)"
-        )
-        return sub
+        sub.add_argument("--folder", type=Path, default=FOLDER, help="for the pages (default: %(default)s)")
+        return sub.add_argument
 
     command("index", lambda flags: [], "write the table of all pages")
     add = command("add", add_runs, "write a page for each run")
     compare = command("compare", compare_runs, "write a page that compares runs")
     html = command("html", write_html, "write a page of all runs, for a browser")
-    runs = "a run's folder, or a folder with runs below it (default: runs)"
-    html.add_argument("runs", nargs="*", type=Path, metavar="RUN", help=runs, default=[Path("runs")])
-    for sub in (add, compare):
-        sub.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="the folder of a run")
-    add.add_argument(
-        "--plan",
-        type=Path,
-        metavar="FILE",
-        help="by plan.py --output: compare the run's time, price and memory with it",
-    )
-    add.add_argument(
-        "--price_per_hour",
-        type=price_per_hour,
-        help="of all hosts together, in any currency: show what the run and its interruptions cost",
-    )
-    compare.add_argument("--name", help="name of the page; unset: made from the runs")
-    compare.add_argument(
-        "--target_accuracy", type=float, help="unset: the highest that all runs have reached"
-    )
-    compare.add_argument("--price_per_hour", type=float, help="price of one host, in any currency")
-    compare.add_argument(
-        "--allow_different_data", action="store_true", help="compare runs that saw different images"
-    )
-    compare.add_argument(
-        "--batch_search",
-        nargs="+",
-        type=Path,
-        default=[],
-        metavar="FILE",
-        help="results of find_batch_size.py",
-    )
+    several = "a run's folder, or a folder with runs below it (default: runs)"
+    html("runs", nargs="*", type=Path, metavar="RUN", help=several, default=[Path("runs")])
+    for argument in (add, compare):
+        argument("runs", nargs="+", type=Path, metavar="RUN", help="the folder of a run")
+    plan = "by plan.py --output: compare the run's time, cost and memory with it"
+    add("--plan", type=Path, metavar="FILE", help=plan)
+    price = "of all hosts together, in any currency: show what the run and its interruptions cost"
+    add("--price_per_hour", type=price_per_hour, help=price)
+    compare("--name", help="name of the page; unset: made from the runs")
+    compare("--target_accuracy", type=float, help="unset: the highest that all runs have reached")
+    compare("--price_per_hour", type=float, help="price of one host, in any currency")
+    different = "compare runs that were evaluated on different images"
+    compare("--allow_different_data", action="store_true", help=different)
+    searches = {"nargs": "+", "type": Path, "default": [], "metavar": "FILE"}
+    compare("--batch_search", **searches, help="results of find_batch_size.py")
     flags = parser.parse_args(words)
     check_positive(parser, flags, "target_accuracy", "price_per_hour")
     return flags

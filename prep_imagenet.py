@@ -3,22 +3,19 @@
     python prep_imagenet.py --data /downloads --out /data/imagenet
     python prep_imagenet.py --data /downloads --out /data/imagenet256 --resize 256
     python prep_imagenet.py --data s3://bucket/tars --out s3://bucket/imagenet --work_dir /scratch/imagenet
-    python prep_imagenet.py --url https://host/folder --out /data/imagenet
     python prep_imagenet.py --data /downloads --out /data/imagenet_index --format index --no_verify
     python prep_imagenet.py --from folder --data /data/flowers --out /data/flower_shards
     python prep_imagenet.py --from shards --data s3://bucket/wds --format index --out /data/wds_index
 
 --data is the folder, or the s3:// prefix, with ILSVRC2012_img_train.tar, ILSVRC2012_img_val.tar and
-ILSVRC2012_devkit_t12.tar.gz; --url is their folder on a web server. --train, --val and --devkit name the
-archives one by one, also by signed urls. Each archive is read once, as a stream, and never extracted; its
-published MD5 sum is checked at the same time. --no_verify skips that check; an interrupted preparation then
-does not read again what is done.
+ILSVRC2012_devkit_t12.tar.gz; --train, --val and --devkit name them one by one. Each archive is read once, as
+a stream, and never extracted; its published MD5 sum is checked at the same time. --no_verify skips that
+check; an interrupted preparation then does not read again what is done.
 
 --format shards  tar files of about 256 MiB that `tar`, WebDataset and `datasets` read, with the images
                  shuffled by --seed. An index and, last, a manifest complete them. Pass it to --data
---format folder  train/<class>/*.JPEG and val/<class>/*.JPEG
---format index   an index into the archives, which must stay where they are on this host; pass their folder
-                 to the train scripts' --data_root
+--format index   an index into the archives, which must stay where they are on this host; pass their
+                 folder to the train scripts' --data_root
 
 Images are copied byte for byte. CMYK images, and the PNG that is named .JPEG, become RGB JPEGs of quality 95,
 and are listed. --resize 256 scales larger images to a shorter side of 256 pixels, on all cores.
@@ -46,10 +43,8 @@ import sys
 
 from common.system.cli import command_parser, run_command
 from common.system.text import printable_lines
-from tools.prepare.inputs import shown
 from tools.prepare.preparation import NAMES, Preparation
 
-WORK_DIR = "--work_dir is needed with --out s3://..., and only then"
 BOUNDS = {"resize": (1, 10_000), "quality": (1, 100), "shard_mib": (2**-10, 2**20), "seed": (0, 2**32 - 1)}
 
 
@@ -59,12 +54,11 @@ def main() -> int:
     try:
         Preparation(flags).run()
     except OSError as error:  # a full disk, above all
-        what = f"{error.filename}: {error.strerror}" if error.filename else error
-        what = f"{printable_lines(what)}. Mend that: the same command continues"
-        print(f"error: {what}", file=sys.stderr)
+        what = printable_lines(f"{error.filename}: {error.strerror}" if error.filename else error)
+        print(f"error: {what}. Correct that, then run the same command to resume", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("interrupted: the same command continues", file=sys.stderr)
+        print("interrupted: run the same command to resume", file=sys.stderr)
         return 130
     return 0
 
@@ -73,15 +67,14 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser = command_parser(__doc__)
     add = parser.add_argument
     add("--data", help="folder or s3://bucket/prefix of the archives")
-    add("--url", help="http(s)://... of the archives' folder")
     for part in NAMES["imagenet"]:
-        add(f"--{part}", help="path, s3:// or http(s):// url of this archive")
+        add(f"--{part}", help="path or s3:// url of this archive")
     kind = "kind of input (default: imagenet)"
     add("--from", dest="source", choices=(*NAMES, "parquet", "shards"), default="imagenet", help=kind)
     add("--classes", metavar="FILE", help="with --from shards: class names, one per line")
     add("--out", required=True, help="a folder, or s3://bucket/prefix")
     add("--work_dir", help="with --out s3://...: a local folder with room for all shards")
-    add("--format", choices=("shards", "folder", "index"), default="shards", help="(default: shards)")
+    add("--format", choices=("shards", "index"), default="shards", help="(default: shards)")
     add("--resize", type=int, help="shorter side in pixels (default: images stay as they are)")
     add("--quality", type=int, default=90, help="JPEG quality of resized images (default: 90)")
     add("--shard_mib", type=float, default=256, help="approximate size of a shard (default: 256)")
@@ -96,6 +89,9 @@ def parse(words: list[str]) -> argparse.Namespace:
     for name, (low, high) in BOUNDS.items():
         if (value := getattr(flags, name)) is not None and not low <= value <= high:
             parser.error(f"--{name} {value}: must be from {low:g} to {high:,}")
+    for name in ("data", "train", "val", "devkit", "out", "classes"):
+        if "://" in (value := getattr(flags, name) or "") and not value.startswith("s3://"):
+            parser.error(f"--{name} takes paths and s3://bucket/...: download other urls (curl -C - -O URL)")
     if problem := _problem(flags):
         parser.error(problem)
     return flags
@@ -103,47 +99,23 @@ def parse(words: list[str]) -> argparse.Namespace:
 
 def _problem(flags: argparse.Namespace) -> str | None:
     """Returns an error for flags that contradict one another, else None."""
-    remote = flags.out.startswith("s3://")
-    if not (flags.data or flags.url or flags.train or flags.val):
-        return "give --data, --url, or --train and --val"
-    if flags.data and flags.url:
-        return "--data and --url exclude one another"
-    if flags.url and not re.match("https?://", flags.url):
-        return "--url must begin with http:// or https://; --data takes folders and s3://"
-    if flags.url and "?" in flags.url:
-        return f"--url {shown(flags.url)}: signed urls are given one by one, by --train, --val and --devkit"
-    if "://" in (flags.data or "") and not flags.data.startswith("s3://"):
-        return f"--data {shown(flags.data)}: takes folders and s3://bucket/prefix; --url takes http(s)://"
-    if "://" in flags.out and not remote:
-        return f"--out {shown(flags.out)}: must be a folder, or s3://bucket/prefix"
-    if flags.devkit and flags.source != "imagenet":
-        return f"--devkit: --from {flags.source} takes no devkit"
-    if flags.classes and flags.source != "shards":
-        return f"--classes: --from {flags.source} finds the names of the classes"
-    if flags.source == "shards":
-        return _problem_of_shards(flags)
-    if flags.source == "parquet" and (flags.url or flags.train or flags.val or "://" in flags.data):
-        return "--from parquet takes --data FOLDER, with train-*.parquet and val-* or test-*.parquet"
-    if remote and flags.format != "shards":
-        return f"--format {flags.format} writes to a local folder, not to {shown(flags.out)}"
-    if remote != bool(flags.work_dir):
-        return WORK_DIR
-    if flags.format == "index" and (flags.resize or flags.source in ("folder", "parquet")):
-        return "--format index needs archives, and takes no --resize: it copies no image"
-    return None
-
-
-def _problem_of_shards(flags: argparse.Namespace) -> str | None:
-    """Returns an error for flags that contradict --from shards, else None."""
-    remote = flags.out.startswith("s3://")
-    if flags.format != "index" or flags.resize:
-        return "--from shards needs --format index, and takes no --resize: it copies no image"
+    source, index, remote = flags.source, flags.format == "index", flags.out.startswith("s3://")
     places = [place for place in (flags.data, flags.train, flags.val) if place]
-    if flags.url or any("://" in place and not place.startswith("s3://") for place in places):
-        return "--from shards takes folders, and s3://bucket/prefix, not --url"
-    if remote and not all(place.startswith("s3://") for place in places):
-        return f"--out {shown(flags.out)}: other hosts can't read an index there of shards on this host"
-    return WORK_DIR if remote != bool(flags.work_dir) else None
+    local = [place for place in places if not place.startswith("s3://")]
+    only_table = "--from parquet takes --data FOLDER, with train-*.parquet and val-* or test-*.parquet"
+    only_index = "--format index needs archives, and takes no --resize: it copies no image"
+    unreadable = f"--out {flags.out}: other hosts can't read an index there of files on this host"
+    problems = [
+        (not places, "give --data, or --train and --val"),
+        (flags.devkit and source != "imagenet", f"--devkit: --from {source} takes no devkit"),
+        (flags.classes and source != "shards", f"--classes: --from {source} finds the names of the classes"),
+        (source == "parquet" and local != [flags.data], only_table),
+        (source == "shards" and not index, "--from shards needs --format index: it copies no image"),
+        (index and (flags.resize or source in ("folder", "parquet")), only_index),
+        (index and remote and (local or source != "shards"), unreadable),
+        (remote != bool(flags.work_dir), "--work_dir is needed with --out s3://..., and only then"),
+    ]
+    return next((message for is_problem, message in problems if is_problem), None)
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ class Predicted:
 class Watcher(Protocol):
     """Receives an evaluation's progress and predictions."""
 
-    def tell(self, doing: str) -> None: ...
+    def show_progress(self, text: str) -> None: ...
 
     def keep(self, confusion: Tensor | None, examples: list[Predicted]) -> None: ...
 
@@ -62,14 +62,15 @@ def evaluate(
 ) -> dict[str, float]:
     """Mean cross-entropy and top-1 accuracy: {"loss", "accuracy", "images"}, the same on all processes.
 
-    mean, std: of the pixels in [0, 1]. watcher: its tell() is called before each micro-batch, its keep() with
-    the confusion matrix, int64 [classes, classes] with a row per true class (None for more than CONFUSED
-    classes), and this process's share of SHOWN predictions, of the same images for any seed. Collective.
+    mean, std: of the pixels in [0, 1]. watcher: its show_progress() is called before each micro-batch, its
+    keep() with the confusion matrix, int64 [classes, classes] with a row per true class (None for more than
+    CONFUSED classes), and this process's share of SHOWN predictions, of the same images for any seed.
+    Collective.
     """
     totals = torch.zeros(3, device=accelerator.device, dtype=torch.float64)  # loss, correct, images
     confusion, examples = None, []
     shown = chosen_by_hash(len(split), min(SHOWN, counted(split, recipe)))
-    for part in predictions(accelerator, model, split, recipe, batch, mean, std, watcher.tell):
+    for part in predictions(accelerator, model, split, recipe, batch, mean, std, watcher.show_progress):
         classes, predicted = part.logits.shape[1], part.logits.argmax(1)
         losses = F.cross_entropy(part.logits, part.labels, reduction="none")
         correct = (predicted == part.labels).double().sum()
@@ -106,7 +107,7 @@ def predictions(
     batch: Batch,
     mean: tuple[float, ...],
     std: tuple[float, ...],
-    tell: Callable[[str], None],
+    show_progress: Callable[[str], None],
 ) -> Iterator[Predicted]:
     """Yields the predictions for this process's share of the split. Collective."""
     broadcast_buffers(model)
@@ -123,7 +124,7 @@ def predictions(
         workers=recipe.workers,
     )
     for i, ((_, ids, pixels, labels), (_, valid)) in enumerate(zip(batches, mine, strict=True)):
-        tell(f"evaluated {i * batch.per_device * batch.processes:,} of {count:,} images")
+        show_progress(f"evaluated {i * batch.per_device * batch.processes:,} of {count:,} images")
         logits = model(to_float(pixels, mean, std, size)).float()
         yield Predicted(ids[:valid], pixels[:valid], labels[:valid], logits[:valid])
     model.train()

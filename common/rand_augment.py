@@ -184,23 +184,9 @@ WARPS: dict[str, Callable[[int, int, float, np.ndarray], Factors]] = {
 
 # A draw chooses an operation by its index.
 OPERATIONS = (
-    "AutoContrast",
-    "Equalize",
-    "Invert",
-    "Rotate",
-    "Posterize",
-    "Solarize",
-    "Color",
-    "Contrast",
-    "Brightness",
-    "Sharpness",
-    "ShearX",
-    "ShearY",
-    "TranslateX",
-    "TranslateY",
-    "Cutout",
-    "SolarizeAdd",
-)
+    "AutoContrast", "Equalize", "Invert", "Rotate", "Posterize", "Solarize", "Color", "Contrast",
+    "Brightness", "Sharpness", "ShearX", "ShearY", "TranslateX", "TranslateY", "Cutout", "SolarizeAdd",
+)  # fmt: skip
 # Images of a group are computed together. All warps form one group, to need fewer kernels on a GPU.
 GROUPS = (*SIMPLE, "Cutout", "Warp")
 _GROUP_OF = np.array([GROUPS.index("Warp" if name in WARPS else name) for name in OPERATIONS])

@@ -101,13 +101,10 @@ class Recipe(Job):
         minimum=0,
     )
     keep_every: int | None = setting(
-        None,
-        "also keep checkpoints at multiples of this step, not only the best and the last two",
-        minimum=1,
+        None, "also keep checkpoints at multiples of this step, not only the best and the last two", minimum=1
     )
     s3: str | None = setting(
-        None,
-        "`s3://bucket/prefix` for this run alone: checkpoints go there, and are resumed from there",
+        None, "`s3://bucket/prefix` for this run alone: checkpoints go there, and are resumed from there"
     )
     log_every: int = setting(50, "optimizer steps between lines of the log", minimum=1)
     log_samples: bool = setting(
@@ -267,21 +264,6 @@ def as_yaml(recipe: "DataclassInstance") -> str:
     values = dataclasses.asdict(recipe)
     lists = {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
     return yaml.safe_dump(lists, sort_keys=False, default_flow_style=None, allow_unicode=True)
-
-
-def flag_table(recipe_class: type[Recipe], without: type[Recipe] | None = None) -> str:
-    """The flags as a Markdown table, without those that `without` has with the same default."""
-    others = dataclasses.fields(without) if without else ()
-    known = {f.name: (f.default, f.metadata["per_script"]) for f in others}
-    rows = ["| flag | default | what it is |", "|---|---|---|"]
-    for field in dataclasses.fields(recipe_class):
-        if known.get(field.name) == (field.default, field.metadata["per_script"]):
-            continue
-        default = "" if field.default is None else as_text(field.default)
-        default = "each script's own" if field.metadata["per_script"] else default
-        allowed = f" ({', '.join(field.metadata['choices'])})" if field.metadata["choices"] else ""
-        rows.append(f"| `--{field.name}` | {default} | {field.metadata['help']}{allowed} |")
-    return "\n".join(rows)
 
 
 @dataclass(frozen=True)

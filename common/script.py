@@ -85,8 +85,8 @@ def normalisation(script: ModuleType, model: nn.Module) -> tuple[tuple[float, ..
         return script.MEAN, script.STD
     from timm.data import resolve_model_data_config
 
-    found = resolve_model_data_config(model)
-    return found["mean"], found["std"]
+    config = resolve_model_data_config(model)
+    return config["mean"], config["std"]
 
 
 def main() -> None:

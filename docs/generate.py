@@ -1,25 +1,43 @@
-"""Generates parts of the documents from the code: the flags, and the doctor's findings.
+"""Generates parts of the documents from the code: the flags, the doctor's findings, the list of files.
 
     python -m docs.generate
 
 docs/flags.md comes from the recipes of all train_*.py, the table of docs/trouble.md from
-tools/doctor/findings.yaml.
+tools/doctor/findings.yaml, the list of docs/architecture.md from the first paragraph of each file.
 """
 
+import ast
+import dataclasses
 import re
 from pathlib import Path
 
-from common.recipe import ImageRecipe, Recipe, flag_table
+from common.flags import as_text
+from common.recipe import ImageRecipe, Recipe
 from common.script import load_script, recipe_class
 from common.system.paths import ROOT
 from tools.doctor.checks import FINDINGS
 
-FLAGS, TROUBLE = ROOT / "docs" / "flags.md", ROOT / "docs" / "trouble.md"
-BEGIN, END = "<!-- codes -->", "<!-- end -->"
+FLAGS, TROUBLE, ARCHITECTURE = (ROOT / "docs" / f"{name}.md" for name in ("flags", "trouble", "architecture"))
+BEGIN, END = "<!-- generated -->", "<!-- end -->"
 
 
 def train_scripts() -> list[Path]:
     return sorted(ROOT.glob("train_*.py"))
+
+
+def flag_table(recipe_class: type[Recipe], without: type[Recipe] | None = None) -> str:
+    """The flags as a Markdown table, without those that `without` has with the same default."""
+    others = dataclasses.fields(without) if without else ()
+    known = {f.name: (f.default, f.metadata["per_script"]) for f in others}
+    rows = ["| flag | default | what it is |", "|---|---|---|"]
+    for field in dataclasses.fields(recipe_class):
+        if known.get(field.name) == (field.default, field.metadata["per_script"]):
+            continue
+        default = "" if field.default is None else as_text(field.default)
+        default = "each script's own" if field.metadata["per_script"] else default
+        allowed = f" ({', '.join(field.metadata['choices'])})" if field.metadata["choices"] else ""
+        rows.append(f"| `--{field.name}` | {default} | {field.metadata['help']}{allowed} |")
+    return "\n".join(rows)
 
 
 def flags_page() -> str:
@@ -46,9 +64,24 @@ def trouble_page() -> str:
     """docs/trouble.md with a new table."""
     rows = ["| code | what it means | what helps |", "|---|---|---|"]
     rows += [f"| `{code}` | {row['meaning']} | {row['remedy']} |" for code, row in FINDINGS.items()]
-    table = "\n".join([BEGIN, *rows, END])
+    return _replaced(TROUBLE, rows)
+
+
+def architecture_page() -> str:
+    """docs/architecture.md with a new list of files."""
+    rows = []
+    for path in sorted(file for room in ("common", "tools") for file in (ROOT / room).rglob("*.py")):
+        if about := ast.get_docstring(ast.parse(path.read_text())):
+            first = " ".join(about.partition("\n\n")[0].split())
+            rows.append(f"- `{path.relative_to(ROOT)}`: {first}")
+    return _replaced(ARCHITECTURE, rows)
+
+
+def _replaced(file: Path, lines: list[str]) -> str:
+    """The page with these lines between its marks."""
+    part = "\n".join([BEGIN, *lines, END])
     page, count = re.subn(
-        re.escape(BEGIN) + ".*?" + re.escape(END), lambda _: table, TROUBLE.read_text(), flags=re.DOTALL
+        re.escape(BEGIN) + ".*?" + re.escape(END), lambda _: part, file.read_text(), flags=re.DOTALL
     )
     assert count == 1
     return page
@@ -57,3 +90,4 @@ def trouble_page() -> str:
 if __name__ == "__main__":
     FLAGS.write_text(flags_page())
     TROUBLE.write_text(trouble_page())
+    ARCHITECTURE.write_text(architecture_page())

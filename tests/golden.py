@@ -36,7 +36,7 @@ SCRIPTS = {
     "vit": ["train_vit.py", *VIT, "--data", "digits", *COMMON],
 }
 CONFIGS = {"ddp": "ddp_2gpu", "fsdp": "fsdp_2gpu", "zero2": "zero2_2gpu", "zero3": "zero3_4gpu"}
-CHANGING = ("wall_s", "images_per_s")  # parts of names of times and speeds
+CHANGING = ("wall_s", "images_per_s", "mfu_pct")  # parts of names of times and speeds
 ILSVRC = Path(os.environ.get("GOLDEN_ILSVRC", "/nowhere"))  # of tests/support/imagenet.py, made once
 
 

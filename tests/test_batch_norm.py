@@ -29,8 +29,18 @@ def small_timm_model(name: str) -> nn.Module:
     return timm.create_model(name, num_classes=10, drop_path_rate=0.5, drop_rate=0.5)
 
 
-@pytest.mark.parametrize("checkpointed", [False, True])
-@pytest.mark.parametrize("name", ["test_resnet", "test_byobnet", "test_efficientnet"])
+@pytest.mark.parametrize(
+    ("name", "checkpointed"),
+    [
+        ("test_resnet", True),
+        ("test_byobnet", False),
+        ("test_efficientnet", False),
+        *(
+            full(*row)
+            for row in (("test_resnet", False), ("test_byobnet", True), ("test_efficientnet", True))
+        ),
+    ],
+)
 def test_statistics_follow_the_first_micro_batch_of_each_step(name, checkpointed, accelerator):
     plain, model = small_timm_model(name), small_timm_model(name)
     names = list(model.state_dict())

@@ -15,7 +15,7 @@ from common.distributed.strategy import without_gradient
 from common.order import Shuffled, steps_per_epoch
 from common.recipe import parse, share_out
 from tools.launch.hosts import read_hostfile, select
-from tools.prepare.inputs import open_input
+from tools.prepare.archives import open_stream
 from train_cnn_a import CnnA
 from train_vit import Vit, build_model
 
@@ -167,8 +167,8 @@ MESSAGES: dict[str, tuple[Callable[[], object], str]] = {  # {here}: the working
         "--include b: no host b; there are a",
     ),
     "no such archive": (
-        lambda: open_input("nothing.tar"),
-        "nothing.tar is no file: give the path, s3:// or http(s):// url of an archive",
+        lambda: open_stream("nothing.tar"),
+        "nothing.tar is no file: give the path or s3:// url of an archive",
     ),
     "no such weights": (
         lambda: build_model(Vit(model="test_vit", weights="nothing.safetensors"), 10),

@@ -6,7 +6,15 @@ import pytest
 
 from common.recipe import parse
 from common.script import load_script, recipe_class
-from docs.generate import FLAGS, TROUBLE, flags_page, train_scripts, trouble_page
+from docs.generate import (
+    ARCHITECTURE,
+    FLAGS,
+    TROUBLE,
+    architecture_page,
+    flags_page,
+    train_scripts,
+    trouble_page,
+)
 from tests.conftest import ROOT
 from tools.doctor.checks import FINDINGS
 
@@ -21,6 +29,7 @@ DOCUMENTS = [
 def test_the_pages_made_from_the_code_are_up_to_date():
     assert FLAGS.read_text() == flags_page(), "run: python -m docs.generate"
     assert TROUBLE.read_text() == trouble_page(), "run: python -m docs.generate"
+    assert ARCHITECTURE.read_text() == architecture_page(), "run: python -m docs.generate"
 
 
 def test_each_finding_of_the_doctor_has_a_meaning_and_a_remedy():

@@ -37,10 +37,11 @@ LOG_LIMIT_BYTES = 2**31
 class Mirror:
     """Uploads one checkpoint at a time in its own thread; of later ones only the newest is queued.
 
-    The training never waits for it. say() reports a failed upload, which is retried with the next checkpoint,
-    at the end of the run, and when the same command is started again. lost(): the message once another run
-    owns the prefix, as after a pause of this machine: from then on nothing is written or removed there.
-    Only a request whose check came before the pause still goes out: the new owner's next upload repairs it.
+    The training never waits for it. report() gets the message of a failed upload, which is retried with the
+    next checkpoint, at the end of the run, and when the same command is started again. lost(): the message
+    once another run owns the prefix, as after a pause of this machine: from then on nothing is written or
+    removed there. Only a request whose check came before the pause still goes out: the new owner's next
+    upload repairs it.
     """
 
     def __init__(
@@ -48,10 +49,16 @@ class Mirror:
         store: ObjectStore,
         folder: Path,
         keep_every: int | None,
-        say: Callable[[str], None],
+        report: Callable[[str], None],
         lost: Callable[[], str | None],
     ):
-        self.store, self.folder, self.keep_every, self.say, self.lost = store, folder, keep_every, say, lost
+        self.store, self.folder, self.keep_every, self.report, self.lost = (
+            store,
+            folder,
+            keep_every,
+            report,
+            lost,
+        )
         self.changed = threading.Condition()
         self.waiting: tuple[int, int | None] | None = None  # (step, best step)
         self.sending: int | None = None
@@ -106,9 +113,9 @@ class Mirror:
                 self._send(step, best)
             except Exception as error:  # of any kind, because the end of the run waits for this thread
                 problem = error
-                self.say(
+                self.report(
                     f"the checkpoint of step {step:,} is not in {self.store.url} ({error}): it is safe on the"
-                    " disk, and the next upload, or the same command later, sends it"
+                    " disk. The next upload sends it, or run the same command again later"
                 )
             with self.changed:
                 self.failed = (step, best) if problem else None

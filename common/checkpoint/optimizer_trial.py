@@ -72,7 +72,7 @@ def class_name(optimizer: Optimizer) -> str:
 def _try_out(layout: Layout) -> OptimizerTrial:
     names, shapes = layout.groups(), layout.shapes()
     if len(names) != len(layout.inner.param_groups):
-        raise ValueError("DeepSpeed makes it anew, without its parameter groups")
+        raise ValueError("DeepSpeed rebuilds this optimizer and drops its parameter groups")
     if layout.is_flat and owner(layout.inner) is not layout.inner:
         raise ValueError("ZeRO would step it group by group, but not the optimizer inside")
     if layout.arrangements() and owner(layout.inner).state:

@@ -107,6 +107,6 @@ class Saver:
             since = "there is none before it" if latest is None else f"that of step {latest:,} is intact"
             self.problem = (
                 f"the checkpoint of step {step:,} can't be written to {parent}: {error.strerror or error}"
-                f" ({free_space(self.folder)}); {since}. Make room, or move the folder and give its new place"
-                " as --output_dir: the same command continues"
+                f" ({free_space(self.folder)}); {since}. Free some space, or move the folder and give"
+                " its new path as --output_dir, then run the same command to resume"
             )

@@ -147,8 +147,8 @@ def _hash_of_blocks(file: tuple[str, Path]) -> str:
     return digest.hexdigest()
 
 
-def _short_hash(about: list) -> str:
-    return hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
+def _short_hash(content: list) -> str:
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
 
 @contextmanager

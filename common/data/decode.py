@@ -239,8 +239,8 @@ def save_images(
             out.write(item)
             offsets.append(offsets[-1] + len(item))
     np.save(folder / f"{split}_offsets.npy", np.asarray(offsets))
-    about = {"root": None if root is None else str(root), "parts": parts}
-    (folder / f"{split}_items.json").write_text(json.dumps(about))
+    layout = {"root": None if root is None else str(root), "parts": parts}
+    (folder / f"{split}_items.json").write_text(json.dumps(layout))
 
 
 class Encoded:
@@ -253,9 +253,9 @@ class Encoded:
         if self.ids is not None:
             self.starts, self.ends = self.starts[self.ids], self.ends[self.ids]
         self.items = open(folder / f"{split}_items.bin", "rb", buffering=0)  # noqa: SIM115
-        about = read_json(folder / f"{split}_items.json")
-        self.root: str | None = about["root"]
-        self.parts: list[tuple[str, int]] = about["parts"]
+        layout = read_json(folder / f"{split}_items.json")
+        self.root: str | None = layout["root"]
+        self.parts: list[tuple[str, int]] = layout["parts"]
 
     def __len__(self) -> int:
         return len(self.starts)

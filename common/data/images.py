@@ -102,8 +102,8 @@ def open_images(folder: Path, recipe: ImageRecipe | None = None) -> Images:
     """
     recipe = recipe or ImageRecipe()
     try:
-        about = read_json(folder / "meta.json")
-        parts, is_array = _parts(folder), about["kind"] == "array"
+        meta = read_json(folder / "meta.json")
+        parts, is_array = _parts(folder), meta["kind"] == "array"
         # mode "c": pages are shared by all processes; torch would warn about an array it may not write
         pixels = [np.load(folder / f"{part.split}_images.npy", mmap_mode="c") for part in parts if is_array]
     except (OSError, ValueError, KeyError, TypeError, EOFError) as error:
@@ -114,24 +114,24 @@ def open_images(folder: Path, recipe: ImageRecipe | None = None) -> Images:
     splits: Sequence[Split]
     if is_array:
         splits = [ArraySplit(images, part) for images, part in zip(pixels, parts, strict=True)]
-    elif about["kind"] == "files":
+    elif meta["kind"] == "files":
         splits = [FileSplit(folder, part, recipe.on_bad_image == "skip") for part in parts]
     else:
-        splits = _open_shards(folder, about["shards"], parts, recipe)
+        splits = _open_shards(folder, meta["shards"], parts, recipe)
     # Digits in a cache of an older version have no test_name, and no duplicates.
-    names = {"val": about["val_name"], "test": about.get("test_name") or ""}
-    found = (about.get("duplicates") or {}).items()
-    broken = about.get("broken")
+    names = {"val": meta["val_name"], "test": meta.get("test_name") or ""}
+    duplicates = {names[s]: Duplicates(*pair) for s, pair in (meta.get("duplicates") or {}).items()}
+    broken = meta.get("broken")
     return Images(
-        source=about["source"],
-        classes=tuple(map(printable, about["classes"])),  # names of folders have any bytes
+        source=meta["source"],
+        classes=tuple(map(printable, meta["classes"])),  # names of folders have any bytes
         train=splits[0],
         val=splits[1],
         val_name=names["val"],
         test=splits[2] if len(splits) > 2 else None,
         test_name=names["test"],
-        mirror=about["mirror"],
-        flaws=Flaws({names[split]: Duplicates(*pair) for split, pair in found}, broken and Broken(*broken)),
+        mirror=meta["mirror"],
+        flaws=Flaws(duplicates, broken and Broken(*broken)),
     )
 
 
@@ -179,7 +179,7 @@ def _counts(index: Path, shards: tuple[Shard, ...], part: Part) -> list[int]:
     return np.bincount(np.load(index)[np.load(part.file), 0], minlength=len(shards)).tolist()
 
 
-# What is said about them
+# Its summary and warnings, printed at the start
 
 Labels = Mapping[str, np.ndarray]  # int64 [N], by the name of the evaluated split
 

@@ -270,15 +270,15 @@ class ShardPrefetcher:
 
     def _wait(self, locks: dict[str, Future[int]]) -> None:
         """Waits for all locks. Raises the exception of any that failed."""
-        said_s, missing = time.monotonic() + SILENT_S, _unfinished(locks)
+        printed_s, missing = time.monotonic() + SILENT_S, _unfinished(locks)
         while missing:
             _stop_if_alone()
             wait(missing.values(), timeout=0.5, return_when=FIRST_COMPLETED)
             missing = _unfinished(missing)
-            if missing and time.monotonic() > said_s:
-                said_s = time.monotonic() + 3 * SILENT_S
-                text = f"waiting for {len(missing)} of {len(locks)} shards of {self.cache.store.url}, as"
-                print(f"{text} {next(iter(missing))}", file=sys.stderr, flush=True)
+            if missing and time.monotonic() > printed_s:
+                printed_s = time.monotonic() + 3 * SILENT_S
+                message = f"waiting for {len(missing)} of {len(locks)} shards of {self.cache.store.url}, as"
+                print(f"{message} {next(iter(missing))}", file=sys.stderr, flush=True)
 
     def _look_ahead(self) -> None:
         try:

@@ -40,7 +40,6 @@ SHARD_FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 VALUES_OF_SHARD = itemgetter("file", "bytes", "images", "sha256")
 SHA256 = re.compile("[0-9a-f]{64}")
 HEADER_BYTES = 512  # of a tar's member
-LARGEST = 2**62  # number in a manifest: sums of two fit into int64
 MANIFEST_LIMIT, INDEX_LIMIT = 2**28, 2**34  # bytes
 UNFINISHED = "the preparation is not complete: the same prep_imagenet.py command continues it"
 
@@ -189,24 +188,24 @@ def find_stored(store: ObjectStore, roots: tuple[str, ...] = ()) -> tuple[Manife
 def parse_manifest(content: bytes, where: str) -> Manifest:
     """Parses a manifest. Raises ValueError that names the first problem."""
     try:
-        about = parse_json(content, where)
+        values = parse_json(content, where)
     except ValueError as error:
         raise ValueError(f"{error}: prepare again") from None
-    if (found := about.get("format")) != FORMAT:
+    if (found := values.get("format")) != FORMAT:
         raise ValueError(
             f"{where} has format {_brief(found)}, this code knows {FORMAT}: prepare again, or update"
         )
-    wrong = [name for name, kind in KINDS.items() if not fits(about.get(name), kind)]
-    if not wrong and not 0 < len({c["wnid"] for c in about["classes"]}) == len(about["classes"]):
+    wrong = [name for name, kind in KINDS.items() if not fits(values.get(name), kind)]
+    if not wrong and not 0 < len({c["wnid"] for c in values["classes"]}) == len(values["classes"]):
         wrong = ["classes: they must differ"]
     if wrong:
         raise ValueError(f"{where} is no manifest of shards (look at its {', '.join(wrong)}): prepare again")
     splits = {}
-    for split, found in about["splits"].items():
+    for split, found in values["splits"].items():
         shards = tuple(Shard(*VALUES_OF_SHARD(shard)) for shard in found["shards"])
         splits[split] = SplitManifest(found["images"], found["index_sha256"], shards)
-    classes, sha256 = _class_names(about["classes"]), hashlib.sha256(content).hexdigest()
-    manifest = Manifest(about["kind"], about["name"], classes, splits, sha256)
+    classes, sha256 = _class_names(values["classes"]), hashlib.sha256(content).hexdigest()
+    manifest = Manifest(values["kind"], values["name"], classes, splits, sha256)
     if problem := _problem(manifest):
         raise ValueError(f"{where} is no manifest of shards ({problem}): prepare again")
     if "train" not in splits:
@@ -225,31 +224,20 @@ def _problem(manifest: Manifest) -> str | None:
         if not SHA256.fullmatch(split.index_sha256):
             return f"SHA-256 {_brief(split.index_sha256)}"
         for shard in split.shards:
-            is_named = SHARD_FILE.fullmatch(shard.file) if has_shards else _is_absolute(shard.file)
-            is_fetched = has_shards or (manifest.kind == "in_place" and shard.file.startswith("s3://"))
+            in_store = shard.file.startswith("s3://")
+            is_named = (
+                SHARD_FILE.fullmatch(shard.file) if has_shards else in_store or os.path.isabs(shard.file)
+            )
+            is_fetched = has_shards or (manifest.kind == "in_place" and in_store)
             is_known = not is_fetched or SHA256.fullmatch(shard.sha256 or "")
             is_new = manifest.kind == "index" or shard.file not in files
-            if not (
-                is_named
-                and is_known
-                and is_new
-                and 0 <= shard.bytes < LARGEST
-                and 0 <= shard.images < LARGEST
-            ):
+            if not (is_named and is_known and is_new and shard.bytes >= 0 and shard.images >= 0):
                 return f"shard {_brief(shard.file)}"
             files.add(shard.file)
-            places.add(shard.file.split("/")[2] if shard.file.startswith("s3://") else "")
+            places.add(shard.file.split("/")[2] if in_store else "")
     if manifest.kind == "in_place" and len(places) > 1:
         return "shards in more than one bucket, or of this host, too"
     return None
-
-
-def _is_absolute(file: str) -> bool:
-    """True for an absolute path of this host, or a URL of S3."""
-    try:
-        return b"\0" not in os.fsencode(file) and (os.path.isabs(file) or file.startswith("s3://"))
-    except UnicodeEncodeError:  # lone surrogates that encode no byte
-        return False
 
 
 def _brief(value: Any) -> str:
@@ -265,28 +253,27 @@ def _class_names(classes: list[dict[str, str]]) -> tuple[str, ...]:
 
 def parse_index(content: bytes, manifest: Manifest, split: str, where: str) -> np.ndarray:
     """Parses an index: int64 [N, 4]. Raises ValueError unless it agrees with the manifest."""
-    about = manifest.splits[split]
-    if hashlib.sha256(content).hexdigest() != about.index_sha256:
+    expected = manifest.splits[split]
+    if hashlib.sha256(content).hexdigest() != expected.index_sha256:
         raise ValueError(f"{where} is not the index that {MANIFEST} names (SHA-256): prepare again")
     try:
         rows = np.load(io.BytesIO(content), allow_pickle=False)
     except Exception:  # numpy parses the header as Python, which fails in many ways
         raise ValueError(f"{where} is no array: prepare again") from None
-    if not isinstance(rows, np.ndarray) or rows.dtype != np.int64 or rows.shape != (about.images, 4):
-        raise ValueError(f"{where} is no array of int64 [{about.images}, 4]: prepare again")
+    if not isinstance(rows, np.ndarray) or rows.dtype != np.int64 or rows.shape != (expected.images, 4):
+        raise ValueError(f"{where} is no array of int64 [{expected.images}, 4]: prepare again")
     shard, offset, length, label = rows.T
-    if shard.min() < 0 or shard.max() >= len(about.shards):
+    if shard.min() < 0 or shard.max() >= len(expected.shards):
         raise ValueError(f"{where} names shards that do not exist: prepare again")
-    counts = np.bincount(shard, minlength=len(about.shards))
-    ends = np.array([shard.bytes for shard in about.shards])[shard]
+    counts = np.bincount(shard, minlength=len(expected.shards))
+    ends = np.array([shard.bytes for shard in expected.shards])[shard]
     same = shard[1:] == shard[:-1]
     problems = {
         # The first check, so that the sums below can't overflow.
         "has images outside of their shards": (
             (offset < HEADER_BYTES) | (length < 1) | (offset > ends) | (length > ends - offset)
         ).any(),
-        "has images of 2 GiB and more": length.max() >= 2**31,
-        "has other numbers of images": (counts != [shard.images for shard in about.shards]).any(),
+        "has other numbers of images": (counts != [shard.images for shard in expected.shards]).any(),
         "is not sorted": (np.diff(shard) < 0).any() or (same & (np.diff(offset) <= 0)).any(),
         "has images that overlap": (same & (offset[1:] < offset[:-1] + length[:-1])).any(),
         "has labels without a class": label.min() < 0 or label.max() >= len(manifest.classes),

@@ -336,8 +336,8 @@ def _choice(
 def _features(schema: "pyarrow.Schema", where: str) -> dict[str, dict[str, Any]]:
     """The `datasets` features of the columns, from the schema's metadata; empty without."""
     try:
-        about = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
-        features = (about.get("info") or {}).get("features") or {}
+        metadata = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
+        features = (metadata.get("info") or {}).get("features") or {}
         features = {name: feature for name, feature in features.items() if isinstance(feature, dict)}
         names = [feature.get("names") or [] for feature in features.values()]
     except (ValueError, AttributeError, RecursionError):

@@ -23,13 +23,13 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from common.augment import to_float
-from common.data.decode import central_crop, decode, random_resized_crop
+from common.data.decode import central_crop, decode, random_resized_crop, torchcodec_decoder
 from common.order import Plan, uniforms
 from common.system.text import printable
 from common.system.transfer import send
 
 PREFETCHED = 4  # micro-batches for each worker
-TO_DO = {  # about a broken image; True in training
+ADVICE = {  # for a broken image; True in training
     True: "; without it by --on_bad_image skip --allow_changed on_bad_image",
     False: "; evaluations count each image, and skip none: repair it at its source",
 }
@@ -105,7 +105,7 @@ def skipped() -> list[int]:
 
 def _note_skipped(broken: dict[int, str]) -> None:
     """Reports each broken image once. broken: their errors by sample id."""
-    for i in broken.keys() - _skipped:
+    for i in sorted(broken.keys() - _skipped):
         print(f"skipped: {printable(broken[i])}", file=sys.stderr, flush=True)
     _skipped.update(broken)
 
@@ -115,11 +115,11 @@ def _while_workers_live(loader: Iterable[Crops]) -> Generator[Crops, None, None]
     try:
         yield from loader
     except (RuntimeError, EOFError, ConnectionError) as error:
-        told = "exited unexpectedly" in str(error)
+        reported = "exited unexpectedly" in str(error)
         # A batch was announced, and torch asked the dead worker for its bytes before it noticed the death.
         # An error that begins with "Caught" comes from a worker that lives.
-        lost = not isinstance(error, RuntimeError) and not str(error).startswith("Caught")
-        if not (told or lost):
+        noticed = not isinstance(error, RuntimeError) and not str(error).startswith("Caught")
+        if not (reported or noticed):
             raise
         what = "a decoding process was killed: it lacked memory, or shared memory"
         raise ValueError(f"{what}. {MORE_ROOM}") from None
@@ -159,7 +159,7 @@ class _Crops(Dataset):
                 broken[i] = str(found)
                 if self.skip:
                     continue
-                error = f"{found}{TO_DO[self.train]}"
+                error = f"{found}{ADVICE[self.train]}"
                 break
             except OSError as found:
                 error = str(found)
@@ -222,7 +222,9 @@ def _forkserver() -> multiprocessing.context.BaseContext:
     names = [x.__name__ if isinstance(x, ModuleType) else getattr(x, "__module__", None) for x in values]
     modules = sorted({name for name in names if isinstance(name, str) and name in sys.modules} - {"__main__"})
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["common.data.workers", "torchcodec.decoders", *modules])
+    # One that can't be loaded would end the server.
+    codec = ["torchcodec.decoders"] if torchcodec_decoder() else []
+    context.set_forkserver_preload(["common.data.workers", *codec, *modules])
     # Python 3.11 does not give the server our sys.path: a script started from elsewhere would not import.
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))

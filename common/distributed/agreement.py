@@ -15,7 +15,7 @@ from common.distributed.preemption import Preempted, wanted
 from common.distributed.watch import report_hang
 from common.system.phase import in_phase, now
 
-Work = Callable[[Callable[[], None]], Any]  # work(beat)
+Work = Callable[[Callable[[], None]], Any]  # work(heartbeat)
 UNANSWERED_S = 240  # wait for a working process after a signal: a request to S3 may take that long
 
 
@@ -37,11 +37,11 @@ def agree(accelerator: Accelerator, facts: dict[str, Any]) -> None:
 
 
 def once_per_host(accelerator: Accelerator, topic: str, work: Work, timeout_s: int) -> Any:
-    """Runs work(beat) in one process per host while the others wait; returns its result, as JSON, on all.
+    """Runs work(heartbeat) in one process per host; returns its result, as JSON, on all.
 
-    The work may take hours, as no process waits in a collective. It calls beat() as a heartbeat; without one
-    for timeout_s seconds the job ends. A ValueError in the work ends all processes with its message. A signal
-    to any process ends the work, and all raise Preempted. topic: a unique name of this call, such as `data`.
+    The work may take hours, as no process waits in a collective. It calls heartbeat(); without one for
+    timeout_s seconds the job ends. A ValueError in the work ends all processes with its message. A signal to
+    any process ends the work, and all raise Preempted. topic: a unique name of this call, such as `data`.
     """
     return _while_others_wait(
         accelerator, topic, work, timeout_s, accelerator.process_index - accelerator.local_process_index
@@ -49,7 +49,7 @@ def once_per_host(accelerator: Accelerator, topic: str, work: Work, timeout_s: i
 
 
 def once(accelerator: Accelerator, topic: str, work: Work, timeout_s: int) -> Any:
-    """Runs work(beat) like once_per_host, but only in the main process; returns its result on all."""
+    """Runs work(heartbeat) like once_per_host, but only in the main process; returns its result on all."""
     return _while_others_wait(accelerator, topic, work, timeout_s, 0)
 
 
@@ -65,26 +65,26 @@ def _while_others_wait(
     if me == my_worker:
         try:
             with in_phase(f"preparing the {topic}"):
-                outcome = {"result": work(_heart(store, board))}
+                outcome = {"result": work(_heartbeat(store, board))}
         except (ValueError, OSError) as error:
             outcome = {"error": f"{error} (on host {socket.gethostname()})"}
         except Preempted:
             outcome = {"preempted": True}
         store.set(f"{board}/{me}", json.dumps(outcome))
     phase, now.phase = now.phase, f"waiting for the {topic}"
-    outcomes, beats, heard, told = {}, -1, time.monotonic(), 0.0
+    outcomes, received, received_at, stopped_at = {}, -1, time.monotonic(), 0.0
     while pending:
         for worker in [worker for worker in pending if store.check([f"{board}/{worker}"])]:
             outcomes[worker] = json.loads(store.get(f"{board}/{worker}"))
             pending.remove(worker)
         if wanted():
             store.set(f"{board}/stop", "yes")  # the workers' outcomes decide: they are the same for all
-            told = told or time.monotonic()
-            if time.monotonic() - told > UNANSWERED_S:
+            stopped_at = stopped_at or time.monotonic()
+            if time.monotonic() - stopped_at > UNANSWERED_S:
                 raise Preempted  # the worker is dead, and its launcher stops this process
-        if (latest := store.add(f"{board}/beats", 0)) != beats:
-            beats, heard = latest, time.monotonic()
-        elif time.monotonic() - heard > timeout_s:
+        if (latest := store.add(f"{board}/heartbeats", 0)) != received:
+            received, received_at = latest, time.monotonic()
+        elif time.monotonic() - received_at > timeout_s:
             report_hang()
             raise ValueError(
                 f"rank {', '.join(map(str, sorted(pending)))} gave no sign of life for {timeout_s} s while it"
@@ -101,23 +101,23 @@ def _while_others_wait(
     return outcomes[my_worker]["result"]
 
 
-def _heart(store: dist.Store, board: str) -> Callable[[], None]:
-    """Returns beat(), which sends a heartbeat to all processes at most once a second.
+def _heartbeat(store: dist.Store, board: str) -> Callable[[], None]:
+    """Returns heartbeat(), which tells all processes, at most once a second, that this one makes progress.
 
     It raises Preempted when one of them was told to stop.
     """
-    beaten = 0.0
+    sent_at = 0.0
 
-    def beat() -> None:
-        nonlocal beaten
+    def heartbeat() -> None:
+        nonlocal sent_at
         _stop_if_wanted()
-        if time.monotonic() - beaten > 1:
-            beaten = time.monotonic()
-            store.add(f"{board}/beats", 1)
+        if time.monotonic() - sent_at > 1:
+            sent_at = time.monotonic()
+            store.add(f"{board}/heartbeats", 1)
             if store.check([f"{board}/stop"]):
                 raise Preempted
 
-    return beat
+    return heartbeat
 
 
 def _stop_if_wanted() -> None:

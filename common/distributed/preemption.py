@@ -39,7 +39,7 @@ class _State:
     is_signalled = False
     is_agreed = False  # all processes have agreed to stop
     checked_at = 0.0  # time.monotonic() of the last check for a signal
-    reason = ""  # the signal, or request_stop()'s reason
+    reason = ""  # the signal, or that the launcher has ended
     timeout_s = 300.0  # without a check for this long after a signal, the process is stuck
 
 
@@ -75,14 +75,8 @@ def agreed() -> None:
     _State.is_agreed = True
 
 
-def request_stop(why: str) -> None:
-    """Has the same effect as a signal, from any thread."""
-    _State.reason = why
-    _stop.set()
-
-
 def reason() -> str:
-    """The signal that this process has received, or request_stop()'s reason; empty without one."""
+    """The signal that this process has received, or that its launcher has ended; empty without a reason."""
     return _State.reason
 
 
@@ -183,7 +177,8 @@ def _watch(reader: int, launchers: list[psutil.Process]) -> None:
             if not _State.is_agreed:
                 report("leaving", why=_State.reason)
         elif not all(map(is_alive, launchers)):
-            request_stop(_State.reason or "its launcher has ended")
+            _State.reason = _State.reason or "its launcher has ended"
+            _stop.set()
             launchers = []
         if not _stop.is_set():
             continue

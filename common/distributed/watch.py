@@ -48,7 +48,7 @@ GRACE_S = 1.0  # for the main thread to fail by itself, as it does under gloo
 CLOSING_S = 12.0  # for the main process to close its files: a checkpoint may be in flight
 ASK_AT = 0.7  # share of the time-out after which a waiting collective is reported
 ANSWER_S = 1.0  # for the other ranks to answer
-BEATS = 5  # heartbeats per time-out
+HEARTBEATS = 5  # heartbeats per time-out
 KEPT = 256  # recorded collectives; reading torch's default of 2,000 takes 35 ms or more
 
 _exit_lock = threading.RLock()  # its holder ends this process: the main thread, or the watch
@@ -159,7 +159,7 @@ class _Watch:
         self.lock = threading.Lock()
         self.exiting = self.answered = self.reported = False
         self.evidence: Evidence | None = None
-        self.beaten = self.looked = 0.0
+        self.heartbeat_at = self.looked_at = 0.0
 
     def run(self) -> None:
         """Polls until another rank fails, and then ends this process; or until the main thread ends it."""
@@ -178,8 +178,8 @@ class _Watch:
 
     def poll(self) -> str | None:
         """Sends a heartbeat, answers a rank that asks, returns the message of the first rank that failed."""
-        if time.monotonic() - self.beaten > self.timeout_s / BEATS:
-            self.beaten = time.monotonic()
+        if time.monotonic() - self.heartbeat_at > self.timeout_s / HEARTBEATS:
+            self.heartbeat_at = time.monotonic()
             self.store.set(f"{self.alive}/{self.rank}", str(time.time()))
         if not self.answered and self.store.check([self.hang]):
             self.answered = True
@@ -247,9 +247,9 @@ class _Watch:
 
     def is_stuck(self) -> bool:
         """True if a collective has waited too long. Needs no store, which may hang, too."""
-        if time.monotonic() - self.looked < self.timeout_s / 40:
+        if time.monotonic() - self.looked_at < self.timeout_s / 40:
             return False
-        self.looked = time.monotonic()
+        self.looked_at = time.monotonic()
         ages_s = [c["age_s"] for c in collectives() if not c["is_done"]]
         return max(ages_s, default=0.0) > ASK_AT * self.timeout_s
 

@@ -6,10 +6,9 @@ from typing import Any
 
 from accelerate.utils import broadcast_object_list
 
-from common.data.workers import skipped
 from common.distributed.preemption import Poll, Preempted, wanted
 from common.run.state import RunState
-from common.telemetry.collect import Telemetry
+from common.telemetry.sampling import Telemetry
 
 STOP, PROBLEM = 1, 2  # messages of a process to the others
 # A message costs the host some 0.1 ms, so several short steps share one. A signal then takes effect
@@ -29,7 +28,8 @@ class Exchange:
     """Messages over gloo, beside the training's collectives. All methods but problem() are collective, and so
     is the constructor.
 
-    find_problem: the main process's; None on other processes.
+    find_problem: the main process's; None on other processes. skipped: the ids of this process's skipped
+    images.
     """
 
     def __init__(
@@ -38,9 +38,11 @@ class Exchange:
         state: RunState,
         telemetry: Telemetry,
         find_problem: Callable[[], str | None] | None,
+        skipped: Callable[[], list[int]] = list,
     ):
         self.poll = Poll(timeout_s)
         self.state, self.telemetry, self.find_problem = state, telemetry, find_problem
+        self.skipped = skipped
         self.step_us = UNKNOWN_US  # of this process, between its last two messages after a step
         self.slowest_us = UNKNOWN_US  # of all processes, the same on each
         self.sent_at, self.sent_step, self.next_step = time.perf_counter(), -1, 0
@@ -85,7 +87,7 @@ class Exchange:
     def gather(self, own: Any) -> list[Any]:
         """The value of each process. Also gathers the other hosts' telemetry and the ids of skipped images
         on the main process."""
-        everyones = self.poll.gather((own, self.telemetry.take(), skipped()))
+        everyones = self.poll.gather((own, self.telemetry.take(), self.skipped()))
         if self.find_problem:
             self.telemetry.append([piece for _, pieces, _ in everyones for piece in pieces])
             ids = {i for *_, ids in everyones for i in ids}

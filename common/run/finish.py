@@ -3,7 +3,7 @@
 import dataclasses
 import resource
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
@@ -19,15 +19,17 @@ from common.run.opening import OpenRun, writing
 from common.run.state import RunState
 from common.system.files import read_json, sync, write_json
 from common.system.threads import Heartbeat
-from common.telemetry.flops import Utilisation
 from common.telemetry.summary import energy_wh
 
+if TYPE_CHECKING:  # imported where it is needed
+    from common.telemetry.flops import Utilisation
 
-def find_best(opened: OpenRun, beat: Heartbeat) -> Checkpoint | None:
+
+def find_best(opened: OpenRun, heartbeat: Heartbeat) -> Checkpoint | None:
     """Finds and verifies the checkpoint of the best evaluation, here or in S3; None if it is gone. Main
     process only."""
     assert opened.folder
-    opened.wait_for_save(beat)
+    opened.wait_for_save(heartbeat)
     step, parent, mirror = opened.state.best_step, opened.folder.path / "checkpoints", opened.folder.mirror
     assert step
     gone: tuple[type[ValueError], ...] = (Damaged,)
@@ -38,14 +40,14 @@ def find_best(opened: OpenRun, beat: Heartbeat) -> Checkpoint | None:
 
             gone = (Damaged, WrongSize)
             if step in committed(mirror.store):
-                fetch(mirror.store, step, parent, beat, mirror.say)
-        return verify(parent / step_name(step), beat)
+                fetch(mirror.store, step, parent, heartbeat, mirror.report)
+        return verify(parent / step_name(step), heartbeat)
     except gone as error:
         print(f"no test accuracy: the best weights, of step {step:,}, are gone: {error}", flush=True)
         return None
 
 
-def write_end(opened: OpenRun, predictions: Predictions, parts: dict[str, Any], beat: Heartbeat) -> None:
+def write_end(opened: OpenRun, predictions: Predictions, parts: dict[str, Any], heartbeat: Heartbeat) -> None:
     """Completes the run on this disk. A kill or a full disk at any point loses no training.
 
     Main process only. parts: of result(), known only now. The steps:
@@ -66,7 +68,7 @@ def write_end(opened: OpenRun, predictions: Predictions, parts: dict[str, Any], 
     folder, mirror, state, log = opened.folder.path, opened.folder.mirror, opened.state, opened.log
     opened.final = parts
     log.progress.stop()
-    opened.wait_for_save(beat)
+    opened.wait_for_save(heartbeat)
     with writing("the end of the run", folder):
         # After an interruption an evaluation may come after its checkpoint.
         write_index(folder / "checkpoints", state.step, state.best_step)
@@ -88,7 +90,7 @@ def write_end(opened: OpenRun, predictions: Predictions, parts: dict[str, Any], 
     result_tables.show(folder)
 
 
-def upload(opened: OpenRun, beat: Heartbeat) -> None:
+def upload(opened: OpenRun, heartbeat: Heartbeat) -> None:
     """Waits until the mirror has sent everything, and writes into result.json if it succeeded. Main process
     only."""
     assert opened.folder
@@ -99,7 +101,7 @@ def upload(opened: OpenRun, beat: Heartbeat) -> None:
     mirror.retry()
     while not mirror.wait(0.5):
         opened.log.progress.tell(f"uploading to {mirror.store.url}")
-        beat()
+        heartbeat()
     content = read_json(file) | {"uploaded": mirror.failed is None, "wall_s": opened.state.wall_now_s()}
     if content["uploaded"]:
         try:
@@ -128,7 +130,7 @@ def result(
     end: dict[str, Any] | None = None,
     val_name: str | None = None,
     tested: dict[str, Any] | None = None,
-    utilisation: Utilisation | None = None,
+    utilisation: "Utilisation | None" = None,
     memory: list[dict[str, float]] | None = None,
     telemetry: list[dict[str, Any]] | None = None,
     error: str | None = None,

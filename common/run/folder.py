@@ -32,7 +32,6 @@ from common.system.threads import Heartbeat
 
 if TYPE_CHECKING:  # imported with --s3
     from common.checkpoint.mirror import Mirror
-    from common.system.s3 import ObjectStore
 
 FRUITLESS_RESTARTS = 3  # restarts by a launcher without a new checkpoint, after which it gives up
 Log = Callable[[str], None]
@@ -57,14 +56,14 @@ class RunFolder:
             lease.release()
 
 
-def open_folder(recipe: Recipe, name: str, last_step: int, beat: Heartbeat, log: Log) -> RunFolder:
+def open_folder(recipe: Recipe, name: str, last_step: int, heartbeat: Heartbeat, log: Log) -> RunFolder:
     """Opens the run's folder. ValueError when it has another owner or run, or has checkpoints but none
     verifies.
 
     name: of the folder in --model_folder. last_step: of this run. A prefix in S3 that already has a
     checkpoint of that step belongs to another run.
     """
-    opened = _leased(recipe, name, last_step, beat, log)
+    opened = _leased(recipe, name, last_step, heartbeat, log)
     path, store = opened.path, None
     try:
         checkpoints.remove_temporary(path / "checkpoints")
@@ -74,14 +73,16 @@ def open_folder(recipe: Recipe, name: str, last_step: int, beat: Heartbeat, log:
 
             store = ObjectStore(recipe.s3)
             store.probe()
-            opened.leases.append(Lease(PrefixRecord(store), beat, log))
+            opened.leases.append(Lease(PrefixRecord(store), heartbeat, log))
             opened.mirror = Mirror(store, path, recipe.keep_every, log, opened.leases[-1].check)
-        opened.checkpoint = _own_checkpoint(opened, store, recipe, last_step, beat, log)
+        opened.checkpoint = _own_checkpoint(opened, recipe, last_step, heartbeat, log)
         if recipe.resume not in ("auto", "never"):
             # A checkpoint downloaded by an interrupted start is still another run's.
             began = (path / "recipe.json").exists() or (store is not None and committed(store))
             opened.is_new = opened.checkpoint is None or not began
-            opened.checkpoint = opened.checkpoint or _other_runs_checkpoint(path, recipe.resume, beat, log)
+            opened.checkpoint = opened.checkpoint or _other_runs_checkpoint(
+                path, recipe.resume, heartbeat, log
+            )
         if opened.checkpoint:
             _check_recipe(opened.checkpoint, recipe)
     except OSError as error:
@@ -93,7 +94,7 @@ def open_folder(recipe: Recipe, name: str, last_step: int, beat: Heartbeat, log:
     return opened
 
 
-def _leased(recipe: Recipe, name: str, last_step: int, beat: Heartbeat, log: Log) -> RunFolder:
+def _leased(recipe: Recipe, name: str, last_step: int, heartbeat: Heartbeat, log: Log) -> RunFolder:
     """Takes the lease on the run's folder.
 
     A run of another recipe that has just begun there may have no recipe.json yet, but its owner's record has
@@ -101,7 +102,7 @@ def _leased(recipe: Recipe, name: str, last_step: int, beat: Heartbeat, log: Log
     """
     for path in folders(recipe, name, last_step):
         try:
-            lease = Lease(FolderRecord(path), beat, log, this_run(recipe))
+            lease = Lease(FolderRecord(path), heartbeat, log, this_run(recipe))
         except AlreadyOwned as error:
             if recipe.output_dir or not why_other_run(error.record, recipe):
                 raise
@@ -149,16 +150,16 @@ def this_run(recipe: Recipe) -> dict[str, Any]:
     return {"script": script_name(), "recipe": recipe_part(recipe)}
 
 
-def why_other_run(about: dict[str, Any], recipe: Recipe) -> str:
+def why_other_run(record: dict[str, Any], recipe: Recipe) -> str:
     """Why a run is not one of this recipe; empty if it is, or if that is unknown.
 
-    about: its recipe.json, or this_run() of it.
+    record: its recipe.json, or this_run() of it.
     """
-    if not isinstance(about.get("recipe"), dict):
+    if not isinstance(record.get("recipe"), dict):
         return ""
-    if (script := about.get("script")) != script_name():
+    if (script := record.get("script")) != script_name():
         return f" ({script}'s)"
-    if differing := differences(about["recipe"], recipe):
+    if differing := differences(record["recipe"], recipe):
         return f" ({differing}; --allow_changed names what may differ)"
     return ", and --resume is never" if recipe.resume == "never" else ""
 
@@ -186,12 +187,12 @@ def resumed_from(folder: Path) -> str | None:
 def _why_not_ours(folder: Path, recipe: Recipe, last_step: int | None) -> str:
     """Why the folder holds another run, as ` (its epochs is 3, here 10)`; empty if it holds this run or
     none."""
-    about = _recipe_json(folder)
-    if about is None:
+    record = _recipe_json(folder)
+    if record is None:
         return ""  # empty, or stopped before it began: the checkpoint's recipe is compared later
-    if reason := why_other_run(about, recipe):
+    if reason := why_other_run(record, recipe):
         return reason
-    if recipe.resume not in ("auto", about.get("resumed_from")) and not _is_own(folder, recipe.resume):
+    if recipe.resume not in ("auto", record.get("resumed_from")) and not _is_own(folder, recipe.resume):
         return f", which did not begin at --resume {recipe.resume}"
     return ", which is finished" if _is_finished(folder, last_step) else ""
 
@@ -200,10 +201,10 @@ def _recipe_json(folder: Path) -> dict[str, Any] | None:
     """The content of recipe.json; None without that file. ValueError when it can't be read."""
     file = folder / "recipe.json"
     try:
-        about = read_json(file)
-        if not isinstance(about["recipe"], dict) or not isinstance(about["script"], str):
+        record = read_json(file)
+        if not isinstance(record["recipe"], dict) or not isinstance(record["script"], str):
             raise ValueError("it has no recipe and script")
-        return about
+        return record
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError) as error:
@@ -232,55 +233,58 @@ def _is_finished(folder: Path, last_step: int | None) -> bool:
 
 
 def _own_checkpoint(
-    opened: RunFolder, store: "ObjectStore | None", recipe: Recipe, last_step: int, beat: Heartbeat, log: Log
+    opened: RunFolder, recipe: Recipe, last_step: int, heartbeat: Heartbeat, log: Log
 ) -> Checkpoint | None:
-    parent, found, problem = opened.path / "checkpoints", None, None
+    parent, checkpoint, problem = opened.path / "checkpoints", None, None
     try:
-        found = checkpoints.newest(parent, beat, log)
+        checkpoint = checkpoints.newest(parent, heartbeat, log)
     except ValueError as error:
         problem = error  # raised below, unless S3 has an intact one
-    if store:
+    if opened.mirror:
         from common.checkpoint.mirror import committed, fetch_log, fetch_newest
 
-        here, there = found.step if found else -1, max(committed(store), default=-1)
+        store = opened.mirror.store
+        here, there = checkpoint.step if checkpoint else -1, max(committed(store), default=-1)
         if there >= 0 and not steps_in(parent) and (recipe.resume == "never" or there >= last_step):
             what = "and --resume is never" if recipe.resume == "never" else "which is finished"
             raise ValueError(f"{store.url} holds a run already, {what}: choose another prefix")
         if there > here:
             fetch_log(store, opened.path)  # first: a kill before the checkpoint is complete repeats both
-            if fetch_newest(store, parent, here, beat, log, opened.leases[-1].check) is not None:
-                return checkpoints.newest(parent, beat, log)
+            if fetch_newest(store, parent, here, heartbeat, log, opened.leases[-1].check) is not None:
+                return checkpoints.newest(parent, heartbeat, log)
     if problem:
         raise problem
-    return found
+    return checkpoint
 
 
-def _other_runs_checkpoint(folder: Path, resume: str, beat: Heartbeat, log: Log) -> Checkpoint:
+def _other_runs_checkpoint(folder: Path, resume: str, heartbeat: Heartbeat, log: Log) -> Checkpoint:
     """The checkpoint that --resume names: in S3, a checkpoint's folder, or the newest in a run's folder."""
-    path, parent, found = Path(resume), folder / "checkpoints", None
+    path, parent, checkpoint = Path(resume), folder / "checkpoints", None
     if resume.startswith("s3://"):
         from common.checkpoint.mirror import fetch_newest
         from common.system.s3 import ObjectStore
 
-        if fetch_newest(ObjectStore(resume), parent, -1, beat, log) is not None:
-            found = checkpoints.newest(parent, beat, log)
+        if fetch_newest(ObjectStore(resume), parent, -1, heartbeat, log) is not None:
+            checkpoint = checkpoints.newest(parent, heartbeat, log)
     elif step_of(path.resolve().name) is not None:
-        return checkpoints.verify(path.resolve(), beat)
+        return checkpoints.verify(path.resolve(), heartbeat)
     else:
         parents = (parent for parent in (path / "checkpoints", path) if steps_in(parent))
-        found = next((checkpoints.newest(parent, beat, log, ours=False) for parent in parents), None)
-    if found is None:
+        checkpoint = next(
+            (checkpoints.newest(parent, heartbeat, log, ours=False) for parent in parents), None
+        )
+    if checkpoint is None:
         hint = "" if "://" in resume else ": give a run's folder, or one of its checkpoints/step_*"
         raise ValueError(f"--resume {resume} holds no checkpoint{hint}")
-    return found
+    return checkpoint
 
 
-def _check_recipe(found: Checkpoint, recipe: Recipe) -> None:
-    theirs = found.manifest.get("recipe")
+def _check_recipe(checkpoint: Checkpoint, recipe: Recipe) -> None:
+    theirs = checkpoint.manifest.get("recipe")
     differing = differences(theirs, recipe) if isinstance(theirs, dict) else "it has none"
     if differing:
         raise ValueError(
-            f"{found.folder} is of another recipe ({differing}): give the same flags, or name with"
+            f"{checkpoint.folder} is of another recipe ({differing}): give the same flags, or name with"
             " --allow_changed what may differ"
         )
 

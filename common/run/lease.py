@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
@@ -40,20 +40,11 @@ class AlreadyOwned(ValueError):
         self.record = record
 
 
-class RecordStore(Protocol):
-    """The place of a record. create() returns False if one exists; remove() removes only this text."""
-
-    name: str
-    flag: str  # that names another place
-
-    def create(self, text: str) -> bool: ...
-    def read(self) -> str | None: ...
-    def replace(self, text: str) -> None: ...
-    def remove(self, text: str) -> None: ...
-
-
 class FolderRecord:
-    """A record in a folder. A reader may see it before its text is written, as one of another machine."""
+    """A record in a folder. A reader may see it before its text is written, as one of another machine.
+
+    flag: names another place.
+    """
 
     flag = "--output_dir"
 
@@ -61,6 +52,7 @@ class FolderRecord:
         self.name, self.path = str(folder), folder / RECORD
 
     def create(self, text: str) -> bool:
+        """Returns False if there is a record."""
         try:
             with open(self.path, "x") as file:
                 file.write(text)
@@ -91,6 +83,8 @@ class FolderRecord:
 
 
 class PrefixRecord:
+    """A record under a prefix in S3, as FolderRecord."""
+
     flag = "--s3"
 
     def __init__(self, store: "ObjectStore"):
@@ -111,25 +105,28 @@ class PrefixRecord:
             self.store.delete([RECORD])
 
 
+Record = FolderRecord | PrefixRecord
+
+
 class Lease:
     """Owns the record from here to release(). Raises AlreadyOwned, with the owner's host, process and time.
 
-    beat() is called about every second while another machine's record is watched. about: further content of
-    the record.
+    heartbeat() is called about every second while another machine's record is watched. details: further
+    content of the record.
     """
 
     def __init__(
         self,
-        store: RecordStore,
-        beat: Callable[[], None],
+        store: Record,
+        heartbeat: Callable[[], None],
         warn: Callable[[str], None],
-        about: dict[str, Any] | None = None,
+        details: dict[str, Any] | None = None,
     ):
         self.store = store
-        self.record = {**(about or {}), **_this_process(), "id": secrets.token_hex(8), "beat": 0}
+        self.record = {**(details or {}), **_this_process(), "id": secrets.token_hex(8), "beat": 0}
         self.lost: str | None = None  # the message, once another run has taken over
         while not store.create(json.dumps(self.record)):
-            _wait_for_end(store, beat, warn)
+            _wait_for_end(store, heartbeat, warn)
         self.released = threading.Event()
         self.thread = threading.Thread(target=self._keep_alive, daemon=True)
         self.thread.start()
@@ -161,7 +158,7 @@ class Lease:
             self.store.replace(json.dumps(self.record))
 
 
-def _wait_for_end(store: RecordStore, beat: Callable[[], None], warn: Callable[[str], None]) -> None:
+def _wait_for_end(store: Record, heartbeat: Callable[[], None], warn: Callable[[str], None]) -> None:
     """Returns once the record is gone, or removed because its owner is dead. Else raises AlreadyOwned."""
     text = store.read()
     if text is None:
@@ -177,7 +174,7 @@ def _wait_for_end(store: RecordStore, beat: Callable[[], None], warn: Callable[[
         warn(f"{store.name} is leased by {_who(theirs)}: waiting {WATCH_S} s for its next heartbeat")
         until = time.monotonic() + WATCH_S
         while time.monotonic() < until:
-            beat()
+            heartbeat()
             time.sleep(1)
             now = store.read()
             if now is None:

@@ -15,13 +15,13 @@ from torch import Tensor
 from common.distributed.preemption import Poll
 from common.recipe import Recipe
 from common.run.state import RunState
-from common.run.trackers import finish_trackers, log_pictures, start_trackers, tracker_ids
 from common.system.env import EVENTS_FILE, report
 from common.system.files import read_lines, write_json, write_text
 from common.system.progress import TrainingProgress
 
-if TYPE_CHECKING:  # train_hello.py has no images, and starts faster without these imports
+if TYPE_CHECKING:  # imported where they are needed
     from common.evaluation import Predicted
+    from common.run.trackers import Trackers
 
 
 class Predictions:
@@ -79,6 +79,8 @@ class RunLog:
     writer: `written_by` of that checkpoint's manifest.
     """
 
+    trackers: "Trackers | None" = None
+
     def __init__(
         self,
         folder: Path,
@@ -91,7 +93,7 @@ class RunLog:
     ):
         self.folder, self.steps, self.steps_per_epoch = folder, steps, steps_per_epoch
         self.problem: str | None = None
-        self.shown_at = 0.0  # time.perf_counter() when show_work() last showed something
+        self.shown_at = 0.0  # time.perf_counter() when show_progress() last showed something
         self.report_at = 0.0 if EVENTS_FILE in os.environ else math.inf  # time.monotonic()
         metrics, samples = folder / "metrics.jsonl", folder / "samples.jsonl"
         kept = _keep_lines(metrics, state)
@@ -99,7 +101,10 @@ class RunLog:
             _keep_lines(samples, state)
         marks = [line for line in kept if {"interrupted_at", "resumed_at"} & set(line)]
         self.was_interrupted = bool(marks) and "interrupted_at" in marks[-1]
-        self.trackers = start_trackers(recipe.trackers, folder, record, state.step, state.wandb_id)
+        if "none" not in recipe.trackers:
+            from common.run.trackers import Trackers
+
+            self.trackers = Trackers(recipe.trackers, folder, record, state.step, state.wandb_id)
         write_json(folder / "recipe.json", record | self.tracker_ids())
         self.metrics = open(metrics, "a", buffering=1)  # noqa: SIM115 (closed in close)
         self.samples = open(samples, "a", buffering=1) if recipe.log_samples else None  # noqa: SIM115
@@ -108,7 +113,7 @@ class RunLog:
             self._write_mark(state.step, state, change)
 
     def tracker_ids(self) -> dict[str, str]:
-        return tracker_ids(self.trackers)
+        return self.trackers.ids() if self.trackers else {}
 
     def end_step(self, step: int, state: RunState) -> None:
         """Reports the step to launch.py, at most once a second, and the end of an interruption."""
@@ -127,8 +132,8 @@ class RunLog:
         line = {"epoch": epoch, "wall_s": state.wall_now_s(), **values}
         self._write_line(self.metrics, {"step": step, **line})
         try:
-            for tracker in self.trackers:
-                tracker.log({**line, **(telemetry or {})}, step=step)
+            if self.trackers:
+                self.trackers.log({**line, **(telemetry or {})}, step)
         except OSError as error:
             self._set_problem("the trackers' files", error)
         self.progress.show(step, epoch, values)
@@ -139,8 +144,8 @@ class RunLog:
 
     def show(self, step: int, pictures: list[Path]) -> None:
         """Sends PNG files to the trackers."""
-        for tracker in self.trackers:
-            log_pictures(tracker, step, pictures)
+        if self.trackers:
+            self.trackers.show(pictures, step)
 
     def write_evaluation(
         self, step: int, state: RunState, metrics: dict[str, float], predictions: Predictions
@@ -168,11 +173,11 @@ class RunLog:
             ids = [sample for own in per_rank for sample in own[i * share : (i + 1) * share]]
             self._write_line(self.samples, {"step": step - count + i + 1, "samples": ids})
 
-    def show_work(self, what: str) -> None:
+    def show_progress(self, text: str) -> None:
         """Shows the work between two lines on the terminal, at most once a second."""
         if time.perf_counter() - self.shown_at > 1:
             self.shown_at = time.perf_counter()
-            self.progress.tell(what)
+            self.progress.tell(text)
 
     def close(self, failed: bool) -> None:
         """Closes files and trackers. Ignores a full disk. A second call does nothing."""
@@ -181,14 +186,15 @@ class RunLog:
                 if file:
                     file.close()
         with contextlib.suppress(OSError):
-            open_trackers, self.trackers = self.trackers, []
-            finish_trackers(open_trackers, failed)
+            trackers, self.trackers = self.trackers, None
+            if trackers:
+                trackers.finish(failed)
 
-    def _write_confusion(self, predictions: Predictions, about: dict[str, Any]) -> None:
-        """Writes confusion.json. about: what was evaluated."""
+    def _write_confusion(self, predictions: Predictions, subject: dict[str, Any]) -> None:
+        """Writes confusion.json. subject: what was evaluated."""
         if predictions.confusion is None:
             return
-        content = about | {"classes": predictions.classes, "confusion": predictions.confusion.tolist()}
+        content = subject | {"classes": predictions.classes, "confusion": predictions.confusion.tolist()}
         try:
             write_text(self.folder / "confusion.json", json.dumps(content) + "\n")
         except OSError as error:

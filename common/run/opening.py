@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -15,7 +15,7 @@ from common.checkpoint.saver import Saver
 from common.checkpoint.training import TrainingState
 from common.distributed.agreement import once
 from common.order import Steps
-from common.recipe import Batch, Recipe
+from common.recipe import Batch, ImageRecipe, Recipe
 from common.run.exchange import Exchange
 from common.run.folder import RunFolder, count_restarts, open_folder, resumed_from
 from common.run.log import RunLog
@@ -24,30 +24,91 @@ from common.run.state import RunState
 from common.system.env import EVENTS_FILE, report
 from common.system.files import not_written
 from common.system.threads import Heartbeat
-from common.telemetry.collect import Telemetry, this_process
+from common.telemetry.sampling import Telemetry, this_process
 
 
-@dataclass
 class OpenRun:
-    """A run that has begun, in one process."""
+    """A run that has begun, in one process. The constructor is collective.
 
-    accelerator: Accelerator
-    recipe: Recipe
-    batch: Batch
-    state: RunState
-    saver: Saver
-    exchange: Exchange
-    devices: list[str]  # of all processes
-    saved_step: int  # of the newest checkpoint in the run's own folder, 0 without one
-    folder: RunFolder | None  # of the main process
-    log: RunLog | None  # of the main process
-    final: dict[str, Any] = field(default_factory=dict)  # parts of result.json that are known only at the end
+    It restores the training from the newest checkpoint, if there is one. data: a name that changes with its
+    content, and the names of the classes. On an error the run's folder is released.
+    """
 
-    def wait_for_save(self, beat: Heartbeat) -> None:
+    # Of the main process
+    folder: RunFolder | None = None
+    log: RunLog | None = None
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        recipe: Recipe,
+        batch: Batch,
+        training: TrainingState,
+        data: tuple[str, tuple[str, ...]],
+        steps: Steps,
+    ):
+        self.accelerator, self.recipe, self.batch, self.training = accelerator, recipe, batch, training
+        self.steps, self.source = steps, data[0]
+        self.final: dict[str, Any] = {}  # parts of result.json that are known only at the end
+        processes = gather_object([this_process(accelerator)])
+        try:
+            point = ResumePoint.from_json(
+                once(accelerator, "run folder", self._open_folder, recipe.timeout_s)
+            )
+            self.state = state = point.state
+            self.saved_step = point.saved_step  # of the newest checkpoint in the run's own folder, or 0
+            if point.has_checkpoint:
+                checkpoint = self.folder.checkpoint if self.folder else None
+                training.restore(checkpoint, state.scalars(), with_optimizer=point.has_optimizer)
+            self.record = run_record(accelerator, recipe, processes, point.resumed_from, self.source)
+            once(accelerator, "log", self._start_log, recipe.timeout_s)
+            path, mirror = (self.folder.path, self.folder.mirror) if self.folder else (None, None)
+            lost = self.folder.leases[0].check if self.folder else lambda: None
+            manifest = checkpoint_record(self.record, recipe, batch, accelerator, data[1]) | training.about()
+            newest = self.saved_step or None
+            self.saver = Saver(training, path, recipe.keep_every, manifest, mirror, newest, lost)
+            rank, interval_s = accelerator.process_index, recipe.telemetry_s
+            telemetry = Telemetry(
+                processes, rank, path, interval_s, lambda: state.step, steps.last, state.wall_s
+            )
+            find_problem = self._problem if self.folder else None
+            self.exchange = Exchange(recipe.timeout_s, state, telemetry, find_problem, _skipped(recipe))
+            _report_start(self.exchange, recipe, batch, state.step, path)
+        except BaseException:
+            if self.folder:
+                self.folder.release()
+            raise
+
+    def wait_for_save(self, heartbeat: Heartbeat) -> None:
         """Waits until the checkpoint in flight is written. ValueError when it could not be. Main process."""
-        self.saver.wait(beat)
+        self.saver.wait(heartbeat)
         if problem := self.exchange.problem():
             raise ValueError(problem)
+
+    def _open_folder(self, heartbeat: Heartbeat) -> dict[str, Any]:
+        name = run_name(self.accelerator, self.recipe, self.batch)
+        self.folder = open_folder(self.recipe, name, self.steps.last, heartbeat, _print)
+        return _resume_point(self.folder, self.training, self.recipe, self.source, self.steps).to_json()
+
+    def _start_log(self, _: Heartbeat) -> None:
+        assert self.folder
+        folder, state, steps = self.folder, self.state, self.steps
+        with writing("the log", folder.path):
+            (folder.path / "result.json").unlink(missing_ok=True)
+            own = None if folder.is_new else folder.checkpoint
+            writer = own.manifest.get("written_by", {}) if own else {}
+            self.log = RunLog(
+                folder.path, self.recipe, self.record, state, steps.last, steps.per_epoch, writer
+            )
+        if folder.mirror and self.saved_step:  # its upload may have been interrupted
+            folder.mirror.offer(self.saved_step, state.best_step)
+        print(f"run folder {folder.path}", flush=True)
+
+    def _problem(self) -> str | None:
+        """The first error that ends the run: a lost folder, a checkpoint or a line that can't be written."""
+        assert self.folder
+        assert self.log
+        return self.folder.lost() or self.saver.problem or self.log.problem
 
 
 @contextlib.contextmanager
@@ -57,103 +118,6 @@ def writing(what: str, folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise not_written(what, folder, error) from error
-
-
-def open_run(
-    accelerator: Accelerator,
-    recipe: Recipe,
-    batch: Batch,
-    training: TrainingState,
-    data: tuple[str, tuple[str, ...]],
-    steps: Steps,
-) -> OpenRun:
-    """Restores the training from the newest checkpoint, if there is one. Collective.
-
-    data: a name that changes with its content, and the names of the classes. On an error the run's folder is
-    released.
-    """
-    folder: RunFolder | None = None
-    log: RunLog | None = None
-    source, classes = data
-    processes = gather_object([this_process(accelerator)])
-
-    def open_own(beat: Heartbeat) -> dict[str, Any]:
-        nonlocal folder
-        folder = open_folder(recipe, run_name(accelerator, recipe, batch), steps.last, beat, _print)
-        return _resume_point(folder, training, recipe, source, steps).to_json()
-
-    def start_log(_: Heartbeat) -> None:
-        nonlocal log
-        assert folder
-        log = _start_log(folder, recipe, record, point, steps)
-
-    def problem() -> str | None:
-        """The first error that ends the run: a lost folder, a checkpoint or a line that can't be written."""
-        assert folder
-        assert log
-        return folder.lost() or saver.problem or log.problem
-
-    try:
-        point = ResumePoint.from_json(once(accelerator, "run folder", open_own, recipe.timeout_s))
-        state = point.state
-        if point.has_checkpoint:
-            checkpoint = folder.checkpoint if folder else None
-            training.restore(checkpoint, state.scalars(), with_optimizer=point.has_optimizer)
-        record = run_record(accelerator, recipe, processes, point.resumed_from, source)
-        once(accelerator, "log", start_log, recipe.timeout_s)
-        path = folder.path if folder else None
-        manifest = checkpoint_record(record, recipe, batch, accelerator, classes) | training.about()
-        saver = Saver(
-            training,
-            path,
-            recipe.keep_every,
-            manifest,
-            folder.mirror if folder else None,
-            point.saved_step or None,
-            folder.leases[0].check if folder else lambda: None,
-        )
-        telemetry = Telemetry(
-            processes,
-            accelerator.process_index,
-            path,
-            recipe.telemetry_s,
-            lambda: state.step,
-            steps.last,
-            state.wall_s,
-        )
-        exchange = Exchange(recipe.timeout_s, state, telemetry, problem if folder else None)
-        _report_start(exchange, recipe, batch, state.step, path)
-        return OpenRun(
-            accelerator,
-            recipe,
-            batch,
-            state,
-            saver,
-            exchange,
-            record["devices"],
-            point.saved_step,
-            folder,
-            log,
-        )
-    except BaseException:
-        if folder:
-            folder.release()
-        raise
-
-
-def _start_log(
-    folder: RunFolder, recipe: Recipe, record: dict[str, Any], point: "ResumePoint", steps: Steps
-) -> RunLog:
-    state = point.state
-    with writing("the log", folder.path):
-        (folder.path / "result.json").unlink(missing_ok=True)
-        is_own = folder.checkpoint is not None and not folder.is_new
-        writer = folder.checkpoint.manifest.get("written_by", {}) if folder.checkpoint and is_own else {}
-        log = RunLog(folder.path, recipe, record, state, steps.last, steps.per_epoch, writer)
-    if folder.mirror and point.saved_step:  # its upload may have been interrupted
-        folder.mirror.offer(point.saved_step, state.best_step)
-    print(f"run folder {folder.path}", flush=True)
-    return log
 
 
 def _report_start(exchange: Exchange, recipe: Recipe, batch: Batch, step: int, folder: Path | None) -> None:
@@ -172,6 +136,15 @@ def _report_start(exchange: Exchange, recipe: Recipe, batch: Batch, step: int, f
             in_s3=bool(recipe.s3),
             is_shared=is_shared,
         )
+
+
+def _skipped(recipe: Recipe) -> Callable[[], list[int]]:
+    """A function that gives the ids of skipped images; none without images."""
+    if not isinstance(recipe, ImageRecipe):
+        return list
+    from common.data.workers import skipped
+
+    return skipped
 
 
 def _holds(file: Path, content: bytes) -> bool:
@@ -255,10 +228,10 @@ def _from_checkpoint(
     return ResumePoint(state, True, 0 if folder.is_new else checkpoint.step, has_optimizer, began_at)
 
 
-def _has_optimizer(found: Checkpoint, state: RunState, training: TrainingState, recipe: Recipe) -> bool:
+def _has_optimizer(checkpoint: Checkpoint, state: RunState, training: TrainingState, recipe: Recipe) -> bool:
     """False when the optimizer differs from the checkpoint's and --allow_changed permits it."""
     try:
-        training.optimizer.check(found, state.scalars())
+        training.optimizer.check(checkpoint, state.scalars())
     except ValueError as problem:
         if "optimizer" not in recipe.allow_changed:
             raise ValueError(

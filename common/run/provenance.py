@@ -16,7 +16,7 @@ from common.recipe import Batch, Recipe, recipe_part
 from common.run.folder import script_name
 from common.system.env import processes_per_host
 from common.system.paths import ROOT, project_version
-from common.telemetry.collect import ProcessInfo
+from common.telemetry.sampling import ProcessInfo
 
 VAL_CHOSEN = "a hash of their ids"  # how --max_val_images chooses images
 ENTRIES = ("accelerate", "torchrun", "deepspeed")  # launchers

@@ -16,10 +16,10 @@ def show(folder: Path) -> None:
     """Prints the folder's result.json and its weights as tables, and its files."""
     from rich.console import Console
 
-    result, about = (read_json(folder / name) for name in ("result.json", "recipe.json"))
+    result, record = (read_json(folder / name) for name in ("result.json", "recipe.json"))
     lines = read_lines(folder / "metrics.jsonl")
     console = Console(markup=False, highlight=False)
-    console.print(_results(result, about["unit"]))
+    console.print(_results(result, record["unit"]))
     console.print(_weights(folder, result, lines))
     if result["best_accuracy"] is not None:
         validate = python_command(shortest(ROOT / "validate.py"), folder)
@@ -34,8 +34,8 @@ def show(folder: Path) -> None:
 def _results(result: dict[str, Any], unit: str) -> "Table":
     from rich.table import Table
 
-    where = f"{result['strategy']} on {result['processes']} x {result['device']}"
-    table = Table("what", title=f"{result['script']}, {where}")
+    place = f"{result['strategy']} on {result['processes']} x {result['device']}"
+    table = Table("what", title=f"{result['script']}, {place}")
     table.add_column("value", justify="right")
     measure, val_name, test_name = _measure(result), result["val_name"], result.get("test_name")
     best, final = result[f"best_{measure}"], result[f"final_{measure}"]

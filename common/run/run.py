@@ -19,22 +19,22 @@ from common.distributed.preemption import Preempted
 from common.distributed.watch import begin_exit, on_failure
 from common.optim import EMA
 from common.order import Steps
-from common.recipe import Batch, Recipe
+from common.recipe import Batch, ImageRecipe, Recipe
 from common.run import finish
 from common.run.checkpoints import Checkpoints, Meter
 from common.run.ending import close, close_failed, end_failed, end_preempted
 from common.run.exchange import Exchange
 from common.run.log import Predictions, RunLog
-from common.run.opening import OpenRun, open_run
+from common.run.opening import OpenRun
 from common.run.result_tables import early_end
 from common.run.state import RunState
 from common.system.env import report
 from common.system.phase import ENDING, EVALUATION, READING, STARTING, TRAINING, now
 from common.system.threads import Heartbeat
-from common.telemetry.flops import Utilisation, utilisation
 
 if TYPE_CHECKING:  # imported where they are needed
     from common.evaluation import Predicted
+    from common.telemetry.flops import Utilisation
     from common.telemetry.profiler import Profile
 
 Item = TypeVar("Item")
@@ -80,7 +80,7 @@ class Run:
         the names of the classes.
         """
         training = TrainingState(self.accelerator, model, optimizer, ema)
-        opened = open_run(self.accelerator, self.recipe, self.batch, training, data, steps)
+        opened = OpenRun(self.accelerator, self.recipe, self.batch, training, data, steps)
         self.opened, self.state, self.exchange, self.log = opened, opened.state, opened.exchange, opened.log
         self.steps = replace(steps, first=self.state.step)
         self.predictions.classes = data[1]
@@ -92,9 +92,11 @@ class Run:
 
             folder = self.folder if self.log else None
             self.profile = begin_profile(self.accelerator.device, first, self.steps, folder)
-        if self.log:
+        if self.log and isinstance(self.recipe, ImageRecipe):
+            from common.telemetry.flops import utilisation
+
             precision = self.accelerator.precision.mixed_precision
-            self.utilisation = utilisation(self.recipe, len(data[1]), opened.devices, precision)
+            self.utilisation = utilisation(self.recipe, len(data[1]), opened.record["devices"], precision)
         now.enter(TRAINING)
         now.step = self.state.step
         on_failure(partial(close_failed, opened))
@@ -188,9 +190,9 @@ class Run:
         self._end()
         best = None
 
-        def find(beat: Heartbeat) -> bool:
+        def find(heartbeat: Heartbeat) -> bool:
             nonlocal best
-            best = finish.find_best(self.opened, beat)
+            best = finish.find_best(self.opened, heartbeat)
             return best is not None
 
         exists = once(self.accelerator, "best checkpoint", find, self.recipe.timeout_s)
@@ -218,12 +220,12 @@ class Run:
         memory = self.exchange.gather(finish.memory_gib(self.accelerator, is_healthy=True))
         self.predictions.gather(self.exchange.poll)
 
-        def write_end(beat: Heartbeat) -> None:
+        def write_end(heartbeat: Heartbeat) -> None:
             if self.profile:
-                self.profile.wait(beat)
+                self.profile.wait(heartbeat)
             parts: dict[str, Any] = {"val_name": val_name, "memory": memory, "tested": self.tested}
             parts |= {"utilisation": self.utilisation, "end": self._end_facts()}
-            finish.write_end(self.opened, self.predictions, parts, beat)
+            finish.write_end(self.opened, self.predictions, parts, heartbeat)
 
         once(self.accelerator, "report", write_end, self.recipe.timeout_s)
         once(self.accelerator, "last upload", partial(finish.upload, self.opened), self.recipe.timeout_s)
@@ -291,10 +293,10 @@ class Run:
             values["train/images_per_s"] = images_per_s
             self.log.write(step, state, values, self.exchange.telemetry.means())
 
-    def tell(self, doing: str) -> None:
+    def show_progress(self, text: str) -> None:
         """Shows an evaluation's progress without waiting for the device. May raise Preempted. Collective."""
         if self.log:
-            self.log.show_work(doing)
+            self.log.show_progress(text)
         self.exchange.listen()
 
     def keep(self, confusion: Tensor | None, examples: "list[Predicted]") -> None:

@@ -16,62 +16,68 @@ HEADLINES = ("val/accuracy", "val/loss", "train/loss", "train/images_per_s")  # 
 INIT_S, FINISH_S = 10, 60  # how long a run waits for a W&B server, at its beginning and at its end
 
 
-def start_trackers(
-    names: tuple[str, ...], folder: Path, about: dict[str, Any], first_step: int, wandb_id: str | None
-) -> list[GeneralTracker]:
-    """The trackers that --trackers names, in the run's folder. Called by the main process only.
+class Trackers:
+    """The trackers that --trackers names, in the run's folder. Of the main process only.
 
-    about: the run's recipe.json; its recipe, strategy and number of processes are the hyper-parameters.
+    record: the run's recipe.json; its recipe, strategy and number of processes are the hyper-parameters.
     first_step: from which the run resumes. wandb_id: of the W&B run to continue.
     """
-    where = {"strategy": about["strategy"], "processes": len(about["devices"])}
-    hyper_parameters = {
-        key: value if isinstance(value, (bool, int, float)) else printable(value)
-        for key, value in (about["recipe"] | where).items()
-    }
-    started: list[GeneralTracker] = []
-    if "tensorboard" in names:
-        threading.excepthook = _without_full_disks
-        started.append(_TensorBoard("tensorboard", folder, purge_step=first_step + 1))
-        started[-1].start()
-    if "wandb" in names:
-        started.append(_start_wandb(folder, about["script"], wandb_id))
-    for tracker in started:
-        tracker.store_init_configuration(hyper_parameters)
-    return started
+
+    def __init__(
+        self,
+        names: tuple[str, ...],
+        folder: Path,
+        record: dict[str, Any],
+        first_step: int,
+        wandb_id: str | None,
+    ):
+        self.started: list[GeneralTracker] = []
+        if "tensorboard" in names:
+            threading.excepthook = _without_full_disks
+            self.started.append(_TensorBoard("tensorboard", folder, purge_step=first_step + 1))
+            self.started[-1].start()
+        if "wandb" in names:
+            self.started.append(_start_wandb(folder, record["script"], wandb_id))
+        values = record["recipe"] | {"strategy": record["strategy"], "processes": len(record["devices"])}
+        for key, value in values.items():
+            values[key] = value if isinstance(value, (bool, int, float)) else printable(value)
+        for tracker in self.started:
+            tracker.store_init_configuration(values)
+
+    def ids(self) -> dict[str, str]:
+        """The W&B run's id and address, for recipe.json; empty without W&B."""
+        runs = [tracker.run for tracker in self.started if isinstance(tracker, _WandB)]
+        ids = {"wandb_id": runs[0].id, "wandb_url": runs[0].url} if runs else {}
+        return {name: value for name, value in ids.items() if value}  # an offline run has no address
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        for tracker in self.started:
+            tracker.log(values, step=step)
+
+    def show(self, files: list[Path], step: int) -> None:
+        """Sends PNG files as `plots/<name>`. An error is printed, and does not end the training."""
+        from PIL import Image
+
+        for tracker in self.started:
+            # TensorBoard needs the layout, [1, H, W, 3]; W&B takes the images one by one.
+            layout = {} if isinstance(tracker, _WandB) else {"dataformats": "NHWC"}
+            try:
+                for file in files:
+                    with Image.open(file) as image:
+                        pixels = np.asarray(image.convert("RGB"))[None]
+                    tracker.log_images({f"plots/{file.stem}": pixels}, step=step, **layout)
+            except Exception as error:  # libraries and disks raise many kinds
+                print(f"{tracker.name} does not have the pictures ({error}); they are in plots/", flush=True)
+
+    def finish(self, failed: bool) -> None:
+        for tracker in self.started:
+            tracker.finish(failed)
 
 
 def _without_full_disks(args: threading.ExceptHookArgs) -> None:
     """Hides the traceback of TensorBoard's thread, whose error is raised again in the main thread."""
     if not isinstance(args.exc_value, OSError) or type(args.thread).__name__ != "_AsyncWriterThread":
         threading.__excepthook__(args)
-
-
-def log_pictures(tracker: GeneralTracker, step: int, files: list[Path]) -> None:
-    """Sends PNG files as `plots/<name>`. An error is printed, and does not end the training."""
-    from PIL import Image
-
-    # TensorBoard needs the layout, [1, H, W, 3]; W&B takes the images one by one.
-    layout = {} if isinstance(tracker, _WandB) else {"dataformats": "NHWC"}
-    try:
-        for file in files:
-            with Image.open(file) as image:
-                pixels = np.asarray(image.convert("RGB"))[None]
-            tracker.log_images({f"plots/{file.stem}": pixels}, step=step, **layout)
-    except Exception as error:  # libraries and disks raise many kinds
-        print(f"{tracker.name} does not have the pictures ({error}); they are in plots/", flush=True)
-
-
-def finish_trackers(trackers: list[GeneralTracker], failed: bool) -> None:
-    for tracker in trackers:
-        tracker.finish(failed)
-
-
-def tracker_ids(trackers: list[GeneralTracker]) -> dict[str, str]:
-    """The W&B run's id and address, for recipe.json; empty without W&B."""
-    runs = [tracker.run for tracker in trackers if isinstance(tracker, _WandB)]
-    found = {"wandb_id": runs[0].id, "wandb_url": runs[0].url} if runs else {}
-    return {name: value for name, value in found.items() if value}  # an offline run has no address
 
 
 class _TensorBoard(TensorBoardTracker):
@@ -150,7 +156,8 @@ def _start_wandb(folder: Path, project: str, run_id: str | None) -> _WandB:
     tracker = _WandB(os.environ.get("WANDB_PROJECT", project), **options)
     offline = _WandB(tracker.run_name, **options | {"mode": "offline"})
     try:
-        if not _has_wandb_key(settings):
+        # Without a key wandb.init would prompt for one.
+        if wandb.setup(settings).settings.mode in ("online", "run") and wandb.api.api_key is None:
             print(
                 f"W&B has no key (wandb login): the run is logged offline; {_send_later(folder)}", flush=True
             )
@@ -167,17 +174,3 @@ def _start_wandb(folder: Path, project: str, run_id: str | None) -> _WandB:
 
 def _send_later(folder: Path | str) -> str:
     return f"send it later by: wandb sync {shlex.quote(str(folder))}/wandb/*run-*"
-
-
-def _has_wandb_key(settings: Any) -> bool:
-    """True when wandb.init finds a key or needs none; else it would prompt for one."""
-    import wandb
-    from wandb.sdk.lib import wbauth
-
-    known = wandb.setup(settings).settings
-    if known.mode not in ("online", "run"):
-        return True
-    found = wbauth.authenticate_session(
-        host=known.base_url, source="--trackers wandb", prompt=False, update_session=False
-    )
-    return found is not None

@@ -215,7 +215,7 @@ class ObjectStore:
     def stream(self, key: str, size: int, etag: str | None, start: int = 0) -> Iterator[bytes]:
         """Yields the object's bytes from `start` on: a small piece, then pieces of PART_BYTES, of which
         STREAMS are prefetched. Each piece is tried ATTEMPTS times."""
-        # s3transfer's downloads would need seekable files, and try each botocore's attempts five times over.
+        # Not s3transfer: it yields no bytes, and repeats five times what botocore has repeated already.
         coming: deque[Future[bytes]] = deque()
         begins = [start, *range(start + FIRST_BYTES, size, PART_BYTES)] if start < size else []
         for number, (begin, end) in enumerate(zip(begins, [*begins[1:], size], strict=False)):

@@ -3,8 +3,8 @@
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from collections.abc import Callable
+from concurrent.futures import Future, wait
 from typing import TypeVar
 
 Heartbeat = Callable[[], None]  # shows the other processes that this one makes progress; about every second
@@ -40,18 +40,7 @@ def run_with_heartbeat(work: Callable[[], Result], heartbeat: Heartbeat, every_s
 
     An exception of heartbeat() is raised at once; the thread continues, and does not keep the process alive.
     """
-    return run_all_with_heartbeat([work], heartbeat, every_s)[0]
-
-
-def run_all_with_heartbeat(
-    works: Sequence[Callable[[], Result]], heartbeat: Heartbeat, every_s: float = 0.5
-) -> list[Result]:
-    """Like run_with_heartbeat for several works, each in its own thread. Raises the first exception."""
-    outcomes = [start_daemon(work) for work in works]
-    while True:
-        done, pending = wait(outcomes, every_s, FIRST_EXCEPTION)
-        for outcome in done:
-            outcome.result()
-        if not pending:
-            return [outcome.result() for outcome in outcomes]
+    outcome = start_daemon(work)
+    while wait([outcome], every_s).not_done:
         heartbeat()
+    return outcome.result()

@@ -59,8 +59,8 @@ def known_devices() -> tuple[Device, ...]:
 
 def find_device(name: str) -> Device | None:
     """The row of the device that torch calls so; None for a device that is not in the table."""
-    found = [device for device in known_devices() if name.startswith(device.name)]
-    return max(found, key=lambda device: len(device.name), default=None)
+    rows = [device for device in known_devices() if name.startswith(device.name)]
+    return max(rows, key=lambda device: len(device.name), default=None)
 
 
 def flops_per_image(build: Callable[[], nn.Module], size: int) -> float:

@@ -58,10 +58,10 @@ class Profile:
         if self.writing is None:
             self.profiler.step()
 
-    def wait(self, beat: Heartbeat) -> None:
+    def wait(self, heartbeat: Heartbeat) -> None:
         """Waits until the files are written."""
         while self.writing and futures.wait([self.writing], 0.5).not_done:
-            beat()
+            heartbeat()
 
     def _action(self, step: int) -> ProfilerAction:
         """torch's schedule. step: of this process, counted from 0."""

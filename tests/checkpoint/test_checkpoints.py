@@ -126,34 +126,37 @@ def start_and_wait(words: list, folder: Path, checkpoints: int = 1, **options) -
     return job
 
 
-def test_a_rank_or_the_launcher_killed_in_a_step(stoppable, tmp_path):
-    """Kills a rank, then the launcher of one run: it ends as the undisturbed one."""
-    words = [*torchrun(2), *LONG, "--max_steps", "600"]
-    run([*words, "--output_dir", tmp_path / "straight"])
-    job = start_and_wait(words, tmp_path / "run", cwd=stoppable, env=SLOW)
-    ranks = ranks_of(job, "train_hello.py")
-    ranks[1].send_signal(signal.SIGKILL)
-    status, output = job.wait(60)
-    assert status != 0
-    assert "SIGKILL" in output or "-9" in output
-    assert result(tmp_path / "run")["status"] == "failed"
+@pytest.fixture(scope="module")
+def straight_on_two(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("on_two") / "run"
+    run([*torchrun(2), *LONG, "--max_steps", "300", "--output_dir", folder])
+    return folder
 
-    job = start_and_wait(words, tmp_path / "run", cwd=stoppable, env=SLOW)
-    ranks = ranks_of(job, "train_hello.py")
-    os.kill(job.process.pid, signal.SIGKILL)
-    deadline = time.monotonic() + 30
-    while any(map(is_alive, ranks)):
-        assert time.monotonic() < deadline, "the ranks outlived their launcher"
-        time.sleep(0.1)
-    assert job.wait()[0] == -signal.SIGKILL
-    assert result(tmp_path / "run")["status"] == "preempted"
 
-    output = run([*words, "--output_dir", tmp_path / "run"])
-    assert "continuing at step" in output
-    ours, theirs = tensors(latest(tmp_path / "run")), tensors(latest(tmp_path / "straight"))
-    assert latest(tmp_path / "run").name == "step_00000600"
+@pytest.mark.parametrize("victim", ["rank", full("launcher")])
+def test_a_rank_or_the_launcher_killed_in_a_step(victim, straight_on_two, stoppable, tmp_path):
+    words, folder = [*torchrun(2), *LONG, "--max_steps", "300"], tmp_path / "run"
+    job = start_and_wait(words, folder, cwd=stoppable, env=SLOW)
+    ranks = ranks_of(job, "train_hello.py")
+    if victim == "rank":
+        ranks[1].send_signal(signal.SIGKILL)
+        status, output = job.wait(60)
+        assert status != 0
+        assert "SIGKILL" in output or "-9" in output
+        assert result(folder)["status"] == "failed"
+    else:
+        os.kill(job.process.pid, signal.SIGKILL)
+        deadline = time.monotonic() + 30
+        while any(map(is_alive, ranks)):
+            assert time.monotonic() < deadline, "the ranks outlived their launcher"
+            time.sleep(0.1)
+        assert job.wait()[0] == -signal.SIGKILL
+        assert result(folder)["status"] == "preempted"
+    assert "continuing at step" in run([*words, "--output_dir", folder])
+    ours, theirs = tensors(latest(folder)), tensors(latest(straight_on_two))
+    assert latest(folder).name == "step_00000300"
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    assert without_times(metrics(tmp_path / "run")) == without_times(metrics(tmp_path / "straight"))
+    assert without_times(metrics(folder)) == without_times(metrics(straight_on_two))
 
 
 @pytest.mark.full
@@ -219,11 +222,11 @@ FULL = {
 )
 def test_a_full_disk(where, small_disk, tmp_path):
     """The next save begins before all ranks know of the problem: the first problem is reported."""
-    words = [*torchrun(2), *HELLO, "--checkpoint_every", "1", "--output_dir", small_disk / "run"]
-    run([*words, "--max_steps", "4"])
+    words = [*HELLO, "--checkpoint_every", "1", "--output_dir", small_disk / "run"]
+    warm.run([*words, "--max_steps", "4"], tmp_path / "log")
     first = tensors(small_disk / "run" / "checkpoints" / "step_00000004")
     env = at_file_operation(tmp_path, "/run/checkpoints/.", FULL[where], fill=small_disk)
-    status, output = Job(words, env=env).wait()
+    status, output = Job([*torchrun(2), *words], env=env).wait()
     assert status != 0
     assert mark(tmp_path).exists()
     assert output.count("error: ") == 1, output
@@ -233,7 +236,7 @@ def test_a_full_disk(where, small_disk, tmp_path):
     kept = tensors(small_disk / "run" / "checkpoints" / "step_00000004")
     assert all(torch.equal(first[name], kept[name]) for name in first)
     (small_disk / "filler").unlink()
-    assert "continuing at step" in run(words)
+    assert "continuing at step" in warm.run(words, tmp_path / "log")
     assert latest(small_disk / "run").name == LAST
     verify(latest(small_disk / "run"))
 

@@ -23,6 +23,7 @@ from tests.conftest import (
     tensors,
 )
 from tests.distributed.test_agreement import two_hosts
+from tests.support import warm
 
 # 14 steps an epoch; a line of the log every 4 steps, so that most stops lie between two lines.
 STEPS = 32
@@ -306,16 +307,17 @@ def test_a_run_that_begins_at_anothers_checkpoint(tmp_path, cache, stoppable):
     assert latest(tmp_path / "first").name == "step_00000014"
 
 
-def test_another_recipe_is_refused_unless_a_flag_names_it(tmp_path, cache, stoppable):
-    training = Training("cnn_a", tmp_path / "run", cache, stoppable)
-    training.go("single", 9)
-    words = [*python(), *training.words, "--lr", "0.001"]
-    status, output = Job(words, cwd=stoppable).wait()
+def test_another_recipe_is_refused_unless_a_flag_names_it(tmp_path, cache):
+    words, folder, log = [*CNN, *FLAGS, *cache], tmp_path / "run", tmp_path / "log"
+    words += ["--max_steps", "9", "--output_dir", folder]
+    warm.run(words, log)
+    words[words.index("9")] = "12"
+    status, output = warm.WarmJob([*words, "--lr", "0.001"], log).wait()
     assert status == 1
     assert "its lr is 0.003, here 0.001" in output
     assert "--allow_changed" in output
-    other = [*words[:-2], "--seed", "1", "--output_dir", tmp_path / "other", "--resume", tmp_path / "run"]
-    status, output = Job(other, cwd=stoppable).wait()
+    elsewhere = [*words, "--resume", folder, "--output_dir", tmp_path / "other"]
+    status, output = warm.WarmJob([*elsewhere, "--seed", "1"], log).wait()
     assert status == 1
     assert "is of another recipe (its seed is 0, here 1)" in output
     for batch_size, place in (
@@ -323,10 +325,9 @@ def test_another_recipe_is_refused_unless_a_flag_names_it(tmp_path, cache, stopp
         (192, "after 384 of epoch 2 now: the images between are not trained"),
     ):
         changed = ["--batch_size", batch_size, "--allow_changed", "batch_size", "--max_steps", "10"]
-        changed += ["--resume", tmp_path / "run", "--output_dir", tmp_path / str(batch_size)]
-        output = run([*python(), *training.words, *changed], cwd=stoppable)
+        output = warm.run([*elsewhere[:-1], tmp_path / str(batch_size), *changed], log)
         was = f"--batch_size {batch_size} (it was 96): step 9 came after 864 images of epoch 1"
         assert f"{was}, and comes {place}" in output
-    output = run([*words, "--allow_changed", "lr"], cwd=stoppable)
+    output = warm.run([*words, "--lr", "0.001", "--allow_changed", "lr"], log)
     assert "continuing at step 9" in output
     assert "came after" not in output

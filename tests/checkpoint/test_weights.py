@@ -14,6 +14,7 @@ from timm.optim import param_groups_layer_decay
 from torch import Tensor
 
 from common.checkpoint.format import Snapshot, commit, write_index
+from tests.conftest import full
 from train_vit import Vit, build_model, build_optimizer
 
 SMALL = {"model": "test_vit", "image_size": 32, "patch_size": 8}
@@ -146,9 +147,9 @@ def test_a_pickle_is_not_read_and_the_message_converts_it(is_zip, file, tmp_path
 def test_without_a_network_the_message_fetches_the_file_elsewhere(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ValueError, match="the hub can't be reached") as raised:
-        build_model(Vit(model="vit_base_patch16_clip_224.openai", pretrained=True), 10)
+        build_model(Vit(model="vit_tiny_patch16_224.augreg_in21k", pretrained=True), 10)
     assert str(raised.value).endswith(
-        ": fetch the file where it can, by `hf download timm/vit_base_patch16_clip_224.openai"
+        ": fetch the file where it can, by `hf download timm/vit_tiny_patch16_224.augreg_in21k"
         " model.safetensors --local-dir .`, copy it here, and give --weights model.safetensors"
     )
     with pytest.raises(
@@ -181,8 +182,15 @@ def test_layers_have_timms_learning_rates(model):
     assert [("lr_scale" in group, len(group["params"]) > 0) for group in without] == [(False, True)] * 2
 
 
-@pytest.mark.parametrize("model", ["test_vit", "deit_tiny_distilled_patch16_224", "eva02_tiny_patch14_224"])
-@pytest.mark.parametrize("layer_decay", [1.0, 0.7])
+@pytest.mark.parametrize(
+    ("model", "layer_decay"),
+    [
+        ("test_vit", 1.0),
+        ("deit_tiny_distilled_patch16_224", 0.7),
+        full("test_vit", 0.7),
+        full("eva02_tiny_patch14_224", 1.0),
+    ],
+)
 def test_freeze_leaves_the_head_alone_to_the_optimizer(model, layer_decay, tmp_path):
     size = {"model": model, "image_size": 56, "patch_size": 14}
     save_file(build_model(Vit(**size), 5).state_dict(), tmp_path / "w.safetensors")

@@ -15,10 +15,9 @@ TO_S3 = ["--env", "AWS_ENDPOINT_URL", "--env", "AWS_ACCESS_KEY_ID", "--env", "AW
 TO_S3 += ["--env", "NO_PROXY"]
 # What each fault finds out: a mistake in the code, by which its row is not as it should be
 WAIT_FOR_UPLOAD = "self.mirror.offer(step, best)\n                self.mirror.wait(1e9)\n"
-REMOVE_ALL = (
-    "            for old in steps_in(parent):\n                checkpoints.remove(parent / step_name(old))\n"
-)
 LATEST = "            latest = max(steps_in(parent), default=None)\n"
+REMOVE_ALL = "            for old in steps_in(parent):\n"
+REMOVE_ALL += "                checkpoints.remove(parent / step_name(old))\n"
 BATCH = "    batch = elastic_batch(job)\n"
 WITHOUT_TIMEOUT = "    job = __import__('dataclasses').replace(job, timeout_s=9999)\n"
 FILL = 'return send(f"{parameter}/{name}", shape, dtype)'
@@ -30,17 +29,11 @@ MUTANTS = {
         ("tools/launch/elastic.py", "SETTLE_S if self.began else CONNECT_S", "9999"),
     ],
     "power-off": [
-        ("common/order.py", "ids = samples.order(seed,", "ids = samples.order(seed + batch.processes,")
+        ("common/order.py", "s = samples.order(seed,", "s = samples.order(seed + batch.processes,")
     ],
     "stop-rank": [("common/distributed/accelerator.py", BATCH, WITHOUT_TIMEOUT + BATCH)],
     "fill-disk": [("common/checkpoint/saver.py", LATEST, REMOVE_ALL + LATEST)],
-    "preempt": [
-        (
-            "common/run/run.py",
-            "            try:\n                self._save()",
-            "            try:\n                pass",
-        )
-    ],
+    "preempt": [("common/run/ending.py", "    try:\n        checkpoints.flush()", "    try:\n        pass")],
     "silence-s3": [
         ("common/checkpoint/saver.py", "self.mirror.offer(step, best)\n", WAIT_FOR_UPLOAD),
         ("common/system/s3.py", "READ_S = 15 ", "READ_S = 999 "),
@@ -61,9 +54,7 @@ def test_a_row_for_each_fault():
 def test_repeated_steps_are_counted_from_the_log():
     log = "node1 | continuing at step 1,024 with /x\nnode1 | continuing at step 1,088 with /x\n"
     assert drill._repeated(log, 1100) == 76
-    assert (
-        drill._repeated("continuing at step 0; 1100 steps to repeat", 1100) == 1100
-    )  # no checkpoint was left
+    assert drill._repeated("continuing at step 0; 1100 steps to repeat", 1100) == 1100  # no checkpoint
     assert drill._repeated("", 1100) == 0
 
 
@@ -115,6 +106,11 @@ def test_an_elastic_job_survives_all_faults(cluster_tools, tmp_path):
 def test_another_job_is_started_again(cluster_tools, tmp_path):
     for row in rows(ROOT, tmp_path, [], "kill-rank,power-off", TRAIN):
         assert is_as_it_should_be(row, starts=2), row
+
+
+def test_each_mistake_can_be_made():
+    for file, old, _ in (mutant for mutants in MUTANTS.values() for mutant in mutants):
+        assert (ROOT / file).read_text().count(old) == 1, old
 
 
 @pytest.mark.full

@@ -254,12 +254,10 @@ def test_the_image_gets_the_project_and_nothing_else():
 
 
 # In a container of its own: processes of other tests are not seen. $1: the folder; then the HEALTHCHECK.
-CHECK = """
+IN_A_CONTAINER = """
 cd $1 && shift
 check() { "$@"; echo "status $?"; }
 check "$@"
-"""
-IN_A_CONTAINER = """
 python train_sleepy.py & training=$!
 until [ -s run/metrics.jsonl ]; do sleep 0.05; done
 check "$@"
@@ -272,18 +270,6 @@ kill -KILL $training
 wait $training
 check "$@"
 """
-# The same of a real training, with two ranks below torchrun
-REAL_TRAINING = """
-torchrun --standalone --nproc_per_node=2 train_hello.py --trackers none --mixed_precision no --epochs 100000 \
-    --log_every 10 --checkpoint_every 1000000 --output_dir $FOLDER > $FOLDER.log 2>&1 &
-until [ -s $FOLDER/metrics.jsonl ]; do sleep 0.1; kill -0 $! || { cat $FOLDER.log; exit 1; }; done
-check "$@"
-kill -STOP $(pgrep --newest --full "^[^ ]*python.* train_hello.py")
-check "$@"
-kill -KILL $! $(pgrep --full "^[^ ]*python.* train_hello.py")
-wait
-check "$@"
-"""
 SLEEPY = """
 import os, time
 os.makedirs("run")
@@ -293,30 +279,15 @@ time.sleep(60)
 """
 
 
-def in_a_container(script: str, folder: Path, **env: str) -> list[str]:
-    """Runs CHECK and the script in `folder`, with the HEALTHCHECK's command. Returns the lines of output."""
-    needs("root", "pgrep")
-    words = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "bash", "-c", CHECK + script]
-    words += ["container", str(folder), *healthcheck()]
-    env = os.environ | {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"} | env
-    done = subprocess.run(words, capture_output=True, text=True, timeout=120, env=env)
-    return done.stdout.splitlines()
-
-
-@pytest.mark.full
-def test_the_health_checks_command_on_a_real_training(tmp_path):
-    said = in_a_container(REAL_TRAINING, ROOT, FOLDER=str(tmp_path / "run"))
-    assert said[1::2] == ["status 1", "status 0", "status 1", "status 1"], said
-    assert said[0] == said[6] == "no process of a train script runs"
-    assert re.fullmatch(r"processes that train: [2-9]; the newest line is \d s old", said[2])
-    assert re.fullmatch(r"process \d+ of the training is stopped", said[4])
-
-
 def test_the_health_checks_command(tmp_path):
+    needs("root", "pgrep")
     (tmp_path / "cluster").mkdir()
     shutil.copy(ROOT / "cluster" / "health.py", tmp_path / "cluster")
     (tmp_path / "train_sleepy.py").write_text(SLEEPY)
-    said = in_a_container(IN_A_CONTAINER, tmp_path)
+    words = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "bash", "-c", IN_A_CONTAINER]
+    words += ["container", str(tmp_path), *healthcheck()]
+    env = os.environ | {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
+    said = subprocess.run(words, capture_output=True, text=True, timeout=120, env=env).stdout.splitlines()
     assert [line for line in said if line.startswith("status")] == [f"status {n}" for n in (1, 0, 1, 1, 1)]
     about = [line for line in said if not line.startswith("status")]
     assert about[0] == about[4] == "no process of a train script runs"

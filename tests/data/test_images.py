@@ -25,7 +25,7 @@ from common.data.cache import prepare_data
 from common.data.decode import decode
 from common.data.images import open_images
 from common.data.splits import ArraySplit, FileSplit
-from tests.conftest import ROOT, reset_signals
+from tests.conftest import ROOT, full, reset_signals
 
 
 def in_cache(folder: Path) -> list[Path]:
@@ -110,12 +110,6 @@ print("DONE", image_cache.prepare_data(data, cache), flush=True)
 
 
 @pytest.fixture(scope="module")
-def cifar(cifar10, tmp_path_factory) -> Path:
-    """The cache of the real CIFAR-10, decoded once for this file."""
-    return prepare_data(str(cifar10), tmp_path_factory.mktemp("cifar"))
-
-
-@pytest.fixture(scope="module")
 def photograph_folders(photographs, tmp_path_factory) -> Path:
     """100 photographs as class folders: train with 80, val with 20, two classes."""
     root = tmp_path_factory.mktemp("photographs")
@@ -158,24 +152,9 @@ def test_synthetic_is_learnable_and_the_same_everywhere(tmp_path):
     assert (distances.argmin(axis=1) == one.val.labels).mean() > 0.99
 
 
-def test_cifar_equals_the_decoding_of_its_parquet_files(cifar, cifar10):
-    images = open_images(cifar)
-    assert images.classes[:2] == ("airplane", "automobile")
-    assert (len(images.train), len(images.val)) == (50_000, 10_000)
-    assert (images.val_name, images.mirror) == ("test", True)
-    assert images.train.nbytes == 50_000 * 3072
-    assert np.bincount(images.train.labels).tolist() == [5_000] * 10
-    rows = pq.read_table(cifar10 / "test-00000-of-00001.parquet").slice(0, 300).to_pylist()
-    for k, row in enumerate(rows):
-        expected = np.asarray(Image.open(io.BytesIO(row["img"]["bytes"])).convert("RGB"))
-        # libjpeg-turbo in both: equal today; another build may round otherwise
-        assert np.abs(images.val.images[k].astype(int) - expected).max() <= 2
-        assert images.val.labels[k] == row["label"]
-    assert json.loads((cifar / "meta.json").read_text())["kind"] == "array"
-    assert cifar.name.startswith("cifar10-")
-
-
-def test_a_second_preparation_finds_the_first_and_imports_little(cifar, cifar10):
+def test_a_second_preparation_finds_the_first_and_imports_little(tmp_path):
+    root, cache = parquet_folder(tmp_path / "data"), tmp_path / "cache"
+    folder = prepare_data(str(root), cache)
     script = (
         "import sys; from pathlib import Path\n"
         "from common.data.cache import prepare_data; from common.data.images import open_images\n"
@@ -183,8 +162,8 @@ def test_a_second_preparation_finds_the_first_and_imports_little(cifar, cifar10)
         "heavy = ('datasets', 'sklearn', 'PIL', 'torchvision', 'pyarrow', 'rich')\n"
         "print([name for name in heavy if name in sys.modules])"
     )
-    out, err = start(script, str(cifar10), cifar.parent).communicate(timeout=60)
-    assert out.splitlines() == [str(cifar), "[]"], err
+    out, err = start(script, root, cache).communicate(timeout=60)
+    assert out.splitlines() == [str(folder), "[]"], err
 
 
 def test_cifar10_by_name_is_loaded_through_datasets(tmp_path, monkeypatch):
@@ -380,18 +359,6 @@ def test_killed_in_the_middle_leaves_nothing_that_counts(tmp_path):
     assert all((images.val.images[k] == np.asarray(picture(1000 + k))).all() for k in range(20))
 
 
-def test_an_interrupt_leaves_nothing(tmp_path):
-    cache, go = tmp_path / "cache", tmp_path / "go"
-    other = start(STALLED, parquet_folder(tmp_path / "data"), cache, go)
-    assert other.stdout.readline() == "MIDDLE\n"
-    other.send_signal(signal.SIGINT)
-    go.touch()  # the chunk that a thread is at is finished
-    out, err = other.communicate(timeout=30)
-    assert out == ""
-    assert err.splitlines()[-1] == "KeyboardInterrupt"
-    assert not in_cache(cache)
-
-
 def test_an_exception_from_beat_ends_the_threads_and_leaves_nothing(tmp_path, monkeypatch):
     root, decoded = parquet_folder(tmp_path / "data"), []
     monkeypatch.setattr(image_cache, "CHUNK_PIXELS", 1)  # an image is a chunk
@@ -577,7 +544,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize("end", ["fails", "is killed"])
+@pytest.mark.parametrize("end", [full("fails"), "is killed"])
 def test_workers_end_with_the_trainer(tmp_path, end):
     root = class_folders(tmp_path / "data")
     picture(0, 40, 32).save(root / "train" / "a" / "0.png")

@@ -36,50 +36,43 @@ def test_too_few_gpus(monkeypatch):
         check_devices()
 
 
+HOSTS = {"new gpu": ((9, 0), False), "old gpu": ((7, 5), True), "old cpu": (None, False)}  # who has bf16
+IN_FP32 = "training in fp32: the launcher says mixed precision no"
+
+
 @pytest.mark.parametrize(
-    ("flag", "launcher", "device", "wanted"),
+    ("flag", "launcher", "host", "wanted", "said"),
     [
-        (None, None, "native", "bf16"),
-        (None, None, "old gpu", "no"),
-        (None, None, "old cpu", "no"),
-        (None, "no", "native", "no"),  # the launcher's answer counts
-        (None, "bf16", "old gpu", "fp16"),  # the config's bf16 would be emulated
-        ("bf16", "bf16", "old gpu", "bf16"),  # the flag counts, with a remark
-        (None, "bf16", "old cpu", "no"),  # a rehearsal of a GPU's config
-        ("bf16", "no", "old cpu", "bf16"),  # the flag counts most
-        ("no", "bf16", "native", "no"),
-        ("fp16", None, "old gpu", "fp16"),
-        ("fp16", None, "old cpu", "fp16"),  # slow, with a remark
+        (None, None, "new gpu", "bf16", ""),
+        (None, None, "old gpu", "no", ""),
+        (None, None, "old cpu", "no", ""),
+        (None, "no", "new gpu", "no", IN_FP32),  # as accelerate launch says without a config
+        ("no", "no", "new gpu", "no", ""),
+        (None, "no", "old gpu", "no", ""),  # it has no bf16
+        (None, "bf16", "old gpu", "fp16", "the config's bf16 becomes fp16"),  # it would be emulated
+        ("bf16", "bf16", "old gpu", "bf16", "this GPU has no native bf16"),  # the flag counts
+        (None, "bf16", "old cpu", "no", "bf16 is not native to this CPU"),  # a rehearsal of a GPU's config
+        ("bf16", "no", "old cpu", "bf16", ""),
+        ("no", "bf16", "new gpu", "no", ""),
+        ("fp16", None, "old gpu", "fp16", ""),
+        ("fp16", None, "old cpu", "fp16", "fp16 is slow on a CPU"),
+        (None, "bf16, use_cpu", "old gpu", "bf16", ""),  # cpu.yaml asks the CPU
+        (None, "bf16, use_cpu", "new gpu", "no", "bf16 is not native to this CPU"),
     ],
 )
-def test_precision(flag, launcher, device, wanted, monkeypatch):
-    gpus(monkeypatch, 0 if device == "old cpu" else 1, (7, 5) if device == "old gpu" else (9, 0))
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+def test_precision(flag, launcher, host, wanted, said, monkeypatch, capsys):
+    """Simulated: the GPU and the CPU are torch's answers."""
+    capability, on_cpu = HOSTS[host]
+    gpus(monkeypatch, 1 if capability else 0, capability)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: on_cpu)
     if launcher:
-        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launcher)
+        kind, _, use_cpu = launcher.partition(", ")
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", kind)
+        monkeypatch.setenv("ACCELERATE_USE_CPU", str(bool(use_cpu)))
     assert precision.chosen_precision(flag) == wanted
-
-
-@pytest.mark.parametrize("cpu_has_it", [True, False])
-def test_cpu_yaml_asks_the_cpu_on_a_host_with_gpus(cpu_has_it, monkeypatch, capsys):
-    gpus(monkeypatch, 1, (7, 5) if cpu_has_it else (9, 0))
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: cpu_has_it)
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "True")
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    assert precision.chosen_precision(None) == ("bf16" if cpu_has_it else "no")
-    assert ("not native to this CPU" in capsys.readouterr().out) != cpu_has_it
-
-
-def test_a_line_says_that_a_gpu_trains_in_fp32_for_want_of_a_config(monkeypatch, capsys):
-    """Simulated: the GPU is torch's answers."""
-    gpus(monkeypatch, 1)
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")  # as accelerate launch says without a config
-    assert precision.chosen_precision(None) == "no"
-    assert "training in fp32: the launcher says mixed precision no" in capsys.readouterr().out
-    assert precision.chosen_precision("no") == "no"  # wanted
-    gpus(monkeypatch, 1, (7, 5))
-    assert precision.chosen_precision(None) == "no"  # it has no bf16
-    assert not capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert said in output
+    assert bool(said) == bool(output)
 
 
 LAUNCH = "python -m accelerate.commands.launch"

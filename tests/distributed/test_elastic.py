@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import signal
-import sys
 import threading
 import time
 from datetime import timedelta
@@ -15,8 +14,8 @@ import pytest
 import torch.distributed as dist
 
 from common.distributed import rendezvous
-from common.recipe import Job as JobFlags
-from common.recipe import usable_processes
+from common.distributed.accelerator import start
+from common.recipe import Recipe, usable_processes
 from common.run.folder import count_restarts
 from common.system.files import write_json
 from tests.checkpoint.test_checkpoints import LONG
@@ -64,7 +63,7 @@ def test_most_hosts_of_torchruns_command_line(flags, hosts, agent, monkeypatch):
 
 
 def test_each_forward_has_as_many_images_whatever_hosts_there_are(agent):
-    job = JobFlags(batch_size=96)
+    job = Recipe(batch_size=96)
     for hosts in (1, 2, 4):
         agent(PET_NNODES="1:4", WORLD_SIZE=str(2 * hosts), LOCAL_WORLD_SIZE="2")
         batch = rendezvous.elastic_batch(job)
@@ -76,7 +75,7 @@ def test_each_forward_has_as_many_images_whatever_hosts_there_are(agent):
 def test_a_number_of_hosts_that_does_not_divide_waits_then_ends(agent, capsys, monkeypatch):
     slept = []
     monkeypatch.setattr(rendezvous.time, "sleep", slept.append)
-    job = JobFlags(batch_size=64, timeout_s=7)
+    job = Recipe(batch_size=64, timeout_s=7)
     agent(PET_NNODES="1:4", WORLD_SIZE="6", LOCAL_WORLD_SIZE="2")
     with pytest.raises(ValueError, match=r"--batch_size.*of the hosts 1 or 2 or 4 can train"):
         rendezvous.elastic_batch(job)
@@ -91,24 +90,26 @@ def test_a_number_of_hosts_that_does_not_divide_waits_then_ends(agent, capsys, m
     assert usable_processes(96, 16, 12, 2) == [2, 6]
 
 
-def test_each_process_checks_how_many_were_promised(tmp_path):
+def test_each_process_checks_how_many_were_promised(monkeypatch):
     """A launcher's config, not launch.py's flags, may have started each as a job of its own."""
-    words = [sys.executable, "train_hello.py", "--output_dir", tmp_path / "run"]
-    status, output = Job(words, env={"LAUNCH_PROCESSES": "2"}).wait(60)
-    assert status == 1
-    assert "error: launch.py started 2 processes for this job, and this one is alone" in output
-    assert not (tmp_path / "run").exists()
+    monkeypatch.setenv("LAUNCH_PROCESSES", "2")
+    with pytest.raises(ValueError, match=r"^launch.py started 2 processes for this job, and this one is alo"):
+        start(Recipe())
 
 
-def test_a_shared_store_is_reported_where_hosts_could_join(agent, monkeypatch):
-    agent(WORLD_SIZE="2", TORCHELASTIC_USE_AGENT_STORE="True")
-    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in str(rendezvous.replacement_problem())
-    agent(WORLD_SIZE="2", TORCHELASTIC_USE_AGENT_STORE="False")
-    assert rendezvous.replacement_problem() is None
-    agent(TORCHELASTIC_USE_AGENT_STORE="True")
-    assert rendezvous.replacement_problem() is None  # one host
-    agent(WORLD_SIZE="2", TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RUN_ID="none")
-    assert rendezvous.replacement_problem() is None  # accelerate, deepspeed: static
+@pytest.mark.parametrize(
+    ("variables", "is_reported"),
+    [
+        ({"WORLD_SIZE": "2", "TORCHELASTIC_USE_AGENT_STORE": "True"}, True),
+        ({"WORLD_SIZE": "2", "TORCHELASTIC_USE_AGENT_STORE": "False"}, False),
+        ({"TORCHELASTIC_USE_AGENT_STORE": "True"}, False),  # one host
+        # accelerate, deepspeed: static
+        ({"WORLD_SIZE": "2", "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "none"}, False),
+    ],
+)
+def test_a_shared_store_is_reported_where_hosts_could_join(variables, is_reported, agent):
+    agent(**variables)
+    assert ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in str(rendezvous.replacement_problem())) == is_reported
 
 
 def test_an_attempt_is_named_anew_in_a_store_with_old_ones():

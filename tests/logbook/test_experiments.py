@@ -116,8 +116,7 @@ def test_an_experiment_goes_on_where_it_failed(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("flags", "variables"),
-    [((), {"SEEDS": 3}), (("--seeds", 3), {}), (("--seeds=3",), {"SEEDS": 7})],
+    ("flags", "variables"), [((), {"SEEDS": 3}), (("--seeds", 3), {}), (("--seeds=3",), {"SEEDS": 7})]
 )
 def test_an_experiment_with_several_seeds_shows_its_commands(flags, variables, tmp_path):
     status, output = experiment("speedup", tmp_path, *flags, DRY_RUN=1, **variables).wait()

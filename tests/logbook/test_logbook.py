@@ -99,13 +99,14 @@ def test_a_page_says_what_the_files_of_its_run_say(one, book, tmp_path):
     assert f"best on the {found['val_name']} split, step" in text
     assert "**Rehearsal on CPU: says nothing about GPUs.**" in text
     assert shlex.join(about["command"]) in text
-    result_text, _, report_text = text.partition("### validate.py")
+    result_text, report_text, setup_text = re.split("### validate.py|## Memory", text)
     table = rows(result_text)
     assert table["accuracy"] == [f"{found['best_accuracy']:.4f}", final]
     assert table["training time"] == [f"{found['train_s']:,.1f} s"]
     table = rows(report_text)
     assert table["top-1"] == [f"{report['top1']:.4f}"]
     assert [table[name][2] for name in report["classes"]] == [f"{x:.4f}" for x in report["per_class"]["f1"]]
+    table = rows(setup_text)
     assert table["batch"] == ["128 = 128 images x 1 process x 1 accumulation"]
     assert f"torch {about['versions']['torch']}" in table["versions"][0]
     differing = rows(text[text.index("| flag that differs") :].partition("<details>")[0])

@@ -72,7 +72,7 @@ def test_a_class_in_latin_1_is_trained_validated_and_shown(tmp_path):
     assert result(folder)["status"] == "finished"
     assert list((folder / "tensorboard").rglob("events*"))
     assert {path.name for path in (folder / "plots").iterdir()} == {
-        "confusion.png", "curves.png", "predictions.png",
+        "confusion.png", "curves.png", "predictions.png"
     }  # fmt: skip
     assert read_json(folder / "confusion.json")["classes"] == SHOWN
     [manifest] = folder.glob("checkpoints/*/manifest.json")

@@ -19,24 +19,18 @@ from tools.logbook.record import RunRecord
 # 300 steps of 128 images: at 384 images/s they take 100 s
 PLAN = {"about": "2 x 1 NVIDIA T4", "script": "train_vit", "flags": ["--lr", "0.1"], "batch_size": 128}
 PLAN |= {"epochs": 3, "mixed_precision": "fp16", "hosts": 2, "gpus": 1, "gpu": "NVIDIA T4"}
-LINE = {
-    "strategy": "ddp",
-    "limit": "network",
-    "images": 64,
-    "images_per_s": 384.0,
-    "step_s": 1 / 3,
-    "hours": 100 / 3600,
-}
-LINE |= {"price": 2.0, "memory": {"parameters": 2**30, "optimizer": 2**31, "context": 2**29}}
+LINE = {"strategy": "ddp", "limit": "network", "images": 64, "images_per_s": 384.0, "step_s": 1 / 3}
+LINE |= {"hours": 100 / 3600, "price": 2.0}
+LINE |= {"memory": {"parameters": 2**30, "optimizer": 2**31, "context": 2**29}}
 # 150 s of two processes on two hosts
 SPENT = {"training": 105.0, "reading data": 5.0, "evaluation": 15.0, "saving": 4.0, "starting": 20.0}
-SPENT |= {"ending": 1.0}
 FACTS = {"hosts": 2, "processes": 2, "steps": 300, "wall_s": 150.0, "train_s": 112.0, "images_per_s": 342.9}
 FACTS |= {
     "per_device_batch_size": 64,
     "mixed_precision": "fp16",
     "memory_gib": [{"peak": 3.3}, {"peak": 3.1}],
 }
+FACTS |= {"spent_s": SPENT | {"ending": 1.0}}
 
 
 def record(
@@ -49,7 +43,7 @@ def record(
     **facts: Any,
 ) -> tuple[RunRecord, Terms]:
     """A run of 300 steps with these changes, and its terms; without a plan where it is None."""
-    write_run(folder, lines=300, about=about, **FACTS | {"spent_s": SPENT} | facts)
+    write_run(folder, lines=300, about=about, **FACTS | facts)
     for lines in samples:
         write_lines(folder / f"telemetry-{lines[0]['host']}.jsonl", lines)
     run, file = RunRecord(folder), folder.with_name("plan.json")
@@ -123,11 +117,7 @@ def test_what_restarts_have_lost_is_measured_by_the_telemetry(tmp_path):
     second = [header("h2", 1010), {"t": 1099, "step": 89}]
     second += [header("h2", 1180, 20, 70.0), {"t": 1220, "step": 100}]
     run, terms = record(tmp_path / "run", price=36.0, samples=[first, second])
-    assert [(start.before_s, start.ended_s) for start in starts(run)] == [
-        (0, 100),
-        (70, 130),
-        (120, 135),
-    ]
+    assert [(start.before_s, start.ended_s) for start in starts(run)] == [(0, 100), (70, 130), (120, 135)]
     assert (lost_s(run), paused_s(run), used_s(run)) == (30 + 10, 60 + 15, 150 + 40)
     text = section(run, terms)
     table = rows(text)
@@ -147,11 +137,7 @@ def test_what_restarts_have_lost_is_measured_by_the_telemetry(tmp_path):
     [
         ({"about": HOSTILE, "flags": [BARS], "gpu": HOSTILE}, {"limit": BARS}, {}),
         ({}, {"hours": None, "price": None, "images_per_s": None, "memory": {}, "images": None}, {}),
-        (
-            {},
-            {"images_per_s": 5e-324, "step_s": 0, "memory": {"a": None}},
-            {"steps": 2**62, "images_per_s": 0},
-        ),
+        ({}, {"images_per_s": 5e-324, "memory": {"a": None}}, {"steps": 2**62, "images_per_s": 0}),
         ({"price_per_hour": 1e15}, None, {"spent_s": {"training": None, HOSTILE: 1.0}, "wall_s": 0.0}),
     ],
 )
@@ -165,14 +151,7 @@ def test_odd_values_break_no_page(plan, line, facts, tmp_path):
 
 @pytest.mark.parametrize(
     ("value", "shown"),
-    [
-        (None, None),
-        (0, "0"),
-        (1234.5, "1,234"),
-        (12.345, "12.3"),
-        (0.0123456, "0.0123"),
-        (1e-7, "1.00e-07"),
-    ],
+    [(None, None), (0, "0"), (1234.5, "1,234"), (12.345, "12.3"), (0.0123456, "0.0123"), (1e-7, "1.00e-07")],
 )
 def test_amounts_have_three_digits(value, shown):
     assert amount(value) == shown
@@ -187,17 +166,14 @@ def test_amounts_have_three_digits(value, shown):
         (None, "--plan {file} can't be read: No such file or directory; make one: python plan.py --output"),
         ("no JSON", "--plan {file}, line 1, is no JSON: Expecting value; make one"),
         ("[1]", "--plan {file} holds no JSON object; make one"),
-        (
-            {"hosts": "two", "lines": None},
-            "--plan {file} is no plan (hosts, lines missing or wrong); make one",
-        ),
+        ({"hosts": "two", "lines": None}, "--plan {file} is no plan (hosts, lines missing or wrong); make"),
         ({"lines": [{"strategy": 7}]}, "--plan {file} is no plan (lines missing or wrong); make one"),
-        ({"script": "train_cnn_a"}, "--plan {file} is of train_cnn_a, and {run} of train_vit; make one: py"),
+        ({"script": "train_cnn_a"}, "--plan {file} is for train_cnn_a, but {run} ran train_vit; make one: "),
         (
             {"lines": [LINE | {"strategy": "fsdp"}, {}]},
-            "--plan {file} has no ddp, as {run}, but fsdp: make one for this number of hosts",
+            "--plan {file} plans fsdp, not ddp, which {run} used: make one for this number of hosts",
         ),
-        ({"lines": []}, "--plan {file} has no ddp, as {run}, but nothing: make one"),
+        ({"lines": []}, "--plan {file} plans nothing, not ddp, which {run} used: make one"),
     ],
 )
 def test_a_plan_that_is_none_is_refused(content, said, tmp_path):
@@ -258,19 +234,17 @@ def test_the_parts_of_a_run_add_up_to_its_time(folder):
     assert processes[1].ended_s == pytest.approx(found["wall_s"], abs=1)
 
 
+@pytest.mark.full
 def test_the_page_compares_the_run_with_its_plan(folder, tmp_path):
     """By the commands of a user."""
     file = tmp_path / "plan.json"
-    words = ["--gpu", "Tesla T4", "--price_per_hour", 36, "--output", file, *FLAGS]
-    run([*python(), "plan.py", *words])
+    run([*python(), "plan.py", "--gpu", "Tesla T4", "--price_per_hour", 36, "--output", file, *FLAGS])
     (line,) = [line for line in json.loads(file.read_text())["lines"] if line["strategy"] == "single"]
     output = run([*python(), "logbook.py", "add", folder, "--plan", file, "--folder", tmp_path / "book"])
-    text = Path(output.splitlines()[-2]).read_text()
-    record, found = RunRecord(folder), result(folder)
+    text, found = Path(output.splitlines()[-2]).read_text(), result(folder)
     table = rows(text.partition("## Plan and cost")[2].partition("\n## ")[0])
-    hours = used_s(record) / 3600
+    hours, planned = used_s(RunRecord(folder)) / 3600, 44 * 64 / line["images_per_s"] / 3600
     assert found["wall_s"] / 3600 <= hours < (found["wall_s"] + 10) / 3600
-    planned = 44 * 64 / line["images_per_s"] / 3600
     assert table["hours"][:2] == [amount(planned), amount(hours)]
     assert table["cost"][:2] == [amount(36 * planned), amount(36 * hours)]
     assert table["images/s"][:2] == [amount(line["images_per_s"]), amount(found["images_per_s"])]

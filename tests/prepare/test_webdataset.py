@@ -22,7 +22,8 @@ from tests.data.test_shard_stream import RECIPE, SHARD_GIB, STEPS, TRAIN, VAL, e
 from tests.data.test_shards import NO_WORKERS, VIT, jpeg, read, write_shards
 from tests.support.imagenet import fails, prep
 from tests.support.s3 import BUCKET, aws_env, s3  # noqa: F401 (fixture)
-from tools.prepare import preparation, webdataset
+from tools.prepare import journal, preparation
+from tools.prepare.webdataset import WebDataset
 
 FROM_SHARDS = ["--from", "shards", "--format", "index"]
 INDICES = ("train_index.npy", "val_index.npy")
@@ -105,18 +106,9 @@ def test_an_interrupted_training_from_s3(processes, in_s3, tmp_path):
     index = f"s3://{BUCKET}/index-{processes}"
     prep(*FROM_SHARDS, "--data", in_s3.url, "--out", index, "--work_dir", tmp_path / "work")
     words = [*VIT, "--data", index, "--data_root", in_s3.url, "--streams", 4]
+    words += ["--shuffle_window", 4, "--epochs", 2, "--batch_size", 24, *NO_WORKERS, "--log_samples"]
     words += [
-        "--shuffle_window",
-        4,
-        "--epochs",
-        2,
-        "--batch_size",
-        24,
-        "--per_device_batch_size",
-        6,
         *NO_WORKERS,
-    ]
-    words += [
         "--log_samples",
         "--cache_dir",
         tmp_path / "cache",
@@ -179,7 +171,6 @@ def test_a_sample_that_is_none_is_named(members, said, tmp_path):
     [
         (["--from", "shards"], 2, "--format index"),
         ([*FROM_SHARDS, "--out", "s3://bucket/x", "--work_dir", "w"], 2, "other hosts can't read"),
-        ([*FROM_SHARDS, "--url", "https://a/b"], 2, "--url"),
         ([*FROM_SHARDS, "--train", "nothing-{0..3}.tar"], 1, "nothing-0.tar is no file"),
         ([*FROM_SHARDS, "--train", "nothing-*.tar"], 1, "nothing-*.tar names no shards"),
         ([*FROM_SHARDS], 1, "holds no shards named *train*.tar"),
@@ -187,26 +178,26 @@ def test_a_sample_that_is_none_is_named(members, said, tmp_path):
     ],
 )
 def test_what_is_refused(words, status, said, tmp_path):
-    place = [] if "--url" in words else ["--data", tmp_path]
-    assert said in fails("--out", tmp_path / "out", *place, *words, status=status)
+    assert said in fails("--out", tmp_path / "out", "--data", tmp_path, *words, status=status)
 
 
 def test_an_interruption_costs_the_shards_being_read(theirs, tmp_path, monkeypatch):
     read_shards = []
 
-    def index_shard(file, places):
+    def index(dataset, split, watch, tar):
         if len(read_shards) == 10:
             raise OSError("the disk is gone")
-        read_shards.append(file.url)
-        return found(file, places)
+        read_shards.append(tar.url)
+        return found(dataset, split, watch, tar)
 
-    found = webdataset.index_shard
-    monkeypatch.setattr(webdataset, "index_shard", index_shard)
+    found = WebDataset.index
+    monkeypatch.setattr(WebDataset, "index", index)
+    monkeypatch.setattr(journal, "RECORD_S", -1)
     monkeypatch.setattr(preparation, "THREADS", 1)
     words = [*FROM_SHARDS, "--data", theirs, "--out", tmp_path / "index"]
-    assert "the same command continues" in fails(*words)
+    assert "run the same command to resume" in fails(*words)
     first, read_shards[:] = list(read_shards), ["-"] * 11
-    assert "was begun: continuing there" in prep(*words)
+    assert "was begun: resuming there" in prep(*words)
     assert not set(first) & set(read_shards)
     assert len(read_shards) - 11 == len(TRAIN) + len(VAL) - len(first)
     assert not list((tmp_path / "index").glob(".*"))

@@ -74,46 +74,40 @@ def foreign_record(folder, **about) -> dict:
     return record
 
 
-def test_a_record_from_elsewhere_that_stands_still_is_taken_over(tmp_path, monkeypatch):
-    monkeypatch.setattr(lease_module, "WATCH_S", 3)
-    foreign_record(tmp_path)
+@pytest.fixture
+def second_round(monkeypatch):
+    """This process is of the second round of a job."""
+    monkeypatch.setenv("LAUNCH_JOB", "ours")
+    monkeypatch.setenv("LAUNCH_ROUND", "2")
+
+
+@pytest.mark.parametrize(
+    ("theirs", "is_watched"),
+    [
+        ({}, True),
+        ({"round": 1}, False),
+        ({"machine": lease_module._machine(), "start_ticks": 1}, False),
+    ],
+    ids=["stands still", "of an earlier round", "another process with the same number"],
+)
+def test_a_dead_owners_record_is_taken_over(theirs, is_watched, second_round, tmp_path, monkeypatch):
+    monkeypatch.setattr(lease_module, "WATCH_S", 2)
+    foreign_record(tmp_path, **theirs)
     owner, said = own(tmp_path)
-    assert "on host far" in said[0]
+    assert ["waiting 2 s" in line and "on host far" in line for line in said[:-1]] == [True] * is_watched
     assert said[-1].endswith("which is dead: taken over")
     owner.release()
 
 
 @pytest.mark.parametrize("theirs", [{"round": 2}, {"round": 3}, {"round": 1, "job": "another"}])
-def test_a_record_from_elsewhere_that_moves_is_respected(theirs, tmp_path, monkeypatch):
+def test_a_record_from_elsewhere_that_moves_is_respected(theirs, second_round, tmp_path, monkeypatch):
     """Only an earlier round of the same job is known to be over."""
     monkeypatch.setattr(lease_module, "WATCH_S", 30)
-    monkeypatch.setenv("LAUNCH_JOB", "ours")
-    monkeypatch.setenv("LAUNCH_ROUND", "2")
-    record = foreign_record(tmp_path, **theirs)
-    text = json.dumps(record | {"beat": 1})
-    threading.Timer(2, lambda: (tmp_path / "owner.json").write_text(text)).start()
+    text = json.dumps(foreign_record(tmp_path, **theirs) | {"beat": 1})
+    threading.Timer(0.5, lambda: (tmp_path / "owner.json").write_text(text)).start()
     with pytest.raises(ValueError, match=r"in use by process .* on host far"):
         own(tmp_path)
     assert json.loads((tmp_path / "owner.json").read_text())["id"] == "theirs"
-
-
-def test_a_later_round_of_the_job_takes_over_at_once(tmp_path, monkeypatch):
-    monkeypatch.setenv("LAUNCH_JOB", "ours")
-    monkeypatch.setenv("LAUNCH_ROUND", "1")
-    foreign_record(tmp_path)
-    monkeypatch.setenv("LAUNCH_ROUND", "2")
-    owner, [said] = own(tmp_path)
-    assert said.endswith("which is dead: taken over"), "it is not watched first"
-    owner.release()
-
-
-def test_another_process_with_the_same_number_is_not_the_owner(tmp_path):
-    record = lease_module._this_process() | {"id": "old", "beat": 0}
-    record["start_ticks"] -= 1
-    (tmp_path / "owner.json").write_text(json.dumps(record))
-    owner, said = own(tmp_path)
-    assert said[-1].endswith("which is dead: taken over")
-    owner.release()
 
 
 def test_an_owner_that_was_taken_over_says_so(tmp_path, monkeypatch):

@@ -46,8 +46,9 @@ WRONG = {name: [None, "x", [1]] for name in NEEDED} | {
 
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name in WRONG for value in WRONG[name]])
 def test_a_state_that_no_run_has_written_is_refused_with_the_field(name, value):
-    content = RunState(losses=[0.5]).to_json()
-    assert RunState.from_json(content) == RunState(losses=[0.5])
+    state = RunState(losses=[0.5], optimizer=OPTIMIZER)
+    content = state.to_json()
+    assert RunState.from_json(content) == state
     with pytest.raises(ValueError, match=name):
         RunState.from_json(content | {name: value})
 

@@ -13,25 +13,12 @@ import pytest
 from PIL import Image
 
 from common.telemetry.summary import HOST_NUMBERS
-from tests.conftest import CNN, Job, lines, metrics, mutate, python, result, run, torchrun
+from tests.conftest import CNN, Job, lines, metrics, mutate, python, result, run
+from tests.run.conftest import FLAGS
 
-FLAGS = ["--data", "digits", "--batch_size", "64", "--epochs", "2", "--max_steps", "30", "--log_every", "10"]
-BOTH = ["--trackers", "tensorboard,wandb"]
 TELEMETRY = {f"telemetry/{name}" for name in HOST_NUMBERS}  # of a host without GPUs
+BOTH = ["--trackers", "tensorboard,wandb"]
 KEY = {"WANDB_API_KEY": "c0ffee" * 6 + "c0ff"}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory, cache) -> Path:
-    """A run of two processes without a W&B key; WANDB_RUN_ID is set."""
-    folder = tmp_path_factory.mktemp("tracked") / "run"
-    words = [*torchrun(2), *CNN, *FLAGS, *BOTH, "--telemetry_s", "0.1", *cache, "--output_dir", folder]
-    output = run(words, env={"WANDB_RUN_ID": "chosen1"})
-    assert output.count("W&B has no key (wandb login): the run is logged offline") == 1
-    assert "W&B does not" not in output, output
-    assert "W&B has stopped" not in output, output
-    assert "does not have the pictures" not in output, output
-    return folder
 
 
 def test_tensorboard_has_what_metrics_jsonl_has(folder):

@@ -127,22 +127,9 @@ class ElasticTraining:
             for step in logged:
                 assert found[step] == pytest.approx(replay[step]["train/loss"], abs=REPLAY_BOUND)
 
-    def assert_within_rounding(self, tmp_path: Path) -> None:
-        """No loss differs from one process's by more than twice what those of four processes do.
-
-        After assert_same_as_one_process(), which has trained one process.
-        """
-        last = max(steps_in(self.folder / "checkpoints"))
-        launcher = ["-m", "accelerate.commands.launch", "--main_process_port", "0"]
-        launcher += ["--config_file", ROOT / "accelerate_configs/ddp_4gpu.yaml"]
-        four = self._train_alone(tmp_path / "four", last, launcher=launcher)
-        one, ours = losses(tmp_path / "one"), losses(self.folder)
-        bound = 2 * max(abs(line["train/loss"] - one[step]) for step, line in four.items())
-        assert 0 < max(abs(loss - one[step]) for step, loss in ours.items()) <= bound
-
-    def _train_alone(self, folder: Path, last: int, *words, launcher=()) -> dict[int, dict]:
-        """The lines of a training to the step `last`, by step: of one process, or of a launcher's."""
-        run([sys.executable, *launcher, *WORDS, "--max_steps", last, "--output_dir", folder, *words])
+    def _train_alone(self, folder: Path, last: int, *words) -> dict[int, dict]:
+        """The lines of one process's training to the step `last`, by step."""
+        run([sys.executable, *WORDS, "--max_steps", last, "--output_dir", folder, *words])
         return {line["step"]: line for line in metrics(folder) if "train/loss" in line}
 
 
@@ -289,6 +276,5 @@ def test_the_first_host_is_lost_with_its_disk(start, s3_on_node4, tmp_path):
     first = lines(training.folder / "samples.jsonl")[0]["step"]
     assert first > 1
     training.assert_same_as_one_process(tmp_path, first)
-    training.assert_within_rounding(tmp_path)
     training.assert_same_as_replays(tmp_path)
     wait_until_empty(["node1", "node2", "node3"], 5)

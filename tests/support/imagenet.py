@@ -11,7 +11,6 @@ import sys
 import tarfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -21,8 +20,8 @@ from common.system import progress
 from common.system.cli import run_command
 from tests.conftest import real_data
 from tests.support.warm import WarmJob
-from tools.prepare import devkit, journal, source
-from tools.prepare.writer import FolderWriter, ShardWriter
+from tools.prepare import devkit, journal, originals
+from tools.prepare.writer import ShardWriter
 
 TRAIN, VAL = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar"
 DEVKIT = "ILSVRC2012_devkit_t12.tar.gz"
@@ -91,33 +90,27 @@ class Fault:
     line_s: int = progress.LINE_S
 
     def __call__(self) -> None:
-        journal.RECORD_S, source.BATCH_IMAGES, progress.LINE_S = -1, 2, self.line_s
+        journal.RECORD_S, originals.BATCH_IMAGES, progress.LINE_S = -1, 2, self.line_s
         devkit.MD5.update(self.md5)
         for number, values in self.limits:
             resource.setrlimit(number, values)
-        for writer in (ShardWriter, FolderWriter):
-            self._strike_in(writer)
-        finish = journal.Journal.finish
+        write, finish_split, finish = ShardWriter.write, ShardWriter.finish, journal.Journal.finish
+
+        def write_and_strike(writer: ShardWriter, images: list) -> None:
+            write(writer, images)
+            self.strike(writer.count)
+
+        def strike_and_finish_split(writer: ShardWriter) -> dict:
+            self.strike(writer.split)
+            return finish_split(writer)
 
         def strike_and_finish(self_: journal.Journal, manifest: dict) -> None:
             self.strike("manifest")
             finish(self_, manifest)
 
-        setattr(journal.Journal, "finish", strike_and_finish)  # noqa: B010  (mypy refuses an assignment)
-
-    def _strike_in(self, writer: type[ShardWriter] | type[FolderWriter]) -> None:
-        write, finish = writer.write, writer.finish
-
-        def write_and_strike(self_: Any, images: list) -> None:
-            write(self_, images)
-            self.strike(self_.count)
-
-        def strike_and_finish(self_: Any) -> dict:
-            self.strike(self_.split)
-            return finish(self_)
-
-        setattr(writer, "write", write_and_strike)  # noqa: B010
-        setattr(writer, "finish", strike_and_finish)  # noqa: B010
+        setattr(ShardWriter, "write", write_and_strike)  # noqa: B010  (mypy refuses an assignment)
+        setattr(ShardWriter, "finish", strike_and_finish_split)  # noqa: B010
+        setattr(journal.Journal, "finish", strike_and_finish)  # noqa: B010
 
     def strike(self, place: str | int) -> None:
         if str(self.place) == str(place):
@@ -189,10 +182,14 @@ def make_ilsvrc(folder: Path, classes: int = 10, train: int = 6, val: int = 3) -
     )
 
 
-def tar(members: dict[str, bytes], format: int = tarfile.GNU_FORMAT) -> bytes:
-    """Makes an archive of regular files; each time the same bytes."""
-    buffer = io.BytesIO()
+def tar(members: dict[str, bytes], format: int = tarfile.GNU_FORMAT, folders: bool = False) -> bytes:
+    """Makes an archive of regular files; each time the same bytes. folders: with members for them."""
+    buffer, parents = io.BytesIO(), {str(parent) for name in members for parent in Path(name).parents} - {"."}
     with tarfile.open(fileobj=buffer, mode="w", format=format) as archive:
+        for name in sorted(parents) if folders else ():
+            member = tarfile.TarInfo(name)
+            member.type = tarfile.DIRTYPE
+            archive.addfile(member)
         for name, content in members.items():
             member = tarfile.TarInfo(name)
             member.size, member.mtime = len(content), 1_339_596_400
@@ -222,23 +219,7 @@ def write_devkit(file: Path, synsets: np.ndarray | None, ids: list[int]) -> None
     truth = "".join(f"{i}\n" for i in ids)
     members[f"{top}/data/ILSVRC2012_validation_ground_truth.txt"] = truth.encode()
     with open(file, "wb") as plain, gzip.GzipFile(fileobj=plain, mode="wb", filename="", mtime=0) as packed:
-        packed.write(_with_folders(members))
-
-
-def _with_folders(members: dict[str, bytes]) -> bytes:
-    """Makes an archive that has members for folders, too, like the published one."""
-    buffer = io.BytesIO()
-    folders = sorted({str(parent) for name in members for parent in Path(name).parents} - {"."})
-    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.GNU_FORMAT) as archive:
-        for name in folders:
-            member = tarfile.TarInfo(name)
-            member.type, member.mode = tarfile.DIRTYPE, 0o755
-            archive.addfile(member)
-        for name, content in members.items():
-            member = tarfile.TarInfo(name)
-            member.size = len(content)
-            archive.addfile(member, io.BytesIO(content))
-    return buffer.getvalue()
+        packed.write(tar(members, folders=True))
 
 
 FIELDS = ["ILSVRC2012_ID", "WNID", "words", "gloss", "num_children", "children", "wordnet_height"]

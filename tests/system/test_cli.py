@@ -9,7 +9,7 @@ import time
 import pytest
 
 from common.system.cli import run_command
-from tests.conftest import CNN, ROOT, Job, full, result
+from tests.conftest import CNN, ROOT, Job, result
 
 TRAIN = [str(ROOT / "train_cnn_a.py"), "--data", "digits", "--batch_size", "16", "--max_steps", "2"]
 
@@ -34,7 +34,8 @@ def test_a_command_ends_with_a_line_and_a_status(error, status, text, capsys):
     assert capsys.readouterr().err == text
 
 
-@pytest.mark.parametrize("blocks", [200, full(4)])
+@pytest.mark.full
+@pytest.mark.parametrize("blocks", [200, 4])
 def test_files_that_may_not_grow(blocks, tmp_path, cache):
     """Limits file sizes by ulimit -f, in KiB: with a cache from before, or without."""
     folder = cache if blocks == 200 else ["--cache_dir", tmp_path / "cache"]

@@ -60,7 +60,7 @@ def test_a_line_without_a_terminal_for_each_30_seconds_and_line_of_the_log(monke
     assert capsys.readouterr().out.splitlines() == [
         "step 2/375,300",
         "evaluated 20 of 20 images",
-        "epoch 1/300  step 1,251/375,300  loss 6.9000  lr 1.00e-03  12,346 images/s  5:04:11 left",
+        "epoch 1/300  step 1,251/375,300  loss 6.9000  lr 1.00e-03  12,346 images/s  5:04:14 left",
     ]
 
 

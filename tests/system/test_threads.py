@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from common.system.threads import run_all_with_heartbeat, run_with_heartbeat
+from common.system.threads import run_with_heartbeat
 
 
 def test_the_heartbeat_goes_on_and_the_result_comes():
@@ -28,20 +28,5 @@ def test_an_exception_of_the_heartbeat_does_not_wait_for_the_work():
     began_s = time.monotonic()
     with pytest.raises(SystemExit):
         run_with_heartbeat(lambda: end.wait(20), stop, 0.05)
-    assert time.monotonic() - began_s < 10
-    end.set()
-
-
-def test_several_results_come_in_order():
-    works = [lambda: time.sleep(0.2) or 1, lambda: 2, lambda: 3]
-    assert run_all_with_heartbeat(works, lambda: None, 0.05) == [1, 2, 3]
-    assert run_all_with_heartbeat([], lambda: None) == []
-
-
-def test_an_exception_of_one_does_not_wait_for_the_others():
-    end = threading.Event()
-    began_s = time.monotonic()
-    with pytest.raises(ZeroDivisionError):
-        run_all_with_heartbeat([lambda: end.wait(20), lambda: 1 / 0], lambda: None, 0.05)
     assert time.monotonic() - began_s < 10
     end.set()

@@ -11,15 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from common.telemetry import collect
-from common.telemetry.collect import ProcessInfo, Telemetry, sampled_hosts
-from common.telemetry.meters import Gpu
+from common.telemetry import sampling
+from common.telemetry.sampling import Gpu, ProcessInfo, Telemetry, sampled_hosts
 from common.telemetry.summary import GPU_NUMBERS, HOST_NUMBERS, energy_wh, summarize
 from tests.checkpoint.test_checkpoints import LONG, SLOW, start_and_wait
 from tests.conftest import CNN, Job, free_port, lines, metrics, python, result, run, torchrun
 
 NAME = socket.gethostname()
-HELLO = ["train_hello.py", "--trackers", "none", "--data_size", "6400", "--max_steps", "600"]
+HELLO = ["train_hello.py", "--trackers", "none", "--data_size", "6400", "--max_steps", "100"]
 OFTEN = ["--telemetry_s", "0.1"]
 
 
@@ -170,7 +169,7 @@ def test_nvidia_smi_is_asked_at_the_start_and_in_the_middle(answers, tmp_path, m
     script.write_text("#!/bin/sh\n" + ('echo "answer to $*"' if answers else "exec sleep 1000") + "\n")
     script.chmod(0o755)
     monkeypatch.setenv("PATH", f"{script.parent}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setattr(collect, "NVIDIA_SMI_S", 60 if answers else 0.2)
+    monkeypatch.setattr(sampling, "NVIDIA_SMI_S", 60 if answers else 0.2)
     step = 3
     telemetry = telemetry_of(tmp_path, interval_s=0.01, step=lambda: step, steps=20)
     file = tmp_path / "telemetry-a.jsonl"
@@ -237,39 +236,35 @@ ANSWERS = {
 }
 
 
-def test_what_a_gpu_answers_in_its_units(nvml):
-    said, answers = [], dict(ANSWERS)
-    gpu = Gpu(nvml("GPU-1", answers), 2, "1", said.append)
-    answers["nvmlDeviceGetTotalEnergyConsumption"] = {"value": 7_200_000 + 3_600_000}
-    assert gpu.sample() == {
-        "index": 2,
-        "utilisation_pct": 97,
-        "memory_gib": 1.5,
-        "power_w": 312.5,
-        "temperature_c": 61,
-        "sm_clock_mhz": 1980,
-        "throttle": ["sw_power_cap", "hw_thermal_slowdown"],
-        "energy_wh": 1.0,
-    }
-    assert not said
+UNITS = {
+    "index": 2,
+    "utilisation_pct": 97,
+    "memory_gib": 1.5,
+    "power_w": 312.5,
+    "temperature_c": 61,
+    "sm_clock_mhz": 1980,
+    "throttle": ["sw_power_cap", "hw_thermal_slowdown"],
+    "energy_wh": 1.0,
+}
+NOTHING = dict.fromkeys(UNITS) | {"index": 2}
 
 
-def test_what_a_gpu_does_not_support_is_null(nvml):
-    """A part of a GPU (MIG) has another kind of identifier, and reports no utilisation."""
-    said = []
-    gpu = Gpu(nvml("MIG-1", {"nvmlDeviceGetMemoryInfo": {"used": 2**30}}), 0, "1", said.append)
-    found = gpu.sample()
-    assert (found.pop("index"), found.pop("memory_gib")) == (0, 1.0)
-    assert set(found.values()) == {None}
-    assert not said
-
-
-def test_a_gpu_that_is_lost_is_said_and_null(nvml):
-    said, answers = [], dict(ANSWERS)
-    gpu = Gpu(nvml("GPU-1", answers), 0, "1", said.append)
-    answers |= dict.fromkeys(ANSWERS, GPU_IS_LOST)
-    assert set(gpu.sample().values()) == {0, None}
-    assert "GPU 0 failed" in said[0]
+@pytest.mark.parametrize(
+    ("uuid", "first", "then", "expected", "complaint"),
+    [
+        ("GPU-1", ANSWERS, {"nvmlDeviceGetTotalEnergyConsumption": {"value": 10_800_000}}, UNITS, ""),
+        ("MIG-1", {"nvmlDeviceGetMemoryInfo": {"used": 2**30}}, {}, NOTHING | {"memory_gib": 1.0}, ""),
+        ("GPU-1", ANSWERS, dict.fromkeys(ANSWERS, GPU_IS_LOST), NOTHING, "GPU 2 failed"),
+    ],
+    ids=["in its units", "a part of a GPU (MIG) supports less", "lost"],
+)
+def test_what_a_gpu_answers(nvml, uuid, first, then, expected, complaint):
+    complaints, answers = [], dict(first)
+    gpu = Gpu(nvml(uuid, answers), 2, "1", complaints.append)
+    answers |= then
+    assert gpu.sample() == expected
+    assert bool(complaints) == bool(complaint)
+    assert complaint in "".join(complaints)
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["known to NVML", "unknown"])

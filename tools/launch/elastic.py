@@ -78,7 +78,7 @@ class ElasticJob(Launcher):
         """Runs the job. Returns the exit status: 0, 75 when it continues later, 1, or 128 + a signal."""
         self.listen()
         if own := [host.name for host in self.hosts if is_this_host(host.name)]:
-            self.log(f"launch.py runs on {own[0]}: the job can lose any other host")
+            self.log(f"launch.py runs on {own[0]}, which the job can't lose")
         self.log(f"at least {plural(self.min_hosts, 'host')} of {len(self.hosts)}, logs in {self.log_dir}")
         try:
             while (status := self._round()) is None:

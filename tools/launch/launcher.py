@@ -139,7 +139,7 @@ class Launcher:
             self.send_all("kill")
         else:
             self.stop_all()
-            self.log("stopping: every process saves and ends; once more ends all at once")
+            self.log("stopping: every process saves and exits; a second signal kills all at once")
         self.signals.append(number)
 
     def stop_all(self) -> None:

@@ -243,7 +243,7 @@ def page(comparison: Comparison, picture: str, pages: list[str | None]) -> str:
 
 
 def title(comparison: Comparison) -> str:
-    return f"{words.model(comparison.runs[0])} on {data(comparison.runs[0])}: {', '.join(comparison.names)}"
+    return f"{words.model(comparison.runs[0])} on {data(comparison.runs[0])}: {'; '.join(comparison.names)}"
 
 
 def _efficiency(first: RunRecord, run: RunRecord, factor: float | None) -> float | None:

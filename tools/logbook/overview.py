@@ -29,9 +29,12 @@ from tools.logbook.words import as_flag, data, devices, memory_gib, model, utili
 DIGITS = 6  # significant ones of a number
 PICTURE_PX = 900  # largest width and height of a picture
 PICTURES_BYTES = 4 * 2**20  # of all pictures in a page: those of the newest runs
-LEFT_OUT = f"Left out: a page has {PICTURES_BYTES // 2**20} MiB of pictures, those of its newest runs. "
-LEFT_OUT += "A page of fewer runs has them: python logbook.py html RUN ..."
 CONFUSIONS = 3  # named in the description of a confusion matrix
+TEXTS = {  # descriptions of pictures, for those who do not see them
+    "predictions": "Images with the predicted and the true class",
+    "confusion": "Confusion matrix",
+    "worst": "The mistakes that the model was surest of",
+}
 # The table: key in a run's values, label, digits after the point (None: text)
 COLUMNS: tuple[tuple[str, str, int | None], ...] = (
     ("name", "run", None),
@@ -98,26 +101,29 @@ def _walk(place: Path, unread: list[str]) -> Iterator[Path]:
 
 def page(folders: list[Path], unread: Iterable[str] = ()) -> str:
     """The HTML, the same for the same runs. folders: of the runs; unread: lines on unreadable folders."""
-    names = _names(folders)
-    runs = [_run(RunRecord(folder), name) for folder, name in zip(folders, names, strict=True)]
-    _add_pictures(runs, folders)
+    records, names = [RunRecord(folder) for folder in folders], _names(folders)
+    runs = _shown([_run(record, name) for record, name in zip(records, names, strict=True)])
+    pictures = _pictures(runs, records)
     columns = [
         {"key": key, "label": label, "digits": digits}
         for key, label, digits in COLUMNS
         if any(run["values"][key] is not None for run in runs)
     ]
-    shown = [{key: run[key] for key in ("name", "values", "settings", "curves")} for run in runs]
-    content = json.dumps({"columns": columns, "runs": shown}, separators=(",", ":"), allow_nan=False)  # ASCII
+    content = json.dumps({"columns": columns, "runs": runs}, separators=(",", ":"), allow_nan=False)  # ASCII
     style, script = ((TEMPLATES / f"overview.{kind}").read_text("ascii") for kind in ("css", "js"))
     return render(
         "overview.html.j2",
         columns=columns,
         runs=runs,
-        choices=[(column, _choices(runs, column["key"])) for column in columns if column["key"] in CHOICES],
+        pictures=pictures,
+        pictures_mib=PICTURES_BYTES // 2**20,
+        choices={key: sorted({run["values"][key] or "" for run in runs}, key=natural) for key in CHOICES},
         measures=list(dict.fromkeys(name for run in runs for name in run["curves"])),
         unfinished=sum(run["values"]["status"] != "finished" for run in runs),
-        problems=[(run["name"], run["lines"]) for run in runs if run["lines"]]
-        + [("a folder", [line]) for line in unread],
+        problems=[
+            *zip(names, map(_problems, records), strict=True),
+            *(("a folder", [one]) for one in unread),
+        ],
         policy=f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; img-src data:;"
         " base-uri 'none'; form-action 'none'",
         style=Markup(style),
@@ -126,40 +132,33 @@ def page(folders: list[Path], unread: Iterable[str] = ()) -> str:
     )
 
 
-def _hash(content: str) -> str:
+def _hash(content: str) -> Markup:
     return Markup(f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'")
-
-
-def _choices(runs: list[dict[str, Any]], key: str) -> list[str]:
-    return sorted({run["values"][key] or "" for run in runs}, key=natural)
 
 
 def _names(folders: list[Path]) -> list[str]:
     """The folders' paths below the folder that all have in common."""
     places = [folder.resolve() for folder in folders]
     root = os.path.commonpath([place.parent for place in places]) if places else ""
-    return [printable(place.relative_to(root)) for place in places]
+    return [str(place.relative_to(root)) for place in places]
+
+
+def _shown(value: Any) -> Any:
+    """The value with its texts printable, and its numbers with DIGITS significant digits."""
+    if isinstance(value, dict):
+        return {printable(key): _shown(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_shown(one) for one in value]
+    if isinstance(value, float):
+        return float(f"{value:.{DIGITS}g}")
+    return printable(value) if isinstance(value, str) else value
 
 
 def _run(run: RunRecord, name: str) -> dict[str, Any]:
-    return {
-        "name": name,
-        "values": _values(run, name),
-        "settings": _settings(run),
-        "curves": _curves(run),
-        "pictures": [],
-        "left_out": "",
-        "lines": _problems(run),
-        "texts": _texts(run),
-    }
-
-
-def _values(run: RunRecord, name: str) -> dict[str, str | float | None]:
-    """The run's cells."""
-    facts = run.facts
-    wall_s = facts.get("wall_s", run.metrics[-1]["wall_s"] if run.metrics else None)
+    """What the page's script needs: the cells of the table, the settings, and the curve of each measure."""
+    wall_s = run.facts.get("wall_s", run.metrics[-1]["wall_s"] if run.metrics else None)
     starts = [line["t"] for lines in run.telemetry.values() for line in lines[:1]]
-    found = {key: facts.get(key) for key, *_ in COLUMNS} | {
+    values = {key: run.facts.get(key) for key, *_ in COLUMNS} | {
         "name": name,
         "began": _date(min(starts, default=None)),
         "problems": len(run.problems) or None,
@@ -170,9 +169,14 @@ def _values(run: RunRecord, name: str) -> dict[str, str | float | None]:
         "memory_gib": memory_gib(run),
         "utilisation_pct": utilisation_pct(run)[0],
     }
-    return {
-        key: printable(value) if isinstance(value, str) else _short(value) for key, value in found.items()
-    }
+    sharding = {f"sharding: {key}": as_flag(value) for key, value in run.about.get("sharding", {}).items()}
+    names = {key for line in run.metrics for key in line if "/" in key}
+    curves = {}
+    for measure in [key for key in MEASURES if key in names] + sorted(names - set(MEASURES)):
+        lines = [line for line in run.metrics if measure in line]
+        axes = {"step": "step", "epoch": "epoch", "time": "wall_s", "value": measure}
+        curves[measure] = {axis: [line[key] for line in lines] for axis, key in axes.items()}
+    return {"name": name, "values": values, "settings": conditions(run) | sharding, "curves": curves}
 
 
 def _date(seconds: float | None) -> str | None:
@@ -182,70 +186,40 @@ def _date(seconds: float | None) -> str | None:
         return None
 
 
-def _settings(run: RunRecord) -> dict[str, str]:
-    """The recipe, and what else a comparison of runs would name."""
-    found = conditions(run)
-    found |= {f"sharding: {name}": as_flag(value) for name, value in run.about.get("sharding", {}).items()}
-    return {printable(name): printable(value) for name, value in found.items()}
-
-
 def _problems(run: RunRecord) -> list[str]:
     """Why the run is not finished, and which of its files are missing or broken."""
-    status, error = run.facts["status"], run.facts.get("error")
-    lines = [] if status == "finished" else [status + (f": {error}" if error else "")]
-    if lines and "steps" in run.facts:
-        lines[0] += f", last seen at step {run.facts['steps']:,}"
-    return [printable(line) for line in (*lines, *run.problems)]
-
-
-# --- Curves
-
-
-def _curves(run: RunRecord) -> dict[str, dict[str, list[float]]]:
-    """The curve of each measure in metrics.jsonl: step, epoch, time in seconds and value of its points."""
-    names = {name for line in run.metrics for name in line if "/" in name}
-    ordered = [name for name in MEASURES if name in names] + sorted(names - set(MEASURES))
-    return {printable(name): _curve([line for line in run.metrics if name in line], name) for name in ordered}
-
-
-def _curve(lines: list[dict[str, Any]], name: str) -> dict[str, list[float]]:
-    columns = {"step": "step", "epoch": "epoch", "time": "wall_s", "value": name}
-    return {column: [_short(line[key]) for line in lines] for column, key in columns.items()}
-
-
-def _short(value: Any) -> Any:
-    """The number with DIGITS significant digits; whole ones as they are."""
-    return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value
+    if run.facts["status"] == "finished":
+        return run.problems
+    error = f": {run.facts['error']}" if "error" in run.facts else ""
+    last = f", last seen at step {run.facts['steps']:,}" if "steps" in run.facts else ""
+    return [f"{run.facts['status']}{error}{last}", *run.problems]
 
 
 # --- Pictures
 
 
-def _add_pictures(runs: list[dict[str, Any]], folders: list[Path]) -> None:
-    """Adds the newest runs' pictures, up to PICTURES_BYTES. What can't be read is among the run's lines."""
+def _pictures(runs: list[dict[str, Any]], records: list[RunRecord]) -> dict[str, list[dict[str, Any]] | None]:
+    """The newest runs' pictures, up to PICTURES_BYTES: {run: pictures, or None where they are left out}.
+
+    A file that can't be read is among the run's problems.
+    """
     left = PICTURES_BYTES
-    by_age = sorted(zip(runs, folders, strict=True), key=lambda pair: pair[0]["values"]["began"] or "")
-    for run, folder in reversed(by_age):
-        texts, files = run["texts"], _files(folder)
-        if left <= 0 and files:
-            run["left_out"] = LEFT_OUT
-            continue
-        for file in files:
-            name = printable(file.relative_to(folder))
+    found: dict[str, list[dict[str, Any]] | None] = {}
+    by_age = sorted(zip(runs, records, strict=True), key=lambda pair: pair[0]["values"]["began"] or "")
+    for shown, run in reversed(by_age):
+        # plots/ without the curves, which the page draws itself, and what validate.py has drawn
+        files = [file for file in own_files(run.folder, "plots/*.png") if file.name != "curves.png"]
+        files = sorted([*files, *own_files(run.folder, "validation/*/*.png")], key=natural)
+        pictures = []
+        for name, file in [(str(file.relative_to(run.folder)), file) for file in files if left > 0]:
             try:
-                picture = _picture(file)
+                pictures.append({"name": name, "text": _text(run, name), **_picture(file)})
             except ValueError as error:
-                run["lines"].append(f"{name} {printable(error)}")
-                run["values"]["problems"] = 1 + (run["values"]["problems"] or 0)
-                continue
-            run["pictures"].append(picture | {"name": name, "text": texts.get(name) or _kind(name)})
-            left -= len(picture["source"])
-
-
-def _files(folder: Path) -> list[Path]:
-    """plots/ without the curves, which the page draws itself, and what validate.py has drawn."""
-    plots = [file for file in own_files(folder, "plots/*.png") if file.name != "curves.png"]
-    return sorted([*plots, *own_files(folder, "validation/*/*.png")], key=natural)
+                run.problems.append(f"{name} {error}")
+                shown["values"]["problems"] = len(run.problems)
+        found[shown["name"]] = None if files and left <= 0 else pictures
+        left -= sum(len(picture["source"]) for picture in pictures)
+    return found
 
 
 def _picture(file: Path) -> dict[str, Any]:
@@ -257,28 +231,16 @@ def _picture(file: Path) -> dict[str, Any]:
     return {"source": source, "width": pixels.width, "height": pixels.height}
 
 
-def _kind(name: str) -> str:
-    """A description of a picture, for those who do not see it."""
-    kinds = {"predictions": "Images with the predicted and the true class", "confusion": "Confusion matrix"}
-    kinds |= {"worst": "The mistakes that the model was surest of"}
-    return kinds.get(Path(name).stem, f"The picture {name}")
-
-
-def _texts(run: RunRecord) -> dict[str, str]:
-    """Descriptions of the confusion matrices, by file: how many are right, which classes are confused."""
-    found = {"plots/confusion.png": run.confusion}
-    found |= {f"validation/{name}/confusion.png": report for name, report in run.reports.items()}
-    return {
-        printable(name): _confusions(content["confusion"], content["classes"])
-        for name, content in found.items()
-        if "confusion" in content
-    }
-
-
-def _confusions(matrix: list[list[int]], classes: list[str]) -> str:
+def _text(run: RunRecord, name: str) -> str:
+    """Describes a picture: of a confusion matrix how many are right, and which classes are confused."""
+    stem, parts = Path(name).stem, Path(name).parts
+    found = run.confusion if parts[0] == "plots" else run.reports.get(parts[1], {})
+    if stem != "confusion" or "confusion" not in found:
+        return TEXTS.get(stem, f"The picture {name}")
+    matrix, classes = found["confusion"], found["classes"]
     cells = ((count, i, j) for i, row in enumerate(matrix) for j, count in enumerate(row) if i != j and count)
     most = heapq.nsmallest(CONFUSIONS, cells, key=lambda cell: (-cell[0], *cell[1:]))
-    named = [f"{printable(classes[i])} taken for {printable(classes[j])}, {count:,}" for count, i, j in most]
-    right, whole = sum(row[i] for i, row in enumerate(matrix)), sum(map(sum, matrix))
-    text = f"Confusion matrix of {plural(len(classes), 'class')}: {right:,} of {whole:,} are right"
+    named = [f"{classes[i]} taken for {classes[j]}, {count:,}" for count, i, j in most]
+    right, total = sum(row[i] for i, row in enumerate(matrix)), sum(map(sum, matrix))
+    text = f"Confusion matrix of {plural(len(classes), 'class')}: {right:,} of {total:,} are right"
     return f"{text}; most often {'; '.join(named)}" if named else text

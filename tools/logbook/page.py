@@ -4,12 +4,13 @@ import shlex
 from collections.abc import Iterator
 from typing import Any
 
-from common.run.result_tables import early_end
+from markupsafe import Markup
+
 from common.system.files import Kind, own_files
 from common.system.paths import public_path
 from common.system.text import plural, some_of
 from tools.logbook import price, words
-from tools.logbook.markdown import code, link, render
+from tools.logbook.markdown import code, formatted, link, render
 from tools.logbook.record import ABOUT, REPORT, RESULT, STAMP, RunRecord, stamped_files
 from tools.logbook.words import as_flag, evaluated_images
 
@@ -19,6 +20,8 @@ SHOWN_CHARACTERS = 60_000  # of an nvidia-smi dump: GitHub shows pages up to 512
 
 def page(run: RunRecord, stem: str, pictures: list[str], terms: price.Terms = price.NONE) -> str:
     """The page. stem: of its file, and of the folder with its pictures."""
+    from common.run.result_tables import early_end  # imports torch
+
     facts, about = complete(run.facts, RESULT), complete(run.about, ABOUT)
     recipe = {name: [code(name), code(public_path(as_flag(value)))] for name, value in run.recipe.items()}
     defaults = about["defaults"] or {}
@@ -45,10 +48,17 @@ def page(run: RunRecord, stem: str, pictures: list[str], terms: price.Terms = pr
         memory=[{"process": rank} | found for rank, found in enumerate(facts["memory_gib"] or [])],
         dumps=_dumps(run),
         command=shlex.join(map(public_path, about["command"] or [])),
-        setup=_setup(run, facts, about),
+        batch=_batch(run, facts),
+        versions=[f"{name} {value}" for name, value in (about["versions"] or {}).items()],
+        sharding=[f"{name} {as_flag(value)}" for name, value in (about["sharding"] or {}).items()],
         recipe=list(recipe.values()),
         changed=[recipe[n] for n, value in run.recipe.items() if n in defaults and value != defaults[n]],
-        places=_places(run, facts, about),
+        folder=public_path(run.folder.resolve()),
+        s3=run.recipe["s3"].rstrip("/") if isinstance(run.recipe.get("s3"), str) else "",
+        has_tensorboard=(run.folder / "tensorboard").is_dir(),
+        wandb=_wandb(about),
+        public_path=public_path,
+        quote=shlex.quote,
         price=price,
         words=words,
     )
@@ -71,10 +81,10 @@ def _evaluations(run: RunRecord) -> dict[str, dict[str, Any]]:
     best = {"step": facts.get("best_step"), "val/accuracy": facts.get("best_accuracy")}
     best |= next((line for line in run.evaluations if line["step"] == best["step"]), {})
     final = {"val/accuracy": facts.get("final_accuracy"), "val/loss": facts.get("final_loss")} | last
-    step = words.number(best.get("step"), "step {:,}")
+    step, last_step = (formatted(one.get("step"), "step {:,}") or "-" for one in (best, final))
     found = {
         f"best on the {evaluated_images(run)}, {step}": best,
-        f"final, {words.number(final.get('step'), 'step {:,}')}": final,
+        f"final, {last_step}": final,
     }
     if "test_name" in facts:
         test = {f"val/{measure}": facts.get(f"test_{measure}") for measure in ("accuracy", "loss")}
@@ -130,50 +140,19 @@ def _dumps(run: RunRecord) -> Iterator[tuple[str, str, bool]]:
         yield file.stem.removeprefix("nvidia-smi-"), dump[:SHOWN_CHARACTERS], is_cut
 
 
-def _setup(run: RunRecord, facts: dict[str, Any], about: dict[str, Any]) -> dict[str, object]:
-    batch = words.number(facts["batch_size"], "{}") + f" {run.unit}"
+def _batch(run: RunRecord, facts: dict[str, Any]) -> str | None:
+    """`128 = 64 images x 2 processes x 1 accumulation`"""
     parts = {
         "per_device_batch_size": run.unit.removesuffix("s"),
         "processes": "process",
         "accumulation_steps": "accumulation",
     }
-    if None not in [facts[name] for name in ("batch_size", *parts)]:
-        factors = [plural(facts[name], word) for name, word in parts.items()]
-        batch = f"{facts['batch_size']} = {' x '.join(factors)}"
-    commit, sharding = about["git_commit"] or "", about["sharding"] or {}
-    versions = [f"{name} {value}" for name, value in (about["versions"] or {}).items()]
-    return {
-        "batch": batch,
-        "mixed precision": words.mixed_precision(run.facts),
-        "gradients reduced in": facts["gradient_reduction"],
-        "compiled": facts["compile"],
-        "activation checkpointing": facts["grad_checkpointing"],
-        "deterministic": facts["deterministic"],
-        "sharding": ", ".join(f"{name} {as_flag(value)}" for name, value in sharding.items()) or "none",
-        "data": facts["data"] and public_path(facts["data"]),
-        "hosts": ", ".join(about["hosts"] or []) or None,
-        "devices": words.devices(run),
-        "version": about["version"],
-        "commit": (commit.rstrip("+") or "-") + (" and uncommitted changes" if commit.endswith("+") else ""),
-        "versions": ", ".join(versions) or None,
-        "started from": public_path(about["resumed_from"] or "fresh weights"),
-    }
+    if None in [facts[name] for name in ("batch_size", *parts)]:
+        return facts["batch_size"] and f"{facts['batch_size']} {run.unit}"
+    return f"{facts['batch_size']} = {' x '.join(plural(facts[name], word) for name, word in parts.items())}"
 
 
-def _places(run: RunRecord, facts: dict[str, Any], about: dict[str, Any]) -> list[tuple[str, object]]:
-    s3 = run.recipe.get("s3") if isinstance(run.recipe.get("s3"), str) else None
-    folder = public_path(run.folder.resolve())
-    rows: list[tuple[str, object]] = [("run", code(folder))]
-    for what, name in (("best checkpoint", "best_checkpoint"), ("newest checkpoint", "checkpoint")):
-        if facts[name]:
-            rows.append((what, code(f"{folder}/{facts[name]}")))
-            if s3:
-                rows.append((f"{what} in S3", code(f"{s3.rstrip('/')}/{facts[name]}")))
-    if s3 and facts["uploaded"] is not True:
-        rows.append(("upload", "incomplete"))
-    if (run.folder / "tensorboard").is_dir():
-        rows.append(("TensorBoard", code(f"tensorboard --logdir {shlex.quote(folder + '/tensorboard')}")))
-    if url := about["wandb_url"] or about["wandb_id"]:
-        is_web = url.startswith(("https://", "http://"))  # and no script
-        rows.append(("W&B run", link(url, url) if is_web else code(url)))
-    return rows
+def _wandb(about: dict[str, Any]) -> Markup | None:
+    url = about["wandb_url"] or about["wandb_id"]
+    is_web = url and url.startswith(("https://", "http://"))  # and no script
+    return url and (link(url, url) if is_web else code(url))

@@ -4,12 +4,12 @@ import shutil
 from collections.abc import Iterator
 from glob import escape
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from common.run.plots import Panel, confusion_matrix, panel, panels
 from common.system.files import own_files
 from common.system.text import plural
-from tools.logbook import seeds
 from tools.logbook.comparison import Comparison
 from tools.logbook.record import RunRecord, read_picture
 from tools.logbook.words import data, model, where
@@ -119,51 +119,24 @@ def _running(lines: list[dict[str, Any]]) -> Iterator[tuple[float, dict[str, Any
 
 def draw_comparison(comparison: Comparison, file: Path) -> None:
     """Draws accuracy, loss, speed and time of each run; of several seeds their means."""
-    if comparison.groups:
-        _draw_groups(comparison, file)
-        return
-    runs, names = comparison.runs, comparison.names
-    unit, unit_s = time_unit(max((line["wall_s"] for run in runs for line in run.metrics), default=0))
-    accuracy, loss = Panel(f"time, {unit}", "accuracy"), Panel("step", "train/loss")
-    for run, name in zip(runs, names, strict=True):
-        points = [
-            (line["wall_s"] / unit_s, line["val/accuracy"])
-            for line in run.evaluations
-            if "val/accuracy" in line
-        ]
-        steps = [(line["step"], line["train/loss"]) for line in run.metrics if "train/loss" in line]
-        for shown, part in ((accuracy, points), (loss, steps)):
-            if part:
-                shown.curves[name] = ([point[0] for point in part], [point[1] for point in part])
-    speed = Panel(
-        f"{runs[0].unit}/s", "", bars=_known(names, [run.facts.get("images_per_s") for run in runs])
-    )
-    whole = Panel("whole time, s", "", bars=_known(names, [run.facts.get("wall_s") for run in runs]))
-    panels(file, [[accuracy, loss], [speed, whole]], f"{model(runs[0])} on {data(runs[0])}")
-
-
-def _draw_groups(comparison: Comparison, file: Path) -> None:
-    first = comparison.runs[0]
-    accuracy, loss = Panel("step", "accuracy, mean over seeds"), Panel("step", "train/loss, mean over seeds")
-    names = [f"{group.name} ({plural(len(group.runs), 'run')})" for group in comparison.groups]
-    for name, group in zip(names, comparison.groups, strict=True):
-        for shown, key in ((accuracy, "val/accuracy"), (loss, "train/loss")):
-            lines = [{line["step"]: line[key] for line in run.metrics if key in line} for run in group.runs]
-            steps = sorted(set.intersection(*map(set, lines)))
-            if steps:
-                means = [sum(run[step] for run in lines) / len(lines) for step in steps]
-                shown.curves[name] = (steps, means)
-    bars = [
-        Panel(label, "", bars=_known(names, [_mean(group, fact) for group in comparison.groups]))
-        for label, fact in ((f"{first.unit}/s", "images_per_s"), ("whole time, s", "wall_s"))
-    ]
-    panels(file, [[accuracy, loss], bars], f"{model(first)} on {data(first)}")
-
-
-def _mean(group: seeds.Group, fact: str) -> float | None:
-    values = [run.facts[fact] for run in group.runs if fact in run.facts]
-    return sum(values) / len(values) if values else None
-
-
-def _known(names: list[str], values: list[float | None]) -> dict[str, float]:
-    return {name: value for name, value in zip(names, values, strict=True) if value is not None}
+    first, groups = comparison.runs[0], comparison.groups
+    if groups:
+        members = {f"{group.name} ({plural(len(group.runs), 'run')})": group.runs for group in groups}
+        accuracy, loss = (Panel("step", f"{what}, mean over seeds") for what in ("accuracy", "train/loss"))
+        curves = [(accuracy, "val/accuracy", "step", 1.0), (loss, "train/loss", "step", 1.0)]
+    else:
+        members = {name: (run,) for name, run in zip(comparison.names, comparison.runs, strict=True)}
+        times = [line["wall_s"] for run in comparison.runs for line in run.metrics]
+        unit, unit_s = time_unit(max(times, default=0))
+        accuracy, loss = Panel(f"time, {unit}", "accuracy"), Panel("step", "train/loss")
+        curves = [(accuracy, "val/accuracy", "wall_s", unit_s), (loss, "train/loss", "step", 1.0)]
+    bars = {"images_per_s": Panel(f"{first.unit}/s", ""), "wall_s": Panel("total time, s", "")}
+    for name, runs in members.items():
+        for shown, key, x, size in curves:
+            lines = [{line[x] / size: line[key] for line in run.metrics if key in line} for run in runs]
+            if places := sorted(set.intersection(*map(set, lines))):
+                shown.curves[name] = (places, [fmean(run[place] for run in lines) for place in places])
+        for fact, shown in bars.items():
+            if values := [run.facts[fact] for run in runs if fact in run.facts]:
+                shown.bars[name] = fmean(values)
+    panels(file, [[accuracy, loss], list(bars.values())], f"{model(first)} on {data(first)}")

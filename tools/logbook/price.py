@@ -29,17 +29,16 @@ FACTOR = 2  # differences from twice on, or down to half, are factors
 PLAN_LINE: dict[str, Kind] = {
     **dict.fromkeys(("strategy", "limit"), str),
     "memory": {"*": float},  # bytes
-    "images": int,
     **dict.fromkeys(("step_s", "images_per_s", "hours", "price"), float),
 }
-PLAN: dict[str, Kind] = {  # what plan.py writes
-    **dict.fromkeys(("about", "script", "mixed_precision", "gpu"), str),
+PLAN: dict[str, Kind] = {  # of what plan.py writes
+    **dict.fromkeys(("about", "script"), str),
     "flags": list[str],
-    **dict.fromkeys(("batch_size", "epochs", "hosts", "gpus"), int),
+    **dict.fromkeys(("hosts", "gpus"), int),
     "price_per_hour": float,
     "lines": [PLAN_LINE],
 }
-NEEDED = ("script", "batch_size", "hosts", "gpus", "lines")
+NEEDED = ("script", "hosts", "gpus", "lines")
 
 
 @dataclass(frozen=True)
@@ -73,13 +72,13 @@ def plan_of(file: Path, run: RunRecord) -> dict[str, Any]:
     if wrong:
         raise ValueError(f"--plan {file} is no plan ({', '.join(wrong)} missing or wrong); {make}")
     if plan["script"] != script:
-        raise ValueError(f"--plan {file} is of {plan['script']}, and {run.folder} of {script}; {make}")
+        raise ValueError(f"--plan {file} is for {plan['script']}, but {run.folder} ran {script}; {make}")
     strategy = planned_strategy(run.facts.get("strategy", "unknown"), run.about.get("sharding", {}))
     lines = {line["strategy"]: line for line in plan.pop("lines") if line.get("strategy")}
     if strategy not in lines:
         raise ValueError(
-            f"--plan {file} has no {strategy}, as {run.folder}, but {', '.join(lines) or 'nothing'}: make one"
-            " for this number of hosts and devices"
+            f"--plan {file} plans {', '.join(lines) or 'nothing'}, not {strategy}, which {run.folder} used:"
+            " make one for this number of hosts and devices"
         )
     return dict.fromkeys(PLAN) | plan | {"line": dict.fromkeys(PLAN_LINE) | lines[strategy]}
 

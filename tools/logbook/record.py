@@ -97,8 +97,7 @@ class RunRecord:
         if not self.telemetry and self.recipe.get("telemetry_s") != 0:
             self.problems.append("telemetry-<host>.jsonl is missing")
         result = self._read("result.json", RESULT)
-        facts = self._derived() | result
-        self.facts = facts
+        self.facts = self._derived() | result
         shows_classes = self.facts["status"] == "finished" and "best_accuracy" in self.facts
         has_confusion = shows_classes or (folder / "confusion.json").exists()
         self.confusion = self._matrix("confusion.json", CONFUSION) if has_confusion else {}
@@ -189,33 +188,34 @@ class RunRecord:
 
     # --- Reading
 
-    def _read(self, name: str, kinds: dict[str, Any]) -> dict[str, Any]:
+    def _bytes(self, name: str) -> bytes | None:
         try:
-            content = parse_json(read_own(self.folder, name, MOST_BYTES), self.folder / name)
+            return read_own(self.folder, name, MOST_BYTES)
         except FileNotFoundError:
             self.problems.append(f"{name} is missing")
-            return {}
         except OSError as error:
             self.problems.append(f"{name} can't be read: {error.strerror}")
+        return None
+
+    def _read(self, name: str, kinds: dict[str, Any]) -> dict[str, Any]:
+        content = self._bytes(name)
+        if content is None:
             return {}
+        try:
+            kept, odd = fitting(parse_json(content, self.folder / name), kinds)
         except ValueError as error:
             self.problems.append(str(error).removeprefix(f"{self.folder}/"))
             return {}
-        kept, odd = fitting(content, kinds)
         if odd:
-            self.problems.append(f"{name} has another type than expected in {', '.join(odd)}")
+            self.problems.append(f"{name} has unexpected types in {', '.join(odd)}")
         return kept
 
     def _read_lines(self, name: str, kinds: dict[str, Any], needed: set[str]) -> list[dict[str, Any]]:
         """The lines, without those that a kill or a full disk has cut."""
-        try:
-            texts = read_own(self.folder, name, MOST_BYTES).decode(errors="replace").splitlines()
-        except FileNotFoundError:
-            self.problems.append(f"{name} is missing")
+        content = self._bytes(name)
+        if content is None:
             return []
-        except OSError as error:
-            self.problems.append(f"{name} can't be read: {error.strerror}")
-            return []
+        texts = content.decode(errors="replace").splitlines()
         lines, broken = [], 0
         for text in texts:
             try:

@@ -6,17 +6,11 @@ from typing import Any
 from common.system.text import plural
 from tools.logbook.record import RunRecord
 
-FIRST = "the first"  # how older runs chose the images of the split that they evaluated
 STRATEGIES = {"single": "one process", "ddp": "DDP", "fsdp": "FSDP2"}
 HALF_PRECISION = {
     "autocast": "by autocast: weights and residual stream in fp32",
     "weights": "weights and all activations",
 }
-
-
-def number(value: float | None, form: str = "{:,.1f}") -> str:
-    """The formatted value; `-` for None. form: as `{:,.1f} s`."""
-    return "-" if value is None else form.format(value)
 
 
 def as_flag(value: Any) -> str:
@@ -63,31 +57,27 @@ def evaluated_images(run: RunRecord, which: str = "val") -> str:
     part = run.recipe.get("max_val_images")
     if not isinstance(part, int):
         return whole
-    first = "first " if chosen(run) == FIRST else ""
-    return f"{first}{part:,} images of the {whole}"
+    return f"{part:,} images of the {whole}"
 
 
-def chosen(run: RunRecord) -> str:
-    """The rule by which --max_val_images chose the images. Older runs record none: they took the first."""
-    return run.about.get("val_chosen", FIRST) if run.recipe.get("max_val_images") else "all"
+def chosen(run: RunRecord) -> str | None:
+    """The rule by which --max_val_images chose the images."""
+    return run.about.get("val_chosen") if run.recipe.get("max_val_images") else "all"
 
 
 def claim(run: RunRecord) -> str:
     """The outcome in one line of plain text."""
     facts = run.facts
     epoch = max((line["epoch"] for line in run.metrics), default=0)
-    found = f"no evaluation of {data(run)}"
-    for measure in ("accuracy", "loss"):
-        if f"test_{measure}" in facts:
-            found = f"reaches {measure} {facts[f'test_{measure}']:.4f} on the {evaluated_images(run, 'test')}"
-            found += f" of {data(run)} with the best weights on the {evaluated_images(run)}"
-            break
-        if f"final_{measure}" in facts:
-            found = f"reaches {measure} {facts[f'final_{measure}']:.4f} on the {evaluated_images(run)}"
-            found += f" of {data(run)}"
-            break
+    keys = [f"{which}_{measure}" for measure in ("accuracy", "loss") for which in ("test", "final")]
+    found, key = f"no evaluation of {data(run)}", next((key for key in keys if key in facts), None)
+    if key:
+        which, _, measure = key.partition("_")
+        images = evaluated_images(run, "test" if which == "test" else "val")
+        found = f"reaches {measure} {facts[key]:.4f} on the {images} of {data(run)}"
+        found += f" with the best weights on the {evaluated_images(run)}" if which == "test" else ""
     epochs = f"{epoch:.3g} of {plural(facts.get('epochs', '?'), 'epoch')}"
-    took = number(facts.get("wall_s"), ", {:,.0f} s") if "wall_s" in facts else ""
+    took = f", {facts['wall_s']:,.0f} s" if "wall_s" in facts else ""
     return f"{model(run)} {found} in {epochs}{took}, {where(run)}"
 
 

@@ -1,14 +1,13 @@
 """ILSVRC2012's three archives: their names and MD5 sums, and the content of the development kit."""
 
+import gzip
 import io
 import re
 import zlib
-from dataclasses import dataclass
 
 import numpy as np
 
-from tools.prepare.archives import members
-from tools.prepare.inputs import GET_AGAIN, Input, from_bytes
+from tools.prepare.archives import GET_AGAIN, Member, Stream, members
 
 TRAIN = "ILSVRC2012_img_train.tar"  # holds <wnid>.tar, which hold <wnid>_<number>.JPEG
 VAL = "ILSVRC2012_img_val.tar"  # holds ILSVRC2012_val_<number>.JPEG
@@ -26,51 +25,45 @@ TRUTH = "data/ILSVRC2012_validation_ground_truth.txt"
 LARGEST_DEVKIT_BYTES = 2**28  # compressed, and uncompressed
 
 
-@dataclass(frozen=True)
-class Devkit:
-    """The classes, and the labels of the validation images."""
+def read_devkit(stream: Stream, subset: bool = False) -> tuple[dict[str, str], np.ndarray]:
+    """Reads DEVKIT: the words of each class by its WordNet id, sorted in the order of the labels, and the
+    labels of the validation images, int64 [images], in the order of their names.
 
-    classes: list[tuple[str, str]]  # WordNet id and words, sorted by id: the order of the labels
-    val_labels: np.ndarray  # int64 [images], in the order of the sorted file names
-
-    @classmethod
-    def read(cls, stream: Input, subset: bool = False) -> "Devkit":
-        """Reads DEVKIT. Unless `subset`, it must have CLASSES with VAL_PER_CLASS images each.
-
-        Raises ValueError, with the archive's name, when a file is missing, damaged or inconsistent.
-        """
-        files = _unpacked(stream)
-        missing = [name for name in (META, TRUTH) if name not in files]
-        if missing:
-            raise ValueError(f"{stream.where} has no {missing[0]}: give {DEVKIT} (task 1 and 2)")
-        wnids, names = _leaves(f"{stream.where}: {META}", files[META])
-        label_of = {wnid: label for label, wnid in enumerate(sorted(wnids.values()))}
-        ids = _numbers(f"{stream.where}: {TRUTH}", files[TRUTH])
-        if unknown := set(ids) - wnids.keys():
-            raise ValueError(
-                f"{stream.where}: {TRUTH} has the id {min(unknown)}, which is no class of {META}; {GET_AGAIN}"
-            )
-        labels = np.array([label_of[wnids[i]] for i in ids], dtype=np.int64)
-        if not subset:
-            _check_counts(stream.where, labels, len(wnids))
-        return cls([(wnid, names[wnid]) for wnid in label_of], labels)
+    Unless `subset`, it must have CLASSES with VAL_PER_CLASS images each. Raises ValueError that names the
+    archive when a file is missing, damaged or inconsistent.
+    """
+    files = _unpacked(stream)
+    if missing := [name for name in (META, TRUTH) if name not in files]:
+        raise ValueError(f"{stream.where} has no {missing[0]}: give {DEVKIT} (task 1 and 2)")
+    wnids, words = _leaves(f"{stream.where}: {META}", files[META])
+    label_of = {wnid: label for label, wnid in enumerate(words)}
+    truth, lines = f"{stream.where}: {TRUTH}", files[TRUTH].decode(errors="replace").split()
+    if unknown := set(lines) - {str(i) for i in wnids}:
+        raise ValueError(f"{truth} has the id {min(unknown)!a}, which is no class of {META}; {GET_AGAIN}")
+    labels = np.array([label_of[wnids[int(line)]] for line in lines], dtype=np.int64)
+    counts = np.bincount(labels, minlength=len(wnids))
+    for what, found, published in (
+        (f"{stream.where} has {{}} classes", len(wnids), CLASSES),
+        (f"{truth} has {{}} lines", len(labels), CLASSES * VAL_PER_CLASS),
+        (f"{truth} has {{}} images of class {counts.argmax()}", counts.max(), VAL_PER_CLASS),
+    ):
+        if found != published and not subset:
+            what = f"{what.format(f'{found:,}')} where ILSVRC2012 has {published:,}"
+            raise ValueError(f"{what}: --subset, if that is meant")
+    return words, labels
 
 
-def _unpacked(stream: Input) -> dict[str, bytes]:
+def _unpacked(stream: Stream) -> dict[str, bytes]:
     """Reads META and TRUTH, as far as the archive has them."""
-    packed = stream.read(LARGEST_DEVKIT_BYTES)
-    unpacker = zlib.decompressobj(wbits=zlib.MAX_WBITS + 16)  # gzip
+    packed = io.BytesIO(stream.read(LARGEST_DEVKIT_BYTES))
     try:
-        content = unpacker.decompress(packed, LARGEST_DEVKIT_BYTES)
-    except zlib.error as error:
+        content = gzip.GzipFile(fileobj=packed).read(LARGEST_DEVKIT_BYTES + 1)
+    except (OSError, EOFError, zlib.error) as error:
         raise ValueError(f"{stream.where} is no gzip file, or damaged ({error}); {GET_AGAIN}") from None
-    if not unpacker.eof:
-        raise ValueError(
-            f"{stream.where} is truncated, or larger than {LARGEST_DEVKIT_BYTES:,} bytes when unpacked;"
-            f" {GET_AGAIN}"
-        )
+    if len(content) > LARGEST_DEVKIT_BYTES:
+        raise ValueError(f"{stream.where} has more than {LARGEST_DEVKIT_BYTES:,} bytes unpacked; {GET_AGAIN}")
     files = {}
-    for member in members(from_bytes(stream.where, content)):
+    for member in members(Member(io.BytesIO(content), stream.where, "", 0, len(content))):
         name = member.name.partition("/")[2]  # all files lie in one folder
         if name in (META, TRUTH):
             files[name] = member.read()
@@ -78,7 +71,7 @@ def _unpacked(stream: Input) -> dict[str, bytes]:
 
 
 def _leaves(where: str, content: bytes) -> tuple[dict[int, str], dict[str, str]]:
-    """Reads the classes, which are meta.mat's synsets without children: wnid by id, and words by wnid.
+    """Reads the classes, meta.mat's synsets without children: wnid by id, and words by wnid, sorted.
 
     Nothing in the file is executed: MATLAB's functions and objects are read as data.
     """
@@ -86,45 +79,15 @@ def _leaves(where: str, content: bytes) -> tuple[dict[int, str], dict[str, str]]
 
     try:
         synsets = loadmat(io.BytesIO(content), squeeze_me=True, variable_names=["synsets"])["synsets"]
-        synsets = np.atleast_1d(synsets)
-        columns = (synsets[field] for field in ("ILSVRC2012_ID", "WNID", "words", "num_children"))
-        rows = [
-            (int(i), str(wnid), str(words))
-            for i, wnid, words, children in zip(*columns, strict=True)
-            if children == 0
-        ]
+        fields = ("ILSVRC2012_ID", "WNID", "words", "num_children")
+        rows = zip(*(np.atleast_1d(synsets)[field] for field in fields), strict=True)
+        leaves = [(int(i), str(wnid), str(words)) for i, wnid, words, children in rows if children == 0]
     except Exception as error:  # loadmat's errors have no common class
         raise ValueError(
             f"{where} is not readable as the list of synsets ({type(error).__name__}); {GET_AGAIN}"
         ) from None
-    wnids = {i: wnid for i, wnid, _ in rows}
-    names = {wnid: words for _, wnid, words in rows}
-    if not len(wnids) == len(names) == len(rows) > 0 or not all(re.fullmatch(r"n\d{8}", n) for n in names):
+    wnids = {i: wnid for i, wnid, _ in leaves}
+    names = {wnid: words for _, wnid, words in leaves}
+    if not len(wnids) == len(names) == len(leaves) > 0 or not all(re.fullmatch(r"n\d{8}", n) for n in names):
         raise ValueError(f"{where} has classes without a WordNet id or id of their own; {GET_AGAIN}")
-    return wnids, names
-
-
-def _numbers(where: str, content: bytes) -> list[int]:
-    lines = content.decode(errors="replace").split()
-    if not all(line.isascii() and line.isdigit() and len(line) < 8 for line in lines):
-        raise ValueError(f"{where} has lines that are no numbers; {GET_AGAIN}")
-    return [int(line) for line in lines]
-
-
-def _check_counts(where: str, labels: np.ndarray, classes: int) -> None:
-    if classes != CLASSES:
-        raise ValueError(
-            f"{where} has {classes:,} classes where ILSVRC2012 has {CLASSES:,}: --subset, if that is meant"
-        )
-    if len(labels) != CLASSES * VAL_PER_CLASS:
-        raise ValueError(
-            f"{where}: {TRUTH} has {len(labels):,} lines where ILSVRC2012 has {CLASSES * VAL_PER_CLASS:,}:"
-            " --subset, if that is meant"
-        )
-    counts = np.bincount(labels, minlength=CLASSES)
-    if (counts != VAL_PER_CLASS).any():
-        label = int(np.argmax(counts != VAL_PER_CLASS))
-        raise ValueError(
-            f"{where}: {TRUTH} has {counts[label]} images of class {label} where ILSVRC2012 has"
-            f" {VAL_PER_CLASS} of each: --subset, if that is meant"
-        )
+    return wnids, dict(sorted(names.items()))

@@ -8,26 +8,29 @@ import shlex
 import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from common.data.decode import SPLITS
 from common.data.shards import FORMAT, data_root_flag, index_name
 from common.system.progress import ReadingProgress
 from common.system.s3 import ObjectStore
 from common.system.text import printable
-from tools.prepare.archives import scan
 from tools.prepare.devkit import DEVKIT, TRAIN, VAL
-from tools.prepare.inputs import shown
 from tools.prepare.journal import Journal, SplitProgress
-from tools.prepare.parquet import ParquetDataset
+from tools.prepare.originals import (
+    Ilsvrc,
+    ImageBatch,
+    Originals,
+    ParquetFolder,
+    Position,
+    batches,
+)
 from tools.prepare.recode import recoded
-from tools.prepare.source import SECOND_CLASS, ImageBatch, Position, RawDataset, batches, exists, index_rows
-from tools.prepare.webdataset import THREADS, WebDataset, find_patterns, index_once
-from tools.prepare.writer import FolderWriter, ShardWriter, rows_name, write_index
+from tools.prepare.webdataset import THREADS, WebDataset, find_patterns
+from tools.prepare.writer import IndexRows, ShardWriter
 
 NAMES = {
     "imagenet": {"train": TRAIN, "val": VAL, "devkit": DEVKIT},
@@ -45,13 +48,7 @@ class Preparation:
         self.flags = flags
         self.store = ObjectStore(flags.out) if flags.out.startswith("s3://") else None
         self.folder = Path(flags.work_dir or flags.out).expanduser().absolute()
-        hashed = flags.source == "imagenet" and not flags.no_verify
-        if flags.source == "shards":
-            self.dataset: RawDataset = WebDataset(find_parts(flags), flags.classes)
-        elif flags.source == "parquet":
-            self.dataset = ParquetDataset(Path(flags.data).expanduser().absolute())
-        else:
-            self.dataset = RawDataset(flags.source, find_parts(flags), hashed, flags.subset)
+        self.dataset = find_dataset(flags)
         self.settings: dict[str, Any] = {
             "format": flags.format,
             "from": flags.source,
@@ -66,21 +63,23 @@ class Preparation:
             self.settings |= {"patterns": self.dataset.parts, "classes": flags.classes}
         elif flags.format == "index":  # whose shards are the archives
             parts = self.dataset.parts
-            self.settings["paths"] = {s: str(Path(parts[s]).absolute()) for s in self._splits()}
-        self.journal = Journal(self.folder, self.store, flags.format, self.settings, self.dataset)
+            self.settings["paths"] = {split: str(Path(parts[split]).absolute()) for split in self._splits()}
+        self.journal = Journal(self.folder, self.store, self.settings, self.dataset)
 
     def run(self) -> None:
         with self.journal.locked():
-            left = self.journal.read()
             if (complete := self.journal.complete_splits()) is not None:
                 print(f"{self.flags.out} is complete: nothing to do")
                 self._print_training_flags(complete)
                 return
             self.dataset.read_classes()
-            self._begin_or_resume(left)
+            if (dropped := self.journal.begin_or_resume()) is not None:
+                for split, why in dropped.items():
+                    print(f"{split} is read again: {why} since {self.folder} was begun", flush=True)
+                print(f"{self.folder} was begun: resuming there", flush=True)
             for split in self._splits():
                 if self.journal.finished(split) is None:
-                    self._prepare(split)
+                    (self._index if self.flags.format == "index" else self._write)(split)
                 if self.store is not None:
                     self._upload(split, self.store)
             self._finish()
@@ -88,42 +87,27 @@ class Preparation:
     def _splits(self) -> list[str]:
         return [split for split in SPLITS if split in self.dataset.parts]
 
-    def _prepare(self, split: str) -> None:
-        if isinstance(self.dataset, WebDataset):
-            self._index_in_place(split, self.dataset)
-        elif self.flags.format == "index":
-            self._index(split)
-        else:
-            self._write(split)
-
-    def _begin_or_resume(self, left: dict[str, Any] | None) -> None:
-        if left is None or not left["splits"]:
-            self.journal.begin(left)
-            return
-        for split, why in self.journal.resume(left).items():
-            print(f"{split} is read again: {why} since {self.folder} was begun", flush=True)
-        print(f"{self.folder} was begun: continuing there", flush=True)
-
     def _finish(self) -> None:
+        flags, dataset = self.flags, self.dataset
         finished = {split: self.journal.finished(split) or {} for split in self._splits()}
         odd = self.journal.odd_images()
-        if isinstance(self.dataset, WebDataset):
-            self.dataset.name_classes(max(entry.pop("largest_label") for entry in finished.values()))
+        dataset.name_classes(max(entry.pop("largest_label", 0) for entry in finished.values()))
+        name = "imagenet" if flags.source == "imagenet" else Path(flags.data or flags.train or flags.val).stem
         self.journal.finish(
             {
                 "format": FORMAT,
-                "kind": "in_place" if self.flags.source == "shards" else self.flags.format,
-                "name": self._name(),
-                "seed": self.flags.seed,
+                "kind": "in_place" if flags.source == "shards" else flags.format,
+                "name": name or "images",
+                "seed": flags.seed,
                 "resize": self.settings["resize"],
-                "classes": self.dataset.classes,
+                "classes": dataset.classes,
                 "splits": finished,
                 "reencoded": odd,
                 "settings": self.settings,
             }
         )
-        counts = ", ".join(f"{about['images']:,} images of {split}" for split, about in finished.items())
-        print(f"{self.flags.out} is complete: {counts}, {len(self.dataset.classes):,} classes")
+        counts = ", ".join(f"{entry['images']:,} images of {split}" for split, entry in finished.items())
+        print(f"{flags.out} is complete: {counts}, {len(dataset.classes):,} classes")
         for image in odd:
             print(f"re-encoded as RGB JPEG: {image['split']} {image['key']} ({image['why']})")
         for split in sorted(set(SPLITS) - finished.keys()):
@@ -131,126 +115,86 @@ class Preparation:
         self._print_training_flags(finished)
 
     def _print_training_flags(self, splits: dict[str, Any]) -> None:
-        if self.flags.format == "folder" or "train" not in splits:
+        if "train" not in splits:
             return
-        out = self.store.url if self.store else str(self.folder)
-        words = f"--data {shlex.quote(out)}" + ("" if "val" in splits else " --holdout 0.1")
+        words = f"--data {shlex.quote(self.journal.out)}" + ("" if "val" in splits else " --holdout 0.1")
         if self.flags.format == "index":  # a training reads files outside of its folder only with this flag
-            words += (
-                f" {data_root_flag(shard['file'] for split in splits.values() for shard in split['shards'])}"
-            )
+            files = (shard["file"] for split in splits.values() for shard in split["shards"])
+            words += f" {data_root_flag(files)}"
         print(printable(f"train with: {words}"))
-
-    def _name(self) -> str:
-        flags = self.flags
-        if flags.source == "imagenet":
-            return "imagenet"
-        return Path(shown(flags.data or flags.url or flags.train or flags.val)).stem or "images"
 
     # --- One split
 
     def _index(self, split: str) -> None:
-        """Writes the index of an archive, whose images stay where they are."""
-        path = Path(self.settings["paths"][split])
-        with ReadingProgress(split, 0, 0, self.dataset.bytes[split]) as progress:
-            if self.dataset.hashed:
-                with self.dataset.open(split, hashed=True) as (_, stream):
-                    assert stream is not None  # an index is of archives
-                    stream.watch = progress.tell
-                    self.dataset.check_md5(split, stream)
-            began = time.perf_counter()
-            classes: dict[str, np.ndarray] = {}
-            for listing in scan(path):
-                name = (listing.archive or "").rpartition("/")[2]
-                if name in classes:
-                    raise ValueError(f"{path}: {listing.archive}: {SECOND_CLASS}")
-                classes[name] = index_rows(listing, self.dataset.labels[split], path)
-                progress.tell(int(listing.offsets[-1]))
-        if not classes:
-            raise ValueError(f"{path} holds no images")
-        rows = np.concatenate(list(classes.values()))
-        self.dataset.check_counts(split, len(classes), len(rows))
-        shard = {"file": str(path), "bytes": path.stat().st_size, "images": len(rows), "sha256": None}
-        self.journal.begin_writing()
-        digest = write_index(self.folder, split, rows)
-        entry = {"images": len(rows), "index_sha256": digest, "shards": [shard]}
-        self.journal.finish_split(split, entry, [])
-        print(f"{split}: {len(rows):,} images indexed in {time.perf_counter() - began:.2f} s", flush=True)
-
-    def _index_in_place(self, split: str, dataset: WebDataset) -> None:
-        """Writes the index of shards that stay where they are. An interruption costs those being read."""
-        files, folder, began = dataset.files[split], self.folder / rows_name(split), time.perf_counter()
-        self.journal.begin_writing()
-        self.journal.record(split, SplitProgress(0, len(files)), {})
-        folder.mkdir(exist_ok=True)
+        """Writes the index of tars that stay where they are."""
+        dataset, began = self.dataset, time.perf_counter()
+        tars = dataset.tars(split)
+        progress = self.journal.progress(split) or SplitProgress(0, len(tars))
+        shards = (progress.writer or {"shards": []})["shards"]
+        left = tars[len(shards) :]
+        self.journal.record(split, progress, progress.writer)
+        rows = IndexRows(self.folder, split, sum(shard["images"] for shard in shards))
         pool = ThreadPoolExecutor(THREADS)
         try:
-            with ReadingProgress(split, 0, 0, dataset.bytes[split]) as progress:
-                coming = [
-                    pool.submit(index_once, folder / f"{n}.npz", file, dataset.places)
-                    for n, file in enumerate(files)
-                ]
-                found, done = [], 0
-                for file, shard in zip(files, coming, strict=True):
-                    found.append(shard.result())
-                    done += file.bytes
-                    progress.tell(done)
+            with ReadingProgress(split, 0, 0, dataset.bytes[split]) as reading:
+                # One archive is indexed by this thread, so that a signal interrupts it.
+                index = partial(dataset.index, split, reading.tell if len(tars) == 1 else lambda _: None)
+                indexed = pool.map(index, left) if len(tars) > 1 else map(index, left)
+                for tar, (its_rows, sha256) in zip(left, indexed, strict=True):
+                    rows.append([(len(shards), *row) for row in its_rows])
+                    count = len(its_rows)
+                    shards.append({"file": tar.url, "bytes": tar.bytes, "images": count, "sha256": sha256})
+                    reading.tell(sum(shard["bytes"] for shard in shards))
+                    if self.journal.is_due():
+                        rows.commit()
+                        self.journal.record(split, progress, {"shards": shards})
+            digest, largest = rows.finish()
         finally:
             pool.shutdown(cancel_futures=True)
-        rows = np.concatenate([np.insert(s.rows, 0, n, axis=1) for n, s in enumerate(found)])
-        shards = [
-            {"file": file.url, "bytes": file.bytes, "images": len(shard.rows), "sha256": shard.sha256}
-            for file, shard in zip(files, found, strict=True)
-        ]
-        digest, largest = write_index(self.folder, split, rows), int(rows[:, 3].max())
-        entry = {"images": len(rows), "index_sha256": digest, "shards": shards, "largest_label": largest}
+            rows.close()
+        entry = {"images": rows.count, "index_sha256": digest, "shards": shards, "largest_label": largest}
         self.journal.finish_split(split, entry, [])
-        shutil.rmtree(folder)
         seconds = time.perf_counter() - began
-        print(
-            f"{split}: {len(rows):,} images in {len(files):,} shards indexed in {seconds:.2f} s", flush=True
-        )
+        print(f"{split}: {rows.count:,} images in {len(tars):,} tars indexed in {seconds:.2f} s", flush=True)
 
     def _write(self, split: str) -> None:
-        """Writes a split's shards or folders in one pass, or the rest of them."""
-        progress = self.journal.progress(split)
+        """Writes a split's shards in one pass, or the rest of them."""
+        flags, dataset, progress = self.flags, self.dataset, self.journal.progress(split)
         with contextlib.ExitStack() as stack:
-            groups, stream = stack.enter_context(self.dataset.open(split, self.dataset.hashed))
-            begin = progress.position if progress else Position()
+            groups, stream = stack.enter_context(dataset.open(split, dataset.hashed))
+            begin = progress.place if progress else Position()
             # ImageNet's own archives are verified by their MD5 sums.
-            strict = self.flags.source != "imagenet" and not self.flags.no_verify
-            images = recoded(
-                batches(groups, self.dataset.labels[split], begin),
-                self.flags.resize,
-                self.flags.quality,
-                strict,
-            )
+            strict = flags.source != "imagenet" and not flags.no_verify
+            read = batches(groups, dataset.labels[split], begin)
+            images = recoded(read, flags.resize, flags.quality, strict)
             stack.callback(images.close)  # ends its threads
             first = [] if progress else list(islice(images, SAMPLED))
             progress = progress or self._new_progress(split, first)
-            self._check_room(progress.bytes - progress.written)
-            self.journal.begin_writing()
-            writer = self._writer(split, progress)
+            needed, free = progress.bytes - progress.written, shutil.disk_usage(self.folder).free
+            if needed > free:
+                raise ValueError(
+                    f"{self.folder} needs {needed / 2**30:,.1f} GiB, and {free / 2**30:,.1f} GiB are free:"
+                    " make room, or give another folder"
+                )
+            self.journal.record(split, progress, progress.writer)
+            if progress.written > 2**30:  # hashing them takes a second or more
+                print(f"{split}: reading {progress.written / 2**30:,.1f} GiB of shards again", flush=True)
+            writer = ShardWriter(self.folder, split, progress.shards, flags.seed, progress.writer)
             stack.callback(writer.close)
-            reading = ReadingProgress(split, writer.count, progress.read, self.dataset.bytes[split])
+            reading = ReadingProgress(split, writer.count, progress.read, dataset.bytes[split])
             stack.enter_context(reading)
             if stream is not None:
                 stream.watch = reading.tell
             for batch in chain(first, images):
                 writer.write(batch.images)
-                progress.position = batch.position
+                progress.place = batch.position
                 progress.odd += batch.odd
                 progress.read += batch.bytes
                 progress.written += sum(len(image.data) for image in batch.images)
                 reading.show(writer.count, progress.read)
                 if self.journal.is_due():
                     self.journal.record(split, progress, writer.commit())
-            self.dataset.check_counts(split, progress.position.group + 1, writer.count)
-            try:
-                self.dataset.check_md5(split, stream)
-            except ValueError:
-                self.journal.forget(split)  # its images are of the wrong archive
-                raise
+            dataset.check(split, progress.place.group + 1, writer.count, stream)
             self.journal.finish_split(split, writer.finish(), progress.odd)
             reading.end(writer.count, progress.read)
 
@@ -259,24 +203,9 @@ class Preparation:
         before = sum(batch.bytes for batch in first)
         after = sum(len(image.data) for batch in first for image in batch.images)
         if not before:
-            raise ValueError(f"{shown(self.dataset.parts[split])} holds no images")
+            raise ValueError(f"{self.dataset.parts[split]} holds no images")
         expected = math.ceil(self.dataset.bytes[split] * after / before)
         return SplitProgress(expected, math.ceil(expected / (self.flags.shard_mib * 2**20)))
-
-    def _check_room(self, needed: int) -> None:
-        free = shutil.disk_usage(self.folder).free
-        if needed > free:
-            raise ValueError(
-                f"{self.folder} needs {needed / 2**30:,.1f} GiB, and {free / 2**30:,.1f} GiB are free: make"
-                " room, or give another folder"
-            )
-
-    def _writer(self, split: str, progress: SplitProgress) -> ShardWriter | FolderWriter:
-        if self.flags.format == "folder":
-            return FolderWriter(self.folder, split, progress.writer)
-        if progress.written > 2**30:  # hashing them takes a second or more
-            print(f"{split}: reading {progress.written / 2**30:,.1f} GiB of shards again", flush=True)
-        return ShardWriter(self.folder, split, progress.shards, self.flags.seed, progress.writer)
 
     def _upload(self, split: str, store: ObjectStore) -> None:
         """Uploads a finished split shard by shard, and removes each shard here."""
@@ -287,38 +216,46 @@ class Preparation:
         done = 0
         with ReadingProgress(split, 0, 0, sum(sizes.values()), "uploaded") as progress:
             for file in (*sizes, index_name(split)):
-                if not self.journal.is_uploaded(file):
+                if (self.folder / file).exists():  # else it was uploaded by an earlier start
                     store.upload(self.folder / file, file)
-                    self.journal.record_upload(file)
-                (self.folder / file).unlink(missing_ok=True)
+                    (self.folder / file).unlink()
                 done += sizes.get(file, 0)
                 progress.tell(done)
         print(f"{split} is uploaded to {store.url}", flush=True)
 
 
-def find_parts(flags: argparse.Namespace) -> dict[str, str]:
-    """Finds train, val and devkit: the path or url of each part that exists."""
-    base = flags.url or os.path.expanduser(flags.data or "")
+def find_dataset(flags: argparse.Namespace) -> Originals:
+    """Finds the parts that the flags name."""
+    base = os.path.expanduser(flags.data or "")
+    given = {part: path for part in (*SPLITS, "devkit") if (path := getattr(flags, part))}
     if flags.source == "shards":
-        patterns = find_patterns(base) if base else {}
-        patterns |= {split: given for split in SPLITS if (given := getattr(flags, split))}
-        if not patterns:
+        if not (patterns := (find_patterns(base) if base else {}) | given):
             raise ValueError(
                 f"--data {base} holds no shards named *train*.tar or *val*.tar: give --train, --val"
             )
-        return patterns
-    names, found = NAMES[flags.source], {}
-    for part, name in names.items():
-        given, beside = getattr(flags, part), base and f"{base.rstrip('/')}/{name}"
-        if given or (beside and (flags.url or exists(beside))):
-            found[part] = given or beside
-    if not {"train", "val"} & found.keys():
-        raise ValueError(f"--data {shown(base)}: there is neither {names['train']} nor {names['val']}")
-    if flags.source == "imagenet" and "devkit" not in found:
+        return WebDataset(patterns, flags.classes)
+    if flags.source == "parquet":
+        return ParquetFolder(dict.fromkeys(SPLITS, str(Path(base).absolute())))
+    names = NAMES[flags.source]
+    beside = {part: f"{base.rstrip('/')}/{name}" for part, name in names.items() if base}
+    parts = {part: path for part, path in (beside | given).items() if part in given or exists(path)}
+    if not {"train", "val"} & parts.keys():
+        raise ValueError(f"--data {base}: there is neither {names['train']} nor {names['val']}")
+    if flags.source == "imagenet" and "devkit" not in parts:
         raise ValueError(
-            f"{DEVKIT} is missing{f' in {shown(base)}' if base else ''}: it has val's labels"
+            f"{DEVKIT} is missing{f' in {base}' if base else ''}: it has val's labels"
             " and the names of the classes. Give --devkit, or --from tar for class tars without one"
         )
-    if flags.format == "index" and (remote := [where for where in found.values() if "://" in where]):
-        raise ValueError(f"--format index takes files on this host, not {shown(remote[0])}")
-    return found
+    if flags.format == "index" and (remote := [where for where in parts.values() if "://" in where]):
+        raise ValueError(f"--format index takes files on this host, not {remote[0]}")
+    if flags.source == "imagenet":
+        return Ilsvrc(parts, not flags.no_verify, flags.subset)
+    return Originals(parts)
+
+
+def exists(where: str) -> bool:
+    """True when a path or an object in S3 exists."""
+    if where.startswith("s3://"):
+        folder, _, name = where.rpartition("/")
+        return ObjectStore(folder).size_and_etag(name) is not None
+    return Path(where).exists()

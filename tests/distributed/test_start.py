@@ -1,0 +1,93 @@
+"""What ranks have in common once they have started: rank 0's weights, and --timeout_s in every process group.
+
+A process that falls silent ends the job within --timeout_s, whatever made the group in which others wait.
+"""
+
+import re
+
+import pytest
+
+from tests.conftest import STRATEGIES, Job, accelerate, full
+
+# On rank 1 the change stands for a CPU with another instruction set.
+SCRIPT = """
+import torch
+import torch.distributed as dist
+from torch import nn
+from common.distributed.accelerator import prepare, start
+from common.distributed.layout import layout_of
+from common.distributed.process import run_process
+from common.recipe import Recipe, parse
+
+class Net(nn.Sequential):
+    _no_split_modules = ("Linear",)
+
+def main():
+    accelerator, _ = start(parse(Recipe))
+    torch.manual_seed(0)
+    model = Net(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+    if accelerator.process_index == 1:
+        with torch.no_grad():
+            CHANGE
+    drawn = [p.detach().clone() for p in model.parameters()]
+    model, optimizer = prepare(accelerator, model, torch.optim.SGD(model.parameters(), lr=0.1))
+    layout = layout_of(model, optimizer)
+    whole = [tensor.cpu().clone() for _, tensor in layout.whole(layout.local)]
+    same = all(map(torch.equal, whole, drawn))
+    print(f"rank {accelerator.process_index} trains what it drew: {same}", flush=True)
+    accelerator.backward(model(torch.randn(2, 4)).sum())
+    optimizer.step()
+    for group, (backend, _) in dist.distributed_c10d._world.pg_map.items():
+        if backend == "gloo":
+            timeout = group._get_backend(accelerator.device).options._timeout
+            print(f"a group waits {timeout.total_seconds():g} s", flush=True)
+
+if __name__ == "__main__":
+    run_process(main)
+"""
+LAST_DIGITS = "for p in model.parameters(): p.mul_(1 + 2e-7)"
+# Two hosts' hybrid sharding on one: two copies of the model, each in two parts.
+HYBRID = accelerate(
+    "fsdp_2x4gpu",
+    *("--num_machines", "1", "--main_process_port", "0", "--num_processes", "4"),
+    *("--parallelism_config_dp_shard_size", "2"),
+)
+
+
+def start(launcher: list, change: str, project) -> tuple[int, str]:
+    (project / "begin.py").write_text(SCRIPT.replace("CHANGE", change))
+    words = [*launcher, "begin.py", "--mixed_precision", "no", "--batch_size", "64", "--timeout_s", "77"]
+    return Job(words, cwd=project).wait()
+
+
+@pytest.mark.parametrize(
+    ("launcher", "groups"),  # of all processes: the world's, and those of DeepSpeed or of the mesh
+    [
+        (STRATEGIES["zero2"], 2 * 2),
+        full(HYBRID, 4 * 3),
+        *(full(STRATEGIES[name], 2) for name in ("ddp", "fsdp", "zero1", "zero3")),
+    ],
+)
+def test_all_ranks_begin_alike(launcher, groups, project_copy):
+    status, output = start(launcher, LAST_DIGITS, project_copy)
+    assert status == 0, output
+    drew = dict(re.findall(r"rank (\d) trains what it drew: (True|False)", output))
+    assert drew == {rank: str(rank != "1") for rank in drew}, output
+    assert len(drew) == (4 if launcher is HYBRID else 2), output
+    assert output.count("the ranks drew different initial weights") == 1, output
+    timeouts = re.findall(r"a group waits (\d+) s", output)
+    assert len(timeouts) >= groups, output
+    assert set(timeouts) == {"77"}, output
+
+
+@pytest.mark.parametrize(
+    ("change", "difference"),
+    [
+        ("model[2] = nn.Linear(8, 3)", "2.bias=[[3]"),
+        full("model[0].register_buffer('extra', torch.zeros(5))", "0.extra=[[5]"),
+    ],
+)
+def test_another_model(change, difference, project_copy):
+    status, output = start(STRATEGIES["ddp"], change, project_copy)
+    assert status != 0
+    assert output.count(f"error: the processes do not agree: the model is {difference}") == 1, output

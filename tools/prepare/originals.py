@@ -1,0 +1,367 @@
+"""Original images as they are published: encoded files in archives, folders or parquet files, with labels."""
+
+import contextlib
+import hashlib
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from common.data.class_folders import DANGLING, VAL_NAMES, LeftOut, is_image, list_classes
+from common.data.decode import EXTENSIONS, SPLITS
+from common.data.tables import BY_TYPE, Table, parquet_files, read_images, read_labels
+from tools.prepare.archives import Member, Stream, members, open_stream
+from tools.prepare.devkit import MD5, read_devkit
+
+VAL_NAME = re.compile(r"ILSVRC2012_val_(\d{8})\.JPEG")
+WNID = re.compile(r"n\d{8}")
+BATCH_IMAGES, BATCH_BYTES = 32, 2**23
+BEGINS = {b"\x89PNG": ".png", b"RIFF": ".webp", b"BM": ".bmp"}
+
+Label = Callable[[str | None, str], int]  # from the names of class and file
+
+
+class ImageFile(NamedTuple):
+    name: str  # as n01440764_10026.JPEG
+    read: Callable[[], bytes]
+    offset: int = 0  # in the archive, where it is in one
+    size: int = 0  # likewise
+
+
+class ImageGroup(NamedTuple):
+    """A class tar or class folder; or a flat tar or table, whose class_name is None."""
+
+    class_name: str | None
+    where: str
+    files: Iterable[ImageFile]
+
+
+class RawImage(NamedTuple):
+    name: str
+    key: str  # unique in the split; without extension, and without a dot in its last part
+    label: int
+    data: bytes
+
+
+class Position(NamedTuple):
+    """How far a split has been read."""
+
+    group: int = 0  # finished class tars or class folders
+    images: int = 0  # finished images of the next one
+
+
+class LabeledFile(NamedTuple):
+    position: Position  # after it
+    where: str  # its group
+    key: str
+    label: int
+    file: ImageFile
+
+
+class ImageBatch(NamedTuple):
+    """Consecutive images of one group."""
+
+    where: str
+    images: list[RawImage]
+    bytes: int  # of the images as they were read
+    position: Position  # after the batch
+    odd: list[dict[str, str]]  # {"key", "why"} of re-encoded images
+
+
+class Tar(NamedTuple):
+    """A tar that --format index leaves where it is."""
+
+    url: str  # an absolute path, or s3://bucket/key
+    bytes: int
+    version: str | None
+
+
+Rows = list[tuple[int, int, int]]  # offset, length and label of each image of a tar
+
+
+# --- Reading
+
+
+def class_tars(archive: Member) -> Iterator[ImageGroup]:
+    """Yields the class tars, `<class>.tar`, of a tar, in its order."""
+    for outer in members(archive):
+        name = outer.name.rpartition("/")[2]
+        if not name.endswith(".tar"):
+            raise ValueError(f"{outer.where} is no class tar: expected members <class>.tar that hold images")
+        yield ImageGroup(name.removesuffix(".tar"), outer.where, _files(outer))
+
+
+def _files(archive: Member) -> Iterator[ImageFile]:
+    for member in members(archive):
+        yield ImageFile(member.name.rpartition("/")[2], member.read, member.offset, member.size)
+
+
+def class_folders(root: Path) -> Iterator[ImageGroup]:
+    """Yields the folders `<class>/`, sorted. An image below, `<class>/a/1.jpg`, gets the name a_1.jpg."""
+    for name, paths in list_folders(root).items():
+        files = (ImageFile(path.replace("/", "_"), (root / name / path).read_bytes) for path in paths)
+        yield ImageGroup(name, str(root / name), files)
+
+
+def list_folders(root: Path) -> dict[str, list[str]]:
+    """Lists the classes of a folder, and the paths of their images below them.
+
+    Raises ValueError for a dangling link to an image or a folder: images would be lost unnoticed.
+    """
+    left_out = LeftOut()
+    classes = list_classes(root, left_out)
+    if lost := left_out.first.get(DANGLING):
+        raise ValueError(f"{lost} is a dangling link: mend it, or remove it")
+    return classes
+
+
+def labeled(groups: Iterable[ImageGroup], label: Label, begin: int = 0) -> Iterator[LabeledFile]:
+    """Yields the images of the groups from number `begin` on. Hidden files and other extensions are skipped.
+
+    Raises ValueError for a name or class that occurs twice, and for a group without images.
+    """
+    classes = set()
+    for number, (class_name, where, files) in enumerate(groups):
+        if class_name in classes:
+            raise ValueError(f"{where}: a second class of this name: put its images together")
+        classes.add(class_name)
+        keys = set()
+        for file in files if number >= begin else ():
+            if not is_image(file.name):
+                continue
+            try:
+                class_number = label(class_name, file.name)
+            except ValueError as error:
+                raise ValueError(f"{where}: {error}") from None
+            # ILSVRC2012's names are unique in a split, with their WordNet id; others within a class only.
+            key = os.path.splitext(file.name)[0].replace(".", "_")
+            if class_name is not None and not (
+                WNID.fullmatch(class_name) and key.startswith(f"{class_name}_")
+            ):
+                key = f"{class_name}/{key}"
+            if key in keys:
+                raise ValueError(
+                    f"{where}: {file.name} gets the key {key}, which another image has: rename one of them"
+                    " (a key is the name without its extension, and with _ for other dots)"
+                )
+            keys.add(key)
+            yield LabeledFile(Position(number, len(keys)), where, key, class_number, file)
+        if number >= begin and not keys:
+            raise ValueError(f"{where} holds no images ({' '.join(EXTENSIONS)})")
+
+
+def batches(groups: Iterable[ImageGroup], label: Label, begin: Position) -> Iterator[ImageBatch]:
+    """Yields all images after `begin`, in batches of one group each."""
+    where, images, size, at = "", list[RawImage](), 0, begin
+    for position, its_where, key, number, file in labeled(groups, label, begin.group):
+        if position <= begin:
+            continue
+        if images and (position.group > at.group or len(images) == BATCH_IMAGES or size >= BATCH_BYTES):
+            yield ImageBatch(where, images, size, at, [])
+            images, size = [], 0
+        if not (data := file.read()):
+            raise ValueError(f"{its_where}: {file.name} is empty: remove it")
+        images.append(RawImage(file.name, key, number, data))
+        where, size, at = its_where, size + len(data), position
+    if images:
+        yield ImageBatch(where, images, size, at, [])
+
+
+# --- Data sets
+
+
+class Originals:
+    """Class tars or class folders of train and val, `<class>.tar` or `<class>/`."""
+
+    hashed = False  # compare MD5 sums with the published ones
+
+    def __init__(self, parts: dict[str, str]):
+        """parts: path or url of train and val, and of ILSVRC2012's devkit."""
+        self.parts = parts
+        self.bytes: dict[str, int] = {}  # of the archives, or of a folder's images
+        self.versions: dict[str, str | None] = {}  # change with the content; None: unknown
+        self.listings: dict[str, str] = {}  # of folders: hashes of classes, names and sizes
+        self.classes: list[dict[str, str]] = []  # "wnid" and "name", in label order
+        self.labels: dict[str, Label] = {}
+        self.find()
+
+    def find(self) -> None:
+        """Finds sizes and versions of the parts."""
+        for part, where in self.parts.items():
+            if Path(where).is_dir():
+                print(f"listing the images in {where}", flush=True)
+                paths = [f"{name}/{path}" for name, its in list_folders(Path(where)).items() for path in its]
+                self.bytes[part], self.versions[part] = measured(Path(where), paths)
+                rows = [(path, os.stat(Path(where) / path).st_size) for path in paths]
+                self.listings[part] = digest(rows)[:16]
+            else:
+                with open_stream(where) as stream:
+                    self.bytes[part], self.versions[part] = stream.size, stream.version
+
+    def read_classes(self) -> None:
+        """Takes the classes from the names of class tars or folders."""
+        split = "train" if "train" in self.parts else "val"
+        if "://" in self.parts[split]:  # a request or more for each class
+            print(f"looking for the classes in {self.parts[split]}", flush=True)
+        with self.open(split, hashed=False) as (groups, _):
+            names = sorted(group.class_name or "" for group in groups)
+        self.classes = [{"wnid": name, "name": name} for name in names]
+        self.labels = dict.fromkeys(SPLITS, by_class(names))
+
+    @contextlib.contextmanager
+    def open(self, split: str, hashed: bool) -> Iterator[tuple[Iterator[ImageGroup], Stream | None]]:
+        """Opens a split. Yields its groups, and their stream; None instead of that for class folders."""
+        if Path(self.parts[split]).is_dir():
+            yield class_folders(Path(self.parts[split])), None
+            return
+        with open_stream(self.parts[split], "md5" if hashed else None) as stream:
+            yield self.groups(split, stream.archive), stream
+
+    def groups(self, split: str, archive: Member) -> Iterator[ImageGroup]:
+        return class_tars(archive)
+
+    def check(self, split: str, groups: int, images: int, stream: Stream | None) -> None:
+        """Raises ValueError when a split has not the published content. stream: is read to its end."""
+        if self.hashed and stream is not None:
+            self.check_md5(split, stream)
+
+    def check_md5(self, part: str, stream: Stream) -> None:
+        if (found := stream.digest()) != MD5[part]:
+            raise ValueError(
+                f"{stream.where} is not the published file: its MD5 is {found}, expected {MD5[part]}. Get it"
+                " again; or give --no_verify if another file is meant"
+            )
+
+    def name_classes(self, largest: int) -> None:
+        """Checks that each label has a name, once they are known. largest: label."""
+
+    def tars(self, split: str) -> list[Tar]:
+        """The tars of a split, for index()."""
+        path = Path(self.parts[split]).absolute()
+        return [Tar(str(path), path.stat().st_size, self.versions[split])]
+
+    def index(self, split: str, watch: Callable[[int], None], tar: Tar) -> tuple[Rows, str | None]:
+        """Lists the images of a tar. Returns their rows, and its SHA-256 if it is in S3. watch: of Stream."""
+        rows, groups = [], 0
+        with open_stream(tar.url, "md5" if self.hashed else None, headers=True) as stream:
+            stream.watch = watch
+            for at, where, _, number, file in labeled(self.groups(split, stream.archive), self.labels[split]):
+                if not file.size:
+                    raise ValueError(f"{where}: {file.name} is empty: remove it")
+                rows.append((file.offset, file.size, number))
+                groups = at.group + 1
+            if not rows:
+                raise ValueError(f"{tar.url} holds no images")
+            self.check(split, groups, len(rows), stream)
+        return rows, None
+
+
+class Ilsvrc(Originals):
+    """ILSVRC2012's three archives."""
+
+    def __init__(self, parts: dict[str, str], hashed: bool, subset: bool):
+        """subset: accept other counts than ILSVRC2012's."""
+        super().__init__(parts)
+        self.hashed, self.subset = hashed, subset
+
+    def read_classes(self) -> None:
+        if self.hashed:
+            with open_stream(self.parts["devkit"], "md5") as stream:
+                self.check_md5("devkit", stream)
+        with open_stream(self.parts["devkit"]) as stream:
+            words, val_labels = read_devkit(stream, self.subset)
+        self.classes = [{"wnid": wnid, "name": name} for wnid, name in words.items()]
+        self.labels = {"train": by_class([*words]), "val": by_number(val_labels)}
+        self.counts = {"train": len(words), "val": len(val_labels)}
+
+    def groups(self, split: str, archive: Member) -> Iterator[ImageGroup]:
+        if split == "val":
+            return iter([ImageGroup(None, archive.where, _files(archive))])
+        return class_tars(archive)
+
+    def check(self, split: str, groups: int, images: int, stream: Stream | None) -> None:
+        found, what = (groups, "classes") if split == "train" else (images, "images")
+        if not self.subset and found != self.counts[split]:
+            raise ValueError(
+                f"{self.parts[split]} holds {found:,} {what}, not {self.counts[split]:,}: get it again; or"
+                " give --subset if a part is meant"
+            )
+        super().check(split, groups, images, stream)
+
+
+class ParquetFolder(Originals):
+    """The parquet files of train and val in a folder. An image is named by its row in the split."""
+
+    def find(self) -> None:
+        folder = Path(self.parts["train"])
+        if not folder.is_dir() or (found := parquet_files(folder)) is None:
+            raise ValueError(f"--data {folder} holds no train-*.parquet: give a folder that does")
+        if (val := next((found[name] for name in VAL_NAMES if name in found), None)) is None:
+            raise ValueError(f"--data {folder} has train-*.parquet, but no val-, valid- or test-*.parquet")
+        files = {"train": found["train"], "val": val}
+        self.tables = {split: [Table(str(path), path) for path in paths] for split, paths in files.items()}
+        for split, paths in files.items():
+            names = [str(path.relative_to(folder)) for path in paths]
+            self.bytes[split], self.versions[split] = measured(folder, names)
+
+    def read_classes(self) -> None:
+        names, labels = read_labels(self.tables, BY_TYPE, lambda: None)
+        self.classes = [{"wnid": name, "name": name} for name in names]
+        self.labels = {split: partial(_by_row, labels[split].numbers) for split in self.tables}
+
+    @contextlib.contextmanager
+    def open(self, split: str, hashed: bool) -> Iterator[tuple[Iterator[ImageGroup], Stream | None]]:
+        contents = enumerate(read_images(self.tables[split], BY_TYPE, lambda: None))
+        files = (ImageFile(f"{row:09d}{_extension(c)}", partial(bytes, c)) for row, c in contents)
+        yield iter([ImageGroup(None, self.parts[split], files)]), None
+
+
+def measured(folder: Path, paths: list[str]) -> tuple[int, str]:
+    """The size of files in bytes, and a version that changes with them."""
+    stats = [os.stat(folder / path) for path in paths]
+    rows = [(path, stat.st_size, stat.st_mtime_ns) for path, stat in zip(paths, stats, strict=True)]
+    return sum(size for _, size, _ in rows), digest(rows)
+
+
+def digest(rows: Sequence[tuple[Any, ...]]) -> str:
+    """SHA-256 of a list of names, sizes, and what changes with a file."""
+    return hashlib.sha256(repr(rows).encode(errors="surrogateescape")).hexdigest()
+
+
+# --- Labels
+
+
+def by_class(names: Sequence[str]) -> Label:
+    numbers = {name: i for i, name in enumerate(names)}
+
+    def label(class_name: str | None, name: str) -> int:
+        if class_name not in numbers:
+            raise ValueError(f"class {class_name} is none of the {len(numbers):,} classes")
+        return numbers[class_name]
+
+    return label
+
+
+def by_number(labels: np.ndarray) -> Label:
+    """Labels ILSVRC2012_val_00000001.JPEG with the first label, and so on."""
+
+    def label(_: str | None, name: str) -> int:
+        found = VAL_NAME.fullmatch(name)
+        if found is None or not 1 <= int(found[1]) <= len(labels):
+            raise ValueError(f"{name} is none of the {len(labels):,} images that the devkit has labels for")
+        return int(labels[int(found[1]) - 1])
+
+    return label
+
+
+def _by_row(labels: np.ndarray, _: str | None, name: str) -> int:
+    return int(labels[int(name.partition(".")[0])])
+
+
+def _extension(content: bytes) -> str:
+    """The extension of a file of this content; .jpg where it is unknown, which the decoder then refuses."""
+    return next((extension for begin, extension in BEGINS.items() if content.startswith(begin)), ".jpg")
