@@ -1,7 +1,6 @@
 """A random fire drill on four virtual hosts: hosts leave and join, and the training must stay the same.
 
     python -m benchmarks.elastic_drill --minutes 20
-    python -m benchmarks.elastic_drill --scripts cnn_a --strategies ddp --lr 1e-4 --compare drill.png
 
 Hosts are cut off, killed, told to leave (SIGTERM, and the machine is gone after it), and join again, in an
 order that follows from --seed: the second training's is that of the next seed, and so on.
@@ -14,8 +13,7 @@ whole     over the whole run the losses differ from one process's by no more tha
           uninterrupted run on four processes do
 lost      no step is repeated after a leave or a join, at most a checkpoint interval after a cut or kill
 
---compare drills a plain script with accelerator.save_state under torchrun --max_restarts, too. Its first host
-is spared in both, as it holds the store. Needs root, and what cluster/virtual_cluster.py needs.
+Needs root, and what cluster/virtual_cluster.py needs.
 """
 
 import argparse
@@ -37,12 +35,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from cluster import virtual_cluster as cluster
 from cluster.drill import ranks_on
 from common.data.cache import prepare_data
-from common.run.plots import Panel, panels
 from common.system.paths import ROOT
 
 HOSTS, BATCH, PER_DEVICE = 4, 96, 8  # 12 micro-batches a step: for 1, 2, 3 and 4 hosts
@@ -52,7 +47,6 @@ GAP = (60, 160)  # steps between two changes
 LOSSES = ("cut", "kill", "leave")
 PATIENCE_S = 240  # without a new step, also after a change
 REPLAY_BOUND = 1e-5
-MEAN_OF = 20  # steps, in the plot
 DROPOUT = ("--dropout", "0.1", "--mixup", "0.8")
 SCRIPTS = {
     "cnn_a": ["train_cnn_a.py"],
@@ -66,8 +60,6 @@ RECIPE = ["--batch_size", str(BATCH), "--per_device_batch_size", str(PER_DEVICE)
 RECIPE += ["--warmup", "0.01", "--log_every", "1", "--log_samples", "--trackers", "none"]
 RECIPE += ["--max_val_images", "500"]
 ELASTIC = ["--checkpoint_every", str(CHECKPOINT_EVERY), "--timeout_s", "60"]
-PLAIN = ["-m", "benchmarks.plain_elastic"]
-STORE = "node1:29500"
 
 
 # --- The plan
@@ -81,12 +73,11 @@ class Change:
 
 
 def plan(seed: int, hosts: list[str]) -> Iterator[Change]:
-    """Endless changes of these hosts; one of all the job's hosts, or more, is there at any time."""
+    """Endless changes of these hosts; one or more of them is there at any time."""
     draw = random.Random(seed)
     present, away = list(hosts), []
-    least = 1 if len(hosts) == HOSTS else 0  # a host that is spared is there
     while True:
-        joins = away and (len(present) == least or draw.random() < 0.5)
+        joins = away and (len(present) == 1 or draw.random() < 0.5)
         host = draw.choice(sorted(away if joins else present))
         kind = "join" if joins else draw.choice(LOSSES)
         source, target = (away, present) if joins else (present, away)
@@ -111,18 +102,20 @@ class Event:
 
 
 class Job:
-    """A job on the hosts, in a folder that all share. metrics.jsonl tells how far it is."""
+    """launch.py --min_hosts, on the last host, in a folder that all share. Keeps each change's checkpoint."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, words: list[str], config: str):
         self.folder, self.log = folder, folder.with_suffix(".log")
         folder.mkdir(parents=True)
-
-    def newest(self) -> tuple[int, int]:
-        """The number of processes and the step of the newest line with a loss; zeros when there is none."""
-        raise NotImplementedError
+        launch = ["launch.py", "--hostfile", "/etc/hostfile", "--min_hosts", "1", "--env", "OMP_NUM_THREADS"]
+        launch += ["--config_file", f"accelerate_configs/{config}.yaml", "--log_dir", f"{folder}-logs"]
+        self.processes, self.read, self.copied = HOSTS, 0, 0
+        self.resumed: list[tuple[int, Path]] = []  # step and copy of the checkpoint
+        words = [sys.executable, *launch, *words, *RECIPE, *ELASTIC, "--output_dir", str(folder)]
+        self.process = start(cluster.names()[-1], words, self.log)
 
     def is_running(self) -> bool:
-        raise NotImplementedError
+        return self.process.poll() is None
 
     def wait(self, processes: int | None, steps: int) -> int:
         """Waits for so many new steps, with so many processes. Returns the newest step."""
@@ -139,26 +132,8 @@ class Job:
         state = "does not go on" if self.is_running() else "ended"
         raise RuntimeError(f"the job {state}: see {self.log}")
 
-    def change(self, change: Change, away: dict[str, str], present: int) -> Event:
-        raise NotImplementedError
-
-
-class OurJob(Job):
-    """launch.py --min_hosts, on the last host. Keeps a copy of each change's checkpoint."""
-
-    def __init__(self, folder: Path, words: list[str], config: str):
-        super().__init__(folder)
-        launch = ["launch.py", "--hostfile", "/etc/hostfile", "--min_hosts", "1", "--env", "OMP_NUM_THREADS"]
-        launch += ["--config_file", f"accelerate_configs/{config}.yaml", "--log_dir", f"{folder}-logs"]
-        self.processes, self.read, self.copied = HOSTS, 0, 0
-        self.resumed: list[tuple[int, Path]] = []  # step and copy of the checkpoint
-        words = [sys.executable, *launch, *words, *RECIPE, *ELASTIC, "--output_dir", str(folder)]
-        self.process = start(cluster.names()[-1], words, self.log)
-
-    def is_running(self) -> bool:
-        return self.process.poll() is None
-
     def newest(self) -> tuple[int, int]:
+        """The number of processes and the step of the newest line with a loss; zeros when there is none."""
         self._copy_checkpoints()
         lines = tail(self.folder / "metrics.jsonl")
         changes = [i for i, line in enumerate(lines) if "processes" in line]
@@ -209,65 +184,6 @@ class OurJob(Job):
         self.process.wait()
 
 
-class PlainJob(Job):
-    """A torchrun agent on each host; that of a host that comes back is started again, as by a scheduler."""
-
-    def __init__(self, folder: Path, data: str):
-        super().__init__(folder)
-        agent = ["--nnodes=1:4", "--nproc_per_node=1", "--max_restarts=1000", "--rdzv_backend=c10d"]
-        agent += [f"--rdzv_endpoint={STORE}", "--rdzv_id=1"]
-        words = [*PLAIN, "--folder", str(folder), "--data", data, "--checkpoint_every", str(CHECKPOINT_EVERY)]
-        self.words = [sys.executable, "-m", "torch.distributed.run", *agent, *words]
-        hosts = cluster.names()[:HOSTS]
-        self.agents = {host: start(host, self.words, self.log) for host in hosts}
-
-    def is_running(self) -> bool:
-        return any(agent.poll() is None for agent in self.agents.values())
-
-    def newest(self) -> tuple[int, int]:
-        lines = tail(self.folder / "metrics.jsonl")
-        return (lines[-1]["processes"], lines[-1]["step"]) if lines else (0, 0)
-
-    def change(self, change: Change, away: dict[str, str], present: int) -> Event:
-        step, began = self.newest()[1], time.monotonic()
-        if change.kind == "join":
-            bring_back(change.host, away.pop(change.host))
-            self.agents[change.host] = start(change.host, self.words, self.log)
-        elif change.kind == "leave":  # what a scheduler signals is the agent
-            self.agents[change.host].terminate()
-            self._terminate_agent(change.host)
-            away[change.host] = change.kind
-        else:
-            take_away(change)
-            away[change.host] = change.kind
-        self.wait(present, 0)
-        event = Event(change.kind, change.host, present, step, time.monotonic() - began, self._repeated())
-        if change.kind != "join":
-            with contextlib.suppress(ValueError):
-                cluster.kill(change.host)
-            away[change.host] = "kill"
-        return event
-
-    def _repeated(self) -> int:
-        """Steps that were trained again after the newest change of processes."""
-        lines = tail(self.folder / "metrics.jsonl", size=10**6)
-        pairs = list(itertools.pairwise(lines))
-        before, after = [pair for pair in pairs if pair[0]["processes"] != pair[1]["processes"]][-1]
-        return max(0, before["step"] - after["step"] + 1)
-
-    def _terminate_agent(self, host: str) -> None:
-        for pid in cluster.processes(host):
-            with contextlib.suppress(OSError):
-                if b"torch.distributed.run" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                    os.kill(pid, signal.SIGTERM)
-
-    def stop(self) -> None:
-        for host, agent in self.agents.items():
-            with contextlib.suppress(ValueError):  # the host is away
-                self._terminate_agent(host)
-            agent.wait()
-
-
 def take_away(change: Change) -> None:
     if change.kind == "cut":
         cluster.cut(change.host)
@@ -284,10 +200,6 @@ def bring_back(host: str, why: str) -> None:
 
 def start(host: str, words: list[str], log: Path) -> subprocess.Popen[bytes]:
     env = os.environ | {"OMP_NUM_THREADS": "1"}
-    env |= {
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-        "GLOO_SOCKET_IFNAME": "eth0",
-    }  # the plain script needs them
     with open(log, "ab") as file:
         command = cluster.inside(host, words, ROOT)
         return subprocess.Popen(command, env=env, stdout=file, stderr=file, start_new_session=True)
@@ -304,12 +216,9 @@ def tail(file: Path, size: int = 8192) -> list[dict[str, Any]]:
     return lines
 
 
-def disturb(job: Job, minutes: float, seed: int, spare: int) -> list[Event]:
-    """Runs the job through changes until the time is over and a host has joined, and stops it.
-
-    spare: the number of hosts that stay.
-    """
-    changes, events = plan(seed, cluster.names()[spare:HOSTS]), []
+def disturb(job: Job, minutes: float, seed: int) -> list[Event]:
+    """Runs the job through changes until the time is over and a host has joined, and stops it."""
+    changes, events = plan(seed, cluster.names()[:HOSTS]), []
     away: dict[str, str] = {}
     deadline = time.monotonic() + 60 * minutes
     try:
@@ -349,7 +258,7 @@ def difference(ours: dict[int, dict], theirs: dict[int, dict], steps: range) -> 
     return max(abs(ours[step]["train/loss"] - theirs[step]["train/loss"]) for step in steps)
 
 
-def examine(job: OurJob, events: list[Event], words: list[str], config: str) -> dict[str, Any]:
+def examine(job: Job, events: list[Event], words: list[str], config: str) -> dict[str, Any]:
     """Compares the run with uninterrupted ones and with replays. Returns the table's row."""
     folder, ours = job.folder.parent, trained(job.folder)
     last = max(ours)
@@ -403,48 +312,6 @@ def holds(row: dict[str, Any]) -> bool:
     return row["replays"] > 0 and is_same and not is_lost
 
 
-# --- The comparison
-
-
-def draw(file: Path, runs: dict[str, tuple[dict, dict]]) -> None:
-    """Losses of disturbed and uninterrupted runs, and how far apart they are, over the steps of all."""
-    last = min(max(run) for pair in runs.values() for run in pair)
-    apart, row = Panel("step", "distance", is_log=True), []
-    for name, (disturbed, straight) in runs.items():
-        pair = {"drilled": losses(disturbed, last), "uninterrupted": losses(straight, last)}
-        panel = Panel("step", f"loss, {name}")
-        panel.curves = {title: means(values) for title, values in pair.items()}
-        row.append(panel)
-        gaps = np.abs(np.subtract(*pair.values()))
-        apart.curves[name] = (range(1, last + 1), np.maximum(gaps, 1e-9).tolist())
-    panels(file, [[*row, apart]], "CNN-A while hosts are lost and join, beside the uninterrupted run")
-
-
-def losses(run: dict[int, dict], last: int) -> list[float]:
-    return [run[step]["train/loss"] for step in range(1, last + 1)]
-
-
-def means(values: list[float]) -> tuple[list[int], list[float]]:
-    """Steps, and the means of the MEAN_OF values up to each."""
-    window = np.convolve(values, np.ones(MEAN_OF) / MEAN_OF, mode="valid")
-    return list(range(MEAN_OF, len(values) + 1)), window.tolist()
-
-
-def drill_plain(folder: Path, flags: argparse.Namespace) -> tuple[list[Event], dict, dict]:
-    """Drills the plain script. Its events, lines, and those of an uninterrupted run."""
-    data = flags.data
-    job = PlainJob(folder / "run", data)
-    events = disturb(job, flags.minutes, flags.seed, spare=1)
-    disturbed = trained(job.folder)
-    (folder / "four").mkdir()
-    words = [*PLAIN, "--folder", str(folder / "four"), "--data", data, "--max_steps", str(max(disturbed))]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={HOSTS}"]
-    with open(folder / "four.log", "wb") as log:
-        env = os.environ | {"OMP_NUM_THREADS": "1"}
-        subprocess.run([*launcher, *words], check=True, cwd=ROOT, env=env, stdout=log, stderr=log)
-    return events, disturbed, trained(folder / "four")
-
-
 # --- Entry
 
 
@@ -464,7 +331,6 @@ def main() -> int:
     usual = ", ".join(f"{lr:g} of {script}" for script, lr in LR.items())
     parser.add_argument("--lr", type=float, help=f"learning rate (default: {usual})")
     parser.add_argument("--folder", type=Path, default=Path("runs/elastic_drill"), help="for the runs")
-    parser.add_argument("--compare", type=Path, metavar="PNG", help="with a plain script, by CNN-A under DDP")
     flags = parser.parse_args()
     if flags.folder.exists():
         parser.error(f"{flags.folder} exists: remove it, or give another --folder")
@@ -474,8 +340,6 @@ def main() -> int:
     for number, (script, strategy) in enumerate(itertools.product(flags.scripts, flags.strategies)):
         rows.append(drill_ours(script, strategy, flags.seed + number, flags))
         show(rows)
-    if flags.compare:
-        compare(flags)
     return 0 if all(map(holds, rows)) else 1
 
 
@@ -484,8 +348,8 @@ def drill_ours(script: str, strategy: str, seed: int, flags: argparse.Namespace)
     words = [*SCRIPTS[script], "--data", flags.data, "--epochs", str(flags.epochs)]
     words += ["--lr", str(flags.lr or LR[script])]
     with hosts():
-        job = OurJob(folder / "run", words, STRATEGIES[strategy])
-        events = disturb(job, flags.minutes, seed, spare=1 if flags.compare else 0)
+        job = Job(folder / "run", words, STRATEGIES[strategy])
+        events = disturb(job, flags.minutes, seed)
     row = {
         "training": f"{script} {strategy}",
         "seed": seed,
@@ -493,22 +357,6 @@ def drill_ours(script: str, strategy: str, seed: int, flags: argparse.Namespace)
     }
     keep(folder, row, events)
     return row
-
-
-def compare(flags: argparse.Namespace) -> None:
-    folder = flags.folder.resolve()
-    with hosts():
-        events, disturbed, straight = drill_plain(folder / "plain", flags)
-    ours = folder / "cnn_a-ddp"
-    curves = {
-        "ours": (trained(ours / "run"), trained(ours / "four")),
-        "plain script": (disturbed, straight),
-    }
-    draw(flags.compare, curves)
-    row = {"training": "plain script", "changes": len(events), **seconds(events)}
-    row["lost_killed"] = max((event.lost for event in events if event.kind != "join"), default=0)
-    keep(folder / "plain", row, events)
-    print(json.dumps(row))
 
 
 def keep(folder: Path, row: dict[str, Any], events: list[Event]) -> None:

@@ -72,6 +72,8 @@ def runs(script: str, *flags: Any) -> Row:
     def row(setting: Setting) -> Result:
         if setting.is_small and "--compile" in flags and (*flags[1:], script) != ("default", "train_cnn_a"):
             raise Skip("takes minutes on a CPU")
+        if setting.is_small and "fp16" in flags and script != "train_cnn_a":
+            raise Skip("a dry run has only train_cnn_a's")
         words = small_images(setting, script)
         steps = ["--max_steps", setting.size(20, 2), "--log_every", setting.size(5, 1), "--telemetry_s", 0.5]
         steps += ["--max_val_images", setting.size(4096, 64)]
@@ -213,7 +215,7 @@ def one_line(setting: Setting) -> Result:
 def search(setting: Setting) -> Result:
     """In a dry run CNN-A under a limit of memory, which stands for the GPU's."""
     file, script = setting.folder / "found.json", "train_cnn_a" if setting.dry_run else "train_cnn_b"
-    limit = ["--memory_limit_gib", 1, "--quantum", 256] if setting.dry_run else []
+    limit = ["--memory_limit_gib", 2, "--quantum", 1024] if setting.dry_run else []
     config = ["--config_file", "accelerate_configs/single_gpu.yaml", "--output", file]
     words = ["find_batch_size.py", *config, *limit, *small_images(setting, script)]
     words += ["--cache_dir", setting.folder.parent / "cache"]

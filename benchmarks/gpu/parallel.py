@@ -139,6 +139,8 @@ def lost(name: str, number: signal.Signals) -> Row:
     """A rank is killed or stopped in the middle of the training; the job must end by itself."""
 
     def row(setting: Setting) -> Result:
+        if setting.dry_run and (name, number) == ("fsdp", signal.SIGSTOP):
+            raise Skip("a dry run has only DDP's")
         launcher, flags, env = launch(name, all_gpus(setting))
         folder, timeout_s = setting.folder / f"{name}_{number.name}", setting.size(20, 5)
         words = [sys.executable, *launcher, *small_images(setting, "train_cnn_b"), "--epochs", 1000, *flags]
@@ -179,6 +181,8 @@ def scales(script: str) -> Row:
     """Images a second of all GPUs, divided by their number and by one GPU's; each has as many images."""
 
     def row(setting: Setting) -> Result:
+        if setting.dry_run and script != "train_cnn_b":
+            raise Skip("a dry run has only train_cnn_b's")
         speeds: dict[int, float] = {}
         for number in (1, count := all_gpus(setting)):
             words: list[Any] = [*launch("ddp", number)[0], *small_images(setting, script)]

@@ -10,18 +10,17 @@ from benchmarks import elastic_drill
 HOSTS = ["node1", "node2", "node3", "node4"]
 
 
-@pytest.mark.parametrize(("hosts", "least"), [(HOSTS, 1), (HOSTS[1:], 0)])
-def test_a_seed_stands_for_a_plan(hosts, least):
+def test_a_seed_stands_for_a_plan():
     """Hosts that are there leave, hosts that are away join; all kinds come."""
-    changes = list(islice(elastic_drill.plan(7, hosts), 200))
-    assert changes == list(islice(elastic_drill.plan(7, hosts), 200))
-    assert changes != list(islice(elastic_drill.plan(8, hosts), 200))
+    changes = list(islice(elastic_drill.plan(7, HOSTS), 200))
+    assert changes == list(islice(elastic_drill.plan(7, HOSTS), 200))
+    assert changes != list(islice(elastic_drill.plan(8, HOSTS), 200))
     assert {change.kind for change in changes} == {"cut", "kill", "leave", "join"}
-    present = set(hosts)
+    present = set(HOSTS)
     for change in changes:
         assert (change.host in present) == (change.kind != "join")
         present ^= {change.host}
-        assert len(present) >= least
+        assert len(present) >= 1
         assert 60 <= change.gap <= 160
 
 
