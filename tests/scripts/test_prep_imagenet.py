@@ -674,6 +674,13 @@ def test_interrupted(number, eager, ilsvrc, straight, tmp_path):
     assert contents(tmp_path / "out") == contents(straight)
 
 
+def test_shards_that_changed_since_are_refused(killed, ilsvrc, tmp_path):
+    words = [*command(ilsvrc), tmp_path / "out"]
+    killed(40, *words)
+    os.truncate(tmp_path / "out" / "train-00000.tar", 512)
+    assert "train-00000.tar is shorter" in fails(*words)
+
+
 def test_archives_that_changed_since(killed, ilsvrc, straight, tmp_path):
     """A changed train archive is prepared again. It stays if only val was bad. Another devkit is refused."""
     data = broken(ilsvrc, tmp_path / "data", val=ilsvrc.val_tar.read_bytes()[:100_000])
