@@ -171,8 +171,8 @@ def names() -> list[str]:
 
 def inside(host: str, command: list[str], folder: Path | None = None) -> list[str]:
     """The command line that runs a command on a host, in the given folder or the working folder."""
-    target = [*_on_its_cores(host), "nsenter", "--target", str(_init(host))]
-    target += ["--mount", "--uts", "--ipc", "--net", "--pid"]
+    init = _init(host)
+    target = [*_on_its_cores(host), "nsenter", f"--target={init}", *"--mount --uts --ipc --net --pid".split()]
     # Not nsenter's --wd, which would take the folder outside of the host, without its --private copy.
     words = shlex.join(["env", "--default-signal=INT", *map(str, command)])
     return [*target, "sh", "-c", f"cd {shlex.quote(str(folder or Path.cwd()))} && exec {words}"]
