@@ -172,7 +172,7 @@ def names() -> list[str]:
 def inside(host: str, command: list[str], folder: Path | None = None) -> list[str]:
     """The command line that runs a command on a host, in the given folder or the working folder."""
     init = _init(host)
-    target = [*_on_its_cores(host), "nsenter", f"--target={init}", *"--mount --uts --ipc --net --pid".split()]
+    target = [*_on_its_cores(host), "nsenter", f"--target={init}", "-m", "-u", "-i", "-n", "-p"]
     # Not nsenter's --wd, which would take the folder outside of the host, without its --private copy.
     words = shlex.join(["env", "--default-signal=INT", *map(str, command)])
     return [*target, "sh", "-c", f"cd {shlex.quote(str(folder or Path.cwd()))} && exec {words}"]
