@@ -68,7 +68,8 @@ def test_the_architecture_names_every_room_and_only_files_that_are_there():
         assert (ROOT / name).exists() or (ROOT / "common" / name).exists(), name
     for path in (*(ROOT / "common").iterdir(), *(ROOT / "tools").iterdir()):
         name = f"`{path.name}/`" if path.is_dir() else f"`{path.name}`"
-        assert name in text or path.name in ("__init__.py", "__pycache__"), name
+        is_left_over = path.is_dir() and not list(path.rglob("*.py"))  # of a package that has moved
+        assert name in text or path.name == "__init__.py" or is_left_over, name
 
 
 def anchors(text: str) -> set[str]:
