@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from tests.checkpoint.test_checkpoints import LONG, start_and_wait
-from tests.conftest import accelerate, full, latest, lines, python, result, torchrun
+from tests.conftest import Job, accelerate, full, latest, lines, python, result, torchrun
 from tools.launch import spot
 
 AWS, GCP = "/latest/", "/computeMetadata/v1/instance/preempted"
@@ -135,20 +135,18 @@ def test_gcp_and_azure(service):
     ],
 )
 def test_a_service_that_fails_is_reported_once_and_the_command_runs_on(
-    cloud, path, answer, service, monkeypatch, capfd
+    cloud, path, answer, service, monkeypatch
 ):
-    monkeypatch.setattr(spot, "POLL_S", 0.1)
-    monkeypatch.setattr(spot.signal, "signal", lambda *_: None)
-    service.delay_s = 0.4 if answer == "slow" else 0.0
+    service.delay_s = 3.0 if answer == "slow" else 0.0  # a request ends after TIMEOUT_S
     service.pages |= {"/metadata/instance/compute/name": "vm-7", path: answer}
     if not path:
         monkeypatch.setenv("GCE_METADATA_HOST", "127.0.0.1:9")
-    assert spot.watch(spot.SERVICES[cloud](), ["sh", "-c", "sleep 1; exit 3"]) == 3
-    output, errors = capfd.readouterr()
-    assert not output
-    assert errors.startswith("the metadata service does not answer as expected (")
-    assert len(errors.splitlines()) == 1
-    assert len(service.asked) > 1 or not path
+    words = [*python(), "-m", "tools.launch.spot", cloud, "--", "sh", "-c", "sleep 3; exit 3"]
+    status, output = Job(words).wait(60)
+    assert status == 3
+    assert output.startswith("the metadata service does not answer as expected (")
+    assert len(output.splitlines()) == 1
+    assert len(service.asked) > 1 or not path or answer == "slow"
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,7 @@ import export
 import train_cnn_a
 from common.checkpoint.weights import TrainedModel
 from common.system.cli import run_command
-from tests.checkpoint.test_checkpoints import forge
-from tests.conftest import CNN, RESNET, ROOT, STRATEGIES, VIT, full, latest, metrics, python, result, run
+from tests.conftest import CNN, RESNET, ROOT, STRATEGIES, VIT, full, metrics, python, result, run
 from tools.inference.exported import Exported, open_trained
 from tools.logbook.card import model_card
 
@@ -143,10 +142,6 @@ def test_an_ema_of_a_model_with_batch_norm(strategy, tmp_path, cache):
     for steps in ("6", "14"):
         words = ["--max_steps", steps, "--log_every", "1", "--output_dir", place]
         run([*STRATEGIES[strategy], *XCIT, *flags, *words])
-        if steps == "6":  # as versions before 1.0 wrote it: it is resumed
-            file = latest(place) / "ema.safetensors"
-            save_file({n: t for n, t in load_file(file).items() if not is_buffer(n)}, file)
-            forge(latest(place))
     step = best_step(place)
     averaged, raw = (
         load_file(place / "checkpoints" / step / f"{name}.safetensors") for name in ("ema", "model")

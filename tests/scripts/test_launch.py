@@ -127,7 +127,7 @@ ROADS = {
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("road", "count", "slots"), product(ROADS, (2, 4), (1, 2)))
+@pytest.mark.parametrize(("road", "count", "slots"), list(product(ROADS, (2, 4), (1, 2))))
 def test_other_launchers_train_the_same(road, count, slots, cluster, one_process, tmp_path, cache):
     """Starts by hand on each host; deepspeed on the first, which reaches the others by pdsh."""
     named = hosts.names()[:count]
