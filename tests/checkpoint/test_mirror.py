@@ -412,12 +412,13 @@ def test_what_is_no_checkpoint_stays_in_the_bucket(bucket, mirror):
 @pytest.mark.full
 def test_resume_from_a_prefix_of_another_run(bucket, tmp_path):
     bucket.run(tmp_path / "run", "--max_steps", "12")
-    words = [*python(), *HELLO, "--output_dir", tmp_path / "new", "--resume"]
-    assert "continuing at step 12" in run([*words, bucket.url], env=bucket.env)
+    words = [*python(), *HELLO, "--output_dir", tmp_path / "new", "--resume", bucket.url]
+    assert "continuing at step 12" in run(words, env=bucket.env)
     assert bucket.steps()[-1] == 12
     made = json.loads((tmp_path / "new" / "checkpoints" / "index.json").read_text())
     assert (tmp_path / "new" / "checkpoints" / made["best"]).is_dir(), "its best is one of its own"
-    status, output = Job([*words, f"{bucket.url}/nothing"], env=bucket.env).wait()
+    words = [*python(), *HELLO, "--output_dir", tmp_path / "other", "--resume", f"{bucket.url}/nothing"]
+    status, output = Job(words, env=bucket.env).wait()
     assert status == 1
     assert "holds no checkpoint" in output
 
