@@ -70,6 +70,6 @@ test-all: $(INSTALLED_DEV)
 	$(VENV)/bin/python -m pytest -n 2 --no-loadscope-reorder
 
 # Compares losses, checkpoints and shards with the record of the code before it became smaller.
-GOLDEN ?= /tmp/golden.json
+GOLDEN ?= golden.json
 golden: $(INSTALLED_DEV)
 	$(VENV)/bin/python -m tests.golden compare $(GOLDEN)

@@ -1,7 +1,7 @@
 """The record of what must not change while the code becomes smaller: stores it in a file, or compares.
 
-    python -m tests.golden store /tmp/golden.json
-    python -m tests.golden compare /tmp/golden.json
+    python -m tests.golden store golden.json
+    python -m tests.golden compare golden.json
 
 Losses, rates and accuracies of all scripts under all strategies, the hashes of two checkpoints of each
 run, and the hashes of shards, index and manifest of a miniature ILSVRC. It goes once the house is small.
