@@ -25,7 +25,7 @@ from common.data.decode import _resize
 from common.distributed.precision import input_dtype
 from common.order import reseed, uniforms
 from common.rand_augment import DRAWN, LAYERS
-from tests.conftest import python, real_data, run
+from tests.conftest import VIT, full, python, real_data, run
 from tests.data.test_shards import write_shards
 
 
@@ -63,30 +63,16 @@ def test_to_float_is_torchvisions_normalize_and_resize(images, size):
     assert torch.allclose(ours, theirs, atol=1e-4)
 
 
-def test_mixing_is_decided_by_the_seed_of_the_micro_batch(images):
-    floats, labels = to_float(images, (0.5,) * 3, (0.5,) * 3, 24), torch.arange(64) % 10
-    mix = mixer(0.8, 1.0, 10)
-
-    def mixed(*numbers):
-        reseed(*numbers)
-        return mix(floats, labels)
-
-    (a, soft), (b, _), (c, _) = mixed(0, 1, 2), mixed(0, 1, 2), mixed(0, 1, 3)
-    assert torch.equal(a, b)
-    assert not torch.equal(a, c)
-    assert soft.shape == (64, 10)
-    assert torch.allclose(soft.sum(1), torch.ones(64))
-
-
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-@pytest.mark.parametrize(("mixup", "cutmix"), [(0.8, 0.0), (0.0, 1.0)])
+@pytest.mark.parametrize(("mixup", "cutmix"), [(0.8, 0.0), (0.0, 1.0), (0.8, 1.0)])
 def test_mixing_is_torchvisions_and_keeps_channels_last(mixup, cutmix, dtype):
     images = torch.randn(8, 3, 12, 12).contiguous(memory_format=torch.channels_last)
     labels, before = torch.arange(8), images.clone()
-    theirs = v2.MixUp(alpha=mixup, num_classes=10) if mixup else v2.CutMix(alpha=cutmix, num_classes=10)
-    torch.manual_seed(3)
-    wanted, wanted_labels = v2.RandomChoice([theirs])(images, labels)
-    torch.manual_seed(3)
+    kinds = ((v2.MixUp, mixup), (v2.CutMix, cutmix))
+    theirs = [kind(alpha=alpha, num_classes=10) for kind, alpha in kinds if alpha]
+    reseed(0, 1, 2)
+    wanted, wanted_labels = v2.RandomChoice(theirs)(images, labels)
+    reseed(0, 1, 2)
     found, found_labels = mixer(mixup, cutmix, 10, dtype)(images, labels)
     assert torch.equal(found_labels, wanted_labels)
     assert torch.equal(images, before)
@@ -98,19 +84,12 @@ def test_mixing_is_torchvisions_and_keeps_channels_last(mixup, cutmix, dtype):
         torch.testing.assert_close(found.float(), wanted, rtol=2**-8, atol=2**-6)
 
 
-@pytest.mark.parametrize(
-    ("device", "kind", "dtype"),
-    [
-        ("cuda", "bf16", torch.bfloat16),
-        ("cuda", "fp16", torch.float16),
-        ("cuda", "no", None),
-        ("cpu", "bf16", None),
-    ],
-)
-def test_images_are_mixed_in_the_type_that_a_model_on_a_gpu_reads(device, kind, dtype):
+def test_images_are_mixed_in_the_type_that_a_model_on_a_gpu_reads():
     """The accelerator is simulated: there is no GPU."""
-    precision = SimpleNamespace(mixed_precision=kind)
-    assert input_dtype(SimpleNamespace(device=torch.device(device), precision=precision)) == dtype
+    types = {"cuda bf16": torch.bfloat16, "cuda fp16": torch.float16, "cuda no": None, "cpu bf16": None}
+    for (device, kind), dtype in ((name.split(), dtype) for name, dtype in types.items()):
+        precision = SimpleNamespace(mixed_precision=kind)
+        assert input_dtype(SimpleNamespace(device=torch.device(device), precision=precision)) == dtype
 
 
 OPERATIONS = (v2.functional.adjust_brightness, v2.functional.adjust_contrast, v2.functional.adjust_saturation)
@@ -211,34 +190,24 @@ def test_a_crop_is_resized_as_if_it_were_an_image_of_its_own():
     assert np.array_equal(_resize(crop, 96, 128), expected.permute(1, 2, 0))
 
 
-def test_benchmark_of_decoding(tmp_path):
-    words = ["-m", "benchmarks.decoding", "--images", real_data() / "imagenet_sample", "--size", "64"]
-    run([*python(), *words, "--limit", "4", "--rounds", "2", "--json", tmp_path / "out.json"])
-    found = json.loads((tmp_path / "out.json").read_text())
-    assert len(found["rounds"]) == 2
-    assert found["ratios"]["PIL, originals"] == 1
-    assert found["ratios"]["ours, resized"] > 0
+PREPARED = ["torchvision", "shards", "torchvision without MD5", "shards without MD5", "index"]
+FROM_SHARDS = f"--steps 2 train_vit.py --data OUT/shards --cache_dir OUT/cache {' '.join(VIT[1:])}"
+FROM_SHARDS += " --batch_size 16 --per_device_batch_size 8 --streams 4 --shuffle_window 20 --workers 1"
 
 
-@pytest.mark.full
-def test_benchmark_of_preparing(tmp_path):
-    words = ["-m", "benchmarks.imagenet_prep", "--images", real_data() / "imagenet_sample", "--count", "30"]
-    words += ["--classes", "3", "--rounds", "1", "--folder", tmp_path, "--json", tmp_path / "out.json"]
-    run([*python(), *words])
-    (found,) = json.loads((tmp_path / "out.json").read_text())["rounds"]
-    arms = ["torchvision", "shards", "torchvision without MD5", "shards without MD5", "index"]
-    assert list(found) == arms
-    assert all(value > 0 for value in found.values())
-    assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
-
-
-@pytest.mark.full
-def test_benchmark_of_training_from_shards(tmp_path):
-    words = ["-m", "benchmarks.train_speed", "--arms", "ready,ours", "--rounds", "2", "--steps", "2"]
-    words += ["--json", tmp_path / "out.json", "train_vit.py", "--data", write_shards(tmp_path / "shards")]
-    words += ["--model", "test_vit", "--image_size", "32", "--patch_size", "8", "--batch_size", "16"]
-    words += ["--per_device_batch_size", "8", "--streams", "4", "--shuffle_window", "20", "--workers", "1"]
-    assert "of ready" in run([*python(), *words, "--cache_dir", tmp_path / "cache"])
+@pytest.mark.parametrize(
+    ("words", "arms"),
+    [
+        ("decoding --size 64 --limit 4 --rounds 2", ["PIL, originals", "ours, resized"]),
+        full("imagenet_prep --count 30 --classes 3 --rounds 1 --folder OUT/work", PREPARED),
+        full(f"train_speed --arms ready,ours --rounds 2 {FROM_SHARDS}", ["ready", "ours"]),
+    ],
+)
+def test_a_benchmark_measures_its_arms(words, arms, tmp_path):
+    name, *flags = words.replace("OUT", str(tmp_path)).split()
+    write_shards(tmp_path / "shards")
+    images = [] if name == "train_speed" else ["--images", real_data() / "imagenet_sample"]
+    run([*python(), "-m", f"benchmarks.{name}", *images, "--json", tmp_path / "out.json", *flags])
     rounds = json.loads((tmp_path / "out.json").read_text())["rounds"]
-    assert len(rounds) == 2
-    assert all(speeds["ours"] > 0 and speeds["ready"] > 0 for speeds in rounds)
+    assert len(rounds) == (1 if name == "imagenet_prep" else 2)
+    assert all(speeds[arm] > 0 for speeds in rounds for arm in arms)

@@ -174,6 +174,18 @@ def test_killed_between_data_and_manifest(bucket, straight, tmp_path):  # noqa: 
     assert_same_end(folder, straight[0])
 
 
+@pytest.mark.full
+def test_killed_in_the_last_upload(bucket, tmp_path):
+    flags = ("--max_steps", "4")
+    bucket.proxy.on("PUT", ".*/step_00000004/manifest.json", lambda: kill(job))
+    job = bucket.start(tmp_path / "run", *flags)
+    assert job.wait()[0] == -signal.SIGKILL
+    assert 4 not in bucket.steps()
+    bucket.run(tmp_path / "run", *flags)
+    assert bucket.steps()[-1] == 4
+    assert result(tmp_path / "run")["uploaded"] is True
+
+
 def test_a_black_hole_stops_no_training(bucket, impatient, straight, tmp_path):  # noqa: F811
     """The black hole begins at the second upload, which the next start of the command repeats."""
     folder = tmp_path / "run"

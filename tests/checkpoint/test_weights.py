@@ -110,14 +110,10 @@ def test_weights_of_another_model_are_refused_by_the_first_tensor(file, tmp_path
     with pytest.raises(ValueError, match=r'test_vit2: Missing key\(s\) in state_dict: "reg_token": give'):
         built(file, model="test_vit2")
     more = saved(tmp_path / "more.safetensors", unknown=torch.zeros(1))
-    with pytest.raises(
-        ValueError, match=r'Unexpected key\(s\) in state_dict: "unknown": give the --model that it is of$'
-    ):
+    with pytest.raises(ValueError, match=r'Unexpected key\(s\) in state_dict: "unknown": give the --model'):
         built(more)
     best = checkpoint(tmp_path / "run", 10, 1.0)
-    with pytest.raises(
-        ValueError, match=r"does not fit --model test_vit2: .*: give the --model that it is of, test_vit$"
-    ):
+    with pytest.raises(ValueError, match=r"--model test_vit2: .*: give the --model that it is of, test_vit$"):
         built(best, model="test_vit2")
     with pytest.raises(ValueError, match=r"holds neither checkpoints nor model\.safetensors"):
         built(tmp_path)
@@ -203,11 +199,6 @@ def test_freeze_leaves_the_head_alone_to_the_optimizer(model, layer_decay, tmp_p
     assert sum(len(group["params"]) for group in groups) == len(trained)
 
 
-def test_freeze_without_weights_is_refused():
-    with pytest.raises(ValueError, match="--freeze trains the head alone: give the rest by --pretrained or"):
-        Vit(freeze=True)
-
-
 def test_a_checkpoints_recipe_builds_the_model_without_its_beginning():
     """validate.py and the like build a frozen run's model without its --weights, which may be gone."""
     import train_vit
@@ -217,3 +208,5 @@ def test_a_checkpoints_recipe_builds_the_model_without_its_beginning():
     recipe = {"weights": "gone", "freeze": True, "layer_decay": 0.7, "pretrained": True, **SMALL}
     kind = recipe_class(train_vit)
     assert parse(kind, as_flags(json.loads(json.dumps(recipe)), kind)) == Vit(**SMALL, layer_decay=0.7)
+    with pytest.raises(ValueError, match="--freeze trains the head alone: give the rest by --pretrained or"):
+        Vit(freeze=True)

@@ -114,6 +114,16 @@ def test_skypilots_parser_takes_the_task(parse_task):
     assert (task["num_nodes"], task["use_spot"], task["accelerators"]) == (2, True, {"L4": 4})
 
 
+@pytest.mark.parametrize(("right", "wrong"), [("num_nodes:", "num_node:"), ("RUN: vit-1", "RUN:")])
+def test_a_wrong_key_of_the_task_is_found(right, wrong, parse_task, tmp_path):
+    text = SKYPILOT.read_text()
+    assert text.count(right) == 1
+    (tmp_path / "task.yaml").write_text(text.replace(right, wrong))
+    status, output = parse_task(tmp_path / "task.yaml")
+    assert status != 0
+    assert wrong.rstrip(":") in output
+
+
 def test_kubeflows_models_take_the_trainjob(validate_job):
     assert validate_job(load(TRAINJOB)) == (0, "")
 

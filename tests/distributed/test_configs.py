@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import timm
+import torch
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.utils import DistributedType
@@ -101,9 +102,11 @@ def strategy_of(config: str) -> str:
     return re.sub(r"_(\dx)?\dgpu$|_gpu$", "", config)
 
 
-def parameters() -> int:
+@pytest.fixture(scope="module")
+def p() -> int:
     """The size of ViT-B/32 with 10 classes, the model of the documents' numbers."""
-    model = timm.create_model("vit_base_patch32_224", num_classes=10)
+    with torch.device("meta"):
+        model = timm.create_model("vit_base_patch32_224", num_classes=10)
     return sum(p.numel() for p in model.parameters())
 
 
@@ -147,8 +150,7 @@ def table(readme: Path, heading: str) -> dict[str, list[str]]:
     return rows
 
 
-def test_numbers_in_the_readme_of_accelerate_configs():
-    p = parameters()
+def test_numbers_in_the_readme_of_accelerate_configs(p):
     readme = ROOT / "accelerate_configs" / "README.md"
     assert f"P = {p:,}" in readme.read_text()
     rows = table(readme, "Config")
@@ -162,8 +164,7 @@ def test_numbers_in_the_readme_of_accelerate_configs():
         assert mb == f"{sent * p / 1e6:.0f}", config
 
 
-def test_numbers_in_the_readme_of_ds_configs():
-    p = parameters()
+def test_numbers_in_the_readme_of_ds_configs(p):
     rows = table(ROOT / "ds_configs" / "README.md", "File")
     assert set(rows) == {path.stem for path in JSONS}
     for file, (_, _, gpu, _, host, _) in rows.items():

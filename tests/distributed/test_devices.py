@@ -10,6 +10,7 @@ from common.distributed.devices import check_devices
 from common.distributed.launch_config import check_launch_config
 from common.system import gpus
 from tests.conftest import accelerate, full, python, run
+from tests.distributed.test_accelerator import simulate_gpus
 
 
 @pytest.fixture
@@ -35,10 +36,10 @@ def driver(monkeypatch):
             "nvmlDeviceGetName": lambda handle: "Tesla T4",
             "nvmlDeviceGetCudaComputeCapability": lambda handle: (7, 5),
         }
+        others = ("MemoryInfo", "ComputeRunningProcesses", "P2PStatus")
+        answers |= {f"nvmlDeviceGet{name}": not_supported for name in others}
         for name, answer in answers.items():
             monkeypatch.setattr(pynvml, name, answer)
-        for name in ("MemoryInfo", "ComputeRunningProcesses", "P2PStatus"):
-            monkeypatch.setattr(pynvml, f"nvmlDeviceGet{name}", not_supported)
 
     return simulate
 
@@ -94,14 +95,10 @@ def test_a_rehearsal_that_is_asked_for(variable, value, error, driver, monkeypat
 
 
 def test_a_gpu_that_torch_has_no_code_for(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla V100")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
-    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_75", "sm_80", "sm_90"])
-    with pytest.raises(ValueError, match=r"no code for GPU 0, Tesla V100 .*7\.0.*sm_75, sm_80, sm_90"):
+    simulate_gpus(monkeypatch, 1, (7, 0))
+    with pytest.raises(ValueError, match=r"no code for GPU 0, a GPU .*7\.0.*sm_75, sm_80, sm_90"):
         check_devices()
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))  # runs sm_80's code
+    simulate_gpus(monkeypatch, 1, (8, 9))  # runs sm_80's code
     check_devices()
 
 
@@ -115,10 +112,7 @@ def test_an_unsupported_question_leaves_the_other_answers(driver):
 
 
 def test_the_installed_torchs_cuda_is_read_without_torch():
-    import importlib
-
-    installed = importlib.import_module("torch.version")
-    assert gpus.torch_cuda() == installed.cuda
+    assert gpus.torch_cuda() == torch.version.cuda
 
 
 WITHOUT_DEEPSPEED = """

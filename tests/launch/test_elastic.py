@@ -90,16 +90,13 @@ def chosen(job: ElasticJob) -> list[str]:
     return [connection.host.name for connection in job._choose(job._ready()) or []]
 
 
-@pytest.mark.parametrize(("there", "used"), [(1, 1), (2, 2), (3, 2), (4, 4), (5, 4)])
-def test_the_largest_number_that_divides(there, used, hosts):
+def test_the_largest_number_that_divides_at_least_and_at_most(hosts):
     """Eight micro-batches of 8 images, two processes on a host: 1, 2 or 4 hosts."""
-    found = hosts(there)
-    found.job.batch = {"batch_size": 64, "per_device": 8}
-    found.job._connect_missing()
-    assert chosen(found.job) == found.names[:used]
-
-
-def test_at_least_and_at_most(hosts):
+    for there, used in ((1, 1), (2, 2), (3, 2), (4, 4), (5, 4)):
+        found = hosts(there)
+        found.job.batch = {"batch_size": 64, "per_device": 8}
+        found.job._connect_missing()
+        assert chosen(found.job) == found.names[:used]
     found = hosts(4, min_hosts=2, max_hosts=2)
     found.job._connect_missing()
     assert chosen(found.job) == ["node1", "node2"]

@@ -13,7 +13,8 @@ from tests.conftest import Job, accelerate, full, latest, lines, python, result,
 from tools.launch import spot
 
 AWS, GCP = "/latest/", "/computeMetadata/v1/instance/preempted"
-REBALANCE = AWS + "meta-data/events/recommendations/rebalance"
+REBALANCE, NOTICE = AWS + "meta-data/events/recommendations/rebalance", AWS + "meta-data/spot/instance-action"
+EVENTS, NAME = "/metadata/scheduledevents", "/metadata/instance/compute/name"
 ACTION = json.dumps({"action": "terminate", "time": "2026-11-23T08:22:00Z"})
 EVENT = {"EventType": "Preempt", "Resources": ["vm-7"], "NotBefore": "Mon, 23 Nov 2026 18:29:47 GMT"}
 VARIABLES = {
@@ -21,8 +22,6 @@ VARIABLES = {
     "gcp": ("GCE_METADATA_HOST", "{}"),
     "azure": ("AZURE_METADATA_ENDPOINT", "http://{}"),
 }
-
-
 SIDECAR = [*python(), "-m", "tools.launch.spot", "aws", "--"]
 
 
@@ -95,7 +94,7 @@ def test_aws(service):
     service.pages[REBALANCE] = '{"noticeTime": "2026-11-23T08:00:00Z"}'
     assert ask() == "aws: rebalance recommended, since 2026-11-23T08:00:00Z"
     assert spot.Aws()() is None  # a recommendation from before the start
-    service.pages[AWS + "meta-data/spot/instance-action"] = ACTION
+    service.pages[NOTICE] = ACTION
     service.tokens.append("of another process")  # ours is refused from now on
     assert ask() == "aws: terminate at 2026-11-23T08:22:00Z"
     assert len(service.tokens) == 4  # one for each process, and a new one
@@ -111,25 +110,25 @@ def test_gcp_and_azure(service):
         service.pages[GCP] = text
         assert ask() == notice
     ask = spot.Azure()
-    service.pages["/metadata/instance/compute/name"] = "vm-7"
+    service.pages[NAME] = "vm-7"
     for events, notice in (
         ([], None),
         ([EVENT | {"Resources": ["vm-70"]}], None),
         ([EVENT | {"EventType": "Reboot"}], None),
         ([EVENT], f"azure: preempted, not before {EVENT['NotBefore']}"),
     ):
-        service.pages["/metadata/scheduledevents"] = json.dumps({"DocumentIncarnation": 1, "Events": events})
+        service.pages[EVENTS] = json.dumps({"DocumentIncarnation": 1, "Events": events})
         assert ask() == notice
-    assert service.asked.count("/metadata/instance/compute/name") == 1
+    assert service.asked.count(NAME) == 1
 
 
 @pytest.mark.parametrize(
     ("cloud", "path", "answer"),
     [
-        ("aws", "/latest/meta-data/spot/instance-action", "[]"),
-        ("aws", "/latest/meta-data/spot/instance-action", (500, "")),
-        ("azure", "/metadata/scheduledevents", '{"Events": [7]}'),
-        ("azure", "/metadata/instance/compute/name", (404, "")),
+        ("aws", NOTICE, "[]"),
+        ("aws", NOTICE, (500, "")),
+        ("azure", EVENTS, '{"Events": [7]}'),
+        ("azure", NAME, (404, "")),
         ("gcp", GCP, "slow"),
         ("gcp", "", ""),
     ],
@@ -138,7 +137,7 @@ def test_a_service_that_fails_is_reported_once_and_the_command_runs_on(
     cloud, path, answer, service, monkeypatch
 ):
     service.delay_s = 3.0 if answer == "slow" else 0.0  # a request ends after TIMEOUT_S
-    service.pages |= {"/metadata/instance/compute/name": "vm-7", path: answer}
+    service.pages |= {NAME: "vm-7", path: answer}
     if not path:
         monkeypatch.setenv("GCE_METADATA_HOST", "127.0.0.1:9")
     words = [*python(), "-m", "tools.launch.spot", cloud, "--", "sh", "-c", "sleep 3; exit 3"]
@@ -152,7 +151,7 @@ def test_a_service_that_fails_is_reported_once_and_the_command_runs_on(
 @pytest.mark.parametrize(
     ("launcher", "status"),
     [
-        ([*python(), "launch.py", "--mode", "single-node", "--spot_notice", "aws", "--log_dir"], 75),
+        (["launch.py", "--mode", "single-node", "--spot_notice", "aws", "--log_dir"], 75),
         full([*SIDECAR, *python()], 75),
         full([*SIDECAR, *accelerate("single_gpu")], 128 + 15),  # it ends at once, and the script saves
         full([*SIDECAR, *torchrun(2, "--standalone", "--max_restarts=1000")], 1),  # no restart on this host
@@ -163,7 +162,7 @@ def test_a_run_saves_at_a_notice(launcher, status, service, tmp_path):
     log_dir = [tmp_path / "logs"] if launcher[-1] == "--log_dir" else []
     words = [*launcher, *log_dir, *LONG, "--epochs", "3000"]
     job = start_and_wait(words, tmp_path / "run")
-    service.pages[AWS + "meta-data/spot/instance-action"] = ACTION
+    service.pages[NOTICE] = ACTION
     found_status, output = job.wait(60)
     assert found_status == status, output
     assert output.count("preemption notice (aws: terminate at 2026-11-23T08:22:00Z): sending SIGTERM") == 1
@@ -173,10 +172,9 @@ def test_a_run_saves_at_a_notice(launcher, status, service, tmp_path):
     assert (last["step"], last["why"]) == (found["steps"], "SIGTERM")
 
 
-@pytest.mark.parametrize("sent", ["SIGTERM", full("SIGKILL")])
-def test_a_signal_to_the_sidecar_reaches_the_command(sent, service, tmp_path):
+@pytest.mark.parametrize(("sent", "status"), [(signal.SIGTERM, 75), full(signal.SIGKILL, -signal.SIGKILL)])
+def test_a_signal_to_the_sidecar_reaches_the_command(sent, status, service, tmp_path):
     job = start_and_wait([*SIDECAR, *python(), *LONG, "--epochs", "3000"], tmp_path / "run")
-    job.process.send_signal(getattr(signal, sent))
-    status, output = job.wait(60)
-    assert status == (75 if sent == "SIGTERM" else -signal.SIGKILL), output
+    job.process.send_signal(sent)
+    assert job.wait(60)[0] == status
     assert result(tmp_path / "run")["status"] == "preempted"

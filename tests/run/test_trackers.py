@@ -12,9 +12,10 @@ import pytest
 from PIL import Image
 
 from common.telemetry.summary import HOST_NUMBERS
-from tests.conftest import CNN, Job, lines, metrics, result, run, wait_until
+from tests.conftest import CNN, Job, lines, metrics, mutate, python, result, run, wait_until
 from tests.run.conftest import FLAGS
 
+BOTH = ["--trackers", "tensorboard,wandb"]
 TELEMETRY = {f"telemetry/{name}" for name in HOST_NUMBERS}  # of a host without GPUs
 KEY = {"WANDB_API_KEY": "c0ffee" * 6 + "c0ff"}
 
@@ -88,6 +89,15 @@ def test_both_processes_share_one_log_and_one_sampler(folder):
     (file,) = folder.glob("telemetry-*")
     assert len([line for line in lines(file) if "host" in line]) == 1
     assert [host["samples"] for host in result(folder)["telemetry"]] == [len(lines(file)) - 1]
+
+
+@pytest.mark.full
+def test_pictures_that_a_tracker_does_not_take(project_copy, tmp_path, cache):
+    mutate(project_copy, "common/run/trackers.py", "tracker.log_images(", "tracker.log_pictures(")
+    words = [*python(), *CNN, *FLAGS, *BOTH, *cache, "--output_dir", tmp_path / "run"]
+    output = run(words, cwd=project_copy)
+    assert [output.count(f"{name} does not have the pictures") for name in ("tensorboard", "wandb")] == [1, 1]
+    assert result(tmp_path / "run")["status"] == "finished"
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 
 from common.system.cli import run_command
 from tests.checkpoint.test_checkpoints import LONG, start_and_wait
-from tests.conftest import ROOT, Job, python, result
+from tests.conftest import ROOT, Job, python, result, run
 
 LAUNCH = ["launch.py", "--mode", "single-node", "--log_dir"]
 TRAIN = [str(ROOT / "train_cnn_a.py"), "--data", "digits", "--batch_size", "16", "--max_steps", "2"]
@@ -34,16 +34,20 @@ def test_a_command_ends_with_a_line_and_a_status(error, status, text, capsys):
 
 
 @pytest.mark.full
-def test_files_that_may_not_grow(tmp_path):
-    """Under `ulimit -f`, in KiB, the cache can't be written."""
-    line = shlex.join(
-        map(str, [*python(), *TRAIN, "--cache_dir", tmp_path, "--output_dir", tmp_path / "run"])
-    )
-    status, output = Job(["bash", "-c", f"ulimit -f 4; {line}"]).wait()
+@pytest.mark.parametrize(
+    ("blocks", "says"), [(200, "File too large"), (4, "may have 4,096 bytes here: ulimit")]
+)
+def test_files_that_may_not_grow(blocks, says, tmp_path):
+    """Limits file sizes by ulimit -f, in KiB: with a cache from before, or without."""
+    words = [*python(), *TRAIN, "--cache_dir", tmp_path / "cache", "--output_dir"]
+    if blocks == 200:
+        run([*words, tmp_path / "first"])
+    line = shlex.join(map(str, [*words, tmp_path / "run"]))
+    status, output = Job(["bash", "-c", f"ulimit -f {blocks}; {line}"]).wait()
     assert status == 1
     (line,) = [line for line in output.splitlines() if "error" in line]
     assert line.startswith("error: ")
-    assert "a file may have 4,096 bytes here: ulimit -f" in line
+    assert says in line
     assert "Traceback" not in output
 
 

@@ -212,6 +212,14 @@ def test_a_burst_of_errors_is_survived(store, proxy, big, status, code, attempts
     assert store.read("a") == b"content"
 
 
+def test_a_slow_store_is_asked_again(store, proxy, monkeypatch):
+    monkeypatch.setattr(object_store, "READ_S", 1)
+    store.write("a", b"content")
+    proxy.delay(1.5, times=1)
+    assert store.read("a") == b"content"
+    assert proxy.faults["delay"] == 1
+
+
 def test_a_cut_upload_goes_on(store, proxy, big, tmp_path):
     proxy.cut_upload(100_000, times=2, path="partNumber=2")
     proxy.cut_upload(0, times=1, path="partNumber=3")
@@ -263,6 +271,13 @@ def test_a_silent_store_is_given_up(store, proxy, big, tmp_path, quick, monkeypa
         texts = pool.map(refused, calls, timeout=60)
         assert all(f"no whole answer from {proxy.endpoint} in 2 attempts" in text for text in texts)
     assert os.listdir(tmp_path) == []
+
+
+def test_a_store_that_falls_silent_during_an_upload(store, proxy, big, quick):
+    proxy.black_hole(path="partNumber=3")
+    assert "no whole answer" in refused(store.upload, big, "model")
+    assert proxy.faults["black_hole"] == object_store.ATTEMPTS
+    assert "Uploads" not in boto3.client("s3").list_multipart_uploads(Bucket=BUCKET)
 
 
 def test_probe_gives_up_early(store, proxy, monkeypatch):

@@ -115,6 +115,12 @@ def telemetry_of(folder: Path | None, *processes: ProcessInfo, interval_s=0.0, s
     return Telemetry(list(processes), 0, folder, interval_s, step, steps)
 
 
+def test_an_interval_of_0_takes_no_sample(tmp_path):
+    telemetry = telemetry_of(tmp_path)
+    telemetry.stop()
+    assert (list(tmp_path.iterdir()), telemetry.summaries(), energy_wh([])) == ([], [], None)
+
+
 def test_a_write_error_is_reported_once_and_stops_nothing(tmp_path, capsys):
     """The error of the sampling thread, of another host's samples, and of the summary."""
     for host in "ab":
