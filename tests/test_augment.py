@@ -206,6 +206,7 @@ FROM_SHARDS += " --batch_size 16 --per_device_batch_size 8 --streams 4 --shuffle
 def test_a_benchmark_measures_its_arms(words, arms, tmp_path):
     name, *flags = words.replace("OUT", str(tmp_path)).split()
     write_shards(tmp_path / "shards")
+    (tmp_path / "work").mkdir()
     images = [] if name == "train_speed" else ["--images", real_data() / "imagenet_sample"]
     run([*python(), "-m", f"benchmarks.{name}", *images, "--json", tmp_path / "out.json", *flags])
     rounds = json.loads((tmp_path / "out.json").read_text())["rounds"]

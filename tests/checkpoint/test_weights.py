@@ -207,6 +207,6 @@ def test_a_checkpoints_recipe_builds_the_model_without_its_beginning():
 
     recipe = {"weights": "gone", "freeze": True, "layer_decay": 0.7, "pretrained": True, **SMALL}
     kind = recipe_class(train_vit)
-    assert parse(kind, as_flags(json.loads(json.dumps(recipe)), kind)) == Vit(**SMALL, layer_decay=0.7)
+    assert parse(kind, as_flags(json.loads(json.dumps(recipe)), kind)) == kind(**SMALL, layer_decay=0.7)
     with pytest.raises(ValueError, match="--freeze trains the head alone: give the rest by --pretrained or"):
         Vit(freeze=True)
