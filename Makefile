@@ -12,7 +12,7 @@ VENV = .venv-torch$(TORCH)
 CONSTRAINTS =
 endif
 
-.PHONY: setup train tensorboard logbook experiment_vit experiment_speedup docs check packages test test-all golden
+.PHONY: setup train same_bits tensorboard logbook experiment_vit experiment_speedup docs check packages test test-all golden
 
 setup: $(INSTALLED)
 
@@ -28,6 +28,12 @@ $(INSTALLED_DEV): requirements-dev.txt $(INSTALLED)
 
 train: setup
 	$(VENV)/bin/accelerate launch --config_file accelerate_configs/cpu.yaml train_cnn_a.py --data digits
+
+# CNN-A on 1, 2 and 4 processes, 16 micro-batches a step: the weights are the same, bit for bit.
+same_bits: setup
+	for n in 1 2 4; do $(VENV)/bin/torchrun --standalone --nproc_per_node=$$n train_cnn_a.py --data digits \
+	    --epochs 2 --per_device_batch_size 8 --deterministic --output_dir runs/same_bits/$$n || exit; done
+	sha256sum runs/same_bits/*/checkpoints/*/model.safetensors
 
 # All runs, for this machine alone: from elsewhere by ssh -L 6006:localhost:6006
 tensorboard: setup

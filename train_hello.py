@@ -22,6 +22,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from common.distributed.accelerator import prepare
+from common.distributed.exact_sum import exact_sum
 from common.distributed.process import entry
 from common.order import Shuffled, Steps, evaluation_plan, reseed
 from common.recipe import Batch, Recipe, flag, setting
@@ -99,7 +100,7 @@ def evaluate(
     shares = evaluation_plan(len(x), batch.per_device, batch.processes, accelerator.process_index)
     for ids, valid in shares:  # the last micro-batch is padded: only `valid` points count
         errors = (model(rows(x, ids)).float() - rows(y, ids))[:valid]
-        squares = errors.double().square().sum()
+        squares = exact_sum(errors.square())  # the same bits on any number of processes
         sums += torch.stack([squares, torch.full_like(squares, valid)])
     # An "all-reduce": every process gives its numbers, and gets the sum of all.
     squared, count = accelerator.reduce(sums, "sum").tolist()

@@ -14,14 +14,17 @@ It prints how much of the run was replayed, and what is not verified: other step
 outcome is added to `verified.json` in the run's folder, which the run's page shows. Exit status 1 if anything
 differs.
 
-On a CPU, one process replays a run of one process bit by bit. Elsewhere rounding differs, and training
-amplifies it. Where a replay differs by more than 1e-6 of a value, a second one that rounds otherwise measures
-by how much; the bound is 30 times the difference between the two. So short replays verify most.
+A run with --deterministic under DDP, FSDP or on one process must be equal bit for bit, on any number of
+processes, where device, packages and compilation are the run's. On a CPU, one process replays any run of one
+process bit by bit. Elsewhere rounding differs, and training amplifies it. Where a replay differs by more than
+1e-6 of a value, a second one that rounds otherwise measures by how much; the bound is 30 times the difference
+between the two. So short replays verify most.
 """
 
 import argparse
 import json
 import math
+import os
 import random
 import runpy
 import signal
@@ -49,6 +52,7 @@ from tools.logbook.replay import (
     compare_facts,
     contradictions,
     has_same_weights,
+    must_be_equal,
     steps_per_epoch,
 )
 
@@ -122,6 +126,8 @@ class Run:
         self.precision = about.get("mixed_precision", "no")
         self.device = "cuda" if has_gpu(flags.config_file) else "cpu"
         self._check_device(about.get("devices") or [""])
+        is_exact, threads = self.recipe.get("deterministic"), str(about.get("threads", 1))
+        self.env = {"OMP_NUM_THREADS": threads} if is_exact else {}  # of the replays
         self.intervals = self._choose(self._all_intervals())
         self.intervals += self._evaluations()
 
@@ -208,7 +214,9 @@ class Run:
         outcome.is_replayed = True
         outcome.has_test = first.facts.get("best_step") == self.best
         outcome.findings += compare_facts(run, first, is_moved=bool(self.flags.data))
-        if found := compare(run, first, first, outcome):
+        outcome.is_exact = must_be_equal(run, first)
+        found = compare(run, first, first, outcome)
+        if found and not outcome.is_exact:
             second = RunRecord(self._train(outcome.interval, scratch / "second", is_second=True))
             found = compare(run, first, second, outcome)
             if self.precision != "no" and has_same_weights(run, second, outcome.interval):
@@ -229,7 +237,7 @@ class Run:
             words += ["--resume", start]
         if self.flags.cache_dir:
             words += ["--cache_dir", self.flags.cache_dir]
-        status, output = launch([str(word) for word in words])
+        status, output = launch([str(word) for word in words], self.env)
         if status:
             lines = output.splitlines() or ["no output"]
             print("\n".join(lines[-SHOWN:]), file=sys.stderr)
@@ -261,10 +269,10 @@ class Run:
         if outcome.findings:
             return "\n".join(f"{where}: {finding}" for finding in outcome.findings)
         weights = "" if outcome.weights is None else f", the weights by at most {outcome.weights:.0e}"
-        return (
-            f"{where}: the loss differs by at most {outcome.loss:.0e}{weights}; log, data, recipe and weights"
-            " are those of the page"
+        differs = (
+            "equal bit for bit" if outcome.is_exact else f"the loss differs by at most {outcome.loss:.0e}"
         )
+        return f"{where}: {differs}{weights}; log, data, recipe and weights are those of the page"
 
     def conclude(self, found: list[str], outcomes: list[Outcome]) -> int:
         """Prints the coverage, adds the outcome to verified.json, and returns the exit status.
@@ -292,6 +300,7 @@ class Run:
             "intervals": [str(one.interval) for one in replayed],
             "checkpoints": [step_name(step) for step in sorted(compared)],
             "loss_difference": max((one.loss for one in outcomes), default=0.0),
+            "is_exact": bool(replayed) and all(one.is_exact for one in replayed),
             "bound": max((one.bound for one in outcomes), default=0.0),
             "findings": findings,
             "not_verified": left_out,
@@ -346,10 +355,11 @@ def train_nudged(words: list[str]) -> None:
     runpy.run_path(words[0], run_name="__main__")
 
 
-def launch(words: list[str]) -> tuple[int, str]:
-    """Runs a replay. Returns its exit status and its output."""
+def launch(words: list[str], env: dict[str, str]) -> tuple[int, str]:
+    """Runs a replay, with these further variables. Returns its exit status and its output."""
     done = subprocess.run(
         words,
+        env=os.environ | env,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -1,16 +1,18 @@
 """A random fire drill on four virtual hosts: hosts leave and join, and the training must stay the same.
 
     python -m benchmarks.elastic_drill --minutes 20
+    python -m benchmarks.elastic_drill --scripts cnn_a --strategies ddp rounded --lr 3e-3 --draw drill.png
 
 Hosts are cut off, killed, told to leave (SIGTERM, and the machine is gone after it), and join again, in an
 order that follows from --seed: the second training's is that of the next seed, and so on.
 launch.py --min_hosts runs on a fifth host. Then, in fp32:
 
 ids, lr   the sample ids and learning rates of all steps are those of an uninterrupted process
-replay    the losses of the 50 steps after each change are within 1e-5 of a single process that begins at that
-          change's checkpoint
-whole     over the whole run the losses differ from one process's by no more than twice what those of an
-          uninterrupted run on four processes do
+whole     with --deterministic (DDP, FSDP2) each loss is that process's, bit for bit, and so are the weights
+          at the end. Without it (ZeRO-2, and DDP as `rounded`) losses differ by no more than twice what those
+          of an uninterrupted run on four processes do
+replay    under ZeRO-2 the losses of the 50 steps after each change are within 1e-5 of a single process that
+          begins at that change's checkpoint
 lost      no step is repeated after a leave or a join, at most a checkpoint interval after a cut or kill
 
 Needs root, and what cluster/virtual_cluster.py needs.
@@ -38,6 +40,7 @@ from typing import Any
 from cluster import virtual_cluster as cluster
 from cluster.drill import ranks_on
 from common.data.cache import prepare_data
+from common.run.plots import Panel, panels
 from common.system.paths import ROOT
 
 HOSTS, BATCH, PER_DEVICE = 4, 96, 8  # 12 micro-batches a step: for 1, 2, 3 and 4 hosts
@@ -52,10 +55,14 @@ SCRIPTS = {
     "cnn_a": ["train_cnn_a.py"],
     "vit": ["train_vit.py", "--model", "test_vit", "--image_size", "32", "--patch_size", "8", *DROPOUT],
 }
-# Now and then rounding moves an activation of CNN-A over ReLU's edge. From there on losses differ, in
-# proportion to the learning rate: at 1e-5 one of 33 replays left REPLAY_BOUND. The ViT's GELU has no edge.
+# Without --deterministic rounding now and then moves an activation of CNN-A over ReLU's edge. From there on
+# losses differ, in proportion to the learning rate: at 1e-5 one of 33 replays left REPLAY_BOUND. The ViT's
+# GELU has no edge.
 LR = {"cnn_a": 3e-6, "vit": 1e-5}
-STRATEGIES = {"ddp": "ddp_4gpu", "fsdp": "fsdp_4gpu", "zero2": "zero2_4gpu"}
+EXACT_LR = 3e-3
+STRATEGIES = {"ddp": "ddp_4gpu", "fsdp": "fsdp_4gpu", "zero2": "zero2_4gpu", "rounded": "ddp_4gpu"}
+EXACT = {"ddp", "fsdp"}  # trained with --deterministic
+MEAN_OF = 20  # steps, in the plot
 RECIPE = ["--batch_size", str(BATCH), "--per_device_batch_size", str(PER_DEVICE), "--mixed_precision", "no"]
 RECIPE += ["--warmup", "0.01", "--log_every", "1", "--log_samples", "--trackers", "none"]
 RECIPE += ["--max_val_images", "500"]
@@ -258,13 +265,14 @@ def difference(ours: dict[int, dict], theirs: dict[int, dict], steps: range) -> 
     return max(abs(ours[step]["train/loss"] - theirs[step]["train/loss"]) for step in steps)
 
 
-def examine(job: Job, events: list[Event], words: list[str], config: str) -> dict[str, Any]:
+def examine(job: Job, events: list[Event], words: list[str], strategy: str) -> dict[str, Any]:
     """Compares the run with uninterrupted ones and with replays. Returns the table's row."""
     folder, ours = job.folder.parent, trained(job.folder)
     last = max(ours)
+    is_exact, config = strategy in EXACT, STRATEGIES[strategy]
     straight = [*words, *RECIPE, "--checkpoint_every", "epoch", "--max_steps", str(last)]
     launcher = ["-m", "accelerate.commands.launch", "--config_file", f"accelerate_configs/{config}.yaml"]
-    four = uninterrupted(folder / "four", [*launcher, *straight])
+    four = {} if is_exact else uninterrupted(folder / "four", [*launcher, *straight])
     ends = [step for step, _ in job.resumed[1:]] + [last]
 
     def replay(number: int) -> float:
@@ -277,21 +285,24 @@ def examine(job: Job, events: list[Event], words: list[str], config: str) -> dic
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # each has one thread
         straight_one = pool.submit(uninterrupted, folder / "one", straight)
         replayed = [number for number, (step, _) in enumerate(job.resumed) if ends[number] > step]
-        replays = list(pool.map(replay, replayed))
+        replays = list(pool.map(replay, replayed)) if strategy == "zero2" else []
         one = straight_one.result()
     steps = range(1, last + 1)
     signalled = [event.lost for event in events if event.kind in ("leave", "join")]
     killed = [event.lost for event in events if event.kind in ("cut", "kill")]
     ids = [(path / "samples.jsonl").read_text() for path in (job.folder, folder / "one")]
+    ends_in = [path / "checkpoints" / f"step_{last:08d}" for path in (job.folder, folder / "one")]
+    weights = [(path / "model.safetensors").read_bytes() for path in ends_in if path.exists()]
     return {
         "steps": last,
         "changes": ", ".join(event.kind for event in events),
-        "replays": len(replays),
+        "replays": len(replayed),
         "ids": ids[0] == ids[1],
         "lr": all(ours[step]["train/lr"] == one[step]["train/lr"] for step in steps),
         "replay": max(replays, default=0.0),
         "whole": difference(ours, one, steps),
-        "bound": 2 * difference(four, one, steps),
+        "bound": 0.0 if is_exact else 2 * difference(four, one, steps),
+        "weights": len(weights) == 2 and weights[0] == weights[1],
         "lost_signalled": max(signalled, default=0),
         "lost_killed": max(killed, default=0),
         **seconds(events),
@@ -308,8 +319,45 @@ def seconds(events: list[Event]) -> dict[str, float]:
 def holds(row: dict[str, Any]) -> bool:
     """True if the training was disturbed, and no bound is broken."""
     is_same = row["ids"] and row["lr"] and row["replay"] <= REPLAY_BOUND and row["whole"] <= row["bound"]
+    is_same &= row["weights"] or row["bound"] > 0
     is_lost = row["lost_signalled"] > 0 or row["lost_killed"] > CHECKPOINT_EVERY
     return row["replays"] > 0 and is_same and not is_lost
+
+
+# --- The picture
+
+
+def draw(file: Path, folder: Path) -> None:
+    """Losses of the disturbed CNN-A, of a plain script where folder has one, and distances of all from their
+    uninterrupted runs, with the distance of two uninterrupted ones on one and on four processes."""
+    ours, rounded, plain = (folder / name for name in ("cnn_a-ddp", "cnn_a-rounded", "plain"))
+    pairs = {
+        "with --deterministic": (ours / "run", ours / "one"),
+        "without it": (rounded / "run", rounded / "one"),
+        "without it, undisturbed: 1 and 4 processes": (rounded / "four", rounded / "one"),
+    }
+    pairs |= {"plain script": (plain / "run", plain / "four")} if plain.exists() else {}
+    runs = {name: [losses(path) for path in pair] for name, pair in pairs.items()}
+    apart, row = Panel("step", "distance (0 is drawn at 1e-9)", is_log=True), []
+    for name, (disturbed, straight) in runs.items():
+        gaps = [max(abs(a - b), 1e-9) for a, b in zip(disturbed, straight, strict=False)]
+        apart.curves[name] = (range(1, len(gaps) + 1), gaps)
+        if name in ("with --deterministic", "plain script" if plain.exists() else "without it"):
+            curves = {"drilled": means(disturbed[: len(gaps)]), "uninterrupted": means(straight[: len(gaps)])}
+            row.append(Panel("step", f"loss, {name}", curves))
+    panels(file, [[*row, apart]], "CNN-A while hosts are lost and join, beside the uninterrupted run")
+
+
+def losses(folder: Path) -> list[float]:
+    """By step; of steps that were trained again the last ones."""
+    lines = trained(folder)
+    return [lines[step]["train/loss"] for step in sorted(lines)]
+
+
+def means(values: list[float]) -> tuple[range, list[float]]:
+    """Steps, and the means of the MEAN_OF values up to each."""
+    steps = range(MEAN_OF, len(values) + 1)
+    return steps, [statistics.fmean(values[step - MEAN_OF : step]) for step in steps]
 
 
 # --- Entry
@@ -321,7 +369,8 @@ def main() -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     parser.add_argument("--scripts", nargs="+", choices=SCRIPTS, default=list(SCRIPTS))
-    parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=list(STRATEGIES))
+    parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=["ddp", "fsdp", "zero2"])
+    parser.add_argument("--draw", type=Path, metavar="PNG", help="CNN-A under ddp and rounded")
     parser.add_argument("--minutes", type=float, default=20, help="of all trainings (default: %(default)s)")
     parser.add_argument(
         "--seed", type=int, default=0, help="of the first training's changes (default: %(default)s)"
@@ -329,7 +378,9 @@ def main() -> int:
     parser.add_argument("--data", default="digits", help="as the scripts' (default: %(default)s)")
     parser.add_argument("--epochs", type=int, default=30, help="of the schedule (default: %(default)s)")
     usual = ", ".join(f"{lr:g} of {script}" for script, lr in LR.items())
-    parser.add_argument("--lr", type=float, help=f"learning rate (default: {usual})")
+    parser.add_argument(
+        "--lr", type=float, help=f"learning rate (default: {EXACT_LR:g}; without --deterministic {usual})"
+    )
     parser.add_argument("--folder", type=Path, default=Path("runs/elastic_drill"), help="for the runs")
     flags = parser.parse_args()
     if flags.folder.exists():
@@ -340,20 +391,24 @@ def main() -> int:
     for number, (script, strategy) in enumerate(itertools.product(flags.scripts, flags.strategies)):
         rows.append(drill_ours(script, strategy, flags.seed + number, flags))
         show(rows)
+    if flags.draw:
+        draw(flags.draw, flags.folder)
     return 0 if all(map(holds, rows)) else 1
 
 
 def drill_ours(script: str, strategy: str, seed: int, flags: argparse.Namespace) -> dict[str, Any]:
     folder = flags.folder.resolve() / f"{script}-{strategy}"
     words = [*SCRIPTS[script], "--data", flags.data, "--epochs", str(flags.epochs)]
-    words += ["--lr", str(flags.lr or LR[script])]
+    is_exact = strategy in EXACT
+    words += ["--lr", str(flags.lr or (EXACT_LR if is_exact else LR[script]))]
+    words += ["--deterministic"] if is_exact else []
     with hosts():
         job = Job(folder / "run", words, STRATEGIES[strategy])
         events = disturb(job, flags.minutes, seed)
     row = {
         "training": f"{script} {strategy}",
         "seed": seed,
-        **examine(job, events, words, STRATEGIES[strategy]),
+        **examine(job, events, words, strategy),
     }
     keep(folder, row, events)
     return row

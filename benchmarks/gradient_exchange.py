@@ -1,10 +1,10 @@
-"""Step time of DDP with gradients in fp32 and in bf16, on two virtual hosts with a slow network.
+"""Step time of DDP with gradients in fp32, bf16 and float64, on two virtual hosts with a slow network.
 
     python -m benchmarks.gradient_exchange --data FOLDER
 
 Trains ResNet-18 (45 MB of gradients) on two hosts with one process each: at each rate with and without
---grad_compression bf16 in turn. Needs root, and what cluster/virtual_cluster.py needs. Results:
-benchmarks/README.md.
+--grad_compression bf16 and --deterministic in turn. Needs root, and what cluster/virtual_cluster.py needs.
+Results: benchmarks/README.md.
 """
 
 import argparse
@@ -13,6 +13,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
 from benchmarks.harness import benchmark_parser, in_turn, report
@@ -26,6 +27,7 @@ LAUNCH += ["--config_file", "accelerate_configs/ddp_2x2gpu.yaml", "train_cnn_b.p
 LAUNCH += ["--log_every", "1", "--max_val_images", "16", "--trackers", "none", "--telemetry_s", "0"]
 LAUNCH += ["--mixed_precision", "no"]
 WARM_UP = 3  # steps that do not count
+ARMS = {"fp32": [], "bf16": ["--grad_compression", "bf16"], "float64": ["--deterministic"]}
 
 
 def main() -> int:
@@ -38,7 +40,7 @@ def main() -> int:
         try:
             for name in cluster.names():
                 cluster.shape(name, rate)
-            arms = {"fp32": lambda: step_s("no", flags), "bf16": lambda: step_s("bf16", flags)}
+            arms = {name: partial(step_s, words, flags) for name, words in ARMS.items()}
             rounds = in_turn(arms, flags.rounds)
         finally:
             cluster.down()
@@ -46,15 +48,15 @@ def main() -> int:
     return 0
 
 
-def step_s(kind: str, flags: argparse.Namespace) -> float:
+def step_s(arm: list[str], flags: argparse.Namespace) -> float:
     """The median of a training's steps, without the first ones."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "run"
-        words = [*LAUNCH, "--data", flags.data, "--grad_compression", kind, "--output_dir", str(folder)]
+        words = [*LAUNCH, "--data", flags.data, *arm, "--output_dir", str(folder)]
         words = cluster.inside("node1", [*words, "--max_steps", str(flags.steps + WARM_UP)], ROOT)
         done = subprocess.run(words, capture_output=True, text=True, check=False)
         if done.returncode:
-            raise ValueError(f"{kind}: {done.stdout[-2000:]}{done.stderr[-2000:]}")
+            raise ValueError(f"{arm}: {done.stdout[-2000:]}{done.stderr[-2000:]}")
         lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
         speeds = [line["train/images_per_s"] for line in lines if "train/loss" in line]
     return statistics.median(4 / speed for speed in speeds[WARM_UP:])

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from common.augment import to_float
 from common.data.splits import Split
+from common.distributed.exact_sum import exact_sum
 from common.order import chosen_by_hash, evaluation_plan
 from common.recipe import Batch, ImageRecipe
 from common.system.transfer import send
@@ -74,7 +75,7 @@ def evaluate(
         classes, predicted = part.logits.shape[1], part.logits.argmax(1)
         losses = F.cross_entropy(part.logits, part.labels, reduction="none")
         correct = (predicted == part.labels).double().sum()
-        totals += torch.stack([losses.double().sum(), correct, torch.full_like(correct, len(part.ids))])
+        totals += torch.stack([exact_sum(losses), correct, torch.full_like(correct, len(part.ids))])
         if classes <= CONFUSED:
             if confusion is None:
                 confusion = torch.zeros(classes, classes, dtype=torch.int64, device=totals.device)

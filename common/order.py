@@ -149,11 +149,12 @@ def evaluation_plan(
 ) -> Iterator[tuple[np.ndarray, int]]:
     """Every sample exactly once over all processes: yields (ids int64 [per_device], how many of them count).
 
-    Each process gets consecutive samples, so that it reads only its part of the shards. All get the same
-    number of micro-batches of the same shape, because under FSDP and ZeRO-3 a forward is a collective.
-    Padding repeats the process's last sample, and does not count.
+    Each process gets consecutive micro-batches, so that it reads only its part of the shards. They are the
+    same on any number of processes, up to empty ones: all get the same number of micro-batches of the same
+    shape, because under FSDP and ZeRO-3 a forward is a collective. Padding repeats the process's last sample,
+    and does not count.
     """
-    share = -(-count // processes)  # rounded up
+    share = -(-count // (per_device * processes)) * per_device
     first, end = rank * share, min((rank + 1) * share, count)
     for start in range(first, first + share, per_device):
         ids = np.arange(start, start + per_device)

@@ -48,7 +48,9 @@ class Job:
         False, "recompute each block in the backward pass from its input: less memory, slower"
     )
     deterministic: bool = setting(
-        False, "the same bits in each run on the same GPUs: slower, without TF32; a CPU needs no flag for it"
+        False,
+        "the same bits in each run and on any number of processes, with devices of one kind: slower, without"
+        " TF32, one thread per process on a CPU",
     )
     deepspeed_config: str | None = setting(
         None, "a file of `ds_configs/`, for launchers without an accelerate config"
@@ -129,6 +131,11 @@ class Recipe(Job):
     def __post_init__(self) -> None:
         if self.output_dir and self.model_folder:
             raise ValueError("--output_dir and --model_folder exclude one another: give one of them")
+        if self.deterministic and self.grad_compression != "no":
+            raise ValueError(
+                f"--grad_compression {self.grad_compression} rounds sums of gradients, and --deterministic"
+                " excludes that: give one of them"
+            )
         if "none" in self.trackers and len(self.trackers) > 1:
             raise ValueError(f"--trackers {as_text(self.trackers)}: `none` stands alone")
         if self.checkpoint_every != "epoch" and not re.fullmatch("[1-9][0-9]*", self.checkpoint_every):

@@ -64,6 +64,10 @@ VARIANTS = {
     "vit ViT-B/32, bf16 residual": (replace(VIT_B, expected=11_000), ("--half_residual",)),
     "ResNet-18, compiled": (replace(RESNET, expected=75_000), COMPILED),
     "ResNet-18, step graph": (replace(RESNET, expected=60_000), ("--step_graph",)),
+    # Some 80 bytes of memory traffic a parameter, and 6 launches for each tensor, more than without the flag.
+    "vit ViT-B/32, deterministic": (replace(VIT_B, expected=9_500), ("--deterministic",)),
+    "ResNet-18, deterministic": (replace(RESNET, expected=50_000), ("--deterministic",)),
+    "CNN-A, deterministic": (replace(CNN_A, expected=275_000), ("--deterministic",)),
     "CNN-A, step graph": (replace(CNN_A, expected=1_200_000, images_per_s=1e6), ("--step_graph",)),
     "CNN-A, reduce-overhead": (replace(CNN_A, expected=900_000), ("--compile", "reduce-overhead")),
     "vit ViT-S/16, compiled": (replace(SMALL_VIT, expected=8_000, images_per_s=8_000), COMPILED),

@@ -31,6 +31,7 @@ from common.distributed.devices import (
     rehearse_on_cpu,
     use_all_cores,
 )
+from common.distributed.exact_sum import ExactSum, float64_policy, use_foreach
 from common.distributed.launch_config import (
     check_launch_config,
     check_wrapped_classes,
@@ -106,13 +107,21 @@ def start(job: Job, clip_norm: float = 0.0) -> tuple[Accelerator, Batch]:
             f"--compile {compilation} (dynamo_backend): ZeRO-3 gathers parameters inside of each block, which"
             " does not compile; choose --compile no, ZeRO-2 or FSDP"
         )
+    if job.deterministic and strategy(accelerator).startswith("zero") and batch.processes > 1:
+        raise ValueError(
+            "--deterministic: ZeRO adds gradients in an order that depends on the number of processes;"
+            " choose DDP or FSDP2, or leave the flag away"
+        )
     if accelerator.device.type == "cpu":
-        use_all_cores()
+        use_all_cores(job.deterministic)
         keep_freed_memory()
     blocks = {"compile": str(compilation), "grad_checkpointing": accelerator.grad_checkpointing}
     blocks |= vars(accelerator.precision)
     code = {"script and common/": _code_hash(), **versions()}
-    agree(accelerator, {**code, "recipe": recipe_part(job), **blocks, "deterministic": job.deterministic})
+    blocks |= {"deterministic": job.deterministic}
+    if job.deterministic:  # a CPU's sums within a gradient depend on them
+        blocks |= {"threads": torch.get_num_threads()}
+    agree(accelerator, {**code, "recipe": recipe_part(job), **blocks})
     if rehearsal:
         accelerator.print(f"rehearsal on CPU: {batch.processes} gloo processes stand for as many GPUs")
     for remark in (*remarks, replacement_problem()):
@@ -121,7 +130,9 @@ def start(job: Job, clip_norm: float = 0.0) -> tuple[Accelerator, Batch]:
     extras = f", compiled ({compilation})" if compilation else ""
     extras += ", weights too" if accelerator.precision.half_precision == "weights" else ""
     extras += ", activation checkpointing" if accelerator.grad_checkpointing else ""
-    extras += ", deterministic" if job.deterministic else ""
+    if job.deterministic:
+        extras += ", deterministic: gradients in float64, which doubles their memory and traffic"
+        extras += f", threads {torch.get_num_threads()}" if accelerator.device.type == "cpu" else ""
     accelerator.print(f"{strategy(accelerator)}, {batch}, mixed precision {precision(accelerator)}{extras}")
     ready()
     watch_ranks(accelerator, job.timeout_s)
@@ -158,11 +169,14 @@ def make_accelerator(
     if job.grad_compression != "no":
         accelerator.precision = compressed(accelerator.precision, job.grad_compression, strategy(accelerator))
     accelerator.compilation = None
+    accelerator.deterministic, accelerator.exact_sum = job.deterministic, None  # wrap() makes it
     accelerator.grad_checkpointing = job.grad_checkpointing
     if accelerator.distributed_type == DistributedType.FSDP:
         plugin = accelerator.state.fsdp_plugin
         accelerator.grad_checkpointing |= bool(plugin.activation_checkpointing)
         plugin.activation_checkpointing = False  # prepare() does it
+        if job.deterministic:
+            plugin.mixed_precision_policy = float64_policy()
     is_cpu = accelerator.device.type == "cpu"
     if is_cpu and kind == "fp16" and accelerator.distributed_type != DistributedType.DEEPSPEED:
         # As Accelerate does on a GPU; on a CPU it would silently compute in fp32.
@@ -198,7 +212,16 @@ def wrap(
     sharded = strategy(accelerator) not in ("single", "ddp")  # for these Accelerate does it
     if sharded and accelerator.precision.half_precision == "autocast":
         autocast_forward(accelerator, model)
-    prepared, wrapped = accelerator.prepare(model, optimizer)
+    is_exact = accelerator.deterministic and accelerator.distributed_type != DistributedType.DEEPSPEED
+    if is_exact and accelerator.device.type == "cpu":
+        use_foreach(optimizer)
+    if is_exact and not sharded:  # without DDP
+        prepared = accelerator.prepare_model(model, evaluation_mode=True)
+        wrapped = accelerator.prepare_optimizer(optimizer)
+    else:
+        prepared, wrapped = accelerator.prepare(model, optimizer)
+    if is_exact:
+        accelerator.exact_sum = ExactSum(accelerator, prepared)
     statistics.follow(accelerator, plain_module(prepared))
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         if accelerator.precision.half_precision == "weights":
@@ -210,6 +233,7 @@ def wrap(
             refuse_skipped_steps(wrapped.optimizer)
     if isinstance(prepared, nn.parallel.DistributedDataParallel):
         prepared.broadcast_buffers = False  # common.evaluation broadcasts them before it uses them
+    if strategy(accelerator) == "ddp":
         refuse_missing_gradients(plain_module(prepared), wrapped.optimizer)
     prepared.train()
     return prepared, wrapped

@@ -142,14 +142,18 @@ def rehearse_on_cpu() -> None:
     PartialState.set_device = set_device
 
 
-def use_all_cores() -> None:
+def use_all_cores(deterministic: bool = False) -> None:
     """Divides a host's cores among its processes.
 
     torchrun and accelerate set OMP_NUM_THREADS=1, which suits a GPU; deepspeed gives all cores to each
     process. For one process accelerate counts all cores of the machine, also those that this process may not
     use: two threads on one core are 35 times slower than one (CNN-A). With plain `python` a value set by hand
-    stays, so that one process can round like each of several.
+    stays, so that one process can round like each of several. deterministic: OMP_NUM_THREADS counts, else
+    it is one thread, as kernels add in an order that depends on their threads.
     """
+    if deterministic:
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1").partition(",")[0]))
+        return
     cores = len(os.sched_getaffinity(0))
     if launched() and (os.environ.get("OMP_NUM_THREADS", "1") == "1" or torch.get_num_threads() > cores):
         torch.set_num_threads(max(1, cores // processes_per_host()))

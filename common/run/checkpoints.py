@@ -8,6 +8,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
+from common.distributed.exact_sum import exact_sum
 from common.order import Steps
 from common.recipe import Batch
 from common.run.opening import OpenRun
@@ -19,22 +20,26 @@ class Meter:
     """Loss, samples and time of this process since the last line of the log. It does not wait for the device
     before mean_loss()."""
 
-    def __init__(self, device: torch.device, batch: Batch, keeps_ids: bool):
-        self.batch, self.keeps_ids = batch, keeps_ids
-        self.loss = torch.zeros((), device=device)  # over the micro-batches of all steps since the last line
+    def __init__(self, accelerator: Accelerator, batch: Batch, keeps_ids: bool):
+        self.accelerator, self.batch, self.keeps_ids = accelerator, batch, keeps_ids
+        dtype = torch.float64 if accelerator.deterministic else torch.float32
+        # Over the micro-batches of all steps since the last line
+        self.loss = torch.zeros((), device=accelerator.device, dtype=dtype)
         self.step_loss = torch.zeros_like(self.loss)  # over those of the current step
         self.ids: list[int] = []  # of the samples since the last line, for --log_samples
         self.micro_batches = 0  # since this process started
         self.started = time.perf_counter()
 
     def resume(self, state: RunState, rank: int) -> None:
-        """Restores the sum of losses, scaled to the current number of micro-batches to keep the mean."""
+        """Restores the sum of losses, on rank 0 where the number of ranks has changed, and scaled to the
+        current number of micro-batches to keep the mean."""
         if losses := state.losses:
-            own = losses[rank] if len(losses) == self.batch.processes else sum(losses) / len(losses)
-            self.loss.fill_(own * self.batch.accumulations / state.accumulations)
+            now, before = self.batch.processes * self.batch.accumulations, len(losses) * state.accumulations
+            own = losses[rank] if len(losses) == self.batch.processes else sum(losses) * (rank == 0)
+            self.loss.fill_(own * (now / before))
 
     def add(self, loss: Tensor, ids: np.ndarray) -> None:
-        self.step_loss += loss.detach()
+        self.step_loss += exact_sum(loss.detach()) if self.accelerator.deterministic else loss.detach()
         self.micro_batches += 1
         if self.keeps_ids:
             self.ids.extend(ids.tolist())
@@ -43,9 +48,15 @@ class Meter:
         self.loss += self.step_loss
         self.step_loss.zero_()
 
-    def mean_loss(self, accelerator: Accelerator, steps: int) -> float:
+    def check(self, step: int) -> None:
+        """FloatingPointError on all processes if --deterministic could not add a gradient. Collective."""
+        if self.accelerator.exact_sum:
+            self.accelerator.exact_sum.check(step)
+
+    def mean_loss(self, steps: int) -> float:
         """The mean loss of the last `steps` steps over all processes. Collective; waits for the device."""
-        mean = (accelerator.reduce(self.loss, "mean") / (steps * self.batch.accumulations)).item()
+        micro_batches = steps * self.batch.accumulations * self.batch.processes
+        mean = self.accelerator.reduce(self.loss, "sum").item() / micro_batches
         self.loss.zero_()
         return mean
 
@@ -100,6 +111,7 @@ class Checkpoints:
             if state.best_step != state.step:
                 saver.write_held()  # the best evaluation's
             self.exchange.wait_for_main(saver.done)
+            self.meter.check(state.step)
             losses = self.exchange.gather(self.meter.loss.item())
             if not all(math.isfinite(loss) for loss in losses):
                 raise FloatingPointError(

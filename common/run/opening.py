@@ -251,7 +251,7 @@ def _changes(
         yield f"the checkpoint was computed with other types: from here on {types}; losses differ by rounding"
     if writer.get("deterministic", recipe.deterministic) != recipe.deterministic:
         now = "deterministic, but" if recipe.deterministic else "not deterministic:"
-        yield f"from here on the run is {now} it cannot be reproduced bit for bit on a GPU"
+        yield f"from here on the run is {now} it cannot be reproduced bit for bit"
     size, unit = recipe.batch_size, recipe.unit
     old_size = checkpoint.manifest["recipe"].get("batch_size", size)
     if old_size != size and state.epoch:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 from accelerate import Accelerator
 
 from common.distributed import strategy as job
@@ -46,6 +47,7 @@ def run_record(
         **dataclasses.asdict(accelerator.precision),
         "compile": str(accelerator.compilation),
         "grad_checkpointing": accelerator.grad_checkpointing,
+        "threads": torch.get_num_threads(),
         "recipe": dataclasses.asdict(recipe),
         "defaults": _defaults(recipe),
         "source": source,

@@ -55,7 +55,7 @@ class Run:
     def __init__(self, accelerator: Accelerator, recipe: Recipe, batch: Batch):
         self.accelerator, self.recipe, self.batch = accelerator, recipe, batch
         self.state = RunState()
-        self.meter = Meter(accelerator.device, batch, recipe.log_samples)
+        self.meter = Meter(accelerator, batch, recipe.log_samples)
         self.predictions = Predictions()
         self.tested: dict[str, Any] = {}  # parts of result.json about the test split
         self.checkpoints: Checkpoints | None = None  # once the run has begun
@@ -278,7 +278,8 @@ class Run:
         if step % self.recipe.log_every and step % self.steps.per_epoch and not is_last:
             return
         state, meter = self.state, self.meter
-        loss = meter.mean_loss(self.accelerator, step - state.logged_step)
+        meter.check(step)
+        loss = meter.mean_loss(step - state.logged_step)
         spent_s = meter.start_clock()
         images_per_s = (step - max(state.logged_step, self.steps.first)) * self.batch.total / spent_s
         state.train_s += spent_s

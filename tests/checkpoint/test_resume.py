@@ -110,9 +110,8 @@ def test_a_run_that_was_stopped_four_times_is_bit_equal(
     training = Training(script, tmp_path / "run", cache, stoppable, *flags)
     for stop in STOPS:
         training.go(launcher, stop)
-    output = training.go(launcher, None, "--deterministic")  # on a CPU bits are equal with it, and without
+    output = training.go(launcher)
     assert f"continuing at step {STOPS[-1]}" in output
-    assert output.count("from here on the run is deterministic, but it cannot be reproduced bit for bit") == 1
     walls = [line["wall_s"] for line in metrics(tmp_path / "run")]
     assert walls == sorted(walls), "time goes on where it stopped"
     reference = uninterrupted(script, launcher, *flags)

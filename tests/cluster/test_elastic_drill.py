@@ -34,14 +34,17 @@ def test_the_end_of_a_log_that_is_being_written(tmp_path):
 
 
 GOOD = {"replays": 5, "ids": True, "lr": True, "replay": 4e-6, "whole": 0.01, "bound": 0.02}
-GOOD |= {"lost_signalled": 0, "lost_killed": 64}
+GOOD |= {"lost_signalled": 0, "lost_killed": 64, "weights": False}
+EXACT = GOOD | {"replay": 0.0, "whole": 0.0, "bound": 0.0, "weights": True}
 
 
 BAD = {"replays": 0, "ids": False, "lr": False, "replay": 2e-5, "whole": 0.03, "lost_signalled": 1}
-BAD |= {"lost_killed": 65}
+BAD |= {"lost_killed": 65, "bound": 0.0}
 
 
 @pytest.mark.parametrize("name", BAD)
 def test_each_bound_counts(name):
     assert elastic_drill.holds(GOOD)
+    assert elastic_drill.holds(EXACT)
+    assert not elastic_drill.holds(EXACT | {"weights": False})
     assert not elastic_drill.holds(GOOD | {name: BAD[name]})

@@ -125,6 +125,7 @@ def train_both(eager: nn.Module, model: nn.Module, how: Compilation, is_checkpoi
     accelerator, optimizers = Accelerator(cpu=True), []
     for one, accelerator.compilation in ((eager, Compilation()), (model, how)):
         accelerator.grad_checkpointing = is_checkpointed and one is model
+        accelerator.deterministic = False
         optimizers.append(prepare(accelerator, one, torch.optim.SGD(one.parameters(), lr=0.1))[1])
     dtype = next(model.parameters()).dtype
     for step in range(3):
@@ -204,7 +205,7 @@ def test_cuda_graphs_take_whole_models_alone(model, how, checkpointing, accumula
     torch.manual_seed(0)
     eager = vit(3) if model == "vit" else ResNet18(width=4, stem="cifar", classes=10)
     accelerator, fake = Accelerator(cpu=True, gradient_accumulation_steps=accumulations), FakeGraphs()
-    accelerator.grad_checkpointing = checkpointing
+    accelerator.grad_checkpointing, accelerator.deterministic = checkpointing, False
     accelerator.compilation = Compilation(how) if how == "cudagraphs" else Compilation("inductor", how)
     compiled, images = copy.deepcopy(eager), torch.randn(2, 4, 3, 32, 32)
     monkeypatch.setattr(torch, "compile", fake.compile)

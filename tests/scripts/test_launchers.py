@@ -213,7 +213,7 @@ def expected_strategy(command: str) -> str:
 def test_no_command_is_left_out():
     """A new kind of command needs a test of its kind."""
     kinds = {
-        "make": r"make (train|test|test-all)\b",  # test_make_train; the others are this run of the tests
+        "make": r"make (train|same_bits|test|test-all)\b",  # below; the last two are this run of the tests
         "another torch": r"PIP_EXTRA_INDEX_URL=\S+ make setup TORCH=2\.11\b",  # downloads gigabytes: by hand
         "experiments": r"make (experiment_vit|experiment_speedup|tensorboard)\b",  # test_experiments.py
         "experiments with flags": r"experiments/\w+\.sh --seeds",  # test_experiments.py
@@ -298,6 +298,16 @@ def test_make_train(project, cache):
     assert (project / "runs" / "logbook" / "train_cnn_a" / "single" / "128_10_1_1.md").exists()
     assert "train_cnn_a" in (project / "runs" / "logbook" / "logbook.html").read_text()
     assert {path.name.split("_")[0] for path in (folder / "validation").iterdir()} == {"val", "train"}
+
+
+@pytest.mark.full
+def test_make_same_bits(project):
+    for name in ("Makefile", "requirements.txt", "constraints.txt"):
+        shutil.copy2(ROOT / name, project)
+    output = run(["make", "same_bits", f"VENV={BIN.parent}"], cwd=project)
+    hashes = re.findall(r"^(\w{64})  runs/same_bits/[124]/\S+_00000022/model", output, re.MULTILINE)
+    assert len(hashes) == 3, output
+    assert len(set(hashes)) == 1, output
 
 
 ROADS = {  # strategy: what is answered beside the defaults

@@ -34,8 +34,18 @@ def data(tmp_path_factory) -> Path:
     return put(tmp_path_factory.mktemp("data") / "pictures", *paths)
 
 
-def trained(data: Path, cache: list, folder: Path, precision: str, *flags) -> Path:
-    words = [*python(), *VIT, "--data", data, *FLAGS, "--mixed_precision", precision, *cache, *flags]
+def trained(data: Path, cache: list, folder: Path, precision: str, *flags, launcher=()) -> Path:
+    words = [
+        *(launcher or python()),
+        *VIT,
+        "--data",
+        data,
+        *FLAGS,
+        "--mixed_precision",
+        precision,
+        *cache,
+        *flags,
+    ]
     run([*words, "--output_dir", folder])
     return folder
 
@@ -71,7 +81,7 @@ def replays(tmp_path_factory) -> Path:
 def check(replays, cache, monkeypatch, capsys):
     """As verified(), in this process, with one launch for all replays of equal steps and recipes."""
 
-    def launch(words: list[str]) -> tuple[int, str]:
+    def launch(words: list[str], env: dict[str, str]) -> tuple[int, str]:
         first = words.index("--config")
         flags = dict(zip(words[first::2], words[first + 1 :: 2], strict=True))
         depends = [words[1:first], Path(flags.pop("--config")).read_text()]
@@ -80,7 +90,7 @@ def check(replays, cache, monkeypatch, capsys):
         folder = Path(flags.pop("--output_dir"))
         same = replays / hashlib.sha256(str([depends, flags]).encode()).hexdigest()
         if not same.exists():
-            status, output = Job(words, env={"PYTHONPATH": str(ROOT)}).wait()
+            status, output = Job(words, env={"PYTHONPATH": str(ROOT)} | env).wait()
             if status:
                 return status, output
             folder.rename(same)
@@ -340,6 +350,18 @@ def test_a_forgery_is_found_by_the_command(forge, said, finished, cache, tmp_pat
     forge(folder)
     status, output, _ = verified(folder, cache, *only(0 if forge != random_ema else 24), "--steps", 8)
     assert (status, said in output) == (1, True), output
+
+
+def test_a_deterministic_run_of_two_processes_is_equal_bit_for_bit(data, cache, check, tmp_path):
+    flags = ["--deterministic", "--dropout", "0.1"]
+    trained(data, cache, tmp_path / "run", "no", *flags, launcher=accelerate("ddp_2gpu"))
+    status, output, stamp = check(tmp_path / "run", *FIRST)
+    assert (status, stamp["is_exact"]) == (0, True), output
+    assert "steps 0-8 of 32: equal bit for bit, the weights by at most 0e+00; log, data" in output
+    assert "| bit for bit | none |" in page(RunRecord(tmp_path / "run"), "x", [])
+    change_loss(tmp_path / "run", 4, 1e-9)
+    status, output, _ = check(tmp_path / "run", *FIRST)
+    assert (status, ": they differ by 1.0e-09, bound 0.0e+00" in output) == (1, True), output
 
 
 @pytest.mark.parametrize("forge", [None, off_by_a_tenth], ids=["true", "off_by_a_tenth"])

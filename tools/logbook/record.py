@@ -67,6 +67,7 @@ STAMP: dict[str, Kind] = {
     **dict.fromkeys(("steps", "of_steps"), int),
     **dict.fromkeys(("intervals", "checkpoints", "findings", "not_verified"), list[str]),
     **dict.fromkeys(("loss_difference", "bound"), float),
+    "is_exact": bool,
     "files": {"*": str},  # name -> SHA-256
 }
 MOST_BYTES = 2**31  # larger files are not read: 14 days of telemetry of a host with 8 GPUs

@@ -39,6 +39,7 @@ NOT_REPLAYED |= {"hosts", "hosts_before", "processes", "processes_before"}
 SAME = ["script", "data", "batch_size", "epochs", "seed", "deterministic"]  # in result.json
 SAME += ["val_name", "val_images", "test_name", "test_images"]
 SAME_ABOUT = ("source", "unit", "val_chosen")  # in recipe.json
+SAME_BITS = ("mixed_precision", "half_precision", "compile", "versions", "threads")
 
 Numbers = dict[tuple[int, str], list[float]]  # by step and key
 
@@ -62,6 +63,7 @@ class Outcome:
     interval: Interval
     findings: list[str] = field(default_factory=list)
     is_replayed: bool = False
+    is_exact: bool = False  # no value may differ
     has_test: bool = False  # the replay evaluated the run's best weights on the test split
     loss: float = 0.0  # largest difference of a loss
     bound: float = 0.0  # largest bound on a loss
@@ -128,10 +130,19 @@ def compare(run: RunRecord, first: RunRecord, second: RunRecord, outcome: Outcom
     checkpoints = outcome.interval.checkpoints
     # Up to a checkpoint with equal bits rounding explains no difference.
     exact = max((step for step in checkpoints if _sha256(run, step) == _sha256(first, step)), default=-1)
+    exact = outcome.interval.end if outcome.is_exact else exact
     found = _listed(_compare_numbers(run, first, second, outcome, exact))
     for step in checkpoints:
         found += _listed(_compare_checkpoint([run, first, second], step, step <= exact, outcome))
     return found
+
+
+def must_be_equal(run: RunRecord, replay: RunRecord) -> bool:
+    """True if both have --deterministic, and nothing differs on which their bits depend."""
+    pairs = [(run.about.get(name), replay.about.get(name)) for name in SAME_BITS]
+    pairs += [(run.facts.get(name), replay.facts.get(name)) for name in ("device", "per_device_batch_size")]
+    is_zero = any(str(record.facts.get("strategy")).startswith("zero") for record in (run, replay))
+    return bool(run.facts.get("deterministic")) and not is_zero and all(a == b for a, b in pairs)
 
 
 def has_same_weights(run: RunRecord, replay: RunRecord, interval: Interval) -> bool:
@@ -152,6 +163,7 @@ def _compare_numbers(
     """Compares the values of the log. exact: the step up to which rounding explains no difference."""
     theirs, mine, again = (_numbers(record, record is run, outcome, run) for record in (run, first, second))
     spread: dict[str, float] = defaultdict(float)  # the largest so far, by the last word of the key
+    tight = 0.0 if outcome.is_exact else TIGHT
     outcome.loss = outcome.bound = 0.0
     for step, key in sorted(theirs.keys() | mine.keys()):
         told, values = theirs.get((step, key), []), mine.get((step, key), [])
@@ -167,7 +179,7 @@ def _compare_numbers(
             elif "accuracy" in kind:
                 bound = SPREADS * spread[kind] + has_rounded * _one_image(run, theirs, mine, step, key)
             else:
-                bound = TIGHT * abs(value) + SPREADS * spread[kind]
+                bound = tight * abs(value) + SPREADS * spread[kind]
             if kind == "loss":
                 outcome.loss, outcome.bound = max(outcome.loss, difference), max(outcome.bound, bound)
             if not difference <= bound:
@@ -206,7 +218,7 @@ def _numbers(record: RunRecord, is_run: bool, outcome: Outcome, run: RunRecord) 
                 found[step, key].append(line[key])
     for step in interval.checkpoints:
         state = read_json(_folder(record, step) / STATE_FILE)
-        mean = sum(state["losses"]) / len(state["losses"]) / state["accumulations"]
+        mean = sum(state["losses"]) / (len(state["losses"]) * state["accumulations"])
         found[step, f"{STATE_FILE}/loss"].append(mean)
         found[step, f"{STATE_FILE}/logged_step"].append(state["logged_step"])
     return found
@@ -255,7 +267,8 @@ def _compare_checkpoint(
                     float(torch.linalg.vector_norm(part, norm))
                     for part in (value - told, value - other, value)
                 )
-                bound = TIGHT * size + SPREADS * spread * (not is_exact)
+                tight = 0.0 if outcome.is_exact else TIGHT
+                bound = tight * size + SPREADS * spread * (not is_exact)
                 if bound > size > 0:
                     outcome.untold.add(f"{tensor} in {name}/{file}")
                 if file == MODEL_FILE and norm == math.inf:

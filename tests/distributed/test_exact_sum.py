@@ -1,0 +1,249 @@
+"""--deterministic: the same bits on any number of processes, through any interruption; mutants of the sum."""
+
+import hashlib
+import itertools
+import math
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from accelerate.utils import DistributedType
+from torch import nn
+
+from common.distributed import exact_sum
+from common.recipe import ImageRecipe
+from tests.conftest import (
+    CNN,
+    RESNET,
+    STRATEGIES,
+    VIT,
+    Job,
+    accelerate,
+    full,
+    latest,
+    metrics,
+    mutate,
+    python,
+    run,
+    torchrun,
+)
+
+STEPS = 30
+FLAGS = ["--batch_size", "96", "--per_device_batch_size", "8", "--max_steps", str(STEPS), "--log_every", "5"]
+FLAGS += ["--mixed_precision", "no", "--trackers", "none", "--telemetry_s", "0", "--deterministic"]
+SCRIPTS = {
+    "hello": ["train_hello.py", "--data_size", "1437", "--hidden_size", "50", *FLAGS],
+    "cnn_a": [*CNN, "--data", "digits", *FLAGS],  # fused AdamW
+    "cnn_b": [*RESNET, "--data", "digits", *FLAGS, "--clip_norm", "0.5"],  # BatchNorm
+    # with drop path, mixup, cutmix and EMA
+    "vit": [
+        *(*VIT, "--data", "digits", *FLAGS, "--dropout", "0.1", "--clip_norm", "0.1"),
+        *("--layer_decay", "0.8", "--holdout", "0.2"),
+    ],
+}
+WAYS = {
+    "ddp 2": STRATEGIES["ddp"],
+    "ddp 3": torchrun(3),
+    "ddp 4": torchrun(4),
+    "fsdp 2": STRATEGIES["fsdp"],
+    "fsdp 4": accelerate("fsdp_4gpu"),
+}
+RING = {("hello", "ddp 4"), ("cnn_a", "fsdp 2"), ("cnn_b", "ddp 2"), ("vit", "ddp 3"), ("vit", "fsdp 2")}
+TIMES = {"wall_s", "train/images_per_s", "train/mfu_pct"}
+
+
+def words(script: str, cache: list) -> list:
+    return SCRIPTS[script] if script == "hello" else [*SCRIPTS[script], *cache]
+
+
+def bits(folder: Path) -> dict:
+    """The hash of each file of tensors in the last checkpoint, and the log without times."""
+    assert latest(folder).name == f"step_{STEPS:08d}"
+    files = sorted(latest(folder).glob("*.safetensors"))
+    hashes = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+    log = [{key: line[key] for key in line.keys() - TIMES} for line in metrics(folder)]
+    return hashes | {"log": log}
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory, cache):
+    """The bits of a script's run in one process, which is told nothing of threads."""
+    found = {}
+
+    def bits_of(script: str) -> dict:
+        if script not in found:
+            folder = tmp_path_factory.mktemp(script) / "run"
+            run([*python(), *words(script, cache), "--output_dir", folder])
+            found[script] = bits(folder)
+        return found[script]
+
+    return bits_of
+
+
+PAIRS = [pair if pair in RING else full(*pair) for pair in itertools.product(SCRIPTS, WAYS)]
+
+
+@pytest.mark.parametrize(("script", "way"), PAIRS)
+def test_the_bits_of_one_process(script, way, one_process, tmp_path, cache):
+    output = run([*WAYS[way], *words(script, cache), "--output_dir", tmp_path / "run"])
+    assert "deterministic: gradients in float64" in output
+    assert bits(tmp_path / "run") == one_process(script)
+
+
+def test_killed_on_four_processes_resumed_on_three_and_finished_on_one(
+    one_process, project_copy, tmp_path, cache
+):
+    """The kills come in the middle of the steps whose mean loss is logged."""
+    call = "            run.checkpoint(step)\n"
+    kill = "            if str(step) == __import__('os').environ.get('KILL_AT'):\n"
+    kill += "                run.opened.saver.wait() if run.log else None\n"
+    kill += "                __import__('os').kill(__import__('os').getpid(), 9)\n"
+    mutate(project_copy, "train_hello.py", call, call + kill)
+    rest = [*words("hello", cache), "--checkpoint_every", "1", "--output_dir", tmp_path / "run"]
+    for processes, step in ((4, 8), (3, 17)):
+        status, output = Job(
+            [*torchrun(processes), *rest], cwd=project_copy, env={"KILL_AT": str(step)}
+        ).wait()
+        assert status != 0, output
+        assert latest(tmp_path / "run").name >= f"step_{step - 1:08d}"
+    assert "continuing at step" in run([*python(), *rest], cwd=project_copy)
+    assert bits(tmp_path / "run") == one_process("hello")
+
+
+# --- What breaks it
+
+BACKWARD = "accelerator.backward(loss)"
+
+
+def test_fused_steps_of_shards_are_found(one_process, project_copy, tmp_path, cache):
+    mutate(project_copy, "common/distributed/exact_sum.py", '{"fused": False, "foreach": True}', "{}")
+    run([*STRATEGIES["fsdp"], *words("cnn_a", cache), "--output_dir", tmp_path / "run"], cwd=project_copy)
+    assert bits(tmp_path / "run") != one_process("cnn_a")
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "said"),
+    [
+        (
+            "common/distributed/devices.py",
+            'environ.get("OMP_NUM_THREADS", "1").partition(",")[0])',
+            'environ.get("OMP_NUM_THREADS", "1").partition(",")[0]) + int(os.environ["RANK"])',
+            "the processes do not agree: threads is ",
+        ),
+        (
+            "train_hello.py",
+            BACKWARD,
+            "accelerator.backward(loss * (float('inf') if step == 3 and rank == 1 else 1))",
+            "the gradient of blocks.0.0.weight at step 4 is not finite, or more than 341.333",
+        ),
+        (
+            "train_hello.py",
+            BACKWARD,
+            "accelerator.backward(loss * (1e6 if step == 6 and rank == 1 else 1))",
+            "at step 7 is not finite, or more than",
+        ),
+    ],
+    ids=["one thread more", "infinite", "too large"],
+)
+def test_what_can_not_be_exact_ends_all_processes(file, old, new, said, project_copy, tmp_path):
+    mutate(project_copy, file, old, new)
+    command = [*torchrun(2), *SCRIPTS["hello"], "--output_dir", tmp_path / "run"]
+    status, output = Job(command, cwd=project_copy).wait()
+    assert status != 0
+    assert said in output
+
+
+def test_zero_is_refused_on_several_processes(tmp_path):
+    command = [*STRATEGIES["zero2"], *SCRIPTS["hello"], "--output_dir", tmp_path / "run"]
+    status, output = Job(command).wait()
+    assert status != 0
+    assert (
+        "--deterministic: ZeRO adds gradients in an order that depends on the number of processes" in output
+    )
+
+
+def test_gradients_in_bf16_are_refused():
+    with pytest.raises(ValueError, match="--grad_compression bf16 rounds sums of gradients"):
+        ImageRecipe(deterministic=True, grad_compression="bf16")
+
+
+# --- The sum itself
+
+
+def added(module: ModuleType, gradients: torch.Tensor, processes: int = 1) -> torch.Tensor:
+    """The gradient after micro-batches with these gradients: [micro-batches, n] -> [n]."""
+    accelerator = SimpleNamespace(
+        device=torch.device("cpu"), num_processes=processes, scaler=None, sync_gradients=False,
+        gradient_accumulation_steps=len(gradients), distributed_type=DistributedType.NO,
+    )  # fmt: skip
+    model = nn.ParameterList([torch.zeros(gradients.shape[1])])
+    summed = module.ExactSum(accelerator, model)
+    for number, gradient in enumerate(gradients, 1):
+        accelerator.sync_gradients = number == len(gradients)
+        summed.backward((model[0] * gradient).sum())
+    summed.check(step=1)
+    return model[0].grad
+
+
+@pytest.fixture
+def gradients() -> torch.Tensor:
+    """Of nine micro-batches: the last is left when the others cancel, and beyond the bits of float64."""
+    generator = torch.Generator().manual_seed(0)
+    exponents = torch.randint(-60, 8, (5, 1000), generator=generator)
+    drawn = torch.randn(5, 1000, generator=generator) * 2.0**exponents
+    return torch.cat([drawn[:4], -drawn[:4], drawn[4:]])
+
+
+def mutant(tmp_path: Path, old: str, new: str) -> ModuleType:
+    """The module with another piece of code."""
+    text = Path(exact_sum.__file__).read_text()
+    assert text.count(old) == 1
+    module = ModuleType("mutant")
+    exec(compile(text.replace(old, new), "mutant", "exec"), vars(module))
+    return module
+
+
+def depends_on_order(module: ModuleType, gradients: torch.Tensor) -> bool:
+    orders = [torch.randperm(9, generator=torch.Generator().manual_seed(k)) for k in range(5)]
+    return any(not torch.equal(added(module, gradients[o]), added(module, gradients)) for o in orders)
+
+
+def test_the_order_of_micro_batches_does_not_matter(gradients, tmp_path):
+    assert not depends_on_order(exact_sum, gradients)
+    mean = gradients.double().mean(0)
+    assert (added(exact_sum, gradients) - mean).abs().max() < 1e-5
+    assert added(exact_sum, gradients) == pytest.approx(mean.numpy(), rel=1e-6, abs=9 / exact_sum.UNIT)
+    assert depends_on_order(
+        mutant(tmp_path, "(gradient * self.unit).round_()", "gradient * self.unit"), gradients
+    )
+    in_fp32 = "sum(p.numel() for p in parameters), dtype=torch.float64"
+    assert depends_on_order(mutant(tmp_path, in_fp32, in_fp32.replace("64", "32")), gradients)
+
+
+def test_the_loss_is_divided_once(gradients, tmp_path, monkeypatch):
+    """35 micro-batches of one process as five of each of seven, of which six have zeros. In fp32 a fifth of
+    a seventh is not a 35th, though a third of a fourth is a twelfth."""
+    alone = torch.cat([gradients[:5], torch.zeros(30, 1000)])
+    work = SimpleNamespace(wait=lambda: None)
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda *_, **__: work)
+    assert torch.equal(added(exact_sum, alone), added(exact_sum, gradients[:5], processes=7))
+    twice = "loss / self.accelerator.gradient_accumulation_steps / self.accelerator.num_processes"
+    module = mutant(tmp_path, "loss / self.micro_batches", twice)
+    assert not torch.equal(added(module, alone), added(module, gradients[:5], processes=7))
+
+
+def test_the_norm(gradients):
+    accelerator = SimpleNamespace(
+        device=torch.device("cpu"), num_processes=1, scaler=None, gradient_accumulation_steps=1,
+        distributed_type=DistributedType.NO, unscale_gradients=lambda: None,
+    )  # fmt: skip
+    model = nn.ParameterList(list(gradients))
+    summed = exact_sum.ExactSum(accelerator, model)
+    for p, gradient in zip(model, gradients, strict=True):
+        p.grad = gradient.clone()
+    norm = summed.clip_grad_norm_(model, 0.5)
+    assert norm.item() == pytest.approx(gradients.double().norm().item(), rel=1e-12)
+    assert torch.stack([p.grad for p in model]).norm().item() == pytest.approx(0.5, rel=1e-5)
+    model[0].grad[0] = math.nan
+    assert summed.clip_grad_norm_(model, 0.5).isnan()
