@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -193,6 +194,15 @@ class Job:
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
+
+
+def wait_until(happens: Callable[[], object], job: Job | None = None, timeout_s: float = 60) -> None:
+    """Fails the test when it takes longer, or the job ends before."""
+    deadline = time.monotonic() + timeout_s
+    while not happens():
+        assert job is None or job.process.poll() is None, job.wait()[1]
+        assert time.monotonic() < deadline, f"not within {timeout_s} s"
+        time.sleep(0.05)
 
 
 def run(words: list, **options) -> str:
