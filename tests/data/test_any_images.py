@@ -5,6 +5,7 @@ import io
 import os
 import shutil
 import socket
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,7 @@ from common.data.images import Images, open_images, summary, warnings
 from common.data.splits import FileSplit
 from tests.conftest import CNN, full, lines, metrics, python, run, torchrun
 from tests.data.test_decode import header_alone
-from tests.data.test_images import class_folders, encode, parquet_folder, picture, write_parquet
+from tests.data.test_images import class_folders, encode, hub_rows, parquet_folder, picture, write_parquet
 
 # PIL's own way
 pytestmark = pytest.mark.filterwarnings("ignore:Palette images with Transparency:UserWarning")
@@ -61,9 +62,8 @@ def test_the_names_of_splits(train, val, val_name, tmp_path):
 
 
 def test_the_first_split_to_evaluate_on_counts_and_the_others_are_named(tmp_path):
-    root = put(
-        tmp_path / "pets", *(f"{split}/cat/{split}.png" for split in ("train", "test", "valid", "val"))
-    )
+    paths = (f"{split}/cat/{split}.png" for split in ("train", "test", "valid", "val"))
+    root = put(tmp_path / "pets", *paths)
     prepared = prepare(str(root), tmp_path / "cache", show_progress=False)
     assert prepared.left_out == "valid/, as val/ is there, test/, as val/ is there"
     images = open_images(Path(prepared.folder))
@@ -83,14 +83,11 @@ def test_deeper_folders_belong_to_the_class_above(tmp_path):
 
 def test_one_list_of_formats_for_extensions_of_any_case(tmp_path):
     """Each extension of the list is taken, in the order of the names."""
-    root = tmp_path / "pets"
-    for format, extensions in FORMATS.items():
-        for extension in extensions:
-            for name in (f"1{extension}", f"2{extension.upper()}"):
-                for split in ("train", "val"):
-                    path = root / split / "a" / name
-                    path.parent.mkdir(parents=True, exist_ok=True)
-                    path.write_bytes(encode(picture(), format))
+    root = class_folders(tmp_path / "pets", classes=("a",), count=0)
+    kinds = [(format, extension) for format, extensions in FORMATS.items() for extension in extensions]
+    for split, (format, extension) in product(("train", "val"), kinds):
+        for name in (f"1{extension}", f"2{extension.upper()}"):
+            (root / split / "a" / name).write_bytes(encode(picture(), format))
     images = opened(root, tmp_path / "cache")
     assert len(images.train) == 2 * len(EXTENSIONS) == 30
     names = sorted(path.name for path in (root / "train" / "a").iterdir())
@@ -292,10 +289,8 @@ def test_broken_images_of_several_sizes_are_named_at_the_start(tmp_path, monkeyp
     assert isinstance(images.train, FileSplit)
     assert images.flaws.broken == (5, f"{root}/train/a/empty.jpg: the file is empty")
     labels = images.train.labels, images.val.labels
-    assert (
-        f"5 of the {len(labels[0]) + len(labels[1])} images are broken, as {root}/train/a/empty.jpg"
-        in (warnings(labels[0], {"val": labels[1]}, images.classes, images.flaws)[0])
-    )
+    said = f"5 of the {len(labels[0]) + len(labels[1])} images are broken, as {root}/train/a/empty.jpg"
+    assert said in warnings(labels[0], {"val": labels[1]}, images.classes, images.flaws)[0]
     for path in broken:
         (root / path).unlink()
     assert opened(root, tmp_path / "cache").flaws.broken is None
@@ -306,15 +301,18 @@ def test_broken_images_of_several_sizes_are_named_at_the_start(tmp_path, monkeyp
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path, monkeypatch):
     root = class_folders(tmp_path / "pets")
-    monkeypatch.setattr(cache, "sha256_of", lambda path: unreadable(path))
-    with pytest.raises(
-        ValueError, match=r"Permission denied: '.*/pets/train/a/0\.png'\. The data must be readable"
-    ):
+
+    def unreadable(path: Path) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(cache, "sha256_of", unreadable)
+    message = r"Permission denied: '.*/pets/train/a/0\.png'\. The data must be readable"
+    with pytest.raises(ValueError, match=message):
         opened(root, tmp_path / "cache")
 
 
-def unreadable(path: Path) -> None:
-    raise PermissionError(errno.EACCES, "Permission denied", str(path))
+PLAIN = ["--mixed_precision", "no", "--workers", 0, "--log_every", 1, "--log_samples", "--trackers", "none"]
+PLAIN += ["--telemetry_s", 0]
 
 
 @pytest.mark.parametrize("form", ["folders", full("list"), full("parquet"), full("saved")])
@@ -323,18 +321,7 @@ def test_training_on_all_of_them_on_one_and_two_processes(form, tmp_path):
     forms = [*AS_PIL.values(), *OVER_WHITE.values(), encode(picture(5, 64, 50), "TIFF")]
     data = WRITTEN[form](tmp_path / "pets", forms)
     words = [*CNN, "--data", data, "--epochs", 2, "--batch_size", 8, "--per_device_batch_size", 4]
-    words += [
-        "--mixed_precision",
-        "no",
-        "--workers",
-        0,
-        "--log_every",
-        1,
-        "--log_samples",
-        "--trackers",
-        "none",
-    ]
-    words += ["--cache_dir", tmp_path / "cache", "--telemetry_s", 0]
+    words += [*PLAIN, "--cache_dir", tmp_path / "cache"]
     outputs = [
         run([*start, *words, "--output_dir", tmp_path / name])
         for name, start in (("one", python()), ("two", torchrun(2)))
@@ -383,11 +370,7 @@ def as_parquet(root: Path, forms: list[bytes]) -> Path:
 def as_saved(root: Path, forms: list[bytes]) -> Path:
     import datasets
 
-    images = [{"bytes": data, "path": None} for data in forms]
-    features = datasets.Features({"photo": datasets.Image(), "kind": datasets.Value("string")})
-    rows = datasets.Dataset.from_dict(
-        {"photo": images, "kind": ["ab"[k % 2] for k in range(len(forms))]}, features
-    )
+    rows = hub_rows(forms, [k % 2 for k in range(len(forms))])
     datasets.DatasetDict(train=rows, valid=rows).save_to_disk(root)
     return root
 

@@ -3,6 +3,7 @@
 import os
 import resource
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -33,6 +34,13 @@ def half(jpeg: bytes) -> bytes:
 
 def one_image(data: bytes, name: str = "a.jpg") -> list[ImageBatch]:
     return [ImageBatch("here", [RawImage(name, "a", 0, data)], len(data), Position(), [])]
+
+
+def pictures(root: Path, count: int, broken: str = "") -> Path:
+    """Class folders of JPEGs, of one of which the second half is missing."""
+    names = [f"{split}/{c}/{i}.jpg" for split in ("train", "val") for c in "ab" for i in range(count)]
+    images = {name: encode(picture(int(name[-5]))) for name in names}
+    return class_folders(root, images | ({broken: half(images[broken])} if broken else {}))
 
 
 @pytest.mark.parametrize("opener", [decode, open_image, lambda data: list(recoded(one_image(data), 8, 90))])
@@ -74,12 +82,8 @@ def test_whole_jpegs_are_taken_for_whole(photographs):
     assert len(files) == 100
     for file in files:
         assert damage(file.read_bytes()) is None
-    for options in (
-        {"progressive": True},
-        {"subsampling": "4:4:4"},
-        {"restart_marker_rows": 1},
-        {"quality": 1},
-    ):
+    kinds = {"progressive": True}, {"subsampling": "4:4:4"}, {"restart_marker_rows": 1}, {"quality": 1}
+    for options in kinds:
         assert damage(encode(picture(width=61, height=47), **options)) is None
     for image in (picture().convert("L"), picture().convert("CMYK"), Image.new("RGB", (999, 1))):
         data = encode(image)
@@ -100,29 +104,15 @@ def test_half_a_jpeg_with_an_end_marker(options):
 
 
 def test_half_a_jpeg_is_reported_where_a_cache_is_made(tmp_path):
-    folders = {
-        f"{s}/{c}/{i}.jpg": encode(picture(i)) for s in ("train", "val") for c in "ab" for i in range(9)
-    }
-    folders["train/b/4.jpg"] = half(folders["train/b/4.jpg"])
-    data = class_folders(tmp_path / "data", folders)
+    data = pictures(tmp_path / "data", 9, broken="train/b/4.jpg")
     with pytest.raises(ValueError, match="1 of 36 images can't be decoded") as error:
         prepare_data(str(data), tmp_path / "cache", show_progress=False)
     assert "train/b/4.jpg: " in str(error.value)
 
 
 def test_half_a_jpeg_is_reported_by_prep_imagenet(tmp_path):
-    folders = {
-        f"{s}/{c}/{i}.jpg": encode(picture(i)) for s in ("train", "val") for c in "ab" for i in range(3)
-    }
-    folders["train/b/2.jpg"] = half(folders["train/b/2.jpg"])
-    words = [
-        "--from",
-        "folder",
-        "--data",
-        class_folders(tmp_path / "data", folders),
-        "--out",
-        tmp_path / "out",
-    ]
+    data = pictures(tmp_path / "data", 3, broken="train/b/2.jpg")
+    words = ["--from", "folder", "--data", data, "--out", tmp_path / "out"]
     message = fails(*words)
     assert "2.jpg can't be decoded: " in message
     assert "--no_verify" in message
@@ -172,11 +162,7 @@ def test_without_torchcodec_pil_decodes_the_same_and_it_is_said_once(photographs
 def test_without_simplejpeg_images_are_decoded_and_it_is_said_once(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "simplejpeg", None)
     checks_jpegs.cache_clear()
-    folders = {
-        f"{s}/{c}/{i}.jpg": encode(picture(i)) for s in ("train", "val") for c in "ab" for i in range(9)
-    }
-    data = class_folders(tmp_path / "data", folders)
-    prepare_data(str(data), tmp_path / "cache", show_progress=False)
+    prepare_data(str(pictures(tmp_path / "data", 9)), tmp_path / "cache", show_progress=False)
     assert capsys.readouterr().err.count("simplejpeg is not installed") == 1
     assert damage(b"no image")
     monkeypatch.undo()

@@ -11,6 +11,8 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +27,7 @@ from common.data.cache import prepare_data
 from common.data.decode import decode
 from common.data.images import open_images
 from common.data.splits import ArraySplit, FileSplit
-from tests.conftest import ROOT, full, reset_signals
+from tests.conftest import ROOT, full, reset_signals, wait_until
 
 
 def in_cache(folder: Path) -> list[Path]:
@@ -67,6 +69,15 @@ def parquet_folder(root: Path, train: int = 40, val: int = 20, names=("cat", "do
             names and list(names),
         )
     return root
+
+
+def hub_rows(images: list[bytes], labels: list[int]):
+    """A Dataset of cats and dogs."""
+    import datasets
+
+    features = {"photo": datasets.Image(), "kind": datasets.ClassLabel(names=["cat", "dog"])}
+    photos = [{"bytes": data, "path": None} for data in images]
+    return datasets.Dataset.from_dict({"photo": photos, "kind": labels}, datasets.Features(features))
 
 
 def class_folders(root: Path, classes=("a", "b"), count: int = 4, val: str = "val", size=(32, 32)) -> Path:
@@ -186,25 +197,8 @@ def test_cifar10_by_name_is_loaded_through_datasets(tmp_path, monkeypatch):
 @pytest.mark.parametrize("about", ["{}", '{"info": {}}', '{"info": {"features": {"label": null}}}'])
 def test_metadata_without_names_is_no_mistake(about, tmp_path):
     with_metadata(tmp_path, about)
-    (tmp_path / "test-00000-of-00001.parquet").write_bytes(
-        (tmp_path / "train-00000-of-00001.parquet").read_bytes()
-    )
+    shutil.copy(tmp_path / "train-00000-of-00001.parquet", tmp_path / "test-00000-of-00001.parquet")
     assert open_images(prepare_data(str(tmp_path), tmp_path / "cache")).classes == ("0", "1")
-
-
-def test_parquet_variants(tmp_path):
-    cache, root = tmp_path / "cache", tmp_path / "both"
-    images = [encode(picture(k)) for k in range(8)]
-    write_parquet(root / "train-0-of-2.parquet", images, [5, 7] * 4, columns=("image", "fine_label"))
-    write_parquet(root / "train-1-of-2.parquet", images[:2], [7, 7], columns=("image", "fine_label"))
-    write_parquet(root / "validation.parquet", images[:4], [7, 5, 5, 5], columns=("image", "fine_label"))
-    write_parquet(root / "test.parquet", images[:3], [-1] * 3, columns=("image", "fine_label"))
-    both = open_images(prepare_data(str(root), cache))
-    assert both.val_name == "val"  # preferred to test
-    assert both.classes == ("5", "7")  # no names in the files: the distinct labels
-    assert both.train.labels.tolist() == [0, 1] * 4 + [1, 1]
-    assert both.val.labels.tolist() == [1, 0, 0, 0]
-    assert (both.train.images[9] == decode(images[1])).all()
 
 
 @pytest.mark.parametrize("name", ["we[1]rd*", "a::b", "http:", "caf\udce9"])
@@ -500,10 +494,8 @@ def test_workers_ignore_signals_and_end_when_left(tmp_path):
         for k, item in enumerate(plan):
             if k in (0, 20):  # the first is asked for while the workers are starting
                 workers[:] = multiprocessing.active_children()
-                for worker in workers:
-                    os.kill(worker.pid, signal.SIGTERM)
-                    os.kill(worker.pid, signal.SIGINT)
-                    os.kill(worker.pid, signal.SIGHUP)
+                for worker, number in product(workers, (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)):
+                    os.kill(worker.pid, number)
             yield item
 
     batches = split.batches(plan_with_signals(), device="cpu", train=True, size=32, seed=0, workers=2)
@@ -552,14 +544,9 @@ def test_workers_end_with_the_trainer(tmp_path, end):
     (tmp_path / "trainer.py").write_text(TRAINER)
     (tmp_path / "slow.py").write_text("import sys; print('imported', file=sys.stderr)")
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    trainer = subprocess.Popen(  # from another folder, with nothing in PYTHONPATH
-        [sys.executable, tmp_path / "trainer.py", str(ROOT), str(folder), end],
-        env=environment,
-        cwd="/",
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    words = [sys.executable, tmp_path / "trainer.py", str(ROOT), str(folder), end]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    trainer = subprocess.Popen(words, env=environment, cwd="/", **pipes)  # from another folder
     workers = [int(pid) for pid in trainer.stdout.readline().split()]
     assert len(workers) == 2, trainer.stderr.read()
     if end == "is killed":
@@ -569,10 +556,7 @@ def test_workers_end_with_the_trainer(tmp_path, end):
         _, err = trainer.communicate(timeout=30)
     finally:
         trainer.kill()
-    deadline = time.monotonic() + 10
-    while any(map(alive, workers)) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not any(map(alive, workers))
+    wait_until(lambda: not any(map(alive, workers)), timeout_s=10)
     # what the script imports is imported by it and by the fork server, not by each worker
     assert err.count("imported") == 2
 
@@ -611,23 +595,16 @@ def test_files_that_cannot_be_decoded_are_all_counted(tmp_path):
     assert lines[-1] == "  and 2 more"
 
 
-def broken_parquet(root: Path) -> None:
-    path = parquet_folder(root) / "train-00000-of-00001.parquet"
-    path.write_bytes(path.read_bytes()[:-100])
-
-
-def damaged_parquet(root: Path) -> None:
+def with_damage(root: Path, place: slice, content: bytes) -> None:
     path = parquet_folder(root) / "train-00000-of-00001.parquet"
     data = bytearray(path.read_bytes())
-    data[4:400] = bytes(396)  # the first page's header
+    data[place] = content
     path.write_bytes(data)
 
 
-def with_train(
-    root: Path, images: list, labels: list, names=("cat", "dog"), columns=("img", "label")
-) -> None:
+def with_train(root: Path, images: list, labels: list, names=("cat", "dog")) -> None:
     parquet_folder(root, names=names and ("cat", "dog"))
-    write_parquet(root / "train-00000-of-00001.parquet", images, labels, names and list(names), columns)
+    write_parquet(root / "train-00000-of-00001.parquet", images, labels, names and list(names))
 
 
 def with_metadata(root: Path, about: str) -> None:
@@ -649,39 +626,24 @@ def with_column(root: Path, name: str, values: pa.Array | None) -> None:
     pq.write_table(table if values is None else table.append_column(name, values), file)
 
 
-def empty_class(root: Path) -> None:
-    class_folders(root)
-    (root / "val" / "a").rename(root / "val" / "gone")
-    (root / "val" / "a").mkdir()
-    shutil.rmtree(root / "val" / "gone")
-
-
 PNG = encode(picture(), "PNG")
 NO_NAMES = ["train-00000", "its huggingface metadata has no class names as"]
-BAD = {
-    "missing": (lambda root: None, ["does not exist", "digits, cifar10, synthetic"]),
+CUT = ["train-00000-of-00001.parquet cannot be read", "Fetch it again"]
+NO_NAMES_IN = {
+    "no object": "[]",
+    "no JSON": "{",
+    "a list": '{"info": {"features": [1]}}',
+    "names no list": '{"info": {"features": {"label": {"names": "ab"}}}}',
+}
+BAD = {  # beside those in tests/test_messages.py
     "a file": (lambda root: root.write_text("x"), ["is a file, not a folder"]),
-    "empty": (lambda root: root.mkdir(), ["neither parquet files", "nor class folders", "train/<class>"]),
     "tars": (lambda root: (root.mkdir(), (root / "a.tar").touch()), ["run prep_imagenet.py on a.tar"]),
-    "no val": (
-        lambda root: (class_folders(root), shutil.rmtree(root / "val")),
-        ["no val, validation, valid or test to evaluate on", "--holdout 0.1"],
-    ),
     "no classes": (
         lambda root: [(root / s).mkdir(parents=True) for s in ("train", "val")],
         ["no class folders"],
     ),
-    "empty class": (empty_class, ["no images (.jpg", "val/a: fill or remove"]),
-    "other classes": (
-        lambda root: (class_folders(root), (root / "val" / "b").rename(root / "val" / "c")),
-        ["differ", "only in train: b", "only in val: c"],
-    ),
-    "cut parquet": (broken_parquet, ["train-00000-of-00001.parquet cannot be read", "Fetch it again"]),
-    "damaged parquet": (damaged_parquet, ["train-00000-of-00001.parquet cannot be read", "Fetch it again"]),
-    "no val parquet": (
-        lambda root: (parquet_folder(root) / "test-00000-of-00001.parquet").unlink(),
-        ["no val, validation, valid or test to evaluate on", "--holdout 0.1"],
-    ),
+    "cut parquet": (lambda root: with_damage(root, slice(-100, None), b""), CUT),
+    "damaged parquet": (lambda root: with_damage(root, slice(4, 400), bytes(396)), CUT),  # a page's header
     "two sets": (
         lambda root: (parquet_folder(root, under="fine"), parquet_folder(root, under="coarse")),
         ["more than one data set", "coarse, fine"],
@@ -709,13 +671,7 @@ BAD = {
         lambda root: with_train(root, [PNG] * 3, [0, 1, 9], names=None),
         ["the classes of the two splits differ", "only in train: 9"],
     ),
-    "metadata no object": (lambda root: with_metadata(root, "[]"), NO_NAMES),
-    "metadata no JSON": (lambda root: with_metadata(root, "{"), NO_NAMES),
-    "features a list": (lambda root: with_metadata(root, '{"info": {"features": [1]}}'), NO_NAMES),
-    "names no list": (
-        lambda root: with_metadata(root, '{"info": {"features": {"label": {"names": "ab"}}}}'),
-        NO_NAMES,
-    ),
+    **{name: (partial(with_metadata, about=about), NO_NAMES) for name, about in NO_NAMES_IN.items()},
     "label not UTF-8": (
         lambda root: with_labels(root, pa.array([b"caf\xe9"]).cast(pa.string(), safe=False)),
         ["train-00000", "not UTF-8"],

@@ -20,6 +20,7 @@ import torch
 from common.data import shard_cache
 from common.data.cache import prepare_data
 from common.data.images import open_images
+from common.data.splits import ShardSplit
 from common.distributed.preemption import Preempted
 from common.order import evaluation_plan, stream_order, training_plan
 from common.recipe import ImageRecipe, share_out
@@ -36,9 +37,10 @@ from tests.conftest import (
     result,
     run,
     torchrun,
+    wait_until,
 )
 from tests.data.test_shards import NO_WORKERS, VIT, break_image, read, samples, write_shards
-from tests.support.s3 import BUCKET, FaultProxy, aws_env, s3, s3_proxy  # noqa: F401 (fixtures)
+from tests.support.s3 import BUCKET, FaultProxy, aws_env, s3, s3_proxy, use_s3  # noqa: F401 (fixtures)
 
 TRAIN, VAL = (8, 10) * 12, (8, 8, 8, 8)  # of 4 streams, 54 images each, hardly one ends where a shard does
 STEPS = 9  # an epoch
@@ -66,8 +68,7 @@ def upload(folder: Path, name: str, server: str) -> str:
     """Uploads a folder like prep_imagenet.py --out, the manifest last."""
     url = f"s3://{BUCKET}/{name}"
     with pytest.MonkeyPatch.context() as patch:
-        for key, value in aws_env(server).items():
-            patch.setenv(key, value)
+        use_s3(patch, server)
         store = ObjectStore(url)
         for path in sorted(folder.iterdir(), key=lambda path: path.suffix == ".json"):
             store.upload(path, path.name)
@@ -77,9 +78,17 @@ def upload(folder: Path, name: str, server: str) -> str:
 @pytest.fixture
 def through_proxy(s3_proxy, monkeypatch):  # noqa: F811
     """The proxy, through which all S3 requests of this process go."""
-    for key, value in aws_env(s3_proxy.endpoint).items():
-        monkeypatch.setenv(key, value)
+    use_s3(monkeypatch, s3_proxy.endpoint)
     return s3_proxy
+
+
+def training_split(data: str | Path, cache: Path, **changes) -> ShardSplit:
+    """changes: of RECIPE."""
+    return open_images(prepare_data(str(data), cache), replace(RECIPE, **changes)).train
+
+
+def read_epoch(train: ShardSplit) -> list[tuple]:
+    return read(train, training_plan(train, share_out(24, 6, 1), 0, 0, 0, STEPS))
 
 
 def fetched(proxy: FaultProxy) -> Counter:
@@ -128,18 +137,15 @@ def test_samples_are_the_same_and_the_cache_is_bounded(workers, local, url, thro
     plan = [(0, ids) for ids, _ in evaluation_plan(32, 5, 2, 1)]
     ours, theirs = (read(images.val, plan, train=False, workers=workers) for images in (there, here))
     assert all(torch.equal(our[2], their[2]) for our, their in zip(ours, theirs, strict=True))
-    assert {key for key in fetched(through_proxy) if key.startswith("val")} == {
-        "val-00002.tar",
-        "val-00003.tar",
-    }
+    of_val = {key for key in fetched(through_proxy) if key.startswith("val")}
+    assert of_val == {"val-00002.tar", "val-00003.tar"}
     assert 0 < max(most) <= ROOM
     assert len(shards_in(tmp_path / "cache")) <= ROOM
 
 
 def test_an_epoch_fetches_each_shard_once_but_for_those_of_two_streams(url, through_proxy, tmp_path):
     """The cache holds two thirds of the shards, and evicts none that its stream still needs."""
-    train = open_images(prepare_data(url, tmp_path), RECIPE).train
-    read(train, training_plan(train, share_out(24, 6, 1), 0, 0, 0, STEPS))
+    read_epoch(training_split(url, tmp_path))
     streams = expected(1).reshape(STEPS, 4, 6).swapaxes(0, 1).reshape(4, -1)
     readers = Counter(file for samples in streams.tolist() for file in shards_of(samples))
     assert 24 < readers.total() <= 24 + 3
@@ -151,12 +157,10 @@ def test_the_advised_cache_size_is_enough(url, through_proxy, tmp_path, monkeypa
     """Windows lie across the items in flight; an evaluation comes in the midst of the training, and at its
     end, while that has looked ahead as far as it may."""
     monkeypatch.setattr(shard_cache, "NO_ROOM_S", 5)
-    recipe, batch = replace(RECIPE, workers=2, cache_gib=5 * SHARD_GIB), share_out(24, 6, 1)
-    enough = (
-        open_images(prepare_data(url, tmp_path), recipe).train.needed_bytes(batch) / 2**30
-    )  # not rounded up
+    batch, small = share_out(24, 6, 1), training_split(url, tmp_path, workers=2, cache_gib=5 * SHARD_GIB)
+    enough = small.needed_bytes(batch) / 2**30  # not rounded up
     assert enough < 28 * SHARD_GIB
-    images = open_images(prepare_data(url, tmp_path), replace(recipe, cache_gib=enough))
+    images = open_images(prepare_data(url, tmp_path), replace(RECIPE, workers=2, cache_gib=enough))
     images.train.check(batch)
     options = {"device": "cpu", "size": 32, "seed": 0, "workers": 2}
     plan = training_plan(images.train, batch, 0, 0, 0, 2 * STEPS)
@@ -172,7 +176,7 @@ def test_the_advised_cache_size_is_enough(url, through_proxy, tmp_path, monkeypa
 
 
 def test_a_resume_reads_the_rest_and_not_the_epoch(url, through_proxy, tmp_path):
-    train = open_images(prepare_data(url, tmp_path), RECIPE).train
+    train = training_split(url, tmp_path)
     read(train, training_plan(train, share_out(24, 6, 1), 0, 0, 7, 8))
     rest = shards_of(expected()[7].tolist())
     assert set(fetched(through_proxy)) == rest
@@ -189,11 +193,8 @@ def test_cuts_and_bursts_of_errors_are_retried(local, url, through_proxy, tmp_pa
     through_proxy.fail(500, "InternalError", times=2, method="HEAD", path=r"train-00007\.tar")
     through_proxy.cut_download(1000, times=2, path=r"train-00005\.tar")
     through_proxy.cut_download(1000, times=1, path="val_index")
-    train = open_images(prepare_data(url, tmp_path / "cache"), RECIPE).train
-    here = open_images(prepare_data(str(local), tmp_path / "here"), RECIPE).train
-    ours, theirs = (
-        read(split, training_plan(train, share_out(24, 6, 1), 0, 0, 0, STEPS)) for split in (train, here)
-    )
+    ours = read_epoch(training_split(url, tmp_path / "cache"))
+    theirs = read_epoch(training_split(local, tmp_path / "here"))
     assert all(torch.equal(our[2], their[2]) for our, their in zip(ours, theirs, strict=True))
     assert sum(through_proxy.faults.values()) == 3 + 3 + 2 + 2 + 1, through_proxy.faults
 
@@ -201,19 +202,18 @@ def test_cuts_and_bursts_of_errors_are_retried(local, url, through_proxy, tmp_pa
 def test_a_shard_with_other_content_is_fetched_again_then_named(local, through_proxy, s3, tmp_path):  # noqa: F811
     copy = write_shards(tmp_path / "copy", TRAIN, VAL)
     break_image(copy, 100)  # after the manifest was made
-    url = upload(copy, "broken", s3)
-    train = open_images(prepare_data(url, tmp_path / "cache"), RECIPE).train
+    train = training_split(upload(copy, "broken", s3), tmp_path / "cache")
     with pytest.raises(ValueError, match=r"broken/train-00011\.tar differs from the manifest"):
-        read(train, training_plan(train, share_out(24, 6, 1), 0, 0, 0, STEPS))
+        read_epoch(train)
     assert fetched(through_proxy)["train-00011.tar"] == 2
     assert not list((tmp_path / "cache").glob("*/shards/train-00011.tar*"))
 
 
 def test_a_store_that_fails_is_one_clear_error(url, through_proxy, tmp_path):
-    train = open_images(prepare_data(url, tmp_path), RECIPE).train
+    train = training_split(url, tmp_path)
     through_proxy.fail(403, "AccessDenied", times=None, path=r"\.tar")
     with pytest.raises(ValueError, match="these credentials lack a permission") as error:
-        read(train, training_plan(train, share_out(24, 6, 1), 0, 0, 0, STEPS))
+        read_epoch(train)
     assert "\n" not in str(error.value)
 
 
@@ -226,28 +226,19 @@ def test_no_manifest(local, through_proxy, s3, tmp_path):  # noqa: F811
 
 
 def test_a_cache_that_is_too_small_is_refused_up_front(url, through_proxy, tmp_path):
-    train = open_images(prepare_data(url, tmp_path), replace(RECIPE, cache_gib=5 * SHARD_GIB)).train
-    with pytest.raises(
-        ValueError, match=r"--cache_gib .* can't hold the shards that a host reads at once.* of its streams"
-    ) as error:
-        train.check(share_out(24, 6, 1))
+    message = r"--cache_gib .* can't hold the shards that a host reads at once.* of its streams"
+    with pytest.raises(ValueError, match=message) as error:
+        training_split(url, tmp_path, cache_gib=5 * SHARD_GIB).check(share_out(24, 6, 1))
     enough = float(re.search("give ([0-9.]+),", str(error.value))[1])
-    open_images(prepare_data(url, tmp_path), replace(RECIPE, cache_gib=enough)).train.check(
-        share_out(24, 6, 1)
-    )
-
-
-def test_a_cache_without_room_for_one_shard_is_refused_at_once(url, through_proxy, tmp_path):
+    training_split(url, tmp_path, cache_gib=enough).check(share_out(24, 6, 1))
     with pytest.raises(ValueError, match=r"--cache_gib .* has no room for train-00000\.tar of s3://"):
-        open_images(prepare_data(url, tmp_path), replace(RECIPE, cache_gib=SHARD_GIB * 0.9))
+        training_split(url, tmp_path, cache_gib=SHARD_GIB * 0.9)
 
 
 def test_shards_that_others_use_are_not_removed(url, through_proxy, tmp_path, monkeypatch):
     """Another process uses the whole cache: an error after a while."""
     monkeypatch.setattr(shard_cache, "NO_ROOM_S", 1)
-    train = open_images(prepare_data(url, tmp_path), RECIPE).train
-    other = open_images(prepare_data(url, tmp_path), RECIPE).train.cache
-    files = [f"train-{k:05d}.tar" for k in range(ROOM)]
+    train, other, files = training_split(url, tmp_path), training_split(url, tmp_path).cache, FILES[:ROOM]
     locks = [other.hold(file, threading.Event()) for file in files]
     with pytest.raises(ValueError, match=r"no room for train-00020\.tar in .* are in use"):
         read(train, [(0, np.array([180]))])
@@ -258,7 +249,7 @@ def test_shards_that_others_use_are_not_removed(url, through_proxy, tmp_path, mo
 
 
 def test_the_least_recently_used_shard_is_removed_first(url, through_proxy, tmp_path):
-    cache = open_images(prepare_data(url, tmp_path), replace(RECIPE, cache_gib=3 * SHARD_GIB)).train.cache
+    cache = training_split(url, tmp_path, cache_gib=3 * SHARD_GIB).cache
     stop = threading.Event()
     for k in (0, 1, 2, 0, 3, 1):  # to 2 it is longest when 3 comes, and then to 0
         cache.release(FILES[k], cache.hold(FILES[k], stop))
@@ -270,24 +261,17 @@ def test_the_least_recently_used_shard_is_removed_first(url, through_proxy, tmp_
 
 def test_shards_come_ahead_of_their_use(url, through_proxy, tmp_path):
     """Prefetches as many shards as fit. The first micro-batch needs one; nobody asks for the second."""
-    cache = open_images(prepare_data(url, tmp_path), replace(RECIPE, cache_gib=5 * SHARD_GIB)).train.cache
+    cache = training_split(url, tmp_path, cache_gib=5 * SHARD_GIB).cache
     plan = [(0, np.array([k])) for k in range(10)]
-    with closing(
-        shard_cache.ShardPrefetcher(plan, lambda ids: {FILES[ids[0]]}, cache, cache.limit_bytes, 1)
-    ) as supply:
+    prefetcher = shard_cache.ShardPrefetcher(plan, lambda ids: {FILES[ids[0]]}, cache, cache.limit_bytes, 1)
+    with closing(prefetcher) as supply:
         next(iter(supply))
-        deadline = time.monotonic() + 60
-        while {path.name for path in shards_in(tmp_path)} != set(FILES[:5]):  # none in part
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_until(lambda: {path.name for path in shards_in(tmp_path)} == set(FILES[:5]))  # none in part
         assert set(supply.held) == set(fetched(through_proxy)) == set(FILES[:5])
 
 
 def test_too_many_open_files_are_a_clear_error(url, through_proxy, tmp_path):
-    cache, folder = (
-        open_images(prepare_data(url, tmp_path), RECIPE).train.cache,
-        os.open(tmp_path, os.O_RDONLY),
-    )
+    cache, folder = training_split(url, tmp_path).cache, os.open(tmp_path, os.O_RDONLY)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (folder + 1, limits[1]))
     try:
@@ -304,9 +288,8 @@ def test_a_full_disk_is_a_clear_error(url, through_proxy, tmp_path):
     mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", tmp_path / "cache"]
     subprocess.run(mount, check=True)
     try:
-        train = open_images(prepare_data(url, tmp_path / "cache"), RECIPE).train
         with pytest.raises(ValueError, match=r"can't be stored in .*: No space left on device\. Make"):
-            read(train, training_plan(train, share_out(24, 6, 1), 0, 0, 0, STEPS))
+            read_epoch(training_split(url, tmp_path / "cache"))
     finally:
         subprocess.run(["umount", "--lazy", tmp_path / "cache"], check=True)  # a thread may write yet
 
@@ -351,12 +334,8 @@ def reader(url: str, cache: Path, proxy: FaultProxy, then: str = "") -> Job:
 
 def test_killed_in_a_download_the_same_command_works(url, s3, s3_proxy, tmp_path):  # noqa: F811
     s3_proxy.stall_download(5000, times=None, path=r"train-00009\.tar")
-    job = reader(url, tmp_path, s3_proxy)
-    deadline = time.monotonic() + 240
-    while not (s3_proxy.faults["stall_download"] and list(tmp_path.glob("*/shards/train-00009.tar.part"))):
-        assert job.process.poll() is None, job.wait()[1]
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    job, part = reader(url, tmp_path, s3_proxy), "*/shards/train-00009.tar.part"
+    wait_until(lambda: s3_proxy.faults["stall_download"] and list(tmp_path.glob(part)), job, 240)
     job.process.send_signal(signal.SIGKILL)
     assert job.wait()[0] == -signal.SIGKILL
     here = {path.name for path in shards_in(tmp_path) if path.suffix == ".tar"}
@@ -394,13 +373,8 @@ def test_each_host_reads_its_share(url, s3, s3_proxy, tmp_path):  # noqa: F811
     for node, proxy in enumerate(proxies):
         address = ("--nnodes=2", f"--node_rank={node}", "--master_addr=127.0.0.1", f"--master_port={port}")
         words = [*torchrun(1, *address), *TRAINING, *cache_of(ROOM), "--data", url, "--epochs", "1"]
-        words += [
-            *NO_WORKERS,
-            "--cache_dir",
-            tmp_path / f"cache{node}",
-            "--output_dir",
-            tmp_path / f"run{node}",
-        ]
+        words += [*NO_WORKERS, "--cache_dir", tmp_path / f"cache{node}"]
+        words += ["--output_dir", tmp_path / f"run{node}"]
         jobs.append(Job(words, env=aws_env(proxy.endpoint)))
     ended = [job.wait() for job in jobs]
     assert [status for status, _ in ended] == [0, 0], ended
@@ -416,11 +390,11 @@ def test_each_host_reads_its_share(url, s3, s3_proxy, tmp_path):  # noqa: F811
 
 def test_a_stop_signal_ends_the_wait_for_a_shard(url, through_proxy, tmp_path, monkeypatch):
     """A single process ends at once, and saves: others would wait for it in a step."""
-    train = open_images(prepare_data(url, tmp_path), RECIPE).train
+    train = training_split(url, tmp_path)
     through_proxy.stall_download(5000, times=None, path=r"train-00011\.tar")
     monkeypatch.setattr(shard_cache, "wanted", lambda: through_proxy.faults["stall_download"] > 0)
     with pytest.raises(Preempted):
-        read(train, training_plan(train, share_out(24, 6, 1), 0, 0, 0, STEPS))
+        read_epoch(train)
 
 
 @pytest.mark.parametrize(

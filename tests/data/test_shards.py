@@ -14,7 +14,8 @@ import tarfile
 import time
 from collections import Counter
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
+from operator import getitem
 from pathlib import Path
 
 import numpy as np
@@ -88,14 +89,6 @@ def change(folder: Path, do) -> None:
     about = json.loads((folder / "manifest.json").read_text())
     do(about)
     (folder / "manifest.json").write_text(json.dumps(about))
-
-
-def change_index(folder: Path, do) -> None:
-    """do(rows), of the training split; the manifest has the new index's SHA-256."""
-    rows = np.load(folder / "train_index.npy")
-    do(rows)
-    np.save(folder / "train_index.npy", rows)
-    write_manifest(folder, json.loads((folder / "manifest.json").read_text()))
 
 
 def as_index(folder: Path) -> Path:
@@ -175,6 +168,7 @@ COUNTS = np.array([100, 90, 110, 95, 105, 100, 3, 97, 0, 100])
 
 
 def test_an_epoch_has_each_image_at_most_once_and_the_next_one_others_order():
+    """None is left out for good."""
     epochs = [stream_order(0, epoch, COUNTS, 8, 64, 32) for epoch in range(20)]
     for ids in epochs:
         assert len(ids) == 800 // 32 * 32
@@ -183,8 +177,6 @@ def test_an_epoch_has_each_image_at_most_once_and_the_next_one_others_order():
     assert len({ids.tobytes() for ids in epochs}) == 20
     assert stream_order(1, 0, COUNTS, 8, 64, 32).tolist() != epochs[0].tolist()
 
-
-def test_nothing_is_left_out_for_good():
     left = Counter()
     for epoch in range(200):
         left.update(set(range(800)) - set(stream_order(0, epoch, COUNTS, 8, 64, 96).tolist()))
@@ -228,10 +220,8 @@ def test_streams_belong_to_processes(images):
     """The four processes read a quarter of the images each, of which they share only shards at the ends."""
     shard_of = np.load(images.train.index)[:, 0]
     batch = share_out(24, None, 4)
-    parts = [
-        np.concatenate([ids for _, ids in training_plan(images.train, batch, rank, 5, 0, 7)])
-        for rank in range(4)
-    ]
+    plans = (training_plan(images.train, batch, rank, 5, 0, 7) for rank in range(4))
+    parts = [np.concatenate([ids for _, ids in plan]) for plan in plans]
     assert [len(part) for part in parts] == [42] * 4
     assert sum(len(set(shard_of[part].tolist())) for part in parts) <= 6 + 3
 
@@ -273,99 +263,87 @@ def test_a_spread_evaluation_needs_more_shards_at_once(tmp_path):
 # Refusals
 
 
-def truncate(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-1])
+def cut(file: str):
+    return lambda f: (f / file).write_bytes((f / file).read_bytes()[:-1])
 
 
-def write(folder: Path, manifest: str) -> None:
-    (folder / "manifest.json").write_text(manifest)
+def gone(file: str):
+    return lambda f: (f / file).unlink()
 
 
-def write_index(folder: Path, do) -> None:
-    """do(file), of the training split; the manifest has the new index's SHA-256."""
-    with open(folder / "train_index.npy", "wb") as file:
-        do(file)
-    write_manifest(folder, json.loads((folder / "manifest.json").read_text()))
+def text(manifest: str):
+    return lambda f: (f / "manifest.json").write_text(manifest)
 
 
-BAD = {
-    "no manifest": (lambda f: (f / "manifest.json").unlink(), "the same prep_imagenet.py command continues"),
-    "cut manifest": (lambda f: truncate(f / "manifest.json"), "manifest.json, line 1, is no JSON"),
-    "a list": (lambda f: (f / "manifest.json").write_text("[]"), "holds no JSON object"),
-    "format": (lambda f: change(f, lambda m: m.update(format=2)), "has format 2, this code knows 1"),
-    "kind": (lambda f: change(f, lambda m: m.update(kind="zip")), "kind 'zip'"),
-    "no classes": (lambda f: change(f, lambda m: m.pop("classes")), "look at its classes"),
-    "class twice": (
-        lambda f: change(f, lambda m: m["classes"].append(CLASSES[0])),
-        "classes: they must differ",
-    ),
-    "name no text": (lambda f: change(f, lambda m: m.update(name=3)), "look at its name"),
-    "a value missing": (
-        lambda f: change(f, lambda m: m["splits"]["val"]["shards"][0].pop("bytes")),
-        "look at its splits",
-    ),
-    "true for a number": (
-        lambda f: change(f, lambda m: m["splits"]["val"]["shards"][0].update(images=True)),
-        "look at its splits",
-    ),
-    "no train": (lambda f: change(f, lambda m: m["splits"].pop("train")), "has no split train"),
-    "no val": (lambda f: change(f, lambda m: m["splits"].pop("val")), "by --holdout 0.1"),
-    "count": (
-        lambda f: change(f, lambda m: m["splits"]["val"].update(images=3)),
-        "images 3, which is not the sum",
-    ),
-    "outside": (
-        lambda f: change(f, lambda m: m["splits"]["val"]["shards"][0].update(file="../a.tar")),
-        "shard '../a.tar'",
-    ),
-    "one name": (
-        lambda f: change(f, lambda m: m["splits"]["val"]["shards"][0].update(file="train-00000.tar")),
-        "shard 'train-00000.tar'",
-    ),
-    "hash": (
-        lambda f: change(f, lambda m: m["splits"]["val"]["shards"][0].update(sha256="0")),
-        "shard 'val-00000.tar'",
-    ),
-    "shard missing": (lambda f: (f / "train-00002.tar").unlink(), "train-00002.tar: No such file"),
-    "shard cut": (lambda f: truncate(f / "val-00001.tar"), "val-00001.tar has "),
-    "index missing": (lambda f: (f / "val_index.npy").unlink(), "val_index.npy"),
-    "index changed": (lambda f: truncate(f / "val_index.npy"), "val_index.npy is not the index that"),
-    "pickle": (
-        lambda f: (
-            np.save(f / "train_index.npy", np.array([{}], object), allow_pickle=True),
-            write_manifest(f, json.loads((f / "manifest.json").read_text())),
-        ),
-        "train_index.npy is no array",
-    ),
-    "unsorted": (
-        lambda f: change_index(f, lambda rows: rows[:5].__setitem__(..., rows[4::-1])),
-        "not sorted",
-    ),
-    "overlap": (lambda f: change_index(f, lambda rows: rows[0].__iadd__([0, 0, 5000, 0])), "that overlap"),
-    "behind the end": (
-        lambda f: change_index(f, lambda rows: rows[30].__iadd__([0, 0, 10**9, 0])),
-        "outside of their shards",
-    ),
-    "label": (lambda f: change_index(f, lambda rows: rows[3].__setitem__(3, 4)), "labels without a class"),
-    "nested too deep": (lambda f: write(f, "[" * 100_000), "manifest.json can't be read: its JSON is nested"),
-    "long number": (
-        lambda f: write(f, '{"format": ' + "1" * 5000 + "}"),
-        "manifest.json can't be read as JSON",
-    ),
-    "huge size": (
-        lambda f: change(f, lambda m: m["splits"]["val"]["shards"][0].update(bytes=2**70)),
-        "look at its splits",
-    ),
-    "wrapped end": (
-        lambda f: change_index(f, lambda rows: rows[-1].__setitem__(2, 2**63 - 1)),
-        "outside of their shards",
-    ),
-    "wrapped order": (
-        lambda f: change_index(f, lambda rows: rows[:2, 1].__setitem__(..., [-(2**63), 2**63 - 1])),
-        "outside of their shards",
-    ),
-    "zip": (lambda f: write_index(f, lambda file: np.savez(file, rows=[1])), "train_index.npy is no array"),
-    "shard number": (lambda f: change_index(f, lambda rows: rows[-1].__setitem__(0, 6)), "names shards that"),
+def manifest(**fields):
+    return lambda f: change(f, lambda m: m.update(fields))
+
+
+def without(key: str, *place: str):
+    return lambda f: change(f, lambda m: reduce(getitem, place, m).pop(key))
+
+
+def shard(**fields):
+    """Of the first shard of val."""
+    return lambda f: change(f, lambda m: m["splits"]["val"]["shards"][0].update(fields))
+
+
+def index(save):
+    """save(file, rows), of the training split; the manifest has the new index's SHA-256."""
+
+    def rewrite(folder: Path) -> None:
+        rows = np.load(folder / "train_index.npy")
+        with open(folder / "train_index.npy", "wb") as file:
+            save(file, rows)
+        write_manifest(folder, json.loads((folder / "manifest.json").read_text()))
+
+    return rewrite
+
+
+def rows(place, value):
+    """Sets some values of the index of the training split."""
+
+    def save(file, rows: np.ndarray) -> None:
+        rows[place] = value
+        np.save(file, rows)
+
+    return index(save)
+
+
+FIRST, LAST = -(2**63), 2**63 - 1
+BAD = {  # what damages it, and the message; columns of an index: shard, offset, length, label
+    "no manifest": (gone("manifest.json"), "the same prep_imagenet.py command continues"),
+    "cut manifest": (cut("manifest.json"), "manifest.json, line 1, is no JSON"),
+    "a list": (text("[]"), "holds no JSON object"),
+    "nested too deep": (text("[" * 100_000), "manifest.json can't be read: its JSON is nested"),
+    "long number": (text('{"format": ' + "1" * 5000 + "}"), "manifest.json can't be read as JSON"),
+    "format": (manifest(format=2), "has format 2, this code knows 1"),
+    "kind": (manifest(kind="zip"), "kind 'zip'"),
+    "no classes": (without("classes"), "look at its classes"),
+    "class twice": (manifest(classes=[*CLASSES, CLASSES[0]]), "classes: they must differ"),
+    "name no text": (manifest(name=3), "look at its name"),
+    "a value missing": (without("images", "splits", "val"), "look at its splits"),
+    "true for a number": (shard(images=True), "look at its splits"),
+    "huge size": (shard(bytes=2**70), "look at its splits"),
+    "no train": (without("train", "splits"), "has no split train"),
+    "no val": (without("val", "splits"), "by --holdout 0.1"),
+    "count": (shard(images=3), "images 25, which is not the sum"),
+    "outside": (shard(file="../a.tar"), "shard '../a.tar'"),
+    "one name": (shard(file="train-00000.tar"), "shard 'train-00000.tar'"),
+    "hash": (shard(sha256="0"), "shard 'val-00000.tar'"),
+    "shard missing": (gone("train-00002.tar"), "train-00002.tar: No such file"),
+    "shard cut": (cut("val-00001.tar"), "val-00001.tar has "),
+    "index missing": (gone("val_index.npy"), "val_index.npy"),
+    "index changed": (cut("val_index.npy"), "val_index.npy is not the index that"),
+    "pickle": (index(lambda file, _: np.save(file, np.array([{}], object))), "train_index.npy is no array"),
+    "zip": (index(lambda file, _: np.savez(file, rows=[1])), "train_index.npy is no array"),
+    "unsorted": (index(lambda file, rows: np.save(file, rows[[1, 0, *range(2, 183)]])), "not sorted"),
+    "overlap": (rows((0, 2), 5000), "that overlap"),
+    "behind the end": (rows((30, 2), 10**9), "outside of their shards"),
+    "wrapped end": (rows((-1, 2), LAST), "outside of their shards"),
+    "wrapped order": (rows((slice(2), 1), (FIRST, LAST)), "outside of their shards"),
+    "label": (rows((3, 3), 4), "labels without a class"),
+    "shard number": (rows((-1, 0), 6), "names shards that"),
 }
 
 
@@ -423,10 +401,9 @@ def test_an_index_points_nowhere_else(case, tmp_path):
     folder = index_of(tmp_path / "index", file.format(tmp=tmp_path))
     (folder / "link").symlink_to(tmp_path / "private" / "shadow")
     (folder / "folder").symlink_to(tmp_path / "private")
+    roots = tuple(root.format(tmp=tmp_path) for root in roots)
     with pytest.raises(ValueError, match="--data_root") as error:
-        prepare_data(
-            str(folder), tmp_path / "cache", data_root=tuple(root.format(tmp=tmp_path) for root in roots)
-        )
+        prepare_data(str(folder), tmp_path / "cache", data_root=roots)
     assert named.format(tmp=tmp_path) in str(error.value)
     assert str(error.value).isprintable()
     assert "No such file" not in str(error.value)
@@ -441,9 +418,8 @@ def test_an_index_points_into_its_folder_and_where_the_flag_says(tmp_path):
         file.parent.mkdir(exist_ok=True)
         file.write_text(SECRET)
         recipe = ImageRecipe(data_root=roots, workers=0)
-        folder = prepare_data(
-            str(index_of(tmp_path / "index", str(file))), tmp_path / "cache", data_root=roots
-        )
+        place = index_of(tmp_path / "index", str(file))
+        folder = prepare_data(str(place), tmp_path / "cache", data_root=roots)
         split = open_images(folder, recipe).train
         with pytest.raises(ValueError, match="offset 600") as error:
             read(split, [(0, np.array([1]))])
@@ -475,12 +451,12 @@ def test_a_broken_image_is_named(tmp_path, workers):
 
 
 def test_a_broken_image_is_skipped(tmp_path, capsys):
+    """A shard that is gone is no broken image."""
     folder = write_shards(tmp_path / "tiny")
     for sample in (3, 4, 9):
         break_image(folder, sample)
-    split = open_images(
-        prepare_data(str(folder), tmp_path / "cache"), replace(RECIPE, on_bad_image="skip")
-    ).train
+    skip = replace(RECIPE, on_bad_image="skip")
+    split = open_images(prepare_data(str(folder), tmp_path / "cache"), skip).train
     workers._skipped.clear()
     plan = [(0, np.array([2, 3, 4, 5])), (0, np.array([8, 9])), (1, np.array([1, 3]))]
     found = read(split, plan)
@@ -495,16 +471,9 @@ def test_a_broken_image_is_skipped(tmp_path, capsys):
         read(split, [(0, np.array([3, 4]))])
     with pytest.raises(ValueError, match="key train_3"):  # an evaluation counts each image once
         read(split, [(0, np.array([2, 3]))], train=False)
-
-
-def test_a_shard_that_is_gone_is_no_broken_image(tmp_path):
-    folder = write_shards(tmp_path / "tiny")
-    split = open_images(
-        prepare_data(str(folder), tmp_path / "cache"), replace(RECIPE, on_bad_image="skip")
-    ).train
-    (folder / "train-00000.tar").unlink()
-    with pytest.raises(ValueError, match=r"train-00000\.tar: No such file"):
-        read(split, [(0, np.array([0, 100]))])
+    (folder / "train-00001.tar").unlink()
+    with pytest.raises(ValueError, match=r"train-00001\.tar: No such file"):
+        read(split, [(0, np.array([40, 100]))])
 
 
 def test_a_file_that_is_gone_is_no_broken_image(tmp_path):
@@ -556,10 +525,10 @@ def test_a_worker_that_cannot_send_does_not_leave_the_trainer_waiting(images):
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
 
 
-@pytest.mark.parametrize("name", ["ILSVRC2012_img_train.tar", "train.tar", "train-1.tar"])
-def test_tars_beside_class_folders_are_left_alone(name, tmp_path):
+def test_tars_beside_class_folders_are_left_alone(tmp_path):
     root = class_folders(tmp_path / "data")
-    (root / name).write_bytes(b"")
+    for name in ("ILSVRC2012_img_train.tar", "train.tar", "train-1.tar"):
+        (root / name).touch()
     assert len(open_images(prepare_data(str(root), tmp_path / "cache")).train) > 0
     (root / "train-00000.tar").write_bytes(b"")
     with pytest.raises(ValueError, match=r"has no manifest\.json: the preparation is not complete"):
@@ -607,9 +576,7 @@ def test_the_job_reports_the_error_of_one_process(rank, cache, tmp_path):
     said = [line for line in output.splitlines() if line.startswith("error: ")]
     assert len(said) == 1, output
     assert "not an image of a known format" in said[0]
-    assert "distributed/accelerator.py" not in output, (
-        output
-    )  # no traceback of ours; the launcher shows its own
+    assert "distributed/accelerator.py" not in output, "a traceback of ours; the launcher shows its own"
     assert "not an image of a known format" in result(tmp_path / "run")["error"]
 
 

@@ -2,7 +2,6 @@
 
 import re
 import sys
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -31,27 +30,29 @@ def experiment(name: str, folder: Path, *flags: object, **variables: object) -> 
     return Job([f"experiments/{name}.sh", *flags], env={key: str(value) for key, value in env.items()})
 
 
+def stand_in(folder: Path, text: str) -> Path:
+    """A program that experiments start in the place of Python."""
+    (folder / "python").write_text(text)
+    (folder / "python").chmod(0o755)
+    return folder / "python"
+
+
 def test_an_experiment_shows_its_commands(tmp_path):
     job = experiment("vit", tmp_path, SIZE="full", S3_PREFIX="s3://b/p", DRY_RUN=1)
     status, output = job.wait()
     assert status == 0, output
     steps = [line.removeprefix("# ") for line in output.splitlines() if line.startswith("# ")]
-    of_both = [
-        f"{what}, {way}" for way in ("fsdp", "ddp") for what in ("largest batch", "training", "all metrics")
-    ]
+    parts = ("largest batch", "training", "all metrics")
+    of_both = [f"{part}, {strategy}" for strategy in ("fsdp", "ddp") for part in parts]
     assert steps == [*of_both, "pages", "comparison"]
-    assert (
-        "launch.py --config_file accelerate_configs/ddp_2x4gpu.yaml --hostfile hostfile train_vit.py"
-        in output
-    )
+    config = "accelerate_configs/ddp_2x4gpu.yaml"
+    assert f"launch.py --config_file {config} --hostfile hostfile train_vit.py" in output
     assert f"--output_dir={tmp_path}/ddp --s3=s3://b/p/full/ddp" in output
     assert not list(tmp_path.iterdir())
 
 
 def test_an_experiment_ends_with_the_name_of_what_failed(tmp_path):
-    python = tmp_path / "python"
-    python.write_text("#!/bin/bash\nexit 3\n")
-    python.chmod(0o755)
+    python = stand_in(tmp_path, "#!/bin/bash\nexit 3\n")
     status, output = experiment("speedup", tmp_path / "runs", PYTHON=python).wait()
     assert status == 1
     end = "error: training, single_gpu failed with exit status 3: started again it goes on there\n"
@@ -60,9 +61,7 @@ def test_an_experiment_ends_with_the_name_of_what_failed(tmp_path):
 
 
 def test_an_experiment_passes_sigterm_on_and_waits(tmp_path):
-    python = tmp_path / "python"
-    python.write_text(SAVES)
-    python.chmod(0o755)
+    python = stand_in(tmp_path, SAVES)
     job = experiment("speedup", tmp_path / "runs", PYTHON=python)
     while job.process.stdout.readline() != "trains\n":
         assert job.process.poll() is None
@@ -74,9 +73,7 @@ def test_an_experiment_passes_sigterm_on_and_waits(tmp_path):
 
 def test_the_share_of_a_process_is_the_largest_that_fits_and_divides(tmp_path):
     """A stand-in for Python answers 28; the training that follows gets 16, the next divisor of 32."""
-    python = tmp_path / "python"
-    python.write_text(SEARCHES.format(python=sys.executable))
-    python.chmod(0o755)
+    python = stand_in(tmp_path, SEARCHES.format(python=sys.executable))
     for said in ("# largest batch, fsdp\n", "# largest batch, fsdp: done already\n"):
         status, output = experiment("vit", tmp_path / "runs", PYTHON=python).wait()
         assert status == 1
@@ -95,24 +92,6 @@ def test_the_product_of_another_command_is_made_again(tmp_path):
         status, output = experiment("speedup", tmp_path / "runs", DATA=tmp_path / "nowhere").wait()
         assert (status, "done already" in output) == (1, False), output
         assert product.exists(), "a result is not lost"
-
-
-@pytest.mark.full
-def test_an_experiment_goes_on_where_it_failed(tmp_path):
-    """A page in the way fails the last steps. A second start repeats no training."""
-    start = partial(experiment, "speedup", tmp_path / "runs", DATA="digits", LOGBOOK=tmp_path / "book")
-    (tmp_path / "book").write_text("in the way")
-    status, output = start().wait(600)
-    assert status == 1
-    assert "error: pages failed" in output
-    (tmp_path / "book").unlink()
-    status, output = start().wait()
-    assert status == 0, output
-    assert output.count("done already") == 3
-    assert "images/s left" not in output
-    page = tmp_path / "book/compare/experiment_speedup_rehearsal.md"
-    check(page)
-    assert rows(page.read_text())["processes"] == ["1", "2", "4"]
 
 
 @pytest.mark.parametrize(
@@ -161,6 +140,8 @@ def test_an_experiment_goes_on_at_its_next_seed(tmp_path):
     status, output = experiment("speedup", tmp_path / "runs", **start).wait(900)
     assert status == 0, output
     assert output.count("done already") == 2
-    text = (tmp_path / "book/compare/experiment_speedup_rehearsal.md").read_text()
+    page = tmp_path / "book/compare/experiment_speedup_rehearsal.md"
+    check(page)
+    text = page.read_text()
     assert rows(text)["single x 1"][:2] == ["3", "0, 1, 2"]
     assert "ddp x 2 and single x 1 are not distinguishable" in text or "ddp x 2 is " in text

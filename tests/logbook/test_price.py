@@ -25,22 +25,13 @@ LINE |= {"memory": {"parameters": 2**30, "optimizer": 2**31, "context": 2**29}}
 # 150 s of two processes on two hosts
 SPENT = {"training": 105.0, "reading data": 5.0, "evaluation": 15.0, "saving": 4.0, "starting": 20.0}
 FACTS = {"hosts": 2, "processes": 2, "steps": 300, "wall_s": 150.0, "train_s": 112.0, "images_per_s": 342.9}
-FACTS |= {
-    "per_device_batch_size": 64,
-    "mixed_precision": "fp16",
-    "memory_gib": [{"peak": 3.3}, {"peak": 3.1}],
-}
+FACTS |= {"per_device_batch_size": 64, "mixed_precision": "fp16"}
+FACTS |= {"memory_gib": [{"peak": 3.3}, {"peak": 3.1}]}
 FACTS |= {"spent_s": SPENT | {"ending": 1.0}}
 
 
 def record(
-    folder: Path,
-    plan: Any = None,
-    line: Any = None,
-    price: float | None = None,
-    about: Any = None,
-    samples: Any = (),
-    **facts: Any,
+    folder: Path, plan: Any = None, line: Any = None, price=None, about: Any = None, samples=(), **facts: Any
 ) -> tuple[RunRecord, Terms]:
     """A run of 300 steps with these changes, and its terms; without a plan where it is None."""
     write_run(folder, lines=300, about=about, **FACTS | facts)
@@ -171,7 +162,7 @@ def test_amounts_have_three_digits(value, shown):
         ({"script": "train_cnn_a"}, "--plan {file} is for train_cnn_a, but {run} ran train_vit; make one: "),
         (
             {"lines": [LINE | {"strategy": "fsdp"}, {}]},
-            "--plan {file} plans fsdp, not ddp, which {run} used: make one for this number of hosts",
+            "--plan {file} plans fsdp, not ddp, which {run} used: ",
         ),
         ({"lines": []}, "--plan {file} plans nothing, not ddp, which {run} used: make one"),
     ],

@@ -22,13 +22,7 @@ def made(**values) -> Trace:
     return Trace(**known | {"peaks": {}, "operations": [], "collectives": []} | values)
 
 
-def traced(
-    config: str,
-    processes: int,
-    hosts: int = 1,
-    script: list[str] = SMALL,
-    sizes: tuple[int, ...] = (16, 32),
-) -> Trace:
+def traced(config: str, processes: int, hosts: int = 1, script=SMALL, sizes=(16, 32)) -> Trace:
     words = ["-m", "tools.plan.trace", f"accelerate_configs/{config}.yaml", processes, hosts]
     words += [",".join(map(str, sizes)), 0, *script, "--mixed_precision=no"]
     output = run([sys.executable, *words])
@@ -53,9 +47,8 @@ def test_a_trace_is_that_of_the_engine(config, share, sent):
     """What a device keeps, and the bytes that it exchanges, follow from the number of parameters."""
     whole, found = parameter_bytes(), traced(config, 4, hosts=2)
     assert found.parameters == pytest.approx(whole / share, rel=0.05)
-    if config != "zero2_4gpu":  # its gradients are in DeepSpeed's bucket
+    if config != "zero2_4gpu":  # its gradients are in DeepSpeed's bucket, and it has masters, too
         assert found.gradients == found.parameters
-    if config != "zero2_4gpu":  # it has masters, too
         moments = 2 if "AdamW" in (ROOT / SMALL[0]).read_text() else 1
         assert found.optimizer == pytest.approx(moments * whole / share, rel=0.05)
     for kind, times in sent.items():
@@ -182,6 +175,8 @@ def test_the_largest_size_does_not_depend_on_the_recipes_batch(tmp_path):
         (["--gpu", "Tesla T4", "--network_gb_s", "nan", *SMALL], "--network_gb_s nan: must be more than 0"),
         (["--gpu", "Tesla T4", "--price_per_hour", "inf", *SMALL], "--price_per_hour inf: must be more"),
         (["--gpu", "Tesla T4"], "name the script"),
+        (SMALL, "give --gpu NAME for a plan by data sheets, or --measure"),
+        (["--gpu", "Tesla T4", "--measure", *SMALL], "give --gpu NAME for a plan by data sheets, or"),
     ],
 )
 def test_mistakes(words, said):

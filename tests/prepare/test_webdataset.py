@@ -1,9 +1,7 @@
 """Other people's shards: indexed where they are, on this host and in S3, and read in the order of our own."""
 
-import io
 import json
 import shutil
-import tarfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,8 +18,8 @@ from common.system.s3 import ObjectStore
 from tests.conftest import full, lines, python, run, torchrun
 from tests.data.test_shard_stream import RECIPE, SHARD_GIB, STEPS, TRAIN, VAL, expected
 from tests.data.test_shards import NO_WORKERS, VIT, jpeg, read, write_shards
-from tests.support.imagenet import fails, prep
-from tests.support.s3 import BUCKET, aws_env, s3  # noqa: F401 (fixture)
+from tests.support.imagenet import fails, prep, tar
+from tests.support.s3 import BUCKET, s3, use_s3  # noqa: F401 (fixture)
 from tools.prepare import journal, preparation
 from tools.prepare.webdataset import WebDataset
 
@@ -47,22 +45,11 @@ def theirs(ours) -> Path:
 def in_s3(theirs, s3):  # noqa: F811
     """The same tars in S3, as train/00000.tar and so on. Yields their store."""
     with pytest.MonkeyPatch.context() as patch:
-        for key, value in aws_env(s3).items():
-            patch.setenv(key, value)
+        use_s3(patch, s3)
         store = ObjectStore(f"s3://{BUCKET}/wds")
         for path in theirs.iterdir():
             store.upload(path, path.name.replace("-", "/"))
         yield store
-
-
-def write_tar(path: Path, members: dict[str, bytes]) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(path, "w") as tar:
-        for name, content in members.items():
-            member = tarfile.TarInfo(name)
-            member.size = len(content)
-            tar.addfile(member, io.BytesIO(content))
-    return path
 
 
 def training_split(data: str, cache: Path, *roots: str) -> ShardSplit:
@@ -93,7 +80,7 @@ def test_nothing_is_copied_and_the_order_is_that_of_our_shards(place, ours, thei
     for processes in (1, 2, 4):
         assert ids_of(found, processes) == ids_of(straight, 1)
     plan = list(training_plan(found, share_out(24, 6, 1), 0, 0, 3, STEPS))
-    for (_, _, pixels, labels), (_, _, pixels2, labels2) in zip(
+    for (*_, pixels, labels), (*_, pixels2, labels2) in zip(
         read(found, plan), read(straight, plan), strict=True
     ):
         assert torch.equal(pixels, pixels2)
@@ -106,15 +93,8 @@ def test_an_interrupted_training_from_s3(processes, in_s3, tmp_path):
     index = f"s3://{BUCKET}/index-{processes}"
     prep(*FROM_SHARDS, "--data", in_s3.url, "--out", index, "--work_dir", tmp_path / "work")
     words = [*VIT, "--data", index, "--data_root", in_s3.url, "--streams", 4]
-    words += ["--shuffle_window", 4, "--epochs", 2, "--batch_size", 24, *NO_WORKERS, "--log_samples"]
-    words += [
-        *NO_WORKERS,
-        "--log_samples",
-        "--cache_dir",
-        tmp_path / "cache",
-        "--output_dir",
-        tmp_path / "run",
-    ]
+    words += ["--shuffle_window", 4, "--epochs", 2, *NO_WORKERS]
+    words += ["--cache_dir", tmp_path / "cache", "--output_dir", tmp_path / "run"]
     run([*python(), *words, "--max_steps", 5])
     run([*torchrun(processes), *words])
     found = [line["samples"] for line in lines(tmp_path / "run" / "samples.jsonl")]
@@ -124,11 +104,10 @@ def test_an_interrupted_training_from_s3(processes, in_s3, tmp_path):
 def test_samples_of_several_fields(tmp_path):
     """Classes from JSON, other fields, folders, a test split, names of the classes."""
     image, about = jpeg(1), json.dumps({"label": 1, "width": 40}).encode()
-    write_tar(
-        tmp_path / "in-train-0.tar",
-        {"a/1.jpg": image, "a/1.seg.png": b"x", "a/1.json": about, "a/2.cls": b"0\n", "a/2.JPG": image},
-    )
-    write_tar(tmp_path / "in-test-0.tar", {"about.txt": b"x", "3.png": image, "3.cls": b"2"})
+    train = {"a/1.jpg": image, "a/1.seg.png": b"x", "a/1.json": about, "a/2.cls": b"0\n", "a/2.JPG": image}
+    test = {"about.txt": b"x", "3.png": image, "3.cls": b"2"}
+    (tmp_path / "in-train-0.tar").write_bytes(tar(train))
+    (tmp_path / "in-test-0.tar").write_bytes(tar(test))
     names = tmp_path / "names.txt"
     names.write_text("cat\ndog\nhen\n")
     prep(*FROM_SHARDS, "--data", tmp_path, "--out", tmp_path / "index", "--classes", names)
@@ -160,8 +139,8 @@ def test_braces(theirs, tmp_path):
     ],
 )
 def test_a_sample_that_is_none_is_named(members, said, tmp_path):
-    write_tar(tmp_path / "data" / "train-0.tar", members)
-    output = fails(*FROM_SHARDS, "--data", tmp_path / "data", "--out", tmp_path / "index")
+    (tmp_path / "train-0.tar").write_bytes(tar(members))
+    output = fails(*FROM_SHARDS, "--data", tmp_path, "--out", tmp_path / "index")
     assert said in output
     assert not (tmp_path / "index" / "manifest.json").exists()
 
@@ -184,11 +163,11 @@ def test_what_is_refused(words, status, said, tmp_path):
 def test_an_interruption_costs_the_shards_being_read(theirs, tmp_path, monkeypatch):
     read_shards = []
 
-    def index(dataset, split, watch, tar):
+    def index(dataset, split, watch, archive):
         if len(read_shards) == 10:
             raise OSError("the disk is gone")
-        read_shards.append(tar.url)
-        return found(dataset, split, watch, tar)
+        read_shards.append(archive.url)
+        return found(dataset, split, watch, archive)
 
     found = WebDataset.index
     monkeypatch.setattr(WebDataset, "index", index)

@@ -20,12 +20,12 @@ import export
 import train_cnn_a
 from common.checkpoint.weights import TrainedModel
 from common.system.cli import run_command
-from tests.conftest import CNN, RESNET, ROOT, STRATEGIES, VIT, full, metrics, python, result, run
+from tests.conftest import RESNET, ROOT, STRATEGIES, VIT, full, lines, metrics, python, result, run
+from tests.scripts.conftest import QUICK
 from tools.inference.exported import Exported, open_trained
 from tools.logbook.card import model_card
 
-QUICK = ["--data", "digits", "--trackers", "none", "--mixed_precision", "no", "--epochs", "1"]
-SCRIPTS = {"cnn_a": CNN, "cnn_b": RESNET, "vit": VIT}
+SCRIPTS = {"cnn_b": RESNET, "vit": VIT}
 IMAGES = 4
 XCIT = ["train_vit.py", "--model", "xcit_nano_12_p16_224", "--image_size", "32", "--mixup", "0"]  # BatchNorm
 
@@ -57,11 +57,11 @@ print(json.dumps(found))
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory, cache) -> dict[str, Path]:
+def runs(trained, tmp_path_factory, cache) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("runs")
     for name, words in SCRIPTS.items():
         run([*python(), *words, *QUICK, *cache, "--output_dir", folder / name])
-    return {name: folder / name for name in SCRIPTS}
+    return {"cnn_a": trained} | {name: folder / name for name in SCRIPTS}
 
 
 @pytest.fixture(scope="module")
@@ -83,21 +83,25 @@ def made(*words, status: int = 0) -> None:
             os.umask(umask)
 
 
+def write_pictures(trained: Exported, folder: Path, name: str = "") -> list[Path]:
+    """The images of the sample as PNG files, before they were normalized."""
+    mean, std = (np.reshape(values, (3, 1, 1)) for values in (trained.mean, trained.std))
+    files = [folder / f"{name}{k}.png" for k in range(IMAGES)]
+    for file, image in zip(files, trained.sample.numpy(), strict=True):
+        pixels = np.rint((image * std + mean) * 255).astype(np.uint8)
+        Image.fromarray(pixels.transpose(1, 2, 0)).save(file)
+    return files
+
+
 def open_run(place: Path, scratch: Path, cache: list) -> Exported:
     return open_trained(str(place), "best", None, [str(word) for word in cache], scratch, IMAGES)
 
 
 def test_others_load_it_and_get_the_same_logits(runs, exported, tmp_path, cache):
     """From PNG files, in a process that does not know this project."""
-    request = []
     models = {name: open_run(place, tmp_path, cache) for name, place in runs.items()}
-    for name, trained in models.items():
-        mean, std = (np.reshape(values, (3, 1, 1)) for values in (trained.mean, trained.std))
-        files = [tmp_path / f"{name}{k}.png" for k in range(IMAGES)]
-        for file, image in zip(files, trained.sample.numpy(), strict=True):
-            pixels = np.rint((image * std + mean) * 255).astype(np.uint8)
-            Image.fromarray(pixels.transpose(1, 2, 0)).save(file)
-        request.append([str(exported[name]), *map(str, files)])
+    files = {name: map(str, write_pictures(trained, tmp_path, name)) for name, trained in models.items()}
+    request = [[str(exported[name]), *files[name]] for name in models]
     env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     words = [sys.executable, "-c", LOAD, json.dumps(request)]
     output = subprocess.run(words, cwd=tmp_path, env=env, check=True, capture_output=True, text=True).stdout
@@ -143,9 +147,8 @@ def test_an_ema_of_a_model_with_batch_norm(strategy, tmp_path, cache):
         words = ["--max_steps", steps, "--log_every", "1", "--output_dir", place]
         run([*STRATEGIES[strategy], *XCIT, *flags, *words])
     step = best_step(place)
-    averaged, raw = (
-        load_file(place / "checkpoints" / step / f"{name}.safetensors") for name in ("ema", "model")
-    )
+    ema_file, raw_file = (place / "checkpoints" / step / f"{name}.safetensors" for name in ("ema", "model"))
+    averaged, raw = load_file(ema_file), load_file(raw_file)
     buffers = [name for name in averaged if is_buffer(name)]
     assert len(buffers) == 48
     assert all(torch.equal(averaged[name], raw[name]) for name in buffers)
@@ -157,18 +160,18 @@ def test_an_ema_of_a_model_with_batch_norm(strategy, tmp_path, cache):
     run([*python(), "validate.py", place, "--mixed_precision", "no", *cache])
     report = json.loads((place / "validation" / f"val_{int(step[5:])}" / "report.json").read_text())
     assert report["top1"] == result(place)["best_accuracy"]
-    lines = [line for line in metrics(place) if line["step"] == int(step[5:]) and "val/loss" in line]
-    assert report["loss"] == pytest.approx(lines[0]["val/loss"], abs=1e-6)
+    of_step = [line for line in metrics(place) if line["step"] == int(step[5:]) and "val/loss" in line]
+    assert report["loss"] == pytest.approx(of_step[0]["val/loss"], abs=1e-6)
+    assert report["checkpoint"].endswith("ema.safetensors")
+    words = [raw_file, "--mixed_precision", "no", *cache, "--output_dir", tmp_path / "raw"]
+    run([*python(), "validate.py", *words])
+    raw_accuracy = json.loads((tmp_path / "raw" / "report.json").read_text())["top1"]
+    assert raw_accuracy == of_step[0]["val/raw_accuracy"] != of_step[0]["val/accuracy"]
 
     made(place, tmp_path / "out", *cache)
     exported = timm.create_model(f"local-dir:{tmp_path / 'out'}", pretrained=True).eval()
     with torch.inference_mode():
         assert torch.equal(exported(trained.sample), logits)
-    mean, std = (np.reshape(values, (3, 1, 1)) for values in (trained.mean, trained.std))
-    for k, image in enumerate(trained.sample.numpy()):
-        pixels = np.rint((image * std + mean) * 255).astype(np.uint8)
-        Image.fromarray(pixels.transpose(1, 2, 0)).save(tmp_path / f"{k}.png")
-    pictures = [tmp_path / f"{k}.png" for k in range(IMAGES)]
     words = [
         "--mixed_precision",
         "no",
@@ -179,13 +182,9 @@ def test_an_ema_of_a_model_with_batch_norm(strategy, tmp_path, cache):
         "--output_dir",
         tmp_path / "predicted",
     ]
-    run([*python(), "predict.py", place, *pictures, *words])
-    for line, expected in zip(
-        (tmp_path / "predicted" / "predictions.jsonl").read_text().splitlines(),
-        logits.softmax(1),
-        strict=True,
-    ):
-        row = json.loads(line)
+    run([*python(), "predict.py", place, *write_pictures(trained, tmp_path), *words])
+    predicted = lines(tmp_path / "predicted" / "predictions.jsonl")
+    for row, expected in zip(predicted, logits.softmax(1), strict=True):
         by_class = dict(zip(row["classes"], row["probabilities"], strict=True))
         assert [by_class[str(k)] for k in range(10)] == pytest.approx(expected.tolist(), abs=1e-5)
 
@@ -243,10 +242,7 @@ def test_a_model_that_comes_back_differently_is_no_export(runs, tmp_path, cache,
     [
         (["{cnn_a}", "{tmp}/full"], "is there already"),
         (["{tmp}/nothing", "{tmp}/out"], "there is no such folder"),
-        (
-            ["{vit}/checkpoints/{step}/ema.safetensors", "{tmp}/out", "--data", "synthetic", "--data=?"],
-            "--data ?",
-        ),
+        (["{vit}/checkpoints/{step}/ema.safetensors", "{tmp}/out", "--data=?"], "--data ?"),
         (["{tmp}/lone.safetensors", "{tmp}/out"], "give the checkpoint's folder"),
         (["{cnn_a}", "{tmp}/out", "--widths", "4,8,31"], "hidden.weight"),
     ],
@@ -278,11 +274,8 @@ class Hub(BaseHTTPRequestHandler):
         self.server.requests.append((self.path, self.headers.get("Authorization"), body))
         base = f"http://127.0.0.1:{self.server.server_port}"
         if self.path.endswith("/preupload/main"):
-            files = [
-                {"path": f["path"], "uploadMode": "regular", "shouldIgnore": False}
-                for f in json.loads(body)["files"]
-            ]
-            answer: dict = {"files": files}
+            about, files = {"uploadMode": "regular", "shouldIgnore": False}, json.loads(body)["files"]
+            answer: dict = {"files": [about | {"path": file["path"]} for file in files]}
         elif "/commit/" in self.path:
             answer = {"commitUrl": f"{base}/me/digits/commit/1", "commitOid": "1" * 40}
         else:

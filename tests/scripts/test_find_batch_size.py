@@ -5,7 +5,6 @@ import json
 import random
 import signal
 import sys
-import time
 from functools import partial
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from common import batch_search
 from common.batch_search import knee, launch, next_size
 from common.system.cli import run_command
 from common.system.files import write_json
-from tests.conftest import ROOT, Job
+from tests.conftest import ROOT, Job, wait_until
 
 # Large activations in small networks: 8 images are 0.09 to 0.13 GiB, many times what two launches differ by.
 CNN = ["train_cnn_a.py", "--data=digits", "--widths=16,16,16", "--image_size=320"]
@@ -157,9 +156,7 @@ def test_what_counts_as_out_of_memory(code, is_out_of_memory):
         ("RuntimeError: an illegal memory access", False),
     ],
 )
-def test_a_gpus_out_of_memory_is_known_without_a_limit_and_without_looking(
-    said, is_out_of_memory, monkeypatch
-):
+def test_a_gpus_out_of_memory_is_known_without_a_limit_or_a_look(said, is_out_of_memory, monkeypatch):
     """Simulated: the process prints what the libraries say on a GPU."""
     monkeypatch.setattr(batch_search, "_largest_data_gib", lambda *_: pytest.fail("it looked at processes"))
     ended = launch([sys.executable, "-c", f"print({said!r}); exit(1)"], limit_gib=None, timeout_s=60)
@@ -299,16 +296,17 @@ def test_mistakes_are_one_clear_message(words, status, message, tmp_path, monkey
 def test_a_signal_leaves_no_process(tmp_path):
     file = tmp_path / "found" / "result.json"
     job = Job([*finder("ddp_2gpu", f"--output={file}", "--memory_limit_gib=2"), *CNN])
-    ranks = []
-    while not ranks:
-        assert job.process.poll() is None
-        time.sleep(0.1)
+
+    def ranks() -> list[psutil.Process]:
         below = psutil.Process(job.process.pid).children(recursive=True)
-        ranks = [process for process in below if "RANK" in environment(process)]
+        return [process for process in below if "RANK" in environment(process)]
+
+    wait_until(ranks, job)
+    running = ranks()
     job.process.send_signal(signal.SIGTERM)
     status, output = job.wait(30)
     assert (status, output.splitlines()[-1]) == (130, "interrupted")
-    assert not any(rank.is_running() for rank in ranks)
+    assert not any(rank.is_running() for rank in running)
     assert not any(file.parent.glob("*"))
 
 

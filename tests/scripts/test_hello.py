@@ -7,27 +7,15 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from common.run.result_tables import plot_curves
-from tests.conftest import accelerate, metrics, python, result, run, torchrun
+from tests.conftest import STRATEGIES, full, metrics, python, result, run, torchrun
 
 
 @pytest.mark.parametrize(
     ("launcher", "processes"),
-    [
-        (python(), 1),
-        pytest.param(torchrun(3), 3, marks=pytest.mark.full),
-        pytest.param(accelerate("zero3_4gpu", "--num_processes", "2"), 2, marks=pytest.mark.full),
-    ],
+    [(python(), 1), full(torchrun(3), 3), full(STRATEGIES["zero3"], 2)],
 )
 def test_it_learns_the_curve(launcher, processes, tmp_path):
-    words = [
-        "train_hello.py",
-        "--batch_size",
-        str(16 * processes),
-        "--hidden_size",
-        "48",
-        "--data_size",
-        "2000",
-    ]
+    words = ["train_hello.py", "--batch_size", 16 * processes, "--hidden_size", 48, "--data_size", 2000]
     output = run([*launcher, *words, "--output_dir", tmp_path / "run"])
     found = result(tmp_path / "run")
     assert (found["processes"], found["val_images"]) == (processes, 1000)
@@ -37,9 +25,8 @@ def test_it_learns_the_curve(launcher, processes, tmp_path):
     assert re.search(rf"batch {16 * processes} = 16 points x {processes} process", output)
     assert re.search(r"[\d,]+ points/s", output)
     assert "validation points" in output
-    assert "use this: best loss on the validation split" in " ".join(
-        re.sub("[\u2502\u2503]", "", output).split()
-    )
+    shown = " ".join(re.sub("[\u2502\u2503]", "", output).split())
+    assert "use this: best loss on the validation split" in shown
     losses = [line["val/loss"] for line in metrics(tmp_path / "run") if "val/loss" in line]
     assert len(losses) == 10
     assert losses[-1] < losses[0]

@@ -1,13 +1,12 @@
 """A mistake prints one line of ours under every launcher; the lines that launchers add are counted."""
 
 import re
-import sys
 
 import pytest
 
-from common.data.sources import find_source
 from tests.conftest import CNN, Job, accelerate, deepspeed, full, mutate, python, torchrun
 
+LAUNCH = [*python(), "launch.py", "--mode", "single-node"]
 LAUNCHERS = {  # name: (words, lines that the launcher adds at most)
     "python": (python(), 0),
     "accelerate, one process": (accelerate("cpu"), 16),  # its traceback says which command returned 1
@@ -15,11 +14,8 @@ LAUNCHERS = {  # name: (words, lines that the launcher adds at most)
     "torchrun": (torchrun(2), 50),
     "accelerate": (accelerate("ddp_2gpu"), 50),
     "deepspeed": (deepspeed("--num_gpus", "2"), 20),
-    "launch.py": ([sys.executable, "launch.py", "--mode", "single-node"], 6),
-    "launch.py, two": (
-        [sys.executable, "launch.py", "--mode", "single-node", "--gpus", "2", "--log_dir", "LOGS"],
-        6,
-    ),
+    "launch.py": ([*LAUNCH], 6),
+    "launch.py, two": ([*LAUNCH, "--gpus", "2", "--log_dir", "LOGS"], 6),
 }
 MISTAKES = {  # flags, what is printed, lines of ours beside it
     "unknown flag": (["--epoch", "1"], "error: unknown flag --epoch: did you mean --epochs?", 0),
@@ -43,9 +39,8 @@ def test_one_line(launcher, mistake, project_copy, tmp_path, cache):
     status, output = Job(words, cwd=project_copy).wait()
     assert status != 0
     lines = [line for line in output.splitlines() if not is_a_warning(line)]
-    said = [
-        line for line in lines if re.match(rf"(localhost \| )?(train_cnn_a.py: )?{re.escape(message)}", line)
-    ]
+    pattern = rf"(localhost \| )?(train_cnn_a.py: )?{re.escape(message)}"
+    said = [line for line in lines if re.match(pattern, line)]
     assert len(said) == 1, output
     assert len(lines) <= 1 + ours + added, output
     if mistake != "exception":
@@ -60,10 +55,3 @@ def test_one_line(launcher, mistake, project_copy, tmp_path, cache):
 def is_a_warning(line: str) -> bool:
     """True for warnings that launchers also print when nothing is wrong."""
     return "torch/distributed/run.py" in line or "OMP_NUM_THREADS" in line
-
-
-def test_the_nearest_data_set():
-    with pytest.raises(ValueError, match=r"--data digit: does not exist; did you mean digits\?"):
-        find_source("digit", lambda: None, False)
-    with pytest.raises(ValueError, match="give a folder or one of: digits, cifar10, synthetic"):
-        find_source("/nowhere", lambda: None, False)

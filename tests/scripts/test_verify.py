@@ -64,12 +64,12 @@ def in_bf16(data, tmp_path_factory, cache) -> Path:
 def verified(folder: Path, cache: list, *flags) -> tuple[int, str, dict]:
     """The exit status, the output and the stamp."""
     status, output = Job([*python(), "verify.py", folder, *flags, *cache]).wait()
-    return status, output, stamps(folder)[-1]
+    return status, output, last_stamp(folder)
 
 
-def stamps(folder: Path) -> list[dict]:
+def last_stamp(folder: Path) -> dict:
     file = folder / "verified.json"
-    return json.loads(file.read_text())["stamps"] if file.exists() else [{}]
+    return json.loads(file.read_text())["stamps"][-1] if file.exists() else {}
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +100,7 @@ def check(replays, cache, monkeypatch, capsys):
     def checked(folder: Path, *flags) -> tuple[int, str, dict]:
         monkeypatch.setattr(sys, "argv", [str(word) for word in ("verify.py", folder, *flags, *cache)])
         status = verify.main()
-        return status, capsys.readouterr().out, stamps(folder)[-1]
+        return status, capsys.readouterr().out, last_stamp(folder)
 
     monkeypatch.setattr(verify, "launch", launch)
     return checked
@@ -142,43 +142,50 @@ def sign(folder: Path, step: int, **changes) -> None:
     file.write_text(json.dumps(manifest))
 
 
-def edit_tensors(folder: Path, step: int, file: str, change) -> None:
-    path = folder / "checkpoints" / f"step_{step:08d}" / f"{file}.safetensors"
-    save_file({name: change(name, tensor).contiguous() for name, tensor in load_file(path).items()}, path)
-    sign(folder, step)
-
-
 # Forgeries: each gets a copy of a run
 
 
-def forged_loss(folder: Path) -> None:
-    change_loss(folder, 4, 0.01)
+def in_result(**changes):
+    return lambda folder: edit(folder / "result.json", lambda found: found.update(changes))
 
 
-def change_loss(folder: Path, step: int, by: float) -> None:
-    def change(line):
-        is_it = line["step"] == step and "train/loss" in line
-        return line | {"train/loss": line["train/loss"] - by} if is_it else line
+def in_lines(name: str, step: int | None = None, change=None, **changes):
+    """Of the log's lines that have this value; step: of one of them alone; change: of the value."""
 
-    edit_log(folder, change)
+    def changed(line: dict) -> dict:
+        if name not in line or step not in (None, line["step"]):
+            return line
+        return line | changes | ({name: change(line[name])} if change else {})
 
-
-def accuracy_everywhere(folder: Path) -> None:
-    edit_log(folder, lambda line: line | {"val/accuracy": 0.9999} if "val/loss" in line else line)
-    edit(folder / "result.json", lambda found: found.update(best_accuracy=0.9999, final_accuracy=0.9999))
+    return lambda folder: edit_log(folder, changed)
 
 
-def forged_test_accuracy(folder: Path) -> None:
-    edit_log(folder, lambda line: line | {"test/accuracy": 0.9999} if "test/loss" in line else line)
-    edit(folder / "result.json", lambda found: found.update(test_accuracy=0.9999))
+def in_tensors(step: int, file: str, change, only: str = ""):
+    """only: the end of the names of the tensors that change."""
+
+    def edited(folder: Path) -> None:
+        path = folder / "checkpoints" / f"step_{step:08d}" / f"{file}.safetensors"
+        tensors = {name: change(t) if name.endswith(only) else t for name, t in load_file(path).items()}
+        save_file({name: t.contiguous() for name, t in tensors.items()}, path)
+        sign(folder, step)
+
+    return edited
 
 
-def accuracy_in_result(folder: Path) -> None:
-    edit(folder / "result.json", lambda found: found.update(test_accuracy=0.9999))
+def in_recipe(**changes):
+    """In recipe.json and in all manifests."""
+
+    def change(folder: Path) -> None:
+        edit(folder / "recipe.json", lambda about: about["recipe"].update(changes))
+        for step in (8, 16, 24, 32):
+            manifest = json.loads((folder / f"checkpoints/step_{step:08d}/manifest.json").read_text())
+            sign(folder, step, recipe=manifest["recipe"] | changes)
+
+    return change
 
 
-def other_title(folder: Path) -> None:
-    edit(folder / "result.json", lambda found: found.update(epochs=400, batch_size=4096))
+def both(*forgeries):
+    return lambda folder: [forge(folder) for forge in forgeries]
 
 
 def lines_without_rate(folder: Path) -> None:
@@ -201,42 +208,13 @@ def run_cut(folder: Path) -> None:
     for step in (24, 32):
         shutil.rmtree(folder / "checkpoints" / f"step_{step:08d}")
     known = {"steps": 16, "best_step": 16, "final_accuracy": last["val/accuracy"]}
-    known |= {"best_accuracy": last["val/accuracy"], "final_loss": last["val/loss"]}
-    edit(folder / "result.json", lambda found: found.update(known))
-
-
-def epochs_in_a_line(folder: Path) -> None:
-    edit_log(folder, lambda line: line | {"epoch": 90.0} if "test/loss" in line else line)
+    in_result(**known, best_accuracy=last["val/accuracy"], final_loss=last["val/loss"])(folder)
 
 
 def repeated_line(folder: Path) -> None:
     log = folder / "metrics.jsonl"
     best = max(lines(log), key=lambda line: line.get("val/accuracy", 0))
     log.write_text(log.read_text() + json.dumps(best) + "\n")
-
-
-def infinite_loss(folder: Path) -> None:
-    edit_log(folder, lambda line: line | {"train/loss": float("nan")} if line["step"] == 6 else line)
-
-
-def random_ema(folder: Path) -> None:
-    edit_tensors(folder, 32, "ema", lambda _, t: torch.randn_like(t))
-
-
-def random_second_checkpoint(folder: Path) -> None:
-    edit_tensors(folder, 16, "model", lambda _, t: torch.randn_like(t))
-
-
-def tensor_of_nan(folder: Path) -> None:
-    edit_tensors(folder, 8, "model", lambda name, t: t * torch.nan if name == "head.weight" else t)
-
-
-def moments_of_zero(folder: Path) -> None:
-    edit_tensors(folder, 8, "optimizer", lambda name, t: t * 0 if name.endswith("head.weight/exp_avg") else t)
-
-
-def off_by_a_tenth(folder: Path) -> None:
-    edit_tensors(folder, 8, "model", lambda name, t: t + 0.099 if name == "head.weight" else t)
 
 
 def loss_in_a_state(folder: Path) -> None:
@@ -248,27 +226,6 @@ def loss_in_a_state(folder: Path) -> None:
 def false_bf16(folder: Path) -> None:
     for name in ("recipe.json", "result.json"):
         edit(folder / name, lambda about: about.update(mixed_precision="bf16", half_precision="autocast"))
-
-
-def false_bf16_and_loss(folder: Path) -> None:
-    false_bf16(folder)
-    change_loss(folder, 4, 0.03)
-
-
-def other_ema_decay(folder: Path) -> None:
-    other_recipe(folder, ema_decay=0.3)  # a decay above 0.5 counts later
-
-
-def other_seed(folder: Path) -> None:
-    other_recipe(folder, seed=7)
-
-
-def other_recipe(folder: Path, **changes) -> None:
-    """In recipe.json and in all manifests."""
-    edit(folder / "recipe.json", lambda about: about["recipe"].update(changes))
-    for step in (8, 16, 24, 32):
-        manifest = json.loads((folder / f"checkpoints/step_{step:08d}/manifest.json").read_text())
-        sign(folder, step, recipe=manifest["recipe"] | changes)
 
 
 def other_classes(folder: Path) -> None:
@@ -285,52 +242,67 @@ def damaged_checkpoint(folder: Path) -> None:
     file.write_bytes(file.read_bytes()[:-1] + b"x")
 
 
-def newer_format(folder: Path) -> None:
-    sign(folder, 16, format_version=2)
-
-
 def other_machine(folder: Path) -> None:
     """Devices, times, speeds, commit, and a flag that the script does not know."""
     edit_log(folder, lambda line: line | {"wall_s": line["wall_s"] / 9})
-    edit_log(folder, lambda line: line | {"train/images_per_s": 1e6} if "train/loss" in line else line)
+    in_lines("train/loss", **{"train/images_per_s": 1e6})(folder)
     edit(folder / "recipe.json", lambda about: about.update(devices=["CPU of 1 TFLOP/s"], git_commit="beef"))
     edit(folder / "recipe.json", lambda about: about["recipe"].update(teacher="resnet152"))
-    edit(folder / "result.json", lambda found: found.update(train_s=1.0, images_per_s=1e6))
+    in_result(train_s=1.0, images_per_s=1e6)(folder)
 
 
-ALL, FIRST = ["--steps", 16], [*only(0), "--steps", 8]
-FORGERIES = [
-    (accuracy_everywhere, FIRST, "val/accuracy of step 8 is 0.9999, in the replay 0."),
-    (lines_without_rate, FIRST, "train/lr of step 4 stands 0 times in the log, 1 in its replay"),
-    (log_cut, ALL, "train/loss of step 18 stands 0 times in the log, 1 in its replay"),
-    (random_ema, ALL, "in step_00000032/ema.safetensors differs by"),
-    (random_second_checkpoint, ["--steps", 20], "in step_00000016/model.safetensors differs by"),
-    (tensor_of_nan, FIRST, "head.weight in step_00000008/model.safetensors is not finite"),
-    (false_bf16, FIRST, "steps 0-8 of 32: the weights are those of fp32, and not of bf16"),
-    (false_bf16_and_loss, FIRST, "train/loss of step 4 is "),
-    (other_ema_decay, FIRST, "in step_00000008/ema.safetensors differs by"),
+def smaller_loss(by: float):
+    return in_lines("train/loss", 4, lambda loss: loss - by)
+
+
+accuracy_in_result = in_result(test_accuracy=0.9999)
+accuracy_everywhere = both(
+    in_lines("val/loss", **{"val/accuracy": 0.9999}), in_result(best_accuracy=0.9999, final_accuracy=0.9999)
+)
+random_ema, other_seed = in_tensors(32, "ema", torch.randn_like), in_recipe(seed=7)
+forged_test_accuracy = both(in_lines("test/loss", **{"test/accuracy": 0.9999}), accuracy_in_result)
+random_second = in_tensors(16, "model", torch.randn_like)
+tensor_of_nan = in_tensors(8, "model", lambda t: t * torch.nan, "head.weight")
+zero_moments = in_tensors(8, "optimizer", torch.zeros_like, "head.weight/exp_avg")
+off_by_a_tenth = in_tensors(8, "model", lambda t: t + 0.099, "head.weight")
+
+FIRST = [*only(0), "--steps", 8]
+LONGER = {"log cut": 16, "random EMA": 16, "repeated line": 16, "random second checkpoint": 20}  # --steps
+FORGERIES = {
+    "accuracy everywhere": (accuracy_everywhere, "val/accuracy of step 8 is 0.9999, in the replay 0."),
+    "lines without rate": (lines_without_rate, "train/lr of step 4 stands 0 times in the log, 1 in its"),
+    "log cut": (log_cut, "train/loss of step 18 stands 0 times in the log, 1 in its replay"),
+    "random EMA": (random_ema, "in step_00000032/ema.safetensors differs by"),
+    "random second checkpoint": (random_second, "in step_00000016/model.safetensors differs by"),
+    "tensor of NaN": (tensor_of_nan, "head.weight in step_00000008/model.safetensors is not finite"),
+    "false bf16": (false_bf16, "steps 0-8 of 32: the weights are those of fp32, and not of bf16"),
+    "false bf16 and loss": (both(false_bf16, smaller_loss(0.03)), "train/loss of step 4 is "),
+    # a decay above 0.5 counts later
+    "other EMA decay": (in_recipe(ema_decay=0.3), "in step_00000008/ema.safetensors differs by"),
     # Our own
-    (forged_test_accuracy, FIRST, "test/accuracy of step 32 is 0.9999, in the replay 0."),
-    (accuracy_in_result, FIRST, "test_accuracy is 0.9999 in result.json, 0."),
-    (other_title, FIRST, "epochs: 400, in the replay 4"),
-    (run_cut, FIRST, "steps is 16 in result.json, 32 by the recipe and the log"),
-    (epochs_in_a_line, FIRST, "step 32 is in epoch 90 of the log"),
-    (repeated_line, ALL, " stands 2 times in the log, 1 in its replay"),
-    (infinite_loss, FIRST, "metrics.jsonl has 1 of"),
-    (moments_of_zero, FIRST, "head.weight/exp_avg in step_00000008/optimizer.safetensors differs by"),
-    (loss_in_a_state, FIRST, "state.json/logged_step of step 8 is 7, in the replay 8"),
-    (other_classes, FIRST, "classes in step_00000008: ['cat', 'dog'], in the replay ['a', 'b']"),
-    (forged_loss, FIRST, "train/loss of step 4 is "),
-    (changed_rate, FIRST, "the checkpoint of step 8 was trained with lr 0.0005, not 0.004"),
-    (other_seed, FIRST, "train/loss of step 2 is "),
-    (damaged_checkpoint, FIRST, "model.safetensors has changed since it was written (SHA-256)"),
-]
+    "test accuracy": (forged_test_accuracy, "test/accuracy of step 32 is 0.9999, in the replay 0."),
+    "accuracy in result": (accuracy_in_result, "test_accuracy is 0.9999 in result.json, 0."),
+    "other title": (in_result(epochs=400, batch_size=4096), "epochs: 400, in the replay 4"),
+    "run cut": (run_cut, "steps is 16 in result.json, 32 by the recipe and the log"),
+    "epochs in a line": (in_lines("test/loss", epoch=90.0), "step 32 is in epoch 90 of the log"),
+    "repeated line": (repeated_line, " stands 2 times in the log, 1 in its replay"),
+    "infinite loss": (in_lines("train/loss", 6, lambda _: torch.nan), "metrics.jsonl has 1 of"),
+    "moments of zero": (zero_moments, "exp_avg in step_00000008/optimizer.safetensors differs by"),
+    "loss in a state": (loss_in_a_state, "state.json/logged_step of step 8 is 7, in the replay 8"),
+    "other classes": (other_classes, "classes in step_00000008: ['cat', 'dog'], in the replay ['a', 'b']"),
+    "forged loss": (smaller_loss(0.01), "train/loss of step 4 is "),
+    "changed rate": (changed_rate, "the checkpoint of step 8 was trained with lr 0.0005, not 0.004"),
+    "other seed": (other_seed, "train/loss of step 2 is "),
+    "damaged checkpoint": (damaged_checkpoint, "model.safetensors has changed since it was written (SHA"),
+}
 
 
-@pytest.mark.parametrize(("forge", "flags", "said"), FORGERIES)
-def test_a_forgery_is_found(forge, flags, said, finished, check, tmp_path):
+@pytest.mark.parametrize("forgery", FORGERIES)
+def test_a_forgery_is_found(forgery, finished, check, tmp_path):
+    forge, said = FORGERIES[forgery]
     folder = copy_of(finished, tmp_path)
     forge(folder)
+    flags = ["--steps", LONGER[forgery]] if forgery in LONGER else FIRST
     status, output, stamp = check(folder, *flags)
     assert (status, said in output) == (1, True), output
     assert f"**{len(stamp['findings'])} difference" in page(RunRecord(folder), "x", [])
@@ -390,7 +362,7 @@ def test_what_is_not_verified_is_listed(finished, check, tmp_path):
 
 def test_an_error_is_a_finding_of_its_interval(finished, check, tmp_path):
     folder = copy_of(finished, tmp_path)
-    newer_format(folder)
+    sign(folder, 16, format_version=2)
     status, output, stamp = check(folder, "--steps", 8)
     assert status == 1, output
     assert "steps 16-24 of 32: the checkpoint of step 16: " in output
@@ -425,11 +397,10 @@ def test_a_true_run(config, finished, cache, tmp_path):
     folder = copy_of(finished, tmp_path)
     launcher = [] if config == "one process" else ["--config_file", f"accelerate_configs/{config}.yaml"]
     launcher += ["--per_device_batch_size", 2] if "4gpu" in config else []
-    rows = [
-        (["--steps", 16], ["steps 0-16", "steps 16-32"], "32 of 32 steps (100.0%) and 4 of 4 checkpoints")
-    ]
-    rows = rows if config == "one process" else []
-    rows += [([*only(16), "--steps", 8], ["steps 16-24"], "8 of 32 steps (25.0%) and 1 of 4 checkpoints")]
+    rows = [([*only(16), "--steps", 8], ["steps 16-24"], "8 of 32 steps (25.0%) and 1 of 4 checkpoints")]
+    if config == "one process":
+        whole = "32 of 32 steps (100.0%) and 4 of 4 checkpoints"
+        rows.insert(0, (["--steps", 16], ["steps 0-16", "steps 16-32"], whole))
     for flags, intervals, share in rows:
         status, output, stamp = verified(folder, cache, *flags, *launcher)
         assert status == 0, output
@@ -446,20 +417,8 @@ def test_a_run_with_batch_norm_by_two_processes(cache, tmp_path):
     """Its last steps, with a small learning rate: rounding moves the statistics more than a step does."""
     folder, every = tmp_path / "run", ["--checkpoint_every", 10, "--keep_every", 10, "--checkpoint_s", 0]
     words = [*accelerate("ddp_2gpu"), *RESNET, "--data", "digits", "--epochs", 2, "--batch_size", 64, *every]
-    run(
-        [
-            *words,
-            "--mixed_precision",
-            "no",
-            "--log_every",
-            5,
-            "--trackers",
-            "none",
-            "--output_dir",
-            folder,
-            *cache,
-        ]
-    )
+    words += ["--mixed_precision", "no", "--log_every", 5, "--trackers", "none"]
+    run([*words, "--output_dir", folder, *cache])
     status, output, _ = verified(folder, cache, "--steps", 10)
     assert (status, "44 of 44 steps" in output) == (0, True), output
 

@@ -46,6 +46,12 @@ def aws_env(endpoint: str) -> dict[str, str]:
     }
 
 
+def use_s3(patch: pytest.MonkeyPatch, endpoint: str) -> None:
+    """All S3 requests of this process go to this endpoint."""
+    for name, value in aws_env(endpoint).items():
+        patch.setenv(name, value)
+
+
 @contextlib.contextmanager
 def moto_server() -> Iterator[str]:
     """Starts a server with the bucket BUCKET in a process of its own. Yields its address, http://host:port."""
