@@ -90,7 +90,7 @@ def tutorial(script: ModuleType, words: list[str], stopwatch: Stopwatch) -> None
     images, size = open_images(prepare_data(recipe.data, cache_of(recipe))), recipe.image_size
     if not isinstance(images.train, ArraySplit) or images.train.size != (size, size):
         raise ValueError(f"--data {recipe.data}: needs images of {size} pixels that fit in memory")
-    steps = [RandomCrop(size, padding=size // 8), *([RandomHorizontalFlip()] if images.mirror else [])]
+    steps = [RandomCrop(size, padding=size // 8), *([RandomHorizontalFlip()] if images.train.mirror else [])]
     augment = Compose([*steps, ToTensor(), Normalize(script.MEAN, script.STD)])
     train = DataLoader(  # fork, as in a script: this process was spawned, and its workers would be, too
         TutorialImages(images.train, augment),

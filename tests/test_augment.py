@@ -16,9 +16,9 @@ from common.augment import (
     ORDERS,
     RAND_AUGMENT,
     color_jitter,
-    crop_and_flip,
     mixer,
     random_erasing,
+    send_cropped,
     to_float,
 )
 from common.data.decode import _resize
@@ -34,6 +34,13 @@ def images() -> torch.Tensor:
     return torch.from_numpy(np.random.RandomState(0).randint(0, 256, (64, 20, 24, 3), dtype=np.uint8))
 
 
+def crop_and_flip(images, draws, pad, flip):
+    rows = np.arange(len(images))
+    pixels, labels = send_cropped(images, rows, rows + 7, torch.device("cpu"), draws, pad, flip)
+    assert torch.equal(labels, torch.from_numpy(rows + 7))
+    return pixels
+
+
 def test_crop_and_flip_is_pad_crop_flip(images):
     draws = uniforms(0, 0, np.arange(64), 3)
     ours = crop_and_flip(images, draws, 4, flip=True)
@@ -47,6 +54,9 @@ def test_crop_and_flip_is_pad_crop_flip(images):
         flips += turn < 0.5
     assert {0, 8} <= {top for top, _ in shifts}  # both extremes occur
     assert 16 < flips < 48
+    few = np.array([9, 2, 9])  # of images that are on the device
+    found = send_cropped(images, few, few, torch.device("cpu"), draws[few], 4, True)
+    assert torch.equal(found[0], ours[few])
 
 
 @pytest.mark.parametrize("size", [12, 20, 48])
