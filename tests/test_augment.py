@@ -231,18 +231,6 @@ def test_benchmark_of_decoding(tmp_path):
 
 
 @pytest.mark.full
-def test_benchmark_of_preparing(tmp_path):
-    words = ["-m", "benchmarks.imagenet_prep", "--images", real_data() / "imagenet_sample", "--count", "30"]
-    words += ["--classes", "3", "--rounds", "1", "--folder", tmp_path, "--json", tmp_path / "out.json"]
-    run([*python(), *words])
-    (found,) = json.loads((tmp_path / "out.json").read_text())["rounds"]
-    arms = ["torchvision", "shards", "torchvision without MD5", "shards without MD5", "index"]
-    assert list(found) == arms
-    assert all(value > 0 for value in found.values())
-    assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
-
-
-@pytest.mark.full
 def test_benchmark_of_training_from_shards(tmp_path):
     words = ["-m", "benchmarks.train_speed", "--arms", "ready,ours", "--rounds", "2", "--steps", "2"]
     words += ["--json", tmp_path / "out.json", "train_vit.py", "--data", write_shards(tmp_path / "shards")]

@@ -102,7 +102,7 @@ def test_arrays_cross_to_the_device_in_one_copy(monkeypatch):
         options = dict(device="cuda", size=32, seed=0, workers=0)
         batches = split.batches(plan, train=True, **options)
         assert [seen.copies for _ in batches] == [4, 5, 6]  # the first sends the images, too
-    assert not seen.places
+    assert set(seen.places) == {"splits.py:_move"}
 
 
 def test_packed_arrays_arrive_whole(monkeypatch):

@@ -20,6 +20,7 @@ from benchmarks.gpu.rows import (
     command,
     on_gpu,
     once,
+    row,
     run_flags,
     small_images,
     succeeds,
@@ -47,14 +48,15 @@ DRY = ("train_cnn_a, --mixed_precision fp16", "train_cnn_b, --step_graph", "trai
 
 def smoke() -> dict[str, Row]:
     """What must work before anything else is worth its time. Its process loads CUDA's libraries first."""
-    return {"a few steps": runs("train_cnn_a")}
+    return {"a few steps": row(runs, "train_cnn_a")}
 
 
 def scripts() -> dict[str, Row]:
     found: dict[str, Row] = {"train_hello": hello, "train_hello, waits": hello_waits}
-    for flags, names in FLAGS.items():
-        found |= {" ".join((f"{name},", *flags)).rstrip(","): runs(name, *flags) for name in names}
-    return {name: row if "hello" in name or name in DRY else on_gpu(row) for name, row in found.items()}
+    for script, flags in [(script, flags) for flags, scripts in FLAGS.items() for script in scripts]:
+        name = " ".join((f"{script},", *flags)).rstrip(",")
+        found[name] = (row if name in DRY else on_gpu)(runs, script, *flags)
+    return found
 
 
 def hello(setting: Setting) -> Result:
@@ -73,16 +75,13 @@ def no_waits(found: dict[str, Any]) -> Result:
     return check(not found["waits"], found["waits"], "a step", 0, places)
 
 
-def runs(script: str, *flags: Any) -> Row:
-    def row(setting: Setting) -> Result:
-        words = small_images(setting, script)
-        steps = ["--max_steps", setting.size(20, 2), "--log_every", setting.size(5, 1), "--telemetry_s", 0.5]
-        steps += ["--max_val_images", setting.size(4096, 64)]
-        name = "_".join([script, *map(str, flags)]).replace("--", "")
-        with trained(setting, name, words, *steps, *flags) as (folder, result):
-            return sound(setting, folder, result)
-
-    return row
+def runs(setting: Setting, script: str, *flags: Any) -> Result:
+    words = small_images(setting, script)
+    steps = ["--max_steps", setting.size(20, 2), "--log_every", setting.size(5, 1), "--telemetry_s", 0.5]
+    steps += ["--max_val_images", setting.size(4096, 64)]
+    name = "_".join([script, *map(str, flags)]).replace("--", "")
+    with trained(setting, name, words, *steps, *flags) as (folder, result):
+        return sound(setting, folder, result)
 
 
 def sound(setting: Setting, folder: Path, result: dict[str, Any]) -> Result:
@@ -107,32 +106,25 @@ def determinism() -> dict[str, Row]:
     """A dry run has CNN-A's: on a CPU the bits of all scripts are the same for the same reason."""
     found: dict[str, Row] = {}
     for script in SCRIPTS:
-        rows = {"twice": twice(script, "--deterministic"), "resumed": resumed(script)}
-        for kind, row in rows.items():
-            only = row if script == "train_cnn_a" else on_gpu(row)
-            found[f"{script}, {kind}, --deterministic"] = only
+        kind = row if script == "train_cnn_a" else on_gpu
+        found[f"{script}, twice, --deterministic"] = kind(twice, script, "--deterministic")
+        found[f"{script}, resumed, --deterministic"] = kind(resumed, script)
     # In fp32 attention has another kernel.
     fp32 = ("--deterministic", "--mixed_precision", "no")
-    found["train_vit, twice, --deterministic, fp32"] = on_gpu(twice("train_vit", *fp32))
-    found["train_cnn_a, twice, without the flag"] = on_gpu(twice("train_cnn_a"))
+    found["train_vit, twice, --deterministic, fp32"] = on_gpu(twice, "train_vit", *fp32)
+    found["train_cnn_a, twice, without the flag"] = on_gpu(twice, "train_cnn_a")
     return found
 
 
-def twice(script: str, *flags: str) -> Row:
-    def row(setting: Setting) -> Result:
-        first, second = (go(setting, script, f"{n}_{len(flags)}", *flags) for n in (1, 2))
-        return same(first, second) if flags else same(first, second, "anything")
-
-    return row
+def twice(setting: Setting, script: str, *flags: str) -> Result:
+    first, second = (go(setting, script, f"{n}_{len(flags)}", *flags) for n in (1, 2))
+    return same(first, second) if flags else same(first, second, "anything")
 
 
-def resumed(script: str) -> Row:
-    def row(setting: Setting) -> Result:
-        straight = go(setting, script, "1_1", "--deterministic")  # the first row's
-        go(setting, script, "resumed", "--deterministic", "--max_steps", setting.size(10, 2))
-        return same(straight, go(setting, script, "resumed", "--deterministic"))
-
-    return row
+def resumed(setting: Setting, script: str) -> Result:
+    straight = go(setting, script, "1_1", "--deterministic")  # the first row's
+    go(setting, script, "resumed", "--deterministic", "--max_steps", setting.size(10, 2))
+    return same(straight, go(setting, script, "resumed", "--deterministic"))
 
 
 @once

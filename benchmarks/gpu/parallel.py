@@ -17,6 +17,7 @@ from benchmarks.gpu.rows import (
     command,
     on_gpu,
     once,
+    row,
     run_flags,
     small_images,
     started,
@@ -41,22 +42,22 @@ def strategies() -> dict[str, Row]:
     found: dict[str, Row] = {
         "single": lambda setting: Result(round(loss_of(setting, "single", 1), 6), "loss")
     }
-    found |= {f"{name}, one process": on_gpu(beside_single(name, 1)) for name in STRATEGIES}
-    return found | {f"{name}, two ranks on one GPU, gloo": beside_single(name, 2) for name in STRATEGIES}
+    found |= {f"{name}, one process": on_gpu(beside_single, name, 1) for name in STRATEGIES}
+    two = "two ranks on one GPU, gloo"
+    return found | {f"{name}, {two}": row(beside_single, name, 2) for name in STRATEGIES}
 
 
 def scaling() -> dict[str, Row]:
-    rows: dict[str, Row] = {"doctor.py": doctor, "train_cnn_b, scaling": scales("train_cnn_b")}
-    return rows | {"train_vit, scaling": on_gpu(scales("train_vit"))}
+    found: dict[str, Row] = {"doctor.py": doctor, "train_cnn_b, scaling": row(scales, "train_cnn_b")}
+    return found | {"train_vit, scaling": on_gpu(scales, "train_vit")}
 
 
 def several() -> dict[str, Row]:
-    found: dict[str, Row] = {f"{name} beside one GPU": on_gpu(beside_single(name)) for name in STRATEGIES}
+    found: dict[str, Row] = {f"{name} beside one GPU": on_gpu(beside_single, name) for name in STRATEGIES}
     found["zero: a ring of strategies"] = ring
-    found["ddp, a killed rank"] = lost("ddp", signal.SIGKILL)
     for name in STRATEGIES:
-        found.setdefault(f"{name}, a killed rank", on_gpu(lost(name, signal.SIGKILL)))
-        found[f"{name}, a stopped rank"] = on_gpu(lost(name, signal.SIGSTOP))
+        found[f"{name}, a killed rank"] = (row if name == "ddp" else on_gpu)(lost, name, signal.SIGKILL)
+        found[f"{name}, a stopped rank"] = on_gpu(lost, name, signal.SIGSTOP)
     return found
 
 
@@ -75,15 +76,11 @@ def all_gpus(setting: Setting) -> int:
     return 2 if setting.dry_run else setting.gpus
 
 
-def beside_single(name: str, processes: int | None = None) -> Row:
+def beside_single(setting: Setting, name: str, processes: int | None = None) -> Result:
     """processes: that share one GPU; None: one for each GPU."""
-
-    def row(setting: Setting) -> Result:
-        shared = ["-m", "benchmarks.gpu.shared_gpu"] if processes == 2 and not setting.dry_run else []
-        loss = loss_of(setting, name, processes or all_gpus(setting), *shared)
-        return near(abs(loss - loss_of(setting, "single", 1)))
-
-    return row
+    shared = ["-m", "benchmarks.gpu.shared_gpu"] if processes == 2 and not setting.dry_run else []
+    loss = loss_of(setting, name, processes or all_gpus(setting), *shared)
+    return near(abs(loss - loss_of(setting, "single", 1)))
 
 
 def near(off: float) -> Result:
@@ -125,25 +122,21 @@ def ring(setting: Setting) -> Result:
     return near(abs(losses[-1] - losses[-2]))
 
 
-def lost(name: str, number: signal.Signals) -> Row:
+def lost(setting: Setting, name: str, number: signal.Signals) -> Result:
     """A rank is killed or stopped in the middle of the training; the job must end by itself."""
-
-    def row(setting: Setting) -> Result:
-        launcher, flags, env = launch(name, all_gpus(setting))
-        folder, timeout_s = setting.folder / f"{name}_{number.name}", setting.size(20, 5)
-        words = [*launcher, *small_images(setting, "train_cnn_b"), "--epochs", 1000, *flags]
-        words += [*run_flags(setting, folder, words), "--timeout_s", timeout_s, "--log_every", 1]
-        log = setting.folder / f"{folder.name}.log"
-        with log.open("w") as output, started(words, output, env) as job:
-            wait_for(folder / "metrics.jsonl", job, setting)
-            began = time.monotonic()
-            ranks(job)[-1].send_signal(number)
-            status = job.wait(max(1, min(timeout_s + 2 * END_S, setting.left_s)))
-            seconds = time.monotonic() - began
-        ends = bool(status) and seconds <= timeout_s + END_S
-        return check(ends, round(seconds, 1), "s until the job ended", f"at most {timeout_s + END_S}")
-
-    return row
+    launcher, flags, env = launch(name, all_gpus(setting))
+    folder, timeout_s = setting.folder / f"{name}_{number.name}", setting.size(20, 5)
+    words = [*launcher, *small_images(setting, "train_cnn_b"), "--epochs", 1000, *flags]
+    words += [*run_flags(setting, folder, words), "--timeout_s", timeout_s, "--log_every", 1]
+    log = setting.folder / f"{folder.name}.log"
+    with log.open("w") as output, started(words, output, env) as job:
+        wait_for(folder / "metrics.jsonl", job, setting)
+        began = time.monotonic()
+        ranks(job)[-1].send_signal(number)
+        status = job.wait(max(1, min(timeout_s + 2 * END_S, setting.left_s)))
+        seconds = time.monotonic() - began
+    ends = bool(status) and seconds <= timeout_s + END_S
+    return check(ends, round(seconds, 1), "s until the job ended", f"at most {timeout_s + END_S}")
 
 
 def wait_for(file: Path, job: psutil.Popen, setting: Setting) -> None:
@@ -159,20 +152,16 @@ def ranks(job: psutil.Popen) -> list[psutil.Process]:
     return sorted(found, key=lambda p: int(p.environ()["RANK"]))
 
 
-def scales(script: str) -> Row:
+def scales(setting: Setting, script: str) -> Result:
     """Images a second of all GPUs, divided by their number and by one GPU's; each has as many images."""
-
-    def row(setting: Setting) -> Result:
-        speeds: dict[int, float] = {}
-        for number in (1, count := all_gpus(setting)):
-            words: list[Any] = [*launch("ddp", number)[0], *small_images(setting, script)]
-            each = int(re.findall(r"--batch_size (\d+)", " ".join(map(str, words)) + " --batch_size 128")[0])
-            steps = ["--max_steps", setting.size(100, 3), "--batch_size", each * number]
-            steps += ["--max_val_images", 64]
-            with trained(setting, f"{script}_{number}", words, *steps) as (_, result):
-                speeds[number] = result["images_per_s"]
-        share = round(speeds[count] / count / speeds[1], 3)
-        note = f"{speeds[count]:,.0f} images/s on {count}"
-        return Result(share, "of perfect scaling", 0.9, note=note)
-
-    return row
+    speeds: dict[int, float] = {}
+    for number in (1, count := all_gpus(setting)):
+        words: list[Any] = [*launch("ddp", number)[0], *small_images(setting, script)]
+        each = int(re.findall(r"--batch_size (\d+)", " ".join(map(str, words)) + " --batch_size 128")[0])
+        steps = ["--max_steps", setting.size(100, 3), "--batch_size", each * number]
+        steps += ["--max_val_images", 64]
+        with trained(setting, f"{script}_{number}", words, *steps) as (_, result):
+            speeds[number] = result["images_per_s"]
+    share = round(speeds[count] / count / speeds[1], 3)
+    note = f"{speeds[count]:,.0f} images/s on {count}"
+    return Result(share, "of perfect scaling", 0.9, note=note)

@@ -91,13 +91,18 @@ Row = Callable[[Setting], Result | dict[str, Result]]
 _this = threading.local()  # .outputs: of the commands that this thread's row has run
 
 
-def on_gpu(row: Row) -> Row:
-    """The row, which a dry run leaves out: on a CPU it shows what another row shows."""
+def row(find: Callable, *words: Any) -> Row:
+    """The row that is found by find(setting, *words)."""
+    return lambda setting: find(setting, *words)
+
+
+def on_gpu(find: Callable, *words: Any) -> Row:
+    """row(), which a dry run leaves out: on a CPU it shows what another row shows."""
 
     def only(setting: Setting) -> Result | dict[str, Result]:
         if setting.dry_run:
             raise Skip("not in a dry run")
-        return row(setting)
+        return find(setting, *words)
 
     return only
 
