@@ -16,7 +16,7 @@ import torch
 
 from benchmarks import gpu_suite
 from benchmarks.gpu import checks, probe, speed
-from benchmarks.gpu.rows import Result, Setting, Skip, command, on_gpu, once, row, run_rows
+from benchmarks.gpu.rows import Result, Setting, Skip, command, on_gpu, once, row, run_flags, run_rows
 from common.recipe import parse
 from common.script import load_script, recipe_class
 from tests.conftest import ROOT, Job, full
@@ -133,15 +133,14 @@ def test_chosen_sections_share_the_whole_budget(only, limits, tmp_path, monkeypa
     assert given == pytest.approx(limits)
 
 
+CHOSEN = ("ceilings", "recipes", "inputs")
+
+
 @pytest.mark.parametrize(
     ("flags", "rows", "remark"),
     [
         (["--fail_fast", "2"], [("ceilings", "FAIL"), ("recipes", "FAIL")], "ended by --fail_fast 2"),
-        (
-            ["--budget_s", "5"],
-            [(name, "skipped") for name in ("ceilings", "recipes", "inputs")],
-            "did not fit",
-        ),
+        (["--budget_s", "5"], [(name, "skipped") for name in CHOSEN], "did not fit"),
     ],
 )
 def test_how_it_ends_early(flags, rows, remark, tmp_path, monkeypatch):
@@ -150,7 +149,7 @@ def test_how_it_ends_early(flags, rows, remark, tmp_path, monkeypatch):
 
     monkeypatch.setattr(gpu_suite.Suite, "section", failing)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    words = ["--out", str(tmp_path), "--only", "ceilings,recipes,inputs", *flags]
+    words = ["--out", str(tmp_path), "--only", ",".join(CHOSEN), *flags]
     suite = gpu_suite.Suite(gpu_suite.parse(words), tmp_path)
     suite.run()
     assert [(row["section"], row["verdict"]) for row in suite.rows] == rows
@@ -288,14 +287,7 @@ def test_a_full_case(name, full_setting):
 
 def test_a_probe_watches_beyond_an_epoch(full_setting):
     words = ["train_cnn_a.py", "--data", "synthetic", "--widths", "4,4,8", "--batch_size", 2048]  # 2 an epoch
-    words += [
-        "--trackers",
-        "none",
-        "--output_dir",
-        full_setting.folder,
-        "--cache_dir",
-        full_setting.folder / "c",
-    ]
+    words += run_flags(full_setting, full_setting.folder / "run", words)
     ended = command(full_setting, ["-m", "benchmarks.gpu.probe", "waits", "--steps", 5, *words])
     assert ended.status == 0, ended.output
     assert json.loads(ended.output.splitlines()[-1])["waits"]["waits"] == 0
