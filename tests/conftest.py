@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -150,8 +151,8 @@ def free_port() -> int:
 
 
 class Job:
-    """A command in a session of its own, so that nothing of it outlives the test. A word may be a function
-    that returns it.
+    """A command in a session of its own, so that nothing of it outlives the test. A script is one for this
+    Python. A word may be a function that returns it.
 
     Python's processes, a launcher's ranks too, are forked from one that has torch (support/forks.py),
     but where warm is False, in modules that say REAL_PROCESSES = True, and in tests marked real_processes.
@@ -166,9 +167,10 @@ class Job:
         mine = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
         mine |= {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": ""}
         mine |= {"NETRC": "/nonexistent", "WANDB_CONFIG_DIR": "/nonexistent"}
+        words = [word() if callable(word) else word for word in words]
         start = forks.Popen if (self.warm if warm is None else warm) else subprocess.Popen
         self.process = start(
-            [str(word() if callable(word) else word) for word in words],
+            [*(python() if str(words[0]).endswith(".py") else ()), *map(str, words)],
             cwd=cwd,
             env=mine | (env or {}),
             stdout=subprocess.PIPE,
@@ -193,6 +195,21 @@ class Job:
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
+
+
+def wait_until(happens: Callable[[], object], job: Job | None = None, timeout_s: float = 60) -> None:
+    """Fails the test when it takes longer, or the job ends before."""
+    deadline = time.monotonic() + timeout_s
+    while not happens():
+        assert job is None or job.process.poll() is None, job.wait()[1]
+        assert time.monotonic() < deadline, f"not within {timeout_s} s"
+        time.sleep(0.02)
+
+
+def read_until(words: str, job: Job) -> None:
+    """Reads the job's output up to the line that has these words."""
+    while words not in (line := job.process.stdout.readline()):
+        assert line, job.wait()
 
 
 def run(words: list, **options) -> str:

@@ -18,10 +18,6 @@ class Sample(Recipe):
     pretrained: bool = flag(False, "yes or no")
 
 
-def test_defaults_are_the_dataclass():
-    assert parse(Sample, []) == Sample()
-
-
 @pytest.mark.parametrize(
     ("words", "field", "value"),
     [
@@ -66,6 +62,7 @@ def test_a_config_file_sets_defaults_and_flags_win(name, tmp_path):
 )
 def test_wrong_flags(words, message, capsys):
     assert message in refusal(words, capsys)
+    assert "--widths 4,8: three numbers are needed" in refusal(["--widths", "4,8"], capsys, CnnA)  # its own
 
 
 @pytest.mark.parametrize(
@@ -102,10 +99,6 @@ def test_a_flag_that_is_given_several_times(tmp_path):
     assert "data_root" not in recipe_part(recipe)
 
 
-def test_the_scripts_own_rule(capsys):
-    assert "--widths 4,8: three numbers are needed" in refusal(["--widths", "4,8"], capsys, CnnA)
-
-
 def refusal(words, capsys, recipe=Sample) -> str:
     with pytest.raises(SystemExit) as stop:
         parse(recipe, words)
@@ -128,12 +121,6 @@ def test_the_recipe_is_what_is_trained_not_where():
     assert {"data", "epochs", "batch_size", "lr", "seed", "widths"} <= recipe_part(CnnA()).keys()
 
 
-def test_the_next_smaller_forward_leaves_the_batch_as_it_is():
-    assert share_out(96, 48, 2).smaller() == 24
-    assert share_out(90, 45, 2).smaller() == 15
-    assert share_out(96, 1, 2).smaller() is None
-
-
 def test_the_printed_recipe_is_a_config_file_of_itself(tmp_path, capsys):
     words = ["--widths", "1,2", "--lr", "1e-5", "--pretrained", "--epochs", "3"]
     words += ["--trackers", "tensorboard,wandb"]
@@ -149,12 +136,10 @@ def test_batch_arithmetic():
     assert str(share_out(256, None, 1)) == "batch 256 = 256 images x 1 process x 1 accumulation"
     assert dataclasses.astuple(share_out(96, 16, 3)) == (96, 16, 3, 2, "images")
     assert str(share_out(64, 1, 1, "points")) == "batch 64 = 1 point x 1 process x 64 accumulations"
-
-
-def test_a_batch_that_does_not_divide():
-    """Other numbers are in test_messages.py."""
     with pytest.raises(ValueError, match="--batch_size 2 does not divide among 4 processes: choose 4"):
         share_out(2, None, 4)
+    smaller = [share_out(batch, size, 2).smaller() for batch, size in ((96, 48), (90, 45), (96, 1))]
+    assert smaller == [24, 15, None]
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 import json
 
 import pytest
-import torch
 
 from tests.conftest import (
     CNN,
@@ -20,10 +19,15 @@ from tests.conftest import (
     python,
     result,
     run,
-    tensors,
 )
 from tests.distributed.test_agreement import two_hosts
-from tests.support import warm
+from tests.support.compare import (
+    assert_same_end,
+    assert_same_losses,
+    assert_same_state,
+    assert_same_tensors,
+    assert_same_training,
+)
 
 # 14 steps an epoch; a line of the log every 4 steps, so that most stops lie between two lines.
 STEPS = 32
@@ -112,10 +116,9 @@ def test_a_run_that_was_stopped_four_times_is_bit_equal(
     walls = [line["wall_s"] for line in metrics(tmp_path / "run")]
     assert walls == sorted(walls), "time goes on where it stopped"
     reference = uninterrupted(script, launcher, *flags)
-    assert without_times(metrics(tmp_path / "run")) == without_times(metrics(reference))
     assert lines(tmp_path / "run" / "samples.jsonl") == lines(reference / "samples.jsonl")
     assert_same_state(tmp_path / "run", reference)
-    assert_same_tensors(tmp_path / "run", reference, tolerance=0)
+    assert_same_end(tmp_path / "run", reference)
 
 
 @pytest.mark.full
@@ -145,26 +148,19 @@ def test_on_three_processes_it_is_equal_within_1e_6(
     """
     flags = ("--per_device_batch_size", "32")
     training = Training(script, tmp_path / "run", cache, stoppable, *flags)
-    for stop in STOPS:
+    for stop in (*STOPS, None):
         training.go(launcher, stop)
-    training.go(launcher)
     reference = uninterrupted(script, launcher, *flags)
     assert_same_tensors(tmp_path / "run", reference, tolerance=1e-6, without="attn.qkv.bias")
 
 
 @pytest.mark.full
-def test_another_per_device_batch_size_keeps_the_mean_of_the_loss(tmp_path, cache, stoppable):
+def test_another_per_device_batch_size_keeps_the_mean_of_the_loss(uninterrupted, tmp_path, cache, stoppable):
     """CNN-A has no BatchNorm: its losses stay within 1e-5, also in the log line at the stop."""
-    for name, stops in (("straight", ()), ("stopped", (9,))):
-        training = Training("cnn_a", tmp_path / name, cache, stoppable)
-        for stop in stops:
-            training.go("single", stop)
-        smaller = ("--per_device_batch_size", "24") if stops else ()
-        training.go("single", None, *smaller)
-    ours, theirs = (metrics(tmp_path / name) for name in ("stopped", "straight"))
-    for our, their in zip(ours, theirs, strict=True):
-        for name in {"train/loss", "val/loss", "test/loss"} & their.keys():
-            assert our[name] == pytest.approx(their[name], abs=1e-5), (name, our["step"])
+    training = Training("cnn_a", tmp_path / "run", cache, stoppable)
+    training.go("single", 9)
+    training.go("single", None, "--per_device_batch_size", "24")
+    assert_same_losses(metrics(tmp_path / "run"), metrics(uninterrupted("cnn_a", "single")))
 
 
 RING = ("single", "ddp", "fsdp", "zero1", "zero2", "zero3", "single")
@@ -173,9 +169,8 @@ RING = ("single", "ddp", "fsdp", "zero1", "zero2", "zero3", "single")
 @pytest.mark.parametrize("script", ["vit", full("cnn_b")])
 def test_a_ring_of_strategies(script, uninterrupted, tmp_path, cache, stoppable):
     training = Training(script, tmp_path / "run", cache, stoppable)
-    for leg, launcher in enumerate(RING[:-1]):
-        training.go(launcher, 3 + 4 * leg)
-    training.go(RING[-1])
+    for leg, launcher in enumerate(RING):
+        training.go(launcher, 3 + 4 * leg if leg < 6 else None)
     assert_same_training(tmp_path / "run", uninterrupted(script, "single"))
 
 
@@ -209,65 +204,19 @@ def test_each_strategy_continues_each_other(
     flags = ("--per_device_batch_size", per_device)
     training = Training(script, tmp_path / "run", cache, stoppable, *flags)
     training.go(target, None, "--resume", stopped(script, source, *flags))
-    reference = uninterrupted(script, "single", *flags)
-    after = [line for line in metrics(reference) if line["step"] > 9]
-    samples = [line for line in lines(reference / "samples.jsonl") if line["step"] > 9]
-    assert_same_training(tmp_path / "run", reference, after, samples)
+    assert_same_training(tmp_path / "run", uninterrupted(script, "single", *flags), begin=9)
 
 
-def test_fp16_goes_on_with_its_loss_scale(tmp_path, cache, stoppable):
+def test_fp16_goes_on_with_its_loss_scale(uninterrupted, tmp_path, cache, stoppable):
     """The first steps overflow: a resume with the initial scale would skip other steps."""
     flags = ("--mixed_precision", "fp16", "--max_steps", "12")
-    for name, stops in (("straight", ()), ("stopped", (5,))):
-        training = Training("cnn_a", tmp_path / name, cache, stoppable, *flags)
-        for stop in stops:
-            training.go("single", stop)
-        training.go("single")
-    assert without_times(metrics(tmp_path / "stopped")) == without_times(metrics(tmp_path / "straight"))
-    assert_same_state(tmp_path / "stopped", tmp_path / "straight")
-    assert_same_tensors(tmp_path / "stopped", tmp_path / "straight", tolerance=0)
-    assert json.loads((latest(tmp_path / "stopped") / "state.json").read_text())["loss_scale"]
-
-
-def without_times(log: list[dict]) -> list[dict]:
-    """The lines without what differs from run to run."""
-    times = ("train/images_per_s", "train/mfu_pct", "wall_s")
-    return [{name: value for name, value in line.items() if name not in times} for line in log]
-
-
-def assert_same_state(folder, reference):
-    ours, theirs = (json.loads((latest(f) / "state.json").read_text()) for f in (folder, reference))
-    for state in (ours, theirs):
-        assert state.pop("train_s") > 0
-        assert state.pop("wall_s") == pytest.approx(sum(state.pop("spent_s").values()), abs=0.2)
-    assert ours == theirs
-
-
-def assert_same_tensors(folder, reference, tolerance, without=None):
-    ours, theirs = tensors(latest(folder)), tensors(latest(reference))
-    assert latest(folder).name == latest(reference).name
-    assert ours.keys() == theirs.keys()
-    for name, tensor in ours.items():
-        if without and without in name:
-            continue
-        if tolerance == 0:
-            assert torch.equal(tensor, theirs[name]), name
-        else:
-            assert (tensor - theirs[name]).abs().max() <= tolerance, name
-
-
-def assert_same_training(folder, reference, expected=None, samples=None):
-    """Losses within 1e-5, learning rates and samples equal, tensors within 1e-4."""
-    expected = metrics(reference) if expected is None else expected
-    ours = metrics(folder)
-    assert [line["step"] for line in ours] == [line["step"] for line in expected]
-    samples = lines(reference / "samples.jsonl") if samples is None else samples
-    assert lines(folder / "samples.jsonl") == samples
-    for our, their in zip(ours, expected, strict=True):
-        assert our.get("train/lr") == their.get("train/lr")
-        for name in {"train/loss", "val/loss", "test/loss"} & their.keys():
-            assert our[name] == pytest.approx(their[name], abs=1e-5), (name, our["step"])
-    assert_same_tensors(folder, reference, tolerance=1e-4)
+    training = Training("cnn_a", tmp_path / "run", cache, stoppable, *flags)
+    training.go("single", 5)
+    training.go("single")
+    reference = uninterrupted("cnn_a", "single", *flags)
+    assert_same_state(tmp_path / "run", reference)
+    assert_same_end(tmp_path / "run", reference)
+    assert json.loads((latest(reference) / "state.json").read_text())["loss_scale"]
 
 
 @pytest.mark.full
@@ -284,40 +233,29 @@ def test_hosts_without_a_shared_folder(tmp_path, cache, stoppable):
 
 def test_a_run_that_begins_at_anothers_checkpoint(tmp_path, cache, stoppable):
     """Its best checkpoint is its own, also after a stop right at its beginning."""
-    first = Training("cnn_a", tmp_path / "first", cache, stoppable)
-    first.go("single", 14)
-    words = [
-        *SCRIPTS["cnn_a"],
-        *FLAGS,
-        *cache,
-        "--resume",
-        tmp_path / "first",
-        "--output_dir",
-        tmp_path / "new",
-    ]
-    for stop in ("14", "15"):
-        status, output = Job([*python(), *words], cwd=stoppable, env={"STOP_AT": stop}).wait()
-        assert status == 75, output
-        assert "continuing at step 14" in output
+    Training("cnn_a", tmp_path / "first", cache, stoppable).go("single", 14)
+    new = Training("cnn_a", tmp_path / "new", cache, stoppable, "--resume", tmp_path / "first")
+    for stop in (14, 15):
+        assert "continuing at step 14" in new.go("single", stop)
         found = result(tmp_path / "new")
         assert found["best_step"] == 14
         assert (tmp_path / "new" / found["best_checkpoint"] / "manifest.json").exists()
-    assert "continuing at step 15" in run([*python(), *words], cwd=stoppable)
+    assert "continuing at step 15" in new.go("single")
     assert metrics(tmp_path / "new")[0]["step"] == 14
     assert latest(tmp_path / "first").name == "step_00000014"
 
 
 def test_another_recipe_is_refused_unless_a_flag_names_it(tmp_path, cache):
-    words, folder, log = [*CNN, *FLAGS, *cache], tmp_path / "run", tmp_path / "log"
+    words, folder = [*CNN, *FLAGS, *cache], tmp_path / "run"
     words += ["--max_steps", "9", "--output_dir", folder]
-    warm.run(words, log)
+    run(words)
     words[words.index("9")] = "12"
-    status, output = warm.WarmJob([*words, "--lr", "0.001"], log).wait()
+    status, output = Job([*words, "--lr", "0.001"]).wait()
     assert status == 1
     assert "its lr is 0.003, here 0.001" in output
     assert "--allow_changed" in output
     elsewhere = [*words, "--resume", folder, "--output_dir", tmp_path / "other"]
-    status, output = warm.WarmJob([*elsewhere, "--seed", "1"], log).wait()
+    status, output = Job([*elsewhere, "--seed", "1"]).wait()
     assert status == 1
     assert "is of another recipe (its seed is 0, here 1)" in output
     for batch_size, place in (
@@ -325,9 +263,9 @@ def test_another_recipe_is_refused_unless_a_flag_names_it(tmp_path, cache):
         (192, "after 384 of epoch 2 now: the images between are not trained"),
     ):
         changed = ["--batch_size", batch_size, "--allow_changed", "batch_size", "--max_steps", "10"]
-        output = warm.run([*elsewhere[:-1], tmp_path / str(batch_size), *changed], log)
+        output = run([*elsewhere[:-1], tmp_path / str(batch_size), *changed])
         was = f"--batch_size {batch_size} (it was 96): step 9 came after 864 images of epoch 1"
         assert f"{was}, and comes {place}" in output
-    output = warm.run([*words, "--lr", "0.001", "--allow_changed", "lr"], log)
+    output = run([*words, "--lr", "0.001", "--allow_changed", "lr"])
     assert "continuing at step 9" in output
     assert "came after" not in output

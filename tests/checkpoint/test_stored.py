@@ -8,8 +8,7 @@ import pytest
 
 from common.checkpoint.format import FORMAT_VERSION
 from common.system.paths import project_version
-from tests.conftest import latest, metrics, tensors
-from tests.support import warm
+from tests.conftest import latest, metrics, run, tensors
 from tools.logbook.page import page
 from tools.logbook.record import RunRecord
 
@@ -28,7 +27,7 @@ def test_a_stored_run_goes_on_as_it_did(stored, tmp_path, cache):
     shutil.copytree(stored, folder)
     shutil.rmtree(folder / "checkpoints" / LATER)
     argv = json.loads((stored / "recipe.json").read_text())["argv"]
-    output = warm.run([*argv[:-1], folder, *cache], tmp_path / "log")
+    output = run([*argv[:-1], folder, *cache])
     assert "continuing at step 16" in output
     assert latest(folder).name == LATER
     ours, theirs = metrics(folder), metrics(stored)
@@ -45,10 +44,7 @@ def test_a_stored_run_goes_on_as_it_did(stored, tmp_path, cache):
 
 
 def test_runs_and_checkpoints_carry_the_version(tmp_path):
-    warm.run(
-        ["train_hello.py", "--max_steps", "2", "--trackers", "none", "--output_dir", tmp_path / "run"],
-        tmp_path / "log",
-    )
+    run(["train_hello.py", "--max_steps", "2", "--trackers", "none", "--output_dir", tmp_path / "run"])
     assert project_version()[0].isdigit()
     record = RunRecord(tmp_path / "run")
     assert not record.problems

@@ -71,15 +71,6 @@ def test_skypilots_run_block_starts_torchrun(tmp_path, no_launcher):
     assert (recipe.lr, recipe.seed) == (0.001, 3)
 
 
-@pytest.mark.parametrize(
-    "words",
-    [["train_vit.py", "--no_such_flag", "1"], ["--no_such_flag", "train_vit.py"], ["train_vat.py"]],
-)
-def test_a_flag_or_a_script_that_is_not_there_is_found(words, no_launcher, capsys):
-    with pytest.raises((SystemExit, AssertionError)):
-        torchruns(words)
-
-
 def test_skypilots_task_is_a_managed_job_on_spot_machines():
     task = load(SKYPILOT)
     assert task["num_nodes"] == 2
@@ -167,21 +158,6 @@ def assert_no_values(part) -> None:
         for key, value in part.items():
             assert not (SECRET.search(key) and value is not None), key
             assert_no_values(value)
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"envs": {"AWS_SECRET_ACCESS_KEY": "x"}},
-        {"env": [{"name": "WANDB_API_KEY", "value": "x"}]},
-        {"env": [{"name": "WANDB_API_KEY", "valueFrom": {"configMapKeyRef": {"name": "x"}}}]},
-    ],
-)
-def test_a_secret_with_a_value_is_found(wrong):
-    with pytest.raises(AssertionError):
-        assert_no_values({"a": [wrong]})
-    assert VALUES.search("value: AKIAIOSFODNN7EXAMPLE")
-    assert VALUES.search("  secret_access_key: wJalrXUtnFEMI/K7MDENG/bPxRfiCY")
 
 
 def instructions() -> list[tuple[str, str]]:

@@ -9,15 +9,23 @@ import json
 import os
 import subprocess
 import sys
-import time
 import venv
 from pathlib import Path
 
 import pytest
-import yaml
 
 from tests.cluster.test_engines import SKYPILOT, TRAINJOB, load
-from tests.conftest import ROOT, TRAINING, Job, assert_same_losses, copy_project, lines, mutate, per_device
+from tests.conftest import (
+    ROOT,
+    TRAINING,
+    Job,
+    assert_same_losses,
+    copy_project,
+    lines,
+    mutate,
+    per_device,
+    wait_until,
+)
 from tests.support.s3 import aws_env
 
 pytestmark = pytest.mark.full
@@ -106,34 +114,16 @@ def test_skypilots_parser_takes_the_task(parse_task):
     assert (task["num_nodes"], task["use_spot"], task["accelerators"]) == (2, True, {"L4": 4})
 
 
-@pytest.mark.parametrize(("right", "wrong"), [("num_nodes:", "num_node:"), ("RUN: vit-1", "RUN:")])
-def test_a_wrong_key_of_the_task_is_found(right, wrong, parse_task, tmp_path):
-    text = SKYPILOT.read_text()
-    assert text.count(right) == 1
-    (tmp_path / "task.yaml").write_text(text.replace(right, wrong))
-    status, output = parse_task(tmp_path / "task.yaml")
-    assert status != 0
-    assert wrong.rstrip(":") in output
-
-
 def test_kubeflows_models_take_the_trainjob(validate_job):
     assert validate_job(load(TRAINJOB)) == (0, "")
 
 
-@pytest.mark.parametrize(
-    ("right", "wrong", "message"),
-    [
-        ("numNodes:", "numNode:", "TrainJob.spec.trainer.numNode'"),
-        ("sizeLimit:", "sizelimit:", ".volumes[0].emptyDir.sizelimit'"),
-        ("numNodes: 2", "numNodes: two", "numNodes"),
-    ],
-)
-def test_a_wrong_key_of_the_trainjob_is_found(right, wrong, message, validate_job):
-    text = TRAINJOB.read_text()
-    assert text.count(right) == 1
-    status, output = validate_job(yaml.safe_load(text.replace(right, wrong)))
+def test_a_wrong_key_of_the_trainjob_is_found(validate_job):
+    job = load(TRAINJOB)
+    job["spec"]["trainer"]["numNode"] = 2
+    status, output = validate_job(job)
     assert status != 0
-    assert message in output
+    assert "TrainJob.spec.trainer.numNode'" in output
 
 
 @pytest.fixture(scope="module")
@@ -162,9 +152,7 @@ def hosts(cluster_tools, project):
     store = Job(cluster_tools.inside(S3_HOST, words), env=env, warm=False)
     try:
         make = cluster_tools.inside(S3_HOST, [sys.executable, "-c", MAKE_BUCKET])
-        deadline = time.monotonic() + 60
-        while Job(make, env=env, warm=False).wait()[0] != 0:
-            assert time.monotonic() < deadline
+        wait_until(lambda: Job(make, env=env, warm=False).wait()[0] == 0, store)
         yield cluster_tools
     finally:
         store.kill()
@@ -182,11 +170,7 @@ def log_of(hosts, host: str, project: Path, run: str) -> Path:
 
 def wait_for_step(step: int, logs: list[Path], jobs: list[Job]) -> None:
     """Waits until a log has so many steps. After step 12 the checkpoint of step 10 has been sent for long."""
-    deadline = time.monotonic() + 180
-    while not any(log.exists() and len(log.read_text().splitlines()) >= step for log in logs):
-        assert all(job.process.poll() is None for job in jobs), [job.wait()[1] for job in jobs]
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
+    wait_until(lambda: sum(log.read_text().count("\n") for log in logs if log.exists()) >= step, jobs[0], 180)
 
 
 def assert_trained(logs: list[Path], outputs: list[str], reference: Path) -> None:

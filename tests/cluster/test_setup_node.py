@@ -6,14 +6,14 @@ or S3. Tests see the call of mount and its single line in /etc/fstab, not the mo
 """
 
 import os
+import pwd
 import shutil
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT, needs
+from tests.conftest import ROOT, Job, needs, wait_until
 
 SCRIPT = ROOT / "cluster" / "setup_node.sh"
 PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
@@ -42,7 +42,7 @@ hostname node1
 ip link set lo up
 ip address add 10.9.0.1/24 dev lo
 : > $sandbox/ready
-exec cat
+exec sleep 1000
 """
 MAKEFILE = """\
 .PHONY: setup
@@ -55,19 +55,16 @@ setup: .venv/installed
 
 
 class Sandbox:
-    """A sandbox in which setup_node.sh runs. `files` is its root folder."""
+    """A sandbox in which setup_node.sh runs. `files` is its root folder, `own` its folder there."""
 
     def __init__(self, folder: Path):
         words = ["unshare", "--mount", "--uts", "--net", "bash", "-c", INIT, "init", folder]
         folder.mkdir()
         self.folder = folder
-        self.init = subprocess.Popen(words, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        self.files = Path(f"/proc/{self.init.pid}/root")
-        deadline = time.monotonic() + 20
-        while not (self.files / str(folder)[1:] / "ready").exists():
-            assert self.init.poll() is None, self.init.stderr.read()
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        self.init = Job(words)
+        self.files = Path(f"/proc/{self.init.process.pid}/root")
+        self.own = self.at(str(folder))
+        wait_until((self.own / "ready").exists, self.init)
         # Nothing that a test does may reach this machine's own files.
         for name in ("etc", "opt", "mnt", "usr/bin", "sys"):
             assert (self.files / name).stat().st_dev != Path("/", name).stat().st_dev
@@ -75,11 +72,6 @@ class Sandbox:
         self.at("/etc/fstab").write_text("# as installed\nUUID=1 / ext4 defaults 0 1")  # without a newline
         self.stub("nvidia-smi", "exit 9")  # as without a driver
         self.stub("apt-get", "exit 1")
-
-    def end(self) -> None:
-        self.init.stdin.close()
-        self.init.wait(10)
-        self.init.stderr.close()
 
     def at(self, path: str) -> Path:
         return self.files / path[1:]
@@ -89,25 +81,29 @@ class Sandbox:
 
     def stub(self, name: str, script: str) -> None:
         """Replaces a command. self.calls() returns its calls."""
-        file = self.at(str(self.folder)) / "bin" / name
+        file = self.own / "bin" / name
         file.write_text(f'#!/bin/bash\necho "{name} $*" >> {self.folder}/calls\n{script}\n')
         file.chmod(0o755)
 
     def calls(self, name: str) -> list[str]:
-        file = self.at(str(self.folder)) / "calls"
+        file = self.own / "calls"
         lines = file.read_text().splitlines() if file.exists() else []
         return [line.removeprefix(f"{name} ") for line in lines if line.split()[0] == name]
 
-    def do(self, *words) -> str:
-        status, output = self._run(words)
-        assert status == 0, output
-        return output
+    def do(self, *words, status: int = 0) -> str:
+        """Runs a command, which must end with this status. Returns its output."""
+        words = ["nsenter", "--target", str(self.init.process.pid), "--mount", "--uts", "--net", *words]
+        env = {"PATH": f"{self.folder}/bin:{PATH}", "HOME": str(self.folder), "LC_ALL": "C"}
+        done = subprocess.run(
+            words, env=env, text=True, timeout=60,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        assert done.returncode == status, done.stdout
+        return done.stdout
 
     def setup(self, *flags, status: int = 0) -> str:
         """Runs the script, which must end with this status. Returns its output."""
-        ended, output = self._run([SCRIPT, *flags])
-        assert ended == status, output
-        return output
+        return self.do(SCRIPT, *flags, status=status)
 
     def refused(self, *flags, status: int = 1) -> str:
         """Runs the script, which must refuse in one line and change nothing. Returns the line."""
@@ -122,21 +118,12 @@ class Sandbox:
         """Mode, owner and content of each file that the script could change."""
         found = {}
         for top in ("etc", "opt", "mnt"):
-            folder = self.at(str(self.folder)) / top
+            folder = self.own / top
             for path in [folder, *folder.rglob("*")]:
                 about = path.lstat()
                 content = path.read_bytes() if path.is_file() and not path.is_symlink() else None
                 found[str(path)] = (about.st_mode, about.st_uid, about.st_mtime_ns, content)
         return found
-
-    def _run(self, words) -> tuple[int, str]:
-        target = ["nsenter", "--target", str(self.init.pid), "--mount", "--uts", "--net"]
-        env = {"PATH": f"{self.folder}/bin:{PATH}", "HOME": str(self.folder), "LC_ALL": "C"}
-        done = subprocess.run(
-            [*target, *map(str, words)], env=env, text=True, timeout=60,
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )  # fmt: skip
-        return done.returncode, done.stdout
 
 
 @pytest.fixture
@@ -146,7 +133,7 @@ def sandbox(tmp_path):
     try:
         yield sandbox
     finally:
-        sandbox.end()
+        sandbox.init.kill()
 
 
 @pytest.fixture
@@ -194,17 +181,11 @@ def test_a_dry_run_changes_nothing_and_a_second_run_neither(sandbox, origin):
     assert planned.splitlines()[-1] == "node1: 6 changes to make, dry run: none made"
 
     made = sandbox.setup(*flags)
-    changes = [line for line in made.splitlines() if line.startswith("change: ")]
-    assert changes == [
-        "change: install nfs-common",
-        "change: /etc/hosts:",
-        "change: mount 10.9.0.9:/export on /mnt/shared",
-        "change: /etc/fstab:",
-        "change: clone the repository into /opt/train",
-        "change: make setup in /opt/train",
-    ]
+    changes = [line.removeprefix("change: ") for line in made.splitlines() if line.startswith("change: ")]
+    wanted = ["install nfs-common", "/etc/hosts:", "mount 10.9.0.9:/export on /mnt/shared", "/etc/fstab:"]
+    assert changes == [*wanted, "clone the repository into /opt/train", "make setup in /opt/train"]
     would = [line for line in planned.splitlines() if "would: " in line]
-    assert [line.replace("would: ", "change: ") for line in would] == changes
+    assert [line.removeprefix("would: ") for line in would] == changes
     assert made.splitlines()[-1] == "node1: 6 changes made"
     assert sandbox.at("/opt/train/.venv/installed").exists()
 
@@ -222,7 +203,7 @@ def test_only_what_is_missing_is_installed(sandbox):
     content = program.read_bytes()
     program.unlink()
     assert sandbox.refused(*CLUSTER) == "error: apt-get update failed, see above"
-    (sandbox.at(str(sandbox.folder)) / "pdsh").write_bytes(content)
+    (sandbox.own / "pdsh").write_bytes(content)
     sandbox.stub("apt-get", f"[[ $* != *install* ]] || install {sandbox.folder}/pdsh /usr/bin/pdsh")
     assert "change: install pdsh" in sandbox.setup()
     _, update, install = sandbox.calls("apt-get")
@@ -364,8 +345,8 @@ def test_a_share_of_windows(sandbox):
     flags = ["--cifs", "//10.9.0.9/data", "--cifs_credentials", file, "--mount", "/mnt/data"]
     flags += ["--user", "nobody"]
     output = sandbox.setup(*flags)
-    ids = f"uid={sandbox.do('id', '-u', 'nobody').strip()},gid={sandbox.do('id', '-g', 'nobody').strip()}"
-    options = f"credentials={file},{ids},_netdev,nofail"
+    nobody = pwd.getpwnam("nobody")
+    options = f"credentials={file},uid={nobody.pw_uid},gid={nobody.pw_gid},_netdev,nofail"
     line = f"//10.9.0.9/data /mnt/data cifs {options} 0 0\n"
     assert sandbox.read("/etc/fstab") == "# as installed\nUUID=1 / ext4 defaults 0 1\n" + line
     assert sandbox.calls("mount") == [f"-t cifs -o {options} //10.9.0.9/data /mnt/data"]

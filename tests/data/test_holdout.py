@@ -12,10 +12,10 @@ import validate
 from common.data.cache import prepare_data
 from common.data.images import Images, open_images
 from common.data.splits import held_out
-from tests.checkpoint.test_resume import assert_same_tensors
 from tests.conftest import CNN, Job, copy_project, full, lines, metrics, mutate, python, result, run, torchrun
 from tests.data.test_any_images import put
 from tests.data.test_images import encode, picture, write_parquet
+from tests.support.compare import assert_same_tensors
 from tools.logbook.page import index, page
 from tools.logbook.record import RunRecord
 from tools.logbook.words import index_values

@@ -11,9 +11,8 @@ import pytest
 from common.data.cache import prepare_data
 from common.data.images import open_images
 from common.system.cli import set_umask
-from tests.conftest import CNN
+from tests.conftest import CNN, Job
 from tests.support.images import class_folders
-from tests.support.warm import WarmJob
 
 ALICE, MALLORY = 61001, 61002
 
@@ -87,7 +86,7 @@ def test_nothing_is_ever_writable_by_all(shared, tmp_path):
             "1",
         ]
         words += ["--cache_dir", tmp_path / "cache", "--output_dir", tmp_path / "run"]
-        status, output = WarmJob(words, tmp_path / "log").wait()
+        status, output = Job(words).wait()
     finally:
         os.umask(before)
     assert status == 0, output

@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.distributed.devices import choose_algorithms
 from common.run.ending import explained
-from tests.conftest import CNN, RESNET, VIT, result
-from tests.support.warm import WarmJob
+from tests.conftest import CNN, RESNET, VIT, result, run
+from tests.support.faults import called_first
 
 # Operations without a deterministic form on CUDA: the list in torch.use_deterministic_algorithms.
 # nll_loss has one, but for pictures of labels (nll_loss2d).
@@ -49,18 +49,14 @@ AUGMENTED = ["--randaug_layers", "4", "--color_jitter", "0.4", "--random_erasing
 
 
 @pytest.mark.parametrize(
-    "words",
-    [CNN, [*RESNET, "--stem", "imagenet"], [*VIT, *AUGMENTED]],
-    ids=["cnn_a", "cnn_b", "vit"],
+    "words", [CNN, [*RESNET, "--stem", "imagenet"], [*VIT, *AUGMENTED]], ids=["cnn_a", "cnn_b", "vit"]
 )
 def test_each_operation_has_a_deterministic_form_on_a_gpu(words, tmp_path, cache):
     """Augmentation, forward, loss, backward, optimizer and evaluation, on a CPU."""
     flags = ["--data", "digits", "--batch_size", 48, "--max_steps", 1]
     flags += ["--trackers", "none", "--deterministic"]
     words = [*words, *flags, *cache, "--output_dir", tmp_path / "run"]
-    job = WarmJob(words, tmp_path / "log", before=partial(record, tmp_path / "operations"))
-    status, output = job.wait()
-    assert status == 0, output
+    output = run(words, env=called_first(tmp_path, partial(record, tmp_path / "operations")))
     assert ", deterministic" in output
     assert result(tmp_path / "run")["deterministic"] is True
     seen = set((tmp_path / "operations").read_text().split())

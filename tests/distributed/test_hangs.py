@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -24,43 +23,29 @@ STOP_ON_RANK_0 = STOP_ON_RANK_1.replace("process_index == 1", "process_index == 
 WAIT = f"{ON_RANK_1}import time; time.sleep(60)\n            else:\n    {CALL}"
 SKIP = f"{ON_RANK_1}accelerator.wait_for_everyone()\n{CALL}"
 SLEEP = f"            if self.accelerator.process_index == 1: __import__('time').sleep(60)\n{READ}"
+AWAITED = "rank 1 (node1) is awaited, not in gloo:all_reduce with the others"
+RANK_1_AWAITED = r"rank 1 \(.*\) is awaited, not in gloo:"
+DIFFER = "the ranks are in different collectives"
 WAITS = ("training", "all_reduce", 7, False)
 
 
 def evidence(rank, phase, op, number, is_done):
     one = {"op": f"gloo:{op}", "group": "0", "number": number, "age_s": 4.0, "is_done": is_done}
-    return {
-        "rank": rank,
-        "host": "node1",
-        "hosts": ["node1", "node1", "node2"],
-        "phase": phase,
-        "step": 1200,
-        "where": "train.py:7 main",
-        "waits": [] if is_done else [one],
-        "last": one,
-        "sequence": {"0": number},
-        "silent_s": {"2": 9.2},
-    }
+    where = {"rank": rank, "host": "node1", "hosts": ["node1", "node1", "node2"], "where": "train.py:7 main"}
+    collective = {"waits": [] if is_done else [one], "last": one, "sequence": {"0": number}}
+    return where | collective | {"phase": phase, "step": 1200, "silent_s": {"2": 9.2}}
 
 
 @pytest.mark.parametrize(
     ("second", "third", "said"),
     [
         (WAITS, None, "rank 2 (node2) is silent"),
-        (
-            ("saving", "broadcast", 6, False),
-            WAITS,
-            "rank 1 (node1) is awaited, not in gloo:all_reduce with the others: saving at train.py:7",
-        ),
-        (
-            ("reading data", "all_reduce", 7, True),
-            WAITS,
-            "rank 1 (node1) is awaited, not in gloo:all_reduce with the others: reading data",
-        ),
+        (("saving", "broadcast", 6, False), WAITS, f"{AWAITED}: saving at train.py:7"),
+        (("reading data", "all_reduce", 7, True), WAITS, f"{AWAITED}: reading data"),
         (
             ("saving", "barrier", 7, False),
             WAITS,
-            "the ranks are in different collectives: rank 0 in gloo:all_reduce 7, rank 1 in gloo:barrier 7",
+            f"{DIFFER}: rank 0 in gloo:all_reduce 7, rank 1 in",
         ),
         (WAITS, WAITS, "all ranks are in the same collective"),
     ],
@@ -77,27 +62,18 @@ def test_the_table_names_who_is_awaited(second, third, said):
 
 
 @pytest.mark.parametrize(
-    ("script", "file", "before", "after", "said"),
+    ("file", "after", "said"),
     [
-        full(HELLO, HELLO, CALL, STOP_ON_RANK_1, r"rank 1 \(.*\) is silent: stopped by a signal"),
-        full(HELLO, HELLO, CALL, STOP_ON_RANK_0, r"rank 0 \(.*\) is silent: stopped by a signal"),
-        full(
-            HELLO, HELLO, CALL, WAIT, r"rank 1 \(.*\) is awaited, not in gloo:.*: training at train_hello.py:"
-        ),
-        full(
-            HELLO,
-            HELLO,
-            CALL,
-            SKIP,
-            r"(rank 1 \(.*\) is awaited, not in gloo:|the ranks are in different .*rank 1 in gloo:barrier)",
-        ),
-        full(
-            CNN[0], RUN, READ, SLEEP, r"rank 1 \(.*\) is awaited, not in gloo:.*: reading data at common/run/"
-        ),
+        full(HELLO, STOP_ON_RANK_1, r"rank 1 \(.*\) is silent: stopped by a signal"),
+        full(HELLO, STOP_ON_RANK_0, r"rank 0 \(.*\) is silent: stopped by a signal"),
+        full(HELLO, WAIT, rf"{RANK_1_AWAITED}.*: training at train_hello.py:"),
+        full(HELLO, SKIP, rf"({RANK_1_AWAITED}|{DIFFER}.*rank 1 in gloo:barrier)"),
+        full(RUN, SLEEP, rf"{RANK_1_AWAITED}.*: reading data at common/run/"),
     ],
 )
-def test_a_job_that_hangs_names_the_rank(script, file, before, after, said, tmp_path, project_copy, cache):
-    mutate(project_copy, file, before, after)
+def test_a_job_that_hangs_names_the_rank(file, after, said, tmp_path, project_copy, cache):
+    mutate(project_copy, file, CALL if file == HELLO else READ, after)
+    script = HELLO if file == HELLO else CNN[0]
     flags = [*CNN[1:], "--data", "digits", *cache] if script == CNN[0] else []
     words = [*torchrun(2), script, *flags, "--trackers", "none", "--timeout_s", "5"]
     # Rank 0 keeps the store, as it does on several hosts; stopped, it does not answer.
@@ -112,17 +88,8 @@ def test_a_job_that_hangs_names_the_rank(script, file, before, after, said, tmp_
 
 def test_launch_py_shows_the_table(tmp_path, project_copy):
     mutate(project_copy, HELLO, CALL, WAIT)
-    launch = [
-        sys.executable,
-        "launch.py",
-        "--mode",
-        "single-node",
-        "--gpus",
-        "2",
-        "--log_dir",
-        tmp_path / "logs",
-    ]
-    words = [*launch, HELLO, "--trackers", "none", "--timeout_s", "3", "--output_dir", tmp_path / "run"]
+    words = ["launch.py", "--mode", "single-node", "--gpus", "2", "--log_dir", tmp_path / "logs", HELLO]
+    words += ["--trackers", "none", "--timeout_s", "3", "--output_dir", tmp_path / "run"]
     status, output = Job(words, cwd=project_copy).wait(60)
     assert status == 1
     assert len(re.findall(r"^the job hangs: rank 1 \(.*\) is awaited", output, re.MULTILINE)) == 1, output

@@ -20,7 +20,7 @@ from common.distributed import launch_config
 from common.distributed.accelerator import start
 from common.distributed.devices import check_devices
 from common.recipe import Recipe
-from tests.conftest import CNN, RESNET, ROOT, accelerate, free_port, result, run
+from tests.conftest import CNN, RESNET, ROOT, accelerate, free_port, full, result, run
 
 QUESTIONNAIRE = {  # as `accelerate config` writes it when every default is taken
     "compute_environment": "LOCAL_MACHINE", "debug": False, "distributed_type": "MULTI_GPU",
@@ -162,9 +162,8 @@ def launched(config: dict, folder: Path) -> dict[str, str]:
         del config["mixed_precision"]
     file.write_text(yaml.safe_dump(config))
     words = ["--config_file", str(file), "train_cnn_a.py"]
-    args, defaults, from_config = launch._validate_launch_command(
-        launch.launch_command_parser().parse_args(words)
-    )
+    args = launch.launch_command_parser().parse_args(words)
+    args, defaults, from_config = launch._validate_launch_command(args)
     rank = {"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": str(config["num_processes"])}
     if args.use_deepspeed:
         fields = [*defaults.deepspeed_config, *(["mixed_precision"] if from_config else [])]
@@ -221,6 +220,8 @@ def test_deepspeed_json(changed, message, by, env, tmp_path):
     ("content", "message"),
     [
         (b"[]", "holds no JSON object"),
+        (b"{}", "has no zero_optimization: take one of ds_configs/"),
+        (b'{"zero_optimization" 2}', "line 1, is no JSON: Expecting ':' delimiter"),
         (b"\xff", "can't be read as JSON"),
         (b"[" * 100_000, "nested too deep"),
     ],
@@ -254,9 +255,8 @@ def test_the_table_has_every_variable_of_the_launcher():
     """A later accelerate that passes on another answer fails here."""
     source = Path(launch_env.__file__).read_text()
     simple = set(re.findall(r'current_env\["([A-Z0-9_]+)"\]', source))
-    sized = {
-        f"PARALLELISM_CONFIG_{n}" for n in re.findall(r'prefix \+ "((?:DP|TP|CP|SP)_[A-Z_]+SIZE)"', source)
-    }
+    sizes = re.findall(r'prefix \+ "((?:DP|TP|CP|SP)_[A-Z_]+SIZE)"', source)
+    sized = {f"PARALLELISM_CONFIG_{name}" for name in sizes}
     table = launch_config.supported()["answers"]
     known = {variable for group in table.values() for variable, *_ in group.values()} | set(table)
     not_answers = {"PYTHONPATH", "KMP_AFFINITY", "KMP_BLOCKTIME", "OMP_NUM_THREADS"}
@@ -312,9 +312,7 @@ TRAINED = {  # honoured in a way of our own: they failed before
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.full] if k else []) for k, n in enumerate(TRAINED)]
-)
+@pytest.mark.parametrize("name", [full(name) if k else name for k, name in enumerate(TRAINED)])
 def test_trained(name, tmp_path, cache):
     """The answers, a launch, two steps."""
     config, script = TRAINED[name]

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable
 
 import psutil
 import pytest
@@ -22,13 +21,14 @@ from tests.conftest import (
     latest,
     metrics,
     python,
+    read_until,
     result,
     torchrun,
+    wait_until,
 )
 from tests.data.test_shards import VIT, write_shards
 from tests.distributed.test_agreement import ranks_of
 from tests.support.forks import reset_signals
-from tests.support.warm import WarmJob
 
 SLOW = [*LONG, "--epochs", "3000"]
 LAUNCHERS = {
@@ -37,20 +37,6 @@ LAUNCHERS = {
     "accelerate, one process": accelerate("single_gpu"),
     "deepspeed": deepspeed("--num_gpus", "2"),
 }
-
-
-def wait_until(
-    condition: Callable[[], object], job: Job | WarmJob | None = None, timeout_s: float = 240
-) -> None:
-    """Fails the test when it takes longer, or the job ends before."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        if isinstance(job, WarmJob):
-            assert job.is_alive, job.output
-        elif job:
-            assert job.process.poll() is None, job.wait()[1]
-        time.sleep(0.05)
 
 
 def assert_preempted(folder, output: str, job: Job, ranks: list[psutil.Process]) -> None:
@@ -89,8 +75,12 @@ def test_told_to_stop(launcher, number, to, tmp_path):
     if to == "the launcher":
         job.process.wait(60)  # some end at once, and their processes a little later
         psutil.wait_procs(ranks, timeout=30)
-    _, output = job.wait(60)
+    status, output = job.wait(60)
     assert_preempted(tmp_path / "run", output, job, ranks)
+    if launcher == "torchrun" and to != "the launcher":
+        assert status == 1
+        assert output.count("exitcode  : 75") == 2, output
+        assert output.count("preempted: the same command continues") == 1
     step = result(tmp_path / "run")["steps"]
     job = start_and_wait(words, tmp_path / "run", warm=True)
     job.process.send_signal(signal.SIGTERM)
@@ -98,19 +88,10 @@ def test_told_to_stop(launcher, number, to, tmp_path):
     assert f"continuing at step {step:,} with" in output, output
 
 
-def test_each_rank_exits_75(tmp_path):
-    job = start_and_wait([*torchrun(2), *SLOW], tmp_path / "run")
-    ranks_of(job, "train_hello.py")[0].send_signal(signal.SIGUSR1)
-    status, output = job.wait(60)
-    assert status == 1
-    assert output.count("exitcode  : 75") == 2, output
-    assert output.count("preempted: the same command continues") == 1
-
-
 def test_one_process_that_waits_for_ever(tmp_path, cache):
     """It ends when its data never come, as from a file server that is gone; it can't save any more."""
     shards = write_shards(tmp_path / "data")
-    words = [*python(), *VIT, *cache, "--data", shards, "--epochs", "100000", "--timeout_s", "3"]
+    words = [*VIT, *cache, "--data", shards, "--epochs", "100000", "--timeout_s", "3"]
     job = start_and_wait(words, tmp_path / "run")
     for shard in shards.glob("*.tar"):
         os.mkfifo(tmp_path / "pipe")  # whoever opens it waits
@@ -121,9 +102,7 @@ def test_one_process_that_waits_for_ever(tmp_path, cache):
     job.process.send_signal(signal.SIGTERM)
     status, output = job.wait(60)
     assert status == 1
-    assert (
-        "Received SIGTERM, but no step finished within 3 s; still waiting for data or another rank." in output
-    )
+    assert "Received SIGTERM, but no step finished within 3 s; still waiting for data or another" in output
 
 
 def test_while_data_is_prepared(cifar10, tmp_path):
@@ -158,7 +137,7 @@ def test_a_shell_that_ends_does_not_end_what_it_started(tmp_path):
     words = [str(word) for word in [*python(), *LONG, "--max_steps", "400", "--output_dir", tmp_path / "run"]]
     shell = ["sh", "-c", '"$@" > "$0" 2>&1 & sleep 4', tmp_path / "log", *words]
     subprocess.run(shell, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, check=True)
-    wait_until((tmp_path / "run" / "result.json").exists)
+    wait_until((tmp_path / "run" / "result.json").exists, timeout_s=240)
     assert result(tmp_path / "run")["status"] == "finished"
     assert steps_in(tmp_path / "run" / "checkpoints")[0] == 400
 
@@ -170,10 +149,8 @@ def test_a_terminal_that_is_closed(tmp_path):
     words = [str(word) for word in [*SLOW, "--output_dir", tmp_path / "run"]]
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TERM": "xterm"}
     child = pexpect.spawn(python()[0], words, cwd=ROOT, env=env, preexec_fn=reset_signals)
-    deadline = time.monotonic() + 240
     while not steps_in(tmp_path / "run" / "checkpoints"):
         assert child.expect([pexpect.TIMEOUT, pexpect.EOF], timeout=0.2) == 0, child.before
-        assert time.monotonic() < deadline
     os.close(child.fileno())
     process = psutil.Process(child.pid)
     wait_until(lambda: not is_alive(process), timeout_s=60)
@@ -185,10 +162,9 @@ def test_a_terminal_that_is_closed(tmp_path):
 
 
 def test_nohup_goes_on(tmp_path):
-    words = [*LONG, "--max_steps", "300", "--output_dir", tmp_path / "run"]
-    job = WarmJob(words, tmp_path / "log", ignored=(signal.SIGHUP,))
-    wait_until(lambda: "step 60/" in job.output, job)
-    job.send_signal(signal.SIGHUP)
+    job = Job(["nohup", *python(), *LONG, "--max_steps", "300", "--output_dir", tmp_path / "run"])
+    read_until("step 60/", job)
+    job.process.send_signal(signal.SIGHUP)
     assert job.wait()[0] == 0
     assert result(tmp_path / "run")["status"] == "finished"
 
@@ -196,24 +172,22 @@ def test_nohup_goes_on(tmp_path):
 def test_ctrl_c_says_at_which_step_the_same_command_goes_on(tmp_path):
     long_epochs = ["--data_size", "640000", "--checkpoint_every", "epoch"]  # 10,000 steps each
     words = [*SLOW, *long_epochs, "--output_dir", tmp_path / "early"]
-    job = WarmJob(words, tmp_path / "log")
-    wait_until(lambda: "step 60/" in job.output, job)
-    job.send_signal(signal.SIGINT)
+    job = Job(words)
+    read_until("step 60/", job)
+    job.process.send_signal(signal.SIGINT)
     status, output = job.wait()
-    assert (status, output.splitlines()[-1]) == (
-        130,
-        "interrupted: run the same command to resume from the beginning",
-    )
+    assert status == 130
+    assert output.splitlines()[-1] == "interrupted: run the same command to resume from the beginning"
     assert result(tmp_path / "early")["error"] == "interrupted"
     words = [*SLOW, "--output_dir", tmp_path / "run"]
-    job = WarmJob(words, tmp_path / "log")
+    job = Job(words)
     wait_until(lambda: steps_in(tmp_path / "run" / "checkpoints"), job)
-    job.send_signal(signal.SIGINT)
+    job.process.send_signal(signal.SIGINT)
     status, output = job.wait()
     step = max(steps_in(tmp_path / "run" / "checkpoints"))
     assert output.splitlines()[-1] == f"interrupted: run the same command to resume at step {step:,}"
     assert "Traceback" not in output
-    job = WarmJob(words, tmp_path / "log")
-    wait_until(lambda: f"continuing at step {step:,} with" in job.output, job)
-    job.send_signal(signal.SIGKILL)
+    job = Job(words)
+    read_until(f"continuing at step {step:,} with", job)
+    job.kill()
     assert job.wait()[0] == -signal.SIGKILL

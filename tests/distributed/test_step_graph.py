@@ -35,8 +35,7 @@ def test_it_trains_the_same(words, tmp_path, cache):
 
 
 @pytest.mark.parametrize(
-    "old",
-    ["rate.fill_(group", "buffers.inputs.copy_(inputs)", "buffers.labels.copy_(labels)"],
+    "old", ["rate.fill_(group", "buffers.inputs.copy_(inputs)", "buffers.labels.copy_(labels)"]
 )
 def test_a_buffer_that_is_not_filled_is_seen(old, project_copy, tmp_path, cache):
     mutate(project_copy, "common/distributed/step_graph.py", old, f"buffers.steps or {old}")

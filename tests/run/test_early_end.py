@@ -20,19 +20,11 @@ from tools.logbook.page import page
 from tools.logbook.record import RunRecord
 
 EPOCH, EPOCHS = 13, 6  # steps; 143 of the digits are held out
-ACCURACIES = (0.0, 0.1, 0.5, 0.4, 0.3, 0.9, 0.2)  # after each epoch: the best before two worse ones is held
+ACCURACIES = (0.0, 0.1, 0.5, 0.4, 0.3, 0.9, 0.2)  # after each epoch: the best before two worse is held
 BEST, END, TOTAL = 2 * EPOCH, 4 * EPOCH, EPOCHS * EPOCH
 FLAGS = [*CNN, "--data", "digits", "--holdout", "0.1", "--batch_size", "96", "--epochs", EPOCHS]
-FLAGS += [
-    "--per_device_batch_size",
-    "48",
-    "--mixed_precision",
-    "no",
-    "--trackers",
-    "none",
-    "--log_every",
-    "4",
-]
+FLAGS += ["--per_device_batch_size", "48", "--mixed_precision", "no", "--trackers", "none"]
+FLAGS += ["--log_every", "4"]
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +48,7 @@ def project(tmp_path_factory):
 def whole(project, tmp_path_factory, cache):
     """The run of all steps."""
     folder = tmp_path_factory.mktemp("whole") / "run"
-    run([*python(), *FLAGS, *cache, "--output_dir", folder], cwd=project, env=HALF_THE_CORES)
+    run([*FLAGS, *cache, "--output_dir", folder], cwd=project, env=HALF_THE_CORES)
     return folder
 
 
@@ -93,14 +85,13 @@ ENDS = {  # name: (flags, environment, last step, the reason that is shown)
     "break inside an epoch": ([], {"BREAK_AT": str(END + 5)}, END + 5, "the script"),
     "max_steps": (["--max_steps", END + 5], {}, END + 5, f"--max_steps {END + 5}"),
 }
+FULL = ("stop", "stop inside an epoch", "break")
 
 
-@pytest.mark.parametrize(
-    "end", [full(end) if end in ("stop inside an epoch", "break") else end for end in ENDS]
-)
+@pytest.mark.parametrize("end", [full(end) if end in FULL else end for end in ENDS])
 def test_every_end_writes_what_waits_and_says_why(end, project, whole, tmp_path, cache):
     flags, env, step, by = ENDS[end]
-    words = [*python(), *FLAGS, *flags, *cache, "--output_dir", tmp_path / "run"]
+    words = [*FLAGS, *flags, *cache, "--output_dir", tmp_path / "run"]
     assert_ended(tmp_path / "run", whole, step, by, run(words, cwd=project, env=HALF_THE_CORES | env))
 
 
@@ -122,7 +113,7 @@ def test_under_every_strategy_and_after_a_resume(strategy, end, project, whole, 
 def test_a_run_that_ended_stays_ended(project, whole, tmp_path, cache):
     """Killed before result.json, the same command ends at the same step; with more patience it goes on."""
     folder = tmp_path / "run"
-    words = [*python(), *FLAGS, *cache, "--output_dir", folder, "--patience"]
+    words = [*FLAGS, *cache, "--output_dir", folder, "--patience"]
     run([*words, "2"], cwd=project, env=HALF_THE_CORES)
     status, output = Job([*words, "2"], cwd=project).wait()
     assert (status, "which is finished" in output) == (1, True), output

@@ -16,12 +16,10 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 
-from tests.checkpoint.test_resume import without_times
-from tests.conftest import metrics, result, tensors
-from tests.support import warm
-from tests.support.warm import WarmJob
+from tests.conftest import Job, latest, result, run
+from tests.support.compare import assert_same_end
+from tests.support.faults import called_first
 
 DEFAULTS = {"FUZZ_SEED": 0, "FUZZ_HITS": 100, "FUZZ_S": 90}
 SEED, HITS, BOUND_S = (int(os.environ.get(name, number)) for name, number in DEFAULTS.items())
@@ -71,17 +69,18 @@ def phase_in(file: Path) -> str:
 def test_a_run_that_is_interrupted_again_and_again_is_bit_equal(tmp_path, cache):
     draw, hits, steps, folder = random.Random(SEED), Counter(), LEG, tmp_path / "run"
     words, phase = [*CNN, *cache, "--output_dir", folder, "--max_steps"], tmp_path / "phase"
-    warm.run([*CNN, *cache, "--output_dir", tmp_path / "first", "--max_steps", "1"], tmp_path / "log")
+    run([*CNN, *cache, "--output_dir", tmp_path / "first", "--max_steps", "1"])
     end = time.monotonic() + BOUND_S
     while hits.total() < HITS and time.monotonic() < end:
         number, target, delay = draw.choice(list(ALLOWED)), draw.choice(list(PHASES)), draw.random()
-        job = WarmJob([*words, steps], tmp_path / "log", before=partial(mark_phases, str(phase)))
-        while job.is_alive and phase_in(phase) != target:
+        env = called_first(tmp_path, partial(mark_phases, str(phase)))
+        job = Job([*words, steps], env=env)
+        while job.process.poll() is None and phase_in(phase) != target:
             time.sleep(0.002)
-        job.process.join(delay * PHASES[target])
-        if job.is_alive:
+        time.sleep(delay * PHASES[target])
+        if job.process.poll() is None:
             hits[number.name, phase_in(phase)] += 1
-            job.send_signal(number)
+            job.process.send_signal(number)
             status, output = job.wait()
             assert status in ALLOWED[number], output
         else:
@@ -95,23 +94,9 @@ def test_a_run_that_is_interrupted_again_and_again_is_bit_equal(tmp_path, cache)
         print(f"{kind:8} {doing:12} {count}")
     print(f"{hits.total()} hits, {steps} steps")
     assert {kind for kind, _ in hits} == {number.name for number in ALLOWED}
-    warm.run([*words, steps], tmp_path / "log")
-    straight = tmp_path / "straight"
-    warm.run([*CNN, *cache, "--output_dir", straight, "--max_steps", steps], tmp_path / "log")
-    assert_same_end(folder, straight, steps)
-
-
-def assert_same_end(ours: Path, theirs: Path, steps: int) -> None:
-    assert result(ours)["status"] == result(theirs)["status"] == "finished"
-    assert without_times(metrics(ours)) == without_times(metrics(theirs))
-    for name in ("best_accuracy", "best_step", "final_accuracy", "final_loss"):
-        assert result(ours)[name] == result(theirs)[name], name
-    a, b = (tensors(run / "checkpoints" / f"step_{steps:08d}") for run in (ours, theirs))
-    assert a.keys() == b.keys()
-    assert all(torch.equal(a[name], b[name]) for name in b)
-    ours, theirs = (
-        json.loads((f / "checkpoints" / f"step_{steps:08d}" / "state.json").read_text())
-        for f in (ours, theirs)
-    )
+    run([*words, steps])
+    run([*CNN, *cache, "--output_dir", tmp_path / "straight", "--max_steps", steps])
+    assert_same_end(folder, tmp_path / "straight")
+    states = [json.loads((latest(f) / "state.json").read_text()) for f in (folder, tmp_path / "straight")]
     for name in ("losses", "logged_step", "optimizer", "loss_scale"):
-        assert ours[name] == theirs[name], name
+        assert states[0][name] == states[1][name], name

@@ -16,11 +16,11 @@ from common.run.folder import open_folder, script_name, this_run
 from common.run.lease import FolderRecord, Lease
 from common.system.processes import own_age_s
 from tests.checkpoint.test_checkpoints import LONG, start_and_wait
-from tests.conftest import Job, python
+from tests.conftest import Job, wait_until
 
 
 def test_a_second_run_is_refused_and_the_first_goes_on(tmp_path):
-    words = [*python(), *LONG, "--epochs", "3000"]
+    words = [*LONG, "--epochs", "3000"]
     job = start_and_wait(words, tmp_path / "run")
     status, output = Job([*words, "--output_dir", tmp_path / "run"], warm=True).wait()
     assert status == 1
@@ -57,10 +57,7 @@ def test_one_of_many_starts_becomes_the_owner(tmp_path):
     )
     words = [sys.executable, "-c", script, tmp_path]
     processes = [subprocess.Popen(words, stdout=subprocess.PIPE) for _ in range(6)]
-    deadline = time.monotonic() + 60
-    while sum(process.poll() is None for process in processes) > 1:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    wait_until(lambda: sum(process.poll() is None for process in processes) == 1)
     [winner] = [process for process in processes if process.poll() is None]
     assert all(process.returncode == 3 for process in processes if process is not winner)
     winner.kill()
@@ -83,11 +80,7 @@ def second_round(monkeypatch):
 
 @pytest.mark.parametrize(
     ("theirs", "is_watched"),
-    [
-        ({}, True),
-        ({"round": 1}, False),
-        ({"machine": lease_module._machine(), "start_ticks": 1}, False),
-    ],
+    [({}, True), ({"round": 1}, False), ({"machine": lease_module._machine(), "start_ticks": 1}, False)],
     ids=["stands still", "of an earlier round", "another process with the same number"],
 )
 def test_a_dead_owners_record_is_taken_over(theirs, is_watched, second_round, tmp_path, monkeypatch):
@@ -114,29 +107,23 @@ def test_an_owner_that_was_taken_over_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(lease_module, "HEARTBEAT_S", 0.1)
     owner, _ = own(tmp_path)
     foreign_record(tmp_path)
-    deadline = time.monotonic() + 10
-    while owner.lost is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: owner.lost)
     assert "was taken over by process" in owner.lost
     owner.release()
     assert json.loads((tmp_path / "owner.json").read_text())["id"] == "theirs"
 
 
 @pytest.mark.parametrize("step_s", [-3600, 3600])
-def test_the_clock_may_be_set_while_an_owner_lives(step_s, tmp_path):
+def test_the_clock_may_be_set_while_an_owner_lives(step_s, tmp_path, monkeypatch):
     """psutil's create_time in a record changes with the clock."""
+    before = own_age_s()
+    monkeypatch.setattr(time, "time", lambda: 0.0)
+    assert 0 < before <= own_age_s() < before + 100
     record = lease_module._this_process() | {"id": "theirs", "beat": 0}
     record["started"] += step_s
     (tmp_path / "owner.json").write_text(json.dumps(record))
     with pytest.raises(ValueError, match="is in use by process"):
         own(tmp_path)
-
-
-def test_the_time_of_a_run_is_not_that_of_the_clock(monkeypatch):
-    before = own_age_s()
-    monkeypatch.setattr(time, "time", lambda: 0.0)
-    assert 0 < before <= own_age_s() < before + 100
 
 
 # --- Which folder

@@ -6,13 +6,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import torch
 from PIL import Image
 
-from tests.checkpoint.test_resume import without_times
-from tests.conftest import metrics, needs, result, tensors
+from tests.conftest import Job, needs, result, run
+from tests.support.compare import assert_same_end
 from tests.support.faults import at_file_operation, mark, operations
-from tests.support.warm import WarmJob
 
 CNN = ["train_cnn_a.py", "--widths", "4,8,32", "--data", "digits", "--batch_size", "96", "--epochs", "1"]
 CNN += ["--mixed_precision", "no", "--telemetry_s", "0"]
@@ -46,26 +44,20 @@ class Trained:
         shutil.copytree(self.killed, parent / "again" / "run")
         Path(f"{mark(parent)}.list").unlink()
         self.start(parent / "again" / "run", parent, "list")
-        self.operations = [
-            what.split(" ", 1)[1] for what in operations(parent)
-        ]  # output of a start that completes the run
+        self.operations = [what.split(" ", 1)[1] for what in operations(parent)]  # that complete the run
 
     def start(self, folder: Path, tmp_path: Path, at: int | str | None = None, fill: Path | None = None):
         """Starts the same command. Returns exit status and output. at, fill: the fault, if any."""
         mark(tmp_path).unlink(missing_ok=True)
         env = {} if at is None else at_file_operation(tmp_path, "/run/", at, fill) | {"WRITES": "1"}
         trackers = ["--trackers", "none"]
-        return WarmJob([*self.words, *trackers, "--output_dir", folder], tmp_path / "log", env).wait()
+        return Job([*self.words, *trackers, "--output_dir", folder], env=env).wait()
 
     def assert_completed(self, folder: Path, tmp_path: Path) -> None:
         """Checks that the run ended as the undisturbed one, and that another start is refused."""
-        assert result(folder)["status"] == "finished"
-        assert result(folder)["best_accuracy"] == result(self.straight)["best_accuracy"]
-        assert without_times(metrics(folder)) == without_times(metrics(self.straight))
+        assert_same_end(folder, self.straight)
         checkpoints = sorted((folder / "checkpoints").iterdir())
         assert [path.name for path in checkpoints] == ["index.json", "step_00000014"]
-        ours, theirs = (tensors(run / "checkpoints" / "step_00000014") for run in (folder, self.straight))
-        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
         assert sorted(path.name for path in (folder / "plots").iterdir()) == PICTURES
         for path in (folder / "plots").iterdir():
             with Image.open(path) as image:
@@ -89,18 +81,11 @@ def assert_says_what_to_do(output: str) -> None:
     assert "Traceback" not in output
 
 
-def test_the_end_has_the_points_that_are_tested(trained):
-    ends = [f"open {name}" for name in PICTURES] + ["open .index.json.tmp", "open .result.json.tmp"]
-    assert {*ends, "os.rename .result.json.tmp", "os.rename owner.json"} <= {*trained.operations}
-    assert trained.operations.index("os.rename .result.json.tmp") > trained.operations.index(
-        f"open {PICTURES[2]}"
-    )
-
-
 def test_one_end_with_many_faults(trained, disk, tmp_path):
     """One fault after the other: each start of the same command gets further."""
-    folder = disk / "one" / "run"
+    folder, points = disk / "one" / "run", trained.operations
     shutil.copytree(trained.killed, folder)
+    assert points.index("open .result.json.tmp") > max(points.index(f"open {name}") for name in PICTURES)
     for point in ("open curves.png", "open .result.json.tmp"):
         status, output = trained.start(folder, tmp_path, point, fill=disk)
         assert status == 1, output
@@ -126,13 +111,11 @@ def test_a_script_that_finds_the_disk_full(disk, tmp_path):
     words = ["train_hello.py", "--epochs", "1", "--trackers", "none", "--telemetry_s", "0"]
     words += ["--output_dir", disk / "hello" / "run"]
     env = at_file_operation(tmp_path, "/run/", "open fit.png", disk) | {"WRITES": "1"}
-    status, output = WarmJob(words, tmp_path / "log", env).wait()
+    status, output = Job(words, env=env).wait()
     assert status == 1
     assert_says_what_to_do(output)
     (disk / "filler").unlink()
-    status, output = WarmJob(words, tmp_path / "log").wait()
-    assert status == 0, output
-    assert_nothing_was_trained(output)
+    assert_nothing_was_trained(run(words))
     shutil.rmtree(disk / "hello")
 
 

@@ -8,30 +8,15 @@ import pytest
 from PIL import Image
 
 from common.run.result_tables import show
-from tests.conftest import Job, full, metrics, python, result, torchrun
+from tests.conftest import Job, full, metrics, python, read_until, result, torchrun
 
 
-def test_a_run_is_named_by_strategy_batch_epochs_hosts_processes(folder):
-    assert folder.name == "ddp_64_2_1_2"
-
-
-def test_the_result_has_what_a_log_book_needs(folder):
+def test_the_name_and_the_result_have_what_a_log_book_needs(folder):
+    assert folder.name == "ddp_64_2_1_2"  # strategy, batch, epochs, hosts, processes on each
     found = result(folder)
-    expected = {
-        "script": "train_cnn_a",
-        "strategy": "ddp",
-        "hosts": 1,
-        "processes": 2,
-        "batch_size": 64,
-        "per_device_batch_size": 32,
-        "accumulation_steps": 1,
-        "epochs": 2,
-        "steps": 30,
-        "val_images": 360,
-        "seed": 0,
-        "status": "finished",
-        "checkpoint": "checkpoints/step_00000030",
-    }
+    expected = {"script": "train_cnn_a", "strategy": "ddp", "hosts": 1, "processes": 2, "batch_size": 64}
+    expected |= {"per_device_batch_size": 32, "accumulation_steps": 1, "epochs": 2, "steps": 30, "seed": 0}
+    expected |= {"val_images": 360, "status": "finished", "checkpoint": "checkpoints/step_00000030"}
     assert expected.items() <= found.items()
     for number in ("best_accuracy", "final_accuracy", "train_s", "wall_s", "images_per_s", "peak_memory_gib"):
         assert found[number] > 0, number
@@ -55,8 +40,7 @@ def test_a_closed_output_stops_nothing(launcher, tmp_path):
     """The reader ends first, like `| tee` at Ctrl-C: the training continues to its end."""
     words = ["train_hello.py", "--max_steps", "60", "--log_every", "1", "--trackers", "none"]
     job = Job([*launcher, *words, "--output_dir", tmp_path / "run"], warm=launcher == python())
-    while "step 2/" not in (line := job.process.stdout.readline()):
-        assert line
+    read_until("step 2/", job)
     job.process.stdout.close()
     assert job.process.wait(60) == 0
     found = result(tmp_path / "run")

@@ -14,9 +14,8 @@ from common.run.checkpoints import Checkpoints
 from common.run.run import Run
 from common.run.state import RunState
 from tests.checkpoint.test_checkpoints import HELLO
-from tests.checkpoint.test_resume import without_times
-from tests.conftest import latest, metrics, result
-from tests.support import warm
+from tests.conftest import Job, result, run
+from tests.support.compare import assert_same_end
 from tests.support.faults import at_file_operation, mark, operations
 
 
@@ -79,18 +78,19 @@ def test_a_killed_run_loses_at_most_the_stated_time_or_an_epoch(epoch_s, improve
         assert len(times) <= 60 * epoch_s / (60 - epoch_s) + 3
 
 
-def test_every_epoch_is_written_without_the_interval(monkeypatch):
-    one = Simulation(monkeypatch, per_epoch=10, epochs=6, checkpoint_s=0)
+@pytest.mark.parametrize(
+    ("flags", "steps"),
+    [
+        ({"checkpoint_s": 0}, [10, 20, 30, 40, 50]),
+        # The best of step 10 is written at once, that of step 20 before the checkpoint of step 25; 30's is
+        # replaced by 40's, and that by the last one, which is better.
+        ({"checkpoint_every": "25"}, [10, 20, 25, 50]),
+    ],
+)
+def test_when_checkpoints_are_written(flags, steps, monkeypatch):
+    one = Simulation(monkeypatch, per_epoch=10, epochs=5, **flags)
     one.train(0.01)
-    assert [step for step, _ in one.written] == [10, 20, 30, 40, 50, 60]
-
-
-def test_a_number_of_steps_is_kept_to_and_the_best_waits(monkeypatch):
-    """The best of step 10 is written at once, that of step 20 before the checkpoint of step 25; 30's is
-    replaced by 40's, and that by the last one, which is better."""
-    one = Simulation(monkeypatch, per_epoch=10, epochs=5, checkpoint_every="25")
-    one.train(0.01)
-    assert [step for step, _ in one.written] == [10, 20, 25, 50]
+    assert [step for step, _ in one.written] == steps
 
 
 def test_a_held_best_is_written_once_the_time_is_over(monkeypatch):
@@ -102,7 +102,7 @@ def test_a_held_best_is_written_once_the_time_is_over(monkeypatch):
 
 def test_short_epochs_write_few_checkpoints_and_the_best_is_there(tmp_path):
     words = [*HELLO, "--checkpoint_s", "60", "--output_dir", tmp_path / "run"]
-    warm.run(words, tmp_path / "log", at_file_operation(tmp_path, "/run/checkpoints", "list"))
+    run(words, env=at_file_operation(tmp_path, "/run/checkpoints", "list"))
     found = operations(tmp_path)
     written = [what.split("step_")[1][:8] for what in found if " os.rename .step_" in what]
     best = int(result(tmp_path / "run")["best_checkpoint"][-8:])
@@ -112,9 +112,8 @@ def test_short_epochs_write_few_checkpoints_and_the_best_is_there(tmp_path):
     killed = [*words[:-1], tmp_path / "killed" / "run"]
     (tmp_path / "killed").mkdir()
     env = at_file_operation(tmp_path / "killed", "/run/checkpoints", number)
-    status, output = warm.WarmJob(killed, tmp_path / "log", env).wait()
+    status, output = Job(killed, env=env).wait()
     assert status == -9, output
     assert mark(tmp_path / "killed").exists()
-    assert "continuing at step" in warm.run(killed, tmp_path / "log")
-    assert without_times(metrics(tmp_path / "killed" / "run")) == without_times(metrics(tmp_path / "run"))
-    assert latest(tmp_path / "killed" / "run").name == latest(tmp_path / "run").name
+    assert "continuing at step" in run(killed)
+    assert_same_end(tmp_path / "killed" / "run", tmp_path / "run")

@@ -4,7 +4,6 @@ import http.server
 import json
 import struct
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,11 +12,10 @@ import pytest
 from PIL import Image
 
 from common.telemetry.summary import HOST_NUMBERS
-from tests.conftest import CNN, Job, lines, metrics, mutate, python, result, run
+from tests.conftest import CNN, Job, lines, metrics, result, run, wait_until
 from tests.run.conftest import FLAGS
 
 TELEMETRY = {f"telemetry/{name}" for name in HOST_NUMBERS}  # of a host without GPUs
-BOTH = ["--trackers", "tensorboard,wandb"]
 KEY = {"WANDB_API_KEY": "c0ffee" * 6 + "c0ff"}
 
 
@@ -78,35 +76,18 @@ def test_wandb_has_what_metrics_jsonl_has(folder):
         (sent,) = file.parent.glob(f"files/media/images/{name}_*.png")
         with Image.open(sent) as theirs, Image.open(picture) as ours:
             assert theirs.convert("RGB").tobytes() == ours.convert("RGB").tobytes()
-    axes = {
-        record.metric.glob_name: record.metric.step_metric for record in records if record.HasField("metric")
-    }
+    axes = {r.metric.glob_name: r.metric.step_metric for r in records if r.HasField("metric")}
     assert axes["*"] == "step"
-    config = {
-        item.key: json.loads(item.value_json)
-        for record in records
-        for item in [*record.config.update, *record.run.config.update]
-    }
+    items = [item for r in records for item in (*r.config.update, *r.run.config.update)]
+    config = {item.key: json.loads(item.value_json) for item in items}
     assert (config["batch_size"], config["strategy"], config["processes"]) == (64, "ddp", 2)
 
 
-def test_both_processes_share_one_sampler(folder):
+def test_both_processes_share_one_log_and_one_sampler(folder):
+    assert [line["epoch"] for line in metrics(folder) if "val/accuracy" in line] == [1, 30 / 22]
     (file,) = folder.glob("telemetry-*")
     assert len([line for line in lines(file) if "host" in line]) == 1
     assert [host["samples"] for host in result(folder)["telemetry"]] == [len(lines(file)) - 1]
-
-
-@pytest.mark.full
-def test_pictures_that_a_tracker_does_not_take(project_copy, tmp_path, cache):
-    mutate(project_copy, "common/run/trackers.py", "tracker.log_images(", "tracker.log_pictures(")
-    words = [*python(), *CNN, *FLAGS, *BOTH, *cache, "--output_dir", tmp_path / "run"]
-    output = run(words, cwd=project_copy)
-    assert [output.count(f"{name} does not have the pictures") for name in ("tensorboard", "wandb")] == [1, 1]
-    assert result(tmp_path / "run")["status"] == "finished"
-
-
-def test_each_epochs_accuracy_is_there(folder):
-    assert [line["epoch"] for line in metrics(folder) if "val/accuracy" in line] == [1, 30 / 22]
 
 
 @pytest.mark.parametrize(
@@ -118,7 +99,7 @@ def test_each_epochs_accuracy_is_there(folder):
 def test_training_does_not_depend_on_the_wandb_server(server, folder, request, tmp_path, cache):
     """The server is asked to continue the run of WANDB_RUN_ID, which recipe.json has."""
     url, seen = server
-    words = [*python(), *CNN, *FLAGS, "--trackers", "wandb", *cache, "--output_dir", tmp_path / "run"]
+    words = [*CNN, *FLAGS, "--trackers", "wandb", *cache, "--output_dir", tmp_path / "run"]
     output = run(words, env=KEY | {"WANDB_BASE_URL": url, "WANDB_RUN_ID": "chosen1"})
     assert seen, "the server was never asked"
     if request.node.callspec.id == "refuses the key":
@@ -133,11 +114,10 @@ def test_training_does_not_depend_on_the_wandb_server(server, folder, request, t
 
 
 def test_the_training_outlives_the_wandb_service(tmp_path, cache):
-    words = [*python(), *CNN, "--data", "digits", "--epochs", "20", "--log_every", "2", "--trackers", "wandb"]
+    words = [*CNN, "--data", "digits", "--epochs", "20", "--log_every", "2", "--trackers", "wandb"]
     job = Job([*words, *cache, "--output_dir", tmp_path / "run"])
     log = tmp_path / "run" / "metrics.jsonl"
-    while job.process.poll() is None and not (log.exists() and log.stat().st_size):
-        time.sleep(0.05)
+    wait_until(lambda: log.exists() and log.stat().st_size, job)
     services = [p for p in psutil.Process(job.process.pid).children() if p.name() == "wandb-core"]
     for service in services:
         service.kill()

@@ -24,7 +24,7 @@ from common.data.decode import decode
 from common.data.shards import ShardImages, find_local, parse_index
 from common.system import progress
 from common.system.s3 import ObjectStore
-from tests.conftest import ROOT, full, needs, python, run
+from tests.conftest import ROOT, Job, full, needs, python, run
 from tests.support.imagenet import (
     DEVKIT,
     TRAIN,
@@ -39,7 +39,6 @@ from tests.support.imagenet import (
     write_devkit,
 )
 from tests.support.s3 import BUCKET, aws_env, s3, s3_proxy  # noqa: F401
-from tests.support.warm import WarmJob
 from tools.prepare import devkit, journal, originals, preparation
 
 MINI = ["--no_verify", "--subset"]
@@ -273,8 +272,8 @@ def test_s3_continues_after_a_kill(lost, ilsvrc, shards, s3_proxy, tmp_path, mon
     url = f"s3://{BUCKET}/killed-{lost}"
     folder = tmp_path / "out"
     words = ["--data", ilsvrc.folder, "--out", url, "--work_dir", tmp_path / "work", *MINI, *SMALL]
-    s3_proxy.on("PUT", "train-00003", lambda: job.send_signal(signal.SIGKILL))
-    job = WarmJob(["prep_imagenet.py", *words], tmp_path / "log", env)
+    s3_proxy.on("PUT", "train-00003", lambda: job.process.send_signal(signal.SIGKILL))
+    job = Job(["prep_imagenet.py", *words], env=env)
     assert job.wait()[0] == -signal.SIGKILL
     store = ObjectStore(url)
     if lost:
@@ -633,7 +632,7 @@ def test_killed_at_any_moment(eager, ilsvrc, straight, tmp_path):
     for part in (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9):
         job = forked(tmp_path / "log", *words)
         time.sleep(part * took_s)
-        job.send_signal(signal.SIGKILL)
+        job.process.send_signal(signal.SIGKILL)
         killed += job.wait()[0] != 0
     assert killed > 1
     prep(*words)
@@ -791,10 +790,10 @@ def test_two_at_once(eager, ilsvrc, straight, tmp_path):
     job = forked(tmp_path / "log", *words, place=40, signal=signal.SIGSTOP)
     end_s = time.monotonic() + 60
     while psutil.Process(job.process.pid).status() != psutil.STATUS_STOPPED:
-        assert time.monotonic() < end_s, job.output
+        assert time.monotonic() < end_s
         time.sleep(0.02)
     assert "another process" in fails(*words)
-    job.send_signal(signal.SIGCONT)
+    job.process.send_signal(signal.SIGCONT)
     assert job.wait()[0] == 0
     assert contents(tmp_path / "out") == contents(straight)
 

@@ -4,6 +4,9 @@ Every Python process imports `sitecustomize` first, if it is on its path. It cou
 that contain WATCHED, and causes the fault before the named one. A mark file makes sure that it happens once.
 """
 
+import os
+import pickle
+from collections.abc import Callable
 from pathlib import Path
 
 HOOK = """
@@ -48,16 +51,21 @@ def at_file_operation(tmp_path: Path, watched: str, at: int | str, fill: Path | 
     at: a number, counted from 1, or an event and a file's name as "os.rename step_00000008"; "list" writes
     all of them to <mark>.list.
     """
+    fault = {"WATCHED": watched, "AT": str(at), "MARK": str(mark(tmp_path)), "FILL": str(fill or "")}
+    return _imported_first(tmp_path, HOOK) | fault
+
+
+def called_first(tmp_path: Path, function: Callable[[], None]) -> dict[str, str]:
+    """The environment of a process that calls this function before its script."""
+    code = f"import os, pickle\ndel os.environ['PYTHONPATH']\npickle.loads({pickle.dumps(function)!r})()\n"
+    return _imported_first(tmp_path, code)
+
+
+def _imported_first(tmp_path: Path, code: str) -> dict[str, str]:
     folder = tmp_path / "hook"
     folder.mkdir(exist_ok=True)
-    (folder / "sitecustomize.py").write_text(HOOK)
-    return {
-        "PYTHONPATH": str(folder),
-        "WATCHED": watched,
-        "AT": str(at),
-        "MARK": str(mark(tmp_path)),
-        "FILL": str(fill or ""),
-    }
+    (folder / "sitecustomize.py").write_text(code)
+    return {"PYTHONPATH": f"{folder}{os.pathsep}{Path(__file__).parents[2]}"}
 
 
 def mark(tmp_path: Path) -> Path:

@@ -18,8 +18,8 @@ from PIL import Image
 import prep_imagenet
 from common.system import progress
 from common.system.cli import run_command
-from tests.conftest import real_data
-from tests.support.warm import WarmJob
+from tests.conftest import Job, real_data
+from tests.support.faults import called_first
 from tools.prepare import devkit, journal, originals
 from tools.prepare.writer import ShardWriter
 
@@ -117,9 +117,9 @@ class Fault:
             signal.raise_signal(self.signal)
 
 
-def forked(log: Path, *words: object, env: dict[str, str] | None = None, **fault) -> WarmJob:
+def forked(log: Path, *words: object, env: dict[str, str] | None = None, **fault) -> Job:
     """Starts prep_imagenet.py in a process of its own, with a Fault of these fields."""
-    return WarmJob(["prep_imagenet.py", *words], log, env, before=Fault(**fault))
+    return Job(["prep_imagenet.py", *words], env=(env or {}) | called_first(log.parent, Fault(**fault)))
 
 
 def make_ilsvrc(folder: Path, classes: int = 10, train: int = 6, val: int = 3) -> Ilsvrc:

@@ -2,15 +2,13 @@
 
 import os
 import re
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pexpect
 import pytest
 
 from common.system import progress
-from tests.conftest import CNN, ROOT, full, metrics, python, result
+from tests.conftest import CNN, full, metrics, python, result, run
 
 ESCAPES = r"\x1b\[[0-9;?]*[a-zA-Z]"
 NEW_FRAME = r"\r\x1b\[2K"
@@ -97,21 +95,8 @@ script.main()
 )
 def test_the_start_of_decoders_is_not_training_time(script, flags, tmp_path, cache):
     """A step moves the clock by 1 s, the start of the decoders by 1,000 s."""
-    words = [
-        *flags.split(),
-        "--data",
-        "digits",
-        "--batch_size",
-        "100",
-        "--max_steps",
-        "12",
-        "--log_every",
-        "4",
-    ]
-    words += ["--trackers", "none", *cache, "--output_dir", tmp_path / "run"]
-    code = SLOW_START.format(script=script)
-    env = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    subprocess.run([sys.executable, "-c", code, *map(str, words)], cwd=ROOT, env=env, check=True, timeout=240)
+    flags += " --data digits --batch_size 100 --max_steps 12 --log_every 4 --trackers none --output_dir"
+    run([*python(), "-c", SLOW_START.format(script=script), *flags.split(), tmp_path / "run", *cache])
     speeds = [line["train/images_per_s"] for line in metrics(tmp_path / "run") if "train/loss" in line]
     assert speeds == [pytest.approx(400 / 3), 100.0, 100.0]  # the clock starts when the first batch is there
     assert result(tmp_path / "run")["train_s"] == 11.0

@@ -85,40 +85,21 @@ def sent(proxy, method: str, within: str = "") -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize(
-    ("given", "url"),
-    [
-        ("s3://bucket", "s3://bucket"),
-        ("s3://bucket/", "s3://bucket"),
-        ("s3://my.bucket-1/a/b c//", "s3://my.bucket-1/a/b c"),
-    ],
-)
-def test_url(given, url):
-    assert ObjectStore(given).url == url
-
-
-@pytest.mark.parametrize(
     "given",
     "|bucket/a|http://bucket/a|s3:/bucket|s3://|s3:///a|s3://ab|s3://bucket/a//c|s3://bucket/../c|s3://bucket/\n"
     f"|s3://key:{SECRET}@bucket/a".split("|"),
 )
 def test_what_is_no_url_is_refused(given):
+    assert ObjectStore("s3://my.bucket-1/a/b c//").url == "s3://my.bucket-1/a/b c"
     with pytest.raises(ValueError, match=r"s3://|prefix") as caught:
         ObjectStore(given)
     assert SECRET not in str(caught.value)
 
 
-def test_boto3_is_imported_at_the_first_request():
-    code = (
-        "import sys; from common.system.s3 import ObjectStore; ObjectStore('s3://bucket/a');"
-        " assert not {'boto3', 'botocore'} & set(sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
-
-
-def test_small_objects(store):
+def test_small_objects_and_files(store, tmp_path):
     assert store.read("a/state.json") is None
-    store.write("a/state.json", b"one")
-    store.write("a/state.json", b"two")
+    for content in (b"one", b"two"):
+        store.write("a/state.json", content)
     store.write("a/empty", b"")
     assert store.read("a/state.json") == b"two"
     assert store.read("a/state.json", limit=3) == b"two"
@@ -126,6 +107,13 @@ def test_small_objects(store):
     assert "has 3 bytes where at most 2" in refused(store.read, "a/state.json", limit=2)
     store.delete(["a/state.json", "a/never was"])
     assert store.list() == ["a/empty"]
+    for size in (0, 1000):
+        (tmp_path / "in").write_bytes(os.urandom(size))
+        store.upload(tmp_path / "in", f"of/{size}")
+        store.download(f"of/{size}", tmp_path / "out", size)
+        assert (tmp_path / "out").read_bytes() == (tmp_path / "in").read_bytes()
+    with pytest.raises(FileNotFoundError):
+        store.upload(tmp_path / "none", "of/none")
 
 
 @pytest.mark.parametrize("key", ["", "/a", "a//b", "../a", "a/./b", "a/"])
@@ -151,16 +139,6 @@ def test_big_object_in_parts_and_without_checksums(store, proxy, big, tmp_path):
     assert proxy.faults["NotImplemented"] == 1
 
 
-def test_small_files(store, tmp_path):
-    for size in (0, 1000):
-        (tmp_path / "in").write_bytes(os.urandom(size))
-        store.upload(tmp_path / "in", f"of/{size}")
-        store.download(f"of/{size}", tmp_path / "out", size)
-        assert (tmp_path / "out").read_bytes() == (tmp_path / "in").read_bytes()
-    with pytest.raises(FileNotFoundError):
-        store.upload(tmp_path / "none", "of/none")
-
-
 def test_list_goes_through_all_pages_and_leaves_out_unsafe_keys(store, proxy):
     keys = [f"steps/{i:03} \u00e4+&.json" for i in range(2 * PAGE + 10)]
     with ThreadPoolExecutor(4) as pool:
@@ -176,13 +154,26 @@ def test_list_goes_through_all_pages_and_leaves_out_unsafe_keys(store, proxy):
     assert store.list("none") == []
 
 
-def test_create_makes_it_once(store, capfd):
+# What a store makes of a conditional write, as a method of the proxy; and the fault, as it is counted
+CONDITIONAL = {
+    "takes it": (lambda proxy: None, None),
+    "501": (lambda proxy: proxy.refuse_conditional_writes(501, "NotImplemented"), "NotImplemented"),
+    "400": (lambda proxy: proxy.refuse_conditional_writes(400, "InvalidArgument"), "InvalidArgument"),
+    "ignores it": (lambda proxy: proxy.ignore_conditional_writes(), "ignored"),
+}
+
+
+@pytest.mark.parametrize("kind", CONDITIONAL)
+def test_create_makes_it_once_in_every_store(kind, store, proxy, capfd):
+    spoil, fault = CONDITIONAL[kind]
+    spoil(proxy)
+    store.probe()
     assert store.create("owner", b"first")
     assert not store.create("owner", b"second")
     assert store.read("owner") == b"first"
-    store.probe()
     assert store.list() == ["owner"]
-    assert NOT_CONDITIONAL not in capfd.readouterr().out
+    assert proxy.faults == ({fault: 1} if fault else {})
+    assert capfd.readouterr().out.count(NOT_CONDITIONAL) == bool(fault)
 
 
 def test_create_knows_its_own_object_when_the_answer_was_lost(store, proxy):
@@ -204,26 +195,6 @@ def test_create_waits_for_a_write_at_the_same_time(store, proxy, monkeypatch):
     assert proxy.faults["ConditionalRequestConflict"] == 2 + 3
 
 
-@pytest.mark.parametrize(("status", "code"), [(501, "NotImplemented"), (400, "InvalidArgument")])
-def test_a_store_without_conditional_writes(store, proxy, capfd, status, code):
-    proxy.refuse_conditional_writes(status, code)
-    assert store.create("owner", b"first")
-    assert not store.create("owner", b"second")
-    assert store.read("owner") == b"first"
-    assert proxy.faults[code] == 1
-    assert capfd.readouterr().out.count(NOT_CONDITIONAL) == 1
-
-
-def test_probe_finds_a_store_that_ignores_conditions(store, proxy, capfd):
-    proxy.ignore_conditional_writes()
-    store.probe()
-    assert proxy.faults["ignored"] == 1
-    assert capfd.readouterr().out.count(NOT_CONDITIONAL) == 1
-    assert store.create("owner", b"first")
-    assert not store.create("owner", b"second")
-    assert store.list() == ["owner"]
-
-
 @pytest.mark.parametrize(("status", "code", "attempts"), [(503, "SlowDown", 2), (500, "InternalError", 4)])
 def test_a_burst_of_errors_is_survived(store, proxy, big, status, code, attempts, monkeypatch):
     # After SlowDown botocore waits up to 1 + 2 + 4 s: not all of it here.
@@ -241,19 +212,12 @@ def test_a_burst_of_errors_is_survived(store, proxy, big, status, code, attempts
     assert store.read("a") == b"content"
 
 
-def test_a_slow_store_is_asked_again(store, proxy, monkeypatch):
-    monkeypatch.setattr(object_store, "READ_S", 1)
-    store.write("a", b"content")
-    proxy.delay(1.5, times=1)
-    assert store.read("a") == b"content"
-    assert proxy.faults["delay"] == 1
-
-
 def test_a_cut_upload_goes_on(store, proxy, big, tmp_path):
     proxy.cut_upload(100_000, times=2, path="partNumber=2")
     proxy.cut_upload(0, times=1, path="partNumber=3")
+    proxy.lose_answer(method="POST", path="uploadId=")  # of its completion
     store.upload(big, "model")
-    assert proxy.faults["cut_upload"] == 3
+    assert proxy.faults == {"cut_upload": 3, "lose_answer": 1}
     store.download("model", tmp_path / "model", BIG)
     assert (tmp_path / "model").read_bytes() == big.read_bytes()
 
@@ -265,14 +229,6 @@ def test_a_failed_upload_leaves_no_parts(store, proxy, big):
     assert len(sent(proxy, "DELETE", "uploadId=")) == 1
     assert "Uploads" not in boto3.client("s3").list_multipart_uploads(Bucket=BUCKET)
     assert store.list() == []
-
-
-def test_an_upload_whose_completion_was_not_heard(store, proxy, big, tmp_path):
-    proxy.lose_answer(method="POST", path="uploadId=")
-    store.upload(big, "model")
-    assert proxy.faults["lose_answer"] == 1
-    store.download("model", tmp_path / "model", BIG)
-    assert (tmp_path / "model").read_bytes() == big.read_bytes()
 
 
 @pytest.mark.parametrize("kind", ["cut_download", "stall_download"])
@@ -309,25 +265,6 @@ def test_a_silent_store_is_given_up(store, proxy, big, tmp_path, quick, monkeypa
     assert os.listdir(tmp_path) == []
 
 
-def test_a_store_that_falls_silent_during_an_upload(store, proxy, big, quick):
-    proxy.black_hole(path="partNumber=3")
-    assert "no whole answer" in refused(store.upload, big, "model")
-    assert proxy.faults["black_hole"] == object_store.ATTEMPTS
-    assert "Uploads" not in boto3.client("s3").list_multipart_uploads(Bucket=BUCKET)
-
-
-def test_a_process_can_be_killed_between_two_requests(store, proxy):
-    code = (
-        "import sys; from common.system.s3 import ObjectStore; store = ObjectStore(sys.argv[1])\n"
-        "store.write('data', b''); store.write('manifest', b'')"
-    )
-    process = None
-    proxy.on("PUT", "/manifest$", lambda: (process.kill(), proxy.black_hole(times=1)))
-    process = subprocess.Popen([sys.executable, "-c", code, store.url], cwd=ROOT)
-    assert process.wait(60) == -9
-    assert proxy.faults["callback"] == 1
-
-
 def test_probe_gives_up_early(store, proxy, monkeypatch):
     store.write("a", b"")
     monkeypatch.setattr(object_store, "PROBE_S", 1)
@@ -357,7 +294,8 @@ def test_probe_says_what_is_refused(store, proxy, status, code, method, remedy):
     assert method == "DELETE" or store.list() == []
 
 
-def test_no_such_bucket():
+def test_no_such_bucket_and_no_region(monkeypatch):
+    monkeypatch.delenv("AWS_DEFAULT_REGION")
     assert "NoSuchBucket (404): " in (text := refused(ObjectStore("s3://no-such-bucket/a").probe))
     assert "create it" in text
 
@@ -382,11 +320,6 @@ def test_no_credentials(store, monkeypatch):
 def test_an_endpoint_that_is_none(endpoint, says, store, monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
     assert re.search(says, refused(store.probe))
-
-
-def test_no_region_is_needed(store, monkeypatch):
-    monkeypatch.delenv("AWS_DEFAULT_REGION")
-    store.probe()
 
 
 def test_a_download_of_another_size_is_refused(store, proxy, tmp_path):
@@ -463,15 +396,8 @@ def test_what_a_store_echoes_is_not_shown(store, proxy, monkeypatch, code):
     for call in (store.list, lambda: store.write("a", b""), lambda: store.create("a", b"")):
         text = refused(call)
         header = proxy.requests[-1][2]["Authorization"]
-        for hidden in (
-            header,
-            header.rpartition("Signature=")[2],
-            SECRET,
-            key,
-            token,
-            "aws4_request",
-            "AKIA",
-        ):
+        signature = header.rpartition("Signature=")[2]
+        for hidden in (header, signature, SECRET, key, token, "aws4_request", "AKIA"):
             assert hidden not in text, hidden
         assert "Denied" in text
         assert text.isprintable()

@@ -19,12 +19,6 @@ MODELS = {
 }
 
 
-def test_a_linear_layer():
-    """2 operations a weight forward, 2 for the weight's gradient; the input needs none."""
-    model = nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 5))
-    assert flops_per_image(lambda: model.to("meta"), 8) == 4 * 3 * 8 * 8 * 5
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_the_count_is_that_of_torch(name):
     script = load_script(ROOT / f"{name}.py")
@@ -62,13 +56,10 @@ def test_peaks(name, precision, expected):
     assert peak_flops(name, precision) == expected
 
 
-def test_tf32_counts_where_torch_may_use_it(monkeypatch):
+def test_tf32_counts_where_torch_may_use_it_and_the_longest_name(monkeypatch):
     monkeypatch.setattr(flops, "uses_tf32", lambda: True)
     assert peak_flops("NVIDIA A100-SXM4-80GB", "no") == 156e12
     assert peak_flops("Tesla V100-SXM2-32GB", "no") == 15.7e12
-
-
-def test_the_longest_name_counts():
     assert find_device("NVIDIA L40S").name == "NVIDIA L40S"
     assert find_device("NVIDIA A100-SXM4-80GB").memory_gb == 80
     assert find_device("NVIDIA L4").memory_gb == 24

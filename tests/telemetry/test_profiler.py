@@ -10,17 +10,19 @@ from safetensors.torch import load_file
 from common.telemetry.profiler import FOLDER, TABLE, TRACE
 from tests.conftest import CNN, STRATEGIES, VIT, Job, full, latest, lines, python, run
 
-DIGITS = [
-    "--data",
-    "digits",
-    "--batch_size",
-    "96",
-    "--per_device_batch_size",
-    "48",
+DIGITS = ["--data", "digits", "--batch_size", "96", "--per_device_batch_size", "48"]
+DIGITS += [
     "--mixed_precision",
     "no",
+    "--max_steps",
+    "12",
+    "--trackers",
+    "none",
+    "--telemetry_s",
+    "0",
+    "--log_every",
+    "1",
 ]
-DIGITS += ["--max_steps", "12", "--trackers", "none", "--telemetry_s", "0", "--log_every", "1"]
 PROFILE = ["--profile", "8"]
 
 

@@ -6,7 +6,6 @@ import os
 import signal
 import socket
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from common.telemetry import sampling
 from common.telemetry.sampling import Gpu, ProcessInfo, Telemetry, sampled_hosts
 from common.telemetry.summary import GPU_NUMBERS, HOST_NUMBERS, energy_wh, summarize
 from tests.checkpoint.test_checkpoints import LONG, SLOW, start_and_wait
-from tests.conftest import CNN, Job, free_port, lines, metrics, python, result, run, torchrun
+from tests.conftest import CNN, Job, free_port, lines, metrics, python, result, run, torchrun, wait_until
 
 NAME = socket.gethostname()
 HELLO = ["train_hello.py", "--trackers", "none", "--data_size", "6400", "--max_steps", "100"]
@@ -35,19 +34,12 @@ def assert_sane(file: Path) -> None:
     first, *others = lines(file)
     assert first["host"] == file.stem.removeprefix("telemetry-")
     assert (first["devices"], first["cpus"]) == ([], os.cpu_count())
-    step = first_t = 0
-    for line in others:
-        assert line["t"] >= first_t
-        first_t = line["t"]
-        if is_header(line):
-            step = 0
-            continue
+    assert [line["t"] for line in others] == sorted(line["t"] for line in others)
+    for line in (line for line in others if not is_header(line)):
         assert line.keys() == {"t", "step", *HOST_NUMBERS}  # no GPU is invented
         assert 0 <= line["cpu_pct"] <= 100
         assert 0 < line["memory_gib"] < first["memory_gib"]
         assert all(line[name] >= 0 for name in HOST_NUMBERS if line[name] is not None)
-        assert line["step"] >= step
-        step = line["step"]
 
 
 @pytest.fixture(scope="module")
@@ -87,17 +79,11 @@ def test_the_other_hosts_samples_come_to_the_main_process(tmp_path):
     """Two processes with local rank 0 are two hosts, even under one name; only one has a folder."""
     address = ["--nnodes=2", "--master_addr=127.0.0.1", f"--master_port={free_port()}"]
     flags = [*HELLO, *OFTEN, "--output_dir"]
-    jobs = [
-        Job([*torchrun(1, *address, f"--node_rank={rank}"), *flags, tmp_path / str(rank)], warm=True)
-        for rank in range(2)
-    ]
-    for job in jobs:
-        status, output = job.wait()
-        assert status == 0, output
-    assert sorted(file.name for file in tmp_path.glob("*/telemetry-*")) == [
-        f"telemetry-{NAME}-2.jsonl",
-        f"telemetry-{NAME}.jsonl",
-    ]
+    words = [[*torchrun(1, *address, f"--node_rank={rank}"), *flags, tmp_path / str(rank)] for rank in (0, 1)]
+    jobs = [Job(w, warm=True) for w in words]
+    assert [job.wait()[0] for job in jobs] == [0, 0]
+    names = sorted(file.name for file in tmp_path.glob("*/telemetry-*"))
+    assert names == [f"telemetry-{NAME}-2.jsonl", f"telemetry-{NAME}.jsonl"]
     for file in (tmp_path / "0").glob("telemetry-*"):
         assert_sane(file)
         assert samples_of(file)
@@ -123,26 +109,10 @@ def test_a_killed_run_has_its_samples_and_a_restart_adds_to_them(stoppable, tmp_
     assert result(tmp_path / "run")["telemetry"][0]["samples"] == len(lines(file)) - 2
 
 
-def telemetry_of(
-    folder: Path | None, *processes: ProcessInfo, interval_s=0.0, step=lambda: 0, steps=1
-) -> Telemetry:
+def telemetry_of(folder: Path | None, *processes: ProcessInfo, interval_s=0.0, step=int, steps=1):
     """That of rank 0, by default without a thread."""
-    return Telemetry(
-        list(processes) or [ProcessInfo("a", 0, "CPU", None)], 0, folder, interval_s, step, steps
-    )
-
-
-def wait_until(happens) -> None:
-    deadline = time.monotonic() + 30
-    while not happens():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-def test_an_interval_of_0_takes_no_sample(tmp_path):
-    telemetry = telemetry_of(tmp_path)
-    telemetry.stop()
-    assert (list(tmp_path.iterdir()), telemetry.summaries(), energy_wh([])) == ([], [], None)
+    processes = processes or (ProcessInfo("a", 0, "CPU", None),)
+    return Telemetry(list(processes), 0, folder, interval_s, step, steps)
 
 
 def test_a_write_error_is_reported_once_and_stops_nothing(tmp_path, capsys):
@@ -156,9 +126,7 @@ def test_a_write_error_is_reported_once_and_stops_nothing(tmp_path, capsys):
         assert telemetry.summaries() == []
     reported = capsys.readouterr().out.splitlines()
     assert len(reported) == len(set(reported)) == 3
-    assert all(
-        line.startswith("telemetry is not complete: ") and "Is a directory" in line for line in reported
-    )
+    assert all("telemetry is not complete: " in line and "Is a directory" in line for line in reported)
 
 
 @pytest.mark.parametrize("answers", [True, False])
@@ -236,16 +204,8 @@ ANSWERS = {
 }
 
 
-UNITS = {
-    "index": 2,
-    "utilisation_pct": 97,
-    "memory_gib": 1.5,
-    "power_w": 312.5,
-    "temperature_c": 61,
-    "sm_clock_mhz": 1980,
-    "throttle": ["sw_power_cap", "hw_thermal_slowdown"],
-    "energy_wh": 1.0,
-}
+UNITS = {"index": 2, "utilisation_pct": 97, "memory_gib": 1.5, "power_w": 312.5, "temperature_c": 61}
+UNITS |= {"sm_clock_mhz": 1980, "throttle": ["sw_power_cap", "hw_thermal_slowdown"], "energy_wh": 1.0}
 NOTHING = dict.fromkeys(UNITS) | {"index": 2}
 
 
@@ -324,9 +284,7 @@ def test_the_energy_of_a_run_is_that_of_all_its_starts(tmp_path, starts, expecte
 def test_a_line_that_was_cut_is_left_out(tmp_path):
     """A restart adds its lines after a newline."""
     file = written(tmp_path / "telemetry-a.jsonl", HEADER, sample(1, utilisation_pct=50), '{"t": 2, "st')
-    telemetry_of(tmp_path).append(
-        [(file.name, json.dumps(HEADER) + "\n"), (file.name, json.dumps(sample(9)) + "\n")]
-    )
+    telemetry_of(tmp_path).append([(file.name, json.dumps(line) + "\n") for line in (HEADER, sample(9))])
     assert json.loads(file.read_text().splitlines()[-2]) == HEADER
     found = summarize(file)
     assert (found["samples"], found["utilisation_pct"]) == (2, 50)
@@ -339,12 +297,7 @@ def test_a_file_of_something_else_is_named(tmp_path):
 
 def test_hosts_are_apart_whatever_they_call_themselves():
     names = ["node/1", "node 1", "localhost", "localhost", ".."]
-    processes = [
-        ProcessInfo(name, local_rank, "X", f"{k}{local_rank}")
-        for k, name in enumerate(names)
-        for local_rank in (0, 1)
-    ]
-    hosts = sampled_hosts(processes)
+    hosts = sampled_hosts([ProcessInfo(n, i, "X", f"{k}{i}") for k, n in enumerate(names) for i in (0, 1)])
     assert [host.name for host in hosts] == ["node_1", "node_1-2", "localhost", "localhost-2", ".."]
     assert [host.first_rank for host in hosts] == [0, 2, 4, 6, 8]
     assert list(hosts[1].gpus) == ["10", "11"]
