@@ -24,14 +24,14 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from common.augment import crop_and_flip, to_float
+from common.augment import to_float
 from common.data.images import Images, load
 from common.distributed.accelerator import prepare
 from common.distributed.process import entry
 from common.distributed.step_graph import StepGraph
 from common.evaluation import evaluate
 from common.optim import can_fuse_sgd
-from common.order import Plan, Steps, reseed, uniforms
+from common.order import Plan, Steps, reseed
 from common.recipe import Batch, ImageRecipe, flag, setting
 from common.run.run import Run
 
@@ -155,15 +155,12 @@ MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)  # of CIFAR-10's 
 def training_batches(
     images: Images, plan: Plan, device: torch.device, recipe: CnnB
 ) -> Iterator[tuple[Tensor, Tensor, np.ndarray]]:
-    """Augmented micro-batches: float [b, 3, S, S] channels_last, labels int64 [b], sample ids [b]."""
+    """Shifted and flipped at random: float [b, 3, S, S] channels_last, labels int64 [b], sample ids [b]."""
     for size, part in groupby(plan, lambda item: training_size(recipe, item[0])):
         batches = images.train.batches(
             part, device=device, train=True, size=size, seed=recipe.seed, workers=recipe.workers
         )
-        for epoch, ids, pixels, labels in batches:
-            draws = uniforms(recipe.seed, epoch, ids, 3)
-            pad = 0 if images.train.cropped else pixels.shape[1] // 8  # 4 pixels of 32
-            pixels = crop_and_flip(pixels, draws, pad, flip=images.mirror)
+        for _, ids, pixels, labels in batches:
             yield to_float(pixels, MEAN, STD, size), labels, ids
 
 

@@ -34,7 +34,6 @@ from common.augment import (
     ERASING,
     RAND_AUGMENT,
     color_jitter,
-    crop_and_flip,
     mixer,
     random_erasing,
     to_float,
@@ -163,14 +162,12 @@ def training_batches(
     mean: tuple[float, ...],
     std: tuple[float, ...],
 ) -> Iterator[tuple[Tensor, Tensor, np.ndarray]]:
-    """Augmented micro-batches: float [b, 3, S, S] channels_last, labels int64 [b], sample ids [b]."""
+    """Shifted, flipped and augmented: float [b, 3, S, S] channels_last, labels int64 [b], sample ids [b]."""
     batches = images.train.batches(
         plan, device=device, train=True, size=recipe.image_size, seed=recipe.seed, workers=recipe.workers
     )
     for epoch, ids, pixels, labels in batches:
         draws = uniforms(recipe.seed, epoch, ids, DRAWS)
-        pad = 0 if images.train.cropped else pixels.shape[1] // 8  # 4 pixels of 32
-        pixels = crop_and_flip(pixels, draws, pad, flip=images.mirror)
         if recipe.randaug_layers:
             layers, magnitude = recipe.randaug_layers, recipe.randaug_magnitude
             pixels = rand_augment(pixels, draws[:, RAND_AUGMENT], layers, magnitude)

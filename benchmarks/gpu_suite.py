@@ -4,26 +4,26 @@
     python -m benchmarks.gpu_suite --out gpu --only strategies,throughput
     python -m benchmarks.gpu_suite --out gpu --dry_run
 
-The sections of benchmarks/gpu/ run one after the other, the most telling first, each in a process of its own
-with a deadline: they share --budget_s by weight, and what one leaves is for those after it. It begins after a
-smoke test, without which nothing else is tried. Checks, which measure no time, run several at once where
-cores and memory allow. In --out table.md and rows.json are written anew after each row, and failures.log has
-the whole output of each failed one. A row that fails does not end the others. --dry_run does all of it small
-on the CPU.
+The sections of benchmarks/gpu/ run one after the other, the most telling first, until a deadline: they share
+--budget_s by weight, and what one leaves is for those after it. It begins after a smoke test, without which
+nothing else is tried. What measures or trains is a process of its own. Checks, which measure no time, run
+several at once where cores and memory allow. In --out table.md and rows.json are written anew after each row,
+and failures.log has the whole output of each failed one. A row that fails does not end the others. --dry_run
+does all of it small on the CPU, and leaves out what would show there nothing else.
 """
 
 import argparse
+import contextlib
 import html
 import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,20 +31,20 @@ import psutil
 import torch
 
 from benchmarks.gpu import checks, device, parallel, speed
-from benchmarks.gpu.rows import FAIL, SKIPPED, Setting, checks_at_once, run_rows
+from benchmarks.gpu.rows import FAIL, SKIPPED, Setting, run_rows
 from common.system.cli import command_parser, run_command
 from common.system.files import write_text
-from common.system.processes import adopt_orphans, end_with_parent, kill, running_descendants
+from common.system.processes import adopt_orphans, kill, running_descendants
 
 # Section -> its rows' function, and its weight in the budget, in order of what it tells for its time.
 SECTIONS = {
     "smoke": (checks.smoke, 0),
-    "ceilings": (device.ceilings, 20),
+    "ceilings": (partial(device.rows_of, "ceilings"), 20),
     "throughput": (speed.rows, 120),
     "recipes": (speed.recipes, 100),
     "variants": (speed.variants, 120),
     "scripts": (checks.scripts, 100),
-    "snapshots": (device.snapshots, 20),
+    "snapshots": (partial(device.rows_of, "snapshots"), 20),
     "strategies": (parallel.strategies, 50),
     "determinism": (checks.determinism, 50),
     "memory": (checks.memory, 40),
@@ -52,20 +52,18 @@ SECTIONS = {
     "scaling": (parallel.scaling, 20),
     "several": (parallel.several, 60),
 }
-ON_DEVICE = ("ceilings", "snapshots")  # their own process uses the GPU
 AT_ONCE = ("scripts", "strategies", "determinism", "several")  # they measure no time
 BUDGET_S = 560
 COMMAND_S = 150  # with this budget a command that takes longer hangs
 DRY_RUN_S = 900  # a section may take so long on a CPU
-GRACE_S = 5
-START_S = 60  # until a section's process has its libraries
+CHECK_CORES, CHECK_GIB = 4, 24  # processor cores and GPU memory for each of several checks at once
 
 
 def main() -> int:
     flags = parse(sys.argv[1:])
-    if flags.section:
-        return run_section(flags)
-    if not flags.dry_run and not torch.cuda.is_available():
+    if flags.dry_run:  # one thread: with more a single process rounds otherwise than each of several
+        os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    elif not torch.cuda.is_available():
         raise ValueError("there is no GPU that torch can use: --dry_run does all of it small on the CPU")
     flags.out.mkdir(parents=True, exist_ok=True)
     (flags.out / "failures.log").unlink(missing_ok=True)
@@ -97,8 +95,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--gpus", type=int, help="GPUs to use (default: all)")
     parser.add_argument("--data", default="synthetic", help="CIFAR-10, or other images of 32 pixels")
     parser.add_argument("--dry_run", action="store_true", help="all of it small, on the CPU")
-    parser.add_argument("--section", help=argparse.SUPPRESS)  # in a child process: the one to run
-    parser.add_argument("--limit_s", type=float, help=argparse.SUPPRESS)
     flags = parser.parse_args(argv)
     flags.only = [name for name in flags.only.split(",") if name]
     if unknown := [name for name in flags.only if name not in SECTIONS]:
@@ -137,45 +133,32 @@ class Suite:
                 self.add(name, {"row": "", "verdict": SKIPPED, "note": "did not fit into --budget_s"})
             else:
                 self.section(name, limit_s)
-            if self.flags.fail_fast and self.failed >= self.flags.fail_fast:
+            if self.is_over:
                 self.write(f"ended by --fail_fast {self.flags.fail_fast}")
                 return
 
+    @property
+    def is_over(self) -> bool:
+        return bool(self.flags.fail_fast and self.failed >= self.flags.fail_fast)
+
     def section(self, name: str, limit_s: float) -> None:
-        words = [sys.executable, "-m", "benchmarks.gpu_suite", *sys.argv[1:], "--scratch", str(self.scratch)]
-        words += ["--section", name, "--limit_s", str(limit_s)]
-        env = dict(os.environ)
-        if self.flags.dry_run:  # one thread: with more a single process rounds otherwise than each of several
-            env |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-        kinds = dict(text=True, env=env, preexec_fn=end_with_parent, start_new_session=True)
-        child = subprocess.Popen(words, stdout=subprocess.PIPE, **kinds)
-        expired = threading.Event()
-
-        def stop() -> None:
-            expired.set()
-            child.kill()
-
-        timer = threading.Timer(START_S + limit_s + GRACE_S, stop)
-        timer.start()
-        stopped = False
+        flags, folder = self.flags, (self.scratch / name).absolute()
+        folder.mkdir()
+        command_s = DRY_RUN_S if flags.dry_run else COMMAND_S * max(1.0, flags.budget_s / BUDGET_S)
+        ends_at, failures = time.time() + limit_s, flags.out.absolute() / "failures.log"
+        setting = Setting(folder, flags.data, flags.gpus or 0, flags.dry_run, ends_at, command_s, failures)
+        at_once = checks_at_once(flags.dry_run) if name in AT_ONCE else 1
         try:
-            assert child.stdout
-            for line in child.stdout:
-                self.add(name, json.loads(line))
-                if stopped := bool(self.flags.fail_fast and self.failed >= self.flags.fail_fast):
-                    child.kill()
-                    break
-            child.wait()
+            with contextlib.closing(run_rows(SECTIONS[name][0](), setting, at_once)) as rows:
+                for row in rows:
+                    self.add(name, row)
+                    if self.is_over:
+                        break
         finally:
-            timer.cancel()
-            child.kill()
             while left := running_descendants():
                 kill(left)
                 psutil.wait_procs(left, timeout=1)
-            shutil.rmtree(self.scratch / name, ignore_errors=True)
-        if child.returncode and not stopped:
-            note = f"ended by its deadline, {limit_s:.0f} s" if expired.is_set() else "the section crashed"
-            self.add(name, {"row": "", "verdict": FAIL, "note": note})
+            shutil.rmtree(folder, ignore_errors=True)
 
     def add(self, section: str, row: dict[str, Any]) -> None:
         self.rows.append({"section": section, **row})
@@ -205,23 +188,13 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     return "\n".join([line(columns), "|---" * len(columns) + "|", *map(line, rows)])
 
 
-def run_section(flags: argparse.Namespace) -> int:
-    """In a child process: prints each row as a line of JSON. What rows print goes to stderr."""
-    output = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    folder = (flags.scratch / flags.section).absolute()
-    folder.mkdir(parents=True, exist_ok=True)
-    if flags.section in ON_DEVICE and not flags.dry_run:  # CUDA's libraries are not the section's time
-        torch.zeros(2, 2, device="cuda").mm(torch.zeros(2, 2, device="cuda"))
-        torch.cuda.synchronize()
-    command_s = DRY_RUN_S if flags.dry_run else COMMAND_S * max(1.0, flags.budget_s / BUDGET_S)
-    ends_at, failures = time.time() + flags.limit_s, flags.out.absolute() / "failures.log"
-    gpus = flags.gpus or 0
-    setting = Setting(folder, flags.data, gpus, flags.dry_run, ends_at, command_s, failures)
-    at_once = checks_at_once(setting) if flags.section in AT_ONCE else 1
-    for row in run_rows(SECTIONS[flags.section][0](), setting, at_once):
-        print(json.dumps(row), file=output, flush=True)
-    return 0
+def checks_at_once(dry_run: bool) -> int:
+    """Number of rows that may run at the same time when they measure no time."""
+    cores = len(os.sched_getaffinity(0))
+    if dry_run:
+        return min(2, cores)
+    total_gib = torch.cuda.get_device_properties(0).total_memory / 2**30
+    return max(1, min(cores // CHECK_CORES, int(total_gib // CHECK_GIB)))
 
 
 if __name__ == "__main__":

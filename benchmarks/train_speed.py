@@ -20,13 +20,13 @@ On a GPU: not yet measured.
 """
 
 import contextlib
-import multiprocessing
+import json
 import os
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -54,19 +54,20 @@ LEAD_IN = 5  # steps before each block: more than the 4 batches that the tutoria
 
 
 class Stopwatch:
-    """Counts the steps of this process, and waits after each block until the parent asks for the next."""
+    """Counts the steps of an arm's process, and waits after each block until the parent asks for the next."""
 
-    def __init__(self, link: Connection):
-        self.link, self.left, self.images, self.began = link, 1, 0, time.perf_counter()
+    def __init__(self) -> None:
+        self.output, self.left, self.images, self.began = sys.stdout, 1, 0, time.perf_counter()
 
     def step(self, images: int, facts: str = "") -> None:
-        """An optimizer step is done. Raises EOFError when the parent asks for no more, or is gone."""
+        """An optimizer step is done. Ends the process when the parent asks for no more, or is gone."""
         self.left -= 1
         self.images += images
         if not self.left:
             wait_for_device()
-            self.link.send((self.images, time.perf_counter() - self.began, facts))
-            self.left, self.images = self.link.recv(), 0
+            block = self.images, time.perf_counter() - self.began, facts
+            print(json.dumps(block), file=self.output, flush=True)
+            self.left, self.images = int(sys.stdin.readline() or os._exit(0)), 0
             self.began = time.perf_counter()
 
 
@@ -90,15 +91,10 @@ def tutorial(script: ModuleType, words: list[str], stopwatch: Stopwatch) -> None
     images, size = open_images(prepare_data(recipe.data, cache_of(recipe))), recipe.image_size
     if not isinstance(images.train, ArraySplit) or images.train.size != (size, size):
         raise ValueError(f"--data {recipe.data}: needs images of {size} pixels that fit in memory")
-    steps = [RandomCrop(size, padding=size // 8), *([RandomHorizontalFlip()] if images.mirror else [])]
+    steps = [RandomCrop(size, padding=size // 8), *([RandomHorizontalFlip()] if images.train.mirror else [])]
     augment = Compose([*steps, ToTensor(), Normalize(script.MEAN, script.STD)])
-    train = DataLoader(  # fork, as in a script: this process was spawned, and its workers would be, too
-        TutorialImages(images.train, augment),
-        recipe.batch_size,
-        shuffle=True,
-        num_workers=2,
-        multiprocessing_context="fork",
-    )
+    dataset, fork = TutorialImages(images.train, augment), dict(num_workers=2, multiprocessing_context="fork")
+    train = DataLoader(dataset, recipe.batch_size, shuffle=True, **fork)
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(recipe.seed)
     net = script.build_model(recipe, len(images.classes)).to(device)
@@ -124,35 +120,28 @@ def cache_of(recipe: Any) -> Path:
     return Path(recipe.cache_dir or "~/.cache/train-images").expanduser()
 
 
-def work(arm: str, file: str, words: list[str], link: Connection) -> None:
-    """Runs an arm in a child process. It ends with the parent, when the link is closed."""
-    script, stopwatch = load_script(Path(file).resolve()), Stopwatch(link)
+def work(arm: str, file: str, words: list[str]) -> int:
+    """Runs an arm in this process, until its standard input is closed."""
+    script, stopwatch = load_script(Path(file).resolve()), Stopwatch()
 
     def step(run: Run) -> None:
         facts = f"{device_name(run.accelerator)}, {run.batch}, mixed precision {precision(run.accelerator)}"
         stopwatch.step(run.batch.total, facts)
 
-    try:
-        if arm == "tutorial":
-            tutorial(script, words, stopwatch)
-        else:
-            train_watched(script, words, step, lambda: arm != "ours")
-    except (EOFError, BrokenPipeError, KeyboardInterrupt):
-        os._exit(0)  # the parent has ended or wants no more
-    except ValueError as error:
-        link.send(error)
+    if arm == "tutorial":
+        tutorial(script, words, stopwatch)
+    else:
+        train_watched(script, words, step, lambda: arm != "ours")
+    return 1  # the training ended before the benchmark
 
 
 class Arm:
-    """A started arm. A context manager that ends it. cpu_s, images: of all its blocks."""
+    """A process that runs an arm. cpu_s, images: of all its blocks."""
 
-    def __init__(self, *what: Any):
-        context = multiprocessing.get_context("spawn")
-        self.link, theirs = context.Pipe()
-        self.process = context.Process(target=work, args=(*what, theirs))
-        self.process.start()
-        theirs.close()
-        self.tree, self.cpu_s, self.images, self.facts = psutil.Process(self.process.pid), 0.0, 0, ""
+    def __init__(self, *what: str):
+        words = [sys.executable, "-m", "benchmarks.train_speed", "--as", *what]
+        self.process = psutil.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.cpu_s, self.images, self.facts = 0.0, 0, ""
 
     def __enter__(self) -> "Arm":
         self.answer()  # the first step
@@ -160,38 +149,40 @@ class Arm:
 
     def __exit__(self, *_: object) -> None:
         """Ends the arm; its DataLoader workers end with it."""
-        self.link.close()
-        self.process.join(10)
-        self.process.kill()
+        self.process.stdin.close()
+        try:
+            self.process.wait(10)
+        except psutil.TimeoutExpired:
+            self.process.kill()
 
-    def answer(self) -> tuple[int, float, str]:
-        wait([self.link, self.process.sentinel])
-        if not self.link.poll():
-            raise ValueError(f"an arm ended with status {self.process.exitcode}")
-        if isinstance(answer := self.link.recv(), ValueError):
-            raise answer
-        return answer
+    def answer(self, steps: int | None = None) -> tuple[int, float, str]:
+        """Images, seconds and facts of a block of so many steps."""
+        if steps:
+            print(steps, file=self.process.stdin, flush=True)
+        if not (line := self.process.stdout.readline()):
+            raise ValueError(f"an arm ended with status {self.process.wait()}")
+        return json.loads(line)
 
     def block(self, steps: int) -> float:
         """Images a second of so many steps, after some that do not count."""
-        self.link.send(LEAD_IN)
-        self.answer()
+        self.answer(LEAD_IN)
         before = self.used_s()
-        self.link.send(steps)
-        images, seconds, self.facts = self.answer()
+        images, seconds, self.facts = self.answer(steps)
         self.cpu_s, self.images = self.cpu_s + self.used_s() - before, self.images + images
         return images / seconds
 
     def used_s(self) -> float:
         """Seconds of all cores that the process and its workers have used."""
-        used_s = sum(self.tree.cpu_times()[:4])
-        for child in self.tree.children(recursive=True):
+        used_s = sum(self.process.cpu_times()[:4])
+        for child in self.process.children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):
                 used_s += sum(child.cpu_times()[:2])
         return used_s
 
 
 def main() -> int:
+    if sys.argv[1:2] == ["--as"]:  # a process of an arm
+        return work(sys.argv[2], sys.argv[3], sys.argv[4:])
     parser = benchmark_parser(__doc__, rounds=5)
     parser.add_argument("--arms", default=",".join(ARMS), help="(default: %(default)s)")
     parser.add_argument("--vary", action="append", default=[], metavar="FLAGS", help="also with these flags")
@@ -212,7 +203,7 @@ def main() -> int:
         arms = {}
         for number, (name, (kind, more)) in enumerate(chosen.items()):
             quiet = ["--telemetry_s", "0", "--trackers", "none", "--output_dir", f"{folder}/{number}"]
-            arms[name] = stack.enter_context(Arm(kind, file, [*words, *quiet, *more]))
+            arms[name] = stack.enter_context(Arm(kind, file, *words, *quiet, *more))
             arms[name].block(1)
         rounds = in_turn({name: lambda arm=arm: arm.block(steps) for name, arm in arms.items()}, flags.rounds)
     us = {name: round(1e6 * arm.cpu_s / arm.images) for name, arm in arms.items()}

@@ -2,7 +2,7 @@
 
 Each column of a sample's `uniforms` has one use:
 
-    0 to 2    crop_and_flip
+    0 to 2    send_cropped
     4 to 43   the random resized crop, where images are decoded (common/data/workers.py)
     44 to 47  color_jitter, COLOR
     48 to 52  random_erasing, ERASING
@@ -10,6 +10,7 @@ Each column of a sample's `uniforms` has one use:
 """
 
 import math
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -29,22 +30,41 @@ LUMA = (0.2989, 0.587, 0.114)
 ORDERS = np.array([[0, 1, 2], [0, 2, 1], [1, 0, 2], [1, 2, 0], [2, 0, 1], [2, 1, 0]])
 
 
-def crop_and_flip(images: Tensor, draws: np.ndarray, pad: int, flip: bool) -> Tensor:
-    """Shifts by up to `pad` pixels with mirrored borders and flips horizontally, at random, in one gather.
+def send_cropped(
+    images: Tensor, rows: np.ndarray, labels: np.ndarray, device: torch.device, *cropping: Any
+) -> tuple[Tensor, Tensor]:
+    """Sends a micro-batch to the device, where crop_and_flip(..., *cropping) is one gather.
 
-    images: uint8 [B, H, W, 3]; draws: float64 [B, >= 3] in [0, 1), for the vertical shift, the horizontal
-    shift and the flip. Returns uint8 [B, H, W, 3]. As in He et al. 2015 (arXiv 1512.03385, section 4.2), but
-    with mirrored instead of black borders.
+    images: uint8 [N, H, W, 3], on the host or on the device; rows: int64 [B], those of the micro-batch;
+    labels: int64 [B]. Returns uint8 [B, H, W, 3] and the labels.
+
+    Labels and indices are one copy, with images on the device a step's only one. CNN-A's step then has 64
+    launches and that copy; it had 66 and two (operators counted on a CPU, not yet measured on a GPU).
     """
-    b, h, w, _ = images.shape
-    shift = np.floor(draws[:, :2] * (2 * pad + 1)).astype(np.int32) - pad  # 32 bits: half the index traffic
+    _, h, w, _ = images.shape
+    sent, y, x = send_arrays((labels, *crop_and_flip(rows, images.shape, *cropping)), device)
+    pixels = y[:, :, None] + x[:, None, :]  # [B, H, W], into the pixels of all images
+    found = send(images, device).reshape(-1, 3).index_select(0, pixels.view(-1))
+    return found.view(-1, h, w, 3), sent
+
+
+def crop_and_flip(
+    rows: np.ndarray, shape: Sequence[int], draws: np.ndarray, pad: int, flip: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """Shifts by up to `pad` pixels with mirrored borders and flips horizontally, at random, as indices.
+
+    rows: int64 [B], of images of this shape, [N, H, W, 3]; draws: float64 [B, >= 3] in [0, 1), for the
+    vertical shift, the horizontal shift and the flip. Returns y [B, H] and x [B, W]; y + x is a pixel among
+    all images' N * H * W. As in He et al. 2015 (arXiv 1512.03385, section 4.2), but with mirrored instead of
+    black borders.
+    """
+    count, h, w, _ = shape
+    kind = np.int32 if count * h * w < 2**31 else np.int64  # 32 bits: half the index traffic
+    shift = np.floor(draws[:, :2] * (2 * pad + 1)).astype(kind) - pad
     mirrored = draws[:, 2:3] < (0.5 if flip else 0.0)
-    y, x = np.arange(h, dtype=np.int32), np.arange(w, dtype=np.int32)
-    rows = _mirror(y + shift[:, :1], h) + np.arange(b, dtype=np.int32)[:, None] * h  # [B, H], of the batch
-    columns = _mirror(np.where(mirrored, x[::-1], x) + shift[:, 1:], w)  # [B, W]
-    y_index, x_index = send_arrays((rows * w, columns), images.device)
-    pixels = y_index[:, :, None] + x_index[:, None, :]  # [B, H, W], into the pixels of the batch
-    return images.reshape(-1, 3).index_select(0, pixels.view(-1)).view(b, h, w, 3)
+    y, x = np.arange(h, dtype=kind), np.arange(w, dtype=kind)
+    lines = _mirror(y + shift[:, :1], h) + rows.astype(kind)[:, None] * h
+    return lines * w, _mirror(np.where(mirrored, x[::-1], x) + shift[:, 1:], w)
 
 
 def color_jitter(images: Tensor, draws: np.ndarray, strength: float) -> Tensor:

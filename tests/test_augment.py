@@ -19,6 +19,7 @@ from common.augment import (
     crop_and_flip,
     mixer,
     random_erasing,
+    send_cropped,
     to_float,
 )
 from common.data.decode import _resize
@@ -34,9 +35,16 @@ def images() -> torch.Tensor:
     return torch.from_numpy(np.random.RandomState(0).randint(0, 256, (64, 20, 24, 3), dtype=np.uint8))
 
 
+def cropped(images, draws, pad, flip):
+    rows = np.arange(len(images))
+    pixels, labels = send_cropped(images, rows, rows + 7, torch.device("cpu"), draws, pad, flip)
+    assert torch.equal(labels, torch.from_numpy(rows + 7))
+    return pixels
+
+
 def test_crop_and_flip_is_pad_crop_flip(images):
     draws = uniforms(0, 0, np.arange(64), 3)
-    ours = crop_and_flip(images, draws, 4, flip=True)
+    ours = cropped(images, draws, 4, flip=True)
     shifts, flips = set(), 0
     for image, result, (down, right, turn) in zip(images, ours, draws, strict=True):
         top, left = int(down * 9), int(right * 9)
@@ -47,6 +55,12 @@ def test_crop_and_flip_is_pad_crop_flip(images):
         flips += turn < 0.5
     assert {0, 8} <= {top for top, _ in shifts}  # both extremes occur
     assert 16 < flips < 48
+    few = np.array([9, 2, 9])  # of images that are on the device
+    found = send_cropped(images, few, few, torch.device("cpu"), draws[few], 4, True)
+    assert torch.equal(found[0], ours[few])
+    last = 2**22 - 1  # beyond 32 bits
+    y, _ = crop_and_flip(np.array([last]), (last + 1, 32, 32, 3), draws[:1], 0, flip=False)
+    assert y[0].tolist() == [(last * 32 + line) * 32 for line in range(32)]
 
 
 @pytest.mark.parametrize("size", [12, 20, 48])
@@ -145,7 +159,7 @@ def test_erased_boxes_have_the_areas_and_shapes_of_the_paper():
 
 def test_augmentation_at_zero_changes_nothing(images):
     draws = uniforms(0, 0, np.arange(64), DRAWS)
-    assert torch.equal(crop_and_flip(images, draws, 0, flip=False), images)
+    assert torch.equal(cropped(images, draws, 0, flip=False), images)
     assert torch.equal(color_jitter(images, draws[:, COLOR], 0.0), images)
     floats = torch.randn(64, 3, 20, 24)
     assert torch.equal(random_erasing(floats.clone(), draws[:, ERASING], 0.0), floats)
@@ -156,7 +170,7 @@ def test_augmentation_belongs_to_the_sample_whatever_is_beside_it(images):
     def augmented(rows, epoch=0):
         ids = np.arange(64)[rows]
         draws = uniforms(3, epoch, ids, DRAWS)
-        pixels = color_jitter(crop_and_flip(images[ids], draws, 4, flip=True), draws[:, COLOR], 0.4)
+        pixels = color_jitter(cropped(images[ids], draws, 4, flip=True), draws[:, COLOR], 0.4)
         floats = to_float(pixels, (0.5,) * 3, (0.5,) * 3, 24)
         return random_erasing(floats, draws[:, ERASING], 0.5)
 
@@ -172,7 +186,7 @@ def test_augmentation_belongs_to_the_sample_whatever_is_beside_it(images):
 
 
 def test_each_kind_of_draw_has_columns_of_its_own():
-    """0 to 2 are crop_and_flip's, 4 to 43 the decoder's (common/data/workers.py)."""
+    """0 to 2 are send_cropped's, 4 to 43 the decoder's (common/data/workers.py)."""
     columns = [0, 1, 2, *range(4, 44)]
     for part in (COLOR, ERASING, RAND_AUGMENT):
         columns += range(DRAWS)[part]
@@ -190,7 +204,6 @@ def test_a_crop_is_resized_as_if_it_were_an_image_of_its_own():
     assert np.array_equal(_resize(crop, 96, 128), expected.permute(1, 2, 0))
 
 
-PREPARED = ["torchvision", "shards", "torchvision without MD5", "shards without MD5", "index"]
 FROM_SHARDS = f"--steps 2 train_vit.py --data OUT/shards --cache_dir OUT/cache {' '.join(VIT[1:])}"
 FROM_SHARDS += " --batch_size 16 --per_device_batch_size 8 --streams 4 --shuffle_window 20 --workers 1"
 
@@ -199,16 +212,14 @@ FROM_SHARDS += " --batch_size 16 --per_device_batch_size 8 --streams 4 --shuffle
     ("words", "arms"),
     [
         ("decoding --size 64 --limit 4 --rounds 2", ["PIL, originals", "ours, resized"]),
-        full("imagenet_prep --count 30 --classes 3 --rounds 1 --folder OUT/work", PREPARED),
         full(f"train_speed --arms ready,ours --rounds 2 {FROM_SHARDS}", ["ready", "ours"]),
     ],
 )
 def test_a_benchmark_measures_its_arms(words, arms, tmp_path):
     name, *flags = words.replace("OUT", str(tmp_path)).split()
     write_shards(tmp_path / "shards")
-    (tmp_path / "work").mkdir()
     images = [] if name == "train_speed" else ["--images", real_data() / "imagenet_sample"]
     run([*python(), "-m", f"benchmarks.{name}", *images, "--json", tmp_path / "out.json", *flags])
     rounds = json.loads((tmp_path / "out.json").read_text())["rounds"]
-    assert len(rounds) == (1 if name == "imagenet_prep" else 2)
+    assert len(rounds) == 2
     assert all(speeds[arm] > 0 for speeds in rounds for arm in arms)

@@ -1,12 +1,13 @@
 """benchmarks/gpu_suite.py as far as a CPU goes: --dry_run, and the code of its full rows."""
 
+import itertools
 import json
 import signal
 import sys
 import threading
 import time
 import warnings
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
 import psutil
@@ -15,7 +16,7 @@ import torch
 
 from benchmarks import gpu_suite
 from benchmarks.gpu import checks, probe, speed
-from benchmarks.gpu.rows import Result, Setting, Skip, command, run_rows
+from benchmarks.gpu.rows import Result, Setting, Skip, command, on_gpu, once, row, run_flags, run_rows
 from common.recipe import parse
 from common.script import load_script, recipe_class
 from tests.conftest import ROOT, Job, full
@@ -57,12 +58,13 @@ def skips(setting: Setting) -> Result:
 
 def test_a_row_that_fails_keeps_its_output_and_ends_no_other(tmp_path):
     log = tmp_path / "failures.log"
-    rows = {"one": fails, "two": skips, "three": lambda setting: Result(3, "ms")}
+    rows = {"one": fails, "two": skips, "three": lambda setting: Result(3, "ms"), "four": on_gpu(fails)}
     found = list(run_rows(rows, setting_of(tmp_path, failures=log)))
     assert [(row["row"], row["verdict"], row["value"], row["note"]) for row in found] == [
         ("one", "FAIL", "", "RuntimeError: no such kernel, 3"),
         ("two", "skipped", "", "needs two GPUs"),
         ("three", "", 3, ""),
+        ("four", "skipped", "", "not in a dry run"),
     ]
     text = log.read_text()
     assert "first of many lines" in text
@@ -76,13 +78,21 @@ def test_a_measurement_that_misses_its_estimate_by_half_is_marked(tmp_path):
     assert found == ["off by half", "", "", "off by half"]
 
 
-def test_rows_run_at_once_or_in_the_main_thread(tmp_path):
+def test_rows_run_at_once(tmp_path):
     both = threading.Barrier(2, timeout=30)  # broken, unless two rows wait in it
     meets = {name: lambda setting: Result(both.wait() >= 0) for name in ("one", "two")}
     found = run_rows(meets, setting_of(tmp_path), at_once=2)
     assert [row["value"] for row in found] == [True] * 2
-    here = {"one": lambda setting: Result(threading.current_thread() is threading.main_thread())}
-    assert [row["value"] for row in run_rows(here, setting_of(tmp_path))] == [True]
+
+
+def test_what_several_rows_need_is_made_once(tmp_path):
+    made = []
+    make = once(lambda setting, name: made.append((setting.folder, name)) or len(made))
+    rows = {str(n): lambda setting, n=n: Result(make(setting, n % 2)) for n in range(6)}
+    found = {row["row"]: row["value"] for row in run_rows(rows, setting_of(tmp_path), at_once=6)}
+    assert sorted(made) == [(tmp_path, 0), (tmp_path, 1)]
+    assert found["0"] == found["2"] == found["4"] != found["1"]
+    assert make(setting_of(tmp_path / "another section"), 0) == 3
 
 
 def test_rows_that_the_sections_time_cuts_are_skipped(tmp_path):
@@ -123,15 +133,14 @@ def test_chosen_sections_share_the_whole_budget(only, limits, tmp_path, monkeypa
     assert given == pytest.approx(limits)
 
 
+CHOSEN = ("ceilings", "recipes", "inputs")
+
+
 @pytest.mark.parametrize(
     ("flags", "rows", "remark"),
     [
         (["--fail_fast", "2"], [("ceilings", "FAIL"), ("recipes", "FAIL")], "ended by --fail_fast 2"),
-        (
-            ["--budget_s", "5"],
-            [(name, "skipped") for name in ("ceilings", "recipes", "inputs")],
-            "did not fit",
-        ),
+        (["--budget_s", "5"], [(name, "skipped") for name in CHOSEN], "did not fit"),
     ],
 )
 def test_how_it_ends_early(flags, rows, remark, tmp_path, monkeypatch):
@@ -140,7 +149,7 @@ def test_how_it_ends_early(flags, rows, remark, tmp_path, monkeypatch):
 
     monkeypatch.setattr(gpu_suite.Suite, "section", failing)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    words = ["--out", str(tmp_path), "--only", "ceilings,recipes,inputs", *flags]
+    words = ["--out", str(tmp_path), "--only", ",".join(CHOSEN), *flags]
     suite = gpu_suite.Suite(gpu_suite.parse(words), tmp_path)
     suite.run()
     assert [(row["section"], row["verdict"]) for row in suite.rows] == rows
@@ -171,6 +180,17 @@ def test_without_a_gpu_it_says_what_to_do():
 # --- The probe
 
 
+def ended(watch, during_step=lambda step: None):
+    """What a watch returns, and after how many steps of 64 images."""
+    next(watch)
+    for step in itertools.count(1):
+        during_step(step)
+        try:
+            watch.send(64)
+        except StopIteration as end:
+            return end.value, step
+
+
 def test_waits_are_counted_and_placed(monkeypatch):
     """Simulated: the warnings are those that CUDA's mode gives, and torch's own about the mode."""
     modes = []
@@ -181,11 +201,14 @@ def test_waits_are_counted_and_placed(monkeypatch):
 
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.set_sync_debug_mode", set_mode)
-    watch = probe.Waits(2, steps=2)
-    watch.begin()
-    for text in (*["called a synchronizing CUDA operation"] * 3, "another"):
-        warnings.warn(text, stacklevel=1)
-    found = watch.end()
+    monkeypatch.setattr("torch.cuda.synchronize", lambda: None)
+
+    def during_step(step):
+        for text in (*["called a synchronizing CUDA operation"] * 3, "another") if step == 2 else ():
+            warnings.warn(text, stacklevel=1)
+
+    found, steps = ended(probe.waits(2, steps=2), during_step)
+    assert steps == 3  # the first one's end is the beginning
     assert modes == ["warn", "default"]
     assert found["waits"] == 1.5
     assert [(place.split(":")[0], n) for place, n in found["places"].items()] == [("test_gpu_suite.py", 3)]
@@ -202,16 +225,13 @@ def test_launches_busy_share_and_kernels(monkeypatch):
     ]
     names = ("name", "device_type", "is_user_annotation", "device_time")
     events = [SimpleNamespace(**dict(zip(names, kind, strict=True))) for kind in kinds]
-    profiler = SimpleNamespace(__enter__=None, __exit__=lambda *_: None, events=lambda: events)
-    profiler.__enter__ = lambda: profiler
+    profiler = nullcontext(SimpleNamespace(events=lambda: events))
     monkeypatch.setattr("torch.profiler.profile", lambda activities: profiler)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.synchronize", lambda: None)
     clock = iter([0.0, 0.008])
     monkeypatch.setattr("time.perf_counter", lambda: next(clock))
-    watch = probe.Profile(2, steps=2)
-    watch.begin()
-    found = watch.end()
+    found, _ = ended(probe.profile(2, steps=2))
     assert (found["launches"], found["busy_share"]) == (1, pytest.approx(0.4 / 8))
     assert found["kernels"] == [("b", 0.15, 0.5), ("a", 0.05, 0.5)]
 
@@ -220,10 +240,11 @@ def test_a_warm_up_precedes_three_windows(monkeypatch):
     """Steps of 1 s, the first of 100 s, which compiles."""
     clock = [0.0]
     monkeypatch.setattr("time.perf_counter", lambda: clock[0])
-    watch, found, steps = probe.Speed(4, 20), None, 0
-    while found is None:
-        clock[0] += 1 if steps else 100
-        found, steps = watch.step(64), steps + 1
+
+    def during_step(step):
+        clock[0] += 1 if step > 1 else 100
+
+    found, steps = ended(probe.speed(4, 20), during_step)
     assert steps == 1 + 4 * 4
     assert (found["images_per_s"], found["spread"]) == (64, 0)
 
@@ -234,7 +255,6 @@ def test_a_warm_up_precedes_three_windows(monkeypatch):
 @pytest.fixture
 def full_setting(tmp_path, monkeypatch):
     """A host with a GPU, as far as the suite's own process can tell; commands find none, and a bare host."""
-    monkeypatch.setattr(Setting, "device", torch.device("cpu"))
     (tmp_path / "sitecustomize.py").write_text(
         "import os, resource, sys\n"
         f"sys.modules |= dict.fromkeys({ABSENT})\n"
@@ -247,8 +267,8 @@ def full_setting(tmp_path, monkeypatch):
     return Setting(folder, "synthetic", 1, False, time.time() + 300, 300, failures, small=True)
 
 
-def done(row, setting: Setting) -> dict[str, dict]:
-    rows = list(run_rows({"a row": row}, setting))
+def done(find, setting: Setting) -> dict[str, dict]:
+    rows = list(run_rows({"a row": find}, setting))
     failures = setting.failures.read_text() if setting.failures.exists() else ""
     assert not [r for r in rows if r["verdict"] in ("FAIL", "skipped")], (rows, failures)
     return {r["row"]: r for r in rows}
@@ -257,7 +277,7 @@ def done(row, setting: Setting) -> dict[str, dict]:
 @pytest.mark.parametrize("name", ["CNN-A, batch 512", "vit ViT-S/16 at 224, RandAugment, batch 256"])
 def test_a_full_case(name, full_setting):
     """The second one's data are JPEGs in folders."""
-    rows = done(speed.eager(speed.CASES[name]), full_setting)
+    rows = done(row(speed.eager, speed.CASES[name]), full_setting)
     assert rows["a row, eager"]["value"] > 0
     assert rows["a row, data / resident"]["value"] > 0
     assert 0 < len(rows["a row, launches"]["kernels"]) <= 15
@@ -267,14 +287,7 @@ def test_a_full_case(name, full_setting):
 
 def test_a_probe_watches_beyond_an_epoch(full_setting):
     words = ["train_cnn_a.py", "--data", "synthetic", "--widths", "4,4,8", "--batch_size", 2048]  # 2 an epoch
-    words += [
-        "--trackers",
-        "none",
-        "--output_dir",
-        full_setting.folder,
-        "--cache_dir",
-        full_setting.folder / "c",
-    ]
+    words += run_flags(full_setting, full_setting.folder / "run", words)
     ended = command(full_setting, ["-m", "benchmarks.gpu.probe", "waits", "--steps", 5, *words])
     assert ended.status == 0, ended.output
     assert json.loads(ended.output.splitlines()[-1])["waits"]["waits"] == 0

@@ -11,7 +11,7 @@ import pytest
 import torch
 from accelerate.utils import DistributedType
 
-from common.augment import DRAWS, RAND_AUGMENT, crop_and_flip
+from common.augment import DRAWS, RAND_AUGMENT, send_cropped
 from common.data.images import Images
 from common.data.splits import ArraySplit, Part
 from common.optim import can_fuse_sgd
@@ -48,7 +48,7 @@ def waits(file: Path, name: str, folder: Path) -> dict[str, int]:
         np.save(folder / f"{split}.npy", np.zeros((count, 32, 32, 3), np.uint8))
         pixels = np.load(folder / f"{split}.npy", mmap_mode="c")
         splits.append(ArraySplit(pixels, Part(split, np.arange(count) % 10)))
-    images = Images("", tuple("0123456789"), *splits, val_name="val", mirror=True)
+    images = Images("", tuple("0123456789"), *splits, val_name="val")
     script = load_script(file)
     numbers = dict(epochs=2, batch_size=16, per_device_batch_size=8, clip_norm=1.0, log_every=2)
     recipe = recipe_class(script)(**numbers, **RECIPES[name])
@@ -88,15 +88,21 @@ def test_a_wait_in_a_loop_is_seen(name, old, new, more, tmp_path):
     assert found == WAITS[name] | {place: WAITS[name].get(place, 0) + more}
 
 
-def test_arrays_cross_to_the_device_in_one_copy():
+def test_arrays_cross_to_the_device_in_one_copy(monkeypatch):
     draws = uniforms(0, 0, np.arange(64), DRAWS)
     with counted() as seen:
         images = torch.zeros(64, 32, 32, 3, dtype=torch.uint8, device="cuda")
         rand_augment(images, draws[:, RAND_AUGMENT], 2, 10)
         assert seen.copies == 1
-        crop_and_flip(images, draws, 4, flip=True)
+        send_cropped(images, np.arange(64), np.arange(64), images.device, draws, 4, True)
         assert seen.copies == 2
-    assert not seen.places
+        monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (2**40, 2**40))
+        split = ArraySplit(np.zeros((64, 32, 32, 3), np.uint8), Part("train", np.arange(64) % 10))
+        plan = iter([(0, np.arange(16))] * 3)
+        options = dict(device="cuda", size=32, seed=0, workers=0)
+        batches = split.batches(plan, train=True, **options)
+        assert [seen.copies for _ in batches] == [4, 5, 6]  # the first sends the images, too
+    assert set(seen.places) == {"splits.py:_move"}
 
 
 def test_packed_arrays_arrive_whole(monkeypatch):

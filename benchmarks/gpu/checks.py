@@ -16,16 +16,18 @@ from benchmarks.gpu.rows import (
     Result,
     Row,
     Setting,
-    Skip,
     check,
     command,
-    one_at_a_time,
+    on_gpu,
+    once,
+    row,
     run_flags,
     small_images,
     succeeds,
     train,
     trained,
 )
+from common.system.files import read_lines
 
 CNNS = ("train_cnn_a", "train_cnn_b")
 SCRIPTS = (*CNNS, "train_vit")
@@ -40,17 +42,20 @@ FLAGS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("--compile", "max-autotune"): SCRIPTS,
     ("--compile", "reduce-overhead"): CNNS,
 }
+# In a dry run; the smoke test has train_cnn_a.
+DRY = ("train_cnn_a, --mixed_precision fp16", "train_cnn_b, --step_graph", "train_vit, --half_residual")
 
 
 def smoke() -> dict[str, Row]:
     """What must work before anything else is worth its time. Its process loads CUDA's libraries first."""
-    return {"a few steps": runs("train_cnn_a")}
+    return {"a few steps": row(runs, "train_cnn_a")}
 
 
 def scripts() -> dict[str, Row]:
     found: dict[str, Row] = {"train_hello": hello, "train_hello, waits": hello_waits}
-    for flags, names in FLAGS.items():
-        found |= {" ".join((f"{name},", *flags)).rstrip(","): runs(name, *flags) for name in names}
+    for script, flags in [(script, flags) for flags, scripts in FLAGS.items() for script in scripts]:
+        name = " ".join((f"{script},", *flags)).rstrip(",")
+        found[name] = (row if name in DRY else on_gpu)(runs, script, *flags)
     return found
 
 
@@ -60,38 +65,33 @@ def hello(setting: Setting) -> Result:
 
 
 def hello_waits(setting: Setting) -> Result:
-    words = ["train_hello.py", "--data_size", 65536]
-    probe = ["-m", "benchmarks.gpu.probe", "waits", "--steps", setting.size(20, 3)]
-    output = succeeds(setting, [*probe, *words, *run_flags(setting, setting.folder / "waits", words)])
-    waits = json.loads(output.splitlines()[-1])["waits"]
-    places = ", ".join(f"{place} {count}" for place, count in waits["places"].items())
-    return check(not waits["waits"], waits["waits"], "a step", 0, places)
+    words = ["-m", "benchmarks.gpu.probe", "waits", "--steps", setting.size(20, 3), "train_hello.py"]
+    words += ["--data_size", 65536, *run_flags(setting, setting.folder / "waits", words)]
+    return no_waits(json.loads(succeeds(setting, words))["waits"])
 
 
-def runs(script: str, *flags: Any) -> Row:
-    def row(setting: Setting) -> Result:
-        if setting.is_small and "--compile" in flags and (*flags[1:], script) != ("default", "train_cnn_a"):
-            raise Skip("takes minutes on a CPU")
-        if setting.is_small and "fp16" in flags and script != "train_cnn_a":
-            raise Skip("a dry run has only train_cnn_a's")
-        words = small_images(setting, script)
-        steps = ["--max_steps", setting.size(20, 2), "--log_every", setting.size(5, 1), "--telemetry_s", 0.5]
-        steps += ["--max_val_images", setting.size(4096, 64)]
-        name = "_".join([script, *map(str, flags)]).replace("--", "")
-        with trained(setting, name, words, *steps, *flags) as (folder, result):
-            return sound(setting, folder, result)
+def no_waits(found: dict[str, Any]) -> Result:
+    places = ", ".join(f"{place} {count}" for place, count in found["places"].items())
+    return check(not found["waits"], found["waits"], "a step", 0, places)
 
-    return row
+
+def runs(setting: Setting, script: str, *flags: Any) -> Result:
+    words = small_images(setting, script)
+    steps = ["--max_steps", setting.size(20, 2), "--log_every", setting.size(5, 1), "--telemetry_s", 0.5]
+    steps += ["--max_val_images", setting.size(4096, 64)]
+    name = "_".join([script, *map(str, flags)]).replace("--", "")
+    with trained(setting, name, words, *steps, *flags) as (folder, result):
+        return sound(setting, folder, result)
 
 
 def sound(setting: Setting, folder: Path, result: dict[str, Any]) -> Result:
     """Finished, with a loss in each line; on a GPU with memory and utilisation, too."""
     problems = [] if result["status"] == "finished" else [f"status {result['status']}"]
-    losses = [line["train/loss"] for line in lines(folder / "metrics.jsonl") if "train/loss" in line]
+    losses = [x["train/loss"] for x in read_lines(folder / "metrics.jsonl") if "train/loss" in x]
     if not losses or not all(loss < 100 for loss in losses):
         problems.append(f"losses {losses}")
     if not setting.dry_run and importlib.util.find_spec("pynvml"):
-        samples = [sample for file in folder.glob("telemetry-*.jsonl") for sample in lines(file)]
+        samples = [sample for file in folder.glob("telemetry-*.jsonl") for sample in read_lines(file)]
         gpus = [gpu for sample in samples for gpu in sample.get("gpus", [])]
         problems += [] if any(gpu.get("memory_gib") for gpu in gpus) else ["no GPU memory in the telemetry"]
         problems += [] if "cuda" in str(result["device"]).lower() or gpus else ["it trained on the CPU"]
@@ -99,69 +99,48 @@ def sound(setting: Setting, folder: Path, result: dict[str, Any]) -> Result:
     return check(not problems, round(result["peak_memory_gib"], 3), "GiB", "finished", note)
 
 
-def lines(file: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.read_text().splitlines()]
-
-
 # --- Bits: two equal runs, and a run that was stopped and resumed
 
 
-DRY = "train_cnn_b"  # on a CPU the bits of all scripts are the same for the same reason
-
-
 def determinism() -> dict[str, Row]:
+    """A dry run has CNN-A's: on a CPU the bits of all scripts are the same for the same reason."""
     found: dict[str, Row] = {}
     for script in SCRIPTS:
-        found[f"{script}, twice, --deterministic"] = twice(script, "--deterministic")
-        found[f"{script}, resumed, --deterministic"] = resumed(script)
+        kind = row if script == "train_cnn_a" else on_gpu
+        found[f"{script}, twice, --deterministic"] = kind(twice, script, "--deterministic")
+        found[f"{script}, resumed, --deterministic"] = kind(resumed, script)
     # In fp32 attention has another kernel.
     fp32 = ("--deterministic", "--mixed_precision", "no")
-    found["train_vit, twice, --deterministic, fp32"] = twice("train_vit", *fp32)
-    found["train_cnn_a, twice, without the flag"] = twice("train_cnn_a")
+    found["train_vit, twice, --deterministic, fp32"] = on_gpu(twice, "train_vit", *fp32)
+    found["train_cnn_a, twice, without the flag"] = on_gpu(twice, "train_cnn_a")
     return found
 
 
-def twice(script: str, *flags: str) -> Row:
-    def row(setting: Setting) -> Result:
-        if setting.is_small and (script, *flags) != (DRY, "--deterministic"):
-            raise Skip(f"a dry run has only {DRY}'s")
-        first, second = (go(setting, script, f"{script}_{n}{len(flags)}", *flags) for n in (1, 2))
-        off = difference(first, second)
-        if not flags:
-            return Result(off, "largest difference of a weight", "anything")  # nothing is promised
-        return check(off == 0, off, "largest difference of a weight", 0)
-
-    return row
+def twice(setting: Setting, script: str, *flags: str) -> Result:
+    first, second = (go(setting, script, f"{n}_{len(flags)}", *flags) for n in (1, 2))
+    return same(first, second) if flags else same(first, second, "anything")
 
 
-def resumed(script: str) -> Row:
-    def row(setting: Setting) -> Result:
-        if setting.is_small and script != DRY:
-            raise Skip(f"a dry run has only {DRY}'s")
-        straight = go(setting, script, f"{script}_11", "--deterministic")  # the first row's
-        half = setting.size(10, 2)
-        go(setting, script, f"{script}_resumed", "--deterministic", "--max_steps", half)
-        off = difference(straight, go(setting, script, f"{script}_resumed", "--deterministic"))
-        return check(off == 0, off, "largest difference of a weight", 0)
-
-    return row
+def resumed(setting: Setting, script: str) -> Result:
+    straight = go(setting, script, "1_1", "--deterministic")  # the first row's
+    go(setting, script, "resumed", "--deterministic", "--max_steps", setting.size(10, 2))
+    return same(straight, go(setting, script, "resumed", "--deterministic"))
 
 
+@once
 def go(setting: Setting, script: str, name: str, *flags: Any) -> Path:
-    """Trains some steps, unless that is done, and returns the last checkpoint's folder."""
+    """Trains some steps, and returns the last checkpoint's folder."""
     steps = ["--max_steps", setting.size(20, 4), "--checkpoint_every", 1000, "--max_val_images", 64]
-    file = setting.folder / name / "result.json"
-    with one_at_a_time(file.parent):
-        if file.exists() and (found := json.loads(file.read_text()))["steps"] == steps[1]:
-            return file.parent / found["checkpoint"]
-        folder, result = train(setting, name, small_images(setting, script), *steps, *flags)
-        return folder / result["checkpoint"]
+    folder, result = train(setting, f"{script}_{name}", small_images(setting, script), *steps, *flags)
+    return folder / result["checkpoint"]
 
 
-def difference(one: Path, other: Path) -> float:
+def same(one: Path, other: Path, promised: Any = 0) -> Result:
     a, b = (load_file(folder / "model.safetensors") for folder in (one, other))
     assert a.keys() == b.keys()
-    return max(float((a[name].double() - b[name].double()).abs().max()) for name in a if a[name].numel())
+    off = max(float((a[name].double() - b[name].double()).abs().max()) for name in a if a[name].numel())
+    unit = "largest difference of a weight"
+    return Result(off, unit, promised) if promised else check(off == 0, off, unit, 0)
 
 
 # --- Out of memory, beside a process that holds most of the GPU

@@ -1,31 +1,62 @@
-"""The device: its facts and ceilings, and the snapshot of a checkpoint beside a blocking copy."""
+"""The device: its facts and ceilings, and the snapshot of a checkpoint beside a blocking copy.
+
+    python -m benchmarks.gpu.device ceilings
+
+prints what it finds as a line of JSON: the cells of each row by its name.
+"""
 
 import json
 import statistics
-import time
+import sys
 from collections.abc import Callable
+from dataclasses import asdict
 
 import torch
 from torch import nn
+from torch.utils.benchmark import Timer
 
-from benchmarks.gpu.rows import Result, Row, Setting, check, need_gpu, succeeds
-from benchmarks.harness import wait_for_device
+from benchmarks.gpu.rows import Result, Row, Setting, check, succeeds
 from common.system.gpus import devices
 
-ROUNDS = 5
 # Type, and the TFLOP/s that are expected: two thirds of the data sheet of an H100.
 PRODUCTS = {"fp32": (torch.float32, 45), "tf32": (torch.float32, 330)}
 PRODUCTS |= {"bf16": (torch.bfloat16, 650), "fp16": (torch.float16, 650)}
 
 
-def ceilings() -> dict[str, Row]:
-    rows: dict[str, Row] = {"facts": facts, "one launch": launch, "copy on the device": copy_on_device}
-    rows["copy from pinned memory"] = copy_from_host
-    return rows | {f"matrix product, {kind}": product(kind) for kind in PRODUCTS}
+def rows_of(name: str) -> dict[str, Row]:
+    """The rows of a function of this file, which a process of their own measures."""
+
+    def row(setting: Setting) -> dict[str, Result]:
+        found = json.loads(succeeds(setting, ["-m", "benchmarks.gpu.device", name]))
+        return {name: Result(**cells) for name, cells in found.items()}
+
+    return {"": row} if name == "ceilings" else {"": row, "vit saves": saves}
 
 
-def facts(setting: Setting) -> Result:
-    if setting.dry_run:
+def ceilings(device: torch.device) -> dict[str, Result]:
+    on_gpu = device.type == "cuda"
+    small = torch.zeros(1, device=device)
+    source = torch.zeros(2**30 if on_gpu else 2**22, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    found = {
+        "facts": facts(on_gpu),
+        # What the host needs for one kernel, while the GPU keeps up.
+        "one launch": Result(round(1e6 * median_s(lambda: small.add_(1)), 1), "us", 7),
+        "copy on the device": speed_of(lambda: target.copy_(source), 2 * len(source), 3000),
+    }
+    if on_gpu:
+        pinned = torch.zeros(2**28, dtype=torch.uint8).pin_memory()
+        part = target[: len(pinned)]
+        copying = speed_of(lambda: part.copy_(pinned, non_blocking=True), len(pinned), 50)
+        found["copy from pinned memory"] = copying
+    for name, (kind, expected) in PRODUCTS.items():
+        tflops = product_flops(device, kind, name == "tf32") / 1e12
+        found[f"matrix product, {name}"] = Result(round(tflops, 3), "TFLOP/s", expected)
+    return found
+
+
+def facts(on_gpu: bool) -> Result:
+    if not on_gpu:
         return Result("CPU", note=f"torch {torch.__version__}, {torch.get_num_threads()} threads")
     about = torch.cuda.get_device_properties(0)
     size = f"{about.total_memory / 2**30:.0f} GiB, {about.multi_processor_count} multiprocessors"
@@ -33,36 +64,9 @@ def facts(setting: Setting) -> Result:
     return Result(about.name, note=f"{size}, {versions}")
 
 
-def copy_on_device(setting: Setting) -> Result:
-    """Bytes read and written in a second."""
-    source = torch.zeros(setting.size(2**30, 2**22), dtype=torch.uint8, device=setting.device)
-    target = torch.empty_like(source)
-    seconds = median_s(lambda: target.copy_(source))
-    return Result(round(2 * len(source) / seconds / 1e9, 1), "GB/s", expected=3000)
-
-
-def copy_from_host(setting: Setting) -> Result:
-    need_gpu(setting)
-    source = torch.zeros(2**28, dtype=torch.uint8).pin_memory()
-    target = torch.empty_like(source, device=setting.device)
-    seconds = median_s(lambda: target.copy_(source, non_blocking=True))
-    return Result(round(len(source) / seconds / 1e9, 1), "GB/s", expected=50)
-
-
-def launch(setting: Setting) -> Result:
-    """What the host needs for one kernel, while the GPU keeps up."""
-    small = torch.zeros(1, device=setting.device)
-    return Result(round(1e6 * median_s(lambda: small.add_(1), 1000), 1), "us", expected=7)
-
-
-def product(name: str) -> Row:
-    kind, expected = PRODUCTS[name]
-
-    def row(setting: Setting) -> Result:
-        tflops = product_flops(setting.device, kind, name == "tf32") / 1e12
-        return Result(round(tflops, 3), "TFLOP/s", expected)
-
-    return row
+def speed_of(work: Callable[[], object], count: int, expected: float) -> Result:
+    """count: the bytes that are read and written."""
+    return Result(round(count / median_s(work) / 1e9, 1), "GB/s", expected)
 
 
 def product_flops(device: torch.device, kind: torch.dtype, tf32: bool = False) -> float:
@@ -77,34 +81,29 @@ def product_flops(device: torch.device, kind: torch.dtype, tf32: bool = False) -
         torch.backends.cuda.matmul.allow_tf32 = before
 
 
-def median_s(work: Callable[[], object], repeats: int = 10) -> float:
-    """Seconds of one call: the median of ROUNDS, each of `repeats` calls, after one that warms up."""
-    times = []
-    for _ in range(ROUNDS + 1):
-        wait_for_device()
-        began = time.perf_counter()
-        for _ in range(repeats):
-            work()
-        wait_for_device()
-        times.append((time.perf_counter() - began) / repeats)
-    return statistics.median(times[1:])
+def median_s(work: Callable[[], object]) -> float:
+    """Seconds of one call, by torch's timer, which waits for the device after each block of calls."""
+    return Timer("work()", globals={"work": work}).blocked_autorange(min_run_time=0.1).median
 
 
 # --- Snapshots
 
 
-def snapshots() -> dict[str, Row]:
-    return {"snapshots are of one step": consistent, "a blocking copy": blocking, "vit saves": saves}
+def snapshots(device: torch.device) -> dict[str, Result]:
+    found = {"snapshots are of one step": consistent(64 if device.type == "cpu" else 8192)}
+    if device.type == "cuda":  # a model of ViT-B's size
+        weights = torch.zeros(86_000_000, device=device)
+        found["a blocking copy"] = Result(round(1e3 * median_s(weights.cpu), 1), "ms", 150)
+    return found
 
 
-def consistent(setting: Setting) -> Result:
+def consistent(size: int) -> Result:
     """Steps go on right after each snapshot. A copy that is overtaken by one would have its numbers."""
     from common.checkpoint.training import TrainingState
     from common.distributed.accelerator import prepare, start
     from common.recipe import Job
 
     accelerator, _ = start(Job(batch_size=8, mixed_precision="no"))
-    size = setting.size(8192, 64)
     model = nn.Linear(size, size)
     model, optimizer = prepare(accelerator, model, torch.optim.SGD(model.parameters(), lr=1.0))
     inputs = torch.ones(8, size, device=accelerator.device)
@@ -124,13 +123,6 @@ def consistent(setting: Setting) -> Result:
     return check(wrong == 0, wrong, "of another step", 0)
 
 
-def blocking(setting: Setting) -> Result:
-    """Milliseconds of the copy of a model of ViT-B's size that waits for it."""
-    need_gpu(setting)
-    weights = torch.zeros(86_000_000, device=setting.device)
-    return Result(round(1e3 * median_s(lambda: weights.cpu(), repeats=2), 1), "ms", 150)
-
-
 def saves(setting: Setting) -> Result:
     """How long a save holds up a step, beside accelerator.save_state."""
     model = ["--model", "vit_tiny_patch16_224"] if setting.is_small else []
@@ -140,3 +132,9 @@ def saves(setting: Setting) -> Result:
     rounds = json.loads(file.read_text())["rounds"]
     ours, theirs = (1e3 * statistics.median(each[arm] for each in rounds) for arm in ("ours", "save_state"))
     return Result(round(ours, 1), "ms", "below save_state's", note=f"save_state {theirs:,.1f} ms")
+
+
+if __name__ == "__main__":
+    here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    measured = {"ceilings": ceilings, "snapshots": snapshots}[sys.argv[1]](here)
+    print(json.dumps({name: asdict(result) for name, result in measured.items()}))

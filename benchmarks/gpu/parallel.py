@@ -2,8 +2,6 @@
 
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -17,10 +15,12 @@ from benchmarks.gpu.rows import (
     Skip,
     check,
     command,
-    kill_all,
-    one_at_a_time,
+    on_gpu,
+    once,
+    row,
     run_flags,
     small_images,
+    started,
     train,
     trained,
 )
@@ -39,29 +39,34 @@ END_S = 60  # beyond --timeout_s, until a job with a stopped rank must have ende
 
 def strategies() -> dict[str, Row]:
     """One process with the GPU's own backend, and two ranks that share one GPU over gloo."""
-    found: dict[str, Row] = {"single": reference}
-    found |= {f"{name}, one process": beside_single(name, 1) for name in STRATEGIES}
-    return found | {f"{name}, two ranks on one GPU, gloo": beside_single(name, 2) for name in STRATEGIES}
+    found: dict[str, Row] = {
+        "single": lambda setting: Result(round(loss_of(setting, "single", 1), 6), "loss")
+    }
+    found |= {f"{name}, one process": on_gpu(beside_single, name, 1) for name in STRATEGIES}
+    two = "two ranks on one GPU, gloo"
+    return found | {f"{name}, {two}": row(beside_single, name, 2) for name in STRATEGIES}
 
 
 def scaling() -> dict[str, Row]:
-    rows: dict[str, Row] = {"doctor.py": doctor}
-    return rows | {f"{script}, scaling": scales(script) for script in ("train_cnn_b", "train_vit")}
+    found: dict[str, Row] = {"doctor.py": doctor, "train_cnn_b, scaling": row(scales, "train_cnn_b")}
+    return found | {"train_vit, scaling": on_gpu(scales, "train_vit")}
 
 
 def several() -> dict[str, Row]:
-    found: dict[str, Row] = {f"{name} beside one GPU": beside_single(name, None) for name in STRATEGIES}
+    found: dict[str, Row] = {f"{name} beside one GPU": on_gpu(beside_single, name) for name in STRATEGIES}
     found["zero: a ring of strategies"] = ring
     for name in STRATEGIES:
-        found[f"{name}, a killed rank"] = lost(name, signal.SIGKILL)
-        found[f"{name}, a stopped rank"] = lost(name, signal.SIGSTOP)
+        found[f"{name}, a killed rank"] = (row if name == "ddp" else on_gpu)(lost, name, signal.SIGKILL)
+        found[f"{name}, a stopped rank"] = on_gpu(lost, name, signal.SIGSTOP)
     return found
 
 
-def launch(name: str, processes: int) -> tuple[list[str], list[str], dict[str, str]]:
-    """Launcher, flags and environment of a strategy."""
+def launch(name: str, processes: int, *module: str) -> tuple[list[str], list[str], dict[str, str]]:
+    """Launcher, flags and environment of a strategy. module: what starts the script."""
+    if name == "single":
+        return [], [], {}
     flags = ["--deepspeed_config", f"ds_configs/{name}.json"] if name.startswith("zero") else []
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}", *module]
     return torchrun, flags, FSDP if name == "fsdp" else {}
 
 
@@ -71,46 +76,30 @@ def all_gpus(setting: Setting) -> int:
     return 2 if setting.dry_run else setting.gpus
 
 
-def reference(setting: Setting) -> Result:
-    return Result(round(loss_of(setting, "single", [], [], {}), 6), "loss")
-
-
-def beside_single(name: str, processes: int | None) -> Row:
+def beside_single(setting: Setting, name: str, processes: int | None = None) -> Result:
     """processes: that share one GPU; None: one for each GPU."""
-
-    def row(setting: Setting) -> Result:
-        if setting.dry_run and processes is None:
-            raise Skip("a row of `strategies` in a dry run")
-        launcher, flags, env = launch(name, processes or all_gpus(setting))
-        single = loss_of(setting, "single", [], [], {})
-        shared = ["-m", "benchmarks.gpu.shared_gpu"] if processes == 2 and not setting.dry_run else []
-        off = abs(loss_of(setting, f"{name} {processes}", [*launcher, *shared], flags, env) - single)
-        return near(off)
-
-    return row
+    shared = ["-m", "benchmarks.gpu.shared_gpu"] if processes == 2 and not setting.dry_run else []
+    loss = loss_of(setting, name, processes or all_gpus(setting), *shared)
+    return near(abs(loss - loss_of(setting, "single", 1)))
 
 
 def near(off: float) -> Result:
     return check(off < WITHIN, float(f"{off:.2g}"), "of the loss", f"below {WITHIN}")
 
 
-_losses: dict[Path, float] = {}
+def fp32(setting: Setting) -> list[Any]:
+    """CNN-A in fp32, without TF32. BatchNorm would multiply rounding by a hundred within a few steps."""
+    words = [*small_images(setting, "train_cnn_a"), "--batch_size", 64, "--mixed_precision", "no"]
+    return [*words, "--max_val_images", 256, "--deterministic"]
 
 
-def loss_of(setting: Setting, name: str, launcher: list, flags: list, env: dict[str, str]) -> float:
-    """The validation loss after some steps of CNN-A in fp32, without TF32; trained once in a section.
-
-    BatchNorm would multiply rounding by a hundred within a few steps.
-    """
-    key = setting.folder / name
-    words = [*launcher, *small_images(setting, "train_cnn_a"), "--batch_size", 64, "--mixed_precision", "no"]
-    steps = ["--per_device_batch_size", 32, "--max_steps", setting.size(10, 2), "--max_val_images", 256]
-    with one_at_a_time(key):
-        if key not in _losses:
-            flags = [*steps, "--deterministic", *flags]
-            with trained(setting, name, words, *flags, env=env) as (_, result):
-                _losses[key] = result["final_loss"]
-        return _losses[key]
+@once
+def loss_of(setting: Setting, name: str, processes: int, *module: str) -> float:
+    """The validation loss after some steps."""
+    launcher, flags, env = launch(name, processes, *module)
+    steps = ["--per_device_batch_size", 32, "--max_steps", setting.size(10, 2), *flags]
+    with trained(setting, f"{name}_{processes}", [*launcher, *fp32(setting)], *steps, env=env) as (_, result):
+        return result["final_loss"]
 
 
 def doctor(setting: Setting) -> Result:
@@ -123,76 +112,56 @@ def doctor(setting: Setting) -> Result:
 
 def ring(setting: Setting) -> Result:
     """One run, continued by each strategy in turn, ends near one that DDP trained alone."""
-    count, step, result = all_gpus(setting), 0, {}
-    words = [*small_images(setting, "train_cnn_a"), "--batch_size", 64, "--mixed_precision", "no"]
-    words += ["--max_val_images", 256, "--deterministic"]
-    for name in STRATEGIES:
+    count, each = all_gpus(setting), setting.size(5, 1)
+    turns = [("ring", name, (i + 1) * each) for i, name in enumerate(STRATEGIES)]
+    losses = []
+    for folder, name, step in [*turns, ("straight", "ddp", len(STRATEGIES) * each)]:
         launcher, flags, env = launch(name, count)
-        step += setting.size(5, 1)
-        _, result = train(setting, "ring", [*launcher, *words], "--max_steps", step, *flags, env=env)
-    launcher, _, env = launch("ddp", count)
-    with trained(setting, "straight", [*launcher, *words], "--max_steps", step, env=env) as (_, straight):
-        return near(abs(result["final_loss"] - straight["final_loss"]))
+        words = [*launcher, *fp32(setting)]
+        losses += [train(setting, folder, words, "--max_steps", step, *flags, env=env)[1]["final_loss"]]
+    return near(abs(losses[-1] - losses[-2]))
 
 
-def lost(name: str, number: signal.Signals) -> Row:
+def lost(setting: Setting, name: str, number: signal.Signals) -> Result:
     """A rank is killed or stopped in the middle of the training; the job must end by itself."""
-
-    def row(setting: Setting) -> Result:
-        if setting.dry_run and (name, number) == ("fsdp", signal.SIGSTOP):
-            raise Skip("a dry run has only DDP's")
-        launcher, flags, env = launch(name, all_gpus(setting))
-        folder, timeout_s = setting.folder / f"{name}_{number.name}", setting.size(20, 5)
-        words = [sys.executable, *launcher, *small_images(setting, "train_cnn_b"), "--epochs", 1000, *flags]
-        words += [*run_flags(setting, folder, words), "--timeout_s", timeout_s, "--log_every", 1]
-        words = ["env", *(f"{key}={value}" for key, value in env.items()), *map(str, words)]
-        with (setting.folder / f"{folder.name}.log").open("w") as output:
-            job = subprocess.Popen(words, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
-            try:
-                wait_for(folder / "metrics.jsonl", job, setting)
-                victim = ranks(job)[-1]
-                began = time.monotonic()
-                victim.send_signal(number)
-                job.wait(max(1, min(timeout_s + 2 * END_S, setting.left_s)))
-                seconds = time.monotonic() - began
-            finally:
-                if job.poll() is None:
-                    kill_all(psutil.Process(job.pid))
-        ends = bool(job.returncode) and seconds <= timeout_s + END_S
-        return check(ends, round(seconds, 1), "s until the job ended", f"at most {timeout_s + END_S}")
-
-    return row
+    launcher, flags, env = launch(name, all_gpus(setting))
+    folder, timeout_s = setting.folder / f"{name}_{number.name}", setting.size(20, 5)
+    words = [*launcher, *small_images(setting, "train_cnn_b"), "--epochs", 1000, *flags]
+    words += [*run_flags(setting, folder, words), "--timeout_s", timeout_s, "--log_every", 1]
+    log = setting.folder / f"{folder.name}.log"
+    with log.open("w") as output, started(words, output, env) as job:
+        wait_for(folder / "metrics.jsonl", job, setting)
+        began = time.monotonic()
+        ranks(job)[-1].send_signal(number)
+        status = job.wait(max(1, min(timeout_s + 2 * END_S, setting.left_s)))
+        seconds = time.monotonic() - began
+    ends = bool(status) and seconds <= timeout_s + END_S
+    return check(ends, round(seconds, 1), "s until the job ended", f"at most {timeout_s + END_S}")
 
 
-def wait_for(file: Path, job: subprocess.Popen, setting: Setting) -> None:
+def wait_for(file: Path, job: psutil.Popen, setting: Setting) -> None:
     while not (file.exists() and file.stat().st_size):
         if job.poll() is not None or setting.left_s < 0:
             raise RuntimeError("the training did not begin")
         time.sleep(0.2)
 
 
-def ranks(job: subprocess.Popen) -> list[psutil.Process]:
-    below = psutil.Process(job.pid).children(recursive=True)
+def ranks(job: psutil.Popen) -> list[psutil.Process]:
+    below = job.children(recursive=True)
     found = [p for p in below if "train_cnn_b.py" in " ".join(p.cmdline()) and "RANK" in p.environ()]
     return sorted(found, key=lambda p: int(p.environ()["RANK"]))
 
 
-def scales(script: str) -> Row:
+def scales(setting: Setting, script: str) -> Result:
     """Images a second of all GPUs, divided by their number and by one GPU's; each has as many images."""
-
-    def row(setting: Setting) -> Result:
-        if setting.dry_run and script != "train_cnn_b":
-            raise Skip("a dry run has only train_cnn_b's")
-        speeds: dict[int, float] = {}
-        for number in (1, count := all_gpus(setting)):
-            words: list[Any] = [*launch("ddp", number)[0], *small_images(setting, script)]
-            each = int(re.findall(r"--batch_size (\d+)", " ".join(map(str, words)) + " --batch_size 128")[0])
-            steps = ["--max_steps", setting.size(100, 3), "--batch_size", each * number]
-            steps += ["--max_val_images", 64]
-            with trained(setting, f"{script}_{number}", words, *steps) as (_, result):
-                speeds[number] = result["images_per_s"]
-        share = round(speeds[count] / count / speeds[1], 3)
-        note = f"{speeds[count]:,.0f} images/s on {count}"
-        return Result(share, "of perfect scaling", 0.9, note=note)
-
-    return row
+    speeds: dict[int, float] = {}
+    for number in (1, count := all_gpus(setting)):
+        words: list[Any] = [*launch("ddp", number)[0], *small_images(setting, script)]
+        each = int(re.findall(r"--batch_size (\d+)", " ".join(map(str, words)) + " --batch_size 128")[0])
+        steps = ["--max_steps", setting.size(100, 3), "--batch_size", each * number]
+        steps += ["--max_val_images", 64]
+        with trained(setting, f"{script}_{number}", words, *steps) as (_, result):
+            speeds[number] = result["images_per_s"]
+    share = round(speeds[count] / count / speeds[1], 3)
+    note = f"{speeds[count]:,.0f} images/s on {count}"
+    return Result(share, "of perfect scaling", 0.9, note=note)

@@ -19,6 +19,7 @@ import sys
 import time
 import warnings
 from collections import Counter
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from common.telemetry import flops
 
 WINDOWS, LEAST_STEPS = 3, 3  # at least so many steps in a window
 KERNELS = 15
+Watch = Generator[None, int, dict[str, Any]]  # receives each step's images, and returns what it saw
 
 
 def main() -> None:
@@ -44,18 +46,23 @@ def main() -> None:
     own, (file, *words) = split_at_script(sys.argv[1:])
     flags = parser.parse_args(own)
     script, output, found = load_script(Path(file).resolve()), sys.stdout, {}
-    names = flags.what.split(",")
-    watches = [WATCHES[name](flags.seconds, flags.steps) for name in names]
+    left = {name: WATCHES[name](flags.seconds, flags.steps) for name in flags.what.split(",")}
+    for watch in left.values():
+        next(watch)
 
     def on_step(run: Run) -> None:
         """Gives the step to the watch whose turn it is, and ends the process after the last one."""
-        if (ended := watches[len(found)].step(run.batch.total)) is not None:
-            found[names[len(found)]] = ended
-        if len(found) == len(names):
+        name, watch = next(iter(left.items()))
+        try:
+            watch.send(run.batch.total)
+        except StopIteration as ended:
+            found[name] = ended.value
+            del left[name]
+        if not left:
             print(json.dumps(found | facts_of(script, run)), file=output, flush=True)
             os._exit(0)
 
-    train_watched(script, words, on_step, lambda: len(found) < len(names) and names[len(found)] == "resident")
+    train_watched(script, words, on_step, lambda: next(iter(left)) == "resident")
     sys.exit("the training ended before all was watched")
 
 
@@ -71,93 +78,61 @@ def facts_of(script: Any, run: Run) -> dict[str, Any]:
     }
 
 
-class Speed:
+def speed(seconds: float, steps: int) -> Watch:
     """A warm-up, which ends the compilation and the autotuning, then windows between two waits."""
-
-    def __init__(self, seconds: float, steps: int):
-        self.seconds, self.count, self.began = seconds, 0, 0.0
-        self.windows: list[float] = []
-
-    def step(self, images: int) -> dict[str, Any] | None:
-        """After a step of so many images: what was found, at the end."""
-        self.count += 1
-        if not self.began or (self.count >= LEAST_STEPS and time.perf_counter() - self.began >= self.seconds):
-            wait_for_device()
-            now = time.perf_counter()
-            self.windows += [self.count * images / (now - self.began)] if self.began else []
-            self.count, self.began = 0, now
-        if len(self.windows) <= WINDOWS:
-            return None
-        median = statistics.median(speeds := self.windows[1:])
-        return {"images_per_s": median, "spread": (max(speeds) - min(speeds)) / median}
-
-
-class Watch:
-    """Watches a number of steps, from the end of one to the end of another."""
-
-    def __init__(self, seconds: float, steps: int):
-        self.steps, self.count = steps, -1
-        self.on_gpu = torch.cuda.is_available()
-
-    def step(self, images: int) -> dict[str, Any] | None:
-        self.count += 1
-        if self.count == 0:
-            wait_for_device()
-            self.begin()
-        return self.end() if self.count == self.steps else None
-
-    def begin(self) -> None: ...
-
-    def end(self) -> dict[str, Any]:
-        raise NotImplementedError
-
-
-class Profile(Watch):
-    """Kernels of a GPU; on a CPU, for a dry run, its operators."""
-
-    def begin(self) -> None:
-        kinds = torch.profiler.ProfilerActivity
-        self.profiler = torch.profiler.profile(activities=[kinds.CUDA if self.on_gpu else kinds.CPU])
-        self.profiler.__enter__()
-        self.began = time.perf_counter()
-
-    def end(self) -> dict[str, Any]:
+    speeds, images = [], (yield)
+    for _ in range(1 + WINDOWS):
         wait_for_device()
-        ms = 1e3 * (time.perf_counter() - self.began)
-        self.profiler.__exit__(None, None, None)
-        kind = torch.autograd.DeviceType.CUDA if self.on_gpu else torch.autograd.DeviceType.CPU
-        took: Counter[str] = Counter()
-        count: Counter[str] = Counter()
-        for event in self.profiler.events():
-            # Annotations span kernels, such as those of a whole step.
-            if event.device_type == kind and not event.is_user_annotation:
-                took[event.name] += (event.device_time if self.on_gpu else event.self_cpu_time_total) / 1e3
-                count[event.name] += 1
-        dearest = [(n[:80], t / self.steps, count[n] / self.steps) for n, t in took.most_common(KERNELS)]
-        return {"launches": count.total() / self.steps, "busy_share": took.total() / ms, "kernels": dearest}
+        began, count = time.perf_counter(), 0
+        while count < LEAST_STEPS or time.perf_counter() - began < seconds:
+            images = yield
+            count += 1
+        wait_for_device()
+        speeds.append(count * images / (time.perf_counter() - began))
+    median = statistics.median(windows := speeds[1:])
+    return {"images_per_s": median, "spread": (max(windows) - min(windows)) / median}
 
 
-class Waits(Watch):
-    def begin(self) -> None:
-        self.caught = warnings.catch_warnings(record=True)
-        self.warnings = self.caught.__enter__()
+def profile(seconds: float, steps: int) -> Watch:
+    """Kernels of a GPU; on a CPU, for a dry run, its operators."""
+    on_gpu, kinds = torch.cuda.is_available(), torch.profiler.ProfilerActivity
+    yield
+    wait_for_device()
+    with torch.profiler.profile(activities=[kinds.CUDA if on_gpu else kinds.CPU]) as profiler:
+        began = time.perf_counter()
+        for _ in range(steps):
+            yield
+        wait_for_device()
+        ms = 1e3 * (time.perf_counter() - began)
+    kind = torch.autograd.DeviceType.CUDA if on_gpu else torch.autograd.DeviceType.CPU
+    took: Counter[str] = Counter()
+    count: Counter[str] = Counter()
+    for event in profiler.events():
+        # Annotations span kernels, such as those of a whole step.
+        if event.device_type == kind and not event.is_user_annotation:
+            took[event.name] += (event.device_time if on_gpu else event.self_cpu_time_total) / 1e3
+            count[event.name] += 1
+    dearest = [(n[:80], t / steps, count[n] / steps) for n, t in took.most_common(KERNELS)]
+    return {"launches": count.total() / steps, "busy_share": took.total() / ms, "kernels": dearest}
+
+
+def waits(seconds: float, steps: int) -> Watch:
+    set_mode = torch.cuda.set_sync_debug_mode if torch.cuda.is_available() else lambda mode: None
+    yield
+    wait_for_device()
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        self.set_mode("warn")
-
-    def end(self) -> dict[str, Any]:
-        self.set_mode("default")
-        self.caught.__exit__(None, None, None)
-        # torch warns also that the mode itself is a prototype.
-        waits = [w for w in self.warnings or () if "called a synchronizing" in str(w.message)]
-        places = Counter(f"{Path(w.filename).name}:{w.lineno}" for w in waits)
-        return {"waits": len(waits) / self.steps, "places": dict(places.most_common(5))}
-
-    def set_mode(self, mode: str) -> None:
-        if self.on_gpu:
-            torch.cuda.set_sync_debug_mode(mode)
+        set_mode("warn")
+        for _ in range(steps):
+            yield
+        set_mode("default")
+    # torch warns also that the mode itself is a prototype.
+    seen = [w for w in caught or () if "called a synchronizing" in str(w.message)]
+    places = Counter(f"{Path(w.filename).name}:{w.lineno}" for w in seen)
+    return {"waits": len(seen) / steps, "places": dict(places.most_common(5))}
 
 
-WATCHES = {"fed": Speed, "resident": Speed, "profile": Profile, "waits": Waits}
+WATCHES = {"fed": speed, "resident": speed, "profile": profile, "waits": waits}
 
 if __name__ == "__main__":
     main()

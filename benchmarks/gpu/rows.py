@@ -1,4 +1,4 @@
-"""Rows of the GPU suite: a measurement or a check, what came out, and how its section runs commands."""
+"""Rows of the GPU suite: a measurement or a check, what came out, and how a row runs commands."""
 
 import contextlib
 import importlib.util
@@ -12,21 +12,19 @@ import threading
 import time
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import wraps
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import psutil
-import torch
 
 from common.system.processes import end_with_parent, kill
 
 OK, FAIL, SKIPPED, OFF = "ok", "FAIL", "skipped", "off by half"
-END_TO_END = 0.95  # goal: a training's speed, divided by that on a batch that stays on the device
 PACKAGES = {"zero": "deepspeed", "vit": "timm", "hello": "matplotlib"}  # what a row with this word needs
-CHECK_CORES, CHECK_GIB = 4, 24  # processor cores and GPU memory for each of several checks at once
 
 
 class Skip(Exception):
@@ -49,7 +47,7 @@ class Result:
     kernels: tuple[tuple[str, float, float], ...] = ()
 
 
-@dataclass(frozen=True)
+@dataclass
 class Setting:
     """Where a section runs. folder: its own. data: `--data` of images of 32 pixels. ends_at: time.time().
 
@@ -79,10 +77,6 @@ class Setting:
         return self.dry_run if self.small is None else self.small
 
     @property
-    def device(self) -> torch.device:
-        return torch.device("cpu" if self.dry_run else "cuda")
-
-    @property
     def left_s(self) -> float:
         return self.ends_at - time.time()
 
@@ -97,23 +91,33 @@ Row = Callable[[Setting], Result | dict[str, Result]]
 _this = threading.local()  # .outputs: of the commands that this thread's row has run
 
 
-def need_gpu(setting: Setting) -> None:
-    if setting.dry_run:
-        raise Skip("needs a GPU")
+def row(find: Callable, *words: Any) -> Row:
+    """The row that is found by find(setting, *words)."""
+    return lambda setting: find(setting, *words)
 
 
-def run_rows(rows: dict[str, Row], setting: Setting, at_once: int = 1) -> Iterator[dict[str, Any]]:
-    """Runs the rows, and yields each as JSON when it ends. A row that raises has failed; the others go on.
+def on_gpu(find: Callable, *words: Any) -> Row:
+    """row(), which a dry run leaves out: on a CPU it shows what another row shows."""
 
-    One after another they run in the main thread, where alone a row may handle signals.
-    """
-    if at_once == 1:
-        for name, row in rows.items():
-            yield from run_row(name, row, setting)
-        return
-    with ThreadPoolExecutor(at_once) as threads:
+    def only(setting: Setting) -> Result | dict[str, Result]:
+        if setting.dry_run:
+            raise Skip("not in a dry run")
+        return find(setting, *words)
+
+    return only
+
+
+def run_rows(
+    rows: dict[str, Row], setting: Setting, at_once: int = 1
+) -> Generator[dict[str, Any], None, None]:
+    """Runs the rows, and yields each as JSON when it ends. A row that raises has failed; the others go on."""
+    threads = ThreadPoolExecutor(at_once)
+    try:
         for ended in as_completed([threads.submit(run_row, *row, setting) for row in rows.items()]):
             yield from ended.result()
+    finally:
+        setting.ends_at = 0  # for those that still run, if this is not the end
+        threads.shutdown(wait=False, cancel_futures=True)
 
 
 def run_row(name: str, row: Row, setting: Setting) -> list[dict[str, Any]]:
@@ -145,30 +149,27 @@ def run_row(name: str, row: Row, setting: Setting) -> list[dict[str, Any]]:
 
 
 def _cells(setting: Setting, found: Result) -> dict[str, Any]:
-    cells = dict(vars(found))
+    cells = asdict(found)
     numbers = isinstance(found.value, (int, float)) and isinstance(found.expected, (int, float))
     if numbers and found.expected and not found.verdict and not setting.is_small:
         cells["verdict"] = OFF if abs(found.value / found.expected - 1) > 0.5 else ""
-    if not cells["kernels"]:
-        del cells["kernels"]
     return cells
 
 
-def checks_at_once(setting: Setting) -> int:
-    """Number of rows that may run at the same time when they measure no time."""
-    cores = len(os.sched_getaffinity(0))
-    if setting.dry_run:
-        return min(2, cores)
-    free_gib = torch.cuda.mem_get_info()[0] / 2**30
-    return max(1, min(cores // CHECK_CORES, int(free_gib // CHECK_GIB)))
+def once(make: Callable) -> Callable:
+    """make(setting, *words), called once in a section: the first row that needs it does, others wait."""
+    made: dict[tuple, Any] = {}
+    locks: defaultdict[tuple, threading.Lock] = defaultdict(threading.Lock)
 
+    @wraps(make)
+    def get(setting: Setting, *words: Any) -> Any:
+        key = (setting.folder, *words)
+        with locks[key]:
+            if key not in made:
+                made[key] = make(setting, *words)
+            return made[key]
 
-_working: defaultdict[Path, threading.Lock] = defaultdict(threading.Lock)
-
-
-def one_at_a_time(folder: Path) -> threading.Lock:
-    """The lock of a run that several rows need: the first one trains it, the others wait."""
-    return _working[folder]
+    return get
 
 
 # --- Commands of the project
@@ -181,24 +182,34 @@ class Done(NamedTuple):
     output: str
 
 
+@contextlib.contextmanager
+def started(words: list[Any], output: IO[str], env: dict[str, str] | None = None) -> Iterator[psutil.Popen]:
+    """A Python command of the project, of which nothing lives on."""
+    process = psutil.Popen(
+        [sys.executable, *map(str, words)],
+        env=os.environ | (env or {}),
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        preexec_fn=end_with_parent,
+    )
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(psutil.Error):  # a launcher's ranks have sessions of their own
+            kill([*process.children(recursive=True), process])
+            process.wait(5)
+
+
 def command(setting: Setting, words: list[Any], env: dict[str, str] | None = None) -> Done:
-    """Runs a Python command of the project until its end, or the section's. Nothing of it lives on."""
+    """Runs a command until its end, or the section's."""
     with tempfile.TemporaryFile("w+", errors="replace") as output:
-        process = psutil.Popen(
-            [sys.executable, *map(str, words)],
-            env=os.environ | (env or {}),
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            preexec_fn=end_with_parent,
-        )
-        try:
-            status = process.wait(max(1.0, min(setting.command_s, setting.left_s)))
-        except psutil.TimeoutExpired:
-            status = None
-        finally:
-            kill_all(process)
+        with started(words, output, env) as process:
+            try:
+                status = process.wait(max(1.0, min(setting.command_s, setting.left_s)))
+            except psutil.TimeoutExpired:
+                status = None
         output.seek(0)
         text = output.read()
     if not hasattr(_this, "outputs"):
@@ -207,21 +218,14 @@ def command(setting: Setting, words: list[Any], env: dict[str, str] | None = Non
     return Done(status, text)
 
 
-def kill_all(process: psutil.Process) -> None:
-    """Kills a process and what runs below it: a launcher's ranks have sessions of their own."""
-    with contextlib.suppress(psutil.Error):
-        kill([*process.children(recursive=True), process])
-        process.wait(5)
-
-
 def succeeds(setting: Setting, words: list[Any], env: dict[str, str] | None = None) -> str:
-    """The command's output. RuntimeError with its last lines when it fails, or does not end in time."""
+    """The command's last line. RuntimeError with the last ones when it fails, or does not end in time."""
     done = command(setting, words, env)
+    last = [line for line in done.output.splitlines() if line.strip()][-3:]
     if done.status != 0:
-        last = [line for line in done.output.splitlines() if line.strip()][-3:]
         how = "did not end in time" if done.status is None else f"exit status {done.status}"
         raise RuntimeError(f"{how}: {' | '.join(last)}")
-    return done.output
+    return last[-1] if last else ""
 
 
 def run_flags(setting: Setting, folder: Path, words: list[Any]) -> list[Any]:

@@ -36,8 +36,7 @@ class Images:
 
     val: is evaluated during the training. test: with --holdout on data that has a held-out split of its own,
     that one, for the end. Their names are "val", "test" or "holdout". source: the data's name and the key of
-    its content, equal on all hosts with the same data. mirror: True if a mirrored image keeps its class;
-    False for digits. flaws: what is wrong with them.
+    its content, equal on all hosts with the same data. flaws: what is wrong with them.
     """
 
     source: str
@@ -45,7 +44,6 @@ class Images:
     train: Split
     val: Split
     val_name: str
-    mirror: bool
     test: Split | None = None
     test_name: str = ""
     flaws: Flaws = NO_FLAWS
@@ -118,6 +116,8 @@ def open_images(folder: Path, recipe: ImageRecipe | None = None) -> Images:
         splits = [FileSplit(folder, part, recipe.on_bad_image == "skip") for part in parts]
     else:
         splits = _open_shards(folder, meta["shards"], parts, recipe)
+    for split in splits:
+        split.mirror = meta["mirror"]
     # Digits in a cache of an older version have no test_name, and no duplicates.
     names = {"val": meta["val_name"], "test": meta.get("test_name") or ""}
     duplicates = {names[s]: Duplicates(*pair) for s, pair in (meta.get("duplicates") or {}).items()}
@@ -130,7 +130,6 @@ def open_images(folder: Path, recipe: ImageRecipe | None = None) -> Images:
         val_name=names["val"],
         test=splits[2] if len(splits) > 2 else None,
         test_name=names["test"],
-        mirror=meta["mirror"],
         flaws=Flaws(duplicates, broken and Broken(*broken)),
     )
 

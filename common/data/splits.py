@@ -16,14 +16,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from common.augment import send_cropped
 from common.data.decode import Encoded
 from common.data.shard_cache import ShardCache, ShardPrefetcher
 from common.data.shards import Shard, ShardImages
 from common.data.workers import EncodedImages, MicroBatch, decoded, in_flight
-from common.order import Plan, Shuffled, Streamed, hashes
+from common.order import Plan, Shuffled, Streamed, hashes, uniforms
 from common.recipe import Batch
 from common.system.env import processes_per_host
-from common.system.transfer import send
+from common.system.transfer import send, send_arrays
 
 
 class Part(NamedTuple):
@@ -80,13 +81,14 @@ def held_out(labels: np.ndarray, holdout: float) -> np.ndarray:
 class ArraySplit(Shuffled):
     """One split as a mapped array, uint8 [stored images, H, W, 3], and its labels, int64 [N]."""
 
-    cropped = False  # random crops are left to the caller
+    cropped = False
+    mirror = False  # training also flips images
 
     def __init__(self, images: np.ndarray, part: Part):
         super().__init__(len(part.labels))
         self.images, self.labels = images, part.labels
         self.rows = None if part.file is None else np.load(part.file)  # of the images; None: all
-        self._resident: dict[torch.device, tuple[Tensor | None, Tensor]] = {}
+        self._resident: dict[torch.device, Tensor | None] = {}
 
     @property
     def size(self) -> tuple[int, int]:
@@ -102,20 +104,22 @@ class ArraySplit(Shuffled):
     ) -> Iterator[MicroBatch]:
         """Yields micro-batches of whole images in the order of the plan.
 
-        The caller crops them: train, size, seed and workers, which FileSplit needs, are not used.
+        train: shifted by up to an eighth of their height, by (seed, epoch, sample) alone. size and workers,
+        which FileSplit needs, are not used.
         """
         device = torch.device(device)
         if device not in self._resident:
             self._resident[device] = self._move(device)
-        pixels, labels = self._resident[device]
+        resident, pad = self._resident[device], self.size[0] // 8  # 4 pixels of 32
         for epoch, ids in plan:
-            rows = send(torch.as_tensor(ids, dtype=torch.int64), device)
-            if pixels is None:
-                images = send(self._read(ids, pinned=device.type == "cuda"), device)
+            images = self._read(ids, pinned=device.type == "cuda") if resident is None else resident
+            rows, labels = np.arange(len(ids)) if resident is None else ids, self.labels[ids]
+            if train:
+                cropping = uniforms(seed, epoch, ids, 3), pad, self.mirror
+                yield MicroBatch(epoch, ids, *send_cropped(images, rows, labels, device, *cropping))
             else:
-                images = pixels.index_select(0, rows)
-            targets = labels.index_select(0, rows)
-            yield MicroBatch(epoch, ids, images.view(-1, *self.images.shape[1:]), targets)
+                sent_labels, sent_rows = send_arrays((labels, rows), device)
+                yield MicroBatch(epoch, ids, send(images, device).index_select(0, sent_rows), sent_labels)
 
     def _read(self, ids: np.ndarray, pinned: bool) -> Tensor:
         """Copies images of the mapped array: uint8 [b, H, W, 3]."""
@@ -125,19 +129,18 @@ class ArraySplit(Shuffled):
         np.take(self.images, ids if self.rows is None else self.rows[ids], 0, images.numpy(), mode="clip")
         return images
 
-    def _move(self, device: torch.device) -> tuple[Tensor | None, Tensor]:
-        """The pixels on a CUDA device, if a quarter of its free memory holds them, else None; the labels."""
-        labels = send(torch.from_numpy(self.labels), device)
+    def _move(self, device: torch.device) -> Tensor | None:
+        """The images on a CUDA device, if a quarter of its free memory holds them."""
         if device.type == "cuda" and self.nbytes <= torch.cuda.mem_get_info(device)[0] // 4:
-            images = self.images if self.rows is None else self.images[self.rows]
-            return torch.from_numpy(images).view(len(self), -1).to(device), labels
-        return None, labels
+            return torch.from_numpy(self.images if self.rows is None else self.images[self.rows]).to(device)
+        return None
 
 
 class EncodedSplit(Shuffled):
     """One split of encoded images; labels int64 [N]. skip: in training, skip broken images."""
 
-    cropped = True  # at random, when it is decoded for training
+    cropped = True
+    mirror = False  # training also flips crops
     open: Callable[[], EncodedImages]
     labels: np.ndarray
     skip: bool
@@ -162,6 +165,7 @@ class EncodedSplit(Shuffled):
                 seed=seed,
                 workers=workers,
                 skip=self.skip and train,
+                flip=self.mirror and train,
             )
 
     @contextmanager

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from common.augment import to_float
+from common.augment import send_cropped, to_float
 from common.data.decode import central_crop, decode, random_resized_crop, torchcodec_decoder
 from common.order import Plan, uniforms
 from common.system.text import printable
@@ -69,6 +69,7 @@ def decoded(
     seed: int,
     workers: int,
     skip: bool,
+    flip: bool = False,
 ) -> Iterator[MicroBatch]:
     """Yields micro-batches of decoded and cropped images, size x size, in the order of the plan.
 
@@ -91,8 +92,12 @@ def decoded(
             if error:
                 raise ValueError(error)
             _note_skipped(broken)
-            shown_labels = torch.from_numpy(labels[ids[_shown(ids, broken)]])
-            yield MicroBatch(epoch, ids, send(images, device), send(shown_labels, device))
+            rows, shown = np.arange(len(ids)), labels[ids[_shown(ids, broken)]]
+            if flip:
+                cropping = uniforms(seed, epoch, ids, 3), 0, True
+                yield MicroBatch(epoch, ids, *send_cropped(images, rows, shown, device, *cropping))
+            else:
+                yield MicroBatch(epoch, ids, send(images, device), send(torch.from_numpy(shown), device))
 
 
 _skipped: set[int] = set()  # sample ids
