@@ -12,7 +12,6 @@ from common.system.files import own_files
 from common.system.text import plural
 from tools.logbook.comparison import Comparison
 from tools.logbook.record import RunRecord, read_picture
-from tools.logbook.words import data, model, where
 
 
 def draw(run: RunRecord, folder: Path) -> list[str]:
@@ -20,7 +19,7 @@ def draw(run: RunRecord, folder: Path) -> list[str]:
     drawn = folder.with_name(f".{folder.name}.tmp")
     shutil.rmtree(drawn, ignore_errors=True)
     drawn.mkdir(parents=True)
-    title = f"{model(run)} on {data(run)}, {where(run)}"
+    title = f"{run.model} on {run.data}, {run.where}"
     for name, rows in {"curves": _curves(run), "telemetry": _telemetry(run)}.items():
         if rows:
             panels(drawn / f"{name}.png", rows, title)
@@ -139,4 +138,4 @@ def draw_comparison(comparison: Comparison, file: Path) -> None:
         for fact, shown in bars.items():
             if values := [run.facts[fact] for run in runs if fact in run.facts]:
                 shown.bars[name] = fmean(values)
-    panels(file, [[accuracy, loss], list(bars.values())], f"{model(first)} on {data(first)}")
+    panels(file, [[accuracy, loss], list(bars.values())], f"{first.model} on {first.data}")
