@@ -16,6 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import yaml
 from markupsafe import Markup
 
 from common.system.files import own_files
@@ -34,33 +35,7 @@ TEXTS = {  # descriptions of pictures, for those who do not see them
     "confusion": "Confusion matrix",
     "worst": "The mistakes that the model was surest of",
 }
-# The table: key in a run's values, label, digits after the point (None: text)
-COLUMNS: tuple[tuple[str, str, int | None], ...] = (
-    ("name", "run", None),
-    ("began", "began, UTC", None),
-    ("status", "status", None),
-    ("problems", "missing or broken files", 0),
-    ("model", "model", None),
-    ("data", "data", None),
-    ("strategy", "strategy", None),
-    ("device", "on", None),
-    ("hosts", "hosts", 0),
-    ("processes", "processes", 0),
-    ("batch_size", "batch", 0),
-    ("epochs", "epochs", 0),
-    ("steps", "steps", 0),
-    ("seed", "seed", 0),
-    ("test_accuracy", "test accuracy", 4),
-    ("final_accuracy", "final accuracy", 4),
-    ("best_accuracy", "best accuracy", 4),
-    ("final_loss", "final loss", 4),
-    ("wall_s", "time, s", 0),
-    ("images_per_s", "images/s", 0),
-    ("mfu_pct", "MFU, %", 1),
-    ("memory_gib", "memory of a process, GiB", 2),
-    ("utilisation_pct", "utilisation, %", 0),
-    ("energy_wh", "energy of the GPUs, Wh", 1),
-)
+COLUMNS: list[dict[str, Any]] = yaml.safe_load((TEMPLATES / "columns.yaml").read_text())
 CHOICES = ("status", "model", "data", "strategy")  # columns with a list of their values as a filter
 MEASURES = ("val/accuracy", "val/loss", "train/loss", "val/raw_accuracy", "train/lr", "train/images_per_s")
 
@@ -103,11 +78,7 @@ def page(folders: list[Path], unread: Iterable[str] = ()) -> str:
     names = [str(place.relative_to(root)) for place in places]
     runs = _shown([_run(record, name) for record, name in zip(records, names, strict=True)])
     pictures = _pictures(runs, records)
-    columns = [
-        {"key": key, "label": label, "digits": digits}
-        for key, label, digits in COLUMNS
-        if any(run["values"][key] is not None for run in runs)
-    ]
+    columns = [one for one in COLUMNS if any(run["values"][one["key"]] is not None for run in runs)]
     content = json.dumps({"columns": columns, "runs": runs}, separators=(",", ":"), allow_nan=False)  # ASCII
     style, script = ((TEMPLATES / f"overview.{kind}").read_text("ascii") for kind in ("css", "js"))
     return render(
@@ -150,7 +121,7 @@ def _run(run: RunRecord, name: str) -> dict[str, Any]:
     """What the page's script needs: the cells of the table, the settings, and the curve of each measure."""
     wall_s = run.facts.get("wall_s", run.metrics[-1]["wall_s"] if run.metrics else None)
     starts = [line["t"] for lines in run.telemetry.values() for line in lines[:1]]
-    values = {key: run.facts.get(key) for key, *_ in COLUMNS} | {
+    values = {one["key"]: run.facts.get(one["key"]) for one in COLUMNS} | {
         "name": name,
         "began": _date(min(starts, default=None)),
         "problems": len(run.problems) or None,

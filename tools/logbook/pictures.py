@@ -86,23 +86,23 @@ def _telemetry(run: RunRecord) -> list[list[Panel]]:
     if has_gpus:
         labels = {"utilisation_pct": "GPU utilisation, %", "memory_gib": "GPU memory in use, GiB"}
         labels |= {"power_w": "power, W"}
-    samples = {host: list(_running(lines)) for host, lines in run.telemetry.items()}
-    unit, unit_s = time_unit(max((s for found in samples.values() for s, _ in found), default=0))
-    curves: dict[str, dict[str, tuple[list[float], list[float]]]] = {name: {} for name in labels}
-    for host, found in samples.items():
-        for seconds, line in found:
-            for device in line.get("gpus", []) if has_gpus else [line]:
-                curve = f"{host}, GPU {device.get('index')}" if has_gpus else host
-                for name in labels:
-                    if device.get(name) is not None:
-                        times, values = curves[name].setdefault(curve, ([], []))
-                        times.append(seconds / unit_s)
-                        values.append(device[name])
-    shown = [
-        Panel(f"time, {unit}", label, {**curves[name]}, from_zero=True)
-        for name, label in labels.items()
-        if curves[name]
+    points = [
+        (seconds, f"{host}, GPU {device.get('index')}" if has_gpus else host, device)
+        for host, lines in run.telemetry.items()
+        for seconds, line in _running(lines)
+        for device in (line.get("gpus", []) if has_gpus else [line])
     ]
+    unit, unit_s = time_unit(max((seconds for seconds, *_ in points), default=0))
+    shown = []
+    for name, label in labels.items():
+        curves: dict[str, tuple[list[float], list[float]]] = {}
+        for seconds, curve, device in points:
+            if device.get(name) is not None:
+                times, values = curves.setdefault(curve, ([], []))
+                times.append(seconds / unit_s)
+                values.append(device[name])
+        if curves:
+            shown.append(Panel(f"time, {unit}", label, {**curves}, from_zero=True))
     return [shown] if shown else []
 
 
