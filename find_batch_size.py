@@ -101,14 +101,25 @@ def parse(argv: list[str]) -> argparse.Namespace:
 class Search:
     def __init__(self, flags: argparse.Namespace):
         """Checks the flags before anything is launched. ValueError for a mistake."""
+        from common.script import load_script, recipe_class  # imports torch
+
         self.flags = flags
         config = read_accelerate_config(flags.config_file)
-        self.processes = _processes(config, flags.hostfile)
-        self.recipe = _recipe(flags.script)
+        self.processes = config.get("num_processes", 1)  # of the whole job
+        if flags.hostfile:
+            self.processes = sum(len(host.devices) for host in read_hostfile(flags.hostfile))
+        elif config.get("num_machines", 1) > 1:
+            raise ValueError(f"the config file is for {config['num_machines']} hosts: give --hostfile")
+        kind = recipe_class(load_script(Path(flags.script[0])))
+        if not issubclass(kind, ImageRecipe):
+            raise ValueError(f"{flags.script[0]} has no images, whose number could be searched for")
+        self.recipe = parse_recipe(kind, flags.script[1:])  # a wrong flag ends the search with status 2
         self._check_limit(use_cpu=config.get("use_cpu", False))
         self.limit_gib = flags.memory_limit_gib  # or the GPU's memory, after the first trial
         self.margin = MARGIN if getattr(self.recipe, "randaug_layers", 0) else 0.0  # of the limit
-        self.output = flags.output or _free_name(Path(flags.script[0]).stem, flags.config_file.stem)
+        place = Path("runs/find_batch_size") / Path(flags.script[0]).stem
+        names = (place / f"{name}.json" for name in numbered(flags.config_file.stem))
+        self.output = flags.output or next(file for file in names if not file.exists())
         self.trials: list[Trial] = []
         self.settings: dict[str, Any] = {}  # settings as reported by the trials that ran
         self.shown = ""  # command and last lines of the last failed launch
@@ -161,7 +172,12 @@ class Search:
         """Launches one trial. Also returns the number of training images if they were too few, else 0."""
         with tempfile.TemporaryDirectory(prefix=".trial-", dir=self.output.parent.resolve()) as folder:
             run = Path(folder) / "run"
-            words = [*self._launcher(), *self.flags.script, *self._sized(size), f"--output_dir={run}"]
+            config = ["--config_file", str(self.flags.config_file)]
+            # Not the command `accelerate`: it takes seconds to import what is not needed.
+            launcher = ["-m", "accelerate.commands.launch", *config, "--main_process_port", "0"]
+            if self.flags.hostfile:
+                launcher = [str(ROOT / "launch.py"), "--hostfile", str(self.flags.hostfile), *config]
+            words = [sys.executable, *launcher, *self.flags.script, *self._sized(size), f"--output_dir={run}"]
             ended = launch(words, self.flags.memory_limit_gib, self.flags.trial_timeout_s)
             if ended.status == 0:
                 return self._read(size, ended, run), 0
@@ -176,13 +192,6 @@ class Search:
         if ended.status is None:
             reason = f"no end within --trial_timeout_s {self.flags.trial_timeout_s:g}"
         raise ValueError(f"the trial with {size} images per process failed ({reason})")
-
-    def _launcher(self) -> list[str]:
-        config = ["--config_file", str(self.flags.config_file)]
-        if self.flags.hostfile:
-            return [sys.executable, str(ROOT / "launch.py"), "--hostfile", str(self.flags.hostfile), *config]
-        # Not the command `accelerate`: it takes seconds to import what is not needed.
-        return [sys.executable, "-m", "accelerate.commands.launch", *config, "--main_process_port", "0"]
 
     def _sized(self, size: int) -> list[str]:
         """The trial's flags. They come last and override the user's."""
@@ -268,34 +277,6 @@ class Search:
             words.append(f"--batch_size={size * self.processes}")
         remark = "" if share == size else f"  # {size} x {self.processes} does not divide {batch_size}"
         return f"    {shlex.join(words)}{remark}"
-
-
-def _processes(config: dict[str, Any], hostfile: Path | None) -> int:
-    """The number of processes that the launcher will start for the whole job."""
-    if hostfile:
-        return sum(len(host.devices) for host in read_hostfile(hostfile))
-    if config.get("num_machines", 1) > 1:
-        raise ValueError(f"the config file is for {config['num_machines']} hosts: give --hostfile")
-    return config.get("num_processes", 1)
-
-
-def _recipe(script: list[str]) -> ImageRecipe:
-    """The script's recipe with its flags. A wrong flag ends the search with status 2."""
-    path = Path(script[0])
-    if not path.is_file():
-        raise ValueError(f"{path}: no such file")
-    from common.script import load_script, recipe_class
-
-    kind = recipe_class(load_script(path))
-    if not issubclass(kind, ImageRecipe):
-        raise ValueError(f"{path} has no images, whose number could be searched for")
-    return parse_recipe(kind, script[1:])
-
-
-def _free_name(script: str, config: str) -> Path:
-    """The first free name of <config>.json, <config>-2.json, ...: earlier results are kept."""
-    files = (Path("runs/find_batch_size") / script / f"{name}.json" for name in numbered(config))
-    return next(file for file in files if not file.exists())
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from common.flags import underscores
 from common.recipe import Job
 from common.system.cli import command_parser, run_command, split_at_script
 from common.system.files import read_accelerate_config, write_text
@@ -40,6 +41,7 @@ from tools.launch.hosts import NAME, Host, read_hostfile, select
 from tools.launch.job import JobRunner, LaunchPlan
 from tools.launch.spot import SERVICES
 
+SINGLE = "accelerate_configs/single_gpu.yaml"
 DDP = "accelerate_configs/ddp_2gpu.yaml"  # for any number of processes
 # Variables that DeepSpeed's launcher may pass to other hosts. None is secret.
 DEEPSPEED_ENV = ["CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_DEBUG"]
@@ -61,38 +63,30 @@ def main() -> int:
 def parse(argv: list[str]) -> argparse.Namespace:
     """The launcher's flags; `script` has the script and its flags."""
     parser = command_parser(__doc__, "%(prog)s [flags] [SCRIPT [its flags]]")
-    parser.add_argument("--hostfile", type=Path, help="`name slots=N` lines (default: hostfile)")
-    parser.add_argument("--include", default="", help="hosts and GPUs, as worker-1@worker-2:0,2")
-    parser.add_argument("--exclude", default="", help="hosts and GPUs to leave out, in the same form")
-    parser.add_argument("--config_file", help="one of accelerate_configs/ (default: DDP)")
-    parser.add_argument(
-        "--mode", choices=("single-node", "multi-node"), help="name hosts by flags, without a hostfile"
-    )
-    parser.add_argument("--gpus", type=int, help="GPUs of this machine, with --mode single-node")
-    parser.add_argument("--gpus_per_node", type=int, help="GPUs per host, with --mode multi-node")
-    parser.add_argument("--master_node", help="the first host, with --mode multi-node")
-    parser.add_argument("--worker_nodes", help="the other hosts, as a,b,c, with --mode multi-node")
-    parser.add_argument("--port", type=int, default=29500, help="of the first host (default: %(default)s)")
-    parser.add_argument("--master_addr", help="the first host's address (default: as ssh reaches it)")
-    parser.add_argument(
-        "--min_hosts",
-        type=int,
-        help="elastic: hosts may leave and join, at least this many stay (docs/resuming.md)",
-    )
-    parser.add_argument("--max_hosts", type=int, help="with --min_hosts: the most hosts at once")
-    parser.add_argument(
-        "--spot_notice", choices=SERVICES, help="stop a host at its cloud's notice of preemption"
-    )
-    parser.add_argument("--env", action="append", default=[], metavar="NAME", help="pass this variable")
-    parser.add_argument("--log_dir", type=Path, help="for each host's log (default: runs/launch/<time>)")
-    parser.add_argument("--dry_run", action="store_true", help="print each host's command, and exit")
-    parser.add_argument(
-        "--write_deepspeed_env",
-        action="store_true",
-        help="write .deepspeed_env for DeepSpeed's launcher, and exit",
-    )
+    add = parser.add_argument
+    add("--hostfile", type=Path, help="`name slots=N` lines (default: hostfile)")
+    add("--include", default="", help="hosts and GPUs, as worker-1@worker-2:0,2")
+    add("--exclude", default="", help="hosts and GPUs to leave out, in the same form")
+    add("--config_file", help="one of accelerate_configs/ (default: DDP)")
+    modes = ("single-node", "multi-node")
+    add("--mode", choices=modes, help="name hosts by flags, without a hostfile")
+    add("--gpus", type=int, help="GPUs of this machine, with --mode single-node")
+    add("--gpus_per_node", type=int, help="GPUs per host, with --mode multi-node")
+    add("--master_node", help="the first host, with --mode multi-node")
+    add("--worker_nodes", help="the other hosts, as a,b,c, with --mode multi-node")
+    add("--port", type=int, default=29500, help="of the first host (default: %(default)s)")
+    add("--master_addr", help="the first host's address (default: as ssh reaches it)")
+    elastic = "elastic: hosts may leave and join, at least this many stay (docs/resuming.md)"
+    add("--min_hosts", type=int, help=elastic)
+    add("--max_hosts", type=int, help="with --min_hosts: the most hosts at once")
+    add("--spot_notice", choices=SERVICES, help="stop a host at its cloud's notice of preemption")
+    add("--env", action="append", default=[], metavar="NAME", help="pass this variable")
+    add("--log_dir", type=Path, help="for each host's log (default: runs/launch/<time>)")
+    add("--dry_run", action="store_true", help="print each host's command, and exit")
+    environment = "write .deepspeed_env for DeepSpeed's launcher, and exit"
+    add("--write_deepspeed_env", action="store_true", help=environment)
     mine, script = split_at_script(argv)
-    flags, rest = parser.parse_known_args([_underscores(word) for word in mine])
+    flags, rest = parser.parse_known_args([underscores(word) for word in mine])
     if script and rest:
         near = difflib.get_close_matches(rest[0], parser._option_string_actions, n=1)
         parser.error(f"unknown flag {rest[0]}" + (f": did you mean {near[0]}?" if near else ""))
@@ -125,7 +119,8 @@ def plan(flags: argparse.Namespace, hosts: list[Host] | None = None) -> LaunchPl
         )
     if not 1 <= flags.port <= 65535:
         raise ValueError(f"--port {flags.port}: must be from 1 to 65535")
-    config = flags.config_file or _default_config(hosts)
+    processes = sum(len(host.devices) for host in hosts)
+    config = flags.config_file or (SINGLE if processes == 1 else DDP)
     for file in (config, flags.script[0]):
         if not (ROOT / file).is_file():
             raise ValueError(f"{file}: no such file in {ROOT}")
@@ -134,11 +129,13 @@ def plan(flags: argparse.Namespace, hosts: list[Host] | None = None) -> LaunchPl
     env = {name: os.environ[name] for name in flags.env}
     log_dir = flags.log_dir or ROOT / "runs" / "launch" / time.strftime("%Y-%m-%d_%H-%M-%S")
     content = read_accelerate_config(ROOT / config)
-    processes = sum(len(host.devices) for host in hosts)
     if content.get("distributed_type") in ("NO", False) and (processes > 1 or flags.min_hosts):
         reason = f"this job has {processes}" if processes > 1 else "hosts may join this job"
         raise ValueError(f"--config_file {config} starts one process, and {reason}: choose another, as {DDP}")
-    launcher = ["--config_file", str(config), *_for_several(content, hosts, _timeout_s(flags.script))]
+    # --timeout_s among the script's flags
+    given = re.findall(r" --timeout_s[ =](\d+)(?= |$)", " ".join(map(underscores, flags.script)))
+    timeout_s = int(given[-1]) if given else Job.timeout_s
+    launcher = ["--config_file", str(config), *_for_several(content, hosts, timeout_s)]
     return LaunchPlan(
         hosts, launcher, flags.script, env, flags.spot_notice, flags.master_addr, flags.port, log_dir
     )
@@ -171,11 +168,6 @@ def _hosts(flags: argparse.Namespace) -> list[Host]:
     return select(read_hostfile(flags.hostfile or ROOT / "hostfile"), flags.include, flags.exclude)
 
 
-def _default_config(hosts: list[Host]) -> str:
-    alone = len(hosts) == 1 and len(hosts[0].devices) == 1
-    return "accelerate_configs/single_gpu.yaml" if alone else DDP
-
-
 def _for_several(config: dict[str, Any], hosts: list[Host], timeout_s: int) -> list[str]:
     """Flags that the config needs on these hosts. Hybrid sharding shards within each host.
 
@@ -189,18 +181,6 @@ def _for_several(config: dict[str, Any], hosts: list[Host], timeout_s: int) -> l
         prefix, slots = "--parallelism_config_dp", len(hosts[0].devices)
         flags += [f"{prefix}_replicate_size", str(len(hosts)), f"{prefix}_shard_size", str(slots)]
     return flags
-
-
-def _timeout_s(script: list[str]) -> int:
-    """--timeout_s among the script's flags, or its default."""
-    given = re.findall(r" --timeout_s[ =](\d+)(?= |$)", " ".join(map(_underscores, script)))
-    return int(given[-1]) if given else Job.timeout_s
-
-
-def _underscores(word: str) -> str:
-    """--dry-run is --dry_run."""
-    name, equals, value = word.partition("=")
-    return name.replace("-", "_").replace("__", "--", 1) + equals + value if word.startswith("--") else word
 
 
 def write_deepspeed_env() -> int:

@@ -33,8 +33,8 @@ from common.system.text import natural, numbered, printable
 from tools.logbook import comparison, overview, pictures, price
 from tools.logbook import page as run_page
 from tools.logbook.comparison import Comparison, read_search
+from tools.logbook.page import index_values
 from tools.logbook.record import RunRecord
-from tools.logbook.words import index_values
 
 FOLDER = Path("runs") / "logbook"
 COMPARE = "compare"  # the folder of the comparisons

@@ -31,10 +31,9 @@ if TYPE_CHECKING:
 def main() -> int:
     flags = parse(sys.argv[1:])
     plan = planning(flags)
-    from tools.plan.table import Line, title
+    from tools.plan.planning import HEAD, ROW, Line
 
-    print(plan.about, plan.links, sep="\n", flush=True)
-    print(title(), flush=True)
+    print(plan.about, plan.links, ROW.format(*HEAD, "price", "limited by"), sep="\n", flush=True)
     lines: list[Line] = []
     for found in plan.candidates():
         lines.append(plan.line(found))

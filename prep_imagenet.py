@@ -37,10 +37,10 @@ After an interruption, a kill or a full disk the same command resumes, and the r
 """
 
 import argparse
-import re
 import signal
 import sys
 
+from common.flags import underscores
 from common.system.cli import command_parser, run_command
 from common.system.text import printable_lines
 from tools.prepare.preparation import NAMES, Preparation
@@ -83,9 +83,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     add("--no_verify", action="store_true", help=skipped)
     counts = "accept other counts than 1,000 classes of 50 validation images"
     add("--subset", action="store_true", help=counts)
-    # --work-dir is accepted as --work_dir
-    words = [re.sub("^--[^=]+", lambda m: "--" + m[0][2:].replace("-", "_"), word) for word in words]
-    flags = parser.parse_args(words)
+    flags = parser.parse_args([underscores(word) for word in words])
     for name, (low, high) in BOUNDS.items():
         if (value := getattr(flags, name)) is not None and not low <= value <= high:
             parser.error(f"--{name} {value}: must be from {low:g} to {high:,}")

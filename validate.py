@@ -46,7 +46,7 @@ from common.recipe import Batch, ImageRecipe, parse, recipe_part, setting
 from common.script import normalisation
 from common.system.files import sha256_of, write_text
 from common.system.paths import ROOT
-from tools.inference.inference import Inference, autocast, own_words
+from tools.inference.inference import Inference, autocast, own_words, pixels_of
 
 METRICS = ROOT / "common" / "metrics"
 TOP, BINS, WORST = 5, 15, 24
@@ -107,7 +107,8 @@ def main() -> None:
             folder = Path(flags.output_dir or f"{trained.reports}/{leaf}")
             shown = {"val": images.val_name, "test": images.test_name}.get(split_name, split_name)
             title = f"{script.__name__} on {Path(recipe.data).name}, {shown} split"
-            write(folder, found, pixels_of(split, found["worst"], recipe), title)
+            worst = np.asarray([image["id"] for image in found["worst"]], dtype=np.int64)
+            write(folder, found, pixels_of(split, worst, recipe).numpy(), title)
             show(found, title)
             for name in FILES:
                 print(folder / name)
@@ -251,15 +252,6 @@ def teller(accelerator: Accelerator) -> Callable[[str], None]:
             print(doing, flush=True)
 
     return tell
-
-
-def pixels_of(split: Split, shown: list[dict], recipe: ImageRecipe) -> np.ndarray:
-    """The images with these ids before normalisation: uint8 [n, H, W, 3]."""
-    plan = [(0, np.asarray([image["id"] for image in shown], dtype=np.int64))]
-    batches = split.batches(
-        plan, device="cpu", train=False, size=recipe.image_size, seed=recipe.seed, workers=0
-    )
-    return next(iter(batches)).images.numpy()
 
 
 # --- Metrics and report

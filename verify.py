@@ -37,11 +37,13 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from common.checkpoint.format import step_name, step_of, steps_in, verify
 from common.recipe import recipe_part
 from common.script import load_script, own_script, recipe_class
 from common.system.cli import command_parser, run_command
-from common.system.files import read_json, write_json
+from common.system.files import read_accelerate_config, read_json, write_json
 from common.system.paths import ROOT, shortest
 from common.system.text import plural, printable, some_of
 from tools.logbook.record import VERIFIED, RunRecord, stamped_files
@@ -124,7 +126,8 @@ class Run:
         self.starts = began | {step: self.checkpoints / step_name(step) for step in self.kept}
         self.began = min(began, default=0)
         self.precision = about.get("mixed_precision", "no")
-        self.device = "cuda" if has_gpu(flags.config_file) else "cpu"
+        config = read_accelerate_config(flags.config_file) if flags.config_file else {}
+        self.device = "cuda" if torch.cuda.is_available() and not config.get("use_cpu") else "cpu"
         self._check_device(about.get("devices") or [""])
         is_exact, threads = self.recipe.get("deterministic"), str(about.get("threads", 1))
         self.env = {"OMP_NUM_THREADS": threads} if is_exact else {}  # of the replays
@@ -229,7 +232,9 @@ class Run:
         every = math.gcd(*interval.checkpoints) or 10**9
         is_nudged = is_second and self.precision == "no"
         script = [__file__, NUDGED, self.script] if is_nudged else [self.script]
-        words = [*self._launcher(), *script, "--config", self._config(folder)]
+        launcher = ["-m", "accelerate.commands.launch", "--config_file", self.flags.config_file]
+        words = [sys.executable, *(launcher if self.flags.config_file else ()), *script]
+        words += ["--config", self._config(folder)]
         words += ["--output_dir", folder, "--max_steps", interval.end, "--trackers", "none"]
         words += ["--telemetry_s", "0", "--checkpoint_every", every, "--keep_every", every]
         words += ["--mixed_precision", "no" if is_second else self.precision]
@@ -243,12 +248,6 @@ class Run:
             print("\n".join(lines[-SHOWN:]), file=sys.stderr)
             raise ValueError(next((line for line in reversed(lines) if "error" in line), lines[-1]))
         return folder
-
-    def _launcher(self) -> list[object]:
-        if self.flags.config_file is None:
-            return [sys.executable]
-        module = "accelerate.commands.launch"
-        return [sys.executable, "-m", module, "--config_file", self.flags.config_file]
 
     def _config(self, folder: Path) -> Path:
         """A file for --config with the run's recipe and the settings that its numbers depend on."""
@@ -289,9 +288,11 @@ class Run:
         print(f"{steps} and {len(compared)} of {len(self.kept)} checkpoints replayed: {differ}")
         left_out = [f"{of_steps - covered:,} steps", *NOT_VERIFIED, *self._not_replayed(replayed, compared)]
         print(f"not verified: {'; '.join(left_out)}")
+        git = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+        commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
         stamp = {
             "date": time.strftime("%Y-%m-%d"),
-            "commit": commit(),
+            "commit": commit or None,
             "device": self.device,
             "config": self.flags.config_file.stem if self.flags.config_file else "one process",
             "mixed_precision": self.precision,
@@ -333,8 +334,6 @@ class Run:
 
 def train_nudged(words: list[str]) -> None:
     """Runs a train script that begins with slightly changed weights. words: the script and its flags."""
-    import torch
-
     from common.distributed.layout import layout_of
     from common.run.run import Run as Training
 
@@ -357,31 +356,11 @@ def train_nudged(words: list[str]) -> None:
 
 def launch(words: list[str], env: dict[str, str]) -> tuple[int, str]:
     """Runs a replay, with these further variables. Returns its exit status and its output."""
+    none, pipe, out = subprocess.DEVNULL, subprocess.PIPE, subprocess.STDOUT
     done = subprocess.run(
-        words,
-        env=os.environ | env,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
+        words, env=os.environ | env, stdin=none, stdout=pipe, stderr=out, text=True, errors="replace"
     )
     return done.returncode, done.stdout
-
-
-def has_gpu(config_file: Path | None) -> bool:
-    import torch
-
-    from common.system.files import read_accelerate_config
-
-    on_cpu = config_file is not None and read_accelerate_config(config_file).get("use_cpu", False)
-    return torch.cuda.is_available() and not on_cpu
-
-
-def commit() -> str | None:
-    words = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
-    return done.stdout.strip() or None
 
 
 if __name__ == "__main__":

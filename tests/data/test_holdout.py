@@ -16,9 +16,8 @@ from tests.conftest import CNN, Job, copy_project, full, lines, metrics, mutate,
 from tests.data.test_any_images import put
 from tests.data.test_images import encode, picture, write_parquet
 from tests.support.compare import assert_same_tensors
-from tools.logbook.page import index, page
+from tools.logbook.page import index, index_values, page
 from tools.logbook.record import RunRecord
-from tools.logbook.words import index_values
 
 
 def opened(data: Path, cache: Path, holdout: float | None) -> Images:

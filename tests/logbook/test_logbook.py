@@ -458,7 +458,8 @@ def test_a_comparison_that_makes_no_sense_is_refused(book, tmp_path, capsys):
     folder, file = write_run(tmp_path / "run"), tmp_path / "search.json"
     assert book("compare", folder)[::2] == (1, "error: a comparison needs two runs or more\n")
     file.write_text("{}")
-    errors = f"error: {file} is no result of find_batch_size.py\n"
+    errors = f"error: {file} is no result of find_batch_size.py ("
+    errors += "script, strategy, processes, recipe, trials missing or wrong)\n"
     assert book("compare", folder, folder, "--batch_search", file)[::2] == (1, errors)
     for flag in ("--price_per_hour=nan", "--target_accuracy=inf"):
         with pytest.raises(SystemExit, match="2"):

@@ -268,7 +268,7 @@ def test_with_randaugment_a_margin_stays_free(layers, answer, tmp_path, monkeypa
         ((*CNN, "--widht=1"), 2, "unknown flag --widht: did you mean --widths?"),
         (("--config_file=accelerate_configs/ddp_3gpu.yaml", *CNN), 1, "ddp_3gpu.yaml: No such file"),
         (("--config_file=accelerate_configs/ddp_2x2gpu.yaml", *CNN), 1, "is for 2 hosts: give --hostfile"),
-        (("train_cnn_z.py",), 1, "train_cnn_z.py: no such file"),
+        (("train_cnn_z.py",), 1, "train_cnn_z.py: No such file or directory"),
         (("--memory_limit_gib=1", "train_hello.py"), 1, "train_hello.py has no images"),
         (CNN, 1, "give --memory_limit_gib"),
         (("--memory_limit_gib=9999", *CNN), 1, "more than this machine has"),

@@ -331,7 +331,7 @@ def test_a_deterministic_run_of_two_processes_is_equal_bit_for_bit(data, cache, 
     assert (status, stamp["is_exact"]) == (0, True), output
     assert "steps 0-8 of 32: equal bit for bit, the weights by at most 0e+00; log, data" in output
     assert "| bit for bit | none |" in page(RunRecord(tmp_path / "run"), "x", [])
-    change_loss(tmp_path / "run", 4, 1e-9)
+    smaller_loss(1e-9)(tmp_path / "run")
     status, output, _ = check(tmp_path / "run", *FIRST)
     assert (status, ": they differ by 1.0e-09, bound 0.0e+00" in output) == (1, True), output
 

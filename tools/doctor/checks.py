@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import json
-import queue
 import secrets
 import sys
 import threading
@@ -54,33 +53,26 @@ class HostClient:
     def __init__(self, host: Host):
         self.host, self.name = host, host.name
         self.process = start_on(host.name, [sys.executable, "-m", "tools.doctor.facts"], ROOT)
-        self._answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-        self._last_line = ""  # of other output
-        threading.Thread(target=self._listen, daemon=True).start()
+        self.last_line = ""  # of other output
 
     def ask(self, name: str, within_s: float = ASK_S, **question: Any) -> dict[str, Any]:
         """The host's answer; if there is none, the keys `error`, with the reason, and `gone`."""
         assert self.process.stdin
-        with contextlib.suppress(OSError, ValueError):  # the process has ended, as _listen() reports
-            self.process.stdin.write(json.dumps({"ask": name, **question}) + "\n")
-        try:
-            answer = self._answers.get(timeout=within_s)
-        except queue.Empty:
-            self.process.kill()  # else a late answer would be taken for that to the next question
-            answer = {"error": f"no answer within {within_s:.0f} s", "gone": True}
-        if "gone" in answer:
-            self._answers.put(answer)  # for the next question, too
-        return answer
-
-    def _listen(self) -> None:
         assert self.process.stdout
+        # A late answer would be taken for that to the next question.
+        timer = threading.Timer(within_s, self.process.kill)
+        timer.start()
+        with contextlib.suppress(OSError, ValueError):  # the process has ended
+            self.process.stdin.write(json.dumps({"ask": name, **question}) + "\n")
         for line in self.process.stdout:
             if line.startswith(ANSWER):
-                self._answers.put(json.loads(line.removeprefix(ANSWER)))
-            else:
-                self._last_line = line.strip()
-        error = self._last_line or f"exit status {self.process.wait()}"
-        self._answers.put({"error": error, "gone": True})
+                timer.cancel()
+                return json.loads(line.removeprefix(ANSWER))
+            self.last_line = line.strip()
+        if timer.finished.is_set():
+            self.last_line = f"no answer within {within_s:.0f} s"
+        timer.cancel()
+        return {"error": self.last_line or f"exit status {self.process.wait()}", "gone": True}
 
 
 class Checks:

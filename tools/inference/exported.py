@@ -9,16 +9,19 @@ from typing import Any
 
 import numpy as np
 import torch
+from jinja2 import Template
 from torch import Tensor, nn
 
 from common.augment import to_float
 from common.checkpoint.weights import TrainedModel, find, load_trained, open_script
-from common.data.images import Images, open_data
+from common.data.images import open_data
 from common.recipe import ImageRecipe
 from common.script import load_script, normalisation
+from tools.inference.inference import pixels_of
 
 WEIGHTS, CONFIG, CODE = "model.safetensors", "config.json", "model.py"
 RESIZE = 256 / 224  # the shorter side relative to the crop, as in common.data.decode.central_crop
+MODEL_PY = Template(Path(__file__).with_name("model.py.j2").read_text(), keep_trailing_newline=True)
 OPSET = 20
 OF_ITS_ORIGIN = ("tag", "license", "paper_ids", "paper_name", "origin_url", "notes")
 
@@ -72,17 +75,9 @@ def open_trained(
     load_trained(model, Path(trained.weights))
     model.eval()
     mean, std = normalisation(script, model)
-    sample = to_float(_first_pixels(images, recipe, count), mean, std, recipe.image_size)
-    cropped = images.val.cropped
-    return Exported(trained, script, recipe, model, classes, mean, std, cropped, sample.contiguous())
-
-
-def _first_pixels(images: Images, recipe: ImageRecipe, count: int) -> Tensor:
-    """uint8 [count, H, W, 3]"""
-    plan = [(0, np.arange(min(count, len(images.val)), dtype=np.int64))]
-    size = recipe.image_size
-    batches = images.val.batches(iter(plan), device="cpu", train=False, size=size, seed=0, workers=0)
-    return next(iter(batches)).images
+    first = pixels_of(images.val, np.arange(min(count, len(images.val)), dtype=np.int64), recipe)
+    sample = to_float(first, mean, std, recipe.image_size).contiguous()
+    return Exported(trained, script, recipe, model, classes, mean, std, images.val.cropped, sample)
 
 
 # --- Files
@@ -107,7 +102,13 @@ def write_model(exported: Exported, folder: Path) -> dict[str, Any]:
         return about
     from safetensors.torch import save_file
 
-    code = model_section(exported.script)
+    text = Path(str(exported.script.__file__)).read_text()
+    section = re.search(r"^# --- Model\b[^\n]*\n(.*?)^# --- ", text, re.MULTILINE | re.DOTALL)
+    if not section:
+        raise ValueError(
+            f"{exported.script.__file__} has no section that begins with `# --- Model`, to export"
+        )
+    code = section[1].strip()
     save_file({name: t.contiguous() for name, t in exported.model.state_dict().items()}, folder / WEIGHTS)
     recipe = {name: value for name, value in vars(exported.recipe).items() if f"recipe.{name}" in code}
     about = {
@@ -118,17 +119,8 @@ def write_model(exported: Exported, folder: Path) -> dict[str, Any]:
         **exported.preparation,
     }
     (folder / CONFIG).write_text(json.dumps(about, indent=2) + "\n")
-    (folder / CODE).write_text(HEAD.format(script=exported.script.__name__, model=code) + LOADER)
+    (folder / CODE).write_text(MODEL_PY.render(script=exported.script.__name__, model=code))
     return about
-
-
-def model_section(script: ModuleType) -> str:
-    """The text of the script's section `# --- Model`. ValueError without one."""
-    text = Path(str(script.__file__)).read_text()
-    found = re.search(r"^# --- Model\b[^\n]*\n(.*?)^# --- ", text, re.MULTILINE | re.DOTALL)
-    if not found:
-        raise ValueError(f"{script.__file__} has no section that begins with `# --- Model`, to export")
-    return found[1].strip()
 
 
 def check_reloaded(exported: Exported, folder: Path) -> None:
@@ -185,70 +177,3 @@ def check_onnx(exported: Exported, file: Path, bound: float) -> None:
             raise ValueError(
                 f"ONNX Runtime's logits are {distance:.1e} from the model's, more than {bound:g}"
             )
-
-
-HEAD = '''"""The model of {script}.py, exported. Needs torch, numpy, safetensors, and Pillow for images.
-
-    from PIL import Image
-    from model import class_names, load, prepare
-
-    logits = load()(prepare(Image.open("a.jpg")))
-    print(class_names()[logits.argmax()])
-"""
-
-from __future__ import annotations
-
-import json
-import math
-from pathlib import Path
-from types import SimpleNamespace
-
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-
-
-{model}
-
-'''
-LOADER = '''
-FOLDER = Path(__file__).parent
-
-
-def about(folder: Path = FOLDER) -> dict:
-    return json.loads((Path(folder) / "config.json").read_text())
-
-
-def class_names(folder: Path = FOLDER) -> list[str]:
-    return about(folder)["label_names"]
-
-
-def load(folder: Path = FOLDER) -> torch.nn.Module:
-    """The trained model, for evaluation: [B, 3, S, S] -> logits [B, classes]."""
-    from safetensors.torch import load_file
-
-    config = about(folder)
-    model = build_model(SimpleNamespace(**config["recipe"]), config["num_classes"])
-    model.load_state_dict(load_file(Path(folder) / "model.safetensors"))
-    return model.eval()
-
-
-def prepare(image, folder: Path = FOLDER) -> torch.Tensor:
-    """A PIL image as the model's input: float [1, 3, S, S]."""
-    import numpy as np
-
-    config = about(folder)
-    size, resize = config["input_size"][1], torch.nn.functional.interpolate
-    pixels = torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)[None]  # uint8 [1, 3, H, W]
-    if config["crop_pct"] < 1:
-        short, (height, width) = round(size / config["crop_pct"]), pixels.shape[2:]
-        h, w = (short, short * width // height) if height <= width else (short * height // width, short)
-        top, left = round((h - size) / 2), round((w - size) / 2)
-        pixels = resize(pixels, (h, w), mode="bilinear", antialias=True)
-        pixels = pixels[:, :, top : top + size, left : left + size]
-    mean, std = (torch.tensor(config[name]).view(1, 3, 1, 1) for name in ("mean", "std"))
-    inputs = (pixels.float() / 255 - mean) / std
-    if inputs.shape[2:] == (size, size):
-        return inputs
-    return resize(inputs, (size, size), mode="bicubic", antialias=size < min(inputs.shape[2:]))
-'''

@@ -7,15 +7,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
+from torch import Tensor
 
 from common.checkpoint.weights import TrainedModel, find
+from common.data.splits import Split
 from common.distributed.accelerator import start
 from common.distributed.agreement import once
 from common.distributed.strategy import precision
 from common.distributed.watch import begin_exit
-from common.recipe import Batch, Job, setting
+from common.recipe import Batch, ImageRecipe, Job, setting
 from common.system.env import world_size
 from common.system.threads import Heartbeat
 
@@ -70,6 +73,13 @@ def autocast(accelerator: Accelerator) -> torch.autocast:
     """The job's precision. Each `with` may enter it anew."""
     half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision(accelerator))
     return torch.autocast(accelerator.device.type, half, enabled=half is not None)
+
+
+def pixels_of(split: Split, ids: np.ndarray, recipe: ImageRecipe) -> Tensor:
+    """The images of a split with these ids, before normalisation: uint8 [n, H, W, 3]."""
+    size, seed = recipe.image_size, recipe.seed
+    batches = split.batches([(0, ids)], device="cpu", train=False, size=size, seed=seed, workers=0)
+    return next(iter(batches)).images
 
 
 def own_words(words: list[str]) -> list[str]:

@@ -81,26 +81,19 @@ class ElasticJob(Launcher):
             self.log(f"launch.py runs on {own[0]}, which the job can't lose")
         self.log(f"at least {plural(self.min_hosts, 'host')} of {len(self.hosts)}, logs in {self.log_dir}")
         try:
-            while (status := self._round()) is None:
-                pass
-            return status
+            while (chosen := self._gather()) is not None:
+                self._start(chosen)
+                while any(member.status is None for member in self.members):
+                    self.handle_event()
+                    self._connect_missing()
+                    self._look_for_lost_hosts()
+                    self._look_for_more_hosts()
+                if (status := self._judge()) is not None:
+                    return status
+                self.members = []
+            return self._end_without_hosts()
         finally:
             self.close()
-
-    def _round(self) -> int | None:
-        """Runs a round. Returns the job's exit status; None when another round follows."""
-        chosen = self._gather()
-        if chosen is None:
-            return self._end_without_hosts()
-        self._start(chosen)
-        while any(member.status is None for member in self.members):
-            self.handle_event()
-            self._connect_missing()
-            self._look_for_lost_hosts()
-            self._look_for_more_hosts()
-        status = self._judge()
-        self.members = []
-        return status
 
     # --- Hosts
 
@@ -148,13 +141,12 @@ class ElasticJob(Launcher):
                 self.log(f"the hosts stay as they were: {error}")
                 self.mistake = str(error)
             return
-        known = {host.name for host in self.hosts}
-        if new := [host.name for host in hosts if host.name not in known]:
+        names, known = [host.name for host in hosts], [host.name for host in self.hosts]
+        if new := [name for name in names if name not in known]:
             self.log(f"new in the hostfile: {', '.join(new)}")
             self.names += [name for name in new if name not in self.names]
         self.hosts = hosts
-        present = {host.name for host in hosts}
-        self.leaves_until = {n: until for n, until in self.leaves_until.items() if n in present}
+        self.leaves_until = {n: until for n, until in self.leaves_until.items() if n in names}
         self.most = max(self.most, min(self.max_hosts or len(hosts), len(hosts)))
 
     def _connection(self, name: str) -> HostConnection | None:
@@ -329,7 +321,11 @@ class ElasticJob(Launcher):
                 self.log(self.stopping)
             return None
         if not lost and not self.proven and not self.is_training:
-            return self._retry_or_fail()
+            # Before anything was trained only another number of hosts is tried.
+            if not self.batch or self._divides(len(self.members)) or not self._choose(self.members):
+                return _fail(self._cause())
+            self.log(f"{plural(len(self.members), 'host')} can't share the batch")
+            return None
         if not lost and self._leave_out_the_bad():
             return None
         step = f"after step {self.step:,}"
@@ -338,13 +334,6 @@ class ElasticJob(Launcher):
         if self.fruitless > FRUITLESS_ROUNDS:
             return _fail(f"{FRUITLESS_ROUNDS} rounds without a new checkpoint: {self._cause()}")
         return None
-
-    def _retry_or_fail(self) -> int | None:
-        """Decides after a round that failed before it trained: only another number of hosts is tried."""
-        if self.batch and not self._divides(len(self.members)) and self._choose(self.members):
-            self.log(f"{plural(len(self.members), 'host')} can't share the batch")
-            return None
-        return _fail(self._cause())
 
     def _leave_out_the_bad(self) -> bool:
         """Leaves out those by whom a round failed, if others can go on. False when nobody is to blame.

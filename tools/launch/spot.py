@@ -95,20 +95,18 @@ class Aws:
         return None
 
     def _get(self, path: str) -> str | None:
-        if time.monotonic() > self.renew_at:
-            self._renew()
+        is_new = time.monotonic() > self.renew_at
+        if is_new:
+            header = {"X-aws-ec2-metadata-token-ttl-seconds": str(TOKEN_TTL_S)}
+            self.token = _get(self.url + "api/token", header, method="PUT") or ""
+            self.renew_at = time.monotonic() + TOKEN_TTL_S / 2
         try:
             return _get(self.url + path, {"X-aws-ec2-metadata-token": self.token})
         except urllib.error.HTTPError as error:
-            if error.code != 401:
+            if is_new or error.code != 401:
                 raise
-            self._renew()
-            return _get(self.url + path, {"X-aws-ec2-metadata-token": self.token})
-
-    def _renew(self) -> None:
-        header = {"X-aws-ec2-metadata-token-ttl-seconds": str(TOKEN_TTL_S)}
-        self.token = _get(self.url + "api/token", header, method="PUT") or ""
-        self.renew_at = time.monotonic() + TOKEN_TTL_S / 2
+            self.renew_at = 0.0
+            return self._get(path)
 
 
 class Gcp:

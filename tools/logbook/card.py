@@ -9,7 +9,7 @@ import yaml
 from markupsafe import Markup
 
 from tools.logbook.markdown import code, render
-from tools.logbook.record import RunRecord
+from tools.logbook.record import RunRecord, as_flag
 
 if TYPE_CHECKING:  # a tool knows no other
     from tools.inference.exported import Exported
@@ -19,7 +19,9 @@ MOST_CLASSES = 100  # with a row each
 
 def model_card(name: str, exported: "Exported", about: dict[str, Any]) -> str:
     """Markdown with the hub's metadata. about: config.json."""
-    run = _record(exported)
+    run = None  # on this disk
+    with contextlib.suppress(ValueError, OSError):
+        run = RunRecord(Path(exported.trained.weights).parents[2])
     metadata = _metadata(name, exported, run.facts if run else {})
     recipe = {key: value for key, value in (exported.trained.recipe or {}).items() if value is not None}
     return render(
@@ -35,15 +37,9 @@ def model_card(name: str, exported: "Exported", about: dict[str, Any]) -> str:
         step=exported.trained.step,
         data=_name(exported.recipe.data).removeprefix("hub:"),
         is_timms=exported.is_timms,
-        recipe=[[code(key), code(_flag(value))] for key, value in sorted(recipe.items())],
+        recipe=[[code(key), code(_name(as_flag(value)))] for key, value in sorted(recipe.items())],
         **(_measures(exported, run) if run else {}),
     )
-
-
-def _flag(value: object) -> object:
-    if isinstance(value, (list, tuple)):
-        return ",".join(str(_flag(one)) for one in value)
-    return _name(value) if isinstance(value, str) else value
 
 
 def _name(value: str) -> str:
@@ -68,13 +64,6 @@ def _metadata(name: str, exported: "Exported", facts: dict[str, Any]) -> dict[st
         result = {"task": task, "dataset": data | {"split": split}, "metrics": [accuracy]}
         about["model-index"] = [{"name": name, "results": [result]}]
     return about
-
-
-def _record(exported: "Exported") -> RunRecord | None:
-    """The run on this disk that the model is of."""
-    with contextlib.suppress(ValueError, OSError):
-        return RunRecord(Path(exported.trained.weights).parents[2])
-    return None
 
 
 def _measures(exported: "Exported", run: RunRecord) -> dict[str, Any]:

@@ -6,26 +6,17 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from common.system.files import Kind, fitting, read_json
 from common.system.paths import public_path
 from common.system.text import plural
-from tools.logbook import price, seeds, words
+from tools.logbook import price, seeds
 from tools.logbook.markdown import code, render
-from tools.logbook.record import RunRecord
-from tools.logbook.words import as_flag, chosen, data, memory_gib, utilisation_pct
+from tools.logbook.record import KINDS, RunRecord, as_flag, complete, read_output
 
+SEARCH = "result of find_batch_size.py"
 NOT_COMPARED = ("output_dir", "model_folder", "s3")  # places of files
 # Flags whose resolved values stand in result.json.
 RESOLVED = ("mixed_precision", "per_device_batch_size", "compile", "grad_checkpointing")
 NAMED = ("data", "model", "epochs", "batch_size", "lr", "seed")  # flags in a column's name where they differ
-SEARCH: dict[str, Kind] = {  # a result of find_batch_size.py
-    **dict.fromkeys(("script", "strategy", "device", "mixed_precision", "half_precision", "compile"), str),
-    "grad_checkpointing": bool,
-    **dict.fromkeys(("processes", "answer", "knee", "quantum"), int),
-    "limit_gib": float,
-    **dict.fromkeys(("recipe", "sharding"), dict),
-    "trials": [{"outcome": str, "*": float}],
-}
 
 
 @dataclass(frozen=True)
@@ -88,13 +79,7 @@ class Comparison:
 
 def read_search(file: Path) -> dict[str, Any]:
     """Reads a result of find_batch_size.py. ValueError for any other file."""
-    try:
-        found, odd = fitting(read_json(file), SEARCH)
-    except OSError as error:
-        raise ValueError(f"{file} can't be read: {error.strerror}") from None
-    if odd or not {"script", "strategy", "processes", "recipe", "trials"} <= found.keys():
-        raise ValueError(f"{file} is no result of find_batch_size.py")
-    return found
+    return read_output(file, SEARCH, ("script", "strategy", "processes", "recipe", "trials"))
 
 
 # --- Comparing
@@ -108,10 +93,12 @@ def different_images(first: RunRecord, run: RunRecord) -> str:
     both = (first, run)
     sources = [one.about.get("source") for one in both]
     found = {
-        "data": sources if all(sources) else [data(one) for one in both],
+        "data": sources if all(sources) else [one.data for one in both],
         "split": [one.facts.get("val_name") for one in both],
         "images": [one.facts.get("val_images") for one in both],
-        "chosen": [chosen(one) for one in both],
+        "chosen": [
+            one.about.get("val_chosen") if one.recipe.get("max_val_images") else "all" for one in both
+        ],
     }
     return "; ".join(
         f"{what}: {ours}, {theirs}"
@@ -142,16 +129,6 @@ def speed_up(first: RunRecord, run: RunRecord, time: str) -> tuple[float | None,
         if not one.facts.get(time):
             return None, f"{'the first run' if one is first else 'it'} has no {time}"
     return first.facts[time] / run.facts[time], ""
-
-
-def time_to(run: RunRecord, accuracy: float | None) -> float | None:
-    """Seconds of the run until the first evaluation with that accuracy; None without one."""
-    found = (
-        line
-        for line in run.evaluations
-        if line.get("val/accuracy", -1) >= (math.inf if accuracy is None else accuracy)
-    )
-    return next((line["wall_s"] for line in found), None)
 
 
 def differences(runs: list[RunRecord]) -> dict[str, list[str]]:
@@ -205,10 +182,6 @@ def conditions(run: RunRecord) -> dict[str, str]:
 def page(comparison: Comparison, picture: str, pages: list[str | None]) -> str:
     """The page. picture, pages: links to the picture and to the runs' pages, if any."""
     runs, names, groups = comparison.runs, comparison.names, comparison.groups
-    pairs = [speed_up(runs[0], run, "train_s") for run in runs]
-    speed_ups = [factor for factor, _ in pairs]
-    costs = [_cost(run, comparison.price_per_hour) for run in runs]
-    busy = [value and f"{value:.0f} % of {kind}s" for value, kind in map(utilisation_pct, runs)]
     return render(
         "compare.md.j2",
         title=title(comparison),
@@ -216,53 +189,49 @@ def page(comparison: Comparison, picture: str, pages: list[str | None]) -> str:
         names=names,
         groups=groups,
         verdicts=[seeds.verdict(groups[0], other) for other in groups[1:]],
-        each=lambda name: [run.facts.get(name) for run in runs],
         target=comparison.target,
-        times=[time_to(run, comparison.target) for run in runs],
-        speed_ups=speed_ups,
-        efficiencies=[_efficiency(runs[0], run, factor) for run, factor in zip(runs, speed_ups, strict=True)],
-        whole_speed_ups=[speed_up(runs[0], run, "wall_s")[0] for run in runs],
-        reasons=[(name, reason) for name, (_, reason) in zip(names, pairs, strict=True) if reason],
-        memory=[memory_gib(run) for run in runs],
-        busy=busy,
         an_hour=comparison.price_per_hour,
-        costs=costs,
-        costs_of_a_point=[_cost_of_a_point(run, cost) for run, cost in zip(runs, costs, strict=True)],
-        largest=[_largest(run, comparison.searches) for run in runs],
+        columns=[_column(comparison, *one) for one in zip(runs, names, strict=True)],
         picture=picture,
         different=[[name, *map(code, values)] for name, values in differences(runs).items()],
         searches=[
-            dict.fromkeys(SEARCH)
-            | search
+            complete(search, KINDS[SEARCH])
             | {"name": f"{search['script']}, {search['strategy']} x {search['processes']}"}
             for search in comparison.searches
         ],
         problems=[f"{name}: {line}" for name, run in zip(names, runs, strict=True) for line in run.problems],
-        words=words,
     )
 
 
 def title(comparison: Comparison) -> str:
-    return f"{words.model(comparison.runs[0])} on {data(comparison.runs[0])}: {'; '.join(comparison.names)}"
+    first = comparison.runs[0]
+    return f"{first.model} on {first.data}: {'; '.join(comparison.names)}"
 
 
-def _efficiency(first: RunRecord, run: RunRecord, factor: float | None) -> float | None:
-    before, after = first.facts.get("processes"), run.facts.get("processes")
-    return factor * before / after if factor is not None and before and after else None
-
-
-def _cost(run: RunRecord, price_per_hour: float | None) -> float | None:
-    """The price of all hosts for the run's whole time, with what restarts have lost."""
-    used_s = price.used_s(run)
-    if price_per_hour is None or used_s is None or not {"wall_s", "hosts"} <= run.facts.keys():
-        return None
-    return used_s / 3600 * run.facts["hosts"] * price_per_hour
-
-
-def _cost_of_a_point(run: RunRecord, cost: float | None) -> float | None:
-    """The cost for each percent of the run's accuracy: on the test split, or the final one."""
-    accuracy = seeds.headline(run)
-    return cost / (100 * accuracy) if cost is not None and accuracy else None
+def _column(comparison: Comparison, run: RunRecord, name: str) -> dict[str, Any]:
+    """The run's facts, and what its column of the table has beside them."""
+    first, facts, an_hour = comparison.runs[0], run.facts, comparison.price_per_hour
+    factor, reason = speed_up(first, run, "train_s")
+    before, after = first.facts.get("processes"), facts.get("processes")
+    target = math.inf if comparison.target is None else comparison.target
+    accuracy, (busy, kind) = seeds.headline(run), run.utilisation_pct
+    cost, used_s = None, price.used_s(run)
+    if an_hour is not None and used_s is not None and {"wall_s", "hosts"} <= facts.keys():
+        cost = used_s / 3600 * facts["hosts"] * an_hour  # of all hosts, with what restarts have lost
+    reached = (line["wall_s"] for line in run.evaluations if line.get("val/accuracy", -1) >= target)
+    return facts | {
+        "name": name,
+        "time_to_target": next(reached, None),
+        "speed_up": factor,
+        "no_speed_up": reason,
+        "efficiency": factor * before / after if factor is not None and before and after else None,
+        "whole_speed_up": speed_up(first, run, "wall_s")[0],
+        "memory": run.memory_gib,
+        "busy": busy and f"{busy:.0f} % of {kind}s",
+        "cost": cost,
+        "cost_of_a_point": cost / (100 * accuracy) if cost is not None and accuracy else None,
+        "largest": _largest(run, comparison.searches),
+    }
 
 
 def _largest(run: RunRecord, searches: tuple[dict[str, Any], ...]) -> int | None:

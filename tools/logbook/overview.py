@@ -11,11 +11,12 @@ import heapq
 import io
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import yaml
 from markupsafe import Markup
 
 from common.system.files import own_files
@@ -23,8 +24,7 @@ from common.system.paths import public_path
 from common.system.text import natural, plural, printable
 from tools.logbook.comparison import conditions
 from tools.logbook.markdown import TEMPLATES, render
-from tools.logbook.record import PARTS, RunRecord, read_picture
-from tools.logbook.words import as_flag, data, devices, memory_gib, model, utilisation_pct
+from tools.logbook.record import PARTS, RunRecord, as_flag, read_picture
 
 DIGITS = 6  # significant ones of a number
 PICTURE_PX = 900  # largest width and height of a picture
@@ -35,33 +35,7 @@ TEXTS = {  # descriptions of pictures, for those who do not see them
     "confusion": "Confusion matrix",
     "worst": "The mistakes that the model was surest of",
 }
-# The table: key in a run's values, label, digits after the point (None: text)
-COLUMNS: tuple[tuple[str, str, int | None], ...] = (
-    ("name", "run", None),
-    ("began", "began, UTC", None),
-    ("status", "status", None),
-    ("problems", "missing or broken files", 0),
-    ("model", "model", None),
-    ("data", "data", None),
-    ("strategy", "strategy", None),
-    ("device", "on", None),
-    ("hosts", "hosts", 0),
-    ("processes", "processes", 0),
-    ("batch_size", "batch", 0),
-    ("epochs", "epochs", 0),
-    ("steps", "steps", 0),
-    ("seed", "seed", 0),
-    ("test_accuracy", "test accuracy", 4),
-    ("final_accuracy", "final accuracy", 4),
-    ("best_accuracy", "best accuracy", 4),
-    ("final_loss", "final loss", 4),
-    ("wall_s", "time, s", 0),
-    ("images_per_s", "images/s", 0),
-    ("mfu_pct", "MFU, %", 1),
-    ("memory_gib", "memory of a process, GiB", 2),
-    ("utilisation_pct", "utilisation, %", 0),
-    ("energy_wh", "energy of the GPUs, Wh", 1),
-)
+COLUMNS: list[dict[str, Any]] = yaml.safe_load((TEMPLATES / "columns.yaml").read_text())
 CHOICES = ("status", "model", "data", "strategy")  # columns with a list of their values as a filter
 MEASURES = ("val/accuracy", "val/loss", "train/loss", "val/raw_accuracy", "train/lr", "train/images_per_s")
 
@@ -76,24 +50,22 @@ def find_runs(places: Iterable[Path]) -> tuple[list[Path], list[str]]:
     """
     found: dict[Path, Path] = {}
     unread: list[str] = []
-    for place in places:
-        before = len(unread)
-        below = list(_walk(place, unread))
-        if not below:
-            reasons = unread[before:] or [f"{place} has no run: a run's folder has one of {', '.join(PARTS)}"]
-            raise ValueError("; ".join(reasons))
-        found |= {folder.resolve(): folder for folder in below}
-    return sorted(found.values(), key=natural), unread
 
-
-def _walk(place: Path, unread: list[str]) -> Iterator[Path]:
-    def say(error: OSError) -> None:
+    def add_unread(error: OSError) -> None:
         unread.append(f"{public_path(error.filename)} can't be read: {error.strerror}")
 
-    for folder, folders, files in os.walk(place, onerror=say):
-        if set(PARTS) & {*folders, *files}:
-            folders.clear()  # nothing below a run is another one
-            yield Path(folder)
+    for place in places:
+        below: dict[Path, Path] = {}
+        before = len(unread)
+        for folder, folders, files in os.walk(place, onerror=add_unread):
+            if set(PARTS) & {*folders, *files}:
+                folders.clear()  # nothing below a run is another one
+                below[Path(folder).resolve()] = Path(folder)
+        if not below:
+            none = f"{place} has no run: a run's folder has one of {', '.join(PARTS)}"
+            raise ValueError("; ".join(unread[before:] or [none]))
+        found |= below
+    return sorted(found.values(), key=natural), unread
 
 
 # --- The page
@@ -101,14 +73,12 @@ def _walk(place: Path, unread: list[str]) -> Iterator[Path]:
 
 def page(folders: list[Path], unread: Iterable[str] = ()) -> str:
     """The HTML, the same for the same runs. folders: of the runs; unread: lines on unreadable folders."""
-    records, names = [RunRecord(folder) for folder in folders], _names(folders)
+    records, places = [RunRecord(folder) for folder in folders], [folder.resolve() for folder in folders]
+    root = os.path.commonpath([place.parent for place in places]) if places else ""
+    names = [str(place.relative_to(root)) for place in places]
     runs = _shown([_run(record, name) for record, name in zip(records, names, strict=True)])
     pictures = _pictures(runs, records)
-    columns = [
-        {"key": key, "label": label, "digits": digits}
-        for key, label, digits in COLUMNS
-        if any(run["values"][key] is not None for run in runs)
-    ]
+    columns = [one for one in COLUMNS if any(run["values"][one["key"]] is not None for run in runs)]
     content = json.dumps({"columns": columns, "runs": runs}, separators=(",", ":"), allow_nan=False)  # ASCII
     style, script = ((TEMPLATES / f"overview.{kind}").read_text("ascii") for kind in ("css", "js"))
     return render(
@@ -136,13 +106,6 @@ def _hash(content: str) -> Markup:
     return Markup(f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'")
 
 
-def _names(folders: list[Path]) -> list[str]:
-    """The folders' paths below the folder that all have in common."""
-    places = [folder.resolve() for folder in folders]
-    root = os.path.commonpath([place.parent for place in places]) if places else ""
-    return [str(place.relative_to(root)) for place in places]
-
-
 def _shown(value: Any) -> Any:
     """The value with its texts printable, and its numbers with DIGITS significant digits."""
     if isinstance(value, dict):
@@ -158,16 +121,16 @@ def _run(run: RunRecord, name: str) -> dict[str, Any]:
     """What the page's script needs: the cells of the table, the settings, and the curve of each measure."""
     wall_s = run.facts.get("wall_s", run.metrics[-1]["wall_s"] if run.metrics else None)
     starts = [line["t"] for lines in run.telemetry.values() for line in lines[:1]]
-    values = {key: run.facts.get(key) for key, *_ in COLUMNS} | {
+    values = {one["key"]: run.facts.get(one["key"]) for one in COLUMNS} | {
         "name": name,
         "began": _date(min(starts, default=None)),
         "problems": len(run.problems) or None,
-        "model": model(run),
-        "data": data(run),
-        "device": "CPU, rehearsal" if run.is_rehearsal else devices(run),
+        "model": run.model,
+        "data": run.data,
+        "device": "CPU, rehearsal" if run.is_rehearsal else run.devices,
         "wall_s": wall_s,
-        "memory_gib": memory_gib(run),
-        "utilisation_pct": utilisation_pct(run)[0],
+        "memory_gib": run.memory_gib,
+        "utilisation_pct": run.utilisation_pct[0],
     }
     sharding = {f"sharding: {key}": as_flag(value) for key, value in run.about.get("sharding", {}).items()}
     names = {key for line in run.metrics for key in line if "/" in key}
@@ -210,25 +173,23 @@ def _pictures(runs: list[dict[str, Any]], records: list[RunRecord]) -> dict[str,
         # plots/ without the curves, which the page draws itself, and what validate.py has drawn
         files = [file for file in own_files(run.folder, "plots/*.png") if file.name != "curves.png"]
         files = sorted([*files, *own_files(run.folder, "validation/*/*.png")], key=natural)
-        pictures = []
-        for name, file in [(str(file.relative_to(run.folder)), file) for file in files if left > 0]:
+        pictures: list[dict[str, Any]] = []
+        for file in files if left > 0 else ():
+            name, written = str(file.relative_to(run.folder)), io.BytesIO()
             try:
-                pictures.append({"name": name, "text": _text(run, name), **_picture(file)})
+                pixels = read_picture(file)
             except ValueError as error:
                 run.problems.append(f"{name} {error}")
                 shown["values"]["problems"] = len(run.problems)
+                continue
+            pixels.thumbnail((PICTURE_PX, PICTURE_PX))
+            pixels.save(written, "PNG")  # of the file, nothing but its pixels gets into the page
+            source = f"data:image/png;base64,{base64.b64encode(written.getvalue()).decode()}"
+            picture = {"name": name, "text": _text(run, name), "source": source}
+            pictures.append(picture | {"width": pixels.width, "height": pixels.height})
         found[shown["name"]] = None if files and left <= 0 else pictures
         left -= sum(len(picture["source"]) for picture in pictures)
     return found
-
-
-def _picture(file: Path) -> dict[str, Any]:
-    """The picture; of the file, nothing but its pixels gets into the page. ValueError for no PNG."""
-    pixels, written = read_picture(file), io.BytesIO()
-    pixels.thumbnail((PICTURE_PX, PICTURE_PX))
-    pixels.save(written, "PNG")
-    source = f"data:image/png;base64,{base64.b64encode(written.getvalue()).decode()}"
-    return {"source": source, "width": pixels.width, "height": pixels.height}
 
 
 def _text(run: RunRecord, name: str) -> str:

@@ -12,7 +12,6 @@ from common.system.files import own_files
 from common.system.text import plural
 from tools.logbook.comparison import Comparison
 from tools.logbook.record import RunRecord, read_picture
-from tools.logbook.words import data, model, where
 
 
 def draw(run: RunRecord, folder: Path) -> list[str]:
@@ -20,7 +19,7 @@ def draw(run: RunRecord, folder: Path) -> list[str]:
     drawn = folder.with_name(f".{folder.name}.tmp")
     shutil.rmtree(drawn, ignore_errors=True)
     drawn.mkdir(parents=True)
-    title = f"{model(run)} on {data(run)}, {where(run)}"
+    title = f"{run.model} on {run.data}, {run.where}"
     for name, rows in {"curves": _curves(run), "telemetry": _telemetry(run)}.items():
         if rows:
             panels(drawn / f"{name}.png", rows, title)
@@ -87,23 +86,23 @@ def _telemetry(run: RunRecord) -> list[list[Panel]]:
     if has_gpus:
         labels = {"utilisation_pct": "GPU utilisation, %", "memory_gib": "GPU memory in use, GiB"}
         labels |= {"power_w": "power, W"}
-    samples = {host: list(_running(lines)) for host, lines in run.telemetry.items()}
-    unit, unit_s = time_unit(max((s for found in samples.values() for s, _ in found), default=0))
-    curves: dict[str, dict[str, tuple[list[float], list[float]]]] = {name: {} for name in labels}
-    for host, found in samples.items():
-        for seconds, line in found:
-            for device in line.get("gpus", []) if has_gpus else [line]:
-                curve = f"{host}, GPU {device.get('index')}" if has_gpus else host
-                for name in labels:
-                    if device.get(name) is not None:
-                        times, values = curves[name].setdefault(curve, ([], []))
-                        times.append(seconds / unit_s)
-                        values.append(device[name])
-    shown = [
-        Panel(f"time, {unit}", label, {**curves[name]}, from_zero=True)
-        for name, label in labels.items()
-        if curves[name]
+    points = [
+        (seconds, f"{host}, GPU {device.get('index')}" if has_gpus else host, device)
+        for host, lines in run.telemetry.items()
+        for seconds, line in _running(lines)
+        for device in (line.get("gpus", []) if has_gpus else [line])
     ]
+    unit, unit_s = time_unit(max((seconds for seconds, *_ in points), default=0))
+    shown = []
+    for name, label in labels.items():
+        curves: dict[str, tuple[list[float], list[float]]] = {}
+        for seconds, curve, device in points:
+            if device.get(name) is not None:
+                times, values = curves.setdefault(curve, ([], []))
+                times.append(seconds / unit_s)
+                values.append(device[name])
+        if curves:
+            shown.append(Panel(f"time, {unit}", label, {**curves}, from_zero=True))
     return [shown] if shown else []
 
 
@@ -139,4 +138,4 @@ def draw_comparison(comparison: Comparison, file: Path) -> None:
         for fact, shown in bars.items():
             if values := [run.facts[fact] for run in runs if fact in run.facts]:
                 shown.bars[name] = fmean(values)
-    panels(file, [[accuracy, loss], list(bars.values())], f"{model(first)} on {data(first)}")
+    panels(file, [[accuracy, loss], list(bars.values())], f"{first.model} on {first.data}")

@@ -8,12 +8,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from common.system.files import Kind, fitting, read_json
 from common.system.phase import ENDING, EVALUATION, READING, SAVING, STARTING, TRAINING
 from common.system.text import plural
 from tools.logbook.markdown import amount
-from tools.logbook.record import RunRecord
-from tools.logbook.words import memory_gib
+from tools.logbook.record import KINDS, RunRecord, complete, read_output
 
 PARTS = {
     TRAINING: "training steps",
@@ -25,20 +23,6 @@ PARTS = {
 }
 LOST = "lost at restarts: work after the last checkpoint"
 FACTOR = 2  # differences from twice on, or down to half, are factors
-
-PLAN_LINE: dict[str, Kind] = {
-    **dict.fromkeys(("strategy", "limit"), str),
-    "memory": {"*": float},  # bytes
-    **dict.fromkeys(("step_s", "images_per_s", "hours", "price"), float),
-}
-PLAN: dict[str, Kind] = {  # of what plan.py writes
-    **dict.fromkeys(("about", "script"), str),
-    "flags": list[str],
-    **dict.fromkeys(("hosts", "gpus"), int),
-    "price_per_hour": float,
-    "lines": [PLAN_LINE],
-}
-NEEDED = ("script", "hosts", "gpus", "lines")
 
 
 @dataclass(frozen=True)
@@ -52,27 +36,18 @@ class Terms:
 NONE = Terms()
 
 
-# --- The plan's file
-
-
 def plan_of(file: Path, run: RunRecord) -> dict[str, Any]:
     """What plan.py has written, with the `line` of the run's strategy in place of all `lines`.
 
     ValueError for a file that is no plan, or none of this script and strategy.
     """
-    script = run.facts.get("script", "unknown")
-    make = f"make one: python plan.py --output {file.name} ... {script}.py"
+    make = f"make one: python plan.py --output {file.name} ... {run.script}.py"
     try:
-        plan, wrong = fitting(read_json(file), PLAN)
-    except OSError as error:
-        raise ValueError(f"--plan {file} can't be read: {error.strerror}; {make}") from None
+        plan = read_output(file, "plan", ("script", "hosts", "gpus", "lines"))
     except ValueError as error:
         raise ValueError(f"--plan {error}; {make}") from None
-    wrong += [name for name in NEEDED if name not in plan and name not in wrong]
-    if wrong:
-        raise ValueError(f"--plan {file} is no plan ({', '.join(wrong)} missing or wrong); {make}")
-    if plan["script"] != script:
-        raise ValueError(f"--plan {file} is for {plan['script']}, but {run.folder} ran {script}; {make}")
+    if plan["script"] != run.script:
+        raise ValueError(f"--plan {file} is for {plan['script']}, but {run.folder} ran {run.script}; {make}")
     strategy = planned_strategy(run.facts.get("strategy", "unknown"), run.about.get("sharding", {}))
     lines = {line["strategy"]: line for line in plan.pop("lines") if line.get("strategy")}
     if strategy not in lines:
@@ -80,7 +55,7 @@ def plan_of(file: Path, run: RunRecord) -> dict[str, Any]:
             f"--plan {file} plans {', '.join(lines) or 'nothing'}, not {strategy}, which {run.folder} used:"
             " make one for this number of hosts and devices"
         )
-    return dict.fromkeys(PLAN) | plan | {"line": dict.fromkeys(PLAN_LINE) | lines[strategy]}
+    return complete(plan, KINDS["plan"]) | {"line": complete(lines[strategy], KINDS["plan"]["lines"][0])}
 
 
 def planned_strategy(strategy: str, sharding: dict[str, Any]) -> str:
@@ -158,7 +133,7 @@ def parts_s(run: RunRecord) -> dict[str, float]:
 
 def planned(run: RunRecord, terms: Terms) -> dict[str, float | None]:
     """The plan's hours and cost for the steps that the run has made, and its other numbers."""
-    line = terms.plan.get("line") or dict.fromkeys(PLAN_LINE)
+    line = terms.plan.get("line") or dict.fromkeys(KINDS["plan"]["lines"][0])
     speed, memory = line["images_per_s"], line["memory"] or {}
     hours = None
     if speed and {"steps", "batch_size"} <= run.facts.keys():
@@ -184,7 +159,7 @@ def actual(run: RunRecord, terms: Terms) -> dict[str, float | None]:
     return {
         "hours": hours,
         "cost": None if hours is None or an_hour is None else hours * an_hour,
-        "memory_gib": memory_gib(run),
+        "memory_gib": run.memory_gib,
         "images_per_s": speed,
         "step_s": batch / speed if batch and speed else None,
     }
@@ -217,11 +192,6 @@ def difference(plan: float | None, ours: float | None) -> str | None:
 def share(run: RunRecord) -> str:
     """`, for 40 steps, 10.3% of the recipe`; empty for a whole run."""
     steps, epochs = run.facts.get("steps"), run.facts.get("epochs")
-    epoch = max((line["epoch"] for line in run.metrics), default=0)
-    if not steps or not epochs or epoch >= epochs:
+    if not steps or not epochs or run.epoch >= epochs:
         return ""
-    return f", for {plural(f'{steps:,}', 'step')}, {epoch / epochs:.1%} of the recipe"
-
-
-def command(plan: dict[str, Any]) -> str:
-    return " ".join([f"{plan['script']}.py", *(plan["flags"] or [])])
+    return f", for {plural(f'{steps:,}', 'step')}, {run.epoch / epochs:.1%} of the recipe"

@@ -3,75 +3,37 @@
 import contextlib
 import hashlib
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import yaml
 from PIL import Image
 
-from common.system.files import Kind, fitting, parse_json, read_own, sha256_of
+from common.system.files import Kind, fitting, parse_json, read_json, read_own, sha256_of
 from common.system.paths import public_path
+from common.system.text import plural
 
-ABOUT: dict[str, Kind] = {
-    **dict.fromkeys(
-        ("script", "strategy", "resumed_from", "git_commit", "wandb_id", "wandb_url", "version"), str
-    ),
-    **dict.fromkeys(("source", "unit", "val_chosen"), str),
-    **dict.fromkeys(("compile", "mixed_precision", "half_precision", "gradient_reduction"), str),
-    "grad_checkpointing": bool,
-    **dict.fromkeys(("recipe", "defaults", "sharding", "versions"), dict),
-    **{name: list[str] for name in ("command", "hosts", "devices")},
-}
-RESULT: dict[str, Kind] = {
-    **dict.fromkeys(("script", "status", "strategy", "mixed_precision", "device", "data"), str),
-    **dict.fromkeys(("val_name", "test_name", "half_precision", "gradient_reduction"), str),
-    **dict.fromkeys(("compile", "checkpoint", "best_checkpoint", "error", "stopped_by"), str),
-    **dict.fromkeys(("hosts", "processes", "batch_size", "per_device_batch_size", "accumulation_steps"), int),
-    **dict.fromkeys(
-        ("epochs", "steps", "total_steps", "best_step", "val_images", "test_images", "seed"), int
-    ),
-    **dict.fromkeys(("best_accuracy", "best_loss", "final_accuracy", "final_loss"), float),
-    **dict.fromkeys(("test_accuracy", "test_loss"), float),
-    **dict.fromkeys(("train_s", "wall_s", "images_per_s", "energy_wh"), float),
-    **dict.fromkeys(("flops_per_image", "peak_flops", "mfu_pct"), float),
-    "spent_s": {"*": float},
-    "memory_gib": [{"*": float}],
-    "telemetry": [{"host": str, "throttle": list[str], "*": float}],
-    **dict.fromkeys(("grad_checkpointing", "deterministic", "uploaded"), bool),
-}
-METRICS_LINE: dict[str, Kind] = {
-    **dict.fromkeys(("step", "hosts", "hosts_before", "processes", "processes_before"), int),
-    "why": str,
-    "*": float,
-}
-TELEMETRY_LINE: dict[str, Kind] = {
-    **dict.fromkeys(("t", "cpu_pct", "memory_gib", "cpus"), float),
-    "host": str,  # in a header only, as are the next two, of the main process's alone
-    **dict.fromkeys(("before_s", "age_s"), float),
-    "step": int,  # in a sample only
-    "gpus": [{"index": int, "throttle": list[str], "*": float}],
-}
-CONFUSION: dict[str, Kind] = {
-    **{"step": int, "classes": list[str], "confusion": list[list[int]]},
-    "split": str,  # in confusion.json: of the best weights on the test split alone
-}
-REPORT = CONFUSION | {
-    **dict.fromkeys(("checkpoint", "device", "strategy"), str),
-    **dict.fromkeys(("loss", "top1", "top5", "expected_calibration_error", "images_per_s"), float),
-    "images": int,
-    "per_class": {"*": list[float]},
-}
 PARTS = ("recipe.json", "result.json", "metrics.jsonl", "checkpoints")  # a run's folder has one of them
 VERIFIED = "verified.json"  # by verify.py
-STAMP: dict[str, Kind] = {
-    **dict.fromkeys(("date", "commit", "device", "config", "mixed_precision"), str),
-    **dict.fromkeys(("steps", "of_steps"), int),
-    **dict.fromkeys(("intervals", "checkpoints", "findings", "not_verified"), list[str]),
-    **dict.fromkeys(("loss_difference", "bound"), float),
-    "is_exact": bool,
-    "files": {"*": str},  # name -> SHA-256
-}
 MOST_BYTES = 2**31  # larger files are not read: 14 days of telemetry of a host with 8 GPUs
 UNFINISHED = "killed or still running"  # the status of a run without a result
+STRATEGIES = {"single": "one process", "ddp": "DDP", "fsdp": "FSDP2"}
+HALF_PRECISION = {
+    "autocast": "by autocast: weights and residual stream in fp32",
+    "weights": "weights and all activations",
+}
+TYPES: dict[str, Kind] = {"str": str, "int": int, "float": float, "bool": bool, "dict": dict}
+
+
+def _kind(stored: Any) -> Kind:
+    """The kind that a part of kinds.yaml stands for."""
+    if isinstance(stored, dict):
+        return {name: _kind(value) for name, value in stored.items()}
+    return [_kind(stored[0])] if isinstance(stored, list) else TYPES[stored]
+
+
+KINDS: dict[str, Kind] = _kind(yaml.safe_load(Path(__file__).with_name("kinds.yaml").read_text()))
 
 
 class RunRecord:
@@ -87,25 +49,25 @@ class RunRecord:
             raise ValueError(f"{folder} is no run's folder: it has none of {', '.join(PARTS)}")
         self.folder = folder
         self.problems: list[str] = []
-        self.about = self._read("recipe.json", ABOUT)
+        self.about = self._read("recipe.json")
         self.recipe = self.about.get("recipe", {})
-        self.metrics = self._read_lines("metrics.jsonl", METRICS_LINE, {"step", "epoch", "wall_s"})
+        self.metrics = self._read_lines("metrics.jsonl", {"step", "epoch", "wall_s"})
         self.evaluations = [line for line in self.metrics if "val/loss" in line]
         self.telemetry = {
-            file.stem.removeprefix("telemetry-"): self._read_lines(file.name, TELEMETRY_LINE, {"t"})
+            file.stem.removeprefix("telemetry-"): self._read_lines(file.name, {"t"}, "telemetry.jsonl")
             for file in sorted(folder.glob("telemetry-*.jsonl"))
         }
         if not self.telemetry and self.recipe.get("telemetry_s") != 0:
             self.problems.append("telemetry-<host>.jsonl is missing")
-        result = self._read("result.json", RESULT)
+        result = self._read("result.json")
         self.facts = self._derived() | result
         shows_classes = self.facts["status"] == "finished" and "best_accuracy" in self.facts
         has_confusion = shows_classes or (folder / "confusion.json").exists()
-        self.confusion = self._matrix("confusion.json", CONFUSION) if has_confusion else {}
-        stamps = self._read(VERIFIED, {"stamps": [STAMP]}) if (folder / VERIFIED).exists() else {}
+        self.confusion = self._matrix("confusion.json") if has_confusion else {}
+        stamps = self._read(VERIFIED) if (folder / VERIFIED).exists() else {}
         self.stamps: list[dict[str, Any]] = stamps.get("stamps", [])
         self.reports = {
-            path.name: self._matrix(f"validation/{path.name}/report.json", REPORT)
+            path.name: self._matrix(f"validation/{path.name}/report.json")
             for path in sorted(folder.glob("validation/*"))
             if path.is_dir()
         }
@@ -161,7 +123,7 @@ class RunRecord:
 
     def _derived(self) -> dict[str, Any]:
         """The values of result.json that can be derived from the other files."""
-        about, recipe = self.about, fitting(self.recipe, RESULT)[0]
+        about, recipe = self.about, fitting(self.recipe, KINDS["result.json"])[0]
         devices, hosts = about.get("devices", []), about.get("hosts", [])
         best = max(self.evaluations, key=score, default={})
         final = self.evaluations[-1] if self.evaluations else {}
@@ -187,6 +149,82 @@ class RunRecord:
             **{name: value for name, value in found.items() if value is not None},
         }
 
+    # --- In words
+
+    @property
+    def devices(self) -> str:
+        """`2 x NVIDIA T4`; of several kinds `1 x A, 1 x B`."""
+        if not (names := self.about.get("devices")):
+            return f"{self.facts.get('processes', '?')} x {self.facts.get('device', 'unknown device')}"
+        return ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
+
+    @property
+    def where(self) -> str:
+        """`DDP on 2 x NVIDIA T4`"""
+        strategy, hosts = self.facts.get("strategy", "unknown strategy"), self.facts.get("hosts", 1)
+        shown = STRATEGIES.get(strategy, strategy.replace("zero", "ZeRO-"))
+        return f"{shown} on {self.devices}" + (f", {hosts} hosts" if hosts > 1 else "")
+
+    @property
+    def mixed_precision(self) -> str:
+        """`bf16, by autocast: weights and residual stream in fp32`"""
+        kind, how = self.facts.get("mixed_precision", "-"), self.facts.get("half_precision", "")
+        return f"{kind}, {HALF_PRECISION[how]}" if how in HALF_PRECISION else kind
+
+    @property
+    def script(self) -> str:
+        return self.facts.get("script", "unknown")
+
+    @property
+    def model(self) -> str:
+        """The recipe's model, or without one the script's name."""
+        return str(self.recipe.get("model") or self.facts.get("script", "unknown script"))
+
+    @property
+    def data(self) -> str:
+        return Path(self.facts.get("data", "unknown data")).name
+
+    @property
+    def epoch(self) -> float:
+        """The last one in the log."""
+        return max((line["epoch"] for line in self.metrics), default=0)
+
+    def evaluated_images(self, which: str = "val") -> str:
+        """The images that the run was evaluated on: during the training ("val"), or at its end ("test")."""
+        name, part = self.facts.get(f"{which}_name"), self.recipe.get("max_val_images")
+        whole = f"{name} split" if name else "held-out images"
+        return f"{part:,} images of the {whole}" if isinstance(part, int) else whole
+
+    @property
+    def claim(self) -> str:
+        """The outcome in one line of plain text."""
+        facts = self.facts
+        keys = [f"{which}_{measure}" for measure in ("accuracy", "loss") for which in ("test", "final")]
+        found, key = f"no evaluation of {self.data}", next((key for key in keys if key in facts), None)
+        if key:
+            which, _, measure = key.partition("_")
+            images = self.evaluated_images("test" if which == "test" else "val")
+            found = f"reaches {measure} {facts[key]:.4f} on the {images} of {self.data}"
+            found += f" with the best weights on the {self.evaluated_images()}" if which == "test" else ""
+        epochs = f"{self.epoch:.3g} of {plural(facts.get('epochs', '?'), 'epoch')}"
+        took = f", {facts['wall_s']:,.0f} s" if "wall_s" in facts else ""
+        return f"{self.model} {found} in {epochs}{took}, {self.where}"
+
+    @property
+    def memory_gib(self) -> float | None:
+        """The largest peak of any process."""
+        return max((process.get("peak") or 0 for process in self.facts.get("memory_gib", [])), default=None)
+
+    @property
+    def utilisation_pct(self) -> tuple[float | None, str]:
+        """The mean over all GPUs, or without GPUs over the hosts' processors; and `GPU` or `CPU`."""
+        hosts = self.host_summaries()
+        for name, weight, kind in (("utilisation_pct", "gpus", "GPU"), ("cpu_pct", "samples", "CPU")):
+            known = [(host[name], host.get(weight) or 1) for host in hosts if host.get(name) is not None]
+            if known:
+                return sum(value * w for value, w in known) / sum(w for _, w in known), kind
+        return None, "device"
+
     # --- Reading
 
     def _bytes(self, name: str) -> bytes | None:
@@ -198,12 +236,12 @@ class RunRecord:
             self.problems.append(f"{name} can't be read: {error.strerror}")
         return None
 
-    def _read(self, name: str, kinds: dict[str, Any]) -> dict[str, Any]:
+    def _read(self, name: str) -> dict[str, Any]:
         content = self._bytes(name)
         if content is None:
             return {}
         try:
-            kept, odd = fitting(parse_json(content, self.folder / name), kinds)
+            kept, odd = fitting(parse_json(content, self.folder / name), KINDS[Path(name).name])
         except ValueError as error:
             self.problems.append(str(error).removeprefix(f"{self.folder}/"))
             return {}
@@ -211,7 +249,7 @@ class RunRecord:
             self.problems.append(f"{name} has unexpected types in {', '.join(odd)}")
         return kept
 
-    def _read_lines(self, name: str, kinds: dict[str, Any], needed: set[str]) -> list[dict[str, Any]]:
+    def _read_lines(self, name: str, needed: set[str], kind: str = "metrics.jsonl") -> list[dict[str, Any]]:
         """The lines, without those that a kill or a full disk has cut."""
         content = self._bytes(name)
         if content is None:
@@ -220,7 +258,7 @@ class RunRecord:
         lines, broken = [], 0
         for text in texts:
             try:
-                kept, odd = fitting(parse_json(text, name), kinds)
+                kept, odd = fitting(parse_json(text, name), KINDS[kind])
             except ValueError:
                 kept, odd = {}, [text]
             if needed <= kept.keys():
@@ -232,15 +270,39 @@ class RunRecord:
             self.problems.append(f"{name} is empty")
         return lines
 
-    def _matrix(self, name: str, kinds: dict[str, Any]) -> dict[str, Any]:
+    def _matrix(self, name: str) -> dict[str, Any]:
         """A file with a confusion matrix, which must be square."""
-        found = self._read(name, kinds)
+        found = self._read(name)
         rows = found.get("confusion", [])
         sizes = {len(rows), len(found.get("classes", [])), *map(len, rows)}
         if found and (len(sizes) > 1 or not rows):
             self.problems.append(f"{name} has no square matrix of its classes")
             found = {key: value for key, value in found.items() if key != "confusion"}
         return found
+
+
+def as_flag(value: Any) -> str:
+    """The value as it is written after a flag."""
+    if isinstance(value, list):
+        return ",".join(map(str, value)) or "none"
+    return "unset" if value is None else str(value)
+
+
+def complete(found: dict[str, Any], kinds: Iterable[str]) -> dict[str, Any]:
+    """The values with None for each that is missing."""
+    return dict.fromkeys(kinds) | found
+
+
+def read_output(file: Path, kind: str, needed: Iterable[str]) -> dict[str, Any]:
+    """The values of another command's file. ValueError for any other file."""
+    try:
+        found, wrong = fitting(read_json(file), KINDS[kind])
+    except OSError as error:
+        raise ValueError(f"{file} can't be read: {error.strerror}") from None
+    wrong += [name for name in needed if name not in found and name not in wrong]
+    if wrong:
+        raise ValueError(f"{file} is no {kind} ({', '.join(wrong)} missing or wrong)")
+    return found
 
 
 def read_picture(file: Path) -> Image.Image:

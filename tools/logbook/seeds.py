@@ -9,6 +9,7 @@ import itertools
 import json
 import math
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -70,14 +71,14 @@ def group(runs: Sequence[RunRecord], names: Sequence[str]) -> list[Group]:
             found.setdefault(_job(run), []).append((name, run))
     groups = []
     for members in found.values():
-        seeds = [_seed(run) for _, run in members]
-        if len(set(seeds)) == 1:  # the same training several times
+        seeds = Counter(_seed(run) for _, run in members)
+        if len(seeds) == 1:  # the same training several times
             groups += [_group([member]) for member in members]
             continue
-        for seed in set(seeds):
-            if seeds.count(seed) > 1:
-                both = " and ".join(str(run.folder) for _, run in members if _seed(run) == seed)
-                raise ValueError(f"{both} have the same recipe and seed {seed}: name one of them")
+        ((seed, count),) = seeds.most_common(1)
+        if count > 1:
+            both = " and ".join(str(run.folder) for _, run in members if _seed(run) == seed)
+            raise ValueError(f"{both} have the same recipe and seed {seed}: name one of them")
         groups.append(_group(members))
     return groups
 

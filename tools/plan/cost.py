@@ -162,21 +162,13 @@ def traffic(trace: Trace, cluster: Cluster, accumulations: int = 1) -> tuple[flo
     """Bytes that a device sends inside its host, and a host to others, in one optimizer step."""
     link = network = 0.0
     for kind, moved, ranks in exchanged(trace, accumulations):
-        more = _ways(kind, RING.get(kind, 1.0) * moved * (ranks - 1) / ranks, ranks, cluster)
-        link, network = link + more[0], network + more[1]
+        sent = RING.get(kind, 1.0) * moved * (ranks - 1) / ranks
+        if cluster.hosts > 1 and ranks == cluster.processes:
+            # A ring over all devices passes each host's network once.
+            link, network = link + (sent if cluster.gpus > 1 else 0.0), network + sent
+        elif cluster.hosts > 1 and ranks == cluster.hosts and (kind == "all_reduce" or ranks != cluster.gpus):
+            # Hybrid sharding's all-reduce has one device a host. It gathers and scatters inside of a host.
+            network += sent * cluster.gpus
+        else:
+            link += sent
     return link, network
-
-
-def _ways(kind: str, sent: float, ranks: int, cluster: Cluster) -> tuple[float, float]:
-    """What of a rank's bytes goes to devices of its host, and of its host's to others.
-
-    A ring over all devices passes each host's network once. Groups of one device a host (hybrid sharding)
-    share it.
-    """
-    if cluster.hosts > 1 and ranks == cluster.processes:
-        return (sent if cluster.gpus > 1 else 0.0), sent
-    # Hybrid sharding's all-reduce has one device a host. It gathers and scatters inside of a host.
-    is_shard = kind != "all_reduce" and ranks == cluster.gpus
-    if cluster.hosts > 1 and ranks == cluster.hosts != cluster.processes and not is_shard:
-        return 0.0, sent * cluster.gpus
-    return sent, 0.0

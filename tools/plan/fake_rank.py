@@ -1,7 +1,7 @@
-"""One process that stands for rank 0 of a job on other devices: no GPU, no network, no memory.
+"""One process that stands for rank 0 of a job: of one on other devices without GPU, network and memory.
 
-Its tensors are torch's fake ones, with shapes and no contents; its process group is torch's fake one, whose
-collectives return at once. Accelerate, FSDP2, DDP and DeepSpeed run as they are but for what can't work
+Its tensors are then torch's fake ones, with shapes and no contents; its process group is torch's fake one,
+whose collectives return at once. Accelerate, FSDP2, DDP and DeepSpeed run as they are but for what can't work
 without contents: each such place stands here, once.
 """
 
@@ -13,10 +13,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-# DeepSpeed reads it on import, and Accelerate imports DeepSpeed.
-os.environ["DS_ACCELERATOR"] = "cpu"
-
 import torch
+
+# DeepSpeed reads it on import, and Accelerate imports DeepSpeed.
+os.environ["DS_ACCELERATOR"] = "cuda" if torch.cuda.is_available() else "cpu"
+
 import torch.distributed as dist
 from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedType
@@ -27,7 +28,7 @@ from torch.distributed.tensor import _sharding_prop
 from torch.nn.parallel import DistributedDataParallel, distributed
 
 from common.distributed.accelerator import make_accelerator
-from common.distributed.devices import rehearse_on_cpu
+from common.distributed.devices import keep_freed_memory, rehearse_on_cpu
 from common.distributed.launch_config import check_launch_config, disable_meaningless
 from common.recipe import Batch, Recipe
 from tools.plan.cost import Collective
@@ -45,27 +46,40 @@ class FakeContents(FakeTensorMode):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-def start_as_rank_0(config_file: Path, batch: Batch, hosts: int, recipe: Recipe) -> Accelerator:
-    """The Accelerator of rank 0, with a config file's answers for batch.processes processes on some hosts."""
-    os.environ.update(launchers_environment(config_file, batch.processes, hosts))
+def start_as_rank_0(
+    config_file: Path, batch: Batch, hosts: int, recipe: Recipe, is_fake: bool
+) -> Accelerator:
+    """The Accelerator of rank 0, with a config file's answers for batch.processes processes on some hosts.
+
+    is_fake: the others are on devices that are not here. Else it is alone, on the device at hand.
+    """
+    env = launchers_environment(config_file, batch.processes, hosts)
+    os.environ.update(env)
     deepspeed = check_launch_config(os.environ, batch.processes, precision=recipe.mixed_precision)
-    disable_meaningless(True)
-    if batch.processes > 1 or deepspeed:
+    on_cpu = is_fake or not torch.cuda.is_available()
+    disable_meaningless(on_cpu)
+    backend = "gloo" if on_cpu else "nccl"
+    store: dist.Store = dist.HashStore()
+    if on_cpu:
+        keep_freed_memory()
+    if on_cpu and env:
+        rehearse_on_cpu()
+    if is_fake and env:
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
-        rehearse_on_cpu()
-        rehearsed = PartialState._prepare_backend
-        kind = rehearsed(PartialState.__new__(PartialState))[1]
-        dist.init_process_group("fake", rank=0, world_size=batch.processes, store=FakeStore())
+        kind = PartialState._prepare_backend(PartialState.__new__(PartialState))[1]
         PartialState._prepare_backend = lambda *_, **__: ("fake", kind)
+        backend, store = "fake", FakeStore()
+    if env:
+        dist.init_process_group(backend, rank=0, world_size=batch.processes, store=store)
     accelerator = make_accelerator(recipe, batch, deepspeed, getattr(recipe, "clip_norm", 0.0))
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+    if is_fake and accelerator.distributed_type == DistributedType.DEEPSPEED:
         _leave_out_comparisons()
     return accelerator
 
 
 def launchers_environment(config_file: Path, processes: int, hosts: int) -> dict[str, str]:
-    """What `accelerate launch --config_file` gives rank 0."""
+    """What `accelerate launch --config_file` gives rank 0; {} to a process without a group."""
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
     from accelerate.utils import launch
 
@@ -79,7 +93,7 @@ def launchers_environment(config_file: Path, processes: int, hosts: int) -> dict
     if args.use_deepspeed:
         args.deepspeed_fields_from_accelerate_config = ",".join(defaults.deepspeed_config)
         _, env = launch.prepare_deepspeed_cmd_env(args)
-    elif args.use_fsdp or processes > 1:
+    elif args.use_fsdp or args.multi_gpu:
         env = launch.prepare_multi_gpu_env(args)
     else:
         return {}

@@ -1,4 +1,4 @@
-"""The plan of a training on a cluster: what plan.py's table and file are made of."""
+"""The plan of a training on a cluster: the lines of plan.py's table, and what is chosen among them."""
 
 import json
 import math
@@ -22,6 +22,8 @@ from common.script import load_script, recipe_class, training_images
 from common.system.paths import ROOT
 from common.telemetry.flops import Device, find_device
 from tools.plan.cost import (
+    CONTEXT_BYTES,
+    LAUNCHES,
     Cluster,
     Measured,
     StepTime,
@@ -31,7 +33,6 @@ from tools.plan.cost import (
     step_time,
     traffic,
 )
-from tools.plan.table import ALIKE, Line, best_of, command, memory_of, reason
 
 MOST_AT_ONCE = 4  # traces, of about 1 GiB each
 CONFIGS = {  # strategy: its config file
@@ -44,6 +45,9 @@ CONFIGS = {  # strategy: its config file
     "zero3": "zero3_4gpu",
     "offload": "zero3_offload_4gpu",
 }
+ALIKE = 1.05  # times as long: more than the estimates can tell apart
+HEAD = ("strategy", "GiB", "images", "largest", "link MB", "net MB", "step ms", "images/s", "eff.", "hours")
+ROW = "{:<9}{:>7}{:>8}{:>9}{:>9}{:>8}{:>10}{:>10}{:>6}{:>9}{:>9}  {}"
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,45 @@ class Candidate:
     share: int  # 0: not even a few fit
     largest: int
     measured: Measured | None = None
+
+
+@dataclass(frozen=True)
+class Line:
+    """A strategy's line. Bytes are of a device; images is per forward on a device."""
+
+    strategy: str
+    config_file: str
+    memory: dict[str, int]
+    images: int  # 0: not even a few fit
+    largest: int
+    limit: str
+    link_bytes: float = 0
+    network_bytes: float = 0
+    step_s: float | None = None  # of an optimizer step with all its accumulations; None: not estimated
+    images_per_s: float | None = None
+    efficiency: float | None = None  # images/s of a device, as a share of a single one's
+    hours: float | None = None  # to the recipe's end; None where the number of images is not known
+    price: float | None = None
+
+    def __str__(self) -> str:
+        total = sum(self.memory.values()) / 2**30
+        cells = [self.strategy, f"{total:.2f}", self.images or "-", f"{self.largest:,}"]
+        cells += [_shown(self.link_bytes / 1e6), _shown(self.network_bytes / 1e6)]
+        cells += [_shown(self.step_s and self.step_s * 1e3, 1), _shown(self.images_per_s)]
+        cells += [_shown(n, 2) for n in (self.efficiency, self.hours, self.price)]
+        return ROW.format(*cells, self.limit)
+
+    def reason(self, best: "Line") -> str:
+        """Why the best line is taken instead of this one."""
+        if not self.images:
+            return f"at most {self.largest} images fit"
+        if not self.images_per_s or not best.images_per_s:
+            return "its optimizer steps on the CPU, which is slower; the time is not estimated"
+        return f"{best.images_per_s / self.images_per_s:.2f} times as long"
+
+
+def _shown(number: float | None, digits: int = 0) -> str:
+    return "-" if number is None else f"{number:,.{digits}f}"
 
 
 def this_device() -> Device:
@@ -162,10 +205,12 @@ class Planning:
         return Candidate(strategy, compressed(trace, self.recipe.grad_compression), share, largest)
 
     def _trace(self, strategy: str, size: int) -> Trace:
-        cluster, sizes = self.cluster, [size, 2 * size]
-        return traced(
-            strategy, cluster.hosts, cluster.gpus, sizes, cluster.device.memory_gb * 1e9, self._words
-        )
+        """Traces a micro-batch of this size, and of twice as many images, without this machine's GPUs."""
+        hosts, memory_bytes = self.cluster.hosts, self.cluster.device.memory_gb * 1e9
+        alone = strategy == "single"
+        numbers = [self._processes(strategy), 1 if alone else hosts, f"{size},{2 * size}", memory_bytes]
+        env = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        return Trace.from_json(_step(strategy, numbers, self._words, env, f"{strategy} can't be traced"))
 
     def _measured(self, found: Candidate) -> Measured | None:
         if not found.share or found.strategy == "offload":
@@ -177,13 +222,13 @@ class Planning:
         return [*self.script, f"--mixed_precision={self.precision}"]
 
     def _processes(self, strategy: str) -> int:
-        return processes_of(strategy, self.cluster.hosts, self.cluster.gpus)
+        return 1 if strategy == "single" else self.cluster.processes
 
     def line(self, found: Candidate) -> Line:
         """The line of a strategy. The first one is what the others' efficiency refers to."""
         strategy, processes = found.strategy, self._processes(found.strategy)
-        memory, file = memory_of(strategy, found.trace), config_file(strategy)
-        line = Line(strategy, file, memory, found.share, found.largest, "does not fit")
+        memory = memory_of(strategy, found.trace)
+        line = Line(strategy, config_file(strategy), memory, found.share, found.largest, "does not fit")
         if not found.share:
             return line
         self.least_launches = self.least_launches or len(found.trace.operations)
@@ -196,42 +241,45 @@ class Planning:
         step = self.step(found, cluster, accumulations)
         speed = self.recipe.batch_size / step.seconds
         self.first_speed = self.first_speed or speed / processes
-        hours, rate = self.hours(step.seconds), self.price_per_hour
+        hours = None  # where the number of images is not known
+        if self.images:
+            hours = self.images // self.recipe.batch_size * self.recipe.epochs * step.seconds / 3600
         return replace(
             line,
-            limit=self._named(step.limit),
+            limit=self.cluster.device.link if step.limit == "link" else step.limit,
             step_s=step.seconds,
             images_per_s=speed,
             efficiency=speed / processes / self.first_speed,
             hours=hours,
-            price=hours * rate if hours and rate else None,
+            price=hours * self.price_per_hour if hours and self.price_per_hour else None,
         )
 
     def step(self, found: Candidate, cluster: Cluster, accumulations: int) -> StepTime:
         """An optimizer step on a cluster."""
         if not found.measured:
             return step_time(found.trace, cluster, self.least_launches, accumulations)
-        ranks = shards(found.strategy, cluster.hosts, cluster.gpus)
+        sharing = {"single": 1, "ddp": 1, "hybrid": cluster.gpus}  # the optimizer's state
+        ranks = sharing.get(found.strategy, cluster.processes)
         return measured_step_time(found.trace, cluster, found.measured, ranks, accumulations)
-
-    def hours(self, step_s: float) -> float | None:
-        """To the recipe's end; None where the number of images is not known."""
-        if not self.images:
-            return None
-        return self.images // self.recipe.batch_size * self.recipe.epochs * step_s / 3600
-
-    def _named(self, limit: str) -> str:
-        return self.cluster.device.link if limit == "link" else limit
 
     def recommendation(self, lines: Sequence[Line]) -> str:
         """The fastest strategy that fits, its command, and why not the others."""
-        best, others = best_of(lines, self.cluster.processes)
-        if best is None:
+        single = [] if self.cluster.processes == 1 else ["single"]
+        candidates = [line for line in lines if line.strategy not in single]
+        if not (fitting := [line for line in candidates if line.images]):
             return "nothing fits: take more GPUs, --grad_checkpointing or a smaller model"
-        words = command(best, self.cluster.hosts, self.cluster.gpus, self.script)
+        fastest = max(line.images_per_s or 0 for line in fitting)
+        # The table begins with what shards least: of equally fast ones the simplest.
+        best = next(line for line in fitting if (line.images_per_s or 0) >= fastest / ALIKE)
+        if best.limit == LAUNCHES:  # engines launch differently, which the estimate does not tell apart
+            best = next(line for line in fitting if line.limit == LAUNCHES)
+        several, gpus = self.cluster.hosts > 1, ["--num_processes", str(self.cluster.gpus)]
+        words = ["python", "launch.py", "--hostfile", "hostfile"] if several else ["accelerate", "launch"]
+        words += ["--config_file", best.config_file, *([] if several else gpus), *self.script]
+        words += ["--per_device_batch_size", str(best.images)]
         if self.precision != "bf16" and not self.recipe.mixed_precision:
             words += ["--mixed_precision", self.precision]
-        rest = [f"  not {line.strategy}: {reason(line, best)}" for line in others]
+        rest = [f"  not {line.strategy}: {line.reason(best)}" for line in candidates if line is not best]
         within = f"the simplest strategy within {(ALIKE - 1) * 100:.0f} % of the fastest"
         begin = f"\nRecommended: {best.strategy} ({within}):"
         return "\n".join([begin, f"    {shlex.join(words)}", *rest])
@@ -253,41 +301,21 @@ def possible(hosts: int, gpus: int, grad_compression: str) -> list[str]:
     return [name for name in CONFIGS if name != "hybrid" or (hosts > 1 and gpus > 1)]
 
 
-def processes_of(strategy: str, hosts: int, gpus: int) -> int:
-    return 1 if strategy == "single" else hosts * gpus
-
-
-def shards(strategy: str, hosts: int, gpus: int) -> int:
-    """The ranks that share the optimizer's state."""
-    if strategy in ("single", "ddp"):
-        return 1
-    return gpus if strategy == "hybrid" else hosts * gpus
-
-
-def traced(
-    strategy: str, hosts: int, gpus: int, sizes: Sequence[int], memory_bytes: float, script: Sequence[str]
-) -> Trace:
-    """Traces a micro-batch of each size in a process of its own. ValueError with its last words.
-
-    memory_bytes: of a device. script: the script and its flags; a later flag wins.
-    """
-    words = [config_file(strategy), str(processes_of(strategy, hosts, gpus))]
-    words += [str(1 if strategy == "single" else hosts)]
-    words += [",".join(map(str, sizes)), str(memory_bytes), *script]
-    env = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return Trace.from_json(_last_line("trace", words, env, f"{strategy} can't be traced"))
-
-
 def measured(strategy: str, size: int, script: Sequence[str]) -> Measured:
-    """Times the strategy's engine on micro-batches of `size` images, in one process on the device at hand."""
-    words = [config_file(strategy), str(size), *script]
+    """Times the strategy's engine on micro-batches of `size` images, in one process on the device at hand.
+
+    script: the script and its flags; a later flag wins.
+    """
     env = {} if torch.cuda.is_available() else {"CUDA_VISIBLE_DEVICES": ""}
-    return Measured(**json.loads(_last_line("measure", words, env, f"--measure: {strategy}")))
+    numbers = [1, 1, size, "measure"]
+    return Measured(**json.loads(_step(strategy, numbers, script, env, f"--measure: {strategy}")))
 
 
-def _last_line(module: str, words: Sequence[str], env: dict[str, str], what: str) -> str:
-    """What a module of this folder prints last. ValueError with its last words where it fails."""
-    command = [sys.executable, "-m", f"tools.plan.{module}", *words]
+def _step(
+    strategy: str, numbers: Sequence[object], script: Sequence[str], env: dict[str, str], what: str
+) -> str:
+    """What tools/plan/trace.py prints last, in a process of its own. ValueError with its last words."""
+    command = [sys.executable, "-m", "tools.plan.trace", config_file(strategy), *map(str, numbers), *script]
     env = os.environ | {"PYTHONPATH": str(ROOT)} | env
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -301,3 +329,26 @@ def compressed(trace: Trace, grad_compression: str) -> Trace:
     if grad_compression == "no" or trace.strategy != "ddp":
         return trace
     return replace(trace, collectives=[(kind, moved // 2, n) for kind, moved, n in trace.collectives])
+
+
+def memory_of(strategy: str, trace: Trace) -> dict[str, int]:
+    """The parts of a device's memory at the peak of a step, in bytes.
+
+    MemTracker does not know DDP's gradients, which are views of its buckets: they count as gradients, too.
+    """
+    peak = next(iter(trace.peaks.values()))  # of the planned size
+    optimizer = min(trace.optimizer, peak["Total"] - trace.parameters)
+    rest = peak["Total"] - trace.parameters - optimizer
+    activations = min(peak.get("Activation", 0), rest)
+    buffers = min(peak.get("Buffer", 0), rest - activations)
+    rest -= activations + buffers
+    gradients = min(peak.get("Gradient", 0) or trace.gradients, rest)
+    return {
+        "parameters": trace.parameters,
+        "optimizer": 0 if strategy == "offload" else optimizer,
+        "activations": activations,
+        "buffers": buffers,
+        "gradients": gradients,
+        "buckets_temporaries": rest - gradients,
+        "context": CONTEXT_BYTES,
+    }

@@ -6,31 +6,17 @@ import os
 import re
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from common.data.shards import JOURNAL, MANIFEST, MANIFEST_LIMIT, index_name
 from common.system.files import parse_json, read_json, try_lock, write_bytes
 from common.system.s3 import ObjectStore
-from tools.prepare.originals import Originals, Position
-from tools.prepare.writer import State, part_name
+from tools.prepare.originals import Originals
+from tools.prepare.writer import part_name
 
 RECORD_S = 20  # between two records: the work that a kill may cost
 WRITTEN = re.compile(r"(train|val)(-\d{5,}\.tar|_index\.npy)")  # files of a preparation
-
-
-@dataclass
-class SplitProgress:
-    """A split that is being written."""
-
-    bytes: int  # expected output
-    shards: int
-    place: Position = field(default_factory=Position)
-    odd: list[dict[str, str]] = field(default_factory=list)  # {"key", "why"} of re-encoded images
-    read: int = 0  # bytes
-    written: int = 0  # bytes
-    writer: State | None = None  # of its last commit
 
 
 class Journal:
@@ -38,6 +24,7 @@ class Journal:
 
     The journal lies in the local folder that shards are written to; in a store an object of the same name
     says that a preparation has begun there. The manifest is written last, and the journal is then removed.
+    It has an entry for each split that was begun: its progress, or "finished": its part of the manifest.
     """
 
     def __init__(self, folder: Path, store: ObjectStore | None, settings: dict[str, Any], dataset: Originals):
@@ -76,7 +63,8 @@ class Journal:
     def complete_splits(self) -> dict[str, Any] | None:
         """Returns the manifest's splits when the preparation is complete, else None.
 
-        Raises ValueError when it has other settings, or when a file is missing or shorter.
+        Raises ValueError when it has other settings, when an index or a shard is missing, or when a shard
+        here has another size.
         """
         if self.store is not None:
             content = self.store.read(MANIFEST, MANIFEST_LIMIT)
@@ -91,13 +79,7 @@ class Journal:
         if "settings" not in manifest:
             raise ValueError(f"{self.out} holds a {MANIFEST} of something else: give a new --out")
         self._check_same(manifest["settings"])
-        self._check_files(manifest["splits"])
-        if (self.folder / JOURNAL).exists():  # killed at the very end
-            self._remove()
-        return manifest["splits"]
-
-    def _check_files(self, splits: dict[str, Any]) -> None:
-        """Raises ValueError when an index or a shard is missing, or a local shard has another size."""
+        splits = manifest["splits"]
         wanted = {index_name(split): None for split in splits}
         shards = (shard for split in splits.values() for shard in split["shards"])
         wanted |= {s["file"]: s["bytes"] for s in shards if not s["file"].startswith("s3://")}
@@ -109,6 +91,9 @@ class Journal:
                     f"{self.out} was complete, but {file} is missing or has another size: remove what is"
                     " there, and begin again"
                 )
+        if (self.folder / JOURNAL).exists():  # killed at the very end
+            self._remove()
+        return splits
 
     def _check_same(self, settings: dict[str, Any]) -> None:
         for name, value in self.settings.items():
@@ -121,8 +106,8 @@ class Journal:
 
     # --- Begin or resume
 
-    def begin_or_resume(self) -> dict[str, str] | None:
-        """Opens the journal. Returns the splits that must be read again, and why; None for a new journal.
+    def begin_or_resume(self) -> None:
+        """Opens the journal. Prints that it resumes, and the splits that must be read again.
 
         Raises ValueError when the settings or an input of a finished split changed, or when a new folder or
         prefix holds other files.
@@ -138,7 +123,7 @@ class Journal:
             self._check_empty()
             self.content = header | {"splits": {}}
             self._save()
-            return None
+            return
         inputs = {n: self.settings[n] for n in ("inputs", "names_and_sizes") if n in self.settings}
         self._check_same(left["settings"] | inputs)
         for split, entry in left["splits"].items():
@@ -147,10 +132,10 @@ class Journal:
                     f"{split} was finished under --no_verify: resume with --no_verify, or remove"
                     f" {self.folder} and begin again"
                 )
-        dropped = self._drop_changed(left)
+        self._drop_changed(left)
         self.content = left | header
         self._save()
-        return dropped
+        print(f"{self.folder} was begun: resuming there", flush=True)
 
     def _check_empty(self) -> None:
         if others := [file.name for file in self.folder.iterdir() if file.name[0] != "."]:
@@ -164,7 +149,7 @@ class Journal:
                 raise ValueError(f"{self.store.url} holds other objects, as {others[0]}: give a new prefix")
             self.store.write(JOURNAL, json.dumps({"settings": self.settings}).encode())
 
-    def _drop_changed(self, left: dict[str, Any]) -> dict[str, str]:
+    def _drop_changed(self, left: dict[str, Any]) -> None:
         """Forgets unfinished splits whose input was replaced, and removes their files."""
         dropped = {}
         for part in sorted(left["settings"]["inputs"].keys() | self.dataset.parts.keys()):
@@ -178,42 +163,27 @@ class Journal:
                 raise ValueError(f"{why} since {self.folder} was begun: remove that, and begin again")
             dropped[part] = why
         dropped = {part: why for part, why in dropped.items() if left["splits"].pop(part, None)}
+        for split, why in dropped.items():
+            print(f"{split} is read again: {why} since {self.folder} was begun", flush=True)
         for path in self.folder.iterdir():
             if (written := WRITTEN.fullmatch(path.name)) and written[1] in dropped:
                 path.unlink()
-        return dropped
 
     # --- Progress
 
-    def progress(self, split: str) -> SplitProgress | None:
-        """The recorded progress of an unfinished split; None before the first record."""
-        if not (recorded := self.content["splits"].get(split)):
-            return None
-        return SplitProgress(**recorded | {"place": Position(*recorded["place"])})
+    def entry(self, split: str) -> dict[str, Any]:
+        """What is recorded of a split; {} before the first record."""
+        return self.content["splits"].get(split, {})
 
     def is_due(self) -> bool:
         """True when the last record is older than RECORD_S."""
         return time.monotonic() > self.recorded_s + RECORD_S
 
-    def record(self, split: str, progress: SplitProgress, writer: State | None) -> None:
-        """Records a split's progress, first before its files are made. writer: its state after a commit."""
-        self.content["splits"][split] = asdict(progress) | {"writer": writer}
+    def record(self, split: str, entry: dict[str, Any]) -> None:
+        """Records a split's progress, first before its files are made, or its end."""
+        self.content["splits"][split] = entry
         self._save()
         self.recorded_s = time.monotonic()
-
-    def finish_split(self, split: str, entry: dict[str, Any], odd: list[dict[str, str]]) -> None:
-        """Records a split as finished. entry: its part of the manifest."""
-        self.content["splits"][split] = {"finished": entry, "odd": odd, "verified": self.dataset.hashed}
-        self._save()
-
-    def finished(self, split: str) -> dict[str, Any] | None:
-        """The split's part of the manifest once it is finished, else None."""
-        return self.content["splits"].get(split, {}).get("finished")
-
-    def odd_images(self) -> list[dict[str, str]]:
-        """The re-encoded images: {"split", "key", "why"}."""
-        splits = self.content["splits"].items()
-        return [{"split": split, **image} for split, entry in splits for image in entry["odd"]]
 
     def finish(self, manifest: dict[str, Any]) -> None:
         """Writes the manifest and removes the journal."""

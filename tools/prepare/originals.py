@@ -26,10 +26,10 @@ Label = Callable[[str | None, str], int]  # from the names of class and file
 
 
 class ImageFile(NamedTuple):
-    name: str  # as n01440764_10026.JPEG
+    """An image outside of an archive."""
+
+    name: str
     read: Callable[[], bytes]
-    offset: int = 0  # in the archive, where it is in one
-    size: int = 0  # likewise
 
 
 class ImageGroup(NamedTuple):
@@ -37,7 +37,7 @@ class ImageGroup(NamedTuple):
 
     class_name: str | None
     where: str
-    files: Iterable[ImageFile]
+    files: Iterable[Member | ImageFile]
 
 
 class RawImage(NamedTuple):
@@ -57,9 +57,10 @@ class Position(NamedTuple):
 class LabeledFile(NamedTuple):
     position: Position  # after it
     where: str  # its group
+    name: str  # as n01440764_10026.JPEG
     key: str
     label: int
-    file: ImageFile
+    file: Any  # a Member or an ImageFile
 
 
 class ImageBatch(NamedTuple):
@@ -92,12 +93,7 @@ def class_tars(archive: Member) -> Iterator[ImageGroup]:
         name = outer.name.rpartition("/")[2]
         if not name.endswith(".tar"):
             raise ValueError(f"{outer.where} is no class tar: expected members <class>.tar that hold images")
-        yield ImageGroup(name.removesuffix(".tar"), outer.where, _files(outer))
-
-
-def _files(archive: Member) -> Iterator[ImageFile]:
-    for member in members(archive):
-        yield ImageFile(member.name.rpartition("/")[2], member.read, member.offset, member.size)
+        yield ImageGroup(name.removesuffix(".tar"), outer.where, members(outer))
 
 
 def class_folders(root: Path) -> Iterator[ImageGroup]:
@@ -131,25 +127,25 @@ def labeled(groups: Iterable[ImageGroup], label: Label, begin: int = 0) -> Itera
         classes.add(class_name)
         keys = set()
         for file in files if number >= begin else ():
-            if not is_image(file.name):
+            if not is_image(name := file.name.rpartition("/")[2]):
                 continue
             try:
-                class_number = label(class_name, file.name)
+                class_number = label(class_name, name)
             except ValueError as error:
                 raise ValueError(f"{where}: {error}") from None
             # ILSVRC2012's names are unique in a split, with their WordNet id; others within a class only.
-            key = os.path.splitext(file.name)[0].replace(".", "_")
+            key = os.path.splitext(name)[0].replace(".", "_")
             if class_name is not None and not (
                 WNID.fullmatch(class_name) and key.startswith(f"{class_name}_")
             ):
                 key = f"{class_name}/{key}"
             if key in keys:
                 raise ValueError(
-                    f"{where}: {file.name} gets the key {key}, which another image has: rename one of them"
+                    f"{where}: {name} gets the key {key}, which another image has: rename one of them"
                     " (a key is the name without its extension, and with _ for other dots)"
                 )
             keys.add(key)
-            yield LabeledFile(Position(number, len(keys)), where, key, class_number, file)
+            yield LabeledFile(Position(number, len(keys)), where, name, key, class_number, file)
         if number >= begin and not keys:
             raise ValueError(f"{where} holds no images ({' '.join(EXTENSIONS)})")
 
@@ -157,15 +153,15 @@ def labeled(groups: Iterable[ImageGroup], label: Label, begin: int = 0) -> Itera
 def batches(groups: Iterable[ImageGroup], label: Label, begin: Position) -> Iterator[ImageBatch]:
     """Yields all images after `begin`, in batches of one group each."""
     where, images, size, at = "", list[RawImage](), 0, begin
-    for position, its_where, key, number, file in labeled(groups, label, begin.group):
+    for position, its_where, name, key, number, file in labeled(groups, label, begin.group):
         if position <= begin:
             continue
         if images and (position.group > at.group or len(images) == BATCH_IMAGES or size >= BATCH_BYTES):
             yield ImageBatch(where, images, size, at, [])
             images, size = [], 0
         if not (data := file.read()):
-            raise ValueError(f"{its_where}: {file.name} is empty: remove it")
-        images.append(RawImage(file.name, key, number, data))
+            raise ValueError(f"{its_where}: {name} is empty: remove it")
+        images.append(RawImage(name, key, number, data))
         where, size, at = its_where, size + len(data), position
     if images:
         yield ImageBatch(where, images, size, at, [])
@@ -249,9 +245,11 @@ class Originals:
         rows, groups = [], 0
         with open_stream(tar.url, "md5" if self.hashed else None, headers=True) as stream:
             stream.watch = watch
-            for at, where, _, number, file in labeled(self.groups(split, stream.archive), self.labels[split]):
+            for at, where, name, _, number, file in labeled(
+                self.groups(split, stream.archive), self.labels[split]
+            ):
                 if not file.size:
-                    raise ValueError(f"{where}: {file.name} is empty: remove it")
+                    raise ValueError(f"{where}: {name} is empty: remove it")
                 rows.append((file.offset, file.size, number))
                 groups = at.group + 1
             if not rows:
@@ -280,7 +278,7 @@ class Ilsvrc(Originals):
 
     def groups(self, split: str, archive: Member) -> Iterator[ImageGroup]:
         if split == "val":
-            return iter([ImageGroup(None, archive.where, _files(archive))])
+            return iter([ImageGroup(None, archive.where, members(archive))])
         return class_tars(archive)
 
     def check(self, split: str, groups: int, images: int, stream: Stream | None) -> None:
@@ -315,8 +313,12 @@ class ParquetFolder(Originals):
 
     @contextlib.contextmanager
     def open(self, split: str, hashed: bool) -> Iterator[tuple[Iterator[ImageGroup], Stream | None]]:
-        contents = enumerate(read_images(self.tables[split], BY_TYPE, lambda: None))
-        files = (ImageFile(f"{row:09d}{_extension(c)}", partial(bytes, c)) for row, c in contents)
+        def image(row: int, content: bytes) -> ImageFile:  # an unknown one is refused by the decoder
+            extension = next((end for begin, end in BEGINS.items() if content.startswith(begin)), ".jpg")
+            return ImageFile(f"{row:09d}{extension}", partial(bytes, content))
+
+        contents = read_images(self.tables[split], BY_TYPE, lambda: None)
+        files = (image(row, content) for row, content in enumerate(contents))
         yield iter([ImageGroup(None, self.parts[split], files)]), None
 
 
@@ -360,8 +362,3 @@ def by_number(labels: np.ndarray) -> Label:
 
 def _by_row(labels: np.ndarray, _: str | None, name: str) -> int:
     return int(labels[int(name.partition(".")[0])])
-
-
-def _extension(content: bytes) -> str:
-    """The extension of a file of this content; .jpg where it is unknown, which the decoder then refuses."""
-    return next((extension for begin, extension in BEGINS.items() if content.startswith(begin)), ".jpg")

@@ -19,7 +19,7 @@ from common.system.progress import ReadingProgress
 from common.system.s3 import ObjectStore
 from common.system.text import printable
 from tools.prepare.devkit import DEVKIT, TRAIN, VAL
-from tools.prepare.journal import Journal, SplitProgress
+from tools.prepare.journal import Journal
 from tools.prepare.originals import (
     Ilsvrc,
     ImageBatch,
@@ -73,12 +73,9 @@ class Preparation:
                 self._print_training_flags(complete)
                 return
             self.dataset.read_classes()
-            if (dropped := self.journal.begin_or_resume()) is not None:
-                for split, why in dropped.items():
-                    print(f"{split} is read again: {why} since {self.folder} was begun", flush=True)
-                print(f"{self.folder} was begun: resuming there", flush=True)
+            self.journal.begin_or_resume()
             for split in self._splits():
-                if self.journal.finished(split) is None:
+                if "finished" not in self.journal.entry(split):
                     (self._index if self.flags.format == "index" else self._write)(split)
                 if self.store is not None:
                     self._upload(split, self.store)
@@ -89,8 +86,9 @@ class Preparation:
 
     def _finish(self) -> None:
         flags, dataset = self.flags, self.dataset
-        finished = {split: self.journal.finished(split) or {} for split in self._splits()}
-        odd = self.journal.odd_images()
+        entries = {split: self.journal.entry(split) for split in self._splits()}
+        finished = {split: entry["finished"] for split, entry in entries.items()}
+        odd = [{"split": split, **image} for split, entry in entries.items() for image in entry["odd"]]
         dataset.name_classes(max(entry.pop("largest_label", 0) for entry in finished.values()))
         name = "imagenet" if flags.source == "imagenet" else Path(flags.data or flags.train or flags.val).stem
         self.journal.finish(
@@ -129,10 +127,9 @@ class Preparation:
         """Writes the index of tars that stay where they are."""
         dataset, began = self.dataset, time.perf_counter()
         tars = dataset.tars(split)
-        progress = self.journal.progress(split) or SplitProgress(0, len(tars))
-        shards = (progress.writer or {"shards": []})["shards"]
+        shards = self.journal.entry(split).get("shards", [])
         left = tars[len(shards) :]
-        self.journal.record(split, progress, progress.writer)
+        self.journal.record(split, {"shards": shards})
         rows = IndexRows(self.folder, split, sum(shard["images"] for shard in shards))
         pool = ThreadPoolExecutor(THREADS)
         try:
@@ -147,73 +144,75 @@ class Preparation:
                     reading.tell(sum(shard["bytes"] for shard in shards))
                     if self.journal.is_due():
                         rows.commit()
-                        self.journal.record(split, progress, {"shards": shards})
+                        self.journal.record(split, {"shards": shards})
             digest, largest = rows.finish()
         finally:
             pool.shutdown(cancel_futures=True)
             rows.close()
         entry = {"images": rows.count, "index_sha256": digest, "shards": shards, "largest_label": largest}
-        self.journal.finish_split(split, entry, [])
+        self.journal.record(split, {"finished": entry, "odd": [], "verified": dataset.hashed})
         seconds = time.perf_counter() - began
         print(f"{split}: {rows.count:,} images in {len(tars):,} tars indexed in {seconds:.2f} s", flush=True)
 
     def _write(self, split: str) -> None:
         """Writes a split's shards in one pass, or the rest of them."""
-        flags, dataset, progress = self.flags, self.dataset, self.journal.progress(split)
+        flags, dataset, progress = self.flags, self.dataset, self.journal.entry(split)
         with contextlib.ExitStack() as stack:
             groups, stream = stack.enter_context(dataset.open(split, dataset.hashed))
-            begin = progress.place if progress else Position()
             # ImageNet's own archives are verified by their MD5 sums.
             strict = flags.source != "imagenet" and not flags.no_verify
-            read = batches(groups, dataset.labels[split], begin)
+            read = batches(groups, dataset.labels[split], Position(*progress.get("place", ())))
             images = recoded(read, flags.resize, flags.quality, strict)
             stack.callback(images.close)  # ends its threads
             first = [] if progress else list(islice(images, SAMPLED))
             progress = progress or self._new_progress(split, first)
-            needed, free = progress.bytes - progress.written, shutil.disk_usage(self.folder).free
+            needed, free = progress["bytes"] - progress["written"], shutil.disk_usage(self.folder).free
             if needed > free:
                 raise ValueError(
                     f"{self.folder} needs {needed / 2**30:,.1f} GiB, and {free / 2**30:,.1f} GiB are free:"
                     " make room, or give another folder"
                 )
-            self.journal.record(split, progress, progress.writer)
-            if progress.written > 2**30:  # hashing them takes a second or more
-                print(f"{split}: reading {progress.written / 2**30:,.1f} GiB of shards again", flush=True)
-            writer = ShardWriter(self.folder, split, progress.shards, flags.seed, progress.writer)
+            self.journal.record(split, progress)
+            if progress["written"] > 2**30:  # hashing them takes a second or more
+                print(f"{split}: reading {progress['written'] / 2**30:,.1f} GiB of shards again", flush=True)
+            writer = ShardWriter(self.folder, split, progress["shards"], flags.seed, progress["writer"])
             stack.callback(writer.close)
-            reading = ReadingProgress(split, writer.count, progress.read, dataset.bytes[split])
+            reading = ReadingProgress(split, writer.count, progress["read"], dataset.bytes[split])
             stack.enter_context(reading)
             if stream is not None:
                 stream.watch = reading.tell
             for batch in chain(first, images):
                 writer.write(batch.images)
-                progress.place = batch.position
-                progress.odd += batch.odd
-                progress.read += batch.bytes
-                progress.written += sum(len(image.data) for image in batch.images)
-                reading.show(writer.count, progress.read)
+                progress["place"] = batch.position
+                progress["odd"] += batch.odd
+                progress["read"] += batch.bytes
+                progress["written"] += sum(len(image.data) for image in batch.images)
+                reading.show(writer.count, progress["read"])
                 if self.journal.is_due():
-                    self.journal.record(split, progress, writer.commit())
-            dataset.check(split, progress.place.group + 1, writer.count, stream)
-            self.journal.finish_split(split, writer.finish(), progress.odd)
-            reading.end(writer.count, progress.read)
+                    self.journal.record(split, progress | {"writer": writer.commit()})
+            dataset.check(split, progress["place"][0] + 1, writer.count, stream)
+            entry = {"finished": writer.finish(), "odd": progress["odd"], "verified": dataset.hashed}
+            self.journal.record(split, entry)
+            reading.end(writer.count, progress["read"])
 
-    def _new_progress(self, split: str, first: list[ImageBatch]) -> SplitProgress:
-        """Estimates a split's output from its first batches."""
+    def _new_progress(self, split: str, first: list[ImageBatch]) -> dict[str, Any]:
+        """What is recorded of a split that is being written. Its output is estimated from its first batches.
+
+        place: a Position; odd: {"key", "why"} of re-encoded images; read, written: bytes; writer: its State.
+        """
         before = sum(batch.bytes for batch in first)
         after = sum(len(image.data) for batch in first for image in batch.images)
         if not before:
             raise ValueError(f"{self.dataset.parts[split]} holds no images")
         expected = math.ceil(self.dataset.bytes[split] * after / before)
-        return SplitProgress(expected, math.ceil(expected / (self.flags.shard_mib * 2**20)))
+        shards = math.ceil(expected / (self.flags.shard_mib * 2**20))
+        place: dict[str, Any] = {"place": Position(), "odd": [], "read": 0, "written": 0, "writer": None}
+        return {"bytes": expected, "shards": shards, **place}
 
     def _upload(self, split: str, store: ObjectStore) -> None:
         """Uploads a finished split shard by shard, and removes each shard here."""
-        entry = self.journal.finished(split)
-        assert entry is not None
-        in_place = self.flags.source == "shards"
-        sizes = {} if in_place else {shard["file"]: shard["bytes"] for shard in entry["shards"]}
-        done = 0
+        shards = [] if self.flags.source == "shards" else self.journal.entry(split)["finished"]["shards"]
+        sizes, done = {shard["file"]: shard["bytes"] for shard in shards}, 0
         with ReadingProgress(split, 0, 0, sum(sizes.values()), "uploaded") as progress:
             for file in (*sizes, index_name(split)):
                 if (self.folder / file).exists():  # else it was uploaded by an earlier start
