@@ -20,7 +20,7 @@ SHOWN_CHARACTERS = 60_000  # of an nvidia-smi dump: GitHub shows pages up to 512
 
 def page(run: RunRecord, stem: str, pictures: list[str], terms: price.Terms = price.NONE) -> str:
     """The page. stem: of its file, and of the folder with its pictures."""
-    from common.run.result_tables import early_end  # imports torch
+    from common.run.finish import early_end  # imports torch
 
     facts, about = complete(run.facts, RESULT), complete(run.about, ABOUT)
     recipe = {name: [code(name), code(public_path(as_flag(value)))] for name, value in run.recipe.items()}
