@@ -123,7 +123,7 @@ class Checkpoints:
         self.meter.ids = []
         if log := self.run.log:
             batch = self.run.batch
-            log.write_samples(self.run.state.step, per_rank, batch.per_device * batch.accumulations)
+            log.write_samples(per_rank, batch.per_device * batch.accumulations)
 
     def _is_due(self, step: int) -> bool:
         """True if a checkpoint is due after `step` steps. Collective at an epoch's end, as clocks differ.

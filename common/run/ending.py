@@ -47,7 +47,7 @@ def end_preempted(run: "Run") -> None:
     exchange = run.exchange
     why = next(filter(None, exchange.poll.gather(reason())), "")
     if run.log:
-        run.log.write_interruption(run.state, why)
+        run.log.write_interruption(why)
     # A single process may stop within a step, while it waits for a shard: that step does not count.
     try:
         run.checkpoints.flush()

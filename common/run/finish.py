@@ -97,7 +97,7 @@ def write_end(
             lines = read_lines(folder / "metrics.jsonl")
             place = f"{Path(content['data']).name}, {content['strategy']} x {content['processes']}"
             plot_curves(folder, lines, f"{content['script']} on {place}")
-            log.show(state.step, predictions.draw(folder / "plots"))
+            log.show(predictions.draw(folder / "plots"))
         except OSError:
             raise
         except Exception as error:  # libraries raise many kinds

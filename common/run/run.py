@@ -188,7 +188,7 @@ class Run(OpenRun):
         self.tested = {f"test_{name}": value for name, value in metrics.items()} | {"test_name": split}
         self.predictions.accept(f"{split} split, best weights")
         if self.log:
-            self.log.write_test(self.state, metrics, split, self.predictions)
+            self.log.write_test(metrics, split, self.predictions)
 
     def finish(self, val_name: str) -> None:
         """Waits for the last checkpoint, writes plots/ and result.json, and prints the table. Collective."""
@@ -250,7 +250,7 @@ class Run(OpenRun):
         now.step = step
         self.meter.end_step()
         if self.log:
-            self.log.end_step(step, self.state)
+            self.log.end_step()
         is_last = step == self.steps.last or self.state.stopped
         if step % self.recipe.log_every and step % self.steps.per_epoch and not is_last:
             return
@@ -268,7 +268,7 @@ class Run(OpenRun):
             if self.utilisation and (mfu_pct := self.utilisation.pct(images_per_s)) is not None:
                 values["train/mfu_pct"] = mfu_pct
             values["train/images_per_s"] = images_per_s
-            self.log.write(step, state, values, self.exchange.telemetry.means())
+            self.log.write(values, self.exchange.telemetry.means())
 
     def show_progress(self, text: str) -> None:
         """Shows an evaluation's progress without waiting for the device. May raise Preempted. Collective."""
@@ -287,4 +287,4 @@ class Run(OpenRun):
         self.state.add_evaluation(step, metrics)
         self.predictions.accept(f"step {step:,}")
         if self.log:
-            self.log.write_evaluation(step, self.state, metrics, self.predictions)
+            self.log.write_evaluation(metrics, self.predictions)
