@@ -13,7 +13,7 @@ from common.data.sources import find_source
 from common.distributed.launch_config import check_launch_config
 from common.distributed.strategy import without_gradient
 from common.order import Shuffled, steps_per_epoch
-from common.recipe import parse, share_out
+from common.recipe import ImageRecipe, parse, share_out
 from tools.launch.hosts import read_hostfile, select
 from tools.prepare.archives import open_stream
 from train_cnn_a import CnnA
@@ -23,7 +23,7 @@ DEEPSPEED = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FI
 
 
 def data(place: str) -> None:
-    find_source(place, lambda: None, show_progress=False)
+    find_source(ImageRecipe(data=place), lambda: None)
 
 
 def images(*files: str) -> None:

@@ -106,7 +106,7 @@ def test_half_a_jpeg_is_reported_where_a_cache_is_made(tmp_path):
     folders["train/b/4.jpg"] = half(folders["train/b/4.jpg"])
     data = class_folders(tmp_path / "data", folders)
     with pytest.raises(ValueError, match="1 of 36 images can't be decoded") as error:
-        prepare_data(str(data), tmp_path / "cache", show_progress=False)
+        prepare_data(str(data), tmp_path / "cache")
     assert "train/b/4.jpg: " in str(error.value)
 
 
@@ -176,7 +176,7 @@ def test_without_simplejpeg_images_are_decoded_and_it_is_said_once(tmp_path, mon
         f"{s}/{c}/{i}.jpg": encode(picture(i)) for s in ("train", "val") for c in "ab" for i in range(9)
     }
     data = class_folders(tmp_path / "data", folders)
-    prepare_data(str(data), tmp_path / "cache", show_progress=False)
+    prepare_data(str(data), tmp_path / "cache")
     assert capsys.readouterr().err.count("simplejpeg is not installed") == 1
     assert damage(b"no image")
     monkeypatch.undo()

@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from common.data.sources import find_source
+from common.recipe import ImageRecipe
 from tests.conftest import CNN, Job, accelerate, deepspeed, full, mutate, python, torchrun
 
 LAUNCHERS = {  # name: (words, lines that the launcher adds at most)
@@ -64,6 +65,6 @@ def is_a_warning(line: str) -> bool:
 
 def test_the_nearest_data_set():
     with pytest.raises(ValueError, match=r"--data digit: does not exist; did you mean digits\?"):
-        find_source("digit", lambda: None, False)
+        find_source(ImageRecipe(data="digit"), lambda: None)
     with pytest.raises(ValueError, match="give a folder or one of: digits, cifar10, synthetic"):
-        find_source("/nowhere", lambda: None, False)
+        find_source(ImageRecipe(data="/nowhere"), lambda: None)
