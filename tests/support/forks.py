@@ -44,22 +44,11 @@ PRELOADED = (
     *("sklearn.datasets", "matplotlib.figure", "matplotlib.backends.backend_agg", "psutil"),
 )
 # Variables that the interpreter or a preloaded package reads when it starts: they must be the server's.
-READ_AT_START = (
-    "HF_",
-    "HUGGING",
-    "LC_",
-    "LD_",
-    "MALLOC_",
-    "MPL",
-    "PYTHON",
-    "TORCHDYNAMO_",
-    "TORCH_LOGS",
-    "XDG_",
-)
-READ_AT_START += ("HOME", "LANG", "TORCH_TRACE", "TORCH_COMPILE")
+READ_AT_START = ("HF_", "HUGGING", "HOME", "LANG", "LC_", "LD_", "MALLOC_", "MPL", "PYTHON", "XDG_")
+READ_AT_START += ("TORCHDYNAMO_", "TORCH_LOGS", "TORCH_TRACE", "TORCH_COMPILE")
 HANDLED = ("PYTHONPATH", "PYTHONWARNINGS", "PYTHONUNBUFFERED")
 # They start nothing that can be forked, or wait until no process is left below them.
-WITHOUT_SERVER = ("train_", "validate", "tools.launch.agent", "tools.launch.spot")
+WITHOUT_SERVER = ("train_", "validate", "prep_", "tools.launch.agent", "tools.launch.spot")
 PR_SET_MM, PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER, PR_SET_MM_MAP = 35, 36, 37, 14
 
 _libc = ctypes.CDLL(None)
@@ -109,7 +98,7 @@ def _execute(self, server, *arguments):
     words = [os.fsdecode(word) for word in args] if isinstance(args, (list, tuple)) else [os.fsdecode(args)]
     python_words = _python_words(words, env) if _is_plain(given, words) else None
     found = server() if python_words else None
-    if found is None or not _same_start(env, found.environment):
+    if found is None or _read_at_start(env) != _read_at_start(found.environment):
         _start_process(self, *arguments)
         return
     heard = RESET if preexec_fn else set()
@@ -154,14 +143,12 @@ def _python_words(words: list[str], env: dict[str, str]) -> list[str] | None:
     program = shutil.which(words[0], path=env.get("PATH"))
     if program is None:
         return None
-    if Path(program).parent == Path(sys.executable).parent and Path(program).name.startswith("python"):
+    if _is_ours(program):
         rest = words[1:]
     else:
         with open(program, "rb") as file:
             first = file.readline().split()
-        if not first or first[0] not in {
-            f"#!{Path(sys.executable).parent / n}".encode() for n in ("python", "python3")
-        }:
+        if not first or not _is_ours(os.fsdecode(first[0].removeprefix(b"#!"))):
             return None
         rest = [program, *words[1:]]
     flags = rest[: 1 if rest[:1] == ["-u"] else 0]
@@ -171,8 +158,10 @@ def _python_words(words: list[str], env: dict[str, str]) -> list[str] | None:
     return rest
 
 
-def _same_start(env: dict[str, str], servers: dict[str, str]) -> bool:
-    return _read_at_start(env) == _read_at_start(servers)
+def _is_ours(program: str) -> bool:
+    """True for this Python, also by another path to its environment."""
+    path, ours = Path(program), Path(sys.executable)
+    return path.name.startswith("python") and path.parent.resolve() == ours.parent.resolve()
 
 
 def _read_at_start(env: dict[str, str]) -> dict[str, str]:
