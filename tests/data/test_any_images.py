@@ -296,7 +296,7 @@ def test_broken_images_of_several_sizes_are_named_at_the_start(tmp_path, monkeyp
     assert images.flaws[0].startswith(f"5 of the {count} images are broken, as {first}: repair")
     for path in broken:
         (root / path).unlink()
-    assert not [line for line in opened(root, tmp_path / "cache").flaws if "broken" in line]
+    assert not [line for line in opened(root, tmp_path / "cache").flaws if "are broken" in line]
     monkeypatch.setattr(cache, "SEARCHED_BYTES", 100)
     (root / "val/a/empty.jpg").write_bytes(b"")
     assert opened(root, tmp_path / "cache").flaws == ()

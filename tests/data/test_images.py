@@ -105,7 +105,7 @@ def decode(images, pixels, ids):
             time.sleep(0.05)
     return real(images, pixels, ids)
 real, image_cache._decode, image_cache.cores = image_cache._decode, decode, lambda: 1
-print("DONE", image_cache.prepare_data(data, cache), flush=True)
+print("DONE", image_cache.prepare_data(str(data), cache), flush=True)
 """
 
 
