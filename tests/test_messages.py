@@ -10,14 +10,14 @@ import yaml
 
 from common.data.sources import find_source
 from common.distributed.strategy import without_gradient
-from common.recipe import parse, share_out
+from common.recipe import ImageRecipe, parse, share_out
 from tools.prepare.archives import open_stream
 from train_cnn_a import CnnA
 from train_vit import Vit, build_model
 
 
 def data(place: str) -> None:
-    find_source(place, lambda: None, show_progress=False)
+    find_source(ImageRecipe(data=place), lambda: None)
 
 
 def images(*files: str) -> None:

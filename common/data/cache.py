@@ -23,12 +23,12 @@ import numpy as np
 from common.data.decode import FILES, SPLITS, Encoded, checks_jpegs, cores
 from common.data.sources import Source, find_source
 from common.data.splits import hold_out, part_file
-from common.data.tables import BY_TYPE, Columns
+from common.recipe import ImageRecipe
 from common.system.files import discard, sha256_of, size_limit, sync, try_lock
 from common.system.threads import Heartbeat, run_with_heartbeat
 
 FORMAT = 1  # part of the key: raised when the content of a cache folder changes
-DECODING = 4  # part of the place's key: raised when the pixels of some images change, or what meta.json has
+DECODING = 5  # part of the place's key: raised when the pixels of some images change, or what meta.json has
 HASH_LIMIT_BYTES = 4 * 2**30
 BLOCK_BYTES = 4096  # of files that are not read whole, a block for each begun part of PART_BYTES is hashed
 PART_BYTES = 16 * 2**20
@@ -39,55 +39,25 @@ CHECKED = 16  # images of any size that a thread decodes in one go
 CHUNK_PIXELS = 2**22  # decoded in one go by a thread: some 50 ms, the longest delay of an interruption
 
 
-class Duplicates(NamedTuple):
-    """Images of an evaluated split whose bytes are in the training split, too."""
-
-    images: int
-    train: str  # the names of the first pair
-    other: str
-
-
-class Broken(NamedTuple):
-    """Images that can't be decoded, or of which a part is missing."""
-
-    images: int
-    first: str  # the name of the first, and what is wrong with it
-
-
-class Flaws(NamedTuple):
-    duplicates: Mapping[str, Duplicates]  # by the name of the evaluated split
-    broken: Broken | None
-
-
-NO_FLAWS = Flaws({}, None)
-
-
 class Prepared(NamedTuple):
     folder: str  # in the cache
     left_out: str  # what of the data is not read, and why
 
 
-def prepare_data(*where: Any, **options: Any) -> Path:
-    """The folder that prepare() returns."""
-    return Path(prepare(*where, **options).folder)
+def prepare_data(data: str, cache_dir: Path, heartbeat: Heartbeat = lambda: None, **flags: Any) -> Path:
+    """The folder of prepare(), with further flags of ImageRecipe."""
+    recipe = ImageRecipe(data=data, cache_dir=str(cache_dir), **flags)
+    return Path(prepare(recipe, heartbeat).folder)
 
 
-def prepare(
-    data: str,
-    cache_dir: Path,
-    beat: Heartbeat = lambda: None,
-    show_progress: bool = True,
-    data_root: tuple[str, ...] = (),
-    columns: Columns = BY_TYPE,
-    holdout: float | None = None,
-) -> Prepared:
-    """Finds or makes the cache folder of `data`; one process per host calls it.
+def prepare(recipe: ImageRecipe, beat: Heartbeat) -> Prepared:
+    """Finds or makes the cache folder of recipe.data; one process per host calls it.
 
     Calls beat() about every second. Raises ValueError for data or a cache that can't be used.
     """
-    cache_dir = Path(cache_dir).expanduser().resolve()
+    cache_dir = Path(recipe.cache_dir or "~/.cache/train-images").expanduser().resolve()
     try:
-        source = find_source(data, beat, show_progress, data_root, columns, holdout)
+        source = find_source(recipe, beat)
         content, place = run_with_heartbeat(lambda: _keys(source), beat)
         label = re.sub(r"[^A-Za-z0-9._-]", "_", source.name).lstrip(".") or "images"
         folder = cache_dir / f"{label}-{place}"
@@ -97,12 +67,12 @@ def prepare(
             cache_dir.mkdir(parents=True, exist_ok=True)
             with _lock(cache_dir, beat):
                 if not folder.exists():  # another job may have made it while we waited
-                    _make(folder, source, f"{label}-{content}", beat, show_progress)
+                    _make(folder, source, f"{label}-{content}", beat)
         return Prepared(str(folder), source.left_out)
     except OSError as error:
         raise ValueError(
-            f"--data {data} could not be prepared in --cache_dir {cache_dir}: {error}{size_limit()}. The"
-            " data must be readable, and the cache on a local disk with room for the decoded images"
+            f"--data {recipe.data} could not be prepared in --cache_dir {cache_dir}: {error}{size_limit()}."
+            " The data must be readable, and the cache on a local disk with room for the decoded images"
         ) from error
 
 
@@ -164,7 +134,7 @@ def _lock(folder: Path, beat: Heartbeat) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _make(folder: Path, source: Source, name: str, beat: Heartbeat, show_progress: bool) -> None:
+def _make(folder: Path, source: Source, name: str, beat: Heartbeat) -> None:
     """Writes the cache folder under a temporary name and renames it when it is complete. Needs the lock."""
     work = folder.parent / ".preparing"
     discard(work)  # left by a process that was killed
@@ -173,19 +143,18 @@ def _make(folder: Path, source: Source, name: str, beat: Heartbeat, show_progres
         classes = source.write(work, beat)
         if source.holdout is not None:
             hold_out(work, source.holdout)
-        kind, duplicates, broken = "shards" if source.shards else "array", {}, None
+        kind, flaws = "shards" if source.shards else "array", list[str]()
         if (work / f"train_{FILES[0]}").exists():
             encoded = {s: Encoded(work, s) for s in SPLITS if (work / f"{s}_labels.npy").exists()}
             is_small = run_with_heartbeat(partial(_is_small, encoded), beat)
             if is_small:
-                duplicates = _duplicates(work, source, encoded, beat)
-            kind = "array" if _decode_all(work, source.name, encoded, beat, show_progress) else "files"
+                flaws = _duplicates(work, source, encoded, beat)
+            kind = "array" if _decode_all(work, source.name, encoded, beat) else "files"
             if is_small and kind == "files":
-                broken = _broken(source.name, list(encoded.values()), beat, show_progress)
+                flaws = _broken(source.name, list(encoded.values()), beat) + flaws
         meta = {
-            "duplicates": duplicates,
             "kind": kind,
-            "broken": broken,
+            "flaws": flaws,
             "source": name,
             "classes": classes,
             "val_name": source.val_name if source.holdout is None else "holdout",
@@ -211,47 +180,53 @@ def _is_small(encoded: Mapping[str, Encoded]) -> bool:
     return sum(e.size(i) for e in encoded.values() for i in range(len(e))) <= SEARCHED_BYTES
 
 
-def _duplicates(
-    work: Path, source: Source, encoded: Mapping[str, Encoded], beat: Heartbeat
-) -> dict[str, Duplicates]:
-    """Images of the splits "val" and "test" that are trained on, too."""
-    splits = dict(encoded)
+def _duplicates(work: Path, source: Source, encoded: Mapping[str, Encoded], beat: Heartbeat) -> list[str]:
+    """A warning for each evaluated split with images that are trained on, too."""
+    train = encoded["train"]
+    evaluated: dict[str | None, Encoded | None] = {source.val_name: encoded.get("val")}
     if source.holdout is not None:
-        splits = {part: Encoded(work, "train", part_file(work, part)) for part in SPLITS}
-        splits |= {"test": encoded["val"]} if "val" in encoded else {}
-    train = splits.pop("train")
-    found = {
-        split: run_with_heartbeat(partial(find_duplicates, train, images), beat)
-        for split, images in splits.items()
-    }
-    return {split: duplicates for split, duplicates in found.items() if duplicates}
+        train, held_out = (Encoded(work, "train", part_file(work, part)) for part in SPLITS)
+        evaluated = {"holdout": held_out, **evaluated}
+    lines = []
+    for split, images in evaluated.items():
+        pairs = images and run_with_heartbeat(partial(find_duplicates, train, images), beat)
+        if images and pairs:
+            lines.append(
+                f"{len(pairs):,} of the {len(images):,} {split} images are training images, too, as"
+                f" {images.where(pairs[0][1])} and {train.where(pairs[0][0])}: remove them from one split:"
+                " accuracies are too high"
+            )
+    return lines
 
 
-def find_duplicates(train: Encoded, val: Encoded) -> Duplicates | None:
-    """Compares the bytes of images of equal size. None where no image is in both splits."""
+def find_duplicates(train: Encoded, val: Encoded) -> list[tuple[int, int]]:
+    """The images of equal bytes, as (number in train, number in val). Compares those of equal size."""
     sizes = [[images.size(i) for i in range(len(images))] for images in (train, val)]
     common = set(sizes[0]) & set(sizes[1])
     train_ids, val_ids = ([i for i, size in enumerate(found) if size in common] for found in sizes)
     known = {_digest(train, i): i for i in reversed(train_ids)}
-    pairs = [(known[digest], i) for i in val_ids if (digest := _digest(val, i)) in known]
-    return Duplicates(len(pairs), train.where(pairs[0][0]), val.where(pairs[0][1])) if pairs else None
+    return [(known[digest], i) for i in val_ids if (digest := _digest(val, i)) in known]
 
 
 def _digest(images: Encoded, i: int) -> bytes:
     return hashlib.sha256(images.content(i)).digest()
 
 
-def _broken(name: str, encoded: list[Encoded], beat: Heartbeat, show_progress: bool) -> Broken | None:
-    """Decodes images that stay encoded, so that the start names the broken ones."""
+def _broken(name: str, encoded: list[Encoded], beat: Heartbeat) -> list[str]:
+    """Decodes images that stay encoded. Returns a warning if some of them can't be, or have missing parts."""
     count = sum(map(len, encoded))
     chunks = [
         Chunk(images, None, range(len(images))[start : start + CHECKED])
         for images in encoded
         for start in range(0, len(images), CHECKED)
     ]
-    with _progress(f"checking {count:,} images of {name}", count, show_progress) as advance:
+    with _progress(f"checking {count:,} images of {name}", count) as advance:
         bad = _decode_chunks(chunks, beat, advance)
-    return Broken(len(bad), min(bad)) if bad else None
+    return [
+        f"{len(bad):,} of the {count:,} images are broken, as {name}: repair or remove them; --on_bad_image"
+        " skip passes over those of training that can't be decoded"
+        for name in sorted(bad)[:1]
+    ]
 
 
 class Chunk(NamedTuple):
@@ -266,9 +241,7 @@ class _OddSize(Exception):
     """An image has another size than the first ones: the data set stays encoded."""
 
 
-def _decode_all(
-    work: Path, name: str, encoded: Mapping[str, Encoded], beat: Heartbeat, show_progress: bool
-) -> bool:
+def _decode_all(work: Path, name: str, encoded: Mapping[str, Encoded], beat: Heartbeat) -> bool:
     """Replaces encoded images by decoded arrays.
 
     Returns False, and changes nothing, if sizes differ or all splits together need more than a quarter of
@@ -287,7 +260,7 @@ def _decode_all(
             for start in range(0, len(images), chunk)
         ]
     try:
-        with _progress(f"decoding {count:,} images of {name}", count, show_progress) as advance:
+        with _progress(f"decoding {count:,} images of {name}", count) as advance:
             bad = _decode_chunks(chunks, beat, advance)
     except _OddSize:
         _remove(work, "images.npy")
@@ -358,9 +331,9 @@ def _undecodable(bad: list[str], count: int) -> str:
 
 
 @contextmanager
-def _progress(text: str, count: int, show: bool) -> Iterator[Callable[[int], None]]:
+def _progress(text: str, count: int) -> Iterator[Callable[[int], None]]:
     """Shows a bar on a terminal, a plain line elsewhere, both on stderr. Yields advance(images)."""
-    if not (show and sys.stderr.isatty()):
+    if not sys.stderr.isatty():
         print(text, file=sys.stderr, flush=True)
         yield lambda done: None
         return

@@ -5,7 +5,6 @@ Images that fit in memory are decoded once, to uint8 arrays in the cache; worker
 others for each batch. Batches are uint8 on the device: augmentation and normalisation follow there.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,18 +13,15 @@ from pathlib import Path
 import numpy as np
 from accelerate import Accelerator
 
-from common.data.cache import NO_FLAWS, Broken, Duplicates, Flaws, Prepared, prepare
+from common.data.cache import prepare
 from common.data.decode import SPLITS, torchcodec_decoder
 from common.data.shard_cache import ShardCache
-from common.data.shards import MANIFEST, Shard, check_roots, index_name, parse_manifest
+from common.data.shards import MANIFEST, check_roots, parse_manifest
 from common.data.splits import ArraySplit, FileSplit, Part, ShardSplit, Split, part_file
-from common.data.tables import Columns
 from common.distributed.agreement import agree, once_per_host
-from common.order import Shuffled, Streamed
 from common.recipe import ImageRecipe
 from common.system.files import read_json
 from common.system.text import printable, some_of
-from common.system.threads import Heartbeat
 
 IMBALANCE = 10  # times as many images in the largest class as in the smallest: named
 
@@ -36,7 +32,8 @@ class Images:
 
     val: is evaluated during the training. test: with --holdout on data that has a held-out split of its own,
     that one, for the end. Their names are "val", "test" or "holdout". source: the data's name and the key of
-    its content, equal on all hosts with the same data. flaws: what is wrong with them.
+    its content, equal on all hosts with the same data. flaws: warnings about broken images, and about those
+    in two splits.
     """
 
     source: str
@@ -46,7 +43,7 @@ class Images:
     val_name: str
     test: Split | None = None
     test_name: str = ""
-    flaws: Flaws = NO_FLAWS
+    flaws: tuple[str, ...] = ()
 
     @property
     def identity(self) -> tuple[str, tuple[str, ...]]:
@@ -61,7 +58,7 @@ class Images:
 
 def load(accelerator: Accelerator, recipe: ImageRecipe) -> Images:
     """Opens recipe.data on all processes; one process per host prepares it, and all check that they agree."""
-    prepared = once_per_host(accelerator, "data", partial(_prepare, recipe), recipe.timeout_s)
+    prepared = once_per_host(accelerator, "data", partial(prepare, recipe), recipe.timeout_s)
     folder, left_out = prepared  # as JSON, from another process
     images = open_images(Path(folder), recipe)
     train, evaluated = images.train.labels, {name: s.labels for name, s in images.evaluated.items()}
@@ -72,25 +69,14 @@ def load(accelerator: Accelerator, recipe: ImageRecipe) -> Images:
         facts["the decoder of JPEGs"] = "torchcodec" if torchcodec_decoder() else "PIL"
     agree(accelerator, facts)
     accelerator.print(summary(recipe.data, train, evaluated, len(images.classes), left_out))
-    for line in warnings(train, evaluated, images.classes, images.flaws):
+    for line in (*warnings(train, evaluated, images.classes), *images.flaws):
         accelerator.print(f"warning: {line}")
     return images
 
 
 def open_data(recipe: ImageRecipe) -> Images:
     """Opens recipe.data in this process alone."""
-    return open_images(Path(_prepare(recipe, lambda: None).folder), recipe)
-
-
-def _prepare(recipe: ImageRecipe, beat: Heartbeat) -> Prepared:
-    return prepare(
-        recipe.data,
-        Path(recipe.cache_dir or "~/.cache/train-images"),
-        beat,
-        data_root=recipe.data_root,
-        columns=Columns(recipe.image_column, recipe.label_column),
-        holdout=recipe.holdout,
-    )
+    return open_images(Path(prepare(recipe, lambda: None).folder), recipe)
 
 
 def open_images(folder: Path, recipe: ImageRecipe | None = None) -> Images:
@@ -117,20 +103,17 @@ def open_images(folder: Path, recipe: ImageRecipe | None = None) -> Images:
     else:
         splits = _open_shards(folder, meta["shards"], parts, recipe)
     for split in splits:
-        split.mirror = meta["mirror"]
-    # Digits in a cache of an older version have no test_name, and no duplicates.
-    names = {"val": meta["val_name"], "test": meta.get("test_name") or ""}
-    duplicates = {names[s]: Duplicates(*pair) for s, pair in (meta.get("duplicates") or {}).items()}
-    broken = meta.get("broken")
+        split.mirror = meta["mirror"]  # True if a mirrored image keeps its class; False for digits
     return Images(
         source=meta["source"],
         classes=tuple(map(printable, meta["classes"])),  # names of folders have any bytes
         train=splits[0],
         val=splits[1],
-        val_name=names["val"],
+        val_name=meta["val_name"],
         test=splits[2] if len(splits) > 2 else None,
-        test_name=names["test"],
-        flaws=Flaws(duplicates, broken and Broken(*broken)),
+        # Digits in a cache of an older version have neither.
+        test_name=meta.get("test_name") or "",
+        flaws=tuple(meta.get("flaws", ())),
     )
 
 
@@ -156,26 +139,9 @@ def _open_shards(folder: Path, place: str, parts: list[Part], recipe: ImageRecip
         shards = tuple(shard for split in manifest.splits for shard in manifest.shards_in(split))
         cache = ShardCache(folder / "shards", store, shards, int(recipe.cache_gib * 2**30))
 
-    def open_split(part: Part, beside: ShardSplit | None) -> ShardSplit:
-        shards, index = manifest.shards_in(part.split), folder / index_name(part.split)
-        evaluated = 1.0 if beside else min(1.0, (recipe.max_val_images or math.inf) / len(part.labels))
-        samples: Shuffled | Streamed = Shuffled(len(part.labels))
-        if beside and manifest.kind != "index":
-            assert recipe.streams is not None
-            samples = Streamed(_counts(index, shards, part), recipe.streams, recipe.shuffle_window)
-        skip = recipe.on_bad_image == "skip"
-        root = cache.folder if cache else Path(place)
-        return ShardSplit(index, root, shards, part, samples, skip, recipe.workers, cache, beside, evaluated)
-
-    val, *test = (open_split(part, None) for part in parts[1:])
-    return [open_split(parts[0], val), val, *test]
-
-
-def _counts(index: Path, shards: tuple[Shard, ...], part: Part) -> list[int]:
-    """The number of the part's images in each shard."""
-    if part.file is None:
-        return [shard.images for shard in shards]
-    return np.bincount(np.load(index)[np.load(part.file), 0], minlength=len(shards)).tolist()
+    root = Path(place)
+    val, *test = (ShardSplit(folder, manifest, root, part, recipe, cache) for part in parts[1:])
+    return [ShardSplit(folder, manifest, root, parts[0], recipe, cache, val), val, *test]
 
 
 # Its summary and warnings, printed at the start
@@ -191,8 +157,8 @@ def summary(name: str, train: np.ndarray, evaluated: Labels, classes: int, left_
     return text + (f"; left out: {left_out}" if left_out else "")
 
 
-def warnings(train: np.ndarray, evaluated: Labels, classes: Sequence[str], flaws: Flaws) -> list[str]:
-    """A line for each thing that makes an accuracy misleading."""
+def warnings(train: np.ndarray, evaluated: Labels, classes: Sequence[str]) -> list[str]:
+    """A line for each thing about the labels that makes an accuracy misleading."""
     lines = []
     counts = np.bincount(train, minlength=len(classes))
     least, most = int(counts.argmin()), int(counts.argmax())
@@ -205,16 +171,4 @@ def warnings(train: np.ndarray, evaluated: Labels, classes: Sequence[str], flaws
         counts = np.bincount(labels, minlength=len(classes))
         if absent := [name for name, count in zip(classes, counts, strict=True) if count == 0]:
             lines.append(f"the {split} split has no image of {some_of(absent)}")
-    if broken := flaws.broken:
-        lines.append(
-            f"{broken.images:,} of the {sum(map(len, (train, *evaluated.values()))):,} images are broken, as"
-            f" {broken.first}: repair or remove them; --on_bad_image skip passes over those of training that"
-            " can't be decoded"
-        )
-    for split, duplicates in flaws.duplicates.items():
-        lines.append(
-            f"{duplicates.images:,} of the {len(evaluated[split]):,} {split} images are training images, too,"
-            f" as {duplicates.other} and {duplicates.train}: remove them from one split: accuracies are too"
-            " high"
-        )
     return lines

@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -270,15 +270,19 @@ class ShardPrefetcher:
 
     def _wait(self, locks: dict[str, Future[int]]) -> None:
         """Waits for all locks. Raises the exception of any that failed."""
-        printed_s, missing = time.monotonic() + SILENT_S, _unfinished(locks)
-        while missing:
+        print_s = time.monotonic() + SILENT_S
+        while True:
+            done, missing = wait(locks.values(), timeout=0.5, return_when=FIRST_EXCEPTION)
+            for lock in done:
+                lock.result()
+            if not missing:
+                return
             _stop_if_alone()
-            wait(missing.values(), timeout=0.5, return_when=FIRST_COMPLETED)
-            missing = _unfinished(missing)
-            if missing and time.monotonic() > printed_s:
-                printed_s = time.monotonic() + 3 * SILENT_S
+            if time.monotonic() > print_s:
+                print_s = time.monotonic() + 3 * SILENT_S
                 message = f"waiting for {len(missing)} of {len(locks)} shards of {self.cache.store.url}, as"
-                print(f"{message} {next(iter(missing))}", file=sys.stderr, flush=True)
+                first = next(file for file, lock in locks.items() if lock in missing)
+                print(f"{message} {first}", file=sys.stderr, flush=True)
 
     def _look_ahead(self) -> None:
         try:
@@ -311,14 +315,6 @@ class ShardPrefetcher:
         if file not in self.held:
             self.held[file] = _Held(self.downloads.submit(self.cache.hold, file, self.stop))
         self.held[file].uses += 1
-
-
-def _unfinished(locks: dict[str, Future[int]]) -> dict[str, Future[int]]:
-    """Locks not yet acquired. Raises the exception of any that failed."""
-    for lock in locks.values():
-        if lock.done():
-            lock.result()
-    return {file: lock for file, lock in locks.items() if not lock.done()}
 
 
 def _stop_if_alone() -> None:

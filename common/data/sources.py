@@ -18,7 +18,6 @@ from common.data import shards
 from common.data.class_folders import VAL_NAMES, LeftOut, list_splits
 from common.data.decode import SPLITS, save_images, save_labels
 from common.data.tables import (
-    BY_TYPE,
     Columns,
     Table,
     is_named,
@@ -27,6 +26,7 @@ from common.data.tables import (
     saved_files,
     write_tables,
 )
+from common.recipe import ImageRecipe
 from common.system.s3 import ObjectStore
 from common.system.text import printable, some_of
 from common.system.threads import Heartbeat, run_with_heartbeat
@@ -61,20 +61,13 @@ class Source:
     left_out: str = ""  # what is not read, and why
 
 
-def find_source(
-    data: str,
-    beat: Heartbeat,
-    show_progress: bool,
-    data_root: tuple[str, ...] = (),
-    columns: Columns = BY_TYPE,
-    holdout: float | None = None,
-) -> Source:
+def find_source(recipe: ImageRecipe, beat: Heartbeat) -> Source:
     """Finds the data that `--data` names and lists its files.
 
-    data_root: folders in which the files of an index may lie. Raises ValueError for data that can't be
-    trained on, before much is read.
+    Raises ValueError for data that can't be trained on, before much is read.
     """
-    source = _find(data, beat, show_progress, data_root, columns)
+    data, holdout, columns = recipe.data, recipe.holdout, Columns(recipe.image_column, recipe.label_column)
+    source = _find(data, beat, recipe.data_root, columns)
     if any(columns) and not source.is_table:
         raise ValueError(f"--image_column and --label_column are for tables: --data {data} has no columns")
     if holdout is not None:
@@ -87,30 +80,29 @@ def find_source(
     return source
 
 
-def _find(
-    data: str, beat: Heartbeat, show_progress: bool, data_root: tuple[str, ...], columns: Columns
-) -> Source:
+def _find(data: str, beat: Heartbeat, data_root: tuple[str, ...], columns: Columns) -> Source:
+    """data_root: folders in which the files of an index may lie."""
     if data == "digits":
         return Source(data, (), _write_digits, mirror=False)  # a mirrored 2 is no 2
     if data == "synthetic":
         return Source(data, (), _write_synthetic)
-    if data == "cifar10" or str(data).startswith("hub:"):
-        return _of_hub(data, load_from_hub(data, beat, show_progress), columns)
-    if str(data).startswith("s3://"):
-        return run_with_heartbeat(lambda: _find_stored_shards(ObjectStore(data), data_root), beat)
+    if data == "cifar10" or data.startswith("hub:"):
+        return _of_hub(data, load_from_hub(data, beat), columns)
+    return run_with_heartbeat(partial(_find_files, data, data_root, columns), beat)
+
+
+def _find_files(data: str, data_root: tuple[str, ...], columns: Columns) -> Source:
+    if data.startswith("s3://"):
+        return _find_stored_shards(ObjectStore(data), data_root)
     # Links are not followed: hosts that keep the data in different places can give it one name.
     root = Path(os.path.abspath(Path(data).expanduser()))
     if root.is_file() and root.suffix.lower() in (".csv", ".tsv"):
-        return run_with_heartbeat(lambda: find_csv(root, columns), beat)
+        return find_csv(root, columns)
     if not root.is_dir():
         what = "is a file, not a folder or a CSV list" if root.exists() else "does not exist"
         near = difflib.get_close_matches(data, KNOWN, n=1)
         meant = f"did you mean {near[0]}?" if near else f"give a folder or one of: {', '.join(KNOWN)}"
         raise ValueError(f"--data {data}: {what}; {meant}")
-    return run_with_heartbeat(lambda: _find_in_folder(root, data_root, columns), beat)
-
-
-def _find_in_folder(root: Path, data_root: tuple[str, ...], columns: Columns) -> Source:
     if manifest := shards.find_local(root, data_root):
         return _of_shards(manifest, str(root), lambda name: (root / name).read_bytes())
     if (found := saved_files(root)) is not None:

@@ -19,10 +19,10 @@ from torch import Tensor
 from common.augment import send_cropped
 from common.data.decode import Encoded
 from common.data.shard_cache import ShardCache, ShardPrefetcher
-from common.data.shards import Shard, ShardImages
+from common.data.shards import Manifest, ShardImages, index_name
 from common.data.workers import EncodedImages, MicroBatch, decoded, in_flight
 from common.order import Plan, Shuffled, Streamed, hashes, uniforms
-from common.recipe import Batch
+from common.recipe import Batch, ImageRecipe
 from common.system.env import processes_per_host
 from common.system.transfer import send, send_arrays
 
@@ -119,7 +119,8 @@ class ArraySplit(Shuffled):
                 yield MicroBatch(epoch, ids, *send_cropped(images, rows, labels, device, *cropping))
             else:
                 sent_labels, sent_rows = send_arrays((labels, rows), device)
-                yield MicroBatch(epoch, ids, send(images, device).index_select(0, sent_rows), sent_labels)
+                whole = send(images, device) if resident is None else images.index_select(0, sent_rows)
+                yield MicroBatch(epoch, ids, whole, sent_labels)
 
     def _read(self, ids: np.ndarray, pinned: bool) -> Tensor:
         """Copies images of the mapped array: uint8 [b, H, W, 3]."""
@@ -187,27 +188,31 @@ class ShardSplit(EncodedSplit):
 
     def __init__(
         self,
-        index: Path,
         folder: Path,
-        shards: tuple[Shard, ...],
+        manifest: Manifest,
+        root: Path,
         part: Part,
-        samples: Shuffled | Streamed,
-        skip: bool,
-        workers: int,
-        cache: ShardCache | None = None,
+        recipe: ImageRecipe,
+        cache: ShardCache | None,
         beside: "ShardSplit | None" = None,
-        evaluated: float = 1.0,
     ):
-        """index: its file. folder: the shards' own, or the cache's. samples: the order of training. beside:
-        the split that is evaluated, by as many workers, while training on this one pauses. evaluated: the
-        share of this split that --max_val_images leaves."""
+        """folder: of the index. root: of the shards, without a cache. beside: the split that is evaluated, by
+        as many workers, while training on this one pauses; None for a split that is evaluated."""
         super().__init__(len(part.labels))
-        self.index, self.ids, self.shards = index, part.file, shards
-        self.labels, self.samples = part.labels, samples
-        self.skip, self.workers, self.cache = skip, workers, cache
-        self.beside, self.evaluated = beside, evaluated
-        files = (cache.path(shard.file) if cache else folder / shard.file for shard in shards)
-        self.open = partial(ShardImages, index, tuple(map(str, files)), part.file)
+        self.index, self.ids, self.labels = folder / index_name(part.split), part.file, part.labels
+        self.shards, self.cache, self.beside = manifest.shards_in(part.split), cache, beside
+        self.skip, self.workers = recipe.on_bad_image == "skip", recipe.workers
+        self.samples: Shuffled | Streamed = Shuffled(len(self))  # the order of training
+        if beside and manifest.kind != "index":
+            assert recipe.streams is not None
+            counts = [shard.images for shard in self.shards]
+            if part.file is not None:
+                counts = np.bincount(self.rows[:, 0], minlength=len(counts)).tolist()
+            self.samples = Streamed(counts, recipe.streams, recipe.shuffle_window)
+        # The share of this split that --max_val_images leaves
+        self.evaluated = 1.0 if beside else min(1.0, (recipe.max_val_images or math.inf) / len(self))
+        files = (cache.path(shard.file) if cache else root / shard.file for shard in self.shards)
+        self.open = partial(ShardImages, self.index, tuple(map(str, files)), part.file)
 
     def check(self, batch: Batch) -> None:
         """Raises ValueError if the streams do not fit the batch, or their shards the cache."""

@@ -129,7 +129,7 @@ def saved_files(root: Path) -> dict[str, list[Path]] | None:
     return found
 
 
-def load_from_hub(data: str, beat: Heartbeat, show_progress: bool) -> dict[str, Any]:
+def load_from_hub(data: str, beat: Heartbeat) -> dict[str, Any]:
     """The `datasets.Dataset` of each split of `cifar10`, or `hub:OWNER/NAME[:CONFIG]`; `datasets` downloads
     it once and keeps it."""
     match = HUB.fullmatch("hub:uoft-cs/cifar10" if data == "cifar10" else data)
@@ -139,8 +139,6 @@ def load_from_hub(data: str, beat: Heartbeat, show_progress: bool) -> dict[str, 
     def load():
         import datasets
 
-        if not show_progress:
-            datasets.disable_progress_bars()
         return datasets.load_dataset(*match.groups())
 
     try:

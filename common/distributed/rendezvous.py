@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from common.recipe import Batch, Job, share_out, usable_processes
 from common.system.env import MOST_HOSTS, PER_DEVICE, PROCESSES, processes_per_host, rank, report, world_size
-from common.system.network import interface_to
+from common.system.processes import interface_to
 from common.system.text import plural
 
 RUN_NODES = re.compile(r"--?nnodes[= ](\d+):(\d+)(?!\d)")

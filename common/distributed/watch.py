@@ -35,9 +35,8 @@ from accelerate.utils import gather_object
 
 from common.system.cli import tell_torchrun
 from common.system.env import EVENTS_FILE, is_hosts_first, report
-from common.system.hangs import Evidence, hang_table
 from common.system.paths import ROOT
-from common.system.phase import now
+from common.system.phase import Evidence, hang_table, now
 from common.system.processes import is_running, start_ticks
 from common.system.text import printable_lines
 from common.system.threads import start_daemon

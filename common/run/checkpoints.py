@@ -9,7 +9,6 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from common.distributed.exact_sum import exact_sum
-from common.order import Steps
 from common.recipe import Batch
 from common.run.opening import OpenRun
 from common.run.state import RunState
@@ -77,29 +76,28 @@ class Checkpoints:
     epochs only every --checkpoint_s.
     """
 
-    def __init__(self, opened: OpenRun, steps: Steps, meter: Meter):
-        self.opened, self.steps, self.meter = opened, steps, meter
-        self.state, self.saver, self.exchange = opened.state, opened.saver, opened.exchange
-        self.newest = opened.saved_step  # step of the newest snapshot, or of the checkpoint in the folder
+    def __init__(self, run: OpenRun, meter: Meter):
+        self.run, self.meter = run, meter
+        self.newest = run.saved_step  # step of the newest snapshot, or of the checkpoint in the folder
         self.epoch_began = time.monotonic()
 
     def save_if_due(self, step: int) -> None:
         """Saves if a checkpoint is due after `step` steps, and holds the snapshot of a new best evaluation
         until --checkpoint_s after the last write. Collective. Raises as take() does."""
         if step > self.newest:
-            if self._is_due(step) or step == self.steps.first:
+            if self._is_due(step) or step == self.run.steps.first:
                 self.take()
-            elif step == self.state.best_step:
+            elif step == self.run.state.best_step:
                 self.take(hold=True)
-        self.saver.write_held(self.opened.recipe.checkpoint_s)
+        self.run.saver.write_held(self.run.recipe.checkpoint_s)
 
     def flush(self) -> None:
         """Writes what is not on the disk yet: this step's snapshot, and one that is held. Collective. Raises
         as take() does."""
-        if self.state.step > self.newest:
+        if self.run.state.step > self.newest:
             self.take()
         else:
-            self.saver.write_held()
+            self.run.saver.write_held()
 
     def take(self, hold: bool = False) -> None:
         """Takes a snapshot, and writes it in the background or holds it in memory. Collective.
@@ -107,12 +105,12 @@ class Checkpoints:
         Raises FloatingPointError if the loss is not finite, ValueError if the last write failed.
         """
         with spending(SAVING):
-            state, saver, opened = self.state, self.saver, self.opened
+            run, state, saver = self.run, self.run.state, self.run.saver
             if state.best_step != state.step:
                 saver.write_held()  # the best evaluation's
-            self.exchange.wait_for_main(saver.done)
+            run.exchange.wait_for_main(saver.done)
             self.meter.check(state.step)
-            losses = self.exchange.gather(self.meter.loss.item())
+            losses = run.exchange.gather(self.meter.loss.item())
             if not all(math.isfinite(loss) for loss in losses):
                 raise FloatingPointError(
                     f"the loss is {sum(losses)} before step {state.step}: nothing was saved"
@@ -120,11 +118,11 @@ class Checkpoints:
             self.write_samples()
             content = state.at_save(
                 losses=losses,
-                accumulations=opened.batch.accumulations,
-                epoch=state.step / self.steps.per_epoch,
+                accumulations=run.batch.accumulations,
+                epoch=state.step / run.steps.per_epoch,
                 train_s=state.train_s + self.meter.elapsed_s(),
                 **saver.training.scalars(),
-                **(opened.log.tracker_ids() if opened.log else {}),
+                **(run.log.tracker_ids() if run.log else {}),
             ).to_json()
             saver.save(state.step, content, state.best_step, hold)
             self.newest = state.step
@@ -133,22 +131,22 @@ class Checkpoints:
         """Logs the sample ids since the last call, of each step in the order of its batch. Collective."""
         if not self.meter.keeps_ids:
             return
-        per_rank = self.exchange.poll.gather(self.meter.ids)
+        per_rank = self.run.exchange.poll.gather(self.meter.ids)
         self.meter.ids = []
-        if log := self.opened.log:
-            batch = self.opened.batch
-            log.write_samples(self.state.step, per_rank, batch.per_device * batch.accumulations)
+        if log := self.run.log:
+            batch = self.run.batch
+            log.write_samples(per_rank, batch.per_device * batch.accumulations)
 
     def _is_due(self, step: int) -> bool:
         """True if a checkpoint is due after `step` steps. Collective at an epoch's end, as clocks differ.
 
         At an epoch's end it is due if the next epoch would end more than --checkpoint_s after the last write.
         """
-        recipe = self.opened.recipe
+        recipe = self.run.recipe
         if recipe.checkpoint_every != "epoch":
             return step % int(recipe.checkpoint_every) == 0
-        if step % self.steps.per_epoch:
+        if step % self.run.steps.per_epoch:
             return False
         now = time.monotonic()
         epoch_s, self.epoch_began = now - self.epoch_began, now
-        return self.exchange.of_main(self.saver.since_write_s() + epoch_s > recipe.checkpoint_s)
+        return self.run.exchange.of_main(self.run.saver.since_write_s() + epoch_s > recipe.checkpoint_s)

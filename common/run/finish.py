@@ -1,36 +1,46 @@
-"""The end of a run: result.json, plots/, and the last upload."""
+"""The end of a run: result.json, plots/, the last upload, and the tables on the terminal."""
 
 import dataclasses
 import resource
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
 
-from common.checkpoint.format import Checkpoint, Damaged, step_name, steps_in, verify, write_index
+from common.checkpoint.format import (
+    EMA_FILE,
+    MODEL_FILE,
+    Checkpoint,
+    Damaged,
+    step_name,
+    steps_in,
+    verify,
+    write_index,
+)
 from common.distributed import strategy as job
 from common.distributed.rendezvous import hosts
-from common.recipe import Batch, Recipe
-from common.run import result_tables
 from common.run.folder import script_name
 from common.run.log import Predictions
 from common.run.opening import OpenRun, writing
-from common.run.state import RunState
-from common.system.files import read_json, sync, write_json
+from common.system.files import read_json, read_lines, sync, write_json
+from common.system.paths import ROOT, python_command, shortest
 from common.system.threads import Heartbeat
 from common.telemetry.summary import energy_wh
 
-if TYPE_CHECKING:  # imported where it is needed
+if TYPE_CHECKING:  # imported where they are needed
+    from rich.table import Table
+
     from common.telemetry.flops import Utilisation
 
 
-def find_best(opened: OpenRun, heartbeat: Heartbeat) -> Checkpoint | None:
+def find_best(run: OpenRun, heartbeat: Heartbeat) -> Checkpoint | None:
     """Finds and verifies the checkpoint of the best evaluation, here or in S3; None if it is gone. Main
     process only."""
-    assert opened.folder
-    opened.wait_for_save(heartbeat)
-    step, parent, mirror = opened.state.best_step, opened.folder.path / "checkpoints", opened.folder.mirror
+    assert run.place
+    run.wait_for_save(heartbeat)
+    step, parent, mirror = run.state.best_step, run.folder / "checkpoints", run.place.mirror
     assert step
     gone: tuple[type[ValueError], ...] = (Damaged,)
     try:
@@ -47,10 +57,12 @@ def find_best(opened: OpenRun, heartbeat: Heartbeat) -> Checkpoint | None:
         return None
 
 
-def write_end(opened: OpenRun, predictions: Predictions, parts: dict[str, Any], heartbeat: Heartbeat) -> None:
+def write_end(
+    run: OpenRun, predictions: Predictions, utilisation: "Utilisation | None", heartbeat: Heartbeat
+) -> None:
     """Completes the run on this disk. A kill or a full disk at any point loses no training.
 
-    Main process only. parts: of result(), known only now. The steps:
+    Main process only. The steps:
 
     1. The last checkpoint is committed, and index.json names it.
     2. Pictures are drawn into plots/.
@@ -63,22 +75,29 @@ def write_end(opened: OpenRun, predictions: Predictions, parts: dict[str, Any], 
     pictures show, and then all steps. Once result.json says `finished` and, with a mirror, `uploaded` true,
     the same command begins another run.
     """
-    assert opened.folder
-    assert opened.log
-    folder, mirror, state, log = opened.folder.path, opened.folder.mirror, opened.state, opened.log
-    opened.final = parts
+    assert run.place
+    assert run.log
+    folder, mirror, state, log = run.folder, run.place.mirror, run.state, run.log
     log.progress.stop()
-    opened.wait_for_save(heartbeat)
+    run.wait_for_save(heartbeat)
+    if utilisation:
+        run.final |= utilisation.facts(_images_per_s(run))
     with writing("the end of the run", folder):
         # After an interruption an evaluation may come after its checkpoint.
         write_index(folder / "checkpoints", state.step, state.best_step)
         if mirror:
             mirror.offer(state.step, state.best_step)
-        content = result_of(opened, "finished", telemetry=opened.exchange.telemetry.summaries())
+        # After a day they take seconds, for which a launcher does not wait when it stops a run; the page of
+        # an unfinished one makes them.
+        telemetry = run.exchange.telemetry.summaries()
+        content = result(run, "finished", run.saver.committed)
+        content |= {"telemetry": telemetry, "energy_wh": energy_wh(telemetry)}
         content |= {"uploaded": False} if mirror else {}
         try:
-            result_tables.draw(folder, content)
-            log.show(state.step, predictions.draw(folder / "plots"))
+            lines = read_lines(folder / "metrics.jsonl")
+            place = f"{Path(content['data']).name}, {content['strategy']} x {content['processes']}"
+            plot_curves(folder, lines, f"{content['script']} on {place}")
+            log.show(predictions.draw(folder / "plots"))
         except OSError:
             raise
         except Exception as error:  # libraries raise many kinds
@@ -87,22 +106,22 @@ def write_end(opened: OpenRun, predictions: Predictions, parts: dict[str, Any], 
         for file in (folder / "metrics.jsonl", *folder.glob("plots/*")):
             sync(file)
         write_json(folder / "result.json", content)
-    result_tables.show(folder)
+    show(folder)
 
 
-def upload(opened: OpenRun, heartbeat: Heartbeat) -> None:
+def upload(run: OpenRun, heartbeat: Heartbeat) -> None:
     """Waits until the mirror has sent everything, and writes into result.json if it succeeded. Main process
     only."""
-    assert opened.folder
-    assert opened.log
-    mirror, file = opened.folder.mirror, opened.folder.path / "result.json"
+    assert run.place
+    assert run.log
+    mirror, file = run.place.mirror, run.folder / "result.json"
     if mirror is None:
         return
     mirror.retry()
     while not mirror.wait(0.5):
-        opened.log.progress.tell(f"uploading to {mirror.store.url}")
+        run.log.progress.tell(f"uploading to {mirror.store.url}")
         heartbeat()
-    content = read_json(file) | {"uploaded": mirror.failed is None, "wall_s": opened.state.wall_now_s()}
+    content = read_json(file) | {"uploaded": mirror.failed is None, "wall_s": run.state.wall_now_s()}
     if content["uploaded"]:
         try:
             mirror.send_last_files(content)
@@ -113,38 +132,16 @@ def upload(opened: OpenRun, heartbeat: Heartbeat) -> None:
         write_json(file, content)
 
 
-def result_of(opened: OpenRun, status: str, **parts: Any) -> dict[str, Any]:
-    """The content of result.json of a run that has begun. Main process only. parts: as result() has them."""
-    parts |= opened.final | {"checkpoint": opened.saver.committed}
-    return result(opened.accelerator, opened.recipe, opened.batch, opened.state, status, **parts)
-
-
 def result(
-    accelerator: Accelerator,
-    recipe: Recipe,
-    batch: Batch,
-    state: RunState,
-    status: str,
-    *,
-    checkpoint: int | None = None,
-    end: dict[str, Any] | None = None,
-    val_name: str | None = None,
-    tested: dict[str, Any] | None = None,
-    utilisation: "Utilisation | None" = None,
-    memory: list[dict[str, float]] | None = None,
-    telemetry: list[dict[str, Any]] | None = None,
-    error: str | None = None,
+    run: OpenRun, status: str, committed: int | None = None, error: str | None = None
 ) -> dict[str, Any]:
     """The content of result.json. Main process only.
 
-    status: `finished`, `preempted` or `failed`. checkpoint: step of the newest. end: of a finished run, the
-    steps of all epochs, and what ended it before them. tested: the best weights' metrics on the test split.
-    memory: of all processes; by default of this one. telemetry: summaries, only of a finished run: after a
-    day they take seconds, for which a launcher does not wait when it stops a run; the run's page then makes
-    them. error: of a failed run.
+    status: `finished`, `preempted` or `failed`. committed: step of the newest checkpoint. error: of a failed
+    run.
     """
-    images_per_s = state.logged_step * batch.total / state.train_s if state.train_s else None
-    memory = memory or [memory_gib(accelerator)]
+    accelerator, batch, state = run.accelerator, run.batch, run.state
+    memory = run.final.get("memory_gib") or [memory_gib(accelerator)]
     return {
         "script": script_name(),
         "status": status,
@@ -152,39 +149,41 @@ def result(
         **dataclasses.asdict(accelerator.precision),
         "compile": str(accelerator.compilation),
         "grad_checkpointing": accelerator.grad_checkpointing,
-        "deterministic": recipe.deterministic,
+        "deterministic": run.recipe.deterministic,
         "hosts": hosts(),
         "processes": batch.processes,
         "device": job.device_name(accelerator),
-        "data": recipe.data,
+        "data": run.recipe.data,
         "batch_size": batch.total,
         "per_device_batch_size": batch.per_device,
         "accumulation_steps": batch.accumulations,
-        "epochs": recipe.epochs,
+        "epochs": run.recipe.epochs,
         "steps": state.step,
-        **(end or {}),
         "best_accuracy": state.best.get("accuracy"),
         "best_loss": state.best.get("loss") if "accuracy" not in state.best else None,
         "best_step": state.best_step,
         "final_accuracy": state.last.get("accuracy"),
         "final_loss": state.last.get("loss"),
-        "val_name": val_name,
+        "val_name": None,
         "val_images": state.last.get("images"),
-        **(tested or {}),
         "bad_images": len(state.bad_images),
         "train_s": state.train_s,
         "wall_s": state.wall_now_s(),
         "spent_s": state.spent_now_s(),
-        "images_per_s": images_per_s,
-        **(utilisation.facts(images_per_s) if utilisation else {}),
+        "images_per_s": _images_per_s(run),
         "peak_memory_gib": max(peak["peak"] for peak in memory),
         "memory_gib": memory,
-        **({} if telemetry is None else {"telemetry": telemetry, "energy_wh": energy_wh(telemetry)}),
-        "seed": recipe.seed,
-        "checkpoint": _checkpoint_path(checkpoint),
+        "seed": run.recipe.seed,
+        "checkpoint": _checkpoint_path(committed),
         "best_checkpoint": _checkpoint_path(state.best_step),
         "error": error,
+        **run.final,
     }
+
+
+def _images_per_s(run: OpenRun) -> float | None:
+    state = run.state
+    return state.logged_step * run.batch.total / state.train_s if state.train_s else None
 
 
 def _checkpoint_path(step: int | None) -> str | None:
@@ -208,3 +207,110 @@ def memory_gib(accelerator: Accelerator, is_healthy: bool = False) -> dict[str, 
     status = Path("/proc/self/status").read_text()
     data_kib = int(status.partition("VmData:")[2].split()[0])
     return {"peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, "data": data_kib / 2**20}
+
+
+# The tables
+
+
+def show(folder: Path) -> None:
+    """Prints the folder's result.json and its weights as tables, and its files."""
+    from rich.console import Console
+
+    result, record = (read_json(folder / name) for name in ("result.json", "recipe.json"))
+    lines = read_lines(folder / "metrics.jsonl")
+    console = Console(markup=False, highlight=False)
+    console.print(_results(result, record["unit"]))
+    console.print(_weights(folder, result, lines))
+    if result["best_accuracy"] is not None:
+        validate = python_command(shortest(ROOT / "validate.py"), folder)
+        console.print(f"all metrics of the best weights: {validate}", soft_wrap=True)
+        if result["best_checkpoint"] != result["checkpoint"]:
+            console.print(f"of the last: {validate} --which latest", soft_wrap=True)
+    plots = sorted((folder / "plots").glob("*.png"))
+    for path in (_to_use(folder, result), *plots, folder / "metrics.jsonl", folder / "result.json"):
+        console.print(f"{path}", soft_wrap=True)
+
+
+def _results(result: dict[str, Any], unit: str) -> "Table":
+    from rich.table import Table
+
+    place = f"{result['strategy']} on {result['processes']} x {result['device']}"
+    table = Table("what", title=f"{result['script']}, {place}")
+    table.add_column("value", justify="right")
+    measure, val_name, test_name = _measure(result), result["val_name"], result.get("test_name")
+    best, final = result[f"best_{measure}"], result[f"final_{measure}"]
+    rows: dict[str, str] = {}
+    if by := result.get("stopped_by"):
+        rows[f"ended early, by {by}"] = f"step {result['steps']:,} of {result['total_steps']:,}"
+    if test_name:
+        rows[f"{measure} of the best weights ({test_name} split)"] = f"{result[f'test_{measure}']:.4f}"
+        rows[f"{test_name} {unit}"] = f"{result['test_images']:,}"
+    rows |= {
+        f"best {measure} ({val_name} split)": f"{best:.4f} at step {result['best_step']:,}",
+        f"final {measure} ({val_name} split)": f"{final:.4f}",
+        f"{val_name} {unit}": f"{result['val_images']:,}",
+        "training time": f"{result['train_s']:.1f} s",
+        "whole time": f"{result['wall_s']:.1f} s",
+        "speed": f"{result['images_per_s']:,.0f} {unit}/s",
+        "peak memory of a process": f"{result['peak_memory_gib']:.2f} GiB",
+    }
+    for row in rows.items():
+        table.add_row(*row)
+    return table
+
+
+def _weights(folder: Path, result: dict[str, Any], lines: list[dict[str, Any]]) -> "Table":
+    """A table of the files with weights: their accuracy or loss, and their use."""
+    from rich.table import Table
+
+    measure, best, last = _measure(result), result["best_checkpoint"], result["checkpoint"]
+    at_step = {step_name(line["step"]): line for line in lines if "val/loss" in line}
+    table = Table(title="weights: which file to use")
+    table.add_column("file in checkpoints/", no_wrap=True)
+    table.add_column(measure, justify="right")
+    table.add_column("why")
+    is_best = f"best {measure} on the {result['val_name']} split"
+    for checkpoint in dict.fromkeys((best, last)):
+        line = at_step.get(Path(checkpoint).name, {})
+        reason = is_best if checkpoint == best else "the last step"
+        reason += ", and the last step" if best == last else ""
+        files = [name for name in (EMA_FILE, MODEL_FILE) if (folder / checkpoint / name).exists()]
+        for name in files:
+            is_raw = name == MODEL_FILE and EMA_FILE in files
+            use = "use this: " if folder / checkpoint / name == _to_use(folder, result) else ""
+            kind = "averaged weights (EMA), " if name == EMA_FILE else ""
+            why = "the same step without the average" if is_raw else f"{use}{kind}{reason}"
+            value = line.get(f"val/raw_{measure}" if is_raw else f"val/{measure}")
+            table.add_row(f"{Path(checkpoint).name}/{name}", "-" if value is None else f"{value:.4f}", why)
+    return table
+
+
+def _to_use(folder: Path, result: dict[str, Any]) -> Path:
+    """The best checkpoint's weights, or the newest's when the best is only in S3; an EMA's come first."""
+    places = [folder / result[name] for name in ("best_checkpoint", "checkpoint") if result[name]]
+    files = [place / name for place in places for name in (EMA_FILE, MODEL_FILE)]
+    return next(file for file in files if file.exists())
+
+
+def _measure(result: dict[str, Any]) -> str:
+    return "loss" if result["best_accuracy"] is None else "accuracy"
+
+
+def early_end(facts: Mapping[str, Any]) -> str:
+    """`ended at step 20 of 58, by --max_steps 20`; empty for a whole run, and for an unfinished one."""
+    if not {"steps", "total_steps"} <= facts.keys() or not facts.get("stopped_by"):
+        return ""
+    return f"ended at step {facts['steps']:,} of {facts['total_steps']:,}, by {facts['stopped_by']}"
+
+
+def plot_curves(folder: Path, lines: list[dict[str, Any]], title: str) -> None:
+    """Draws loss and, where there is one, accuracy against epochs. lines: of metrics.jsonl."""
+    from common.run.plots import panel, panels
+
+    best = max((line["val/accuracy"] for line in lines if "val/accuracy" in line), default=None)
+    row = [panel(lines, "epoch", "loss", ("train/loss", "val/loss"))]
+    row[0].is_log = best is None  # without classes: the loss falls over several orders of magnitude
+    if best is not None:
+        row.append(panel(lines, "epoch", "accuracy", ("val/accuracy", "val/raw_accuracy")))
+        title = f"{title}: best accuracy {best:.4f}"
+    panels(folder / "plots" / "curves.png", [row], title)

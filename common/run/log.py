@@ -75,8 +75,8 @@ class Predictions:
 class RunLog:
     """The log of the main process. After a failed write `problem` has the message, for all processes.
 
-    record: for recipe.json. state: of the checkpoint that the run resumes from; later lines are removed.
-    writer: `written_by` of that checkpoint's manifest.
+    record: for recipe.json. state: of the run; lines after its step are removed. writer: `written_by` of the
+    manifest of the checkpoint that the run resumes from.
     """
 
     trackers: "Trackers | None" = None
@@ -91,7 +91,7 @@ class RunLog:
         steps_per_epoch: int,
         writer: dict[str, Any],
     ):
-        self.folder, self.steps, self.steps_per_epoch = folder, steps, steps_per_epoch
+        self.folder, self.state, self.steps_per_epoch = folder, state, steps_per_epoch
         self.problem: str | None = None
         self.shown_at = 0.0  # time.perf_counter() when show_progress() last showed something
         self.report_at = 0.0 if EVENTS_FILE in os.environ else math.inf  # time.monotonic()
@@ -110,60 +110,52 @@ class RunLog:
         self.samples = open(samples, "a", buffering=1) if recipe.log_samples else None  # noqa: SIM115
         self.progress = TrainingProgress(recipe.epochs, state.step, steps, recipe.unit)
         if change := _change_of_hosts(writer, record):
-            self._write_mark(state.step, state, change)
+            self._write_mark(change)
 
     def tracker_ids(self) -> dict[str, str]:
         return self.trackers.ids() if self.trackers else {}
 
-    def end_step(self, step: int, state: RunState) -> None:
+    def end_step(self) -> None:
         """Reports the step to launch.py, at most once a second, and the end of an interruption."""
         if time.monotonic() > self.report_at:
             self.report_at = time.monotonic() + 1
-            report("step", step=step)
+            report("step", step=self.state.step)
         if self.was_interrupted:
-            self._write_mark(step, state, {"resumed_at": time.time()})
+            self._write_mark({"resumed_at": time.time()})
             self.was_interrupted = False
 
-    def write(
-        self, step: int, state: RunState, values: dict[str, float], telemetry: dict[str, float] | None = None
-    ) -> None:
-        """Writes a line after `step` optimizer steps. telemetry: further values, only for the trackers."""
-        epoch = step / self.steps_per_epoch
-        line = {"epoch": epoch, "wall_s": state.wall_now_s(), **values}
-        self._write_line(self.metrics, {"step": step, **line})
+    def write(self, values: dict[str, float], telemetry: dict[str, float] | None = None) -> None:
+        """Writes a line. telemetry: further values, only for the trackers."""
+        line = self._write_mark(values)
+        step = int(line.pop("step"))
         try:
             if self.trackers:
                 self.trackers.log({**line, **(telemetry or {})}, step)
         except OSError as error:
             self._set_problem("the trackers' files", error)
-        self.progress.show(step, epoch, values)
+        self.progress.show(step, line["epoch"], values)
 
-    def write_interruption(self, state: RunState, why: str) -> None:
+    def write_interruption(self, why: str) -> None:
         """Writes why and when the training is interrupted."""
-        self._write_mark(state.step, state, {"interrupted_at": time.time(), "why": why})
+        self._write_mark({"interrupted_at": time.time(), "why": why})
 
-    def show(self, step: int, pictures: list[Path]) -> None:
+    def show(self, pictures: list[Path]) -> None:
         """Sends PNG files to the trackers."""
         if self.trackers:
-            self.trackers.show(pictures, step)
+            self.trackers.show(pictures, self.state.step)
 
-    def write_evaluation(
-        self, step: int, state: RunState, metrics: dict[str, float], predictions: Predictions
-    ) -> None:
+    def write_evaluation(self, metrics: dict[str, float], predictions: Predictions) -> None:
         """Writes a line with the metrics and, with classes, confusion.json: a row per true class."""
-        self.write(step, state, {f"val/{name}": v for name, v in metrics.items() if name != "images"})
-        self._write_confusion(predictions, {"step": step})
+        self.write({f"val/{name}": v for name, v in metrics.items() if name != "images"})
+        self._write_confusion(predictions, {"step": self.state.step})
 
-    def write_test(
-        self, state: RunState, metrics: dict[str, float], split: str, predictions: Predictions
-    ) -> None:
+    def write_test(self, metrics: dict[str, float], split: str, predictions: Predictions) -> None:
         """Writes the metrics of the best weights on the test split, in a line of the last step."""
-        values = {f"test/{name}": v for name, v in metrics.items() if name != "images"}
-        self.write(state.step, state, values)
-        self._write_confusion(predictions, {"step": state.best_step, "split": split})
+        self.write({f"test/{name}": v for name, v in metrics.items() if name != "images"})
+        self._write_confusion(predictions, {"step": self.state.best_step, "split": split})
 
-    def write_samples(self, step: int, per_rank: list[list[int]], share: int) -> None:
-        """Writes a line for each step up to `step`, with its ids in the order of the whole batch.
+    def write_samples(self, per_rank: list[list[int]], share: int) -> None:
+        """Writes a line for each of the last steps, with its ids in the order of the whole batch.
 
         per_rank: each process's ids of all these steps. share: number of ids of a process in a step.
         """
@@ -171,7 +163,7 @@ class RunLog:
         count = len(per_rank[0]) // share
         for i in range(count):
             ids = [sample for own in per_rank for sample in own[i * share : (i + 1) * share]]
-            self._write_line(self.samples, {"step": step - count + i + 1, "samples": ids})
+            self._write_line(self.samples, {"step": self.state.step - count + i + 1, "samples": ids})
 
     def show_progress(self, text: str) -> None:
         """Shows the work between two lines on the terminal, at most once a second."""
@@ -200,10 +192,12 @@ class RunLog:
         except OSError as error:
             self._set_problem("confusion.json", error)
 
-    def _write_mark(self, step: int, state: RunState, values: dict[str, Any]) -> None:
-        """Writes a line without metrics."""
-        line = {"step": step, "epoch": step / self.steps_per_epoch, "wall_s": state.wall_now_s()}
+    def _write_mark(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Writes a line, which it returns, only into metrics.jsonl."""
+        step = self.state.step
+        line = {"step": step, "epoch": step / self.steps_per_epoch, "wall_s": self.state.wall_now_s()}
         self._write_line(self.metrics, line | values)
+        return line | values
 
     def _write_line(self, file: TextIO, line: dict[str, Any]) -> None:
         try:

@@ -1,82 +1,103 @@
-"""Opens a run: its folder, the state it resumes from, its log, its saver and its telemetry."""
+"""Opens a run: its folder, the state it resumes from, its records, its log, its saver and its telemetry."""
 
 import contextlib
+import dataclasses
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
+import psutil
+import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from common.checkpoint.format import Checkpoint
 from common.checkpoint.saver import Saver
 from common.checkpoint.training import TrainingState
+from common.distributed import strategy as job
 from common.distributed.agreement import once
+from common.distributed.rendezvous import most_hosts
 from common.order import Steps
-from common.recipe import Batch, ImageRecipe, Recipe
+from common.recipe import Batch, ImageRecipe, Recipe, recipe_part
 from common.run.exchange import Exchange
-from common.run.folder import RunFolder, count_restarts, open_folder, resumed_from
+from common.run.folder import RunFolder, count_restarts, open_folder, resumed_from, script_name
 from common.run.log import RunLog
-from common.run.provenance import checkpoint_record, run_name, run_record
 from common.run.state import RunState
-from common.system.env import EVENTS_FILE, report
+from common.system.env import EVENTS_FILE, processes_per_host, report
 from common.system.files import not_written
+from common.system.paths import ROOT, project_version
 from common.system.threads import Heartbeat
-from common.telemetry.sampling import Telemetry, this_process
+from common.telemetry.sampling import ProcessInfo, Telemetry, this_process
+
+VAL_CHOSEN = "a hash of their ids"  # how --max_val_images chooses images
+ENTRIES = ("accelerate", "torchrun", "deepspeed")  # launchers
+MODULES = ("accelerate.commands.launch", "torch.distributed.run")  # the same, as modules
 
 
 class OpenRun:
-    """A run that has begun, in one process. The constructor is collective.
+    """A run in one process: its settings and its progress; after open() also its parts."""
 
-    It restores the training from the newest checkpoint, if there is one. data: a name that changes with its
-    content, and the names of the classes. On an error the run's folder is released.
-    """
-
-    # Of the main process
-    folder: RunFolder | None = None
+    # Of the main process, after open()
+    place: RunFolder | None = None
     log: RunLog | None = None
 
-    def __init__(
-        self,
-        accelerator: Accelerator,
-        recipe: Recipe,
-        batch: Batch,
-        training: TrainingState,
-        data: tuple[str, tuple[str, ...]],
-        steps: Steps,
-    ):
-        self.accelerator, self.recipe, self.batch, self.training = accelerator, recipe, batch, training
-        self.steps, self.source = steps, data[0]
+    # After open()
+    steps: Steps  # from the first of this process on
+    saved_step: int  # of the newest checkpoint in the run's own folder, or 0
+    record: dict[str, Any]  # the content of recipe.json
+    saver: Saver
+    exchange: Exchange
+
+    def __init__(self, accelerator: Accelerator, recipe: Recipe, batch: Batch):
+        self.accelerator, self.recipe, self.batch = accelerator, recipe, batch
+        self.state = RunState()
         self.final: dict[str, Any] = {}  # parts of result.json that are known only at the end
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder. Main process only."""
+        assert self.place
+        return self.place.path
+
+    def open(self, training: TrainingState, data: tuple[str, tuple[str, ...]], steps: Steps) -> None:
+        """Restores the training from the newest checkpoint, if there is one. Collective.
+
+        data: a name that changes with its content, and the names of the classes. On an error the run's folder
+        is released.
+        """
+        accelerator, recipe = self.accelerator, self.recipe
         processes = gather_object([this_process(accelerator)])
         try:
-            point = ResumePoint.from_json(
-                once(accelerator, "run folder", self._open_folder, recipe.timeout_s)
+            find = partial(self._find_resume_point, training, data[0], steps)
+            content, self.saved_step, has_optimizer, began_at = once(
+                accelerator, "run folder", find, recipe.timeout_s
             )
-            self.state = state = point.state
-            self.saved_step = point.saved_step  # of the newest checkpoint in the run's own folder, or 0
-            if point.has_checkpoint:
-                checkpoint = self.folder.checkpoint if self.folder else None
-                training.restore(checkpoint, state.scalars(), with_optimizer=point.has_optimizer)
-            self.record = run_record(accelerator, recipe, processes, point.resumed_from, self.source)
+            self.state = state = RunState(**content)
+            self.steps = dataclasses.replace(steps, first=state.step)
+            if state.step:  # of a checkpoint
+                checkpoint = self.place.checkpoint if self.place else None
+                training.restore(checkpoint, state.scalars(), has_optimizer)
+            self.record = _run_record(self, processes, began_at, data[0])
             once(accelerator, "log", self._start_log, recipe.timeout_s)
-            path, mirror = (self.folder.path, self.folder.mirror) if self.folder else (None, None)
-            lost = self.folder.leases[0].check if self.folder else lambda: None
-            manifest = checkpoint_record(self.record, recipe, batch, accelerator, data[1]) | training.about()
+            path, mirror = (self.place.path, self.place.mirror) if self.place else (None, None)
+            lost = self.place.leases[0].check if self.place else lambda: None
+            manifest = _checkpoint_record(self, data[1]) | training.about()
             newest = self.saved_step or None
             self.saver = Saver(training, path, recipe.keep_every, manifest, mirror, newest, lost)
             rank, interval_s = accelerator.process_index, recipe.telemetry_s
             telemetry = Telemetry(
                 processes, rank, path, interval_s, lambda: state.step, steps.last, state.wall_s
             )
-            find_problem = self._problem if self.folder else None
+            find_problem = self._problem if self.place else None
             self.exchange = Exchange(recipe.timeout_s, state, telemetry, find_problem, _skipped(recipe))
-            _report_start(self.exchange, recipe, batch, state.step, path)
+            self._report_start()
         except BaseException:
-            if self.folder:
-                self.folder.release()
+            if self.place:
+                self.place.release()
             raise
 
     def wait_for_save(self, heartbeat: Heartbeat) -> None:
@@ -85,30 +106,63 @@ class OpenRun:
         if problem := self.exchange.problem():
             raise ValueError(problem)
 
-    def _open_folder(self, heartbeat: Heartbeat) -> dict[str, Any]:
-        name = run_name(self.accelerator, self.recipe, self.batch)
-        self.folder = open_folder(self.recipe, name, self.steps.last, heartbeat, _print)
-        return _resume_point(self.folder, self.training, self.recipe, self.source, self.steps).to_json()
+    def _find_resume_point(
+        self, training: TrainingState, data: str, steps: Steps, heartbeat: Heartbeat
+    ) -> list[Any]:
+        """Opens the folder. Returns the state to resume from, which is empty at step 0, and its step if it is
+        this run's own; if the optimizer's state is restored; and the --resume with which the run began. Main
+        process only.
+
+        ValueError for a checkpoint of other data, another model or optimizer, or a step after the run's last;
+        and after too many restarts without a new checkpoint.
+        """
+        self.place = place = open_folder(self.recipe, run_name(self), steps.last, heartbeat, _print)
+        state, has_optimizer, began_at = RunState(), False, None
+        if checkpoint := place.checkpoint:
+            state, has_optimizer, began_at = _from_checkpoint(
+                checkpoint, place, training, self.recipe, data, steps
+            )
+        count_restarts(place.path, state.step)
+        if checkpoint:
+            print(f"continuing at step {checkpoint.step:,} with {checkpoint.folder}", flush=True)
+        return [state.to_json(), 0 if place.is_new else state.step, has_optimizer, began_at]
 
     def _start_log(self, _: Heartbeat) -> None:
-        assert self.folder
-        folder, state, steps = self.folder, self.state, self.steps
-        with writing("the log", folder.path):
-            (folder.path / "result.json").unlink(missing_ok=True)
-            own = None if folder.is_new else folder.checkpoint
+        assert self.place
+        place, steps = self.place, self.steps
+        with writing("the log", place.path):
+            (place.path / "result.json").unlink(missing_ok=True)
+            own = None if place.is_new else place.checkpoint
             writer = own.manifest.get("written_by", {}) if own else {}
             self.log = RunLog(
-                folder.path, self.recipe, self.record, state, steps.last, steps.per_epoch, writer
+                place.path, self.recipe, self.record, self.state, steps.last, steps.per_epoch, writer
             )
-        if folder.mirror and self.saved_step:  # its upload may have been interrupted
-            folder.mirror.offer(self.saved_step, state.best_step)
-        print(f"run folder {folder.path}", flush=True)
+        if place.mirror and self.saved_step:  # its upload may have been interrupted
+            place.mirror.offer(self.saved_step, self.state.best_step)
+        print(f"run folder {place.path}", flush=True)
 
     def _problem(self) -> str | None:
         """The first error that ends the run: a lost folder, a checkpoint or a line that can't be written."""
-        assert self.folder
+        assert self.place
         assert self.log
-        return self.folder.lost() or self.saver.problem or self.log.problem
+        return self.place.lost() or self.saver.problem or self.log.problem
+
+    def _report_start(self) -> None:
+        """Reports the first step to launch.py, and if all hosts see the run's folder. Collective."""
+        if EVENTS_FILE not in os.environ:
+            return
+        file = self.folder.resolve() / "recipe.json" if self.place else None
+        mains = self.exchange.of_main((file, file.read_bytes()) if file else None)
+        is_shared = all(self.exchange.poll.gather(_holds(*mains)))
+        if file:
+            report(
+                "began",
+                step=self.state.step,
+                processes=self.batch.processes,
+                folder=str(file.parent),
+                in_s3=bool(self.recipe.s3),
+                is_shared=is_shared,
+            )
 
 
 @contextlib.contextmanager
@@ -118,24 +172,6 @@ def writing(what: str, folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise not_written(what, folder, error) from error
-
-
-def _report_start(exchange: Exchange, recipe: Recipe, batch: Batch, step: int, folder: Path | None) -> None:
-    """Reports the first step to launch.py, and if all hosts see the run's folder. Collective."""
-    if EVENTS_FILE not in os.environ:
-        return
-    file = folder.resolve() / "recipe.json" if folder else None
-    mains = exchange.of_main((file, file.read_bytes()) if file else None)
-    is_shared = all(exchange.poll.gather(_holds(*mains)))
-    if file:
-        report(
-            "began",
-            step=step,
-            processes=batch.processes,
-            folder=str(file.parent),
-            in_s3=bool(recipe.s3),
-            is_shared=is_shared,
-        )
 
 
 def _skipped(recipe: Recipe) -> Callable[[], list[int]]:
@@ -158,42 +194,6 @@ def _print(message: str) -> None:
     print(message, flush=True)
 
 
-@dataclass(frozen=True)
-class ResumePoint:
-    """The state from which this process starts. Without arguments: step 0."""
-
-    state: RunState = field(default_factory=RunState)
-    has_checkpoint: bool = False
-    saved_step: int = 0  # of that checkpoint if it is in this run's own folder
-    has_optimizer: bool = False  # False: the optimizer's state starts at zero
-    resumed_from: str | None = None  # the --resume with which the run began
-
-    def to_json(self) -> dict[str, Any]:
-        return vars(self) | {"state": self.state.to_json()}
-
-    @classmethod
-    def from_json(cls, content: dict[str, Any]) -> Self:
-        return cls(**content | {"state": RunState(**content["state"])})
-
-
-def _resume_point(
-    folder: RunFolder, training: TrainingState, recipe: Recipe, data: str, steps: Steps
-) -> ResumePoint:
-    """The state to resume from. Main process only. data: a name of its content.
-
-    ValueError for a checkpoint of other data, another model or optimizer, or a step after the run's last; and
-    after too many restarts without a new checkpoint.
-    """
-    checkpoint = folder.checkpoint
-    point = (
-        _from_checkpoint(checkpoint, folder, training, recipe, data, steps) if checkpoint else ResumePoint()
-    )
-    count_restarts(folder.path, point.state.step)
-    if checkpoint:
-        print(f"continuing at step {checkpoint.step:,} with {checkpoint.folder}", flush=True)
-    return point
-
-
 def _from_checkpoint(
     checkpoint: Checkpoint,
     folder: RunFolder,
@@ -201,7 +201,8 @@ def _from_checkpoint(
     recipe: Recipe,
     data: str,
     steps: Steps,
-) -> ResumePoint:
+) -> tuple[RunState, bool, str | None]:
+    """The checkpoint's state, if its optimizer fits, and the --resume with which the run began."""
     before = checkpoint.manifest.get("data")
     if before != data and "data" not in recipe.allow_changed:  # ids must mean the same images and classes
         raise ValueError(
@@ -225,7 +226,7 @@ def _from_checkpoint(
     if checkpoint.step == steps.last or state.is_over(recipe.patience):
         # Only the run's end is missing, whose pictures need an evaluation.
         state.evaluated = False
-    return ResumePoint(state, True, 0 if folder.is_new else checkpoint.step, has_optimizer, began_at)
+    return state, has_optimizer, began_at
 
 
 def _has_optimizer(checkpoint: Checkpoint, state: RunState, training: TrainingState, recipe: Recipe) -> bool:
@@ -271,3 +272,94 @@ def changed_types(writer: dict[str, Any], types: dict[str, Any]) -> str:
     """The types of the computation that differ from the checkpoint's, whose weights are always fp32."""
     changed = (name for name, now in types.items() if writer.get(name, now) != now)
     return ", ".join(f"{name} {types[name]} (it was {writer[name]})" for name in changed)
+
+
+# Its records
+
+
+def run_name(run: OpenRun) -> str:
+    """<strategy>_<batch>_<epochs>_<hosts>_<processes per host>; hosts that are away count, too."""
+    hosts, on_each = most_hosts(), processes_per_host()
+    strategy = job.strategy(run.accelerator)
+    strategy = "ddp" if strategy == "single" and hosts * on_each > 1 else strategy
+    return f"{strategy}_{run.batch.total}_{run.recipe.epochs}_{hosts}_{on_each}"
+
+
+def _run_record(
+    run: OpenRun, processes: list[ProcessInfo], began_at: str | None, source: str
+) -> dict[str, Any]:
+    """The content of recipe.json. processes: of all ranks. source: a name that changes with the data."""
+    accelerator, recipe = run.accelerator, run.recipe
+    return {
+        "script": script_name(),
+        "strategy": job.strategy(accelerator),
+        "sharding": job.sharding(accelerator),
+        **dataclasses.asdict(accelerator.precision),
+        "compile": str(accelerator.compilation),
+        "grad_checkpointing": accelerator.grad_checkpointing,
+        "threads": torch.get_num_threads(),
+        "recipe": dataclasses.asdict(recipe),
+        "defaults": _defaults(recipe),
+        "source": source,
+        "unit": recipe.unit,
+        "val_chosen": VAL_CHOSEN,
+        "resumed_from": began_at,
+        "command": _command(),
+        "argv": sys.argv,
+        "version": project_version(),
+        "git_commit": _git_commit(),
+        "versions": job.versions(),
+        "hosts": list(dict.fromkeys(process.host for process in processes)),
+        "devices": [process.device for process in processes],
+    }
+
+
+def _checkpoint_record(run: OpenRun, classes: tuple[str, ...]) -> dict[str, Any]:
+    """The part of a checkpoint's manifest about the run that writes it."""
+    names = ("script", "strategy", "version", "git_commit", "versions", "hosts", "val_chosen")
+    writer = {name: run.record[name] for name in names} | dataclasses.asdict(run.accelerator.precision)
+    writer |= {"processes": run.batch.processes, "deterministic": run.recipe.deterministic}
+    recipe, source = recipe_part(run.recipe), run.record["source"]
+    return {"recipe": recipe, "data": source, "classes": classes, "written_by": writer}
+
+
+def _defaults(recipe: Recipe) -> dict[str, Any]:
+    """The script's default recipe; fields derived from batch_size have the values of this recipe."""
+    own = type(recipe)()
+    return dataclasses.asdict(type(recipe)(batch_size=recipe.batch_size)) | {"batch_size": own.batch_size}
+
+
+def _command() -> list[str]:
+    """The command as typed: that of the outermost launcher of this script, else this process's.
+
+    Words before the launcher (sudo, env, a shell) are left out: pages show the command, and they may be
+    secret.
+    """
+    own = [word for word in sys.argv[1:] if not word.startswith("--local_rank")]
+    command = ["python", sys.argv[0], *own]
+    for process in psutil.Process().parents():
+        with contextlib.suppress(psutil.Error):
+            python, *words = process.cmdline() or [""]
+            names_script = any(Path(word).name == Path(sys.argv[0]).name for word in words)
+            is_python = Path(python).name.startswith("python")
+            if not is_python or not names_script or words[len(words) - len(own) :] != own:
+                continue
+            if Path(words[0]).name in ENTRIES:
+                command = [Path(words[0]).name, *words[1:]]
+            elif Path(words[0]).name == "launch.py" or (words[0] == "-m" and words[1] in MODULES):
+                command = ["python", *words]
+    return command
+
+
+def _git_commit() -> str | None:
+    """The commit of the code, followed by + if files differ from it; None outside of a repository."""
+    try:
+        commit, changed = (
+            subprocess.run(
+                ["git", "-C", ROOT, *words], capture_output=True, text=True, timeout=10, check=True
+            ).stdout
+            for words in (["rev-parse", "HEAD"], ["status", "--porcelain"])
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return commit.strip() + ("+" if changed.strip() else "")

@@ -3,9 +3,7 @@
 import contextlib
 import math
 from collections.abc import Generator, Iterator
-from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -23,11 +21,8 @@ from common.recipe import Batch, ImageRecipe, Recipe
 from common.run import finish
 from common.run.checkpoints import Checkpoints, Meter
 from common.run.ending import close, close_failed, end_failed, end_preempted
-from common.run.exchange import Exchange
-from common.run.log import Predictions, RunLog
+from common.run.log import Predictions
 from common.run.opening import OpenRun
-from common.run.result_tables import early_end
-from common.run.state import RunState
 from common.system.env import report
 from common.system.phase import ENDING, EVALUATION, READING, STARTING, TRAINING, now
 from common.system.threads import Heartbeat
@@ -40,26 +35,19 @@ if TYPE_CHECKING:  # imported where they are needed
 Item = TypeVar("Item")
 
 
-class Run:
+class Run(OpenRun):
     """A context manager around a training. All processes call it; the main process writes and prints.
 
     Raises ValueError when the folder holds another run or can't be written, or when
     memory runs out, with the size to try. Raises Preempted, after saving, when a process was told to stop.
     """
 
-    # Set by begin()
-    steps: Steps
-    opened: OpenRun
-    exchange: Exchange
-
     def __init__(self, accelerator: Accelerator, recipe: Recipe, batch: Batch):
-        self.accelerator, self.recipe, self.batch = accelerator, recipe, batch
-        self.state = RunState()
+        super().__init__(accelerator, recipe, batch)
         self.meter = Meter(accelerator, batch, recipe.log_samples)
         self.predictions = Predictions()
         self.tested: dict[str, Any] = {}  # parts of result.json about the test split
         self.checkpoints: Checkpoints | None = None  # once the run has begun
-        self.log: RunLog | None = None  # of the main process, once the run has begun
         self.profile: Profile | None = None  # of the main process, with --profile
         self.utilisation: Utilisation | None = None  # of the main process
         self.ended = self.finished = False
@@ -79,14 +67,11 @@ class Run:
         Call it after prepare() and before the first forward. data: a name that changes with its content, and
         the names of the classes.
         """
-        training = TrainingState(self.accelerator, model, optimizer, ema)
-        opened = OpenRun(self.accelerator, self.recipe, self.batch, training, data, steps)
-        self.opened, self.state, self.exchange, self.log = opened, opened.state, opened.exchange, opened.log
-        self.steps = replace(steps, first=self.state.step)
+        self.open(TrainingState(self.accelerator, model, optimizer, ema), data, steps)
         self.predictions.classes = data[1]
         self.meter.resume(self.state, self.accelerator.process_index)
         self.meter.start_clock()
-        self.checkpoints = Checkpoints(opened, self.steps, self.meter)
+        self.checkpoints = Checkpoints(self, self.meter)
         if first := self.recipe.profile:
             from common.telemetry.profiler import begin_profile
 
@@ -96,34 +81,27 @@ class Run:
             from common.telemetry.flops import utilisation
 
             precision = self.accelerator.precision.mixed_precision
-            self.utilisation = utilisation(self.recipe, len(data[1]), opened.record["devices"], precision)
+            self.utilisation = utilisation(self.recipe, len(data[1]), self.record["devices"], precision)
         now.enter(TRAINING)
         now.step = self.state.step
-        on_failure(partial(close_failed, opened))
+        on_failure(partial(close_failed, self))
         return self.steps
-
-    @property
-    def folder(self) -> Path:
-        """The run's folder. Main process only."""
-        assert self.opened.folder
-        return self.opened.folder.path
 
     def __enter__(self) -> "Run":
         return self
 
     def __exit__(self, _: object, error: BaseException | None, trace: object) -> None:
-        job = self.accelerator, self.recipe, self.batch, self.checkpoints
         if self.checkpoints:
             self.exchange.telemetry.stop()
         if isinstance(error, Preempted):
-            end_preempted(*job)
+            end_preempted(self)
         elif error is not None:
-            end_failed(error, *job)
+            end_failed(error, self)
         elif self.checkpoints and self.finished:
-            close(self.opened, "finished")
+            close(self, "finished")
         elif self.checkpoints:
             left = ValueError("the script left its run without run.finish(): end the loop by `break`")
-            end_failed(left, *job)
+            end_failed(left, self)
             raise left
 
     def should_evaluate(self, step: int) -> bool:
@@ -167,7 +145,7 @@ class Run:
         if self.state.step < self.steps.last and not self.state.is_over(self.recipe.patience):
             self.state.stopped = True  # the script has left its loop
         self.checkpoints.flush()
-        if self.log and not self.ended and (early := early_end(self._end_facts())):
+        if self.log and not self.ended and (early := finish.early_end(self._end_facts())):
             print(early, flush=True)
         self.ended = True
         if not self.state.best:
@@ -192,12 +170,12 @@ class Run:
 
         def find(heartbeat: Heartbeat) -> bool:
             nonlocal best
-            best = finish.find_best(self.opened, heartbeat)
+            best = finish.find_best(self, heartbeat)
             return best is not None
 
         exists = once(self.accelerator, "best checkpoint", find, self.recipe.timeout_s)
         if exists:
-            self.opened.saver.training.restore_evaluated(best)
+            self.saver.training.restore_evaluated(best)
             now.enter(EVALUATION)
         return exists
 
@@ -210,7 +188,7 @@ class Run:
         self.tested = {f"test_{name}": value for name, value in metrics.items()} | {"test_name": split}
         self.predictions.accept(f"{split} split, best weights")
         if self.log:
-            self.log.write_test(self.state, metrics, split, self.predictions)
+            self.log.write_test(metrics, split, self.predictions)
 
     def finish(self, val_name: str) -> None:
         """Waits for the last checkpoint, writes plots/ and result.json, and prints the table. Collective."""
@@ -223,12 +201,11 @@ class Run:
         def write_end(heartbeat: Heartbeat) -> None:
             if self.profile:
                 self.profile.wait(heartbeat)
-            parts: dict[str, Any] = {"val_name": val_name, "memory": memory, "tested": self.tested}
-            parts |= {"utilisation": self.utilisation, "end": self._end_facts()}
-            finish.write_end(self.opened, self.predictions, parts, heartbeat)
+            self.final = {"val_name": val_name, "memory_gib": memory, **self.tested, **self._end_facts()}
+            finish.write_end(self, self.predictions, self.utilisation, heartbeat)
 
         once(self.accelerator, "report", write_end, self.recipe.timeout_s)
-        once(self.accelerator, "last upload", partial(finish.upload, self.opened), self.recipe.timeout_s)
+        once(self.accelerator, "last upload", partial(finish.upload, self), self.recipe.timeout_s)
         begin_exit()
         self.accelerator.wait_for_everyone()  # under deepspeed rank 0 hosts the store that the others use
         if self.log:
@@ -273,7 +250,7 @@ class Run:
         now.step = step
         self.meter.end_step()
         if self.log:
-            self.log.end_step(step, self.state)
+            self.log.end_step()
         is_last = step == self.steps.last or self.state.stopped
         if step % self.recipe.log_every and step % self.steps.per_epoch and not is_last:
             return
@@ -292,7 +269,7 @@ class Run:
             if self.utilisation and (mfu_pct := self.utilisation.pct(images_per_s)) is not None:
                 values["train/mfu_pct"] = mfu_pct
             values["train/images_per_s"] = images_per_s
-            self.log.write(step, state, values, self.exchange.telemetry.means())
+            self.log.write(values, self.exchange.telemetry.means())
 
     def show_progress(self, text: str) -> None:
         """Shows an evaluation's progress without waiting for the device. May raise Preempted. Collective."""
@@ -311,4 +288,4 @@ class Run:
         self.state.add_evaluation(step, metrics)
         self.predictions.accept(f"step {step:,}")
         if self.log:
-            self.log.write_evaluation(step, self.state, metrics, self.predictions)
+            self.log.write_evaluation(metrics, self.predictions)

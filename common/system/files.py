@@ -1,5 +1,6 @@
 """Atomic writes, locks, and reading and checking of JSON that may be malformed."""
 
+import contextlib
 import dataclasses
 import errno
 import fcntl
@@ -10,7 +11,7 @@ import resource
 import shutil
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -170,14 +171,16 @@ def read_accelerate_config(file: Path) -> dict[str, Any]:
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:
-    """The objects of a JSON-lines file, without lines truncated by a kill or a full disk."""
-    lines = []
-    for text in file.read_text(errors="replace").splitlines() if file.exists() else []:
-        try:
-            lines.append(parse_json(text, file))
-        except ValueError:
-            continue
-    return lines
+    """The objects of a JSON-lines file; [] without the file."""
+    return list(json_lines(file)) if file.exists() else []
+
+
+def json_lines(file: Path) -> Iterator[dict[str, Any]]:
+    """Yields the objects of a JSON-lines file, without lines truncated by a kill or a full disk."""
+    with open(file, errors="replace") as texts:
+        for text in texts:
+            with contextlib.suppress(ValueError):
+                yield parse_json(text, file)
 
 
 def fitting(content: dict[str, Any], kinds: dict[str, Kind]) -> tuple[dict[str, Any], list[str]]:

@@ -1,12 +1,10 @@
 """Sums up the telemetry of a host: means, maxima, energy."""
 
-import contextlib
 from collections import defaultdict
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from common.system.files import parse_json
+from common.system.files import json_lines
 
 HOST_NUMBERS = (
     "cpu_pct",
@@ -31,7 +29,7 @@ def summarize(file: Path) -> dict[str, Any]:
     reasons: set[str] = set()
     energies: dict[tuple[int, int], _Energy] = defaultdict(_Energy)  # by start and GPU
     try:
-        for line in _lines(file):
+        for line in json_lines(file):
             if "host" in line:
                 starts, gpus = starts + 1, len(line["devices"])
                 continue
@@ -72,14 +70,6 @@ def _total(numbers: list[float | None]) -> float | None:
     """The sum; None for an empty list or one with a None."""
     known = [number for number in numbers if number is not None]
     return sum(known) if known and len(known) == len(numbers) else None
-
-
-def _lines(file: Path) -> Iterator[dict[str, Any]]:
-    """Yields the lines one at a time, as a day has 86,400; skips those that a kill or a full disk has cut."""
-    with open(file, errors="replace") as texts:
-        for text in texts:
-            with contextlib.suppress(ValueError):
-                yield parse_json(text, file)
 
 
 class _Values:

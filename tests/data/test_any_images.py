@@ -13,11 +13,12 @@ import pytest
 from PIL import Image, ImageOps
 
 from common.data import cache
-from common.data.cache import NO_FLAWS, prepare, prepare_data
+from common.data.cache import Prepared, prepare, prepare_data
 from common.data.class_folders import LeftOut, list_splits
 from common.data.decode import EXTENSIONS, FORMATS, decode
 from common.data.images import Images, open_images, summary, warnings
 from common.data.splits import FileSplit
+from common.recipe import ImageRecipe
 from tests.conftest import CNN, full, lines, metrics, python, run, torchrun
 from tests.data.test_decode import header_alone
 from tests.data.test_images import class_folders, encode, hub_rows, parquet_folder, picture, write_parquet
@@ -34,8 +35,12 @@ def put(root: Path, *paths: str) -> Path:
     return root
 
 
+def prepare_with(data: Path, cache: Path, **flags) -> Prepared:
+    return prepare(ImageRecipe(data=str(data), cache_dir=str(cache), **flags), lambda: None)
+
+
 def opened(data: Path, cache: Path) -> Images:
-    return open_images(prepare_data(str(data), cache, show_progress=False))
+    return open_images(prepare_data(str(data), cache))
 
 
 # Layouts
@@ -64,7 +69,7 @@ def test_the_names_of_splits(train, val, val_name, tmp_path):
 def test_the_first_split_to_evaluate_on_counts_and_the_others_are_named(tmp_path):
     paths = (f"{split}/cat/{split}.png" for split in ("train", "test", "valid", "val"))
     root = put(tmp_path / "pets", *paths)
-    prepared = prepare(str(root), tmp_path / "cache", show_progress=False)
+    prepared = prepare_with(root, tmp_path / "cache")
     assert prepared.left_out == "valid/, as val/ is there, test/, as val/ is there"
     images = open_images(Path(prepared.folder))
     assert (images.val.images[0] == decode((root / "val/cat/val.png").read_bytes())).all()
@@ -110,7 +115,7 @@ def test_what_is_no_image_is_counted_and_nothing_hangs(tmp_path):
     outside = put(tmp_path / "outside", "more/7.png")
     (root / "train" / "a" / "out").symlink_to(outside)
     (root / "train" / "a" / "twin.png").symlink_to(outside / "more" / "7.png")
-    prepared = prepare(str(root), tmp_path / "cache", show_progress=False)
+    prepared = prepare_with(root, tmp_path / "cache")
     images = open_images(Path(prepared.folder))
     assert len(images.train) == 4  # 1.png, deep/2.png, out/more/7.png, twin.png
     assert sorted(prepared.left_out.split(", ")) == [
@@ -238,11 +243,11 @@ def test_the_line_of_what_was_found(tmp_path):
 def test_imbalance_and_missing_classes_are_named():
     classes = ("cat", "dog", "ox")
     train, val = np.repeat([0, 1, 2], [2, 20, 5]), np.array([0, 1])
-    assert warnings(train, {"val": val}, classes, NO_FLAWS) == [
+    assert warnings(train, {"val": val}, classes) == [
         "the classes are imbalanced: 2 training images of cat, 20 of dog: look at each class's recall, too",
         "the val split has no image of ox",
     ]
-    assert warnings(np.repeat([0, 1], [2, 19]), {"val": val}, classes[:2], NO_FLAWS) == []
+    assert warnings(np.repeat([0, 1], [2, 19]), {"val": val}, classes[:2]) == []
 
 
 @pytest.mark.parametrize("kind", ["paths", "tables"])
@@ -260,15 +265,12 @@ def test_images_in_both_splits_are_named(kind, tmp_path, monkeypatch):
         file = write_parquet(root / "test-00000-of-00001.parquet", data, [0, 1, 0], ["cat", "dog"])
         names = f"row 1 of {file}", f"row 3 of {root}/train-00000-of-00001.parquet"
     images = opened(root, tmp_path / "cache")
-    split = images.val_name
-    assert images.flaws.duplicates == {split: (1, names[1], names[0])}
-    said = warnings(images.train.labels, {split: images.val.labels}, images.classes, images.flaws)
-    assert said == [
-        f"1 of the {len(images.val)} {split} images are training images, too, as {names[0]} and {names[1]}:"
-        " remove them from one split: accuracies are too high"
-    ]
+    of, both = f"the {len(images.val)} {images.val_name} images", f"{names[0]} and {names[1]}"
+    assert images.flaws == (
+        f"1 of {of} are training images, too, as {both}: remove them from one split: accuracies are too high",
+    )
     monkeypatch.setattr(cache, "SEARCHED_BYTES", 100)
-    assert opened(root, tmp_path / "other").flaws.duplicates == {}
+    assert opened(root, tmp_path / "other").flaws == ()
 
 
 def test_broken_images_of_several_sizes_are_named_at_the_start(tmp_path, monkeypatch):
@@ -287,16 +289,14 @@ def test_broken_images_of_several_sizes_are_named_at_the_start(tmp_path, monkeyp
         (root / path).write_bytes(data)
     images = opened(root, tmp_path / "cache")
     assert isinstance(images.train, FileSplit)
-    assert images.flaws.broken == (5, f"{root}/train/a/empty.jpg: the file is empty")
-    labels = images.train.labels, images.val.labels
-    said = f"5 of the {len(labels[0]) + len(labels[1])} images are broken, as {root}/train/a/empty.jpg"
-    assert said in warnings(labels[0], {"val": labels[1]}, images.classes, images.flaws)[0]
+    count, first = len(images.train) + len(images.val), f"{root}/train/a/empty.jpg: the file is empty"
+    assert images.flaws[0].startswith(f"5 of the {count} images are broken, as {first}: repair")
     for path in broken:
         (root / path).unlink()
-    assert opened(root, tmp_path / "cache").flaws.broken is None
+    assert not [line for line in opened(root, tmp_path / "cache").flaws if "are broken" in line]
     monkeypatch.setattr(cache, "SEARCHED_BYTES", 100)
     (root / "val/a/empty.jpg").write_bytes(b"")
-    assert opened(root, tmp_path / "cache").flaws == NO_FLAWS
+    assert opened(root, tmp_path / "cache").flaws == ()
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path, monkeypatch):

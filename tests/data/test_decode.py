@@ -106,7 +106,7 @@ def test_half_a_jpeg_with_an_end_marker(options):
 def test_half_a_jpeg_is_reported_where_a_cache_is_made(tmp_path):
     data = pictures(tmp_path / "data", 9, broken="train/b/4.jpg")
     with pytest.raises(ValueError, match="1 of 36 images can't be decoded") as error:
-        prepare_data(str(data), tmp_path / "cache", show_progress=False)
+        prepare_data(str(data), tmp_path / "cache")
     assert "train/b/4.jpg: " in str(error.value)
 
 
@@ -162,7 +162,7 @@ def test_without_torchcodec_pil_decodes_the_same_and_it_is_said_once(photographs
 def test_without_simplejpeg_images_are_decoded_and_it_is_said_once(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "simplejpeg", None)
     checks_jpegs.cache_clear()
-    prepare_data(str(pictures(tmp_path / "data", 9)), tmp_path / "cache", show_progress=False)
+    prepare_data(str(pictures(tmp_path / "data", 9)), tmp_path / "cache")
     assert capsys.readouterr().err.count("simplejpeg is not installed") == 1
     assert damage(b"no image")
     monkeypatch.undo()

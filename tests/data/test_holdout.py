@@ -21,7 +21,7 @@ from tools.logbook.record import RunRecord
 
 
 def opened(data: Path, cache: Path, holdout: float | None) -> Images:
-    return open_images(prepare_data(str(data), cache, show_progress=False, holdout=holdout))
+    return open_images(prepare_data(str(data), cache, holdout=holdout))
 
 
 @pytest.mark.parametrize(("holdout", "expected"), [(0.1, [10, 4, 1]), (30, [20, 8, 2]), (1, [1, 0, 0])])
@@ -86,7 +86,7 @@ def test_data_without_a_held_out_split(make, tmp_path):
     assert pixels_of(images.train) == [image.tobytes() for image in every[~is_held_out]]
     assert pixels_of(images.val) == [image.tobytes() for image in every[is_held_out]]
     assert (images.train.labels.tolist(), images.val.labels.tolist()) == ([0] * 8 + [1] * 8, [0, 0, 1, 1])
-    assert (images.val_name, images.test, images.flaws.duplicates) == ("holdout", None, {})
+    assert (images.val_name, images.test, images.flaws) == ("holdout", None, ())
     same, other = opened(data, cache, 4), opened(data, cache, 0.3)
     assert pixels_of(same.val) == pixels_of(images.val)
     assert len(other.val) == 6

@@ -116,7 +116,7 @@ def decode(images, pixels, ids):
             time.sleep(0.05)
     return real(images, pixels, ids)
 real, image_cache._decode, image_cache.cores = image_cache._decode, decode, lambda: 1
-print("DONE", image_cache.prepare_data(data, cache), flush=True)
+print("DONE", image_cache.prepare_data(str(data), cache), flush=True)
 """
 
 
@@ -185,10 +185,10 @@ def test_cifar10_by_name_is_loaded_through_datasets(tmp_path, monkeypatch):
     # load_dataset takes a local folder of this name first
     copy = parquet_folder(tmp_path / "uoft-cs" / "cifar10")
     monkeypatch.chdir(tmp_path)
-    folder = prepare_data("cifar10", tmp_path / "cache", show_progress=False)
-    hub, local = map(open_images, (folder, prepare_data(str(copy), tmp_path / "cache", show_progress=False)))
+    folder = prepare_data("cifar10", tmp_path / "cache")
+    hub, local = map(open_images, (folder, prepare_data(str(copy), tmp_path / "cache")))
     assert folder.name.startswith("cifar10-")
-    assert prepare_data("cifar10", tmp_path / "cache", show_progress=False) == folder
+    assert prepare_data("cifar10", tmp_path / "cache") == folder
     assert hub.val_name == "test"
     assert hub.classes == local.classes
     assert (hub.train.images == local.train.images).all()
@@ -686,7 +686,7 @@ def test_bad_input_is_one_clear_error(tmp_path, case):
     make, messages = BAD[case]
     make(tmp_path / "data")
     with pytest.raises(ValueError, match=r".+") as error:
-        prepare_data(str(tmp_path / "data"), tmp_path / "cache", show_progress=False)
+        prepare_data(str(tmp_path / "data"), tmp_path / "cache")
     assert str(tmp_path / "data") in str(error.value) or "splits differ" in str(error.value)
     assert "\n" not in str(error.value)
     for message in messages:

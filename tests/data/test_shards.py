@@ -354,7 +354,7 @@ def test_damaged_data_is_refused_in_one_line(case, tmp_path):
     folder = write_shards(tmp_path / "tiny")
     do(folder)
     with pytest.raises(ValueError, match=r".+") as error:
-        prepare_data(str(folder), tmp_path / "cache", show_progress=False)
+        prepare_data(str(folder), tmp_path / "cache")
     assert message in str(error.value)
     assert str(folder) in str(error.value)
     assert "\n" not in str(error.value)

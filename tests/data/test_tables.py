@@ -8,19 +8,19 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from common.data.cache import prepare, prepare_data
+from common.data.cache import prepare_data
 from common.data.decode import decode
 from common.data.images import Images, open_images
 from common.data.tables import Columns, Table, write_tables
-from tests.data.test_any_images import put
+from tests.data.test_any_images import prepare_with, put
 from tests.data.test_images import PNG, encode, hub_rows, picture, write_parquet
 from tools.doctor.facts import _contents
 
 HUB_COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
-def opened(data: object, cache: Path, **columns) -> Images:
-    return open_images(prepare_data(str(data), cache, show_progress=False, columns=Columns(**columns)))
+def opened(data: object, cache: Path, image: str | None = None, label: str | None = None) -> Images:
+    return open_images(prepare_data(str(data), cache, image_column=image, label_column=label))
 
 
 def structs(count: int, first: int = 0) -> pa.Array:
@@ -88,7 +88,7 @@ def test_parquet_in_folders_of_splits(tmp_path):
         for part in range(2):
             file = tmp_path / "pets" / "default" / folder / f"000{part}.parquet"
             write_parquet(file, images, [part] * count, ["cat", "dog"])
-    prepared = prepare(str(tmp_path / "pets"), tmp_path / "cache", show_progress=False)
+    prepared = prepare_with(tmp_path / "pets", tmp_path / "cache")
     images = open_images(Path(prepared.folder))
     assert prepared.left_out == "test, as validation is there"
     assert (images.train.labels.tolist(), len(images.val)) == ([0] * 4 + [1] * 4, 6)
@@ -98,7 +98,7 @@ def test_parquet_among_class_folders_is_left_alone(tmp_path):
     put(tmp_path, *(f"{split}/{c}/1.png" for split in ("train", "val") for c in "ab"))
     for file in ("about.parquet", "train/rows.parquet"):
         write_parquet(tmp_path / file, [PNG], [0], ["cat"])
-    prepared = prepare(str(tmp_path), tmp_path / "cache", show_progress=False)
+    prepared = prepare_with(tmp_path, tmp_path / "cache")
     assert (open_images(Path(prepared.folder)).classes, prepared.left_out) == (("a", "b"), "1 .parquet")
 
 
@@ -142,12 +142,12 @@ def test_a_folder_of_save_to_disk(hub_data, tmp_path):
     root = tmp_path / "we[1]rd::pets"
     hub_data.save_to_disk(tmp_path / "saved", num_shards={"train": 2, "test": 1, "valid": 1})
     (tmp_path / "saved").rename(root)
-    prepared = prepare(str(root), tmp_path / "cache", show_progress=False)
+    prepared = prepare_with(root, tmp_path / "cache")
     assert_are_hub_data(open_images(Path(prepared.folder)))
     assert prepared.left_out == "test, as valid is there"
     (tmp_path / "elsewhere").mkdir()
     moved = root.rename(tmp_path / "elsewhere" / root.name)
-    assert str(prepare_data(str(moved), tmp_path / "cache", show_progress=False)) == prepared.folder
+    assert str(prepare_data(str(moved), tmp_path / "cache")) == prepared.folder
     with pytest.raises(ValueError, match="pets/train has no val, validation, valid or test to evaluate on"):
         opened(moved / "train", tmp_path / "cache")
     arrow = next((moved / "train").glob("*.arrow"))
@@ -254,8 +254,8 @@ def test_labels_of_a_list_are_part_of_its_content(tmp_path):
 def test_columns_absolute_paths_numbers_and_a_second_held_out_split(tmp_path):
     rows = [f"{tmp_path}/img/{k}.png,x,{10 - k},train" for k in range(3)]
     rows += ["img/3.png,x,9,val", f"{tmp_path}/img/4.png,x,8,test"]
-    path, columns = write_list(tmp_path, "\n".join(["a,b,c,split", *rows])), Columns("a", "c")
-    prepared = prepare(str(path), tmp_path / "cache", show_progress=False, columns=columns)
+    path = write_list(tmp_path, "\n".join(["a,b,c,split", *rows]))
+    prepared = prepare_with(path, tmp_path / "cache", image_column="a", label_column="c")
     images = open_images(Path(prepared.folder))
     assert images.classes == ("8", "9", "10")
     assert (images.train.labels.tolist(), images.val.labels.tolist()) == ([2, 1, 0], [1])

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from common.system.hangs import hang_table
+from common.system.phase import hang_table
 from tests.conftest import CNN, Job, full, mutate, torchrun
 from tools.launch.hosts import Host
 from tools.launch.launcher import Launcher

@@ -17,9 +17,8 @@ from common.run import plots
 from common.run.folder import _why_not_ours, count_restarts, resumed_from
 from common.run.lease import _parsed
 from common.run.state import RunState
-from common.system.files import read_accelerate_config, read_json, read_lines
+from common.system.files import json_lines, read_accelerate_config, read_json, read_lines
 from common.system.text import printable, printable_lines
-from common.telemetry.summary import _lines
 from logbook import read_mark
 from tests.conftest import CNN, python, result, run
 from tests.support.images import class_folders
@@ -97,7 +96,7 @@ def test_such_names_are_shown_wherever_they_are(tmp_path):
     broken = min((root / "train" / LATIN_1).iterdir())
     broken.write_bytes(b"none")
     with pytest.raises(ValueError, match=r"caf\\xe9"):
-        prepare_data(str(root), tmp_path / "cache", show_progress=False)
+        prepare_data(str(root), tmp_path / "cache")
     (root / "val" / LATIN_1).rename(root / "val" / "other")
     with pytest.raises(ValueError, match=r"only in train: caf\\xe9\. only in val: other"):
         prepare_data(str(root), tmp_path / "cache")
@@ -171,7 +170,7 @@ def test_a_run_with_malformed_json_has_a_page(content, tmp_path):
     with pytest.raises(ValueError, match=r"recipe\.json can't be read"):
         _why_not_ours(tmp_path, ImageRecipe(), None)
     assert resumed_from(tmp_path) is None
-    assert read_lines(tmp_path / "metrics.jsonl") == list(_lines(tmp_path / "telemetry-a.jsonl"))
+    assert read_lines(tmp_path / "metrics.jsonl") == list(json_lines(tmp_path / "telemetry-a.jsonl"))
     assert not _parsed(CONTENTS[content].decode(errors="surrogateescape")).get("pid")
     (tmp_path / "page.md").write_text("<!-- logbook {" + '"a":{' * 100_000 + "} -->\n")
     with pytest.raises(ValueError, match=r"page\.md"):

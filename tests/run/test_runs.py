@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from common.run.result_tables import show
+from common.run.finish import show
 from tests.conftest import Job, full, metrics, python, read_until, result, torchrun
 
 

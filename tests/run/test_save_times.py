@@ -42,10 +42,9 @@ class Simulation:
         run.recipe, run.state, run.exchange = SimpleNamespace(**recipe), RunState(), exchange
         run.steps = Steps(per_epoch, per_epoch * epochs, per_epoch * epochs)
         run.log, run.feeding, run.ended = None, None, False
-        opened = SimpleNamespace(recipe=run.recipe, state=run.state, exchange=exchange, saver=saver, log=None)
-        opened.saved_step, opened.batch = 0, SimpleNamespace(accumulations=1)
+        run.saver, run.saved_step, run.batch = saver, 0, SimpleNamespace(accumulations=1)
         meter = SimpleNamespace(loss=np.zeros(()), keeps_ids=False, elapsed_s=lambda: 0.0)
-        run.checkpoints = Checkpoints(opened, run.steps, meter)
+        run.checkpoints = Checkpoints(run, meter)
 
     def train(self, step_s: float, accuracy=lambda epoch: epoch) -> None:
         run = self.run

@@ -110,9 +110,8 @@ def waits_of(script: ModuleType, recipe: Recipe, images: Images, read: int) -> C
     def begin(run: Run, model: nn.Module, optimizer: Any, steps: Steps, **_: Any) -> Steps:
         """Run.begin without a folder, checkpoints, telemetry and other processes."""
         run.steps, run.exchange = steps, Mock()
-        run.opened = Mock(recipe=run.recipe, state=run.state, exchange=run.exchange, log=None, saved_step=0)
-        run.opened.saver.since_write_s = lambda: 0.0
-        run.checkpoints = Checkpoints(run.opened, steps, run.meter)
+        run.saver, run.saved_step = Mock(since_write_s=lambda: 0.0), 0
+        run.checkpoints = Checkpoints(run, run.meter)
         run.checkpoints.take = Mock()
         for p in model.parameters():
             p.grad = torch.zeros_like(p)

@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from common.system.gpus import devices, torch_cuda, visible_devices
-from common.system.network import interface_to, listener, use_interface
 from common.system.paths import ROOT
+from common.system.processes import interface_to, listener, use_interface
 from tools.launch.hosts import connection_addresses
 
 ANSWER = "\x1eanswer "  # prefix of an answer, to tell it from other output of the host

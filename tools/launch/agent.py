@@ -24,8 +24,15 @@ from typing import IO, Any
 import psutil
 
 from common.system.env import EVENTS_FILE, JOB, PREEMPTED, EventReader
-from common.system.network import interface_to, listener, use_interface
-from common.system.processes import adopt_orphans, end_with_parent, kill, running_descendants
+from common.system.processes import (
+    adopt_orphans,
+    end_with_parent,
+    interface_to,
+    kill,
+    listener,
+    running_descendants,
+    use_interface,
+)
 from tools.launch.hosts import connection_addresses
 
 BEAT_S = 5  # between heartbeats of the launcher

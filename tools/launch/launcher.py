@@ -18,8 +18,8 @@ from typing import Any
 
 from common.system.env import PREEMPTED
 from common.system.gpus import visible_devices
-from common.system.hangs import Evidence, hang_table
 from common.system.paths import ROOT
+from common.system.phase import Evidence, hang_table
 from common.system.processes import is_under_nohup
 from tools.launch.agent import BEAT_S, EVENT
 from tools.launch.hosts import SSH_FAILED, Host, close_and_wait, start_on
