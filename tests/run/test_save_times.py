@@ -43,7 +43,7 @@ class Simulation:
         run.steps = Steps(per_epoch, per_epoch * epochs, per_epoch * epochs)
         run.log, run.feeding, run.ended = None, None, False
         run.saver, run.saved_step, run.batch = saver, 0, SimpleNamespace(accumulations=1)
-        meter = SimpleNamespace(loss=np.zeros(()), keeps_ids=False, elapsed_s=lambda: 0.0)
+        meter = SimpleNamespace(loss=np.zeros(()), keeps_ids=False, elapsed_s=lambda: 0.0, check=int)
         run.checkpoints = Checkpoints(run, meter)
 
     def train(self, step_s: float, accuracy=lambda epoch: epoch) -> None:

@@ -63,7 +63,7 @@ def test_the_images_are_as_large_as_the_epoch_says(tmp_path):
         np.save(tmp_path / f"{split}.npy", np.zeros((16, 24, 24, 3), np.uint8))
         pixels = np.load(tmp_path / f"{split}.npy", mmap_mode="c")
         splits.append(ArraySplit(pixels, Part(split, np.zeros(16, np.int64))))
-    images = Images("", ("a",), *splits, val_name="val", mirror=True)
+    images = Images("", ("a",), *splits, val_name="val")
     recipe = CnnB(epochs=4, batch_size=8, train_sizes=(16, 24), image_size=32)
     batch = share_out(8, None, 1)
     steps = Steps.of(images.train, batch, recipe)

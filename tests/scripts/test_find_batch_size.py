@@ -213,8 +213,10 @@ def test_a_result_with_the_same_name_is_kept(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     folder = Path("runs/find_batch_size/train_vit")
     folder.mkdir(parents=True)
+    config = ROOT / "accelerate_configs" / "ddp_2gpu.yaml"
+    words = [f"--config_file={config}", "--memory_limit_gib=1", str(ROOT / "train_vit.py"), *VIT[1:]]
     for name in ("ddp_2gpu.json", "ddp_2gpu-2.json"):
-        assert find_batch_size._free_name("train_vit", "ddp_2gpu") == folder / name
+        assert find_batch_size.Search(find_batch_size.parse(words)).output == folder / name
         (folder / name).touch()
 
 
