@@ -43,7 +43,12 @@ FLAGS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("--compile", "reduce-overhead"): CNNS,
 }
 # In a dry run; the smoke test has train_cnn_a.
-DRY = ("train_cnn_a, --mixed_precision fp16", "train_cnn_b, --step_graph", "train_vit, --half_residual")
+DRY = (
+    "train_cnn_a, --mixed_precision fp16",
+    "train_cnn_a, --compile default",
+    "train_cnn_b, --step_graph",
+    "train_vit, --half_residual",
+)
 
 
 def smoke() -> dict[str, Row]:
