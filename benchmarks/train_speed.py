@@ -6,9 +6,10 @@ Results and machines: benchmarks/README.md.
     python -m benchmarks.train_speed train_cnn_b.py
     python -m benchmarks.train_speed --arms ready,ours train_vit.py --data SHARDS --workers 8
     python -m benchmarks.train_speed --arms ready --vary "--telemetry_s 0.02" train_cnn_a.py
+    python -m benchmarks.train_speed --processes 2 --arms ready --vary=--deterministic train_cnn_b.py
 
-Each arm is a process of its own, and one of them works at a time: a block of --steps, after some that do not
-count. All flags behind the script are its own, in all arms.
+Each arm is a process of its own, or --processes under DDP, and one of them works at a time: a block of
+--steps, after some that do not count. All flags behind the script are its own, in all arms.
 
 tutorial  PIL images, torchvision's transforms in 2 DataLoader workers, float32, contiguous, `.item()` each
           step; network, optimizer, batch size and learning rate are the script's. For train_cnn_*.py
@@ -47,6 +48,8 @@ from common.recipe import parse
 from common.run.run import Run
 from common.script import load_script, recipe_class
 from common.system.cli import run_command, split_at_script
+from common.system.env import rank
+from common.system.processes import kill
 
 ARMS = ("tutorial", "ours", "ready")
 STEPS = {"train_cnn_a": 100, "train_cnn_b": 6}  # of a block, some seconds on a CPU
@@ -63,7 +66,7 @@ class Stopwatch:
         """An optimizer step is done. Ends the process when the parent asks for no more, or is gone."""
         self.left -= 1
         self.images += images
-        if not self.left:
+        if not self.left and rank() == 0:  # the others wait for it in their next exchange
             wait_for_device()
             block = self.images, time.perf_counter() - self.began, facts
             print(json.dumps(block), file=self.output, flush=True)
@@ -136,10 +139,12 @@ def work(arm: str, file: str, words: list[str]) -> int:
 
 
 class Arm:
-    """A process that runs an arm. cpu_s, images: of all its blocks."""
+    """The processes that run an arm. cpu_s, images: of all its blocks."""
 
-    def __init__(self, *what: str):
-        words = [sys.executable, "-m", "benchmarks.train_speed", "--as", *what]
+    def __init__(self, processes: int, *what: str):
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+        words = [*(torchrun if processes > 1 else []), "-m", "benchmarks.train_speed", "--as", *what]
+        words = [sys.executable, *words]
         self.process = psutil.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.cpu_s, self.images, self.facts = 0.0, 0, ""
 
@@ -149,11 +154,10 @@ class Arm:
 
     def __exit__(self, *_: object) -> None:
         """Ends the arm; its DataLoader workers end with it."""
+        below = self.process.children(recursive=True)
         self.process.stdin.close()
-        try:
-            self.process.wait(10)
-        except psutil.TimeoutExpired:
-            self.process.kill()
+        psutil.wait_procs([self.process], timeout=10)
+        kill([*below, self.process])
 
     def answer(self, steps: int | None = None) -> tuple[int, float, str]:
         """Images, seconds and facts of a block of so many steps."""
@@ -172,7 +176,7 @@ class Arm:
         return images / seconds
 
     def used_s(self) -> float:
-        """Seconds of all cores that the process and its workers have used."""
+        """Seconds of all cores that the processes and their workers have used."""
         used_s = sum(self.process.cpu_times()[:4])
         for child in self.process.children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -187,12 +191,15 @@ def main() -> int:
     parser.add_argument("--arms", default=",".join(ARMS), help="(default: %(default)s)")
     parser.add_argument("--vary", action="append", default=[], metavar="FLAGS", help="also with these flags")
     parser.add_argument("--steps", type=positive, help="optimizer steps of a block")
+    parser.add_argument("--processes", type=positive, default=1, help="of ours and ready, under DDP")
     own, words = split_at_script(sys.argv[1:])
     flags = parser.parse_args(own)
     if not words:
         parser.error("name a script: train_cnn_a.py")
     file, *words = words
     parse(recipe_class(load_script(Path(file).resolve())), words)  # a mistake ends it here
+    if flags.processes > 1 and "tutorial" in flags.arms:
+        parser.error("the tutorial has one process: give --arms ready")
     if unknown := set(names := flags.arms.split(",")) - {*ARMS}:
         parser.error(f"--arms {unknown.pop()}: choose of {', '.join(ARMS)}")
     steps = flags.steps or STEPS.get(Path(file).stem, 10)
@@ -203,7 +210,7 @@ def main() -> int:
         arms = {}
         for number, (name, (kind, more)) in enumerate(chosen.items()):
             quiet = ["--telemetry_s", "0", "--trackers", "none", "--output_dir", f"{folder}/{number}"]
-            arms[name] = stack.enter_context(Arm(kind, file, *words, *quiet, *more))
+            arms[name] = stack.enter_context(Arm(flags.processes, kind, file, *words, *quiet, *more))
             arms[name].block(1)
         rounds = in_turn({name: lambda arm=arm: arm.block(steps) for name, arm in arms.items()}, flags.rounds)
     us = {name: round(1e6 * arm.cpu_s / arm.images) for name, arm in arms.items()}

@@ -13,7 +13,7 @@ import pytest
 from cluster import virtual_cluster as hosts
 from common.checkpoint.format import step_name, step_of, steps_in
 from common.order import order
-from tests.conftest import ROOT, Job, lines, metrics, result, run
+from tests.conftest import ROOT, Job, latest, lines, metrics, result, run
 from tests.scripts.test_launch import launcher_of, ranks_on, wait_until_empty
 from tests.support.s3 import BUCKET, aws_env
 
@@ -22,6 +22,7 @@ REPLAYED, REPLAY_BOUND = 50, 1e-5  # steps after a change of hosts; of their los
 LOG_EVERY = "4"  # steps whose mean loss is logged
 WORDS = ["train_hello.py", "--trackers", "none", "--mixed_precision", "no", "--epochs", "100000"]
 WORDS += ["--log_every", LOG_EVERY, "--checkpoint_every", "64", "--log_samples", "--timeout_s", "60"]
+EXACT = ["--per_device_batch_size", "8", "--deterministic"]
 
 
 class ElasticTraining:
@@ -32,7 +33,7 @@ class ElasticTraining:
 
     def __init__(self, tmp_path: Path, count: int, slots: int, *flags: str, script=(), folder=None, env=None):
         self.folder, self.hostfile = folder or tmp_path / "run", tmp_path / "hostfile"
-        self.slots = slots
+        self.slots, self.script = slots, list(script)
         self.processes = count * slots  # of the first launch
         self.kept = tmp_path / "kept"  # copies of checkpoints
         self.hostfile.write_text("".join(f"node{n} slots={slots}\n" for n in range(1, count + 1)))
@@ -101,6 +102,8 @@ class ElasticTraining:
     def assert_same_as_one_process(self, tmp_path: Path, first_step: int = 1) -> None:
         """Each sample once, in the order of the step; learning rates equal, losses up to rounding.
 
+        With --deterministic losses and the last checkpoint's weights are equal bit for bit.
+
         first_step: in samples.jsonl, which is not copied to S3.
         """
         last = max(steps_in(self.folder / "checkpoints"))
@@ -112,9 +115,14 @@ class ElasticTraining:
         theirs = self._train_alone(tmp_path / "one", last)
         found = [line for line in metrics(self.folder) if "train/loss" in line]
         assert len(found) > 20
+        is_exact = "--deterministic" in self.script
         for line in found:
             assert line["train/lr"] == theirs[line["step"]]["train/lr"]
-            assert line["train/loss"] == pytest.approx(theirs[line["step"]]["train/loss"], rel=1e-3)
+            within = {"rel": 0, "abs": 0} if is_exact else {"rel": 1e-3}
+            assert line["train/loss"] == pytest.approx(theirs[line["step"]]["train/loss"], **within)
+        if is_exact:
+            weights = [latest(folder) / "model.safetensors" for folder in (self.folder, tmp_path / "one")]
+            assert weights[0].read_bytes() == weights[1].read_bytes()
 
     def assert_same_as_replays(self, tmp_path: Path) -> None:
         """The losses after each change are those of one process that begins at that change's checkpoint."""
@@ -129,6 +137,7 @@ class ElasticTraining:
 
     def _train_alone(self, folder: Path, last: int, *words) -> dict[int, dict]:
         """The lines of one process's training to the step `last`, by step."""
+        words = [*words, *(EXACT if "--deterministic" in self.script else [])]
         run([sys.executable, *WORDS, "--max_steps", last, "--output_dir", folder, *words])
         return {line["step"]: line for line in metrics(folder) if "train/loss" in line}
 
@@ -152,7 +161,7 @@ def start(cluster, tmp_path):
 
 
 def test_a_host_is_lost_comes_back_and_is_told_to_leave(start, tmp_path):
-    training = start(2, 1)
+    training = start(2, 1, script=EXACT)
     training.wait_for(2)
     hosts.kill("node2")
     training.wait_for(1)
