@@ -250,7 +250,7 @@ def test_benchmark_of_saves(tmp_path):
     output = run([*words, "--json", tmp_path / "out.json"])
     assert "of save_state" in output
     assert len(json.loads((tmp_path / "out.json").read_text())["rounds"]) == 2
-    assert "first step after step_0000000" in run([*words, "--resume"])
+    assert "first step after step_00000" in run([*words, "--resume"])
 
 
 BENCHMARKS = [c for c in IN_TABLES if c.startswith("python -m benchmarks")]
