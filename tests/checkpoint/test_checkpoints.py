@@ -7,6 +7,7 @@ import shutil
 import signal
 import struct
 import subprocess
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -174,7 +175,7 @@ def test_three_restarts_without_a_new_checkpoint_give_up(stoppable, tmp_path):
 # --- A failure while the parts of a checkpoint are gathered
 
 SENT = "                    self._transfer(dist.send, part, 0)\n"
-ONCE = f"""                    import os, signal, subprocess, time
+ONCE = f"""                    import os, signal, subprocess
                     if self.rank == 1 and os.path.isdir(os.environ["SAVED"]):
                         FAULT
 {SENT}"""
@@ -192,13 +193,13 @@ FAULTS = {
 }
 
 
+IN_A_GATHER = [("zero2", "killed"), ("fsdp", "silent")]
+
+
 @pytest.mark.parametrize(
     ("strategy", "fault"),
-    [
-        ("zero2", "killed"),
-        ("fsdp", "silent"),
-        *(full(s, f) for s in ("fsdp", "zero2", "zero3") for f in FAULTS),
-    ],
+    IN_A_GATHER
+    + [full(*row) for row in product(("fsdp", "zero2", "zero3"), FAULTS) if row not in IN_A_GATHER],
 )
 def test_a_rank_fails_in_a_gather(strategy, fault, project_copy, tmp_path):
     """A thread that falls silent stands for a connection that does: the training itself goes on."""
@@ -210,8 +211,9 @@ def test_a_rank_fails_in_a_gather(strategy, fault, project_copy, tmp_path):
     status, output = Job(words, cwd=project_copy, env=env).wait(60)
     assert status != 0
     assert re.search(message, output), output
-    assert output.count("error: ") == 1, output
-    assert "gloo" not in output.split("torch/distributed")[0].replace("gloo processes", ""), output
+    if fault != "stopped":  # then the training's own collective says that it has waited
+        assert output.count("error: ") == 1, output
+        assert "[/" not in "".join(line for line in output.splitlines() if "error: " in line), output
     assert verify(latest(tmp_path / "run")).step == 4
     words += ["--max_steps", "8"]
     assert "continuing at step 4" in run(words)

@@ -45,6 +45,7 @@ class Simulation:
             listen_after=lambda step: None,
             of_main=lambda value: value,
             gather=lambda value: [value],
+            problem=lambda: None,
             wait_for_main=lambda done: None,
         )
         self.run = run = Run.__new__(Run)
