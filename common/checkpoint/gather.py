@@ -46,17 +46,20 @@ class Gather:
             first = {n: p for n, p in pieces.items() if p.length and (n, p.start) not in found}
             found |= {(name, piece.start) for name, piece in first.items()}
             self.shares.append(first)
+        for name, shape in self.shapes.items():
+            lengths = [share[name].length for share in self.shares if name in share]
+            assert sum(lengths) == torch.Size(shape).numel(), name
         self.hurry = threading.Event()  # set when the training waits for the checkpoint
 
     def held(self, specs: Specs) -> Specs:
         """Type and shape of what this process holds of a file: all of it on the main process."""
         if self.rank == 0:
             return specs
-        return {n: (specs[n][0], (piece.length,)) for n, piece in self._pieces(specs, self.rank).items()}
+        return {n: (specs[n][0], (piece.length,)) for n, piece in self._pieces(specs, self.rank)}
 
     def own(self, snapshot: Snapshot) -> dict[str, Tensor]:
         """Flat views of what this process itself copies into its snapshot."""
-        return snapshot.views if self.rank else self._views(snapshot, 0)
+        return snapshot.views if self.rank else dict(self._views(snapshot, 0))
 
     def run(self, snapshots: dict[str, Snapshot]) -> None:
         """Completes the main process's snapshots. All processes call it, in a thread.
@@ -67,8 +70,9 @@ class Gather:
             if self.shares[self.rank]:
                 self._transfer(dist.send, torch.zeros(1), 0)  # its copy is complete
             for snapshot in snapshots.values():
-                for part in _messages(snapshot.views[name] for name in snapshot.specs):
-                    self._transfer(dist.send, part, 0)
+                for name in snapshot.specs:
+                    for part in _messages(snapshot.views[name]):
+                        self._transfer(dist.send, part, 0)
             return
         senders = [rank for rank, share in enumerate(self.shares) if share and rank]
         for rank in senders:
@@ -86,18 +90,16 @@ class Gather:
 
     def _incoming(self, snapshots: dict[str, Snapshot], rank: int) -> Iterator[Tensor]:
         for snapshot in snapshots.values():
-            yield from _messages(iter(self._views(snapshot, rank).values()))
+            for _, piece in self._views(snapshot, rank):
+                yield from _messages(piece)
 
-    def _views(self, snapshot: Snapshot, rank: int) -> dict[str, Tensor]:
+    def _views(self, snapshot: Snapshot, rank: int) -> Iterator[tuple[str, Tensor]]:
         """Flat views of a process's pieces in the main process's snapshot."""
-        return {
-            name: snapshot.views[name].view(-1)[piece.start : piece.start + piece.length]
-            for name, piece in self._pieces(snapshot.specs, rank).items()
-        }
+        for name, piece in self._pieces(snapshot.specs, rank):
+            yield name, snapshot.views[name].view(-1)[piece.start : piece.start + piece.length]
 
-    def _pieces(self, specs: Specs, rank: int) -> dict[str, Piece]:
+    def _pieces(self, specs: Specs, rank: int) -> Iterator[tuple[str, Piece]]:
         """The pieces that come from a process, by their names in the file."""
-        found = {}
         for name, (_, shape) in specs.items():
             parameter = name if name in self.shapes else name.rpartition("/")[0]  # `<parameter>/<state>`
             if self.shapes.get(parameter) != shape:
@@ -105,8 +107,7 @@ class Gather:
             else:
                 piece = self.shares[rank].get(parameter)
             if piece:
-                found[name] = piece
-        return found
+                yield name, piece
 
     def _transfer(self, transfer: Callable[..., Any], message: Tensor, rank: int) -> None:
         began = time.monotonic()
@@ -119,6 +120,5 @@ class Gather:
             raise NotGathered(f"rank {rank} {reason}") from error
 
 
-def _messages(pieces: Iterator[Tensor]) -> Iterator[Tensor]:
-    for piece in pieces:
-        yield from piece.view(torch.uint8).split(MESSAGE_BYTES)
+def _messages(piece: Tensor) -> tuple[Tensor, ...]:
+    return piece.view(torch.uint8).split(MESSAGE_BYTES)

@@ -16,7 +16,7 @@ from common.checkpoint.training import TrainingState
 from common.system.files import free_space, sync
 from common.system.threads import lower_priority
 
-FIRST_CAUSE_S = 2.0  # by then common/distributed/watch.py ends a job in which a process has died
+FIRST_CAUSE_S = 3.0  # by then common/distributed/watch.py ends a job in which a process has died
 
 
 class Saver:

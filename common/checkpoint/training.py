@@ -36,7 +36,7 @@ class TrainingState:
         self.accelerator, self.ema = accelerator, ema
         self.layout = layout_of(model, optimizer)
         self.optimizer = OptimizerState(self.layout)
-        self.pieces = Gather(self.layout)
+        self.gathering = Gather(self.layout)
         self.snapshots: dict[str, Snapshot] = {}
         self.copied: torch.cuda.Event | None = None
 
@@ -71,11 +71,11 @@ class TrainingState:
             files[checkpoints.EMA_FILE] = chain(others, layout.own(self.ema.averages))
         specs = self._specs(optimizer_specs)
         for file, tensors in files.items():
-            own = self.pieces.own(self._snapshot(file, specs[file]))
+            own = self.gathering.own(self._snapshot(file, specs[file]))
             for name, tensor in tensors:
                 if name in own:
                     own[name].view(tensor.shape).copy_(tensor, non_blocking=True)
-        self.pieces.hurry.clear()
+        self.gathering.hurry.clear()
         if self.accelerator.device.type == "cuda":
             self.copied = torch.cuda.Event()
             self.copied.record()
@@ -84,11 +84,11 @@ class TrainingState:
     def gather(self) -> None:
         """Completes the main process's snapshots. All processes call it, in a thread. Raises NotGathered."""
         self.wait_until_copied()
-        self.pieces.run(self.snapshots)
+        self.gathering.run(self.snapshots)
 
     def hurry(self) -> None:
         """Lets gather() take all of the link, as the training waits for it."""
-        self.pieces.hurry.set()
+        self.gathering.hurry.set()
 
     def wait_until_copied(self) -> None:
         if self.copied:
@@ -126,7 +126,7 @@ class TrainingState:
 
     def _snapshot(self, file: str, specs: Specs) -> Snapshot:
         """The file's snapshot, of this process's part; a new one if types or shapes have changed."""
-        specs = self.pieces.held(specs)
+        specs = self.gathering.held(specs)
         if file not in self.snapshots or self.snapshots[file].specs != specs:
             self.snapshots[file] = Snapshot(specs, pinned=self.accelerator.device.type == "cuda")
         return self.snapshots[file]

@@ -174,14 +174,14 @@ def test_three_restarts_without_a_new_checkpoint_give_up(stoppable, tmp_path):
 
 # --- A failure while the parts of a checkpoint are gathered
 
-SENT = "                    self._transfer(dist.send, part, 0)\n"
-ONCE = f"""                    import os, signal, subprocess
-                    if self.rank == 1 and os.path.isdir(os.environ["SAVED"]):
-                        FAULT
+SENT = "                        self._transfer(dist.send, part, 0)\n"
+ONCE = f"""                        import os, signal, subprocess
+                        if self.rank == 1 and os.path.isdir(os.environ["SAVED"]):
+                            FAULT
 {SENT}"""
 # torchrun would wait 30 s for the end of a process that is stopped.
 STOP = """subprocess.Popen(["sh", "-c", f"sleep 9; kill -9 {os.getpid()}"], start_new_session=True)
-                        os.kill(os.getpid(), signal.SIGSTOP)"""
+                            os.kill(os.getpid(), signal.SIGSTOP)"""
 FAULTS = {
     "killed": ("os.kill(os.getpid(), signal.SIGKILL)", "died without a message: it was killed"),
     "stopped": (STOP, "the job hangs: rank 1 .* is silent: stopped by a signal"),
