@@ -4,9 +4,12 @@
     accelerate launch --config_file accelerate_configs/ddp_2gpu.yaml -m benchmarks.checkpoint_saves
     accelerate launch --config_file accelerate_configs/ddp_2gpu.yaml -m benchmarks.checkpoint_saves --resume
 
-Ours holds it up for the snapshot, save_state for everything, though it does not wait for the disk. A barrier
-precedes and follows each save, so the slowest process counts. --resume, after a run without it, measures the
-time from the start of the process to the first step after its checkpoint. Results: docs/resuming.md.
+Ours holds it up for the copy of what a process has, save_state for everything, though it does not wait for
+the disk. A barrier precedes and follows each save, so the slowest process counts. The ten steps after a save,
+beside which it is gathered and written, are compared with ten quiet ones before it. Memory is the peak of the
+resident set meanwhile, on the main process and on the largest of the others. --resume, after a run without
+it, measures the time from the start of the process to the first step after its checkpoint. Results:
+docs/resuming.md.
 """
 
 import argparse
@@ -17,11 +20,12 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
 import torch.nn.functional as F
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast_object_list, gather_object
 
 from benchmarks.harness import benchmark_parser, in_turn, report, wait_for_device
 from common.checkpoint.format import STATE_FILE, newest
@@ -33,6 +37,8 @@ from common.distributed.strategy import device_name, strategy
 from common.order import reseed
 from common.system.env import world_size
 from train_vit import Vit, build_model, build_optimizer
+
+STEPS = 10  # that follow a save
 
 
 def main() -> None:
@@ -95,19 +101,30 @@ class Benchmark:
             (folder / "metrics.jsonl").touch()
         about = {"recipe": {}, "classes": []}
         saver = Saver(self.training, folder if self.is_main else None, None, about, None)
-        beside: list[float] = []
-        committed: list[float] = []
+        saves: list[dict[str, Any]] = []
 
         def ours() -> float:
+            quiet_s, quiet_gb = self.ten_steps()
             began = time.perf_counter()
             state = {"step": self.steps, **self.training.scalars()}
             seconds = self.timed(lambda: saver.save(self.steps, state, None))
-            beside.append(self.timed(self.step))
-            saver.wait()
-            self.wait()
-            committed.append(time.perf_counter() - began)
+            ended: list[float] = []
+            saver.running[-1].add_done_callback(lambda _: ended.append(time.perf_counter()))
+            beside_s, beside_gb = self.ten_steps(saver)
             if saver.problem:
                 raise ValueError(saver.problem)
+            sizes = gather_object([sum(one.buffer.nbytes for one in self.training.snapshots.values())])
+            saves.append(
+                {
+                    "held_up_s_per_gb": seconds / (sizes[0] / 1e9),
+                    "committed_after_s": ended[0] - began,
+                    "ten_next_over_quiet_steps": beside_s / quiet_s,
+                    "quiet_step_s": quiet_s / STEPS,
+                }
+                | _main_and_other("snapshot_gb", [size / 1e9 for size in sizes])
+                | _main_and_other("quiet_memory_gb", quiet_gb)
+                | _main_and_other("memory_gb", beside_gb)
+            )
             return seconds
 
         def save_state() -> float:
@@ -117,7 +134,6 @@ class Benchmark:
             return seconds
 
         self.step()
-        usual = statistics.median(self.timed(self.step) for _ in range(3))
         arms = {"save_state": save_state, "ours": ours}
         rounds = in_turn(arms, self.flags.rounds + 1)[1:]  # the first is a warm-up
         if self.is_main:
@@ -128,10 +144,23 @@ class Benchmark:
                 "save_state",
                 self.flags.json,
                 where=f"{self.flags.model}, {place}, {device_name(self.accelerator)}",
-                step_s=round(usual, 3),
-                step_beside_the_writing_s=round(statistics.median(beside[1:]), 3),
-                committed_after_s=round(statistics.median(committed[1:]), 3),
+                **{key: round(statistics.median(one[key] for one in saves[1:]), 3) for key in saves[0]},
+                saves=saves[1:],
             )
+
+    def take_steps(self) -> None:
+        for _ in range(STEPS):
+            self.step()
+
+    def ten_steps(self, saver: Saver | None = None) -> tuple[float, list[float]]:
+        """Seconds of ten steps, and the peak memory of each process in GB until the saver has ended."""
+        Path("/proc/self/clear_refs").write_text("5")  # forgets the peak
+        seconds = self.timed(self.take_steps)
+        if saver:
+            saver.wait()
+            self.wait()
+        status = Path("/proc/self/status").read_text()
+        return seconds, gather_object([int(status.partition("VmHWM:")[2].split()[0]) * 1024 / 1e9])
 
     def resume(self) -> None:
         found = newest(self.flags.folder / "checkpoints", lambda: None, print) if self.is_main else None
@@ -151,6 +180,10 @@ class Benchmark:
             print(
                 f"from the start of the process to the first step after {found.folder.name}: {since_s:.1f} s"
             )
+
+
+def _main_and_other(name: str, by_rank: list[float]) -> dict[str, float]:
+    return {name: by_rank[0]} | ({f"{name}_of_others": max(by_rank[1:])} if by_rank[1:] else {})
 
 
 if __name__ == "__main__":

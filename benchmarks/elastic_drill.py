@@ -334,7 +334,7 @@ def draw(file: Path, folder: Path) -> None:
     pairs = {
         "with --deterministic": (ours / "run", ours / "one"),
         "without it": (rounded / "run", rounded / "one"),
-        "without it, undisturbed: 1 and 4 processes": (rounded / "four", rounded / "one"),
+        "undisturbed, on 1 and on 4": (rounded / "four", rounded / "one"),
     }
     pairs |= {"plain script": (plain / "run", plain / "four")} if plain.exists() else {}
     runs = {name: [losses(path) for path in pair] for name, pair in pairs.items()}

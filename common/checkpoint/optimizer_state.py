@@ -5,6 +5,7 @@ that it changes in its parameter groups, `manifest.json` its class and the names
 """
 
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any, TypedDict
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from common.checkpoint import format as checkpoints
 from common.checkpoint.format import Checkpoint, Specs, TensorFile
 from common.checkpoint.optimizer_trial import try_out
-from common.distributed.layout import Layout, Local
+from common.distributed.layout import Layout
 
 Send = Callable[[str, tuple[int, ...], torch.dtype], Tensor]  # broadcasts a tensor of the main process
 
@@ -50,9 +51,9 @@ class OptimizerState:
         }
 
     def tensors(self) -> tuple[Specs, Iterator[tuple[str, Tensor]]]:
-        """Type and shape of every tensor, and an iterator of (name, whole tensor) that gathers one at a time.
+        """Type and shape of every whole tensor, and (name, what this process has of it).
 
-        Collective.
+        Collective only for state of another shape in DTensors.
         """
         shapes, shaped = self.layout.shapes(), self.layout.shaped_state()
         others = {
@@ -69,7 +70,14 @@ class OptimizerState:
             for parameter in members
         }
         specs |= {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in others.items()}
-        return specs, self._whole(shaped, others)
+        return specs, chain(
+            (
+                (f"{parameter}/{name}", mine)
+                for name, held in shaped.items()
+                for parameter, mine in self.layout.own(held)
+            ),
+            others.items(),
+        )
 
     def scalars(self) -> OptimizerScalars:
         """Scalars of the parameters and changed values of the groups, for state.json. Collective."""
@@ -81,12 +89,6 @@ class OptimizerState:
             },
             "groups": [{n: checkpoints.encode(v) for n, v in group.items()} for group in groups],
         }
-
-    def _whole(self, shaped: dict[str, Local], others: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        for name, held in shaped.items():
-            for parameter, tensor in self.layout.whole(held):
-                yield f"{parameter}/{name}", tensor
-        yield from others.items()
 
     # --- In
 
@@ -142,7 +144,7 @@ class OptimizerState:
                 dtype, shape = specs[f"{parameter}/{name}"]
                 return send(f"{parameter}/{name}", shape, dtype)
 
-            layout.fill(held, receive, dtypes)
+            layout.fill(((n, mine) for n, mine in layout.own(held) if n in dtypes), receive)
         for parameter, values in state["optimizer"]["scalars"].items():
             for name, value in values.items():
                 self._put(parameter, name, checkpoints.decode(value))

@@ -1,4 +1,4 @@
-"""Writes checkpoints in the background: a training step waits only for the snapshot."""
+"""Gathers and writes checkpoints in the background: a training step waits only for the snapshot."""
 
 import math
 import os
@@ -10,14 +10,18 @@ from typing import Any
 
 from common.checkpoint import format as checkpoints
 from common.checkpoint.format import Snapshot, step_name, steps_in, to_keep
+from common.checkpoint.gather import NotGathered
 from common.checkpoint.mirror import Mirror
 from common.checkpoint.training import TrainingState
 from common.system.files import free_space, sync
 from common.system.threads import lower_priority
 
+FIRST_CAUSE_S = 3.0  # by then common/distributed/watch.py ends a job in which a process has died
+
 
 class Saver:
-    """Saves one checkpoint at a time. All processes call save(); the main process writes, in a thread.
+    """Saves one checkpoint at a time. All processes call save(); in threads their parts go to the main
+    process, which writes.
 
     about: further keys of the manifest. mirror: uploads checkpoints. committed: the newest step on the disk.
     lost(): a message once another run owns the folder, which RunOutput.problem() reports; then nothing is
@@ -36,12 +40,13 @@ class Saver:
     ):
         self.training, self.folder, self.keep_every = training, folder, keep_every
         self.about, self.mirror = about, mirror
-        self.thread = futures.ThreadPoolExecutor(1, initializer=lower_priority) if folder else None
-        self.writing = self.thread.submit(training.allocate, training.expected()) if self.thread else None
+        self.thread = futures.ThreadPoolExecutor(1, initializer=lower_priority)
+        self.running = [self.thread.submit(training.allocate, training.expected())]
+        self.gathered: int | None = None  # the step of the snapshots, once they are complete
         self.held: tuple[int, dict[str, Snapshot], dict[str, Any], int | None] | None = None
         self.written_at = -math.inf  # time.monotonic() of the last write's start in this process
         self.committed, self.lost = committed, lost
-        self.problem: str | None = None  # on the main process: why the last save failed
+        self.problem: str | None = None  # why the first save that failed did
 
     def save(self, step: int, state: dict[str, Any], best: int | None, hold: bool = False) -> None:
         """Takes a snapshot and starts to write it, or holds it. It replaces a held one. Collective.
@@ -51,15 +56,17 @@ class Saver:
         self.wait()
         self.held = None
         snapshots = self.training.take()
-        if self.thread:
+        self.running.append(self.thread.submit(self._gather, step))
+        if self.folder:
             self.held = (step, snapshots, state, best)
             if not hold:
                 self.write_held()
 
     def write_held(self, after_s: float = 0.0) -> None:
         """Starts to write the held snapshot, if any, once the last write began at least after_s ago."""
-        if self.held and self.thread and not self.problem and self.since_write_s() >= after_s:
-            self.writing, self.held = self.thread.submit(self._write, *self.held), None
+        if self.held and not self.problem and self.since_write_s() >= after_s:
+            self.running.append(self.thread.submit(self._write, *self.held))
+            self.held = None
             self.written_at = time.monotonic()
 
     def since_write_s(self) -> float:
@@ -73,10 +80,20 @@ class Saver:
 
     def done(self, wait_s: float) -> bool:
         """Waits up to wait_s. True when no save is in flight."""
-        if self.writing and not futures.wait([self.writing], wait_s).not_done:
-            self.writing.result()  # raises an unexpected error of _write
-            self.writing = None
-        return self.writing is None
+        self.training.hurry()
+        if not futures.wait(self.running, wait_s).not_done:
+            ended, self.running = self.running, []
+            for one in ended:
+                one.result()  # raises an unexpected error
+        return not self.running
+
+    def _gather(self, step: int) -> None:
+        try:
+            self.training.gather()
+            self.gathered = step
+        except NotGathered as error:
+            time.sleep(FIRST_CAUSE_S)
+            self._fail(step, f"gathered: {error}", "Run the same command to resume")
 
     def _write(
         self, step: int, snapshots: dict[str, Snapshot], state: dict[str, Any], best: int | None
@@ -84,7 +101,8 @@ class Saver:
         assert self.folder, "the main process has one"
         parent = self.folder / "checkpoints"
         try:
-            self.training.wait_until_copied()
+            if self.gathered != step:
+                return
             sync(self.folder / "metrics.jsonl")  # the log is never behind the checkpoint
             if self.lost():
                 return
@@ -103,10 +121,14 @@ class Saver:
             for old in steps - to_keep(steps, best, self.keep_every) - needed:
                 checkpoints.remove(parent / step_name(old))
         except OSError as error:
-            latest = max(steps_in(parent), default=None)
-            since = "there is none before it" if latest is None else f"that of step {latest:,} is intact"
-            self.problem = (
-                f"the checkpoint of step {step:,} can't be written to {parent}: {error.strerror or error}"
-                f" ({free_space(self.folder)}); {since}. Free some space, or move the folder and give"
-                " its new path as --output_dir, then run the same command to resume"
+            self._fail(
+                step,
+                f"written to {parent}: {error.strerror or error} ({free_space(self.folder)})",
+                "Free some space, or move the folder and give its new path as --output_dir, then run the same"
+                " command to resume",
             )
+
+    def _fail(self, step: int, what: str, advice: str) -> None:
+        latest = max(steps_in(self.folder / "checkpoints"), default=None) if self.folder else None
+        since = "there is none before it" if latest is None else f"that of step {latest:,} is intact"
+        self.problem = self.problem or f"the checkpoint of step {step:,} can't be {what}; {since}. {advice}"

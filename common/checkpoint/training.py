@@ -1,10 +1,11 @@
-"""Copies a training's tensors into a snapshot on the main process, and a checkpoint's to all processes.
+"""Copies a training's tensors into a snapshot, and a checkpoint's to all processes.
 
-Both are collective. One tensor is gathered or broadcast at a time, so the extra memory is the snapshot on the
-main process's host, and one whole tensor on each device.
+take() copies what each process has into its own memory, and gather() brings it to the main process. So the
+extra memory is a process's own part on its host, and all of the snapshot on the main process's. restore()
+broadcasts one whole tensor at a time.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from common.checkpoint import format as checkpoints
 from common.checkpoint.format import Checkpoint, Snapshot, Specs, TensorFile
+from common.checkpoint.gather import Gather
 from common.checkpoint.optimizer_state import OptimizerState
 from common.distributed.layout import layout_of
 from common.optim import EMA
@@ -34,6 +36,7 @@ class TrainingState:
         self.accelerator, self.ema = accelerator, ema
         self.layout = layout_of(model, optimizer)
         self.optimizer = OptimizerState(self.layout)
+        self.gathering = Gather(self.layout)
         self.snapshots: dict[str, Snapshot] = {}
         self.copied: torch.cuda.Event | None = None
 
@@ -46,50 +49,53 @@ class TrainingState:
     def allocate(self, expected: dict[str, Specs]) -> None:
         """Allocates the snapshots before the first take(), because that takes longer than the copy.
 
-        Main process only, in any thread.
+        In any thread.
         """
         for file, specs in expected.items():
             self._snapshot(file, specs).buffer.zero_()
 
     @torch.no_grad()
     def take(self) -> dict[str, Snapshot]:
-        """Copies all tensors into the snapshots, by file name. On other processes the result is empty.
+        """Copies what this process has into its snapshots, by file name. gather() completes them.
 
         On a GPU the copies are queued before the next step's kernels: wait_until_copied() before reading.
         """
         layout = self.layout
         optimizer_specs, optimizer_tensors = self.optimizer.tensors()
+        others = [*layout.buffers().items(), *layout.own_frozen()]
         files = {
-            checkpoints.MODEL_FILE: self._whole_model(layout.local),
+            checkpoints.MODEL_FILE: chain(others, layout.own(layout.local)),
             checkpoints.OPTIMIZER_FILE: optimizer_tensors,
         }
         if self.ema:
-            files[checkpoints.EMA_FILE] = self._whole_model(self.ema.averages)
+            files[checkpoints.EMA_FILE] = chain(others, layout.own(self.ema.averages))
         specs = self._specs(optimizer_specs)
         for file, tensors in files.items():
-            if self.accelerator.is_main_process:
-                snapshot = self._snapshot(file, specs[file])
-                for name, tensor in tensors:
-                    snapshot.views[name].copy_(tensor, non_blocking=True)
-            else:
-                for _ in tensors:
-                    pass
+            own = self.gathering.own(self._snapshot(file, specs[file]))
+            for name, tensor in tensors:
+                if name in own:
+                    own[name].view(tensor.shape).copy_(tensor, non_blocking=True)
+        self.gathering.hurry.clear()
         if self.accelerator.device.type == "cuda":
             self.copied = torch.cuda.Event()
             self.copied.record()
         return self.snapshots
 
-    def _whole_model(self, held: Sequence[Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """(name, whole tensor) of a file of weights. held: its trained parameters. Collective."""
-        layout = self.layout
-        return chain(layout.buffers().items(), layout.whole_frozen(), layout.whole(held))
+    def gather(self) -> None:
+        """Completes the main process's snapshots. All processes call it, in a thread. Raises NotGathered."""
+        self.wait_until_copied()
+        self.gathering.run(self.snapshots)
+
+    def hurry(self) -> None:
+        """Lets gather() take all of the link, as the training waits for it."""
+        self.gathering.hurry.set()
 
     def wait_until_copied(self) -> None:
         if self.copied:
             self.copied.synchronize()
 
     def is_copied(self) -> bool:
-        """True when the snapshots are complete; False after a device error, too. Does not wait."""
+        """True when the copies are complete; False after a device error, too. Does not wait."""
         try:
             return self.copied is None or self.copied.query()
         except RuntimeError:
@@ -119,7 +125,8 @@ class TrainingState:
         return self.layout.frozen_shapes() | self.layout.shapes()
 
     def _snapshot(self, file: str, specs: Specs) -> Snapshot:
-        """The file's snapshot; a new one if types or shapes have changed."""
+        """The file's snapshot, of this process's part; a new one if types or shapes have changed."""
+        specs = self.gathering.held(specs)
         if file not in self.snapshots or self.snapshots[file].specs != specs:
             self.snapshots[file] = Snapshot(specs, pinned=self.accelerator.device.type == "cuda")
         return self.snapshots[file]
@@ -149,7 +156,8 @@ class TrainingState:
             specs = broadcast_object_list([file.specs() if file else None])[0]
             self.optimizer.restore(specs, state, self._sender(file))
         if self.ema:
-            self.layout.fill(self.ema.averages, self._sender(self._file(checkpoint, checkpoints.EMA_FILE)))
+            send = self._sender(self._file(checkpoint, checkpoints.EMA_FILE))
+            self.layout.fill(self.layout.own(self.ema.averages), send)
         self._restore_model(checkpoint, checkpoints.MODEL_FILE)
         self._set_loss_scale(state["loss_scale"])
 
@@ -167,8 +175,7 @@ class TrainingState:
         for name, buffer in layout.buffers().items():
             buffer.copy_(send(name, buffer.shape, _stored(buffer.dtype)))
         send = self._sender(self._file(checkpoint, file))
-        layout.fill(layout.local, send)
-        layout.fill_frozen(send)
+        layout.fill(chain(layout.own(layout.local), layout.own_frozen()), send)
         layout.sync()
 
     def _file(self, checkpoint: Checkpoint | None, name: str) -> TensorFile | None:

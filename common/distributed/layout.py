@@ -1,14 +1,14 @@
-"""Conversion between whole tensors and what each process has of them, under every strategy.
+"""What each process has of the whole tensors, under every strategy.
 
 The tensors that the optimizer changes in place are called "local" here: the parameters themselves on one
 process and under DDP, shards under FSDP2, flat partitions of the fp32 masters under ZeRO. An EMA's averages
-and most of an optimizer's state have the shapes of the local tensors, so they are converted in the same way.
+and most of an optimizer's state have the shapes of the local tensors, so they are split in the same way. Of
+each parameter a process has one piece of the flat, whole tensor: all of it, a part, or nothing.
 """
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
@@ -16,10 +16,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from common.distributed.strategy import plain_module
-from common.system.transfer import exchanged
 
 Local = Sequence[Tensor | None]  # one per local tensor; None if the parameter has no such state
 Arrange = Callable[[list[Tensor]], list[Tensor]]  # converts a parameter group to one process's part
+
+
+class Piece(NamedTuple):
+    """The elements of a flat, whole tensor that a process has."""
+
+    start: int  # in the whole tensor
+    length: int
+    offset: int = 0  # in the flat partition, under ZeRO
 
 
 class Layout:
@@ -39,6 +46,7 @@ class Layout:
         self.frozen = {name: p for name, p in everything.items() if not p.requires_grad}
         self.local = self._local()  # fp32, in the order of self.states()
         self.inner = self._inner()  # the script's own optimizer
+        self.pieces = {name: self._piece(p) for name, p in everything.items()}
         self.constants = copy.deepcopy([group_values(group) for group in self.inner.param_groups])
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -61,33 +69,25 @@ class Layout:
         """Whole shapes of the frozen parameters, by their names in the model."""
         return {name: self._shape(p) for name, p in self.frozen.items()}
 
-    def whole_frozen(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, whole tensor) of each frozen parameter, one gathered at a time. Collective."""
+    def own(self, local: Local) -> Iterator[tuple[str, Tensor]]:
+        """(name, this process's piece) of each trained parameter that has such state."""
+        for mine, members in zip(local, self.members(), strict=True):
+            if mine is None:
+                continue
+            for name in members:
+                _, length, offset = self.pieces[name]
+                yield name, mine[offset : offset + length] if self.is_flat else mine
+
+    def own_frozen(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, this process's piece) of each frozen parameter."""
         for name, p in self.frozen.items():
-            yield name, _gathered(p.detach())
+            yield name, _to_local(p.detach())
 
-    def fill_frozen(self, whole: Callable[[str], Tensor]) -> None:
-        """Fills the frozen parameters with whole(name), a tensor on the device. Collective."""
-        for name, p in self.frozen.items():
-            _to_local(p).copy_(self._part(p, whole(name)))
-
-    def whole(self, local: Local) -> Iterator[tuple[str, Tensor]]:
-        """(name, whole tensor) of each trained parameter, one gathered at a time. Collective."""
-        for (name, p), mine in zip(self.parameters.items(), local, strict=True):
-            if mine is not None:
-                yield name, self._gather(p, mine)
-
-    def fill(
-        self, local: Local, whole: Callable[[str], Tensor], names: Collection[str] | None = None
-    ) -> None:
-        """Fills the local tensors with whole(name), a tensor on the device. All processes use the same order.
-
-        names: the parameters to fill; all by default.
-        """
-        for (name, p), mine in zip(self.parameters.items(), local, strict=True):
-            if names is None or name in names:
-                assert mine is not None, name
-                mine.copy_(self._part(p, whole(name)))
+    def fill(self, own: Iterable[tuple[str, Tensor]], whole: Callable[[str], Tensor]) -> None:
+        """Fills this process's pieces with whole(name), a tensor on the device. All use the same order."""
+        for name, mine in own:
+            start, length, _ = self.pieces[name]
+            mine.copy_(whole(name).flatten()[start : start + length].view(mine.shape))
 
     def sync(self) -> None:
         """Makes what was written into self.local visible to the next forward. Collective."""
@@ -175,13 +175,9 @@ class Layout:
     def _shape(self, parameter: Any) -> tuple[int, ...]:
         return tuple(parameter.shape)
 
-    def _gather(self, parameter: Any, mine: Tensor) -> Tensor:
-        """The whole of a tensor of which this process has `mine`."""
-        return mine
-
-    def _part(self, parameter: Any, whole: Tensor) -> Tensor:
-        """What this process has of a whole tensor."""
-        return whole
+    def _piece(self, parameter: Any) -> Piece:
+        """What this process has of a parameter."""
+        return Piece(0, parameter.numel())
 
 
 class _Sharded(Layout):
@@ -189,17 +185,16 @@ class _Sharded(Layout):
 
     parts = "FSDP2's shards"
 
-    def _gather(self, parameter: Any, mine: Tensor) -> Tensor:
-        from torch.distributed.tensor import DTensor
-
-        p, shape, stride = parameter, parameter.shape, parameter.stride()
-        sharded = DTensor.from_local(
-            mine, p.device_mesh, p.placements, run_check=False, shape=shape, stride=stride
-        )
-        return sharded.full_tensor()
-
-    def _part(self, parameter: Any, whole: Tensor) -> Tensor:
-        return _distributed_like(parameter, whole).to_local()
+    def _piece(self, parameter: Any) -> Piece:
+        """Whole rows: one of the equal chunks that the devices of the sharded dimension have."""
+        if not hasattr(parameter, "placements"):
+            return super()._piece(parameter)
+        (dimension,) = (i for i, placement in enumerate(parameter.placements) if placement.is_shard(0))
+        mesh, rows = parameter.device_mesh, len(parameter)
+        chunk = -(-rows // mesh.size(dimension))
+        start = min(rows, chunk * mesh.get_local_rank(dimension))
+        row = parameter.numel() // rows
+        return Piece(start * row, min(chunk, rows - start) * row)
 
     def arrangements(self) -> list[Arrange]:
         p = next(iter(self.parameters.values()))
@@ -214,31 +209,10 @@ class _Sharded(Layout):
 
 
 class _Zero(Layout):
-    """The layout of ZeRO-1 and ZeRO-2: flat partitions of the fp32 masters.
-
-    Only DeepSpeed can split a partition into parameters, and only that of the masters. So moments and
-    averages are exchanged with the masters while they are read or written.
-    """
+    """The layout of ZeRO-1 and ZeRO-2: flat partitions of the fp32 masters."""
 
     parts = "ZeRO's flat partitions"
     is_flat = True
-
-    def whole(self, local: Local) -> Iterator[tuple[str, Tensor]]:
-        from deepspeed.utils import safe_get_full_fp32_param
-
-        absent = {m for mine, ms in zip(local, self.members(), strict=True) if mine is None for m in ms}
-        with self._in_masters(local):
-            for name, p in self.parameters.items():
-                if name not in absent:
-                    yield name, safe_get_full_fp32_param(p)
-
-    def fill(
-        self, local: Local, whole: Callable[[str], Tensor], names: Collection[str] | None = None
-    ) -> None:
-        with self._in_masters(local):
-            for name, p in self.parameters.items():
-                if names is None or name in names:
-                    self._set(p, whole(name))
 
     def groups(self) -> list[list[str]]:
         return self.members()
@@ -249,14 +223,13 @@ class _Zero(Layout):
     def sync(self) -> None:
         self.optimizer.update_lp_params()
 
-    @contextmanager
-    def _in_masters(self, local: Local) -> Iterator[None]:
-        pairs = [(mine, master) for mine, master in zip(local, self.local, strict=True) if mine is not None]
-        with nullcontext() if local is self.local else exchanged(*map(list, zip(*pairs, strict=True))):
-            yield
-
-    def _set(self, parameter: Any, value: Tensor) -> None:
-        parameter.set_full_hp_param(value)
+    def _piece(self, parameter: Any) -> Piece:
+        if not parameter.requires_grad:
+            return super()._piece(parameter)
+        if (mapping := parameter._hp_mapping) is None:  # all of it is in other partitions
+            return Piece(0, 0)
+        whole, own = mapping.lp_fragment_address, mapping.hp_fragment_address
+        return Piece(whole.start, whole.numel, own.start)
 
     def _local(self) -> list[Tensor]:
         return [flat.detach() for flat in self._keys()]
@@ -277,19 +250,9 @@ class _Zero3(_Zero):
     def _shape(self, parameter: Any) -> tuple[int, ...]:
         return tuple(parameter.ds_shape)
 
-    def whole_frozen(self) -> Iterator[tuple[str, Tensor]]:
-        from deepspeed.runtime.zero import GatheredParameters
-
+    def own_frozen(self) -> Iterator[tuple[str, Tensor]]:
         for name, p in self.frozen.items():
-            with GatheredParameters([p]):
-                yield name, p.detach()
-
-    def fill_frozen(self, whole: Callable[[str], Tensor]) -> None:
-        from deepspeed.runtime.zero import GatheredParameters
-
-        for name, p in self.frozen.items():
-            with GatheredParameters([p], modifier_rank=0):  # at its end all ranks get rank 0's values
-                p.copy_(whole(name))
+            yield name, p.ds_tensor[: self.pieces[name].length]
 
     def groups(self) -> list[list[str]]:
         groups: list[list[str]] = [[] for _ in self.inner.param_groups]
@@ -309,12 +272,13 @@ class _Zero3(_Zero):
         if zero.persistent_parameters:
             zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
 
-    def _set(self, parameter: Any, value: Tensor) -> None:
-        # Not DeepSpeed's own set_full_hp_param: it fails where the parts need padding.
-        part, _ = self.optimizer._get_fp32_opt_state_partition(parameter, release_swap_buffers=False)
-        start = part.numel() * self.optimizer._get_param_partition_rank(parameter)
-        mine = value.flatten()[start : start + part.numel()]
-        part[: mine.numel()].copy_(mine)
+    def _piece(self, parameter: Any) -> Piece:
+        part = parameter.ds_tensor.ds_numel
+        start = min(parameter.ds_numel, part * self.optimizer._get_param_partition_rank(parameter))
+        offset = 0  # of a frozen parameter, which has a tensor of its own
+        if parameter.requires_grad:
+            _, offset, _ = self.optimizer.grad_position[self.optimizer.get_param_id(parameter)]
+        return Piece(start, min(part, parameter.ds_numel - start), offset)
 
     def members(self) -> list[list[str]]:
         return self._names_of(self.optimizer.fp16_groups)

@@ -102,7 +102,7 @@ class Checkpoints:
     def take(self, hold: bool = False) -> None:
         """Takes a snapshot, and writes it in the background or holds it in memory. Collective.
 
-        Raises FloatingPointError if the loss is not finite, ValueError if the last write failed.
+        Raises FloatingPointError if the loss is not finite, ValueError if the last save failed.
         """
         with spending(SAVING):
             run, state, saver = self.run, self.run.state, self.run.saver
@@ -110,14 +110,17 @@ class Checkpoints:
                 saver.write_held()  # the best evaluation's
             run.exchange.wait_for_main(saver.done)
             self.meter.check(state.step)
-            losses = run.exchange.gather(self.meter.loss.item())
+            everyones = run.exchange.gather((self.meter.loss.item(), run.exchange.problem()))
+            losses, problems = zip(*everyones, strict=True)
+            if problem := next(filter(None, problems), None):
+                raise ValueError(problem)
             if not all(math.isfinite(loss) for loss in losses):
                 raise FloatingPointError(
                     f"the loss is {sum(losses)} before step {state.step}: nothing was saved"
                 )
             self.write_samples()
             content = state.at_save(
-                losses=losses,
+                losses=[*losses],
                 accumulations=run.batch.accumulations,
                 epoch=state.step / run.steps.per_epoch,
                 train_s=state.train_s + self.meter.elapsed_s(),

@@ -51,7 +51,7 @@ def end_preempted(run: "Run") -> None:
     # A single process may stop within a step, while it waits for a shard: that step does not count.
     try:
         run.checkpoints.flush()
-    except FloatingPointError:
+    except (FloatingPointError, ValueError):
         close(run, "failed")
         raise
     exchange.gather(None)  # collects the telemetry since the newest snapshot

@@ -7,6 +7,7 @@ import shutil
 import signal
 import struct
 import subprocess
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -30,11 +31,13 @@ from common.checkpoint.format import (
 )
 from common.distributed.preemption import is_alive
 from tests.conftest import (
+    STRATEGIES,
     Job,
     full,
     latest,
     lines,
     metrics,
+    mutate,
     needs,
     result,
     run,
@@ -169,6 +172,64 @@ def test_three_restarts_without_a_new_checkpoint_give_up(stoppable, tmp_path):
     assert verify(latest(tmp_path / "run")).step == 4
 
 
+# --- A failure while the parts of a checkpoint are gathered
+
+SENT = "                        self._transfer(dist.send, part, 0)\n"
+ONCE = f"""                        import os, signal, subprocess
+                        if self.rank == 1 and os.path.isdir(os.environ["SAVED"]):
+                            FAULT
+{SENT}"""
+# torchrun would wait 30 s for the end of a process that is stopped.
+STOP = """subprocess.Popen(["sh", "-c", f"sleep 9; kill -9 {os.getpid()}"], start_new_session=True)
+                            os.kill(os.getpid(), signal.SIGSTOP)"""
+FAULTS = {
+    "killed": ("os.kill(os.getpid(), signal.SIGKILL)", "died without a message: it was killed"),
+    "stopped": (STOP, "the job hangs: rank 1 .* is silent: stopped by a signal"),
+    "silent": (
+        "time.sleep(60)",
+        "error: the checkpoint of step 8 can't be gathered: rank 1 did not answer for 5 s; that of step 4 is"
+        " intact. Run the same command to resume",
+    ),
+}
+
+
+IN_A_GATHER = [("zero2", "killed"), ("fsdp", "silent")]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "fault"),
+    IN_A_GATHER
+    + [full(*row) for row in product(("fsdp", "zero2", "zero3"), FAULTS) if row not in IN_A_GATHER],
+)
+def test_a_rank_fails_in_a_gather(strategy, fault, project_copy, tmp_path):
+    """A thread that falls silent stands for a connection that does: the training itself goes on."""
+    what, message = FAULTS[fault]
+    mutate(project_copy, "common/checkpoint/gather.py", SENT, ONCE.replace("FAULT", what))
+    words = [*STRATEGIES[strategy], *HELLO, "--timeout_s", "5", "--output_dir", tmp_path / "run"]
+    words += ["--epochs", "100000"] if fault == "silent" else []
+    env = {"SAVED": str(tmp_path / "run" / "checkpoints" / "step_00000004")}
+    status, output = Job(words, cwd=project_copy, env=env).wait(60)
+    assert status != 0
+    assert re.search(message, output), output
+    if fault != "stopped":  # then the training's own collective says that it has waited
+        assert output.count("error: ") == 1, output
+        assert "[/" not in "".join(line for line in output.splitlines() if "error: " in line), output
+    assert verify(latest(tmp_path / "run")).step == 4
+    words += ["--max_steps", "8"]
+    assert "continuing at step 4" in run(words)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", full("zero2")])
+def test_the_main_process_is_killed_in_a_commit(strategy, tmp_path):
+    words = [*STRATEGIES[strategy], *HELLO, "--max_steps", "12", "--output_dir", tmp_path / "run"]
+    env = at_file_operation(tmp_path, "/run/checkpoints", "os.rename .step_00000008.tmp")
+    assert Job(words, env=env).wait(60)[0] != 0
+    assert mark(tmp_path).exists()
+    assert verify(latest(tmp_path / "run")).step == 4
+    assert "continuing at step 4" in run(words)
+    assert latest(tmp_path / "run").name == "step_00000012"
+
+
 # --- A full disk
 
 
@@ -185,14 +246,22 @@ def small_disk(tmp_path):
         subprocess.run(["umount", "--lazy", folder], check=True)
 
 
-@pytest.mark.parametrize("where", ["open optimizer.safetensors", full("open .index.json.tmp")])
-def test_a_full_disk(where, small_disk, tmp_path):
+@pytest.mark.parametrize(
+    ("launcher", "where"),
+    [
+        (STRATEGIES["fsdp"], "open optimizer.safetensors"),
+        full(STRATEGIES["zero2"], "open optimizer.safetensors"),
+        full(torchrun(2), "open optimizer.safetensors"),
+        full(torchrun(2), "open .index.json.tmp"),
+    ],
+)
+def test_a_full_disk(launcher, where, small_disk, tmp_path):
     """The next save begins before all ranks know of the problem: the first problem is reported."""
     words = [*HELLO, "--checkpoint_every", "1", "--output_dir", small_disk / "run"]
     run([*words, "--max_steps", "4"])
     first = tensors(small_disk / "run" / "checkpoints" / "step_00000004")
     env = at_file_operation(tmp_path, "/run/checkpoints/.", where, fill=small_disk)
-    status, output = Job([*torchrun(2), *words], env=env).wait()
+    status, output = Job([*launcher, *words], env=env).wait()
     assert status != 0
     assert mark(tmp_path).exists()
     assert output.count("error: ") == 1, output

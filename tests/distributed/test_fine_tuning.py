@@ -123,8 +123,8 @@ MUTANTS = {
         *("layers", "fsdp", "train_vit.py", 'group.get("lr_scale", 1.0)', "1.0"),
     ),
     "frozen layers that are not restored": (
-        *("frozen", "zero3", "common/distributed/layout.py", "                p.copy_(whole(name))\n"),
-        "                whole(name)\n                p.zero_()\n",
+        *("frozen", "zero3", "common/distributed/layout.py", "            mine.copy_(whole(name)"),
+        "            mine.copy_((0 if name in self.frozen else 1) * whole(name)",
     ),
 }
 

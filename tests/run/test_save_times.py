@@ -1,6 +1,8 @@
 """Where epochs are short checkpoints are written --checkpoint_s apart; what a killed run loses."""
 
 import itertools
+from concurrent.futures import Future
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -27,15 +29,23 @@ class Simulation:
         for module in (checkpoints_module, saver_module):
             monkeypatch.setattr(module.time, "monotonic", lambda: self.now_s)
         self.written: list[tuple[int, float]] = []  # (step of the checkpoint, when)
-        saver = Saver(SimpleNamespace(take=dict, scalars=dict), None, None, {}, None)
-        saver.thread = SimpleNamespace(
-            submit=lambda write, step, *_: self.written.append((step, self.now_s))  # None: nothing in flight
-        )
+        training = SimpleNamespace(take=dict, scalars=dict, allocate=list, expected=list, hurry=list)
+        saver = Saver(training, Path("nowhere"), None, {}, None)
+
+        def submit(work, step, *to_write) -> Future:
+            if to_write:
+                self.written.append((step, self.now_s))
+            done = Future()
+            done.set_result(None)
+            return done
+
+        saver.thread = SimpleNamespace(submit=submit)
         recipe = {"checkpoint_every": "epoch", "checkpoint_s": 60.0, "patience": None} | recipe
         exchange = SimpleNamespace(
             listen_after=lambda step: None,
             of_main=lambda value: value,
             gather=lambda value: [value],
+            problem=lambda: None,
             wait_for_main=lambda done: None,
         )
         self.run = run = Run.__new__(Run)

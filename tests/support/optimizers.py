@@ -150,6 +150,7 @@ def train(
 
 def save(training: TrainingState, folder: Path, step: int) -> checkpoints.Checkpoint:
     snapshots, accelerator = training.take(), training.accelerator
+    training.gather()
     state = RunState(step, logged_step=step, losses=[0.0], **training.scalars()).to_json()
     if accelerator.is_main_process:
         checkpoints.commit(folder, step, snapshots, state, training.about())
