@@ -172,17 +172,9 @@ def test_an_ema_of_a_model_with_batch_norm(strategy, tmp_path, cache):
     exported = timm.create_model(f"local-dir:{tmp_path / 'out'}", pretrained=True).eval()
     with torch.inference_mode():
         assert torch.equal(exported(trained.sample), logits)
-    words = [
-        "--mixed_precision",
-        "no",
-        "--top",
-        "10",
-        "--workers",
-        "0",
-        "--output_dir",
-        tmp_path / "predicted",
-    ]
-    run([*python(), "predict.py", place, *write_pictures(trained, tmp_path), *words])
+    words = ["--mixed_precision", "no", "--top", "10", "--workers", "0", "--output_dir"]
+    pictures = write_pictures(trained, tmp_path)
+    run([*python(), "predict.py", place, *pictures, *words, tmp_path / "predicted"])
     predicted = lines(tmp_path / "predicted" / "predictions.jsonl")
     for row, expected in zip(predicted, logits.softmax(1), strict=True):
         by_class = dict(zip(row["classes"], row["probabilities"], strict=True))

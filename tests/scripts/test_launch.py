@@ -26,11 +26,11 @@ from tests.conftest import (
     assert_same_losses,
     full,
     lines,
-    metrics,
     per_device,
     result,
     run,
     torchrun,
+    wait_until,
 )
 
 HELLO = ["train_hello.py", "--trackers", "none", "--mixed_precision", "no"]
@@ -43,14 +43,6 @@ def start(words: list, tmp_path, flags=(), env=None, count: int = 2, slots: int 
     hostfile.write_text("".join(f"{name} slots={slots}\n" for name in hosts.names()[:count]))
     launcher = [sys.executable, "launch.py", "--hostfile", hostfile, "--log_dir", tmp_path / "logs", *flags]
     return Job(hosts.inside("node1", [*launcher, *words], ROOT), env=env)
-
-
-def wait_for_line(job: Job, file: Path, count: int = 1) -> None:
-    deadline = time.monotonic() + 240
-    while not (file.exists() and len(file.read_text().splitlines()) >= count):
-        assert job.process.poll() is None, job.wait()[1]
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
 
 
 def left(host: str) -> list[str]:
@@ -215,7 +207,8 @@ class Training:
         self.tmp_path, self.folder = tmp_path, tmp_path / "run"
         self.words = [*LONG, *flags, "--output_dir", self.folder]
         self.job = start(self.words, tmp_path, **options)
-        wait_for_line(self.job, self.folder / "metrics.jsonl", 3)
+        log = self.folder / "metrics.jsonl"
+        wait_until(lambda: log.exists() and log.read_text().count("\n") >= 3, self.job, 240)
 
     def continues(self, *flags) -> int:
         """Continues to the end. Returns the step at which it begins. flags: of the launcher."""
@@ -292,14 +285,12 @@ def suspended(_):
 @contextlib.contextmanager
 def lossy(training):
     """30 percent of the packets to node2 are lost: it trains, or ends in time and names the host."""
-    before = len(metrics(training.folder))
+    process, log = training.job.process, training.folder / "metrics.jsonl"
+    before = log.read_text().count("\n")
     hosts.lose("node2", 30)
     try:
-        deadline = time.monotonic() + 90
-        while training.job.process.poll() is None and len(metrics(training.folder)) < before + 3:
-            assert time.monotonic() < deadline
-            time.sleep(1)
-        if training.job.process.poll() is None:
+        wait_until(lambda: process.poll() is not None or log.read_text().count("\n") >= before + 3, None, 90)
+        if process.poll() is None:
             launcher_of(training.job).terminate()
         yield
         wait_until_empty(hosts.names(), 90)
@@ -343,8 +334,7 @@ def test_a_fault_ends_the_job_and_the_same_command_continues(fault, statuses, re
 def test_a_host_that_freezes_as_it_starts(cluster, tmp_path):
     """Its launcher stops before the script runs, while the other hosts' launchers wait for it."""
     job = start([*HELLO, "--timeout_s", "15", "--output_dir", tmp_path / "run"], tmp_path)
-    while not any("accelerate.commands.launch" in words for words in left("node2")):
-        assert job.process.poll() is None, job.wait()[1]
+    wait_until(lambda: any("accelerate.commands.launch" in words for words in left("node2")), job)
     for number in hosts.processes("node2"):
         with contextlib.suppress(psutil.Error):
             if "accelerate.commands.launch" in psutil.Process(number).cmdline():
@@ -475,11 +465,7 @@ def test_ranks_on_one_host_listen_on_loopback_alone(cluster, tmp_path):
     words = [*named, *torchrun(2), *LONG, "--output_dir", tmp_path / "run"]
     job = Job(hosts.inside("node1", words, ROOT))
     try:
-        deadline = time.monotonic() + 120
-        while not (tmp_path / "run" / "metrics.jsonl").exists():
-            assert job.process.poll() is None, job.wait()[1]
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+        wait_until((tmp_path / "run" / "metrics.jsonl").exists, job, 120)
         found = run(hosts.inside("node1", [sys.executable, "-c", LISTENING], ROOT))
     finally:
         job.kill()

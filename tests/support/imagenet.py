@@ -117,9 +117,9 @@ class Fault:
             signal.raise_signal(self.signal)
 
 
-def forked(log: Path, *words: object, env: dict[str, str] | None = None, **fault) -> Job:
+def forked(folder: Path, *words: object, **fault) -> Job:
     """Starts prep_imagenet.py in a process of its own, with a Fault of these fields."""
-    return Job(["prep_imagenet.py", *words], env=(env or {}) | called_first(log.parent, Fault(**fault)))
+    return Job(["prep_imagenet.py", *words], env=called_first(folder, Fault(**fault)))
 
 
 def make_ilsvrc(folder: Path, classes: int = 10, train: int = 6, val: int = 3) -> Ilsvrc:
