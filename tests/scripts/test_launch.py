@@ -18,7 +18,6 @@ import launch
 from cluster import drill
 from cluster import virtual_cluster as hosts
 from common.order import order
-from common.system.cli import run_command
 from tests.conftest import (
     ROOT,
     TRAINING,
@@ -32,6 +31,7 @@ from tests.conftest import (
     torchrun,
     wait_until,
 )
+from tests.support.commands import call
 
 HELLO = ["train_hello.py", "--trackers", "none", "--mixed_precision", "no"]
 LONG = [*HELLO, "--epochs", "100000", "--log_every", "64", "--checkpoint_every", "64", "--timeout_s", "30"]
@@ -473,17 +473,16 @@ def test_ranks_on_one_host_listen_on_loopback_alone(cluster, tmp_path):
     assert set(found.split()) == {"127.0.0.1"}
 
 
-def test_the_deepspeed_env_has_no_secret(tmp_path, monkeypatch, capsys):
+def test_the_deepspeed_env_has_no_secret(tmp_path, monkeypatch):
     """DeepSpeed reads the file line by line, and puts each on the command line of ssh."""
     (tmp_path / ".deepspeed_env").write_text("MINE=1\n\nNCCL_DEBUG=WARN\n")
     env = {"AWS_SECRET_ACCESS_KEY": "canary", "WANDB_API_KEY": "canary", "GLOO_SOCKET_IFNAME": "eth0"}
     for name, value in (env | {"NCCL_DEBUG": "INFO"}).items():
         monkeypatch.setenv(name, value)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["launch.py", "--write-deepspeed-env"])
-    assert launch.main() == 0
+    status, output = call(launch.main, "--write-deepspeed-env")
     written = (tmp_path / ".deepspeed_env").read_text()
-    assert "canary" not in written + capsys.readouterr().out
+    assert (status, "canary" in written + output) == (0, False)
     assert written.startswith("MINE=1\n")
     assert {"GLOO_SOCKET_IFNAME=eth0", "NCCL_DEBUG=INFO"} <= set(written.splitlines())
     assert all("=" in line for line in written.splitlines())
@@ -512,13 +511,8 @@ SINGLE = ["--config_file", "accelerate_configs/single_gpu.yaml"]
         ([*MULTI, "--gpus-per-node=1", "--master-node=-x", "--worker-nodes=b"], "no host's name"),
     ],
 )
-def test_a_mistake_is_one_line(words, message, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["launch.py", *words])
-    try:
-        status = run_command(launch.main)
-    except SystemExit as error:
-        status = error.code
+def test_a_mistake_is_one_line(words, message):
+    status, output = call(launch.main, *words)
     assert status in (1, 2)
-    error = capsys.readouterr().err
-    assert message in error.splitlines()[-1]
-    assert "secret" not in error
+    assert message in output.splitlines()[-1]
+    assert "secret" not in output

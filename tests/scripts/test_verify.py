@@ -16,6 +16,7 @@ from common.checkpoint.format import _digest
 from tests.conftest import RESNET, ROOT, VIT, Job, accelerate, full, lines, python, run
 from tests.data.test_any_images import put
 from tests.data.test_images import encode, picture
+from tests.support.commands import call
 from tools.logbook.page import page
 from tools.logbook.record import RunRecord
 
@@ -473,6 +474,6 @@ def test_what_can_not_be_verified(finished, tmp_path):
         ([tmp_path / "nowhere"], "is no run's folder"),
         ([finished, "--steps", "0"], "--steps 0: must be at least 1"),
     ):
-        status, output = Job([*python(), "verify.py", *words]).wait()
+        status, output = call(verify.main, *words)
         assert (status > 0, said in output) == (True, True), output
     assert not (folder / "verified.json").exists()
