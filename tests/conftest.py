@@ -354,17 +354,25 @@ def stoppable(tmp_path_factory) -> Path:
     take so many seconds longer for each step, until torchrun restarts them.
     """
     project = copy_project(tmp_path_factory.mktemp("stoppable") / "project")
-    lines = (
-        "            at = int(__import__('os').environ.get('STOP_AT', -1))\n"
-        "            if accelerator.is_main_process and step == at - (accelerator.num_processes > 1):\n"
-        "                __import__('signal').raise_signal(15)\n"
-        "            if __import__('os').environ.get('TORCHELASTIC_RESTART_COUNT', '0') == '0':\n"
-        "                __import__('time').sleep(float(__import__('os').environ.get('STEP_S', 0)))\n"
+    stop = (
+        "at = int(__import__('os').environ.get('STOP_AT', -1))",
+        "if accelerator.is_main_process and step == at - (accelerator.num_processes > 1):",
+        "    __import__('signal').raise_signal(15)",
+        "if __import__('os').environ.get('TORCHELASTIC_RESTART_COUNT', '0') == '0':",
+        f"    {SLOW_STEP}",
     )
     for script in sorted(path.name for path in project.glob("train_*.py")):
-        call = "            run.checkpoint(step)\n"
-        mutate(project, script, call, lines + call)
+        insert_in_loop(project, script, *stop)
     return project
+
+
+SLOW_STEP = "__import__('time').sleep(float(__import__('os').environ.get('STEP_S', 0)))"
+
+
+def insert_in_loop(project: Path, script: str, *code: str) -> None:
+    """Inserts lines of code before the end of each step."""
+    call = "            run.checkpoint(step)\n"
+    mutate(project, script, call, "".join(f"            {line}\n" for line in code) + call)
 
 
 def copy_project(copy: Path) -> Path:
