@@ -148,11 +148,15 @@ MODES = {
 
 
 @pytest.mark.parametrize("mode", ["single-node", full("multi-node")])
-def test_the_default_script(mode, cluster, tmp_path):
+def test_the_default_script(mode, request, tmp_path):
     """Without a script it starts train_hello.py, with the flags."""
     words = [sys.executable, "launch.py", "--mode", mode, *MODES[mode], "--log-dir", tmp_path / "logs"]
     words += ["--epochs", "2", "--batch-size", "128", "--learning-rate", "0.02", "--data-size", "1024"]
-    run(hosts.inside("node1", [*words, "--output_dir", tmp_path / "run"], ROOT))
+    words += ["--output_dir", tmp_path / "run"]
+    if mode == "multi-node":
+        request.getfixturevalue("cluster")
+        words = hosts.inside("node1", words, ROOT)
+    run(words)
     found = result(tmp_path / "run")
     assert (found["script"], found["processes"]) == ("train_hello", 2)
     assert (found["epochs"], found["batch_size"], found["steps"]) == (2, 128, 16)
