@@ -203,7 +203,7 @@ def test_the_headline_is_of_the_best_weights_on_the_test_split(finished, cache, 
     assert (found["test_name"], found["test_images"]) == ("val", 360)
     for flags, accuracy in (([], "test_accuracy"), (["--split", "val"], "best_accuracy")):
         out = tmp_path / accuracy
-        run([*VALIDATE, finished, *flags, *cache, "--output_dir", out])
+        run([*VALIDATE, "--checkpoint", finished, *flags, *cache, "--output_dir", out])
         report = json.loads((out / "report.json").read_text())
         assert report["top1"] == pytest.approx(found[accuracy])
     run([*VALIDATE, "--checkpoint", finished, "--which", "latest", *cache, "--output_dir", tmp_path / "last"])
