@@ -188,3 +188,4 @@ def test_mistakes(words, said):
     status, output = call(plan_script.main, *words)
     assert status != 0
     assert said in output
+    assert "Traceback" not in output

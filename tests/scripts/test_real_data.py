@@ -5,7 +5,20 @@ from itertools import product
 
 import pytest
 
-from tests.conftest import CNN, RESNET, ROOT, VIT, Job, accelerate, metrics, python, result, run, torchrun
+from tests.conftest import (
+    CNN,
+    RESNET,
+    ROOT,
+    VIT,
+    Job,
+    accelerate,
+    full,
+    metrics,
+    python,
+    result,
+    run,
+    torchrun,
+)
 
 # tests/scripts/test_launch.py starts the configs for two hosts.
 CONFIGS = sorted(path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml") if "_2x" not in path.stem)
@@ -63,8 +76,9 @@ def test_cifar10_in_ten_epochs(cifar10, tmp_path, cache):
     assert result(tmp_path / "run")["final_accuracy"] >= 0.73
 
 
-def test_photographs_of_differing_sizes(photographs, tmp_path, cache):
-    """Workers of two processes decode them; the losses do not depend on the number of workers."""
+@pytest.mark.parametrize("launcher", [python(), full(torchrun(2))], ids=["one process", "two"])
+def test_photographs_of_differing_sizes(launcher, photographs, tmp_path, cache):
+    """Workers decode them; the losses do not depend on the number of workers."""
     for split, part in (("train", slice(0, 12)), ("val", slice(0, 12))):
         for file in sorted(photographs.iterdir())[part]:
             folder = tmp_path / "images" / split / file.stem
@@ -74,7 +88,7 @@ def test_photographs_of_differing_sizes(photographs, tmp_path, cache):
     losses = []
     for workers in ("0", "2"):
         folder = tmp_path / f"run{workers}"
-        run([*torchrun(2), *CNN, *flags, "--workers", workers, "--output_dir", folder])
+        run([*launcher, *CNN, *flags, "--workers", workers, "--output_dir", folder])
         losses.append([line["train/loss"] for line in metrics(folder) if "train/loss" in line])
     assert len(losses[0]) == 6
     assert losses[0] == losses[1]

@@ -54,6 +54,7 @@ def prep(*words: object, status: int = 0) -> str:
     """Runs prep_imagenet.py in this process, which must end with this exit status. Returns its output."""
     found, output = call(prep_imagenet.main, *words)
     assert found == status, output
+    assert "Traceback" not in output
     return output
 
 
