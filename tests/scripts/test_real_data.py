@@ -5,20 +5,7 @@ from itertools import product
 
 import pytest
 
-from tests.conftest import (
-    CNN,
-    RESNET,
-    ROOT,
-    VIT,
-    Job,
-    accelerate,
-    full,
-    metrics,
-    python,
-    result,
-    run,
-    torchrun,
-)
+from tests.conftest import CNN, RESNET, ROOT, VIT, Job, accelerate, full, metrics, python, result, run
 
 # tests/scripts/test_launch.py starts the configs for two hosts.
 CONFIGS = sorted(path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml") if "_2x" not in path.stem)
@@ -32,11 +19,7 @@ def quick_script(k: int, config: str) -> str:
 # Some configs with one of the scripts; the rest of the product is for `make test-all`.
 QUICK = ("cpu", "single_gpu", "fsdp_2gpu")
 PAIRS = [
-    pytest.param(
-        config,
-        script,
-        marks=[] if script == quick_script(k, config) and config in QUICK else pytest.mark.full,
-    )
+    (config, script) if script == quick_script(k, config) and config in QUICK else full(config, script)
     for (k, config), script in product(enumerate(CONFIGS), SCRIPTS)
 ]
 
@@ -76,7 +59,7 @@ def test_cifar10_in_ten_epochs(cifar10, tmp_path, cache):
     assert result(tmp_path / "run")["final_accuracy"] >= 0.73
 
 
-@pytest.mark.parametrize("launcher", [python(), full(torchrun(2))], ids=["one process", "two"])
+@pytest.mark.parametrize("launcher", [python(), full(accelerate("ddp_2gpu"))], ids=["one process", "two"])
 def test_photographs_of_differing_sizes(launcher, photographs, tmp_path, cache):
     """Workers decode them; the losses do not depend on the number of workers."""
     for split, part in (("train", slice(0, 12)), ("val", slice(0, 12))):
