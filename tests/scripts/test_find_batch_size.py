@@ -175,10 +175,10 @@ def test_the_largest_process_is_measured():
 
 
 def test_the_answer_has_run_and_the_next_size_has_not(tmp_path):
-    found, output = find(tmp_path, "cpu", "--memory_limit_gib=1.2", *CNN)
+    found, output = find(tmp_path, "cpu", "--memory_limit_gib=1.45", *CNN)
     check(found)
     assert len(found["trials"]) <= 5
-    expected = ("train_cnn_a", "single", 1, 8, 1.2, "memory")
+    expected = ("train_cnn_a", "single", 1, 8, 1.45, "memory")
     names = ("script", "strategy", "processes", "quantum", "limit_gib", "limited_by")
     assert tuple(found[name] for name in names) == expected
     assert found["flags"] == CNN[1:]
