@@ -55,7 +55,9 @@ keep_to_own_cores()
 # Each process of `-n` has virtual hosts of its own.
 os.environ["VIRTUAL_CLUSTER"] = "test-" + os.environ.get("PYTEST_XDIST_WORKER", "alone")
 
-FIRST = ("tests/scripts/test_launch.py", "tests/scripts/test_launchers.py")  # take longest
+# Those that take longest come first: at the end no process of `-n` waits long for another one.
+FIRST = ("tests/scripts/test_launch.py", "tests/scripts/test_launchers.py", "tests/distributed/")
+FIRST += ("tests/checkpoint/", "tests/scripts/", "tests/cluster/")
 
 # As each of two processes has. Sums in another order would now and then carry an activation over
 # ReLU's edge: in a small ResNet one such activation is 0.5 % of a gradient.
@@ -74,7 +76,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log):
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.nodeid.partition("::")[0] not in FIRST)
+    items.sort(key=lambda item: [not item.nodeid.startswith(first) for first in FIRST])
 
 
 def needs(*names: str) -> None:
