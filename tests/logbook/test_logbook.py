@@ -50,10 +50,8 @@ def killed(project, cache) -> Path:
     """A run that got SIGKILL after its first evaluation."""
     folder = project / "runs/killed"
     words = [*CNN, "--data", "digits", "--epochs", "1000", "--telemetry_s", "0.2", *cache]
-    job, log = (
-        Job([*python(), *words, "--output_dir", "runs/killed"], cwd=project, warm=True),
-        folder / "metrics.jsonl",
-    )
+    job = Job([*python(), *words, "--output_dir", "runs/killed"], cwd=project)
+    log = folder / "metrics.jsonl"
     wait_until(lambda: log.exists() and "val/loss" in log.read_text(), job, 120)
     job.kill()
     job.wait()
