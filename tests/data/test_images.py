@@ -552,7 +552,8 @@ def test_workers_end_with_the_trainer(tmp_path, end):
         trainer.process.wait(30)
         wait_until(lambda: not any(map(alive, workers)), timeout_s=10)
     finally:
-        trainer.wait()  # ends what is left
+        trainer.kill()  # what is left, too
+        trainer.wait()
     # what the script imports is imported by it and by the fork server, not by each worker
     assert (tmp_path / "imports").read_text() == "xx"
 

@@ -138,8 +138,8 @@ def test_the_card_says_what_the_run_reached(runs, exported):
 def test_an_ema_of_a_model_with_batch_norm(strategy, tmp_path, cache):
     """Trained, resumed, validated, used and exported: the same model each time, with its buffers."""
     place = tmp_path / "run"
-    flags = [*QUICK, "--batch_size", "32", "--lr", "3e-3", "--ema_decay", "0.8", *cache]
-    for steps in ("3", "7"):
+    flags = [*QUICK, "--batch_size", "96", "--lr", "3e-3", "--ema_decay", "0.8", *cache]
+    for steps in ("6", "14"):
         words = ["--max_steps", steps, "--log_every", "1", "--output_dir", place]
         run([*STRATEGIES[strategy], *XCIT, *flags, *words])
     step = best_step(place)

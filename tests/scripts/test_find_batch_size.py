@@ -19,7 +19,7 @@ from tests.conftest import ROOT, Job, wait_until
 from tests.support.commands import call
 
 # Large activations in small networks: 8 images are 0.09 to 0.13 GiB, many times what two launches differ by.
-CNN = ["train_cnn_a.py", "--data=digits", "--widths=4,4,4", "--image_size=640"]
+CNN = ["train_cnn_a.py", "--data=digits", "--widths=16,16,16", "--image_size=320"]
 RESNET = ["train_cnn_b.py", "--data=digits", "--width=16", "--image_size=128"]
 VIT = ["train_vit.py", "--data=digits", "--model=test_vit", "--image_size=96", "--patch_size=4"]
 
