@@ -55,7 +55,9 @@ keep_to_own_cores()
 # Each process of `-n` has virtual hosts of its own.
 os.environ["VIRTUAL_CLUSTER"] = "test-" + os.environ.get("PYTEST_XDIST_WORKER", "alone")
 
-FIRST = ("tests/scripts/test_launch.py", "tests/scripts/test_launchers.py")  # take longest
+# Those that take longest come first: at the end no process of `-n` waits long for another one.
+FIRST = ("tests/scripts/test_launch.py", "tests/scripts/test_launchers.py", "tests/distributed/")
+FIRST += ("tests/checkpoint/", "tests/scripts/", "tests/cluster/")
 
 # As each of two processes has. Sums in another order would now and then carry an activation over
 # ReLU's edge: in a small ResNet one such activation is 0.5 % of a gradient.
@@ -74,7 +76,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log):
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.nodeid.partition("::")[0] not in FIRST)
+    items.sort(key=lambda item: [not item.nodeid.startswith(first) for first in FIRST])
 
 
 def needs(*names: str) -> None:
@@ -354,17 +356,25 @@ def stoppable(tmp_path_factory) -> Path:
     take so many seconds longer for each step, until torchrun restarts them.
     """
     project = copy_project(tmp_path_factory.mktemp("stoppable") / "project")
-    lines = (
-        "            at = int(__import__('os').environ.get('STOP_AT', -1))\n"
-        "            if accelerator.is_main_process and step == at - (accelerator.num_processes > 1):\n"
-        "                __import__('signal').raise_signal(15)\n"
-        "            if __import__('os').environ.get('TORCHELASTIC_RESTART_COUNT', '0') == '0':\n"
-        "                __import__('time').sleep(float(__import__('os').environ.get('STEP_S', 0)))\n"
+    stop = (
+        "at = int(__import__('os').environ.get('STOP_AT', -1))",
+        "if accelerator.is_main_process and step == at - (accelerator.num_processes > 1):",
+        "    __import__('signal').raise_signal(15)",
+        "if __import__('os').environ.get('TORCHELASTIC_RESTART_COUNT', '0') == '0':",
+        f"    {SLOW_STEP}",
     )
     for script in sorted(path.name for path in project.glob("train_*.py")):
-        call = "            run.checkpoint(step)\n"
-        mutate(project, script, call, lines + call)
+        insert_in_loop(project, script, *stop)
     return project
+
+
+SLOW_STEP = "__import__('time').sleep(float(__import__('os').environ.get('STEP_S', 0)))"
+
+
+def insert_in_loop(project: Path, script: str, *code: str) -> None:
+    """Inserts lines of code before the end of each step."""
+    call = "            run.checkpoint(step)\n"
+    mutate(project, script, call, "".join(f"            {line}\n" for line in code) + call)
 
 
 def copy_project(copy: Path) -> Path:

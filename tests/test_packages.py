@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT
+from tests.conftest import ROOT, full, needs
+from tests.support import packages
 from tests.support.packages import PACKAGES
 
 # A few tests of each kind: hosts, Slurm, a browser, a compiler, ssh, real images; and some that need nothing.
@@ -39,8 +40,17 @@ def path(tmp_path) -> Path:
     return folder
 
 
+@pytest.mark.parametrize(("ci", "end"), [("", pytest.skip.Exception), ("true", pytest.fail.Exception)])
+def test_what_is_missing_skips_a_test_and_in_ci_fails_it(ci, end, monkeypatch):
+    monkeypatch.setenv("CI", ci)
+    monkeypatch.setitem(packages.OTHERS, "root", False)
+    with pytest.raises((pytest.skip.Exception, pytest.fail.Exception), match=r"^needs root$") as ended:
+        needs("root")
+    assert ended.type is end
+
+
 @pytest.mark.needs("root")  # to mount
-@pytest.mark.parametrize("ci", STATUSES)
+@pytest.mark.parametrize("ci", ["", full("true")])
 def test_tests_without_their_packages(ci, path, tmp_path):
     def bare(*words) -> tuple[int, str]:
         env = {name: value for name, value in os.environ.items() if name != "TEST_DATA_DIR"} | {"CI": ci}

@@ -72,8 +72,7 @@ def test_skypilots_run_block_starts_torchrun(tmp_path, no_launcher):
 
 
 @pytest.mark.parametrize(
-    "words",
-    [["train_vit.py", "--no_such_flag", "1"], ["--no_such_flag", "train_vit.py"], ["train_vat.py"]],
+    "words", [["train_vit.py", "--no_such_flag", "1"], ["--no_such_flag", "train_vit.py"], ["train_vat.py"]]
 )
 def test_a_flag_or_a_script_that_is_not_there_is_found(words, no_launcher, capsys):
     with pytest.raises((SystemExit, AssertionError)):

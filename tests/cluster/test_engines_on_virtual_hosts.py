@@ -17,12 +17,13 @@ import pytest
 from tests.cluster.test_engines import SKYPILOT, TRAINJOB, load
 from tests.conftest import (
     ROOT,
+    SLOW_STEP,
     TRAINING,
     Job,
     assert_same_losses,
     copy_project,
+    insert_in_loop,
     lines,
-    mutate,
     per_device,
     wait_until,
 )
@@ -140,9 +141,7 @@ def test_a_wrong_key_of_the_trainjob_is_found(validate_job):
 def project(tmp_path_factory) -> Path:
     """The project in a folder that each host has for itself, with its environment. STEP_S slows steps."""
     project = copy_project(tmp_path_factory.mktemp("engines") / "project")
-    call = "            run.checkpoint(step)\n"
-    slow = "            __import__('time').sleep(float(__import__('os').environ.get('STEP_S', 0)))\n"
-    mutate(project, "train_vit.py", call, slow + call)
+    insert_in_loop(project, "train_vit.py", SLOW_STEP)
     for name in ("Makefile", "requirements.txt", "constraints.txt"):
         (project / name).write_bytes((ROOT / name).read_bytes())
     (project / ".venv").mkdir()

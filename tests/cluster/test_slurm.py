@@ -14,8 +14,8 @@ from tests.conftest import (
     Job,
     assert_same_losses,
     free_port,
+    insert_in_loop,
     metrics,
-    mutate,
     needs,
     per_device,
     result,
@@ -170,9 +170,8 @@ def assert_trained(folder: Path, nodes: int, slots: int) -> None:
 
 def test_a_job_that_is_stopped_twice_trains_as_one_process(slurm, project_copy, one_process, tmp_path, cache):
     """It is stopped before its time limit, then by a job of higher priority: no step is lost or repeated."""
-    call = "            run.checkpoint(step)\n"
-    slow = "            if __import__('os').environ.get('SLURM_RESTART_COUNT') != '2':\n"
-    mutate(project_copy, "train_vit.py", call, f"{call}{slow}                __import__('time').sleep(1.5)\n")
+    slow = "if __import__('os').environ.get('SLURM_RESTART_COUNT') != '2': __import__('time').sleep(1.5)"
+    insert_in_loop(project_copy, "train_vit.py", slow)
     folder, log, size = tmp_path / "a run", tmp_path / "log", per_device(2)
     words = [*TRAINING, size, *cache, "--output_dir", folder]
     job = slurm.train(log, DDP, *words, "--checkpoint_every", "300", cwd=project_copy)

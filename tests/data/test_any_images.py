@@ -233,7 +233,7 @@ def test_sixteen_bits_are_scaled_by_257(format):
 # What is said
 
 
-def test_the_line_of_what_was_found(tmp_path):
+def test_the_line_of_what_was_found():
     train, val = np.array([0] * 3 + [1] * 4), np.array([1, 0])
     said = summary("pe\x1bts", train, {"holdout": val[:1], "test": val}, 2, "")
     assert said == "data pe\\x1bts: 7 training images, 1 holdout images, 2 test images, 2 classes"

@@ -13,9 +13,10 @@ from common.data.cache import prepare_data
 from common.data.images import Images, open_images
 from common.data.splits import held_out
 from tests.conftest import CNN, Job, copy_project, full, lines, metrics, mutate, python, result, run, torchrun
-from tests.data.test_any_images import put
-from tests.data.test_images import encode, picture, write_parquet
+from tests.data.test_any_images import PLAIN, put
+from tests.data.test_images import encode, hub_rows, picture, write_parquet
 from tests.support.compare import assert_same_tensors
+from tests.support.imagenet import prep
 from tools.logbook.page import index, index_values, page
 from tools.logbook.record import RunRecord
 
@@ -37,9 +38,7 @@ def test_each_class_keeps_a_training_image():
     labels = np.array([0] * 10 + [1, 2, 2])
     assert np.bincount(labels[~held_out(labels, 10)]).tolist() == [1, 1, 1]
     for holdout in (11, 0.9, 0.01):
-        with pytest.raises(
-            ValueError, match=r"of 13 training images: choose 1 to 10, as each class keeps one"
-        ):
+        with pytest.raises(ValueError, match="of 13 training images: choose 1 to 10, as each class keeps"):
             held_out(labels, holdout)
 
 
@@ -65,12 +64,8 @@ def as_parquet(root: Path) -> Path:
 
 
 def as_saved(root: Path) -> Path:
-    import datasets
-
-    images = [{"bytes": encode(picture(k), "PNG"), "path": None} for k in range(20)]
-    features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=["a", "b"])})
-    rows = datasets.Dataset.from_dict({"image": images, "label": [k // 10 for k in range(20)]}, features)
-    rows.save_to_disk(root)
+    images = [encode(picture(k), "PNG") for k in range(20)]
+    hub_rows(images, [k // 10 for k in range(20)]).save_to_disk(root)
     return root
 
 
@@ -108,7 +103,7 @@ def as_several_sizes(root: Path) -> Path:
 def as_shards(root: Path) -> Path:
     source = as_decoded(root / "source", "val")
     words = ["--from", "folder", "--data", source, "--out", root / "out", "--shard_mib", "0.004"]
-    run([*python(), "prep_imagenet.py", *words])
+    prep(*words)
     return root / "out"
 
 
@@ -137,9 +132,8 @@ def test_data_with_a_held_out_split_of_its_own(make, tmp_path):
         assert pixels_of(part) == [pixels_of(whole.train)[i] for i in np.flatnonzero(expected)]
     assert pixels_of(images.test) == pixels_of(whole.val)
     assert (images.test.labels == whole.val.labels).all()
-    assert len({*pixels_of(images.train), *pixels_of(images.val), *pixels_of(images.test)}) == len(
-        whole.train
-    ) + len(whole.val)
+    every = {image for part in (images.train, images.val, images.test) for image in pixels_of(part)}
+    assert len(every) == len(whole.train) + len(whole.val)
     assert whole.source != images.source
     assert validate.chosen_split(images, None) == ("test", images.test)
     assert validate.chosen_split(whole, None) == ("val", whole.val)
@@ -169,26 +163,14 @@ def test_the_same_images_on_two_processes_and_after_a_resume(tmp_path):
     """Images of several sizes, on one process, then on two. Another --holdout is another recipe."""
     root = as_classes_at_once(tmp_path / "pets")
     (root / "a" / "large.png").write_bytes(encode(picture(77, 60, 50), "PNG"))
-    words = [*CNN, "--data", root, "--epochs", 2, "--batch_size", 8, "--per_device_batch_size", 4]
-    words += [
-        "--mixed_precision",
-        "no",
-        "--workers",
-        0,
-        "--log_every",
-        1,
-        "--log_samples",
-        "--trackers",
-        "none",
-    ]
-    words += ["--cache_dir", tmp_path / "cache", "--telemetry_s", 0, "--checkpoint_s", 0, "--holdout"]
+    words = [*CNN, "--data", root, "--epochs", 2, "--batch_size", 8, "--per_device_batch_size", 4, *PLAIN]
+    words += ["--cache_dir", tmp_path / "cache", "--checkpoint_s", 0, "--holdout"]
     run([*python(), *words, 5, "--output_dir", tmp_path / "straight"])
     run([*python(), *words, 5, "--max_steps", 3, "--output_dir", tmp_path / "resumed"])
     shutil.rmtree(tmp_path / "cache")
     output = run([*torchrun(2), *words, 5, "--output_dir", tmp_path / "resumed"])
-    assert (
-        output.count(f"data {root}: 16 training images, 5 holdout images, 2 classes; left out: 1 .txt") == 1
-    )
+    found = f"data {root}: 16 training images, 5 holdout images, 2 classes; left out: 1 .txt"
+    assert output.count(found) == 1
     straight, resumed = (tmp_path / name for name in ("straight", "resumed"))
     ours, theirs = (lines(folder / "samples.jsonl") for folder in (resumed, straight))
     assert [line["samples"] for line in ours] == [line["samples"] for line in theirs]
@@ -221,19 +203,7 @@ def test_the_headline_is_of_the_best_weights_on_the_test_split(finished, cache, 
     assert (found["test_name"], found["test_images"]) == ("val", 360)
     for flags, accuracy in (([], "test_accuracy"), (["--split", "val"], "best_accuracy")):
         out = tmp_path / accuracy
-        run(
-            [
-                *python(),
-                "validate.py",
-                finished,
-                *flags,
-                *cache,
-                "--mixed_precision",
-                "no",
-                "--output_dir",
-                out,
-            ]
-        )
+        run([*VALIDATE, "--checkpoint", finished, *flags, *cache, "--output_dir", out])
         report = json.loads((out / "report.json").read_text())
         assert report["top1"] == pytest.approx(found[accuracy])
     run([*VALIDATE, "--checkpoint", finished, "--which", "latest", *cache, "--output_dir", tmp_path / "last"])
@@ -247,12 +217,9 @@ def test_the_headline_is_of_the_best_weights_on_the_test_split(finished, cache, 
 def test_pages_say_which_split_each_number_is_of(finished):
     found, record = result(finished), RunRecord(finished)
     accuracy, best = f"{found['test_accuracy']:.4f}", f"{found['best_accuracy']:.4f}"
+    step, final = f"step {found['best_step']}", f"final, step {found['steps']}"
     text = page(record, "x", [])
-    assert (
-        f"reaches accuracy {accuracy} on the val split of digits with the best weights on the holdout" in text
-    )
-    step = f"step {found['best_step']}"
-    final = f"final, step {found['steps']}"
+    assert f"{accuracy} on the val split of digits with the best weights on the holdout" in text
     assert f"| on the val split, weights of {step} | best on the holdout split, {step} | {final} |" in text
     assert f"| accuracy | {accuracy} | {best} | " in text
     assert "360 images of the val split and 287 images of the holdout split, each counted once." in text

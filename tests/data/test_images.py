@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -27,7 +26,7 @@ from common.data.cache import prepare_data
 from common.data.decode import decode
 from common.data.images import open_images
 from common.data.splits import ArraySplit, FileSplit
-from tests.conftest import ROOT, full, reset_signals, wait_until
+from tests.conftest import ROOT, Job, full, python, read_until, run, wait_until
 
 
 def in_cache(folder: Path) -> list[Path]:
@@ -95,12 +94,10 @@ def read(split: FileSplit | ArraySplit, plan: list, **options) -> tuple[torch.Te
     return torch.cat(images), torch.cat(labels)
 
 
-def start(script: str, *arguments, **options) -> subprocess.Popen:
-    """A Python process with the project on its path, its output in pipes."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), **options.pop("env", {})}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    command = [sys.executable, "-c", script, *map(str, arguments)]
-    return subprocess.Popen(command, env=environment, preexec_fn=reset_signals, **pipes, **options)
+def start(folder: Path, script: str, *arguments) -> Job:
+    """A Python process with the project on its path. folder: where the script is written."""
+    (folder / "script.py").write_text(script)
+    return Job([folder / "script.py", *arguments], env={"PYTHONPATH": str(ROOT)})
 
 
 # Prepares in one thread, and stops between the splits until the file `go` appears.
@@ -174,8 +171,8 @@ def test_a_second_preparation_finds_the_first_and_imports_little(tmp_path):
         "heavy = ('datasets', 'sklearn', 'PIL', 'torchvision', 'pyarrow', 'rich')\n"
         "print([name for name in heavy if name in sys.modules])"
     )
-    out, err = start(script, root, cache).communicate(timeout=60)
-    assert out.splitlines() == [str(folder), "[]"], err
+    output = run([*python(), "-c", script, root, cache], env={"PYTHONPATH": str(ROOT)})
+    assert output.splitlines() == [str(folder), "[]"]
 
 
 def test_cifar10_by_name_is_loaded_through_datasets(tmp_path, monkeypatch):
@@ -326,23 +323,22 @@ def test_an_index_belongs_to_the_place_of_its_files(tmp_path):
 
 def test_two_jobs_at_once_make_it_once(tmp_path):
     root, cache, go = parquet_folder(tmp_path / "data"), tmp_path / "cache", tmp_path / "go"
-    other = start(STALLED, root, cache, go)
-    assert other.stdout.readline() == "MIDDLE\n"
+    other = start(tmp_path, STALLED, root, cache, go)
+    read_until("MIDDLE", other)
     beats = []
     folder = prepare_data(str(root), cache, lambda: beats.append(0) or (len(beats) > 2 and go.touch()))
-    out, err = other.communicate(timeout=30)
     assert len(beats) > 2
-    assert out == f"DONE {folder}\n", err
+    assert other.wait() == (0, f"DONE {folder}\n")
     assert in_cache(cache) == [folder]
     assert len(open_images(folder).train) == 40
 
 
 def test_killed_in_the_middle_leaves_nothing_that_counts(tmp_path):
     root, cache = parquet_folder(tmp_path / "data"), tmp_path / "cache"
-    other = start(STALLED, root, cache, tmp_path / "never")
-    assert other.stdout.readline() == "MIDDLE\n"
+    other = start(tmp_path, STALLED, root, cache, tmp_path / "never")
+    read_until("MIDDLE", other)
     other.kill()
-    other.communicate()
+    other.wait()
     # it really was in the middle: some images are decoded, nothing has a name yet
     [work] = in_cache(cache)
     assert work.name == ".preparing"
@@ -522,7 +518,7 @@ if __name__ == "__main__":
     plan = [(0, np.arange(2))] * 100
     batches = split.batches(plan, device="cpu", train=True, size=32, seed=0, workers=2)
     next(batches)
-    print(*[p.pid for p in multiprocessing.active_children()], flush=True)
+    print("workers", *[p.pid for p in multiprocessing.active_children()], flush=True)
     if sys.argv[3] == "fails":
         raise RuntimeError("out of memory")
     time.sleep(60)
@@ -543,23 +539,23 @@ def test_workers_end_with_the_trainer(tmp_path, end):
     picture(0, 40, 32).save(root / "train" / "a" / "0.png")
     folder = prepare_data(str(root), tmp_path / "cache")
     (tmp_path / "trainer.py").write_text(TRAINER)
-    (tmp_path / "slow.py").write_text("import sys; print('imported', file=sys.stderr)")
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    words = [sys.executable, tmp_path / "trainer.py", str(ROOT), str(folder), end]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    trainer = subprocess.Popen(words, env=environment, cwd="/", **pipes)  # from another folder
-    workers = [int(pid) for pid in trainer.stdout.readline().split()]
-    assert len(workers) == 2, trainer.stderr.read()
-    if end == "is killed":
-        assert all(map(alive, workers))
-        trainer.kill()
+    (tmp_path / "slow.py").write_text(f"open({str(tmp_path / 'imports')!r}, 'a').write('x')")
+    words = [tmp_path / "trainer.py", ROOT, folder, end]
+    trainer = Job(words, env={"PYTHONPATH": ""}, cwd=Path("/"))  # from another folder
     try:
-        _, err = trainer.communicate(timeout=30)
+        line = next(line for line in trainer.process.stdout if line.startswith("workers "))
+        workers = [int(pid) for pid in line.split()[1:]]
+        assert len(workers) == 2
+        if end == "is killed":
+            assert all(map(alive, workers))
+            trainer.process.kill()
+        trainer.process.wait(30)
+        wait_until(lambda: not any(map(alive, workers)), timeout_s=10)
     finally:
-        trainer.kill()
-    wait_until(lambda: not any(map(alive, workers)), timeout_s=10)
+        trainer.kill()  # what is left, too
+        trainer.wait()
     # what the script imports is imported by it and by the fork server, not by each worker
-    assert err.count("imported") == 2
+    assert (tmp_path / "imports").read_text() == "xx"
 
 
 # Bad input

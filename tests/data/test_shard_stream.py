@@ -5,7 +5,6 @@ import re
 import resource
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections import Counter
@@ -328,7 +327,8 @@ run_process(main)
 
 def reader(url: str, cache: Path, proxy: FaultProxy, then: str = "") -> Job:
     """Reads one epoch, in a cache with room for all shards of the training."""
-    words = [sys.executable, "-c", READER, url, cache, 28 * SHARD_GIB, then]
+    (cache / "reader.py").write_text(READER)
+    words = [cache / "reader.py", url, cache, 28 * SHARD_GIB, then]
     return Job(words, env=aws_env(proxy.endpoint) | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"})
 
 

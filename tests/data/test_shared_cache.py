@@ -74,18 +74,8 @@ def test_nothing_is_ever_writable_by_all(shared, tmp_path):
         assert os.umask(0o077) == 0o002
         set_umask()
         assert os.umask(0) == 0o077
-        words = [
-            *CNN,
-            "--data",
-            shared / "images",
-            "--batch_size",
-            "2",
-            "--image_size",
-            "32",
-            "--epochs",
-            "1",
-        ]
-        words += ["--cache_dir", tmp_path / "cache", "--output_dir", tmp_path / "run"]
+        words = [*CNN, "--data", shared / "images", "--batch_size", "2", "--image_size", "32"]
+        words += ["--epochs", "1", "--cache_dir", tmp_path / "cache", "--output_dir", tmp_path / "run"]
         status, output = Job(words).wait()
     finally:
         os.umask(before)

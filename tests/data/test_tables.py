@@ -105,10 +105,7 @@ def test_parquet_among_class_folders_is_left_alone(tmp_path):
 @pytest.mark.parametrize(
     ("file", "message"),
     [
-        (
-            "data.parquet",
-            r"has parquet files, but no train-\*.parquet \(data.parquet\): name those of training so",
-        ),
+        ("data.parquet", r"has parquet files, but no train-\*.parquet \(data.parquet\): name those of train"),
         ("a/train/0.parquet", "no val, validation, valid or test to evaluate on: give it one, or hold out"),
     ],
 )

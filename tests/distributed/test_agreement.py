@@ -122,21 +122,21 @@ from common.distributed.agreement import once_per_host
 from common.recipe import Recipe, parse
 
 def alive(beat):  # twice as long as the limit
-    for _ in range(12):
-        time.sleep(0.5)
+    for _ in range(10):
+        time.sleep(0.4)
         beat()
     return "done"
 
 def silent(beat):
-    time.sleep(6)
+    time.sleep(5)
 
 def failing(beat):
     raise ValueError("no such images")
 
 def main():
     accelerator, _ = start(parse(Recipe))
-    print("answer", once_per_host(accelerator, "data", alive, 3), flush=True)
-    once_per_host(accelerator, "rest", WORK, 3)
+    print("answer", once_per_host(accelerator, "data", alive, 2), flush=True)
+    once_per_host(accelerator, "rest", WORK, 2)
 
 if __name__ == "__main__":
     run_process(main)
@@ -146,7 +146,7 @@ if __name__ == "__main__":
 @pytest.mark.parametrize(
     ("work", "message"),
     [
-        ("silent", "error: rank 0 gave no sign of life for 3 s"),
+        ("silent", "error: rank 0 gave no sign of life for 2 s"),
         ("failing", "error: no such images (on host "),
     ],
 )

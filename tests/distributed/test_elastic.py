@@ -18,7 +18,18 @@ from common.recipe import Recipe, usable_processes
 from common.run.folder import count_restarts
 from common.system.files import write_json
 from tests.checkpoint.test_checkpoints import LONG
-from tests.conftest import Job, free_port, lines, metrics, mutate, result, run, torchrun, wait_until
+from tests.conftest import (
+    SLOW_STEP,
+    Job,
+    free_port,
+    insert_in_loop,
+    lines,
+    metrics,
+    result,
+    run,
+    torchrun,
+    wait_until,
+)
 from tests.support.compare import assert_same_losses
 
 ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
@@ -178,9 +189,7 @@ def wait_for_steps(folder: Path, steps: int, hosts: int, job: Job) -> None:
 def test_hosts_join_are_lost_and_are_replaced(tmp_path, project_copy):
     """One host trains, a second joins and is killed, a third joins, the second is told to stop: each sample
     comes once, in the uninterrupted run's order, and the losses differ by rounding only."""
-    call = "            run.checkpoint(step)\n"
-    sleep = "            __import__('time').sleep(float(__import__('os').environ.get('STEP_S', 0)))\n"
-    mutate(project_copy, "train_hello.py", call, sleep + call)
+    insert_in_loop(project_copy, "train_hello.py", SLOW_STEP)
     train = [*LONG, "--max_steps", "900", "--log_samples"]
     straight = [*torchrun(2), *train, "--output_dir", tmp_path / "straight"]
     run(straight, cwd=project_copy)

@@ -42,11 +42,7 @@ def evidence(rank, phase, op, number, is_done):
         (WAITS, None, "rank 2 (node2) is silent"),
         (("saving", "broadcast", 6, False), WAITS, f"{AWAITED}: saving at train.py:7"),
         (("reading data", "all_reduce", 7, True), WAITS, f"{AWAITED}: reading data"),
-        (
-            ("saving", "barrier", 7, False),
-            WAITS,
-            f"{DIFFER}: rank 0 in gloo:all_reduce 7, rank 1 in",
-        ),
+        (("saving", "barrier", 7, False), WAITS, f"{DIFFER}: rank 0 in gloo:all_reduce 7, rank 1 in"),
         (WAITS, WAITS, "all ranks are in the same collective"),
     ],
 )

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from safetensors.torch import load_file
 
 from tests.conftest import (
     CNN,
@@ -22,13 +21,12 @@ from tests.conftest import (
     accelerate,
     deepspeed,
     full,
-    lines,
-    metrics,
     mutate,
     needs,
     python,
     run,
 )
+from tests.support.compare import assert_same_training
 
 STEPS = 20
 FLAGS = ["--batch_size", "96", "--per_device_batch_size", "48", "--epochs", "2", "--max_steps", str(STEPS)]
@@ -190,23 +188,6 @@ def test_parity_finds(mutant, one_process, project_copy, tmp_path, cache):
     run(words, cwd=project_copy)
     with pytest.raises(AssertionError):
         assert_same_training(tmp_path / "run", one_process(script))
-
-
-def assert_same_training(folder, reference):
-    ours, theirs = metrics(folder), metrics(reference)
-    assert [line["step"] for line in ours] == [line["step"] for line in theirs]
-    assert lines(folder / "samples.jsonl") == lines(reference / "samples.jsonl")
-    assert len(lines(folder / "samples.jsonl")) == STEPS
-    for our, their in zip(ours, theirs, strict=True):
-        assert our.get("train/lr") == their.get("train/lr")
-        for name in {"train/loss", "val/loss", "test/loss"} & their.keys():
-            assert our[name] == pytest.approx(their[name], abs=1e-5), (name, our["step"])
-    our_weights = load_file(folder / "checkpoints" / f"step_{STEPS:08d}" / "model.safetensors")
-    their_weights = load_file(reference / "checkpoints" / f"step_{STEPS:08d}" / "model.safetensors")
-    assert our_weights.keys() == their_weights.keys()
-    for name, tensor in our_weights.items():
-        assert tensor.dtype == their_weights[name].dtype
-        assert (tensor - their_weights[name]).abs().max() < 1e-4, name
 
 
 def test_the_default_recipes_are_what_is_compared():

@@ -226,9 +226,8 @@ def test_a_bad_newcomer_is_left_out_and_tried_again(began, host, line, reason, h
         found.print("node2", "RuntimeError: connection reset by peer")
         found.print(host, line)
         assert found.end(node1=1, node2=1) is None
-        assert found.logged[-1].startswith(
-            f"node2 is left out for {wait_s} s: {reason.removeprefix('error: ')}"
-        )
+        said = f"node2 is left out for {wait_s} s: {reason.removeprefix('error: ')}"
+        assert found.logged[-1].startswith(said)
         found.job._connect_missing()
         assert chosen(found.job) == ["node1"]
         clock[0] += wait_s

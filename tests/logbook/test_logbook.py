@@ -50,10 +50,8 @@ def killed(project, cache) -> Path:
     """A run that got SIGKILL after its first evaluation."""
     folder = project / "runs/killed"
     words = [*CNN, "--data", "digits", "--epochs", "1000", "--telemetry_s", "0.2", *cache]
-    job, log = (
-        Job([*python(), *words, "--output_dir", "runs/killed"], cwd=project, warm=True),
-        folder / "metrics.jsonl",
-    )
+    job = Job([*python(), *words, "--output_dir", "runs/killed"], cwd=project)
+    log = folder / "metrics.jsonl"
     wait_until(lambda: log.exists() and "val/loss" in log.read_text(), job, 120)
     job.kill()
     job.wait()
@@ -236,9 +234,13 @@ def test_pages_of_made_runs_are_the_stored_ones(book, tmp_path):
 # --- Broken and hostile folders
 
 
-BREAKS = {  # tests/logbook/test_names.py has malformed JSON
+BREAKS = {  # tests/logbook/test_names.py has more malformed JSON
     "missing": lambda file: file.unlink(),
+    "empty": lambda file: file.write_text(""),
     "cut": lambda file: file.write_bytes(file.read_bytes()[:-40]),
+    "binary": lambda file: file.write_bytes(b"\xff\xfe\x00{"),
+    "a list": lambda file: file.write_text("[[1, 2], null]"),
+    "nested": lambda file: file.write_text("[" * 100_000),
     "other types": lambda file: file.write_text(json.dumps({key: {"a": [None]} for key in keys(file)})),
     "a folder": lambda file: (file.unlink(), file.mkdir()),
     "a link": lambda file: file.symlink_to(file.rename(file.with_name(f"{file.name}.moved"))),

@@ -2,14 +2,15 @@
 
 import json
 import sys
-from pathlib import Path
 
 import pytest
 
+import plan as plan_script
 from benchmarks.plan_memory import BOUND_PCT, FLAGS
 from common.script import load_script
 from common.telemetry.flops import find_device
 from tests.conftest import ROOT, Job, accelerate, run
+from tests.support.commands import call
 from tools.plan import cost
 from tools.plan.cost import Cluster, Trace, largest_size, step_time, traffic
 
@@ -140,29 +141,33 @@ def plan(*words: object) -> tuple[int, str]:
     return Job([sys.executable, "plan.py", *map(str, words)], cwd=ROOT).wait()
 
 
-def test_a_plan(tmp_path):
-    file: Path = tmp_path / "plan.json"
-    status, output = plan("--gpus", 1, "--gpu", "Tesla T4", "--price_per_hour", 2, "--output", file, *SMALL)
-    assert status == 0, output
-    single, offload = json.loads(file.read_text())["lines"]
-    assert (single["strategy"], single["images"], single["efficiency"]) == ("single", 64, 1.0)
-    assert single["hours"] == pytest.approx(1437 // 64 * 10 * single["step_s"] / 3600, rel=0.5)
+@pytest.fixture(scope="module")
+def plans(tmp_path_factory) -> list[tuple[list[dict], str]]:
+    """The lines and the output of plans for batches of 2 and of 4,096 images."""
+    found = []
+    for batch_size in (2, 4096):
+        file = tmp_path_factory.mktemp("plan") / "plan.json"
+        words = ["--gpus", 1, "--gpu", "Tesla T4", "--price_per_hour", 2, "--output", file]
+        status, output = plan(*words, "train_cnn_a.py", "--data=digits", f"--batch_size={batch_size}")
+        assert status == 0, output
+        found.append((json.loads(file.read_text())["lines"], output))
+    return found
+
+
+def test_a_plan(plans):
+    (single, offload), output = plans[0]
+    assert (single["strategy"], single["images"], single["efficiency"]) == ("single", 2, 1.0)
+    assert single["hours"] == pytest.approx(1437 // 2 * 10 * single["step_s"] / 3600)
     assert single["price"] == pytest.approx(2 * single["hours"])
     assert offload["step_s"] is None  # not estimated
     assert "accelerate launch --config_file accelerate_configs/single_gpu.yaml" in output
     assert "--mixed_precision fp16" in output  # a T4 has no bf16
 
 
-def test_the_largest_size_does_not_depend_on_the_recipes_batch(tmp_path):
+def test_the_largest_size_does_not_depend_on_the_recipes_batch(plans):
     """With 2 images the optimizer's step is the peak, with thousands the activations are."""
-    largest = []
-    for batch_size in (2, 4096):
-        script = ["train_cnn_a.py", "--data=digits", f"--batch_size={batch_size}"]
-        file = tmp_path / f"{batch_size}.json"
-        status, output = plan("--gpus", 1, "--gpu", "Tesla T4", "--output", file, *script)
-        assert status == 0, output
-        largest.append([line["largest"] for line in json.loads(file.read_text())["lines"]])
-    assert largest[0] == largest[1]
+    small, large = ([line["largest"] for line in lines] for lines, _ in plans)
+    assert small == large
 
 
 @pytest.mark.parametrize(
@@ -180,7 +185,7 @@ def test_the_largest_size_does_not_depend_on_the_recipes_batch(tmp_path):
     ],
 )
 def test_mistakes(words, said):
-    status, output = plan(*words)
+    status, output = call(plan_script.main, *words)
     assert status != 0
     assert said in output
     assert "Traceback" not in output

@@ -1,10 +1,12 @@
 """Predicted step times: the exchange, accumulation, what is measured."""
 
+import subprocess
 from dataclasses import replace
 
 import pytest
 
 from tests.plan.test_plan import H200, SMALL, made, plan
+from tests.support import forks
 from tools.plan import cost, planning
 from tools.plan.cost import Cluster, Measured, exchanged, measured_step_time, step_time, traffic
 from tools.plan.planning import Candidate, Planning, compressed, possible, this_device
@@ -62,7 +64,8 @@ def test_a_step_is_measured_under_the_engine():
     assert found.optimizer_s > 0
 
 
-def test_a_measurement_that_fails_says_why():
+def test_a_measurement_that_fails_says_why(monkeypatch):
+    monkeypatch.setattr(subprocess, "Popen", forks.Popen)
     with pytest.raises(ValueError, match=r"--measure: ddp: .*--widths"):
         planning.measured("ddp", 8, [*SMALL, "--widths=0"])
 

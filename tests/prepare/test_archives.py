@@ -16,7 +16,7 @@ import torchvision.datasets.imagenet as torchvision_imagenet
 
 from common.system import s3 as object_store
 from tests.support.imagenet import DEVKIT, Ilsvrc, make_ilsvrc, synsets_of, tar, write_devkit
-from tests.support.s3 import BUCKET, SECRET, aws_env, s3, s3_proxy  # noqa: F401  (two are fixtures)
+from tests.support.s3 import BUCKET, SECRET, s3, s3_proxy, use_s3  # noqa: F401  (two are fixtures)
 from tools.prepare import archives
 from tools.prepare import devkit as imagenet
 from tools.prepare.archives import Member, members, open_stream
@@ -215,10 +215,7 @@ def store(s3_proxy, monkeypatch, capfd, ilsvrc):  # noqa: F811
 
     No output may hold the secret.
     """
-    for name in [name for name in os.environ if name.startswith("AWS_")]:
-        monkeypatch.delenv(name)
-    for name, value in aws_env(s3_proxy.endpoint).items():
-        monkeypatch.setenv(name, value)
+    use_s3(monkeypatch, s3_proxy.endpoint)
     monkeypatch.setattr(object_store, "PART_BYTES", 100_000)
     monkeypatch.setattr(archives, "CHUNK_BYTES", 20_000)
     monkeypatch.setattr(time, "sleep", lambda _: None)

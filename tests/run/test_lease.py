@@ -22,7 +22,7 @@ from tests.conftest import Job, wait_until
 def test_a_second_run_is_refused_and_the_first_goes_on(tmp_path):
     words = [*LONG, "--epochs", "3000"]
     job = start_and_wait(words, tmp_path / "run")
-    status, output = Job([*words, "--output_dir", tmp_path / "run"], warm=True).wait()
+    status, output = Job([*words, "--output_dir", tmp_path / "run"]).wait()
     assert status == 1
     assert output.count("error: ") == 1, output
     record = json.loads((tmp_path / "run" / "owner.json").read_text())

@@ -1,8 +1,12 @@
 """Bad input: one clear error, an exit status other than 0, no hang, no half-made run folder."""
 
+import resource
+
 import pytest
+from PIL import Image
 
 from tests.conftest import CNN, RESNET, VIT, Job, accelerate, deepspeed, full, python, result, run, torchrun
+from tests.support.images import class_folders
 
 SMALL = ["--data", "digits", "--batch_size", "8", "--max_steps", "1", "--trackers", "none"]
 ON_DIGITS, ZERO2 = [*CNN, *SMALL], ["--deepspeed_config", "ds_configs/zero2.json"]
@@ -28,8 +32,8 @@ def test_one_clear_error(name, tmp_path, cache):
     broken = tmp_path / "broken.json"
     broken.write_text('{\n  "train_batch_size" 8\n}')
     words = [broken if word == "BROKEN" else word for word in words]
-    offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf")}
-    status, output = Job([*launcher, *words, *cache, "--output_dir", tmp_path / "run"], env=offline).wait()
+    env = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf")} if "hub" in name else None
+    status, output = Job([*launcher, *words, *cache, "--output_dir", tmp_path / "run"], env=env).wait()
     assert status != 0
     assert output.count("error: ") == 1, output
     assert message in output
@@ -38,15 +42,37 @@ def test_one_clear_error(name, tmp_path, cache):
 
 
 def test_out_of_memory_says_which_size_to_try(tmp_path, cache):
-    """A batch needs 1.5 TiB in each process; the address space is limited to 256 GiB."""
-    flags = ["--data", "digits", "--image_size", "16384", "--batch_size", "1024", "--trackers", "none"]
-    words = ["prlimit", f"--as={2**38}", *torchrun(2), *RESNET, *flags, *cache]
-    status, output = Job([*words, "--output_dir", tmp_path / "run"]).wait(90)
+    """A batch needs 96 GiB in each process; the address space is limited to 64 GiB."""
+    flags = ["--data", "digits", "--image_size", "4096", "--batch_size", "1024", "--trackers", "none"]
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (2**36, before[1]))  # the processes of the job inherit it
+    try:
+        job = Job([*torchrun(2), *RESNET, *flags, *cache, "--output_dir", tmp_path / "run"])
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+    status, output = job.wait(90)
     assert status != 0
     assert output.count("error: out of memory on CPU") == 1, output
     assert "with --per_device_batch_size 512: try --per_device_batch_size 256, the same" in output
     assert "--batch_size 1024 with 2 accumulations" in output
     assert result(tmp_path / "run")["status"] == "failed"
+
+
+@pytest.mark.parametrize("workers", ["0", full("2")])
+def test_a_photograph_cut_short_in_the_middle_of_training(workers, tmp_path, cache):
+    """Images of several sizes are decoded when they are needed: the error comes late, and names the file."""
+    data = class_folders(tmp_path / "images", train=12, val=4, kind="jpg")
+    large, broken, *_ = sorted((data / "train" / "0").iterdir())
+    Image.effect_noise((90, 70), 64).convert("RGB").save(large)
+    broken.write_bytes(large.read_bytes()[:1500])
+    flags = ["--data", data, "--batch_size", "2", "--epochs", "2", "--workers", workers, "--trackers", "none"]
+    status, output = Job([*torchrun(2), *CNN, *flags, *cache, "--output_dir", tmp_path / "run"]).wait(90)
+    assert status != 0
+    said = [line for line in output.splitlines() if line.startswith("error: ")]
+    assert len(said) == 1, output
+    assert broken.name in said[0]
+    assert broken.name in result(tmp_path / "run")["error"], "it was training"
+    assert not list((tmp_path / "run").glob("checkpoints/*"))
 
 
 def test_a_folder_that_holds_a_run_is_not_touched(tmp_path, cache):

@@ -19,9 +19,9 @@ from safetensors.torch import load_file, save_file
 import export
 import train_cnn_a
 from common.checkpoint.weights import TrainedModel
-from common.system.cli import run_command
 from tests.conftest import RESNET, ROOT, STRATEGIES, VIT, full, lines, metrics, python, result, run
 from tests.scripts.conftest import QUICK
+from tests.support.commands import call
 from tools.inference.exported import Exported, open_trained
 from tools.logbook.card import model_card
 
@@ -72,15 +72,11 @@ def exported(runs, tmp_path_factory, cache) -> dict[str, Path]:
     return {name: folder / f"my_{name}" for name in runs}
 
 
-def made(*words, status: int = 0) -> None:
-    """Runs export.py in this process."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["export.py", *map(str, words)])
-        umask = os.umask(0)
-        try:
-            assert run_command(export.main) == status
-        finally:
-            os.umask(umask)
+def made(*words, status: int = 0) -> str:
+    """Runs export.py in this process, which must end with this exit status. Returns its output."""
+    found, output = call(export.main, *words)
+    assert found == status, output
+    return output
 
 
 def write_pictures(trained: Exported, folder: Path, name: str = "") -> list[Path]:
@@ -172,17 +168,9 @@ def test_an_ema_of_a_model_with_batch_norm(strategy, tmp_path, cache):
     exported = timm.create_model(f"local-dir:{tmp_path / 'out'}", pretrained=True).eval()
     with torch.inference_mode():
         assert torch.equal(exported(trained.sample), logits)
-    words = [
-        "--mixed_precision",
-        "no",
-        "--top",
-        "10",
-        "--workers",
-        "0",
-        "--output_dir",
-        tmp_path / "predicted",
-    ]
-    run([*python(), "predict.py", place, *write_pictures(trained, tmp_path), *words])
+    words = ["--mixed_precision", "no", "--top", "10", "--workers", "0", "--output_dir"]
+    pictures = write_pictures(trained, tmp_path)
+    run([*python(), "predict.py", place, *pictures, *words, tmp_path / "predicted"])
     predicted = lines(tmp_path / "predicted" / "predictions.jsonl")
     for row, expected in zip(predicted, logits.softmax(1), strict=True):
         by_class = dict(zip(row["classes"], row["probabilities"], strict=True))
@@ -227,13 +215,12 @@ def best_step(folder: Path) -> str:
     return f"step_{result(folder)['best_step']:08d}"
 
 
-def test_a_model_that_comes_back_differently_is_no_export(runs, tmp_path, cache, monkeypatch, capfd):
+def test_a_model_that_comes_back_differently_is_no_export(runs, tmp_path, cache, monkeypatch):
     def spoil(tensors, file):
         save_file({name: tensor + 1e-3 for name, tensor in tensors.items()}, file)
 
     monkeypatch.setattr("safetensors.torch.save_file", spoil)
-    made(runs["cnn_a"], tmp_path / "new" / "out", *cache, status=1)
-    assert "gives other logits" in capfd.readouterr().err
+    assert "gives other logits" in made(runs["cnn_a"], tmp_path / "new" / "out", *cache, status=1)
     assert list((tmp_path / "new").iterdir()) == []
 
 
@@ -247,21 +234,21 @@ def test_a_model_that_comes_back_differently_is_no_export(runs, tmp_path, cache,
         (["{cnn_a}", "{tmp}/out", "--widths", "4,8,31"], "hidden.weight"),
     ],
 )
-def test_what_is_refused(words, said, runs, tmp_path, capfd):
+def test_what_is_refused(words, said, runs, tmp_path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     save_file({"weight": torch.zeros(1)}, tmp_path / "lone.safetensors")
     places = {name: str(place) for name, place in runs.items()}
-    made(*(word.format(tmp=tmp_path, step=best_step(runs["vit"]), **places) for word in words), status=1)
-    assert said in capfd.readouterr().err
+    words = [word.format(tmp=tmp_path, step=best_step(runs["vit"]), **places) for word in words]
+    assert said in made(*words, status=1)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["full", "lone.safetensors"]
 
 
-def test_code_that_needs_more_than_torch_is_refused(runs, tmp_path, cache, capfd):
+def test_code_that_needs_more_than_torch_is_refused(runs, tmp_path, cache):
     file = tmp_path / "train_cnn_a.py"
     file.write_text((ROOT / "train_cnn_a.py").read_text().replace("return Net(", "reseed; return Net("))
-    made(runs["cnn_a"], tmp_path / "out", "--script", file, *cache, status=1)
-    assert "needs reseed, and may need torch alone" in capfd.readouterr().err
+    output = made(runs["cnn_a"], tmp_path / "out", "--script", file, *cache, status=1)
+    assert "needs reseed, and may need torch alone" in output
     assert not (tmp_path / "out").exists()
 
 

@@ -1,4 +1,4 @@
-"""The fast recipes of train_cnn_b.py start on real images, and its flags for them do what they say."""
+"""The fast recipes of train_cnn_b.py, and its flags for them. test_real_data.py starts that of CIFAR-10."""
 
 from functools import partial
 
@@ -11,7 +11,7 @@ from common.data.images import Images
 from common.data.splits import ArraySplit, Part
 from common.order import Steps
 from common.recipe import parse, share_out
-from tests.conftest import ROOT, metrics, python, result, run
+from tests.conftest import ROOT, python, result, run
 from train_cnn_b import (
     BlurredConv2d,
     CnnB,
@@ -26,16 +26,6 @@ from train_cnn_b import (
 
 def recipe_of(name: str, *flags: str) -> CnnB:
     return parse(CnnB, ["--config", str(ROOT / "recipes" / f"{name}.yaml"), *flags])
-
-
-def test_the_fast_recipe_of_cifar10_starts(cifar10, cache, tmp_path):
-    words = ["train_cnn_b.py", "--config", "recipes/cnn_b_cifar10_fast.yaml", "--data", cifar10, *cache]
-    words += ["--width", "8", "--max_steps", "3", "--log_every", "1", "--max_val_images", "64"]
-    run([*python(), *words, "--mixed_precision", "no", "--output_dir", tmp_path / "run"])
-    assert result(tmp_path / "run")["steps"] == 3
-    rates = [line["train/lr"] for line in metrics(tmp_path / "run") if "train/lr" in line]
-    warmup_steps = int(0.1 * 26 * (50_000 // 512))
-    assert rates == pytest.approx([0.2 * (step + 1) / warmup_steps for step in range(3)])
 
 
 def test_the_16_epochs_on_imagenet_start_and_the_images_grow(photographs, cache, tmp_path):

@@ -14,9 +14,9 @@ import pytest
 import find_batch_size
 from common import batch_search
 from common.batch_search import knee, launch, next_size
-from common.system.cli import run_command
 from common.system.files import write_json
 from tests.conftest import ROOT, Job, wait_until
+from tests.support.commands import call
 
 # Large activations in small networks: 8 images are 0.09 to 0.13 GiB, many times what two launches differ by.
 CNN = ["train_cnn_a.py", "--data=digits", "--widths=16,16,16", "--image_size=320"]
@@ -280,18 +280,12 @@ def test_with_randaugment_a_margin_stays_free(layers, answer, tmp_path, monkeypa
         (("--memory_limit_gib=nan", *CNN), 2, "--memory_limit_gib nan: must be more than 0 and finite"),
     ],
 )
-def test_mistakes_are_one_clear_message(words, status, message, tmp_path, monkeypatch, capsys):
+def test_mistakes_are_one_clear_message(words, status, message, tmp_path, monkeypatch):
     file = tmp_path / "found" / "result.json"
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setattr(sys, "argv", [*finder("cpu", f"--output={file}")[1:], *words])
-    monkeypatch.setattr(signal, "signal", lambda *_: None)  # main() sets a handler
-    try:
-        ended = run_command(find_batch_size.main)
-    except SystemExit as error:
-        ended = error.code
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert (ended, message in error) == (status, True), error
+    ended, output = call(find_batch_size.main, *finder("cpu", f"--output={file}")[2:], *words)
+    assert (ended, message in output.splitlines()[-1]) == (status, True), output
     assert not any(file.parent.glob("*")), "something is left"
 
 

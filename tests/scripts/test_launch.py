@@ -18,7 +18,6 @@ import launch
 from cluster import drill
 from cluster import virtual_cluster as hosts
 from common.order import order
-from common.system.cli import run_command
 from tests.conftest import (
     ROOT,
     TRAINING,
@@ -26,12 +25,13 @@ from tests.conftest import (
     assert_same_losses,
     full,
     lines,
-    metrics,
     per_device,
     result,
     run,
     torchrun,
+    wait_until,
 )
+from tests.support.commands import call
 
 HELLO = ["train_hello.py", "--trackers", "none", "--mixed_precision", "no"]
 LONG = [*HELLO, "--epochs", "100000", "--log_every", "64", "--checkpoint_every", "64", "--timeout_s", "30"]
@@ -43,14 +43,6 @@ def start(words: list, tmp_path, flags=(), env=None, count: int = 2, slots: int 
     hostfile.write_text("".join(f"{name} slots={slots}\n" for name in hosts.names()[:count]))
     launcher = [sys.executable, "launch.py", "--hostfile", hostfile, "--log_dir", tmp_path / "logs", *flags]
     return Job(hosts.inside("node1", [*launcher, *words], ROOT), env=env)
-
-
-def wait_for_line(job: Job, file: Path, count: int = 1) -> None:
-    deadline = time.monotonic() + 240
-    while not (file.exists() and len(file.read_text().splitlines()) >= count):
-        assert job.process.poll() is None, job.wait()[1]
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
 
 
 def left(host: str) -> list[str]:
@@ -156,11 +148,15 @@ MODES = {
 
 
 @pytest.mark.parametrize("mode", ["single-node", full("multi-node")])
-def test_the_default_script(mode, cluster, tmp_path):
+def test_the_default_script(mode, request, tmp_path):
     """Without a script it starts train_hello.py, with the flags."""
     words = [sys.executable, "launch.py", "--mode", mode, *MODES[mode], "--log-dir", tmp_path / "logs"]
     words += ["--epochs", "2", "--batch-size", "128", "--learning-rate", "0.02", "--data-size", "1024"]
-    run(hosts.inside("node1", [*words, "--output_dir", tmp_path / "run"], ROOT))
+    words += ["--output_dir", tmp_path / "run"]
+    if mode == "multi-node":
+        request.getfixturevalue("cluster")
+        words = hosts.inside("node1", words, ROOT)
+    run(words)
     found = result(tmp_path / "run")
     assert (found["script"], found["processes"]) == ("train_hello", 2)
     assert (found["epochs"], found["batch_size"], found["steps"]) == (2, 128, 16)
@@ -215,7 +211,8 @@ class Training:
         self.tmp_path, self.folder = tmp_path, tmp_path / "run"
         self.words = [*LONG, *flags, "--output_dir", self.folder]
         self.job = start(self.words, tmp_path, **options)
-        wait_for_line(self.job, self.folder / "metrics.jsonl", 3)
+        log = self.folder / "metrics.jsonl"
+        wait_until(lambda: log.exists() and log.read_text().count("\n") >= 3, self.job, 240)
 
     def continues(self, *flags) -> int:
         """Continues to the end. Returns the step at which it begins. flags: of the launcher."""
@@ -292,14 +289,12 @@ def suspended(_):
 @contextlib.contextmanager
 def lossy(training):
     """30 percent of the packets to node2 are lost: it trains, or ends in time and names the host."""
-    before = len(metrics(training.folder))
+    process, log = training.job.process, training.folder / "metrics.jsonl"
+    before = log.read_text().count("\n")
     hosts.lose("node2", 30)
     try:
-        deadline = time.monotonic() + 90
-        while training.job.process.poll() is None and len(metrics(training.folder)) < before + 3:
-            assert time.monotonic() < deadline
-            time.sleep(1)
-        if training.job.process.poll() is None:
+        wait_until(lambda: process.poll() is not None or log.read_text().count("\n") >= before + 3, None, 90)
+        if process.poll() is None:
             launcher_of(training.job).terminate()
         yield
         wait_until_empty(hosts.names(), 90)
@@ -343,8 +338,7 @@ def test_a_fault_ends_the_job_and_the_same_command_continues(fault, statuses, re
 def test_a_host_that_freezes_as_it_starts(cluster, tmp_path):
     """Its launcher stops before the script runs, while the other hosts' launchers wait for it."""
     job = start([*HELLO, "--timeout_s", "15", "--output_dir", tmp_path / "run"], tmp_path)
-    while not any("accelerate.commands.launch" in words for words in left("node2")):
-        assert job.process.poll() is None, job.wait()[1]
+    wait_until(lambda: any("accelerate.commands.launch" in words for words in left("node2")), job)
     for number in hosts.processes("node2"):
         with contextlib.suppress(psutil.Error):
             if "accelerate.commands.launch" in psutil.Process(number).cmdline():
@@ -475,11 +469,7 @@ def test_ranks_on_one_host_listen_on_loopback_alone(cluster, tmp_path):
     words = [*named, *torchrun(2), *LONG, "--output_dir", tmp_path / "run"]
     job = Job(hosts.inside("node1", words, ROOT))
     try:
-        deadline = time.monotonic() + 120
-        while not (tmp_path / "run" / "metrics.jsonl").exists():
-            assert job.process.poll() is None, job.wait()[1]
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+        wait_until((tmp_path / "run" / "metrics.jsonl").exists, job, 120)
         found = run(hosts.inside("node1", [sys.executable, "-c", LISTENING], ROOT))
     finally:
         job.kill()
@@ -487,17 +477,16 @@ def test_ranks_on_one_host_listen_on_loopback_alone(cluster, tmp_path):
     assert set(found.split()) == {"127.0.0.1"}
 
 
-def test_the_deepspeed_env_has_no_secret(tmp_path, monkeypatch, capsys):
+def test_the_deepspeed_env_has_no_secret(tmp_path, monkeypatch):
     """DeepSpeed reads the file line by line, and puts each on the command line of ssh."""
     (tmp_path / ".deepspeed_env").write_text("MINE=1\n\nNCCL_DEBUG=WARN\n")
     env = {"AWS_SECRET_ACCESS_KEY": "canary", "WANDB_API_KEY": "canary", "GLOO_SOCKET_IFNAME": "eth0"}
     for name, value in (env | {"NCCL_DEBUG": "INFO"}).items():
         monkeypatch.setenv(name, value)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["launch.py", "--write-deepspeed-env"])
-    assert launch.main() == 0
+    status, output = call(launch.main, "--write-deepspeed-env")
     written = (tmp_path / ".deepspeed_env").read_text()
-    assert "canary" not in written + capsys.readouterr().out
+    assert (status, "canary" in written + output) == (0, False)
     assert written.startswith("MINE=1\n")
     assert {"GLOO_SOCKET_IFNAME=eth0", "NCCL_DEBUG=INFO"} <= set(written.splitlines())
     assert all("=" in line for line in written.splitlines())
@@ -526,13 +515,8 @@ SINGLE = ["--config_file", "accelerate_configs/single_gpu.yaml"]
         ([*MULTI, "--gpus-per-node=1", "--master-node=-x", "--worker-nodes=b"], "no host's name"),
     ],
 )
-def test_a_mistake_is_one_line(words, message, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["launch.py", *words])
-    try:
-        status = run_command(launch.main)
-    except SystemExit as error:
-        status = error.code
+def test_a_mistake_is_one_line(words, message):
+    status, output = call(launch.main, *words)
     assert status in (1, 2)
-    error = capsys.readouterr().err
-    assert message in error.splitlines()[-1]
-    assert "secret" not in error
+    assert message in output.splitlines()[-1]
+    assert "secret" not in output

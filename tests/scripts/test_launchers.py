@@ -83,10 +83,7 @@ FIRST_OF_ITS_KIND = {kind(command): command for command in reversed(LAUNCHES)}.v
 REALLY_STARTED = {split_environment(c)[1][0]: c for c in reversed(LAUNCHES)}.values()
 
 
-@pytest.mark.parametrize(
-    "command",
-    [c if c in FIRST_OF_ITS_KIND else full(c) for c in LAUNCHES],
-)
+@pytest.mark.parametrize("command", [c if c in FIRST_OF_ITS_KIND else full(c) for c in LAUNCHES])
 def test_launch(command, project, request, cache):
     launch(command, project, request, cache)
 

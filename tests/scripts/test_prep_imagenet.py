@@ -24,7 +24,7 @@ from common.data.decode import decode
 from common.data.shards import ShardImages, find_local, parse_index
 from common.system import progress
 from common.system.s3 import ObjectStore
-from tests.conftest import ROOT, Job, full, needs, python, run
+from tests.conftest import ROOT, Job, full, needs, python, run, wait_until
 from tests.support.imagenet import (
     DEVKIT,
     TRAIN,
@@ -38,7 +38,7 @@ from tests.support.imagenet import (
     tar,
     write_devkit,
 )
-from tests.support.s3 import BUCKET, aws_env, s3, s3_proxy  # noqa: F401
+from tests.support.s3 import BUCKET, s3, s3_proxy, use_s3  # noqa: F401
 from tools.prepare import devkit, journal, originals, preparation
 
 MINI = ["--no_verify", "--subset"]
@@ -65,6 +65,14 @@ def contents(folder: Path) -> dict[str, str]:
         for path in sorted(folder.rglob("*"))
         if path.is_file()
     }
+
+
+def downloaded(store: ObjectStore, folder: Path) -> dict[str, str]:
+    """Downloads the prepared data set. Returns its contents()."""
+    folder.mkdir(exist_ok=True)
+    for key in store.list():
+        store.download(key, folder / key, store.size_and_etag(key)[0])
+    return contents(folder)
 
 
 def read_index(folder: Path, split: str) -> dict[str, tuple[int, bytes]]:
@@ -237,56 +245,48 @@ def test_one_split_alone(ilsvrc, tmp_path):
     assert json.loads((tmp_path / "out" / "manifest.json").read_text())["splits"].keys() == {"train"}
 
 
-def test_s3(ilsvrc, shards, s3, tmp_path, monkeypatch):  # noqa: F811
-    for name, value in aws_env(s3).items():
-        monkeypatch.setenv(name, value)
-    store = ObjectStore(f"s3://{BUCKET}/prep")
+@pytest.fixture
+def in_s3(s3, monkeypatch) -> None:  # noqa: F811
+    use_s3(monkeypatch, s3)
+
+
+def test_s3(ilsvrc, shards, in_s3, tmp_path, monkeypatch):
+    source, store = (ObjectStore(f"s3://{BUCKET}/prep/{name}") for name in ("in", "out"))
     for name in (TRAIN, VAL, DEVKIT):
-        store.upload(ilsvrc.folder / name, f"in/{name}")
-    words = ["--data", f"{store.url}/in", "--out", f"{store.url}/out", "--work_dir", tmp_path / "work"]
-    store.write("out/train-00099.tar", b"somebody's data set")
+        source.upload(ilsvrc.folder / name, name)
+    words = ["--data", source.url, "--out", store.url, "--work_dir", tmp_path / "work"]
+    store.write("train-00099.tar", b"somebody's data set")
     assert "holds other objects, as train-00099.tar" in fails(*words, *MINI)
-    assert store.list("out") == ["out/train-00099.tar"]
-    store.delete(["out/train-00099.tar"])
-    store.write("out/.probe-0123/object", b"of a killed one")
+    assert store.list() == ["train-00099.tar"]
+    store.delete(["train-00099.tar"])
+    store.write(".probe-0123/object", b"of a killed one")
     monkeypatch.setattr(progress, "LINE_S", -1)
     assert "train  0.00 of 0.00 GiB uploaded" in prep(*words, *MINI, *SMALL)
-    store.delete(["out/.probe-0123/object"])
+    store.delete([".probe-0123/object"])
     assert list((tmp_path / "work").iterdir()) == []
-    for key in store.list("out"):
-        name = key.removeprefix("out/")
-        store.download(key, tmp_path / name, store.size_and_etag(key)[0])
-    (tmp_path / "work").rmdir()
-    assert contents(tmp_path) == contents(shards)
+    assert downloaded(store, tmp_path / "out") == contents(shards)
     assert "nothing to do" in prep(*words, *MINI, *SMALL)
-    store.delete(["out/train-00001.tar"])
+    store.delete(["train-00001.tar"])
     assert "train-00001.tar is missing or has another size" in fails(*words, *MINI, *SMALL)
 
 
 @pytest.mark.parametrize("lost", [False, True])
 def test_s3_continues_after_a_kill(lost, ilsvrc, shards, s3_proxy, tmp_path, monkeypatch):  # noqa: F811
     """lost: --work_dir is gone, and the preparation begins again."""
-    env = aws_env(s3_proxy.endpoint)
-    for name, value in env.items():
-        monkeypatch.setenv(name, value)
-    url = f"s3://{BUCKET}/killed-{lost}"
-    folder = tmp_path / "out"
-    words = ["--data", ilsvrc.folder, "--out", url, "--work_dir", tmp_path / "work", *MINI, *SMALL]
+    use_s3(monkeypatch, s3_proxy.endpoint)
+    store = ObjectStore(f"s3://{BUCKET}/killed-{lost}")
+    words = ["--data", ilsvrc.folder, "--out", store.url, "--work_dir", tmp_path / "work", *MINI, *SMALL]
     s3_proxy.on("PUT", "train-00003", lambda: job.process.send_signal(signal.SIGKILL))
-    job = Job(["prep_imagenet.py", *words], env=env)
+    job = Job(["prep_imagenet.py", *words])
     assert job.wait()[0] == -signal.SIGKILL
-    store = ObjectStore(url)
     if lost:
         shutil.rmtree(tmp_path / "work")
         store.write("train-00099.tar", b"of more shards than there are now")
     prep(*words)
     uploads = [path for method, path, _ in s3_proxy.requests if method == "PUT"]
     assert sum("train-00001" in path for path in uploads) == 1 + lost
-    folder.mkdir()
-    for key in store.list():
-        store.download(key, folder / key, store.size_and_etag(key)[0])
     assert not list((tmp_path / "work").iterdir())
-    assert contents(folder) == contents(shards)
+    assert downloaded(store, tmp_path / "out") == contents(shards)
 
 
 # --- Wrong input
@@ -556,10 +556,10 @@ def test_an_image_that_moved_to_another_class(ilsvrc, tmp_path):
 
 def test_open_files(ilsvrc, shards, tmp_path):
     limits = ((resource.RLIMIT_NOFILE, (80, 96)),)
-    words, log = ["--data", ilsvrc.folder, *MINI, "--out"], tmp_path / "log"
-    few = forked(log, *words, tmp_path / "out", "--shard_mib", 0.03, limits=limits)  # 24 shards
+    words = ["--data", ilsvrc.folder, *MINI, "--out"]
+    few = forked(tmp_path, *words, tmp_path / "out", "--shard_mib", 0.03, limits=limits)  # 24 shards
     assert few.wait()[0] == 0, "the soft limit is raised"
-    status, output = forked(log, *words, tmp_path / "more", "--shard_mib", 0.005, limits=limits).wait()
+    status, output = forked(tmp_path, *words, tmp_path / "more", "--shard_mib", 0.005, limits=limits).wait()
     assert status == 1
     assert "larger --shard_mib" in output
 
@@ -588,7 +588,7 @@ def killed(eager, tmp_path):
     """killed(place, *flags) starts a preparation that kills itself there. Returns its output."""
 
     def killed(place: str | int, *words: object, **options) -> str:
-        status, output = forked(tmp_path / "log", *words, place=place, **options).wait()
+        status, output = forked(tmp_path, *words, place=place, **options).wait()
         assert status == -signal.SIGKILL, output
         return output
 
@@ -627,10 +627,10 @@ def test_killed_and_continued(format, killed, ilsvrc, tmp_path):
 def test_killed_at_any_moment(eager, ilsvrc, straight, tmp_path):
     words, killed = [*command(ilsvrc), tmp_path / "out"], 0
     began_s = time.monotonic()
-    assert forked(tmp_path / "log", *command(ilsvrc), tmp_path / "once").wait()[0] == 0
+    assert forked(tmp_path, *command(ilsvrc), tmp_path / "once").wait()[0] == 0
     took_s = time.monotonic() - began_s
     for part in (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9):
-        job = forked(tmp_path / "log", *words)
+        job = forked(tmp_path, *words)
         time.sleep(part * took_s)
         job.process.send_signal(signal.SIGKILL)
         killed += job.wait()[0] != 0
@@ -640,23 +640,14 @@ def test_killed_at_any_moment(eager, ilsvrc, straight, tmp_path):
 
 
 def test_a_checked_preparation_continues_from_s3(
-    killed,
-    published,
-    ilsvrc,
-    straight,
-    s3,  # noqa: F811
-    tmp_path,
-    monkeypatch,
+    killed, published, ilsvrc, straight, in_s3, tmp_path, monkeypatch
 ):
     """Reads all bytes again for the sum, and keeps the images that were written."""
-    env = aws_env(s3)
-    for name, value in env.items():
-        monkeypatch.setenv(name, value)
     store = ObjectStore(f"s3://{BUCKET}/checked")
     for name in (TRAIN, VAL, DEVKIT):
         store.upload(ilsvrc.folder / name, name)
     words = ["--subset", *SMALL, "--data", store.url, "--out", tmp_path / "out"]
-    killed(40, *words, env=env, md5=published)
+    killed(40, *words, md5=published)
     monkeypatch.setattr(progress, "LINE_S", -1)
     assert "was begun: resuming there\ntrain  0.00 of 0.00 GiB read\n" in prep(*words)
     assert contents(tmp_path / "out") == contents(straight)
@@ -665,7 +656,7 @@ def test_a_checked_preparation_continues_from_s3(
 @pytest.mark.parametrize("number", [full(signal.SIGINT), signal.SIGTERM])
 def test_interrupted(number, eager, ilsvrc, straight, tmp_path):
     words = [*command(ilsvrc), tmp_path / "out"]
-    status, output = forked(tmp_path / "log", *words, place=30, signal=number).wait()
+    status, output = forked(tmp_path, *words, place=30, signal=number).wait()
     assert status == 130
     assert "run the same command to resume" in output
     assert "Traceback" not in output
@@ -744,13 +735,11 @@ def test_a_split_that_failed_leaves_nothing(ilsvrc, tmp_path, monkeypatch):
     assert contents(tmp_path / "out") == contents(tmp_path / "straight")
 
 
-def test_begun_for_another_destination(killed, ilsvrc, s3, tmp_path, monkeypatch):  # noqa: F811
+def test_begun_for_another_destination(killed, ilsvrc, in_s3, tmp_path):
     """The journal lists the uploads of one destination."""
     url, work = f"s3://{BUCKET}/destination", tmp_path / "work"
-    for name, value in aws_env(s3).items():
-        monkeypatch.setenv(name, value)
     words = command(ilsvrc)
-    killed("val", *words, f"{url}/x", "--work_dir", work, env=aws_env(s3))
+    killed("val", *words, f"{url}/x", "--work_dir", work)
     before = contents(work)
     for out in ([f"{url}/y", "--work_dir", work], [work]):
         message = fails(*words, *out)
@@ -768,12 +757,9 @@ def test_what_was_finished_without_its_md5_is_not_called_checked(killed, publish
 
 def test_a_killed_preparation_leaves_no_process(ilsvrc, tmp_path):
     words = ["--train", ilsvrc.train_tar, "--devkit", ilsvrc.devkit, "--out", tmp_path / "out"]
-    job = forked(tmp_path / "log", *words, *MINI, "--resize", 64, place=2)
+    job = forked(tmp_path, *words, *MINI, "--resize", 64, place=2)
     assert job.wait(60)[0] == -signal.SIGKILL
-    end_s = time.monotonic() + 30
-    while is_group(job.process.pid):
-        assert time.monotonic() < end_s
-        time.sleep(0.05)
+    wait_until(lambda: not is_group(job.process.pid))
 
 
 def is_group(number: int) -> bool:
@@ -787,11 +773,8 @@ def is_group(number: int) -> bool:
 
 def test_two_at_once(eager, ilsvrc, straight, tmp_path):
     words = [*command(ilsvrc), tmp_path / "out"]
-    job = forked(tmp_path / "log", *words, place=40, signal=signal.SIGSTOP)
-    end_s = time.monotonic() + 60
-    while psutil.Process(job.process.pid).status() != psutil.STATUS_STOPPED:
-        assert time.monotonic() < end_s
-        time.sleep(0.02)
+    job = forked(tmp_path, *words, place=40, signal=signal.SIGSTOP)
+    wait_until(lambda: psutil.Process(job.process.pid).status() == psutil.STATUS_STOPPED)
     assert "another process" in fails(*words)
     job.process.send_signal(signal.SIGCONT)
     assert job.wait()[0] == 0
@@ -802,7 +785,7 @@ def test_a_file_may_not_grow(eager, ilsvrc, tmp_path):
     """RLIMIT_FSIZE is reached in the middle of an image."""
     words = ["--data", ilsvrc.folder, *MINI, "--shard_mib", 64, "--out"]
     limits = ((resource.RLIMIT_FSIZE, (300_000, 300_000)),)
-    status, output = forked(tmp_path / "log", *words, tmp_path / "out", limits=limits).wait()
+    status, output = forked(tmp_path, *words, tmp_path / "out", limits=limits).wait()
     assert status == 1
     assert "train-00000.tar" in output
     assert "the same command to resume" in output

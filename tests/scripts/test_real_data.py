@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 
-from tests.conftest import CNN, RESNET, ROOT, VIT, Job, accelerate, metrics, result, run, torchrun
+from tests.conftest import CNN, RESNET, ROOT, VIT, Job, accelerate, full, metrics, python, result, run
 
 # tests/scripts/test_launch.py starts the configs for two hosts.
 CONFIGS = sorted(path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml") if "_2x" not in path.stem)
@@ -19,29 +19,36 @@ def quick_script(k: int, config: str) -> str:
 # Some configs with one of the scripts; the rest of the product is for `make test-all`.
 QUICK = ("cpu", "single_gpu", "fsdp_2gpu")
 PAIRS = [
-    pytest.param(
-        config,
-        script,
-        marks=[] if script == quick_script(k, config) and config in QUICK else pytest.mark.full,
-    )
+    (config, script) if script == quick_script(k, config) and config in QUICK else full(config, script)
     for (k, config), script in product(enumerate(CONFIGS), SCRIPTS)
 ]
 
 
 @pytest.mark.parametrize(("config", "script"), PAIRS)
 def test_cifar10_under_each_config(config, script, cifar10, tmp_path, cache):
-    """Uses each config unchanged: its number of processes, its precision."""
+    """Uses each config unchanged: its number of processes, its precision. One evaluates all 10,000 images."""
     count = re.search(r"_(\d)gpu", config)
     processes = int(count.group(1)) if count else 1
     flags = ["--data", cifar10, "--batch_size", "64", "--max_steps", "4", "--log_every", "2", *cache]
+    flags += [] if config == "cpu" else ["--max_val_images", "1000"]
     output = run([*accelerate(config), *SCRIPTS[script], *flags, "--output_dir", tmp_path / "run"])
     found = result(tmp_path / "run")
     assert found["processes"] == processes
-    assert found["val_images"] == 10_000
+    assert found["val_images"] == (10_000 if config == "cpu" else 1000)
     assert found["steps"] == 4
     assert found["strategy"] == config.split("_")[0].replace("cpu", "single")
     rehearsal = f"rehearsal on CPU: {processes} gloo processes stand for as many GPUs"
     assert output.count(rehearsal) == (processes > 1)
+
+
+def test_the_fast_recipe_of_cifar10_starts(cifar10, cache, tmp_path):
+    words = ["train_cnn_b.py", "--config", "recipes/cnn_b_cifar10_fast.yaml", "--data", cifar10, *cache]
+    words += ["--width", "8", "--max_steps", "3", "--log_every", "1", "--max_val_images", "64"]
+    run([*python(), *words, "--mixed_precision", "no", "--output_dir", tmp_path / "run"])
+    assert result(tmp_path / "run")["steps"] == 3
+    rates = [line["train/lr"] for line in metrics(tmp_path / "run") if "train/lr" in line]
+    warmup_steps = int(0.1 * 26 * (50_000 // 512))
+    assert rates == pytest.approx([0.2 * (step + 1) / warmup_steps for step in range(3)])
 
 
 @pytest.mark.full
@@ -52,8 +59,9 @@ def test_cifar10_in_ten_epochs(cifar10, tmp_path, cache):
     assert result(tmp_path / "run")["final_accuracy"] >= 0.73
 
 
-def test_photographs_of_differing_sizes(photographs, tmp_path, cache):
-    """Workers of two processes decode them; the losses do not depend on the number of workers."""
+@pytest.mark.parametrize("launcher", [python(), full(accelerate("ddp_2gpu"))], ids=["one process", "two"])
+def test_photographs_of_differing_sizes(launcher, photographs, tmp_path, cache):
+    """Workers decode them; the losses do not depend on the number of workers."""
     for split, part in (("train", slice(0, 12)), ("val", slice(0, 12))):
         for file in sorted(photographs.iterdir())[part]:
             folder = tmp_path / "images" / split / file.stem
@@ -63,7 +71,7 @@ def test_photographs_of_differing_sizes(photographs, tmp_path, cache):
     losses = []
     for workers in ("0", "2"):
         folder = tmp_path / f"run{workers}"
-        run([*torchrun(2), *CNN, *flags, "--workers", workers, "--output_dir", folder])
+        run([*launcher, *CNN, *flags, "--workers", workers, "--output_dir", folder])
         losses.append([line["train/loss"] for line in metrics(folder) if "train/loss" in line])
     assert len(losses[0]) == 6
     assert losses[0] == losses[1]

@@ -9,17 +9,8 @@ import pytest
 from tests.conftest import ROOT
 
 COMMANDS = ("launch.py", "doctor.py", "find_batch_size.py", "logbook.py", "plan.py", "prep_imagenet.py")
-HEAVY = {
-    "torch",
-    "accelerate",
-    "deepspeed",
-    "timm",
-    "transformers",
-    "datasets",
-    "scipy",
-    "boto3",
-    "matplotlib",
-}
+HEAVY = {"torch", "accelerate", "deepspeed", "timm", "transformers"}
+HEAVY |= {"datasets", "scipy", "boto3", "matplotlib"}
 
 
 def imported(*words: str) -> tuple[int, set[str], str]:

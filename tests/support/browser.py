@@ -1,6 +1,5 @@
 """Debian's chromium without a window, driven by its debugging pipe: no port, no further package."""
 
-import base64
 import json
 import os
 import select
@@ -64,11 +63,6 @@ class Browser:
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         self.call("Emulation.setDeviceMetricsOverride", **size)
         self.run("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
-
-    def screenshot(self, file: Path) -> None:
-        """The whole page, also what is below the window."""
-        shot = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True)
-        file.write_bytes(base64.b64decode(shot["data"]))
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
         """One command of the Chrome DevTools Protocol."""

@@ -49,6 +49,7 @@ READ_AT_START += ("TORCHDYNAMO_", "TORCH_LOGS", "TORCH_TRACE", "TORCH_COMPILE")
 HANDLED = ("PYTHONPATH", "PYTHONWARNINGS", "PYTHONUNBUFFERED")
 # They start nothing that can be forked, or wait until no process is left below them.
 WITHOUT_SERVER = ("train_", "validate", "prep_", "tools.launch.agent", "tools.launch.spot")
+LIMITS = (resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE, resource.RLIMIT_AS)
 PR_SET_MM, PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER, PR_SET_MM_MAP = 35, 36, 37, 14
 
 _libc = ctypes.CDLL(None)
@@ -113,7 +114,7 @@ def _execute(self, server, *arguments):
         "blocked": list(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
         "affinity": sorted(os.sched_getaffinity(0)),
         "umask": _umask(),
-        "limits": {n: resource.getrlimit(n) for n in (resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE)},
+        "limits": {n: resource.getrlimit(n) for n in LIMITS},
     }
     streams = [given["p2cread"], given["c2pwrite"], given["errwrite"]]
     streams = [number if stream == -1 else stream for number, stream in enumerate(streams)]

@@ -1,13 +1,10 @@
 """A miniature ILSVRC2012 of crops of real photographs, and ways to run prep_imagenet.py on it."""
 
-import contextlib
 import gzip
 import hashlib
 import io
-import os
 import resource
 import signal
-import sys
 import tarfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +14,8 @@ from PIL import Image
 
 import prep_imagenet
 from common.system import progress
-from common.system.cli import run_command
 from tests.conftest import Job, real_data
+from tests.support.commands import call
 from tests.support.faults import called_first
 from tools.prepare import devkit, journal, originals
 from tools.prepare.writer import ShardWriter
@@ -55,22 +52,10 @@ class Ilsvrc:
 
 def prep(*words: object, status: int = 0) -> str:
     """Runs prep_imagenet.py in this process, which must end with this exit status. Returns its output."""
-    output, umask = io.StringIO(), os.umask(0)
-    os.umask(umask)
-    handler, argv = signal.getsignal(signal.SIGTERM), sys.argv
-    sys.argv = ["prep_imagenet.py", *map(str, words)]
-    try:
-        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
-            found: object = run_command(prep_imagenet.main)
-    except SystemExit as exit:  # of the parser of flags
-        found = exit.code
-    finally:
-        sys.argv = argv
-        signal.signal(signal.SIGTERM, handler)
-        os.umask(umask)
-    assert found == status, output.getvalue()
-    assert "Traceback" not in output.getvalue()
-    return output.getvalue()
+    found, output = call(prep_imagenet.main, *words)
+    assert found == status, output
+    assert "Traceback" not in output
+    return output
 
 
 def fails(*words: object, status: int = 1) -> str:
@@ -117,9 +102,9 @@ class Fault:
             signal.raise_signal(self.signal)
 
 
-def forked(log: Path, *words: object, env: dict[str, str] | None = None, **fault) -> Job:
+def forked(folder: Path, *words: object, **fault) -> Job:
     """Starts prep_imagenet.py in a process of its own, with a Fault of these fields."""
-    return Job(["prep_imagenet.py", *words], env=(env or {}) | called_first(log.parent, Fault(**fault)))
+    return Job(["prep_imagenet.py", *words], env=called_first(folder, Fault(**fault)))
 
 
 def make_ilsvrc(folder: Path, classes: int = 10, train: int = 6, val: int = 3) -> Ilsvrc:

@@ -4,12 +4,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import psutil
 
+from common.distributed.preemption import is_alive
 from common.system.processes import adopt_orphans, kill, running_descendants
-from tests.conftest import ROOT
+from tests.conftest import ROOT, wait_until
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
 
@@ -23,10 +23,7 @@ def test_an_orphan_is_adopted_and_its_zombie_reaped():
         assert [process.pid for process in running_descendants(before)] == [orphan]
         assert running_descendants({*before, orphan}) == []
         kill(running_descendants(before))
-        deadline = time.monotonic() + 10
-        while running_descendants(before) or psutil.pid_exists(orphan):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_until(lambda: not running_descendants(before) and not psutil.pid_exists(orphan))
     finally:
         adopt_orphans(False)
 
@@ -40,8 +37,6 @@ def test_a_process_ends_with_its_parent():
     with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         lines = {process.stdout.readline().strip(), process.stdout.readline().strip()}
         (pid,) = (int(line) for line in lines - {"1"})
+        child = psutil.Process(pid)
         os.kill(process.pid, signal.SIGKILL)
-        deadline = time.monotonic() + 10
-        while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_until(lambda: not is_alive(child), timeout_s=10)

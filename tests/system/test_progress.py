@@ -8,7 +8,7 @@ import pexpect
 import pytest
 
 from common.system import progress
-from tests.conftest import CNN, full, metrics, python, result, run
+from tests.conftest import CNN, ROOT, full, metrics, python, result, run
 
 ESCAPES = r"\x1b\[[0-9;?]*[a-zA-Z]"
 NEW_FRAME = r"\r\x1b\[2K"
@@ -96,7 +96,9 @@ script.main()
 def test_the_start_of_decoders_is_not_training_time(script, flags, tmp_path, cache):
     """A step moves the clock by 1 s, the start of the decoders by 1,000 s."""
     flags += " --data digits --batch_size 100 --max_steps 12 --log_every 4 --trackers none --output_dir"
-    run([*python(), "-c", SLOW_START.format(script=script), *flags.split(), tmp_path / "run", *cache])
+    (tmp_path / "slow_start.py").write_text(SLOW_START.format(script=script))
+    words = [tmp_path / "slow_start.py", *flags.split(), tmp_path / "run", *cache]
+    run(words, env={"PYTHONPATH": str(ROOT)})
     speeds = [line["train/images_per_s"] for line in metrics(tmp_path / "run") if "train/loss" in line]
     assert speeds == [pytest.approx(400 / 3), 100.0, 100.0]  # the clock starts when the first batch is there
     assert result(tmp_path / "run")["train_s"] == 11.0

@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import boto3
-import botocore.loaders
 import pytest
 from boto3.exceptions import S3UploadFailedError
 from botocore.exceptions import ClientError
@@ -19,29 +18,17 @@ from common.system import s3 as object_store
 from common.system.s3 import NOT_CONDITIONAL, ObjectStore, StoreError
 from common.system.text import redacted
 from tests.conftest import ROOT
-from tests.support.s3 import BUCKET, PAGE, SECRET, aws_env, s3, s3_proxy  # noqa: F401  (two are fixtures)
+from tests.support.s3 import BUCKET, PAGE, SECRET, s3, s3_proxy, use_s3  # noqa: F401  (two are fixtures)
 
 PART = 5 * 2**20  # S3 takes no smaller ones
 BIG = 2 * PART + 1000
 SIGNED = "X-Amz-Credential=AKIAIOSFODNN7EXAMPLE/20261122&X-Amz-Signature=0123456789abcdef"
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_loader():
-    """All clients share boto3's data on AWS, which takes each a tenth of a second to read."""
-    loader = botocore.loaders.create_loader()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("botocore.loaders.create_loader", lambda *args: loader)
-        yield
-
-
 @pytest.fixture(autouse=True)
 def proxy(s3_proxy, monkeypatch, capfd):  # noqa: F811
     """The proxy for all clients; checks that no test prints the secret."""
-    for name in [name for name in os.environ if name.startswith("AWS_")]:
-        monkeypatch.delenv(name)
-    for name, value in aws_env(s3_proxy.endpoint).items():
-        monkeypatch.setenv(name, value)
+    use_s3(monkeypatch, s3_proxy.endpoint)
     yield s3_proxy
     assert SECRET not in "".join(capfd.readouterr())
 

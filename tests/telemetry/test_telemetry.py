@@ -79,8 +79,8 @@ def test_the_other_hosts_samples_come_to_the_main_process(tmp_path):
     """Two processes with local rank 0 are two hosts, even under one name; only one has a folder."""
     address = ["--nnodes=2", "--master_addr=127.0.0.1", f"--master_port={free_port()}"]
     flags = [*HELLO, *OFTEN, "--output_dir"]
-    words = [[*torchrun(1, *address, f"--node_rank={rank}"), *flags, tmp_path / str(rank)] for rank in (0, 1)]
-    jobs = [Job(w, warm=True) for w in words]
+    launchers = [torchrun(1, *address, f"--node_rank={rank}") for rank in (0, 1)]
+    jobs = [Job([*launcher, *flags, tmp_path / str(rank)]) for rank, launcher in enumerate(launchers)]
     assert [job.wait()[0] for job in jobs] == [0, 0]
     names = sorted(file.name for file in tmp_path.glob("*/telemetry-*"))
     assert names == [f"telemetry-{NAME}-2.jsonl", f"telemetry-{NAME}.jsonl"]
