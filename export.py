@@ -27,6 +27,7 @@ import shlex
 import shutil
 import sys
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 
 from common.system.cli import command_parser, run_command
@@ -43,26 +44,20 @@ def main() -> int:
         raise ValueError(f"{flags.folder} is there already: give a new folder, or remove it")
     if flags.onnx:
         _check_onnx()
-    from tools.inference.exported import (
-        check_onnx,
-        check_reloaded,
-        open_trained,
-        write_model,
-        write_onnx,
-    )
-    from tools.logbook.card import model_card  # imports torch
+    from tools.inference import exported as tool  # imports torch
+    from tools.logbook.card import model_card
 
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".export-", dir=folder.parent) as scratch:
         part = Path(scratch) / folder.name
-        exported = open_trained(flags.model, flags.which, flags.script, words, Path(scratch), SAMPLE)
+        exported = tool.open_trained(flags.model, flags.which, flags.script, words, Path(scratch), SAMPLE)
         print(f"exporting {exported.trained.name}", flush=True)
         part.mkdir()
-        about = write_model(exported, part)
-        check_reloaded(exported, part)
+        about = tool.write_model(exported, part)
+        tool.check_reloaded(exported, part)
         if flags.onnx:
-            write_onnx(exported, about, part / "model.onnx")
-            check_onnx(exported, part / "model.onnx", ONNX_BOUND)
+            tool.write_onnx(exported, about, part / "model.onnx")
+            tool.check_onnx(exported, part / "model.onnx", ONNX_BOUND)
         (part / "README.md").write_text(model_card(folder.name, exported, about), encoding="utf-8")
         if folder.exists():
             folder.rmdir()  # empty
@@ -79,12 +74,8 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add = parser.add_argument
     add("model", help="a run's folder, its s3:// prefix, or a checkpoint's folder")
     add("folder", help="a new folder for the files")
-    add(
-        "--which",
-        choices=("best", "latest"),
-        default="best",
-        help="which checkpoint of a run (default: best)",
-    )
+    which = "which checkpoint of a run (default: best)"
+    add("--which", choices=("best", "latest"), default="best", help=which)
     add("--script", help="the script that trained the model, if not one of this project")
     add("--onnx", action="store_true", help=f"write model.onnx, too; needs: {OPTIONAL}")
     add("--push", metavar="OWNER/NAME", help="upload the folder to this repository of the hub")
@@ -95,12 +86,8 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def _check_onnx() -> None:
-    try:
-        import onnx  # noqa: F401
-        import onnxruntime  # noqa: F401
-        import onnxscript  # noqa: F401
-    except ImportError as error:
-        raise ValueError(f"--onnx: {error.name} is not installed: {OPTIONAL}") from None
+    if missing := [name for name in ("onnx", "onnxruntime", "onnxscript") if not find_spec(name)]:
+        raise ValueError(f"--onnx: {missing[0]} is not installed: {OPTIONAL}")
 
 
 def push(folder: Path, name: str) -> str:

@@ -21,7 +21,6 @@ the job, as its own host can't be lost.
 
 import argparse
 import difflib
-import io
 import math
 import os
 import re
@@ -51,8 +50,6 @@ DEEPSPEED_ENV += ["WANDB_MODE", "WANDB_PROJECT"]
 
 def main() -> int:
     flags = parse(sys.argv[1:])
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # what ranks print must not end the job
     if flags.write_deepspeed_env:
         return write_deepspeed_env()
     if flags.min_hosts is None and flags.max_hosts is None:

@@ -42,6 +42,7 @@ from common.distributed.preemption import Preempted, wanted
 from common.distributed.process import run_process
 from common.distributed.strategy import device_name, precision, strategy
 from common.evaluation import counted, evaluated_ids, predictions
+from common.flags import underscores
 from common.recipe import Batch, ImageRecipe, parse, recipe_part, setting
 from common.script import normalisation
 from common.system.files import sha256_of, write_text
@@ -126,23 +127,18 @@ def parse_flags(words: list[str]) -> tuple[Validation, list[str]]:
         words = ["--help"]
     elif words and not words[0].startswith("-"):
         words[0] = f"--checkpoint={words[0]}"
-    ours = {field.name for field in dataclasses.fields(Validation)}
-    scripts = {field.name for field in dataclasses.fields(ImageRecipe)}
-    mine, _ = pick(words, ours | {"help"})
-    _, others = pick(words, ours - scripts)
-    return parse(Validation, mine), others
-
-
-def pick(words: list[str], names: set[str]) -> tuple[list[str], list[str]]:
-    """The words of the flags with these names, including their values, and all other words."""
-    picked: list[str] = []
+    ours, scripts = ({field.name for field in dataclasses.fields(kind)} for kind in (Validation, ImageRecipe))
+    mine: list[str] = []
     others: list[str] = []
-    target = others
+    is_mine, is_others = False, True
     for word in words:
-        if word.startswith("--"):
-            target = picked if word[2:].partition("=")[0].replace("-", "_") in names else others
-        target.append(word)
-    return picked, others
+        if word.startswith("--"):  # values follow their flag
+            name = underscores(word)[2:].partition("=")[0]
+            is_mine = name in ours or name == "help"
+            is_others = name not in ours or name in scripts
+        mine += [word] * is_mine
+        others += [word] * is_others
+    return parse(Validation, mine), others
 
 
 def script_and_recipe(
@@ -347,12 +343,10 @@ def show(found: dict[str, Any], title: str) -> None:
 def table(title: str, columns: list[str], rows: Iterable[tuple[str, ...]]) -> Any:
     """A rich table with numbers aligned to the right."""
     from rich import box
-    from rich.table import Table
+    from rich.table import Column, Table
 
-    made = Table(title=title, box=box.SIMPLE, pad_edge=False)
-    for name in columns:
-        first = name == columns[0]
-        made.add_column(name, justify="left" if first else "right", no_wrap=not first)
+    numbers = (Column(name, justify="right", no_wrap=True) for name in columns[1:])
+    made = Table(columns[0], *numbers, title=title, box=box.SIMPLE, pad_edge=False)
     for row in rows:
         made.add_row(*row)
     return made

@@ -20,7 +20,7 @@ from common.distributed.precision import has_native_bf16
 from common.recipe import parse
 from common.script import load_script, recipe_class, training_images
 from common.system.paths import ROOT
-from common.telemetry.flops import Device, find_device
+from common.telemetry.flops import Device, find_device, known_devices
 from tools.plan.cost import (
     CONTEXT_BYTES,
     LAUNCHES,
@@ -98,6 +98,14 @@ class Line:
 
 def _shown(number: float | None, digits: int = 0) -> str:
     return "-" if number is None else f"{number:,.{digits}f}"
+
+
+def cluster_of(hosts: int, gpus: int, name: str | None, network_gb_s: float) -> Cluster:
+    """name: of a device; None: the one at hand. ValueError for a device that is not in the table."""
+    if not (device := find_device(name) if name else this_device()):
+        names = ", ".join(device.name for device in known_devices())
+        raise ValueError(f"--gpu {name} is not in the table: choose one of {names}")
+    return Cluster(hosts, gpus, device, network_gb_s)
 
 
 def this_device() -> Device:
