@@ -28,16 +28,7 @@ from timm.data import resolve_model_data_config
 from timm.optim import param_groups_layer_decay
 from torch import Tensor, nn
 
-from common.augment import (
-    COLOR,
-    DRAWS,
-    ERASING,
-    RAND_AUGMENT,
-    color_jitter,
-    mixer,
-    random_erasing,
-    to_float,
-)
+from common import augment
 from common.checkpoint.weights import head_names, model_with_weights, pretrained_model
 from common.data.images import Images, load
 from common.distributed.accelerator import prepare
@@ -167,15 +158,15 @@ def training_batches(
         plan, device=device, train=True, size=recipe.image_size, seed=recipe.seed, workers=recipe.workers
     )
     for epoch, ids, pixels, labels in batches:
-        draws = uniforms(recipe.seed, epoch, ids, DRAWS)
+        draws = uniforms(recipe.seed, epoch, ids, augment.DRAWS)
         if recipe.randaug_layers:
             layers, magnitude = recipe.randaug_layers, recipe.randaug_magnitude
-            pixels = rand_augment(pixels, draws[:, RAND_AUGMENT], layers, magnitude)
+            pixels = rand_augment(pixels, draws[:, augment.RAND_AUGMENT], layers, magnitude)
         if recipe.color_jitter:
-            pixels = color_jitter(pixels, draws[:, COLOR], recipe.color_jitter)
-        inputs = to_float(pixels, mean, std, recipe.image_size)
+            pixels = augment.color_jitter(pixels, draws[:, augment.COLOR], recipe.color_jitter)
+        inputs = augment.to_float(pixels, mean, std, recipe.image_size)
         if recipe.random_erasing:
-            inputs = random_erasing(inputs, draws[:, ERASING], recipe.random_erasing)
+            inputs = augment.random_erasing(inputs, draws[:, augment.ERASING], recipe.random_erasing)
         yield inputs, labels, ids
 
 
@@ -224,7 +215,7 @@ def main(recipe: Vit, accelerator: Accelerator, batch: Batch) -> None:
         optimizer = build_optimizer(model, recipe)
         model, optimizer = prepare(accelerator, model, optimizer)
         ema = EMA(model, optimizer, recipe.ema_decay) if recipe.ema_decay else None
-        mix = mixer(recipe.mixup, recipe.cutmix, len(images.classes), input_dtype(accelerator))
+        mix = augment.mixer(recipe.mixup, recipe.cutmix, len(images.classes), input_dtype(accelerator))
 
         steps = Steps.of(images.train, batch, recipe)
         steps = run.begin(model, optimizer, steps, data=images.identity, ema=ema)

@@ -46,17 +46,9 @@ from common.system.cli import command_parser, run_command
 from common.system.files import read_accelerate_config, read_json, write_json
 from common.system.paths import ROOT, shortest
 from common.system.text import plural, printable, some_of
+from tools.logbook import replay
 from tools.logbook.record import VERIFIED, RunRecord, stamped_files
-from tools.logbook.replay import (
-    Interval,
-    Outcome,
-    compare,
-    compare_facts,
-    contradictions,
-    has_same_weights,
-    must_be_equal,
-    steps_per_epoch,
-)
+from tools.logbook.replay import Interval, Outcome
 
 NUDGE = 1e-5  # by which the second replay's weights differ at its beginning, times a normal random number
 DRAWN_ON_DEVICE = ("dropout", "drop_path")  # a GPU's random numbers differ from a CPU's
@@ -74,7 +66,7 @@ NOT_VERIFIED = (
 def main() -> int:
     flags = parse(sys.argv[1:])
     run = Run(flags)
-    found = contradictions(run.record, run.kept)
+    found = replay.contradictions(run.record, run.kept)
     for finding in found:
         print(finding, flush=True)
     outcomes = []
@@ -114,7 +106,7 @@ class Run:
             raise ValueError(f"{flags.run} is not finished ({status}): the same command as before ends it")
         self.script = flags.script or own_script(about.get("script"))
         self.kind = recipe_class(load_script(self.script))
-        self.recipe, self.per_epoch = record.recipe, steps_per_epoch(record)
+        self.recipe, self.per_epoch = record.recipe, replay.steps_per_epoch(record)
         if not self.recipe:
             raise ValueError(f"{flags.run} has no recipe: {some_of(record.problems)}")
         self.last = record.facts["steps"]
@@ -216,14 +208,14 @@ class Run:
         run, first = self.record, RunRecord(self._train(outcome.interval, scratch / "first"))
         outcome.is_replayed = True
         outcome.has_test = first.facts.get("best_step") == self.best
-        outcome.findings += compare_facts(run, first, is_moved=bool(self.flags.data))
-        outcome.is_exact = must_be_equal(run, first)
-        found = compare(run, first, first, outcome)
+        outcome.findings += replay.compare_facts(run, first, is_moved=bool(self.flags.data))
+        outcome.is_exact = replay.must_be_equal(run, first)
+        found = replay.compare(run, first, first, outcome)
         if found and not outcome.is_exact:
             second = RunRecord(self._train(outcome.interval, scratch / "second", is_second=True))
-            found = compare(run, first, second, outcome)
-            if self.precision != "no" and has_same_weights(run, second, outcome.interval):
-                found = compare(run, second, second, outcome)
+            found = replay.compare(run, first, second, outcome)
+            if self.precision != "no" and replay.has_same_weights(run, second, outcome.interval):
+                found = replay.compare(run, second, second, outcome)
                 found.insert(0, f"the weights are those of fp32, and not of {self.precision}")
         outcome.findings += found
 

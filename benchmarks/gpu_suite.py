@@ -14,7 +14,6 @@ does all of it small on the CPU, and leaves out what would show there nothing el
 
 import argparse
 import contextlib
-import html
 import json
 import os
 import shutil
@@ -35,6 +34,7 @@ from benchmarks.gpu.rows import FAIL, SKIPPED, Setting, run_rows
 from common.system.cli import command_parser, run_command
 from common.system.files import write_text
 from common.system.processes import adopt_orphans, kill, running_descendants
+from tools.logbook import markdown
 
 # Section -> its rows' function, and its weight in the budget, in order of what it tells for its time.
 SECTIONS = {
@@ -179,13 +179,8 @@ class Suite:
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """A Markdown table. Texts come from outputs of commands."""
-
-    def line(cells: Sequence[Any]) -> str:
-        words = ("" if v is None else f"{v:,}" if isinstance(v, int) else str(v) for v in cells)
-        return "| " + " | ".join(html.escape(" ".join(w.split())).replace("|", "\\|") for w in words) + " |"
-
-    return "\n".join([line(columns), "|---" * len(columns) + "|", *map(line, rows)])
+    shown = [["" if v is None else f"{v:,}" if isinstance(v, int) else v for v in row] for row in rows]
+    return markdown.table(shown, columns, numbers=False)
 
 
 def checks_at_once(dry_run: bool) -> int:

@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import json
-import secrets
 import sys
 import threading
 import time
@@ -149,16 +148,12 @@ class Checks:
     def folders(self) -> Iterator[Finding]:
         """Checks --output_dir. Only rank 0 writes, so a problem on another host is a warning."""
         self.checked += ["output", "disk"]
-        folder, token = str(Path(self.flags.output_dir).absolute()), f".doctor-{secrets.token_hex(4)}"
+        folder = str(Path(self.flags.output_dir).absolute())
         first, *others = self.clients
-
-        def ask(client: HostClient) -> dict[str, Any]:
-            return client.ask("writable", folder=folder, token=token, leave=client is first)
-
-        answers = [(first, ask(first)), *_all(others, ask)]
-        if token_in := answers[0][1].get("folder"):
-            first.ask("remove_token", file=f"{token_in}/{token}")
-        for client, answer in answers:
+        own = first.ask("writable", folder=folder, token=None)
+        token = own.get("token")
+        theirs = _all(others, lambda client: client.ask("writable", folder=folder, token=token))
+        for client, answer in [(first, own), *theirs]:
             if problem := answer.get("problem") or answer.get("error"):
                 what = f"{folder} can't be written to: {problem}"
                 yield Finding("output", client.name, what, client is first)
@@ -167,7 +162,7 @@ class Checks:
                 is_full = answer["free_gib"] < DISK_LEAST_GIB
                 yield Finding("disk", client.name, what, client is first and is_full)
         if others:
-            shared = all(answer.get("sees") for _, answer in answers)
+            shared = all(answer.get("sees") for _, answer in theirs)
             kind = "shared" if shared else "not shared: the first host's is used, which is enough"
             self.notes.append(f"{folder} is {kind}")
 

@@ -23,7 +23,7 @@ from common.checkpoint.format import (
     step_name,
 )
 from common.system.files import read_json
-from tools.logbook.record import RunRecord, score
+from tools.logbook.record import RunRecord
 
 # The bound on a difference, in differences between the two replays. Measured on CPUs on CIFAR-10 and digits
 # with CNN-A, a small ViT and a small ResNet: runs by 2 processes under DDP, replayed by one over 4 to 20
@@ -85,16 +85,13 @@ def contradictions(run: RunRecord, kept: list[int]) -> list[str]:
     found = [
         line for line in run.problems if line.startswith(("recipe.json", "result.json", "metrics.jsonl"))
     ]
-    last = run.evaluations[-1] if run.evaluations else {}
-    best = max(run.evaluations, key=score, default={})
+    evaluated = ("final_accuracy", "final_loss", "best_accuracy", "best_step")
     tested = next((line for line in run.metrics if "test/loss" in line), {})
     total = run.recipe.get("epochs", 1) * per_epoch
     expected = {
         "steps": min(total, run.recipe.get("max_steps") or total),
-        **{f"final_{name}": last.get(f"val/{name}") for name in ("accuracy", "loss")},
+        **{name: run.derived.get(name) for name in evaluated},
         **{f"test_{name}": tested.get(f"test/{name}") for name in ("accuracy", "loss")},
-        "best_accuracy": best.get("val/accuracy"),
-        "best_step": best.get("step"),
     }
     found += [
         f"{name} is {facts.get(name)} in result.json, {value} by the recipe and the log"
