@@ -44,9 +44,7 @@ class CnnA(ImageRecipe):
     image_size: int = flag(32, "edge of the square that the network sees, in pixels", minimum=4)
     weight_decay: float = flag(0.05, "AdamW's, on matrices and convolutions only", minimum=0)
     warmup: float = flag(0.1, "share of all steps in which the learning rate rises", minimum=0, maximum=1)
-    label_smoothing: float = flag(
-        0.0, "probability given to the wrong classes in training", minimum=0, maximum=1
-    )
+    label_smoothing: float = flag(0.0, "probability given to wrong classes in training", minimum=0, maximum=1)
     clip_norm: float = flag(0.0, "maximum norm of the gradient; 0 is off", minimum=0)
     step_graph: bool = setting(
         False, "one GPU: each step is one CUDA graph, which the host launches at once instead of its kernels"

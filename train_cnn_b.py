@@ -62,9 +62,7 @@ class CnnB(ImageRecipe):
     schedule: str = flag(
         "cosine", "how the learning rate falls to 0 after the warm-up", choices=("cosine", "linear")
     )
-    label_smoothing: float = flag(
-        0.0, "probability given to the wrong classes in training", minimum=0, maximum=1
-    )
+    label_smoothing: float = flag(0.0, "probability given to wrong classes in training", minimum=0, maximum=1)
     clip_norm: float = flag(0.0, "maximum norm of the gradient; 0 is off", minimum=0)
     step_graph: bool = setting(
         False, "one GPU: each step is one CUDA graph, which the host launches at once instead of its kernels"

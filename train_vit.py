@@ -60,45 +60,28 @@ class Vit(ImageRecipe):
     freeze: bool = flag(False, "train only the head: a linear probe of --pretrained or --weights")
     image_size: int = flag(224, "edge of the square that the network sees, in pixels", minimum=1)
     patch_size: int | None = flag(None, "edge of a patch in pixels; unset: the model's own", minimum=1)
-    drop_path: float = flag(
-        0.1, "share of residual branches that are dropped in training", minimum=0, maximum=0.99
-    )
-    dropout: float = flag(0.0, "share of activations that are dropped in training", minimum=0, maximum=0.99)
+    drop_path: float = flag(0.1, "share of residual branches dropped in training", minimum=0, maximum=0.99)
+    dropout: float = flag(0.0, "share of activations dropped in training", minimum=0, maximum=0.99)
     half_residual: bool = flag(
         False, "keep the residual stream in bf16 or fp16, as --mixed_precision says; in fp32 without effect"
     )
     mixup: float = flag(0.8, "alpha of mixup; 0 is off", minimum=0)
     cutmix: float = flag(1.0, "alpha of cutmix; 0 is off", minimum=0)
     color_jitter: float = flag(
-        0.0,
-        "how far brightness, contrast and saturation may be scaled from 1; 0 is off",
-        minimum=0,
-        maximum=1,
+        0.0, "brightness, contrast and saturation vary by up to this share; 0 is off", minimum=0, maximum=1
     )
-    randaug_layers: int = flag(
-        0, "RandAugment: operations on each image; 0 is off", minimum=0, maximum=LAYERS
-    )
-    randaug_magnitude: float = flag(
-        10.0, "RandAugment: strength of the operations; 10 is strong", minimum=0, maximum=30
-    )
+    randaug_layers: int = flag(0, "RandAugment: operations on an image; 0 is off", minimum=0, maximum=LAYERS)
+    randaug_magnitude: float = flag(10.0, "RandAugment: strength; 10 is strong", minimum=0, maximum=30)
     random_erasing: float = flag(0.0, "share of images in which a box is erased", minimum=0, maximum=1)
-    label_smoothing: float = flag(
-        0.1, "probability given to the wrong classes in training", minimum=0, maximum=1
-    )
+    label_smoothing: float = flag(0.1, "probability given to wrong classes in training", minimum=0, maximum=1)
     weight_decay: float = flag(0.05, "AdamW's, on matrices only", minimum=0)
     layer_decay: float = flag(
-        1.0,
-        "a block's learning rate divided by the next block's; the head has lr; 1 is off",
-        minimum=0,
-        maximum=1,
+        1.0, "a block's learning rate over the next block's; the head has lr; 1 is off", minimum=0, maximum=1
     )
     warmup: float = flag(0.05, "share of all steps in which the learning rate rises", minimum=0, maximum=1)
     clip_norm: float = flag(1.0, "maximum norm of the gradient; 0 is off", minimum=0)
     ema_decay: float = flag(
-        0.999,
-        "of the averaged weights (EMA), which are evaluated and saved; 0 is off",
-        minimum=0,
-        maximum=0.999999,
+        0.999, "of the weights' average (EMA), evaluated and saved; 0 is off", minimum=0, maximum=0.999999
     )
 
     def __post_init__(self) -> None:

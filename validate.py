@@ -88,8 +88,8 @@ def main() -> None:
         split_name, split = chosen_split(images, flags.split)
         model = script.build_model(recipe, len(images.classes))
         load_everywhere(accelerator, model, Path(trained.weights), flags.timeout_s)
-        mean, std = normalisation(script, model)
-        rows, images_per_s = predict(accelerator, model, split, recipe, batch, mean, std)
+        mean_std = normalisation(script, model)
+        rows, images_per_s = predict(accelerator, model, split, recipe, batch, mean_std)
 
         def report() -> None:
             found = {
@@ -186,19 +186,13 @@ def check_classes(accelerator: Accelerator, trained: TrainedModel, images: Image
 
 
 def predict(
-    accelerator: Accelerator,
-    model: nn.Module,
-    split: Split,
-    recipe: ImageRecipe,
-    batch: Batch,
-    mean: tuple[float, ...],
-    std: tuple[float, ...],
+    accelerator: Accelerator, model: nn.Module, split: Split, recipe: ImageRecipe, batch: Batch, mean_std: Any
 ) -> tuple[Rows, float]:
     """A row per image, sorted by id, the same on all processes; and images/s, including decoding.
 
     Collective. It gathers no logits, but 80 bytes per image, whatever the number of classes.
     """
-    parts: list[dict[str, Tensor]] = []
+    (mean, std), parts = mean_std, list[dict[str, Tensor]]()
     began = time.perf_counter()
     with autocast(accelerator):
         for part in predictions(accelerator, model, split, recipe, batch, mean, std, teller(accelerator)):

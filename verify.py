@@ -260,9 +260,8 @@ class Run:
         if outcome.findings:
             return "\n".join(f"{where}: {finding}" for finding in outcome.findings)
         weights = "" if outcome.weights is None else f", the weights by at most {outcome.weights:.0e}"
-        differs = (
-            "equal bit for bit" if outcome.is_exact else f"the loss differs by at most {outcome.loss:.0e}"
-        )
+        loss = f"the loss differs by at most {outcome.loss:.0e}"
+        differs = "equal bit for bit" if outcome.is_exact else loss
         return f"{where}: {differs}{weights}; log, data, recipe and weights are those of the page"
 
     def conclude(self, found: list[str], outcomes: list[Outcome]) -> int:
