@@ -42,8 +42,9 @@ def main() -> int:
     folder = Path(flags.folder).expanduser().absolute()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{flags.folder} is there already: give a new folder, or remove it")
-    if flags.onnx:
-        _check_onnx()
+    missing = [name for name in ("onnx", "onnxruntime", "onnxscript") if not find_spec(name)]
+    if flags.onnx and missing:
+        raise ValueError(f"--onnx: {missing[0]} is not installed: {OPTIONAL}")
     from tools.inference import exported as tool  # imports torch
     from tools.logbook.card import model_card
 
@@ -83,11 +84,6 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     if flags.push and not re.fullmatch(r"[\w.-]+/[\w.-]+", flags.push):
         parser.error(f"--push {flags.push}: give OWNER/NAME")
     return flags, others
-
-
-def _check_onnx() -> None:
-    if missing := [name for name in ("onnx", "onnxruntime", "onnxscript") if not find_spec(name)]:
-        raise ValueError(f"--onnx: {missing[0]} is not installed: {OPTIONAL}")
 
 
 def push(folder: Path, name: str) -> str:

@@ -28,8 +28,7 @@ def main() -> int:
     flags = parse(sys.argv[1:])
     from tools.plan.planning import HEAD, ROW, Line, Planning, cluster_of  # imports torch
 
-    device = None if flags.measure else flags.gpu
-    cluster = cluster_of(flags.hosts, flags.gpus, device, flags.network_gb_s)
+    cluster = cluster_of(flags.hosts, flags.gpus, flags.gpu, flags.network_gb_s)
     plan = Planning(flags.script, cluster, flags.price_per_hour, flags.measure)
     print(plan.about, plan.links, ROW.format(*HEAD, "price", "limited by"), sep="\n", flush=True)
     lines: list[Line] = []

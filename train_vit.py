@@ -167,11 +167,8 @@ def build_optimizer(model: nn.Module, recipe: Vit) -> torch.optim.Optimizer:
         return torch.optim.AdamW(scaled, lr=recipe.lr, fused=True)
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     decayed = [p for name, p in trained if p.ndim > 1 and name not in excluded]
-    others = [p for name, p in trained if p.ndim <= 1 or name in excluded]
-    groups = [
-        {"params": decayed, "weight_decay": recipe.weight_decay},
-        {"params": others, "weight_decay": 0.0},
-    ]
+    rest = [p for name, p in trained if p.ndim <= 1 or name in excluded]
+    groups = [{"params": decayed, "weight_decay": recipe.weight_decay}, {"params": rest, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=recipe.lr, fused=True)
 
 

@@ -42,7 +42,7 @@ import torch
 from common.checkpoint.format import step_name, step_of, steps_in, verify
 from common.recipe import recipe_part
 from common.script import load_script, own_script, recipe_class
-from common.system.cli import command_parser, run_command
+from common.system.cli import check_positive, command_parser, run_command
 from common.system.files import read_accelerate_config, read_json, write_json
 from common.system.paths import ROOT, shortest
 from common.system.text import plural, printable, some_of
@@ -89,9 +89,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--per_device_batch_size", type=int, help="unset: the run's")
     parser.add_argument("--cache_dir", help="as the train scripts'")
     flags = parser.parse_args(argv)
-    for name in ("steps", "sample", "per_device_batch_size"):
-        if (value := getattr(flags, name)) is not None and value < 1:
-            parser.error(f"--{name} {value}: must be at least 1")
+    check_positive(parser, flags, "steps", "sample", "per_device_batch_size")
     return flags
 
 
