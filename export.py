@@ -98,9 +98,8 @@ def push(folder: Path, name: str) -> str:
     except (HfHubHTTPError, OSError, ValueError) as error:
         first = (str(error) or type(error).__name__).splitlines()[0]
         again = f"hf upload {shlex.quote(name)} {shlex.quote(str(folder))}"
-        raise ValueError(
-            f"--push {name}: {first}. {folder} is complete: log in (hf auth login), then: {again}"
-        ) from None
+        remedy = f"{folder} is complete: log in (hf auth login), then: {again}"
+        raise ValueError(f"--push {name}: {first}. {remedy}") from None
     return str(url)
 
 

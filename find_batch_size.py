@@ -73,9 +73,8 @@ ROW = "{:>8}  {:<20}  {:>13}  {:>9}  {:>7}"
 
 
 def main() -> int:
-    flags = parse(sys.argv[1:])
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    Search(flags).run()
+    Search(parse(sys.argv[1:])).run()
     return 0
 
 

@@ -168,9 +168,7 @@ def read_mark(page: Path) -> dict[str, Any]:
     try:
         return parse_json(found[1], page) if found else {}
     except ValueError:
-        raise ValueError(
-            f"{page}: its first line can't be read; remove the page and add its run anew"
-        ) from None
+        raise ValueError(f"{page}: its first line can't be read: remove it and add its run anew") from None
 
 
 def run_pages(logbook: Path) -> list[Path]:

@@ -224,9 +224,8 @@ def check(rows: Rows, ids: np.ndarray) -> None:
     assert not wrong.any(), f"image {ids[wrong][0]} was counted {times[wrong][0]} times"
     wrong = ~np.isfinite(rows["loss"])
     if wrong.any():
-        raise ValueError(
-            f"the loss of {wrong.sum():,} of {len(ids):,} images is not finite: the model diverged"
-        )
+        count = f"{wrong.sum():,} of {len(ids):,} images"
+        raise ValueError(f"the loss of {count} is not finite: the model diverged")
 
 
 def teller(accelerator: Accelerator) -> Callable[[str], None]:
@@ -291,14 +290,11 @@ def write(folder: Path, found: dict[str, Any], worst: np.ndarray, title: str) ->
         plots.image_sheet(worst_png, worst, captions, f"{title}: the surest mistakes")
         headline = f"{title}: top-1 {found['top1']:.4f}"
         plots.confusion_matrix(confusion_png, found["confusion"], classes, headline)
-        write_text(report_json, as_json(found))
+        # A key per line: indented, a confusion matrix of 1,000 classes would have a million lines.
+        lines = [f'"{key}": {json.dumps(value)}' for key, value in found.items()]
+        write_text(report_json, "{\n" + ",\n".join(lines) + "\n}\n")
         for name in FILES:
             (Path(part) / name).replace(folder / name)
-
-
-def as_json(content: dict[str, Any]) -> str:
-    """JSON with a key per line. Indented, a confusion matrix of 1,000 classes would have a million lines."""
-    return "{\n" + ",\n".join(f'"{key}": {json.dumps(value)}' for key, value in content.items()) + "\n}\n"
 
 
 def show(found: dict[str, Any], title: str) -> None:

@@ -262,15 +262,13 @@ class Run:
         differs = "equal bit for bit" if outcome.is_exact else loss
         return f"{where}: {differs}{weights}; log, data, recipe and weights are those of the page"
 
-    def conclude(self, found: list[str], outcomes: list[Outcome]) -> int:
-        """Prints the coverage, adds the outcome to verified.json, and returns the exit status.
-
-        found: the contradictions.
-        """
+    def conclude(self, contradictions: list[str], outcomes: list[Outcome]) -> int:
+        """Prints the coverage, adds the outcome to verified.json, and returns the exit status."""
         replayed = [one for one in outcomes if one.is_replayed]
         covered = sum(one.interval.end - one.interval.start for one in replayed)
         compared = {step for one in replayed for step in one.interval.checkpoints}
-        findings = found + [f"{one.interval}: {finding}" for one in outcomes for finding in one.findings]
+        findings = [*contradictions]
+        findings += [f"{one.interval}: {finding}" for one in outcomes for finding in one.findings]
         of_steps = max(1, self.last - self.began)
         steps = f"{covered:,} of {of_steps:,} steps ({covered / of_steps:.1%})"
         differ = plural(len(findings), "difference") if findings else "no difference"
