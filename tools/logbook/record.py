@@ -16,6 +16,7 @@ from common.system.text import plural
 
 PARTS = ("recipe.json", "result.json", "metrics.jsonl", "checkpoints")  # a run's folder has one of them
 VERIFIED = "verified.json"  # by verify.py
+COMPARED = ("recipe.json", "result.json", "metrics.jsonl")  # with a replay, beside the checkpoints
 MOST_BYTES = 2**31  # larger files are not read: 14 days of telemetry of a host with 8 GPUs
 UNFINISHED = "killed or still running"  # the status of a run without a result
 STRATEGIES = {"single": "one process", "ddp": "DDP", "fsdp": "FSDP2"}
@@ -322,6 +323,6 @@ def stamped_files(folder: Path) -> dict[str, str]:
     def hashed(file: Path) -> str:
         return sha256_of(file) if file.is_file() and file.stat().st_size <= MOST_BYTES else ""
 
-    files = [folder / name for name in ("recipe.json", "result.json", "metrics.jsonl")]
+    files = [folder / name for name in COMPARED]
     files += sorted(folder.glob("checkpoints/step_*/manifest.json"))
     return {str(file.relative_to(folder)): hashed(file) for file in files}
