@@ -100,17 +100,14 @@ def _measured(config_file: str, processes: int, words: list[str]) -> dict[str, f
         found = Path(scratch) / "found.json"
         launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", config_file]
         launcher += ["--num_processes", processes, "--main_process_port", 0]
-        _output(
-            [*launcher, "-m", "benchmarks.plan_memory", "--of", found, *words, f"--output_dir={scratch}/run"]
-        )
+        launcher += ["-m", "benchmarks.plan_memory", "--of", found]
+        _output([*launcher, *words, f"--output_dir={scratch}/run"])
         return json.loads(found.read_text())
 
 
 def _output(words: list[Any]) -> str:
-    env = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        list(map(str, words)), cwd=ROOT, env=env, capture_output=True, text=True, check=False
-    )
+    words, env = [*map(str, words)], os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{words}: {done.stdout[-2000:]}{done.stderr[-3000:]}")
     return done.stdout

@@ -94,7 +94,8 @@ def tutorial(script: ModuleType, words: list[str], watch: Stopwatch) -> None:
     from torchvision.transforms import Compose, Normalize, RandomCrop, RandomHorizontalFlip, ToTensor
 
     recipe: Any = parse(recipe_class(script), words)
-    images, size = open_images(prepare_data(recipe.data, cache_of(recipe))), recipe.image_size
+    cache = Path(recipe.cache_dir or "~/.cache/train-images").expanduser()
+    images, size = open_images(prepare_data(recipe.data, cache)), recipe.image_size
     if not isinstance(images.train, ArraySplit) or images.train.size != (size, size):
         raise ValueError(f"--data {recipe.data}: needs images of {size} pixels that fit in memory")
     steps = [RandomCrop(size, padding=size // 8), *([RandomHorizontalFlip()] if images.train.mirror else [])]
@@ -120,10 +121,6 @@ def tutorial(script: ModuleType, words: list[str], watch: Stopwatch) -> None:
             running_loss += loss.item()
             step += 1
             watch.send((len(labels), ""))
-
-
-def cache_of(recipe: Any) -> Path:
-    return Path(recipe.cache_dir or "~/.cache/train-images").expanduser()
 
 
 def work(arm: str, steps: int, file: str, words: list[str]) -> int:
