@@ -72,9 +72,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def _model(script: list[str]) -> dict[str, Any]:
     """Size, data and batch of the script with these flags, from a subprocess that imports torch."""
-    done = subprocess.run(
-        [sys.executable, "-m", "common.script", *script], cwd=ROOT, capture_output=True, text=True
-    )
+    words = [sys.executable, "-m", "common.script", *script]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     try:
         return json.loads(done.stdout.splitlines()[-1])
     except (IndexError, ValueError):

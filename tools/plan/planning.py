@@ -139,10 +139,8 @@ class Planning:
         self.price_per_hour, self.measure = price_per_hour, measure
         self.recipe: Any = parse(recipe_class(load_script(Path(script[0]))), self.script[1:])
         self.images = _training_images(self.recipe.data)
-        if self.recipe.batch_size % cluster.processes:
-            raise ValueError(
-                f"--batch_size {self.recipe.batch_size} does not divide among {cluster.processes} devices"
-            )
+        if (size := self.recipe.batch_size) % cluster.processes:
+            raise ValueError(f"--batch_size {size} does not divide among {cluster.processes} devices")
         kinds = [kind for kind in ("bf16", "fp16") if kind in cluster.device.peaks]
         self.precision = self.recipe.mixed_precision or (kinds[0] if "bf16" in kinds else [*kinds, "no"][0])
         self.strategies = possible(cluster.hosts, cluster.gpus, self.recipe.grad_compression)
