@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import json
+import secrets
 import sys
 import threading
 import time
@@ -148,12 +149,16 @@ class Checks:
     def folders(self) -> Iterator[Finding]:
         """Checks --output_dir. Only rank 0 writes, so a problem on another host is a warning."""
         self.checked += ["output", "disk"]
-        folder = str(Path(self.flags.output_dir).absolute())
+        folder, token = str(Path(self.flags.output_dir).absolute()), f".doctor-{secrets.token_hex(4)}"
         first, *others = self.clients
-        own = first.ask("writable", folder=folder, token=None)
-        token = own.get("token")
-        theirs = _all(others, lambda client: client.ask("writable", folder=folder, token=token))
-        for client, answer in [(first, own), *theirs]:
+
+        def ask(client: HostClient) -> dict[str, Any]:
+            return client.ask("writable", folder=folder, token=token, leave=client is first)
+
+        answers = [(first, ask(first)), *_all(others, ask)]
+        if token_in := answers[0][1].get("folder"):
+            first.ask("remove_token", file=f"{token_in}/{token}")
+        for client, answer in answers:
             if problem := answer.get("problem") or answer.get("error"):
                 what = f"{folder} can't be written to: {problem}"
                 yield Finding("output", client.name, what, client is first)
@@ -162,7 +167,7 @@ class Checks:
                 is_full = answer["free_gib"] < DISK_LEAST_GIB
                 yield Finding("disk", client.name, what, client is first and is_full)
         if others:
-            shared = all(answer.get("sees") for _, answer in theirs)
+            shared = all(answer.get("sees") for _, answer in answers)
             kind = "shared" if shared else "not shared: the first host's is used, which is enough"
             self.notes.append(f"{folder} is {kind}")
 

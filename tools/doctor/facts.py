@@ -35,7 +35,7 @@ PACKAGES = ("torch", "accelerate", "deepspeed", "timm", "numpy", "safetensors")
 SMALL, LARGE = 1, 2**24  # fp32 numbers of an all-reduce: 4 bytes, 64 MiB
 ROUNDS = 5
 
-_open: list[Any] = []  # sockets that listen, and files, until this process ends
+_listening: list[socket.socket] = []  # open until this process ends
 
 
 def main() -> None:
@@ -82,7 +82,7 @@ def listen(port: int) -> dict[str, Any]:
         free_port = probe.getsockname()[1]
     taken = None
     try:
-        _open.append(socket.create_server(("", port)))
+        _listening.append(socket.create_server(("", port)))
     except OSError as error:
         taken = f"{os.strerror(error.errno or 0)}{listener(port)}"
     return {"taken": taken, "free_port": free_port}
@@ -96,21 +96,27 @@ def connect(address: str, port: int) -> dict[str, Any]:
     return {"refused": None}
 
 
-def writable(folder: str, token: str | None) -> dict[str, Any]:
-    """Writes a file to the folder, which goes with this process. Answers `problem` or None, and free space.
+def writable(folder: str, token: str, leave: bool) -> dict[str, Any]:
+    """Tries to write to the folder. Answers `problem` or None, free space, and if it `sees` the token.
 
-    token: such a file of another host. A host that `sees` it shares the folder.
+    leave: creates the token, an empty file by which other hosts see that the folder is shared.
     """
     path = Path(folder)
     existing = next(parent for parent in [path, *path.parents] if parent.exists())
     answer = {"folder": str(existing), "free_gib": shutil.disk_usage(existing).free / 2**30}
     try:
-        file = tempfile.NamedTemporaryFile(dir=existing, prefix=".doctor-", buffering=0)  # noqa: SIM115
-        _open.append(file)
-        file.write(b"doctor")
+        with tempfile.TemporaryFile(dir=existing) as file:
+            file.write(b"doctor")
+        if leave:
+            (existing / token).touch()
     except OSError as error:
         return answer | {"problem": error.strerror}
-    return answer | {"problem": None, "token": file.name, "sees": token and Path(token).exists()}
+    return answer | {"problem": None, "sees": (existing / token).exists()}
+
+
+def remove_token(file: str) -> dict[str, Any]:
+    Path(file).unlink(missing_ok=True)
+    return {}
 
 
 def s3(url: str) -> dict[str, Any]:
@@ -272,7 +278,8 @@ def _nccl_version() -> str | None:
 
 
 QUESTIONS: dict[str, Callable[..., dict[str, Any]]] = {
-    function.__name__: function for function in (facts, route, listen, connect, writable, s3, all_reduce)
+    function.__name__: function
+    for function in (facts, route, listen, connect, writable, remove_token, s3, all_reduce)
 }
 
 if __name__ == "__main__":
