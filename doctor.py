@@ -72,9 +72,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def _model(script: list[str]) -> dict[str, Any]:
     """Size, data and batch of the script with these flags, from a subprocess that imports torch."""
-    done = subprocess.run(
-        [sys.executable, "-m", "common.script", *script], cwd=ROOT, capture_output=True, text=True
-    )
+    words = [sys.executable, "-m", "common.script", *script]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     try:
         return json.loads(done.stdout.splitlines()[-1])
     except (IndexError, ValueError):
@@ -88,14 +87,13 @@ def show(hosts: list[Host], checks: Checks, findings: list[Finding]) -> None:
 
     console = Console(highlight=False)
     table = Table(Column("check", no_wrap=True), *(host.name for host in hosts))
-    worst: dict[tuple[str, str], str] = {}  # code, host -> its mark
-    for finding in sorted(findings, key=_kind, reverse=True):
-        worst[finding.code, finding.host] = "FAILS" if finding.fails else "warn"
+    by_kind = sorted(findings, key=_kind)
+    worst = {(f.code, f.host): "FAILS" if f.fails else "warn" for f in reversed(by_kind)}
     for code in dict.fromkeys([*checks.checked, *(finding.code for finding in findings)]):
         other = {host.name: "ok" if host.name in checks.facts else " " for host in hosts}
         table.add_row(code, *(worst.get((code, name), mark) for name, mark in other.items()))
     console.print(table)
-    for (harmless, code), alike in groupby(sorted(findings, key=_kind), key=_kind):
+    for (harmless, code), alike in groupby(by_kind, key=_kind):
         for finding in alike:
             kind = "warning" if harmless else "FAILS"
             console.print(escape(f"{kind} [{code}] {finding.host}: {finding.what}"), soft_wrap=True)

@@ -27,6 +27,7 @@ import shlex
 import shutil
 import sys
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 
 from common.system.cli import command_parser, run_command
@@ -41,28 +42,23 @@ def main() -> int:
     folder = Path(flags.folder).expanduser().absolute()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{flags.folder} is there already: give a new folder, or remove it")
-    if flags.onnx:
-        _check_onnx()
-    from tools.inference.exported import (
-        check_onnx,
-        check_reloaded,
-        open_trained,
-        write_model,
-        write_onnx,
-    )
-    from tools.logbook.card import model_card  # imports torch
+    missing = [name for name in ("onnx", "onnxruntime", "onnxscript") if not find_spec(name)]
+    if flags.onnx and missing:
+        raise ValueError(f"--onnx: {missing[0]} is not installed: {OPTIONAL}")
+    from tools.inference import exported as tool  # imports torch
+    from tools.logbook.card import model_card
 
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".export-", dir=folder.parent) as scratch:
         part = Path(scratch) / folder.name
-        exported = open_trained(flags.model, flags.which, flags.script, words, Path(scratch), SAMPLE)
+        exported = tool.open_trained(flags.model, flags.which, flags.script, words, Path(scratch), SAMPLE)
         print(f"exporting {exported.trained.name}", flush=True)
         part.mkdir()
-        about = write_model(exported, part)
-        check_reloaded(exported, part)
+        about = tool.write_model(exported, part)
+        tool.check_reloaded(exported, part)
         if flags.onnx:
-            write_onnx(exported, about, part / "model.onnx")
-            check_onnx(exported, part / "model.onnx", ONNX_BOUND)
+            tool.write_onnx(exported, about, part / "model.onnx")
+            tool.check_onnx(exported, part / "model.onnx", ONNX_BOUND)
         (part / "README.md").write_text(model_card(folder.name, exported, about), encoding="utf-8")
         if folder.exists():
             folder.rmdir()  # empty
@@ -79,12 +75,8 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add = parser.add_argument
     add("model", help="a run's folder, its s3:// prefix, or a checkpoint's folder")
     add("folder", help="a new folder for the files")
-    add(
-        "--which",
-        choices=("best", "latest"),
-        default="best",
-        help="which checkpoint of a run (default: best)",
-    )
+    which = "which checkpoint of a run (default: best)"
+    add("--which", choices=("best", "latest"), default="best", help=which)
     add("--script", help="the script that trained the model, if not one of this project")
     add("--onnx", action="store_true", help=f"write model.onnx, too; needs: {OPTIONAL}")
     add("--push", metavar="OWNER/NAME", help="upload the folder to this repository of the hub")
@@ -92,15 +84,6 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     if flags.push and not re.fullmatch(r"[\w.-]+/[\w.-]+", flags.push):
         parser.error(f"--push {flags.push}: give OWNER/NAME")
     return flags, others
-
-
-def _check_onnx() -> None:
-    try:
-        import onnx  # noqa: F401
-        import onnxruntime  # noqa: F401
-        import onnxscript  # noqa: F401
-    except ImportError as error:
-        raise ValueError(f"--onnx: {error.name} is not installed: {OPTIONAL}") from None
 
 
 def push(folder: Path, name: str) -> str:
@@ -115,9 +98,8 @@ def push(folder: Path, name: str) -> str:
     except (HfHubHTTPError, OSError, ValueError) as error:
         first = (str(error) or type(error).__name__).splitlines()[0]
         again = f"hf upload {shlex.quote(name)} {shlex.quote(str(folder))}"
-        raise ValueError(
-            f"--push {name}: {first}. {folder} is complete: log in (hf auth login), then: {again}"
-        ) from None
+        remedy = f"{folder} is complete: log in (hf auth login), then: {again}"
+        raise ValueError(f"--push {name}: {first}. {remedy}") from None
     return str(url)
 
 

@@ -73,9 +73,8 @@ ROW = "{:>8}  {:<20}  {:>13}  {:>9}  {:>7}"
 
 
 def main() -> int:
-    flags = parse(sys.argv[1:])
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    Search(flags).run()
+    Search(parse(sys.argv[1:])).run()
     return 0
 
 
@@ -115,7 +114,7 @@ class Search:
             raise ValueError(f"{flags.script[0]} has no images, whose number could be searched for")
         self.recipe = parse_recipe(kind, flags.script[1:])  # a wrong flag ends the search with status 2
         self._check_limit(use_cpu=config.get("use_cpu", False))
-        self.limit_gib = flags.memory_limit_gib  # or the GPU's memory, after the first trial
+        self.limit_gib = flags.memory_limit_gib or math.inf  # on a GPU its memory, after the first trial
         self.margin = MARGIN if getattr(self.recipe, "randaug_layers", 0) else 0.0  # of the limit
         place = Path("runs/find_batch_size") / Path(flags.script[0]).stem
         names = (place / f"{name}.json" for name in numbered(flags.config_file.stem))
@@ -131,7 +130,7 @@ class Search:
         ran: dict[int, float] = {}
         failed: set[int] = set()
         print(ROW.format("images", "outcome", "GiB/process", "images/s", "time"), flush=True)
-        while (size := next_size(ran, failed, self._usable_gib(), quantum)) is not None:
+        while (size := next_size(ran, failed, self.usable_gib, quantum)) is not None:
             if (size := min(size, most)) in ran:
                 break
             trial, images = self.try_size(size)
@@ -228,12 +227,12 @@ class Search:
             self.limit_gib = min(own["device"] for own in of_each)
         lines = read_lines(run / "metrics.jsonl")
         speeds = [line["train/images_per_s"] for line in lines if "train/images_per_s" in line]
-        outcome = IN_MARGIN if self.margin and memory_gib > self._usable_gib() else RAN
+        outcome = IN_MARGIN if self.margin and memory_gib > self.usable_gib else RAN
         return Trial(size, outcome, ended.seconds, memory_gib, statistics.median(speeds[1:]))
 
-    def _usable_gib(self) -> float:
-        """The limit without the margin; infinite before the first trial on a GPU shows its memory."""
-        return math.inf if self.limit_gib is None else self.limit_gib * (1 - self.margin)
+    @property
+    def usable_gib(self) -> float:
+        return self.limit_gib * (1 - self.margin)
 
     def _conclude(self, answer: int, is_memory_full: bool) -> None:
         """Writes the result and prints the commands that train with it."""

@@ -21,7 +21,6 @@ the job, as its own host can't be lost.
 
 import argparse
 import difflib
-import io
 import math
 import os
 import re
@@ -33,7 +32,7 @@ from typing import Any
 
 from common.flags import underscores
 from common.recipe import Job
-from common.system.cli import command_parser, run_command, split_at_script
+from common.system.cli import check_positive, command_parser, run_command, split_at_script
 from common.system.files import read_accelerate_config, write_text
 from common.system.paths import ROOT
 from tools.launch.elastic import ElasticJob
@@ -51,8 +50,6 @@ DEEPSPEED_ENV += ["WANDB_MODE", "WANDB_PROJECT"]
 
 def main() -> int:
     flags = parse(sys.argv[1:])
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # what ranks print must not end the job
     if flags.write_deepspeed_env:
         return write_deepspeed_env()
     if flags.min_hosts is None and flags.max_hosts is None:
@@ -87,6 +84,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--write_deepspeed_env", action="store_true", help=environment)
     mine, script = split_at_script(argv)
     flags, rest = parser.parse_known_args([underscores(word) for word in mine])
+    check_positive(parser, flags, "gpus", "gpus_per_node")
     if script and rest:
         near = difflib.get_close_matches(rest[0], parser._option_string_actions, n=1)
         parser.error(f"unknown flag {rest[0]}" + (f": did you mean {near[0]}?" if near else ""))
@@ -151,9 +149,6 @@ def _hosts(flags: argparse.Namespace) -> list[Host]:
         if mode != flags.mode and (given := [name for name in names if getattr(flags, name)]):
             needed = f"needs --mode {mode}" if mode else f"does not go with --mode {flags.mode}"
             raise ValueError(f"--{given[0]} {needed}")
-    for name in ("gpus", "gpus_per_node"):
-        if (getattr(flags, name) or 1) < 1:
-            raise ValueError(f"--{name} {getattr(flags, name)}: must be at least 1")
     if flags.mode == "single-node":
         return [Host("localhost", tuple(range(flags.gpus or 1)))]
     if flags.mode == "multi-node":

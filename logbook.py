@@ -19,7 +19,6 @@ A page names missing and broken files. The same run folders give the same bytes.
 
 import argparse
 import json
-import math
 import re
 import sys
 from collections.abc import Callable
@@ -39,6 +38,8 @@ from tools.logbook.record import RunRecord
 FOLDER = Path("runs") / "logbook"
 COMPARE = "compare"  # the folder of the comparisons
 
+Command = Callable[[argparse.Namespace], list[Path]]  # writes pages
+
 
 def main() -> int:
     flags = parse(sys.argv[1:])
@@ -57,9 +58,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="logbook.py", allow_abbrev=False)
     commands = parser.add_subparsers(required=True, metavar="{add,compare,index,html}")
 
-    def command(
-        name: str, make: Callable[[argparse.Namespace], list[Path]], help: str
-    ) -> Callable[..., argparse.Action]:
+    def command(name: str, make: Command, help: str) -> Callable[..., argparse.Action]:
         sub = commands.add_parser(name, help=help, description=help, allow_abbrev=False)
         sub.set_defaults(make=make)
         sub.add_argument("--folder", type=Path, default=FOLDER, help="for the pages (default: %(default)s)")
@@ -76,7 +75,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     plan = "by plan.py --output: compare the run's time, cost and memory with it"
     add("--plan", type=Path, metavar="FILE", help=plan)
     price = "of all hosts together, in any currency: show what the run and its interruptions cost"
-    add("--price_per_hour", type=price_per_hour, help=price)
+    add("--price_per_hour", type=float, help=price)
     compare("--name", help="name of the page; unset: made from the runs")
     compare("--target_accuracy", type=float, help="unset: the highest that all runs have reached")
     compare("--price_per_hour", type=float, help="price of one host, in any currency")
@@ -87,12 +86,6 @@ def parse(words: list[str]) -> argparse.Namespace:
     flags = parser.parse_args(words)
     check_positive(parser, flags, "target_accuracy", "price_per_hour")
     return flags
-
-
-def price_per_hour(text: str) -> float:
-    if not 0 <= (value := float(text)) < math.inf:
-        raise ValueError
-    return value
 
 
 def add_runs(flags: argparse.Namespace) -> list[Path]:
@@ -175,9 +168,7 @@ def read_mark(page: Path) -> dict[str, Any]:
     try:
         return parse_json(found[1], page) if found else {}
     except ValueError:
-        raise ValueError(
-            f"{page}: its first line can't be read; remove the page and add its run anew"
-        ) from None
+        raise ValueError(f"{page}: its first line can't be read: remove it and add its run anew") from None
 
 
 def run_pages(logbook: Path) -> list[Path]:

@@ -19,20 +19,17 @@ import argparse
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from common.system.cli import check_positive, command_parser, run_command, split_at_script
 from common.system.files import write_json
 
-if TYPE_CHECKING:
-    from tools.plan.planning import Planning
-
 
 def main() -> int:
     flags = parse(sys.argv[1:])
-    plan = planning(flags)
-    from tools.plan.planning import HEAD, ROW, Line
+    from tools.plan.planning import HEAD, ROW, Line, Planning, cluster_of  # imports torch
 
+    cluster = cluster_of(flags.hosts, flags.gpus, flags.gpu, flags.network_gb_s)
+    plan = Planning(flags.script, cluster, flags.price_per_hour, flags.measure)
     print(plan.about, plan.links, ROW.format(*HEAD, "price", "limited by"), sep="\n", flush=True)
     lines: list[Line] = []
     for found in plan.candidates():
@@ -64,20 +61,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
         parser.error("give --gpu NAME for a plan by data sheets, or --measure for one of the device at hand")
     check_positive(parser, flags, "hosts", "gpus", "network_gb_s", "price_per_hour")
     return flags
-
-
-def planning(flags: argparse.Namespace) -> "Planning":
-    """The plan that the flags ask for. ValueError for a device that is not in the table."""
-    from common.telemetry.flops import find_device, known_devices
-    from tools.plan.cost import Cluster
-    from tools.plan.planning import Planning, this_device
-
-    device = this_device() if flags.measure else find_device(flags.gpu)
-    if not device:
-        names = ", ".join(device.name for device in known_devices())
-        raise ValueError(f"--gpu {flags.gpu} is not in the table: choose one of {names}")
-    cluster = Cluster(flags.hosts, flags.gpus, device, flags.network_gb_s)
-    return Planning(flags.script, cluster, flags.price_per_hour, flags.measure)
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ from common.system.text import plural, printable
 from tools.inference.inference import Inference, autocast, own_words
 
 WHOLE = ("digits", "cifar10", "synthetic")  # evaluated without a crop: --crop auto resizes whole pictures
-SHEET = 32  # pictures on sheet.png
+SHEET, EDGE = 32, 128  # pictures on sheet.png, and their edge in pixels
 PRINTED = 10
 FORMULA = ("=", "+", "-", "@")  # a cell that begins so is one for spreadsheets (OWASP, CSV Injection)
 
@@ -159,22 +159,18 @@ def write(folder: Path, rows: list[Row], trained: TrainedModel) -> None:
 
 def draw(file: Path, rows: list[Row], trained: TrainedModel) -> None:
     """Draws a contact sheet: the pictures with their most likely class."""
+    from PIL import Image, ImageOps
+
     from common.data.decode import decode
     from common.run import plots
 
-    pixels = np.stack([square(decode(Path(row["file"]).read_bytes())) for row in rows])
+    pictures = [Image.fromarray(decode(Path(row["file"]).read_bytes())) for row in rows]
+    squares = [np.asarray(ImageOps.pad(one, (EDGE, EDGE), color="white")) for one in pictures]
     captions = []
     for row in rows:
         name = Path(printable(row["file"])).name
         captions.append(f"{name}\n{row['classes'][0]}\n{row['probabilities'][0]:.3f}")
-    plots.image_sheet(file, pixels, captions, f"{trained.script}: {len(rows)} predictions")
-
-
-def square(pixels: np.ndarray, size: int = 128) -> np.ndarray:
-    """A picture, uint8 [H, W, 3], fitted into a white square: uint8 [size, size, 3]."""
-    from PIL import Image, ImageOps
-
-    return np.asarray(ImageOps.pad(Image.fromarray(pixels), (size, size), color="white"))
+    plots.image_sheet(file, np.stack(squares), captions, f"{trained.script}: {len(rows)} predictions")
 
 
 def show(rows: list[Row], folder: Path, seconds: float) -> None:

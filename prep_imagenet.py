@@ -49,10 +49,9 @@ BOUNDS = {"resize": (1, 10_000), "quality": (1, 100), "shard_mib": (2**-10, 2**2
 
 
 def main() -> int:
-    flags = parse(sys.argv[1:])
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        Preparation(flags).run()
+        Preparation(parse(sys.argv[1:])).run()
     except OSError as error:  # a full disk, above all
         what = printable_lines(f"{error.filename}: {error.strerror}" if error.filename else error)
         print(f"error: {what}. Correct that, then run the same command to resume", file=sys.stderr)
@@ -81,8 +80,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     add("--seed", type=int, default=0, help="seed of the shuffle (default: 0)")
     skipped = "skip the check of ImageNet's MD5 sums, and of other JPEGs for missing parts"
     add("--no_verify", action="store_true", help=skipped)
-    counts = "accept other counts than 1,000 classes of 50 validation images"
-    add("--subset", action="store_true", help=counts)
+    add("--subset", action="store_true", help="accept other counts than 1,000 classes of 50 val images")
     flags = parser.parse_args([underscores(word) for word in words])
     for name, (low, high) in BOUNDS.items():
         if (value := getattr(flags, name)) is not None and not low <= value <= high:

@@ -44,20 +44,15 @@ class CnnA(ImageRecipe):
     image_size: int = flag(32, "edge of the square that the network sees, in pixels", minimum=4)
     weight_decay: float = flag(0.05, "AdamW's, on matrices and convolutions only", minimum=0)
     warmup: float = flag(0.1, "share of all steps in which the learning rate rises", minimum=0, maximum=1)
-    label_smoothing: float = flag(
-        0.0, "probability given to the wrong classes in training", minimum=0, maximum=1
-    )
+    label_smoothing: float = flag(0.0, "probability given to wrong classes in training", minimum=0, maximum=1)
     clip_norm: float = flag(0.0, "maximum norm of the gradient; 0 is off", minimum=0)
-    step_graph: bool = setting(
-        False, "one GPU: each step is one CUDA graph, which the host launches at once instead of its kernels"
-    )
+    step_graph: bool = setting(False, "one GPU: the host launches each step at once, as one CUDA graph")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if len(self.widths) != 3:
-            raise ValueError(
-                f"--widths {','.join(map(str, self.widths))}: three numbers are needed, as 32,64,128"
-            )
+            given = ",".join(map(str, self.widths))
+            raise ValueError(f"--widths {given}: three numbers are needed, as 32,64,128")
 
 
 # --- Model ------------------------------------------------------------------------------------------------
@@ -114,11 +109,8 @@ def build_optimizer(model: nn.Module, recipe: CnnA) -> torch.optim.Optimizer:
     # Weight decay on matrices and convolutions only: it would pull biases and norms to zero without making
     # the model simpler.
     decayed = [p for p in model.parameters() if p.ndim > 1]
-    others = [p for p in model.parameters() if p.ndim <= 1]
-    groups = [
-        {"params": decayed, "weight_decay": recipe.weight_decay},
-        {"params": others, "weight_decay": 0.0},
-    ]
+    rest = [p for p in model.parameters() if p.ndim <= 1]
+    groups = [{"params": decayed, "weight_decay": recipe.weight_decay}, {"params": rest, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=recipe.lr, fused=True)
 
 

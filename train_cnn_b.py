@@ -59,16 +59,10 @@ class CnnB(ImageRecipe):
     nesterov: bool = flag(True, "Nesterov's momentum")
     weight_decay: float = flag(5e-4, "on matrices and convolutions only", minimum=0)
     warmup: float = flag(0.05, "share of all steps in which the learning rate rises", minimum=0, maximum=1)
-    schedule: str = flag(
-        "cosine", "how the learning rate falls to 0 after the warm-up", choices=("cosine", "linear")
-    )
-    label_smoothing: float = flag(
-        0.0, "probability given to the wrong classes in training", minimum=0, maximum=1
-    )
+    schedule: str = flag("cosine", "how the rate falls to 0 after the warm-up", choices=("cosine", "linear"))
+    label_smoothing: float = flag(0.0, "probability given to wrong classes in training", minimum=0, maximum=1)
     clip_norm: float = flag(0.0, "maximum norm of the gradient; 0 is off", minimum=0)
-    step_graph: bool = setting(
-        False, "one GPU: each step is one CUDA graph, which the host launches at once instead of its kernels"
-    )
+    step_graph: bool = setting(False, "one GPU: the host launches each step at once, as one CUDA graph")
 
 
 # --- Model ------------------------------------------------------------------------------------------------
@@ -177,11 +171,8 @@ def build_optimizer(model: nn.Module, recipe: CnnB, fused: bool = False) -> torc
     # Weight decay on matrices and convolutions only: it would pull biases and norms to zero without making
     # the model simpler.
     decayed = [p for p in model.parameters() if p.ndim > 1]
-    others = [p for p in model.parameters() if p.ndim <= 1]
-    groups = [
-        {"params": decayed, "weight_decay": recipe.weight_decay},
-        {"params": others, "weight_decay": 0.0},
-    ]
+    rest = [p for p in model.parameters() if p.ndim <= 1]
+    groups = [{"params": decayed, "weight_decay": recipe.weight_decay}, {"params": rest, "weight_decay": 0.0}]
     nesterov = recipe.nesterov and recipe.momentum > 0
     return torch.optim.SGD(groups, recipe.lr, recipe.momentum, nesterov=nesterov, fused=fused)
 

@@ -182,12 +182,10 @@ def main(recipe: Hello, accelerator: Accelerator, batch: Batch) -> None:
 
 
 def plot(path: Path, x: Tensor, y: Tensor, grid: Tensor, learned: Tensor) -> None:
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.add_subplot()
     axes.plot(x[:1000], y[:1000], ".", color="0.8", label="points to learn from")
     axes.plot(grid, curve(grid), "k--", label="the curve behind them")
     axes.plot(grid, learned, color="C1", label="learned")
@@ -195,7 +193,6 @@ def plot(path: Path, x: Tensor, y: Tensor, grid: Tensor, learned: Tensor) -> Non
     axes.legend()
     path.parent.mkdir(exist_ok=True)
     figure.savefig(path, dpi=110)
-    plt.close(figure)
 
 
 # --- Entry ------------------------------------------------------------------------------------------------

@@ -28,16 +28,7 @@ from timm.data import resolve_model_data_config
 from timm.optim import param_groups_layer_decay
 from torch import Tensor, nn
 
-from common.augment import (
-    COLOR,
-    DRAWS,
-    ERASING,
-    RAND_AUGMENT,
-    color_jitter,
-    mixer,
-    random_erasing,
-    to_float,
-)
+from common import augment
 from common.checkpoint.weights import head_names, model_with_weights, pretrained_model
 from common.data.images import Images, load
 from common.distributed.accelerator import prepare
@@ -69,45 +60,28 @@ class Vit(ImageRecipe):
     freeze: bool = flag(False, "train only the head: a linear probe of --pretrained or --weights")
     image_size: int = flag(224, "edge of the square that the network sees, in pixels", minimum=1)
     patch_size: int | None = flag(None, "edge of a patch in pixels; unset: the model's own", minimum=1)
-    drop_path: float = flag(
-        0.1, "share of residual branches that are dropped in training", minimum=0, maximum=0.99
-    )
-    dropout: float = flag(0.0, "share of activations that are dropped in training", minimum=0, maximum=0.99)
+    drop_path: float = flag(0.1, "share of residual branches dropped in training", minimum=0, maximum=0.99)
+    dropout: float = flag(0.0, "share of activations dropped in training", minimum=0, maximum=0.99)
     half_residual: bool = flag(
         False, "keep the residual stream in bf16 or fp16, as --mixed_precision says; in fp32 without effect"
     )
     mixup: float = flag(0.8, "alpha of mixup; 0 is off", minimum=0)
     cutmix: float = flag(1.0, "alpha of cutmix; 0 is off", minimum=0)
     color_jitter: float = flag(
-        0.0,
-        "how far brightness, contrast and saturation may be scaled from 1; 0 is off",
-        minimum=0,
-        maximum=1,
+        0.0, "brightness, contrast and saturation vary by up to this share; 0 is off", minimum=0, maximum=1
     )
-    randaug_layers: int = flag(
-        0, "RandAugment: operations on each image; 0 is off", minimum=0, maximum=LAYERS
-    )
-    randaug_magnitude: float = flag(
-        10.0, "RandAugment: strength of the operations; 10 is strong", minimum=0, maximum=30
-    )
+    randaug_layers: int = flag(0, "RandAugment: operations on an image; 0 is off", minimum=0, maximum=LAYERS)
+    randaug_magnitude: float = flag(10.0, "RandAugment: strength; 10 is strong", minimum=0, maximum=30)
     random_erasing: float = flag(0.0, "share of images in which a box is erased", minimum=0, maximum=1)
-    label_smoothing: float = flag(
-        0.1, "probability given to the wrong classes in training", minimum=0, maximum=1
-    )
+    label_smoothing: float = flag(0.1, "probability given to wrong classes in training", minimum=0, maximum=1)
     weight_decay: float = flag(0.05, "AdamW's, on matrices only", minimum=0)
     layer_decay: float = flag(
-        1.0,
-        "a block's learning rate divided by the next block's; the head has lr; 1 is off",
-        minimum=0,
-        maximum=1,
+        1.0, "a block's learning rate over the next block's; the head has lr; 1 is off", minimum=0, maximum=1
     )
     warmup: float = flag(0.05, "share of all steps in which the learning rate rises", minimum=0, maximum=1)
     clip_norm: float = flag(1.0, "maximum norm of the gradient; 0 is off", minimum=0)
     ema_decay: float = flag(
-        0.999,
-        "of the averaged weights (EMA), which are evaluated and saved; 0 is off",
-        minimum=0,
-        maximum=0.999999,
+        0.999, "of the weights' average (EMA), evaluated and saved; 0 is off", minimum=0, maximum=0.999999
     )
 
     def __post_init__(self) -> None:
@@ -167,15 +141,15 @@ def training_batches(
         plan, device=device, train=True, size=recipe.image_size, seed=recipe.seed, workers=recipe.workers
     )
     for epoch, ids, pixels, labels in batches:
-        draws = uniforms(recipe.seed, epoch, ids, DRAWS)
+        draws = uniforms(recipe.seed, epoch, ids, augment.DRAWS)
         if recipe.randaug_layers:
             layers, magnitude = recipe.randaug_layers, recipe.randaug_magnitude
-            pixels = rand_augment(pixels, draws[:, RAND_AUGMENT], layers, magnitude)
+            pixels = rand_augment(pixels, draws[:, augment.RAND_AUGMENT], layers, magnitude)
         if recipe.color_jitter:
-            pixels = color_jitter(pixels, draws[:, COLOR], recipe.color_jitter)
-        inputs = to_float(pixels, mean, std, recipe.image_size)
+            pixels = augment.color_jitter(pixels, draws[:, augment.COLOR], recipe.color_jitter)
+        inputs = augment.to_float(pixels, mean, std, recipe.image_size)
         if recipe.random_erasing:
-            inputs = random_erasing(inputs, draws[:, ERASING], recipe.random_erasing)
+            inputs = augment.random_erasing(inputs, draws[:, augment.ERASING], recipe.random_erasing)
         yield inputs, labels, ids
 
 
@@ -193,11 +167,8 @@ def build_optimizer(model: nn.Module, recipe: Vit) -> torch.optim.Optimizer:
         return torch.optim.AdamW(scaled, lr=recipe.lr, fused=True)
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     decayed = [p for name, p in trained if p.ndim > 1 and name not in excluded]
-    others = [p for name, p in trained if p.ndim <= 1 or name in excluded]
-    groups = [
-        {"params": decayed, "weight_decay": recipe.weight_decay},
-        {"params": others, "weight_decay": 0.0},
-    ]
+    rest = [p for name, p in trained if p.ndim <= 1 or name in excluded]
+    groups = [{"params": decayed, "weight_decay": recipe.weight_decay}, {"params": rest, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=recipe.lr, fused=True)
 
 
@@ -224,7 +195,7 @@ def main(recipe: Vit, accelerator: Accelerator, batch: Batch) -> None:
         optimizer = build_optimizer(model, recipe)
         model, optimizer = prepare(accelerator, model, optimizer)
         ema = EMA(model, optimizer, recipe.ema_decay) if recipe.ema_decay else None
-        mix = mixer(recipe.mixup, recipe.cutmix, len(images.classes), input_dtype(accelerator))
+        mix = augment.mixer(recipe.mixup, recipe.cutmix, len(images.classes), input_dtype(accelerator))
 
         steps = Steps.of(images.train, batch, recipe)
         steps = run.begin(model, optimizer, steps, data=images.identity, ema=ema)

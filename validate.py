@@ -42,6 +42,7 @@ from common.distributed.preemption import Preempted, wanted
 from common.distributed.process import run_process
 from common.distributed.strategy import device_name, precision, strategy
 from common.evaluation import counted, evaluated_ids, predictions
+from common.flags import underscores
 from common.recipe import Batch, ImageRecipe, parse, recipe_part, setting
 from common.script import normalisation
 from common.system.files import sha256_of, write_text
@@ -87,8 +88,8 @@ def main() -> None:
         split_name, split = chosen_split(images, flags.split)
         model = script.build_model(recipe, len(images.classes))
         load_everywhere(accelerator, model, Path(trained.weights), flags.timeout_s)
-        mean, std = normalisation(script, model)
-        rows, images_per_s = predict(accelerator, model, split, recipe, batch, mean, std)
+        mean_std = normalisation(script, model)
+        rows, images_per_s = predict(accelerator, model, split, recipe, batch, mean_std)
 
         def report() -> None:
             found = {
@@ -126,23 +127,18 @@ def parse_flags(words: list[str]) -> tuple[Validation, list[str]]:
         words = ["--help"]
     elif words and not words[0].startswith("-"):
         words[0] = f"--checkpoint={words[0]}"
-    ours = {field.name for field in dataclasses.fields(Validation)}
-    scripts = {field.name for field in dataclasses.fields(ImageRecipe)}
-    mine, _ = pick(words, ours | {"help"})
-    _, others = pick(words, ours - scripts)
-    return parse(Validation, mine), others
-
-
-def pick(words: list[str], names: set[str]) -> tuple[list[str], list[str]]:
-    """The words of the flags with these names, including their values, and all other words."""
-    picked: list[str] = []
+    ours, scripts = ({field.name for field in dataclasses.fields(kind)} for kind in (Validation, ImageRecipe))
+    mine: list[str] = []
     others: list[str] = []
-    target = others
+    is_mine, is_others = False, True
     for word in words:
-        if word.startswith("--"):
-            target = picked if word[2:].partition("=")[0].replace("-", "_") in names else others
-        target.append(word)
-    return picked, others
+        if word.startswith("--"):  # values follow their flag
+            name = underscores(word)[2:].partition("=")[0]
+            is_mine = name in ours or name == "help"
+            is_others = name not in ours or name in scripts
+        mine += [word] * is_mine
+        others += [word] * is_others
+    return parse(Validation, mine), others
 
 
 def script_and_recipe(
@@ -190,19 +186,13 @@ def check_classes(accelerator: Accelerator, trained: TrainedModel, images: Image
 
 
 def predict(
-    accelerator: Accelerator,
-    model: nn.Module,
-    split: Split,
-    recipe: ImageRecipe,
-    batch: Batch,
-    mean: tuple[float, ...],
-    std: tuple[float, ...],
+    accelerator: Accelerator, model: nn.Module, split: Split, recipe: ImageRecipe, batch: Batch, mean_std: Any
 ) -> tuple[Rows, float]:
     """A row per image, sorted by id, the same on all processes; and images/s, including decoding.
 
     Collective. It gathers no logits, but 80 bytes per image, whatever the number of classes.
     """
-    parts: list[dict[str, Tensor]] = []
+    (mean, std), parts = mean_std, list[dict[str, Tensor]]()
     began = time.perf_counter()
     with autocast(accelerator):
         for part in predictions(accelerator, model, split, recipe, batch, mean, std, teller(accelerator)):
@@ -234,9 +224,8 @@ def check(rows: Rows, ids: np.ndarray) -> None:
     assert not wrong.any(), f"image {ids[wrong][0]} was counted {times[wrong][0]} times"
     wrong = ~np.isfinite(rows["loss"])
     if wrong.any():
-        raise ValueError(
-            f"the loss of {wrong.sum():,} of {len(ids):,} images is not finite: the model diverged"
-        )
+        count = f"{wrong.sum():,} of {len(ids):,} images"
+        raise ValueError(f"the loss of {count} is not finite: the model diverged")
 
 
 def teller(accelerator: Accelerator) -> Callable[[str], None]:
@@ -301,14 +290,11 @@ def write(folder: Path, found: dict[str, Any], worst: np.ndarray, title: str) ->
         plots.image_sheet(worst_png, worst, captions, f"{title}: the surest mistakes")
         headline = f"{title}: top-1 {found['top1']:.4f}"
         plots.confusion_matrix(confusion_png, found["confusion"], classes, headline)
-        write_text(report_json, as_json(found))
+        # A key per line: indented, a confusion matrix of 1,000 classes would have a million lines.
+        lines = [f'"{key}": {json.dumps(value)}' for key, value in found.items()]
+        write_text(report_json, "{\n" + ",\n".join(lines) + "\n}\n")
         for name in FILES:
             (Path(part) / name).replace(folder / name)
-
-
-def as_json(content: dict[str, Any]) -> str:
-    """JSON with a key per line. Indented, a confusion matrix of 1,000 classes would have a million lines."""
-    return "{\n" + ",\n".join(f'"{key}": {json.dumps(value)}' for key, value in content.items()) + "\n}\n"
 
 
 def show(found: dict[str, Any], title: str) -> None:
@@ -347,12 +333,10 @@ def show(found: dict[str, Any], title: str) -> None:
 def table(title: str, columns: list[str], rows: Iterable[tuple[str, ...]]) -> Any:
     """A rich table with numbers aligned to the right."""
     from rich import box
-    from rich.table import Table
+    from rich.table import Column, Table
 
-    made = Table(title=title, box=box.SIMPLE, pad_edge=False)
-    for name in columns:
-        first = name == columns[0]
-        made.add_column(name, justify="left" if first else "right", no_wrap=not first)
+    numbers = (Column(name, justify="right", no_wrap=True) for name in columns[1:])
+    made = Table(columns[0], *numbers, title=title, box=box.SIMPLE, pad_edge=False)
     for row in rows:
         made.add_row(*row)
     return made

@@ -42,21 +42,13 @@ import torch
 from common.checkpoint.format import step_name, step_of, steps_in, verify
 from common.recipe import recipe_part
 from common.script import load_script, own_script, recipe_class
-from common.system.cli import command_parser, run_command
+from common.system.cli import check_positive, command_parser, run_command
 from common.system.files import read_accelerate_config, read_json, write_json
 from common.system.paths import ROOT, shortest
 from common.system.text import plural, printable, some_of
+from tools.logbook import replay
 from tools.logbook.record import VERIFIED, RunRecord, stamped_files
-from tools.logbook.replay import (
-    Interval,
-    Outcome,
-    compare,
-    compare_facts,
-    contradictions,
-    has_same_weights,
-    must_be_equal,
-    steps_per_epoch,
-)
+from tools.logbook.replay import Interval, Outcome
 
 NUDGE = 1e-5  # by which the second replay's weights differ at its beginning, times a normal random number
 DRAWN_ON_DEVICE = ("dropout", "drop_path")  # a GPU's random numbers differ from a CPU's
@@ -74,7 +66,7 @@ NOT_VERIFIED = (
 def main() -> int:
     flags = parse(sys.argv[1:])
     run = Run(flags)
-    found = contradictions(run.record, run.kept)
+    found = replay.contradictions(run.record, run.kept)
     for finding in found:
         print(finding, flush=True)
     outcomes = []
@@ -97,9 +89,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--per_device_batch_size", type=int, help="unset: the run's")
     parser.add_argument("--cache_dir", help="as the train scripts'")
     flags = parser.parse_args(argv)
-    for name in ("steps", "sample", "per_device_batch_size"):
-        if (value := getattr(flags, name)) is not None and value < 1:
-            parser.error(f"--{name} {value}: must be at least 1")
+    check_positive(parser, flags, "steps", "sample", "per_device_batch_size")
     return flags
 
 
@@ -114,7 +104,7 @@ class Run:
             raise ValueError(f"{flags.run} is not finished ({status}): the same command as before ends it")
         self.script = flags.script or own_script(about.get("script"))
         self.kind = recipe_class(load_script(self.script))
-        self.recipe, self.per_epoch = record.recipe, steps_per_epoch(record)
+        self.recipe, self.per_epoch = record.recipe, replay.steps_per_epoch(record)
         if not self.recipe:
             raise ValueError(f"{flags.run} has no recipe: {some_of(record.problems)}")
         self.last = record.facts["steps"]
@@ -216,14 +206,14 @@ class Run:
         run, first = self.record, RunRecord(self._train(outcome.interval, scratch / "first"))
         outcome.is_replayed = True
         outcome.has_test = first.facts.get("best_step") == self.best
-        outcome.findings += compare_facts(run, first, is_moved=bool(self.flags.data))
-        outcome.is_exact = must_be_equal(run, first)
-        found = compare(run, first, first, outcome)
+        outcome.findings += replay.compare_facts(run, first, is_moved=bool(self.flags.data))
+        outcome.is_exact = replay.must_be_equal(run, first)
+        found = replay.compare(run, first, first, outcome)
         if found and not outcome.is_exact:
             second = RunRecord(self._train(outcome.interval, scratch / "second", is_second=True))
-            found = compare(run, first, second, outcome)
-            if self.precision != "no" and has_same_weights(run, second, outcome.interval):
-                found = compare(run, second, second, outcome)
+            found = replay.compare(run, first, second, outcome)
+            if self.precision != "no" and replay.has_same_weights(run, second, outcome.interval):
+                found = replay.compare(run, second, second, outcome)
                 found.insert(0, f"the weights are those of fp32, and not of {self.precision}")
         outcome.findings += found
 
@@ -268,20 +258,17 @@ class Run:
         if outcome.findings:
             return "\n".join(f"{where}: {finding}" for finding in outcome.findings)
         weights = "" if outcome.weights is None else f", the weights by at most {outcome.weights:.0e}"
-        differs = (
-            "equal bit for bit" if outcome.is_exact else f"the loss differs by at most {outcome.loss:.0e}"
-        )
+        loss = f"the loss differs by at most {outcome.loss:.0e}"
+        differs = "equal bit for bit" if outcome.is_exact else loss
         return f"{where}: {differs}{weights}; log, data, recipe and weights are those of the page"
 
-    def conclude(self, found: list[str], outcomes: list[Outcome]) -> int:
-        """Prints the coverage, adds the outcome to verified.json, and returns the exit status.
-
-        found: the contradictions.
-        """
+    def conclude(self, contradictions: list[str], outcomes: list[Outcome]) -> int:
+        """Prints the coverage, adds the outcome to verified.json, and returns the exit status."""
         replayed = [one for one in outcomes if one.is_replayed]
         covered = sum(one.interval.end - one.interval.start for one in replayed)
         compared = {step for one in replayed for step in one.interval.checkpoints}
-        findings = found + [f"{one.interval}: {finding}" for one in outcomes for finding in one.findings]
+        findings = [*contradictions]
+        findings += [f"{one.interval}: {finding}" for one in outcomes for finding in one.findings]
         of_steps = max(1, self.last - self.began)
         steps = f"{covered:,} of {of_steps:,} steps ({covered / of_steps:.1%})"
         differ = plural(len(findings), "difference") if findings else "no difference"

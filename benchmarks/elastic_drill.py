@@ -37,17 +37,21 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from cluster import virtual_cluster as cluster
 from cluster.drill import ranks_on
 from common.data.cache import prepare_data
 from common.run.plots import Panel, panels
+from common.system.cli import command_parser
+from common.system.files import read_lines
 from common.system.paths import ROOT
+from tools.logbook.markdown import table
 
 HOSTS, BATCH, PER_DEVICE = 4, 96, 8  # 12 micro-batches a step: for 1, 2, 3 and 4 hosts
 CHECKPOINT_EVERY = 64
 REPLAYED = 50  # steps after each change
 GAP = (60, 160)  # steps between two changes
-LOSSES = ("cut", "kill", "leave")
 PATIENCE_S = 240  # without a new step, also after a change
 REPLAY_BOUND = 1e-5
 DROPOUT = ("--dropout", "0.1", "--mixup", "0.8")
@@ -72,6 +76,14 @@ ELASTIC = ["--checkpoint_every", str(CHECKPOINT_EVERY), "--timeout_s", "60"]
 # --- The plan
 
 
+def leave(host: str) -> None:
+    for rank in ranks_on(host):
+        os.kill(rank, signal.SIGTERM)
+
+
+LOSSES = {"cut": cluster.cut, "kill": cluster.kill, "leave": leave}
+
+
 @dataclass(frozen=True)
 class Change:
     kind: str  # cut, kill, leave or join
@@ -86,7 +98,7 @@ def plan(seed: int, hosts: list[str]) -> Iterator[Change]:
     while True:
         joins = away and (len(present) == 1 or draw.random() < 0.5)
         host = draw.choice(sorted(away if joins else present))
-        kind = "join" if joins else draw.choice(LOSSES)
+        kind = "join" if joins else draw.choice([*LOSSES])
         source, target = (away, present) if joins else (present, away)
         source.remove(host)
         target.append(host)
@@ -116,10 +128,12 @@ class Job:
         folder.mkdir(parents=True)
         launch = ["launch.py", "--hostfile", "/etc/hostfile", "--min_hosts", "1", "--env", "OMP_NUM_THREADS"]
         launch += ["--config_file", f"accelerate_configs/{config}.yaml", "--log_dir", f"{folder}-logs"]
-        self.processes, self.read, self.copied = HOSTS, 0, 0
+        self.processes = HOSTS
         self.resumed: list[tuple[int, Path]] = []  # step and copy of the checkpoint
         words = [sys.executable, *launch, *words, *RECIPE, *ELASTIC, "--output_dir", str(folder)]
-        self.process = start(cluster.names()[-1], words, self.log)
+        command = cluster.inside(cluster.names()[-1], words, ROOT)
+        with open(self.log, "ab") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
 
     def is_running(self) -> bool:
         return self.process.poll() is None
@@ -161,9 +175,9 @@ class Job:
         told = self.log.stat().st_size
         step, began = self.newest()[1], time.monotonic()
         if change.kind == "join":
-            bring_back(change.host, away.pop(change.host))
+            cluster.heal(change.host) if away.pop(change.host) == "cut" else cluster.revive(change.host)
         else:
-            take_away(change)
+            LOSSES[change.kind](change.host)
             away[change.host] = change.kind
         self.wait(present, 0)
         event = Event(change.kind, change.host, present, step, time.monotonic() - began)
@@ -184,32 +198,9 @@ class Job:
 
     def stop(self) -> None:
         """Has it save and end."""
-        for pid in cluster.processes(cluster.names()[-1]):
-            with contextlib.suppress(OSError):
-                if b"launch.py" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[:2]:
-                    os.kill(pid, signal.SIGTERM)
+        for launcher in psutil.Process(self.process.pid).children():  # of nsenter
+            launcher.terminate()
         self.process.wait()
-
-
-def take_away(change: Change) -> None:
-    if change.kind == "cut":
-        cluster.cut(change.host)
-    elif change.kind == "kill":
-        cluster.kill(change.host)
-    else:
-        for rank in ranks_on(change.host):
-            os.kill(rank, signal.SIGTERM)
-
-
-def bring_back(host: str, why: str) -> None:
-    cluster.heal(host) if why == "cut" else cluster.revive(host)
-
-
-def start(host: str, words: list[str], log: Path) -> subprocess.Popen[bytes]:
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    with open(log, "ab") as file:
-        command = cluster.inside(host, words, ROOT)
-        return subprocess.Popen(command, env=env, stdout=file, stderr=file, start_new_session=True)
 
 
 def tail(file: Path, size: int = 8192) -> list[dict[str, Any]]:
@@ -248,17 +239,15 @@ def disturb(job: Job, minutes: float, seed: int) -> list[Event]:
 def uninterrupted(folder: Path, words: list[str]) -> dict[int, dict[str, Any]]:
     """The lines of a run on this machine, by step."""
     say(f"uninterrupted: {folder}")
+    command = [sys.executable, *words, "--output_dir", str(folder)]
     with open(folder.with_suffix(".log"), "wb") as log:
-        env = os.environ | {"OMP_NUM_THREADS": "1"}
-        command = [sys.executable, *words, "--output_dir", str(folder)]
-        subprocess.run(command, check=True, cwd=ROOT, env=env, stdout=log, stderr=log)
+        subprocess.run(command, check=True, cwd=ROOT, stdout=log, stderr=log)
     return trained(folder)
 
 
 def trained(folder: Path) -> dict[int, dict[str, Any]]:
     """The lines of a run with a training loss, by step."""
-    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return {line["step"]: line for line in lines if "train/loss" in line}
+    return {line["step"]: line for line in read_lines(folder / "metrics.jsonl") if "train/loss" in line}
 
 
 def difference(ours: dict[int, dict], theirs: dict[int, dict], steps: range) -> float:
@@ -364,27 +353,22 @@ def means(values: list[float]) -> tuple[range, list[float]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0], epilog="\n".join(__doc__.splitlines()[1:]), allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
-    parser.add_argument("--scripts", nargs="+", choices=SCRIPTS, default=list(SCRIPTS))
-    parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=["ddp", "fsdp", "zero2"])
-    parser.add_argument("--draw", type=Path, metavar="PNG", help="CNN-A under ddp and rounded")
-    parser.add_argument("--minutes", type=float, default=20, help="of all trainings (default: %(default)s)")
-    parser.add_argument(
-        "--seed", type=int, default=0, help="of the first training's changes (default: %(default)s)"
-    )
-    parser.add_argument("--data", default="digits", help="as the scripts' (default: %(default)s)")
-    parser.add_argument("--epochs", type=int, default=30, help="of the schedule (default: %(default)s)")
+    parser = command_parser(__doc__)
+    add = parser.add_argument
+    add("--scripts", nargs="+", choices=SCRIPTS, default=list(SCRIPTS))
+    add("--strategies", nargs="+", choices=STRATEGIES, default=["ddp", "fsdp", "zero2"])
+    add("--draw", type=Path, metavar="PNG", help="CNN-A under ddp and rounded")
+    add("--minutes", type=float, default=20, help="of all trainings (default: %(default)s)")
+    add("--seed", type=int, default=0, help="of the first training's changes (default: %(default)s)")
+    add("--data", default="digits", help="as the scripts' (default: %(default)s)")
+    add("--epochs", type=int, default=30, help="of the schedule (default: %(default)s)")
     usual = ", ".join(f"{lr:g} of {script}" for script, lr in LR.items())
-    parser.add_argument(
-        "--lr", type=float, help=f"learning rate (default: {EXACT_LR:g}; without --deterministic {usual})"
-    )
-    parser.add_argument("--folder", type=Path, default=Path("runs/elastic_drill"), help="for the runs")
+    add("--lr", type=float, help=f"learning rate (default: {EXACT_LR:g}; without --deterministic {usual})")
+    add("--folder", type=Path, default=Path("runs/elastic_drill"), help="for the runs")
     flags = parser.parse_args()
     if flags.folder.exists():
         parser.error(f"{flags.folder} exists: remove it, or give another --folder")
+    os.environ["OMP_NUM_THREADS"] = "1"
     prepare_data(flags.data, Path("~/.cache/train-images").expanduser())
     rows = []
     flags.minutes /= len(flags.scripts) * len(flags.strategies)  # of each training
@@ -402,41 +386,24 @@ def drill_ours(script: str, strategy: str, seed: int, flags: argparse.Namespace)
     is_exact = strategy in EXACT
     words += ["--lr", str(flags.lr or (EXACT_LR if is_exact else LR[script]))]
     words += ["--deterministic"] if is_exact else []
-    with hosts():
-        job = Job(folder / "run", words, STRATEGIES[strategy])
-        events = disturb(job, flags.minutes, seed)
-    row = {
-        "training": f"{script} {strategy}",
-        "seed": seed,
-        **examine(job, events, words, strategy),
-    }
-    keep(folder, row, events)
-    return row
-
-
-def keep(folder: Path, row: dict[str, Any], events: list[Event]) -> None:
-    text = json.dumps({"row": row, "events": list(map(asdict, events))}, indent=2)
-    (folder / "drill.json").write_text(text)
-
-
-@contextlib.contextmanager
-def hosts() -> Iterator[None]:
     cluster.up(HOSTS + 1, 1, spare=1)
     try:
-        yield
+        job = Job(folder / "run", words, STRATEGIES[strategy])
+        events = disturb(job, flags.minutes, seed)
     finally:
         cluster.down()
+    row = {"training": f"{script} {strategy}", "seed": seed, **examine(job, events, words, strategy)}
+    text = json.dumps({"row": row, "events": list(map(asdict, events))}, indent=2)
+    (folder / "drill.json").write_text(text)
+    return row
 
 
 def show(rows: list[dict[str, Any]]) -> None:
     """Prints Markdown, a row for each training."""
     names = list(dict.fromkeys(itertools.chain(*rows)))
-    print("| " + " | ".join(names) + " | holds |\n" + "|---" * (len(names) + 1) + "|")
-    for row in rows:
-        cells = [
-            f"{row.get(n, '-'):.2g}" if isinstance(row.get(n), float) else str(row.get(n, "-")) for n in names
-        ]
-        print("| " + " | ".join(cells) + f" | {holds(row)} |")
+    values = [[*map(row.get, names), holds(row)] for row in rows]
+    shown = [[f"{v:.2g}" if isinstance(v, float) else v for v in cells] for cells in values]
+    print(table(shown, [*names, "holds"], numbers=False))
 
 
 def say(what: str) -> None:

@@ -14,7 +14,6 @@ does all of it small on the CPU, and leaves out what would show there nothing el
 
 import argparse
 import contextlib
-import html
 import json
 import os
 import shutil
@@ -35,6 +34,7 @@ from benchmarks.gpu.rows import FAIL, SKIPPED, Setting, run_rows
 from common.system.cli import command_parser, run_command
 from common.system.files import write_text
 from common.system.processes import adopt_orphans, kill, running_descendants
+from tools.logbook import markdown
 
 # Section -> its rows' function, and its weight in the budget, in order of what it tells for its time.
 SECTIONS = {
@@ -85,16 +85,15 @@ def main() -> int:
 
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = command_parser(__doc__, "python -m benchmarks.gpu_suite --out FOLDER [flags]")
-    parser.add_argument("--out", type=Path, required=True, help="where table.md and rows.json go")
-    parser.add_argument(
-        "--scratch", type=Path, help="for runs, until they are read (default: a temporary folder)"
-    )
-    parser.add_argument("--budget_s", type=float, default=BUDGET_S, help="for all sections (default: 560)")
-    parser.add_argument("--fail_fast", type=int, metavar="N", help="stop after N failed rows")
-    parser.add_argument("--only", default="", help=f"of the sections {', '.join(SECTIONS)}")
-    parser.add_argument("--gpus", type=int, help="GPUs to use (default: all)")
-    parser.add_argument("--data", default="synthetic", help="CIFAR-10, or other images of 32 pixels")
-    parser.add_argument("--dry_run", action="store_true", help="all of it small, on the CPU")
+    add = parser.add_argument
+    add("--out", type=Path, required=True, help="where table.md and rows.json go")
+    add("--scratch", type=Path, help="for runs, until they are read (default: a temporary folder)")
+    add("--budget_s", type=float, default=BUDGET_S, help="for all sections (default: 560)")
+    add("--fail_fast", type=int, metavar="N", help="stop after N failed rows")
+    add("--only", default="", help=f"of the sections {', '.join(SECTIONS)}")
+    add("--gpus", type=int, help="GPUs to use (default: all)")
+    add("--data", default="synthetic", help="CIFAR-10, or other images of 32 pixels")
+    add("--dry_run", action="store_true", help="all of it small, on the CPU")
     flags = parser.parse_args(argv)
     flags.only = [name for name in flags.only.split(",") if name]
     if unknown := [name for name in flags.only if name not in SECTIONS]:
@@ -179,13 +178,8 @@ class Suite:
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """A Markdown table. Texts come from outputs of commands."""
-
-    def line(cells: Sequence[Any]) -> str:
-        words = ("" if v is None else f"{v:,}" if isinstance(v, int) else str(v) for v in cells)
-        return "| " + " | ".join(html.escape(" ".join(w.split())).replace("|", "\\|") for w in words) + " |"
-
-    return "\n".join([line(columns), "|---" * len(columns) + "|", *map(line, rows)])
+    shown = [["" if v is None else f"{v:,}" if isinstance(v, int) else v for v in row] for row in rows]
+    return markdown.table(shown, columns, numbers=False)
 
 
 def checks_at_once(dry_run: bool) -> int:

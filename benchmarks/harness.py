@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from common.system.cli import command_parser
 from common.system.env import rank
 
 if TYPE_CHECKING:  # what trains is imported by train_watched alone
@@ -29,10 +30,7 @@ Rounds = list[dict[str, float]]  # each arm's number, by round
 
 
 def benchmark_parser(doc: str | None, rounds: int) -> argparse.ArgumentParser:
-    assert doc
-    parser = argparse.ArgumentParser(
-        description=doc, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(doc)
     parser.add_argument("--rounds", type=positive, default=rounds, help="(default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers of all rounds there")
     return parser

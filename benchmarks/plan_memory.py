@@ -10,9 +10,9 @@ and the resident memory, with Python and torch's code. The exit status is 1 if t
 than 3 percent. Its table stands in docs/performance.md.
 """
 
-import argparse
 import bisect
 import ctypes
+import itertools
 import json
 import os
 import resource
@@ -27,7 +27,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._profiler import _EventType
+from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.harness import train_watched
+from common.script import load_script
+from common.system.cli import command_parser
+from common.system.env import rank
 from common.system.files import write_json
 from common.system.paths import ROOT
 
@@ -44,29 +49,23 @@ FLAGS += ["--max_val_images=2", "--checkpoint_every=1000", "--mixed_precision=no
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = command_parser(__doc__)
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--configs", default=",".join(CONFIGS))
     flags = parser.parse_args()
     print("| model | config | traced, MiB | live, MiB | difference | with kernels', MiB | resident, MiB |")
     print("|---|---|---|---|---|---|---|", flush=True)
     worst = 0.0
-    for model in flags.models.split(","):
-        for config in flags.configs.split(","):
-            processes = 1 if config == "single_gpu" else 2
-            file = f"accelerate_configs/{config}.yaml"
-            words = [*MODELS[model], *FLAGS]
-            traced, found = _traced(file, processes, words), _measured(file, processes, words)
-            difference = 100 * (traced / found["live"] - 1)
-            worst = max(worst, abs(difference))
-            size, live, peak, resident = (
-                f"{bytes_ / 2**20:,.0f}"
-                for bytes_ in (traced, found["live"], found["allocated"], found["resident"])
-            )
-            print(
-                f"| {model} | {config} | {size} | {live} | {difference:+.1f} % | {peak} | {resident} |",
-                flush=True,
-            )
+    for model, config in itertools.product(flags.models.split(","), flags.configs.split(",")):
+        processes = 1 if config == "single_gpu" else 2
+        file, words = f"accelerate_configs/{config}.yaml", [*MODELS[model], *FLAGS]
+        traced, found = _traced(file, processes, words), _measured(file, processes, words)
+        difference = 100 * (traced / found["live"] - 1)
+        worst = max(worst, abs(difference))
+        sizes = (traced, found["live"], found["allocated"], found["resident"])
+        size, live, peak, resident = (f"{each / 2**20:,.0f}" for each in sizes)
+        cells = (model, config, size, live, f"{difference:+.1f} %", peak, resident)
+        print(f"| {' | '.join(cells)} |", flush=True)
     return int(worst > BOUND_PCT)
 
 
@@ -101,17 +100,14 @@ def _measured(config_file: str, processes: int, words: list[str]) -> dict[str, f
         found = Path(scratch) / "found.json"
         launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", config_file]
         launcher += ["--num_processes", processes, "--main_process_port", 0]
-        _output(
-            [*launcher, "-m", "benchmarks.plan_memory", "--of", found, *words, f"--output_dir={scratch}/run"]
-        )
+        launcher += ["-m", "benchmarks.plan_memory", "--of", found]
+        _output([*launcher, *words, f"--output_dir={scratch}/run"])
         return json.loads(found.read_text())
 
 
 def _output(words: list[Any]) -> str:
-    env = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        list(map(str, words)), cwd=ROOT, env=env, capture_output=True, text=True, check=False
-    )
+    words, env = [*map(str, words)], os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{words}: {done.stdout[-2000:]}{done.stderr[-3000:]}")
     return done.stdout
@@ -119,42 +115,32 @@ def _output(words: list[Any]) -> str:
 
 def measure(to: Path, words: list[str]) -> None:
     """Trains in this process of a job; the main one writes its least peak of a step, in bytes."""
-    from torch.profiler import ProfilerActivity, profile
-
     from common.checkpoint.training import TrainingState
-    from common.distributed.accelerator import start
-    from common.recipe import parse
     from common.run.run import Run
-    from common.script import load_script, recipe_class
 
     count_all_threads()
     # The buffers of a checkpoint are the host's memory, also where a GPU trains.
     TrainingState.allocate = lambda *_: None  # type: ignore[method-assign]
-    sys.argv[:] = words
-    script = load_script(ROOT / words[0])
-    recipe = parse(recipe_class(script), words[1:])
-    accelerator, batch = start(recipe, clip_norm=recipe.clip_norm)
     recorded = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-    marks_ns: list[int] = []  # when the first step began, and when each one ended
+    marks_ns: list[int] = []  # when each step ended
 
-    def note(run: Run, step: int) -> bool:
+    def on_step(run: Run) -> None:
         marks_ns.append(time.time_ns())
-        if step < run.steps.last:
-            return False
-        if accelerator.is_main_process:
+        if len(marks_ns) < run.steps.last:
+            return
+        if rank() == 0:
             recorded.stop()
             tree = recorded.profiler.kineto_results.experimental_event_tree()
-            found = least_peaks(tree, marks_ns[1:])
+            found = least_peaks(tree, marks_ns)
             found["resident"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
             write_json(to, found)
         while not to.exists():
             time.sleep(0.05)
         os._exit(0)  # without an evaluation, a checkpoint and a report
 
-    Run.should_evaluate = note  # type: ignore[method-assign]
-    if accelerator.is_main_process:
+    if rank() == 0:
         recorded.start()
-    script.main.__wrapped__(recipe, accelerator, batch)
+    train_watched(load_script(ROOT / words[0]), words[1:], on_step)
 
 
 def count_all_threads() -> None:

@@ -8,8 +8,8 @@ Results and machines: benchmarks/README.md.
     python -m benchmarks.train_speed --arms ready --vary "--telemetry_s 0.02" train_cnn_a.py
     python -m benchmarks.train_speed --processes 2 --arms ready --vary=--deterministic train_cnn_b.py
 
-Each arm is a process of its own, or --processes under DDP, and one of them works at a time: a block of
---steps, after some that do not count. All flags behind the script are its own, in all arms.
+In each round each arm is a process of its own, or --processes under DDP, one after the other: it trains a
+block of --steps, after some steps that do not count. All flags behind the script are its own, in all arms.
 
 tutorial  PIL images, torchvision's transforms in 2 DataLoader workers, float32, contiguous, `.item()` each
           step; network, optimizer, batch size and learning rate are the script's. For train_cnn_*.py
@@ -20,14 +20,13 @@ ready     the same on one batch that stays on the device: no data, no augmentati
 On a GPU: not yet measured.
 """
 
-import contextlib
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -48,30 +47,41 @@ from common.recipe import parse
 from common.run.run import Run
 from common.script import load_script, recipe_class
 from common.system.cli import run_command, split_at_script
-from common.system.env import rank
-from common.system.processes import kill
+from common.system.env import rank, world_size
+from common.system.processes import kill, running_descendants
 
 ARMS = ("tutorial", "ours", "ready")
 STEPS = {"train_cnn_a": 100, "train_cnn_b": 6}  # of a block, some seconds on a CPU
-LEAD_IN = 5  # steps before each block: more than the 4 batches that the tutorial's idle workers have ready
+LEAD_IN = 5  # steps before each block: more than the 4 batches that the tutorial's workers make ahead
+
+Stopwatch = Generator[None, tuple[int, str], None]  # receives each step's images, and facts
 
 
-class Stopwatch:
-    """Counts the steps of an arm's process, and waits after each block until the parent asks for the next."""
+def stopwatch(steps: int) -> Stopwatch:
+    """Times so many steps after LEAD_IN, prints what they took as JSON, and ends the process.
 
-    def __init__(self) -> None:
-        self.output, self.left, self.images, self.began = sys.stdout, 1, 0, time.perf_counter()
+    Of several processes the first one prints, and counts its own time for each.
+    """
+    output = sys.stdout
+    for _ in range(LEAD_IN):
+        yield
+    wait_for_device()
+    began, used, images = time.perf_counter(), used_s(), 0
+    for _ in range(steps):
+        step_images, facts = yield
+        images += step_images
+    wait_for_device()
+    block = {"images": images, "seconds": time.perf_counter() - began, "facts": facts}
+    block["cpu_s"] = (used_s() - used) * world_size()
+    if rank() == 0:
+        print(json.dumps(block), file=output, flush=True)
+    kill(running_descendants())  # DataLoader's workers
+    os._exit(0)
 
-    def step(self, images: int, facts: str = "") -> None:
-        """An optimizer step is done. Ends the process when the parent asks for no more, or is gone."""
-        self.left -= 1
-        self.images += images
-        if not self.left and rank() == 0:  # the others wait for it in their next exchange
-            wait_for_device()
-            block = self.images, time.perf_counter() - self.began, facts
-            print(json.dumps(block), file=self.output, flush=True)
-            self.left, self.images = int(sys.stdin.readline() or os._exit(0)), 0
-            self.began = time.perf_counter()
+
+def used_s() -> float:
+    """Seconds of all cores that this process and its workers have used."""
+    return sum(sum(process.cpu_times()[:2]) for process in (psutil.Process(), *running_descendants()))
 
 
 class TutorialImages(Dataset):
@@ -87,11 +97,12 @@ class TutorialImages(Dataset):
         return len(self.data)
 
 
-def tutorial(script: ModuleType, words: list[str], stopwatch: Stopwatch) -> None:
+def tutorial(script: ModuleType, words: list[str], watch: Stopwatch) -> None:
     from torchvision.transforms import Compose, Normalize, RandomCrop, RandomHorizontalFlip, ToTensor
 
     recipe: Any = parse(recipe_class(script), words)
-    images, size = open_images(prepare_data(recipe.data, cache_of(recipe))), recipe.image_size
+    cache = Path(recipe.cache_dir or "~/.cache/train-images").expanduser()
+    images, size = open_images(prepare_data(recipe.data, cache)), recipe.image_size
     if not isinstance(images.train, ArraySplit) or images.train.size != (size, size):
         raise ValueError(f"--data {recipe.data}: needs images of {size} pixels that fit in memory")
     steps = [RandomCrop(size, padding=size // 8), *([RandomHorizontalFlip()] if images.train.mirror else [])]
@@ -116,77 +127,49 @@ def tutorial(script: ModuleType, words: list[str], stopwatch: Stopwatch) -> None
             optimizer.step()
             running_loss += loss.item()
             step += 1
-            stopwatch.step(len(labels))
+            watch.send((len(labels), ""))
 
 
-def cache_of(recipe: Any) -> Path:
-    return Path(recipe.cache_dir or "~/.cache/train-images").expanduser()
-
-
-def work(arm: str, file: str, words: list[str]) -> int:
-    """Runs an arm in this process, until its standard input is closed."""
-    script, stopwatch = load_script(Path(file).resolve()), Stopwatch()
+def work(arm: str, steps: int, file: str, words: list[str]) -> int:
+    """Runs an arm in this process, for one block of steps."""
+    script, watch = load_script(Path(file).resolve()), stopwatch(steps)
+    next(watch)
 
     def step(run: Run) -> None:
         facts = f"{device_name(run.accelerator)}, {run.batch}, mixed precision {precision(run.accelerator)}"
-        stopwatch.step(run.batch.total, facts)
+        watch.send((run.batch.total, facts))
 
     if arm == "tutorial":
-        tutorial(script, words, stopwatch)
+        tutorial(script, words, watch)
     else:
         train_watched(script, words, step, lambda: arm != "ours")
-    return 1  # the training ended before the benchmark
+    return 1  # the training ended before the block
 
 
 class Arm:
-    """The processes that run an arm. cpu_s, images: of all its blocks."""
+    """An arm, whose blocks are processes. cpu_s, images: of all of them."""
 
-    def __init__(self, processes: int, *what: str):
+    def __init__(self, processes: int, *words: str):
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-        words = [*(torchrun if processes > 1 else []), "-m", "benchmarks.train_speed", "--as", *what]
-        words = [sys.executable, *words]
-        self.process = psutil.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.words = [*(torchrun if processes > 1 else []), "-m", "benchmarks.train_speed", "--as", *words]
         self.cpu_s, self.images, self.facts = 0.0, 0, ""
 
-    def __enter__(self) -> "Arm":
-        self.answer()  # the first step
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Ends the arm; its DataLoader workers end with it."""
-        below = self.process.children(recursive=True)
-        self.process.stdin.close()
-        psutil.wait_procs([self.process], timeout=10)
-        kill([*below, self.process])
-
-    def answer(self, steps: int | None = None) -> tuple[int, float, str]:
-        """Images, seconds and facts of a block of so many steps."""
-        if steps:
-            print(steps, file=self.process.stdin, flush=True)
-        if not (line := self.process.stdout.readline()):
-            raise ValueError(f"an arm ended with status {self.process.wait()}")
-        return json.loads(line)
-
-    def block(self, steps: int) -> float:
-        """Images a second of so many steps, after some that do not count."""
-        self.answer(LEAD_IN)
-        before = self.used_s()
-        images, seconds, self.facts = self.answer(steps)
-        self.cpu_s, self.images = self.cpu_s + self.used_s() - before, self.images + images
-        return images / seconds
-
-    def used_s(self) -> float:
-        """Seconds of all cores that the processes and their workers have used."""
-        used_s = sum(self.process.cpu_times()[:4])
-        for child in self.process.children(recursive=True):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                used_s += sum(child.cpu_times()[:2])
-        return used_s
+    def block(self) -> float:
+        """Images a second of one block."""
+        with tempfile.TemporaryDirectory() as folder:
+            words = [sys.executable, *self.words, "--output_dir", f"{folder}/run"]
+            done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=False)
+        if done.returncode:
+            raise ValueError(f"an arm ended with status {done.returncode}")
+        found = json.loads(done.stdout.splitlines()[-1])
+        self.cpu_s, self.images = self.cpu_s + found["cpu_s"], self.images + found["images"]
+        self.facts = found["facts"]
+        return found["images"] / found["seconds"]
 
 
 def main() -> int:
     if sys.argv[1:2] == ["--as"]:  # a process of an arm
-        return work(sys.argv[2], sys.argv[3], sys.argv[4:])
+        return work(sys.argv[2], int(sys.argv[3]), sys.argv[4], sys.argv[5:])
     parser = benchmark_parser(__doc__, rounds=5)
     parser.add_argument("--arms", default=",".join(ARMS), help="(default: %(default)s)")
     parser.add_argument("--vary", action="append", default=[], metavar="FLAGS", help="also with these flags")
@@ -202,17 +185,12 @@ def main() -> int:
         parser.error("the tutorial has one process: give --arms ready")
     if unknown := set(names := flags.arms.split(",")) - {*ARMS}:
         parser.error(f"--arms {unknown.pop()}: choose of {', '.join(ARMS)}")
-    steps = flags.steps or STEPS.get(Path(file).stem, 10)
+    steps = str(flags.steps or STEPS.get(Path(file).stem, 10))
     words += ["--epochs", "100000", "--checkpoint_every", "1000000000", "--log_every", "1000000000"]
-    chosen = {name: (name, []) for name in names} | {more: ("ready", more.split()) for more in flags.vary}
-    with contextlib.ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory())
-        arms = {}
-        for number, (name, (kind, more)) in enumerate(chosen.items()):
-            quiet = ["--telemetry_s", "0", "--trackers", "none", "--output_dir", f"{folder}/{number}"]
-            arms[name] = stack.enter_context(Arm(flags.processes, kind, file, *words, *quiet, *more))
-            arms[name].block(1)
-        rounds = in_turn({name: lambda arm=arm: arm.block(steps) for name, arm in arms.items()}, flags.rounds)
+    words += ["--telemetry_s", "0", "--trackers", "none"]
+    arms = {name: Arm(flags.processes, name, steps, file, *words) for name in names}
+    arms |= {more: Arm(flags.processes, "ready", steps, file, *words, *more.split()) for more in flags.vary}
+    rounds = in_turn({name: arm.block for name, arm in arms.items()}, flags.rounds)
     us = {name: round(1e6 * arm.cpu_s / arm.images) for name, arm in arms.items()}
     facts = f"{arms[names[-1]].facts}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
     report(rounds, "images/s", names[0], flags.json, core_us_per_image=us, where=facts)

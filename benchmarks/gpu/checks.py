@@ -12,21 +12,8 @@ from typing import Any
 
 from safetensors.torch import load_file
 
-from benchmarks.gpu.rows import (
-    Result,
-    Row,
-    Setting,
-    check,
-    command,
-    on_gpu,
-    once,
-    row,
-    run_flags,
-    small_images,
-    succeeds,
-    train,
-    trained,
-)
+from benchmarks.gpu import rows
+from benchmarks.gpu.rows import Result, Row, Setting, check, on_gpu, row, small_images
 from common.system.files import read_lines
 
 CNNS = ("train_cnn_a", "train_cnn_b")
@@ -65,14 +52,14 @@ def scripts() -> dict[str, Row]:
 
 
 def hello(setting: Setting) -> Result:
-    with trained(setting, "hello", ["train_hello.py"], "--epochs", 2) as (folder, result):
+    with rows.trained(setting, "hello", ["train_hello.py"], "--epochs", 2) as (folder, result):
         return sound(setting, folder, result)
 
 
 def hello_waits(setting: Setting) -> Result:
     words = ["-m", "benchmarks.gpu.probe", "waits", "--steps", setting.size(20, 3), "train_hello.py"]
-    words += ["--data_size", 65536, *run_flags(setting, setting.folder / "waits", words)]
-    return no_waits(json.loads(succeeds(setting, words))["waits"])
+    words += ["--data_size", 65536, *rows.run_flags(setting, setting.folder / "waits", words)]
+    return no_waits(json.loads(rows.succeeds(setting, words))["waits"])
 
 
 def no_waits(found: dict[str, Any]) -> Result:
@@ -85,7 +72,7 @@ def runs(setting: Setting, script: str, *flags: Any) -> Result:
     steps = ["--max_steps", setting.size(20, 2), "--log_every", setting.size(5, 1), "--telemetry_s", 0.5]
     steps += ["--max_val_images", setting.size(4096, 64)]
     name = "_".join([script, *map(str, flags)]).replace("--", "")
-    with trained(setting, name, words, *steps, *flags) as (folder, result):
+    with rows.trained(setting, name, words, *steps, *flags) as (folder, result):
         return sound(setting, folder, result)
 
 
@@ -132,11 +119,11 @@ def resumed(setting: Setting, script: str) -> Result:
     return same(straight, go(setting, script, "resumed", "--deterministic"))
 
 
-@once
+@rows.once
 def go(setting: Setting, script: str, name: str, *flags: Any) -> Path:
     """Trains some steps, and returns the last checkpoint's folder."""
     steps = ["--max_steps", setting.size(20, 4), "--checkpoint_every", 1000, "--max_val_images", 64]
-    folder, result = train(setting, f"{script}_{name}", small_images(setting, script), *steps, *flags)
+    folder, result = rows.train(setting, f"{script}_{name}", small_images(setting, script), *steps, *flags)
     return folder / result["checkpoint"]
 
 
@@ -187,9 +174,9 @@ def ballast() -> Iterator[None]:
 def one_line(setting: Setting) -> Result:
     """A batch of all generated images, enlarged: it needs 40 times what is free."""
     words = [*small_images(setting, "train_cnn_b"), "--width", 64, "--batch_size", 4096, "--image_size", 128]
-    words += run_flags(setting, setting.folder / "full", words)
+    words += rows.run_flags(setting, setting.folder / "full", words)
     with ballast() if not setting.dry_run else contextlib.nullcontext():
-        done = command(setting, ["-c", LIMITED, *words] if setting.dry_run else words)
+        done = rows.command(setting, ["-c", LIMITED, *words] if setting.dry_run else words)
     found = re.findall(r"^error: out of memory.*", done.output, re.MULTILINE)
     holds = done.status not in (0, None) and len(found) == 1 and "Traceback" not in done.output
     note = (found or done.output.splitlines()[-1:] or [""])[0][:200]
@@ -204,7 +191,7 @@ def search(setting: Setting) -> Result:
     words = ["find_batch_size.py", *config, *limit, *small_images(setting, script)]
     words += ["--cache_dir", setting.folder.parent / "cache"]
     with ballast() if not setting.dry_run else contextlib.nullcontext():
-        succeeds(setting, [*words, "--widths", "32,64,128"] if setting.dry_run else words)
+        rows.succeeds(setting, [*words, "--widths", "32,64,128"] if setting.dry_run else words)
     found = json.loads(file.read_text())
     tried = f"{len(found['trials'])} trials, knee {found.get('knee')}"
     return check(found["answer"] > 0, found["answer"], "images", "above 0", tried)

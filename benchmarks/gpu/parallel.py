@@ -8,22 +8,8 @@ from typing import Any
 
 import psutil
 
-from benchmarks.gpu.rows import (
-    Result,
-    Row,
-    Setting,
-    Skip,
-    check,
-    command,
-    on_gpu,
-    once,
-    row,
-    run_flags,
-    small_images,
-    started,
-    train,
-    trained,
-)
+from benchmarks.gpu import rows
+from benchmarks.gpu.rows import Result, Row, Setting, check, on_gpu, row, small_images
 
 STRATEGIES = ("ddp", "fsdp", "zero1", "zero2", "zero3")
 FSDP = {
@@ -74,7 +60,7 @@ def launch(name: str, processes: int, *module: str) -> tuple[list[str], list[str
 
 def all_gpus(setting: Setting) -> int:
     if setting.gpus < 2 and not setting.dry_run:
-        raise Skip("needs two GPUs")
+        raise rows.Skip("needs two GPUs")
     return 2 if setting.dry_run else setting.gpus
 
 
@@ -95,19 +81,21 @@ def fp32(setting: Setting) -> list[Any]:
     return [*words, "--max_val_images", 256]
 
 
-@once
+@rows.once
 def loss_of(setting: Setting, name: str, processes: int, *module: str) -> float:
     """The validation loss after some steps."""
     launcher, flags, env = launch(name, processes, *module)
     steps = ["--per_device_batch_size", 32, "--max_steps", setting.size(10, 2), *flags]
-    with trained(setting, f"{name}_{processes}", [*launcher, *fp32(setting)], *steps, env=env) as (_, result):
+    words = [*launcher, *fp32(setting)]
+    with rows.trained(setting, f"{name}_{processes}", words, *steps, env=env) as (_, result):
         return result["final_loss"]
 
 
 def doctor(setting: Setting) -> Result:
     hostfile = setting.folder / "hostfile"
     hostfile.write_text(f"localhost slots={all_gpus(setting)}\n")
-    done = command(setting, ["doctor.py", "--hostfile", hostfile, "--output_dir", setting.folder / "runs"])
+    words = ["doctor.py", "--hostfile", hostfile, "--output_dir", setting.folder / "runs"]
+    done = rows.command(setting, words)
     found = [line for line in done.output.splitlines() if "all-reduce (" in line or "FAILS" in line]
     return check(done.status == 0, promised="exit status 0", note="; ".join(found)[:300])
 
@@ -120,7 +108,7 @@ def ring(setting: Setting) -> Result:
     for folder, name, step in [*turns, ("straight", "ddp", len(STRATEGIES) * each)]:
         launcher, flags, env = launch(name, count)
         words = [*launcher, *fp32(setting)]
-        losses += [train(setting, folder, words, "--max_steps", step, *flags, env=env)[1]["final_loss"]]
+        losses += [rows.train(setting, folder, words, "--max_steps", step, *flags, env=env)[1]["final_loss"]]
     return near(abs(losses[-1] - losses[-2]))
 
 
@@ -129,9 +117,9 @@ def lost(setting: Setting, name: str, number: signal.Signals) -> Result:
     launcher, flags, env = launch(name, all_gpus(setting))
     folder, timeout_s = setting.folder / f"{name}_{number.name}", setting.size(20, 5)
     words = [*launcher, *small_images(setting, "train_cnn_b"), "--epochs", 1000, *flags]
-    words += [*run_flags(setting, folder, words), "--timeout_s", timeout_s, "--log_every", 1]
+    words += [*rows.run_flags(setting, folder, words), "--timeout_s", timeout_s, "--log_every", 1]
     log = setting.folder / f"{folder.name}.log"
-    with log.open("w") as output, started(words, output, env) as job:
+    with log.open("w") as output, rows.started(words, output, env) as job:
         wait_for(folder / "metrics.jsonl", job, setting)
         began = time.monotonic()
         ranks(job)[-1].send_signal(number)
@@ -162,7 +150,7 @@ def scales(setting: Setting, script: str) -> Result:
         each = int(re.findall(r"--batch_size (\d+)", " ".join(map(str, words)) + " --batch_size 128")[0])
         steps = ["--max_steps", setting.size(100, 3), "--batch_size", each * number]
         steps += ["--max_val_images", 64]
-        with trained(setting, f"{script}_{number}", words, *steps) as (_, result):
+        with rows.trained(setting, f"{script}_{number}", words, *steps) as (_, result):
             speeds[number] = result["images_per_s"]
     share = round(speeds[count] / count / speeds[1], 3)
     note = f"{speeds[count]:,.0f} images/s on {count}"

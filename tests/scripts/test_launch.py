@@ -505,7 +505,7 @@ SINGLE = ["--config_file", "accelerate_configs/single_gpu.yaml"]
         (["nothing.py"], "nothing.py: no such file"),
         (["--env", "NOT_THERE=secret", "train_hello.py"], "--env NOT_THERE: give the name of a"),
         (["--gpus", "4", "train_hello.py"], "--gpus needs --mode single-node"),
-        (["--mode", "single-node", "--gpus", "-1"], "--gpus -1: must be at least 1"),
+        (["--mode", "single-node", "--gpus", "-1"], "--gpus -1: must be more than 0"),
         (["--mode", "single-node", "--include", "a"], "--include does not go with --mode single-node"),
         (["--port", "70000", "train_hello.py"], "--port 70000: must be from 1 to 65535"),
         ([*MULTI, "--gpus-per-node=1", "--master-node=a", "--worker-nodes=b,a"], "a host twice"),

@@ -472,7 +472,7 @@ def test_what_can_not_be_verified(finished, tmp_path):
         ([folder], f"{folder} is not finished (preempted): the same command as before ends it"),
         ([dropout], "the run's --dropout was drawn on NVIDIA H200, which draws other numbers"),
         ([tmp_path / "nowhere"], "is no run's folder"),
-        ([finished, "--steps", "0"], "--steps 0: must be at least 1"),
+        ([finished, "--steps", "0"], "--steps 0: must be more than 0"),
     ):
         status, output = call(verify.main, *words)
         assert (status > 0, said in output) == (True, True), output

@@ -105,9 +105,7 @@ def write_model(exported: Exported, folder: Path) -> dict[str, Any]:
     text = Path(str(exported.script.__file__)).read_text()
     section = re.search(r"^# --- Model\b[^\n]*\n(.*?)^# --- ", text, re.MULTILINE | re.DOTALL)
     if not section:
-        raise ValueError(
-            f"{exported.script.__file__} has no section that begins with `# --- Model`, to export"
-        )
+        raise ValueError(f"{exported.script.__file__} has no section `# --- Model` to export")
     code = section[1].strip()
     save_file({name: t.contiguous() for name, t in exported.model.state_dict().items()}, folder / WEIGHTS)
     recipe = {name: value for name, value in vars(exported.recipe).items() if f"recipe.{name}" in code}
@@ -174,6 +172,4 @@ def check_onnx(exported: Exported, file: Path, bound: float) -> None:
         with torch.inference_mode():
             distance = float((torch.from_numpy(logits) - exported.model(images)).abs().max())
         if not distance <= bound:
-            raise ValueError(
-                f"ONNX Runtime's logits are {distance:.1e} from the model's, more than {bound:g}"
-            )
+            raise ValueError(f"ONNX Runtime's logits are {distance:.1e} off, more than {bound:g}")

@@ -23,16 +23,8 @@ from typing import IO, Any
 
 import psutil
 
+from common.system import processes
 from common.system.env import EVENTS_FILE, JOB, PREEMPTED, EventReader
-from common.system.processes import (
-    adopt_orphans,
-    end_with_parent,
-    interface_to,
-    kill,
-    listener,
-    running_descendants,
-    use_interface,
-)
 from tools.launch.hosts import connection_addresses
 
 BEAT_S = 5  # between heartbeats of the launcher
@@ -49,7 +41,7 @@ _writing = threading.Lock()  # held while a line is written to launch.py
 
 
 def main() -> None:
-    adopt_orphans()
+    processes.adopt_orphans()
     received: Lines = queue.SimpleQueue()
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         signal.signal(number, lambda *_: received.put("signal"))
@@ -128,13 +120,13 @@ def _start(part: dict[str, Any]) -> subprocess.Popen[bytes]:
     env = os.environ | {"PATH": path} | part["env"]
     if part["master"]:
         address, port = part["master"]
-        interface, mine = interface_to(address)
+        interface, mine = processes.interface_to(address)
         if mine.startswith("127."):
             raise ValueError(
                 f"the first host is {address}, which is loopback here: give --master_addr with an address"
                 " that all hosts reach"
             )
-        env = use_interface(interface) | env
+        env = processes.use_interface(interface) | env
         if part["first"]:
             _check_port(port)
     return subprocess.Popen(
@@ -144,7 +136,7 @@ def _start(part: dict[str, Any]) -> subprocess.Popen[bytes]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         start_new_session=True,
-        preexec_fn=end_with_parent,
+        preexec_fn=processes.end_with_parent,
     )
 
 
@@ -171,7 +163,9 @@ def _check_port(port: int) -> None:
         try:
             probe.bind(("", port))
         except OSError as error:
-            raise ValueError(f"port {port}: {error.strerror}{listener(port)}: give another --port") from None
+            raise ValueError(
+                f"port {port}: {error.strerror}{processes.listener(port)}: give another --port"
+            ) from None
 
 
 def _wait(child: subprocess.Popen[bytes], received: Lines, poll: Callable[[], None], is_elastic: bool) -> int:
@@ -180,7 +174,7 @@ def _wait(child: subprocess.Popen[bytes], received: Lines, poll: Callable[[], No
     poll() is called several times a second.
     """
     received_at, stop, deadline = time.monotonic(), False, None
-    while child.poll() is None or running_descendants([child.pid]):
+    while child.poll() is None or processes.running_descendants([child.pid]):
         poll()
         with contextlib.suppress(queue.Empty):
             line = received.get(timeout=0.2)
@@ -200,7 +194,7 @@ def _wait(child: subprocess.Popen[bytes], received: Lines, poll: Callable[[], No
             deadline = now + GRACE_S
         if deadline is not None and now > deadline:
             child.kill()
-            kill(running_descendants([child.pid]))
+            processes.kill(processes.running_descendants([child.pid]))
     return child.returncode
 
 

@@ -28,7 +28,7 @@ from common.system.text import printable
 POLL_S = 2.0
 TIMEOUT_S = 2.0  # of a request to a service on the host's own link
 SAVE_S = 120  # from the command's end, until its processes must have ended: accelerate does not wait for them
-TOKEN_TTL_S = 21600
+TOKEN_TTL_S = 60
 ANSWER = "its answer"
 LINK_LOCAL = "http://169.254.169.254"
 
@@ -74,39 +74,26 @@ def watch(service: Service, words: list[str]) -> int:
 
 
 class Aws:
-    """AWS's IMDSv2: each request carries a token, renewed when it is refused or at half of its lifetime."""
+    """AWS's IMDSv2: a request carries a token, which each poll asks for anew."""
 
     def __init__(self) -> None:
         mode = os.environ.get("AWS_EC2_METADATA_SERVICE_ENDPOINT_MODE", "").lower()
         own = "http://[fd00:ec2::254]" if mode == "ipv6" else LINK_LOCAL
         self.url = os.environ.get("AWS_EC2_METADATA_SERVICE_ENDPOINT", own).rstrip("/") + "/latest/"
-        self.token, self.renew_at = "", 0.0
         self.is_old: bool | None = None  # True when rebalancing was recommended before this process began
 
     def __call__(self) -> str | None:
-        if text := self._get("meta-data/spot/instance-action"):
+        life = {"X-aws-ec2-metadata-token-ttl-seconds": str(TOKEN_TTL_S)}
+        token = {"X-aws-ec2-metadata-token": _get(self.url + "api/token", life, method="PUT") or ""}
+        if text := _get(self.url + "meta-data/spot/instance-action", token):
             action = parse_json(text, ANSWER)
             return f"aws: {action['action']} at {action['time']}"
-        text = self._get("meta-data/events/recommendations/rebalance")
+        text = _get(self.url + "meta-data/events/recommendations/rebalance", token)
         if self.is_old is None:
             self.is_old = text is not None  # it may last for hours: a job started after it is meant to run
         if text and not self.is_old:
             return f"aws: rebalance recommended, since {parse_json(text, ANSWER)['noticeTime']}"
         return None
-
-    def _get(self, path: str) -> str | None:
-        is_new = time.monotonic() > self.renew_at
-        if is_new:
-            header = {"X-aws-ec2-metadata-token-ttl-seconds": str(TOKEN_TTL_S)}
-            self.token = _get(self.url + "api/token", header, method="PUT") or ""
-            self.renew_at = time.monotonic() + TOKEN_TTL_S / 2
-        try:
-            return _get(self.url + path, {"X-aws-ec2-metadata-token": self.token})
-        except urllib.error.HTTPError as error:
-            if is_new or error.code != 401:
-                raise
-            self.renew_at = 0.0
-            return self._get(path)
 
 
 class Gcp:

@@ -56,9 +56,9 @@ class Comparison:
         flags = [name for name in runs[0].recipe if all(name in run.recipe for run in runs)]
         others = [name for name in flags if name not in (*NAMED, *NOT_COMPARED)]
         always = [scripts, where, *(_values(runs, name) for name in NAMED if name in flags)]
-        parts: list[tuple[str, ...]] = list(zip(*_differing(always), strict=True)) or [()] * len(runs)
-        for column in _differing([hosts, *(_values(runs, name) for name in others)]):
-            if len(set(parts)) < len(runs):
+        parts: list[tuple[str, ...]] = [()] * len(runs)
+        for column in [*always, hosts, *(_values(runs, name) for name in others)]:
+            if len(set(column)) > 1 and (column in always or len(set(parts)) < len(runs)):
                 parts = [(*own, value) for own, value in zip(parts, column, strict=True)]
         names = [", ".join(own) or one for own, one in zip(parts, where, strict=True)]
         seen = [names[:i].count(name) + 1 for i, name in enumerate(names)]
@@ -105,10 +105,6 @@ def different_images(first: RunRecord, run: RunRecord) -> str:
         for what, (ours, theirs) in found.items()
         if None not in (ours, theirs) and ours != theirs
     )
-
-
-def _differing(columns: list[list[str]]) -> list[list[str]]:
-    return [column for column in columns if len(set(column)) > 1]
 
 
 def _values(runs: list[RunRecord], name: str) -> list[str]:

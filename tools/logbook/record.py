@@ -16,6 +16,7 @@ from common.system.text import plural
 
 PARTS = ("recipe.json", "result.json", "metrics.jsonl", "checkpoints")  # a run's folder has one of them
 VERIFIED = "verified.json"  # by verify.py
+COMPARED = ("recipe.json", "result.json", "metrics.jsonl")  # with a replay, beside the checkpoints
 MOST_BYTES = 2**31  # larger files are not read: 14 days of telemetry of a host with 8 GPUs
 UNFINISHED = "killed or still running"  # the status of a run without a result
 STRATEGIES = {"single": "one process", "ddp": "DDP", "fsdp": "FSDP2"}
@@ -40,7 +41,7 @@ class RunRecord:
     """The files of a run, without values of an unexpected type.
 
     problems: a line for each file that is missing or broken. facts: of result.json, or, where it lacks a
-    value, derived from the other files. evaluations: the lines of metrics.jsonl with `val/loss`. ValueError
+    value, `derived` from the other files. evaluations: the lines of metrics.jsonl with `val/loss`. ValueError
     when the folder is not a run's.
     """
 
@@ -60,7 +61,8 @@ class RunRecord:
         if not self.telemetry and self.recipe.get("telemetry_s") != 0:
             self.problems.append("telemetry-<host>.jsonl is missing")
         result = self._read("result.json")
-        self.facts = self._derived() | result
+        self.derived = self._derived()
+        self.facts = self.derived | result
         shows_classes = self.facts["status"] == "finished" and "best_accuracy" in self.facts
         has_confusion = shows_classes or (folder / "confusion.json").exists()
         self.confusion = self._matrix("confusion.json") if has_confusion else {}
@@ -125,6 +127,7 @@ class RunRecord:
         """The values of result.json that can be derived from the other files."""
         about, recipe = self.about, fitting(self.recipe, KINDS["result.json"])[0]
         devices, hosts = about.get("devices", []), about.get("hosts", [])
+        score = lambda one: one.get("val/accuracy", -one["val/loss"])  # noqa: E731 (as RunState chooses)
         best = max(self.evaluations, key=score, default={})
         final = self.evaluations[-1] if self.evaluations else {}
         lines = [self.metrics, *self.telemetry.values()]
@@ -320,11 +323,6 @@ def stamped_files(folder: Path) -> dict[str, str]:
     def hashed(file: Path) -> str:
         return sha256_of(file) if file.is_file() and file.stat().st_size <= MOST_BYTES else ""
 
-    files = [folder / name for name in ("recipe.json", "result.json", "metrics.jsonl")]
+    files = [folder / name for name in COMPARED]
     files += sorted(folder.glob("checkpoints/step_*/manifest.json"))
     return {str(file.relative_to(folder)): hashed(file) for file in files}
-
-
-def score(evaluation: dict[str, float]) -> float:
-    """The order by which RunState chooses the best evaluation."""
-    return evaluation.get("val/accuracy", -evaluation["val/loss"])

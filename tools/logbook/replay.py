@@ -23,7 +23,7 @@ from common.checkpoint.format import (
     step_name,
 )
 from common.system.files import read_json
-from tools.logbook.record import RunRecord, score
+from tools.logbook.record import COMPARED, RunRecord
 
 # The bound on a difference, in differences between the two replays. Measured on CPUs on CIFAR-10 and digits
 # with CNN-A, a small ViT and a small ResNet: runs by 2 processes under DDP, replayed by one over 4 to 20
@@ -82,19 +82,14 @@ def steps_per_epoch(run: RunRecord) -> int:
 def contradictions(run: RunRecord, kept: list[int]) -> list[str]:
     """Where the run's files contradict one another. kept: the steps of its checkpoints."""
     facts, per_epoch = run.facts, steps_per_epoch(run)
-    found = [
-        line for line in run.problems if line.startswith(("recipe.json", "result.json", "metrics.jsonl"))
-    ]
-    last = run.evaluations[-1] if run.evaluations else {}
-    best = max(run.evaluations, key=score, default={})
+    found = [line for line in run.problems if line.startswith(COMPARED)]
+    evaluated = ("final_accuracy", "final_loss", "best_accuracy", "best_step")
     tested = next((line for line in run.metrics if "test/loss" in line), {})
     total = run.recipe.get("epochs", 1) * per_epoch
     expected = {
         "steps": min(total, run.recipe.get("max_steps") or total),
-        **{f"final_{name}": last.get(f"val/{name}") for name in ("accuracy", "loss")},
+        **{name: run.derived.get(name) for name in evaluated},
         **{f"test_{name}": tested.get(f"test/{name}") for name in ("accuracy", "loss")},
-        "best_accuracy": best.get("val/accuracy"),
-        "best_step": best.get("step"),
     }
     found += [
         f"{name} is {facts.get(name)} in result.json, {value} by the recipe and the log"
@@ -117,9 +112,7 @@ def compare_facts(run: RunRecord, replay: RunRecord, is_moved: bool) -> list[str
     # Older versions have not recorded all of these.
     pairs |= {name: (run.about[name], replay.about.get(name)) for name in SAME_ABOUT if name in run.about}
     pairs["steps in an epoch"] = steps_per_epoch(run), steps_per_epoch(replay)
-    return [
-        f"{name}: {told}, in the replay {value}" for name, (told, value) in pairs.items() if told != value
-    ]
+    return [f"{name}: {ours}, in the replay {its}" for name, (ours, its) in pairs.items() if ours != its]
 
 
 def compare(run: RunRecord, first: RunRecord, second: RunRecord, outcome: Outcome) -> list[str]:

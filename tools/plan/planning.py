@@ -20,19 +20,9 @@ from common.distributed.precision import has_native_bf16
 from common.recipe import parse
 from common.script import load_script, recipe_class, training_images
 from common.system.paths import ROOT
-from common.telemetry.flops import Device, find_device
-from tools.plan.cost import (
-    CONTEXT_BYTES,
-    LAUNCHES,
-    Cluster,
-    Measured,
-    StepTime,
-    Trace,
-    largest_size,
-    measured_step_time,
-    step_time,
-    traffic,
-)
+from common.telemetry.flops import Device, find_device, known_devices
+from tools.plan import cost
+from tools.plan.cost import Cluster, Measured, StepTime, Trace
 
 MOST_AT_ONCE = 4  # traces, of about 1 GiB each
 CONFIGS = {  # strategy: its config file
@@ -100,6 +90,14 @@ def _shown(number: float | None, digits: int = 0) -> str:
     return "-" if number is None else f"{number:,.{digits}f}"
 
 
+def cluster_of(hosts: int, gpus: int, name: str | None, network_gb_s: float) -> Cluster:
+    """name: of a device; None: the one at hand. ValueError for a device that is not in the table."""
+    if not (device := find_device(name) if name else this_device()):
+        names = ", ".join(device.name for device in known_devices())
+        raise ValueError(f"--gpu {name} is not in the table: choose one of {names}")
+    return Cluster(hosts, gpus, device, network_gb_s)
+
+
 def this_device() -> Device:
     """The device at hand. A CPU has no row in the table: its steps are timed, its exchange costs nothing."""
     if torch.cuda.is_available():
@@ -141,10 +139,8 @@ class Planning:
         self.price_per_hour, self.measure = price_per_hour, measure
         self.recipe: Any = parse(recipe_class(load_script(Path(script[0]))), self.script[1:])
         self.images = _training_images(self.recipe.data)
-        if self.recipe.batch_size % cluster.processes:
-            raise ValueError(
-                f"--batch_size {self.recipe.batch_size} does not divide among {cluster.processes} devices"
-            )
+        if (size := self.recipe.batch_size) % cluster.processes:
+            raise ValueError(f"--batch_size {size} does not divide among {cluster.processes} devices")
         kinds = [kind for kind in ("bf16", "fp16") if kind in cluster.device.peaks]
         self.precision = self.recipe.mixed_precision or (kinds[0] if "bf16" in kinds else [*kinds, "no"][0])
         self.strategies = possible(cluster.hosts, cluster.gpus, self.recipe.grad_compression)
@@ -193,13 +189,15 @@ class Planning:
                 return
             done = list(traced)
         for found in done:  # one after another, undisturbed
-            yield replace(found, measured=self._measured(found))
+            is_timed = found.share and found.strategy != "offload"
+            times = measured(found.strategy, found.share, self._words) if is_timed else None
+            yield replace(found, measured=times)
 
     def _traced(self, strategy: str) -> Candidate:
         processes, batch_size = self._processes(strategy), self.recipe.batch_size
         share = self.recipe.per_device_batch_size or batch_size // processes
         trace = self._trace(strategy, share)
-        if (largest := largest_size(trace.peaks, self.cluster.device.memory_gb * 1e9)) < share:
+        if (largest := cost.largest_size(trace.peaks, self.cluster.device.memory_gb * 1e9)) < share:
             share = max((n for n in range(1, largest + 1) if batch_size % (n * processes) == 0), default=0)
             trace = self._trace(strategy, share) if share else trace
         return Candidate(strategy, compressed(trace, self.recipe.grad_compression), share, largest)
@@ -211,11 +209,6 @@ class Planning:
         numbers = [self._processes(strategy), 1 if alone else hosts, f"{size},{2 * size}", memory_bytes]
         env = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         return Trace.from_json(_step(strategy, numbers, self._words, env, f"{strategy} can't be traced"))
-
-    def _measured(self, found: Candidate) -> Measured | None:
-        if not found.share or found.strategy == "offload":
-            return None
-        return measured(found.strategy, found.share, self._words)
 
     @property
     def _words(self) -> list[str]:
@@ -234,7 +227,7 @@ class Planning:
         self.least_launches = self.least_launches or len(found.trace.operations)
         cluster = self.cluster if processes > 1 else replace(self.cluster, hosts=1, gpus=1)
         accumulations = self.recipe.batch_size // (found.share * processes)
-        link, network = traffic(found.trace, cluster, accumulations)
+        link, network = cost.traffic(found.trace, cluster, accumulations)
         line = replace(line, link_bytes=link, network_bytes=network)
         if strategy == "offload":
             return replace(line, limit="the CPU's optimizer")
@@ -257,10 +250,10 @@ class Planning:
     def step(self, found: Candidate, cluster: Cluster, accumulations: int) -> StepTime:
         """An optimizer step on a cluster."""
         if not found.measured:
-            return step_time(found.trace, cluster, self.least_launches, accumulations)
+            return cost.step_time(found.trace, cluster, self.least_launches, accumulations)
         sharing = {"single": 1, "ddp": 1, "hybrid": cluster.gpus}  # the optimizer's state
         ranks = sharing.get(found.strategy, cluster.processes)
-        return measured_step_time(found.trace, cluster, found.measured, ranks, accumulations)
+        return cost.measured_step_time(found.trace, cluster, found.measured, ranks, accumulations)
 
     def recommendation(self, lines: Sequence[Line]) -> str:
         """The fastest strategy that fits, its command, and why not the others."""
@@ -271,8 +264,8 @@ class Planning:
         fastest = max(line.images_per_s or 0 for line in fitting)
         # The table begins with what shards least: of equally fast ones the simplest.
         best = next(line for line in fitting if (line.images_per_s or 0) >= fastest / ALIKE)
-        if best.limit == LAUNCHES:  # engines launch differently, which the estimate does not tell apart
-            best = next(line for line in fitting if line.limit == LAUNCHES)
+        if best.limit == cost.LAUNCHES:  # engines launch differently, which the estimate does not tell apart
+            best = next(line for line in fitting if line.limit == cost.LAUNCHES)
         several, gpus = self.cluster.hosts > 1, ["--num_processes", str(self.cluster.gpus)]
         words = ["python", "launch.py", "--hostfile", "hostfile"] if several else ["accelerate", "launch"]
         words += ["--config_file", best.config_file, *([] if several else gpus), *self.script]
@@ -350,5 +343,5 @@ def memory_of(strategy: str, trace: Trace) -> dict[str, int]:
         "buffers": buffers,
         "gradients": gradients,
         "buckets_temporaries": rest - gradients,
-        "context": CONTEXT_BYTES,
+        "context": cost.CONTEXT_BYTES,
     }

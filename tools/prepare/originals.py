@@ -135,9 +135,8 @@ def labeled(groups: Iterable[ImageGroup], label: Label, begin: int = 0) -> Itera
                 raise ValueError(f"{where}: {error}") from None
             # ILSVRC2012's names are unique in a split, with their WordNet id; others within a class only.
             key = os.path.splitext(name)[0].replace(".", "_")
-            if class_name is not None and not (
-                WNID.fullmatch(class_name) and key.startswith(f"{class_name}_")
-            ):
+            has_wnid = WNID.fullmatch(class_name or "") and key.startswith(f"{class_name}_")
+            if class_name is not None and not has_wnid:
                 key = f"{class_name}/{key}"
             if key in keys:
                 raise ValueError(
@@ -245,9 +244,8 @@ class Originals:
         rows, groups = [], 0
         with open_stream(tar.url, "md5" if self.hashed else None, headers=True) as stream:
             stream.watch = watch
-            for at, where, name, _, number, file in labeled(
-                self.groups(split, stream.archive), self.labels[split]
-            ):
+            files = labeled(self.groups(split, stream.archive), self.labels[split])
+            for at, where, name, _, number, file in files:
                 if not file.size:
                     raise ValueError(f"{where}: {name} is empty: remove it")
                 rows.append((file.offset, file.size, number))

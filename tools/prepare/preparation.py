@@ -20,14 +20,7 @@ from common.system.s3 import ObjectStore
 from common.system.text import printable
 from tools.prepare.devkit import DEVKIT, TRAIN, VAL
 from tools.prepare.journal import Journal
-from tools.prepare.originals import (
-    Ilsvrc,
-    ImageBatch,
-    Originals,
-    ParquetFolder,
-    Position,
-    batches,
-)
+from tools.prepare.originals import Ilsvrc, ImageBatch, Originals, ParquetFolder, Position, batches
 from tools.prepare.recode import recoded
 from tools.prepare.webdataset import THREADS, WebDataset, find_patterns
 from tools.prepare.writer import IndexRows, ShardWriter
