@@ -16,22 +16,26 @@ from tools.logbook.record import RunRecord, read_picture
 
 def draw(run: RunRecord, folder: Path) -> list[str]:
     """Draws all pictures into the folder, which is replaced. Returns the names of the files."""
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    drawn = folder.with_name(f".{folder.name}.tmp")
+    shutil.rmtree(drawn, ignore_errors=True)
+    drawn.mkdir(parents=True)
     title = f"{run.model} on {run.data}, {run.where}"
     for name, rows in {"curves": _curves(run), "telemetry": _telemetry(run)}.items():
         if rows:
-            panels(folder / f"{name}.png", rows, title)
+            panels(drawn / f"{name}.png", rows, title)
     for name, found in {"training": run.confusion, **run.reports}.items():
         if "confusion" in found:
             split = f", {found['split']} split" if "split" in found else ""
-            file = folder / f"confusion_{name}.png"
-            confusion_matrix(file, found["confusion"], found["classes"], title + split)
+            confusion_matrix(
+                drawn / f"confusion_{name}.png", found["confusion"], found["classes"], title + split
+            )
         for worst in own_files(run.folder, f"validation/{escape(name)}/worst.png"):
             try:
-                read_picture(worst).save(folder / f"worst_{name}.png")
+                read_picture(worst).save(drawn / f"worst_{name}.png")
             except ValueError as error:
                 run.problems.append(f"{worst.relative_to(run.folder)} {error}")
+    shutil.rmtree(folder, ignore_errors=True)
+    drawn.rename(folder)
     return sorted(path.name for path in folder.iterdir())
 
 
