@@ -15,7 +15,7 @@ TO_S3 = ["--env", "AWS_ENDPOINT_URL", "--env", "AWS_ACCESS_KEY_ID", "--env", "AW
 TO_S3 += ["--env", "NO_PROXY"]
 # What each fault finds out: a mistake in the code, by which its row is not as it should be
 WAIT_FOR_UPLOAD = "self.mirror.offer(step, best)\n                self.mirror.wait(1e9)\n"
-LATEST = "            latest = max(steps_in(parent), default=None)\n"
+NOT_WRITTEN = "        except OSError as error:\n"
 REMOVE_ALL = "            for old in steps_in(parent):\n"
 REMOVE_ALL += "                checkpoints.remove(parent / step_name(old))\n"
 BATCH = "    batch = elastic_batch(job)\n"
@@ -32,7 +32,7 @@ MUTANTS = {
         ("common/order.py", "s = samples.order(seed,", "s = samples.order(seed + batch.processes,")
     ],
     "stop-rank": [("common/distributed/accelerator.py", BATCH, WITHOUT_TIMEOUT + BATCH)],
-    "fill-disk": [("common/checkpoint/saver.py", LATEST, REMOVE_ALL + LATEST)],
+    "fill-disk": [("common/checkpoint/saver.py", NOT_WRITTEN, NOT_WRITTEN + REMOVE_ALL)],
     "preempt": [("common/run/ending.py", "        run.checkpoints.flush()", "        pass")],
     "silence-s3": [
         ("common/checkpoint/saver.py", "self.mirror.offer(step, best)\n", WAIT_FOR_UPLOAD),
