@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 INSTALLED = $(VENV)/installed
 INSTALLED_DEV = $(VENV)/installed_dev
-# Exact versions. `make setup CONSTRAINTS=` installs the newest that requirements.txt allows.
+# Exact versions and hashes. `make setup CONSTRAINTS=` installs the newest that requirements.txt allows.
 CONSTRAINTS ?= constraints.txt
 # `make setup TORCH=2.11`, `make test TORCH=2.11`: another torch of the range, in an environment of its own.
 TORCH ?=
@@ -12,22 +12,41 @@ VENV = .venv-torch$(TORCH)
 CONSTRAINTS =
 endif
 
-.PHONY: setup train same_bits tensorboard logbook experiment_vit experiment_speedup docs check packages test test-all golden
+# uv installs, in a fraction of pip's time. INSTALLER=pip does without it, for example where only pip knows a mirror.
+INSTALLER ?= uv
+# CPU=1: torch without CUDA, whose hashes are not those of PyPI's torch.
+CPU ?=
+CPU_INDEX = https://download.pytorch.org/whl/cpu
+REACH_CPU_INDEX = $(PYTHON) -c 'import urllib.request as u; u.urlopen("$(CPU_INDEX)/torch/", timeout=20)' 2>/dev/null || \
+    { echo "error: CPU=1 needs $(CPU_INDEX), which does not answer: leave out CPU=1" >&2; exit 1; }
+ifeq ($(INSTALLER),uv)
+FIRST = uv==0.13.9
+INSTALL = $(VENV)/bin/uv pip install --python $(VENV)/bin/python $(if $(CPU),--torch-backend cpu --no-verify-hashes)
+else
+# pip 23 and 24 take no hashes from a file of constraints.
+FIRST = --upgrade "pip>=26.3"
+INSTALL = $(VENV)/bin/python -m pip install $(if $(CPU),$(error CPU=1 needs INSTALLER=uv))
+endif
+
+.PHONY: setup train same_bits tensorboard logbook experiment_vit experiment_speedup docs constraints check packages \
+    test test-all golden
 
 setup: $(INSTALLED)
 
 $(INSTALLED): requirements.txt $(CONSTRAINTS)
+	$(if $(CPU),@$(REACH_CPU_INDEX))
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --requirement requirements.txt $(CONSTRAINTS:%=--constraint %) \
-	    $(TORCH:%="torch==%.*")
+	$(VENV)/bin/python -m pip install --quiet $(FIRST)
+	$(INSTALL) --requirement requirements.txt $(CONSTRAINTS:%=--constraint %) $(TORCH:%="torch==%.*")
 	touch $@
 
 $(INSTALLED_DEV): requirements-dev.txt $(INSTALLED)
-	$(VENV)/bin/python -m pip install --requirement requirements-dev.txt $(CONSTRAINTS:%=--constraint %)
+	$(INSTALL) --requirement requirements-dev.txt $(CONSTRAINTS:%=--constraint %)
 	touch $@
 
+# `accelerate launch` without the imports of accelerate's other commands, timm and transformers among them.
 train: setup
-	$(VENV)/bin/accelerate launch --config_file accelerate_configs/cpu.yaml train_cnn_a.py --data digits
+	$(VENV)/bin/accelerate-launch --config_file accelerate_configs/cpu.yaml train_cnn_a.py --data digits
 
 # CNN-A on 1, 2 and 4 processes, 16 micro-batches a step: the weights are the same, bit for bit.
 same_bits: setup
@@ -53,6 +72,12 @@ experiment_vit experiment_speedup: experiment_%: setup
 # Pages that are made from the code: docs/flags.md, and the table in docs/trouble.md
 docs: setup
 	$(VENV)/bin/python -m docs.generate
+
+# Exact versions for all Pythons of the range. Those of the file stay where requirements allow them; UPGRADE=1: the newest.
+constraints: setup
+	$(VENV)/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate \
+	    $(if $(UPGRADE),--upgrade) --custom-compile-command "make constraints" --output-file constraints.txt \
+	    requirements.txt requirements-dev.txt
 
 # Style, imports between rooms, types. The types are those of the newest torch's annotations.
 check: $(INSTALLED_DEV)

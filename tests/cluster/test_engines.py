@@ -203,8 +203,8 @@ def healthcheck() -> list[str]:
 
 def test_the_dockerfile_has_known_instructions_in_a_right_order():
     kinds = [kind for kind, _ in instructions()]
-    assert kinds[0] == "FROM"
-    assert set(kinds) <= {"FROM", "RUN", "WORKDIR", "COPY", "USER", "ENV", "HEALTHCHECK", "CMD"}
+    assert kinds[:2] == ["ARG", "FROM"]
+    assert set(kinds) <= {"ARG", "FROM", "RUN", "WORKDIR", "COPY", "USER", "ENV", "HEALTHCHECK", "CMD"}
     assert kinds.count("CMD") == kinds.count("HEALTHCHECK") == 1
     for rest in of_kind("RUN"):
         subprocess.run(["sh", "-n"], input=rest, text=True, check=True)
@@ -215,12 +215,13 @@ def test_the_dockerfile_has_known_instructions_in_a_right_order():
 
 
 def test_the_image_is_pinned_and_runs_without_rights():
-    [base] = of_kind("FROM")
-    version = re.fullmatch(r"python:(3\.\d+)\.\d+-slim-bookworm", base)
+    base, constraints = of_kind("ARG")
+    version = re.fullmatch(r"BASE=python:(3\.\d+)\.\d+-slim-bookworm", base)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     lowest, highest = re.findall(r"3\.(\d+)", project["requires-python"])
     assert int(lowest) <= int(version[1].removeprefix("3.")) < int(highest)
-    assert "--requirement requirements.txt --constraint constraints.txt" in "".join(of_kind("RUN"))
+    assert constraints == 'CONSTRAINTS="--constraint constraints.txt"'
+    assert "--requirement requirements.txt $CONSTRAINTS" in "".join(of_kind("RUN"))
     [user] = of_kind("USER")
     assert user != "0"
     assert f"useradd --uid {user} " in " ".join(of_kind("RUN"))
