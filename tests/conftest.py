@@ -381,8 +381,9 @@ def copy_project(copy: Path) -> Path:
     copy.mkdir()
     for name in ("common", "tools", "accelerate_configs", "ds_configs", "cluster"):
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for file in (*ROOT.glob("*.py"), ROOT / "pyproject.toml"):
-        shutil.copy(file, copy)
+    for name in ("*.py", "pyproject.toml", "Makefile", "requirements.txt", "constraints.txt"):
+        for file in ROOT.glob(name):
+            shutil.copy2(file, copy)  # with its time, which make compares
     return copy
 
 

@@ -16,18 +16,8 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-COMMON = [
-    "--batch_size",
-    "16",
-    "--max_steps",
-    "8",
-    "--checkpoint_every",
-    "4",
-    "--log_every",
-    "1",
-    "--epochs",
-    "1",
-]
+COMMON = ["--batch_size", "16", "--max_steps", "8", "--checkpoint_every", "4"]
+COMMON += ["--log_every", "1", "--epochs", "1"]
 VIT = ["--model", "test_vit", "--image_size", "32", "--patch_size", "8"]
 SCRIPTS = {
     "hello": ["train_hello.py", *COMMON],
@@ -74,19 +64,8 @@ def record_run(script: str, strategy: str, folder: Path) -> dict:
 
 
 def record_shards(folder: Path, *flags: str) -> dict[str, str]:
-    run(
-        [
-            sys.executable,
-            "prep_imagenet.py",
-            "--data",
-            str(ILSVRC),
-            "--no_verify",
-            "--subset",
-            "--out",
-            str(folder),
-            *flags,
-        ]
-    )
+    words = ["prep_imagenet.py", "--data", str(ILSVRC), "--no_verify", "--subset", "--out", str(folder)]
+    run([sys.executable, *words, *flags])
     return hashes(folder, "*")
 
 

@@ -1,4 +1,4 @@
-"""The tests on a bare Debian, with Python and make: what needs a package is skipped, and CI refuses that."""
+"""What `make setup` installs. The tests on a bare Debian: what needs a package is skipped, in CI it fails."""
 
 import os
 import re
@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from tests.conftest import ROOT, full, needs
 from tests.support import packages
@@ -20,6 +22,43 @@ PART += ["cluster or slurm or page or flag or health or other_script or real_dat
 # A mount namespace without /usr/sbin, which cluster/virtual_cluster.py adds to the PATH
 BARE = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs tmpfs /usr/sbin && PATH=$0 exec "$@"']
 STATUSES = {"": 0, "true": 1}  # with this value of CI
+
+
+def test_each_requirement_has_one_version_with_hashes():
+    text = (ROOT / "constraints.txt").read_text()
+    versions = dict(re.findall(r"^([\w-]+)==(\S+).* \\\n    --hash=sha256:", text, re.MULTILINE))
+    assert len(versions) == len(re.findall(r"^\S+==", text, re.MULTILINE))
+    lines = "".join(file.read_text() for file in ROOT.glob("requirements*.txt"))
+    wanted = [Requirement(line.partition("#")[0]) for line in re.findall(r"^\w.*", lines, re.MULTILINE)]
+    assert len(wanted) > 30
+    for one in wanted:
+        assert one.specifier.contains(versions[canonicalize_name(one.name)]), one
+
+
+UV = "uv pip install --python V/bin/python"
+PINNED = "--requirement requirements.txt --constraint constraints.txt"
+INSTALLS = {
+    "": f"{UV} {PINNED}",
+    "CPU=1": f"{UV} --torch-backend cpu --no-verify-hashes {PINNED}",
+    "INSTALLER=pip": f"python -m pip install {PINNED}",
+    "TORCH=2.11": f'{UV} --requirement requirements.txt "torch==2.11.*"',
+}
+
+
+@pytest.mark.parametrize("flags", INSTALLS)
+def test_make_setup_installs_by(flags):
+    words = ["make", "-nB", "setup", "VENV=V", *flags.split()]
+    commands = subprocess.check_output(words, cwd=ROOT, text=True).split()
+    assert f" V/bin/{INSTALLS[flags]} touch V/installed" in " ".join(commands)
+
+
+def test_an_index_that_does_not_answer_is_one_line(tmp_path):
+    words = ["make", "setup", f"VENV={tmp_path}/venv", "CPU=1", "CPU_INDEX=http://127.0.0.1:9"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    error, make = done.stderr.splitlines()
+    assert error == "error: CPU=1 needs http://127.0.0.1:9, which does not answer: leave out CPU=1"
+    assert make.startswith("make: ***")
+    assert not (tmp_path / "venv").exists()
 
 
 @pytest.fixture

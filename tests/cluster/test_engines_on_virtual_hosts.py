@@ -142,8 +142,6 @@ def project(tmp_path_factory) -> Path:
     """The project in a folder that each host has for itself, with its environment. STEP_S slows steps."""
     project = copy_project(tmp_path_factory.mktemp("engines") / "project")
     insert_in_loop(project, "train_vit.py", SLOW_STEP)
-    for name in ("Makefile", "requirements.txt", "constraints.txt"):
-        (project / name).write_bytes((ROOT / name).read_bytes())
     (project / ".venv").mkdir()
     for path in Path(sys.prefix).iterdir():
         (project / ".venv" / path.name).symlink_to(path)

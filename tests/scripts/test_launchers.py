@@ -212,7 +212,6 @@ def test_no_command_is_left_out():
     """A new kind of command needs a test of its kind."""
     kinds = {
         "make": r"make (train|same_bits|test|test-all)\b",  # below; the last two are this run of the tests
-        "another torch": r"PIP_EXTRA_INDEX_URL=\S+ make setup TORCH=2\.11\b",  # downloads gigabytes: by hand
         "experiments": r"make (experiment_vit|experiment_speedup|tensorboard)\b",  # test_experiments.py
         "experiments with flags": r"experiments/\w+\.sh --seeds",  # test_experiments.py
         "afterwards": r".*\b(validate|verify|find_batch_size|logbook|export|predict)\.py ",  # test_make_train
@@ -278,8 +277,6 @@ def test_tensorboard_starts(tmp_path):
 def test_make_train(project, cache):
     """`make train` installs nothing a second time. Then the README's other commands use its run."""
     venv = BIN.parent
-    for name in ("Makefile", "requirements.txt", "constraints.txt"):
-        shutil.copy2(ROOT / name, project)  # with its time: make compares it
     output = run(["make", "train", f"VENV={venv}"], cwd=project)
     assert "pip install" not in output
     (folder,) = (project / "runs" / "train_cnn_a").iterdir()
@@ -297,8 +294,6 @@ def test_make_train(project, cache):
 
 @pytest.mark.full
 def test_make_same_bits(project):
-    for name in ("Makefile", "requirements.txt", "constraints.txt"):
-        shutil.copy2(ROOT / name, project)
     output = run(["make", "same_bits", f"VENV={BIN.parent}"], cwd=project)
     hashes = re.findall(r"^(\w{64})  runs/same_bits/[124]/\S+_00000022/model", output, re.MULTILINE)
     assert len(hashes) == 3, output
