@@ -62,6 +62,14 @@ def test_every_link_and_file_of_a_document_is_there(document):
         assert (ROOT / name).exists() or document.name == "add_a_model.md", name
 
 
+def test_each_flag_for_newcomers_is_one_of_ours():
+    page = (ROOT / "docs" / "coming_from.md").read_text()
+    ours = " ".join(re.findall(r"^\| .* \| (.*) \|$", page, re.MULTILINE))
+    named = set(re.findall(r"`--(\w+)", ours))
+    assert len(named) > 30
+    assert named <= set(re.findall(r"^\| `--(\w+)`", FLAGS.read_text(), re.MULTILINE))
+
+
 def test_the_architecture_names_every_room_and_only_files_that_are_there():
     text = (ROOT / "docs" / "architecture.md").read_text()
     for name in re.findall(r"`((?:\w+/)*\w+\.py)`", text):

@@ -16,7 +16,7 @@ HEAVY |= {"datasets", "scipy", "boto3", "matplotlib"}
 
 
 def imported(*words: str) -> tuple[int, set[str], str]:
-    """Runs `python WORDS`. Returns the exit status, the packages that its processes import, and the output."""
+    """Runs `python WORDS`. Returns its status, the packages that its processes import, and its output."""
     env = os.environ | {"PYTHONPROFILEIMPORTTIME": "1"}
     command = [sys.executable, *words]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
