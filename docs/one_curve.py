@@ -1,0 +1,124 @@
+"""Draws docs/one_curve.png: five strategies and an elastic run beside uninterrupted ones on one and four processes.
+
+    python -m docs.one_curve --data FOLDER
+
+All train the same steps in fp32, with the same micro-batches. The elastic run is torchrun's, on two agents that
+stand for hosts of two processes: one is killed with its processes, and another one takes its place.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import fmean
+
+from common.run.plots import Panel, panels
+from common.system.cli import command_parser
+from common.system.files import read_lines
+from common.system.paths import ROOT
+
+STEPS, KILLED_AT, JOINED_AT, MEAN_OF = 1200, 200, 400, 20
+TRAINING = ["train_vit.py", "--model", "test_vit", "--image_size", "32", "--patch_size", "4"]
+TRAINING += ["--batch_size", "96", "--per_device_batch_size", "24", "--lr", "1e-3", "--epochs", "4"]
+TRAINING += ["--max_steps", str(STEPS), "--mixed_precision", "no", "--log_every", "1", "--trackers", "none"]
+TRAINING += ["--checkpoint_every", "50", "--checkpoint_s", "0", "--max_val_images", "500"]
+ONE, ELASTIC = "1 process", "elastic: 2, 1, 2 hosts"
+CONFIGS = {"DDP": "ddp_2gpu", "FSDP2": "fsdp_2gpu", "ZeRO-1": "zero1_4gpu", "ZeRO-2": "zero2_2gpu"}
+CONFIGS |= {"ZeRO-3": "zero3_4gpu", "4 processes (control)": "ddp_4gpu"}
+
+
+def accelerate(config: str) -> list[str]:
+    count = "4" if config == "ddp_4gpu" else "2"
+    words = ["-m", "accelerate.commands.launch", "--config_file", f"accelerate_configs/{config}.yaml"]
+    return [*words, "--num_processes", count]
+
+
+def losses(folder: Path) -> list[float]:
+    """By step; of steps that were trained again the last ones."""
+    lines = read_lines(folder / "metrics.jsonl") if (folder / "metrics.jsonl").exists() else []
+    by_step = {line["step"]: line["train/loss"] for line in lines if "train/loss" in line}
+    return [by_step[step] for step in sorted(by_step)]
+
+
+@contextmanager
+def host(port: int, words: list[str], log: Path) -> Iterator[subprocess.Popen]:
+    """A torchrun agent in a session of its own; at the end it is killed with its processes."""
+    agent = ["-m", "torch.distributed.run", "--nnodes=1:2", "--nproc_per_node=2", "--max_restarts=1000"]
+    agent += ["--rdzv_backend=c10d", f"--rdzv_endpoint=localhost:{port}", "--rdzv_id=1"]
+    agent += ["--rdzv_conf=last_call_timeout=1,keep_alive_interval=1"]
+    env = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    with open(log, "ab") as output:
+        command = [sys.executable, *agent, *words]
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=env, stdout=output, stderr=output, start_new_session=True
+        )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def wait_for(folder: Path, step: int, first: subprocess.Popen) -> None:
+    while len(losses(folder)) < step:
+        if first.poll() is not None:
+            raise SystemExit(f"the elastic run has ended before step {step}: see {folder}.log")
+        time.sleep(0.5)
+
+
+def train_elastic(folder: Path, words: list[str]) -> None:
+    log = folder.with_suffix(".log")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with host(port, words, log) as first:
+        with host(port, words, log):
+            wait_for(folder, KILLED_AT, first)
+        wait_for(folder, JOINED_AT, first)
+        with host(port, words, log):
+            wait_for(folder, STEPS, first)
+            first.wait(120)
+
+
+def main() -> None:
+    parser = command_parser(__doc__)
+    parser.add_argument("--data", default="cifar10", help="as the scripts' (default: %(default)s)")
+    parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "one_curve", help="for the runs")
+    parser.add_argument("--output", type=Path, default=ROOT / "docs" / "one_curve.png")
+    flags = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    flags.folder.mkdir(parents=True)
+    runs = {}
+    for number, name in enumerate([ONE, *CONFIGS, ELASTIC]):
+        folder = flags.folder / str(number)
+        words = [*TRAINING, "--data", flags.data, "--output_dir", str(folder)]
+        print(f"{name}: {folder}", flush=True)
+        if name == ELASTIC:
+            train_elastic(folder, words)
+        else:
+            launcher = accelerate(CONFIGS[name]) if name in CONFIGS else []
+            with open(folder.with_suffix(".log"), "wb") as log:
+                command = [sys.executable, *launcher, *words]
+                subprocess.run(command, check=True, cwd=ROOT, stdout=log, stderr=log)
+        runs[name] = losses(folder)
+        gap = max(abs(a - b) for a, b in zip(runs[name], runs[ONE], strict=True))
+        print(f"    {len(runs[name])} steps, largest distance of a loss {gap:.2g}", flush=True)
+    steps = range(1, STEPS + 1)
+    means = {name: [fmean(found[max(0, at - MEAN_OF) : at]) for at in steps] for name, found in runs.items()}
+    gaps = {
+        name: [max(abs(a - b), 1e-9) for a, b in zip(runs[name], runs[ONE], strict=True)] for name in runs
+    }
+    del gaps[ONE]
+    one = Panel("step", "training loss", {name: (steps, values) for name, values in means.items()})
+    apart = Panel("step", "distance from 1 process", {k: (steps, v) for k, v in gaps.items()}, is_log=True)
+    panels(flags.output, [[one, apart]], "A small ViT, eight times")
+
+
+if __name__ == "__main__":
+    main()
