@@ -1,9 +1,9 @@
-"""Draws docs/one_curve.png: five strategies and an elastic run beside uninterrupted ones on one and four processes.
+"""Draws docs/one_curve.png: five strategies and an elastic run beside uninterrupted ones on 1 and 4 ranks.
 
     python -m docs.one_curve --data FOLDER
 
-All train the same steps in fp32, with the same micro-batches. The elastic run is torchrun's, on two agents that
-stand for hosts of two processes: one is killed with its processes, and another one takes its place.
+All train the same steps in fp32, with the same micro-batches. The elastic run is torchrun's, on two agents
+that stand for hosts of two processes: one is killed with its processes, and another one takes its place.
 """
 
 import os
@@ -23,7 +23,7 @@ from common.system.files import read_lines
 from common.system.paths import ROOT
 
 STEPS, KILLED_AT, JOINED_AT, MEAN_OF = 1200, 200, 400, 20
-TRAINING = ["train_vit.py", "--model", "test_vit", "--image_size", "32", "--patch_size", "4"]
+TRAINING = ["train_vit.py", "--model", "test_vit", "--image_size", "32", "--patch_size", "8"]
 TRAINING += ["--batch_size", "96", "--per_device_batch_size", "24", "--lr", "1e-3", "--epochs", "4"]
 TRAINING += ["--max_steps", str(STEPS), "--mixed_precision", "no", "--log_every", "1", "--trackers", "none"]
 TRAINING += ["--checkpoint_every", "50", "--checkpoint_s", "0", "--max_val_images", "500"]
