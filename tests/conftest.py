@@ -28,6 +28,9 @@ BIN = Path(sys.executable).parent
 CNN = ["train_cnn_a.py", "--widths", "4,8,32"]
 RESNET = ["train_cnn_b.py", "--width", "8"]
 VIT = ["train_vit.py", "--model", "test_vit", "--image_size", "32", "--patch_size", "8"]
+# Drop path, mixup, cutmix, label smoothing and EMA; a parameter group for each layer; a test split
+VIT_WITH_ALL = [*VIT, "--data", "digits", "--dropout", "0.1", "--clip_norm", "0.1"]
+VIT_WITH_ALL += ["--layer_decay", "0.8", "--holdout", "0.2"]
 
 
 def keep_to_own_cores() -> None:
@@ -379,9 +382,9 @@ def insert_in_loop(project: Path, script: str, *code: str) -> None:
 
 def copy_project(copy: Path) -> Path:
     copy.mkdir()
-    for name in ("common", "tools", "accelerate_configs", "ds_configs", "cluster"):
+    for name in ("common", "tools", "accelerate_configs", "ds_configs", "recipes", "cluster"):
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("*.py", "pyproject.toml", "Makefile", "requirements.txt", "constraints.txt"):
+    for name in ("*.py", "*.toml", "Makefile", "requirements.txt", "constraints.txt", "hostfile"):
         for file in ROOT.glob(name):
             shutil.copy2(file, copy)  # with its time, which make compares
     return copy

@@ -13,38 +13,27 @@ import os
 import subprocess
 import sys
 import tempfile
+from itertools import product
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
-COMMON = ["--batch_size", "16", "--max_steps", "8", "--checkpoint_every", "4"]
-COMMON += ["--log_every", "1", "--epochs", "1"]
-VIT = ["--model", "test_vit", "--image_size", "32", "--patch_size", "8"]
+from tests.conftest import CNN, ROOT, STRATEGIES, VIT
+
+COMMON = ["--batch_size=16", "--max_steps=8", "--checkpoint_every=4", "--log_every=1", "--epochs=1"]
 SCRIPTS = {
     "hello": ["train_hello.py", *COMMON],
-    "cnn_a": ["train_cnn_a.py", "--widths", "4,8,32", "--data", "digits", *COMMON],
+    "cnn_a": [*CNN, "--data", "digits", *COMMON],
     "cnn_b": ["train_cnn_b.py", "--width", "16", "--data", "digits", *COMMON],
-    "vit": ["train_vit.py", *VIT, "--data", "digits", *COMMON],
+    "vit": [*VIT, "--data", "digits", *COMMON],
 }
-CONFIGS = {"ddp": "ddp_2gpu", "fsdp": "fsdp_2gpu", "zero2": "zero2_2gpu", "zero3": "zero3_4gpu"}
 CHANGING = ("wall_s", "images_per_s", "mfu_pct")  # parts of names of times and speeds
 ILSVRC = Path(os.environ.get("GOLDEN_ILSVRC", "/nowhere"))  # of tests/support/imagenet.py, made once
 
 
-def command(strategy: str) -> list[str]:
-    if strategy == "single":
-        return [sys.executable]
-    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2"]
-    return [*launcher, "--config_file", f"accelerate_configs/{CONFIGS[strategy]}.yaml"]
-
-
-def run(words: list[str]) -> str:
+def run(words: list[str]) -> None:
     env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        words, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True)
     if done.returncode:
-        raise SystemExit(f"{' '.join(words)} ended with {done.returncode}:\n{done.stdout[-3000:]}")
-    return done.stdout
+        raise SystemExit(f"{' '.join(words)} ended with {done.returncode}:\n{done.stderr[-3000:]}")
 
 
 def hashes(folder: Path, pattern: str) -> dict[str, str]:
@@ -53,7 +42,7 @@ def hashes(folder: Path, pattern: str) -> dict[str, str]:
 
 
 def record_run(script: str, strategy: str, folder: Path) -> dict:
-    run([*command(strategy), *SCRIPTS[script], "--output_dir", str(folder)])
+    run([*STRATEGIES[strategy], *SCRIPTS[script], "--output_dir", str(folder)])
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return {
         "metrics": [{k: v for k, v in line.items() if not any(c in k for c in CHANGING)} for line in lines],
@@ -71,10 +60,9 @@ def record_shards(folder: Path, *flags: str) -> dict[str, str]:
 
 def record(tmp: Path) -> dict:
     found = {}
-    for script in SCRIPTS:
-        for strategy in ("single", *CONFIGS):
-            print(script, strategy, flush=True)
-            found[f"{script} {strategy}"] = record_run(script, strategy, tmp / f"{script}_{strategy}")
+    for script, strategy in product(SCRIPTS, ("single", "ddp", "fsdp", "zero2", "zero3")):
+        print(script, strategy, flush=True)
+        found[f"{script} {strategy}"] = record_run(script, strategy, tmp / f"{script}_{strategy}")
     if ILSVRC.exists():
         found["shards"] = record_shards(tmp / "shards", "--shard_mib", "0.1")
         found["shards resized"] = record_shards(tmp / "resized", "--shard_mib", "0.1", "--resize", "64")

@@ -21,7 +21,6 @@ PART += ["tests/scripts/test_launchers.py", "tests/scripts/test_real_data.py", "
 PART += ["cluster or slurm or page or flag or health or other_script or real_data"]
 # A mount namespace without /usr/sbin, which cluster/virtual_cluster.py adds to the PATH
 BARE = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs tmpfs /usr/sbin && PATH=$0 exec "$@"']
-STATUSES = {"": 0, "true": 1}  # with this value of CI
 
 
 def test_each_requirement_has_one_version_with_hashes():
@@ -55,9 +54,8 @@ def test_make_setup_installs_by(flags):
 def test_an_index_that_does_not_answer_is_one_line(tmp_path):
     words = ["make", "setup", f"VENV={tmp_path}/venv", "CPU=1", "CPU_INDEX=http://127.0.0.1:9"]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
-    error, make = done.stderr.splitlines()
+    error, _ = done.stderr.splitlines()  # the other one is make's
     assert error == "error: CPU=1 needs http://127.0.0.1:9, which does not answer: leave out CPU=1"
-    assert make.startswith("make: ***")
     assert not (tmp_path / "venv").exists()
 
 
@@ -97,7 +95,7 @@ def test_tests_without_their_packages(ci, path, tmp_path):
         return done.returncode, done.stdout
 
     status, output = bare(sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *PART)
-    assert status == STATUSES[ci], output
+    assert status == (1 if ci else 0), output
     *_, summary, last = output.splitlines()
     lacking = {*PACKAGES.values(), "TEST_DATA_DIR"}
     if ci:

@@ -396,6 +396,14 @@ def hostile(straight, tmp_path):
     return folder
 
 
+def refusal(hostile: Path, tmp_path: Path) -> str:
+    """Resumes from the checkpoint, which must end in one error. Returns the output."""
+    status, output = Job([*HELLO, "--resume", hostile, "--output_dir", tmp_path / "run"]).wait()
+    assert status == 1
+    assert output.count("error: ") == 1, output
+    return output
+
+
 @pytest.mark.parametrize(
     "file", ["model.safetensors", full("optimizer.safetensors"), "state.json", full("manifest.json")]
 )
@@ -404,10 +412,7 @@ def test_pickle_in_any_file_is_not_run(file, hostile, tmp_path):
     torch.save({"step": Trap(canary)}, hostile / file)
     if file != "manifest.json":
         forge(hostile)
-    words = [*HELLO, "--resume", hostile, "--output_dir", tmp_path / "run"]
-    status, output = Job(words).wait()
-    assert status == 1
-    assert output.count("error: ") == 1, output
+    output = refusal(hostile, tmp_path)
     assert file in output
     assert "Traceback" not in output
     assert not canary.exists()
@@ -444,11 +449,7 @@ def test_a_link_in_the_place_of_a_file(hostile, tmp_path):
 def test_tensors_of_another_shape_are_refused_before_anything_is_loaded(hostile, tmp_path):
     save_file({"head.weight": torch.zeros(3)}, hostile / "model.safetensors")
     forge(hostile)
-    words = [*HELLO, "--resume", hostile, "--output_dir", tmp_path / "run"]
-    status, output = Job(words).wait()
-    assert status == 1
-    assert output.count("error: ") == 1, output
-    assert "belongs to another model" in output
+    assert "belongs to another model" in refusal(hostile, tmp_path)
     assert not list((tmp_path / "run").glob("checkpoints/*"))
 
 

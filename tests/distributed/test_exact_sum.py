@@ -17,7 +17,7 @@ from tests.conftest import (
     CNN,
     RESNET,
     STRATEGIES,
-    VIT,
+    VIT_WITH_ALL,
     Job,
     accelerate,
     full,
@@ -36,11 +36,7 @@ SCRIPTS = {
     "hello": ["train_hello.py", "--data_size", "1437", "--hidden_size", "50", *FLAGS],
     "cnn_a": [*CNN, "--data", "digits", *FLAGS],  # fused AdamW
     "cnn_b": [*RESNET, "--data", "digits", *FLAGS, "--clip_norm", "0.5"],  # BatchNorm
-    # with drop path, mixup, cutmix and EMA
-    "vit": [
-        *(*VIT, "--data", "digits", *FLAGS, "--dropout", "0.1", "--clip_norm", "0.1"),
-        *("--layer_decay", "0.8", "--holdout", "0.2"),
-    ],
+    "vit": [*VIT_WITH_ALL, *FLAGS],
 }
 WAYS = {
     "ddp 2": STRATEGIES["ddp"],

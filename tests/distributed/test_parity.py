@@ -17,7 +17,7 @@ from tests.conftest import (
     RESNET,
     ROOT,
     STRATEGIES,
-    VIT,
+    VIT_WITH_ALL,
     accelerate,
     deepspeed,
     full,
@@ -35,11 +35,7 @@ SCRIPTS = {
     "hello": ["train_hello.py", "--data_size", "1437", *FLAGS],
     "cnn_a": [*CNN, "--data", "digits", *FLAGS],  # its recipe does not clip
     "cnn_b": [*RESNET, "--data", "digits", *FLAGS, "--label_smoothing", "0.1"],  # SGD, momentum, BatchNorm
-    # with drop path, mixup, cutmix, label smoothing and EMA; a parameter group for each layer; a test split
-    "vit": [
-        *(*VIT, "--data", "digits", *FLAGS, "--dropout", "0.1", "--clip_norm", "0.1"),
-        *("--layer_decay", "0.8", "--holdout", "0.2"),
-    ],
+    "vit": [*VIT_WITH_ALL, *FLAGS],
 }
 # Other scripts train what their recipe for the tests says: docs/add_a_model.md.
 for path in sorted(ROOT.glob("train_*.py")):

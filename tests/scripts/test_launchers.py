@@ -60,8 +60,6 @@ BENCHMARKS = [command for command in IN_TABLES if command.startswith("python -m 
 @pytest.fixture
 def project(project_copy):
     """A copy of the project in which a command of the README runs."""
-    shutil.copytree(ROOT / "recipes", project_copy / "recipes")
-    shutil.copy(ROOT / "hostfile", project_copy)
     return project_copy
 
 
