@@ -7,7 +7,6 @@ that stand for hosts of two processes: one is killed with its processes, and ano
 """
 
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -17,12 +16,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean
 
+import psutil
+
 from common.run.plots import Panel, panels
 from common.system.cli import command_parser
 from common.system.files import read_lines
 from common.system.paths import ROOT
 
-STEPS, KILLED_AT, JOINED_AT, MEAN_OF = 1200, 200, 400, 20
+STEPS, KILLED_AT, JOINED_AT, WINDOW = 1200, 200, 400, 50
 TRAINING = ["train_vit.py", "--model", "test_vit", "--image_size", "32", "--patch_size", "8"]
 TRAINING += ["--batch_size", "96", "--per_device_batch_size", "24", "--lr", "1e-3", "--epochs", "4"]
 TRAINING += ["--max_steps", str(STEPS), "--mixed_precision", "no", "--log_every", "1", "--trackers", "none"]
@@ -46,26 +47,25 @@ def losses(folder: Path) -> list[float]:
 
 
 @contextmanager
-def host(port: int, words: list[str], log: Path) -> Iterator[subprocess.Popen]:
-    """A torchrun agent in a session of its own; at the end it is killed with its processes."""
+def host(port: int, words: list[str], log: Path) -> Iterator[psutil.Popen]:
+    """A torchrun agent; at the end it is killed with its processes, which have sessions of their own."""
     agent = ["-m", "torch.distributed.run", "--nnodes=1:2", "--nproc_per_node=2", "--max_restarts=1000"]
     agent += ["--rdzv_backend=c10d", f"--rdzv_endpoint=localhost:{port}", "--rdzv_id=1"]
     agent += ["--rdzv_conf=last_call_timeout=1,keep_alive_interval=1"]
     env = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     with open(log, "ab") as output:
         command = [sys.executable, *agent, *words]
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=env, stdout=output, stderr=output, start_new_session=True
-        )
+        process = psutil.Popen(command, cwd=ROOT, env=env, stdout=output, stderr=output)
     try:
         yield process
     finally:
         if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
+            for one in [process, *process.children(recursive=True)]:
+                one.kill()
         process.wait()
 
 
-def wait_for(folder: Path, step: int, first: subprocess.Popen) -> None:
+def wait_for(folder: Path, step: int, first: psutil.Popen) -> None:
     while len(losses(folder)) < step:
         if first.poll() is not None:
             raise SystemExit(f"the elastic run has ended before step {step}: see {folder}.log")
@@ -93,13 +93,15 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=ROOT / "docs" / "one_curve.png")
     flags = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
-    flags.folder.mkdir(parents=True)
+    flags.folder.mkdir(parents=True, exist_ok=True)
     runs = {}
     for number, name in enumerate([ONE, *CONFIGS, ELASTIC]):
         folder = flags.folder / str(number)
         words = [*TRAINING, "--data", flags.data, "--output_dir", str(folder)]
         print(f"{name}: {folder}", flush=True)
-        if name == ELASTIC:
+        if (folder / "result.json").exists():  # of an earlier start of this command
+            pass
+        elif name == ELASTIC:
             train_elastic(folder, words)
         else:
             launcher = accelerate(CONFIGS[name]) if name in CONFIGS else []
@@ -109,15 +111,15 @@ def main() -> None:
         runs[name] = losses(folder)
         gap = max(abs(a - b) for a, b in zip(runs[name], runs[ONE], strict=True))
         print(f"    {len(runs[name])} steps, largest distance of a loss {gap:.2g}", flush=True)
-    steps = range(1, STEPS + 1)
-    means = {name: [fmean(found[max(0, at - MEAN_OF) : at]) for at in steps] for name, found in runs.items()}
-    gaps = {
-        name: [max(abs(a - b), 1e-9) for a, b in zip(runs[name], runs[ONE], strict=True)] for name in runs
-    }
-    del gaps[ONE]
-    one = Panel("step", "training loss", {name: (steps, values) for name, values in means.items()})
-    apart = Panel("step", "distance from 1 process", {k: (steps, v) for k, v in gaps.items()}, is_log=True)
-    panels(flags.output, [[one, apart]], "A small ViT, eight times")
+    one = Panel("step", f"training loss, mean of {WINDOW} steps")
+    apart = Panel("step", f"distance from 1 process, most of {WINDOW} steps", is_log=True)
+    steps = range(WINDOW, STEPS + 1)
+    for name, found in runs.items():
+        gaps = [abs(a - b) for a, b in zip(found, runs[ONE], strict=True)]
+        one.curves[name] = steps, [fmean(found[end - WINDOW : end]) for end in steps]
+        if name != ONE:
+            apart.curves[name] = steps, [max(gaps[end - WINDOW : end]) for end in steps]
+    panels(flags.output, [[one, apart]], "A small ViT, trained eight times")
 
 
 if __name__ == "__main__":
