@@ -94,7 +94,7 @@ def main() -> None:
     flags = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     flags.folder.mkdir(parents=True, exist_ok=True)
-    runs = {}
+    runs, gaps = {}, {}
     for number, name in enumerate([ONE, *CONFIGS, ELASTIC]):
         folder = flags.folder / str(number)
         words = [*TRAINING, "--data", flags.data, "--output_dir", str(folder)]
@@ -109,16 +109,13 @@ def main() -> None:
                 command = [sys.executable, *launcher, *words]
                 subprocess.run(command, check=True, cwd=ROOT, stdout=log, stderr=log)
         runs[name] = losses(folder)
-        gap = max(abs(a - b) for a, b in zip(runs[name], runs[ONE], strict=True))
-        print(f"    {len(runs[name])} steps, largest distance of a loss {gap:.2g}", flush=True)
-    one = Panel("step", f"training loss, mean of {WINDOW} steps")
-    apart = Panel("step", f"distance from 1 process, most of {WINDOW} steps", is_log=True)
+        gaps[name] = max(abs(a - b) for a, b in zip(runs[name], runs[ONE], strict=True))
+        print(f"    {len(runs[name])} steps, largest distance of a loss {gaps[name]:.2g}", flush=True)
     steps = range(WINDOW, STEPS + 1)
-    for name, found in runs.items():
-        gaps = [abs(a - b) for a, b in zip(found, runs[ONE], strict=True)]
-        one.curves[name] = steps, [fmean(found[end - WINDOW : end]) for end in steps]
-        if name != ONE:
-            apart.curves[name] = steps, [max(gaps[end - WINDOW : end]) for end in steps]
+    means = {name: [fmean(found[end - WINDOW : end]) for end in steps] for name, found in runs.items()}
+    one = Panel("step", f"training loss, mean of {WINDOW} steps", {k: (steps, v) for k, v in means.items()})
+    apart = Panel("largest distance of a loss from 1 process, x 1e-6", "")
+    apart.bars = {name: 1e6 * gap for name, gap in gaps.items() if name != ONE}
     panels(flags.output, [[one, apart]], "A small ViT, trained eight times")
 
 
