@@ -55,6 +55,7 @@ class CnnB(ImageRecipe):
     train_sizes: tuple[int, ...] = flag(
         (), "image sizes in training, each for an equal part of the epochs; unset: image_size", minimum=8
     )
+    optimizer: str = flag("sgd", "`sgd` with --momentum, or `adamw`", choices=("sgd", "adamw"))
     momentum: float = flag(0.9, "SGD's momentum", minimum=0, maximum=0.999999)
     nesterov: bool = flag(True, "Nesterov's momentum")
     weight_decay: float = flag(5e-4, "on matrices and convolutions only", minimum=0)
@@ -111,13 +112,11 @@ class ResNet18(nn.Module):
 
     def __init__(self, width: int, stem: str, classes: int, blurpool: bool = False):
         super().__init__()
-        if stem == "cifar":
-            layers = [nn.Conv2d(3, width, 3, padding=1, bias=False), nn.BatchNorm2d(width)]
-            layers += [nn.ReLU(inplace=True)]
-        else:
-            layers = [nn.Conv2d(3, width, 7, stride=2, padding=3, bias=False), nn.BatchNorm2d(width)]
-            layers += [nn.ReLU(inplace=True), nn.MaxPool2d(3, stride=2, padding=1)]
-        self.stem = nn.Sequential(*layers)
+        size, stride = (3, 1) if stem == "cifar" else (7, 2)
+        conv = nn.Conv2d(3, width, size, stride, padding=size // 2, bias=False)
+        self.stem = nn.Sequential(conv, nn.BatchNorm2d(width), nn.ReLU(inplace=True))
+        if stem == "imagenet":
+            self.stem.append(nn.MaxPool2d(3, stride=2, padding=1))
         widths = [width, width, 2 * width, 4 * width, 8 * width]
         stages = [
             nn.Sequential(
@@ -173,6 +172,8 @@ def build_optimizer(model: nn.Module, recipe: CnnB, fused: bool = False) -> torc
     decayed = [p for p in model.parameters() if p.ndim > 1]
     rest = [p for p in model.parameters() if p.ndim <= 1]
     groups = [{"params": decayed, "weight_decay": recipe.weight_decay}, {"params": rest, "weight_decay": 0.0}]
+    if recipe.optimizer == "adamw":
+        return torch.optim.AdamW(groups, lr=recipe.lr, fused=True)
     nesterov = recipe.nesterov and recipe.momentum > 0
     return torch.optim.SGD(groups, recipe.lr, recipe.momentum, nesterov=nesterov, fused=fused)
 

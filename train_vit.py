@@ -60,6 +60,7 @@ class Vit(ImageRecipe):
     freeze: bool = flag(False, "train only the head: a linear probe of --pretrained or --weights")
     image_size: int = flag(224, "edge of the square that the network sees, in pixels", minimum=1)
     patch_size: int | None = flag(None, "edge of a patch in pixels; unset: the model's own", minimum=1)
+    depth: int | None = flag(None, "number of blocks; unset: the model's own", minimum=1)
     drop_path: float = flag(0.1, "share of residual branches dropped in training", minimum=0, maximum=0.99)
     dropout: float = flag(0.0, "share of activations dropped in training", minimum=0, maximum=0.99)
     half_residual: bool = flag(
@@ -97,8 +98,7 @@ def build_model(recipe: Vit, classes: int) -> nn.Module:
     """[B, 3, image_size, image_size] -> logits [B, classes]. ValueError when timm can't build it."""
     options: dict[str, Any] = {"drop_path_rate": recipe.drop_path, "drop_rate": recipe.dropout}
     options["img_size"] = recipe.image_size
-    if recipe.patch_size:
-        options["patch_size"] = recipe.patch_size
+    options |= {name: n for name in ("patch_size", "depth") if (n := getattr(recipe, name))}
     if not timm.is_model(recipe.model):
         raise ValueError(f"--model {recipe.model} is not in timm: timm.list_models('vit_*') names them")
     try:
