@@ -87,7 +87,7 @@ def underscores(word: str) -> str:
     return "--" + name[2:].replace("-", "_") + equals + value
 
 
-def add_flag(parser: argparse.ArgumentParser, field: dataclasses.Field, unit: str) -> None:
+def add_flag(parser: argparse._ActionsContainer, field: dataclasses.Field, unit: str) -> None:
     help = field.metadata["help"].replace("%", "%%").replace("images", unit) + (
         "" if field.default is None else f" (default: {as_text(field.default)})"
     )

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import inspect
 import re
 import sys
 import typing
@@ -23,6 +24,7 @@ class Job:
     """Settings of the computation, which distributed.accelerator.start needs."""
 
     unit: typing.ClassVar[str] = "images"  # the word for samples in messages
+    group: typing.ClassVar[str] = "computation"  # the heading of these flags in --help
 
     batch_size: int = flag(256, "images per optimizer step over the whole job", minimum=1, per_script=True)
     per_device_batch_size: int | None = setting(
@@ -61,6 +63,8 @@ class Job:
 @dataclass(frozen=True, kw_only=True)
 class Recipe(Job):
     """The flags that every script has. A script's own recipe adds to them and sets their defaults."""
+
+    group: typing.ClassVar[str] = "run"
 
     data: str = flag("generated", "training data", per_script=True)
     epochs: int = flag(10, "passes over the training images", minimum=1, per_script=True)
@@ -155,6 +159,8 @@ class Recipe(Job):
 class ImageRecipe(Recipe):
     """The flags that every image script has."""
 
+    group: typing.ClassVar[str] = "images"
+
     data: str = flag(
         "cifar10",
         "`digits`, `cifar10`, `synthetic`, `hub:OWNER/NAME[:CONFIG]`; a folder with class folders or parquet"
@@ -234,14 +240,17 @@ def parse(recipe_class: type[R], argv: list[str] | None = None) -> R:
     `--print_config` prints the recipe and ends the job with status 0.
     """
     fields = dataclasses.fields(recipe_class)
-    parser = Parser(prog=Path(sys.argv[0]).name, allow_abbrev=False)
-    parser.add_argument("--config", metavar="FILE", help="YAML or JSON with any of the flags below as keys")
-    parser.add_argument(
-        "--print_config", action="store_true", help="print the resolved recipe as YAML for --config, and exit"
-    )
-    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # given by the deepspeed launcher
+    parser = Parser(prog=Path(sys.argv[0]).name, usage="%(prog)s [flags]", allow_abbrev=False, add_help=False)
+    kinds = [kind for kind in recipe_class.__mro__ if dataclasses.is_dataclass(kind)]  # the own one first
+    groups = [parser.add_argument_group(vars(kind).get("group", parser.prog)) for kind in kinds]
     for field in fields:
-        add_flag(parser, field, getattr(recipe_class, "unit", "images"))
+        home = next(k for k, kind in enumerate(kinds) if field.name in inspect.get_annotations(kind))
+        add_flag(groups[home], field, getattr(recipe_class, "unit", "images"))
+    add = parser.add_argument_group("flags").add_argument
+    add("--config", metavar="FILE", help="YAML or JSON with any flags as keys")
+    add("--print_config", action="store_true", help="print the recipe as YAML for --config, and exit")
+    add("-h", "--help", action="help", help="show this, and exit")
+    add("--local_rank", type=int, help=argparse.SUPPRESS)  # given by the deepspeed launcher
     given = vars(parser.parse_args([underscores(word) for word in (sys.argv[1:] if argv is None else argv)]))
     try:
         values = read_config(Path(given["config"]), fields) if given["config"] else {}

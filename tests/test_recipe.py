@@ -108,6 +108,15 @@ def refusal(words, capsys, recipe=Sample) -> str:
     return printed
 
 
+def test_help_begins_with_the_scripts_own_flags(capsys):
+    with pytest.raises(SystemExit):
+        parse(CnnA, ["--help"])
+    shown = capsys.readouterr().out
+    order = "  --widths", "images:", "  --data ", "run:", "  --seed", "computation:", "  --compile", "flags:"
+    places = [shown.index(f"\n{word}") for word in order]
+    assert places == sorted(places)
+
+
 def test_one_process_per_host_prints(monkeypatch, capsys):
     monkeypatch.setenv("LOCAL_RANK", "1")
     with pytest.raises(SystemExit):

@@ -121,6 +121,13 @@ def test_a_mistake_is_said(words, message):
     assert "Traceback" not in output
 
 
+def test_a_script_without_a_recipe_is_not_checked(tmp_path):
+    (tmp_path / "foreign.py").write_text("raise SystemExit('it was run')\n")
+    status, output = Job([sys.executable, "doctor.py", tmp_path / "foreign.py"]).wait(60)
+    assert (status, "not checked: model, strategy and batch" in output) == (0, True), output
+    assert "it was run" not in output
+
+
 def test_one_host_with_s3_and_a_script(tmp_path, s3):  # noqa: F811
     """S3 is read with the host's own credentials. One port is taken, by this process."""
     url = upload(write_shards(tmp_path / "tiny"), "doctor-data", s3)

@@ -4,12 +4,14 @@ import json
 import math
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -90,12 +92,27 @@ def _shown(number: float | None, digits: int = 0) -> str:
     return "-" if number is None else f"{number:,.{digits}f}"
 
 
-def cluster_of(hosts: int, gpus: int, name: str | None, network_gb_s: float) -> Cluster:
-    """name: of a device; None: the one at hand. ValueError for a device that is not in the table."""
-    if not (device := find_device(name) if name else this_device()):
+def cluster_of(hosts: int, gpus: int, name: str | None, network_gb_s: float | None) -> Cluster:
+    """name: of a device; None: the one at hand. network_gb_s: None: as the device's row has it."""
+    device = named_device(name) if name else this_device()
+    return Cluster(hosts, gpus, device, network_gb_s or device.network_gb_s)
+
+
+def named_device(name: str) -> Device:
+    """The device that torch calls so, else the first whose name has these words, as `RTX 4090` or `H100`.
+
+    ValueError for a device that is not in the table.
+    """
+    if device := find_device(name):
+        return device
+    words = [set(re.findall(r"\w+", text.lower())) for text in (name, *(d.name for d in known_devices()))]
+    found = [device for device, own in zip(known_devices(), words[1:], strict=True) if words[0] <= own]
+    if not found:
         names = ", ".join(device.name for device in known_devices())
         raise ValueError(f"--gpu {name} is not in the table: choose one of {names}")
-    return Cluster(hosts, gpus, device, network_gb_s)
+    if others := ", ".join(device.name for device in found[1:]):
+        print(f"--gpu {name}: {found[0].name}; the table also has {others}")
+    return found[0]
 
 
 def this_device() -> Device:
@@ -180,20 +197,25 @@ class Planning:
             "measured": self.measure,
         }
 
-    def candidates(self) -> Iterator[Candidate]:
-        """Each strategy's trace; with `measure` its measured step, too, when all are traced."""
+    def candidates(self, report: Callable[[str], None]) -> Iterator[Candidate]:
+        """Each strategy's trace; with `measure` its measured step, too, when all are traced.
+
+        report() gets what is done, also from threads.
+        """
         with ThreadPoolExecutor(min(MOST_AT_ONCE, os.cpu_count() or 1)) as pool:
-            traced = pool.map(self._traced, self.strategies)
+            traced = pool.map(partial(self._traced, report), self.strategies)
             if not self.measure:
                 yield from traced
                 return
             done = list(traced)
         for found in done:  # one after another, undisturbed
+            report(f"timing {found.strategy}")
             is_timed = found.share and found.strategy != "offload"
             times = measured(found.strategy, found.share, self._words) if is_timed else None
             yield replace(found, measured=times)
 
-    def _traced(self, strategy: str) -> Candidate:
+    def _traced(self, report: Callable[[str], None], strategy: str) -> Candidate:
+        report(f"tracing {strategy}")
         processes, batch_size = self._processes(strategy), self.recipe.batch_size
         share = self.recipe.per_device_batch_size or batch_size // processes
         trace = self._trace(strategy, share)
