@@ -77,6 +77,9 @@ def test_wandb_has_what_metrics_jsonl_has(folder):
         (sent,) = file.parent.glob(f"files/media/images/{name}_*.png")
         with Image.open(sent) as theirs, Image.open(picture) as ours:
             assert theirs.convert("RGB").tobytes() == ours.convert("RGB").tobytes()
+    (started,) = (record.run for record in records if record.HasField("run"))
+    said = started.display_name, started.entity, started.run_group, list(started.tags), started.notes
+    assert said == ("mine", "we", "group", ["a", "b"], "some notes")
     axes = {r.metric.glob_name: r.metric.step_metric for r in records if r.HasField("metric")}
     assert axes["*"] == "step"
     items = [item for r in records for item in (*r.config.update, *r.run.config.update)]
