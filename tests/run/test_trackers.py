@@ -12,6 +12,7 @@ import pytest
 from PIL import Image
 
 from common.telemetry.summary import HOST_NUMBERS
+from export import write_curves
 from tests.conftest import CNN, Job, lines, metrics, mutate, python, result, run, wait_until
 from tests.run.conftest import FLAGS
 
@@ -37,6 +38,20 @@ def test_tensorboard_has_what_metrics_jsonl_has(folder):
         (event,) = events.Images(name)
         with Image.open(file) as image:
             assert (event.step, event.width, event.height) == (30, *image.size)
+
+
+def test_curves_for_the_hub_have_neither_recipe_nor_pictures(folder, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    write_curves(folder / result(folder)["checkpoint"] / "model.safetensors", tmp_path)
+    theirs, ours = (EventAccumulator(str(place)).Reload() for place in (tmp_path, folder / "tensorboard"))
+    assert theirs.Tags() == ours.Tags() | {"images": []}
+    assert all(theirs.Scalars(name) == ours.Scalars(name) for name in ours.Tags()["scalars"])
+    has_recipe = [
+        any(b"output_dir" in file.read_bytes() for file in place.iterdir())
+        for place in (tmp_path, folder / "tensorboard")
+    ]
+    assert has_recipe == [False, True]
 
 
 def test_tensorboard_shows_one_run_with_its_hyper_parameters(folder):
