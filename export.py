@@ -89,10 +89,7 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def write_curves(weights: Path, folder: Path) -> None:
-    """Writes the curves of the run with this checkpoint as TensorBoard events, which the hub shows.
-
-    Without the recipe, which has paths, and without pictures.
-    """
+    """Writes the curves of the checkpoint's run as TensorBoard events, without its recipe and pictures."""
     from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
     from tensorboard.summary.writer.record_writer import RecordWriter
 

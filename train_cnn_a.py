@@ -57,6 +57,8 @@ class CnnA(ImageRecipe):
         if len(self.widths) < 3:
             given = ",".join(map(str, self.widths))
             raise ValueError(f"--widths {given}: at least three numbers are needed, as 32,64,128")
+        if not self.padding and self.image_size <= 3 * self.kernel_size:
+            raise ValueError(f"--image_size {self.image_size} is too small for --no_padding")
 
 
 # --- Model ------------------------------------------------------------------------------------------------
@@ -76,28 +78,26 @@ class Net(nn.Module):
 
     _no_split_modules = ("Block",)  # what FSDP wraps one by one
 
-    def __init__(self, widths: tuple[int, ...], kernel_size: int, padding: int, edge: int, classes: int):
+    def __init__(self, recipe: CnnA, classes: int):
         super().__init__()
-        first = Block(3, widths[0], kernel_size, padding)
-        self.blocks = nn.Sequential(first, Block(widths[0], widths[1], kernel_size, padding))
-        self.hidden = nn.Linear(widths[1] * edge**2, widths[2])
+        first, second, *widths = recipe.widths
+        size, padding = recipe.kernel_size, recipe.kernel_size // 2 if recipe.padding else 0
+        self.blocks = nn.Sequential(Block(3, first, size, padding), Block(first, second, size, padding))
+        edge = recipe.image_size  # after the blocks:
+        for _ in self.blocks:
+            edge = (edge + 2 * padding - size + 1) // 2
+        self.hidden = nn.Linear(second * edge**2, widths[0])
         self.more = nn.Sequential()  # further hidden layers
-        for k in range(3, len(widths)):
+        for k in range(1, len(widths)):
             self.more.append(nn.Sequential(nn.Linear(widths[k - 1], widths[k]), nn.ReLU()))
         self.head = nn.Linear(widths[-1], classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.blocks(x).flatten(1)  # [B, widths[1] * edge ** 2]
-        return self.head(self.more(F.relu(self.hidden(x))))
+        return self.head(self.more(F.relu(self.hidden(self.blocks(x).flatten(1)))))
 
 
 def build_model(recipe: CnnA, classes: int) -> nn.Module:
-    padding, edge = recipe.kernel_size // 2 if recipe.padding else 0, recipe.image_size
-    for _ in range(2):  # a convolution, then pooling
-        edge = (edge + 2 * padding - recipe.kernel_size + 1) // 2
-    if edge < 1:
-        raise ValueError(f"--image_size {recipe.image_size} is too small for these convolutions")
-    return Net(recipe.widths, recipe.kernel_size, padding, edge, classes)
+    return Net(recipe, classes)
 
 
 # --- Data -------------------------------------------------------------------------------------------------

@@ -118,14 +118,11 @@ class ResNet18(nn.Module):
         if stem == "imagenet":
             self.stem.append(nn.MaxPool2d(3, stride=2, padding=1))
         widths = [width, width, 2 * width, 4 * width, 8 * width]
-        stages = [
-            nn.Sequential(
-                Block(widths[i], widths[i + 1], stride=1 if i == 0 else 2, blurpool=blurpool),
-                Block(widths[i + 1], widths[i + 1], stride=1, blurpool=blurpool),
-            )
-            for i in range(4)
-        ]
-        self.stages = nn.Sequential(*stages)
+        self.stages = nn.Sequential()
+        for i in range(4):
+            first = Block(widths[i], widths[i + 1], stride=1 if i == 0 else 2, blurpool=blurpool)
+            second = Block(widths[i + 1], widths[i + 1], stride=1, blurpool=blurpool)
+            self.stages.append(nn.Sequential(first, second))
         self.head = nn.Linear(8 * width, classes)
         for module in self.modules():
             if isinstance(module, nn.Conv2d):  # arXiv 1502.01852

@@ -53,9 +53,7 @@ class Vit(ImageRecipe):
     model: str = flag("vit_base_patch32_224", "any Vision Transformer of timm")
     pretrained: bool = flag(False, "start from the hub's weights for the model")
     weights: str | None = flag(
-        None,
-        "start from these weights: a safetensors file, a run's folder or a checkpoint's folder; the head is"
-        " new if the number of classes differs",
+        None, "start from a safetensors file, a run's or a checkpoint's folder; other classes have a new head"
     )
     freeze: bool = flag(False, "train only the head: a linear probe of --pretrained or --weights")
     image_size: int = flag(224, "edge of the square that the network sees, in pixels", minimum=1)

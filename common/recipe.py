@@ -242,7 +242,7 @@ def parse(recipe_class: type[R], argv: list[str] | None = None) -> R:
     fields = dataclasses.fields(recipe_class)
     parser = Parser(prog=Path(sys.argv[0]).name, usage="%(prog)s [flags]", allow_abbrev=False, add_help=False)
     kinds = [kind for kind in recipe_class.__mro__ if dataclasses.is_dataclass(kind)]  # the own one first
-    groups = [parser.add_argument_group(vars(kind).get("group", parser.prog)) for kind in kinds]
+    groups: list[Any] = [parser.add_argument_group(vars(kind).get("group", parser.prog)) for kind in kinds]
     for field in fields:
         home = next(k for k, kind in enumerate(kinds) if field.name in inspect.get_annotations(kind))
         add_flag(groups[home], field, getattr(recipe_class, "unit", "images"))

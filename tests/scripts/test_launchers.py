@@ -51,8 +51,12 @@ AFTERWARDS = [
     for command in IN_BLOCKS
     if re.search(r"(validate|verify|find_batch_size|logbook|export|predict)\.py", command)
 ]
+# tests/scripts/test_launch.py starts them on virtual hosts
+ONE_GPU_EACH = [
+    c for c in LAUNCHES if re.search(r"--machine_rank R|--nproc_per_node=1 --master|--master_addr IP ", c)
+]
 PHOTOGRAPHS = [command for command in IN_BLOCKS if re.match("python .*photographs", command)]
-OTHERS = [*CONTINUED, *PRACTICE, *DRILLS, *AFTERWARDS, *PHOTOGRAPHS]
+OTHERS = [*CONTINUED, *PRACTICE, *DRILLS, *AFTERWARDS, *PHOTOGRAPHS, *ONE_GPU_EACH]
 LAUNCHES = [command for command in LAUNCHES if command not in OTHERS]
 BENCHMARKS = [command for command in IN_TABLES if command.startswith("python -m benchmarks")]
 
@@ -231,6 +235,37 @@ def test_no_command_is_left_out():
         if command.startswith("python -m pytest"):
             assert (ROOT / command.split()[-1]).exists(), command
     assert len(LAUNCHES) > 15
+
+
+# What the authors of five write-ups type to repeat theirs; tests of this file, or those it names, start it.
+WRITE_UPS = {
+    "three networks of a first course": [
+        "python train_cnn_a.py --config recipes/cnn_a_lenet.yaml",
+        "python train_cnn_b.py --config recipes/cnn_b_cifar10_adamw.yaml",
+        "python train_vit.py --config recipes/vit_mini_cifar10.yaml",
+    ],
+    "FSDP and DDP": [
+        "make experiment_vit SIZE=full DATA=/data/cifar10 BATCH=largest S3_PREFIX=s3://bucket/vit",
+        *ONE_GPU_EACH,
+        "make tensorboard",
+    ],
+    "ImageNet on a cluster": [
+        "python prep_imagenet.py --data /downloads --out /data/imagenet256 --resize 256",
+        "python doctor.py --hostfile hostfile --config_file accelerate_configs/ddp_2x2gpu.yaml",
+        "python launch.py --hostfile hostfile --min_hosts 1 train_vit.py",
+    ],
+    "first steps": [
+        "python launch.py --mode single-node --gpus 2 --epochs 5 --data-size 8192",
+        "accelerate launch --config_file accelerate_configs/ddp_2gpu.yaml train_hello.py --hidden_size 256",
+    ],
+    "one GPU, two, two hosts": [*MODEL_FOLDER, "make experiment_speedup DATA=/data/cifar10"],
+}
+
+
+@pytest.mark.parametrize("write_up", WRITE_UPS)
+def test_a_write_up_is_repeated_by_commands_of_the_documents(write_up):
+    assert len(ONE_GPU_EACH) == 3
+    assert set(WRITE_UPS[write_up]) <= set(IN_BLOCKS)
 
 
 @pytest.mark.full

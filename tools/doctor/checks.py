@@ -270,16 +270,13 @@ def compare_hosts(facts: Facts) -> Iterator[Finding]:
     every = facts.items()
     rows = [  # code, name, the value on each host, fails
         *(
-            ("versions", name, {host: own["versions"].get(name) for host, own in every}, True)
-            for name in dict.fromkeys(name for own in facts.values() for name in own["versions"])
+            (code, name, {host: own[code].get(name) for host, own in every}, True)
+            for code in ("versions", "code")
+            for name in sorted({name for own in facts.values() for name in own[code]})
         ),
         ("slots", "a GPU", {host: bool(own["devices"]["gpus"]) for host, own in every}, True),
         ("driver", "driver", {host: own["devices"]["driver"] for host, own in every}, False),
         ("driver", "NCCL", {host: own["nccl"] for host, own in every}, True),
-        *(
-            ("code", file, {host: own["code"].get(file) for host, own in every}, True)
-            for file in sorted({file for own in facts.values() for file in own["code"]})
-        ),
     ]
     digests = {h: own["data"]["digest"] for h, own in every if "digest" in (own["data"] or {})}
     for code, name, values, fails in [*rows, ("data", "the content of --data", digests, True)]:

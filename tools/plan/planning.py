@@ -27,16 +27,8 @@ from tools.plan import cost
 from tools.plan.cost import Cluster, Measured, StepTime, Trace
 
 MOST_AT_ONCE = 4  # traces, of about 1 GiB each
-CONFIGS = {  # strategy: its config file
-    "single": "single_gpu",
-    "ddp": "ddp_4gpu",
-    "fsdp": "fsdp_4gpu",
-    "hybrid": "fsdp_2x4gpu",
-    "zero1": "zero1_4gpu",
-    "zero2": "zero2_4gpu",
-    "zero3": "zero3_4gpu",
-    "offload": "zero3_offload_4gpu",
-}
+STRATEGIES = ("single", "ddp", "fsdp", "hybrid", "zero1", "zero2", "zero3", "offload")
+CONFIGS = {"single": "single_gpu", "hybrid": "fsdp_2x4gpu", "offload": "zero3_offload_4gpu"}
 ALIKE = 1.05  # times as long: more than the estimates can tell apart
 HEAD = ("strategy", "GiB", "images", "largest", "link MB", "net MB", "step ms", "images/s", "eff.", "hours")
 ROW = "{:<9}{:>7}{:>8}{:>9}{:>9}{:>8}{:>10}{:>10}{:>6}{:>9}{:>9}  {}"
@@ -105,8 +97,8 @@ def named_device(name: str) -> Device:
     """
     if device := find_device(name):
         return device
-    words = [set(re.findall(r"\w+", text.lower())) for text in (name, *(d.name for d in known_devices()))]
-    found = [device for device, own in zip(known_devices(), words[1:], strict=True) if words[0] <= own]
+    words = partial(re.findall, r"\w+")
+    found = [d for d in known_devices() if {*words(name.lower())} <= {*words(d.name.lower())}]
     if not found:
         names = ", ".join(device.name for device in known_devices())
         raise ValueError(f"--gpu {name} is not in the table: choose one of {names}")
@@ -304,7 +296,7 @@ class Planning:
 
 
 def config_file(strategy: str) -> str:
-    return f"accelerate_configs/{CONFIGS[strategy]}.yaml"
+    return f"accelerate_configs/{CONFIGS.get(strategy, f'{strategy}_4gpu')}.yaml"
 
 
 def possible(hosts: int, gpus: int, grad_compression: str) -> list[str]:
@@ -313,7 +305,7 @@ def possible(hosts: int, gpus: int, grad_compression: str) -> list[str]:
         return ["single", "offload"]
     if grad_compression != "no":  # the others refuse it
         return ["single", "ddp"]
-    return [name for name in CONFIGS if name != "hybrid" or (hosts > 1 and gpus > 1)]
+    return [name for name in STRATEGIES if name != "hybrid" or (hosts > 1 and gpus > 1)]
 
 
 def measured(strategy: str, size: int, script: Sequence[str]) -> Measured:
