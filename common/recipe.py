@@ -24,7 +24,6 @@ class Job:
     """Settings of the computation, which distributed.accelerator.start needs."""
 
     unit: typing.ClassVar[str] = "images"  # the word for samples in messages
-    group: typing.ClassVar[str] = "computation"  # the heading of these flags in --help
 
     batch_size: int = flag(256, "images per optimizer step over the whole job", minimum=1, per_script=True)
     per_device_batch_size: int | None = setting(
@@ -63,8 +62,6 @@ class Job:
 @dataclass(frozen=True, kw_only=True)
 class Recipe(Job):
     """The flags that every script has. A script's own recipe adds to them and sets their defaults."""
-
-    group: typing.ClassVar[str] = "run"
 
     data: str = flag("generated", "training data", per_script=True)
     epochs: int = flag(10, "passes over the training images", minimum=1, per_script=True)
@@ -159,8 +156,6 @@ class Recipe(Job):
 class ImageRecipe(Recipe):
     """The flags that every image script has."""
 
-    group: typing.ClassVar[str] = "images"
-
     data: str = flag(
         "cifar10",
         "`digits`, `cifar10`, `synthetic`, `hub:OWNER/NAME[:CONFIG]`; a folder with class folders or parquet"
@@ -233,6 +228,9 @@ class ImageRecipe(Recipe):
         return recorded | ({"streams": self.streams} if were_derived and are_derived else {})
 
 
+GROUPS = {"ImageRecipe": "images", "Recipe": "run", "Job": "computation"}  # headings of --help
+
+
 def parse(recipe_class: type[R], argv: list[str] | None = None) -> R:
     """The recipe from the command line; `--config FILE` sets defaults, and flags win.
 
@@ -242,7 +240,7 @@ def parse(recipe_class: type[R], argv: list[str] | None = None) -> R:
     fields = dataclasses.fields(recipe_class)
     parser = Parser(prog=Path(sys.argv[0]).name, usage="%(prog)s [flags]", allow_abbrev=False, add_help=False)
     kinds = [kind for kind in recipe_class.__mro__ if dataclasses.is_dataclass(kind)]  # the own one first
-    groups: list[Any] = [parser.add_argument_group(vars(kind).get("group", parser.prog)) for kind in kinds]
+    groups: list[Any] = [parser.add_argument_group(GROUPS.get(kind.__name__, parser.prog)) for kind in kinds]
     for field in fields:
         home = next(k for k, kind in enumerate(kinds) if field.name in inspect.get_annotations(kind))
         add_flag(groups[home], field, getattr(recipe_class, "unit", "images"))

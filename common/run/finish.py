@@ -143,7 +143,6 @@ def result(
     """
     accelerator, batch, state = run.accelerator, run.batch, run.state
     layout = run.saver.training.layout
-    shapes = layout.frozen_shapes() | layout.shapes()
     memory = run.final.get("memory_gib") or [memory_gib(accelerator)]
     return {
         "script": script_name(),
@@ -157,7 +156,7 @@ def result(
         "processes": batch.processes,
         "device": job.device_name(accelerator),
         "data": run.recipe.data,
-        "parameters": sum(math.prod(shape) for shape in shapes.values()),
+        "parameters": sum(map(math.prod, (layout.frozen_shapes() | layout.shapes()).values())),
         "batch_size": batch.total,
         "per_device_batch_size": batch.per_device,
         "accumulation_steps": batch.accumulations,

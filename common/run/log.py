@@ -127,9 +127,8 @@ class RunLog:
 
     def write(self, values: dict[str, float], telemetry: dict[str, float] | None = None) -> None:
         """Writes a line, with the script's scalars that are finite. telemetry: for the trackers only."""
-        own = {name: float(value) for name, value in self.scalars.items()}
-        self.scalars = {}
-        values = {name: value for name, value in own.items() if math.isfinite(value)} | values
+        own, self.scalars = self.scalars, {}
+        values = {name: float(value) for name, value in own.items() if math.isfinite(value)} | values
         line = self._write_mark(values)
         step = int(line.pop("step"))
         try:

@@ -91,10 +91,7 @@ def cluster_of(hosts: int, gpus: int, name: str | None, network_gb_s: float | No
 
 
 def named_device(name: str) -> Device:
-    """The device that torch calls so, else the first whose name has these words, as `RTX 4090` or `H100`.
-
-    ValueError for a device that is not in the table.
-    """
+    """The device that torch calls so, else the first whose name has these words. ValueError without one."""
     if device := find_device(name):
         return device
     words = partial(re.findall, r"\w+")
@@ -190,10 +187,7 @@ class Planning:
         }
 
     def candidates(self, report: Callable[[str], None]) -> Iterator[Candidate]:
-        """Each strategy's trace; with `measure` its measured step, too, when all are traced.
-
-        report() gets what is done, also from threads.
-        """
+        """Each strategy's trace; with `measure` its measured step, too. report() gets what is being done."""
         with ThreadPoolExecutor(min(MOST_AT_ONCE, os.cpu_count() or 1)) as pool:
             traced = pool.map(partial(self._traced, report), self.strategies)
             if not self.measure:
@@ -271,8 +265,7 @@ class Planning:
 
     def recommendation(self, lines: Sequence[Line]) -> str:
         """The fastest strategy that fits, its command, and why not the others."""
-        single = [] if self.cluster.processes == 1 else ["single"]
-        candidates = [line for line in lines if line.strategy not in single]
+        candidates = [line for line in lines if line.strategy != "single" or self.cluster.processes == 1]
         if not (fitting := [line for line in candidates if line.images]):
             return "nothing fits: take more GPUs, --grad_checkpointing or a smaller model"
         fastest = max(line.images_per_s or 0 for line in fitting)
@@ -292,9 +285,6 @@ class Planning:
         return "\n".join([begin, f"    {shlex.join(words)}", *rest])
 
 
-# --- Strategies
-
-
 def config_file(strategy: str) -> str:
     return f"accelerate_configs/{CONFIGS.get(strategy, f'{strategy}_4gpu')}.yaml"
 
@@ -309,10 +299,7 @@ def possible(hosts: int, gpus: int, grad_compression: str) -> list[str]:
 
 
 def measured(strategy: str, size: int, script: Sequence[str]) -> Measured:
-    """Times the strategy's engine on micro-batches of `size` images, in one process on the device at hand.
-
-    script: the script and its flags; a later flag wins.
-    """
+    """Times the strategy's engine on micro-batches of `size` images, in one process on the device at hand."""
     env = {} if torch.cuda.is_available() else {"CUDA_VISIBLE_DEVICES": ""}
     numbers = [1, 1, size, "measure"]
     return Measured(**json.loads(_step(strategy, numbers, script, env, f"--measure: {strategy}")))
