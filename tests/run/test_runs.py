@@ -3,25 +3,12 @@
 import json
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from PIL import Image
 
 from common.run.finish import show
-from common.run.run import Run
-from tests.conftest import (
-    Job,
-    full,
-    insert_in_loop,
-    metrics,
-    mutate,
-    python,
-    read_until,
-    result,
-    run,
-    torchrun,
-)
+from tests.conftest import Job, full, metrics, python, read_until, result, torchrun
 
 
 def test_the_name_and_the_result_have_what_a_log_book_needs(folder):
@@ -58,32 +45,6 @@ def test_a_closed_output_stops_nothing(launcher, tmp_path):
     assert job.process.wait(60) == 0
     found = result(tmp_path / "run")
     assert (found["status"], found["steps"], found["error"]) == ("finished", 60, None)
-
-
-def test_a_scripts_own_scalars_are_in_the_next_line(project_copy, tmp_path):
-    insert_in_loop(
-        project_copy, "train_hello.py", "run.log_scalars({'train/own': step, 'train/bad': math.nan})"
-    )
-    evaluated = "            if run.should_evaluate(step):\n"
-    own = "                run.log_scalars({'val/own': torch.tensor(step / 2)})\n"
-    mutate(project_copy, "train_hello.py", evaluated, evaluated + own)
-    words = [
-        "train_hello.py",
-        "--data_size",
-        "640",
-        "--epochs",
-        "2",
-        "--log_every",
-        "10",
-        "--trackers",
-        "none",
-    ]
-    run([*python(), *words, "--output_dir", tmp_path / "run"], cwd=project_copy)
-    for name, loss, values in (("train/own", "train/loss", [9, 19]), ("val/own", "val/loss", [5, 10])):
-        assert [line[name] for line in metrics(tmp_path / "run") if loss in line] == values
-    assert "bad" not in (tmp_path / "run" / "metrics.jsonl").read_text()
-    with pytest.raises(ValueError, match="log_scalars: own: give it a group, as train/own"):
-        Run.log_scalars(SimpleNamespace(log=None), {"own": 1.0})
 
 
 RESULT = {"script": "train_vit", "strategy": "ddp", "processes": 2, "device": "CPU", "data": "digits"}

@@ -11,6 +11,7 @@ import psutil
 import pytest
 from PIL import Image
 
+from common.run.run import Run
 from common.telemetry.summary import HOST_NUMBERS
 from export import write_curves
 from tests.conftest import CNN, Job, lines, metrics, mutate, python, result, run, wait_until
@@ -100,6 +101,20 @@ def test_wandb_has_what_metrics_jsonl_has(folder):
     items = [item for r in records for item in (*r.config.update, *r.run.config.update)]
     config = {item.key: json.loads(item.value_json) for item in items}
     assert (config["batch_size"], config["strategy"], config["processes"]) == (64, "ddp", 2)
+
+
+def test_a_scripts_own_scalars_are_in_the_next_line(project_copy, tmp_path):
+    call = "            if run.should_evaluate(step):\n"
+    own = "            run.log_scalars({'train/own': step, 'train/bad': math.nan})\n"
+    of_evaluation = "                run.log_scalars({'val/own': torch.tensor(step / 2)})\n"
+    mutate(project_copy, "train_hello.py", call, own + call + of_evaluation)
+    words = ["train_hello.py", "--data_size", "640", "--epochs", "2", "--log_every", "10"]
+    run([*python(), *words, "--trackers", "none", "--output_dir", tmp_path / "run"], cwd=project_copy)
+    for name, loss, values in (("train/own", "train/loss", [9, 19]), ("val/own", "val/loss", [5, 10])):
+        assert [line[name] for line in metrics(tmp_path / "run") if loss in line] == values
+    assert "bad" not in (tmp_path / "run" / "metrics.jsonl").read_text()
+    with pytest.raises(ValueError, match="log_scalars: own: give it a group, as train/own"):
+        Run.log_scalars(None, {"own": 1.0})
 
 
 def test_both_processes_share_one_log_and_one_sampler(folder):

@@ -237,35 +237,16 @@ def test_no_command_is_left_out():
     assert len(LAUNCHES) > 15
 
 
-# What the authors of five write-ups type to repeat theirs; tests of this file, or those it names, start it.
-WRITE_UPS = {
-    "three networks of a first course": [
-        "python train_cnn_a.py --config recipes/cnn_a_lenet.yaml",
-        "python train_cnn_b.py --config recipes/cnn_b_cifar10_adamw.yaml",
-        "python train_vit.py --config recipes/vit_mini_cifar10.yaml",
-    ],
-    "FSDP and DDP": [
-        "make experiment_vit SIZE=full DATA=/data/cifar10 BATCH=largest S3_PREFIX=s3://bucket/vit",
-        *ONE_GPU_EACH,
-        "make tensorboard",
-    ],
-    "ImageNet on a cluster": [
-        "python prep_imagenet.py --data /downloads --out /data/imagenet256 --resize 256",
-        "python doctor.py --hostfile hostfile --config_file accelerate_configs/ddp_2x2gpu.yaml",
-        "python launch.py --hostfile hostfile --min_hosts 1 train_vit.py",
-    ],
-    "first steps": [
-        "python launch.py --mode single-node --gpus 2 --epochs 5 --data-size 8192",
-        "accelerate launch --config_file accelerate_configs/ddp_2gpu.yaml train_hello.py --hidden_size 256",
-    ],
-    "one GPU, two, two hosts": [*MODEL_FOLDER, "make experiment_speedup DATA=/data/cifar10"],
-}
+WRITE_UPS = (
+    (ROOT / "docs" / "launching.md").read_text().partition("## Five write-ups\n")[2].partition("\n## ")[0]
+)
 
 
-@pytest.mark.parametrize("write_up", WRITE_UPS)
-def test_a_write_up_is_repeated_by_commands_of_the_documents(write_up):
-    assert len(ONE_GPU_EACH) == 3
-    assert set(WRITE_UPS[write_up]) <= set(IN_BLOCKS)
+@pytest.mark.parametrize("row", re.findall(r"^\| [^|]+ \| (`.*`) \|$", WRITE_UPS, re.MULTILINE))
+def test_a_write_up_is_repeated_by_commands_of_the_documents(row):
+    """Other tests of this file start them, or those that the next test names."""
+    assert set(row.strip("`").split("`<br>`")) <= set(IN_BLOCKS)
+    assert (WRITE_UPS.count("| `"), len(ONE_GPU_EACH)) == (5, 3)
 
 
 @pytest.mark.full
