@@ -77,8 +77,7 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add = parser.add_argument
     add("model", help="a run's folder, its s3:// prefix, or a checkpoint's folder")
     add("folder", help="a new folder for the files")
-    which = "which checkpoint of a run (default: best)"
-    add("--which", choices=("best", "latest"), default="best", help=which)
+    add("--which", choices=("best", "latest"), default="best", help="checkpoint of a run (default: best)")
     add("--script", help="the script that trained the model, if not one of this project")
     add("--onnx", action="store_true", help=f"write model.onnx, too; needs: {OPTIONAL}")
     add("--push", metavar="OWNER/NAME", help="upload the folder to this repository of the hub")

@@ -6,8 +6,7 @@
 
 Runs the script's model and optimizer under each strategy as rank 0 of the cluster: Accelerate, DDP, FSDP2
 and DeepSpeed themselves, on tensors without contents. Memory is the largest sum of live tensors, by torch's
-MemTracker; the bytes sent are those of the collectives that were called. Both are counted, not estimated;
-docs/performance.md compares the memory with real trainings on CPU processes.
+MemTracker; the bytes sent are those of the collectives that were called. Both are counted, not estimated.
 
 Time and price are estimates from data sheets (common/telemetry/devices.yaml) by the formulas of
 tools/plan/cost.py. With --measure the cluster is made of the device at hand, on which a few steps under

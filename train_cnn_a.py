@@ -6,7 +6,6 @@ and flips (arXiv 1512.03385, section 4.2).
 
     accelerate launch --config_file accelerate_configs/cpu.yaml train_cnn_a.py --data digits
     accelerate launch --config_file accelerate_configs/ddp_2gpu.yaml train_cnn_a.py
-    torchrun --nproc_per_node=2 train_cnn_a.py --widths 4,8,32
 """
 
 import math
@@ -38,9 +37,7 @@ class CnnA(ImageRecipe):
     epochs: int = flag(10, "passes over the training images", minimum=1)
     batch_size: int = flag(128, "images per optimizer step over the whole job", minimum=1)
     lr: float = flag(3e-3, "peak learning rate", minimum=0)
-    widths: tuple[int, ...] = flag(
-        (32, 64, 128), "channels of the two convolutions, and widths of the hidden layers", minimum=1
-    )
+    widths: tuple[int, ...] = flag((32, 64, 128), "of two convolutions, then of hidden layers", minimum=1)
     kernel_size: int = flag(3, "edge of the convolutions' kernels, in pixels", minimum=1)
     padding: bool = flag(True, "pad, so that convolutions keep an image's size; off by `--no_padding`")
     image_size: int = flag(32, "edge of the square that the network sees, in pixels", minimum=4)
@@ -55,8 +52,7 @@ class CnnA(ImageRecipe):
     def __post_init__(self) -> None:
         super().__post_init__()
         if len(self.widths) < 3:
-            given = ",".join(map(str, self.widths))
-            raise ValueError(f"--widths {given}: at least three numbers are needed, as 32,64,128")
+            raise ValueError(f"--widths {','.join(map(str, self.widths))}: at least three, as 32,64,128")
         if not self.padding and self.image_size <= 3 * self.kernel_size:
             raise ValueError(f"--image_size {self.image_size} is too small for --no_padding")
 
@@ -83,9 +79,8 @@ class Net(nn.Module):
         first, second, *widths = recipe.widths
         size, padding = recipe.kernel_size, recipe.kernel_size // 2 if recipe.padding else 0
         self.blocks = nn.Sequential(Block(3, first, size, padding), Block(first, second, size, padding))
-        edge = recipe.image_size  # after the blocks:
-        for _ in self.blocks:
-            edge = (edge + 2 * padding - size + 1) // 2
+        lost = size - 1 - 2 * padding  # pixels of an edge, in each convolution
+        edge = ((recipe.image_size - lost) // 2 - lost) // 2
         self.hidden = nn.Linear(second * edge**2, widths[0])
         self.more = nn.Sequential()  # further hidden layers
         for k in range(1, len(widths)):
@@ -120,8 +115,7 @@ def training_batches(
 
 
 def build_optimizer(model: nn.Module, recipe: CnnA) -> torch.optim.Optimizer:
-    # Weight decay on matrices and convolutions only: it would pull biases and norms to zero without making
-    # the model simpler.
+    # Weight decay would pull biases and norms to zero without making the model simpler.
     decayed = [p for p in model.parameters() if p.ndim > 1]
     rest = [p for p in model.parameters() if p.ndim <= 1]
     groups = [{"params": decayed, "weight_decay": recipe.weight_decay}, {"params": rest, "weight_decay": 0.0}]

@@ -45,8 +45,7 @@ class CnnB(ImageRecipe):
     lr: float = flag(0.1, "peak learning rate", minimum=0)
     stem: str = flag(
         "cifar",
-        "first layers: `cifar` is 3x3 with stride 1, `imagenet` 7x7 with stride 2 and a max-pool, for 224"
-        " pixels",
+        "first layers: `cifar` is 3x3, `imagenet` 7x7 with stride 2 and a max-pool, for 224 pixels",
         choices=("cifar", "imagenet"),
     )
     width: int = flag(64, "channels of the first stage; the others have 2, 4 and 8 times as many", minimum=1)
@@ -164,8 +163,7 @@ def training_size(recipe: CnnB, epoch: int) -> int:
 
 
 def build_optimizer(model: nn.Module, recipe: CnnB, fused: bool = False) -> torch.optim.Optimizer:
-    # Weight decay on matrices and convolutions only: it would pull biases and norms to zero without making
-    # the model simpler.
+    # Weight decay would pull biases and norms to zero without making the model simpler.
     decayed = [p for p in model.parameters() if p.ndim > 1]
     rest = [p for p in model.parameters() if p.ndim <= 1]
     groups = [{"params": decayed, "weight_decay": recipe.weight_decay}, {"params": rest, "weight_decay": 0.0}]
