@@ -171,7 +171,7 @@ def _for_several(config: dict[str, Any], hosts: list[Host], timeout_s: int) -> l
 
 
 def write_deepspeed_env() -> int:
-    """Writes only what other hosts need: DeepSpeed puts it on command lines. Lines of other variables stay."""
+    """Writes what other hosts need: DeepSpeed puts it on command lines. Lines of other variables stay."""
     file = Path(".deepspeed_env")
     lines = file.read_text().splitlines() if file.exists() else []
     # Without blank lines, on which DeepSpeed's reader fails

@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from common.run.run import Run
 from common.telemetry.summary import HOST_NUMBERS
@@ -23,8 +24,6 @@ KEY = {"WANDB_API_KEY": "c0ffee" * 6 + "c0ff"}
 
 
 def test_tensorboard_has_what_metrics_jsonl_has(folder):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     events = EventAccumulator(str(folder / "tensorboard")).Reload()
     assert set(events.Tags()["scalars"]) == curves(folder).keys() | TELEMETRY
     for name, ours in curves(folder).items():
@@ -42,22 +41,16 @@ def test_tensorboard_has_what_metrics_jsonl_has(folder):
 
 
 def test_curves_for_the_hub_have_neither_recipe_nor_pictures(folder, tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     write_curves(folder / result(folder)["checkpoint"] / "model.safetensors", tmp_path)
     theirs, ours = (EventAccumulator(str(place)).Reload() for place in (tmp_path, folder / "tensorboard"))
     assert theirs.Tags() == ours.Tags() | {"images": []}
     assert all(theirs.Scalars(name) == ours.Scalars(name) for name in ours.Tags()["scalars"])
-    has_recipe = [
-        any(b"output_dir" in file.read_bytes() for file in place.iterdir())
-        for place in (tmp_path, folder / "tensorboard")
-    ]
-    assert has_recipe == [False, True]
+    for place, has_recipe in ((tmp_path, False), (folder / "tensorboard", True)):
+        assert any(b"output_dir" in file.read_bytes() for file in place.iterdir()) == has_recipe
 
 
 def test_tensorboard_shows_one_run_with_its_hyper_parameters(folder):
     """The hyper-parameters are in the run's own folder, with the names of the headline curves."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from tensorboard.plugins.hparams import metadata
 
     assert {path.parent for path in folder.rglob("events.out.tfevents*")} == {folder / "tensorboard"}
@@ -183,9 +176,7 @@ def server(request) -> Iterator[tuple[str, list]]:
             if status is None:
                 closing.wait()
                 return
-            self.send_response(status)
-            self.send_header("Content-Length", "0")
-            self.end_headers()
+            self.send_error(status)
 
         do_GET = do_PUT = do_POST
 

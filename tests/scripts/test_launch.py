@@ -18,19 +18,7 @@ import launch
 from cluster import drill
 from cluster import virtual_cluster as hosts
 from common.order import order
-from tests.conftest import (
-    ROOT,
-    TRAINING,
-    Job,
-    assert_same_losses,
-    full,
-    lines,
-    per_device,
-    result,
-    run,
-    torchrun,
-    wait_until,
-)
+from tests.conftest import ROOT, TRAINING, Job, assert_same_losses, full, per_device, result, run, wait_until
 from tests.support.commands import call
 
 HELLO = ["train_hello.py", "--trackers", "none", "--mixed_precision", "no"]
@@ -79,9 +67,8 @@ def ranks_on(host: str) -> list[psutil.Process]:
 
 # The commands of docs/launching.md for two hosts with one GPU each, without their script, and two more
 _, _, PAGE = (ROOT / "docs" / "launching.md").read_text().partition("## Hosts with one GPU each\n")
-ROADS = {
-    line.split()[0]: line.removesuffix(" train_cnn_a.py") for line in PAGE.split("```")[3].splitlines()[1:]
-}
+COMMANDS = PAGE.split("```")[3].splitlines()[1:]
+ROADS = {line.split()[0]: line.removesuffix(" train_cnn_a.py") for line in COMMANDS}
 C10D = "--rdzv_backend=c10d --rdzv_endpoint=node1:29500 --rdzv_id=1"
 ROADS["c10d"] = f"torchrun --nnodes=2 --nproc_per_node=1 {C10D}"
 ROADS["deepspeed, ZeRO-2"] = ROADS["deepspeed"]
@@ -346,7 +333,8 @@ def test_a_host_lost_for_good(cluster, tmp_path):
         hosts.revive("node2")  # for the next test: this one leaves it out
     saved = training.continues("--exclude", "node2")
     assert result(training.folder)["processes"] == 1
-    ours = {line["step"]: line["samples"] for line in lines(training.folder / "samples.jsonl")}
+    with open(training.folder / "samples.jsonl") as file:
+        ours = {line["step"]: line["samples"] for line in map(json.loads, file)}
     assert sorted(ours) == list(range(1, saved + 11))
     for step, samples in ours.items():
         epoch, within = divmod(step - 1, 64)
@@ -448,7 +436,15 @@ for process in psutil.process_iter():
 def test_ranks_on_one_host_listen_on_loopback_alone(cluster, tmp_path):
     """The host's name leads to an address that other hosts reach, as on most clouds."""
     named = ["unshare", "--uts", "sh", "-c", 'hostname 10.77.0.1 && exec "$@"', "sh"]
-    words = [*named, *torchrun(2), *LONG, "--output_dir", tmp_path / "run"]
+    words = [
+        *named,
+        "torchrun",
+        "--standalone",
+        "--nproc_per_node=2",
+        *LONG,
+        "--output_dir",
+        tmp_path / "run",
+    ]
     job = Job(hosts.inside("node1", words, ROOT))
     try:
         wait_until((tmp_path / "run" / "metrics.jsonl").exists, job, 120)
