@@ -64,6 +64,7 @@ def test_a_config_file_sets_defaults_and_flags_win(name, tmp_path):
 def test_wrong_flags(words, message, capsys):
     assert message in refusal(words, capsys)
     assert "--widths 4,8: at least three, as" in refusal(["--widths", "4,8"], capsys, CnnA)  # its own
+    assert "8 is too small for --no_padding" in refusal(["--no_padding", "--image_size=8"], capsys, CnnA)
 
 
 @pytest.mark.parametrize(
