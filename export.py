@@ -17,7 +17,7 @@ README.md          a model card: data, recipe, metrics; add the licence yourself
 timm loads its own models by `timm.create_model("local-dir:FOLDER", pretrained=True)`, and from the hub by
 `hf-hub:OWNER/NAME`. Before the folder appears, the model is loaded from the new files, and its logits on
 images of the data are compared: equal bits, and within 1e-4 by ONNX Runtime. --push uploads the folder with
-the hub's own client; `hf auth login` or HF_TOKEN gives it access.
+the hub's own client, and the run's curves, which the hub shows; `hf auth login` or HF_TOKEN gives it access.
 """
 
 import argparse
@@ -59,6 +59,8 @@ def main() -> int:
         if flags.onnx:
             tool.write_onnx(exported, about, part / "model.onnx")
             tool.check_onnx(exported, part / "model.onnx", ONNX_BOUND)
+        if flags.push:
+            write_curves(Path(exported.trained.weights), part / "runs" / exported.script.__name__)
         (part / "README.md").write_text(model_card(folder.name, exported, about), encoding="utf-8")
         if folder.exists():
             folder.rmdir()  # empty
@@ -75,8 +77,7 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add = parser.add_argument
     add("model", help="a run's folder, its s3:// prefix, or a checkpoint's folder")
     add("folder", help="a new folder for the files")
-    which = "which checkpoint of a run (default: best)"
-    add("--which", choices=("best", "latest"), default="best", help=which)
+    add("--which", choices=("best", "latest"), default="best", help="checkpoint of a run (default: best)")
     add("--script", help="the script that trained the model, if not one of this project")
     add("--onnx", action="store_true", help=f"write model.onnx, too; needs: {OPTIONAL}")
     add("--push", metavar="OWNER/NAME", help="upload the folder to this repository of the hub")
@@ -84,6 +85,21 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     if flags.push and not re.fullmatch(r"[\w.-]+/[\w.-]+", flags.push):
         parser.error(f"--push {flags.push}: give OWNER/NAME")
     return flags, others
+
+
+def write_curves(weights: Path, folder: Path) -> None:
+    """Writes the curves of the checkpoint's run as TensorBoard events, without its recipe and pictures."""
+    from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    checkpoints, run = weights.parents[1:3]
+    events = run.glob("tensorboard/events.*") if checkpoints.name == "checkpoints" else ()
+    for number, file in enumerate(sorted(events)):
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(folder / f"events.out.tfevents.{number:04}", "wb") as target:
+            for event in LegacyEventFileLoader(str(file)).Load():
+                if all(value.WhichOneof("value") == "simple_value" for value in event.summary.value):
+                    RecordWriter(target).write(event.SerializeToString())
 
 
 def push(folder: Path, name: str) -> str:

@@ -1,22 +1,18 @@
 """Starts a job on all hosts of a hostfile, over ssh, and ends it on all of them.
 
     python launch.py --hostfile hostfile --config_file accelerate_configs/ddp_2x2gpu.yaml train_cnn_a.py
-    python launch.py --hostfile hostfile --exclude worker-2 train_vit.py --epochs 5
     python launch.py --mode single-node --gpus 2
-    python launch.py --mode multi-node --gpus-per-node 2 --master-node worker-1 --worker-nodes worker-2
     python launch.py --hostfile hostfile --min_hosts 2 train_vit.py --s3 s3://my-bucket/vit-1
 
 Each host runs one `accelerate launch`, with its rank, the first host's address and the interface to it. The
 project and its Python must be at the same path on every host, and ssh must work without a prompt. The default
 script is train_hello.py. Words after the script, and unknown flags, are passed to the script.
 
-Each line of a host's output is shown after its name, and written to the host's log file. When one host fails,
-all are stopped, and the first failure is shown. After Ctrl-C, SIGTERM or SIGHUP every process saves a
-checkpoint and exits (status 75), and the same command resumes. A second Ctrl-C kills all at once.
+Each host has a log file. When one fails, all are stopped, and the first failure is shown. After Ctrl-C,
+SIGTERM or SIGHUP all save and exit (status 75), and the same command resumes. A second Ctrl-C kills all.
 
-With --min_hosts the job is elastic: when a host is lost or told to stop, the others continue from the newest
-checkpoint; a host that comes back, or is new in the hostfile, joins. Run launch.py on a machine outside of
-the job, as its own host can't be lost.
+With --min_hosts the job is elastic: the others continue when a host is lost or told to stop, and hosts may
+join. Run launch.py on a machine outside of the job, as its own host can't be lost.
 """
 
 import argparse
@@ -65,23 +61,20 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--include", default="", help="hosts and GPUs, as worker-1@worker-2:0,2")
     add("--exclude", default="", help="hosts and GPUs to leave out, in the same form")
     add("--config_file", help="one of accelerate_configs/ (default: DDP)")
-    modes = ("single-node", "multi-node")
-    add("--mode", choices=modes, help="name hosts by flags, without a hostfile")
+    add("--mode", choices=("single-node", "multi-node"), help="name hosts by flags, without a hostfile")
     add("--gpus", type=int, help="GPUs of this machine, with --mode single-node")
     add("--gpus_per_node", type=int, help="GPUs per host, with --mode multi-node")
     add("--master_node", help="the first host, with --mode multi-node")
     add("--worker_nodes", help="the other hosts, as a,b,c, with --mode multi-node")
     add("--port", type=int, default=29500, help="of the first host (default: %(default)s)")
     add("--master_addr", help="the first host's address (default: as ssh reaches it)")
-    elastic = "elastic: hosts may leave and join, at least this many stay (docs/resuming.md)"
-    add("--min_hosts", type=int, help=elastic)
+    add("--min_hosts", type=int, help="elastic: hosts may leave and join, at least this many stay")
     add("--max_hosts", type=int, help="with --min_hosts: the most hosts at once")
     add("--spot_notice", choices=SERVICES, help="stop a host at its cloud's notice of preemption")
     add("--env", action="append", default=[], metavar="NAME", help="pass this variable")
     add("--log_dir", type=Path, help="for each host's log (default: runs/launch/<time>)")
     add("--dry_run", action="store_true", help="print each host's command, and exit")
-    environment = "write .deepspeed_env for DeepSpeed's launcher, and exit"
-    add("--write_deepspeed_env", action="store_true", help=environment)
+    add("--write_deepspeed_env", action="store_true", help="write .deepspeed_env for DeepSpeed, and exit")
     mine, script = split_at_script(argv)
     flags, rest = parser.parse_known_args([underscores(word) for word in mine])
     check_positive(parser, flags, "gpus", "gpus_per_node")
@@ -130,7 +123,6 @@ def plan(flags: argparse.Namespace, hosts: list[Host] | None = None) -> LaunchPl
     if content.get("distributed_type") in ("NO", False) and (processes > 1 or flags.min_hosts):
         reason = f"this job has {processes}" if processes > 1 else "hosts may join this job"
         raise ValueError(f"--config_file {config} starts one process, and {reason}: choose another, as {DDP}")
-    # --timeout_s among the script's flags
     given = re.findall(r" --timeout_s[ =](\d+)(?= |$)", " ".join(map(underscores, flags.script)))
     timeout_s = int(given[-1]) if given else Job.timeout_s
     launcher = ["--config_file", str(config), *_for_several(content, hosts, timeout_s)]
@@ -179,12 +171,10 @@ def _for_several(config: dict[str, Any], hosts: list[Host], timeout_s: int) -> l
 
 
 def write_deepspeed_env() -> int:
-    """Writes only variables that other hosts need, as DeepSpeed puts the file's content on command lines.
-
-    Lines of other variables stay. Blank lines are removed, because DeepSpeed's reader fails on them.
-    """
+    """Writes what other hosts need: DeepSpeed puts it on command lines. Lines of other variables stay."""
     file = Path(".deepspeed_env")
     lines = file.read_text().splitlines() if file.exists() else []
+    # Without blank lines, on which DeepSpeed's reader fails
     kept = [line for line in lines if line.strip() and line.partition("=")[0] not in DEEPSPEED_ENV]
     ours = [f"{name}={os.environ[name]}" for name in DEEPSPEED_ENV if os.environ.get(name)]
     write_text(file, "".join(f"{line}\n" for line in [*kept, *ours]))

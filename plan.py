@@ -6,8 +6,7 @@
 
 Runs the script's model and optimizer under each strategy as rank 0 of the cluster: Accelerate, DDP, FSDP2
 and DeepSpeed themselves, on tensors without contents. Memory is the largest sum of live tensors, by torch's
-MemTracker; the bytes sent are those of the collectives that were called. Both are counted, not estimated;
-docs/performance.md compares the memory with real trainings on CPU processes.
+MemTracker; the bytes sent are those of the collectives that were called. Both are counted, not estimated.
 
 Time and price are estimates from data sheets (common/telemetry/devices.yaml) by the formulas of
 tools/plan/cost.py. With --measure the cluster is made of the device at hand, on which a few steps under
@@ -26,15 +25,18 @@ from common.system.files import write_json
 
 def main() -> int:
     flags = parse(sys.argv[1:])
+    from rich.console import Console
+
     from tools.plan.planning import HEAD, ROW, Line, Planning, cluster_of  # imports torch
 
     cluster = cluster_of(flags.hosts, flags.gpus, flags.gpu, flags.network_gb_s)
     plan = Planning(flags.script, cluster, flags.price_per_hour, flags.measure)
     print(plan.about, plan.links, ROW.format(*HEAD, "price", "limited by"), sep="\n", flush=True)
     lines: list[Line] = []
-    for found in plan.candidates():
-        lines.append(plan.line(found))
-        print(lines[-1], flush=True)
+    with Console().status("") as status:  # on a terminal
+        for found in plan.candidates(status.update):
+            lines.append(plan.line(found))
+            print(lines[-1], flush=True)
     print(plan.recommendation(lines))
     if flags.output:
         write_json(flags.output, plan.facts | {"lines": [asdict(line) for line in lines]})
@@ -47,9 +49,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--hosts", type=int, default=1, help="default: 1")
     add("--gpus", type=int, default=1, help="of each host (default: 1)")
-    add("--gpu", help="a device of common/telemetry/devices.yaml")
+    add("--gpu", help="a device of common/telemetry/devices.yaml, as H100")
     add("--measure", action="store_true", help="time steps on the device at hand instead of --gpu NAME")
-    add("--network_gb_s", type=float, default=12.5, help="10^9 bytes a second of a host (default: 12.5)")
+    add("--network_gb_s", type=float, help="10^9 bytes a second of a host (default: the device's, or 12.5)")
     add("--price_per_hour", type=float, help="of all hosts together, in any currency")
     add("--output", type=Path, help="also write the plan here, as JSON")
     mine, script = split_at_script(argv)

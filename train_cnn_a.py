@@ -6,7 +6,6 @@ and flips (arXiv 1512.03385, section 4.2).
 
     accelerate launch --config_file accelerate_configs/cpu.yaml train_cnn_a.py --data digits
     accelerate launch --config_file accelerate_configs/ddp_2gpu.yaml train_cnn_a.py
-    torchrun --nproc_per_node=2 train_cnn_a.py --widths 4,8,32
 """
 
 import math
@@ -38,11 +37,13 @@ class CnnA(ImageRecipe):
     epochs: int = flag(10, "passes over the training images", minimum=1)
     batch_size: int = flag(128, "images per optimizer step over the whole job", minimum=1)
     lr: float = flag(3e-3, "peak learning rate", minimum=0)
-    widths: tuple[int, ...] = flag(
-        (32, 64, 128), "channels of the two convolutions, and width of the hidden layer", minimum=1
-    )
+    widths: tuple[int, ...] = flag((32, 64, 128), "of two convolutions, then of hidden layers", minimum=1)
+    kernel_size: int = flag(3, "edge of the convolutions' kernels, in pixels", minimum=1)
+    padding: bool = flag(True, "pad, so that convolutions keep an image's size; off by `--no_padding`")
     image_size: int = flag(32, "edge of the square that the network sees, in pixels", minimum=4)
-    weight_decay: float = flag(0.05, "AdamW's, on matrices and convolutions only", minimum=0)
+    optimizer: str = flag("adamw", "`adamw`, or `sgd` with --momentum", choices=("adamw", "sgd"))
+    momentum: float = flag(0.9, "SGD's momentum", minimum=0, maximum=0.999999)
+    weight_decay: float = flag(0.05, "on matrices and convolutions only", minimum=0)
     warmup: float = flag(0.1, "share of all steps in which the learning rate rises", minimum=0, maximum=1)
     label_smoothing: float = flag(0.0, "probability given to wrong classes in training", minimum=0, maximum=1)
     clip_norm: float = flag(0.0, "maximum norm of the gradient; 0 is off", minimum=0)
@@ -50,20 +51,22 @@ class CnnA(ImageRecipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if len(self.widths) != 3:
-            given = ",".join(map(str, self.widths))
-            raise ValueError(f"--widths {given}: three numbers are needed, as 32,64,128")
+        if len(self.widths) < 3:
+            raise ValueError(f"--widths {','.join(map(str, self.widths))}: at least three, as 32,64,128")
+        if not self.padding and self.image_size <= 3 * self.kernel_size:
+            raise ValueError(f"--image_size {self.image_size} is too small for --no_padding")
 
 
 # --- Model ------------------------------------------------------------------------------------------------
 
 
 class Block(nn.Sequential):
-    """[B, width_in, H, W] -> [B, width_out, H/2, W/2]"""
+    """[B, width_in, H, W] -> [B, width_out, H/2, W/2], less what a convolution without padding cuts off"""
 
-    def __init__(self, width_in: int, width_out: int):
+    def __init__(self, width_in: int, width_out: int, kernel_size: int, padding: int):
         # Pooling before the ReLU gives the same result as after it, with a quarter of the ReLU's work.
-        super().__init__(nn.Conv2d(width_in, width_out, 3, padding=1), nn.MaxPool2d(2), nn.ReLU())
+        conv = nn.Conv2d(width_in, width_out, kernel_size, padding=padding)
+        super().__init__(conv, nn.MaxPool2d(2), nn.ReLU())
 
 
 class Net(nn.Module):
@@ -71,19 +74,25 @@ class Net(nn.Module):
 
     _no_split_modules = ("Block",)  # what FSDP wraps one by one
 
-    def __init__(self, widths: tuple[int, ...], image_size: int, classes: int):
+    def __init__(self, recipe: CnnA, classes: int):
         super().__init__()
-        self.blocks = nn.Sequential(Block(3, widths[0]), Block(widths[0], widths[1]))
-        self.hidden = nn.Linear(widths[1] * (image_size // 4) ** 2, widths[2])
-        self.head = nn.Linear(widths[2], classes)
+        first, second, *widths = recipe.widths
+        size, padding = recipe.kernel_size, recipe.kernel_size // 2 if recipe.padding else 0
+        self.blocks = nn.Sequential(Block(3, first, size, padding), Block(first, second, size, padding))
+        lost = size - 1 - 2 * padding  # pixels of an edge, in each convolution
+        edge = ((recipe.image_size - lost) // 2 - lost) // 2
+        self.hidden = nn.Linear(second * edge**2, widths[0])
+        self.more = nn.Sequential()  # further hidden layers
+        for k in range(1, len(widths)):
+            self.more.append(nn.Sequential(nn.Linear(widths[k - 1], widths[k]), nn.ReLU()))
+        self.head = nn.Linear(widths[-1], classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.blocks(x).flatten(1)  # [B, widths[1] * (image_size / 4) ** 2]
-        return self.head(F.relu(self.hidden(x)))
+        return self.head(self.more(F.relu(self.hidden(self.blocks(x).flatten(1)))))
 
 
 def build_model(recipe: CnnA, classes: int) -> nn.Module:
-    return Net(recipe.widths, recipe.image_size, classes)
+    return Net(recipe, classes)
 
 
 # --- Data -------------------------------------------------------------------------------------------------
@@ -106,11 +115,12 @@ def training_batches(
 
 
 def build_optimizer(model: nn.Module, recipe: CnnA) -> torch.optim.Optimizer:
-    # Weight decay on matrices and convolutions only: it would pull biases and norms to zero without making
-    # the model simpler.
+    # Weight decay would pull biases and norms to zero without making the model simpler.
     decayed = [p for p in model.parameters() if p.ndim > 1]
     rest = [p for p in model.parameters() if p.ndim <= 1]
     groups = [{"params": decayed, "weight_decay": recipe.weight_decay}, {"params": rest, "weight_decay": 0.0}]
+    if recipe.optimizer == "sgd":
+        return torch.optim.SGD(groups, recipe.lr, recipe.momentum)
     return torch.optim.AdamW(groups, lr=recipe.lr, fused=True)
 
 

@@ -45,8 +45,7 @@ class CnnB(ImageRecipe):
     lr: float = flag(0.1, "peak learning rate", minimum=0)
     stem: str = flag(
         "cifar",
-        "first layers: `cifar` is 3x3 with stride 1, `imagenet` 7x7 with stride 2 and a max-pool, for 224"
-        " pixels",
+        "first layers: `cifar` is 3x3, `imagenet` 7x7 with stride 2 and a max-pool, for 224 pixels",
         choices=("cifar", "imagenet"),
     )
     width: int = flag(64, "channels of the first stage; the others have 2, 4 and 8 times as many", minimum=1)
@@ -55,6 +54,7 @@ class CnnB(ImageRecipe):
     train_sizes: tuple[int, ...] = flag(
         (), "image sizes in training, each for an equal part of the epochs; unset: image_size", minimum=8
     )
+    optimizer: str = flag("sgd", "`sgd` with --momentum, or `adamw`", choices=("sgd", "adamw"))
     momentum: float = flag(0.9, "SGD's momentum", minimum=0, maximum=0.999999)
     nesterov: bool = flag(True, "Nesterov's momentum")
     weight_decay: float = flag(5e-4, "on matrices and convolutions only", minimum=0)
@@ -111,22 +111,17 @@ class ResNet18(nn.Module):
 
     def __init__(self, width: int, stem: str, classes: int, blurpool: bool = False):
         super().__init__()
-        if stem == "cifar":
-            layers = [nn.Conv2d(3, width, 3, padding=1, bias=False), nn.BatchNorm2d(width)]
-            layers += [nn.ReLU(inplace=True)]
-        else:
-            layers = [nn.Conv2d(3, width, 7, stride=2, padding=3, bias=False), nn.BatchNorm2d(width)]
-            layers += [nn.ReLU(inplace=True), nn.MaxPool2d(3, stride=2, padding=1)]
-        self.stem = nn.Sequential(*layers)
+        size, stride = (3, 1) if stem == "cifar" else (7, 2)
+        conv = nn.Conv2d(3, width, size, stride, padding=size // 2, bias=False)
+        self.stem = nn.Sequential(conv, nn.BatchNorm2d(width), nn.ReLU(inplace=True))
+        if stem == "imagenet":
+            self.stem.append(nn.MaxPool2d(3, stride=2, padding=1))
         widths = [width, width, 2 * width, 4 * width, 8 * width]
-        stages = [
-            nn.Sequential(
-                Block(widths[i], widths[i + 1], stride=1 if i == 0 else 2, blurpool=blurpool),
-                Block(widths[i + 1], widths[i + 1], stride=1, blurpool=blurpool),
-            )
-            for i in range(4)
-        ]
-        self.stages = nn.Sequential(*stages)
+        self.stages = nn.Sequential()
+        for i in range(4):
+            first = Block(widths[i], widths[i + 1], stride=1 if i == 0 else 2, blurpool=blurpool)
+            second = Block(widths[i + 1], widths[i + 1], stride=1, blurpool=blurpool)
+            self.stages.append(nn.Sequential(first, second))
         self.head = nn.Linear(8 * width, classes)
         for module in self.modules():
             if isinstance(module, nn.Conv2d):  # arXiv 1502.01852
@@ -168,11 +163,12 @@ def training_size(recipe: CnnB, epoch: int) -> int:
 
 
 def build_optimizer(model: nn.Module, recipe: CnnB, fused: bool = False) -> torch.optim.Optimizer:
-    # Weight decay on matrices and convolutions only: it would pull biases and norms to zero without making
-    # the model simpler.
+    # Weight decay would pull biases and norms to zero without making the model simpler.
     decayed = [p for p in model.parameters() if p.ndim > 1]
     rest = [p for p in model.parameters() if p.ndim <= 1]
     groups = [{"params": decayed, "weight_decay": recipe.weight_decay}, {"params": rest, "weight_decay": 0.0}]
+    if recipe.optimizer == "adamw":
+        return torch.optim.AdamW(groups, lr=recipe.lr, fused=True)
     nesterov = recipe.nesterov and recipe.momentum > 0
     return torch.optim.SGD(groups, recipe.lr, recipe.momentum, nesterov=nesterov, fused=fused)
 

@@ -9,7 +9,6 @@ batch instead of a hundred. Its accuracy is not yet measured on a GPU.
     accelerate launch --config_file accelerate_configs/fsdp_4gpu.yaml train_vit.py
     python train_vit.py --config recipes/vit_tiny_digits.yaml
     deepspeed --num_gpus 2 train_vit.py --deepspeed_config ds_configs/zero2.json --pretrained --lr 1e-4
-    python train_vit.py --config recipes/vit_b16_finetune_small.yaml --data FOLDER
 """
 
 import math
@@ -53,18 +52,15 @@ class Vit(ImageRecipe):
     model: str = flag("vit_base_patch32_224", "any Vision Transformer of timm")
     pretrained: bool = flag(False, "start from the hub's weights for the model")
     weights: str | None = flag(
-        None,
-        "start from these weights: a safetensors file, a run's folder or a checkpoint's folder; the head is"
-        " new if the number of classes differs",
+        None, "start from a safetensors file, a run's or a checkpoint's folder; other classes have a new head"
     )
     freeze: bool = flag(False, "train only the head: a linear probe of --pretrained or --weights")
     image_size: int = flag(224, "edge of the square that the network sees, in pixels", minimum=1)
     patch_size: int | None = flag(None, "edge of a patch in pixels; unset: the model's own", minimum=1)
+    depth: int | None = flag(None, "number of blocks; unset: the model's own", minimum=1)
     drop_path: float = flag(0.1, "share of residual branches dropped in training", minimum=0, maximum=0.99)
     dropout: float = flag(0.0, "share of activations dropped in training", minimum=0, maximum=0.99)
-    half_residual: bool = flag(
-        False, "keep the residual stream in bf16 or fp16, as --mixed_precision says; in fp32 without effect"
-    )
+    half_residual: bool = flag(False, "keep the residual stream in the 16 bits of --mixed_precision, too")
     mixup: float = flag(0.8, "alpha of mixup; 0 is off", minimum=0)
     cutmix: float = flag(1.0, "alpha of cutmix; 0 is off", minimum=0)
     color_jitter: float = flag(
@@ -75,9 +71,7 @@ class Vit(ImageRecipe):
     random_erasing: float = flag(0.0, "share of images in which a box is erased", minimum=0, maximum=1)
     label_smoothing: float = flag(0.1, "probability given to wrong classes in training", minimum=0, maximum=1)
     weight_decay: float = flag(0.05, "AdamW's, on matrices only", minimum=0)
-    layer_decay: float = flag(
-        1.0, "a block's learning rate over the next block's; the head has lr; 1 is off", minimum=0, maximum=1
-    )
+    layer_decay: float = flag(1.0, "a block's learning rate over the next's; 1 is off", minimum=0, maximum=1)
     warmup: float = flag(0.05, "share of all steps in which the learning rate rises", minimum=0, maximum=1)
     clip_norm: float = flag(1.0, "maximum norm of the gradient; 0 is off", minimum=0)
     ema_decay: float = flag(
@@ -97,8 +91,7 @@ def build_model(recipe: Vit, classes: int) -> nn.Module:
     """[B, 3, image_size, image_size] -> logits [B, classes]. ValueError when timm can't build it."""
     options: dict[str, Any] = {"drop_path_rate": recipe.drop_path, "drop_rate": recipe.dropout}
     options["img_size"] = recipe.image_size
-    if recipe.patch_size:
-        options["patch_size"] = recipe.patch_size
+    options |= {name: n for name in ("patch_size", "depth") if (n := getattr(recipe, name))}
     if not timm.is_model(recipe.model):
         raise ValueError(f"--model {recipe.model} is not in timm: timm.list_models('vit_*') names them")
     try:
@@ -129,12 +122,7 @@ def build_model(recipe: Vit, classes: int) -> nn.Module:
 
 
 def training_batches(
-    images: Images,
-    plan: Plan,
-    device: torch.device,
-    recipe: Vit,
-    mean: tuple[float, ...],
-    std: tuple[float, ...],
+    images: Images, plan: Plan, device: torch.device, recipe: Vit, normal: tuple[Any, Any]
 ) -> Iterator[tuple[Tensor, Tensor, np.ndarray]]:
     """Shifted, flipped and augmented: float [b, 3, S, S] channels_last, labels int64 [b], sample ids [b]."""
     batches = images.train.batches(
@@ -147,7 +135,7 @@ def training_batches(
             pixels = rand_augment(pixels, draws[:, augment.RAND_AUGMENT], layers, magnitude)
         if recipe.color_jitter:
             pixels = augment.color_jitter(pixels, draws[:, augment.COLOR], recipe.color_jitter)
-        inputs = augment.to_float(pixels, mean, std, recipe.image_size)
+        inputs = augment.to_float(pixels, *normal, recipe.image_size)  # normal: mean and deviation
         if recipe.random_erasing:
             inputs = augment.random_erasing(inputs, draws[:, augment.ERASING], recipe.random_erasing)
         yield inputs, labels, ids
@@ -157,14 +145,11 @@ def training_batches(
 
 
 def build_optimizer(model: nn.Module, recipe: Vit) -> torch.optim.Optimizer:
-    # Weight decay on matrices only: it would pull biases, norms and position embeddings to zero without
-    # making the model simpler.
+    # Weight decay would pull biases, norms and position embeddings to zero without making the model simpler.
     excluded: set[str] = getattr(model, "no_weight_decay", set)()  # as timm names them
     if recipe.layer_decay < 1:  # BEiT's (arXiv 2106.08254): each group has its `lr_scale`
-        scaled = param_groups_layer_decay(
-            model, recipe.weight_decay, excluded, layer_decay=recipe.layer_decay
-        )
-        return torch.optim.AdamW(scaled, lr=recipe.lr, fused=True)
+        parts = param_groups_layer_decay(model, recipe.weight_decay, excluded, layer_decay=recipe.layer_decay)
+        return torch.optim.AdamW(parts, lr=recipe.lr, fused=True)
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     decayed = [p for name, p in trained if p.ndim > 1 and name not in excluded]
     rest = [p for name, p in trained if p.ndim <= 1 or name in excluded]
@@ -204,7 +189,7 @@ def main(recipe: Vit, accelerator: Accelerator, batch: Batch) -> None:
         measure = partial(
             evaluate, accelerator, model, recipe=recipe, batch=batch, mean=mean, std=std, watcher=run
         )
-        batches = run.feed(training_batches(images, plan, accelerator.device, recipe, mean, std))
+        batches = run.feed(training_batches(images, plan, accelerator.device, recipe, (mean, std)))
         for step in range(steps.first, steps.last + 1):
             if run.should_evaluate(step):
                 metrics = measure(images.val)

@@ -36,15 +36,8 @@ def flag(
     per_script: each script's recipe declares its own default. repeatable: the flag of a tuple may be given
     several times, and all values count; for other flags the last value counts.
     """
-    metadata = dict(
-        help=help,
-        choices=choices,
-        minimum=minimum,
-        maximum=maximum,
-        part_of_recipe=part_of_recipe,
-        per_script=per_script,
-        repeatable=repeatable,
-    )
+    metadata = {"help": help, "choices": choices, "minimum": minimum, "maximum": maximum}
+    metadata |= {"part_of_recipe": part_of_recipe, "per_script": per_script, "repeatable": repeatable}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -65,10 +58,8 @@ class Parser(argparse.ArgumentParser):
         message = printable_lines(message)
         tell_torchrun(message)
         self.print_once(f"{self.prog}: error: {message}\n", sys.stderr)
-        if not is_hosts_first():
-            time.sleep(
-                5
-            )  # a launcher kills all processes when one exits: the first must have printed by then
+        if not is_hosts_first():  # a launcher kills all when one exits: the first must have printed by then
+            time.sleep(5)
         sys.exit(2)
 
     def print_help(self, file: Any = None) -> None:
@@ -92,7 +83,7 @@ def add_flag(parser: argparse.ArgumentParser, field: dataclasses.Field, unit: st
         "" if field.default is None else f" (default: {as_text(field.default)})"
     )
     if field.type is bool:
-        parser.add_argument(f"--{field.name}", action="store_const", const="true", help=help, default=None)
+        parser.add_argument(f"--{field.name}", action="store_const", const="true", help=help)
         parser.add_argument(
             f"--no_{field.name}", action="store_const", const="false", dest=field.name, help=argparse.SUPPRESS
         )
@@ -101,10 +92,7 @@ def add_flag(parser: argparse.ArgumentParser, field: dataclasses.Field, unit: st
         metavar = "{" + ",".join(choices) + "}" if choices else _base_type(field).__name__.upper()
         action = "append" if field.metadata["repeatable"] else "store"
         names = [f"--{field.name}", *(["--learning_rate"] if field.name == "lr" else [])]
-        parser.add_argument(
-            *names, dest=field.name, metavar=metavar, help=help, default=argparse.SUPPRESS, action=action
-        )
-        parser.set_defaults(**{field.name: None})
+        parser.add_argument(*names, dest=field.name, metavar=metavar, help=help, action=action)
 
 
 def as_text(value: Any) -> str:

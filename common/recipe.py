@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import inspect
 import re
 import sys
 import typing
@@ -227,6 +228,9 @@ class ImageRecipe(Recipe):
         return recorded | ({"streams": self.streams} if were_derived and are_derived else {})
 
 
+GROUPS = {"ImageRecipe": "images", "Recipe": "run", "Job": "computation"}  # headings of --help
+
+
 def parse(recipe_class: type[R], argv: list[str] | None = None) -> R:
     """The recipe from the command line; `--config FILE` sets defaults, and flags win.
 
@@ -234,14 +238,17 @@ def parse(recipe_class: type[R], argv: list[str] | None = None) -> R:
     `--print_config` prints the recipe and ends the job with status 0.
     """
     fields = dataclasses.fields(recipe_class)
-    parser = Parser(prog=Path(sys.argv[0]).name, allow_abbrev=False)
-    parser.add_argument("--config", metavar="FILE", help="YAML or JSON with any of the flags below as keys")
-    parser.add_argument(
-        "--print_config", action="store_true", help="print the resolved recipe as YAML for --config, and exit"
-    )
-    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # given by the deepspeed launcher
+    parser = Parser(prog=Path(sys.argv[0]).name, usage="%(prog)s [flags]", allow_abbrev=False, add_help=False)
+    kinds = [kind for kind in recipe_class.__mro__ if dataclasses.is_dataclass(kind)]  # the own one first
+    groups: list[Any] = [parser.add_argument_group(GROUPS.get(kind.__name__, parser.prog)) for kind in kinds]
     for field in fields:
-        add_flag(parser, field, getattr(recipe_class, "unit", "images"))
+        home = next(k for k, kind in enumerate(kinds) if field.name in inspect.get_annotations(kind))
+        add_flag(groups[home], field, getattr(recipe_class, "unit", "images"))
+    add = parser.add_argument_group("flags").add_argument
+    add("--config", metavar="FILE", help="YAML or JSON with any flags as keys")
+    add("--print_config", action="store_true", help="print the recipe as YAML for --config, and exit")
+    add("-h", "--help", action="help", help="show this, and exit")
+    add("--local_rank", type=int, help=argparse.SUPPRESS)  # given by the deepspeed launcher
     given = vars(parser.parse_args([underscores(word) for word in (sys.argv[1:] if argv is None else argv)]))
     try:
         values = read_config(Path(given["config"]), fields) if given["config"] else {}

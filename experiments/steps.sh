@@ -41,6 +41,7 @@ FOLDER=${FOLDER:-runs/$NAME/$SIZE}
 RUNS=()
 
 check_seeds "$SEEDS" SEEDS=
+[[ ${BATCH:-1} =~ ^([1-9][0-9]*|largest)$ ]] || refuse "BATCH=$BATCH: a number of images, or largest"
 case $SIZE in
 rehearsal)
     echo "a rehearsal: small, and on the CPUs of this machine alone"

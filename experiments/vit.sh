@@ -6,32 +6,41 @@
 #   DATA=/data/cifar10 experiments/vit.sh      a rehearsal: FSDP on 2 processes, DDP on 4, with 1.75 GiB each
 #   SIZE=full HOSTFILE=hostfile S3_PREFIX=s3://bucket/vit experiments/vit.sh      not yet measured on GPUs
 #   experiments/vit.sh --seeds 5      five runs of each training, with the seeds 0 to 4; started again it goes on
+#
+#   RECIPE=recipes/vit_b32_cifar10_finetune.yaml   with SIZE=full; recipes/vit_b32_cifar10_scratch.yaml starts afresh
+#   BATCH=512        images per step of both (64 in a rehearsal); BATCH=largest: as many as the search of each has
+#                    found for a process, times its processes. The learning rate stays the recipe's
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . experiments/steps.sh
 
 if [ "$SIZE" = full ]; then
-    batch=512 limit=() script=(train_vit.py)
+    default=512 limit=()
+    script=(train_vit.py --config "${RECIPE:-recipes/vit_b32_cifar10_finetune.yaml}")
     ways="fsdp:fsdp_4gpu:4 ddp:ddp_2x4gpu:8"
 else
-    batch=64 limit=(--memory_limit_gib=1.75)
+    default=64 limit=(--memory_limit_gib=1.75)
     script=(train_vit.py --model vit_tiny_patch16_224 --image_size 32 --patch_size 4 --drop_path 0 --mixup 0
         --cutmix 0 --ema_decay 0.9 --lr 1e-3 --epochs 1 --max_steps 40 --max_val_images 500 --log_every 5)
     ways="fsdp:fsdp_2gpu:2 ddp:ddp_4gpu:4"
 fi
-script+=("--batch_size=$batch" "--data=$DATA" --holdout=0.1)
+script+=("--data=$DATA" --holdout=0.1)
+batch=${BATCH:-$default}
 
-# largest_share SEARCH SHARE: the largest divisor of SHARE, a process's images per step, that fits by the SEARCH.
-largest_share() {
-    local size
-    if [ ! -f "$1" ]; then
-        echo "<at most $2, as $(basename "$1") says>" # in a dry run
+# choose_sizes SEARCH PROCESSES: sets `sizes`, the flags of a training: the images of a step, and of a forward the largest
+# divisor of a process's share that fits by the SEARCH; with BATCH=largest all that fit, in one forward.
+choose_sizes() {
+    local size share total=$batch
+    if [ ! -f "$1" ]; then # in a dry run
+        sizes=("--batch_size=$batch" "--per_device_batch_size=<as ${1##*/} says>")
         return
     fi
     size=$("$PYTHON" -c 'import json, sys; print(json.load(open(sys.argv[1]))["answer"])' "$1")
-    [ "$size" -le "$2" ] || size=$2
-    while [ $(($2 % size)) != 0 ]; do size=$((size - 1)); done
-    echo "$size"
+    [ "$batch" != largest ] || total=$((size * $2))
+    share=$((total / $2))
+    [ "$size" -le "$share" ] || size=$share
+    while [ $((share % size)) != 0 ]; do size=$((size - 1)); done
+    sizes=("--batch_size=$total" "--per_device_batch_size=$size")
 }
 
 searches=()
@@ -40,8 +49,8 @@ for way in $ways; do
     search=$FOLDER/${name}_batch.json report=$FOLDER/$name/validation/best
     step "largest batch, $name" "$search" find_batch_size.py --config_file "accelerate_configs/$config.yaml" \
         $(hosts_of "$config") "--output=$search" "${limit[@]}" "${script[@]}"
-    share=$(largest_share "$search" $((batch / processes)))
-    train "$name" "$config" "${script[@]}" "--per_device_batch_size=$share"
+    choose_sizes "$search" "$processes"
+    train "$name" "$config" "${script[@]}" "${sizes[@]}"
     step "all metrics, $name" "$report/report.json" validate.py "$FOLDER/$name" "--output_dir=$report"
     searches+=("$search")
 done

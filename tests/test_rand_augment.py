@@ -132,7 +132,7 @@ def test_the_training_has_it(tmp_path):
     recipe = Vit(data="digits", image_size=32, batch_size=16, randaug_layers=2, randaug_magnitude=7)
     digits = open_images(prepare_data("digits", tmp_path))
     plan = list(training_plan(digits.train, share_out(16, None, 1), 0, recipe.seed, 0, 1))
-    batches = training_batches(digits, plan, torch.device("cpu"), recipe, (0.5,) * 3, (0.5,) * 3)
+    batches = training_batches(digits, plan, torch.device("cpu"), recipe, ((0.5,) * 3,) * 2)
     inputs, _, ids = next(batches)
     draws = uniforms(recipe.seed, 0, ids, DRAWS)
     images = torch.from_numpy(digits.train.images)

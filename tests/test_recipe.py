@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from dataclasses import dataclass
 
 import pytest
@@ -62,7 +63,8 @@ def test_a_config_file_sets_defaults_and_flags_win(name, tmp_path):
 )
 def test_wrong_flags(words, message, capsys):
     assert message in refusal(words, capsys)
-    assert "--widths 4,8: three numbers are needed" in refusal(["--widths", "4,8"], capsys, CnnA)  # its own
+    assert "--widths 4,8: at least three, as" in refusal(["--widths", "4,8"], capsys, CnnA)  # its own
+    assert "8 is too small for --no_padding" in refusal(["--no_padding", "--image_size=8"], capsys, CnnA)
 
 
 @pytest.mark.parametrize(
@@ -106,6 +108,13 @@ def refusal(words, capsys, recipe=Sample) -> str:
     printed = capsys.readouterr().err
     assert printed.count("\n") == 1, printed
     return printed
+
+
+def test_help_begins_with_the_scripts_own_flags(capsys):
+    with pytest.raises(SystemExit):
+        parse(CnnA, ["--help"])
+    order = r"  --widths.*^images:.*^  --data .*^run:.*^  --seed.*^computation:.*^  --compile.*^flags:"
+    assert re.search(order, capsys.readouterr().out, re.DOTALL | re.MULTILINE)
 
 
 def test_one_process_per_host_prints(monkeypatch, capsys):

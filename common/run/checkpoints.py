@@ -136,9 +136,8 @@ class Checkpoints:
             return
         per_rank = self.run.exchange.poll.gather(self.meter.ids)
         self.meter.ids = []
-        if log := self.run.log:
-            batch = self.run.batch
-            log.write_samples(per_rank, batch.per_device * batch.accumulations)
+        if self.run.log:
+            self.run.log.write_samples(per_rank, self.run.batch.per_device * self.run.batch.accumulations)
 
     def _is_due(self, step: int) -> bool:
         """True if a checkpoint is due after `step` steps. Collective at an epoch's end, as clocks differ.

@@ -1,6 +1,7 @@
 """The end of a run: result.json, plots/, the last upload, and the tables on the terminal."""
 
 import dataclasses
+import math
 import resource
 from collections.abc import Mapping
 from pathlib import Path
@@ -141,6 +142,7 @@ def result(
     run.
     """
     accelerator, batch, state = run.accelerator, run.batch, run.state
+    layout = run.saver.training.layout
     memory = run.final.get("memory_gib") or [memory_gib(accelerator)]
     return {
         "script": script_name(),
@@ -154,6 +156,7 @@ def result(
         "processes": batch.processes,
         "device": job.device_name(accelerator),
         "data": run.recipe.data,
+        "parameters": sum(map(math.prod, (layout.frozen_shapes() | layout.shapes()).values())),
         "batch_size": batch.total,
         "per_device_batch_size": batch.per_device,
         "accumulation_steps": batch.accumulations,
@@ -168,6 +171,7 @@ def result(
         "val_images": state.last.get("images"),
         "bad_images": len(state.bad_images),
         "train_s": state.train_s,
+        "epoch_s": state.train_s / state.logged_step * run.steps.per_epoch if state.logged_step else None,
         "wall_s": state.wall_now_s(),
         "spent_s": state.spent_now_s(),
         "images_per_s": _images_per_s(run),
@@ -249,7 +253,9 @@ def _results(result: dict[str, Any], unit: str) -> "Table":
         f"best {measure} ({val_name} split)": f"{best:.4f} at step {result['best_step']:,}",
         f"final {measure} ({val_name} split)": f"{final:.4f}",
         f"{val_name} {unit}": f"{result['val_images']:,}",
+        "parameters": f"{result['parameters']:,}",
         "training time": f"{result['train_s']:.1f} s",
+        "training time of an epoch, on average": f"{result['epoch_s']:.2f} s",
         "whole time": f"{result['wall_s']:.1f} s",
         "speed": f"{result['images_per_s']:,.0f} {unit}/s",
         "peak memory of a process": f"{result['peak_memory_gib']:.2f} GiB",

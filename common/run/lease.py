@@ -147,15 +147,12 @@ class Lease:
         # The checkpoints report a full disk, and the mirror a store's error (StoreError, a ValueError).
         while not self.released.wait(HEARTBEAT_S) and not self.lost:
             with contextlib.suppress(OSError, ValueError):
-                self._heartbeat()
+                if not self.check():
+                    self.record["beat"] += 1
+                    self.store.replace(json.dumps(self.record))
         with contextlib.suppress(OSError, ValueError):
             if not self.check():
                 self.store.remove(json.dumps(self.record))
-
-    def _heartbeat(self) -> None:
-        if not self.check():
-            self.record["beat"] += 1
-            self.store.replace(json.dumps(self.record))
 
 
 def _wait_for_end(store: Record, heartbeat: Callable[[], None], warn: Callable[[str], None]) -> None:

@@ -93,6 +93,7 @@ class RunLog:
     ):
         self.folder, self.state, self.steps_per_epoch = folder, state, steps_per_epoch
         self.problem: str | None = None
+        self.scalars: dict[str, float | Tensor] = {}  # of the script, for the next line
         self.shown_at = 0.0  # time.perf_counter() when show_progress() last showed something
         self.report_at = 0.0 if EVENTS_FILE in os.environ else math.inf  # time.monotonic()
         metrics, samples = folder / "metrics.jsonl", folder / "samples.jsonl"
@@ -125,7 +126,9 @@ class RunLog:
             self.was_interrupted = False
 
     def write(self, values: dict[str, float], telemetry: dict[str, float] | None = None) -> None:
-        """Writes a line. telemetry: further values, only for the trackers."""
+        """Writes a line, with the script's scalars that are finite. telemetry: for the trackers only."""
+        own, self.scalars = self.scalars, {}
+        values = {name: float(value) for name, value in own.items() if math.isfinite(value)} | values
         line = self._write_mark(values)
         step = int(line.pop("step"))
         try:

@@ -35,6 +35,7 @@ from common.telemetry.sampling import ProcessInfo, Telemetry, this_process
 
 VAL_CHOSEN = "a hash of their ids"  # how --max_val_images chooses images
 ENTRIES = ("accelerate", "torchrun", "deepspeed")  # launchers
+_print = partial(print, flush=True)  # for the main process, also in the threads that save and upload
 MODULES = ("accelerate.commands.launch", "torch.distributed.run")  # the same, as modules
 
 
@@ -187,11 +188,6 @@ def _holds(file: Path, content: bytes) -> bool:
     with contextlib.suppress(OSError):
         return file.read_bytes() == content
     return False
-
-
-def _print(message: str) -> None:
-    """Prints. Called by the main process, also in the threads that save and upload."""
-    print(message, flush=True)
 
 
 def _from_checkpoint(

@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -280,6 +280,16 @@ class Run(OpenRun):
     def keep(self, confusion: Tensor | None, examples: "list[Predicted]") -> None:
         """Holds an evaluation's confusion matrix and examples until its metrics are logged."""
         self.predictions.keep(confusion, examples)
+
+    def log_scalars(self, values: Mapping[str, float | Tensor]) -> None:
+        """Adds the main process's values to the next line of the log, of the training or of an evaluation.
+
+        Of a name given twice the last value counts. A tensor stays on its device until then.
+        """
+        if wrong := [name for name in values if "/" not in name]:
+            raise ValueError(f"log_scalars: {wrong[0]}: give it a group, as train/{wrong[0]}")
+        if self.log:
+            self.log.scalars |= values
 
     def log_evaluation(self, step: int, metrics: dict[str, float]) -> None:
         """Logs an evaluation. metrics: loss, images and, with classes, accuracy; with an EMA raw_accuracy."""

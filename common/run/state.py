@@ -104,18 +104,8 @@ class RunState:
         return int(self.best["step"]) if "step" in self.best else None
 
 
-NEEDED = (
-    "step",
-    "evaluated",
-    "best",
-    "last",
-    "logged_step",
-    "losses",
-    "accumulations",
-    "train_s",
-    "wall_s",
-    "optimizer",
-)
+NEEDED = ["step", "evaluated", "best", "last", "logged_step", "losses", "accumulations", "optimizer"]
+NEEDED += ["train_s", "wall_s"]
 
 
 def _score(metrics: dict[str, float]) -> float:

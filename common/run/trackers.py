@@ -137,7 +137,7 @@ class _WandB(WandBTracker):
 def _start_wandb(folder: Path, project: str, run_id: str | None) -> _WandB:
     """Starts or continues a run; offline without a key, or if no server accepts it.
 
-    WANDB_RUN_ID, WANDB_PROJECT, WANDB_MODE and W&B's other variables are respected.
+    W&B's variables win over the names of run and project; docs/launching.md lists some.
     """
     # Otherwise W&B's error reports would wait for the same server at the end.
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
@@ -148,7 +148,7 @@ def _start_wandb(folder: Path, project: str, run_id: str | None) -> _WandB:
     )
     options = {
         "dir": folder,
-        "name": folder.name,
+        "name": os.environ.get("WANDB_NAME", folder.name),
         "id": os.environ.get("WANDB_RUN_ID") or run_id or secrets.token_hex(4),
         "resume": "allow",
         "settings": settings,

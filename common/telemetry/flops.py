@@ -40,6 +40,7 @@ class Device:
     link: str
     link_gb_s: float
     source: str
+    network_gb_s: float = 12.5  # of a host, in one direction
 
 
 @functools.cache

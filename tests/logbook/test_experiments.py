@@ -46,7 +46,8 @@ def test_an_experiment_shows_its_commands(tmp_path):
     of_both = [f"{part}, {strategy}" for strategy in ("fsdp", "ddp") for part in parts]
     assert steps == [*of_both, "pages", "comparison"]
     config = "accelerate_configs/ddp_2x4gpu.yaml"
-    assert f"launch.py --config_file {config} --hostfile hostfile train_vit.py" in output
+    recipe = "--config recipes/vit_b32_cifar10_finetune.yaml"
+    assert f"launch.py --config_file {config} --hostfile hostfile train_vit.py {recipe} " in output
     assert f"--output_dir={tmp_path}/ddp --s3=s3://b/p/full/ddp" in output
     assert not list(tmp_path.iterdir())
 
@@ -71,14 +72,15 @@ def test_an_experiment_passes_sigterm_on_and_waits(tmp_path):
     assert output.startswith("saved\nerror: training, single_gpu failed with exit status 75")
 
 
-def test_the_share_of_a_process_is_the_largest_that_fits_and_divides(tmp_path):
-    """A stand-in for Python answers 28; the training that follows gets 16, the next divisor of 32."""
+@pytest.mark.parametrize(("batch", "sizes"), [("64", (64, 16)), ("largest", (56, 28))])
+def test_the_share_of_a_process_is_the_largest_that_fits_and_divides(batch, sizes, tmp_path):
+    """A stand-in for Python answers 28; of a share of 32 the training gets 16, the next divisor."""
     python = stand_in(tmp_path, SEARCHES.format(python=sys.executable))
     for said in ("# largest batch, fsdp\n", "# largest batch, fsdp: done already\n"):
-        status, output = experiment("vit", tmp_path / "runs", PYTHON=python).wait()
+        status, output = experiment("vit", tmp_path / "runs", PYTHON=python, BATCH=batch).wait()
         assert status == 1
         assert said in output
-        assert "--per_device_batch_size=16 " in output
+        assert "--batch_size={} --per_device_batch_size={} ".format(*sizes) in output
 
 
 @pytest.mark.full
@@ -115,6 +117,7 @@ NUMBER = "a number of runs, as 5"
     [
         ((), {"SIZE": "half"}, "SIZE=half: rehearsal or full"),
         ((), {"SEEDS": "some"}, f"SEEDS=some: {NUMBER}"),
+        ((), {"BATCH": "some"}, "BATCH=some: a number of images, or largest"),
         (("--seeds", "0"), {}, f"--seeds 0: {NUMBER}"),
         (("--seeds=some",), {"SEEDS": 3}, f"--seeds some: {NUMBER}"),
         (("--seeds",), {}, f"--seeds : {NUMBER}"),

@@ -13,6 +13,7 @@ from tests.conftest import ROOT, Job, accelerate, run
 from tests.support.commands import call
 from tools.plan import cost
 from tools.plan.cost import Cluster, Trace, largest_size, step_time, traffic
+from tools.plan.planning import Planning, cluster_of
 
 H200 = find_device("NVIDIA H200")
 SMALL = ["train_cnn_a.py", "--widths=8,16,32", "--batch_size=64", "--data=digits"]
@@ -168,6 +169,26 @@ def test_the_largest_size_does_not_depend_on_the_recipes_batch(plans):
     """With 2 images the optimizer's step is the peak, with thousands the activations are."""
     small, large = ([line["largest"] for line in lines] for lines, _ in plans)
     assert small == large
+
+
+NAMES = {"RTX 4090": ("NVIDIA GeForce RTX 4090", 12.5), "H100": ("NVIDIA H100 80GB HBM3", 12.5)}
+NAMES |= {"l4": ("NVIDIA L4", 5), "Tesla T4": ("Tesla T4", 6.25)}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_part_of_a_name_is_enough_and_a_device_has_its_network(name, capsys):
+    cluster = cluster_of(2, 1, name, None)
+    assert (cluster.device.name, cluster.network_gb_s) == NAMES[name]
+    assert ("NVIDIA H100 PCIe" in capsys.readouterr().out) == (name == "H100")
+    assert cluster_of(2, 1, name, 1.5).network_gb_s == 1.5
+
+
+def test_what_is_traced_is_said(monkeypatch):
+    trace = made(peaks={size: {"Total": size} for size in (64, 128)})
+    monkeypatch.setattr(Planning, "_trace", lambda *_: trace)
+    said: list[str] = []
+    assert len(list(Planning(SMALL, cluster_of(1, 1, "T4", None)).candidates(said.append))) == 2
+    assert sorted(said) == ["tracing offload", "tracing single"]
 
 
 @pytest.mark.parametrize(

@@ -71,13 +71,9 @@ def test_a_measurement_that_fails_says_why(monkeypatch):
 
 
 def test_the_parts_of_the_memory_and_what_limits():
-    trace = made(
-        peaks={32: {"Total": 16, "Activation": 3, "Buffer": 2, "Gradient": 0}},
-        operations=[("float32", 0, 10**10)],
-        collectives=[("all_reduce", 10**8, 2)],
-        parameters=4,
-        gradients=4,
-    )
+    peaks = {32: {"Total": 16, "Activation": 3, "Buffer": 2, "Gradient": 0}}
+    work = {"operations": [("float32", 0, 10**10)], "collectives": [("all_reduce", 10**8, 2)]}
+    trace = made(peaks=peaks, parameters=4, gradients=4, **work)
     line = Planning(SMALL, HOSTS).line(Candidate("ddp", trace, 32, 1000))
     assert line.limit == cost.NETWORK
     parts = ("parameters", "activations", "buffers", "gradients", "buckets_temporaries")

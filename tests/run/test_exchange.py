@@ -71,9 +71,7 @@ def agreed(clock, monkeypatch, durations, told=None) -> tuple[list[int], int | N
     ("own_ms", "others_ms", "distance"),
     [(7, 7, 1), (6, 1, 1), (1, 6, 1), (3.9, 1, 5), (1, 3.9, 5), (1, 1.9, 10), (0.1, 0.1, MOST_STEPS)],
 )
-def test_the_slowest_process_decides_how_many_steps_share_a_message(
-    own_ms, others_ms, distance, clock, monkeypatch
-):
+def test_the_slowest_process_decides_when_messages_are_sent(own_ms, others_ms, distance, clock, monkeypatch):
     durations = [(own_ms / 1000, others_ms / 1000)] * 200
     steps, _ = agreed(clock, monkeypatch, durations)
     assert {b - a for a, b in itertools.pairwise(steps[4:])} == {distance}

@@ -41,13 +41,9 @@ class Simulation:
 
         saver.thread = SimpleNamespace(submit=submit)
         recipe = {"checkpoint_every": "epoch", "checkpoint_s": 60.0, "patience": None} | recipe
-        exchange = SimpleNamespace(
-            listen_after=lambda step: None,
-            of_main=lambda value: value,
-            gather=lambda value: [value],
-            problem=lambda: None,
-            wait_for_main=lambda done: None,
-        )
+        exchange = SimpleNamespace(of_main=lambda value: value, gather=lambda value: [value])
+        exchange.listen_after = exchange.wait_for_main = lambda _: None
+        exchange.problem = lambda: None
         self.run = run = Run.__new__(Run)
         run.recipe, run.state, run.exchange = SimpleNamespace(**recipe), RunState(), exchange
         run.steps = Steps(per_epoch, per_epoch * epochs, per_epoch * epochs)
@@ -60,9 +56,8 @@ class Simulation:
         run = self.run
         for step in range(run.steps.last + 1):
             if run.should_evaluate(step):
-                run.state.add_evaluation(
-                    step, {"loss": 0.0, "accuracy": accuracy(step // run.steps.per_epoch)}
-                )
+                found = accuracy(step // run.steps.per_epoch)
+                run.state.add_evaluation(step, {"loss": 0.0, "accuracy": found})
             run.checkpoint(step)
             newest = max((s for s, _ in self.written), default=0)  # all that a kill at this moment leaves
             self.lost_s = max(self.lost_s, (step - newest) * step_s)

@@ -10,8 +10,11 @@ from pathlib import Path
 import psutil
 import pytest
 from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from common.run.run import Run
 from common.telemetry.summary import HOST_NUMBERS
+from export import write_curves
 from tests.conftest import CNN, Job, lines, metrics, mutate, python, result, run, wait_until
 from tests.run.conftest import FLAGS
 
@@ -21,8 +24,6 @@ KEY = {"WANDB_API_KEY": "c0ffee" * 6 + "c0ff"}
 
 
 def test_tensorboard_has_what_metrics_jsonl_has(folder):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     events = EventAccumulator(str(folder / "tensorboard")).Reload()
     assert set(events.Tags()["scalars"]) == curves(folder).keys() | TELEMETRY
     for name, ours in curves(folder).items():
@@ -39,9 +40,17 @@ def test_tensorboard_has_what_metrics_jsonl_has(folder):
             assert (event.step, event.width, event.height) == (30, *image.size)
 
 
+def test_curves_for_the_hub_have_neither_recipe_nor_pictures(folder, tmp_path):
+    write_curves(folder / result(folder)["checkpoint"] / "model.safetensors", tmp_path)
+    theirs, ours = (EventAccumulator(str(place)).Reload() for place in (tmp_path, folder / "tensorboard"))
+    assert theirs.Tags() == ours.Tags() | {"images": []}
+    assert all(theirs.Scalars(name) == ours.Scalars(name) for name in ours.Tags()["scalars"])
+    for place, has_recipe in ((tmp_path, False), (folder / "tensorboard", True)):
+        assert any(b"output_dir" in file.read_bytes() for file in place.iterdir()) == has_recipe
+
+
 def test_tensorboard_shows_one_run_with_its_hyper_parameters(folder):
     """The hyper-parameters are in the run's own folder, with the names of the headline curves."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from tensorboard.plugins.hparams import metadata
 
     assert {path.parent for path in folder.rglob("events.out.tfevents*")} == {folder / "tensorboard"}
@@ -77,11 +86,28 @@ def test_wandb_has_what_metrics_jsonl_has(folder):
         (sent,) = file.parent.glob(f"files/media/images/{name}_*.png")
         with Image.open(sent) as theirs, Image.open(picture) as ours:
             assert theirs.convert("RGB").tobytes() == ours.convert("RGB").tobytes()
+    (started,) = (record.run for record in records if record.HasField("run"))
+    said = started.display_name, started.entity, started.run_group, list(started.tags), started.notes
+    assert said == ("mine", "we", "group", ["a", "b"], "some notes")
     axes = {r.metric.glob_name: r.metric.step_metric for r in records if r.HasField("metric")}
     assert axes["*"] == "step"
     items = [item for r in records for item in (*r.config.update, *r.run.config.update)]
     config = {item.key: json.loads(item.value_json) for item in items}
     assert (config["batch_size"], config["strategy"], config["processes"]) == (64, "ddp", 2)
+
+
+def test_a_scripts_own_scalars_are_in_the_next_line(project_copy, tmp_path):
+    call = "            if run.should_evaluate(step):\n"
+    own = "            run.log_scalars({'train/own': step, 'train/bad': math.nan})\n"
+    of_evaluation = "                run.log_scalars({'val/own': torch.tensor(step / 2)})\n"
+    mutate(project_copy, "train_hello.py", call, own + call + of_evaluation)
+    words = ["train_hello.py", "--data_size", "640", "--epochs", "2", "--log_every", "10"]
+    run([*python(), *words, "--trackers", "none", "--output_dir", tmp_path / "run"], cwd=project_copy)
+    for name, loss, values in (("train/own", "train/loss", [9, 19]), ("val/own", "val/loss", [5, 10])):
+        assert [line[name] for line in metrics(tmp_path / "run") if loss in line] == values
+    assert "bad" not in (tmp_path / "run" / "metrics.jsonl").read_text()
+    with pytest.raises(ValueError, match="log_scalars: own: give it a group, as train/own"):
+        Run.log_scalars(None, {"own": 1.0})
 
 
 def test_both_processes_share_one_log_and_one_sampler(folder):
@@ -150,9 +176,7 @@ def server(request) -> Iterator[tuple[str, list]]:
             if status is None:
                 closing.wait()
                 return
-            self.send_response(status)
-            self.send_header("Content-Length", "0")
-            self.end_headers()
+            self.send_error(status)
 
         do_GET = do_PUT = do_POST
 

@@ -1,5 +1,6 @@
 """doctor.py finds faults on real hosts. They have no GPUs: findings about GPUs come from given facts."""
 
+import contextlib
 import copy
 import json
 import re
@@ -15,6 +16,7 @@ from cluster import virtual_cluster as hosts
 from tests.conftest import ROOT, Job
 from tests.data.test_shard_stream import upload
 from tests.data.test_shards import write_shards
+from tests.scripts.test_launch import OTHER_CODE, OTHER_TIMM, another_host_key, changed, no_sshd
 from tests.support.s3 import BUCKET, aws_env, s3  # noqa: F401 (a fixture)
 from tools.doctor.checks import check_all_reduce, check_hosts, check_job, compare_hosts
 from tools.launch.hosts import Host
@@ -53,51 +55,32 @@ def test_sound_hosts(cluster, tmp_path):
 
 
 def test_hosts_without_sshd_or_with_another_key(cluster, tmp_path):
-    known = hosts.STATE / "node1" / "ssh" / "ssh_known_hosts"
-    text = known.read_text()
-    key = text.splitlines()[0].partition(" ")[2]
-    kept = "".join(line for line in text.splitlines(keepends=True) if not line.startswith("node3,"))
-    known.write_text(f"{kept}node3,10.77.0.3 {key}\n")
-    hosts.stop_sshd("node2")
-    try:
+    with another_host_key(None, 3), no_sshd(None):
         status, output, fails = examine(tmp_path, count=3)
-    finally:
-        hosts.start_sshd("node2")
-        known.write_text(text)
     assert (status, fails) == (1, [("ssh", "node2"), ("host-key", "node3")]), output
     assert "Connection refused" in output
 
 
 def test_faults_of_hosts(cluster, tmp_path, s3):  # noqa: F811
     """Each fault is found: other code, package and data, a closed port, a folder, and S3 out of reach."""
-    runs, data, file = tmp_path / "runs", tmp_path / "data", ROOT / "common" / "data" / "decode.py"
+    runs, data = tmp_path / "runs", tmp_path / "data"
     runs.mkdir()
     data.mkdir()
     (data / "a.parquet").write_text("one")
-    (info,) = Path(timm.__file__).parent.parent.glob("timm-*.dist-info/METADATA")
     rule = "add table inet wall; add chain inet wall in { type filter hook input priority 0; };"
     rule += " add rule inet wall in tcp dport 29500 reject"
     faults = [  # a host, the command that breaks it, and the one that repairs it
-        ("node2", ["sed", "-i", r"1s/^/# old\n/", file], ["sed", "-i", "1d", file]),
-        (
-            "node2",
-            ["sed", "-i", "s/^Version: /Version: 0./", info],
-            ["sed", "-i", "s/^Version: 0[.]/Version: /", info],
-        ),
+        ("node2", *OTHER_CODE),
+        ("node2", *OTHER_TIMM),
         ("node2", ["mount", "-t", "tmpfs", "tmpfs", data], ["umount", data]),
         ("node1", ["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", runs], ["umount", runs]),
         ("node1", ["nft", rule], ["nft", "delete table inet wall"]),
     ]
-    done = []
-    try:
-        for host, command, repair in faults:
-            assert Job(hosts.inside(host, command)).wait()[0] == 0
-            done.append((host, repair))
+    with contextlib.ExitStack() as stack:
+        for fault in faults:
+            stack.enter_context(changed(*fault)(None))
         flags = ["--output_dir", runs, "--data", data, "--s3", f"s3://{BUCKET}/doctor"]
         status, output, fails = examine(tmp_path, *flags, env=aws_env(s3))
-    finally:
-        for host, repair in done:
-            assert Job(hosts.inside(host, repair)).wait()[0] == 0
     on_node2 = [(code, "node2") for code in ("versions", "code", "data", "port-closed")]
     assert (status, sorted(fails)) == (1, sorted([*on_node2, ("output", "node1"), ("s3", "node1")])), output
     assert "common/data/decode.py is " in output
@@ -119,6 +102,12 @@ def test_a_mistake_is_said(words, message):
     assert status == 1
     assert message in output
     assert "Traceback" not in output
+
+
+def test_a_script_without_a_recipe_is_not_checked(tmp_path):
+    (tmp_path / "foreign.py").write_text("raise SystemExit('it was run')\n")
+    status, output = Job([sys.executable, "doctor.py", tmp_path / "foreign.py"]).wait(60)
+    assert (status, "not checked: model" in output, "it was run" in output) == (0, True, False), output
 
 
 def test_one_host_with_s3_and_a_script(tmp_path, s3):  # noqa: F811

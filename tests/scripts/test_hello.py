@@ -19,6 +19,9 @@ def test_it_learns_the_curve(launcher, processes, tmp_path):
     output = run([*launcher, *words, "--output_dir", tmp_path / "run"])
     found = result(tmp_path / "run")
     assert (found["processes"], found["val_images"]) == (processes, 1000)
+    assert found["parameters"] == 2_497  # 96 of the first layer, 2,352, and 49 of the head
+    assert found["epoch_s"] == pytest.approx(found["train_s"] / 10)
+    assert "2,497" in output
     assert found["final_loss"] < 0.05  # the noise alone has 0.01, the curve without learning 1
     assert found["best_accuracy"] is None
     assert "image" not in output, "it learns from points"

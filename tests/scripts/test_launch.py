@@ -18,19 +18,7 @@ import launch
 from cluster import drill
 from cluster import virtual_cluster as hosts
 from common.order import order
-from tests.conftest import (
-    ROOT,
-    TRAINING,
-    Job,
-    assert_same_losses,
-    full,
-    lines,
-    per_device,
-    result,
-    run,
-    torchrun,
-    wait_until,
-)
+from tests.conftest import ROOT, TRAINING, Job, assert_same_losses, full, per_device, result, run, wait_until
 from tests.support.commands import call
 
 HELLO = ["train_hello.py", "--trackers", "none", "--mixed_precision", "no"]
@@ -77,68 +65,49 @@ def ranks_on(host: str) -> list[psutil.Process]:
     return [psutil.Process(pid) for pid in drill.ranks_on(host)]
 
 
+# The commands of docs/launching.md for two hosts with one GPU each, without their script, and two more
+_, _, PAGE = (ROOT / "docs" / "launching.md").read_text().partition("## Hosts with one GPU each\n")
+COMMANDS = PAGE.split("```")[3].splitlines()[1:]
+ROADS = {line.split()[0]: line.removesuffix(" train_cnn_a.py") for line in COMMANDS}
+C10D = "--rdzv_backend=c10d --rdzv_endpoint=node1:29500 --rdzv_id=1"
+ROADS["c10d"] = f"torchrun --nnodes=2 --nproc_per_node=1 {C10D}"
+ROADS["deepspeed, ZeRO-2"] = ROADS["deepspeed"]
+OTHER_CONFIGS = (("fsdp_2x4gpu", 2, 2), ("zero3_2x4gpu", 2, 2), ("ddp_2x4gpu", 4, 2), ("zero2_4gpu", 4, 1))
+
+
 @pytest.mark.parametrize(
-    ("config", "count", "slots"),
+    ("road", "config", "count", "slots"),
     [
-        ("ddp_2x2gpu", 2, 1),
-        full("ddp_2x2gpu", 2, 2),
-        full("fsdp_2x4gpu", 2, 2),
-        full("zero3_2x4gpu", 2, 2),
-        full("ddp_2x4gpu", 4, 2),
-        full("zero2_4gpu", 4, 1),
+        ("python", "ddp_2x2gpu", 2, 1),
+        *(full("python", *row) for row in OTHER_CONFIGS),
+        *(full(road, "ddp_2x2gpu", *numbers) for *numbers, road in product((2, 4), (1, 2), ROADS)),
     ],
 )
-def test_hosts_train_as_one_process(config, count, slots, cluster, one_process, tmp_path, cache):
-    flags = ["--config_file", f"accelerate_configs/{config}.yaml"]
-    size = per_device(count * slots)
-    words = [*TRAINING, size, *cache, "--output_dir", tmp_path / "run"]
-    status, output = start(words, tmp_path, flags, count=count, slots=slots).wait()
-    assert status == 0, output
-    assert_same_losses(tmp_path / "run", one_process(size))
-    found = result(tmp_path / "run")
-    assert (found["hosts"], found["processes"]) == (count, count * slots)
-    named = hosts.names()[:count]
-    assert json.loads((tmp_path / "run" / "recipe.json").read_text())["hosts"] == named
-    assert "node1 | run folder" in output
-    assert "run folder" in (tmp_path / "logs" / "node1.log").read_text()
-    assert (tmp_path / "logs" / "node2.log").exists()
-    wait_until_empty(hosts.names(), 5)
-
-
-ROADS = {
-    "torchrun, static": "torchrun --nnodes={count} --node_rank={rank} --nproc_per_node={slots}"
-    " --master_addr=10.77.0.1 --master_port=29500",
-    "torchrun, c10d": "torchrun --nnodes={count} --nproc_per_node={slots} --rdzv_backend=c10d"
-    " --rdzv_endpoint=node1:29500 --rdzv_id=1",
-    "accelerate": "accelerate launch --config_file accelerate_configs/ddp_2x2gpu.yaml"
-    " --num_machines {count} --num_processes {processes} --machine_rank {rank}"
-    " --main_process_ip 10.77.0.1 --main_process_port 29500",
-    "deepspeed": "deepspeed --hostfile {hostfile} --master_addr 10.77.0.1",
-    "deepspeed, ZeRO-2": "deepspeed --hostfile {hostfile} --master_addr 10.77.0.1",
-}
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("road", "count", "slots"), list(product(ROADS, (2, 4), (1, 2))))
-def test_other_launchers_train_the_same(road, count, slots, cluster, one_process, tmp_path, cache):
-    """Starts by hand on each host; deepspeed on the first, which reaches the others by pdsh."""
-    named = hosts.names()[:count]
-    hostfile = tmp_path / "hostfile"
-    hostfile.write_text("".join(f"{name} slots={slots}\n" for name in named))
-    size = per_device(count * slots)
-    training = [*TRAINING, size, *cache, "--output_dir", tmp_path / "run"]
-    training += ["--deepspeed_config", "ds_configs/zero2.json"] if road == "deepspeed, ZeRO-2" else []
-    jobs = []
-    for rank, name in enumerate(named[:1] if "deepspeed" in road else named):
-        place = {"rank": rank, "count": count, "slots": slots, "processes": count * slots}
-        words = ROADS[road].format(**place, hostfile=hostfile).split()
-        jobs.append(Job(hosts.inside(name, [*words, *training], ROOT)))
+def test_hosts_train_as_one_process(road, config, count, slots, cluster, one_process, tmp_path, cache):
+    """Each command on each host; launch.py and deepspeed on the first, which reaches the others by ssh."""
+    named, folder, size = hosts.names()[:count], tmp_path / "run", per_device(count * slots)
+    (tmp_path / "hostfile").write_text("".join(f"{name} slots={slots}\n" for name in named))
+    words = [*TRAINING, size, *cache, "--output_dir", folder]
+    words += ["--deepspeed_config", "ds_configs/zero2.json"] if road == "deepspeed, ZeRO-2" else []
+    line = re.sub("(nnodes=|num_machines )2", rf"\g<1>{count}", ROADS[road].replace("ddp_2x2gpu", config))
+    line = re.sub("(nproc_per_node=)1", rf"\g<1>{slots}", line).replace("IP", "10.77.0.1")
+    line = re.sub("(num_processes )2", rf"\g<1>{count * slots}", line)
+    line = line.replace("--hostfile hostfile", f"--hostfile {tmp_path}/hostfile")
+    line = line.replace("launch.py", f"launch.py --log_dir {tmp_path}/logs")
+    jobs = [
+        Job(hosts.inside(name, [*re.sub(r"\bR\b", str(rank), line).split(), *words], ROOT))
+        for rank, name in enumerate(named[:1] if "hostfile" in line else named)
+    ]
     ended = [job.wait() for job in jobs]
     assert {status for status, _ in ended} == {0}, ended
-    assert_same_losses(tmp_path / "run", one_process(size))
-    found = result(tmp_path / "run")
-    assert (found["hosts"], found["processes"]) == (count, count * slots)
+    assert_same_losses(folder, one_process(size))
+    found, record = result(folder), json.loads((folder / "recipe.json").read_text())
+    assert (found["hosts"], found["processes"], record["hosts"]) == (count, count * slots, named)
     wait_until_empty(hosts.names(), 5)
+    if road == "python":
+        assert "node1 | run folder" in ended[0][1]
+        assert "run folder" in (tmp_path / "logs" / "node1.log").read_text()
+        assert (tmp_path / "logs" / "node2.log").exists()
 
 
 MODES = {
@@ -364,7 +333,8 @@ def test_a_host_lost_for_good(cluster, tmp_path):
         hosts.revive("node2")  # for the next test: this one leaves it out
     saved = training.continues("--exclude", "node2")
     assert result(training.folder)["processes"] == 1
-    ours = {line["step"]: line["samples"] for line in lines(training.folder / "samples.jsonl")}
+    with open(training.folder / "samples.jsonl") as file:
+        ours = {line["step"]: line["samples"] for line in map(json.loads, file)}
     assert sorted(ours) == list(range(1, saved + 11))
     for step, samples in ours.items():
         epoch, within = divmod(step - 1, 64)
@@ -398,12 +368,12 @@ def no_sshd(_):
 
 
 @contextlib.contextmanager
-def another_host_key(_):
+def another_host_key(_, host: int = 2):
     """Another host key means another host: nothing is sent to it."""
     known = hosts.STATE / "node1" / "ssh" / "ssh_known_hosts"
     text = known.read_text()
     first = text.splitlines()[0]
-    known.write_text(f"{first}\nnode2,10.77.0.2 {first.partition(' ')[2]}\n")
+    known.write_text(f"{first}\nnode{host},10.77.0.{host} {first.partition(' ')[2]}\n")
     try:
         yield
     finally:
@@ -466,7 +436,15 @@ for process in psutil.process_iter():
 def test_ranks_on_one_host_listen_on_loopback_alone(cluster, tmp_path):
     """The host's name leads to an address that other hosts reach, as on most clouds."""
     named = ["unshare", "--uts", "sh", "-c", 'hostname 10.77.0.1 && exec "$@"', "sh"]
-    words = [*named, *torchrun(2), *LONG, "--output_dir", tmp_path / "run"]
+    words = [
+        *named,
+        "torchrun",
+        "--standalone",
+        "--nproc_per_node=2",
+        *LONG,
+        "--output_dir",
+        tmp_path / "run",
+    ]
     job = Job(hosts.inside("node1", words, ROOT))
     try:
         wait_until((tmp_path / "run" / "metrics.jsonl").exists, job, 120)

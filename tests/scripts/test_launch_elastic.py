@@ -13,8 +13,8 @@ import pytest
 from cluster import virtual_cluster as hosts
 from common.checkpoint.format import step_name, step_of, steps_in
 from common.order import order
-from tests.conftest import ROOT, Job, latest, lines, metrics, result, run
-from tests.scripts.test_launch import launcher_of, ranks_on, wait_until_empty
+from tests.conftest import ROOT, Job, latest, lines, metrics, result, run, wait_until
+from tests.scripts.test_launch import OTHER_CODE, launcher_of, ranks_on, wait_until_empty
 from tests.support.s3 import BUCKET, aws_env
 
 BATCH, POINTS = 64, 4096
@@ -26,10 +26,7 @@ EXACT = ["--per_device_batch_size", "8", "--deterministic"]
 
 
 class ElasticTraining:
-    """A job that node4 starts on the first `count` hosts, with `slots` processes each.
-
-    flags: of launch.py. script: more words of the script. folder: of the run.
-    """
+    """A job that node4 starts on the first `count` hosts. flags: of launch.py. script: its further words."""
 
     def __init__(self, tmp_path: Path, count: int, slots: int, *flags: str, script=(), folder=None, env=None):
         self.folder, self.hostfile = folder or tmp_path / "run", tmp_path / "hostfile"
@@ -85,12 +82,8 @@ class ElasticTraining:
 
     def wait_for_line(self, text: str) -> list[str]:
         """Waits until launch.py has printed the text. Returns the lines with it."""
-        deadline = time.monotonic() + 120
-        while not (found := [line for line in self.output.read_text().splitlines() if text in line]):
-            assert self.job.process.poll() is None, self.output.read_text()
-            assert time.monotonic() < deadline, self.output.read_text()
-            time.sleep(0.1)
-        return found
+        wait_until(lambda: self.output.exists() and text in self.output.read_text(), self.job, 120)
+        return [line for line in self.output.read_text().splitlines() if text in line]
 
     def stop(self) -> str:
         launcher_of(self.job).send_signal(signal.SIGTERM)
@@ -113,7 +106,7 @@ class ElasticTraining:
             epoch, within = divmod(step - 1, POINTS // BATCH)
             assert samples == order(0, epoch, POINTS)[BATCH * within : BATCH * (within + 1)].tolist()
         theirs = self._train_alone(tmp_path / "one", last)
-        found = [line for line in metrics(self.folder) if "train/loss" in line]
+        found = logged(self.folder).values()
         assert len(found) > 20
         is_exact = "--deterministic" in self.script
         for line in found:
@@ -126,24 +119,25 @@ class ElasticTraining:
 
     def assert_same_as_replays(self, tmp_path: Path) -> None:
         """The losses after each change are those of one process that begins at that change's checkpoint."""
-        found = losses(self.folder)
+        found = logged(self.folder)
         for checkpoint in sorted(self.kept.iterdir()):
             first = step_of(checkpoint.name)
             replay = self._train_alone(tmp_path / f"replay{first}", first + REPLAYED, "--resume", checkpoint)
-            logged = found.keys() & replay.keys()  # but for the replay's last lines: it ends within a window
-            assert len(logged) >= REPLAYED // int(LOG_EVERY) - 1
-            for step in logged:
-                assert found[step] == pytest.approx(replay[step]["train/loss"], abs=REPLAY_BOUND)
+            both = found.keys() & replay.keys()  # but for the replay's last lines: it ends within a window
+            assert len(both) >= REPLAYED // int(LOG_EVERY) - 1
+            for step in both:
+                theirs = replay[step]["train/loss"]
+                assert found[step]["train/loss"] == pytest.approx(theirs, abs=REPLAY_BOUND)
 
     def _train_alone(self, folder: Path, last: int, *words) -> dict[int, dict]:
         """The lines of one process's training to the step `last`, by step."""
         words = [*words, *(EXACT if "--deterministic" in self.script else [])]
         run([sys.executable, *WORDS, "--max_steps", last, "--output_dir", folder, *words])
-        return {line["step"]: line for line in metrics(folder) if "train/loss" in line}
+        return logged(folder)
 
 
-def losses(folder: Path) -> dict[int, float]:
-    return {line["step"]: line["train/loss"] for line in metrics(folder) if "train/loss" in line}
+def logged(folder: Path) -> dict[int, dict]:
+    return {line["step"]: line for line in metrics(folder) if "train/loss" in line}
 
 
 @pytest.fixture
@@ -187,9 +181,8 @@ def test_a_host_is_lost_comes_back_and_is_told_to_leave(start, tmp_path):
 def test_a_job_of_one_process_grows_and_leaves_out_a_bad_host(start, tmp_path):
     """The first newcomer has other code; mended it joins, and the next one has to wait."""
     training = start(1, 1, script=["--per_device_batch_size", "8"])
-    file = str(ROOT / "common" / "data" / "decode.py")
     training.wait_for(1)
-    Job(hosts.inside("node2", ["sed", "-i", r"1s/^/# old\n/", file])).wait()
+    Job(hosts.inside("node2", OTHER_CODE[0])).wait()
     training.add("node2")
     (said,) = training.wait_for_line("node2 is left out")
     assert "the processes do not agree: script and common/ is " in said
@@ -197,7 +190,7 @@ def test_a_job_of_one_process_grows_and_leaves_out_a_bad_host(start, tmp_path):
     training.wait_for(1)
     hosts.kill("node2")
     hosts.revive("node2")
-    Job(hosts.inside("node2", ["sed", "-i", "1d", file])).wait()
+    Job(hosts.inside("node2", OTHER_CODE[1])).wait()
     training.wait_for(2)
     training.add("node3")
     training.wait_for_line("node3 waits: the 8 micro-batches of a step do not divide among 3 hosts of 1")

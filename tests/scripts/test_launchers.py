@@ -25,7 +25,6 @@ SMALL = {
     "train_cnn_b.py": [*DIGITS, "--width", "8"],
     "train_vit.py": [*DIGITS, "--model", "test_vit", "--image_size", "32", "--patch_size", "8"],
 }
-BENCHMARK = ["--data", "digits", "--batch_size", "16"]
 # Not docs/imagenet.md and docs/cluster.md: they need archives and machines that are not here.
 DOCUMENTS = ("README.md", *(f"docs/{name}.md" for name in ("launching", "resuming", "results", "trouble")))
 ONE_TWO_AND_TWO_HOSTS = "--model_folder ./weights"  # the commands that work for three scripts alike
@@ -46,13 +45,12 @@ CONTINUED = [command for command in LAUNCHES if "weights/vit" in command or "s3:
 PRACTICE = [command for command in IN_BLOCKS if command.startswith("python cluster/virtual_cluster.py")]
 DRILLS = [command for command in PRACTICE if " drill " in command]  # tests/cluster/test_drill.py
 PRACTICE = [command for command in PRACTICE if command not in DRILLS]
-AFTERWARDS = [
-    command
-    for command in IN_BLOCKS
-    if re.search(r"(validate|verify|find_batch_size|logbook|export|predict)\.py", command)
-]
+TOOLS = r"(validate|verify|find_batch_size|logbook|export|predict)\.py"
+AFTERWARDS = [command for command in IN_BLOCKS if re.search(TOOLS, command)]
+# tests/scripts/test_launch.py starts them on virtual hosts
+ONE_GPU_EACH = [c for c in LAUNCHES if re.search("_rank R|per_node=1 --master|--master_addr IP ", c)]
 PHOTOGRAPHS = [command for command in IN_BLOCKS if re.match("python .*photographs", command)]
-OTHERS = [*CONTINUED, *PRACTICE, *DRILLS, *AFTERWARDS, *PHOTOGRAPHS]
+OTHERS = [*CONTINUED, *PRACTICE, *DRILLS, *AFTERWARDS, *PHOTOGRAPHS, *ONE_GPU_EACH]
 LAUNCHES = [command for command in LAUNCHES if command not in OTHERS]
 BENCHMARKS = [command for command in IN_TABLES if command.startswith("python -m benchmarks")]
 
@@ -86,12 +84,12 @@ def test_launch(command, project, request, cache):
     launch(command, project, request, cache)
 
 
-MODEL_FOLDER = [command for command in LAUNCHES if command.endswith(ONE_TWO_AND_TWO_HOSTS)]
 OTHER_SCRIPTS = [
     full(command.replace("train_cnn_a.py", script))
-    for command in MODEL_FOLDER
+    for command in LAUNCHES
     for script in sorted(path.name for path in ROOT.glob("train_*.py"))
-    if script not in ("train_cnn_a.py", "train_hello.py") and "--config" not in command
+    if script not in ("train_cnn_a.py", "train_hello.py")
+    and command.endswith(f"a.py {ONE_TWO_AND_TWO_HOSTS}")
 ]
 
 
@@ -200,10 +198,8 @@ def expected_processes(command: str) -> int:
 
 
 def expected_strategy(command: str) -> str:
-    for strategy in ("fsdp", "zero1", "zero2", "zero3"):
-        if f"configs/{strategy}" in command:
-            return strategy
-    return "ddp" if expected_processes(command) > 1 else "single"
+    found = re.search("configs/(fsdp|zero[123])", command)
+    return found[1] if found else "ddp" if expected_processes(command) > 1 else "single"
 
 
 def test_no_command_is_left_out():
@@ -230,6 +226,18 @@ def test_no_command_is_left_out():
     assert len(LAUNCHES) > 15
 
 
+WRITE_UPS = (
+    (ROOT / "docs" / "launching.md").read_text().partition("## Five write-ups\n")[2].partition("\n## ")[0]
+)
+
+
+@pytest.mark.parametrize("row", re.findall(r"^\| [^|]+ \| (`.*`) \|$", WRITE_UPS, re.MULTILINE))
+def test_a_write_up_is_repeated_by_commands_of_the_documents(row):
+    """Other tests of this file start them, or those that the next test names."""
+    assert set(row.strip("`").split("`<br>`")) <= set(IN_BLOCKS)
+    assert (WRITE_UPS.count("| `"), len(ONE_GPU_EACH)) == (5, 3)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(
     "command", [c for c in IN_TABLES if re.search(r"train_\w+\.py", c) and c not in [*LAUNCHES, *BENCHMARKS]]
@@ -251,7 +259,7 @@ def test_benchmark_of_saves(tmp_path):
 @pytest.mark.full
 @pytest.mark.parametrize("command", BENCHMARKS)
 def test_benchmark(command, tmp_path, cache):
-    small = [*BENCHMARK, *(["--width", "8"] if "train_cnn_b" in command else []), *cache]
+    small = [*DIGITS[:2], *DIGITS[4:], *(["--width", "8"] if "train_cnn_b" in command else []), *cache]
     own = ["--rounds", "1", "--steps", "2", "--json", tmp_path / "out.json"]
     words = shlex.split(command)
     run([*words[:3], *own, *[w for w in words[3:] if w not in ("--steps", "49")], *small])

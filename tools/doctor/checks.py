@@ -204,6 +204,9 @@ class Checks:
             self.notes.append(f"all-reduce ({how}): {slowest * 1e3:.2f} ms, 64 MiB at {speed:.2f} GB/s")
 
     def job(self, model: dict[str, Any]) -> Iterator[Finding]:
+        if "unchecked" in model:
+            self.notes.append(f"not checked: model, strategy and batch, as {model['unchecked']}")
+            return
         self.checked.append("script")
         if "error" in model:
             yield Finding("script", self.first, model["error"])
@@ -267,16 +270,13 @@ def compare_hosts(facts: Facts) -> Iterator[Finding]:
     every = facts.items()
     rows = [  # code, name, the value on each host, fails
         *(
-            ("versions", name, {host: own["versions"].get(name) for host, own in every}, True)
-            for name in dict.fromkeys(name for own in facts.values() for name in own["versions"])
+            (code, name, {host: own[code].get(name) for host, own in every}, True)
+            for code in ("versions", "code")
+            for name in sorted({name for own in facts.values() for name in own[code]})
         ),
         ("slots", "a GPU", {host: bool(own["devices"]["gpus"]) for host, own in every}, True),
         ("driver", "driver", {host: own["devices"]["driver"] for host, own in every}, False),
         ("driver", "NCCL", {host: own["nccl"] for host, own in every}, True),
-        *(
-            ("code", file, {host: own["code"].get(file) for host, own in every}, True)
-            for file in sorted({file for own in facts.values() for file in own["code"]})
-        ),
     ]
     digests = {h: own["data"]["digest"] for h, own in every if "digest" in (own["data"] or {})}
     for code, name, values, fails in [*rows, ("data", "the content of --data", digests, True)]:

@@ -163,9 +163,8 @@ def _check_port(port: int) -> None:
         try:
             probe.bind(("", port))
         except OSError as error:
-            raise ValueError(
-                f"port {port}: {error.strerror}{processes.listener(port)}: give another --port"
-            ) from None
+            why = f"{error.strerror}{processes.listener(port)}"
+            raise ValueError(f"port {port}: {why}: give another --port") from None
 
 
 def _wait(child: subprocess.Popen[bytes], received: Lines, poll: Callable[[], None], is_elastic: bool) -> int:

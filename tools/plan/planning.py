@@ -4,12 +4,14 @@ import json
 import math
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +27,8 @@ from tools.plan import cost
 from tools.plan.cost import Cluster, Measured, StepTime, Trace
 
 MOST_AT_ONCE = 4  # traces, of about 1 GiB each
-CONFIGS = {  # strategy: its config file
-    "single": "single_gpu",
-    "ddp": "ddp_4gpu",
-    "fsdp": "fsdp_4gpu",
-    "hybrid": "fsdp_2x4gpu",
-    "zero1": "zero1_4gpu",
-    "zero2": "zero2_4gpu",
-    "zero3": "zero3_4gpu",
-    "offload": "zero3_offload_4gpu",
-}
+STRATEGIES = ("single", "ddp", "fsdp", "hybrid", "zero1", "zero2", "zero3", "offload")
+CONFIGS = {"single": "single_gpu", "hybrid": "fsdp_2x4gpu", "offload": "zero3_offload_4gpu"}
 ALIKE = 1.05  # times as long: more than the estimates can tell apart
 HEAD = ("strategy", "GiB", "images", "largest", "link MB", "net MB", "step ms", "images/s", "eff.", "hours")
 ROW = "{:<9}{:>7}{:>8}{:>9}{:>9}{:>8}{:>10}{:>10}{:>6}{:>9}{:>9}  {}"
@@ -90,12 +84,24 @@ def _shown(number: float | None, digits: int = 0) -> str:
     return "-" if number is None else f"{number:,.{digits}f}"
 
 
-def cluster_of(hosts: int, gpus: int, name: str | None, network_gb_s: float) -> Cluster:
-    """name: of a device; None: the one at hand. ValueError for a device that is not in the table."""
-    if not (device := find_device(name) if name else this_device()):
+def cluster_of(hosts: int, gpus: int, name: str | None, network_gb_s: float | None) -> Cluster:
+    """name: of a device; None: the one at hand. network_gb_s: None: as the device's row has it."""
+    device = named_device(name) if name else this_device()
+    return Cluster(hosts, gpus, device, network_gb_s or device.network_gb_s)
+
+
+def named_device(name: str) -> Device:
+    """The device that torch calls so, else the first whose name has these words. ValueError without one."""
+    if device := find_device(name):
+        return device
+    words = partial(re.findall, r"\w+")
+    found = [d for d in known_devices() if {*words(name.lower())} <= {*words(d.name.lower())}]
+    if not found:
         names = ", ".join(device.name for device in known_devices())
         raise ValueError(f"--gpu {name} is not in the table: choose one of {names}")
-    return Cluster(hosts, gpus, device, network_gb_s)
+    if others := ", ".join(device.name for device in found[1:]):
+        print(f"--gpu {name}: {found[0].name}; the table also has {others}")
+    return found[0]
 
 
 def this_device() -> Device:
@@ -180,20 +186,22 @@ class Planning:
             "measured": self.measure,
         }
 
-    def candidates(self) -> Iterator[Candidate]:
-        """Each strategy's trace; with `measure` its measured step, too, when all are traced."""
+    def candidates(self, report: Callable[[str], None]) -> Iterator[Candidate]:
+        """Each strategy's trace; with `measure` its measured step, too. report() gets what is being done."""
         with ThreadPoolExecutor(min(MOST_AT_ONCE, os.cpu_count() or 1)) as pool:
-            traced = pool.map(self._traced, self.strategies)
+            traced = pool.map(partial(self._traced, report), self.strategies)
             if not self.measure:
                 yield from traced
                 return
             done = list(traced)
         for found in done:  # one after another, undisturbed
+            report(f"timing {found.strategy}")
             is_timed = found.share and found.strategy != "offload"
             times = measured(found.strategy, found.share, self._words) if is_timed else None
             yield replace(found, measured=times)
 
-    def _traced(self, strategy: str) -> Candidate:
+    def _traced(self, report: Callable[[str], None], strategy: str) -> Candidate:
+        report(f"tracing {strategy}")
         processes, batch_size = self._processes(strategy), self.recipe.batch_size
         share = self.recipe.per_device_batch_size or batch_size // processes
         trace = self._trace(strategy, share)
@@ -257,8 +265,7 @@ class Planning:
 
     def recommendation(self, lines: Sequence[Line]) -> str:
         """The fastest strategy that fits, its command, and why not the others."""
-        single = [] if self.cluster.processes == 1 else ["single"]
-        candidates = [line for line in lines if line.strategy not in single]
+        candidates = [line for line in lines if line.strategy != "single" or self.cluster.processes == 1]
         if not (fitting := [line for line in candidates if line.images]):
             return "nothing fits: take more GPUs, --grad_checkpointing or a smaller model"
         fastest = max(line.images_per_s or 0 for line in fitting)
@@ -278,11 +285,8 @@ class Planning:
         return "\n".join([begin, f"    {shlex.join(words)}", *rest])
 
 
-# --- Strategies
-
-
 def config_file(strategy: str) -> str:
-    return f"accelerate_configs/{CONFIGS[strategy]}.yaml"
+    return f"accelerate_configs/{CONFIGS.get(strategy, f'{strategy}_4gpu')}.yaml"
 
 
 def possible(hosts: int, gpus: int, grad_compression: str) -> list[str]:
@@ -291,14 +295,11 @@ def possible(hosts: int, gpus: int, grad_compression: str) -> list[str]:
         return ["single", "offload"]
     if grad_compression != "no":  # the others refuse it
         return ["single", "ddp"]
-    return [name for name in CONFIGS if name != "hybrid" or (hosts > 1 and gpus > 1)]
+    return [name for name in STRATEGIES if name != "hybrid" or (hosts > 1 and gpus > 1)]
 
 
 def measured(strategy: str, size: int, script: Sequence[str]) -> Measured:
-    """Times the strategy's engine on micro-batches of `size` images, in one process on the device at hand.
-
-    script: the script and its flags; a later flag wins.
-    """
+    """Times the strategy's engine on micro-batches of `size` images, in one process on the device at hand."""
     env = {} if torch.cuda.is_available() else {"CUDA_VISIBLE_DEVICES": ""}
     numbers = [1, 1, size, "measure"]
     return Measured(**json.loads(_step(strategy, numbers, script, env, f"--measure: {strategy}")))

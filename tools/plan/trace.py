@@ -4,8 +4,7 @@
 model and optimizer as rank 0, by the engines themselves on fake tensors, and prints what torch's MemTracker
 and the dispatcher saw as JSON. SIZES: images per forward, as 8,16. MEMORY: bytes of the device; then sizes
 near the largest that fits are traced, too, as with few images the optimizer's step is the peak. 0: only
-SIZES. benchmarks/plan_memory.py compares the sum of live tensors with what torch's allocator reports in a
-real training on CPU processes.
+SIZES. benchmarks/plan_memory.py compares the sum of live tensors with real trainings.
 
 With `measure` as MEMORY it prints the median times of STEPS steps of one process, alone. Images are random
 and lie ready on the device; the engine's collectives have no partner.
