@@ -5,7 +5,6 @@ A field's type gives the conversion: int, float, str, bool, a tuple of them, eac
 
 import argparse
 import dataclasses
-import difflib
 import math
 import sys
 import time
@@ -17,7 +16,7 @@ from typing import Any
 from common.system.cli import tell_torchrun
 from common.system.env import is_hosts_first
 from common.system.files import parse_json
-from common.system.text import printable_lines
+from common.system.text import did_you_mean, printable_lines
 
 
 def flag(
@@ -58,10 +57,8 @@ class Parser(argparse.ArgumentParser):
         """Prints one line, from one process per host. For an unknown flag it names the nearest known one."""
         if message.startswith("unrecognized arguments"):
             unknown = message.split()[2].split("=")[0]
-            near = difflib.get_close_matches(unknown, self._option_string_actions, n=1)
-            message = f"unknown flag {unknown}" + (
-                f": did you mean {near[0]}?" if near else "; --help lists them all"
-            )
+            meant = did_you_mean(unknown, self._option_string_actions)
+            message = f"unknown flag {unknown}" + (f": {meant}" if meant else "; --help lists them all")
         message = printable_lines(message)
         tell_torchrun(message)
         self.print_once(f"{self.prog}: error: {message}\n", sys.stderr)
@@ -171,10 +168,8 @@ def read_config(path: Path, fields: tuple[dataclasses.Field, ...]) -> dict[str, 
         name = str(key).replace("-", "_")
         if name not in by_name:
             name = name.strip("_")
-            near = ["lr"] if name == "learning_rate" else difflib.get_close_matches(name, by_name, n=1)
-            raise ValueError(
-                f"--config {path}: unknown key {key}" + (f", did you mean {near[0]}?" if near else "")
-            )
+            meant = did_you_mean("lr" if name == "learning_rate" else name, by_name)
+            raise ValueError(f"--config {path}: unknown key {key}" + (meant and f", {meant}"))
         if value is None and by_name[name].default is None:
             continue
         values[name] = typed(by_name[name], value, f"--config {path}: {key}")

@@ -14,7 +14,7 @@ import numpy as np
 from accelerate import Accelerator
 
 from common.data.cache import prepare
-from common.data.decode import SPLITS, torchcodec_decoder
+from common.data.decode import SPLITS, STORED, torchcodec_decoder
 from common.data.shard_cache import ShardCache
 from common.data.shards import MANIFEST, check_roots, parse_manifest
 from common.data.splits import ArraySplit, FileSplit, Part, ShardSplit, Split, part_file
@@ -121,7 +121,7 @@ def _parts(folder: Path) -> list[Part]:
     """The images to train on, those to evaluate, and with --holdout the data's own held-out split."""
     whole = [
         Part(split, np.load(folder / f"{split}_labels.npy"))
-        for split in SPLITS
+        for split in STORED
         if (folder / f"{split}_labels.npy").exists()
     ]
     if not part_file(folder, "train").exists():

@@ -161,12 +161,13 @@ def write_tables(
 ) -> tuple[str, ...]:
     """Stores labels and encoded images of the splits in a cache folder. Returns the class names.
 
-    All labels are checked before an image is read. Memory: one row group and the labels.
+    All labels are checked before an image is read. A test split without labels is not stored. Memory: one row
+    group and the labels.
     """
     classes, labels = read_labels(splits, columns, beat)
-    for split, tables in splits.items():
-        save_labels(folder, split, labels[split].numbers)
-        save_images(folder, split, read_images(tables, columns, beat), parts=labels[split].rows)
+    for split, (numbers, rows) in labels.items():
+        save_labels(folder, split, numbers)
+        save_images(folder, split, read_images(splits[split], columns, beat), parts=rows)
     return classes
 
 
@@ -182,22 +183,26 @@ def read_labels(
 ) -> tuple[tuple[str, ...], dict[str, Labels]]:
     """The class names, and the labels of each split. Raises ValueError for a label without a class.
 
-    Without names in the files the classes are the distinct labels, sorted.
+    Without names in the files the classes are the distinct labels of train, sorted. A split "test" whose
+    labels are all -1, as the hub stores hidden ones, is left out.
     """
     values, names, rows = {}, {}, {}
     for split, tables in splits.items():
-        values[split], names[split], rows[split] = _read_split(split, tables, chosen, beat)
+        found, of_split, counts = _read_split(split, tables, chosen, beat)
+        if split != "test" or set(found) != {-1}:
+            values[split], names[split], rows[split] = found, of_split, counts
     kinds = {type(value) for column in values.values() for value in column}
     if len(kinds) > 1 or (names["train"] and str in kinds):
         where = [table.where for split in splits.values() for table in split]
         raise ValueError(f"labels of {some_of(where, 3)} {MIXED}")
-    classes = {split: names[split] or tuple(sorted(set(values[split]))) for split in splits}
-    train, val = classes["train"], classes.get("val", classes["train"])
-    if train != val:
-        raise ValueError(
-            f"the classes of the two splits differ:{only_in('train', train, 'val', val)} In order, train has"
-            f" {some_of(train)}, val {some_of(val)}"
-        )
+    classes = {split: names[split] or tuple(sorted(set(values[split]))) for split in values}
+    train = classes["train"]
+    for split, theirs in classes.items():
+        if names[split] != names["train"] or (not names[split] and set(theirs) - set(train)):
+            raise ValueError(
+                f"the classes of {split} are not those of train:{only_in('train', train, split, theirs)} In"
+                f" order, train has {some_of(train)}, {split} {some_of(theirs)}"
+            )
     number = {label: k for k, label in enumerate(range(len(train)) if names["train"] else train)}
     for split, column in values.items():
         wrong = [row for row, label in enumerate(column) if label not in number]
@@ -208,7 +213,7 @@ def read_labels(
                 f" ({len(wrong):,} such rows)"
             )
     numbers = {split: np.array([number[label] for label in column]) for split, column in values.items()}
-    return tuple(map(str, train)), {split: Labels(numbers[split], rows[split]) for split in splits}
+    return tuple(map(str, train)), {split: Labels(column, rows[split]) for split, column in numbers.items()}
 
 
 def _read_split(
