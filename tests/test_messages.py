@@ -16,8 +16,8 @@ from train_cnn_a import CnnA
 from train_vit import Vit, build_model
 
 
-def data(place: str) -> None:
-    find_source(ImageRecipe(data=place), lambda: None)
+def data(place: str, **flags) -> None:
+    find_source(ImageRecipe(data=place, **flags), lambda: None)
 
 
 def images(*files: str) -> None:
@@ -37,7 +37,13 @@ MISTAKES: dict[str, Callable[[], object]] = {
     "a name near another": lambda: data("digit"),
     "no such data": lambda: data("/nowhere"),
     "no images": lambda: (images("d/notes.txt"), data("d")),
-    "a list in the folder": lambda: (images("d/pets.csv", "d/img/1.txt"), data("d")),
+    "lists in the folder": lambda: (images("d/pets.csv", "d/more.csv", "d/img/1.txt"), data("d")),
+    "tar files in the folder": lambda: (images("d/train-0.tar"), data("d")),
+    "one class": lambda: (images("d/cat/a.jpg", "d/readme.txt"), data("d")),
+    "two held-out splits and --holdout": lambda: (
+        images("d/train/cat/a.jpg", "d/val/cat/b.jpg", "d/test/cat/c.jpg"),
+        data("d", holdout=0.5),
+    ),
     "no validation images": lambda: (images("d/train/cat/a.jpg"), data("d")),
     "class folders in a folder": lambda: (images("d/all/cat/a.jpg", "d/all/dog/more/a.TIF"), data("d")),
     "neither a share nor a number": lambda: parse(CnnA, ["--holdout", "2.5"]),
