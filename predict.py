@@ -4,9 +4,10 @@
     ls *.jpg | python predict.py runs/train_vit/fsdp_512_100_1_4 - --top 5
     torchrun --standalone --nproc_per_node=2 predict.py s3://bucket/prefix '/data/**/*.webp'
 
-The first word is the model: a run's folder or S3 prefix (its best checkpoint, or --which latest), or a
-checkpoint's folder. It is verified before use, and nothing in it is unpickled. All other words up to the
-first flag are pictures; `-` reads their names from stdin. Under any launcher each picture is predicted once.
+The first word is the model: a run's folder or S3 prefix (its best checkpoint, or --which latest), a
+checkpoint's folder, or a folder of export.py. It is verified before use, and nothing in it is unpickled. All
+other words up to the first flag are pictures; `-` reads their names from stdin. Under any launcher each
+picture is predicted once.
 
 The folder (--output_dir, else predictions/<run>) gets predictions.csv and predictions.jsonl, with the most
 likely classes of each picture and their probabilities, and sheet.png with the first pictures. A file that is
@@ -74,9 +75,7 @@ def main() -> None:
         seconds = time.perf_counter() - began
 
         def report() -> None:
-            reports = Path(trained.reports)  # the run's folder `validation`, or validation/<name>
-            name = reports.parent.name if reports.name == "validation" else reports.name
-            folder = Path(flags.output_dir or f"predictions/{name}")
+            folder = Path(flags.output_dir or f"predictions/{trained.run_name}")
             write(folder, rows, trained)
             show(rows, folder, seconds)
 

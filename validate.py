@@ -6,8 +6,9 @@
     python validate.py vit.safetensors --script train_vit.py --model vit_tiny_patch16_224 --data cifar10
 
 The first word is the model: a run's folder or S3 prefix (its best checkpoint, or --which latest), a
-checkpoint's folder, or a .safetensors file. It is verified before use, and nothing in it is unpickled. Its
-manifest names the script that trained it; flags of that script change the recipe, as --data or --image_size.
+checkpoint's folder, a folder of export.py, or a .safetensors file. It is verified before use, and nothing in
+it is unpickled. Its manifest names the script that trained it; flags of that script change the recipe, as
+--data or --image_size.
 If the run has averaged weights they are used, as the run evaluated them.
 
 Each process evaluates its share of the images with the whole model on its device: without training these
@@ -67,11 +68,15 @@ class Validation(Inference):
     checkpoint: str | None = setting(None, "the model, if it is not the first word")
     split: str | None = setting(
         None,
-        "`val` was evaluated during the training, `test` is the data's own held-out split of a run with"
-        " `--holdout`, `train` is not augmented; unset: `test` if there is one, else `val`",
+        "`val` was evaluated during the training, `test` once, at its end, `train` is not augmented; unset:"
+        " `test` if there is one, else `val`",
         choices=("val", "test", "train"),
     )
-    data: str | None = setting(None, "data, if not that of the training; required for a .safetensors file")
+    data: str | None = setting(
+        None,
+        "data, if not that of the training: evaluated whole, without the run's `--holdout`, unless that is"
+        " given; required for a .safetensors file",
+    )
 
     def __post_init__(self) -> None:
         if not self.checkpoint:
@@ -82,8 +87,9 @@ def main() -> None:
     flags, words = parse_flags(sys.argv[1:])
     accelerator, batch = flags.start()
     with flags.trained(accelerator, flags.checkpoint or "") as (trained, _, scratch):
+        trained = for_its_data(accelerator, flags, trained, words)
         script, recipe = script_and_recipe(accelerator, flags, trained, words)
-        images = load(accelerator, recipe)
+        images = load(accelerator, recipe, is_evaluated=True)
         check_classes(accelerator, trained, images, recipe.data)
         split_name, split = chosen_split(images, flags.split)
         model = script.build_model(recipe, len(images.classes))
@@ -141,6 +147,22 @@ def parse_flags(words: list[str]) -> tuple[Validation, list[str]]:
     return parse(Validation, mine), others
 
 
+def for_its_data(
+    accelerator: Accelerator, flags: Validation, trained: TrainedModel, words: list[str]
+) -> TrainedModel:
+    """The model, for other data without the run's --holdout, and with reports outside of the run's folder."""
+    recipe = trained.recipe or {}
+    if flags.data in (None, recipe.get("data")) or any(word.startswith("--holdout") for word in words):
+        return trained
+    if recipe.get("holdout"):
+        accelerator.print(
+            f"{flags.data} is evaluated whole; --holdout {recipe['holdout']:g} as in the training if it is"
+            f" {recipe['data']} in another place"
+        )
+    reports = f"validation/{trained.run_name}/{Path(str(flags.data)).name}"
+    return dataclasses.replace(trained, recipe=recipe and recipe | {"holdout": None}, reports=reports)
+
+
 def script_and_recipe(
     accelerator: Accelerator, flags: Validation, trained: TrainedModel, words: list[str]
 ) -> tuple[ModuleType, ImageRecipe]:
@@ -157,14 +179,14 @@ def script_and_recipe(
 
 
 def chosen_split(images: Images, wanted: str | None) -> tuple[str, Split]:
-    """The split that --split names. ValueError for a test split without --holdout."""
+    """The split that --split names. ValueError for a test split that is not there."""
     splits = {"test": images.test, "val": images.val, "train": images.train}
     name = wanted or ("test" if images.test else "val")
     split = splits[name]
     if split is None:
         raise ValueError(
-            "--split test: only with --holdout are there images held out twice; --split val takes the"
-            f" {images.val_name} split"
+            f"--split test: the data have no second held-out split; --split val takes the {images.val_name}"
+            " split"
         )
     return name, split
 

@@ -51,14 +51,15 @@ def prepare_data(data: str, cache_dir: Path, heartbeat: Heartbeat = lambda: None
     return Path(prepare(recipe, heartbeat).folder)
 
 
-def prepare(recipe: ImageRecipe, beat: Heartbeat) -> Prepared:
+def prepare(recipe: ImageRecipe, beat: Heartbeat, is_evaluated: bool = False) -> Prepared:
     """Finds or makes the cache folder of recipe.data; one process per host calls it.
 
-    Calls beat() about every second. Raises ValueError for data or a cache that can't be used.
+    is_evaluated: nothing is trained, so the data need no second split. Calls beat() about every second.
+    Raises ValueError for data or a cache that can't be used.
     """
     cache_dir = Path(recipe.cache_dir or "~/.cache/train-images").expanduser().resolve()
     try:
-        source = find_source(recipe, beat)
+        source = find_source(recipe, beat, is_evaluated)
         content, place = run_with_heartbeat(lambda: _keys(source), beat)
         label = re.sub(r"[^A-Za-z0-9._-]", "_", source.name).lstrip(".") or "images"
         folder = cache_dir / f"{label}-{place}"

@@ -30,10 +30,10 @@ IMBALANCE = 10  # times as many images in the largest class as in the smallest: 
 class Images:
     """A data set: splits and class names.
 
-    val: is evaluated during the training. test: with --holdout on data that has a held-out split of its own,
-    that one, for the end. Their names are "val", "test" or "holdout". source: the data's name and the key of
-    its content, equal on all hosts with the same data. flaws: warnings about broken images, and about those
-    in two splits.
+    val: is evaluated during the training. test: for the end: the data's "test" beside "val", or with
+    --holdout their own held-out split. Their names are "val", "test" or "holdout". source: the data's name
+    and the key of its content, equal on all hosts with the same data. flaws: warnings about broken images,
+    and about those in two splits.
     """
 
     source: str
@@ -53,12 +53,17 @@ class Images:
     @property
     def evaluated(self) -> dict[str, Split]:
         """The splits that are evaluated, by their names."""
-        return {self.val_name: self.val} | ({self.test_name: self.test} if self.test else {})
+        splits = {self.val_name: self.val} if self.val is not self.train else {}
+        return splits | ({self.test_name: self.test} if self.test else {})
 
 
-def load(accelerator: Accelerator, recipe: ImageRecipe) -> Images:
-    """Opens recipe.data on all processes; one process per host prepares it, and all check that they agree."""
-    prepared = once_per_host(accelerator, "data", partial(prepare, recipe), recipe.timeout_s)
+def load(accelerator: Accelerator, recipe: ImageRecipe, is_evaluated: bool = False) -> Images:
+    """Opens recipe.data on all processes; one process per host prepares it, and all check that they agree.
+
+    is_evaluated: nothing is trained; of data with one split, `val` is that one.
+    """
+    make = partial(prepare, recipe, is_evaluated=is_evaluated)
+    prepared = once_per_host(accelerator, "data", make, recipe.timeout_s)
     folder, left_out = prepared  # as JSON, from another process
     images = open_images(Path(folder), recipe)
     train, evaluated = images.train.labels, {name: s.labels for name, s in images.evaluated.items()}
@@ -108,8 +113,8 @@ def open_images(folder: Path, recipe: ImageRecipe | None = None) -> Images:
         source=meta["source"],
         classes=tuple(map(printable, meta["classes"])),  # names of folders have any bytes
         train=splits[0],
-        val=splits[1],
-        val_name=meta["val_name"],
+        val=splits[1] if len(splits) > 1 else splits[0],
+        val_name=meta["val_name"] or "train",
         test=splits[2] if len(splits) > 2 else None,
         # Digits in a cache of an older version have neither.
         test_name=meta.get("test_name") or "",
@@ -140,8 +145,10 @@ def _open_shards(folder: Path, place: str, parts: list[Part], recipe: ImageRecip
         cache = ShardCache(folder / "shards", store, shards, int(recipe.cache_gib * 2**30))
 
     root = Path(place)
-    val, *test = (ShardSplit(folder, manifest, root, part, recipe, cache) for part in parts[1:])
-    return [ShardSplit(folder, manifest, root, parts[0], recipe, cache, val), val, *test]
+    evaluated = [ShardSplit(folder, manifest, root, part, recipe, cache) for part in parts[1:] or parts]
+    if len(parts) == 1:
+        return evaluated
+    return [ShardSplit(folder, manifest, root, parts[0], recipe, cache, evaluated[0]), *evaluated]
 
 
 # Its summary and warnings, printed at the start

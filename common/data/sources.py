@@ -87,8 +87,9 @@ def find_source(recipe: ImageRecipe, beat: Heartbeat, is_evaluated: bool = False
             f" {source.test_name} to evaluate it once: leave out --holdout"
         )
     if holdout is not None:
-        named = {"val_name": "holdout", "test_name": source.val_name}
-        return replace(source, holdout=holdout, hashes=(*source.hashes, f"holdout {holdout:g}"), **named)
+        hashes = (*source.hashes, f"holdout {holdout:g}")
+        held_out = replace(source, holdout=holdout, hashes=hashes)
+        return replace(held_out, val_name="holdout", test_name=source.val_name)
     if source.val_name is None and not is_evaluated:
         raise ValueError(
             f"--data {data} has no {VAL_CHOICE} to evaluate on: give it one, or hold out a tenth of its"
@@ -293,7 +294,7 @@ def find_csv(path: Path, columns: Columns) -> Source:
     """Lists the files of the rows, in their order. Raises ValueError that names the first wrong line."""
     rows = _read_csv(path, columns)
     before, after = _place(path.parent, rows[0][-1])
-    rows = [(*others, f"{before}{file}{after}") for *others, file in rows]
+    rows = [(*others[:3], f"{before}{others[3]}{after}") for others in rows]
     named = {split for _, split, _, _ in rows}
     used = used_splits(named)
     if "train" not in named:

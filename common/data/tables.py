@@ -200,8 +200,8 @@ def read_labels(
     for split, theirs in classes.items():
         if names[split] != names["train"] or (not names[split] and set(theirs) - set(train)):
             raise ValueError(
-                f"the classes of the two splits differ:{only_in('train', train, split, theirs)} In order, train"
-                f" has {some_of(train)}, {split} {some_of(theirs)}"
+                f"the classes of the two splits differ:{only_in('train', train, split, theirs)} In order,"
+                f" train has {some_of(train)}, {split} {some_of(theirs)}"
             )
     number = {label: k for k, label in enumerate(range(len(train)) if names["train"] else train)}
     for split, column in values.items():

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -15,7 +16,8 @@ from torch import Tensor, nn
 from common.augment import to_float
 from common.checkpoint.weights import TrainedModel, find, load_trained, open_script
 from common.data.images import open_data
-from common.recipe import ImageRecipe
+from common.data.sources import KNOWN
+from common.recipe import ImageRecipe, recipe_part
 from common.script import load_script, normalisation
 from tools.inference.inference import pixels_of
 
@@ -84,22 +86,38 @@ def open_trained(
 
 
 def write_model(exported: Exported, folder: Path) -> dict[str, Any]:
-    """Writes the weights, config.json and, unless timm builds the model, model.py. Returns the config."""
-    if exported.is_timms:
-        from timm.models import save_for_hf
+    """Writes the weights, config.json and, unless timm builds the model, model.py. Returns the config.
 
-        save_for_hf(
-            exported.model,
-            str(folder),
-            model_config={"label_names": list(exported.classes)},
-            data_config=exported.preparation,
-            safe_serialization=True,
-        )
-        about = json.loads((folder / CONFIG).read_text())
-        for key in OF_ITS_ORIGIN:  # facts about the hub's weights, which timm copies
-            about["pretrained_cfg"].pop(key, None)
-        (folder / CONFIG).write_text(json.dumps(about, indent=2) + "\n")
-        return about
+    Its `trained_by` is what predict.py and validate.py need; of the data's path it has the last part alone.
+    """
+    about = _write_for_timm(exported, folder) if exported.is_timms else _write_with_code(exported, folder)
+    data = exported.recipe.data
+    if data not in KNOWN and not data.startswith("hub:"):
+        data = f"./{data.rstrip('/').rpartition('/')[2]}"
+    recipe = {k: v for k, v in recipe_part(exported.recipe).items() if k != "weights"} | {"data": data}
+    trained_by = {"script": exported.trained.script, "recipe": recipe, "classes": exported.classes}
+    (folder / CONFIG).write_text(json.dumps(about | {"trained_by": trained_by}, indent=2) + "\n")
+    shutil.copymode(folder / CONFIG, folder / WEIGHTS)  # safetensors makes files for their owner alone
+    return about
+
+
+def _write_for_timm(exported: Exported, folder: Path) -> dict[str, Any]:
+    from timm.models import save_for_hf
+
+    save_for_hf(
+        exported.model,
+        str(folder),
+        model_config={"label_names": list(exported.classes)},
+        data_config=exported.preparation,
+        safe_serialization=True,
+    )
+    about = json.loads((folder / CONFIG).read_text())
+    for key in OF_ITS_ORIGIN:  # facts about the hub's weights, which timm copies
+        about["pretrained_cfg"].pop(key, None)
+    return about
+
+
+def _write_with_code(exported: Exported, folder: Path) -> dict[str, Any]:
     from safetensors.torch import save_file
 
     text = Path(str(exported.script.__file__)).read_text()
@@ -109,16 +127,14 @@ def write_model(exported: Exported, folder: Path) -> dict[str, Any]:
     code = section[1].strip()
     save_file({name: t.contiguous() for name, t in exported.model.state_dict().items()}, folder / WEIGHTS)
     recipe = {name: value for name, value in vars(exported.recipe).items() if f"recipe.{name}" in code}
-    about = {
+    (folder / CODE).write_text(MODEL_PY.render(script=exported.script.__name__, model=code))
+    return {
         "architecture": type(exported.model).__name__,
         "num_classes": len(exported.classes),
         "label_names": exported.classes,
         "recipe": recipe,
         **exported.preparation,
     }
-    (folder / CONFIG).write_text(json.dumps(about, indent=2) + "\n")
-    (folder / CODE).write_text(MODEL_PY.render(script=exported.script.__name__, model=code))
-    return about
 
 
 def check_reloaded(exported: Exported, folder: Path) -> None:
