@@ -111,7 +111,8 @@ def build_model(recipe: Vit, classes: int) -> nn.Module:
         block = type(model.get_submodule("blocks.0"))
     except (TypeError, AttributeError, AssertionError, RuntimeError) as error:
         raise ValueError(
-            f"--model {recipe.model} is no Vision Transformer that timm builds like this: {error}"
+            f"--model {recipe.model} is no Vision Transformer that timm builds like this ({error}): for other"
+            " models copy this script, as docs/add_a_model.md explains"
         ) from error
     share_graphs(model)
     if recipe.half_residual:

@@ -36,7 +36,7 @@ from common.checkpoint.mirror import fetch, fetch_newest
 from common.distributed.agreement import once
 from common.recipe import ImageRecipe, parse
 from common.script import as_flags, load_script, own_script, recipe_class
-from common.system.env import rank
+from common.system.env import rank, warn_without_hub
 from common.system.files import read_json
 from common.system.paths import shortest
 from common.system.s3 import ObjectStore
@@ -229,6 +229,7 @@ def pretrained_model(name: str, classes: int, **options: Any) -> nn.Module:
         raise ValueError(
             f"--pretrained: timm has no weights for --model {name}: give another, or --weights FILE"
         )
+    warn_without_hub()
     try:
         return timm.create_model(name, True, num_classes=classes, **options)
     except OSError as error:

@@ -16,6 +16,7 @@ import numpy as np
 
 from common.data.class_folders import VAL_NAMES, folder_names, only_in, split_folders
 from common.data.decode import save_images, save_labels
+from common.system.env import warn_without_hub
 from common.system.text import printable, some_of
 from common.system.threads import Heartbeat, run_with_heartbeat
 
@@ -139,6 +140,7 @@ def load_from_hub(data: str, beat: Heartbeat) -> dict[str, Any]:
     def load():
         import datasets
 
+        warn_without_hub()
         return datasets.load_dataset(*match.groups())
 
     try:
