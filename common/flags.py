@@ -10,6 +10,7 @@ import sys
 import time
 import types
 import typing
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from common.system.text import did_you_mean, printable_lines
 
 def flag(
     default: Any,
-    help: str,
+    help: str = "",
     *,
     choices: tuple = (),
     minimum: float = -math.inf,
@@ -32,8 +33,9 @@ def flag(
 ) -> Any:
     """Declares a field of a recipe as a flag. part_of_recipe: a resumed run must have the same value.
 
-    per_script: each script's recipe declares its own default. repeatable: the flag of a tuple may be given
-    several times, and all values count; for other flags the last value counts.
+    help: empty where flags.yaml has it, the texts that several commands share. per_script: each script's
+    recipe declares its own default. repeatable: the flag of a tuple may be given several times, and all
+    values count; for other flags the last value counts.
     """
     metadata = dict(
         help=help,
@@ -47,9 +49,20 @@ def flag(
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def setting(default: Any, help: str, **bounds: Any) -> Any:
+def setting(default: Any, help: str = "", **bounds: Any) -> Any:
     """Declares a flag about where or how to run, not about what is trained."""
     return flag(default, help, part_of_recipe=False, **bounds)
+
+
+@cache
+def _texts() -> dict[str, str]:
+    import yaml
+
+    return yaml.safe_load(Path(__file__).with_name("flags.yaml").read_text())
+
+
+def help_of(field: dataclasses.Field) -> str:
+    return field.metadata["help"] or _texts()[field.name]
 
 
 class Parser(argparse.ArgumentParser):
@@ -85,7 +98,7 @@ def underscores(word: str) -> str:
 
 
 def add_flag(parser: argparse.ArgumentParser, field: dataclasses.Field, unit: str) -> None:
-    help = field.metadata["help"].replace("%", "%%").replace("images", unit) + (
+    help = help_of(field).replace("%", "%%").replace("images", unit) + (
         "" if field.default is None else f" (default: {as_text(field.default)})"
     )
     if field.type is bool:
