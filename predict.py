@@ -55,12 +55,7 @@ Row = dict[str, Any]  # file, classes and probabilities, the most likely first; 
 @dataclass(frozen=True, kw_only=True)
 class Prediction(Inference):
     top: int = setting(5, "most likely classes to list per picture", minimum=1)
-    crop: str = setting(
-        "auto",
-        "`center` resizes and crops as in ImageNet evaluations, `whole` resizes the whole picture; `auto` is"
-        " `whole` for cifar10, digits and synthetic, else `center`",
-        choices=("auto", "center", "whole"),
-    )
+    crop: str = setting("auto", choices=("auto", "center", "whole"))
     workers: int = setting(2, "decoding processes per device; 0 decodes between the batches", minimum=0)
 
 

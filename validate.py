@@ -66,17 +66,8 @@ class Validation(Inference):
     """The flags of validate.py; all others are those of the script that trained the model."""
 
     checkpoint: str | None = setting(None, "the model, if it is not the first word")
-    split: str | None = setting(
-        None,
-        "`val` was evaluated during the training, `test` once, at its end, `train` is not augmented; unset:"
-        " `test` if there is one, else `val`",
-        choices=("val", "test", "train"),
-    )
-    data: str | None = setting(
-        None,
-        "data, if not that of the training: evaluated whole, without the run's `--holdout`, unless that is"
-        " given; required for a .safetensors file",
-    )
+    split: str | None = setting(None, choices=("val", "test", "train"))
+    data: str | None = setting(None, "other data than the training's, whole unless --holdout is given, too")
 
     def __post_init__(self) -> None:
         if not self.checkpoint:
@@ -151,16 +142,14 @@ def for_its_data(
     accelerator: Accelerator, flags: Validation, trained: TrainedModel, words: list[str]
 ) -> TrainedModel:
     """The model, for other data without the run's --holdout, and with reports outside of the run's folder."""
-    recipe = trained.recipe or {}
-    if flags.data in (None, recipe.get("data")) or any(word.startswith("--holdout") for word in words):
+    recipe, given = trained.recipe, any(word.startswith("--holdout") for word in words)
+    if not flags.data or recipe is None or flags.data == recipe["data"] or given:
         return trained
     if recipe.get("holdout"):
-        accelerator.print(
-            f"{flags.data} is evaluated whole; --holdout {recipe['holdout']:g} as in the training if it is"
-            f" {recipe['data']} in another place"
-        )
-    reports = f"validation/{trained.run_name}/{Path(str(flags.data)).name}"
-    return dataclasses.replace(trained, recipe=recipe and recipe | {"holdout": None}, reports=reports)
+        advice = f"give it if these are {recipe['data']} in another place"
+        accelerator.print(f"without the training's --holdout {recipe['holdout']:g}: {advice}")
+    reports = f"validation/{trained.run_name}/{Path(flags.data).name}"
+    return dataclasses.replace(trained, recipe=recipe | {"holdout": None}, reports=reports)
 
 
 def script_and_recipe(
@@ -181,8 +170,8 @@ def script_and_recipe(
 def chosen_split(images: Images, wanted: str | None) -> tuple[str, Split]:
     """The split that --split names. ValueError for a test split that is not there."""
     splits = {"test": images.test, "val": images.val, "train": images.train}
-    name = wanted or ("test" if images.test else "val")
-    split = splits[name]
+    unset = "test" if images.test else "train" if images.val is images.train else "val"
+    split = splits[name := wanted or unset]
     if split is None:
         raise ValueError(
             f"--split test: the data have no second held-out split; --split val takes the {images.val_name}"

@@ -33,7 +33,7 @@ def flag(
 ) -> Any:
     """Declares a field of a recipe as a flag. part_of_recipe: a resumed run must have the same value.
 
-    help: empty where flags.yaml has it, the texts that several commands share. per_script: each script's
+    help: empty where flags.yaml has it, as it takes more than a line. per_script: each script's
     recipe declares its own default. repeatable: the flag of a tuple may be given several times, and all
     values count; for other flags the last value counts.
     """

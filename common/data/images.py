@@ -79,11 +79,6 @@ def load(accelerator: Accelerator, recipe: ImageRecipe, is_evaluated: bool = Fal
     return images
 
 
-def open_data(recipe: ImageRecipe) -> Images:
-    """Opens recipe.data in this process alone."""
-    return open_images(Path(prepare(recipe, lambda: None).folder), recipe)
-
-
 def open_images(folder: Path, recipe: ImageRecipe | None = None) -> Images:
     """Maps the folder that `prepare` returned into memory.
 

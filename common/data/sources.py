@@ -123,10 +123,10 @@ def _find_files(data: str, data_root: tuple[str, ...], columns: Columns) -> Sour
     if manifest := shards.find_local(root, data_root):
         return _of_shards(manifest, str(root), lambda name: (root / name).read_bytes())
     if (found := saved_files(root)) is not None:
-        return _of_table_files(root, found, lambda key, _, file: f"{key}/{file.name}", columns)
+        return _of_table_files(root, found, "{split}/{file}", columns)
     if found := parquet_files(root):
         is_flat = is_named(found["train"][0], "train")
-        return _of_table_files(root, found, _file_name if is_flat else _folder_and_name, columns)
+        return _of_table_files(root, found, "{file}" if is_flat else "{folder}/{file}", columns)
     if table := lone_table(root):
         return _of_lone_table(table, columns)
     return find_class_folders(root)
@@ -216,21 +216,10 @@ def _of_shards(manifest: shards.Manifest, place: str, read: Callable[[str], byte
 def _of_lone_table(file: Path, columns: Columns) -> Source:
     if file.suffix.lower() in LISTS:
         return find_csv(file, columns)
-    return _of_table_files(file, {"train": [file]}, _file_name, columns)
+    return _of_table_files(file, {"train": [file]}, "{file}", columns)
 
 
-Naming = Callable[[str, int, Path], str]  # of a split's k-th file within the data set: a moved one keeps it
-
-
-def _file_name(_key: str, _k: int, file: Path) -> str:
-    return file.name
-
-
-def _folder_and_name(_key: str, _k: int, file: Path) -> str:
-    return f"{file.parent.name}/{file.name}"
-
-
-def _of_table_files(root: Path, files: dict[str, list[Path]], named: Naming, columns: Columns) -> Source:
+def _of_table_files(root: Path, files: dict[str, list[Path]], named: str, columns: Columns) -> Source:
     tables = {split: [Table(str(file), file) for file in of_split] for split, of_split in files.items()}
     return _of_tables(str(root), root.name, tables, files, named, columns)
 
@@ -239,7 +228,7 @@ def _of_hub(data: str, loaded: dict[str, Any], columns: Columns) -> Source:
     name = data.removeprefix("hub:")
     tables = {s: [Table(f"{name}'s {s} split", rows.data.table)] for s, rows in loaded.items()}
     files = {s: [Path(file["filename"]) for file in rows.cache_files] for s, rows in loaded.items()}
-    return _of_tables(data, name, tables, files, lambda key, k, _: f"{key} {k}", columns)
+    return _of_tables(data, name, tables, files, "{split} {k}", columns)
 
 
 def _of_tables(
@@ -247,16 +236,22 @@ def _of_tables(
     name: str,
     tables: dict[str, list[Table]],
     files: dict[str, list[Path]],
-    named: Naming,
+    named: str,
     columns: Columns,
 ) -> Source:
+    """named: the form of a file's name in the key; a data set that is moved keeps its names."""
     if "train" not in tables:
         raise ValueError(f"--data {data} has no split train, only: {some_of(list(tables)) or 'none'}")
     used = used_splits(tables)
     splits = {key: tables[split] for key, split in used.items()}
+    named_files = [
+        (named.format(split=key, k=k, file=file.name, folder=file.parent.name), file)
+        for key, split in used.items()
+        for k, file in enumerate(files[split])
+    ]
     return Source(
         name,
-        tuple((named(key, k, f), f) for key, split in used.items() for k, f in enumerate(files[split])),
+        tuple(named_files),
         lambda folder, beat: write_tables(splits, columns, folder, beat),
         VAL_NAMES.get(used.get("val", "")),
         used.get("test"),

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from common.augment import to_float
 from common.checkpoint.weights import TrainedModel, find, load_trained, open_script
-from common.data.images import open_data
+from common.data.cache import prepare
+from common.data.images import open_images
 from common.data.sources import KNOWN
 from common.recipe import ImageRecipe, recipe_part
 from common.script import load_script, normalisation
@@ -67,7 +68,7 @@ def open_trained(
     if trained.recipe is None:
         raise ValueError(f"{trained.name} is a lone file: give the checkpoint's folder, or the run's")
     script, recipe, _ = open_script(trained, script_file, words)
-    images = open_data(recipe)
+    images = open_images(Path(prepare(recipe, lambda: None).folder), recipe)
     classes = tuple(trained.classes or images.classes)
     if len(images.classes) != len(classes):
         raise ValueError(
