@@ -76,9 +76,8 @@ class Parser(argparse.ArgumentParser):
         tell_torchrun(message)
         self.print_once(f"{self.prog}: error: {message}\n", sys.stderr)
         if not is_hosts_first():
-            time.sleep(
-                5
-            )  # a launcher kills all processes when one exits: the first must have printed by then
+            # A launcher kills all processes when one exits: the first must have printed by then.
+            time.sleep(5)
         sys.exit(2)
 
     def print_help(self, file: Any = None) -> None:

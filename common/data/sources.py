@@ -6,7 +6,7 @@
 import csv
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,7 @@ from common.data.decode import EXTENSIONS, SPLITS, save_images, save_labels
 from common.data.tables import (
     Columns,
     Table,
+    chosen_column,
     is_named,
     load_from_hub,
     parquet_files,
@@ -324,14 +325,14 @@ def _read_csv(path: Path, columns: Columns) -> list[tuple[int, str, str, str]]:
             first = file.readline()
             file.seek(0)
             reader = csv.DictReader(file, delimiter=max(DELIMITERS, key=first.count))
-            names = reader.fieldnames or []
+            reader.fieldnames = names = [name.strip().lower() for name in reader.fieldnames or []]
+            where = f"--data {path}: its first line"
             match = re.fullmatch(r"(.*)\{(.+)\}(.*)", columns.image or "")
-            before, column, after = match.groups() if match else ("", columns.image, "")
-            image = _csv_column(path, names, FILE_COLUMNS, column, "image")
-            label = _csv_column(path, names, LABEL_COLUMNS, columns.label, "label")
-            split_column = _same_name(names, ("split",))
+            before, column, after = match.groups() if match else ("", columns.image or "", "")
+            image = chosen_column(names, "image", column.lower(), FILE_COLUMNS, [], where)
+            label = chosen_column(names, "label", (columns.label or "").lower(), LABEL_COLUMNS, [], where)
             for row in reader:
-                split = (row[split_column] or "").strip().lower() if split_column else "train"
+                split = (row.get("split", "train") or "").strip().lower()
                 line, values = f"--data {path}, line {reader.line_num}", (row[image], row[label])
                 if not all(values):
                     raise ValueError(f"{line}: it has no {label if values[0] else image}")
@@ -358,22 +359,6 @@ def _place(root: Path, file: str) -> tuple[str, str]:
     before = ["", *(f"{name}/" for name in folder_names(root))]
     places = [(b, a) for b in before for a in ("", *EXTENSIONS) if (root / f"{b}{file}{a}").is_file()]
     return places[0] if len(places) == 1 else ("", "")
-
-
-def _csv_column(
-    path: Path, names: Sequence[str], known: tuple[str, ...], chosen: str | None, kind: str
-) -> str:
-    """The name of a column, as it is written in the first line."""
-    if name := _same_name(names, (chosen,) if chosen else known):
-        return name
-    raise ValueError(
-        f"--data {path}: its first line has no column {chosen or ' or '.join(known)}, only: {some_of(names)}:"
-        f" choose one by --{kind}_column"
-    )
-
-
-def _same_name(names: Sequence[str], known: tuple[str, ...]) -> str | None:
-    return next((name for wanted in known for name in names if name.strip().lower() == wanted.lower()), None)
 
 
 def _source_of_files(

@@ -7,7 +7,7 @@ pyarrow reads the files in place. `datasets` would copy them into a cache of its
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -297,7 +297,7 @@ def image_column(schema: "pyarrow.Schema", chosen: Columns, where: str) -> str:
         if _holds_bytes(field.type)
         and features.get(field.name, {}).get("_type", "Image") in ("Image", "Value")  # not sounds
     ]
-    return _choice(schema, "image", chosen.image, IMAGE_COLUMNS, found, where)
+    return chosen_column(schema.names, "image", chosen.image, IMAGE_COLUMNS, found, where)
 
 
 def label_column(schema: "pyarrow.Schema", chosen: Columns, where: str) -> str:
@@ -312,29 +312,21 @@ def label_column(schema: "pyarrow.Schema", chosen: Columns, where: str) -> str:
     found = [name for name in schema.names if features.get(name, {}).get("_type") == "ClassLabel"]
     found = found or [name for name in schema.names if name.lower() in OTHER_LABEL_COLUMNS]
     found = found or [field.name for field in schema if any(test(field.type) for test in is_label)]
-    return _choice(schema, "label", chosen.label, LABEL_COLUMNS, found, where)
+    return chosen_column(schema.names, "label", chosen.label, LABEL_COLUMNS, found, where)
 
 
-def _choice(
-    schema: "pyarrow.Schema",
-    kind: str,
-    chosen: str | None,
-    names: tuple[str, ...],
-    found: list[str],
-    where: str,
+def chosen_column(
+    names: Sequence[str], kind: str, chosen: str | None, usual: Sequence[str], found: list[str], where: str
 ) -> str:
-    """The chosen column, else the first of these names that the table has, else the only one found."""
-    if chosen and chosen not in schema.names:
-        raise ValueError(f"--{kind}_column {chosen}: {where} has only: {some_of(schema.names)}")
-    if known := chosen or next((name for name in names if name in schema.names), None):
+    """The chosen column, else the first usual one that the table has, else the only one found."""
+    if chosen and chosen not in names:
+        raise ValueError(f"--{kind}_column {chosen}: {where} has only: {some_of(names)}")
+    if known := chosen or next((name for name in usual if name in names), None):
         return known
     if len(found) == 1:
         return found[0]
-    what = (
-        f"several columns of {kind}s, {some_of(found)}"
-        if found
-        else f"no column of {kind}s, only: {some_of(schema.names)}"
-    )
+    what = f"no column of {kind}s ({', '.join(usual)}), only: {some_of(names)}"
+    what = f"several columns of {kind}s, {some_of(found)}" if found else what
     raise ValueError(f"{where} has {what}: choose one by --{kind}_column")
 
 

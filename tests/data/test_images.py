@@ -651,7 +651,7 @@ BAD = {  # beside those in tests/test_messages.py
     ),
     "no label column": (
         lambda root: with_column(root, "label", None),
-        ["train-00000", "has no column of labels, only: img: choose one by --label_column"],
+        ["train-00000", "has no column of labels (label, fine_label), only: img: choose"],
     ),
     "label range": (
         lambda root: with_train(root, [PNG] * 3, [0, 1, 2]),

@@ -281,13 +281,13 @@ BAD_LISTS = {
     "no label": ("file,label,split\nimg/0.png,,train\n", "line 2: it has no label"),
     "cut": ("file,label,split\nimg/0.png\n", "line 2: it has no label"),
     "split": ("file,label,split\nimg/0.png,a,trian\n", "line 2: its split is trian: choose among train, val"),
-    "columns": ("img,kind\n1,2\n", "its first line has no column file or filename or"),
+    "columns": ("img,kind\n1,2\n", "its first line has no column of images (file, filename,"),
     "new label": (
         "file,label,split\nimg/0.png,cat,train\nimg/1.png,ox,val\n",
         "the split val has labels that train has not: ox",
     ),
     "empty": ("file,label,split\n", "it lists no images"),
-    "nothing": ("", "its first line has no column file"),
+    "nothing": ("", "its first line has no column of images"),
 }
 
 
