@@ -11,8 +11,7 @@ picture is predicted once.
 
 The folder (--output_dir, else predictions/<run>) gets predictions.csv and predictions.jsonl, with the most
 likely classes of each picture and their probabilities, and sheet.png with the first pictures. A file that is
-no image is listed with the reason, and does not end the command. In predictions.csv a name that begins like a
-formula of a spreadsheet (= + - @) has a ' before it.
+no image is listed with the reason, and does not end the command.
 """
 
 import csv

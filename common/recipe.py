@@ -87,12 +87,7 @@ class Recipe(Job):
 class ImageRecipe(Recipe):
     """The flags that every image script has."""
 
-    data: str = flag(
-        "cifar10",
-        "`digits`, `cifar10`, `synthetic`, `hub:OWNER/NAME[:CONFIG]`; a folder with class folders or parquet"
-        " files, or written by `save_to_disk` or prep_imagenet.py; a CSV list; or `s3://bucket/prefix` of"
-        " shards",
-    )
+    data: str = flag("cifar10")
     image_column: str | None = flag(None)
     label_column: str | None = flag(None)
     holdout: float | None = flag(None, minimum=0)

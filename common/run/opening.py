@@ -116,7 +116,9 @@ class OpenRun:
         ValueError for a checkpoint of other data, another model or optimizer, or a step after the run's last;
         and after too many restarts without a new checkpoint.
         """
-        self.place = place = open_folder(self.recipe, run_name(self), steps.last, heartbeat, _print)
+        self.place = place = open_folder(
+            self.recipe, run_name(self), steps.last, heartbeat, partial(print, flush=True)
+        )
         state, has_optimizer, began_at = RunState(), False, None
         if checkpoint := place.checkpoint:
             state, has_optimizer, began_at = _from_checkpoint(
@@ -187,11 +189,6 @@ def _holds(file: Path, content: bytes) -> bool:
     with contextlib.suppress(OSError):
         return file.read_bytes() == content
     return False
-
-
-def _print(message: str) -> None:
-    """Prints. Called by the main process, also in the threads that save and upload."""
-    print(message, flush=True)
 
 
 def _from_checkpoint(

@@ -93,8 +93,7 @@ def write_model(exported: Exported, folder: Path) -> dict[str, Any]:
     """
     about = _write_for_timm(exported, folder) if exported.is_timms else _write_with_code(exported, folder)
     data = exported.recipe.data
-    if data not in KNOWN and not data.startswith("hub:"):
-        data = f"./{data.rstrip('/').rpartition('/')[2]}"
+    data = data if data in KNOWN or data.startswith("hub:") else f"./{Path(data).name}"
     recipe = {k: v for k, v in recipe_part(exported.recipe).items() if k != "weights"} | {"data": data}
     trained_by = {"script": exported.trained.script, "recipe": recipe, "classes": exported.classes}
     (folder / CONFIG).write_text(json.dumps(about | {"trained_by": trained_by}, indent=2) + "\n")
