@@ -11,6 +11,7 @@ import yaml
 from common.data.sources import find_source
 from common.distributed.strategy import without_gradient
 from common.recipe import ImageRecipe, parse, share_out
+from common.system.env import warn_without_hub
 from tools.prepare.archives import open_stream
 from train_cnn_a import CnnA
 from train_vit import Vit, build_model
@@ -74,6 +75,13 @@ def test_a_mistake_has_this_message(mistake, tmp_path, monkeypatch, capsys):
         MISTAKES[mistake]()
     said = capsys.readouterr().err.strip() if raised.type is SystemExit else str(raised.value)
     assert said == MESSAGES[mistake].format(here=tmp_path)
+
+
+def test_a_hub_out_of_reach_is_named_before_its_client_tries(monkeypatch, capsys):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    warn_without_hub()
+    assert capsys.readouterr().err.startswith("warning: the hub can't be reached (")
 
 
 def test_a_missing_gradient_has_this_message():

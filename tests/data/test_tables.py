@@ -12,6 +12,7 @@ from common.data.cache import prepare_data
 from common.data.decode import decode
 from common.data.images import Images, open_images
 from common.data.tables import Columns, Table, write_tables
+from tests.conftest import rows_of
 from tests.data.test_any_images import prepare_with, put
 from tests.data.test_images import PNG, encode, hub_rows, picture, write_parquet
 from tools.doctor.facts import _contents
@@ -271,24 +272,7 @@ def test_columns_absolute_paths_numbers_and_a_second_held_out_split(tmp_path):
     assert [split.labels.tolist() for split in splits] == [[2, 1, 0], [1], [0]]
 
 
-BAD_LISTS = {
-    "no split": ("file,label\nimg/0.png,cat\n", "has no val, validation, valid or test to evaluate on"),
-    "no train": ("file,label,split\nimg/0.png,cat,val\n", "none of its 1 rows is of the split train"),
-    "no file": (
-        "file,label,split\nimg/0.png,cat,train\nimg/9.png,cat,val\n",
-        "line 3: there is no file {root}/img/9.png (1 such rows): paths are relative to the list's folder",
-    ),
-    "no label": ("file,label,split\nimg/0.png,,train\n", "line 2: it has no label"),
-    "cut": ("file,label,split\nimg/0.png\n", "line 2: it has no label"),
-    "split": ("file,label,split\nimg/0.png,a,trian\n", "line 2: its split is trian: choose among train, val"),
-    "columns": ("img,kind\n1,2\n", "its first line has no column of images (file, filename,"),
-    "new label": (
-        "file,label,split\nimg/0.png,cat,train\nimg/1.png,ox,val\n",
-        "the split val has labels that train has not: ox",
-    ),
-    "empty": ("file,label,split\n", "it lists no images"),
-    "nothing": ("", "its first line has no column of images"),
-}
+BAD_LISTS = rows_of("wrong lists")
 
 
 @pytest.mark.parametrize("case", BAD_LISTS)

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -18,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 import export
 import train_cnn_a
-from common.checkpoint.weights import TrainedModel
+from common.checkpoint.weights import TrainedModel, find
 from tests.conftest import RESNET, ROOT, STRATEGIES, VIT, full, lines, metrics, python, result, run
 from tests.scripts.conftest import QUICK
 from tests.support.commands import call
@@ -205,6 +206,34 @@ def test_an_ema_is_what_is_exported(runs, exported):
     theirs = load_file(exported["vit"] / "model.safetensors")
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize("name", ["cnn_a", full("vit")])
+def test_an_exported_folder_is_a_model(name, runs, exported, tmp_path, cache):
+    """Of validate.py and predict.py, without its run. No code of the folder runs, and others may read it."""
+    folder = shutil.copytree(exported[name], tmp_path / "mine")
+    assert len({path.stat().st_mode for path in folder.iterdir()}) == 1
+    (folder / "model.py").unlink(missing_ok=True)
+    run(
+        [
+            *python(),
+            "validate.py",
+            folder,
+            "--mixed_precision",
+            "no",
+            *cache,
+            "--output_dir",
+            tmp_path / "out",
+        ]
+    )
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert report["top1"] == result(runs[name])["best_accuracy"]
+    picture = write_pictures(open_run(runs[name], tmp_path, cache), tmp_path)[0]
+    words = [picture, "--workers", 0, "--output_dir", tmp_path]
+    assert "1 picture predicted" in run([*python(), "predict.py", folder, *words])
+    (folder / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match="does not say what trained the model: export it again"):
+        find(str(folder), "best", tmp_path, lambda: None)
 
 
 def is_buffer(name: str) -> bool:
