@@ -229,12 +229,7 @@ def test_streams_belong_to_processes(images):
 
 @pytest.mark.parametrize(
     ("batch", "streams", "message"),
-    [
-        ((24, None, 1), 16, "--streams 16 must divide --batch_size 24 and be a multiple of the number of"),
-        ((24, None, 1), 16, "processes, 1: choose 8 or 12"),
-        ((24, None, 3), 4, "of the number of processes, 3: choose 3 or 6"),
-        ((24, None, 8), 4, "of the number of processes, 8: choose 8 or 24"),
-    ],
+    rows_of("streams"),
 )
 def test_streams_that_do_not_divide_are_refused(shards, images, batch, streams, message, tmp_path):
     train = open_images(prepare_data(str(shards), tmp_path), replace(RECIPE, streams=streams)).train

@@ -72,13 +72,7 @@ def test_a_price_alone_gives_a_cost_without_a_plan(tmp_path):
 
 @pytest.mark.parametrize(
     ("plan", "price", "facts", "prices"),
-    [
-        ({"price_per_hour": 72.0}, 36.0, {}, ["2.00", "1.50"]),
-        ({}, 36.0, {}, ["1.00", "1.50"]),
-        ({"price_per_hour": 72.0}, None, {"hosts": 1}, ["2.00", "-"]),
-        ({}, 36.0, {"processes": 4}, ["-", "1.50"]),
-        ({}, None, {}, ["-", "-"]),
-    ],
+    rows_of("prices of a cluster"),
 )
 def test_a_price_is_that_of_its_own_cluster(plan, price, facts, prices, tmp_path):
     """The plan's price per hour counts for a run on as many hosts and devices, and the other way."""

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 import export
 import train_cnn_a
 from common.checkpoint.weights import TrainedModel, find
-from tests.conftest import RESNET, ROOT, STRATEGIES, VIT, full, lines, metrics, python, result, run
+from tests.conftest import RESNET, ROOT, STRATEGIES, VIT, full, lines, metrics, python, result, rows_of, run
 from tests.scripts.conftest import QUICK
 from tests.support.commands import call
 from tools.inference.exported import Exported, open_trained
@@ -180,12 +180,7 @@ def test_an_ema_of_a_model_with_batch_norm(strategy, tmp_path, cache):
 
 @pytest.mark.parametrize(
     ("data", "shown"),
-    [
-        ("/home/alice/ward 7/scans/", "scans"),
-        ("../ward 7/scans", "scans"),
-        ("s3://hospital-ward7/private/scans", "scans"),
-        ("hub:OWNER/NAME", "OWNER/NAME"),
-    ],
+    rows_of("data on a card"),
 )
 def test_the_card_has_no_private_path(data, shown):
     recipe = train_cnn_a.CnnA(data=data)
@@ -255,13 +250,7 @@ def test_a_model_that_comes_back_differently_is_no_export(runs, tmp_path, cache,
 
 @pytest.mark.parametrize(
     ("words", "said"),
-    [
-        (["{cnn_a}", "{tmp}/full"], "is there already"),
-        (["{tmp}/nothing", "{tmp}/out"], "there is no such folder"),
-        (["{vit}/checkpoints/{step}/ema.safetensors", "{tmp}/out", "--data=?"], "--data ?"),
-        (["{tmp}/lone.safetensors", "{tmp}/out"], "give the checkpoint's folder"),
-        (["{cnn_a}", "{tmp}/out", "--widths", "4,8,31"], "hidden.weight"),
-    ],
+    rows_of("refused exports"),
 )
 def test_what_is_refused(words, said, runs, tmp_path):
     (tmp_path / "full").mkdir()

@@ -431,12 +431,7 @@ def test_an_image_that_can_not_be_resized_is_named(content, reason, ilsvrc, tmp_
 
 @pytest.mark.parametrize(
     ("path", "message"),
-    [
-        ("train/cat/b.jpg", "is a dangling link"),
-        ("train/dog", "is a dangling link"),
-        ("train/cat/more/b.TIF", "is a dangling link"),
-        ("train/cat/a_.png", "a_.png gets the key cat/a_, which another image has: rename one"),
-    ],
+    rows_of("refused files of a folder"),
 )
 def test_files_of_a_folder_that_are_refused(path, message, ilsvrc, tmp_path):
     """Other files are skipped."""
