@@ -8,8 +8,7 @@
 The first word is the model: a run's folder or S3 prefix (its best checkpoint, or --which latest), a
 checkpoint's folder, a folder of export.py, or a .safetensors file. It is verified before use, and nothing in
 it is unpickled. Its manifest names the script that trained it; flags of that script change the recipe, as
---data or --image_size.
-If the run has averaged weights they are used, as the run evaluated them.
+--data or --image_size. If the run has averaged weights they are used, as the run evaluated them.
 
 Each process evaluates its share of the images with the whole model on its device: without training these
 models need no sharding, and the launcher's strategy changes no number. Only the main process reads the
@@ -108,8 +107,7 @@ def main() -> None:
             worst = np.asarray([image["id"] for image in found["worst"]], dtype=np.int64)
             write(folder, found, pixels_of(split, worst, recipe).numpy(), title)
             show(found, title)
-            for name in FILES:
-                print(folder / name)
+            print(*(folder / name for name in FILES), sep="\n")
 
         flags.finish(accelerator, report)
 
@@ -143,10 +141,10 @@ def for_its_data(
 ) -> TrainedModel:
     """The model, for other data without the run's --holdout, and with reports outside of the run's folder."""
     recipe, given = trained.recipe, any(word.startswith("--holdout") for word in words)
-    if not flags.data or recipe is None or flags.data == recipe["data"] or given:
+    if not flags.data or recipe is None or flags.data == recipe.get("data") or given:
         return trained
     if recipe.get("holdout"):
-        advice = f"give it if these are {recipe['data']} in another place"
+        advice = f"give it if these are {recipe.get('data')} in another place"
         accelerator.print(f"without the training's --holdout {recipe['holdout']:g}: {advice}")
     reports = f"validation/{trained.run_name}/{Path(flags.data).name}"
     return dataclasses.replace(trained, recipe=recipe | {"holdout": None}, reports=reports)
@@ -173,10 +171,7 @@ def chosen_split(images: Images, wanted: str | None) -> tuple[str, Split]:
     unset = "test" if images.test else "train" if images.val is images.train else "val"
     split = splits[name := wanted or unset]
     if split is None:
-        raise ValueError(
-            f"--split test: the data have no second held-out split; --split val takes the {images.val_name}"
-            " split"
-        )
+        raise ValueError(f"--split test: there is no second held-out split; --split val is {images.val_name}")
     return name, split
 
 

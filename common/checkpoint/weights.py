@@ -67,8 +67,7 @@ class TrainedModel:
 
     @property
     def run_name(self) -> str:
-        """The name of the run, or of what else holds the model: reports is <run>/validation, or
-        validation/<name>."""
+        """The name of what holds the model: reports is <run>/validation, or validation/<name>."""
         reports = Path(self.reports)
         return reports.parent.name if reports.name == "validation" else reports.name
 

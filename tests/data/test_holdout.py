@@ -236,7 +236,7 @@ def test_other_data_are_evaluated_whole(finished, cache, tmp_path):
     report = read_json(tmp_path / f"validation/run/other/train_{result(finished)['best_step']}/report.json")
     assert (report["images"], report["split"]) == (20, "train")
     status, output = Job([*command, "--split", "test"], cwd=tmp_path).wait()
-    assert (status, "--split test: the data have no second held-out split" in output) == (1, True)
+    assert (status, "--split test: there is no second held-out split" in output) == (1, True)
 
 
 def test_pages_say_which_split_each_number_is_of(finished):

@@ -83,37 +83,32 @@ def open_trained(
     return Exported(trained, script, recipe, model, classes, mean, std, images.val.cropped, sample)
 
 
-# --- Files
-
-
 def write_model(exported: Exported, folder: Path) -> dict[str, Any]:
     """Writes the weights, config.json and, unless timm builds the model, model.py. Returns the config.
 
     Its `trained_by` is what predict.py and validate.py need; of the data's path it has the last part alone.
     """
-    about = _write_for_timm(exported, folder) if exported.is_timms else _write_with_code(exported, folder)
+    if exported.is_timms:
+        from timm.models import save_for_hf
+
+        save_for_hf(
+            exported.model,
+            str(folder),
+            model_config={"label_names": list(exported.classes)},
+            data_config=exported.preparation,
+            safe_serialization=True,
+        )
+        about = json.loads((folder / CONFIG).read_text())
+        for key in OF_ITS_ORIGIN:  # facts about the hub's weights, which timm copies
+            about["pretrained_cfg"].pop(key, None)
+    else:
+        about = _write_with_code(exported, folder)
     data = exported.recipe.data
     data = data if data in KNOWN or data.startswith("hub:") else f"./{Path(data).name}"
     recipe = {k: v for k, v in recipe_part(exported.recipe).items() if k != "weights"} | {"data": data}
     trained_by = {"script": exported.trained.script, "recipe": recipe, "classes": exported.classes}
     (folder / CONFIG).write_text(json.dumps(about | {"trained_by": trained_by}, indent=2) + "\n")
     shutil.copymode(folder / CONFIG, folder / WEIGHTS)  # safetensors makes files for their owner alone
-    return about
-
-
-def _write_for_timm(exported: Exported, folder: Path) -> dict[str, Any]:
-    from timm.models import save_for_hf
-
-    save_for_hf(
-        exported.model,
-        str(folder),
-        model_config={"label_names": list(exported.classes)},
-        data_config=exported.preparation,
-        safe_serialization=True,
-    )
-    about = json.loads((folder / CONFIG).read_text())
-    for key in OF_ITS_ORIGIN:  # facts about the hub's weights, which timm copies
-        about["pretrained_cfg"].pop(key, None)
     return about
 
 
@@ -173,8 +168,7 @@ def write_onnx(exported: Exported, about: dict[str, Any], file: Path) -> None:
     )
     assert program is not None
     facts = {**exported.preparation, "label_names": exported.classes, "architecture": about["architecture"]}
-    for name, value in facts.items():
-        program.model.metadata_props[name] = json.dumps(value)
+    program.model.metadata_props.update({name: json.dumps(value) for name, value in facts.items()})
     program.save(file, external_data=False)
 
 

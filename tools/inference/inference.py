@@ -38,10 +38,9 @@ class Inference:
 
     def start(self) -> tuple[Accelerator, Batch]:
         """Each process computes its share with the whole model, under any launcher's strategy."""
-        size = self.per_device_batch_size
         names = ("per_device_batch_size", "mixed_precision", "deterministic", "deepspeed_config", "timeout_s")
         settings: dict[str, Any] = {name: getattr(self, name) for name in names}
-        return start(Job(batch_size=size * world_size(), compile="no", **settings))
+        return start(Job(batch_size=self.per_device_batch_size * world_size(), compile="no", **settings))
 
     @contextlib.contextmanager
     def trained(

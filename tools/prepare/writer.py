@@ -100,8 +100,7 @@ class ShardWriter:
         """Queues images to be written. Raises the error of an earlier write."""
         batch: list[tuple[_Shard, list[bytes]]] = []
         for image in images:
-            block, place = divmod(self.count, DRAWN)
-            number = int(_draws(*self.key, block, len(self.shards))[place])
+            number = int(_draws(*self.key, self.count // DRAWN, len(self.shards))[self.count % DRAWN])
             extension = os.path.splitext(image.name)[1].lower()
             label, size = b"%d" % image.label, len(image.data)
             header = tar_header(f"{image.key}{EXTENSIONS.get(extension, extension)}", size)
