@@ -30,6 +30,7 @@ def images(*files: str) -> None:
 
 MISTAKES: dict[str, Callable[[], object]] = {
     "unknown flag": lambda: parse(CnnA, ["--epoch", "3"]),
+    "a flag near none": lambda: parse(CnnA, ["--steps", "3"]),
     "no such choice": lambda: parse(CnnA, ["--mixed_precision", "fp8"]),
     "two folders": lambda: parse(CnnA, ["--output_dir", "a", "--model_folder", "b"]),
     "no config file": lambda: parse(CnnA, ["--config", "nothing.yaml"]),
@@ -50,10 +51,7 @@ MISTAKES: dict[str, Callable[[], object]] = {
     "neither a share nor a number": lambda: parse(CnnA, ["--holdout", "2.5"]),
     "no training images": lambda: (images("d/test/cat/a.jpg"), data("d")),
     "other classes": lambda: (images("d/train/cat/a.jpg", "d/val/dog/a.jpg"), data("d")),
-    "an empty class": lambda: (
-        images("d/train/cat/a.jpg", "d/train/dog/a.txt", "d/val/cat/a.jpg"),
-        data("d"),
-    ),
+    "an empty class": lambda: (images("d/train/cat/a.jpg", "d/train/dog/a", "d/val/cat/a.jpg"), data("d")),
     "no such archive": lambda: open_stream("nothing.tar"),
     "no such weights": lambda: build_model(Vit(model="test_vit", weights="nothing.safetensors"), 10),
     "weights of another kind": lambda: (
