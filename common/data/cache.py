@@ -151,7 +151,7 @@ def _make(folder: Path, source: Source, name: str, beat: Heartbeat) -> None:
             hold_out(work, source.holdout)
         kind, flaws = "shards" if source.shards else "array", list[str]()
         if source.test_name == "test" and source.holdout is None and not (work / "test_labels.npy").exists():
-            flaws.append("the test split has no labels (all are -1): it is left out")
+            flaws.append("the test split has no labels (all are -1 or null): it is left out")
         if (work / f"train_{FILES[0]}").exists():
             encoded = {s: Encoded(work, s) for s in STORED if (work / f"{s}_labels.npy").exists()}
             is_small = run_with_heartbeat(partial(_is_small, encoded), beat)

@@ -82,8 +82,8 @@ def list_splits(root: Path, left_out: LeftOut) -> tuple[dict[str, str], dict[str
     """The folders of `train/<class>/`, `val/<class>/` (or validation/, valid/) and `test/<class>/`, and their
     classes.
 
-    For `<class>/` alone the folder is "". A test/ beside val/ without any class of train/ has no labels: its
-    images are left out. Raises ValueError for folders that can't be trained on.
+    For `<class>/` alone the folder is "". A test/ beside val/ may lack classes; without any of train/ it has
+    no labels, and its images are left out. Raises ValueError for folders that can't be trained on.
     """
     folders = split_folders(root)
     if not folders:
@@ -96,7 +96,6 @@ def list_splits(root: Path, left_out: LeftOut) -> tuple[dict[str, str], dict[str
             for path in paths:
                 left_out.add(LOOSE, str(root / folders["test"] / name / path))
         del folders["test"]
-    train = splits["train"]
     for split, classes in splits.items():
         folder = root / folders[split]
         if not classes:
@@ -108,6 +107,7 @@ def list_splits(root: Path, left_out: LeftOut) -> tuple[dict[str, str], dict[str
             raise ValueError(
                 f"no images ({' '.join(EXTENSIONS)}) in {some_of(empty)}: fill or remove the folder"
             )
+        train = splits["train"] if split != "test" or len(splits) < 3 else splits["train"].keys() & classes
         if differing := only_in(folders["train"], train, folders[split], classes):
             raise ValueError(
                 f"--data {root}: the class folders of {folders['train']}/ and {folders[split]}/ differ:"
@@ -124,7 +124,7 @@ def used_splits(found: Iterable[str]) -> dict[str, str]:
     return used | ({"test": "test"} if "test" in found and val != "test" else {})
 
 
-def only_in(one: str, classes: Sequence | dict, other: str, others: Sequence | dict) -> str:
+def only_in(one: str, classes: Iterable, other: str, others: Iterable) -> str:
     """Sentences that name the classes which only one of two splits has; empty where none differs."""
     names = {one: sorted(set(classes) - set(others)), other: sorted(set(others) - set(classes))}
     return "".join(f" only in {split}: {some_of(only)}." for split, only in names.items() if only)

@@ -89,8 +89,7 @@ def find_source(recipe: ImageRecipe, beat: Heartbeat, is_evaluated: bool = False
         )
     if holdout is not None:
         hashes = (*source.hashes, f"holdout {holdout:g}")
-        held_out = replace(source, holdout=holdout, hashes=hashes)
-        return replace(held_out, val_name="holdout", test_name=source.val_name)
+        return replace(source, holdout=holdout, hashes=hashes, val_name="holdout", test_name=source.val_name)
     if source.val_name is None and not is_evaluated:
         raise ValueError(
             f"--data {data} has no {VAL_CHOICE} to evaluate on: give it one, or hold out a tenth of its"
@@ -245,14 +244,13 @@ def _of_tables(
         raise ValueError(f"--data {data} has no split train, only: {some_of(list(tables)) or 'none'}")
     used = used_splits(tables)
     splits = {key: tables[split] for key, split in used.items()}
-    named_files = [
-        (named.format(split=key, k=k, file=file.name, folder=file.parent.name), file)
-        for key, split in used.items()
-        for k, file in enumerate(files[split])
-    ]
     return Source(
         name,
-        tuple(named_files),
+        tuple(
+            (named.format(split=key, k=k, file=file.name, folder=file.parent.name), file)
+            for key, split in used.items()
+            for k, file in enumerate(files[split])
+        ),
         lambda folder, beat: write_tables(splits, columns, folder, beat),
         VAL_NAMES.get(used.get("val", "")),
         used.get("test"),

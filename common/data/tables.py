@@ -186,7 +186,7 @@ def read_labels(
     """The class names, and the labels of each split. Raises ValueError for a label without a class.
 
     Without names in the files the classes are the distinct labels of train, sorted. A split "test" whose
-    labels are all -1, as the hub stores hidden ones, is left out.
+    labels are all -1 or null, as the hub has hidden ones, is left out.
     """
     values, names, rows = {}, {}, {}
     for split, tables in splits.items():
@@ -229,6 +229,8 @@ def _read_split(
             name = label_column(schema, chosen, table.where)
             names.append(tuple(_features(schema, table.where).get(name, {}).get("names") or ()))
             values = [value for column in read(name) for value in column.to_pylist()]
+        if split == "test" and set(values) == {None}:
+            values = [-1] * len(values)
         if None in values:
             raise ValueError(f"row {values.index(None)} of {table.where} has no label")
         if other := {type(value) for value in values} - {int, str}:

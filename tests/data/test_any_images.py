@@ -67,6 +67,8 @@ def test_the_first_split_to_evaluate_on_counts_and_the_others_are_named(tmp_path
     images = open_images(Path(prepared.folder))
     assert (images.val.images[0] == decode((root / "val/cat/1.png").read_bytes())).all()
     assert (images.test.images[0] == decode((root / "test/cat/1.png").read_bytes())).all()
+    shutil.rmtree(root / "test/cat")
+    assert open_images(Path(prepare_with(root, tmp_path / "cache").folder)).test.labels.tolist() == [1]
     with pytest.raises(ValueError, match="has val to choose the best checkpoint by and test to evaluate it"):
         prepare_with(root, tmp_path / "cache", holdout=0.5)
 

@@ -60,12 +60,10 @@ def write_list(path: Path, header: str) -> None:
         split = ("train", "val", "test")[k // EACH]
         values = {"id": 300 + k, "file": f"{300 + k}.png", "split": split}
         rows.append(",".join(str(values.get(name, ("cat", "dog")[k % 2])) for name in header.split(",")))
-    path.parent.mkdir(exist_ok=True)
     path.write_text("\n".join(rows))
 
 
 def write_tar(path: Path, first: int) -> None:
-    path.parent.mkdir(exist_ok=True)
     with tarfile.open(path, "w") as tar:
         for k, label in enumerate(LABELS):
             for ending, content in (("png", png(first + k)), ("cls", str(label).encode())):
@@ -77,6 +75,7 @@ def write_tar(path: Path, first: int) -> None:
 @pytest.mark.parametrize(("layout", "flags", "chooses", "once"), ROWS, ids=[row[0] for row in ROWS])
 def test_a_layout_of_the_document(layout, flags, chooses, once, tmp_path):
     root = tmp_path / "pets"
+    root.mkdir()
     make(root, layout)
     words = re.findall("`(--[^`]+)`", flags)
     if "prep_imagenet.py" in flags:
