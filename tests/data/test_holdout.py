@@ -151,7 +151,7 @@ def test_data_with_a_held_out_split_of_its_own(make, tmp_path):
     assert whole.source != images.source
     assert validate.chosen_split(images, None) == ("test", images.test)
     assert validate.chosen_split(whole, None) == ("val", whole.val)
-    with pytest.raises(ValueError, match="--split test: only with --holdout"):
+    with pytest.raises(ValueError, match="--split test: there is no second held-out split"):
         validate.chosen_split(whole, "test")
 
 
