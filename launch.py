@@ -16,7 +16,6 @@ join. Run launch.py on a machine outside of the job, as its own host can't be lo
 """
 
 import argparse
-import difflib
 import math
 import os
 import re
@@ -31,6 +30,7 @@ from common.recipe import Job
 from common.system.cli import check_positive, command_parser, run_command, split_at_script
 from common.system.files import read_accelerate_config, write_text
 from common.system.paths import ROOT
+from common.system.text import did_you_mean
 from tools.launch.elastic import ElasticJob
 from tools.launch.hosts import NAME, Host, read_hostfile, select
 from tools.launch.job import JobRunner, LaunchPlan
@@ -79,8 +79,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     flags, rest = parser.parse_known_args([underscores(word) for word in mine])
     check_positive(parser, flags, "gpus", "gpus_per_node")
     if script and rest:
-        near = difflib.get_close_matches(rest[0], parser._option_string_actions, n=1)
-        parser.error(f"unknown flag {rest[0]}" + (f": did you mean {near[0]}?" if near else ""))
+        meant = did_you_mean(rest[0], parser._option_string_actions)
+        parser.error(f"unknown flag {rest[0]}" + (meant and f": {meant}"))
     flags.script = script or ["train_hello.py", *rest]
     return flags
 

@@ -4,14 +4,14 @@
     ls *.jpg | python predict.py runs/train_vit/fsdp_512_100_1_4 - --top 5
     torchrun --standalone --nproc_per_node=2 predict.py s3://bucket/prefix '/data/**/*.webp'
 
-The first word is the model: a run's folder or S3 prefix (its best checkpoint, or --which latest), or a
-checkpoint's folder. It is verified before use, and nothing in it is unpickled. All other words up to the
-first flag are pictures; `-` reads their names from stdin. Under any launcher each picture is predicted once.
+The first word is the model: a run's folder or S3 prefix (its best checkpoint, or --which latest), a
+checkpoint's folder, or a folder of export.py. It is verified before use, and nothing in it is unpickled. All
+other words up to the first flag are pictures; `-` reads their names from stdin. Under any launcher each
+picture is predicted once.
 
 The folder (--output_dir, else predictions/<run>) gets predictions.csv and predictions.jsonl, with the most
 likely classes of each picture and their probabilities, and sheet.png with the first pictures. A file that is
-no image is listed with the reason, and does not end the command. In predictions.csv a name that begins like a
-formula of a spreadsheet (= + - @) has a ' before it.
+no image is listed with the reason, and does not end the command.
 """
 
 import csv
@@ -54,12 +54,7 @@ Row = dict[str, Any]  # file, classes and probabilities, the most likely first; 
 @dataclass(frozen=True, kw_only=True)
 class Prediction(Inference):
     top: int = setting(5, "most likely classes to list per picture", minimum=1)
-    crop: str = setting(
-        "auto",
-        "`center` resizes and crops as in ImageNet evaluations, `whole` resizes the whole picture; `auto` is"
-        " `whole` for cifar10, digits and synthetic, else `center`",
-        choices=("auto", "center", "whole"),
-    )
+    crop: str = setting("auto", choices=("auto", "center", "whole"))
     workers: int = setting(2, "decoding processes per device; 0 decodes between the batches", minimum=0)
 
 
@@ -74,9 +69,7 @@ def main() -> None:
         seconds = time.perf_counter() - began
 
         def report() -> None:
-            reports = Path(trained.reports)  # the run's folder `validation`, or validation/<name>
-            name = reports.parent.name if reports.name == "validation" else reports.name
-            folder = Path(flags.output_dir or f"predictions/{name}")
+            folder = Path(flags.output_dir or f"predictions/{trained.run_name}")
             write(folder, rows, trained)
             show(rows, folder, seconds)
 

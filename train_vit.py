@@ -104,7 +104,7 @@ def build_model(recipe: Vit, classes: int) -> nn.Module:
         block = type(model.get_submodule("blocks.0"))
     except (TypeError, AttributeError, AssertionError, RuntimeError) as error:
         raise ValueError(
-            f"--model {recipe.model} is no Vision Transformer that timm builds like this: {error}"
+            f"--model {recipe.model} is no Vision Transformer of timm ({error}): see docs/add_a_model.md"
         ) from error
     share_graphs(model)
     if recipe.half_residual:

@@ -6,9 +6,9 @@
     python validate.py vit.safetensors --script train_vit.py --model vit_tiny_patch16_224 --data cifar10
 
 The first word is the model: a run's folder or S3 prefix (its best checkpoint, or --which latest), a
-checkpoint's folder, or a .safetensors file. It is verified before use, and nothing in it is unpickled. Its
-manifest names the script that trained it; flags of that script change the recipe, as --data or --image_size.
-If the run has averaged weights they are used, as the run evaluated them.
+checkpoint's folder, a folder of export.py, or a .safetensors file. It is verified before use, and nothing in
+it is unpickled. Its manifest names the script that trained it; flags of that script change the recipe, as
+--data or --image_size. If the run has averaged weights they are used, as the run evaluated them.
 
 Each process evaluates its share of the images with the whole model on its device: without training these
 models need no sharding, and the launcher's strategy changes no number. Only the main process reads the
@@ -65,13 +65,8 @@ class Validation(Inference):
     """The flags of validate.py; all others are those of the script that trained the model."""
 
     checkpoint: str | None = setting(None, "the model, if it is not the first word")
-    split: str | None = setting(
-        None,
-        "`val` was evaluated during the training, `test` is the data's own held-out split of a run with"
-        " `--holdout`, `train` is not augmented; unset: `test` if there is one, else `val`",
-        choices=("val", "test", "train"),
-    )
-    data: str | None = setting(None, "data, if not that of the training; required for a .safetensors file")
+    split: str | None = setting(None, choices=("val", "test", "train"))
+    data: str | None = setting(None, "other data than the training's, whole unless --holdout is given, too")
 
     def __post_init__(self) -> None:
         if not self.checkpoint:
@@ -82,8 +77,9 @@ def main() -> None:
     flags, words = parse_flags(sys.argv[1:])
     accelerator, batch = flags.start()
     with flags.trained(accelerator, flags.checkpoint or "") as (trained, _, scratch):
+        trained = for_its_data(accelerator, flags, trained, words)
         script, recipe = script_and_recipe(accelerator, flags, trained, words)
-        images = load(accelerator, recipe)
+        images = load(accelerator, recipe, is_evaluated=True)
         check_classes(accelerator, trained, images, recipe.data)
         split_name, split = chosen_split(images, flags.split)
         model = script.build_model(recipe, len(images.classes))
@@ -111,8 +107,7 @@ def main() -> None:
             worst = np.asarray([image["id"] for image in found["worst"]], dtype=np.int64)
             write(folder, found, pixels_of(split, worst, recipe).numpy(), title)
             show(found, title)
-            for name in FILES:
-                print(folder / name)
+            print(*(folder / name for name in FILES), sep="\n")
 
         flags.finish(accelerator, report)
 
@@ -141,6 +136,20 @@ def parse_flags(words: list[str]) -> tuple[Validation, list[str]]:
     return parse(Validation, mine), others
 
 
+def for_its_data(
+    accelerator: Accelerator, flags: Validation, trained: TrainedModel, words: list[str]
+) -> TrainedModel:
+    """The model, for other data without the run's --holdout, and with reports outside of the run's folder."""
+    recipe, given = trained.recipe, any(word.startswith("--holdout") for word in words)
+    if not flags.data or recipe is None or flags.data == recipe.get("data") or given:
+        return trained
+    if recipe.get("holdout"):
+        advice = f"give it if these are {recipe.get('data')} in another place"
+        accelerator.print(f"without the training's --holdout {recipe['holdout']:g}: {advice}")
+    reports = f"validation/{trained.run_name}/{Path(flags.data).name}"
+    return dataclasses.replace(trained, recipe=recipe | {"holdout": None}, reports=reports)
+
+
 def script_and_recipe(
     accelerator: Accelerator, flags: Validation, trained: TrainedModel, words: list[str]
 ) -> tuple[ModuleType, ImageRecipe]:
@@ -157,15 +166,12 @@ def script_and_recipe(
 
 
 def chosen_split(images: Images, wanted: str | None) -> tuple[str, Split]:
-    """The split that --split names. ValueError for a test split without --holdout."""
+    """The split that --split names. ValueError for a test split that is not there."""
     splits = {"test": images.test, "val": images.val, "train": images.train}
-    name = wanted or ("test" if images.test else "val")
-    split = splits[name]
+    unset = "test" if images.test else "train" if images.val is images.train else "val"
+    split = splits[name := wanted or unset]
     if split is None:
-        raise ValueError(
-            "--split test: only with --holdout are there images held out twice; --split val takes the"
-            f" {images.val_name} split"
-        )
+        raise ValueError(f"--split test: there is no second held-out split; --split val is {images.val_name}")
     return name, split
 
 

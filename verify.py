@@ -271,7 +271,8 @@ class Run:
         findings += [f"{one.interval}: {finding}" for one in outcomes for finding in one.findings]
         of_steps = max(1, self.last - self.began)
         steps = f"{covered:,} of {of_steps:,} steps ({covered / of_steps:.1%})"
-        differ = plural(len(findings), "difference") if findings else "no difference"
+        none = "no difference" if all(one.is_exact for one in replayed) else "no difference beyond rounding"
+        differ = plural(len(findings), "difference") if findings else none
         print(f"{steps} and {len(compared)} of {len(self.kept)} checkpoints replayed: {differ}")
         left_out = [f"{of_steps - covered:,} steps", *NOT_VERIFIED, *self._not_replayed(replayed, compared)]
         print(f"not verified: {'; '.join(left_out)}")

@@ -5,24 +5,24 @@ A field's type gives the conversion: int, float, str, bool, a tuple of them, eac
 
 import argparse
 import dataclasses
-import difflib
 import math
 import sys
 import time
 import types
 import typing
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from common.system.cli import tell_torchrun
 from common.system.env import is_hosts_first
 from common.system.files import parse_json
-from common.system.text import printable_lines
+from common.system.text import did_you_mean, printable_lines
 
 
 def flag(
     default: Any,
-    help: str,
+    help: str = "",
     *,
     choices: tuple = (),
     minimum: float = -math.inf,
@@ -33,17 +33,29 @@ def flag(
 ) -> Any:
     """Declares a field of a recipe as a flag. part_of_recipe: a resumed run must have the same value.
 
-    per_script: each script's recipe declares its own default. repeatable: the flag of a tuple may be given
-    several times, and all values count; for other flags the last value counts.
+    help: empty where flags.yaml has it, as it takes more than a line. per_script: each script's
+    recipe declares its own default. repeatable: the flag of a tuple may be given several times, and all
+    values count; for other flags the last value counts.
     """
     metadata = {"help": help, "choices": choices, "minimum": minimum, "maximum": maximum}
     metadata |= {"part_of_recipe": part_of_recipe, "per_script": per_script, "repeatable": repeatable}
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def setting(default: Any, help: str, **bounds: Any) -> Any:
+def setting(default: Any, help: str = "", **bounds: Any) -> Any:
     """Declares a flag about where or how to run, not about what is trained."""
     return flag(default, help, part_of_recipe=False, **bounds)
+
+
+@cache
+def _texts() -> dict[str, str]:
+    import yaml
+
+    return yaml.safe_load(Path(__file__).with_name("flags.yaml").read_text())
+
+
+def help_of(field: dataclasses.Field) -> str:
+    return field.metadata["help"] or _texts()[field.name]
 
 
 class Parser(argparse.ArgumentParser):
@@ -51,10 +63,8 @@ class Parser(argparse.ArgumentParser):
         """Prints one line, from one process per host. For an unknown flag it names the nearest known one."""
         if message.startswith("unrecognized arguments"):
             unknown = message.split()[2].split("=")[0]
-            near = difflib.get_close_matches(unknown, self._option_string_actions, n=1)
-            message = f"unknown flag {unknown}" + (
-                f": did you mean {near[0]}?" if near else "; --help lists them all"
-            )
+            meant = did_you_mean(unknown, self._option_string_actions)
+            message = f"unknown flag {unknown}" + (f": {meant}" if meant else "; --help lists them all")
         message = printable_lines(message)
         tell_torchrun(message)
         self.print_once(f"{self.prog}: error: {message}\n", sys.stderr)
@@ -79,7 +89,7 @@ def underscores(word: str) -> str:
 
 
 def add_flag(parser: argparse.ArgumentParser, field: dataclasses.Field, unit: str) -> None:
-    help = field.metadata["help"].replace("%", "%%").replace("images", unit) + (
+    help = help_of(field).replace("%", "%%").replace("images", unit) + (
         "" if field.default is None else f" (default: {as_text(field.default)})"
     )
     if field.type is bool:
@@ -159,10 +169,8 @@ def read_config(path: Path, fields: tuple[dataclasses.Field, ...]) -> dict[str, 
         name = str(key).replace("-", "_")
         if name not in by_name:
             name = name.strip("_")
-            near = ["lr"] if name == "learning_rate" else difflib.get_close_matches(name, by_name, n=1)
-            raise ValueError(
-                f"--config {path}: unknown key {key}" + (f", did you mean {near[0]}?" if near else "")
-            )
+            meant = did_you_mean("lr" if name == "learning_rate" else name, by_name)
+            raise ValueError(f"--config {path}: unknown key {key}" + (meant and f", {meant}"))
         if value is None and by_name[name].default is None:
             continue
         values[name] = typed(by_name[name], value, f"--config {path}: {key}")

@@ -103,7 +103,7 @@ def steps_per_epoch(samples: Samples, batch: Batch) -> int:
     if len(samples) < batch.total:
         raise ValueError(
             f"--batch_size {batch.total} is more than the {len(samples)} training {batch.unit}: choose at"
-            f" most {len(samples)} (with {batch.processes} processes a multiple of {batch.processes})"
+            f" most {len(samples) // batch.processes * batch.processes}"
         )
     samples.check(batch)
     return len(samples) // batch.total

@@ -26,36 +26,13 @@ class Job:
     unit: typing.ClassVar[str] = "images"  # the word for samples in messages
 
     batch_size: int = flag(256, "images per optimizer step over the whole job", minimum=1, per_script=True)
-    per_device_batch_size: int | None = setting(
-        None, "micro-batch: images per forward on one device; unset: batch_size / processes", minimum=1
-    )
-    mixed_precision: str | None = setting(
-        None,
-        "unset: the launcher's setting, else bf16 where the device supports it natively",
-        choices=("no", "bf16", "fp16"),
-    )
-    grad_compression: str = flag(
-        "no",
-        "DDP only: bf16 all-reduces gradients in bf16, which halves the network traffic and rounds their"
-        " sums",
-        choices=("no", "bf16"),
-    )
-    compile: str | None = setting(
-        None,
-        "torch.compile in this mode: slow first steps, then faster ones; unset: the launcher's setting",
-        choices=("no", "default", "reduce-overhead", "max-autotune"),
-    )
-    grad_checkpointing: bool = setting(
-        False, "recompute each block in the backward pass from its input: less memory, slower"
-    )
-    deterministic: bool = setting(
-        False,
-        "the same bits in each run and on any number of processes, with devices of one kind: slower, without"
-        " TF32, one thread per process on a CPU",
-    )
-    deepspeed_config: str | None = setting(
-        None, "a file of `ds_configs/`, for launchers without an accelerate config"
-    )
+    per_device_batch_size: int | None = setting(None, minimum=1)
+    mixed_precision: str | None = setting(None, choices=("no", "bf16", "fp16"))
+    grad_compression: str = flag("no", choices=("no", "bf16"))
+    compile: str | None = setting(None, choices=("no", "default", "reduce-overhead", "max-autotune"))
+    grad_checkpointing: bool = setting(False)
+    deterministic: bool = setting(False)
+    deepspeed_config: str | None = setting(None)
     timeout_s: int = setting(300, "seconds after which a silent process ends the job", minimum=1)
 
 
@@ -66,68 +43,23 @@ class Recipe(Job):
     data: str = flag("generated", "training data", per_script=True)
     epochs: int = flag(10, "passes over the training images", minimum=1, per_script=True)
     lr: float = flag(1e-3, "peak learning rate", minimum=0, per_script=True)
-    seed: int = flag(
-        0,
-        "seed of the initial weights, the order of the images and the augmentation",
-        minimum=0,
-        maximum=2**32 - 1,
-    )
-    max_steps: int | None = setting(
-        None, "stop after this many optimizer steps; schedules stay those of all epochs", minimum=1
-    )
-    patience: int | None = setting(
-        None,
-        "end the run after this many evaluations without a better one; schedules stay those of all epochs",
-        minimum=1,
-    )
+    seed: int = flag(0, minimum=0, maximum=2**32 - 1)
+    max_steps: int | None = setting(None, minimum=1)
+    patience: int | None = setting(None, minimum=1)
     output_dir: str | None = setting(None, "the run's folder; unset: `runs/<script>/<name>`")
-    model_folder: str | None = setting(
-        None, "one folder for all runs: each run's folder is `<model_folder>/<script>/<name>`"
-    )
-    resume: str = setting(
-        "auto",
-        "`auto` continues an unfinished run of the same recipe, `never` starts a new one; or start from a"
-        " run's folder, a checkpoint's folder or `s3://bucket/prefix`",
-    )
-    allow_changed: tuple[str, ...] = setting(
-        (),
-        "parts of the recipe that a resumed run may change, as `epochs,lr`; `optimizer` permits another"
-        " optimizer, whose state starts at zero",
-    )
-    checkpoint_every: str = setting(
-        "epoch", "`epoch`, or a number of optimizer steps; the best and the last are always saved"
-    )
-    checkpoint_s: float = setting(
-        60.0,
-        "for shorter epochs: seconds between checkpoints, also those of new best evaluations, which is the"
-        " most that a killed run loses; 0 writes each one",
-        minimum=0,
-    )
-    keep_every: int | None = setting(
-        None, "also keep checkpoints at multiples of this step, not only the best and the last two", minimum=1
-    )
-    s3: str | None = setting(
-        None, "`s3://bucket/prefix` for this run alone: checkpoints go there, and are resumed from there"
-    )
+    model_folder: str | None = setting(None)
+    resume: str = setting("auto")
+    allow_changed: tuple[str, ...] = setting(())
+    checkpoint_every: str = setting("epoch")
+    checkpoint_s: float = setting(60.0, minimum=0)
+    keep_every: int | None = setting(None, minimum=1)
+    s3: str | None = setting(None)
     log_every: int = setting(50, "optimizer steps between lines of the log", minimum=1)
-    log_samples: bool = setting(
-        False, "also write the sample ids of every step to `samples.jsonl`: slow, for audits"
-    )
-    trackers: tuple[str, ...] = setting(
-        ("tensorboard",),
-        "trackers that get the metrics of `metrics.jsonl`: one, several as `tensorboard,wandb`, or `none`",
-        choices=("tensorboard", "wandb", "none"),
-    )
-    telemetry_s: float = setting(
-        1.0, "seconds between samples of GPU, CPU, memory, network and disk use; 0 is off", minimum=0
-    )
+    log_samples: bool = setting(False)
+    trackers: tuple[str, ...] = setting(("tensorboard",), choices=("tensorboard", "wandb", "none"))
+    telemetry_s: float = setting(1.0, minimum=0)
 
-    profile: int | None = setting(
-        None,
-        "profile three optimizer steps of the main process, from this one on (counted from 1): torch's trace"
-        " and table in the run's `profile/`; changes no result",
-        minimum=1,
-    )
+    profile: int | None = setting(None, minimum=1)
 
     def __post_init__(self) -> None:
         if self.output_dir and self.model_folder:
@@ -156,61 +88,19 @@ class Recipe(Job):
 class ImageRecipe(Recipe):
     """The flags that every image script has."""
 
-    data: str = flag(
-        "cifar10",
-        "`digits`, `cifar10`, `synthetic`, `hub:OWNER/NAME[:CONFIG]`; a folder with class folders or parquet"
-        " files, or written by `save_to_disk` or prep_imagenet.py; a CSV list; or `s3://bucket/prefix` of"
-        " shards",
-    )
-    image_column: str | None = flag(None, "tables only: the column of images; unset: found by its type")
-    label_column: str | None = flag(
-        None, "tables only: the column of labels; unset: found by its features or its name"
-    )
-    holdout: float | None = flag(
-        None,
-        "number of training images, or share of them (`0.1`), to evaluate on instead: the same share of each"
-        " class, chosen by a hash of their ids; the data's own held-out split is then evaluated once, at the"
-        " end, with the best weights",
-        minimum=0,
-    )
-    image_size: int = flag(
-        32, "edge of the square that the network sees, in pixels", minimum=1, per_script=True
-    )
-    max_val_images: int | None = flag(
-        None,
-        "evaluate on only this many images of the split, chosen by a hash of their ids: for rehearsals",
-        minimum=1,
-    )
-    streams: int | None = flag(
-        None,
-        "shards only: streams that are read in parallel; a divisor of batch_size and a multiple of the number"
-        " of processes; unset: 64, or a smaller divisor of batch_size",
-        minimum=1,
-    )
-    shuffle_window: int = flag(
-        4096, "shards only: consecutive images of a stream that are shuffled together", minimum=1
-    )
-    on_bad_image: str = flag(
-        "fail",
-        "an image that can't be decoded: `fail` ends the training, `skip` takes another image of its"
-        " micro-batch instead; evaluations, which count each image once, always fail",
-        choices=("fail", "skip"),
-    )
-    data_root: tuple[str, ...] = setting(
-        (),
-        "index (prep_imagenet.py --format index) only: folder or `s3://bucket/prefix` of the indexed files,"
-        " several as `a,b` or by several flags; unset: the index's own folder",
-        repeatable=True,
-    )
-    cache_dir: str | None = setting(
-        None, "folder on a local disk for decoded images and shards from S3; unset: `~/.cache/train-images`"
-    )
-    cache_gib: float = setting(
-        112.0, "GiB of each host's disk for the shards of one data set from S3", minimum=0
-    )
-    workers: int = setting(
-        2, "decoding processes per device, for images that do not fit into memory", minimum=0
-    )
+    data: str = flag("cifar10")
+    image_column: str | None = flag(None)
+    label_column: str | None = flag(None)
+    holdout: float | None = flag(None, minimum=0)
+    image_size: int = flag(32, minimum=1, per_script=True)
+    max_val_images: int | None = flag(None, minimum=1)
+    streams: int | None = flag(None, minimum=1)
+    shuffle_window: int = flag(4096, minimum=1)
+    on_bad_image: str = flag("fail", choices=("fail", "skip"))
+    data_root: tuple[str, ...] = setting((), repeatable=True)
+    cache_dir: str | None = setting(None)
+    cache_gib: float = setting(112.0, minimum=0)
+    workers: int = setting(2, minimum=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()

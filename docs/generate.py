@@ -11,7 +11,7 @@ import dataclasses
 import re
 from pathlib import Path
 
-from common.flags import as_text
+from common.flags import as_text, help_of
 from common.recipe import ImageRecipe, Recipe
 from common.script import load_script, recipe_class
 from common.system.paths import ROOT
@@ -36,7 +36,7 @@ def flag_table(recipe_class: type[Recipe], without: type[Recipe] | None = None) 
         default = "" if field.default is None else as_text(field.default)
         default = "each script's own" if field.metadata["per_script"] else default
         allowed = f" ({', '.join(field.metadata['choices'])})" if field.metadata["choices"] else ""
-        rows.append(f"| `--{field.name}` | {default} | {field.metadata['help']}{allowed} |")
+        rows.append(f"| `--{field.name}` | {default} | {help_of(field)}{allowed} |")
     return "\n".join(rows)
 
 

@@ -11,10 +11,12 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -113,6 +115,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     needs(*(name for mark in item.iter_markers("needs") for name in mark.args))
     in_module = getattr(getattr(item, "module", None), "REAL_PROCESSES", False)
     Job.warm = not in_module and item.get_closest_marker("real_processes") is None
+
+
+def rows_of(table: str) -> Any:
+    """A table of what is given to tests, and what is expected."""
+    return yaml.safe_load((ROOT / "tests" / "rows.yaml").read_text())[table]
 
 
 def full(*values):

@@ -11,13 +11,14 @@ import yaml
 from common.data.sources import find_source
 from common.distributed.strategy import without_gradient
 from common.recipe import ImageRecipe, parse, share_out
+from common.system.env import warn_without_hub
 from tools.prepare.archives import open_stream
 from train_cnn_a import CnnA
 from train_vit import Vit, build_model
 
 
-def data(place: str) -> None:
-    find_source(ImageRecipe(data=place), lambda: None)
+def data(place: str, **flags) -> None:
+    find_source(ImageRecipe(data=place, **flags), lambda: None)
 
 
 def images(*files: str) -> None:
@@ -29,6 +30,7 @@ def images(*files: str) -> None:
 
 MISTAKES: dict[str, Callable[[], object]] = {
     "unknown flag": lambda: parse(CnnA, ["--epoch", "3"]),
+    "a flag near none": lambda: parse(CnnA, ["--steps", "3"]),
     "no such choice": lambda: parse(CnnA, ["--mixed_precision", "fp8"]),
     "two folders": lambda: parse(CnnA, ["--output_dir", "a", "--model_folder", "b"]),
     "no config file": lambda: parse(CnnA, ["--config", "nothing.yaml"]),
@@ -37,16 +39,19 @@ MISTAKES: dict[str, Callable[[], object]] = {
     "a name near another": lambda: data("digit"),
     "no such data": lambda: data("/nowhere"),
     "no images": lambda: (images("d/notes.txt"), data("d")),
-    "a list in the folder": lambda: (images("d/pets.csv", "d/img/1.txt"), data("d")),
+    "lists in the folder": lambda: (images("d/pets.csv", "d/more.csv", "d/img/1.txt"), data("d")),
+    "tar files in the folder": lambda: (images("d/train-0.tar"), data("d")),
+    "one class": lambda: (images("d/cat/a.jpg", "d/readme.txt"), data("d")),
+    "two held-out splits and --holdout": lambda: (
+        images("d/train/cat/a.jpg", "d/val/cat/b.jpg", "d/test/cat/c.jpg"),
+        data("d", holdout=0.5),
+    ),
     "no validation images": lambda: (images("d/train/cat/a.jpg"), data("d")),
     "class folders in a folder": lambda: (images("d/all/cat/a.jpg", "d/all/dog/more/a.TIF"), data("d")),
     "neither a share nor a number": lambda: parse(CnnA, ["--holdout", "2.5"]),
     "no training images": lambda: (images("d/test/cat/a.jpg"), data("d")),
     "other classes": lambda: (images("d/train/cat/a.jpg", "d/val/dog/a.jpg"), data("d")),
-    "an empty class": lambda: (
-        images("d/train/cat/a.jpg", "d/train/dog/a.txt", "d/val/cat/a.jpg"),
-        data("d"),
-    ),
+    "an empty class": lambda: (images("d/train/cat/a.jpg", "d/train/dog/a", "d/val/cat/a.jpg"), data("d")),
     "no such archive": lambda: open_stream("nothing.tar"),
     "no such weights": lambda: build_model(Vit(model="test_vit", weights="nothing.safetensors"), 10),
     "weights of another kind": lambda: (
@@ -68,6 +73,13 @@ def test_a_mistake_has_this_message(mistake, tmp_path, monkeypatch, capsys):
         MISTAKES[mistake]()
     said = capsys.readouterr().err.strip() if raised.type is SystemExit else str(raised.value)
     assert said == MESSAGES[mistake].format(here=tmp_path)
+
+
+def test_a_hub_out_of_reach_is_named_before_its_client_tries(monkeypatch, capsys):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    warn_without_hub()
+    assert capsys.readouterr().err.startswith("warning: the hub can't be reached (")
 
 
 def test_a_missing_gradient_has_this_message():

@@ -66,7 +66,7 @@ def test_micro_batches_are_shared_out_in_blocks():
 
 def test_a_batch_larger_than_the_data_is_refused():
     assert steps_per_epoch(Shuffled(12), share_out(12, None, 2)) == 1
-    with pytest.raises(ValueError, match="--batch_size 14 is more than the 12 training images"):
+    with pytest.raises(ValueError, match="14 is more than the 12 training images: choose at most 12"):
         steps_per_epoch(Shuffled(12), share_out(14, None, 2))
 
 

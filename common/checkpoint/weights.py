@@ -36,7 +36,8 @@ from common.checkpoint.mirror import fetch, fetch_newest
 from common.distributed.agreement import once
 from common.recipe import ImageRecipe, parse
 from common.script import as_flags, load_script, own_script, recipe_class
-from common.system.env import rank
+from common.system.env import rank, warn_without_hub
+from common.system.files import read_json
 from common.system.paths import shortest
 from common.system.s3 import ObjectStore
 from common.system.text import printable
@@ -48,6 +49,7 @@ CONVERT = (
     "import sys; from timm.models import load_state_dict as load; from safetensors.torch import save_file;"
     " save_file({n: t.clone().contiguous() for n, t in load(sys.argv[1]).items()}, sys.argv[2])"
 )
+EXPORTED = "config.json"  # of a folder that export.py wrote
 PICKLES = (b"PK", b"\x80")  # first bytes of torch's files, new and old ones
 
 
@@ -63,9 +65,16 @@ class TrainedModel:
     recipe: dict[str, Any] | None = None
     classes: list[str] | None = None
 
+    @property
+    def run_name(self) -> str:
+        """The name of what holds the model: reports is <run>/validation, or validation/<name>."""
+        reports = Path(self.reports)
+        return reports.parent.name if reports.name == "validation" else reports.name
+
 
 def find(location: str, which: str, scratch: Path, heartbeat: Heartbeat) -> TrainedModel:
-    """Finds the model at a run's folder or s3:// prefix, a checkpoint's folder, or a .safetensors file.
+    """Finds the model at a run's folder or s3:// prefix, a checkpoint's folder, export.py's folder, or a
+    .safetensors file.
 
     which: a run's `best` or `latest` checkpoint. A checkpoint's averaged weights are preferred. Downloads go
     to `scratch`. ValueError when there is no model, or it does not verify.
@@ -82,12 +91,31 @@ def find(location: str, which: str, scratch: Path, heartbeat: Heartbeat) -> Trai
         if not (path.parent / MANIFEST_FILE).exists():
             return TrainedModel(str(path), shortest(path), str(Path("validation") / path.stem))
         path, file = path.parent, path.name
+    if (path / EXPORTED).is_file():
+        return _exported(path)
     found = (
         verify(path, heartbeat) if step_of(path.name) is not None or file else _of_run(path, which, heartbeat)
     )
     in_run = found.folder.parent.name == "checkpoints"
     reports = found.folder.parents[1] / "validation" if in_run else Path("validation") / found.folder.name
     return _described(found, reports, shortest(found.folder), file)
+
+
+def _exported(folder: Path) -> TrainedModel:
+    """The model in a folder of export.py. Of its files the weights and config.json are read; no code runs."""
+    try:
+        about = read_json(folder / EXPORTED)["trained_by"]
+        script, recipe, classes = (
+            str(about["script"]),
+            dict(about["recipe"]),
+            list(map(printable, about["classes"])),
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        raise ValueError(
+            f"{folder / EXPORTED} does not say what trained the model: export it again"
+        ) from None
+    reports = str(Path("validation") / folder.name)
+    return TrainedModel(str(folder / MODEL_FILE), shortest(folder), reports, None, script, recipe, classes)
 
 
 def open_script(
@@ -200,6 +228,7 @@ def pretrained_model(name: str, classes: int, **options: Any) -> nn.Module:
         raise ValueError(
             f"--pretrained: timm has no weights for --model {name}: give another, or --weights FILE"
         )
+    warn_without_hub()
     try:
         return timm.create_model(name, True, num_classes=classes, **options)
     except OSError as error:

@@ -20,11 +20,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from common.data.decode import FILES, SPLITS, Encoded, checks_jpegs, cores
+from common.data.decode import FILES, SPLITS, STORED, Encoded, checks_jpegs, cores
 from common.data.sources import Source, find_source
 from common.data.splits import hold_out, part_file
 from common.recipe import ImageRecipe
 from common.system.files import discard, sha256_of, size_limit, sync, try_lock
+from common.system.text import printable
 from common.system.threads import Heartbeat, run_with_heartbeat
 
 FORMAT = 1  # part of the key: raised when the content of a cache folder changes
@@ -50,14 +51,15 @@ def prepare_data(data: str, cache_dir: Path, heartbeat: Heartbeat = lambda: None
     return Path(prepare(recipe, heartbeat).folder)
 
 
-def prepare(recipe: ImageRecipe, beat: Heartbeat) -> Prepared:
+def prepare(recipe: ImageRecipe, beat: Heartbeat, is_evaluated: bool = False) -> Prepared:
     """Finds or makes the cache folder of recipe.data; one process per host calls it.
 
-    Calls beat() about every second. Raises ValueError for data or a cache that can't be used.
+    is_evaluated: nothing is trained, so the data need no second split. Calls beat() about every second.
+    Raises ValueError for data or a cache that can't be used.
     """
     cache_dir = Path(recipe.cache_dir or "~/.cache/train-images").expanduser().resolve()
     try:
-        source = find_source(recipe, beat)
+        source = find_source(recipe, beat, is_evaluated)
         content, place = run_with_heartbeat(lambda: _keys(source), beat)
         label = re.sub(r"[^A-Za-z0-9._-]", "_", source.name).lstrip(".") or "images"
         folder = cache_dir / f"{label}-{place}"
@@ -141,14 +143,20 @@ def _make(folder: Path, source: Source, name: str, beat: Heartbeat) -> None:
     work.mkdir()
     try:
         classes = source.write(work, beat)
+        if len(classes) < 2:
+            raise ValueError(
+                f"{source.name} has one class, {printable(classes[0])}: a classifier needs two or more"
+            )
         if source.holdout is not None:
             hold_out(work, source.holdout)
         kind, flaws = "shards" if source.shards else "array", list[str]()
+        if source.test_name == "test" and source.holdout is None and not (work / "test_labels.npy").exists():
+            flaws.append("the test split has no labels (all are -1 or null): it is left out")
         if (work / f"train_{FILES[0]}").exists():
-            encoded = {s: Encoded(work, s) for s in SPLITS if (work / f"{s}_labels.npy").exists()}
+            encoded = {s: Encoded(work, s) for s in STORED if (work / f"{s}_labels.npy").exists()}
             is_small = run_with_heartbeat(partial(_is_small, encoded), beat)
             if is_small:
-                flaws = _duplicates(work, source, encoded, beat)
+                flaws += _duplicates(work, source, encoded, beat)
             kind = "array" if _decode_all(work, source.name, encoded, beat) else "files"
             if is_small and kind == "files":
                 flaws = _broken(source.name, list(encoded.values()), beat) + flaws
@@ -157,8 +165,8 @@ def _make(folder: Path, source: Source, name: str, beat: Heartbeat) -> None:
             "flaws": flaws,
             "source": name,
             "classes": classes,
-            "val_name": source.val_name if source.holdout is None else "holdout",
-            "test_name": None if source.holdout is None else source.val_name,
+            "val_name": source.val_name,
+            "test_name": source.test_name,
             "mirror": source.mirror,
             "shards": source.shards,
             "store": source.store,
@@ -182,15 +190,13 @@ def _is_small(encoded: Mapping[str, Encoded]) -> bool:
 
 def _duplicates(work: Path, source: Source, encoded: Mapping[str, Encoded], beat: Heartbeat) -> list[str]:
     """A warning for each evaluated split with images that are trained on, too."""
-    train = encoded["train"]
-    evaluated: dict[str | None, Encoded | None] = {source.val_name: encoded.get("val")}
+    train, *evaluated = encoded.values()
     if source.holdout is not None:
         train, held_out = (Encoded(work, "train", part_file(work, part)) for part in SPLITS)
-        evaluated = {"holdout": held_out, **evaluated}
+        evaluated.insert(0, held_out)
     lines = []
-    for split, images in evaluated.items():
-        pairs = images and run_with_heartbeat(partial(find_duplicates, train, images), beat)
-        if images and pairs:
+    for split, images in zip((source.val_name, source.test_name), evaluated, strict=False):
+        if pairs := run_with_heartbeat(partial(find_duplicates, train, images), beat):
             lines.append(
                 f"{len(pairs):,} of the {len(images):,} {split} images are training images, too, as"
                 f" {images.where(pairs[0][1])} and {train.where(pairs[0][0])}: remove them from one split:"
@@ -357,7 +363,7 @@ def _allocate(path: Path, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def _remove(work: Path, *endings: str) -> None:
-    for split in SPLITS:
+    for split in STORED:
         for ending in endings:
             (work / f"{split}_{ending}").unlink(missing_ok=True)
 

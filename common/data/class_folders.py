@@ -6,9 +6,10 @@ circle, need seconds to import at each start, and don't tell what they leave out
 
 import glob
 import os
+import shlex
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -20,6 +21,8 @@ IGNORED = ("__MACOSX", "@eaDir")  # made by a Mac's zip, and by network drives
 DANGLING = "dangling links"
 SPECIAL = "special files"
 LOOSE = "outside class folders"
+LISTS = (".csv", ".tsv")
+TABLES = (*LISTS, ".parquet")
 
 
 class LeftOut:
@@ -76,36 +79,52 @@ def split_folders(root: Path) -> dict[str, str]:
 
 
 def list_splits(root: Path, left_out: LeftOut) -> tuple[dict[str, str], dict[str, dict[str, list[str]]]]:
-    """The folders of `train/<class>/` and `val/<class>/` (or validation/, valid/, test/), and their classes.
+    """The folders of `train/<class>/`, `val/<class>/` (or validation/, valid/) and `test/<class>/`, and their
+    classes.
 
-    For `<class>/` alone the folder is "". Raises ValueError for folders that can't be trained on.
+    For `<class>/` alone the folder is "". A test/ beside val/ may lack classes; without any of train/ it has
+    no labels, and its images are left out. Raises ValueError for folders that can't be trained on.
     """
     folders = split_folders(root)
     if not folders:
         return {"train": ""}, {"train": _list_without_splits(root, left_out)}
     if "train" not in folders:
         raise ValueError(f"--data {root} has {next(iter(folders.values()))}/, but no train/")
-    val = next((split for split in VAL_NAMES if split in folders), None)
-    used = {"train": folders["train"]} | ({val: folders[val]} if val else {})
-    splits = {split: list_classes(root / name, left_out) for split, name in used.items()}
+    splits = {split: list_classes(root / folders[split], left_out) for split in used_splits(folders).values()}
+    if len(splits) == 3 and not splits["test"].keys() & splits["train"].keys():
+        for name, paths in splits.pop("test").items():
+            for path in paths:
+                left_out.add(LOOSE, str(root / folders["test"] / name / path))
+        del folders["test"]
     for split, classes in splits.items():
-        folder = root / used[split]
+        folder = root / folders[split]
         if not classes:
             raise ValueError(
                 f"{folder} has no class folders: each class's images belong in a folder of its own"
+                f"{_hint(root)}"
             )
         if empty := [str(folder / name) for name, images in classes.items() if not images]:
             raise ValueError(
                 f"no images ({' '.join(EXTENSIONS)}) in {some_of(empty)}: fill or remove the folder"
             )
-    if val and (differing := only_in(used["train"], splits["train"], used[val], splits[val])):
-        raise ValueError(
-            f"--data {root}: the class folders of {used['train']}/ and {used[val]}/ differ:{differing}"
-        )
+        train = splits["train"] if split != "test" or len(splits) < 3 else splits["train"].keys() & classes
+        if differing := only_in(folders["train"], train, folders[split], classes):
+            raise ValueError(
+                f"--data {root}: the class folders of {folders['train']}/ and {folders[split]}/ differ:"
+                f"{differing}"
+            )
     return folders, splits
 
 
-def only_in(one: str, classes: Sequence | dict, other: str, others: Sequence | dict) -> str:
+def used_splits(found: Iterable[str]) -> dict[str, str]:
+    """The splits that are read: {"train": "train", "val": the first to evaluate on, "test": "test"}, the last
+    where another one is there to evaluate on."""
+    val = next((name for name in VAL_NAMES if name in found), None)
+    used = {"train": "train"} | ({"val": val} if val else {})
+    return used | ({"test": "test"} if "test" in found and val != "test" else {})
+
+
+def only_in(one: str, classes: Iterable, other: str, others: Iterable) -> str:
     """Sentences that name the classes which only one of two splits has; empty where none differs."""
     names = {one: sorted(set(classes) - set(others)), other: sorted(set(others) - set(classes))}
     return "".join(f" only in {split}: {some_of(only)}." for split, only in names.items() if only)
@@ -117,9 +136,11 @@ def _list_without_splits(root: Path, left_out: LeftOut) -> dict[str, list[str]]:
     found = {name: paths for name, paths in classes.items() if paths}
     if len(found) == 1:
         (name,) = found
+        advice = f": give --data {printable(root / name)} if the classes are in it"
+        if not any(os.sep in path for path in found[name]):
+            advice = ", which is one class: a classifier needs two or more"
         raise ValueError(
-            f"--data {root} has images in one folder alone, {printable(name)}: give --data"
-            f" {printable(root / name)} if the classes are in it"
+            f"--data {root} has images in one folder alone, {printable(name)}{advice}{_hint(root)}"
         )
     if not found:
         _refuse(root)
@@ -134,15 +155,32 @@ def _refuse(root: Path) -> NoReturn:
             f"--data {root} has parquet files, but no train-*.parquet ({some_of(names, 3)}): name those of"
             " training so, and others val-*.parquet or test-*.parquet"
         )
-    hint = ""
-    if tar := next(root.glob("*.tar"), None):
-        hint = f"; run prep_imagenet.py on {tar.name}, and give --data its output"
-    elif table := next(root.glob("*.csv"), None):
-        hint = f"; for images that a list names give --data {table}"
     raise ValueError(
         f"--data {root} holds neither parquet files (train-*.parquet, test-*.parquet)"
-        f" nor class folders (train/<class>/*.jpg, val/<class>/*.jpg){printable(hint)}"
+        f" nor class folders (train/<class>/*.jpg, val/<class>/*.jpg){_hint(root)}"
     )
+
+
+def _hint(root: Path) -> str:
+    """What to do with archives or lists in a folder; empty where it has none."""
+    if sorted((*root.glob("*.tar"), *root.glob("*/*.tar"))):
+        data, index = map(shlex.quote, (str(root), f"{root}_index"))
+        return printable(
+            "; index tar files of WebDataset's form by python prep_imagenet.py --from shards --format index"
+            f" --data {data} --out {index}, and give --data {index} --data_root {data}"
+        )
+    if tables := sorted(path for path in root.iterdir() if path.suffix.lower() in LISTS):
+        return printable(f"; for images that a list names give --data {tables[0]}")
+    return ""
+
+
+def lone_table(root: Path) -> Path | None:
+    """The only CSV list or parquet file of a folder whose other folders can't be class folders."""
+    tables = [path for path in root.iterdir() if path.suffix.lower() in TABLES and not is_hidden(path.name)]
+    names = folder_names(root)
+    are_flat = not any(folder_names(root / name) for name in names)
+    may_be_classes = len(names) > len(split_folders(root)) and len(names) > 1
+    return tables[0] if len(tables) == 1 and are_flat and not may_be_classes else None
 
 
 def list_classes(root: Path, left_out: LeftOut) -> dict[str, list[str]]:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from PIL import Image
 
 SPLITS = ("train", "val")
+STORED = (*SPLITS, "test")  # in a cache folder
 
 JPEG = b"\xff\xd8"
 # Formats by PIL's names, with their files' extensions. PIL opens no other: EPS would start Ghostscript, and

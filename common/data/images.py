@@ -14,7 +14,7 @@ import numpy as np
 from accelerate import Accelerator
 
 from common.data.cache import prepare
-from common.data.decode import SPLITS, torchcodec_decoder
+from common.data.decode import SPLITS, STORED, torchcodec_decoder
 from common.data.shard_cache import ShardCache
 from common.data.shards import MANIFEST, check_roots, parse_manifest
 from common.data.splits import ArraySplit, FileSplit, Part, ShardSplit, Split, part_file
@@ -30,10 +30,10 @@ IMBALANCE = 10  # times as many images in the largest class as in the smallest: 
 class Images:
     """A data set: splits and class names.
 
-    val: is evaluated during the training. test: with --holdout on data that has a held-out split of its own,
-    that one, for the end. Their names are "val", "test" or "holdout". source: the data's name and the key of
-    its content, equal on all hosts with the same data. flaws: warnings about broken images, and about those
-    in two splits.
+    val: is evaluated during the training. test: for the end: the data's "test" beside "val", or with
+    --holdout their own held-out split. Their names are "val", "test" or "holdout". source: the data's name
+    and the key of its content, equal on all hosts with the same data. flaws: warnings about broken images,
+    and about those in two splits.
     """
 
     source: str
@@ -53,12 +53,17 @@ class Images:
     @property
     def evaluated(self) -> dict[str, Split]:
         """The splits that are evaluated, by their names."""
-        return {self.val_name: self.val} | ({self.test_name: self.test} if self.test else {})
+        splits = {self.val_name: self.val} if self.val is not self.train else {}
+        return splits | ({self.test_name: self.test} if self.test else {})
 
 
-def load(accelerator: Accelerator, recipe: ImageRecipe) -> Images:
-    """Opens recipe.data on all processes; one process per host prepares it, and all check that they agree."""
-    prepared = once_per_host(accelerator, "data", partial(prepare, recipe), recipe.timeout_s)
+def load(accelerator: Accelerator, recipe: ImageRecipe, is_evaluated: bool = False) -> Images:
+    """Opens recipe.data on all processes; one process per host prepares it, and all check that they agree.
+
+    is_evaluated: nothing is trained; of data with one split, `val` is that one.
+    """
+    make = partial(prepare, recipe, is_evaluated=is_evaluated)
+    prepared = once_per_host(accelerator, "data", make, recipe.timeout_s)
     folder, left_out = prepared  # as JSON, from another process
     images = open_images(Path(folder), recipe)
     train, evaluated = images.train.labels, {name: s.labels for name, s in images.evaluated.items()}
@@ -72,11 +77,6 @@ def load(accelerator: Accelerator, recipe: ImageRecipe) -> Images:
     for line in (*warnings(train, evaluated, images.classes), *images.flaws):
         accelerator.print(f"warning: {line}")
     return images
-
-
-def open_data(recipe: ImageRecipe) -> Images:
-    """Opens recipe.data in this process alone."""
-    return open_images(Path(prepare(recipe, lambda: None).folder), recipe)
 
 
 def open_images(folder: Path, recipe: ImageRecipe | None = None) -> Images:
@@ -108,8 +108,8 @@ def open_images(folder: Path, recipe: ImageRecipe | None = None) -> Images:
         source=meta["source"],
         classes=tuple(map(printable, meta["classes"])),  # names of folders have any bytes
         train=splits[0],
-        val=splits[1],
-        val_name=meta["val_name"],
+        val=splits[1] if len(splits) > 1 else splits[0],
+        val_name=meta["val_name"] or "train",
         test=splits[2] if len(splits) > 2 else None,
         # Digits in a cache of an older version have neither.
         test_name=meta.get("test_name") or "",
@@ -121,7 +121,7 @@ def _parts(folder: Path) -> list[Part]:
     """The images to train on, those to evaluate, and with --holdout the data's own held-out split."""
     whole = [
         Part(split, np.load(folder / f"{split}_labels.npy"))
-        for split in SPLITS
+        for split in STORED
         if (folder / f"{split}_labels.npy").exists()
     ]
     if not part_file(folder, "train").exists():
@@ -140,8 +140,10 @@ def _open_shards(folder: Path, place: str, parts: list[Part], recipe: ImageRecip
         cache = ShardCache(folder / "shards", store, shards, int(recipe.cache_gib * 2**30))
 
     root = Path(place)
-    val, *test = (ShardSplit(folder, manifest, root, part, recipe, cache) for part in parts[1:])
-    return [ShardSplit(folder, manifest, root, parts[0], recipe, cache, val), val, *test]
+    evaluated = [ShardSplit(folder, manifest, root, part, recipe, cache) for part in parts[1:] or parts]
+    if len(parts) == 1:
+        return evaluated
+    return [ShardSplit(folder, manifest, root, parts[0], recipe, cache, evaluated[0]), *evaluated]
 
 
 # Its summary and warnings, printed at the start

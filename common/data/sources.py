@@ -4,9 +4,9 @@
 """
 
 import csv
-import difflib
 import os
-from collections.abc import Callable, Iterable, Sequence
+import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,11 +15,21 @@ from typing import Any
 import numpy as np
 
 from common.data import shards
-from common.data.class_folders import VAL_NAMES, LeftOut, list_splits
-from common.data.decode import SPLITS, save_images, save_labels
+from common.data.class_folders import (
+    LISTS,
+    TABLES,
+    VAL_NAMES,
+    LeftOut,
+    folder_names,
+    list_splits,
+    lone_table,
+    used_splits,
+)
+from common.data.decode import EXTENSIONS, SPLITS, save_images, save_labels
 from common.data.tables import (
     Columns,
     Table,
+    chosen_column,
     is_named,
     load_from_hub,
     parquet_files,
@@ -28,7 +38,7 @@ from common.data.tables import (
 )
 from common.recipe import ImageRecipe
 from common.system.s3 import ObjectStore
-from common.system.text import printable, some_of
+from common.system.text import did_you_mean, printable, some_of
 from common.system.threads import Heartbeat, run_with_heartbeat
 
 KNOWN = ("digits", "cifar10", "synthetic")
@@ -50,8 +60,9 @@ class Source:
     name: str
     files: tuple[tuple[str, Path], ...]  # (name that is part of the key, file), sorted; () if generated
     write: Callable[[Path, Heartbeat], tuple[str, ...]]
-    val_name: str | None = "val"  # its held-out split; None: it has training images alone
-    holdout: float | None = None  # how many of those are held out
+    val_name: str | None = "val"  # the split that chooses the best checkpoint; None: there is none
+    test_name: str | None = None  # the split that is evaluated once, at the end
+    holdout: float | None = None  # how many training images are held out
     mirror: bool = True
     root: Path | None = None  # the folder of the image files, for images stored as paths
     shards: str | None = None  # the place of their manifest: a folder, or s3://bucket/prefix
@@ -61,18 +72,25 @@ class Source:
     left_out: str = ""  # what is not read, and why
 
 
-def find_source(recipe: ImageRecipe, beat: Heartbeat) -> Source:
+def find_source(recipe: ImageRecipe, beat: Heartbeat, is_evaluated: bool = False) -> Source:
     """Finds the data that `--data` names and lists its files.
 
-    Raises ValueError for data that can't be trained on, before much is read.
+    is_evaluated: nothing is trained, so one split is enough. Raises ValueError for data that can't be used,
+    before much is read.
     """
     data, holdout, columns = recipe.data, recipe.holdout, Columns(recipe.image_column, recipe.label_column)
     source = _find(data, beat, recipe.data_root, columns)
     if any(columns) and not source.is_table:
         raise ValueError(f"--image_column and --label_column are for tables: --data {data} has no columns")
+    if holdout is not None and source.test_name:
+        raise ValueError(
+            f"--holdout {holdout:g}: --data {data} has {source.val_name} to choose the best checkpoint by and"
+            f" {source.test_name} to evaluate it once: leave out --holdout"
+        )
     if holdout is not None:
-        return replace(source, holdout=holdout, hashes=(*source.hashes, f"holdout {holdout:g}"))
-    if source.val_name is None:
+        hashes = (*source.hashes, f"holdout {holdout:g}")
+        return replace(source, holdout=holdout, hashes=hashes, val_name="holdout", test_name=source.val_name)
+    if source.val_name is None and not is_evaluated:
         raise ValueError(
             f"--data {data} has no {VAL_CHOICE} to evaluate on: give it one, or hold out a tenth of its"
             " training images by --holdout 0.1"
@@ -96,21 +114,21 @@ def _find_files(data: str, data_root: tuple[str, ...], columns: Columns) -> Sour
         return _find_stored_shards(ObjectStore(data), data_root)
     # Links are not followed: hosts that keep the data in different places can give it one name.
     root = Path(os.path.abspath(Path(data).expanduser()))
-    if root.is_file() and root.suffix.lower() in (".csv", ".tsv"):
-        return find_csv(root, columns)
+    if root.is_file() and root.suffix.lower() in TABLES:
+        return _of_lone_table(root, columns)
     if not root.is_dir():
-        what = "is a file, not a folder or a CSV list" if root.exists() else "does not exist"
-        near = difflib.get_close_matches(data, KNOWN, n=1)
-        meant = f"did you mean {near[0]}?" if near else f"give a folder or one of: {', '.join(KNOWN)}"
+        what = "is a file, no folder, CSV list or parquet file" if root.exists() else "does not exist"
+        meant = did_you_mean(data, KNOWN) or f"give a folder or one of: {', '.join(KNOWN)}"
         raise ValueError(f"--data {data}: {what}; {meant}")
     if manifest := shards.find_local(root, data_root):
         return _of_shards(manifest, str(root), lambda name: (root / name).read_bytes())
     if (found := saved_files(root)) is not None:
-        return _of_tables(root, found, lambda split, file: f"{split}/{file.name}", columns)
+        return _of_table_files(root, found, "{split}/{file}", columns)
     if found := parquet_files(root):
-        if is_named(found["train"][0], "train"):
-            return _of_tables(root, found, lambda _, file: file.name, columns)
-        return _of_tables(root, found, lambda _, file: f"{file.parent.name}/{file.name}", columns)
+        is_flat = is_named(found["train"][0], "train")
+        return _of_table_files(root, found, "{file}" if is_flat else "{folder}/{file}", columns)
+    if table := lone_table(root):
+        return _of_lone_table(table, columns)
     return find_class_folders(root)
 
 
@@ -195,55 +213,51 @@ def _of_shards(manifest: shards.Manifest, place: str, read: Callable[[str], byte
 # Tables
 
 
-def _of_tables(
-    root: Path, found: dict[str, list[Path]], named: Callable[[str, Path], str], columns: Columns
-) -> Source:
-    """named(split, file): a file's name within the data set, so that moving it changes nothing."""
-    tables = {split: [Table(str(file), file) for file in files] for split, files in found.items()}
-    names = {s: [(named("val" if s in VAL_NAMES else s, f), f) for f in files] for s, files in found.items()}
-    return _source_of_tables(str(root), root.name, tables, names, columns)
+def _of_lone_table(file: Path, columns: Columns) -> Source:
+    if file.suffix.lower() in LISTS:
+        return find_csv(file, columns)
+    return _of_table_files(file, {"train": [file]}, "{file}", columns)
+
+
+def _of_table_files(root: Path, files: dict[str, list[Path]], named: str, columns: Columns) -> Source:
+    tables = {split: [Table(str(file), file) for file in of_split] for split, of_split in files.items()}
+    return _of_tables(str(root), root.name, tables, files, named, columns)
 
 
 def _of_hub(data: str, loaded: dict[str, Any], columns: Columns) -> Source:
     name = data.removeprefix("hub:")
     tables = {s: [Table(f"{name}'s {s} split", rows.data.table)] for s, rows in loaded.items()}
-    files = {
-        split: [
-            (f"{'val' if split in VAL_NAMES else split} {k}", Path(file["filename"]))
-            for k, file in enumerate(rows.cache_files)
-        ]
-        for split, rows in loaded.items()
-    }
-    return _source_of_tables(data, name, tables, files, columns)
+    files = {s: [Path(file["filename"]) for file in rows.cache_files] for s, rows in loaded.items()}
+    return _of_tables(data, name, tables, files, "{split} {k}", columns)
 
 
-def _source_of_tables(
+def _of_tables(
     data: str,
     name: str,
     tables: dict[str, list[Table]],
-    files: dict[str, list[tuple[str, Path]]],
+    files: dict[str, list[Path]],
+    named: str,
     columns: Columns,
 ) -> Source:
-    """files: each split's files, with their names in the key."""
+    """named: the form of a file's name in the key; a data set that is moved keeps its names."""
     if "train" not in tables:
         raise ValueError(f"--data {data} has no split train, only: {some_of(list(tables)) or 'none'}")
-    used = _used(tables)
+    used = used_splits(tables)
     splits = {key: tables[split] for key, split in used.items()}
     return Source(
         name,
-        tuple(file for split in used.values() for file in files[split]),
+        tuple(
+            (named.format(split=key, k=k, file=file.name, folder=file.parent.name), file)
+            for key, split in used.items()
+            for k, file in enumerate(files[split])
+        ),
         lambda folder, beat: write_tables(splits, columns, folder, beat),
         VAL_NAMES.get(used.get("val", "")),
+        used.get("test"),
         hashes=(f"columns {list(columns)}",) if any(columns) else (),
         is_table=True,
         left_out=", ".join(_left_out({split: split for split in tables}, used)),
     )
-
-
-def _used(splits: Iterable[str]) -> dict[str, str]:
-    """The names of the splits that are read: {"train": "train", "val": the first to evaluate on}."""
-    val = next((name for name in VAL_NAMES if name in splits), None)
-    return {"train": "train"} | ({"val": val} if val else {})
 
 
 def _left_out(shown: dict[str, str], used: dict[str, str]) -> list[str]:
@@ -258,7 +272,7 @@ def _left_out(shown: dict[str, str], used: dict[str, str]) -> list[str]:
 def find_class_folders(root: Path) -> Source:
     left_out = LeftOut()
     folders, found = list_splits(root, left_out)
-    used = _used(found)
+    used = used_splits(found)
     splits = {
         key: [(c, os.path.join(folders[split], c, path)) for c, ps in found[split].items() for path in ps]
         for key, split in used.items()
@@ -273,24 +287,27 @@ def find_class_folders(root: Path) -> Source:
 def find_csv(path: Path, columns: Columns) -> Source:
     """Lists the files of the rows, in their order. Raises ValueError that names the first wrong line."""
     rows = _read_csv(path, columns)
+    before, after = _place(path.parent, rows[0][-1])
+    rows = [(*others[:3], f"{before}{others[3]}{after}") for others in rows]
     named = {split for _, split, _, _ in rows}
-    used = _used(named)
+    used = used_splits(named)
     if "train" not in named:
         raise ValueError(f"--data {path}: none of its {len(rows):,} rows is of the split train")
     splits = {
         key: [(label, file) for _, of, label, file in rows if of == split] for key, split in used.items()
     }
-    train, val = ({label for label, _ in splits.get(split, ())} for split in SPLITS)
-    if val - train:
-        raise ValueError(
-            f"--data {path}: the split {used['val']} has labels that train has not:"
-            f" {some_of(sorted(val - train))}"
-        )
+    train = {label for label, _ in splits["train"]}
+    for key, name in used.items():
+        if unknown := {label for label, _ in splits[key]} - train:
+            raise ValueError(
+                f"--data {path}: the split {name} has labels that train has not: {some_of(sorted(unknown))}"
+            )
     if missing := [(line, file) for line, *_, file in rows if not (path.parent / file).is_file()]:
         line, file = missing[0]
         raise ValueError(
             f"--data {path}, line {line}: there is no file {path.parent / file} ({len(missing):,} such rows):"
-            " paths are relative to the list's folder"
+            " paths are relative to the list's folder. A folder and an ending are given as --image_column"
+            " 'train/{id}.jpg'"
         )
     text = ", ".join(_left_out({split: split for split in ("train", *VAL_NAMES) if split in named}, used))
     classes = sorted(train, key=int if all(map(str.isdecimal, train)) else str)
@@ -306,12 +323,14 @@ def _read_csv(path: Path, columns: Columns) -> list[tuple[int, str, str, str]]:
             first = file.readline()
             file.seek(0)
             reader = csv.DictReader(file, delimiter=max(DELIMITERS, key=first.count))
-            names = reader.fieldnames or []
-            image = _csv_column(path, names, FILE_COLUMNS, columns.image, "image")
-            label = _csv_column(path, names, LABEL_COLUMNS, columns.label, "label")
-            split_column = _same_name(names, ("split",))
+            reader.fieldnames = names = [name.strip().lower() for name in reader.fieldnames or []]
+            where = f"--data {path}: its first line"
+            match = re.fullmatch(r"(.*)\{(.+)\}(.*)", columns.image or "")
+            before, column, after = match.groups() if match else ("", columns.image or "", "")
+            image = chosen_column(names, "image", column.lower(), FILE_COLUMNS, [], where)
+            label = chosen_column(names, "label", (columns.label or "").lower(), LABEL_COLUMNS, [], where)
             for row in reader:
-                split = (row[split_column] or "").strip().lower() if split_column else "train"
+                split = (row.get("split", "train") or "").strip().lower()
                 line, values = f"--data {path}, line {reader.line_num}", (row[image], row[label])
                 if not all(values):
                     raise ValueError(f"{line}: it has no {label if values[0] else image}")
@@ -320,7 +339,8 @@ def _read_csv(path: Path, columns: Columns) -> list[tuple[int, str, str, str]]:
                         f"{line}: its split is {printable(split) or 'empty'}: choose among train,"
                         f" {', '.join(VAL_NAMES)}"
                     )
-                rows.append((reader.line_num, split, values[1].strip(), values[0].strip()))
+                place = f"{before}{values[0].strip()}{after}"
+                rows.append((reader.line_num, split, values[1].strip(), place))
     except UnicodeDecodeError:
         raise ValueError(f"--data {path}: it is not in UTF-8") from None
     except csv.Error as error:
@@ -330,20 +350,13 @@ def _read_csv(path: Path, columns: Columns) -> list[tuple[int, str, str, str]]:
     return rows
 
 
-def _csv_column(
-    path: Path, names: Sequence[str], known: tuple[str, ...], chosen: str | None, kind: str
-) -> str:
-    """The name of a column, as it is written in the first line."""
-    if name := _same_name(names, (chosen,) if chosen else known):
-        return name
-    raise ValueError(
-        f"--data {path}: its first line has no column {chosen or ' or '.join(known)}, only: {some_of(names)}:"
-        f" choose one by --{kind}_column"
-    )
-
-
-def _same_name(names: Sequence[str], known: tuple[str, ...]) -> str | None:
-    return next((name for wanted in known for name in names if name.strip().lower() == wanted.lower()), None)
+def _place(root: Path, file: str) -> tuple[str, str]:
+    """The folder beside a list, and the ending, that make the path of a file which is not there without."""
+    if (root / file).is_file():
+        return "", ""
+    before = ["", *(f"{name}/" for name in folder_names(root))]
+    places = [(b, a) for b in before for a in ("", *EXTENSIONS) if (root / f"{b}{file}{a}").is_file()]
+    return places[0] if len(places) == 1 else ("", "")
 
 
 def _source_of_files(
@@ -366,4 +379,4 @@ def _source_of_files(
 
     files = tuple((path, root / path) for images in splits.values() for _, path in images)
     val_name = VAL_NAMES.get(used.get("val", ""))
-    return Source(name, files, write, val_name, root=root, left_out=left_out)
+    return Source(name, files, write, val_name, used.get("test"), root=root, left_out=left_out)

@@ -7,7 +7,7 @@ pyarrow reads the files in place. `datasets` would copy them into a cache of its
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,6 +16,7 @@ import numpy as np
 
 from common.data.class_folders import VAL_NAMES, folder_names, only_in, split_folders
 from common.data.decode import save_images, save_labels
+from common.system.env import warn_without_hub
 from common.system.text import printable, some_of
 from common.system.threads import Heartbeat, run_with_heartbeat
 
@@ -139,6 +140,7 @@ def load_from_hub(data: str, beat: Heartbeat) -> dict[str, Any]:
     def load():
         import datasets
 
+        warn_without_hub()
         return datasets.load_dataset(*match.groups())
 
     try:
@@ -161,12 +163,13 @@ def write_tables(
 ) -> tuple[str, ...]:
     """Stores labels and encoded images of the splits in a cache folder. Returns the class names.
 
-    All labels are checked before an image is read. Memory: one row group and the labels.
+    All labels are checked before an image is read. A test split without labels is not stored. Memory: one row
+    group and the labels.
     """
     classes, labels = read_labels(splits, columns, beat)
-    for split, tables in splits.items():
-        save_labels(folder, split, labels[split].numbers)
-        save_images(folder, split, read_images(tables, columns, beat), parts=labels[split].rows)
+    for split, (numbers, rows) in labels.items():
+        save_labels(folder, split, numbers)
+        save_images(folder, split, read_images(splits[split], columns, beat), parts=rows)
     return classes
 
 
@@ -182,22 +185,26 @@ def read_labels(
 ) -> tuple[tuple[str, ...], dict[str, Labels]]:
     """The class names, and the labels of each split. Raises ValueError for a label without a class.
 
-    Without names in the files the classes are the distinct labels, sorted.
+    Without names in the files the classes are the distinct labels of train, sorted. A split "test" whose
+    labels are all -1 or null, as the hub has hidden ones, is left out.
     """
     values, names, rows = {}, {}, {}
     for split, tables in splits.items():
-        values[split], names[split], rows[split] = _read_split(split, tables, chosen, beat)
+        found, of_split, counts = _read_split(split, tables, chosen, beat)
+        if split != "test" or set(found) != {-1}:
+            values[split], names[split], rows[split] = found, of_split, counts
     kinds = {type(value) for column in values.values() for value in column}
     if len(kinds) > 1 or (names["train"] and str in kinds):
         where = [table.where for split in splits.values() for table in split]
         raise ValueError(f"labels of {some_of(where, 3)} {MIXED}")
-    classes = {split: names[split] or tuple(sorted(set(values[split]))) for split in splits}
-    train, val = classes["train"], classes.get("val", classes["train"])
-    if train != val:
-        raise ValueError(
-            f"the classes of the two splits differ:{only_in('train', train, 'val', val)} In order, train has"
-            f" {some_of(train)}, val {some_of(val)}"
-        )
+    classes = {split: names[split] or tuple(sorted(set(values[split]))) for split in values}
+    train = classes["train"]
+    for split, theirs in classes.items():
+        if names[split] != names["train"] or (not names[split] and set(theirs) - set(train)):
+            raise ValueError(
+                f"the classes of the two splits differ:{only_in('train', train, split, theirs)} In order,"
+                f" train has {some_of(train)}, {split} {some_of(theirs)}"
+            )
     number = {label: k for k, label in enumerate(range(len(train)) if names["train"] else train)}
     for split, column in values.items():
         wrong = [row for row, label in enumerate(column) if label not in number]
@@ -208,7 +215,7 @@ def read_labels(
                 f" ({len(wrong):,} such rows)"
             )
     numbers = {split: np.array([number[label] for label in column]) for split, column in values.items()}
-    return tuple(map(str, train)), {split: Labels(numbers[split], rows[split]) for split in splits}
+    return tuple(map(str, train)), {split: Labels(column, rows[split]) for split, column in numbers.items()}
 
 
 def _read_split(
@@ -222,6 +229,8 @@ def _read_split(
             name = label_column(schema, chosen, table.where)
             names.append(tuple(_features(schema, table.where).get(name, {}).get("names") or ()))
             values = [value for column in read(name) for value in column.to_pylist()]
+        if split == "test" and set(values) == {None}:
+            values = [-1] * len(values)
         if None in values:
             raise ValueError(f"row {values.index(None)} of {table.where} has no label")
         if other := {type(value) for value in values} - {int, str}:
@@ -290,7 +299,7 @@ def image_column(schema: "pyarrow.Schema", chosen: Columns, where: str) -> str:
         if _holds_bytes(field.type)
         and features.get(field.name, {}).get("_type", "Image") in ("Image", "Value")  # not sounds
     ]
-    return _choice(schema, "image", chosen.image, IMAGE_COLUMNS, found, where)
+    return chosen_column(schema.names, "image", chosen.image, IMAGE_COLUMNS, found, where)
 
 
 def label_column(schema: "pyarrow.Schema", chosen: Columns, where: str) -> str:
@@ -305,29 +314,21 @@ def label_column(schema: "pyarrow.Schema", chosen: Columns, where: str) -> str:
     found = [name for name in schema.names if features.get(name, {}).get("_type") == "ClassLabel"]
     found = found or [name for name in schema.names if name.lower() in OTHER_LABEL_COLUMNS]
     found = found or [field.name for field in schema if any(test(field.type) for test in is_label)]
-    return _choice(schema, "label", chosen.label, LABEL_COLUMNS, found, where)
+    return chosen_column(schema.names, "label", chosen.label, LABEL_COLUMNS, found, where)
 
 
-def _choice(
-    schema: "pyarrow.Schema",
-    kind: str,
-    chosen: str | None,
-    names: tuple[str, ...],
-    found: list[str],
-    where: str,
+def chosen_column(
+    names: Sequence[str], kind: str, chosen: str | None, usual: Sequence[str], found: list[str], where: str
 ) -> str:
-    """The chosen column, else the first of these names that the table has, else the only one found."""
-    if chosen and chosen not in schema.names:
-        raise ValueError(f"--{kind}_column {chosen}: {where} has only: {some_of(schema.names)}")
-    if known := chosen or next((name for name in names if name in schema.names), None):
+    """The chosen column, else the first usual one that the table has, else the only one found."""
+    if chosen and chosen not in names:
+        raise ValueError(f"--{kind}_column {chosen}: {where} has only: {some_of(names)}")
+    if known := chosen or next((name for name in usual if name in names), None):
         return known
     if len(found) == 1:
         return found[0]
-    what = (
-        f"several columns of {kind}s, {some_of(found)}"
-        if found
-        else f"no column of {kind}s, only: {some_of(schema.names)}"
-    )
+    what = f"no column of {kind}s ({', '.join(usual)}), only: {some_of(names)}"
+    what = f"several columns of {kind}s, {some_of(found)}" if found else what
     raise ValueError(f"{where} has {what}: choose one by --{kind}_column")
 
 

@@ -4,7 +4,6 @@ Accelerate's launcher passes them to each process in environment variables. supp
 the supported values, and the supported keys of a DeepSpeed JSON file.
 """
 
-import difflib
 import importlib.util
 import json
 import os
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from common.system.files import parse_json
+from common.system.text import did_you_mean
 
 # Variables in which MPI sets the number of processes
 MPI_SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
@@ -165,9 +165,7 @@ def _check_keys(section: dict[str, Any], name: str, file: str) -> None:
         is_off = value in (None, False) or (isinstance(value, dict) and value.get("enabled") is False)
         if key in known or is_off:
             continue
-        near = difflib.get_close_matches(key, known, n=1, cutoff=0.8)
-        advice = supported()["deepspeed_advice"].get(key, "leave it out")
-        advice = f"did you mean {near[0]}?" if near else advice
+        advice = did_you_mean(key, known) or supported()["deepspeed_advice"].get(key, "leave it out")
         raise ValueError(f"{file} has {f'{name}.' if name else ''}{key}, which is not supported: {advice}")
 
 

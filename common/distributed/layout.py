@@ -117,7 +117,7 @@ class Layout:
         names = self.shaped_state().keys()
         return {
             parameter: {
-                name: _gathered(value)
+                name: value.full_tensor() if hasattr(value, "full_tensor") else value
                 for name, value in sorted(state.items())
                 if not (name in names and _has_shape(value, key))
             }
@@ -334,10 +334,6 @@ def _distributed_like(p: Any, whole: Tensor) -> Any:
     from torch.distributed.tensor import distribute_tensor
 
     return distribute_tensor(whole, p.device_mesh, p.placements, src_data_rank=None)
-
-
-def _gathered(value: Any) -> Any:
-    return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
 def _has_shape(value: Any, key: Tensor) -> bool:

@@ -224,14 +224,20 @@ def show(folder: Path) -> None:
     lines = read_lines(folder / "metrics.jsonl")
     console = Console(markup=False, highlight=False)
     console.print(_results(result, record["unit"]))
-    console.print(_weights(folder, result, lines))
+    file = _to_use(folder, result, lines)
+    console.print(_weights(folder, result, lines, file))
     if result["best_accuracy"] is not None:
-        validate = python_command(shortest(ROOT / "validate.py"), folder)
-        console.print(f"all metrics of the best weights: {validate}", soft_wrap=True)
+        # Of a checkpoint with an average the commands use that, unless they are given the other file.
+        best = file if file.name == MODEL_FILE and file.with_name(EMA_FILE).exists() else folder
+        validate, export = (shortest(ROOT / name) for name in ("validate.py", "export.py"))
+        commands = {"all metrics of the best weights": python_command(validate, best)}
         if result["best_checkpoint"] != result["checkpoint"]:
-            console.print(f"of the last: {validate} --which latest", soft_wrap=True)
+            commands["of the last"] = python_command(validate, folder, "--which", "latest")
+        commands["to use them elsewhere"] = python_command(export, best, f"models/{folder.name}")
+        for what, command in commands.items():
+            console.print(f"{what}: {command}", soft_wrap=True)
     plots = sorted((folder / "plots").glob("*.png"))
-    for path in (_to_use(folder, result), *plots, folder / "metrics.jsonl", folder / "result.json"):
+    for path in (file, *plots, folder / "metrics.jsonl", folder / "result.json"):
         console.print(f"{path}", soft_wrap=True)
 
 
@@ -265,7 +271,7 @@ def _results(result: dict[str, Any], unit: str) -> "Table":
     return table
 
 
-def _weights(folder: Path, result: dict[str, Any], lines: list[dict[str, Any]]) -> "Table":
+def _weights(folder: Path, result: dict[str, Any], lines: list[dict[str, Any]], to_use: Path) -> "Table":
     """A table of the files with weights: their accuracy or loss, and their use."""
     from rich.table import Table
 
@@ -283,19 +289,25 @@ def _weights(folder: Path, result: dict[str, Any], lines: list[dict[str, Any]]) 
         files = [name for name in (EMA_FILE, MODEL_FILE) if (folder / checkpoint / name).exists()]
         for name in files:
             is_raw = name == MODEL_FILE and EMA_FILE in files
-            use = "use this: " if folder / checkpoint / name == _to_use(folder, result) else ""
+            use = "use this: " if folder / checkpoint / name == to_use else ""
             kind = "averaged weights (EMA), " if name == EMA_FILE else ""
-            why = "the same step without the average" if is_raw else f"{use}{kind}{reason}"
+            why = use + ("the same step without the average" if is_raw else f"{kind}{reason}")
             value = line.get(f"val/raw_{measure}" if is_raw else f"val/{measure}")
             table.add_row(f"{Path(checkpoint).name}/{name}", "-" if value is None else f"{value:.4f}", why)
     return table
 
 
-def _to_use(folder: Path, result: dict[str, Any]) -> Path:
-    """The best checkpoint's weights, or the newest's when the best is only in S3; an EMA's come first."""
+def _to_use(folder: Path, result: dict[str, Any], lines: list[dict[str, Any]]) -> Path:
+    """The best checkpoint's weights, or the newest's when the best is only in S3; those of an EMA unless the
+    weights of the same step were better without it."""
     places = [folder / result[name] for name in ("best_checkpoint", "checkpoint") if result[name]]
     files = [place / name for place in places for name in (EMA_FILE, MODEL_FILE)]
-    return next(file for file in files if file.exists())
+    first = next(file for file in files if file.exists())
+    raw, averaged = f"val/raw_{_measure(result)}", f"val/{_measure(result)}"
+    values = [line for line in lines if raw in line and step_name(line["step"]) == first.parent.name]
+    sign = -1 if averaged == "val/loss" else 1
+    is_raw_better = any(sign * line[raw] > sign * line[averaged] for line in values)
+    return first.with_name(MODEL_FILE) if is_raw_better else first
 
 
 def _measure(result: dict[str, Any]) -> str:

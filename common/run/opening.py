@@ -117,7 +117,9 @@ class OpenRun:
         ValueError for a checkpoint of other data, another model or optimizer, or a step after the run's last;
         and after too many restarts without a new checkpoint.
         """
-        self.place = place = open_folder(self.recipe, run_name(self), steps.last, heartbeat, _print)
+        self.place = place = open_folder(
+            self.recipe, run_name(self), steps.last, heartbeat, partial(print, flush=True)
+        )
         state, has_optimizer, began_at = RunState(), False, None
         if checkpoint := place.checkpoint:
             state, has_optimizer, began_at = _from_checkpoint(

@@ -6,8 +6,11 @@ It imports neither torch nor accelerate, so that commands that use it still answ
 import contextlib
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
+
+from common.system.text import redacted
 
 PREEMPTED = 75  # exit status of a preempted process: EX_TEMPFAIL of sysexits.h, "try again later"
 # Set by launch.py in an elastic job: its name, the same in all its rounds, and the round's number, from 1;
@@ -84,3 +87,16 @@ class EventReader:
         self.read_bytes += len(data)
         *lines, self.rest = (self.rest + data).split(b"\n")
         return [json.loads(line) for line in lines]
+
+
+def warn_without_hub() -> None:
+    """Says that the hub can't be reached, before its client tries five times for each file."""
+    from huggingface_hub import constants, get_session
+
+    if constants.HF_HUB_OFFLINE or not is_hosts_first():
+        return
+    try:
+        get_session().head(constants.ENDPOINT, timeout=5)
+    except Exception as error:  # of the client's library, or of a proxy's
+        reason = redacted(str(error))
+        print(f"warning: the hub can't be reached ({reason}): trying for half a minute", file=sys.stderr)

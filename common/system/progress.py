@@ -134,11 +134,8 @@ class ReadingProgress:
 
     def _text(self, images: int, read: int) -> str:
         seconds = max(time.monotonic() - self.began_s, 1e-3)
-        images_per_s, mb_per_s = (
-            (images - self.first_image) / seconds,
-            (read - self.first_byte) / seconds / 1e6,
-        )
-        speed = f"{images_per_s:,.0f} images/s  {mb_per_s:,.0f} MB/s"
+        images_per_s, bytes_per_s = (images - self.first_image) / seconds, (read - self.first_byte) / seconds
+        speed = f"{images_per_s:,.0f} images/s  {bytes_per_s / 1e6:,.0f} MB/s"
         return f"{self.split}  {images:,} images  {self._gib(read)}  {speed}"
 
     def _gib(self, read: int) -> str:

@@ -330,36 +330,16 @@ def _facts(error: Exception) -> tuple[str, int, str]:
     return str(facts.get("Code", "")), status, str(facts.get("Message", ""))
 
 
-REMEDIES = {
-    "ExpiredToken ExpiredTokenException RequestExpired TokenRefreshRequired": (
-        "the credentials have expired: renew them, then start the same command again"
-    ),
-    "InvalidAccessKeyId SignatureDoesNotMatch InvalidToken InvalidSecurity AuthFailure": (
-        "the store does not accept these credentials: check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and"
-        " AWS_SESSION_TOKEN, or the profile, and that they are of this endpoint"
-    ),
-    "NoSuchBucket": "there is no bucket of this name: create it, or correct the name",
-    "AccessDenied AllAccessDisabled Forbidden 403": (
-        "these credentials lack a permission: needed are s3:ListBucket on the bucket, and s3:GetObject,"
-        " s3:PutObject, s3:DeleteObject and s3:AbortMultipartUpload below the prefix"
-    ),
-    "RequestTimeTooSkewed": "this machine's clock is wrong: set it",
-    "PermanentRedirect AuthorizationHeaderMalformed IncorrectEndpoint 301": (
-        "the bucket is in another region: set AWS_DEFAULT_REGION to its"
-    ),
-    "PreconditionFailed 412": "the object was replaced while it was read: try again",
-    "400": "the store gave no reason; expired credentials do that: renew them",
-}
-
-
 def _explanation(error: Exception, endpoint: str, secrets_: Iterable[str]) -> str:
     """The store's answer, or why there was none, and what to do."""
+    import yaml
     from botocore import exceptions as known
     from urllib3.exceptions import HTTPError
 
     if isinstance(error, known.ClientError):
         code, status, message = _facts(error)
-        remedy = next((f"; {text}" for codes, text in REMEDIES.items() if code in codes.split()), "")
+        remedies = yaml.safe_load(Path(__file__).with_name("s3_remedies.yaml").read_text())
+        remedy = next((f"; {text}" for codes, text in remedies.items() if code in codes.split()), "")
         if not remedy and status >= 500:
             remedy = f"; the store failed or was busy in all {ATTEMPTS} attempts: try again later"
         return f"{redacted(code, secrets_)} ({status}): {redacted(message, secrets_)}{remedy}"

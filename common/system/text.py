@@ -1,5 +1,6 @@
 """Escapes and redacts untrusted text for terminals, files and pages."""
 
+import difflib
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import count
@@ -76,6 +77,12 @@ def some_of(names: Sequence[object], most: int = 10) -> str:
     """The first names, printable, and how many more there are."""
     rest = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(map(printable, names[:most])) + rest
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """`did you mean epochs?` where a known word is near; else empty."""
+    near = difflib.get_close_matches(word, known, n=1, cutoff=0.8)
+    return f"did you mean {near[0]}?" if near else ""
 
 
 def _escaped(character: str) -> str:

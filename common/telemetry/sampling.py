@@ -311,16 +311,8 @@ class Gpu:
     def sample(self) -> dict[str, Any]:
         """energy_wh: since this object was made, by the GPU's own counter."""
         get = self._get
-        rates, memory, power_mw, energy_mj, reasons = map(
-            get,
-            (
-                "UtilizationRates",
-                "MemoryInfo",
-                "PowerUsage",
-                "TotalEnergyConsumption",
-                "CurrentClocksEventReasons",
-            ),
-        )
+        rates, memory, power_mw = map(get, ("UtilizationRates", "MemoryInfo", "PowerUsage"))
+        energy_mj, reasons = map(get, ("TotalEnergyConsumption", "CurrentClocksEventReasons"))
         counted = energy_mj is not None and self.first_mj is not None
         return {
             "index": self.index,

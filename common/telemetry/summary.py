@@ -1,6 +1,7 @@
 """Sums up the telemetry of a host: means, maxima, energy."""
 
 from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ def summarize(file: Path) -> dict[str, Any]:
     reasons. ValueError for a file with lines that are no telemetry.
     """
     samples, gpus, starts = 0, 0, 0
-    values: dict[str, _Values] = defaultdict(_Values)
+    values: dict[str, list[float | None]] = defaultdict(list)
     reasons: set[str] = set()
     energies: dict[tuple[int, int], _Energy] = defaultdict(_Energy)  # by start and GPU
     try:
@@ -35,11 +36,11 @@ def summarize(file: Path) -> dict[str, Any]:
                 continue
             samples += 1
             for name in HOST_NUMBERS:
-                values[name].add(line[name])
+                values[name].append(line[name])
             for gpu in line.get("gpus", []):
                 for name in GPU_NUMBERS:
-                    values[f"gpu_{name}"].add(gpu[name])
-                values["throttled"].add(None if gpu["throttle"] is None else 100 * bool(gpu["throttle"]))
+                    values[f"gpu_{name}"].append(gpu[name])
+                values["throttled"].append(None if gpu["throttle"] is None else 100 * bool(gpu["throttle"]))
                 reasons.update(gpu["throttle"] or ())
                 energies[starts, gpu["index"]].add(line["t"], gpu)
     except (KeyError, TypeError, AttributeError):
@@ -48,16 +49,16 @@ def summarize(file: Path) -> dict[str, Any]:
         "host": file.stem.removeprefix("telemetry-"),
         "samples": samples,
         "gpus": gpus,
-        "utilisation_pct": values["gpu_utilisation_pct"].mean(),
-        "gpu_memory_gib": values["gpu_memory_gib"].largest,
-        "power_w": values["gpu_power_w"].mean(),
-        "temperature_c": values["gpu_temperature_c"].largest,
-        "sm_clock_mhz": values["gpu_sm_clock_mhz"].mean(),
-        "throttled_pct": values["throttled"].mean(),
+        "utilisation_pct": _mean(values["gpu_utilisation_pct"]),
+        "gpu_memory_gib": max(_known(values["gpu_memory_gib"]), default=None),
+        "power_w": _mean(values["gpu_power_w"]),
+        "temperature_c": max(_known(values["gpu_temperature_c"]), default=None),
+        "sm_clock_mhz": _mean(values["gpu_sm_clock_mhz"]),
+        "throttled_pct": _mean(values["throttled"]),
         "throttle": sorted(reasons),
         "energy_wh": _total([energy.wh() for energy in energies.values()]),
-        **{name: values[name].mean() for name in HOST_NUMBERS},
-        "memory_gib": values["memory_gib"].largest,
+        **{name: _mean(values[name]) for name in HOST_NUMBERS},
+        "memory_gib": max(_known(values["memory_gib"]), default=None),
     }
 
 
@@ -68,24 +69,17 @@ def energy_wh(summaries: list[dict[str, Any]]) -> float | None:
 
 def _total(numbers: list[float | None]) -> float | None:
     """The sum; None for an empty list or one with a None."""
-    known = [number for number in numbers if number is not None]
+    known = _known(numbers)
     return sum(known) if known and len(known) == len(numbers) else None
 
 
-class _Values:
-    """Mean and maximum of the values that are not None."""
+def _known(values: Iterable[float | None]) -> list[float]:
+    return [value for value in values if value is not None]
 
-    def __init__(self) -> None:
-        self.sum, self.count = 0.0, 0
-        self.largest: float | None = None
 
-    def add(self, value: float | None) -> None:
-        if value is not None:
-            self.sum, self.count = self.sum + value, self.count + 1
-            self.largest = value if self.largest is None else max(self.largest, value)
-
-    def mean(self) -> float | None:
-        return self.sum / self.count if self.count else None
+def _mean(values: list[float | None]) -> float | None:
+    known = _known(values)
+    return sum(known) / len(known) if known else None
 
 
 class _Energy:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from common.checkpoint.optimizer_trial import try_out
 from common.distributed.layout import Layout, _Zero
-from tests.conftest import STRATEGIES, Job, latest, mutate, python, run, tensors
+from tests.conftest import STRATEGIES, Job, latest, mutate, python, rows_of, run, tensors
 
 ON_TWO_PROCESSES = ("ddp", "fsdp", "zero2", "zero3")
 CASES = ["adamw", "amsgrad", "adamw_first_without_gradient", "sgd", "sgd_momentum", "lion", "lamb", "nadam"]
@@ -135,20 +135,7 @@ def test_another_optimizer_is_refused_or_starts_afresh(tmp_path, project_copy):
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("strategy", "old", "new", "message"),
-    [
-        (
-            "fsdp",
-            "torch.optim.AdamW(",
-            "torch.optim.Adafactor(",
-            "error: the optimizer torch.optim.Adafactor can't be used on FSDP2's shards: a trial step ended",
-        ),
-        (
-            "ddp",
-            "self.head = nn.Linear(hidden_size, 1)\n",
-            "self.head, self.unused = nn.Linear(hidden_size, 1), nn.Parameter(torch.ones(3))\n",
-            "error: under DDP every trained parameter needs a gradient in each step, and unused had none",
-        ),
-    ],
+    rows_of("refused optimizers"),
     ids=["fsdp", "ddp"],
 )
 def test_a_refusal_is_one_line(strategy, old, new, message, project_copy, tmp_path):

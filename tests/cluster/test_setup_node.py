@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT, Job, needs, wait_until
+from tests.conftest import ROOT, Job, needs, rows_of, wait_until
 
 SCRIPT = ROOT / "cluster" / "setup_node.sh"
 PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
@@ -393,30 +393,7 @@ def test_secrets_that_others_could_read_are_refused(sandbox):
         assert "hunter2" not in line
 
 
-WRONG_FLAGS = [
-    ("--hots a=10.0.0.1", "unknown flag --hots: did you mean --host?"),
-    ("--cifs-credential=x", "unknown flag --cifs_credential: did you mean --cifs_credentials?"),
-    ("node1", "node1 is no flag"),
-    ("--repo", "--repo needs a value"),
-    ("--repo --dry-run", "--repo needs a value"),
-    ("--user nobody --user root", "--user is given twice"),
-    ("--user nobody-here", "there is no such user"),
-    ("--repo https://me:hunter2@example.com/x.git", "--repo holds a password or token"),
-    ("--repo https://ghp_hunter2@example.com/x.git", "--repo holds a password or token"),
-    ("--path /opt/train", "--path needs --repo"),
-    ("--repo /opt/x.git --path train", "--path train: a path from / on"),
-    ("--host node1", "give NAME=ADDRESS"),
-    ("--host -oProxyCommand=10.0.0.1", "give NAME=ADDRESS"),
-    ("--host a=10.0.0.256", "10.0.0.256 is no IP address"),
-    ("--host a=127.0.1.1", "loopback address"),
-    ("--host a=10.0.0.1 --host a=10.0.0.2", "--host a is given twice"),
-    ("--nfs server", "give SERVER:/EXPORT"),
-    ("--nfs a:/b --cifs //a/b", "--nfs and --cifs: give one of them"),
-    ("--cifs //a/b", "--cifs needs --cifs_credentials FILE"),
-    ("--mount /mnt/x", "--mount needs --nfs or --cifs"),
-    ("--mount_s3 /mnt/x", "need --s3_mount"),
-    ("--nfs a:/b --s3_mount bucket --mount_s3 /mnt/shared", "the same folder"),
-]
+WRONG_FLAGS = rows_of("setup_node.sh wrong flags")
 
 
 def test_a_wrong_flag_changes_nothing(sandbox):

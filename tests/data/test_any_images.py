@@ -47,17 +47,10 @@ def opened(data: Path, cache: Path) -> Images:
 
 
 @pytest.mark.parametrize(
-    ("train", "val", "val_name"),
-    [
-        ("train", "val", "val"),
-        ("train", "valid", "val"),
-        ("train", "validation", "val"),
-        ("train", "test", "test"),
-        ("Train", "Test", "test"),
-        ("TRAIN", "Valid", "val"),
-    ],
+    "names", ["train valid val", "train validation val", "Train Test test", "TRAIN Valid val"]
 )
-def test_the_names_of_splits(train, val, val_name, tmp_path):
+def test_the_names_of_splits(names, tmp_path):
+    train, val, val_name = names.split()
     root = put(tmp_path / "pets", *(f"{split}/{c}/1.png" for split in (train, val) for c in ("cat", "dog")))
     images = opened(root, tmp_path / "cache")
     assert (images.classes, images.val_name) == (("cat", "dog"), val_name)
@@ -67,12 +60,17 @@ def test_the_names_of_splits(train, val, val_name, tmp_path):
 
 
 def test_the_first_split_to_evaluate_on_counts_and_the_others_are_named(tmp_path):
-    paths = (f"{split}/cat/{split}.png" for split in ("train", "test", "valid", "val"))
-    root = put(tmp_path / "pets", *paths)
+    splits = ("train", "test", "valid", "val")
+    root = put(tmp_path / "pets", *(f"{split}/{c}/1.png" for split in splits for c in ("cat", "dog")))
     prepared = prepare_with(root, tmp_path / "cache")
-    assert prepared.left_out == "valid/, as val/ is there, test/, as val/ is there"
+    assert prepared.left_out == "valid/, as val/ is there"
     images = open_images(Path(prepared.folder))
-    assert (images.val.images[0] == decode((root / "val/cat/val.png").read_bytes())).all()
+    assert (images.val.images[0] == decode((root / "val/cat/1.png").read_bytes())).all()
+    assert (images.test.images[0] == decode((root / "test/cat/1.png").read_bytes())).all()
+    shutil.rmtree(root / "test/cat")
+    assert open_images(Path(prepare_with(root, tmp_path / "cache").folder)).test.labels.tolist() == [1]
+    with pytest.raises(ValueError, match="has val to choose the best checkpoint by and test to evaluate it"):
+        prepare_with(root, tmp_path / "cache", holdout=0.5)
 
 
 def test_deeper_folders_belong_to_the_class_above(tmp_path):
@@ -88,13 +86,13 @@ def test_deeper_folders_belong_to_the_class_above(tmp_path):
 
 def test_one_list_of_formats_for_extensions_of_any_case(tmp_path):
     """Each extension of the list is taken, in the order of the names."""
-    root = class_folders(tmp_path / "pets", classes=("a",), count=0)
+    root = class_folders(tmp_path / "pets", count=1)
     kinds = [(format, extension) for format, extensions in FORMATS.items() for extension in extensions]
     for split, (format, extension) in product(("train", "val"), kinds):
         for name in (f"1{extension}", f"2{extension.upper()}"):
             (root / split / "a" / name).write_bytes(encode(picture(), format))
     images = opened(root, tmp_path / "cache")
-    assert len(images.train) == 2 * len(EXTENSIONS) == 30
+    assert len(images.train) == 2 * len(EXTENSIONS) + 2 == 32
     names = sorted(path.name for path in (root / "train" / "a").iterdir())
     for k, name in enumerate(names):
         assert (images.train.images[k] == decode((root / "train" / "a" / name).read_bytes())).all(), name
@@ -103,7 +101,8 @@ def test_one_list_of_formats_for_extensions_of_any_case(tmp_path):
 def test_what_is_no_image_is_counted_and_nothing_hangs(tmp_path):
     root = put(
         tmp_path / "pets",
-        *("train/a/1.png", "train/a/deep/2.png", "train/loose.png", "train/a/.hidden/3.png", "val/a/1.png"),
+        *("train/a/1.png", "train/a/deep/2.png", "train/loose.png", "train/a/.hidden/3.png", "train/b/1.png"),
+        *("val/a/1.png", "val/b/1.png", "test/unknown/1.png", "test/2.png"),
         *("__MACOSX/train/a/1.png", "train/__MACOSX/a/1.png", "train/a/@eaDir/1.png"),
     )
     for name in ("a/n.txt", "a/m.TXT", "a/x.heic", "a/README", "index.html"):
@@ -117,10 +116,10 @@ def test_what_is_no_image_is_counted_and_nothing_hangs(tmp_path):
     (root / "train" / "a" / "twin.png").symlink_to(outside / "more" / "7.png")
     prepared = prepare_with(root, tmp_path / "cache")
     images = open_images(Path(prepared.folder))
-    assert len(images.train) == 4  # 1.png, deep/2.png, out/more/7.png, twin.png
+    assert len(images.train) == 5  # 1.png, deep/2.png, out/more/7.png, twin.png, and that of b
     assert sorted(prepared.left_out.split(", ")) == [
-        *("1 .heic", "1 .html", "1 dangling links", "1 outside class folders", "1 without an extension"),
-        *("2 .txt", "2 special files"),
+        *("1 .heic", "1 .html", "1 dangling links", "1 without an extension", "2 .txt"),
+        *("2 special files", "3 outside class folders"),
     ]
 
 

@@ -12,7 +12,21 @@ import validate
 from common.data.cache import prepare_data
 from common.data.images import Images, open_images
 from common.data.splits import held_out
-from tests.conftest import CNN, Job, copy_project, full, lines, metrics, mutate, python, result, run, torchrun
+from common.system.files import read_json
+from tests.conftest import (
+    CNN,
+    ROOT,
+    Job,
+    copy_project,
+    full,
+    lines,
+    metrics,
+    mutate,
+    python,
+    result,
+    run,
+    torchrun,
+)
 from tests.data.test_any_images import PLAIN, put
 from tests.data.test_images import encode, hub_rows, picture, write_parquet
 from tests.support.compare import assert_same_tensors
@@ -137,7 +151,7 @@ def test_data_with_a_held_out_split_of_its_own(make, tmp_path):
     assert whole.source != images.source
     assert validate.chosen_split(images, None) == ("test", images.test)
     assert validate.chosen_split(whole, None) == ("val", whole.val)
-    with pytest.raises(ValueError, match="--split test: only with --holdout"):
+    with pytest.raises(ValueError, match="--split test: there is no second held-out split"):
         validate.chosen_split(whole, "test")
 
 
@@ -212,6 +226,17 @@ def test_the_headline_is_of_the_best_weights_on_the_test_split(finished, cache, 
     assert (confusion["split"], confusion["step"]) == ("val", found["best_step"])
     right = sum(confusion["confusion"][c][c] for c in range(10))
     assert right / 360 == pytest.approx(found["test_accuracy"])
+
+
+def test_other_data_are_evaluated_whole(finished, cache, tmp_path):
+    """Without the run's --holdout, and with a report that no page of the run takes for its own."""
+    data = put(tmp_path / "other", *(f"{c}/{k}.png" for c in range(10) for k in range(2)))
+    command = [*python(), ROOT / "validate.py", finished, "--data", data, "--mixed_precision", "no", *cache]
+    assert "without the training's --holdout 0.2" in run(command, cwd=tmp_path)
+    report = read_json(tmp_path / f"validation/run/other/train_{result(finished)['best_step']}/report.json")
+    assert (report["images"], report["split"]) == (20, "train")
+    status, output = Job([*command, "--split", "test"], cwd=tmp_path).wait()
+    assert (status, "--split test: there is no second held-out split" in output) == (1, True)
 
 
 def test_pages_say_which_split_each_number_is_of(finished):

@@ -633,8 +633,8 @@ NO_NAMES_IN = {
     "names no list": '{"info": {"features": {"label": {"names": "ab"}}}}',
 }
 BAD = {  # beside those in tests/test_messages.py
-    "a file": (lambda root: root.write_text("x"), ["is a file, not a folder"]),
-    "tars": (lambda root: (root.mkdir(), (root / "a.tar").touch()), ["run prep_imagenet.py on a.tar"]),
+    "a file": (lambda root: root.write_text("x"), ["is a file, no folder, CSV list or parquet file"]),
+    "tars": (lambda root: (root.mkdir(), (root / "a.tar").touch()), ["prep_imagenet.py --from shards"]),
     "no classes": (
         lambda root: [(root / s).mkdir(parents=True) for s in ("train", "val")],
         ["no class folders"],
@@ -651,7 +651,7 @@ BAD = {  # beside those in tests/test_messages.py
     ),
     "no label column": (
         lambda root: with_column(root, "label", None),
-        ["train-00000", "has no column of labels, only: img: choose one by --label_column"],
+        ["train-00000", "has no column of labels (label, fine_label), only: img: choose"],
     ),
     "label range": (
         lambda root: with_train(root, [PNG] * 3, [0, 1, 2]),
@@ -665,8 +665,8 @@ BAD = {  # beside those in tests/test_messages.py
         ["the classes of the two splits differ", "only in train: cow", "only in val: dog"],
     ),
     "other labels": (
-        lambda root: with_train(root, [PNG] * 3, [0, 1, 9], names=None),
-        ["the classes of the two splits differ", "only in train: 9"],
+        lambda root: with_train(root, [PNG] * 3, [0, 2, 9], names=None),
+        ["the classes of the two splits differ", "only in val: 1"],
     ),
     **{name: (partial(with_metadata, about=about), NO_NAMES) for name, about in NO_NAMES_IN.items()},
     "label not UTF-8": (

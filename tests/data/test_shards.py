@@ -31,7 +31,7 @@ from common.data.splits import ShardSplit
 from common.data.workers import decoded
 from common.order import stream_order, training_plan
 from common.recipe import ImageRecipe, share_out
-from tests.conftest import ROOT, Job, accelerate, full, lines, python, result, run
+from tests.conftest import ROOT, Job, accelerate, full, lines, python, result, rows_of, run
 from tests.data.test_images import class_folders, picture
 
 CLASSES = [{"wnid": f"n{c:08d}", "name": name} for c, name in enumerate(("crane", "hen", "crane", "ox"))]
@@ -229,12 +229,7 @@ def test_streams_belong_to_processes(images):
 
 @pytest.mark.parametrize(
     ("batch", "streams", "message"),
-    [
-        ((24, None, 1), 16, "--streams 16 must divide --batch_size 24 and be a multiple of the number of"),
-        ((24, None, 1), 16, "processes, 1: choose 8 or 12"),
-        ((24, None, 3), 4, "of the number of processes, 3: choose 3 or 6"),
-        ((24, None, 8), 4, "of the number of processes, 8: choose 8 or 24"),
-    ],
+    rows_of("streams"),
 )
 def test_streams_that_do_not_divide_are_refused(shards, images, batch, streams, message, tmp_path):
     train = open_images(prepare_data(str(shards), tmp_path), replace(RECIPE, streams=streams)).train
@@ -378,20 +373,7 @@ def index_of(folder: Path, file: str) -> Path:
     return folder
 
 
-OUTSIDE = {  # the index's file, --data_root, and what the message names
-    "elsewhere": ("{tmp}/private/shadow", (), "{tmp}/private"),
-    "not there": ("{tmp}/private/nothing", (), "{tmp}/private"),
-    "dots": ("{tmp}/index/../private/shadow", (), "{tmp}/private"),
-    "link": ("{tmp}/index/link", (), "{tmp}/private"),
-    "below a link": ("{tmp}/index/folder/shadow", (), "{tmp}/private"),
-    "same beginning": ("{tmp}/index-2/a.tar", (), "{tmp}/index-2"),
-    "its own folder is not the one given": ("{tmp}/index/a.tar", ("{tmp}/public",), "{tmp}/index"),
-    "another root": ("{tmp}/private/shadow", ("{tmp}/public", "s3://bucket/{tmp}"), "{tmp}/private"),
-    "terminal escape": ("{tmp}/private/\x1b[31m\udce9", (), r"\x1b[31m\xe9"),
-    "in S3": ("s3://bucket/data/a.tar", (), "--data_root s3://bucket/data"),
-    "in S3 beside": ("s3://bucket/data-2/a.tar", ("s3://bucket/data",), "--data_root s3://bucket/data-2"),
-    "in S3 above": ("s3://bucket/data/../a.tar", ("s3://bucket/data",), "--data_root"),
-}
+OUTSIDE = rows_of("index outside")
 
 
 @pytest.mark.parametrize("case", OUTSIDE)

@@ -12,6 +12,7 @@ from common.data.cache import prepare_data
 from common.data.decode import decode
 from common.data.images import Images, open_images
 from common.data.tables import Columns, Table, write_tables
+from tests.conftest import rows_of
 from tests.data.test_any_images import prepare_with, put
 from tests.data.test_images import PNG, encode, hub_rows, picture, write_parquet
 from tools.doctor.facts import _contents
@@ -90,8 +91,7 @@ def test_parquet_in_folders_of_splits(tmp_path):
             write_parquet(file, images, [part] * count, ["cat", "dog"])
     prepared = prepare_with(tmp_path / "pets", tmp_path / "cache")
     images = open_images(Path(prepared.folder))
-    assert prepared.left_out == "test, as validation is there"
-    assert (images.train.labels.tolist(), len(images.val)) == ([0] * 4 + [1] * 4, 6)
+    assert (images.train.labels.tolist(), len(images.val), len(images.test)) == ([0] * 4 + [1] * 4, 6, 4)
 
 
 def test_parquet_among_class_folders_is_left_alone(tmp_path):
@@ -103,16 +103,30 @@ def test_parquet_among_class_folders_is_left_alone(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("file", "message"),
+    ("files", "message"),
     [
-        ("data.parquet", r"has parquet files, but no train-\*.parquet \(data.parquet\): name those of train"),
-        ("a/train/0.parquet", "no val, validation, valid or test to evaluate on: give it one, or hold out"),
+        ("ab", r"has parquet files, but no train-\*.parquet \(a.parquet, b.parquet\): name those of train"),
+        (["a/train/0"], "no val, validation, valid or test to evaluate on: give it one, or hold out"),
+        ("a", "no val, validation, valid or test to evaluate on: give it one, or hold out"),
     ],
 )
-def test_parquet_without_splits_is_refused(file, message, tmp_path):
-    write_parquet(tmp_path / file, [PNG], [0], ["cat"])
+def test_parquet_without_splits_is_refused(files, message, tmp_path):
+    for file in files:
+        write_parquet(tmp_path / f"{file}.parquet", [PNG], [0], ["cat"])
     with pytest.raises(ValueError, match=message):
         opened(tmp_path, tmp_path / "cache")
+
+
+@pytest.mark.parametrize("hidden", [-1, None])
+def test_a_test_split_of_hidden_labels_is_left_out_and_others_may_lack_a_class(hidden, tmp_path):
+    """Numbers are classes as they are, without names."""
+    for split, labels in {"train": [8, 3, 5], "val": [5, 3], "test": [hidden] * 2}.items():
+        write_parquet(
+            tmp_path / f"{split}.parquet", [encode(picture(len(labels)), "PNG")] * len(labels), labels
+        )
+    images = opened(tmp_path, tmp_path / "cache")
+    assert (images.classes, images.test, images.val.labels.tolist()) == (("3", "5", "8"), None, [1, 0])
+    assert images.flaws == ("the test split has no labels (all are -1 or null): it is left out",)
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +155,7 @@ def test_a_folder_of_save_to_disk(hub_data, tmp_path):
     (tmp_path / "saved").rename(root)
     prepared = prepare_with(root, tmp_path / "cache")
     assert_are_hub_data(open_images(Path(prepared.folder)))
-    assert prepared.left_out == "test, as valid is there"
+    assert (prepared.left_out, len(open_images(Path(prepared.folder)).test)) == ("", 2)
     (tmp_path / "elsewhere").mkdir()
     moved = root.rename(tmp_path / "elsewhere" / root.name)
     assert str(prepare_data(str(moved), tmp_path / "cache")) == prepared.folder
@@ -254,29 +268,12 @@ def test_columns_absolute_paths_numbers_and_a_second_held_out_split(tmp_path):
     path = write_list(tmp_path, "\n".join(["a,b,c,split", *rows]))
     prepared = prepare_with(path, tmp_path / "cache", image_column="a", label_column="c")
     images = open_images(Path(prepared.folder))
-    assert images.classes == ("8", "9", "10")
-    assert (images.train.labels.tolist(), images.val.labels.tolist()) == ([2, 1, 0], [1])
-    assert prepared.left_out == "test, as val is there"
+    assert (images.classes, prepared.left_out) == (("8", "9", "10"), "")
+    splits = (images.train, images.val, images.test)
+    assert [split.labels.tolist() for split in splits] == [[2, 1, 0], [1], [0]]
 
 
-BAD_LISTS = {
-    "no split": ("file,label\nimg/0.png,cat\n", "has no val, validation, valid or test to evaluate on"),
-    "no train": ("file,label,split\nimg/0.png,cat,val\n", "none of its 1 rows is of the split train"),
-    "no file": (
-        "file,label,split\nimg/0.png,cat,train\nimg/9.png,cat,val\n",
-        "line 3: there is no file {root}/img/9.png (1 such rows): paths are relative to the list's folder",
-    ),
-    "no label": ("file,label,split\nimg/0.png,,train\n", "line 2: it has no label"),
-    "cut": ("file,label,split\nimg/0.png\n", "line 2: it has no label"),
-    "split": ("file,label,split\nimg/0.png,a,trian\n", "line 2: its split is trian: choose among train, val"),
-    "columns": ("img,kind\n1,2\n", "its first line has no column file or filename or"),
-    "new label": (
-        "file,label,split\nimg/0.png,cat,train\nimg/1.png,ox,val\n",
-        "the split val has labels that train has not: ox",
-    ),
-    "empty": ("file,label,split\n", "it lists no images"),
-    "nothing": ("", "its first line has no column file"),
-}
+BAD_LISTS = rows_of("wrong lists")
 
 
 @pytest.mark.parametrize("case", BAD_LISTS)

@@ -22,7 +22,7 @@ from common.distributed.blocks import (
     compile_blocks,
     share_graphs,
 )
-from tests.conftest import VIT, Job, accelerate
+from tests.conftest import VIT, Job, accelerate, rows_of
 from train_cnn_b import ResNet18
 
 
@@ -96,13 +96,7 @@ def test_blocks_are_the_outermost_modules_of_the_named_classes_or_the_whole_mode
 @pytest.mark.needs("g++")
 @pytest.mark.parametrize(
     ("flag", "answers", "wanted"),
-    [
-        (None, {}, "no"),
-        (None, {"BACKEND": "INDUCTOR", "MODE": "max-autotune"}, "max-autotune"),
-        (None, {"BACKEND": "AOT_EAGER"}, "aot_eager"),
-        ("no", {"BACKEND": "INDUCTOR"}, "no"),
-        ("reduce-overhead", {"BACKEND": "NO"}, "reduce-overhead"),
-    ],
+    rows_of("compile"),
 )
 def test_the_flag_counts_before_the_launchers_answer(flag, answers, wanted, monkeypatch):
     for name, value in answers.items():

@@ -20,7 +20,7 @@ from common.distributed import launch_config
 from common.distributed.accelerator import start
 from common.distributed.devices import check_devices
 from common.recipe import Recipe
-from tests.conftest import CNN, RESNET, ROOT, accelerate, free_port, full, result, run
+from tests.conftest import CNN, RESNET, ROOT, accelerate, free_port, full, result, rows_of, run
 
 QUESTIONNAIRE = {  # as `accelerate config` writes it when every default is taken
     "compute_environment": "LOCAL_MACHINE", "debug": False, "distributed_type": "MULTI_GPU",
@@ -117,12 +117,7 @@ REFUSED = [  # answers; a pattern of the message: the key and its value, and wha
         r"mixed_precision beside deepspeed_config_file: .*choose it in ds_configs/zero2\.json",
     ),
 ]
-IN_ENV = [  # variables that accelerate's launcher sets only where a package or a program is installed
-    ({"ACCELERATE_MIXED_PRECISION": "fp8"}, "mixed_precision: fp8, .*choose bf16"),
-    ({"ACCELERATE_USE_FSDP": "true"}, "fsdp_version: 1, .*choose fsdp_version: 2"),
-    ({"ACCELERATE_USE_SAGEMAKER": "true"}, "AMAZON_SAGEMAKER, .*choose this machine"),
-    ({"OMPI_COMM_WORLD_SIZE": "2", "ACCELERATE_USE_CPU": "True"}, "mpirun_config: yes, .*choose multi-GPU"),
-]
+IN_ENV = rows_of("launcher's variables")
 ON = {"enabled": True}
 JSONS = [  # what a DeepSpeed JSON has beside ds_configs/zero2.json; a key with a dot is in zero_optimization
     ({"optimizer": {"type": "AdamW"}}, "optimizer, .*the script has its own"),

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from deepspeed.launcher.runner import _parse_hostfile, parse_inclusion_exclusion
 
-from tests.conftest import ROOT
+from tests.conftest import ROOT, rows_of
 from tools.launch.hosts import read_hostfile, select
 
 GOOD = "# all of them\n\nworker-1 slots=2\n  worker-2\tslots=4  \n#worker-3 slots=4\n10.0.0.7 slots=1\n"
@@ -28,18 +28,7 @@ def test_it_is_read_as_deepspeed_reads_it(hostfile):
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [
-        ("a slots=1\nb slots=1\na slots=2\n", "line 3: a is in line 1 already"),
-        ("a slots=1\n\nb slots=2 gpus=3\n", "line 3: expected `name slots=N`, found `b slots=2 gpus=3`"),
-        ("a slots=two\n", "line 1: expected `name slots=N`"),
-        ("a\n", "line 1: expected `name slots=N`, found `a`"),
-        ("a slots=0\n", "line 1: a has no slots"),
-        ("-oProxyCommand=evil slots=1\n", "line 1: -oProxyCommand=evil is no host's name"),
-        ("me@a slots=1\n", "line 1: me@a is no host's name"),
-        ("# nobody\n", "names no host"),
-        ("", "names no host"),
-        (None, "No such file"),  # no local job, as with DeepSpeed
-    ],
+    rows_of("hostfile mistakes"),
 )
 def test_a_mistake_is_refused_with_its_line(text, message, hostfile):
     with pytest.raises(ValueError, match="hostfile") as error:
@@ -49,16 +38,7 @@ def test_a_mistake_is_refused_with_its_line(text, message, hostfile):
 
 @pytest.mark.parametrize(
     ("include", "exclude"),
-    [
-        ("", ""),
-        ("worker-1@worker-2:0,2", ""),
-        ("worker-2:3,1,1", ""),
-        ("worker-2@worker-2:1", ""),
-        ("10.0.0.7@worker-1", ""),
-        ("", "worker-1"),
-        ("", "worker-2:0@worker-1:1"),
-        ("", "worker-1:0,1"),
-    ],
+    rows_of("hostfile filters"),
 )
 def test_filters_are_deepspeeds(include, exclude, hostfile):
     theirs = parse_inclusion_exclusion(_parse_hostfile(GOOD.splitlines()), include, exclude)
@@ -68,13 +48,7 @@ def test_filters_are_deepspeeds(include, exclude, hostfile):
 
 @pytest.mark.parametrize(
     ("include", "exclude", "message"),
-    [
-        ("worker-9", "", "no host worker-9; there are worker-1, worker-2, 10.0.0.7"),
-        ("worker-1:2", "", "worker-1 has no slot 2, but 2 slots"),
-        ("worker-1:", "", "expected `worker-1:0,2`"),
-        ("worker-1", "worker-2", "exclude one another"),
-        ("", "worker-1@worker-2@10.0.0.7", "leaves no host"),
-    ],
+    rows_of("hostfile wrong filters"),
 )
 def test_a_wrong_filter_is_refused(include, exclude, message, hostfile):
     with pytest.raises(ValueError, match="clude") as error:

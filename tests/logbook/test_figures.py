@@ -8,9 +8,10 @@ from PIL import Image
 from common.run import plots
 
 
+@pytest.mark.filterwarnings("error:Glyph")  # that no font has: such characters are shown escaped
 @pytest.mark.parametrize("classes", [2, 40, 1000])
 def test_confusion_matrices_of_any_size(classes, tmp_path):
-    names = [f"${i} _class_ of a name that is longer than others" for i in range(classes)]
+    names = [f"${i} _class_ \u732b \U0001f431 of a name that is longer than others" for i in range(classes)]
     matrix = [[i == j for j in range(classes)] for i in range(classes)]
     plots.confusion_matrix(tmp_path / "c.png", matrix, names, "a $title")
     assert (tmp_path / "c.png").stat().st_size < 120_000

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import logbook
-from tests.conftest import CNN, Job, copy_project, metrics, python, result, run, wait_until
+from tests.conftest import CNN, Job, copy_project, metrics, python, result, rows_of, run, wait_until
 from tests.logbook.pages import (
     BARS,
     HOSTILE,
@@ -391,13 +391,7 @@ def test_each_run_has_a_page_of_its_own_and_the_same_runs_give_the_same_bytes(bo
 # --- Comparisons
 
 
-DIFFERENT = {  # in recipe.json, its recipe and result.json; what the refusal says
-    "data set": ({"source": "cifar10-0"}, {}, {"data": "cifar10"}, "data: digits-1, cifar10-0"),
-    "content": ({"source": "digits-of-another-content"}, {}, {}, "data: digits-1, digits-of"),
-    "split": ({}, {}, {"val_name": "test"}, "split: val, test"),
-    "size": ({}, {}, {"val_images": 7}, "images: 360, 7"),
-    "part": ({}, {"max_val_images": 360}, {}, "chosen: all, a hash of their ids"),
-}
+DIFFERENT = rows_of("different images")
 
 
 @pytest.mark.parametrize("name", DIFFERENT)

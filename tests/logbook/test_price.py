@@ -9,7 +9,7 @@ import pytest
 
 from common.system.phase import _Now
 from common.system.processes import own_age_s
-from tests.conftest import CNN, python, result, run
+from tests.conftest import CNN, python, result, rows_of, run
 from tests.logbook.pages import BARS, HOSTILE, check, is_golden, rows, write_lines, write_run
 from tools.logbook.markdown import amount
 from tools.logbook.page import page
@@ -72,13 +72,7 @@ def test_a_price_alone_gives_a_cost_without_a_plan(tmp_path):
 
 @pytest.mark.parametrize(
     ("plan", "price", "facts", "prices"),
-    [
-        ({"price_per_hour": 72.0}, 36.0, {}, ["2.00", "1.50"]),
-        ({}, 36.0, {}, ["1.00", "1.50"]),
-        ({"price_per_hour": 72.0}, None, {"hosts": 1}, ["2.00", "-"]),
-        ({}, 36.0, {"processes": 4}, ["-", "1.50"]),
-        ({}, None, {}, ["-", "-"]),
-    ],
+    rows_of("prices of a cluster"),
 )
 def test_a_price_is_that_of_its_own_cluster(plan, price, facts, prices, tmp_path):
     """The plan's price per hour counts for a run on as many hosts and devices, and the other way."""
@@ -179,17 +173,7 @@ def test_a_plan_that_is_none_is_refused(content, said, tmp_path):
 
 @pytest.mark.parametrize(
     ("strategy", "sharding", "name"),
-    [
-        ("single", {}, "single"),
-        ("ddp", {}, "ddp"),
-        ("fsdp", {"replicas": 1, "offload_params": False}, "fsdp"),
-        ("fsdp", {"replicas": 2, "offload_params": False}, "hybrid"),
-        ("fsdp", {"replicas": 1, "offload_params": True}, "fsdp with offload"),
-        ("zero2", {"offload_optimizer": "none", "offload_param": "none"}, "zero2"),
-        ("zero2", {"offload_optimizer": "cpu", "offload_param": "none"}, "zero2 with offload"),
-        ("zero3", {"offload_optimizer": "none", "offload_param": "none"}, "zero3"),
-        ("zero3", {"offload_optimizer": "cpu", "offload_param": "none"}, "offload"),
-    ],
+    rows_of("strategies of a plan"),
 )
 def test_the_names_of_running_strategies_in_a_plan(strategy, sharding, name):
     assert planned_strategy(strategy, sharding) == name

@@ -75,16 +75,24 @@ def test_a_table_says_which_weights_to_use_and_why(tmp_path, capsys):
         "step_00000030/ema.safetensors 0.8000 averaged weights (EMA), the last step",
         "step_00000030/model.safetensors 0.7000 the same step without the average",
     ]
+    text = (tmp_path / "metrics.jsonl").read_text()
+    (tmp_path / "metrics.jsonl").write_text(text.replace("0.8}", "0.95}", 1))
+    assert weights(tmp_path, capsys, tmp_path / "checkpoints/step_00000020/model.safetensors")[:2] == [
+        f"step_00000020/ema.safetensors 0.9000 {use_this.removeprefix('use this: ')}",
+        "step_00000020/model.safetensors 0.9500 use this: the same step without the average",
+    ]
+    (tmp_path / "metrics.jsonl").write_text(text)
     shutil.rmtree(tmp_path / "checkpoints" / "step_00000020")
     assert weights(tmp_path, capsys)[0].startswith("step_00000030/ema.safetensors 0.8000 use this: ")
 
 
-def weights(folder: Path, capsys) -> list[str]:
+def weights(folder: Path, capsys, best: Path | None = None) -> list[str]:
     """The rows of the last table, each in one line; the commands below it are checked."""
     show(folder)
     output = capsys.readouterr().out
     assert all(len(line) <= 80 for line in output.partition("weights:")[2].split("\u2518")[0].splitlines())
-    assert f"validate.py {folder}\n" in output
+    assert f"validate.py {best or folder}\n" in output
+    assert f"export.py {best or folder} models/{folder.name}\n" in output
     assert f"validate.py {folder} --which latest\n" in output
     rows = []
     for line in output.partition("weights:")[2].splitlines():

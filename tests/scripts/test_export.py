@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -18,8 +19,8 @@ from safetensors.torch import load_file, save_file
 
 import export
 import train_cnn_a
-from common.checkpoint.weights import TrainedModel
-from tests.conftest import RESNET, ROOT, STRATEGIES, VIT, full, lines, metrics, python, result, run
+from common.checkpoint.weights import TrainedModel, find
+from tests.conftest import RESNET, ROOT, STRATEGIES, VIT, full, lines, metrics, python, result, rows_of, run
 from tests.scripts.conftest import QUICK
 from tests.support.commands import call
 from tools.inference.exported import Exported, open_trained
@@ -179,12 +180,7 @@ def test_an_ema_of_a_model_with_batch_norm(strategy, tmp_path, cache):
 
 @pytest.mark.parametrize(
     ("data", "shown"),
-    [
-        ("/home/alice/ward 7/scans/", "scans"),
-        ("../ward 7/scans", "scans"),
-        ("s3://hospital-ward7/private/scans", "scans"),
-        ("hub:OWNER/NAME", "OWNER/NAME"),
-    ],
+    rows_of("data on a card"),
 )
 def test_the_card_has_no_private_path(data, shown):
     recipe = train_cnn_a.CnnA(data=data)
@@ -207,6 +203,34 @@ def test_an_ema_is_what_is_exported(runs, exported):
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
+@pytest.mark.parametrize("name", ["cnn_a", full("vit")])
+def test_an_exported_folder_is_a_model(name, runs, exported, tmp_path, cache):
+    """Of validate.py and predict.py, without its run. No code of the folder runs, and others may read it."""
+    folder = shutil.copytree(exported[name], tmp_path / "mine")
+    assert len({path.stat().st_mode for path in folder.iterdir()}) == 1
+    (folder / "model.py").unlink(missing_ok=True)
+    run(
+        [
+            *python(),
+            "validate.py",
+            folder,
+            "--mixed_precision",
+            "no",
+            *cache,
+            "--output_dir",
+            tmp_path / "out",
+        ]
+    )
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert report["top1"] == result(runs[name])["best_accuracy"]
+    picture = write_pictures(open_run(runs[name], tmp_path, cache), tmp_path)[0]
+    words = [picture, "--workers", 0, "--output_dir", tmp_path]
+    assert "1 picture predicted" in run([*python(), "predict.py", folder, *words])
+    (folder / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match="does not say what trained the model: export it again"):
+        find(str(folder), "best", tmp_path, lambda: None)
+
+
 def is_buffer(name: str) -> bool:
     return "running_" in name or "num_batches" in name
 
@@ -226,13 +250,7 @@ def test_a_model_that_comes_back_differently_is_no_export(runs, tmp_path, cache,
 
 @pytest.mark.parametrize(
     ("words", "said"),
-    [
-        (["{cnn_a}", "{tmp}/full"], "is there already"),
-        (["{tmp}/nothing", "{tmp}/out"], "there is no such folder"),
-        (["{vit}/checkpoints/{step}/ema.safetensors", "{tmp}/out", "--data=?"], "--data ?"),
-        (["{tmp}/lone.safetensors", "{tmp}/out"], "give the checkpoint's folder"),
-        (["{cnn_a}", "{tmp}/out", "--widths", "4,8,31"], "hidden.weight"),
-    ],
+    rows_of("refused exports"),
 )
 def test_what_is_refused(words, said, runs, tmp_path):
     (tmp_path / "full").mkdir()

@@ -15,7 +15,7 @@ import find_batch_size
 from common import batch_search
 from common.batch_search import knee, launch, next_size
 from common.system.files import write_json
-from tests.conftest import ROOT, Job, wait_until
+from tests.conftest import ROOT, Job, rows_of, wait_until
 from tests.support.commands import call
 
 # Large activations in small networks: 8 images are 0.09 to 0.13 GiB, many times what two launches differ by.
@@ -129,17 +129,7 @@ def test_a_hanging_launch_leaves_no_process(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("code", "is_out_of_memory"),
-    [
-        ("bytearray(2**30)", True),
-        ("held = bytearray(2**29 - 2**25); import numpy", True),  # OpenBLAS ends the process in its own words
-        ("print('OpenBLAS blas_thread_init: pthread_create failed for thread 1 of 2'); exit(1)", True),
-        ("print('error: out of memory on this device'); exit(1)", True),
-        ("print('error: out of memory on this device')", False),  # it went well
-        ("import os; os.abort()", False),
-        ("import os; os.kill(os.getpid(), 9)", False),
-        ("print('died with SIGKILL'); exit(1)", False),  # by whomever: the kernel has killed none
-        ("exit(1)", False),
-    ],
+    rows_of("out of memory"),
 )
 def test_what_counts_as_out_of_memory(code, is_out_of_memory):
     ended = launch([sys.executable, "-c", code], limit_gib=0.5, timeout_s=60)
@@ -148,13 +138,7 @@ def test_what_counts_as_out_of_memory(code, is_out_of_memory):
 
 @pytest.mark.parametrize(
     ("said", "is_out_of_memory"),
-    [
-        ("torch.OutOfMemoryError: CUDA out of memory", True),
-        ("RuntimeError: GET was unable to find an engine to execute this computation", True),
-        ("RuntimeError: CUDA error: CUBLAS_STATUS_NOT_INITIALIZED", True),
-        ("MemoryError", False),  # there is no limit
-        ("RuntimeError: an illegal memory access", False),
-    ],
+    rows_of("out of memory on a GPU"),
 )
 def test_a_gpus_out_of_memory_is_known_without_a_limit_or_a_look(said, is_out_of_memory, monkeypatch):
     """Simulated: the process prints what the libraries say on a GPU."""

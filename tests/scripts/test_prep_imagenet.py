@@ -24,7 +24,7 @@ from common.data.decode import decode
 from common.data.shards import ShardImages, find_local, parse_index
 from common.system import progress
 from common.system.s3 import ObjectStore
-from tests.conftest import ROOT, Job, full, needs, python, run, wait_until
+from tests.conftest import ROOT, Job, full, needs, python, rows_of, run, wait_until
 from tests.support.imagenet import (
     DEVKIT,
     TRAIN,
@@ -294,18 +294,7 @@ def test_s3_continues_after_a_kill(lost, ilsvrc, shards, s3_proxy, tmp_path, mon
 
 @pytest.mark.parametrize(
     ("words", "message"),
-    [
-        (["--shard-mib", "0"], "--shard_mib"),
-        (["--format", "zip"], "--format"),
-        (["--resize", "0"], "--resize"),
-        (["--no_such_flag"], "--no_such_flag"),
-        (["--url", "https://host"], "--url"),
-        (["--data", "https://me:pw@host/tars?token=pw"], "--data takes paths and s3://bucket/...: download"),
-        (["--train", "ftp://me:pw@host/a.tar"], "--train takes paths"),
-        (["--out", "https://me:pw@host/out?token=pw"], "--out takes paths"),
-        (["--format", "index", "--resize", "8"], "index"),
-        (["--out", "s3://bucket/prefix"], "--work_dir"),
-    ],
+    rows_of("prep_imagenet.py wrong flags"),
 )
 def test_wrong_flags(words, message, tmp_path):
     output = fails("--data", tmp_path, "--out", tmp_path / "out", *words, status=2)
@@ -442,12 +431,7 @@ def test_an_image_that_can_not_be_resized_is_named(content, reason, ilsvrc, tmp_
 
 @pytest.mark.parametrize(
     ("path", "message"),
-    [
-        ("train/cat/b.jpg", "is a dangling link"),
-        ("train/dog", "is a dangling link"),
-        ("train/cat/more/b.TIF", "is a dangling link"),
-        ("train/cat/a_.png", "a_.png gets the key cat/a_, which another image has: rename one"),
-    ],
+    rows_of("refused files of a folder"),
 )
 def test_files_of_a_folder_that_are_refused(path, message, ilsvrc, tmp_path):
     """Other files are skipped."""

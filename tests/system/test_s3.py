@@ -17,7 +17,7 @@ from botocore.exceptions import ClientError
 from common.system import s3 as object_store
 from common.system.s3 import NOT_CONDITIONAL, ObjectStore, StoreError
 from common.system.text import redacted
-from tests.conftest import ROOT
+from tests.conftest import ROOT, rows_of
 from tests.support.s3 import BUCKET, PAGE, SECRET, s3, s3_proxy, use_s3  # noqa: F401  (two are fixtures)
 
 PART = 5 * 2**20  # S3 takes no smaller ones
@@ -277,15 +277,7 @@ def test_probe_gives_up_early(store, proxy, monkeypatch):
 
 @pytest.mark.parametrize(
     ("status", "code", "method", "remedy"),
-    [
-        (400, "ExpiredToken", "PUT", "have expired: renew them"),
-        (403, "SignatureDoesNotMatch", "PUT", "check AWS_ACCESS_KEY_ID"),
-        (403, "AccessDenied", "PUT", "writing .* lack a permission"),
-        (403, "AccessDenied", "GET", "listing .* lack a permission"),
-        (403, "AccessDenied", "DELETE", "deleting .* lack a permission"),
-        (403, "RequestTimeTooSkewed", "PUT", "clock"),
-        (400, "AuthorizationHeaderMalformed", "PUT", "AWS_DEFAULT_REGION"),
-    ],
+    rows_of("refusals of a store"),
 )
 def test_probe_says_what_is_refused(store, proxy, status, code, method, remedy):
     proxy.fail(status, code, times=None, method=method)

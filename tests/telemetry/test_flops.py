@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from common.script import load_script, recipe_class
 from common.telemetry import flops
 from common.telemetry.flops import Utilisation, find_device, flops_per_image, known_devices, peak_flops
-from tests.conftest import CNN, ROOT, metrics, python, result, run
+from tests.conftest import CNN, ROOT, metrics, python, result, rows_of, run
 from tools.logbook.page import page
 from tools.logbook.record import RunRecord
 
@@ -44,13 +44,7 @@ def test_every_device_has_a_source():
 
 @pytest.mark.parametrize(
     ("name", "precision", "expected"),
-    [
-        ("NVIDIA H200", "bf16", 989.5e12),
-        ("NVIDIA A100-SXM4-40GB", "no", 19.5e12),
-        ("Tesla T4", "fp16", 65e12),
-        ("Tesla T4", "bf16", None),  # it has no such units
-        ("NVIDIA GeForce GTX 1080", "no", None),
-    ],
+    rows_of("peaks of devices"),
 )
 def test_peaks(name, precision, expected):
     assert peak_flops(name, precision) == expected

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -14,8 +15,10 @@ from torch import Tensor, nn
 
 from common.augment import to_float
 from common.checkpoint.weights import TrainedModel, find, load_trained, open_script
-from common.data.images import open_data
-from common.recipe import ImageRecipe
+from common.data.cache import prepare
+from common.data.images import open_images
+from common.data.sources import KNOWN
+from common.recipe import ImageRecipe, recipe_part
 from common.script import load_script, normalisation
 from tools.inference.inference import pixels_of
 
@@ -65,7 +68,7 @@ def open_trained(
     if trained.recipe is None:
         raise ValueError(f"{trained.name} is a lone file: give the checkpoint's folder, or the run's")
     script, recipe, _ = open_script(trained, script_file, words)
-    images = open_data(recipe)
+    images = open_images(Path(prepare(recipe, lambda: None).folder), recipe)
     classes = tuple(trained.classes or images.classes)
     if len(images.classes) != len(classes):
         raise ValueError(
@@ -80,11 +83,11 @@ def open_trained(
     return Exported(trained, script, recipe, model, classes, mean, std, images.val.cropped, sample)
 
 
-# --- Files
-
-
 def write_model(exported: Exported, folder: Path) -> dict[str, Any]:
-    """Writes the weights, config.json and, unless timm builds the model, model.py. Returns the config."""
+    """Writes the weights, config.json and, unless timm builds the model, model.py. Returns the config.
+
+    Its `trained_by` is what predict.py and validate.py need; of the data's path it has the last part alone.
+    """
     if exported.is_timms:
         from timm.models import save_for_hf
 
@@ -98,8 +101,18 @@ def write_model(exported: Exported, folder: Path) -> dict[str, Any]:
         about = json.loads((folder / CONFIG).read_text())
         for key in OF_ITS_ORIGIN:  # facts about the hub's weights, which timm copies
             about["pretrained_cfg"].pop(key, None)
-        (folder / CONFIG).write_text(json.dumps(about, indent=2) + "\n")
-        return about
+    else:
+        about = _write_with_code(exported, folder)
+    data = exported.recipe.data
+    data = data if data in KNOWN or data.startswith("hub:") else f"./{Path(data).name}"
+    recipe = {k: v for k, v in recipe_part(exported.recipe).items() if k != "weights"} | {"data": data}
+    trained_by = {"script": exported.trained.script, "recipe": recipe, "classes": exported.classes}
+    (folder / CONFIG).write_text(json.dumps(about | {"trained_by": trained_by}, indent=2) + "\n")
+    shutil.copymode(folder / CONFIG, folder / WEIGHTS)  # safetensors makes files for their owner alone
+    return about
+
+
+def _write_with_code(exported: Exported, folder: Path) -> dict[str, Any]:
     from safetensors.torch import save_file
 
     text = Path(str(exported.script.__file__)).read_text()
@@ -109,16 +122,14 @@ def write_model(exported: Exported, folder: Path) -> dict[str, Any]:
     code = section[1].strip()
     save_file({name: t.contiguous() for name, t in exported.model.state_dict().items()}, folder / WEIGHTS)
     recipe = {name: value for name, value in vars(exported.recipe).items() if f"recipe.{name}" in code}
-    about = {
+    (folder / CODE).write_text(MODEL_PY.render(script=exported.script.__name__, model=code))
+    return {
         "architecture": type(exported.model).__name__,
         "num_classes": len(exported.classes),
         "label_names": exported.classes,
         "recipe": recipe,
         **exported.preparation,
     }
-    (folder / CONFIG).write_text(json.dumps(about, indent=2) + "\n")
-    (folder / CODE).write_text(MODEL_PY.render(script=exported.script.__name__, model=code))
-    return about
 
 
 def check_reloaded(exported: Exported, folder: Path) -> None:
@@ -157,8 +168,7 @@ def write_onnx(exported: Exported, about: dict[str, Any], file: Path) -> None:
     )
     assert program is not None
     facts = {**exported.preparation, "label_names": exported.classes, "architecture": about["architecture"]}
-    for name, value in facts.items():
-        program.model.metadata_props[name] = json.dumps(value)
+    program.model.metadata_props.update({name: json.dumps(value) for name, value in facts.items()})
     program.save(file, external_data=False)
 
 

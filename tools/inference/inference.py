@@ -31,23 +31,16 @@ class Inference:
     script: str | None = setting(None, "the script that trained the model, if not one of this project")
     output_dir: str | None = setting(None, "a folder for the results; unset: one named after the model")
     per_device_batch_size: int = setting(128, "images per forward on one device", minimum=1)
-    mixed_precision: str | None = setting(
-        None,
-        "unset: the launcher's setting, else bf16 where the device supports it natively",
-        choices=("no", "bf16", "fp16"),
-    )
+    mixed_precision: str | None = setting(None, choices=("no", "bf16", "fp16"))
     deterministic: bool = setting(False, "the same bits in each run on the same GPUs")
-    deepspeed_config: str | None = setting(
-        None, "a file of `ds_configs/`, for launchers without an accelerate config"
-    )
+    deepspeed_config: str | None = setting(None)
     timeout_s: int = setting(300, "seconds after which a silent process ends the job", minimum=1)
 
     def start(self) -> tuple[Accelerator, Batch]:
         """Each process computes its share with the whole model, under any launcher's strategy."""
-        size = self.per_device_batch_size
         names = ("per_device_batch_size", "mixed_precision", "deterministic", "deepspeed_config", "timeout_s")
         settings: dict[str, Any] = {name: getattr(self, name) for name in names}
-        return start(Job(batch_size=size * world_size(), compile="no", **settings))
+        return start(Job(batch_size=self.per_device_batch_size * world_size(), compile="no", **settings))
 
     @contextlib.contextmanager
     def trained(

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from common.data.class_folders import DANGLING, VAL_NAMES, LeftOut, is_image, list_classes
+from common.data.class_folders import DANGLING, LeftOut, is_image, list_classes, used_splits
 from common.data.decode import EXTENSIONS, SPLITS
 from common.data.tables import BY_TYPE, Table, parquet_files, read_images, read_labels
 from tools.prepare.archives import Member, Stream, members, open_stream
@@ -296,9 +296,9 @@ class ParquetFolder(Originals):
         folder = Path(self.parts["train"])
         if not folder.is_dir() or (found := parquet_files(folder)) is None:
             raise ValueError(f"--data {folder} holds no train-*.parquet: give a folder that does")
-        if (val := next((found[name] for name in VAL_NAMES if name in found), None)) is None:
+        if (val := used_splits(found).get("val")) is None:
             raise ValueError(f"--data {folder} has train-*.parquet, but no val-, valid- or test-*.parquet")
-        files = {"train": found["train"], "val": val}
+        files = {"train": found["train"], "val": found[val]}
         self.tables = {split: [Table(str(path), path) for path in paths] for split, paths in files.items()}
         for split, paths in files.items():
             names = [str(path.relative_to(folder)) for path in paths]

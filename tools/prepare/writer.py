@@ -100,7 +100,7 @@ class ShardWriter:
         """Queues images to be written. Raises the error of an earlier write."""
         batch: list[tuple[_Shard, list[bytes]]] = []
         for image in images:
-            number = self._shard_of(self.count)
+            number = int(_draws(*self.key, self.count // DRAWN, len(self.shards))[self.count % DRAWN])
             extension = os.path.splitext(image.name)[1].lower()
             label, size = b"%d" % image.label, len(image.data)
             header = tar_header(f"{image.key}{EXTENSIONS.get(extension, extension)}", size)
@@ -151,9 +151,6 @@ class ShardWriter:
         """Waits until at most so many batches wait to be written. Raises the error of an earlier write."""
         while len(self.pending) > most:
             self.pending.popleft().result()
-
-    def _shard_of(self, i: int) -> int:
-        return int(_draws(*self.key, i // DRAWN, len(self.shards))[i % DRAWN])
 
 
 def part_name(split: str) -> str:
