@@ -35,8 +35,8 @@ from common.telemetry.sampling import ProcessInfo, Telemetry, this_process
 
 VAL_CHOSEN = "a hash of their ids"  # how --max_val_images chooses images
 ENTRIES = ("accelerate", "torchrun", "deepspeed")  # launchers
-_print = partial(print, flush=True)  # for the main process, also in the threads that save and upload
 MODULES = ("accelerate.commands.launch", "torch.distributed.run")  # the same, as modules
+_print = partial(print, flush=True)  # for the main process, also in the threads that save and upload
 
 
 class OpenRun:
@@ -117,9 +117,7 @@ class OpenRun:
         ValueError for a checkpoint of other data, another model or optimizer, or a step after the run's last;
         and after too many restarts without a new checkpoint.
         """
-        self.place = place = open_folder(
-            self.recipe, run_name(self), steps.last, heartbeat, partial(print, flush=True)
-        )
+        self.place = place = open_folder(self.recipe, run_name(self), steps.last, heartbeat, _print)
         state, has_optimizer, began_at = RunState(), False, None
         if checkpoint := place.checkpoint:
             state, has_optimizer, began_at = _from_checkpoint(
