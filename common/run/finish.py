@@ -1,7 +1,6 @@
 """The end of a run: result.json, plots/, the last upload, and the tables on the terminal."""
 
 import dataclasses
-import math
 import resource
 from collections.abc import Mapping
 from pathlib import Path
@@ -142,7 +141,6 @@ def result(
     run.
     """
     accelerator, batch, state = run.accelerator, run.batch, run.state
-    layout = run.saver.training.layout
     memory = run.final.get("memory_gib") or [memory_gib(accelerator)]
     return {
         "script": script_name(),
@@ -156,7 +154,6 @@ def result(
         "processes": batch.processes,
         "device": job.device_name(accelerator),
         "data": run.recipe.data,
-        "parameters": sum(map(math.prod, (layout.frozen_shapes() | layout.shapes()).values())),
         "batch_size": batch.total,
         "per_device_batch_size": batch.per_device,
         "accumulation_steps": batch.accumulations,

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import math
 import os
 import subprocess
 import sys
@@ -56,7 +57,7 @@ class OpenRun:
     def __init__(self, accelerator: Accelerator, recipe: Recipe, batch: Batch):
         self.accelerator, self.recipe, self.batch = accelerator, recipe, batch
         self.state = RunState()
-        self.final: dict[str, Any] = {}  # parts of result.json that are known only at the end
+        self.final: dict[str, Any] = {}  # parts of result.json that are known after open(), or at the end
 
     @property
     def folder(self) -> Path:
@@ -88,6 +89,8 @@ class OpenRun:
             lost = self.place.leases[0].check if self.place else lambda: None
             manifest = _checkpoint_record(self, data[1]) | training.about()
             newest = self.saved_step or None
+            shapes = training.layout.frozen_shapes() | training.layout.shapes()
+            self.final["parameters"] = sum(map(math.prod, shapes.values()))
             self.saver = Saver(training, path, recipe.keep_every, manifest, mirror, newest, lost)
             rank, interval_s = accelerator.process_index, recipe.telemetry_s
             telemetry = Telemetry(
