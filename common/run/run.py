@@ -201,7 +201,7 @@ class Run(OpenRun):
         def write_end(heartbeat: Heartbeat) -> None:
             if self.profile:
                 self.profile.wait(heartbeat)
-            self.final = {"val_name": val_name, "memory_gib": memory, **self.tested, **self._end_facts()}
+            self.final |= {"val_name": val_name, "memory_gib": memory, **self.tested, **self._end_facts()}
             finish.write_end(self, self.predictions, self.utilisation, heartbeat)
 
         once(self.accelerator, "report", write_end, self.recipe.timeout_s)
