@@ -17,6 +17,7 @@ import torch
 from benchmarks import gpu_suite
 from benchmarks.gpu import checks, probe, speed
 from benchmarks.gpu.rows import Result, Setting, Skip, command, on_gpu, once, row, run_flags, run_rows
+from common.distributed.preemption import is_alive
 from common.recipe import parse
 from common.script import load_script, recipe_class
 from tests.conftest import ROOT, Job, full
@@ -168,7 +169,7 @@ def test_ctrl_c_leaves_the_table_and_no_process(tmp_path):
     status, output = job.wait(60)
     assert status == 130, output
     assert "interrupted" in table.read_text()
-    assert not [process for process in below if process.is_running()]
+    assert not any(map(is_alive, below))
 
 
 def test_without_a_gpu_it_says_what_to_do():

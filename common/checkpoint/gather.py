@@ -17,8 +17,8 @@ from common.checkpoint.format import Snapshot, Specs
 from common.distributed.layout import Layout, Piece
 
 MESSAGE_BYTES = 4 * 2**20  # some milliseconds on a network of 10 Gb/s: a step's own messages wait no longer
-# Of the time: at a quarter the ten steps beside it took 1.12 times as long on two cores, at a tenth 1.00
-# (benchmarks/checkpoint_saves.py, FSDP2 and ViT-B/32). It is sent at once when the training waits for it.
+# Of the time: at a quarter the ten steps beside it took 1.12 times as long on two cores, at a tenth 0.99
+# (benchmarks/checkpoint_saves.py, FSDP2 and ViT-B/32). There are no pauses while the training waits for it.
 SHARE_OF_LINK = 0.1
 
 

@@ -149,7 +149,7 @@ def test_torchrun_restarts_and_the_run_continues(stoppable, tmp_path):
     victim.send_signal(signal.SIGKILL)
     status, output = job.wait()
     assert status == 0, output
-    assert not victim.is_running()
+    assert not is_alive(victim)
     assert output.count("continuing at step") == 1, output
     assert result(tmp_path / "run")["status"] == "finished"
     steps = [line["step"] for line in metrics(tmp_path / "run") if "train/loss" in line]
