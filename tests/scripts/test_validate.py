@@ -287,7 +287,7 @@ def test_a_manifest_is_checked_like_a_users_flags(copy, capsys):
     assert as_flags({"pretrained": True, "weights": "x", "patch_size": None}, vit) == []
     with pytest.raises(SystemExit):
         parse(kind, as_flags(recipe | {"widths": [4, 8]}, kind))
-    assert "--widths 4,8: three numbers are needed" in capsys.readouterr().err
+    assert "--widths 4,8: at least three" in capsys.readouterr().err
 
 
 def test_both_numbers_of_classes_are_named(copy, cache):
