@@ -18,8 +18,9 @@ import mmap
 import os
 import re
 import shutil
+import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
@@ -106,9 +107,8 @@ def steps_in(parent: Path) -> list[int]:
     """The steps of a run's checkpoints, newest first, damaged ones included."""
     if not parent.is_dir():
         return []
-    return sorted(
-        (step for path in parent.iterdir() if (step := step_of(path.name)) is not None), reverse=True
-    )
+    steps = (step_of(path.name) for path in parent.iterdir())
+    return sorted((step for step in steps if step is not None), reverse=True)
 
 
 # --- Writing
@@ -118,11 +118,11 @@ class Snapshot:
     """The tensors of one safetensors file on the CPU, in one buffer that every save reuses.
 
     The buffer has the file's layout, so writing needs no further copy. specs: name -> (dtype, shape). pinned:
-    page-locked, on a host with CUDA.
+    page-locked, on a host with CUDA. pause(): called in a write with the processor time of each chunk.
     """
 
-    def __init__(self, specs: Specs, pinned: bool):
-        self.specs = specs
+    def __init__(self, specs: Specs, pinned: bool, pause: Callable[[float], None] = lambda _: None):
+        self.specs, self.pause = specs, pause
         sizes = {name: dtype.itemsize * torch.Size(shape).numel() for name, (dtype, shape) in specs.items()}
         self.buffer = _empty(sum(sizes.values()))
         if pinned and len(self.buffer):
@@ -144,9 +144,15 @@ class Snapshot:
 
     def write(self, path: Path) -> dict[str, Any]:
         """Writes the file and syncs it. Returns its size in bytes and SHA-256."""
+        return _write(path, self._chunks())
+
+    def _chunks(self) -> Iterator[bytes | memoryview]:
+        yield self.header
         data = self.buffer.numpy().data
-        chunks = (data[start : start + CHUNK_BYTES] for start in range(0, len(data), CHUNK_BYTES))
-        return _write(path, [self.header, *chunks])
+        for start in range(0, len(data), CHUNK_BYTES):
+            began = time.thread_time()
+            yield data[start : start + CHUNK_BYTES]
+            self.pause(time.thread_time() - began)
 
 
 def _empty(size: int) -> Tensor:
@@ -252,7 +258,8 @@ def remove_temporary(parent: Path) -> None:
 def verify(folder: Path, heartbeat: Callable[[], None] = lambda: None) -> Checkpoint:
     """Checks the manifest, and size and SHA-256 of every file. Damaged names the file and the fault."""
     try:
-        manifest = check_manifest(_read_small(folder / MANIFEST_FILE), folder)
+        with open(folder / MANIFEST_FILE, "rb") as file:
+            manifest = check_manifest(file.read(JSON_LIMIT_BYTES), folder)
         for name, expected in manifest["files"].items():
             path = folder / name
             if path.is_symlink() or not path.is_file():
@@ -331,13 +338,6 @@ def newest(
             " another --output_dir to start afresh"
         )
     return None
-
-
-def _read_small(path: Path) -> bytes:
-    if path.is_symlink() or not path.is_file():
-        raise Damaged(f"{path} is missing")
-    with open(path, "rb") as file:
-        return file.read(JSON_LIMIT_BYTES)
 
 
 def _write(path: Path, chunks: Iterable[bytes | memoryview]) -> dict[str, Any]:

@@ -17,9 +17,9 @@ from common.checkpoint.format import Snapshot, Specs
 from common.distributed.layout import Layout, Piece
 
 MESSAGE_BYTES = 4 * 2**20  # some milliseconds on a network of 10 Gb/s: a step's own messages wait no longer
-# Of the time: at a quarter the ten steps beside it took 1.12 times as long on two cores, at a tenth 0.99
-# (benchmarks/checkpoint_saves.py, FSDP2 and ViT-B/32). There are no pauses while the training waits for it.
-SHARE_OF_LINK = 0.1
+# Of the time, of the link in the gather and of a core in the write: at a quarter of the link the ten steps
+# beside it took 1.12 times as long on two cores, at a tenth 0.99 (benchmarks/checkpoint_saves.py, FSDP2).
+SHARE = 0.1
 
 
 class NotGathered(Exception):
@@ -88,7 +88,11 @@ class Gather:
                     continue
                 began = time.perf_counter()
                 self._transfer(dist.recv, message, rank)
-                self.hurry.wait((time.perf_counter() - began) * (1 / SHARE_OF_LINK - 1))
+                self.pause(time.perf_counter() - began)
+
+    def pause(self, busy_s: float) -> None:
+        """Waits so long that busy_s is the SHARE of the time. Not while the training waits."""
+        self.hurry.wait(busy_s * (1 / SHARE - 1))
 
     def _incoming(self, snapshots: dict[str, Snapshot], rank: int) -> Iterator[Tensor]:
         for snapshot in snapshots.values():

@@ -87,7 +87,7 @@ class TrainingState:
         self.gathering.run(self.snapshots)
 
     def hurry(self) -> None:
-        """Lets gather() take all of the link, as the training waits for it."""
+        """Ends the pauses of the save in flight, as the training waits for it."""
         self.gathering.hurry.set()
 
     def wait_until_copied(self) -> None:
@@ -128,7 +128,8 @@ class TrainingState:
         """The file's snapshot, of this process's part; a new one if types or shapes have changed."""
         specs = self.gathering.held(specs)
         if file not in self.snapshots or self.snapshots[file].specs != specs:
-            self.snapshots[file] = Snapshot(specs, pinned=self.accelerator.device.type == "cuda")
+            pinned = self.accelerator.device.type == "cuda"
+            self.snapshots[file] = Snapshot(specs, pinned, self.gathering.pause)
         return self.snapshots[file]
 
     # --- Restore

@@ -2,12 +2,14 @@
 
 import gc
 import mmap
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from common.checkpoint.format import Snapshot
+from common.checkpoint.format import CHUNK_BYTES, Snapshot
+from common.checkpoint.gather import Gather
 from common.run.ending import is_out_of_memory
 
 SPECS = {"odd": (torch.bfloat16, (3, 7, 5)), "large": (torch.float32, (100, 1001)), "step": (torch.int64, ())}
@@ -59,6 +61,15 @@ def test_a_pinned_snapshot_takes_its_own_pages_and_no_power_of_two(cudart, tmp_p
     del snapshot, view, snapshots
     gc.collect()
     assert list(cudart.locked) == [kept.buffer.data_ptr()], "memory stays locked that others get"
+
+
+def test_a_write_leaves_most_of_its_core_to_the_training(tmp_path):
+    waits, gathering = [], Gather.__new__(Gather)
+    gathering.hurry = SimpleNamespace(wait=waits.append)  # ends at once when the training waits
+    Snapshot({"three": (torch.uint8, (2 * CHUNK_BYTES + 1,))}, False, gathering.pause).write(
+        tmp_path / "file"
+    )
+    assert [wait > 0 for wait in waits] == [True] * 3
 
 
 def test_memory_is_locked_on_a_host_with_cuda_and_where_there_is_some(cudart):
