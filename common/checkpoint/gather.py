@@ -51,7 +51,7 @@ class Gather:
         for name, shape in self.shapes.items():
             lengths = [share[name].length for share in self.shares if name in share]
             assert sum(lengths) == torch.Size(shape).numel(), name
-        self.hurry = threading.Event()  # set when the training waits for the checkpoint
+        self.hurry = threading.Event()  # set while the training waits for the checkpoint: no pauses
 
     def held(self, specs: Specs) -> Specs:
         """Type and shape of what this process holds of a file: all of it on the main process."""

@@ -80,7 +80,7 @@ class Saver:
 
     def done(self, wait_s: float) -> bool:
         """Waits up to wait_s. True when no save is in flight."""
-        self.training.hurry()
+        self.training.gathering.hurry.set()
         if not futures.wait(self.running, wait_s).not_done:
             ended, self.running = self.running, []
             for one in ended:

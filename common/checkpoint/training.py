@@ -86,10 +86,6 @@ class TrainingState:
         self.wait_until_copied()
         self.gathering.run(self.snapshots)
 
-    def hurry(self) -> None:
-        """Ends the pauses of the save in flight, as the training waits for it."""
-        self.gathering.hurry.set()
-
     def wait_until_copied(self) -> None:
         if self.copied:
             self.copied.synchronize()

@@ -1,6 +1,7 @@
 """Where epochs are short checkpoints are written --checkpoint_s apart; what a killed run loses."""
 
 import itertools
+import threading
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,7 +30,8 @@ class Simulation:
         for module in (checkpoints_module, saver_module):
             monkeypatch.setattr(module.time, "monotonic", lambda: self.now_s)
         self.written: list[tuple[int, float]] = []  # (step of the checkpoint, when)
-        training = SimpleNamespace(take=dict, scalars=dict, allocate=list, expected=list, hurry=list)
+        gathering = SimpleNamespace(hurry=threading.Event())
+        training = SimpleNamespace(take=dict, scalars=dict, allocate=list, expected=list, gathering=gathering)
         saver = Saver(training, Path("nowhere"), None, {}, None)
 
         def submit(work, step, *to_write) -> Future:
