@@ -19,4 +19,4 @@ run 'flags="--data digits --batch_size 16 --epochs 20 --checkpoint_s 0 --output_
 run 'timeout --signal KILL 8 python train_cnn_a.py $flags'
 run 'python train_cnn_a.py $flags'
 run 'sha256sum runs/demo/*/checkpoints/step_00001780/model.safetensors'
-sleep 3
+for _ in 1 2 3; do sleep 2 && printf '\r'; done # holds the last picture: a recording ends with its last output
