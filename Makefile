@@ -29,7 +29,7 @@ INSTALL = $(VENV)/bin/python -m pip install $(if $(CPU),$(error CPU=1 needs INST
 endif
 
 .PHONY: setup train same_bits tensorboard logbook experiment_vit experiment_speedup docs constraints check packages \
-    test test-all golden
+    test test-all
 
 setup: $(INSTALLED)
 
@@ -99,8 +99,3 @@ test: $(INSTALLED_DEV) $(if $(TORCH),,check)
 # The products of strategies and scripts, and the long trainings: an hour on 2 cores.
 test-all: $(INSTALLED_DEV)
 	$(VENV)/bin/python -m pytest -n 2 --no-loadscope-reorder
-
-# Compares losses, checkpoints and shards with the record of the code before it became smaller.
-GOLDEN ?= golden.json
-golden: $(INSTALLED_DEV)
-	$(VENV)/bin/python -m tests.golden compare $(GOLDEN)

@@ -271,8 +271,10 @@ class Planning:
         fastest = max(line.images_per_s or 0 for line in fitting)
         # The table begins with what shards least: of equally fast ones the simplest.
         best = next(line for line in fitting if (line.images_per_s or 0) >= fastest / ALIKE)
+        why = f"the simplest strategy within {(ALIKE - 1) * 100:.0f} % of the fastest"
         if best.limit == cost.LAUNCHES:  # engines launch differently, which the estimate does not tell apart
             best = next(line for line in fitting if line.limit == cost.LAUNCHES)
+            why = "the simplest of the strategies that launch overhead limits"
         several, gpus = self.cluster.hosts > 1, ["--num_processes", str(self.cluster.gpus)]
         words = ["python", "launch.py", "--hostfile", "hostfile"] if several else ["accelerate", "launch"]
         words += ["--config_file", best.config_file, *([] if several else gpus), *self.script]
@@ -280,8 +282,7 @@ class Planning:
         if self.precision != "bf16" and not self.recipe.mixed_precision:
             words += ["--mixed_precision", self.precision]
         rest = [f"  not {line.strategy}: {line.reason(best)}" for line in candidates if line is not best]
-        within = f"the simplest strategy within {(ALIKE - 1) * 100:.0f} % of the fastest"
-        begin = f"\nRecommended: {best.strategy} ({within}):"
+        begin = f"\nRecommended: {best.strategy} ({why}):"
         return "\n".join([begin, f"    {shlex.join(words)}", *rest])
 
 
