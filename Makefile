@@ -65,7 +65,6 @@ logbook: setup
 	$(if $(RUNS),$(VENV)/bin/python logbook.py html $(RUNS))
 
 # experiments/ says what they do, and by which variables: SIZE=full is for GPUs, DATA a local copy, ...
-export SIZE DATA HOSTFILE S3_PREFIX FOLDER LOGBOOK DRY_RUN SEEDS
 experiment_vit experiment_speedup: experiment_%: setup
 	PYTHON=$(VENV)/bin/python experiments/$*.sh
 
