@@ -100,7 +100,7 @@ class Benchmark:
             folder.mkdir(parents=True)
             (folder / "metrics.jsonl").touch()
         about = {"recipe": {}, "classes": []}
-        saver = Saver(self.training, folder if self.is_main else None, None, about, None)
+        saver = Saver(self.training, folder if self.is_main else None, about)
         saves: list[dict[str, Any]] = []
 
         def ours() -> float:

@@ -312,7 +312,10 @@ def check_manifest(content: bytes, folder: Path | str) -> dict[str, Any]:
 
 
 def newest(
-    parent: Path, heartbeat: Callable[[], None], warn: Callable[[str], None], ours: bool = True
+    parent: Path,
+    heartbeat: Callable[[], None] = lambda: None,
+    warn: Callable[[str], None] = print,
+    ours: bool = True,
 ) -> Checkpoint | None:
     """The newest checkpoint that verifies; None where there are no checkpoints.
 

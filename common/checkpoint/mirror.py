@@ -48,17 +48,12 @@ class Mirror:
         self,
         store: ObjectStore,
         folder: Path,
-        keep_every: int | None,
-        report: Callable[[str], None],
-        lost: Callable[[], str | None],
+        keep_every: int | None = None,
+        report: Callable[[str], None] = print,
+        lost: Callable[[], str | None] = lambda: None,
     ):
-        self.store, self.folder, self.keep_every, self.report, self.lost = (
-            store,
-            folder,
-            keep_every,
-            report,
-            lost,
-        )
+        self.store, self.folder, self.keep_every = store, folder, keep_every
+        self.report, self.lost = report, lost
         self.changed = threading.Condition()
         self.waiting: tuple[int, int | None] | None = None  # (step, best step)
         self.sending: int | None = None
@@ -166,8 +161,8 @@ def fetch_newest(
     store: ObjectStore,
     parent: Path,
     newer_than: int,
-    heartbeat: Callable[[], None],
-    warn: Callable[[str], None],
+    heartbeat: Callable[[], None] = lambda: None,
+    warn: Callable[[str], None] = print,
     lost: Callable[[], str | None] | None = None,
 ) -> int | None:
     """Downloads the newest committed checkpoint that verifies and is newer than that step into `parent`.

@@ -13,7 +13,7 @@ from common.checkpoint.format import Snapshot, step_name, steps_in, to_keep
 from common.checkpoint.gather import NotGathered
 from common.checkpoint.mirror import Mirror
 from common.checkpoint.training import TrainingState
-from common.system.files import free_space, sync
+from common.system.files import free_space, own_files, sync
 from common.system.threads import lower_priority
 
 FIRST_CAUSE_S = 3.0  # by then common/distributed/watch.py ends a job in which a process has died
@@ -32,9 +32,9 @@ class Saver:
         self,
         training: TrainingState,
         folder: Path | None,
-        keep_every: int | None,
         about: dict[str, Any],
-        mirror: Mirror | None,
+        keep_every: int | None = None,
+        mirror: Mirror | None = None,
         committed: int | None = None,
         lost: Callable[[], str | None] = lambda: None,
     ):
@@ -103,7 +103,8 @@ class Saver:
         try:
             if self.gathered != step:
                 return
-            sync(self.folder / "metrics.jsonl")  # the log is never behind the checkpoint
+            for log in own_files(self.folder, "metrics.jsonl"):
+                sync(log)  # the log is never behind the checkpoint
             if self.lost():
                 return
             if os.path.lexists(parent / step_name(step)):

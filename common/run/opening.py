@@ -91,7 +91,7 @@ class OpenRun:
             newest = self.saved_step or None
             shapes = training.layout.frozen_shapes() | training.layout.shapes()
             self.final["parameters"] = sum(map(math.prod, shapes.values()))
-            self.saver = Saver(training, path, recipe.keep_every, manifest, mirror, newest, lost)
+            self.saver = Saver(training, path, manifest, recipe.keep_every, mirror, newest, lost)
             rank, interval_s = accelerator.process_index, recipe.telemetry_s
             telemetry = Telemetry(
                 processes, rank, path, interval_s, lambda: state.step, steps.last, state.wall_s

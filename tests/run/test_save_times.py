@@ -32,7 +32,7 @@ class Simulation:
         self.written: list[tuple[int, float]] = []  # (step of the checkpoint, when)
         gathering = SimpleNamespace(hurry=threading.Event())
         training = SimpleNamespace(take=dict, scalars=dict, allocate=list, expected=list, gathering=gathering)
-        saver = Saver(training, Path("nowhere"), None, {}, None)
+        saver = Saver(training, Path("nowhere"), {})
 
         def submit(work, step, *to_write) -> Future:
             if to_write:
