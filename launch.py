@@ -102,12 +102,6 @@ def elastic_job(flags: argparse.Namespace) -> ElasticJob:
 def plan(flags: argparse.Namespace, hosts: list[Host] | None = None) -> LaunchPlan:
     """The launch on these hosts, by default on all. ValueError for a mistake, before connecting to a host."""
     hosts = hosts or _hosts(flags)
-    if len({len(host.devices) for host in hosts}) > 1:
-        counts = ", ".join(f"{host.name} {len(host.devices)}" for host in hosts)
-        raise ValueError(
-            f"accelerate starts the same number of processes on each host, and these differ: {counts}; change"
-            " the hostfile, or give --include or --exclude"
-        )
     if not 1 <= flags.port <= 65535:
         raise ValueError(f"--port {flags.port}: must be from 1 to 65535")
     processes = sum(len(host.devices) for host in hosts)
@@ -123,6 +117,10 @@ def plan(flags: argparse.Namespace, hosts: list[Host] | None = None) -> LaunchPl
     if content.get("distributed_type") in ("NO", False) and (processes > 1 or flags.min_hosts):
         reason = f"this job has {processes}" if processes > 1 else "hosts may join this job"
         raise ValueError(f"--config_file {config} starts one process, and {reason}: choose another, as {DDP}")
+    needs_equal = "hybrid sharding" if "parallelism_config" in content else flags.min_hosts and "--min_hosts"
+    if needs_equal and len({len(host.devices) for host in hosts}) > 1:
+        slots = ", ".join(f"{host.name} {len(host.devices)}" for host in hosts)
+        raise ValueError(f"{needs_equal} needs hosts with equal slots, not {slots}: see --include")
     given = re.findall(r" --timeout_s[ =](\d+)(?= |$)", " ".join(map(underscores, flags.script)))
     timeout_s = int(given[-1]) if given else Job.timeout_s
     launcher = ["--config_file", str(config), *_for_several(content, hosts, timeout_s)]

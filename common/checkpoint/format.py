@@ -30,6 +30,7 @@ from torch import Tensor
 
 from common.system.files import discard, fits, parse_json, sha256_of, sync, write_json
 from common.system.paths import shortest
+from common.system.threads import Heartbeat
 
 FORMAT_VERSION = 1  # docs/checkpoints.md: when it rises, and which versions are read
 MODEL_FILE, OPTIMIZER_FILE, EMA_FILE = "model.safetensors", "optimizer.safetensors", "ema.safetensors"
@@ -255,7 +256,7 @@ def remove_temporary(parent: Path) -> None:
 # --- Verifying and choosing
 
 
-def verify(folder: Path, heartbeat: Callable[[], None] = lambda: None) -> Checkpoint:
+def verify(folder: Path, heartbeat: Heartbeat = lambda: None) -> Checkpoint:
     """Checks the manifest, and size and SHA-256 of every file. Damaged names the file and the fault."""
     try:
         with open(folder / MANIFEST_FILE, "rb") as file:
@@ -312,10 +313,7 @@ def check_manifest(content: bytes, folder: Path | str) -> dict[str, Any]:
 
 
 def newest(
-    parent: Path,
-    heartbeat: Callable[[], None] = lambda: None,
-    warn: Callable[[str], None] = print,
-    ours: bool = True,
+    parent: Path, heartbeat: Heartbeat = lambda: None, warn: Callable[[str], None] = print, ours: bool = True
 ) -> Checkpoint | None:
     """The newest checkpoint that verifies; None where there are no checkpoints.
 

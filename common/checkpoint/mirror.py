@@ -26,7 +26,7 @@ from common.checkpoint.format import (
 )
 from common.system.files import discard, own_files, sha256_of, sync, write_bytes
 from common.system.s3 import ObjectStore, StoreError, WrongSize
-from common.system.threads import lower_priority
+from common.system.threads import Heartbeat, lower_priority
 
 LOGS = ("recipe.json", "metrics.jsonl", "confusion.json", "nvidia-smi-*.txt")
 RUN_FILES = (*LOGS, "result.json")
@@ -161,7 +161,7 @@ def fetch_newest(
     store: ObjectStore,
     parent: Path,
     newer_than: int,
-    heartbeat: Callable[[], None] = lambda: None,
+    heartbeat: Heartbeat = lambda: None,
     warn: Callable[[str], None] = print,
     lost: Callable[[], str | None] | None = None,
 ) -> int | None:
@@ -198,7 +198,7 @@ def fetch_newest(
 
 
 def fetch(
-    store: ObjectStore, step: int, parent: Path, heartbeat: Callable[[], None], warn: Callable[[str], None]
+    store: ObjectStore, step: int, parent: Path, heartbeat: Heartbeat, warn: Callable[[str], None]
 ) -> None:
     """Downloads one checkpoint into `parent`, by a temporary folder that is renamed once verified.
 

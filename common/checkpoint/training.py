@@ -107,7 +107,7 @@ class TrainingState:
 
     def _specs(self, optimizer: Specs) -> dict[str, Specs]:
         """Type and shape of every tensor, by file. optimizer: those of its file."""
-        parameters = {name: (torch.float32, shape) for name, shape in self._shapes().items()}
+        parameters = {name: (torch.float32, shape) for name, shape in self.gathering.shapes.items()}
         buffers = {
             name: (_stored(tensor.dtype), tuple(tensor.shape))
             for name, tensor in self.layout.buffers().items()
@@ -115,10 +115,6 @@ class TrainingState:
         model = buffers | parameters
         specs = {checkpoints.MODEL_FILE: model, checkpoints.OPTIMIZER_FILE: optimizer}
         return specs | ({checkpoints.EMA_FILE: model} if self.ema else {})
-
-    def _shapes(self) -> dict[str, tuple[int, ...]]:
-        """Whole shapes of all parameters, frozen ones first."""
-        return self.layout.frozen_shapes() | self.layout.shapes()
 
     def _snapshot(self, file: str, specs: Specs) -> Snapshot:
         """The file's snapshot, of this process's part; a new one if types or shapes have changed."""
@@ -132,7 +128,7 @@ class TrainingState:
 
     def check(self, checkpoint: Checkpoint) -> None:
         """Raises ValueError unless the weights have this training's names and shapes. Not collective."""
-        shapes, folder = self._shapes(), checkpoint.folder
+        shapes, folder = self.gathering.shapes, checkpoint.folder
         buffers = {name: tuple(tensor.shape) for name, tensor in self.layout.buffers().items()}
         TensorFile(folder / checkpoints.MODEL_FILE).expect(shapes | buffers)
         if (folder / checkpoints.EMA_FILE).exists() != (self.ema is not None):
@@ -183,7 +179,7 @@ class TrainingState:
 
         The default shape is the parameter's, the default type fp32.
         """
-        shapes, device = self._shapes(), self.accelerator.device
+        shapes, device = self.gathering.shapes, self.accelerator.device
 
         def send(
             name: str, shape: tuple[int, ...] | None = None, dtype: torch.dtype = torch.float32

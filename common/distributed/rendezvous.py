@@ -103,7 +103,9 @@ def check_processes() -> None:
 
 
 def hosts() -> int:
-    return max(1, world_size() // processes_per_host())
+    """torchrun's agents, or DeepSpeed's: hosts may have unequal numbers of processes."""
+    told = os.environ.get("GROUP_WORLD_SIZE") or os.environ.get("CROSS_SIZE")
+    return int(told) if told else max(1, world_size() // processes_per_host())
 
 
 def most_hosts() -> int:
@@ -111,8 +113,12 @@ def most_hosts() -> int:
 
     It comes from launch.py's LAUNCH_MOST_HOSTS, or from torchrun's --nnodes=MIN:MAX.
     """
-    told = os.environ.get(MOST_HOSTS) or _torchruns_most()
-    return max(int(told), hosts()) if told else hosts()
+    return max(hosts(), int(os.environ.get(MOST_HOSTS) or _torchruns_most() or 0))
+
+
+def most_processes() -> int:
+    """The number of processes with most_hosts(), which have equal numbers of them where hosts may be away."""
+    return most_hosts() * world_size() // hosts()
 
 
 def elastic_batch(job: Job) -> Batch:
@@ -122,7 +128,7 @@ def elastic_batch(job: Job) -> Batch:
     process accumulates more of them. If this number of hosts does not divide the batch, torchrun's round
     waits job.timeout_s for another number. ValueError with the numbers that can train.
     """
-    processes, most = world_size(), most_hosts() * processes_per_host()
+    processes, most = world_size(), most_processes()
     per_device = job.per_device_batch_size
     if per_device is None and PER_DEVICE in os.environ:
         per_device = int(os.environ[PER_DEVICE])

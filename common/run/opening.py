@@ -21,14 +21,14 @@ from common.checkpoint.saver import Saver
 from common.checkpoint.training import TrainingState
 from common.distributed import strategy as job
 from common.distributed.agreement import once
-from common.distributed.rendezvous import most_hosts
+from common.distributed.rendezvous import most_hosts, most_processes
 from common.order import Steps
 from common.recipe import Batch, ImageRecipe, Recipe, recipe_part
 from common.run.exchange import Exchange
 from common.run.folder import RunFolder, count_restarts, open_folder, resumed_from, script_name
 from common.run.log import RunLog
 from common.run.state import RunState
-from common.system.env import EVENTS_FILE, processes_per_host, report
+from common.system.env import EVENTS_FILE, report
 from common.system.files import not_written
 from common.system.paths import ROOT, project_version
 from common.system.threads import Heartbeat
@@ -89,8 +89,7 @@ class OpenRun:
             lost = self.place.leases[0].check if self.place else lambda: None
             manifest = _checkpoint_record(self, data[1]) | training.about()
             newest = self.saved_step or None
-            shapes = training.layout.frozen_shapes() | training.layout.shapes()
-            self.final["parameters"] = sum(map(math.prod, shapes.values()))
+            self.final["parameters"] = sum(map(math.prod, training.gathering.shapes.values()))
             self.saver = Saver(training, path, manifest, recipe.keep_every, mirror, newest, lost)
             rank, interval_s = accelerator.process_index, recipe.telemetry_s
             telemetry = Telemetry(
@@ -277,11 +276,11 @@ def changed_types(writer: dict[str, Any], types: dict[str, Any]) -> str:
 
 
 def run_name(run: OpenRun) -> str:
-    """<strategy>_<batch>_<epochs>_<hosts>_<processes per host>; hosts that are away count, too."""
-    hosts, on_each = most_hosts(), processes_per_host()
+    """<strategy>_<batch>_<epochs>_<hosts>_<mean processes per host>; hosts that are away count, too."""
+    hosts, processes = most_hosts(), most_processes()
     strategy = job.strategy(run.accelerator)
-    strategy = "ddp" if strategy == "single" and hosts * on_each > 1 else strategy
-    return f"{strategy}_{run.batch.total}_{run.recipe.epochs}_{hosts}_{on_each}"
+    strategy = "ddp" if strategy == "single" and processes > 1 else strategy
+    return f"{strategy}_{run.batch.total}_{run.recipe.epochs}_{hosts}_{processes / hosts:g}"
 
 
 def _run_record(

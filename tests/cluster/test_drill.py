@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cluster import drill
-from tests.conftest import ROOT, Job, mutate
+from tests.conftest import ROOT, Job, mutate, rows_of
 
 TRAIN = ["train_hello.py", "--trackers", "none", "--mixed_precision", "no", "--epochs", "1000"]
 TRAIN += ["--max_steps", "1000", "--log_every", "16", "--checkpoint_every", "125", "--timeout_s", "20"]
@@ -58,16 +58,11 @@ def test_repeated_steps_are_counted_from_the_log():
     assert drill._repeated("", 1100) == 0
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ([], "give the command after --"),
-        (["--faults", "fire", "--", "true"], "--faults fire: choose among kill-rank, kill-agent"),
-        (["--hosts", "1", "--", "true"], "--hosts: at least 2"),
-    ],
-)
+@pytest.mark.parametrize(("words", "said"), rows_of("wrong drills"))
 def test_mistakes(words, said, cluster_tools):
-    status, output = Job([sys.executable, "cluster/virtual_cluster.py", "drill", *words], cwd=ROOT).wait()
+    status, output = Job(
+        [sys.executable, "cluster/virtual_cluster.py", "drill", *words.split()], cwd=ROOT
+    ).wait()
     assert status == 1
     assert said in output
 

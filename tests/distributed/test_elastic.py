@@ -26,6 +26,7 @@ from tests.conftest import (
     lines,
     metrics,
     result,
+    rows_of,
     run,
     torchrun,
     wait_until,
@@ -47,24 +48,13 @@ def agent(monkeypatch):
     return set_to
 
 
-@pytest.mark.parametrize(
-    ("variables", "hosts"),
-    [
-        ({"PET_NNODES": "1:4"}, 4),
-        ({"PET_NNODES": "2"}, 1),
-        ({"PET_NNODES": "1:4", "WORLD_SIZE": "12", "LOCAL_WORLD_SIZE": "2"}, 6),  # torchrun admits no more
-        ({"LAUNCH_MOST_HOSTS": "3"}, 3),
-        ({}, 1),
-    ],
-)
-def test_most_hosts(variables, hosts, agent):
+@pytest.mark.parametrize(("variables", "hosts", "processes"), rows_of("most hosts"))
+def test_most_hosts(variables, hosts, processes, agent):
     agent(**variables)
-    assert rendezvous.most_hosts() == hosts
+    assert (rendezvous.most_hosts(), rendezvous.most_processes()) == (hosts, processes)
 
 
-@pytest.mark.parametrize(
-    ("flags", "hosts"), [(["--nnodes=1:4"], 4), (["--nnodes", "2:3", "x.py"], 3), (["-nnodes=2", "1:5"], 1)]
-)
+@pytest.mark.parametrize(("flags", "hosts"), rows_of("most hosts of torchrun"))
 def test_most_hosts_of_torchruns_command_line(flags, hosts, agent, monkeypatch):
     agent()
     parent = type("Process", (), {"cmdline": lambda _: ["python", "torchrun", *flags]})

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from common.system.env import PREEMPTED
+from tests.conftest import rows_of
 from tools.launch import elastic
 from tools.launch.agent import SUSPENDED
 from tools.launch.elastic import ElasticJob
@@ -201,19 +202,7 @@ def test_a_changed_hostfile(hosts):
     assert (len(found.job.hosts), found.job.most) == (3, 3)
 
 
-DISAGREE = "error: the processes do not agree: common/ is a on rank 1 (host node2), but b on the others"
-
-
-@pytest.mark.parametrize(
-    ("began", "host", "line", "reason"),
-    [
-        (False, "node1", DISAGREE, DISAGREE),
-        (False, "node2", "error: --data /data: no such folder", "error: --data /data: no such folder"),
-        (True, "node2", "torch.OutOfMemoryError: CUDA out of memory", "torch.OutOfMemoryError: CUDA out of"),
-        (False, "node2", "error: rank 1 is suspended by a signal", "rank 1 is suspended by a signal"),
-        (False, "node1", "error: no answer", "no answer"),
-    ],
-)
+@pytest.mark.parametrize(("began", "host", "line", "reason"), rows_of("bad newcomers"))
 def test_a_bad_newcomer_is_left_out_and_tried_again(began, host, line, reason, hosts, monkeypatch):
     """The others go on, and are not disturbed more and more seldom."""
     found = hosts(2)

@@ -13,7 +13,7 @@ import timm
 import yaml
 
 from cluster import virtual_cluster as hosts
-from tests.conftest import ROOT, Job
+from tests.conftest import ROOT, Job, rows_of
 from tests.data.test_shard_stream import upload
 from tests.data.test_shards import write_shards
 from tests.scripts.test_launch import OTHER_CODE, OTHER_TIMM, another_host_key, changed, no_sshd
@@ -88,17 +88,9 @@ def test_faults_of_hosts(cluster, tmp_path, s3):  # noqa: F811
     assert f"{runs} is not shared" in output
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--json", "/no/such/x"], "error: /no/such/x: No such file or directory"),
-        (["nothing.py"], "FAILS [script] localhost: "),
-        (["train_cnn_a.py", "--lrr", "1"], "[script] localhost: train_cnn_a.py: error: unknown flag --lrr"),
-        (["--hostfile", "nowhere"], "error: the hostfile nowhere can't be read: No such file"),
-    ],
-)
+@pytest.mark.parametrize(("words", "message"), rows_of("doctor.py wrong flags"))
 def test_a_mistake_is_said(words, message):
-    status, output = Job([sys.executable, "doctor.py", *words]).wait(60)
+    status, output = Job([sys.executable, "doctor.py", *words.split()]).wait(60)
     assert status == 1
     assert message in output
     assert "Traceback" not in output
@@ -192,16 +184,7 @@ def all_reduced(*ranks: dict) -> list[tuple[str, str]]:
     return [(finding.code, " ".join(finding.what.split()[:3])) for finding in found]
 
 
-@pytest.mark.parametrize(
-    ("config", "model", "memory_gib", "expected"),
-    [
-        ("fsdp_2x4gpu", {}, 80.0, ["strategy"]),
-        ("fsdp_2x4gpu", {}, 4.0, []),
-        ("zero3_2x4gpu", {}, 80.0, ["strategy"]),
-        ("ddp_2x4gpu", {}, 80.0, []),
-        ("ddp_2x4gpu", {"batch_size": 60_000}, None, ["batch"]),
-    ],
-)
+@pytest.mark.parametrize(("config", "model", "memory_gib", "expected"), rows_of("wrong tools"))
 def test_the_wrong_tool(config, model, memory_gib, expected):
     vit = {"parameters": 87_462_922, "images": 50_000, "batch_size": 512, "data": "cifar10"}
     settings = yaml.safe_load((ROOT / "accelerate_configs" / f"{config}.yaml").read_text())

@@ -7,6 +7,7 @@ import shlex
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 
@@ -18,19 +19,34 @@ import launch
 from cluster import drill
 from cluster import virtual_cluster as hosts
 from common.order import order
-from tests.conftest import ROOT, TRAINING, Job, assert_same_losses, full, per_device, result, run, wait_until
+from tests.conftest import (
+    ROOT,
+    TRAINING,
+    Job,
+    assert_same_losses,
+    full,
+    per_device,
+    result,
+    rows_of,
+    run,
+    wait_until,
+)
 from tests.support.commands import call
 
 HELLO = ["train_hello.py", "--trackers", "none", "--mixed_precision", "no"]
 LONG = [*HELLO, "--epochs", "100000", "--log_every", "64", "--checkpoint_every", "64", "--timeout_s", "30"]
 
 
-def start(words: list, tmp_path, flags=(), env=None, count: int = 2, slots: int = 1) -> Job:
-    """Starts launch.py on node1, with `slots` processes on each of the first `count` hosts."""
+def write_hostfile(tmp_path, slots: Sequence[int]) -> Path:
     hostfile = tmp_path / "hostfile"
-    hostfile.write_text("".join(f"{name} slots={slots}\n" for name in hosts.names()[:count]))
-    launcher = [sys.executable, "launch.py", "--hostfile", hostfile, "--log_dir", tmp_path / "logs", *flags]
-    return Job(hosts.inside("node1", [*launcher, *words], ROOT), env=env)
+    hostfile.write_text("".join(f"node{n} slots={count}\n" for n, count in enumerate(slots, 1)))
+    return hostfile
+
+
+def start(words: list, tmp_path, flags=(), env=None, slots: Sequence[int] = (1, 1)) -> Job:
+    """Starts launch.py on node1, with so many processes on each of the first hosts."""
+    launcher = ["launch.py", "--hostfile", write_hostfile(tmp_path, slots), "--log_dir", tmp_path / "logs"]
+    return Job(hosts.inside("node1", [sys.executable, *launcher, *flags, *words], ROOT), env=env)
 
 
 def left(host: str) -> list[str]:
@@ -72,37 +88,46 @@ ROADS = {line.split()[0]: line.removesuffix(" train_cnn_a.py") for line in COMMA
 C10D = "--rdzv_backend=c10d --rdzv_endpoint=node1:29500 --rdzv_id=1"
 ROADS["c10d"] = f"torchrun --nnodes=2 --nproc_per_node=1 {C10D}"
 ROADS["deepspeed, ZeRO-2"] = ROADS["deepspeed"]
-OTHER_CONFIGS = (("fsdp_2x4gpu", 2, 2), ("zero3_2x4gpu", 2, 2), ("ddp_2x4gpu", 4, 2), ("zero2_4gpu", 4, 1))
+OTHER_CONFIGS = (("fsdp_2x4gpu", (2, 2)), ("zero3_2x4gpu", (2, 2)), ("ddp_2x4gpu", (2,) * 4))
+OTHER_CONFIGS += (
+    ("zero2_4gpu", (1,) * 4),
+    ("fsdp_4gpu", (1, 2)),
+    ("zero2_4gpu", (2, 1)),
+    ("zero3_4gpu", (1, 2)),
+)
+EACH_ROAD = ((1, 1), (2, 2), (1,) * 4, (2,) * 4, (1, 2))
 
 
 @pytest.mark.parametrize(
-    ("road", "config", "count", "slots"),
+    ("road", "config", "slots"),
     [
-        ("python", "ddp_2x2gpu", 2, 1),
+        ("python", "ddp_2x2gpu", (1, 1)),
+        ("python", "ddp_2x2gpu", (1, 2)),
         *(full("python", *row) for row in OTHER_CONFIGS),
-        *(full(road, "ddp_2x2gpu", *numbers) for *numbers, road in product((2, 4), (1, 2), ROADS)),
+        *(full(road, "ddp_2x2gpu", slots) for slots, road in product(EACH_ROAD, ROADS)),
     ],
 )
-def test_hosts_train_as_one_process(road, config, count, slots, cluster, one_process, tmp_path, cache):
+def test_hosts_train_as_one_process(road, config, slots, cluster, one_process, tmp_path, cache):
     """Each command on each host; launch.py and deepspeed on the first, which reaches the others by ssh."""
-    named, folder, size = hosts.names()[:count], tmp_path / "run", per_device(count * slots)
-    (tmp_path / "hostfile").write_text("".join(f"{name} slots={slots}\n" for name in named))
+    named, folder, size = hosts.names()[: len(slots)], tmp_path / "run", per_device(sum(slots))
+    write_hostfile(tmp_path, slots)
     words = [*TRAINING, size, *cache, "--output_dir", folder]
     words += ["--deepspeed_config", "ds_configs/zero2.json"] if road == "deepspeed, ZeRO-2" else []
-    line = re.sub("(nnodes=|num_machines )2", rf"\g<1>{count}", ROADS[road].replace("ddp_2x2gpu", config))
-    line = re.sub("(nproc_per_node=)1", rf"\g<1>{slots}", line).replace("IP", "10.77.0.1")
-    line = re.sub("(num_processes )2", rf"\g<1>{count * slots}", line)
-    line = line.replace("--hostfile hostfile", f"--hostfile {tmp_path}/hostfile")
+    line = re.sub(
+        "(nnodes=|num_machines )2", rf"\g<1>{len(slots)}", ROADS[road].replace("ddp_2x2gpu", config)
+    )
+    line = line.replace("IP", "10.77.0.1").replace("--hostfile hostfile", f"--hostfile {tmp_path}/hostfile")
     line = line.replace("launch.py", f"launch.py --log_dir {tmp_path}/logs")
-    jobs = [
-        Job(hosts.inside(name, [*re.sub(r"\bR\b", str(rank), line).split(), *words], ROOT))
-        for rank, name in enumerate(named[:1] if "hostfile" in line else named)
-    ]
+    jobs = []
+    for rank, name in enumerate(named[:1] if "hostfile" in line else named):
+        own = re.sub("(nproc_per_node=)1", rf"\g<1>{slots[rank]}", re.sub(r"\bR\b", str(rank), line))
+        own = re.sub("(num_processes )2", rf"\g<1>{slots[rank] * len(slots)}", own)  # accelerate divides it
+        jobs.append(Job(hosts.inside(name, [*own.split(), *words], ROOT)))
     ended = [job.wait() for job in jobs]
     assert {status for status, _ in ended} == {0}, ended
     assert_same_losses(folder, one_process(size))
     found, record = result(folder), json.loads((folder / "recipe.json").read_text())
-    assert (found["hosts"], found["processes"], record["hosts"]) == (count, count * slots, named)
+    assert (found["hosts"], found["processes"], record["hosts"]) == (len(slots), sum(slots), named)
     wait_until_empty(hosts.names(), 5)
     if road == "python":
         assert "node1 | run folder" in ended[0][1]
@@ -132,33 +157,75 @@ def test_the_default_script(mode, request, tmp_path):
     assert json.loads((tmp_path / "run" / "recipe.json").read_text())["recipe"]["lr"] == 0.02
 
 
-FOREIGN = """from accelerate import Accelerator
+FOREIGN = """  # in shape Accelerate's examples/complete_cv_example.py: own flags, logging and checkpoints
+import argparse, logging, os, sys
+import torch
+from accelerate import Accelerator
+parser = argparse.ArgumentParser()
+parser.add_argument("--output_dir", required=True)
+parser.add_argument("--fault", default="")
+args = parser.parse_args()
+logging.basicConfig(format="%(asctime)s %(message)s", level="INFO", stream=sys.stdout)
 accelerator = Accelerator()
-print(f"process {accelerator.process_index} of {accelerator.num_processes}\\n", end="")  # in one write
+logging.info("process %d of %d", accelerator.process_index, accelerator.num_processes)
+data = torch.utils.data.DataLoader(torch.randn(64, 8), shuffle=True, batch_size=4)
+model = torch.nn.Linear(8, 1)
+model, optimizer, data = accelerator.prepare(model, torch.optim.Adam(model.parameters()), data)
+for epoch in range(10_000 if args.fault else 1):
+    for x in data:
+        accelerator.backward(model(x).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    accelerator.save_state(args.output_dir)
+    logging.info("epoch %d", epoch)
+    if epoch == 3 and accelerator.is_last_process:
+        exec(args.fault)
 """
+
+
+def foreign(tmp_path, fault: str = "") -> list:
+    """Such a script in a folder, and its flags. fault: what its last process does after the fourth epoch."""
+    (tmp_path / "foreign.py").write_text(FOREIGN)
+    return [tmp_path / "foreign.py", "--output_dir", tmp_path / "saved", "--fault", fault]
 
 
 def test_a_script_that_knows_nothing_of_ours(tmp_path):
     """Without GPUs Accelerate makes each of its processes a job, and what launch.py says makes them one."""
-    script = tmp_path / "foreign.py"
-    script.write_text(FOREIGN)
     words = [sys.executable, "launch.py", "--mode", "single-node", "--gpus", "2", "--log_dir", tmp_path / "l"]
-    output = run([*words, script])
+    output = run([*words, *foreign(tmp_path)])
     assert output.count("process 0 of 1") == 2
-    said = re.findall("^.*foreign.py.*$", output, re.M)
-    assert len(said) == 1, output
-    (variable,) = re.findall("([A-Z_]+)=true", said[0])
-    (flags,) = re.findall(f"--env {variable}", said[0])
-    output = run([*words, *flags.split(), script], env={variable: "true"})
-    assert {f"process {rank} of 2" for rank in range(2)} <= set(re.findall(r"process \d of \d", output))
-    assert "foreign.py" not in output
+    (said,) = re.findall("^.*foreign.py.*$", output, re.M)
+    assert re.findall("([A-Z_]+)=true", said) == re.findall("--env ([A-Z_]+)", said) == ["ACCELERATE_USE_CPU"]
+
+
+@pytest.mark.parametrize(
+    ("fault", "expected", "message"),
+    [
+        ("", 0, "process 2 of 3"),
+        ("raise KeyError('cat')", 1, "error: node2: KeyError: 'cat'; the other hosts were stopped. "),
+        full("sys.exit('out of labels')", 1, "error: node2: out of labels (exitcode: 1); "),
+        full("os.kill(os.getpid(), 9)", 1, "error: node2: a process was killed by signal 9; "),
+        full("pass", 128 + signal.SIGTERM, "stopping: "),
+    ],
+)
+def test_such_a_script_on_unequal_hosts(fault, expected, message, cluster, tmp_path):
+    """Each end is named, also that by SIGTERM, and no process is left."""
+    use_cpu, log = "ACCELERATE_USE_CPU", tmp_path / "logs" / "node1.log"
+    job = start(foreign(tmp_path, fault), tmp_path, ["--env", use_cpu], {use_cpu: "true"}, slots=(2, 1))
+    if fault == "pass":
+        wait_until(lambda: log.exists() and "epoch 5" in log.read_text(), job)
+        launcher_of(job).terminate()
+    status, output = job.wait(90)
+    assert (status, message in output, "imports nothing" in output) == (expected, True, False), output
+    assert (tmp_path / "saved" / "random_states_2.pkl").exists()
+    wait_until_empty(hosts.names(), 5)
 
 
 @pytest.mark.full
 def test_a_dry_run_starts_nothing(cluster, tmp_path):
     """The command that it prints for each host starts that host's part by hand."""
     words = [*HELLO, "--epochs", "1", "--output_dir", tmp_path / "run"]
-    status, output = start(words, tmp_path, ["--dry_run"], count=2, slots=2).wait(30)
+    status, output = start(words, tmp_path, ["--dry_run"], slots=(2, 2)).wait(30)
     assert status == 0, output
     assert not (tmp_path / "run").exists()
     assert not (tmp_path / "logs").exists()
@@ -470,31 +537,10 @@ def test_the_deepspeed_env_has_no_secret(tmp_path, monkeypatch):
     assert all("=" in line for line in written.splitlines())
 
 
-MULTI = ["--mode", "multi-node"]
-SINGLE = ["--config_file", "accelerate_configs/single_gpu.yaml"]
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--dryrun", "train_hello.py"], "unknown flag --dryrun: did you mean --dry_run?"),
-        (["--hostfile", "nowhere", "train_hello.py"], "the hostfile nowhere can't be read: No such file"),
-        (["--config_file", "nowhere.yaml", "train_hello.py"], "nowhere.yaml: no such file"),
-        (["nothing.py"], "nothing.py: no such file"),
-        (["--env", "NOT_THERE=secret", "train_hello.py"], "--env NOT_THERE: give the name of a"),
-        (["--gpus", "4", "train_hello.py"], "--gpus needs --mode single-node"),
-        (["--mode", "single-node", "--gpus", "-1"], "--gpus -1: must be more than 0"),
-        (["--mode", "single-node", "--include", "a"], "--include does not go with --mode single-node"),
-        (["--port", "70000", "train_hello.py"], "--port 70000: must be from 1 to 65535"),
-        ([*MULTI, "--gpus-per-node=1", "--master-node=a", "--worker-nodes=b,a"], "a host twice"),
-        (MULTI, "--mode multi-node needs --master-node"),
-        (["--mode", "single-node", "--gpus", "2", *SINGLE], "starts one process, and this job has 2"),
-        (["--mode", "single-node", "--min_hosts", "1", *SINGLE], "one process, and hosts may join this job"),
-        ([*MULTI, "--gpus-per-node=1", "--master-node=-x", "--worker-nodes=b"], "no host's name"),
-    ],
-)
-def test_a_mistake_is_one_line(words, message):
-    status, output = call(launch.main, *words)
+@pytest.mark.parametrize(("words", "message"), rows_of("launch.py wrong flags"))
+def test_a_mistake_is_one_line(words, message, tmp_path):
+    unequal = str(write_hostfile(tmp_path, (1, 2)))
+    status, output = call(launch.main, *words.replace("UNEQUAL", unequal).split())
     assert status in (1, 2)
     assert message in output.splitlines()[-1]
     assert "secret" not in output

@@ -214,6 +214,7 @@ def test_no_command_is_left_out():
         "tests": r"python -m pytest tests/[\w/]+\.py$",
         "preparation": r"python prep_imagenet\.py ",  # test_prep_imagenet.py
         "hosts": r"python launch\.py --mode |python cluster/virtual_cluster\.py ",  # test_launch.py, above
+        "a script of others": r"python launch\.py .* /shared/complete_cv_example\.py ",  # test_launch.py
         "doctor": r"python doctor\.py ",  # test_doctor.py
         "tensorboard": r"tensorboard --logdir runs$",  # test_tensorboard_starts
         "launch": r".*train_\w+\.py",

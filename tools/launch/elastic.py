@@ -8,7 +8,6 @@ the checkpoints in S3 or in a shared folder. A newcomer with which no step is tr
 
 import itertools
 import re
-import sys
 import time
 import uuid
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from common.system.env import MOST_HOSTS, PER_DEVICE, PREEMPTED, ROUND
 from common.system.text import plural
 from tools.launch.agent import EVENT, FENCE_S
 from tools.launch.hosts import SSH_FAILED, Host, is_this_host
-from tools.launch.job import LaunchPlan, failure_cause
+from tools.launch.job import LaunchPlan, fail, failure_cause
 from tools.launch.launcher import CONNECT_S, HostConnection, Launcher
 
 LOST_S = 12  # without a heartbeat of its agent, after which a host is lost
@@ -323,7 +322,7 @@ class ElasticJob(Launcher):
         if not lost and not self.proven and not self.is_training:
             # Before anything was trained only another number of hosts is tried.
             if not self.batch or self._divides(len(self.members)) or not self._choose(self.members):
-                return _fail(self._cause())
+                return fail(self._cause())
             self.log(f"{plural(len(self.members), 'host')} can't share the batch")
             return None
         if not lost and self._leave_out_the_bad():
@@ -332,7 +331,7 @@ class ElasticJob(Launcher):
         self.log(f"{', '.join(lost)} lost {step}" if lost else f"failed {step}: {self._cause()}")
         self.fruitless += 1
         if self.fruitless > FRUITLESS_ROUNDS:
-            return _fail(f"{FRUITLESS_ROUNDS} rounds without a new checkpoint: {self._cause()}")
+            return fail(f"{FRUITLESS_ROUNDS} rounds without a new checkpoint: {self._cause()}")
         return None
 
     def _leave_out_the_bad(self) -> bool:
@@ -376,11 +375,6 @@ class ElasticJob(Launcher):
         there = ", ".join(c.host.name for c in self._ready()) or "none"
         message = f"{wanted} did not answer within {WAIT_S} s (there: {there})"
         if not self.began:
-            return _fail(message)
+            return fail(message)
         self.log(message)
         return self.end_preempted()
-
-
-def _fail(message: str) -> int:
-    print(f"error: {message}", file=sys.stderr)
-    return 1

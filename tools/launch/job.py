@@ -34,15 +34,15 @@ class LaunchPlan:
     def processes(self) -> int:
         return sum(len(host.devices) for host in self.hosts)
 
-    def words(self, rank: int, address: str) -> list[str]:
-        """The command of host number `rank`. address: the first host's, unused in a job on one host."""
-        flags = ["--num_machines", str(len(self.hosts)), "--num_processes", str(self.processes)]
-        if len(self.hosts) > 1:
-            flags += ["--machine_rank", str(rank), "--main_process_ip", address]
-            flags += ["--main_process_port", str(self.port)]
-        words = [sys.executable, "-m", "accelerate.commands.launch", *self.launcher, *flags, *self.script]
-        spot = [sys.executable, "-m", "tools.launch.spot", self.cloud, "--"] if self.cloud else []
-        return [*spot, *words]
+    def words(self, rank: int, master: str) -> list[str]:
+        """The command of host number `rank`. master: the first one's address, unused in a job on one host."""
+        hosts = len(self.hosts)
+        # accelerate divides this number by the hosts, and torchrun's agents add up what each of them starts.
+        own = f"--num_machines {hosts} --num_processes {hosts * len(self.hosts[rank].devices)}".split()
+        if hosts > 1:
+            own += f"--machine_rank {rank} --main_process_ip {master} --main_process_port {self.port}".split()
+        words = [sys.executable, "-m", "accelerate.commands.launch", *self.launcher, *own, *self.script]
+        return [sys.executable, "-m", "tools.launch.spot", self.cloud, "--", *words] if self.cloud else words
 
     def address(self, connections: Sequence[HostConnection]) -> str:
         """The first host's address, by which all reach it. connections: to all hosts, which have answered."""
@@ -58,7 +58,7 @@ class LaunchPlan:
         text = (ROOT / self.script[0]).read_text(errors="replace")
         knows = re.search(rf"^\s*(from|import) common\b|cpu=True|{USE_CPU}", text, re.MULTILINE)
         has_gpus = any(connection.hello and connection.hello["has_gpus"] for connection in connections)
-        if self.processes == 1 or knows or has_gpus or USE_CPU in self.env:
+        if self.processes == 1 or knows or has_gpus or USE_CPU in self.env or "--cpu" in self.script:
             return None
         return (
             f"{self.script[0]} imports nothing of common/: without a GPU each of its {self.processes}"
@@ -155,9 +155,12 @@ class JobRunner(Launcher):
             return 128 + self.signals[0]
         first = min(self.failed, key=lambda connection: failure_cause(connection)[0])
         others = "; the other hosts were stopped" if len(self.connections) > 1 and first.hello else ""
-        what = f"{first.host.name}: {failure_cause(first)[1]}{others}"
-        print(f"error: {what}. Its log: {first.log_file}", file=sys.stderr)
-        return 1
+        return fail(f"{first.host.name}: {failure_cause(first)[1]}{others}. Its log: {first.log_file}")
+
+
+def fail(message: str) -> int:
+    print(f"error: {message}", file=sys.stderr)
+    return 1
 
 
 def failure_cause(connection: HostConnection) -> tuple[int, str]:
@@ -178,6 +181,8 @@ def failure_cause(connection: HostConnection) -> tuple[int, str]:
     if errors := re.findall(r"^(?:\S+: )?error: (.*)", text, re.MULTILINE):
         return 2, errors[0]
     raised = re.findall(r"^(?:\[\w+\]: ?)?(\w[\w.]*(?:Error|Exception): .*)", text, re.MULTILINE)
-    if raised := [line for line in raised if not line.startswith(LAUNCHERS_OWN)] or raised:
+    if raised := [line for line in raised if not line.startswith(LAUNCHERS_OWN)]:
         return 3, raised[-1]
-    return 4, last
+    # sys.exit("...") leaves its message alone before torchrun's report.
+    said = re.search(r"^(.*)\nE\d{4} .* failed (\(exitcode: \d+\))", text, re.MULTILINE)
+    return (3, f"{said[1]} {said[2]}") if said else (4, last)
