@@ -307,7 +307,7 @@ TRAINING += ["--mixed_precision", "no", "--trackers", "none", "--per_device_batc
 
 
 def per_device(processes: int) -> str:
-    return str(min(24, 96 // processes))
+    return str(next(size for size in (24, 12, 32) if 96 % (size * processes) == 0))
 
 
 @pytest.fixture(scope="session")
@@ -395,6 +395,15 @@ def copy_project(copy: Path) -> Path:
         for file in ROOT.glob(name):
             shutil.copy2(file, copy)  # with its time, which make compares
     return copy
+
+
+def link_environment(project: Path) -> None:
+    """Gives the project a .venv that is this Python's, and in which `make setup` has nothing to do."""
+    (project / ".venv").mkdir()
+    for path in Path(sys.prefix).iterdir():
+        (project / ".venv" / path.name).symlink_to(path)
+    (project / ".venv" / "installed").unlink(missing_ok=True)
+    (project / ".venv" / "installed").touch()
 
 
 def mutate(project: Path, file: str, old: str, new: str) -> None:

@@ -24,6 +24,7 @@ from tests.conftest import (
     copy_project,
     insert_in_loop,
     lines,
+    link_environment,
     per_device,
     wait_until,
 )
@@ -142,11 +143,7 @@ def project(tmp_path_factory) -> Path:
     """The project in a folder that each host has for itself, with its environment. STEP_S slows steps."""
     project = copy_project(tmp_path_factory.mktemp("engines") / "project")
     insert_in_loop(project, "train_vit.py", SLOW_STEP)
-    (project / ".venv").mkdir()
-    for path in Path(sys.prefix).iterdir():
-        (project / ".venv" / path.name).symlink_to(path)
-    (project / ".venv" / "installed").unlink(missing_ok=True)
-    (project / ".venv" / "installed").touch()
+    link_environment(project)
     return project
 
 
