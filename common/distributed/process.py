@@ -17,7 +17,7 @@ from common.distributed.accelerator import start
 from common.distributed.preemption import Preempted
 from common.distributed.watch import MISTAKES, begin_exit, first_to_report, report_failure
 from common.recipe import Batch, Recipe, parse
-from common.system.cli import set_umask, tell_torchrun
+from common.system.cli import settle_environment, tell_torchrun
 from common.system.env import PREEMPTED, is_hosts_first, rank, report, world_size
 from common.system.text import printable_lines
 
@@ -54,7 +54,7 @@ def run_process(main: Callable[[], None]) -> NoReturn:
     preemption.
     """
     status = 0
-    set_umask()
+    settle_environment()
     sys.stdout, sys.stderr = _ignoring_write_errors(sys.stdout), _ignoring_write_errors(sys.stderr)
     try:
         main()

@@ -16,7 +16,7 @@ from common.system.text import printable_lines
 
 def run_command(main: Callable[[], int]) -> int:
     """Calls a command's main(). After a mistake it prints one line and returns 1, after Ctrl-C 130."""
-    set_umask()
+    settle_environment()
     if isinstance(sys.stdout, io.TextIOWrapper):  # a test may have put another stream there
         sys.stdout.reconfigure(errors="backslashreplace")  # a name that is not UTF-8 must not end the command
     try:
@@ -63,12 +63,14 @@ def check_positive(parser: argparse.ArgumentParser, flags: argparse.Namespace, *
             parser.error(f"--{name} {value:g}: must be more than 0 and finite")
 
 
-def set_umask() -> None:
+def settle_environment() -> None:
     """Denies others the write permission for files and folders that this process creates.
 
-    The group's permission follows the user's umask, as weights are shared.
+    The group's permission follows the user's umask, as weights are shared. And matplotlib's import would fail
+    with the backend of a notebook's kernel, which pictures here do not need.
     """
     os.umask(os.umask(0o077) | 0o002)
+    os.environ.pop("MPLBACKEND", None)
 
 
 def tell_torchrun(message: str) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from common.data.cache import prepare_data
 from common.data.images import open_images
-from common.system.cli import set_umask
+from common.system.cli import settle_environment
 from tests.conftest import CNN, Job
 from tests.support.images import class_folders
 
@@ -70,9 +70,9 @@ def test_a_folder_of_another_user_is_refused(owned, shared):
 def test_nothing_is_ever_writable_by_all(shared, tmp_path):
     before = os.umask(0)
     try:
-        set_umask()
+        settle_environment()
         assert os.umask(0o077) == 0o002
-        set_umask()
+        settle_environment()
         assert os.umask(0) == 0o077
         words = [*CNN, "--data", shared / "images", "--batch_size", "2", "--image_size", "32"]
         words += ["--epochs", "1", "--cache_dir", tmp_path / "cache", "--output_dir", tmp_path / "run"]
