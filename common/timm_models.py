@@ -67,7 +67,7 @@ def _own_size(name: str) -> int:
     return config.input_size[-1] if config else 224
 
 
-def block_classes(model: nn.Module) -> tuple[str, ...]:
+def block_classes(model: Any) -> tuple[str, ...]:
     """The classes of the model's blocks, sorted: its `_no_split_modules`, else what `group_matcher` gives an
     index of its own, else what is in its `stages` or `blocks`. () if it has none of these.
 

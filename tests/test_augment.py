@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import shutil
 from types import SimpleNamespace
 
 import numpy as np
@@ -25,8 +26,8 @@ from common.augment import (
 from common.data.decode import _resize
 from common.distributed.precision import input_dtype
 from common.order import reseed, uniforms
-from common.rand_augment import DRAWN, LAYERS
-from tests.conftest import VIT, full, python, real_data, run
+from common.rand_augment import DRAWN, LAYERS, rand_augment
+from tests.conftest import ROOT, VIT, full, python, real_data, run
 from tests.data.test_shards import write_shards
 
 
@@ -183,6 +184,32 @@ def test_augmentation_belongs_to_the_sample_whatever_is_beside_it(images):
     beside_it = color_jitter(large, draws, 0.4)  # threads share out the pixels of few images
     for i in range(9):
         assert torch.equal(beside_it[[i]], color_jitter(large[[i]], draws[[i]], 0.4))
+
+
+ALONE = """
+import sys, numpy as np, torch
+from mine.augment import COLOR, ERASING, RAND_AUGMENT, color_jitter, mixer, random_erasing, to_float
+from mine.rand_augment import rand_augment
+images, draws = torch.load(sys.argv[1]), np.load(sys.argv[2])
+pixels = color_jitter(rand_augment(images, draws[:, RAND_AUGMENT], 2, 10), draws[:, COLOR], 0.4)
+floats = random_erasing(to_float(pixels, (0.5,) * 3, (0.5,) * 3, 24), draws[:, ERASING], 0.5)
+torch.save(floats, sys.argv[3])
+mixer(0.8, 1.0, 10)(floats, torch.arange(64) % 10)
+assert not [name for name in sys.modules if name.split(".")[0] in ("common", "accelerate", "timm")]
+"""
+
+
+def test_the_two_files_work_without_the_rest(images, tmp_path):
+    (tmp_path / "mine").mkdir()
+    for name in ("augment.py", "rand_augment.py"):
+        shutil.copy(ROOT / "common" / name, tmp_path / "mine")
+    draws = uniforms(3, 0, np.arange(64), DRAWS)
+    torch.save(images, tmp_path / "images.pt")
+    np.save(tmp_path / "draws.npy", draws)
+    run([*python(), "-c", ALONE, "images.pt", "draws.npy", "found.pt"], cwd=tmp_path)
+    pixels = color_jitter(rand_augment(images, draws[:, RAND_AUGMENT], 2, 10), draws[:, COLOR], 0.4)
+    floats = random_erasing(to_float(pixels, (0.5,) * 3, (0.5,) * 3, 24), draws[:, ERASING], 0.5)
+    assert torch.equal(torch.load(tmp_path / "found.pt"), floats)
 
 
 def test_each_kind_of_draw_has_columns_of_its_own():
