@@ -11,7 +11,17 @@ from tests.support.compare import assert_same_training
 TABLE = re.findall(r"^\| `([\w.]+)` \|.*\| (.*) \|$", (ROOT / "docs" / "models.md").read_text(), re.MULTILINE)
 QUICK = ("test_efficientnet", "pit_ti_224")  # with BatchNorm and three kinds of blocks; without blocks
 FLAGS = ["--data", "digits", "--image_size", "32", "--batch_size", "16", "--per_device_batch_size", "8"]
-FLAGS += ["--mixed_precision", "no", "--trackers", "none", "--log_every", "1", "--log_samples", "--max_steps", "3"]
+FLAGS += [
+    "--mixed_precision",
+    "no",
+    "--trackers",
+    "none",
+    "--log_every",
+    "1",
+    "--log_samples",
+    "--max_steps",
+    "3",
+]
 WHOLE = "has no blocks: it is gathered or compiled as a whole"
 
 
