@@ -22,27 +22,30 @@ def fitting(name: str, size: int, options: dict[str, Any]) -> dict[str, Any]:
     """The options by which timm builds the model for square images of this size: those that it has.
 
     ValueError for an option of FLAGS that it does not have; for a size that it can't take, with those near it
-    that it can. Of a model that was left without an option of WITH_DEFAULT a line says so.
+    that it can. If it has none of WITH_DEFAULT, a line says so.
     """
-    taken, problem = _tried(name, size, options)
+    import timm
+
+    taken, is_possible = _tried(name, size, options)
     for option in options.keys() - taken.keys():
         if option in FLAGS:
             raise ValueError(f"--model {name} has no {option}: leave out {FLAGS[option]}")
         if options[option] and rank() == 0:
             print(f"{name} has no {option}: {WITH_DEFAULT[option]} changes nothing", flush=True)
-    if problem:
-        own = _own_size(name)
-        near = sorted({own, *range(32, 2 * max(size, own), 32)}, key=lambda n: (abs(n - size), n))[:TRIED]
-        if sizes := [n for n in sorted({own, *near}) if not _tried(name, n, options)[1]]:
-            listed = ", ".join(map(str, sizes))
-            raise ValueError(f"--image_size {size}: {name} can't take it ({problem}): choose {listed}")
+    if not is_possible:
+        config: Any = timm.get_pretrained_cfg(name)
+        own = config.input_size[-1]
+        near = sorted(range(32, 2 * max(size, own), 32), key=lambda n: (abs(n - size), n))[:TRIED]
+        sizes = [str(n) for n in sorted({own, *near}) if _tried(name, n, options)[1]]
+        if sizes:  # else it is for the user's other options that timm can't build it, and says why
+            raise ValueError(f"--image_size {size}: {name} can't take it: choose {', '.join(sizes)}")
     return taken
 
 
-def _tried(name: str, size: int, options: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    """The options that the model has, and why it can't compute images of this size, or "".
+def _tried(name: str, size: int, options: dict[str, Any]) -> tuple[dict[str, Any], bool]:
+    """The options that the model has, and whether it can compute images of this size.
 
-    On the meta device, where neither memory nor time is needed. Draws no random number.
+    On the meta device, where that needs neither memory nor much time. Draws no random number.
     """
     import timm
 
@@ -51,20 +54,13 @@ def _tried(name: str, size: int, options: dict[str, Any]) -> tuple[dict[str, Any
         while True:
             try:
                 timm.create_model(name, **options).eval()(torch.zeros(1, 3, size, size))
-                return options, ""
-            except Exception as error:  # each model has its own
-                said = (str(error) or type(error).__name__).splitlines()[0]
-            unknown = [option for option in options if f"'{option}'" in said and "unexpected keyword" in said]
+                return options, True
+            except Exception as error:  # of any kind: each model has its own
+                text = str(error)
+            unknown = [option for option in options if f"'{option}'" in text and "unexpected keyword" in text]
             if not unknown:
-                return options, said
+                return options, False
             options.pop(unknown[0])
-
-
-def _own_size(name: str) -> int:
-    import timm
-
-    config = timm.get_pretrained_cfg(name)
-    return config.input_size[-1] if config else 224
 
 
 def block_classes(model: Any) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from common.data.class_folders import find_pictures
 from common.data.decode import central_crop
 from common.data.images import open_images
 from common.data.workers import Pictures, Preprocessing, picture_batches
-from tests.conftest import CNN, ROOT, Job, full, latest, python, result, run, torchrun
+from tests.conftest import CNN, ROOT, Job, full, python, result, run, torchrun
 from tools.inference.embeddings import keep_features
 
 COUNT = 360  # all held-out digits
@@ -77,13 +77,14 @@ def test_each_picture_once_as_validate_predicts_it(launcher, trained, pictures, 
     for name in ("sheet.png", "features.png"):
         with Image.open(tmp_path / name) as picture:
             assert min(picture.size) > 300
-    features, weights = np.load(tmp_path / "features.npy"), load_file(latest(trained) / "model.safetensors")
+    best = trained / "checkpoints" / f"step_{result(trained)['best_step']:08d}"
+    features, weights = np.load(tmp_path / "features.npy"), load_file(best / "model.safetensors")
     logits = torch.from_numpy(features) @ weights["head.weight"].T + weights["head.bias"]
     with open(tmp_path / "features.csv", newline="") as file:
         named = list(csv.DictReader(file))
-    pictures = (tmp_path / "predictions.jsonl").read_text().splitlines()
+    predicted = (tmp_path / "predictions.jsonl").read_text().splitlines()
     for line, values in zip(named, logits.softmax(1), strict=True):
-        row = json.loads(pictures[int(line["id"])])
+        row = json.loads(predicted[int(line["id"])])
         assert (line["file"], line["class"]) == (row["file"], row["classes"][0])
         assert row["probabilities"][0] == pytest.approx(values.max().item(), abs=1e-5)
 
