@@ -12,8 +12,8 @@ picture is predicted once.
 The folder (--output_dir, else predictions/<run>) gets predictions.csv and predictions.jsonl, with the most
 likely classes of each picture and their probabilities, and sheet.png with the first pictures. A file that is
 no image is listed with the reason, and does not end the command. --embeddings FILE.npy gets the features of
-each picture before the model's head, float32 [pictures, features], and FILE.csv the id of each row: the
-picture's number in predictions.jsonl, from 0. --embeddings_2d draws them in FILE.png by scikit-learn.
+each picture before the model's head, float32 [pictures, features], and FILE.csv the id of each row, which is
+the picture's line in predictions.jsonl, from 0. --embeddings_2d draws them in FILE.png, too (t-SNE).
 """
 
 import csv
@@ -43,8 +43,7 @@ from common.recipe import parse, setting
 from common.script import normalisation
 from common.system.files import write_text
 from common.system.text import plural, printable
-from tools.inference.embeddings import draw_features, keep_features, write_features
-from tools.inference.inference import Inference, autocast, own_words
+from tools.inference.inference import Inference, autocast, keep_features, own_words
 
 WHOLE = ("digits", "cifar10", "synthetic")  # evaluated without a crop: --crop auto resizes whole pictures
 SHEET, EDGE = 32, 128  # pictures on sheet.png, and their edge in pixels
@@ -60,7 +59,7 @@ class Prediction(Inference):
     crop: str = setting("auto", choices=("auto", "center", "whole"))
     workers: int = setting(2, "decoding processes per device; 0 decodes between the batches", minimum=0)
     embeddings: str | None = setting(None, "a .npy file for the features before the head, a row per picture")
-    embeddings_2d: str | None = setting(None, "draw the features", choices=("pca", "tsne"))
+    embeddings_2d: bool = setting(False, "draw the features in two dimensions")
 
     def __post_init__(self) -> None:
         if (self.embeddings_2d or self.embeddings) and not (self.embeddings or "").endswith(".npy"):
@@ -172,16 +171,24 @@ def write_table(file: Path, lines: list[list[Any]]) -> None:
     write_text(file, table.getvalue())
 
 
-def write_embeddings(file: Path, rows: list[Row], way: str | None) -> None:
-    """Takes the features out of the rows. Writes FILE.npy, FILE.csv and, in some way, FILE.png."""
-    ids = [i for i, row in enumerate(rows) if "features" in row]
-    features = np.array([rows[i].pop("features") for i in ids], np.float32)
-    write_features(file, features)
-    names = [rows[i]["classes"][0] for i in ids]
-    table = [[i, rows[i]["file"], name] for i, name in zip(ids, names, strict=True)]
-    write_table(file.with_suffix(".csv"), [["id", "file", "class"], *table])
-    if way and len(ids) > 2:
-        draw_features(file.with_suffix(".png"), features, names, way)
+def write_embeddings(file: Path, rows: list[Row], is_drawn: bool) -> None:
+    """Takes the features out of the rows. Writes FILE.npy, FILE.csv and, if it is to be drawn, FILE.png."""
+    good = [(i, row) for i, row in enumerate(rows) if "features" in row]
+    features = np.array([row.pop("features") for _, row in good], np.float32)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    np.save(file, features)
+    lines = [[i, row["file"], row["classes"][0]] for i, row in good]
+    write_table(file.with_suffix(".csv"), [["id", "file", "class"], *lines])
+    if is_drawn and len(good) > 2:
+        from sklearn.manifold import TSNE
+
+        from common.run import plots
+
+        points = TSNE(perplexity=min(30, len(good) / 4), random_state=0).fit_transform(features)  # [n, 2]
+        names = np.array([name for *_, name in lines])
+        clouds = {name: points[names == name].T for name in sorted(set(names))}
+        panel = plots.Panel("t-SNE 1", "t-SNE 2", clouds, is_cloud=True)
+        plots.panels(file.with_suffix(".png"), [[panel]], f"{len(good):,} pictures by predicted class")
 
 
 def draw(file: Path, rows: list[Row], trained: TrainedModel) -> None:

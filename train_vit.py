@@ -94,7 +94,7 @@ def build_model(recipe: Vit, classes: int) -> nn.Module:
         raise ValueError(f"--model {recipe.model} is not in timm: timm.list_models('vit_*') names them")
     options: dict[str, Any] = {"drop_path_rate": recipe.drop_path, "drop_rate": recipe.dropout}
     options |= {name: n for name in ("patch_size", "depth") if (n := getattr(recipe, name))}
-    options = fitting(recipe.model, recipe.image_size, options)
+    options = fitting(recipe.model, recipe.image_size, **options)
     try:
         if recipe.weights:
             model = model_with_weights(recipe.model, Path(recipe.weights), classes, **options)

@@ -3,6 +3,7 @@
 Nothing here is a list of models: timm's own structure says it, so models that timm adds work, too.
 """
 
+import functools
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -18,7 +19,8 @@ WITH_DEFAULT = {"drop_path_rate": "--drop_path", "drop_rate": "--dropout"}
 TRIED = 8  # sizes, nearest to one that the model can't take
 
 
-def fitting(name: str, size: int, options: dict[str, Any]) -> dict[str, Any]:
+@functools.cache  # telemetry builds the model once more, beside the training
+def fitting(name: str, size: int, **options: Any) -> dict[str, Any]:
     """The options by which timm builds the model for square images of this size: those that it has.
 
     ValueError for an option of FLAGS that it does not have; for a size that it can't take, with those near it
@@ -45,12 +47,12 @@ def fitting(name: str, size: int, options: dict[str, Any]) -> dict[str, Any]:
 def _tried(name: str, size: int, options: dict[str, Any]) -> tuple[dict[str, Any], bool]:
     """The options that the model has, and whether it can compute images of this size.
 
-    On the meta device, where that needs neither memory nor much time. Draws no random number.
+    On the meta device, where that needs neither memory nor much time, and draws no random number.
     """
     import timm
 
     options = {"img_size": size, **options}
-    with torch.random.fork_rng(devices=[]), torch.device("meta"), torch.no_grad():
+    with torch.device("meta"), torch.no_grad():
         while True:
             try:
                 timm.create_model(name, **options).eval()(torch.zeros(1, 3, size, size))

@@ -20,7 +20,7 @@ from common.data.decode import central_crop
 from common.data.images import open_images
 from common.data.workers import Pictures, Preprocessing, picture_batches
 from tests.conftest import CNN, ROOT, Job, full, python, result, run, torchrun
-from tools.inference.embeddings import keep_features
+from tools.inference.inference import keep_features
 
 COUNT = 360  # all held-out digits
 
@@ -57,7 +57,7 @@ def test_each_picture_once_as_validate_predicts_it(launcher, trained, pictures, 
     """On one and two processes; a file that is no image ends nothing."""
     words = ["predict.py", trained, pictures / "even", f"{pictures}/odd/**/*.png", pictures / "broken.png"]
     words += ["--mixed_precision", "no", "--per_device_batch_size", 50, "--top", 3]
-    words += ["--embeddings", tmp_path / "features.npy", "--embeddings_2d", "pca"]
+    words += ["--embeddings", tmp_path / "features.npy", "--embeddings_2d"]
     output = run([*launcher, *words, "--output_dir", tmp_path])
     assert f"{COUNT} pictures predicted, 1 left out" in output
     assert "broken.png is left out: " in output
