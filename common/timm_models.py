@@ -13,9 +13,6 @@ from torch import Tensor, nn
 
 from common.system.env import rank
 
-# timm's names of options that only some models have, and ours. Those with a default may be left out.
-FLAGS = {"patch_size": "--patch_size", "depth": "--depth"}
-WITH_DEFAULT = {"drop_path_rate": "--drop_path", "drop_rate": "--dropout"}
 TRIED = 8  # sizes, nearest to one that the model can't take
 
 
@@ -23,17 +20,17 @@ TRIED = 8  # sizes, nearest to one that the model can't take
 def fitting(name: str, size: int, **options: Any) -> dict[str, Any]:
     """The options by which timm builds the model for square images of this size: those that it has.
 
-    ValueError for an option of FLAGS that it does not have; for a size that it can't take, with those near it
-    that it can. If it has none of WITH_DEFAULT, a line says so.
+    ValueError for a patch size or depth that it does not have; for a size that it can't take, with those near
+    it that it can. If it has no drop path or dropout, a line says so.
     """
     import timm
 
     taken, is_possible = _tried(name, size, options)
     for option in options.keys() - taken.keys():
-        if option in FLAGS:
-            raise ValueError(f"--model {name} has no {option}: leave out {FLAGS[option]}")
+        if option in ("patch_size", "depth"):
+            raise ValueError(f"--{option}: --model {name} has none: leave it out")
         if options[option] and rank() == 0:
-            print(f"{name} has no {option}: {WITH_DEFAULT[option]} changes nothing", flush=True)
+            print(f"{name} has no {option}, and trains without it", flush=True)
     if not is_possible:
         config: Any = timm.get_pretrained_cfg(name)
         own = config.input_size[-1]

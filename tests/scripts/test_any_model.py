@@ -3,7 +3,11 @@
 import re
 
 import pytest
+import timm
+import torch
 
+import export
+from common.timm_models import block_classes
 from tests.conftest import HALF_THE_CORES, ROOT, STRATEGIES, Job, full
 from tests.support.commands import call
 from tests.support.compare import assert_same_training
@@ -11,17 +15,8 @@ from tests.support.compare import assert_same_training
 TABLE = re.findall(r"^\| `([\w.]+)` \|.*\| (.*) \|$", (ROOT / "docs" / "models.md").read_text(), re.MULTILINE)
 QUICK = ("test_efficientnet", "pit_ti_224")  # with BatchNorm and three kinds of blocks; without blocks
 FLAGS = ["--data", "digits", "--image_size", "32", "--batch_size", "16", "--per_device_batch_size", "8"]
-FLAGS += [
-    "--mixed_precision",
-    "no",
-    "--trackers",
-    "none",
-    "--log_every",
-    "1",
-    "--log_samples",
-    "--max_steps",
-    "3",
-]
+FLAGS += ["--mixed_precision", "no", "--trackers", "none", "--log_every", "1", "--log_samples"]
+FLAGS += ["--max_steps", "3"]
 WHOLE = "has no blocks: it is gathered or compiled as a whole"
 
 
@@ -44,18 +39,11 @@ def test_a_model_trains_the_same_everywhere_and_is_exported(model, blocks, tmp_p
     assert (WHOLE in train("fsdp", "fsdp", "2")) == (blocks == "the whole model")
     assert "continuing at step 2" in train("single", "fsdp")
     assert_same_training(tmp_path / "fsdp", tmp_path / "single")
-    import export
-
     status, output = call(export.main, tmp_path / "fsdp", tmp_path / "exported", *cache)
     assert status == 0, output
 
 
 def test_the_table_has_the_blocks_of_at_least_20_models():
-    import timm
-    import torch
-
-    from common.timm_models import block_classes
-
     assert len(TABLE) >= 20
     for model, blocks in TABLE:
         with torch.device("meta"):
