@@ -12,19 +12,20 @@ here, or any others. Each column has one use:
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 COLOR, ERASING, RAND_AUGMENT = slice(44, 48), slice(48, 53), slice(53, 69)
 DRAWS = RAND_AUGMENT.stop  # columns altogether
 
 ALIGNMENT = 8  # bytes; a view of another type must begin at a multiple of its size
+Mixer = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 # ITU-R 601-2, as in PIL and torchvision
 LUMA = (0.2989, 0.587, 0.114)
 # The six orders of brightness (0), contrast (1) and saturation (2)
@@ -177,7 +178,7 @@ def _bicubic(h: int, w: int, size: int, device: torch.device) -> tuple[Tensor, .
     return tuple(matrix.to(device, non_blocking=True) for matrix in matrices)
 
 
-def mixer(mixup: float, cutmix: float, classes: int, dtype: torch.dtype | None = None) -> nn.Module | None:
+def mixer(mixup: float, cutmix: float, classes: int, dtype: torch.dtype | None = None) -> Mixer | None:
     """Mixup (arXiv 1710.09412) or cutmix (arXiv 1905.04899) with these alphas, one of them per micro-batch.
 
     Maps (images [B, 3, H, W], labels int64 [B]) to (mixed images, float labels [B, classes]), channels_last
@@ -198,19 +199,10 @@ def mixer(mixup: float, cutmix: float, classes: int, dtype: torch.dtype | None =
                 return others.mul_(1.0 - own).add_(inpt.mul(own))
             return torch.lerp(others, inpt, own)  # rounds once
 
-    class Converted(nn.Module):
-        def __init__(self, mix: nn.Module):
-            super().__init__()
-            self.mix = mix
-
-        def forward(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-            return self.mix(images.to(dtype), labels)
-
     kinds = [MixUp(alpha=mixup, num_classes=classes)] if mixup else []
     kinds += [v2.CutMix(alpha=cutmix, num_classes=classes)] if cutmix else []
-    if not kinds:
-        return None
-    return v2.RandomChoice(kinds) if dtype is None else Converted(v2.RandomChoice(kinds))
+    mix = v2.RandomChoice(kinds) if kinds else None
+    return mix if mix is None or dtype is None else lambda images, labels: mix(images.to(dtype), labels)
 
 
 def _mirror(i: np.ndarray, n: int) -> np.ndarray:

@@ -63,12 +63,10 @@ def panels(path: Path, rows: Sequence[Sequence[Panel]], title: str) -> None:
             names = [_short(name) for name in panel.bars]
             axes.barh(names, list(panel.bars.values()), height=0.6)
             for name, (x, y) in panel.curves.items():
-                marker = "o" if len(x) < 40 else None
-                style = {"marker": marker, "markersize": 3, "linewidth": 1.2, "label": _short(name)}
-                if panel.is_cloud:
-                    axes.plot(x, y, **style | {"marker": ".", "linestyle": ""})
-                else:
-                    axes.plot(*_averaged(x, y), **style)
+                marker, line = "o" if len(x) < 40 else None, "" if panel.is_cloud else "-"
+                points = (x, y) if panel.is_cloud else _averaged(x, y)
+                style = {"marker": "." if panel.is_cloud else marker, "linestyle": line, "markersize": 3}
+                axes.plot(*points, label=_short(name), linewidth=1.2, **style)
             if panel.bars:
                 axes.invert_yaxis()
             if 1 < len(panel.curves) <= NAMED_CURVES:
