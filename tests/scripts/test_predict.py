@@ -92,8 +92,9 @@ def test_each_picture_once_as_validate_predicts_it(launcher, trained, pictures, 
 def test_embeddings_are_timms_features_before_the_head(name):
     model, images = timm.create_model(name).eval(), torch.randn(2, 3, 160, 160)
     kept = keep_features(model)
-    model(images)
-    wanted = model.forward_head(model.forward_features(images), pre_logits=True)
+    with torch.no_grad():
+        model(images)
+        wanted = model.forward_head(model.forward_features(images), pre_logits=True)
     assert torch.equal(torch.from_numpy(kept[0]), wanted)
 
 
