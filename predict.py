@@ -11,7 +11,9 @@ picture is predicted once.
 
 The folder (--output_dir, else predictions/<run>) gets predictions.csv and predictions.jsonl, with the most
 likely classes of each picture and their probabilities, and sheet.png with the first pictures. A file that is
-no image is listed with the reason, and does not end the command.
+no image is listed with the reason, and does not end the command. --embeddings FILE.npy gets the features of
+each picture before the model's head, float32 [pictures, features], and FILE.csv the id of each row, which is
+the picture's line in predictions.jsonl, from 0. --embeddings_2d draws them in FILE.png, too (t-SNE).
 """
 
 import csv
@@ -41,7 +43,7 @@ from common.recipe import parse, setting
 from common.script import normalisation
 from common.system.files import write_text
 from common.system.text import plural, printable
-from tools.inference.inference import Inference, autocast, own_words
+from tools.inference.inference import Inference, autocast, keep_features, own_words
 
 WHOLE = ("digits", "cifar10", "synthetic")  # evaluated without a crop: --crop auto resizes whole pictures
 SHEET, EDGE = 32, 128  # pictures on sheet.png, and their edge in pixels
@@ -56,6 +58,12 @@ class Prediction(Inference):
     top: int = setting(5, "most likely classes to list per picture", minimum=1)
     crop: str = setting("auto", choices=("auto", "center", "whole"))
     workers: int = setting(2, "decoding processes per device; 0 decodes between the batches", minimum=0)
+    embeddings: str | None = setting(None, "a .npy file for the features before the head, a row per picture")
+    embeddings_2d: bool = setting(False, "draw the features in two dimensions")
+
+    def __post_init__(self) -> None:
+        if (self.embeddings_2d or self.embeddings) and not (self.embeddings or "").endswith(".npy"):
+            raise ValueError(f"--embeddings {self.embeddings or ''}: give a file, FILE.npy")
 
 
 def main() -> None:
@@ -70,6 +78,8 @@ def main() -> None:
 
         def report() -> None:
             folder = Path(flags.output_dir or f"predictions/{trained.run_name}")
+            if flags.embeddings:
+                write_embeddings(Path(flags.embeddings), rows, flags.embeddings_2d)
             write(folder, rows, trained)
             show(rows, folder, seconds)
 
@@ -108,6 +118,7 @@ def predict(
 ) -> list[Row]:
     """A row per picture, in order, the same on all processes. Collective."""
     mine: dict[int, Row] = {}
+    features = keep_features(model) if flags.embeddings else []
     ids = range(accelerator.process_index, len(pictures), accelerator.num_processes)
     for batch in picture_batches(pictures, ids, flags.per_device_batch_size, flags.workers):
         if wanted():
@@ -122,6 +133,8 @@ def predict(
         for i, values, labels in zip(batch.ids.tolist(), *map(Tensor.tolist, best), strict=True):
             names = [classes[label] for label in labels]
             mine[i] = {"file": pictures.files[i], "classes": names, "probabilities": values}
+        for i, vector in zip(batch.ids.tolist(), features.pop() if features else (), strict=False):
+            mine[i]["features"] = vector
     everyones = [pair for part in gather_object([mine]) for pair in part.items()]
     found = dict(everyones)
     assert len(everyones) == len(found) == len(pictures), "a picture was left out, or predicted twice"
@@ -136,18 +149,46 @@ def write(folder: Path, rows: list[Row], trained: TrainedModel) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps({**row, "file": printable(row["file"])}, allow_nan=False) for row in rows]
     write_text(folder / "predictions.jsonl", "\n".join(lines) + "\n")
-    table, top = io.StringIO(), max((len(row.get("classes", ())) for row in rows), default=0)
-    writer = csv.writer(table, lineterminator="\n")
+    top = max((len(row.get("classes", ())) for row in rows), default=0)
     columns = [f"{what}_{k}" for k in range(1, top + 1) for what in ("class", "probability")]
-    writer.writerow(["file", *columns, "error"])
+    table: list[list[Any]] = [["file", *columns, "error"]]
     for row in rows:
         pairs = zip(row.get("classes", ()), row.get("probabilities", ()), strict=True)
         cells = [cell for name, value in pairs for cell in (name, f"{value:.6f}")]
-        line = map(printable, (row["file"], *(cells or [""] * 2 * top), row.get("error", "")))
-        writer.writerow([f"'{cell}" if cell.startswith(FORMULA) else cell for cell in line])
-    write_text(folder / "predictions.csv", table.getvalue())
+        table.append([row["file"], *(cells or [""] * 2 * top), row.get("error", "")])
+    write_table(folder / "predictions.csv", table)
     if good := [row for row in rows if "classes" in row][:SHEET]:
         draw(folder / "sheet.png", good, trained)
+
+
+def write_table(file: Path, lines: list[list[Any]]) -> None:
+    """Writes a CSV file, in which no cell is a formula."""
+    table = io.StringIO()
+    writer = csv.writer(table, lineterminator="\n")
+    for line in lines:
+        cells = [printable(str(cell)) for cell in line]
+        writer.writerow([f"'{cell}" if cell.startswith(FORMULA) else cell for cell in cells])
+    write_text(file, table.getvalue())
+
+
+def write_embeddings(file: Path, rows: list[Row], is_drawn: bool) -> None:
+    """Takes the features out of the rows. Writes FILE.npy, FILE.csv and, if it is to be drawn, FILE.png."""
+    good = [(i, row) for i, row in enumerate(rows) if "features" in row]
+    features = np.array([row.pop("features") for _, row in good], np.float32)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    np.save(file, features)
+    lines = [[i, row["file"], row["classes"][0]] for i, row in good]
+    write_table(file.with_suffix(".csv"), [["id", "file", "class"], *lines])
+    if is_drawn and len(good) > 2:
+        from sklearn.manifold import TSNE
+
+        from common.run import plots
+
+        points = TSNE(perplexity=min(30, len(good) / 4), random_state=0).fit_transform(features)  # [n, 2]
+        names = np.array([name for *_, name in lines])
+        clouds = {name: points[names == name].T for name in sorted(set(names))}
+        panel = plots.Panel("t-SNE 1", "t-SNE 2", clouds, is_cloud=True)
+        plots.panels(file.with_suffix(".png"), [[panel]], f"{len(good):,} pictures by predicted class")
 
 
 def draw(file: Path, rows: list[Row], trained: TrainedModel) -> None:

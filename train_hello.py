@@ -21,13 +21,13 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from common.augment import send
 from common.distributed.accelerator import prepare
 from common.distributed.exact_sum import exact_sum
 from common.distributed.process import entry
 from common.order import Shuffled, Steps, evaluation_plan, reseed
 from common.recipe import Batch, Recipe, flag, setting
 from common.run.run import Run
-from common.system.transfer import send
 
 # --- Recipe -----------------------------------------------------------------------------------------------
 

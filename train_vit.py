@@ -1,4 +1,4 @@
-"""A Vision Transformer of timm on CIFAR-10 or a folder of images; ViT-B/32 at 224 pixels by default.
+"""Any model of timm on CIFAR-10 or a folder of images: ConvNeXt, ResNet, Swin, ...; by default a ViT-B/32.
 
 The recipe is DeiT's (arXiv 2012.12877, table 9): AdamW with betas (0.9, 0.999), learning rate 5e-4 at batch
 512, weight decay 0.05, warm-up and cosine, label smoothing 0.1, drop path 0.1, mixup 0.8, cutmix 1.0;
@@ -28,10 +28,10 @@ from timm.optim import param_groups_layer_decay
 from torch import Tensor, nn
 
 from common import augment
-from common.checkpoint.weights import head_names, model_with_weights, pretrained_model
+from common.checkpoint.weights import model_with_weights, pretrained_model
 from common.data.images import Images, load
 from common.distributed.accelerator import prepare
-from common.distributed.blocks import share_graphs
+from common.distributed.blocks import blocks_of
 from common.distributed.precision import input_dtype, to_autocast_dtype
 from common.distributed.process import entry
 from common.evaluation import evaluate
@@ -40,6 +40,7 @@ from common.order import Plan, Steps, reseed, uniforms
 from common.rand_augment import LAYERS, rand_augment
 from common.recipe import Batch, ImageRecipe, flag
 from common.run.run import Run
+from common.timm_models import block_classes, fitting, head_names, share_graphs
 
 # --- Recipe -----------------------------------------------------------------------------------------------
 
@@ -49,7 +50,7 @@ class Vit(ImageRecipe):
     epochs: int = flag(100, "passes over the training images", minimum=1)
     batch_size: int = flag(512, "images per optimizer step over the whole job", minimum=1)
     lr: float = flag(5e-4, "peak learning rate", minimum=0)
-    model: str = flag("vit_base_patch32_224", "any Vision Transformer of timm")
+    model: str = flag("vit_base_patch32_224", "any model of timm")
     pretrained: bool = flag(False, "start from the hub's weights for the model")
     weights: str | None = flag(
         None, "start from a safetensors file, a run's or a checkpoint's folder; other classes have a new head"
@@ -89,11 +90,11 @@ class Vit(ImageRecipe):
 
 def build_model(recipe: Vit, classes: int) -> nn.Module:
     """[B, 3, image_size, image_size] -> logits [B, classes]. ValueError when timm can't build it."""
-    options: dict[str, Any] = {"drop_path_rate": recipe.drop_path, "drop_rate": recipe.dropout}
-    options["img_size"] = recipe.image_size
-    options |= {name: n for name in ("patch_size", "depth") if (n := getattr(recipe, name))}
     if not timm.is_model(recipe.model):
         raise ValueError(f"--model {recipe.model} is not in timm: timm.list_models('vit_*') names them")
+    options: dict[str, Any] = {"drop_path_rate": recipe.drop_path, "drop_rate": recipe.dropout}
+    options |= {name: n for name in ("patch_size", "depth") if (n := getattr(recipe, name))}
+    options = fitting(recipe.model, recipe.image_size, **options)
     try:
         if recipe.weights:
             model = model_with_weights(recipe.model, Path(recipe.weights), classes, **options)
@@ -101,16 +102,13 @@ def build_model(recipe: Vit, classes: int) -> nn.Module:
             model = pretrained_model(recipe.model, classes, **options)
         else:
             model = timm.create_model(recipe.model, num_classes=classes, **options)
-        block = type(model.get_submodule("blocks.0"))
     except (TypeError, AttributeError, AssertionError, RuntimeError) as error:
-        raise ValueError(
-            f"--model {recipe.model} is no Vision Transformer of timm ({error}): see docs/add_a_model.md"
-        ) from error
+        raise ValueError(f"--model {recipe.model} can't be built with these flags: {error}") from error
     share_graphs(model)
-    if recipe.half_residual:
-        model.get_submodule("blocks.0").register_forward_pre_hook(to_autocast_dtype)
     # The classes that FSDP wraps one by one. For mypy a module's attributes are tensors or modules.
-    model._no_split_modules = (block.__name__,)  # type: ignore[assignment]
+    model._no_split_modules = block_classes(model)  # type: ignore[assignment]
+    if recipe.half_residual:
+        next(blocks_of(model), model).register_forward_pre_hook(to_autocast_dtype)
     if recipe.freeze:
         model.requires_grad_(False)
         for head in head_names(recipe.model):

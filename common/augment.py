@@ -1,6 +1,8 @@
-"""Augmentation of a whole batch on the device, with random numbers per sample (common/order.py).
+"""Augmentation of a whole batch on the device, with random numbers per sample.
 
-Each column of a sample's `uniforms` has one use:
+To use it elsewhere copy this file: it needs torch and numpy, and mixer() torchvision. rand_augment.py needs
+this file beside it. Random numbers are float64 in [0, 1), a row for each sample: common/order.py's `uniforms`
+here, or any others. Each column has one use:
 
     0 to 2    send_cropped
     4 to 43   the random resized crop, where images are decoded (common/data/workers.py)
@@ -10,24 +12,46 @@ Each column of a sample's `uniforms` has one use:
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-
-from common.system.transfer import send, send_arrays
+from torch import Tensor
 
 COLOR, ERASING, RAND_AUGMENT = slice(44, 48), slice(48, 53), slice(53, 69)
 DRAWS = RAND_AUGMENT.stop  # columns altogether
 
+ALIGNMENT = 8  # bytes; a view of another type must begin at a multiple of its size
+Mixer = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 # ITU-R 601-2, as in PIL and torchvision
 LUMA = (0.2989, 0.587, 0.114)
 # The six orders of brightness (0), contrast (1) and saturation (2)
 ORDERS = np.array([[0, 1, 2], [0, 2, 1], [1, 0, 2], [1, 2, 0], [2, 0, 1], [2, 1, 0]])
+
+
+def send(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copies to the device without waiting for it, to CUDA from page-locked memory."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        tensor = tensor.pin_memory()  # no copy if it is pinned already
+    return tensor.to(device, non_blocking=True)
+
+
+def send_arrays(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
+    """The arrays as tensors on the device, sent as one copy, as each copy costs the host some 10 us."""
+    if device.type == "cpu":
+        return [torch.from_numpy(array) for array in arrays]
+    room = [-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays]
+    parts = np.split(np.empty(sum(room), np.uint8), np.cumsum(room)[:-1])
+    for array, part in zip(arrays, parts, strict=True):
+        part[: array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    sent = send(torch.from_numpy(parts[0].base), device).split(room)
+    return [
+        part[: array.nbytes].view(torch.from_numpy(array[:0]).dtype).view(array.shape)
+        for array, part in zip(arrays, sent, strict=True)
+    ]
 
 
 def send_cropped(
@@ -154,7 +178,7 @@ def _bicubic(h: int, w: int, size: int, device: torch.device) -> tuple[Tensor, .
     return tuple(matrix.to(device, non_blocking=True) for matrix in matrices)
 
 
-def mixer(mixup: float, cutmix: float, classes: int, dtype: torch.dtype | None = None) -> nn.Module | None:
+def mixer(mixup: float, cutmix: float, classes: int, dtype: torch.dtype | None = None) -> Mixer | None:
     """Mixup (arXiv 1710.09412) or cutmix (arXiv 1905.04899) with these alphas, one of them per micro-batch.
 
     Maps (images [B, 3, H, W], labels int64 [B]) to (mixed images, float labels [B, classes]), channels_last
@@ -175,19 +199,10 @@ def mixer(mixup: float, cutmix: float, classes: int, dtype: torch.dtype | None =
                 return others.mul_(1.0 - own).add_(inpt.mul(own))
             return torch.lerp(others, inpt, own)  # rounds once
 
-    class Converted(nn.Module):
-        def __init__(self, mix: nn.Module):
-            super().__init__()
-            self.mix = mix
-
-        def forward(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-            return self.mix(images.to(dtype), labels)
-
     kinds = [MixUp(alpha=mixup, num_classes=classes)] if mixup else []
     kinds += [v2.CutMix(alpha=cutmix, num_classes=classes)] if cutmix else []
-    if not kinds:
-        return None
-    return v2.RandomChoice(kinds) if dtype is None else Converted(v2.RandomChoice(kinds))
+    mix = v2.RandomChoice(kinds) if kinds else None
+    return mix if mix is None or dtype is None else lambda images, labels: mix(images.to(dtype), labels)
 
 
 def _mirror(i: np.ndarray, n: int) -> np.ndarray:

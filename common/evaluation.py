@@ -11,12 +11,11 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from common.augment import to_float
+from common.augment import send, to_float
 from common.data.splits import Split
 from common.distributed.exact_sum import exact_sum
 from common.order import chosen_by_hash, evaluation_plan
 from common.recipe import Batch, ImageRecipe
-from common.system.transfer import send
 
 SHOWN = 16  # sample predictions for plots/
 CONFUSED = 1000  # the most classes with a confusion matrix, whose size is their square

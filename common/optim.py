@@ -7,10 +7,11 @@ import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType
-from torch import nn
+from torch import Tensor, nn
 
 from common.distributed.layout import layout_of
-from common.system.transfer import exchanged
+
+EXCHANGED_BYTES = 64 * 2**20  # extra memory for exchanging two tensors
 
 
 def can_fuse_sgd(accelerator: Accelerator) -> bool:
@@ -47,3 +48,26 @@ class EMA:
             self.layout.sync()
             yield
         self.layout.sync()
+
+
+@contextmanager
+def exchanged(ours: list[Tensor], theirs: list[Tensor]) -> Iterator[None]:
+    """Exchanges the contents of two lists of tensors, and exchanges them back at the end."""
+    _exchange(ours, theirs)
+    try:
+        yield
+    finally:
+        _exchange(ours, theirs)
+
+
+@torch.no_grad()
+def _exchange(ours: list[Tensor], theirs: list[Tensor]) -> None:
+    for a, b in zip(ours, theirs, strict=True):
+        if not a.numel():
+            continue
+        a, b = torch.atleast_1d(a), torch.atleast_1d(b)
+        rows = max(1, EXCHANGED_BYTES * len(a) // a.nbytes)
+        for some_a, some_b in zip(a.split(rows), b.split(rows), strict=True):
+            kept = some_a.clone()
+            some_a.copy_(some_b)
+            some_b.copy_(kept)

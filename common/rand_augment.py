@@ -16,8 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.augment import LUMA
-from common.system.transfer import send_arrays
+from .augment import LUMA, send_arrays
 
 Factors = tuple[float | np.ndarray, ...]
 

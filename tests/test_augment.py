@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import shutil
 from types import SimpleNamespace
 
 import numpy as np
@@ -26,7 +27,7 @@ from common.data.decode import _resize
 from common.distributed.precision import input_dtype
 from common.order import reseed, uniforms
 from common.rand_augment import DRAWN, LAYERS
-from tests.conftest import VIT, full, python, real_data, run
+from tests.conftest import ROOT, VIT, full, python, real_data, run
 from tests.data.test_shards import write_shards
 
 
@@ -183,6 +184,28 @@ def test_augmentation_belongs_to_the_sample_whatever_is_beside_it(images):
     beside_it = color_jitter(large, draws, 0.4)  # threads share out the pixels of few images
     for i in range(9):
         assert torch.equal(beside_it[[i]], color_jitter(large[[i]], draws[[i]], 0.4))
+
+
+ALONE = """
+import sys, numpy as np, torch
+from mine.augment import COLOR, DRAWS, ERASING, RAND_AUGMENT, color_jitter, mixer, random_erasing, to_float
+from mine.rand_augment import rand_augment
+rng = np.random.default_rng(0)
+pixels, draws = torch.from_numpy(rng.integers(0, 256, (16, 20, 24, 3), np.uint8)), rng.random((16, DRAWS))
+pixels = color_jitter(rand_augment(pixels, draws[:, RAND_AUGMENT], 2, 10), draws[:, COLOR], 0.4)
+images = random_erasing(to_float(pixels, (0.5,) * 3, (0.5,) * 3, 24), draws[:, ERASING], 0.5)
+mixer(0.8, 1.0, 10)(images, torch.arange(16) % 10)
+print(images.double().abs().sum().item(), {"common", "accelerate", "timm"} & sys.modules.keys())
+"""
+
+
+def test_the_two_files_work_without_the_rest(tmp_path):
+    (tmp_path / "mine").mkdir()
+    for name in ("augment.py", "rand_augment.py"):
+        shutil.copy(ROOT / "common" / name, tmp_path / "mine")
+    ours = run([*python(), "-c", ALONE.replace("mine", "common")], cwd=ROOT)
+    theirs = run([*python(), "-c", ALONE], cwd=tmp_path)
+    assert theirs == ours.replace("{'common'}", "set()") != ours
 
 
 def test_each_kind_of_draw_has_columns_of_its_own():

@@ -59,7 +59,8 @@ MISTAKES: dict[str, Callable[[], object]] = {
         build_model(Vit(model="test_vit", weights="w.safetensors"), 10),
     ),
     "no such model": lambda: build_model(Vit(model="vit_nothing"), 10),
-    "no transformer": lambda: build_model(Vit(model="resnet18"), 10),
+    "no patches": lambda: build_model(Vit(model="resnet18", patch_size=4), 10),
+    "no such size": lambda: build_model(Vit(model="test_maxvit", image_size=40), 10),
 }
 MESSAGES = yaml.safe_load(Path(__file__).with_name("messages.yaml").read_text())
 

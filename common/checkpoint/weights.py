@@ -42,6 +42,7 @@ from common.system.paths import shortest
 from common.system.s3 import ObjectStore
 from common.system.text import printable
 from common.system.threads import Heartbeat
+from common.timm_models import head_names
 
 # A command that converts a pickle, which the user runs, never this code. timm prefers the averaged weights of
 # a training's checkpoint, and lets torch load only tensors.
@@ -277,14 +278,6 @@ def model_with_weights(name: str, location: Path, classes: int, **options: Any) 
         new = f"; the head is new, for {classes:,} classes instead of {found:,}" if found != classes else ""
         print(f"--weights: {shortest(file)}{new}", flush=True)
     return model
-
-
-def head_names(name: str) -> tuple[str, ...]:
-    """The names of the layers that compute the logits: one, or two in DeiT's distilled models."""
-    import timm
-
-    names = getattr(timm.get_pretrained_cfg(name), "classifier", None) or "head"
-    return (names,) if isinstance(names, str) else tuple(names)
 
 
 def _file_and_recipe(path: Path) -> tuple[Path, dict[str, Any]]:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.augment import send_cropped
+from common.augment import send, send_arrays, send_cropped
 from common.data.decode import Encoded
 from common.data.shard_cache import ShardCache, ShardPrefetcher
 from common.data.shards import Manifest, ShardImages, index_name
@@ -24,7 +24,6 @@ from common.data.workers import EncodedImages, MicroBatch, decoded, in_flight
 from common.order import Plan, Shuffled, Streamed, hashes, uniforms
 from common.recipe import Batch, ImageRecipe
 from common.system.env import processes_per_host
-from common.system.transfer import send, send_arrays
 
 
 class Part(NamedTuple):

@@ -22,11 +22,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from common.augment import send_cropped, to_float
+from common.augment import send, send_cropped, to_float
 from common.data.decode import central_crop, decode, random_resized_crop, torchcodec_decoder
 from common.order import Plan, uniforms
 from common.system.text import printable
-from common.system.transfer import send
 
 PREFETCHED = 4  # micro-batches for each worker
 ADVICE = {  # for a broken image; True in training

@@ -23,7 +23,7 @@ from torch import nn
 
 from common.batch_norm import RunningStatistics
 from common.distributed.agreement import agree
-from common.distributed.blocks import checkpoint_activations, chosen_compilation, compile_blocks
+from common.distributed.blocks import blocks_of, checkpoint_activations, chosen_compilation, compile_blocks
 from common.distributed.devices import (
     check_devices,
     choose_algorithms,
@@ -204,6 +204,9 @@ def wrap(
     if strategy(accelerator) in ("single", "ddp"):  # FSDP and ZeRO flatten parameters
         model = model.to(memory_format=torch.channels_last)
     statistics = RunningStatistics(model)
+    goes_by_blocks = accelerator.compilation or strategy(accelerator) in ("fsdp", "zero3")
+    if goes_by_blocks and next(blocks_of(model), None) is None:
+        accelerator.print(f"{type(model).__name__} has no blocks: it is gathered or compiled as a whole")
     if accelerator.compilation:
         is_whole = strategy(accelerator) in ("single", "ddp") and not accelerator.grad_checkpointing
         compile_blocks(model, accelerator.compilation, is_whole, accelerator.gradient_accumulation_steps)

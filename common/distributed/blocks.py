@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 import torch
 from accelerate.utils import TorchDynamoPlugin
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 # Graphs of one class of blocks: for each width and stride, to train and to evaluate. Beyond Dynamo's default
@@ -179,37 +179,3 @@ def _check(chosen: Compilation) -> None:
                 f"--compile {chosen} (dynamo_backend) needs a C++ compiler, and this host has none: install"
                 " g++, or choose --compile no"
             ) from None
-
-
-class DropPath(nn.Module):
-    """Drops a residual branch of some samples in training (stochastic depth, arXiv 1603.09382), and scales
-    the others: [B, ...] -> [B, ...].
-
-    timm's DropPath has its rate as a Python number, which torch.compile makes a constant of the graph: blocks
-    that differ in nothing else would each need their own. Here the rate is data.
-    """
-
-    UNITS = 2**24  # of which float32 holds every number
-    keep: Tensor
-
-    def __init__(self, rate: float):
-        super().__init__()
-        # An integer, as ZeRO rounds a model's floating-point buffers to bf16.
-        self.register_buffer("keep", torch.tensor(round((1 - rate) * self.UNITS)), persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.training:
-            return x
-        keep = self.keep / self.UNITS
-        kept = torch.rand((x.shape[0],) + (1,) * (x.ndim - 1), device=x.device) < keep
-        return x * (kept / keep).to(x.dtype)
-
-
-def share_graphs(model: nn.Module) -> None:
-    """Replaces timm's DropPath in the model."""
-    import timm.layers
-
-    for module in list(model.modules()):
-        for name, child in module.named_children():
-            if isinstance(child, timm.layers.DropPath):
-                module.add_module(name, DropPath(child.drop_prob))

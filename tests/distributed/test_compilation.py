@@ -15,13 +15,12 @@ from torch._dynamo.utils import counters
 from common.distributed.accelerator import prepare
 from common.distributed.blocks import (
     Compilation,
-    DropPath,
     blocks_of,
     checkpoint_activations,
     chosen_compilation,
     compile_blocks,
-    share_graphs,
 )
+from common.timm_models import DropPath, share_graphs
 from tests.conftest import VIT, Job, accelerate, rows_of
 from train_cnn_b import ResNet18
 

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import timm
 import torch
 from PIL import Image
+from safetensors.torch import load_file
 
 import predict
 from common.augment import to_float
@@ -18,6 +20,7 @@ from common.data.decode import central_crop
 from common.data.images import open_images
 from common.data.workers import Pictures, Preprocessing, picture_batches
 from tests.conftest import CNN, ROOT, Job, full, python, result, run, torchrun
+from tools.inference.inference import keep_features
 
 COUNT = 360  # all held-out digits
 
@@ -54,6 +57,7 @@ def test_each_picture_once_as_validate_predicts_it(launcher, trained, pictures, 
     """On one and two processes; a file that is no image ends nothing."""
     words = ["predict.py", trained, pictures / "even", f"{pictures}/odd/**/*.png", pictures / "broken.png"]
     words += ["--mixed_precision", "no", "--per_device_batch_size", 50, "--top", 3]
+    words += ["--embeddings", tmp_path / "features.npy", "--embeddings_2d"]
     output = run([*launcher, *words, "--output_dir", tmp_path])
     assert f"{COUNT} pictures predicted, 1 left out" in output
     assert "broken.png is left out: " in output
@@ -70,8 +74,28 @@ def test_each_picture_once_as_validate_predicts_it(launcher, trained, pictures, 
             assert row["probabilities"][0] == pytest.approx(image["probability"], abs=1e-5)
     table = list(csv.DictReader((tmp_path / "predictions.csv").open()))
     assert [row["file"] for row in table if row["class_1"]] == [row["file"] for row in rows.values()]
-    with Image.open(tmp_path / "sheet.png") as sheet:
-        assert min(sheet.size) > 300
+    for name in ("sheet.png", "features.png"):
+        with Image.open(tmp_path / name) as picture:
+            assert min(picture.size) > 300
+    good = [row | {"id": str(k)} for k, row in enumerate(table) if row["class_1"]]
+    named = list(csv.DictReader((tmp_path / "features.csv").open()))
+    assert [tuple(n.values()) for n in named] == [(row["id"], row["file"], row["class_1"]) for row in good]
+    head = load_file(
+        trained / "checkpoints" / f"step_{result(trained)['best_step']:08d}" / "model.safetensors"
+    )
+    logits = np.load(tmp_path / "features.npy") @ head["head.weight"].numpy().T + head["head.bias"].numpy()
+    surest = torch.from_numpy(logits).softmax(1).amax(1).tolist()
+    assert surest == pytest.approx([float(row["probability_1"]) for row in good], abs=1e-5)
+
+
+@pytest.mark.parametrize("name", ["test_vit", "test_convnext", "test_efficientnet"])
+def test_embeddings_are_timms_features_before_the_head(name):
+    model, images = timm.create_model(name).eval(), torch.randn(2, 3, 160, 160)
+    kept = keep_features(model)
+    with torch.no_grad():
+        model(images)
+        wanted = model.forward_head(model.forward_features(images), pre_logits=True)
+    assert torch.equal(torch.from_numpy(kept[0]), wanted)
 
 
 def test_a_larger_picture_is_cropped_as_in_evaluations(tmp_path):

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
-from torch import Tensor
+from torch import Tensor, nn
 
 from common.checkpoint.weights import TrainedModel, find
 from common.data.splits import Split
@@ -73,6 +73,19 @@ def pixels_of(split: Split, ids: np.ndarray, recipe: ImageRecipe) -> Tensor:
     size, seed = recipe.image_size, recipe.seed
     batches = split.batches([(0, ids)], device="cpu", train=False, size=size, seed=seed, workers=0)
     return next(iter(batches)).images
+
+
+def keep_features(model: Any) -> list[np.ndarray]:
+    """The list to which each forward adds its features, float32 [B, features]: what the head gets.
+
+    The head is the classifier of a model of timm, of two the first; of others the last linear layer.
+    """
+    linear = [layer for layer in model.modules() if isinstance(layer, nn.Linear)]
+    head = model.get_classifier() if hasattr(model, "get_classifier") else linear[-1]
+    kept: list[np.ndarray] = []
+    head = head[0] if isinstance(head, tuple) else head
+    head.register_forward_pre_hook(lambda _, given: kept.append(given[0].flatten(1).float().cpu().numpy()))
+    return kept
 
 
 def own_words(words: list[str]) -> list[str]:

@@ -1,0 +1,140 @@
+"""What each model of timm takes, and what it is made of: its options, image sizes, blocks and head.
+
+Nothing here is a list of models: timm's own structure says it, so models that timm adds work, too.
+"""
+
+import functools
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from common.system.env import rank
+
+TRIED = 8  # sizes, nearest to one that the model can't take
+
+
+@functools.cache  # telemetry builds the model once more, beside the training
+def fitting(name: str, size: int, **options: Any) -> dict[str, Any]:
+    """The options by which timm builds the model for square images of this size: those that it has.
+
+    ValueError for a patch size or depth that it does not have; for a size that it can't take, with those near
+    it that it can. If it has no drop path or dropout, a line says so.
+    """
+    import timm
+
+    taken, is_possible = _tried(name, size, options)
+    for option in options.keys() - taken.keys():
+        if option in ("patch_size", "depth"):
+            raise ValueError(f"--{option}: --model {name} has none: leave it out")
+        if options[option] and rank() == 0:
+            print(f"{name} has no {option}, and trains without it", flush=True)
+    if not is_possible:
+        config: Any = timm.get_pretrained_cfg(name)
+        own = config.input_size[-1]
+        near = sorted(range(32, 2 * max(size, own), 32), key=lambda n: (abs(n - size), n))[:TRIED]
+        sizes = [str(n) for n in sorted({own, *near}) if _tried(name, n, options)[1]]
+        if sizes:  # else it is for the user's other options that timm can't build it, and says why
+            raise ValueError(f"--image_size {size}: {name} can't take it: choose {', '.join(sizes)}")
+    return taken
+
+
+def _tried(name: str, size: int, options: dict[str, Any]) -> tuple[dict[str, Any], bool]:
+    """The options that the model has, and whether it can compute images of this size.
+
+    On the meta device, where that needs neither memory nor much time, and draws no random number.
+    """
+    import timm
+
+    options = {"img_size": size, **options}
+    with torch.device("meta"), torch.no_grad():
+        while True:
+            try:
+                timm.create_model(name, **options).eval()(torch.zeros(1, 3, size, size))
+                return options, True
+            except Exception as error:  # of any kind: each model has its own
+                text = str(error)
+            unknown = [option for option in options if f"'{option}'" in text and "unexpected keyword" in text]
+            if not unknown:
+                return options, False
+            options.pop(unknown[0])
+
+
+def block_classes(model: Any) -> tuple[str, ...]:
+    """The classes of the model's blocks, sorted: its `_no_split_modules`, else what `group_matcher` gives an
+    index of its own, else what is in its `stages` or `blocks`. () if it has none of these.
+
+    Of a stage with `blocks` these count, and of torch's containers their content. Single layers do not, nor
+    what blocks are made of. Blocks that share parameters are none: FSDP can't gather them one by one.
+    """
+    if named := getattr(model, "_no_split_modules", None):
+        return tuple(sorted(named))
+    matcher = model.group_matcher(coarse=False) if hasattr(model, "group_matcher") else None
+    if isinstance(matcher, dict):
+        parts = [part for name, part in matcher.items() if part and not name.startswith("stem")]
+        pairs = [pair for part in parts for pair in ([(part, None)] if isinstance(part, str) else part)]
+        patterns = [pattern for pattern, suffix in pairs if suffix is None]  # a suffix: it belongs to another
+        modules = dict(model.named_modules())
+        found = [modules[n] for n in modules if any(re.fullmatch(p, n) for p in patterns)]
+    else:
+        found = list(getattr(model, "stages", getattr(model, "blocks", nn.Sequential())).children())
+    blocks = [block for module in found for block in _blocks_in(module)]
+    parameters = [id(parameter) for block in blocks for parameter in block.parameters()]
+    if len(set(parameters)) < len(parameters):
+        return ()
+    kinds = {type(block) for block in blocks}
+    parts_of_blocks = {type(part) for block in blocks for part in block.modules() if part is not block}
+    return tuple(sorted(kind.__name__ for kind in kinds - parts_of_blocks or kinds))
+
+
+def _blocks_in(module: nn.Module) -> Iterator[nn.Module]:
+    inner = getattr(module, "blocks", None)
+    if isinstance(inner, nn.Module) or type(module).__module__.startswith("torch."):
+        for child in (inner if isinstance(inner, nn.Module) else module).children():
+            yield from _blocks_in(child)
+    elif next(module.children(), None):
+        yield module
+
+
+def head_names(name: str) -> tuple[str, ...]:
+    """The names of the layers that compute the logits: one, or two in DeiT's distilled models."""
+    import timm
+
+    names = getattr(timm.get_pretrained_cfg(name), "classifier", None) or "head"
+    return (names,) if isinstance(names, str) else tuple(names)
+
+
+class DropPath(nn.Module):
+    """Drops a residual branch of some samples in training (stochastic depth, arXiv 1603.09382), and scales
+    the others: [B, ...] -> [B, ...].
+
+    timm's DropPath has its rate as a Python number, which torch.compile makes a constant of the graph: blocks
+    that differ in nothing else would each need their own. Here the rate is data.
+    """
+
+    UNITS = 2**24  # of which float32 holds every number
+    keep: Tensor
+
+    def __init__(self, rate: float):
+        super().__init__()
+        # An integer, as ZeRO rounds a model's floating-point buffers to bf16.
+        self.register_buffer("keep", torch.tensor(round((1 - rate) * self.UNITS)), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return x
+        keep = self.keep / self.UNITS
+        kept = torch.rand((x.shape[0],) + (1,) * (x.ndim - 1), device=x.device) < keep
+        return x * (kept / keep).to(x.dtype)
+
+
+def share_graphs(model: nn.Module) -> None:
+    """Replaces timm's DropPath in the model."""
+    import timm.layers
+
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if isinstance(child, timm.layers.DropPath):
+                module.add_module(name, DropPath(child.drop_prob))
