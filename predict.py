@@ -11,9 +11,9 @@ picture is predicted once.
 
 The folder (--output_dir, else predictions/<run>) gets predictions.csv and predictions.jsonl, with the most
 likely classes of each picture and their probabilities, and sheet.png with the first pictures. A file that is
-no image is listed with the reason, and does not end the command. --embeddings FILE.npy gets the features of
-each picture before the model's head, float32 [pictures, features], and FILE.csv the id of each row, which is
-the picture's line in predictions.jsonl, from 0. --embeddings_2d draws them in FILE.png, too (t-SNE).
+no image is listed with the reason, and does not end the command. --embeddings FILE.npy gets a row for each
+picture: its `id`, which is its file, and `features`, float32, as they are before the model's head.
+--embeddings_2d draws them in FILE.png, too (t-SNE).
 """
 
 import csv
@@ -149,43 +149,36 @@ def write(folder: Path, rows: list[Row], trained: TrainedModel) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps({**row, "file": printable(row["file"])}, allow_nan=False) for row in rows]
     write_text(folder / "predictions.jsonl", "\n".join(lines) + "\n")
-    top = max((len(row.get("classes", ())) for row in rows), default=0)
+    table, top = io.StringIO(), max((len(row.get("classes", ())) for row in rows), default=0)
+    writer = csv.writer(table, lineterminator="\n")
     columns = [f"{what}_{k}" for k in range(1, top + 1) for what in ("class", "probability")]
-    table: list[list[Any]] = [["file", *columns, "error"]]
+    writer.writerow(["file", *columns, "error"])
     for row in rows:
         pairs = zip(row.get("classes", ()), row.get("probabilities", ()), strict=True)
         cells = [cell for name, value in pairs for cell in (name, f"{value:.6f}")]
-        table.append([row["file"], *(cells or [""] * 2 * top), row.get("error", "")])
-    write_table(folder / "predictions.csv", table)
+        line = map(printable, (row["file"], *(cells or [""] * 2 * top), row.get("error", "")))
+        writer.writerow([f"'{cell}" if cell.startswith(FORMULA) else cell for cell in line])
+    write_text(folder / "predictions.csv", table.getvalue())
     if good := [row for row in rows if "classes" in row][:SHEET]:
         draw(folder / "sheet.png", good, trained)
 
 
-def write_table(file: Path, lines: list[list[Any]]) -> None:
-    """Writes a CSV file, in which no cell is a formula."""
-    table = io.StringIO()
-    writer = csv.writer(table, lineterminator="\n")
-    for line in lines:
-        cells = [printable(str(cell)) for cell in line]
-        writer.writerow([f"'{cell}" if cell.startswith(FORMULA) else cell for cell in cells])
-    write_text(file, table.getvalue())
-
-
 def write_embeddings(file: Path, rows: list[Row], is_drawn: bool) -> None:
-    """Takes the features out of the rows. Writes FILE.npy, FILE.csv and, if it is to be drawn, FILE.png."""
-    good = [(i, row) for i, row in enumerate(rows) if "features" in row]
-    features = np.array([row.pop("features") for _, row in good], np.float32)
+    """Takes the features out of the rows. Writes FILE.npy and, if it is to be drawn, FILE.png."""
+    good = [row for row in rows if "features" in row]
+    features = np.array([row.pop("features") for row in good], np.float32)  # [n, features]
+    files = np.array([printable(row["file"]) for row in good], str)
+    table = np.empty(len(good), [("id", files.dtype), ("features", np.float32, features.shape[1:])])
+    table["id"], table["features"] = files, features
     file.parent.mkdir(parents=True, exist_ok=True)
-    np.save(file, features)
-    lines = [[i, row["file"], row["classes"][0]] for i, row in good]
-    write_table(file.with_suffix(".csv"), [["id", "file", "class"], *lines])
+    np.save(file, table)
     if is_drawn and len(good) > 2:
         from sklearn.manifold import TSNE
 
         from common.run import plots
 
         points = TSNE(perplexity=min(30, len(good) / 4), random_state=0).fit_transform(features)  # [n, 2]
-        names = np.array([name for *_, name in lines])
+        names = np.array([row["classes"][0] for row in good])
         clouds = {name: points[names == name].T for name in sorted(set(names))}
         panel = plots.Panel("t-SNE 1", "t-SNE 2", clouds, is_cloud=True)
         plots.panels(file.with_suffix(".png"), [[panel]], f"{len(good):,} pictures by predicted class")

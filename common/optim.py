@@ -44,24 +44,18 @@ class EMA:
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Gives the model the averaged weights within the context. Collective, also at its end."""
-        with exchanged(self.averages, self.layout.local):
+        _exchange(self.averages, self.layout.local)
+        try:
             self.layout.sync()
             yield
+        finally:
+            _exchange(self.averages, self.layout.local)
         self.layout.sync()
-
-
-@contextmanager
-def exchanged(ours: list[Tensor], theirs: list[Tensor]) -> Iterator[None]:
-    """Exchanges the contents of two lists of tensors, and exchanges them back at the end."""
-    _exchange(ours, theirs)
-    try:
-        yield
-    finally:
-        _exchange(ours, theirs)
 
 
 @torch.no_grad()
 def _exchange(ours: list[Tensor], theirs: list[Tensor]) -> None:
+    """Exchanges the contents of two lists of tensors."""
     for a, b in zip(ours, theirs, strict=True):
         if not a.numel():
             continue

@@ -67,8 +67,10 @@ def block_classes(model: Any) -> tuple[str, ...]:
     index of its own, else what is in its `stages` or `blocks`. () if it has none of these.
 
     Of a stage with `blocks` these count, and of torch's containers their content. Single layers do not, nor
-    what blocks are made of. Blocks that share parameters are none: FSDP can't gather them one by one.
+    what blocks are made of. ValueError for a model whose layers share parameters: timm can't save it either.
     """
+    if len([*model.named_parameters(remove_duplicate=False)]) > len([*model.parameters()]):
+        raise ValueError(f"{type(model).__name__}'s layers share parameters: choose another --model")
     if named := getattr(model, "_no_split_modules", None):
         return tuple(sorted(named))
     matcher = model.group_matcher(coarse=False) if hasattr(model, "group_matcher") else None
@@ -81,9 +83,6 @@ def block_classes(model: Any) -> tuple[str, ...]:
     else:
         found = list(getattr(model, "stages", getattr(model, "blocks", nn.Sequential())).children())
     blocks = [block for module in found for block in _blocks_in(module)]
-    parameters = [id(parameter) for block in blocks for parameter in block.parameters()]
-    if len(set(parameters)) < len(parameters):
-        return ()
     kinds = {type(block) for block in blocks}
     parts_of_blocks = {type(part) for block in blocks for part in block.modules() if part is not block}
     return tuple(sorted(kind.__name__ for kind in kinds - parts_of_blocks or kinds))

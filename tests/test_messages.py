@@ -60,6 +60,7 @@ MISTAKES: dict[str, Callable[[], object]] = {
     ),
     "no such model": lambda: build_model(Vit(model="vit_nothing"), 10),
     "no patches": lambda: build_model(Vit(model="resnet18", patch_size=4), 10),
+    "shared parameters": lambda: build_model(Vit(model="coat_lite_tiny", image_size=32), 10),
     "no such size": lambda: build_model(Vit(model="test_maxvit", image_size=40), 10),
 }
 MESSAGES = yaml.safe_load(Path(__file__).with_name("messages.yaml").read_text())

@@ -77,15 +77,14 @@ def test_each_picture_once_as_validate_predicts_it(launcher, trained, pictures, 
     for name in ("sheet.png", "features.png"):
         with Image.open(tmp_path / name) as picture:
             assert min(picture.size) > 300
-    good = [row | {"id": str(k)} for k, row in enumerate(table) if row["class_1"]]
-    named = list(csv.DictReader((tmp_path / "features.csv").open()))
-    assert [tuple(n.values()) for n in named] == [(row["id"], row["file"], row["class_1"]) for row in good]
+    found = np.load(tmp_path / "features.npy")
+    assert found["id"].tolist() == [row["file"] for row in rows.values()]
     head = load_file(
         trained / "checkpoints" / f"step_{result(trained)['best_step']:08d}" / "model.safetensors"
     )
-    logits = np.load(tmp_path / "features.npy") @ head["head.weight"].numpy().T + head["head.bias"].numpy()
-    surest = torch.from_numpy(logits).softmax(1).amax(1).tolist()
-    assert surest == pytest.approx([float(row["probability_1"]) for row in good], abs=1e-5)
+    logits = torch.from_numpy(found["features"].copy()) @ head["head.weight"].T + head["head.bias"]
+    surest = [row["probabilities"][0] for row in rows.values()]
+    assert logits.softmax(1).amax(1).tolist() == pytest.approx(surest, abs=1e-5)
 
 
 @pytest.mark.parametrize("name", ["test_vit", "test_convnext", "test_efficientnet"])
