@@ -134,9 +134,7 @@ def test_another_optimizer_is_refused_or_starts_afresh(tmp_path, project_copy):
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("strategy", "old", "new", "message"),
-    rows_of("refused optimizers"),
-    ids=["fsdp", "ddp"],
+    ("strategy", "old", "new", "message"), rows_of("refused optimizers"), ids=["fsdp", "ddp"]
 )
 def test_a_refusal_is_one_line(strategy, old, new, message, project_copy, tmp_path):
     mutate(project_copy, "train_hello.py", old, new)

@@ -227,10 +227,7 @@ def test_streams_belong_to_processes(images):
     assert sum(len(set(shard_of[part].tolist())) for part in parts) <= 6 + 3
 
 
-@pytest.mark.parametrize(
-    ("batch", "streams", "message"),
-    rows_of("streams"),
-)
+@pytest.mark.parametrize(("batch", "streams", "message"), rows_of("streams"))
 def test_streams_that_do_not_divide_are_refused(shards, images, batch, streams, message, tmp_path):
     train = open_images(prepare_data(str(shards), tmp_path), replace(RECIPE, streams=streams)).train
     with pytest.raises(ValueError, match=message):

@@ -94,10 +94,7 @@ def test_blocks_are_the_outermost_modules_of_the_named_classes_or_the_whole_mode
 
 
 @pytest.mark.needs("g++")
-@pytest.mark.parametrize(
-    ("flag", "answers", "wanted"),
-    rows_of("compile"),
-)
+@pytest.mark.parametrize(("flag", "answers", "wanted"), rows_of("compile"))
 def test_the_flag_counts_before_the_launchers_answer(flag, answers, wanted, monkeypatch):
     for name, value in answers.items():
         monkeypatch.setenv(f"ACCELERATE_DYNAMO_{name}", value)

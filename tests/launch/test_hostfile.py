@@ -26,30 +26,21 @@ def test_it_is_read_as_deepspeed_reads_it(hostfile):
     assert [host.name for host in read_hostfile(hostfile(GOOD))] == list(theirs)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    rows_of("hostfile mistakes"),
-)
+@pytest.mark.parametrize(("text", "message"), rows_of("hostfile mistakes"))
 def test_a_mistake_is_refused_with_its_line(text, message, hostfile):
     with pytest.raises(ValueError, match="hostfile") as error:
         read_hostfile(Path("nothing/hostfile") if text is None else hostfile(text))
     assert message in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("include", "exclude"),
-    rows_of("hostfile filters"),
-)
+@pytest.mark.parametrize(("include", "exclude"), rows_of("hostfile filters"))
 def test_filters_are_deepspeeds(include, exclude, hostfile):
     theirs = parse_inclusion_exclusion(_parse_hostfile(GOOD.splitlines()), include, exclude)
     ours = select(read_hostfile(hostfile(GOOD)), include, exclude)
     assert [(host.name, list(host.devices)) for host in ours] == [(n, list(d)) for n, d in theirs.items()]
 
 
-@pytest.mark.parametrize(
-    ("include", "exclude", "message"),
-    rows_of("hostfile wrong filters"),
-)
+@pytest.mark.parametrize(("include", "exclude", "message"), rows_of("hostfile wrong filters"))
 def test_a_wrong_filter_is_refused(include, exclude, message, hostfile):
     with pytest.raises(ValueError, match="clude") as error:
         select(read_hostfile(hostfile(GOOD)), include, exclude)

@@ -70,10 +70,7 @@ def test_a_price_alone_gives_a_cost_without_a_plan(tmp_path):
     assert "Plan and cost" not in page(RunRecord(tmp_path / "run"), "x", [])
 
 
-@pytest.mark.parametrize(
-    ("plan", "price", "facts", "prices"),
-    rows_of("prices of a cluster"),
-)
+@pytest.mark.parametrize(("plan", "price", "facts", "prices"), rows_of("prices of a cluster"))
 def test_a_price_is_that_of_its_own_cluster(plan, price, facts, prices, tmp_path):
     """The plan's price per hour counts for a run on as many hosts and devices, and the other way."""
     run = record(tmp_path / "run", plan=plan, price=price, **facts)
@@ -171,10 +168,7 @@ def test_a_plan_that_is_none_is_refused(content, said, tmp_path):
         plan_of(file, run)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "sharding", "name"),
-    rows_of("strategies of a plan"),
-)
+@pytest.mark.parametrize(("strategy", "sharding", "name"), rows_of("strategies of a plan"))
 def test_the_names_of_running_strategies_in_a_plan(strategy, sharding, name):
     assert planned_strategy(strategy, sharding) == name
 

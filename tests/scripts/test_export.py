@@ -178,10 +178,7 @@ def test_an_ema_of_a_model_with_batch_norm(strategy, tmp_path, cache):
         assert [by_class[str(k)] for k in range(10)] == pytest.approx(expected.tolist(), abs=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("data", "shown"),
-    rows_of("data on a card"),
-)
+@pytest.mark.parametrize(("data", "shown"), rows_of("data on a card"))
 def test_the_card_has_no_private_path(data, shown):
     recipe = train_cnn_a.CnnA(data=data)
     weights = "/home/alice/ward 7/step_00000009/model.safetensors"
@@ -248,10 +245,7 @@ def test_a_model_that_comes_back_differently_is_no_export(runs, tmp_path, cache,
     assert list((tmp_path / "new").iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    rows_of("refused exports"),
-)
+@pytest.mark.parametrize(("words", "said"), rows_of("refused exports"))
 def test_what_is_refused(words, said, runs, tmp_path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()

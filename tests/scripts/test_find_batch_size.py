@@ -128,19 +128,13 @@ def test_a_hanging_launch_leaves_no_process(tmp_path, monkeypatch):
     assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
-@pytest.mark.parametrize(
-    ("code", "is_out_of_memory"),
-    rows_of("out of memory"),
-)
+@pytest.mark.parametrize(("code", "is_out_of_memory"), rows_of("out of memory"))
 def test_what_counts_as_out_of_memory(code, is_out_of_memory):
     ended = launch([sys.executable, "-c", code], limit_gib=0.5, timeout_s=60)
     assert ended.is_out_of_memory == is_out_of_memory, ended.output
 
 
-@pytest.mark.parametrize(
-    ("said", "is_out_of_memory"),
-    rows_of("out of memory on a GPU"),
-)
+@pytest.mark.parametrize(("said", "is_out_of_memory"), rows_of("out of memory on a GPU"))
 def test_a_gpus_out_of_memory_is_known_without_a_limit_or_a_look(said, is_out_of_memory, monkeypatch):
     """Simulated: the process prints what the libraries say on a GPU."""
     monkeypatch.setattr(batch_search, "_largest_data_gib", lambda *_: pytest.fail("it looked at processes"))

@@ -11,8 +11,7 @@ from tests.conftest import STRATEGIES, full, metrics, python, result, run, torch
 
 
 @pytest.mark.parametrize(
-    ("launcher", "processes"),
-    [(python(), 1), full(torchrun(3), 3), full(STRATEGIES["zero3"], 2)],
+    ("launcher", "processes"), [(python(), 1), full(torchrun(3), 3), full(STRATEGIES["zero3"], 2)]
 )
 def test_it_learns_the_curve(launcher, processes, tmp_path):
     words = ["train_hello.py", "--batch_size", 16 * processes, "--hidden_size", 48, "--data_size", 2000]

@@ -292,10 +292,7 @@ def test_s3_continues_after_a_kill(lost, ilsvrc, shards, s3_proxy, tmp_path, mon
 # --- Wrong input
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    rows_of("prep_imagenet.py wrong flags"),
-)
+@pytest.mark.parametrize(("words", "message"), rows_of("prep_imagenet.py wrong flags"))
 def test_wrong_flags(words, message, tmp_path):
     output = fails("--data", tmp_path, "--out", tmp_path / "out", *words, status=2)
     assert message in output
@@ -429,10 +426,7 @@ def test_an_image_that_can_not_be_resized_is_named(content, reason, ilsvrc, tmp_
     assert not (tmp_path / "out" / "manifest.json").exists()
 
 
-@pytest.mark.parametrize(
-    ("path", "message"),
-    rows_of("refused files of a folder"),
-)
+@pytest.mark.parametrize(("path", "message"), rows_of("refused files of a folder"))
 def test_files_of_a_folder_that_are_refused(path, message, ilsvrc, tmp_path):
     """Other files are skipped."""
     image = next(iter(ilsvrc.val.values()))

@@ -275,10 +275,7 @@ def test_probe_gives_up_early(store, proxy, monkeypatch):
     assert proxy.faults["black_hole"] == 1
 
 
-@pytest.mark.parametrize(
-    ("status", "code", "method", "remedy"),
-    rows_of("refusals of a store"),
-)
+@pytest.mark.parametrize(("status", "code", "method", "remedy"), rows_of("refusals of a store"))
 def test_probe_says_what_is_refused(store, proxy, status, code, method, remedy):
     proxy.fail(status, code, times=None, method=method)
     with pytest.raises(StoreError, match=remedy):

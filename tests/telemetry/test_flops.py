@@ -42,10 +42,7 @@ def test_every_device_has_a_source():
         assert 8 <= device.memory_gb < 200, device.name
 
 
-@pytest.mark.parametrize(
-    ("name", "precision", "expected"),
-    rows_of("peaks of devices"),
-)
+@pytest.mark.parametrize(("name", "precision", "expected"), rows_of("peaks of devices"))
 def test_peaks(name, precision, expected):
     assert peak_flops(name, precision) == expected
 
