@@ -64,8 +64,7 @@ NOT_VERIFIED = (
 
 
 def main() -> int:
-    flags = parse(sys.argv[1:])
-    run = Run(flags)
+    run = Run(parse(sys.argv[1:]))
     found = replay.contradictions(run.record, run.kept)
     for finding in found:
         print(finding, flush=True)

@@ -13,17 +13,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from common.checkpoint.format import (
-    INDEX_FILE,
-    JSON_LIMIT_BYTES,
-    MANIFEST_FILE,
-    Damaged,
-    check_manifest,
-    step_name,
-    step_of,
-    steps_in,
-    to_keep,
-)
+from common.checkpoint import format as checkpoints
+from common.checkpoint.format import JSON_LIMIT_BYTES, MANIFEST_FILE, Damaged, step_name, step_of, steps_in
 from common.system.files import discard, own_files, sha256_of, sync, write_bytes
 from common.system.s3 import ObjectStore, StoreError, WrongSize
 from common.system.threads import Heartbeat, lower_priority
@@ -127,9 +118,9 @@ class Mirror:
                 there.add(wanted)
         index = {"latest": step_name(step)} | ({"best": step_name(best)} if best in there else {})
         self._check_owner()
-        self.store.write(f"checkpoints/{INDEX_FILE}", json.dumps(index).encode())
+        self.store.write(f"checkpoints/{checkpoints.INDEX_FILE}", json.dumps(index).encode())
         self._send_run_files(*RUN_FILES)
-        self._prune(to_keep({s for s in there if s <= step}, best, self.keep_every))
+        self._prune(checkpoints.to_keep({s for s in there if s <= step}, best, self.keep_every))
 
     def _send_checkpoint(self, step: int) -> None:
         local = self.folder / "checkpoints" / step_name(step)
@@ -206,7 +197,7 @@ def fetch(
     """
     remote, folder = f"checkpoints/{step_name(step)}", parent / step_name(step)
     content = store.read(f"{remote}/{MANIFEST_FILE}", JSON_LIMIT_BYTES) or b""
-    manifest = check_manifest(content, f"{store.url}/{remote}")
+    manifest = checkpoints.check_manifest(content, f"{store.url}/{remote}")
     part = parent / f".{folder.name}.part"
     discard(part)
     part.mkdir(parents=True)

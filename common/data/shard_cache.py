@@ -293,7 +293,9 @@ class ShardPrefetcher:
                     if self.stop.is_set():
                         return
                     for file in sorted(files):
-                        self._hold(file)
+                        if file not in self.held:
+                            self.held[file] = _Held(self.downloads.submit(self.cache.hold, file, self.stop))
+                        self.held[file].uses += 1
                     self.ahead.append((item, files))
                     self.changed.notify_all()
         except BaseException as error:
@@ -310,11 +312,6 @@ class ShardPrefetcher:
             return True
         together = sum(self.cache.shards[file].bytes for file in files | self.held.keys())
         return together <= self.budget_bytes and len(self.ahead) < AHEAD
-
-    def _hold(self, file: str) -> None:
-        if file not in self.held:
-            self.held[file] = _Held(self.downloads.submit(self.cache.hold, file, self.stop))
-        self.held[file].uses += 1
 
 
 def _stop_if_alone() -> None:

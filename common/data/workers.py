@@ -90,7 +90,9 @@ def decoded(
         for (images, broken, error), (epoch, ids) in zip(batches, items, strict=False):
             if error:
                 raise ValueError(error)
-            _note_skipped(broken)
+            for i in sorted(broken.keys() - _skipped):  # each is reported once
+                print(f"skipped: {printable(broken[i])}", file=sys.stderr, flush=True)
+            _skipped.update(broken)
             rows, shown = np.arange(len(ids)), labels[ids[_shown(ids, broken)]]
             if flip:
                 cropping = uniforms(seed, epoch, ids, 3), 0, True
@@ -105,13 +107,6 @@ _skipped: set[int] = set()  # sample ids
 def skipped() -> list[int]:
     """The sample ids of all images that this process skipped."""
     return sorted(_skipped)
-
-
-def _note_skipped(broken: dict[int, str]) -> None:
-    """Reports each broken image once. broken: their errors by sample id."""
-    for i in sorted(broken.keys() - _skipped):
-        print(f"skipped: {printable(broken[i])}", file=sys.stderr, flush=True)
-    _skipped.update(broken)
 
 
 def _while_workers_live(loader: Iterable[Crops]) -> Generator[Crops, None, None]:

@@ -40,9 +40,8 @@ class StepGraph:
         _check(accelerator)
         self.step, self.groups = step, optimizer.param_groups
         self.on_gpu = accelerator.device.type == "cuda"
-        kind = (
-            torch.float32 if self.on_gpu else torch.float64
-        )  # a fused optimizer's on a GPU; as exact as now
+        # A fused optimizer's on a GPU; else as exact as now
+        kind = torch.float32 if self.on_gpu else torch.float64
         self.rates = [torch.zeros((), dtype=kind, device=accelerator.device) for _ in self.groups]
         for group in self.groups if self.on_gpu else ():
             if "capturable" in group:

@@ -19,11 +19,6 @@ MOST_STEPS = 32
 UNKNOWN_US = 2**31 - 1
 
 
-def steps_between(step_s: float) -> int:
-    """Steps from one agreement on signals to the next, where a step takes step_s seconds."""
-    return 1 if step_s >= SHORT_STEP_S else min(MOST_STEPS, int(AGREEMENT_S / max(step_s, 1e-6)))
-
-
 class Exchange:
     """Messages over gloo, beside the training's collectives. All methods but problem() are collective, and so
     is the constructor.
@@ -61,8 +56,10 @@ class Exchange:
             self.step_us = min(int(mean_us), UNKNOWN_US)
         self.sent_at, self.sent_step = now, step
         self.listen()
+        step_s = max(self.slowest_us / 1e6, 1e-6)
         is_alone = self.poll.group is None  # then it costs nothing
-        self.next_step = step + (1 if is_alone else steps_between(self.slowest_us / 1e6))
+        few = min(MOST_STEPS, int(AGREEMENT_S / step_s))
+        self.next_step = step + (1 if is_alone or step_s >= SHORT_STEP_S else few)
 
     def listen(self) -> None:
         """Sends this process's signal or problem to the others, and receives theirs from the last call.

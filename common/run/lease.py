@@ -160,14 +160,14 @@ def _wait_for_end(store: Record, heartbeat: Callable[[], None], warn: Callable[[
     text = store.read()
     if text is None:
         return
-    theirs = _parsed(text)
+    theirs, (job, number) = _parsed(text), job_round()
     refusal = AlreadyOwned(
         f"{store.name} is in use by {_who(theirs)}. Stop that run, or choose another {store.flag}", theirs
     )
     if theirs.get("machine") == _machine():
         if _is_alive(theirs):
             raise refusal
-    elif not _is_of_earlier_round(theirs):
+    elif theirs.get("job") != job or theirs.get("round") not in range(number):
         warn(f"{store.name} is leased by {_who(theirs)}: waiting {WATCH_S} s for its next heartbeat")
         until = time.monotonic() + WATCH_S
         while time.monotonic() < until:
@@ -213,11 +213,6 @@ def _is_alive(record: dict[str, Any]) -> bool:
         return is_same and process.status() != psutil.STATUS_ZOMBIE
     except (psutil.NoSuchProcess, KeyError, TypeError, ValueError, OverflowError):
         return False
-
-
-def _is_of_earlier_round(record: dict[str, Any]) -> bool:
-    job, number = job_round()
-    return record.get("job") == job and record.get("round") in range(number)
 
 
 def _who(record: dict[str, Any]) -> str:

@@ -20,13 +20,8 @@ NAME = 28  # characters in a line of a class's name
 # image, width of a column, and the least width of the sheet, in inches
 CAPTION, TITLE_PER_IN = 22, 11
 LINE_IN, EDGE_IN, CELL_IN, MIN_SHEET_IN = 0.125, 1.25, 1.35, 4
-WIDE = (
-    "Noto Sans CJK SC",
-    "Noto Sans SC",
-    "WenQuanYi Zen Hei",
-    "Hiragino Sans GB",
-    "Noto Emoji",
-)  # if installed
+# Used where they are installed
+WIDE = ("Noto Sans CJK SC", "Noto Sans SC", "WenQuanYi Zen Hei", "Hiragino Sans GB", "Noto Emoji")
 POINTS = 500  # in a curve; longer curves are averaged
 
 

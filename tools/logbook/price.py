@@ -173,9 +173,8 @@ def price_per_hour(run: RunRecord, terms: Terms) -> float | None:
 
 
 def _is_same_cluster(run: RunRecord, terms: Terms) -> bool:
-    hosts = terms.plan.get("hosts", 0)
-    planned_for = hosts, hosts * terms.plan.get("gpus", 0)
-    return planned_for == (run.facts.get("hosts"), run.facts.get("processes"))
+    hosts, gpus = terms.plan.get("hosts", 0), terms.plan.get("gpus", 0)
+    return (hosts, hosts * gpus) == (run.facts.get("hosts"), run.facts.get("processes"))
 
 
 # --- In words
@@ -185,8 +184,7 @@ def difference(plan: float | None, ours: float | None) -> str | None:
     if not plan or not ours:
         return None
     ratio = ours / plan
-    is_factor = ratio >= FACTOR or ratio <= 1 / FACTOR
-    return f"x {amount(ratio)}" if is_factor else f"{100 * (ratio - 1):+.1f} %"
+    return f"{100 * (ratio - 1):+.1f} %" if 1 / FACTOR < ratio < FACTOR else f"x {amount(ratio)}"
 
 
 def share(run: RunRecord) -> str:

@@ -111,8 +111,7 @@ def measured_step_time(
     trace: Trace, cluster: Cluster, measured: Measured, shards: int = 1, accumulations: int = 1
 ) -> StepTime:
     """By a measured micro-batch. shards: ranks that share the optimizer's state."""
-    passes_s = accumulations * (measured.forward_s + measured.backward_s)
-    computing_s = passes_s + measured.optimizer_s / shards
+    computing_s = accumulations * (measured.forward_s + measured.backward_s) + measured.optimizer_s / shards
     # DDP and ZeRO-1 exchange behind the last backward pass only.
     hiding = 1 if trace.strategy in ("ddp", "zero1") else accumulations
     return _with_exchange(trace, cluster, accumulations, computing_s, hiding * measured.backward_s, COMPUTE)

@@ -282,8 +282,7 @@ class Planning:
         if self.precision != "bf16" and not self.recipe.mixed_precision:
             words += ["--mixed_precision", self.precision]
         rest = [f"  not {line.strategy}: {line.reason(best)}" for line in candidates if line is not best]
-        begin = f"\nRecommended: {best.strategy} ({why}):"
-        return "\n".join([begin, f"    {shlex.join(words)}", *rest])
+        return "\n".join([f"\nRecommended: {best.strategy} ({why}):", f"    {shlex.join(words)}", *rest])
 
 
 def config_file(strategy: str) -> str:

@@ -79,8 +79,7 @@ class WebDataset(Originals):
 
         Raises ValueError that names the sample: without an image or a class, or with two images.
         """
-        hash_name = "sha256" if self.store else None
-        with open_stream(tar.url, hash_name, self.store, headers=True) as stream:
+        with open_stream(tar.url, "sha256" if self.store else None, self.store, headers=True) as stream:
             rows = list(_rows(stream.archive))
             sha256 = stream.digest() if self.store else None
         if not rows:
