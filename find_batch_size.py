@@ -207,7 +207,6 @@ class Search:
             "log_every": 1,
             "resume": "never",
             "trackers": "none",
-            "model_folder": "",
             "s3": "",
         }
         return [f"--{name}={value}" for name, value in flags.items()]

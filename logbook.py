@@ -47,8 +47,7 @@ def main() -> int:
     if flags.make is write_html:
         print(f"{shortest(made[0].absolute())}: open it in a browser")
         return 0
-    index = write_index(flags.folder)
-    pages = [shortest(page.absolute()) for page in (index, *made)]
+    pages = [shortest(page.absolute()) for page in (write_index(flags.folder), *made)]
     print("\n".join(pages))
     print(python_command("-m", "rich.markdown", pages[-1]))  # shows the page on the terminal
     return 0

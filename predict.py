@@ -14,9 +14,7 @@ likely classes of each picture and their probabilities, and sheet.png with the f
 no image is listed with the reason, and does not end the command.
 """
 
-import csv
 import dataclasses
-import io
 import json
 import sys
 import time
@@ -39,14 +37,13 @@ from common.distributed.preemption import Preempted, wanted
 from common.distributed.process import run_process
 from common.recipe import parse, setting
 from common.script import normalisation
-from common.system.files import write_text
+from common.system.files import write_csv, write_text
 from common.system.text import plural, printable
 from tools.inference.inference import Inference, autocast, own_words
 
 WHOLE = ("digits", "cifar10", "synthetic")  # evaluated without a crop: --crop auto resizes whole pictures
 SHEET, EDGE = 32, 128  # pictures on sheet.png, and their edge in pixels
 PRINTED = 10
-FORMULA = ("=", "+", "-", "@")  # a cell that begins so is one for spreadsheets (OWASP, CSV Injection)
 
 Row = dict[str, Any]  # file, classes and probabilities, the most likely first; or file and error
 
@@ -136,16 +133,14 @@ def write(folder: Path, rows: list[Row], trained: TrainedModel) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps({**row, "file": printable(row["file"])}, allow_nan=False) for row in rows]
     write_text(folder / "predictions.jsonl", "\n".join(lines) + "\n")
-    table, top = io.StringIO(), max((len(row.get("classes", ())) for row in rows), default=0)
-    writer = csv.writer(table, lineterminator="\n")
+    top = max((len(row.get("classes", ())) for row in rows), default=0)
     columns = [f"{what}_{k}" for k in range(1, top + 1) for what in ("class", "probability")]
-    writer.writerow(["file", *columns, "error"])
+    table = [["file", *columns, "error"]]
     for row in rows:
         pairs = zip(row.get("classes", ()), row.get("probabilities", ()), strict=True)
         cells = [cell for name, value in pairs for cell in (name, f"{value:.6f}")]
-        line = map(printable, (row["file"], *(cells or [""] * 2 * top), row.get("error", "")))
-        writer.writerow([f"'{cell}" if cell.startswith(FORMULA) else cell for cell in line])
-    write_text(folder / "predictions.csv", table.getvalue())
+        table.append([row["file"], *(cells or [""] * 2 * top), row.get("error", "")])
+    write_csv(folder / "predictions.csv", table)
     if good := [row for row in rows if "classes" in row][:SHEET]:
         draw(folder / "sheet.png", good, trained)
 

@@ -46,6 +46,7 @@ class CnnA(ImageRecipe):
     weight_decay: float = flag(0.05, "on matrices and convolutions only", minimum=0)
     warmup: float = flag(0.1, "share of all steps in which the learning rate rises", minimum=0, maximum=1)
     label_smoothing: float = flag(0.0, "probability given to wrong classes in training", minimum=0, maximum=1)
+    class_weights: str = flag("none", choices=("none", "balanced"))
     clip_norm: float = flag(0.0, "maximum norm of the gradient; 0 is off", minimum=0)
     step_graph: bool = setting(False, "one GPU: the host launches each step at once, as one CUDA graph")
 
@@ -145,19 +146,20 @@ def main(recipe: CnnA, accelerator: Accelerator, batch: Batch) -> None:
         optimizer = build_optimizer(model, recipe)
         model, optimizer = prepare(accelerator, model, optimizer)
 
-        steps = Steps.of(images.train, batch, recipe)
-        steps = run.begin(model, optimizer, steps, data=images.identity)
+        steps = run.begin(model, optimizer, Steps.of(images.train, batch, recipe), data=images.identity)
         rank = accelerator.process_index
         plan = steps.plan(images.train, batch, rank, recipe.seed)
         measure = partial(
             evaluate, accelerator, model, recipe=recipe, batch=batch, mean=MEAN, std=STD, watcher=run
         )
+        weights = images.class_weights(recipe.class_weights, accelerator.device)
+        cross_entropy = nn.CrossEntropyLoss(weights, reduction="none", label_smoothing=recipe.label_smoothing)
         batches = run.feed(training_batches(images, plan, accelerator.device, recipe))
 
         def train(inputs: Tensor, labels: Tensor) -> Tensor:
             with accelerator.accumulate(model):
                 logits = model(inputs).float()
-                loss = F.cross_entropy(logits, labels, label_smoothing=recipe.label_smoothing)
+                loss = cross_entropy(logits, labels).mean()
                 accelerator.backward(loss)
                 if recipe.clip_norm and accelerator.sync_gradients:
                     accelerator.clip_grad_norm_(model.parameters(), recipe.clip_norm)

@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 import timm
 import torch
-import torch.nn.functional as F
 from accelerate import Accelerator
 from timm.data import resolve_model_data_config
 from timm.optim import param_groups_layer_decay
@@ -70,6 +69,7 @@ class Vit(ImageRecipe):
     randaug_magnitude: float = flag(10.0, "RandAugment: strength; 10 is strong", minimum=0, maximum=30)
     random_erasing: float = flag(0.0, "share of images in which a box is erased", minimum=0, maximum=1)
     label_smoothing: float = flag(0.1, "probability given to wrong classes in training", minimum=0, maximum=1)
+    class_weights: str = flag("none", choices=("none", "balanced"))
     weight_decay: float = flag(0.05, "AdamW's, on matrices only", minimum=0)
     layer_decay: float = flag(1.0, "a block's learning rate over the next's; 1 is off", minimum=0, maximum=1)
     warmup: float = flag(0.05, "share of all steps in which the learning rate rises", minimum=0, maximum=1)
@@ -189,6 +189,8 @@ def main(recipe: Vit, accelerator: Accelerator, batch: Batch) -> None:
         measure = partial(
             evaluate, accelerator, model, recipe=recipe, batch=batch, mean=mean, std=std, watcher=run
         )
+        weights = images.class_weights(recipe.class_weights, accelerator.device)
+        cross_entropy = nn.CrossEntropyLoss(weights, reduction="none", label_smoothing=recipe.label_smoothing)
         batches = run.feed(training_batches(images, plan, accelerator.device, recipe, (mean, std)))
         for step in range(steps.first, steps.last + 1):
             if run.should_evaluate(step):
@@ -211,7 +213,7 @@ def main(recipe: Vit, accelerator: Accelerator, batch: Batch) -> None:
                     inputs, labels = mix(inputs, labels)
                 with accelerator.accumulate(model):
                     logits = model(inputs).float()
-                    loss = F.cross_entropy(logits, labels, label_smoothing=recipe.label_smoothing)
+                    loss = cross_entropy(logits, labels).mean()
                     accelerator.backward(loss)
                     if recipe.clip_norm and accelerator.sync_gradients:
                         accelerator.clip_grad_norm_(model.parameters(), recipe.clip_norm)

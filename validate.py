@@ -13,7 +13,7 @@ it is unpickled. Its manifest names the script that trained it; flags of that sc
 Each process evaluates its share of the images with the whole model on its device: without training these
 models need no sharding, and the launcher's strategy changes no number. Only the main process reads the
 checkpoint and writes, so no shared folder is needed. It prints the metrics and writes report.json,
-confusion.png, and worst.png with the model's most confident mistakes.
+predictions.csv, confusion.png, and worst.png with the model's most confident mistakes.
 """
 
 import dataclasses
@@ -45,7 +45,7 @@ from common.evaluation import counted, evaluated_ids, predictions
 from common.flags import underscores
 from common.recipe import Batch, ImageRecipe, parse, recipe_part, setting
 from common.script import normalisation
-from common.system.files import sha256_of, write_text
+from common.system.files import sha256_of, write_csv, write_text
 from common.system.paths import ROOT
 from tools.inference.inference import Inference, autocast, own_words, pixels_of
 
@@ -55,7 +55,8 @@ PRINTED_CLASSES = 20  # the most for which all classes, and if it fits the confu
 WORST_CLASSES = 10  # printed if there are more classes
 NAME = 24  # printed characters of a class's name
 PER_CLASS = ("precision", "recall", "f1", "specificity", "support")
-FILES = ("worst.png", "confusion.png", "report.json")
+FILES = ("worst.png", "confusion.png", "predictions.csv", "report.json")
+COLUMNS = ("id", "label", "predicted", "probability")  # of an image, in predictions.csv and the report
 
 Rows = dict[str, np.ndarray]  # n images: id, label, predicted, loss, probability [n] each, top [n, k]
 
@@ -105,7 +106,8 @@ def main() -> None:
             shown = {"val": images.val_name, "test": images.test_name}.get(split_name, split_name)
             title = f"{script.__name__} on {Path(recipe.data).name}, {shown} split"
             worst = np.asarray([image["id"] for image in found["worst"]], dtype=np.int64)
-            write(folder, found, pixels_of(split, worst, recipe).numpy(), title)
+            rows["id"] = split.part.stored(rows["id"])
+            write(folder, found, rows, pixels_of(split, worst, recipe).numpy(), title)
             show(found, title)
             print(*(folder / name for name in FILES), sep="\n")
 
@@ -123,8 +125,7 @@ def parse_flags(words: list[str]) -> tuple[Validation, list[str]]:
     elif words and not words[0].startswith("-"):
         words[0] = f"--checkpoint={words[0]}"
     ours, scripts = ({field.name for field in dataclasses.fields(kind)} for kind in (Validation, ImageRecipe))
-    mine: list[str] = []
-    others: list[str] = []
+    mine, others = list[str](), list[str]()
     is_mine, is_others = False, True
     for word in words:
         if word.startswith("--"):  # values follow their flag
@@ -140,12 +141,12 @@ def for_its_data(
     accelerator: Accelerator, flags: Validation, trained: TrainedModel, words: list[str]
 ) -> TrainedModel:
     """The model, for other data without the run's --holdout, and with reports outside of the run's folder."""
-    recipe, given = trained.recipe, any(word.startswith("--holdout") for word in words)
+    recipe, given = trained.recipe, any(word.startswith(("--holdout", "--fold")) for word in words)
     if not flags.data or recipe is None or flags.data == recipe.get("data") or given:
         return trained
     if recipe.get("holdout"):
         advice = f"give it if these are {recipe.get('data')} in another place"
-        accelerator.print(f"without the training's --holdout {recipe['holdout']:g}: {advice}")
+        accelerator.print(f"without the training's --holdout {recipe['holdout']}: {advice}")
     reports = f"validation/{trained.run_name}/{Path(flags.data).name}"
     return dataclasses.replace(trained, recipe=recipe | {"holdout": None}, reports=reports)
 
@@ -259,7 +260,6 @@ def measure(rows: Rows, classes: int, scratch: Path) -> dict[str, Any]:
     by_class = classification.compute(**pairs, classes=classes)
     wrong = np.flatnonzero(rows["predicted"] != rows["label"])
     surest = wrong[np.argsort(-rows["probability"][wrong], kind="stable")][:WORST]
-    columns = ("id", "label", "predicted", "probability")
     return {
         "images": len(rows["id"]),
         "loss": float(rows["loss"].mean()),
@@ -268,7 +268,7 @@ def measure(rows: Rows, classes: int, scratch: Path) -> dict[str, Any]:
         **calibration.compute(**pairs, probabilities=rows["probability"], bins=BINS),
         "per_class": {name: by_class[name] for name in PER_CLASS},
         "confusion": by_class["confusion"],
-        "worst": [{name: rows[name][i].item() for name in columns} for i in surest],
+        "worst": [{name: rows[name][i].item() for name in COLUMNS} for i in surest],
     }
 
 
@@ -281,7 +281,7 @@ def load_metrics(names: list[str], scratch: Path) -> list[Any]:
     return [evaluate.load(str(METRICS / name), cache_dir=str(scratch), keep_in_memory=True) for name in names]
 
 
-def write(folder: Path, found: dict[str, Any], worst: np.ndarray, title: str) -> None:
+def write(folder: Path, found: dict[str, Any], rows: Rows, worst: np.ndarray, title: str) -> None:
     """Writes all FILES, each atomically. worst: uint8 [n, H, W, 3]."""
     from common.run import plots
 
@@ -292,10 +292,13 @@ def write(folder: Path, found: dict[str, Any], worst: np.ndarray, title: str) ->
     ]
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".half-", dir=folder) as part:
-        worst_png, confusion_png, report_json = (Path(part) / name for name in FILES)
+        worst_png, confusion_png, predictions_csv, report_json = (Path(part) / name for name in FILES)
         plots.image_sheet(worst_png, worst, captions, f"{title}: the surest mistakes")
         headline = f"{title}: top-1 {found['top1']:.4f}"
         plots.confusion_matrix(confusion_png, found["confusion"], classes, headline)
+        numbers = zip(*(rows[name].tolist() for name in COLUMNS), strict=True)
+        cells = ((i, classes[label], classes[guess], f"{p:.6f}") for i, label, guess, p in numbers)
+        write_csv(predictions_csv, [COLUMNS, *cells])
         # A key per line: indented, a confusion matrix of 1,000 classes would have a million lines.
         lines = [f'"{key}": {json.dumps(value)}' for key, value in found.items()]
         write_text(report_json, "{\n" + ",\n".join(lines) + "\n}\n")

@@ -22,6 +22,12 @@ SHOWN = 16  # sample predictions for plots/
 CONFUSED = 1000  # the most classes with a confusion matrix, whose size is their square
 
 
+def mean_of_classes(metric: str, images: np.ndarray, predicted: np.ndarray, right: np.ndarray) -> float:
+    """`balanced_accuracy` or `macro_f1`, as scikit-learn's, of the images by class: int64 [classes] each."""
+    both, right = (images, right) if metric == "balanced_accuracy" else (images + predicted, 2 * right)
+    return float((right[both > 0] / both[both > 0]).mean())
+
+
 @dataclass(frozen=True)
 class Predicted:
     """The v samples of one micro-batch that count, on this process's device; v may be 0."""
@@ -61,32 +67,38 @@ def evaluate(
     std: tuple[float, ...],
     watcher: Watcher,
 ) -> dict[str, float]:
-    """Mean cross-entropy and top-1 accuracy: {"loss", "accuracy", "images"}, the same on all processes.
+    """{"loss", "accuracy", "images"} and the metric of --best_by, the same on all processes.
 
     mean, std: of the pixels in [0, 1]. watcher: its show_progress() is called before each micro-batch, its
     keep() with the confusion matrix, int64 [classes, classes] with a row per true class (None for more than
     CONFUSED classes), and this process's share of SHOWN predictions, of the same images for any seed.
     Collective.
     """
-    totals = torch.zeros(3, device=accelerator.device, dtype=torch.float64)  # loss, correct, images
-    confusion, examples = None, []
-    shown = chosen_by_hash(len(split), min(SHOWN, counted(split, recipe)))
+    total = torch.zeros((), device=accelerator.device, dtype=torch.float64)  # of the losses
+    counts, confusion, examples = None, None, []
+    expected = counted(split, recipe)
+    shown = chosen_by_hash(len(split), min(SHOWN, expected))
     for part in predictions(accelerator, model, split, recipe, batch, mean, std, watcher.show_progress):
         classes, predicted = part.logits.shape[1], part.logits.argmax(1)
-        losses = F.cross_entropy(part.logits, part.labels, reduction="none")
-        correct = (predicted == part.labels).double().sum()
-        totals += torch.stack([exact_sum(losses), correct, torch.full_like(correct, len(part.ids))])
+        total += exact_sum(F.cross_entropy(part.logits, part.labels, reduction="none"))
+        is_class, is_predicted = (F.one_hot(ids, classes) for ids in (part.labels, predicted))
+        here = torch.stack([is_class, is_predicted, is_class * is_predicted]).sum(1)
+        counts = here if counts is None else counts + here
         if classes <= CONFUSED:
             if confusion is None:
-                confusion = torch.zeros(classes, classes, dtype=torch.int64, device=totals.device)
+                confusion = torch.zeros(classes, classes, dtype=torch.int64, device=total.device)
             confusion.view(-1).index_add_(0, part.labels * classes + predicted, torch.ones_like(predicted))
         if np.isin(part.ids, shown).any():
             examples.append(part.only(shown))
-    loss, correct, images = accelerator.reduce(totals, "sum").tolist()
-    expected = counted(split, recipe)
-    assert images == expected, f"counted {images:g} of {expected} images"
+    by_class = accelerator.reduce(counts, "sum").cpu().numpy()
+    images, _, right = by_class.sum(1).tolist()
+    assert images == expected, f"counted {images} of {expected} images"
     watcher.keep(accelerator.reduce(confusion, "sum") if confusion is not None else None, examples)
-    return {"loss": loss / images, "accuracy": correct / images, "images": int(images)}
+    loss = accelerator.reduce(total, "sum").item() / images
+    metrics = {"loss": loss, "accuracy": right / images, "images": images}
+    if recipe.best_by not in metrics:
+        metrics[recipe.best_by] = mean_of_classes(recipe.best_by, *by_class)
+    return metrics
 
 
 def counted(split: Split, recipe: ImageRecipe) -> int:

@@ -30,14 +30,16 @@ def flag(
     part_of_recipe: bool = True,
     per_script: bool = False,
     repeatable: bool = False,
+    also: tuple[str, str] = ("", ""),
 ) -> Any:
     """Declares a field of a recipe as a flag. part_of_recipe: a resumed run must have the same value.
 
     help: empty where flags.yaml has it, as it takes more than a line. per_script: each script's
     recipe declares its own default. repeatable: the flag of a tuple may be given several times, and all
-    values count; for other flags the last value counts.
+    values count; for other flags the last value counts. also: another name, and what its value means, as
+    ("model_folder", "{}/*").
     """
-    metadata = {"help": help, "choices": choices, "minimum": minimum, "maximum": maximum}
+    metadata = {"help": help, "choices": choices, "minimum": minimum, "maximum": maximum, "also": also}
     metadata |= {"part_of_recipe": part_of_recipe, "per_script": per_script, "repeatable": repeatable}
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -54,8 +56,8 @@ def _texts() -> dict[str, str]:
     return yaml.safe_load(Path(__file__).with_name("flags.yaml").read_text())
 
 
-def help_of(field: dataclasses.Field) -> str:
-    return field.metadata["help"] or _texts()[field.name]
+def help_of(field: dataclasses.Field, name: str = "") -> str:
+    return field.metadata["help"] or _texts()[name or field.name]
 
 
 class Parser(argparse.ArgumentParser):
@@ -103,6 +105,9 @@ def add_flag(parser: argparse.ArgumentParser, field: dataclasses.Field, unit: st
         action = "append" if field.metadata["repeatable"] else "store"
         names = [f"--{field.name}", *(["--learning_rate"] if field.name == "lr" else [])]
         parser.add_argument(*names, dest=field.name, metavar=metavar, help=help, action=action)
+        if name := field.metadata["also"][0]:
+            type, help = field.metadata["also"][1].format, help_of(field, name)
+            parser.add_argument(f"--{name}", dest=field.name, metavar="STR", type=type, help=help)
 
 
 def as_text(value: Any) -> str:
@@ -127,7 +132,12 @@ def _converted(field: dataclasses.Field, value: Any) -> Any:
         if isinstance(value, bool) or value in ("true", "false"):
             return value in (True, "true")
         raise ValueError
-    return _of_type(kind, value)
+    try:
+        return _of_type(kind, value)
+    except ValueError:
+        if str in typing.get_args(field.type) and isinstance(value, str):
+            return value  # of a `float | str`, as 2/5
+        raise
 
 
 def _of_type(kind: type, value: Any) -> Any:
@@ -163,7 +173,7 @@ def read_config(path: Path, fields: tuple[dataclasses.Field, ...]) -> dict[str, 
         raise ValueError(f"--config {path}: {error.strerror}") from None
     if not isinstance(content, dict):
         raise ValueError(f"--config {path}: expected `key: value` lines")
-    by_name = {field.name: field for field in fields}
+    by_name = {name: field for field in fields for name in (field.name, field.metadata["also"][0]) if name}
     values = {}
     for key, value in content.items():
         name = str(key).replace("-", "_")
@@ -173,7 +183,9 @@ def read_config(path: Path, fields: tuple[dataclasses.Field, ...]) -> dict[str, 
             raise ValueError(f"--config {path}: unknown key {key}" + (meant and f", {meant}"))
         if value is None and by_name[name].default is None:
             continue
-        values[name] = typed(by_name[name], value, f"--config {path}: {key}")
+        field = by_name[name]
+        value = value if name == field.name else field.metadata["also"][1].format(value)
+        values[field.name] = typed(field, value, f"--config {path}: {key}")
     return values
 
 

@@ -24,6 +24,7 @@ class Job:
     """Settings of the computation, which distributed.accelerator.start needs."""
 
     unit: typing.ClassVar[str] = "images"  # the word for samples in messages
+    best_by = "accuracy"  # where it is no flag
 
     batch_size: int = flag(256, "images per optimizer step over the whole job", minimum=1, per_script=True)
     per_device_batch_size: int | None = setting(None, minimum=1)
@@ -46,8 +47,7 @@ class Recipe(Job):
     seed: int = flag(0, minimum=0, maximum=2**32 - 1)
     max_steps: int | None = setting(None, minimum=1)
     patience: int | None = setting(None, minimum=1)
-    output_dir: str | None = setting(None, "the run's folder; unset: `runs/<script>/<name>`")
-    model_folder: str | None = setting(None)
+    output_dir: str | None = setting(None, also=("model_folder", "{}/*"))
     resume: str = setting("auto")
     allow_changed: tuple[str, ...] = setting(())
     checkpoint_every: str = setting("epoch")
@@ -62,8 +62,6 @@ class Recipe(Job):
     profile: int | None = setting(None, minimum=1)
 
     def __post_init__(self) -> None:
-        if self.output_dir and self.model_folder:
-            raise ValueError("--output_dir and --model_folder exclude one another: give one of them")
         if self.deterministic and self.grad_compression != "no":
             raise ValueError(
                 f"--grad_compression {self.grad_compression} rounds sums of gradients, and --deterministic"
@@ -91,9 +89,10 @@ class ImageRecipe(Recipe):
     data: str = flag("cifar10")
     image_column: str | None = flag(None)
     label_column: str | None = flag(None)
-    holdout: float | None = flag(None, minimum=0)
+    holdout: float | str | None = flag(None, minimum=0, also=("fold", "{}"))
     image_size: int = flag(32, minimum=1, per_script=True)
     max_val_images: int | None = flag(None, minimum=1)
+    best_by: str = flag("accuracy", choices=("accuracy", "balanced_accuracy", "macro_f1", "loss"))
     streams: int | None = flag(None, minimum=1)
     shuffle_window: int = flag(4096, minimum=1)
     on_bad_image: str = flag("fail", choices=("fail", "skip"))
@@ -104,7 +103,9 @@ class ImageRecipe(Recipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.holdout is not None and (self.holdout <= 0 or (self.holdout > 1 and self.holdout % 1)):
+        if isinstance(self.holdout, str):
+            parse_fold(self.holdout)
+        elif self.holdout is not None and (self.holdout <= 0 or (self.holdout > 1 and self.holdout % 1)):
             raise ValueError(
                 f"--holdout {self.holdout:g}: must be a share below 1, or a whole number of images"
             )
@@ -116,6 +117,14 @@ class ImageRecipe(Recipe):
         were_derived = isinstance(size, int) and recorded["streams"] == default_streams(size)
         are_derived = self.streams == default_streams(self.batch_size)
         return recorded | ({"streams": self.streams} if were_derived and are_derived else {})
+
+
+def parse_fold(text: str) -> tuple[int, int]:
+    """(2, 5) for "2/5". ValueError for what is no fold."""
+    number, folds = map(int, text.split("/")) if re.fullmatch("[0-9]{1,6}/[0-9]{1,6}", text) else (0, 0)
+    if not 0 < number <= folds > 1:
+        raise ValueError(f"--fold {text}: must be as 2/5, the second of five parts; --holdout takes numbers")
+    return number, folds
 
 
 GROUPS = {"ImageRecipe": "images", "Recipe": "run", "Job": "computation"}  # headings of --help

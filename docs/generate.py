@@ -37,6 +37,8 @@ def flag_table(recipe_class: type[Recipe], without: type[Recipe] | None = None) 
         default = "each script's own" if field.metadata["per_script"] else default
         allowed = f" ({', '.join(field.metadata['choices'])})" if field.metadata["choices"] else ""
         rows.append(f"| `--{field.name}` | {default} | {help_of(field)}{allowed} |")
+        if name := field.metadata["also"][0]:
+            rows.append(f"| `--{name}` |  | {help_of(field, name)} |")
     return "\n".join(rows)
 
 

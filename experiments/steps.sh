@@ -11,6 +11,7 @@
 #   FOLDER=          of the runs; runs/experiment_<name>/<size> by default
 #   LOGBOOK=         the folder of the pages; that of logbook.py by default
 #   SEEDS=1          runs of each training, one after another, with the seeds 0, 1, ...; or --seeds N
+#   FOLDS=           as 5: runs of each training, one after another, each on other held-out images; or --folds N
 #   DRY_RUN=         1: show the commands, and end
 #   PYTHON=python
 
@@ -28,19 +29,24 @@ while [ $# -gt 0 ]; do # the flags of the script that sources this file
     case $1 in
     --seeds) SEEDS=${2-} && shift $(($# > 1)) ;;
     --seeds=*) SEEDS=${1#*=} ;;
-    *) refuse "$1: the only flag is --seeds N; experiments/steps.sh has the variables" ;;
+    --folds) FOLDS=${2-} && shift $(($# > 1)) ;;
+    --folds=*) FOLDS=${1#*=} ;;
+    *.py) [ -z "${COMMAND:-}" ] || break ;;&
+    *) refuse "$1: the flags are --seeds N and --folds N; experiments/steps.sh has the variables" ;;
     esac
-    check_seeds "$SEEDS" "--seeds "
+    check_seeds "${SEEDS-1}" "--seeds "
+    check_seeds "${FOLDS-2}" "--folds "
     shift
 done
 
 SIZE=${SIZE:-rehearsal} DATA=${DATA:-cifar10} HOSTFILE=${HOSTFILE:-hostfile} PYTHON=${PYTHON:-python}
-S3_PREFIX=${S3_PREFIX:-} LOGBOOK=${LOGBOOK:-} DRY_RUN=${DRY_RUN:-} SEEDS=${SEEDS:-1}
+S3_PREFIX=${S3_PREFIX:-} LOGBOOK=${LOGBOOK:-} DRY_RUN=${DRY_RUN:-} SEEDS=${SEEDS:-1} FOLDS=${FOLDS:-}
 NAME=experiment_$(basename "$0" .sh)
 FOLDER=${FOLDER:-runs/$NAME/$SIZE}
-RUNS=()
+RUNS=() PREDICTIONS=()
 
 check_seeds "$SEEDS" SEEDS=
+[ -z "$FOLDS" ] || check_seeds "$FOLDS" FOLDS=
 [[ ${BATCH:-1} =~ ^([1-9][0-9]*|largest)$ ]] || refuse "BATCH=$BATCH: a number of images, or largest"
 case $SIZE in
 rehearsal)
@@ -81,12 +87,20 @@ is_done() {
 }
 
 # train NAME CONFIG SCRIPT FLAGS...: a run in FOLDER/NAME, with launch.py if the config has several hosts; further
-# seeds in FOLDER/NAME_seed1, ...
+# seeds in FOLDER/NAME_seed1, ...; folds in FOLDER/NAME_fold1, ..., with the predictions of their last weights
 train() {
-    local name=$1 seed
-    train_once "$@"
-    for ((seed = 1; seed < SEEDS; seed++)); do
-        train_once "${name}_seed$seed" "${@:2}" "--seed=$seed"
+    local seed fold name report
+    for ((seed = 0; seed < SEEDS; seed++)); do
+        for ((fold = 1; fold <= ${FOLDS:-1}; fold++)); do
+            name=$1${FOLDS:+_fold$fold}
+            [ $seed = 0 ] || name+=_seed$seed
+            train_once "$name" "${@:2}" $([ $seed = 0 ] || echo "--seed=$seed") ${FOLDS:+"--fold=$fold/$FOLDS"}
+            [ -n "$FOLDS" ] || continue
+            report=$FOLDER/$name/validation/held_out
+            step "held-out images, $name" "$report/predictions.csv" validate.py "$FOLDER/$name" \
+                --which latest --split val "--output_dir=$report"
+            PREDICTIONS+=("$report/predictions.csv")
+        done
     done
 }
 
@@ -108,5 +122,10 @@ hosts_of() {
 pages() {
     local where=(${LOGBOOK:+"--folder=$LOGBOOK"})
     step pages "" logbook.py add "${RUNS[@]}" "${where[@]}"
+    if [ -n "$FOLDS" ] && [ -z "$DRY_RUN" ]; then # of the runs together, with the run's name before each line
+        awk -v folder="$FOLDER/" 'FNR == 1 { run = substr(FILENAME, length(folder) + 1); sub("/.*", "", run) }
+            NR == 1 { print "run," $0 } FNR > 1 { print run "," $0 }' "${PREDICTIONS[@]}" >"$FOLDER/predictions.csv"
+        echo "$FOLDER/predictions.csv"
+    fi
     step comparison "" logbook.py compare "${RUNS[@]}" "${where[@]}" "--name=${NAME}_$SIZE" "$@"
 }

@@ -24,7 +24,7 @@ else
         --cutmix 0 --ema_decay 0.9 --lr 1e-3 --epochs 1 --max_steps 40 --max_val_images 500 --log_every 5)
     ways="fsdp:fsdp_2gpu:2 ddp:ddp_4gpu:4"
 fi
-script+=("--data=$DATA" --holdout=0.1)
+script+=("--data=$DATA" --holdout=0.1) # or a fold, which comes later
 batch=${BATCH:-$default}
 
 # choose_sizes SEARCH PROCESSES: sets `sizes`, the flags of a training: the images of a step, and of a forward the largest

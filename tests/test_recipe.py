@@ -30,7 +30,7 @@ class Sample(Recipe):
         (["--pretrained"], "pretrained", True),
         (["--no-pretrained"], "pretrained", False),
         (["--local_rank=1", "--epochs", "2"], "epochs", 2),  # the deepspeed launcher's first argument
-        (["--model-folder", "./weights-1"], "model_folder", "./weights-1"),  # hyphens in values stay
+        (["--model-folder", "./weights-1"], "output_dir", "./weights-1/*"),  # hyphens in values stay
     ],
 )
 def test_flags(words, field, value):

@@ -94,7 +94,7 @@ def _keys(source: Source) -> tuple[str, str]:
     paths; and DECODING.
     """
     stats = [path.stat() for _, path in source.files]
-    place = str(source.root or source.shards or "") + (f" {DECODING}" if source.files else "")
+    place = str(source.root or source.shards or "") + (f" {DECODING}" if source.files else "") + source.fold
     is_large = sum(stat.st_size for stat in stats) > HASH_LIMIT_BYTES
     with ThreadPoolExecutor(cores()) as pool:  # SHA-256 and reading release the GIL
         hashes = list(pool.map(_hash_of_blocks if is_large else lambda f: sha256_of(f[1]), source.files))
@@ -154,7 +154,8 @@ def _make(folder: Path, source: Source, name: str, beat: Heartbeat) -> None:
             flaws.append("the test split has no labels (all are -1 or null): it is left out")
         if (work / f"train_{FILES[0]}").exists():
             encoded = {s: Encoded(work, s) for s in STORED if (work / f"{s}_labels.npy").exists()}
-            is_small = run_with_heartbeat(partial(_is_small, encoded), beat)
+            sizes = (e.size(i) for e in encoded.values() for i in range(len(e)))
+            is_small = run_with_heartbeat(lambda: sum(sizes), beat) <= SEARCHED_BYTES
             if is_small:
                 flaws += _duplicates(work, source, encoded, beat)
             kind = "array" if _decode_all(work, source.name, encoded, beat) else "files"
@@ -172,20 +173,11 @@ def _make(folder: Path, source: Source, name: str, beat: Heartbeat) -> None:
             "store": source.store,
         }
         (work / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
-        run_with_heartbeat(lambda: _sync_all(work), beat)
+        run_with_heartbeat(lambda: list(map(sync, (*work.iterdir(), work))), beat)
         os.rename(work, folder)
         sync(folder.parent)
     finally:
         shutil.rmtree(work, ignore_errors=True)
-
-
-def _sync_all(folder: Path) -> None:
-    for path in (*folder.iterdir(), folder):
-        sync(path)
-
-
-def _is_small(encoded: Mapping[str, Encoded]) -> bool:
-    return sum(e.size(i) for e in encoded.values() for i in range(len(e))) <= SEARCHED_BYTES
 
 
 def _duplicates(work: Path, source: Source, encoded: Mapping[str, Encoded], beat: Heartbeat) -> list[str]:

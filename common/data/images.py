@@ -11,7 +11,9 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+import torch
 from accelerate import Accelerator
+from torch import Tensor
 
 from common.data.cache import prepare
 from common.data.decode import SPLITS, STORED, torchcodec_decoder
@@ -49,6 +51,14 @@ class Images:
     def identity(self) -> tuple[str, tuple[str, ...]]:
         """Source and classes, which checkpoints record and a resume compares."""
         return self.source, self.classes
+
+    def class_weights(self, how: str, device: torch.device) -> Tensor | None:
+        """For "balanced" scikit-learn's weights of the loss, float32 [classes]; else None.
+
+        The weighted losses are averaged over images: torch's mean would be over a micro-batch's weights."""
+        counts = np.bincount(self.train.labels, minlength=len(self.classes))
+        weights = len(self.train) / (np.count_nonzero(counts) * np.maximum(counts, 1)) * (counts > 0)
+        return torch.from_numpy(weights.astype(np.float32)).to(device) if how == "balanced" else None
 
     @property
     def evaluated(self) -> dict[str, Split]:
@@ -102,7 +112,8 @@ def open_images(folder: Path, recipe: ImageRecipe | None = None) -> Images:
         splits = [FileSplit(folder, part, recipe.on_bad_image == "skip") for part in parts]
     else:
         splits = _open_shards(folder, meta["shards"], parts, recipe)
-    for split in splits:
+    for split, part in zip(splits, parts, strict=True):
+        split.part = part
         split.mirror = meta["mirror"]  # True if a mirrored image keeps its class; False for digits
     return Images(
         source=meta["source"],
@@ -167,7 +178,8 @@ def warnings(train: np.ndarray, evaluated: Labels, classes: Sequence[str]) -> li
     if counts[most] >= IMBALANCE * counts[least]:
         lines.append(
             f"the classes are imbalanced: {counts[least]:,} training images of {printable(classes[least])},"
-            f" {counts[most]:,} of {printable(classes[most])}: look at each class's recall, too"
+            f" {counts[most]:,} of {printable(classes[most])}: look at each class's recall, too."
+            " With --class_weights balanced and --best_by macro_f1 each class counts alike"
         )
     for split, labels in evaluated.items():
         counts = np.bincount(labels, minlength=len(classes))

@@ -14,17 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from common.data import shards
-from common.data.class_folders import (
-    LISTS,
-    TABLES,
-    VAL_NAMES,
-    LeftOut,
-    folder_names,
-    list_splits,
-    lone_table,
-    used_splits,
-)
+from common.data import class_folders, shards
+from common.data.class_folders import VAL_NAMES, LeftOut, used_splits
 from common.data.decode import EXTENSIONS, SPLITS, save_images, save_labels
 from common.data.tables import (
     Columns,
@@ -62,11 +53,12 @@ class Source:
     write: Callable[[Path, Heartbeat], tuple[str, ...]]
     val_name: str | None = "val"  # the split that chooses the best checkpoint; None: there is none
     test_name: str | None = None  # the split that is evaluated once, at the end
-    holdout: float | None = None  # how many training images are held out
+    holdout: float | str | None = None  # the training images that are held out
     mirror: bool = True
     root: Path | None = None  # the folder of the image files, for images stored as paths
     shards: str | None = None  # the place of their manifest: a folder, or s3://bucket/prefix
     store: str | None = None  # the place in S3 of other people's shards
+    fold: str = ""  # has its own cache folder; the data's name is the same for all folds
     hashes: tuple[str, ...] = ()  # hashes of the content beyond the files'
     is_table: bool = False  # it has columns to choose from
     left_out: str = ""  # what is not read, and why
@@ -82,14 +74,17 @@ def find_source(recipe: ImageRecipe, beat: Heartbeat, is_evaluated: bool = False
     source = _find(data, beat, recipe.data_root, columns)
     if any(columns) and not source.is_table:
         raise ValueError(f"--image_column and --label_column are for tables: --data {data} has no columns")
-    if holdout is not None and source.test_name:
-        raise ValueError(
-            f"--holdout {holdout:g}: --data {data} has {source.val_name} to choose the best checkpoint by and"
-            f" {source.test_name} to evaluate it once: leave out --holdout"
-        )
     if holdout is not None:
-        hashes = (*source.hashes, f"holdout {holdout:g}")
-        return replace(source, holdout=holdout, hashes=hashes, val_name="holdout", test_name=source.val_name)
+        text = holdout if isinstance(holdout, str) else f"{holdout:g}"
+        if source.test_name:
+            raise ValueError(
+                f"--holdout {text}: --data {data} has {source.val_name} to choose the best checkpoint by and"
+                f" {source.test_name} to evaluate it once: leave out --holdout"
+            )
+        source = replace(source, holdout=holdout, val_name="holdout", test_name=source.val_name)
+        if text == holdout:
+            return replace(source, fold=f" fold {text}")
+        return replace(source, hashes=(*source.hashes, f"holdout {text}"))
     if source.val_name is None and not is_evaluated:
         raise ValueError(
             f"--data {data} has no {VAL_CHOICE} to evaluate on: give it one, or hold out a tenth of its"
@@ -114,7 +109,7 @@ def _find_files(data: str, data_root: tuple[str, ...], columns: Columns) -> Sour
         return _find_stored_shards(ObjectStore(data), data_root)
     # Links are not followed: hosts that keep the data in different places can give it one name.
     root = Path(os.path.abspath(Path(data).expanduser()))
-    if root.is_file() and root.suffix.lower() in TABLES:
+    if root.is_file() and root.suffix.lower() in class_folders.TABLES:
         return _of_lone_table(root, columns)
     if not root.is_dir():
         what = "is a file, no folder, CSV list or parquet file" if root.exists() else "does not exist"
@@ -127,7 +122,7 @@ def _find_files(data: str, data_root: tuple[str, ...], columns: Columns) -> Sour
     if found := parquet_files(root):
         is_flat = is_named(found["train"][0], "train")
         return _of_table_files(root, found, "{file}" if is_flat else "{folder}/{file}", columns)
-    if table := lone_table(root):
+    if table := class_folders.lone_table(root):
         return _of_lone_table(table, columns)
     return find_class_folders(root)
 
@@ -214,7 +209,7 @@ def _of_shards(manifest: shards.Manifest, place: str, read: Callable[[str], byte
 
 
 def _of_lone_table(file: Path, columns: Columns) -> Source:
-    if file.suffix.lower() in LISTS:
+    if file.suffix.lower() in class_folders.LISTS:
         return find_csv(file, columns)
     return _of_table_files(file, {"train": [file]}, "{file}", columns)
 
@@ -271,7 +266,7 @@ def _left_out(shown: dict[str, str], used: dict[str, str]) -> list[str]:
 
 def find_class_folders(root: Path) -> Source:
     left_out = LeftOut()
-    folders, found = list_splits(root, left_out)
+    folders, found = class_folders.list_splits(root, left_out)
     used = used_splits(found)
     splits = {
         key: [(c, os.path.join(folders[split], c, path)) for c, ps in found[split].items() for path in ps]
@@ -354,7 +349,7 @@ def _place(root: Path, file: str) -> tuple[str, str]:
     """The folder beside a list, and the ending, that make the path of a file which is not there without."""
     if (root / file).is_file():
         return "", ""
-    before = ["", *(f"{name}/" for name in folder_names(root))]
+    before = ["", *(f"{name}/" for name in class_folders.folder_names(root))]
     places = [(b, a) for b in before for a in ("", *EXTENSIONS) if (root / f"{b}{file}{a}").is_file()]
     return places[0] if len(places) == 1 else ("", "")
 

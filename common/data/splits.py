@@ -22,7 +22,7 @@ from common.data.shard_cache import ShardCache, ShardPrefetcher
 from common.data.shards import Manifest, ShardImages, index_name
 from common.data.workers import EncodedImages, MicroBatch, decoded, in_flight
 from common.order import Plan, Shuffled, Streamed, hashes, uniforms
-from common.recipe import Batch, ImageRecipe
+from common.recipe import Batch, ImageRecipe, parse_fold
 from common.system.env import processes_per_host
 from common.system.transfer import send, send_arrays
 
@@ -34,11 +34,14 @@ class Part(NamedTuple):
     labels: np.ndarray  # int64 [N]
     file: Path | None = None  # the ids of these images in the stored split, int64 [N]; None: all
 
+    def stored(self, ids: np.ndarray) -> np.ndarray:
+        return ids if self.file is None else np.load(self.file)[ids]
 
-def hold_out(folder: Path, holdout: float) -> None:
+
+def hold_out(folder: Path, holdout: float | str) -> None:
     """Divides the training split of a cache folder: writes the ids of its parts, each ascending.
 
-    holdout: a share below 1, or a number of images.
+    holdout: a share below 1, a number of images, or a fold.
     """
     is_held_out = held_out(np.load(folder / "train_labels.npy"), holdout)
     np.save(part_file(folder, "train"), np.flatnonzero(~is_held_out))
@@ -50,15 +53,20 @@ def part_file(folder: Path, part: str) -> Path:
     return folder / f"{part}_part.npy"
 
 
-def held_out(labels: np.ndarray, holdout: float) -> np.ndarray:
+def held_out(labels: np.ndarray, holdout: float | str) -> np.ndarray:
     """The images that are held out: bool [N]. labels: int64 [N].
 
     The same share of each class, by a fixed hash of the images' ids: no seed changes the choice. A class
     keeps one training image at least. Raises ValueError where that leaves too few.
     """
-    count = len(labels)
+    count, sizes, is_held_out = len(labels), np.bincount(labels), np.zeros(len(labels), bool)
+    if isinstance(holdout, str):  # the sizes of folds, and of a class in them, differ by one image at most
+        number, folds = parse_fold(holdout)
+        if folds > count or 1 in sizes:
+            raise ValueError(f"--fold {holdout}: {count:,} images, {sizes.min()} of a class, are too few")
+        is_held_out[np.lexsort((hashes(count), labels))[number - 1 :: folds]] = True
+        return is_held_out
     wanted = round(holdout * count) if holdout < 1 else int(holdout)
-    sizes = np.bincount(labels)
     spare = np.maximum(sizes - 1, 0)
     if not 0 < wanted <= spare.sum():
         raise ValueError(
@@ -71,7 +79,7 @@ def held_out(labels: np.ndarray, holdout: float) -> np.ndarray:
         open_classes = np.flatnonzero(shares < spare)
         order = np.argsort(shares[open_classes] - exact[open_classes], kind="stable")
         shares[open_classes[order[:missing]]] += 1
-    is_held_out, order = np.zeros(count, bool), hashes(count)
+    order = hashes(count)
     for label in np.flatnonzero(shares):
         ids = np.flatnonzero(labels == label)
         is_held_out[ids[np.argsort(order[ids], kind="stable")[: shares[label]]]] = True
@@ -82,6 +90,7 @@ class ArraySplit(Shuffled):
     """One split as a mapped array, uint8 [stored images, H, W, 3], and its labels, int64 [N]."""
 
     cropped = False
+    part: Part
     mirror = False  # training also flips images
 
     def __init__(self, images: np.ndarray, part: Part):
@@ -94,10 +103,6 @@ class ArraySplit(Shuffled):
     def size(self) -> tuple[int, int]:
         """Height and width in pixels."""
         return self.images.shape[1:3]
-
-    @property
-    def nbytes(self) -> int:
-        return len(self) * self.images.strides[0]
 
     def batches(
         self, plan: Plan, *, device: torch.device | str, train: bool, size: int, seed: int, workers: int
@@ -132,7 +137,8 @@ class ArraySplit(Shuffled):
 
     def _move(self, device: torch.device) -> Tensor | None:
         """The images on a CUDA device, if a quarter of its free memory holds them."""
-        if device.type == "cuda" and self.nbytes <= torch.cuda.mem_get_info(device)[0] // 4:
+        size = len(self) * self.images.strides[0]
+        if device.type == "cuda" and size <= torch.cuda.mem_get_info(device)[0] // 4:
             return torch.from_numpy(self.images if self.rows is None else self.images[self.rows]).to(device)
         return None
 
@@ -141,6 +147,7 @@ class EncodedSplit(Shuffled):
     """One split of encoded images; labels int64 [N]. skip: in training, skip broken images."""
 
     cropped = True
+    part: Part
     mirror = False  # training also flips crops
     open: Callable[[], EncodedImages]
     labels: np.ndarray

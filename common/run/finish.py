@@ -9,16 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate import Accelerator
 
-from common.checkpoint.format import (
-    EMA_FILE,
-    MODEL_FILE,
-    Checkpoint,
-    Damaged,
-    step_name,
-    steps_in,
-    verify,
-    write_index,
-)
+from common.checkpoint import format as checkpoints
+from common.checkpoint.format import EMA_FILE, MODEL_FILE, step_name
 from common.distributed import strategy as job
 from common.distributed.rendezvous import hosts
 from common.run.folder import script_name
@@ -35,23 +27,23 @@ if TYPE_CHECKING:  # imported where they are needed
     from common.telemetry.flops import Utilisation
 
 
-def find_best(run: OpenRun, heartbeat: Heartbeat) -> Checkpoint | None:
+def find_best(run: OpenRun, heartbeat: Heartbeat) -> checkpoints.Checkpoint | None:
     """Finds and verifies the checkpoint of the best evaluation, here or in S3; None if it is gone. Main
     process only."""
     assert run.place
     run.wait_for_save(heartbeat)
     step, parent, mirror = run.state.best_step, run.folder / "checkpoints", run.place.mirror
     assert step
-    gone: tuple[type[ValueError], ...] = (Damaged,)
+    gone: tuple[type[ValueError], ...] = (checkpoints.Damaged,)
     try:
-        if mirror and step not in steps_in(parent):
+        if mirror and step not in checkpoints.steps_in(parent):
             from common.checkpoint.mirror import committed, fetch
             from common.system.s3 import WrongSize
 
-            gone = (Damaged, WrongSize)
+            gone = (checkpoints.Damaged, WrongSize)
             if step in committed(mirror.store):
                 fetch(mirror.store, step, parent, heartbeat, mirror.report)
-        return verify(parent / step_name(step), heartbeat)
+        return checkpoints.verify(parent / step_name(step), heartbeat)
     except gone as error:
         print(f"no test accuracy: the best weights, of step {step:,}, are gone: {error}", flush=True)
         return None
@@ -84,7 +76,7 @@ def write_end(
         run.final |= utilisation.facts(_images_per_s(run))
     with writing("the end of the run", folder):
         # After an interruption an evaluation may come after its checkpoint.
-        write_index(folder / "checkpoints", state.step, state.best_step)
+        checkpoints.write_index(folder / "checkpoints", state.step, state.best_step)
         if mirror:
             mirror.offer(state.step, state.best_step)
         # After a day they take seconds, for which a launcher does not wait when it stops a run; the page of
@@ -142,6 +134,7 @@ def result(
     """
     accelerator, batch, state = run.accelerator, run.batch, run.state
     memory = run.final.get("memory_gib") or [memory_gib(accelerator)]
+    measure = run.recipe.best_by if "accuracy" in state.best else "loss"
     return {
         "script": script_name(),
         "status": status,
@@ -159,11 +152,14 @@ def result(
         "accumulation_steps": batch.accumulations,
         "epochs": run.recipe.epochs,
         "steps": state.step,
+        "best_by": measure,
         "best_accuracy": state.best.get("accuracy"),
-        "best_loss": state.best.get("loss") if "accuracy" not in state.best else None,
+        "best_loss": None,
+        f"best_{measure}": state.best.get(measure),
         "best_step": state.best_step,
         "final_accuracy": state.last.get("accuracy"),
         "final_loss": state.last.get("loss"),
+        f"final_{measure}": state.last.get(measure),
         "val_name": None,
         "val_images": state.last.get("images"),
         "bad_images": len(state.bad_images),
@@ -244,8 +240,9 @@ def _results(result: dict[str, Any], unit: str) -> "Table":
     place = f"{result['strategy']} on {result['processes']} x {result['device']}"
     table = Table("what", title=f"{result['script']}, {place}")
     table.add_column("value", justify="right")
-    measure, val_name, test_name = _measure(result), result["val_name"], result.get("test_name")
-    best, final = result[f"best_{measure}"], result[f"final_{measure}"]
+    measure, val_name, test_name = result["best_by"], result["val_name"], result.get("test_name")
+    best = result[f"best_{measure}"]
+    finals = [name for name in (measure, "accuracy") if result[f"final_{name}"] is not None]
     rows: dict[str, str] = {}
     if by := result.get("stopped_by"):
         rows[f"ended early, by {by}"] = f"step {result['steps']:,} of {result['total_steps']:,}"
@@ -254,7 +251,7 @@ def _results(result: dict[str, Any], unit: str) -> "Table":
         rows[f"{test_name} {unit}"] = f"{result['test_images']:,}"
     rows |= {
         f"best {measure} ({val_name} split)": f"{best:.4f} at step {result['best_step']:,}",
-        f"final {measure} ({val_name} split)": f"{final:.4f}",
+        **{f"final {name} ({val_name} split)": f"{result[f'final_{name}']:.4f}" for name in finals},
         f"{val_name} {unit}": f"{result['val_images']:,}",
         "parameters": f"{result['parameters']:,}",
         "training time": f"{result['train_s']:.1f} s",
@@ -272,7 +269,7 @@ def _weights(folder: Path, result: dict[str, Any], lines: list[dict[str, Any]], 
     """A table of the files with weights: their accuracy or loss, and their use."""
     from rich.table import Table
 
-    measure, best, last = _measure(result), result["best_checkpoint"], result["checkpoint"]
+    measure, best, last = result["best_by"], result["best_checkpoint"], result["checkpoint"]
     at_step = {step_name(line["step"]): line for line in lines if "val/loss" in line}
     table = Table(title="weights: which file to use")
     table.add_column("file in checkpoints/", no_wrap=True)
@@ -300,15 +297,11 @@ def _to_use(folder: Path, result: dict[str, Any], lines: list[dict[str, Any]]) -
     places = [folder / result[name] for name in ("best_checkpoint", "checkpoint") if result[name]]
     files = [place / name for place in places for name in (EMA_FILE, MODEL_FILE)]
     first = next(file for file in files if file.exists())
-    raw, averaged = f"val/raw_{_measure(result)}", f"val/{_measure(result)}"
+    raw, averaged = f"val/raw_{result['best_by']}", f"val/{result['best_by']}"
     values = [line for line in lines if raw in line and step_name(line["step"]) == first.parent.name]
     sign = -1 if averaged == "val/loss" else 1
     is_raw_better = any(sign * line[raw] > sign * line[averaged] for line in values)
     return first.with_name(MODEL_FILE) if is_raw_better else first
-
-
-def _measure(result: dict[str, Any]) -> str:
-    return "loss" if result["best_accuracy"] is None else "accuracy"
 
 
 def early_end(facts: Mapping[str, Any]) -> str:

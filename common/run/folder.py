@@ -60,7 +60,7 @@ def open_folder(recipe: Recipe, name: str, last_step: int, heartbeat: Heartbeat,
     """Opens the run's folder. ValueError when it has another owner or run, or has checkpoints but none
     verifies.
 
-    name: of the folder in --model_folder. last_step: of this run. A prefix in S3 that already has a
+    name: of the folder where none is given. last_step: of this run. A prefix in S3 that already has a
     checkpoint of that step belongs to another run.
     """
     opened = _leased(recipe, name, last_step, heartbeat, log)
@@ -104,7 +104,7 @@ def _leased(recipe: Recipe, name: str, last_step: int, heartbeat: Heartbeat, log
         try:
             lease = Lease(FolderRecord(path), heartbeat, log, this_run(recipe))
         except AlreadyOwned as error:
-            if recipe.output_dir or not why_other_run(error.record, recipe):
+            if Path(recipe.output_dir or "*").name != "*" or not why_other_run(error.record, recipe):
                 raise
             continue
         except OSError as error:
@@ -118,14 +118,14 @@ def _leased(recipe: Recipe, name: str, last_step: int, heartbeat: Heartbeat, log
 
 
 def folders(recipe: Recipe, name: str, last_step: int | None) -> Iterator[Path]:
-    """Makes and yields folders without another run: --output_dir, or <name>, <name>-2, ... in --model_folder.
+    """Makes and yields folders without another run: --output_dir, or <name>, <name>-2, ... for its `*`.
 
     A run there is continued if it is unfinished, has the same recipe, and began at the same --resume.
     last_step: of this run, None if unknown. ValueError for another run in --output_dir, and for a recipe.json
     that can't be read.
     """
-    parent = Path(recipe.model_folder or "runs") / script_name()
-    given = recipe.output_dir and Path(recipe.output_dir)
+    where = Path(recipe.output_dir or "runs/*")
+    given, parent = where if where.name != "*" else None, where.parent / script_name()
     for folder in itertools.repeat(given) if given else map(parent.joinpath, numbered(name)):
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -295,9 +295,9 @@ def count_restarts(folder: Path, step: int) -> None:
     A restart by the same launcher at the same step is one without progress, unless the process before it was
     told to stop, as when a host joins. ValueError at the fourth.
     """
-    launcher = _launcher()
-    if launcher is None:
+    if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) == 0:
         return
+    launcher = f"{socket.gethostname()} {os.getppid()} {start_ticks(os.getppid())}"  # unique
     file, fruitless = folder / "restarts.json", 0
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         before = read_json(file)
@@ -309,13 +309,6 @@ def count_restarts(folder: Path, step: int) -> None:
             f"{FRUITLESS_RESTARTS} restarts without a new checkpoint since step {step:,}: giving up. The log"
             " of the first failure says why; run the same command to resume when that is fixed"
         )
-
-
-def _launcher() -> str | None:
-    """A unique name of the agent that restarts this process; None without one."""
-    if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) == 0:
-        return None
-    return f"{socket.gethostname()} {os.getppid()} {start_ticks(os.getppid())}"
 
 
 def _was_preempted(folder: Path) -> bool:

@@ -147,15 +147,21 @@ class RunLog:
         if self.trackers:
             self.trackers.show(pictures, self.state.step)
 
-    def write_evaluation(self, metrics: dict[str, float], predictions: Predictions) -> None:
-        """Writes a line with the metrics and, with classes, confusion.json: a row per true class."""
-        self.write({f"val/{name}": v for name, v in metrics.items() if name != "images"})
-        self._write_confusion(predictions, {"step": self.state.step})
+    def write_metrics(
+        self, kind: str, metrics: dict[str, float], predictions: Predictions, **subject: Any
+    ) -> None:
+        """Writes a line of `val/` or `test/` metrics and, with classes, confusion.json: a row per true class.
 
-    def write_test(self, metrics: dict[str, float], split: str, predictions: Predictions) -> None:
-        """Writes the metrics of the best weights on the test split, in a line of the last step."""
-        self.write({f"test/{name}": v for name, v in metrics.items() if name != "images"})
-        self._write_confusion(predictions, {"step": self.state.best_step, "split": split})
+        subject: what was evaluated. The best weights on the test split stand in a line of the last step.
+        """
+        self.write({f"{kind}/{name}": v for name, v in metrics.items() if name != "images"})
+        if predictions.confusion is None:
+            return
+        content = subject | {"classes": predictions.classes, "confusion": predictions.confusion.tolist()}
+        try:
+            write_text(self.folder / "confusion.json", json.dumps(content) + "\n")
+        except OSError as error:
+            self._set_problem("confusion.json", error)
 
     def write_samples(self, per_rank: list[list[int]], share: int) -> None:
         """Writes a line for each of the last steps, with its ids in the order of the whole batch.
@@ -184,16 +190,6 @@ class RunLog:
             trackers, self.trackers = self.trackers, None
             if trackers:
                 trackers.finish(failed)
-
-    def _write_confusion(self, predictions: Predictions, subject: dict[str, Any]) -> None:
-        """Writes confusion.json. subject: what was evaluated."""
-        if predictions.confusion is None:
-            return
-        content = subject | {"classes": predictions.classes, "confusion": predictions.confusion.tolist()}
-        try:
-            write_text(self.folder / "confusion.json", json.dumps(content) + "\n")
-        except OSError as error:
-            self._set_problem("confusion.json", error)
 
     def _write_mark(self, values: dict[str, Any]) -> dict[str, Any]:
         """Writes a line, which it returns, only into metrics.jsonl."""

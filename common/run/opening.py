@@ -97,7 +97,10 @@ class OpenRun:
                 processes, rank, path, interval_s, lambda: state.step, steps.last, state.wall_s
             )
             find_problem = self._problem if self.place else None
-            self.exchange = Exchange(recipe.timeout_s, state, telemetry, find_problem, _skipped(recipe))
+            skipped: Callable[[], list[int]] = list
+            if isinstance(recipe, ImageRecipe):
+                from common.data.workers import skipped
+            self.exchange = Exchange(recipe.timeout_s, state, telemetry, find_problem, skipped)
             self._report_start()
         except BaseException:
             if self.place:
@@ -176,15 +179,6 @@ def writing(what: str, folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise not_written(what, folder, error) from error
-
-
-def _skipped(recipe: Recipe) -> Callable[[], list[int]]:
-    """A function that gives the ids of skipped images; none without images."""
-    if not isinstance(recipe, ImageRecipe):
-        return list
-    from common.data.workers import skipped
-
-    return skipped
 
 
 def _holds(file: Path, content: bytes) -> bool:

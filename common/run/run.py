@@ -28,7 +28,6 @@ from common.system.phase import ENDING, EVALUATION, READING, STARTING, TRAINING,
 from common.system.threads import Heartbeat
 
 if TYPE_CHECKING:  # imported where they are needed
-    from common.evaluation import Predicted
     from common.telemetry.flops import Utilisation
     from common.telemetry.profiler import Profile
 
@@ -46,6 +45,7 @@ class Run(OpenRun):
         super().__init__(accelerator, recipe, batch)
         self.meter = Meter(accelerator, batch, recipe.log_samples)
         self.predictions = Predictions()
+        self.keep = self.predictions.keep  # an evaluation's, until its metrics are logged
         self.tested: dict[str, Any] = {}  # parts of result.json about the test split
         self.checkpoints: Checkpoints | None = None  # once the run has begun
         self.profile: Profile | None = None  # of the main process, with --profile
@@ -188,7 +188,8 @@ class Run(OpenRun):
         self.tested = {f"test_{name}": value for name, value in metrics.items()} | {"test_name": split}
         self.predictions.accept(f"{split} split, best weights")
         if self.log:
-            self.log.write_test(metrics, split, self.predictions)
+            best = self.state.best_step
+            self.log.write_metrics("test", metrics, self.predictions, step=best, split=split)
 
     def finish(self, val_name: str) -> None:
         """Waits for the last checkpoint, writes plots/ and result.json, and prints the table. Collective."""
@@ -277,10 +278,6 @@ class Run(OpenRun):
             self.log.show_progress(text)
         self.exchange.listen()
 
-    def keep(self, confusion: Tensor | None, examples: "list[Predicted]") -> None:
-        """Holds an evaluation's confusion matrix and examples until its metrics are logged."""
-        self.predictions.keep(confusion, examples)
-
     def log_scalars(self, values: Mapping[str, float | Tensor]) -> None:
         """Adds the main process's values to the next line of the log, of the training or of an evaluation.
 
@@ -295,7 +292,7 @@ class Run(OpenRun):
         """Logs an evaluation. metrics: loss, images and, with classes, accuracy; with an EMA raw_accuracy."""
         now.enter(TRAINING)
         self.meter.start_clock()
-        self.state.add_evaluation(step, metrics)
+        self.state.add_evaluation(step, metrics, self.recipe.best_by)
         self.predictions.accept(f"step {step:,}")
         if self.log:
-            self.log.write_evaluation(metrics, self.predictions)
+            self.log.write_metrics("val", metrics, self.predictions, step=step)

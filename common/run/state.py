@@ -88,11 +88,11 @@ class RunState:
     def end_step(self, step: int) -> None:
         self.step, self.evaluated = step, False
 
-    def add_evaluation(self, step: int, metrics: dict[str, float]) -> None:
-        """Adds an evaluation. The best is the first with the highest accuracy, or else the lowest loss."""
+    def add_evaluation(self, step: int, metrics: dict[str, float], by: str = "accuracy") -> None:
+        """Adds an evaluation. The best is the first with the highest `by`, or without one the lowest loss."""
         self.last, self.evaluated = metrics, True
         self.stale += 1
-        if not self.best or _score(metrics) > _score(self.best):
+        if not self.best or score(metrics, by) > score(self.best, by):
             self.best, self.stale = metrics | {"step": step}, 0
 
     def is_over(self, patience: int | None) -> bool:
@@ -108,5 +108,6 @@ NEEDED = ["step", "evaluated", "best", "last", "logged_step", "losses", "accumul
 NEEDED += ["train_s", "wall_s"]
 
 
-def _score(metrics: dict[str, float]) -> float:
-    return metrics.get("accuracy", -metrics["loss"])
+def score(metrics: dict[str, float], by: str) -> float:
+    """The higher, the better. by: a metric; a script without classes has the loss alone."""
+    return -metrics["loss"] if by == "loss" or "accuracy" not in metrics else metrics[by]

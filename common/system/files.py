@@ -1,19 +1,23 @@
 """Atomic writes, locks, and reading and checking of JSON that may be malformed."""
 
 import contextlib
+import csv
 import dataclasses
 import errno
 import fcntl
 import hashlib
+import io
 import json
 import os
 import resource
 import shutil
 import types
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
+
+from common.system.text import printable
 
 READ_BYTES = 16 * 2**20
 # A type, list[Kind], tuple[Kind, ...], dict[str, Kind], a TypedDict, a dataclass, or a union of them.
@@ -109,6 +113,15 @@ def _is_own(file: Path, folder: Path) -> bool:
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
     write_text(path, json.dumps(content, indent=2) + "\n")
+
+
+def write_csv(path: Path, rows: Iterable[Iterable[object]]) -> None:
+    """Writes a table. Spreadsheets compute no cell of it (OWASP, CSV Injection)."""
+    table = io.StringIO()
+    for cells in (map(printable, row) for row in rows):
+        shown = [f"'{cell}" if cell.startswith(("=", "+", "-", "@")) else cell for cell in cells]
+        csv.writer(table, lineterminator="\n").writerow(shown)
+    write_text(path, table.getvalue())
 
 
 def write_text(path: Path, text: str) -> None:

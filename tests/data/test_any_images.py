@@ -243,7 +243,8 @@ def test_imbalance_and_missing_classes_are_named():
     classes = ("cat", "dog", "ox")
     train, val = np.repeat([0, 1, 2], [2, 20, 5]), np.array([0, 1])
     assert warnings(train, {"val": val}, classes) == [
-        "the classes are imbalanced: 2 training images of cat, 20 of dog: look at each class's recall, too",
+        "the classes are imbalanced: 2 training images of cat, 20 of dog: look at each class's recall, too."
+        " With --class_weights balanced and --best_by macro_f1 each class counts alike",
         "the val split has no image of ox",
     ]
     assert warnings(np.repeat([0, 1], [2, 19]), {"val": val}, classes[:2]) == []

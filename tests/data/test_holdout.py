@@ -56,6 +56,27 @@ def test_each_class_keeps_a_training_image():
             held_out(labels, holdout)
 
 
+def test_each_image_is_in_one_fold_and_each_fold_has_its_share_of_each_class():
+    labels = np.random.RandomState(0).permutation(np.repeat([0, 1, 2], [101, 43, 7]))
+    folds = [held_out(labels, f"{k}/5") for k in range(1, 6)]
+    assert np.stack(folds).sum(0).tolist() == [1] * len(labels)
+    assert [fold.sum() for fold in folds] == [31, 30, 30, 30, 30]
+    counts = np.array([np.bincount(labels[fold], minlength=3) for fold in folds])
+    assert (np.ptp(counts, 0) <= 1).all()
+    assert np.flatnonzero(held_out(np.zeros(10, np.int64), "2/5")).tolist() == [4, 7]  # on any machine
+    for labels, why in (([0] * 8 + [1], "9 images, 1 of a class"), ([0, 0, 1, 1], "4 images, 2 of a class")):
+        with pytest.raises(ValueError, match=f"--fold 1/5: {why}, are too few"):
+            held_out(np.array(labels), "1/5")
+
+
+def test_folds_are_of_the_same_data(tmp_path):
+    data, is_held_out = as_classes_at_once(tmp_path / "pets"), held_out(np.repeat([0, 1], 10), "2/5")
+    first, second = (opened(data, tmp_path / "cache", f"{k}/5") for k in (1, 2))
+    assert first.source == second.source
+    assert second.val.part.stored(np.arange(4)).tolist() == np.flatnonzero(is_held_out).tolist()
+    assert set(pixels_of(first.val)).isdisjoint(pixels_of(second.val))
+
+
 def as_train_alone(root: Path) -> Path:
     return put(root, *(f"Train/{c}/deep/{k}.png" for c in "ab" for k in range(10)))
 

@@ -110,6 +110,7 @@ def test_an_experiment_with_several_seeds_shows_its_commands(flags, variables, t
 
 
 NUMBER = "a number of runs, as 5"
+FLAGS = "the flags are --seeds N and --folds N; experiments/steps.sh has the variables"
 
 
 @pytest.mark.parametrize(
@@ -121,7 +122,9 @@ NUMBER = "a number of runs, as 5"
         (("--seeds", "0"), {}, f"--seeds 0: {NUMBER}"),
         (("--seeds=some",), {"SEEDS": 3}, f"--seeds some: {NUMBER}"),
         (("--seeds",), {}, f"--seeds : {NUMBER}"),
-        (("--seed", "3"), {}, "--seed: the only flag is --seeds N; experiments/steps.sh has the variables"),
+        (("--folds", "x"), {}, f"--folds x: {NUMBER}"),
+        (("--seed", "3"), {}, f"--seed: {FLAGS}"),
+        (("train_cnn_a.py",), {}, f"train_cnn_a.py: {FLAGS}"),
     ],
 )
 @pytest.mark.parametrize("name", ["vit", "speedup"])
@@ -148,3 +151,18 @@ def test_an_experiment_goes_on_at_its_next_seed(tmp_path):
     text = page.read_text()
     assert rows(text)["single x 1"][:2] == ["3", "0, 1, 2"]
     assert "ddp x 2 and single x 1 are not distinguishable" in text or "ddp x 2 is " in text
+
+
+def test_folds_in_turn_and_their_predictions(tmp_path):
+    """The second start trains nothing again; each training image is predicted once."""
+    words = ["--folds", 2, "train_cnn_a.py", "--data", "digits", "--max_steps", 4, "--trackers", "none"]
+    for again in (0, 4):
+        job = experiment("folds", tmp_path / "runs", *words, LOGBOOK=tmp_path / "book")
+        status, output = job.wait(600)
+        assert (status, output.count("done already")) == (0, again), output
+    lines = (tmp_path / "runs" / "predictions.csv").read_text().splitlines()
+    assert lines[0] == "run,id,label,predicted,probability"
+    assert sorted(int(line.split(",")[1]) for line in lines[1:]) == list(range(1437))
+    right = sum(line.split(",")[2] == line.split(",")[3] for line in lines[1:])
+    page = rows((tmp_path / "book/compare/experiment_folds_full.md").read_text())
+    assert page["single x 1"][-1] == f"{right / 1437:.4f}"

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from tests.logbook.pages import check, is_golden, write_run
+from tests.logbook.pages import check, is_golden, rows, write_run
 from tools.logbook.seeds import Group, compare, seeds_needed, verdict
 
 
@@ -92,3 +92,27 @@ def test_runs_of_one_recipe_and_seed_are_no_sample(book, tmp_path):
     status, _, errors = book("compare", *same, make_run(tmp_path / "other", 1, 0.91))
     assert status == 1
     assert f"{same[0]} and {same[1]} have the same recipe and seed 0: name one of them" in errors
+
+
+def test_a_page_over_folds(book, tmp_path):
+    """The interval is by Student's t and an error of sqrt(1/3 + 1/2) deviations: Nadeau and Bengio's."""
+    runs = []
+    for model, accuracies in {"vit_a": (1.0, 0.75, 0.6), "vit_b": (0.5, 0.75, 0.2)}.items():
+        for fold, accuracy in enumerate(accuracies, 1):
+            facts = {"final_accuracy": accuracy, "test_accuracy": 0.1, "val_images": 5 if fold == 3 else 4}
+            recipe = {"holdout": f"{fold}/3", "model": model}
+            runs.append(write_run(tmp_path / f"{model}{fold}", recipe=recipe, **facts))
+    assert book("compare", *runs, "--name", "page")[0] == 0
+    page = tmp_path / "book" / "compare" / "page.md"
+    check(page)
+    keys = "0 and fold 1/3, 0 and fold 2/3, 0 and fold 3/3"
+    assert rows(page.read_text())["model vit_a"] == [
+        "3",
+        keys,
+        "0.7833",
+        "0.2021",
+        "-0.0104 to 1.5770",
+        "0.7692",
+    ]
+    assert book("compare", *runs[:2], "--name", "page")[0] == 0
+    assert rows(page.read_text())["ddp x 2"][-1] == "-"

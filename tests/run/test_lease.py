@@ -136,7 +136,7 @@ class Small(Recipe):
 
 def place(tmp_path, **fields):
     """The storage of a start of this recipe; this process owns it."""
-    recipe = Small(**{"model_folder": str(tmp_path)} | fields)
+    recipe = Small(**{"output_dir": f"{tmp_path}/*"} | fields)
     return open_folder(recipe, "named", 10, lambda: None, lambda text: None)
 
 
@@ -149,7 +149,7 @@ def test_a_second_recipe_gets_the_next_number_before_the_first_has_a_recipe_json
     names = [opened.path.name for opened in (first, second, third)]
     assert names == ["named", "named-2", "named-3"]
     with pytest.raises(ValueError, match="is in use by process"):
-        place(tmp_path, lr=0.2, output_dir=str(first.path), model_folder=None)
+        place(tmp_path, lr=0.2, output_dir=str(first.path))
     for opened in (first, second, third):
         opened.release()
 

@@ -137,8 +137,11 @@ def test_the_numbers_of_the_run(trained, validated, report):
     assert report["checkpoint"] == str(checkpoint / "model.safetensors")
     assert report["per_class"]["support"] == [sum(row) for row in report["confusion"]]
     assert np.trace(report["confusion"]) / np.sum(report["confusion"]) == report["top1"] < report["top5"]
-    assert output.splitlines()[-3:] == [str(folder / name) for name in FILES]
+    assert output.splitlines()[-4:] == [str(folder / name) for name in FILES]
     assert sorted(path.name for path in folder.iterdir()) == sorted(FILES)
+    cells = [line.split(",") for line in (folder / "predictions.csv").read_text().splitlines()[1:]]
+    assert [int(row[0]) for row in cells] == list(range(360))
+    assert sum(row[1] == row[2] for row in cells) / 360 == report["top1"]
     assert len(report["worst"]) == 24
     assert all(image["label"] != image["predicted"] for image in report["worst"])
     assert not callers, "it went to the network"

@@ -16,7 +16,7 @@ SEARCH = "result of find_batch_size.py"
 NOT_COMPARED = ("output_dir", "model_folder", "s3")  # places of files
 # Flags whose resolved values stand in result.json.
 RESOLVED = ("mixed_precision", "per_device_batch_size", "compile", "grad_checkpointing")
-NAMED = ("data", "model", "epochs", "batch_size", "lr", "seed")  # flags in a column's name where they differ
+NAMED = ("data", "model", "epochs", "batch_size", "lr", "holdout", "seed")  # in names where they differ
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,7 @@ class Comparison:
 
     @property
     def target(self) -> float | None:
-        best = [run.facts.get("best_accuracy") for run in self.runs]
-        known = [accuracy for accuracy in best if accuracy is not None]
+        known = [run.facts["best_accuracy"] for run in self.runs if "best_accuracy" in run.facts]
         return self.target_accuracy or min(known, default=None)
 
 
@@ -95,7 +94,7 @@ def different_images(first: RunRecord, run: RunRecord) -> str:
     found = {
         "data": sources if all(sources) else [one.data for one in both],
         "split": [one.facts.get("val_name") for one in both],
-        "images": [one.facts.get("val_images") for one in both],
+        "images": [None if one.fold else one.facts.get("val_images") for one in both],
         "chosen": [
             one.about.get("val_chosen") if one.recipe.get("max_val_images") else "all" for one in both
         ],
@@ -110,6 +109,8 @@ def different_images(first: RunRecord, run: RunRecord) -> str:
 def _values(runs: list[RunRecord], name: str) -> list[str]:
     """A flag and its value in each run, without the folders of a path."""
     values = [as_flag(run.recipe[name]) for run in runs]
+    if any(run.fold for run in runs) and name == "holdout":
+        return [f"fold {value}" for value in values]
     return [f"{name} {value.rstrip('/').rpartition('/')[2]}" for value in values]
 
 

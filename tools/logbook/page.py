@@ -71,7 +71,8 @@ def _evaluations(run: RunRecord) -> dict[str, dict[str, Any]]:
     step, last_step = (formatted(one.get("step"), "step {:,}") or "-" for one in (best, final))
     found = {f"best on the {run.evaluated_images()}, {step}": best, f"final, {last_step}": final}
     if "test_name" in facts:
-        test = {f"val/{measure}": facts.get(f"test_{measure}") for measure in ("accuracy", "loss")}
+        measures = ("accuracy", "loss", "balanced_accuracy", "macro_f1")
+        test = {f"val/{measure}": facts.get(f"test_{measure}") for measure in measures}
         found = {f"on the {run.evaluated_images('test')}, weights of {step}": test} | found
     return found
 
@@ -106,5 +107,4 @@ def _dumps(run: RunRecord) -> Iterator[tuple[str, str, bool]]:
     for file in own_files(run.folder, "nvidia-smi-*.txt"):
         with open(file, errors="replace") as opened:
             dump = opened.read(SHOWN_CHARACTERS + 1)
-        is_cut = len(dump) > SHOWN_CHARACTERS
-        yield file.stem.removeprefix("nvidia-smi-"), dump[:SHOWN_CHARACTERS], is_cut
+        yield file.stem.removeprefix("nvidia-smi-"), dump[:SHOWN_CHARACTERS], len(dump) > SHOWN_CHARACTERS

@@ -60,9 +60,8 @@ def _curves(run: RunRecord) -> list[list[Panel]]:
     ]
     if over_time := _hosts_over_time(run, time, unit_s):
         rows.append([over_time, panel(lines, time, f"{run.unit}/s", ("train/images_per_s",))])
-    has_classes = bool(rows[1][0].curves)
     for shown in rows[0]:
-        shown.is_log = not has_classes  # a regression's loss falls over several orders of magnitude
+        shown.is_log = not rows[1][0].curves  # a regression's loss falls over several orders of magnitude
     return [row for row in rows if row[0].curves]
 
 
@@ -121,7 +120,7 @@ def draw_comparison(comparison: Comparison, file: Path) -> None:
     first, groups = comparison.runs[0], comparison.groups
     if groups:
         members = {f"{group.name} ({plural(len(group.runs), 'run')})": group.runs for group in groups}
-        accuracy, loss = (Panel("step", f"{what}, mean over seeds") for what in ("accuracy", "train/loss"))
+        accuracy, loss = (Panel("step", f"{what}, mean over runs") for what in ("accuracy", "train/loss"))
         curves = [(accuracy, "val/accuracy", "step", 1.0), (loss, "train/loss", "step", 1.0)]
     else:
         members = {name: (run,) for name, run in zip(comparison.names, comparison.runs, strict=True)}

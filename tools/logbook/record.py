@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 from PIL import Image
 
+from common.recipe import parse_fold
 from common.system.files import Kind, fitting, parse_json, read_json, read_own, sha256_of
 from common.system.paths import public_path
 from common.system.text import plural
@@ -98,6 +99,12 @@ class RunRecord:
         return found
 
     @property
+    def fold(self) -> tuple[int, int] | None:
+        """(2, 5) for `--fold 2/5`."""
+        holdout = self.recipe.get("holdout")
+        return parse_fold(holdout) if isinstance(holdout, str) else None
+
+    @property
     def unit(self) -> str:
         """The name of a sample: `images`, unless recipe.json has another."""
         return self.about.get("unit", "images")
@@ -127,8 +134,8 @@ class RunRecord:
         """The values of result.json that can be derived from the other files."""
         about, recipe = self.about, fitting(self.recipe, KINDS["result.json"])[0]
         devices, hosts = about.get("devices", []), about.get("hosts", [])
-        score = lambda one: one.get("val/accuracy", -one["val/loss"])  # noqa: E731 (as RunState chooses)
-        best = max(self.evaluations, key=score, default={})
+        by = f"val/{recipe.get('best_by', 'accuracy')}".replace("val/loss", "")  # as RunState chooses
+        best = max(self.evaluations, key=lambda one: one.get(by, -one["val/loss"]), default={})
         final = self.evaluations[-1] if self.evaluations else {}
         lines = [self.metrics, *self.telemetry.values()]
         saved = sorted(self.folder.glob("checkpoints/step_*/manifest.json"))

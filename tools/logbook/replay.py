@@ -14,14 +14,8 @@ from typing import Any
 
 import torch
 
-from common.checkpoint.format import (
-    MANIFEST_FILE,
-    MODEL_FILE,
-    STATE_FILE,
-    TensorFile,
-    check_manifest,
-    step_name,
-)
+from common.checkpoint import format as checkpoints
+from common.checkpoint.format import MODEL_FILE, STATE_FILE, step_name
 from common.system.files import read_json
 from tools.logbook.record import COMPARED, RunRecord
 
@@ -169,7 +163,7 @@ def _compare_numbers(
             spread[kind] = max(spread[kind], abs(value - other) * has_rounded)
             if kind == "lr":
                 bound = 0.0
-            elif "accuracy" in kind:
+            elif "accuracy" in kind or kind == "macro_f1":
                 bound = SPREADS * spread[kind] + has_rounded * _one_image(run, theirs, mine, step, key)
             else:
                 bound = tight * abs(value) + SPREADS * spread[kind]
@@ -186,7 +180,8 @@ def _one_image(run: RunRecord, theirs: Numbers, mine: Numbers, step: int, key: s
     """The share of one image: rounding may change its class, where it has changed the loss, too."""
     split = key.partition("/")[0]
     has_changed = theirs.get((step, f"{split}/loss")) != mine.get((step, f"{split}/loss"))
-    return has_changed / run.facts.get(f"{split}_images", math.inf)
+    is_by_class = key.endswith(("balanced_accuracy", "macro_f1"))  # an image may be all of a class
+    return has_changed / (1 if is_by_class else run.facts.get(f"{split}_images", math.inf))
 
 
 def _numbers(record: RunRecord, is_run: bool, outcome: Outcome, run: RunRecord) -> Numbers:
@@ -223,7 +218,7 @@ def _folder(record: RunRecord, step: int) -> Path:
 
 def _manifest(record: RunRecord, step: int) -> dict[str, Any]:
     folder = _folder(record, step)
-    return check_manifest((folder / MANIFEST_FILE).read_bytes(), folder)
+    return checkpoints.check_manifest((folder / checkpoints.MANIFEST_FILE).read_bytes(), folder)
 
 
 def _sha256(record: RunRecord, step: int) -> str:
@@ -245,7 +240,7 @@ def _compare_checkpoint(
         yield f"{name} has the files {', '.join(theirs['files'])}, in the replay {', '.join(mine['files'])}"
         return
     for file in (file for file in mine["files"] if file.endswith(".safetensors")):
-        files = [TensorFile(_folder(record, step) / file) for record in records]
+        files = [checkpoints.TensorFile(_folder(record, step) / file) for record in records]
         if files[0].specs() != files[1].specs():
             yield f"{name}/{file} has other tensors than in the replay"
             continue
@@ -260,8 +255,7 @@ def _compare_checkpoint(
                     float(torch.linalg.vector_norm(part, norm))
                     for part in (value - told, value - other, value)
                 )
-                tight = 0.0 if outcome.is_exact else TIGHT
-                bound = tight * size + SPREADS * spread * (not is_exact)
+                bound = TIGHT * size * (not outcome.is_exact) + SPREADS * spread * (not is_exact)
                 if bound > size > 0:
                     outcome.untold.add(f"{tensor} in {name}/{file}")
                 if file == MODEL_FILE and norm == math.inf:

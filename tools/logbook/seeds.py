@@ -1,4 +1,4 @@
-"""Comparisons over seeds: runs that differ in the seed alone count as one, with a mean and its interval.
+"""Comparisons over seeds or folds: runs that differ in these alone count as one, with a mean and interval.
 
 Two of them are compared by a t-test: of pairs where the seeds are the same, as a seed decides the initial
 weights and the order of the images, and so a part of the noise; else Welch's, which assumes no equal
@@ -12,8 +12,9 @@ import statistics
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from common.system.text import natural
 from tools.logbook.record import RunRecord
 
 ALPHA, POWER = 0.05, 0.8  # of the test; of the number of seeds that would tell
@@ -25,11 +26,20 @@ PLACES = ("seed", "output_dir", "model_folder", "s3", "cache_dir")
 
 @dataclass(frozen=True)
 class Group:
-    """Runs of one recipe on one kind of job. values: their headline accuracies, by seed."""
+    """Runs of one recipe on one kind of job. values: their headline accuracies, by seed or fold."""
 
     name: str
-    values: dict[int, float]
+    values: dict[Any, float]
     runs: tuple[RunRecord, ...]
+    folds: int = 0  # of the cross-validation, if it is one
+
+    @property
+    def over_all(self) -> float | None:
+        """The accuracy over all held-out images; None unless every fold is there."""
+        images = [run.facts.get("val_images") or 0 for run in self.runs]
+        is_whole = len(self.runs) == self.folds * len({run.recipe.get("seed") for run in self.runs})
+        right = sum(a * n for a, n in zip(self.values.values(), images, strict=True))
+        return right / sum(images) if is_whole and all(images) else None
 
     @property
     def mean(self) -> float:
@@ -45,8 +55,13 @@ class Group:
         """The mean's 95 percent interval, by Student's t; None for one run."""
         if self.deviation is None:
             return None
-        half = _critical(len(self.values) - 1) * self.deviation / math.sqrt(len(self.values))
+        half = _critical(len(self.values) - 1) * self.deviation * self.error
         return self.mean - half, self.mean + half
+
+    @property
+    def error(self) -> float:
+        """The mean's standard error in standard deviations; of folds Nadeau and Bengio's (2003)."""
+        return math.sqrt(1 / len(self.values) + (1 / (self.folds - 1) if self.folds else 0))
 
 
 class Difference(NamedTuple):
@@ -85,24 +100,29 @@ def group(runs: Sequence[RunRecord], names: Sequence[str]) -> list[Group]:
 
 def _group(members: list[tuple[str, RunRecord]]) -> Group:
     name, first = members[0]
-    parts = [part for part in name.split(", ") if not part.startswith("seed ")]
+    parts = [part for part in name.split(", ") if not part.startswith(("seed ", "fold "))]
     where = f"{first.facts.get('strategy')} x {first.facts.get('processes')}"
-    runs = sorted((run for _, run in members), key=_seed)
-    return Group(", ".join(parts) or where, {_seed(run): headline(run) or 0.0 for run in runs}, tuple(runs))
+    runs = sorted((run for _, run in members), key=lambda run: natural(_seed(run)))
+    values = {_seed(run): headline(run) or 0.0 for run in runs}
+    return Group(", ".join(parts) or where, values, tuple(runs), first.fold[1] if first.fold else 0)
 
 
-def _seed(run: RunRecord) -> int:
-    return run.recipe.get("seed", 0)
+def _seed(run: RunRecord) -> int | str:
+    """What tells a run from the others of its group; with folds `0 and fold 2/5`."""
+    seed = run.recipe.get("seed", 0)
+    return f"{seed} and fold {run.recipe['holdout']}" if run.fold else seed
 
 
 def headline(run: RunRecord) -> float | None:
-    """The accuracy on the test split, or without --holdout the final one."""
-    return run.facts.get("test_accuracy", run.facts.get("final_accuracy"))
+    """The accuracy on the test split, or without --holdout the final one; of a fold the final one on it."""
+    final = run.facts.get("final_accuracy")
+    return final if run.fold else run.facts.get("test_accuracy", final)
 
 
 def _job(run: RunRecord) -> str:
     """What the runs of a group have in common."""
     recipe = {name: value for name, value in run.recipe.items() if name not in PLACES}
+    recipe |= {"holdout": ["folds", run.fold[1]]} if run.fold else {}
     places = [run.facts.get(name) for name in ("script", "strategy", "hosts", "processes", "mixed_precision")]
     return json.dumps([recipe, places, run.about.get("devices"), run.about.get("source")], sort_keys=True)
 
@@ -113,19 +133,19 @@ def compare(first: Group, second: Group) -> Difference | None:
 
     if min(len(first.values), len(second.values)) < 2:
         return None
-    if first.values.keys() == second.values.keys():
-        pairs = [second.values[seed] - first.values[seed] for seed in first.values]
-        spread = statistics.stdev(pairs)
-        result = stats.ttest_1samp(pairs, 0.0) if spread >= TINY else None
-    else:
-        pairs = []
-        spread = math.hypot(first.deviation or 0.0, second.deviation or 0.0)
-        samples = [*second.values.values()], [*first.values.values()]
-        result = stats.ttest_ind(*samples, equal_var=False) if spread >= TINY else None
-    if result is None:
+    mean, is_paired = second.mean - first.mean, first.values.keys() == second.values.keys()
+    errors = [(group.deviation or 0.0) * group.error for group in (first, second)]
+    spread, error = math.hypot(first.deviation or 0.0, second.deviation or 0.0), math.hypot(*errors)
+    if is_paired:
+        spread = statistics.stdev(second.values[seed] - first.values[seed] for seed in first.values)
+        error = spread * first.error
+    if spread < TINY:
         return None
-    mean, (low, high) = second.mean - first.mean, result.confidence_interval(1 - ALPHA)
-    return Difference(mean, low, high, float(result.pvalue), bool(pairs), abs(mean) / spread)
+    counts = [len(group.values) - 1 for group in (first, second)]
+    freedom = error**4 / sum(e**4 / n for e, n in zip(errors, counts, strict=True))
+    freedom = counts[0] if is_paired else freedom
+    p, half = 2 * float(stats.t.sf(abs(mean) / error, freedom)), _critical(freedom) * error
+    return Difference(mean, mean - half, mean + half, p, is_paired, abs(mean) / spread)
 
 
 def seeds_needed(effect: float, is_paired: bool) -> int | None:
@@ -147,7 +167,7 @@ def seeds_needed(effect: float, is_paired: bool) -> int | None:
     return None
 
 
-def _critical(freedom: int) -> float:
+def _critical(freedom: float) -> float:
     from scipy import stats
 
     return float(stats.t.ppf(1 - ALPHA / 2, freedom))
@@ -161,15 +181,15 @@ def verdict(first: Group, second: Group) -> str:
         why = "a single run does not show how seeds vary" if few else "all pairs differ by the same amount"
         return f"{second.name} and {first.name}: no test, because {why}."
     how = f"{'paired' if found.is_paired else 'Welch'} t-test, p = {found.p:.2g}"
-    runs = sorted({len(first.values), len(second.values)})
-    count = f"n = {' and '.join(map(str, runs))}"
+    count = f"n = {' and '.join(map(str, sorted({len(first.values), len(second.values)})))}"
     between = f"{found.mean:+.4f}, 95 %: {found.low:+.4f} to {found.high:+.4f}; {how}"
     if found.p < ALPHA:
         word = "better" if found.mean > 0 else "worse"
         return f"{second.name} is {word} than {first.name} with {count} ({between})."
+    unclear = f"{second.name} and {first.name} are not distinguishable with {count} ({between})."
+    if first.folds:
+        return unclear
     needed = seeds_needed(found.effect, found.is_paired)
     more = f"More than {MOST_SEEDS:,}" if needed is None else f"About {needed:,}"
-    return (
-        f"{second.name} and {first.name} are not distinguishable with {count} ({between}). {more} seeds per"
-        f" variant would detect a difference of this size with {POWER:.0%} power."
-    )
+    would = f"{more} seeds per variant would detect a difference of this size with {POWER:.0%} power."
+    return f"{unclear} {would}"
