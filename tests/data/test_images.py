@@ -137,7 +137,7 @@ def test_digits_hold_out_36_of_each_class(tmp_path):
     assert (len(images.train), len(images.val), images.val_name) == (1437, 360, "val")
     assert not images.train.mirror
     assert images.train.size == (32, 32)
-    assert images.train.nbytes == 1437 * 32 * 32 * 3
+    assert images.train.images.nbytes == 1437 * 32 * 32 * 3
     assert np.bincount(images.val.labels).tolist() == [36] * 10
     # the same hold-out on every machine
     assert images.val.labels[:12].tolist() == [4, 5, 6, 9, 4, 7, 8, 9, 9, 6, 9, 9]
