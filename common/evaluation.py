@@ -89,14 +89,14 @@ def evaluate(
             confusion.view(-1).index_add_(0, part.labels * classes + predicted, torch.ones_like(predicted))
         if np.isin(part.ids, shown).any():
             examples.append(part.only(shown))
-    by_class = accelerator.reduce(counts, "sum").cpu().numpy()
-    images, _, right = by_class.sum(1).tolist()
+    counts = accelerator.reduce(counts, "sum")
+    images, _, right = counts.sum(1).tolist()
     assert images == expected, f"counted {images} of {expected} images"
     watcher.keep(accelerator.reduce(confusion, "sum") if confusion is not None else None, examples)
     loss = accelerator.reduce(total, "sum").item() / images
     metrics = {"loss": loss, "accuracy": right / images, "images": images}
     if recipe.best_by not in metrics:
-        metrics[recipe.best_by] = mean_of_classes(recipe.best_by, *by_class)
+        metrics[recipe.best_by] = mean_of_classes(recipe.best_by, *counts.cpu().numpy())
     return metrics
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from accelerate.utils import DistributedType
 
+from common import augment
 from common.augment import DRAWS, RAND_AUGMENT, send_cropped
 from common.data.images import Images
 from common.data.splits import ArraySplit, Part
@@ -18,7 +19,6 @@ from common.optim import can_fuse_sgd
 from common.order import uniforms
 from common.rand_augment import rand_augment
 from common.script import load_script, recipe_class
-from common.system import transfer
 from tests.conftest import ROOT
 from tests.support.waits import counted, waits_of
 
@@ -32,13 +32,13 @@ RECIPES = {
 }
 # Of 2 epochs of 3 steps, with a line at each second step and at each end of an epoch
 LINES = {"checkpoints.py:mean_loss": 4}
-EVALUATIONS = LINES | {"evaluation.py:evaluate": 2 * 3, "splits.py:_move": 2}  # once: the images themselves
+EVALUATIONS = LINES | {"evaluation.py:evaluate": 2 * 4, "splits.py:_move": 2}  # once: the images themselves
 WAITS = {
     # After the loop it draws a picture.
     "train_hello": LINES | {"train_hello.py:evaluate": 2 * 2, "train_hello.py:main": 4},
     "train_cnn_a": EVALUATIONS,
     "train_cnn_b": EVALUATIONS,
-    "train_vit": EVALUATIONS | {"evaluation.py:evaluate": 2 * 2 * 3},  # the EMA, too
+    "train_vit": EVALUATIONS | {"evaluation.py:evaluate": 2 * 2 * 4},  # the EMA, too
 }
 
 
@@ -107,7 +107,7 @@ def test_arrays_cross_to_the_device_in_one_copy(monkeypatch):
 
 def test_packed_arrays_arrive_whole(monkeypatch):
     """The copy itself is replaced: it would need a device."""
-    monkeypatch.setattr(transfer, "send", lambda tensor, device: tensor)
+    monkeypatch.setattr(augment, "send", lambda tensor, device: tensor)
     arrays = [
         np.arange(5),
         np.full((2, 3), 0.5, np.float32),
@@ -115,7 +115,7 @@ def test_packed_arrays_arrive_whole(monkeypatch):
         np.arange(3, dtype=np.int32),
     ]
     arrays.append(np.arange(12).reshape(3, 4).T)
-    found = transfer.send_arrays(arrays, torch.device("cuda"))
+    found = augment.send_arrays(arrays, torch.device("cuda"))
     for theirs, ours in zip(arrays, found, strict=True):
         np.testing.assert_array_equal(theirs, ours.numpy(), strict=True)
 

@@ -240,7 +240,7 @@ def _results(result: dict[str, Any], unit: str) -> "Table":
     place = f"{result['strategy']} on {result['processes']} x {result['device']}"
     table = Table("what", title=f"{result['script']}, {place}")
     table.add_column("value", justify="right")
-    measure, val_name, test_name = result["best_by"], result["val_name"], result.get("test_name")
+    measure, val_name, test_name = _measure(result), result["val_name"], result.get("test_name")
     best = result[f"best_{measure}"]
     finals = [name for name in (measure, "accuracy") if result[f"final_{name}"] is not None]
     rows: dict[str, str] = {}
@@ -269,7 +269,7 @@ def _weights(folder: Path, result: dict[str, Any], lines: list[dict[str, Any]], 
     """A table of the files with weights: their accuracy or loss, and their use."""
     from rich.table import Table
 
-    measure, best, last = result["best_by"], result["best_checkpoint"], result["checkpoint"]
+    measure, best, last = _measure(result), result["best_checkpoint"], result["checkpoint"]
     at_step = {step_name(line["step"]): line for line in lines if "val/loss" in line}
     table = Table(title="weights: which file to use")
     table.add_column("file in checkpoints/", no_wrap=True)
@@ -297,11 +297,15 @@ def _to_use(folder: Path, result: dict[str, Any], lines: list[dict[str, Any]]) -
     places = [folder / result[name] for name in ("best_checkpoint", "checkpoint") if result[name]]
     files = [place / name for place in places for name in (EMA_FILE, MODEL_FILE)]
     first = next(file for file in files if file.exists())
-    raw, averaged = f"val/raw_{result['best_by']}", f"val/{result['best_by']}"
+    raw, averaged = f"val/raw_{_measure(result)}", f"val/{_measure(result)}"
     values = [line for line in lines if raw in line and step_name(line["step"]) == first.parent.name]
     sign = -1 if averaged == "val/loss" else 1
     is_raw_better = any(sign * line[raw] > sign * line[averaged] for line in values)
     return first.with_name(MODEL_FILE) if is_raw_better else first
+
+
+def _measure(result: dict[str, Any]) -> str:
+    return result.get("best_by") or ("loss" if result["best_accuracy"] is None else "accuracy")
 
 
 def early_end(facts: Mapping[str, Any]) -> str:
