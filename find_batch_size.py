@@ -33,13 +33,13 @@ from typing import Any
 
 import psutil
 
-from common.batch_search import LaunchResult, knee, launch, next_size
 from common.recipe import ImageRecipe, recipe_part
 from common.recipe import parse as parse_recipe
 from common.system.cli import check_positive, command_parser, run_command, split_at_script
 from common.system.files import read_accelerate_config, read_json, read_lines, write_json
 from common.system.paths import ROOT
 from common.system.text import numbered
+from tools.batch_size.largest import LaunchResult, knee, launch, next_size
 from tools.launch.hosts import read_hostfile
 
 STEPS = 4  # the first is not timed: it creates the optimizer's state

@@ -12,12 +12,12 @@ import psutil
 import pytest
 
 import find_batch_size
-from common import batch_search
-from common.batch_search import knee, launch, next_size
 from common.distributed.preemption import is_alive
 from common.system.files import write_json
 from tests.conftest import ROOT, Job, rows_of, wait_until
 from tests.support.commands import call
+from tools.batch_size import largest
+from tools.batch_size.largest import knee, launch, next_size
 
 # Large activations in small networks: 8 images are 0.09 to 0.13 GiB, many times what two launches differ by.
 CNN = ["train_cnn_a.py", "--data=digits", "--widths=16,16,16", "--image_size=320"]
@@ -137,7 +137,7 @@ def test_what_counts_as_out_of_memory(code, is_out_of_memory):
 @pytest.mark.parametrize(("said", "is_out_of_memory"), rows_of("out of memory on a GPU"))
 def test_a_gpus_out_of_memory_is_known_without_a_limit_or_a_look(said, is_out_of_memory, monkeypatch):
     """Simulated: the process prints what the libraries say on a GPU."""
-    monkeypatch.setattr(batch_search, "_largest_data_gib", lambda *_: pytest.fail("it looked at processes"))
+    monkeypatch.setattr(largest, "_largest_data_gib", lambda *_: pytest.fail("it looked at processes"))
     ended = launch([sys.executable, "-c", f"print({said!r}); exit(1)"], limit_gib=None, timeout_s=60)
     assert (ended.status, ended.is_out_of_memory, ended.data_gib) == (1, is_out_of_memory, 0)
 
@@ -211,7 +211,7 @@ def test_with_randaugment_a_margin_stays_free(layers, answer, tmp_path, monkeypa
         size, trials["trial"] = int(flags["per_device_batch_size"]), trials["trial"] + 1
         gib = 0.02 + size / 100
         if gib > 1:
-            return batch_search.LaunchResult(1, "error: out of memory on a GPU", 0, 1.0, True)
+            return largest.LaunchResult(1, "error: out of memory on a GPU", 0, 1.0, True)
         folder = Path(flags["output_dir"])
         folder.mkdir()
         names = ("script", "strategy", "mixed_precision", "half_precision", "compile", "grad_checkpointing")
@@ -220,7 +220,7 @@ def test_with_randaugment_a_margin_stays_free(layers, answer, tmp_path, monkeypa
         write_json(folder / "recipe.json", dict.fromkeys(("sharding", "git_commit", "versions")))
         lines = [json.dumps({"step": step, "train/images_per_s": size}) for step in range(4)]
         (folder / "metrics.jsonl").write_text("\n".join(lines))
-        return batch_search.LaunchResult(0, "", 0, 1.0, False)
+        return largest.LaunchResult(0, "", 0, 1.0, False)
 
     monkeypatch.setattr(find_batch_size, "launch", launched)
     file = tmp_path / "found" / "result.json"
