@@ -14,11 +14,12 @@ import pytest
 import find_batch_size
 from common.distributed.preemption import is_alive
 from common.system.files import write_json
-from tests.conftest import ROOT, Job, rows_of, wait_until
+from tests.conftest import ROOT, Job, rows_of
+from tests.distributed.test_agreement import ranks_of
 from tests.support.commands import call
-from tools.batch_size import largest
-from tools.batch_size.largest import knee, launch, next_size
+from tools.batch_size.largest import LaunchResult, knee, launch, next_size
 
+LARGEST = "tools.batch_size.largest"
 # Large activations in small networks: 8 images are 0.09 to 0.13 GiB, many times what two launches differ by.
 CNN = ["train_cnn_a.py", "--data=digits", "--widths=16,16,16", "--image_size=320"]
 RESNET = ["train_cnn_b.py", "--data=digits", "--width=16", "--image_size=128"]
@@ -121,7 +122,7 @@ def test_a_hanging_launch_leaves_no_process(tmp_path, monkeypatch):
     begin = "import subprocess, sys\nsubprocess."
     starter.write_text(f"{begin}Popen([sys.executable, {str(sleeper)!r}], start_new_session=True)")
     launcher.write_text(f"{begin}run([sys.executable, {str(starter)!r}])\n{sleeper.read_text()}")
-    ended = launch([sys.executable, str(launcher)], limit_gib=None, timeout_s=5)
+    ended = launch([sys.executable, str(launcher)], limit_gib=None, timeout_s=2)
     assert (ended.status, ended.is_out_of_memory) == (None, False)
     pids = [int(word) for word in (tmp_path / "pids").read_text().split()]
     assert len(pids) == 2
@@ -129,7 +130,8 @@ def test_a_hanging_launch_leaves_no_process(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("code", "is_out_of_memory"), rows_of("out of memory"))
-def test_what_counts_as_out_of_memory(code, is_out_of_memory):
+def test_what_counts_as_out_of_memory(code, is_out_of_memory, monkeypatch):
+    monkeypatch.setattr(f"{LARGEST}.PERIOD_S", 0.05)
     ended = launch([sys.executable, "-c", code], limit_gib=0.5, timeout_s=60)
     assert ended.is_out_of_memory == is_out_of_memory, ended.output
 
@@ -137,13 +139,13 @@ def test_what_counts_as_out_of_memory(code, is_out_of_memory):
 @pytest.mark.parametrize(("said", "is_out_of_memory"), rows_of("out of memory on a GPU"))
 def test_a_gpus_out_of_memory_is_known_without_a_limit_or_a_look(said, is_out_of_memory, monkeypatch):
     """Simulated: the process prints what the libraries say on a GPU."""
-    monkeypatch.setattr(largest, "_largest_data_gib", lambda *_: pytest.fail("it looked at processes"))
+    monkeypatch.setattr(f"{LARGEST}._largest_data_gib", lambda *_: pytest.fail("it looked at processes"))
     ended = launch([sys.executable, "-c", f"print({said!r}); exit(1)"], limit_gib=None, timeout_s=60)
     assert (ended.status, ended.is_out_of_memory, ended.data_gib) == (1, is_out_of_memory, 0)
 
 
 def test_the_largest_process_is_measured():
-    small, large = (f"import time; x = bytearray({mib} * 2**20); time.sleep(3)" for mib in (50, 300))
+    small, large = (f"import time; x = bytearray({mib} * 2**20); time.sleep(1)" for mib in (50, 300))
     words = f"import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', {large!r}])\n{small}"
     ended = launch([sys.executable, "-c", words], limit_gib=1.0, timeout_s=60)
     assert ended.status == 0, ended.output
@@ -154,10 +156,11 @@ def test_the_largest_process_is_measured():
 
 
 def test_the_answer_has_run_and_the_next_size_has_not(tmp_path):
-    found, output = find(tmp_path, "cpu", "--memory_limit_gib=1.45", *CNN)
+    """Three trials: 8 and 32 images run, and 40 do not."""
+    found, output = find(tmp_path, "cpu", "--memory_limit_gib=1.55", *CNN)
     check(found)
     assert len(found["trials"]) <= 5
-    expected = ("train_cnn_a", "single", 1, 8, 1.45, "memory")
+    expected = ("train_cnn_a", "single", 1, 8, 1.55, "memory")
     names = ("script", "strategy", "processes", "quantum", "limit_gib", "limited_by")
     assert tuple(found[name] for name in names) == expected
     assert found["flags"] == CNN[1:]
@@ -204,14 +207,13 @@ def test_with_randaugment_a_margin_stays_free(layers, answer, tmp_path, monkeypa
     """Simulated: trials on a GPU of 1 GiB, of which a size takes 1/100 for each image and 0.02."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(find_batch_size.Search, "_check_limit", lambda *_, **__: None)
-    trials = {"trial": 0}
 
     def launched(words, limit_gib, timeout_s):
         flags = dict(word[2:].split("=", 1) for word in words if word.startswith("--") and "=" in word)
-        size, trials["trial"] = int(flags["per_device_batch_size"]), trials["trial"] + 1
+        size = int(flags["per_device_batch_size"])
         gib = 0.02 + size / 100
         if gib > 1:
-            return largest.LaunchResult(1, "error: out of memory on a GPU", 0, 1.0, True)
+            return LaunchResult(1, "error: out of memory on a GPU", 0, 1.0, True)
         folder = Path(flags["output_dir"])
         folder.mkdir()
         names = ("script", "strategy", "mixed_precision", "half_precision", "compile", "grad_checkpointing")
@@ -220,7 +222,7 @@ def test_with_randaugment_a_margin_stays_free(layers, answer, tmp_path, monkeypa
         write_json(folder / "recipe.json", dict.fromkeys(("sharding", "git_commit", "versions")))
         lines = [json.dumps({"step": step, "train/images_per_s": size}) for step in range(4)]
         (folder / "metrics.jsonl").write_text("\n".join(lines))
-        return largest.LaunchResult(0, "", 0, 1.0, False)
+        return LaunchResult(0, "", 0, 1.0, False)
 
     monkeypatch.setattr(find_batch_size, "launch", launched)
     file = tmp_path / "found" / "result.json"
@@ -271,22 +273,9 @@ def test_mistakes_are_one_clear_message(words, status, message, tmp_path, monkey
 def test_a_signal_leaves_no_process(tmp_path):
     file = tmp_path / "found" / "result.json"
     job = Job([*finder("ddp_2gpu", f"--output={file}", "--memory_limit_gib=2"), *CNN])
-
-    def ranks() -> list[psutil.Process]:
-        below = psutil.Process(job.process.pid).children(recursive=True)
-        return [process for process in below if "RANK" in environment(process)]
-
-    wait_until(ranks, job)
-    running = ranks()
+    running = ranks_of(job)
     job.process.send_signal(signal.SIGTERM)
     status, output = job.wait(30)
     assert (status, output.splitlines()[-1]) == (130, "interrupted")
     assert not any(map(is_alive, running))
     assert not any(file.parent.glob("*"))
-
-
-def environment(process: psutil.Process) -> dict[str, str]:
-    try:
-        return process.environ()
-    except psutil.Error:
-        return {}
