@@ -10,7 +10,6 @@ SolarizeAdd and no Cutout.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -34,13 +33,12 @@ def rand_augment(images: Tensor, draws: np.ndarray, layers: int, magnitude: floa
     Returns uint8 [B, H, W, 3].
     """
     strength, (h, w) = magnitude / 10, images.shape[1:3]
-    plans = [
-        _Layer.of(draws[:, layer * DRAWN : (layer + 1) * DRAWN], h, w, strength) for layer in range(layers)
-    ]
-    sent = send_arrays([array for plan in plans for array in plan.arrays], images.device)
-    for layer, plan in enumerate(plans):
+    parts = [draws[:, layer * DRAWN : (layer + 1) * DRAWN] for layer in range(layers)]
+    plans = [_plan(part, h, w, strength) for part in parts]
+    sent = send_arrays([array for _, arrays in plans for array in arrays], images.device)
+    for layer, (counts, _) in enumerate(plans):
         order, back, factors, middles = sent[4 * layer : 4 * layer + 4]
-        pieces = images.index_select(0, order).split(plan.counts)
+        pieces = images.index_select(0, order).split(counts)
         done = [
             _applied(group, piece, strength, factors, middles) if len(piece) else piece
             for group, piece in zip(GROUPS, pieces, strict=True)
@@ -49,30 +47,25 @@ def rand_augment(images: Tensor, draws: np.ndarray, layers: int, magnitude: floa
     return images
 
 
-class _Layer(NamedTuple):
-    """One layer's operations on a batch, chosen on the host."""
+def _plan(draws: np.ndarray, h: int, w: int, strength: float) -> tuple[list[int], tuple[np.ndarray, ...]]:
+    """One layer's operations on a batch: the number of images in each of GROUPS, and four arrays.
 
-    counts: list[int]  # images in each of GROUPS
-    # int64 [B] each: the order of the images by group, and its inverse; float32 [6, warped]: factors of
-    # _warped; int32 [cut out, 2]: middles of the squares
-    arrays: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
-
-    @classmethod
-    def of(cls, draws: np.ndarray, h: int, w: int, strength: float) -> "_Layer":
-        chosen = (draws[:, 0] * len(OPERATIONS)).astype(np.int64)
-        group = _GROUP_OF[chosen]
-        order = np.argsort(group, kind="stable")
-        factors = np.zeros((6, len(draws)))
-        direction = np.where(draws[:, 1] < 0.5, -1.0, 1.0)
-        for name, factors_of in WARPS.items():
-            rows = chosen == OPERATIONS.index(name)
-            factors[:, rows] = np.stack(
-                [np.broadcast_to(f, rows.sum()) for f in factors_of(h, w, strength, direction[rows])]
-            )
-        warped, cut_out = (order[group[order] == GROUPS.index(name)] for name in ("Warp", "Cutout"))
-        middles = np.floor(draws[cut_out, 2:4] * (h, w)).astype(np.int32)
-        counts = np.bincount(group, minlength=len(GROUPS)).tolist()
-        return cls(counts, (order, np.argsort(order), factors[:, warped].astype(np.float32), middles))
+    int64 [B] each: the order of the images by group, and its inverse; float32 [6, warped]: factors of
+    _warped; int32 [cut out, 2]: middles of the squares.
+    """
+    chosen = (draws[:, 0] * len(OPERATIONS)).astype(np.int64)
+    group = _GROUP_OF[chosen]
+    order = np.argsort(group, kind="stable")
+    factors = np.zeros((6, len(draws)))
+    direction = np.where(draws[:, 1] < 0.5, -1.0, 1.0)
+    for name, factors_of in WARPS.items():
+        rows = chosen == OPERATIONS.index(name)
+        for row, factor in zip(factors, factors_of(h, w, strength, direction[rows]), strict=True):
+            row[rows] = factor
+    warped, cut_out = (order[group[order] == GROUPS.index(name)] for name in ("Warp", "Cutout"))
+    middles = np.floor(draws[cut_out, 2:4] * (h, w)).astype(np.int32)
+    counts = np.bincount(group, minlength=len(GROUPS)).tolist()
+    return counts, (order, np.argsort(order), factors[:, warped].astype(np.float32), middles)
 
 
 def _applied(group: str, images: Tensor, strength: float, factors: Tensor, middles: Tensor) -> Tensor:
