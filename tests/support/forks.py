@@ -14,7 +14,6 @@ import contextlib
 import ctypes
 import gc
 import importlib
-import importlib.machinery
 import inspect
 import io
 import multiprocessing.process
@@ -33,6 +32,7 @@ import threading
 import time
 import types
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -96,13 +96,15 @@ def _execute(self, server, *arguments):
     args, cwd, preexec_fn = given["args"], given["cwd"], given["preexec_fn"]
     env = os.environ if given["env"] is None else given["env"]
     env = {os.fsdecode(name): os.fsdecode(value) for name, value in env.items()}
-    words = [os.fsdecode(word) for word in args] if isinstance(args, (list, tuple)) else [os.fsdecode(args)]
-    python_words = _python_words(words, env) if _is_plain(given, words) else None
+    # Nothing is asked for but a program, its streams, folder, environment and session.
+    is_plain = preexec_fn in (None, reset_signals) and not (given["shell"] or given["pass_fds"])
+    python_words = _python_words(args, env) if is_plain and isinstance(args, (list, tuple)) else None
     found = server() if python_words else None
     if found is None or _read_at_start(env) != _read_at_start(found.environment):
         _start_process(self, *arguments)
         return
     heard = RESET if preexec_fn else set()
+    os.umask(umask := os.umask(0o22))
     request = {
         "words": python_words,
         "cmdline": [sys.executable, *python_words],
@@ -113,7 +115,7 @@ def _execute(self, server, *arguments):
         "ignored": [n for n in signal.valid_signals() - heard if signal.getsignal(n) is signal.SIG_IGN],
         "blocked": list(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
         "affinity": sorted(os.sched_getaffinity(0)),
-        "umask": _umask(),
+        "umask": umask,
         "limits": {n: resource.getrlimit(n) for n in LIMITS},
     }
     streams = [given["p2cread"], given["c2pwrite"], given["errwrite"]]
@@ -126,37 +128,16 @@ def _execute(self, server, *arguments):
         self._close_pipe_fds(*(given[name] for name in pipes))
 
 
-def _is_plain(given: dict[str, Any], words: list[str]) -> bool:
-    """True where nothing is asked for but a program, its streams, folder, environment and session."""
-    ids = (given["gid"], given["gids"], given["uid"])
-    return (
-        not given["shell"]
-        and given["executable"] in (None, words[0])
-        and given["close_fds"]
-        and not given["pass_fds"]
-        and given["preexec_fn"] in (None, reset_signals)
-        and all(value in (None, -1) for value in (*ids, given["umask"], given["process_group"]))
-    )
-
-
-def _python_words(words: list[str], env: dict[str, str]) -> list[str] | None:
+def _python_words(args: Sequence, env: dict[str, str]) -> list[str] | None:
     """The words after `python`; None for another Python, and for commands that can't be forked."""
-    program = shutil.which(words[0], path=env.get("PATH"))
-    if program is None:
-        return None
-    if _is_ours(program):
-        rest = words[1:]
-    else:
+    program, *rest = [os.fsdecode(word) for word in args]
+    if (program := shutil.which(program, path=env.get("PATH")) or "") and not _is_ours(program):
         with open(program, "rb") as file:
-            first = file.readline().split()
-        if not first or not _is_ours(os.fsdecode(first[0].removeprefix(b"#!"))):
-            return None
-        rest = [program, *words[1:]]
-    flags = rest[: 1 if rest[:1] == ["-u"] else 0]
-    after = rest[len(flags) :]
-    if not after or (after[0].startswith("-") and (after[0] != "-m" or len(after) < 2)):
-        return None
-    return rest
+            interpreter = os.fsdecode(file.readline().removeprefix(b"#!").strip())
+        program, rest = interpreter, [program, *rest]
+    script = rest[1 if rest[:1] == ["-u"] else 0 :]
+    is_script = script and (not script[0].startswith("-") or (script[0] == "-m" and len(script) > 1))
+    return rest if is_script and _is_ours(program) else None
 
 
 def _is_ours(program: str) -> bool:
@@ -179,12 +160,6 @@ def _adopting_orphans():
         yield
     finally:
         _libc.prctl(PR_SET_CHILD_SUBREAPER, before.value)
-
-
-def _umask() -> int:
-    mask = os.umask(0o22)
-    os.umask(mask)
-    return mask
 
 
 def _receive(channel: socket.socket, count: int) -> bytes:
@@ -316,19 +291,17 @@ _shown: list = []
 def _serve_its_children(request: dict[str, Any]) -> socket.socket | None:
     """Forks a server for the processes that this one starts. Returns the channel in the server only."""
     ours, theirs = socket.socketpair()
-    os.set_inheritable(ours.fileno(), False)
     if os.fork() == 0:
         ours.close()
         _show_as(["server-of-forks"], {})
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         devnull = os.open(os.devnull, os.O_RDWR)
-        for number in (0, 1):
+        for number in (0, 1, 2):  # or who reads the job's output would wait for this process
             os.dup2(devnull, number)
-        os.dup2(devnull, 2)  # or who reads the job's output would wait for this process
         return theirs
     theirs.close()
-    server = Server(ours, {k: v for k, v in BASE.items()})
+    server = Server(ours, BASE)
     subprocess.Popen._execute_child = lambda popen, *rest: _execute(popen, lambda: server, *rest)  # type: ignore
     return None
 
@@ -347,9 +320,8 @@ def _start_like_python(words: list[str], env: dict[str, str]) -> None:
     del words[: words[:1] == ["-u"]]
     for number, name in ((1, "stdout"), (2, "stderr")):
         old = getattr(sys, name)
-        raw: Any = io.FileIO(number, "wb", closefd=False)
         new = io.TextIOWrapper(
-            raw if unbuffered else io.BufferedWriter(raw),
+            open(number, "wb", buffering=0 if unbuffered else -1, closefd=False),  # noqa: SIM115
             encoding=old.encoding,
             errors=old.errors,
             line_buffering=name == "stderr" or os.isatty(number),
@@ -375,23 +347,14 @@ def _start_like_python(words: list[str], env: dict[str, str]) -> None:
 
 def _run(words: list[str]) -> None:
     """`python WORDS`, in a module __main__ of its own."""
-    main = types.ModuleType("__main__")
-    sys.modules["__main__"] = main
     if words[0] == "-m":
         sys.argv[:] = ["-m", *words[2:]]
+        sys.modules["__main__"] = types.ModuleType("__main__")
         sys.modules.pop(words[1], None)  # runpy warns of a module that is there already
         runpy._run_module_as_main(words[1])  # type: ignore[attr-defined]  # what `python -m` calls
-        return
-    sys.argv[:] = words
-    main.__dict__.update(
-        __file__=words[0],
-        __builtins__=__builtins__,
-        __cached__=None,
-        __loader__=importlib.machinery.SourceFileLoader("__main__", words[0]),
-    )
-    with open(words[0], "rb") as file:
-        code = compile(file.read(), words[0], "exec")
-    exec(code, main.__dict__)
+    else:
+        sys.argv[:] = words
+        runpy.run_path(words[0], run_name="__main__")
 
 
 def _end_like_python(words: list[str]) -> None:
