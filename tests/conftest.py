@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +42,8 @@ def keep_to_own_cores() -> None:
     Two OpenMP threads that share a core with others take many times as long as one.
     """
     if "PYTEST_XDIST_WORKER" in os.environ:
-        number, count = (
-            int(os.environ["PYTEST_XDIST_WORKER"][2:]),
-            int(os.environ["PYTEST_XDIST_WORKER_COUNT"]),
-        )
-        cores = sorted(os.sched_getaffinity(0))
+        number = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
+        count, cores = int(os.environ["PYTEST_XDIST_WORKER_COUNT"]), sorted(os.sched_getaffinity(0))
         if count > len(cores):
             os.environ["OMP_NUM_THREADS"] = "1"
             torch.set_num_threads(1)
@@ -264,6 +261,18 @@ def photographs() -> Path:
 def real_data() -> Path:
     needs("TEST_DATA_DIR")
     return Path(os.environ["TEST_DATA_DIR"])
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path, size: str) -> Iterator[Path]:
+    """Mounts a file system of this size, in memory, at the folder."""
+    needs("root")
+    folder.mkdir(exist_ok=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder], check=True)
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", folder], check=True)  # a thread may write yet
 
 
 @pytest.fixture
