@@ -6,7 +6,6 @@ import re
 import shutil
 import signal
 import struct
-import subprocess
 from itertools import product
 from pathlib import Path
 
@@ -38,9 +37,9 @@ from tests.conftest import (
     lines,
     metrics,
     mutate,
-    needs,
     result,
     run,
+    small_disk,
     tensors,
     torchrun,
     wait_until,
@@ -234,16 +233,9 @@ def test_the_main_process_is_killed_in_a_commit(strategy, tmp_path):
 
 
 @pytest.fixture
-def small_disk(tmp_path):
-    """A file system of 4 MiB in memory."""
-    needs("root")  # to mount
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", folder], check=True)
-    try:
+def disk(tmp_path):
+    with small_disk(tmp_path / "disk", "4m") as folder:
         yield folder
-    finally:
-        subprocess.run(["umount", "--lazy", folder], check=True)
 
 
 @pytest.mark.parametrize(
@@ -255,12 +247,12 @@ def small_disk(tmp_path):
         full(torchrun(2), "open .index.json.tmp"),
     ],
 )
-def test_a_full_disk(launcher, where, small_disk, tmp_path):
+def test_a_full_disk(launcher, where, disk, tmp_path):
     """The next save begins before all ranks know of the problem: the first problem is reported."""
-    words = [*HELLO, "--checkpoint_every", "1", "--output_dir", small_disk / "run"]
+    words = [*HELLO, "--checkpoint_every", "1", "--output_dir", disk / "run"]
     run([*words, "--max_steps", "4"])
-    first = tensors(small_disk / "run" / "checkpoints" / "step_00000004")
-    env = at_file_operation(tmp_path, "/run/checkpoints/.", where, fill=small_disk)
+    first = tensors(disk / "run" / "checkpoints" / "step_00000004")
+    env = at_file_operation(tmp_path, "/run/checkpoints/.", where, fill=disk)
     status, output = Job([*launcher, *words], env=env).wait()
     assert status != 0
     assert mark(tmp_path).exists()
@@ -268,20 +260,20 @@ def test_a_full_disk(launcher, where, small_disk, tmp_path):
     assert "the checkpoint of step 5 can't be written to" in output, output
     assert "No space left on device" in output
     assert "Traceback" not in output.split("torch/distributed")[0], output
-    kept = tensors(small_disk / "run" / "checkpoints" / "step_00000004")
+    kept = tensors(disk / "run" / "checkpoints" / "step_00000004")
     assert all(torch.equal(first[name], kept[name]) for name in first)
-    (small_disk / "filler").unlink()
+    (disk / "filler").unlink()
     assert "continuing at step" in run(words)
-    assert latest(small_disk / "run").name == LAST
-    verify(latest(small_disk / "run"))
+    assert latest(disk / "run").name == LAST
+    verify(latest(disk / "run"))
 
 
 @pytest.mark.full
-def test_a_full_disk_in_the_log(small_disk, tmp_path):
+def test_a_full_disk_in_the_log(disk, tmp_path):
     words = [*torchrun(2), *HELLO, "--epochs", "100000", "--checkpoint_every", "40"]
     words += ["--trackers", "tensorboard"]
-    job = start_and_wait(words, small_disk / "run", checkpoints=2)
-    with open(small_disk / "filler", "ab", buffering=0) as file:
+    job = start_and_wait(words, disk / "run", checkpoints=2)
+    with open(disk / "filler", "ab", buffering=0) as file:
         for size in (2**16, 2**12, 1):
             try:
                 while True:
@@ -292,11 +284,11 @@ def test_a_full_disk_in_the_log(small_disk, tmp_path):
     assert status != 0
     assert output.count("error: ") == 1, output
     assert "No space left on device" in output
-    found = newest(small_disk / "run" / "checkpoints", lambda: None, print)
-    (small_disk / "filler").unlink()
+    found = newest(disk / "run" / "checkpoints", lambda: None, print)
+    (disk / "filler").unlink()
     stop = ["--max_steps", found.step + 8]
-    assert f"continuing at step {found.step}" in run([*words, *stop, "--output_dir", small_disk / "run"])
-    steps = [line["step"] for line in lines(small_disk / "run" / "metrics.jsonl") if "train/loss" in line]
+    assert f"continuing at step {found.step}" in run([*words, *stop, "--output_dir", disk / "run"])
+    steps = [line["step"] for line in lines(disk / "run" / "metrics.jsonl") if "train/loss" in line]
     assert steps == [*range(1, found.step + 9)]
 
 
