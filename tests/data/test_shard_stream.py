@@ -4,7 +4,6 @@ import os
 import re
 import resource
 import signal
-import subprocess
 import threading
 import time
 from collections import Counter
@@ -35,6 +34,7 @@ from tests.conftest import (
     python,
     result,
     run,
+    small_disk,
     torchrun,
     wait_until,
 )
@@ -281,16 +281,10 @@ def test_too_many_open_files_are_a_clear_error(url, through_proxy, tmp_path):
         os.close(folder)
 
 
-@pytest.mark.needs("root")
 def test_a_full_disk_is_a_clear_error(url, through_proxy, tmp_path):
-    (tmp_path / "cache").mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", tmp_path / "cache"]
-    subprocess.run(mount, check=True)
-    try:
-        with pytest.raises(ValueError, match=r"can't be stored in .*: No space left on device\. Make"):
-            read_epoch(training_split(url, tmp_path / "cache"))
-    finally:
-        subprocess.run(["umount", "--lazy", tmp_path / "cache"], check=True)  # a thread may write yet
+    refused = pytest.raises(ValueError, match=r"can't be stored in .*: No space left on device\. Make")
+    with small_disk(tmp_path / "cache", "256k") as disk, refused:
+        read_epoch(training_split(url, disk))
 
 
 def test_an_unexpected_error_does_not_wait_for_downloads(url, s3_proxy, tmp_path):  # noqa: F811
