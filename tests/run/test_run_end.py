@@ -2,13 +2,12 @@
 
 import shutil
 import signal
-import subprocess
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
-from tests.conftest import Job, needs, result, run
+from tests.conftest import Job, result, run, small_disk
 from tests.support.compare import assert_same_end
 from tests.support.faults import at_file_operation, mark, operations
 
@@ -19,14 +18,8 @@ PICTURES = ["confusion.png", "curves.png", "predictions.png"]
 
 @pytest.fixture(scope="module")
 def disk(tmp_path_factory):
-    """A file system of 8 MiB in memory."""
-    needs("root")  # to mount
-    folder = tmp_path_factory.mktemp("disk")
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", folder], check=True)
-    try:
+    with small_disk(tmp_path_factory.mktemp("disk"), "8m") as folder:
         yield folder
-    finally:
-        subprocess.run(["umount", "--lazy", folder], check=True)
 
 
 class Trained:
