@@ -24,7 +24,7 @@ from common.data.decode import decode
 from common.data.shards import ShardImages, find_local, parse_index
 from common.system import progress
 from common.system.s3 import ObjectStore
-from tests.conftest import ROOT, Job, full, needs, python, rows_of, run, wait_until
+from tests.conftest import ROOT, Job, full, python, rows_of, run, small_disk, wait_until
 from tests.support.imagenet import (
     DEVKIT,
     TRAIN,
@@ -775,15 +775,9 @@ def test_a_file_may_not_grow(eager, ilsvrc, tmp_path):
 
 
 def test_room_is_looked_for_first(ilsvrc, tmp_path):
-    needs("root")  # to mount
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=500k", "tmpfs", disk], check=True)
-    try:
+    with small_disk(tmp_path / "disk", "500k") as disk:
         assert "GiB are free" in fails("--data", ilsvrc.folder, "--out", disk / "out", *MINI)
         assert [path.name for path in (disk / "out").iterdir()] == [".progress.json"]
-    finally:
-        subprocess.run(["umount", disk], check=True)
 
 
 def test_the_speed_leaves_out_bytes_that_are_only_hashed(monkeypatch, capsys):
