@@ -68,13 +68,9 @@ HALF_THE_CORES = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log):
     """Keeps the tests of a file in one process of `-n`."""
-    from xdist.scheduler import LoadScopeScheduling
+    from xdist.scheduler import LoadFileScheduling
 
-    class Files(LoadScopeScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            return nodeid.partition("::")[0]
-
-    return Files(config, log)
+    return LoadFileScheduling(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
