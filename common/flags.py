@@ -194,8 +194,6 @@ def _read_yaml(path: Path) -> Any:
 
     try:
         return yaml.safe_load(path.read_text())
-    except RecursionError:
-        raise ValueError(f"--config {path}: it is nested too deep") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark else ""

@@ -80,9 +80,7 @@ def test_wrong_flags(words, message, capsys):
         ("a.yaml", "data: 3", "data 3: must be text"),
         ("a.yaml", "epochs:", "epochs None: must be a whole number"),
         ("a.json", '{"epochs": 3,\n', "a.json, line 2"),
-        ("a.json", "[" * 100_000, "a.json can't be read: its JSON is nested too deep"),
         ("a.json", "[3]", "a.json holds no JSON object"),
-        ("a.yaml", "[" * 5_000, "a.yaml: it is nested too deep"),
         ("a.yaml", "epochs: 2001-99-99", "a.yaml: month must be in 1..12"),
     ],
 )
