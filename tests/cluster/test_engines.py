@@ -73,9 +73,7 @@ def test_skypilots_run_block_starts_torchrun(tmp_path, no_launcher):
 
 def test_skypilots_task_is_a_managed_job_on_spot_machines():
     task = load(SKYPILOT)
-    assert task["num_nodes"] == 2
     assert task["resources"]["use_spot"]
-    assert task["workdir"] == "."
     assert set(task["secrets"].values()) == {None}  # from --secret-file
     subprocess.run(["bash", "-n"], input=task["setup"], text=True, check=True)
     target = re.search(r"^make (\w+) PYTHON=", task["setup"], re.MULTILINE)

@@ -77,13 +77,9 @@ ROADS = {line.split()[0]: line.removesuffix(" train_cnn_a.py") for line in COMMA
 C10D = "--rdzv_backend=c10d --rdzv_endpoint=node1:29500 --rdzv_id=1"
 ROADS["c10d"] = f"torchrun --nnodes=2 --nproc_per_node=1 {C10D}"
 ROADS["deepspeed, ZeRO-2"] = ROADS["deepspeed"]
-OTHER_CONFIGS = (("fsdp_2x4gpu", (2, 2)), ("zero3_2x4gpu", (2, 2)), ("ddp_2x4gpu", (2,) * 4))
-OTHER_CONFIGS += (
-    ("zero2_4gpu", (1,) * 4),
-    ("fsdp_4gpu", (1, 2)),
-    ("zero2_4gpu", (2, 1)),
-    ("zero3_4gpu", (1, 2)),
-)
+OTHER_CONFIGS = [("fsdp_2x4gpu", (2, 2)), ("zero3_2x4gpu", (2, 2)), ("ddp_2x4gpu", (2,) * 4)]
+OTHER_CONFIGS += [("zero2_4gpu", (1,) * 4), ("zero2_4gpu", (2, 1))]
+OTHER_CONFIGS += [("fsdp_4gpu", (1, 2)), ("zero3_4gpu", (1, 2))]
 EACH_ROAD = ((1, 1), (2, 2), (1,) * 4, (2,) * 4, (1, 2))
 
 
