@@ -26,7 +26,6 @@ import os
 import random
 import re
 import shutil
-import signal
 import statistics
 import subprocess
 import sys
@@ -78,7 +77,7 @@ ELASTIC = ["--checkpoint_every", str(CHECKPOINT_EVERY), "--timeout_s", "60"]
 
 def leave(host: str) -> None:
     for rank in ranks_on(host):
-        os.kill(rank, signal.SIGTERM)
+        rank.terminate()
 
 
 LOSSES = {"cut": cluster.cut, "kill": cluster.kill, "leave": leave}

@@ -24,7 +24,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+import psutil
+
 from cluster import virtual_cluster as cluster
+from common.system.processes import kill
 
 VICTIM = "node2"
 ON = 0.2  # share of the steps to be trained during the fault, which shows that the job continues
@@ -70,6 +73,7 @@ class Training:
         return self.process is not None and self.process.poll() is None
 
     def status(self) -> int | None:
+        """Waits for the end of the command."""
         return self.process.wait() if self.process else None
 
     @property
@@ -101,9 +105,7 @@ class Training:
         if self.process and self.is_running:
             os.killpg(self.process.pid, signal.SIGKILL)
         for host in filter(cluster._is_up, cluster.names()):
-            for pid in _job_processes(host):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            kill(_job_processes(host))
 
 
 # --- Faults: context managers, at whose end the fault is repaired, after the job has continued or ended
@@ -111,14 +113,14 @@ class Training:
 
 @contextlib.contextmanager
 def kill_a_rank(_: Training) -> Iterator[None]:
-    os.kill(ranks_on(VICTIM)[-1], signal.SIGKILL)
+    ranks_on(VICTIM)[-1].kill()
     yield
 
 
 @contextlib.contextmanager
 def kill_an_agent(_: Training) -> Iterator[None]:
     """Kills the parent of the ranks: torchrun's agent, or accelerate's."""
-    os.kill(_parent(ranks_on(VICTIM)[-1]), signal.SIGKILL)
+    ranks_on(VICTIM)[-1].parent().kill()
     yield
 
 
@@ -140,10 +142,10 @@ def power_off(_: Training) -> Iterator[None]:
 def stop_a_rank(_: Training) -> Iterator[None]:
     """Suspends a rank, which then neither answers nor ends."""
     victim = ranks_on(VICTIM)[-1]
-    os.kill(victim, signal.SIGSTOP)
+    victim.suspend()
     yield
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(victim, signal.SIGCONT)
+    with contextlib.suppress(psutil.NoSuchProcess):
+        victim.resume()
 
 
 @contextlib.contextmanager
@@ -160,19 +162,19 @@ def fill_the_disk(training: Training) -> Iterator[None]:
 def preempt(_: Training) -> Iterator[None]:
     """Sends SIGTERM to the host's ranks, as at the end of a spot machine."""
     for rank in ranks_on(VICTIM):
-        os.kill(rank, signal.SIGTERM)
+        rank.terminate()
     yield
 
 
 @contextlib.contextmanager
 def silence_s3(training: Training) -> Iterator[None]:
     """Suspends the store, which then accepts connections and does not answer."""
-    store = _processes_of(training.control, "moto.server")
-    for pid in store:
-        os.kill(pid, signal.SIGSTOP)
+    store = [p for p in _processes(training.control) if "moto.server" in (p.info["cmdline"] or ())]
+    for process in store:
+        process.suspend()
     yield
-    for pid in store:
-        os.kill(pid, signal.SIGCONT)
+    for process in store:
+        process.resume()
 
 
 FAULTS: dict[str, Callable[[Training], contextlib.AbstractContextManager[None]]] = {
@@ -231,8 +233,7 @@ def drill(words: list[str], hosts: int, slots: int, folder: Path, faults: list[s
         _say("undisturbed")
         began = time.monotonic()
         reference.start()
-        assert reference.process
-        reference.process.wait()
+        reference.status()
         took_s = time.monotonic() - began
         if not reference.is_finished:
             raise ValueError(f"the undisturbed run does not finish: see {reference.folder}.log")
@@ -305,12 +306,12 @@ def _try(fault: str, training: Training, reference: Training, took_s: float) -> 
 
 def _wait_for_step(training: Training, reached: int, at: float, outcome: Outcome, until: float) -> None:
     """Waits until the command ends, or `until`. Records when the first step after `reached` came."""
-    while training.is_running and time.monotonic() < until:
+    is_over = False
+    while not is_over:
+        time.sleep(0.1)
+        is_over = not training.is_running or time.monotonic() > until
         if math.isnan(outcome.pause_s) and training.step() > reached:
             outcome.pause_s = time.monotonic() - at
-        time.sleep(0.1)
-    if math.isnan(outcome.pause_s) and training.step() > reached:
-        outcome.pause_s = time.monotonic() - at
 
 
 def _repeated(log: str, reached: int) -> int:
@@ -319,38 +320,24 @@ def _repeated(log: str, reached: int) -> int:
     return max(0, reached - min((int(step.replace(",", "")) for step in begun), default=reached))
 
 
-def ranks_on(host: str) -> list[int]:
-    """The pids, as this machine numbers them, of the training's ranks on the host."""
-    found = {pid: _environment(pid).get("RANK") for pid in _job_processes(host)}
-    of_ranks = {pid: int(rank) for pid, rank in found.items() if rank is not None}
+def ranks_on(host: str) -> list[psutil.Process]:
+    """The training's ranks on the host."""
     # A rank's children (workers) have its environment. The oldest process is the rank itself.
-    first = {rank: min(pid for pid, own in of_ranks.items() if own == rank) for rank in of_ranks.values()}
+    first: dict[int, psutil.Process] = {}
+    for process in _job_processes(host):
+        if "RANK" in process.info["environ"]:
+            first.setdefault(int(process.info["environ"]["RANK"]), process)
     return [first[rank] for rank in sorted(first)]
 
 
-def _job_processes(host: str) -> list[int]:
-    return [pid for pid in cluster.processes(host) if "WORLD_SIZE" in _environment(pid)]
+def _job_processes(host: str) -> list[psutil.Process]:
+    return [process for process in _processes(host) if "WORLD_SIZE" in (process.info["environ"] or ())]
 
 
-def _processes_of(host: str, word: str) -> list[int]:
-    """The pids of the host's processes whose command has this word."""
-    found = []
-    for pid in cluster.processes(host):
-        with contextlib.suppress(OSError):
-            if word.encode() in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
-                found.append(pid)
-    return found
-
-
-def _parent(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-
-
-def _environment(pid: int) -> dict[str, str]:
-    with contextlib.suppress(OSError):
-        words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        return dict(word.decode(errors="replace").partition("=")[::2] for word in words if word)
-    return {}
+def _processes(host: str) -> list[psutil.Process]:
+    """The host's processes, the oldest first, with `cmdline` and `environ` in their `info`."""
+    pids = cluster.processes(host)
+    return [process for process in psutil.process_iter(["cmdline", "environ"]) if process.pid in pids]
 
 
 def _keep(folder: Path) -> None:

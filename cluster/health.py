@@ -8,7 +8,6 @@ evaluation. Before the first line (start, preparation of data) running processes
 """
 
 import argparse
-import contextlib
 import re
 import sys
 import time
@@ -17,6 +16,7 @@ from pathlib import Path
 import psutil
 
 SCRIPT = re.compile(r"(.*/)?train_\w+\.py")
+STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 
 
 def main() -> None:
@@ -29,13 +29,15 @@ def main() -> None:
 
 def health(within_s: float) -> tuple[bool, str]:
     """True if the training is alive, and a line about it."""
-    found = training_processes()
+    processes = psutil.process_iter(["pid", "cmdline", "status", "open_files"])
+    found = [process.info for process in processes if trains(process.info["cmdline"] or [""])]
     if not found:
         return False, "no process of a train script runs"
-    if stopped := next((process.pid for process in found if is_stopped(process)), None):
+    if stopped := next((process["pid"] for process in found if process["status"] in STOPPED), None):
         return False, f"process {stopped} of the training is stopped"
-    logs = {Path(file) for process in found for file in open_logs(process)}
-    ages = {log: time.time() - log.stat().st_mtime for log in logs if log.exists() and log.stat().st_size}
+    files = {Path(file.path) for process in found for file in process["open_files"] or ()}
+    logs = [file for file in files if file.name == "metrics.jsonl" and file.exists()]
+    ages = {log: time.time() - log.stat().st_mtime for log in logs if log.stat().st_size}
     for log, age_s in ages.items():
         if age_s > within_s:
             return False, f"{log} has got no line for {age_s:.0f} s, more than --within_s {within_s:.0f}"
@@ -43,31 +45,10 @@ def health(within_s: float) -> tuple[bool, str]:
     return True, f"processes that train: {len(found)}{newest}"
 
 
-def training_processes() -> list[psutil.Process]:
-    """The Python processes whose script is train_*.py: ranks and workers, but not launchers."""
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            python, *words = process.cmdline() or [""]
-            script = next((word for word in words if not word.startswith("-")), "")
-            if re.match(r"python[\d.]*$", Path(python).name) and SCRIPT.fullmatch(script):
-                found.append(process)
-    return found
-
-
-def is_stopped(process: psutil.Process) -> bool:
-    try:
-        return process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
-    except psutil.NoSuchProcess:  # ended just now
-        return False
-
-
-def open_logs(process: psutil.Process) -> list[str]:
-    """The files metrics.jsonl that the process has open."""
-    try:
-        return [file.path for file in process.open_files() if file.path.endswith("/metrics.jsonl")]
-    except psutil.Error:
-        return []
+def trains(words: list[str]) -> bool:
+    """True for Python with a script train_*.py: a rank or a worker, but no launcher. words: its command."""
+    script = next((word for word in words[1:] if not word.startswith("-")), "")
+    return bool(re.match(r"python[\d.]*$", Path(words[0]).name) and SCRIPT.fullmatch(script))
 
 
 if __name__ == "__main__":

@@ -71,19 +71,9 @@ def test_skypilots_run_block_starts_torchrun(tmp_path, no_launcher):
     assert (recipe.lr, recipe.seed) == (0.001, 3)
 
 
-@pytest.mark.parametrize(
-    "words", [["train_vit.py", "--no_such_flag", "1"], ["--no_such_flag", "train_vit.py"], ["train_vat.py"]]
-)
-def test_a_flag_or_a_script_that_is_not_there_is_found(words, no_launcher, capsys):
-    with pytest.raises((SystemExit, AssertionError)):
-        torchruns(words)
-
-
 def test_skypilots_task_is_a_managed_job_on_spot_machines():
     task = load(SKYPILOT)
-    assert task["num_nodes"] == 2
     assert task["resources"]["use_spot"]
-    assert task["workdir"] == "."
     assert set(task["secrets"].values()) == {None}  # from --secret-file
     subprocess.run(["bash", "-n"], input=task["setup"], text=True, check=True)
     target = re.search(r"^make (\w+) PYTHON=", task["setup"], re.MULTILINE)

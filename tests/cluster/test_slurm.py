@@ -9,6 +9,7 @@ import pytest
 
 from tests.conftest import (
     BIN,
+    HALF_THE_CORES,
     ROOT,
     TRAINING,
     Job,
@@ -168,13 +169,13 @@ def assert_trained(folder: Path, nodes: int, slots: int) -> None:
     assert (found["hosts"], found["processes"]) == (nodes, nodes * slots)
 
 
-def test_a_job_that_is_stopped_twice_trains_as_one_process(slurm, project_copy, one_process, tmp_path, cache):
+def test_a_job_that_is_stopped_twice_trains_as_one_process(slurm, project_copy, tmp_path):
     """It is stopped before its time limit, then by a job of higher priority: no step is lost or repeated."""
-    slow = "if __import__('os').environ.get('SLURM_RESTART_COUNT') != '2': __import__('time').sleep(1.5)"
-    insert_in_loop(project_copy, "train_vit.py", slow)
-    folder, log, size = tmp_path / "a run", tmp_path / "log", per_device(2)
-    words = [*TRAINING, size, *cache, "--output_dir", folder]
-    job = slurm.train(log, DDP, *words, "--checkpoint_every", "300", cwd=project_copy)
+    slow = "if __import__('os').environ.get('SLURM_RESTART_COUNT') != '2': __import__('time').sleep(0.8)"
+    insert_in_loop(project_copy, "train_hello.py", slow)
+    folder, log, alone = tmp_path / "a run", tmp_path / "log", tmp_path / "alone"
+    words = [*HELLO, "--max_steps", "20", "--log_every", "1", "--per_device_batch_size", "32", "--output_dir"]
+    job = slurm.train(log, DDP, *words, folder, "--checkpoint_every", "300", cwd=project_copy)
 
     slurm.wait_for_steps(folder, 3)
     slurm("scancel", "--batch", "--signal=USR1", job)
@@ -192,7 +193,8 @@ def test_a_job_that_is_stopped_twice_trains_as_one_process(slurm, project_copy, 
     assert 3 <= first < second < 20
     assert_trained(folder, nodes=2, slots=1)
     assert [line["step"] for line in metrics(folder) if "train/loss" in line] == list(range(1, 21))
-    assert_same_losses(folder, one_process(size))
+    run([*words, alone], env=HALF_THE_CORES)
+    assert_same_losses(folder, alone)
 
 
 @pytest.mark.full

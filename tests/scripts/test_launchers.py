@@ -39,20 +39,36 @@ def readme_commands() -> tuple[list[str], list[str]]:
 
 
 IN_BLOCKS, IN_TABLES = readme_commands()
-LAUNCHES = [command for command in IN_BLOCKS if re.search(r"train_\w+\.py", command)]
-LAUNCHES.remove("accelerate launch train_cnn_a.py")  # test_after_the_users_own_accelerate_config
-CONTINUED = [command for command in LAUNCHES if "weights/vit" in command or "s3://" in command]
-PRACTICE = [command for command in IN_BLOCKS if command.startswith("python cluster/virtual_cluster.py")]
-DRILLS = [command for command in PRACTICE if " drill " in command]  # tests/cluster/test_drill.py
-PRACTICE = [command for command in PRACTICE if command not in DRILLS]
-TOOLS = r"(validate|verify|find_batch_size|logbook|export|predict)\.py"
-AFTERWARDS = [command for command in IN_BLOCKS if re.search(TOOLS, command)]
-# tests/scripts/test_launch.py starts them on virtual hosts
-ONE_GPU_EACH = [c for c in LAUNCHES if re.search("_rank R|per_node=1 --master|--master_addr IP ", c)]
-PHOTOGRAPHS = [command for command in IN_BLOCKS if re.match("python .*photographs", command)]
-OTHERS = [*CONTINUED, *PRACTICE, *DRILLS, *AFTERWARDS, *PHOTOGRAPHS, *ONE_GPU_EACH]
-LAUNCHES = [command for command in LAUNCHES if command not in OTHERS]
-BENCHMARKS = [command for command in IN_TABLES if command.startswith("python -m benchmarks")]
+KINDS = {  # a command is of the first kind that matches; which test starts it, where none of this file does
+    "make": r"make (train|same_bits|test|test-all)\b",  # the last two are this run of the tests
+    "experiment": r"make (experiment_vit|experiment_speedup|tensorboard)\b|experiments/\w+\.sh --seeds",
+    "benchmark": r"python -m benchmarks\.(train_speed |checkpoint_saves$)",
+    "tests": r"python -m pytest tests/[\w/]+\.py$",
+    "preparation": r"python prep_imagenet\.py ",  # test_prep_imagenet.py
+    "doctor": r"python doctor\.py ",  # test_doctor.py
+    "tensorboard": r"tensorboard --logdir runs$",
+    "accelerate config": r"accelerate config$|accelerate launch train_cnn_a\.py$",
+    "a script of others": r"python launch\.py .* /shared/complete_cv_example\.py ",  # test_launch.py
+    "named hosts": r"python launch\.py --mode ",  # test_launch.py
+    "one GPU each": r".*(_rank R|per_node=1 --master|--master_addr IP )",  # test_launch.py
+    "drill": r"python cluster/virtual_cluster\.py drill ",  # tests/cluster/test_drill.py
+    "practice": r"python cluster/virtual_cluster\.py ",
+    "photographs": r"python .*photographs",
+    "afterwards": r".*\b(validate|verify|find_batch_size|logbook|export|predict)\.py ",
+    "stopped runs": r".*train_\w+\.py.*(weights/vit|s3://)",
+    "launch": r".*train_\w+\.py",
+}
+
+
+def kind(command: str) -> str | None:
+    return next((kind for kind, pattern in KINDS.items() if re.match(pattern, command)), None)
+
+
+def of_kind(name: str) -> list[str]:
+    return [command for command in IN_BLOCKS if kind(command) == name]
+
+
+LAUNCHES = of_kind("launch")
 
 
 @pytest.fixture
@@ -68,18 +84,20 @@ def split_environment(command: str) -> tuple[dict[str, str], list[str]]:
     return dict(word.split("=", 1) for word in words[:count]), words[count:]
 
 
-def kind(command: str) -> tuple:
-    """The kind of a command. Other tests cover what differs within a kind: configs, scripts, recipes."""
+def road(command: str) -> tuple:
+    """The launcher, and on how many hosts. Other tests cover what differs: configs, scripts, recipes."""
     words = ("launch.py", "hostfile", "--nnodes=2", "--nnodes=1:4")
     return split_environment(command)[1][0], *(word in command for word in words)
 
 
-FIRST_OF_ITS_KIND = {kind(command): command for command in reversed(LAUNCHES)}.values()
-# One of each program is started as a user starts it; the others' processes are forked.
-REALLY_STARTED = {split_environment(c)[1][0]: c for c in reversed(LAUNCHES)}.values()
+FIRST_OF_ITS_ROAD = {road(command): command for command in reversed(LAUNCHES)}.values()
+# One command of each of these is started as a user starts it, and accelerate by `make train`; the others'
+# processes are forked.
+PROGRAMS = ("python", "torchrun", "deepspeed --hostfile")
+REALLY_STARTED = [next(c for c in LAUNCHES if c.startswith(program)) for program in PROGRAMS]
 
 
-@pytest.mark.parametrize("command", [c if c in FIRST_OF_ITS_KIND else full(c) for c in LAUNCHES])
+@pytest.mark.parametrize("command", [c if c in FIRST_OF_ITS_ROAD else full(c) for c in LAUNCHES])
 def test_launch(command, project, request, cache):
     launch(command, project, request, cache)
 
@@ -98,7 +116,7 @@ def test_the_section_on_stopped_runs(project, cache, s3):  # noqa: F811
     """Runs the commands in order, each with a few more steps than the one before."""
     in_s3 = aws_env(s3)
     outputs = []
-    for number, command in enumerate(CONTINUED, 1):
+    for number, command in enumerate(of_kind("stopped runs"), 1):
         line = command.replace("my-bucket", BUCKET)
         small = [*SMALL["train_vit.py"], *cache, "--max_steps", str(2 * number)]
         jobs = []
@@ -129,7 +147,7 @@ def test_from_photographs_to_a_model_of_timm(project, photographs, tmp_path, cac
     weights = tmp_path / "small.safetensors"
     save_file(timm.create_model("test_vit", img_size=32, patch_size=8, num_classes=9).state_dict(), weights)
     small = ["--model", "test_vit", "--image_size", "32", "--patch_size", "8", "--weights", weights]
-    train, export = PHOTOGRAPHS
+    train, export = of_kind("photographs")
     output = run([*shlex.split(train), *small, "--max_steps", "2", *cache], cwd=project)
     assert "80 training images, 20 " in output
     run([*shlex.split(export), *cache], cwd=project)
@@ -142,7 +160,7 @@ def test_from_photographs_to_a_model_of_timm(project, photographs, tmp_path, cac
 
 def test_the_practice_on_virtual_hosts(cluster_tools, project, cache):
     outputs = []
-    for command in PRACTICE:
+    for command in of_kind("practice"):
         words = shlex.split(command)
         small = [*SMALL["train_cnn_a.py"], *cache] if "train_cnn_a.py" in words else []
         outputs.append(run([*words, *small], cwd=project))
@@ -204,23 +222,7 @@ def expected_strategy(command: str) -> str:
 
 def test_no_command_is_left_out():
     """A new kind of command needs a test of its kind."""
-    kinds = {
-        "make": r"make (train|same_bits|test|test-all)\b",  # below; the last two are this run of the tests
-        "experiments": r"make (experiment_vit|experiment_speedup|tensorboard)\b",  # test_experiments.py
-        "experiments with flags": r"experiments/\w+\.sh --seeds",  # test_experiments.py
-        "afterwards": r".*\b(validate|verify|find_batch_size|logbook|export|predict)\.py ",  # test_make_train
-        "accelerate config": r"accelerate config$|accelerate launch train_cnn_a.py$",
-        "benchmark": r"python -m benchmarks\.(train_speed |checkpoint_saves$)",  # test_benchmark*
-        "tests": r"python -m pytest tests/[\w/]+\.py$",
-        "preparation": r"python prep_imagenet\.py ",  # test_prep_imagenet.py
-        "hosts": r"python launch\.py --mode |python cluster/virtual_cluster\.py ",  # test_launch.py, above
-        "a script of others": r"python launch\.py .* /shared/complete_cv_example\.py ",  # test_launch.py
-        "doctor": r"python doctor\.py ",  # test_doctor.py
-        "tensorboard": r"tensorboard --logdir runs$",  # test_tensorboard_starts
-        "launch": r".*train_\w+\.py",
-    }
-    for command in [*IN_BLOCKS, *IN_TABLES]:
-        assert any(re.match(pattern, command) for pattern in kinds.values()), command
+    assert not [command for command in [*IN_BLOCKS, *IN_TABLES] if kind(command) is None]
     for command in IN_TABLES:
         if command.startswith("python -m pytest"):
             assert (ROOT / command.split()[-1]).exists(), command
@@ -236,13 +238,11 @@ WRITE_UPS = (
 def test_a_write_up_is_repeated_by_commands_of_the_documents(row):
     """Other tests of this file start them, or those that the next test names."""
     assert set(row.strip("`").split("`<br>`")) <= set(IN_BLOCKS)
-    assert (WRITE_UPS.count("| `"), len(ONE_GPU_EACH)) == (5, 3)
+    assert (WRITE_UPS.count("| `"), len(of_kind("one GPU each"))) == (5, 3)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "command", [c for c in IN_TABLES if re.search(r"train_\w+\.py", c) and c not in [*LAUNCHES, *BENCHMARKS]]
-)
+@pytest.mark.parametrize("command", [c for c in IN_TABLES if kind(c) == "launch" and c not in LAUNCHES])
 def test_launch_of_a_result(command, project, request, cache):
     launch(command, project, request, cache)
 
@@ -258,7 +258,7 @@ def test_benchmark_of_saves(tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("command", BENCHMARKS)
+@pytest.mark.parametrize("command", [c for c in IN_TABLES if kind(c) == "benchmark"])
 def test_benchmark(command, tmp_path, cache):
     small = [*DIGITS[:2], *DIGITS[4:], *(["--width", "8"] if "train_cnn_b" in command else []), *cache]
     own = ["--rounds", "1", "--steps", "2", "--json", tmp_path / "out.json"]
@@ -289,7 +289,7 @@ def test_make_train(project, cache):
     (folder,) = (project / "runs" / "train_cnn_a").iterdir()
     assert result(folder)["best_accuracy"] >= 0.97
     shutil.copytree(folder / "plots", project / "holiday")
-    for command in AFTERWARDS:
+    for command in of_kind("afterwards"):
         is_of_this = str(folder.relative_to(project)) in command or command == "python logbook.py html"
         if is_of_this and "compare" not in command:
             in_cache = cache if re.search("validate|verify|export", command) else []

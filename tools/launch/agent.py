@@ -142,10 +142,8 @@ def _start(part: dict[str, Any]) -> subprocess.Popen[bytes]:
 
 def _end_leftovers(job: str) -> None:
     """Kills processes of an earlier part of the job, whose agent may not have ended yet."""
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if process.environ().get(JOB) == job:
-                process.kill()
+    found = psutil.process_iter(["environ"])
+    processes.kill([process for process in found if (process.info["environ"] or {}).get(JOB) == job])
 
 
 def _relay(output: IO[bytes]) -> None:
@@ -158,13 +156,11 @@ def _relay(output: IO[bytes]) -> None:
 
 
 def _check_port(port: int) -> None:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))
-        except OSError as error:
-            why = f"{error.strerror}{processes.listener(port)}"
-            raise ValueError(f"port {port}: {why}: give another --port") from None
+    try:
+        socket.create_server(("", port)).close()
+    except OSError as error:
+        why = f"{os.strerror(error.errno or 0)}{processes.listener(port)}"
+        raise ValueError(f"port {port}: {why}: give another --port") from None
 
 
 def _wait(child: subprocess.Popen[bytes], received: Lines, poll: Callable[[], None], is_elastic: bool) -> int:
