@@ -106,13 +106,7 @@ def test_a_page_over_folds(book, tmp_path):
     page = tmp_path / "book" / "compare" / "page.md"
     check(page)
     keys = "0 and fold 1/3, 0 and fold 2/3, 0 and fold 3/3"
-    assert rows(page.read_text())["model vit_a"] == [
-        "3",
-        keys,
-        "0.7833",
-        "0.2021",
-        "-0.0104 to 1.5770",
-        "0.7692",
-    ]
+    expected = ["3", keys, "0.7833", "0.2021", "-0.0104 to 1.5770", "0.7692"]
+    assert rows(page.read_text())["model vit_a"] == expected
     assert book("compare", *runs[:2], "--name", "page")[0] == 0
     assert rows(page.read_text())["ddp x 2"][-1] == "-"

@@ -1,6 +1,7 @@
 """plan.py: what a trace counts, what follows from it, and the table."""
 
 import json
+import subprocess
 import sys
 
 import pytest
@@ -10,6 +11,7 @@ from benchmarks.plan_memory import BOUND_PCT, FLAGS
 from common.script import load_script
 from common.telemetry.flops import find_device
 from tests.conftest import ROOT, Job, accelerate, run
+from tests.support import forks
 from tests.support.commands import call
 from tools.plan import cost
 from tools.plan.cost import Cluster, Trace, largest_size, step_time, traffic
@@ -149,7 +151,11 @@ def plans(tmp_path_factory) -> list[tuple[list[dict], str]]:
     for batch_size in (2, 4096):
         file = tmp_path_factory.mktemp("plan") / "plan.json"
         words = ["--gpus", 1, "--gpu", "Tesla T4", "--price_per_hour", 2, "--output", file]
-        status, output = plan(*words, "train_cnn_a.py", "--data=digits", f"--batch_size={batch_size}")
+        words += ["train_cnn_a.py", "--data=digits", f"--batch_size={batch_size}"]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(subprocess, "Popen", forks.Popen)  # which serves one thread
+            patch.setattr("tools.plan.planning.MOST_AT_ONCE", 1)
+            status, output = call(plan_script.main, *words)
         assert status == 0, output
         found.append((json.loads(file.read_text())["lines"], output))
     return found

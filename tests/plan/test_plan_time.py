@@ -57,7 +57,8 @@ def test_compressed_gradients_are_half_of_the_bytes():
     assert possible(2, 1, "bf16") == ["single", "ddp"]  # the others refuse it
 
 
-def test_a_step_is_measured_under_the_engine():
+def test_a_step_is_measured_under_the_engine(monkeypatch):
+    monkeypatch.setattr(subprocess, "Popen", forks.Popen)
     found = planning.measured("zero2", 8, [*SMALL, "--mixed_precision=no"])
     assert found.backward_s > 0
     assert 0 < found.forward_s < 60

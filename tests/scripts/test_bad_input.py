@@ -26,7 +26,11 @@ CASES = {  # launcher, script and flags, message; others are in test_mistakes.py
 }
 
 
-@pytest.mark.parametrize("name", [full(name) if name == "weights that are none" else name for name in CASES])
+# Another row fails at the same place. Without a hub a process can't be forked, and takes 5 s.
+RARE = ("DeepSpeed config", "two strategies", "weights that are none", "pretrained without a hub")
+
+
+@pytest.mark.parametrize("name", [full(name) if name in RARE else name for name in CASES])
 def test_one_clear_error(name, tmp_path, cache):
     launcher, words, message = CASES[name]
     broken = tmp_path / "broken.json"
@@ -86,15 +90,13 @@ def test_a_folder_that_holds_a_run_is_not_touched(tmp_path, cache):
 
 
 @pytest.mark.parametrize(
-    "launcher",
-    [torchrun(2), [*accelerate("zero2_2gpu"), "PRECISION"]],
+    ("launcher", "precision"),
+    [(torchrun(2), "no"), (accelerate("zero2_2gpu"), "fp16")],
     ids=["ddp", "zero2 in fp16, beyond its smallest loss scale"],
 )
-def test_a_loss_that_is_not_finite_stops_all_and_saves_nothing(launcher, tmp_path, cache):
-    fp16 = launcher[-1] == "PRECISION"
-    launcher = launcher[:-1] if fp16 else launcher
+def test_a_loss_that_is_not_finite_stops_all_and_saves_nothing(launcher, precision, tmp_path, cache):
     words = [*launcher, *CNN, *SMALL, "--max_steps", "60", "--lr", "1e30", *cache]
-    words += ["--log_every", "30", "--mixed_precision", "fp16" if fp16 else "no"]
+    words += ["--log_every", "30", "--mixed_precision", precision]
     status, output = Job([*words, "--output_dir", tmp_path / "run"]).wait(90)
     assert status != 0
     assert output.count("error: the loss is nan at step") == 1, output

@@ -19,18 +19,10 @@ from common.data.class_folders import find_pictures
 from common.data.decode import central_crop
 from common.data.images import open_images
 from common.data.workers import Pictures, Preprocessing, picture_batches
-from tests.conftest import CNN, ROOT, Job, full, python, result, run, torchrun
+from tests.conftest import Job, full, python, result, run, torchrun
 from tools.inference.inference import keep_features
 
 COUNT = 360  # all held-out digits
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory, cache) -> Path:
-    folder = tmp_path_factory.mktemp("trained") / "run"
-    words = ["--data", "digits", "--trackers", "none", "--epochs", "2", "--mixed_precision", "no", *cache]
-    run([*python(), *CNN, *words, "--output_dir", folder])
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -107,14 +99,6 @@ def test_a_larger_picture_is_cropped_as_in_evaluations(tmp_path):
     assert torch.equal(batch.inputs, expected)
 
 
-def test_the_folder_has_the_name_of_the_run(trained, pictures, tmp_path):
-    one = pictures / "even" / "000.png"
-    checkpoint = trained / "checkpoints" / f"step_{result(trained)['best_step']:08d}"
-    for model in (trained, checkpoint):
-        run([*python(), ROOT / "predict.py", model, one, "--workers", 0], cwd=tmp_path)
-    assert sorted(path.name for path in (tmp_path / "predictions").iterdir()) == [trained.name]
-
-
 def test_no_name_is_a_formula_in_a_spreadsheet(tmp_path, monkeypatch):
     monkeypatch.setattr(predict, "draw", lambda *_: None)
     names = ["=1+1", "+1", "-1", "@SUM(A1)", "\t=1", "\r=1", "cat"]
@@ -144,10 +128,10 @@ def test_words_for_pictures(pictures, monkeypatch):
 
 def test_what_is_refused(trained, pictures, tmp_path):
     for words, said in (
-        (["predict.py", trained], "pictures follow"),
-        (["predict.py", tmp_path / "nothing", pictures], "there is no such folder or file"),
+        ([trained], "pictures follow"),
+        ([tmp_path / "nothing", pictures], "there is no such folder or file"),
     ):
-        status, output = Job([*python(), *words]).wait()
+        status, output = Job(["predict.py", *words]).wait()
         assert status == 1
         assert said in output
         assert "Traceback" not in output

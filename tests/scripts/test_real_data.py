@@ -9,7 +9,7 @@ from tests.conftest import CNN, RESNET, ROOT, VIT, Job, accelerate, full, metric
 
 # tests/scripts/test_launch.py starts the configs for two hosts.
 CONFIGS = sorted(path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml") if "_2x" not in path.stem)
-SCRIPTS = {"cnn_a": [*CNN, "--widths", "32,64,128"], "cnn_b": RESNET, "vit": VIT}
+SCRIPTS = {"cnn_a": CNN, "cnn_b": RESNET, "vit": VIT}
 
 
 def quick_script(k: int, config: str) -> str:

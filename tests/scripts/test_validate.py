@@ -34,7 +34,8 @@ from tests.conftest import (
     torchrun,
 )
 from tests.support.s3 import BUCKET, s3, use_s3  # noqa: F401 (a fixture)
-from validate import FILES, load_metrics, parse_flags
+from tools.inference.report import FILES, METRICS, load_metrics
+from validate import parse_flags
 
 FP32 = ["--mixed_precision", "no"]
 CLASSES = 1000
@@ -65,8 +66,7 @@ def copy(trained, tmp_path) -> Path:
 
 @pytest.fixture(scope="module")
 def modules(tmp_path_factory):
-    names = ["classification", "top_k", "calibration"]
-    return dict(zip(names, load_metrics(names, tmp_path_factory.mktemp("modules")), strict=True))
+    return dict(zip(METRICS, load_metrics(tmp_path_factory.mktemp("modules")), strict=True))
 
 
 @contextlib.contextmanager
@@ -305,7 +305,8 @@ def test_places_of_a_model(copy, tmp_path):
     for place in (copy, checkpoint, checkpoint / "model.safetensors"):
         found = find(str(place), "best", tmp_path, beat)
         assert Path(found.weights) == checkpoint / "model.safetensors"
-        assert (found.step, found.script, found.reports) == (step, "train_cnn_a", str(copy / "validation"))
+        assert (found.step, found.script, found.run_name) == (step, "train_cnn_a", copy.name)
+        assert found.reports == str(copy / "validation")
     moved = shutil.copytree(checkpoint, tmp_path / checkpoint.name)
     assert find(str(moved), "best", tmp_path, beat).reports == f"validation/{moved.name}"
     with pytest.raises(ValueError, match=r"optimizer.safetensors does not hold a model"):

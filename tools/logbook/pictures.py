@@ -92,17 +92,16 @@ def _telemetry(run: RunRecord) -> list[list[Panel]]:
         for device in (line.get("gpus", []) if has_gpus else [line])
     ]
     unit, unit_s = time_unit(max((seconds for seconds, *_ in points), default=0))
+    time = f"time, {unit}"
+    curves = dict.fromkeys(curve for _, curve, _ in points)
     shown = []
     for name, label in labels.items():
-        curves: dict[str, tuple[list[float], list[float]]] = {}
-        for seconds, curve, device in points:
-            if device.get(name) is not None:
-                times, values = curves.setdefault(curve, ([], []))
-                times.append(seconds / unit_s)
-                values.append(device[name])
-        if curves:
-            shown.append(Panel(f"time, {unit}", label, {**curves}, from_zero=True))
-    return [shown] if shown else []
+        known = [one for one in points if one[2].get(name) is not None]
+        lines = [{time: seconds / unit_s, curve: device[name]} for seconds, curve, device in known]
+        shown.append(panel(lines, time, label, list(curves)))
+        shown[-1].from_zero = True
+    row = [one for one in shown if one.curves]
+    return [row] if row else []
 
 
 def _running(lines: list[dict[str, Any]]) -> Iterator[tuple[float, dict[str, Any]]]:

@@ -1,0 +1,122 @@
+"""The report of validate.py: the metrics of its predictions, their files, and what is printed."""
+
+import json
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from common.system.files import write_csv, write_text
+from common.system.paths import ROOT
+
+METRICS = ("classification", "top_k", "calibration")  # modules in common/metrics/
+TOP, BINS, WORST = 5, 15, 24
+PRINTED_CLASSES = 20  # the most for which all classes, and if it fits the confusion matrix, are printed
+WORST_CLASSES = 10  # printed if there are more classes
+NAME = 24  # printed characters of a class's name
+PER_CLASS = ("precision", "recall", "f1", "specificity", "support")
+FILES = ("worst.png", "confusion.png", "predictions.csv", "report.json")
+COLUMNS = ("id", "label", "predicted", "probability")  # of an image, in predictions.csv and the report
+
+Rows = dict[str, np.ndarray]  # n images: id, label, predicted, loss, probability [n] each, top [n, k]
+
+
+def measure(rows: Rows, classes: int, scratch: Path) -> dict[str, Any]:
+    """The numbers of the report, computed by the modules in common/metrics/."""
+    classification, top_k, calibration = load_metrics(scratch)
+    pairs = {"predictions": rows["predicted"], "references": rows["label"]}
+    by_class = classification.compute(**pairs, classes=classes)
+    wrong = np.flatnonzero(rows["predicted"] != rows["label"])
+    surest = wrong[np.argsort(-rows["probability"][wrong], kind="stable")][:WORST]
+    return {
+        "images": len(rows["id"]),
+        "loss": float(rows["loss"].mean()),
+        "top1": by_class["accuracy"],
+        "top5": top_k.compute(predictions=rows["top"], references=rows["label"])["top_k"],
+        **calibration.compute(**pairs, probabilities=rows["probability"], bins=BINS),
+        "per_class": {name: by_class[name] for name in PER_CLASS},
+        "confusion": by_class["confusion"],
+        "worst": [{name: rows[name][i].item() for name in COLUMNS} for i in surest],
+    }
+
+
+def load_metrics(scratch: Path) -> list[Any]:
+    """The modules METRICS. `evaluate` imports copies, which it writes to `scratch`: its cache in
+    the home folder may be read-only, or hold another process's unfinished copy."""
+    import evaluate
+
+    evaluate.config.HF_MODULES_CACHE = scratch
+    paths, options = (ROOT / "common" / "metrics" / name for name in METRICS), {"cache_dir": str(scratch)}
+    return [evaluate.load(str(path), keep_in_memory=True, **options) for path in paths]
+
+
+def write(folder: Path, found: dict[str, Any], rows: Rows, worst: np.ndarray, title: str) -> None:
+    """Writes all FILES, each atomically. worst: uint8 [n, H, W, 3]."""
+    from common.run import plots
+
+    classes = found["classes"]
+    captions = [
+        f"{classes[image['label']]}\nnot {classes[image['predicted']]}\n{image['probability']:.3f}"
+        for image in found["worst"]
+    ]
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".half-", dir=folder) as part:
+        worst_png, confusion_png, predictions_csv, report_json = (Path(part) / name for name in FILES)
+        plots.image_sheet(worst_png, worst, captions, f"{title}: the surest mistakes")
+        headline = f"{title}: top-1 {found['top1']:.4f}"
+        plots.confusion_matrix(confusion_png, found["confusion"], classes, headline)
+        numbers = zip(*(rows[name].tolist() for name in COLUMNS), strict=True)
+        cells = ((i, classes[label], classes[guess], f"{p:.6f}") for i, label, guess, p in numbers)
+        write_csv(predictions_csv, [COLUMNS, *cells])
+        # A key per line: indented, a confusion matrix of 1,000 classes would have a million lines.
+        lines = [f'"{key}": {json.dumps(value)}' for key, value in found.items()]
+        write_text(report_json, "{\n" + ",\n".join(lines) + "\n}\n")
+        for name in FILES:
+            (Path(part) / name).replace(folder / name)
+
+
+def show(found: dict[str, Any], title: str) -> None:
+    """Prints the metrics, of many classes only the worst, and the confusion matrix if it fits."""
+    from rich.console import Console
+
+    console = Console(markup=False, highlight=False)
+    classes, per_class = [name[:NAME] for name in found["classes"]], found["per_class"]
+    figures = [
+        ("images", f"{found['images']:,}"),
+        ("top-1 accuracy", f"{found['top1']:.4f}"),
+        ("top-5 accuracy", f"{found['top5']:.4f}"),
+        ("loss", f"{found['loss']:.4f}"),
+        ("expected calibration error", f"{found['expected_calibration_error']:.4f}"),
+        ("speed", f"{found['images_per_s']:,.0f} images/s"),
+        ("processes", f"{found['processes']} x {found['device']}"),
+    ]
+    console.print(table(title, ["what", "value"], figures))
+    few = len(classes) <= PRINTED_CLASSES
+    by_f1 = sorted(range(len(classes)), key=lambda c: per_class["f1"][c])
+    rows = [
+        (classes[c], *(f"{per_class[name][c]:{',' if name == 'support' else '.4f'}}" for name in PER_CLASS))
+        for c in (range(len(classes)) if few else by_f1[:WORST_CLASSES])
+    ]
+    heading = "of each class" if few else f"of the {WORST_CLASSES} classes with the lowest F1"
+    console.print(table(heading, ["class", *PER_CLASS], rows))
+    if not few:
+        return
+    counts = [(f"{c} {classes[c]}", *map(str, row)) for c, row in enumerate(found["confusion"])]
+    matrix = table("confusion matrix, a row per true class", ["true", *map(str, range(len(classes)))], counts)
+    needed = console.measure(matrix, options=console.options.update(max_width=10_000)).maximum
+    if needed <= console.width:
+        console.print(matrix)
+
+
+def table(title: str, columns: list[str], rows: Iterable[tuple[str, ...]]) -> Any:
+    """A rich table with numbers aligned to the right."""
+    from rich import box
+    from rich.table import Column, Table
+
+    numbers = (Column(name, justify="right", no_wrap=True) for name in columns[1:])
+    made = Table(columns[0], *numbers, title=title, box=box.SIMPLE, pad_edge=False)
+    for row in rows:
+        made.add_row(*row)
+    return made

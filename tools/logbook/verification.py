@@ -1,0 +1,269 @@
+"""Chooses the intervals of a finished run that verify.py replays, trains them, and records the outcome."""
+
+import argparse
+import json
+import math
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from pathlib import Path
+
+import torch
+
+from common.checkpoint.format import step_name, step_of, steps_in, verify
+from common.recipe import recipe_part
+from common.script import load_script, own_script, recipe_class
+from common.system.files import read_accelerate_config, read_json, write_json
+from common.system.paths import ROOT, shortest
+from common.system.text import plural, printable, some_of
+from tools.logbook import replay
+from tools.logbook.record import VERIFIED, RunRecord, stamped_files
+from tools.logbook.replay import Interval, Outcome
+
+DRAWN_ON_DEVICE = ("dropout", "drop_path")  # a GPU's random numbers differ from a CPU's
+NUDGED = "--nudged"  # of verify.py, before a train script and its flags: begin with slightly changed weights
+SHOWN = 15  # last lines of a failed replay
+# Settings outside of the recipe that the run's numbers may depend on
+KEPT = ("log_every", "deterministic", "image_column", "label_column", "data_root", "workers")
+NOT_VERIFIED = (
+    "devices, hosts, strategy, times, speeds, memory and prices",
+    "commit, versions and command",
+    "pictures, confusion matrices and reports of validate.py",
+)
+
+Launch = Callable[[list[str], dict[str, str]], tuple[int, str]]  # of words, with further variables
+
+
+class Verification:
+    """The run and the intervals to replay. ValueError for a run that can't be replayed.
+
+    flags: of verify.py. launch: runs a replay, and returns its exit status and output.
+    """
+
+    def __init__(self, flags: argparse.Namespace, launch: Launch):
+        self.flags, self.folder, self.files = flags, flags.run, stamped_files(flags.run)
+        self.launch = launch
+        self.record = record = RunRecord(flags.run)
+        status, about = record.facts["status"], record.about
+        if status != "finished":
+            raise ValueError(f"{flags.run} is not finished ({status}): the same command as before ends it")
+        self.script = flags.script or own_script(about.get("script"))
+        self.kind = recipe_class(load_script(self.script))
+        self.recipe, self.per_epoch = record.recipe, replay.steps_per_epoch(record)
+        if not self.recipe:
+            raise ValueError(f"{flags.run} has no recipe: {some_of(record.problems)}")
+        self.last = record.facts["steps"]
+        self.best = record.facts.get("best_step", self.last)
+        self.headline = sorted({self.last, self.best})  # the steps whose evaluations the page shows first
+        self.checkpoints = flags.run / "checkpoints"
+        self.kept = sorted(steps_in(self.checkpoints))
+        began = self._beginning(about.get("resumed_from"))
+        self.starts = began | {step: self.checkpoints / step_name(step) for step in self.kept}
+        self.began = min(began, default=0)
+        self.precision = about.get("mixed_precision", "no")
+        config = read_accelerate_config(flags.config_file) if flags.config_file else {}
+        self.device = "cuda" if torch.cuda.is_available() and not config.get("use_cpu") else "cpu"
+        self._check_device(about.get("devices") or [""])
+        is_exact, threads = self.recipe.get("deterministic"), str(about.get("threads", 1))
+        self.env = {"OMP_NUM_THREADS": threads} if is_exact else {}  # of the replays
+        self.intervals = self._choose(self._all_intervals())
+        self.intervals += self._evaluations()
+
+    def _beginning(self, other: str | None) -> dict[int, Path | None]:
+        """The step and the checkpoint with which the run began; None at step 0; {} if it is not here."""
+        if other is None:
+            return {0: None}
+        path, first = Path(other).resolve(), self.record.metrics[0]["step"]
+        if (step := step_of(path.name)) is not None:
+            return {step: path} if path.is_dir() else {}
+        for parent in (path / "checkpoints", path):
+            if steps := [step for step in steps_in(parent) if step <= first]:
+                return {steps[0]: parent / step_name(steps[0])}
+        return {}
+
+    def _check_device(self, devices: list[str]) -> None:
+        theirs = "cpu" if devices[0].startswith("CPU") else "cuda"
+        drawn = [name for name in DRAWN_ON_DEVICE if self.recipe.get(name)]
+        if drawn and theirs != self.device:
+            raise ValueError(
+                f"the run's --{drawn[0]} was drawn on {printable(devices[0])}, which draws other numbers than"
+                " this device: verify it on one of its kind"
+            )
+
+    def _all_intervals(self) -> list[Interval]:
+        """One from the beginning and from each kept checkpoint, up to a line of the log, without overlaps."""
+        found: list[Interval] = []
+        for start in sorted(self.starts):
+            if start >= self.last or (found and start < found[-1].end):
+                continue
+            end = start + self.flags.steps
+            while end < self.last and end % self.recipe.get("log_every", 50) and end % self.per_epoch:
+                end += 1
+            end = min(end, self.last)
+            found.append(Interval(start, end, tuple(step for step in self.kept if start < step <= end)))
+        return found
+
+    def _choose(self, intervals: list[Interval]) -> list[Interval]:
+        if self.flags.sample is None or self.flags.sample >= len(intervals):
+            return intervals
+        seed = random.randrange(2**32) if self.flags.seed is None else self.flags.seed
+        print(f"--sample {self.flags.sample} of {len(intervals)} intervals by --seed {seed}", flush=True)
+        return sorted(random.Random(seed).sample(intervals, self.flags.sample), key=lambda i: i.start)
+
+    def _evaluations(self) -> list[Interval]:
+        """The evaluations of the last and the best checkpoint, where no chosen interval has them.
+
+        Only a replay that ends with the best weights evaluates them on the test split.
+        """
+        seen = {s for s in self.headline if any(i.start <= s <= i.end for i in self.intervals)}
+        seen -= {self.best} if "test_name" in self.record.facts else set()
+        return [Interval(step, step) for step in self.kept if step in self.headline and step not in seen]
+
+    # --- One interval
+
+    def replay(self, interval: Interval) -> Outcome:
+        """Trains the interval's steps and compares them with the run."""
+        outcome = Outcome(interval)
+        own = {step for step in (interval.start, *interval.checkpoints) if step in self.kept}
+        outcome.findings = [finding for step in sorted(own) for finding in self._check_checkpoint(step)]
+        if outcome.findings:
+            return outcome
+        try:
+            with tempfile.TemporaryDirectory(prefix="verify-") as scratch:
+                self._replay(outcome, Path(scratch))
+        except Exception as error:  # of the script, or of a damaged file by many libraries: the others go on
+            outcome.findings.append(f"its replay failed: {printable(error)}")
+        return outcome
+
+    def _check_checkpoint(self, step: int) -> Iterator[str]:
+        """Yields what is wrong: a damaged file, or another recipe than the page's."""
+        try:
+            theirs = verify(self.checkpoints / step_name(step)).manifest.get("recipe", {})
+        except ValueError as error:
+            yield f"the checkpoint of step {step:,}: {error}"
+            return
+        changed = [name for name in theirs if theirs[name] != self.recipe.get(name)]
+        if changed:
+            shown = ", ".join(f"{name} {theirs[name]}, not {self.recipe.get(name)}" for name in changed)
+            yield f"the checkpoint of step {step:,} was trained with {shown}"
+
+    def _replay(self, outcome: Outcome, scratch: Path) -> None:
+        run, first = self.record, RunRecord(self._train(outcome.interval, scratch / "first"))
+        outcome.is_replayed = True
+        outcome.has_test = first.facts.get("best_step") == self.best
+        outcome.findings += replay.compare_facts(run, first, is_moved=bool(self.flags.data))
+        outcome.is_exact = replay.must_be_equal(run, first)
+        found = replay.compare(run, first, first, outcome)
+        if found and not outcome.is_exact:
+            second = RunRecord(self._train(outcome.interval, scratch / "second", is_second=True))
+            found = replay.compare(run, first, second, outcome)
+            if self.precision != "no" and replay.has_same_weights(run, second, outcome.interval):
+                found = replay.compare(run, second, second, outcome)
+                found.insert(0, f"the weights are those of fp32, and not of {self.precision}")
+        outcome.findings += found
+
+    def _train(self, interval: Interval, folder: Path, is_second: bool = False) -> Path:
+        """Runs the train script. Returns its run's folder. ValueError with the reason if it fails."""
+        every = math.gcd(*interval.checkpoints) or 10**9
+        is_nudged = is_second and self.precision == "no"
+        script = [ROOT / "verify.py", NUDGED, self.script] if is_nudged else [self.script]
+        launcher = ["-m", "accelerate.commands.launch", "--config_file", self.flags.config_file]
+        words = [sys.executable, *(launcher if self.flags.config_file else ()), *script]
+        words += ["--config", self._config(folder)]
+        words += ["--output_dir", folder, "--max_steps", interval.end, "--trackers", "none"]
+        words += ["--telemetry_s", "0", "--checkpoint_every", every, "--keep_every", every]
+        words += ["--mixed_precision", "no" if is_second else self.precision]
+        if start := self.starts[interval.start]:
+            words += ["--resume", start]
+        if self.flags.cache_dir:
+            words += ["--cache_dir", self.flags.cache_dir]
+        status, output = self.launch([str(word) for word in words], self.env)
+        if status:
+            lines = output.splitlines() or ["no output"]
+            print("\n".join(lines[-SHOWN:]), file=sys.stderr)
+            raise ValueError(next((line for line in reversed(lines) if "error" in line), lines[-1]))
+        return folder
+
+    def _config(self, folder: Path) -> Path:
+        """A file for --config with the run's recipe and the settings that its numbers depend on."""
+        names = (*recipe_part(self.kind()), *KEPT)
+        values = {name: self.recipe[name] for name in names if self.recipe.get(name) is not None}
+        size = self.flags.per_device_batch_size or self.record.facts.get("per_device_batch_size")
+        changed = [*self.recipe.get("allow_changed", []), "data"]
+        values |= {"per_device_batch_size": size, "allow_changed": changed}
+        values |= {"data": self.flags.data} if self.flags.data else {}
+        file = folder.with_suffix(".json")
+        file.write_text(json.dumps(values))
+        return file
+
+    # --- Output
+
+    def said(self, outcome: Outcome) -> str:
+        where = f"{outcome.interval} of {self.last:,}"
+        if outcome.findings:
+            return "\n".join(f"{where}: {finding}" for finding in outcome.findings)
+        weights = "" if outcome.weights is None else f", the weights by at most {outcome.weights:.0e}"
+        loss = f"the loss differs by at most {outcome.loss:.0e}"
+        differs = "equal bit for bit" if outcome.is_exact else loss
+        return f"{where}: {differs}{weights}; log, data, recipe and weights are those of the page"
+
+    def conclude(self, contradictions: list[str], outcomes: list[Outcome]) -> int:
+        """Prints the coverage, adds the outcome to verified.json, and returns the exit status."""
+        replayed = [one for one in outcomes if one.is_replayed]
+        covered = sum(one.interval.end - one.interval.start for one in replayed)
+        compared = {step for one in replayed for step in one.interval.checkpoints}
+        findings = [*contradictions]
+        findings += [f"{one.interval}: {finding}" for one in outcomes for finding in one.findings]
+        of_steps = max(1, self.last - self.began)
+        steps = f"{covered:,} of {of_steps:,} steps ({covered / of_steps:.1%})"
+        none = "no difference" if all(one.is_exact for one in replayed) else "no difference beyond rounding"
+        differ = plural(len(findings), "difference") if findings else none
+        print(f"{steps} and {len(compared)} of {len(self.kept)} checkpoints replayed: {differ}")
+        left_out = [f"{of_steps - covered:,} steps", *NOT_VERIFIED, *self._not_replayed(replayed, compared)]
+        print(f"not verified: {'; '.join(left_out)}")
+        git = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+        commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+        stamp = {
+            "date": time.strftime("%Y-%m-%d"),
+            "commit": commit or None,
+            "device": self.device,
+            "config": self.flags.config_file.stem if self.flags.config_file else "one process",
+            "mixed_precision": self.precision,
+            "steps": covered,
+            "of_steps": of_steps,
+            "intervals": [str(one.interval) for one in replayed],
+            "checkpoints": [step_name(step) for step in sorted(compared)],
+            "loss_difference": max((one.loss for one in outcomes), default=0.0),
+            "is_exact": bool(replayed) and all(one.is_exact for one in replayed),
+            "bound": max((one.bound for one in outcomes), default=0.0),
+            "findings": findings,
+            "not_verified": left_out,
+            "files": self.files,
+        }
+        file = self.folder / VERIFIED
+        write_json(file, {"stamps": [*(read_json(file)["stamps"] if file.exists() else []), stamp]})
+        print(f"{shortest(file)}: its page shows it after `python logbook.py add {shortest(self.folder)}`")
+        return 1 if findings else 0
+
+    def _not_replayed(self, replayed: list[Outcome], compared: set[int]) -> list[str]:
+        """What could be replayed, and was not."""
+        found = []
+        if rest := sorted({*self.kept} - compared):
+            found.append(f"weights of the checkpoints of steps {some_of(rest)}")
+        for step in self.headline:
+            if not any(one.interval.start <= step <= one.interval.end for one in replayed):
+                found.append(f"the evaluation at step {step:,}")
+        if "test_name" in self.record.facts and not any(one.has_test for one in replayed):
+            found.append("the evaluation on the test split")
+        if untold := sorted({tensor for one in replayed for tensor in one.untold}):
+            found.append(f"{some_of(untold, 3)}, which rounding changes as much (give fewer --steps)")
+        if other := self.record.about.get("resumed_from"):
+            found.append(f"the training before the beginning, {other}")
+        unknown = self.recipe.keys() - {field.name for field in fields(self.kind)}
+        if unknown:
+            found.append(f"flags that {self.script.name} does not have: {some_of(sorted(unknown))}")
+        return found
