@@ -27,9 +27,6 @@ def test_the_name_and_the_result_have_what_a_log_book_needs(folder):
     about = json.loads((folder / "recipe.json").read_text())
     assert about["recipe"]["batch_size"] == 64
     assert {"argv", "git_commit", "versions", "hosts", "devices"} <= about.keys()
-
-
-def test_the_plot_is_a_picture_with_something_in_it(folder):
     with Image.open(folder / "plots" / "curves.png") as image:
         assert image.size[0] > 800
         assert len(image.convert("RGB").getcolors(1 << 20)) > 50
