@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from common.script import load_script, recipe_class
 from common.telemetry import flops
 from common.telemetry.flops import Utilisation, find_device, flops_per_image, known_devices, peak_flops
-from tests.conftest import CNN, ROOT, metrics, python, result, rows_of, run
+from tests.conftest import ROOT, metrics, result, rows_of
 from tools.logbook.page import page
 from tools.logbook.record import RunRecord
 
@@ -71,18 +71,17 @@ def test_devices_of_several_kinds(capsys):
     assert "no MFU: NVIDIA GeForce GTX 1080 is not in " in capsys.readouterr().out
 
 
-def test_a_run_on_a_cpu(cache, tmp_path):
-    words = [*CNN, "--data", "digits", "--batch_size", "96", "--epochs", "2", "--log_every", "5", *cache]
-    output = run([*python(), *words, "--trackers", "none", "--output_dir", tmp_path / "run"])
-    found = result(tmp_path / "run")
+def test_a_run_on_a_cpu(trained):
+    folder, output = trained
+    found = result(folder)
     script = load_script(ROOT / "train_cnn_a.py")
     recipe = recipe_class(script)(widths=(4, 8, 32))
     assert found["flops_per_image"] == flops_per_image(lambda: script.build_model(recipe, 10), 32)
     share = found["images_per_s"] * found["flops_per_image"] / found["peak_flops"]
     assert found["mfu_pct"] == pytest.approx(100 * share)
-    last = [line for line in metrics(tmp_path / "run") if "train/loss" in line][-1]
+    last = [line for line in metrics(folder) if "train/loss" in line][-1]
     share = last["train/images_per_s"] * found["flops_per_image"] / found["peak_flops"]
     assert last["train/mfu_pct"] == pytest.approx(100 * share)
     assert f"MFU {last['train/mfu_pct']:.1f} %" in output
-    text = page(RunRecord(tmp_path / "run"), "x", [])
+    text = page(RunRecord(folder), "x", [])
     assert f"FLOP per image: MFU {found['mfu_pct']:.1f} % of " in text
