@@ -73,7 +73,7 @@ def write_end(
     log.progress.stop()
     run.wait_for_save(heartbeat)
     if utilisation:
-        run.final |= utilisation.facts(_images_per_s(run))
+        run.final |= vars(utilisation) | {"mfu_pct": utilisation.pct(_images_per_s(run) or 0.0)}
     with writing("the end of the run", folder):
         # After an interruption an evaluation may come after its checkpoint.
         checkpoints.write_index(folder / "checkpoints", state.step, state.best_step)
