@@ -56,7 +56,7 @@ def end_preempted(run: "Run") -> None:
         raise
     exchange.gather(None)  # collects the telemetry since the newest snapshot
     exchange.wait_for_main(run.saver.done)
-    problem = exchange.problem()
+    problem = run.problem()
     close(run, "failed" if problem else "preempted")
     if problem := broadcast_object_list([problem])[0]:
         raise ValueError(problem)

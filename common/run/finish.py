@@ -15,7 +15,7 @@ from common.distributed import strategy as job
 from common.distributed.rendezvous import hosts
 from common.run.folder import script_name
 from common.run.log import Predictions
-from common.run.opening import OpenRun, writing
+from common.run.opening import writing
 from common.system.files import read_json, read_lines, sync, write_json
 from common.system.paths import ROOT, python_command, shortest
 from common.system.threads import Heartbeat
@@ -24,14 +24,15 @@ from common.telemetry.summary import energy_wh
 if TYPE_CHECKING:  # imported where they are needed
     from rich.table import Table
 
+    from common.run.run import Run
     from common.telemetry.flops import Utilisation
 
 
-def find_best(run: OpenRun, heartbeat: Heartbeat) -> checkpoints.Checkpoint | None:
+def find_best(run: "Run", heartbeat: Heartbeat) -> checkpoints.Checkpoint | None:
     """Finds and verifies the checkpoint of the best evaluation, here or in S3; None if it is gone. Main
     process only."""
     assert run.place
-    run.wait_for_save(heartbeat)
+    _wait_for_save(run, heartbeat)
     step, parent, mirror = run.state.best_step, run.folder / "checkpoints", run.place.mirror
     assert step
     gone: tuple[type[ValueError], ...] = (checkpoints.Damaged,)
@@ -50,7 +51,7 @@ def find_best(run: OpenRun, heartbeat: Heartbeat) -> checkpoints.Checkpoint | No
 
 
 def write_end(
-    run: OpenRun, predictions: Predictions, utilisation: "Utilisation | None", heartbeat: Heartbeat
+    run: "Run", predictions: Predictions, utilisation: "Utilisation | None", heartbeat: Heartbeat
 ) -> None:
     """Completes the run on this disk. A kill or a full disk at any point loses no training.
 
@@ -71,7 +72,7 @@ def write_end(
     assert run.log
     folder, mirror, state, log = run.folder, run.place.mirror, run.state, run.log
     log.progress.stop()
-    run.wait_for_save(heartbeat)
+    _wait_for_save(run, heartbeat)
     if utilisation:
         run.final |= vars(utilisation) | {"mfu_pct": utilisation.pct(_images_per_s(run) or 0.0)}
     with writing("the end of the run", folder):
@@ -101,7 +102,14 @@ def write_end(
     show(folder)
 
 
-def upload(run: OpenRun, heartbeat: Heartbeat) -> None:
+def _wait_for_save(run: "Run", heartbeat: Heartbeat) -> None:
+    """Waits until the checkpoint in flight is written. ValueError when it could not be."""
+    run.saver.wait(heartbeat)
+    if problem := run.problem():
+        raise ValueError(problem)
+
+
+def upload(run: "Run", heartbeat: Heartbeat) -> None:
     """Waits until the mirror has sent everything, and writes into result.json if it succeeded. Main process
     only."""
     assert run.place
@@ -124,9 +132,7 @@ def upload(run: OpenRun, heartbeat: Heartbeat) -> None:
         write_json(file, content)
 
 
-def result(
-    run: OpenRun, status: str, committed: int | None = None, error: str | None = None
-) -> dict[str, Any]:
+def result(run: "Run", status: str, committed: int | None = None, error: str | None = None) -> dict[str, Any]:
     """The content of result.json. Main process only.
 
     status: `finished`, `preempted` or `failed`. committed: step of the newest checkpoint. error: of a failed
@@ -178,7 +184,7 @@ def result(
     }
 
 
-def _images_per_s(run: OpenRun) -> float | None:
+def _images_per_s(run: "Run") -> float | None:
     state = run.state
     return state.logged_step * run.batch.total / state.train_s if state.train_s else None
 

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from common.distributed.preemption import Poll
-from common.recipe import Recipe
 from common.run.state import RunState
 from common.system.env import EVENTS_FILE, report
 from common.system.files import read_lines, write_json, write_text
@@ -21,6 +20,7 @@ from common.system.progress import TrainingProgress
 
 if TYPE_CHECKING:  # imported where they are needed
     from common.evaluation import Predicted
+    from common.run.run import Run
     from common.run.trackers import Trackers
 
 
@@ -75,23 +75,15 @@ class Predictions:
 class RunLog:
     """The log of the main process. After a failed write `problem` has the message, for all processes.
 
-    record: for recipe.json. state: of the run; lines after its step are removed. writer: `written_by` of the
-    manifest of the checkpoint that the run resumes from.
+    Lines after the run's step are removed. writer: `written_by` of the manifest of the checkpoint that the
+    run resumes from.
     """
 
     trackers: "Trackers | None" = None
 
-    def __init__(
-        self,
-        folder: Path,
-        recipe: Recipe,
-        record: dict[str, Any],
-        state: RunState,
-        steps: int,
-        steps_per_epoch: int,
-        writer: dict[str, Any],
-    ):
-        self.folder, self.state, self.steps_per_epoch = folder, state, steps_per_epoch
+    def __init__(self, run: "Run", writer: dict[str, Any]):
+        folder, recipe, record, state = run.folder, run.recipe, run.record, run.state
+        self.folder, self.state, self.steps_per_epoch = folder, state, run.steps.per_epoch
         self.problem: str | None = None
         self.scalars: dict[str, float | Tensor] = {}  # of the script, for the next line
         self.shown_at = 0.0  # time.perf_counter() when show_progress() last showed something
@@ -109,7 +101,7 @@ class RunLog:
         write_json(folder / "recipe.json", record | self.tracker_ids())
         self.metrics = open(metrics, "a", buffering=1)  # noqa: SIM115 (closed in close)
         self.samples = open(samples, "a", buffering=1) if recipe.log_samples else None  # noqa: SIM115
-        self.progress = TrainingProgress(recipe.epochs, state.step, steps, recipe.unit)
+        self.progress = TrainingProgress(recipe.epochs, state.step, run.steps.last, recipe.unit)
         if change := _change_of_hosts(writer, record):
             self._write_mark(change)
 

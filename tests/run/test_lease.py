@@ -13,7 +13,7 @@ import pytest
 from common.recipe import Recipe, flag
 from common.run import folder as folder_module
 from common.run import lease as lease_module
-from common.run.folder import open_folder, script_name, this_run
+from common.run.folder import RunFolder, script_name, this_run
 from common.run.lease import FolderRecord, Lease
 from common.system.processes import own_age_s
 from tests.checkpoint.test_checkpoints import LONG, start_and_wait
@@ -139,7 +139,7 @@ class Small(Recipe):
 def place(tmp_path, **fields):
     """The storage of a start of this recipe; this process owns it."""
     recipe = Small(**{"output_dir": f"{tmp_path}/*"} | fields)
-    return open_folder(recipe, "named", 10, lambda: None, lambda text: None)
+    return RunFolder(recipe, "named", 10, lambda: None)
 
 
 def test_a_second_recipe_gets_the_next_number_before_the_first_has_a_recipe_json(tmp_path):
