@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -47,7 +48,7 @@ def end_preempted(run: "Run") -> None:
     exchange = run.exchange
     why = next(filter(None, exchange.poll.gather(reason())), "")
     if run.log:
-        run.log.write_interruption(why)
+        run.log.write_mark({"interrupted_at": time.time(), "why": why})
     # A single process may stop within a step, while it waits for a shard: that step does not count.
     try:
         run.checkpoints.flush()

@@ -90,7 +90,9 @@ def write_end(
             lines = read_lines(folder / "metrics.jsonl")
             place = f"{Path(content['data']).name}, {content['strategy']} x {content['processes']}"
             plot_curves(folder, lines, f"{content['script']} on {place}")
-            log.show(predictions.draw(folder / "plots"))
+            pictures = predictions.draw(folder / "plots")
+            if log.trackers:
+                log.trackers.show(pictures, state.step)
         except OSError:
             raise
         except Exception as error:  # libraries raise many kinds

@@ -80,19 +80,13 @@ class RunFolder:
         recipe = self.recipe
         for path in folders(recipe, name, self.last_step):
             try:
-                lease = Lease(FolderRecord(path), self.heartbeat, log, this_run(recipe))
+                self.leases.append(Lease(FolderRecord(path), self.heartbeat, log, this_run(recipe)))
+                return path
             except AlreadyOwned as error:
                 if Path(recipe.output_dir or "*").name != "*" or not why_other_run(error.record, recipe):
                     raise
-                continue
             except OSError as error:
                 raise not_written("the run", path, error) from None
-            with contextlib.ExitStack() as stack:
-                stack.callback(lease.release)
-                if not _why_not_ours(path, recipe, self.last_step):  # no other run used it meanwhile
-                    stack.pop_all()
-                    self.leases.append(lease)
-                    return path
         raise AssertionError("there is always another number")
 
     def _open(self) -> None:
@@ -225,13 +219,8 @@ def _recipe_json(folder: Path) -> dict[str, Any] | None:
     """The content of recipe.json; None without that file. ValueError when it can't be read."""
     file = folder / "recipe.json"
     try:
-        record = read_json(file)
-        if not isinstance(record["recipe"], dict) or not isinstance(record["script"], str):
-            raise ValueError("it has no recipe and script")
-        return record
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, KeyError) as error:
+        return read_json(file) if file.exists() else None
+    except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is empty or damaged"
         raise ValueError(
             f"{file} can't be read ({reason}), so the run in {folder} is not known: remove that file to"

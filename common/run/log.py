@@ -103,7 +103,7 @@ class RunLog:
         self.samples = open(samples, "a", buffering=1) if recipe.log_samples else None  # noqa: SIM115
         self.progress = TrainingProgress(recipe.epochs, state.step, run.steps.last, recipe.unit)
         if change := _change_of_hosts(writer, record):
-            self._write_mark(change)
+            self.write_mark(change)
 
     def tracker_ids(self) -> dict[str, str]:
         return self.trackers.ids() if self.trackers else {}
@@ -114,14 +114,14 @@ class RunLog:
             self.report_at = time.monotonic() + 1
             report("step", step=self.state.step)
         if self.was_interrupted:
-            self._write_mark({"resumed_at": time.time()})
+            self.write_mark({"resumed_at": time.time()})
             self.was_interrupted = False
 
     def write(self, values: dict[str, float], telemetry: dict[str, float] | None = None) -> None:
         """Writes a line, with the script's scalars that are finite. telemetry: for the trackers only."""
         own, self.scalars = self.scalars, {}
         values = {name: float(value) for name, value in own.items() if math.isfinite(value)} | values
-        line = self._write_mark(values)
+        line = self.write_mark(values)
         step = int(line.pop("step"))
         try:
             if self.trackers:
@@ -129,15 +129,6 @@ class RunLog:
         except OSError as error:
             self._set_problem("the trackers' files", error)
         self.progress.show(step, line["epoch"], values)
-
-    def write_interruption(self, why: str) -> None:
-        """Writes why and when the training is interrupted."""
-        self._write_mark({"interrupted_at": time.time(), "why": why})
-
-    def show(self, pictures: list[Path]) -> None:
-        """Sends PNG files to the trackers."""
-        if self.trackers:
-            self.trackers.show(pictures, self.state.step)
 
     def write_metrics(
         self, kind: str, metrics: dict[str, float], predictions: Predictions, **subject: Any
@@ -183,7 +174,7 @@ class RunLog:
             if trackers:
                 trackers.finish(failed)
 
-    def _write_mark(self, values: dict[str, Any]) -> dict[str, Any]:
+    def write_mark(self, values: dict[str, Any]) -> dict[str, Any]:
         """Writes a line, which it returns, only into metrics.jsonl."""
         step = self.state.step
         line = {"step": step, "epoch": step / self.steps_per_epoch, "wall_s": self.state.wall_now_s()}

@@ -46,15 +46,7 @@ class Device:
 def known_devices() -> tuple[Device, ...]:
     import yaml
 
-    rows = yaml.safe_load(TABLE.read_text())
-    return tuple(
-        Device(
-            name,
-            {kind: float(row.pop(kind)) for kind in ("fp32", "tf32", "fp16", "bf16") if kind in row},
-            **row,
-        )
-        for name, row in ((name, dict(row)) for name, row in rows.items())
-    )
+    return tuple(Device(name, **row) for name, row in yaml.safe_load(TABLE.read_text()).items())
 
 
 def find_device(name: str) -> Device | None:

@@ -4,7 +4,6 @@ import ctypes
 import json
 import os
 import socket
-import threading
 from pathlib import Path
 
 import pytest
@@ -293,13 +292,3 @@ def test_hosts_are_apart_whatever_they_call_themselves():
     assert [host.name for host in hosts] == ["node_1", "node_1-2", "localhost", "localhost-2", ".."]
     assert [host.first_rank for host in hosts] == [0, 2, 4, 6, 8]
     assert list(hosts[1].gpus) == ["10", "11"]
-
-
-def test_a_growing_queue_is_drained_without_loss_or_repetition():
-    telemetry = telemetry_of(None)
-    grow = threading.Thread(target=lambda: [telemetry._keep("file", str(k)) for k in range(20_000)])
-    grow.start()
-    taken = []
-    while grow.is_alive() or telemetry.unsent:
-        taken += telemetry.take()
-    assert taken == [("file", str(k)) for k in range(20_000)]
