@@ -78,9 +78,10 @@ class RunFolder:
         has the recipe. Unless --output_dir names the folder, the next number is tried then.
         """
         recipe = self.recipe
+        identity = {"script": script_name(), "recipe": recipe_part(recipe)}
         for path in folders(recipe, name, self.last_step):
             try:
-                self.leases.append(Lease(FolderRecord(path), self.heartbeat, log, this_run(recipe)))
+                self.leases.append(Lease(FolderRecord(path), self.heartbeat, log, identity))
                 return path
             except AlreadyOwned as error:
                 if Path(recipe.output_dir or "*").name != "*" or not why_other_run(error.record, recipe):
@@ -108,7 +109,7 @@ class RunFolder:
             self.checkpoint = self.checkpoint or _other_runs_checkpoint(path, resume, self.heartbeat)
         if self.checkpoint:
             _check_recipe(self.checkpoint, self.recipe)
-            self.began_at = resume if self.is_new else _resumed_from(path)
+            self.began_at = resume if self.is_new else (_recipe_json(path) or {}).get("resumed_from")
 
     def _own_checkpoint(self) -> tuple[Checkpoint | None, bool]:
         """The newest checkpoint in the folder, after a download if S3 has a newer one; and if S3 has any."""
@@ -163,15 +164,10 @@ def script_name() -> str:
     return Path(sys.argv[0]).stem
 
 
-def this_run(recipe: Recipe) -> dict[str, Any]:
-    """The fields of recipe.json that identify the run, for use before that file is written."""
-    return {"script": script_name(), "recipe": recipe_part(recipe)}
-
-
 def why_other_run(record: dict[str, Any], recipe: Recipe) -> str:
     """Why a run is not one of this recipe; empty if it is, or if that is unknown.
 
-    record: its recipe.json, or this_run() of it.
+    record: its recipe.json, or its owner's record.
     """
     if not isinstance(record.get("recipe"), dict):
         return ""
@@ -192,14 +188,6 @@ def differences(theirs: dict[str, Any], recipe: Recipe) -> str:
         for key, value in ours.items()
         if theirs[key] != value and key not in recipe.allow_changed
     )
-
-
-def _resumed_from(folder: Path) -> str | None:
-    """The --resume with which the folder's run began."""
-    try:
-        return read_json(folder / "recipe.json").get("resumed_from")
-    except (OSError, ValueError):
-        return None
 
 
 def _why_not_ours(folder: Path, recipe: Recipe, last_step: int | None) -> str:

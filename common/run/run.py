@@ -12,6 +12,7 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 
+from common.checkpoint.format import Checkpoint
 from common.checkpoint.saver import Saver
 from common.checkpoint.training import TrainingState
 from common.distributed.agreement import once
@@ -30,7 +31,6 @@ from common.run.opening import open_run
 from common.run.state import RunState
 from common.system.env import report
 from common.system.phase import ENDING, EVALUATION, READING, STARTING, TRAINING, now
-from common.system.threads import Heartbeat
 
 if TYPE_CHECKING:  # imported where they are needed
     from common.telemetry.flops import Utilisation
@@ -49,6 +49,7 @@ class Run:
     # Of the main process, after begin()
     place: RunFolder | None = None
     log: RunLog | None = None
+    best: Checkpoint | None = None  # after restore_best()
 
     # After begin()
     steps: Steps  # from the first of this process on
@@ -198,16 +199,10 @@ class Run:
         Call it after the loop. Returns False if those weights are gone.
         """
         self._end()
-        best = None
-
-        def find(heartbeat: Heartbeat) -> bool:
-            nonlocal best
-            best = finish.find_best(self, heartbeat)
-            return best is not None
-
+        find = partial(finish.find_best, self)
         exists = once(self.accelerator, "best checkpoint", find, self.recipe.timeout_s)
         if exists:
-            self.saver.training.restore_evaluated(best)
+            self.saver.training.restore_evaluated(self.best)
             now.enter(EVALUATION)
         return exists
 
@@ -230,14 +225,8 @@ class Run:
         self.exchange.telemetry.stop()
         memory = self.exchange.gather(finish.memory_gib(self.accelerator, is_healthy=True))
         self.predictions.gather(self.exchange.poll)
-
-        def write_end(heartbeat: Heartbeat) -> None:
-            if self.profile:
-                self.profile.wait(heartbeat)
-            self.final |= {"val_name": val_name, "memory_gib": memory, **self.tested, **self._end_facts()}
-            finish.write_end(self, self.predictions, self.utilisation, heartbeat)
-
-        once(self.accelerator, "report", write_end, self.recipe.timeout_s)
+        self.final |= {"val_name": val_name, "memory_gib": memory, **self.tested, **self._end_facts()}
+        once(self.accelerator, "report", partial(finish.write_end, self), self.recipe.timeout_s)
         once(self.accelerator, "last upload", partial(finish.upload, self), self.recipe.timeout_s)
         begin_exit()
         self.accelerator.wait_for_everyone()  # under deepspeed rank 0 hosts the store that the others use

@@ -101,17 +101,3 @@ def test_steps_that_become_slow_are_followed_one_by_one(clock, monkeypatch):
     slow = [step for step in steps if step >= 100]
     assert len(slow) > 60 - 2 * MOST_STEPS
     assert max(b - a for a, b in itertools.pairwise(steps)) <= MOST_STEPS
-
-
-def test_one_process_looks_after_every_step(clock, monkeypatch):
-    one = exchange()
-    one.poll = lambda *mine: list(mine)
-    one.poll.group = None
-    told = 0
-    monkeypatch.setattr(module, "wanted", lambda: told)
-    for step in range(20):
-        clock.s += 0.0001
-        one.listen_after(step)
-    told = 1
-    with pytest.raises(Preempted):
-        one.listen_after(20)

@@ -15,7 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from common.run.run import Run
 from common.telemetry.summary import HOST_NUMBERS
 from export import write_curves
-from tests.conftest import CNN, Job, lines, metrics, mutate, python, result, run, wait_until
+from tests.conftest import CNN, Job, metrics, mutate, python, result, run, wait_until
 from tests.run.conftest import FLAGS
 
 BOTH = ["--trackers", "tensorboard,wandb"]
@@ -38,25 +38,15 @@ def test_tensorboard_has_what_metrics_jsonl_has(folder):
         (event,) = events.Images(name)
         with Image.open(file) as image:
             assert (event.step, event.width, event.height) == (30, *image.size)
+    assert_one_run_with_hyper_parameters(folder, events.PluginTagToContent("hparams"))
 
 
-def test_curves_for_the_hub_have_neither_recipe_nor_pictures(folder, tmp_path):
-    write_curves(folder / result(folder)["checkpoint"] / "model.safetensors", tmp_path)
-    theirs, ours = (EventAccumulator(str(place)).Reload() for place in (tmp_path, folder / "tensorboard"))
-    assert theirs.Tags() == ours.Tags() | {"images": []}
-    assert all(theirs.Scalars(name) == ours.Scalars(name) for name in ours.Tags()["scalars"])
-    for place, has_recipe in ((tmp_path, False), (folder / "tensorboard", True)):
-        assert any(b"output_dir" in file.read_bytes() for file in place.iterdir()) == has_recipe
-
-
-def test_tensorboard_shows_one_run_with_its_hyper_parameters(folder):
+def assert_one_run_with_hyper_parameters(folder: Path, content) -> None:
     """The hyper-parameters are in the run's own folder, with the names of the headline curves."""
     from tensorboard.plugins.hparams import metadata
 
     assert {path.parent for path in folder.rglob("events.out.tfevents*")} == {folder / "tensorboard"}
     assert all(path.is_file() for path in (folder / "tensorboard").iterdir())
-    events = EventAccumulator(str(folder / "tensorboard")).Reload()
-    content = events.PluginTagToContent("hparams")
     start = metadata.parse_session_start_info_plugin_data(content[metadata.SESSION_START_INFO_TAG])
     assert start.hparams["batch_size"].number_value == 64
     assert start.hparams["widths"].string_value == "(4, 8, 32)"
@@ -67,6 +57,15 @@ def test_tensorboard_shows_one_run_with_its_hyper_parameters(folder):
     assert set(names) <= curves(folder).keys()
     end = metadata.parse_session_end_info_plugin_data(content[metadata.SESSION_END_INFO_TAG])
     assert end.status == 1  # success
+
+
+def test_curves_for_the_hub_have_neither_recipe_nor_pictures(folder, tmp_path):
+    write_curves(folder / result(folder)["checkpoint"] / "model.safetensors", tmp_path)
+    theirs, ours = (EventAccumulator(str(place)).Reload() for place in (tmp_path, folder / "tensorboard"))
+    assert theirs.Tags() == ours.Tags() | {"images": []}
+    assert all(theirs.Scalars(name) == ours.Scalars(name) for name in ours.Tags()["scalars"])
+    for place, has_recipe in ((tmp_path, False), (folder / "tensorboard", True)):
+        assert any(b"output_dir" in file.read_bytes() for file in place.iterdir()) == has_recipe
 
 
 def test_wandb_has_what_metrics_jsonl_has(folder):
@@ -108,13 +107,6 @@ def test_a_scripts_own_scalars_are_in_the_next_line(project_copy, tmp_path):
     assert "bad" not in (tmp_path / "run" / "metrics.jsonl").read_text()
     with pytest.raises(ValueError, match="log_scalars: own: give it a group, as train/own"):
         Run.log_scalars(None, {"own": 1.0})
-
-
-def test_both_processes_share_one_log_and_one_sampler(folder):
-    assert [line["epoch"] for line in metrics(folder) if "val/accuracy" in line] == [1, 30 / 22]
-    (file,) = folder.glob("telemetry-*")
-    assert len([line for line in lines(file) if "host" in line]) == 1
-    assert [host["samples"] for host in result(folder)["telemetry"]] == [len(lines(file)) - 1]
 
 
 @pytest.mark.full
