@@ -115,16 +115,10 @@ def test_an_owner_that_was_taken_over_says_so(tmp_path, monkeypatch):
     assert json.loads((tmp_path / "owner.json").read_text())["id"] == "theirs"
 
 
-def test_the_clock_may_be_set_while_an_owner_lives(tmp_path, monkeypatch):
-    """psutil's create_time in a record changes with the clock."""
+def test_the_age_of_a_process_does_not_change_with_the_clock(monkeypatch):
     before = own_age_s()
     monkeypatch.setattr(time, "time", lambda: 0.0)
     assert 0 < before <= own_age_s() < before + 100
-    record = lease_module._this_process() | {"id": "theirs", "beat": 0}
-    record["started"] += 3600
-    (tmp_path / "owner.json").write_text(json.dumps(record))
-    with pytest.raises(ValueError, match="is in use by process"):
-        own(tmp_path)
 
 
 # --- Which folder
