@@ -97,7 +97,7 @@ class RunLog:
         if "none" not in recipe.trackers:
             from common.run.trackers import Trackers
 
-            self.trackers = Trackers(recipe.trackers, folder, record, state.step, state.wandb_id)
+            self.trackers = Trackers(run)
         write_json(folder / "recipe.json", record | self.tracker_ids())
         self.metrics = open(metrics, "a", buffering=1)  # noqa: SIM115 (closed in close)
         self.samples = open(samples, "a", buffering=1) if recipe.log_samples else None  # noqa: SIM115
