@@ -114,13 +114,14 @@ def test_a_run_that_ended_stays_ended(project, whole, tmp_path, cache):
 
 
 FAILURES = {  # name: (launcher, environment)
+    "an error": (STRATEGIES["single"], {"AT_STEP": f"if step == {END}: raise RuntimeError('no more')"}),
     "without run.finish": (STRATEGIES["single"], {"RETURN_AT": str(END)}),
     "before an evaluation": (STRATEGIES["single"], {"BREAK_AT": str(EPOCH - 4)}),
     "of another rank": (STRATEGIES["ddp"], {"AT_STEP": f"assert step < {END} or rank == 0, 'no more'"}),
 }
 
 
-@pytest.mark.parametrize("failure", FAILURES)
+@pytest.mark.parametrize("failure", [full(name) if name == "an error" else name for name in FAILURES])
 def test_a_failure_writes_what_waits(failure, project, tmp_path, cache):
     launcher, env = FAILURES[failure]
     words = [*launcher, *FLAGS, *cache, "--output_dir", tmp_path / "run"]
