@@ -22,8 +22,8 @@ from common.script import load_script, recipe_class
 from tests.conftest import ROOT
 from tests.support.waits import counted, waits_of
 
-VAL = 24  # images of an evaluation
-AUGMENTED = dict(randaug_layers=2, color_jitter=0.4, random_erasing=0.25, drop_path=0.1)
+VAL = 16  # images of an evaluation
+AUGMENTED = dict(randaug_layers=1, color_jitter=0.4, random_erasing=0.25, drop_path=0.1)
 RECIPES = {
     "train_hello": dict(data_size=48),
     "train_cnn_a": {},

@@ -2,6 +2,7 @@
 
 import math
 import time
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -10,9 +11,11 @@ from torch import Tensor
 
 from common.distributed.exact_sum import exact_sum
 from common.recipe import Batch
-from common.run.opening import OpenRun
 from common.run.state import RunState
 from common.system.phase import SAVING, spending
+
+if TYPE_CHECKING:
+    from common.run.run import Run
 
 
 class Meter:
@@ -76,7 +79,7 @@ class Checkpoints:
     epochs only every --checkpoint_s.
     """
 
-    def __init__(self, run: OpenRun, meter: Meter):
+    def __init__(self, run: "Run", meter: Meter):
         self.run, self.meter = run, meter
         self.newest = run.saved_step  # step of the newest snapshot, or of the checkpoint in the folder
         self.epoch_began = time.monotonic()
@@ -110,7 +113,7 @@ class Checkpoints:
                 saver.write_held()  # the best evaluation's
             run.exchange.wait_for_main(saver.done)
             self.meter.check(state.step)
-            everyones = run.exchange.gather((self.meter.loss.item(), run.exchange.problem()))
+            everyones = run.exchange.gather((self.meter.loss.item(), run.problem()))
             losses, problems = zip(*everyones, strict=True)
             if problem := next(filter(None, problems), None):
                 raise ValueError(problem)

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -47,7 +48,7 @@ def end_preempted(run: "Run") -> None:
     exchange = run.exchange
     why = next(filter(None, exchange.poll.gather(reason())), "")
     if run.log:
-        run.log.write_interruption(why)
+        run.log.write_mark({"interrupted_at": time.time(), "why": why})
     # A single process may stop within a step, while it waits for a shard: that step does not count.
     try:
         run.checkpoints.flush()
@@ -56,7 +57,7 @@ def end_preempted(run: "Run") -> None:
         raise
     exchange.gather(None)  # collects the telemetry since the newest snapshot
     exchange.wait_for_main(run.saver.done)
-    problem = exchange.problem()
+    problem = run.problem()
     close(run, "failed" if problem else "preempted")
     if problem := broadcast_object_list([problem])[0]:
         raise ValueError(problem)

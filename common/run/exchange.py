@@ -2,13 +2,15 @@
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accelerate.utils import broadcast_object_list
 
 from common.distributed.preemption import Poll, Preempted, wanted
-from common.run.state import RunState
 from common.telemetry.sampling import Telemetry
+
+if TYPE_CHECKING:
+    from common.run.run import Run
 
 STOP, PROBLEM = 1, 2  # messages of a process to the others
 # A message costs the host some 0.1 ms, so several short steps share one. A signal then takes effect
@@ -20,24 +22,15 @@ UNKNOWN_US = 2**31 - 1
 
 
 class Exchange:
-    """Messages over gloo, beside the training's collectives. All methods but problem() are collective, and so
-    is the constructor.
+    """Messages over gloo, beside the training's collectives. All methods are collective, and so is the
+    constructor.
 
-    find_problem: the main process's; None on other processes. skipped: the ids of this process's skipped
-    images.
+    skipped: the ids of this process's skipped images.
     """
 
-    def __init__(
-        self,
-        timeout_s: float,
-        state: RunState,
-        telemetry: Telemetry,
-        find_problem: Callable[[], str | None] | None,
-        skipped: Callable[[], list[int]] = list,
-    ):
-        self.poll = Poll(timeout_s)
-        self.state, self.telemetry, self.find_problem = state, telemetry, find_problem
-        self.skipped = skipped
+    def __init__(self, run: "Run", telemetry: Telemetry, skipped: Callable[[], list[int]] = list):
+        self.poll = Poll(run.recipe.timeout_s)
+        self.run, self.telemetry, self.skipped = run, telemetry, skipped
         self.step_us = UNKNOWN_US  # of this process, between its last two messages after a step
         self.slowest_us = UNKNOWN_US  # of all processes, the same on each
         self.sent_at, self.sent_step, self.next_step = time.perf_counter(), -1, 0
@@ -66,17 +59,13 @@ class Exchange:
 
         On all processes it raises Preempted after a signal, or ValueError with a problem's message.
         """
-        problem = self.problem()
+        problem = self.run.problem()
         answer = self.poll(PROBLEM if problem else STOP if wanted() else 0, self.step_us)
         received, self.slowest_us = answer or (0, UNKNOWN_US)
         if received == PROBLEM:
             raise ValueError(broadcast_object_list([problem])[0])
         if received == STOP:
             raise Preempted
-
-    def problem(self) -> str | None:
-        """The main process's problem, if any. Not collective."""
-        return self.find_problem() if self.find_problem else None
 
     def of_main(self, own: Any) -> Any:
         return self.poll.gather(own)[0]
@@ -85,12 +74,12 @@ class Exchange:
         """The value of each process. Also gathers the other hosts' telemetry and the ids of skipped images
         on the main process."""
         everyones = self.poll.gather((own, self.telemetry.take(), self.skipped()))
-        if self.find_problem:
+        if self.run.log:
             self.telemetry.append([piece for _, pieces, _ in everyones for piece in pieces])
             ids = {i for *_, ids in everyones for i in ids}
-            self.state.bad_images = sorted(ids | {*self.state.bad_images})
+            self.run.state.bad_images = sorted(ids | {*self.run.state.bad_images})
         return [own for own, *_ in everyones]
 
     def wait_for_main(self, done: Callable[[float], bool]) -> None:
         """Waits until done(1.0) is true on the main process. done(seconds) may wait that long."""
-        self.poll.wait_for_main(self.find_problem is not None, done)
+        self.poll.wait_for_main(self.run.log is not None, done)

@@ -1,6 +1,7 @@
 """The end of a run: result.json, plots/, the last upload, and the tables on the terminal."""
 
 import dataclasses
+import math
 import resource
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,8 +15,7 @@ from common.checkpoint.format import EMA_FILE, MODEL_FILE, step_name
 from common.distributed import strategy as job
 from common.distributed.rendezvous import hosts
 from common.run.folder import script_name
-from common.run.log import Predictions
-from common.run.opening import OpenRun, writing
+from common.run.opening import writing
 from common.system.files import read_json, read_lines, sync, write_json
 from common.system.paths import ROOT, python_command, shortest
 from common.system.threads import Heartbeat
@@ -24,14 +24,14 @@ from common.telemetry.summary import energy_wh
 if TYPE_CHECKING:  # imported where they are needed
     from rich.table import Table
 
-    from common.telemetry.flops import Utilisation
+    from common.run.run import Run
 
 
-def find_best(run: OpenRun, heartbeat: Heartbeat) -> checkpoints.Checkpoint | None:
-    """Finds and verifies the checkpoint of the best evaluation, here or in S3; None if it is gone. Main
+def find_best(run: "Run", heartbeat: Heartbeat) -> bool:
+    """Finds and verifies the checkpoint of the best evaluation, here or in S3; False if it is gone. Main
     process only."""
     assert run.place
-    run.wait_for_save(heartbeat)
+    _wait_for_save(run, heartbeat)
     step, parent, mirror = run.state.best_step, run.folder / "checkpoints", run.place.mirror
     assert step
     gone: tuple[type[ValueError], ...] = (checkpoints.Damaged,)
@@ -43,15 +43,14 @@ def find_best(run: OpenRun, heartbeat: Heartbeat) -> checkpoints.Checkpoint | No
             gone = (checkpoints.Damaged, WrongSize)
             if step in committed(mirror.store):
                 fetch(mirror.store, step, parent, heartbeat, mirror.report)
-        return checkpoints.verify(parent / step_name(step), heartbeat)
+        run.best = checkpoints.verify(parent / step_name(step), heartbeat)
+        return True
     except gone as error:
         print(f"no test accuracy: the best weights, of step {step:,}, are gone: {error}", flush=True)
-        return None
+        return False
 
 
-def write_end(
-    run: OpenRun, predictions: Predictions, utilisation: "Utilisation | None", heartbeat: Heartbeat
-) -> None:
+def write_end(run: "Run", heartbeat: Heartbeat) -> None:
     """Completes the run on this disk. A kill or a full disk at any point loses no training.
 
     Main process only. The steps:
@@ -71,9 +70,9 @@ def write_end(
     assert run.log
     folder, mirror, state, log = run.folder, run.place.mirror, run.state, run.log
     log.progress.stop()
-    run.wait_for_save(heartbeat)
-    if utilisation:
-        run.final |= utilisation.facts(_images_per_s(run))
+    _wait_for_save(run, heartbeat)
+    if run.utilisation:
+        run.final |= vars(run.utilisation) | {"mfu_pct": run.utilisation.pct(_images_per_s(run) or 0.0)}
     with writing("the end of the run", folder):
         # After an interruption an evaluation may come after its checkpoint.
         checkpoints.write_index(folder / "checkpoints", state.step, state.best_step)
@@ -89,7 +88,9 @@ def write_end(
             lines = read_lines(folder / "metrics.jsonl")
             place = f"{Path(content['data']).name}, {content['strategy']} x {content['processes']}"
             plot_curves(folder, lines, f"{content['script']} on {place}")
-            log.show(predictions.draw(folder / "plots"))
+            pictures = run.predictions.draw(folder / "plots")
+            if log.trackers:
+                log.trackers.show(pictures, state.step)
         except OSError:
             raise
         except Exception as error:  # libraries raise many kinds
@@ -101,7 +102,14 @@ def write_end(
     show(folder)
 
 
-def upload(run: OpenRun, heartbeat: Heartbeat) -> None:
+def _wait_for_save(run: "Run", heartbeat: Heartbeat) -> None:
+    """Waits until the checkpoint in flight is written. ValueError when it could not be."""
+    run.saver.wait(heartbeat)
+    if problem := run.problem():
+        raise ValueError(problem)
+
+
+def upload(run: "Run", heartbeat: Heartbeat) -> None:
     """Waits until the mirror has sent everything, and writes into result.json if it succeeded. Main process
     only."""
     assert run.place
@@ -124,9 +132,7 @@ def upload(run: OpenRun, heartbeat: Heartbeat) -> None:
         write_json(file, content)
 
 
-def result(
-    run: OpenRun, status: str, committed: int | None = None, error: str | None = None
-) -> dict[str, Any]:
+def result(run: "Run", status: str, committed: int | None = None, error: str | None = None) -> dict[str, Any]:
     """The content of result.json. Main process only.
 
     status: `finished`, `preempted` or `failed`. committed: step of the newest checkpoint. error: of a failed
@@ -178,7 +184,7 @@ def result(
     }
 
 
-def _images_per_s(run: OpenRun) -> float | None:
+def _images_per_s(run: "Run") -> float | None:
     state = run.state
     return state.logged_step * run.batch.total / state.train_s if state.train_s else None
 
@@ -217,8 +223,8 @@ def show(folder: Path) -> None:
     lines = read_lines(folder / "metrics.jsonl")
     console = Console(markup=False, highlight=False)
     console.print(_results(result, record["unit"]))
-    file = _to_use(folder, result, lines)
-    console.print(_weights(folder, result, lines, file))
+    table, file = _weights(folder, result, lines)
+    console.print(table)
     if result["best_accuracy"] is not None:
         # Of a checkpoint with an average the commands use that, unless they are given the other file.
         best = file if file.name == MODEL_FILE and file.with_name(EMA_FILE).exists() else folder
@@ -265,43 +271,39 @@ def _results(result: dict[str, Any], unit: str) -> "Table":
     return table
 
 
-def _weights(folder: Path, result: dict[str, Any], lines: list[dict[str, Any]], to_use: Path) -> "Table":
-    """A table of the files with weights: their accuracy or loss, and their use."""
+def _weights(folder: Path, result: dict[str, Any], lines: list[dict[str, Any]]) -> tuple["Table", Path]:
+    """A table of the files with weights: their accuracy or loss, and their use. Also the file to use: of the
+    best checkpoint, or the newest when the best is only in S3, that of the EMA unless the weights of the same
+    step were better without it."""
     from rich.table import Table
 
     measure, best, last = _measure(result), result["best_checkpoint"], result["checkpoint"]
     at_step = {step_name(line["step"]): line for line in lines if "val/loss" in line}
+    rows: list[tuple[Path, float | None, str]] = []
+    for checkpoint in dict.fromkeys((best, last)):
+        line = at_step.get(Path(checkpoint).name, {})
+        reason = (
+            f"best {measure} on the {result['val_name']} split" if checkpoint == best else "the last step"
+        )
+        reason += ", and the last step" if best == last else ""
+        ema, model = (folder / checkpoint / name for name in (EMA_FILE, MODEL_FILE))
+        if ema.exists():
+            rows.append((ema, line.get(f"val/{measure}"), f"averaged weights (EMA), {reason}"))
+            rows.append((model, line.get(f"val/raw_{measure}"), "the same step without the average"))
+        elif model.exists():
+            rows.append((model, line.get(f"val/{measure}"), reason))
+    sign = -1 if measure == "loss" else 1
+    first = [row for row in rows if row[0].parent == rows[0][0].parent]
+    to_use = max(first, key=lambda row: -math.inf if row[1] is None else sign * row[1])[0]
     table = Table(title="weights: which file to use")
     table.add_column("file in checkpoints/", no_wrap=True)
     table.add_column(measure, justify="right")
     table.add_column("why")
-    is_best = f"best {measure} on the {result['val_name']} split"
-    for checkpoint in dict.fromkeys((best, last)):
-        line = at_step.get(Path(checkpoint).name, {})
-        reason = is_best if checkpoint == best else "the last step"
-        reason += ", and the last step" if best == last else ""
-        files = [name for name in (EMA_FILE, MODEL_FILE) if (folder / checkpoint / name).exists()]
-        for name in files:
-            is_raw = name == MODEL_FILE and EMA_FILE in files
-            use = "use this: " if folder / checkpoint / name == to_use else ""
-            kind = "averaged weights (EMA), " if name == EMA_FILE else ""
-            why = use + ("the same step without the average" if is_raw else f"{kind}{reason}")
-            value = line.get(f"val/raw_{measure}" if is_raw else f"val/{measure}")
-            table.add_row(f"{Path(checkpoint).name}/{name}", "-" if value is None else f"{value:.4f}", why)
-    return table
-
-
-def _to_use(folder: Path, result: dict[str, Any], lines: list[dict[str, Any]]) -> Path:
-    """The best checkpoint's weights, or the newest's when the best is only in S3; those of an EMA unless the
-    weights of the same step were better without it."""
-    places = [folder / result[name] for name in ("best_checkpoint", "checkpoint") if result[name]]
-    files = [place / name for place in places for name in (EMA_FILE, MODEL_FILE)]
-    first = next(file for file in files if file.exists())
-    raw, averaged = f"val/raw_{_measure(result)}", f"val/{_measure(result)}"
-    values = [line for line in lines if raw in line and step_name(line["step"]) == first.parent.name]
-    sign = -1 if averaged == "val/loss" else 1
-    is_raw_better = any(sign * line[raw] > sign * line[averaged] for line in values)
-    return first.with_name(MODEL_FILE) if is_raw_better else first
+    for file, value, why in rows:
+        use = "use this: " if file == to_use else ""
+        number = "-" if value is None else f"{value:.4f}"
+        table.add_row(f"{file.parent.name}/{file.name}", number, use + why)
+    return table, to_use
 
 
 def _measure(result: dict[str, Any]) -> str:

@@ -16,8 +16,8 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,18 +34,34 @@ if TYPE_CHECKING:  # imported with --s3
     from common.checkpoint.mirror import Mirror
 
 FRUITLESS_RESTARTS = 3  # restarts by a launcher without a new checkpoint, after which it gives up
-Log = Callable[[str], None]
+log = partial(print, flush=True)  # also in the threads that save and upload
 
 
-@dataclass
 class RunFolder:
-    """A run's folder, which this process owns, its mirror in S3, and the checkpoint to resume from."""
+    """A run's folder, which this process owns, its mirror in S3, and the checkpoint to resume from.
 
-    path: Path
-    leases: list[Lease]  # on the folder, and then on the prefix in S3
+    name: of the folder where none is given. last_step: of this run. A prefix in S3 that already has a
+    checkpoint of that step belongs to another run. ValueError when the folder has another owner or run, or
+    has checkpoints but none verifies.
+    """
+
     mirror: "Mirror | None" = None
     checkpoint: Checkpoint | None = None
-    is_new: bool = False  # True when the run begins now, from another run's checkpoint
+    is_new = False  # True when the run begins now, from another run's checkpoint
+    began_at: str | None = None  # the --resume with which the run began
+
+    def __init__(self, recipe: Recipe, name: str, last_step: int, heartbeat: Heartbeat):
+        self.recipe, self.last_step, self.heartbeat = recipe, last_step, heartbeat
+        self.leases: list[Lease] = []  # on the folder, and then on the prefix in S3
+        self.path = self._lease(name)
+        try:
+            self._open()
+        except OSError as error:
+            self.release()
+            raise not_written("the run", self.path, error) from None
+        except BaseException:
+            self.release()
+            raise
 
     def lost(self) -> str | None:
         """The message once another run has taken over the folder or the prefix."""
@@ -55,66 +71,69 @@ class RunFolder:
         for lease in self.leases:
             lease.release()
 
+    def _lease(self, name: str) -> Path:
+        """Takes the lease on the run's folder, which it returns.
 
-def open_folder(recipe: Recipe, name: str, last_step: int, heartbeat: Heartbeat, log: Log) -> RunFolder:
-    """Opens the run's folder. ValueError when it has another owner or run, or has checkpoints but none
-    verifies.
+        A run of another recipe that has just begun there may have no recipe.json yet, but its owner's record
+        has the recipe. Unless --output_dir names the folder, the next number is tried then.
+        """
+        recipe = self.recipe
+        identity = {"script": script_name(), "recipe": recipe_part(recipe)}
+        for path in folders(recipe, name, self.last_step):
+            try:
+                self.leases.append(Lease(FolderRecord(path), self.heartbeat, log, identity))
+                return path
+            except AlreadyOwned as error:
+                if Path(recipe.output_dir or "*").name != "*" or not why_other_run(error.record, recipe):
+                    raise
+            except OSError as error:
+                raise not_written("the run", path, error) from None
+        raise AssertionError("there is always another number")
 
-    name: of the folder where none is given. last_step: of this run. A prefix in S3 that already has a
-    checkpoint of that step belongs to another run.
-    """
-    opened = _leased(recipe, name, last_step, heartbeat, log)
-    path, store = opened.path, None
-    try:
+    def _open(self) -> None:
+        """Finds the checkpoint to resume from, and the mirror."""
+        path, resume = self.path, self.recipe.resume
         checkpoints.remove_temporary(path / "checkpoints")
-        if recipe.s3:
-            from common.checkpoint.mirror import Mirror, committed
+        if self.recipe.s3:
+            from common.checkpoint.mirror import Mirror
             from common.system.s3 import ObjectStore
 
-            store = ObjectStore(recipe.s3)
+            store = ObjectStore(self.recipe.s3)
             store.probe()
-            opened.leases.append(Lease(PrefixRecord(store), heartbeat, log))
-            opened.mirror = Mirror(store, path, recipe.keep_every, log, opened.leases[-1].check)
-        opened.checkpoint = _own_checkpoint(opened, recipe, last_step, heartbeat, log)
-        if recipe.resume not in ("auto", "never"):
+            self.leases.append(Lease(PrefixRecord(store), self.heartbeat, log))
+            self.mirror = Mirror(store, path, self.recipe.keep_every, log, self.leases[-1].check)
+        self.checkpoint, has_begun = self._own_checkpoint()
+        if resume not in ("auto", "never"):
             # A checkpoint downloaded by an interrupted start is still another run's.
-            began = (path / "recipe.json").exists() or (store is not None and committed(store))
-            opened.is_new = opened.checkpoint is None or not began
-            opened.checkpoint = opened.checkpoint or _other_runs_checkpoint(
-                path, recipe.resume, heartbeat, log
-            )
-        if opened.checkpoint:
-            _check_recipe(opened.checkpoint, recipe)
-    except OSError as error:
-        opened.release()
-        raise not_written("the run", path, error) from None
-    except BaseException:
-        opened.release()
-        raise
-    return opened
+            self.is_new = self.checkpoint is None or not (has_begun or (path / "recipe.json").exists())
+            self.checkpoint = self.checkpoint or _other_runs_checkpoint(path, resume, self.heartbeat)
+        if self.checkpoint:
+            _check_recipe(self.checkpoint, self.recipe)
+            self.began_at = resume if self.is_new else (_recipe_json(path) or {}).get("resumed_from")
 
-
-def _leased(recipe: Recipe, name: str, last_step: int, heartbeat: Heartbeat, log: Log) -> RunFolder:
-    """Takes the lease on the run's folder.
-
-    A run of another recipe that has just begun there may have no recipe.json yet, but its owner's record has
-    the recipe. Unless --output_dir names the folder, the next number is tried then.
-    """
-    for path in folders(recipe, name, last_step):
+    def _own_checkpoint(self) -> tuple[Checkpoint | None, bool]:
+        """The newest checkpoint in the folder, after a download if S3 has a newer one; and if S3 has any."""
+        parent, checkpoint, problem, there = self.path / "checkpoints", None, None, -1
         try:
-            lease = Lease(FolderRecord(path), heartbeat, log, this_run(recipe))
-        except AlreadyOwned as error:
-            if Path(recipe.output_dir or "*").name != "*" or not why_other_run(error.record, recipe):
-                raise
-            continue
-        except OSError as error:
-            raise not_written("the run", path, error) from None
-        with contextlib.ExitStack() as stack:
-            stack.callback(lease.release)
-            if not _why_not_ours(path, recipe, last_step):  # no other run used it meanwhile
-                stack.pop_all()
-                return RunFolder(path, [lease])
-    raise AssertionError("there is always another number")
+            checkpoint = checkpoints.newest(parent, self.heartbeat, log)
+        except ValueError as error:
+            problem = error  # raised below, unless S3 has an intact one
+        if self.mirror:
+            from common.checkpoint.mirror import committed, fetch_log, fetch_newest
+
+            store, is_never = self.mirror.store, self.recipe.resume == "never"
+            here, there = checkpoint.step if checkpoint else -1, max(committed(store), default=-1)
+            if there >= 0 and not steps_in(parent) and (is_never or there >= self.last_step):
+                what = "and --resume is never" if is_never else "which is finished"
+                raise ValueError(f"{store.url} holds a run already, {what}: choose another prefix")
+            if there > here:
+                fetch_log(store, self.path)  # first: a kill before the checkpoint is complete repeats both
+                lost = self.leases[-1].check
+                if fetch_newest(store, parent, here, self.heartbeat, log, lost) is not None:
+                    return checkpoints.newest(parent, self.heartbeat, log), True
+        if problem:
+            raise problem
+        return checkpoint, there >= 0
 
 
 def folders(recipe: Recipe, name: str, last_step: int | None) -> Iterator[Path]:
@@ -145,15 +164,10 @@ def script_name() -> str:
     return Path(sys.argv[0]).stem
 
 
-def this_run(recipe: Recipe) -> dict[str, Any]:
-    """The fields of recipe.json that identify the run, for use before that file is written."""
-    return {"script": script_name(), "recipe": recipe_part(recipe)}
-
-
 def why_other_run(record: dict[str, Any], recipe: Recipe) -> str:
     """Why a run is not one of this recipe; empty if it is, or if that is unknown.
 
-    record: its recipe.json, or this_run() of it.
+    record: its recipe.json, or its owner's record.
     """
     if not isinstance(record.get("recipe"), dict):
         return ""
@@ -176,14 +190,6 @@ def differences(theirs: dict[str, Any], recipe: Recipe) -> str:
     )
 
 
-def resumed_from(folder: Path) -> str | None:
-    """The --resume with which the folder's run began."""
-    try:
-        return read_json(folder / "recipe.json").get("resumed_from")
-    except (OSError, ValueError):
-        return None
-
-
 def _why_not_ours(folder: Path, recipe: Recipe, last_step: int | None) -> str:
     """Why the folder holds another run, as ` (its epochs is 3, here 10)`; empty if it holds this run or
     none."""
@@ -201,13 +207,8 @@ def _recipe_json(folder: Path) -> dict[str, Any] | None:
     """The content of recipe.json; None without that file. ValueError when it can't be read."""
     file = folder / "recipe.json"
     try:
-        record = read_json(file)
-        if not isinstance(record["recipe"], dict) or not isinstance(record["script"], str):
-            raise ValueError("it has no recipe and script")
-        return record
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, KeyError) as error:
+        return read_json(file) if file.exists() else None
+    except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is empty or damaged"
         raise ValueError(
             f"{file} can't be read ({reason}), so the run in {folder} is not known: remove that file to"
@@ -232,32 +233,7 @@ def _is_finished(folder: Path, last_step: int | None) -> bool:
         return False
 
 
-def _own_checkpoint(
-    opened: RunFolder, recipe: Recipe, last_step: int, heartbeat: Heartbeat, log: Log
-) -> Checkpoint | None:
-    parent, checkpoint, problem = opened.path / "checkpoints", None, None
-    try:
-        checkpoint = checkpoints.newest(parent, heartbeat, log)
-    except ValueError as error:
-        problem = error  # raised below, unless S3 has an intact one
-    if opened.mirror:
-        from common.checkpoint.mirror import committed, fetch_log, fetch_newest
-
-        store = opened.mirror.store
-        here, there = checkpoint.step if checkpoint else -1, max(committed(store), default=-1)
-        if there >= 0 and not steps_in(parent) and (recipe.resume == "never" or there >= last_step):
-            what = "and --resume is never" if recipe.resume == "never" else "which is finished"
-            raise ValueError(f"{store.url} holds a run already, {what}: choose another prefix")
-        if there > here:
-            fetch_log(store, opened.path)  # first: a kill before the checkpoint is complete repeats both
-            if fetch_newest(store, parent, here, heartbeat, log, opened.leases[-1].check) is not None:
-                return checkpoints.newest(parent, heartbeat, log)
-    if problem:
-        raise problem
-    return checkpoint
-
-
-def _other_runs_checkpoint(folder: Path, resume: str, heartbeat: Heartbeat, log: Log) -> Checkpoint:
+def _other_runs_checkpoint(folder: Path, resume: str, heartbeat: Heartbeat) -> Checkpoint:
     """The checkpoint that --resume names: in S3, a checkpoint's folder, or the newest in a run's folder."""
     path, parent, checkpoint = Path(resume), folder / "checkpoints", None
     if resume.startswith("s3://"):

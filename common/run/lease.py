@@ -183,13 +183,12 @@ def _wait_for_end(store: Record, heartbeat: Callable[[], None], warn: Callable[[
 
 
 def _this_process() -> dict[str, Any]:
-    me, (job, number) = psutil.Process(), job_round()
+    job, number = job_round()
     return {
         "host": socket.gethostname(),
         "machine": _machine(),
-        "pid": me.pid,
-        "started": me.create_time(),
-        "start_ticks": start_ticks(me.pid),
+        "pid": os.getpid(),
+        "start_ticks": start_ticks(os.getpid()),
         "since": time.strftime("%Y-%m-%d %H:%M:%S %z"),
         "job": job,
         "round": number,
@@ -206,7 +205,7 @@ def _machine() -> str:
 
 
 def _is_alive(record: dict[str, Any]) -> bool:
-    """True for a running process with the record's start, which, unlike `started`, no set clock changes."""
+    """True for a running process with the record's start, counted in ticks, which no set clock changes."""
     try:
         process = psutil.Process(int(record["pid"]))
         is_same = record["start_ticks"] == start_ticks(process.pid)

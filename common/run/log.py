@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from common.distributed.preemption import Poll
-from common.recipe import Recipe
 from common.run.state import RunState
 from common.system.env import EVENTS_FILE, report
 from common.system.files import read_lines, write_json, write_text
@@ -21,6 +20,7 @@ from common.system.progress import TrainingProgress
 
 if TYPE_CHECKING:  # imported where they are needed
     from common.evaluation import Predicted
+    from common.run.run import Run
     from common.run.trackers import Trackers
 
 
@@ -75,23 +75,15 @@ class Predictions:
 class RunLog:
     """The log of the main process. After a failed write `problem` has the message, for all processes.
 
-    record: for recipe.json. state: of the run; lines after its step are removed. writer: `written_by` of the
-    manifest of the checkpoint that the run resumes from.
+    Lines after the run's step are removed. writer: `written_by` of the manifest of the checkpoint that the
+    run resumes from.
     """
 
     trackers: "Trackers | None" = None
 
-    def __init__(
-        self,
-        folder: Path,
-        recipe: Recipe,
-        record: dict[str, Any],
-        state: RunState,
-        steps: int,
-        steps_per_epoch: int,
-        writer: dict[str, Any],
-    ):
-        self.folder, self.state, self.steps_per_epoch = folder, state, steps_per_epoch
+    def __init__(self, run: "Run", writer: dict[str, Any]):
+        folder, recipe, record, state = run.folder, run.recipe, run.record, run.state
+        self.folder, self.state, self.steps_per_epoch = folder, state, run.steps.per_epoch
         self.problem: str | None = None
         self.scalars: dict[str, float | Tensor] = {}  # of the script, for the next line
         self.shown_at = 0.0  # time.perf_counter() when show_progress() last showed something
@@ -105,13 +97,13 @@ class RunLog:
         if "none" not in recipe.trackers:
             from common.run.trackers import Trackers
 
-            self.trackers = Trackers(recipe.trackers, folder, record, state.step, state.wandb_id)
+            self.trackers = Trackers(run)
         write_json(folder / "recipe.json", record | self.tracker_ids())
         self.metrics = open(metrics, "a", buffering=1)  # noqa: SIM115 (closed in close)
         self.samples = open(samples, "a", buffering=1) if recipe.log_samples else None  # noqa: SIM115
-        self.progress = TrainingProgress(recipe.epochs, state.step, steps, recipe.unit)
+        self.progress = TrainingProgress(recipe.epochs, state.step, run.steps.last, recipe.unit)
         if change := _change_of_hosts(writer, record):
-            self._write_mark(change)
+            self.write_mark(change)
 
     def tracker_ids(self) -> dict[str, str]:
         return self.trackers.ids() if self.trackers else {}
@@ -122,14 +114,14 @@ class RunLog:
             self.report_at = time.monotonic() + 1
             report("step", step=self.state.step)
         if self.was_interrupted:
-            self._write_mark({"resumed_at": time.time()})
+            self.write_mark({"resumed_at": time.time()})
             self.was_interrupted = False
 
     def write(self, values: dict[str, float], telemetry: dict[str, float] | None = None) -> None:
         """Writes a line, with the script's scalars that are finite. telemetry: for the trackers only."""
         own, self.scalars = self.scalars, {}
         values = {name: float(value) for name, value in own.items() if math.isfinite(value)} | values
-        line = self._write_mark(values)
+        line = self.write_mark(values)
         step = int(line.pop("step"))
         try:
             if self.trackers:
@@ -137,15 +129,6 @@ class RunLog:
         except OSError as error:
             self._set_problem("the trackers' files", error)
         self.progress.show(step, line["epoch"], values)
-
-    def write_interruption(self, why: str) -> None:
-        """Writes why and when the training is interrupted."""
-        self._write_mark({"interrupted_at": time.time(), "why": why})
-
-    def show(self, pictures: list[Path]) -> None:
-        """Sends PNG files to the trackers."""
-        if self.trackers:
-            self.trackers.show(pictures, self.state.step)
 
     def write_metrics(
         self, kind: str, metrics: dict[str, float], predictions: Predictions, **subject: Any
@@ -191,7 +174,7 @@ class RunLog:
             if trackers:
                 trackers.finish(failed)
 
-    def _write_mark(self, values: dict[str, Any]) -> dict[str, Any]:
+    def write_mark(self, values: dict[str, Any]) -> dict[str, Any]:
         """Writes a line, which it returns, only into metrics.jsonl."""
         step = self.state.step
         line = {"step": step, "epoch": step / self.steps_per_epoch, "wall_s": self.state.wall_now_s()}

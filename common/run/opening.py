@@ -9,11 +9,10 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
-from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from common.checkpoint.format import Checkpoint
@@ -22,10 +21,9 @@ from common.checkpoint.training import TrainingState
 from common.distributed import strategy as job
 from common.distributed.agreement import once
 from common.distributed.rendezvous import most_hosts, most_processes
-from common.order import Steps
-from common.recipe import Batch, ImageRecipe, Recipe, recipe_part
+from common.recipe import ImageRecipe, Recipe, recipe_part
 from common.run.exchange import Exchange
-from common.run.folder import RunFolder, count_restarts, open_folder, resumed_from, script_name
+from common.run.folder import RunFolder, count_restarts, script_name
 from common.run.log import RunLog
 from common.run.state import RunState
 from common.system.env import EVENTS_FILE, report
@@ -34,141 +32,96 @@ from common.system.paths import ROOT, project_version
 from common.system.threads import Heartbeat
 from common.telemetry.sampling import ProcessInfo, Telemetry, this_process
 
+if TYPE_CHECKING:
+    from common.run.run import Run
+
 VAL_CHOSEN = "a hash of their ids"  # how --max_val_images chooses images
 ENTRIES = ("accelerate", "torchrun", "deepspeed")  # launchers
 MODULES = ("accelerate.commands.launch", "torch.distributed.run")  # the same, as modules
-_print = partial(print, flush=True)  # for the main process, also in the threads that save and upload
 
 
-class OpenRun:
-    """A run in one process: its settings and its progress; after open() also its parts."""
+def open_run(run: "Run", training: TrainingState, data: tuple[str, tuple[str, ...]]) -> None:
+    """Restores the training from the newest checkpoint, if there is one, and opens the run's parts.
 
-    # Of the main process, after open()
-    place: RunFolder | None = None
-    log: RunLog | None = None
+    data: a name that changes with its content, and the names of the classes. On an error the run's folder
+    is released. Collective.
+    """
+    accelerator, recipe = run.accelerator, run.recipe
+    processes = gather_object([this_process(accelerator)])
+    try:
+        find = partial(_find_resume_point, run, training, data[0])
+        content, run.saved_step, has_optimizer = once(accelerator, "run folder", find, recipe.timeout_s)
+        place, rank = run.place, accelerator.process_index
+        path, mirror = (place.path, place.mirror) if place else (None, None)
+        run.state = state = RunState(**content)
+        run.steps = dataclasses.replace(run.steps, first=state.step)
+        if state.step:  # of a checkpoint
+            training.restore(place.checkpoint if place else None, state.scalars(), has_optimizer)
+        run.record = _run_record(run, processes, data[0])
+        once(accelerator, "log", partial(_start_log, run), recipe.timeout_s)
+        run.final["parameters"] = sum(map(math.prod, training.gathering.shapes.values()))
+        manifest = _checkpoint_record(run, data[1]) | training.about()
+        lost = place.leases[0].check if place else lambda: None
+        newest = run.saved_step or None
+        run.saver = Saver(training, path, manifest, recipe.keep_every, mirror, newest, lost)
+        last, wall_s = run.steps.last, state.wall_s
+        telemetry = Telemetry(processes, rank, path, recipe.telemetry_s, lambda: state.step, last, wall_s)
+        skipped: Callable[[], list[int]] = list
+        if isinstance(recipe, ImageRecipe):
+            from common.data.workers import skipped
+        run.exchange = Exchange(run, telemetry, skipped)
+        _report_start(run)
+    except BaseException:
+        if run.place:
+            run.place.release()
+        raise
 
-    # After open()
-    steps: Steps  # from the first of this process on
-    saved_step: int  # of the newest checkpoint in the run's own folder, or 0
-    record: dict[str, Any]  # the content of recipe.json
-    saver: Saver
-    exchange: Exchange
 
-    def __init__(self, accelerator: Accelerator, recipe: Recipe, batch: Batch):
-        self.accelerator, self.recipe, self.batch = accelerator, recipe, batch
-        self.state = RunState()
-        self.final: dict[str, Any] = {}  # parts of result.json that are known after open(), or at the end
+def _find_resume_point(run: "Run", training: TrainingState, source: str, heartbeat: Heartbeat) -> list[Any]:
+    """Opens the folder. Returns the state to resume from, which is empty at step 0, and its step if it is
+    this run's own; and if the optimizer's state is restored. Main process only.
 
-    @property
-    def folder(self) -> Path:
-        """The run's folder. Main process only."""
-        assert self.place
-        return self.place.path
+    ValueError for a checkpoint of other data, another model or optimizer, or a step after the run's last;
+    and after too many restarts without a new checkpoint.
+    """
+    run.place = place = RunFolder(run.recipe, run_name(run), run.steps.last, heartbeat)
+    state, has_optimizer, checkpoint = RunState(), False, place.checkpoint
+    if checkpoint:
+        state, has_optimizer = _from_checkpoint(checkpoint, run, training, source)
+    count_restarts(place.path, state.step)
+    if checkpoint:
+        print(f"continuing at step {checkpoint.step:,} with {checkpoint.folder}", flush=True)
+    return [state.to_json(), 0 if place.is_new else state.step, has_optimizer]
 
-    def open(self, training: TrainingState, data: tuple[str, tuple[str, ...]], steps: Steps) -> None:
-        """Restores the training from the newest checkpoint, if there is one. Collective.
 
-        data: a name that changes with its content, and the names of the classes. On an error the run's folder
-        is released.
-        """
-        accelerator, recipe = self.accelerator, self.recipe
-        processes = gather_object([this_process(accelerator)])
-        try:
-            find = partial(self._find_resume_point, training, data[0], steps)
-            content, self.saved_step, has_optimizer, began_at = once(
-                accelerator, "run folder", find, recipe.timeout_s
-            )
-            self.state = state = RunState(**content)
-            self.steps = dataclasses.replace(steps, first=state.step)
-            if state.step:  # of a checkpoint
-                checkpoint = self.place.checkpoint if self.place else None
-                training.restore(checkpoint, state.scalars(), has_optimizer)
-            self.record = _run_record(self, processes, began_at, data[0])
-            once(accelerator, "log", self._start_log, recipe.timeout_s)
-            path, mirror = (self.place.path, self.place.mirror) if self.place else (None, None)
-            lost = self.place.leases[0].check if self.place else lambda: None
-            manifest = _checkpoint_record(self, data[1]) | training.about()
-            newest = self.saved_step or None
-            self.final["parameters"] = sum(map(math.prod, training.gathering.shapes.values()))
-            self.saver = Saver(training, path, manifest, recipe.keep_every, mirror, newest, lost)
-            rank, interval_s = accelerator.process_index, recipe.telemetry_s
-            telemetry = Telemetry(
-                processes, rank, path, interval_s, lambda: state.step, steps.last, state.wall_s
-            )
-            find_problem = self._problem if self.place else None
-            skipped: Callable[[], list[int]] = list
-            if isinstance(recipe, ImageRecipe):
-                from common.data.workers import skipped
-            self.exchange = Exchange(recipe.timeout_s, state, telemetry, find_problem, skipped)
-            self._report_start()
-        except BaseException:
-            if self.place:
-                self.place.release()
-            raise
+def _start_log(run: "Run", _: Heartbeat) -> None:
+    assert run.place
+    place = run.place
+    with writing("the log", place.path):
+        (place.path / "result.json").unlink(missing_ok=True)
+        own = None if place.is_new else place.checkpoint
+        run.log = RunLog(run, own.manifest.get("written_by", {}) if own else {})
+    if place.mirror and run.saved_step:  # its upload may have been interrupted
+        place.mirror.offer(run.saved_step, run.state.best_step)
+    print(f"run folder {place.path}", flush=True)
 
-    def wait_for_save(self, heartbeat: Heartbeat) -> None:
-        """Waits until the checkpoint in flight is written. ValueError when it could not be. Main process."""
-        self.saver.wait(heartbeat)
-        if problem := self.exchange.problem():
-            raise ValueError(problem)
 
-    def _find_resume_point(
-        self, training: TrainingState, data: str, steps: Steps, heartbeat: Heartbeat
-    ) -> list[Any]:
-        """Opens the folder. Returns the state to resume from, which is empty at step 0, and its step if it is
-        this run's own; if the optimizer's state is restored; and the --resume with which the run began. Main
-        process only.
-
-        ValueError for a checkpoint of other data, another model or optimizer, or a step after the run's last;
-        and after too many restarts without a new checkpoint.
-        """
-        self.place = place = open_folder(self.recipe, run_name(self), steps.last, heartbeat, _print)
-        state, has_optimizer, began_at = RunState(), False, None
-        if checkpoint := place.checkpoint:
-            state, has_optimizer, began_at = _from_checkpoint(
-                checkpoint, place, training, self.recipe, data, steps
-            )
-        count_restarts(place.path, state.step)
-        if checkpoint:
-            print(f"continuing at step {checkpoint.step:,} with {checkpoint.folder}", flush=True)
-        return [state.to_json(), 0 if place.is_new else state.step, has_optimizer, began_at]
-
-    def _start_log(self, _: Heartbeat) -> None:
-        assert self.place
-        place, steps = self.place, self.steps
-        with writing("the log", place.path):
-            (place.path / "result.json").unlink(missing_ok=True)
-            own = None if place.is_new else place.checkpoint
-            writer = own.manifest.get("written_by", {}) if own else {}
-            self.log = RunLog(
-                place.path, self.recipe, self.record, self.state, steps.last, steps.per_epoch, writer
-            )
-        if place.mirror and self.saved_step:  # its upload may have been interrupted
-            place.mirror.offer(self.saved_step, self.state.best_step)
-        print(f"run folder {place.path}", flush=True)
-
-    def _problem(self) -> str | None:
-        """The first error that ends the run: a lost folder, a checkpoint or a line that can't be written."""
-        assert self.place
-        assert self.log
-        return self.place.lost() or self.saver.problem or self.log.problem
-
-    def _report_start(self) -> None:
-        """Reports the first step to launch.py, and if all hosts see the run's folder. Collective."""
-        if EVENTS_FILE not in os.environ:
-            return
-        file = self.folder.resolve() / "recipe.json" if self.place else None
-        mains = self.exchange.of_main((file, file.read_bytes()) if file else None)
-        is_shared = all(self.exchange.poll.gather(_holds(*mains)))
-        if file:
-            report(
-                "began",
-                step=self.state.step,
-                processes=self.batch.processes,
-                folder=str(file.parent),
-                in_s3=bool(self.recipe.s3),
-                is_shared=is_shared,
-            )
+def _report_start(run: "Run") -> None:
+    """Reports the first step to launch.py, and if all hosts see the run's folder. Collective."""
+    if EVENTS_FILE not in os.environ:
+        return
+    file = run.folder.resolve() / "recipe.json" if run.place else None
+    mains = run.exchange.of_main((file, file.read_bytes()) if file else None)
+    is_shared = all(run.exchange.poll.gather(_holds(*mains)))
+    if file:
+        report(
+            "began",
+            step=run.state.step,
+            processes=run.batch.processes,
+            folder=str(file.parent),
+            in_s3=bool(run.recipe.s3),
+            is_shared=is_shared,
+        )
 
 
 @contextlib.contextmanager
@@ -187,18 +140,13 @@ def _holds(file: Path, content: bytes) -> bool:
 
 
 def _from_checkpoint(
-    checkpoint: Checkpoint,
-    folder: RunFolder,
-    training: TrainingState,
-    recipe: Recipe,
-    data: str,
-    steps: Steps,
-) -> tuple[RunState, bool, str | None]:
-    """The checkpoint's state, if its optimizer fits, and the --resume with which the run began."""
-    before = checkpoint.manifest.get("data")
-    if before != data and "data" not in recipe.allow_changed:  # ids must mean the same images and classes
+    checkpoint: Checkpoint, run: "Run", training: TrainingState, source: str
+) -> tuple[RunState, bool]:
+    """The checkpoint's state, and if its optimizer fits."""
+    recipe, steps, before = run.recipe, run.steps, checkpoint.manifest.get("data")
+    if before != source and "data" not in recipe.allow_changed:  # ids must mean the same images and classes
         raise ValueError(
-            f"{checkpoint.folder} was trained on {before}, and --data {recipe.data} is now {data}:"
+            f"{checkpoint.folder} was trained on {before}, and --data {recipe.data} is now {source}:"
             " give what it was, or --allow_changed data"
         )
     training.check(checkpoint)
@@ -208,17 +156,16 @@ def _from_checkpoint(
         raise ValueError(
             f"--max_steps {steps.last}: {checkpoint.folder} is at step {checkpoint.step:,} already; give more"
         )
-    began_at = resumed_from(folder.path)
     for change in _changes(checkpoint, state, training, recipe, steps.per_epoch):
         print(change, flush=True)
-    if folder.is_new:  # the best evaluation and the W&B run are another run's
+    assert run.place
+    if run.place.is_new:  # the best evaluation and the W&B run are another run's
         state.best, state.evaluated, state.wandb_id, state.wandb_url = {}, False, None, None
         state.stale, state.stopped = 0, False
-        began_at = recipe.resume
     if checkpoint.step == steps.last or state.is_over(recipe.patience):
         # Only the run's end is missing, whose pictures need an evaluation.
         state.evaluated = False
-    return state, has_optimizer, began_at
+    return state, has_optimizer
 
 
 def _has_optimizer(checkpoint: Checkpoint, state: RunState, training: TrainingState, recipe: Recipe) -> bool:
@@ -269,7 +216,7 @@ def changed_types(writer: dict[str, Any], types: dict[str, Any]) -> str:
 # Its records
 
 
-def run_name(run: OpenRun) -> str:
+def run_name(run: "Run") -> str:
     """<strategy>_<batch>_<epochs>_<hosts>_<mean processes per host>; hosts that are away count, too."""
     hosts, processes = most_hosts(), most_processes()
     strategy = job.strategy(run.accelerator)
@@ -277,9 +224,7 @@ def run_name(run: OpenRun) -> str:
     return f"{strategy}_{run.batch.total}_{run.recipe.epochs}_{hosts}_{processes / hosts:g}"
 
 
-def _run_record(
-    run: OpenRun, processes: list[ProcessInfo], began_at: str | None, source: str
-) -> dict[str, Any]:
+def _run_record(run: "Run", processes: list[ProcessInfo], source: str) -> dict[str, Any]:
     """The content of recipe.json. processes: of all ranks. source: a name that changes with the data."""
     accelerator, recipe = run.accelerator, run.recipe
     return {
@@ -295,7 +240,7 @@ def _run_record(
         "source": source,
         "unit": recipe.unit,
         "val_chosen": VAL_CHOSEN,
-        "resumed_from": began_at,
+        "resumed_from": run.place and run.place.began_at,
         "command": _command(),
         "argv": sys.argv,
         "version": project_version(),
@@ -306,7 +251,7 @@ def _run_record(
     }
 
 
-def _checkpoint_record(run: OpenRun, classes: tuple[str, ...]) -> dict[str, Any]:
+def _checkpoint_record(run: "Run", classes: tuple[str, ...]) -> dict[str, Any]:
     """The part of a checkpoint's manifest about the run that writes it."""
     names = ("script", "strategy", "version", "git_commit", "versions", "hosts", "val_chosen")
     writer = {name: run.record[name] for name in names} | dataclasses.asdict(run.accelerator.precision)

@@ -4,6 +4,7 @@ import contextlib
 import math
 from collections.abc import Generator, Iterator, Mapping
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -11,6 +12,8 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 
+from common.checkpoint.format import Checkpoint
+from common.checkpoint.saver import Saver
 from common.checkpoint.training import TrainingState
 from common.distributed.agreement import once
 from common.distributed.preemption import Preempted
@@ -21,11 +24,13 @@ from common.recipe import Batch, ImageRecipe, Recipe
 from common.run import finish
 from common.run.checkpoints import Checkpoints, Meter
 from common.run.ending import close, close_failed, end_failed, end_preempted
-from common.run.log import Predictions
-from common.run.opening import OpenRun
+from common.run.exchange import Exchange
+from common.run.folder import RunFolder
+from common.run.log import Predictions, RunLog
+from common.run.opening import open_run
+from common.run.state import RunState
 from common.system.env import report
 from common.system.phase import ENDING, EVALUATION, READING, STARTING, TRAINING, now
-from common.system.threads import Heartbeat
 
 if TYPE_CHECKING:  # imported where they are needed
     from common.telemetry.flops import Utilisation
@@ -34,15 +39,29 @@ if TYPE_CHECKING:  # imported where they are needed
 Item = TypeVar("Item")
 
 
-class Run(OpenRun):
+class Run:
     """A context manager around a training. All processes call it; the main process writes and prints.
 
     Raises ValueError when the folder holds another run or can't be written, or when
     memory runs out, with the size to try. Raises Preempted, after saving, when a process was told to stop.
     """
 
+    # Of the main process, after begin()
+    place: RunFolder | None = None
+    log: RunLog | None = None
+    best: Checkpoint | None = None  # after restore_best()
+
+    # After begin()
+    steps: Steps  # from the first of this process on
+    saved_step: int  # of the newest checkpoint in the run's own folder, or 0
+    record: dict[str, Any]  # the content of recipe.json
+    saver: Saver
+    exchange: Exchange
+
     def __init__(self, accelerator: Accelerator, recipe: Recipe, batch: Batch):
-        super().__init__(accelerator, recipe, batch)
+        self.accelerator, self.recipe, self.batch = accelerator, recipe, batch
+        self.state = RunState()
+        self.final: dict[str, Any] = {}  # parts of result.json that are known after begin(), or at the end
         self.meter = Meter(accelerator, batch, recipe.log_samples)
         self.predictions = Predictions()
         self.keep = self.predictions.keep  # an evaluation's, until its metrics are logged
@@ -67,7 +86,8 @@ class Run(OpenRun):
         Call it after prepare() and before the first forward. data: a name that changes with its content, and
         the names of the classes.
         """
-        self.open(TrainingState(self.accelerator, model, optimizer, ema), data, steps)
+        self.steps = steps
+        open_run(self, TrainingState(self.accelerator, model, optimizer, ema), data)
         self.predictions.classes = data[1]
         self.meter.resume(self.state, self.accelerator.process_index)
         self.meter.start_clock()
@@ -86,6 +106,19 @@ class Run(OpenRun):
         now.step = self.state.step
         on_failure(partial(close_failed, self))
         return self.steps
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder. Main process only."""
+        assert self.place
+        return self.place.path
+
+    def problem(self) -> str | None:
+        """The main process's first error that ends the run: a lost folder, a checkpoint or a line that can't
+        be written."""
+        if not self.place or not self.log:
+            return None
+        return self.place.lost() or self.saver.problem or self.log.problem
 
     def __enter__(self) -> "Run":
         return self
@@ -166,16 +199,10 @@ class Run(OpenRun):
         Call it after the loop. Returns False if those weights are gone.
         """
         self._end()
-        best = None
-
-        def find(heartbeat: Heartbeat) -> bool:
-            nonlocal best
-            best = finish.find_best(self, heartbeat)
-            return best is not None
-
+        find = partial(finish.find_best, self)
         exists = once(self.accelerator, "best checkpoint", find, self.recipe.timeout_s)
         if exists:
-            self.saver.training.restore_evaluated(best)
+            self.saver.training.restore_evaluated(self.best)
             now.enter(EVALUATION)
         return exists
 
@@ -198,14 +225,8 @@ class Run(OpenRun):
         self.exchange.telemetry.stop()
         memory = self.exchange.gather(finish.memory_gib(self.accelerator, is_healthy=True))
         self.predictions.gather(self.exchange.poll)
-
-        def write_end(heartbeat: Heartbeat) -> None:
-            if self.profile:
-                self.profile.wait(heartbeat)
-            self.final |= {"val_name": val_name, "memory_gib": memory, **self.tested, **self._end_facts()}
-            finish.write_end(self, self.predictions, self.utilisation, heartbeat)
-
-        once(self.accelerator, "report", write_end, self.recipe.timeout_s)
+        self.final |= {"val_name": val_name, "memory_gib": memory, **self.tested, **self._end_facts()}
+        once(self.accelerator, "report", partial(finish.write_end, self), self.recipe.timeout_s)
         once(self.accelerator, "last upload", partial(finish.upload, self), self.recipe.timeout_s)
         begin_exit()
         self.accelerator.wait_for_everyone()  # under deepspeed rank 0 hosts the store that the others use

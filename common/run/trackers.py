@@ -5,12 +5,15 @@ import secrets
 import shlex
 import threading
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from accelerate.tracking import GeneralTracker, TensorBoardTracker, WandBTracker
 
 from common.system.text import printable
+
+if TYPE_CHECKING:
+    from common.run.run import Run
 
 HEADLINES = ("val/accuracy", "val/loss", "train/loss", "train/images_per_s")  # shown with hyper-parameters
 INIT_S, FINISH_S = 10, 60  # how long a run waits for a W&B server, at its beginning and at its end
@@ -19,25 +22,18 @@ INIT_S, FINISH_S = 10, 60  # how long a run waits for a W&B server, at its begin
 class Trackers:
     """The trackers that --trackers names, in the run's folder. Of the main process only.
 
-    record: the run's recipe.json; its recipe, strategy and number of processes are the hyper-parameters.
-    first_step: from which the run resumes. wandb_id: of the W&B run to continue.
+    The recipe, the strategy and the number of processes are the hyper-parameters.
     """
 
-    def __init__(
-        self,
-        names: tuple[str, ...],
-        folder: Path,
-        record: dict[str, Any],
-        first_step: int,
-        wandb_id: str | None,
-    ):
+    def __init__(self, run: "Run"):
+        names, folder, record, state = run.recipe.trackers, run.folder, run.record, run.state
         self.started: list[GeneralTracker] = []
         if "tensorboard" in names:
             threading.excepthook = _without_full_disks
-            self.started.append(_TensorBoard("tensorboard", folder, purge_step=first_step + 1))
+            self.started.append(_TensorBoard("tensorboard", folder, purge_step=state.step + 1))
             self.started[-1].start()
         if "wandb" in names:
-            self.started.append(_start_wandb(folder, record["script"], wandb_id))
+            self.started.append(_start_wandb(folder, record["script"], state.wandb_id))
         values = record["recipe"] | {"strategy": record["strategy"], "processes": len(record["devices"])}
         for key, value in values.items():
             values[key] = value if isinstance(value, (bool, int, float)) else printable(value)

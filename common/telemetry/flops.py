@@ -10,7 +10,7 @@ import copy
 import functools
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,12 +18,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from common.recipe import ImageRecipe, Recipe
 from common.script import AFRESH
 from common.system.paths import shortest
-from common.system.threads import start_daemon
 
 TABLE = Path(__file__).with_name("devices.yaml")
 SIZE, REPEATS = 512, 5  # of the square product, and of its measurement: 30 ms on one core
@@ -47,15 +46,7 @@ class Device:
 def known_devices() -> tuple[Device, ...]:
     import yaml
 
-    rows = yaml.safe_load(TABLE.read_text())
-    return tuple(
-        Device(
-            name,
-            {kind: float(row.pop(kind)) for kind in ("fp32", "tf32", "fp16", "bf16") if kind in row},
-            **row,
-        )
-        for name, row in ((name, dict(row)) for name, row in rows.items())
-    )
+    return tuple(Device(name, **row) for name, row in yaml.safe_load(TABLE.read_text()).items())
 
 
 def find_device(name: str) -> Device | None:
@@ -71,72 +62,29 @@ def flops_per_image(build: Callable[[], nn.Module], size: int) -> float:
     """
     with torch.device("meta"):
         model, images = build(), torch.zeros(2, 3, size, size)
-    with _Counter() as counter:
+    with FlopCounterMode(display=False) as counter:
         model(images).sum().backward()
-    return counter.flops / len(images)
+    return counter.get_total_flops() / len(images)
 
 
-class _Counter(TorchDispatchMode):
-    """Adds up the operations by torch's own formulas, in the calling thread.
-
-    torch's FlopCounterMode hooks the modules of all threads: it can't count beside a training.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.flops = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        from torch.utils.flop_counter import flop_registry
-
-        kwargs = kwargs or {}
-        formula = flop_registry.get(func._overloadpacket)
-        if formula is None:
-            with self:
-                result = func.decompose(*args, **kwargs)
-            if result is not NotImplemented:
-                return result
-        result = func(*args, **kwargs)
-        if formula:
-            self.flops += formula(*args, **kwargs, out_val=result)
-        return result
-
-
+@dataclass(frozen=True)
 class Utilisation:
-    """MFU of a training. The model's operations are counted in a thread beside the first steps.
+    """What the MFU of a training is computed from, as result.json has it."""
 
-    build(): as flops_per_image has it. devices: of all processes, as torch names them.
-    """
-
-    def __init__(self, build: Callable[[], nn.Module], size: int, devices: Sequence[str], precision: str):
-        peaks = {name: peak_flops(name, precision) for name in dict.fromkeys(devices)}
-        self.unknown = [name for name, peak in peaks.items() if peak is None]
-        self.peak = sum(peaks[name] or 0.0 for name in devices)
-        self.counting = start_daemon(lambda: flops_per_image(build, size))
+    flops_per_image: float
+    peak_flops: float | None  # of all processes' devices; None where one is not known
 
     def pct(self, images_per_s: float) -> float | None:
-        """The share of the peak; None while the model is counted, and where a device's peak is not known."""
-        if self.unknown or not self.counting.done() or self.counting.exception():
-            return None
-        return 100 * images_per_s * self.counting.result() / self.peak
-
-    def facts(self, images_per_s: float | None) -> dict[str, float | None]:
-        """The parts of result.json; waits for the count."""
-        if error := self.counting.exception():
-            print(f"the model's operations can't be counted: {type(error).__name__}: {error}", flush=True)
-            return {}
-        if self.unknown:
-            print(f"no MFU: {', '.join(self.unknown)} is not in {shortest(TABLE)}, or not in this precision")
-        return {
-            "flops_per_image": self.counting.result(),
-            "peak_flops": None if self.unknown else self.peak,
-            "mfu_pct": self.pct(images_per_s or 0.0),
-        }
+        """The share of the peak; None where that is not known."""
+        return 100 * images_per_s * self.flops_per_image / self.peak_flops if self.peak_flops else None
 
 
 def utilisation(recipe: Recipe, classes: int, devices: list[str], precision: str) -> Utilisation | None:
     """That of the running train script's model. None without images or build_model, or if the image size
-    changes in training."""
+    changes in training.
+
+    devices: of all processes, as torch names them.
+    """
     build: Any = getattr(sys.modules["__main__"], "build_model", None)
     if build is None or getattr(recipe, "train_sizes", None) or not isinstance(recipe, ImageRecipe):
         return None
@@ -144,7 +92,21 @@ def utilisation(recipe: Recipe, classes: int, devices: list[str], precision: str
     for name in ("pretrained", "weights"):
         if hasattr(fresh, name):
             object.__setattr__(fresh, name, AFRESH[name])
-    return Utilisation(partial(build, fresh, classes), recipe.image_size, devices, precision)
+    try:
+        counted = flops_per_image(partial(build, fresh, classes), recipe.image_size)
+    except Exception as error:  # a model may raise many kinds
+        print(f"the model's operations can't be counted: {type(error).__name__}: {error}", flush=True)
+        return None
+    return Utilisation(counted, total_peak(devices, precision))
+
+
+def total_peak(devices: list[str], precision: str) -> float | None:
+    """The sum of the devices' peaks; None where one is not known, which is printed."""
+    peaks = {name: peak_flops(name, precision) for name in dict.fromkeys(devices)}
+    if unknown := [name for name, peak in peaks.items() if peak is None]:
+        print(f"no MFU: {', '.join(unknown)} is not in {shortest(TABLE)}, or not in this precision")
+        return None
+    return sum(peaks[name] or 0.0 for name in devices)
 
 
 def peak_flops(name: str, precision: str) -> float | None:
@@ -156,14 +118,11 @@ def peak_flops(name: str, precision: str) -> float | None:
     if name.startswith("CPU"):
         return measured_flops({"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32))
     device = find_device(name)
-    kind = precision if precision != "no" else "tf32" if uses_tf32() else "fp32"
+    fp32 = "tf32" if torch.backends.cuda.matmul.allow_tf32 else "fp32"
+    kind = fp32 if precision == "no" else precision
     # A device without units for TF32 computes it as fp32.
     peaks = {} if device is None else {"tf32": device.peaks["fp32"]} | device.peaks
     return 1e12 * peaks[kind] if kind in peaks else None
-
-
-def uses_tf32() -> bool:
-    return torch.backends.cuda.matmul.allow_tf32
 
 
 def measured_flops(kind: torch.dtype) -> float:

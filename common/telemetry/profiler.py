@@ -5,7 +5,6 @@ have crashed a job. profile/ in the run's folder gets torch's trace, for https:/
 table of operators.
 """
 
-from concurrent import futures
 from pathlib import Path
 
 import torch
@@ -13,7 +12,6 @@ from torch.profiler import ProfilerAction, ProfilerActivity, profile
 
 from common.order import Steps
 from common.system.files import write_text
-from common.system.threads import Heartbeat, start_daemon
 
 STEPS = 3  # that are profiled
 FOLDER, TRACE, TABLE = "profile", "trace.json.gz", "table.txt"  # in the run's folder, and in it
@@ -45,23 +43,17 @@ class Profile:
 
     def __init__(self, device: torch.device, first: int, done: int, folder: Path):
         self.first, self.skipped, self.folder = first, first - 1 - done, folder / FOLDER
+        self.left = self.skipped + STEPS  # steps until it is written
         self.on_gpu = device.type == "cuda"
-        self.writing: futures.Future[None] | None = None
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.on_gpu else [])]
-        self.profiler = profile(
-            activities=activities, schedule=self._action, on_trace_ready=self._start_writing
-        )
+        self.profiler = profile(activities=activities, schedule=self._action, on_trace_ready=self._write)
         self.profiler.start()
 
     def end_step(self) -> None:
-        """Ends a step. Called before anything is logged."""
-        if self.writing is None:
+        """Ends a step, before anything is logged. After the last one the training waits for the files."""
+        if self.left:
+            self.left -= 1
             self.profiler.step()
-
-    def wait(self, heartbeat: Heartbeat) -> None:
-        """Waits until the files are written."""
-        while self.writing and futures.wait([self.writing], 0.5).not_done:
-            heartbeat()
 
     def _action(self, step: int) -> ProfilerAction:
         """torch's schedule. step: of this process, counted from 0."""
@@ -69,9 +61,6 @@ class Profile:
         if number == STEPS - 1:
             return ProfilerAction.RECORD_AND_SAVE
         return ProfilerAction.RECORD if 0 <= number < STEPS else ProfilerAction.NONE
-
-    def _start_writing(self, profiler: profile) -> None:
-        self.writing = start_daemon(lambda: self._write(profiler))
 
     def _write(self, profiler: profile) -> None:
         """Writes the files. A profile that can't be written is reported, and ends nothing."""

@@ -12,6 +12,7 @@ count, also those of steps that a restart repeated. An error here is printed onc
 """
 
 import json
+import os
 import re
 import shutil
 import socket
@@ -23,7 +24,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, TypeVar
 
 import psutil
 import torch
@@ -130,7 +131,7 @@ class Telemetry:
         """Writes what the other processes took. Called by the main process."""
         try:
             for name, text in pieces:
-                self._append(name, text)
+                self._keep(name, text)
         except OSError as error:
             self._complain(str(error))
 
@@ -210,27 +211,20 @@ class Telemetry:
 
     def _keep(self, name: str, text: str) -> None:
         """Writes the text into the run's folder, or keeps it for the main process."""
-        if self.folder:
-            self._append(name, text)
-        else:
+        if not self.folder:
             self.unsent.append((name, text))
-
-    def _append(self, name: str, text: str) -> None:
-        assert self.folder
+            return
         with open(self.folder / name, "a+b") as file:
-            if file.tell() and not _ends_a_line(file):  # a full disk has cut it
-                text = "\n" + text
+            if file.tell():
+                file.seek(-1, os.SEEK_END)
+                if file.read(1) != b"\n":  # a full disk has cut it
+                    file.write(b"\n")
             file.write(text.encode())
 
     def _complain(self, problem: str) -> None:
         if problem not in self.reported:
             self.reported.add(problem)
             print(f"telemetry is not complete: {problem}", flush=True)
-
-
-def _ends_a_line(file: BinaryIO) -> bool:
-    file.seek(-1, 2)
-    return file.read(1) == b"\n"
 
 
 def _drained(queue: deque[Item]) -> list[Item]:

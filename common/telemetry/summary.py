@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ def summarize(file: Path) -> dict[str, Any]:
     samples, gpus, starts = 0, 0, 0
     values: dict[str, list[float | None]] = defaultdict(list)
     reasons: set[str] = set()
-    energies: dict[tuple[int, int], _Energy] = defaultdict(_Energy)  # by start and GPU
+    energies: dict[tuple[int, int], list[Any]] = defaultdict(list)  # by start and GPU
     try:
         for line in json_lines(file):
             if "host" in line:
@@ -42,7 +43,7 @@ def summarize(file: Path) -> dict[str, Any]:
                     values[f"gpu_{name}"].append(gpu[name])
                 values["throttled"].append(None if gpu["throttle"] is None else 100 * bool(gpu["throttle"]))
                 reasons.update(gpu["throttle"] or ())
-                energies[starts, gpu["index"]].add(line["t"], gpu)
+                energies[starts, gpu["index"]].append((line["t"], gpu["energy_wh"], gpu["power_w"]))
     except (KeyError, TypeError, AttributeError):
         raise ValueError(f"{file} has lines that are no telemetry") from None
     return {
@@ -56,7 +57,7 @@ def summarize(file: Path) -> dict[str, Any]:
         "sm_clock_mhz": _mean(values["gpu_sm_clock_mhz"]),
         "throttled_pct": _mean(values["throttled"]),
         "throttle": sorted(reasons),
-        "energy_wh": _total([energy.wh() for energy in energies.values()]),
+        "energy_wh": _total([*map(_energy_wh, energies.values())]),
         **{name: _mean(values[name]) for name in HOST_NUMBERS},
         "memory_gib": max(_known(values["memory_gib"]), default=None),
     }
@@ -82,22 +83,13 @@ def _mean(values: list[float | None]) -> float | None:
     return sum(known) / len(known) if known else None
 
 
-class _Energy:
-    """The energy of one GPU in one start: by its counter, else as the integral of its power."""
+def _energy_wh(measured: list[tuple[float, float | None, float | None]]) -> float | None:
+    """The energy of one GPU in one start: by its counter, else as the integral of its power.
 
-    def __init__(self) -> None:
-        self.counted_wh: float | None = None
-        self.integral_wh: float | None = None
-        self.before: tuple[float, float] | None = None  # time and power of the last sample
-
-    def add(self, t: float, gpu: dict[str, Any]) -> None:
-        if gpu["energy_wh"] is not None:
-            self.counted_wh = gpu["energy_wh"]
-        if gpu["power_w"] is not None:
-            before_t, before_w = self.before or (t, gpu["power_w"])
-            joules = (t - before_t) * (before_w + gpu["power_w"]) / 2
-            self.integral_wh = (self.integral_wh or 0.0) + joules / 3600
-            self.before = (t, gpu["power_w"])
-
-    def wh(self) -> float | None:
-        return self.integral_wh if self.counted_wh is None else self.counted_wh
+    measured: time, counted Wh, and power in W.
+    """
+    if counted := _known(wh for _, wh, _ in measured):
+        return counted[-1]
+    powers = [(t, w) for t, _, w in measured if w is not None]
+    joules = sum((t - before) * (w + w_before) / 2 for (before, w_before), (t, w) in pairwise(powers))
+    return joules / 3600 if powers else None

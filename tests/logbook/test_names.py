@@ -14,7 +14,7 @@ from common.distributed.launch_config import _read_deepspeed
 from common.flags import read_config
 from common.recipe import ImageRecipe
 from common.run import plots
-from common.run.folder import _why_not_ours, count_restarts, resumed_from
+from common.run.folder import _why_not_ours, count_restarts
 from common.run.lease import _parsed
 from common.run.state import RunState
 from common.system.files import json_lines, read_accelerate_config, read_json, read_lines
@@ -169,7 +169,6 @@ def test_a_run_with_malformed_json_has_a_page(content, tmp_path):
     assert any("recipe.json" in problem for problem in record.problems)
     with pytest.raises(ValueError, match=r"recipe\.json can't be read"):
         _why_not_ours(tmp_path, ImageRecipe(), None)
-    assert resumed_from(tmp_path) is None
     assert read_lines(tmp_path / "metrics.jsonl") == list(json_lines(tmp_path / "telemetry-a.jsonl"))
     assert not _parsed(CONTENTS[content].decode(errors="surrogateescape")).get("pid")
     (tmp_path / "page.md").write_text("<!-- logbook {" + '"a":{' * 100_000 + "} -->\n")

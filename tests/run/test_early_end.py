@@ -76,7 +76,7 @@ ENDS = {  # name: (flags, environment, last step, the reason that is shown)
 FULL = ("stop", "stop inside an epoch", "break")
 
 
-@pytest.mark.parametrize("end", [full(end) if end in FULL else end for end in ENDS])
+@pytest.mark.parametrize("end", [full(end) if end in FULL else end for end in ENDS if end != "patience"])
 def test_every_end_writes_what_waits_and_says_why(end, project, whole, tmp_path, cache):
     flags, env, step, by = ENDS[end]
     words = [*FLAGS, *flags, *cache, "--output_dir", tmp_path / "run"]
@@ -101,7 +101,8 @@ def test_a_run_that_ended_stays_ended(project, whole, tmp_path, cache):
     """Killed before result.json, the same command ends at the same step; with more patience it goes on."""
     folder = tmp_path / "run"
     words = [*FLAGS, *cache, "--output_dir", folder, "--patience"]
-    run([*words, "2"], cwd=project, env=HALF_THE_CORES)
+    output = run([*words, "2"], cwd=project, env=HALF_THE_CORES)
+    assert_ended(folder, whole, END, "--patience 2", output)
     status, output = Job([*words, "2"], cwd=project).wait()
     assert (status, "which is finished" in output) == (1, True), output
     (folder / "result.json").unlink()
@@ -120,7 +121,7 @@ FAILURES = {  # name: (launcher, environment)
 }
 
 
-@pytest.mark.parametrize("failure", FAILURES)
+@pytest.mark.parametrize("failure", [full(name) if name == "an error" else name for name in FAILURES])
 def test_a_failure_writes_what_waits(failure, project, tmp_path, cache):
     launcher, env = FAILURES[failure]
     words = [*launcher, *FLAGS, *cache, "--output_dir", tmp_path / "run"]

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from common.distributed.preemption import Preempted
+from common.recipe import Recipe
 from common.run import exchange as module
 from common.run.exchange import MOST_STEPS, Exchange
 
@@ -39,12 +40,16 @@ def clock(monkeypatch):
     return now
 
 
+def exchange() -> Exchange:
+    return Exchange(SimpleNamespace(recipe=Recipe(), problem=lambda: None), None)
+
+
 def agreed(clock, monkeypatch, durations, told=None) -> tuple[list[int], int | None]:
     """The steps after which both processes send a message, and the one after which both stop.
 
     durations: (seconds of a step on rank 0, on rank 1), step by step. told: (rank, step) that gets a signal.
     """
-    board, ranks, clocks = Board(2), [Exchange(1, None, None, None) for _ in range(2)], [0.0, 0.0]
+    board, ranks, clocks = Board(2), [exchange() for _ in range(2)], [0.0, 0.0]
     for rank, one in enumerate(ranks):
         one.poll = board.poll(rank)
     steps = []
@@ -96,17 +101,3 @@ def test_steps_that_become_slow_are_followed_one_by_one(clock, monkeypatch):
     slow = [step for step in steps if step >= 100]
     assert len(slow) > 60 - 2 * MOST_STEPS
     assert max(b - a for a, b in itertools.pairwise(steps)) <= MOST_STEPS
-
-
-def test_one_process_looks_after_every_step(clock, monkeypatch):
-    one = Exchange(1, None, None, None)
-    one.poll = lambda *mine: list(mine)
-    one.poll.group = None
-    told = 0
-    monkeypatch.setattr(module, "wanted", lambda: told)
-    for step in range(20):
-        clock.s += 0.0001
-        one.listen_after(step)
-    told = 1
-    with pytest.raises(Preempted):
-        one.listen_after(20)

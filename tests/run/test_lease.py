@@ -6,13 +6,13 @@ import sys
 import threading
 import time
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 
 from common.recipe import Recipe, flag
-from common.run import folder as folder_module
 from common.run import lease as lease_module
-from common.run.folder import open_folder, script_name, this_run
+from common.run.folder import RunFolder, script_name
 from common.run.lease import FolderRecord, Lease
 from common.system.processes import own_age_s
 from tests.checkpoint.test_checkpoints import LONG, start_and_wait
@@ -73,7 +73,9 @@ def foreign_record(folder, **about) -> dict:
 
 @pytest.fixture
 def second_round(monkeypatch):
-    """This process is of the second round of a job."""
+    """This process is of the second round of a job, and looks for heartbeats more often."""
+    sleep = time.sleep
+    monkeypatch.setattr(lease_module, "time", SimpleNamespace(**vars(time) | {"sleep": lambda _: sleep(0.1)}))
     monkeypatch.setenv("LAUNCH_JOB", "ours")
     monkeypatch.setenv("LAUNCH_ROUND", "2")
 
@@ -84,10 +86,10 @@ def second_round(monkeypatch):
     ids=["stands still", "of an earlier round", "another process with the same number"],
 )
 def test_a_dead_owners_record_is_taken_over(theirs, is_watched, second_round, tmp_path, monkeypatch):
-    monkeypatch.setattr(lease_module, "WATCH_S", 2)
+    monkeypatch.setattr(lease_module, "WATCH_S", 0.5)
     foreign_record(tmp_path, **theirs)
     owner, said = own(tmp_path)
-    assert ["waiting 2 s" in line and "on host far" in line for line in said[:-1]] == [True] * is_watched
+    assert ["waiting 0.5 s" in line and "on host far" in line for line in said[:-1]] == [True] * is_watched
     assert said[-1].endswith("which is dead: taken over")
     owner.release()
 
@@ -97,7 +99,7 @@ def test_a_record_from_elsewhere_that_moves_is_respected(theirs, second_round, t
     """Only an earlier round of the same job is known to be over."""
     monkeypatch.setattr(lease_module, "WATCH_S", 30)
     text = json.dumps(foreign_record(tmp_path, **theirs) | {"beat": 1})
-    threading.Timer(0.5, lambda: (tmp_path / "owner.json").write_text(text)).start()
+    threading.Timer(0.3, lambda: (tmp_path / "owner.json").write_text(text)).start()
     with pytest.raises(ValueError, match=r"in use by process .* on host far"):
         own(tmp_path)
     assert json.loads((tmp_path / "owner.json").read_text())["id"] == "theirs"
@@ -113,17 +115,10 @@ def test_an_owner_that_was_taken_over_says_so(tmp_path, monkeypatch):
     assert json.loads((tmp_path / "owner.json").read_text())["id"] == "theirs"
 
 
-@pytest.mark.parametrize("step_s", [-3600, 3600])
-def test_the_clock_may_be_set_while_an_owner_lives(step_s, tmp_path, monkeypatch):
-    """psutil's create_time in a record changes with the clock."""
+def test_the_age_of_a_process_does_not_change_with_the_clock(monkeypatch):
     before = own_age_s()
     monkeypatch.setattr(time, "time", lambda: 0.0)
     assert 0 < before <= own_age_s() < before + 100
-    record = lease_module._this_process() | {"id": "theirs", "beat": 0}
-    record["started"] += step_s
-    (tmp_path / "owner.json").write_text(json.dumps(record))
-    with pytest.raises(ValueError, match="is in use by process"):
-        own(tmp_path)
 
 
 # --- Which folder
@@ -137,7 +132,7 @@ class Small(Recipe):
 def place(tmp_path, **fields):
     """The storage of a start of this recipe; this process owns it."""
     recipe = Small(**{"output_dir": f"{tmp_path}/*"} | fields)
-    return open_folder(recipe, "named", 10, lambda: None, lambda text: None)
+    return RunFolder(recipe, "named", 10, lambda: None)
 
 
 def test_a_second_recipe_gets_the_next_number_before_the_first_has_a_recipe_json(tmp_path):
@@ -154,24 +149,7 @@ def test_a_second_recipe_gets_the_next_number_before_the_first_has_a_recipe_json
         opened.release()
 
 
-def test_a_run_that_ends_while_another_looks_for_its_folder(tmp_path, monkeypatch):
-    """A run of another recipe begins and ends between the check of the folder and the record."""
-
-    class Late(Lease):
-        def __init__(self, where, *rest):
-            about = this_run(Small(lr=0.2)) | {"script": script_name()}
-            if where.path.parent.name == "named":
-                (where.path.parent / "recipe.json").write_text(json.dumps(about))
-            super().__init__(where, *rest)
-
-    monkeypatch.setattr(folder_module, "Lease", Late)
-    opened = place(tmp_path)
-    assert opened.path.name == "named-2"
-    assert not (tmp_path / script_name() / "named" / "owner.json").exists()
-    opened.release()
-
-
-@pytest.mark.parametrize("content", ["", '{"recipe": {', "[]", '{"recipe": {}}'])
+@pytest.mark.parametrize("content", ["", '{"recipe": {', "[]"])
 def test_a_recipe_json_that_can_not_be_read_is_refused(content, tmp_path):
     place(tmp_path).release()
     file = tmp_path / script_name() / "named" / "recipe.json"

@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from common.run.finish import show
-from tests.conftest import Job, full, metrics, python, read_until, result, torchrun
+from tests.conftest import Job, full, lines, metrics, python, read_until, result, torchrun
 
 
 def test_the_name_and_the_result_have_what_a_log_book_needs(folder):
@@ -27,9 +27,10 @@ def test_the_name_and_the_result_have_what_a_log_book_needs(folder):
     about = json.loads((folder / "recipe.json").read_text())
     assert about["recipe"]["batch_size"] == 64
     assert {"argv", "git_commit", "versions", "hosts", "devices"} <= about.keys()
-
-
-def test_the_plot_is_a_picture_with_something_in_it(folder):
+    # Both processes share one log and one sampler.
+    assert [line["epoch"] for line in metrics(folder) if "val/accuracy" in line] == [1, 30 / 22]
+    (file,) = folder.glob("telemetry-*")
+    assert [host["samples"] for host in found["telemetry"]] == [len(lines(file)) - 1]
     with Image.open(folder / "plots" / "curves.png") as image:
         assert image.size[0] > 800
         assert len(image.convert("RGB").getcolors(1 << 20)) > 50

@@ -17,9 +17,8 @@ from common.run.checkpoints import Checkpoints
 from common.run.run import Run
 from common.run.state import RunState
 from tests.checkpoint.test_checkpoints import HELLO
-from tests.conftest import Job, result, run
-from tests.support.compare import assert_same_end
-from tests.support.faults import at_file_operation, mark, operations
+from tests.conftest import result, run
+from tests.support.faults import at_file_operation, operations
 
 
 class Simulation:
@@ -45,7 +44,6 @@ class Simulation:
         recipe = {"checkpoint_every": "epoch", "checkpoint_s": 60.0, "patience": None} | recipe
         exchange = SimpleNamespace(of_main=lambda value: value, gather=lambda value: [value])
         exchange.listen_after = exchange.wait_for_main = lambda _: None
-        exchange.problem = lambda: None
         self.run = run = Run.__new__(Run)
         run.recipe, run.state, run.exchange = SimpleNamespace(**recipe), RunState(), exchange
         run.steps = Steps(per_epoch, per_epoch * epochs, per_epoch * epochs)
@@ -85,25 +83,20 @@ def test_a_killed_run_loses_at_most_the_stated_time_or_an_epoch(epoch_s, improve
 
 
 @pytest.mark.parametrize(
-    ("flags", "steps"),
+    ("flags", "step_s", "written"),
     [
-        ({"checkpoint_s": 0}, [10, 20, 30, 40, 50]),
+        ({"checkpoint_s": 0}, 1, [(10, 10), (20, 20), (30, 30), (40, 40)]),
         # The best of step 10 is written at once, that of step 20 before the checkpoint of step 25; 30's is
-        # replaced by 40's, and that by the last one, which is better.
-        ({"checkpoint_every": "25"}, [10, 20, 25, 50]),
+        # replaced by 40's, which is the last one.
+        ({"checkpoint_every": "25"}, 1, [(10, 10), (20, 25), (25, 25), (40, 40)]),
+        # 20's best is held for 60 s after the first, until the middle of an epoch.
+        ({"checkpoint_every": "1000000"}, 4, [(10, 40), (20, 100), (40, 160)]),
     ],
 )
-def test_when_checkpoints_are_written(flags, steps, monkeypatch):
-    one = Simulation(monkeypatch, per_epoch=10, epochs=5, **flags)
-    one.train(0.01)
-    assert [step for step, _ in one.written] == steps
-
-
-def test_a_held_best_is_written_once_the_time_is_over(monkeypatch):
-    one = Simulation(monkeypatch, per_epoch=10, epochs=4, checkpoint_every="1000000")
-    one.train(4.0)
-    assert one.written[0] == (10, 1040.0)
-    assert one.written[1] == (20, 1100.0), "60 s after the first, in the middle of an epoch"
+def test_when_checkpoints_are_written(flags, step_s, written, monkeypatch):
+    one = Simulation(monkeypatch, per_epoch=10, epochs=4, **flags)
+    one.train(step_s)
+    assert [(step, at_s - 1000) for step, at_s in one.written] == written
 
 
 def test_short_epochs_write_few_checkpoints_and_the_best_is_there(tmp_path):
@@ -113,13 +106,3 @@ def test_short_epochs_write_few_checkpoints_and_the_best_is_there(tmp_path):
     written = [what.split("step_")[1][:8] for what in found if " os.rename .step_" in what]
     best = int(result(tmp_path / "run")["best_checkpoint"][-8:])
     assert sorted({4, best, 24}) == list(map(int, written))  # of six epochs
-    # Killed in the last commit, the same command ends as this run did.
-    number = next(n for n, what in enumerate(found, 1) if " os.rename .step_00000024" in what)
-    killed = [*words[:-1], tmp_path / "killed" / "run"]
-    (tmp_path / "killed").mkdir()
-    env = at_file_operation(tmp_path / "killed", "/run/checkpoints", number)
-    status, output = Job(killed, env=env).wait()
-    assert status == -9, output
-    assert mark(tmp_path / "killed").exists()
-    assert "continuing at step" in run(killed)
-    assert_same_end(tmp_path / "killed" / "run", tmp_path / "run")

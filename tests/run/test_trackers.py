@@ -15,7 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from common.run.run import Run
 from common.telemetry.summary import HOST_NUMBERS
 from export import write_curves
-from tests.conftest import CNN, Job, lines, metrics, mutate, python, result, run, wait_until
+from tests.conftest import CNN, Job, metrics, mutate, python, result, run, wait_until
 from tests.run.conftest import FLAGS
 
 BOTH = ["--trackers", "tensorboard,wandb"]
@@ -38,25 +38,15 @@ def test_tensorboard_has_what_metrics_jsonl_has(folder):
         (event,) = events.Images(name)
         with Image.open(file) as image:
             assert (event.step, event.width, event.height) == (30, *image.size)
+    assert_one_run_with_hyper_parameters(folder, events.PluginTagToContent("hparams"))
 
 
-def test_curves_for_the_hub_have_neither_recipe_nor_pictures(folder, tmp_path):
-    write_curves(folder / result(folder)["checkpoint"] / "model.safetensors", tmp_path)
-    theirs, ours = (EventAccumulator(str(place)).Reload() for place in (tmp_path, folder / "tensorboard"))
-    assert theirs.Tags() == ours.Tags() | {"images": []}
-    assert all(theirs.Scalars(name) == ours.Scalars(name) for name in ours.Tags()["scalars"])
-    for place, has_recipe in ((tmp_path, False), (folder / "tensorboard", True)):
-        assert any(b"output_dir" in file.read_bytes() for file in place.iterdir()) == has_recipe
-
-
-def test_tensorboard_shows_one_run_with_its_hyper_parameters(folder):
+def assert_one_run_with_hyper_parameters(folder: Path, content) -> None:
     """The hyper-parameters are in the run's own folder, with the names of the headline curves."""
     from tensorboard.plugins.hparams import metadata
 
     assert {path.parent for path in folder.rglob("events.out.tfevents*")} == {folder / "tensorboard"}
     assert all(path.is_file() for path in (folder / "tensorboard").iterdir())
-    events = EventAccumulator(str(folder / "tensorboard")).Reload()
-    content = events.PluginTagToContent("hparams")
     start = metadata.parse_session_start_info_plugin_data(content[metadata.SESSION_START_INFO_TAG])
     assert start.hparams["batch_size"].number_value == 64
     assert start.hparams["widths"].string_value == "(4, 8, 32)"
@@ -67,6 +57,15 @@ def test_tensorboard_shows_one_run_with_its_hyper_parameters(folder):
     assert set(names) <= curves(folder).keys()
     end = metadata.parse_session_end_info_plugin_data(content[metadata.SESSION_END_INFO_TAG])
     assert end.status == 1  # success
+
+
+def test_curves_for_the_hub_have_neither_recipe_nor_pictures(folder, tmp_path):
+    write_curves(folder / result(folder)["checkpoint"] / "model.safetensors", tmp_path)
+    theirs, ours = (EventAccumulator(str(place)).Reload() for place in (tmp_path, folder / "tensorboard"))
+    assert theirs.Tags() == ours.Tags() | {"images": []}
+    assert all(theirs.Scalars(name) == ours.Scalars(name) for name in ours.Tags()["scalars"])
+    for place, has_recipe in ((tmp_path, False), (folder / "tensorboard", True)):
+        assert any(b"output_dir" in file.read_bytes() for file in place.iterdir()) == has_recipe
 
 
 def test_wandb_has_what_metrics_jsonl_has(folder):
@@ -110,13 +109,6 @@ def test_a_scripts_own_scalars_are_in_the_next_line(project_copy, tmp_path):
         Run.log_scalars(None, {"own": 1.0})
 
 
-def test_both_processes_share_one_log_and_one_sampler(folder):
-    assert [line["epoch"] for line in metrics(folder) if "val/accuracy" in line] == [1, 30 / 22]
-    (file,) = folder.glob("telemetry-*")
-    assert len([line for line in lines(file) if "host" in line]) == 1
-    assert [host["samples"] for host in result(folder)["telemetry"]] == [len(lines(file)) - 1]
-
-
 @pytest.mark.full
 def test_pictures_that_a_tracker_does_not_take(project_copy, tmp_path, cache):
     mutate(project_copy, "common/run/trackers.py", "tracker.log_images(", "tracker.log_pictures(")
@@ -132,11 +124,12 @@ def test_pictures_that_a_tracker_does_not_take(project_copy, tmp_path, cache):
     ids=["refuses the key", "fails", "is silent"],
     indirect=True,
 )
-def test_training_does_not_depend_on_the_wandb_server(server, folder, request, tmp_path, cache):
+def test_training_does_not_depend_on_the_wandb_server(server, folder, request, tmp_path, cache, project_copy):
     """The server is asked to continue the run of WANDB_RUN_ID, which recipe.json has."""
     url, seen = server
+    mutate(project_copy, "common/run/trackers.py", "INIT_S, FINISH_S = 10, 60", "INIT_S, FINISH_S = 2, 60")
     words = [*CNN, *FLAGS, "--trackers", "wandb", *cache, "--output_dir", tmp_path / "run"]
-    output = run(words, env=KEY | {"WANDB_BASE_URL": url, "WANDB_RUN_ID": "chosen1"})
+    output = run(words, cwd=project_copy, env=KEY | {"WANDB_BASE_URL": url, "WANDB_RUN_ID": "chosen1"})
     assert seen, "the server was never asked"
     if request.node.callspec.id == "refuses the key":
         assert b"chosen1" in next(body for body in seen if b"RunResumeStatus" in body)
@@ -145,7 +138,7 @@ def test_training_does_not_depend_on_the_wandb_server(server, folder, request, t
     assert KEY["WANDB_API_KEY"] not in output
     found = result(tmp_path / "run")
     assert found["status"] == "finished"
-    assert found["wall_s"] < result(folder)["wall_s"] + 25  # INIT_S of them for the server; W&B's own is 90 s
+    assert found["wall_s"] < result(folder)["wall_s"] + 17  # INIT_S of them for the server; W&B's own is 90 s
     assert len(list((tmp_path / "run").glob("wandb/offline-run-*/*.wandb"))) == 1
 
 
@@ -199,7 +192,7 @@ def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
         for name in line.keys() - {"step"}:
             found.setdefault(name, []).append((line["step"], line[name]))
     expected = {"epoch", "wall_s", "train/loss", "train/lr", "train/images_per_s", "val/loss", "val/accuracy"}
-    assert found.keys() - {"train/mfu_pct"} == expected  # it begins when the model has been counted
+    assert found.keys() == expected | {"train/mfu_pct"}
     return found
 
 

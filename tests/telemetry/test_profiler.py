@@ -4,23 +4,15 @@ import gzip
 import json
 
 import pytest
+import torch
 
-from common.telemetry.profiler import FOLDER, TABLE, TRACE
-from tests.conftest import CNN, STRATEGIES, VIT, Job, full, metrics, python, run
+from common.order import Steps
+from common.telemetry.profiler import FOLDER, TABLE, TRACE, begin_profile
+from tests.conftest import CNN, STRATEGIES, VIT, full, metrics, python, run
 from tests.support.compare import assert_same_tensors, without_times
+from tests.telemetry.conftest import DIGITS
 
-DIGITS = ["--data", "digits", "--batch_size", "96", "--per_device_batch_size", "48"]
-DIGITS += ["--mixed_precision", "no", "--max_steps", "12", "--trackers", "none", "--telemetry_s", "0"]
-DIGITS += ["--log_every", "1"]
-PROFILE = ["--profile", "8"]
-
-
-@pytest.fixture(scope="module")
-def profiled(tmp_path_factory, cache):
-    folder = tmp_path_factory.mktemp("profiled") / "run"
-    output = run([*python(), *CNN, *DIGITS, *PROFILE, *cache, "--output_dir", folder])
-    assert f"profile of steps 8 to 10: {folder}/profile/trace.json.gz" in output
-    return folder
+PROFILE = ["--profile", "8", "--telemetry_s", "0"]
 
 
 def check(folder) -> list[str]:
@@ -31,10 +23,12 @@ def check(folder) -> list[str]:
     return [e["name"] for e in trace]
 
 
-def test_a_profile_changes_no_number(profiled, cache, tmp_path):
-    run([*python(), *CNN, *DIGITS, *cache, "--output_dir", tmp_path / "run"])
-    assert without_times(metrics(profiled)) == without_times(metrics(tmp_path / "run"))
-    assert_same_tensors(profiled, tmp_path / "run")
+def test_a_profile_changes_no_number(folder, cache, tmp_path):
+    profiled = tmp_path / "run"
+    output = run([*python(), *DIGITS, *PROFILE, *cache, "--output_dir", profiled])
+    assert f"profile of steps 8 to 10: {profiled}/profile/trace.json.gz" in output
+    assert without_times(metrics(profiled)) == without_times(metrics(folder))
+    assert_same_tensors(profiled, folder)
     assert "c10d::allreduce_" not in check(profiled)
     table = (profiled / FOLDER / TABLE).read_text()
     (row,) = [line.split() for line in table.splitlines() if "aten::convolution_backward " in line]
@@ -47,15 +41,14 @@ def test_a_profile_changes_no_number(profiled, cache, tmp_path):
     ids=lambda value: value if isinstance(value, str) else value[0],
 )
 def test_one_process_of_two_is_profiled(script, strategy, cache, tmp_path):
-    flags = [] if script is CNN else ["--clip_norm", "1"]
-    run([*STRATEGIES[strategy], *script, *DIGITS, *flags, *PROFILE, *cache, "--output_dir", tmp_path / "run"])
+    flags = [*DIGITS[len(CNN) :], *PROFILE, *([] if script is CNN else ["--clip_norm", "1"])]
+    run([*STRATEGIES[strategy], *script, *flags, *cache, "--output_dir", tmp_path / "run"])
     assert any(name.startswith(("c10d::", "gloo:")) for name in check(tmp_path / "run"))
 
 
-def test_a_step_that_does_not_come_is_refused_or_said(profiled, cache, tmp_path):
-    words = [*python(), *CNN, *DIGITS, *cache, "--output_dir"]
-    status, output = Job([*words, tmp_path / "run", "--profile", "11"]).wait()
-    assert status == 1
-    assert "--profile 11: 3 steps from step 11 on, and the run ends at step 12: choose at most 10" in output
-    output = run([*words, profiled, *PROFILE, "--max_steps", "14"])
-    assert "no new profile: the run resumes after step 8" in output
+def test_a_step_that_does_not_come_is_refused_or_said(tmp_path, capsys):
+    refusal = "--profile 11: 3 steps from step 11 on, and the run ends at step 12: choose at most 10"
+    with pytest.raises(ValueError, match=refusal):
+        begin_profile(torch.device("cpu"), 11, Steps(14, 28, 12), None)
+    assert begin_profile(torch.device("cpu"), 8, Steps(14, 28, 14, first=12), tmp_path) is None
+    assert "no new profile: the run resumes after step 8" in capsys.readouterr().out

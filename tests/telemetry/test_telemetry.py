@@ -3,9 +3,7 @@
 import ctypes
 import json
 import os
-import signal
 import socket
-import threading
 from pathlib import Path
 
 import pytest
@@ -13,8 +11,7 @@ import pytest
 from common.telemetry import sampling
 from common.telemetry.sampling import Gpu, ProcessInfo, Telemetry, sampled_hosts
 from common.telemetry.summary import GPU_NUMBERS, HOST_NUMBERS, energy_wh, summarize
-from tests.checkpoint.test_checkpoints import LONG, SLOW, start_and_wait
-from tests.conftest import CNN, Job, free_port, lines, metrics, python, result, run, torchrun, wait_until
+from tests.conftest import Job, free_port, lines, metrics, result, torchrun, wait_until
 
 NAME = socket.gethostname()
 HELLO = ["train_hello.py", "--trackers", "none", "--data_size", "6400", "--max_steps", "100"]
@@ -40,15 +37,6 @@ def assert_sane(file: Path) -> None:
         assert 0 <= line["cpu_pct"] <= 100
         assert 0 < line["memory_gib"] < first["memory_gib"]
         assert all(line[name] >= 0 for name in HOST_NUMBERS if line[name] is not None)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory, cache) -> Path:
-    """The folder of a run of CNN-A on one process."""
-    folder = tmp_path_factory.mktemp("telemetry") / "run"
-    words = [*python(), *CNN, "--data", "digits", "--batch_size", "64", "--epochs", "3", "--trackers", "none"]
-    run([*words, *OFTEN, *cache, "--output_dir", folder])
-    return folder
 
 
 def test_a_run_writes_one_file(folder):
@@ -93,26 +81,23 @@ def test_the_other_hosts_samples_come_to_the_main_process(tmp_path):
     assert all(host["samples"] for host in found["telemetry"])
 
 
-def test_a_killed_run_has_its_samples_and_a_restart_adds_to_them(stoppable, tmp_path):
-    words = [*python(), *LONG, *OFTEN, "--max_steps", "2000"]
-    job = start_and_wait(words, tmp_path / "run", checkpoints=2, cwd=stoppable, env=SLOW)
-    file = tmp_path / "run" / f"telemetry-{NAME}.jsonl"
-    wait_until(lambda: len(lines(file)) >= 4)
-    job.process.send_signal(signal.SIGKILL)
-    job.wait()
-    before = lines(file)
-    assert not (tmp_path / "run" / "result.json").exists()
-    run([*words, "--output_dir", tmp_path / "run"])
-    assert lines(file)[: len(before)] == before
-    assert [is_header(line) for line in lines(file)].count(True) == 2
-    assert_sane(file)
-    assert result(tmp_path / "run")["telemetry"][0]["samples"] == len(lines(file)) - 2
-
-
 def telemetry_of(folder: Path | None, *processes: ProcessInfo, interval_s=0.0, step=int, steps=1):
     """That of rank 0, by default without a thread."""
     processes = processes or (ProcessInfo("a", 0, "CPU", None),)
     return Telemetry(list(processes), 0, folder, interval_s, step, steps)
+
+
+def test_samples_are_written_at_once_and_a_restart_adds_to_them(tmp_path):
+    file, before = tmp_path / "telemetry-a.jsonl", []
+    for _ in range(2):
+        telemetry = telemetry_of(tmp_path, interval_s=0.02)
+        wait_until(lambda started=telemetry: len(started.unlogged) >= 2)
+        telemetry.stop()
+        assert lines(file)[: len(before)] == before
+        before = lines(file)
+    assert [is_header(line) for line in before].count(True) == 2
+    assert_sane(file)
+    assert telemetry.summaries()[0]["samples"] == len(before) - 2
 
 
 def test_an_interval_of_0_takes_no_sample(tmp_path):
@@ -307,13 +292,3 @@ def test_hosts_are_apart_whatever_they_call_themselves():
     assert [host.name for host in hosts] == ["node_1", "node_1-2", "localhost", "localhost-2", ".."]
     assert [host.first_rank for host in hosts] == [0, 2, 4, 6, 8]
     assert list(hosts[1].gpus) == ["10", "11"]
-
-
-def test_a_growing_queue_is_drained_without_loss_or_repetition():
-    telemetry = telemetry_of(None)
-    grow = threading.Thread(target=lambda: [telemetry._keep("file", str(k)) for k in range(20_000)])
-    grow.start()
-    taken = []
-    while grow.is_alive() or telemetry.unsent:
-        taken += telemetry.take()
-    assert taken == [("file", str(k)) for k in range(20_000)]

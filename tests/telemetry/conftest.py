@@ -1,0 +1,22 @@
+"""A run that several modules look at."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import CNN, python, run
+
+DIGITS = [*CNN, "--data", "digits", "--batch_size", "96", "--per_device_batch_size", "48"]
+DIGITS += ["--mixed_precision", "no", "--max_steps", "20", "--trackers", "none", "--log_every", "1"]
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory, cache) -> tuple[Path, str]:
+    """The folder of a run of CNN-A on one process, with many samples, and its output."""
+    folder = tmp_path_factory.mktemp("telemetry") / "run"
+    return folder, run([*python(), *DIGITS, "--telemetry_s", "0.05", *cache, "--output_dir", folder])
+
+
+@pytest.fixture(scope="session")
+def folder(trained) -> Path:
+    return trained[0]
