@@ -7,7 +7,7 @@ computes the micro-batches r*A ... r*A + A-1.
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -175,25 +175,22 @@ def hashes(count: int) -> np.ndarray:
     return _mix(np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_GOLDEN))
 
 
-def _mix(x: np.ndarray) -> np.ndarray:
-    """The finalizer of SplitMix64 (Steele, Lea, Flood 2014): scrambles 64 bits."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
-
-
 _GOLDEN = 0x9E3779B97F4A7C15  # SplitMix64's increment: 2**64 / golden ratio
-_MASK = 2**64 - 1
+_MASK = 2**64 - 1  # Python's integers are longer
+
+
+def _mix(x: Any) -> Any:
+    """The finalizer of SplitMix64 (Steele, Lea, Flood 2014): scrambles 64 bits, of an integer or an array."""
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+    return x ^ (x >> 31)
 
 
 def _hash(*words: int) -> int:
     """A 64-bit hash of some integers, with Python's integers: for a few they are faster than NumPy's."""
     state = 0
     for word in words:
-        state = (state + (word + 1) * _GOLDEN) & _MASK
-        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
-        state ^= state >> 31
+        state = _mix((state + (word + 1) * _GOLDEN) & _MASK)
     return state
 
 

@@ -20,7 +20,7 @@ from common.data.decode import SPLITS, STORED, torchcodec_decoder
 from common.data.shard_cache import ShardCache
 from common.data.shards import MANIFEST, check_roots, parse_manifest
 from common.data.splits import ArraySplit, FileSplit, Part, ShardSplit, Split, part_file
-from common.distributed.agreement import agree, once_per_host
+from common.distributed.agreement import agree, once
 from common.recipe import ImageRecipe
 from common.system.files import read_json
 from common.system.text import printable, some_of
@@ -73,7 +73,7 @@ def load(accelerator: Accelerator, recipe: ImageRecipe, is_evaluated: bool = Fal
     is_evaluated: nothing is trained; of data with one split, `val` is that one.
     """
     make = partial(prepare, recipe, is_evaluated=is_evaluated)
-    prepared = once_per_host(accelerator, "data", make, recipe.timeout_s)
+    prepared = once(accelerator, "data", make, recipe.timeout_s, per_host=True)
     folder, left_out = prepared  # as JSON, from another process
     images = open_images(Path(folder), recipe)
     train, evaluated = images.train.labels, {name: s.labels for name, s in images.evaluated.items()}

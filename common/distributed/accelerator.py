@@ -31,7 +31,7 @@ from common.distributed.devices import (
     rehearse_on_cpu,
     use_all_cores,
 )
-from common.distributed.exact_sum import ExactSum, float64_policy, use_foreach
+from common.distributed.exact_sum import ExactSum, use_foreach
 from common.distributed.launch_config import (
     check_launch_config,
     check_wrapped_classes,
@@ -42,7 +42,6 @@ from common.distributed.precision import (
     autocast_forward,
     cast_inputs,
     chosen_precision,
-    compressed,
     settle_precision,
     typed_precision,
 )
@@ -165,9 +164,9 @@ def make_accelerator(
     )
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         _fill_deepspeed_config(accelerator.state.deepspeed_plugin.deepspeed_config, batch, clip_norm)
-    accelerator.precision = settle_precision(accelerator, kind, is_engines=engines_precision == kind)
-    if job.grad_compression != "no":
-        accelerator.precision = compressed(accelerator.precision, job.grad_compression, strategy(accelerator))
+    accelerator.precision = settle_precision(
+        accelerator, kind, engines_precision == kind, job.grad_compression
+    )
     accelerator.compilation = None
     accelerator.deterministic, accelerator.exact_sum = job.deterministic, None  # wrap() makes it
     accelerator.grad_checkpointing = job.grad_checkpointing
@@ -176,7 +175,9 @@ def make_accelerator(
         accelerator.grad_checkpointing |= bool(plugin.activation_checkpointing)
         plugin.activation_checkpointing = False  # prepare() does it
         if job.deterministic:
-            plugin.mixed_precision_policy = float64_policy()
+            from torch.distributed.fsdp import MixedPrecisionPolicy
+
+            plugin.mixed_precision_policy = MixedPrecisionPolicy(reduce_dtype=torch.float64)
     is_cpu = accelerator.device.type == "cpu"
     if is_cpu and kind == "fp16" and accelerator.distributed_type != DistributedType.DEEPSPEED:
         # As Accelerate does on a GPU; on a CPU it would silently compute in fp32.

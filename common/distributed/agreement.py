@@ -36,30 +36,17 @@ def agree(accelerator: Accelerator, facts: dict[str, Any]) -> None:
             )
 
 
-def once_per_host(accelerator: Accelerator, topic: str, work: Work, timeout_s: int) -> Any:
-    """Runs work(heartbeat) in one process per host; returns its result, as JSON, on all.
+def once(accelerator: Accelerator, topic: str, work: Work, timeout_s: int, *, per_host: bool = False) -> Any:
+    """Runs work(heartbeat) in the main process, or in one per host; returns its result, as JSON, on all.
 
     The work may take hours, as no process waits in a collective. It calls heartbeat(); without one for
     timeout_s seconds the job ends. A ValueError in the work ends all processes with its message. A signal to
     any process ends the work, and all raise Preempted. topic: a unique name of this call, such as `data`.
     """
-    return _while_others_wait(
-        accelerator, topic, work, timeout_s, accelerator.process_index - accelerator.local_process_index
-    )
-
-
-def once(accelerator: Accelerator, topic: str, work: Work, timeout_s: int) -> Any:
-    """Runs work(heartbeat) like once_per_host, but only in the main process; returns its result on all."""
-    return _while_others_wait(accelerator, topic, work, timeout_s, 0)
-
-
-def _while_others_wait(
-    accelerator: Accelerator, topic: str, work: Work, timeout_s: int, my_worker: int
-) -> Any:
-    """Runs work in some ranks. my_worker: the rank whose result this process returns."""
     if accelerator.num_processes == 1:
         return work(_stop_if_wanted)
     me, board = accelerator.process_index, f"once/{topic}"
+    my_worker = me - accelerator.local_process_index if per_host else 0  # whose result this process returns
     pending = set(gather_object([my_worker]))
     store = dist.distributed_c10d._get_default_store()
     if me == my_worker:

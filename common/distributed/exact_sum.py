@@ -32,13 +32,6 @@ def exact_sum(values: Tensor) -> Tensor:
     return (values.double() * LOSS_UNIT).round_().sum() / LOSS_UNIT
 
 
-def float64_policy() -> Any:
-    """FSDP2's policy to add gradients in float64."""
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-
-    return MixedPrecisionPolicy(reduce_dtype=torch.float64)
-
-
 def use_foreach(optimizer: torch.optim.Optimizer) -> None:
     """Has the optimizer step tensor by tensor: on a CPU fused ones round a tensor's last elements otherwise,
     and these are others in a shard."""

@@ -44,7 +44,7 @@ class Layout:
         everything: dict[str, Any] = dict(self.module.named_parameters())
         self.parameters = {name: p for name, p in everything.items() if p.requires_grad}
         self.frozen = {name: p for name, p in everything.items() if not p.requires_grad}
-        self.local = self._local()  # fp32, in the order of self.states()
+        self.local = [_to_local(key.detach()) for key in self._keys()]  # fp32, in the order of self.states()
         self.inner = self._inner()  # the script's own optimizer
         self.pieces = {name: self._piece(p) for name, p in everything.items()}
         self.constants = copy.deepcopy([group_values(group) for group in self.inner.param_groups])
@@ -166,9 +166,6 @@ class Layout:
         names = {id(p): name for name, p in self.parameters.items()}
         return [[names[id(p)] for p in group if id(p) in names] for group in groups]
 
-    def _local(self) -> list[Tensor]:
-        return [_to_local(p.detach()) for p in self.parameters.values()]
-
     def _keys(self) -> list[Tensor]:
         return list(self.parameters.values())
 
@@ -230,9 +227,6 @@ class _Zero(Layout):
             return Piece(0, 0)
         whole, own = mapping.lp_fragment_address, mapping.hp_fragment_address
         return Piece(whole.start, whole.numel, own.start)
-
-    def _local(self) -> list[Tensor]:
-        return [flat.detach() for flat in self._keys()]
 
     def _inner(self) -> Optimizer:
         return self.optimizer.optimizer

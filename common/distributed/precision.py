@@ -5,7 +5,6 @@ in half precision. Two settings differ: fp16 under ZeRO, because DeepSpeed scale
 fp16, and bf16 that a DeepSpeed JSON enables. There all weights and activations are in half precision.
 """
 
-import dataclasses
 import os
 import re
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, convert_outputs_to_fp32, parse_flag_from_env
 from torch import Tensor, nn
 
+from common.distributed.strategy import strategy
 from common.system.env import launched_with, rank
 
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -31,10 +31,12 @@ class Precision:
     gradient_reduction: str  # between the processes: fp32, bf16 or fp16
 
 
-def settle_precision(accelerator: Accelerator, kind: str, is_engines: bool) -> Precision:
+def settle_precision(accelerator: Accelerator, kind: str, is_engines: bool, compression: str) -> Precision:
     """Makes FSDP2 and ZeRO compute as one process does. Call it before prepare(), which adds the autocast.
 
     kind: no, bf16 or fp16. is_engines: a DeepSpeed JSON sets it, which means DeepSpeed's own kind.
+    compression: of the gradients that DDP exchanges, or no. One process, to which an elastic job may shrink,
+    exchanges none. ValueError for other strategies.
     """
     half_precision, reduction = "none" if kind == "no" else "autocast", "fp32"
     if accelerator.distributed_type == DistributedType.FSDP:
@@ -50,17 +52,12 @@ def settle_precision(accelerator: Accelerator, kind: str, is_engines: bool) -> P
         if config.get("bf16", {}).get("enabled"):
             # True would silently skip a step whose gradients are not finite, and wait for the device.
             config["bf16"].setdefault("check_grad_overflow", False)
+    name = strategy(accelerator)
+    if compression != "no" and name not in ("single", "ddp"):
+        raise ValueError(f"--grad_compression {compression} is for DDP, and this is {name}: choose no")
+    if compression != "no" and name == "ddp":
+        reduction = compression
     return Precision(kind, half_precision, reduction)
-
-
-def compressed(precision: Precision, kind: str, strategy: str) -> Precision:
-    """The precision with gradients exchanged in `kind` by DDP's hook. ValueError for other strategies.
-
-    One process, to which an elastic job may shrink, exchanges none.
-    """
-    if strategy not in ("single", "ddp"):
-        raise ValueError(f"--grad_compression {kind} is for DDP, and this is {strategy}: choose no")
-    return dataclasses.replace(precision, gradient_reduction=kind if strategy == "ddp" else "fp32")
 
 
 def autocast_forward(accelerator: Accelerator, model: nn.Module) -> None:

@@ -77,7 +77,10 @@ def run_process(main: Callable[[], None]) -> NoReturn:
             traceback.print_exc()
         elif is_mistake and first_to_report(message):
             print(f"error: {message}", file=sys.stderr, flush=True)
-        _wait_for_others()
+        # So that the others print their errors, or read this one's from rank 0's store: a launcher kills all
+        # processes as soon as one has exited.
+        if world_size() > 1:
+            time.sleep(1 if rank() == 0 else 2 if dist.is_initialized() else 5)
     begin_exit()
     if dist.is_initialized() and status in (0, PREEMPTED):
         dist.destroy_process_group()
@@ -87,15 +90,6 @@ def run_process(main: Callable[[], None]) -> NoReturn:
     # Not sys.exit: about one in a hundred gloo processes aborts in the destructors of its threads, and an
     # upload to a silent store would delay the exit.
     os._exit(status)
-
-
-def _wait_for_others() -> None:
-    """Waits until the other processes have printed their errors, or read this one's from rank 0's store.
-
-    A launcher kills all processes as soon as one has exited.
-    """
-    if world_size() > 1:
-        time.sleep(1 if rank() == 0 else 2 if dist.is_initialized() else 5)
 
 
 class _Output(io.FileIO):

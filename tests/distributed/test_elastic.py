@@ -25,6 +25,7 @@ from tests.conftest import (
     insert_in_loop,
     lines,
     metrics,
+    python,
     result,
     rows_of,
     run,
@@ -181,8 +182,7 @@ def test_hosts_join_are_lost_and_are_replaced(tmp_path, project_copy):
     comes once, in the uninterrupted run's order, and the losses differ by rounding only."""
     insert_in_loop(project_copy, "train_hello.py", SLOW_STEP)
     train = [*LONG, "--max_steps", "900", "--log_samples"]
-    straight = [*torchrun(2), *train, "--output_dir", tmp_path / "straight"]
-    run(straight, cwd=project_copy)
+    run([*python(), *train, "--per_device_batch_size", "32", "--output_dir", tmp_path / "straight"])
     env = {"STEP_S": "0.02", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "PET_NNODES": "1:2"}
     words = [*elastic_agent(free_port()), *train, "--model_folder", tmp_path]
     folder = tmp_path / "train_hello" / "ddp_64_30_2_1"

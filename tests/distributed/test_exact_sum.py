@@ -29,7 +29,7 @@ from tests.conftest import (
     torchrun,
 )
 
-STEPS = 30
+STEPS = 16  # two more than an epoch has
 FLAGS = ["--batch_size", "96", "--per_device_batch_size", "8", "--max_steps", str(STEPS), "--log_every", "5"]
 FLAGS += ["--mixed_precision", "no", "--trackers", "none", "--telemetry_s", "0", "--deterministic"]
 SCRIPTS = {
@@ -45,7 +45,8 @@ WAYS = {
     "fsdp 2": STRATEGIES["fsdp"],
     "fsdp 4": accelerate("fsdp_4gpu"),
 }
-RING = {("hello", "ddp 4"), ("cnn_a", "fsdp 2"), ("cnn_b", "ddp 2"), ("vit", "ddp 3"), ("vit", "fsdp 2")}
+# hello on 4 and on 3 processes is what is killed below.
+RING = {("cnn_a", "fsdp 2"), ("cnn_b", "ddp 2"), ("vit", "fsdp 2")}
 TIMES = {"wall_s", "train/images_per_s", "train/mfu_pct"}
 
 
@@ -97,7 +98,7 @@ def test_killed_on_four_processes_resumed_on_three_and_finished_on_one(
     kill += "                __import__('os').kill(__import__('os').getpid(), 9)\n"
     mutate(project_copy, "train_hello.py", call, call + kill)
     rest = [*words("hello", cache), "--checkpoint_every", "1", "--output_dir", tmp_path / "run"]
-    for processes, step in ((4, 8), (3, 17)):
+    for processes, step in ((4, 7), (3, 12)):
         status, output = Job(
             [*torchrun(processes), *rest], cwd=project_copy, env={"KILL_AT": str(step)}
         ).wait()
@@ -118,13 +119,16 @@ def test_fused_steps_of_shards_are_found(one_process, project_copy, tmp_path, ca
     assert bits(tmp_path / "run") != one_process("cnn_a")
 
 
+THREADS = 'environ.get("OMP_NUM_THREADS", "1").partition(",")[0])'
+
+
 @pytest.mark.parametrize(
     ("file", "old", "new", "said"),
     [
         (
             "common/distributed/devices.py",
-            'environ.get("OMP_NUM_THREADS", "1").partition(",")[0])',
-            'environ.get("OMP_NUM_THREADS", "1").partition(",")[0]) + int(os.environ["RANK"])',
+            THREADS,
+            f'{THREADS} + int(os.environ["RANK"])',
             "the processes do not agree: threads is ",
         ),
         (
@@ -133,14 +137,8 @@ def test_fused_steps_of_shards_are_found(one_process, project_copy, tmp_path, ca
             "accelerator.backward(loss * (float('inf') if step == 3 and rank == 1 else 1))",
             "the gradient of blocks.0.0.weight at step 4 is not finite, or more than 341.333",
         ),
-        (
-            "train_hello.py",
-            BACKWARD,
-            "accelerator.backward(loss * (1e6 if step == 6 and rank == 1 else 1))",
-            "at step 7 is not finite, or more than",
-        ),
     ],
-    ids=["one thread more", "infinite", "too large"],
+    ids=["one thread more", "infinite"],
 )
 def test_what_can_not_be_exact_ends_all_processes(file, old, new, said, project_copy, tmp_path):
     mutate(project_copy, file, old, new)
@@ -148,15 +146,6 @@ def test_what_can_not_be_exact_ends_all_processes(file, old, new, said, project_
     status, output = Job(command, cwd=project_copy).wait()
     assert status != 0
     assert said in output
-
-
-def test_zero_is_refused_on_several_processes(tmp_path):
-    command = [*STRATEGIES["zero2"], *SCRIPTS["hello"], "--output_dir", tmp_path / "run"]
-    status, output = Job(command).wait()
-    assert status != 0
-    assert (
-        "--deterministic: ZeRO adds gradients in an order that depends on the number of processes" in output
-    )
 
 
 def test_gradients_in_bf16_are_refused():
@@ -215,6 +204,13 @@ def test_the_order_of_micro_batches_does_not_matter(gradients, tmp_path):
     )
     in_fp32 = "sum(p.numel() for p in parameters), dtype=torch.float64"
     assert depends_on_order(mutant(tmp_path, in_fp32, in_fp32.replace("64", "32")), gradients)
+
+
+def test_a_gradient_that_is_too_large_is_refused(gradients):
+    with pytest.raises(
+        FloatingPointError, match=r"gradient of 0 at step 1 is not finite, or more than 455\.1"
+    ):
+        added(exact_sum, gradients * 1e6)
 
 
 def test_the_loss_is_divided_once(gradients, tmp_path, monkeypatch):

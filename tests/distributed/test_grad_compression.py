@@ -6,7 +6,7 @@ import json
 import pytest
 
 from common.telemetry.profiler import FOLDER, TRACE
-from tests.conftest import CNN, STRATEGIES, Job, full, metrics, result, run
+from tests.conftest import CNN, STRATEGIES, metrics, result, run
 
 FLAGS = ["--data", "digits", "--batch_size", "96", "--max_steps", "12", "--log_every", "1"]
 FLAGS += ["--trackers", "none"]
@@ -44,11 +44,3 @@ def test_accumulation_exchanges_no_gradients_in_between(plain, cache, tmp_path):
     assert exchanges == plain[1]
     assert len(exchanges) == 3
     assert min(exchanges) > 0
-
-
-@pytest.mark.parametrize("strategy", ["fsdp", *map(full, ("zero1", "zero2", "zero3"))])
-def test_other_strategies_refuse_it(strategy, cache, tmp_path):
-    words = [*STRATEGIES[strategy], *CNN, *FLAGS, "--grad_compression", "bf16", *cache]
-    status, output = Job([*words, "--output_dir", tmp_path / "run"]).wait()
-    assert status > 0
-    assert f"--grad_compression bf16 is for DDP, and this is {strategy}: choose no" in output

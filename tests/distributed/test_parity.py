@@ -79,7 +79,8 @@ def test_two_processes_train_as_one_with_two_accumulations(script, strategy, one
     assert_same_training(tmp_path / "run", one_process(script))
 
 
-@pytest.mark.parametrize("strategy", ["zero2", *(full(s) for s in STRATEGIES if s != "zero2")])
+@pytest.mark.full
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_precision_typed_for_the_launcher_counts(strategy, one_process, project_copy, tmp_path, cache):
     """Also for a DeepSpeed file, for which accelerate passes "no" without being told. The CPU says bf16."""
     mutate(
@@ -104,7 +105,7 @@ SETTINGS = [
     *(("vit", strategy, f"{COMPILED}, {CHECKPOINTED}") for strategy in ("ddp", "fsdp", "zero2")),
     *(("vit", strategy, SMALLER) for strategy in TWO_PROCESSES),
 ]
-QUICK = {("vit", "fsdp", CHECKPOINTED), ("cnn_a", "single", COMPILED), ("vit", "ddp", SMALLER)}
+QUICK = {("vit", "fsdp", CHECKPOINTED), ("cnn_a", "single", COMPILED)}
 RECORDED = {CHECKPOINTED: True, COMPILED: "default"}
 
 

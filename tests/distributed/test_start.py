@@ -93,3 +93,23 @@ def test_another_model(change, difference, project_copy):
     status, output = start(STRATEGIES["ddp"], change, project_copy)
     assert status != 0
     assert output.count(f"error: the processes do not agree: the model is {difference}") == 1, output
+
+
+COMPRESSED = ("--grad_compression", "bf16")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "flags", "refusal"),
+    [
+        ("fsdp", COMPRESSED, "--grad_compression bf16 is for DDP, and this is fsdp: choose no"),
+        *(full(s, COMPRESSED, f"for DDP, and this is {s}: choose no") for s in ("zero1", "zero2", "zero3")),
+        full("zero2", ("--deterministic",), "--deterministic: ZeRO adds gradients in an order that depends"),
+        full("zero3", ("--compile", "default"), "--compile default (dynamo_backend): ZeRO-3 gathers param"),
+    ],
+)
+def test_what_a_strategy_refuses(strategy, flags, refusal, tmp_path):
+    words = [*STRATEGIES[strategy], "train_hello.py", *flags, "--output_dir", tmp_path / "run"]
+    status, output = Job(words).wait()
+    assert status != 0
+    (said,) = {line for line in output.splitlines() if line.startswith("error: ")}
+    assert refusal in said
