@@ -28,17 +28,15 @@ from torch.utils.checkpoint import checkpoint
 RECOMPILE_LIMIT = 64
 
 
-def blocks_of(model: nn.Module) -> Iterator[nn.Module]:
-    """The outermost modules of the classes that the model's `_no_split_modules` names."""
-    yield from _outermost(model, getattr(model, "_no_split_modules", None) or ())
-
-
-def _outermost(module: nn.Module, names: Collection[str]) -> Iterator[nn.Module]:
-    for child in module.children():
+def blocks_of(model: nn.Module, names: Collection[str] | None = None) -> Iterator[nn.Module]:
+    """The outermost modules of the classes that are named, by default in the model's `_no_split_modules`."""
+    if names is None:
+        names = getattr(model, "_no_split_modules", None) or ()
+    for child in model.children():
         if type(child).__name__ in names:
             yield child
         else:
-            yield from _outermost(child, names)
+            yield from blocks_of(child, names)
 
 
 def checkpoint_activations(model: nn.Module) -> None:
