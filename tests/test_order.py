@@ -60,10 +60,6 @@ def test_a_plan_can_begin_anywhere():
         assert ids1.tolist() == ids2.tolist()
 
 
-def test_micro_batches_are_shared_out_in_blocks():
-    assert [list(share_out(24, 4, 3).micro_batches(rank)) for rank in range(3)] == [[0, 1], [2, 3], [4, 5]]
-
-
 def test_a_batch_larger_than_the_data_is_refused():
     assert steps_per_epoch(Shuffled(12), share_out(12, None, 2)) == 1
     with pytest.raises(ValueError, match="14 is more than the 12 training images: choose at most 12"):

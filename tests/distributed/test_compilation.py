@@ -103,8 +103,10 @@ def test_what_this_host_can_not_compile_by_is_refused(monkeypatch):
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "TENSORRT")
     with pytest.raises(ValueError, match=r"dynamo_backend tensorrt is not on this host: choose .*inductor"):
         chosen_compilation(None)
-    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", (None, "no-such-compiler"))
-    with pytest.raises(ValueError, match=r"--compile default .* needs a C\+\+ compiler.*install g\+\+"):
+    with (
+        torch._inductor.config.patch({"cpp.cxx": (None, "no-such-compiler")}),
+        pytest.raises(ValueError, match=r"--compile default .* needs a C\+\+ compiler.*install g\+\+"),
+    ):
         chosen_compilation("default")
 
 

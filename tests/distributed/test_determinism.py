@@ -67,24 +67,23 @@ def test_each_operation_has_a_deterministic_form_on_a_gpu(words, tmp_path, cache
 def test_the_switches(monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # so that what is set is undone
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
-    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
-    before = cudnn.benchmark, cudnn.allow_tf32, matmul.allow_tf32
-    cudnn.benchmark, cudnn.allow_tf32, matmul.allow_tf32 = False, True, True
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
-    try:
-        choose_algorithms(deterministic=False)
-        assert cudnn.benchmark
-        assert not torch.are_deterministic_algorithms_enabled()
-        choose_algorithms(deterministic=True)
-        assert torch.are_deterministic_algorithms_enabled()
-        assert not torch.is_deterministic_algorithms_warn_only_enabled()
-        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
-        assert cudnn.deterministic
-        assert not any([cudnn.benchmark, cudnn.allow_tf32, matmul.allow_tf32])
-    finally:
-        cudnn.deterministic = False
-        torch.use_deterministic_algorithms(False)
-        cudnn.benchmark, cudnn.allow_tf32, matmul.allow_tf32 = before
+    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
+    before, matmul.allow_tf32 = matmul.allow_tf32, True
+    with cudnn.flags(benchmark=False, deterministic=False, allow_tf32=True):
+        try:
+            choose_algorithms(deterministic=False)
+            assert cudnn.benchmark
+            assert not torch.are_deterministic_algorithms_enabled()
+            choose_algorithms(deterministic=True)
+            assert torch.are_deterministic_algorithms_enabled()
+            assert not torch.is_deterministic_algorithms_warn_only_enabled()
+            assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+            assert cudnn.deterministic
+            assert not any([cudnn.benchmark, cudnn.allow_tf32, matmul.allow_tf32])
+        finally:
+            torch.use_deterministic_algorithms(False)
+            matmul.allow_tf32 = before
 
 
 def test_an_operation_without_a_deterministic_form_is_named():

@@ -116,23 +116,14 @@ def test_the_installed_torchs_cuda_is_read_without_torch():
 
 
 WITHOUT_DEEPSPEED = """
-import importlib.metadata, importlib.util, sys
-
-class Missing:
-    def find_spec(self, name, *_):
-        if name.partition(".")[0] == "deepspeed":
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-
-def find_spec(name, *words, found=importlib.util.find_spec):
-    return None if name == "deepspeed" else found(name, *words)
+import importlib.metadata, sys
 
 def version(name, found=importlib.metadata.version):
     if name == "deepspeed":
         raise importlib.metadata.PackageNotFoundError(name)
     return found(name)
 
-sys.meta_path.insert(0, Missing())
-importlib.util.find_spec, importlib.metadata.version = find_spec, version
+importlib.metadata.version, sys.modules["deepspeed"] = version, None
 """
 
 

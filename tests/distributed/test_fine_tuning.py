@@ -4,6 +4,7 @@ Both begin with weights of 48 pixels and 5 classes, and train at 32 pixels for 1
 parameter group for each layer.
 """
 
+import functools
 import json
 from pathlib import Path
 
@@ -39,13 +40,12 @@ def weights(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory, cache, stoppable, weights):
     """The folder of an uninterrupted run in one process."""
-    folders: dict[str, Path] = {}
 
+    @functools.cache
     def folder_of(kind: str) -> Path:
-        if kind not in folders:
-            folders[kind] = tmp_path_factory.mktemp(kind) / "run"
-            training(kind, folders[kind], cache, stoppable, weights).go("single")
-        return folders[kind]
+        folder = tmp_path_factory.mktemp(kind) / "run"
+        training(kind, folder, cache, stoppable, weights).go("single")
+        return folder
 
     return folder_of
 

@@ -1,4 +1,7 @@
-"""A job that hangs says which rank the others wait for, and where each one is."""
+"""A job that hangs says which rank the others wait for, and where each one is.
+
+A rank that fails ends the others, also those that hang in a collective, as all do under NCCL.
+"""
 
 import json
 import re
@@ -6,8 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from common.system.env import EVENTS_FILE, EventReader
 from common.system.phase import hang_table
-from tests.conftest import CNN, Job, full, mutate, torchrun
+from tests.conftest import CNN, Job, full, mutate, result, torchrun
 from tools.launch.hosts import Host
 from tools.launch.launcher import Launcher
 
@@ -103,3 +107,39 @@ def test_launch_py_waits_for_reports(tmp_path, capsys):
     launcher.close()
     assert capsys.readouterr().out.count("rank 1 (node1), rank 2 (node2) are silent") == 1
     assert (tmp_path / "hang_rank_0.txt").read_text() == "main"
+
+
+# --- A rank that fails
+
+# NCCL on CPUs: a child of rank 1 keeps its connections open, so that gloo's collectives wait for ever.
+HOLD_CONNECTIONS = f"""{ON_RANK_1}import os, signal, time
+                launcher = os.getppid()
+                if os.fork() == 0:
+                    os.closerange(0, 3)  # or who reads the job's output would wait for this process
+                    while os.path.exists(f"/proc/{{launcher}}"):
+                        time.sleep(0.1)
+                    os._exit(0)
+                """
+
+
+@pytest.mark.parametrize(
+    ("failure", "message"),
+    [
+        ("raise ValueError('no more of this')", "no more of this"),
+        full("raise RuntimeError('no kernel')", "failed: RuntimeError: no kernel"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "died without a message: it was killed"),
+    ],
+)
+def test_others_end_that_hang_in_a_collective(failure, message, tmp_path, project_copy):
+    mutate(project_copy, HELLO, CALL, f"{HOLD_CONNECTIONS}{failure}\n{CALL}")
+    events = tmp_path / "events"
+    words = [*torchrun(2), HELLO, "--trackers", "none", "--output_dir", tmp_path / "run"]
+    status, output = Job(words, cwd=project_copy, env={EVENTS_FILE: str(events)}).wait(60)
+    assert status == 1
+    assert "error: " in output
+    assert message in output
+    # Rank 0 ended by itself: a launcher would have killed it, and it would have reported nothing.
+    statuses = [event["status"] for event in EventReader(events).new() if event["event"] == "exit"]
+    assert statuses == [1] * (1 if "SIGKILL" in failure else 2), output
+    assert result(tmp_path / "run")["status"] == "failed"
+    assert message in result(tmp_path / "run")["error"]

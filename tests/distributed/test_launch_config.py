@@ -217,8 +217,6 @@ def test_deepspeed_json(changed, message, by, env, tmp_path):
         (b"[]", "holds no JSON object"),
         (b"{}", "has no zero_optimization: take one of ds_configs/"),
         (b'{"zero_optimization" 2}', "line 1, is no JSON: Expecting ':' delimiter"),
-        (b"\xff", "can't be read as JSON"),
-        (b"[" * 100_000, "nested too deep"),
     ],
 )
 def test_a_deepspeed_json_that_is_none(content, message, tmp_path):

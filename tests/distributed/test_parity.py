@@ -4,6 +4,7 @@ Batch 96 of 1,437 digits: an epoch has 14 steps, with --holdout 11, so 20 steps 
 the second epoch.
 """
 
+import functools
 import json
 from itertools import product
 from pathlib import Path
@@ -59,15 +60,13 @@ def command(script: str, cache: list) -> list:
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory, cache):
     """The folder of a script's run in one process, with 2 accumulations, or as the further flags say."""
-    folders = {}
 
-    def folder_of(script: str, *flags: str):
-        key = (script, *flags)
-        if key not in folders:
-            folders[key] = tmp_path_factory.mktemp(script) / "run"
-            words = [*python(), *command(script, cache), *flags, "--output_dir", folders[key]]
-            run(words, env=HALF_THE_CORES)
-        return folders[key]
+    @functools.cache
+    def folder_of(script: str, *flags: str) -> Path:
+        folder = tmp_path_factory.mktemp(script) / "run"
+        words = [*python(), *command(script, cache), *flags, "--output_dir", folder]
+        run(words, env=HALF_THE_CORES)
+        return folder
 
     return folder_of
 

@@ -3,21 +3,26 @@
 The CPU needs no native bf16 for it: it computes in bf16 all the same, and slower without.
 """
 
+import gzip
 import json
 import shutil
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from common.distributed.precision import Precision
 from common.distributed.strategy import refuse_skipped_steps
 from common.run.opening import changed_types
+from common.telemetry.profiler import FOLDER, TRACE
 from tests.conftest import (
     BIN,
     CNN,
     HALF_THE_CORES,
+    RESNET,
     ROOT,
     STRATEGIES,
     VIT,
@@ -42,7 +47,7 @@ ONE_PRECISION = {"mixed_precision": "bf16", "half_precision": "autocast", "gradi
 
 @pytest.fixture(scope="module")
 def spied(tmp_path_factory) -> Path:
-    """The project's code, which writes the types of its first step."""
+    """The project's code, which writes the types of its steps."""
     project = copy_project(tmp_path_factory.mktemp("spied") / "project")
     shutil.copy(ROOT / "tests" / "support" / "precision_spy.py", project)
     watch = "    __import__('precision_spy').watch(accelerator, prepared)\n"
@@ -157,3 +162,84 @@ def test_half_residual(half):
     with torch.autocast("cpu", torch.bfloat16):
         model(x)
     assert seen[1:] == [torch.bfloat16 if half else torch.float32] * (2 * len(model.blocks) - 1)
+
+
+# --- fp16 with loss scaling, in real fp16 on the CPU
+
+FP16 = ["--data", "digits", "--batch_size", "32", "--max_steps", "4", "--log_every", "1"]
+FP16 += ["--trackers", "none"]
+SCRIPTS = {"vit": VIT, "cnn_a": CNN, "cnn_b": [*RESNET, "--lr", "0.01"]}
+REST = [full(*pair) for pair in product(SCRIPTS, STRATEGIES) if pair != ("vit", "fsdp")]
+
+
+@pytest.mark.parametrize(("script", "strategy"), [("vit", "fsdp"), *REST])
+def test_fp16_follows_fp32(script, strategy, tmp_path, cache):
+    """Mixup, drop path, clipping and the EMA of the ViT included."""
+    words = [*STRATEGIES[strategy], *SCRIPTS[script], *FP16, *cache]
+    seen = {}
+    for precision in ("no", "fp16"):
+        folder = tmp_path / precision
+        output = run([*words, "--mixed_precision", precision, "--output_dir", folder])
+        assert result(folder)["mixed_precision"] == precision
+        assert ("fp16 is slow on a CPU" in output) == (precision == "fp16")
+        seen[precision] = [line.get("train/loss", line.get("val/loss")) for line in metrics(folder)]
+    assert seen["fp16"] == pytest.approx(seen["no"], rel=0.02)
+    assert seen["fp16"] != seen["no"]
+
+
+SCALER = ("common/distributed/accelerator.py", 'GradScaler("cpu")', 'GradScaler("cpu", init_scale=2.0**60)')
+ON_ONE_RANK = (
+    "train_cnn_a.py",
+    "accelerator.backward(loss)",
+    "accelerator.backward(loss * (1e30 if accelerator.process_index == 1 else 1))",
+)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "overflow"),
+    [
+        ("single", SCALER),  # every gradient is infinite, by a loss scale beyond fp16
+        full("fsdp", SCALER),
+        *(full(strategy, ON_ONE_RANK) for strategy in ("ddp", "fsdp", "zero2", "zero3")),
+    ],
+)
+def test_a_step_that_overflows_is_left_out_on_all_ranks(strategy, overflow, project_copy, tmp_path, cache):
+    def trained(name: str, *flags) -> dict[str, torch.Tensor]:
+        words = [*STRATEGIES[strategy], *CNN, *FP16, "--mixed_precision", "fp16", *flags, *cache]
+        run([*words, "--output_dir", tmp_path / name], cwd=project_copy)
+        assert result(tmp_path / name)["final_loss"] > 0
+        return load_file(tmp_path / name / result(tmp_path / name)["checkpoint"] / "model.safetensors")
+
+    mutate(project_copy, *overflow)
+    untouched, overflowed = trained("untouched", "--lr", "0"), trained("overflowed", "--lr", "0.1")
+    assert all(torch.equal(overflowed[name], tensor) for name, tensor in untouched.items())
+    if overflow == SCALER:
+        in_fp32 = trained("trained", "--lr", "0.1", "--mixed_precision", "no")
+        assert not any(torch.equal(in_fp32[name], tensor) for name, tensor in untouched.items())
+
+
+# --- --grad_compression
+
+COMPRESSED = ["--data", "digits", "--batch_size", "96", "--max_steps", "12", "--log_every", "1"]
+COMPRESSED += ["--trackers", "none", "--mixed_precision", "no", "--telemetry_s", "0", "--profile", "8"]
+
+
+def test_ddp_exchanges_gradients_in_bf16_and_once_a_step(cache, tmp_path):
+    def trained(name: str, *flags) -> tuple[list[float], list[int]]:
+        """The losses, and the number of exchanges in each of the profiled steps."""
+        run([*STRATEGIES["ddp"], *CNN, *COMPRESSED, *flags, *cache, "--output_dir", tmp_path / name])
+        trace = json.loads(gzip.decompress((tmp_path / name / FOLDER / TRACE).read_bytes()))["traceEvents"]
+        steps = [e for e in trace if e["name"].startswith("ProfilerStep") and "dur" in e]
+        spans = sorted((e["ts"], e["ts"] + e["dur"]) for e in steps)
+        begun = [e["ts"] for e in trace if e["name"] == "c10d::allreduce_"]
+        return losses(tmp_path / name), [sum(start <= at < end for at in begun) for start, end in spans]
+
+    plain, exchanges = trained("plain")
+    rounded, _ = trained("rounded", "--grad_compression", "bf16")
+    assert rounded[0] == plain[0]  # it knows no gradient
+    assert rounded[1:] != plain[1:]
+    assert rounded == pytest.approx(plain, abs=0.02)
+    assert result(tmp_path / "rounded")["gradient_reduction"] == "bf16"
+    assert trained("accumulated", "--per_device_batch_size", "12")[1] == exchanges  # 4 accumulations
+    assert len(exchanges) == 3
+    assert min(exchanges) > 0
