@@ -19,7 +19,6 @@ Needs root, and what cluster/virtual_cluster.py needs.
 """
 
 import argparse
-import contextlib
 import itertools
 import json
 import os
@@ -127,7 +126,6 @@ class Job:
         folder.mkdir(parents=True)
         launch = ["launch.py", "--hostfile", "/etc/hostfile", "--min_hosts", "1", "--env", "OMP_NUM_THREADS"]
         launch += ["--config_file", f"accelerate_configs/{config}.yaml", "--log_dir", f"{folder}-logs"]
-        self.processes = HOSTS
         self.resumed: list[tuple[int, Path]] = []  # step and copy of the checkpoint
         words = [sys.executable, *launch, *words, *RECIPE, *ELASTIC, "--output_dir", str(folder)]
         command = cluster.inside(cluster.names()[-1], words, ROOT)
@@ -155,13 +153,11 @@ class Job:
     def newest(self) -> tuple[int, int]:
         """The number of processes and the step of the newest line with a loss; zeros when there is none."""
         self._copy_checkpoints()
-        lines = tail(self.folder / "metrics.jsonl")
+        lines, processes = read_lines(self.folder / "metrics.jsonl"), HOSTS
         changes = [i for i, line in enumerate(lines) if "processes" in line]
         if changes:
-            self.processes = lines[changes[-1]]["processes"]
-            lines = lines[changes[-1] :]
-        steps = [line["step"] for line in lines if "train/loss" in line]
-        return self.processes, max(steps, default=0)
+            processes, lines = lines[changes[-1]]["processes"], lines[changes[-1] :]
+        return processes, max((line["step"] for line in lines if "train/loss" in line), default=0)
 
     def _copy_checkpoints(self) -> None:
         found = re.findall(r"continuing at step ([\d,]+) with (\S+)", self.log.read_text(errors="replace"))
@@ -200,17 +196,6 @@ class Job:
         for launcher in psutil.Process(self.process.pid).children():  # of nsenter
             launcher.terminate()
         self.process.wait()
-
-
-def tail(file: Path, size: int = 8192) -> list[dict[str, Any]]:
-    """The lines at the end of a file of JSON lines; none when it is not there."""
-    lines = []
-    with contextlib.suppress(OSError), open(file, "rb") as log:
-        log.seek(max(0, log.seek(0, os.SEEK_END) - size))
-        for line in log.read().splitlines():
-            with contextlib.suppress(ValueError):  # cut at its beginning, or being written
-                lines.append(json.loads(line))
-    return lines
 
 
 def disturb(job: Job, minutes: float, seed: int) -> list[Event]:

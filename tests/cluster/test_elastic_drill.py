@@ -1,6 +1,5 @@
 """benchmarks/elastic_drill.py: its plan, and what it holds against a run."""
 
-import json
 from itertools import islice
 
 import pytest
@@ -22,15 +21,6 @@ def test_a_seed_stands_for_a_plan():
         present ^= {change.host}
         assert len(present) >= 1
         assert 60 <= change.gap <= 160
-
-
-def test_the_end_of_a_log_that_is_being_written(tmp_path):
-    file = tmp_path / "metrics.jsonl"
-    assert elastic_drill.tail(file) == []
-    lines = [json.dumps({"step": step}) for step in range(1000)]
-    file.write_text("\n".join([*lines, '{"step": 10']))
-    assert elastic_drill.tail(file, size=100)[-1] == {"step": 999}
-    assert len(elastic_drill.tail(file, size=100)) < 10
 
 
 GOOD = {"replays": 5, "ids": True, "lr": True, "replay": 4e-6, "whole": 0.01, "bound": 0.02}

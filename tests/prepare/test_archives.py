@@ -18,7 +18,6 @@ from common.system import s3 as object_store
 from tests.support.imagenet import DEVKIT, Ilsvrc, make_ilsvrc, synsets_of, tar, write_devkit
 from tests.support.s3 import BUCKET, SECRET, s3, s3_proxy, use_s3  # noqa: F401  (two are fixtures)
 from tools.prepare import archives
-from tools.prepare import devkit as imagenet
 from tools.prepare.archives import Member, members, open_stream
 from tools.prepare.devkit import read_devkit
 
@@ -337,20 +336,12 @@ def test_a_broken_kit(broken, ilsvrc, tmp_path):
         kit(tmp_path / DEVKIT)
 
 
-def test_a_file_that_is_no_kit(ilsvrc, tmp_path, monkeypatch):
+def test_a_file_that_is_no_kit(ilsvrc, tmp_path):
     packed, where = ilsvrc.devkit.read_bytes(), tmp_path / DEVKIT
-    for content, why in (
-        (b"no gzip", "is no gzip file, or damaged"),
-        (packed[:-20], "is no gzip file, or damaged"),
-        (packed[:200] + bytes(50) + packed[250:], "is no gzip file, or damaged"),
-        (b"", "is truncated or damaged"),
-    ):
+    for content in (b"no gzip", packed[:-20], packed[:200] + bytes(50) + packed[250:], b""):
         where.write_bytes(content)
-        with pytest.raises(ValueError, match=re.escape(f"{where} {why}")):
+        with pytest.raises(ValueError, match=re.escape(f"{where} is no gzip file, or damaged")):
             kit(where)
-    monkeypatch.setattr(imagenet, "LARGEST_DEVKIT_BYTES", 5000)
-    with pytest.raises(ValueError, match="more than 5,000 bytes unpacked"):
-        kit(ilsvrc.devkit)
 
 
 def test_a_class_list_that_does_not_fit(tmp_path):

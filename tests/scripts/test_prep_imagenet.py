@@ -272,20 +272,29 @@ def test_s3(ilsvrc, shards, in_s3, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("lost", [False, True])
 def test_s3_continues_after_a_kill(lost, ilsvrc, shards, s3_proxy, tmp_path, monkeypatch):  # noqa: F811
-    """lost: --work_dir is gone, and the preparation begins again."""
+    """lost: --work_dir is gone, and the preparation begins again. While it is there, its journal lists the
+    uploads of one destination: others are refused."""
     use_s3(monkeypatch, s3_proxy.endpoint)
     store = ObjectStore(f"s3://{BUCKET}/killed-{lost}")
-    words = ["--data", ilsvrc.folder, "--out", store.url, "--work_dir", tmp_path / "work", *MINI, *SMALL]
+    work = tmp_path / "work"
+    source = ["--data", ilsvrc.folder, *MINI, *SMALL]
+    words = [*source, "--out", store.url, "--work_dir", work]
     s3_proxy.on("PUT", "train-00003", lambda: job.process.send_signal(signal.SIGKILL))
     job = Job(["prep_imagenet.py", *words])
     assert job.wait()[0] == -signal.SIGKILL
     if lost:
-        shutil.rmtree(tmp_path / "work")
+        shutil.rmtree(work)
         store.write("train-00099.tar", b"of more shards than there are now")
+    else:
+        before = contents(work)
+        for out in ([f"{store.url}-2", "--work_dir", work], [work]):
+            message = fails(*source, "--out", *out)
+            assert f"{work} holds a preparation for --out {store.url}: resume with that, give an" in message
+        assert contents(work) == before
     prep(*words)
     uploads = [path for method, path, _ in s3_proxy.requests if method == "PUT"]
     assert sum("train-00001" in path for path in uploads) == 1 + lost
-    assert not list((tmp_path / "work").iterdir())
+    assert not list(work.iterdir())
     assert downloaded(store, tmp_path / "out") == contents(shards)
 
 
@@ -366,25 +375,14 @@ def test_parts_of_the_data_that_do_not_fit(ilsvrc, tmp_path):
     assert DEVKIT in fails(*words, *MINI)
 
 
-def sums(ilsvrc: Ilsvrc) -> dict[str, str]:
-    """The miniature's MD5 sums."""
-    files = {"train": ilsvrc.train_tar, "val": ilsvrc.val_tar, "devkit": ilsvrc.devkit}
-    return {part: ilsvrc.md5(file) for part, file in files.items()}
-
-
 @pytest.fixture
 def published(ilsvrc, monkeypatch) -> tuple[tuple[str, str], ...]:
     """Puts the miniature's sums in place of the published ones."""
-    for part, md5 in sums(ilsvrc).items():
+    files = {"train": ilsvrc.train_tar, "val": ilsvrc.val_tar, "devkit": ilsvrc.devkit}
+    sums = {part: ilsvrc.md5(file) for part, file in files.items()}
+    for part, md5 in sums.items():
         monkeypatch.setitem(devkit.MD5, part, md5)
-    return tuple(sums(ilsvrc).items())
-
-
-def with_a_flipped_bit(ilsvrc: Ilsvrc) -> bytes:
-    """Flips a bit of the training tar's first image."""
-    content = bytearray(ilsvrc.train_tar.read_bytes())
-    content[2000] ^= 1
-    return bytes(content)
+    return tuple(sums.items())
 
 
 @pytest.mark.parametrize("format", ["shards", "index"])
@@ -392,7 +390,8 @@ def test_md5(format, ilsvrc, shards, published, tmp_path, monkeypatch):
     """A training tar with a flipped bit is refused, and the right one then leaves nothing of it."""
     monkeypatch.setattr(journal, "RECORD_S", -1)
     monkeypatch.setattr(progress, "LINE_S", -1)
-    content, out = with_a_flipped_bit(ilsvrc), tmp_path / "out"
+    content, out = bytearray(ilsvrc.train_tar.read_bytes()), tmp_path / "out"
+    content[2000] ^= 1  # of the first image
     data = broken(ilsvrc, tmp_path / "data", train=content)
     words = ["--subset", *SMALL, "--format", format, "--data", data, "--out", out]
     output = fails(*words)
@@ -711,19 +710,6 @@ def test_a_split_that_failed_leaves_nothing(ilsvrc, tmp_path, monkeypatch):
     prep(*words, tmp_path / "out")
     prep(*words, tmp_path / "straight")
     assert contents(tmp_path / "out") == contents(tmp_path / "straight")
-
-
-def test_begun_for_another_destination(killed, ilsvrc, in_s3, tmp_path):
-    """The journal lists the uploads of one destination."""
-    url, work = f"s3://{BUCKET}/destination", tmp_path / "work"
-    words = command(ilsvrc)
-    killed("val", *words, f"{url}/x", "--work_dir", work)
-    before = contents(work)
-    for out in ([f"{url}/y", "--work_dir", work], [work]):
-        message = fails(*words, *out)
-        assert f"{work} holds a preparation for --out {url}/x: resume with that, give another --" in message
-    assert contents(work) == before
-    prep(*words, f"{url}/x", "--work_dir", work)
 
 
 def test_what_was_finished_without_its_md5_is_not_called_checked(killed, published, ilsvrc, tmp_path):

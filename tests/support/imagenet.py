@@ -42,8 +42,6 @@ class Ilsvrc:
     val_labels: dict[str, int]
     cmyk: str  # the odd ones, all in train: a JPEG with four colours
     png: str  # a PNG in spite of its name
-    rotated: str  # a JPEG with EXIF's orientation ROTATE_90
-    grey: str  # a JPEG with one channel
 
     def md5(self, file: Path) -> str:
         """Returns the sum of one of the three archives, as hex."""
@@ -162,8 +160,6 @@ def make_ilsvrc(folder: Path, classes: int = 10, train: int = 6, val: int = 3) -
         val_labels={name: int(i) for name, i in zip(val_names, truth, strict=True)},
         cmyk=train_names[0][0],
         png=train_names[0][1],
-        rotated=train_names[0][2],
-        grey=train_names[0][3],
     )
 
 

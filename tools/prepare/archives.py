@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import NamedTuple
 
 from common.system.s3 import ObjectStore
 
@@ -135,7 +135,7 @@ def _file_chunks(path: Path, chunk_bytes: int, position: int) -> Iterator[bytes]
 class Member(NamedTuple):
     """A regular file in an archive, or an archive itself. Its content must be read before the next member."""
 
-    stream: Stream | IO[bytes]
+    stream: Stream
     where: str  # the names of the archive and the member, in messages
     name: str
     offset: int  # of the content in the outermost archive

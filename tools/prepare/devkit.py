@@ -3,11 +3,12 @@
 import gzip
 import io
 import re
+import tarfile
 import zlib
 
 import numpy as np
 
-from tools.prepare.archives import GET_AGAIN, Member, Stream, members
+from tools.prepare.archives import GET_AGAIN, Stream
 
 TRAIN = "ILSVRC2012_img_train.tar"  # holds <wnid>.tar, which hold <wnid>_<number>.JPEG
 VAL = "ILSVRC2012_img_val.tar"  # holds ILSVRC2012_val_<number>.JPEG
@@ -22,7 +23,7 @@ VAL_PER_CLASS = 50
 
 META = "data/meta.mat"
 TRUTH = "data/ILSVRC2012_validation_ground_truth.txt"
-LARGEST_DEVKIT_BYTES = 2**28  # compressed, and uncompressed
+LARGEST_DEVKIT_BYTES = 2**28  # another archive that is given in its place may not fit into memory
 
 
 def read_devkit(stream: Stream, subset: bool = False) -> tuple[dict[str, str], np.ndarray]:
@@ -55,18 +56,16 @@ def read_devkit(stream: Stream, subset: bool = False) -> tuple[dict[str, str], n
 
 def _unpacked(stream: Stream) -> dict[str, bytes]:
     """Reads META and TRUTH, as far as the archive has them."""
-    packed = io.BytesIO(stream.read(LARGEST_DEVKIT_BYTES))
-    try:
-        content = gzip.GzipFile(fileobj=packed).read(LARGEST_DEVKIT_BYTES + 1)
-    except (OSError, EOFError, zlib.error) as error:
-        raise ValueError(f"{stream.where} is no gzip file, or damaged ({error}); {GET_AGAIN}") from None
-    if len(content) > LARGEST_DEVKIT_BYTES:
-        raise ValueError(f"{stream.where} has more than {LARGEST_DEVKIT_BYTES:,} bytes unpacked; {GET_AGAIN}")
     files = {}
-    for member in members(Member(io.BytesIO(content), stream.where, "", 0, len(content))):
-        name = member.name.partition("/")[2]  # all files lie in one folder
-        if name in (META, TRUTH):
-            files[name] = member.read()
+    try:
+        content = gzip.decompress(stream.read(LARGEST_DEVKIT_BYTES))  # whole, so that its sum is checked
+        with tarfile.open(fileobj=io.BytesIO(content)) as kit:
+            for member in kit:
+                name = member.name.partition("/")[2]  # all files lie in one folder
+                if name in (META, TRUTH) and (file := kit.extractfile(member)):
+                    files[name] = file.read()
+    except (OSError, EOFError, zlib.error, tarfile.TarError) as error:
+        raise ValueError(f"{stream.where} is no gzip file, or damaged ({error}); {GET_AGAIN}") from None
     return files
 
 

@@ -136,12 +136,12 @@ class Preparation:
                     shards.append({"file": tar.url, "bytes": tar.bytes, "images": count, "sha256": sha256})
                     reading.tell(sum(shard["bytes"] for shard in shards))
                     if self.journal.is_due():
-                        rows.commit()
+                        rows.file.commit()
                         self.journal.record(split, {"shards": shards})
             digest, largest = rows.finish()
         finally:
             pool.shutdown(cancel_futures=True)
-            rows.close()
+            rows.file.close()
         entry = {"images": rows.count, "index_sha256": digest, "shards": shards, "largest_label": largest}
         self.journal.record(split, {"finished": entry, "odd": [], "verified": dataset.hashed})
         seconds = time.perf_counter() - began

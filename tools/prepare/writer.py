@@ -33,34 +33,53 @@ EXTENSIONS = {".jpeg": ".jpg"}  # readers of shards name fields by extension
 State = dict[str, Any]
 
 
+class Appended:
+    """A file that is appended to, from the length that an earlier start recorded."""
+
+    def __init__(self, path: Path, length: int):
+        self.path = path
+        self.file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        if os.fstat(self.file).st_size < length:
+            self.close()
+            raise ValueError(f"{path} is shorter than the journal says: remove its folder, and begin again")
+        os.ftruncate(self.file, length)
+        os.lseek(self.file, length, os.SEEK_SET)
+
+    def append(self, content: bytes) -> None:
+        """On a full disk a call may write less, and the next one raises OSError."""
+        try:
+            while content:
+                content = content[os.write(self.file, content) :]
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self.path)) from None
+
+    def commit(self) -> None:
+        os.fdatasync(self.file)
+
+    def close(self) -> None:
+        os.close(self.file)
+
+
 class IndexRows:
     """Rows of a split's index in the order of the images: a file, which is removed at the end."""
 
     def __init__(self, folder: Path, split: str, count: int):
         """count: rows of an earlier start that are kept."""
         self.folder, self.split, self.count = folder, split, count
-        self.file = _open(folder / part_name(split), count * 32)
+        self.file = Appended(folder / part_name(split), count * 32)
 
-    def append(self, rows: Sequence[tuple[int, int, int, int]] | np.ndarray) -> None:
+    def append(self, rows: Sequence[tuple[int, int, int, int]]) -> None:
         """rows: shard, offset, length and label of each image."""
-        content = np.asarray(rows, np.int64).reshape(-1, 4).tobytes()
-        _write_all(self.file, [content], self.folder / part_name(self.split))
+        self.file.append(np.asarray(rows, np.int64).tobytes())
         self.count += len(rows)
-
-    def commit(self) -> None:
-        os.fdatasync(self.file)
 
     def finish(self) -> tuple[str, int]:
         """Writes the index, sorted by shard and offset. Returns its SHA-256 and the largest label."""
-        self.commit()
-        rows = np.fromfile(self.folder / part_name(self.split), np.int64).reshape(-1, 4)
+        rows = np.fromfile(self.file.path, np.int64).reshape(-1, 4)
         content = BytesIO()
         np.save(content, rows[np.lexsort((rows[:, 1], rows[:, 0]))])
         write_bytes(self.folder / index_name(self.split), content.getvalue())
         return hashlib.sha256(content.getvalue()).hexdigest(), int(rows[:, 3].max())
-
-    def close(self) -> None:
-        os.close(self.file)
 
 
 class ShardWriter:
@@ -98,16 +117,17 @@ class ShardWriter:
 
     def write(self, images: Sequence[RawImage]) -> None:
         """Queues images to be written. Raises the error of an earlier write."""
-        batch: list[tuple[_Shard, list[bytes]]] = []
+        batch: list[tuple[_Shard, bytes]] = []
         for image in images:
             number = int(_draws(*self.key, self.count // DRAWN, len(self.shards))[self.count % DRAWN])
             extension = os.path.splitext(image.name)[1].lower()
             label, size = b"%d" % image.label, len(image.data)
             header = tar_header(f"{image.key}{EXTENSIONS.get(extension, extension)}", size)
             label_header = tar_header(f"{image.key}.cls", len(label))
-            members = [header, image.data, bytes(-size % BLOCK) + label_header + label.ljust(BLOCK, b"\0")]
+            padding = bytes(-size % BLOCK)
+            members = b"".join((header, image.data, padding, label_header, label.ljust(BLOCK, b"\0")))
             self.new_rows.append((number, self.lengths[number] + len(header), size, image.label))
-            self.lengths[number] += sum(map(len, members))
+            self.lengths[number] += len(members)
             self.images[number] += 1
             self.count += 1
             batch.append((self.shards[number], members))
@@ -117,9 +137,9 @@ class ShardWriter:
     def commit(self) -> State:
         self._drain(0)
         for shard in self.shards:
-            os.fdatasync(shard.file)
+            shard.commit()
         self.rows.append(self.new_rows)
-        self.rows.commit()
+        self.rows.file.commit()
         self.new_rows = []
         return {"lengths": list(self.lengths), "images": list(self.images)}
 
@@ -127,7 +147,7 @@ class ShardWriter:
         """Completes the shards and writes the index. Returns the split's part of the manifest."""
         self._drain(0)
         for shard in self.shards:
-            shard.append([END])
+            shard.append(END)
         self.commit()
         shards = [
             {
@@ -143,9 +163,8 @@ class ShardWriter:
 
     def close(self) -> None:
         self.thread.shutdown(cancel_futures=True)
-        for shard in self.shards:
-            os.close(shard.file)
-        self.rows.close()
+        for file in (*self.shards, self.rows.file):
+            file.close()
 
     def _drain(self, most: int) -> None:
         """Waits until at most so many batches wait to be written. Raises the error of an earlier write."""
@@ -157,27 +176,23 @@ def part_name(split: str) -> str:
     return f".{split}_index.part"
 
 
-class _Shard:
-    """One shard's file."""
-
+class _Shard(Appended):
     def __init__(self, path: Path, length: int):
-        self.path, self.length = path, length
-        self.sha256 = hashlib.sha256()
-        self.file = _open(path, length)
+        super().__init__(path, length)
+        self.length, self.sha256 = length, hashlib.sha256()
 
     def read_back(self) -> None:
         """Hashes the content of an earlier start."""
         for start in range(0, self.length, READ_BYTES):
             self.sha256.update(os.pread(self.file, min(READ_BYTES, self.length - start), start))
 
-    def append(self, parts: list[bytes]) -> None:
-        _write_all(self.file, parts, self.path)
-        for part in parts:
-            self.sha256.update(part)
+    def append(self, content: bytes) -> None:
+        super().append(content)
+        self.sha256.update(content)
 
 
-def _append_all(part: list[tuple[_Shard, list[bytes]]]) -> None:
-    for shard, members in part:
+def _append_all(batch: list[tuple[_Shard, bytes]]) -> None:
+    for shard, members in batch:
         shard.append(members)
 
 
@@ -186,27 +201,6 @@ def _draws(*key_block_count: int) -> np.ndarray:
     """Draws the shards of DRAWN images. RandomState: its stream is frozen (NEP 19)."""
     *key, count = key_block_count
     return np.random.RandomState(key).randint(count, size=DRAWN)
-
-
-def _open(path: Path, length: int) -> int:
-    """Opens a file at this length, to append to it. Follows no link."""
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
-    if os.fstat(file).st_size < length:
-        os.close(file)
-        raise ValueError(f"{path} is shorter than the journal says: remove its folder, and begin again")
-    os.ftruncate(file, length)
-    os.lseek(file, length, os.SEEK_SET)
-    return file
-
-
-def _write_all(file: int, parts: list[bytes], path: Path) -> None:
-    """Writes all parts in one call. On a full disk it may write less, and the next call raises OSError."""
-    try:
-        written, size = os.writev(file, parts), sum(map(len, parts))
-        while written < size:
-            written += os.write(file, b"".join(parts)[written:])
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def tar_header(name: str, size: int) -> bytes:
