@@ -81,8 +81,11 @@ class RunFolder:
         identity = {"script": script_name(), "recipe": recipe_part(recipe)}
         for path in folders(recipe, name, self.last_step):
             try:
-                self.leases.append(Lease(FolderRecord(path), self.heartbeat, log, identity))
-                return path
+                lease = Lease(FolderRecord(path), self.heartbeat, log, identity)
+                if not _why_not_ours(path, recipe, self.last_step):  # no other run used it meanwhile
+                    self.leases.append(lease)
+                    return path
+                lease.release()
             except AlreadyOwned as error:
                 if Path(recipe.output_dir or "*").name != "*" or not why_other_run(error.record, recipe):
                     raise

@@ -10,7 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from common.recipe import Recipe, flag
+from common.recipe import Recipe, flag, recipe_part
+from common.run import folder as folder_module
 from common.run import lease as lease_module
 from common.run.folder import RunFolder, script_name
 from common.run.lease import FolderRecord, Lease
@@ -147,6 +148,23 @@ def test_a_second_recipe_gets_the_next_number_before_the_first_has_a_recipe_json
         place(tmp_path, lr=0.2, output_dir=str(first.path))
     for opened in (first, second, third):
         opened.release()
+
+
+def test_a_run_that_ends_while_another_looks_for_its_folder(tmp_path, monkeypatch):
+    """A run of another recipe begins and ends between the check of the folder and the record."""
+
+    class Late(Lease):
+        def __init__(self, where, *rest):
+            if where.path.parent.name == "named":
+                theirs = {"script": script_name(), "recipe": recipe_part(Small(lr=0.2))}
+                (where.path.parent / "recipe.json").write_text(json.dumps(theirs))
+            super().__init__(where, *rest)
+
+    monkeypatch.setattr(folder_module, "Lease", Late)
+    opened = place(tmp_path)
+    assert opened.path.name == "named-2"
+    assert not (tmp_path / script_name() / "named" / "owner.json").exists()
+    opened.release()
 
 
 @pytest.mark.parametrize("content", ["", '{"recipe": {', "[]"])
