@@ -22,10 +22,8 @@ between the two. So short replays verify most.
 """
 
 import argparse
-import os
 import runpy
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -38,7 +36,7 @@ NUDGE = 1e-5  # by which the second replay's weights differ at its beginning, ti
 
 
 def main() -> int:
-    run = Verification(parse(sys.argv[1:]), launch)
+    run = Verification(parse(sys.argv[1:]))
     found = replay.contradictions(run.record, run.kept)
     for finding in found:
         print(finding, flush=True)
@@ -88,15 +86,6 @@ def train_nudged(words: list[str]) -> None:
     Training.begin = begin_nudged  # type: ignore[assignment, method-assign]
     sys.argv = words
     runpy.run_path(words[0], run_name="__main__")
-
-
-def launch(words: list[str], env: dict[str, str]) -> tuple[int, str]:
-    """Runs a replay, with these further variables. Returns its exit status and its output."""
-    none, pipe, out = subprocess.DEVNULL, subprocess.PIPE, subprocess.STDOUT
-    done = subprocess.run(
-        words, env=os.environ | env, stdin=none, stdout=pipe, stderr=out, text=True, errors="replace"
-    )
-    return done.returncode, done.stdout
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from tests.conftest import RESNET, ROOT, VIT, Job, accelerate, lines, python, ru
 from tests.data.test_any_images import put
 from tests.data.test_images import encode, picture
 from tests.support.commands import call
+from tools.logbook import verification
 from tools.logbook.page import page
 from tools.logbook.record import RunRecord
 
@@ -87,7 +88,7 @@ def check(replays, cache, monkeypatch, capsys):
         status = verify.main()
         return status, capsys.readouterr().out, last_stamp(folder)
 
-    monkeypatch.setattr(verify, "launch", launch)
+    monkeypatch.setattr(verification, "launch", launch)
     return checked
 
 

@@ -3,12 +3,13 @@
 import argparse
 import json
 import math
+import os
 import random
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 
@@ -35,18 +36,12 @@ NOT_VERIFIED = (
     "pictures, confusion matrices and reports of validate.py",
 )
 
-Launch = Callable[[list[str], dict[str, str]], tuple[int, str]]  # of words, with further variables
-
 
 class Verification:
-    """The run and the intervals to replay. ValueError for a run that can't be replayed.
+    """A run and its intervals to replay, by verify.py's flags. ValueError if it can't be replayed."""
 
-    flags: of verify.py. launch: runs a replay, and returns its exit status and output.
-    """
-
-    def __init__(self, flags: argparse.Namespace, launch: Launch):
+    def __init__(self, flags: argparse.Namespace):
         self.flags, self.folder, self.files = flags, flags.run, stamped_files(flags.run)
-        self.launch = launch
         self.record = record = RunRecord(flags.run)
         status, about = record.facts["status"], record.about
         if status != "finished":
@@ -181,7 +176,7 @@ class Verification:
             words += ["--resume", start]
         if self.flags.cache_dir:
             words += ["--cache_dir", self.flags.cache_dir]
-        status, output = self.launch([str(word) for word in words], self.env)
+        status, output = launch([str(word) for word in words], self.env)
         if status:
             lines = output.splitlines() or ["no output"]
             print("\n".join(lines[-SHOWN:]), file=sys.stderr)
@@ -267,3 +262,12 @@ class Verification:
         if unknown:
             found.append(f"flags that {self.script.name} does not have: {some_of(sorted(unknown))}")
         return found
+
+
+def launch(words: list[str], env: dict[str, str]) -> tuple[int, str]:
+    """Runs a replay, with these further variables. Returns its exit status and its output."""
+    none, pipe, out = subprocess.DEVNULL, subprocess.PIPE, subprocess.STDOUT
+    done = subprocess.run(
+        words, env=os.environ | env, stdin=none, stdout=pipe, stderr=out, text=True, errors="replace"
+    )
+    return done.returncode, done.stdout
