@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from tests.conftest import Job, result, run, small_disk
+from tests.conftest import Job, mutate, result, run, small_disk
 from tests.support.compare import assert_same_end
 from tests.support.faults import at_file_operation, mark, operations
 
@@ -100,16 +100,18 @@ def test_one_end_with_many_faults(trained, disk, tmp_path):
     shutil.rmtree(folder.parent)
 
 
-def test_a_script_that_finds_the_disk_full(disk, tmp_path):
-    """The disk is full when train_hello.py draws its own picture."""
+def test_a_script_that_finds_the_disk_full(disk, project_copy, tmp_path):
+    """The disk is full when train_hello.py draws its own picture, and its last checkpoint is written."""
+    draw = "            plot(run.folder"
+    mutate(project_copy, "train_hello.py", draw, f"            run.saver.wait()\n{draw}")
     words = ["train_hello.py", "--epochs", "1", "--trackers", "none", "--telemetry_s", "0"]
     words += ["--output_dir", disk / "hello" / "run"]
     env = at_file_operation(tmp_path, "/run/", "open fit.png", disk) | {"WRITES": "1"}
-    status, output = Job(words, env=env).wait()
+    status, output = Job(words, cwd=project_copy, env=env).wait()
     assert status == 1
     assert_says_what_to_do(output)
     (disk / "filler").unlink()
-    assert_nothing_was_trained(run(words))
+    assert_nothing_was_trained(run(words, cwd=project_copy))
     shutil.rmtree(disk / "hello")
 
 
