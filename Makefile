@@ -58,11 +58,10 @@ same_bits: setup
 tensorboard: setup
 	$(VENV)/bin/tensorboard --logdir runs --host 127.0.0.1
 
-# Pages of all runs, or of those that RUNS names, and logbook.html with them, in runs/logbook/.
+# Pages of all runs, or of those that RUNS names, in runs/logbook/.
 RUNS ?= $(patsubst %/recipe.json,%,$(wildcard runs/*/*/recipe.json runs/*/*/*/recipe.json))
 logbook: setup
 	$(VENV)/bin/python logbook.py $(if $(RUNS),add $(RUNS),index)
-	$(if $(RUNS),$(VENV)/bin/python logbook.py html $(RUNS))
 
 # experiments/ says what they do, and by which variables: SIZE=full is for GPUs, DATA a local copy, ...
 experiment_vit experiment_speedup: experiment_%: setup

@@ -1,9 +1,8 @@
-"""Writes the log book: Markdown and HTML pages of runs, with plots, in runs/logbook/ or --folder.
+"""Writes the log book: Markdown pages of runs, with plots, in runs/logbook/ or --folder.
 
     python logbook.py add runs/train_cnn_a/single_128_10_1_1
     python logbook.py compare runs/train_vit/fsdp_512_100_1_4 runs/train_vit/ddp_512_100_2_4
     python logbook.py index --folder logbook
-    python logbook.py html
 
 add      writes <script>/<strategy>/<batch>_<epochs>_<hosts>_<processes per host>.md for each run. Another
          run of that name gets -2; the same run replaces its own page. --plan FILE and --price_per_hour add
@@ -11,8 +10,6 @@ add      writes <script>/<strategy>/<batch>_<epochs>_<hosts>_<processes per host
 compare  writes a page in compare/ with cost, accuracy and all other differences of the runs. It refuses runs
          that were evaluated on different images
 index    writes README.md, which add and compare also update
-html     writes logbook.html, one file for a browser with the named runs, or all below runs/: a table to sort
-         and filter, curves, recipes side by side, plots
 
 A page names missing and broken files. The same run folders give the same bytes.
 """
@@ -28,8 +25,8 @@ from typing import Any
 from common.system.cli import check_positive, run_command
 from common.system.files import parse_json, write_text
 from common.system.paths import python_command, shortest
-from common.system.text import natural, numbered, printable
-from tools.logbook import comparison, overview, pictures, price
+from common.system.text import natural, numbered
+from tools.logbook import comparison, pictures, price
 from tools.logbook import page as run_page
 from tools.logbook.comparison import Comparison, read_search
 from tools.logbook.page import index_values
@@ -44,9 +41,6 @@ Command = Callable[[argparse.Namespace], list[Path]]  # writes pages
 def main() -> int:
     flags = parse(sys.argv[1:])
     made = flags.make(flags)
-    if flags.make is write_html:
-        print(f"{shortest(made[0].absolute())}: open it in a browser")
-        return 0
     pages = [shortest(page.absolute()) for page in (write_index(flags.folder), *made)]
     print("\n".join(pages))
     print(python_command("-m", "rich.markdown", pages[-1]))  # shows the page on the terminal
@@ -55,7 +49,7 @@ def main() -> int:
 
 def parse(words: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="logbook.py", allow_abbrev=False)
-    commands = parser.add_subparsers(required=True, metavar="{add,compare,index,html}")
+    commands = parser.add_subparsers(required=True, metavar="{add,compare,index}")
 
     def command(name: str, make: Command, help: str) -> Callable[..., argparse.Action]:
         sub = commands.add_parser(name, help=help, description=help, allow_abbrev=False)
@@ -66,9 +60,6 @@ def parse(words: list[str]) -> argparse.Namespace:
     command("index", lambda flags: [], "write the table of all pages")
     add = command("add", add_runs, "write a page for each run")
     compare = command("compare", compare_runs, "write a page that compares runs")
-    html = command("html", write_html, "write a page of all runs, for a browser")
-    several = "a run's folder, or a folder with runs below it (default: runs)"
-    html("runs", nargs="*", type=Path, metavar="RUN", help=several, default=[Path("runs")])
     for argument in (add, compare):
         argument("runs", nargs="+", type=Path, metavar="RUN", help="the folder of a run")
     plan = "by plan.py --output: compare the run's time, cost and memory with it"
@@ -104,16 +95,6 @@ def write_run(logbook: Path, run: RunRecord, terms: price.Terms) -> Path:
     page = free_page(folder, file_name(stem), run.identity)
     drawn = pictures.draw(run, page.with_suffix(""))
     return write_page(page, index_values(run) | run.identity, run_page.page(run, page.stem, drawn, terms))
-
-
-def write_html(flags: argparse.Namespace) -> list[Path]:
-    """Writes the page of all runs and returns its file. Names unreadable folders there and on stderr."""
-    runs, unread = overview.find_runs(flags.runs)
-    for line in unread:
-        print(f"left out: {printable(line)}", file=sys.stderr)
-    flags.folder.mkdir(parents=True, exist_ok=True)
-    write_text(flags.folder / "logbook.html", overview.page(runs, unread))
-    return [flags.folder / "logbook.html"]
 
 
 def compare_runs(flags: argparse.Namespace) -> list[Path]:

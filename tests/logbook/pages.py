@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-import numpy as np
 from markdown_it import MarkdownIt
 from PIL import Image
 
@@ -19,9 +18,7 @@ BARS = "a|b `c` *d* _e_ [f](g) $h$ ~~i~~ \\| \u202ex\nz"
 CLASSES = ["cat", HOSTILE, "d\u202eog"]
 
 
-def write_run(
-    folder: Path, lines: int = 6, began_s: float = 1.7e9, about: Any = None, recipe: Any = None, **facts: Any
-) -> Path:
+def write_run(folder: Path, lines: int = 6, about: Any = None, recipe: Any = None, **facts: Any) -> Path:
     """A finished run's folder as a training leaves it, with these changes."""
     folder.mkdir(parents=True)
     known = {"data": "digits", "epochs": 3, "batch_size": 128, "lr": 0.1, "seed": 0, "model": "vit_tiny"}
@@ -37,7 +34,7 @@ def write_run(
     (folder / "result.json").write_text(json.dumps(found | facts))
     confusion = {"step": lines, "classes": CLASSES, "confusion": [[7, 2, 0], [0, 9, 0], [0, 5, 4]]}
     (folder / "confusion.json").write_text(json.dumps(confusion))
-    write_lines(folder / "telemetry-h1.jsonl", [{"host": "h1", "t": began_s}])
+    write_lines(folder / "telemetry-h1.jsonl", [{"host": "h1", "t": 1.7e9}])
     metrics: list[dict[str, Any]] = []
     for k in range(1, lines + 1):
         values = {"train/loss": 2 / k, "val/loss": 3 / k, "val/accuracy": k / lines / 2}
@@ -53,12 +50,6 @@ def write_lines(file: Path, lines: list[dict[str, Any]]) -> None:
 def change(file: Path, **changes: Any) -> None:
     """Changes keys of a JSON file."""
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
-
-
-def write_picture(file: Path, width: int = 1200) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    shades = np.linspace(0, 255, width * 400).reshape(400, width).astype(np.uint8)
-    Image.fromarray(shades).convert("RGB").save(file)
 
 
 def check(page: Path) -> None:

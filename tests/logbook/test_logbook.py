@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 import logbook
 from tests.conftest import CNN, Job, copy_project, metrics, python, result, rows_of, run, wait_until
@@ -20,7 +21,6 @@ from tests.logbook.pages import (
     is_golden,
     rows,
     write_lines,
-    write_picture,
     write_run,
 )
 from tools.logbook import markdown
@@ -122,28 +122,6 @@ def test_a_killed_run_has_a_page_that_says_so(killed, book, tmp_path):
     assert rows(text)["accuracy"] == [f"{max(evaluated):.4f}", f"{evaluated[-1]:.4f}"]
     assert "- result.json is missing" in text
     assert "killed or still running" in (tmp_path / "book/README.md").read_text()
-
-
-def test_the_page_of_all_runs_says_what_their_files_say(one, killed, project, book, tmp_path):
-    status, output, errors = book("html", project / "runs")
-    assert (status, output, errors) == (0, f"{tmp_path}/book/logbook.html: open it in a browser\n", "")
-    assert [file.name for file in (tmp_path / "book").iterdir()] == ["logbook.html"]
-    text = (tmp_path / "book/logbook.html").read_text()
-    found = json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', text)[1])
-    shown, facts = {run["name"]: run for run in found["runs"]}, result(one[0])
-    numbers = ("steps", "best_accuracy", "final_accuracy", "final_loss", "wall_s", "images_per_s")
-    values = [shown["one"]["values"][key] for key in numbers]
-    assert values == pytest.approx([facts[key] for key in numbers], rel=1e-5)
-    losses = [line for line in metrics(one[0]) if "train/loss" in line]
-    sources = {"step": "step", "epoch": "epoch", "time": "wall_s", "value": "train/loss"}
-    for key, source in sources.items():
-        curve = shown["one"]["curves"]["train/loss"][key]
-        assert curve == pytest.approx([line[source] for line in losses], rel=1e-5)
-    assert re.findall("<figcaption>plots/(.*).png</figcaption>", text)[:2] == ["confusion", "predictions"]
-    assert re.search("<li>killed: killed or still running, .*; result.json is missing", text)
-    status, _, errors = book("html", tmp_path / "book")
-    assert (status, errors.count("\n")) == (1, 1)
-    assert errors.startswith(f"error: {tmp_path}/book has no run: a run's folder has one of recipe.json")
 
 
 # --- Stored pages of made runs
@@ -294,11 +272,9 @@ def test_a_page_holds_nothing_from_outside_of_its_run(book, tmp_path):
     assert "nvidia-smi -q" not in text
     assert "### validate.py: linked" not in text
     assert "worst.png can't be read as a picture" in text
-    assert book("html", folder)[0] == 0
     written = [file for file in (tmp_path / "book").rglob("*") if file.is_file()]
     assert len(written) > 4
     assert not [file for file in written if b"SECRET" in file.read_bytes()]
-    assert not re.search(r"(link|pipe)\.png", (tmp_path / "book" / "logbook.html").read_text())
 
 
 @pytest.fixture
@@ -336,7 +312,7 @@ def test_no_text_of_a_run_breaks_a_page(hostile, book, tmp_path):
 
 def test_a_page_without_escaping_is_found(hostile, tmp_path, monkeypatch):
     """A mutant: the templates' values as they are."""
-    environment = markdown._environment(True)
+    environment = markdown._environment()
     monkeypatch.setattr(environment, "finalize", lambda value: markdown.Markup(value))
     monkeypatch.setattr(environment, "cache", None)
     (tmp_path / "page.md").write_text(page(RunRecord(hostile), "x", []))
@@ -366,7 +342,8 @@ def test_each_run_has_a_page_of_its_own_and_the_same_runs_give_the_same_bytes(bo
 
     one, other, moved = write_run(tmp_path / "one"), write_run(tmp_path / "other"), tmp_path / "moved"
     write_lines(other / "metrics.jsonl", metrics(other)[1:])
-    write_picture(one / "validation/val_6/worst.png")
+    (one / "validation/val_6").mkdir(parents=True)
+    Image.new("RGB", (8, 8)).save(one / "validation/val_6/worst.png")
     book("add", one, other)
     book("compare", one, other)
     first = written()

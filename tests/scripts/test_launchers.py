@@ -290,12 +290,10 @@ def test_make_train(project, cache):
     assert result(folder)["best_accuracy"] >= 0.97
     shutil.copytree(folder / "plots", project / "holiday")
     for command in of_kind("afterwards"):
-        is_of_this = str(folder.relative_to(project)) in command or command == "python logbook.py html"
-        if is_of_this and "compare" not in command:
+        if str(folder.relative_to(project)) in command and "compare" not in command:
             in_cache = cache if re.search("validate|verify|export", command) else []
             run([*shlex.split(command), *in_cache], cwd=project)
     assert (project / "runs" / "logbook" / "train_cnn_a" / "single" / "128_10_1_1.md").exists()
-    assert "train_cnn_a" in (project / "runs" / "logbook" / "logbook.html").read_text()
     assert {path.name.split("_")[0] for path in (folder / "validation").iterdir()} == {"val", "train"}
 
 

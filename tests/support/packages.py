@@ -26,7 +26,6 @@ PACKAGES = {  # of each program
     "slurmd": "slurm-wlm",
     "sbatch": "slurm-wlm",
     "munged": "munge",
-    "chromium": "chromium",  # opens the log book's page
 }
 OTHERS = {  # True: is there
     "root": os.geteuid() == 0,

@@ -1,7 +1,6 @@
 """Renders the pages' templates. Every text in them is escaped, so that none can break a table or insert HTML.
 
-In templates/*.md.j2 a value is plain text unless a filter of this file has made it Markdown; in *.html.j2
-jinja2 escapes it for HTML.
+In templates/*.md.j2 a value is plain text unless a filter of this file has made it Markdown.
 """
 
 import html
@@ -22,20 +21,18 @@ TEMPLATES = Path(__file__).with_name("templates")
 
 
 def render(template: str, **values: Any) -> str:
-    """The page. In Markdown, parts of a template that are empty leave no blank lines."""
-    is_markdown = template.endswith(".md.j2")
-    page = _environment(is_markdown).get_template(template).render(values)
-    return re.sub(r"\n{3,}", "\n\n", page).strip() + "\n" if is_markdown else page
+    """The page. Parts of a template that are empty leave no blank lines."""
+    page = _environment().get_template(template).render(values)
+    return re.sub(r"\n{3,}", "\n\n", page).strip() + "\n"
 
 
 @cache
-def _environment(is_markdown: bool) -> Environment:
+def _environment() -> Environment:
     made = Environment(
         loader=FileSystemLoader(TEMPLATES, "ascii"),
         autoescape=True,  # leaves alone what finalize has made Markdown
-        finalize=text if is_markdown else lambda one: one if isinstance(one, Markup) else printable(one),
+        finalize=text,
         undefined=StrictUndefined,
-        trim_blocks=not is_markdown,
     )
     filters = (amount, block, bullets, code, columns, each, folded, formatted, known, link, plural, table)
     made.filters |= {function.__name__: function for function in (*filters, url)}
