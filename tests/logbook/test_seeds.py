@@ -7,7 +7,7 @@ import pytest
 from scipy import stats
 
 from tests.logbook.pages import check, is_golden, rows, write_run
-from tools.logbook.seeds import Group, compare, seeds_needed, verdict
+from tools.logbook.seeds import Group, compare, verdict
 
 
 def group(name: str, values, seeds=None) -> Group:
@@ -38,29 +38,12 @@ def test_pairs_of_equal_seeds_and_welchs_test_of_others():
     assert paired.mean == pytest.approx(np.mean(draws[1]) - np.mean(draws[0]))
 
 
-@pytest.mark.parametrize(("effect", "is_paired"), [(1.0, True), (0.5, True), (1.0, False), (0.7, False)])
-def test_the_seeds_that_are_said_to_tell_do(effect, is_paired):
-    """Four times out of five: of 1,000 draws with so many seeds, and less often with fewer."""
-    random, seeds = np.random.RandomState(2), seeds_needed(effect, is_paired)
-    share = {}
-    for count in (seeds, seeds // 2):
-        if is_paired:
-            p = stats.ttest_1samp(random.normal(effect, 1, (1000, count)), 0, axis=1).pvalue
-        else:
-            first, second = random.normal(0, np.sqrt(0.5), (2, 1000, count))
-            p = stats.ttest_ind(second + effect, first, axis=1, equal_var=False).pvalue
-        share[count] = (p < 0.05).mean()
-    assert 0.76 < share[seeds] < 0.88, share
-    assert share[seeds // 2] < 0.7, share
-
-
 def test_verdicts():
     low, high = group("a", [0.90, 0.91, 0.92]), group("b", [0.95, 0.96, 0.98])
     assert verdict(low, high).startswith("b is better than a with n = 3 (+0.0533, 95 %: ")
     assert verdict(high, low).startswith("a is worse than b with n = 3 (-0.0533, ")
     assert re.fullmatch(
-        r"c and a are not distinguishable with n = 3 \(\+0.0067, .*; paired t-test, p = 0.\d\d\). About \d+"
-        " seeds per variant would detect a difference of this size with 80% power.",
+        r"c and a are not distinguishable with n = 3 \(\+0.0067, .*; paired t-test, p = 0.\d\d\).",
         verdict(low, group("c", [0.92, 0.90, 0.93])),
     )
     assert "n = 2 and 3" in verdict(low, group("d", [0.9, 0.95]))

@@ -5,7 +5,6 @@ weights and the order of the images, and so a part of the noise; else Welch's, w
 variances. Both assume that accuracies over seeds are normally distributed.
 """
 
-import itertools
 import json
 import math
 import statistics
@@ -17,8 +16,7 @@ from typing import Any, NamedTuple
 from common.system.text import natural
 from tools.logbook.record import RunRecord
 
-ALPHA, POWER = 0.05, 0.8  # of the test; of the number of seeds that would tell
-MOST_SEEDS = 10_000
+ALPHA = 0.05  # of the test
 TINY = 1e-12  # a deviation that is rounding
 # What does not decide what is trained
 PLACES = ("seed", "output_dir", "model_folder", "s3", "cache_dir")
@@ -72,7 +70,6 @@ class Difference(NamedTuple):
     high: float
     p: float
     is_paired: bool
-    effect: float  # its size in standard deviations, as seeds_needed() takes it
 
 
 def group(runs: Sequence[RunRecord], names: Sequence[str]) -> list[Group]:
@@ -135,36 +132,18 @@ def compare(first: Group, second: Group) -> Difference | None:
         return None
     mean, is_paired = second.mean - first.mean, first.values.keys() == second.values.keys()
     errors = [(group.deviation or 0.0) * group.error for group in (first, second)]
-    spread, error = math.hypot(first.deviation or 0.0, second.deviation or 0.0), math.hypot(*errors)
+    error = math.hypot(*errors)
     if is_paired:
-        spread = statistics.stdev(second.values[seed] - first.values[seed] for seed in first.values)
-        error = spread * first.error
-    if spread < TINY:
+        error = first.error * statistics.stdev(
+            second.values[seed] - first.values[seed] for seed in first.values
+        )
+    if error < TINY:
         return None
     counts = [len(group.values) - 1 for group in (first, second)]
     freedom = error**4 / sum(e**4 / n for e, n in zip(errors, counts, strict=True))
     freedom = counts[0] if is_paired else freedom
     p, half = 2 * float(stats.t.sf(abs(mean) / error, freedom)), _critical(freedom) * error
-    return Difference(mean, mean - half, mean + half, p, is_paired, abs(mean) / spread)
-
-
-def seeds_needed(effect: float, is_paired: bool) -> int | None:
-    """The fewest seeds of each group by which a t-test finds a difference with POWER; None: too many.
-
-    effect: the difference in standard deviations: of the pairs' differences, or else of a difference between
-    a run of each group. By the noncentral t distribution.
-    """
-    from scipy import stats
-
-    if effect == 0:
-        return None
-    for seeds in itertools.chain(range(2, 100), range(100, MOST_SEEDS, 10)):
-        freedom = seeds - 1 if is_paired else 2 * (seeds - 1)
-        critical, shift = _critical(freedom), effect * math.sqrt(seeds)
-        missed = stats.nct.cdf(critical, freedom, shift) - stats.nct.cdf(-critical, freedom, shift)
-        if 1 - missed >= POWER:
-            return seeds
-    return None
+    return Difference(mean, mean - half, mean + half, p, is_paired)
 
 
 def _critical(freedom: float) -> float:
@@ -174,7 +153,7 @@ def _critical(freedom: float) -> float:
 
 
 def verdict(first: Group, second: Group) -> str:
-    """One sentence: better, worse, or not distinguishable, and how many seeds would tell."""
+    """One sentence: better, worse, or not distinguishable."""
     found = compare(first, second)
     if found is None:
         few = min(len(first.values), len(second.values)) < 2
@@ -186,10 +165,4 @@ def verdict(first: Group, second: Group) -> str:
     if found.p < ALPHA:
         word = "better" if found.mean > 0 else "worse"
         return f"{second.name} is {word} than {first.name} with {count} ({between})."
-    unclear = f"{second.name} and {first.name} are not distinguishable with {count} ({between})."
-    if first.folds:
-        return unclear
-    needed = seeds_needed(found.effect, found.is_paired)
-    more = f"More than {MOST_SEEDS:,}" if needed is None else f"About {needed:,}"
-    would = f"{more} seeds per variant would detect a difference of this size with {POWER:.0%} power."
-    return f"{unclear} {would}"
+    return f"{second.name} and {first.name} are not distinguishable with {count} ({between})."
