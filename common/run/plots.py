@@ -4,7 +4,6 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,8 +19,6 @@ NAME = 28  # characters in a line of a class's name
 # image, width of a column, and the least width of the sheet, in inches
 CAPTION, TITLE_PER_IN = 22, 11
 LINE_IN, EDGE_IN, CELL_IN, MIN_SHEET_IN = 0.125, 1.25, 1.35, 4
-# Used where they are installed
-WIDE = ("Noto Sans CJK SC", "Noto Sans SC", "WenQuanYi Zen Hei", "Hiragino Sans GB", "Noto Emoji")
 POINTS = 500  # in a curve; longer curves are averaged
 
 
@@ -134,12 +131,9 @@ def _figure(
 ) -> Iterator[Any]:
     """A figure that is written to `path` at the end. It does not use pyplot's global state."""
     from matplotlib.figure import Figure
-    from matplotlib.text import Text
 
     figure = Figure(figsize=size_in, layout=layout, facecolor="white")
     yield figure
-    for text in figure.findobj(Text):
-        text.set_fontfamily(_fonts()[0])
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=DPI)
 
@@ -154,21 +148,13 @@ def _averaged(x: Sequence[float], y: Sequence[float]) -> tuple[list[float], list
     return means_x, means_y
 
 
-@cache
-def _fonts() -> tuple[list[str], set[int]]:
-    """The fonts of figures, by falling priority, and the characters that they have."""
-    from matplotlib.font_manager import fontManager, get_font
-
-    files = {font.name: font.fname for font in fontManager.ttflist}
-    names = [name for name in ("DejaVu Sans", *WIDE) if name in files]
-    return names, set().union(*(get_font(files[name]).get_charmap() for name in names))
-
-
 def _plain(text: str) -> str:
-    """The text in characters that the fonts have, others as \\u732b, with dollar signs escaped: they begin
-    formulas."""
-    known = _fonts()[1] | {ord("\n"), ord("\t")}
-    shown = (c if ord(c) in known else f"\\u{ord(c):04x}" for c in printable_lines(text))
+    """The text in characters that matplotlib's font has, others as \\u732b, with dollar signs escaped: they
+    begin formulas."""
+    from matplotlib.font_manager import FontProperties, findfont, get_font
+
+    known = get_font(findfont(FontProperties())).get_charmap()
+    shown = (c if ord(c) in known or c in "\n\t" else f"\\u{ord(c):04x}" for c in printable_lines(text))
     return "".join(shown).replace("$", r"\$")
 
 
