@@ -13,7 +13,6 @@ The folder (--output_dir, else predictions/<run>) gets predictions.csv and predi
 likely classes of each picture and their probabilities, and sheet.png with the first pictures. A file that is
 no image is listed with the reason, and does not end the command. --embeddings FILE.npy gets a row for each
 picture: its `id`, which is its file, and `features`, float32, as they are before the model's head.
---embeddings_2d draws them in FILE.png, too (t-SNE).
 """
 
 import dataclasses
@@ -56,11 +55,10 @@ class Prediction(Inference):
     crop: str = setting("auto", choices=("auto", "center", "whole"))
     workers: int = setting(2, "decoding processes per device; 0 decodes between the batches", minimum=0)
     embeddings: str | None = setting(None, "a .npy file for the features before the head, a row per picture")
-    embeddings_2d: bool = setting(False, "draw the features in two dimensions")
 
     def __post_init__(self) -> None:
-        if (self.embeddings_2d or self.embeddings) and not (self.embeddings or "").endswith(".npy"):
-            raise ValueError(f"--embeddings {self.embeddings or ''}: give a file, FILE.npy")
+        if self.embeddings and not self.embeddings.endswith(".npy"):
+            raise ValueError(f"--embeddings {self.embeddings}: give a file, FILE.npy")
 
 
 def main() -> None:
@@ -76,7 +74,7 @@ def main() -> None:
         def report() -> None:
             folder = Path(flags.output_dir or f"predictions/{trained.run_name}")
             if flags.embeddings:
-                write_embeddings(Path(flags.embeddings), rows, flags.embeddings_2d)
+                write_embeddings(Path(flags.embeddings), rows)
             write(folder, rows, trained)
             show(rows, folder, seconds)
 
@@ -158,8 +156,8 @@ def write(folder: Path, rows: list[Row], trained: TrainedModel) -> None:
         draw(folder / "sheet.png", good, trained)
 
 
-def write_embeddings(file: Path, rows: list[Row], is_drawn: bool) -> None:
-    """Takes the features out of the rows. Writes FILE.npy and, if it is to be drawn, FILE.png."""
+def write_embeddings(file: Path, rows: list[Row]) -> None:
+    """Takes the features out of the rows, and writes them."""
     good = [row for row in rows if "features" in row]
     features = np.array([row.pop("features") for row in good], np.float32)  # [n, features]
     files = np.array([printable(row["file"]) for row in good], str)
@@ -167,16 +165,6 @@ def write_embeddings(file: Path, rows: list[Row], is_drawn: bool) -> None:
     table["id"], table["features"] = files, features
     file.parent.mkdir(parents=True, exist_ok=True)
     np.save(file, table)
-    if is_drawn and len(good) > 2:
-        from sklearn.manifold import TSNE
-
-        from common.run import plots
-
-        points = TSNE(perplexity=min(30, len(good) / 4), random_state=0).fit_transform(features)  # [n, 2]
-        names = np.array([row["classes"][0] for row in good])
-        clouds = {name: points[names == name].T for name in sorted(set(names))}
-        panel = plots.Panel("t-SNE 1", "t-SNE 2", clouds, is_cloud=True)
-        plots.panels(file.with_suffix(".png"), [[panel]], f"{len(good):,} pictures by predicted class")
 
 
 def draw(file: Path, rows: list[Row], trained: TrainedModel) -> None:

@@ -32,7 +32,6 @@ class Panel:
     bars: dict[str, float] = field(default_factory=dict)
     from_zero: bool = False  # the y axis
     is_log: bool = False  # the y axis
-    is_cloud: bool = False  # points, not joined
 
 
 def panel(lines: Sequence[dict[str, Any]], x: str, y: str, names: Sequence[str]) -> Panel:
@@ -55,10 +54,8 @@ def panels(path: Path, rows: Sequence[Sequence[Panel]], title: str) -> None:
             names = [_short(name) for name in panel.bars]
             axes.barh(names, list(panel.bars.values()), height=0.6)
             for name, (x, y) in panel.curves.items():
-                marker, line = "o" if len(x) < 40 else None, "" if panel.is_cloud else "-"
-                points = (x, y) if panel.is_cloud else _averaged(x, y)
-                style = {"marker": "." if panel.is_cloud else marker, "linestyle": line, "markersize": 3}
-                axes.plot(*points, label=_short(name), linewidth=1.2, **style)
+                style = {"marker": "o" if len(x) < 40 else None, "markersize": 3, "linewidth": 1.2}
+                axes.plot(*_averaged(x, y), label=_short(name), **style)
             if panel.bars:
                 axes.invert_yaxis()
             if 1 < len(panel.curves) <= NAMED_CURVES:

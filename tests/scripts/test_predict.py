@@ -49,7 +49,7 @@ def test_each_picture_once_as_validate_predicts_it(launcher, trained, pictures, 
     """On one and two processes; a file that is no image ends nothing."""
     words = ["predict.py", trained, pictures / "even", f"{pictures}/odd/**/*.png", pictures / "broken.png"]
     words += ["--mixed_precision", "no", "--per_device_batch_size", 50, "--top", 3]
-    words += ["--embeddings", tmp_path / "features.npy", "--embeddings_2d"]
+    words += ["--embeddings", tmp_path / "features.npy"]
     output = run([*launcher, *words, "--output_dir", tmp_path])
     assert f"{COUNT} pictures predicted, 1 left out" in output
     assert "broken.png is left out: " in output
@@ -66,9 +66,8 @@ def test_each_picture_once_as_validate_predicts_it(launcher, trained, pictures, 
             assert row["probabilities"][0] == pytest.approx(image["probability"], abs=1e-5)
     table = list(csv.DictReader((tmp_path / "predictions.csv").open()))
     assert [row["file"] for row in table if row["class_1"]] == [row["file"] for row in rows.values()]
-    for name in ("sheet.png", "features.png"):
-        with Image.open(tmp_path / name) as picture:
-            assert min(picture.size) > 300
+    with Image.open(tmp_path / "sheet.png") as picture:
+        assert min(picture.size) > 300
     found = np.load(tmp_path / "features.npy")
     assert found["id"].tolist() == [row["file"] for row in rows.values()]
     head = load_file(
