@@ -34,7 +34,6 @@ from common.system.text import did_you_mean
 from tools.launch.elastic import ElasticJob
 from tools.launch.hosts import NAME, Host, read_hostfile, select
 from tools.launch.job import JobRunner, LaunchPlan
-from tools.launch.spot import SERVICES
 
 SINGLE = "accelerate_configs/single_gpu.yaml"
 DDP = "accelerate_configs/ddp_2gpu.yaml"  # for any number of processes
@@ -70,7 +69,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--master_addr", help="the first host's address (default: as ssh reaches it)")
     add("--min_hosts", type=int, help="elastic: hosts may leave and join, at least this many stay")
     add("--max_hosts", type=int, help="with --min_hosts: the most hosts at once")
-    add("--spot_notice", choices=SERVICES, help="stop a host at its cloud's notice of preemption")
     add("--env", action="append", default=[], metavar="NAME", help="pass this variable")
     add("--log_dir", type=Path, help="for each host's log (default: runs/launch/<time>)")
     add("--dry_run", action="store_true", help="print each host's command, and exit")
@@ -124,9 +122,7 @@ def plan(flags: argparse.Namespace, hosts: list[Host] | None = None) -> LaunchPl
     given = re.findall(r" --timeout_s[ =](\d+)(?= |$)", " ".join(map(underscores, flags.script)))
     timeout_s = int(given[-1]) if given else Job.timeout_s
     launcher = ["--config_file", str(config), *_for_several(content, hosts, timeout_s)]
-    return LaunchPlan(
-        hosts, launcher, flags.script, env, flags.spot_notice, flags.master_addr, flags.port, log_dir
-    )
+    return LaunchPlan(hosts, launcher, flags.script, env, flags.master_addr, flags.port, log_dir)
 
 
 def _hosts(flags: argparse.Namespace) -> list[Host]:

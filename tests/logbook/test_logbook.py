@@ -159,7 +159,7 @@ def gpu_run(folder: Path) -> Path:
         {"step": 10, "epoch": 1.0, "wall_s": 20.0} | moved,
         {"step": 14, "epoch": 1.4, "wall_s": 29.0, "interrupted_at": 1000.0, "why": "SIGTERM | a"},
         {"step": 15, "epoch": 1.5, "wall_s": 30.0, "resumed_at": 1060.0},
-        {"step": 20, "epoch": 2.0, "wall_s": 40.0, "interrupted_at": 2000.0, "why": "aws: terminate"},
+        {"step": 20, "epoch": 2.0, "wall_s": 40.0, "interrupted_at": 2000.0, "why": "SIGUSR1"},
     ]
     write_lines(folder / "metrics.jsonl", lines + more)
     (folder / "telemetry-h1.jsonl").unlink()

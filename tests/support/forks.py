@@ -48,7 +48,7 @@ READ_AT_START = ("HF_", "HUGGING", "HOME", "LANG", "LC_", "LD_", "MALLOC_", "MPL
 READ_AT_START += ("TORCHDYNAMO_", "TORCH_LOGS", "TORCH_TRACE", "TORCH_COMPILE")
 HANDLED = ("PYTHONPATH", "PYTHONWARNINGS", "PYTHONUNBUFFERED")
 # They start nothing that can be forked, or wait until no process is left below them.
-WITHOUT_SERVER = ("train_", "validate", "prep_", "tools.launch.agent", "tools.launch.spot")
+WITHOUT_SERVER = ("train_", "validate", "prep_", "tools.launch.agent")
 LIMITS = (resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE, resource.RLIMIT_AS)
 PR_SET_MM, PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER, PR_SET_MM_MAP = 35, 36, 37, 14
 

@@ -25,7 +25,6 @@ class LaunchPlan:
     launcher: list[str]  # flags of accelerate launch
     script: list[str]  # the script and its flags
     env: dict[str, str]  # for each process; sent over stdin, so that no command line shows it
-    cloud: str | None  # whose notices of preemption each host polls (tools/launch/spot.py)
     master_addr: str | None
     port: int
     log_dir: Path
@@ -41,8 +40,7 @@ class LaunchPlan:
         own = f"--num_machines {hosts} --num_processes {hosts * len(self.hosts[rank].devices)}".split()
         if hosts > 1:
             own += f"--machine_rank {rank} --main_process_ip {master} --main_process_port {self.port}".split()
-        words = [sys.executable, "-m", "accelerate.commands.launch", *self.launcher, *own, *self.script]
-        return [sys.executable, "-m", "tools.launch.spot", self.cloud, "--", *words] if self.cloud else words
+        return [sys.executable, "-m", "accelerate.commands.launch", *self.launcher, *own, *self.script]
 
     def address(self, connections: Sequence[HostConnection]) -> str:
         """The first host's address, by which all reach it. connections: to all hosts, which have answered."""

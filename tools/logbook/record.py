@@ -88,7 +88,7 @@ class RunRecord:
 
     @property
     def interruptions(self) -> list[tuple[int, str, float | None]]:
-        """The stops by a signal or a notice: step, reason, and seconds to the first step after each."""
+        """The stops by a signal: step, reason, and seconds to the first step after each."""
         found: list[tuple[int, str, float | None]] = []
         for line in self.metrics:
             if "interrupted_at" in line:
