@@ -5,9 +5,8 @@
     python logbook.py index --folder logbook
 
 add      writes <script>/<strategy>/<batch>_<epochs>_<hosts>_<processes per host>.md for each run. Another
-         run of that name gets -2; the same run replaces its own page. --plan FILE and --price_per_hour add
-         the cost, beside the plan, and where the time went
-compare  writes a page in compare/ with cost, accuracy and all other differences of the runs. It refuses runs
+         run of that name gets -2; the same run replaces its own page
+compare  writes a page in compare/ with time, accuracy and all other differences of the runs. It refuses runs
          that were evaluated on different images
 index    writes README.md, which add and compare also update
 
@@ -26,7 +25,7 @@ from common.system.cli import check_positive, run_command
 from common.system.files import parse_json, write_text
 from common.system.paths import python_command, shortest
 from common.system.text import natural, numbered
-from tools.logbook import comparison, pictures, price
+from tools.logbook import comparison, pictures
 from tools.logbook import page as run_page
 from tools.logbook.comparison import Comparison, read_search
 from tools.logbook.page import index_values
@@ -62,30 +61,23 @@ def parse(words: list[str]) -> argparse.Namespace:
     compare = command("compare", compare_runs, "write a page that compares runs")
     for argument in (add, compare):
         argument("runs", nargs="+", type=Path, metavar="RUN", help="the folder of a run")
-    plan = "by plan.py --output: compare the run's time, cost and memory with it"
-    add("--plan", type=Path, metavar="FILE", help=plan)
-    price = "of all hosts together, in any currency: show what the run and its interruptions cost"
-    add("--price_per_hour", type=float, help=price)
     compare("--name", help="name of the page; unset: made from the runs")
     compare("--target_accuracy", type=float, help="unset: the highest that all runs have reached")
-    compare("--price_per_hour", type=float, help="price of one host, in any currency")
     different = "compare runs that were evaluated on different images"
     compare("--allow_different_data", action="store_true", help=different)
     searches = {"nargs": "+", "type": Path, "default": [], "metavar": "FILE"}
     compare("--batch_search", **searches, help="results of find_batch_size.py")
     flags = parser.parse_args(words)
-    check_positive(parser, flags, "target_accuracy", "price_per_hour")
+    check_positive(parser, flags, "target_accuracy")
     return flags
 
 
 def add_runs(flags: argparse.Namespace) -> list[Path]:
     runs = [RunRecord(folder) for folder in flags.runs]
-    plans = [price.plan_of(flags.plan, run) if flags.plan else {} for run in runs]
-    terms = [price.Terms(plan, flags.price_per_hour) for plan in plans]
-    return [write_run(flags.folder, *one) for one in zip(runs, terms, strict=True)]
+    return [write_run(flags.folder, run) for run in runs]
 
 
-def write_run(logbook: Path, run: RunRecord, terms: price.Terms) -> Path:
+def write_run(logbook: Path, run: RunRecord) -> Path:
     facts = run.facts
     processes, hosts = facts.get("processes"), facts.get("hosts")
     per_host = processes // hosts if processes and hosts else None
@@ -94,13 +86,13 @@ def write_run(logbook: Path, run: RunRecord, terms: price.Terms) -> Path:
     folder = logbook / file_name(facts.get("script", "unknown")) / file_name(facts.get("strategy", "unknown"))
     page = free_page(folder, file_name(stem), run.identity)
     drawn = pictures.draw(run, page.with_suffix(""))
-    return write_page(page, index_values(run) | run.identity, run_page.page(run, page.stem, drawn, terms))
+    return write_page(page, index_values(run) | run.identity, run_page.page(run, page.stem, drawn))
 
 
 def compare_runs(flags: argparse.Namespace) -> list[Path]:
     runs = [RunRecord(folder) for folder in flags.runs]
     searches = tuple(read_search(file) for file in flags.batch_search)
-    what = Comparison(runs, flags.target_accuracy, flags.price_per_hour, searches, flags.allow_different_data)
+    what = Comparison(runs, flags.target_accuracy, searches, flags.allow_different_data)
     folder, identity = flags.folder / COMPARE, {"runs": [run.identity for run in runs]}
     if flags.name:
         page = folder / f"{file_name(flags.name)}.md"

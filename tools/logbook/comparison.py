@@ -1,4 +1,4 @@
-"""A page of the log book that compares several runs: cost, accuracy, and other differences."""
+"""A page of the log book that compares several runs: time, accuracy, and other differences."""
 
 import math
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from typing import Any
 
 from common.system.paths import public_path
 from common.system.text import plural
-from tools.logbook import price, seeds
+from tools.logbook import seeds
 from tools.logbook.markdown import code, render
 from tools.logbook.record import KINDS, RunRecord, as_flag, complete, read_output
 
@@ -24,13 +24,11 @@ class Comparison:
     """Compares two runs or more with the first. searches: results of find_batch_size.py.
 
     target_accuracy: by default the lowest of the runs' best accuracies, which all have reached.
-    price_per_hour: of one host. ValueError for runs that were evaluated on different images, unless
-    allow_different_data.
+    ValueError for runs that were evaluated on different images, unless allow_different_data.
     """
 
     runs: list[RunRecord]
     target_accuracy: float | None = None
-    price_per_hour: float | None = None
     searches: tuple[dict[str, Any], ...] = ()
     allow_different_data: bool = False
 
@@ -187,7 +185,6 @@ def page(comparison: Comparison, picture: str, pages: list[str | None]) -> str:
         groups=groups,
         verdicts=[seeds.verdict(groups[0], other) for other in groups[1:]],
         target=comparison.target,
-        an_hour=comparison.price_per_hour,
         columns=[_column(comparison, *one) for one in zip(runs, names, strict=True)],
         picture=picture,
         different=[[name, *map(code, values)] for name, values in differences(runs).items()],
@@ -207,14 +204,11 @@ def title(comparison: Comparison) -> str:
 
 def _column(comparison: Comparison, run: RunRecord, name: str) -> dict[str, Any]:
     """The run's facts, and what its column of the table has beside them."""
-    first, facts, an_hour = comparison.runs[0], run.facts, comparison.price_per_hour
+    first, facts = comparison.runs[0], run.facts
     factor, reason = speed_up(first, run, "train_s")
     before, after = first.facts.get("processes"), facts.get("processes")
     target = math.inf if comparison.target is None else comparison.target
-    accuracy, (busy, kind) = seeds.headline(run), run.utilisation_pct
-    cost, used_s = None, price.used_s(run)
-    if an_hour is not None and used_s is not None and {"wall_s", "hosts"} <= facts.keys():
-        cost = used_s / 3600 * facts["hosts"] * an_hour  # of all hosts, with what restarts have lost
+    busy, kind = run.utilisation_pct
     reached = (line["wall_s"] for line in run.evaluations if line.get("val/accuracy", -1) >= target)
     return facts | {
         "name": name,
@@ -225,8 +219,6 @@ def _column(comparison: Comparison, run: RunRecord, name: str) -> dict[str, Any]
         "whole_speed_up": speed_up(first, run, "wall_s")[0],
         "memory": run.memory_gib,
         "busy": busy and f"{busy:.0f} % of {kind}s",
-        "cost": cost,
-        "cost_of_a_point": cost / (100 * accuracy) if cost is not None and accuracy else None,
         "largest": _largest(run, comparison.searches),
     }
 

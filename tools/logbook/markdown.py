@@ -4,7 +4,6 @@ In templates/*.md.j2 a value is plain text unless a filter of this file has made
 """
 
 import html
-import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
@@ -34,7 +33,7 @@ def _environment() -> Environment:
         finalize=text,
         undefined=StrictUndefined,
     )
-    filters = (amount, block, bullets, code, columns, each, folded, formatted, known, link, plural, table)
+    filters = (block, bullets, code, columns, each, folded, formatted, known, link, plural, table)
     made.filters |= {function.__name__: function for function in (*filters, url)}
     return made
 
@@ -69,16 +68,6 @@ def bullets(lines: Iterable[object]) -> Markup:
 def formatted(value: float | str | None, form: str = "{:,.1f}") -> str | None:
     """The value in the form of str.format(), as `{:,.1f} s`. None and Markdown stay."""
     return value if value is None or isinstance(value, Markup) else form.format(value)
-
-
-def amount(value: float | None, unit: str = "", scale: float = 1) -> str | None:
-    """The value, times scale, with three significant digits at least."""
-    if value is None or not math.isfinite(value := value * scale):
-        return None
-    if 0 < abs(value) < 1e-6:
-        return f"{value:.2e}{unit}"
-    digits = 2 - math.floor(math.log10(abs(value))) if value else 0
-    return f"{value:,.{max(0, digits)}f}{unit}"
 
 
 def table(

@@ -7,9 +7,9 @@ from typing import Any
 from common.system.files import own_files
 from common.system.paths import public_path
 from common.system.text import some_of
-from tools.logbook import price
 from tools.logbook.markdown import code, formatted, render
 from tools.logbook.record import KINDS, RunRecord, as_flag, complete, stamped_files
+from tools.logbook.spent import parts_s, paused_s, starts
 
 SHOWN_CLASSES = 20  # rows of the table of classes
 SHOWN_CHARACTERS = 60_000  # of an nvidia-smi dump: GitHub shows pages up to 512 kB
@@ -18,7 +18,7 @@ INDEXED = ["script", "strategy", "batch_size", "epochs", "hosts", "processes", "
 INDEXED += ["best_accuracy", "final_accuracy", "test_accuracy", "val_name", "test_name", "wall_s"]
 
 
-def page(run: RunRecord, stem: str, pictures: list[str], terms: price.Terms = price.NONE) -> str:
+def page(run: RunRecord, stem: str, pictures: list[str]) -> str:
     """The page. stem: of its file, and of the folder with its pictures."""
     from common.run.finish import early_end  # imports torch
 
@@ -30,14 +30,15 @@ def page(run: RunRecord, stem: str, pictures: list[str], terms: price.Terms = pr
         run=run,
         stem=stem,
         pictures=pictures,
-        terms=terms,
-        an_hour=price.price_per_hour(run, terms),
         facts=facts,
         about=about,
         early_end=early_end(run.facts),
         evaluations=_evaluations(run),
         reports={name: _report(report) for name, report in run.reports.items() if report},
         stamps=_stamps(run),
+        parts=parts_s(run),
+        paused_s=paused_s(run),
+        restarts=len(starts(run)) - 1,
         memory=[{"process": rank} | found for rank, found in enumerate(facts["memory_gib"] or [])],
         dumps=_dumps(run),
         command=shlex.join(map(public_path, about["command"] or [])),
@@ -46,7 +47,6 @@ def page(run: RunRecord, stem: str, pictures: list[str], terms: price.Terms = pr
         changed=[recipe[n] for n, value in run.recipe.items() if n in defaults and value != defaults[n]],
         public_path=public_path,
         quote=shlex.quote,
-        price=price,
     )
 
 

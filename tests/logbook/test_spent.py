@@ -1,0 +1,98 @@
+"""Where the time of a run went: its parts, what restarts have lost, and the section of the page."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.system.phase import _Now
+from common.system.processes import own_age_s
+from tests.conftest import CNN, python, result, run
+from tests.logbook.pages import BARS, HOSTILE, check, is_golden, rows, write_lines, write_run
+from tools.logbook.page import page
+from tools.logbook.record import RunRecord
+from tools.logbook.spent import lost_s, parts_s, paused_s, starts
+
+SPENT = {"training": 105.0, "reading data": 5.0, "evaluation": 15.0, "saving": 4.0, "starting": 20.0}
+SPENT |= {"ending": 1.0}
+
+
+def section(run: RunRecord) -> str:
+    """The section, which begins no other one."""
+    return page(run, "x", []).partition("## Where the time went\n")[2].partition("\n## ")[0]
+
+
+def test_the_section_is_the_stored_one(tmp_path):
+    one = RunRecord(write_run(tmp_path / "run", wall_s=150.0, spent_s=SPENT))
+    assert is_golden("spent.md", section(one), tmp_path)
+    assert sum(parts_s(one).values()) == one.facts["wall_s"]
+    assert section(RunRecord(write_run(tmp_path / "other"))) == "", "a process records this when it ends"
+
+
+def header(host: str, t: float, age_s: float | None = None, before_s: float = 0.0) -> dict[str, Any]:
+    return {"host": host, "t": t} | ({} if age_s is None else {"age_s": age_s, "before_s": before_s})
+
+
+def test_what_restarts_have_lost_is_measured_by_the_telemetry(tmp_path):
+    """Three processes. The first one ends 30 s after its last checkpoint, the second one 10 s, on another
+    host, which was a worker before; 60 s and 5 s later the next ones begin."""
+    first = [header("h1", 1010, 10), {"t": 1011, "step": 1}, {"t": 1100, "step": 90}]
+    first += [header("h1", 1245, 10, 120.0), {"t": 1250, "step": 250}]
+    second = [header("h2", 1010), {"t": 1099, "step": 89}]
+    second += [header("h2", 1180, 20, 70.0), {"t": 1220, "step": 100}]
+    run = RunRecord(write_run(tmp_path / "run", wall_s=150.0, spent_s=SPENT))
+    for lines in (first, second):
+        write_lines(run.folder / f"telemetry-{lines[0]['host']}.jsonl", lines)
+    run = RunRecord(run.folder)
+    assert [(start.before_s, start.ended_s) for start in starts(run)] == [(0, 100), (70, 130), (120, 135)]
+    assert (lost_s(run), paused_s(run)) == (30 + 10, 60 + 15)
+    text = section(run)
+    table = rows(text)
+    assert table["lost at restarts: work after the last checkpoint"] == ["40.0 s", "0.011", "21.1%"]
+    assert table["total"] == ["190.0 s", "0.053", "100.0%"]
+    assert "Not counted: 75 s between processes, at 2 restarts." in text
+
+
+@pytest.mark.parametrize(
+    "spent", [{"training": None, HOSTILE: 1.0, BARS: 0.0}, {"training": 1e300}, {"saving": 0.0}]
+)
+def test_odd_values_break_no_page(spent, tmp_path):
+    (tmp_path / "page.md").write_text(section(RunRecord(write_run(tmp_path / "run", spent_s=spent))))
+    check(tmp_path / "page.md")
+
+
+FLAGS = [*CNN, "--data", "digits", "--batch_size", "64", "--epochs", "2", "--log_every", "10"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, cache) -> Path:
+    """A run of two processes, one after another."""
+    place = tmp_path_factory.mktemp("spent")
+    words = [*python(), *FLAGS, *cache, "--telemetry_s", "0.1", "--output_dir", place / "run", "--max_steps"]
+    run([*words, "20"])
+    assert "continuing at step 20" in run([*words, "44"])
+    return place / "run"
+
+
+def test_the_parts_of_a_run_add_up_to_its_time(folder):
+    """Over both processes; the time between two of them does not count."""
+    found = result(folder)
+    parts = found["spent_s"]
+    assert parts.keys() == {"starting", "training", "reading data", "evaluation", "saving", "ending"}
+    assert min(parts.values()) > 0
+    assert sum(parts.values()) == pytest.approx(found["wall_s"], abs=0.1)
+    assert max(parts["training"], found["train_s"]) < found["wall_s"] - parts["starting"]
+    processes = starts(RunRecord(folder))
+    assert processes[0].before_s == 0
+    assert 0 < processes[1].before_s <= processes[0].ended_s + 0.2
+    assert processes[1].ended_s == pytest.approx(found["wall_s"], abs=1)
+
+
+def test_parts_divide_the_time_of_a_process():
+    mine = _Now()
+    assert mine.spent_s() == {"starting": pytest.approx(own_age_s(), abs=0.1)}
+    for part in ("training", "evaluation", "training"):
+        mine.enter(part)
+    mine.phase = "waiting for the data"
+    assert (mine.part, mine.spent_s().keys()) == ("training", {"starting", "training", "evaluation"})
+    assert sum(mine.spent_s().values()) == pytest.approx(own_age_s(), abs=0.1)
