@@ -56,7 +56,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--exclude", default="", help="as launch.py's")
     parser.add_argument("--config_file", type=Path, help="one of accelerate_configs/")
     parser.add_argument("--data", help="a folder, or s3://bucket/prefix of shards, that each host must reach")
-    parser.add_argument("--data_root", action="append", default=[], help="as the train scripts'")
     parser.add_argument("--output_dir", help="the run's folder (default: runs)", default="runs")
     parser.add_argument("--s3", help="s3://bucket/prefix to test from the first host")
     parser.add_argument("--port", type=int, default=29500)

@@ -3,7 +3,6 @@
     python prep_imagenet.py --data /downloads --out /data/imagenet
     python prep_imagenet.py --data /downloads --out /data/imagenet256 --resize 256
     python prep_imagenet.py --data s3://bucket/tars --out s3://bucket/imagenet --work_dir /scratch/imagenet
-    python prep_imagenet.py --data /downloads --out /data/imagenet_index --format index --no_verify
     python prep_imagenet.py --from folder --data /data/flowers --out /data/flower_shards
     python prep_imagenet.py --from shards --data s3://bucket/wds --format index --out /data/wds_index
 
@@ -14,8 +13,6 @@ check; an interrupted preparation then does not read again what is done.
 
 --format shards  tar files of about 256 MiB that `tar`, WebDataset and `datasets` read, with the images
                  shuffled by --seed. An index and, last, a manifest complete them. Pass it to --data
---format index   an index into the archives, which must stay where they are on this host; pass their
-                 folder to the train scripts' --data_root
 
 Images are copied byte for byte. CMYK images, and the PNG that is named .JPEG, become RGB JPEGs of quality 95,
 and are listed. --resize 256 scales larger images to a shorter side of 256 pixels, on all cores.
@@ -99,16 +96,15 @@ def _problem(flags: argparse.Namespace) -> str | None:
     places = [place for place in (flags.data, flags.train, flags.val) if place]
     local = [place for place in places if not place.startswith("s3://")]
     only_table = "--from parquet takes --data FOLDER, with train-*.parquet and val-* or test-*.parquet"
-    only_index = "--format index needs archives, and takes no --resize: it copies no image"
+    only_index = "--from shards and --format index go together, without --resize: they copy no image"
     unreadable = f"--out {flags.out}: other hosts can't read an index there of files on this host"
     problems = [
         (not places, "give --data, or --train and --val"),
         (flags.devkit and source != "imagenet", f"--devkit: --from {source} takes no devkit"),
         (flags.classes and source != "shards", f"--classes: --from {source} finds the names of the classes"),
         (source == "parquet" and local != [flags.data], only_table),
-        (source == "shards" and not index, "--from shards needs --format index: it copies no image"),
-        (index and (flags.resize or source in ("folder", "parquet")), only_index),
-        (index and remote and (local or source != "shards"), unreadable),
+        (index != (source == "shards") or (index and flags.resize), only_index),
+        (index and remote and local, unreadable),
         (remote != bool(flags.work_dir), "--work_dir is needed with --out s3://..., and only then"),
     ]
     return next((message for is_problem, message in problems if is_problem), None)

@@ -29,18 +29,16 @@ def flag(
     maximum: float = math.inf,
     part_of_recipe: bool = True,
     per_script: bool = False,
-    repeatable: bool = False,
     also: tuple[str, str] = ("", ""),
 ) -> Any:
     """Declares a field of a recipe as a flag. part_of_recipe: a resumed run must have the same value.
 
     help: empty where flags.yaml has it, as it takes more than a line. per_script: each script's
-    recipe declares its own default. repeatable: the flag of a tuple may be given several times, and all
-    values count; for other flags the last value counts. also: another name, and what its value means, as
-    ("model_folder", "{}/*").
+    recipe declares its own default. also: another name, and what its value means, as ("model_folder",
+    "{}/*").
     """
     metadata = {"help": help, "choices": choices, "minimum": minimum, "maximum": maximum, "also": also}
-    metadata |= {"part_of_recipe": part_of_recipe, "per_script": per_script, "repeatable": repeatable}
+    metadata |= {"part_of_recipe": part_of_recipe, "per_script": per_script}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -102,9 +100,8 @@ def add_flag(parser: argparse.ArgumentParser, field: dataclasses.Field, unit: st
     else:
         choices = field.metadata["choices"]
         metavar = "{" + ",".join(choices) + "}" if choices else _base_type(field).__name__.upper()
-        action = "append" if field.metadata["repeatable"] else "store"
         names = [f"--{field.name}", *(["--learning_rate"] if field.name == "lr" else [])]
-        parser.add_argument(*names, dest=field.name, metavar=metavar, help=help, action=action)
+        parser.add_argument(*names, dest=field.name, metavar=metavar, help=help)
         if name := field.metadata["also"][0]:
             type, help = field.metadata["also"][1].format, help_of(field, name)
             parser.add_argument(f"--{name}", dest=field.name, metavar="STR", type=type, help=help)

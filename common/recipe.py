@@ -96,7 +96,6 @@ class ImageRecipe(Recipe):
     streams: int | None = flag(None, minimum=1)
     shuffle_window: int = flag(4096, minimum=1)
     on_bad_image: str = flag("fail", choices=("fail", "skip"))
-    data_root: tuple[str, ...] = setting((), repeatable=True)
     cache_dir: str | None = setting(None)
     cache_gib: float = setting(112.0, minimum=0)
     workers: int = setting(2, minimum=0)
@@ -153,7 +152,6 @@ def parse(recipe_class: type[R], argv: list[str] | None = None) -> R:
         values = read_config(Path(given["config"]), fields) if given["config"] else {}
         for field in fields:
             if (value := given[field.name]) is not None:
-                value = ",".join(value) if field.metadata["repeatable"] else value
                 values[field.name] = typed(field, value, f"--{field.name}")
         recipe = recipe_class(**values)
     except ValueError as error:

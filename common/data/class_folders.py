@@ -167,7 +167,7 @@ def _hint(root: Path) -> str:
         data, index = map(shlex.quote, (str(root), f"{root}_index"))
         return printable(
             "; index tar files of WebDataset's form by python prep_imagenet.py --from shards --format index"
-            f" --data {data} --out {index}, and give --data {index} --data_root {data}"
+            f" --data {data} --out {index}, and give --data {index}"
         )
     if tables := sorted(path for path in root.iterdir() if path.suffix.lower() in LISTS):
         return printable(f"; for images that a list names give --data {tables[0]}")

@@ -4,8 +4,8 @@
     <split>_index.npy  int64 [N, 4]: shard, offset of the image's bytes, their length, label; in this order
     <split>-00000.tar  each image's bytes and, as <key>.cls, its label
 
-Kind "index" names archives of this host instead, which may be sorted by class; kind "in_place" names shards
-of other people, on this host or in one bucket of S3.
+Kind "in_place" names shards of other people instead, on this host or in one bucket of S3. Kind "index", of
+version 1.0 alone, names archives of this host, which may be sorted by class.
 
 The 512 bytes before an image are its tar header. Messages take the image's key from there; of a name that is
 too long for the header they show the beginning.
@@ -16,10 +16,8 @@ import io
 import os
 import posixpath
 import re
-import shlex
 import tarfile
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from operator import itemgetter
 from pathlib import Path
@@ -100,11 +98,10 @@ def index_name(split: str) -> str:
     return f"{split}_index.npy"
 
 
-def find_local(folder: Path, roots: tuple[str, ...] = ()) -> Manifest | None:
-    """The manifest of a prepared folder; None if it is no prepared folder. roots: --data_root.
+def find_local(folder: Path) -> Manifest | None:
+    """The manifest of a prepared folder; None if it is no prepared folder.
 
-    Raises ValueError if it is damaged, names a file outside of the roots, or if a shard is missing or has
-    another size.
+    Raises ValueError if it is damaged, or if a shard is missing or has another size.
     """
     path = folder / MANIFEST
     if not path.is_file():
@@ -112,47 +109,10 @@ def find_local(folder: Path, roots: tuple[str, ...] = ()) -> Manifest | None:
             raise ValueError(f"--data {folder} has no {MANIFEST}: {UNFINISHED}")
         return None
     manifest = parse_manifest(path.read_bytes(), str(path))
-    check_roots(manifest, str(folder), roots)
     for split in manifest.splits.values():
         for shard in split.shards if manifest.store is None else ():
             _check_size(folder / shard.file, shard.bytes)
     return manifest
-
-
-def check_roots(manifest: Manifest, place: str, roots: tuple[str, ...]) -> None:
-    """Raises ValueError if an index names a file outside of --data_root, by default its own place.
-
-    Links are resolved. An index may come from strangers, and training reads the files that it names.
-    """
-    if manifest.kind == "shards":
-        return
-    roots = tuple(root for root in roots if root)
-    for file in dict.fromkeys(shard.file for split in manifest.splits.values() for shard in split.shards):
-        what = f"--data {place}: its index names {printable(file)}"
-        if not any(is_inside(file, root) for root in roots or (place,)):
-            allowed = " or ".join(roots) or "its own folder"
-            raise ValueError(f"{what}, outside of {allowed}: to allow that, give {data_root_flag([file])}")
-        if file.startswith("s3://") and manifest.kind == "index":
-            raise ValueError(f"{what}, but an index can only name files of this host: prepare shards from it")
-
-
-def is_inside(file: str, root: str) -> bool:
-    """True if a file is in a folder, all links resolved, or in S3 a key is below a prefix."""
-    if file.startswith("s3://") != root.startswith("s3://"):
-        return False
-    if file.startswith("s3://"):
-        names, above = file.split("/"), root.rstrip("/").split("/")
-        plain = not {"", ".", ".."} & set(names[2:])
-        return plain and names[: len(above)] == above and len(names) > len(above)
-    real, folder = os.path.realpath(file), os.path.realpath(os.path.expanduser(root))
-    return real != folder and os.path.commonpath([real, folder]) == folder
-
-
-def data_root_flag(files: Iterable[str]) -> str:
-    """The flags that allow an index to name these files."""
-    real = (file if file.startswith("s3://") else os.path.realpath(file) for file in files)
-    folders = dict.fromkeys(os.path.dirname(file) for file in real)
-    return " ".join(f"--data_root {shlex.quote(folder)}" for folder in folders)
 
 
 def _is_prepared(name: str) -> bool:
@@ -170,9 +130,8 @@ def _check_size(path: Path, size: int) -> None:
         raise ValueError(f"{path} has {found:,} bytes where {MANIFEST} says {size:,}: prepare again")
 
 
-def find_stored(store: ObjectStore, roots: tuple[str, ...] = ()) -> tuple[Manifest, bytes]:
-    """The manifest below a prefix, and its bytes. Raises ValueError when it is missing or damaged, or names
-    objects outside of the roots."""
+def find_stored(store: ObjectStore) -> tuple[Manifest, bytes]:
+    """The manifest below a prefix, and its bytes. Raises ValueError when it is missing or damaged."""
     content = store.read(MANIFEST, MANIFEST_LIMIT)
     if content is None:
         unfinished = any(map(_is_prepared, store.list()))
@@ -181,7 +140,6 @@ def find_stored(store: ObjectStore, roots: tuple[str, ...] = ()) -> tuple[Manife
     manifest = parse_manifest(content, f"{store.url}/{MANIFEST}")
     if manifest.kind != "shards" and manifest.store is None:
         raise ValueError(f"--data {store.url} is an index of one host's files: give its folder on that host")
-    check_roots(manifest, store.url, roots)
     return manifest, content
 
 
@@ -224,12 +182,11 @@ def _problem(manifest: Manifest) -> str | None:
         if not SHA256.fullmatch(split.index_sha256):
             return f"SHA-256 {_brief(split.index_sha256)}"
         for shard in split.shards:
-            in_store = shard.file.startswith("s3://")
+            in_store = manifest.kind == "in_place" and shard.file.startswith("s3://")
             is_named = (
                 SHARD_FILE.fullmatch(shard.file) if has_shards else in_store or os.path.isabs(shard.file)
             )
-            is_fetched = has_shards or (manifest.kind == "in_place" and in_store)
-            is_known = not is_fetched or SHA256.fullmatch(shard.sha256 or "")
+            is_known = not (has_shards or in_store) or SHA256.fullmatch(shard.sha256 or "")
             is_new = manifest.kind == "index" or shard.file not in files
             if not (is_named and is_known and is_new and shard.bytes >= 0 and shard.images >= 0):
                 return f"shard {_brief(shard.file)}"

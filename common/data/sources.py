@@ -71,7 +71,7 @@ def find_source(recipe: ImageRecipe, beat: Heartbeat, is_evaluated: bool = False
     before much is read.
     """
     data, holdout, columns = recipe.data, recipe.holdout, Columns(recipe.image_column, recipe.label_column)
-    source = _find(data, beat, recipe.data_root, columns)
+    source = _find(data, beat, columns)
     if any(columns) and not source.is_table:
         raise ValueError(f"--image_column and --label_column are for tables: --data {data} has no columns")
     if holdout is not None:
@@ -93,20 +93,19 @@ def find_source(recipe: ImageRecipe, beat: Heartbeat, is_evaluated: bool = False
     return source
 
 
-def _find(data: str, beat: Heartbeat, data_root: tuple[str, ...], columns: Columns) -> Source:
-    """data_root: folders in which the files of an index may lie."""
+def _find(data: str, beat: Heartbeat, columns: Columns) -> Source:
     if data == "digits":
         return Source(data, (), _write_digits, mirror=False)  # a mirrored 2 is no 2
     if data == "synthetic":
         return Source(data, (), _write_synthetic)
     if data == "cifar10" or data.startswith("hub:"):
         return _of_hub(data, load_from_hub(data, beat), columns)
-    return run_with_heartbeat(partial(_find_files, data, data_root, columns), beat)
+    return run_with_heartbeat(partial(_find_files, data, columns), beat)
 
 
-def _find_files(data: str, data_root: tuple[str, ...], columns: Columns) -> Source:
+def _find_files(data: str, columns: Columns) -> Source:
     if data.startswith("s3://"):
-        return _find_stored_shards(ObjectStore(data), data_root)
+        return _find_stored_shards(ObjectStore(data))
     # Links are not followed: hosts that keep the data in different places can give it one name.
     root = Path(os.path.abspath(Path(data).expanduser()))
     if root.is_file() and root.suffix.lower() in class_folders.TABLES:
@@ -115,7 +114,7 @@ def _find_files(data: str, data_root: tuple[str, ...], columns: Columns) -> Sour
         what = "is a file, no folder, CSV list or parquet file" if root.exists() else "does not exist"
         meant = did_you_mean(data, KNOWN) or f"give a folder or one of: {', '.join(KNOWN)}"
         raise ValueError(f"--data {data}: {what}; {meant}")
-    if manifest := shards.find_local(root, data_root):
+    if manifest := shards.find_local(root):
         return _of_shards(manifest, str(root), lambda name: (root / name).read_bytes())
     if (found := saved_files(root)) is not None:
         return _of_table_files(root, found, "{split}/{file}", columns)
@@ -172,9 +171,9 @@ def _write_synthetic(folder: Path, beat: Heartbeat) -> tuple[str, ...]:
 # Shards
 
 
-def _find_stored_shards(store: ObjectStore, data_root: tuple[str, ...]) -> Source:
+def _find_stored_shards(store: ObjectStore) -> Source:
     """Finds shards below a prefix in S3, or an index of others; each is fetched when it is needed."""
-    manifest, content = shards.find_stored(store, data_root)
+    manifest, content = shards.find_stored(store)
 
     def read(name: str) -> bytes:
         found = content if name == shards.MANIFEST else store.read(name, shards.INDEX_LIMIT)

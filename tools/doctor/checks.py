@@ -97,12 +97,11 @@ class Checks:
     def hosts(self) -> Iterator[Finding]:
         self.checked += ["ssh", "clock", "versions", "driver", "old-driver", "driver-broken", "code", "slots"]
         self.checked += ["own-name", "shm", "open-files", *(["data"] if self.flags.data else [])]
-        roots = [root for given in self.flags.data_root for root in given.split(",")]
 
         def ask(client: HostClient) -> dict[str, Any]:
             began = time.time()
             within_s = DATA_S if self.flags.data else ASK_S
-            answer = client.ask("facts", within_s, data=self.flags.data, data_root=roots)
+            answer = client.ask("facts", within_s, data=self.flags.data)
             # The host read its clock between `began` and now: a time within that interval is right.
             clock = answer.get("clock", began)
             return answer | {"clock_off_s": min(clock - began, 0) + max(clock - time.time(), 0)}

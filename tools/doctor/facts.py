@@ -50,7 +50,7 @@ def main() -> None:
         print(ANSWER + json.dumps(answer), flush=True)
 
 
-def facts(data: str | None, data_root: tuple[str, ...] = ()) -> dict[str, Any]:
+def facts(data: str | None) -> dict[str, Any]:
     """Facts about this host. Sizes in GiB, times in seconds since 1970."""
     asked_from, reached_at = connection_addresses()
     return {
@@ -66,7 +66,7 @@ def facts(data: str | None, data_root: tuple[str, ...] = ()) -> dict[str, Any]:
         "torch_cuda": torch_cuda(),
         "shm_gib": shutil.disk_usage("/dev/shm").free / 2**30 if Path("/dev/shm").is_dir() else 0.0,
         "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-        "data": _contents(data, tuple(data_root)) if data else None,
+        "data": _contents(data) if data else None,
     }
 
 
@@ -231,7 +231,7 @@ def _digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:12]
 
 
-def _contents(data: str, data_root: tuple[str, ...]) -> dict[str, Any]:
+def _contents(data: str) -> dict[str, Any]:
     """A digest of a folder's file names and sizes, of a list, or of a manifest; or a `problem`."""
     if data.startswith("hub:") or data in ("digits", "cifar10", "synthetic"):
         return {"problem": None}  # nothing to compare: generated, or downloaded by each host
@@ -241,7 +241,7 @@ def _contents(data: str, data_root: tuple[str, ...]) -> dict[str, Any]:
             from common.data.shards import find_stored
             from common.system.s3 import ObjectStore
 
-            return answer | {"digest": find_stored(ObjectStore(data), data_root)[0].sha256[:12]}
+            return answer | {"digest": find_stored(ObjectStore(data))[0].sha256[:12]}
         root = Path(data)
         if root.is_file():  # a list, whose files may be anywhere
             return answer | {"digest": _digest(root.read_bytes())}
@@ -253,7 +253,7 @@ def _contents(data: str, data_root: tuple[str, ...]) -> dict[str, Any]:
         if (root / "manifest.json").is_file():
             from common.data.shards import find_local
 
-            find_local(root, data_root)
+            find_local(root)
     except ValueError as error:
         answer["problem"] = str(error)
     return answer

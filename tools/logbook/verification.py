@@ -29,7 +29,7 @@ DRAWN_ON_DEVICE = ("dropout", "drop_path")  # a GPU's random numbers differ from
 NUDGED = "--nudged"  # of verify.py, before a train script and its flags: begin with slightly changed weights
 SHOWN = 15  # last lines of a failed replay
 # Settings outside of the recipe that the run's numbers may depend on
-KEPT = ("log_every", "deterministic", "image_column", "label_column", "data_root", "workers")
+KEPT = ("log_every", "deterministic", "image_column", "label_column", "workers")
 NOT_VERIFIED = (
     "devices, hosts, strategy, times, speeds, memory and prices",
     "commit, versions and command",

@@ -73,17 +73,6 @@ class ImageBatch(NamedTuple):
     odd: list[dict[str, str]]  # {"key", "why"} of re-encoded images
 
 
-class Tar(NamedTuple):
-    """A tar that --format index leaves where it is."""
-
-    url: str  # an absolute path, or s3://bucket/key
-    bytes: int
-    version: str | None
-
-
-Rows = list[tuple[int, int, int]]  # offset, length and label of each image of a tar
-
-
 # --- Reading
 
 
@@ -233,27 +222,6 @@ class Originals:
 
     def name_classes(self, largest: int) -> None:
         """Checks that each label has a name, once they are known. largest: label."""
-
-    def tars(self, split: str) -> list[Tar]:
-        """The tars of a split, for index()."""
-        path = Path(self.parts[split]).absolute()
-        return [Tar(str(path), path.stat().st_size, self.versions[split])]
-
-    def index(self, split: str, watch: Callable[[int], None], tar: Tar) -> tuple[Rows, str | None]:
-        """Lists the images of a tar. Returns their rows, and its SHA-256 if it is in S3. watch: of Stream."""
-        rows, groups = [], 0
-        with open_stream(tar.url, "md5" if self.hashed else None, headers=True) as stream:
-            stream.watch = watch
-            files = labeled(self.groups(split, stream.archive), self.labels[split])
-            for at, where, name, _, number, file in files:
-                if not file.size:
-                    raise ValueError(f"{where}: {name} is empty: remove it")
-                rows.append((file.offset, file.size, number))
-                groups = at.group + 1
-            if not rows:
-                raise ValueError(f"{tar.url} holds no images")
-            self.check(split, groups, len(rows), stream)
-        return rows, None
 
 
 class Ilsvrc(Originals):

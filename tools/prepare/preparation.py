@@ -8,13 +8,12 @@ import shlex
 import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 from common.data.decode import SPLITS
-from common.data.shards import FORMAT, data_root_flag, index_name
+from common.data.shards import FORMAT, index_name
 from common.system.progress import ReadingProgress
 from common.system.s3 import ObjectStore
 from common.system.text import printable
@@ -54,9 +53,6 @@ class Preparation:
             self.settings["names_and_sizes"] = self.dataset.listings
         if isinstance(self.dataset, WebDataset):
             self.settings |= {"patterns": self.dataset.parts, "classes": flags.classes}
-        elif flags.format == "index":  # whose shards are the archives
-            parts = self.dataset.parts
-            self.settings["paths"] = {split: str(Path(parts[split]).absolute()) for split in self._splits()}
         self.journal = Journal(self.folder, self.store, self.settings, self.dataset)
 
     def run(self) -> None:
@@ -87,7 +83,7 @@ class Preparation:
         self.journal.finish(
             {
                 "format": FORMAT,
-                "kind": "in_place" if flags.source == "shards" else flags.format,
+                "kind": "in_place" if flags.format == "index" else "shards",
                 "name": name or "images",
                 "seed": flags.seed,
                 "resize": self.settings["resize"],
@@ -109,17 +105,15 @@ class Preparation:
         if "train" not in splits:
             return
         words = f"--data {shlex.quote(self.journal.out)}" + ("" if "val" in splits else " --holdout 0.1")
-        if self.flags.format == "index":  # a training reads files outside of its folder only with this flag
-            files = (shard["file"] for split in splits.values() for shard in split["shards"])
-            words += f" {data_root_flag(files)}"
         print(printable(f"train with: {words}"))
 
     # --- One split
 
     def _index(self, split: str) -> None:
-        """Writes the index of tars that stay where they are."""
+        """Writes the index of shards that stay where they are."""
         dataset, began = self.dataset, time.perf_counter()
-        tars = dataset.tars(split)
+        assert isinstance(dataset, WebDataset)
+        tars = dataset.shards[split]
         shards = self.journal.entry(split).get("shards", [])
         left = tars[len(shards) :]
         self.journal.record(split, {"shards": shards})
@@ -127,10 +121,7 @@ class Preparation:
         pool = ThreadPoolExecutor(THREADS)
         try:
             with ReadingProgress(split, 0, 0, dataset.bytes[split]) as reading:
-                # One archive is indexed by this thread, so that a signal interrupts it.
-                index = partial(dataset.index, split, reading.tell if len(tars) == 1 else lambda _: None)
-                indexed = pool.map(index, left) if len(tars) > 1 else map(index, left)
-                for tar, (its_rows, sha256) in zip(left, indexed, strict=True):
+                for tar, (its_rows, sha256) in zip(left, pool.map(dataset.index, left), strict=True):
                     rows.append([(len(shards), *row) for row in its_rows])
                     count = len(its_rows)
                     shards.append({"file": tar.url, "bytes": tar.bytes, "images": count, "sha256": sha256})
@@ -238,8 +229,6 @@ def find_dataset(flags: argparse.Namespace) -> Originals:
             f"{DEVKIT} is missing{f' in {base}' if base else ''}: it has val's labels"
             " and the names of the classes. Give --devkit, or --from tar for class tars without one"
         )
-    if flags.format == "index" and (remote := [where for where in parts.values() if "://" in where]):
-        raise ValueError(f"--format index takes files on this host, not {remote[0]}")
     if flags.source == "imagenet":
         return Ilsvrc(parts, not flags.no_verify, flags.subset)
     return Originals(parts)

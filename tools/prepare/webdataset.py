@@ -12,14 +12,15 @@ import glob
 import itertools
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 from common.data.decode import EXTENSIONS, SPLITS
 from common.system.files import parse_json
 from common.system.s3 import ObjectStore
 from tools.prepare.archives import Member, members, open_stream
-from tools.prepare.originals import Originals, Rows, Tar, digest
+from tools.prepare.originals import Originals, digest
 
 NAMES = {"train": ("train",), "val": ("val", "test")}  # in the names of shards or their folders
 WILDCARD = re.compile(r"[*?[]")
@@ -29,6 +30,12 @@ CLASSES, JSON_NAMES = ("cls", "json"), ("label", "cls")
 LARGEST_FIELD_BYTES = 2**20
 LARGEST_CLASS = 2**20
 THREADS = 8  # read shards; one waits for S3 most of its time
+
+
+class Tar(NamedTuple):
+    url: str  # an absolute path, or s3://bucket/key
+    bytes: int
+    version: str | None
 
 
 def bucket_of(url: str) -> ObjectStore | None:
@@ -71,11 +78,8 @@ class WebDataset(Originals):
                 " line for each class"
             )
 
-    def tars(self, split: str) -> list[Tar]:
-        return self.shards[split]
-
-    def index(self, split: str, watch: Callable[[int], None], tar: Tar) -> tuple[Rows, str | None]:
-        """Reads the headers and classes of a shard; one in S3 whole, for its SHA-256.
+    def index(self, tar: Tar) -> tuple[list[tuple[int, int, int]], str | None]:
+        """Offset, length and label of each image of a shard. One in S3 is read whole, for its SHA-256.
 
         Raises ValueError that names the sample: without an image or a class, or with two images.
         """
