@@ -8,8 +8,7 @@
 
 --data is the folder, or the s3:// prefix, with ILSVRC2012_img_train.tar, ILSVRC2012_img_val.tar and
 ILSVRC2012_devkit_t12.tar.gz; --train, --val and --devkit name them one by one. Each archive is read once, as
-a stream, and never extracted; its published MD5 sum is checked at the same time. --no_verify skips that
-check; an interrupted preparation then does not read again what is done.
+a stream, and never extracted; its published MD5 sum is checked at the same time, unless --no_verify is given.
 
 --format shards  tar files of about 256 MiB that `tar`, WebDataset and `datasets` read, with the images
                  shuffled by --seed. An index and, last, a manifest complete them. Pass it to --data
@@ -30,7 +29,8 @@ prefix, without copying them. It finds tars whose name or folder contains train,
 --val take patterns, as 'DIR/train-{0000..1023}.tar'. A sample's class is in its .cls file, or the "label" of
 its .json; --classes is a file of class names, one per line. Shards in S3 are read once, for their SHA-256.
 
-After an interruption, a kill or a full disk the same command resumes, and the result is the same.
+After an interruption, a kill or a full disk the same command keeps the finished splits, and begins the other
+one again. The result is the same.
 """
 
 import argparse

@@ -98,10 +98,9 @@ class TrainingProgress:
 class ReadingProgress:
     """Progress of reading one split, by the bytes of its images."""
 
-    def __init__(self, split: str, images: int, read: int, total: int, doing: str = "read"):
-        """images, read: images and bytes done before an interruption. doing: the word that tell() shows."""
-        self.split, self.first_image, self.first_byte, self.total = split, images, read, total
-        self.doing, self.has_images, self.began_s = doing, False, time.monotonic()
+    def __init__(self, split: str, total: int, doing: str = "read"):
+        """total: bytes. doing: the word that tell() shows."""
+        self.split, self.total, self.doing, self.began_s = split, total, doing, time.monotonic()
         self.display = _Display(total, split)
 
     def __enter__(self) -> "ReadingProgress":
@@ -111,17 +110,11 @@ class ReadingProgress:
         self.display.stop()
 
     def tell(self, done: int) -> None:
-        """Shows bytes that yield no images, such as bytes that are only hashed.
-
-        They do not count for the speed. Does nothing once there are images.
-        """
-        if not self.has_images:
-            self.began_s = time.monotonic()
-            self._show(f"{self.split}  {self._gib(done)} {self.doing}", done)
+        """Shows bytes that yield no images, as those of an upload."""
+        self._show(f"{self.split}  {self._gib(done)} {self.doing}", done)
 
     def show(self, images: int, read: int) -> None:
-        self.has_images = True
-        seconds_per_byte = (time.monotonic() - self.began_s) / max(1, read - self.first_byte)
+        seconds_per_byte = (time.monotonic() - self.began_s) / max(1, read)
         left = f"{_duration((self.total - read) * seconds_per_byte)} left"
         self._show(f"{self._text(images, read)}  {left}", read)
 
@@ -134,8 +127,7 @@ class ReadingProgress:
 
     def _text(self, images: int, read: int) -> str:
         seconds = max(time.monotonic() - self.began_s, 1e-3)
-        images_per_s, bytes_per_s = (images - self.first_image) / seconds, (read - self.first_byte) / seconds
-        speed = f"{images_per_s:,.0f} images/s  {bytes_per_s / 1e6:,.0f} MB/s"
+        speed = f"{images / seconds:,.0f} images/s  {read / seconds / 1e6:,.0f} MB/s"
         return f"{self.split}  {images:,} images  {self._gib(read)}  {speed}"
 
     def _gib(self, read: int) -> str:

@@ -13,7 +13,7 @@ from common.data.cache import prepare_data
 from common.data.decode import checks_jpegs, damage, decode, jpeg_frame, open_image, torchcodec_decoder
 from tests.data.test_images import encode, picture
 from tests.support.imagenet import class_folders, fails, prep
-from tools.prepare.originals import ImageBatch, Position, RawImage
+from tools.prepare.originals import ImageBatch, RawImage
 from tools.prepare.recode import recoded
 
 EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n0 0 9 9 rectfill\n%%EOF\n"
@@ -33,7 +33,7 @@ def half(jpeg: bytes) -> bytes:
 
 
 def one_image(data: bytes, name: str = "a.jpg") -> list[ImageBatch]:
-    return [ImageBatch("here", [RawImage(name, "a", 0, data)], len(data), Position(), [])]
+    return [ImageBatch("here", [RawImage(name, "a", 0, data)], len(data), 0, [])]
 
 
 def pictures(root: Path, count: int, broken: str = "") -> Path:

@@ -19,7 +19,7 @@ from tests.data.test_shard_stream import RECIPE, SHARD_GIB, STEPS, TRAIN, VAL, e
 from tests.data.test_shards import NO_WORKERS, VIT, jpeg, read, write_shards
 from tests.support.imagenet import fails, prep, tar
 from tests.support.s3 import BUCKET, s3, use_s3  # noqa: F401 (fixture)
-from tools.prepare import journal, preparation
+from tools.prepare import preparation
 from tools.prepare.webdataset import WebDataset
 
 FROM_SHARDS = ["--from", "shards", "--format", "index"]
@@ -158,25 +158,23 @@ def test_what_is_refused(words, status, said, tmp_path):
     assert said in fails("--out", tmp_path / "out", "--data", tmp_path, *words, status=status)
 
 
-def test_an_interruption_costs_the_shards_being_read(theirs, tmp_path, monkeypatch):
+def test_an_interruption_in_val_keeps_train(theirs, tmp_path, monkeypatch):
     read_shards = []
 
-    def index(dataset, archive):
-        if len(read_shards) == 10:
+    def index(dataset, shard):
+        read_shards.append(Path(shard.url).name)
+        if len(read_shards) == len(TRAIN) + 1:
             raise OSError("the disk is gone")
-        read_shards.append(archive.url)
-        return found(dataset, archive)
+        return found(dataset, shard)
 
     found = WebDataset.index
     monkeypatch.setattr(WebDataset, "index", index)
-    monkeypatch.setattr(journal, "RECORD_S", -1)
     monkeypatch.setattr(preparation, "THREADS", 1)
     words = [*FROM_SHARDS, "--data", theirs, "--out", tmp_path / "index"]
     assert "run the same command to resume" in fails(*words)
-    first, read_shards[:] = list(read_shards), ["-"] * 11
-    assert "was begun: resuming there" in prep(*words)
-    assert not set(first) & set(read_shards)
-    assert len(read_shards) - 11 == len(TRAIN) + len(VAL) - len(first)
+    begun = len(read_shards)
+    assert "was begun: keeping its train\n" in prep(*words)
+    assert {name.partition("-")[0] for name in read_shards[begun:]} == {"val"}
     assert not list((tmp_path / "index").glob(".*"))
 
 

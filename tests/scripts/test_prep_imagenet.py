@@ -39,7 +39,7 @@ from tests.support.imagenet import (
     write_devkit,
 )
 from tests.support.s3 import BUCKET, s3, s3_proxy, use_s3  # noqa: F401
-from tools.prepare import devkit, journal, originals, preparation
+from tools.prepare import devkit, originals, preparation
 
 MINI = ["--no_verify", "--subset"]
 SMALL = ["--shard_mib", "0.1"]  # some 7 shards of training images
@@ -371,10 +371,8 @@ def published(ilsvrc, monkeypatch) -> tuple[tuple[str, str], ...]:
     return tuple(sums.items())
 
 
-def test_md5(ilsvrc, shards, published, tmp_path, monkeypatch):
+def test_md5(ilsvrc, shards, published, tmp_path):
     """A training tar with a flipped bit is refused, and the right one then leaves nothing of it."""
-    monkeypatch.setattr(journal, "RECORD_S", -1)
-    monkeypatch.setattr(progress, "LINE_S", -1)
     content, out = bytearray(ilsvrc.train_tar.read_bytes()), tmp_path / "out"
     content[2000] ^= 1  # of the first image
     data = broken(ilsvrc, tmp_path / "data", train=content)
@@ -518,28 +516,21 @@ def test_open_files(ilsvrc, shards, tmp_path):
 
 @pytest.fixture
 def eager(monkeypatch) -> None:
-    """Batches of 2 images, and a record in the journal after each, as in a forked preparation."""
-    make_eager(monkeypatch)
+    """Batches of 2 images, as in a forked preparation."""
+    monkeypatch.setattr(originals, "BATCH_IMAGES", 2)
 
 
-def make_eager(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(journal, "RECORD_S", -1)
-    patch.setattr(originals, "BATCH_IMAGES", 2)
-
-
-def command(ilsvrc: Ilsvrc, format: str = "shards") -> list:
-    flags = {"shards": SMALL, "resize": [*SMALL, "--resize", 120]}[format]
-    return ["--data", ilsvrc.folder, *MINI, *flags, "--out"]
+def command(ilsvrc: Ilsvrc) -> list:
+    return ["--data", ilsvrc.folder, *MINI, *SMALL, "--out"]
 
 
 @pytest.fixture
 def killed(eager, tmp_path):
-    """killed(place, *flags) starts a preparation that kills itself there. Returns its output."""
+    """killed(place, *flags) starts a preparation that kills itself there."""
 
-    def killed(place: str | int, *words: object, **options) -> str:
+    def killed(place: str | int, *words: object, **options) -> None:
         status, output = forked(tmp_path, *words, place=place, **options).wait()
         assert status == -signal.SIGKILL, output
-        return output
 
     return killed
 
@@ -549,27 +540,43 @@ def straight(ilsvrc, tmp_path_factory) -> Path:
     """Shards that were never interrupted."""
     out = tmp_path_factory.mktemp("straight") / "out"
     with pytest.MonkeyPatch.context() as patch:
-        make_eager(patch)
+        patch.setattr(originals, "BATCH_IMAGES", 2)
         prep(*command(ilsvrc), out)
     return out
 
 
-@pytest.mark.parametrize("format", ["shards", full("resize")])
-def test_killed_and_continued(format, killed, ilsvrc, tmp_path):
-    """Kills before the first record, at two places in train, at its end, and at the end of val; and where the
-    journal has all images of train or val."""
-    words, out = command(ilsvrc, format), tmp_path / "out"
-    prep(*words, tmp_path / "straight")
-    for place in (2, 20, 40, 60, "train", 30, "val"):
-        killed(place, *words, out)
-        assert not (out / "manifest.json").exists()
-    journal = json.loads((out / ".progress.json").read_text())["splits"]
-    assert "finished" in journal["train"]
-    assert journal["val"]["place"] == [0, 30]
+STORIES = {  # killed where, with which flags; the archive that is then replaced; why it is refused to resume
+    "the first images": (2, [], "", ""),
+    "images": (40, [], "", ""),
+    "all images of train": ("train", [], "", ""),
+    "all images of val": ("val", [], "", ""),
+    "all but the manifest": ("manifest", [], "", ""),
+    "more shards than then": (40, ["--shard_mib", 0.03], "", ""),
+    "an archive not finished": (40, [], TRAIN, ""),
+    "a finished archive": ("val", [], TRAIN, "train changed since"),
+    "the devkit": ("val", [], DEVKIT, "devkit changed since"),
+    "another seed": ("val", ["--seed", 7], "", "seed was 7, and is now 0"),
+}
+KEPT = {"val": ["train"], "manifest": ["train", "val"]}
+
+
+@pytest.mark.parametrize("story", STORIES)
+def test_killed_and_started_again(story, killed, ilsvrc, straight, tmp_path):
+    """Finished splits are kept, with their inputs and settings; an unfinished one begins again."""
+    place, flags, replaced, refusal = STORIES[story]
+    data, out = shutil.copytree(ilsvrc.folder, tmp_path / "data"), tmp_path / "out"
+    words = ["--data", data, *MINI, *SMALL, "--out", out]
+    killed(place, *words, *flags)
     with pytest.raises(ValueError, match="not complete"):
         find_local(out)
-    assert "was begun: resuming there" in prep(*words, out)
-    assert contents(out) == contents(tmp_path / "straight")
+    if replaced:
+        os.utime(data / replaced)
+    if refusal:
+        assert refusal in fails(*words)
+        return
+    output = prep(*words)
+    assert [split for split in ("train", "val") if f"{split}  " not in output] == KEPT.get(place, [])
+    assert contents(out) == contents(straight)
 
 
 @pytest.mark.full
@@ -588,17 +595,13 @@ def test_killed_at_any_moment(eager, ilsvrc, straight, tmp_path):
     assert contents(tmp_path / "out") == contents(straight)
 
 
-def test_a_checked_preparation_continues_from_s3(
-    killed, published, ilsvrc, straight, in_s3, tmp_path, monkeypatch
-):
-    """Reads all bytes again for the sum, and keeps the images that were written."""
+def test_a_checked_preparation_resumes_from_s3(killed, published, ilsvrc, straight, in_s3, tmp_path):
     store = ObjectStore(f"s3://{BUCKET}/checked")
     for name in (TRAIN, VAL, DEVKIT):
         store.upload(ilsvrc.folder / name, name)
     words = ["--subset", *SMALL, "--data", store.url, "--out", tmp_path / "out"]
-    killed(40, *words, md5=published)
-    monkeypatch.setattr(progress, "LINE_S", -1)
-    assert "was begun: resuming there\ntrain  0.00 of 0.00 GiB read\n" in prep(*words)
+    killed("val", *words, md5=published)
+    assert "was begun: keeping its train\n" in prep(*words)
     assert contents(tmp_path / "out") == contents(straight)
 
 
@@ -613,47 +616,6 @@ def test_interrupted(number, eager, ilsvrc, straight, tmp_path):
     assert contents(tmp_path / "out") == contents(straight)
 
 
-def test_shards_that_changed_since_are_refused(killed, ilsvrc, tmp_path):
-    words = [*command(ilsvrc), tmp_path / "out"]
-    killed(40, *words)
-    os.truncate(tmp_path / "out" / "train-00000.tar", 512)
-    assert "train-00000.tar is shorter" in fails(*words)
-
-
-def test_archives_that_changed_since(killed, ilsvrc, straight, tmp_path):
-    """A changed train archive is prepared again. It stays if only val was bad. Another devkit is refused."""
-    data = broken(ilsvrc, tmp_path / "data", val=ilsvrc.val_tar.read_bytes()[:100_000])
-    words = ["--data", data, *MINI, *SMALL, "--out", tmp_path / "out"]
-    killed(40, *words)
-    os.utime(data / TRAIN)
-    output = fails(*words)
-    assert "train is read again: train changed since" in output
-    assert VAL in output.splitlines()[-1]
-    os.utime(data / DEVKIT)
-    assert "devkit changed since" in fails(*words)
-    shutil.copy2(ilsvrc.devkit, data)
-    shutil.copy2(ilsvrc.val_tar, data)
-    output = prep(*words)
-    assert "val  30 images" in output
-    assert "train  60 images" not in output, "it was done"
-    assert contents(tmp_path / "out") == contents(straight)
-
-
-@pytest.mark.parametrize("place", [4, full("val")])
-def test_train_is_added_to_val(place, killed, ilsvrc, tmp_path):
-    """Both splits then have the classes of both, with new labels."""
-    images = list(ilsvrc.val.values())
-    val = {f"val/{'cat' if i % 2 else 'dog'}/{i}.jpg": images[i] for i in range(10)}
-    train = {path.replace("val", "train"): content for path, content in val.items()}
-    data = class_folders(tmp_path / "data", val | train | {"train/ape/1.jpg": images[0]})
-    words = ["--from", "folder", "--out"]
-    both = ["--train", data / "train", "--val", data / "val"]
-    killed(place, *words, tmp_path / "out", *both[2:])
-    assert "val is read again: the list of classes changed" in prep(*words, tmp_path / "out", *both)
-    prep(*words, tmp_path / "straight", *both)
-    assert contents(tmp_path / "out") == contents(tmp_path / "straight")
-
-
 def test_a_finished_split_stays_with_its_classes(killed, ilsvrc, tmp_path):
     image = next(iter(ilsvrc.val.values()))
     data = class_folders(tmp_path / "data", {"train/ape/1.jpg": image, "val/cat/1.jpg": image})
@@ -664,7 +626,7 @@ def test_a_finished_split_stays_with_its_classes(killed, ilsvrc, tmp_path):
 
 
 def test_a_split_that_failed_leaves_nothing(ilsvrc, tmp_path, monkeypatch):
-    """A split fails before the journal has any of its images; the next archive lacks the written class."""
+    """Val fails after some of its images; the next archive lacks their class."""
     images = list(ilsvrc.val.values())
     classes = [tar({f"{i}.jpg": image for i, image in enumerate(images[:6])}), tar({"1.jpg": images[7]})]
     data = tmp_path / "data"
@@ -726,7 +688,6 @@ def test_a_file_may_not_grow(eager, ilsvrc, tmp_path):
     assert "train-00000.tar" in output
     assert "the same command to resume" in output
     assert "Traceback" not in output
-    assert json.loads((tmp_path / "out" / ".progress.json").read_text())["splits"]["train"]["place"][0] > 0
     prep(*words, tmp_path / "out")
     prep(*words, tmp_path / "straight")
     assert contents(tmp_path / "out") == contents(tmp_path / "straight")
@@ -738,20 +699,14 @@ def test_room_is_looked_for_first(ilsvrc, tmp_path):
         assert [path.name for path in (disk / "out").iterdir()] == [".progress.json"]
 
 
-def test_the_speed_leaves_out_bytes_that_are_only_hashed(monkeypatch, capsys):
-    clock = SimpleNamespace(monotonic=lambda: now_s)
-    monkeypatch.setattr(progress, "time", clock)
+def test_the_line_of_a_split(monkeypatch, capsys):
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: now_s))
     now_s = 0
-    reading = progress.ReadingProgress("train", 10, 10**9, 10**10)
-    for now_s in (50, 100):
-        reading.tell(now_s * 10**7)
-    now_s = 140
-    reading.show(50, 5 * 10**9)
-    assert capsys.readouterr().out.splitlines() == [
-        "train  0.47 of 9.31 GiB read",
-        "train  0.93 of 9.31 GiB read",
-        "train  50 images  4.66 of 9.31 GiB  1 images/s  100 MB/s  0:50 left",
-    ]
+    reading = progress.ReadingProgress("train", 10**10)
+    now_s = 40
+    reading.show(40, 4 * 10**9)
+    line = "train  40 images  3.73 of 9.31 GiB  1 images/s  100 MB/s  1:00 left\n"
+    assert capsys.readouterr().out == line
 
 
 def test_a_bar_on_a_terminal(ilsvrc, tmp_path):

@@ -13,7 +13,6 @@ import numpy as np
 from PIL import Image
 
 import prep_imagenet
-from common.system import progress
 from tests.conftest import Job, real_data
 from tests.support.commands import call
 from tests.support.faults import called_first
@@ -63,17 +62,15 @@ def fails(*words: object, status: int = 1) -> str:
 
 @dataclass(frozen=True)
 class Fault:
-    """Changes a forked process before it prepares images: batches of 2, a record in the journal after each,
-    and a signal to itself."""
+    """Changes a forked process before it prepares images: batches of 2, and a signal to itself."""
 
-    place: str | int = ""  # images of a split, before the journal has them; a split's end; or "manifest"
+    place: str | int = ""  # images of a split; its end, before the journal has it; or "manifest"
     signal: int = signal.SIGKILL
     md5: tuple[tuple[str, str], ...] = ()  # the published sums
     limits: tuple[tuple[int, tuple[int, int]], ...] = ()  # of setrlimit(2)
-    line_s: int = progress.LINE_S
 
     def __call__(self) -> None:
-        journal.RECORD_S, originals.BATCH_IMAGES, progress.LINE_S = -1, 2, self.line_s
+        originals.BATCH_IMAGES = 2
         devkit.MD5.update(self.md5)
         for number, values in self.limits:
             resource.setrlimit(number, values)

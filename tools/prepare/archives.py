@@ -25,8 +25,8 @@ GET_AGAIN = "get it again from where it was published"
 class Stream:
     """A sequential stream of bytes; a context manager.
 
-    where: its name in messages. version: changes when the source is replaced. watch: is called with the
-    position of each chunk's end. Reads raise ValueError when the stream ends early.
+    where: its name in messages. version: changes when the source is replaced. Reads raise ValueError when the
+    stream ends early.
     """
 
     def __init__(
@@ -39,7 +39,6 @@ class Stream:
     ):
         """chunks_from: yields the content from a position on. hash_name: "md5" or "sha256", of all bytes."""
         self.where, self.size, self.version = where, size, version
-        self.watch: Callable[[int], None] = lambda _: None
         self._chunks_from, self._chunks = chunks_from, chunks_from(0)
         self._chunk, self._start, self._at = b"", 0, 0  # the current chunk, its position, the next byte in it
         self._hash = hashlib.new(hash_name, usedforsecurity=False) if hash_name else None
@@ -95,7 +94,6 @@ class Stream:
                 f"{self.where} ended at byte {self._start:,} of {self.size:,}: leave it alone while it is"
                 " read, and run the same command again"
             )
-        self.watch(self._start + len(self._chunk))
         if self._hash is not None:
             if self._hashing is not None:
                 self._hashing.result()

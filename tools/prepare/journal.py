@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import re
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,7 @@ from common.data.shards import JOURNAL, MANIFEST, MANIFEST_LIMIT, index_name
 from common.system.files import parse_json, read_json, try_lock, write_bytes
 from common.system.s3 import ObjectStore
 from tools.prepare.originals import Originals
-from tools.prepare.writer import part_name
 
-RECORD_S = 20  # between two records: the work that a kill may cost
 WRITTEN = re.compile(r"(train|val)(-\d{5,}\.tar|_index\.npy)")  # files of a preparation
 
 
@@ -24,7 +21,8 @@ class Journal:
 
     The journal lies in the local folder that shards are written to; in a store an object of the same name
     says that a preparation has begun there. The manifest is written last, and the journal is then removed.
-    It has an entry for each split that was begun: its progress, or "finished": its part of the manifest.
+    It has an entry for each finished split: "finished" is its part of the manifest. An interrupted split
+    begins again.
     """
 
     def __init__(self, folder: Path, store: ObjectStore | None, settings: dict[str, Any], dataset: Originals):
@@ -33,7 +31,6 @@ class Journal:
         self.out = str(folder) if store is None else store.url
         self.left: dict[str, Any] | None = None  # the journal of an earlier start
         self.content: dict[str, Any] = {"splits": {}}
-        self.recorded_s = 0.0  # by time.monotonic()
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
@@ -47,7 +44,10 @@ class Journal:
             if not try_lock(descriptor):
                 raise ValueError(f"another process prepares images in {self.folder}: wait until it ends")
             path, url = self.folder / JOURNAL, self.store and self.store.url
-            self.left = read_json(path) if path.exists() else None
+            if path.exists():
+                self.left = read_json(path)
+                splits = self.left["splits"].items()  # version 1.0 recorded unfinished ones, too
+                self.left["splits"] = {split: entry for split, entry in splits if "finished" in entry}
             if self.left is not None and self.left["splits"] and self.left["store"] != url:
                 raise ValueError(
                     f"{self.folder} holds a preparation for --out {self.left['store'] or self.folder}: resume"
@@ -107,7 +107,7 @@ class Journal:
     # --- Begin or resume
 
     def begin_or_resume(self) -> None:
-        """Opens the journal. Prints that it resumes, and the splits that must be read again.
+        """Opens the journal. Keeps finished splits, and removes what an interrupted one has left.
 
         Raises ValueError when the settings or an input of a finished split changed, or when a new folder or
         prefix holds other files.
@@ -119,6 +119,10 @@ class Journal:
             "versions": self.dataset.versions,
             "classes": self.dataset.classes,
         }
+        if left is not None:
+            for path in self.folder.iterdir():
+                if (written := WRITTEN.fullmatch(path.name)) and written[1] not in left["splits"]:
+                    path.unlink()
         if left is None or not left["splits"]:
             self._check_empty()
             self.content = header | {"splits": {}}
@@ -132,10 +136,10 @@ class Journal:
                     f"{split} was finished under --no_verify: resume with --no_verify, or remove"
                     f" {self.folder} and begin again"
                 )
-        self._drop_changed(left)
+        self._check_inputs(left)
         self.content = left | header
         self._save()
-        print(f"{self.folder} was begun: resuming there", flush=True)
+        print(f"{self.folder} was begun: keeping its {' and '.join(left['splits'])}", flush=True)
 
     def _check_empty(self) -> None:
         if others := [file.name for file in self.folder.iterdir() if file.name[0] != "."]:
@@ -149,9 +153,8 @@ class Journal:
                 raise ValueError(f"{self.store.url} holds other objects, as {others[0]}: give a new prefix")
             self.store.write(JOURNAL, json.dumps({"settings": self.settings}).encode())
 
-    def _drop_changed(self, left: dict[str, Any]) -> None:
-        """Forgets unfinished splits whose input was replaced, and removes their files."""
-        dropped = {}
+    def _check_inputs(self, left: dict[str, Any]) -> None:
+        """Raises ValueError when an input of a finished split was replaced."""
         for part in sorted(left["settings"]["inputs"].keys() | self.dataset.parts.keys()):
             was = left["settings"]["inputs"].get(part), left["versions"].get(part)
             why = f"{part} changed"
@@ -159,37 +162,23 @@ class Journal:
                 why = "the list of classes changed"
             elif was == (self.dataset.bytes.get(part), self.dataset.versions.get(part)):
                 continue
-            if part == "devkit" or "finished" in left["splits"].get(part, {}):
+            if part == "devkit" or part in left["splits"]:
                 raise ValueError(f"{why} since {self.folder} was begun: remove that, and begin again")
-            dropped[part] = why
-        dropped = {part: why for part, why in dropped.items() if left["splits"].pop(part, None)}
-        for split, why in dropped.items():
-            print(f"{split} is read again: {why} since {self.folder} was begun", flush=True)
-        for path in self.folder.iterdir():
-            if (written := WRITTEN.fullmatch(path.name)) and written[1] in dropped:
-                path.unlink()
 
     # --- Progress
 
     def entry(self, split: str) -> dict[str, Any]:
-        """What is recorded of a split; {} before the first record."""
+        """What is recorded of a finished split; else {}."""
         return self.content["splits"].get(split, {})
 
-    def is_due(self) -> bool:
-        """True when the last record is older than RECORD_S."""
-        return time.monotonic() > self.recorded_s + RECORD_S
-
     def record(self, split: str, entry: dict[str, Any]) -> None:
-        """Records a split's progress, first before its files are made, or its end."""
+        """Records a finished split."""
         self.content["splits"][split] = entry
         self._save()
-        self.recorded_s = time.monotonic()
 
     def finish(self, manifest: dict[str, Any]) -> None:
         """Writes the manifest and removes the journal."""
         content, splits = (json.dumps(manifest, indent=1) + "\n").encode(), manifest["splits"]
-        for split in splits:
-            (self.folder / part_name(split)).unlink(missing_ok=True)
         if self.store is None:
             write_bytes(self.folder / MANIFEST, content)
         else:

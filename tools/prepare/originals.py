@@ -47,16 +47,9 @@ class RawImage(NamedTuple):
     data: bytes
 
 
-class Position(NamedTuple):
-    """How far a split has been read."""
-
-    group: int = 0  # finished class tars or class folders
-    images: int = 0  # finished images of the next one
-
-
 class LabeledFile(NamedTuple):
-    position: Position  # after it
-    where: str  # its group
+    group: int  # its number
+    where: str  # its group's name in messages
     name: str  # as n01440764_10026.JPEG
     key: str
     label: int
@@ -69,7 +62,7 @@ class ImageBatch(NamedTuple):
     where: str
     images: list[RawImage]
     bytes: int  # of the images as they were read
-    position: Position  # after the batch
+    group: int  # its number
     odd: list[dict[str, str]]  # {"key", "why"} of re-encoded images
 
 
@@ -104,8 +97,8 @@ def list_folders(root: Path) -> dict[str, list[str]]:
     return classes
 
 
-def labeled(groups: Iterable[ImageGroup], label: Label, begin: int = 0) -> Iterator[LabeledFile]:
-    """Yields the images of the groups from number `begin` on. Hidden files and other extensions are skipped.
+def labeled(groups: Iterable[ImageGroup], label: Label) -> Iterator[LabeledFile]:
+    """Yields the images of the groups. Hidden files and other extensions are skipped.
 
     Raises ValueError for a name or class that occurs twice, and for a group without images.
     """
@@ -115,7 +108,7 @@ def labeled(groups: Iterable[ImageGroup], label: Label, begin: int = 0) -> Itera
             raise ValueError(f"{where}: a second class of this name: put its images together")
         classes.add(class_name)
         keys = set()
-        for file in files if number >= begin else ():
+        for file in files:
             if not is_image(name := file.name.rpartition("/")[2]):
                 continue
             try:
@@ -133,26 +126,25 @@ def labeled(groups: Iterable[ImageGroup], label: Label, begin: int = 0) -> Itera
                     " (a key is the name without its extension, and with _ for other dots)"
                 )
             keys.add(key)
-            yield LabeledFile(Position(number, len(keys)), where, name, key, class_number, file)
-        if number >= begin and not keys:
+            yield LabeledFile(number, where, name, key, class_number, file)
+        if not keys:
             raise ValueError(f"{where} holds no images ({' '.join(EXTENSIONS)})")
 
 
-def batches(groups: Iterable[ImageGroup], label: Label, begin: Position) -> Iterator[ImageBatch]:
-    """Yields all images after `begin`, in batches of one group each."""
-    where, images, size, at = "", list[RawImage](), 0, begin
-    for position, its_where, name, key, number, file in labeled(groups, label, begin.group):
-        if position <= begin:
-            continue
-        if images and (position.group > at.group or len(images) == BATCH_IMAGES or size >= BATCH_BYTES):
-            yield ImageBatch(where, images, size, at, [])
+def batches(groups: Iterable[ImageGroup], label: Label) -> Iterator[ImageBatch]:
+    """Yields all images, in batches of one group each."""
+    images, size, last = list[RawImage](), 0, None
+    for file in labeled(groups, label):
+        is_full = len(images) == BATCH_IMAGES or size >= BATCH_BYTES
+        if last and (file.group > last.group or is_full):
+            yield ImageBatch(last.where, images, size, last.group, [])
             images, size = [], 0
-        if not (data := file.read()):
-            raise ValueError(f"{its_where}: {name} is empty: remove it")
-        images.append(RawImage(name, key, number, data))
-        where, size, at = its_where, size + len(data), position
-    if images:
-        yield ImageBatch(where, images, size, at, [])
+        if not (data := file.file.read()):
+            raise ValueError(f"{file.where}: {file.name} is empty: remove it")
+        images.append(RawImage(file.name, file.key, file.label, data))
+        size, last = size + len(data), file
+    if last:
+        yield ImageBatch(last.where, images, size, last.group, [])
 
 
 # --- Data sets

@@ -7,6 +7,7 @@ import os
 import shlex
 import shutil
 import time
+from array import array
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, islice
 from pathlib import Path
@@ -19,10 +20,10 @@ from common.system.s3 import ObjectStore
 from common.system.text import printable
 from tools.prepare.devkit import DEVKIT, TRAIN, VAL
 from tools.prepare.journal import Journal
-from tools.prepare.originals import Ilsvrc, ImageBatch, Originals, ParquetFolder, Position, batches
+from tools.prepare.originals import Ilsvrc, ImageBatch, Originals, ParquetFolder, batches
 from tools.prepare.recode import recoded
 from tools.prepare.webdataset import THREADS, WebDataset, find_patterns
-from tools.prepare.writer import IndexRows, ShardWriter
+from tools.prepare.writer import ShardWriter, write_index
 
 NAMES = {
     "imagenet": {"train": TRAIN, "val": VAL, "devkit": DEVKIT},
@@ -34,7 +35,7 @@ WITHOUT = {"train": "training needs it", "val": "--holdout 0.1 evaluates on a te
 
 
 class Preparation:
-    """Prepares one --out, from its beginning or from where an interruption left it."""
+    """Prepares one --out; splits that an earlier start has finished are kept."""
 
     def __init__(self, flags: argparse.Namespace):
         self.flags = flags
@@ -64,7 +65,7 @@ class Preparation:
             self.dataset.read_classes()
             self.journal.begin_or_resume()
             for split in self._splits():
-                if "finished" not in self.journal.entry(split):
+                if not self.journal.entry(split):
                     (self._index if self.flags.format == "index" else self._write)(split)
                 if self.store is not None:
                     self._upload(split, self.store)
@@ -113,91 +114,74 @@ class Preparation:
         """Writes the index of shards that stay where they are."""
         dataset, began = self.dataset, time.perf_counter()
         assert isinstance(dataset, WebDataset)
-        tars = dataset.shards[split]
-        shards = self.journal.entry(split).get("shards", [])
-        left = tars[len(shards) :]
-        self.journal.record(split, {"shards": shards})
-        rows = IndexRows(self.folder, split, sum(shard["images"] for shard in shards))
+        rows, shards = array("q"), list[dict[str, Any]]()
         pool = ThreadPoolExecutor(THREADS)
         try:
-            with ReadingProgress(split, 0, 0, dataset.bytes[split]) as reading:
-                for tar, (its_rows, sha256) in zip(left, pool.map(dataset.index, left), strict=True):
-                    rows.append([(len(shards), *row) for row in its_rows])
+            with ReadingProgress(split, dataset.bytes[split]) as reading:
+                tars = dataset.shards[split]
+                for tar, (its_rows, sha256) in zip(tars, pool.map(dataset.index, tars), strict=True):
+                    for row in its_rows:
+                        rows.extend((len(shards), *row))
                     count = len(its_rows)
                     shards.append({"file": tar.url, "bytes": tar.bytes, "images": count, "sha256": sha256})
                     reading.tell(sum(shard["bytes"] for shard in shards))
-                    if self.journal.is_due():
-                        rows.file.commit()
-                        self.journal.record(split, {"shards": shards})
-            digest, largest = rows.finish()
         finally:
             pool.shutdown(cancel_futures=True)
-            rows.file.close()
-        entry = {"images": rows.count, "index_sha256": digest, "shards": shards, "largest_label": largest}
+        digest, largest = write_index(self.folder, split, rows)
+        images = sum(shard["images"] for shard in shards)
+        entry = {"images": images, "index_sha256": digest, "shards": shards, "largest_label": largest}
         self.journal.record(split, {"finished": entry, "odd": [], "verified": dataset.hashed})
         seconds = time.perf_counter() - began
-        print(f"{split}: {rows.count:,} images in {len(tars):,} tars indexed in {seconds:.2f} s", flush=True)
+        print(f"{split}: {images:,} images in {len(shards):,} tars indexed in {seconds:.2f} s", flush=True)
 
     def _write(self, split: str) -> None:
-        """Writes a split's shards in one pass, or the rest of them."""
-        flags, dataset, progress = self.flags, self.dataset, self.journal.entry(split)
+        """Writes a split's shards in one pass."""
+        flags, dataset = self.flags, self.dataset
         with contextlib.ExitStack() as stack:
             groups, stream = stack.enter_context(dataset.open(split, dataset.hashed))
             # ImageNet's own archives are verified by their MD5 sums.
             strict = flags.source != "imagenet" and not flags.no_verify
-            read = batches(groups, dataset.labels[split], Position(*progress.get("place", ())))
+            read = batches(groups, dataset.labels[split])
             images = recoded(read, flags.resize, flags.quality, strict)
             stack.callback(images.close)  # ends its threads
-            first = [] if progress else list(islice(images, SAMPLED))
-            progress = progress or self._new_progress(split, first)
-            needed, free = progress["bytes"] - progress["written"], shutil.disk_usage(self.folder).free
-            if needed > free:
-                raise ValueError(
-                    f"{self.folder} needs {needed / 2**30:,.1f} GiB, and {free / 2**30:,.1f} GiB are free:"
-                    " make room, or give another folder"
-                )
-            self.journal.record(split, progress)
-            if progress["written"] > 2**30:  # hashing them takes a second or more
-                print(f"{split}: reading {progress['written'] / 2**30:,.1f} GiB of shards again", flush=True)
-            writer = ShardWriter(self.folder, split, progress["shards"], flags.seed, progress["writer"])
+            first = list(islice(images, SAMPLED))
+            writer = ShardWriter(self.folder, split, self._shards(split, first), flags.seed)
             stack.callback(writer.close)
-            reading = ReadingProgress(split, writer.count, progress["read"], dataset.bytes[split])
-            stack.enter_context(reading)
-            if stream is not None:
-                stream.watch = reading.tell
+            reading = stack.enter_context(ReadingProgress(split, dataset.bytes[split]))
+            odd, read_bytes, last_group = list[dict[str, str]](), 0, 0
             for batch in chain(first, images):
                 writer.write(batch.images)
-                progress["place"] = batch.position
-                progress["odd"] += batch.odd
-                progress["read"] += batch.bytes
-                progress["written"] += sum(len(image.data) for image in batch.images)
-                reading.show(writer.count, progress["read"])
-                if self.journal.is_due():
-                    self.journal.record(split, progress | {"writer": writer.commit()})
-            dataset.check(split, progress["place"][0] + 1, writer.count, stream)
-            entry = {"finished": writer.finish(), "odd": progress["odd"], "verified": dataset.hashed}
+                odd += batch.odd
+                read_bytes += batch.bytes
+                last_group = batch.group
+                reading.show(writer.count, read_bytes)
+            dataset.check(split, last_group + 1, writer.count, stream)
+            entry = {"finished": writer.finish(), "odd": odd, "verified": dataset.hashed}
             self.journal.record(split, entry)
-            reading.end(writer.count, progress["read"])
+            reading.end(writer.count, read_bytes)
 
-    def _new_progress(self, split: str, first: list[ImageBatch]) -> dict[str, Any]:
-        """What is recorded of a split that is being written. Its output is estimated from its first batches.
+    def _shards(self, split: str, first: list[ImageBatch]) -> int:
+        """The number of shards, as estimated from the first batches.
 
-        place: a Position; odd: {"key", "why"} of re-encoded images; read, written: bytes; writer: its State.
+        Raises ValueError when there are no images, or when the disk has not enough room.
         """
         before = sum(batch.bytes for batch in first)
         after = sum(len(image.data) for batch in first for image in batch.images)
         if not before:
             raise ValueError(f"{self.dataset.parts[split]} holds no images")
-        expected = math.ceil(self.dataset.bytes[split] * after / before)
-        shards = math.ceil(expected / (self.flags.shard_mib * 2**20))
-        place: dict[str, Any] = {"place": Position(), "odd": [], "read": 0, "written": 0, "writer": None}
-        return {"bytes": expected, "shards": shards, **place}
+        needed = math.ceil(self.dataset.bytes[split] * after / before)
+        if needed > (free := shutil.disk_usage(self.folder).free):
+            raise ValueError(
+                f"{self.folder} needs {needed / 2**30:,.1f} GiB, and {free / 2**30:,.1f} GiB are free:"
+                " make room, or give another folder"
+            )
+        return math.ceil(needed / (self.flags.shard_mib * 2**20))
 
     def _upload(self, split: str, store: ObjectStore) -> None:
         """Uploads a finished split shard by shard, and removes each shard here."""
         shards = [] if self.flags.source == "shards" else self.journal.entry(split)["finished"]["shards"]
         sizes, done = {shard["file"]: shard["bytes"] for shard in shards}, 0
-        with ReadingProgress(split, 0, 0, sum(sizes.values()), "uploaded") as progress:
+        with ReadingProgress(split, sum(sizes.values()), "uploaded") as progress:
             for file in (*sizes, index_name(split)):
                 if (self.folder / file).exists():  # else it was uploaded by an earlier start
                     store.upload(self.folder / file, file)

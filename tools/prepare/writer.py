@@ -1,12 +1,9 @@
-"""The writer of a split: shards that are shuffled in one pass, and the rows of their index.
-
-The writer takes batches of images. `commit` waits until all of them are on the disk, and returns the state
-from which another writer continues. The output is then the same, byte for byte, as without an interruption.
-"""
+"""The writer of a split: shards that are shuffled in one pass, and their index."""
 
 import hashlib
 import os
 import tarfile
+from array import array
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,69 +14,27 @@ from typing import Any
 
 import numpy as np
 
-from common.data.decode import cores
 from common.data.shards import index_name
 from common.system.files import allow_open_files, write_bytes
 from tools.prepare.originals import RawImage
 
 WAITING = 8  # batches that may wait for the thread that writes and hashes
-READ_BYTES = 2**23
 OTHER_FILES = 64  # open files beside the shards
 DRAWN = 4096  # images whose shards are drawn at once
 BLOCK = 512  # bytes of a tar file's blocks
 END = bytes(2 * BLOCK)  # of a tar file
 EXTENSIONS = {".jpeg": ".jpg"}  # readers of shards name fields by extension
 
-State = dict[str, Any]
 
+def write_index(folder: Path, split: str, rows: array) -> tuple[str, int]:
+    """Writes a split's index, sorted by shard and offset. Returns its SHA-256 and the largest label.
 
-class Appended:
-    """A file that is appended to, from the length that an earlier start recorded."""
-
-    def __init__(self, path: Path, length: int):
-        self.path = path
-        self.file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        if os.fstat(self.file).st_size < length:
-            self.close()
-            raise ValueError(f"{path} is shorter than the journal says: remove its folder, and begin again")
-        os.ftruncate(self.file, length)
-        os.lseek(self.file, length, os.SEEK_SET)
-
-    def append(self, content: bytes) -> None:
-        """On a full disk a call may write less, and the next one raises OSError."""
-        try:
-            while content:
-                content = content[os.write(self.file, content) :]
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, str(self.path)) from None
-
-    def commit(self) -> None:
-        os.fdatasync(self.file)
-
-    def close(self) -> None:
-        os.close(self.file)
-
-
-class IndexRows:
-    """Rows of a split's index in the order of the images: a file, which is removed at the end."""
-
-    def __init__(self, folder: Path, split: str, count: int):
-        """count: rows of an earlier start that are kept."""
-        self.folder, self.split, self.count = folder, split, count
-        self.file = Appended(folder / part_name(split), count * 32)
-
-    def append(self, rows: Sequence[tuple[int, int, int, int]]) -> None:
-        """rows: shard, offset, length and label of each image."""
-        self.file.append(np.asarray(rows, np.int64).tobytes())
-        self.count += len(rows)
-
-    def finish(self) -> tuple[str, int]:
-        """Writes the index, sorted by shard and offset. Returns its SHA-256 and the largest label."""
-        rows = np.fromfile(self.file.path, np.int64).reshape(-1, 4)
-        content = BytesIO()
-        np.save(content, rows[np.lexsort((rows[:, 1], rows[:, 0]))])
-        write_bytes(self.folder / index_name(self.split), content.getvalue())
-        return hashlib.sha256(content.getvalue()).hexdigest(), int(rows[:, 3].max())
+    rows: shard, offset, length and label of each image, one after another.
+    """
+    table, content = np.frombuffer(rows, np.int64).reshape(-1, 4), BytesIO()
+    np.save(content, table[np.lexsort((table[:, 1], table[:, 0]))])
+    write_bytes(folder / index_name(split), content.getvalue())
+    return hashlib.sha256(content.getvalue()).hexdigest(), int(table[:, 3].max())
 
 
 class ShardWriter:
@@ -91,26 +46,21 @@ class ShardWriter:
     Each image is two members: `<key>.jpg` (or .png, ...), and `<key>.cls` with the label as digits.
     """
 
-    def __init__(self, folder: Path, split: str, shards: int, seed: int, state: State | None = None):
-        """state: of commit(), to continue. Raises ValueError when a shard is shorter than the state says, or
-        when the process may not open so many files."""
+    def __init__(self, folder: Path, split: str, shards: int, seed: int):
+        """Raises ValueError when the process may not open so many files."""
         count = shards + OTHER_FILES
         if (limit := allow_open_files(count)) < count:
             raise ValueError(
                 f"{count:,} files must be open, and {limit:,} may (ulimit -Hn): give a larger --shard_mib"
             )
-        state = state or {"lengths": [0] * shards, "images": [0] * shards}
-        self.split, self.lengths, self.images = split, state["lengths"], state["images"]
-        self.count = sum(self.images)
-        self.key = [seed, *split.encode()]
-        self.rows, self.new_rows = IndexRows(folder, split, self.count), list[tuple[int, int, int, int]]()
+        self.folder, self.split, self.count = folder, split, 0
+        self.lengths, self.images = [0] * shards, [0] * shards
+        self.key, self.rows = [seed, *split.encode()], array("q")
         self.thread, self.pending = ThreadPoolExecutor(1), deque[Future[None]]()
         self.shards: list[_Shard] = []
         try:
-            for i, length in enumerate(self.lengths):
-                self.shards.append(_Shard(folder / f"{split}-{i:05d}.tar", length))
-            with ThreadPoolExecutor(cores()) as pool:
-                list(pool.map(_Shard.read_back, self.shards))
+            for i in range(shards):
+                self.shards.append(_Shard(folder / f"{split}-{i:05d}.tar"))
         except BaseException:
             self.close()
             raise
@@ -126,7 +76,7 @@ class ShardWriter:
             label_header = tar_header(f"{image.key}.cls", len(label))
             padding = bytes(-size % BLOCK)
             members = b"".join((header, image.data, padding, label_header, label.ljust(BLOCK, b"\0")))
-            self.new_rows.append((number, self.lengths[number] + len(header), size, image.label))
+            self.rows.extend((number, self.lengths[number] + len(header), size, image.label))
             self.lengths[number] += len(members)
             self.images[number] += 1
             self.count += 1
@@ -134,21 +84,12 @@ class ShardWriter:
         self._drain(WAITING)
         self.pending.append(self.thread.submit(_append_all, batch))
 
-    def commit(self) -> State:
-        self._drain(0)
-        for shard in self.shards:
-            shard.commit()
-        self.rows.append(self.new_rows)
-        self.rows.file.commit()
-        self.new_rows = []
-        return {"lengths": list(self.lengths), "images": list(self.images)}
-
     def finish(self) -> dict[str, Any]:
         """Completes the shards and writes the index. Returns the split's part of the manifest."""
         self._drain(0)
         for shard in self.shards:
             shard.append(END)
-        self.commit()
+            os.fdatasync(shard.file)
         shards = [
             {
                 "file": shard.path.name,
@@ -158,13 +99,13 @@ class ShardWriter:
             }
             for shard, length, images in zip(self.shards, self.lengths, self.images, strict=True)
         ]
-        digest, largest = self.rows.finish()
+        digest, largest = write_index(self.folder, self.split, self.rows)
         return {"images": self.count, "index_sha256": digest, "shards": shards, "largest_label": largest}
 
     def close(self) -> None:
         self.thread.shutdown(cancel_futures=True)
-        for file in (*self.shards, self.rows.file):
-            file.close()
+        for shard in self.shards:
+            os.close(shard.file)
 
     def _drain(self, most: int) -> None:
         """Waits until at most so many batches wait to be written. Raises the error of an earlier write."""
@@ -172,23 +113,19 @@ class ShardWriter:
             self.pending.popleft().result()
 
 
-def part_name(split: str) -> str:
-    return f".{split}_index.part"
-
-
-class _Shard(Appended):
-    def __init__(self, path: Path, length: int):
-        super().__init__(path, length)
-        self.length, self.sha256 = length, hashlib.sha256()
-
-    def read_back(self) -> None:
-        """Hashes the content of an earlier start."""
-        for start in range(0, self.length, READ_BYTES):
-            self.sha256.update(os.pread(self.file, min(READ_BYTES, self.length - start), start))
+class _Shard:
+    def __init__(self, path: Path):
+        self.path, self.sha256 = path, hashlib.sha256()
+        self.file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
 
     def append(self, content: bytes) -> None:
-        super().append(content)
+        """On a full disk a call may write less, and the next one raises OSError."""
         self.sha256.update(content)
+        try:
+            while content:
+                content = content[os.write(self.file, content) :]
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self.path)) from None
 
 
 def _append_all(batch: list[tuple[_Shard, bytes]]) -> None:
