@@ -86,10 +86,13 @@ def list_splits(root: Path, left_out: LeftOut) -> tuple[dict[str, str], dict[str
     no labels, and its images are left out. Raises ValueError for folders that can't be trained on.
     """
     folders = split_folders(root)
-    if not folders:
+    if not folders or _is_class(root, folders):
         return {"train": ""}, {"train": _list_without_splits(root, left_out)}
     if "train" not in folders:
-        raise ValueError(f"--data {root} has {next(iter(folders.values()))}/, but no train/")
+        raise ValueError(
+            f"--data {root} has {next(iter(folders.values()))}/, but no train/: a folder of this name is a"
+            f" split; rename it if it is a class{_hint(root)}"
+        )
     splits = {split: list_classes(root / folders[split], left_out) for split in used_splits(folders).values()}
     if len(splits) == 3 and not splits["test"].keys() & splits["train"].keys():
         for name, paths in splits.pop("test").items():
@@ -114,6 +117,23 @@ def list_splits(root: Path, left_out: LeftOut) -> tuple[dict[str, str], dict[str
                 f"{differing}"
             )
     return folders, splits
+
+
+def _is_class(root: Path, folders: dict[str, str]) -> bool:
+    """True if the only folder with a split's name is a class: it holds images itself, as two or more beside it
+    do. (One is not enough: of dogs and cats in train/*.jpg the test images may be in test1/.)"""
+    return len(folders) == 1 and {*folders.values()} < (found := {*_with_images(root)}) and len(found) > 2
+
+
+def _with_images(root: Path) -> list[str]:
+    """The folders that hold images themselves, not only in folders below."""
+    return [name for name in folder_names(root) if any(map(is_image, os.listdir(root / name)))]
+
+
+def beside_splits(root: Path) -> list[str]:
+    """The folders of images beside those of the splits."""
+    splits = split_folders(root).values()
+    return [name for name in _with_images(root) if name not in splits]
 
 
 def used_splits(found: Iterable[str]) -> dict[str, str]:

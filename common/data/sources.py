@@ -273,6 +273,8 @@ def find_class_folders(root: Path) -> Source:
         for key, split in used.items()
     }
     unused = _left_out({split: f"{name}/" for split, name in folders.items()}, used)
+    if folders["train"] and (beside := class_folders.beside_splits(root)):
+        unused.append(f"{some_of([f'{name}/' for name in beside], 3)}, as {folders['train']}/ is a split")
     empty = [c for c, paths in found["train"].items() if not paths]
     unused += [f"{c}/ without images" for c in empty]
     text = ", ".join(filter(None, (str(left_out), *unused)))
