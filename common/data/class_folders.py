@@ -120,8 +120,8 @@ def list_splits(root: Path, left_out: LeftOut) -> tuple[dict[str, str], dict[str
 
 
 def _is_class(root: Path, folders: dict[str, str]) -> bool:
-    """True if the only folder with a split's name is a class: it holds images itself, as two or more beside it
-    do. (One is not enough: of dogs and cats in train/*.jpg the test images may be in test1/.)"""
+    """True if the only folder with a split's name is a class: it holds images itself, and so do two or more
+    beside it. (One is not enough: of dogs and cats in train/*.jpg the test images may be in test1/.)"""
     return len(folders) == 1 and {*folders.values()} < (found := {*_with_images(root)}) and len(found) > 2
 
 

@@ -344,8 +344,11 @@ def central_crop(image: np.ndarray, size: int) -> np.ndarray:
 
 
 def _without_ends(image: np.ndarray) -> np.ndarray:
-    """Cuts the ends off an image that is longer than LONGEST times its shorter side: scaled as a whole, one of
-    60,000 x 1 pixels would take 11 GB. An even multiple of the shorter side keeps the crop's pixels."""
+    """Cuts the ends off an image that is longer than LONGEST times its shorter side.
+
+    Scaled as a whole, one of 60,000 x 1 pixels would take 11 GB. An even multiple of the shorter side keeps
+    the crop's pixels.
+    """
     height, width = image.shape[:2]
     short, long = sorted((height, width))
     cut = max(0, (long // short - LONGEST) // 4) * 2 * short  # at each end

@@ -84,9 +84,13 @@ def test_a_class_may_be_called_like_a_split(name, tmp_path):
 
 
 def test_a_folder_that_is_taken_for_a_split_is_named(tmp_path):
-    root = put(tmp_path / "a", *(f"{c}/{k}.png" for c in ("bus", "car", "train/ic", "train/tgv") for k in "123"))
+    root = put(
+        tmp_path / "a", *(f"{c}/{k}.png" for c in ("bus", "car", "train/ic", "train/tgv") for k in "123")
+    )
     assert prepare_with(root, tmp_path / "cache", holdout=0.5).left_out == "bus/, car/, as train/ is a split"
-    with pytest.raises(ValueError, match=r"has test/, but no train/: a folder of this name is a split; rename"):
+    with pytest.raises(
+        ValueError, match=r"has test/, but no train/: a folder of this name is a split; rename"
+    ):
         list_splits(put(tmp_path / "b", "bus/1.png", "car/1.png", "test/x/1.png"), LeftOut())
     with pytest.raises(ValueError, match="train has no class folders"):  # of dogs and cats
         list_splits(put(tmp_path / "c", "train/cat.1.png", "test1/1.png"), LeftOut())
