@@ -21,7 +21,7 @@ IGNORED = ("__MACOSX", "@eaDir")  # made by a Mac's zip, and by network drives
 DANGLING = "dangling links"
 SPECIAL = "special files"
 LOOSE = "outside class folders"
-LISTS = (".csv", ".tsv")
+LISTS = (".csv", ".tsv", ".jsonl")
 TABLES = (*LISTS, ".parquet")
 
 

@@ -233,6 +233,7 @@ def _read_split(
             values = [-1] * len(values)
         if None in values:
             raise ValueError(f"row {values.index(None)} of {table.where} has no label")
+        values = [str(value) if isinstance(value, bool) else value for value in values]
         if other := {type(value) for value in values} - {int, str}:
             raise ValueError(f"the labels of {table.where} are {other.pop().__name__}, not numbers or names")
         if names[-1] != names[0]:
@@ -309,7 +310,14 @@ def label_column(schema: "pyarrow.Schema", chosen: Columns, where: str) -> str:
     """
     import pyarrow as pa
 
-    is_label = (pa.types.is_integer, pa.types.is_string, pa.types.is_large_string, pa.types.is_dictionary)
+    types = pa.types
+    is_label = (
+        types.is_integer,
+        types.is_string,
+        types.is_large_string,
+        types.is_dictionary,
+        types.is_boolean,
+    )
     features = _features(schema, where)
     found = [name for name in schema.names if features.get(name, {}).get("_type") == "ClassLabel"]
     found = found or [name for name in schema.names if name.lower() in OTHER_LABEL_COLUMNS]
