@@ -276,7 +276,7 @@ def test_columns_absolute_paths_numbers_and_a_second_held_out_split(tmp_path):
 
 @pytest.mark.parametrize("ending", ["csv", "jsonl"])
 def test_the_hubs_metadata_in_the_folder_of_each_split(ending, tmp_path):
-    """Images in train/ or in one folder below it. Without a list, with class folders, those are the classes."""
+    """Images in the folder, or in one below. Class folders without a list are classes."""
     splits = ("Train", "validation", "test")
     put(tmp_path, *(f"{split}/img/{k}.png" for split in splits for k in range(4)))
     for split in ("Train", "validation"):
