@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from common.system.files import read_json
+from common.system.files import read_json, unfetched
 from common.system.text import printable
 
 if TYPE_CHECKING:
@@ -208,7 +208,8 @@ def open_image(data: bytes | bytearray) -> "Image.Image":
     try:
         image = Image.open(io.BytesIO(data), formats=tuple(FORMATS))
     except UnidentifiedImageError:
-        raise ValueError(f"not an image of a known format ({', '.join(FORMATS)})") from None
+        known = f"not an image of a known format ({', '.join(FORMATS)})"
+        raise ValueError(unfetched(data) or known) from None
     except Exception as error:  # twice the limit, or a broken file: PIL's errors have no common class
         raise ValueError(str(error) or type(error).__name__) from None
     # PIL's warning is no way to do it: changing the filters of warnings is not thread-safe.

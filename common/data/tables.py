@@ -17,6 +17,7 @@ import numpy as np
 from common.data.class_folders import VAL_NAMES, folder_names, only_in, split_folders
 from common.data.decode import save_images, save_labels
 from common.system.env import warn_without_hub
+from common.system.files import unfetched
 from common.system.text import printable, some_of
 from common.system.threads import Heartbeat, run_with_heartbeat
 
@@ -67,10 +68,10 @@ class Table(NamedTuple):
                     rows = pa.ipc.open_stream(stream).read_all()
             yield rows.schema, lambda name: (b.column(0) for b in rows.select([name]).to_batches(ROWS))
         except (pa.ArrowException, OSError) as error:
-            reason = str(error).splitlines()[0]
-            raise ValueError(
-                f"{self.where} cannot be read: {reason}. Is it complete? Fetch it again"
-            ) from None
+            reason = f"{str(error).splitlines()[0].rstrip('.')}. Is it complete? Fetch it again"
+            if isinstance(self.content, Path):
+                reason = unfetched(self.content) or reason
+            raise ValueError(f"{self.where} cannot be read: {reason}") from None
         except UnicodeDecodeError:
             raise ValueError(f"{self.where} has a name or label that is not UTF-8") from None
 

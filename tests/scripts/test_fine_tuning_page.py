@@ -36,7 +36,7 @@ def test_a_command_trains(command, tmp_path, cache):
 
 
 def test_dinov3(tmp_path, cache):
-    """The recipes for DINOv3's weights, on a small model of that family, with weights in place of the hub's."""
+    """The recipes for its weights, on a small model of that family, with weights in place of the hub's."""
     model = timm.create_model("vit_small_patch16_dinov3", img_size=32, depth=1, num_classes=0)
     file = tmp_path / "small.safetensors"
     save_file(model.state_dict(), file)
