@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from common.data.cache import prepare_data
+from common.data.decode import decode
 from common.data.sources import find_source
 from common.distributed.strategy import without_gradient
 from common.recipe import ImageRecipe, parse, share_out
@@ -28,6 +30,7 @@ def images(*files: str) -> None:
         open(file, "wb").close()
 
 
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:%s\nsize 123\n" % (b"0" * 64)
 MISTAKES: dict[str, Callable[[], object]] = {
     "unknown flag": lambda: parse(CnnA, ["--epoch", "3"]),
     "a flag near none": lambda: parse(CnnA, ["--steps", "3"]),
@@ -56,6 +59,15 @@ MISTAKES: dict[str, Callable[[], object]] = {
     "no such weights": lambda: build_model(Vit(model="test_vit", weights="nothing.safetensors"), 10),
     "weights of another kind": lambda: (
         images("w.safetensors"),
+        build_model(Vit(model="test_vit", weights="w.safetensors"), 10),
+    ),
+    "an image of Git LFS": lambda: decode(POINTER),
+    "a table of Git LFS": lambda: (
+        Path("data.parquet").write_bytes(POINTER),
+        prepare_data("data.parquet", Path("cache"), holdout=0.5),
+    ),
+    "weights of Git LFS": lambda: (
+        Path("w.safetensors").write_bytes(POINTER),
         build_model(Vit(model="test_vit", weights="w.safetensors"), 10),
     ),
     "no such model": lambda: build_model(Vit(model="vit_nothing"), 10),

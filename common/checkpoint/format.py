@@ -28,7 +28,7 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor
 
-from common.system.files import discard, fits, parse_json, sha256_of, sync, write_json
+from common.system.files import discard, fits, parse_json, sha256_of, sync, unfetched, write_json
 from common.system.paths import shortest
 from common.system.threads import Heartbeat
 
@@ -370,7 +370,8 @@ class TensorFile:
         try:
             self.file = safe_open(path, "pt")
         except (OSError, SafetensorError) as error:
-            raise ValueError(f"{path} is not a safetensors file: {error}") from None
+            reason = unfetched(path) or error
+            raise ValueError(f"{path} is not a safetensors file: {reason}") from None
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: tuple(self.file.get_slice(name).get_shape()) for name in self.file.keys()}  # noqa: SIM118

@@ -50,6 +50,7 @@ CONVERT = (
     "import sys; from timm.models import load_state_dict as load; from safetensors.torch import save_file;"
     " save_file({n: t.clone().contiguous() for n, t in load(sys.argv[1]).items()}, sys.argv[2])"
 )
+WRAPPERS = ("_orig_mod.", "module.", "model.")  # before each name: torch.compile's, DDP's, Lightning's
 EXPORTED = "config.json"  # of a folder that export.py wrote
 PICKLES = (b"PK", b"\x80")  # first bytes of torch's files, new and old ones
 
@@ -82,10 +83,10 @@ def find(location: str, which: str, scratch: Path, heartbeat: Heartbeat) -> Trai
     """
     if location.startswith("s3://"):
         store = ObjectStore(location)
-        found = _download(store, which, scratch, heartbeat)
+        stored = _download(store, which, scratch, heartbeat)
         reports = Path("validation") / store.url.rpartition("/")[2]
-        name = f"{store.url}/checkpoints/{found.folder.name}"
-        return _described(found, reports, name, _preferred(found))
+        name = f"{store.url}/checkpoints/{stored.folder.name}"
+        return _described(stored, reports, name, _preferred(stored))
     path = Path(location).resolve()
     file, found = _locate(path, which, heartbeat)
     if found is None and path.is_dir():
@@ -263,12 +264,15 @@ def model_with_weights(name: str, location: Path, classes: int, **options: Any) 
 
     try:
         file, trained = _locate(location, "any", lambda: None)
-        shapes = _open(file).shapes()
+        weights = _open(file)
     except ValueError as error:
         raise ValueError(f"--weights {error}") from None
+    shapes = weights.shapes()
+    wrapper = _wrapper(list(shapes))
     heads = head_names(name)
-    found = (shapes.get(f"{heads[0]}.weight") or (0,))[0]  # classes in the file; 0: it has no head
-    source = {"file": str(file), "num_classes": found, "custom_load": False, "label_offset": 0}
+    found = (shapes.get(f"{wrapper}{heads[0]}.weight") or (0,))[0]  # classes in the file; 0: it has no head
+    tensors = {key.removeprefix(wrapper): weights.tensor(key) for key in shapes}
+    source = {"state_dict": tensors, "num_classes": found, "custom_load": False, "label_offset": 0}
     try:
         model: Any = timm.create_model(
             name, True, pretrained_cfg_overlay=source, num_classes=found, **options
@@ -282,14 +286,24 @@ def model_with_weights(name: str, location: Path, classes: int, **options: Any) 
         raise ValueError(
             f"--weights {file} does not fit --model {name}: {first}: give the --model that it is of{whose}"
         ) from None
+    del model.pretrained_cfg["state_dict"]  # timm keeps it
     if found != classes:
         model.reset_classifier(classes)
         for head in heads:
             model.get_submodule(head).apply(init_weights_vit_timm)
     if rank() == 0:
         new = f"; the head is new, for {classes:,} classes instead of {found:,}" if found != classes else ""
-        print(f"--weights: {shortest(file)}{new}", flush=True)
+        named = f"; each name begins with {wrapper}, which is taken off" if wrapper else ""
+        print(f"--weights: {shortest(file)}{named}{new}", flush=True)
     return model
+
+
+def _wrapper(names: list[str]) -> str:
+    """What a wrapper of the model put before all names, as `module._orig_mod.`; empty for most files."""
+    found = ""
+    while more := next((w for w in WRAPPERS if names and all(n.startswith(found + w) for n in names)), ""):
+        found += more
+    return found
 
 
 def _open(file: Path) -> TensorFile:
@@ -305,6 +319,4 @@ def _open(file: Path) -> TensorFile:
             f"{file} is a pickle, which can run code when it is read: convert it where nothing can be"
             f" harmed, as in a container, by {command}"
         ) from None
-    if file.suffix != ".safetensors":  # timm would treat it as a pickle
-        raise ValueError(f"{file} is a safetensors file by another name: call it {file.stem}.safetensors")
     return weights

@@ -21,8 +21,9 @@ IGNORED = ("__MACOSX", "@eaDir")  # made by a Mac's zip, and by network drives
 DANGLING = "dangling links"
 SPECIAL = "special files"
 LOOSE = "outside class folders"
-LISTS = (".csv", ".tsv")
+LISTS = (".csv", ".tsv", ".jsonl")
 TABLES = (*LISTS, ".parquet")
+METADATA = ("metadata.csv", "metadata.jsonl")  # the hub's lists, in the folder of a split
 
 
 class LeftOut:
@@ -86,10 +87,13 @@ def list_splits(root: Path, left_out: LeftOut) -> tuple[dict[str, str], dict[str
     no labels, and its images are left out. Raises ValueError for folders that can't be trained on.
     """
     folders = split_folders(root)
-    if not folders:
+    if not folders or _is_class(root, folders):
         return {"train": ""}, {"train": _list_without_splits(root, left_out)}
     if "train" not in folders:
-        raise ValueError(f"--data {root} has {next(iter(folders.values()))}/, but no train/")
+        raise ValueError(
+            f"--data {root} has {next(iter(folders.values()))}/, but no train/: a folder of this name is a"
+            f" split; rename it if it is a class{_hint(root)}"
+        )
     splits = {split: list_classes(root / folders[split], left_out) for split in used_splits(folders).values()}
     if len(splits) == 3 and not splits["test"].keys() & splits["train"].keys():
         for name, paths in splits.pop("test").items():
@@ -114,6 +118,23 @@ def list_splits(root: Path, left_out: LeftOut) -> tuple[dict[str, str], dict[str
                 f"{differing}"
             )
     return folders, splits
+
+
+def _is_class(root: Path, folders: dict[str, str]) -> bool:
+    """True if the only folder with a split's name is a class: it holds images itself, and so do two or more
+    beside it. (One is not enough: of dogs and cats in train/*.jpg the test images may be in test1/.)"""
+    return len(folders) == 1 and {*folders.values()} < (found := {*_with_images(root)}) and len(found) > 2
+
+
+def _with_images(root: Path) -> list[str]:
+    """The folders that hold images themselves, not only in folders below."""
+    return [name for name in folder_names(root) if any(map(is_image, os.listdir(root / name)))]
+
+
+def beside_splits(root: Path) -> list[str]:
+    """The folders of images beside those of the splits."""
+    splits = split_folders(root).values()
+    return [name for name in _with_images(root) if name not in splits]
 
 
 def used_splits(found: Iterable[str]) -> dict[str, str]:
@@ -172,6 +193,16 @@ def _hint(root: Path) -> str:
     if tables := sorted(path for path in root.iterdir() if path.suffix.lower() in LISTS):
         return printable(f"; for images that a list names give --data {tables[0]}")
     return ""
+
+
+def metadata_files(root: Path) -> dict[str, Path]:
+    """The list in each split's folder, as the hub has it; {} where train has none, or has class folders."""
+    folders = {split: root / name for split, name in split_folders(root).items()}
+    if "train" not in folders or len(folder_names(folders["train"])) > 1:
+        return {}
+    paths = [(split, folder / name) for split, folder in folders.items() for name in METADATA]
+    found = {split: path for split, path in paths if path.is_file()}
+    return found if "train" in found else {}
 
 
 def lone_table(root: Path) -> Path | None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from common.system.files import read_json
+from common.system.files import read_json, unfetched
 from common.system.text import printable
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ FORMATS = {
 }
 EXTENSIONS = tuple(chain.from_iterable(FORMATS.values()))
 MAX_PIXELS = 89_478_485  # PIL's limit: a larger image could be a decompression bomb
+LONGEST = 64  # times its shorter side: what central_crop scales of an image
 
 
 def decode(data: bytes | bytearray) -> np.ndarray:
@@ -195,8 +196,11 @@ def _decode_by_pil(data: bytes | bytearray) -> np.ndarray:
 
 def open_image(data: bytes | bytearray) -> "Image.Image":
     """Opens an image lazily with PIL. Raises ValueError for one that is none of FORMATS, or is too large."""
-    from PIL import Image, UnidentifiedImageError
+    from PIL import Image, PngImagePlugin, UnidentifiedImageError
 
+    # PIL's limit of 1 MiB for a text or a colour profile refuses PNGs whose pixels are small. This one is the
+    # limit of all texts together.
+    PngImagePlugin.MAX_TEXT_CHUNK = PngImagePlugin.MAX_TEXT_MEMORY
     if not data:
         raise ValueError("the file is empty")
     if (frame := jpeg_frame(data)) is not None:
@@ -204,7 +208,8 @@ def open_image(data: bytes | bytearray) -> "Image.Image":
     try:
         image = Image.open(io.BytesIO(data), formats=tuple(FORMATS))
     except UnidentifiedImageError:
-        raise ValueError(f"not an image of a known format ({', '.join(FORMATS)})") from None
+        known = f"not an image of a known format ({', '.join(FORMATS)})"
+        raise ValueError(unfetched(data) or known) from None
     except Exception as error:  # twice the limit, or a broken file: PIL's errors have no common class
         raise ValueError(str(error) or type(error).__name__) from None
     # PIL's warning is no way to do it: changing the filters of warnings is not thread-safe.
@@ -331,11 +336,24 @@ def random_resized_crop(image: np.ndarray, size: int, draws: np.ndarray) -> np.n
 
 def central_crop(image: np.ndarray, size: int) -> np.ndarray:
     """ImageNet's usual crop: shorter side to size * 256 / 224, then the middle; uint8 [size, size, 3]."""
+    image = _without_ends(image)
     height, width = image.shape[:2]
     short = round(size * 256 / 224)
     h, w = (short, short * width // height) if height <= width else (short * height // width, short)
     top, left = round((h - size) / 2), round((w - size) / 2)
     return _resize(image, h, w)[top : top + size, left : left + size]
+
+
+def _without_ends(image: np.ndarray) -> np.ndarray:
+    """Cuts the ends off an image that is longer than LONGEST times its shorter side.
+
+    Scaled as a whole, one of 60,000 x 1 pixels would take 11 GB. An even multiple of the shorter side keeps
+    the crop's pixels.
+    """
+    height, width = image.shape[:2]
+    short, long = sorted((height, width))
+    cut = max(0, (long // short - LONGEST) // 4) * 2 * short  # at each end
+    return image[cut : height - cut] if height > width else image[:, cut : width - cut]
 
 
 def _resize(image: np.ndarray, height: int, width: int) -> np.ndarray:

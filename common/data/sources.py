@@ -3,9 +3,7 @@
 `find_source` only lists files; `Source.write` reads them; `common/data/cache.py` decodes and caches.
 """
 
-import csv
 import os
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,11 +14,10 @@ import numpy as np
 
 from common.data import class_folders
 from common.data.class_folders import VAL_NAMES, LeftOut, used_splits
-from common.data.decode import EXTENSIONS, SPLITS, save_images, save_labels
+from common.data.decode import SPLITS, save_images, save_labels
 from common.data.tables import (
     Columns,
     Table,
-    chosen_column,
     is_named,
     load_from_hub,
     parquet_files,
@@ -28,17 +25,15 @@ from common.data.tables import (
     write_tables,
 )
 from common.recipe import ImageRecipe
-from common.system.text import did_you_mean, printable, some_of
+from common.system.text import did_you_mean, some_of
 from common.system.threads import Heartbeat, run_with_heartbeat
 
 if TYPE_CHECKING:
+    from common.data.lists import Listed
     from common.data.shards import Manifest
 
 KNOWN = ("digits", "cifar10", "synthetic")
 VAL_CHOICE = "val, validation, valid or test"
-FILE_COLUMNS = ("file", "filename", "file_name", "path", "filepath", "image")  # of a CSV list
-LABEL_COLUMNS = ("label", "labels", "class", "category", "target")
-DELIMITERS = ",;\t"
 
 
 @dataclass(frozen=True)
@@ -125,6 +120,8 @@ def _find_files(data: str, columns: Columns) -> Source:
     if found := parquet_files(root):
         is_flat = is_named(found["train"][0], "train")
         return _of_table_files(root, found, "{file}" if is_flat else "{folder}/{file}", columns)
+    if lists := class_folders.metadata_files(root):
+        return _find_metadata(root, lists, columns)
     if table := class_folders.lone_table(root):
         return _of_lone_table(table, columns)
     return find_class_folders(root)
@@ -219,7 +216,7 @@ def _of_shards(manifest: "Manifest", place: str, read: Callable[[str], bytes]) -
 
 def _of_lone_table(file: Path, columns: Columns) -> Source:
     if file.suffix.lower() in class_folders.LISTS:
-        return find_csv(file, columns)
+        return find_list(file, columns)
     return _of_table_files(file, {"train": [file]}, "{file}", columns)
 
 
@@ -282,85 +279,52 @@ def find_class_folders(root: Path) -> Source:
         for key, split in used.items()
     }
     unused = _left_out({split: f"{name}/" for split, name in folders.items()}, used)
+    if folders["train"] and (beside := class_folders.beside_splits(root)):
+        unused.append(f"{some_of([f'{name}/' for name in beside], 3)}, as {folders['train']}/ is a split")
     empty = [c for c, paths in found["train"].items() if not paths]
     unused += [f"{c}/ without images" for c in empty]
     text = ", ".join(filter(None, (str(left_out), *unused)))
     return _source_of_files(root.name, root, sorted({*found["train"]} - {*empty}), splits, used, text)
 
 
-def find_csv(path: Path, columns: Columns) -> Source:
-    """Lists the files of the rows, in their order. Raises ValueError that names the first wrong line."""
-    rows = _read_csv(path, columns)
-    before, after = _place(path.parent, rows[0][-1])
-    rows = [(*others[:3], f"{before}{others[3]}{after}") for others in rows]
-    named = {split for _, split, _, _ in rows}
+def find_list(path: Path, columns: Columns) -> Source:
+    """The files that a list names, in its order."""
+    from common.data.lists import read_list
+
+    return _of_lists(path.stem, path.parent, path, read_list(path, columns))
+
+
+def _find_metadata(root: Path, files: dict[str, Path], columns: Columns) -> Source:
+    """The files that the list in each split's folder names."""
+    from common.data.lists import read_list
+
+    rows = [
+        row._replace(file=os.path.join(path.parent.name, row.file))
+        for split, path in files.items()
+        for row in read_list(path, columns, split)
+    ]
+    return _of_lists(root.name, root, root, rows)
+
+
+def _of_lists(name: str, root: Path, data: Path, rows: "list[Listed]") -> Source:
+    """data: for messages. root: of the rows' files."""
+    named = {row.split for row in rows}
     used = used_splits(named)
     if "train" not in named:
-        raise ValueError(f"--data {path}: none of its {len(rows):,} rows is of the split train")
+        raise ValueError(f"--data {data}: none of its {len(rows):,} rows is of the split train")
     splits = {
-        key: [(label, file) for _, of, label, file in rows if of == split] for key, split in used.items()
+        key: [(row.label, row.file) for row in rows if row.split == split] for key, split in used.items()
     }
     train = {label for label, _ in splits["train"]}
-    for key, name in used.items():
+    for key, split in used.items():
         if unknown := {label for label, _ in splits[key]} - train:
             raise ValueError(
-                f"--data {path}: the split {name} has labels that train has not: {some_of(sorted(unknown))}"
+                f"--data {data}: the split {split} has labels that train has not: {some_of(sorted(unknown))}"
             )
-    if missing := [(line, file) for line, *_, file in rows if not (path.parent / file).is_file()]:
-        line, file = missing[0]
-        raise ValueError(
-            f"--data {path}, line {line}: there is no file {path.parent / file} ({len(missing):,} such rows):"
-            " paths are relative to the list's folder. A folder and an ending are given as --image_column"
-            " 'train/{id}.jpg'"
-        )
     text = ", ".join(_left_out({split: split for split in ("train", *VAL_NAMES) if split in named}, used))
     classes = sorted(train, key=int if all(map(str.isdecimal, train)) else str)
-    source = _source_of_files(path.stem, path.parent, classes, splits, used, text)
+    source = _source_of_files(name, root, classes, splits, used, text)
     return replace(source, hashes=(repr(splits),), is_table=True)
-
-
-def _read_csv(path: Path, columns: Columns) -> list[tuple[int, str, str, str]]:
-    """The line, split, label and file of each row."""
-    rows = []
-    try:
-        with open(path, newline="", encoding="utf-8-sig") as file:
-            first = file.readline()
-            file.seek(0)
-            reader = csv.DictReader(file, delimiter=max(DELIMITERS, key=first.count))
-            reader.fieldnames = names = [name.strip().lower() for name in reader.fieldnames or []]
-            where = f"--data {path}: its first line"
-            match = re.fullmatch(r"(.*)\{(.+)\}(.*)", columns.image or "")
-            before, column, after = match.groups() if match else ("", columns.image or "", "")
-            image = chosen_column(names, "image", column.lower(), FILE_COLUMNS, [], where)
-            label = chosen_column(names, "label", (columns.label or "").lower(), LABEL_COLUMNS, [], where)
-            for row in reader:
-                split = (row.get("split", "train") or "").strip().lower()
-                line, values = f"--data {path}, line {reader.line_num}", (row[image], row[label])
-                if not all(values):
-                    raise ValueError(f"{line}: it has no {label if values[0] else image}")
-                if split not in ("train", *VAL_NAMES):
-                    raise ValueError(
-                        f"{line}: its split is {printable(split) or 'empty'}: choose among train,"
-                        f" {', '.join(VAL_NAMES)}"
-                    )
-                place = f"{before}{values[0].strip()}{after}"
-                rows.append((reader.line_num, split, values[1].strip(), place))
-    except UnicodeDecodeError:
-        raise ValueError(f"--data {path}: it is not in UTF-8") from None
-    except csv.Error as error:
-        raise ValueError(f"--data {path}: it is no CSV file: {error}") from None
-    if not rows:
-        raise ValueError(f"--data {path}: it lists no images")
-    return rows
-
-
-def _place(root: Path, file: str) -> tuple[str, str]:
-    """The folder beside a list, and the ending, that make the path of a file which is not there without."""
-    if (root / file).is_file():
-        return "", ""
-    before = ["", *(f"{name}/" for name in class_folders.folder_names(root))]
-    places = [(b, a) for b in before for a in ("", *EXTENSIONS) if (root / f"{b}{file}{a}").is_file()]
-    return places[0] if len(places) == 1 else ("", "")
 
 
 def _source_of_files(

@@ -17,6 +17,7 @@ import numpy as np
 from common.data.class_folders import VAL_NAMES, folder_names, only_in, split_folders
 from common.data.decode import save_images, save_labels
 from common.system.env import warn_without_hub
+from common.system.files import unfetched
 from common.system.text import printable, some_of
 from common.system.threads import Heartbeat, run_with_heartbeat
 
@@ -67,10 +68,10 @@ class Table(NamedTuple):
                     rows = pa.ipc.open_stream(stream).read_all()
             yield rows.schema, lambda name: (b.column(0) for b in rows.select([name]).to_batches(ROWS))
         except (pa.ArrowException, OSError) as error:
-            reason = str(error).splitlines()[0]
-            raise ValueError(
-                f"{self.where} cannot be read: {reason}. Is it complete? Fetch it again"
-            ) from None
+            reason = f"{str(error).splitlines()[0].rstrip('.')}. Is it complete? Fetch it again"
+            if isinstance(self.content, Path):
+                reason = unfetched(self.content) or reason
+            raise ValueError(f"{self.where} cannot be read: {reason}") from None
         except UnicodeDecodeError:
             raise ValueError(f"{self.where} has a name or label that is not UTF-8") from None
 
@@ -233,6 +234,7 @@ def _read_split(
             values = [-1] * len(values)
         if None in values:
             raise ValueError(f"row {values.index(None)} of {table.where} has no label")
+        values = [str(value) if isinstance(value, bool) else value for value in values]
         if other := {type(value) for value in values} - {int, str}:
             raise ValueError(f"the labels of {table.where} are {other.pop().__name__}, not numbers or names")
         if names[-1] != names[0]:
@@ -309,7 +311,14 @@ def label_column(schema: "pyarrow.Schema", chosen: Columns, where: str) -> str:
     """
     import pyarrow as pa
 
-    is_label = (pa.types.is_integer, pa.types.is_string, pa.types.is_large_string, pa.types.is_dictionary)
+    types = pa.types
+    is_label = (
+        types.is_integer,
+        types.is_string,
+        types.is_large_string,
+        types.is_dictionary,
+        types.is_boolean,
+    )
     features = _features(schema, where)
     found = [name for name in schema.names if features.get(name, {}).get("_type") == "ClassLabel"]
     found = found or [name for name in schema.names if name.lower() in OTHER_LABEL_COLUMNS]

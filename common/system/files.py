@@ -45,6 +45,17 @@ def sha256_of(path: Path, heartbeat: Callable[[], None] = lambda: None) -> str:
     return digest.hexdigest()
 
 
+def unfetched(content: Path | bytes | bytearray) -> str:
+    """Why a file, or its content, is not itself: a pointer of Git LFS is in its place. Else empty."""
+    if isinstance(content, Path):
+        if not content.is_file():
+            return ""
+        with open(content, "rb") as file:
+            content = file.read(64)
+    is_pointer = content.startswith(b"version https://git-lfs.github.com/")
+    return "it is a pointer of Git LFS: run git lfs pull in its repository" if is_pointer else ""
+
+
 def discard(path: Path) -> None:
     """Removes a folder with its content, a file, or a link but not its target. Absent paths are fine."""
     if path.is_dir() and not path.is_symlink():

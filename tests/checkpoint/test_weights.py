@@ -117,9 +117,20 @@ def test_weights_of_another_model_are_refused_by_the_first_tensor(file, tmp_path
         built(best, model="test_vit2")
     with pytest.raises(ValueError, match=r"holds neither checkpoints nor model\.safetensors"):
         built(tmp_path)
-    file.rename(tmp_path / "small.bin")
-    with pytest.raises(ValueError, match=r"by another name: call it small\.safetensors"):
-        built(tmp_path / "small.bin")
+
+
+@pytest.mark.parametrize(
+    "wrapper", ["_orig_mod.", "module.", "model.", "module._orig_mod.", "model._orig_mod."]
+)
+def test_names_of_a_wrapped_model(wrapper, file, tmp_path, capsys):
+    wrapped = tmp_path / "wrapped.safetensors"
+    save_file({f"{wrapper}{name}": tensor for name, tensor in load_file(file).items()}, wrapped)
+    expected, found = built(file, classes=3), built(wrapped, classes=3)
+    assert all(torch.equal(found[name], expected[name]) for name in expected if "head" not in name)
+    assert f"begins with {wrapper}, which is taken off; the head is new, for 3" in capsys.readouterr().out
+    save_file({"model.norm.weight": torch.zeros(1), "unknown": torch.zeros(1)}, wrapped)
+    with pytest.raises(ValueError, match=r"Missing key"):
+        built(wrapped)
 
 
 @pytest.mark.parametrize("is_zip", [True, False])

@@ -73,6 +73,29 @@ def test_the_first_split_to_evaluate_on_counts_and_the_others_are_named(tmp_path
         prepare_with(root, tmp_path / "cache", holdout=0.5)
 
 
+@pytest.mark.parametrize("name", ["train", "Valid", "val", "test"])
+def test_a_class_may_be_called_like_a_split(name, tmp_path):
+    """Where it holds images itself, and other classes are beside it."""
+    names = sorted((name, "bus", "car"))
+    root = put(tmp_path / "vehicles", *(f"{c}/{k}.png" for c in names for k in range(4)))
+    images = open_images(Path(prepare_with(root, tmp_path / "cache", holdout=0.25).folder))
+    assert images.classes == tuple(names)
+    assert len(images.train) + len(images.val) == 12
+
+
+def test_a_folder_that_is_taken_for_a_split_is_named(tmp_path):
+    root = put(
+        tmp_path / "a", *(f"{c}/{k}.png" for c in ("bus", "car", "train/ic", "train/tgv") for k in "123")
+    )
+    assert prepare_with(root, tmp_path / "cache", holdout=0.5).left_out == "bus/, car/, as train/ is a split"
+    with pytest.raises(
+        ValueError, match=r"has test/, but no train/: a folder of this name is a split; rename"
+    ):
+        list_splits(put(tmp_path / "b", "bus/1.png", "car/1.png", "test/x/1.png"), LeftOut())
+    with pytest.raises(ValueError, match="train has no class folders"):  # of dogs and cats
+        list_splits(put(tmp_path / "c", "train/cat.1.png", "test1/1.png"), LeftOut())
+
+
 def test_deeper_folders_belong_to_the_class_above(tmp_path):
     paths = ("a/2.png", "a/2023/x/9.png", "a/2023/1.png", "b/deep/er/1.png")
     root = put(tmp_path / "pets", *(f"{split}/{path}" for split in ("train", "val") for path in paths))

@@ -7,10 +7,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, PngImagePlugin
 
 from common.data.cache import prepare_data
-from common.data.decode import checks_jpegs, damage, decode, jpeg_frame, open_image, torchcodec_decoder
+from common.data.decode import (
+    _resize,
+    central_crop,
+    checks_jpegs,
+    damage,
+    decode,
+    jpeg_frame,
+    open_image,
+    random_resized_crop,
+    torchcodec_decoder,
+)
 from tests.data.test_images import encode, picture
 from tests.support.imagenet import class_folders, fails, prep
 from tools.prepare.originals import ImageBatch, RawImage
@@ -128,6 +138,43 @@ def test_bombs_are_refused_by_their_header(format, monkeypatch):
     for read in (open_image, decode):
         with pytest.raises(ValueError, match="decompression bomb"):
             read(data)
+
+
+@pytest.mark.parametrize(("height", "width"), [(3, 999), (1, 700), (700, 1), (9, 2_001), (40, 30), (5, 330)])
+@pytest.mark.parametrize("size", [9, 16])
+def test_a_long_image_is_cut_before_it_is_scaled(height, width, size):
+    """The pixels are those of an image that is scaled as a whole, then cut."""
+    image = np.random.default_rng(0).integers(0, 256, (height, width, 3), np.uint8)
+    short = round(size * 256 / 224)
+    h, w = (short, short * width // height) if height <= width else (short * height // width, short)
+    top, left = round((h - size) / 2), round((w - size) / 2)
+    whole = _resize(image, h, w)[top : top + size, left : left + size]
+    assert np.abs(central_crop(image, size).astype(int) - whole).max() <= 1
+
+
+def test_the_longest_image_needs_little_memory():
+    for shape in ((1, 60_000, 3), (60_000, 1, 3), (2, 30_000_000, 3)):
+        image = np.zeros(shape, np.uint8)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        for crop in (central_crop(image, 224), random_resized_crop(image, 224, np.full(40, 0.99))):
+            assert crop.shape == (224, 224, 3)
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 * 1024  # KiB
+
+
+def png_with(kind: str, size: int) -> bytes:
+    """A PNG with a text or a colour profile of `size` bytes, which are compressed to few."""
+    if kind == "ICC":
+        return encode(picture(), "PNG", icc_profile=bytes(size))
+    info = PngImagePlugin.PngInfo()
+    add = info.add_itxt if kind == "iTXt" else info.add_text
+    add("workflow", "a" * size, zip=kind != "tEXt")
+    return encode(picture(), "PNG", pnginfo=info)
+
+
+@pytest.mark.parametrize("kind", ["tEXt", "zTXt", "iTXt", "ICC"])
+def test_a_large_text_or_profile_hides_no_pixel(kind):
+    expected = decode(encode(picture(), "PNG"))
+    assert (decode(png_with(kind, 3 * 2**20)) == expected).all()
 
 
 PROFILES = [b"\xff\xe2\xff\xffICC_PROFILE\0" + bytes([k, 5]) + bytes(65519) for k in range(1, 6)]

@@ -228,13 +228,18 @@ def test_labels_of_any_kind_in_parquet(tmp_path):
         pq.write_table(pa.table({"image": images, "label": labels}), tmp_path / "wide" / f"{name}.parquet")
     wide = open_images(prepare_data(str(tmp_path / "wide"), tmp_path / "cache"))
     assert (wide.classes, wide.val.labels.tolist()) == (("5", "7"), [1, 0, 1])
+    (tmp_path / "bool").mkdir()
+    for name in ("train", "val"):
+        table = pa.table({"image": images, "is_ill": [True, False, True]})
+        pq.write_table(table, tmp_path / "bool" / f"{name}.parquet")
+    two = open_images(prepare_data(str(tmp_path / "bool"), tmp_path / "cache"))
+    assert (two.classes, two.val.labels.tolist()) == (("False", "True"), [1, 0, 1])
 
 
 @pytest.mark.parametrize(
     ("labels", "message"),
     [
         (pa.array([0.0, 1.0]), "are float, not numbers or names"),
-        (pa.array([True, False]), "are bool, not numbers or names"),
         (pa.array(["a", "b"]), "must be all numbers, or all names"),
     ],
 )

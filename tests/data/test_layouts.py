@@ -40,8 +40,11 @@ def make(root: Path, layout: str) -> None:
     for span in re.findall("`([^`]+)`", layout):
         first += 100
         path = root / span.replace("*", "0")
-        if "," in span:
-            write_list(root / "labels.csv", span)
+        if span.endswith(".csv"):
+            table = path
+        elif "," in span:
+            table.parent.mkdir(exist_ok=True)
+            write_list(table, span, first + 100)
         elif span.endswith(".parquet"):
             write_parquet(path, [png(first + k) for k in range(EACH)], LABELS)
         elif span.endswith(".tar"):
@@ -53,12 +56,13 @@ def make(root: Path, layout: str) -> None:
                 (root / name).write_bytes(png(first + k))
 
 
-def write_list(path: Path, header: str) -> None:
-    """Of the images of the second code span after it, numbered from 300 on."""
+def write_list(path: Path, header: str, first: int) -> None:
+    """Of the images of the code span after it. first: their first number."""
     rows = [header]
     for k in range(3 * EACH if "split" in header else EACH):
         split = ("train", "val", "test")[k // EACH]
-        values = {"id": 300 + k, "file": f"{300 + k}.png", "split": split}
+        name = f"{first + k}.png"
+        values = {"id": first + k, "file": name, "file_name": f"images/{name}", "split": split}
         rows.append(",".join(str(values.get(name, ("cat", "dog")[k % 2])) for name in header.split(",")))
     path.write_text("\n".join(rows))
 

@@ -1,6 +1,7 @@
 """--data takes tables of any data set: parquet folders, save_to_disk folders, the hub's cache, CSV lists."""
 
 import json
+import unicodedata
 from pathlib import Path
 
 import numpy as np
@@ -273,6 +274,47 @@ def test_columns_absolute_paths_numbers_and_a_second_held_out_split(tmp_path):
     assert [split.labels.tolist() for split in splits] == [[2, 1, 0], [1], [0]]
 
 
+@pytest.mark.parametrize("ending", ["csv", "jsonl"])
+def test_the_hubs_metadata_in_the_folder_of_each_split(ending, tmp_path):
+    """Images in the folder, or in one below. Class folders without a list are classes."""
+    splits = ("Train", "validation", "test")
+    put(tmp_path, *(f"{split}/img/{k}.png" for split in splits for k in range(4)))
+    for split in ("Train", "validation"):
+        rows = [{"file_name": f"img/{k}.png", "Label": k % 2 == 0, "age": 7} for k in range(4)]
+        text = "\n".join(map(json.dumps, rows))
+        if ending == "csv":
+            lines = (f"{row['file_name']},{row['Label']}" for row in rows)
+            text = "\n".join(["file_name,Label", *lines])
+        (tmp_path / split / f"metadata.{ending}").write_text(text)
+    images = opened(tmp_path, tmp_path / "cache")
+    assert (images.classes, images.val_name) == (tuple(sorted(images.classes)), "val")
+    assert images.train.labels.tolist() == images.val.labels.tolist() == [1, 0, 1, 0]
+    assert (images.val.images == np.stack([np.asarray(picture(k)) for k in range(4, 8)])).all()
+    put(tmp_path, *(f"{split}/{c}/1.png" for split in ("Train", "validation") for c in ("cat", "img")))
+    assert opened(tmp_path, tmp_path / "cache").classes == ("cat", "img")
+
+
+@pytest.mark.parametrize(
+    ("listed", "stored"),
+    [
+        ("img\\é 1.png", "img/é 1.png"),
+        (unicodedata.normalize("NFC", "img/é.png"), unicodedata.normalize("NFD", "img/é.png")),
+        (unicodedata.normalize("NFD", "Ö/é.png"), unicodedata.normalize("NFC", "Ö/é.png")),
+        (unicodedata.normalize("NFD", "Ö\\é.png"), unicodedata.normalize("NFC", "Ö/é.png")),
+        ("img\\1.png", "img\\1.png"),
+    ],
+    ids=["backslash", "composed", "decomposed", "both", "a name with a backslash"],
+)
+def test_paths_of_a_list_from_another_system(listed, stored, tmp_path):
+    put(tmp_path / "data", stored, "b.png")
+    (tmp_path / "data" / "pets.csv").write_text(
+        f"file,label\n{listed},cat\nb.png,dog\n{listed},cat\nb.png,dog"
+    )
+    prepared = prepare_with(tmp_path / "data" / "pets.csv", tmp_path / "cache", holdout=0.5)
+    images = open_images(Path(prepared.folder))
+    assert (len(images.train), len(images.val), images.classes) == (2, 2, ("cat", "dog"))
+
+
 BAD_LISTS = rows_of("wrong lists")
 
 
@@ -288,11 +330,13 @@ def test_a_wrong_list_is_one_line(case, tmp_path):
 
 
 def test_bytes_that_are_no_text(tmp_path):
-    path = write_list(tmp_path, "")
     for content, message in {
         b"file,label\n\xff\xfe\n": "not in UTF-8",
         b'file,label\n"' + b"a" * 200_000: "no CSV",
+        b"[1]\n": "line 1: it is no JSON object",
+        b'{"file": 1': "line 1: it is no JSON object",
     }.items():
+        path = write_list(tmp_path, "", "pets.jsonl" if "JSON" in message else "pets.csv")
         path.write_bytes(content)
         with pytest.raises(ValueError, match=message):
             opened(path, tmp_path / "cache")
@@ -300,9 +344,9 @@ def test_bytes_that_are_no_text(tmp_path):
 
 def test_the_doctor_compares_lists_and_leaves_names_alone(tmp_path):
     path = write_list(tmp_path, LISTS["as documented"])
-    before = _contents(str(path), ())
+    before = _contents(str(path))
     assert before["problem"] is None
     path.write_text(LISTS["tabs, other columns"])
-    assert _contents(str(path), ())["digest"] != before["digest"]
-    assert _contents("hub:lab/pets", ()) == _contents("digits", ()) == {"problem": None}
-    assert _contents(str(tmp_path / "nothing"), ())["problem"]
+    assert _contents(str(path))["digest"] != before["digest"]
+    assert _contents("hub:lab/pets") == _contents("digits") == {"problem": None}
+    assert _contents(str(tmp_path / "nothing"))["problem"]

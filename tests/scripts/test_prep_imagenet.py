@@ -226,6 +226,52 @@ def test_other_images(source, ilsvrc, tmp_path):
     assert sorted(rows[:, 3]) == [0] * (len(rows) - 2) + [1, 1]
 
 
+KAGGLE = (
+    "ImageId,PredictionString\nx_val_2,n02 8 9 1 2 \nx_val_1,n01 1 2 3 4 n01 5 6 7 8 \nx_val_3,n02 1 2 3 4\n"
+)
+PUBLISHED = {
+    "Kaggle": ({"ILSVRC/Data/CLS-LOC/val/{}": None, "LOC_val_solution.csv": KAGGLE}, "ILSVRC/Data/CLS-LOC"),
+    "Tiny ImageNet": (
+        {
+            "val/images/{}": None,
+            "val/val_annotations.txt": "".join(f"x_val_{k}.JPEG\tn0{min(k, 2)}\t0\t32\n" for k in (1, 2, 3)),
+        },
+        ".",
+    ),
+}
+
+
+@pytest.mark.parametrize("form", PUBLISHED)
+def test_classes_of_val_that_a_file_tells(form, ilsvrc, tmp_path):
+    """Without the file, or with a class that train has not, nothing is copied."""
+    files, below = PUBLISHED[form]
+    photographs = list(ilsvrc.val.values())
+    images = {f"{below}/train/n0{c}/images/{k}.JPEG": photographs[c + k] for c in (1, 2) for k in (0, 2)}
+    for name, text in files.items():
+        if text is None:
+            images |= {name.format(f"x_val_{k}.JPEG"): photographs[k] for k in (1, 2, 3)}
+        else:
+            images[name] = text.encode()
+            label_file = tmp_path / "data" / name
+    words = ["--from", "folder", "--data", class_folders(tmp_path / "data", images) / below]
+    prep(*words, "--out", tmp_path / "out")
+    rows = np.load(tmp_path / "out" / "val_index.npy")
+    assert sorted(rows[:, 3]) == [0, 1, 1]
+    with tarfile.open(tmp_path / "out" / "val-00000.tar") as archive:
+        names = [name for name in archive.getnames() if "x_val_3" in name]
+        assert {name.partition("/")[0] for name in names} == {"n02"}
+    label_file.write_text(label_file.read_text().replace("n01", "n09"))
+    assert "val has classes that train has not: n09" in fails(*words, "--out", tmp_path / "wrong")
+    label_file.write_text("")
+    assert "does not tell its class" in fails(*words, "--out", tmp_path / "wrong")
+    label_file.unlink()
+    if form == "Kaggle":
+        assert "in no class folders: put LOC_val_solution.csv beside" in fails(
+            *words, "--out", tmp_path / "wrong"
+        )
+    assert not (tmp_path / "wrong").exists()
+
+
 def test_one_split_alone(ilsvrc, tmp_path):
     words = ["--train", ilsvrc.train_tar, "--devkit", ilsvrc.devkit, "--out", tmp_path / "out"]
     assert "there is no val" in prep(*words, *MINI)

@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import os
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -11,14 +12,25 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from common.data.class_folders import DANGLING, LeftOut, is_image, list_classes, used_splits
+from common.data.class_folders import (
+    DANGLING,
+    LOOSE,
+    LeftOut,
+    is_image,
+    list_classes,
+    list_images,
+    used_splits,
+)
 from common.data.decode import EXTENSIONS, SPLITS
 from common.data.tables import BY_TYPE, Table, parquet_files, read_images, read_labels
+from common.system.text import some_of
 from tools.prepare.archives import Member, Stream, members, open_stream
 from tools.prepare.devkit import MD5, read_devkit
 
 VAL_NAME = re.compile(r"ILSVRC2012_val_(\d{8})\.JPEG")
 WNID = re.compile(r"n\d{8}")
+# Files with the classes of images that are in no class folders
+KAGGLE, TINY = "LOC_val_solution.csv", "val_annotations.txt"
 BATCH_IMAGES, BATCH_BYTES = 32, 2**23
 BEGINS = {b"\x89PNG": ".png", b"RIFF": ".webp", b"BM": ".bmp"}
 
@@ -79,22 +91,49 @@ def class_tars(archive: Member) -> Iterator[ImageGroup]:
 
 
 def class_folders(root: Path) -> Iterator[ImageGroup]:
-    """Yields the folders `<class>/`, sorted. An image below, `<class>/a/1.jpg`, gets the name a_1.jpg."""
+    """Yields the classes of a folder, sorted. An image below, `<class>/a/1.jpg`, gets the name a_1.jpg."""
     for name, paths in list_folders(root).items():
-        files = (ImageFile(path.replace("/", "_"), (root / name / path).read_bytes) for path in paths)
+        files = (ImageFile(path.removeprefix(f"{name}/"), (root / path).read_bytes) for path in paths)
+        files = (file._replace(name=file.name.replace("/", "_")) for file in files)
         yield ImageGroup(name, str(root / name), files)
 
 
 def list_folders(root: Path) -> dict[str, list[str]]:
-    """Lists the classes of a folder, and the paths of their images below them.
+    """Lists the classes of a folder, `<class>/`, sorted, and the paths of their images below it.
 
-    Raises ValueError for a dangling link to an image or a folder: images would be lost unnoticed.
+    Of images that lie in no class folders, as Kaggle and Tiny ImageNet have val's, a file tells the classes.
+    Raises ValueError for a class without images, for an image without a class, and for a dangling link to an
+    image or a folder: images would be lost unnoticed.
     """
     left_out = LeftOut()
-    classes = list_classes(root, left_out)
+    classes = {name: [f"{name}/{path}" for path in its] for name, its in list_classes(root, left_out).items()}
     if lost := left_out.first.get(DANGLING):
         raise ValueError(f"{lost} is a dangling link: mend it, or remove it")
+    if len(classes) < 2 and (file := _list_of_classes(root)):
+        classes = _by_file(root, list_images(root, LeftOut()), file)
+    if empty := next((root / name for name, its in classes.items() if not its), None if classes else root):
+        missing = f": put {KAGGLE} beside it, which tells their classes" if LOOSE in left_out.first else ""
+        what = "holds images in no class folders" if missing else f"holds no images ({' '.join(EXTENSIONS)})"
+        raise ValueError(f"{empty} {what}{missing}")
     return classes
+
+
+def _list_of_classes(root: Path) -> Path | None:
+    """The file that tells the classes of a folder's images: in it, or in one of four folders above it."""
+    files = (root / TINY, *(above / KAGGLE for above in (root, *root.absolute().parents[:4])))
+    return next(filter(Path.is_file, files), None)
+
+
+def _by_file(root: Path, paths: list[str], file: Path) -> dict[str, list[str]]:
+    """The images of each class, sorted, by a file whose lines begin with an image and its class."""
+    rows = [re.split("[,\t ]", line)[:2] for line in file.read_text().splitlines()]
+    class_of = {row[0].removesuffix(".JPEG"): row[-1] for row in rows}
+    found = defaultdict(list)
+    for path in paths:
+        if (name := class_of.get(Path(path).stem)) is None:
+            raise ValueError(f"{root / path}: {file} does not tell its class")
+        found[name].append(path)
+    return dict(sorted(found.items()))
 
 
 def labeled(groups: Iterable[ImageGroup], label: Label) -> Iterator[LabeledFile]:
@@ -127,7 +166,7 @@ def labeled(groups: Iterable[ImageGroup], label: Label) -> Iterator[LabeledFile]
                 )
             keys.add(key)
             yield LabeledFile(number, where, name, key, class_number, file)
-        if not keys:
+        if not keys:  # of a tar
             raise ValueError(f"{where} holds no images ({' '.join(EXTENSIONS)})")
 
 
@@ -166,17 +205,21 @@ class Originals:
         self.find()
 
     def find(self) -> None:
-        """Finds sizes and versions of the parts."""
+        """Finds sizes and versions of the parts. ValueError for a folder that can't be used."""
+        listed = {}
         for part, where in self.parts.items():
             if Path(where).is_dir():
                 print(f"listing the images in {where}", flush=True)
-                paths = [f"{name}/{path}" for name, its in list_folders(Path(where)).items() for path in its]
+                listed[part] = list_folders(Path(where))
+                paths = [path for its in listed[part].values() for path in its]
                 self.bytes[part], self.versions[part] = measured(Path(where), paths)
                 rows = [(path, os.stat(Path(where) / path).st_size) for path in paths]
                 self.listings[part] = digest(rows)[:16]
             else:
                 with open_stream(where) as stream:
                     self.bytes[part], self.versions[part] = stream.size, stream.version
+        if len(listed) == 2 and (unknown := sorted(listed["val"].keys() - listed["train"].keys())):
+            raise ValueError(f"{self.parts['val']} has classes that train has not: {some_of(unknown)}")
 
     def read_classes(self) -> None:
         """Takes the classes from the names of class tars or folders."""
