@@ -82,24 +82,39 @@ def find(location: str, which: str, scratch: Path, heartbeat: Heartbeat) -> Trai
     """
     if location.startswith("s3://"):
         store = ObjectStore(location)
-        found = _download(store, which, scratch, heartbeat)
+        fetched = _download(store, which, scratch, heartbeat)
         reports = Path("validation") / store.url.rpartition("/")[2]
-        return _described(found, reports, f"{store.url}/checkpoints/{found.folder.name}")
-    path, file = Path(location).resolve(), None
-    if not path.exists():
-        raise ValueError(f"{location}: there is no such folder or file")
-    if path.is_file():
-        if not (path.parent / MANIFEST_FILE).exists():
-            return TrainedModel(str(path), shortest(path), str(Path("validation") / path.stem))
-        path, file = path.parent, path.name
-    if (path / EXPORTED).is_file():
+        name = f"{store.url}/checkpoints/{fetched.folder.name}"
+        return _described(fetched, reports, name, _preferred(fetched))
+    path = Path(location).resolve()
+    file, found = _locate(path, which, heartbeat)
+    if found is None and path.is_dir():
         return _exported(path)
-    found = (
-        verify(path, heartbeat) if step_of(path.name) is not None or file else _of_run(path, which, heartbeat)
-    )
+    if found is None:
+        return TrainedModel(str(file), shortest(file), str(Path("validation") / file.stem))
     in_run = found.folder.parent.name == "checkpoints"
     reports = found.folder.parents[1] / "validation" if in_run else Path("validation") / found.folder.name
-    return _described(found, reports, shortest(found.folder), file)
+    return _described(found, reports, shortest(found.folder), file.name)
+
+
+def _locate(path: Path, which: str, heartbeat: Heartbeat) -> tuple[Path, Checkpoint | None]:
+    """The file of weights at a local path, and its checkpoint, which is verified; None if it is of none.
+
+    which: `best` or `latest` of a run; `any`: its newest that verifies where the best is not there.
+    """
+    if not path.exists():
+        raise ValueError(f"{path}: there is no such folder or file")
+    if path.is_file():
+        return path, verify(path.parent, heartbeat) if (path.parent / MANIFEST_FILE).exists() else None
+    if step_of(path.name) is not None or (path / MANIFEST_FILE).exists():
+        found = verify(path, heartbeat)
+    elif steps_in(path / "checkpoints"):
+        found = _of_run(path, which, heartbeat)
+    elif (path / MODEL_FILE).exists():
+        return path / MODEL_FILE, None
+    else:
+        raise ValueError(f"{path} holds neither checkpoints nor {MODEL_FILE}: give a file, or a run's folder")
+    return found.folder / _preferred(found), found
 
 
 def _exported(folder: Path) -> TrainedModel:
@@ -161,10 +176,7 @@ def load_everywhere(accelerator: Accelerator, model: nn.Module, file: Path, time
 
 
 def _of_run(folder: Path, which: str, heartbeat: Heartbeat) -> Checkpoint:
-    """A run's `best` or `latest` checkpoint; `any`: the newest that verifies where the best is not there."""
     parent = folder / "checkpoints"
-    if not steps_in(parent):
-        raise ValueError(f"{shortest(folder)} holds no checkpoints/step_*: give the folder of a run")
     if which != "latest" and (best := best_in(parent)):
         return verify(best, heartbeat)
     if which == "best":
@@ -197,10 +209,9 @@ def _download(store: ObjectStore, which: str, scratch: Path, heartbeat: Heartbea
     return verify(scratch / step_name(step), heartbeat)
 
 
-def _described(found: Checkpoint, reports: Path, name: str, file: str | None = None) -> TrainedModel:
-    """The model of a verified checkpoint. file: name of the weights' file, if the user gave one."""
+def _described(found: Checkpoint, reports: Path, name: str, file: str) -> TrainedModel:
+    """The model of a verified checkpoint. file: name of the weights' file."""
     manifest = found.manifest
-    file = file or _preferred(found)
     if file not in (EMA_FILE, MODEL_FILE) or file not in manifest["files"]:
         raise ValueError(f"{name}/{file} does not hold a model: give {name}/{MODEL_FILE}")
     recipe, classes, writer = (manifest.get(key) for key in ("recipe", "classes", "written_by"))
@@ -251,7 +262,7 @@ def model_with_weights(name: str, location: Path, classes: int, **options: Any) 
     from timm.models.vision_transformer import init_weights_vit_timm
 
     try:
-        file, recipe = _file_and_recipe(location)
+        file, trained = _locate(location, "any", lambda: None)
         shapes = _open(file).shapes()
     except ValueError as error:
         raise ValueError(f"--weights {error}") from None
@@ -266,7 +277,8 @@ def model_with_weights(name: str, location: Path, classes: int, **options: Any) 
         if "loading state_dict" not in str(error):
             raise
         first = re.sub('", ".*', '"', str(error).splitlines()[1].strip()).rstrip(".")
-        whose = f", {recipe['model']}" if "model" in recipe else ""
+        recipe = trained.manifest.get("recipe") if trained else None
+        whose = f", {recipe['model']}" if isinstance(recipe, dict) and "model" in recipe else ""
         raise ValueError(
             f"--weights {file} does not fit --model {name}: {first}: give the --model that it is of{whose}"
         ) from None
@@ -278,27 +290,6 @@ def model_with_weights(name: str, location: Path, classes: int, **options: Any) 
         new = f"; the head is new, for {classes:,} classes instead of {found:,}" if found != classes else ""
         print(f"--weights: {shortest(file)}{new}", flush=True)
     return model
-
-
-def _file_and_recipe(path: Path) -> tuple[Path, dict[str, Any]]:
-    """The file of weights, and the recipe that trained it if there is a manifest.
-
-    ValueError if there is no file, or a checkpoint does not verify.
-    """
-    if not path.exists():
-        raise ValueError(f"{path}: there is no such file")
-    if not path.is_dir():
-        return path, {}
-    if steps_in(path / "checkpoints"):
-        found = _of_run(path, "any", lambda: None)
-    elif (path / MANIFEST_FILE).exists():
-        found = verify(path)
-    elif (path / MODEL_FILE).exists():
-        return path / MODEL_FILE, {}
-    else:
-        raise ValueError(f"{path} holds neither checkpoints nor {MODEL_FILE}: give a file, or a run's folder")
-    recipe = found.manifest.get("recipe")
-    return found.folder / _preferred(found), recipe if isinstance(recipe, dict) else {}
 
 
 def _open(file: Path) -> TensorFile:

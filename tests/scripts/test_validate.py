@@ -313,7 +313,7 @@ def test_places_of_a_model(copy, tmp_path):
         find(str(checkpoint / "optimizer.safetensors"), "best", tmp_path, beat)
     with pytest.raises(ValueError, match="there is no such folder or file"):
         find(str(tmp_path / "nothing"), "best", tmp_path, beat)
-    with pytest.raises(ValueError, match=r"holds no checkpoints/step_\*"):
+    with pytest.raises(ValueError, match=r"holds neither checkpoints nor"):
         find(str(tmp_path), "best", tmp_path, beat)
     index = copy / "checkpoints" / "index.json"
     index.write_text('{"latest": "step_00000011"}')
