@@ -6,15 +6,17 @@ import time
 from collections.abc import Callable
 from concurrent import futures
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from common.checkpoint import format as checkpoints
 from common.checkpoint.format import Snapshot, step_name, steps_in, to_keep
 from common.checkpoint.gather import NotGathered
-from common.checkpoint.mirror import Mirror
 from common.checkpoint.training import TrainingState
 from common.system.files import free_space, own_files, sync
 from common.system.threads import lower_priority
+
+if TYPE_CHECKING:  # for --s3
+    from common.checkpoint.mirror import Mirror
 
 FIRST_CAUSE_S = 3.0  # by then common/distributed/watch.py ends a job in which a process has died
 
@@ -34,7 +36,7 @@ class Saver:
         folder: Path | None,
         about: dict[str, Any],
         keep_every: int | None = None,
-        mirror: Mirror | None = None,
+        mirror: "Mirror | None" = None,
         committed: int | None = None,
         lost: Callable[[], str | None] = lambda: None,
     ):

@@ -7,7 +7,7 @@ broadcasts one whole tensor at a time.
 
 from collections.abc import Callable
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,9 @@ from common.checkpoint.format import Checkpoint, Snapshot, Specs, TensorFile
 from common.checkpoint.gather import Gather
 from common.checkpoint.optimizer_state import OptimizerState
 from common.distributed.layout import layout_of
-from common.optim import EMA
+
+if TYPE_CHECKING:
+    from common.optim import EMA
 
 
 class TrainingState:
@@ -31,7 +33,7 @@ class TrainingState:
     """
 
     def __init__(
-        self, accelerator: Accelerator, model: nn.Module, optimizer: AcceleratedOptimizer, ema: EMA | None
+        self, accelerator: Accelerator, model: nn.Module, optimizer: AcceleratedOptimizer, ema: "EMA | None"
     ):
         self.accelerator, self.ema = accelerator, ema
         self.layout = layout_of(model, optimizer)

@@ -17,8 +17,6 @@ from torch import Tensor
 
 from common.data.cache import prepare
 from common.data.decode import SPLITS, STORED, torchcodec_decoder
-from common.data.shard_cache import ShardCache
-from common.data.shards import MANIFEST, parse_manifest
 from common.data.splits import ArraySplit, FileSplit, Part, ShardSplit, Split, part_file
 from common.distributed.agreement import agree, once
 from common.recipe import ImageRecipe
@@ -143,6 +141,9 @@ def _parts(folder: Path) -> list[Part]:
 
 def _open_shards(folder: Path, place: str, parts: list[Part], recipe: ImageRecipe) -> list[ShardSplit]:
     """Opens all splits. place: the folder of the manifest, or s3://bucket/prefix."""
+    from common.data.shard_cache import ShardCache
+    from common.data.shards import MANIFEST, parse_manifest
+
     manifest = parse_manifest((folder / MANIFEST).read_bytes(), str(folder / MANIFEST))
     cache, store = None, manifest.store or place
     if store.startswith("s3://"):

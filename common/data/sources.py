@@ -10,11 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from common.data import class_folders, shards
+from common.data import class_folders
 from common.data.class_folders import VAL_NAMES, LeftOut, used_splits
 from common.data.decode import EXTENSIONS, SPLITS, save_images, save_labels
 from common.data.tables import (
@@ -28,9 +28,11 @@ from common.data.tables import (
     write_tables,
 )
 from common.recipe import ImageRecipe
-from common.system.s3 import ObjectStore
 from common.system.text import did_you_mean, printable, some_of
 from common.system.threads import Heartbeat, run_with_heartbeat
+
+if TYPE_CHECKING:
+    from common.data.shards import Manifest
 
 KNOWN = ("digits", "cifar10", "synthetic")
 VAL_CHOICE = "val, validation, valid or test"
@@ -104,8 +106,10 @@ def _find(data: str, beat: Heartbeat, columns: Columns) -> Source:
 
 
 def _find_files(data: str, columns: Columns) -> Source:
+    from common.data import shards
+
     if data.startswith("s3://"):
-        return _find_stored_shards(ObjectStore(data))
+        return _find_stored_shards(data)
     # Links are not followed: hosts that keep the data in different places can give it one name.
     root = Path(os.path.abspath(Path(data).expanduser()))
     if root.is_file() and root.suffix.lower() in class_folders.TABLES:
@@ -171,8 +175,12 @@ def _write_synthetic(folder: Path, beat: Heartbeat) -> tuple[str, ...]:
 # Shards
 
 
-def _find_stored_shards(store: ObjectStore) -> Source:
+def _find_stored_shards(data: str) -> Source:
     """Finds shards below a prefix in S3, or an index of others; each is fetched when it is needed."""
+    from common.data import shards
+    from common.system.s3 import ObjectStore
+
+    store = ObjectStore(data)
     manifest, content = shards.find_stored(store)
 
     def read(name: str) -> bytes:
@@ -184,8 +192,10 @@ def _find_stored_shards(store: ObjectStore) -> Source:
     return _of_shards(manifest, store.url, read)
 
 
-def _of_shards(manifest: shards.Manifest, place: str, read: Callable[[str], bytes]) -> Source:
+def _of_shards(manifest: "Manifest", place: str, read: Callable[[str], bytes]) -> Source:
     """The source of shards in a place. read(name): the content of a file beside them."""
+
+    from common.data import shards
 
     def write(folder: Path, beat: Heartbeat) -> tuple[str, ...]:
         (folder / shards.MANIFEST).write_bytes(read(shards.MANIFEST))

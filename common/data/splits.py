@@ -10,7 +10,7 @@ from contextlib import closing, contextmanager
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -18,12 +18,14 @@ from torch import Tensor
 
 from common.augment import send, send_arrays, send_cropped
 from common.data.decode import Encoded
-from common.data.shard_cache import ShardCache, ShardPrefetcher
-from common.data.shards import Manifest, ShardImages, index_name
 from common.data.workers import EncodedImages, MicroBatch, decoded, in_flight
 from common.order import Plan, Shuffled, Streamed, hashes, uniforms
 from common.recipe import Batch, ImageRecipe, parse_fold
 from common.system.env import processes_per_host
+
+if TYPE_CHECKING:  # for shards
+    from common.data.shard_cache import ShardCache
+    from common.data.shards import Manifest
 
 
 class Part(NamedTuple):
@@ -195,15 +197,17 @@ class ShardSplit(EncodedSplit):
     def __init__(
         self,
         folder: Path,
-        manifest: Manifest,
+        manifest: "Manifest",
         root: Path,
         part: Part,
         recipe: ImageRecipe,
-        cache: ShardCache | None,
+        cache: "ShardCache | None",
         beside: "ShardSplit | None" = None,
     ):
         """folder: of the index. root: of the shards, without a cache. beside: the split that is evaluated, by
         as many workers, while training on this one pauses; None for a split that is evaluated."""
+        from common.data.shards import ShardImages, index_name
+
         super().__init__(len(part.labels))
         self.index, self.ids, self.labels = folder / index_name(part.split), part.file, part.labels
         self.shards, self.cache, self.beside = manifest.shards_in(part.split), cache, beside
@@ -261,6 +265,8 @@ class ShardSplit(EncodedSplit):
 
     @contextmanager
     def _fetched(self, plan: Plan, train: bool, workers: int) -> Iterator[Plan]:
+        from common.data.shard_cache import ShardPrefetcher
+
         items = iter(plan)
         first = next(items, None)
         if self.cache is None or first is None:

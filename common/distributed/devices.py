@@ -16,7 +16,6 @@ from accelerate.utils import DistributedType, is_torch_xla_available
 from common.distributed.launch_config import refuse
 from common.distributed.precision import on_gpu
 from common.system.env import launched, launched_with, processes_per_host
-from common.system.gpus import devices, driver_problem, needed_driver, runs_on
 
 REHEARSE = "to rehearse on the CPU put CUDA_VISIBLE_DEVICES= before the same command"
 
@@ -49,6 +48,8 @@ def _check_that_no_gpu_is_left_out() -> None:
     """ValueError if torch can't use this host's GPUs: with an old driver it would train on the CPU."""
     if _gpus_are_hidden() or os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true":
         return
+    from common.system.gpus import devices, driver_problem, needed_driver
+
     found, cuda = devices(), torch.version.cuda
     if not found.gpus and not found.problem:
         return
@@ -84,6 +85,8 @@ def _torchs_own_reason() -> str:
 
 def _check_code(device: int) -> None:
     """ValueError if torch was not built for this process's GPU, where the first kernel would fail."""
+    from common.system.gpus import runs_on
+
     major, minor = torch.cuda.get_device_capability(device)
     built = torch.cuda.get_arch_list()
     if built and not any(runs_on(code, major, minor) for code in built):

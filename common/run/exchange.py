@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 from accelerate.utils import broadcast_object_list
 
 from common.distributed.preemption import Poll, Preempted, wanted
-from common.telemetry.sampling import Telemetry
 
 if TYPE_CHECKING:
     from common.run.run import Run
+    from common.telemetry.sampling import Telemetry
 
 STOP, PROBLEM = 1, 2  # messages of a process to the others
 # A message costs the host some 0.1 ms, so several short steps share one. A signal then takes effect
@@ -28,7 +28,7 @@ class Exchange:
     skipped: the ids of this process's skipped images.
     """
 
-    def __init__(self, run: "Run", telemetry: Telemetry, skipped: Callable[[], list[int]] = list):
+    def __init__(self, run: "Run", telemetry: "Telemetry", skipped: Callable[[], list[int]] = list):
         self.poll = Poll(run.recipe.timeout_s)
         self.run, self.telemetry, self.skipped = run, telemetry, skipped
         self.step_us = UNKNOWN_US  # of this process, between its last two messages after a step

@@ -19,7 +19,6 @@ from common.run.opening import writing
 from common.system.files import read_json, read_lines, sync, write_json
 from common.system.paths import ROOT, python_command, shortest
 from common.system.threads import Heartbeat
-from common.telemetry.summary import energy_wh
 
 if TYPE_CHECKING:  # imported where they are needed
     from rich.table import Table
@@ -80,6 +79,8 @@ def write_end(run: "Run", heartbeat: Heartbeat) -> None:
             mirror.offer(state.step, state.best_step)
         # After a day they take seconds, for which a launcher does not wait when it stops a run; the page of
         # an unfinished one makes them.
+        from common.telemetry.summary import energy_wh
+
         telemetry = run.exchange.telemetry.summaries()
         content = result(run, "finished", run.saver.committed)
         content |= {"telemetry": telemetry, "energy_wh": energy_wh(telemetry)}

@@ -30,10 +30,10 @@ from common.system.env import EVENTS_FILE, report
 from common.system.files import not_written
 from common.system.paths import ROOT, project_version
 from common.system.threads import Heartbeat
-from common.telemetry.sampling import ProcessInfo, Telemetry, this_process
 
 if TYPE_CHECKING:
     from common.run.run import Run
+    from common.telemetry.sampling import ProcessInfo
 
 VAL_CHOSEN = "a hash of their ids"  # how --max_val_images chooses images
 ENTRIES = ("accelerate", "torchrun", "deepspeed")  # launchers
@@ -46,6 +46,8 @@ def open_run(run: "Run", training: TrainingState, data: tuple[str, tuple[str, ..
     data: a name that changes with its content, and the names of the classes. On an error the run's folder
     is released. Collective.
     """
+    from common.telemetry.sampling import Telemetry, this_process
+
     accelerator, recipe = run.accelerator, run.recipe
     processes = gather_object([this_process(accelerator)])
     try:
@@ -224,7 +226,7 @@ def run_name(run: "Run") -> str:
     return f"{strategy}_{run.batch.total}_{run.recipe.epochs}_{hosts}_{processes / hosts:g}"
 
 
-def _run_record(run: "Run", processes: list[ProcessInfo], source: str) -> dict[str, Any]:
+def _run_record(run: "Run", processes: "list[ProcessInfo]", source: str) -> dict[str, Any]:
     """The content of recipe.json. processes: of all ranks. source: a name that changes with the data."""
     accelerator, recipe = run.accelerator, run.recipe
     return {

@@ -18,7 +18,6 @@ from common.checkpoint.training import TrainingState
 from common.distributed.agreement import once
 from common.distributed.preemption import Preempted
 from common.distributed.watch import begin_exit, on_failure
-from common.optim import EMA
 from common.order import Steps
 from common.recipe import Batch, ImageRecipe, Recipe
 from common.run import finish
@@ -33,6 +32,7 @@ from common.system.env import report
 from common.system.phase import ENDING, EVALUATION, READING, STARTING, TRAINING, now
 
 if TYPE_CHECKING:  # imported where they are needed
+    from common.optim import EMA
     from common.telemetry.flops import Utilisation
     from common.telemetry.profiler import Profile
 
@@ -79,7 +79,7 @@ class Run:
         steps: Steps,
         *,
         data: tuple[str, tuple[str, ...]],
-        ema: EMA | None = None,
+        ema: "EMA | None" = None,
     ) -> Steps:
         """Opens the run's folder and restores the newest checkpoint. Returns the steps left. Collective.
 

@@ -1,4 +1,5 @@
-"""What commands import: --help and a wrong flag need no torch, `make train` nothing that it does not use."""
+"""What commands import: --help and a wrong flag need no torch, `make train` nothing that it does not use, and
+a script no module of common/ that a flag alone needs."""
 
 import os
 import re
@@ -13,6 +14,15 @@ from tests.conftest import BIN, ROOT
 COMMANDS = ("launch.py", "doctor.py", "find_batch_size.py", "logbook.py", "plan.py", "prep_imagenet.py")
 HEAVY = {"torch", "accelerate", "deepspeed", "timm", "transformers"}
 HEAVY |= {"datasets", "scipy", "boto3", "matplotlib"}
+OF_FLAGS = {
+    "checkpoint.mirror",
+    "data.shards",
+    "data.shard_cache",
+    "system.s3",
+    "run.plots",
+    "telemetry.sampling",
+}
+MODULES = {"train_hello": 47, "train_cnn_a": 58}  # of common/, with packages: the most that a script loads
 
 
 def imported(*words: str) -> tuple[int, set[str], str]:
@@ -42,3 +52,13 @@ def test_make_train_imports_no_heavy_package_that_it_does_not_use(tmp_path, cach
     assert status == 0, output
     assert {"torch", "accelerate"} < packages
     assert not packages & {"deepspeed", "transformers", "wandb", "evaluate", "timm", "datasets", "onnx"}
+
+
+@pytest.mark.parametrize(("script", "most"), MODULES.items())
+def test_a_script_loads_no_module_that_a_flag_alone_needs(script, most):
+    code = f"import sys, {script}; print(*(name for name in sys.modules if name.startswith('common.')))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    loaded = {name.removeprefix("common.") for name in done.stdout.split()}
+    assert "run.run" in loaded, done.stderr
+    assert not loaded & OF_FLAGS
+    assert len(loaded) <= most, sorted(loaded)
