@@ -25,6 +25,7 @@ from common.data.sources import Source, find_source
 from common.data.splits import hold_out, part_file
 from common.recipe import ImageRecipe
 from common.system.files import discard, sha256_of, size_limit, sync, try_lock
+from common.system.progress import Display
 from common.system.text import printable
 from common.system.threads import Heartbeat, run_with_heartbeat
 
@@ -330,18 +331,21 @@ def _undecodable(bad: list[str], count: int) -> str:
 
 @contextmanager
 def _progress(text: str, count: int) -> Iterator[Callable[[int], None]]:
-    """Shows a bar on a terminal, a plain line elsewhere, both on stderr. Yields advance(images)."""
-    if not sys.stderr.isatty():
-        print(text, file=sys.stderr, flush=True)
-        yield lambda done: None
-        return
-    from rich.console import Console
-    from rich.progress import MofNCompleteColumn, Progress
+    """Shows the progress on stderr. Yields advance(images)."""
+    display, done = Display(count, text, sys.stderr), 0
+    if not display.bar:
+        display.print(text)
 
-    columns = (*Progress.get_default_columns(), MofNCompleteColumn())
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task(text, total=count)
-        yield lambda done: bar.advance(task, done)
+    def advance(images: int) -> None:
+        nonlocal done
+        done += images
+        if display.is_due() or (display.bar and done == count):
+            display.show(f"{text}  {done:,}/{count:,}", done)
+
+    try:
+        yield advance
+    finally:
+        display.stop()
 
 
 def _allocate(path: Path, shape: tuple[int, ...]) -> np.ndarray:

@@ -1,28 +1,30 @@
-"""Progress of a run or a preparation: a bar on a terminal, plain lines elsewhere."""
+"""Progress of a run, a preparation or a decoding: a bar on a terminal, plain lines elsewhere."""
 
 import math
 import os
 import sys
 import time
+from typing import TextIO
 
 LINE_S = 30  # without output, after which a line is printed
 DRAW_S = 0.25  # between two texts beside the bar
 BESIDE_THE_BAR = ("train/images_per_s", "train/loss", "val/accuracy", "train/mfu_pct", "train/lr")
 
 
-class _Display:
-    """A bar with a text beside it on a terminal, else a line after each LINE_S."""
+class Display:
+    """A bar with a text beside it on a terminal, else a line after each LINE_S. file: stdout, or stderr."""
 
-    def __init__(self, total: int, text: str):
+    def __init__(self, total: int, text: str, file: TextIO | None = None):
+        self.file = file or sys.stdout
         self.shown_s, self.bar = time.monotonic(), None
-        if sys.stdout.isatty() and "NO_COLOR" not in os.environ:
+        if self.file.isatty() and "NO_COLOR" not in os.environ:
+            from rich.console import Console
             from rich.progress import BarColumn, Progress, TextColumn
             from rich.table import Column
 
             beside = Column(no_wrap=True, overflow="ellipsis", ratio=1)
-            self.bar = Progress(
-                BarColumn(8), TextColumn("{task.description}", markup=False, table_column=beside), expand=True
-            )
+            columns = BarColumn(8), TextColumn("{task.description}", markup=False, table_column=beside)
+            self.bar = Progress(*columns, console=Console(file=self.file), expand=True)
             self.task = self.bar.add_task(text, total=total)
             self.bar.start()
 
@@ -34,12 +36,12 @@ class _Display:
         if self.bar:
             self.bar.update(self.task, completed=done, description=text)
         else:
-            print(text, flush=True)
+            self.print(text)
 
     def print(self, line: str) -> None:
         """Prints a line, above the bar if there is one."""
         self.shown_s = time.monotonic()
-        print(line, flush=True)
+        print(line, file=self.file, flush=True)
 
     def stop(self) -> None:
         if self.bar:
@@ -56,7 +58,7 @@ class TrainingProgress:
         self.epochs, self.step, self.steps, self.unit = epochs, step, steps, unit
         self.values: dict[str, float] = {}  # the newest of each
         self.began: tuple[float, int] | None = None  # time and step of the first advance()
-        self.display = _Display(steps, "starting")
+        self.display = Display(steps, "starting")
 
     def advance(self, step: int) -> None:
         """Shows the number of finished steps. Called after each micro-batch."""
@@ -101,7 +103,7 @@ class ReadingProgress:
     def __init__(self, split: str, total: int, doing: str = "read"):
         """total: bytes. doing: the word that tell() shows."""
         self.split, self.total, self.doing, self.began_s = split, total, doing, time.monotonic()
-        self.display = _Display(total, split)
+        self.display = Display(total, split)
 
     def __enter__(self) -> "ReadingProgress":
         return self
