@@ -4,8 +4,8 @@
     python logbook.py compare runs/train_vit/fsdp_512_100_1_4 runs/train_vit/ddp_512_100_2_4
     python logbook.py index --folder logbook
 
-add      writes <script>/<strategy>/<batch>_<epochs>_<hosts>_<processes per host>.md for each run. Another
-         run of that name gets -2; the same run replaces its own page
+add      writes <script>/<strategy>/<run>.md for each run, named after its folder without the strategy, as
+         128_10_1_1-2. A run of that name elsewhere gets the next number; the same run replaces its own page
 compare  writes a page in compare/ with time, accuracy and all other differences of the runs. It refuses runs
          that were evaluated on different images
 index    writes README.md, which add and compare also update
@@ -78,12 +78,9 @@ def add_runs(flags: argparse.Namespace) -> list[Path]:
 
 
 def write_run(logbook: Path, run: RunRecord) -> Path:
-    facts = run.facts
-    processes, hosts = facts.get("processes"), facts.get("hosts")
-    per_host = processes // hosts if processes and hosts else None
-    sizes = (facts.get("batch_size"), facts.get("epochs"), hosts, per_host)
-    stem = "_".join(map(str, sizes)) if None not in sizes else run.folder.resolve().name
-    folder = logbook / file_name(facts.get("script", "unknown")) / file_name(facts.get("strategy", "unknown"))
+    script, strategy = (file_name(run.facts.get(name, "unknown")) for name in ("script", "strategy"))
+    stem = run.folder.resolve().name.removeprefix(f"{strategy}_")
+    folder = logbook / script / strategy
     page = free_page(folder, file_name(stem), run.identity)
     drawn = pictures.draw(run, page.with_suffix(""))
     return write_page(page, index_values(run) | run.identity, run_page.page(run, page.stem, drawn))

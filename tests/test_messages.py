@@ -1,6 +1,7 @@
 """Whole sentences of a user's mistakes, in messages.yaml. Other tests look for an error's kind and flag."""
 
 import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from common.data.sources import find_source
 from common.distributed.strategy import without_gradient
 from common.recipe import ImageRecipe, parse, share_out
 from common.system.env import warn_without_hub
+from tests.conftest import ROOT
 from tools.prepare.archives import open_stream
 from train_cnn_a import CnnA
 from train_vit import Vit, build_model
@@ -42,6 +44,10 @@ MISTAKES: dict[str, Callable[[], object]] = {
     "no such data": lambda: data("/nowhere"),
     "no images": lambda: (images("d/notes.txt"), data("d")),
     "lists in the folder": lambda: (images("d/pets.csv", "d/more.csv", "d/img/1.txt"), data("d")),
+    "a folder of Kaggle": lambda: (
+        images("d/labels.csv", "d/a.csv", "d/sample_submission.csv", "d/train_set.csv", "d/test/1.jpg"),
+        data("d"),
+    ),
     "tar files in the folder": lambda: (images("d/train-0.tar"), data("d")),
     "one class": lambda: (images("d/cat/a.jpg", "d/readme.txt"), data("d")),
     "two held-out splits and --holdout": lambda: (
@@ -94,6 +100,28 @@ def test_a_hub_out_of_reach_is_named_before_its_client_tries(monkeypatch, capsys
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     warn_without_hub()
     assert capsys.readouterr().err.startswith("warning: the hub can't be reached (")
+
+
+def test_photographs_of_phones_without_the_package_that_reads_them(tmp_path):
+    """By their extension, and by their first bytes where they have another."""
+    images(*(f"{tmp_path}/d/{name}" for name in ("cat/1.HEIC", "cat/2.heic", "dog/3.heif")))
+    code = """import sys
+sys.modules["pillow_heif"] = None
+from common.data.class_folders import list_splits, LeftOut
+from common.data.decode import decode
+from pathlib import Path
+folder, file = Path(sys.argv[1]), b"....ftypheic" + bytes(99)
+for mistake in (lambda: list_splits(folder, LeftOut()), lambda: decode(file)):
+    try:
+        mistake()
+    except ValueError as error:
+        print(error)
+"""
+    command = [sys.executable, "-c", code, str(tmp_path / "d")]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60).stdout.splitlines()
+    remedy = "to read HEIC, pip install pillow-heif; or convert it: magick mogrify -format jpg *.heic"
+    assert said[0].endswith(f"; left out: 2 .heic, 1 .heif ({remedy})")
+    assert said[1] == f"its format is HEIC: {remedy}"
 
 
 def test_a_missing_gradient_has_this_message():

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from common.data.decode import EXTENSIONS
+from common.data.decode import EXTENSIONS, HEIC, TO_READ_HEIC
 from common.system.text import printable, some_of
 
 VAL_NAMES = {"val": "val", "validation": "val", "valid": "val", "test": "test"}  # the first one is evaluated
@@ -54,7 +54,8 @@ class LeftOut:
         return not reason
 
     def __str__(self) -> str:
-        return ", ".join(f"{count:,} {printable(reason)}" for reason, count in self.counts.most_common())
+        text = ", ".join(f"{count:,} {printable(reason)}" for reason, count in self.counts.most_common())
+        return f"{text} ({TO_READ_HEIC})" if self.counts.keys() & {*HEIC} else text
 
 
 def is_image(name: str) -> bool:
@@ -190,9 +191,11 @@ def _hint(root: Path) -> str:
             "; index tar files of WebDataset's form by python prep_imagenet.py --from shards --format index"
             f" --data {data} --out {index}, and give --data {index}"
         )
-    if tables := sorted(path for path in root.iterdir() if path.suffix.lower() in LISTS):
-        return printable(f"; for images that a list names give --data {tables[0]}")
-    return ""
+    if tables := [str(path) for path in tables_of(root) if path.suffix.lower() in LISTS]:
+        return printable(f"; for images that a list names give --data {' or '.join(tables)}")
+    left_out = LeftOut()
+    list_images(root, left_out)
+    return f"; left out: {left_out}" if left_out.counts.keys() & {*HEIC} else ""
 
 
 def metadata_files(root: Path) -> dict[str, Path]:
@@ -205,9 +208,19 @@ def metadata_files(root: Path) -> dict[str, Path]:
     return found if "train" in found else {}
 
 
+def tables_of(root: Path) -> list[Path]:
+    """The tables in a folder, those of training first; without Kaggle's submission of dummy labels."""
+
+    def order(path: Path) -> tuple[bool, str]:
+        return not path.name.lower().startswith(("train", "label")), path.name
+
+    tables = [path for path in root.iterdir() if path.suffix.lower() in TABLES and not is_hidden(path.name)]
+    return sorted((path for path in tables if "submission" not in path.name.lower()), key=order)
+
+
 def lone_table(root: Path) -> Path | None:
     """The only CSV list or parquet file of a folder whose other folders can't be class folders."""
-    tables = [path for path in root.iterdir() if path.suffix.lower() in TABLES and not is_hidden(path.name)]
+    tables = tables_of(root)
     names = folder_names(root)
     are_flat = not any(folder_names(root / name) for name in names)
     may_be_classes = len(names) > len(split_folders(root)) and len(names) > 1
@@ -250,13 +263,15 @@ def find_pictures(words: Sequence[str]) -> list[str]:
     In the order of the words, each file once. Raises ValueError for a word that names nothing.
     """
     found: list[str] = []
+    left_out = LeftOut()
     for word in words:
         if word == "-":
             found += [line.rstrip("\n") for line in sys.stdin if line.strip()]
         elif os.path.isdir(word):
-            images = [os.path.join(word, name) for name in list_images(Path(word), LeftOut())]
+            images = [os.path.join(word, name) for name in list_images(Path(word), left_out)]
             if not images:
-                raise ValueError(f"{word} holds no images: give a folder of pictures")
+                but = f", but {left_out}" if left_out.counts else ""
+                raise ValueError(f"{word} holds no images{but}: give a folder of pictures")
             found += images
         elif glob.has_magic(word) and not os.path.exists(word):
             matches = sorted(name for name in glob.glob(word, recursive=True) if os.path.isfile(name))
@@ -267,4 +282,6 @@ def find_pictures(words: Sequence[str]) -> list[str]:
             found.append(word)
     if not found:
         raise ValueError("no pictures: give files, folders, patterns, or - for a list on stdin")
+    if left_out.counts:
+        print(f"left out: {left_out}", file=sys.stderr, flush=True)
     return list(dict.fromkeys(found))

@@ -39,6 +39,10 @@ FORMATS = {
     "PPM": (".ppm", ".pgm", ".pbm", ".pnm"),
     "AVIF": (".avif",),
 }
+HEIC = (".heic", ".heif")  # of phones; PIL reads them with an optional package
+if importlib.util.find_spec("pillow_heif"):
+    FORMATS["HEIF"] = HEIC
+TO_READ_HEIC = "to read HEIC, pip install pillow-heif; or convert it: magick mogrify -format jpg *.heic"
 EXTENSIONS = tuple(chain.from_iterable(FORMATS.values()))
 MAX_PIXELS = 89_478_485  # PIL's limit: a larger image could be a decompression bomb
 LONGEST = 64  # times its shorter side: what central_crop scales of an image
@@ -203,6 +207,10 @@ def open_image(data: bytes | bytearray) -> "Image.Image":
     PngImagePlugin.MAX_TEXT_CHUNK = PngImagePlugin.MAX_TEXT_MEMORY
     if not data:
         raise ValueError("the file is empty")
+    if "HEIF" in FORMATS:
+        _register_heif()
+    elif data[4:11] in (b"ftyphei", b"ftyphev"):
+        raise ValueError(f"its format is HEIC: {TO_READ_HEIC}")
     if (frame := jpeg_frame(data)) is not None:
         _check_frame(frame, len(data))
     try:
@@ -215,6 +223,13 @@ def open_image(data: bytes | bytearray) -> "Image.Image":
     # PIL's warning is no way to do it: changing the filters of warnings is not thread-safe.
     _check_size(*image.size)
     return image
+
+
+@functools.cache
+def _register_heif() -> None:
+    import pillow_heif
+
+    pillow_heif.register_heif_opener()
 
 
 # The encoded images of a split

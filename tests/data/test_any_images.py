@@ -9,12 +9,13 @@ from itertools import product
 from pathlib import Path
 
 import numpy as np
+import pillow_heif
 import pytest
 from PIL import Image, ImageOps
 
 from common.data import cache
 from common.data.cache import Prepared, prepare, prepare_data
-from common.data.class_folders import LeftOut, list_splits
+from common.data.class_folders import LeftOut, find_pictures, list_splits
 from common.data.decode import EXTENSIONS, FORMATS, decode
 from common.data.images import Images, open_images, summary, warnings
 from common.data.splits import FileSplit
@@ -109,13 +110,14 @@ def test_deeper_folders_belong_to_the_class_above(tmp_path):
 
 def test_one_list_of_formats_for_extensions_of_any_case(tmp_path):
     """Each extension of the list is taken, in the order of the names."""
+    pillow_heif.register_heif_opener()
     root = class_folders(tmp_path / "pets", count=1)
     kinds = [(format, extension) for format, extensions in FORMATS.items() for extension in extensions]
     for split, (format, extension) in product(("train", "val"), kinds):
         for name in (f"1{extension}", f"2{extension.upper()}"):
             (root / split / "a" / name).write_bytes(encode(picture(), format))
     images = opened(root, tmp_path / "cache")
-    assert len(images.train) == 2 * len(EXTENSIONS) + 2 == 32
+    assert len(images.train) == 2 * len(EXTENSIONS) + 2 == 36
     names = sorted(path.name for path in (root / "train" / "a").iterdir())
     for k, name in enumerate(names):
         assert (images.train.images[k] == decode((root / "train" / "a" / name).read_bytes())).all(), name
@@ -128,7 +130,7 @@ def test_what_is_no_image_is_counted_and_nothing_hangs(tmp_path):
         *("val/a/1.png", "val/b/1.png", "test/unknown/1.png", "test/2.png"),
         *("__MACOSX/train/a/1.png", "train/__MACOSX/a/1.png", "train/a/@eaDir/1.png"),
     )
-    for name in ("a/n.txt", "a/m.TXT", "a/x.heic", "a/README", "index.html"):
+    for name in ("a/n.txt", "a/m.TXT", "a/x.psd", "a/README", "index.html"):
         (root / "train" / name).write_text("no image")
     os.mkfifo(root / "train" / "a" / "pipe.png")
     with socket.socket(socket.AF_UNIX) as server:
@@ -141,9 +143,19 @@ def test_what_is_no_image_is_counted_and_nothing_hangs(tmp_path):
     images = open_images(Path(prepared.folder))
     assert len(images.train) == 5  # 1.png, deep/2.png, out/more/7.png, twin.png, and that of b
     assert sorted(prepared.left_out.split(", ")) == [
-        *("1 .heic", "1 .html", "1 dangling links", "1 without an extension", "2 .txt"),
+        *("1 .html", "1 .psd", "1 dangling links", "1 without an extension", "2 .txt"),
         *("2 special files", "3 outside class folders"),
     ]
+
+
+def test_what_is_left_out_of_pictures_is_said(tmp_path, capsys):
+    root = put(tmp_path / "holiday", "1.png")
+    (root / "2.psd").write_text("no image")
+    assert find_pictures([str(root)]) == [str(root / "1.png")]
+    assert capsys.readouterr().err == "left out: 1 .psd\n"
+    (root / "1.png").unlink()
+    with pytest.raises(ValueError, match=r"holds no images, but 1 \.psd: give a folder of pictures"):
+        find_pictures([str(root)])
 
 
 @pytest.mark.parametrize("circle", ["itself", "above", "through another"])

@@ -78,10 +78,10 @@ def test_the_last_line_of_each_command_leads_from_a_training_to_its_page(project
     shown = " ".join(re.sub("[\u2502\u2503]", "", output).split())
     assert "use this: best accuracy on the val split" in shown
     added = run(shlex.split(last), cwd=project)
-    file = project / "runs/logbook/train_cnn_a/single/128_3_1_1.md"  # git ignores runs/
+    file = project / "runs/logbook/train_cnn_a/single/one.md"  # git ignores runs/
     assert str(file.relative_to(project)) in added
     assert "train_cnn_a reaches accuracy" in run(shlex.split(added.splitlines()[-1]), cwd=project)
-    assert "[train_cnn_a/single/128_3_1_1]" in (project / "runs/logbook/README.md").read_text()
+    assert "[train_cnn_a/single/one]" in (project / "runs/logbook/README.md").read_text()
     assert not (project / "logbook").exists(), "the project's own pages are written by --folder only"
 
 
@@ -340,13 +340,16 @@ def test_each_run_has_a_page_of_its_own_and_the_same_runs_give_the_same_bytes(bo
         files = [path for path in (tmp_path / "book").rglob("*") if path.is_file()]
         return {str(path.relative_to(tmp_path)): path.read_bytes() for path in files}
 
-    one, other, moved = write_run(tmp_path / "one"), write_run(tmp_path / "other"), tmp_path / "moved"
+    one, other = (write_run(tmp_path / name) for name in ("ddp_128_3_1_2", "ddp_128_3_1_2-2"))
+    moved = tmp_path / "laptop" / other.name
+    moved.parent.mkdir()
     write_lines(other / "metrics.jsonl", metrics(other)[1:])
     (one / "validation/val_6").mkdir(parents=True)
     Image.new("RGB", (8, 8)).save(one / "validation/val_6/worst.png")
-    book("add", one, other)
+    book("add", other, one)
     book("compare", one, other)
     first = written()
+    assert f"`{other}`".encode() in first["book/train_vit/ddp/128_3_1_2-2.md"]
     pages = {name.removeprefix("book/") for name in first if name.endswith(".md")}
     runs = {"train_vit/ddp/128_3_1_2.md", "train_vit/ddp/128_3_1_2-2.md"}
     assert pages == {"README.md", "compare/train_vit_ddpx2_ddpx2_2.md", *runs}

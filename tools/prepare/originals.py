@@ -98,14 +98,14 @@ def class_folders(root: Path) -> Iterator[ImageGroup]:
         yield ImageGroup(name, str(root / name), files)
 
 
-def list_folders(root: Path) -> dict[str, list[str]]:
+def list_folders(root: Path, left_out: LeftOut | None = None) -> dict[str, list[str]]:
     """Lists the classes of a folder, `<class>/`, sorted, and the paths of their images below it.
 
     Of images that lie in no class folders, as Kaggle and Tiny ImageNet have val's, a file tells the classes.
     Raises ValueError for a class without images, for an image without a class, and for a dangling link to an
     image or a folder: images would be lost unnoticed.
     """
-    left_out = LeftOut()
+    left_out = left_out or LeftOut()
     classes = {name: [f"{name}/{path}" for path in its] for name, its in list_classes(root, left_out).items()}
     if lost := left_out.first.get(DANGLING):
         raise ValueError(f"{lost} is a dangling link: mend it, or remove it")
@@ -210,7 +210,9 @@ class Originals:
         for part, where in self.parts.items():
             if Path(where).is_dir():
                 print(f"listing the images in {where}", flush=True)
-                listed[part] = list_folders(Path(where))
+                listed[part] = list_folders(Path(where), left_out := LeftOut())
+                if left_out.counts:
+                    print(f"left out: {left_out}", flush=True)
                 paths = [path for its in listed[part].values() for path in its]
                 self.bytes[part], self.versions[part] = measured(Path(where), paths)
                 rows = [(path, os.stat(Path(where) / path).st_size) for path in paths]
