@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.system.env import rank
@@ -127,6 +128,36 @@ class DropPath(nn.Module):
         keep = self.keep / self.UNITS
         kept = torch.rand((x.shape[0],) + (1,) * (x.ndim - 1), device=x.device) < keep
         return x * (kept / keep).to(x.dtype)
+
+
+class PatchConv2d(nn.Conv2d):
+    """A convolution whose kernel is its stride, in training computed as one product of matrices:
+    [B, C, H, W] -> [B, out, H / kernel, W / kernel], channels_last.
+
+    On a GPU cuDNN's gradient of the weights takes several times as long as the product's. An evaluation keeps
+    the convolution, and so timm's own bits, also in exported files. Images that the kernel does not divide
+    keep it, too.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        (batch, channels, height, width), (p, q) = x.shape, self.kernel_size
+        if not self.training or height % p or width % q:
+            return super().forward(x)
+        rows, columns = height // p, width // q
+        patches = x.permute(0, 2, 3, 1).reshape(batch, rows, p, columns, q, channels).transpose(2, 3)
+        matrix = self.weight.permute(0, 2, 3, 1).flatten(1)  # [out, p * q * C]; no copy of channels_last
+        y = F.linear(patches.reshape(-1, matrix.shape[1]), matrix, self.bias)
+        return y.view(batch, rows, columns, -1).permute(0, 3, 1, 2)
+
+
+def multiply_patches(model: nn.Module) -> None:
+    """Computes the patch embeddings of a ViT and its kind as products. Parameters keep their names."""
+    import timm.layers
+
+    for module in model.modules():
+        proj = getattr(module, "proj", None)
+        if isinstance(module, timm.layers.PatchEmbed) and type(proj) is nn.Conv2d:
+            proj.__class__ = PatchConv2d
 
 
 def share_graphs(model: nn.Module) -> None:
