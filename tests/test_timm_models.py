@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.telemetry.flops import flops_per_image
-from common.timm_models import multiply_patches
+from common.timm_models import PatchConv2d, multiply_patches
+from train_vit import Vit, build_model
 
 MODELS = ("vit_tiny_patch16_224", "swin_tiny_patch4_window7_224", "mixer_s32_224", "visformer_tiny")
 
@@ -32,7 +33,7 @@ def results(embed: nn.Module, images: Tensor) -> tuple[list[Tensor], bool]:
     images = images.detach().requires_grad_()
     with Operators() as called:
         patches = embed(images)
-        gradients = torch.autograd.grad(patches.square().sum(), [images, *embed.parameters()])
+        gradients = torch.autograd.grad(patches.pow(3).sum(), [images, *embed.parameters()])
     return [patches, *gradients], "convolution" in called.names
 
 
@@ -63,7 +64,7 @@ def test_a_patch_embedding_is_a_product_in_training(options, size, formats):
     expected, found = results(theirs, images), results(ours, images)
     assert (expected[1], found[1]) == (True, False)
     for one, other in zip(found[0], expected[0], strict=True):
-        torch.testing.assert_close(one, other)
+        assert (one - other).abs().max() < 1e-5 * other.abs().max()
         assert one.shape == other.shape
     expected, found = results(theirs.eval(), images), results(copy.deepcopy(ours).eval(), images)
     assert found[1]
@@ -82,13 +83,12 @@ def test_images_that_patches_do_not_divide_keep_the_convolution():
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_has_the_same_operations_names_and_logits(name):
     torch.manual_seed(0)
-    theirs = timm.create_model(name, num_classes=10)
-    size, names = theirs.pretrained_cfg["input_size"][-1], list(theirs.state_dict())
-    ours = copy.deepcopy(theirs)
-    multiply_patches(ours)
-    assert list(ours.state_dict()) == names
+    theirs = timm.create_model(name, num_classes=10, drop_path_rate=0.0)
+    ours = build_model(Vit(model=name, drop_path=0.0), 10)
+    assert any(isinstance(module, PatchConv2d) for module in ours.modules())
+    ours.load_state_dict(theirs.state_dict())
     with torch.no_grad():
-        images = torch.randn(1, 3, size, size)
+        images = torch.randn(1, 3, 224, 224)
         assert torch.equal(ours.eval()(images), theirs.eval()(images))
         torch.testing.assert_close(ours.train()(images), theirs.train()(images))
-    assert flops_per_image(ours.to("meta").train, size) == flops_per_image(theirs.to("meta").train, size)
+    assert flops_per_image(ours.to("meta").train, 224) == flops_per_image(theirs.to("meta").train, 224)
