@@ -1,40 +1,42 @@
-"""What is changed in a model of timm: the patch embedding is a product, with the same numbers and names."""
+"""What is computed in another way than by timm: patch embeddings, attention; with the same numbers and names."""
 
 import copy
+from collections import Counter
+from typing import Any
 
 import pytest
 import timm
 import torch
-from timm.layers import PatchEmbed
+from timm.layers import Attention, PatchEmbed
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.telemetry.flops import flops_per_image
-from common.timm_models import PatchConv2d, multiply_patches
+from common.timm_models import PatchConv2d, speed_up
 from train_vit import Vit, build_model
 
 MODELS = ("vit_tiny_patch16_224", "swin_tiny_patch4_window7_224", "mixer_s32_224", "visformer_tiny")
 
 
 class Operators(TorchDispatchMode):
-    """The names of the operators that are called."""
+    """Counts the operators that are called."""
 
     def __init__(self):
         super().__init__()
-        self.names = set()
+        self.counts = Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.add(func.__name__.split(".")[0])
+        self.counts[func.__name__.split(".")[0]] += 1
         return func(*args, **(kwargs or {}))
 
 
-def results(embed: nn.Module, images: Tensor) -> tuple[list[Tensor], bool]:
-    """The embedding, its gradients with respect to images and parameters; whether it is a convolution."""
-    images = images.detach().requires_grad_()
+def results(layer: nn.Module, inputs: Tensor, **more: Any) -> tuple[list[Tensor], Counter]:
+    """The outputs, their gradients with respect to inputs and parameters, and the operators."""
+    inputs = inputs.detach().requires_grad_()
     with Operators() as called:
-        patches = embed(images)
-        gradients = torch.autograd.grad(patches.pow(3).sum(), [images, *embed.parameters()])
-    return [patches, *gradients], "convolution" in called.names
+        outputs = layer(inputs, **more)
+        gradients = torch.autograd.grad(outputs.pow(3).sum(), [inputs, *layer.parameters()])
+    return [outputs, *gradients], called.counts
 
 
 @pytest.mark.parametrize("formats", ["NN", "NC", "CN", "CC"])
@@ -58,26 +60,48 @@ def test_a_patch_embedding_is_a_product_in_training(options, size, formats):
     )
     theirs = PatchEmbed(size, embed_dim=24, **options).to(memory_format=weights_format)
     ours, names = copy.deepcopy(theirs), list(theirs.state_dict())
-    multiply_patches(ours)
+    speed_up(ours)
     assert list(ours.state_dict()) == names
     images = torch.randn(3, options.get("in_chans", 3), *size).to(memory_format=images_format)
     expected, found = results(theirs, images), results(ours, images)
-    assert (expected[1], found[1]) == (True, False)
+    assert (expected[1]["convolution"], found[1]["convolution"]) == (1, 0)
     for one, other in zip(found[0], expected[0], strict=True):
         assert (one - other).abs().max() < 1e-5 * other.abs().max()
         assert one.shape == other.shape
     expected, found = results(theirs.eval(), images), results(copy.deepcopy(ours).eval(), images)
-    assert found[1]
+    assert found[1] == expected[1]
     assert all(map(torch.equal, found[0], expected[0]))
 
 
 def test_images_that_patches_do_not_divide_keep_the_convolution():
     theirs, images = PatchEmbed(None, 16, embed_dim=24), torch.randn(2, 3, 40, 56)
     ours = copy.deepcopy(theirs)
-    multiply_patches(ours)
-    (found, is_convolution), (expected, _) = results(ours, images), results(theirs, images)
-    assert is_convolution
-    assert all(map(torch.equal, found, expected))
+    speed_up(ours)
+    expected, found = results(theirs, images), results(ours, images)
+    assert found[1] == expected[1]
+    assert all(map(torch.equal, found[0], expected[0]))
+
+
+@pytest.mark.parametrize(
+    ("options", "saved"),
+    [
+        ({}, 1),
+        ({"qkv_bias": True, "qk_norm": True, "attn_head_dim": 6}, 1),
+        ({"dim_out": 12, "proj_bias": False}, 1),
+        ({"gated": True}, 0),
+        ({"scale_norm": True}, 0),
+    ],
+)
+def test_an_attention_has_the_same_bits_with_fewer_copies(options, saved):
+    torch.manual_seed(0)
+    theirs, tokens = Attention(24, 3, norm_layer=nn.LayerNorm, **options), torch.randn(2, 5, 24)
+    ours = copy.deepcopy(theirs)
+    speed_up(ours)
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+    for more in ({}, {"attn_mask": torch.randn(5, 5)}, {"is_causal": True}):
+        (expected, before), (found, after) = (results(m, tokens, **more) for m in (theirs, ours))
+        assert all(map(torch.equal, found, expected))
+        assert before["clone"] - after["clone"] == saved
 
 
 @pytest.mark.parametrize("name", MODELS)
