@@ -1,4 +1,4 @@
-"""What is computed in another way than by timm: patch embeddings, attention; with the same numbers and names."""
+"""What is computed in another way than by timm, with the same numbers and names."""
 
 import copy
 from collections import Counter

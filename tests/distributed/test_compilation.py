@@ -193,29 +193,32 @@ class FakeGraphs:
 
 
 @pytest.mark.parametrize(
-    ("model", "how", "checkpointing", "accumulations", "wanted"),
+    ("model", "how", "flag", "accumulations", "wanted"),
     [
-        ("resnet", "default", False, 1, ["default"]),
-        ("resnet", "default", False, 2, ["default"]),
-        ("resnet", "default", True, 1, ["default"] * 8),
-        ("vit", "default", False, 1, ["default"] * 3),
-        ("resnet", "reduce-overhead", False, 1, ["reduce-overhead"]),
-        ("resnet", "max-autotune", False, 1, ["max-autotune"]),
-        ("resnet", "max-autotune", True, 1, [NO_GRAPHS] * 8),
-        ("resnet", "max-autotune", False, 2, [NO_GRAPHS]),
-        ("vit", "max-autotune", False, 1, [NO_GRAPHS] * 3),
-        ("resnet", "reduce-overhead", True, 1, None),
-        ("resnet", "reduce-overhead", False, 2, None),
-        ("vit", "reduce-overhead", False, 1, None),
-        ("resnet", "cudagraphs", False, 1, ["cudagraphs"]),
-        ("vit", "cudagraphs", False, 1, None),
+        ("resnet", "default", None, 1, ["default"]),
+        ("resnet", "default", None, 2, ["default"]),
+        ("resnet", "default", "grad_checkpointing", 1, ["default"] * 8),
+        ("resnet", "default", "deterministic", 1, ["default"] * 8),
+        ("vit", "default", None, 1, ["default"] * 3),
+        ("resnet", "reduce-overhead", None, 1, ["reduce-overhead"]),
+        ("resnet", "max-autotune", None, 1, ["max-autotune"]),
+        ("resnet", "max-autotune", "grad_checkpointing", 1, [NO_GRAPHS] * 8),
+        ("resnet", "max-autotune", None, 2, [NO_GRAPHS]),
+        ("vit", "max-autotune", None, 1, [NO_GRAPHS] * 3),
+        ("resnet", "reduce-overhead", "grad_checkpointing", 1, None),
+        ("resnet", "reduce-overhead", None, 2, None),
+        ("resnet", "reduce-overhead", "deterministic", 1, None),
+        ("vit", "reduce-overhead", None, 1, None),
+        ("resnet", "cudagraphs", None, 1, ["cudagraphs"]),
+        ("vit", "cudagraphs", None, 1, None),
     ],
 )
-def test_what_is_compiled_as_a_whole_and_what_has_cuda_graphs(model, how, checkpointing, accumulations, wanted, monkeypatch):
+def test_what_is_one_graph_and_what_has_cuda_graphs(model, how, flag, accumulations, wanted, monkeypatch):
     torch.manual_seed(0)
     eager = vit(3) if model == "vit" else ResNet18(width=4, stem="cifar", classes=10)
     accelerator, fake = Accelerator(cpu=True, gradient_accumulation_steps=accumulations), FakeGraphs()
-    accelerator.grad_checkpointing, accelerator.deterministic = checkpointing, False
+    accelerator.grad_checkpointing = flag == "grad_checkpointing"
+    accelerator.deterministic = flag == "deterministic"
     accelerator.compilation = Compilation(how) if how == "cudagraphs" else Compilation("inductor", how)
     compiled, images = copy.deepcopy(eager), torch.randn(2, 4, 3, 32, 32)
     monkeypatch.setattr(torch, "compile", fake.compile)
