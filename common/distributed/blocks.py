@@ -2,9 +2,9 @@
 
 Compilation: also by the `dynamo_config` of an accelerate config. On one process and under DDP a CNN is one
 graph to train and one to evaluate, for each size of its images. Elsewhere and with --deterministic blocks are
-compiled one by one, and so are those of timm's models: equal blocks share their graphs. The blocks of a ViT need 2 graphs to train and
-2 to evaluate, for any number of blocks: one for the first block, which has no drop path, and one for all
-others. Not yet measured on a GPU in this form.
+compiled one by one, and so are those of timm's models: equal blocks share their graphs. The blocks of a ViT
+need 2 graphs to train and 2 to evaluate, for any number of blocks: one for the first block, which has no drop
+path, and one for all others. Not yet measured on a GPU in this form.
 
 Activation checkpointing: a block's activations are recomputed in the backward pass instead of kept, with the
 same random numbers. Between forward and backward a ViT-B/32 with 32 images of 224 pixels holds 66 MiB instead
@@ -106,11 +106,12 @@ def compile_blocks(
 ) -> None:
     """Compiles the forward of each block, or of the whole model. Parameters keep their names.
 
-    is_whole: True if nothing else needs blocks: no sharding, no checkpointing, not the same bits as under
-    sharding. Then one graph is compiled; but not of timm's models, whose equal blocks share theirs. Blocks and accumulations go without CUDA graphs: in an
-    evaluation a block would overwrite its input, the output of the block before, and a micro-batch the
-    gradients of the one before. `max-autotune` has a mode without them, the others raise ValueError.
-    block.compile() is not used, as it also traces FSDP's and DeepSpeed's hooks.
+    is_whole: True if nothing needs blocks: no sharding, no checkpointing, not the bits of a sharded model.
+    Then one graph is compiled; but not of timm's models, whose equal blocks share theirs. Blocks and
+    accumulations go without CUDA graphs: in an evaluation a block would overwrite its input, the output of
+    the block before, and a micro-batch the gradients of the one before. `max-autotune` has a mode without
+    them, the others raise ValueError. block.compile() is not used, as it also traces FSDP's and DeepSpeed's
+    hooks.
     """
     import torch._dynamo
     import torch._inductor.config
@@ -125,8 +126,7 @@ def compile_blocks(
         if mode != "max-autotune":
             raise ValueError(
                 f"--compile {how} (dynamo_backend): CUDA graphs are for CNNs on one process or under DDP,"
-                " without --deterministic, activation checkpointing or gradient accumulation; choose --compile"
-                " default"
+                " without activation checkpointing, accumulation or --deterministic; choose --compile default"
             )
         mode = "max-autotune-no-cudagraphs"
     for part in [model] if is_whole else blocks or [model]:
