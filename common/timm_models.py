@@ -163,7 +163,7 @@ class Attention:
 
     def forward(self: Any, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         batch, tokens, _ = x.shape
-        parts = self.qkv(x).view(batch, tokens, 3, self.num_heads, -1).unbind(2)
+        parts = self.qkv(x).reshape(batch, tokens, 3, self.num_heads, -1).unbind(2)
         q, k, v = (part.transpose(1, 2) for part in parts)  # [B, heads, N, C / heads]
         dropout = self.attn_drop.p if self.training else 0.0
         x = F.scaled_dot_product_attention(self.q_norm(q), self.k_norm(k), v, attn_mask, dropout, is_causal)
