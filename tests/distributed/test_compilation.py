@@ -163,11 +163,12 @@ def test_a_cnn_is_one_graph_to_train_and_one_to_evaluate(mode, monkeypatch):
 
 @pytest.mark.full
 @pytest.mark.needs("g++")
-def test_a_compiled_resnet_has_the_same_gradients_and_statistics():
+@pytest.mark.parametrize("is_checkpointed", [False, True], ids=["one graph", "block by block"])
+def test_a_compiled_resnet_has_the_same_gradients_and_statistics(is_checkpointed):
     """It computes in fp64: in fp32 another order of sums carries activations over ReLU's edge."""
     torch.manual_seed(0)
     eager = ResNet18(width=8, stem="cifar", classes=10).double()
-    train_both(eager, copy.deepcopy(eager), Compilation("inductor"), is_checkpointed=True)
+    train_both(eager, copy.deepcopy(eager), Compilation("inductor"), is_checkpointed)
 
 
 GRAPHS = ("reduce-overhead", "max-autotune", "cudagraphs")  # modes, and a backend, with CUDA graphs
