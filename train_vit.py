@@ -39,7 +39,7 @@ from common.order import Plan, Steps, reseed, uniforms
 from common.rand_augment import LAYERS, rand_augment
 from common.recipe import Batch, ImageRecipe, flag
 from common.run.run import Run
-from common.timm_models import block_classes, fitting, head_names, share_graphs
+from common.timm_models import block_classes, fitting, head_names, share_graphs, speed_up
 
 # --- Recipe -----------------------------------------------------------------------------------------------
 
@@ -105,6 +105,7 @@ def build_model(recipe: Vit, classes: int) -> nn.Module:
     except (TypeError, AttributeError, AssertionError, RuntimeError) as error:
         raise ValueError(f"--model {recipe.model} can't be built with these flags: {error}") from error
     share_graphs(model)
+    speed_up(model)
     # The classes that FSDP wraps one by one. For mypy a module's attributes are tensors or modules.
     model._no_split_modules = block_classes(model)  # type: ignore[assignment]
     if recipe.half_residual:

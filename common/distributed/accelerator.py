@@ -150,7 +150,7 @@ def make_accelerator(
     accelerator = Accelerator(
         mixed_precision=kind,
         deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=deepspeed) if job.deepspeed_config else None,
-        dynamo_plugin=TorchDynamoPlugin(backend="no"),  # prepare() compiles, block by block
+        dynamo_plugin=TorchDynamoPlugin(backend="no"),  # prepare() compiles
         gradient_accumulation_plugin=GradientAccumulationPlugin(
             num_steps=batch.accumulations, sync_with_dataloader=False
         ),
@@ -190,8 +190,9 @@ def prepare(
 ) -> tuple[nn.Module, AcceleratedOptimizer]:
     """accelerator.prepare, with rank 0's initial weights on every rank.
 
-    The model's `_no_split_modules` names the classes that FSDP wraps one by one; the same blocks are compiled
-    and checkpointed if the flags say so. BatchNorm gets the running statistics of common.batch_norm.
+    The model's `_no_split_modules` names the classes that FSDP wraps one by one; the same blocks are
+    checkpointed, and compiled unless the model is one graph, if the flags say so. BatchNorm gets the running
+    statistics of common.batch_norm.
     """
     share_initial_weights(accelerator, model)
     return wrap(accelerator, model, optimizer)
@@ -210,6 +211,7 @@ def wrap(
         accelerator.print(f"{type(model).__name__} has no blocks: it is gathered or compiled as a whole")
     if accelerator.compilation:
         is_whole = strategy(accelerator) in ("single", "ddp") and not accelerator.grad_checkpointing
+        is_whole &= not accelerator.deterministic  # FSDP2 has the same bits, and compiles block by block
         compile_blocks(model, accelerator.compilation, is_whole, accelerator.gradient_accumulation_steps)
     if accelerator.grad_checkpointing:
         checkpoint_activations(model)

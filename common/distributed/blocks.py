@@ -1,8 +1,11 @@
-"""A model's blocks, compiled one by one (--compile), or with recomputed activations (--grad_checkpointing).
+"""A model and its blocks, compiled (--compile), or with recomputed activations (--grad_checkpointing).
 
-Compilation: also by the `dynamo_config` of an accelerate config. Equal blocks share their graphs. The blocks
-of a ViT need 2 graphs to train and 2 to evaluate, for any number of blocks: one for the first block, which
-has no drop path, and one for all others. Speed is not yet measured on a GPU.
+Compilation: also by the `dynamo_config` of an accelerate config. On one process and under DDP a CNN is one
+graph to train and one to evaluate, for each size of its images; torch cuts it at DDP's buckets, so that their
+exchange hides behind the backward pass. Elsewhere and with --deterministic blocks are compiled one by one,
+and so are those of timm's models: equal blocks share their graphs. The blocks of a ViT need 2 graphs to train
+and 2 to evaluate, for any number of blocks: one for the first block, which has no drop path, and one for all
+others. Not yet measured on a GPU in this form.
 
 Activation checkpointing: a block's activations are recomputed in the backward pass instead of kept, with the
 same random numbers. Between forward and backward a ViT-B/32 with 32 images of 224 pixels holds 66 MiB instead
@@ -102,13 +105,14 @@ def chosen_compilation(flag: str | None) -> Compilation:
 def compile_blocks(
     model: nn.Module, how: Compilation, is_whole: bool = False, accumulations: int = 1
 ) -> None:
-    """Compiles the forward of each block, or of a model without blocks. Parameters keep their names.
+    """Compiles the forward of each block, or of the whole model. Parameters keep their names.
 
-    is_whole: True if nothing shards or checkpoints the model. Then modes with CUDA graphs compile the model
-    as a whole; except a timm model, whose blocks would no longer share graphs. Block by block, and with
-    accumulations, `max-autotune` goes without CUDA graphs, and the others raise ValueError: in an evaluation
-    a block would overwrite its input, the output of the block before, and a micro-batch the gradients of the
-    one before. block.compile() is not used, as it also traces FSDP's and DeepSpeed's hooks.
+    is_whole: True if nothing needs blocks: no sharding, no checkpointing, not the bits of a sharded model.
+    Then one graph is compiled; but not of timm's models, whose equal blocks share theirs. Blocks and
+    accumulations go without CUDA graphs: in an evaluation a block would overwrite its input, the output of
+    the block before, and a micro-batch the gradients of the one before. `max-autotune` has a mode without
+    them, the others raise ValueError. block.compile() is not used, as it also traces FSDP's and DeepSpeed's
+    hooks.
     """
     import torch._dynamo
     import torch._inductor.config
@@ -117,20 +121,18 @@ def compile_blocks(
     torch._inductor.config.fallback_random = True  # else dropout differs from eager mode
     mode = how.mode if how.backend == "inductor" else None  # other backends have no modes
     blocks = list(blocks_of(model))
-    if how.backend == "cudagraphs" or mode in ("reduce-overhead", "max-autotune"):
-        is_timms = any(type(block).__module__.startswith("timm.") for block in blocks)
-        if is_whole and accumulations == 1 and not is_timms:
-            blocks = []
-        elif mode == "max-autotune":
-            mode = "max-autotune-no-cudagraphs"
-        else:
+    is_whole = is_whole and not any(type(block).__module__.startswith("timm.") for block in blocks)
+    has_graphs = how.backend == "cudagraphs" or mode in ("reduce-overhead", "max-autotune")
+    if has_graphs and not (is_whole and accumulations == 1):
+        if mode != "max-autotune":
             raise ValueError(
                 f"--compile {how} (dynamo_backend): CUDA graphs are for CNNs on one process or under DDP,"
-                " without activation checkpointing or gradient accumulation; choose --compile default"
+                " without activation checkpointing, accumulation or --deterministic; choose --compile default"
             )
-    for block in blocks or [model]:
-        block.forward = torch.compile(
-            block.forward, backend=how.backend, mode=mode, fullgraph=how.fullgraph, dynamic=how.dynamic
+        mode = "max-autotune-no-cudagraphs"
+    for part in [model] if is_whole else blocks or [model]:
+        part.forward = torch.compile(
+            part.forward, backend=how.backend, mode=mode, fullgraph=how.fullgraph, dynamic=how.dynamic
         )
 
 

@@ -1,4 +1,4 @@
-"""torch.compile of a model's blocks: how many graphs, what is refused."""
+"""torch.compile of a model and its blocks: how many graphs, what is refused."""
 
 import copy
 import os
@@ -7,6 +7,7 @@ import pytest
 import timm
 import torch
 from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
@@ -19,7 +20,8 @@ from common.distributed.blocks import (
     chosen_compilation,
     compile_blocks,
 )
-from common.timm_models import DropPath, share_graphs
+from common.optim import EMA
+from common.timm_models import DropPath, share_graphs, speed_up
 from tests.conftest import rows_of
 from train_cnn_b import ResNet18
 
@@ -37,6 +39,7 @@ def vit(depth: int = 12) -> nn.Module:
     options = dict(img_size=32, patch_size=8, num_classes=10, depth=depth, embed_dim=48, num_heads=3)
     model = timm.create_model("vit_tiny_patch16_224", drop_path_rate=0.1, drop_rate=0.1, **options)
     share_graphs(model)
+    speed_up(model)
     model._no_split_modules = ["Block"]
     return model
 
@@ -110,9 +113,11 @@ def test_what_this_host_can_not_compile_by_is_refused(monkeypatch):
         chosen_compilation("default")
 
 
-def train_both(eager: nn.Module, model: nn.Module, how: Compilation, is_checkpointed: bool = False) -> None:
+def train_both(
+    eager: nn.Module, model: nn.Module, how: Compilation, is_checkpointed: bool = False
+) -> AcceleratedOptimizer:
     """Three steps of SGD through prepare(), so with the hooks that keep BatchNorm's statistics. The losses,
-    gradients, weights and statistics of both are as equal as their type allows."""
+    gradients, weights and statistics of both are as equal as their type allows. The model's optimizer."""
     accelerator, optimizers = Accelerator(cpu=True), []
     for one, accelerator.compilation in ((eager, Compilation()), (model, how)):
         accelerator.grad_checkpointing = is_checkpointed and one is model
@@ -133,25 +138,37 @@ def train_both(eager: nn.Module, model: nn.Module, how: Compilation, is_checkpoi
             torch.testing.assert_close(ours.grad, theirs.grad)
     assert eager.stages[0][0].bn1.num_batches_tracked == 3
     torch.testing.assert_close(model.state_dict(), eager.state_dict())
+    return optimizers[1]
 
 
-def test_reduce_overhead_takes_a_whole_cnn(monkeypatch):
-    """Run by eager's operators."""
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_a_cnn_is_one_graph_to_train_and_one_to_evaluate(mode, monkeypatch):
+    """Run by eager's operators. Another size of images makes new graphs, averaged weights do not."""
     torch.manual_seed(0)
     eager = ResNet18(width=4, stem="cifar", classes=10)
+    model = copy.deepcopy(eager)
     counter, compiled = CompileCounterWithBackend("eager"), torch.compile
     monkeypatch.setattr(torch, "compile", lambda function, **_: compiled(function, backend=counter))
-    train_both(eager, copy.deepcopy(eager), Compilation("inductor", "reduce-overhead"))
+    optimizer = train_both(eager, model, Compilation("inductor", mode))
     assert counter.frame_count == 1
+    ema, images, graphs = EMA(model, optimizer, 0.9), torch.randn(8, 3, 48, 48), []
+    for size in (32, 48):
+        with torch.no_grad():
+            torch.testing.assert_close(*(one.eval()(images[..., :size, :size]) for one in (model, eager)))
+            with ema.in_place():
+                model(images[..., :size, :size])
+        graphs.append(counter.frame_count)
+    assert graphs == [2, 3]
 
 
 @pytest.mark.full
 @pytest.mark.needs("g++")
-def test_a_compiled_resnet_has_the_same_gradients_and_statistics():
+@pytest.mark.parametrize("is_checkpointed", [False, True], ids=["one graph", "block by block"])
+def test_a_compiled_resnet_has_the_same_gradients_and_statistics(is_checkpointed):
     """It computes in fp64: in fp32 another order of sums carries activations over ReLU's edge."""
     torch.manual_seed(0)
     eager = ResNet18(width=8, stem="cifar", classes=10).double()
-    train_both(eager, copy.deepcopy(eager), Compilation("inductor"), is_checkpointed=True)
+    train_both(eager, copy.deepcopy(eager), Compilation("inductor"), is_checkpointed)
 
 
 GRAPHS = ("reduce-overhead", "max-autotune", "cudagraphs")  # modes, and a backend, with CUDA graphs
@@ -177,26 +194,32 @@ class FakeGraphs:
 
 
 @pytest.mark.parametrize(
-    ("model", "how", "checkpointing", "accumulations", "wanted"),
+    ("model", "how", "flag", "accumulations", "wanted"),
     [
-        ("resnet", "default", False, 1, ["default"] * 8),
-        ("resnet", "reduce-overhead", False, 1, ["reduce-overhead"]),
-        ("resnet", "max-autotune", False, 1, ["max-autotune"]),
-        ("resnet", "max-autotune", True, 1, [NO_GRAPHS] * 8),
-        ("resnet", "max-autotune", False, 2, [NO_GRAPHS] * 8),
-        ("vit", "max-autotune", False, 1, [NO_GRAPHS] * 3),
-        ("resnet", "reduce-overhead", True, 1, None),
-        ("resnet", "reduce-overhead", False, 2, None),
-        ("vit", "reduce-overhead", False, 1, None),
-        ("resnet", "cudagraphs", False, 1, ["cudagraphs"]),
-        ("vit", "cudagraphs", False, 1, None),
+        ("resnet", "default", None, 1, ["default"]),
+        ("resnet", "default", None, 2, ["default"]),
+        ("resnet", "default", "grad_checkpointing", 1, ["default"] * 8),
+        ("resnet", "default", "deterministic", 1, ["default"] * 8),
+        ("vit", "default", None, 1, ["default"] * 3),
+        ("resnet", "reduce-overhead", None, 1, ["reduce-overhead"]),
+        ("resnet", "max-autotune", None, 1, ["max-autotune"]),
+        ("resnet", "max-autotune", "grad_checkpointing", 1, [NO_GRAPHS] * 8),
+        ("resnet", "max-autotune", None, 2, [NO_GRAPHS]),
+        ("vit", "max-autotune", None, 1, [NO_GRAPHS] * 3),
+        ("resnet", "reduce-overhead", "grad_checkpointing", 1, None),
+        ("resnet", "reduce-overhead", None, 2, None),
+        ("resnet", "reduce-overhead", "deterministic", 1, None),
+        ("vit", "reduce-overhead", None, 1, None),
+        ("resnet", "cudagraphs", None, 1, ["cudagraphs"]),
+        ("vit", "cudagraphs", None, 1, None),
     ],
 )
-def test_cuda_graphs_take_whole_models_alone(model, how, checkpointing, accumulations, wanted, monkeypatch):
+def test_what_is_one_graph_and_what_has_cuda_graphs(model, how, flag, accumulations, wanted, monkeypatch):
     torch.manual_seed(0)
     eager = vit(3) if model == "vit" else ResNet18(width=4, stem="cifar", classes=10)
     accelerator, fake = Accelerator(cpu=True, gradient_accumulation_steps=accumulations), FakeGraphs()
-    accelerator.grad_checkpointing, accelerator.deterministic = checkpointing, False
+    accelerator.grad_checkpointing = flag == "grad_checkpointing"
+    accelerator.deterministic = flag == "deterministic"
     accelerator.compilation = Compilation(how) if how == "cudagraphs" else Compilation("inductor", how)
     compiled, images = copy.deepcopy(eager), torch.randn(2, 4, 3, 32, 32)
     monkeypatch.setattr(torch, "compile", fake.compile)

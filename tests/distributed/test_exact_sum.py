@@ -78,6 +78,8 @@ def one_process(tmp_path_factory, cache):
 
 
 PAIRS = [pair if pair in RING else full(*pair) for pair in itertools.product(SCRIPTS, WAYS)]
+SCRIPTS["cnn_b compiled"] = [*SCRIPTS["cnn_b"], "--compile", "default"]
+PAIRS.append(pytest.param("cnn_b compiled", "fsdp 2", marks=[pytest.mark.full, pytest.mark.needs("g++")]))
 
 
 @pytest.mark.parametrize(("script", "way"), PAIRS)

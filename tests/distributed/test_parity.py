@@ -100,7 +100,7 @@ CHECKPOINTED, COMPILED, SMALLER = "grad_checkpointing", "compile", "per_device_b
 SETTINGS = [
     *((script, s, CHECKPOINTED) for script in ("vit", "cnn_b") for s in ("single", *TWO_PROCESSES)),
     *((script, "single", COMPILED) for script in ("cnn_a", "vit")),
-    *(("cnn_a", "ddp", COMPILED), ("vit", "zero1", COMPILED)),
+    *(("cnn_a", "ddp", f"{COMPILED}, {SMALLER}"), ("vit", "zero1", COMPILED)),
     *(("vit", strategy, f"{COMPILED}, {CHECKPOINTED}") for strategy in ("ddp", "fsdp", "zero2")),
     *(("vit", strategy, SMALLER) for strategy in TWO_PROCESSES),
 ]
@@ -113,7 +113,7 @@ def test_a_setting_of_the_machine_changes_no_number(script, strategy, settings, 
     """As an answer of the launcher's, where there is one, or as a flag. With smaller micro-batches two
     processes with two accumulations train as one with four."""
     launcher, flags = (*TWO_PROCESSES.get(strategy, (python(), [])),)
-    smaller = ["--per_device_batch_size", "24"] if settings == SMALLER else []
+    smaller = ["--per_device_batch_size", "24"] if SMALLER in settings else []
     if COMPILED in settings:
         needs("g++")
     if COMPILED in settings and strategy == "single":

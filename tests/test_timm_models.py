@@ -1,0 +1,118 @@
+"""What is computed in another way than by timm, with the same numbers and names."""
+
+import copy
+from collections import Counter
+from typing import Any
+
+import pytest
+import timm
+import torch
+from timm.layers import Attention, PatchEmbed
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from common.telemetry.flops import flops_per_image
+from common.timm_models import PatchConv2d, speed_up
+from train_vit import Vit, build_model
+
+MODELS = ("vit_tiny_patch16_224", "swin_tiny_patch4_window7_224", "mixer_s32_224", "visformer_tiny")
+
+
+class Operators(TorchDispatchMode):
+    """Counts the operators that are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.counts[func.__name__.split(".")[0]] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def results(layer: nn.Module, inputs: Tensor, **more: Any) -> tuple[list[Tensor], Counter]:
+    """The outputs, their gradients with respect to inputs and parameters, and the operators."""
+    inputs = inputs.detach().requires_grad_()
+    with Operators() as called:
+        outputs = layer(inputs, **more)
+        gradients = torch.autograd.grad(outputs.pow(3).sum(), [inputs, *layer.parameters()])
+    return [outputs, *gradients], called.counts
+
+
+@pytest.mark.parametrize("formats", ["NN", "NC", "CN", "CC"])
+@pytest.mark.parametrize(
+    ("options", "size"),
+    [
+        ({"patch_size": 14}, (28, 28)),
+        ({"patch_size": 16}, (32, 32)),
+        ({"patch_size": 32, "bias": False}, (64, 64)),
+        ({"patch_size": (4, 8), "in_chans": 1, "flatten": False}, (16, 24)),
+        ({"patch_size": 8, "in_chans": 5, "norm_layer": nn.LayerNorm}, (16, 24)),
+        ({"patch_size": 8, "output_fmt": "NHWC", "strict_img_size": False}, (24, 40)),
+        ({"patch_size": 8, "strict_img_size": False, "dynamic_img_pad": True}, (17, 30)),
+    ],
+)
+def test_a_patch_embedding_is_a_product_in_training(options, size, formats):
+    """formats: of the images and the weights, contiguous or channels_last."""
+    torch.manual_seed(0)
+    images_format, weights_format = (
+        torch.channels_last if name == "C" else torch.contiguous_format for name in formats
+    )
+    theirs = PatchEmbed(size, embed_dim=24, **options).to(memory_format=weights_format)
+    ours, names = copy.deepcopy(theirs), list(theirs.state_dict())
+    speed_up(ours)
+    assert list(ours.state_dict()) == names
+    images = torch.randn(3, options.get("in_chans", 3), *size).to(memory_format=images_format)
+    expected, found = results(theirs, images), results(ours, images)
+    assert (expected[1]["convolution"], found[1]["convolution"]) == (1, 0)
+    for one, other in zip(found[0], expected[0], strict=True):
+        assert (one - other).abs().max() < 1e-5 * other.abs().max()
+        assert one.shape == other.shape
+    expected, found = results(theirs.eval(), images), results(copy.deepcopy(ours).eval(), images)
+    assert found[1] == expected[1]
+    assert all(map(torch.equal, found[0], expected[0]))
+
+
+def test_images_that_patches_do_not_divide_keep_the_convolution():
+    theirs, images = PatchEmbed(None, 16, embed_dim=24), torch.randn(2, 3, 40, 56)
+    ours = copy.deepcopy(theirs)
+    speed_up(ours)
+    expected, found = results(theirs, images), results(ours, images)
+    assert found[1] == expected[1]
+    assert all(map(torch.equal, found[0], expected[0]))
+
+
+@pytest.mark.parametrize(
+    ("options", "saved"),
+    [
+        ({}, 1),
+        ({"qkv_bias": True, "qk_norm": True, "attn_head_dim": 6}, 1),
+        ({"dim_out": 12, "proj_bias": False}, 1),
+        ({"gated": True}, 0),
+        ({"scale_norm": True}, 0),
+    ],
+)
+def test_an_attention_has_the_same_bits_with_fewer_copies(options, saved):
+    torch.manual_seed(0)
+    theirs, tokens = Attention(24, 3, norm_layer=nn.LayerNorm, **options), torch.randn(2, 5, 24)
+    ours = copy.deepcopy(theirs)
+    speed_up(ours)
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+    for more in ({}, {"attn_mask": torch.randn(5, 5)}, {"is_causal": True}):
+        (expected, before), (found, after) = (results(m, tokens, **more) for m in (theirs, ours))
+        assert all(map(torch.equal, found, expected))
+        assert before["clone"] - after["clone"] == saved
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_has_the_same_operations_names_and_logits(name):
+    torch.manual_seed(0)
+    theirs = timm.create_model(name, num_classes=10, drop_path_rate=0.0)
+    ours = build_model(Vit(model=name, drop_path=0.0), 10)
+    assert any(isinstance(module, PatchConv2d) for module in ours.modules())
+    ours.load_state_dict(theirs.state_dict())
+    with torch.no_grad():
+        images = torch.randn(1, 3, 224, 224)
+        assert torch.equal(ours.eval()(images), theirs.eval()(images))
+        torch.testing.assert_close(ours.train()(images), theirs.train()(images))
+    assert flops_per_image(ours.to("meta").train, 224) == flops_per_image(theirs.to("meta").train, 224)
