@@ -28,6 +28,7 @@ from common.data.tables import (
     write_tables,
 )
 from common.recipe import ImageRecipe
+from common.system.files import read_regular
 from common.system.s3 import ObjectStore
 from common.system.text import did_you_mean, printable, some_of
 from common.system.threads import Heartbeat, run_with_heartbeat
@@ -116,7 +117,7 @@ def _find_files(data: str, data_root: tuple[str, ...], columns: Columns) -> Sour
         meant = did_you_mean(data, KNOWN) or f"give a folder or one of: {', '.join(KNOWN)}"
         raise ValueError(f"--data {data}: {what}; {meant}")
     if manifest := shards.find_local(root, data_root):
-        return _of_shards(manifest, str(root), lambda name: (root / name).read_bytes())
+        return _of_shards(manifest, str(root), lambda name: read_regular(root / name))
     if (found := saved_files(root)) is not None:
         return _of_table_files(root, found, "{split}/{file}", columns)
     if found := parquet_files(root):
