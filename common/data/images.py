@@ -22,7 +22,7 @@ from common.data.shards import MANIFEST, check_roots, parse_manifest
 from common.data.splits import ArraySplit, FileSplit, Part, ShardSplit, Split, part_file
 from common.distributed.agreement import agree, once
 from common.recipe import ImageRecipe
-from common.system.files import read_json, read_regular
+from common.system.files import read_json
 from common.system.text import printable, some_of
 
 IMBALANCE = 10  # times as many images in the largest class as in the smallest: named
@@ -143,7 +143,7 @@ def _parts(folder: Path) -> list[Part]:
 
 def _open_shards(folder: Path, place: str, parts: list[Part], recipe: ImageRecipe) -> list[ShardSplit]:
     """Opens all splits. place: the folder of the manifest, or s3://bucket/prefix."""
-    manifest = parse_manifest(read_regular(folder / MANIFEST), str(folder / MANIFEST))
+    manifest = parse_manifest((folder / MANIFEST).read_bytes(), str(folder / MANIFEST))
     check_roots(manifest, place, recipe.data_root)
     cache, store = None, manifest.store or place
     if store.startswith("s3://"):

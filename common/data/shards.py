@@ -28,7 +28,7 @@ from typing import Any, TypedDict
 import numpy as np
 
 from common.data.decode import SPLITS, decode
-from common.system.files import fits, parse_json, read_regular
+from common.system.files import fits, parse_json
 from common.system.s3 import ObjectStore
 from common.system.text import printable
 
@@ -111,7 +111,7 @@ def find_local(folder: Path, roots: tuple[str, ...] = ()) -> Manifest | None:
         if any(_is_prepared(entry.name) for entry in os.scandir(folder)):
             raise ValueError(f"--data {folder} has no {MANIFEST}: {UNFINISHED}")
         return None
-    manifest = parse_manifest(read_regular(path), str(path))
+    manifest = parse_manifest(path.read_bytes(), str(path))
     check_roots(manifest, str(folder), roots)
     for split in manifest.splits.values():
         for shard in split.shards if manifest.store is None else ():
