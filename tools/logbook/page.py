@@ -9,7 +9,7 @@ from common.system.paths import public_path
 from common.system.text import some_of
 from tools.logbook import price
 from tools.logbook.markdown import code, formatted, render
-from tools.logbook.record import KINDS, RunRecord, as_flag, complete, stamped_files
+from tools.logbook.record import KINDS, MEANING, RunRecord, as_flag, complete, stamped_files
 
 SHOWN_CLASSES = 20  # rows of the table of classes
 SHOWN_CHARACTERS = 60_000  # of an nvidia-smi dump: GitHub shows pages up to 512 kB
@@ -38,6 +38,7 @@ def page(run: RunRecord, stem: str, pictures: list[str], terms: price.Terms = pr
         evaluations=_evaluations(run),
         reports={name: _report(report) for name, report in run.reports.items() if report},
         stamps=_stamps(run),
+        meaning=MEANING,
         memory=[{"process": rank} | found for rank, found in enumerate(facts["memory_gib"] or [])],
         dumps=_dumps(run),
         command=shlex.join(map(public_path, about["command"] or [])),
@@ -94,7 +95,7 @@ def _report(report: dict[str, Any]) -> dict[str, Any]:
 
 
 def _stamps(run: RunRecord) -> list[dict[str, Any]]:
-    """The replays by verify.py. `changed` names the files that have changed since, which makes one void."""
+    """The outcomes of verify.py. `changed` names the files that have changed since, which makes one void."""
     files, found = stamped_files(run.folder) if run.stamps else {}, []
     for stamp in run.stamps:
         changed = [name for name in files if files[name] != stamp.get("files", {}).get(name)]
