@@ -17,9 +17,12 @@ from common.system.files import read_json
 from common.system.text import plural
 from tools.logbook.record import COMPARED, RunRecord
 
-# What an evaluation of the same weights may change: of 10,000 images those whose two largest logits differ by
-# rounding alone, and the loss, as a share of it. Not yet measured on a GPU.
-CHANGED_PER_10_000 = {"no": 1, "bf16": 20, "fp16": 20}
+# What a repeated evaluation of the same weights may change: of 10,000 images those whose two largest logits
+# differ by rounding alone, and the loss, as a share of it. Measured on a CPU with CNN-B on CIFAR-10: other
+# micro-batches, threads and memory layouts changed none of 1,000 images and no loss, in bf16 and fp32. fp32
+# in the place of bf16 gave 3 of them another class, none more or fewer right, and changed the loss by 0.08 %.
+# Not yet measured on a GPU.
+CHANGED_PER_10_000 = {"no": 1, "bf16": 10, "fp16": 10}
 CHANGED_LOSS = {"no": 1e-3, "bf16": 1e-2, "fp16": 1e-2}
 LISTED = 5  # findings of a kind in an interval
 # Keys of metrics.jsonl that are compared otherwise, or can't be
