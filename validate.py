@@ -91,8 +91,9 @@ def main() -> None:
             }
             leaf = split_name if trained.step is None else f"{split_name}_{trained.step}"
             folder = Path(flags.output_dir or f"{trained.reports}/{leaf}")
-            for one in () if flags.output_dir else (folder.parent, folder):
-                refuse_link(one)
+            if not flags.output_dir:
+                refuse_link(folder.parent)
+                refuse_link(folder)
             shown = {"val": images.val_name, "test": images.test_name}.get(split_name, split_name)
             title = f"{script.__name__} on {Path(recipe.data).name}, {shown} split"
             worst = np.asarray([image["id"] for image in found["worst"]], dtype=np.int64)

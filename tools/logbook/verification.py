@@ -233,7 +233,8 @@ class Verification:
 
     def _not_evaluated(self, replayed: list[Outcome]) -> Iterator[str]:
         """Yields what of the headline no replay has evaluated, as where the checkpoint is gone."""
-        for step in {*self.headline} - {one.interval.start for one in replayed if one.interval.is_evaluation}:
+        evaluated = {one.interval.start for one in replayed if one.interval.is_evaluation}
+        for step in sorted({*self.headline} - evaluated):
             yield f"the evaluation at step {step:,}, which the headline is of, could not be repeated"
 
     def _not_replayed(self, replayed: list[Outcome], compared: set[int]) -> list[str]:
