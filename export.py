@@ -31,6 +31,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from common.system.cli import command_parser, run_command
+from common.system.files import own_files
 
 SAMPLE = 16  # images on which the exported model is compared
 ONNX_BOUND = 1e-4  # of logits
@@ -93,8 +94,8 @@ def write_curves(weights: Path, folder: Path) -> None:
     from tensorboard.summary.writer.record_writer import RecordWriter
 
     checkpoints, run = weights.parents[1:3]
-    events = run.glob("tensorboard/events.*") if checkpoints.name == "checkpoints" else ()
-    for number, file in enumerate(sorted(events)):
+    events = own_files(run, "tensorboard/events.*") if checkpoints.name == "checkpoints" else ()
+    for number, file in enumerate(events):
         folder.mkdir(parents=True, exist_ok=True)
         with open(folder / f"events.out.tfevents.{number:04}", "wb") as target:
             for event in LegacyEventFileLoader(str(file)).Load():

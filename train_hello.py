@@ -192,6 +192,7 @@ def plot(path: Path, x: Tensor, y: Tensor, grid: Tensor, learned: Tensor) -> Non
     axes.set(xlabel="x", ylabel="y")
     axes.legend()
     path.parent.mkdir(exist_ok=True)
+    path.unlink(missing_ok=True)  # a link would be followed
     figure.savefig(path, dpi=110)
 
 

@@ -43,7 +43,7 @@ from common.evaluation import counted, evaluated_ids, predictions
 from common.flags import underscores
 from common.recipe import Batch, ImageRecipe, parse, recipe_part, setting
 from common.script import normalisation
-from common.system.files import sha256_of
+from common.system.files import refuse_link, sha256_of
 from tools.inference import report as reports
 from tools.inference.inference import Inference, autocast, own_words, pixels_of
 from tools.inference.report import TOP, Rows
@@ -91,6 +91,9 @@ def main() -> None:
             }
             leaf = split_name if trained.step is None else f"{split_name}_{trained.step}"
             folder = Path(flags.output_dir or f"{trained.reports}/{leaf}")
+            if not flags.output_dir:
+                refuse_link(folder.parent)
+                refuse_link(folder)
             shown = {"val": images.val_name, "test": images.test_name}.get(split_name, split_name)
             title = f"{script.__name__} on {Path(recipe.data).name}, {shown} split"
             worst = np.asarray([image["id"] for image in found["worst"]], dtype=np.int64)

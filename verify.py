@@ -6,33 +6,30 @@
 
 A replay begins where the run began, or at a checkpoint that it has kept (--keep_every keeps more), and ends
 with the first line of the log after --steps steps. It is a training with the run's recipe in a temporary
-folder on this machine, under any strategy and number of processes. All values in the log's lines of these
-steps, and all tensors of the checkpoints kept in them, must equal the run's. --sample replays only some
-intervals, chosen at random. The last and the best checkpoint are always evaluated again.
+folder on this machine, under any strategy and number of processes. --sample replays only some intervals,
+chosen at random. The last and the best checkpoint are always evaluated again.
 
-It prints how much of the run was replayed, and what is not verified: other steps, devices, times, speeds. The
-outcome is added to `verified.json` in the run's folder, which the run's page shows. Exit status 1 if anything
-differs.
+A run with --deterministic under DDP, FSDP or on one process is verified bit for bit, on any number of
+processes, where device, packages and compilation are the run's: all values in the log's lines of the replayed
+steps, and all tensors of the checkpoints kept in them, must equal the run's.
 
-A run with --deterministic under DDP, FSDP or on one process must be equal bit for bit, on any number of
-processes, where device, packages and compilation are the run's. On a CPU, one process replays any run of one
-process bit by bit. Elsewhere rounding differs, and training amplifies it. Where a replay differs by more than
-1e-6 of a value, a second one that rounds otherwise measures by how much; the bound is 30 times the difference
-between the two. So short replays verify most.
+Elsewhere rounding differs, and training amplifies it. There the headline must be what the kept weights give
+in an evaluation in the run's own precision, up to the few images that a repeated evaluation changes. The
+differences of the replayed steps are printed, without a verdict.
+
+It prints how much of the run was replayed, which of the two it was, and what is not verified: other steps,
+devices, times, speeds. The outcome is added to `verified.json` in the run's folder, which the run's page
+shows. Exit status 1 if anything differs.
 """
 
 import argparse
-import runpy
 import signal
 import sys
 from pathlib import Path
-from typing import Any
 
 from common.system.cli import check_positive, command_parser, run_command
 from tools.logbook import replay
-from tools.logbook.verification import NUDGED, Verification
-
-NUDGE = 1e-5  # by which the second replay's weights differ at its beginning, times a normal random number
+from tools.logbook.verification import Verification
 
 
 def main() -> int:
@@ -64,33 +61,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return flags
 
 
-def train_nudged(words: list[str]) -> None:
-    """Runs a train script that begins with slightly changed weights. words: the script and its flags."""
-    import torch
-
-    from common.distributed.layout import layout_of
-    from common.run.run import Run as Training
-
-    begin = Training.begin
-
-    def begin_nudged(training: Any, model: Any, optimizer: Any, *others: Any, **named: Any) -> Any:
-        steps = begin(training, model, optimizer, *others, **named)
-        layout, ema = layout_of(model, optimizer), named.get("ema")
-        torch.manual_seed(training.accelerator.process_index)
-        with torch.no_grad():
-            for weights in [*layout.local, *(ema.averages if ema else [])]:
-                weights.mul_(1 + NUDGE * torch.randn_like(weights))
-        layout.sync()
-        return steps
-
-    Training.begin = begin_nudged  # type: ignore[assignment, method-assign]
-    sys.argv = words
-    runpy.run_path(words[0], run_name="__main__")
-
-
 if __name__ == "__main__":
-    if sys.argv[1:2] == [NUDGED]:
-        train_nudged(sys.argv[2:])
-        sys.exit()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     sys.exit(run_command(main))

@@ -28,7 +28,16 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor
 
-from common.system.files import discard, fits, parse_json, sha256_of, sync, unfetched, write_json
+from common.system.files import (
+    check_regular,
+    discard,
+    fits,
+    parse_json,
+    sha256_of,
+    sync,
+    unfetched,
+    write_json,
+)
 from common.system.paths import shortest
 from common.system.threads import Heartbeat
 
@@ -259,21 +268,24 @@ def remove_temporary(parent: Path) -> None:
 def verify(folder: Path, heartbeat: Heartbeat = lambda: None) -> Checkpoint:
     """Checks the manifest, and size and SHA-256 of every file. Damaged names the file and the fault."""
     try:
-        with open(folder / MANIFEST_FILE, "rb") as file:
+        with open(_own(folder / MANIFEST_FILE), "rb") as file:
             manifest = check_manifest(file.read(JSON_LIMIT_BYTES), folder)
         for name, expected in manifest["files"].items():
-            path = folder / name
-            if path.is_symlink() or not path.is_file():
-                raise Damaged(f"{path} is missing")
+            path = _own(folder / name)
             if path.stat().st_size != expected["size"]:
                 raise Damaged(f"{path} has {path.stat().st_size:,} bytes instead of {expected['size']:,}")
             if sha256_of(path, heartbeat) != expected["sha256"]:
                 raise Damaged(f"{path} has changed since it was written (SHA-256)")
-    except FileNotFoundError as error:
-        raise Damaged(f"{error.filename} is missing") from None
     except OSError as error:  # a disk error or a permission: the file may be intact
         raise ValueError(f"{error.filename} can't be read: {error.strerror}") from None
     return Checkpoint(folder, manifest)
+
+
+def _own(path: Path) -> Path:
+    """The path of a regular file. Damaged for anything else: a link, or a pipe that would never be read."""
+    if path.is_symlink() or not path.is_file():
+        raise Damaged(f"{path} is {'no regular file' if os.path.lexists(path) else 'missing'}")
+    return path
 
 
 class FileEntry(TypedDict):
@@ -368,6 +380,7 @@ class TensorFile:
 
         self.path = path
         try:
+            check_regular(path)
             self.file = safe_open(path, "pt")
         except (OSError, SafetensorError) as error:
             reason = unfetched(path) or error

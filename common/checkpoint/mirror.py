@@ -15,7 +15,7 @@ from typing import Any
 
 from common.checkpoint import format as checkpoints
 from common.checkpoint.format import JSON_LIMIT_BYTES, MANIFEST_FILE, Damaged, step_name, step_of, steps_in
-from common.system.files import discard, own_files, sha256_of, sync, write_bytes
+from common.system.files import discard, own_files, read_regular, sha256_of, sync, write_bytes
 from common.system.s3 import ObjectStore, StoreError, WrongSize
 from common.system.threads import Heartbeat, lower_priority
 
@@ -228,7 +228,7 @@ def fetch_log(store: ObjectStore, folder: Path) -> None:
     for name in ("metrics.jsonl", "confusion.json", *telemetry):
         file = folder / name
         content = store.read(name, LOG_LIMIT_BYTES)
-        if content and not (file.exists() and file.read_bytes().startswith(content)):
+        if content and not (file.exists() and read_regular(file).startswith(content)):
             write_bytes(file, content)
 
 

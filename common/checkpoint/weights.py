@@ -310,6 +310,8 @@ def _open(file: Path) -> TensorFile:
     try:
         weights = TensorFile(file)
     except ValueError:
+        if not file.is_file():
+            raise
         with open(file, "rb") as opened:
             begin = opened.read(2)
         if not begin.startswith(PICKLES):

@@ -25,6 +25,7 @@ from common.data.tables import (
     write_tables,
 )
 from common.recipe import ImageRecipe
+from common.system.files import read_regular
 from common.system.text import did_you_mean, some_of
 from common.system.threads import Heartbeat, run_with_heartbeat
 
@@ -114,7 +115,7 @@ def _find_files(data: str, columns: Columns) -> Source:
         meant = did_you_mean(data, KNOWN) or f"give a folder or one of: {', '.join(KNOWN)}"
         raise ValueError(f"--data {data}: {what}; {meant}")
     if manifest := shards.find_local(root):
-        return _of_shards(manifest, str(root), lambda name: (root / name).read_bytes())
+        return _of_shards(manifest, str(root), lambda name: read_regular(root / name))
     if (found := saved_files(root)) is not None:
         return _of_table_files(root, found, "{split}/{file}", columns)
     if found := parquet_files(root):

@@ -25,7 +25,7 @@ from common.checkpoint import format as checkpoints
 from common.checkpoint.format import Checkpoint, step_of, steps_in
 from common.recipe import Recipe, recipe_part
 from common.run.lease import AlreadyOwned, FolderRecord, Lease, PrefixRecord
-from common.system.files import not_written, read_json, write_json
+from common.system.files import not_written, read_json, refuse_link, write_json
 from common.system.processes import start_ticks
 from common.system.text import numbered
 from common.system.threads import Heartbeat
@@ -33,6 +33,7 @@ from common.system.threads import Heartbeat
 if TYPE_CHECKING:  # imported with --s3
     from common.checkpoint.mirror import Mirror
 
+FOLDERS = ("checkpoints", "plots", "profile", "tensorboard", "wandb")  # in a run's folder
 FRUITLESS_RESTARTS = 3  # restarts by a launcher without a new checkpoint, after which it gives up
 log = partial(print, flush=True)  # also in the threads that save and upload
 
@@ -96,6 +97,8 @@ class RunFolder:
     def _open(self) -> None:
         """Finds the checkpoint to resume from, and the mirror."""
         path, resume = self.path, self.recipe.resume
+        for name in FOLDERS:
+            refuse_link(path / name)
         checkpoints.remove_temporary(path / "checkpoints")
         if self.recipe.s3:
             from common.checkpoint.mirror import Mirror

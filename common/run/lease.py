@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from common.system.env import job_round
-from common.system.files import parse_json, write_text
+from common.system.files import parse_json, read_regular, write_text
 from common.system.processes import start_ticks
 from common.system.text import redacted
 
@@ -65,7 +65,7 @@ class FolderRecord:
 
     def read(self) -> str | None:
         try:
-            return self.path.read_text()
+            return read_regular(self.path).decode(errors="replace")
         except FileNotFoundError:
             return None
 

@@ -1,5 +1,6 @@
 """Draws figures: curves, bars, confusion matrices, sheets of images. PNG with a light background."""
 
+import io
 import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -9,6 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from common.system.files import write_bytes
 from common.system.text import printable, printable_lines
 
 DPI = 100
@@ -132,7 +134,9 @@ def _figure(
     figure = Figure(figsize=size_in, layout=layout, facecolor="white")
     yield figure
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=DPI)
+    content = io.BytesIO()
+    figure.savefig(content, dpi=DPI)
+    write_bytes(path, content.getvalue())
 
 
 def _averaged(x: Sequence[float], y: Sequence[float]) -> tuple[list[float], list[float]]:

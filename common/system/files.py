@@ -11,11 +11,12 @@ import json
 import os
 import resource
 import shutil
+import stat
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from common.system.text import printable
 
@@ -38,6 +39,7 @@ def sync(path: Path) -> None:
 def sha256_of(path: Path, heartbeat: Callable[[], None] = lambda: None) -> str:
     """The SHA-256 of a file, as hex. Calls heartbeat() after each READ_BYTES."""
     digest = hashlib.sha256()
+    check_regular(path)
     with open(path, "rb") as file:
         while chunk := file.read(READ_BYTES):
             digest.update(chunk)
@@ -54,6 +56,37 @@ def unfetched(content: Path | bytes | bytearray) -> str:
             content = file.read(64)
     is_pointer = content.startswith(b"version https://git-lfs.github.com/")
     return "it is a pointer of Git LFS: run git lfs pull in its repository" if is_pointer else ""
+
+
+def check_regular(path: Path) -> None:
+    """OSError unless the path leads to a regular file: whoever opens a pipe may wait forever."""
+    if not path.is_file():
+        path.stat()  # FileNotFoundError for one that is missing
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+
+
+def read_regular(path: Path) -> bytes:
+    check_regular(path)
+    return path.read_bytes()
+
+
+def refuse_link(folder: Path) -> None:
+    """ValueError for a link in a run's folder, which may be a stranger's: it could lead to any folder."""
+    if folder.is_symlink():
+        where = printable(str(folder.readlink()))
+        raise ValueError(
+            f"{folder} is a link to {where}, and nothing is written there: put a folder in its place"
+        )
+
+
+def open_to_append(path: Path) -> BinaryIO:
+    """Opens a run's file, or makes it. OSError where it is a link or no regular file."""
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+    descriptor = os.open(path, flags, 0o666)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+    return os.fdopen(descriptor, "a+b")
 
 
 def discard(path: Path) -> None:
@@ -142,8 +175,9 @@ def write_text(path: Path, text: str) -> None:
 def write_bytes(path: Path, content: bytes) -> None:
     """Replaces the file atomically and waits until it is on the disk. On an error the old file stays."""
     temporary = path.with_name(f".{path.name}.tmp")
+    discard(temporary)  # left by a kill, or a stranger's link
     try:
-        with open(temporary, "wb") as file:
+        with open(temporary, "xb") as file:  # follows no link
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
@@ -156,7 +190,7 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file. OSError if it can't be read, ValueError if it contains no object."""
-    return parse_json(path.read_bytes(), path)
+    return parse_json(read_regular(path), path)
 
 
 def parse_json(content: bytes | str, where: object) -> dict[str, Any]:
@@ -201,6 +235,7 @@ def read_lines(file: Path) -> list[dict[str, Any]]:
 
 def json_lines(file: Path) -> Iterator[dict[str, Any]]:
     """Yields the objects of a JSON-lines file, without lines truncated by a kill or a full disk."""
+    check_regular(file)
     with open(file, errors="replace") as texts:
         for text in texts:
             with contextlib.suppress(ValueError):

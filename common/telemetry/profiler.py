@@ -11,7 +11,7 @@ import torch
 from torch.profiler import ProfilerAction, ProfilerActivity, profile
 
 from common.order import Steps
-from common.system.files import write_text
+from common.system.files import discard, write_text
 
 STEPS = 3  # that are profiled
 FOLDER, TRACE, TABLE = "profile", "trace.json.gz", "table.txt"  # in the run's folder, and in it
@@ -66,6 +66,7 @@ class Profile:
         """Writes the files. A profile that can't be written is reported, and ends nothing."""
         try:
             self.folder.mkdir(exist_ok=True)
+            discard(self.folder / TRACE)  # a link would be followed
             profiler.export_chrome_trace(str(self.folder / TRACE))
             by = f"self_{'device' if self.on_gpu else 'cpu'}_time_total"
             write_text(self.folder / TABLE, profiler.key_averages().table(sort_by=by, row_limit=ROWS) + "\n")

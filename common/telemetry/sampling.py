@@ -31,6 +31,7 @@ import torch
 from accelerate import Accelerator
 
 from common.distributed.strategy import device_name
+from common.system.files import open_to_append
 from common.system.processes import own_age_s
 from common.system.text import numbered
 from common.system.threads import lower_priority
@@ -214,7 +215,7 @@ class Telemetry:
         if not self.folder:
             self.unsent.append((name, text))
             return
-        with open(self.folder / name, "a+b") as file:
+        with open_to_append(self.folder / name) as file:
             if file.tell():
                 file.seek(-1, os.SEEK_END)
                 if file.read(1) != b"\n":  # a full disk has cut it

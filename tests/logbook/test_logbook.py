@@ -184,9 +184,11 @@ def gpu_run(folder: Path) -> Path:
     (folder / "validation/test_28/report.json").write_text(json.dumps(report))
     stamp = {"date": "2026-01-01", "commit": "abc", "device": "CPU", "config": "single", "steps": 10}
     stamp |= {"of_steps": 30, "intervals": ["steps 1-10"], "findings": ["a *b* differs", "c"]}
-    stamp |= {"not_verified": ["x", "y"], "loss_difference": 1e-7, "bound": 2e-6}
-    files = stamped_files(folder)
-    stamps = [stamp | {"files": files}, stamp | {"files": files | {"metrics.jsonl": "0"}, "findings": []}]
+    stamp |= {"not_verified": ["x", "y"], "files": stamped_files(folder), "kind": "evaluated again"}
+    true = stamp | {"findings": [], "differences": {"loss": 1e-7, "weights": 0.0}}
+    changed = true | {"files": stamp["files"] | {"metrics.jsonl": "0"}, "kind": "bit for bit"}
+    older = {name: value for name, value in true.items() if name != "kind"} | {"bound": 2e-6}
+    stamps = [stamp, true, true | {"kind": "bit for bit"}, changed, older]
     (folder / "verified.json").write_text(json.dumps({"stamps": stamps}))
     return folder
 

@@ -296,6 +296,27 @@ def test_a_rank_that_dies_ends_the_job_and_no_secret_is_shown(cluster, tmp_path)
     assert not any(canary in text for text in (output, *commands, *logs))
 
 
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("node1", "its agent was killed by signal 9"),  # where launch.py is
+        full("node2", "its agent was killed, or the connection is lost"),
+    ],
+)
+def test_a_host_whose_agent_launcher_and_rank_are_killed_together_is_named(name, said, training):
+    processes = [psutil.Process(pid) for pid in hosts.processes(name)]
+    (agent,) = [process for process in processes if "tools.launch.agent" in process.cmdline()]
+    killed = [agent, *agent.children(recursive=True)]
+    assert len(killed) > 2
+    for process in killed:
+        process.suspend()  # so that none sees another's end
+    for process in killed:
+        process.kill()
+    status, output = training.job.wait(60)
+    assert status == 1
+    assert f"error: {name}: {said}; the other hosts were stopped" in output, output
+
+
 @contextlib.contextmanager
 def cut_off(_):
     hosts.cut("node2")

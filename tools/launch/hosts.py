@@ -75,15 +75,17 @@ def _host(line: str, place: str) -> Host:
     parts = re.fullmatch(r"(\S+)\s+slots=(\d+)", re.sub(r"\s+#.*", "", line))
     if not parts:
         raise ValueError(f"{place}: expected `name slots=N`, found `{line}`")
-    name, slots = parts[1], int(parts[2])
+    name, slots = parts[1], parts[2].lstrip("0")
     if not NAME.fullmatch(name):
         raise ValueError(
             f"{place}: {name} is no host's name (letters, digits, dots, - and _; a user or a port belongs"
             " into ~/.ssh/config)"
         )
-    if slots == 0:
+    if len(slots) > 3:
+        raise ValueError(f"{place}: {name} has more than 999 slots: give the number of its GPUs")
+    if not slots:
         raise ValueError(f"{place}: {name} has no slots: leave the line out, or give --exclude {name}")
-    return Host(name, tuple(range(slots)))
+    return Host(name, tuple(range(int(slots))))
 
 
 def _parse_filter(flag: str, text: str, hosts: list[Host]) -> dict[str, set[int]]:
@@ -94,7 +96,7 @@ def _parse_filter(flag: str, text: str, hosts: list[Host]) -> dict[str, set[int]
         name, colon, devices = part.partition(":")
         if name not in known:
             raise ValueError(f"{flag} {text}: no host {name}; there are {', '.join(known)}")
-        if colon and not re.fullmatch(r"\d+(,\d+)*", devices):
+        if colon and not re.fullmatch(r"\d{1,9}(,\d{1,9})*", devices):
             raise ValueError(f"{flag} {text}: expected `{name}:0,2`")
         numbers = {int(device) for device in devices.split(",")} if colon else set()
         if missing := numbers - set(known[name]):

@@ -16,6 +16,8 @@ from tools.launch.hosts import SSH_FAILED, Host, master_address
 from tools.launch.launcher import CONNECT_S, HostConnection, Launcher
 
 USE_CPU = "ACCELERATE_USE_CPU"
+# Begins ssh's own line about a lost connection
+SSHS_OWN = re.compile(r"(Timeout, server|Connection (to|reset|closed)|client_loop|Read from remote|ssh)")
 LAUNCHERS_OWN = ("subprocess.CalledProcessError", "torch.distributed.elastic.")  # exceptions of launchers
 
 
@@ -169,7 +171,11 @@ def failure_cause(connection: HostConnection) -> tuple[int, str]:
         needs = f"`ssh {connection.host.name}` must work without a prompt, and the project must be at {ROOT}"
         return 0, f"{last} ({needs})"
     if connection.status == SSH_FAILED:
-        return 0, f"the connection is lost ({last})"
+        if SSHS_OWN.match(last):
+            return 0, f"the connection is lost ({last})"
+        return 0, "its agent was killed, or the connection is lost"  # ssh says the same of both: nothing
+    if (connection.status or 0) < 0:  # of the agent that ran here, without ssh
+        return 0, f"its agent was killed by signal {-(connection.status or 0)}"
     text = "\n".join(lines)
     if suspended := re.search(rf"^error: (.* {re.escape(SUSPENDED)})$", text, re.MULTILINE):
         return 1, suspended[1]

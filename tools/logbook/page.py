@@ -8,7 +8,7 @@ from common.system.files import own_files
 from common.system.paths import public_path
 from common.system.text import some_of
 from tools.logbook.markdown import code, formatted, render
-from tools.logbook.record import KINDS, RunRecord, as_flag, complete, stamped_files
+from tools.logbook.record import KINDS, MEANING, RunRecord, as_flag, complete, stamped_files
 from tools.logbook.spent import parts_s, paused_s, starts
 
 SHOWN_CLASSES = 20  # rows of the table of classes
@@ -36,6 +36,7 @@ def page(run: RunRecord, stem: str, pictures: list[str]) -> str:
         evaluations=_evaluations(run),
         reports={name: _report(report) for name, report in run.reports.items() if report},
         stamps=_stamps(run),
+        meaning=MEANING,
         parts=parts_s(run),
         paused_s=paused_s(run),
         restarts=len(starts(run)) - 1,
@@ -94,7 +95,7 @@ def _report(report: dict[str, Any]) -> dict[str, Any]:
 
 
 def _stamps(run: RunRecord) -> list[dict[str, Any]]:
-    """The replays by verify.py. `changed` names the files that have changed since, which makes one void."""
+    """The outcomes of verify.py. `changed` names the files that have changed since, which makes one void."""
     files, found = stamped_files(run.folder) if run.stamps else {}, []
     for stamp in run.stamps:
         changed = [name for name in files if files[name] != stamp.get("files", {}).get(name)]

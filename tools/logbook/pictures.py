@@ -1,6 +1,5 @@
 """The pictures of a run's page: curves, telemetry, confusion matrices, mistakes."""
 
-import shutil
 from collections.abc import Iterator
 from glob import escape
 from pathlib import Path
@@ -8,7 +7,7 @@ from statistics import fmean
 from typing import Any
 
 from common.run.plots import Panel, confusion_matrix, panel, panels
-from common.system.files import own_files
+from common.system.files import discard, own_files
 from common.system.text import plural
 from tools.logbook.comparison import Comparison
 from tools.logbook.record import RunRecord, read_picture
@@ -17,7 +16,7 @@ from tools.logbook.record import RunRecord, read_picture
 def draw(run: RunRecord, folder: Path) -> list[str]:
     """Draws all pictures into the folder, which is replaced. Returns the names of the files."""
     drawn = folder.with_name(f".{folder.name}.tmp")
-    shutil.rmtree(drawn, ignore_errors=True)
+    discard(drawn)
     drawn.mkdir(parents=True)
     title = f"{run.model} on {run.data}, {run.where}"
     for name, rows in {"curves": _curves(run), "telemetry": _telemetry(run)}.items():
@@ -34,7 +33,7 @@ def draw(run: RunRecord, folder: Path) -> list[str]:
                 read_picture(worst).save(drawn / f"worst_{name}.png")
             except ValueError as error:
                 run.problems.append(f"{worst.relative_to(run.folder)} {error}")
-    shutil.rmtree(folder, ignore_errors=True)
+    discard(folder)
     drawn.rename(folder)
     return sorted(path.name for path in folder.iterdir())
 

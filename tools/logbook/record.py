@@ -17,6 +17,14 @@ from common.system.text import plural
 
 PARTS = ("recipe.json", "result.json", "metrics.jsonl", "checkpoints")  # a run's folder has one of them
 VERIFIED = "verified.json"  # by verify.py
+BIT_FOR_BIT, EVALUATED_AGAIN = "bit for bit", "evaluated again"  # kinds of verification
+MEANING = {  # of a verification that found no difference
+    BIT_FOR_BIT: "the replayed steps were trained again, and each value and weight is the same, bit for bit:"
+    " this recipe gives these results in these steps. Other steps are not verified",
+    EVALUATED_AGAIN: "the kept weights, best and last, were evaluated again, and give these accuracies up to"
+    " the few images that a repeated evaluation changes. It is not verified that this training gave these"
+    " weights: the differences of the replayed steps are reported, without a verdict",
+}
 COMPARED = ("recipe.json", "result.json", "metrics.jsonl")  # with a replay, beside the checkpoints
 MOST_BYTES = 2**31  # larger files are not read: 14 days of telemetry of a host with 8 GPUs
 UNFINISHED = "killed or still running"  # the status of a run without a result

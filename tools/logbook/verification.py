@@ -18,15 +18,14 @@ import torch
 from common.checkpoint.format import step_name, step_of, steps_in, verify
 from common.recipe import recipe_part
 from common.script import load_script, own_script, recipe_class
-from common.system.files import read_accelerate_config, read_json, write_json
+from common.system.files import read_accelerate_config, write_json
 from common.system.paths import ROOT, shortest
 from common.system.text import plural, printable, some_of
 from tools.logbook import replay
-from tools.logbook.record import VERIFIED, RunRecord, stamped_files
+from tools.logbook.record import BIT_FOR_BIT, EVALUATED_AGAIN, MEANING, VERIFIED, RunRecord, stamped_files
 from tools.logbook.replay import Interval, Outcome
 
 DRAWN_ON_DEVICE = ("dropout", "drop_path")  # a GPU's random numbers differ from a CPU's
-NUDGED = "--nudged"  # of verify.py, before a train script and its flags: begin with slightly changed weights
 SHOWN = 15  # last lines of a failed replay
 # Settings outside of the recipe that the run's numbers may depend on
 KEPT = ("log_every", "deterministic", "image_column", "label_column", "workers")
@@ -110,13 +109,8 @@ class Verification:
         return sorted(random.Random(seed).sample(intervals, self.flags.sample), key=lambda i: i.start)
 
     def _evaluations(self) -> list[Interval]:
-        """The evaluations of the last and the best checkpoint, where no chosen interval has them.
-
-        Only a replay that ends with the best weights evaluates them on the test split.
-        """
-        seen = {s for s in self.headline if any(i.start <= s <= i.end for i in self.intervals)}
-        seen -= {self.best} if "test_name" in self.record.facts else set()
-        return [Interval(step, step) for step in self.kept if step in self.headline and step not in seen]
+        """The evaluations of the best and the last checkpoint; the best one's on the test split, too."""
+        return [Interval(step, step) for step in self.headline if step in self.starts]
 
     # --- One interval
 
@@ -147,31 +141,22 @@ class Verification:
             yield f"the checkpoint of step {step:,} was trained with {shown}"
 
     def _replay(self, outcome: Outcome, scratch: Path) -> None:
-        run, first = self.record, RunRecord(self._train(outcome.interval, scratch / "first"))
+        run, again = self.record, RunRecord(self._train(outcome.interval, scratch / "replay"))
         outcome.is_replayed = True
-        outcome.has_test = first.facts.get("best_step") == self.best
-        outcome.findings += replay.compare_facts(run, first, is_moved=bool(self.flags.data))
-        outcome.is_exact = replay.must_be_equal(run, first)
-        found = replay.compare(run, first, first, outcome)
-        if found and not outcome.is_exact:
-            second = RunRecord(self._train(outcome.interval, scratch / "second", is_second=True))
-            found = replay.compare(run, first, second, outcome)
-            if self.precision != "no" and replay.has_same_weights(run, second, outcome.interval):
-                found = replay.compare(run, second, second, outcome)
-                found.insert(0, f"the weights are those of fp32, and not of {self.precision}")
-        outcome.findings += found
+        outcome.why_not = replay.why_not_exact(run, again)
+        outcome.is_exact = not outcome.why_not
+        outcome.findings += replay.compare_facts(run, again, is_moved=bool(self.flags.data))
+        outcome.findings += replay.compare(run, again, outcome)
 
-    def _train(self, interval: Interval, folder: Path, is_second: bool = False) -> Path:
+    def _train(self, interval: Interval, folder: Path) -> Path:
         """Runs the train script. Returns its run's folder. ValueError with the reason if it fails."""
         every = math.gcd(*interval.checkpoints) or 10**9
-        is_nudged = is_second and self.precision == "no"
-        script = [ROOT / "verify.py", NUDGED, self.script] if is_nudged else [self.script]
         launcher = ["-m", "accelerate.commands.launch", "--config_file", self.flags.config_file]
-        words = [sys.executable, *(launcher if self.flags.config_file else ()), *script]
+        words = [sys.executable, *(launcher if self.flags.config_file else ()), self.script]
         words += ["--config", self._config(folder)]
         words += ["--output_dir", folder, "--max_steps", interval.end, "--trackers", "none"]
         words += ["--telemetry_s", "0", "--checkpoint_every", every, "--keep_every", every]
-        words += ["--mixed_precision", "no" if is_second else self.precision]
+        words += ["--mixed_precision", self.precision]
         if start := self.starts[interval.start]:
             words += ["--resume", start]
         if self.flags.cache_dir:
@@ -198,33 +183,37 @@ class Verification:
     # --- Output
 
     def said(self, outcome: Outcome) -> str:
-        where = f"{outcome.interval} of {self.last:,}"
-        if outcome.findings:
-            return "\n".join(f"{where}: {finding}" for finding in outcome.findings)
-        weights = "" if outcome.weights is None else f", the weights by at most {outcome.weights:.0e}"
-        loss = f"the loss differs by at most {outcome.loss:.0e}"
-        differs = "equal bit for bit" if outcome.is_exact else loss
-        return f"{where}: {differs}{weights}; log, data, recipe and weights are those of the page"
+        where, found = f"{outcome.interval} of {self.last:,}", outcome.findings
+        if outcome.is_exact and not found:
+            return f"{where}: equal bit for bit; log, data, recipe and weights are those of the page"
+        differences = ", ".join(f"{name} {value:.1e}" for name, value in outcome.differences.items())
+        found = [*found, *([f"the largest differences: {differences}"] if differences else [])]
+        return "\n".join(f"{where}: {line}" for line in found)
 
     def conclude(self, contradictions: list[str], outcomes: list[Outcome]) -> int:
         """Prints the coverage, adds the outcome to verified.json, and returns the exit status."""
         replayed = [one for one in outcomes if one.is_replayed]
         covered = sum(one.interval.end - one.interval.start for one in replayed)
         compared = {step for one in replayed for step in one.interval.checkpoints}
-        findings = [*contradictions]
+        kind = BIT_FOR_BIT if replayed and all(one.is_exact for one in replayed) else EVALUATED_AGAIN
+        missing = list(self._not_evaluated(replayed))
+        print("".join(f"{finding}\n" for finding in missing), end="")
+        findings = [*contradictions, *missing]
         findings += [f"{one.interval}: {finding}" for one in outcomes for finding in one.findings]
         of_steps = max(1, self.last - self.began)
         steps = f"{covered:,} of {of_steps:,} steps ({covered / of_steps:.1%})"
-        none = "no difference" if all(one.is_exact for one in replayed) else "no difference beyond rounding"
-        differ = plural(len(findings), "difference") if findings else none
-        print(f"{steps} and {len(compared)} of {len(self.kept)} checkpoints replayed: {differ}")
+        differ = plural(len(findings), "difference") if findings else f"no difference; {MEANING[kind]}"
+        print(f"{steps} and {len(compared)} of {len(self.kept)} checkpoints replayed, {kind}: {differ}")
         left_out = [f"{of_steps - covered:,} steps", *NOT_VERIFIED, *self._not_replayed(replayed, compared)]
         print(f"not verified: {'; '.join(left_out)}")
         git = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
         commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+        trained = [one.differences for one in replayed if one.interval.start < one.interval.end]
+        names = dict.fromkeys(name for differences in trained for name in differences)
         stamp = {
             "date": time.strftime("%Y-%m-%d"),
             "commit": commit or None,
+            "kind": kind,
             "device": self.device,
             "config": self.flags.config_file.stem if self.flags.config_file else "one process",
             "mixed_precision": self.precision,
@@ -232,30 +221,30 @@ class Verification:
             "of_steps": of_steps,
             "intervals": [str(one.interval) for one in replayed],
             "checkpoints": [step_name(step) for step in sorted(compared)],
-            "loss_difference": max((one.loss for one in outcomes), default=0.0),
-            "is_exact": bool(replayed) and all(one.is_exact for one in replayed),
-            "bound": max((one.bound for one in outcomes), default=0.0),
+            "differences": {n: max(one.get(n, 0.0) for one in trained) for n in names},
             "findings": findings,
             "not_verified": left_out,
             "files": self.files,
         }
         file = self.folder / VERIFIED
-        write_json(file, {"stamps": [*(read_json(file)["stamps"] if file.exists() else []), stamp]})
+        write_json(file, {"stamps": [*self.record.stamps, stamp]})
         print(f"{shortest(file)}: its page shows it after `python logbook.py add {shortest(self.folder)}`")
         return 1 if findings else 0
+
+    def _not_evaluated(self, replayed: list[Outcome]) -> Iterator[str]:
+        """Yields what of the headline no replay has evaluated, as where the checkpoint is gone."""
+        evaluated = {one.interval.start for one in replayed if one.interval.is_evaluation}
+        for step in sorted({*self.headline} - evaluated):
+            yield f"the evaluation at step {step:,}, which the headline is of, could not be repeated"
 
     def _not_replayed(self, replayed: list[Outcome], compared: set[int]) -> list[str]:
         """What could be replayed, and was not."""
         found = []
+        if why := dict.fromkeys(reason for one in replayed for reason in one.why_not):
+            found.append(f"equal bits ({some_of(list(why))}), so neither that these steps gave the weights")
+            found[-1] += ", nor the precision, nor other metrics than accuracy and loss"
         if rest := sorted({*self.kept} - compared):
             found.append(f"weights of the checkpoints of steps {some_of(rest)}")
-        for step in self.headline:
-            if not any(one.interval.start <= step <= one.interval.end for one in replayed):
-                found.append(f"the evaluation at step {step:,}")
-        if "test_name" in self.record.facts and not any(one.has_test for one in replayed):
-            found.append("the evaluation on the test split")
-        if untold := sorted({tensor for one in replayed for tensor in one.untold}):
-            found.append(f"{some_of(untold, 3)}, which rounding changes as much (give fewer --steps)")
         if other := self.record.about.get("resumed_from"):
             found.append(f"the training before the beginning, {other}")
         unknown = self.recipe.keys() - {field.name for field in fields(self.kind)}

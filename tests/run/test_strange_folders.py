@@ -1,0 +1,97 @@
+"""Run folders that come from a stranger: links in them lead to no other file, and pipes hold no command."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from common.checkpoint.weights import model_with_weights
+from tests.conftest import CNN, Job, python, result, run
+
+FLAGS = ["--data", "digits", "--batch_size", 64, "--mixed_precision", "no", "--log_every", 5, "--log_samples"]
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory, cache) -> Path:
+    """A run that has more steps to do."""
+    folder = tmp_path_factory.mktemp("begun") / "run"
+    run([*python(), *CNN, *FLAGS, *cache, "--max_steps", 10, "--output_dir", folder])
+    return folder
+
+
+@pytest.fixture
+def strange(begun, tmp_path) -> Path:
+    return shutil.copytree(begun, tmp_path / "strange")
+
+
+COMMANDS = {
+    "a resume": lambda folder: [*CNN, *FLAGS, "--max_steps", 20, "--output_dir", folder],
+    "validate.py": lambda folder: ["validate.py", folder, "--mixed_precision", "no"],
+    "verify.py": lambda folder: ["verify.py", folder, "--sample", 1],
+}
+
+
+def test_no_file_behind_a_link_is_overwritten(strange, cache, tmp_path):
+    """Links in the place of all files that the commands write, and of their temporary files."""
+    mine, report = tmp_path / "home" / "bashrc", strange / "validation" / "val_20"
+    mine.parent.mkdir()
+    mine.write_text("mine\n")
+    report.mkdir(parents=True)
+    made = [file for file in strange.rglob("*") if file.is_file() and "step_" not in str(file)]
+    made += [strange / "verified.json", *(report / name for name in ("report.json", "worst.png"))]
+    assert len(made) > 10
+    for file in made:
+        if file.name not in ("recipe.json", "metrics.jsonl"):  # which are read first
+            file.unlink(missing_ok=True)
+            file.symlink_to(mine)
+        file.with_name(f".{file.name}.tmp").symlink_to(mine)
+    for command in COMMANDS.values():
+        Job([*python(), *command(strange), *cache]).wait()
+    assert result(strange)["steps"] == 20
+    assert (report / "report.json").is_file()
+    assert (strange / "verified.json").is_file()
+    assert mine.read_text() == "mine\n"
+    assert list(mine.parent.iterdir()) == [mine]
+
+
+LINKS = {"validation": "validate.py", "validation/val_10": "validate.py"}
+LINKS |= dict.fromkeys(("checkpoints", "plots", "tensorboard"), "a resume")
+
+
+@pytest.mark.parametrize("name", LINKS)
+def test_a_folder_that_is_a_link_is_refused(name, strange, cache, tmp_path):
+    mine, link = tmp_path / "mine", strange / name
+    link.mkdir(parents=True, exist_ok=True)
+    link.rename(mine)
+    link.symlink_to(mine)
+    before = sorted(mine.rglob("*"))
+    status, output = Job([*python(), *COMMANDS[LINKS[name]](strange), *cache]).wait()
+    assert (status, f"error: {link} is a link to {mine}" in output) == (1, True), output
+    assert sorted(mine.rglob("*")) == before
+
+
+PIPES = {
+    "checkpoints/step_00000010/manifest.json": ("validate.py", "manifest.json is no regular file"),
+    "recipe.json": ("a resume", "recipe.json can't be read (it is no regular file)"),
+    "metrics.jsonl": ("a resume", "it is no regular file"),
+    "owner.json": ("a resume", "it is no regular file"),
+    "result.json": ("a resume", None),
+}
+
+
+@pytest.mark.parametrize("name", PIPES)
+def test_a_pipe_holds_no_command(name, strange, cache):
+    command, said = PIPES[name]
+    (strange / name).unlink(missing_ok=True)
+    os.mkfifo(strange / name)
+    status, output = Job([*python(), *COMMANDS[command](strange), *cache]).wait(60)
+    assert (status == 0, "Traceback" in output) == (said is None, False), output
+    assert (said or "") in output
+
+
+def test_a_pipe_in_the_place_of_weights(tmp_path):
+    """As --weights FILE."""
+    os.mkfifo(tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"--weights .* is not a safetensors file: .*no regular file"):
+        model_with_weights("test_vit", tmp_path / "model.safetensors", 10)
