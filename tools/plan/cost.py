@@ -1,11 +1,9 @@
-"""Time of an optimizer step from its trace: by data sheets, or by a measured step on one device.
+"""Time of an optimizer step from its trace, by data sheets.
 
-- By data sheets a kernel takes the longer of its FLOPs at the device's peak and its bytes at the memory's
+- A kernel takes the longer of its FLOPs at the device's peak and its bytes at the memory's
   bandwidth (the roofline of Williams, Waterman, Patterson 2009, doi 10.1145/1498765.1498785), each times a
   share that kernels reach. The host launches one kernel after another; the slower of host and device counts.
-- A measured step is that of one process under the engine, without an exchange. The optimizer's time is
-  divided among the ranks that share its state.
-- What is exchanged during the backward pass hides behind it: two thirds of the computation by data sheets.
+- What is exchanged during the backward pass hides behind it: two thirds of the computation.
   A ring of n ranks sends, from each, 2 (n-1)/n of an all-reduce's bytes and (n-1)/n of an all-gather's or a
   reduce-scatter's (Patarasuk, Yuan 2009, doi 10.1016/j.jpdc.2008.09.002).
 
@@ -55,15 +53,6 @@ class Trace:
 
 
 @dataclass(frozen=True)
-class Measured:
-    """A micro-batch with its optimizer step on one process that exchanges nothing."""
-
-    forward_s: float
-    backward_s: float
-    optimizer_s: float
-
-
-@dataclass(frozen=True)
 class Cluster:
     """hosts x gpus devices of one kind. network_gb_s: of a host, in one direction, in 10^9 bytes a second."""
 
@@ -97,37 +86,20 @@ def largest_size(peaks: dict[int, dict[str, int]], memory_bytes: float) -> int:
 
 
 def step_time(trace: Trace, cluster: Cluster, least_launches: int = 0, accumulations: int = 1) -> StepTime:
-    """By data sheets, with the trace's planned size. least_launches: so many kernels at least a forward."""
+    """An optimizer step with its exchange. least_launches: so many kernels at least a forward."""
     of_kernels = _kernel_times(trace, cluster.device)
     launching_s = max(least_launches, len(trace.operations)) * LAUNCH_S
     computing_s = accumulations * max(sum(of_kernels.values()), launching_s)
     limit = max(of_kernels, key=lambda name: of_kernels[name])
     if launching_s > sum(of_kernels.values()):
         limit = LAUNCHES
-    return _with_exchange(trace, cluster, accumulations, computing_s, HIDDEN * computing_s, limit)
-
-
-def measured_step_time(
-    trace: Trace, cluster: Cluster, measured: Measured, shards: int = 1, accumulations: int = 1
-) -> StepTime:
-    """By a measured micro-batch. shards: ranks that share the optimizer's state."""
-    computing_s = accumulations * (measured.forward_s + measured.backward_s) + measured.optimizer_s / shards
-    # DDP and ZeRO-1 exchange behind the last backward pass only.
-    hiding = 1 if trace.strategy in ("ddp", "zero1") else accumulations
-    return _with_exchange(trace, cluster, accumulations, computing_s, hiding * measured.backward_s, COMPUTE)
-
-
-def _with_exchange(
-    trace: Trace, cluster: Cluster, accumulations: int, computing_s: float, hidden_s: float, limit: str
-) -> StepTime:
-    """The step with its exchange, of which hidden_s beside the computation. limit: the computation's."""
     link, network = traffic(trace, cluster, accumulations)
     # Half of a link's data sheet bandwidth: it counts both directions.
     times = {
         LINK: link / (cluster.device.link_gb_s / 2 * 1e9),
         NETWORK: network / (cluster.network_gb_s * 1e9),
     }
-    exposed_s = max(0.0, max(times.values()) - hidden_s)
+    exposed_s = max(0.0, max(times.values()) - HIDDEN * computing_s)
     if exposed_s > LARGE_PART * computing_s:
         limit = max(times, key=lambda name: times[name])
     return StepTime(computing_s + exposed_s, limit)
