@@ -7,9 +7,9 @@ Runs the script's model and optimizer under each strategy as rank 0 of the clust
 and DeepSpeed themselves, on tensors without contents. Memory is the largest sum of live tensors, by torch's
 MemTracker; the bytes sent are those of the collectives that were called. Both are counted, not estimated.
 
-Time is an estimate from data sheets (common/telemetry/devices.yaml) by the formulas of tools/plan/cost.py. It
-leaves out compilation, offload's work on the CPU, and decoding and reading of images, and is not yet measured
-on a GPU.
+Time is an estimate from data sheets (common/telemetry/devices.yaml) and from what one H200 reached, by the
+formulas of tools/plan/cost.py; docs/performance.md has planned beside measured times. It leaves out what
+--compile takes at the start, offload's work on the CPU, and decoding and reading of images.
 """
 
 import argparse

@@ -2,9 +2,10 @@
 
 import pytest
 
-from tests.plan.test_plan import H200, SMALL, made
+from tests.conftest import full
+from tests.plan.test_plan import ALONE, EAGER, H200, SMALL, made, traced
 from tools.plan import cost
-from tools.plan.cost import Cluster, exchanged, step_time, traffic
+from tools.plan.cost import Cluster, Execution, Trace, exchanged, step_time, traffic
 from tools.plan.planning import Candidate, Planning, compressed, possible
 
 HOSTS = Cluster(2, 1, H200, 0.1)  # 10^8 bytes a second
@@ -18,7 +19,52 @@ def test_what_is_exchanged_once_however_often_is_accumulated(strategy, counts):
     kinds = [kind for kind, *_ in exchanged(made(strategy=strategy, collectives=[GATHER, SCATTER]), 3)]
     assert (kinds.count("all_gather"), kinds.count("reduce_scatter")) == counts
     once = made(strategy="ddp", operations=[("float32", 0, 10**12)])
-    assert step_time(once, HOSTS, accumulations=3).seconds == 3 * step_time(once, HOSTS).seconds
+    alone = step_time(once, HOSTS, EAGER).seconds
+    assert step_time(once, HOSTS, EAGER, accumulations=3).seconds == pytest.approx(3 * alone)
+
+
+MODELS = {"vit": ["train_vit.py"], "resnet": ["train_cnn_b.py"], "cnn_a": ["train_cnn_a.py"]}
+
+
+@pytest.fixture(scope="module")
+def large(request) -> Trace:
+    """The trace of a batch of 512 images on one device, in bf16."""
+    return traced("single_gpu", 1, script=MODELS[request.param], sizes=(512,), mixed="bf16")
+
+
+@pytest.mark.parametrize(
+    ("large", "compilation", "is_graph", "images_per_s"),
+    [
+        full("vit", "no", False, 8_530),
+        full("vit", "default", False, 11_170),
+        full("resnet", "no", False, 57_834),
+        full("resnet", "no", True, 62_582),
+        full("resnet", "default", False, 49_382),  # compiled block by block
+        ("cnn_a", "no", False, 161_047),
+        ("cnn_a", "no", True, 451_097),
+    ],
+    indirect=["large"],
+)
+def test_planned_times_are_those_of_an_h200(large, compilation, is_graph, images_per_s):
+    """Measured there on 2026-11-26: docs/performance.md."""
+    planned = step_time(large, ALONE, Execution.of(compilation, is_graph))
+    assert planned.seconds == pytest.approx(512 / images_per_s, rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ("flags", "processes", "accumulations", "expected"),
+    [
+        (["--no_step_graph"], 1, 1, Execution.of("no", False)),
+        (["--step_graph"], 1, 1, Execution.of("no", True)),
+        (["--step_graph", "--compile=default"], 1, 1, Execution.of("default", True)),
+        (["--step_graph", "--compile=max-autotune"], 1, 1, Execution.of("max-autotune", False)),
+        (["--step_graph", "--mixed_precision=fp16"], 1, 1, EAGER),
+        (["--step_graph"], 2, 1, EAGER),
+        (["--step_graph"], 1, 2, EAGER),
+    ],
+)
+def test_a_graph_is_planned_where_a_step_can_be_one(flags, processes, accumulations, expected):
+    assert Planning([*SMALL, *flags], HOSTS).execution(processes, accumulations) == expected
 
 
 def test_hybrid_sharding_gathers_inside_of_a_host_also_on_as_many_hosts():

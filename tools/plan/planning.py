@@ -18,7 +18,7 @@ from common.script import load_script, recipe_class, training_images
 from common.system.paths import ROOT
 from common.telemetry.flops import Device, find_device, known_devices
 from tools.plan import cost
-from tools.plan.cost import Cluster, Trace
+from tools.plan.cost import Cluster, Execution, Trace
 
 MOST_AT_ONCE = 4  # traces, of about 1 GiB each
 STRATEGIES = ("single", "ddp", "fsdp", "hybrid", "zero1", "zero2", "zero3", "offload")
@@ -201,7 +201,8 @@ class Planning:
         line = replace(line, link_bytes=link, network_bytes=network)
         if strategy == "offload":
             return replace(line, limit="the CPU's optimizer")
-        step = cost.step_time(found.trace, cluster, self.least_launches, accumulations)
+        how = self.execution(processes, accumulations)
+        step = cost.step_time(found.trace, cluster, how, self.least_launches, accumulations)
         speed = self.recipe.batch_size / step.seconds
         self.first_speed = self.first_speed or speed / processes
         hours = None  # where the number of images is not known
@@ -215,6 +216,13 @@ class Planning:
             efficiency=speed / processes / self.first_speed,
             hours=hours,
         )
+
+    def execution(self, processes: int, accumulations: int) -> Execution:
+        """How a step runs on so many processes. One CUDA graph it is where the script can make it one."""
+        recipe = self.recipe
+        alone = processes == accumulations == 1 and not recipe.grad_checkpointing
+        fits = alone and self.precision != "fp16" and recipe.compile in (None, "no", "default")
+        return Execution.of(recipe.compile, fits and getattr(recipe, "step_graph", False) is not False)
 
     def recommendation(self, lines: Sequence[Line]) -> str:
         """The fastest strategy that fits, its command, and why not the others."""

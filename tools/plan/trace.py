@@ -6,8 +6,8 @@ and the dispatcher saw as JSON. SIZES: images per forward, as 8,16. MEMORY: byte
 near the largest that fits are traced, too, as with few images the optimizer's step is the peak. 0: only
 SIZES. benchmarks/plan_memory.py compares the sum of live tensors with real trainings.
 
-The kernels are a CPU's: what CUDA's or cuDNN's need beside their tensors is not in it. Not yet measured on a
-GPU.
+The kernels are a CPU's: what CUDA's or cuDNN's need beside their tensors is not in it. For ViT-B/32 at batch
+512 10.59 GiB were planned, and 10.48 measured on an H200.
 """
 
 import dataclasses
