@@ -38,8 +38,8 @@ from common.system.files import write_text
 from common.system.processes import adopt_orphans, kill, running_descendants
 from tools.logbook import markdown
 
-# Section -> its rows' function, and its weight in the budget: seconds on one H200, by its rows there, or estimates
-# for ceilings, snapshots, memory and inputs. In order of what they tell for their time.
+# Section -> its rows' function, and its weight in the budget, in order of what it tells for its time. Weights
+# are seconds on one H200, by the rows there; estimates for ceilings, snapshots, memory and inputs.
 SECTIONS = {
     "smoke": (checks.smoke, 34),
     "ceilings": (partial(device.rows_of, "ceilings"), 10),
