@@ -107,12 +107,19 @@ def determinism() -> dict[str, Row]:
         kind = row if script == "train_cnn_a" else on_gpu
         found[f"{script}, twice, --deterministic"] = kind(twice, script, "--deterministic")
         found[f"{script}, resumed, --deterministic"] = kind(resumed, script)
+        found[f"{script}, with and without a step graph, --deterministic"] = kind(graphed, script)
     return found
 
 
 def twice(setting: Setting, script: str, *flags: str) -> Result:
     first, second = (go(setting, script, f"{n}_{len(flags)}", *flags) for n in (1, 2))
     return same(first, second) if flags else same(first, second, "anything")
+
+
+def graphed(setting: Setting, script: str) -> Result:
+    """What the graph has frozen would show: a seed, a learning rate, an input."""
+    plain = go(setting, script, "no_graph", "--deterministic", "--no_step_graph")
+    return same(plain, go(setting, script, "graph", "--deterministic", "--step_graph"))
 
 
 def resumed(setting: Setting, script: str) -> Result:
