@@ -93,7 +93,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--out", type=Path, required=True, help="where table.md and rows.json go")
     add("--scratch", type=Path, help="for runs, until they are read (default: a temporary folder)")
     add("--budget_s", type=float, default=BUDGET_S, help="for all sections (default: 560)")
-    add("--fail_fast", type=int, metavar="N", help="stop after N failed rows")
     add("--only", default="", help=f"of the sections {', '.join(SECTIONS)}")
     add("--gpus", type=int, help="GPUs to use (default: all)")
     add("--data", default="synthetic", help="CIFAR-10, or other images of 32 pixels")
@@ -132,17 +131,10 @@ class Suite:
                 print((self.flags.out / "failures.log").read_text(), flush=True)
                 self.write("the smoke test failed")
                 return
-            if self.is_over:
-                self.write(f"ended by --fail_fast {self.flags.fail_fast}")
-                return
 
     def usual(self) -> list[str]:
         absent = {"thorough", *(SEVERAL_GPUS if not self.flags.dry_run and self.flags.gpus < 2 else ())}
         return [name for name in SECTIONS if name not in absent]
-
-    @property
-    def is_over(self) -> bool:
-        return bool(self.flags.fail_fast and self.failed >= self.flags.fail_fast)
 
     def section(self, name: str, limit_s: float) -> None:
         flags, folder = self.flags, (self.scratch / name).absolute()
@@ -155,8 +147,6 @@ class Suite:
             with contextlib.closing(run_rows(SECTIONS[name][0](), setting, at_once)) as rows:
                 for row in rows:
                     self.add(name, row)
-                    if self.is_over:
-                        break
         finally:
             while left := running_descendants():
                 kill(left)
