@@ -123,6 +123,7 @@ class Suite:
         for i, name in enumerate(names):
             share = SECTIONS[name][1] / sum(SECTIONS[other][1] for other in names[i:])
             limit_s = DRY_RUN_S if self.flags.dry_run else share * (ends_at - time.time())
+            limit_s = max(limit_s, COMMAND_S) if name == "smoke" else limit_s  # imports from a cold disk
             if limit_s < 5:
                 self.add(name, {"row": "", "verdict": SKIPPED, "note": "did not fit into --budget_s"})
             else:

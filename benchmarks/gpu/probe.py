@@ -77,7 +77,7 @@ def watched(script: Any, words: list[str], flags: Any, names: str, *more: str) -
             raise Enough
 
     try:
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             words = [*words, *more, "--output_dir", f"{folder}/run"]
             train_watched(script, words, on_step, lambda: next(iter(left), "") == "resident")
     except (Exception, SystemExit) as error:
