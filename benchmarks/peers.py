@@ -118,7 +118,7 @@ def timms(words: list[str], steps: int) -> float:
             last = line.strip() or last
             if shown := LINE.search(line):
                 update = int(shown[1])
-                seconds[update] = (update + 1) / float(shown[2])  # times the images of a batch
+                seconds[update] = (update + 1) / float(shown[2])  # for each image of a batch
                 if update >= SKIPPED + steps:
                     break
         kill(running_descendants())  # its workers, too

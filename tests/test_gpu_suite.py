@@ -16,7 +16,7 @@ import pytest
 import torch
 from accelerate import PartialState
 
-from benchmarks import gpu_suite
+from benchmarks import gpu_suite, peers
 from benchmarks.gpu import checks, probe, shared_gpu, speed
 from benchmarks.gpu.rows import Result, Setting, Skip, command, on_gpu, once, row, run_flags, run_rows
 from common.distributed import rendezvous
@@ -358,6 +358,33 @@ def test_cuda_starts_before_torch_counts_more_gpus(monkeypatch):
     monkeypatch.setattr("sys.argv", ["shared_gpu.py", "train_cnn_a.py"])
     shared_gpu.main()
     assert counts == [1, 2]
+
+
+# --- The peers: with timm's train.py, as the docstring of benchmarks/peers.py says, they are run by hand
+
+
+def test_the_flags_and_images_of_timms_train_py(tmp_path):
+    words = ["--data", "digits", "--batch_size", "32", "--cache_dir", str(tmp_path / "cache")]
+    flags = peers.timm_flags(words, tmp_path / "images")
+    assert {"--model=vit_base_patch32_224", "--batch-size=32", "--mixup=0.8", "--num-classes=10"} <= {*flags}
+    assert len([*tmp_path.glob("images/train/*/*.png")]) == 1437
+    assert {path.name for path in tmp_path.glob("images/*/*/")} == {f"{label:04d}" for label in range(10)}
+
+
+def test_timms_speed_is_that_after_its_start(tmp_path):
+    """The log is timm's: updates of 512 images, 10 s until the 16th and 0.1 s for each one from there on."""
+    lines = [(update, 10 + 0.1 * max(0, update - 16)) for update in (0, 16, 32, 48)]
+    log = tmp_path / "log.py"
+    log.write_text(
+        "".join(
+            f"print('Train: 0 [{n:>4d}/97 ( 18%)]  Loss: 2.31 (2.31)  Time: 0.1s, 5120.00/s  "
+            f"({s / (n + 1):.3f}s, {512 * (n + 1) / s:>7.2f}/s)  LR: 1.000e-03  Data: 0.01 (0.01)')\n"
+            for n, s in lines
+        )
+    )
+    assert peers.timms([str(log)], 32) == pytest.approx(5120, rel=1e-3)
+    with pytest.raises(ValueError, match="ended within 16 updates"):
+        peers.timms(["-c", "print('Train: 0 [   0/97 (  1%)]  Time: 1s, 5/s  (1.000s,  512.00/s)')"], 32)
 
 
 @pytest.mark.parametrize("case", speed.CASES.values(), ids=speed.CASES)
