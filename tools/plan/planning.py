@@ -24,7 +24,8 @@ MOST_AT_ONCE = 4  # traces, of about 1 GiB each
 STRATEGIES = ("single", "ddp", "fsdp", "hybrid", "zero1", "zero2", "zero3", "offload")
 CONFIGS = {"single": "single_gpu", "hybrid": "fsdp_2x4gpu", "offload": "zero3_offload_4gpu"}
 ALIKE = 1.05  # times as long: more than the estimates can tell apart
-HEAD = "strategy,GiB,images,largest,link MB,net MB,step ms,images/s,eff.,hours,limited by".split(",")
+SIZES = ("strategy", "GiB", "images", "largest", "link MB", "net MB")
+HEAD = (*SIZES, "step ms", "images/s", "eff.", "hours", "limited by")
 ROW = "{:<9}{:>7}{:>8}{:>9}{:>9}{:>8}{:>10}{:>10}{:>6}{:>9}  {}"
 
 
