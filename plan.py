@@ -1,17 +1,15 @@
-"""What a training will need on a cluster, without a GPU: memory, batch, traffic, time and price by strategy.
+"""What a training will need on a cluster, without a GPU: memory, batch, traffic and time by strategy.
 
     python plan.py train_vit.py --gpus 4 --gpu "NVIDIA A100-SXM4-40GB"
-    python plan.py --hosts 2 --gpus 4 --gpu "NVIDIA H200" --price_per_hour 60 train_vit.py --batch_size 1024
-    python plan.py --measure --gpus 4 train_cnn_b.py
+    python plan.py --hosts 2 --gpus 4 --gpu "NVIDIA H200" train_vit.py --batch_size 1024
 
 Runs the script's model and optimizer under each strategy as rank 0 of the cluster: Accelerate, DDP, FSDP2
 and DeepSpeed themselves, on tensors without contents. Memory is the largest sum of live tensors, by torch's
 MemTracker; the bytes sent are those of the collectives that were called. Both are counted, not estimated.
 
-Time and price are estimates from data sheets (common/telemetry/devices.yaml) by the formulas of
-tools/plan/cost.py. With --measure the cluster is made of the device at hand, on which a few steps under
-each engine are timed; the exchange stays an estimate. They leave out compilation, offload's work on the CPU,
-and decoding and reading of images, and are not yet measured on a GPU.
+Time is an estimate from data sheets (common/telemetry/devices.yaml) and from what one H200 reached, by the
+formulas of tools/plan/cost.py; docs/performance.md has planned beside measured times. It leaves out what
+--compile takes at the start, offload's work on the CPU, and decoding and reading of images.
 """
 
 import argparse
@@ -30,8 +28,8 @@ def main() -> int:
     from tools.plan.planning import HEAD, ROW, Line, Planning, cluster_of  # imports torch
 
     cluster = cluster_of(flags.hosts, flags.gpus, flags.gpu, flags.network_gb_s)
-    plan = Planning(flags.script, cluster, flags.price_per_hour, flags.measure)
-    print(plan.about, plan.links, ROW.format(*HEAD, "price", "limited by"), sep="\n", flush=True)
+    plan = Planning(flags.script, cluster)
+    print(plan.about, plan.links, ROW.format(*HEAD), sep="\n", flush=True)
     lines: list[Line] = []
     with Console().status("") as status:  # on a terminal
         for found in plan.candidates(status.update):
@@ -49,19 +47,15 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--hosts", type=int, default=1, help="default: 1")
     add("--gpus", type=int, default=1, help="of each host (default: 1)")
-    add("--gpu", help="a device of common/telemetry/devices.yaml, as H100")
-    add("--measure", action="store_true", help="time steps on the device at hand instead of --gpu NAME")
+    add("--gpu", required=True, help="a device of common/telemetry/devices.yaml, as H100")
     add("--network_gb_s", type=float, help="10^9 bytes a second of a host (default: the device's, or 12.5)")
-    add("--price_per_hour", type=float, help="of all hosts together, in any currency")
     add("--output", type=Path, help="also write the plan here, as JSON")
     mine, script = split_at_script(argv)
     flags = parser.parse_args(mine)
     flags.script = script
     if not script:
         parser.error("name the script, as train_vit.py, behind these flags")
-    if bool(flags.gpu) == flags.measure:
-        parser.error("give --gpu NAME for a plan by data sheets, or --measure for one of the device at hand")
-    check_positive(parser, flags, "hosts", "gpus", "network_gb_s", "price_per_hour")
+    check_positive(parser, flags, "hosts", "gpus", "network_gb_s")
     return flags
 
 

@@ -2,12 +2,14 @@
 
     python -m benchmarks.gpu_suite --out gpu --data /data/cifar10
     python -m benchmarks.gpu_suite --out gpu --only strategies,throughput
+    python -m benchmarks.gpu_suite --out gpu --only thorough --budget_s 1200
     python -m benchmarks.gpu_suite --out gpu --dry_run
 
 The sections of benchmarks/gpu/ run one after the other, the most telling first, until a deadline: they share
---budget_s by weight, and what one leaves is for those after it. It begins after a smoke test, without which
-nothing else is tried. What measures or trains is a process of its own. Checks, which measure no time, run
-several at once where cores and memory allow. In --out table.md and rows.json are written anew after each row,
+--budget_s by weight, and what one leaves is for those after it. It begins with a smoke test, without which
+nothing else is tried. What measures or trains is a process of its own, with all variants of a case. Checks,
+which measure no time, run several at once where cores and memory allow. `thorough`, which only --only runs,
+has what was found right once. In --out table.md and rows.json are written anew after each row,
 and failures.log has the whole output of each failed one. A row that fails does not end the others. --dry_run
 does all of it small on the CPU, and leaves out what would show there nothing else.
 """
@@ -36,27 +38,29 @@ from common.system.files import write_text
 from common.system.processes import adopt_orphans, kill, running_descendants
 from tools.logbook import markdown
 
-# Section -> its rows' function, and its weight in the budget, in order of what it tells for its time.
+# Section -> its rows' function, and its weight in the budget, in order of what it tells for its time. Weights
+# are seconds on one H200, by the rows there; estimates for ceilings, snapshots, memory and inputs.
 SECTIONS = {
-    "smoke": (checks.smoke, 0),
-    "ceilings": (partial(device.rows_of, "ceilings"), 20),
-    "throughput": (speed.rows, 120),
-    "recipes": (speed.recipes, 100),
-    "variants": (speed.variants, 120),
-    "scripts": (checks.scripts, 100),
+    "smoke": (checks.smoke, 34),
+    "ceilings": (partial(device.rows_of, "ceilings"), 10),
+    "throughput": (speed.rows, 170),
+    "recipes": (speed.recipes, 86),
+    "scripts": (checks.scripts, 67),
+    "strategies": (parallel.strategies, 40),
+    "determinism": (lambda: checks.determinism() | parallel.same_bits(), 60),
     "snapshots": (partial(device.rows_of, "snapshots"), 20),
-    "strategies": (parallel.strategies, 50),
-    "determinism": (checks.determinism, 50),
-    "memory": (checks.memory, 40),
-    "inputs": (speed.inputs, 40),
+    "memory": (checks.memory, 35),
+    "inputs": (speed.inputs, 35),
     "scaling": (parallel.scaling, 20),
     "several": (parallel.several, 60),
+    "thorough": (lambda: speed.thorough() | checks.thorough() | device.rows_of("tf32"), 600),
 }
+SEVERAL_GPUS = ("scaling", "several")
 AT_ONCE = ("scripts", "strategies", "determinism", "several")  # they measure no time
 BUDGET_S = 560
 COMMAND_S = 150  # with this budget a command that takes longer hangs
 DRY_RUN_S = 900  # a section may take so long on a CPU
-CHECK_CORES, CHECK_GIB = 4, 24  # processor cores and GPU memory for each of several checks at once
+CHECK_CORES, CHECK_GIB = 2, 16  # processor cores and GPU memory for each of several checks at once
 
 
 def main() -> int:
@@ -89,7 +93,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--out", type=Path, required=True, help="where table.md and rows.json go")
     add("--scratch", type=Path, help="for runs, until they are read (default: a temporary folder)")
     add("--budget_s", type=float, default=BUDGET_S, help="for all sections (default: 560)")
-    add("--fail_fast", type=int, metavar="N", help="stop after N failed rows")
     add("--only", default="", help=f"of the sections {', '.join(SECTIONS)}")
     add("--gpus", type=int, help="GPUs to use (default: all)")
     add("--data", default="synthetic", help="CIFAR-10, or other images of 32 pixels")
@@ -116,29 +119,23 @@ class Suite:
 
     def run(self) -> None:
         adopt_orphans()
-        names = self.flags.only or list(SECTIONS)
-        if "smoke" in names:
-            self.section("smoke", COMMAND_S)
-            if self.failed:
-                print((self.flags.out / "failures.log").read_text(), flush=True)
-                self.write("the smoke test failed")
-                return
-            names = [name for name in names if name != "smoke"]
-        ends_at = time.time() + self.flags.budget_s
+        names, ends_at = self.flags.only or self.usual(), time.time() + self.flags.budget_s
         for i, name in enumerate(names):
             share = SECTIONS[name][1] / sum(SECTIONS[other][1] for other in names[i:])
             limit_s = DRY_RUN_S if self.flags.dry_run else share * (ends_at - time.time())
+            limit_s = max(limit_s, COMMAND_S) if name == "smoke" else limit_s  # imports from a cold disk
             if limit_s < 5:
                 self.add(name, {"row": "", "verdict": SKIPPED, "note": "did not fit into --budget_s"})
             else:
                 self.section(name, limit_s)
-            if self.is_over:
-                self.write(f"ended by --fail_fast {self.flags.fail_fast}")
+            if name == "smoke" and self.failed:
+                print((self.flags.out / "failures.log").read_text(), flush=True)
+                self.write("the smoke test failed")
                 return
 
-    @property
-    def is_over(self) -> bool:
-        return bool(self.flags.fail_fast and self.failed >= self.flags.fail_fast)
+    def usual(self) -> list[str]:
+        absent = {"thorough", *(SEVERAL_GPUS if not self.flags.dry_run and self.flags.gpus < 2 else ())}
+        return [name for name in SECTIONS if name not in absent]
 
     def section(self, name: str, limit_s: float) -> None:
         flags, folder = self.flags, (self.scratch / name).absolute()
@@ -151,8 +148,6 @@ class Suite:
             with contextlib.closing(run_rows(SECTIONS[name][0](), setting, at_once)) as rows:
                 for row in rows:
                     self.add(name, row)
-                    if self.is_over:
-                        break
         finally:
             while left := running_descendants():
                 kill(left)

@@ -84,16 +84,22 @@ def wait_for_device() -> None:
         torch.cuda.synchronize()
 
 
+class Enough(Exception):
+    """Raised by on_step of train_watched: the training ends there, and another one may follow."""
+
+
 def train_watched(
     script: ModuleType,
     words: list[str],
     on_step: "Callable[[Run], None]",
     is_resident: Callable[[], bool] = lambda: False,
 ) -> None:
-    """The script's main(), without evaluations, that calls on_step after each optimizer step.
+    """The script's main(), without evaluations, that calls on_step after each optimizer step, until Enough.
 
     While is_resident() is true it trains on the same batch: no data, no augmentation. What it prints is lost.
     """
+
+    from accelerate.state import AcceleratorState, GradientState
 
     from common.distributed.accelerator import start
     from common.recipe import parse
@@ -105,6 +111,14 @@ def train_watched(
             steps = super().begin(*words, **named)
             self.steps = replace(self.steps, per_epoch=sys.maxsize)  # no evaluation and no line at its end
             return steps
+
+        def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool | None:
+            if not isinstance(error, Enough):
+                return super().__exit__(kind, error, trace)  # type: ignore[func-returns-value]
+            if self.feeding:
+                self.feeding.close()
+            self.exchange.telemetry.stop()
+            return True
 
         def add(self, loss: Tensor, ids: np.ndarray) -> None:
             super().add(loss, ids)
@@ -121,6 +135,12 @@ def train_watched(
     if real := getattr(script, "training_batches", None):
         script.training_batches = batches  # type: ignore[attr-defined]
     sys.argv = [os.path.abspath(str(script.__file__)), *words]
-    with contextlib.redirect_stdout(io.StringIO()):
-        recipe = parse(recipe_class(script))
-        script.main.__wrapped__(recipe, *start(recipe, clip_norm=getattr(recipe, "clip_norm", 0.0)))
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            recipe = parse(recipe_class(script))
+            script.main.__wrapped__(recipe, *start(recipe, clip_norm=getattr(recipe, "clip_norm", 0.0)))
+    finally:
+        if real:
+            script.training_batches = real  # type: ignore[attr-defined]
+        AcceleratorState._reset_state(True)
+        GradientState._reset_state()

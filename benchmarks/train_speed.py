@@ -1,4 +1,4 @@
-"""Training speed of a script, beside PyTorch's CIFAR-10 tutorial, a batch that is ready, or other flags.
+"""Training speed of a script, beside the tutorials' way, a batch that is ready, or other flags.
 
 Results and machines: benchmarks/README.md.
 
@@ -11,13 +11,13 @@ Results and machines: benchmarks/README.md.
 In each round each arm is a process of its own, or --processes under DDP, one after the other: it trains a
 block of --steps, after some steps that do not count. All flags behind the script are its own, in all arms.
 
-tutorial  PIL images, torchvision's transforms in 2 DataLoader workers, float32, contiguous, `.item()` each
-          step; network, optimizer, batch size and learning rate are the script's. For train_cnn_*.py
+tutorial  Accelerate's basic loop: PIL images, torchvision's transforms in --workers of a DataLoader, float32,
+          contiguous, `.item()` each step; all else is the script's. For train_cnn_*.py
 ours      the script's main(), without evaluations and telemetry
 ready     the same on one batch that stays on the device: no data, no augmentation
 --vary    one more arm like `ready`, with these flags in addition
 
-On a GPU: not yet measured.
+On a GPU benchmarks/peers.py measures two of these arms.
 """
 
 import json
@@ -34,6 +34,7 @@ from typing import Any
 import numpy as np
 import psutil
 import torch
+from accelerate import Accelerator
 from PIL import Image
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
@@ -107,23 +108,22 @@ def tutorial(script: ModuleType, words: list[str], watch: Stopwatch) -> None:
         raise ValueError(f"--data {recipe.data}: needs images of {size} pixels that fit in memory")
     steps = [RandomCrop(size, padding=size // 8), *([RandomHorizontalFlip()] if images.train.mirror else [])]
     augment = Compose([*steps, ToTensor(), Normalize(script.MEAN, script.STD)])
-    dataset, fork = TutorialImages(images.train, augment), dict(num_workers=2, multiprocessing_context="fork")
-    train = DataLoader(dataset, recipe.batch_size, shuffle=True, **fork)
-    device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    fork: Any = dict(num_workers=recipe.workers, multiprocessing_context="fork")
+    train: Any = DataLoader(TutorialImages(images.train, augment), recipe.batch_size, shuffle=True, **fork)
     torch.manual_seed(recipe.seed)
-    net = script.build_model(recipe, len(images.classes)).to(device)
+    net = script.build_model(recipe, len(images.classes))
     for block in getattr(net, "blocks", ()):  # the usual order: the same function and weights
         block[1], block[2] = block[2], block[1]
-    optimizer = script.build_optimizer(net, recipe)
+    accelerator = Accelerator()
+    net, optimizer, train = accelerator.prepare(net, script.build_optimizer(net, recipe), train)
     criterion, step, running_loss = nn.CrossEntropyLoss(label_smoothing=recipe.label_smoothing), 0, 0.0
     for _ in range(recipe.epochs):
         for inputs, labels in train:
             for group in optimizer.param_groups:
                 group["lr"] = script.learning_rate(recipe, step, recipe.epochs * len(train))
-            inputs, labels = inputs.to(device), labels.to(device)
             optimizer.zero_grad()
             loss = criterion(net(inputs), labels)
-            loss.backward()
+            accelerator.backward(loss)
             optimizer.step()
             running_loss += loss.item()
             step += 1

@@ -8,15 +8,18 @@ import threading
 import time
 import warnings
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
+from accelerate import PartialState
 
-from benchmarks import gpu_suite
-from benchmarks.gpu import checks, probe, speed
+from benchmarks import gpu_suite, peers
+from benchmarks.gpu import checks, probe, shared_gpu, speed
 from benchmarks.gpu.rows import Result, Setting, Skip, command, on_gpu, once, row, run_flags, run_rows
+from common.distributed import rendezvous
 from common.distributed.preemption import is_alive
 from common.recipe import parse
 from common.script import load_script, recipe_class
@@ -121,7 +124,7 @@ def test_a_package_that_is_not_installed(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("only", "limits"),
-    [("throughput", [560]), ("ceilings,throughput", [80, 480]), ("scaling,several", [140, 420])],
+    [("throughput", [560]), ("snapshots,strategies", [560 / 3, 1120 / 3]), ("scaling,several", [140, 420])],
 )
 def test_chosen_sections_share_the_whole_budget(only, limits, tmp_path, monkeypatch):
     """Simulated: each section takes its whole share."""
@@ -133,27 +136,23 @@ def test_chosen_sections_share_the_whole_budget(only, limits, tmp_path, monkeypa
     assert given == pytest.approx(limits)
 
 
-CHOSEN = ("ceilings", "recipes", "inputs")
+def test_one_gpu_has_the_sections_that_fit_into_the_budget(tmp_path):
+    suite = gpu_suite.Suite(gpu_suite.parse(["--out", str(tmp_path), "--gpus", "1"]), tmp_path)
+    names = suite.usual()
+    assert names[0] == "smoke"
+    assert not {*names} & {"thorough", *gpu_suite.SEVERAL_GPUS}
+    assert sum(gpu_suite.SECTIONS[name][1] for name in names) <= gpu_suite.BUDGET_S
+    suite.flags.gpus = 2
+    assert suite.usual() == [*names, *gpu_suite.SEVERAL_GPUS]
 
 
-@pytest.mark.parametrize(
-    ("flags", "rows", "remark"),
-    [
-        (["--fail_fast", "2"], [("ceilings", "FAIL"), ("recipes", "FAIL")], "ended by --fail_fast 2"),
-        (["--budget_s", "5"], [(name, "skipped") for name in CHOSEN], "did not fit"),
-    ],
-)
-def test_how_it_ends_early(flags, rows, remark, tmp_path, monkeypatch):
-    def failing(self, name, limit_s):
-        self.add(name, {"row": "", "verdict": "FAIL"})
-
-    monkeypatch.setattr(gpu_suite.Suite, "section", failing)
+def test_what_does_not_fit_is_skipped(tmp_path, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    words = ["--out", str(tmp_path), "--only", ",".join(CHOSEN), *flags]
+    words = ["--out", str(tmp_path), "--only", "ceilings,recipes,inputs", "--budget_s", "5"]
     suite = gpu_suite.Suite(gpu_suite.parse(words), tmp_path)
     suite.run()
-    assert [(row["section"], row["verdict"]) for row in suite.rows] == rows
-    assert remark in (tmp_path / "table.md").read_text()
+    assert [row["verdict"] for row in suite.rows] == ["skipped"] * 3
+    assert "did not fit" in (tmp_path / "table.md").read_text()
 
 
 def test_ctrl_c_leaves_the_table_and_no_process(tmp_path):
@@ -277,20 +276,42 @@ def done(find, setting: Setting) -> dict[str, dict]:
 @pytest.mark.parametrize("name", ["CNN-A, batch 512", "vit ViT-S/16 at 224, RandAugment, batch 256"])
 def test_a_full_case(name, full_setting):
     """The second one's data are JPEGs in folders."""
-    rows = done(row(speed.eager, speed.CASES[name]), full_setting)
-    assert rows["a row, eager"]["value"] > 0
-    assert rows["a row, data / resident"]["value"] > 0
-    assert 0 < len(rows["a row, launches"]["kernels"]) <= 15
-    assert rows["a row, waits"]["value"] == 0
+    rows = done(row(speed.measured, case := speed.CASES[name]), full_setting)
+    for part in ("as it is", "data / resident", *case.variants):
+        assert rows[f"a row, {part}"]["value"] > 0
+    assert 0 < len(rows["a row, kernels"]["kernels"]) <= 15
     assert not (full_setting.folder / "run").exists()
+
+
+def test_a_variant_that_fails_ends_no_other(full_setting):
+    """All train in one process, one after the other."""
+    bad, good = speed.Variant(("--widths", 0)), speed.Variant(("--label_smoothing", 0.1))
+    case = replace(speed.CNN_A, repeated={"bad": bad, "good": good})
+    rows = {r["row"]: r for r in run_rows({"a row": row(speed.repeated, case)}, full_setting)}
+    assert (rows["a row, waits"]["value"], rows["a row, bad"]["verdict"]) == (0, "FAIL")
+    assert rows["a row, good"]["value"] > 0
+    assert "--widths" in full_setting.failures.read_text()
+
+
+def test_the_goal_of_accuracy_is_that_of_the_data(tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    for name, start in (("jpeg", b"\xff\xd8\xff"), ("png", b"\x89PNG")):
+        (tmp_path / name).mkdir()
+        table = pa.table({"img": [{"bytes": start, "path": None}], "label": [1]})
+        pa.parquet.write_table(table, tmp_path / name / "train-00000-of-00001.parquet")
+    assert speed.is_jpeg(str(tmp_path / "jpeg"))
+    assert not speed.is_jpeg(str(tmp_path / "png"))
+    assert not speed.is_jpeg("synthetic")
 
 
 def test_a_probe_watches_beyond_an_epoch(full_setting):
     words = ["train_cnn_a.py", "--data", "synthetic", "--widths", "4,4,8", "--batch_size", 2048]  # 2 an epoch
     words += run_flags(full_setting, full_setting.folder / "run", words)
-    ended = command(full_setting, ["-m", "benchmarks.gpu.probe", "waits", "--steps", 5, *words])
+    ended = command(full_setting, ["-m", "benchmarks.gpu.probe", "--watch", "waits", "--steps", 5, *words])
     assert ended.status == 0, ended.output
-    assert json.loads(ended.output.splitlines()[-1])["waits"]["waits"] == 0
+    assert json.loads(ended.output.splitlines()[-1])[0]["waits"]["waits"] == 0
 
 
 def test_full_out_of_memory(full_setting, monkeypatch):
@@ -318,6 +339,52 @@ def test_two_ranks_on_one_gpu_use_gloo(full_setting, tmp_path):
     assert ended.status == 0, ended.output
     assert ended.output.count("gloo") == 2
     assert "nccl" not in ended.output
+
+
+def test_cuda_starts_before_torch_counts_more_gpus(monkeypatch):
+    """Simulated: one GPU, whose start would ask for the properties of a second one."""
+    counts = []
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("torch.cuda.init", lambda: counts.append(torch.cuda.device_count()))
+    monkeypatch.setattr("runpy.run_path", lambda *_, **__: counts.append(torch.cuda.device_count()))
+    for owner, name in (
+        (rendezvous, "backend"),
+        *((PartialState, n) for n in ("_prepare_backend", "set_device")),
+    ):
+        monkeypatch.setattr(owner, name, getattr(owner, name))  # main() replaces them
+    for name in ("WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "2")
+    monkeypatch.setattr("sys.argv", ["shared_gpu.py", "train_cnn_a.py"])
+    shared_gpu.main()
+    assert counts == [1, 2]
+
+
+# --- The peers: with timm's train.py, as the docstring of benchmarks/peers.py says, they are run by hand
+
+
+def test_the_flags_and_images_of_timms_train_py(tmp_path):
+    words = ["--data", "digits", "--batch_size", "32", "--cache_dir", str(tmp_path / "cache")]
+    flags = peers.timm_flags(words, tmp_path / "images")
+    assert {"--model=vit_base_patch32_224", "--batch-size=32", "--mixup=0.8", "--num-classes=10"} <= {*flags}
+    assert len([*tmp_path.glob("images/train/*/*.png")]) == 1437
+    assert {path.name for path in tmp_path.glob("images/*/*/")} == {f"{label:04d}" for label in range(10)}
+
+
+def test_timms_speed_is_that_after_its_start(tmp_path):
+    """The log is timm's: updates of 512 images, 10 s until the 16th and 0.1 s for each one from there on."""
+    lines = [(update, 10 + 0.1 * max(0, update - 16)) for update in (0, 16, 32, 48)]
+    log = tmp_path / "log.py"
+    log.write_text(
+        "".join(
+            f"print('Train: 0 [{n:>4d}/97 ( 18%)]  Loss: 2.31 (2.31)  Time: 0.1s, 5120.00/s  "
+            f"({s / (n + 1):.3f}s, {512 * (n + 1) / s:>7.2f}/s)  LR: 1.000e-03  Data: 0.01 (0.01)')\n"
+            for n, s in lines
+        )
+    )
+    assert peers.timms([str(log)], 32) == pytest.approx(5120, rel=1e-3)
+    with pytest.raises(ValueError, match="ended within 16 updates"):
+        peers.timms(["-c", "print('Train: 0 [   0/97 (  1%)]  Time: 1s, 5/s  (1.000s,  512.00/s)')"], 32)
 
 
 @pytest.mark.parametrize("case", speed.CASES.values(), ids=speed.CASES)

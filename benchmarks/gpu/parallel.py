@@ -1,5 +1,6 @@
 """Strategies beside one process: on one GPU, and on several, with the doctor, lost ranks and scaling."""
 
+import hashlib
 import re
 import signal
 import time
@@ -35,6 +36,35 @@ def strategies() -> dict[str, Row]:
     return found | {f"{name}, {two}": row(beside_single, name, 2) for name in STRATEGIES}
 
 
+def same_bits() -> dict[str, Row]:
+    """A dry run has CNN-A's: tests have those of all scripts on a CPU."""
+    found: dict[str, Row] = {}
+    for script in ("train_cnn_a", "train_cnn_b", "train_vit"):
+        kind = row if script == "train_cnn_a" else on_gpu
+        found[f"{script}, same bits on 1, 2 and 4 ranks of a GPU"] = kind(one_hash, script)
+    return found
+
+
+def one_hash(setting: Setting, script: str) -> Result:
+    """The SHA-256 of the weights after some steps of 12 micro-batches, under DDP and FSDP2."""
+    hashes = {}
+    for name, count in (("single", 1), ("ddp", 2), ("ddp", 4), ("fsdp", 2)):
+        launcher, flags, env = launch(name, count, *shared(setting))
+        words = [*launcher, *small_images(setting, script), "--deterministic", "--max_val_images", 64, *flags]
+        each, steps = setting.size(32, 4), ["--max_steps", setting.size(5, 2)]
+        steps += ["--batch_size", 12 * each, "--per_device_batch_size", each]
+        with rows.trained(setting, f"{script}_{name}_{count}", words, *steps, env=env) as (folder, result):
+            weights = (folder / result["checkpoint"] / "model.safetensors").read_bytes()
+        hashes[f"{name} on {count}"] = hashlib.sha256(weights).hexdigest()[:12]
+    found = len({*hashes.values()})
+    return check(found == 1, found, "hashes", 1, "; ".join(f"{name} {text}" for name, text in hashes.items()))
+
+
+def shared(setting: Setting) -> list[str]:
+    """What starts a script whose ranks share one GPU."""
+    return [] if setting.dry_run else ["-m", "benchmarks.gpu.shared_gpu"]
+
+
 def scaling() -> dict[str, Row]:
     found: dict[str, Row] = {"doctor.py": doctor, "train_cnn_b, scaling": row(scales, "train_cnn_b")}
     return found | {"train_vit, scaling": on_gpu(scales, "train_vit")}
@@ -66,8 +96,8 @@ def all_gpus(setting: Setting) -> int:
 
 def beside_single(setting: Setting, name: str, processes: int | None = None) -> Result:
     """processes: that share one GPU; None: one for each GPU."""
-    shared = ["-m", "benchmarks.gpu.shared_gpu"] if processes == 2 and not setting.dry_run else []
-    loss = loss_of(setting, name, processes or all_gpus(setting), *shared)
+    module = shared(setting) if processes == 2 else []
+    loss = loss_of(setting, name, processes or all_gpus(setting), *module)
     return near(abs(loss - loss_of(setting, "single", 1)))
 
 

@@ -1,10 +1,13 @@
 """Watches a train script's own loop, one thing after another, and prints a line of JSON.
 
-    python -m benchmarks.gpu.probe fed,resident,profile,waits train_vit.py --data synthetic
+    python -m benchmarks.gpu.probe --watch fed,resident,profile --watch "fed --compile default" train_vit.py
+
+Each --watch is a training in this process, with more flags, that ends when all is seen. A training that fails
+has an `error`, and ends no other.
 
 fed       images/s: a warm-up of --seconds, then three windows of --seconds
 resident  likewise, on one batch that stays on the device
-profile   launches of a step, the share of the time in which the GPU was busy, and the dearest kernels
+profile   kernels of a step, the share of the time in which the GPU was busy, and the dearest kernels
 waits     calls that wait for the GPU, a step, and from where they come (torch.cuda.set_sync_debug_mode)
 
 Beside it are the model's operations for an image, and what a product of matrices and the data sheet have for
@@ -12,11 +15,15 @@ the device.
 """
 
 import argparse
+import gc
 import json
 import os
+import shlex
 import statistics
 import sys
+import tempfile
 import time
+import traceback
 import warnings
 from collections import Counter
 from collections.abc import Generator
@@ -26,7 +33,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.device import product_flops
-from benchmarks.harness import train_watched, wait_for_device
+from benchmarks.harness import Enough, train_watched, wait_for_device
 from common.distributed.strategy import device_name
 from common.run.run import Run
 from common.script import load_script
@@ -40,18 +47,25 @@ Watch = Generator[None, int, dict[str, Any]]  # receives each step's images, and
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.probe", allow_abbrev=False)
-    parser.add_argument("what", help=f"of {','.join(WATCHES)}")
-    parser.add_argument("--seconds", type=float, default=2.0, help="of a window")
+    parser.add_argument("--watch", action="append", required=True, help=f"of {','.join(WATCHES)}, then flags")
+    parser.add_argument("--seconds", type=float, default=1.0, help="of a window")
     parser.add_argument("--steps", type=int, default=20, help="of a profile, and to count waits in")
     own, (file, *words) = split_at_script(sys.argv[1:])
     flags = parser.parse_args(own)
-    script, output, found = load_script(Path(file).resolve()), sys.stdout, {}
-    left = {name: WATCHES[name](flags.seconds, flags.steps) for name in flags.what.split(",")}
+    script = load_script(Path(file).resolve())
+    found = [watched(script, words, flags, *shlex.split(each)) for each in flags.watch]
+    print(json.dumps(found), flush=True)
+    os._exit(0)  # threads of the trainings live on
+
+
+def watched(script: Any, words: list[str], flags: Any, names: str, *more: str) -> dict[str, Any]:
+    """What is found in a training with more flags."""
+    left, found = {name: WATCHES[name](flags.seconds, flags.steps) for name in names.split(",")}, {}
     for watch in left.values():
         next(watch)
 
     def on_step(run: Run) -> None:
-        """Gives the step to the watch whose turn it is, and ends the process after the last one."""
+        """Gives the step to the watch whose turn it is, and ends the training after the last one."""
         name, watch = next(iter(left.items()))
         try:
             watch.send(run.batch.total)
@@ -59,11 +73,22 @@ def main() -> None:
             found[name] = ended.value
             del left[name]
         if not left:
-            print(json.dumps(found | facts_of(script, run)), file=output, flush=True)
-            os._exit(0)
+            found.update(facts_of(script, run))
+            raise Enough
 
-    train_watched(script, words, on_step, lambda: next(iter(left)) == "resident")
-    sys.exit("the training ended before all was watched")
+    try:
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+            words = [*words, *more, "--output_dir", f"{folder}/run"]
+            train_watched(script, words, on_step, lambda: next(iter(left), "") == "resident")
+    except (Exception, SystemExit) as error:
+        traceback.print_exc()
+        return {"error": f"{type(error).__name__}: {error}"[-300:]}
+    finally:
+        if "torch._dynamo" in sys.modules:
+            torch._dynamo.reset()
+        gc.collect()
+        torch.cuda.empty_cache()
+    return {"error": "the training ended before all was watched"} if left else found
 
 
 def facts_of(script: Any, run: Run) -> dict[str, Any]:

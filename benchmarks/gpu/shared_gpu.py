@@ -19,6 +19,8 @@ from common.distributed import rendezvous
 def main() -> None:
     processes = int(os.environ["WORLD_SIZE"])
     os.environ["LOCAL_RANK"] = "0"  # of the GPU; ranks keep their RANK
+    if torch.cuda.is_available():  # its start asks for the properties of each GPU that torch counts
+        torch.cuda.init()
     torch.cuda.device_count = lambda: processes
 
     def backend(self: PartialState, *_: object, **__: object) -> tuple[str, DistributedType]:

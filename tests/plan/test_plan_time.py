@@ -1,37 +1,15 @@
-"""Predicted step times: the exchange, accumulation, what is measured."""
-
-import subprocess
-from dataclasses import replace
+"""Predicted step times: the exchange, accumulation, memory."""
 
 import pytest
 
-from tests.plan.test_plan import H200, SMALL, made, plan
-from tests.support import forks
-from tools.plan import cost, planning
-from tools.plan.cost import Cluster, Measured, exchanged, measured_step_time, step_time, traffic
-from tools.plan.planning import Candidate, Planning, compressed, possible, this_device
+from tests.conftest import full
+from tests.plan.test_plan import ALONE, EAGER, H200, SMALL, made, traced
+from tools.plan import cost
+from tools.plan.cost import Cluster, Execution, exchanged, step_time, traffic
+from tools.plan.planning import Candidate, Planning, compressed, possible
 
 HOSTS = Cluster(2, 1, H200, 0.1)  # 10^8 bytes a second
-STEP = Measured(1.0, 2.0, 0.5)
 GATHER, SCATTER = ("all_gather", 10**8, 2), ("reduce_scatter", 10**8, 2)
-
-
-@pytest.mark.parametrize(
-    ("strategy", "collectives", "accumulations", "seconds"),
-    [
-        ("ddp", [("all_reduce", 3 * 10**8, 2)], 1, 3.5 + 1),  # 3 s, behind 2 s of backward
-        ("ddp", [("all_reduce", 3 * 10**8, 2)], 2, 6.5 + 1),  # behind the last backward alone
-        ("fsdp", [GATHER] * 5, 1, 3 + 0.5 / 2 + 0.5),  # 0.5 s each; two ranks share the optimizer's state
-        ("fsdp", [GATHER] * 5, 2, 6 + 0.5 / 2 + 1),  # again for each micro-batch
-    ],
-)
-def test_an_exchange_hides_behind_the_measured_backward_pass(strategy, collectives, accumulations, seconds):
-    trace, shards = made(strategy=strategy, collectives=collectives), 1 if strategy == "ddp" else 2
-    found = measured_step_time(trace, HOSTS, STEP, shards, accumulations)
-    assert found.seconds == pytest.approx(seconds)
-    assert found.limit == cost.NETWORK
-    fast = measured_step_time(trace, replace(HOSTS, network_gb_s=1e3), STEP, shards, accumulations)
-    assert (fast.seconds, fast.limit) == (3 * accumulations + 0.5 / shards, cost.COMPUTE)
 
 
 @pytest.mark.parametrize(
@@ -41,7 +19,40 @@ def test_what_is_exchanged_once_however_often_is_accumulated(strategy, counts):
     kinds = [kind for kind, *_ in exchanged(made(strategy=strategy, collectives=[GATHER, SCATTER]), 3)]
     assert (kinds.count("all_gather"), kinds.count("reduce_scatter")) == counts
     once = made(strategy="ddp", operations=[("float32", 0, 10**12)])
-    assert step_time(once, HOSTS, accumulations=3).seconds == 3 * step_time(once, HOSTS).seconds
+    alone = step_time(once, HOSTS, EAGER).seconds
+    assert step_time(once, HOSTS, EAGER, accumulations=3).seconds == pytest.approx(3 * alone)
+
+
+# images/s of one H200 at batch 512, by --compile and whether a step is one graph: docs/performance.md
+MEASURED: dict[str, dict] = {
+    "train_vit.py": {("no", False): 8_530, ("default", False): 11_170},
+    "train_cnn_b.py": {("no", False): 57_834, ("no", True): 62_582, ("default", False): 49_382},
+    "train_cnn_a.py": {("no", False): 161_047, ("no", True): 451_097},
+}
+
+
+@pytest.mark.parametrize("script", [full("train_vit.py"), full("train_cnn_b.py"), "train_cnn_a.py"])
+def test_planned_times_are_those_of_an_h200(script):
+    trace = traced("single_gpu", 1, script=[script], sizes=(512,), mixed="bf16")
+    for how, images_per_s in MEASURED[script].items():
+        planned = step_time(trace, ALONE, Execution.of(*how))
+        assert planned.seconds == pytest.approx(512 / images_per_s, rel=0.2), how
+
+
+@pytest.mark.parametrize(
+    ("flags", "processes", "accumulations", "expected"),
+    [
+        (["--no_step_graph"], 1, 1, Execution.of("no", False)),
+        (["--step_graph"], 1, 1, Execution.of("no", True)),
+        (["--step_graph", "--compile=default"], 1, 1, Execution.of("default", True)),
+        (["--step_graph", "--compile=max-autotune"], 1, 1, Execution.of("max-autotune", False)),
+        (["--step_graph", "--mixed_precision=fp16"], 1, 1, EAGER),
+        (["--step_graph"], 2, 1, EAGER),
+        (["--step_graph"], 1, 2, EAGER),
+    ],
+)
+def test_a_graph_is_planned_where_a_step_can_be_one(flags, processes, accumulations, expected):
+    assert Planning([*SMALL, *flags], HOSTS).execution(processes, accumulations) == expected
 
 
 def test_hybrid_sharding_gathers_inside_of_a_host_also_on_as_many_hosts():
@@ -57,20 +68,6 @@ def test_compressed_gradients_are_half_of_the_bytes():
     assert possible(2, 1, "bf16") == ["single", "ddp"]  # the others refuse it
 
 
-def test_a_step_is_measured_under_the_engine(monkeypatch):
-    monkeypatch.setattr(subprocess, "Popen", forks.Popen)
-    found = planning.measured("zero2", 8, [*SMALL, "--mixed_precision=no"])
-    assert found.backward_s > 0
-    assert 0 < found.forward_s < 60
-    assert found.optimizer_s > 0
-
-
-def test_a_measurement_that_fails_says_why(monkeypatch):
-    monkeypatch.setattr(subprocess, "Popen", forks.Popen)
-    with pytest.raises(ValueError, match=r"--measure: ddp: .*--widths"):
-        planning.measured("ddp", 8, [*SMALL, "--widths=0"])
-
-
 def test_the_parts_of_the_memory_and_what_limits():
     peaks = {32: {"Total": 16, "Activation": 3, "Buffer": 2, "Gradient": 0}}
     work = {"operations": [("float32", 0, 10**10)], "collectives": [("all_reduce", 10**8, 2)]}
@@ -79,22 +76,3 @@ def test_the_parts_of_the_memory_and_what_limits():
     assert line.limit == cost.NETWORK
     parts = ("parameters", "activations", "buffers", "gradients", "buckets_temporaries")
     assert [line.memory[name] for name in parts] == [4, 3, 2, 4, 3]
-
-
-@pytest.mark.parametrize("native", [True, False])
-def test_a_cpu_plans_the_precision_in_which_it_trains(native, monkeypatch):
-    monkeypatch.setattr("tools.plan.planning.has_native_bf16", lambda: native)
-    plan = Planning(SMALL, Cluster(1, 1, this_device(), 1), measure=True)
-    assert plan.precision == ("bf16" if native else "no")
-
-
-@pytest.mark.full
-def test_a_measured_plan():
-    status, output = plan("--measure", "--hosts", 2, *SMALL)
-    assert status == 0, output
-    assert "link: loopback" in output
-    table = output.splitlines()
-    ddp, offload = (next(line for line in table if line.startswith(name)) for name in ("ddp", "offload"))
-    assert "nan" not in output
-    assert ddp.endswith(("compute", "network"))
-    assert offload.endswith("the CPU's optimizer")

@@ -43,6 +43,7 @@ KINDS = {  # a command is of the first kind that matches; which test starts it, 
     "make": r"make (train|same_bits|test|test-all)\b",  # the last two are this run of the tests
     "experiment": r"make (experiment_vit|experiment_speedup|tensorboard)\b|experiments/\w+\.sh --seeds",
     "benchmark": r"python -m benchmarks\.(train_speed |checkpoint_saves$)",
+    "peers": r"python -m benchmarks\.peers ",  # test_gpu_suite.py
     "tests": r"python -m pytest tests/[\w/]+\.py$",
     "preparation": r"python prep_imagenet\.py ",  # test_prep_imagenet.py
     "doctor": r"python doctor\.py ",  # test_doctor.py

@@ -1,11 +1,14 @@
 """Model FLOPs and MFU: counted as torch counts them, against the table of devices."""
 
+import sys
+from dataclasses import fields
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
+from common.recipe import parse
 from common.script import load_script, recipe_class
 from common.telemetry.flops import (
     Utilisation,
@@ -14,6 +17,7 @@ from common.telemetry.flops import (
     known_devices,
     peak_flops,
     total_peak,
+    utilisation,
 )
 from tests.conftest import ROOT, metrics, result, rows_of
 from tools.logbook.page import page
@@ -72,3 +76,23 @@ def test_a_run_on_a_cpu(trained):
     assert f"MFU {last['train/mfu_pct']:.1f} %" in output
     text = page(RunRecord(folder), "x", [])
     assert f"FLOP per image: MFU {found['mfu_pct']:.1f} % of " in text
+
+
+SMALL = {"train_cnn_a": [], "train_cnn_b": ["--width=8"]}
+SMALL |= {"train_vit": ["--model=test_vit", "--image_size=32", "--patch_size=8"]}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_every_boolean_flag_leaves_the_operations_countable(name, monkeypatch, capsys):
+    """They are counted on no device, with which a hook of a flag must do, too."""
+    monkeypatch.setitem(sys.modules, "__main__", script := load_script(ROOT / f"{name}.py"))
+    kind = recipe_class(script)
+    switches = [field.name for field in fields(kind) if "bool" in str(field.type)]
+    assert "deterministic" in switches
+    assert ("half_residual" in switches) == (name == "train_vit")
+    for switch in switches:
+        needed = ["--pretrained"] if switch == "freeze" else []
+        recipe = parse(kind, [*SMALL[name], f"--{switch}", *needed])
+        found = utilisation(recipe, 10, ["NVIDIA H200"], "bf16")
+        assert capsys.readouterr().out == "", switch
+        assert found.pct(1e6) > 0, switch

@@ -1,27 +1,26 @@
-"""Time of an optimizer step from its trace: by data sheets, or by a measured step on one device.
+"""Time of an optimizer step from its trace, by data sheets.
 
-- By data sheets a kernel takes the longer of its FLOPs at the device's peak and its bytes at the memory's
-  bandwidth (the roofline of Williams, Waterman, Patterson 2009, doi 10.1145/1498765.1498785), each times a
-  share that kernels reach. The host launches one kernel after another; the slower of host and device counts.
-- A measured step is that of one process under the engine, without an exchange. The optimizer's time is
-  divided among the ranks that share its state.
-- What is exchanged during the backward pass hides behind it: two thirds of the computation by data sheets.
+- A kernel takes the longer of its FLOPs at the device's peak and its bytes at the memory's bandwidth (the
+  roofline of Williams, Waterman, Patterson 2009, doi 10.1145/1498765.1498785), each times what large products
+  and copies reach, and all kernels a share of that. The host launches one kernel after another; the slower of
+  host and device counts.
+- What is exchanged during the backward pass hides behind it: two thirds of the computation.
   A ring of n ranks sends, from each, 2 (n-1)/n of an all-reduce's bytes and (n-1)/n of an all-gather's or a
   reduce-scatter's (Patarasuk, Yuan 2009, doi 10.1016/j.jpdc.2008.09.002).
 
-Not measured on a GPU yet; the three constants of data sheets are meant for an H200.
+The constants of an execution are of one device: an H200 in a host with 16 cores (2026-11-26, commit ac4858b).
+docs/performance.md has planned times beside those measured there. The exchange is not yet measured on GPUs.
 """
 
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from common.telemetry.flops import Device
 
-REACHED_FLOPS = 0.66  # of the peak, by large products in half precision: 650 of 990 TFLOP/s
-REACHED_BANDWIDTH = 0.9  # of the memory's: 4.3 of 4.8 TB/s
-LAUNCH_S = 7e-6  # of a kernel, by the host, in PyTorch without compilation
+REACHED_FLOPS = 0.66  # of the peak, by large products in bf16: 675 to 740 of 990 TFLOP/s were measured
+REACHED_BANDWIDTH = 0.9  # of the memory's, by copies: 4.2 of 4.8 TB/s were measured
 HIDDEN = 2 / 3  # of the computation: the backward pass, beside which gradients are exchanged
 CONTEXT_BYTES = int(0.5 * 2**30)  # CUDA's context and libraries, outside of torch's allocator
 QUANTUM = 8  # sizes of forwards are its multiples
@@ -55,15 +54,6 @@ class Trace:
 
 
 @dataclass(frozen=True)
-class Measured:
-    """A micro-batch with its optimizer step on one process that exchanges nothing."""
-
-    forward_s: float
-    backward_s: float
-    optimizer_s: float
-
-
-@dataclass(frozen=True)
 class Cluster:
     """hosts x gpus devices of one kind. network_gb_s: of a host, in one direction, in 10^9 bytes a second."""
 
@@ -75,6 +65,21 @@ class Cluster:
     @property
     def processes(self) -> int:
         return self.hosts * self.gpus
+
+
+@dataclass(frozen=True)
+class Execution:
+    """How steps run: the share of the roofline that kernels reach, and the host's seconds, as measured."""
+
+    reached: float
+    forward_s: float  # of a forward with its backward pass and all that is around it
+    operation_s: float  # of each operation, also where compilation makes fewer kernels of them
+
+    @classmethod
+    def of(cls, compilation: str | None, is_graph: bool) -> "Execution":
+        """compilation: the mode of --compile. is_graph: a step is one CUDA graph."""
+        found = cls(0.63, 2e-3, 16e-6) if compilation in (None, "no") else cls(0.80, 2e-3, 18e-6)
+        return replace(found, forward_s=1.1e-3, operation_s=0.0) if is_graph else found
 
 
 @dataclass(frozen=True)
@@ -96,38 +101,22 @@ def largest_size(peaks: dict[int, dict[str, int]], memory_bytes: float) -> int:
     return max(0, math.floor((large + more) / QUANTUM) * QUANTUM)
 
 
-def step_time(trace: Trace, cluster: Cluster, least_launches: int = 0, accumulations: int = 1) -> StepTime:
-    """By data sheets, with the trace's planned size. least_launches: so many kernels at least a forward."""
+def step_time(
+    trace: Trace, cluster: Cluster, how: Execution, least_launches: int = 0, accumulations: int = 1
+) -> StepTime:
+    """An optimizer step with its exchange. least_launches: so many operations at least a forward."""
     of_kernels = _kernel_times(trace, cluster.device)
-    launching_s = max(least_launches, len(trace.operations)) * LAUNCH_S
-    computing_s = accumulations * max(sum(of_kernels.values()), launching_s)
-    limit = max(of_kernels, key=lambda name: of_kernels[name])
-    if launching_s > sum(of_kernels.values()):
-        limit = LAUNCHES
-    return _with_exchange(trace, cluster, accumulations, computing_s, HIDDEN * computing_s, limit)
-
-
-def measured_step_time(
-    trace: Trace, cluster: Cluster, measured: Measured, shards: int = 1, accumulations: int = 1
-) -> StepTime:
-    """By a measured micro-batch. shards: ranks that share the optimizer's state."""
-    computing_s = accumulations * (measured.forward_s + measured.backward_s) + measured.optimizer_s / shards
-    # DDP and ZeRO-1 exchange behind the last backward pass only.
-    hiding = 1 if trace.strategy in ("ddp", "zero1") else accumulations
-    return _with_exchange(trace, cluster, accumulations, computing_s, hiding * measured.backward_s, COMPUTE)
-
-
-def _with_exchange(
-    trace: Trace, cluster: Cluster, accumulations: int, computing_s: float, hidden_s: float, limit: str
-) -> StepTime:
-    """The step with its exchange, of which hidden_s beside the computation. limit: the computation's."""
+    kernels_s = sum(of_kernels.values()) / how.reached
+    host_s = how.forward_s + max(least_launches, len(trace.operations)) * how.operation_s
+    computing_s = accumulations * max(kernels_s, host_s)
+    limit = LAUNCHES if host_s > kernels_s else max(of_kernels, key=lambda name: of_kernels[name])
     link, network = traffic(trace, cluster, accumulations)
     # Half of a link's data sheet bandwidth: it counts both directions.
     times = {
         LINK: link / (cluster.device.link_gb_s / 2 * 1e9),
         NETWORK: network / (cluster.network_gb_s * 1e9),
     }
-    exposed_s = max(0.0, max(times.values()) - hidden_s)
+    exposed_s = max(0.0, max(times.values()) - HIDDEN * computing_s)
     if exposed_s > LARGE_PART * computing_s:
         limit = max(times, key=lambda name: times[name])
     return StepTime(computing_s + exposed_s, limit)

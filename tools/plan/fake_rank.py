@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 # DeepSpeed reads it on import, and Accelerate imports DeepSpeed.
-os.environ["DS_ACCELERATOR"] = "cuda" if torch.cuda.is_available() else "cpu"
+os.environ["DS_ACCELERATOR"] = "cpu"
 
 import torch.distributed as dist
 from accelerate import Accelerator, PartialState
@@ -46,34 +46,22 @@ class FakeContents(FakeTensorMode):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-def start_as_rank_0(
-    config_file: Path, batch: Batch, hosts: int, recipe: Recipe, is_fake: bool
-) -> Accelerator:
-    """The Accelerator of rank 0, with a config file's answers for batch.processes processes on some hosts.
-
-    is_fake: the others are on devices that are not here. Else it is alone, on the device at hand.
-    """
+def start_as_rank_0(config_file: Path, batch: Batch, hosts: int, recipe: Recipe) -> Accelerator:
+    """The Accelerator of rank 0, with a config file's answers for batch.processes processes on some hosts."""
     env = launchers_environment(config_file, batch.processes, hosts)
     os.environ.update(env)
     deepspeed = check_launch_config(os.environ, batch.processes, precision=recipe.mixed_precision)
-    on_cpu = is_fake or not torch.cuda.is_available()
-    disable_meaningless(on_cpu)
-    backend = "gloo" if on_cpu else "nccl"
-    store: dist.Store = dist.HashStore()
-    if on_cpu:
-        keep_freed_memory()
-    if on_cpu and env:
+    disable_meaningless(True)
+    keep_freed_memory()
+    if env:
         rehearse_on_cpu()
-    if is_fake and env:
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
         kind = PartialState._prepare_backend(PartialState.__new__(PartialState))[1]
         PartialState._prepare_backend = lambda *_, **__: ("fake", kind)
-        backend, store = "fake", FakeStore()
-    if env:
-        dist.init_process_group(backend, rank=0, world_size=batch.processes, store=store)
+        dist.init_process_group("fake", rank=0, world_size=batch.processes, store=FakeStore())
     accelerator = make_accelerator(recipe, batch, deepspeed, getattr(recipe, "clip_norm", 0.0))
-    if is_fake and accelerator.distributed_type == DistributedType.DEEPSPEED:
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
         _leave_out_comparisons()
     return accelerator
 

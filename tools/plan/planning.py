@@ -1,9 +1,6 @@
 """The plan of a training on a cluster: the lines of plan.py's table, and what is chosen among them."""
 
-import json
-import math
 import os
-import platform
 import re
 import shlex
 import subprocess
@@ -15,23 +12,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from common.data.shards import MANIFEST, parse_manifest
-from common.distributed.precision import has_native_bf16
 from common.recipe import parse
 from common.script import load_script, recipe_class, training_images
 from common.system.paths import ROOT
 from common.telemetry.flops import Device, find_device, known_devices
 from tools.plan import cost
-from tools.plan.cost import Cluster, Measured, StepTime, Trace
+from tools.plan.cost import Cluster, Execution, Trace
 
 MOST_AT_ONCE = 4  # traces, of about 1 GiB each
 STRATEGIES = ("single", "ddp", "fsdp", "hybrid", "zero1", "zero2", "zero3", "offload")
 CONFIGS = {"single": "single_gpu", "hybrid": "fsdp_2x4gpu", "offload": "zero3_offload_4gpu"}
 ALIKE = 1.05  # times as long: more than the estimates can tell apart
-HEAD = ("strategy", "GiB", "images", "largest", "link MB", "net MB", "step ms", "images/s", "eff.", "hours")
-ROW = "{:<9}{:>7}{:>8}{:>9}{:>9}{:>8}{:>10}{:>10}{:>6}{:>9}{:>9}  {}"
+SIZES = ("strategy", "GiB", "images", "largest", "link MB", "net MB")
+HEAD = (*SIZES, "step ms", "images/s", "eff.", "hours", "limited by")
+ROW = "{:<9}{:>7}{:>8}{:>9}{:>9}{:>8}{:>10}{:>10}{:>6}{:>9}  {}"
 
 
 @dataclass(frozen=True)
@@ -42,7 +37,6 @@ class Candidate:
     trace: Trace
     share: int  # 0: not even a few fit
     largest: int
-    measured: Measured | None = None
 
 
 @dataclass(frozen=True)
@@ -61,14 +55,13 @@ class Line:
     images_per_s: float | None = None
     efficiency: float | None = None  # images/s of a device, as a share of a single one's
     hours: float | None = None  # to the recipe's end; None where the number of images is not known
-    price: float | None = None
 
     def __str__(self) -> str:
         total = sum(self.memory.values()) / 2**30
         cells = [self.strategy, f"{total:.2f}", self.images or "-", f"{self.largest:,}"]
         cells += [_shown(self.link_bytes / 1e6), _shown(self.network_bytes / 1e6)]
         cells += [_shown(self.step_s and self.step_s * 1e3, 1), _shown(self.images_per_s)]
-        cells += [_shown(n, 2) for n in (self.efficiency, self.hours, self.price)]
+        cells += [_shown(n, 2) for n in (self.efficiency, self.hours)]
         return ROW.format(*cells, self.limit)
 
     def reason(self, best: "Line") -> str:
@@ -84,9 +77,9 @@ def _shown(number: float | None, digits: int = 0) -> str:
     return "-" if number is None else f"{number:,.{digits}f}"
 
 
-def cluster_of(hosts: int, gpus: int, name: str | None, network_gb_s: float | None) -> Cluster:
-    """name: of a device; None: the one at hand. network_gb_s: None: as the device's row has it."""
-    device = named_device(name) if name else this_device()
+def cluster_of(hosts: int, gpus: int, name: str, network_gb_s: float | None) -> Cluster:
+    """name: of a device. network_gb_s: None: as the device's row has it."""
+    device = named_device(name)
     return Cluster(hosts, gpus, device, network_gb_s or device.network_gb_s)
 
 
@@ -104,19 +97,6 @@ def named_device(name: str) -> Device:
     return found[0]
 
 
-def this_device() -> Device:
-    """The device at hand. A CPU has no row in the table: its steps are timed, its exchange costs nothing."""
-    if torch.cuda.is_available():
-        name = torch.cuda.get_device_name()
-        if not (device := find_device(name)):
-            raise ValueError(f"--measure: {name} is not in common/telemetry/devices.yaml: add its row there")
-        return device
-    memory_gb = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
-    peaks = {"fp32": math.nan} | ({"bf16": math.nan} if has_native_bf16() else {})
-    name = f"CPU ({platform.machine()})"  # as runs name it
-    return Device(name, peaks, memory_gb, math.nan, "loopback", math.inf, "measured")
-
-
 def _training_images(data: str) -> int | None:
     """The number of images to train on; None where it is not known without reading a store."""
     manifest = Path(data) / MANIFEST
@@ -126,23 +106,12 @@ def _training_images(data: str) -> int | None:
 
 
 class Planning:
-    """A script with its flags on a cluster. ValueError for a mistake in them.
+    """A script with its flags on a cluster. ValueError for a mistake in them."""
 
-    price_per_hour: of all hosts together, in any currency. measure: the cluster is made of the device at
-    hand, on which a step of each strategy is timed.
-    """
-
-    def __init__(
-        self,
-        script: Sequence[str],
-        cluster: Cluster,
-        price_per_hour: float | None = None,
-        measure: bool = False,
-    ):
+    def __init__(self, script: Sequence[str], cluster: Cluster):
         if not Path(script[0]).is_file():
             raise ValueError(f"{script[0]}: no such script")
         self.script, self.cluster = list(script), cluster
-        self.price_per_hour, self.measure = price_per_hour, measure
         self.recipe: Any = parse(recipe_class(load_script(Path(script[0]))), self.script[1:])
         self.images = _training_images(self.recipe.data)
         if (size := self.recipe.batch_size) % cluster.processes:
@@ -164,8 +133,8 @@ class Planning:
     def links(self) -> str:
         """What carries `link MB` and `net MB`."""
         cluster = self.cluster
-        speed = f" {cluster.device.link_gb_s / 2:g} GB/s" if cluster.device.link_gb_s < math.inf else ""
-        return f"link: {cluster.device.link}{speed}; network: {cluster.network_gb_s:g} GB/s of a host"
+        link = f"{cluster.device.link} {cluster.device.link_gb_s / 2:g} GB/s"
+        return f"link: {link}; network: {cluster.network_gb_s:g} GB/s of a host"
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -180,25 +149,14 @@ class Planning:
             "hosts": self.cluster.hosts,
             "gpus": self.cluster.gpus,
             "gpu": self.cluster.device.name,
-            "price_per_hour": self.price_per_hour,
             "link": self.cluster.device.link,
             "network_gb_s": self.cluster.network_gb_s,
-            "measured": self.measure,
         }
 
     def candidates(self, report: Callable[[str], None]) -> Iterator[Candidate]:
-        """Each strategy's trace; with `measure` its measured step, too. report() gets what is being done."""
+        """Each strategy's trace. report() gets what is being done."""
         with ThreadPoolExecutor(min(MOST_AT_ONCE, os.cpu_count() or 1)) as pool:
-            traced = pool.map(partial(self._traced, report), self.strategies)
-            if not self.measure:
-                yield from traced
-                return
-            done = list(traced)
-        for found in done:  # one after another, undisturbed
-            report(f"timing {found.strategy}")
-            is_timed = found.share and found.strategy != "offload"
-            times = measured(found.strategy, found.share, self._words) if is_timed else None
-            yield replace(found, measured=times)
+            yield from pool.map(partial(self._traced, report), self.strategies)
 
     def _traced(self, report: Callable[[str], None], strategy: str) -> Candidate:
         report(f"tracing {strategy}")
@@ -215,12 +173,16 @@ class Planning:
         hosts, memory_bytes = self.cluster.hosts, self.cluster.device.memory_gb * 1e9
         alone = strategy == "single"
         numbers = [self._processes(strategy), 1 if alone else hosts, f"{size},{2 * size}", memory_bytes]
-        env = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-        return Trace.from_json(_step(strategy, numbers, self._words, env, f"{strategy} can't be traced"))
-
-    @property
-    def _words(self) -> list[str]:
-        return [*self.script, f"--mixed_precision={self.precision}"]
+        script = [*self.script, f"--mixed_precision={self.precision}"]
+        words = [config_file(strategy), *map(str, numbers), *script]
+        env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        command = [sys.executable, "-m", "tools.plan.trace", *words]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+        if done.returncode:
+            said = [line for line in done.stderr.splitlines() if line.strip()]
+            last = said[-1].removeprefix("error: ") if said else "the process was killed"
+            raise ValueError(f"{strategy} can't be traced: {last}")
+        return Trace.from_json(done.stdout.splitlines()[-1])
 
     def _processes(self, strategy: str) -> int:
         return 1 if strategy == "single" else self.cluster.processes
@@ -239,7 +201,8 @@ class Planning:
         line = replace(line, link_bytes=link, network_bytes=network)
         if strategy == "offload":
             return replace(line, limit="the CPU's optimizer")
-        step = self.step(found, cluster, accumulations)
+        how = self.execution(processes, accumulations)
+        step = cost.step_time(found.trace, cluster, how, self.least_launches, accumulations)
         speed = self.recipe.batch_size / step.seconds
         self.first_speed = self.first_speed or speed / processes
         hours = None  # where the number of images is not known
@@ -252,16 +215,14 @@ class Planning:
             images_per_s=speed,
             efficiency=speed / processes / self.first_speed,
             hours=hours,
-            price=hours * self.price_per_hour if hours and self.price_per_hour else None,
         )
 
-    def step(self, found: Candidate, cluster: Cluster, accumulations: int) -> StepTime:
-        """An optimizer step on a cluster."""
-        if not found.measured:
-            return cost.step_time(found.trace, cluster, self.least_launches, accumulations)
-        sharing = {"single": 1, "ddp": 1, "hybrid": cluster.gpus}  # the optimizer's state
-        ranks = sharing.get(found.strategy, cluster.processes)
-        return cost.measured_step_time(found.trace, cluster, found.measured, ranks, accumulations)
+    def execution(self, processes: int, accumulations: int) -> Execution:
+        """How a step runs on so many processes. One CUDA graph it is where the script can make it one."""
+        recipe = self.recipe
+        alone = processes == accumulations == 1 and not recipe.grad_checkpointing
+        fits = alone and self.precision != "fp16" and recipe.compile in (None, "no", "default")
+        return Execution.of(recipe.compile, fits and getattr(recipe, "step_graph", False) is not False)
 
     def recommendation(self, lines: Sequence[Line]) -> str:
         """The fastest strategy that fits, its command, and why not the others."""
@@ -296,26 +257,6 @@ def possible(hosts: int, gpus: int, grad_compression: str) -> list[str]:
     if grad_compression != "no":  # the others refuse it
         return ["single", "ddp"]
     return [name for name in STRATEGIES if name != "hybrid" or (hosts > 1 and gpus > 1)]
-
-
-def measured(strategy: str, size: int, script: Sequence[str]) -> Measured:
-    """Times the strategy's engine on micro-batches of `size` images, in one process on the device at hand."""
-    env = {} if torch.cuda.is_available() else {"CUDA_VISIBLE_DEVICES": ""}
-    numbers = [1, 1, size, "measure"]
-    return Measured(**json.loads(_step(strategy, numbers, script, env, f"--measure: {strategy}")))
-
-
-def _step(
-    strategy: str, numbers: Sequence[object], script: Sequence[str], env: dict[str, str], what: str
-) -> str:
-    """What tools/plan/trace.py prints last, in a process of its own. ValueError with its last words."""
-    command = [sys.executable, "-m", "tools.plan.trace", config_file(strategy), *map(str, numbers), *script]
-    env = os.environ | {"PYTHONPATH": str(ROOT)} | env
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    if done.returncode:
-        said = [line for line in done.stderr.splitlines() if line.strip()]
-        raise ValueError(f"{what}: {said[-1].removeprefix('error: ') if said else 'the process was killed'}")
-    return done.stdout.splitlines()[-1]
 
 
 def compressed(trace: Trace, grad_compression: str) -> Trace:
