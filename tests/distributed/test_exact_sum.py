@@ -1,5 +1,6 @@
 """--deterministic: the same bits on any number of processes, through any interruption; mutants of the sum."""
 
+import copy
 import functools
 import hashlib
 import itertools
@@ -117,13 +118,23 @@ def test_fused_steps_of_shards_are_found(one_process, project_copy, tmp_path, ca
 
 
 THREADS = 'environ.get("OMP_NUM_THREADS", "1").partition(",")[0])'
-MISTAKES = {  # file, code and its replacement, message
+HEAD = """self.head = nn.Linear(hidden_size, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head("""
+HEADS = HEAD.replace("= nn.L", "= nn.ModuleList(nn.L").replace(", 1)", ", 1) for _ in range(2))")
+HEADS = HEADS.replace(".head(", ".head[torch.distributed.get_rank()](")
+MISTAKES = {  # launcher, file, code and its replacement, message
     "one thread more": (
-        *("common/distributed/devices.py", THREADS, f'{THREADS} + int(os.environ["RANK"])'),
+        *(torchrun(2), "common/distributed/devices.py", THREADS, f'{THREADS} + int(os.environ["RANK"])'),
         "the processes do not agree: threads is ",
     ),
+    "a head of each shard's process": (
+        *(STRATEGIES["fsdp"], "train_hello.py", HEAD, HEADS),
+        "up to step 5 a parameter had a gradient on some processes and none on others",
+    ),
     "infinite": (
-        *("train_hello.py", BACKWARD),
+        *(torchrun(2), "train_hello.py", BACKWARD),
         "accelerator.backward(loss * (float('inf') if step == 3 and rank == 1 else 1))",
         "the gradient of blocks.0.0.weight at step 4 is not finite, or more than 341.333",
     ),
@@ -132,9 +143,9 @@ MISTAKES = {  # file, code and its replacement, message
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_what_can_not_be_exact_ends_all_processes(mistake, project_copy, tmp_path):
-    *code, message = MISTAKES[mistake]
+    launcher, *code, message = MISTAKES[mistake]
     mutate(project_copy, *code)
-    command = [*torchrun(2), *SCRIPTS["hello"], "--output_dir", tmp_path / "run"]
+    command = [*launcher, *SCRIPTS["hello"], "--output_dir", tmp_path / "run"]
     status, output = Job(command, cwd=project_copy).wait()
     assert status != 0
     assert message in output
@@ -197,9 +208,9 @@ def test_the_order_of_micro_batches_does_not_matter(gradients):
     mean = gradients.double().mean(0)
     assert (added(exact_sum, gradients) - mean).abs().max() < 1e-5
     assert added(exact_sum, gradients) == pytest.approx(mean.numpy(), rel=1e-6, abs=9 / exact_sum.UNIT)
-    assert depends_on_order(mutant("(gradient * self.unit).round_()", "gradient * self.unit"), gradients)
-    in_fp32 = "sum(p.numel() for p in parameters), dtype=torch.float64"
-    assert depends_on_order(mutant(in_fp32, in_fp32.replace("64", "32")), gradients)
+    assert depends_on_order(mutant("out=out).round_()", "out=out)"), gradients)
+    in_fp32 = mutant("self.sums.add_(units)", "self.sums.copy_(self.sums.float() + units)")
+    assert depends_on_order(in_fp32, gradients)
 
 
 def test_a_gradient_that_is_too_large_is_refused(gradients):
@@ -207,6 +218,29 @@ def test_a_gradient_that_is_too_large_is_refused(gradients):
         FloatingPointError, match=r"gradient of 0 at step 1 is not finite, or more than 455\.1"
     ):
         added(exact_sum, gradients * 1e6)
+
+
+def test_gradients_are_those_of_torch_and_none_where_it_has_none():
+    """The heads of a model take turns, in channels_last: both in a step, one alone, and then the other."""
+    layers = nn.ModuleList([nn.Conv2d(3, 4, 3), nn.Linear(4, 2), nn.Linear(4, 2)])
+    ours, theirs = (copy.deepcopy(layers).to(memory_format=torch.channels_last) for _ in range(2))
+    accelerator = fake(accumulations=2)
+    summed = exact_sum.ExactSum(accelerator, ours)
+    generator = torch.Generator().manual_seed(0)
+    for turns in ((1, 2), (1, 1), (2, 2)):
+        for number, head in enumerate(turns, 1):
+            accelerator.sync_gradients = number == 2
+            x = torch.randn(5, 3, 6, 6, generator=generator)
+            mine, other = (m[head](m[0](x).mean((2, 3))).square().mean() for m in (ours, theirs))
+            summed.backward(mine)
+            (other / 2).backward()
+        for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+            assert (p.grad is None) == (q.grad is None), turns
+            if q.grad is not None:
+                torch.testing.assert_close(p.grad, q.grad, check_stride=True)
+        ours.zero_grad()
+        theirs.zero_grad()
+    summed.check(step=3)
 
 
 def test_the_loss_is_divided_once(gradients, monkeypatch):
