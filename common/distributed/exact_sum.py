@@ -25,6 +25,7 @@ UNIT = 2.0**40  # Adam's epsilon, 1e-8, is 11,000 units
 LIMIT = 2.0**52 / UNIT  # of the magnitudes of a step's micro-batches together; comparisons in fp32 round
 LOSS_UNIT = 2.0**28
 BUCKET = 2**22  # numbers in one exchange; 32 MiB
+CACHED = 2**16  # numbers that a CPU computes with at a time: 512 KiB
 
 
 def exact_sum(values: Tensor) -> Tensor:
@@ -65,9 +66,7 @@ class Bucket:
         for p in self.parameters:
             p.grad = None
 
-    def add(self, units: Tensor) -> None:
-        assert not self.work, "a parameter has two gradients of one micro-batch"
-        self.sums.add_(units)
+    def end_micro_batch(self) -> None:
         self.seen |= self.came
         self.came.clear()
         self.is_added = True
@@ -109,6 +108,7 @@ class ExactSum:
         self.names, self.numbers = list(trained), sum(p.numel() for p in trained.values())
         self.micro_batches = accelerator.gradient_accumulation_steps * accelerator.num_processes
         self.one = torch.ones((), device=device)
+        self.chunk = CACHED if device.type == "cpu" else 2 * BUCKET  # on a GPU few launches matter
         self.unit: float | Tensor = UNIT  # with fp16 divided by the loss scale, a power of two
         self.largest = torch.zeros(len(trained), device=device)  # of this process in this step; NaN stays NaN
         self.norms = self._no_norms()  # likewise, of a micro-batch
@@ -180,7 +180,7 @@ class ExactSum:
     def _follow(self, parameters: list[nn.Parameter]) -> None:
         """Puts the parameters into buckets. The last layers come first, as in backward."""
         last_first = list(reversed(range(len(parameters))))
-        for group in _grouped([parameters[i].numel() for i in last_first]):
+        for group in _grouped([parameters[i].numel() for i in last_first], BUCKET):
             numbers = [last_first[i] for i in group]
             bucket = Bucket([parameters[i] for i in numbers], numbers, self.accelerator.device)
             self.buckets.append(bucket)
@@ -204,7 +204,10 @@ class ExactSum:
         norms = torch._foreach_norm(units.split(bucket.sizes), math.inf)
         for i, norm in zip(bucket.numbers, norms, strict=True):
             self.norms[i] = norm
-        bucket.add(self._in_units(units, out=units))
+        assert not bucket.work, "a parameter has two gradients of one micro-batch"
+        for part, sums in zip(units.split(self.chunk), bucket.sums.split(self.chunk), strict=True):
+            sums.add_(self._in_units(part, out=part))
+        bucket.end_micro_batch()
 
     def _exchange_next(self) -> None:
         """Begins the exchange of the next bucket: on all processes in the same order."""
@@ -273,10 +276,10 @@ class ExactSum:
         largest = largest.clamp(min=1e-300)
         replicas = sharding(self.accelerator).get("replicas", 1)
         unit = 2.0 ** (53 - (self.numbers * replicas).bit_length())
-        parts = [part for gradient in grads for part in _flat(gradient).split(BUCKET)]
+        parts = [part for gradient in grads for part in _flat(gradient).split(self.chunk)]
         zero, sums = torch.zeros(3, dtype=torch.float64, device=grads[0].device).split([1, 2])
         divisor = largest.to(sums.device).view(1)  # with a dimension, so that the quotient is in float64
-        for group in _grouped([len(part) for part in parts]):
+        for group in _grouped([len(part) for part in parts], min(self.chunk, BUCKET)):
             values = torch.cat([parts[i] for i in group])
             high, low = both = sums.new_empty(2, len(values))
             torch.div(values, divisor, out=low)
@@ -303,12 +306,12 @@ def _flat(tensor: Tensor) -> Tensor:
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
-def _grouped(sizes: list[int]) -> list[list[int]]:
-    """The places in `sizes`, in groups that reach BUCKET."""
+def _grouped(sizes: list[int], enough: int) -> list[list[int]]:
+    """The places in `sizes`, in groups whose sizes reach `enough` together."""
     groups: list[list[int]] = []
-    together = BUCKET
+    together = enough
     for i, size in enumerate(sizes):
-        if together >= BUCKET:
+        if together >= enough:
             groups.append([])
             together = 0
         groups[-1].append(i)

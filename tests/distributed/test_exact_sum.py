@@ -209,7 +209,7 @@ def test_the_order_of_micro_batches_does_not_matter(gradients):
     assert (added(exact_sum, gradients) - mean).abs().max() < 1e-5
     assert added(exact_sum, gradients) == pytest.approx(mean.numpy(), rel=1e-6, abs=9 / exact_sum.UNIT)
     assert depends_on_order(mutant("out=out).round_()", "out=out)"), gradients)
-    in_fp32 = mutant("self.sums.add_(units)", "self.sums.copy_(self.sums.float() + units)")
+    in_fp32 = mutant("sums.add_(self._in", "sums.copy_(sums.float() + self._in")
     assert depends_on_order(in_fp32, gradients)
 
 
