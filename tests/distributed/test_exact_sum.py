@@ -106,6 +106,17 @@ def test_killed_on_four_processes_resumed_on_three_and_finished_on_one(
     assert bits(tmp_path / "run") == one_process("hello")
 
 
+@pytest.mark.full
+def test_a_block_that_each_micro_batch_may_leave_out(project_copy, tmp_path):
+    """In some steps no micro-batch of a process has a gradient of it."""
+    drop = "x = self.blocks[0](x)\n        is_left_out = self.training and torch.rand(()) < 0.5\n"
+    drop += "        return self.head(x if is_left_out else x + self.blocks[1](x))"
+    mutate(project_copy, "train_hello.py", "return self.head(self.blocks(x))", drop)
+    for name, way in (("one", python()), ("four", WAYS["ddp 4"])):
+        run([*way, *SCRIPTS["hello"], "--output_dir", tmp_path / name], cwd=project_copy)
+    assert bits(tmp_path / "one") == bits(tmp_path / "four")
+
+
 # --- What breaks it
 
 BACKWARD = "accelerator.backward(loss)"
