@@ -107,11 +107,11 @@ class ExactSum:
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.names, self.numbers = list(trained), sum(p.numel() for p in trained.values())
         self.micro_batches = accelerator.gradient_accumulation_steps * accelerator.num_processes
-        self.one = torch.ones((), device=device)
+        self.zero, self.one = torch.zeros((), device=device), torch.ones((), device=device)
         self.chunk = CACHED if device.type == "cpu" else 2 * BUCKET  # on a GPU few launches matter
         self.unit: float | Tensor = UNIT  # with fp16 divided by the loss scale, a power of two
         self.largest = torch.zeros(len(trained), device=device)  # of this process in this step; NaN stays NaN
-        self.norms = self._no_norms()  # likewise, of a micro-batch
+        self.norms = [self.zero] * len(trained)  # likewise, of a micro-batch
         self.steps = torch.zeros((), device=device)  # since the last check()
         self.failed = torch.full_like(self.largest, math.inf)  # the first of them in which one did not fit
         self.buckets: list[Bucket] = []
@@ -187,7 +187,7 @@ class ExactSum:
             for place, p in enumerate(bucket.parameters):
                 p.register_post_accumulate_grad_hook(partial(self._came, bucket, place))
         longest = max(len(bucket.sums) for bucket in self.buckets)
-        self.flat = torch.empty(longest, device=self.accelerator.device)
+        self.flat = torch.empty(longest, device=self.accelerator.device)  # gradients of one, side by side
 
     def _came(self, bucket: Bucket, place: int, p: nn.Parameter) -> None:
         bucket.came.add(place)
@@ -238,9 +238,6 @@ class ExactSum:
         """The gradient in whole units, which fp32 holds exactly."""
         return torch.mul(gradient, self.unit, out=out).round_()
 
-    def _no_norms(self) -> list[Tensor]:
-        return [self.largest.new_zeros(())] * len(self.names)
-
     @torch.no_grad()
     def _end_micro_batch(self) -> None:
         for bucket in self.buckets:
@@ -248,7 +245,7 @@ class ExactSum:
                 self._add(bucket)
             bucket.is_added = False
         torch.maximum(self.largest, torch.stack(self.norms), out=self.largest)
-        self.norms = self._no_norms()
+        self.norms = [self.zero] * len(self.names)
 
     @torch.no_grad()
     def _end_step(self) -> None:
