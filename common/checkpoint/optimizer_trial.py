@@ -10,6 +10,7 @@ rounding, and with --deterministic bit for bit.
 import copy
 from collections import defaultdict
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -188,13 +189,13 @@ def _compare(layout: Layout, values: Groups, whole: _Copy, parts: list[_Copy]) -
 
 def _compare_bits(layout: Layout, shapes: list[list[Shape]]) -> None:
     """Raises ValueError unless shards of many lengths have the bits of the whole parameters."""
-    cuts = [lambda tensors, count=n: [t for whole in tensors for t in _rows(whole, count)] for n in CUTS]
+    ways: list[Arrange] = [list, *layout.arrangements(), *(partial(_cut, count) for count in CUTS)]
     for edge in ODD_EDGES:
         small = [list({tuple(min(n, edge) for n in shape): None for shape in group}) for group in shapes]
         values, *gradients = _drawn(small, 1 + STEPS, layout.local[0].device)
         # Of small parameters the last bits of an update are not rounded away.
         values = [[t / 1024 for t in group] for group in values]
-        copies = [_Copy(layout, values, how) for how in (list, *layout.arrangements(), *cuts)]
+        copies = [_Copy(layout, values, how) for how in ways]
         for each in copies:
             each.step(gradients)
         for i in range(len(values)):
@@ -202,8 +203,9 @@ def _compare_bits(layout: Layout, shapes: list[list[Shape]]) -> None:
                 raise ValueError("its update has other bits there, and --deterministic promises the same")
 
 
-def _rows(whole: Tensor, count: int) -> tuple[Tensor, ...]:
-    return whole.chunk(count) if whole.ndim else (whole,)
+def _cut(count: int, tensors: list[Tensor]) -> list[Tensor]:
+    """The shards that so many devices have."""
+    return [shard for whole in tensors for shard in (whole.chunk(count) if whole.ndim else [whole])]
 
 
 def _check_flat(part: _Copy) -> None:
