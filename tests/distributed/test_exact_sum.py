@@ -12,6 +12,7 @@ import pytest
 import torch
 from accelerate.utils import DistributedType
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.distributed import exact_sum
 from common.recipe import ImageRecipe
@@ -170,10 +171,10 @@ def test_gradients_in_bf16_are_refused():
 # --- The sum itself
 
 
-def fake(accumulations: int = 1, processes: int = 1) -> SimpleNamespace:
+def fake(accumulations=1, processes=1, sync_gradients=False) -> SimpleNamespace:
     """An accelerator, as far as a sum asks it."""
     return SimpleNamespace(
-        device=torch.device("cpu"), num_processes=processes, scaler=None, sync_gradients=False,
+        device=torch.device("cpu"), num_processes=processes, scaler=None, sync_gradients=sync_gradients,
         gradient_accumulation_steps=accumulations, distributed_type=DistributedType.NO,
         unscale_gradients=lambda: None,
     )  # fmt: skip
@@ -265,6 +266,33 @@ def test_the_loss_is_divided_once(gradients, monkeypatch):
     twice = "loss / self.accelerator.gradient_accumulation_steps / self.accelerator.num_processes"
     module = mutant("loss / self.micro_batches", twice)
     assert not torch.equal(added(module, alone), added(module, gradients[:5], processes=7))
+
+
+class Operators(TorchDispatchMode):
+    """Counts operators other than views and allocations."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += not (func.is_view or "empty" in func.name() or "split" in func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def test_many_tensors_take_as_few_operators_as_one():
+    """Each is a launch on a GPU."""
+    counts = []
+    for tensors in (1, 300):
+        model = nn.ParameterList([torch.ones(100) for _ in range(tensors)])
+        summed = exact_sum.ExactSum(fake(sync_gradients=True), model)
+        loss = torch.cat(list(model)).sum()
+        with Operators() as operators:
+            summed.backward(loss)
+            summed.clip_grad_norm_(model, 0.5)
+        counts.append(operators.count)
+    assert counts[0] < 50
+    assert counts[1] - counts[0] < 300, "beside autograd's copy of each part"
 
 
 def test_the_norm(gradients):
