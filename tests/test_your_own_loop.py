@@ -18,6 +18,15 @@ TEXT = (ROOT / "docs" / "your_own_loop.md").read_text()
 EXACT = [("EVERY = 0, 10, 64, 32,", "EVERY = 0, 10, 64, 16,")]  # four micro-batches
 for change in re.findall(r"```diff\n(.*?)```", TEXT, re.DOTALL):
     EXACT.append(tuple("\n".join(re.findall(rf"^[{sign}](.*)$", change, re.MULTILINE)) for sign in "-+"))
+# Layers that are left out of half of the micro-batches: in some steps of all, or of those of a process.
+DROP = """class Layers(nn.Sequential):
+    def forward(self, x):
+        return x + super().forward(x) if torch.rand(()) < 0.5 else x
+
+torch.manual_seed(SEED)
+"""
+LAYERS = "nn.Dropout(0.2), Layers(nn.Linear(128, 128), nn.GELU()), Layers(nn.Linear(128, 128), nn.GELU()),"
+LAYER_DROP = [*EXACT, ("torch.manual_seed(SEED)\n", DROP), ("nn.Dropout(0.2),", LAYERS)]
 ENV = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 STEPS = 280  # 28 in an epoch
 
@@ -27,7 +36,10 @@ def weights(folder: Path) -> list[bytes]:
     return [file.read_bytes() for file in sorted(folder.glob(f"checkpoints/*{STEPS}/*.safetensors"))]
 
 
-@pytest.mark.parametrize(("changes", "processes"), [([], (1, 2, 1)), full(EXACT, (4, 1, 2, 4))])
+CASES = [([], (1, 2, 1)), (LAYER_DROP, (4, 1)), full(EXACT, (4, 1, 2, 4)), full(LAYER_DROP, (2, 1, 4))]
+
+
+@pytest.mark.parametrize(("changes", "processes"), CASES)
 def test_it_is_killed_at_random_and_ends_with_the_same_bits(changes, processes, tmp_path, s3, monkeypatch):  # noqa: F811
     """What a killed one leaves is in S3 alone, as on another machine."""
     use_s3(monkeypatch, s3)

@@ -29,11 +29,12 @@ class OptimizerScalars(TypedDict):
 class OptimizerState:
     """The optimizer's state. Create it before the optimizer's first step. Collective.
 
-    ValueError for an optimizer whose state can't be saved, or whose update the strategy would change.
+    same_bits: as for try_out(). ValueError for an optimizer whose state can't be saved, or whose update the
+    strategy would change.
     """
 
-    def __init__(self, layout: Layout):
-        self.layout, self.trial = layout, try_out(layout)
+    def __init__(self, layout: Layout, same_bits: bool):
+        self.layout, self.trial = layout, try_out(layout, same_bits)
 
     def about(self) -> dict[str, Any]:
         """The optimizer's class and the names of its state, for the manifest."""

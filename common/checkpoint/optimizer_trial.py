@@ -3,12 +3,14 @@
 The trial shows which state the optimizer keeps, and if its update stays the same when a strategy shards
 parameters: ZeRO gives an optimizer flat partitions, FSDP2 shards. An elementwise update (AdamW, SGD, Lion)
 stays the same. An update that needs the shape or the norm of a parameter (Muon, Lamb, Adafactor) may not.
-So copies of the optimizer step small parameters, whole and sharded, and the results are compared.
+So copies of the optimizer step small parameters, whole and sharded, and the results are compared: within
+rounding, and with --deterministic bit for bit.
 """
 
 import copy
 from collections import defaultdict
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +24,8 @@ LARGEST_EDGE = 128  # of a small parameter
 STEPS = 3
 LEARNING_RATE = 0.01
 TOLERANCE = 1e-5  # relative to the update, as sums over shards round differently
+# Compared bit for bit. Vector instructions may round otherwise than what computes a tensor's last elements.
+ODD_EDGES, CUTS = (101, 37), (2, 3, 8)
 
 Shape = tuple[int, ...]
 Groups = list[list[Tensor]]  # the tensors of each parameter group
@@ -43,15 +47,15 @@ class OptimizerTrial:
         return sorted({name for state in (*self.states.values(), *self.groups) for name in state})
 
 
-def try_out(layout: Layout) -> OptimizerTrial:
-    """Tries the layout's optimizer. Collective.
+def try_out(layout: Layout, same_bits: bool = False) -> OptimizerTrial:
+    """Tries the layout's optimizer. Collective. same_bits: shards must have the bits of whole parameters.
 
     ValueError for an optimizer whose state can't be saved, or whose update the strategy would change.
     """
     if type(layout.inner).__module__.startswith("deepspeed."):  # its optimizers are made for flat partitions
         return OptimizerTrial(class_name(layout.inner))
     try:
-        return _try_out(layout)
+        return _try_out(layout, same_bits)
     except ValueError as error:
         problem = str(error)
     except Exception as error:  # optimizers raise any kind on tensors that they do not expect
@@ -69,7 +73,7 @@ def class_name(optimizer: Optimizer) -> str:
     return name if inside is optimizer else f"{name}({class_name(inside)})"
 
 
-def _try_out(layout: Layout) -> OptimizerTrial:
+def _try_out(layout: Layout, same_bits: bool) -> OptimizerTrial:
     names, shapes = layout.groups(), layout.shapes()
     if len(names) != len(layout.inner.param_groups):
         raise ValueError("DeepSpeed rebuilds this optimizer and drops its parameter groups")
@@ -91,6 +95,8 @@ def _try_out(layout: Layout) -> OptimizerTrial:
         part.step(gradients)
     if parts:
         _compare(layout, values, whole, parts)
+    if parts and same_bits:
+        _compare_bits(layout, [[shapes[name] for name in group] for group in names])
     seen = parts[0] if parts else whole
     trial = OptimizerTrial(class_name(layout.inner), groups=whole.changed_groups())
     for i, members in enumerate(names):
@@ -179,6 +185,27 @@ def _compare(layout: Layout, values: Groups, whole: _Copy, parts: list[_Copy]) -
         )
     if layout.is_flat:
         _check_flat(parts[0])
+
+
+def _compare_bits(layout: Layout, shapes: list[list[Shape]]) -> None:
+    """Raises ValueError unless shards of many lengths have the bits of the whole parameters."""
+    ways: list[Arrange] = [list, *layout.arrangements(), *(partial(_cut, count) for count in CUTS)]
+    for edge in ODD_EDGES:
+        small = [list({tuple(min(n, edge) for n in shape): None for shape in group}) for group in shapes]
+        values, *gradients = _drawn(small, 1 + STEPS, layout.local[0].device)
+        # Of small parameters the last bits of an update are not rounded away.
+        values = [[t / 1024 for t in group] for group in values]
+        copies = [_Copy(layout, values, how) for how in ways]
+        for each in copies:
+            each.step(gradients)
+        for i in range(len(values)):
+            if values[i] and any(not torch.equal(copies[0].flat(i), each.flat(i)) for each in copies[1:]):
+                raise ValueError("its update has other bits there, and --deterministic promises the same")
+
+
+def _cut(count: int, tensors: list[Tensor]) -> list[Tensor]:
+    """The shards that so many devices have."""
+    return [shard for whole in tensors for shard in (whole.chunk(count) if whole.ndim else [whole])]
 
 
 def _check_flat(part: _Copy) -> None:

@@ -37,7 +37,8 @@ class TrainingState:
     ):
         self.accelerator, self.ema = accelerator, ema
         self.layout = layout_of(model, optimizer)
-        self.optimizer = OptimizerState(self.layout)
+        same_bits = getattr(accelerator, "exact_sum", None) is not None  # as with --deterministic
+        self.optimizer = OptimizerState(self.layout, same_bits)
         self.gathering = Gather(self.layout)
         self.snapshots: dict[str, Snapshot] = {}
         self.copied: torch.cuda.Event | None = None

@@ -239,7 +239,6 @@ def wrap(
             refuse_skipped_steps(wrapped.optimizer)
     if isinstance(prepared, nn.parallel.DistributedDataParallel):
         prepared.broadcast_buffers = False  # common.evaluation broadcasts them before it uses them
-    if strategy(accelerator) == "ddp":
         refuse_missing_gradients(plain_module(prepared), wrapped.optimizer)
     prepared.train()
     return prepared, wrapped

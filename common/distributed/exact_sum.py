@@ -25,6 +25,7 @@ UNIT = 2.0**40  # Adam's epsilon, 1e-8, is 11,000 units
 LIMIT = 2.0**52 / UNIT  # of the magnitudes of a step's micro-batches together; comparisons in fp32 round
 LOSS_UNIT = 2.0**28
 BUCKET = 2**22  # numbers in one exchange; 32 MiB
+CACHED = 2**16  # numbers that a CPU computes with at a time: 512 KiB
 
 
 def exact_sum(values: Tensor) -> Tensor:
@@ -42,32 +43,56 @@ def use_foreach(optimizer: torch.optim.Optimizer) -> None:
 
 
 class Bucket:
-    """Parameters whose gradients are exchanged together. `total` has their sums, in units."""
+    """Parameters whose gradients are added and exchanged together, as one flat tensor.
 
-    def __init__(self, parameters: list[nn.Parameter], device: torch.device):
-        self.parameters = parameters
+    `total` has their sums, in units, and then for each of them a number above 0 if it had a gradient in this
+    step on any process. Without one its .grad is None, as in torch.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter], numbers: list[int], device: torch.device):
+        self.parameters, self.numbers = parameters, numbers  # numbers: their places in the model
+        self.sizes = [p.numel() for p in parameters]
+        self.total = torch.zeros(sum(self.sizes) + len(parameters), dtype=torch.float64, device=device)
+        self.sums, self.had = self.total.split([sum(self.sizes), len(parameters)])
         self.work: Any = None  # the exchange
-        self.total = torch.zeros(sum(p.numel() for p in parameters), dtype=torch.float64, device=device)
-        self.seen: set[int] = set()  # the parameters that have ever had a gradient
-        self.awaited = len(parameters)  # in the step's last micro-batch
+        self.came: set[int] = set()  # those with a gradient in this micro-batch, which is not added yet
+        self.seen: set[int] = set()  # those with a gradient in this step, on this process
+        self.is_added = False  # in this micro-batch
 
-    def views(self, flat: Tensor) -> list[Tensor]:
-        """The parts of `flat` that belong to the parameters, in their layout."""
-        parts = flat.split([p.numel() for p in self.parameters])
-        return [part.as_strided(p.shape, p.stride()) for part, p in zip(parts, self.parameters, strict=True)]
+    def take(self, flat: Tensor) -> None:
+        """Moves the gradients of a micro-batch to `flat`, as they lie in memory: like their parameters."""
+        pairs = zip(self.parameters, self.sizes, strict=True)
+        torch.cat([flat.new_zeros(n) if p.grad is None else _flat(p.grad) for p, n in pairs], out=flat)
+        for p in self.parameters:
+            p.grad = None
+
+    def end_micro_batch(self) -> None:
+        self.seen |= self.came
+        self.came.clear()
+        self.is_added = True
 
     def exchange(self) -> None:
+        self.had.fill_(1)
+        for i in self._missing():
+            self.had[i] = 0
         self.work = dist.all_reduce(self.total, async_op=True)
 
     def finish(self, unit: float | Tensor) -> None:
         """Waits for the exchange, gives the parameters their gradients, and begins the next step."""
+        without = self._missing()
         if self.work:
             self.work.wait()
-        for i, gradient in enumerate(self.views((self.total / unit).float())):
-            if i in self.seen:
-                self.parameters[i].grad = gradient
+            if without:  # only then does the host wait for the device
+                had = self.had.tolist()
+                without = {i for i in without if not had[i]}
+        parts = self.sums.float().div_(unit).split(self.sizes)  # by a power of two, which rounds nothing
+        for i, (p, part) in enumerate(zip(self.parameters, parts, strict=True)):
+            p.grad = None if i in without else part.as_strided(p.shape, p.stride())
         self.total.zero_()
-        self.work, self.awaited = None, len(self.parameters)
+        self.work, self.seen = None, set()
+
+    def _missing(self) -> set[int]:
+        return set(range(len(self.parameters))) - self.seen
 
 
 class ExactSum:
@@ -82,13 +107,17 @@ class ExactSum:
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.names, self.numbers = list(trained), sum(p.numel() for p in trained.values())
         self.micro_batches = accelerator.gradient_accumulation_steps * accelerator.num_processes
-        self.one = torch.ones((), device=device)
+        self.zero, self.one = torch.zeros((), device=device), torch.ones((), device=device)
+        self.chunk = CACHED if device.type == "cpu" else 2 * BUCKET  # on a GPU few launches matter
         self.unit: float | Tensor = UNIT  # with fp16 divided by the loss scale, a power of two
         self.largest = torch.zeros(len(trained), device=device)  # of this process in this step; NaN stays NaN
+        self.norms = [self.zero] * len(trained)  # likewise, of a micro-batch
         self.steps = torch.zeros((), device=device)  # since the last check()
         self.failed = torch.full_like(self.largest, math.inf)  # the first of them in which one did not fit
         self.buckets: list[Bucket] = []
         self.exchanged = 0  # buckets in this step
+        self.came: set[int] = set()  # under FSDP2: the parameters with a gradient in this step
+        self.digest = 0  # of these, over all steps
         if strategy(accelerator) == "fsdp":
             self._follow_shards(model)
         else:
@@ -103,6 +132,7 @@ class ExactSum:
             loss, scale = scaler.scale([loss, self.one])
             self.unit = UNIT / scale
         loss.backward(**options)
+        self._end_micro_batch()
         if self.accelerator.sync_gradients:
             self._end_step()
 
@@ -120,7 +150,7 @@ class ExactSum:
 
     def check(self, step: int) -> None:
         """FloatingPointError on all processes if a gradient did not fit since the last call. step: the last
-        one. Collective; waits for the device."""
+        one. ValueError if FSDP2 added gradients of different parameters. Collective; waits for the device."""
         failed = self.failed.clone()
         self._reduce(failed, dist.ReduceOp.MIN)
         first, number = failed.min(0)
@@ -133,32 +163,51 @@ class ExactSum:
             )
         self.steps.zero_()
         self.failed.fill_(math.inf)
+        if not self.buckets:
+            self._check_shards(step)
+
+    def _check_shards(self, step: int) -> None:
+        """ValueError if FSDP2 added gradients of different parameters: it takes those that a process has."""
+        digests = torch.tensor([self.digest, -self.digest], device=self.accelerator.device)
+        self._reduce(digests, dist.ReduceOp.MIN)
+        least, negative = digests.tolist()
+        if least != -negative:
+            raise ValueError(
+                f"up to step {step} a parameter had a gradient on some processes and none on others, which"
+                " FSDP2 can't add: train with DDP"
+            )
 
     def _follow(self, parameters: list[nn.Parameter]) -> None:
-        """Adds each gradient to its bucket. The last layers come first, as in backward."""
-        groups: list[list[int]] = []
-        size = BUCKET
-        for i in reversed(range(len(parameters))):
-            if size >= BUCKET:
-                groups.append([])
-                size = 0
-            groups[-1].append(i)
-            size += parameters[i].numel()
-        for group in groups:
-            bucket = Bucket([parameters[i] for i in group], self.accelerator.device)
+        """Puts the parameters into buckets. The last layers come first, as in backward."""
+        last_first = list(reversed(range(len(parameters))))
+        for group in _grouped([parameters[i].numel() for i in last_first], BUCKET):
+            numbers = [last_first[i] for i in group]
+            bucket = Bucket([parameters[i] for i in numbers], numbers, self.accelerator.device)
             self.buckets.append(bucket)
-            for place, (i, total) in enumerate(zip(group, bucket.views(bucket.total), strict=True)):
-                parameters[i].register_post_accumulate_grad_hook(partial(self._add, i, bucket, place, total))
+            for place, p in enumerate(bucket.parameters):
+                p.register_post_accumulate_grad_hook(partial(self._came, bucket, place))
+        longest = max(len(bucket.sums) for bucket in self.buckets)
+        self.flat = torch.empty(longest, device=self.accelerator.device)  # gradients of one, side by side
 
-    def _add(self, i: int, bucket: Bucket, place: int, total: Tensor, p: nn.Parameter) -> None:
-        assert p.grad is not None
-        total.add_(self._in_units(i, p.grad))
-        p.grad = None
-        bucket.seen.add(place)
-        if self.accelerator.sync_gradients and self.accelerator.num_processes > 1:
-            bucket.awaited -= 1
-            while self.exchanged < len(self.buckets) and not self.buckets[self.exchanged].awaited:
-                self._exchange_next()
+    def _came(self, bucket: Bucket, place: int, p: nn.Parameter) -> None:
+        bucket.came.add(place)
+        if len(bucket.came) == len(bucket.parameters):
+            self._add(bucket)
+            if self.accelerator.sync_gradients and self.accelerator.num_processes > 1:
+                while self.exchanged < len(self.buckets) and self.buckets[self.exchanged].is_added:
+                    self._exchange_next()
+
+    def _add(self, bucket: Bucket) -> None:
+        """Adds the gradients of a micro-batch: few operations for many numbers."""
+        units = self.flat[: len(bucket.sums)]
+        bucket.take(units)
+        norms = torch._foreach_norm(units.split(bucket.sizes), math.inf)
+        for i, norm in zip(bucket.numbers, norms, strict=True):
+            self.norms[i] = norm
+        assert not bucket.work, "a parameter has two gradients of one micro-batch"
+        for part, sums in zip(units.split(self.chunk), bucket.sums.split(self.chunk), strict=True):
+            sums.add_(self._in_units(part, out=part))
+        bucket.end_micro_batch()
 
     def _exchange_next(self) -> None:
         """Begins the exchange of the next bucket: on all processes in the same order."""
@@ -181,12 +230,22 @@ class ExactSum:
         assert not numbers, f"not sharded: {numbers}"
 
     def _rounded(self, i: int, gradient: Tensor) -> Tensor:
-        return self._in_units(i, gradient) / self.unit
+        self.came.add(i)
+        self.norms[i] = torch.linalg.vector_norm(gradient, math.inf)
+        return self._in_units(gradient).div_(self.unit)
 
-    def _in_units(self, i: int, gradient: Tensor) -> Tensor:
-        """The gradient of parameter i in whole units, which fp32 holds exactly."""
-        torch.maximum(self.largest[i], torch.linalg.vector_norm(gradient, math.inf), out=self.largest[i])
-        return (gradient * self.unit).round_()
+    def _in_units(self, gradient: Tensor, out: Tensor | None = None) -> Tensor:
+        """The gradient in whole units, which fp32 holds exactly."""
+        return torch.mul(gradient, self.unit, out=out).round_()
+
+    @torch.no_grad()
+    def _end_micro_batch(self) -> None:
+        for bucket in self.buckets:
+            if bucket.came:  # not all of its parameters had a gradient
+                self._add(bucket)
+            bucket.is_added = False
+        torch.maximum(self.largest, torch.stack(self.norms), out=self.largest)
+        self.norms = [self.zero] * len(self.names)
 
     @torch.no_grad()
     def _end_step(self) -> None:
@@ -196,26 +255,35 @@ class ExactSum:
         for bucket in self.buckets:
             bucket.finish(self.unit)
         self.exchanged = 0
+        self.digest = hash((self.digest, *sorted(self.came)))
+        self.came.clear()
         fits = self.largest * self.unit <= LIMIT * UNIT / self.micro_batches
         if self.accelerator.scaler is not None:
             fits |= ~self.largest.isfinite()  # the scaler skips such a step
         self.steps += 1
-        self.failed = torch.minimum(self.failed, torch.where(fits, math.inf, self.steps))
+        # In place, as a captured step reads and writes the same memory in each replay.
+        torch.minimum(self.failed, torch.where(fits, math.inf, self.steps), out=self.failed)
         self.largest.zero_()
 
     def _norm(self, grads: list[Tensor]) -> Tensor:
         """The 2-norm: squares of at most 1 are rounded to two grids, and the sums of each are exact."""
-        norms = [torch.linalg.vector_norm(gradient, math.inf) for gradient in grads]
-        largest = torch.stack(norms).max().double().to(self.accelerator.device)
+        largest = torch.stack(torch._foreach_norm(grads, math.inf)).max()
+        largest = largest.double().to(self.accelerator.device)
         self._reduce(largest, dist.ReduceOp.MAX)
         largest = largest.clamp(min=1e-300)
         replicas = sharding(self.accelerator).get("replicas", 1)
         unit = 2.0 ** (53 - (self.numbers * replicas).bit_length())
-        sums = torch.zeros(2, dtype=torch.float64, device=grads[0].device)
-        for gradient in grads:
-            squares = (gradient.double() / largest.to(gradient.device)).square_() * unit
-            rounded = squares.round()
-            sums += torch.stack([rounded.sum(), ((squares - rounded) * unit).round_().sum()])
+        parts = [part for gradient in grads for part in _flat(gradient).split(self.chunk)]
+        zero, sums = torch.zeros(3, dtype=torch.float64, device=grads[0].device).split([1, 2])
+        divisor = largest.to(sums.device).view(1)  # with a dimension, so that the quotient is in float64
+        for group in _grouped([len(part) for part in parts], min(self.chunk, BUCKET)):
+            values = torch.cat([parts[i] for i in group])
+            high, low = both = sums.new_empty(2, len(values))
+            torch.div(values, divisor, out=low)
+            torch.addcmul(zero, low, low, value=unit, out=low)  # unit * the square
+            torch.round(low, out=high)
+            low.sub_(high).mul_(unit).round_()
+            sums += both.sum(1)
         sums = sums.to(largest.device)
         self._reduce(sums, dist.ReduceOp.SUM)
         return largest * ((sums[0] / unit + sums[1] / unit**2) / replicas).sqrt()
@@ -228,3 +296,21 @@ class ExactSum:
 
 def _local(gradient: Any) -> Tensor:
     return gradient.to_local() if hasattr(gradient, "to_local") else gradient
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """The numbers of a dense tensor, as they lie in memory."""
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def _grouped(sizes: list[int], enough: int) -> list[list[int]]:
+    """The places in `sizes`, in groups whose sizes reach `enough` together."""
+    groups: list[list[int]] = []
+    together = enough
+    for i, size in enumerate(sizes):
+        if together >= enough:
+            groups.append([])
+            together = 0
+        groups[-1].append(i)
+        together += size
+    return groups

@@ -134,11 +134,13 @@ def test_another_optimizer_is_refused_or_starts_afresh(tmp_path, project_copy):
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("strategy", "old", "new", "message"), rows_of("refused optimizers"), ids=["fsdp", "ddp"]
+    ("strategy", "old", "new", "flags", "message"),
+    rows_of("refused optimizers"),
+    ids=["fsdp", "fsdp-lamb", "fsdp-madgrad", "ddp"],
 )
-def test_a_refusal_is_one_line(strategy, old, new, message, project_copy, tmp_path):
+def test_a_refusal_is_one_line(strategy, old, new, flags, message, project_copy, tmp_path):
     mutate(project_copy, "train_hello.py", old, new)
-    words = [*STRATEGIES[strategy], "train_hello.py", "--trackers", "none", "--log_every", "1"]
+    words = [*STRATEGIES[strategy], "train_hello.py", "--trackers", "none", "--log_every", "1", *flags]
     words += ["--output_dir", tmp_path / "run"]
     status, output = Job(words, cwd=project_copy).wait()
     assert status == 1
@@ -180,6 +182,35 @@ def test_flat_partitions_are_for_optimizers_that_update_each_element_by_itself(m
     else:
         with pytest.raises(ValueError, match=reason):
             try_out(layout)
+
+
+class Rows(Layout):
+    """Gives the optimizer the halves of each parameter's rows."""
+
+    parts = "shards"
+
+    def arrangements(self):
+        return [lambda tensors: [half for tensor in tensors for half in tensor.chunk(2)]]
+
+
+ELEMENTWISE = [torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop]
+ELEMENTWISE += [partial(torch.optim.SGD, momentum=0.9), torch.optim.Adamax, timm.optim.Lion, timm.optim.Adan]
+
+
+WITH_TAILS = [timm.optim.MADGRAD, partial(torch.optim.AdamW, fused=True)]
+
+
+@pytest.mark.parametrize("kind", [*ELEMENTWISE, *WITH_TAILS])
+def test_with_the_flag_shards_have_the_bits_of_the_whole_or_are_refused(kind):
+    """On a CPU torch computes the last elements of a tensor otherwise: powers, and all in fused ones."""
+    model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.Linear(64, 64))
+    layout = Rows(model, SimpleNamespace(optimizer=kind(model.parameters(), lr=0.01)))
+    try_out(layout)
+    if kind in ELEMENTWISE:
+        assert try_out(layout, same_bits=True).state_names() is not None
+    else:
+        with pytest.raises(ValueError, match="can't be used on shards: its update has other bits there"):
+            try_out(layout, same_bits=True)
 
 
 class Listing(torch.optim.SGD):
