@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +18,11 @@ class Sample(Recipe):
     widths: tuple[int, ...] = flag((4, 8), "widths", minimum=1)
     share: float = flag(0.5, "a share", minimum=0, maximum=1)
     pretrained: bool = flag(False, "yes or no")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tuned(CnnA):
+    weights: str | None = flag(None, "a file")
 
 
 @pytest.mark.parametrize(
@@ -164,10 +170,26 @@ def test_unset_streams_follow_from_the_batch_size(batch_size, streams):
 def test_streams_that_were_derived_differ_only_with_the_batch_size():
     def differing(theirs: dict, *words: str) -> str:
         recorded = json.loads(json.dumps(recipe_part(CnnA()))) | theirs
-        return differences(recorded, parse(CnnA, list(words)))
+        return "; ".join(differences(recorded, parse(CnnA, list(words))))
 
     assert differing({}) == ""
     assert differing({}, "--batch_size", "96", "--allow_changed", "batch_size") == ""
     assert differing({}, "--batch_size", "96") == "its batch_size is 128, here 96"
     assert differing({}, "--streams", "32") == "its streams is 64, here 32"
     assert differing({"streams": 32}) == "its streams is 32, here 64"
+
+
+@pytest.mark.parametrize(
+    ("recorded", "now", "is_same"),
+    [
+        ("D/pets", "D/pets/", True),  # Tab adds the slash
+        ("D/pets", "./D//pets", True),
+        ("D/pets", f"{Path.cwd()}/D/pets", True),
+        ("~/pets", f"{Path.home()}/pets", True),
+        ("D/pets", "D/cats", False),
+        ("s3://bucket/pets", "s3://bucket//pets", False),  # another place there
+    ],
+)
+@pytest.mark.parametrize("name", ["data", "weights"])
+def test_one_path_in_two_spellings(name, recorded, now, is_same):
+    assert (differences({name: recorded}, parse(Tuned, [f"--{name}", now])) == []) == is_same

@@ -10,12 +10,13 @@ import re
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate import PartialState
 from accelerate.utils import DistributedType, is_torch_xla_available
 
 from common.distributed.launch_config import refuse
 from common.distributed.precision import on_gpu
-from common.system.env import launched, launched_with, processes_per_host
+from common.system.env import LOCAL_NUMBER, launched, launched_with, local_rank, processes_per_host
 from common.system.gpus import devices, driver_problem, needed_driver, runs_on
 
 REHEARSE = "to rehearse on the CPU put CUDA_VISIBLE_DEVICES= before the same command"
@@ -27,14 +28,26 @@ def check_devices() -> None:
     gpus, processes = torch.cuda.device_count(), processes_per_host()
     if not on_gpu():
         _check_that_no_gpu_is_left_out()
-    elif gpus < processes:
+    elif gpus < processes and not (gpus == 1 and "CUDA_VISIBLE_DEVICES" in os.environ):
         raise ValueError(
             f"{processes} processes were started on this host, which has {gpus} GPU{'s' if gpus > 1 else ''}:"
             f" set num_processes to {gpus} per host (--num_processes {gpus}), take another file of"
             f" accelerate_configs/, or {REHEARSE}"
         )
     else:
+        if gpus == 1 and "LOCAL_RANK" in os.environ:  # it may be another one for each process
+            os.environ[LOCAL_NUMBER], os.environ["LOCAL_RANK"] = str(local_rank()), "0"
         _check_code(int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def check_own_gpu(store: dist.Store, number: int, processes: int, gpu: str) -> None:
+    """ValueError if two processes have the same GPU, before NCCL fails. gpu: a unique name. Collective."""
+    store.set(f"gpu/{number}", gpu)
+    names = [store.get(f"gpu/{rank}").decode() for rank in range(processes)]
+    if same := [rank for rank, name in enumerate(names) if name == gpu and rank != number]:
+        raise ValueError(
+            f"ranks {number} and {same[0]} have the same GPU: start one process per GPU, or {REHEARSE}"
+        )
 
 
 def _check_kind() -> None:

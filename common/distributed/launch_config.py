@@ -82,9 +82,19 @@ def refuse(answer: str, advice: str) -> NoReturn:
 
 
 def _check_processes(env: Mapping[str, str]) -> None:
-    """Refuses MPI, and `multi-CPU`, which without MPI starts one process only."""
-    if "LOCAL_RANK" in env:
+    """Refuses MPI, `multi-CPU`, which without MPI starts one process only, and WORLD_SIZE without LOCAL_RANK.
+
+    Without LOCAL_RANK Accelerate makes each process a job of its own.
+    """
+    if int(env.get("LOCAL_RANK", "-1")) >= 0:
         return
+    alone = {"WORLD_SIZE": "1", "RANK": "0"}
+    if any(env.get(name, value) != value for name, value in alone.items()):
+        are_set = " and ".join(f"{name}={env[name]}" for name in alone if name in env)
+        raise ValueError(
+            f"the environment has {are_set} without LOCAL_RANK, so this process would train alone, on a part"
+            " of each batch: start it with torchrun, or unset them"
+        )
     advice = "choose multi-GPU, which is also how several processes rehearse on a CPU"
     if any(int(env.get(name) or 1) > 1 for name in MPI_SIZES):
         refuse("mpirun_config: yes", advice)
