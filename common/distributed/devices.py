@@ -18,6 +18,7 @@ from common.distributed.launch_config import refuse
 from common.distributed.precision import on_gpu
 from common.system.env import LOCAL_NUMBER, launched, launched_with, local_rank, processes_per_host
 from common.system.gpus import devices, driver_problem, needed_driver, runs_on
+from common.system.processes import allowed_cores
 
 REHEARSE = "to rehearse on the CPU put CUDA_VISIBLE_DEVICES= before the same command"
 
@@ -160,15 +161,17 @@ def use_all_cores(deterministic: bool = False) -> None:
 
     torchrun and accelerate set OMP_NUM_THREADS=1, which suits a GPU; deepspeed gives all cores to each
     process. For one process accelerate counts all cores of the machine, also those that this process may not
-    use: two threads on one core are 35 times slower than one (CNN-A). With plain `python` a value set by hand
+    use, and so does torch where a container has a quota: two threads on one core are 35 times slower than one
+    (CNN-A). With plain `python` a value set by hand
     stays, so that one process can round like each of several. deterministic: OMP_NUM_THREADS counts, else
     it is one thread, as kernels add in an order that depends on their threads.
     """
     if deterministic:
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1").partition(",")[0]))
         return
-    cores = len(os.sched_getaffinity(0))
-    if launched() and (os.environ.get("OMP_NUM_THREADS", "1") == "1" or torch.get_num_threads() > cores):
+    cores, given = allowed_cores(), os.environ.get("OMP_NUM_THREADS")
+    is_one = launched() and (given or "1") == "1"
+    if is_one or (torch.get_num_threads() > cores and (launched() or not given)):
         torch.set_num_threads(max(1, cores // processes_per_host()))
 
 

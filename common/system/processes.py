@@ -8,7 +8,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import psutil
@@ -72,6 +72,28 @@ def own_age_s() -> float:
 def is_under_nohup() -> bool:
     """True if this process was started with SIGHUP ignored. Call it before installing a handler."""
     return signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+
+
+def allowed_cores(groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int:
+    """Cores that this process may use: by its affinity, and by the CPU quota of its container."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, int(min([cores, *_quotas(groups, root)])))
+
+
+def _quotas(groups: Path, root: Path) -> Iterator[float]:
+    """The limits of this process's control groups, and of those above them, in cores (cgroups(7))."""
+    for line in groups.read_text().splitlines() if groups.exists() else ():
+        _, controllers, group = line.split(":", 2)
+        is_first = "cpu" in controllers.split(",")  # version 1 of the interface
+        if controllers and not is_first:
+            continue
+        for path in (Path(group), *Path(group).parents):
+            folder = root / ("cpu" if is_first else "") / str(path).lstrip("/")
+            names = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if is_first else ("cpu.max",)
+            with contextlib.suppress(OSError):  # a container shows its own group as the root
+                quota, period = " ".join((folder / name).read_text() for name in names).split()
+                if quota not in ("max", "-1"):
+                    yield int(quota) / int(period)
 
 
 def end_with_parent() -> None:

@@ -22,6 +22,7 @@ from common.distributed.precision import has_native_bf16
 from common.recipe import parse
 from common.script import load_script, recipe_class, training_images
 from common.system.paths import ROOT
+from common.system.processes import allowed_cores
 from common.telemetry.flops import Device, find_device, known_devices
 from tools.plan import cost
 from tools.plan.cost import Cluster, Measured, StepTime, Trace
@@ -188,7 +189,7 @@ class Planning:
 
     def candidates(self, report: Callable[[str], None]) -> Iterator[Candidate]:
         """Each strategy's trace; with `measure` its measured step, too. report() gets what is being done."""
-        with ThreadPoolExecutor(min(MOST_AT_ONCE, os.cpu_count() or 1)) as pool:
+        with ThreadPoolExecutor(min(MOST_AT_ONCE, allowed_cores())) as pool:
             traced = pool.map(partial(self._traced, report), self.strategies)
             if not self.measure:
                 yield from traced

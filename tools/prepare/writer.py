@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from common.data.decode import cores
 from common.data.shards import index_name
 from common.system.files import allow_open_files, write_bytes
+from common.system.processes import allowed_cores
 from tools.prepare.originals import RawImage
 
 WAITING = 8  # batches that may wait for the thread that writes and hashes
@@ -109,7 +109,7 @@ class ShardWriter:
         try:
             for i, length in enumerate(self.lengths):
                 self.shards.append(_Shard(folder / f"{split}-{i:05d}.tar", length))
-            with ThreadPoolExecutor(cores()) as pool:
+            with ThreadPoolExecutor(allowed_cores()) as pool:
                 list(pool.map(_Shard.read_back, self.shards))
         except BaseException:
             self.close()
