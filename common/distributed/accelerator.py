@@ -39,6 +39,7 @@ from common.distributed.launch_config import (
     check_wrapped_classes,
     disable_meaningless,
     enabled_precision,
+    settle_auto,
 )
 from common.distributed.precision import (
     autocast_forward,
@@ -264,6 +265,9 @@ def _fill_deepspeed_config(config: dict[str, Any], batch: Batch, clip_norm: floa
             print(f"DeepSpeed's {key} {config[key]} gives way to the recipe's {number}", flush=True)
         config[key] = number
     config.setdefault("steps_per_print", sys.maxsize)  # the script prints its own log
+    for remark in settle_auto(config):
+        if rank() == 0:
+            print(remark, flush=True)
     # With offload Accelerate would replace the script's optimizer by DeepSpeed's Adam, which it compiles.
     config.setdefault("zero_force_ds_cpu_optimizer", False)
 
