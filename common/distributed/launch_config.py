@@ -162,12 +162,8 @@ def _read_deepspeed(name: str, file: str, precision: str | None = None) -> dict[
         if part == "offload_param" and device != "none" and stage != 3:
             problems.append(f"offload_param (it needs stage 3, here it is {stage})")
     if problems:
-        is_offload = stage in (2, 3) and (zero.get("offload_optimizer") or {}).get("device", "none") != "none"
-        same = (
-            f"ds_configs/zero{stage}{'_offload' * is_offload}.json"
-            if stage in (1, 2, 3)
-            else "a ddp_* config"
-        )
+        offload = "_offload" if stage != 1 and (zero.get("offload_optimizer") or {}).get("device") else ""
+        same = f"ds_configs/zero{stage}{offload}.json" if stage in (1, 2, 3) else "a ddp_* config"
         raise ValueError(
             f"{file} has what is not supported: {', '.join(problems)}; without that it is {same}"
         )

@@ -8,7 +8,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 import psutil
@@ -153,6 +153,29 @@ def interface_to(address: str) -> tuple[str, str]:
         if any(known.address == mine for known in addresses):
             return name, mine
     raise ValueError(f"no interface has the address {mine}, from which {address} is reached")
+
+
+def interface_problem(env: Mapping[str, str], with_nccl: bool) -> str | None:
+    """Why gloo, or NCCL, can't use the interface that its variable names; None if it can.
+
+    gloo takes names. NCCL takes beginnings of names, after = whole names, and after ^ those to leave out.
+    """
+    there = psutil.net_if_addrs()
+    gloo, nccl = env.get("GLOO_SOCKET_IFNAME", ""), env.get("NCCL_SOCKET_IFNAME", "")
+    if not {*gloo.split(",")} <= there.keys() | {""}:
+        return (
+            f"GLOO_SOCKET_IFNAME={gloo}: this host's interfaces are {', '.join(there)}: name one, or unset it"
+        )
+    words = nccl.removeprefix("^").removeprefix("=").split(",")
+    is_exact = nccl.removeprefix("^").startswith("=")
+    named = {
+        name for name in there for word in words if (name == word if is_exact else name.startswith(word))
+    }
+    if with_nccl and not (there.keys() - named if nccl.startswith("^") else named):
+        return (
+            f"NCCL_SOCKET_IFNAME={nccl}: this host's interfaces are {', '.join(there)}: name one, or unset it"
+        )
+    return None
 
 
 def use_interface(name: str) -> dict[str, str]:

@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from common.distributed.preemption import is_alive
-from common.system.processes import adopt_orphans, allowed_cores, kill, running_descendants
+from common.system.processes import adopt_orphans, allowed_cores, interface_problem, kill, running_descendants
 from tests.conftest import ROOT, wait_until
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
@@ -63,3 +63,32 @@ def test_a_quota_of_the_processor_counts_as_fewer_cores(groups, files, cores, tm
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f"{text}\n")
     assert allowed_cores(tmp_path / "cgroup", tmp_path) == cores
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "is_right"),
+    [
+        ("GLOO", "lo", True),
+        ("GLOO", "", True),  # unset
+        ("GLOO", "lo,eth9", False),
+        ("GLOO", "eth9", False),
+        ("GLOO", "127.0.0.1", False),
+        ("GLOO", "=lo", False),  # NCCL's syntax
+        ("GLOO", "^docker0", False),
+        ("NCCL", "l", True),
+        ("NCCL", "=lo", True),
+        ("NCCL", "=l", False),
+        ("NCCL", "eth9,l", True),
+        ("NCCL", "eth9", False),
+        ("NCCL", "127.0.0.1", False),
+        ("NCCL", "^docker", True),
+        ("NCCL", "^=lo", False),  # and there is no other
+        ("NCCL", "^l", False),
+    ],
+)
+def test_a_variable_that_names_an_interface(variable, value, is_right, monkeypatch):
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: {"lo": []})
+    env = {f"{variable}_SOCKET_IFNAME": value}
+    said = f"{variable}_SOCKET_IFNAME={value}: this host's interfaces are lo: name one, or unset it"
+    assert interface_problem(env, with_nccl=True) == (None if is_right else said)
+    assert variable == "GLOO" or interface_problem(env, with_nccl=False) is None
