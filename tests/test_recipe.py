@@ -35,6 +35,10 @@ class Tuned(CnnA):
         (["--lr", "1e-3"], "lr", 1e-3),
         (["--pretrained"], "pretrained", True),
         (["--no-pretrained"], "pretrained", False),
+        (["--pretrained=True"], "pretrained", True),  # as sweeps of W&B and SageMaker write it
+        (["--pretrained", "True", "--epochs", "2"], "pretrained", True),
+        (["--pretrained", "true", "--pretrained=False"], "pretrained", False),
+        (["--pretrained", "--epochs", "2"], "epochs", 2),
         (["--local_rank=1", "--epochs", "2"], "epochs", 2),  # the deepspeed launcher's first argument
         (["--model-folder", "./weights-1"], "output_dir", "./weights-1/*"),  # hyphens in values stay
     ],
@@ -46,11 +50,12 @@ def test_flags(words, field, value):
 @pytest.mark.parametrize("name", ["recipe.yaml", "recipe.json"])
 def test_a_config_file_sets_defaults_and_flags_win(name, tmp_path):
     text = {
-        "recipe.yaml": "epochs: 3\nlr: 1e-3\nwidths: [1, 2]\npretrained: true\nmax_steps: null\n",
-        "recipe.json": '{"epochs": 3, "lr": 1e-3, "widths": "1,2", "pretrained": true}',
+        "recipe.yaml": "epochs: 3\nlr: 1e-3\nwidths: [1, 2]\npretrained: true\nmax_steps: null\n"
+        "compile: no\n",
+        "recipe.json": '{"epochs": 3, "lr": 1e-3, "widths": "1,2", "pretrained": "True", "compile": "no"}',
     }[name]
     (tmp_path / name).write_text(text)
-    expected = Sample(epochs=5, lr=1e-3, widths=(1, 2), pretrained=True)
+    expected = Sample(epochs=5, lr=1e-3, widths=(1, 2), pretrained=True, compile="no")
     assert parse(Sample, ["--config", str(tmp_path / name), "--epochs", "5"]) == expected
 
 
@@ -63,6 +68,7 @@ def test_a_config_file_sets_defaults_and_flags_win(name, tmp_path):
         (["--lr", "nan"], "--lr nan: must be at least 0"),
         (["--lr", "inf"], "--lr inf: must be a finite number"),
         (["--widths", "4,x"], "--widths 4,x: must be numbers as 4,8,32"),
+        (["--pretrained=maybe"], "--pretrained maybe: must be true or false"),
         (["--trackers", "none,wandb"], "--trackers none,wandb: `none` stands alone"),
         (["--trackers", "mlflow"], "--trackers mlflow: choose among tensorboard, wandb, none"),
     ],
