@@ -70,7 +70,7 @@ def test_a_config_file_sets_defaults_and_flags_win(name, tmp_path):
         (["--widths", "4,x"], "--widths 4,x: must be numbers as 4,8,32"),
         (["--pretrained=maybe"], "--pretrained maybe: must be true or false"),
         (["--trackers", "none,wandb"], "--trackers none,wandb: `none` stands alone"),
-        (["--trackers", "mlflow"], "--trackers mlflow: choose among tensorboard, wandb, none"),
+        (["--trackers", "mlflow"], "--trackers mlflow: choose among tensorboard, wandb, trackio, none"),
     ],
 )
 def test_wrong_flags(words, message, capsys):
