@@ -104,6 +104,7 @@ def start(job: Job, clip_norm: float = 0.0) -> tuple[Accelerator, Batch]:
     set_group_timeout(job.timeout_s)
     join_agents_store(job.timeout_s)
     accelerator = make_accelerator(job, batch, deepspeed, clip_norm)
+    assert accelerator.num_processes == batch.processes
     if batch.processes > 1 and accelerator.device.type == "cuda" and backend() == "nccl":
         gpu = str(torch.cuda.get_device_properties(accelerator.device).uuid)
         check_own_gpu(dist.distributed_c10d._get_default_store(), rank(), batch.processes, gpu)

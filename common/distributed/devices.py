@@ -162,9 +162,9 @@ def use_all_cores(deterministic: bool = False) -> None:
     torchrun and accelerate set OMP_NUM_THREADS=1, which suits a GPU; deepspeed gives all cores to each
     process. For one process accelerate counts all cores of the machine, also those that this process may not
     use, and so does torch where a container has a quota: two threads on one core are 35 times slower than one
-    (CNN-A). With plain `python` a value set by hand
-    stays, so that one process can round like each of several. deterministic: OMP_NUM_THREADS counts, else
-    it is one thread, as kernels add in an order that depends on their threads.
+    (CNN-A). With plain `python` a value set by hand stays, so that one process can round like each of
+    several. deterministic: OMP_NUM_THREADS counts, else it is one thread, as kernels add in an order that
+    depends on their threads.
     """
     if deterministic:
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1").partition(",")[0]))
