@@ -266,8 +266,8 @@ OPEN = {  # as Accelerate's templates have it
     "optimizer": {"type": "AdamW", "params": AUTO},
     "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}},
     "zero_optimization": {
-        **{"stage": 3, "overlap_comm": True, "stage3_gather_16bit_weights_on_model_save": "auto"},
-        **dict.fromkeys(HIDDEN_SIZE, "auto"),
+        **{"stage": 3, "overlap_comm": True, **dict.fromkeys(HIDDEN_SIZE, "auto")},
+        "stage3_gather_16bit_weights_on_model_save": "auto",
     },
 }
 

@@ -51,7 +51,7 @@ def test_a_closed_output_stops_nothing(launcher, tmp_path):
 def test_an_unfinished_run_with_one_other_value_is_named(tmp_path):
     words = ["train_hello.py", "--trackers", "none", "--model_folder", tmp_path, "--max_steps"]
     run([*words, 3])
-    changed = run([*words, 6, "--lr", "0.01", "--seed", "1"])  # two values: another experiment
+    changed = run([*words, 6, "--lr", "0.03", "--seed", "1"])  # two values: another experiment
     assert "unfinished run" not in changed
     changed = run([*words, 6, "--seed", "1"])
     (first,) = (path for path in (tmp_path / "train_hello").iterdir() if path.name[-2] != "-")
