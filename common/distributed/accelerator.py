@@ -154,7 +154,7 @@ def make_accelerator(
     deepspeed: the DeepSpeed JSON from check_launch_config(), if there is one.
     """
     # Accelerate prints where LOCAL_RANK is 0, which may be every process of a host.
-    PartialState.is_local_main_process = property(lambda _: is_hosts_first())  # type: ignore[assignment]
+    PartialState.is_local_main_process = property(lambda _: is_hosts_first())
     engines_precision = enabled_precision(deepspeed)
     kind = chosen_precision(job.mixed_precision or engines_precision)
     accelerator = Accelerator(
